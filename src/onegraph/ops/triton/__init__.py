@@ -1,0 +1,1 @@
+"""Triton kernels only. They import nothing of ours."""
