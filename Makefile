@@ -1,0 +1,54 @@
+# Two commands: `make demo`, `make test`. Everything else is for people who change onegraph.
+PYTHON ?= python3
+VENV   ?= .venv
+# e.g. PIP_ARGS="--extra-index-url <index of CPU builds>" where the default torch would bring CUDA packages along
+PIP_ARGS ?=
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
+TESTS  ?= tests
+COUNT  ?= 10000
+
+.PHONY: help demo test lint fuzz gpu-test clean
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "onegraph needs Python 3.11 or newer, got %d.%d; try: make PYTHON=python3.12" % sys.version_info[:2])'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "pip==26.3"
+
+$(VENV)/.run: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) "torch==2.13.0"
+	$(PIP) -e ".[gguf]"
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	$(PIP) --group test --group lint
+	@touch $@
+
+demo: $(VENV)/.run ## quantize SmolLM2-135M to 4 bits and ask it a question
+	$(BIN)/onegraph demo
+
+test: $(VENV)/.dev ## everything that needs no GPU
+	$(BIN)/python -m pytest -m "not gpu" -n 2 $(TESTS)
+
+lint: $(VENV)/.dev ## ruff, mypy, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+fuzz: $(VENV)/.dev ## COUNT damaged inputs (10,000)
+	$(BIN)/python -m tests.fuzz --count $(COUNT)
+
+# On a GPU machine the torch that is installed is the one that matches its driver, so it is used where there is one.
+gpu-test: ## the tests marked gpu, with the torch of this machine or a fresh one
+	@if $(PYTHON) -c 'import torch, pytest, safetensors, tokenizers, transformers; assert torch.cuda.is_available()' 2>/dev/null; then \
+	  PYTHONPATH=src $(PYTHON) -m pytest -m gpu $(TESTS); \
+	else \
+	  $(MAKE) $(VENV)/.dev && $(BIN)/python -m pytest -m gpu $(TESTS); \
+	fi
+
+clean: ## remove what make made
+	rm -rf $(VENV) .demo dist build
