@@ -1,0 +1,380 @@
+"""A checkpoint on disk: a directory that transformers users know, or a GGUF file, read lazily and never trusted.
+
+Nothing here executes or unpickles what it reads. Every header is validated before a byte of a tensor is touched, so a
+truncated or lying file is one `CheckpointError` that names the file and the tensor, not a crash in a reader.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from onegraph.formats.files import CheckpointError, parse_json, quote, read_bytes, read_json, reason
+
+__all__ = ["Checkpoint", "CheckpointError", "TensorInfo", "write_checkpoint"]
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+SIDECARS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+MAX_HEADER = 100 << 20  # bytes; the safetensors library's own limit
+MAX_SIDECAR = 256 << 20  # bytes; the longest published tokenizer.json is some 35 MB
+SHARD_BYTES = 4 << 30
+_CHECKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # where a NaN or an infinity can hide
+
+Expected = Mapping[str, tuple[tuple[int, ...], "torch.dtype | Collection[torch.dtype]"]]
+
+
+class TensorInfo(NamedTuple):
+    """Where a tensor lies and what it is; `nbytes` is what it occupies on disk."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    file: Path
+
+
+# ------------------------------------------------------------------------------------------------------- reading
+
+
+class Checkpoint:
+    """A model on disk. `open` takes a directory of safetensors or a GGUF file; tensors are read when asked for.
+
+    `config` is the Hugging Face config.json as a dict; `names` are Hugging Face tensor names, sorted.
+    """
+
+    format = "safetensors"
+
+    def __init__(self, path: Path, config: dict[str, Any], tensors: dict[str, TensorInfo]) -> None:
+        self.path, self.config, self._tensors = path, config, tensors
+        self.names: list[str] = sorted(tensors)
+        self._handles: dict[Path, Any] = {}
+
+    @staticmethod
+    def open(path: str | os.PathLike[str]) -> Checkpoint:
+        """Opens `path` and validates every header in it. Raises CheckpointError."""
+        path = Path(path)
+        try:
+            if path.is_file():
+                from onegraph.formats.gguf import GGUFCheckpoint
+
+                return GGUFCheckpoint.read(path)
+            if not path.is_dir():
+                raise CheckpointError(
+                    f"{path}: no such model; give a directory that holds config.json and model.safetensors, "
+                    "or a .gguf file"
+                )
+            config = read_json(path / "config.json")
+            return Checkpoint(path, config, _directory(path))
+        except (OSError, ValueError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"{quote(str(path))}: cannot be read: {reason(error)}") from None
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drops the memory maps. Tensors already handed out stay valid."""
+        self._handles.clear()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all tensors occupy on disk, headers not counted."""
+        return sum(info.nbytes for info in self._tensors.values())
+
+    def info(self, name: str) -> TensorInfo:
+        """Shape, dtype, stored bytes and file of one tensor. Raises CheckpointError for an unknown name."""
+        try:
+            return self._tensors[name]
+        except KeyError:
+            raise CheckpointError(f"{self.path}: has no tensor {quote(name)}") from None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.info(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.info(name).dtype
+
+    def tensor(self, name: str, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The tensor, on `device`, as `dtype` (None: as stored). Raises CheckpointError where it holds a NaN or an
+        infinity: a weight that does is damaged, and would surface as a token repeated for ever."""
+        value = self._read(name, dtype)
+        if value.dtype in _CHECKED and value.numel():
+            low, high = torch.aminmax(value)  # one pass, no temporary; a NaN anywhere makes both NaN
+            if not (math.isfinite(low.item()) and math.isfinite(high.item())):
+                raise CheckpointError(
+                    f"{self.info(name).file}: tensor {quote(name)} holds NaN or infinite values as {value.dtype}; "
+                    "the file is damaged, fetch it again"
+                )
+        return value.to(device=device, dtype=dtype or value.dtype)
+
+    def _read(self, name: str, dtype: torch.dtype | None) -> torch.Tensor:
+        info = self.info(name)
+        try:
+            if info.file not in self._handles:
+                self._handles[info.file] = safe_open(info.file, framework="pt")
+            return self._handles[info.file].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{info.file}: tensor {quote(name)} cannot be read: {reason(error)}") from None
+
+    def sidecar(self, name: str) -> bytes | None:
+        """The content of a tokenizer or generation file beside the weights, None where the checkpoint has none."""
+        path = self.path / name
+        return read_bytes(path, MAX_SIDECAR) if path.exists() else None
+
+    def check(self, expected: Expected, optional: Collection[str] = ()) -> None:
+        """Compares what is there with `expected`: name -> (shape, dtype or dtypes allowed).
+
+        `optional` names may be there or not (lm_head.weight of a tied model) and are not looked at. Raises one
+        CheckpointError that names every missing, wrong and unexpected tensor (the first five of each kind).
+        """
+        missing = [quote(name) for name in expected if name not in self._tensors]
+        unexpected = [
+            quote(name)
+            for name in self.names
+            if name not in expected and name not in optional and not name.endswith(".rotary_emb.inv_freq")
+        ]
+        wrong = []
+        for name, (shape, dtypes) in expected.items():
+            if name not in self._tensors:
+                continue
+            allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
+            found = self._tensors[name]
+            if found.shape != tuple(shape):
+                wrong.append(f"{quote(name)} has shape {list(found.shape)}, the config asks for {list(shape)}")
+            elif found.dtype not in allowed:
+                kinds = " or ".join(str(kind).removeprefix("torch.") for kind in allowed)
+                wrong.append(f"{quote(name)} is {str(found.dtype).removeprefix('torch.')}, allowed is {kinds}")
+        parts = [
+            f"{len(found)} {kind}: {', '.join(found[:5])}{', ...' if len(found) > 5 else ''}"
+            for kind, found in (("missing", missing), ("wrong", wrong), ("unexpected", unexpected))
+            if found
+        ]
+        if parts:
+            raise CheckpointError(f"{self.path}: tensors do not fit config.json: " + "; ".join(parts))
+
+
+def _directory(path: Path) -> dict[str, TensorInfo]:
+    single, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    if single.exists():
+        return read_header(single)
+    if index.exists():
+        return _sharded(path, index)
+    pickled = sorted(p.name for kind in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in path.glob(kind))
+    if pickled:
+        raise CheckpointError(
+            f"{path}: holds {quote(pickled[0])} but no model.safetensors; pickled weights can run code when loaded and "
+            "are never read: convert them with transformers' save_pretrained"
+        )
+    raise CheckpointError(f"{path}: holds neither model.safetensors nor model.safetensors.index.json")
+
+
+def _sharded(path: Path, index: Path) -> dict[str, TensorInfo]:
+    weight_map = read_json(index, MAX_HEADER).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: 'weight_map' is not an object of tensor name to file name")
+    headers: dict[str, dict[str, TensorInfo]] = {}
+    tensors: dict[str, TensorInfo] = {}
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or file in (".", "..") or "/" in file or "\\" in file or "\0" in file:
+            raise CheckpointError(
+                f"{index}: tensor {quote(name)} points to {quote(file)}; only the name of a file in the same directory "
+                "is allowed"
+            )
+        if file not in headers:
+            if not (path / file).exists():
+                raise CheckpointError(f"{index}: shard {quote(file)} is missing from {path}; fetch it again")
+            headers[file] = read_header(path / file)
+        if name not in headers[file]:
+            raise CheckpointError(f"{index}: tensor {quote(name)} is not in shard {quote(file)}")
+        tensors[name] = headers[file][name]
+    return tensors
+
+
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """Validates a safetensors header against the file's length: the tensors must tile the data exactly.
+
+    Format: https://huggingface.co/docs/safetensors (8 bytes little-endian header length, JSON header, data).
+    """
+
+    def refuse(why: str) -> NoReturn:
+        raise CheckpointError(f"{file}: {why}; the file is damaged, fetch it again")
+
+    if not file.is_file():
+        raise CheckpointError(f"{file}: not a regular file")
+    total = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if total < 8 or length > min(total - 8, MAX_HEADER):
+            refuse(f"header of {length} bytes does not fit a file of {total} bytes (truncated?)")
+        header = parse_json(stream.read(length), f"{file} (header)")
+    if not isinstance(header, dict):
+        refuse("header is not a JSON object")
+    header.pop("__metadata__", None)
+    tensors: dict[str, TensorInfo] = {}
+    spans = []
+    for name, entry in header.items():
+        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+            refuse(f"tensor {quote(name)} is not described by dtype, shape and data_offsets")
+        kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if not isinstance(kind, str) or kind not in DTYPES:
+            refuse(f"tensor {quote(name)} has dtype {quote(kind)}, allowed are {', '.join(DTYPES)}")
+        if not _naturals(shape) or len(shape) > 8 or not _naturals(offsets) or len(offsets) != 2:
+            refuse(f"tensor {quote(name)} has shape {quote(shape)} and data_offsets {quote(offsets)}")
+        nbytes = math.prod(shape) * DTYPES[kind].itemsize
+        if offsets[1] - offsets[0] != nbytes:
+            refuse(
+                f"tensor {quote(name)} of shape {shape} and dtype {kind} needs {nbytes} bytes, "
+                f"data_offsets {offsets} give {offsets[1] - offsets[0]}"
+            )
+        tensors[name] = TensorInfo(tuple(shape), DTYPES[kind], nbytes, file)
+        spans.append((offsets[0], offsets[1], name))
+    end = 0
+    for start, stop, name in sorted(spans):
+        if start != end:
+            refuse(f"tensor {quote(name)} starts at byte {start} of the data where {end} is expected (overlap or hole)")
+        end = stop
+    if end != total - 8 - length:
+        refuse(f"the header describes {end} bytes of tensors, the file holds {total - 8 - length} (truncated?)")
+    return tensors
+
+
+def _naturals(value: object) -> bool:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+
+# ------------------------------------------------------------------------------------------------------- writing
+
+
+def write_checkpoint(
+    path: str | os.PathLike[str],
+    config: Mapping[str, Any],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    copy_from: Checkpoint | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    on_tensor: Callable[[str], None] | None = None,
+) -> None:
+    """Writes a checkpoint directory that appears whole or not at all.
+
+    Everything goes into a hidden directory beside `path`, is flushed to disk, and is renamed at the end. At most one
+    shard is held in memory. Tokenizer and generation files come through from `copy_from`. Raises CheckpointError
+    where `path` exists already; OSError (disk full) leaves nothing behind.
+    """
+    path = Path(path)
+    if path.exists() or path.is_symlink():
+        raise CheckpointError(f"{path}: exists already; choose another output directory or remove it")
+    temporary = path.parent / f".{path.name}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)  # what a killed run left
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary.mkdir()
+    try:
+        _write_tensors(temporary, tensors, shard_bytes, on_tensor)
+        _write(temporary / "config.json", _dump(dict(config)))
+        for name in SIDECARS if copy_from is not None else ():
+            assert copy_from is not None
+            content = copy_from.sidecar(name)
+            if content is not None:
+                _write(temporary / name, content)
+        _sync(temporary)
+        os.rename(temporary, path)
+        _sync(path.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _write_tensors(
+    directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], limit: int, on_tensor: Callable[[str], None] | None
+) -> None:
+    shards: list[list[str]] = []
+    seen: set[str] = set()
+    pending: dict[str, torch.Tensor] = {}
+    total = size = 0
+
+    def flush() -> None:
+        file = directory / f"shard-{len(shards)}"
+        save_file(pending, file, metadata={"format": "pt"})
+        file.chmod(0o644)
+        _sync(file)
+        shards.append(list(pending))
+        pending.clear()
+
+    for name, tensor in tensors:
+        if name in seen:
+            raise CheckpointError(f"tensor {quote(name)} is written twice")
+        seen.add(name)
+        nbytes = tensor.numel() * tensor.element_size()
+        if pending and size + nbytes > limit:
+            flush()
+            size = 0
+        pending[name] = tensor.detach().to("cpu").contiguous().clone()  # two names never share one storage
+        size, total = size + nbytes, total + nbytes
+        if on_tensor is not None:
+            on_tensor(name)
+    flush()
+    if len(shards) == 1:
+        os.rename(directory / "shard-0", directory / "model.safetensors")
+        return
+    weight_map = {}
+    for i, names in enumerate(shards):
+        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        os.rename(directory / f"shard-{i}", directory / file)
+        weight_map.update(dict.fromkeys(names, file))
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    _write(directory / "model.safetensors.index.json", _dump(index))
+
+
+def _dump(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def _write(file: Path, content: bytes) -> None:
+    file.write_bytes(content)
+    _sync(file)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,99 @@
+"""Small files that nobody vouches for: read whole, bounded, and refused in one line."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+MAX_CONFIG = 4 << 20  # bytes; the longest published config.json is some 100 KB
+MAX_DEPTH = 32  # of JSON; published configs stay below 6
+
+
+class CheckpointError(ValueError):
+    """What is wrong with a checkpoint, in one line that names the file or tensor, what was got and what is allowed."""
+
+
+def quote(text: object, limit: int = 100) -> str:
+    """Text from a file, fit for one line of a message: quoted, control characters escaped, long text cut."""
+    shown = repr(text)
+    return shown if len(shown) <= limit else f"{shown[: limit - 4]}...{shown[-1]}"
+
+
+def parse_json(data: bytes, where: str) -> Any:
+    """JSON from an untrusted file. Duplicate keys, NaN, infinities, integers beyond 64 bits and nesting deeper than
+    32 are errors: each means a damaged file or one made to hurt, and each would otherwise be silently repaired."""
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(items)
+        if len(found) != len(items):
+            seen: set[str] = set()
+            twice = next(name for name, _ in items if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+            raise CheckpointError(f"{where}: key {quote(twice)} occurs twice in one object")
+        return found
+
+    def integer(text: str) -> int:
+        if len(text) > 20 or not -(2**63) <= int(text) < 2**64:
+            raise CheckpointError(f"{where}: integer {quote(text, 40)} does not fit 64 bits")
+        return int(text)
+
+    def real(text: str) -> float:
+        value = float(text)
+        if not math.isfinite(value):
+            raise CheckpointError(f"{where}: number {quote(text, 40)} is not finite")
+        return value
+
+    try:
+        text = data.decode("utf-8")
+        value = json.loads(text, object_pairs_hook=pairs, parse_int=integer, parse_float=real, parse_constant=real)
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{where}: not UTF-8 at byte {error.start}; the file is damaged") from None
+    except json.JSONDecodeError as error:
+        raise CheckpointError(
+            f"{where}: not valid JSON: {error.msg} at line {error.lineno} column {error.colno}"
+        ) from None
+    except RecursionError:
+        raise CheckpointError(f"{where}: JSON nested too deeply") from None
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            child
+            for node in level
+            if isinstance(node, dict | list)
+            for child in (node.values() if isinstance(node, dict) else node)
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return value
+    raise CheckpointError(f"{where}: JSON nested deeper than {MAX_DEPTH}")
+
+
+def read_bytes(path: Path, limit: int) -> bytes:
+    """A whole regular file of at most `limit` bytes. Raises CheckpointError (absent, directory, pipe, unreadable)."""
+    try:
+        if path.exists() and not path.is_file():
+            raise CheckpointError(f"{path}: not a regular file")
+        size = path.stat().st_size
+        if size > limit:
+            raise CheckpointError(f"{path}: {size} bytes, at most {limit} are allowed for such a file")
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file") from None
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path}: cannot be read: {reason(error)}") from None
+
+
+def read_json(path: Path, limit: int = MAX_CONFIG) -> dict[str, Any]:
+    """A JSON object from a file of at most `limit` bytes, under the rules of `parse_json`."""
+    value = parse_json(read_bytes(path, limit), str(path))
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: holds a JSON {type(value).__name__}, an object is expected")
+    return value
+
+
+def reason(error: Exception) -> str:
+    """One line that says what an exception means."""
+    return (getattr(error, "strerror", None) or str(error) or type(error).__name__).splitlines()[0]
