@@ -1,0 +1,212 @@
+"""E8P-RVQ: what the bytes of a quantized linear mean.
+
+A linear W [n, k] is stored as small integers Q [n, k] and scales,
+
+    W = diag(out_scale * scale) @ H_n @ Q @ H_k @ diag(in_scale)
+
+with H_d the orthonormal block Hadamard of `hadamard_block(d)`: blocks of at most 128, so that any slice of W at
+multiples of 128 rows or columns is itself such a layer. `in_scale` carries the random signs and the per-channel scale
+of the input side, `out_scale` those of the output side; `scale` is one float32, with the unit of Q (1/4 or 1/16)
+already in it: a loader multiplies out_scale by scale in float32 and is done.
+
+Q is the sum of residual stages, each coding 8 neighbouring columns of a row at once:
+
+    2 bits:  Q = 4w  = a                a = E8P(codes), odd, |a| <= 11
+    3 bits:  Q = 4w  = a + e            e = E81B(residual) in {0, +-1, +-2, +-4}    (residual ratio 2)
+    4 bits:  Q = 16w = 4a + b           b = E8P(residual)                           (residual ratio 4)
+
+**The 16-bit E8P code** (QuIP#, arXiv 2402.04396, section 4.2): the high byte i names one of 256 rows of the codebook,
+the low byte s holds a sign bit for each of the 8 coordinates, bit j for column j; p, the parity of s, carries the
+shift. A row of the codebook is the decoded vector of the code with s = 0, that is 4 (v + 1/4) for v in
+D8^ = (Z + 1/2)^8 with an even coordinate sum. Because 2v is odd, negating v and moving the shift from +1/4 to -1/4
+only flip bits, so that decoding is, in int8,
+
+    a_j = row_j ^ (0xFC if bit j of s' else 0) ^ (0x02 if p else 0)       s' = s ^ p  (bit 0 flips if p is odd)
+
+with no addition and no multiplication. The mask on the right depends on s alone (`sign_masks`: 256 rows of 8 bytes).
+
+**E81B** (one byte): zero, the 240 roots of E8 and 15 of the 16 vectors +-2 e_i, all times 2.
+"""
+
+import fnmatch
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BITS = (2, 3, 4)
+KEEP = 16  # in a rate map: the layer stays unquantized
+MAX_BLOCK = 128
+FORMAT_VERSION = 1
+
+STAGE_RATIO = {2: 1, 3: 2, 4: 4}  # how much finer the residual stage is than the first
+UNIT = {2: 4, 3: 4, 4: 16}  # Q = UNIT * w
+
+
+def hadamard_block(d: int) -> int:
+    """Largest power of two that divides `d`, at most 128: the block of the Hadamard rotation of a dimension."""
+    if d < 1:
+        raise ValueError(f"a dimension of {d} cannot be rotated; it must be at least 1")
+    return min(d & -d, MAX_BLOCK)
+
+
+@lru_cache(maxsize=1)
+def _codebook_cpu() -> Tensor:
+    return torch.tensor([*_e8p_rows(), *_e81b_rows()], dtype=torch.int8)
+
+
+def _e8p_rows() -> list[list[int]]:
+    """256 rows 4 (v + 1/4). |v| runs over the 227 half-odd vectors of norm <= 10 by norm, then over 29 of norm 12."""
+    orbits = [(1,) * 8, (3,) + (1,) * 7, (3, 3) + (1,) * 6, (3,) * 3 + (1,) * 5, (5,) + (1,) * 7]
+    orbits += [(3,) * 4 + (1,) * 4, (5, 3) + (1,) * 6]
+    rows = [v for orbit in orbits for v in sorted(set(itertools.permutations(orbit)), reverse=True)]
+    # Any 29 of the 56 norm-12 vectors do equally well; these are the first in descending order.
+    rows += sorted(set(itertools.permutations((3,) * 5 + (1,) * 3)), reverse=True)[:29]
+    # 2v with sum(v) odd leaves D8^: coordinate 0 is negated once and for all, so that even sign parity stays inside.
+    return [[2 * (-v[0] if sum(v) // 2 % 2 else v[0]) + 1, *(2 * c + 1 for c in v[1:])] for v in rows]
+
+
+def _e81b_rows() -> list[list[int]]:
+    """256 rows 2e: zero, the 240 roots of E8, and +-2 e_i without the last."""
+    rows = [[0] * 8]
+    for i, j in itertools.combinations(range(8), 2):
+        for a, b in itertools.product((2, -2), repeat=2):
+            rows.append([a if c == i else b if c == j else 0 for c in range(8)])
+    rows += [list(v) for v in itertools.product((1, -1), repeat=8) if v.count(-1) % 2 == 0]
+    rows += [[s if c == i else 0 for c in range(8)] for i in range(8) for s in (4, -4)][:15]
+    return rows
+
+
+def codebook(device: torch.device | str = "cpu") -> Tensor:
+    """int8 [512, 8]: rows 0..255 E8P (what a code with sign byte 0 decodes to), rows 256..511 E81B times 2."""
+    return _codebook_cpu().to(device)
+
+
+def sign_masks(device: torch.device | str = "cpu") -> Tensor:
+    """int8 [256, 8]: what a codebook row is XORed with, by sign byte; for kernels that rather look it up."""
+    signs = torch.arange(256)
+    bits = (signs[:, None] >> torch.arange(8)) & 1
+    parity = bits.sum(1, keepdim=True) & 1
+    bits[:, :1] ^= parity
+    return (bits * 0xFC ^ parity * 0x02).to(torch.uint8).view(torch.int8).to(device)
+
+
+def residual_dtype(bits: int) -> torch.dtype | None:
+    """dtype of the residual codes at a rate: None at 2 bits (one stage), uint8 at 3, int16 at 4."""
+    _check_bits(bits)
+    return {2: None, 3: torch.uint8, 4: torch.int16}[bits]
+
+
+def linear_tensors(n: int, k: int, bits: int, bias: bool = False) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """What a checkpoint holds for one linear of n outputs and k inputs: suffix -> (shape, dtype)."""
+    if n < 1 or k < 8 or k % 8:
+        raise ValueError(
+            f"a linear of {n} x {k} cannot be stored as E8P; inputs come in groups of 8, so k % 8 must be 0"
+        )
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"codes": ((n, k // 8), torch.int16)}
+    if (residual := residual_dtype(bits)) is not None:
+        tensors["residual"] = ((n, k // 8), residual)
+    tensors |= {"in_scale": ((k,), torch.float16), "out_scale": ((n,), torch.float16), "scale": ((), torch.float32)}
+    if bias:
+        tensors["bias"] = ((n,), torch.float32)
+    return tensors
+
+
+def stored_bits(n: int, k: int, bits: int, bias: bool = False) -> int:
+    """Bits that one linear takes on disk, all scales counted."""
+    total = 0
+    for shape, dtype in linear_tensors(n, k, bits, bias).values():
+        count = 1
+        for size in shape:
+            count *= size
+        total += count * dtype.itemsize * 8
+    return total
+
+
+def _check_bits(bits: object, *, where: str = "bits", allowed: tuple[int, ...] = BITS) -> None:
+    if not isinstance(bits, int) or isinstance(bits, bool) or bits not in allowed:
+        raise ValueError(f"{where} is {bits!r}; allowed: {', '.join(map(str, allowed))}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class E8PConfig:
+    """`quantization_config` of a checkpoint's config.json.
+
+    Args:
+        bits: rate of every linear inside the blocks that `layers` does not name.
+        layers: full module name -> rate, only where it differs; 16 keeps the layer unquantized.
+        lm_head, embed_tokens: their rate, None for unquantized. Quantizing either unties tied embeddings: the head is a
+            linear like any other; the embedding is looked up by row, so its output side is not rotated (H_n = 1).
+    """
+
+    bits: int
+    layers: Mapping[str, int] = field(default_factory=dict)
+    lm_head: int | None = None
+    embed_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_bits(self.bits)
+        if not isinstance(self.layers, Mapping):
+            raise ValueError(f"layers is {type(self.layers).__name__}; it must map module names to bits")
+        for name, bits in self.layers.items():
+            if not isinstance(name, str):
+                raise ValueError(f"layers has the key {name!r}; keys are module names")
+            _check_bits(bits, where=f"layers[{name!r}]", allowed=(*BITS, KEEP))
+        for key in ("lm_head", "embed_tokens"):
+            if getattr(self, key) is not None:
+                _check_bits(getattr(self, key), where=key)
+
+    def bits_of(self, name: str) -> int:
+        """Rate of the linear `name` (its full module name); 16 if it is kept."""
+        if name in ("lm_head", "model.embed_tokens", "embed_tokens"):
+            bits = self.lm_head if name == "lm_head" else self.embed_tokens
+            return KEEP if bits is None else bits
+        return self.layers.get(name, self.bits)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "quant_method": "onegraph",
+            "format": "e8p",
+            "format_version": FORMAT_VERSION,
+            "bits": self.bits,
+            "layers": dict(sorted(self.layers.items())),
+            "lm_head": self.lm_head,
+            "embed_tokens": self.embed_tokens,
+        }
+
+    @classmethod
+    def from_dict(cls, data: object) -> "E8PConfig":
+        """Parse what `to_dict` wrote. Raises ValueError on another method, version, or a key it does not know."""
+        if not isinstance(data, Mapping):
+            raise ValueError(f"quantization_config is {type(data).__name__}; it must be an object")
+        fixed = {"quant_method": "onegraph", "format": "e8p", "format_version": FORMAT_VERSION}
+        free = {"bits", "layers", "lm_head", "embed_tokens"}
+        for key, value in fixed.items():
+            if data.get(key) != value:
+                raise ValueError(f"quantization_config.{key} is {data.get(key)!r}; this version reads {value!r}")
+        if unknown := sorted(set(map(str, data)) - set(fixed) - free):
+            known = ", ".join(sorted({*fixed, *free}))
+            raise ValueError(f"quantization_config has the unknown key {', '.join(unknown)}; known: {known}")
+        if "bits" not in data:
+            raise ValueError("quantization_config has no bits; allowed: 2, 3, 4")
+        return cls(**{key: data[key] for key in free if key in data})
+
+
+def resolve_rates(patterns: Mapping[str, int], names: Iterable[str], bits: int) -> dict[str, int]:
+    """The `layers` of a config from names or shell patterns ("*.down_proj"); the last pattern that matches a name wins.
+
+    Raises ValueError for a pattern that matches none of `names`: a misspelt map must not pass as the default rate.
+    """
+    names = list(names)
+    rates: dict[str, int] = {}
+    for pattern, rate in patterns.items():
+        _check_bits(rate, where=f"the rate of {pattern!r}", allowed=(*BITS, KEEP))
+        matched = [name for name in names if name == pattern or fnmatch.fnmatchcase(name, pattern)]
+        if not matched:
+            raise ValueError(f"the rate map names {pattern!r}, which matches no linear; linears are e.g. {names[:3]}")
+        rates |= dict.fromkeys(matched, rate)
+    return {name: rate for name, rate in rates.items() if rate != bits}

@@ -1,0 +1,268 @@
+"""E8P weights: codes to integers, and the linear on them. The layout of the codes is told in `formats/e8p.py`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onegraph.formats.e8p import BITS, STAGE_RATIO, codebook, hadamard_block, residual_dtype
+from onegraph.ops.hadamard import FLOATS, hadamard
+from onegraph.ops.registry import Case, Op, nbytes, register
+
+
+def _decode_e8p(codes: Tensor, table: Tensor) -> Tensor:
+    """int16 [...] -> int8 [..., 8]."""
+    c = codes.int()
+    row = table[(c >> 8) & 0xFF]
+    signs = (c.unsqueeze(-1) >> torch.arange(8, device=c.device)) & 1
+    parity = signs.sum(-1, keepdim=True, dtype=torch.int32) & 1
+    first = torch.arange(8, device=c.device) == 0
+    mask = (signs ^ (parity * first)) * -4 ^ parity * 2  # -4 is 0xFC in eight bits
+    return row ^ mask.to(torch.int8)
+
+
+def _decode(codes: Tensor, residual: Tensor | None, codebook: Tensor, bits: int) -> Tensor:
+    q = _decode_e8p(codes, codebook[:256])
+    if bits == 3:
+        assert residual is not None
+        q = q + codebook[256:][residual.int()]
+    elif bits == 4:
+        assert residual is not None
+        q = q * STAGE_RATIO[4] + _decode_e8p(residual, codebook[:256])
+    return q.reshape(codes.shape[0], -1)
+
+
+def _linear(
+    x: Tensor,
+    codes: Tensor,
+    residual: Tensor | None,
+    codebook: Tensor,
+    in_scale: Tensor,
+    out_scale: Tensor,
+    bias: Tensor | None,
+    bits: int,
+) -> Tensor:
+    q = _decode(codes, residual, codebook, bits).float()
+    n, k = q.shape
+    y = hadamard.reference(x.float() * in_scale, hadamard_block(k)) @ q.T
+    y = hadamard.reference(y, hadamard_block(n)) * out_scale
+    if bias is not None:
+        y = y + bias.float()
+    return y.to(x.dtype)
+
+
+def _embedding(
+    ids: Tensor,
+    codes: Tensor,
+    residual: Tensor | None,
+    codebook: Tensor,
+    in_scale: Tensor,
+    out_scale: Tensor,
+    bits: int,
+) -> Tensor:
+    flat = ids.reshape(-1)
+    q = _decode(codes[flat], None if residual is None else residual[flat], codebook, bits).float()
+    rows = hadamard.reference(q, hadamard_block(q.shape[1])) * in_scale * out_scale[flat].unsqueeze(1)
+    return rows.reshape(*ids.shape, -1)
+
+
+def _check_codes(codes: Tensor, residual: Tensor | None, codebook: Tensor, bits: int) -> None:
+    if bits not in BITS:
+        raise ValueError(f"bits is {bits}; allowed: 2, 3, 4")
+    if codes.dtype != torch.int16 or codes.dim() != 2:
+        raise ValueError(f"codes is {codes.dtype} {tuple(codes.shape)}; it must be int16 [n, k/8]")
+    wanted = residual_dtype(bits)
+    if wanted is None:
+        if residual is not None:
+            raise ValueError("residual is given at 2 bits, which has one stage; pass None")
+    elif residual is None or residual.dtype != wanted or residual.shape != codes.shape:
+        got = "None" if residual is None else f"{residual.dtype} {tuple(residual.shape)}"
+        raise ValueError(f"residual is {got}; at {bits} bits it must be {wanted} {tuple(codes.shape)}, as codes")
+    if codebook.dtype != torch.int8 or tuple(codebook.shape) != (512, 8):
+        raise ValueError(
+            f"codebook is {codebook.dtype} {tuple(codebook.shape)}; it must be int8 (512, 8): formats.e8p.codebook()"
+        )
+    for name, tensor in (("codes", codes), ("residual", residual), ("codebook", codebook)):
+        _check_place(name, tensor, codes.device)
+
+
+def _check_place(name: str, tensor: Tensor | None, device: torch.device) -> None:
+    if tensor is None:
+        return
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device} and codes on {device}; move them to one device")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} has strides {tensor.stride()}; it must be contiguous: call {name}.contiguous()")
+
+
+def _check_scales(in_scale: Tensor, out_scale: Tensor, n: int, k: int, device: torch.device) -> None:
+    for name, tensor, size in (("in_scale", in_scale, k), ("out_scale", out_scale, n)):
+        if tensor.dtype != torch.float32 or tuple(tensor.shape) != (size,):
+            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; codes ask for float32 ({size},)")
+        _check_place(name, tensor, device)
+
+
+def _check_linear(
+    x: Tensor,
+    codes: Tensor,
+    residual: Tensor | None,
+    codebook: Tensor,
+    in_scale: Tensor,
+    out_scale: Tensor,
+    bias: Tensor | None,
+    bits: int,
+) -> None:
+    _check_codes(codes, residual, codebook, bits)
+    n, k = codes.shape[0], codes.shape[1] * 8
+    if x.dtype not in FLOATS:
+        raise ValueError(f"x is {x.dtype}; allowed: float32, bfloat16, float16")
+    if x.dim() == 0 or x.shape[-1] != k:
+        raise ValueError(f"x has shape {tuple(x.shape)}; codes {tuple(codes.shape)} ask for a last dimension of {k}")
+    _check_place("x", x, codes.device)
+    _check_scales(in_scale, out_scale, n, k, codes.device)
+    if bias is not None:
+        if bias.dtype not in FLOATS or tuple(bias.shape) != (n,):
+            raise ValueError(f"bias is {bias.dtype} {tuple(bias.shape)}; it must be a float tensor ({n},)")
+        _check_place("bias", bias, codes.device)
+
+
+def _check_embedding(
+    ids: Tensor,
+    codes: Tensor,
+    residual: Tensor | None,
+    codebook: Tensor,
+    in_scale: Tensor,
+    out_scale: Tensor,
+    bits: int,
+) -> None:
+    _check_codes(codes, residual, codebook, bits)
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"ids is {ids.dtype}; allowed: int32, int64")
+    _check_place("ids", ids, codes.device)
+    _check_scales(in_scale, out_scale, codes.shape[0], codes.shape[1] * 8, codes.device)
+
+
+def _random_codes(n: int, k: int, bits: int, device: torch.device, g: torch.Generator) -> tuple[Tensor, Tensor | None]:
+    codes = torch.randint(-(2**15), 2**15, (n, k // 8), generator=g).to(device, torch.int16)
+    dtype = residual_dtype(bits)
+    if dtype is None:
+        return codes, None
+    info = torch.iinfo(dtype)
+    return codes, torch.randint(info.min, info.max + 1, (n, k // 8), generator=g).to(device, dtype)
+
+
+def _random_scales(n: int, k: int, device: torch.device, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Scales of both signs whose product keeps y near 1."""
+    in_scale = (0.5 + torch.rand(k, generator=g)) * torch.randn(k, generator=g).sign()
+    out_scale = (0.5 + torch.rand(n, generator=g)) * torch.randn(n, generator=g).sign() * (0.1 * k**-0.5)
+    return in_scale.to(device), out_scale.to(device)
+
+
+def _decode_case(n: int, k: int, bits: int) -> Case:
+    def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[Any, ...]:
+        return *_random_codes(n, k, bits, device, generator), codebook(device), bits
+
+    return Case(name=f"{n}x{k}@{bits}", make=make)
+
+
+def _linear_case(batch: tuple[int, ...], n: int, k: int, bits: int, bias: bool = False) -> Case:
+    def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[Any, ...]:
+        x = torch.randn(*batch, k, generator=generator).to(device, dtype)
+        codes, residual = _random_codes(n, k, bits, device, generator)
+        in_scale, out_scale = _random_scales(n, k, device, generator)
+        b = torch.randn(n, generator=generator).to(device, dtype) if bias else None
+        return x, codes, residual, codebook(device), in_scale, out_scale, b, bits
+
+    return Case(name=f"{'x'.join(map(str, batch))}x{k}->{n}@{bits}{'+bias' if bias else ''}", make=make)
+
+
+def _embedding_case(shape: tuple[int, ...], n: int, k: int, bits: int) -> Case:
+    def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[Any, ...]:
+        ids = torch.randint(0, n, shape, generator=generator).to(device)
+        codes, residual = _random_codes(n, k, bits, device, generator)
+        return ids, codes, residual, codebook(device), *_random_scales(n, k, device, generator), bits
+
+    return Case(name=f"{'x'.join(map(str, shape))} of {n}x{k}@{bits}", make=make)
+
+
+e8p_decode = register(
+    Op(
+        name="e8p_decode",
+        schema="(Tensor codes, Tensor? residual, Tensor codebook, int bits) -> Tensor",
+        reference=_decode,
+        fake=lambda codes, residual, codebook, bits: codes.new_empty(
+            (codes.shape[0], codes.shape[1] * 8), dtype=torch.int8
+        ),
+        kernel="onegraph.ops.triton.e8p:decode",
+        check=_check_codes,
+        cases=(
+            *(_decode_case(n, k, b) for n, k in ((576, 576), (192, 1536), (49, 200), (1, 8)) for b in BITS),
+            _decode_case(130, 11008, 4),
+        ),
+        tolerance={torch.float32: 0.0, torch.bfloat16: 0.0, torch.float16: 0.0},  # integers: exact
+        bytes_moved=lambda codes, residual, codebook, bits: nbytes(codes, residual, codebook) + codes.numel() * 8,
+        flops=lambda codes, residual, codebook, bits: codes.numel() * 8 * (1 if residual is None else 2),
+    )
+)
+"""`e8p_decode(codes, residual, codebook, bits) -> int8 [n, k]`: the exact integers Q, 4w at 2 and 3 bits, 16w at 4.
+
+codes int16 [n, k/8]; residual None, uint8 or int16 [n, k/8]; codebook int8 [512, 8].
+"""
+
+e8p_linear = register(
+    Op(
+        name="e8p_linear",
+        schema="(Tensor x, Tensor codes, Tensor? residual, Tensor codebook, Tensor in_scale, Tensor out_scale, "
+        "Tensor? bias, int bits) -> Tensor",
+        reference=_linear,
+        fake=lambda x, codes, *rest: x.new_empty((*x.shape[:-1], codes.shape[0])),
+        kernel="onegraph.ops.triton.e8p:linear",
+        check=_check_linear,
+        cases=(
+            *(_linear_case((1,), 576, 576, b) for b in BITS),
+            *(_linear_case((2,), 192, 1536, b) for b in BITS),
+            *(_linear_case((3,), 1000, 576, b, bias=True) for b in BITS),
+            _linear_case((4,), 1536, 192, 4),
+            _linear_case((5,), 3072, 576, 4, bias=True),
+            _linear_case((1,), 256, 11008, 4),
+            _linear_case((2, 3), 49, 200, 3),
+            _linear_case((33,), 128, 128, 4),
+            _linear_case((0,), 128, 128, 4),
+        ),
+        tolerance={torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3},
+        bytes_moved=lambda x, codes, residual, codebook, in_scale, out_scale, bias, bits: (
+            nbytes(x, codes, residual, codebook, in_scale, out_scale, bias)
+            + x.numel() // x.shape[-1] * codes.shape[0] * x.element_size()
+        ),
+        flops=lambda x, codes, *rest: 2 * x.numel() * codes.shape[0],
+    )
+)
+"""`e8p_linear(x [..., k], ...) -> [..., n]`: y = out_scale * H_n(Q(H_k(in_scale * x))) + bias, in x's dtype.
+
+x float32, bfloat16 or float16; codes, residual, codebook as in `e8p_decode`; in_scale float32 [k] (sign times channel
+scale); out_scale float32 [n] (the checkpoint's out_scale times its scale); bias None or floating point [n].
+"""
+
+e8p_embedding = register(
+    Op(
+        name="e8p_embedding",
+        schema="(Tensor ids, Tensor codes, Tensor? residual, Tensor codebook, Tensor in_scale, Tensor out_scale, "
+        "int bits) -> Tensor",
+        reference=_embedding,
+        fake=lambda ids, codes, residual, codebook, in_scale, out_scale, bits: in_scale.new_empty(
+            (*ids.shape, codes.shape[1] * 8)
+        ),
+        kernel=None,  # a few rows a step: the reference's gathers are captured with the rest
+        check=_check_embedding,
+        cases=tuple(_embedding_case((2, 3), 1000, 576, b) for b in BITS),
+        tolerance={torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.float16: 1e-5},  # the result is float32 always
+        bytes_moved=lambda ids, codes, residual, *rest: (
+            nbytes(ids) + ids.numel() * (nbytes(codes, residual) // codes.shape[0] + codes.shape[1] * 32)
+        ),
+        flops=lambda ids, codes, *rest: ids.numel() * codes.shape[1] * 8,
+    )
+)
+"""`e8p_embedding(ids int [...], ...) -> float32 [..., k]`: rows of an embedding, whose output side is not rotated.
+
+row = out_scale[id] * in_scale * H_k(Q[id]); arguments as in `e8p_linear`.
+"""
