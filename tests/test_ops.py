@@ -1,0 +1,126 @@
+"""Every registered op, from its own record: what it claims in the schema, its reference, and on a GPU its kernel."""
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+import onegraph.ops
+from onegraph.ops.registry import OPS, Case, Op, reference_ops
+
+for _module in pkgutil.iter_modules(onegraph.ops.__path__):
+    if not _module.ispkg:
+        importlib.import_module(f"onegraph.ops.{_module.name}")
+
+CASES = [pytest.param(op, case, id=f"{name}-{case.name}") for name, op in sorted(OPS.items()) for case in op.cases]
+KERNEL_CASES = [
+    pytest.param(op, case, dtype, id=f"{name}-{case.name}-{str(dtype).removeprefix('torch.')}")
+    for name, op in sorted(OPS.items())
+    if op.kernel is not None
+    for case in op.cases
+    for dtype in op.tolerance
+]
+
+
+def make(case: Case, dtype: torch.dtype, device: str = "cpu") -> tuple[Any, ...]:
+    return case.make(torch.device(device), dtype, torch.Generator().manual_seed(0))
+
+
+def clone(args: Any, change: Callable[[Tensor], Tensor] = Tensor.clone) -> Any:
+    return tree_map(lambda a: change(a) if isinstance(a, Tensor) else a, args)
+
+
+def mutated(op: Op, args: tuple[Any, ...]) -> list[Tensor]:
+    """The arguments that the schema says are written."""
+    return [
+        a for a, s in zip(args, op.overload._schema.arguments, strict=True) if s.alias_info and s.alias_info.is_write
+    ]
+
+
+def results(op: Op, args: tuple[Any, ...]) -> list[Tensor]:
+    """Everything the op produces, returned or written, without what its record calls unspecified."""
+    out = tree_flatten(op(*args))[0] + mutated(op, args)
+    if op.name == "rope_cache_write":  # padding tokens' q and the sentinel page are anyone's
+        counts = args[7]
+        real = torch.arange(args[0].shape[1], device=counts.device) < counts.unsqueeze(1)
+        out = [out[0][real], out[1][1:], out[2][1:]]
+    return out
+
+
+def error(got: Tensor, truth: Tensor) -> float:
+    """‖got − truth‖ / ‖truth‖ in float64; NaN in `got` gives NaN, which passes no comparison."""
+    got, truth = got.double(), truth.double()
+    return float((got - truth).norm() / truth.norm().clamp_min(1e-30))
+
+
+def test_every_op_has_a_record_that_can_be_tested() -> None:
+    assert {"rms_norm", "add_rms_norm", "silu_mul", "rope_cache_write", "paged_attention"} <= set(OPS)
+    for name, op in OPS.items():
+        assert op.cases, name
+        assert op.tolerance, name
+        assert op.bytes_moved is not None, name
+        assert op.flops is not None, name
+        assert len({case.name for case in op.cases}) == len(op.cases), name
+
+
+@pytest.mark.parametrize(("op", "case"), CASES)
+def test_opcheck(op: Op, case: Case) -> None:
+    """Schema, fake, aliasing and tracing under dynamic shapes."""
+    torch.library.opcheck(op.overload, make(case, next(iter(op.tolerance))))
+
+
+@pytest.mark.parametrize(("op", "case"), CASES)
+def test_costs_are_positive(op: Op, case: Case) -> None:
+    args = make(case, next(iter(op.tolerance)))
+    assert op.bytes_moved is not None
+    assert op.flops is not None
+    assert op.bytes_moved(*args) > 0
+    assert op.flops(*args) >= 0
+
+
+@pytest.mark.parametrize(("op", "case"), CASES)
+def test_deterministic_and_leaves_other_inputs_alone(op: Op, case: Case) -> None:
+    args = make(case, next(iter(op.tolerance)))
+    first, second = clone(args), clone(args)
+    for a, b in zip(results(op, first), results(op, second), strict=True):
+        assert torch.equal(a, b)
+    written = {id(t) for t in mutated(op, first)}
+    for before, after in zip(args, first, strict=True):
+        if isinstance(before, Tensor) and id(after) not in written:
+            assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize(("op", "case"), CASES)
+def test_reference_in_low_precision_meets_its_own_tolerance(op: Op, case: Case) -> None:
+    """The yardstick is honest: the same-dtype reference itself stays within what the kernel is held to."""
+    for dtype, tolerance in op.tolerance.items():
+        args = make(case, dtype)
+        truth = results(op, clone(args, widen(dtype)))
+        for got, want in zip(results(op, args), truth, strict=True):
+            assert error(got, want) <= tolerance, dtype
+
+
+def widen(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda t: t.to(torch.float32 if t.dtype == dtype else t.dtype, copy=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("op", "case", "dtype"), KERNEL_CASES)
+def test_kernel_against_float32_truth(op: Op, case: Case, dtype: torch.dtype) -> None:
+    args = make(case, dtype, "cuda")
+    with reference_ops():
+        truth = results(op, clone(args, widen(dtype)))
+    first, second = clone(args), clone(args)
+    got = results(op, first)
+    for a, b in zip(got, truth, strict=True):
+        if b.is_floating_point():
+            assert error(a, b) <= op.tolerance[dtype]
+        else:
+            assert torch.equal(a, b)
+    for a, b in zip(got, results(op, second), strict=True):
+        assert torch.equal(a, b), "two runs of the kernel differ"
