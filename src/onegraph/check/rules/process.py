@@ -1,0 +1,249 @@
+"""What the process around the step must have done before, or must leave alone."""
+
+from onegraph.check.rules.base import NOT_PERMITTED, Origin, Rule, Severity, ways
+
+
+class StaleAutogradNode(Rule):
+    """
+    ## What it does
+    Finds captures that meet an autograd node made on another stream before capture.
+
+    ## Why is this bad
+    The backward pass of such a node runs on the stream where it was made, which the capture does not contain.
+
+    ## Example
+    ```python
+    import torch
+
+
+    def factory():
+        weight = torch.ones(4, device="cuda", requires_grad=True)
+        loss = (weight * 2).sum()
+
+        def step(x):
+            (grad,) = torch.autograd.grad(loss, weight, retain_graph=True)
+            return x + grad
+
+        return step, lambda i: (torch.full((4,), float(i), device="cuda"),)
+    ```
+
+    ## Use instead
+    Forward and backward inside the same capture.
+    ```python
+    import torch
+
+
+    def factory():
+        weight = torch.ones(4, device="cuda", requires_grad=True)
+
+        def step(x):
+            (grad,) = torch.autograd.grad((weight * x).sum(), weight)
+            return x + grad
+
+        return step, lambda i: (torch.full((4,), float(i), device="cuda"),)
+    ```
+    """
+
+    hazards = (26,)
+    happens = NOT_PERMITTED
+    fix = "run forward and backward inside the capture, after a warm-up on a side stream"
+    seen = ways("no", "no", "yes")
+    shown_by = ()
+
+
+class LazyInitialisation(Rule):
+    """
+    ## What it does
+    Finds first-use work inside the step: `torch.compile` called there, a kernel that is compiled or autotuned on its
+    first call, a workspace made late.
+
+    ## Why is this bad
+    Compiling, timing and creating handles all allocate and synchronise. They must have happened before capture.
+
+    ## Example
+    ```python
+    import torch
+
+
+    def double(x):
+        return x * 2
+
+
+    def factory():
+        def step(x):
+            return torch.compile(double)(x)
+
+        return step, lambda i: (torch.full((4,), float(i), device="cuda"),)
+    ```
+
+    ## Use instead
+    Compile at load and run once before capture.
+    ```python
+    import torch
+
+
+    def double(x):
+        return x * 2
+
+
+    def factory():
+        compiled = torch.compile(double)
+
+        def step(x):
+            return compiled(x)
+
+        return step, lambda i: (torch.full((4,), float(i), device="cuda"),)
+    ```
+    """
+
+    hazards = (27,)
+    severity = Severity.WARNING
+    happens = NOT_PERMITTED
+    fix = "compile, autotune and create workspaces at load; run the step a few times before capture"
+    seen = ways("partly", "partly", "yes")
+    shown_by = (Origin.SOURCE,)
+
+
+class RawAllocation(Rule):
+    """
+    ## What it does
+    Finds memory taken from CUDA during capture without torch's allocator.
+
+    ## Why is this bad
+    `cudaMalloc` synchronises and is not permitted while capturing; memory outside the graph's pool is not kept for it.
+
+    ## Example
+    ```python
+    import ctypes
+
+    import torch
+
+
+    def factory():
+        runtime = ctypes.CDLL("libcudart.so")
+
+        def step(x):
+            pointer = ctypes.c_void_p()
+            runtime.cudaMalloc(ctypes.byref(pointer), 1024)
+            return x * 2
+
+        return step, lambda i: (torch.full((4,), float(i), device="cuda"),)
+    ```
+
+    ## Use instead
+    A tensor made before capture.
+    ```python
+    import torch
+
+
+    def factory():
+        workspace = torch.empty(1024, dtype=torch.uint8, device="cuda")
+
+        def step(x):
+            return x * 2 + workspace[0] * 0
+
+        return step, lambda i: (torch.full((4,), float(i), device="cuda"),)
+    ```
+    """
+
+    hazards = (28,)
+    happens = NOT_PERMITTED
+    fix = "allocate with torch before capture and pass the tensor"
+    seen = ways("no", "no", "yes")
+    shown_by = ()
+
+
+class CollectiveInCapture(Rule):
+    """
+    ## What it does
+    Finds collectives in the step that need the host: `barrier`, and the object collectives.
+
+    ## Why is this bad
+    They pickle, copy to the host and synchronise. The tensor collectives of NCCL can be captured, by all ranks in the
+    same order; these cannot.
+
+    ## Example
+    ```python
+    import torch
+    import torch.distributed as dist
+
+
+    def factory():
+        def step(x):
+            dist.all_reduce(x)
+            dist.barrier()
+            return x
+
+        return step, lambda i: (torch.full((4,), float(i), device="cuda"),)
+    ```
+
+    ## Use instead
+    Tensor collectives alone.
+    ```python
+    import torch
+    import torch.distributed as dist
+
+
+    def factory():
+        def step(x):
+            dist.all_reduce(x)
+            return x
+
+        return step, lambda i: (torch.full((4,), float(i), device="cuda"),)
+    ```
+    """
+
+    hazards = (30,)
+    happens = NOT_PERMITTED + "; or a hang"
+    fix = "use tensor collectives of NCCL inside the step, barriers and objects outside"
+    seen = ways("partly", "partly", "yes")
+    shown_by = (Origin.SOURCE,)
+
+
+class AutocastOrModeFlip(Rule):
+    """
+    ## What it does
+    Finds autocast with its weight cache, hooks being registered, and `train()`/`eval()` in the step.
+
+    ## Why is this bad
+    Autocast keeps converted weights in a cache that is emptied on exit: a graph that read them reads freed memory.
+    Hooks and mode flips change which ops run, so capture and replay may not mean the same step.
+
+    ## Example
+    ```python
+    import torch
+
+
+    def factory():
+        linear = torch.nn.Linear(4, 4, device="cuda")
+
+        def step(x):
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                return linear(x)
+
+        return step, lambda i: (torch.full((1, 4), float(i), device="cuda"),)
+    ```
+
+    ## Use instead
+    Weights in the dtype of the step, or autocast without its cache.
+    ```python
+    import torch
+
+
+    def factory():
+        linear = torch.nn.Linear(4, 4, device="cuda")
+
+        def step(x):
+            with torch.autocast("cuda", dtype=torch.bfloat16, cache_enabled=False):
+                return linear(x)
+
+        return step, lambda i: (torch.full((1, 4), float(i), device="cuda"),)
+    ```
+    """
+
+    hazards = (31,)
+    severity = Severity.WARNING
+    happens = "an assertion in autocast, or silently stale"
+    fix = "convert weights at load, or pass cache_enabled=False; set the mode and hooks before capture"
+    seen = ways("partly", "partly", "yes")
+    shown_by = (Origin.SOURCE,)

@@ -1,0 +1,190 @@
+"""Streams, devices and threads of a capture."""
+
+from onegraph.check.rules.base import Origin, Rule, Severity, ways
+
+
+class WrongStreamOrDevice(Rule):
+    """
+    ## What it does
+    Finds work that goes to another device or stream than the one captured: `torch.cuda.set_device` in the step, and
+    `torch.cuda.graph` on a second GPU without `stream=`.
+
+    ## Why is this bad
+    `torch.cuda.graph` without `stream=` uses one capture stream for the process, made on whichever device was current
+    first. On another GPU the graph is empty, or holds only part of the step.
+
+    ## Example
+    ```python
+    import torch
+
+
+    def capture(step, x):
+        torch.cuda.set_device("cuda:1")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = step(x)
+        return graph, y
+    ```
+
+    ## Use instead
+    A stream of the device in question.
+    ```python
+    import torch
+
+
+    def capture(step, x):
+        torch.cuda.set_device("cuda:1")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream("cuda:1")):
+            y = step(x)
+        return graph, y
+    ```
+    """
+
+    hazards = (23,)
+    happens = "The CUDA Graph is empty; or a part of the step is silently missing"
+    fix = "give torch.cuda.graph a stream made on the device that the step uses"
+    seen = ways("partly", "partly", "yes")
+    shown_by = (Origin.SOURCE,)
+
+
+class DefaultStreamCapture(Rule):
+    """
+    ## What it does
+    Finds captures on the default stream, and steps that switch to it.
+
+    ## Why is this bad
+    The legacy default stream synchronises with every other and cannot be captured.
+
+    ## Example
+    ```python
+    import torch
+
+
+    def factory():
+        def step(x):
+            with torch.cuda.stream(torch.cuda.default_stream()):
+                return x * 2
+
+        return step, lambda i: (torch.full((4,), float(i), device="cuda"),)
+    ```
+
+    ## Use instead
+    The current stream, which is the captured one.
+    ```python
+    import torch
+
+
+    def factory():
+        def step(x):
+            return x * 2
+
+        return step, lambda i: (torch.full((4,), float(i), device="cuda"),)
+    ```
+    """
+
+    hazards = (24,)
+    happens = "CUDA graphs must be captured on a non-default stream"
+    fix = "capture on a stream of its own and stay on the current stream inside the step"
+    seen = ways("yes", "partly", "yes")
+    shown_by = (Origin.SOURCE,)
+
+
+class UnjoinedFork(Rule):
+    """
+    ## What it does
+    Finds work that the step sends to another stream without waiting for it.
+
+    ## Why is this bad
+    A side stream joins the capture only by waiting for the captured stream, and must be waited for before capture ends:
+    otherwise "unjoined work" or a dependency on work that is not captured.
+
+    ## Example
+    ```python
+    import torch
+
+
+    def factory():
+        side = torch.cuda.Stream()
+
+        def step(x):
+            with torch.cuda.stream(side):
+                y = x * 2
+            return y + 1
+
+        return step, lambda i: (torch.full((4,), float(i), device="cuda"),)
+    ```
+
+    ## Use instead
+    Fork and join.
+    ```python
+    import torch
+
+
+    def factory():
+        side = torch.cuda.Stream()
+
+        def step(x):
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                y = x * 2
+            torch.cuda.current_stream().wait_stream(side)
+            return y + 1
+
+        return step, lambda i: (torch.full((4,), float(i), device="cuda"),)
+    ```
+    """
+
+    hazards = (25,)
+    happens = "capturing stream has unjoined work; or dependency created on uncaptured work in another stream"
+    fix = "side.wait_stream(current) before, current.wait_stream(side) after"
+    seen = ways("partly", "partly", "yes")
+    shown_by = (Origin.SOURCE,)
+
+
+class OtherThreadCall(Rule):
+    """
+    ## What it does
+    Finds threads that the step starts.
+
+    ## Why is this bad
+    In the default capture mode, an unsafe CUDA call of any other thread (an allocation, a synchronisation) breaks the
+    capture; and what the thread does is not part of the graph.
+
+    ## Example
+    ```python
+    import threading
+
+    import torch
+
+
+    def factory():
+        def step(x):
+            worker = threading.Thread(target=torch.cuda.synchronize)
+            worker.start()
+            worker.join()
+            return x * 2
+
+        return step, lambda i: (torch.full((4,), float(i), device="cuda"),)
+    ```
+
+    ## Use instead
+    No threads inside the step; `capture_error_mode="thread_local"` where others must run beside it.
+    ```python
+    import torch
+
+
+    def factory():
+        def step(x):
+            return x * 2
+
+        return step, lambda i: (torch.full((4,), float(i), device="cuda"),)
+    ```
+    """
+
+    hazards = (29,)
+    severity = Severity.WARNING
+    happens = "operation failed due to a previous error during capture"
+    fix = "start threads outside the step, or capture with capture_error_mode='thread_local'"
+    seen = ways("partly", "no", "yes")
+    shown_by = (Origin.SOURCE,)
