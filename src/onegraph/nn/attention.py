@@ -1,0 +1,182 @@
+"""The attention layer, and the two ways to attend: through a paged KV cache, or densely over whole sequences.
+
+What differs between serving, calibration and a quantized cache is one call, `attend(attention, qkv)`. The layer brings
+the weights and its constants, the strategy brings the state. An engine that must break its graph around attention wraps
+that call and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from onegraph.ops.attention import paged_attention, rope_cache_write
+from onegraph.ops.norm import rms_norm
+
+
+class Attend(Protocol):
+    """A way to attend: qkv [B, Q, (heads + 2 kv_heads) * head_dim] -> [B, Q, heads * head_dim]."""
+
+    def attend(self, attention: Attention, qkv: Tensor) -> Tensor: ...
+
+
+class Attention(nn.Module):
+    """Grouped-query attention: one linear to q, k and v, `cache.attend`, one linear back.
+
+    Args:
+        index: number of the layer, by which a cache finds its part.
+        qkv, out: the linears; rows of qkv are q heads, then k, then v.
+        heads, kv_heads, head_dim: sizes; heads is a multiple of kv_heads.
+        q_norm, k_norm: per-head RMSNorm weights [head_dim] (Qwen3) or None; eps: theirs.
+        cos, sin: RoPE tables float32 [positions, head_dim / 2], shared by all layers; None for a layer without RoPE.
+        window: number of latest keys that a query sees, 0 for all.
+    """
+
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        qkv: nn.Module,
+        out: nn.Module,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+        cos: Tensor | None = None,
+        sin: Tensor | None = None,
+        window: int = 0,
+    ) -> None:
+        super().__init__()
+        self.index, self.heads, self.kv_heads, self.head_dim = index, heads, kv_heads, head_dim
+        self.eps, self.window, self.scale = eps, window, head_dim**-0.5
+        self.qkv, self.out = qkv, out
+        self.register_buffer("q_norm", q_norm)
+        self.register_buffer("k_norm", k_norm)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def forward(self, x: Tensor, cache: Attend) -> Tensor:
+        """x [B, Q, D] -> [B, Q, D]."""
+        return self.out(cache.attend(self, self.qkv(x)))
+
+
+class PagedCache:
+    """Keys and values of all layers in pages, with the device state that says whose they are.
+
+    Everything a step reads is a buffer made here: the host writes `block_table`, `positions` and `counts` between steps
+    and never passes a number. Page 0 is the sentinel that no sequence may own: padding is written there.
+
+    Attributes:
+        keys, values: per layer [pages, page_size, kv_heads, head_dim].
+        block_table: int32 [rows, pages_per_row], zeros at first.
+        positions: int32 [rows], where the row's next token stands; counts: int32 [rows], how many of the Q tokens that
+            a call brings are real. A row that holds no sequence has count 0.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        rows: int,
+        pages_per_row: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> None:
+        for name, value in (
+            ("layers", layers),
+            ("page_size", page_size),
+            ("rows", rows),
+            ("pages_per_row", pages_per_row),
+        ):
+            if value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        if pages < 2:
+            raise ValueError(f"pages is {pages}; it must be at least 2, since page 0 is the sentinel")
+        shape = (pages, page_size, kv_heads, head_dim)
+        self.page_size = page_size
+        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers)]
+        self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers)]
+        self.block_table = torch.zeros(rows, pages_per_row, device=device, dtype=torch.int32)
+        self.positions = torch.zeros(rows, device=device, dtype=torch.int32)
+        self.counts = torch.zeros(rows, device=device, dtype=torch.int32)
+
+    @property
+    def pages(self) -> int:
+        return self.keys[0].shape[0]
+
+    @property
+    def max_context(self) -> int:
+        """Tokens that a row's part of the block table can address."""
+        return self.block_table.shape[1] * self.page_size
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
+
+    def view(self, rows: slice = slice(None), pages: int | None = None) -> PagedCache:
+        """The same storage seen through some rows: a bucket's first rows, or one row to prefill.
+
+        `pages` narrows what attention looks at to each row's first pages. A captured graph never needs it; on a CPU,
+        where the reference reads every page it may, it saves that reading while contexts are short.
+        """
+        other = object.__new__(PagedCache)
+        other.page_size, other.keys, other.values = self.page_size, self.keys, self.values
+        other.block_table = self.block_table[rows, :pages]
+        other.positions, other.counts = self.positions[rows], self.counts[rows]
+        return other
+
+    def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
+        a, keys, values = attention, self.keys[attention.index], self.values[attention.index]
+        q = rope_cache_write(
+            qkv, a.q_norm, a.k_norm, a.eps, a.cos, a.sin,
+            self.positions, self.counts, self.block_table, keys, values, a.heads,
+        )  # fmt: skip
+        return paged_attention(q, keys, values, self.block_table, self.positions, a.scale, a.window).flatten(2)
+
+
+class CausalAttention:
+    """Whole sequences from position 0, no cache: for calibration and evaluation, qkv [B, T, ...]."""
+
+    def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
+        a = attention
+        batch, length, _ = qkv.shape
+        heads = qkv.view(batch, length, -1, a.head_dim)
+        q, k, v = heads.split((a.heads, a.kv_heads, a.kv_heads), dim=2)
+        if a.q_norm is not None and a.k_norm is not None:
+            q = rms_norm(q.contiguous(), a.q_norm, a.eps)
+            k = rms_norm(k.contiguous(), a.k_norm, a.eps)
+        if a.cos is not None and a.sin is not None:
+            if length > a.cos.shape[0]:
+                raise ValueError(
+                    f"a sequence of {length} tokens exceeds the {a.cos.shape[0]} positions that were loaded"
+                )
+            cos, sin = a.cos[:length].unsqueeze(1), a.sin[:length].unsqueeze(1)
+            q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        mask = None
+        if 0 < a.window < length:
+            step = torch.arange(length, device=qkv.device)
+            behind = step.unsqueeze(1) - step
+            mask = (behind >= 0) & (behind < a.window)
+        out = nn.functional.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
+            attn_mask=mask, is_causal=mask is None, scale=a.scale, enable_gqa=a.heads != a.kv_heads,
+        )  # fmt: skip
+        return out.transpose(1, 2).flatten(2)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
