@@ -1,1 +1,1 @@
-
+"""Runtime: static buffers, buckets, capture and replay of any callable; it never names a model."""
