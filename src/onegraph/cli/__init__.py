@@ -1,0 +1,108 @@
+"""The command line: one file per command, each imported when the parser is built, its heavy imports when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+
+from onegraph import __version__
+from onegraph.cli.common import Parser, UsageError, one_line
+
+COMMANDS = ("quantize", "generate", "eval", "bench", "env", "demo")
+USER_ERROR, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 70, 130, 141
+
+DESCRIPTION = "Run the whole decode step of a low-bit LLM as one CUDA graph, and prove that it may."
+EPILOG = """\
+from a checkpoint to text:
+  onegraph quantize models/SmolLM2-135M-Instruct out/smollm2-4bit --bits 4
+  onegraph generate out/smollm2-4bit --prompt "What is the capital of France?"
+
+what it cost, and what it runs on:
+  onegraph eval out/smollm2-4bit --reference models/SmolLM2-135M-Instruct --text some.txt
+  onegraph env
+
+A model is a directory with config.json and model.safetensors, as transformers writes it, or a .gguf file.
+'onegraph COMMAND --help' explains each command. Exit status: 0 done, 1 findings (check), 2 an error that one line
+on stderr explains, 130 interrupted.
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line, without importing torch."""
+    parser = Parser(
+        prog="onegraph",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"onegraph {__version__}")
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", parser_class=Parser)
+    if importlib.util.find_spec("onegraph.check.cli") is not None:
+        importlib.import_module("onegraph.check.cli").add_parsers(commands)
+    for name in COMMANDS:
+        importlib.import_module(f"onegraph.cli.{name}").add_parser(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status; every error is one line on stderr.
+
+    `--debug`, anywhere on the line, prints the traceback as well.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in words
+    try:
+        parser = build_parser()
+        args = parser.parse_args([word for word in words if word != "--debug"])
+        if args.command is None:
+            parser.print_help()
+            return 0
+        status = int(args.run(args) or 0)
+        sys.stdout.flush()
+        return status
+    except SystemExit as stop:  # --help and --version
+        return int(stop.code or 0)
+    except KeyboardInterrupt:
+        _say("interrupted" + (_resume_hint(words) if words else ""))
+        return INTERRUPTED
+    except BrokenPipeError:
+        # What reads us has gone (a pager, head): the interpreter must not complain about it when it flushes at exit.
+        with contextlib.suppress(OSError, ValueError):  # a stdout without a descriptor
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except BaseException as error:
+        if debug:
+            raise
+        return _report(error)
+
+
+def _report(error: BaseException) -> int:
+    if isinstance(error, UsageError | ValueError):
+        _say("error: " + one_line(error))
+        return USER_ERROR
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        _say(f"error: {where}{error.strerror or one_line(error)}")
+        return USER_ERROR
+    kind = type(error).__name__
+    if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or "can't allocate memory" in str(error):
+        _say("error: out of memory: " + one_line(error) + "; try a smaller --max-context, batch or model")
+        return USER_ERROR
+    if kind in ("CaptureError", "ModuleNotFoundError"):
+        _say("error: " + one_line(error))
+        return USER_ERROR
+    _say(f"internal error: {kind}: {one_line(error)}; please report it with the output of the same command and --debug")
+    return INTERNAL_ERROR
+
+
+def _resume_hint(words: list[str]) -> str:
+    return "; the same command resumes where it stopped" if words[0] == "quantize" else ""
+
+
+def _say(text: str) -> None:
+    print(f"onegraph: {text}", file=sys.stderr)

@@ -1,0 +1,8 @@
+"""`python -m onegraph.cli` is `onegraph`."""
+
+import sys
+
+from onegraph.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""`onegraph env`: what this machine has and what will run on it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from typing import Any
+
+from onegraph import __version__
+from onegraph.cli.common import add_json, one_line, print_json
+
+EPILOG = """\
+example:
+  onegraph env
+  onegraph env --json > env.json      # to attach to a bug report
+"""
+PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "jinja2", "gguf", "transformers", "vllm")
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "env",
+        help="versions, GPU, driver, and whether a CUDA graph can be captured here",
+        description="Prints what this machine has, one line each, and captures and replays a small CUDA graph where "
+        "there is a GPU.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    found = collect()
+    if args.json:
+        print_json(found)
+        return 0
+    width = max(map(len, found))
+    for key, value in found.items():
+        for i, line in enumerate(value if isinstance(value, list) else [value]):
+            print(f"{key if i == 0 else '':<{width}}  {'-' if line is None else line}")
+    return 0
+
+
+def collect() -> dict[str, Any]:
+    """Name -> value; a value is text, None where there is none, or a list with an entry for each GPU."""
+    found: dict[str, Any] = {"onegraph": __version__, "python": f"{platform.python_version()} ({sys.executable})"}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    import torch
+
+    found["platform"] = f"{platform.system()} {platform.release()} {platform.machine()}"
+    found["cpu"] = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores, {torch.get_num_threads()} torch threads"
+    found["cuda (torch)"] = torch.version.cuda
+    found["driver"] = _driver()
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else range(0)
+    found["gpu"] = [_gpu(i) for i in gpus] or None
+    found["capture"] = [try_capture(i) for i in gpus] or "no GPU: steps run eagerly"
+    return found
+
+
+def _driver() -> str | None:
+    try:
+        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        answer = subprocess.run(asked, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = answer.stdout.split()
+    return lines[0] if answer.returncode == 0 and lines else None
+
+
+def _gpu(index: int) -> str:
+    import torch
+
+    p = torch.cuda.get_device_properties(index)
+    return (
+        f"cuda:{index} {p.name}, sm_{p.major}{p.minor}, {p.multi_processor_count} SMs, {p.total_memory / 2**30:.0f} GiB"
+    )
+
+
+def try_capture(index: int) -> str:
+    """Captures a small step, replays it on another input and says whether the result is right."""
+    import torch
+
+    from onegraph.runtime.graph import Runner
+
+    device = torch.device("cuda", index)
+    try:
+        x = torch.zeros(4, device=device)
+        runner = Runner(lambda x: x * 2 + 1, {"x": x})
+        for value in (3.0, 5.0):
+            if not torch.equal(runner(x=torch.full_like(x, value)), torch.full_like(x, 2 * value + 1)):
+                return f"cuda:{index} replays a wrong result"
+        return f"cuda:{index} works"
+    except Exception as error:  # whatever goes wrong is the answer
+        return f"cuda:{index} fails: {type(error).__name__}: {one_line(error, 200)}"
