@@ -1,0 +1,261 @@
+"""What config.json says about a model of the Llama family, every field checked before anything is allocated.
+
+Meaning and defaults of the fields are transformers' own (5.17), which is the oracle of the tests.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from onegraph.formats.e8p import E8PConfig
+from onegraph.models.rope import Rope, _number
+
+# transformers' class defaults, for keys that a config.json leaves out. None: as many as attention heads.
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": None, "max_position_embeddings": 2048},
+    "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096},
+    "qwen3": {
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+        "head_dim": 128,
+    },
+    "smollm3": {
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+        "rope_theta": 2e6,
+    },
+}
+
+# Features of relatives that this decoder does not have: key -> values that mean "not used".
+_ABSENT: dict[str, tuple[object, ...]] = {
+    "partial_rotary_factor": (None, 1),
+    "rotary_pct": (None, 1),
+    "rope_interleaved": (None, False),
+    "mrope_section": (None,),
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0),
+    "n_routed_experts": (None, 0),
+    "moe_intermediate_size": (None, 0),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "logit_scale": (None, 1),
+    "logits_scaling": (None, 1),
+    "embedding_multiplier": (None, 1),
+    "residual_multiplier": (None, 1),
+    "attention_multiplier": (None,),
+    "query_pre_attn_scalar": (None,),
+    "clip_qkv": (None,),
+    "attention_chunk_size": (None,),
+    "attn_temperature_tuning": (None, False),
+    "use_qk_norm": (None, False),
+    "qk_layernorm": (None, False),
+    "parallel_attn": (None, False),
+    "use_parallel_residual": (None, False),
+    "is_encoder_decoder": (None, False),
+    "add_cross_attention": (None, False),
+    "vision_config": (None,),
+    "text_config": (None,),
+    "auto_map": (None,),
+}
+
+_MAX_POSITIONS = 2**24
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """A decoder of the Llama family. Build it with `from_dict`, which validates; sizes are counts of elements.
+
+    `windows` has one entry a layer: how many latest keys a query sees, 0 for all. `rope_layers` says which layers
+    rotate. `eos` lists the tokens that end a text.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    max_positions: int
+    tied: bool
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    windows: tuple[int, ...]
+    rope_layers: tuple[bool, ...]
+    rope: Rope
+    eos: tuple[int, ...]
+    quantization: E8PConfig | None
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> "LlamaConfig":
+        """Parse a Hugging Face config.json. Raises one ValueError that names what is unsupported or makes no sense."""
+        try:
+            return cls._parse(config)
+        except ValueError as error:
+            raise ValueError(f"config.json: {error}") from None
+
+    @classmethod
+    def _parse(cls, config: Mapping[str, Any]) -> "LlamaConfig":
+        if not isinstance(config, Mapping):
+            raise ValueError(f"is {type(config).__name__}; it must be an object")
+        family = config.get("model_type")
+        if not isinstance(family, str) or family not in _FAMILIES:
+            raise ValueError(f"model_type {family!r} is not supported; supported: {', '.join(_FAMILIES)}")
+        fields = _Fields(config, _FAMILIES[family])
+        for key, neutral in _ABSENT.items():
+            if not any(config.get(key) is value or config.get(key) == value for value in neutral):
+                raise ValueError(f"{key} is {_short(config[key])}; this feature is not supported")
+        for key in ("hidden_act", "hidden_activation"):
+            if config.get(key) not in (None, "silu", "swish"):
+                raise ValueError(f"{key} {_short(config[key])} is not supported; supported: silu")
+
+        heads = fields.integer("num_attention_heads", high=4096)
+        kv_heads = (
+            heads if fields.get("num_key_value_heads") is None else fields.integer("num_key_value_heads", high=4096)
+        )
+        if heads % kv_heads:
+            raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+        hidden = fields.integer("hidden_size", high=2**18)
+        if fields.get("head_dim") is None:
+            if hidden % heads:
+                raise ValueError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+            head_dim = hidden // heads
+        else:
+            head_dim = fields.integer("head_dim", high=1024)
+        if head_dim % 2:
+            raise ValueError(f"head_dim is {head_dim}; rotary embeddings need an even one")
+        layers = fields.integer("num_hidden_layers", high=4096)
+        max_positions = fields.integer("max_position_embeddings", high=_MAX_POSITIONS)
+        vocab = fields.integer("vocab_size", high=2**24)
+        attention_bias = fields.flag("attention_bias") if family in ("llama", "qwen3", "smollm3") else False
+        rope_layers = _rope_layers(fields, layers) if family == "smollm3" else (True,) * layers
+        quantization = config.get("quantization_config")
+        return cls(
+            model_type=family,
+            vocab_size=vocab,
+            hidden_size=hidden,
+            intermediate_size=fields.integer("intermediate_size", high=2**22),
+            layers=layers,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            eps=_number(fields.get("rms_norm_eps", 1e-6), "rms_norm_eps", low=1e-12, high=1.0),
+            max_positions=max_positions,
+            tied=fields.flag("tie_word_embeddings"),
+            qkv_bias=attention_bias or family == "qwen2",
+            out_bias=attention_bias,
+            mlp_bias=fields.flag("mlp_bias") if family in ("llama", "smollm3") else False,
+            qk_norm=family == "qwen3",
+            windows=_windows(family, fields, layers, rope_layers),
+            rope_layers=rope_layers,
+            rope=Rope.from_dict(
+                config,
+                default_theta=_FAMILIES[family].get("rope_theta", 10000.0),
+                max_positions=max_positions,
+            ),
+            eos=_eos(config.get("eos_token_id"), vocab),
+            quantization=None if quantization is None else E8PConfig.from_dict(_known_method(quantization)),
+        )
+
+
+class _Fields:
+    """The config over the defaults of its family, each value checked for its type and range."""
+
+    def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        self.config, self.defaults = config, defaults
+
+    def get(self, key: str, default: object = None) -> Any:
+        return self.config[key] if key in self.config else self.defaults.get(key, default)
+
+    def integer(self, key: str, *, low: int = 1, high: int) -> int:
+        value = self.get(key)
+        if type(value) is not int or not low <= value <= high:
+            got = "missing" if value is None else f"{_short(value)}"
+            raise ValueError(f"{key} is {got}; it must be an integer from {low} to {high}")
+        return value
+
+    def flag(self, key: str) -> bool:
+        value = self.get(key, False)
+        if value is None:
+            return False
+        if not isinstance(value, bool):
+            raise ValueError(f"{key} is {_short(value)}; it must be true or false")
+        return value
+
+
+def _windows(family: str, fields: _Fields, layers: int, rope_layers: tuple[bool, ...]) -> tuple[int, ...]:
+    kinds = fields.get("layer_types")
+    if kinds is not None:
+        allowed = ("full_attention", "sliding_attention")
+        if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in allowed for kind in kinds):
+            raise ValueError(f"layer_types is {_short(kinds)}; it must list {layers} of {', '.join(allowed)}")
+    if family in ("llama", "mistral"):
+        # transformers' Llama knows no window, and its Mistral one for all layers; relatives that differ are refused.
+        window = 0 if fields.get("sliding_window") is None else fields.integer("sliding_window", high=_MAX_POSITIONS)
+        if family == "llama" and window:
+            raise ValueError(f"sliding_window is {window}; llama with a sliding window is not supported")
+        wrong = "full_attention" if window else "sliding_attention"
+        if kinds is not None and wrong in kinds:
+            raise ValueError(
+                f"layer_types with {wrong} is not supported for {family} and sliding_window {window or None}"
+            )
+        return (window,) * layers
+    if not fields.flag("use_sliding_window") or fields.get("sliding_window") is None:
+        if kinds is not None and "sliding_attention" in kinds:
+            raise ValueError(
+                "layer_types has sliding_attention, but use_sliding_window is off or sliding_window missing"
+            )
+        return (0,) * layers
+    window = fields.integer("sliding_window", high=_MAX_POSITIONS)
+    if kinds is not None:
+        return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    if family == "smollm3":
+        return tuple(0 if rotates else window for rotates in rope_layers)
+    full = 28 if fields.get("max_window_layers") is None else fields.integer("max_window_layers", low=0, high=4096)
+    return tuple(window if i >= full else 0 for i in range(layers))
+
+
+def _rope_layers(fields: _Fields, layers: int) -> tuple[bool, ...]:
+    """SmolLM3: `no_rope_layers` holds 1 where a layer rotates and 0 where it does not."""
+    given = fields.get("no_rope_layers")
+    if given is None:
+        every = (
+            4 if fields.get("no_rope_layer_interval") is None else fields.integer("no_rope_layer_interval", high=4096)
+        )
+        return tuple((i + 1) % every != 0 for i in range(layers))
+    if (
+        not isinstance(given, list)
+        or len(given) < layers
+        or not all(type(x) in (int, bool) and x in (0, 1) for x in given)
+    ):
+        raise ValueError(f"no_rope_layers is {_short(given)}; it must list a 0 or 1 for each of {layers} layers")
+    return tuple(bool(x) for x in given[:layers])
+
+
+def _eos(value: object, vocab: int) -> tuple[int, ...]:
+    tokens = [] if value is None else value if isinstance(value, list) else [value]
+    for token in tokens:
+        if type(token) is not int or not 0 <= token < vocab:
+            raise ValueError(f"eos_token_id is {_short(value)}; it must be one or a list of tokens below {vocab}")
+    return tuple(tokens)
+
+
+def _known_method(quantization: object) -> object:
+    if isinstance(quantization, Mapping) and quantization.get("quant_method") != "onegraph":
+        raise ValueError(
+            f"quantization_config has quant_method {_short(quantization.get('quant_method'))}, which is not supported; "
+            "load the unquantized model, or one that onegraph quantized"
+        )
+    return quantization
+
+
+def _short(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."

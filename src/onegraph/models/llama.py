@@ -1,0 +1,275 @@
+"""The decoder of the Llama family: Llama, Mistral, Qwen2, Qwen3, SmolLM2 and SmolLM3, dense or in E8P codes.
+
+One forward serves prefill, decode and evaluation: what differs is the `cache` that attends. A decode step of it reads
+nothing back from the device and takes no Python number that changes from step to step, so it may be captured. Nine
+launches a layer where siblings fuse: norm, qkv, rotate-and-write, attend, out, norm, gate-up, SwiGLU, down.
+"""
+
+from collections.abc import Iterator
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from onegraph.formats.checkpoint import Checkpoint
+from onegraph.models.config import LlamaConfig
+from onegraph.models.weights import Weights
+from onegraph.nn.attention import Attend, Attention, CausalAttention, PagedCache
+from onegraph.nn.embedding import E8PEmbedding, Embedding
+from onegraph.nn.linear import E8PLinear, Linear, Siblings
+from onegraph.ops.activation import silu_mul
+from onegraph.ops.norm import add_rms_norm, rms_norm
+
+MAX_TABLE = 131072  # positions; the rotary tables of more (64 MB at head_dim 128) are made only when asked for
+
+
+class Block(nn.Module):
+    """One layer of the decoder. It adds to the residual stream in place and returns what is still to be added."""
+
+    input_norm: Tensor
+    post_norm: Tensor
+
+    def __init__(
+        self,
+        *,
+        input_norm: Tensor,
+        attention: Attention,
+        post_norm: Tensor,
+        gate_up: nn.Module,
+        down: nn.Module,
+        eps: float,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.register_buffer("input_norm", input_norm)
+        self.attention = attention
+        self.register_buffer("post_norm", post_norm)
+        self.gate_up, self.down = gate_up, down
+
+    def forward(self, residual: Tensor, delta: Tensor | None, cache: Attend) -> Tensor:
+        """residual [B, Q, D] += delta (None in the first layer) and the attention's output; returns the MLP's."""
+        if delta is None:
+            x = rms_norm(residual, self.input_norm, self.eps)
+        else:
+            x = add_rms_norm(residual, delta, self.input_norm, self.eps)
+        x = add_rms_norm(residual, self.attention(x, cache), self.post_norm, self.eps)
+        return self.down(silu_mul(self.gate_up(x)))
+
+
+class Llama(nn.Module):
+    """The whole model. Build it with `Llama.load`.
+
+    Attributes:
+        config: what config.json says, validated.
+        device, dtype: where the weights lie, and the dtype of activations and KV cache.
+        max_context: positions that the rotary tables cover; an engine must not go beyond.
+    """
+
+    norm: Tensor
+
+    def __init__(
+        self,
+        *,
+        config: LlamaConfig,
+        embed: Embedding | E8PEmbedding,
+        blocks: list[Block],
+        norm: Tensor,
+        lm_head: Linear | E8PLinear,
+        dtype: torch.dtype,
+        max_context: int,
+    ) -> None:
+        super().__init__()
+        self.config, self.dtype, self.max_context = config, dtype, max_context
+        self.embed = embed
+        self.blocks = nn.ModuleList(blocks)
+        self.register_buffer("norm", norm)
+        self.lm_head = lm_head
+        self.eval()
+
+    @property
+    def device(self) -> torch.device:
+        return self.norm.device
+
+    @classmethod
+    def load(
+        cls,
+        checkpoint: Checkpoint,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        *,
+        max_context: int | None = None,
+        decode: bool | None = None,
+    ) -> "Llama":
+        """Reads a checkpoint tensor by tensor onto `device`; presence, shape and dtype of each is checked first.
+
+        Args:
+            dtype: float32, bfloat16 or float16.
+            max_context: positions to make rotary tables for; None: what the config allows, at most 131072.
+            decode: turn E8P layers into dense ones of `dtype` at load. None: on a CPU, whose time would go into
+                reading codes.
+
+        Raises ValueError (CheckpointError among them) that names the field or tensor that is wrong.
+        """
+        device = torch.device(device)
+        config = LlamaConfig.from_dict(checkpoint.config)
+        positions = _positions(config, max_context)
+        weights = Weights(checkpoint, config, device, dtype, decode=device.type == "cpu" if decode is None else decode)
+        weights.check()
+        tables = config.rope.tables(config.head_dim, positions, device)
+        embed = weights.embedding()
+        return cls(
+            config=config,
+            embed=embed,
+            blocks=[build_block(weights, i, tables, fused=True) for i in range(config.layers)],
+            norm=weights.tensor("model.norm.weight"),
+            lm_head=weights.head(embed),
+            dtype=dtype,
+            max_context=positions,
+        )
+
+    def forward(self, tokens: Tensor, cache: Attend) -> Tensor:
+        """tokens int [B, Q] -> hidden states after the final norm [B, Q, D], in the model's dtype."""
+        residual, delta = self.embed(tokens), None
+        for block in self.blocks:
+            delta = block(residual, delta, cache)
+        assert delta is not None
+        return add_rms_norm(residual, delta, self.norm, self.config.eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """What `forward` returned [..., D], or rows of it -> float32 [..., V]."""
+        return self.lm_head.wide(hidden)
+
+    def new_cache(self, *, rows: int, pages: int, page_size: int, pages_per_row: int) -> PagedCache:
+        """A paged KV cache of this model's sizes, on its device and in its dtype."""
+        return PagedCache(
+            layers=self.config.layers,
+            pages=pages,
+            page_size=page_size,
+            kv_heads=self.config.kv_heads,
+            head_dim=self.config.head_dim,
+            rows=rows,
+            pages_per_row=pages_per_row,
+            device=self.device,
+            dtype=self.dtype,
+        )
+
+
+def build_block(weights: Weights, i: int, tables: tuple[Tensor, Tensor], *, fused: bool) -> Block:
+    """Block `i` from its checkpoint tensors; `fused` joins siblings into one linear where that is exact."""
+    config, prefix = weights.config, f"model.layers.{i}."
+    cos, sin = tables if config.rope_layers[i] else (None, None)
+    attention = Attention(
+        index=i,
+        qkv=weights.siblings(prefix, QKV, fused=fused),
+        out=weights.linear(prefix + OUT),
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        q_norm=weights.tensor(prefix + "self_attn.q_norm.weight") if config.qk_norm else None,
+        k_norm=weights.tensor(prefix + "self_attn.k_norm.weight") if config.qk_norm else None,
+        eps=config.eps,
+        cos=cos,
+        sin=sin,
+        window=config.windows[i],
+    )
+    return Block(
+        input_norm=weights.tensor(prefix + "input_layernorm.weight"),
+        attention=attention,
+        post_norm=weights.tensor(prefix + "post_attention_layernorm.weight"),
+        gate_up=weights.siblings(prefix, GATE_UP, fused=fused),
+        down=weights.linear(prefix + DOWN),
+        eps=config.eps,
+    )
+
+
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+OUT = "self_attn.o_proj"
+GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+DOWN = "mlp.down_proj"
+
+
+class LlamaSource:
+    """An unquantized checkpoint as the quantizer calibrates on it: one dense block in memory at a time, besides the
+    embedding and the head once they were used.
+
+    It has the attributes and methods that `onegraph.quant` asks of a model, and holds none of its types.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        *,
+        max_context: int | None = None,
+    ) -> None:
+        self.config = checkpoint.config
+        self.device, self.dtype = torch.device(device), dtype
+        self.parsed = LlamaConfig.from_dict(checkpoint.config)
+        if self.parsed.quantization is not None:
+            raise ValueError(f"{checkpoint.path}: is quantized already; give the unquantized model")
+        self._weights = Weights(checkpoint, self.parsed, self.device, dtype, decode=False)
+        self._weights.check()
+        self._tables = self.parsed.rope.tables(self.parsed.head_dim, _positions(self.parsed, max_context), self.device)
+        self._causal = CausalAttention()
+
+    @property
+    def num_blocks(self) -> int:
+        return self.parsed.layers
+
+    def block_prefix(self, i: int) -> str:
+        return f"model.layers.{i}."
+
+    @torch.no_grad()
+    def embed(self, tokens: Tensor) -> Tensor:
+        """tokens int [B, T] -> [B, T, D]."""
+        return self._embedding(tokens.to(self.device))
+
+    def load_block(self, i: int) -> Block:
+        """Block `i`, read from disk now, its linears apart and dense."""
+        return build_block(self._weights, i, self._tables, fused=False)
+
+    @torch.no_grad()
+    def run_block(self, block: Block, hidden: Tensor) -> Tensor:
+        """Residual stream before the block -> after it, [B, T, D], causal over the whole sequence; input untouched."""
+        residual = hidden.clone()
+        return residual.add_(block(residual, None, self._causal))
+
+    def linear_groups(self, block: Block) -> list[list[tuple[str, nn.Module]]]:
+        """Linears of the block by shared input, in the order they run: (name within the block, module)."""
+        qkv, gate_up = block.attention.qkv, block.gate_up
+        assert isinstance(qkv, Siblings)
+        assert isinstance(gate_up, Siblings)
+        return [
+            list(zip(QKV, qkv.parts, strict=True)),
+            [(OUT, block.attention.out)],
+            list(zip(GATE_UP, gate_up.parts, strict=True)),
+            [(DOWN, block.down)],
+        ]
+
+    @torch.no_grad()
+    def head(self, hidden: Tensor) -> Tensor:
+        """Residual stream after the last block [..., D] -> logits float32 [..., V]."""
+        norm = self._weights.tensor("model.norm.weight")
+        return self._head.wide(rms_norm(hidden.contiguous(), norm, self.parsed.eps))
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors outside the blocks as stored: embedding, final norm, and lm_head if it is not tied."""
+        for name in self._weights.outer():
+            yield name, self._weights.checkpoint.tensor(name)
+
+    @cached_property
+    def _embedding(self) -> Embedding | E8PEmbedding:
+        return self._weights.embedding()
+
+    @cached_property
+    def _head(self) -> Linear | E8PLinear:
+        return self._weights.head(self._embedding)
+
+
+def _positions(config: LlamaConfig, max_context: int | None) -> int:
+    if max_context is None:
+        return min(config.max_positions, MAX_TABLE)
+    if not 1 <= max_context <= config.max_positions:
+        raise ValueError(f"max_context is {max_context}; the model allows 1 to {config.max_positions}")
+    return max_context

@@ -1,0 +1,161 @@
+"""Rotary position tables: default, linear, llama3 and YaRN scaling, from either form in which config.json states them.
+
+Computed in float32 step by step as transformers does, since that is how the models were trained: at position 10⁵ the
+float32 rounding of position * frequency is itself 3e-3 rad.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TYPES = ("default", "linear", "llama3", "yarn")
+_KEYS = {
+    "default": {"factor"},  # some configs carry a factor that the default type does not read
+    "linear": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "yarn": {
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    },
+}
+_REQUIRED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary embedding of a model. `original` is the context length that the model was first trained at."""
+
+    kind: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original: int = 0
+    low_freq: float = 1.0
+    high_freq: float = 4.0
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any], *, default_theta: float, max_positions: int) -> "Rope":
+        """From the whole config.json: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling`.
+
+        Raises ValueError on a type or key that is not known, and on numbers that make no sense.
+        """
+        parameters: dict[str, Any] = {}
+        where = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
+        given = config.get(where)
+        if given is not None:
+            if not isinstance(given, Mapping):
+                raise ValueError(f"{where} is {given!r}; it must be an object or null")
+            parameters = dict(given)
+        kind = parameters.pop("rope_type", None) or parameters.get("type") or "default"
+        parameters.pop("type", None)
+        if not isinstance(kind, str) or kind not in TYPES:
+            raise ValueError(
+                f"{where} has the rope type {kind!r}, which is not supported; supported: {', '.join(TYPES)}"
+            )
+        theta = parameters.pop("rope_theta", None)
+        theta = config.get("rope_theta") if theta is None else theta
+        theta = _number(default_theta if theta is None else theta, "rope_theta", low=1.0, high=1e12)
+        partial = parameters.pop("partial_rotary_factor", None)
+        if partial not in (None, 1, 1.0):
+            raise ValueError(f"{where}.partial_rotary_factor is {partial!r}; only full rotary embeddings are supported")
+        parameters = {key: value for key, value in parameters.items() if value is not None}
+        if unknown := sorted(set(map(str, parameters)) - _KEYS[kind]):
+            raise ValueError(
+                f"{where} has {', '.join(unknown)}, which rope type {kind!r} does not know here; "
+                f"known: {', '.join(sorted(_KEYS[kind]))}"
+            )
+        for key in _REQUIRED.get(kind, ()):
+            if key not in parameters:
+                raise ValueError(f"{where} of type {kind!r} has no {key}")
+        if kind == "default":
+            return cls(theta=theta)
+
+        def number(key: str, default: float, low: float, high: float) -> float:
+            return _number(parameters.get(key, default), f"{where}.{key}", low=low, high=high)
+
+        # transformers: an original length beside rope_scaling, at the top of the config, comes first
+        original = config.get("original_max_position_embeddings")
+        original = parameters.get("original_max_position_embeddings", max_positions) if original is None else original
+        if type(original) is not int or not 1 <= original <= 2**24:
+            raise ValueError(f"{where}.original_max_position_embeddings is {original!r}; it must be an integer from 1")
+        factor = number("factor", max(1.0, max_positions / original), 1.0, 1e6)
+        if kind == "linear":
+            return cls(kind=kind, theta=theta, factor=factor)
+        if kind == "llama3":
+            low, high = number("low_freq_factor", 1.0, 1e-6, 1e6), number("high_freq_factor", 4.0, 1e-6, 1e6)
+            if not low < high:
+                raise ValueError(f"{where}: low_freq_factor {low} must be below high_freq_factor {high}")
+            return cls(kind=kind, theta=theta, factor=factor, original=original, low_freq=low, high_freq=high)
+        fast, slow = number("beta_fast", 32.0, 1e-6, 1e6), number("beta_slow", 1.0, 1e-6, 1e6)
+        if not slow < fast:
+            raise ValueError(f"{where}: beta_slow {slow} must be below beta_fast {fast}")
+        if theta <= 1.0:
+            raise ValueError(f"rope_theta is {theta}; YaRN takes its logarithm, so it must be above 1")
+        truncate = parameters.get("truncate", True)
+        if not isinstance(truncate, bool):
+            raise ValueError(f"{where}.truncate is {truncate!r}; it must be true or false")
+        scale, scale_all = number("mscale", 0.0, 0.0, 1e3), number("mscale_all_dim", 0.0, 0.0, 1e3)
+        inferred = _mscale(factor, scale) / _mscale(factor, scale_all) if scale and scale_all else _mscale(factor, 1.0)
+        return cls(
+            kind=kind,
+            theta=theta,
+            factor=factor,
+            original=original,
+            attention_factor=number("attention_factor", inferred, 1e-3, 1e3),
+            beta_fast=fast,
+            beta_slow=slow,
+            truncate=truncate,
+        )
+
+    def frequencies(self, dim: int) -> Tensor:
+        """Angle per position of each pair of coordinates, float32 [dim / 2]."""
+        plain = 1.0 / self.theta ** (torch.arange(0, dim, 2).float() / dim)
+        if self.kind == "linear":
+            return plain / self.factor
+        if self.kind == "llama3":
+            # Llama 3.1: wavelengths beyond original / low_freq are stretched, those below original / high_freq kept.
+            turns = self.original / (2 * math.pi / plain)
+            smooth = ((turns - self.low_freq) / (self.high_freq - self.low_freq)).clamp(0, 1)
+            return (1 - smooth) * plain / self.factor + smooth * plain
+        if self.kind == "yarn":
+            # YaRN (Peng et al., arXiv 2309.00071, section 3.2): interpolate slow pairs, keep fast ones, ramp between.
+            low, high = self._yarn_dim(dim, self.beta_fast), self._yarn_dim(dim, self.beta_slow)
+            if self.truncate:
+                low, high = math.floor(low), math.ceil(high)
+            low, high = max(low, 0), min(high, dim - 1)
+            high = high + 0.001 if low == high else high
+            keep = 1 - ((torch.arange(dim // 2).float() - low) / (high - low)).clamp(0, 1)
+            return plain / self.factor * (1 - keep) + plain * keep
+        return plain
+
+    def _yarn_dim(self, dim: int, turns: float) -> float:
+        """The coordinate that makes `turns` full turns over the original context."""
+        return dim * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+    def tables(self, dim: int, positions: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+        """cos and sin, float32 [positions, dim / 2] each, with YaRN's attention factor multiplied in."""
+        angle = torch.outer(torch.arange(positions).float(), self.frequencies(dim))
+        return (angle.cos() * self.attention_factor).to(device), (angle.sin() * self.attention_factor).to(device)
+
+
+def _mscale(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def _number(value: object, name: str, *, low: float, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise ValueError(f"{name} is {value!r}; it must be a number from {low:g} to {high:g}")
+    return float(value)

