@@ -172,10 +172,11 @@ def test_real_smollm2_matches_transformers() -> None:
     assert gguf is not None
     checkpoint = Checkpoint.open(gguf)
     model = Llama.load(checkpoint, max_context=256)
-    config = transformers.LlamaConfig(**{k: v for k, v in checkpoint.config.items() if k != "architectures"})
+    settings = {k: v for k, v in checkpoint.config.items() if k not in ("architectures", "dtype")}
+    config = transformers.LlamaConfig(**settings)
     with torch.device("meta"):
-        hf = transformers.LlamaForCausalLM(config)
-    hf.to_empty(device="cpu").load_state_dict({n: checkpoint.tensor(n).float() for n in checkpoint.names}, strict=False)
+        hf = transformers.LlamaForCausalLM(config).to_empty(device="cpu")
+    hf.load_state_dict({name: checkpoint.tensor(name, dtype=torch.float32) for name in checkpoint.names}, strict=False)
     hf.tie_weights()
     hf.model.rotary_emb = type(hf.model.rotary_emb)(config)
     row = tokens(1, 32, vocab=49152)[0].tolist()
