@@ -263,6 +263,8 @@ def _config(path: Path, meta: dict[str, Any], tensors: dict[str, TensorInfo]) ->
         return float(str(np.float32(value))) if kind is float else value
 
     hidden, heads = get("embedding_length", int), get("attention.head_count", int)
+    if hidden % heads and "llama.attention.key_length" not in meta:
+        raise CheckpointError(f"{path}: llama.attention.head_count {heads} does not divide the embedding's {hidden}")
     head_dim = get("attention.key_length", int, hidden // heads or 1)
     if get("attention.value_length", int, head_dim) != head_dim or head_dim % 2:
         raise CheckpointError(f"{path}: key and value heads of unequal or odd length are not supported")
