@@ -1,0 +1,35 @@
+"""SwiGLU's elementwise part."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
+
+
+@triton.jit
+def _silu_mul(gate_up, out, width, TILE: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = column < width
+    wait_for_previous(PDL)
+    let_next_start(PDL)
+    gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    # exp(-gate) may overflow to infinity, for which the quotient is the right zero.
+    tl.store(out + row * width + column, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=inside)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """See `onegraph.ops.activation.silu_mul`."""
+    width = gate_up.shape[-1] // 2
+    out = gate_up.new_empty((*gate_up.shape[:-1], width))
+    if out.numel() == 0:
+        return out
+    tile = min(1024, triton.next_power_of_2(width))
+    with on_device(gate_up):
+        _silu_mul[(out.numel() // width, triton.cdiv(width, tile))](
+            gate_up, out, width, TILE=tile, num_warps=4, **options(gate_up)
+        )
+    return out

@@ -1,0 +1,382 @@
+"""E8P: codes to integers, and the linear on them. The codes' layout is told in `onegraph.formats.e8p`.
+
+**Decoding.** A code stands for eight int8, handled as one int64 (byte j is column j): the codebook's row, one XOR with a
+mask made of the sign byte, and the sum of the stages, byte by byte but in one 64-bit addition, since with 128 added to
+each byte no carry crosses. Everything up to the product is exact.
+
+**The linear**, up to `MAX_TOKENS` tokens: program (tile of rows, slice of k) walks its slice in Hadamard blocks of k,
+rotates the block's activations by a tensor-core product with +-1, decodes the block's codes and accumulates. Where the
+rows alone would leave SMs idle, k is cut into slices and a second, tiny launch adds the slices in order (no atomics),
+rotates the outputs, scales and adds the bias; else the same program does that. More tokens: decode a strip of rows once
+and hand it to cuBLAS, between two launches for the rotations.
+
+A 16-bit operand would round the rotated activations. Instead they enter as a pair of bfloat16, x = hi + lo, side by side
+as further columns of the product, which tensor cores leave idle in a decode step anyhow: up to 16 tokens the result is
+as good as float32 arithmetic.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onegraph.ops.triton.hadamard import MIN_TILE, hadamard_matrix
+from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
+
+MAX_BLOCK = 128  # of the Hadamard rotation: the largest power of two that divides a dimension, but no more
+MAX_TOKENS = 64  # above, a strip of weights is decoded once and multiplied by cuBLAS
+STRIP_BYTES = 64 << 20  # of decoded weights at a time: the workspace of the large-batch path
+WANTED_PROGRAMS = 264  # two for each SM of an H200
+
+ONES = tl.constexpr(0x0101010101010101)
+BIT_OF_BYTE = tl.constexpr(0x8040201008040201 - 2**64)  # bit j of byte j
+SIGN_BITS = tl.constexpr(0x8080808080808080 - 2**64)
+LOW_BITS = tl.constexpr(0x7F7F7F7F7F7F7F7F)
+OFFSET_3 = tl.constexpr(128 * 0x0101010101010101 - 2**64)  # 128 in each byte, as int64
+OFFSET_4 = tl.constexpr(512 * 0x0101010101010101 % 2**64)  # 4 * 128 in each byte, modulo 2^64
+
+
+@triton.jit
+def _decode_e8p(code, codebook):
+    """int16 codes -> int64 of eight int8: the row of the high byte XOR the mask of the low byte."""
+    row = tl.load(codebook + ((code >> 8) & 0xFF).to(tl.int32))
+    signs = code.to(tl.int32) & 0xFF
+    fold = signs ^ (signs >> 4)
+    parity = (0x6996 >> (fold & 15)) & 1
+    spread = ((signs ^ parity).to(tl.int64) * ONES) & BIT_OF_BYTE  # byte j keeps bit j, at its place
+    negative = ((spread + LOW_BITS) >> 7) & ONES  # byte j is 1 if bit j was set
+    return row ^ (negative * 0xFC) ^ (parity.to(tl.int64) * (2 * ONES))
+
+
+@triton.jit
+def _decode(code, rest, codebook, BITS: tl.constexpr):
+    """The integers Q of both stages as int64 of eight int8. `codebook` is int64: rows of eight int8."""
+    first = _decode_e8p(code, codebook)
+    if BITS == 2:
+        return first
+    if BITS == 3:
+        second = tl.load(codebook + 256 + rest.to(tl.int32))
+        return ((first ^ SIGN_BITS) + (second ^ SIGN_BITS) - OFFSET_3) ^ SIGN_BITS
+    second = _decode_e8p(rest, codebook)
+    return (4 * (first ^ SIGN_BITS) + (second ^ SIGN_BITS) - OFFSET_4) ^ SIGN_BITS
+
+
+@triton.jit
+def _unpack(packed, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+    """int64 [ROWS, GROUPS] -> int8 [ROWS, 8 * GROUPS], in place: joins keep a thread's bytes in its registers."""
+    a = tl.join((packed >> 0).to(tl.int8), (packed >> 32).to(tl.int8))
+    b = tl.join((packed >> 16).to(tl.int8), (packed >> 48).to(tl.int8))
+    c = tl.join((packed >> 8).to(tl.int8), (packed >> 40).to(tl.int8))
+    d = tl.join((packed >> 24).to(tl.int8), (packed >> 56).to(tl.int8))
+    return tl.reshape(tl.join(tl.join(a, b), tl.join(c, d)), (ROWS, 8 * GROUPS))
+
+
+@triton.jit
+def _rotate(matrix, x, EXACT: tl.constexpr):
+    """matrix (+-1) @ x in float32. A bfloat16 pair holds 16 bits of x; EXACT multiplies in float32."""
+    if EXACT:
+        return tl.dot(matrix, x, input_precision="ieee")
+    hi = x.to(tl.bfloat16)
+    lo = (x - hi.to(tl.float32)).to(tl.bfloat16)
+    return tl.dot(matrix, lo, tl.dot(matrix, hi))
+
+
+@triton.jit
+def _finish(y, out, out_scale, bias, row, token, n, inside, norm, HAS_BIAS: tl.constexpr):
+    scale = tl.load(out_scale + row, mask=row < n, other=0.0) * norm
+    y = y * scale[:, None]
+    if HAS_BIAS:
+        y += tl.load(bias + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
+    tl.store(out + token.to(tl.int64)[None, :] * n + row[:, None], y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _weights(
+    codes, residual, codebook, row, at, n, k, BITS: tl.constexpr, TILE_K: tl.constexpr, TILE_N: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """[TILE_N, TILE_K] of Q from column `at` on; zero outside."""
+    group = at // 8 + tl.arange(0, TILE_K // 8)
+    valid = (row < n)[:, None] & (group < k // 8)[None, :]
+    place = row.to(tl.int64)[:, None] * (k // 8) + group[None, :]
+    code = tl.load(codes + place, mask=valid, other=0)
+    rest = code
+    if BITS > 2:
+        rest = tl.load(residual + place, mask=valid, other=0)
+    return _unpack(_decode(code, rest, codebook, BITS), TILE_N, TILE_K // 8).to(DTYPE)
+
+
+@triton.jit
+def _activations(
+    x, in_scale, matrix, at, tokens, k, norm, TILE_K: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """[TILE_K, PARTS * TOKENS] of H_k (in_scale * x) from row `at` on: all tokens' hi, then, of PARTS = 2, their lo."""
+    column = tl.arange(0, PARTS * TOKENS)
+    token = column % TOKENS
+    i = at + tl.arange(0, TILE_K)
+    scale = tl.load(in_scale + i, mask=i < k, other=0.0) * norm
+    inside = (i < k)[:, None] & (token < tokens)[None, :]
+    v = tl.load(x + token.to(tl.int64)[None, :] * k + i[:, None], mask=inside, other=0.0).to(tl.float32)
+    rotated = _rotate(matrix, v * scale[:, None], EXACT)
+    operand = rotated.to(matrix.dtype)
+    if PARTS == 2:
+        lo = (rotated - operand.to(tl.float32)).to(matrix.dtype)
+        operand = tl.where((column < TOKENS)[None, :], operand, lo)
+    return operand
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _linear(
+    x, codes, residual, codebook, in_scale, out_scale, bias, out, partial, tokens, n, k, in_norm, out_norm,
+    BITS: tl.constexpr, IN_BLOCK: tl.constexpr, OUT_BLOCK: tl.constexpr, TILE_K: tl.constexpr, TILE_N: tl.constexpr,
+    TILES: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr, SLICED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    EXACT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    WIDE: tl.constexpr = tl.float32 if EXACT else tl.bfloat16
+    row = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
+    cut = tl.program_id(1)
+    start = cut * (TILES * TILE_K)
+    matrix = hadamard_matrix(TILE_K, IN_BLOCK, WIDE)
+    # The first weights do not depend on the kernel before, so they are decoded while it ends; after that, the next tile's
+    # codes are on their way while this tile is multiplied.
+    q = _weights(codes, residual, codebook, row, start, n, k, BITS, TILE_K, TILE_N, WIDE)
+    wait_for_previous(PDL)
+    acc = tl.zeros((TILE_N, PARTS * TOKENS), dtype=tl.float32)
+    if TILES > 1:
+        for tile in range(TILES - 1):
+            at = start + tile * TILE_K
+            operand = _activations(x, in_scale, matrix, at, tokens, k, in_norm, TILE_K, TOKENS, PARTS, EXACT)
+            acc = tl.dot(q, operand, acc, input_precision="ieee")
+            q = _weights(codes, residual, codebook, row, at + TILE_K, n, k, BITS, TILE_K, TILE_N, WIDE)
+    at = start + (TILES - 1) * TILE_K
+    operand = _activations(x, in_scale, matrix, at, tokens, k, in_norm, TILE_K, TOKENS, PARTS, EXACT)
+    acc = tl.dot(q, operand, acc, input_precision="ieee")
+    let_next_start(PDL)
+    if not SLICED:
+        acc = _rotate(hadamard_matrix(TILE_N, OUT_BLOCK, WIDE), acc, EXACT)
+    if PARTS == 2:
+        acc = tl.sum(tl.reshape(acc, (TILE_N, 2, TOKENS)), axis=1)
+    token = tl.arange(0, TOKENS)
+    inside = (row < n)[:, None] & (token < tokens)[None, :]
+    if SLICED:
+        tl.store(partial + (cut * tokens + token)[None, :].to(tl.int64) * n + row[:, None], acc, mask=inside)
+    else:
+        _finish(acc, out, out_scale, bias, row, token, n, inside, out_norm, HAS_BIAS)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _reduce(
+    partial,
+    out,
+    out_scale,
+    bias,
+    tokens,
+    n,
+    norm,
+    SLICES: tl.constexpr,
+    OUT_BLOCK: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EXACT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Adds the slices in order, rotates the outputs, scales, adds the bias. partial float32 [SLICES, tokens, n]."""
+    row = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    inside = (row < n)[:, None] & (token < tokens)[None, :]
+    matrix = hadamard_matrix(TILE_N, OUT_BLOCK, tl.float32 if EXACT else tl.bfloat16)
+    wait_for_previous(PDL)
+    let_next_start(PDL)
+    y = tl.zeros((TILE_N, TOKENS), dtype=tl.float32)
+    for cut in tl.static_range(SLICES):
+        at = (cut * tokens + token).to(tl.int64)[None, :] * n + row[:, None]
+        y += tl.load(partial + at, mask=inside, other=0.0)
+    _finish(_rotate(matrix, y, EXACT), out, out_scale, bias, row, token, n, inside, norm, HAS_BIAS)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _rotate_inputs(
+    x, in_scale, hi, lo, tokens, k, norm, IN_BLOCK: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr,
+    HAS_LO: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """hi (+ lo) = H_k (in_scale * x), [tokens, k]."""
+    i = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    inside = (i < k)[:, None] & (token < tokens)[None, :]
+    at = token.to(tl.int64)[None, :] * k + i[:, None]
+    matrix = hadamard_matrix(TILE, IN_BLOCK, tl.float32 if EXACT else tl.bfloat16)
+    scale = tl.load(in_scale + i, mask=i < k, other=0.0) * norm
+    wait_for_previous(PDL)
+    let_next_start(PDL)
+    rotated = _rotate(matrix, tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale[:, None], EXACT)
+    upper = rotated.to(hi.dtype.element_ty)
+    tl.store(hi + at, upper, mask=inside)
+    if HAS_LO:
+        tl.store(lo + at, (rotated - upper.to(tl.float32)).to(lo.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _decode_all(
+    codes,
+    residual,
+    codebook,
+    out,
+    size,
+    BITS: tl.constexpr,
+    PACKED: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Every code to eight values of `out`: stored as one int64 of int8 if PACKED, else converted to out's dtype."""
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    code = tl.load(codes + at, mask=at < size, other=0)
+    rest = code
+    if BITS > 2:
+        rest = tl.load(residual + at, mask=at < size, other=0)
+    packed = _decode(code, rest, codebook, BITS)
+    wait_for_previous(PDL)
+    let_next_start(PDL)
+    if PACKED:
+        tl.store(out + at, packed, mask=at < size)
+    else:
+        q = tl.reshape(_unpack(packed[:, None], TILE, 1), (TILE, 8)).to(out.dtype.element_ty)
+        place = at[:, None] * 8 + tl.arange(0, 8)[None, :]
+        tl.store(out + place, q, mask=(at < size)[:, None])
+
+
+def _as_rows(codebook: Tensor) -> Tensor:
+    """int8 [512, 8] -> int64 [512]. A codebook that a view has put at an odd address is copied first."""
+    if codebook.data_ptr() % 8:
+        codebook = codebook.clone()
+    return codebook.view(torch.int64).view(-1)
+
+
+def _decode_to(codes: Tensor, residual: Tensor | None, rows: Tensor, bits: int, out: Tensor) -> None:
+    packed = out.dtype == torch.int64
+    tile = 512 if packed else 128
+    with on_device(codes):
+        _decode_all[(triton.cdiv(codes.numel(), tile),)](
+            codes, codes if residual is None else residual, rows, out, codes.numel(),
+            BITS=bits, PACKED=packed, TILE=tile, num_warps=4, **options(codes),
+        )  # fmt: skip
+
+
+def decode(codes: Tensor, residual: Tensor | None, codebook: Tensor, bits: int) -> Tensor:
+    """See `onegraph.ops.e8p.e8p_decode`."""
+    out = torch.empty(codes.shape, dtype=torch.int64, device=codes.device)
+    if codes.numel():
+        _decode_to(codes, residual, _as_rows(codebook), bits, out)
+    return out.view(torch.int8)
+
+
+def linear(
+    x: Tensor,
+    codes: Tensor,
+    residual: Tensor | None,
+    codebook: Tensor,
+    in_scale: Tensor,
+    out_scale: Tensor,
+    bias: Tensor | None,
+    bits: int,
+) -> Tensor:
+    """See `onegraph.ops.e8p.e8p_linear`."""
+    n, k = codes.shape[0], codes.shape[1] * 8
+    x = x.contiguous()
+    tokens = x.numel() // k
+    out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
+    if tokens == 0:
+        return out
+    with on_device(x):
+        path = _small if tokens <= MAX_TOKENS else _large
+        path(x, codes, residual, _as_rows(codebook), in_scale, out_scale, bias, bits, out, tokens, n, k)
+    return out
+
+
+def _block(dimension: int) -> int:
+    return min(dimension & -dimension, MAX_BLOCK)
+
+
+def plan(tokens: int, n: int, k: int) -> tuple[int, int, int]:
+    """(rows a program, slices of k, Hadamard tiles a slice): from the shape alone, so that a graph has one grid."""
+    tiles_k = triton.cdiv(k, max(_block(k), MIN_TILE))
+    whole = max(_block(n), MIN_TILE)
+    if triton.cdiv(n, whole) >= WANTED_PROGRAMS // 2:
+        return whole, 1, tiles_k
+    tile_n = 64 if n > 32 else 32
+    slices = max(1, min(tiles_k, WANTED_PROGRAMS // triton.cdiv(n, tile_n)))
+    per_slice = triton.cdiv(tiles_k, slices)
+    slices = triton.cdiv(tiles_k, per_slice)
+    return (whole, 1, tiles_k) if slices == 1 else (tile_n, slices, per_slice)
+
+
+def _small(
+    x: Tensor, codes: Tensor, residual: Tensor | None, rows: Tensor, in_scale: Tensor, out_scale: Tensor,
+    bias: Tensor | None, bits: int, out: Tensor, tokens: int, n: int, k: int,
+) -> None:  # fmt: skip
+    exact = x.dtype == torch.float32
+    tile_n, slices, per_slice = plan(tokens, n, k)
+    columns = max(8, triton.next_power_of_2(tokens))
+    parts = 1 if exact or (columns > 16 and x.dtype == torch.bfloat16) else 2
+    in_block, out_block = _block(k), _block(n)
+    sliced = slices > 1
+    partial = torch.empty((slices, tokens, n), dtype=torch.float32, device=x.device) if sliced else out
+    opts = options(x)
+    has_bias = bias is not None
+    _linear[(triton.cdiv(n, tile_n), slices)](
+        x, codes, codes if residual is None else residual, rows, in_scale, out_scale, bias if has_bias else out_scale,
+        out, partial, tokens, n, k, in_block**-0.5, out_block**-0.5,
+        BITS=bits, IN_BLOCK=in_block, OUT_BLOCK=out_block, TILE_K=max(in_block, MIN_TILE), TILE_N=tile_n,
+        TILES=per_slice, TOKENS=max(columns, 16 // parts), PARTS=parts, SLICED=sliced, HAS_BIAS=has_bias, EXACT=exact,
+        num_warps=4, num_stages=2, **opts,
+    )  # fmt: skip
+    if sliced:
+        _launch_reduce(partial, out, out_scale, bias, tokens, n, slices, exact)
+
+
+def _launch_reduce(
+    partial: Tensor, out: Tensor, out_scale: Tensor, bias: Tensor | None, tokens: int, n: int, slices: int, exact: bool
+) -> None:
+    block = _block(n)
+    tile = max(block, MIN_TILE)
+    _reduce[(triton.cdiv(n, tile), triton.cdiv(tokens, 16))](
+        partial, out, out_scale, out_scale if bias is None else bias, tokens, n, block**-0.5,
+        SLICES=slices, OUT_BLOCK=block, TILE_N=tile, TOKENS=16, HAS_BIAS=bias is not None, EXACT=exact,
+        num_warps=4, **options(out),
+    )  # fmt: skip
+
+
+def _large(
+    x: Tensor, codes: Tensor, residual: Tensor | None, rows: Tensor, in_scale: Tensor, out_scale: Tensor,
+    bias: Tensor | None, bits: int, out: Tensor, tokens: int, n: int, k: int,
+) -> None:  # fmt: skip
+    """bfloat16 multiplies in bfloat16, as a dense layer would; float16 as a bfloat16 pair, which has its range to spare;
+    float32 in float32."""
+    exact = x.dtype == torch.float32
+    operand = torch.float32 if exact else torch.bfloat16
+    pair = x.dtype == torch.float16
+    block = _block(k)
+    tile = max(block, MIN_TILE)
+    hi = torch.empty((tokens, k), dtype=operand, device=x.device)
+    lo = torch.empty_like(hi) if pair else hi
+    _rotate_inputs[(triton.cdiv(k, tile), triton.cdiv(tokens, 16))](
+        x, in_scale, hi, lo, tokens, k, block**-0.5,
+        IN_BLOCK=block, TILE=tile, TOKENS=16, HAS_LO=pair, EXACT=exact, num_warps=4, **options(x),
+    )  # fmt: skip
+    strip = max(MAX_BLOCK, STRIP_BYTES // (k * hi.element_size()) // MAX_BLOCK * MAX_BLOCK)
+    strips = []
+    for first in range(0, n, strip):
+        some = slice(first, min(first + strip, n))
+        q = torch.empty((some.stop - some.start, k), dtype=operand, device=x.device)
+        _decode_to(codes[some], None if residual is None else residual[some], rows, bits, q)
+        strips.append(_matmul(hi, q) + _matmul(lo, q) if pair else _matmul(hi, q))
+    y = strips[0] if len(strips) == 1 else torch.cat(strips, dim=1)
+    _launch_reduce(y, out, out_scale, bias, tokens, n, 1, exact)
+
+
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b.T summed and returned in float32."""
+    if a.dtype == torch.float32 or not a.is_cuda:
+        return a.float() @ b.float().T
+    return torch.mm(a, b.T, out_dtype=torch.float32)

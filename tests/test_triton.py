@@ -1,0 +1,139 @@
+"""Every Triton kernel against the float32 truth of its op's record: on a GPU compiled, elsewhere interpreted.
+
+The interpreter runs the kernel's own code program by program in numpy, so masks, indices and arithmetic are tested on a
+machine without a GPU; what it cannot see (layouts, races, PDL) is what the runs marked `gpu` are for.
+"""
+
+import importlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+GPU = torch.cuda.is_available()
+if not GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # read where a kernel is defined, so before the first import of one
+pytest.importorskip("triton")
+if not GPU:
+    import interpreter_fixes  # noqa: F401
+
+from onegraph.formats import e8p as layout  # noqa: E402
+from onegraph.ops import activation, attention, e8p, hadamard, norm, sampling  # noqa: E402, F401
+from onegraph.ops.registry import OPS, Case, Op  # noqa: E402
+
+DEVICE = torch.device("cuda" if GPU else "cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+KERNELS = [op for op in OPS.values() if op.kernel is not None]
+# Shapes that no record has: more tokens than one tile takes (decode once, then a dense product), 16 and 17 tokens.
+EXTRA = {
+    "e8p_linear": (
+        e8p._linear_case((70,), 192, 136, 3, bias=True),
+        e8p._linear_case((16,), 64, 256, 4),
+        e8p._linear_case((2, 9), 72, 64, 2),
+    )
+}
+# The interpreter takes seconds on these; a GPU runs them all.
+HEAVY = {"2x3x11008/128", "1x11008->256@4", "smollm2_chunk", "2x1x28672", "130x11008@4", "long_context"}
+HEAVY |= {"5x576->3072@4+bias", "3x576->1000@2+bias", "3x576->1000@4+bias"}
+
+
+def kernel_of(op: Op):
+    assert op.kernel is not None
+    module, _, name = op.kernel.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fresh memory comes as NaN and as the largest integer (torch fills it in its deterministic mode)."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.empty(1).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def written(op: Op, args: tuple, result: Tensor) -> list[Tensor]:
+    """The result and what the op wrote into its arguments; of a cache not the sentinel page, which is unspecified."""
+    schema = op.overload._schema
+    mutated = [a for a, s in zip(args, schema.arguments, strict=True) if s.alias_info and s.alias_info.is_write]
+    return [result, *(t[1:] if t.dim() == 4 else t for t in mutated)]
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    got, want = got.double().cpu(), want.double().cpu()
+    if want.norm() == 0:
+        return float((got - want).norm())
+    return float((got - want).norm() / want.norm())
+
+
+def real_tokens(op: Op, args: tuple, outputs: list[Tensor]) -> list[Tensor]:
+    """Drops what the op leaves unspecified: q of padding tokens."""
+    if op.name != "rope_cache_write":
+        return outputs
+    counts = args[7].cpu()
+    rows = [outputs[0][b, :c] for b, c in enumerate(counts.tolist())]
+    assert outputs[0].isfinite().all(), "the padding's q must be finite"
+    return [torch.cat(rows), *outputs[1:]]
+
+
+def clone(args: tuple, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> tuple:
+    def one(a):
+        if not isinstance(a, Tensor):
+            return a
+        a = a.clone().to(device or a.device)
+        return a.to(dtype) if dtype is not None and a.is_floating_point() else a
+
+    return tuple(one(a) for a in args)
+
+
+def check(op: Op, case: Case, dtype: torch.dtype) -> None:
+    args = case.make(DEVICE, dtype, torch.Generator().manual_seed(7))
+    truth_args = clone(args, torch.float32, "cpu")
+    truth = written(op, truth_args, op.reference(*truth_args))
+    mine = clone(args)
+    with poisoned_memory():
+        got = written(op, mine, kernel_of(op)(*mine))
+    again = clone(args)
+    repeated = written(op, again, kernel_of(op)(*again))
+    for one, two in zip(real_tokens(op, args, got), real_tokens(op, args, repeated), strict=True):
+        assert torch.equal(one, two), "two runs on the same input differ"
+    for g, t in zip(real_tokens(op, args, got), real_tokens(op, truth_args, truth), strict=True):
+        assert g.shape == t.shape
+        if g.is_floating_point():
+            assert g.dtype == dtype
+        error = relative_error(g, t)
+        assert error <= op.tolerance[dtype], f"{op.name} {case.name} {dtype}: relative error {error:.2e}"  # NaN fails
+
+
+def dtypes(op: Op, case: Case, interpreted: bool) -> tuple[torch.dtype, ...]:
+    if op.name == "e8p_decode":
+        return DTYPES[:1]
+    few = interpreted and op.name == "e8p_linear" and case.name not in ("2x1536->192@4", "70x136->192@3+bias")
+    return DTYPES[1:2] if few else DTYPES
+
+
+def parameters(interpreted: bool) -> list:
+    return [
+        pytest.param(op, case, dtype, id=f"{op.name}-{case.name}-{str(dtype).removeprefix('torch.')}")
+        for op in KERNELS
+        for case in (*op.cases, *EXTRA.get(op.name, ()))
+        for dtype in dtypes(op, case, interpreted)
+        if not (interpreted and case.name in HEAVY)
+    ]
+
+
+@pytest.mark.skipif(GPU, reason="compiled on this machine, see test_compiled")
+@pytest.mark.parametrize(("op", "case", "dtype"), parameters(interpreted=True))
+def test_interpreted(op: Op, case: Case, dtype: torch.dtype) -> None:
+    check(op, case, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("op", "case", "dtype"), parameters(interpreted=False))
+def test_compiled(op: Op, case: Case, dtype: torch.dtype) -> None:
+    check(op, case, dtype)
