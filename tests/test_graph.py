@@ -430,7 +430,7 @@ def test_transfers_on_a_cpu_are_copies():
     value = torch.ones(3, 2)
     upload(value)
     value.zero_()
-    waiting = download.start(4)
+    waiting = download.start(target)
     upload(torch.full((4, 2), 9.0))
     assert waiting().tolist() == [[1, 1], [1, 1], [1, 1], [0, 0]]
     assert tree_map(float, target[0].tolist()) == [9.0, 9.0]

@@ -15,14 +15,8 @@ class Upload:
 
     def __init__(self, target: Tensor, depth: int = 2):
         self.target = target
-        self._slots: list[tuple[Tensor, torch.cuda.Event]] = []
+        self._slots = _pinned(target, depth)
         self._turn = 0
-        if target.is_cuda:
-            with torch.cuda.device(target.device):
-                self._slots = [
-                    (torch.empty(target.shape, dtype=target.dtype, pin_memory=True), torch.cuda.Event())
-                    for _ in range(depth)
-                ]
 
     def __call__(self, value: Tensor) -> None:
         """Copy `value`, of the target's shape or fewer leading rows, on the current stream; `value` is free at once."""
@@ -41,34 +35,35 @@ class Upload:
 
 
 class Download:
-    """Pinned memory behind a device tensor: `start` copies without waiting, the function that it returns waits.
+    """Pinned memory behind device tensors like `like`: `start` copies without waiting, what it returns waits.
 
     `depth` downloads may be under way at once; the tensor that one returned is overwritten `depth` starts later.
     """
 
-    def __init__(self, source: Tensor, depth: int = 2):
-        self.source = source
-        self._slots: list[tuple[Tensor, torch.cuda.Event]] = []
+    def __init__(self, like: Tensor, depth: int = 2):
+        self._slots = _pinned(like, depth)
         self._turn = 0
-        if source.is_cuda:
-            with torch.cuda.device(source.device):
-                self._slots = [
-                    (torch.empty(source.shape, dtype=source.dtype, pin_memory=True), torch.cuda.Event())
-                    for _ in range(depth)
-                ]
 
-    def start(self, rows: int) -> Callable[[], Tensor]:
-        """Copy the first `rows` rows on the current stream; the result is a function that waits and returns them."""
+    def start(self, value: Tensor) -> Callable[[], Tensor]:
+        """Copy `value`, of the shape of `like` or fewer leading rows, on the current stream."""
         if not self._slots:
-            kept = self.source[:rows].clone()
+            kept = value.clone()
             return lambda: kept
         slot, copied = self._slots[self._turn]
         self._turn = (self._turn + 1) % len(self._slots)
-        slot[:rows].copy_(self.source[:rows], non_blocking=True)
-        copied.record(torch.cuda.current_stream(self.source.device))
+        staged = slot if value.shape == slot.shape else slot[: len(value)]
+        staged.copy_(value, non_blocking=True)
+        copied.record(torch.cuda.current_stream(value.device))
 
         def wait() -> Tensor:
             copied.synchronize()
-            return slot[:rows]
+            return staged
 
         return wait
+
+
+def _pinned(like: Tensor, depth: int) -> list[tuple[Tensor, torch.cuda.Event]]:
+    if not like.is_cuda:
+        return []
+    with torch.cuda.device(like.device):
+        return [(torch.empty(like.shape, dtype=like.dtype, pin_memory=True), torch.cuda.Event()) for _ in range(depth)]

@@ -1,0 +1,90 @@
+"""One prompt on its way through the engine, and the checks that it must pass before anything runs."""
+
+import operator
+import secrets
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from onegraph.engine.pages import PageAllocator
+from onegraph.engine.params import SamplingParams
+
+
+@dataclass(eq=False)
+class Sequence:
+    """The host's view of a row: what came in, what was generated, which pages hold it."""
+
+    index: int
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    pages: list[int] = field(default_factory=list)
+    output: list[int] = field(default_factory=list)
+
+    @property
+    def limit(self) -> int:
+        """Tokens that ever enter the cache: the last one generated is not read again."""
+        return len(self.prompt) + self.params.max_tokens - 1
+
+    @property
+    def left(self) -> int:
+        return self.params.max_tokens - len(self.output)
+
+    @property
+    def done(self) -> bool:
+        return not self.left or (bool(self.output) and self.output[-1] in self.params.stop)
+
+
+def make_sequences(
+    prompts: Seq[Seq[int]],
+    params: SamplingParams | Seq[SamplingParams] | None,
+    *,
+    vocabulary: int,
+    max_context: int,
+    allocator: PageAllocator,
+) -> list[Sequence]:
+    """A `Sequence` for each prompt; raises ValueError (got / allowed / what to do) for the first that cannot run."""
+    if params is None or isinstance(params, SamplingParams):
+        params = [params or SamplingParams()] * len(prompts)
+    if len(params) != len(prompts):
+        raise ValueError(f"params: got {len(params)} for {len(prompts)} prompts; give one for each, or one for all")
+    sequences = []
+    for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
+        seed = secrets.randbits(63) if wanted.seed is None else wanted.seed
+        sequence = Sequence(index, _tokens(index, prompt, vocabulary), wanted, seed)
+        _check_size(sequence, max_context, allocator)
+        sequences.append(sequence)
+    return sequences
+
+
+def _tokens(index: int, prompt: Seq[int], vocabulary: int) -> list[int]:
+    tokens = []
+    for at, token in enumerate(prompt):
+        try:
+            tokens.append(operator.index(token))
+        except TypeError:
+            raise ValueError(f"prompt {index}: got {token!r} at {at}; allowed are token ids, whole numbers") from None
+        if not 0 <= tokens[-1] < vocabulary:
+            raise ValueError(
+                f"prompt {index}: got token {token} at {at}; the model's vocabulary is 0 to {vocabulary - 1}: use the "
+                "model's own tokenizer"
+            )
+    if not tokens:
+        raise ValueError(f"prompt {index}: got no tokens; a prompt needs one or more, e.g. the begin-of-text token")
+    return tokens
+
+
+def _check_size(sequence: Sequence, max_context: int, allocator: PageAllocator) -> None:
+    length, more = len(sequence.prompt), sequence.params.max_tokens
+    if length + more > max_context:
+        room = max_context - length
+        cure = f"set max_tokens to {room} or less" if room > 0 else "shorten the prompt"
+        raise ValueError(
+            f"prompt {sequence.index}: {length} tokens and max_tokens {more} make {length + more}; the context is "
+            f"{max_context}: {cure}, or make the engine with a larger max_context"
+        )
+    pages = allocator.needed(sequence.limit)
+    if pages > allocator.capacity:
+        raise ValueError(
+            f"prompt {sequence.index}: {sequence.limit} tokens need {pages} pages of {allocator.page_size}; the cache "
+            f"has {allocator.capacity} besides the sentinel: make the engine with pages={pages + 1} or more"
+        )

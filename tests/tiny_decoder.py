@@ -1,0 +1,66 @@
+"""A two-layer decoder over the real attention layer and paged cache, small enough to recompute everything densely."""
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+
+from onegraph.nn.attention import Attention, CausalAttention, PagedCache
+from onegraph.nn.linear import Linear
+
+
+class TinyDecoder(nn.Module):
+    def __init__(self, *, vocabulary=101, dim=32, layers=2, max_context=256, seed=0, device="cpu", dtype=torch.float32):
+        super().__init__()
+        g = torch.Generator().manual_seed(seed)
+
+        def weight(*shape, scale=1.0):
+            return (torch.randn(shape, generator=g) * scale).to(device, dtype)
+
+        self.config = SimpleNamespace(vocab_size=vocabulary)
+        self.max_context, self.dtype, self.device = max_context, dtype, torch.device(device)
+        self.kv_heads, self.head_dim, heads = 2, 8, 4
+        angle = torch.arange(max_context)[:, None] * 100.0 ** -(torch.arange(0, 8, 2) / 8)
+        tables = {"cos": angle.cos().to(device), "sin": angle.sin().to(device)}
+        self.embed = weight(vocabulary, dim)
+        self.layers = nn.ModuleList(
+            Attention(
+                index=i,
+                qkv=Linear(weight((heads + 2 * self.kv_heads) * 8, dim, scale=dim**-0.5)),
+                out=Linear(weight(dim, heads * 8, scale=dim**-0.5)),
+                heads=heads,
+                kv_heads=self.kv_heads,
+                head_dim=8,
+                **tables,
+            )
+            for i in range(layers)
+        )
+        self.head = Linear(weight(vocabulary, dim, scale=dim**-0.5))
+
+    def forward(self, tokens: Tensor, cache) -> Tensor:
+        x = nn.functional.embedding(tokens, self.embed)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x, cache)) * 2
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.head(hidden).float() * 3
+
+    def new_cache(self, *, rows, pages, page_size, pages_per_row) -> PagedCache:
+        return PagedCache(
+            layers=len(self.layers),
+            pages=pages,
+            page_size=page_size,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            rows=rows,
+            pages_per_row=pages_per_row,
+            device=self.device,
+            dtype=self.dtype,
+        )
+
+    @torch.no_grad()
+    def dense_logits(self, tokens: list[int]) -> Tensor:
+        """Logits after the last token, from a pass over the whole sequence without a cache, [1, V]."""
+        hidden = self(torch.tensor([tokens], device=self.device), CausalAttention())
+        return self.logits(hidden[:, -1])
