@@ -1,0 +1,219 @@
+"""Measured, not promised: the E8P linear and the decode step, beside what the hardware allows.
+
+Rules (docs/performance.md): kernels are timed under CUDA-graph replay, over as many copies of the weights as the L2 is
+certain to forget, on random data; a figure stands beside the bytes it moved over the copy bandwidth measured in the same
+run; what runs eagerly is timed by the wall clock, host included. A row is a flat dict, one JSON line.
+"""
+
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onegraph import __version__
+from onegraph.engine.generate import Decoder, Engine
+from onegraph.engine.params import SamplingParams
+from onegraph.formats.e8p import codebook, residual_dtype
+from onegraph.ops.e8p import e8p_linear
+
+LINEAR_SHAPES = ((4096, 14336), (14336, 4096), (4096, 4096), (576, 3072), (1536, 576))  # (k in, n out)
+L2_TIMES = 8  # weights are rotated over so many times the L2
+MAX_COPIES = 512  # of small layers: a graph of more nodes takes longer to build than it is worth
+
+Row = dict[str, Any]
+
+
+def machine(device: torch.device | str) -> Row:
+    """What every row carries: where and with what it was measured."""
+    device = torch.device(device)
+    row: Row = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "onegraph": __version__, "torch": torch.__version__}
+    row["python"] = platform.python_version()
+    if device.type != "cuda":
+        return row | {"device": f"{platform.machine()} CPU, {torch.get_num_threads()} threads"}
+    import triton
+
+    row |= {"device": torch.cuda.get_device_name(device), "triton": triton.__version__, "cuda": torch.version.cuda}
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", f"--id={device.index or 0}"]
+    try:
+        row["driver"] = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        row["driver"] = None  # a container without nvidia-smi
+    return row
+
+
+def replay_us(step: Callable[[], Any], device: torch.device, calls: int = 1, budget_ms: int = 100) -> float:
+    """Median microseconds of one of the `calls` that `step` makes, captured into one graph and replayed."""
+    from triton.testing import do_bench
+
+    stream = torch.cuda.Stream(device)
+    with torch.no_grad(), torch.cuda.device(device), torch.cuda.stream(stream):
+        step()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            step()
+        us: float = do_bench(graph.replay, warmup=budget_ms // 4, rep=budget_ms, return_mode="median") * 1e3
+    return us / calls
+
+
+@lru_cache(maxsize=8)
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second, read plus written, of a 2 GiB copy on the device: the roof that kernels are held against."""
+    source = torch.randint(0, 255, (1 << 30,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / (replay_us(lambda: target.copy_(source), device) * 1e-6)
+
+
+def bench_linear(
+    shapes: Sequence[tuple[int, int]] = LINEAR_SHAPES,
+    *,
+    tokens: Sequence[int] = (1, 16),
+    bits: Sequence[int] = (2, 3, 4),
+    device: torch.device | str = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+    dense: bool = True,
+) -> Iterator[Row]:
+    """Times `e8p_linear` on layers of k inputs and n outputs, and the dense linear of torch if `dense`.
+
+    Yields rows as they are measured: name, k, n, tokens, bits, us, gb_per_s, roof_us (bytes of the weights and scales
+    over the copy bandwidth) and percent_of_roof. Raises ValueError on a machine without a CUDA GPU.
+    """
+    device = _gpu(device)
+    about = machine(device)
+    for k, n in shapes:
+        for rate in (*((16,) if dense else ()), *bits):
+            layers, size = _copies(k, n, rate, device, dtype)
+            for count in tokens:
+                x = torch.randn(count, k, device=device, dtype=dtype)
+
+                def step(layers: list[Callable[[Tensor], Tensor]] = layers, x: Tensor = x) -> None:
+                    for layer in layers:
+                        layer(x)
+
+                us = replay_us(step, device, len(layers))
+                roof = size / copy_bandwidth(device) * 1e6
+                yield {
+                    "bench": "linear",
+                    "name": "torch dense" if rate == 16 else "onegraph e8p",
+                    "k": k,
+                    "n": n,
+                    "tokens": count,
+                    "bits": rate,
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "us": round(us, 2),
+                    "gb_per_s": round(size / us * 1e-3, 1),
+                    "roof_us": round(roof, 2),
+                    "percent_of_roof": round(100 * roof / us, 1),
+                    "copies": len(layers),
+                    **about,
+                }
+
+
+def bench_step(
+    model: Decoder,
+    *,
+    batches: Sequence[int] = (1,),
+    context: int = 128,
+    steps: int = 256,
+    modes: Sequence[bool] = (False, True),
+    name: str = "onegraph",
+) -> Iterator[Row]:
+    """Times decoding through the engine, eager and captured: greedy, from random prompts of `context` tokens.
+
+    Yields rows: mode, batch, context, steps, tokens_per_second and ms_per_step of the whole loop, the host's part of it
+    included; replay_us where the step is captured, the device's part alone. Raises ValueError where the model's context
+    is too short.
+    """
+    device = torch.device(model.device)
+    about = machine(device)
+    generator = torch.Generator().manual_seed(0)
+    reach = context + steps + 1
+    if reach > model.max_context:
+        raise ValueError(
+            f"context {context} and {steps} steps need {reach} positions; the model has {model.max_context}"
+        )
+    for batch in batches:
+        prompts = torch.randint(0, model.config.vocab_size, (batch, context), generator=generator).tolist()
+        for capture in modes if device.type == "cuda" else (False,):
+            engine = Engine(model, max_batch=batch, max_context=reach, capture=capture)
+            engine.generate(prompts, SamplingParams(max_tokens=4))  # compiles and captures
+            counted = steps if capture else max(8, min(steps, 32))  # an eager step takes milliseconds
+            rates = []
+            for _ in range(3):
+                engine.generate(prompts, SamplingParams(max_tokens=counted + 1))
+                rates.append(engine.stats.decode_tokens_per_second)
+            rate = statistics.median(rates)
+            row: Row = {
+                "bench": "step",
+                "name": name,
+                "mode": engine.mode,
+                "batch": batch,
+                "context": context,
+                "steps": counted,
+                "tokens_per_second": round(rate, 1),
+                "ms_per_step": round(1e3 * batch / rate, 4),
+            }
+            if capture:
+                row["replay_us"] = round(_step_us(engine, batch), 1)
+            yield row | about
+
+
+def _step_us(engine: Engine, batch: int) -> float:
+    """Median microseconds of a replay of the decode step, one after the other, on the state of the last `generate`."""
+    runner = engine.runner("decode")
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times = []
+    with runner.running():
+        for _ in range(20):
+            begin.record()
+            for _ in range(10):
+                runner.replay(batch)
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 100)
+    return statistics.median(times)
+
+
+def _gpu(device: torch.device | str) -> torch.device:
+    device = torch.device(device)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        raise ValueError(
+            f"device is {device}; kernels are timed on a CUDA GPU, and this machine has none that torch sees"
+        )
+    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+
+
+def _copies(
+    k: int, n: int, bits: int, device: torch.device, dtype: torch.dtype
+) -> tuple[list[Callable[[Tensor], Tensor]], int]:
+    """As many layers of random weights as L2_TIMES the L2 holds, and the bytes that one of them reads."""
+    size = k * n * bits // 8 + (0 if bits == 16 else 4 * (k + n))
+    wanted = L2_TIMES * torch.cuda.get_device_properties(device).L2_cache_size
+    count = min(max(2, -(-wanted // size)), MAX_COPIES)
+    if bits == 16:
+        return [_dense(torch.randn(n, k, device=device, dtype=dtype)) for _ in range(count)], size
+    table = codebook(device)
+    return [_coded(k, n, bits, table) for _ in range(count)], size
+
+
+def _dense(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda x: torch.nn.functional.linear(x, weight)
+
+
+def _coded(k: int, n: int, bits: int, table: Tensor) -> Callable[[Tensor], Tensor]:
+    def codes(kind: torch.dtype) -> Tensor:
+        info = torch.iinfo(kind)
+        return torch.randint(info.min, info.max + 1, (n, k // 8), device=table.device).to(kind)
+
+    first, kind = codes(torch.int16), residual_dtype(bits)
+    rest = None if kind is None else codes(kind)
+    in_scale = torch.randn(k, device=table.device)
+    out_scale = torch.randn(n, device=table.device) * k**-0.5
+    return lambda x: e8p_linear(x, first, rest, table, in_scale, out_scale, None, bits)

@@ -1,0 +1,154 @@
+"""How good a model is on a text: perplexity, and how far its predictions are from a reference model's.
+
+Over whole windows with dense causal attention, which is exact and computes every position at once; the paged path gives
+the same logits (tests/test_llama.py) a token at a time. Logits exist for a few positions at once only.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onegraph.engine.generate import Decoder
+from onegraph.nn.attention import CausalAttention
+
+LOGITS_AT_ONCE = 1 << 24  # numbers: 64 MB in float32, of which a comparison holds about six
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Figures over `tokens` predicted tokens; nats are natural-log units.
+
+    perplexity: exp of the mean negative log-likelihood. kl: mean KL(reference ‖ model), nats per token, and its
+    standard error over tokens. top1: share of positions at which both models' likeliest token is the same. The fields
+    of a comparison are None where no reference was given.
+    """
+
+    tokens: int
+    windows: int
+    perplexity: float
+    reference_perplexity: float | None = None
+    kl: float | None = None
+    kl_error: float | None = None
+    top1: float | None = None
+
+    def as_dict(self) -> dict[str, float | int | None]:
+        return asdict(self)
+
+
+@torch.no_grad()
+def evaluate(
+    model: Decoder,
+    tokens: Tensor,
+    *,
+    reference: Decoder | None = None,
+    window: int = 512,
+    batch: int = 1,
+    progress: Callable[[int, int], None] | None = None,
+) -> Evaluation:
+    """Evaluate `model` on tokens int [N], cut into windows that share nothing.
+
+    Each window predicts its tokens from the second on; what is left at the end makes a shorter window. Windows are the
+    unit of context, so figures compare only at the same `window`.
+
+    Args:
+        reference: another model of the same vocabulary, e.g. the one that `model` was quantized from.
+        batch: windows computed at once.
+        progress: called as progress(windows done, windows in all).
+
+    Raises ValueError for arguments that make no sense, FloatingPointError where a model gives NaN or an infinite loss.
+    """
+    models = [("model", model)] if reference is None else [("model", model), ("reference model", reference)]
+    _check(models, tokens, window, batch)
+    whole = tokens.numel() // window
+    tail = tokens[whole * window :]
+    parts = [*tokens[: whole * window].view(whole, window).split(batch), *([tail[None]] if tail.numel() > 1 else [])]
+    total = sum(len(part) for part in parts)
+
+    count, losses = 0, [0.0] * len(models)
+    kl = kl_squares = same = 0.0
+    done = 0
+    for part in parts:
+        hidden = [m(part.to(m.device, torch.int64), CausalAttention())[:, :-1].flatten(0, 1) for _, m in models]
+        targets = part[:, 1:].flatten().to(model.device, torch.int64)
+        for rows in _row_slices(len(targets), model.config.vocab_size):
+            at = f"windows {done} to {done + len(part) - 1}"
+            logs = [
+                _log_probabilities(name, m, h[rows], at).to(model.device)
+                for (name, m), h in zip(models, hidden, strict=True)
+            ]
+            for i, log in enumerate(logs):
+                loss = -log.gather(1, targets[rows, None]).double().sum().item()
+                if not math.isfinite(loss):
+                    raise FloatingPointError(f"{models[i][0]}: gives a token of {at} no probability at all")
+                losses[i] += loss
+            count += len(targets[rows])
+            if reference is not None:
+                each = _kl(logs[1], logs[0])
+                kl += each.sum().item()
+                kl_squares += each.square().sum().item()
+                same += (logs[0].argmax(1) == logs[1].argmax(1)).sum().item()
+        done += len(part)
+        if progress is not None:
+            progress(done, total)
+    perplexities = [math.exp(loss / count) if loss / count < 700 else math.inf for loss in losses]
+    if reference is None:
+        return Evaluation(tokens=count, windows=total, perplexity=perplexities[0])
+    variance = max(kl_squares / count - (kl / count) ** 2, 0.0)
+    return Evaluation(
+        tokens=count,
+        windows=total,
+        perplexity=perplexities[0],
+        reference_perplexity=perplexities[1],
+        kl=kl / count,
+        kl_error=math.sqrt(variance / count),
+        top1=same / count,
+    )
+
+
+def _row_slices(rows: int, vocabulary: int) -> Iterator[slice]:
+    step = max(1, LOGITS_AT_ONCE // vocabulary)
+    return (slice(start, start + step) for start in range(0, rows, step))
+
+
+def _log_probabilities(name: str, model: Decoder, hidden: Tensor, at: str) -> Tensor:
+    """Hidden states [R, D] -> log-probabilities float32 [R, V], none of them NaN."""
+    logs = model.logits(hidden).float().log_softmax(dim=-1)
+    if logs.isnan().any():
+        raise FloatingPointError(
+            f"{name}: gives NaN in {at}: its weights hold NaN or infinities, or activations overflow its dtype"
+        )
+    return logs
+
+
+def _kl(truth: Tensor, other: Tensor) -> Tensor:
+    """KL(truth ‖ other) of each row, float64 [R], from log-probabilities [R, V]."""
+    p = truth.exp()
+    return (p * (truth - other)).masked_fill_(p == 0, 0.0).sum(dim=1, dtype=torch.float64)
+
+
+def _check(models: list[tuple[str, Any]], tokens: Tensor, window: int, batch: int) -> None:
+    if tokens.dim() != 1 or tokens.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"tokens: got {tokens.dtype} {list(tokens.shape)}; allowed is int64 or int32 [N], one text")
+    if tokens.numel() < 2:
+        raise ValueError(
+            f"tokens: got {tokens.numel()}; at least 2 are needed, as each is predicted from those before it"
+        )
+    if batch < 1:
+        raise ValueError(f"batch: got {batch}; allowed is 1 and more")
+    vocabularies = {name: model.config.vocab_size for name, model in models}
+    if len(set(vocabularies.values())) > 1:
+        raise ValueError(
+            f"reference: got vocabularies of different sizes {vocabularies}; compare models of one tokenizer"
+        )
+    for name, model in models:
+        if not 2 <= window <= model.max_context:
+            raise ValueError(f"window: got {window}; the {name} was loaded for 2 to {model.max_context} tokens")
+        if (bad := int(tokens.min())) < 0 or (bad := int(tokens.max())) >= vocabularies[name]:
+            raise ValueError(
+                f"tokens: got token {bad}; the {name}'s vocabulary is 0 to {vocabularies[name] - 1}: use its own "
+                "tokenizer"
+            )
