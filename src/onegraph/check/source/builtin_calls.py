@@ -1,0 +1,169 @@
+"""Python's own functions: some ask a tensor for its value."""
+
+import ast
+
+from onegraph.check.source.machine import Machine, short
+from onegraph.check.source.values import (
+    UNKNOWN,
+    Class,
+    Const,
+    Dict,
+    Ext,
+    ExtObj,
+    Obj,
+    Plain,
+    Seq,
+    Tensor,
+    Unknown,
+    Value,
+    join,
+    tensors,
+    varies,
+)
+
+READERS = {"int": "int", "float": "float", "bool": "bool", "complex": "complex", "str": "str", "repr": "str"}
+COMPARERS = frozenset(["max", "min", "sorted", "any", "all"])
+
+
+def call(machine: Machine, name: str, args: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value:
+    """Call a builtin."""
+    first = args[0] if args else UNKNOWN
+    device_args = [a for a in args if isinstance(a, Tensor) and a.on_device]
+    if name == "print":
+        return _print(machine, args, node)
+    if device_args and (name in READERS or name in COMPARERS or name in ("range", "round", "hash", "divmod", "pow")):
+        if name == "hash" or name in ("round", "divmod", "pow"):
+            return machine.tensor(device_args[0].device) if name != "hash" else Plain("int")
+        message = f"`{short(node)}` reads a device tensor on the host"
+        machine.report("CG101", node, message, sure=all(t.sure for t in device_args))
+        return Plain(READERS.get(name, ""), read=_where(machine, node))
+    if name in READERS:
+        if isinstance(first, Const) and name in ("int", "float", "bool") and isinstance(first.value, int | float):
+            return Const({"int": int, "float": float, "bool": bool}[name](first.value))
+        return Plain(READERS[name], varying=varies(first), read=first.read if isinstance(first, Plain) else "")
+    match name:
+        case "len":
+            if isinstance(first, Seq) and first.items is not None:
+                return Const(len(first.items))
+            return Plain("int", varying=varies(first) if isinstance(first, Plain) else False)
+        case "range":
+            return Plain("range", varying=any(varies(a) for a in args))
+        case "abs" | "round" | "pow" | "divmod" | "sum" if isinstance(first, Tensor):
+            return machine.tensor(first.device, sure=first.sure)
+        case "sum" if isinstance(first, Seq) and tensors(first):
+            return machine.tensor(tensors(first)[0].device, sure=tensors(first)[0].sure)
+        case "max" | "min":
+            return _extreme(machine, args, node)
+        case "list" | "tuple" | "set" | "iter" | "reversed" | "sorted" | "frozenset":
+            return _sequence(machine, name, args)
+        case "enumerate":
+            from onegraph.check.source.expressions import iterate
+
+            if isinstance(first, Seq) and first.items is not None:
+                pairs = tuple(Seq("tuple", (Const(i), v), in_step=True) for i, v in enumerate(first.items))
+                return Seq("iterator", pairs, in_step=True)
+            return Seq("iterator", None, Seq("tuple", (Plain("int"), iterate(machine, first)), in_step=True), True)
+        case "zip":
+            from onegraph.check.source.expressions import iterate
+
+            if args and all(isinstance(a, Seq) and a.items is not None for a in args):
+                columns = [a.items or () for a in args if isinstance(a, Seq)]
+                rows = tuple(Seq("tuple", row, in_step=True) for row in zip(*columns, strict=False))
+                return Seq("iterator", rows, in_step=True)
+            return Seq("iterator", None, Seq("tuple", tuple(iterate(machine, a) for a in args), in_step=True), True)
+        case "next":
+            return first.any if isinstance(first, Seq) else UNKNOWN
+        case "dict":
+            return Dict(tuple(keywords.items()), in_step=machine.in_step) if not args else UNKNOWN
+        case "isinstance":
+            return _isinstance(machine, args)
+        case "hasattr":
+            if isinstance(first, Obj) and len(args) > 1 and isinstance(args[1], Const):
+                return Const(True) if args[1].value in first.attributes else Plain("bool")
+            return Plain("bool")
+        case "getattr" if len(args) > 1 and isinstance(args[1], Const) and isinstance(args[1].value, str):
+            from onegraph.check.source.expressions import attribute
+
+            value = attribute(machine, first, args[1].value, node)
+            return join(value, args[2]) if len(args) > 2 and isinstance(value, Unknown) else value
+        case "setattr" if len(args) == 3 and isinstance(args[1], Const) and isinstance(node, ast.Call):
+            from onegraph.check.source import statements
+
+            statements.set_attribute(machine, node, first, str(args[1].value), args[2])
+            return Const(None)
+        case "type" if isinstance(first, Obj):
+            return first.cls
+        case "callable" | "issubclass" | "id" | "type" | "ord" | "chr" | "format" | "input" | "hash" | "divmod":
+            return Plain(varying=any(varies(a) for a in args))
+        case "abs" | "round" | "sum" | "pow":
+            return Plain(varying=any(varies(a) for a in args))
+    return UNKNOWN
+
+
+def _where(machine: Machine, node: ast.AST) -> str:
+    return f"{machine.file.path}:{getattr(node, 'lineno', 1)}"
+
+
+def _print(machine: Machine, args: list[Value], node: ast.AST) -> Value:
+    on_device = [t for a in args for t in tensors(a) if t.on_device]
+    if on_device:
+        machine.report("CG101", node, "`print` reads a device tensor", sure=all(t.sure for t in on_device))
+    elif not machine.presume:
+        machine.report("CG210", node, "`print` in the step: a replay prints nothing")
+    return Const(None)
+
+
+def _extreme(machine: Machine, args: list[Value], node: ast.AST) -> Value:
+    found = [t for a in args for t in tensors(a) if t.on_device] if len(args) == 1 else []
+    if found and isinstance(args[0], Seq):
+        machine.report("CG101", node, f"`{short(node)}` compares device tensors on the host", sure=found[0].sure)
+        return found[0]
+    return Plain(varying=any(varies(a) for a in args))
+
+
+def _sequence(machine: Machine, name: str, args: list[Value]) -> Value:
+    from onegraph.check.source.expressions import iterate
+
+    kind = {"iter": "iterator", "reversed": "iterator", "sorted": "list", "frozenset": "set"}.get(name, name)
+    if not args:
+        return Seq(kind, (), in_step=machine.in_step)
+    first = args[0]
+    if isinstance(first, Seq) and first.items is not None:
+        items = first.items[::-1] if name == "reversed" else first.items
+        return Seq(kind, items, in_step=machine.in_step)
+    if isinstance(first, Unknown):
+        return UNKNOWN
+    return Seq(kind, None, iterate(machine, first), machine.in_step)
+
+
+def _isinstance(machine: Machine, args: list[Value]) -> Value:
+    if len(args) != 2:
+        return Plain("bool")
+    value, wanted = args
+    options = list(wanted.items or ()) if isinstance(wanted, Seq) else [wanted]
+    asked = {o.name for o in options if isinstance(o, Ext)}
+    if len(asked) != len(options):
+        return Plain("bool") if not isinstance(value, Obj) else _obj_is(machine, value, options)
+    tensor_asked = any(a.endswith("Tensor") and a.startswith("torch.") for a in asked)
+    match value:
+        case Tensor() if not value.optional:
+            return Const(tensor_asked) if tensor_asked or value.sure else Plain("bool")
+        case Const() | Plain() | Seq() | Dict() | ExtObj() if tensor_asked and len(asked) == 1:
+            return Const(False)
+        case Const():
+            return Const("builtins." + type(value.value).__name__ in asked)
+        case Plain() if value.kind in ("int", "str", "float", "bool"):
+            return Const("builtins." + value.kind in asked)
+        case Obj():
+            return _obj_is(machine, value, options)
+    return Plain("bool")
+
+
+def _obj_is(machine: Machine, obj: Obj, options: list[Value]) -> Value:
+    from onegraph.check.source.names import ancestry
+
+    line = ancestry(machine, obj.cls)
+    nodes = {id(v.node) for v in line if isinstance(v, Class)}
+    if any(isinstance(o, Class) and id(o.node) in nodes for o in options):
+        return Const(True)
+    return Plain("bool")

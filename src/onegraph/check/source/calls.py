@@ -1,0 +1,336 @@
+"""Calls: into the user's functions and classes, and out to builtins, torch and everything else."""
+
+import ast
+from dataclasses import replace
+
+from onegraph.check.source import builtin_calls, names, parameters, torch_calls
+from onegraph.check.source.expressions import attribute, evaluate
+from onegraph.check.source.machine import DEPTH, Call, Machine
+from onegraph.check.source.values import (
+    UNKNOWN,
+    Class,
+    Const,
+    Dict,
+    Ext,
+    ExtObj,
+    Func,
+    Method,
+    Obj,
+    Partial,
+    Scope,
+    Seq,
+    Super,
+    Tensor,
+    Value,
+    join_all,
+)
+
+Keywords = dict[str, Value]
+
+MUTATORS = frozenset(["append", "extend", "insert", "pop", "clear", "remove", "update", "setdefault", "add", "popleft"])
+
+
+def call(machine: Machine, node: ast.Call) -> Value:
+    """A call expression."""
+    func = evaluate(machine, node.func)
+    if isinstance(func, Ext) and func.name == "builtins.super":
+        return _super(machine, node)
+    args, keywords = arguments(machine, node)
+    outer = machine.stack[-1].node
+    machine.stack[-1].node = node
+    try:
+        if isinstance(func, Method) and func.name in MUTATORS and isinstance(func.receiver, Seq | Dict):
+            return mutate(machine, node, func, args)
+        return apply(machine, func, args, keywords, node)
+    finally:
+        machine.stack[-1].node = outer
+
+
+def arguments(machine: Machine, node: ast.Call) -> tuple[list[Value], Keywords]:
+    args: list[Value] = []
+    for item in node.args:
+        if isinstance(item, ast.Starred):
+            value = evaluate(machine, item.value)
+            if isinstance(value, Seq) and value.items is not None:
+                args.extend(value.items)
+            else:
+                break  # how many follow is not known
+        else:
+            args.append(evaluate(machine, item))
+    keywords: Keywords = {}
+    for keyword in node.keywords:
+        value = evaluate(machine, keyword.value)
+        if keyword.arg is not None:
+            keywords[keyword.arg] = value
+        elif isinstance(value, Dict) and value.entries is not None:
+            keywords.update({str(k): v for k, v in value.entries})
+    return args, keywords
+
+
+def apply(machine: Machine, func: Value, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
+    """Call any value."""
+    match func:
+        case Func():
+            return call_function(machine, func, args, keywords, node)
+        case Partial():
+            return apply(machine, func.func, [*func.args, *args], {**dict(func.keywords), **keywords}, node)
+        case Class():
+            return instantiate(machine, func, args, keywords, node)
+        case Ext() if func.name.startswith("builtins."):
+            return builtin_calls.call(machine, func.name[len("builtins.") :], args, keywords, node)
+        case Ext() if func.name in ("functools.partial",) and args:
+            return Partial(args[0], tuple(args[1:]), tuple(keywords.items()))
+        case Ext() | ExtObj():
+            return torch_calls.call(machine, func, args, keywords, node)
+        case Method(receiver=Obj()):
+            return _module_method(machine, func.receiver, func.name, args, keywords)
+        case Method(receiver=Super()):
+            return UNKNOWN
+        case Method():
+            return torch_calls.method(machine, func.receiver, func.name, args, keywords, node)
+        case Obj():
+            for name in ("__call__", "forward"):
+                found = names.member_value(machine, func, func.cls, name)
+                if isinstance(found, Func):
+                    return apply(machine, found, args, keywords, node)
+                if name == "__call__" and "forward" in func.attributes:
+                    return apply(machine, func.attributes["forward"], args, keywords, node)
+    return UNKNOWN
+
+
+def call_function(machine: Machine, func: Func, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
+    """Follow a call into the user's code."""
+    name = id_name(func)
+    if len(machine.stack) > DEPTH or sum(1 for c in machine.stack if c.name == name and c.file is func.file) > 1:
+        return UNKNOWN  # recursion: one round tells what there is to see
+    marks = names.decorators(func.node) if not isinstance(func.node, ast.Lambda) else set()
+    key = None
+    if machine.presume and machine.reporting:
+        key = (id(func.node), id(func.receiver) if isinstance(func.receiver, Obj) else 0, signature(args, keywords))
+        if key in machine.memo:
+            value, work = machine.memo[key]
+            machine.tensor_work += work
+            return value
+    variables: dict[str, Value] = {}
+    scope = Scope(func.file, variables, func.scope, machine.in_step)
+    frame = Call(name, func.file, func.node, scope=scope)
+    cached = bool(marks & {"cache", "lru_cache"})
+    work = machine.tensor_work
+    machine.stack.append(frame)
+    machine.quiet += cached  # its body runs once, at warm-up
+    try:
+        parameters.fill(machine, func, args, keywords, variables)
+        if machine.in_step:
+            machine.read.add((func.file.path, func.node.lineno, func.node.end_lineno or func.node.lineno))
+        if isinstance(func.node, ast.Lambda):
+            result = evaluate(machine, func.node.body)
+        else:
+            result = _body(machine, func.node, frame)
+    finally:
+        machine.stack.pop()
+        machine.conditions -= frame.extra_conditions
+        machine.quiet -= cached
+    if key is not None:
+        machine.memo[key] = (result, machine.tensor_work - work)
+    return result
+
+
+def _body(machine: Machine, node: ast.FunctionDef | ast.AsyncFunctionDef, frame: Call) -> Value:
+    from onegraph.check.source import statements
+
+    through = statements.block(machine, node.body)
+    if _yields(node):
+        return Seq("iterator", None, UNKNOWN, machine.in_step)
+    if isinstance(node, ast.AsyncFunctionDef):
+        return UNKNOWN
+    if through:
+        frame.returns.append(Const(None))
+    return join_all(tuple(frame.returns))
+
+
+def _yields(node: ast.AST) -> bool:
+    todo = list(ast.iter_child_nodes(node))
+    while todo:
+        inner = todo.pop()
+        if isinstance(inner, ast.Yield | ast.YieldFrom):
+            return True
+        if not isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            todo.extend(ast.iter_child_nodes(inner))
+    return False
+
+
+def id_name(func: Func) -> str:
+    name = getattr(func.node, "name", "<lambda>")
+    return f"{func.owner.node.name}.{name}" if func.owner is not None else name
+
+
+def signature(args: list[Value], keywords: Keywords) -> tuple:
+    """What two calls must share for one reading to stand for both: the kinds of the arguments, not their storages."""
+    return (*map(_kind, args), *((k, _kind(v)) for k, v in sorted(keywords.items())))
+
+
+def _kind(value: Value) -> object:
+    match value:
+        case Tensor():
+            return (value.device, value.sure, value.pinned, value.boolean, value.rank, value.varying, value.optional)
+        case Obj() | Func() | Class():
+            return id(value)
+        case Seq():
+            items = value.items if value.items is not None else (value.element,)
+            return ("seq", value.kind, value.items is None, *map(_kind, items[:8]))
+        case Dict():
+            return ("dict", *((str(k), _kind(v)) for k, v in (value.entries or ())[:8]))
+        case Const():
+            return ("const", repr(value.value)[:40])
+    return value if not isinstance(value, Method | Partial | Super) else type(value).__name__
+
+
+# ---- classes
+
+
+def instantiate(
+    machine: Machine, cls: Class, args: list[Value], keywords: Keywords, node: ast.AST, *, presumed: bool = False
+) -> Value:
+    """Make an instance: run `__init__`, or fill the fields of a dataclass or named tuple."""
+    obj = Obj(cls, in_step=machine.in_step, presumed=presumed)
+    found = names.member_value(machine, obj, cls, "__init__")
+    if isinstance(found, Func):
+        call_function(machine, found, args, keywords, node)
+        return obj
+    fields = [s for s in cls.node.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)]
+    for position, statement in enumerate(fields):
+        name = statement.target.id  # type: ignore[union-attr]
+        if position < len(args):
+            obj.attributes[name] = args[position]
+        elif name in keywords:
+            obj.attributes[name] = keywords[name]
+        elif presumed:
+            obj.attributes[name] = parameters.annotated(machine, statement.annotation)
+        elif isinstance(statement.value, ast.Constant):
+            obj.attributes[name] = Const(statement.value.value)
+    post = names.member_value(machine, obj, cls, "__post_init__")
+    if isinstance(post, Func):
+        call_function(machine, post, [], {}, node)
+    return obj
+
+
+def _super(machine: Machine, node: ast.Call) -> Value:
+    for frame in reversed(machine.stack):
+        scope: Scope | None = frame.scope
+        while scope is not None:
+            receiver = scope.variables.get("self", scope.variables.get("cls"))
+            if isinstance(receiver, Obj | Class):
+                owner = scope.variables.get("__class__")
+                return Super(receiver, owner) if isinstance(owner, Class) else UNKNOWN
+            scope = scope.parent
+    return UNKNOWN
+
+
+def _module_method(machine: Machine, obj: Value, name: str, args: list[Value], keywords: Keywords) -> Value:
+    """Methods of torch.nn.Module on an instance of the user's class."""
+    assert isinstance(obj, Obj)
+    node = machine.stack[-1].node
+    match name:
+        case "register_buffer" | "register_parameter" if args and isinstance(args[0], Const):
+            value = args[1] if len(args) > 1 else keywords.get("tensor", keywords.get("param", Const(None)))
+            if isinstance(value, Tensor):
+                value = replace(value, parameter=True)
+                if machine.presume and not value.on_device:
+                    value = replace(value, device="cuda", sure=False)
+            obj.attributes[str(args[0].value)] = value
+            return Const(None)
+        case "add_module" | "register_module" if len(args) == 2 and isinstance(args[0], Const):
+            obj.attributes[str(args[0].value)] = args[1]
+            return Const(None)
+        case "to" | "cuda" | "cpu":
+            device = (
+                torch_calls.device_argument(args, keywords) if name == "to" else "cuda" if name == "cuda" else "cpu"
+            )
+            if device:
+                move(obj, device, set())
+            return obj
+        case "train" | "eval":
+            machine.report("CG311", node, f"`.{name}()` in the step changes the mode of modules")
+            return obj
+        case "half" | "float" | "bfloat16" | "double" | "requires_grad_":
+            return obj
+        case "register_forward_hook" | "register_forward_pre_hook" | "register_full_backward_hook":
+            machine.report("CG311", node, f"`.{name}()` in the step adds a hook on every call")
+        case "modules" | "children":
+            return Seq("iterator", None, UNKNOWN)
+        case "parameters" | "buffers":
+            return Seq("iterator", None, Tensor("cuda" if machine.presume else "", sure=False))
+    return UNKNOWN
+
+
+def move(value: Value, device: str, seen: set[int]) -> Value:
+    """`module.to(device)`: parameters and buffers of a module and of the modules inside."""
+    match value:
+        case Tensor() if value.parameter:
+            return replace(value, device=device)
+        case Obj() if id(value) not in seen:
+            seen.add(id(value))
+            for name, inner in value.attributes.items():
+                value.attributes[name] = move(inner, device, seen)
+        case ExtObj() if value.kind.startswith("torch.nn."):
+            return replace(value, note=device)
+        case Seq() if value.kind == "modules":
+            items = None if value.items is None else tuple(move(v, device, seen) for v in value.items)
+            return replace(value, items=items, element=move(value.element, device, seen))
+    return value
+
+
+# ---- lists and dicts that a call changes
+
+
+def mutate(machine: Machine, node: ast.Call, func: Method, args: list[Value]) -> Value:
+    """`things.append(x)` and its like: the name that holds the list holds another one afterwards."""
+    from onegraph.check.source import statements
+
+    container = func.receiver
+    assert isinstance(container, Seq | Dict)
+    target = node.func.value if isinstance(node.func, ast.Attribute) else None
+    result: Value = Const(None)
+    changed: Value = container
+    match container, func.name:
+        case (Seq(), "append" | "add") if args:
+            if container.items is not None and len(container.items) < 16 and not machine.conditions:
+                changed = replace(container, items=(*container.items, args[0]))
+            else:
+                known = container.any if container.items != () else args[0]
+                changed = replace(container, items=None, element=join_all((known, args[0])))
+        case (Seq(), "pop" | "popleft"):
+            result = container.any
+            changed = replace(container, items=None, element=container.any)
+        case (Seq(), "extend" | "insert") if args:
+            new = args[-1].any if isinstance(args[-1], Seq) else args[-1]
+            known = container.any if container.items != () else new
+            changed = replace(container, items=None, element=join_all((known, new)))
+        case (Dict(), "setdefault") if args:
+            result = UNKNOWN
+            changed = replace(container, entries=None)
+        case (Dict(), "pop") if args:
+            result = container.any
+            changed = replace(container, entries=None, element=container.any)
+        case (Dict(), "update") if args and isinstance(args[0], Dict):
+            changed = replace(container, entries=None, element=join_all((container.any, args[0].any)))
+        case (_, "clear"):
+            changed = replace(container, items=()) if isinstance(container, Seq) else replace(container, entries=())
+    if isinstance(target, ast.Name | ast.Attribute | ast.Subscript) and changed is not container:
+        outlives = machine.in_step and not container.in_step
+        grows = outlives and func.name in ("append", "extend", "insert", "add")
+        if grows:
+            machine.report("CG210", node, f"`{func.name}` on a list that outlives the step; a replay does not run it")
+        if isinstance(target, ast.Name):
+            owner = names.find_scope(machine.scope, target.id)
+            if owner is None:
+                owner = names.module_scope(machine, machine.scope.file)
+            owner.variables[target.id] = changed
+        elif not isinstance(target, ast.Subscript):
+            machine.quiet += grows
+            statements.bind(machine, target, changed)
+            machine.quiet -= grows
+    return result
+
+
+__all__ = ["apply", "attribute", "call", "call_function", "instantiate"]

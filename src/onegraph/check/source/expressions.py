@@ -1,0 +1,485 @@
+"""Expressions: what a piece of code evaluates to."""
+
+import ast
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from onegraph.check.source import names, tensors
+from onegraph.check.source.machine import Machine, short
+from onegraph.check.source.values import (
+    UNKNOWN,
+    Class,
+    Const,
+    Device,
+    Dict,
+    Ext,
+    ExtObj,
+    Func,
+    Method,
+    Module,
+    Obj,
+    Plain,
+    Scope,
+    Seq,
+    Super,
+    Tensor,
+    Unknown,
+    Value,
+    is_plain,
+    join,
+    join_all,
+    truth,
+    varies,
+)
+
+OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Div: operator.truediv,
+}
+
+COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+
+
+def evaluate(machine: Machine, node: ast.expr) -> Value:
+    """The abstract value of an expression; reports what its evaluation would do inside a step."""
+    machine.spend()
+    handler = HANDLERS.get(type(node))
+    return handler(machine, node) if handler else UNKNOWN
+
+
+def condition(machine: Machine, node: ast.expr, where: str) -> Value:
+    """The value of an expression whose truth Python asks for."""
+    if isinstance(node, ast.BoolOp):
+        values = []
+        for operand in node.values:
+            value = condition(machine, operand, where)
+            values.append(value)
+            known = truth(value)
+            if known is not None and known is isinstance(node.op, ast.Or):
+                return value if len(values) == 1 else _logical(values)
+        return _logical(values, isinstance(node.op, ast.Or))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        value = condition(machine, node.operand, where)
+        known = truth(value)
+        return Const(not known) if known is not None else Plain("bool", varying=varies(value))
+    value = evaluate(machine, node)
+    if isinstance(value, Tensor) and value.on_device and not (value.optional and not value.sure):
+        machine.report("CG108", node, f"`{where} {short(node)}` asks for the truth of a device tensor", sure=value.sure)
+        return Plain("bool")
+    return value
+
+
+def _logical(values: list[Value], either: bool = False) -> Value:
+    known = [truth(v) for v in values]
+    if all(k is not None for k in known):
+        return Const(any(known) if either else all(known))
+    if any(k is not None and k is either for k in known):
+        return Const(either)
+    return Plain("bool", varying=any(varies(v) for v in values))
+
+
+def iterate(machine: Machine, value: Value) -> Value:
+    """One value that stands for each element of an iteration."""
+    match value:
+        case Seq():
+            return value.any
+        case Tensor():
+            rank = value.rank - 1 if value.rank else None
+            return tensors.view(machine, value, rank=rank)
+        case Dict():
+            return Plain("str") if value.entries else UNKNOWN
+        case Plain(kind="shape") | Plain(kind="range"):
+            return Plain("int", varying=value.varying)
+    return UNKNOWN
+
+
+def _constant(machine: Machine, node: ast.Constant) -> Value:
+    return Const(node.value)
+
+
+def _name(machine: Machine, node: ast.Name) -> Value:
+    return names.lookup(machine, node.id)
+
+
+def _attribute(machine: Machine, node: ast.Attribute) -> Value:
+    return attribute(machine, evaluate(machine, node.value), node.attr, node)
+
+
+def attribute(machine: Machine, owner: Value, name: str, node: ast.AST) -> Value:
+    """`owner.name`."""
+    match owner:
+        case Obj():
+            if name in owner.attributes:
+                value = owner.attributes[name]
+                if machine.in_step and not owner.in_step:
+                    machine.seen(("attribute", id(owner), name), value)
+                return value
+            found = names.member_value(machine, owner, owner.cls, name)
+            if found is not None:
+                return found
+            if name == "__class__":
+                return owner.cls
+            if names.is_module(machine, owner.cls):
+                return Plain("bool") if name == "training" else Method(owner, name)
+            return UNKNOWN
+        case Ext():
+            return tensors.constant(f"{owner.name}.{name}")
+        case Module():
+            value = names.module_name(machine, owner.file, name)
+            if value is UNKNOWN and owner.file.is_package:
+                inner = machine.project.module(f"{owner.file.module}.{name}", owner.file)
+                return Module(inner) if inner is not None else UNKNOWN
+            return value
+        case Tensor():
+            return tensors.attribute(machine, owner, name, node)
+        case Class():
+            found = names.member_value(machine, owner, owner, name)
+            return found if found is not None else UNKNOWN
+        case Super():
+            cls = owner.receiver.cls if isinstance(owner.receiver, Obj) else owner.owner
+            found = names.member_value(machine, owner.receiver, cls, name, after=owner.owner)
+            return found if found is not None else Method(owner, name)
+        case Device():
+            if name == "type" and owner.name:
+                return Const(owner.name.split(":")[0])
+            return Plain()
+        case Seq() if name in ("values", "indices", "keys"):
+            return owner.any if owner.kind == "result" else Method(owner, name)
+        case Seq() if owner.kind == "result":  # a named tuple of tensors
+            return owner.any if name not in ("count", "index") else Method(owner, name)
+        case Seq() | Dict() | ExtObj() | Const():
+            return Method(owner, name)
+        case Plain():
+            return Method(owner, name)
+        case Func() if name == "__wrapped__":
+            return owner
+    return UNKNOWN
+
+
+def _binary(machine: Machine, node: ast.BinOp) -> Value:
+    left, right = evaluate(machine, node.left), evaluate(machine, node.right)
+    return binary_value(machine, node, left, right, node.op)
+
+
+def binary_value(machine: Machine, node: ast.AST, left: Value, right: Value, op: ast.operator) -> Value:
+    """`left op right`."""
+    if isinstance(left, Tensor) or isinstance(right, Tensor):
+        return tensors.binary(machine, node, left, right)
+    match left, right:
+        case (Const(), Const()) if type(op) in OPERATORS:
+            try:
+                value = OPERATORS[type(op)](left.value, right.value)
+            except (TypeError, ValueError, ArithmeticError):
+                return Plain()
+            small = not isinstance(value, str) or len(value) < 200
+            return Const(value) if isinstance(value, int | float | str) and small else Plain()
+        case (Seq(), Seq()) if isinstance(op, ast.Add):
+            if left.items is not None and right.items is not None and len(left.items) + len(right.items) <= 32:
+                return Seq(left.kind, left.items + right.items, in_step=machine.in_step)
+            return Seq(left.kind, None, join(left.any, right.any), machine.in_step)
+        case (Seq(), Const() | Plain()) if isinstance(op, ast.Mult):
+            if isinstance(right, Const) and isinstance(right.value, int) and left.items and right.value <= 8:
+                return Seq(left.kind, left.items * max(right.value, 0), in_step=machine.in_step)
+            return Seq(left.kind, None, left.any, machine.in_step)
+    if is_plain(left) and is_plain(right):
+        kinds = {type(v.value).__name__ if isinstance(v, Const) else getattr(v, "kind", "") for v in (left, right)}
+        kind = "float" if "float" in kinds or isinstance(op, ast.Div) else kinds.pop() if len(kinds) == 1 else ""
+        return Plain(kind, varying=varies(left) or varies(right), read=_read(left) or _read(right))
+    if (isinstance(left, Plain) and left.varying) or (isinstance(right, Plain) and right.varying):
+        return UNKNOWN
+    return UNKNOWN
+
+
+def _read(value: Value) -> str:
+    return value.read if isinstance(value, Plain) else ""
+
+
+def _unary(machine: Machine, node: ast.UnaryOp) -> Value:
+    if isinstance(node.op, ast.Not):
+        return condition(machine, node, "not")
+    value = evaluate(machine, node.operand)
+    match value:
+        case Tensor():
+            return machine.tensor(value.device, sure=value.sure, boolean=value.boolean, rank=value.rank)
+        case Const() if isinstance(value.value, int | float) and isinstance(node.op, ast.USub):
+            return Const(-value.value)
+        case Const():
+            return Plain()
+    return value
+
+
+def _bool(machine: Machine, node: ast.BoolOp) -> Value:
+    """`a or b` as a value: every operand but the last is tested."""
+    values = []
+    for i, operand in enumerate(node.values):
+        if i == len(node.values) - 1:
+            values.append(evaluate(machine, operand))
+            break
+        value = condition(machine, operand, "or" if isinstance(node.op, ast.Or) else "and")
+        known = truth(value)
+        if known is None:
+            values.append(value)
+        elif known is isinstance(node.op, ast.Or):
+            values.append(value)
+            break
+    return join_all(tuple(values))
+
+
+def _compare(machine: Machine, node: ast.Compare) -> Value:
+    left = evaluate(machine, node.left)
+    result: Value = UNKNOWN
+    for i, (op, right_node) in enumerate(zip(node.ops, node.comparators, strict=True)):
+        right = evaluate(machine, right_node)
+        result = _compared(machine, node, left, op, right)
+        if i < len(node.ops) - 1 and isinstance(result, Tensor) and result.on_device:
+            machine.report("CG108", node, f"`{short(node)}` chains comparisons of a device tensor", sure=result.sure)
+        left = right
+    return result
+
+
+def _compared(machine: Machine, node: ast.Compare, left: Value, op: ast.cmpop, right: Value) -> Value:
+    if isinstance(op, ast.Is | ast.IsNot):
+        return _identity(left, right, isinstance(op, ast.Is))
+    if isinstance(op, ast.In | ast.NotIn):
+        if isinstance(right, Tensor) and right.on_device:
+            machine.report("CG101", node, f"`{short(node)}` reads the device tensor to search it", sure=right.sure)
+        elif isinstance(left, Tensor) and left.on_device and isinstance(right, Seq):
+            machine.report("CG101", node, f"`{short(node)}` compares a device tensor on the host", sure=left.sure)
+        elif isinstance(left, Const) and isinstance(right, Dict) and right.entries is not None:
+            return Const((right.get(left.value) is not None) is isinstance(op, ast.In))
+        return Plain("bool", varying=varies(left) or varies(right))
+    if isinstance(left, Tensor) or isinstance(right, Tensor):
+        result = tensors.binary(machine, node, left, right)
+        if isinstance(result, Tensor):
+            return tensors.as_mask(result)
+        return result
+    if isinstance(left, Device):
+        left = Const(left.name) if left.name else Plain()
+    if isinstance(right, Device):
+        right = Const(right.name) if right.name else Plain()
+    match left, right:
+        case (Const(), Const()) if type(op) in COMPARISONS:
+            try:
+                return Const(bool(COMPARISONS[type(op)](left.value, right.value)))
+            except TypeError:
+                return Plain("bool")
+    if isinstance(left, Unknown) and isinstance(right, Unknown):
+        return UNKNOWN
+    if isinstance(left, Unknown) or isinstance(right, Unknown):
+        return UNKNOWN
+    return Plain("bool", varying=varies(left) or varies(right))
+
+
+def _identity(left: Value, right: Value, positive: bool) -> Value:
+    if isinstance(right, Const) and right.value is None:
+        if isinstance(left, Const):
+            return Const((left.value is None) is positive)
+        if isinstance(left, Plain | Unknown) or (isinstance(left, Tensor) and left.optional):
+            return Plain("bool", varying=varies(left))
+        return Const(not positive)
+    if isinstance(left, Const) and isinstance(right, Const):
+        return Const((left.value is right.value) is positive)
+    return Plain("bool")
+
+
+def _conditional(machine: Machine, node: ast.IfExp) -> Value:
+    test = condition(machine, node.test, "if")
+    known = truth(test)
+    if known is not None and not varies(test):
+        return evaluate(machine, node.body if known else node.orelse)
+    work = machine.tensor_work
+    machine.conditions += 1
+    body, other = evaluate(machine, node.body), evaluate(machine, node.orelse)
+    machine.conditions -= 1
+    moving = varies(test)
+    if moving and machine.in_step and machine.tensor_work > work:
+        machine.report(
+            "CG201", node.test, f"`{short(node.test)}` changes from step to step and decides which work is done"
+        )
+    result = join(body, other)
+    if moving and isinstance(result, Plain) and body != other:
+        return Plain(result.kind, varying=True)
+    return result
+
+
+def _sequence(machine: Machine, node: ast.Tuple | ast.List | ast.Set) -> Value:
+    kind = {ast.Tuple: "tuple", ast.List: "list"}.get(type(node), "set")
+    items: list[Value] = []
+    for element in node.elts:
+        if isinstance(element, ast.Starred):
+            value = evaluate(machine, element.value)
+            if isinstance(value, Seq) and value.items is not None:
+                items.extend(value.items)
+                continue
+            every = join_all((*items, iterate(machine, value)))
+            return Seq(kind, None, every, machine.in_step)
+        items.append(evaluate(machine, element))
+    if len(items) > 64:
+        return Seq(kind, None, join_all(tuple(items)), machine.in_step)
+    return Seq(kind, tuple(items), in_step=machine.in_step)
+
+
+def _dict(machine: Machine, node: ast.Dict) -> Value:
+    result = Dict((), in_step=machine.in_step)
+    known = True
+    values: list[Value] = []
+    for key, value_node in zip(node.keys, node.values, strict=True):
+        name = evaluate(machine, key) if key is not None else UNKNOWN
+        value = evaluate(machine, value_node)
+        values.append(value)
+        if isinstance(name, Const) and known and len(values) <= 64:
+            result = result.put(name.value, value)
+        else:
+            known = False
+    return result if known else Dict(None, join_all(tuple(values)), machine.in_step)
+
+
+def _comprehension(machine: Machine, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> Value:
+    from onegraph.check.source import statements
+
+    call = machine.stack[-1]
+    outer = call.scope
+    call.scope = Scope(machine.file, {}, outer, machine.in_step)
+    conditional = False
+    count: int | None = None
+    try:
+        for generator in node.generators:
+            iterable = evaluate(machine, generator.iter)
+            if len(node.generators) == 1 and isinstance(iterable, Seq) and iterable.items is not None:
+                count = len(iterable.items)
+            statements.bind(machine, generator.target, iterate(machine, iterable))
+            for test in generator.ifs:
+                condition(machine, test, "if")
+                conditional, count = True, None
+        machine.conditions += conditional
+        if isinstance(node, ast.DictComp):
+            evaluate(machine, node.key)
+            return Dict(None, evaluate(machine, node.value), machine.in_step)
+        element = evaluate(machine, node.elt)
+    finally:
+        machine.conditions -= conditional
+        call.scope = outer
+    kind = {ast.ListComp: "list", ast.SetComp: "set"}.get(type(node), "iterator")
+    if count is not None and count <= 8:
+        return Seq(kind, (element,) * count, in_step=machine.in_step)
+    return Seq(kind, None, element, machine.in_step)
+
+
+def _joined(machine: Machine, node: ast.JoinedStr) -> Value:
+    moving = False
+    for part in node.values:
+        if isinstance(part, ast.FormattedValue):
+            value = evaluate(machine, part.value)
+            moving = moving or varies(value)
+            if isinstance(value, Tensor) and value.on_device:
+                text = short(part.value)
+                machine.report("CG101", part.value, f"formatting `{text}` reads the device tensor", sure=value.sure)
+    return Plain("str", varying=moving)
+
+
+def _subscript(machine: Machine, node: ast.Subscript) -> Value:
+    owner = evaluate(machine, node.value)
+    if isinstance(owner, Tensor):
+        return tensors.load_item(machine, node, owner)
+    if isinstance(owner, Ext | ExtObj) and "triton" in getattr(owner, "name", getattr(owner, "kind", "")):
+        return Method(owner, "launch-moving" if varies(evaluate(machine, node.slice)) else "launch")
+    index = evaluate(machine, node.slice) if not isinstance(node.slice, ast.Slice) else _slice(machine, node.slice)
+    match owner, index:
+        case (Seq(), Const()) if owner.items is not None and isinstance(index.value, int):
+            if -len(owner.items) <= index.value < len(owner.items):
+                return owner.items[index.value]
+            return UNKNOWN
+        case (Seq(), _) if isinstance(node.slice, ast.Slice):
+            return Seq(owner.kind, None, owner.any, owner.in_step)
+        case (Seq(), _):
+            if isinstance(index, Tensor) and index.on_device:
+                machine.report("CG101", node.slice, "a device tensor as index of a list is read", sure=index.sure)
+            return owner.any
+        case (Dict(), Const()):
+            found = owner.get(index.value)
+            return found if found is not None else (owner.element if owner.entries is None else UNKNOWN)
+        case (Dict(), _):
+            return owner.any
+        case (Plain(kind="shape"), _) if not isinstance(node.slice, ast.Slice):
+            return Plain("int", varying=owner.varying)
+        case (Plain(), _):
+            return Plain("shape" if owner.kind == "shape" else "", varying=owner.varying or varies(index))
+        case (Obj(), _):
+            found = names.member_value(machine, owner, owner.cls, "__getitem__")
+            if isinstance(found, Func):
+                from onegraph.check.source import calls
+
+                return calls.call_function(machine, found, [index], {}, node)
+    return UNKNOWN
+
+
+def _slice(machine: Machine, node: ast.Slice) -> Value:
+    for part in (node.lower, node.upper, node.step):
+        if part is not None:
+            value = evaluate(machine, part)
+            if isinstance(value, Tensor) and value.on_device:
+                machine.report("CG101", part, "a device tensor as slice bound is read on the host", sure=value.sure)
+    return UNKNOWN
+
+
+def _call(machine: Machine, node: ast.Call) -> Value:
+    from onegraph.check.source import calls
+
+    return calls.call(machine, node)
+
+
+def _lambda(machine: Machine, node: ast.Lambda) -> Value:
+    return Func(node, machine.file, machine.scope)
+
+
+def _walrus(machine: Machine, node: ast.NamedExpr) -> Value:
+    value = evaluate(machine, node.value)
+    machine.scope.variables[node.target.id] = value
+    return value
+
+
+def _through(machine: Machine, node: Any) -> Value:
+    if node.value is not None:
+        evaluate(machine, node.value)
+    return UNKNOWN
+
+
+HANDLERS: dict[type[ast.expr], Callable[[Machine, Any], Value]] = {
+    ast.Constant: _constant,
+    ast.Name: _name,
+    ast.Attribute: _attribute,
+    ast.BinOp: _binary,
+    ast.UnaryOp: _unary,
+    ast.BoolOp: _bool,
+    ast.Compare: _compare,
+    ast.IfExp: _conditional,
+    ast.Tuple: _sequence,
+    ast.List: _sequence,
+    ast.Set: _sequence,
+    ast.Dict: _dict,
+    ast.ListComp: _comprehension,
+    ast.SetComp: _comprehension,
+    ast.GeneratorExp: _comprehension,
+    ast.DictComp: _comprehension,
+    ast.JoinedStr: _joined,
+    ast.Subscript: _subscript,
+    ast.Call: _call,
+    ast.Lambda: _lambda,
+    ast.NamedExpr: _walrus,
+    ast.Await: _through,
+    ast.Yield: _through,
+    ast.YieldFrom: _through,
+    ast.Starred: _through,
+}

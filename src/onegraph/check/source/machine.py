@@ -1,0 +1,252 @@
+"""State of the abstract interpreter: where it is, what it has found, what the step changes from one run to the next."""
+
+import ast
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from onegraph.check.report import Finding, Frame, Origin, Severity
+from onegraph.check.rules import RULES
+from onegraph.check.source.files import Project, SourceFile
+from onegraph.check.source.values import (
+    UNKNOWN,
+    Const,
+    Dict,
+    Ext,
+    Plain,
+    Scope,
+    Seq,
+    Tensor,
+    Value,
+    sites,
+    tensors,
+    varies,
+)
+
+DEPTH = 40
+"""Calls followed below the root; deeper code is left unread rather than read badly."""
+
+BUDGET = 400_000
+"""Expressions read per root in target mode. The largest step seen, a whole DeepSeek-V4 model file, needs 90,000."""
+
+
+class Exhausted(Exception):
+    """The root's budget is spent: stop reading it."""
+
+
+@dataclass
+class Call:
+    """One frame of the abstract call stack. `node` is what is being read in it."""
+
+    name: str
+    file: SourceFile
+    node: ast.AST
+    returns: list[Value] = field(default_factory=list)
+    scope: Scope | None = None
+    extra_conditions: int = 0
+
+
+Key = tuple[str, int, str]
+
+
+@dataclass
+class Machine:
+    """The interpreter's state. `presume`: parameters annotated or used as tensors are taken to lie on the device."""
+
+    project: Project
+    presume: bool = False
+    findings: dict[tuple[str, int, int, str], Finding] = field(default_factory=dict)
+    stack: list[Call] = field(default_factory=list)
+    in_step: bool = False
+    reporting: bool = False
+    conditions: int = 0
+    quiet: int = 0
+    tensor_work: int = 0
+    spent: int = 0
+    budget: int = BUDGET
+    run: int = 0
+    default_device: str = ""
+    read: set[tuple[str, int, int]] = field(default_factory=set)
+    modules: dict[str, Scope] = field(default_factory=dict)
+    resolving: set[tuple[str, str]] = field(default_factory=set)
+    memo: dict[tuple, tuple[Value, int]] = field(default_factory=dict)
+    summaries: dict[int, Value] = field(default_factory=dict)
+    bases: dict[int, list[Value]] = field(default_factory=dict)
+    host_written: set[int] = field(default_factory=set)
+    _site: int = 0
+    _born: dict[int, int] = field(default_factory=dict)
+    _changes: dict[int, set[Key]] = field(default_factory=dict)
+    _setters: dict[Key, Callable[[Value], None]] = field(default_factory=dict)
+    _values: dict[Key, Value] = field(default_factory=dict)
+    moving: set[Key] = field(default_factory=set)
+    carried: set[Key] = field(default_factory=set)
+    _alive: list[object] = field(default_factory=list)
+
+    # ---- where we are
+
+    @property
+    def scope(self) -> Scope:
+        scope = self.stack[-1].scope
+        assert scope is not None
+        return scope
+
+    @property
+    def file(self) -> SourceFile:
+        return self.stack[-1].file
+
+    def spend(self) -> None:
+        self.spent += 1
+        if self.spent > self.budget:
+            raise Exhausted
+
+    def site(self) -> int:
+        """A number for a new storage."""
+        self._site += 1
+        if self.in_step:
+            self._born[self._site] = self.run
+        return self._site
+
+    def tensor(self, device: str = "", **fields: object) -> Tensor:
+        """A new tensor, made here."""
+        if self.in_step:
+            self.tensor_work += 1
+        return Tensor(device=device, in_step=self.in_step, site=self.site(), **fields)  # type: ignore[arg-type]
+
+    # ---- findings
+
+    def report(
+        self, code: str, node: ast.AST, message: str, *, sure: bool = True, values: tuple[str, ...] = ()
+    ) -> None:
+        """One finding at `node` of the function being read. Behind a condition, or presumed, it is a warning."""
+        if not (self.reporting and self.in_step) or self.quiet:
+            return
+        rule = RULES[code]
+        line, column = place(node)
+        file = self.file
+        key = (file.path, line, column, code)
+        certain = sure and not self.conditions
+        severity = rule.severity if certain else min_severity(rule.severity)
+        known = self.findings.get(key)
+        if known is not None and (known.severity is severity or severity is Severity.WARNING):
+            return
+        self.findings[key] = Finding(
+            code=code,
+            severity=severity,
+            origin=Origin.SOURCE,
+            path=file.path,
+            line=line,
+            column=column,
+            source=file.line(line),
+            message=message,
+            happens=rule.happens,
+            values=values,
+            calls=self.chain(node),
+            fix=rule.fix,
+        )
+
+    def chain(self, node: ast.AST) -> tuple[Frame, ...]:
+        """The calls from the root to `node`."""
+        frames = []
+        for depth, call in enumerate(self.stack):
+            at = node if depth == len(self.stack) - 1 else call.node
+            line, _ = place(at)
+            frames.append(
+                Frame(path=call.file.path, line=line, function=call.name, source=call.file.line(line).strip())
+            )
+        return tuple(frames)
+
+    # ---- what the step changes from run to run
+
+    def stored(
+        self,
+        key: Key,
+        node: ast.AST,
+        old: Value,
+        new: Value,
+        setter: Callable[[Value], None],
+        owner: object,
+        moved: bool,
+    ) -> None:
+        """The step bound something that existed before it. Runs 0 and 1 learn, run 2 reports what changes each time.
+
+        Args:
+            key: what was bound; `owner` is the object or scope whose identity is in it.
+            moved: the statement itself makes another value of it (`+=`, append).
+        """
+        self._alive.append(owner)
+        self._setters[key] = setter
+        self._values[key] = new
+        if moved or differs(old, new):
+            self._changes.setdefault(self.run, set()).add(key)
+        if not self.reporting or key not in self.moving:
+            return
+        name = key[2]
+        if tensors(new) and (isinstance(new, Tensor) or key in self.carried):
+            if key in self.carried or any(t.grown for t in tensors(new)):
+                if any(t.grown for t in tensors(new)):
+                    self.report("CG208", node, f"`{name}` is concatenated anew in every step: its shape grows")
+                else:
+                    self.report(
+                        "CG205", node, f"`{name}` is bound to another storage in every step and read in the next"
+                    )
+        elif not tensors(new):
+            self.report("CG210", node, f"`{name}` is changed by Python in every step; a replay does not change it")
+
+    def seen(self, key: Key, value: Value) -> None:
+        """The step reads something that existed before it."""
+        if self.run and any(self._born.get(site, self.run) < self.run for site in sites(value)):
+            self.carried.add(key)
+
+    def next_run(self) -> None:
+        """Between two runs of the step: after the second, what changed in both becomes a moving value."""
+        self.run += 1
+        if self.run < 2:
+            return
+        self.moving = self._changes.get(0, set()) & self._changes.get(1, set())
+        for key in self.moving:
+            value = self._values[key]
+            if isinstance(value, Const | Plain):
+                kind = type(value.value).__name__ if isinstance(value, Const) else value.kind
+                self._setters[key](Plain(kind, varying=True))
+
+
+def place(node: ast.AST) -> tuple[int, int]:
+    """Line and column, from 1: of a method call, those of the method's name, as Python's own tracebacks have it."""
+    if isinstance(node, ast.Call):
+        node = node.func
+    if isinstance(node, ast.Attribute) and node.end_lineno and node.end_col_offset:
+        return node.end_lineno, max(1, node.end_col_offset - len(node.attr) + 1)
+    return getattr(node, "lineno", 1), getattr(node, "col_offset", 0) + 1
+
+
+def min_severity(severity: Severity) -> Severity:
+    return Severity.WARNING if severity is Severity.ERROR else severity
+
+
+def differs(old: Value, new: Value) -> bool:
+    """True where a binding certainly holds something else than before."""
+    match old, new:
+        case (Const(), Const()):
+            return old != new or type(old.value) is not type(new.value)
+        case (Const(), Plain()):
+            return new.varying
+        case (Plain(), Plain() | Const()):
+            return isinstance(new, Plain) and new.varying
+        case (Tensor(), Tensor()):
+            return bool(old.site and new.site and old.site != new.site)
+        case (Const(), Tensor() | Seq() | Dict()) | (Tensor() | Seq() | Dict(), Const()):
+            return True
+        case (Seq(), Seq()) | (Dict(), Dict()):
+            return sites(old) != sites(new) or (varies(new) and old != new)
+    return old is UNKNOWN and isinstance(new, Tensor)
+
+
+def short(node: ast.AST, limit: int = 60) -> str:
+    """The expression as text, for messages."""
+    try:
+        text = " ".join(ast.unparse(node).split())
+    except (RecursionError, ValueError):
+        return "this expression"
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+__all__ = ["DEPTH", "Call", "Exhausted", "Ext", "Machine", "differs", "place", "short"]

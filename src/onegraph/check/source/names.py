@@ -1,0 +1,281 @@
+"""Names, attributes and classes: what a name stands for, in the user's code and outside it."""
+
+import ast
+import builtins
+from collections.abc import Callable
+
+from onegraph.check.source.files import SourceFile
+from onegraph.check.source.machine import Call, Machine
+from onegraph.check.source.values import (
+    UNKNOWN,
+    Class,
+    Const,
+    Ext,
+    Func,
+    Module,
+    Obj,
+    Scope,
+    Value,
+)
+
+Evaluate = Callable[[Machine, ast.expr], Value]
+
+BUILTINS = frozenset(dir(builtins))
+
+
+def module_scope(machine: Machine, file: SourceFile) -> Scope:
+    scope = machine.modules.get(file.path)
+    if scope is None:
+        scope = machine.modules[file.path] = Scope(file)
+    return scope
+
+
+def lookup(machine: Machine, name: str) -> Value:
+    """A name in the current scope, its enclosing ones, the module, the builtins."""
+    owner = find_scope(machine.scope, name)
+    if owner is not None:
+        value = owner.variables[name]
+        if machine.in_step and not owner.in_step and owner is not machine.scope:
+            machine.seen(("var", id(owner), name), value)
+        return value
+    value = module_name(machine, machine.scope.file, name)
+    if value is UNKNOWN and name in BUILTINS and name not in machine.scope.file.names:
+        return Ext("builtins." + name)
+    return value
+
+
+def find_scope(scope: Scope | None, name: str) -> Scope | None:
+    while scope is not None:
+        if name in scope.variables:
+            return scope
+        scope = scope.parent
+    return None
+
+
+def module_name(machine: Machine, file: SourceFile, name: str) -> Value:
+    """A top-level name of a module, evaluated when first asked for."""
+    scope = module_scope(machine, file)
+    if name in scope.variables:
+        value = scope.variables[name]
+        if machine.in_step:
+            machine.seen(("var", id(scope), name), value)
+        return value
+    statements = file.names.get(name)
+    key = (file.path, name)
+    if not statements or key in machine.resolving:
+        return _star(machine, file, name) if not statements else UNKNOWN
+    machine.resolving.add(key)
+    in_step, machine.in_step = machine.in_step, False
+    machine.quiet += 1
+    machine.stack.append(Call("<module>", file, statements[0], scope=scope))
+    try:
+        chosen = next((s for s in statements if not _is_none(s)), statements[0])
+        value = _bound(machine, chosen, name)
+    except RecursionError:
+        value = UNKNOWN
+    finally:
+        machine.stack.pop()
+        machine.quiet -= 1
+        machine.in_step = in_step
+        machine.resolving.discard(key)
+    scope.variables[name] = value
+    return value
+
+
+def _star(machine: Machine, file: SourceFile, name: str) -> Value:
+    for statement in file.names.get("*", ()):
+        if isinstance(statement, ast.ImportFrom):
+            source = machine.project.module(absolute(file, statement), file)
+            if source is not None and source is not file and name in source.names:
+                return module_name(machine, source, name)
+    return UNKNOWN
+
+
+def _is_none(statement: ast.stmt) -> bool:
+    value = getattr(statement, "value", None)
+    return isinstance(value, ast.Constant) and value.value is None
+
+
+def _bound(machine: Machine, statement: ast.stmt, name: str) -> Value:
+    from onegraph.check.source import statements
+
+    if isinstance(statement, ast.Import | ast.ImportFrom):
+        return imported(machine, statement, name)
+    statements.execute(machine, statement)
+    return machine.scope.variables.get(name, UNKNOWN)
+
+
+def absolute(file: SourceFile, statement: ast.ImportFrom) -> str:
+    """The dotted name of `from <this> import ...`."""
+    if not statement.level:
+        return statement.module or ""
+    parts = file.module.split(".")
+    keep = len(parts) - statement.level + (1 if file.is_package else 0)
+    return ".".join([*parts[: max(keep, 0)], *([statement.module] if statement.module else [])])
+
+
+def imported(machine: Machine, statement: ast.Import | ast.ImportFrom, name: str) -> Value:
+    """What an import statement binds `name` to."""
+    file = machine.file
+    for alias in statement.names:
+        bound = alias.asname or (alias.name.split(".")[0] if isinstance(statement, ast.Import) else alias.name)
+        if bound != name:
+            continue
+        if isinstance(statement, ast.Import):
+            wanted = alias.name if alias.asname else alias.name.split(".")[0]
+            module = machine.project.module(wanted, file)
+            return Module(module) if module else Ext(wanted)
+        base = absolute(file, statement)
+        module = machine.project.module(base, file)
+        if module is not None and module is not file and (alias.name in module.names or "*" in module.names):
+            value = module_name(machine, module, alias.name)
+            if value is not UNKNOWN:
+                return value
+        inner = machine.project.module(f"{base}.{alias.name}", file)
+        if inner is not None:
+            return Module(inner)
+        return UNKNOWN if module is not None or statement.level else Ext(f"{base}.{alias.name}")
+    return UNKNOWN
+
+
+# ---- classes
+
+
+def bases(machine: Machine, cls: Class) -> list[Value]:
+    """The base classes, evaluated in the scope where the class stands."""
+    from onegraph.check.source import expressions
+
+    key = id(cls.node)
+    if key in machine.bases:
+        return machine.bases[key]
+    result: list[Value] = []
+    machine.bases[key] = result
+    in_step, machine.in_step = machine.in_step, False
+    machine.quiet += 1
+    machine.stack.append(Call(cls.node.name, cls.file, cls.node, scope=cls.scope))
+    try:
+        for node in cls.node.bases:
+            while isinstance(node, ast.Subscript):  # Generic[T]
+                node = node.value
+            result.append(expressions.evaluate(machine, node))
+    finally:
+        machine.stack.pop()
+        machine.quiet -= 1
+        machine.in_step = in_step
+    return result
+
+
+def ancestry(machine: Machine, cls: Class) -> list[Value]:
+    """The class and its bases, depth first, each once: close enough to Python's order for reading."""
+    order: list[Value] = []
+    seen: set[int] = set()
+
+    def walk(value: Value) -> None:
+        if isinstance(value, Class):
+            if id(value.node) in seen or len(seen) > 60:
+                return
+            seen.add(id(value.node))
+            order.append(value)
+            for base in bases(machine, value):
+                walk(base)
+        else:
+            order.append(value)
+
+    walk(cls)
+    return order
+
+
+def is_module(machine: Machine, cls: Class) -> bool:
+    """True where the class derives from torch.nn.Module, as far as can be read."""
+    return any(isinstance(v, Ext) and v.name in NN_MODULES for v in ancestry(machine, cls))
+
+
+NN_MODULES = frozenset(
+    ["torch.nn.Module", "torch.nn.modules.module.Module", "torch.nn.modules.Module", "transformers.PreTrainedModel"]
+    + ["torch.nn." + n for n in ("Linear", "Embedding", "LayerNorm", "RMSNorm", "Conv1d", "Conv2d", "Sequential")]
+    + ["torch.nn." + n for n in ("ModuleList", "ModuleDict", "ReLU", "GELU", "SiLU", "Dropout", "BatchNorm1d")]
+)
+
+
+def find_member(machine: Machine, cls: Class, name: str, after: Class | None = None) -> tuple[ast.stmt, Class] | None:
+    """Where a class or an ancestor defines `name`; with `after`, only ancestors that follow that class."""
+    started = after is None
+    for value in ancestry(machine, cls):
+        if not isinstance(value, Class):
+            continue
+        if not started:
+            started = after is not None and value.node is after.node
+            continue
+        found = members(machine, value).get(name)
+        if found is not None:
+            return found, value
+    return None
+
+
+def members(machine: Machine, cls: Class) -> dict[str, ast.stmt]:
+    """Names that a class body binds."""
+    table: dict[str, ast.stmt] = {}
+    for statement in cls.node.body:
+        match statement:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                table.setdefault(statement.name, statement)
+                if isinstance(statement, ast.FunctionDef) and any(
+                    isinstance(d, ast.Name) and d.id == "property" for d in statement.decorator_list
+                ):
+                    table[statement.name] = statement
+            case ast.Assign():
+                for target in statement.targets:
+                    if isinstance(target, ast.Name):
+                        table[target.id] = statement
+            case ast.AnnAssign() if isinstance(statement.target, ast.Name):
+                table[statement.target.id] = statement
+    return table
+
+
+def decorators(node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+    """Last names of the decorators: `@functools.cache` -> "cache"."""
+    names = set()
+    for item in node.decorator_list:
+        inner = item.func if isinstance(item, ast.Call) else item
+        if isinstance(inner, ast.Attribute):
+            names.add(inner.attr)
+        elif isinstance(inner, ast.Name):
+            names.add(inner.id)
+    return names
+
+
+def member_value(machine: Machine, obj: Value, cls: Class, name: str, after: Class | None = None) -> Value | None:
+    """A class member as seen from an instance (or from the class itself, where `obj` is that class)."""
+    from onegraph.check.source import calls, expressions
+
+    found = find_member(machine, cls, name, after)
+    if found is None:
+        return None
+    statement, owner = found
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+        marks = decorators(statement)
+        if "jit" in marks:
+            return Ext("triton.kernel." + name)
+        bound = None if "staticmethod" in marks or (isinstance(obj, Class) and "classmethod" not in marks) else obj
+        if "classmethod" in marks and isinstance(obj, Obj):
+            bound = obj.cls
+        func = Func(statement, owner.file, owner.scope, bound, owner)
+        if marks & {"property", "cached_property"} and isinstance(obj, Obj):
+            return calls.call_function(machine, func, [], {}, machine.stack[-1].node)
+        return func
+    if isinstance(statement, ast.ClassDef):
+        return Class(statement, owner.file, owner.scope)
+    value_node = getattr(statement, "value", None)
+    if value_node is None:
+        return UNKNOWN
+    machine.stack.append(Call(owner.node.name, owner.file, statement, scope=owner.scope))
+    machine.quiet += 1
+    try:
+        value = expressions.evaluate(machine, value_node)
+    finally:
+        machine.stack.pop()
+        machine.quiet -= 1
+    return value if not isinstance(value, Func) else UNKNOWN
+
+
+__all__ = ["Const", "ancestry", "decorators", "find_member", "imported", "is_module", "lookup", "member_value"]

@@ -1,0 +1,182 @@
+"""What a function's parameters hold: the arguments, else the defaults, else what annotations and use tell."""
+
+import ast
+
+from onegraph.check.source.machine import Machine
+from onegraph.check.source.values import (
+    UNKNOWN,
+    Const,
+    Dict,
+    Func,
+    Obj,
+    Plain,
+    Seq,
+    Tensor,
+    Unknown,
+    Value,
+)
+
+TENSOR_NAMES = frozenset(
+    ["Tensor", "FloatTensor", "LongTensor", "IntTensor", "BoolTensor", "HalfTensor", "BFloat16Tensor"]
+)
+
+PLAIN_NAMES = frozenset(["int", "float", "bool", "str", "bytes"])
+
+TENSOR_METHODS = frozenset(
+    [
+        "unsqueeze",
+        "squeeze",
+        "view",
+        "permute",
+        "transpose",
+        "contiguous",
+        "size",
+        "dim",
+        "unbind",
+        "type_as",
+        "masked_fill",
+        "softmax",
+        "matmul",
+        "chunk",
+        "flatten",
+        "expand",
+        "repeat_interleave",
+        "narrow",
+        "index_select",
+        "gather",
+        "scatter_add_",
+        "new_zeros",
+        "new_ones",
+        "detach",
+    ]
+)
+"""Methods that, in the `forward` of a module, no argument but a tensor has."""
+
+
+def fill(
+    machine: Machine, func: Func, args: list[Value], keywords: dict[str, Value], variables: dict[str, Value]
+) -> None:
+    """Bind the parameters of a call."""
+    node = func.node
+    spec = node.args
+    given = [func.receiver, *args] if func.receiver is not None else list(args)
+    positional = [*spec.posonlyargs, *spec.args]
+    defaults: dict[str, ast.expr] = {}
+    for parameter, default in zip(reversed(positional), reversed(spec.defaults), strict=False):
+        defaults[parameter.arg] = default
+    for parameter, kw_default in zip(spec.kwonlyargs, spec.kw_defaults, strict=True):
+        if kw_default is not None:
+            defaults[parameter.arg] = kw_default
+    for i, parameter in enumerate(positional):
+        if i < len(given):
+            variables[parameter.arg] = refine(machine, parameter, given[i])
+    taken = {p.arg for p in positional[: len(given)]}
+    for parameter in [*positional, *spec.kwonlyargs]:
+        if parameter.arg in taken:
+            continue
+        if parameter.arg in keywords:
+            variables[parameter.arg] = refine(machine, parameter, keywords[parameter.arg])
+        elif parameter.arg in defaults:
+            variables[parameter.arg] = _default(machine, func, defaults[parameter.arg])
+        else:
+            variables[parameter.arg] = refine(machine, parameter, UNKNOWN)
+    if spec.vararg is not None:
+        rest = tuple(v for v in given[len(positional) :] if v is not None)
+        variables[spec.vararg.arg] = Seq("tuple", rest if len(given) >= len(positional) else None, in_step=True)
+    if spec.kwarg is not None:
+        known = {p.arg for p in [*positional, *spec.kwonlyargs]}
+        rest_keywords = tuple((k, v) for k, v in keywords.items() if k not in known)
+        variables[spec.kwarg.arg] = Dict(rest_keywords or None, in_step=True)
+    if func.owner is not None:
+        variables["__class__"] = func.owner
+
+
+def _default(machine: Machine, func: Func, node: ast.expr) -> Value:
+    if isinstance(node, ast.Constant):
+        return Const(node.value)
+    from onegraph.check.source.expressions import evaluate
+
+    call = machine.stack[-1]
+    scope, call.scope = call.scope, func.scope
+    machine.quiet += 1
+    try:
+        return evaluate(machine, node)
+    finally:
+        machine.quiet -= 1
+        call.scope = scope
+
+
+def refine(machine: Machine, parameter: ast.arg, value: Value | None) -> Value:
+    """The argument, or what the annotation tells where the argument is not known."""
+    if value is None:
+        return UNKNOWN
+    if isinstance(value, Unknown) and parameter.annotation is not None:
+        return annotated(machine, parameter.annotation)
+    return value
+
+
+def annotated(machine: Machine, node: ast.expr | None) -> Value:
+    """What an annotation says. A tensor is presumed on the device only where the machine presumes at all."""
+    if node is None:
+        return UNKNOWN
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        try:
+            return annotated(machine, ast.parse(node.value, mode="eval").body)
+        except (SyntaxError, ValueError, RecursionError):
+            return UNKNOWN
+    last = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    if last in TENSOR_NAMES:
+        return Tensor("cuda" if machine.presume else "", sure=False)
+    if last in PLAIN_NAMES:
+        return Plain(last)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+        return _union(machine, [node.left, node.right])
+    if isinstance(node, ast.Subscript):
+        name = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
+        inner = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        if name == "Optional":
+            return _union(machine, [*inner, ast.Constant(None)])
+        if name == "Union":
+            return _union(machine, list(inner))
+        if name in ("list", "List", "Sequence"):
+            return Seq("list", None, annotated(machine, inner[0]))
+        if name in ("tuple", "Tuple") and not any(isinstance(i, ast.Constant) for i in inner):
+            return Seq("tuple", tuple(annotated(machine, i) for i in inner))
+    return UNKNOWN
+
+
+def _union(machine: Machine, parts: list[ast.expr]) -> Value:
+    from dataclasses import replace
+
+    none = any(isinstance(p, ast.Constant) and p.value is None for p in parts)
+    rest = [p for p in parts if not (isinstance(p, ast.Constant) and p.value is None)]
+    if len(rest) != 1:
+        return UNKNOWN
+    value = annotated(machine, rest[0])
+    if isinstance(value, Tensor):
+        return replace(value, optional=none)
+    return UNKNOWN if none else value
+
+
+def presumed(machine: Machine, node: ast.FunctionDef | ast.AsyncFunctionDef, receiver: Obj) -> list[Value]:
+    """Arguments of a `forward` that nobody calls in sight: annotations, else use as a tensor."""
+    used = _used_as_tensors(node)
+    values: list[Value] = []
+    positional = [*node.args.posonlyargs, *node.args.args][1:]
+    optional = len(positional) - len(node.args.defaults)
+    for i, parameter in enumerate(positional):
+        value = annotated(machine, parameter.annotation)
+        if isinstance(value, Unknown) and parameter.annotation is None and parameter.arg in used:
+            value = Tensor("cuda", sure=False, optional=i >= optional)
+        elif isinstance(value, Tensor) and i >= optional:
+            value = Tensor("cuda", sure=False, optional=True)
+        values.append(value)
+    return values
+
+
+def _used_as_tensors(node: ast.AST) -> set[str]:
+    return {
+        inner.value.id
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Attribute) and inner.attr in TENSOR_METHODS and isinstance(inner.value, ast.Name)
+    }

@@ -1,0 +1,363 @@
+"""Statements: execute a block, join what its branches leave behind."""
+
+import ast
+from collections.abc import Sequence
+from dataclasses import replace
+
+from onegraph.check.source import expressions, names, tensors
+from onegraph.check.source.expressions import condition, evaluate, iterate
+from onegraph.check.source.machine import Machine, short
+from onegraph.check.source.values import (
+    UNKNOWN,
+    Class,
+    Const,
+    Dict,
+    ExtObj,
+    Func,
+    Obj,
+    Plain,
+    Scope,
+    Seq,
+    Tensor,
+    Value,
+    join,
+    truth,
+    varies,
+)
+
+
+def block(machine: Machine, body: Sequence[ast.stmt]) -> bool:
+    """Execute statements in order. False where the end is never reached (return, raise, break, continue)."""
+    return all(execute(machine, statement) for statement in body)
+
+
+def execute(machine: Machine, node: ast.stmt) -> bool:
+    """One statement. False where what follows it in its block is not reached."""
+    machine.spend()
+    machine.stack[-1].node = node
+    match node:
+        case ast.Expr():
+            evaluate(machine, node.value)
+        case ast.Assign():
+            value = evaluate(machine, node.value)
+            for target in node.targets:
+                bind(machine, target, value)
+        case ast.AnnAssign():
+            if node.value is not None:
+                bind(machine, node.target, evaluate(machine, node.value))
+        case ast.AugAssign():
+            augment(machine, node)
+        case ast.Return():
+            machine.stack[-1].returns.append(evaluate(machine, node.value) if node.value else Const(None))
+            return False
+        case ast.If():
+            return branch(machine, node)
+        case ast.For() | ast.AsyncFor():
+            loop(machine, node)
+        case ast.While():
+            while_loop(machine, node)
+        case ast.With() | ast.AsyncWith():
+            return with_block(machine, node)
+        case ast.Try():
+            return try_block(machine, node)
+        case ast.FunctionDef() | ast.AsyncFunctionDef():
+            machine.scope.variables[node.name] = define(machine, node)
+        case ast.ClassDef():
+            machine.scope.variables[node.name] = Class(node, machine.file, machine.scope)
+        case ast.Assert():
+            condition(machine, node.test, "assert")
+        case ast.Raise():
+            return False  # the text of an error is made only where the step has failed already
+        case ast.Break() | ast.Continue():
+            return False
+        case ast.Import() | ast.ImportFrom():
+            for alias in node.names:
+                bound = alias.asname or (alias.name.split(".")[0] if isinstance(node, ast.Import) else alias.name)
+                machine.scope.variables[bound] = names.imported(machine, node, bound)
+        case ast.Global() | ast.Nonlocal():
+            rebind(machine, node)
+        case ast.Delete():
+            for target in node.targets:
+                if isinstance(target, ast.Name):
+                    machine.scope.variables.pop(target.id, None)
+        case ast.Match():
+            evaluate(machine, node.subject)
+            return branches(machine, [case.body for case in node.cases] + [[]])
+    return True
+
+
+def define(machine: Machine, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Value:
+    """A function definition; Triton kernels are names outside the user's code."""
+    if "jit" in names.decorators(node) and any("triton" in ast.unparse(d) for d in node.decorator_list):
+        return ExtObj("triton.kernel", node.name)
+    return Func(node, machine.file, machine.scope)
+
+
+def rebind(machine: Machine, node: ast.Global | ast.Nonlocal) -> None:
+    for name in node.names:
+        if isinstance(node, ast.Global):
+            names.module_name(machine, machine.scope.file, name)
+            owner: Scope | None = names.module_scope(machine, machine.scope.file)
+        else:
+            owner = names.find_scope(machine.scope.parent, name)
+        if owner is not None:
+            machine.scope.rebinds[name] = owner
+
+
+# ---- binding
+
+
+def bind(machine: Machine, target: ast.expr, value: Value, *, moved: bool = False) -> None:
+    """Assign to a name, an attribute, a subscript, or unpack."""
+    match target:
+        case ast.Name():
+            owner = machine.scope.rebinds.get(target.id, machine.scope)
+            set_variable(machine, target, owner, target.id, value, moved=moved)
+        case ast.Tuple() | ast.List():
+            unpack(machine, target.elts, value)
+        case ast.Starred():
+            bind(machine, target.value, Seq("list", None, value.any if isinstance(value, Seq) else UNKNOWN))
+        case ast.Attribute():
+            set_attribute(machine, target, evaluate(machine, target.value), target.attr, value, moved=moved)
+        case ast.Subscript():
+            set_item(machine, target, value, moved=moved)
+
+
+def unpack(machine: Machine, targets: list[ast.expr], value: Value) -> None:
+    items: list[Value] | None = None
+    if isinstance(value, Seq) and value.items is not None and not any(isinstance(t, ast.Starred) for t in targets):
+        items = list(value.items) if len(value.items) == len(targets) else None
+    for i, target in enumerate(targets):
+        if items is not None:
+            bind(machine, target, items[i])
+        elif isinstance(target, ast.Starred):
+            bind(machine, target.value, Seq("list", None, iterate(machine, value)))
+        else:
+            bind(machine, target, iterate(machine, value))
+
+
+def set_variable(
+    machine: Machine, node: ast.AST, owner: Scope, name: str, value: Value, *, moved: bool = False
+) -> None:
+    old = owner.variables.get(name, UNKNOWN)
+    if machine.in_step and not owner.in_step and owner is not machine.scope:
+
+        def setter(new: Value) -> None:
+            owner.variables[name] = new
+
+        machine.stored(("var", id(owner), name), node, old, value, setter, owner, moved)
+    owner.variables[name] = value
+
+
+def set_attribute(
+    machine: Machine, node: ast.expr, obj: Value, name: str, value: Value, *, moved: bool = False
+) -> None:
+    if isinstance(obj, Tensor) and name == "data" and machine.in_step and not obj.in_step:
+        machine.report("CG205", node, f"`{short(node)} = ...` gives a tensor that the graph reads another storage")
+        return
+    if not isinstance(obj, Obj):
+        return
+    old = obj.attributes.get(name, UNKNOWN)
+    if isinstance(value, Tensor) and isinstance(old, Tensor) and old.parameter and not value.parameter:
+        value = replace(value, parameter=True)
+    if machine.in_step and not obj.in_step and not machine.presume:
+
+        def setter(new: Value) -> None:
+            obj.attributes[name] = new
+
+        machine.stored(("attribute", id(obj), name), node, old, value, setter, obj, moved)
+    if machine.conditions and machine.in_step and name in obj.attributes:
+        value = join(old, value)
+    obj.attributes[name] = value
+
+
+def set_item(machine: Machine, target: ast.Subscript, value: Value, *, moved: bool = False) -> None:
+    container = evaluate(machine, target.value)
+    match container:
+        case Tensor():
+            tensors.store_item(machine, target, container, value)
+        case Seq() | Dict():
+            index = evaluate(machine, target.slice)
+            bind(machine, target.value, put(container, index, value), moved=moved)
+        case _:
+            evaluate(machine, target.slice)
+
+
+def put(container: Seq | Dict, index: Value, value: Value) -> Seq | Dict:
+    """The container after `container[index] = value`."""
+    if isinstance(container, Dict):
+        if isinstance(index, Const) and container.entries is not None and len(container.entries) < 64:
+            return container.put(index.value, value)
+        return replace(container, entries=None, element=join(container.any, value) if container.entries else value)
+    if isinstance(index, Const) and isinstance(index.value, int) and container.items is not None:
+        items = list(container.items)
+        if -len(items) <= index.value < len(items):
+            items[index.value] = value
+            return replace(container, items=tuple(items))
+    known = container.any if container.items != () else value
+    return replace(container, items=None, element=join(known, value))
+
+
+def augment(machine: Machine, node: ast.AugAssign) -> None:
+    """`x += y`: in place for a tensor, a new value for anything else."""
+    old = evaluate(machine, node.target)
+    operand = evaluate(machine, node.value)
+    if isinstance(old, Tensor):
+        tensors.binary(machine, node, old, operand)
+        tensors.written(machine, old, operand, accumulates=True)
+        if isinstance(node.target, ast.Subscript):
+            tensors.store_item(machine, node.target, evaluate(machine, node.target.value), UNKNOWN)
+        return
+    value = expressions.binary_value(machine, node, old, operand, node.op)
+    bind(machine, node.target, value, moved=not isinstance(value, Tensor | Seq) and value is not UNKNOWN)
+
+
+# ---- control flow
+
+
+def branch(machine: Machine, node: ast.If) -> bool:
+    test = condition(machine, node.test, "if")
+    known = truth(test)
+    if known is not None and not varies(test):
+        return block(machine, node.body if known else node.orelse)
+    work = machine.tensor_work
+    variables = machine.scope.variables
+    machine.conditions += 1
+    before = dict(variables)
+    through = block(machine, node.body)
+    after = dict(variables)
+    variables.clear()
+    variables.update(before)
+    other = block(machine, node.orelse)
+    machine.conditions -= 1
+    moving = varies(test)
+    if moving and machine.in_step and (machine.tensor_work > work or not through or not other):
+        machine.report(
+            "CG201", node.test, f"`{short(node.test)}` changes from step to step and decides which work is done"
+        )
+    if through and other:
+        merge(variables, after, moving=moving)
+    elif through:
+        variables.clear()
+        variables.update(after)
+    if through != other and not _raises(node.body if not through else node.orelse):
+        machine.conditions += 1  # what follows runs only where that branch did not return
+        machine.stack[-1].extra_conditions += 1
+    return through or other
+
+
+def _raises(body: list[ast.stmt]) -> bool:
+    return bool(body) and isinstance(body[-1], ast.Raise | ast.Continue | ast.Break)
+
+
+def merge(variables: dict[str, Value], other: dict[str, Value], *, moving: bool = False) -> None:
+    """Join another branch's variables into `variables`."""
+    for name, value in other.items():
+        mine = variables.get(name)
+        if mine is None:
+            variables[name] = value
+        elif mine is not value:
+            joined = join(mine, value)
+            if moving and isinstance(joined, Plain) and mine != value:
+                joined = replace(joined, varying=True)
+            variables[name] = joined
+
+
+def branches(machine: Machine, bodies: list[list[ast.stmt]]) -> bool:
+    """Alternatives of which one runs, not known which."""
+    variables = machine.scope.variables
+    before = dict(variables)
+    states = []
+    machine.conditions += 1
+    for body in bodies:
+        variables.clear()
+        variables.update(before)
+        if block(machine, body):
+            states.append(dict(variables))
+    machine.conditions -= 1
+    if not states:
+        return False
+    variables.clear()
+    variables.update(states[0])
+    for state in states[1:]:
+        merge(variables, state)
+    return True
+
+
+def loop(machine: Machine, node: ast.For | ast.AsyncFor) -> None:
+    iterable = evaluate(machine, node.iter)
+    element = iterate(machine, iterable)
+    work = machine.tensor_work
+    variables = machine.scope.variables
+    before = dict(variables)
+    if isinstance(iterable, Seq) and iterable.items is not None and 0 < len(iterable.items) <= 4:
+        for item in iterable.items:
+            bind(machine, node.target, item)
+            block(machine, node.body)
+    else:
+        for _ in range(2):  # the second time with what the first left behind
+            bind(machine, node.target, element)
+            block(machine, node.body)
+            merge(variables, before)
+    if machine.in_step and machine.tensor_work > work and varies(iterable):
+        machine.report(
+            "CG201", node.iter, f"`{short(node.iter)}` changes from step to step: so does the number of rounds"
+        )
+    block(machine, node.orelse)
+
+
+def while_loop(machine: Machine, node: ast.While) -> None:
+    variables = machine.scope.variables
+    before = dict(variables)
+    work = machine.tensor_work
+    test = condition(machine, node.test, "while")
+    if truth(test) is False:
+        return
+    for _ in range(2):
+        block(machine, node.body)
+        merge(variables, before)
+        test = condition(machine, node.test, "while")
+    if machine.in_step and varies(test) and machine.tensor_work > work:
+        machine.report(
+            "CG201", node.test, f"`{short(node.test)}` changes from step to step: so does the number of rounds"
+        )
+    block(machine, node.orelse)
+
+
+def with_block(machine: Machine, node: ast.With | ast.AsyncWith) -> bool:
+    device, machine_step = machine.default_device, machine.in_step
+    entered = False
+    for item in node.items:
+        value = evaluate(machine, item.context_expr)
+        if item.optional_vars is not None:
+            bind(machine, item.optional_vars, value if isinstance(value, ExtObj | Obj) else UNKNOWN)
+        kind = tensors.enter(machine, item.context_expr, value, node)
+        entered = entered or kind == "graph"
+    if entered and not machine.in_step:
+        machine.in_step = True  # an explicit capture: its body is the step
+    through = block(machine, node.body)
+    machine.default_device, machine.in_step = device, machine_step
+    return through
+
+
+def try_block(machine: Machine, node: ast.Try) -> bool:
+    variables = machine.scope.variables
+    before = dict(variables)
+    through = block(machine, node.body) and block(machine, node.orelse)
+    states = [dict(variables)] if through else []
+    machine.conditions += 1
+    for handler in node.handlers:
+        merge(before, dict(variables))
+        variables.clear()
+        variables.update(before)
+        if handler.name:
+            variables[handler.name] = UNKNOWN
+        if block(machine, handler.body):
+            states.append(dict(variables))
+    machine.conditions -= 1
+    if states:
+        variables.clear()
+        variables.update(states[0])
+        for state in states[1:]:
+            merge(variables, state)
+    return block(machine, node.finalbody) and bool(states)

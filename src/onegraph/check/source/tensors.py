@@ -1,0 +1,295 @@
+"""Tensors: attributes, operators, indexing, contexts, and the hazards of each."""
+
+import ast
+from dataclasses import replace
+
+from onegraph.check.source.library import CONSTANT_FALSE, PLAIN_ATTRIBUTES
+from onegraph.check.source.machine import Machine, short
+from onegraph.check.source.values import (
+    UNKNOWN,
+    Const,
+    Device,
+    Ext,
+    ExtObj,
+    Method,
+    Plain,
+    Seq,
+    Tensor,
+    Unknown,
+    Value,
+    is_plain,
+    tensors,
+    varies,
+)
+
+
+def constant(name: str) -> Value:
+    """A dotted name outside the user's code."""
+    if name in CONSTANT_FALSE or name == "typing.TYPE_CHECKING":
+        return Const(False) if name == "typing.TYPE_CHECKING" else Ext(name)
+    if name in ("math.pi", "math.inf", "math.e", "torch.inf", "torch.pi"):
+        return Plain("float")
+    return Ext(name)
+
+
+def view(machine: Machine, tensor: Tensor, rank: int | None = None) -> Tensor:
+    """Another look at the same storage."""
+    return replace(tensor, rank=rank, optional=False, grown=False, parameter=False)
+
+
+def as_mask(tensor: Tensor) -> Tensor:
+    return replace(tensor, boolean=True)
+
+
+def attribute(machine: Machine, tensor: Tensor, name: str, node: ast.AST) -> Value:
+    """`tensor.name`."""
+    if name in ("shape",):
+        return Plain("shape")
+    if name == "device":
+        return Device(tensor.device)
+    if name == "is_cuda":
+        return Const(tensor.on_device) if tensor.device else Plain("bool")
+    if name in PLAIN_ATTRIBUTES:
+        return Plain("int" if name == "ndim" else "")
+    if name in ("T", "mT", "H", "mH", "data", "real", "imag"):
+        return view(machine, tensor, tensor.rank)
+    if name == "grad":
+        return UNKNOWN
+    return Method(tensor, name)
+
+
+def binary(machine: Machine, node: ast.AST, left: Value, right: Value) -> Value:
+    """An operator of two operands, at least one of them a tensor."""
+    operands = [v for v in (left, right) if isinstance(v, Tensor)]
+    on_device = [t for t in operands if t.on_device]
+    others = [v for v in (left, right) if not isinstance(v, Tensor)]
+    if on_device:
+        for other in others:
+            if varies(other):
+                scalar(machine, node, other, on_device[0])
+        for operand in operands:
+            cpu_operand(machine, node, operand, on_device[0])
+    device = on_device[0].device if on_device else operands[0].device if len(operands) == 2 or operands else ""
+    if len(operands) == 2 and not on_device and operands[0].device != operands[1].device:
+        device = ""
+    ranks = [t.rank for t in operands]
+    rank = None if None in ranks or any(not is_plain(o) for o in others) else max(r for r in ranks if r is not None)
+    if others and isinstance(others[0], Unknown):
+        rank = None
+    return machine.tensor(
+        device,
+        sure=all(t.sure for t in operands),
+        boolean=len(operands) == 2 and all(t.boolean for t in operands),
+        rank=rank,
+        varying=any(t.varying for t in operands if t.on_host) or (not on_device and any(varies(o) for o in others)),
+    )
+
+
+def scalar(machine: Machine, node: ast.AST, value: Value, tensor: Tensor, what: str = "a kernel's argument") -> None:
+    """A Python value that changes from step to step reaches a device op."""
+    read = next((p.read for p in [value] if isinstance(p, Plain) and p.read), "")
+    values = (f"read from the device at {read}",) if read else ()
+    machine.report(
+        "CG202",
+        node,
+        f"`{short(node)}` bakes in a Python value that changes from step to step as {what}",
+        sure=tensor.sure,
+        values=values,
+    )
+
+
+def cpu_operand(machine: Machine, node: ast.AST, operand: Tensor, device: Tensor) -> None:
+    """A 0-d CPU tensor whose contents change meets a device tensor."""
+    if operand.on_host and operand.rank == 0 and (operand.varying or operand.site in machine.host_written):
+        machine.report("CG203", node, f"`{short(node)}` passes a CPU scalar by value, and the step changes it")
+
+
+def written(machine: Machine, tensor: Tensor, source: Value, *, accumulates: bool) -> None:
+    """An in-place write. On the host it makes contents that a replay does not make."""
+    if not tensor.on_host or not machine.in_step or not tensor.site:
+        return
+    moving = varies(source) or any(t.varying for t in tensors(source))
+    if moving or (accumulates and not tensor.in_step):
+        machine.host_written.add(tensor.site)
+
+
+# ---- indexing
+
+
+def load_item(machine: Machine, node: ast.Subscript, tensor: Tensor) -> Value:
+    """`tensor[...]` as a value."""
+    rank, basic = _index(machine, node, tensor, store=None)
+    if basic:
+        return view(machine, tensor, rank)
+    return machine.tensor(tensor.device, sure=tensor.sure, boolean=tensor.boolean)
+
+
+def store_item(machine: Machine, node: ast.Subscript, tensor: Tensor, value: Value) -> None:
+    """`tensor[...] = value`."""
+    if machine.in_step:
+        machine.tensor_work += 1
+    rank, basic = _index(machine, node, tensor, store=value)
+    if tensor.on_device:
+        if isinstance(value, Tensor) and value.on_host and value.rank != 0 and not value.pinned:
+            machine.report("CG102", node, f"`{short(node)} = ...` copies a CPU tensor to the device", sure=tensor.sure)
+        elif is_plain(value) and basic and rank == 0:
+            text = f"`{short(node)} = ...` sets one element from a Python number: a copy from pageable memory"
+            machine.report("CG103", node, text, sure=tensor.sure)
+        elif varies(value):
+            scalar(machine, node, value, tensor)
+    else:
+        written(machine, tensor, value, accumulates=False)
+
+
+def _index(machine: Machine, node: ast.Subscript, tensor: Tensor, store: Value | None) -> tuple[int | None, bool]:
+    """Check every part of an index. Returns the rank of the result where known, and whether it is a view."""
+    from onegraph.check.source.expressions import evaluate
+
+    parts = list(node.slice.elts) if isinstance(node.slice, ast.Tuple) else [node.slice]
+    rank, basic = tensor.rank, True
+    for part in parts:
+        if isinstance(part, ast.Slice):
+            _slice(machine, part, tensor)
+            continue
+        value = evaluate(machine, part)
+        match value:
+            case Const(value=None):
+                rank = None if rank is None else rank + 1
+            case Const(value=v) if v is Ellipsis:
+                rank = None if rank != len(parts) else rank
+            case Const() | Plain():
+                rank = None if rank is None else rank - 1
+                if isinstance(value, Plain) and value.kind not in ("int", ""):
+                    rank = None
+                if varies(value) and tensor.on_device:
+                    scalar(machine, part, value, tensor, "an offset")
+            case Tensor():
+                rank, basic = None, False
+                _tensor_index(machine, part, tensor, value, store)
+            case Seq():
+                rank, basic = None, False
+                if tensor.on_device and value.kind == "list" and value.items != () and not tensors(value):
+                    known = value.items is not None or is_plain(value.element)
+                    if known:
+                        text = f"`{short(node)}` indexes with a Python list: a copy from pageable memory"
+                        machine.report("CG103", part, text, sure=tensor.sure)
+                basic = value.kind == "tuple" and value.items is not None and all(is_plain(v) for v in value.items)
+            case _:
+                rank = None
+                basic = basic and isinstance(value, Ext)
+    return (rank if basic else None), basic
+
+
+def _slice(machine: Machine, part: ast.Slice, tensor: Tensor) -> None:
+    from onegraph.check.source.expressions import evaluate
+
+    moving = []
+    for bound in (part.lower, part.upper, part.step):
+        if bound is None:
+            continue
+        value = evaluate(machine, bound)
+        if isinstance(value, Tensor) and value.on_device:
+            text = f"slice bound `{short(bound)}` is a device tensor, read on the host"
+            machine.report("CG101", bound, text, sure=value.sure)
+        elif varies(value):
+            moving.append((bound, value))
+    if not moving or not tensor.on_device:
+        return
+    if len(moving) == 1:
+        text = f"slice bound `{short(moving[0][0])}` changes from step to step, and the shape with it"
+        machine.report("CG208", moving[0][0], text, sure=tensor.sure)
+    else:
+        scalar(machine, moving[0][0], moving[0][1], tensor, "an offset")
+
+
+def _tensor_index(machine: Machine, part: ast.expr, tensor: Tensor, index: Tensor, store: Value | None) -> None:
+    if not tensor.on_device:
+        return
+    sure = tensor.sure and index.sure
+    text = short(part)
+    if index.on_host and index.rank != 0:
+        machine.report("CG103", part, f"index `{text}` is a CPU tensor: it is copied to the device", sure=sure)
+    elif index.on_device and index.boolean:
+        if store is None:
+            machine.report("CG104", part, f"the shape of a selection by mask `{text}` depends on data", sure=sure)
+        elif isinstance(store, Tensor) and store.rank != 0:
+            sure = sure and store.rank is not None
+            machine.report(
+                "CG104", part, f"assigning a tensor under mask `{text}` looks for its true places", sure=sure
+            )
+    elif index.on_device and index.rank == 0:
+        machine.report("CG101", part, f"0-d device tensor `{text}` as index is read on the host", sure=sure)
+
+
+# ---- contexts
+
+
+def enter(machine: Machine, node: ast.expr, value: Value, block: ast.With | ast.AsyncWith) -> str:
+    """`with value:`; returns "graph" for an explicit capture."""
+    if not isinstance(value, ExtObj):
+        if isinstance(value, Device) and value.name:
+            machine.default_device = value.name
+        return ""
+    match value.kind:
+        case "torch.cuda.graph":
+            _capture(machine, node, value)
+            return "graph"
+        case "torch.autocast" if value.note != "uncached":
+            machine.report("CG311", node, "autocast in the step keeps converted weights in a cache")
+        case "torch.cuda.stream" | "torch.cuda.Stream" if value.note == "default":
+            machine.report("CG304", node, "the step switches to the default stream, which cannot be captured")
+        case "torch.cuda.stream" | "torch.cuda.Stream" if value.note != "current" and not _waits(machine):
+            machine.report("CG305", node, "work on another stream that nothing in the function waits for")
+        case "torch.cuda.device" if value.note:
+            pass
+    return ""
+
+
+def _capture(machine: Machine, node: ast.expr, value: ExtObj) -> None:
+    """An explicit `torch.cuda.graph(...)`."""
+    if machine.in_step:
+        return
+    machine.in_step = True
+    try:
+        if value.note == "default":
+            machine.report("CG304", node, "capture on the default stream")
+        elif value.note != "stream" and _on_other_device(machine):
+            text = "capture on another GPU without `stream=`: torch's capture stream may belong to the first one"
+            machine.report("CG303", node, text)
+    finally:
+        machine.in_step = False
+
+
+def _function_source(machine: Machine) -> ast.AST | None:
+    """The function being read."""
+    line = getattr(machine.stack[-1].node, "lineno", 0)
+    best: ast.AST | None = None
+    for node in ast.walk(machine.file.tree):
+        if isinstance(node, ast.FunctionDef) and node.lineno <= line <= (node.end_lineno or 0):
+            best = node if best is None or node.lineno >= getattr(best, "lineno", 0) else best
+    return best
+
+
+def _waits(machine: Machine) -> bool:
+    """True where the function joins streams by any of the usual calls."""
+    function = _function_source(machine)
+    if function is None:
+        return True
+    waits = {"wait_stream", "wait_event", "record_event", "wait"}
+    return any(isinstance(n, ast.Attribute) and n.attr in waits for n in ast.walk(function))
+
+
+def _on_other_device(machine: Machine) -> bool:
+    """True where the function names a GPU other than the first, or goes through several."""
+    function = _function_source(machine)
+    if function is None:
+        return False
+    for node in ast.walk(function):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("cuda:"):
+            if node.value != "cuda:0":
+                return True
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "set_device":
+            first = node.args[0] if node.args else None
+            if not (isinstance(first, ast.Constant) and first.value == 0):
+                return True
+    return False

@@ -1,0 +1,364 @@
+"""Calls of torch's functions and of the methods of tensors, streams, events, generators and modules."""
+
+import ast
+from dataclasses import replace
+
+from onegraph.check.source import library as lib
+from onegraph.check.source import tensor_methods
+from onegraph.check.source.machine import Machine, short
+from onegraph.check.source.tensor_methods import device_argument, device_of, rank_of, split_result
+from onegraph.check.source.tensors import cpu_operand, scalar
+from onegraph.check.source.values import (
+    UNKNOWN,
+    Const,
+    Device,
+    Dict,
+    Ext,
+    ExtObj,
+    Obj,
+    Plain,
+    Seq,
+    Tensor,
+    Value,
+    is_plain,
+    tensors,
+    varies,
+)
+
+Keywords = dict[str, Value]
+
+CONTAINERS = {"torch.nn.ModuleList", "torch.nn.Sequential", "torch.nn.ModuleDict", "torch.nn.ParameterList"}
+
+
+def call(machine: Machine, func: Ext | ExtObj, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
+    """Call a name outside the user's code."""
+    if isinstance(func, ExtObj):
+        return _call_object(machine, func, args, keywords)
+    name = func.name
+    if name.startswith("torch.Tensor."):
+        if args and isinstance(args[0], Tensor):
+            return tensor_methods.method(machine, args[0], name.rsplit(".", 1)[1], args[1:], keywords, node)
+        return UNKNOWN
+    if name.startswith("torch.nn.") and not name.startswith("torch.nn.functional."):
+        return _module(machine, name, args, keywords)
+    if (
+        name.startswith("torch.cuda.")
+        or name in ("torch.Event", "torch.Stream")
+        or name.startswith("torch.accelerator.")
+    ):
+        return _cuda(machine, name, args, keywords, node)
+    if name.startswith("torch.distributed."):
+        if name.rsplit(".", 1)[1] in lib.OBJECT_COLLECTIVES:
+            machine.report("CG310", node, f"`{short(node)}` needs the host")
+        return args[0] if args and isinstance(args[0], Tensor) else UNKNOWN
+    if name == "torch" or name.startswith("torch."):
+        return _torch(machine, name, args, keywords, node)
+    return _other(machine, name, args, node)
+
+
+def _other(machine: Machine, name: str, args: list[Value], node: ast.AST) -> Value:
+    first = args[0] if args else UNKNOWN
+    if name in lib.VARYING:
+        return Plain("float", varying=True)
+    if name.startswith(("math.", "numpy.")) and isinstance(first, Tensor) and first.on_device:
+        machine.report("CG101", node, f"`{short(node)}` reads a device tensor on the host", sure=first.sure)
+        return Plain("float")
+    if name.startswith("math."):
+        return Plain("float", varying=any(varies(a) for a in args))
+    if name == "threading.Thread":
+        machine.report("CG309", node, "the step starts a thread", sure=True)
+        return ExtObj(name)
+    if name in ("collections.OrderedDict", "collections.defaultdict"):
+        return Dict(None, in_step=machine.in_step)
+    if name == "collections.deque":
+        return Seq("list", None, UNKNOWN, machine.in_step)
+    if name in ("copy.copy", "copy.deepcopy", "typing.cast") and args:
+        return args[-1]
+    return UNKNOWN
+
+
+def _call_object(machine: Machine, func: ExtObj, args: list[Value], keywords: Keywords) -> Value:
+    if func.kind.startswith("torch.nn."):
+        given = [t for a in (*args, *keywords.values()) for t in tensors(a)]
+        if not given and not machine.presume:
+            return UNKNOWN
+        device = next((t for t in given if t.on_device), given[0] if given else Tensor("cuda", sure=False))
+        return machine.tensor(device.device or func.note, sure=device.sure)
+    if func.kind == "torch.compiled":
+        return UNKNOWN
+    return UNKNOWN
+
+
+def _module(machine: Machine, name: str, args: list[Value], keywords: Keywords) -> Value:
+    first = args[0] if args else UNKNOWN
+    if name in ("torch.nn.Parameter", "torch.nn.parameter.Parameter", "torch.nn.Buffer", "torch.nn.parameter.Buffer"):
+        if isinstance(first, Tensor):
+            moved = machine.presume and not first.on_device
+            return replace(
+                first, parameter=True, device="cuda" if moved else first.device, sure=first.sure and not moved
+            )
+        return Tensor("cuda" if machine.presume else "", sure=False, parameter=True)
+    if name in ("torch.nn.ModuleList", "torch.nn.ParameterList"):
+        if isinstance(first, Seq):
+            return replace(first, kind="modules")
+        return Seq("modules", (), in_step=machine.in_step) if not args else Seq("modules", None, UNKNOWN)
+    if name == "torch.nn.Module":
+        return ExtObj(name)
+    device = keywords.get("device")
+    return ExtObj(name, device.name if isinstance(device, Device) else device_of(device) if device else "")
+
+
+def _torch(machine: Machine, name: str, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
+    last = name.rsplit(".", 1)[1]
+    first = args[0] if args else keywords.get("input", UNKNOWN)
+    if name in lib.CONSTANT_FALSE:
+        return Const(False)
+    if name == "torch.device":
+        return Device(device_of(first) or "")
+    if name in ("torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast", "torch.amp.autocast_mode.autocast"):
+        cache = keywords.get("cache_enabled")
+        off = keywords.get("enabled")
+        quiet = (isinstance(cache, Const) and cache.value is False) or (isinstance(off, Const) and off.value is False)
+        return ExtObj("torch.autocast", "uncached" if quiet or _is_cpu(first) else "")
+    if name == "torch.Generator":
+        return ExtObj(name, in_step=machine.in_step)
+    if last in lib.RNG_STATE and (name.count(".") == 1 or name.startswith("torch.random.")):
+        machine.report("CG302", node, f"`{short(node)}` touches the generator's state in the step")
+        return UNKNOWN
+    if name == "torch.compile":
+        machine.report("CG307", node, "`torch.compile` is called in the step")
+        return first if args else UNKNOWN
+    if name.startswith(("torch.ops.", "torch.jit.", "torch.library.", "torch.utils.", "torch.autograd.", "torch._")):
+        return UNKNOWN
+    if name in ("torch.is_tensor",) and args:
+        return Const(isinstance(first, Tensor)) if isinstance(first, Tensor) or is_plain(first) else Plain("bool")
+    if name == "torch.set_default_device" and args:
+        machine.default_device = device_of(first)
+        return Const(None)
+    if last in lib.NOT_TENSORS:
+        return Plain(varying=False) if tensors(first) or is_plain(first) else UNKNOWN
+    if last in lib.FROM_HOST and name.count(".") == 1:
+        return _from_host(machine, last, args, keywords, node)
+    if last in lib.FACTORIES and name.count(".") == 1:
+        return _factory(machine, last, args, keywords, node)
+    return _op(machine, name, last, args, keywords, node)
+
+
+def _is_cpu(value: Value) -> bool:
+    return device_of(value) == "cpu"
+
+
+def _factory(machine: Machine, last: str, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
+    device = device_of(keywords.get("device")) if "device" in keywords else machine.default_device or "cpu"
+    if "device" in keywords and not device:
+        device = ""
+    read = [t for a in args for t in tensors(a) if t.on_device]
+    if read and last not in ("normal", "complex", "polar"):
+        machine.report("CG101", node, f"`{short(node)}` reads a device tensor for a size or value", sure=read[0].sure)
+    elif read:
+        device = read[0].device
+    if device.startswith("cuda") and machine.in_step:
+        if last in ("full", "scalar_tensor") and len(args) > 1 and varies(args[1]):
+            scalar(machine, node, args[1], Tensor(device))
+        elif any(varies(a) for a in args):
+            machine.report("CG208", node, f"the shape of `{short(node)}` changes from step to step")
+    pinned = keywords.get("pin_memory")
+    is_pinned = isinstance(pinned, Const) and pinned.value is True
+    if is_pinned:
+        machine.report("CG107", node, f"`{short(node)}` allocates pinned memory in the step")
+    _generator(machine, last, keywords, node)
+    sure = all(t.sure for t in read) and not (isinstance(keywords.get("device"), Device) and machine.presume)
+    return machine.tensor(
+        device, sure=sure, pinned=is_pinned, rank=rank_of(last, args), varying=_host_varies(device, args)
+    )
+
+
+def _host_varies(device: str, args: list[Value]) -> bool:
+    return device == "cpu" and any(varies(a) for a in args)
+
+
+def _from_host(machine: Machine, last: str, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
+    data = args[0] if args else keywords.get("data", UNKNOWN)
+    asked = keywords.get("device")
+    device = device_of(asked) if asked is not None and asked != Const(None) else machine.default_device or "cpu"
+    inner = tensors(data)
+    if isinstance(data, Tensor):
+        if asked is None or asked == Const(None) or device == data.device:
+            return replace(data, optional=False)
+        return tensor_methods.move(machine, data, device, node, non_blocking=False)
+    if any(t.on_device for t in inner):
+        sure = all(t.sure for t in inner)
+        machine.report("CG101", node, f"`{short(node)}` reads device tensors to build another", sure=sure)
+    empty = isinstance(data, Seq) and data.items == ()
+    presumed = machine.presume and not isinstance(asked, Const)
+    if device.startswith("cuda") and not empty:
+        text = f"`{short(node)}` builds a device tensor from host data in the step"
+        machine.report("CG102", node, text, sure=not presumed)
+    rank = 0 if is_plain(data) else rank_of("tensor", [data])
+    moving = device == "cpu" and varies(data)
+    return machine.tensor(device, sure=not presumed, rank=rank, varying=moving)
+
+
+def _generator(machine: Machine, last: str, keywords: Keywords, node: ast.AST) -> None:
+    generator = keywords.get("generator")
+    if last in lib.RANDOM and isinstance(generator, ExtObj) and generator.kind == "torch.Generator":
+        machine.report("CG301", node, f"`{short(node)}` draws from a generator that the graph must be told of")
+
+
+def _op(machine: Machine, name: str, last: str, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
+    """Any other function of torch: an op on tensors."""
+    first = args[0] if args else keywords.get("input", UNKNOWN)
+    given = [t for a in (*args, *keywords.values()) for t in tensors(a)]
+    if not given:
+        return UNKNOWN
+    if isinstance(first, Tensor) and (last in tensor_methods.SHARED or last in lib.HOST_READS | lib.DATA_SHAPES):
+        return tensor_methods.method(machine, first, last, args[1:], keywords, node)
+    on_device = [t for t in given if t.on_device]
+    result_device = on_device[0].device if on_device else given[0].device
+    sure = all(t.sure for t in given)
+    if on_device:
+        for value in (*args, *keywords.values()):
+            if varies(value) and not tensors(value):
+                scalar(machine, node, value, on_device[0])
+        for operand in given:
+            cpu_operand(machine, node, operand, on_device[0])
+        if last == "one_hot" and len(args) < 2 and "num_classes" not in keywords:
+            machine.report("CG104", node, "`one_hot` without `num_classes` reads the largest value", sure=sure)
+        if last == "where" and len(args) == 1:
+            machine.report("CG104", node, "one-argument `where` has a shape that depends on data", sure=sure)
+        linalg = name.startswith("torch.linalg.") and last in lib.CHECKED
+        if (
+            linalg
+            or (name.count(".") == 1 and last in ("inverse", "cholesky", "pinverse", "lu"))
+            or (last in lib.SYNCING_FUNCTIONS)
+        ):
+            machine.report("CG105", node, f"`{short(node)}` waits for the device in its host code", sure=sure)
+    _generator(machine, last, keywords, node)
+    if last in lib.SPLITS or (last == "where" and len(args) == 1):
+        return split_result(machine, given[0], args[1:])
+    if last in lib.PAIRS:
+        return Seq("result", None, machine.tensor(result_device, sure=sure), machine.in_step)
+    if last in ("cat", "concat", "concatenate", "stack", "hstack", "vstack"):
+        rank = given[0].rank if last != "stack" or given[0].rank is None else given[0].rank + 1
+        old = [t for t in given if (not t.in_step and not t.parameter) or t.grown]
+        grown = last != "stack" and bool(old) and machine.in_step and len(given) > 1
+        made = machine.tensor(result_device, sure=sure, rank=rank)
+        return replace(made, grown=grown)
+    if last.endswith("_like"):
+        device = device_of(keywords["device"]) if "device" in keywords else given[0].device
+        return machine.tensor(device, sure=sure, rank=given[0].rank)
+    return machine.tensor(result_device, sure=sure, boolean=last in lib.MASK_OPS)
+
+
+def _cuda(machine: Machine, name: str, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
+    last = name.rsplit(".", 1)[1]
+    first = args[0] if args else UNKNOWN
+    match last:
+        case "synchronize":
+            machine.report("CG106", node, f"`{short(node)}` waits for the device")
+        case "is_current_stream_capturing":
+            machine.report("CG211", node, "the step asks whether it is being captured")
+            return Plain("bool")
+        case "is_available":
+            return Const(True)
+        case "Stream" | "ExternalStream":
+            return ExtObj("torch.cuda.Stream")
+        case "Event":
+            return ExtObj("torch.cuda.Event")
+        case "CUDAGraph":
+            return ExtObj("torch.cuda.CUDAGraph")
+        case "current_stream":
+            return ExtObj("torch.cuda.Stream", "current")
+        case "default_stream":
+            return ExtObj("torch.cuda.Stream", "default")
+        case "stream" | "StreamContext":
+            stream = first if isinstance(first, ExtObj) else None
+            return ExtObj("torch.cuda.stream", stream.note if stream else "current")
+        case "graph":
+            stream = keywords.get("stream", args[2] if len(args) > 2 else None)
+            note = "" if stream is None or stream == Const(None) else "stream"
+            return ExtObj(
+                "torch.cuda.graph", "default" if isinstance(stream, ExtObj) and stream.note == "default" else note
+            )
+        case "set_device":
+            machine.report("CG303", node, f"`{short(node)}` changes the device in the middle of the step")
+        case "device":
+            return ExtObj("torch.cuda.device")
+        case (
+            "manual_seed" | "manual_seed_all" | "seed" | "seed_all" | "get_rng_state" | "set_rng_state" | "initial_seed"
+        ):
+            machine.report("CG302", node, f"`{short(node)}` touches the generator's state in the step")
+        case "FloatTensor" | "LongTensor" | "HalfTensor" | "IntTensor" | "BoolTensor":
+            machine.report("CG102", node, f"`{short(node)}` builds a device tensor from host data in the step")
+            return machine.tensor("cuda")
+        case "current_device" | "device_count" | "get_device_capability" | "get_device_properties":
+            return Plain("int")
+    return UNKNOWN
+
+
+def method(machine: Machine, receiver: Value, name: str, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
+    """A method of a value that is not of the user's code."""
+    match receiver:
+        case Tensor():
+            return tensor_methods.method(machine, receiver, name, args, keywords, node)
+        case ExtObj(kind="torch.cuda.Stream" | "torch.cuda.Event"):
+            if name == "synchronize":
+                machine.report("CG106", node, f"`{short(node)}` waits for the device")
+            elif name == "query":
+                machine.report("CG107", node, f"`{short(node)}` asks captured work whether it is done")
+                return Plain("bool")
+            elif name == "record_event":
+                return ExtObj("torch.cuda.Event")
+            elif name == "elapsed_time":
+                machine.report("CG107", node, f"`{short(node)}` asks captured work for its time")
+            return UNKNOWN
+        case ExtObj(kind="torch.Generator"):
+            if name in lib.RNG_STATE:
+                machine.report("CG302", node, f"`{short(node)}` touches the generator's state in the step")
+            return receiver if name == "manual_seed" else UNKNOWN
+        case ExtObj() if receiver.kind.startswith("torch.nn."):
+            if name in ("to", "cuda", "eval", "train", "half", "requires_grad_", "bfloat16", "float"):
+                device = device_argument(args, keywords) if name == "to" else "cuda" if name == "cuda" else ""
+                if name in ("eval", "train"):
+                    machine.report("CG311", node, f"`.{name}()` in the step changes the mode of modules")
+                return replace(receiver, note=device or receiver.note)
+            return UNKNOWN
+        case Ext() | ExtObj() if name.startswith("launch"):
+            moving = name == "launch-moving" or any(varies(a) for a in (*args, *keywords.values()))
+            on_device = [t for a in (*args, *keywords.values()) for t in tensors(a) if t.on_device]
+            if machine.in_step:
+                machine.tensor_work += 1
+            if moving and on_device:
+                scalar(machine, node, UNKNOWN, on_device[0], "a kernel's argument or grid")
+            return Const(None)
+        case Dict():
+            return _dict_method(receiver, name, args)
+        case Seq():
+            return receiver if name == "copy" else Plain("int") if name in ("index", "count") else UNKNOWN
+        case Plain() | Const():
+            return Plain(varying=varies(receiver) or any(varies(a) for a in args))
+        case Obj():
+            return UNKNOWN
+    return UNKNOWN
+
+
+def _dict_method(receiver: Dict, name: str, args: list[Value]) -> Value:
+    match name:
+        case "get" if args and isinstance(args[0], Const):
+            found = receiver.get(args[0].value)
+            if found is not None:
+                return found
+            return (args[1] if len(args) > 1 else Const(None)) if receiver.entries is not None else UNKNOWN
+        case "values":
+            entries = receiver.entries
+            return Seq("iterator", tuple(v for _, v in entries) if entries is not None else None, receiver.any)
+        case "items":
+            if receiver.entries is not None:
+                pairs = tuple(Seq("tuple", (Const(k), v), in_step=True) for k, v in receiver.entries)
+                return Seq("iterator", pairs, in_step=True)
+            return Seq("iterator", None, Seq("tuple", (Plain("str"), receiver.any), in_step=True))
+        case "keys":
+            return Seq("iterator", None, Plain("str"))
+        case "copy":
+            return receiver
+    return UNKNOWN

@@ -1,0 +1,132 @@
+"""Reading a whole folder: which files, on how many cores, and what comes back."""
+
+import multiprocessing
+import os
+import sys
+import threading
+from collections.abc import Iterable
+from contextlib import contextmanager
+
+from onegraph.check.report import CheckError, Finding, Origin, Report, ordered
+from onegraph.check.source.files import Project, Unreadable
+from onegraph.check.source.machine import Machine
+from onegraph.check.source.roots import read_file
+
+SKIPPED = frozenset(
+    ["__pycache__", ".git", ".hg", ".venv", "venv", "node_modules", ".tox", ".mypy_cache", "build", "dist"]
+)
+
+RECURSION = 12_000
+"""Frames: an expression of 1,000 terms nests 3,000 deep in the reader."""
+
+SERIAL = 60
+"""Fewer files than this are read faster by one process than by starting others."""
+
+
+@contextmanager
+def deep_recursion():  # type: ignore[no-untyped-def]
+    """Let the reader follow deeply nested code; the limit is put back afterwards."""
+    old = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(old, RECURSION))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(old)
+
+
+def python_files(folder: str) -> list[str]:
+    """Python files under a folder, sorted, without caches and virtual environments."""
+    found = []
+    for root, folders, files in os.walk(folder):
+        folders[:] = sorted(d for d in folders if d not in SKIPPED)
+        found += [os.path.join(root, f) for f in sorted(files) if f.endswith(".py")]
+    return found
+
+
+def check_tree(path: str, *, processes: int | None = None) -> Report:
+    """Read every Python file under `path` (or the one file).
+
+    Steps are: the `forward` of every module, the body of every `with torch.cuda.graph(...)`, and the step of every
+    function that returns `(step, inputs)`. What lies only behind a condition, or rests on a presumed device, is a
+    warning. Files that cannot be read are named in `facts["unread"]`.
+    """
+    path = os.path.abspath(path)
+    if os.path.isfile(path):
+        if not path.endswith(".py"):
+            raise CheckError(f"{path}: not a Python file")
+        files = [path]
+    elif os.path.isdir(path):
+        files = python_files(path)
+        if not files:
+            raise CheckError(f"{path}: no Python file in it")
+    else:
+        raise CheckError(f"{path}: no such file or folder")
+    findings: dict[tuple[str, int, int, str], Finding] = {}
+    unread: list[str] = []
+    reached: set[tuple[str, int, int]] = set()
+    for found, problems, read in _map(files, processes):
+        for finding in found:
+            key = (finding.path, finding.line, finding.column, finding.code)
+            known = findings.get(key)
+            if known is None or (known.severity != "error" and finding.severity == "error"):
+                findings[key] = finding
+        unread += problems
+        reached |= read
+    if len(files) == 1 and unread and not reached:
+        raise CheckError(unread[0])
+    inside = path if os.path.isdir(path) else ""
+    kept = [f for f in findings.values() if not inside or f.path.startswith(inside + os.sep)]
+    return Report(
+        target=path,
+        findings=ordered(kept),
+        origins=(Origin.SOURCE,),
+        facts={"files": len(files), "unread": sorted(set(unread)), "read": sorted(reached)},
+    )
+
+
+Batch = tuple[list[Finding], list[str], set[tuple[str, int, int]]]
+
+
+def _map(files: list[str], processes: int | None) -> Iterable[Batch]:
+    count = processes or min(os.cpu_count() or 1, 8)
+    alone = threading.active_count() > 1 or sys.platform != "linux"
+    if len(files) < SERIAL or count == 1 or alone:
+        yield read_files(files)
+        return
+    size = max(8, len(files) // (count * 12))
+    batches = [files[i : i + size] for i in range(0, len(files), size)]
+    context = multiprocessing.get_context("fork")
+    with context.Pool(count) as pool:
+        yield from pool.imap_unordered(read_files, batches)
+
+
+_PROJECT: list[Project] = []
+
+
+def read_files(files: list[str]) -> Batch:
+    """Read some files one after another. Whatever a file holds, the others are read."""
+    if not _PROJECT:
+        _PROJECT.append(Project())
+    machine = Machine(_PROJECT[0], presume=True)
+    unread: list[str] = []
+    with deep_recursion():
+        for path in files:
+            try:
+                if not _concerns(path):
+                    continue
+                unread += read_file(machine, machine.project.file(path))
+            except Unreadable as error:
+                unread.append(str(error))
+            except RecursionError:
+                unread.append(f"{path}: nested too deeply, left unread")
+    return list(machine.findings.values()), unread, machine.read
+
+
+def _concerns(path: str) -> bool:
+    """False where the text never mentions torch: there is no step in it. (Others may still import it.)"""
+    try:
+        with open(path, "rb") as handle:
+            data = handle.read(8_000_000)
+    except OSError as error:
+        raise Unreadable(f"{path}: {error.strerror or error}") from None
+    return b"torch" in data
