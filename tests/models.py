@@ -126,3 +126,74 @@ class Decoder:
         logits = self.model.logits(self.model.forward(padded, self.cache))
         self.cache.positions.add_(self.cache.counts)
         return [logits[i, : len(row)] for i, row in enumerate(tokens)]
+
+
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def rotation(d: int) -> Tensor:
+    """The block Hadamard of a dimension as a plain matrix [d, d] in float64, built by Sylvester's rule."""
+    block = next(b for b in (128, 64, 32, 16, 8, 4, 2, 1) if d % b == 0)
+    h = torch.ones(1, 1, dtype=torch.float64)
+    while h.shape[0] < block:
+        h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)))
+    return torch.block_diag(*[h * block**-0.5] * (d // block))
+
+
+def e8p_tensors(n: int, k: int, bits: int, seed: int, *, rows_rotated: bool = True) -> tuple[dict[str, Tensor], Tensor]:
+    """A random E8P layer as a checkpoint holds it, and the dense weight [n, k] that it stands for, in float32.
+
+    The weight is put together from the format's formula with plain matrices; only the codes are decoded by us.
+    """
+    from onegraph.formats.e8p import codebook, residual_dtype
+    from onegraph.ops.e8p import e8p_decode
+
+    g = torch.Generator().manual_seed(seed)
+    tensors = {"codes": torch.randint(-(2**15), 2**15, (n, k // 8), generator=g).to(torch.int16)}
+    if (dtype := residual_dtype(bits)) is not None:
+        info = torch.iinfo(dtype)
+        tensors["residual"] = torch.randint(info.min, info.max + 1, (n, k // 8), generator=g).to(dtype)
+
+    def signed(size: int) -> Tensor:
+        return ((0.5 + torch.rand(size, generator=g)) * torch.randn(size, generator=g).sign()).half()
+
+    q = e8p_decode(tensors["codes"], tensors.get("residual"), codebook(), bits).double()
+    tensors |= {"in_scale": signed(k), "out_scale": signed(n), "scale": (1.5 / (k**0.5 * q.std())).float()}
+    rows = rotation(n) if rows_rotated else torch.eye(n, dtype=torch.float64)
+    weight = (rows @ q @ rotation(k)) * tensors["in_scale"].double()
+    return tensors, (weight * tensors["out_scale"].double().unsqueeze(1) * tensors["scale"].double()).float()
+
+
+def save_e8p(variant: str, path: Path, *, share: bool = True, rates: dict[str, Any], **changes: Any) -> Any:
+    """A quantized checkpoint with random codes at `path`; the transformers model that holds what they stand for.
+
+    `rates` are the free keys of quantization_config; `share` gives siblings the same in_scale, as the quantizer does.
+    """
+    from onegraph.formats.checkpoint import write_checkpoint
+    from onegraph.formats.e8p import E8PConfig
+
+    config = E8PConfig(**rates)
+    untied = any(bits is not None for bits in (config.lm_head, config.embed_tokens))
+    hf = hf_model(variant, **changes, **({"tie_word_embeddings": False} if untied else {}))
+    parameters = dict(hf.named_parameters())
+    tensors: dict[str, Tensor] = {}
+    shared: dict[str, Tensor] = {}
+    for seed, (name, parameter) in enumerate(parameters.items()):
+        module, _, kind = name.rpartition(".")
+        linear = "proj" in module or module in ("lm_head", "model.embed_tokens")
+        bits = config.bits_of(module)
+        if not linear or kind == "bias" or bits == 16:
+            tensors[name] = parameter.detach()
+            continue
+        found, weight = e8p_tensors(*parameter.shape, bits, seed, rows_rotated=module != "model.embed_tokens")
+        parent, _, short = module.rpartition(".")
+        group = next((f"{parent}.{members[0]}" for members in SIBLINGS if short in members), module)
+        if share and group in shared:
+            weight = weight / found["in_scale"].float() * shared[group].float()
+            found["in_scale"] = shared[group]
+        shared.setdefault(group, found["in_scale"])
+        tensors |= {f"{module}.{suffix}": tensor for suffix, tensor in found.items()}
+        with torch.no_grad():
+            parameter.copy_(weight)
+    write_checkpoint(path, hf.config.to_dict() | {"quantization_config": config.to_dict()}, tensors.items())
+    return hf

@@ -1,0 +1,221 @@
+"""E8P layers: stored form, dense form and slices are one linear; a quantized checkpoint loads to its weights."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from models import Decoder, e8p_tensors, save_e8p
+from onegraph.formats.checkpoint import Checkpoint, CheckpointError
+from onegraph.models.llama import Llama, LlamaSource
+from onegraph.nn.embedding import E8PEmbedding
+from onegraph.nn.linear import E8PLinear, Linear, Siblings, fuse
+
+
+def layer(n: int, k: int, bits: int, *, seed: int = 0, bias: bool = False) -> tuple[E8PLinear, Tensor]:
+    tensors, weight = e8p_tensors(n, k, bits, seed)
+    scale = tensors.pop("scale")
+    b = torch.randn(n, generator=torch.Generator().manual_seed(seed)) if bias else None
+    made = E8PLinear(
+        codes=tensors["codes"],
+        residual=tensors.get("residual"),
+        in_scale=tensors["in_scale"].float(),
+        out_scale=tensors["out_scale"].float() * scale,
+        bias=b,
+        bits=bits,
+    )
+    return made, weight
+
+
+def inputs(k: int, rows: int = 5) -> Tensor:
+    return torch.randn(rows, k, generator=torch.Generator().manual_seed(9))
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return float((got - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize(("n", "k"), [(576, 576), (192, 1536), (256, 384), (49, 200), (1, 8)])
+def test_stored_and_dense_forms_are_the_weight_of_the_formula(n: int, k: int, bits: int) -> None:
+    coded, weight = layer(n, k, bits, bias=True)
+    dense = coded.dense()
+    assert error(dense.weight, weight) < 1e-6
+    x = inputs(k)
+    want = x @ weight.T + coded.bias
+    assert error(coded(x), want) < 3e-6
+    assert error(dense(x), want) < 3e-6
+    assert error(coded.wide(x.bfloat16()), x.bfloat16().float() @ weight.T + coded.bias) < 3e-6
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_slices_at_multiples_of_128_are_layers(bits: int) -> None:
+    """Tensor parallelism: row parts give their outputs, column parts add up, and a part of a part is one too."""
+    whole, weight = layer(512, 768, bits, bias=True)
+    x = inputs(768)
+    want = whole(x)
+    cuts = [slice(0, 128), slice(128, 384), slice(384, None)]
+    assert error(torch.cat([whole.shard(rows=cut)(x) for cut in cuts], dim=-1), want) < 1e-6
+    for cut in cuts:
+        assert error(whole.shard(rows=cut).dense().weight, weight[cut]) < 1e-6
+        assert error(whole.shard(columns=cut).dense().weight, weight[:, cut]) < 1e-6
+    parts = [slice(0, 256), slice(256, 768)]
+    total = sum(whole.shard(columns=cut, keep_bias=i == 0)(x[:, cut].contiguous()) for i, cut in enumerate(parts))
+    assert error(total, want) < 1e-6
+    corner = whole.shard(rows=slice(128, 512)).shard(rows=slice(0, 128), columns=slice(128, 256))
+    assert error(corner.dense().weight, weight[128:256, 128:256]) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("cut", "message"),
+    [
+        (slice(0, 64), "multiples of 128"),
+        (slice(64, 256), "multiples of 128"),
+        (slice(128, 128), "is no part of 512"),
+        (slice(384, 640), "is no part of 512"),
+        (slice(0, 256, 2), "with step 1"),
+    ],
+)
+def test_other_slices_are_refused(cut: slice, message: str) -> None:
+    whole, _ = layer(512, 512, 2)
+    with pytest.raises(ValueError, match=message):
+        whole.shard(rows=cut)
+    with pytest.raises(ValueError, match=message):
+        whole.shard(columns=cut)
+
+
+def test_slices_that_change_the_rotation_block_are_refused() -> None:
+    """576 = 9 * 64 is rotated in blocks of 64; its first 128 rows alone would be in one block of 128."""
+    whole, _ = layer(576, 576, 2)
+    with pytest.raises(ValueError, match="rotated in blocks of 128, the layer is in blocks of 64"):
+        whole.shard(rows=slice(0, 128))
+
+
+def with_scale(part: E8PLinear, in_scale: Tensor, bits: int | None = None) -> E8PLinear:
+    return E8PLinear(
+        codes=part.codes,
+        residual=part.residual,
+        in_scale=in_scale,
+        out_scale=part.out_scale,
+        bias=part.bias,
+        bits=bits or part.bits,
+    )
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_siblings_fuse_where_that_is_exact(bits: int) -> None:
+    q, k, v = (layer(n, 192, bits, seed=n, bias=n != 64)[0] for n in (192, 64, 128))
+    x = inputs(192)
+    apart = fuse([q, k, v])
+    assert isinstance(apart, Siblings), "in_scale differs"
+    assert error(apart(x), torch.cat([part(x) for part in (q, k, v)], dim=-1)) == 0
+    k, v = with_scale(k, q.in_scale), with_scale(v, q.in_scale)
+    assert isinstance(fuse([q, k, v]), Siblings), "output blocks differ: 64, 64 and 128"
+    v = layer(320, 192, bits, seed=3)[0]
+    one = fuse([q, k, with_scale(v, q.in_scale)])
+    assert isinstance(one, E8PLinear)
+    assert error(one(x), torch.cat([part(x) for part in (q, k, with_scale(v, q.in_scale))], dim=-1)) < 1e-6
+    nearly = q.in_scale.clone()
+    nearly[0] *= 1 + 2**-20
+    assert isinstance(fuse([q, with_scale(k, nearly)]), Siblings), "one bit of in_scale differs"
+
+
+def test_siblings_of_other_rates_or_kinds_stay_apart() -> None:
+    q, k = layer(64, 64, 4)[0], layer(64, 64, 2, seed=1)[0]
+    k = with_scale(k, q.in_scale)
+    assert isinstance(fuse([q, k]), Siblings)
+    mixed = fuse([q, Linear(torch.randn(8, 64))])
+    assert isinstance(mixed, Siblings)
+    assert mixed.out_features == 72
+    assert fuse([q]) is q
+    dense = fuse([Linear(torch.ones(2, 4), torch.ones(2)), Linear(torch.ones(3, 4))])
+    assert isinstance(dense, Linear)
+    assert dense.bias is not None
+    assert dense.bias.tolist() == [1, 1, 0, 0, 0]
+
+
+def test_layers_with_tensors_that_disagree_are_refused() -> None:
+    good, _ = layer(64, 64, 3)
+    for change, message in (
+        ({"residual": None}, "at 3 bits it must be torch.uint8"),
+        ({"codes": good.codes.int()}, "must be int16"),
+        ({"residual": good.residual[:, :4]}, "of the shape of codes"),
+        ({"in_scale": good.in_scale[:63]}, r"in_scale is \(63,\)"),
+        ({"out_scale": torch.ones(65)}, r"out_scale is \(65,\)"),
+        ({"bias": torch.ones(1)}, r"bias is \(1,\)"),
+        ({"bits": 5}, "allowed: 2, 3, 4"),
+    ):
+        given = {name: getattr(good, name) for name in ("codes", "residual", "in_scale", "out_scale", "bias", "bits")}
+        with pytest.raises(ValueError, match=message):
+            E8PLinear(**(given | change))
+
+
+RATES = [
+    ("smollm2", {"bits": 4}),
+    ("qwen2", {"bits": 3, "lm_head": 4}),
+    ("qwen3", {"bits": 2, "embed_tokens": 4, "lm_head": 3}),
+    ("llama_bias_mha", {"bits": 4, "embed_tokens": 2}),
+    (
+        "smollm3",
+        {"bits": 3, "layers": {"model.layers.0.mlp.down_proj": 16, "model.layers.1.self_attn.k_proj": 4}},
+    ),
+]
+
+
+@pytest.mark.parametrize("decode", [True, False])
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize(("variant", "rates"), RATES, ids=[variant for variant, _ in RATES])
+def test_quantized_checkpoint_gives_the_logits_of_its_weights(
+    variant: str, rates: dict, share: bool, decode: bool, tmp_path: Path
+) -> None:
+    """transformers with the weights that the codes stand for is the oracle; prefill and steps through the cache."""
+    hf = save_e8p(variant, tmp_path / "m", share=share, rates=rates)
+    model = Llama.load(Checkpoint.open(tmp_path / "m"), decode=decode)
+    row = torch.randint(0, 131, (25,), generator=torch.Generator().manual_seed(2)).tolist()
+    decoder = Decoder(model, rows=1, max_context=25)
+    got = [decoder.feed([row[:20]])[0]] + [decoder.feed([[token]])[0] for token in row[20:]]
+    with torch.inference_mode():
+        want = hf(torch.tensor([row]), use_cache=False).logits[0]
+    assert (torch.cat(got) - want).abs().max() < 1e-4 * want.abs().max()
+    assert any(isinstance(module, E8PLinear) for module in model.modules()) != decode
+
+
+def test_siblings_of_a_quantized_model_are_one_launch(tmp_path: Path) -> None:
+    save_e8p("smollm2", tmp_path / "m", rates={"bits": 4}, intermediate_size=128)
+    block = Llama.load(Checkpoint.open(tmp_path / "m"), decode=False).blocks[0]
+    assert isinstance(block.attention.qkv, E8PLinear)
+    assert isinstance(block.gate_up, E8PLinear)
+    assert block.gate_up.out_features == 256
+
+
+def test_quantized_embedding_gives_the_model_dtype(tmp_path: Path) -> None:
+    save_e8p("qwen3", tmp_path / "m", rates={"bits": 2, "embed_tokens": 4})
+    model = Llama.load(Checkpoint.open(tmp_path / "m"), dtype=torch.bfloat16)
+    assert isinstance(model.embed, E8PEmbedding)
+    assert model.embed(torch.tensor([[3, 5]])).dtype == torch.bfloat16
+
+
+def test_what_is_wrong_with_a_quantized_checkpoint_is_named(tmp_path: Path) -> None:
+    save_e8p("smollm2", tmp_path / "m", rates={"bits": 4})
+    checkpoint = Checkpoint.open(tmp_path / "m")
+    with pytest.raises(ValueError, match="is quantized already"):
+        LlamaSource(checkpoint)
+    quantization = checkpoint.config["quantization_config"]
+    for change, kind, message in (
+        ({"bits": 3}, CheckpointError, r"residual' is int16, allowed is uint8"),
+        ({"bits": 2}, CheckpointError, r"unexpected: .*residual"),
+        (
+            {"layers": {"model.layers.0.mlp.up_proj": 16}},
+            CheckpointError,
+            r"missing: 'model.layers.0.mlp.up_proj.weight'",
+        ),
+        ({"layers": {"model.layers.9.mlp.up_proj": 3}}, ValueError, "model.layers.9.mlp.up_proj'.* is no linear"),
+        ({"lm_head": 4}, CheckpointError, "missing: 'lm_head.codes'"),
+        ({"group_size": 64}, ValueError, "unknown key group_size"),
+        ({"quant_method": "gptq"}, ValueError, "quant_method 'gptq', which is not supported"),
+        ({"format_version": 2}, ValueError, "format_version is 2"),
+    ):
+        checkpoint.config["quantization_config"] = quantization | change
+        with pytest.raises(kind, match=message):
+            Llama.load(checkpoint)

@@ -1,0 +1,83 @@
+"""RMSNorm against torch's own, the fused op against its parts, and what is refused."""
+
+import pytest
+import torch
+
+from onegraph.ops.activation import silu_mul
+from onegraph.ops.norm import add_rms_norm, rms_norm
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 576), (3, 4, 80), (7, 1000)])
+def test_rms_norm_is_torchs_in_float64_rounded_once(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, weight = draw(*shape, dtype=dtype), draw(shape[-1], dtype=dtype)
+    want = torch.nn.functional.rms_norm(x.double(), shape[-1:], weight.double(), 1e-5)
+    got = rms_norm(x, weight, 1e-5)
+    assert got.dtype == dtype
+    ulp = torch.finfo(dtype).eps * want.abs().clamp_min(torch.finfo(dtype).tiny)
+    assert ((got.double() - want).abs() <= (0.51 if dtype != torch.float32 else 4) * ulp).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fused_equals_its_parts_bit_for_bit(dtype: torch.dtype) -> None:
+    residual, x, weight = draw(5, 576, dtype=dtype), draw(5, 576, dtype=dtype) * 3, draw(576, dtype=dtype)
+    total = residual + x
+    want = rms_norm(total, weight, 1e-6)
+    address = residual.data_ptr()
+    assert torch.equal(add_rms_norm(residual, x, weight, 1e-6), want)
+    assert torch.equal(residual, total)
+    assert residual.data_ptr() == address
+
+
+def test_large_and_tiny_values_survive() -> None:
+    """300² overflows float16 and 1e-4² underflows it: the sum runs in float32."""
+    for value in (300.0, 1e-4):
+        x = torch.full((1, 64), value, dtype=torch.float16)
+        assert rms_norm(x, torch.ones(64, dtype=torch.float16), 0.0).sub(1).abs().max() < 1e-3
+
+
+def test_silu_mul_is_gate_times_sigmoid_times_up() -> None:
+    x = draw(4, 202) * 4
+    gate, up = x.double().chunk(2, dim=-1)
+    assert (silu_mul(x).double() - gate * torch.sigmoid(gate) * up).abs().max() < 1e-5
+    wild = torch.tensor([[-3e4, 3e4, 1.0, 1.0]], dtype=torch.float16)
+    assert silu_mul(wild).tolist() == [[0.0, 3e4]]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((torch.ones(2, 4, dtype=torch.int32), torch.ones(4), 1e-5), "x is torch.int32"),
+        ((torch.ones(2, 4), torch.ones(5), 1e-5), r"weight has shape \(5,\), x has \(2, 4\)"),
+        ((torch.ones(4, 2).t(), torch.ones(4), 1e-5), "must be contiguous"),
+        ((torch.tensor(1.0), torch.ones(1), 1e-5), "one entry per element"),
+        ((torch.ones(2, 4), torch.ones(4), -1.0), "eps is -1.0"),
+        ((torch.ones(2, 4), torch.ones(4), float("nan")), "eps is nan"),
+    ],
+)
+def test_rms_norm_refuses(args: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rms_norm(*args)
+
+
+def test_add_rms_norm_refuses_another_shape_or_dtype() -> None:
+    weight = torch.ones(4)
+    for residual in (torch.ones(1, 4), torch.ones(2, 4).half(), torch.ones(4, 2).t()):
+        with pytest.raises(ValueError, match="residual"):
+            add_rms_norm(residual, torch.ones(2, 4), weight, 1e-5)
+
+
+def test_silu_mul_refuses() -> None:
+    for bad, message in (
+        (torch.ones(2, 3), "must be even"),
+        (torch.ones(2, 4).long(), "gate_up is torch.int64"),
+        (torch.ones(4, 2).t(), "contiguous"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            silu_mul(bad)
