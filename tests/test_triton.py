@@ -20,7 +20,6 @@ pytest.importorskip("triton")
 if not GPU:
     import interpreter_fixes  # noqa: F401
 
-from onegraph.formats import e8p as layout  # noqa: E402
 from onegraph.ops import activation, attention, e8p, hadamard, norm, sampling  # noqa: E402, F401
 from onegraph.ops.registry import OPS, Case, Op  # noqa: E402
 
@@ -37,7 +36,7 @@ EXTRA = {
 }
 # The interpreter takes seconds on these; a GPU runs them all.
 HEAVY = {"2x3x11008/128", "1x11008->256@4", "smollm2_chunk", "2x1x28672", "130x11008@4", "long_context"}
-HEAVY |= {"5x576->3072@4+bias", "3x576->1000@2+bias", "3x576->1000@4+bias"}
+HEAVY |= {"5x576->3072@4+bias", "3x576->1000@2+bias", "3x576->1000@3+bias", "3x576->1000@4+bias"}
 
 
 def kernel_of(op: Op):

@@ -1,14 +1,13 @@
 """Measured, not promised: the E8P linear and the decode step, beside what the hardware allows.
 
 Rules (docs/performance.md): kernels are timed under CUDA-graph replay, over as many copies of the weights as the L2 is
-certain to forget, on random data; a figure stands beside the bytes it moved over the copy bandwidth measured in the same
-run; what runs eagerly is timed by the wall clock, host included. A row is a flat dict, one JSON line.
+certain to forget, on random data; a figure stands beside the bytes it moved over the copy bandwidth measured in the
+same run; what runs eagerly is timed by the wall clock, host included. A row is a flat dict, one JSON line.
 """
 
 import platform
 import statistics
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache

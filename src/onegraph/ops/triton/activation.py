@@ -1,6 +1,5 @@
 """SwiGLU's elementwise part."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -38,21 +38,19 @@ def _rope_cache_write(
     rotated = head < HEADS + KV_HEADS
     first = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + DIM // 2 + half, mask=inside, other=0.0).to(tl.float32)
-    if NORM:
-        if rotated:
-            weight = q_norm if head < HEADS else k_norm
-            mean = (tl.sum(first * first, axis=0) + tl.sum(second * second, axis=0)) / DIM
-            scale = 1.0 / tl.sqrt_rn(mean + eps)
-            first = first * scale * tl.load(weight + half, mask=inside, other=0.0).to(tl.float32)
-            second = second * scale * tl.load(weight + DIM // 2 + half, mask=inside, other=0.0).to(tl.float32)
-    if ROPE:
-        if rotated:
-            at = tl.minimum(tl.maximum(position, 0), max_position).to(tl.int64) * (DIM // 2) + half
-            c = tl.load(cos + at, mask=inside, other=0.0)
-            s = tl.load(sin + at, mask=inside, other=0.0)
-            turned = first * c - second * s
-            second = second * c + first * s
-            first = turned
+    if NORM and rotated:
+        weight = q_norm if head < HEADS else k_norm
+        mean = (tl.sum(first * first, axis=0) + tl.sum(second * second, axis=0)) / DIM
+        scale = 1.0 / tl.sqrt_rn(mean + eps)
+        first = first * scale * tl.load(weight + half, mask=inside, other=0.0).to(tl.float32)
+        second = second * scale * tl.load(weight + DIM // 2 + half, mask=inside, other=0.0).to(tl.float32)
+    if ROPE and rotated:
+        at = tl.minimum(tl.maximum(position, 0), max_position).to(tl.int64) * (DIM // 2) + half
+        c = tl.load(cos + at, mask=inside, other=0.0)
+        s = tl.load(sin + at, mask=inside, other=0.0)
+        turned = first * c - second * s
+        second = second * c + first * s
+        first = turned
     dtype: tl.constexpr = qkv.dtype.element_ty
     if head < HEADS:
         place = out + (index.to(tl.int64) * HEADS + head) * DIM

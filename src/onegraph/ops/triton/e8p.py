@@ -1,8 +1,8 @@
 """E8P: codes to integers, and the linear on them. The codes' layout is told in `onegraph.formats.e8p`.
 
-**Decoding.** A code stands for eight int8, handled as one int64 (byte j is column j): the codebook's row, one XOR with a
-mask made of the sign byte, and the sum of the stages, byte by byte but in one 64-bit addition, since with 128 added to
-each byte no carry crosses. Everything up to the product is exact.
+**Decoding.** A code stands for eight int8, handled as one int64 (byte j is column j): the codebook's row, one XOR with
+a mask made of the sign byte, and the sum of the stages, byte by byte but in one 64-bit addition, since with 128 added
+to each byte no carry crosses. Everything up to the product is exact.
 
 **The linear**, up to `MAX_TOKENS` tokens: program (tile of rows, slice of k) walks its slice in Hadamard blocks of k,
 rotates the block's activations by a tensor-core product with +-1, decodes the block's codes and accumulates. Where the
@@ -10,9 +10,9 @@ rows alone would leave SMs idle, k is cut into slices and a second, tiny launch 
 rotates the outputs, scales and adds the bias; else the same program does that. More tokens: decode a strip of rows once
 and hand it to cuBLAS, between two launches for the rotations.
 
-A 16-bit operand would round the rotated activations. Instead they enter as a pair of bfloat16, x = hi + lo, side by side
-as further columns of the product, which tensor cores leave idle in a decode step anyhow: up to 16 tokens the result is
-as good as float32 arithmetic.
+A 16-bit operand would round the rotated activations. Instead they enter as a pair of bfloat16, x = hi + lo, side by
+side as further columns of the product, which tensor cores leave idle in a decode step anyhow: up to 16 tokens the
+result is as good as float32 arithmetic.
 """
 
 import torch
@@ -26,7 +26,7 @@ from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_
 MAX_BLOCK = 128  # of the Hadamard rotation: the largest power of two that divides a dimension, but no more
 MAX_TOKENS = 64  # above, a strip of weights is decoded once and multiplied by cuBLAS
 STRIP_BYTES = 64 << 20  # of decoded weights at a time: the workspace of the large-batch path
-WANTED_PROGRAMS = 264  # two for each SM of an H200
+WANTED_PROGRAMS = 528  # four for each SM of an H200
 
 ONES = tl.constexpr(0x0101010101010101)
 BIT_OF_BYTE = tl.constexpr(0x8040201008040201 - 2**64)  # bit j of byte j
@@ -51,14 +51,14 @@ def _decode_e8p(code, codebook):
 @triton.jit
 def _decode(code, rest, codebook, BITS: tl.constexpr):
     """The integers Q of both stages as int64 of eight int8. `codebook` is int64: rows of eight int8."""
-    first = _decode_e8p(code, codebook)
-    if BITS == 2:
-        return first
+    packed = _decode_e8p(code, codebook)
     if BITS == 3:
         second = tl.load(codebook + 256 + rest.to(tl.int32))
-        return ((first ^ SIGN_BITS) + (second ^ SIGN_BITS) - OFFSET_3) ^ SIGN_BITS
-    second = _decode_e8p(rest, codebook)
-    return (4 * (first ^ SIGN_BITS) + (second ^ SIGN_BITS) - OFFSET_4) ^ SIGN_BITS
+        packed = ((packed ^ SIGN_BITS) + (second ^ SIGN_BITS) - OFFSET_3) ^ SIGN_BITS
+    elif BITS == 4:
+        second = _decode_e8p(rest, codebook)
+        packed = (4 * (packed ^ SIGN_BITS) + (second ^ SIGN_BITS) - OFFSET_4) ^ SIGN_BITS
+    return packed
 
 
 @triton.jit
@@ -138,8 +138,7 @@ def _linear(
     cut = tl.program_id(1)
     start = cut * (TILES * TILE_K)
     matrix = hadamard_matrix(TILE_K, IN_BLOCK, WIDE)
-    # The first weights do not depend on the kernel before, so they are decoded while it ends; after that, the next tile's
-    # codes are on their way while this tile is multiplied.
+    # The first weights do not depend on the kernel before, so they are decoded while it ends.
     q = _weights(codes, residual, codebook, row, start, n, k, BITS, TILE_K, TILE_N, WIDE)
     wait_for_previous(PDL)
     acc = tl.zeros((TILE_N, PARTS * TOKENS), dtype=tl.float32)
@@ -302,8 +301,6 @@ def plan(tokens: int, n: int, k: int) -> tuple[int, int, int]:
     """(rows a program, slices of k, Hadamard tiles a slice): from the shape alone, so that a graph has one grid."""
     tiles_k = triton.cdiv(k, max(_block(k), MIN_TILE))
     whole = max(_block(n), MIN_TILE)
-    if triton.cdiv(n, whole) >= WANTED_PROGRAMS // 2:
-        return whole, 1, tiles_k
     tile_n = 64 if n > 32 else 32
     slices = max(1, min(tiles_k, WANTED_PROGRAMS // triton.cdiv(n, tile_n)))
     per_slice = triton.cdiv(tiles_k, slices)
@@ -329,7 +326,7 @@ def _small(
         out, partial, tokens, n, k, in_block**-0.5, out_block**-0.5,
         BITS=bits, IN_BLOCK=in_block, OUT_BLOCK=out_block, TILE_K=max(in_block, MIN_TILE), TILE_N=tile_n,
         TILES=per_slice, TOKENS=max(columns, 16 // parts), PARTS=parts, SLICED=sliced, HAS_BIAS=has_bias, EXACT=exact,
-        num_warps=4, num_stages=2, **opts,
+        num_warps=8 if tile_n == 128 else 4, num_stages=2, **opts,
     )  # fmt: skip
     if sliced:
         _launch_reduce(partial, out, out_scale, bias, tokens, n, slices, exact)
@@ -351,8 +348,8 @@ def _large(
     x: Tensor, codes: Tensor, residual: Tensor | None, rows: Tensor, in_scale: Tensor, out_scale: Tensor,
     bias: Tensor | None, bits: int, out: Tensor, tokens: int, n: int, k: int,
 ) -> None:  # fmt: skip
-    """bfloat16 multiplies in bfloat16, as a dense layer would; float16 as a bfloat16 pair, which has its range to spare;
-    float32 in float32."""
+    """bfloat16 multiplies in bfloat16, as a dense layer would; float16 as a bfloat16 pair, which has its precision and
+    range to spare; float32 in float32."""
     exact = x.dtype == torch.float32
     operand = torch.float32 if exact else torch.bfloat16
     pair = x.dtype == torch.float16

@@ -1,8 +1,8 @@
 """How the kernels of this room are launched.
 
 Programmatic dependent launch (PDL, Hopper and later): a kernel is set up while the one before it still runs, and waits
-on the device for that kernel's results. What does not depend on them (decoding weights, building a Hadamard matrix) goes
-before the wait. Three rules keep it right:
+on the device for that kernel's results. What does not depend on them (decoding weights, building a Hadamard matrix)
+goes before the wait. Three rules keep it right:
 
 1. Every kernel here waits, in every program and before its first read or write of anything that another kernel touches;
    an early exit comes after the wait. Then "the kernel before has ended" implies that all kernels before it have.

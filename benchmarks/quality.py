@@ -1,0 +1,212 @@
+"""Quality of quantized SmolLM2 on text that calibration never saw, beside round-to-nearest on the same text.
+
+    python benchmarks/texts.py TEXTS
+    python benchmarks/quality.py --model SmolLM2-135M-Instruct.Q4_1.gguf --texts TEXTS --device cuda --out quality.jsonl
+
+Each line of the output is one run: KL divergence to the unquantized model (nats a token), top-1 agreement, perplexity,
+the bits that are stored, seconds, the recipe, and where it ran. `--run NAME` picks some; `--set` changes a lever.
+"""
+
+import argparse
+import datetime
+import json
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onegraph.cli.tokenizer import Tokenizer
+from onegraph.formats.checkpoint import Checkpoint
+from onegraph.formats.e8p import stored_bits
+from onegraph.models.llama import LlamaSource
+from onegraph.quant.layer import dequantize
+from onegraph.quant.quantize import Quantized, quantize
+from onegraph.quant.recipe import Recipe, Tune
+
+# The ladder: each rung has the levers of the one before and one more.
+PLAIN: dict[str, Any] = {
+    "descent": 0, "channel_scale": 0.0, "row_scale": 0.0, "fit_scales": False, "inputs": "reference", "correct": 0.0,
+}  # fmt: skip
+LADDER: list[tuple[str, dict[str, Any]]] = [
+    ("ldlq", PLAIN),
+    ("+descent", {"descent": 3}),
+    ("+channel", {"channel_scale": 1.0}),
+    ("+row", {"row_scale": 0.5}),
+    ("+fit", {"fit_scales": True}),
+    ("+block", {"inputs": "block"}),
+    ("+group", {"inputs": "group"}),
+    ("+correct", {"correct": 0.5}),
+    ("+tune", {"tune": Tune()}),
+]
+
+
+class Evaluation:
+    """The unquantized model's predictions on the evaluation text, and how far another model's are from them."""
+
+    def __init__(self, model: LlamaSource, tokens: Tensor) -> None:
+        self.model, self.tokens = model, tokens
+        hidden = self.through(lambda i: model.load_block(i))
+        self.reference = torch.cat(hidden)
+        self.reference_ppl = self.compare(hidden)["perplexity"]
+
+    @torch.no_grad()
+    def through(self, load: Any) -> list[Tensor]:
+        stream = [self.model.embed(part) for part in self.tokens.split(8)]
+        for i in range(self.model.num_blocks):
+            block = load(i)
+            stream = [self.model.run_block(block, part) for part in stream]
+        return stream
+
+    @torch.no_grad()
+    def compare(self, stream: list[Tensor]) -> dict[str, float]:
+        kl = agree = nll = 0.0
+        count = predicted = 0
+        hidden = torch.cat(stream)
+        for row in range(hidden.shape[0]):
+            want = self.model.head(self.reference[row]).float().log_softmax(-1)
+            got = self.model.head(hidden[row]).float().log_softmax(-1)
+            labels = self.tokens[row, 1:].to(got.device)
+            kl += (want.exp() * (want - got)).sum().item()
+            agree += (want.argmax(-1) == got.argmax(-1)).sum().item()
+            nll -= got[:-1].gather(1, labels.unsqueeze(1)).sum().item()
+            count += want.shape[0]
+            predicted += labels.numel()
+        ppl = float(torch.tensor(nll / predicted, dtype=torch.float64).exp())
+        return {"kl": kl / count, "top1": agree / count, "perplexity": ppl}
+
+    def of(self, weight: Any) -> dict[str, float]:
+        """With weight(name, dense) in place of each linear's."""
+
+        def load(i: int) -> Any:
+            block = self.model.load_block(i)
+            for group in self.model.linear_groups(block):
+                for name, module in group:
+                    module.weight.copy_(weight(self.model.block_prefix(i) + name, module.weight))
+            return block
+
+        return self.compare(self.through(load))
+
+
+def round_to_nearest(w: Tensor, bits: int, group: int = 64) -> Tensor:
+    """Asymmetric integers, one float16 scale and one zero point a group of inputs: bits + 32 / group a weight."""
+    x = w.float().reshape(-1, group)
+    low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
+    scale = ((high - low) / (2**bits - 1)).clamp_min(1e-8).half().float()
+    zero = (-low / scale).round()
+    return (((x / scale).round() + zero).clamp(0, 2**bits - 1) - zero).mul(scale).view_as(w)
+
+
+def weight_of(made: Quantized) -> Any:
+    def weight(name: str, dense: Tensor) -> Tensor:
+        if name not in made.layers:
+            return dense
+        return dequantize({k: v.to(dense.device) for k, v in made.layers[name].items()}, made.config.bits_of(name))
+
+    return weight
+
+
+def bits_per_weight(model: LlamaSource, made: Quantized) -> float:
+    stored = weights = 0
+    for name, tensors in made.layers.items():
+        n, k = tensors["codes"].shape[0], tensors["codes"].shape[1] * 8
+        stored += stored_bits(n, k, made.config.bits_of(name))
+        weights += n * k
+    return stored / weights
+
+
+def runs(wanted: list[str], changes: dict[str, Any]) -> list[tuple[str, Recipe]]:
+    """NAME is a preset or a rung of the ladder, with @BITS: "+descent@3", "good@4", "ladder@2", "ladder"."""
+    found = []
+    for name in wanted:
+        rung, _, rate = name.partition("@")
+        for bits in [int(rate)] if rate else [4, 3, 2]:
+            levers: dict[str, Any] = {}
+            names = [rung_name for rung_name, _ in LADDER]
+            for key, change in LADDER:
+                levers = levers | change
+                if rung in ("ladder", key):
+                    found.append((f"{key}@{bits}", Recipe(bits=bits, **(levers | changes))))
+            if rung not in ("ladder", *names):
+                found.append((f"{rung}@{bits}", Recipe.preset(rung, bits=bits, **changes)))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--texts", type=Path, required=True, help="directory made by benchmarks/texts.py")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tokens", type=int, default=32768, help="for calibration")
+    parser.add_argument("--eval-tokens", type=int, default=16384)
+    parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
+    parser.add_argument(
+        "--run", nargs="*", default=["ladder"], help="presets or rungs, e.g. good@4 +descent@3 ladder@2"
+    )
+    parser.add_argument("--set", default="{}", help="JSON of recipe fields to change in every run")
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no further run is begun")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    begun = time.time()
+    changes = json.loads(args.set)
+    if changes.get("tune"):
+        changes["tune"] = Tune(**changes["tune"])
+    if "rho" in changes:
+        changes["rho"] = {int(bits): rho for bits, rho in changes["rho"].items()}
+
+    checkpoint = Checkpoint.open(args.model)
+    tokenizer = Tokenizer(checkpoint)
+    model = LlamaSource(checkpoint, args.device, torch.float32)
+
+    def rows(name: str, limit: int) -> Tensor:
+        ids = tokenizer.encode((args.texts / name).read_text(encoding="utf-8")[: limit * 12])
+        return torch.tensor(ids[:limit]).view(-1, args.length)
+
+    calibration = rows("calibration.txt", args.tokens)
+    evaluation = Evaluation(model, rows("evaluation.txt", args.eval_tokens))
+    cuda = torch.device(args.device).type == "cuda"
+    where = {
+        "command": " ".join(sys.argv),
+        "device": torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} CPU threads",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": datetime.date.today().isoformat(),
+        "reference_perplexity": evaluation.reference_ppl,
+        "calibration_tokens": calibration.numel(),
+        "evaluation_tokens": evaluation.tokens.numel(),
+    }
+    baseline = {}
+
+    def report(name: str, result: dict[str, Any]) -> None:
+        result["kl_over_rtn4"] = result["kl"] / baseline[4]
+        if args.out:
+            with args.out.open("a") as stream:
+                stream.write(json.dumps({"run": name, **result, **where}) + "\n")
+        print(
+            f"{name:14} {result['bpw']:.3f} bits  KL {result['kl']:.4f} ({result['kl_over_rtn4']:.3f})  "
+            f"top-1 {result['top1']:.4f}  perplexity {result['perplexity']:.3f}  {result['seconds']:.1f} s",
+            flush=True,
+        )
+
+    for bits in (4, 3, 2):
+        result = evaluation.of(lambda name, w, b=bits: round_to_nearest(w, b))
+        baseline[bits] = result["kl"]
+        report(f"rtn@{bits}", {**result, "bpw": bits + 0.5, "seconds": 0.0})
+    for name, recipe in runs(args.run, changes):
+        if time.time() - begun > args.limit:
+            print(f"{name}: not begun, {args.limit:.0f} s are over")
+            continue
+        start = time.time()
+        made = quantize(model, calibration, recipe)
+        if cuda:
+            torch.cuda.synchronize()
+        seconds = time.time() - start
+        result = evaluation.of(weight_of(made))
+        report(name, {**result, "bpw": bits_per_weight(model, made), "seconds": seconds, "recipe": recipe.to_dict()})
+
+
+if __name__ == "__main__":
+    main()
