@@ -5,11 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from models import VARIANTS, Decoder, save_hf, smollm2_gguf
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.llama import Llama, LlamaSource
 from onegraph.nn.attention import CausalAttention
+from onegraph.nn.linear import Linear
+from onegraph.ops.registry import reference_ops
 
 STEPS = 44
 
@@ -91,6 +95,54 @@ def test_replacing_a_weight_in_place_changes_the_block(tmp_path: Path) -> None:
     assert not torch.equal(before, hidden)
 
 
+def test_a_block_can_be_tuned(tmp_path: Path) -> None:
+    """Under the references autograd follows a block down to a linear's weight, and the values are the same."""
+    save_hf("qwen3", tmp_path)
+    source = LlamaSource(Checkpoint.open(tmp_path))
+    hidden = source.embed(tokens(1, 9))
+    block = source.load_block(0)
+    want = source.run_block(block, hidden)
+    for group in source.linear_groups(block):
+        for name, module in group:
+            assert isinstance(module, Linear)
+            module.weight.requires_grad_()
+            with reference_ops():
+                got = source.run_block(block, hidden)
+                got.square().sum().backward()
+            module.weight.requires_grad_(False)
+            assert torch.equal(got, want), name
+            assert module.weight.grad is not None, name
+            assert module.weight.grad.abs().sum() > 0, name
+            module.weight.grad = None
+
+
+@pytest.mark.parametrize("variant", ["smollm2", "qwen3_window_bias", "smollm3_listed"])
+@pytest.mark.parametrize("length", [1, 5])
+def test_a_step_reads_nothing_back_and_is_the_same_at_every_position(variant: str, length: int, tmp_path: Path) -> None:
+    """The capture contract: no device value reaches the host (fake tensors have none to give), and the operations
+    recorded at one position and another, with their constants, are the same."""
+    save_hf(variant, tmp_path)
+    model = Llama.load(Checkpoint.open(tmp_path))
+    cache = Decoder(model, rows=2, max_context=64).cache
+
+    def step(token: torch.Tensor) -> torch.Tensor:
+        out = model.logits(model.forward(token, cache))
+        cache.positions.add_(cache.counts)
+        return out
+
+    with reference_ops(), torch.inference_mode(), FakeTensorMode(allow_non_fake_inputs=True):
+        assert step(torch.zeros(2, length, dtype=torch.int64)).shape == (2, length, 131)
+
+    recorded = []
+    for positions, counts, seed in (([0, 9], [1, 1], 1), ([40, 3], [length, 0], 2)):
+        cache.positions.copy_(torch.tensor(positions))
+        cache.counts.copy_(torch.tensor(counts))
+        with reference_ops(), torch.no_grad():
+            recorded.append(make_fx(step)(tokens(2, length, seed=seed)).code)
+    assert recorded[0] == recorded[1]
+    assert "index_put" in recorded[0]
+
+
 def test_chunked_prefill_equals_prefill_at_once(tmp_path: Path) -> None:
     save_hf("qwen2_window", tmp_path)
     model = Llama.load(Checkpoint.open(tmp_path))
@@ -160,6 +212,32 @@ def test_siblings_are_one_linear_each(tmp_path: Path) -> None:
     block = Llama.load(Checkpoint.open(tmp_path)).blocks[0]
     assert block.attention.qkv.weight.shape == ((6 + 2 * 2) * 16, 72)
     assert block.gate_up.weight.shape == (2 * 104, 72)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "variant", ["smollm2", "llama_yarn", "mistral_window", "qwen2", "qwen3_window_bias", "smollm3"]
+)
+def test_on_a_gpu_the_kernels_give_the_logits(variant: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """float32 to the last digits; bfloat16 no worse than transformers in bfloat16 itself. Sizes are powers of two and
+    odd ones alike (head_dim 16, hidden 72 or 96)."""
+    hf = save_hf(variant, tmp_path)
+    model = Llama.load(Checkpoint.open(tmp_path), "cuda", dtype)
+    lengths = (1, 7, 29)
+    rows = [tokens(1, n + 8, seed=n)[0].tolist() for n in lengths]
+    decoder = Decoder(model, rows=3, max_context=40)
+    got = [decoder.feed([row[:n] for row, n in zip(rows, lengths, strict=True)])]
+    got += [decoder.feed([[row[n + i]] for row, n in zip(rows, lengths, strict=True)]) for i in range(8)]
+    want = [truth(hf, row) for row in rows]
+    if dtype == torch.float32:
+        assert all(close(torch.cat([out[i] for out in got]).cpu(), want[i]) for i in range(3))
+        return
+    hf = hf.to("cuda", dtype)
+    for i, row in enumerate(rows):
+        with torch.inference_mode():
+            yardstick = hf(torch.tensor([row], device="cuda"), use_cache=False).logits[0].float().cpu() - want[i]
+        assert (torch.cat([out[i] for out in got]).cpu() - want[i]).norm() <= 1.3 * yardstick.norm()
 
 
 @pytest.mark.slow

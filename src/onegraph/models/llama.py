@@ -229,11 +229,15 @@ class LlamaSource:
         """Block `i`, read from disk now, its linears apart and dense."""
         return build_block(self._weights, i, self._tables, fused=False)
 
-    @torch.no_grad()
     def run_block(self, block: Block, hidden: Tensor) -> Tensor:
-        """Residual stream before the block -> after it, [B, T, D], causal over the whole sequence; input untouched."""
-        residual = hidden.clone()
-        return residual.add_(block(residual, None, self._causal))
+        """Residual stream before the block -> after it, [B, T, D], causal over the whole sequence; input untouched.
+
+        Nothing is written in place, so that autograd can follow it where ops run their references.
+        """
+        x = rms_norm(hidden, block.input_norm, block.eps)
+        hidden = hidden + block.attention(x, self._causal)
+        x = rms_norm(hidden, block.post_norm, block.eps)
+        return hidden + block.down(silu_mul(block.gate_up(x)))
 
     def linear_groups(self, block: Block) -> list[list[tuple[str, nn.Module]]]:
         """Linears of the block by shared input, in the order they run: (name within the block, module)."""
@@ -247,16 +251,22 @@ class LlamaSource:
             [(DOWN, block.down)],
         ]
 
-    @torch.no_grad()
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """Residual stream after the last block [..., D] -> input of the head."""
+        return rms_norm(hidden.contiguous(), self._norm, self.parsed.eps)
+
     def head(self, hidden: Tensor) -> Tensor:
         """Residual stream after the last block [..., D] -> logits float32 [..., V]."""
-        norm = self._weights.tensor("model.norm.weight")
-        return self._head.wide(rms_norm(hidden.contiguous(), norm, self.parsed.eps))
+        return self._head.wide(self.final_norm(hidden))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors outside the blocks as stored: embedding, final norm, and lm_head if it is not tied."""
         for name in self._weights.outer():
             yield name, self._weights.checkpoint.tensor(name)
+
+    @cached_property
+    def _norm(self) -> Tensor:
+        return self._weights.tensor("model.norm.weight")
 
     @cached_property
     def _embedding(self) -> Embedding | E8PEmbedding:
