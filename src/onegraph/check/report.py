@@ -206,7 +206,9 @@ class Report:
         """The report that `to_json` wrote. Raises ValueError on another format version."""
         body = json.loads(text)
         if body.get("format_version") != FORMAT_VERSION:
-            raise ValueError(f"report format: got {body.get('format_version')!r}, allowed {FORMAT_VERSION}; write it again")
+            raise ValueError(
+                f"report format: got {body.get('format_version')!r}, allowed {FORMAT_VERSION}; write it again"
+            )
         return cls(
             target=body["target"],
             findings=tuple(_finding(f) for f in body["findings"]),

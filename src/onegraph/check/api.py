@@ -1,0 +1,52 @@
+"""`check_step`: everything that is known about one step, from one call."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from onegraph.check.report import CheckError, Report, merge
+
+
+def check_step(
+    factory: Callable[[], Any],
+    *,
+    simulate: bool = True,
+    source: bool = False,
+    live: bool = False,
+    steps: int = 4,
+    target: str = "",
+) -> Report:
+    """Check the step that `factory` builds; allowances in the source are not applied here.
+
+    Args:
+        factory: builds model and buffers on device "cuda" and returns `(step, inputs)`; `step(*inputs(i))` is the i-th
+            step and returns a tensor or a tuple of tensors.
+        simulate: run it on the CPU against a simulated GPU.
+        source: read the code that the step reaches.
+        live: capture and replay it on the GPU of this machine.
+        steps: how many steps to simulate (3 or more) and to replay live.
+        target: what the report calls it.
+
+    Raises CheckError (a ValueError) where the check could not run: the factory or a step raises, returns something
+    else than the interface says, or there is no GPU for `live`.
+    """
+    if not (simulate or source or live):
+        raise CheckError("check_step: got no way of looking, allowed simulate, source and live; turn one on")
+    target = target or f"{getattr(factory, '__module__', '')}:{getattr(factory, '__qualname__', repr(factory))}"
+    reports = []
+    if source:
+        from onegraph.check.source import check_source
+
+        path = inspect.getsourcefile(factory)
+        if path is None:
+            raise CheckError(f"{target}: no source file to read")
+        reports.append(check_source(path, factory.__name__))
+    if simulate:
+        from onegraph.check.simulate import simulate_step
+
+        reports.append(simulate_step(factory, steps=steps, target=target))
+    if live:
+        from onegraph.check.live import live_step
+
+        reports.append(live_step(factory, steps=steps, target=target))
+    return reports[0] if len(reports) == 1 else merge(target, reports)

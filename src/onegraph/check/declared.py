@@ -1,0 +1,60 @@
+"""What authors vouch for: kernels and ops that a check cannot look into, declared safe to capture."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+_DECLARED: dict[str, bool] = {}
+
+
+def declare(op: Any, *, capturable: bool = True) -> None:
+    """Say that a custom op, Triton kernel or other opaque launch is (not) safe to capture.
+
+    Args:
+        op: "namespace::name" (a `*` matches anything, e.g. "mylib::*"), a torch op or overload, or a Triton kernel.
+        capturable: True: no host read, no lazy work, constant launch; it is no longer reported as unverified. False: it
+            is an error wherever it is launched.
+    """
+    _DECLARED[name_of(op)] = capturable
+
+
+@contextmanager
+def declared(*ops: Any, capturable: bool = True) -> Iterator[None]:
+    """`declare` for the length of a block, for tests."""
+    before = dict(_DECLARED)
+    for op in ops:
+        declare(op, capturable=capturable)
+    try:
+        yield
+    finally:
+        _DECLARED.clear()
+        _DECLARED.update(before)
+
+
+def capturable(name: str) -> bool | None:
+    """What was declared about the op or kernel of this name; None where nobody said anything. The last word wins."""
+    for pattern, value in reversed(_DECLARED.items()):
+        if pattern == name or fnmatchcase(name, pattern):
+            return value
+    return None
+
+
+def name_of(op: Any) -> str:
+    """The name that a finding uses: "ns::op" of torch ops, "triton:kernel" of Triton kernels."""
+    if isinstance(op, str):
+        return op
+    for attribute in ("_qualified_op_name", "_qualname"):  # OpOverloadPacket, CustomOpDef
+        name = getattr(op, attribute, None)
+        if isinstance(name, str):
+            return name
+    schema = getattr(op, "_schema", None)  # OpOverload
+    if schema is not None:
+        return str(schema.name)
+    function = getattr(op, "fn", op)  # autotuner and JIT wrappers keep the function here
+    while hasattr(function, "fn"):
+        function = function.fn
+    name = getattr(function, "__name__", None)
+    if name is None:
+        raise ValueError(f"declare: got {type(op).__name__}, allowed an op, a Triton kernel or its name as text")
+    return f"triton:{name}"

@@ -1,0 +1,295 @@
+"""`torch.cuda` for a machine without CUDA, and the two modes that route torch through the simulated world."""
+
+import builtins
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from onegraph.check.report import SILENT, Severity
+from onegraph.check.simulate import hazards, streams
+from onegraph.check.simulate.device import DeviceTensor
+from onegraph.check.simulate.guard import device_guard
+from onegraph.check.simulate.world import World
+
+_H200 = {
+    "name": "NVIDIA H200 (simulated)", "major": 9, "minor": 0, "total_memory": 150_000_000_000, "warp_size": 32,
+    "multi_processor_count": 132, "max_threads_per_multi_processor": 2048, "regs_per_multiprocessor": 65536,
+    "shared_memory_per_block": 49152, "shared_memory_per_block_optin": 232448, "L2_cache_size": 62914560,
+    "shared_memory_per_multiprocessor": 233472, "gcnArchName": "", "is_integrated": 0, "is_multi_gpu_board": 0,
+}  # fmt: skip
+_DEVICES = 8
+
+
+class _Dispatch(TorchDispatchMode):
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.world = world
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.world.dispatch(func, args, kwargs or {})
+
+
+class _Functions(TorchFunctionMode):
+    """Gives "cuda" its index (torch asks a real guard for it), and stands in for what needs a real driver."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.world = world
+        self.special: dict[Any, Callable[..., Any]] = {
+            Tensor.to: self.to,
+            Tensor.cuda: self.cuda,
+            Tensor.pin_memory: self.pin_memory,
+            Tensor.is_pinned: self.is_pinned,
+            Tensor.data.__set__: self.set_data,  # type: ignore[attr-defined]
+            Tensor.type: self.type,
+            torch.manual_seed: self.seed,
+            torch.random.manual_seed: self.seed,
+            torch.seed: self.seed,
+            torch.set_rng_state: self.rng_state,
+            torch.get_rng_state: self.rng_state,
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": self.device(kwargs["device"])}
+        special = self.special.get(func)
+        return func(*args, **kwargs) if special is None else special(func, args, kwargs)
+
+    def device(self, value: Any) -> Any:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return torch.device("cuda", value)
+        if isinstance(value, str) and value.startswith("cuda"):
+            value = torch.device(value)
+        if isinstance(value, torch.device) and value.type == "cuda" and value.index is None:
+            return torch.device("cuda", self.world.device_index)
+        return value
+
+    def to(self, func: Any, args: Any, kwargs: Any) -> Any:
+        args = tuple(self.device(a) if isinstance(a, str | torch.device) else a for a in args)
+        return func(*args, **kwargs)
+
+    def cuda(self, func: Any, args: Any, kwargs: Any) -> Any:
+        device = args[1] if len(args) > 1 else kwargs.get("device")
+        non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+        return args[0].to(self.device("cuda" if device is None else device), non_blocking=non_blocking)
+
+    def pin_memory(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self.world.is_pinned(args[0]):
+            return args[0]
+        return self.world.pin(args[0].clone())
+
+    def is_pinned(self, func: Any, args: Any, kwargs: Any) -> bool:
+        return not isinstance(args[0], DeviceTensor) and self.world.is_pinned(args[0])
+
+    def set_data(self, func: Any, args: Any, kwargs: Any) -> Any:
+        target, value = args
+        if isinstance(value, DeviceTensor) and not isinstance(target, DeviceTensor):
+            made = value.detach().requires_grad_(target.requires_grad)
+            made.__dict__.update(target.__dict__)
+            if isinstance(target, torch.nn.Parameter):
+                made._is_param = True  # type: ignore[attr-defined]
+            return torch.utils.swap_tensors(target, made)
+        return func(*args, **kwargs)
+
+    def type(self, func: Any, args: Any, kwargs: Any) -> Any:
+        wanted = args[1] if len(args) > 1 else kwargs.get("dtype")
+        if isinstance(wanted, str) and wanted.startswith("torch.cuda."):
+            dtype = getattr(torch, wanted.rsplit(".", 1)[1].removesuffix("Tensor").lower())
+            return args[0].to(self.device("cuda"), dtype)
+        return func(*args, **kwargs)
+
+    def seed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.world.see("CG302", "the random seed is set inside the step", hazards.NOT_PERMITTED)
+        return func(*args, **kwargs)
+
+    def rng_state(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return func(*args, **kwargs)
+
+
+def _stand_ins(world: World) -> dict[str, Any]:
+    made = streams.make(world)
+    world.streams_main = made.pop("main")  # type: ignore[attr-defined]
+
+    def synchronize(device: Any = None) -> None:
+        world.see("CG106", "the host waits for the device inside the step", hazards.NOT_PERMITTED)
+
+    def capturing() -> bool:
+        if world.phase != "step":
+            return False
+        chain = world.chain()
+        if chain and world.roots.owns(chain[0][0]):
+            world.asked_capturing.append(chain)
+        return world.step == world.captured_step
+
+    def random_state(*_: Any, **__: Any) -> Tensor:
+        world.see("CG302", "the generator's state is read inside the step", hazards.NOT_PERMITTED)
+        with world.off():
+            return torch.get_rng_state()
+
+    def set_random_state(state: Tensor, *_: Any, **__: Any) -> None:
+        world.see("CG302", "the generator's state is set inside the step", hazards.NOT_PERMITTED)
+        with world.off():
+            torch.set_rng_state(state)
+
+    def seed(value: int = 0, *_: Any) -> None:
+        world.see("CG302", "the random seed is set inside the step", hazards.NOT_PERMITTED)
+        with world.off():
+            torch.default_generator.manual_seed(int(value))
+
+    def set_device(device: Any) -> None:
+        world.device_index = streams._index(device, world)
+
+    class device_context:
+        def __init__(self, device: Any) -> None:
+            self.index = streams._index(device, world)
+
+        def __enter__(self) -> None:
+            self.before, world.device_index = world.device_index, self.index
+
+        def __exit__(self, *_: object) -> None:
+            world.device_index = self.before
+
+    properties = SimpleNamespace(**_H200)
+    return made | {
+        "_lazy_init": lambda: None,
+        "init": lambda: None,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "device_count": lambda: _DEVICES,
+        "current_device": lambda: world.device_index,
+        "set_device": set_device,
+        "device": device_context,
+        "synchronize": synchronize,
+        "is_current_stream_capturing": capturing,
+        "get_device_properties": lambda device=None: properties,
+        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_name": lambda device=None: properties.name,
+        "mem_get_info": lambda device=None: (140_000_000_000, 150_000_000_000),
+        "memory_allocated": lambda device=None: 0,
+        "max_memory_allocated": lambda device=None: 0,
+        "memory_reserved": lambda device=None: 0,
+        "reset_peak_memory_stats": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "manual_seed": seed,
+        "manual_seed_all": seed,
+        "get_rng_state": random_state,
+        "set_rng_state": set_random_state,
+        "can_device_access_peer": lambda a, b: True,
+    }
+
+
+@contextmanager
+def machine(world: World) -> Iterator[None]:
+    """Inside this context torch believes that it has a GPU, and everything that it does with it goes to `world`."""
+    with ExitStack() as stack:
+        stack.enter_context(device_guard())
+        stand_ins = _stand_ins(world)
+        for name, value in stand_ins.items():
+            if hasattr(torch.cuda, name):
+                stack.enter_context(_swapped(torch.cuda, name, value))
+        for name in ("synchronize", "current_stream", "set_stream"):
+            if hasattr(torch, "accelerator") and hasattr(torch.accelerator, name):
+                stack.enter_context(_swapped(torch.accelerator, name, stand_ins[name]))
+        if hasattr(torch.cuda, "graphs"):
+            capturing = stand_ins["is_current_stream_capturing"]
+            stack.enter_context(_swapped(torch.cuda.graphs, "is_current_stream_capturing", capturing))
+        stack.enter_context(_swapped(torch, "Generator", _generator_class(world)))
+        stack.enter_context(_swapped(torch, "compile", _compile(world, torch.compile)))
+        stack.enter_context(_swapped(builtins, "print", _print(world, builtins.print)))
+        stack.enter_context(_triton(world))
+        stack.enter_context(_only_lift_cpu_tensors())
+        stack.enter_context(_Functions(world))
+        stack.enter_context(_Dispatch(world))
+        yield
+
+
+@contextmanager
+def _swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
+def _only_lift_cpu_tensors() -> Iterator[None]:
+    """`torch.tensor(..., device="cuda")` makes its values on the CPU and then copies them, where we can see it."""
+    before = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)
+    try:
+        yield
+    finally:
+        torch._C._set_only_lift_cpu_tensors(before)
+
+
+def _generator_class(world: World) -> type:
+    class Generator(torch.Generator):
+        """A generator of the simulated device is one of the CPU, known to the world by its identity."""
+
+        def __new__(cls, device: Any = "cpu") -> Any:
+            made = super().__new__(cls, "cpu")
+            if torch.device(device).type == "cuda":
+                world.generators[id(made)] = made
+            return made
+
+        def manual_seed(self, seed: int) -> Any:
+            if id(self) in world.generators:
+                world.see("CG302", "a generator is seeded inside the step", hazards.NOT_PERMITTED)
+            return super().manual_seed(seed)
+
+    return Generator
+
+
+def _compile(world: World, real: Any) -> Any:
+    def compile(*args: Any, **kwargs: Any) -> Any:
+        world.see("CG307", "torch.compile is called inside the step", hazards.NOT_PERMITTED)
+        if world.phase == "build" or world.phase == "step":
+            model = args[0] if args else None
+            return model if model is not None else (lambda f: f)
+        return real(*args, **kwargs)
+
+    return compile
+
+
+def _print(world: World, real: Any) -> Any:
+    def print(*args: Any, **kwargs: Any) -> None:
+        chain = world.chain()
+        if chain and not any(isinstance(a, DeviceTensor) for a in args) and world.roots.owns(chain[0][0]):
+            world.see(
+                "CG210", "print runs in Python, which a replay does not", SILENT, chain=chain, severity=Severity.WARNING
+            )
+        real(*args, **kwargs)
+
+    return print
+
+
+@contextmanager
+def _triton(world: World) -> Iterator[None]:
+    """Triton launches are seen, compared over the steps and reported as unverified; the kernel itself does not run."""
+    jit = sys.modules.get("triton.runtime.jit")
+    classes = [getattr(jit, "JITFunction", None)]
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    classes.append(getattr(interpreter, "InterpretedFunction", None))
+    with ExitStack() as stack:
+        for cls in classes:
+            if cls is not None and hasattr(cls, "run"):
+                stack.enter_context(_swapped(cls, "run", _launch(world)))
+        yield
+
+
+def _launch(world: World) -> Any:
+    def run(self: Any, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any) -> None:
+        world.launch(self, args, kwargs, grid)
+
+    return run

@@ -1,0 +1,146 @@
+"""A tensor on a device that does not exist: it says "cuda:0", its values live on the CPU.
+
+`DeviceTensor` is a wrapper: torch's C++ code sees a CUDA tensor and takes exactly the path that it would take on a GPU
+(an assignment `x[0] = 5` becomes the same copy from a CPU scalar), and every op ends in `World.dispatch`, which runs it
+on `inner`. Views share `inner`'s storage, so aliasing is right by construction.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+if TYPE_CHECKING:
+    from onegraph.check.simulate.world import World
+
+
+class StorageRecord:
+    """A storage of the virtual device. It lives exactly as long as some tensor of the user refers to the storage.
+
+    Args:
+        number: its name in a report; never used again.
+        born: step in which it was made; -1 while building.
+        phase: "build", "inputs" or "step": who made it.
+    """
+
+    __slots__ = ("__weakref__", "born", "nbytes", "number", "phase", "place")
+
+    def __init__(self, number: int, nbytes: int, born: int, phase: str, place: Any) -> None:
+        self.number, self.nbytes, self.born, self.phase, self.place = number, nbytes, born, phase, place
+
+
+class DeviceTensor(Tensor):
+    """See the module. `inner`: the values, a plain CPU tensor; `record`: its storage's record."""
+
+    inner: Tensor
+    record: StorageRecord
+    world: "World"
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, inner: Tensor, world: "World", index: int) -> "DeviceTensor":
+        made = Tensor._make_wrapper_subclass(
+            cls,
+            inner.shape,
+            strides=inner.stride() if inner.layout is torch.strided else None,
+            storage_offset=inner.storage_offset() if inner.layout is torch.strided else None,
+            dtype=inner.dtype,
+            layout=inner.layout,
+            device=DEVICES[index],
+            requires_grad=False,
+        )
+        made.inner, made.world = inner, world
+        made.record = world.record_of(inner)
+        return made
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        world = next(leaf for leaf in _leaves((args, kwargs or {})) if isinstance(leaf, DeviceTensor)).world
+        return world.dispatch(func, args, kwargs or {})
+
+    def tolist(self) -> Any:
+        self.world.host_read("tolist", ".tolist() copies a device tensor to the host", self)
+        return self.inner.tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        self.world.host_read("numpy", ".numpy() reads a device tensor on the host", self)
+        return self.inner.detach().numpy().copy()
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        self.world.host_read("numpy", "a device tensor is turned into a numpy array", self)
+        return self.inner.detach().numpy().astype(dtype) if dtype else self.inner.detach().numpy().copy()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        self.world.host_read("repr", "printing a device tensor copies it to the host", self)
+        with torch._C.DisableTorchFunction(), self.world.off():
+            text = repr(self.inner.detach())
+        return f"{text[:-1]}, device='{self.device}')"
+
+    def data_ptr(self) -> int:
+        self.world.pointer_escapes()
+        return self.inner.data_ptr()
+
+    def untyped_storage(self) -> Any:
+        return self.inner.untyped_storage()
+
+    def is_pinned(self, device: Any = None) -> bool:
+        return False
+
+    def record_stream(self, stream: Any) -> None:
+        """Tells the allocator about a second stream; nothing to simulate."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        with torch.no_grad():
+            made = self.clone().requires_grad_(self.requires_grad)
+        if getattr(self, "_is_param", False):
+            made._is_param = True  # type: ignore[attr-defined]
+        memo[id(self)] = made
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a tensor of the simulated device cannot be pickled; build it inside the factory instead")
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, DeviceTensor):
+            raise RuntimeError(f"data: got a tensor on {value.device}, allowed one on {self.device} in the simulation")
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self.inner, self.record = value.inner, value.record
+
+
+DEVICES = [torch.device("cuda", i) for i in range(8)]
+
+
+def storage_of(inner: Tensor) -> int:
+    """Address of the StorageImpl: the identity of a storage while it lives."""
+    return inner.untyped_storage()._cdata
+
+
+def weak(inner: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(inner.untyped_storage())
+
+
+def flat_bytes(inner: Tensor) -> Tensor:
+    """The whole storage as uint8 [bytes], sharing memory."""
+    return torch.empty(0, dtype=torch.uint8).set_(inner.untyped_storage())  # type: ignore[call-overload]
+
+
+def _leaves(tree: Any) -> Any:
+    if isinstance(tree, list | tuple):
+        for item in tree:
+            yield from _leaves(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from _leaves(item)
+    else:
+        yield tree

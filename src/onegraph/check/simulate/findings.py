@@ -1,0 +1,193 @@
+"""From what was seen while running to findings at the user's lines: one per code and place."""
+
+from collections.abc import Callable, Iterable
+from types import CodeType
+from typing import Any
+
+from onegraph.check.report import SILENT, Event, Finding, Origin, Report, Severity, StorageInfo, ordered
+from onegraph.check.simulate import frames
+from onegraph.check.simulate.compare import traced
+from onegraph.check.simulate.hazards import FIX
+from onegraph.check.simulate.replay import Verdict
+from onegraph.check.simulate.state import assignment_of
+from onegraph.check.simulate.world import Sighting, Step, World
+
+_RANK = {Severity.NOTE: 0, Severity.WARNING: 1, Severity.UNVERIFIED: 2, Severity.ERROR: 3}
+_ALWAYS = {"CG401", "CG210"}
+_MOST_VALUES = 6
+
+
+class Findings:
+    """Collects findings; `report` gives them in reading order with the timeline of the captured step."""
+
+    def __init__(self, world: World, roots: frames.Roots, steps: dict[int, Step], names: dict[int, str]) -> None:
+        self.world, self.roots, self.steps, self.names = world, roots, steps, names
+        self.found: dict[tuple[str, str, int], Finding] = {}
+
+    def of_running(self, sightings: Iterable[Sighting]) -> None:
+        """Hazards of single ops. What only the warm-up does is what warm-ups are for; what only later, uncaptured steps
+        do counts unless the step looked whether it is being captured."""
+        captured = self.world.captured_step
+        for sighting in sightings:
+            if sighting.step < captured:
+                continue
+            if sighting.step > captured and self.world.asked_capturing and sighting.code not in _ALWAYS:
+                continue
+            self._add(sighting, self.locate(sighting.chain))
+
+    def of_comparison(self, sightings: Iterable[Sighting]) -> None:
+        groups: dict[tuple[str, frames.Chain], list[Sighting]] = {}
+        for sighting in sightings:
+            groups.setdefault((sighting.code, sighting.chain), []).append(sighting)
+        for (code, chain), group in groups.items():
+            place = self.locate(chain)
+            known = self.found.get((code, place.path, place.line)) if place else None
+            values = tuple(dict.fromkeys(v for s in group for v in s.values))
+            numbers = {s.step: s.note[1] for s in group if s.note}
+            if group[0].note:
+                numbers[self.world.captured_step] = group[0].note[0]
+            origin = traced(numbers, self.steps, self.locate)
+            if known is not None and code in ("CG102", "CG103"):
+                self._replace(
+                    known, values=values[:_MOST_VALUES], message=f"{known.message}; its contents change{origin}"
+                )
+                continue
+            worst = max(group, key=lambda s: _RANK[s.severity])
+            worst.values, worst.message = values[:_MOST_VALUES], worst.message + origin
+            self._add(worst, place)
+
+    def of_branches(self, branches: Iterable[tuple[frames.Place, Sighting]]) -> None:
+        asked = [c for c in self.world.asked_capturing]
+        for place, sighting in branches:
+            if asked:
+                sighting.code, sighting.message = "CG211", "the step takes another path while it is captured"
+                self._add(sighting, self.locate(asked[0]))
+                continue
+            if any(key[1:] == (place.path, place.line) and key[0] in ("CG108", "CG101") for key in self.found):
+                continue  # the host read is the cause and is named already
+            self._add(sighting, place)
+
+    def of_state(self, changed: dict[int, dict[str, tuple[Any, Any]]], codes: list[CodeType]) -> None:
+        """Python state that a step changed in every step that was looked at after the warm-up."""
+        later = {i: c for i, c in changed.items() if i > self.world.captured_step}
+        names = dict.fromkeys(name for c in later.values() for name in c)
+        for name in names:
+            place = assignment_of(name, codes)
+            if place is None:
+                continue
+            values = tuple(
+                f"step {i}: {_show(c[name][0])} -> {_show(c[name][1])}" for i, c in changed.items() if name in c
+            )
+            mode = name.endswith(".training") or "_hooks" in name
+            code = "CG311" if mode else "CG210"
+            what = "the mode or hooks of a module change" if mode else "Python state changes"
+            sighting = Sighting(
+                0, code, Severity.WARNING, (), f"{what} in the step ({name.removesuffix(' (length)')}), which a replay does not do",
+                SILENT, values[:_MOST_VALUES],
+            )  # fmt: skip
+            self._add(sighting, place)
+
+    def of_referee(self, verdicts: dict[int, Verdict], step: Callable[..., Any]) -> None:
+        """A replay that differs although nothing above explains it."""
+        stale = [v for v in verdicts.values() if v.stale]
+        if not stale or any(f.severity is Severity.ERROR for f in self.found.values()):
+            return
+        suspects = [f for f in self.found.values() if f.silent and f.code != "CG210"]
+        if suspects:
+            for finding in suspects:
+                self._replace(finding, severity=Severity.ERROR)
+            return
+        values = tuple(
+            f"step {v.step}: {v.failed or ', '.join(f'output {i}' for i in v.outputs) or 'state'} differs"
+            for v in stale
+        )
+        code = getattr(step, "__code__", None) or getattr(getattr(step, "__func__", None), "__code__", None)
+        code = code or getattr(getattr(type(step), "forward", None), "__code__", None)
+        place = frames.place(code, 0) if code else frames.Place("<step>", 1, 1, "")
+        if code:
+            place = place._replace(
+                line=code.co_firstlineno, source=frames.linecache.getline(place.path, code.co_firstlineno)
+            )
+        sighting = Sighting(
+            stale[0].step, "CG212", Severity.ERROR, (), "a replay gives another result than eager; no op explains it",
+            SILENT, values[:_MOST_VALUES],
+        )  # fmt: skip
+        self._add(sighting, place)
+
+    def locate(self, chain: frames.Chain) -> frames.Place | None:
+        where = self.roots.where(chain)
+        return frames.place(*where) if where else None
+
+    def _add(self, sighting: Sighting, place: frames.Place | None) -> None:
+        if place is None:
+            return
+        key = (sighting.code, place.path, place.line)
+        known = self.found.get(key)
+        if known is not None:
+            worse = _RANK[sighting.severity] > _RANK[known.severity]
+            self._replace(
+                known,
+                count=known.count + 1,
+                severity=sighting.severity if worse else known.severity,
+                values=tuple(dict.fromkeys(known.values + sighting.values))[:_MOST_VALUES],
+            )
+            return
+        self.found[key] = Finding(
+            code=sighting.code,
+            severity=sighting.severity,
+            origin=Origin.SIMULATE,
+            path=place.path,
+            line=place.line,
+            column=place.column,
+            source=place.source,
+            message=sighting.message,
+            happens=sighting.happens,
+            values=sighting.values,
+            calls=frames.frames(sighting.chain, self.roots) if sighting.chain else (),
+            fix=FIX.get(sighting.code, ""),
+        )
+
+    def _replace(self, finding: Finding, **fields: Any) -> None:
+        from dataclasses import replace
+
+        self.found[(finding.code, finding.path, finding.line)] = replace(finding, **fields)
+
+    def report(self, target: str, steps: int) -> Report:
+        captured = self.steps[self.world.captured_step]
+        timeline = []
+        seen: dict[int, StorageInfo] = {}
+        by_place: dict[tuple[str, int], list[str]] = {}
+        for code, path, line in self.found:
+            by_place.setdefault((path, line), []).append(code)
+        for index, op in enumerate(captured.ops):
+            place = self.locate(op.chain) or frames.Place("", 0, 0, "")
+            kind = "sync" if op.name == "aten._local_scalar_dense.default" else op.kind
+            timeline.append(
+                Event(
+                    index=index, name=op.name, kind=kind, path=place.path, line=place.line, module=_module(op.chain),
+                    reads=op.reads, writes=op.writes, allocates=op.allocates, bytes=op.bytes,
+                    codes=tuple(dict.fromkeys((*op.codes, *by_place.get((place.path, place.line), ())))),
+                )
+            )  # fmt: skip
+            for number in (*op.reads, *op.writes, *op.allocates):
+                kind = "input" if number in captured.inputs else "external" if number in op.externals else "graph"
+                if number not in seen:
+                    seen[number] = StorageInfo(number=number, kind=kind, bytes=0, name=self.names.get(number, ""))
+        return Report(
+            target=target,
+            findings=ordered(self.found.values()),
+            origins=(Origin.SIMULATE,),
+            steps=steps,
+            timeline=tuple(timeline),
+            storages=tuple(seen[n] for n in sorted(seen)),
+        )
+
+
+def _module(chain: frames.Chain) -> str:
+    """Name of the innermost `forward`'s class, for grouping."""
+    return next((code.co_qualname.rsplit(".", 1)[0] for code, _ in chain if code.co_name == "forward"), "")
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."

@@ -1,0 +1,218 @@
+"""Where in the user's code something happened: call chains, lines, columns, and the branch that two paths parted at."""
+
+import ast
+import dis
+import functools
+import linecache
+import os
+import sys
+import sysconfig
+from types import CodeType, FrameType
+from typing import NamedTuple
+
+from onegraph.check.report import Frame
+
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_STDLIB = os.path.realpath(sysconfig.get_paths()["stdlib"])
+_SITE = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep)
+
+Chain = tuple[tuple[CodeType, int], ...]
+"""Frames of torch left out, innermost first: (code object, index of the instruction)."""
+
+
+class Place(NamedTuple):
+    path: str
+    line: int
+    column: int
+    source: str
+
+
+@functools.cache
+def _skipped(filename: str) -> bool:
+    """Frames that no one wants to see: torch, this package, the import machinery."""
+    return (
+        (f"{os.sep}torch{os.sep}" in filename
+        and any(site in filename for site in _SITE))
+        or filename.startswith(_HERE)
+        or filename.startswith("<frozen")
+        or filename.startswith(("<string>", "<eval_with_key>"))
+    )
+
+
+@functools.cache
+def package_of(filename: str) -> str | None:
+    """The installed package that a file belongs to ("" for the standard library), None for the user's own code."""
+    for site in _SITE:
+        if site in filename:
+            return filename.rsplit(site, 1)[1].split(os.sep)[0]
+    real = os.path.realpath(filename)
+    return "" if real.startswith(_STDLIB + os.sep) else None
+
+
+_SKIP: dict[CodeType, bool] = {}
+
+
+def chain(stop: CodeType, depth: int = 1) -> Chain:
+    """The calls between here and the frame whose code is `stop`, which is left out; empty outside of it."""
+    frame: FrameType | None = sys._getframe(depth)
+    found = []
+    while frame is not None:
+        code = frame.f_code
+        if code is stop:
+            return tuple(found)
+        skip = _SKIP.get(code)
+        if skip is None:
+            skip = _SKIP[code] = _skipped(code.co_filename)
+        if not skip:
+            found.append((code, frame.f_lasti))
+        frame = frame.f_back
+    return ()
+
+
+@functools.lru_cache(maxsize=65536)
+def place(code: CodeType, lasti: int) -> Place:
+    """File, line, column (from 1) and text of the instruction `lasti` of `code`."""
+    line, column = code.co_firstlineno, 1
+    for index, (start, _, first, _) in enumerate(code.co_positions()):
+        if index * 2 == lasti:
+            line, column = start or line, (first or 0) + 1
+            break
+    return Place(code.co_filename, line, column, linecache.getline(code.co_filename, line).rstrip("\n"))
+
+
+@functools.lru_cache(maxsize=65536)
+def opname(code: CodeType, lasti: int) -> str:
+    """Name of the bytecode instruction that was running: tells `if t:` from `bool(t)` and `x[i]` from `f(i)`."""
+    for instruction in dis.get_instructions(code):
+        if instruction.offset == lasti:
+            return instruction.opname
+    return ""
+
+
+class Roots:
+    """Which frames are the user's: everything outside the installed packages, and the packages of the step's modules."""
+
+    def __init__(self) -> None:
+        self.packages: set[str] = set()
+
+    def add(self, cls: type) -> None:
+        module = sys.modules.get(cls.__module__)
+        path = getattr(module, "__file__", None)
+        package = package_of(path) if path else None
+        if package and package != "torch":
+            self.packages.add(package)
+
+    def owns(self, code: CodeType) -> bool:
+        package = package_of(code.co_filename)
+        return package is None or package in self.packages
+
+    def where(self, calls: Chain) -> tuple[CodeType, int] | None:
+        """The innermost frame of the user; the innermost frame of all where none is."""
+        return next((c for c in calls if self.owns(c[0])), calls[0] if calls else None)
+
+
+def frames(calls: Chain, roots: Roots) -> tuple[Frame, ...]:
+    """The chain from `step` down to the user's innermost line, as a report shows it."""
+    start = next((i for i, c in enumerate(calls) if roots.owns(c[0])), 0)
+    shown = []
+    for code, lasti in reversed(calls[start:]):
+        at = place(code, lasti)
+        shown.append(Frame(path=at.path, line=at.line, function=code.co_qualname, source=at.source.strip()))
+    return tuple(shown)
+
+
+@functools.lru_cache(maxsize=512)
+def tree(path: str) -> ast.Module | None:
+    try:
+        return ast.parse("".join(linecache.getlines(path)))
+    except (SyntaxError, ValueError):
+        return None
+
+
+def parted(common: Chain | None, ours: Chain | None, theirs: Chain | None) -> Place | None:
+    """The branch or loop header at which two runs parted.
+
+    Args:
+        common: chain of the last op that both runs did; None at the start of the step.
+        ours, theirs: chains of the next op of each run; None where a run had ended.
+    """
+    if ours is None:
+        ours, theirs = theirs, ours
+    if ours is None:
+        return None
+    mine = ours[::-1]
+    level = 0
+    if theirs is not None:
+        other = theirs[::-1]
+        while level < min(len(mine), len(other)) - 1 and mine[level] == other[level]:
+            level += 1
+        if mine[level][0] is not other[level][0] and level:
+            level -= 1  # different callees of one line: the caller chose
+    elif common is not None:
+        last = common[::-1]
+        while level < min(len(mine), len(last)) - 1 and mine[level] == last[level]:
+            level += 1
+        if mine[level][0] is not last[level][0] and level:
+            level -= 1
+    for depth in range(level, -1, -1):
+        code, lasti = mine[depth]
+        at = place(code, lasti)
+        end = None
+        if theirs is not None and depth < len(theirs) and theirs[::-1][depth][0] is code:
+            end = place(*theirs[::-1][depth]).line
+        before = None
+        if common is not None and depth < len(common) and common[::-1][depth][0] is code:
+            before = place(*common[::-1][depth]).line
+        found = _header(at.path, code, at.line, end, before)
+        if found is not None:
+            line, column = found
+            return Place(at.path, line, column, linecache.getline(at.path, line).rstrip("\n"))
+    return place(*mine[level])
+
+
+_BRANCHES = (ast.If, ast.For, ast.While, ast.IfExp, ast.Match, ast.Try, ast.AsyncFor)
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
+
+
+def _header(path: str, code: CodeType, line: int, other: int | None, before: int | None) -> tuple[int, int] | None:
+    """Header of the innermost compound statement that holds `line` but not `other` in the same arm."""
+    module = tree(path)
+    if module is None:
+        return None
+    best: tuple[int, int] | None = None
+    for node in ast.walk(module):
+        if isinstance(node, _COMPREHENSIONS) and node.lineno <= line <= (node.end_lineno or 0) and best is None:
+            best = (node.lineno, node.col_offset + 1)
+        if not isinstance(node, _BRANCHES) or node.lineno < code.co_firstlineno:
+            continue
+        first, last = node.lineno, node.end_lineno or node.lineno
+        if not first <= line <= last:
+            continue
+        if isinstance(node, ast.IfExp):
+            if other is None or other == line:
+                best = (node.lineno, node.col_offset + 1)
+            continue
+        if other is not None and _arm(node, line) == _arm(node, other) and not isinstance(node, ast.For | ast.While):
+            continue
+        if other is not None and other != line and _arm(node, line) == _arm(node, other):
+            continue  # both inside one loop body: something deeper parted them
+        if _arm(node, line) is not None:
+            best = max(best or (0, 0), (node.lineno, node.col_offset + 1))
+    if best is None and before is not None:  # an early return between the last common op and this line
+        for node in ast.walk(module):
+            leaves = isinstance(node, ast.If) and any(
+                isinstance(n, ast.Return | ast.Continue | ast.Break | ast.Raise) for n in ast.walk(node)
+            )
+            if leaves and before <= node.lineno < line and node.lineno >= code.co_firstlineno:
+                best = (node.lineno, node.col_offset + 1)
+    return best
+
+
+def _arm(node: ast.AST, line: int) -> int | None:
+    """Which arm of a compound statement a line is in: 0 body, 1 else, 2... handlers; None for the header or outside."""
+    arms = [getattr(node, "body", []), getattr(node, "orelse", [])]
+    arms += [h.body for h in getattr(node, "handlers", [])] + [c.body for c in getattr(node, "cases", [])]
+    for index, body in enumerate(arms):
+        if isinstance(body, list) and body and body[0].lineno <= line <= (body[-1].end_lineno or body[-1].lineno):
+            return index
+    return None

@@ -1,0 +1,140 @@
+"""What a single op, looked at by itself, would do to a capture. One place for the texts that CUDA and torch give."""
+
+import functools
+import json
+from importlib import resources
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+NOT_PERMITTED = "CUDA error: operation not permitted when stream is capturing"
+PAGEABLE = (
+    "RuntimeError: Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned"
+)
+
+FIX = {
+    "CG101": "keep the value on the device: masked or indexed device work instead of a host number",
+    "CG102": "make the tensor once at load as a buffer, or hand it to the step as an input",
+    "CG103": "index with a device tensor made at load, or use a slice; assign with fill_ or a device value",
+    "CG104": "use a form of fixed shape: torch.where, masked_fill, one_hot(...).sum(0), a padded top-k",
+    "CG105": "use an op that does not read its result on the host, or its unchecked form (e.g. *_ex)",
+    "CG106": "synchronize outside of the step",
+    "CG107": "query events, and allocate pinned memory, outside of the step",
+    "CG108": "compute both sides and choose with torch.where",
+    "CG201": "decide on the device, or capture one graph per case and choose outside of the step",
+    "CG202": "keep the number in a device tensor that the caller fills before each replay",
+    "CG203": "keep the operand on the device and update it with copy_ before each replay",
+    "CG204": "hand the contents to the step as an input, so that the caller copies them before each replay",
+    "CG205": "allocate once and update in place with copy_",
+    "CG206": "keep a reference to the tensor for as long as the graph lives",
+    "CG207": "keep the pinned buffer alive and untouched until the copy has run, or copy outside of the step",
+    "CG208": "allocate at the final shape and mask what is not used yet",
+    "CG209": "clone the output before the next replay",
+    "CG210": "do it outside of the step: Python does not run on replay",
+    "CG211": "take one path, captured or not",
+    "CG212": "look for state outside of torch: numpy arrays, C libraries, caches",
+    "CG301": "use the default generator, or register it with graph.register_generator_state before capture",
+    "CG302": "seed outside of the step, or use a counter-based generator with a device seed",
+    "CG303": "launch on the capturing stream and device; pass stream= of that device to torch.cuda.graph",
+    "CG304": "stay on the current stream",
+    "CG305": "join: current_stream().wait_stream(side) before the step returns",
+    "CG307": "compile, tune and create handles in a warm-up step",
+    "CG310": "warm the communicator up before capture, and capture on every rank in the same order",
+    "CG311": "set the mode once, before capture",
+    "CG401": "declare it with onegraph.check.declare(op) once you know that it is safe, or check with --live",
+}
+
+
+class Hazard(NamedTuple):
+    code: str
+    message: str
+    happens: str
+
+
+_INDEX = {"aten::index", "aten::_unsafe_index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+_COPIES = {"aten::copy_", "aten::_to_copy", "aten::copy"}
+_METADATA = {"aten::is_same_size", "aten::is_pinned", "aten::_has_compatible_shallow_copy_type", "prim::device"}
+_NAMED_SHAPES = {
+    "aten::nonzero": "nonzero (also one-argument where and argwhere)",
+    "aten::masked_select": "masked_select",
+    "aten::repeat_interleave": "repeat_interleave without output_size",
+    "aten::bincount": "bincount",
+}
+
+
+@functools.lru_cache(maxsize=1)
+def table() -> dict[str, dict[str, Any]]:
+    """What each aten overload did on a GPU: see benchmarks/check_sync_table.py."""
+    file = resources.files("onegraph.check") / "data" / "sync_ops.json"
+    return dict(json.loads(file.read_text())["ops"]) if file.is_file() else {}
+
+
+@functools.cache
+def _tags(func: Any) -> tuple[bool, bool]:
+    tags = getattr(func, "tags", ())
+    return torch.Tag.dynamic_output_shape in tags, torch.Tag.data_dependent_output in tags
+
+
+def of_op(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], hosts: list[Tensor]) -> Hazard | None:
+    """The hazard of an op on device tensors; copies between host and device are judged by `of_copy`.
+
+    `args`: the op's arguments as plain CPU tensors; `hosts`: those that are on the host for the user too.
+    """
+    if name in _COPIES or name in _METADATA:
+        return None
+    if name in _INDEX:
+        return _index(name, args, hosts)
+    dynamic, dependent = _tags(func)
+    if name == "aten::repeat_interleave" and kwargs.get("output_size") is not None:
+        dynamic = False
+    if dynamic or name == "aten::bincount":
+        what = _NAMED_SHAPES.get(name, name.split("::")[1])
+        return Hazard("CG104", f"{what}: the shape of the result depends on device values", NOT_PERMITTED)
+    if name == "aten::_local_scalar_dense":
+        return Hazard("CG101", "a device value is read on the host", NOT_PERMITTED)
+    if dependent:
+        return Hazard("CG101", f"{name.split('::')[1]} gives a host value computed from device data", NOT_PERMITTED)
+    row = table().get(str(func).removesuffix(".default")) or table().get(str(func))
+    if row and row.get("sync"):
+        happens = row.get("error") or NOT_PERMITTED
+        return Hazard("CG105", f"{name.split('::')[1]} waits for the device inside its host code", happens)
+    return None
+
+
+def _index(name: str, args: tuple[Any, ...], hosts: list[Tensor]) -> Hazard | None:
+    indices = [i for i in args[1] if i is not None]
+    host = any(any(i is h for h in hosts) for i in indices)
+    put = "put" in name
+    masks = [i for i in indices if i.dtype in (torch.bool, torch.uint8)]
+    if host:
+        return Hazard("CG103", "a device tensor is indexed by a host tensor or list, which is copied over", PAGEABLE)
+    if masks:
+        value = args[2] if put and len(args) > 2 else None
+        accumulate = bool(args[3]) if len(args) > 3 else False
+        filled = value is not None and value.numel() == 1 and len(indices) == len(masks) == 1 and not accumulate
+        if filled:
+            return None  # torch turns it into masked_fill_, which has a fixed shape
+        return Hazard(
+            "CG104", "indexing by a boolean mask: the number of elements depends on device values", NOT_PERMITTED
+        )
+    if put and len(args) > 2 and any(args[2] is h for h in hosts):
+        return Hazard("CG103", "a host scalar is assigned through an index tensor, which copies it over", PAGEABLE)
+    return None
+
+
+def of_copy(*, to_device: bool, pinned: bool, non_blocking: bool, opname: str) -> Hazard | None:
+    """A copy between host and device. `opname`: the user's bytecode, which tells `x[0] = 1` from `torch.tensor(...)`."""
+    if pinned and non_blocking:
+        return None
+    if to_device:
+        if "SUBSCR" in opname or "SLICE" in opname:
+            return Hazard(
+                "CG103", "a Python value is indexed with or assigned by index, which copies it over", PAGEABLE
+            )
+        if pinned:
+            return Hazard("CG102", "a blocking copy from pinned memory waits for the stream", NOT_PERMITTED)
+        return Hazard("CG102", "host data is copied to the device from pageable memory", PAGEABLE)
+    if pinned:
+        return Hazard("CG101", "a blocking copy to the host waits for the stream", NOT_PERMITTED)
+    return Hazard("CG101", "a device tensor is copied to the host", PAGEABLE)

@@ -1,0 +1,216 @@
+"""Simulated replay, the referee: the captured step's ops again, with frozen arguments, against eager on new inputs."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from onegraph.check.simulate.device import flat_bytes, storage_of
+from onegraph.check.simulate.world import OpRecord, Step, World, same
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""Largest difference over largest value that two runs of the same op may show (one unit of rounding, threads)."""
+
+
+@dataclass(slots=True)
+class Verdict:
+    """How one replay compares. differing: positions of ops whose result is not eager's (of those that were kept)."""
+
+    step: int
+    worst: float = 0.0
+    outputs: tuple[int, ...] = ()
+    state: tuple[int, ...] = ()
+    differing: set[int] = field(default_factory=set)
+    equal_ops: set[int] = field(default_factory=set)
+    failed: str = ""
+
+    @property
+    def stale(self) -> bool:
+        return bool(self.outputs or self.state or self.failed)
+
+
+def replay(
+    world: World,
+    captured: Step,
+    eager: Step,
+    outputs: list[Tensor],
+    static_inputs: list[Tensor | None],
+    new_inputs: list[Tensor | None],
+    eager_outputs: list[Tensor],
+    dead: set[int],
+    rng_before: Tensor,
+) -> Verdict:
+    """Replay `captured` in the state that `eager` started from; everything is put back as eager left it.
+
+    Args:
+        outputs, eager_outputs: results of the captured and of the eager step, plain tensors.
+        static_inputs, new_inputs: input leaves of both steps; None where a leaf is not a tensor.
+        dead: storages that the captured ops read and that nobody owns any more.
+        rng_before: state of the CPU generator when the eager step began.
+    """
+    verdict = Verdict(step=eager.index)
+    after: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def keep(tensor: Tensor) -> None:
+        key = storage_of(tensor)
+        if key not in after:
+            whole = flat_bytes(tensor)
+            after[key] = (whole, whole.clone())
+
+    eager_values = [o.detach().clone() for o in eager_outputs]
+    rng_after = torch.get_rng_state()
+    for whole, before in eager.before.values():
+        keep(whole)
+    fresh_inputs = [None if t is None else _before(t, eager).clone() for t in new_inputs]
+    for whole, before in eager.before.values():
+        whole.copy_(before)
+    for static, fresh in zip(static_inputs, fresh_inputs, strict=False):
+        if static is not None and fresh is not None and static.shape == fresh.shape:
+            keep(static)
+            static.copy_(fresh)
+    made = {storage_of(o) for op in captured.ops for o, new in zip(op.outs, op.fresh, strict=False) if new}
+    for out in outputs:
+        if storage_of(out) in made:
+            _poison(out)
+    torch.set_rng_state(rng_before)
+    _poison_dead(world, captured, dead, keep)
+    for position, op in enumerate(captured.ops):
+        if op.captured and op.kind in ("op", "h2d"):
+            _protect(op, made, keep)
+            if not _again(op):
+                verdict.failed = verdict.failed or f"{op.name} gives another shape"
+        if position < len(eager.ops) and (kept := eager.ops[position].evidence) is not None and not eager.parted:
+            differs = not all(close(a, b)[0] for a, b in zip(op.outs, kept, strict=False))
+            (verdict.differing if differs else verdict.equal_ops).add(position)
+    if len(outputs) != len(eager_values):
+        verdict.failed = f"{len(outputs)} outputs were captured, eager gives {len(eager_values)}"
+    wrong = []
+    for index, (ours, theirs) in enumerate(zip(outputs, eager_values, strict=False)):
+        fine, error = close(ours, theirs)
+        verdict.worst = max(verdict.worst, error)
+        if not fine:
+            wrong.append(index)
+    verdict.outputs = tuple(wrong)
+    inputs = {storage_of(t) for t in [*static_inputs, *new_inputs] if t is not None}
+    touched = []
+    for key, (whole, value) in after.items():
+        if key not in inputs and not _equal_storage(world, captured, key, whole, value):
+            touched.append(key)
+    verdict.state = tuple(touched)
+    for whole, value in after.values():
+        whole.copy_(value)
+    torch.set_rng_state(rng_after)
+    return verdict
+
+
+def close(ours: Tensor, theirs: Tensor) -> tuple[bool, float]:
+    """(equal up to the noise of one rounding, largest difference over largest value). NaN equals NaN alone."""
+    if ours.shape != theirs.shape:
+        return False, float("inf")
+    if ours.dtype != theirs.dtype:
+        return False, float("inf")
+    if same(ours, theirs):
+        return True, 0.0
+    if not ours.is_floating_point():
+        return False, 1.0
+    a, b = ours.double(), theirs.double()
+    if not torch.equal(a.isnan(), b.isnan()):
+        return False, float("inf")
+    a, b = a.nan_to_num(), b.nan_to_num()
+    scale = max(float(b.abs().max()), 1e-30)
+    error = float((a - b).abs().max()) / scale
+    return error <= _TOLERANCE.get(ours.dtype, 0.1), error
+
+
+def _before(tensor: Tensor, step: Step) -> Tensor:
+    """An input as it was when the step began (a step may write its inputs)."""
+    kept = step.before.get(storage_of(tensor))
+    if kept is None:
+        return tensor
+    view = torch.empty(0, dtype=tensor.dtype).set_(kept[1].untyped_storage())  # type: ignore[call-overload]
+    return view.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _poison(tensor: Tensor) -> None:
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.fill_(float("nan"))
+    elif tensor.dtype is torch.bool:
+        tensor.logical_not_()
+    else:
+        tensor.fill_(torch.iinfo(tensor.dtype).max)
+
+
+def _poison_dead(world: World, captured: Step, dead: set[int], keep: object) -> None:
+    """Freed memory holds whatever came next: ones in every bit."""
+    for op in captured.ops:
+        for tensor, number in zip(op.tensors, op.externals, strict=False):
+            if number in dead:
+                keep(tensor)  # type: ignore[operator]
+                flat_bytes(tensor).fill_(255)
+
+
+def _inputs(op: OpRecord) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def walk(tree: object) -> None:
+        if isinstance(tree, Tensor):
+            found.append(tree)
+        elif isinstance(tree, list | tuple):
+            for item in tree:
+                walk(item)
+
+    walk(op.args)
+    walk(list(op.kwargs.values()))
+    return found
+
+
+def _protect(op: OpRecord, made: set[int], keep: object) -> None:
+    """Keep what an op writes outside of the graph's own memory."""
+    for argument, tensor in zip(op.func._schema.arguments, op.args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            for leaf in tensor if isinstance(tensor, list | tuple) else (tensor,):
+                if isinstance(leaf, Tensor) and storage_of(leaf) not in made:
+                    keep(leaf)  # type: ignore[operator]
+
+
+def _again(op: OpRecord) -> bool:
+    """Run one recorded op again, into the storages that it had."""
+    if op.kind == "h2d":
+        assert op.contents is not None
+        target = op.args[0] if op.args else op.outs[0]
+        target.copy_(op.contents)
+        return True
+    try:
+        result = op.func(*op.args, **op.kwargs)
+    except NotImplementedError:
+        return True  # an op without a CPU implementation: its zeros stay
+    except (RuntimeError, IndexError):
+        return False
+    outs = (
+        [result]
+        if isinstance(result, Tensor)
+        else [r for r in result if isinstance(r, Tensor)]
+        if isinstance(result, list | tuple)
+        else []
+    )
+    for recorded, fresh, again in zip(op.outs, op.fresh, outs, strict=False):
+        if fresh and again is not recorded:
+            if again.shape != recorded.shape:
+                return False
+            recorded.copy_(again)
+    return True
+
+
+def _equal_storage(world: World, captured: Step, key: int, whole: Tensor, value: Tensor) -> bool:
+    """State is compared bit for bit first, then as the type that an op last used it as."""
+    if torch.equal(whole, value):
+        return True
+    for op in reversed(captured.ops):
+        for tensor in (*op.outs, *_inputs(op)):
+            if (
+                storage_of(tensor) == key
+                and tensor.dtype is not torch.uint8
+                and whole.numel() % tensor.element_size() == 0
+            ):
+                return close(whole.view(tensor.dtype), value.view(tensor.dtype))[0]
+    return False

@@ -1,0 +1,267 @@
+"""The protocol of a simulation: build, warm up, capture, then eager and replay side by side."""
+
+import gc
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from onegraph.check.report import CheckError, Origin, Report, Severity
+from onegraph.check.simulate import frames
+from onegraph.check.simulate.compare import Books, differences
+from onegraph.check.simulate.cuda import machine
+from onegraph.check.simulate.device import DeviceTensor, storage_of
+from onegraph.check.simulate.findings import Findings
+from onegraph.check.simulate.replay import Verdict, replay
+from onegraph.check.simulate.state import Snapshot, changes
+from onegraph.check.simulate.world import Step, World, same
+
+FEWEST_STEPS = 3
+DEFAULT_STEPS = 4
+"""One warm-up, one captured, two replayed: the fewest that show a number changing more than once."""
+
+
+def call_step(step: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    """Call chains end at this frame."""
+    return step(*arguments)
+
+
+def simulate_step(factory: Callable[[], Any], *, steps: int = DEFAULT_STEPS, target: str = "") -> Report:
+    """Run `factory`'s step `steps` times on a simulated GPU, replay the second one against the later ones.
+
+    Raises CheckError where the factory, the inputs or the step raise, or return something else than the interface says.
+    """
+    if steps < FEWEST_STEPS:
+        raise CheckError(f"steps: got {steps}, allowed {FEWEST_STEPS} or more; one warms up, one is captured")
+    return _Simulation(factory, steps, target).run()
+
+
+class _Simulation:
+    def __init__(self, factory: Callable[[], Any], steps: int, target: str) -> None:
+        self.factory, self.count, self.target = factory, steps, target
+        self.roots = frames.Roots()
+        self.world = World(call_step.__code__, self.roots)
+        self.steps: dict[int, Step] = {}
+        self.verdicts: dict[int, Verdict] = {}
+        self.changed: dict[int, dict[str, tuple[Any, Any]]] = {}
+        self.names: dict[int, str] = {}
+        self.returned: dict[int, int] = {}
+        self.made: dict[int, tuple[str, int]] = {}
+        self.refreshed: dict[int, set[int]] = {}
+        self.eager_seconds = 0.0
+
+    def run(self) -> Report:
+        begin = time.perf_counter()
+        rng = torch.get_rng_state()
+        try:
+            torch.default_generator.manual_seed(0)
+            with machine(self.world):
+                step, inputs = self._build()
+                for index in range(self.count):
+                    self._one(step, inputs, index)
+                self.world.phase = "idle"
+        finally:
+            torch.set_rng_state(rng)
+        return self._report(step, time.perf_counter() - begin)
+
+    def _build(self) -> tuple[Callable[..., Any], Callable[[int], Any]]:
+        self.world.phase, self.world.step = "build", -1
+        built = self._guarded("factory()", self.factory)
+        if not (isinstance(built, tuple) and len(built) == 2 and all(callable(b) for b in built)):
+            raise CheckError(
+                f"factory(): got {_kind(built)}, allowed a tuple (step, inputs) of two callables; "
+                "inputs(i) gives the arguments of the i-th step"
+            )
+        return built
+
+    def _guarded(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return function(*args)
+        except CheckError:
+            raise
+        except Exception as error:
+            raise CheckError(f"{what} raised {type(error).__name__}: {_line(error)}{_where(error)}") from error
+
+    def _one(self, step: Callable[..., Any], inputs: Callable[[int], Any], index: int) -> None:
+        world = self.world
+        world.step, world.phase, world.current = index, "inputs", None
+        pinned_before = self._pinned_contents()
+        arguments = self._guarded(f"inputs({index})", inputs, index)
+        if not isinstance(arguments, tuple | list):
+            raise CheckError(f"inputs({index}): got {_kind(arguments)}, allowed a tuple: the arguments of step")
+        leaves = [leaf if isinstance(leaf, Tensor) else None for leaf in tree_leaves(tuple(arguments))]
+        before = Snapshot(step, self.roots)
+        if index >= world.captured_step:
+            self._note_storages()
+        record = world.current = Step(index)
+        record.inputs = {t.record.number: i for i, t in enumerate(leaves) if isinstance(t, DeviceTensor)}
+        if index > world.captured_step:
+            self._refresh(leaves, pinned_before, index)
+        rng = torch.get_rng_state()
+        world.streams.begin(world.streams_main.id)  # type: ignore[attr-defined]
+        world.phase = "step"
+        result = self._guarded(f"step {index}", call_step, step, arguments)
+        world.streams.end(world)
+        world.phase = "idle"
+        outputs = self._outputs(result, index)
+        after = Snapshot(step, self.roots)
+        self.names.update({n: name for n, name in {**before.storages, **after.storages}.items() if n not in self.names})
+        self.changed[index] = changes(before, after)
+        for out in outputs:
+            if isinstance(out, DeviceTensor):
+                self.returned.setdefault(out.record.number, index)
+        self.steps[index] = record
+        self._note_storages()
+        plain = [o.inner if isinstance(o, DeviceTensor) else o for o in outputs]
+        inner_leaves = [t.inner if isinstance(t, DeviceTensor) else t for t in leaves]
+        if index == world.captured_step:
+            world.reference = record
+            self.captured_outputs, self.static_inputs = plain, inner_leaves
+            self.static_wrappers = (leaves, outputs)
+            self._end_of_capture(record)
+        elif index > world.captured_step:
+            del result, outputs, arguments, before, after
+            captured = self.steps[world.captured_step]
+            with torch._C.DisableTorchFunction(), world.off(), torch.no_grad():
+                self.verdicts[index] = replay(
+                    world, captured, record, self.captured_outputs, self.static_inputs, inner_leaves, plain,
+                    self._dead(captured), rng,
+                )  # fmt: skip
+            record.before.clear()
+
+    def _outputs(self, result: Any, index: int) -> list[Tensor]:
+        outputs = list(result) if isinstance(result, tuple | list) else [result]
+        if not outputs or not all(isinstance(o, Tensor) for o in outputs):
+            raise CheckError(f"step {index}: returned {_kind(result)}, allowed a tensor or a tuple of tensors")
+        return outputs
+
+    # pinned memory: a captured copy reads it again at every replay
+
+    def _pinned_contents(self) -> dict[int, Tensor]:
+        captured = self.steps.get(self.world.captured_step)
+        found = {}
+        for position, op in enumerate(captured.ops if captured else ()):
+            if op.kind == "h2d" and op.source is not None and (storage := _alive(op.source)) is not None:
+                found[position] = _view(storage, op)
+        return {position: tensor.clone() for position, tensor in found.items()}
+
+    def _refresh(self, leaves: list[Tensor | None], before: dict[int, Tensor], index: int) -> None:
+        """What the caller wrote into pinned memory since, and the host inputs that it copied, reach the next replay."""
+        captured = self.steps[self.world.captured_step]
+        now = self._pinned_contents()
+        statics = {storage_of(t): i for i, t in enumerate(self.static_inputs) if t is not None}
+        for position, op in enumerate(captured.ops):
+            if op.kind != "h2d" or op.source is None:
+                continue
+            leaf = statics.get(op.source.cdata)
+            fresh = leaves[leaf] if leaf is not None and leaf < len(leaves) else None
+            if fresh is not None and op.contents is not None and fresh.numel() == op.contents.numel():
+                op.contents = fresh.detach().clone().view(op.contents.shape)
+                self.refreshed.setdefault(index, set()).add(position)
+            elif position in now and position in before and not same(now[position], before[position]):
+                op.contents = now[position]
+                self.refreshed.setdefault(index, set()).add(position)
+
+    def _end_of_capture(self, record: Step) -> None:
+        world = self.world
+        for op in record.ops:
+            if op.kind != "h2d" or op.source is None or op.codes or op.contents is None:
+                continue
+            storage = _alive(op.source)
+            message = ""
+            if storage is None:
+                message = "the pinned source of a captured copy is freed when the step ends"
+            elif not same(_view(storage, op), op.contents):
+                message = "the pinned source of a captured copy is written again in the same step"
+                op.contents = _view(storage, op).clone()
+            if message:
+                world.phase = "step"
+                world.see("CG207", message, "silently stale", chain=op.chain)
+                world.phase = "idle"
+
+    # storages
+
+    def _note_storages(self) -> None:
+        for record in list(self.world.records.values()):
+            self.made.setdefault(record.number, (record.phase, record.born))
+
+    def _alive(self) -> set[int]:
+        return {record.number for record in list(self.world.records.values())}
+
+    def _dead(self, captured: Step) -> set[int]:
+        """Storages that the captured step read and that no tensor of the user refers to any more."""
+        outside = {n for op in captured.ops for n in op.externals if n != -1}
+        dead = outside - self._alive()
+        if not dead and any(self.made.get(n, ("build", -1))[1] >= 0 for n in outside):
+            gc.collect()
+            dead = outside - self._alive()
+        return dead
+
+    # the report
+
+    def _report(self, step: Callable[..., Any], seconds: float) -> Report:
+        world = self.world
+        captured = self.steps[world.captured_step]
+        later = [self.steps[i] for i in range(world.captured_step + 1, self.count)]
+        books = Books(self.names, self._alive() - self._dead(captured), self.made, self.returned)
+        at_ops, at_branches = differences(captured, later, self.verdicts, books, self.refreshed)
+        findings = Findings(world, self.roots, self.steps, self.names)
+        findings.of_running(world.sightings)
+        findings.of_comparison(at_ops)
+        findings.of_branches(at_branches)
+        findings.of_state({i: c for i, c in self.changed.items() if i >= world.captured_step}, _codes(self.steps))
+        findings.of_referee(self.verdicts, step)
+        report = findings.report(self.target, self.count)
+        report.facts.update(
+            {
+                "torch": torch.__version__,
+                "simulated steps": self.count,
+                "largest replay error": max((v.worst for v in self.verdicts.values()), default=0.0),
+                "replay equals eager": not any(v.stale for v in self.verdicts.values()),
+                "simulation seconds": round(seconds, 3),
+            }
+        )
+        return report
+
+
+def _codes(steps: dict[int, Step]) -> list[CodeType]:
+    """Every function of the user that ran an op, outermost last."""
+    return list(dict.fromkeys(code for step in steps.values() for op in step.ops for code, _ in op.chain))
+
+
+def _alive(source: Any) -> Any:
+    return torch.UntypedStorage._new_with_weak_ptr(source.cdata)  # type: ignore[attr-defined]
+
+
+def _view(storage: Any, op: Any) -> Tensor:
+    assert op.contents is not None
+    whole: Tensor = torch.empty(0, dtype=op.contents.dtype).set_(storage)
+    return whole.as_strided(*op.source_view)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)} ({', '.join(type(v).__name__ for v in value[:4])})"
+    return f"a {type(value).__name__}" if value is not None else "None"
+
+
+def _line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return text[0] if text else "(no message)"
+
+
+def _where(error: BaseException) -> str:
+    """The innermost line outside of torch and this package."""
+    found = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if not frames._skipped(frame.filename):
+            found = f" ({frame.filename}:{frame.lineno})"
+    return found
+
+
+__all__ = ["DEFAULT_STEPS", "FEWEST_STEPS", "Origin", "Severity", "simulate_step"]

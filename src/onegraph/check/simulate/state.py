@@ -1,0 +1,210 @@
+"""The Python state that a step can reach: names for its storages, and what it changes that a replay would not."""
+
+import ast
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onegraph.check.simulate import frames
+from onegraph.check.simulate.device import DeviceTensor
+
+_PLAIN = (int, float, complex, str, bytes, bool, type(None))
+_MODULE_INTERNALS = frozenset(
+    name for name in nn.Module().__dict__ if name not in ("training", "_parameters", "_buffers", "_modules")
+)
+_HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"})
+_LIMIT = 200_000
+_LONG = 64
+
+
+class Snapshot:
+    """Plain values, lengths and tensors' storages by name, as they are now."""
+
+    def __init__(self, step: Callable[..., Any], roots: frames.Roots) -> None:
+        self.values: dict[str, Any] = {}
+        self.storages: dict[int, str] = {}
+        self.seen: set[int] = set()
+        self.keep: list[Any] = []
+        queue: deque[tuple[str, Any]] = deque(_reach(step, roots))
+        while queue and len(self.values) < _LIMIT:
+            name, value = queue.popleft()
+            queue.extend(self._visit(name, value, roots))
+
+    def _visit(self, name: str, value: Any, roots: frames.Roots) -> Iterator[tuple[str, Any]]:
+        if isinstance(value, _PLAIN):
+            self.values[name] = value
+            return
+        if id(value) in self.seen:
+            return
+        self.seen.add(id(value))
+        if isinstance(value, DeviceTensor):
+            self.storages.setdefault(value.record.number, name)
+            return
+        if isinstance(value, Tensor | type | types.ModuleType | types.CodeType | torch.dtype | torch.device):
+            return
+        if isinstance(value, list | tuple | deque):
+            self.values[name + " (length)"] = len(value)
+            for index, item in enumerate(value):
+                if index == _LONG:
+                    break
+                yield f"{name}[{index}]", item
+            return
+        if isinstance(value, set | frozenset):
+            self.values[name + " (length)"] = len(value)
+            return
+        if isinstance(value, dict):
+            self.values[name + " (length)"] = len(value)
+            for index, (key, item) in enumerate(value.items()):
+                if index == _LONG:
+                    break
+                yield f"{name}[{key!r}]", item
+            return
+        if isinstance(value, types.FunctionType | types.MethodType):
+            yield from _reach(value, roots, name)
+            return
+        if isinstance(value, nn.Module):
+            roots.add(type(value))
+            if frames.package_of(_file(type(value)) or "") is not None and not type(value).__module__.startswith(
+                "torch."
+            ):
+                pass
+            for key, item in value.__dict__.items():
+                if key in _HOOKS:
+                    self.values[f"{name}.{key} (length)"] = len(item)
+                elif key in ("_parameters", "_buffers", "_modules"):
+                    for child, thing in item.items():
+                        yield f"{name}.{child}", thing
+                elif key not in _MODULE_INTERNALS:
+                    yield f"{name}.{key}", item
+            return
+        if hasattr(value, "__dict__") and _of_user(type(value), roots):
+            for key, item in vars(value).items():
+                yield f"{name}.{key}", item
+        for key in _slots(type(value)):
+            if hasattr(value, key) and _of_user(type(value), roots):
+                yield f"{name}.{key}", getattr(value, key)
+
+
+def changes(before: Snapshot, after: Snapshot) -> dict[str, tuple[Any, Any]]:
+    """Names whose plain value or length is not what it was, with both; new names count, vanished ones do not."""
+    found = {}
+    for name, value in after.values.items():
+        old = before.values.get(name, "(absent)")
+        if type(old) is not type(value) or old != value:
+            if isinstance(old, float) and isinstance(value, float) and old != old and value != value:
+                continue
+            found[name] = (old, value)
+    return found
+
+
+def _reach(step: Any, roots: frames.Roots, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Names and values that a callable refers to: its object, closure, defaults, and globals that its code names."""
+    dot = f"{prefix}." if prefix else ""
+    if isinstance(step, types.MethodType):
+        yield prefix or "self", step.__self__
+        step = step.__func__
+    inner = getattr(step, "__wrapped__", None)
+    if inner is not None:
+        yield from _reach(inner, roots, prefix)
+    if not isinstance(step, types.FunctionType):
+        if inner is None and step is not None:
+            yield prefix or "step", step
+        return
+    for name, cell in zip(step.__code__.co_freevars, step.__closure__ or (), strict=False):
+        try:
+            yield dot + name, cell.cell_contents
+        except ValueError:
+            continue
+    for index, value in enumerate(step.__defaults__ or ()):
+        yield f"{dot}default {index}", value
+    for key, value in vars(step).items():
+        yield f"{dot}{step.__name__}.{key}", value
+    if roots.owns(step.__code__):
+        for name in _global_names(step.__code__):
+            value = step.__globals__.get(name)
+            if not isinstance(value, type | types.ModuleType | types.BuiltinFunctionType):
+                yield name, value
+
+
+def _global_names(code: types.CodeType) -> set[str]:
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _global_names(constant)
+    return names
+
+
+def _of_user(cls: type, roots: frames.Roots) -> bool:
+    path = _file(cls)
+    if path is None:
+        return cls.__module__ in ("types", "__main__") or cls.__module__.startswith("onegraph_target_")
+    package = frames.package_of(path)
+    return package is None or package in roots.packages
+
+
+def _file(cls: type) -> str | None:
+    import sys
+
+    return getattr(sys.modules.get(cls.__module__), "__file__", None)
+
+
+def _slots(cls: type) -> list[str]:
+    slots = [getattr(c, "__slots__", ()) for c in cls.__mro__]
+    return [s for group in slots for s in ((group,) if isinstance(group, str) else group) if not s.startswith("__")]
+
+
+_MUTATORS = {"append", "extend", "add", "insert", "pop", "popleft", "appendleft", "update", "clear", "remove",
+             "setdefault", "discard", "popitem", "train", "eval", "register_forward_hook", "__next__", "reverse", "sort"}  # fmt: skip
+
+
+def assignment_of(name: str, codes: list[types.CodeType]) -> frames.Place | None:
+    """The line, among the functions that ran, that changes the state called `name`."""
+    last = name.removesuffix(" (length)")
+    while last.endswith("]"):
+        last = last[: last.rindex("[")]
+    last = last.rsplit(".", 1)[-1]
+    for code in codes:
+        module = frames.tree(code.co_filename)
+        if module is None:
+            continue
+        end = max((line for *_, line in code.co_lines() if line), default=code.co_firstlineno)
+        for node in ast.walk(module):
+            line = getattr(node, "lineno", 0)
+            if code.co_firstlineno <= line <= end and _changes(node, last):
+                return frames.Place(
+                    code.co_filename,
+                    line,
+                    node.col_offset + 1,
+                    frames.linecache.getline(code.co_filename, line).rstrip("\n"),
+                )
+    return None
+
+
+def _changes(node: ast.AST, name: str) -> bool:
+    if isinstance(node, ast.AugAssign | ast.AnnAssign):
+        return _named(node.target, name)
+    if isinstance(node, ast.Assign):
+        return any(_named(t, name) for target in node.targets for t in _targets(target))
+    if isinstance(node, ast.Delete):
+        return any(_named(t, name) for t in node.targets)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _MUTATORS:
+        return _named(node.func.value, name) or (node.func.attr in ("train", "eval") and name == "training")
+    return isinstance(node, ast.Call) and any(_named(a, name) for a in node.args) and _calls_next(node)
+
+
+def _targets(node: ast.expr) -> list[ast.expr]:
+    return [t for item in node.elts for t in _targets(item)] if isinstance(node, ast.Tuple | ast.List) else [node]
+
+
+def _calls_next(node: ast.Call) -> bool:
+    return isinstance(node.func, ast.Name) and node.func.id == "next"
+
+
+def _named(node: ast.AST, name: str) -> bool:
+    if isinstance(node, ast.Subscript):
+        return _named(node.value, name)
+    return (isinstance(node, ast.Attribute) and node.attr == name) or (isinstance(node, ast.Name) and node.id == name)

@@ -1,0 +1,166 @@
+"""Streams and events of the simulated device, as far as a capture cares: who is inside it, who came back."""
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from onegraph.check.simulate import frames, hazards
+
+if TYPE_CHECKING:
+    from onegraph.check.simulate.world import World
+
+LEGACY = "CUDA error: operation would make the legacy stream depend on a capturing blocking stream"
+UNJOINED = "CUDA error: capturing stream has unjoined work"
+
+
+class Streams:
+    """Which streams a capture has reached (by waiting on it), and which of those hold work nobody waits for."""
+
+    def __init__(self) -> None:
+        self.ids = itertools.count(1)
+        self.current: dict[int, Any] = {}
+        self.reached: set[int] = set()
+        self.open: dict[int, frames.Chain] = {}
+        self.main: int | None = None
+
+    def begin(self, main: int) -> None:
+        """A step starts on stream `main`."""
+        self.reached, self.open, self.main = {main}, {}, main
+
+    def launch(self, world: "World", chain: frames.Chain) -> bool:
+        """An op is launched on the current stream: does the capture see it?"""
+        stream = self.current.get(world.device_index)
+        if stream is None or stream.id == self.main:
+            return True
+        if stream.id in self.reached:
+            self.open[stream.id] = chain
+            return True
+        if stream.id == 0:
+            world.see("CG304", "work is launched on the default stream inside the step", LEGACY, chain=chain)
+        else:
+            world.see(
+                "CG303", "work is launched on a stream that does not wait for the capturing one: the graph does not hold it",
+                "silently stale", chain=chain,
+            )  # fmt: skip
+        return False
+
+    def wait(self, waiter: int, reached: bool, source: int) -> None:
+        """`waiter` waits for work of `source`, which the capture had reached or not."""
+        if reached:
+            self.reached.add(waiter)
+        if waiter == self.main or waiter in self.reached:
+            self.open.pop(source, None)
+
+    def end(self, world: "World") -> None:
+        """The step is over: work on a side stream that nobody waited for breaks the capture."""
+        for chain in self.open.values():
+            world.see("CG305", "a side stream is not joined before the step ends", UNJOINED, chain=chain)
+
+
+def make(world: "World") -> dict[str, Any]:
+    """Stand-ins for `torch.cuda.Stream`, `Event`, `stream`, ... bound to `world`."""
+    streams = world.streams
+
+    class Stream:
+        def __init__(self, device: Any = None, priority: int = 0, _id: int | None = None, **_: Any) -> None:
+            self.id = next(streams.ids) if _id is None else _id
+            self.device = torch.device("cuda", _index(device, world))
+            self.device_index = self.device.index
+            self.cuda_stream = self.stream_id = self.id
+            self.priority = priority
+
+        def synchronize(self) -> None:
+            world.see("CG106", "the host waits for a stream inside the step", hazards.NOT_PERMITTED)
+
+        def query(self) -> bool:
+            world.see("CG107", "a stream is queried inside the step", hazards.NOT_PERMITTED)
+            return True
+
+        def wait_stream(self, other: "Stream") -> None:
+            streams.wait(self.id, other.id in streams.reached, other.id)
+
+        def wait_event(self, event: "Event") -> None:
+            streams.wait(self.id, event.reached, event.stream)
+
+        def record_event(self, event: "Event | None" = None) -> "Event":
+            event = event or Event()
+            event.record(self)
+            return event
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Stream) and other.id == self.id
+
+        def __hash__(self) -> int:
+            return hash(self.id)
+
+        def __enter__(self) -> "Stream":
+            self._before = streams.current.get(self.device_index, default)
+            streams.current[self.device_index] = self
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            streams.current[self.device_index] = self._before
+
+    class Event:
+        def __init__(self, enable_timing: bool = False, **_: Any) -> None:
+            self.reached, self.stream = False, -1
+            self.cuda_event = 1
+
+        def record(self, stream: Stream | None = None) -> None:
+            stream = stream or current_stream()
+            self.reached, self.stream = stream.id in streams.reached, stream.id
+
+        def wait(self, stream: Stream | None = None) -> None:
+            (stream or current_stream()).wait_event(self)
+
+        def query(self) -> bool:
+            world.see("CG107", "an event is queried inside the step", hazards.NOT_PERMITTED)
+            return True
+
+        def synchronize(self) -> None:
+            world.see("CG106", "the host waits for an event inside the step", hazards.NOT_PERMITTED)
+
+        def elapsed_time(self, end: "Event") -> float:
+            world.see("CG107", "the time between events is read inside the step", hazards.NOT_PERMITTED)
+            return 0.0
+
+    class stream_context:
+        def __init__(self, stream: Stream | None) -> None:
+            self.stream = stream
+
+        def __enter__(self) -> None:
+            if self.stream is not None:
+                self.stream.__enter__()
+
+        def __exit__(self, *_: object) -> None:
+            if self.stream is not None:
+                self.stream.__exit__()
+
+    default = Stream(_id=0)
+    main = Stream()
+    streams.current = dict.fromkeys(range(8), main)
+
+    def current_stream(device: Any = None) -> Stream:
+        return streams.current.get(_index(device, world), main)
+
+    return {
+        "Stream": Stream,
+        "ExternalStream": Stream,
+        "Event": Event,
+        "StreamContext": stream_context,
+        "stream": stream_context,
+        "current_stream": current_stream,
+        "default_stream": lambda device=None: default,
+        "set_stream": lambda s: streams.current.__setitem__(s.device_index, s),
+        "main": main,
+    }
+
+
+def _index(device: Any, world: "World") -> int:
+    if device is None:
+        return world.device_index
+    if isinstance(device, int):
+        return world.device_index if device < 0 else device
+    index = torch.device(device).index
+    return world.device_index if index is None else index

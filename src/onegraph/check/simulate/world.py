@@ -1,0 +1,596 @@
+"""The simulated machine: runs every op on the CPU, keeps the books that a GPU and its allocator would keep."""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from onegraph.check import declared
+from onegraph.check.report import SILENT, Severity
+from onegraph.check.simulate import frames, hazards
+from onegraph.check.simulate.device import DeviceTensor, StorageRecord, flat_bytes, storage_of, weak
+from onegraph.check.simulate.streams import Streams
+
+BUILTIN = {
+    "aten",
+    "prim",
+    "prims",
+    "c10d",
+    "_c10d_functional",
+    "symm_mem",
+    "profiler",
+    "inductor",
+    "rngprims",
+    "higher_order",
+}
+
+
+@dataclass(slots=True)
+class OpRecord:
+    """One op of a step. Tensors are kept for the captured step alone, as plain CPU tensors.
+
+    kind: "op", "h2d", "d2h", "launch", "view". externals: per device argument the storage number, or -1 where the
+    step made it. captured: false for work on a stream that the capture does not see.
+    """
+
+    func: Any
+    name: str
+    kind: str
+    chain: frames.Chain
+    scalars: tuple[Any, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    externals: tuple[int, ...]
+    out_shapes: tuple[tuple[int, ...], ...] = ()
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    outs: tuple[Tensor, ...] = ()
+    tensors: tuple[Tensor, ...] = ()
+    fresh: tuple[bool, ...] = ()
+    evidence: tuple[Tensor, ...] | None = None
+    source: StorageWeakRef | None = None
+    source_view: tuple[Any, Any, int] = ((), (), 0)
+    contents: Tensor | None = None
+    captured: bool = True
+    writes: tuple[int, ...] = ()
+    reads: tuple[int, ...] = ()
+    allocates: tuple[int, ...] = ()
+    bytes: int = 0
+    codes: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Sighting:
+    """A hazard seen while running: at which step, through which calls."""
+
+    step: int
+    code: str
+    severity: Severity
+    chain: frames.Chain
+    message: str
+    happens: str
+    values: tuple[str, ...] = ()
+    note: Any = None
+
+
+@dataclass(slots=True)
+class Step:
+    """Everything one step did."""
+
+    index: int
+    ops: list[OpRecord] = field(default_factory=list)
+    parted: bool = False
+    reads: list[tuple[frames.Chain, Any]] = field(default_factory=list)
+    before: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # storage -> (bytes, copy from before)
+    inputs: dict[int, int] = field(default_factory=dict)  # storage number -> index of the input leaf
+
+
+class World:
+    """See the module. `stop`: code of the frame that calls the step, where call chains end."""
+
+    def __init__(self, stop: CodeType, roots: frames.Roots) -> None:
+        self.stop, self.roots = stop, roots
+        self.phase, self.step = "build", -1
+        self.captured_step = 1
+        self.current: Step | None = None
+        self.reference: Step | None = None
+        self.records: weakref.WeakValueDictionary[int, StorageRecord] = weakref.WeakValueDictionary()
+        self.pinned: dict[int, StorageWeakRef] = {}
+        self.sightings: list[Sighting] = []
+        self.asked_capturing: list[frames.Chain] = []
+        self.streams = Streams()
+        self.device_index = 0
+        self.generators: dict[int, Any] = {}
+        self.numbers = 0
+        self.declared_false: set[str] = set()
+        self.muted = 0
+
+    # books
+
+    def record_of(self, inner: Tensor) -> StorageRecord:
+        if inner.layout is not torch.strided:
+            return self._new_record(0)
+        key = storage_of(inner)
+        record = self.records.get(key)
+        if record is None:
+            record = self.records[key] = self._new_record(inner.untyped_storage().nbytes())
+        return record
+
+    def _new_record(self, nbytes: int) -> StorageRecord:
+        self.numbers += 1
+        return StorageRecord(self.numbers, nbytes, self.step, self.phase, None)
+
+    def wrap(self, inner: Tensor, index: int | None = None) -> DeviceTensor:
+        return DeviceTensor(inner, self, self.device_index if index is None else index)
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        known = self.pinned.get(storage_of(tensor))
+        return known is not None and not known.expired()
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        if self.phase == "step":
+            self.see("CG107", "pinned memory is allocated inside the step", hazards.NOT_PERMITTED)
+        self.pinned[storage_of(tensor)] = weak(tensor)
+        return tensor
+
+    def chain(self, depth: int = 2) -> frames.Chain:
+        return frames.chain(self.stop, depth + 1) if self.phase == "step" else ()
+
+    def see(
+        self,
+        code: str,
+        message: str,
+        happens: str,
+        *,
+        chain: frames.Chain | None = None,
+        severity: Severity = Severity.ERROR,
+        values: tuple[str, ...] = (),
+        note: Any = None,
+    ) -> None:
+        """Note a hazard at the user's line, if a step is running."""
+        if self.phase != "step" or self.muted:
+            return
+        chain = self.chain() if chain is None else chain
+        self.sightings.append(Sighting(self.step, code, severity, chain, message, happens, values, note))
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Work of the checker itself: nothing is seen, nothing recorded."""
+        self.muted += 1
+        try:
+            with torch.utils._python_dispatch._disable_current_modes():
+                yield
+        finally:
+            self.muted -= 1
+
+    def host_read(self, kind: str, message: str, tensor: DeviceTensor) -> None:
+        if self.phase != "step" or self.muted:
+            return
+        chain = self.chain()
+        self.see("CG101", message, hazards.PAGEABLE if kind != "item" else hazards.NOT_PERMITTED, chain=chain)
+        if self.current is not None and tensor.numel() <= 64:
+            for value in tensor.inner.detach().flatten().tolist():
+                self.current.reads.append((chain, value))
+
+    def pointer_escapes(self) -> None:
+        chain = self.chain()
+        if chain and self.roots.owns(chain[0][0]):
+            self.see(
+                "CG401",
+                "the address of a device tensor is handed out: whatever uses it (ctypes, a raw kernel) is not seen",
+                "",
+                chain=chain,
+                severity=Severity.UNVERIFIED,
+            )
+
+    # running ops
+
+    def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one op: on the host as it is; for the device on the inner tensors, with the result wrapped again."""
+        with torch._C.DisableTorchFunction():
+            virtual: list[DeviceTensor] = []
+            hosts: list[Tensor] = []
+            scalars: list[Any] = []
+            inner_args = _convert(args, virtual, hosts, scalars)
+            inner_kwargs = {}
+            for key, value in kwargs.items():
+                if key == "device":
+                    continue
+                inner_kwargs[key] = _convert(value, virtual, hosts, scalars)
+            device = kwargs.get("device")
+            if device is not None:
+                device = torch.device(device)
+                inner_kwargs["device"] = _CPU
+            if not virtual and (device is None or device.type == "cpu"):
+                return self._host_op(func, inner_args, inner_kwargs, hosts)
+            return self._device_op(func, inner_args, inner_kwargs, device, virtual, hosts, scalars)
+
+    def _host_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], hosts: list[Tensor]) -> Any:
+        name = func._schema.name
+        if name == "aten::is_pinned":
+            return self.is_pinned(hosts[0])
+        if name == "aten::_pin_memory":
+            return self.pin(hosts[0].clone())
+        pinned = bool(kwargs.pop("pin_memory", False))
+        out = func(*args, **kwargs)
+        return self.pin(out) if pinned else out
+
+    def _device_op(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        device: torch.device | None,
+        virtual: list[DeviceTensor],
+        hosts: list[Tensor],
+        scalars: list[Any],
+    ) -> Any:
+        name = func._schema.name
+        kwargs.pop("pin_memory", None)
+        live = self.phase == "step" and not self.muted
+        chain = frames.chain(self.stop, 3) if live else ()
+        writes = _written(func)
+        kind = "op"
+        hazard = None
+        if name in ("aten::_to_copy", "aten::copy_"):
+            kind, hazard = self._copy(name, args, kwargs, device, virtual, hosts, chain)
+        else:
+            for host in hosts:
+                if host.dim() and name not in _MIXED and kind == "op" and not name.startswith("aten::_foreach"):
+                    raise RuntimeError(
+                        "Expected all tensors to be on the same device, but found at least two devices, "
+                        f"{virtual[0].device if virtual else device} and cpu! (in {name})"
+                    )
+                if not host.dim() and live:
+                    scalars.append(("cpu", host.item()))
+        if live and hazard is None:
+            hazard = hazards.of_op(func, name, args, kwargs, hosts)
+        if live and hazard is not None:
+            self._sight(hazard, chain)
+        if live:
+            self._trust(func, name, chain)
+            self._generator(kwargs.get("generator"), chain)
+        mine = {id(t.inner): t for t in virtual}
+        if live and writes and self.current is not None and self.step > self.captured_step:
+            self._keep(func, args, kwargs, writes, virtual)
+        out = self._run(func, name, args, kwargs, chain)
+        if name == "aten::_local_scalar_dense" and live and self.current is not None:
+            self.current.reads.append((chain, out))
+        to_host = device is not None and device.type == "cpu"
+        outs: list[Tensor] = []
+        known = {storage_of(t.inner) for t in virtual if t.inner.layout is torch.strided} if live else set()
+        index = device.index if device is not None and device.index is not None else None
+        if index is None:
+            index = virtual[0].device.index if virtual else self.device_index
+        result = out if to_host else self._wrap(out, mine, index, outs)
+        if to_host and isinstance(out, Tensor):
+            outs = [out]
+            if kwargs.get("non_blocking"):
+                self.pin(out)
+        if writes and torch.Tag.inplace_view in func.tags:
+            for tensor in virtual:
+                if tensor.shape != tensor.inner.shape or tensor.stride() != tensor.inner.stride():
+                    Tensor.data.__set__(tensor, self.wrap(tensor.inner, tensor.device.index))  # type: ignore[attr-defined]
+                tensor.record = self.record_of(tensor.inner)
+        if live and self.current is not None:
+            self._record(func, name, kind, chain, scalars, args, kwargs, virtual, hosts, outs, known, hazard)
+        return result
+
+    def _copy(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        device: torch.device | None,
+        virtual: list[DeviceTensor],
+        hosts: list[Tensor],
+        chain: frames.Chain,
+    ) -> tuple[str, hazards.Hazard | None]:
+        if name == "aten::copy_":
+            non_blocking = bool(kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+            to_device = any(args[0] is t.inner for t in virtual)
+            if not hosts:
+                return "op", None
+            pinned = self.is_pinned(hosts[0])
+        else:
+            non_blocking = bool(kwargs.get("non_blocking"))
+            if virtual and (device is None or device.type == "cuda"):
+                return "op", None
+            to_device = not virtual
+            pinned = self.is_pinned(hosts[0]) if to_device else non_blocking
+        where = self.roots.where(chain)
+        opname = frames.opname(*where) if where else ""
+        hazard = hazards.of_copy(to_device=to_device, pinned=pinned, non_blocking=non_blocking, opname=opname)
+        if not to_device and self.current is not None and virtual and virtual[0].numel() <= 64:
+            for value in virtual[0].inner.detach().flatten().tolist():
+                self.current.reads.append((chain, value))
+        return ("h2d" if to_device else "d2h"), hazard
+
+    def _sight(self, hazard: hazards.Hazard, chain: frames.Chain) -> None:
+        code, message = hazard.code, hazard.message
+        where = self.roots.where(chain)
+        if code == "CG101" and where is not None:
+            operation = frames.opname(*where)
+            if "JUMP" in operation or operation in ("TO_BOOL", "UNARY_NOT"):
+                code, message = "CG108", "a Python branch is taken on a device value"
+        self.see(code, message, hazard.happens, chain=chain)
+
+    def _trust(self, func: Any, name: str, chain: frames.Chain) -> None:
+        namespace = name.split("::")[0]
+        if namespace in ("c10d", "_c10d_functional"):
+            self.see(
+                "CG310",
+                f"collective {name} in the step",
+                "hangs unless every rank captures alike",
+                chain=chain,
+                severity=Severity.WARNING,
+            )
+        elif namespace not in BUILTIN:
+            self.opaque(name, f"custom op {name}", chain)
+
+    def opaque(self, name: str, what: str, chain: frames.Chain) -> None:
+        """Something the simulation cannot look into: unverified unless its author has spoken."""
+        word = declared.capturable(name)
+        if word is None:
+            self.see("CG401", f"{what} is opaque to the simulation", "", chain=chain, severity=Severity.UNVERIFIED)
+        elif not word:
+            self.see("CG401", f"{what} is declared not capturable", hazards.NOT_PERMITTED, chain=chain)
+
+    def _generator(self, generator: Any, chain: frames.Chain) -> None:
+        if generator is not None and id(generator) in self.generators:
+            self.see(
+                "CG301",
+                "random numbers are drawn from a generator that no graph knows",
+                "RuntimeError: RNG op during graph capture but generator is not registered",
+                chain=chain,
+            )
+
+    def launch(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grid: Any) -> None:
+        """A Triton launch: its arguments and grid are compared over the steps, the kernel is not run."""
+        if self.phase != "step":
+            return
+        chain = self.chain(3)
+        name = declared.name_of(kernel)
+        virtual: list[DeviceTensor] = []
+        hosts: list[Tensor] = []
+        scalars: list[Any] = []
+        _convert(list(args), virtual, hosts, scalars)
+        _convert(list(kwargs.values()), virtual, hosts, scalars)
+        if callable(grid):
+            names = getattr(kernel, "arg_names", [])
+            grid = grid({**dict(zip(names, args, strict=False)), **kwargs})
+        scalars.append(("grid", tuple(grid) if isinstance(grid, list | tuple) else grid))
+        self.opaque(name, f"Triton kernel {name.removeprefix('triton:')}", chain)
+        if self.current is None:
+            return
+        op = OpRecord(
+            func=kernel,
+            name=name,
+            kind="launch",
+            chain=chain,
+            scalars=tuple(s for s in scalars if isinstance(s, int | float | bool | tuple)),
+            shapes=tuple(tuple(t.inner.shape) for t in virtual),
+            externals=tuple(
+                -1 if t.record.born == self.step and t.record.phase == "step" else t.record.number for t in virtual
+            ),
+            captured=self.streams.launch(self, chain),
+            reads=tuple(dict.fromkeys(t.record.number for t in virtual)),
+        )
+        if self.step != self.captured_step:
+            self._compare(op, self.current, [])
+        self.current.ops.append(op)
+
+    def _run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], chain: frames.Chain) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except NotImplementedError:
+            pass
+        composed = torch._decomp.decomposition_table.get(func)
+        if composed is not None:
+            return composed(*args, **kwargs)
+        out = func(*_meta(args), **_meta(kwargs))
+        self.see(
+            "CG401",
+            f"{name} has no CPU implementation: its results were taken as zeros",
+            "",
+            chain=chain,
+            severity=Severity.UNVERIFIED,
+        )
+        return _zeros(out)
+
+    def _wrap(self, out: Any, mine: dict[int, DeviceTensor], index: int, outs: list[Tensor]) -> Any:
+        if isinstance(out, Tensor):
+            outs.append(out)
+            known = mine.get(id(out))
+            return known if known is not None else DeviceTensor(out, self, index)
+        if isinstance(out, list | tuple):
+            return type(out)([self._wrap(o, mine, index, outs) for o in out])
+        return out
+
+    def _keep(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], writes: "_Writes", virtual: list[DeviceTensor]
+    ) -> None:
+        """Copy on write: what an older storage held before this step, for the referee to go back to."""
+        assert self.current is not None
+        targets = [args[i] for i in writes.positions if i < len(args)]
+        targets += [kwargs[n] for n in writes.names if n in kwargs]
+        for target in _tensors(targets):
+            key = storage_of(target)
+            record = self.records.get(key)
+            if record is None or (record.born == self.step and record.phase == "step") or key in self.current.before:
+                continue
+            whole = flat_bytes(target)
+            self.current.before[key] = (whole, whole.clone())
+
+    def _record(
+        self,
+        func: Any,
+        name: str,
+        kind: str,
+        chain: frames.Chain,
+        scalars: list[Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        virtual: list[DeviceTensor],
+        hosts: list[Tensor],
+        outs: list[Tensor],
+        known: set[int],
+        hazard: hazards.Hazard | None,
+    ) -> None:
+        step = self.current
+        assert step is not None
+        fresh = tuple(o.layout is torch.strided and storage_of(o) not in known for o in outs)
+        if outs and kind == "op" and not any(fresh) and not _written(func):
+            kind = "view"
+        op = OpRecord(
+            func=func,
+            name=str(func),
+            kind=kind,
+            chain=chain,
+            scalars=tuple(scalars),
+            shapes=tuple(tuple(t.inner.shape) for t in virtual),
+            externals=tuple(
+                -1 if t.record.born == self.step and t.record.phase == "step" else t.record.number for t in virtual
+            ),
+            out_shapes=tuple(tuple(o.shape) for o in outs),
+            codes=(hazard.code,) if hazard else (),
+        )
+        if kind != "view":
+            op.captured = self.streams.launch(self, chain)
+        if kind == "h2d":
+            source = hosts[0].detach()
+            op.source, op.contents = weak(source), source.clone()
+            op.source_view = (source.shape, source.stride(), source.storage_offset())
+        if self.step == self.captured_step:
+            self._remember(op, args, kwargs, virtual, outs, fresh)
+        elif self.reference is not None and not step.parted:
+            self._compare(op, step, outs)
+        step.ops.append(op)
+
+    def _remember(
+        self, op: OpRecord, args: tuple[Any, ...], kwargs: dict[str, Any], virtual: list[DeviceTensor],
+        outs: list[Tensor], fresh: tuple[bool, ...],
+    ) -> None:  # fmt: skip
+        if op.kind == "h2d":
+            args = tuple(a for a in args[:1] if op.func._schema.name == "aten::copy_")  # never hold the host source
+            kwargs = {}
+        op.args, op.kwargs, op.outs, op.fresh = args, kwargs, tuple(outs), fresh
+        op.tensors = tuple(t.inner for t in virtual)
+        op.reads = tuple(dict.fromkeys(t.record.number for t in virtual))
+        made = [(o, self.records.get(storage_of(o))) for o, new in zip(outs, fresh, strict=True) if new]
+        op.allocates = tuple(r.number for _, r in made if r is not None)
+        op.bytes = sum(r.nbytes for _, r in made if r is not None)
+        written = _written(op.func)
+        if written:
+            op.writes = tuple(
+                r.number
+                for t in _tensors([args[i] for i in written.positions if i < len(args)])
+                if (r := self.records.get(storage_of(t))) is not None
+            )
+
+    def _compare(self, op: OpRecord, step: Step, outs: list[Tensor]) -> None:
+        """Keep this op's results if it differs from the captured step's op at the same position."""
+        assert self.reference is not None
+        at = len(step.ops)
+        if at >= len(self.reference.ops):
+            step.parted = True
+            return
+        other = self.reference.ops[at]
+        if other.func is not op.func or other.chain != op.chain:
+            step.parted = True
+            return
+        differs = other.scalars != op.scalars or other.externals != op.externals or other.shapes != op.shapes
+        if not differs and op.kind == "h2d" and other.contents is not None and op.contents is not None:
+            differs = not same(other.contents, op.contents)
+        if differs:
+            op.evidence = tuple(o.detach().clone() for o in outs)
+
+
+_CPU = torch.device("cpu")
+_MIXED = (
+    hazards._INDEX | hazards._COPIES | {"aten::set_", "aten::tensor_split", "aten::lift_fresh", "aten::_pin_memory"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Writes:
+    positions: tuple[int, ...]
+    names: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.positions or self.names)
+
+
+@functools.cache
+def _written(func: Any) -> _Writes:
+    """Which arguments an op writes, from its schema."""
+    positions, names = [], []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            names.append(argument.name)
+            if not argument.kwarg_only:
+                positions.append(index)
+    return _Writes(tuple(positions), tuple(names))
+
+
+def _convert(value: Any, virtual: list[DeviceTensor], hosts: list[Tensor], scalars: list[Any]) -> Any:
+    """`value` with inner tensors for device tensors; sorts what it meets into the three lists."""
+    if isinstance(value, DeviceTensor):
+        virtual.append(value)
+        return value.inner
+    if isinstance(value, Tensor):
+        hosts.append(value)
+        return value
+    if isinstance(value, list | tuple):
+        return type(value)([_convert(v, virtual, hosts, scalars) for v in value])
+    if not isinstance(value, torch.Generator):
+        scalars.append(value)
+    return value
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, list | tuple):
+        for item in tree:
+            yield from _tensors(item)
+
+
+def _map(tree: Any, change: Callable[[Tensor], Any]) -> Any:
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, list | tuple):
+        return type(tree)([_map(item, change) for item in tree])
+    if isinstance(tree, dict):
+        return {key: _map(item, change) for key, item in tree.items()}
+    return tree
+
+
+def _meta(tree: Any) -> Any:
+    return _map(tree, lambda t: t.to("meta"))
+
+
+def _zeros(tree: Any) -> Any:
+    return _map(tree, lambda t: torch.zeros(t.shape, dtype=t.dtype))
+
+
+def same(ours: Tensor, theirs: Tensor) -> bool:
+    """Equal shapes and values, NaN equal to NaN."""
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return False
+    if torch.equal(ours, theirs):
+        return True
+    return (
+        ours.is_floating_point()
+        and torch.equal(ours.nan_to_num(0.123), theirs.nan_to_num(0.123))
+        and torch.equal(ours.isnan(), theirs.isnan())
+    )
+
+
+__all__ = ["SILENT", "OpRecord", "Sighting", "Step", "World", "same"]

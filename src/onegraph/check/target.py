@@ -1,0 +1,111 @@
+"""A target as people type it: `path/to/file.py:factory` or `package.module:factory`."""
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from onegraph.check.report import CheckError
+
+FORM = "path/to/file.py:factory or package.module:factory"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A loaded target. `path` is the file that defines `factory`."""
+
+    spec: str
+    path: str
+    name: str
+    factory: Callable[[], Any]
+
+
+def split(spec: str) -> tuple[str, str]:
+    """(path of the file, name of the factory), without importing anything of the target's own module.
+
+    Raises CheckError where the form is wrong or no such file or module exists.
+    """
+    where, colon, name = spec.rpartition(":")
+    if not colon or not where or not name.isidentifier():
+        raise CheckError(f"target {spec!r}: allowed {FORM}; name the function that builds the step")
+    if where.endswith(".py") or os.sep in where:
+        path = os.path.abspath(where)
+        if not os.path.isfile(path):
+            raise CheckError(f"target {spec!r}: no such file: {where}")
+        if not path.endswith(".py"):
+            raise CheckError(f"target {spec!r}: {where} is not a Python file (.py)")
+        return path, name
+    with _cwd_first():
+        try:
+            found = importlib.util.find_spec(where)
+        except (ImportError, ValueError) as error:
+            raise CheckError(f"target {spec!r}: no module {where!r} ({error})") from error
+    if found is None or found.origin is None or not found.origin.endswith(".py"):
+        raise CheckError(f"target {spec!r}: no Python module {where!r} on the path; allowed {FORM}")
+    return os.path.abspath(found.origin), name
+
+
+def load(spec: str) -> Target:
+    """Import the target's module and find its factory, which is not called. Raises CheckError with one line."""
+    path, name = split(spec)
+    where = spec.rpartition(":")[0]
+    try:
+        module = _from_file(path) if where.endswith(".py") or os.sep in where else _from_name(where)
+    except CheckError:
+        raise
+    except SyntaxError as error:
+        raise CheckError(f"target {spec!r}: {path}:{error.lineno}: syntax error: {error.msg}") from error
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise CheckError(f"target {spec!r}: importing it raised {type(error).__name__}: {_line(error)}") from error
+    factory = getattr(module, name, None)
+    if factory is None:
+        known = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
+        raise CheckError(f"target {spec!r}: no function {name!r} in {path}; it defines {', '.join(known) or 'none'}")
+    if not callable(factory):
+        raise CheckError(
+            f"target {spec!r}: {name!r} is a {type(factory).__name__}, allowed a function without arguments"
+        )
+    return Target(spec=spec, path=path, name=name, factory=factory)
+
+
+def _from_file(path: str) -> Any:
+    """Import a file under a name of its own, with its folder on the path as `python file.py` would have it."""
+    name = "onegraph_target_" + os.path.splitext(os.path.basename(path))[0].replace("-", "_")
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise CheckError(f"target {path!r}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    folder = os.path.dirname(path)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _from_name(name: str) -> Any:
+    with _cwd_first():
+        return importlib.import_module(name)
+
+
+class _cwd_first:
+    """The working directory on the import path, as `python -m` has it and an installed script has not."""
+
+    def __enter__(self) -> None:
+        self.added = os.getcwd() not in sys.path
+        if self.added:
+            sys.path.insert(0, os.getcwd())
+
+    def __exit__(self, *_: object) -> None:
+        if self.added and os.getcwd() in sys.path:
+            sys.path.remove(os.getcwd())
+
+
+def _line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return text[0] if text else "(no message)"
