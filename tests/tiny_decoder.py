@@ -19,18 +19,18 @@ class TinyDecoder(nn.Module):
 
         self.config = SimpleNamespace(vocab_size=vocabulary)
         self.max_context, self.dtype, self.device = max_context, dtype, torch.device(device)
-        self.kv_heads, self.head_dim, heads = 2, 8, 4
-        angle = torch.arange(max_context)[:, None] * 100.0 ** -(torch.arange(0, 8, 2) / 8)
+        self.kv_heads, self.head_dim, heads = 2, 16, 4
+        angle = torch.arange(max_context)[:, None] * 100.0 ** -(torch.arange(0, 16, 2) / 16)
         tables = {"cos": angle.cos().to(device), "sin": angle.sin().to(device)}
         self.embed = weight(vocabulary, dim)
         self.layers = nn.ModuleList(
             Attention(
                 index=i,
-                qkv=Linear(weight((heads + 2 * self.kv_heads) * 8, dim, scale=dim**-0.5)),
-                out=Linear(weight(dim, heads * 8, scale=dim**-0.5)),
+                qkv=Linear(weight((heads + 2 * self.kv_heads) * 16, dim, scale=dim**-0.5)),
+                out=Linear(weight(dim, heads * 16, scale=dim**-0.5)),
                 heads=heads,
                 kv_heads=self.kv_heads,
-                head_dim=8,
+                head_dim=16,
                 **tables,
             )
             for i in range(layers)
