@@ -53,9 +53,8 @@ def dense(model, prompt, params):
         if params.temperature == 0:
             token = greedy(logits)
         else:
-            row = [
-                torch.tensor([x]) for x in (params.temperature, params.top_k, params.top_p, params.seed, len(tokens))
-            ]
+            row = (params.temperature, params.top_k, params.top_p, params.seed, len(tokens))
+            row = [torch.tensor([value], device=logits.device) for value in row]
             token = sample(logits, row[0], row[1].int(), row[2], row[3], row[4].int())
         tokens.append(token.item())
         if tokens[-1] in params.stop:

@@ -48,7 +48,8 @@ def _sample(
     Gumbel-max trick without the second logarithm). float64 throughout: the rounding of exp and log differs between
     devices and between vector lanes, and in float64 it is too small to move a draw.
     """
-    values, index = logits.double().sort(dim=-1, descending=True, stable=True)
+    values, index = logits.float().sort(dim=-1, descending=True, stable=True)
+    values = values.double()
     rank = torch.arange(logits.shape[-1], device=logits.device)
     cold = temperature <= 0
     weights = ((values - values[:, :1]) / temperature.masked_fill(cold, 1.0).double()[:, None]).exp()
