@@ -16,9 +16,8 @@ from onegraph.ops.registry import Case, Op, nbytes, register
 
 
 def _rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate-half RoPE (Su et al., arXiv 2104.09864; GPT-NeoX's layout). x [B, Q, H, D] float32, tables [B, Q, D/2]."""
+    """Rotate-half RoPE (Su et al., arXiv 2104.09864; GPT-NeoX's layout): x [B, Q, H, D], tables [B, Q, 1, D/2]."""
     first, second = x.chunk(2, dim=-1)
-    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
@@ -42,23 +41,26 @@ def _rope_cache_write(
 ) -> Tensor:
     batch, length, _ = qkv.shape
     _, page_size, kv_heads, dim = k_cache.shape
-    queries, keys, values = qkv.view(batch, length, -1, dim).split((heads, kv_heads, kv_heads), dim=2)
-    q, k = queries.float(), keys.float()
+    vectors = qkv.view(batch, length, -1, dim)
+    turned, values = vectors[:, :, : heads + kv_heads].float(), vectors[:, :, heads + kv_heads :]
     if q_norm is not None and k_norm is not None:
-        q, k = _head_norm(q, q_norm, eps), _head_norm(k, k_norm, eps)
+        q, k = turned.split((heads, kv_heads), dim=2)
+        turned = torch.cat((_head_norm(q, q_norm, eps), _head_norm(k, k_norm, eps)), dim=2)
     step = torch.arange(length, dtype=torch.int32, device=qkv.device)
     token = positions.unsqueeze(1) + step
     if cos is not None and sin is not None:
-        row = token.clamp(0, cos.shape[0] - 1)
-        q, k = _rope(q, cos[row], sin[row]), _rope(k, cos[row], sin[row])
+        row, shape = token.flatten().clamp(0, cos.shape[0] - 1), (batch, length, 1, dim // 2)
+        turned = _rope(turned, cos.index_select(0, row).view(shape), sin.index_select(0, row).view(shape))
 
     capacity = block_table.shape[1] * page_size
-    real = (step < counts.unsqueeze(1)) & (token >= 0) & (token < capacity)
-    page = block_table.gather(1, (token.clamp(0, capacity - 1) // page_size).long())
-    where = torch.where(real, page, 0).flatten(), (token % page_size).flatten()
-    k_cache.index_put_(where, k.to(k_cache.dtype).flatten(0, 1))
-    v_cache.index_put_(where, values.flatten(0, 1))
-    return q.to(qkv.dtype, memory_format=torch.contiguous_format, copy=True)
+    inside = token.clamp(0, capacity - 1)
+    real = (step < counts.unsqueeze(1)) & (inside == token)
+    page = torch.where(real, block_table.gather(1, (inside // page_size).long()), 0)
+    slot = (page * page_size + inside % page_size).flatten().long()
+    q, k = turned.to(qkv.dtype).split((heads, kv_heads), dim=2)
+    k_cache.view(-1, kv_heads, dim).index_copy_(0, slot, k.flatten(0, 1))
+    v_cache.view(-1, kv_heads, dim).index_copy_(0, slot, values.flatten(0, 1))
+    return q.clone(memory_format=torch.contiguous_format)
 
 
 def _paged_attention(
@@ -71,24 +73,25 @@ def _paged_attention(
     window: int,
 ) -> Tensor:
     batch, length, heads, dim = q.shape
-    kv_heads = k_cache.shape[2]
-    keys = k_cache[block_table].flatten(1, 2)  # [B, L, kv_heads, D], a copy
-    values = v_cache[block_table].flatten(1, 2)
-    capacity = keys.shape[1]
-    last = positions.clamp(0, capacity - 1).unsqueeze(1)
+    page_size, kv_heads = k_cache.shape[1:3]
+    group, capacity = heads // kv_heads, block_table.shape[1] * page_size
+    pages = block_table.flatten()
+    keys = k_cache.index_select(0, pages).view(batch, capacity, kv_heads, dim)
+    values = v_cache.index_select(0, pages).view(batch, capacity, kv_heads, dim)
     key = torch.arange(capacity, dtype=torch.int32, device=q.device)
-    token = (last + torch.arange(length, dtype=torch.int32, device=q.device)).clamp(max=capacity - 1)
-    seen = key <= token.unsqueeze(2)  # [B, Q, L]
+    step = torch.arange(length, dtype=torch.int32, device=q.device)
+    token = (positions.unsqueeze(1) + step).clamp(0, capacity - 1).unsqueeze(2)
+    hidden = key > token  # [B, Q, L]
+    # A page may still hold what an earlier sequence left: 0 * NaN would carry it into the sum.
+    values.masked_fill_(hidden[:, -1].view(batch, capacity, 1, 1), 0.0)
     if window > 0:
-        seen = seen & (key > token.unsqueeze(2) - window)
-    # A page may still hold what an earlier sequence left: 0 * inf would carry it into the sum.
-    values.masked_fill_((key > last + (length - 1)).view(batch, capacity, 1, 1), 0.0)
+        hidden = hidden | (key <= token - window)
 
-    grouped = q.float().view(batch, length, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    scores = (grouped * scale) @ keys.float().permute(0, 2, 3, 1)  # [B, kv_heads, group * Q, L]
-    hidden = ~seen.repeat(1, heads // kv_heads, 1).unsqueeze(1)
-    weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
-    out = weights @ values.float().transpose(1, 2)
+    grouped = (q.float() * scale).view(batch, length, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
+    scores = grouped.reshape(batch, kv_heads, group * length, dim) @ keys.float().permute(0, 2, 3, 1)
+    by_query = scores.view(batch, kv_heads, group, length, capacity)
+    by_query.masked_fill_(hidden.view(batch, 1, 1, length, capacity), float("-inf"))
+    out = scores.softmax(-1) @ values.float().transpose(1, 2)  # [B, kv_heads, group * Q, D]
     out = out.view(batch, heads, length, dim).transpose(1, 2)
     return out.to(q.dtype, memory_format=torch.contiguous_format, copy=True)
 
