@@ -243,8 +243,8 @@ def test_warm_up_touches_the_sentinel_page_only(make):
         ([[1] * 40], GREEDY, r"51 tokens need 13 pages of 4; the cache has 10 besides the sentinel: .*pages=14"),
     ],
 )
-def test_wrong_prompts_say_what_is_allowed(make, prompts, params, message):
-    engine = make(pages=11)
+def test_wrong_prompts_say_what_is_allowed(model, prompts, params, message):
+    engine = Engine(model, max_batch=4, max_context=64, page_size=4, pages=11)
     with pytest.raises(ValueError, match=message):
         engine.generate(prompts, params)
     assert engine.generate([[1]], GREEDY)
