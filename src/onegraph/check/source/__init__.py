@@ -29,7 +29,7 @@ def check_source(path: str, factory_name: str) -> Report:
     project = Project()
     machine = Machine(project)
     with deep_recursion():
-        problem = read_factory(machine, project.file(path), factory_name)
+        problem = read_factory(machine, project.keep(project.file(path)), factory_name)
     facts: dict[str, object] = {"read": sorted(machine.read)}
     if problem:
         facts["source"] = problem

@@ -3,6 +3,7 @@
 import ast
 
 from onegraph.check.source.machine import Machine, short
+from onegraph.check.source.tensor_methods import moving
 from onegraph.check.source.values import (
     UNKNOWN,
     Class,
@@ -36,7 +37,8 @@ def call(machine: Machine, name: str, args: list[Value], keywords: dict[str, Val
             return machine.tensor(device_args[0].device) if name != "hash" else Plain("int")
         message = f"`{short(node)}` reads a device tensor on the host"
         machine.report("CG101", node, message, sure=all(t.sure for t in device_args))
-        return Plain(READERS.get(name, ""), read=_where(machine, node))
+        changing = any(moving(machine, t) for t in device_args)
+        return Plain(READERS.get(name, ""), varying=changing, read=_where(machine, node))
     if name in READERS:
         if isinstance(first, Const) and name in ("int", "float", "bool") and isinstance(first.value, int | float):
             return Const({"int": int, "float": float, "bool": bool}[name](first.value))

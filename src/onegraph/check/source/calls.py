@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from onegraph.check.source import builtin_calls, names, parameters, torch_calls
 from onegraph.check.source.expressions import attribute, evaluate
-from onegraph.check.source.machine import DEPTH, Call, Machine
+from onegraph.check.source.machine import DEPTH, TREE_DEPTH, Call, Machine
 from onegraph.check.source.values import (
     UNKNOWN,
     Class,
@@ -74,6 +74,8 @@ def apply(machine: Machine, func: Value, args: list[Value], keywords: Keywords, 
             return call_function(machine, func, args, keywords, node)
         case Partial():
             return apply(machine, func.func, [*func.args, *args], {**dict(func.keywords), **keywords}, node)
+        case Class() if machine.presume and names.is_module(machine, func):
+            return summary(machine, func)
         case Class():
             return instantiate(machine, func, args, keywords, node)
         case Ext() if func.name.startswith("builtins."):
@@ -101,12 +103,22 @@ def apply(machine: Machine, func: Value, args: list[Value], keywords: Keywords, 
 def call_function(machine: Machine, func: Func, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
     """Follow a call into the user's code."""
     name = id_name(func)
-    if len(machine.stack) > DEPTH or sum(1 for c in machine.stack if c.name == name and c.file is func.file) > 1:
+    if machine.presume and not machine.in_step and func.file is not machine.file:
+        return UNKNOWN  # a constructor's helpers elsewhere: what they tell is not worth reading them for every class
+    if (
+        len(machine.stack) > (TREE_DEPTH if machine.presume else DEPTH)
+        or sum(1 for c in machine.stack if c.name == name and c.file is func.file) > 1
+    ):
         return UNKNOWN  # recursion: one round tells what there is to see
     marks = names.decorators(func.node) if not isinstance(func.node, ast.Lambda) else set()
     key = None
-    if machine.presume and machine.reporting:
-        key = (id(func.node), id(func.receiver) if isinstance(func.receiver, Obj) else 0, signature(args, keywords))
+    if machine.presume:
+        key = (
+            machine.in_step,
+            id(func.node),
+            id(func.receiver) if isinstance(func.receiver, Obj) else 0,
+            signature(args, keywords),
+        )
         if key in machine.memo:
             value, work = machine.memo[key]
             machine.tensor_work += work
@@ -139,7 +151,9 @@ def _body(machine: Machine, node: ast.FunctionDef | ast.AsyncFunctionDef, frame:
     from onegraph.check.source import statements
 
     through = statements.block(machine, node.body)
-    if _yields(node):
+    if id(node) not in machine.generators:
+        machine.generators[id(node)] = "yield" in frame.file.text and _yields(node)
+    if machine.generators[id(node)]:
         return Seq("iterator", None, UNKNOWN, machine.in_step)
     if isinstance(node, ast.AsyncFunctionDef):
         return UNKNOWN
@@ -212,6 +226,24 @@ def instantiate(
     if isinstance(post, Func):
         call_function(machine, post, [], {}, node)
     return obj
+
+
+def summary(machine: Machine, cls: Class) -> Value:
+    """One instance that stands for all of a module class: its `__init__`, read once with unknown arguments."""
+    known = machine.summaries.get(id(cls.node))
+    if known is None:
+        machine.summaries[id(cls.node)] = UNKNOWN  # a class that holds itself
+        in_step, machine.in_step = machine.in_step, False
+        machine.quiet += 1
+        machine.stack.append(Call(cls.node.name, cls.file, cls.node, scope=cls.scope))
+        try:
+            known = instantiate(machine, cls, [], {}, cls.node, presumed=True)
+        finally:
+            machine.stack.pop()
+            machine.quiet -= 1
+            machine.in_step = in_step
+        machine.summaries[id(cls.node)] = known
+    return known
 
 
 def _super(machine: Machine, node: ast.Call) -> Value:

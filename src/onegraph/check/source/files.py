@@ -144,13 +144,14 @@ class Project:
         return (os.path.realpath(path) + os.sep).startswith(self._installed)
 
     def file(self, path: str) -> SourceFile:
-        """Parse `path`, once. Raises Unreadable."""
+        """The parsed file; not kept, so that a tree of thousands does not stay in memory. Raises Unreadable."""
         path = os.path.abspath(path)
-        if self._files.get(path) is None:
-            self._files[path] = parse(path, module_name(path, package_root(path)))
-        file = self._files[path]
-        assert file is not None
-        return file
+        known = self._files.get(path)
+        return known if known is not None else parse(path, module_name(path, package_root(path)))
+
+    def keep(self, file: SourceFile) -> SourceFile:
+        """Let imports of this file find this very tree."""
+        return self._files.setdefault(file.path, file) or file
 
     def module(self, name: str, seen_from: SourceFile) -> SourceFile | None:
         """The user's module of that dotted name, or None where it is not theirs or cannot be read."""

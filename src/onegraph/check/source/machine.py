@@ -25,6 +25,9 @@ from onegraph.check.source.values import (
 DEPTH = 40
 """Calls followed below the root; deeper code is left unread rather than read badly."""
 
+TREE_DEPTH = 14
+"""The same below a `forward` of a tree, where each module's own `forward` is a root besides."""
+
 BUDGET = 400_000
 """Expressions read per root in target mode. The largest step seen, a whole DeepSeek-V4 model file, needs 90,000."""
 
@@ -71,6 +74,9 @@ class Machine:
     memo: dict[tuple, tuple[Value, int]] = field(default_factory=dict)
     summaries: dict[int, Value] = field(default_factory=dict)
     bases: dict[int, list[Value]] = field(default_factory=dict)
+    ancestors: dict[int, list[Value]] = field(default_factory=dict)
+    tables: dict[int, dict[str, ast.stmt]] = field(default_factory=dict)
+    generators: dict[int, bool] = field(default_factory=dict)
     host_written: set[int] = field(default_factory=set)
     _site: int = 0
     _born: dict[int, int] = field(default_factory=dict)

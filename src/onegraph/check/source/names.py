@@ -167,6 +167,8 @@ def bases(machine: Machine, cls: Class) -> list[Value]:
 
 def ancestry(machine: Machine, cls: Class) -> list[Value]:
     """The class and its bases, depth first, each once: close enough to Python's order for reading."""
+    if id(cls.node) in machine.ancestors:
+        return machine.ancestors[id(cls.node)]
     order: list[Value] = []
     seen: set[int] = set()
 
@@ -182,6 +184,7 @@ def ancestry(machine: Machine, cls: Class) -> list[Value]:
             order.append(value)
 
     walk(cls)
+    machine.ancestors[id(cls.node)] = order
     return order
 
 
@@ -214,7 +217,10 @@ def find_member(machine: Machine, cls: Class, name: str, after: Class | None = N
 
 def members(machine: Machine, cls: Class) -> dict[str, ast.stmt]:
     """Names that a class body binds."""
+    if id(cls.node) in machine.tables:
+        return machine.tables[id(cls.node)]
     table: dict[str, ast.stmt] = {}
+    machine.tables[id(cls.node)] = table
     for statement in cls.node.body:
         match statement:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():

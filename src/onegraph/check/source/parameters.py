@@ -160,7 +160,8 @@ def _union(machine: Machine, parts: list[ast.expr]) -> Value:
 
 def presumed(machine: Machine, node: ast.FunctionDef | ast.AsyncFunctionDef, receiver: Obj) -> list[Value]:
     """Arguments of a `forward` that nobody calls in sight: annotations, else use as a tensor."""
-    used = _used_as_tensors(node)
+    bare = any(p.annotation is None for p in [*node.args.posonlyargs, *node.args.args][1:])
+    used = _used_as_tensors(node) if bare else set()
     values: list[Value] = []
     positional = [*node.args.posonlyargs, *node.args.args][1:]
     optional = len(positional) - len(node.args.defaults)

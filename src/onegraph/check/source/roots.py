@@ -81,7 +81,7 @@ def _root(machine: Machine, step: Value) -> None:
 def _static(value: Value) -> Value:
     """An input: whatever made it, the caller copies it into the same buffer."""
     if isinstance(value, Tensor):
-        return replace(value, in_step=False, varying=value.on_host)
+        return replace(value, in_step=False, varying=True)
     if isinstance(value, Seq) and value.items is not None:
         return replace(value, items=tuple(_static(v) for v in value.items))
     return value
@@ -102,26 +102,31 @@ def read_file(machine: Machine, file: SourceFile) -> list[str]:
             problems.append(f"{file.path}: {label}: larger than the reader's budget, the rest was left unread")
         except RecursionError:
             problems.append(f"{file.path}: {label}: nested too deeply, left unread")
+        except Exception as error:  # a fault of the reader must not cost the user the other thousand files
+            problems.append(f"{file.path}: {label}: internal error, please report it: {type(error).__name__}: {error}")
     return problems
 
 
 def _roots(machine: Machine, file: SourceFile) -> Iterator[tuple[str, "object"]]:
+    graphs = ".graph(" in file.text
     for statement in file.tree.body:
         if isinstance(statement, ast.FunctionDef):
             if looks_like_factory(statement):
                 yield statement.name, lambda s=statement: _factory(machine, file, s)
-            elif _captures(statement):
+            elif graphs and _captures(statement):
                 yield statement.name, lambda s=statement: _capture(machine, file, s, None)
         elif isinstance(statement, ast.ClassDef):
-            yield from _class_roots(machine, file, statement)
+            yield from _class_roots(machine, file, statement, graphs)
 
 
-def _class_roots(machine: Machine, file: SourceFile, node: ast.ClassDef) -> Iterator[tuple[str, "object"]]:
+def _class_roots(
+    machine: Machine, file: SourceFile, node: ast.ClassDef, graphs: bool
+) -> Iterator[tuple[str, "object"]]:
     methods = {s.name: s for s in node.body if isinstance(s, ast.FunctionDef)}
     if "forward" in methods:
         yield f"{node.name}.forward", lambda: _forward(machine, file, node, methods["forward"])
     for method in methods.values():
-        if _captures(method):
+        if graphs and _captures(method):
             yield f"{node.name}.{method.name}", lambda m=method: _capture(machine, file, m, node)
 
 
@@ -162,22 +167,13 @@ def _forward(machine: Machine, file: SourceFile, node: ast.ClassDef, method: ast
     cls = names.module_name(machine, file, node.name)
     if not isinstance(cls, Class) or cls.node is not node or not names.is_module(machine, cls):
         return
-    obj = summary(machine, cls)
+    obj = calls.summary(machine, cls)
+    if not isinstance(obj, Obj):
+        return
     machine.stack[0].node = method
     machine.in_step = machine.reporting = True
     func = Func(method, file, cls.scope, obj, cls)
     calls.call_function(machine, func, parameters.presumed(machine, method, obj), {}, method)
-
-
-def summary(machine: Machine, cls: Class) -> Obj:
-    """One instance that stands for all of a class: its `__init__`, read with unknown arguments."""
-    known = machine.summaries.get(id(cls.node))
-    if isinstance(known, Obj):
-        return known
-    made = calls.instantiate(machine, cls, [], {}, cls.node, presumed=True)
-    assert isinstance(made, Obj)
-    machine.summaries[id(cls.node)] = made
-    return made
 
 
 def _capture(machine: Machine, file: SourceFile, node: ast.FunctionDef, owner: ast.ClassDef | None) -> None:
@@ -192,7 +188,7 @@ def _capture(machine: Machine, file: SourceFile, node: ast.FunctionDef, owner: a
     if owner is not None:
         value = names.module_name(machine, file, owner.name)
         if isinstance(value, Class) and value.node is owner:
-            cls, receiver = value, summary(machine, value)
+            cls, receiver = value, calls.summary(machine, value)
     calls.call_function(machine, Func(node, file, scope, receiver, cls), [], {}, node)
 
 

@@ -206,7 +206,9 @@ def augment(machine: Machine, node: ast.AugAssign) -> None:
         tensors.binary(machine, node, old, operand)
         tensors.written(machine, old, operand, accumulates=True)
         if isinstance(node.target, ast.Subscript):
-            tensors.store_item(machine, node.target, evaluate(machine, node.target.value), UNKNOWN)
+            container = evaluate(machine, node.target.value)
+            if isinstance(container, Tensor):
+                tensors.store_item(machine, node.target, container, UNKNOWN)
         return
     value = expressions.binary_value(machine, node, old, operand, node.op)
     bind(machine, node.target, value, moved=not isinstance(value, Tensor | Seq) and value is not UNKNOWN)

@@ -29,6 +29,12 @@ SHARED = (
 )
 
 
+SHAPE_CHECKED = lib.DATA_SHAPES | {
+    *("where", "repeat_interleave", "split", "tensor_split", "split_with_sizes"),
+    *("inverse", "cholesky", "pinverse", "lu", "histc"),
+}
+
+
 def device_of(value: Value | None) -> str:
     """The device that a value names, "" where it names none or is not known."""
     match value:
@@ -81,6 +87,11 @@ def split_result(machine: Machine, tensor: Tensor, args: list[Value]) -> Value:
     if args and isinstance(args[0], Seq) and args[0].items is not None:
         return Seq("tuple", (part,) * len(args[0].items), in_step=machine.in_step)
     return Seq("tuple", None, part, machine.in_step)
+
+
+def moving(machine: Machine, tensor: Tensor) -> bool:
+    """True where the contents change from step to step: an input, or made in the step from something."""
+    return tensor.varying or (tensor.in_step and tensor.on_device and not machine.presume)
 
 
 def _flag(value: Value | None) -> bool:
@@ -138,8 +149,7 @@ def _host(
             machine.report("CG101", node, f"`{short(node)}` reads a device tensor on the host", sure=tensor.sure)
         where = f"{machine.file.path}:{getattr(node, 'lineno', 1)}" if tensor.on_device else ""
         kind = "" if name in ("item", "tolist") else "bool" if name in lib.HOST_READS else ""
-        # A host value of a CPU tensor is known before capture; one of the device is reported where it is read.
-        return Plain(kind, varying=tensor.on_host and tensor.varying, read=where)
+        return Plain(kind, varying=moving(machine, tensor), read=where)
     if name == "cpu":
         return move(machine, tensor, "cpu", node, non_blocking=False) if not tensor.on_host else tensor
     return None
@@ -217,6 +227,8 @@ def _shapes(
 ) -> Value | None:
     """Results whose shape depends on data, and ops that wait."""
     sure = tensor.sure
+    if name not in SHAPE_CHECKED:
+        return None
     text = short(node)
     if name in lib.DATA_SHAPES:
         machine.report("CG104", node, f"the shape of `{text}` depends on data", sure=sure)

@@ -1,10 +1,11 @@
 """Reading a whole folder: which files, on how many cores, and what comes back."""
 
+import gc
 import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from onegraph.check.report import CheckError, Finding, Origin, Report, ordered
@@ -24,7 +25,7 @@ SERIAL = 60
 
 
 @contextmanager
-def deep_recursion():  # type: ignore[no-untyped-def]
+def deep_recursion() -> Iterator[None]:
     """Let the reader follow deeply nested code; the limit is put back afterwards."""
     old = sys.getrecursionlimit()
     sys.setrecursionlimit(max(old, RECURSION))
@@ -32,6 +33,18 @@ def deep_recursion():  # type: ignore[no-untyped-def]
         yield
     finally:
         sys.setrecursionlimit(old)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Trees hold no cycles worth looking for while they grow: collecting cost a third of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def python_files(folder: str) -> list[str]:
@@ -93,7 +106,7 @@ def _map(files: list[str], processes: int | None) -> Iterable[Batch]:
     if len(files) < SERIAL or count == 1 or alone:
         yield read_files(files)
         return
-    size = max(8, len(files) // (count * 12))
+    size = min(40, max(8, len(files) // (count * 12)))
     batches = [files[i : i + size] for i in range(0, len(files), size)]
     context = multiprocessing.get_context("fork")
     with context.Pool(count) as pool:
@@ -109,12 +122,14 @@ def read_files(files: list[str]) -> Batch:
         _PROJECT.append(Project())
     machine = Machine(_PROJECT[0], presume=True)
     unread: list[str] = []
-    with deep_recursion():
+    alive = []  # what the machine remembers of a tree goes by its nodes' identity
+    with deep_recursion(), no_collection():
         for path in files:
             try:
                 if not _concerns(path):
                     continue
-                unread += read_file(machine, machine.project.file(path))
+                alive.append(machine.project.file(path))
+                unread += read_file(machine, alive[-1])
             except Unreadable as error:
                 unread.append(str(error))
             except RecursionError:
