@@ -228,7 +228,7 @@ class Runner:
         with self.running():
             rows, bucket = self.load(**values)
             outputs = self.replay(bucket)
-        return tree_map(lambda t: t[:rows] if isinstance(t, Tensor) and t.dim() and len(t) == bucket else t, outputs)
+        return cut(outputs, rows, bucket)
 
     def load(self, **values: Tensor) -> tuple[int, int | None]:
         """Copy `values` into the buffers and padding into the rest of the bucket; returns (rows, bucket)."""
@@ -314,6 +314,11 @@ class Runner:
                 "are on another device, or it launches on a stream of its own that never joins the current one"
             )
         return recorder.program, outputs
+
+
+def cut(outputs: Any, rows: int, bucket: int | None) -> Any:
+    """The part of a bucket's outputs that belongs to the rows given; what lies beyond comes from padding."""
+    return tree_map(lambda t: t[:rows] if isinstance(t, Tensor) and t.dim() and len(t) == bucket else t, outputs)
 
 
 def _check_buckets(inputs: Mapping[str, Tensor], buckets: Sequence[int] | None) -> tuple[int, ...]:

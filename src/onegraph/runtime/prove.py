@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-from onegraph.runtime.graph import Runner
+from onegraph.runtime.graph import Runner, cut
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ def prove(
     with torch.no_grad(), runner.running():
         for i, case in enumerate(cases):
             reset()
-            _, bucket = runner.load(**case)
-            eager = _observe(runner, runner.step(**runner.views(bucket)), state)
-            _poison(runner.outputs(bucket), eager)
+            rows, bucket = runner.load(**case)
+            eager = _observe(runner, runner.step(**runner.views(bucket)), rows, bucket, state)
+            _poison(cut(runner.outputs(bucket), rows, bucket), eager)
             reset()
             runner.load(**case)
-            replayed = _observe(runner, runner.replay(bucket), state)
+            replayed = _observe(runner, runner.replay(bucket), rows, bucket, state)
             found += _compare(i, eager, replayed, tolerance)
     return found
 
@@ -70,10 +70,13 @@ def _require_news(runner: Runner, cases: Sequence[Mapping[str, Tensor]]) -> None
     )
 
 
-def _observe(runner: Runner, outputs: Any, state: Mapping[str, Tensor] | None) -> dict[str, Any]:
-    leaves, _ = tree_flatten(outputs)
+def _observe(
+    runner: Runner, outputs: Any, rows: int, bucket: int | None, state: Mapping[str, Tensor] | None
+) -> dict[str, Any]:
+    """Copies of all that a run left behind for the rows given; padding rows are nobody's business."""
+    leaves, _ = tree_flatten(cut(outputs, rows, bucket))
     seen = {f"output {n}": leaf for n, leaf in enumerate(leaves)}
-    seen |= {f"input buffer {name!r}": tensor for name, tensor in runner.inputs.items()}
+    seen |= {f"input buffer {name!r}": tensor for name, tensor in cut(runner.views(bucket), rows, bucket).items()}
     seen |= {f"state {name!r}": tensor for name, tensor in (state or {}).items()}
     return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, seen)
 

@@ -1,0 +1,86 @@
+"""The engine with the real decoder: tokens against transformers, and the captured step proven on a GPU."""
+
+import pytest
+import torch
+
+from models import save_e8p, save_hf
+from onegraph.engine import generate
+from onegraph.engine.generate import Engine
+from onegraph.engine.params import SamplingParams
+from onegraph.formats.checkpoint import Checkpoint
+from onegraph.models.llama import Llama
+from onegraph.runtime.prove import prove
+from test_graph import RecordedPool
+
+PROMPTS = [[5, 17, 99, 4, 3, 2, 1, 0, 130, 7, 7, 7, 21], [9], [(31 * n) % 131 for n in range(40)]]
+PARAMS = SamplingParams(max_tokens=10)
+
+
+def load(path, device="cpu", dtype=torch.float32):
+    with Checkpoint.open(path) as checkpoint:
+        return Llama.load(checkpoint, device, dtype)
+
+
+@torch.no_grad()
+def transformers_tokens(hf, prompt):
+    tokens = torch.tensor([prompt])
+    for _ in range(PARAMS.max_tokens):
+        tokens = torch.cat((tokens, hf(tokens).logits[:, -1:].argmax(-1)), dim=1)
+    return tokens[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("variant", ["smollm2", "mistral_window", "smollm3", "e8p"])
+def test_tokens_are_those_of_transformers(variant, tmp_path, monkeypatch):
+    path = tmp_path / "model"
+    hf = save_e8p("smollm2", path, rates={"bits": 3}) if variant == "e8p" else save_hf(variant, path)
+    expected = [transformers_tokens(hf, prompt) for prompt in PROMPTS]
+    model = load(path)
+    monkeypatch.setattr(generate, "GraphPool", lambda device: RecordedPool())
+    for capture in (False, True, "split"):
+        engine = Engine(model, max_batch=2, max_context=64, page_size=8, chunk=16, capture=capture)
+        assert engine.generate(PROMPTS, PARAMS) == expected, engine.mode
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("variant", ["smollm2", "qwen3_window_bias", "smollm3", "e8p2", "e8p3", "e8p4"])
+def test_the_captured_step_is_proven(variant, dtype, tmp_path):
+    """Bit for bit: outputs, row state and KV cache, in full and split graphs, at every bucket."""
+    path = tmp_path / "model"
+    if variant.startswith("e8p"):
+        save_e8p("smollm2", path, rates={"bits": int(variant[3:])})
+    else:
+        save_hf(variant, path)
+    model = load(path, "cuda:0", dtype)
+    g = torch.Generator().manual_seed(0)
+    tokens = {}
+    for capture in (True, "split", False):
+        engine = Engine(model, max_batch=4, max_context=96, page_size=8, chunk=16, capture=capture)
+        state = {f"keys {i}": k[1:] for i, k in enumerate(engine._cache.keys)}
+        state |= {f"values {i}": v[1:] for i, v in enumerate(engine._cache.values)}
+        start = {name: torch.randn(t.shape, generator=g).to(t) for name, t in state.items()}
+
+        def reset(state=state, start=start):
+            for name, tensor in state.items():
+                tensor.copy_(start[name])
+
+        def rows(n):
+            return {
+                "positions": torch.randint(0, 60, (n,), generator=g).int(),
+                "limits": torch.randint(0, 96, (n,), generator=g).int(),
+                "table": (1 + torch.randperm(48, generator=g)[: n * 12]).view(n, 12).int(),
+                "temperature": torch.rand(n, generator=g),
+                "top_k": torch.randint(0, 50, (n,), generator=g).int(),
+                "top_p": torch.rand(n, generator=g),
+                "seed": torch.randint(0, 2**60, (n,), generator=g),
+            }
+
+        if capture:
+            for sampling in (False, True):
+                cases = [{"drawn": torch.randint(0, 131, (n,), generator=g)} | rows(n) for n in (4, 1, 3, 2)]
+                assert prove(engine.runner("decode", sampling=sampling), cases, reset=reset, state=state) == []
+            cases = [{"tokens": torch.randint(0, 131, (1, 16), generator=g)} | rows(1) for _ in range(2)]
+            assert prove(engine.runner("prefill"), cases, reset=reset, state=state) == []
+        reset()
+        tokens[engine.mode] = engine.generate(PROMPTS, PARAMS)
+    assert tokens["captured"] == tokens["split"] == tokens["eager"]
