@@ -37,7 +37,7 @@ def error(got: Tensor, want: Tensor) -> float:
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
-@pytest.mark.parametrize(("n", "k"), [(576, 576), (192, 1536), (256, 384), (49, 200), (1, 8)])
+@pytest.mark.parametrize(("n", "k"), [(576, 576), (192, 1536), (256, 384), (49, 200), (1, 8), (1088, 24)])
 def test_stored_and_dense_forms_are_the_weight_of_the_formula(n: int, k: int, bits: int) -> None:
     coded, weight = layer(n, k, bits, bias=True)
     dense = coded.dense()

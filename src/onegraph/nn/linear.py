@@ -14,6 +14,7 @@ from onegraph.formats.e8p import MAX_BLOCK, codebook, hadamard_block, residual_d
 from onegraph.ops.e8p import e8p_decode, e8p_linear
 from onegraph.ops.hadamard import hadamard
 
+ROWS_AT_ONCE = 512  # when a layer is decoded: a vocabulary at once would take gigabytes, and four times as long
 shared_codebook = lru_cache(maxsize=None)(codebook)  # 4 KB, one a device, so that it stays in cache across layers
 
 
@@ -113,11 +114,15 @@ class E8PLinear(nn.Module):
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Linear:
         """The layer decoded once, rotations and scales multiplied out: for CPUs, whose time goes into reading codes."""
-        q = e8p_decode(self.codes, self.residual, self.codebook, self.bits).float()
-        n, k = q.shape
-        weight = hadamard(hadamard(q, hadamard_block(k)).t().contiguous(), hadamard_block(n)).t()
-        weight = weight * self.out_scale.unsqueeze(1) * self.in_scale
-        return Linear(weight.to(dtype).contiguous(), None if self.bias is None else self.bias.to(dtype))
+        n, k = self.out_features, self.in_features
+        weight = torch.empty(n, k, device=self.codes.device, dtype=dtype)
+        for first in range(0, n, ROWS_AT_ONCE):  # whole rotation blocks: the last part is a multiple of n's block too
+            part = slice(first, first + ROWS_AT_ONCE)
+            residual = None if self.residual is None else self.residual[part]
+            q = e8p_decode(self.codes[part], residual, self.codebook, self.bits).float()
+            rows = hadamard(hadamard(q, hadamard_block(k)).t().contiguous(), hadamard_block(n)).t()
+            weight[part] = rows * self.out_scale[part].unsqueeze(1) * self.in_scale
+        return Linear(weight, None if self.bias is None else self.bias.to(dtype))
 
     def shard(self, *, rows: slice = slice(None), columns: slice = slice(None), keep_bias: bool = True) -> "E8PLinear":
         """The part of the layer that owns `rows` of its outputs and `columns` of its inputs, itself a valid layer.
