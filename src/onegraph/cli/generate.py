@@ -1,0 +1,213 @@
+"""`onegraph generate`: text from a model."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from onegraph.cli.common import (
+    UsageError,
+    add_device,
+    add_dtype,
+    add_json,
+    number,
+    open_model,
+    pick_device,
+    pick_dtype,
+    print_json,
+    read_text,
+)
+
+EPILOG = """\
+examples:
+  onegraph generate out/smollm2-4bit --prompt "What is the capital of France?"
+  onegraph generate out/smollm2-4bit --raw --prompt "Once upon a time" --temperature 0.8 --top-p 0.95 --seed 7
+  onegraph generate out/smollm2-4bit --batch questions.txt --json > answers.json
+  git diff | onegraph generate out/smollm2-4bit --prompt -
+
+--chat (the default where the model has a chat template) asks a question, --raw continues the text as it stands.
+The same seed gives the same text. On a GPU the decode step is one CUDA graph; --capture off runs the same code
+eagerly, --capture split breaks the graph around attention.
+"""
+CAPTURE = {"auto": None, "on": True, "off": False, "split": "split"}
+DEFAULT_TOKENS = 256
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "generate",
+        help="text from a model, with the decode step as one CUDA graph where there is a GPU",
+        description="Generates text from a model (a directory or a .gguf file), quantized or not.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="model directory or .gguf file")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", metavar="TEXT", help="the prompt; '-' reads it from stdin")
+    source.add_argument("--batch", metavar="FILE", help="a file with one prompt a line; all are generated together")
+    style = parser.add_mutually_exclusive_group()
+    style.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
+    style.add_argument("--raw", action="store_true", help="continue the prompt as it stands")
+    parser.add_argument(
+        "--max-tokens",
+        type=number(int, 1, 1 << 24),
+        metavar="N",
+        help=f"generate at most N tokens (default: {DEFAULT_TOKENS}, or what the context leaves)",
+    )
+    parser.add_argument(
+        "--temperature", type=number(float, 0, 100), default=0.0, metavar="T", help="0 takes the likeliest (default)"
+    )
+    parser.add_argument(
+        "--top-k", type=number(int, 0, 1 << 30), default=0, metavar="K", help="draw among the K likeliest (0: all)"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=number(float, 0, 1, open_low=True),
+        default=1.0,
+        metavar="P",
+        help="draw among the likeliest that reach mass P (1: all)",
+    )
+    parser.add_argument("--seed", type=number(int, 0, 2**63 - 1), metavar="N", help="of the draws (default: a new one)")
+    parser.add_argument(
+        "--capture",
+        choices=tuple(CAPTURE),
+        default="auto",
+        help="one CUDA graph for the step, none, or one split around attention (default: auto)",
+    )
+    add_device(parser)
+    add_dtype(parser)
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from onegraph.cli.tokenizer import Tokenizer
+    from onegraph.engine.generate import Engine
+    from onegraph.engine.params import SamplingParams
+    from onegraph.models.config import LlamaConfig
+    from onegraph.models.llama import Llama
+
+    device = pick_device(args.device)
+    dtype = pick_dtype(args.dtype, device)
+    if args.capture in ("on", "split") and device.type != "cuda":
+        raise UsageError(f"--capture {args.capture} needs a GPU, the device is {device}; use --capture off or auto")
+    texts = prompts_of(args)
+    with open_model(args.model) as checkpoint:
+        context = LlamaConfig.from_dict(checkpoint.config).max_positions
+        tokenizer = Tokenizer(checkpoint)
+        chat = args.chat or (tokenizer.template is not None and not args.raw)
+        prompts = [
+            tokenizer.chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text) for text in texts
+        ]
+        budgets = [budget(i, len(prompt), args.max_tokens, context) for i, prompt in enumerate(prompts)]
+        params = [
+            SamplingParams(
+                max_tokens=tokens,
+                temperature=args.temperature,
+                top_k=args.top_k,
+                top_p=args.top_p,
+                seed=args.seed,
+                stop=sorted(tokenizer.stops),
+            )
+            for tokens in budgets
+        ]
+        needed = max(len(prompt) + tokens for prompt, tokens in zip(prompts, budgets, strict=True))
+        model = Llama.load(checkpoint, device, dtype, max_context=needed)
+        engine = Engine(
+            model,
+            max_batch=min(len(prompts), 64),
+            max_context=needed,
+            capture=CAPTURE[args.capture],  # type: ignore[arg-type]
+        )
+        printer = Printer(tokenizer.stream(), live=len(prompts) == 1 and not args.json)
+        outputs = engine.generate(prompts, params, on_token=printer)
+        printer.finish()
+    stats = engine.stats
+    if args.json:
+        print_json(
+            {
+                "model": args.model,
+                "device": str(device),
+                "dtype": str(dtype).removeprefix("torch."),
+                "mode": stats.mode,
+                "prefill_tokens_per_second": round(stats.prefill_tokens_per_second, 1),
+                "decode_tokens_per_second": round(stats.decode_tokens_per_second, 1),
+                "outputs": [
+                    {
+                        "prompt": text,
+                        "text": tokenizer.decode(output),
+                        "tokens": output,
+                        "prompt_tokens": len(prompt),
+                        "finish": "stop" if output[-1] in tokenizer.stops else "length",
+                    }
+                    for text, prompt, output in zip(texts, prompts, outputs, strict=True)
+                ],
+            }
+        )
+        return 0
+    if len(prompts) > 1:
+        for text, output in zip(texts, outputs, strict=True):
+            print(f"> {text}\n{tokenizer.decode(output).strip()}\n")
+    sys.stdout.flush()
+    count = sum(map(len, outputs))
+    print(
+        f"[{stats.prefill_tokens} prompt tokens, {count} new, {stats.decode_tokens_per_second:.1f} tokens/s, "
+        f"{stats.mode} on {device}]",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def prompts_of(args: argparse.Namespace) -> list[str]:
+    """The prompts that the command line names. Raises ValueError where there is none."""
+    if args.batch is not None:
+        texts = [line for line in read_text(args.batch).splitlines() if line.strip()]
+        if not texts:
+            raise UsageError(f"--batch {args.batch}: holds no prompt; one a line is expected")
+        return texts
+    text = read_text("-") if args.prompt == "-" else args.prompt
+    if not text:
+        raise UsageError("--prompt: the prompt is empty")
+    return [text]
+
+
+def budget(index: int, length: int, asked: int | None, context: int) -> int:
+    """How many tokens to generate behind a prompt of `length` tokens. Raises ValueError where they do not fit."""
+    if length >= context:
+        raise UsageError(
+            f"prompt {index + 1} has {length} tokens, the model's context is {context}; shorten the prompt"
+        )
+    if length == 0:
+        raise UsageError(f"prompt {index + 1} gives no tokens")
+    if asked is None:
+        return min(DEFAULT_TOKENS, context - length)
+    if length + asked > context:
+        raise UsageError(
+            f"prompt {index + 1} has {length} tokens and --max-tokens {asked} does not fit the model's context of "
+            f"{context}; at most {context - length} are possible"
+        )
+    return asked
+
+
+class Printer:
+    """Prints tokens as text while they come: what `Engine.generate` calls for each."""
+
+    def __init__(self, stream: Any, live: bool = True) -> None:
+        self.stream, self.live, self.text = stream, live, ""
+
+    def __call__(self, index: int, token: int) -> None:
+        if self.live:
+            self._show(self.stream.push(token))
+
+    def finish(self) -> None:
+        if self.live:
+            self._show(self.stream.finish() + "\n")
+
+    def _show(self, text: str) -> None:
+        if not self.text:
+            text = text.lstrip()
+        if text:
+            self.text += text
+            sys.stdout.write(text)
+            sys.stdout.flush()
