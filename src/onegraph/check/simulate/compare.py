@@ -110,10 +110,11 @@ def _op(
     """(code, message, values) of the first thing that differs at one op and is not a consequence of another."""
     at = f"step {captured.index}", f"step {step.index}"
     if ours.shapes != theirs.shapes:
-        for mine, other, number, other_number in zip(
-            ours.shapes, theirs.shapes, ours.externals, theirs.externals, strict=False
-        ):
-            if mine != other and (number != -1 or other_number != -1):
+        if len(ours.shapes) != len(theirs.shapes):
+            values = f"{at[0]}: {len(ours.shapes)} tensors", f"{at[1]}: {len(theirs.shapes)} tensors"
+            return "CG208", "the number of tensors changes", values
+        for mine, other, number, derived in zip(ours.shapes, theirs.shapes, ours.externals, ours.derived, strict=False):
+            if mine != other and number != -1 and not derived:
                 name = books.names.get(number)
                 what = f"{name} " if name else "a tensor from outside of the graph "
                 return "CG208", f"{what}has another shape", (f"{at[0]}: {list(mine)}", f"{at[1]}: {list(other)}")
@@ -156,8 +157,8 @@ def _storages(
             continue
         if mine in captured.inputs and captured.inputs[mine] == step.inputs.get(other):
             continue
-        if mine == -1:
-            continue  # the graph makes it itself: what came from outside later is the other path's business
+        if mine == -1 or (other == -1 and step.parted):
+            continue  # another path makes other tensors: that path is reported
         name = books.names.get(mine) or books.names.get(other)
         phase, born = books.made.get(mine, ("build", -1))
         values = (f"step {captured.index}: {_storage(mine, books)}", f"step {step.index}: {_storage(other, books)}")

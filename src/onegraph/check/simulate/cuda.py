@@ -42,6 +42,7 @@ class _Functions(TorchFunctionMode):
     def __init__(self, world: World) -> None:
         super().__init__()
         self.world = world
+        self.generator = torch.Generator
         self.special: dict[Any, Callable[..., Any]] = {
             Tensor.to: self.to,
             Tensor.cuda: self.cuda,
@@ -49,6 +50,7 @@ class _Functions(TorchFunctionMode):
             Tensor.is_pinned: self.is_pinned,
             Tensor.data.__set__: self.set_data,  # type: ignore[attr-defined]
             Tensor.type: self.type,
+            Tensor.new_tensor: self.new_tensor,
             torch.manual_seed: self.seed,
             torch.random.manual_seed: self.seed,
             torch.seed: self.seed,
@@ -60,6 +62,8 @@ class _Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         if "device" in kwargs:
             kwargs = {**kwargs, "device": self.device(kwargs["device"])}
+        if isinstance(kwargs.get("generator"), self.generator):
+            self.world.unregistered()
         special = self.special.get(func)
         return func(*args, **kwargs) if special is None else special(func, args, kwargs)
 
@@ -105,6 +109,13 @@ class _Functions(TorchFunctionMode):
             dtype = getattr(torch, wanted.rsplit(".", 1)[1].removesuffix("Tensor").lower())
             return args[0].to(self.device("cuda"), dtype)
         return func(*args, **kwargs)
+
+    def new_tensor(self, func: Any, args: Any, kwargs: Any) -> Any:
+        like, data = args
+        if not isinstance(like, DeviceTensor):
+            return func(*args, **kwargs)
+        made = torch.tensor(data, dtype=kwargs.get("dtype") or like.dtype)
+        return made.to(kwargs.get("device") or like.device).requires_grad_(kwargs.get("requires_grad", False))
 
     def seed(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.world.see("CG302", "the random seed is set inside the step", hazards.NOT_PERMITTED)
@@ -238,15 +249,22 @@ def _generator_class(world: World) -> type:
         """A generator of the simulated device is one of the CPU, known to the world by its identity."""
 
         def __new__(cls, device: Any = "cpu") -> Any:
-            made = super().__new__(cls, "cpu")
-            if torch.device(device).type == "cuda":
-                world.generators[id(made)] = made
+            virtual = torch.device(device).type == "cuda"
+            made = super().__new__(cls if virtual else Plain, "cpu")
+            if virtual:
+                world.generators.append(made)
             return made
 
         def manual_seed(self, seed: int) -> Any:
-            if id(self) in world.generators:
+            if type(self) is Generator:
                 world.see("CG302", "a generator is seeded inside the step", hazards.NOT_PERMITTED)
             return super().manual_seed(seed)
+
+    class Plain(Generator):
+        """A generator of the CPU."""
+
+        def __new__(cls, device: Any = "cpu") -> Any:
+            return torch._C.Generator.__new__(cls, "cpu")
 
     return Generator
 

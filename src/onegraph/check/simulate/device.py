@@ -31,11 +31,16 @@ class StorageRecord:
 
 
 class DeviceTensor(Tensor):
-    """See the module. `inner`: the values, a plain CPU tensor; `record`: its storage's record."""
+    """See the module.
+
+    `inner`: the values, a plain CPU tensor; `record`: its storage's record; `made`: the step in which this view of the
+    storage was made, -1 outside of steps.
+    """
 
     inner: Tensor
     record: StorageRecord
     world: "World"
+    made: int
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
@@ -51,6 +56,7 @@ class DeviceTensor(Tensor):
             requires_grad=False,
         )
         made.inner, made.world = inner, world
+        made.made = world.step if world.phase == "step" else -1
         made.record = world.record_of(inner)
         return made
 

@@ -71,6 +71,9 @@ class Findings:
         """Python state that a step changed in every step that was looked at after the warm-up."""
         later = {i: c for i, c in changed.items() if i > self.world.captured_step}
         names = dict.fromkeys(name for c in later.values() for name in c)
+        if self.world.asked_capturing:  # what a step remembers about being captured flips back once
+            first = min(later, default=0)
+            names = dict.fromkeys(name for i, c in later.items() if i > first for name in c)
         for name in names:
             place = assignment_of(name, codes)
             if place is None:

@@ -141,70 +141,97 @@ def parted(common: Chain | None, ours: Chain | None, theirs: Chain | None) -> Pl
     if ours is None:
         return None
     mine = ours[::-1]
-    level = 0
-    if theirs is not None:
-        other = theirs[::-1]
-        while level < min(len(mine), len(other)) - 1 and mine[level] == other[level]:
-            level += 1
-        if mine[level][0] is not other[level][0] and level:
-            level -= 1  # different callees of one line: the caller chose
-    elif common is not None:
-        last = common[::-1]
-        while level < min(len(mine), len(last)) - 1 and mine[level] == last[level]:
-            level += 1
-        if mine[level][0] is not last[level][0] and level:
-            level -= 1
-    for depth in range(level, -1, -1):
+    other = theirs[::-1] if theirs is not None else None
+    last = common[::-1] if common is not None else ()
+    level = _level(mine, other if other is not None else last)
+    for depth in [*range(level, len(mine)), *range(level - 1, -1, -1)]:
         code, lasti = mine[depth]
         at = place(code, lasti)
-        end = None
-        if theirs is not None and depth < len(theirs) and theirs[::-1][depth][0] is code:
-            end = place(*theirs[::-1][depth]).line
-        before = None
-        if common is not None and depth < len(common) and common[::-1][depth][0] is code:
-            before = place(*common[::-1][depth]).line
-        found = _header(at.path, code, at.line, end, before)
+        end = before = None
+        if depth <= level and other is not None and depth < len(other) and other[depth][0] is code:
+            end = place(*other[depth]).line
+        if depth <= level and depth < len(last) and last[depth][0] is code:
+            before = place(*last[depth]).line
+        if depth < level and end == at.line:
+            end = None
+        found = _header(at.path, code, at.line, end, before, early=depth >= level)
         if found is not None:
             line, column = found
             return Place(at.path, line, column, linecache.getline(at.path, line).rstrip("\n"))
     return place(*mine[level])
 
 
+def _level(mine: Chain, other: Chain) -> int:
+    """Depth of the outermost frame in which two chains (outermost first) are at different places."""
+    level = 0
+    while level < min(len(mine), len(other)) - 1 and mine[level] == other[level]:
+        level += 1
+    if level and level < len(other) and mine[level][0] is not other[level][0]:
+        level -= 1  # two callees of one line: the caller chose
+    return level
+
+
 _BRANCHES = (ast.If, ast.For, ast.While, ast.IfExp, ast.Match, ast.Try, ast.AsyncFor)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
-def _header(path: str, code: CodeType, line: int, other: int | None, before: int | None) -> tuple[int, int] | None:
-    """Header of the innermost compound statement that holds `line` but not `other` in the same arm."""
+def _inside(module: ast.Module, code: CodeType) -> list[ast.AST]:
+    """Nodes of the function that `code` was compiled from, without those of functions nested in it."""
+    found: list[ast.AST] = []
+    root: ast.AST = module
+    for node in ast.walk(module):
+        if isinstance(node, _FUNCTIONS):
+            first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
+            named = isinstance(node, ast.Lambda) or node.name == code.co_name
+            if first == code.co_firstlineno and named and isinstance(node, ast.Lambda) == (code.co_name == "<lambda>"):
+                root = node
+                break
+    queue = list(ast.iter_child_nodes(root))
+    while queue:
+        node = queue.pop()
+        found.append(node)
+        if not isinstance(node, _FUNCTIONS):
+            queue.extend(ast.iter_child_nodes(node))
+    return found
+
+
+def _header(
+    path: str, code: CodeType, line: int, other: int | None, before: int | None, *, early: bool
+) -> tuple[int, int] | None:
+    """Header of the innermost compound statement that holds `line` but not `other` in the same arm.
+
+    early: without one, the last `if` before `line` that leaves the function or loop is taken.
+    """
     module = tree(path)
     if module is None:
         return None
+    nodes = _inside(module, code)
     best: tuple[int, int] | None = None
-    for node in ast.walk(module):
-        if isinstance(node, _COMPREHENSIONS) and node.lineno <= line <= (node.end_lineno or 0) and best is None:
-            best = (node.lineno, node.col_offset + 1)
-        if not isinstance(node, _BRANCHES) or node.lineno < code.co_firstlineno:
-            continue
-        first, last = node.lineno, node.end_lineno or node.lineno
+    for node in nodes:
+        first, last = getattr(node, "lineno", 0), getattr(node, "end_lineno", 0) or 0
         if not first <= line <= last:
             continue
-        if isinstance(node, ast.IfExp):
+        column = getattr(node, "col_offset", 0) + 1
+        if isinstance(node, (*_COMPREHENSIONS, ast.IfExp)):
             if other is None or other == line:
-                best = (node.lineno, node.col_offset + 1)
+                best = max(best or (0, 0), (first, column))
             continue
-        if other is not None and _arm(node, line) == _arm(node, other) and not isinstance(node, ast.For | ast.While):
+        if not isinstance(node, _BRANCHES) or _arm(node, line) is None:
             continue
         if other is not None and other != line and _arm(node, line) == _arm(node, other):
-            continue  # both inside one loop body: something deeper parted them
-        if _arm(node, line) is not None:
-            best = max(best or (0, 0), (node.lineno, node.col_offset + 1))
-    if best is None and before is not None:  # an early return between the last common op and this line
-        for node in ast.walk(module):
+            continue  # both inside one arm: something deeper parted them
+        if other is not None and other == line and not isinstance(node, ast.For | ast.While):
+            continue
+        best = max(best or (0, 0), (first, column))
+    if best is None and early:
+        start = before if before is not None else code.co_firstlineno
+        for node in nodes:
             leaves = isinstance(node, ast.If) and any(
                 isinstance(n, ast.Return | ast.Continue | ast.Break | ast.Raise) for n in ast.walk(node)
             )
-            if leaves and before <= node.lineno < line and node.lineno >= code.co_firstlineno:
-                best = (node.lineno, node.col_offset + 1)
+            if leaves and isinstance(node, ast.If) and start <= node.lineno < line:
+                best = max(best or (0, 0), (node.lineno, node.col_offset + 1))
     return best
 
 

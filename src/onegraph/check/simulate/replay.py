@@ -176,9 +176,9 @@ def _protect(op: OpRecord, made: set[int], keep: object) -> None:
 def _again(op: OpRecord) -> bool:
     """Run one recorded op again, into the storages that it had."""
     if op.kind == "h2d":
-        assert op.contents is not None
+        assert op.frozen is not None
         target = op.args[0] if op.args else op.outs[0]
-        target.copy_(op.contents)
+        target.copy_(op.frozen)
         return True
     try:
         result = op.func(*op.args, **op.kwargs)

@@ -58,6 +58,7 @@ class _Simulation:
     def run(self) -> Report:
         begin = time.perf_counter()
         rng = torch.get_rng_state()
+        gc.freeze()  # what exists already is no part of the step: collections need not walk it
         try:
             torch.default_generator.manual_seed(0)
             with machine(self.world):
@@ -67,6 +68,7 @@ class _Simulation:
                 self.world.phase = "idle"
         finally:
             torch.set_rng_state(rng)
+            gc.unfreeze()
         return self._report(step, time.perf_counter() - begin)
 
     def _build(self) -> tuple[Callable[..., Any], Callable[[int], Any]]:
@@ -161,10 +163,10 @@ class _Simulation:
             leaf = statics.get(op.source.cdata)
             fresh = leaves[leaf] if leaf is not None and leaf < len(leaves) else None
             if fresh is not None and op.contents is not None and fresh.numel() == op.contents.numel():
-                op.contents = fresh.detach().clone().view(op.contents.shape)
+                op.frozen = fresh.detach().clone().view(op.contents.shape)
                 self.refreshed.setdefault(index, set()).add(position)
             elif position in now and position in before and not same(now[position], before[position]):
-                op.contents = now[position]
+                op.frozen = now[position]
                 self.refreshed.setdefault(index, set()).add(position)
 
     def _end_of_capture(self, record: Step) -> None:
@@ -178,7 +180,7 @@ class _Simulation:
                 message = "the pinned source of a captured copy is freed when the step ends"
             elif not same(_view(storage, op), op.contents):
                 message = "the pinned source of a captured copy is written again in the same step"
-                op.contents = _view(storage, op).clone()
+                op.frozen = _view(storage, op).clone()
             if message:
                 world.phase = "step"
                 world.see("CG207", message, "silently stale", chain=op.chain)

@@ -28,8 +28,14 @@ class Streams:
         """A step starts on stream `main`."""
         self.reached, self.open, self.main = {main}, {}, main
 
-    def launch(self, world: "World", chain: frames.Chain) -> bool:
-        """An op is launched on the current stream: does the capture see it?"""
+    def launch(self, world: "World", chain: frames.Chain, index: int) -> bool:
+        """An op is launched on the current stream of GPU `index`: does the capture see it?"""
+        if index != world.device_index:
+            world.see(
+                "CG303", f"work is launched on GPU {index} while GPU {world.device_index} is captured",
+                "the graph does not hold it: empty, partial or an error", chain=chain,
+            )  # fmt: skip
+            return False
         stream = self.current.get(world.device_index)
         if stream is None or stream.id == self.main:
             return True

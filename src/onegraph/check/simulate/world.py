@@ -54,6 +54,8 @@ class OpRecord:
     tensors: tuple[Tensor, ...] = ()
     fresh: tuple[bool, ...] = ()
     evidence: tuple[Tensor, ...] | None = None
+    derived: tuple[bool, ...] = ()
+    frozen: Tensor | None = None
     source: StorageWeakRef | None = None
     source_view: tuple[Any, Any, int] = ((), (), 0)
     contents: Tensor | None = None
@@ -106,7 +108,7 @@ class World:
         self.asked_capturing: list[frames.Chain] = []
         self.streams = Streams()
         self.device_index = 0
-        self.generators: dict[int, Any] = {}
+        self.generators: list[Any] = []
         self.numbers = 0
         self.declared_false: set[str] = set()
         self.muted = 0
@@ -255,7 +257,6 @@ class World:
             self._sight(hazard, chain)
         if live:
             self._trust(func, name, chain)
-            self._generator(kwargs.get("generator"), chain)
         mine = {id(t.inner): t for t in virtual}
         if live and writes and self.current is not None and self.step > self.captured_step:
             self._keep(func, args, kwargs, writes, virtual)
@@ -342,14 +343,13 @@ class World:
         elif not word:
             self.see("CG401", f"{what} is declared not capturable", hazards.NOT_PERMITTED, chain=chain)
 
-    def _generator(self, generator: Any, chain: frames.Chain) -> None:
-        if generator is not None and id(generator) in self.generators:
-            self.see(
-                "CG301",
-                "random numbers are drawn from a generator that no graph knows",
-                "RuntimeError: RNG op during graph capture but generator is not registered",
-                chain=chain,
-            )
+    def unregistered(self) -> None:
+        """Random numbers are asked of a generator that was made by hand."""
+        self.see(
+            "CG301",
+            "random numbers are drawn from a generator that no graph knows",
+            "RuntimeError: RNG op during graph capture but generator is not registered",
+        )
 
     def launch(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grid: Any) -> None:
         """A Triton launch: its arguments and grid are compared over the steps, the kernel is not run."""
@@ -379,7 +379,7 @@ class World:
             externals=tuple(
                 -1 if t.record.born == self.step and t.record.phase == "step" else t.record.number for t in virtual
             ),
-            captured=self.streams.launch(self, chain),
+            captured=self.streams.launch(self, chain, virtual[0].device.index if virtual else self.device_index),
             reads=tuple(dict.fromkeys(t.record.number for t in virtual)),
         )
         if self.step != self.captured_step:
@@ -458,28 +458,34 @@ class World:
             externals=tuple(
                 -1 if t.record.born == self.step and t.record.phase == "step" else t.record.number for t in virtual
             ),
+            derived=tuple(t.made == self.step for t in virtual),
             out_shapes=tuple(tuple(o.shape) for o in outs),
             codes=(hazard.code,) if hazard else (),
         )
         if kind != "view":
-            op.captured = self.streams.launch(self, chain)
+            index = virtual[0].device.index if virtual else self.device_index
+            op.captured = self.streams.launch(self, chain, index)
         if kind == "h2d":
             source = hosts[0].detach()
             op.source, op.contents = weak(source), source.clone()
+            op.frozen = op.contents
             op.source_view = (source.shape, source.stride(), source.storage_offset())
         if self.step == self.captured_step:
-            self._remember(op, args, kwargs, virtual, outs, fresh)
+            self._remember(op, args, kwargs, virtual, hosts, outs, fresh)
         elif self.reference is not None and not step.parted:
             self._compare(op, step, outs)
         step.ops.append(op)
 
     def _remember(
         self, op: OpRecord, args: tuple[Any, ...], kwargs: dict[str, Any], virtual: list[DeviceTensor],
-        outs: list[Tensor], fresh: tuple[bool, ...],
+        hosts: list[Tensor], outs: list[Tensor], fresh: tuple[bool, ...],
     ) -> None:  # fmt: skip
         if op.kind == "h2d":
             args = tuple(a for a in args[:1] if op.func._schema.name == "aten::copy_")  # never hold the host source
             kwargs = {}
+        elif op.kind == "op" and hosts:  # passed by value: later changes of the host tensor do not reach the graph
+            held = {id(h) for h in hosts}
+            args, kwargs = _map((args, kwargs), lambda t: t.clone() if id(t) in held else t)
         op.args, op.kwargs, op.outs, op.fresh = args, kwargs, tuple(outs), fresh
         op.tensors = tuple(t.inner for t in virtual)
         op.reads = tuple(dict.fromkeys(t.record.number for t in virtual))
