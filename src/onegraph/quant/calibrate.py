@@ -1,0 +1,83 @@
+"""What the quantizer asks of a model, and text that the model itself samples to calibrate on."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class QuantizableModel(Protocol):
+    """An unquantized decoder, handed over block by block so that memory is bounded by one block.
+
+    `hidden` is the residual stream [B, T, D] before a block. Nothing here may depend on rows of other sequences.
+    """
+
+    config: dict[str, Any]  # the Hugging Face config.json
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """int [B, T] -> [B, T, D]."""
+
+    def load_block(self, i: int) -> nn.Module:
+        """Block `i`, dense, on the device; its weights are read from disk now."""
+
+    def run_block(self, block: Any, hidden: Tensor) -> Tensor:
+        """Residual stream before the block -> after it, causal over the whole sequence, without a cache; the argument
+        is left as it was. Differentiable under `ops.registry.reference_ops()`."""
+
+    def linear_groups(self, block: Any) -> list[list[tuple[str, Any]]]:
+        """Linears by shared input, in the order they run: (name within the block, module with .weight [n, k])."""
+
+    def block_prefix(self, i: int) -> str:
+        """What the names of block `i` begin with, e.g. "model.layers.0."."""
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """Residual stream after the last block -> input of the head."""
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Residual stream after the last block -> logits [..., V]."""
+
+
+Generate = Callable[[list[list[int]], int], list[list[int]]]
+
+
+def sampled_tokens(generate: Generate, *, rows: int, length: int, start: list[int]) -> Tensor:
+    """Calibration tokens int64 [rows, length] that the model wrote itself: for when there is no text at hand.
+
+    Args:
+        generate: (prompts, new tokens) -> continuations, sampled at temperature 1 with a seed a prompt, and not stopped
+            by an end token (or stopped: a row that ends is begun again from `start`).
+        start: tokens that a text begins with, e.g. the BOS token.
+
+    Raises ValueError if the model gives nothing to continue with.
+    """
+    if rows < 1 or length < 1 or not start:
+        raise ValueError(f"rows is {rows}, length {length}, start {start}; each needs at least 1")
+    texts: list[list[int]] = [[] for _ in range(rows)]
+    for _ in range(length):
+        short = [text for text in texts if len(text) < length]
+        if not short:
+            break
+        # A fresh text is appended to what a row has so far: calibration packs documents as training did.
+        wanted = max(length - len(text) for text in short)
+        for text, more in zip(short, generate([list(start)] * len(short), wanted), strict=True):
+            if not more:
+                raise ValueError("the model ends a text before its first token; calibrate on a text file instead")
+            text.extend(start + more)
+    return torch.tensor([text[:length] for text in texts], dtype=torch.int64)
+
+
+def packed_tokens(tokens: list[int], *, length: int, limit: int) -> Tensor:
+    """The first `limit` tokens of a text as int64 [N, length]; the remainder that fills no row is dropped.
+
+    Raises ValueError where the text is shorter than one row.
+    """
+    rows = min(len(tokens), limit) // length
+    if rows == 0:
+        raise ValueError(
+            f"the calibration text has {len(tokens)} tokens; it needs at least {length}, and some 4000 to be of use"
+        )
+    return torch.tensor(tokens[: rows * length], dtype=torch.int64).view(rows, length)

@@ -1,0 +1,149 @@
+"""From the weights of one group of linears to their checkpoint tensors, and back."""
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from onegraph.formats.e8p import UNIT, codebook, hadamard_block, residual_dtype
+from onegraph.ops.e8p import e8p_decode
+from onegraph.ops.hadamard import hadamard
+from onegraph.quant.e8p import encode
+from onegraph.quant.graphs import encoder
+from onegraph.quant.ldlq import Coupling, Rounded, couplings, damped, sweep
+from onegraph.quant.recipe import Recipe
+
+_ROWS = 16384  # rows rounded at once; more only costs memory
+Tensors = dict[str, Tensor]
+
+
+def generator(seed: int, name: str) -> torch.Generator:
+    """A CPU generator that depends on the recipe's seed and the layer's name alone, not on what ran before."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def _signs(count: int, source: torch.Generator, device: torch.device) -> Tensor:
+    return (torch.randint(0, 2, (count,), generator=source) * 2 - 1).float().to(device)
+
+
+def _spread(power: Tensor, exponent: float) -> Tensor:
+    """power^(exponent / 2) [d] over its geometric mean, outliers bounded to float16's comfort; float16-exact."""
+    if exponent == 0:
+        return torch.ones_like(power)
+    mean = power.mean().clamp_min(1e-30)
+    log = (power / mean).clamp(1e-6, 1e6).log() * (exponent / 2)
+    return (log - log.mean()).clamp(-6, 6).exp().half().float()
+
+
+def quantize_group(
+    weights: Sequence[Tensor], h: Tensor, bits: Sequence[int], recipe: Recipe, source: torch.Generator
+) -> list[Tensors]:
+    """Round linears [n_i, k] that share the input second moment `h` [k, k]. Returns the checkpoint tensors of each.
+
+    All get the same in_scale. Those of one rate are rounded side by side: rows do not interact, and a sweep's cost is
+    in its number of steps. float32 throughout; deterministic.
+    """
+    device, k = h.device, h.shape[0]
+    weights = [w.to(device, torch.float32) for w in weights]
+    power = torch.cat(weights).square().mean(0)
+    in_scale = _spread(power, recipe.channel_scale) * _signs(k, source, device)
+    block = hadamard_block(k)
+    rotated_h = hadamard(in_scale.unsqueeze(1) * h * in_scale, block)
+    rotated_h = hadamard(rotated_h.T.contiguous(), block)
+    damped_h, factor = damped((rotated_h + rotated_h.T) / 2, recipe.damping)
+    ldlq, descent = couplings(damped_h, factor)
+
+    inputs, targets, outs, scales = [], [], [], []
+    for w, rate in zip(weights, bits, strict=True):
+        inside = hadamard(w / in_scale, block)
+        row_power = inside.square().mean(1)
+        out = _spread(row_power, recipe.row_scale) * _signs(w.shape[0], source, device)
+        target = hadamard((inside / out.unsqueeze(1)).T.contiguous(), hadamard_block(w.shape[0]))  # [k, n]
+        rms = target.square().mean().sqrt().clamp_min(1e-12)
+        scale = rms / recipe.rho_of(rate)
+        inputs.append(inside)
+        targets.append(target / scale)
+        outs.append(out)
+        scales.append(scale)
+
+    rounded: dict[int, Rounded] = {}
+    for rate in sorted(set(bits)):
+        at = [i for i, b in enumerate(bits) if b == rate]
+        whole = _round(torch.cat([targets[i] for i in at], dim=1), rate, ldlq, descent, recipe.descent)
+        start = 0
+        for i in at:
+            stop = start + targets[i].shape[1]
+            rounded[i] = Rounded(whole.codes[:, start:stop], whole.residual[:, start:stop], whole.value[:, start:stop])
+            start = stop
+
+    # W ~ diag(out) V diag(in) in the rotated input's basis: what is left to choose are the scales.
+    values = [
+        hadamard(rounded[i].value.contiguous(), hadamard_block(w.shape[0])).T * scales[i] for i, w in enumerate(weights)
+    ]
+    if recipe.fit_scales:
+        for i, inside in enumerate(inputs):
+            v = values[i] * outs[i].unsqueeze(1)
+            vh = v @ damped_h
+            gain = (vh * inside).sum(1) / (vh * v).sum(1).clamp_min(1e-30)
+            outs[i] = outs[i] * gain.clamp(0.5, 2.0)
+    results = []
+    for i, rate in enumerate(bits):
+        tensors = {"codes": rounded[i].codes.T.to(torch.int16).contiguous()}
+        if (dtype := residual_dtype(rate)) is not None:
+            tensors["residual"] = rounded[i].residual.T.to(dtype).contiguous()
+        tensors |= {"in_scale": in_scale.half(), "out_scale": outs[i].half(), "scale": (scales[i] / UNIT[rate]).float()}
+        results.append(tensors)
+    return results
+
+
+def _round(target: Tensor, bits: int, ldlq: Coupling, descent: Coupling, passes: int) -> Rounded:
+    parts = []
+    for part in target.split(_ROWS, dim=1):
+        run = encoder(part.device, part.shape[1], bits)
+        rounded = sweep(part, bits, ldlq, encode=run)
+        for _ in range(passes):
+            rounded = sweep(part, bits, descent, rounded, encode=run)
+        parts.append(rounded)
+    if len(parts) == 1:
+        return parts[0]
+    return Rounded(*(torch.cat([getattr(p, f) for p in parts], dim=1) for f in ("codes", "residual", "value")))
+
+
+def quantize_embedding(weight: Tensor, bits: int, recipe: Recipe, source: torch.Generator) -> Tensors:
+    """Round an embedding [V, D], each row for itself: a look-up must not need its neighbours, so nothing mixes rows.
+
+    The error of a row is added to the residual stream as it is, so there is no Hessian: plain nearest codes, and the
+    scale of each row that fits best.
+    """
+    w = weight.float()
+    in_scale = _signs(w.shape[1], source, w.device)
+    inside = hadamard(w * in_scale, hadamard_block(w.shape[1]))
+    scale = inside.square().mean(1, keepdim=True).sqrt().clamp_min(1e-12) / recipe.rho_of(bits)
+    codes, residual, out = [], [], []
+    for part, s in zip(inside.split(_ROWS), scale.split(_ROWS), strict=True):
+        x = (part / s).view(-1, 8).T.contiguous()
+        c, r, value = encode(x, bits)
+        v = value.T.reshape(part.shape)
+        fit = (v * part).sum(1) / v.square().sum(1)
+        codes.append(c.view(part.shape[0], -1))
+        residual.append(r.view(part.shape[0], -1))
+        out.append(fit)
+    rows = torch.cat(out)
+    unit = rows.mean().clamp_min(1e-20)
+    tensors = {"codes": torch.cat(codes).to(torch.int16)}
+    if (dtype := residual_dtype(bits)) is not None:
+        tensors["residual"] = torch.cat(residual).to(dtype)
+    return tensors | {"in_scale": in_scale.half(), "out_scale": (rows / unit).half(), "scale": unit / UNIT[bits]}
+
+
+def dequantize(tensors: Tensors, bits: int, *, embedding: bool = False) -> Tensor:
+    """The dense weight float32 [n, k] that checkpoint tensors stand for."""
+    codes = tensors["codes"]
+    q = e8p_decode(codes, tensors.get("residual"), codebook(codes.device), bits).float()
+    weight = hadamard(q, hadamard_block(q.shape[1]))
+    if not embedding:
+        weight = hadamard(weight.T.contiguous(), hadamard_block(q.shape[0])).T
+    out = tensors["out_scale"].float() * tensors["scale"]
+    return (weight * out.unsqueeze(1) * tensors["in_scale"].float()).contiguous()

@@ -1,0 +1,243 @@
+"""Quantize a model block by block: gather, round, put the rounded weights in place, go on.
+
+Memory holds one block (two where earlier layers' error is corrected for) and the residual stream of the calibration
+text. Each finished block is a piece on disk; a job that was killed reads its pieces, runs the stream through them and
+goes on, and ends with the same bytes: nothing random depends on what ran before.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onegraph.formats.e8p import KEEP, E8PConfig, resolve_rates
+from onegraph.quant.calibrate import QuantizableModel
+from onegraph.quant.hessian import Moments, corrected, gather
+from onegraph.quant.layer import Tensors, dequantize, generator, quantize_embedding, quantize_group
+from onegraph.quant.partial import Partial
+from onegraph.quant.recipe import Recipe
+from onegraph.quant.tune import tune
+
+Progress = Callable[[int, int, str], None]  # (steps done, steps in all, what is next)
+HEAD, EMBED = "lm_head", "model.embed_tokens"
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """What `quantize` made: the config for config.json and, per linear, its checkpoint tensors on the CPU."""
+
+    config: E8PConfig
+    layers: Mapping[str, Tensors]
+
+    def tensors(self, names: Iterable[str], read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """All tensors of the new checkpoint, from those of the source: `names`, and `read` to get one.
+
+        Weights of quantized linears are replaced; everything else goes through as it is. Quantizing the embedding alone
+        of a tied model leaves its head the old weight, under the head's own name.
+        """
+        names = list(names)
+        for name in names:
+            owner, _, kind = name.rpartition(".")
+            if owner not in self.layers:
+                yield name, read(name)
+            elif kind == "weight":
+                yield from ((f"{owner}.{suffix}", tensor) for suffix, tensor in self.layers[owner].items())
+            elif kind == "bias":
+                yield name, read(name).float()
+            else:
+                raise ValueError(f"the source has the tensor {name!r}, which a quantized linear cannot keep")
+        tied = f"{HEAD}.weight" not in names
+        if tied and HEAD in self.layers:
+            yield from ((f"{HEAD}.{suffix}", tensor) for suffix, tensor in self.layers[HEAD].items())
+        elif tied and EMBED in self.layers:
+            yield f"{HEAD}.weight", read(f"{EMBED}.weight")
+
+
+def quantize(
+    model: QuantizableModel,
+    tokens: Tensor,
+    recipe: Recipe,
+    partial: Partial | None = None,
+    *,
+    outer: Callable[[str], Tensor] | None = None,
+    progress: Progress | None = None,
+) -> Quantized:
+    """Quantize `model` on calibration `tokens` int [N, T].
+
+    Args:
+        partial: where finished blocks are kept; None keeps them in memory only.
+        outer: reads "model.embed_tokens.weight" or "lm_head.weight"; needed to quantize those.
+        progress: called after every group of linears and every step of tuning.
+
+    Raises ValueError for a rate map that matches nothing, tokens of a wrong kind, or a Hessian that is not finite.
+    Deterministic on one machine: the same model, tokens, recipe and number of threads give the same bytes.
+    """
+    if tokens.dim() != 2 or tokens.dtype not in (torch.int32, torch.int64) or not tokens.numel():
+        raise ValueError(f"tokens is {tokens.dtype} {tuple(tokens.shape)}; it must be an integer tensor [N, T]")
+    return _Job(model, tokens, recipe, partial, outer, progress).run()
+
+
+class _Job:
+    def __init__(
+        self,
+        model: QuantizableModel,
+        tokens: Tensor,
+        recipe: Recipe,
+        partial: Partial | None,
+        outer: Callable[[str], Tensor] | None,
+        progress: Progress | None,
+    ) -> None:
+        self.model, self.recipe, self.partial, self.outer, self.progress = model, recipe, partial, outer, progress
+        if (recipe.lm_head or recipe.embed_tokens) and outer is None:
+            raise ValueError("to quantize lm_head or embed_tokens, quantize() must be given `outer` to read them")
+        names, groups = [], 0
+        block = model.load_block(0)
+        for group in model.linear_groups(block):
+            groups += 1
+            names += [name for name, _ in group]
+        prefixes = [model.block_prefix(i) for i in range(model.num_blocks)]
+        rates = resolve_rates(recipe.layers, [p + n for p in prefixes for n in names], recipe.bits)
+        self.config = E8PConfig(
+            bits=recipe.bits, layers=rates, lm_head=recipe.lm_head, embed_tokens=recipe.embed_tokens
+        )
+        self.done, self.total = 0, groups * model.num_blocks
+        self.batch = max(1, recipe.batch_tokens // tokens.shape[1])
+        self.tokens = tokens
+
+    def step(self, what: str, count: int = 1) -> None:
+        self.done += count
+        if self.progress is not None:
+            self.progress(self.done, self.total, what)
+
+    @torch.no_grad()
+    def run(self) -> Quantized:
+        model, recipe = self.model, self.recipe
+        stream = [model.embed(part) for part in self.tokens.split(self.batch)]
+        reference = list(stream) if recipe.correct or recipe.tune else None
+        layers: dict[str, Tensors] = {}
+        for i in range(model.num_blocks):
+            piece = self.block(i, stream, reference)
+            layers |= {name: {k: v.cpu() for k, v in tensors.items()} for name, tensors in piece.items()}
+        if recipe.tune is not None:
+            assert reference is not None
+            layers = self.kept("tuned", lambda: self.tuned(reference, layers))
+        layers |= self.ends(stream)
+        return Quantized(self.config, {name: dict(sorted(layers[name].items())) for name in sorted(layers)})
+
+    def tuned(self, reference: list[Tensor], layers: dict[str, Tensors]) -> dict[str, Tensors]:
+        def show(step: int, steps: int, loss: float) -> None:
+            self.total = blocks + steps
+            self.step(f"tuning, KL {loss:.4f}")
+
+        blocks = self.done
+        return tune(self.model, self.tokens, reference, layers, self.config, self.recipe, show)
+
+    def kept(self, name: str, make: Callable[[], dict[str, Tensors]]) -> dict[str, Tensors]:
+        """The piece `name` from disk, or made now and put there."""
+        found = None if self.partial is None else self.partial.load(name)
+        if found is None:
+            made = make()
+            if self.partial is not None:
+                self.partial.save(name, {f"{n}.{s}": t for n, tensors in made.items() for s, t in tensors.items()})
+            return made
+        layers: dict[str, Tensors] = {}
+        for key, tensor in found.items():
+            owner, _, suffix = key.rpartition(".")
+            layers.setdefault(owner, {})[suffix] = tensor
+        return layers
+
+    def block(self, i: int, stream: list[Tensor], reference: list[Tensor] | None) -> dict[str, Tensors]:
+        """Quantize block `i` (or read it) and take `stream`, and `reference`, through it."""
+        model, inputs = self.model, self.recipe.inputs
+        block = model.load_block(i)
+        plain = copy.deepcopy(block) if reference is not None else None
+        groups, prefix = model.linear_groups(block), model.block_prefix(i)
+        fresh = False
+
+        def make() -> dict[str, Tensors]:
+            nonlocal fresh
+            fresh = True
+            made: dict[str, Tensors] = {}
+            pair = None if plain is None or reference is None or not self.recipe.correct else (plain, reference)
+            moments: dict[int, Moments] = {}
+            if inputs != "group":
+                moments, outputs = gather(model, block, stream, range(len(groups)), pair)
+            for at, group in enumerate(groups):
+                if inputs == "group":
+                    moments, _ = gather(model, block, stream, [at], pair)
+                made |= self.group(prefix, group, moments[at])
+                self.step(f"{prefix}{group[0][0]}")
+            if inputs == "reference":  # the run that gathered takes the stream on
+                stream[:] = outputs
+            return made
+
+        layers = self.kept(f"block-{i:05d}", make)
+        if not fresh:
+            self.put(prefix, groups, layers)
+            self.step(f"block {i} was done before", len(groups))
+        if inputs == "reference":
+            if not fresh:
+                _advance(model, model.load_block(i), stream)
+        else:
+            _advance(model, block, stream)
+        if plain is not None and reference is not None:
+            _advance(model, plain, reference)
+        return layers
+
+    def group(self, prefix: str, group: list[tuple[str, Any]], moments: Moments) -> dict[str, Tensors]:
+        chosen = [(prefix + name, module, self.config.bits_of(prefix + name)) for name, module in group]
+        chosen = [item for item in chosen if item[2] != KEEP]
+        if not chosen:
+            return {}
+        recipe = self.recipe
+        weights = [corrected(module.weight.float(), moments, recipe.damping, recipe.correct) for _, module, _ in chosen]
+        rates = [bits for _, _, bits in chosen]
+        made = quantize_group(weights, moments.h, rates, recipe, generator(recipe.seed, chosen[0][0]))
+        for (_, module, bits), tensors in zip(chosen, made, strict=True):
+            module.weight.copy_(dequantize(tensors, bits))
+        return {name: tensors for (name, _, _), tensors in zip(chosen, made, strict=True)}
+
+    def put(self, prefix: str, groups: list[list[tuple[str, Any]]], layers: Mapping[str, Tensors]) -> None:
+        """Replace the block's weights by what `layers` stand for."""
+        for group in groups:
+            for name, module in group:
+                if (tensors := layers.get(prefix + name)) is not None:
+                    bits = self.config.bits_of(prefix + name)
+                    on_device = {key: tensor.to(module.weight.device) for key, tensor in tensors.items()}
+                    module.weight.copy_(dequantize(on_device, bits))
+
+    def ends(self, stream: list[Tensor]) -> dict[str, Tensors]:
+        """Head and embedding, if asked for."""
+        recipe = self.recipe
+        layers: dict[str, Tensors] = {}
+        if recipe.embed_tokens is not None:
+            weight, bits = self.read(EMBED), recipe.embed_tokens
+            source = generator(recipe.seed, EMBED)
+            layers |= self.kept("embed", lambda: {EMBED: quantize_embedding(weight, bits, recipe, source)})
+        if recipe.lm_head is not None:
+            rate = recipe.lm_head
+
+            def head() -> dict[str, Tensors]:
+                weight = self.read(HEAD)
+                h = torch.zeros(weight.shape[1], weight.shape[1], dtype=torch.float64, device=stream[0].device)
+                for batch in stream:
+                    x = self.model.final_norm(batch).reshape(-1, weight.shape[1]).float()
+                    h += (x.T @ x).double()
+                mean = (h / self.tokens.numel()).float()
+                source = generator(recipe.seed, HEAD)
+                return {HEAD: quantize_group([weight.to(mean.device)], mean, [rate], recipe, source)[0]}
+
+            layers |= self.kept("head", head)
+        return {name: {k: v.cpu() for k, v in tensors.items()} for name, tensors in layers.items()}
+
+    def read(self, name: str) -> Tensor:
+        assert self.outer is not None
+        return self.outer(f"{name}.weight")
+
+
+def _advance(model: QuantizableModel, block: nn.Module, stream: list[Tensor]) -> None:
+    for at, batch in enumerate(stream):
+        stream[at] = model.run_block(block, batch)

@@ -1,0 +1,99 @@
+"""How to quantize: every lever by name, with what it costs and gives in docs/quality.md."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from onegraph.formats.e8p import BITS, KEEP
+
+# RMS of the normalized weight in units of the codebook, by rate: minimizes Gaussian MSE with the integer ratios.
+RHO = {2: 1.03, 3: 0.98, 4: 0.88}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tune:
+    """Fine-tune in_scale and out_scale of all layers by distillation: KL to the unquantized model's logits.
+
+    Needs the whole model in memory (float32), and gradients. Adam with a cosine schedule.
+    """
+
+    epochs: int = 4
+    rate: float = 1e-3
+    batch: int = 4  # sequences a step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Args:
+    bits: rate of every linear in a block; layers: exceptions, by name or shell pattern, 16 keeps a layer.
+    lm_head, embed_tokens: their rates; None leaves them alone.
+    seed: of the random signs and the order of tuning.
+    damping: added to the Hessian's diagonal, relative to its mean.
+    descent: passes of coordinate descent after LDLQ.
+    channel_scale: exponent of the input channels' RMS weight in in_scale; row_scale: the same for rows. 0 is off.
+    rho: see `RHO`; only rates that differ.
+    fit_scales: least-squares out_scale under the Hessian after rounding.
+    inputs: what Hessians are gathered on. "reference": the unquantized model's activations; "block": those behind the
+        quantized blocks so far; "group": also behind the groups of this block that are done (one more run a group).
+    correct: strength of the correction of the target for the error of earlier layers, 0 to 1.
+    tune: fine-tuning at the end, None for none.
+    batch_tokens: calibration tokens that run at once.
+    """
+
+    bits: int = 4
+    layers: Mapping[str, int] = field(default_factory=dict)
+    lm_head: int | None = None
+    embed_tokens: int | None = None
+    seed: int = 0
+    damping: float = 0.01
+    descent: int = 2
+    channel_scale: float = 1.0
+    row_scale: float = 0.5
+    rho: Mapping[int, float] = field(default_factory=dict)
+    fit_scales: bool = True
+    inputs: Literal["reference", "block", "group"] = "block"
+    correct: float = 0.0
+    tune: Tune | None = None
+    batch_tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        for name in ("bits", "lm_head", "embed_tokens"):
+            value = getattr(self, name)
+            if value not in BITS and not (value is None and name != "bits"):
+                raise ValueError(f"{name} is {value!r}; allowed: 2, 3, 4")
+        for pattern, rate in self.layers.items():
+            if rate not in (*BITS, KEEP):
+                raise ValueError(f"layers has {rate!r} for {pattern!r}; allowed: 2, 3, 4, or 16 to keep it")
+        bounds = {"damping": (1e-8, 10), "correct": (0, 1), "channel_scale": (0, 2), "row_scale": (0, 2)}
+        for name, (low, high) in bounds.items():
+            if not (math.isfinite(getattr(self, name)) and low <= getattr(self, name) <= high):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be from {low} to {high}")
+        if not 0 <= self.descent <= 100:
+            raise ValueError(f"descent is {self.descent!r} passes; it must be from 0 to 100")
+        if self.inputs not in ("reference", "block", "group"):
+            raise ValueError(f"inputs is {self.inputs!r}; allowed: reference, block, group")
+        if self.correct and self.inputs == "reference":
+            raise ValueError("correct asks for the quantized model's inputs; set inputs to block or group")
+        if self.batch_tokens < 1:
+            raise ValueError(f"batch_tokens is {self.batch_tokens}; it must be at least 1")
+
+    def rho_of(self, bits: int) -> float:
+        return self.rho.get(bits, RHO[bits])
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, as JSON can hold them."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> "Recipe":
+        """`quick`: two CPU cores, one pass. `good`: a GPU, or patience. `best`: with fine-tuning of scales."""
+        presets: dict[str, dict[str, Any]] = {
+            "quick": {"descent": 0, "inputs": "reference"},
+            "good": {"descent": 3, "inputs": "group", "correct": 0.5},
+            "best": {"descent": 3, "inputs": "group", "correct": 0.5, "tune": Tune()},
+        }
+        if name not in presets:
+            raise ValueError(f"there is no recipe {name!r}; recipes: {', '.join(presets)}")
+        return cls(**(presets[name] | changes))

@@ -1,0 +1,399 @@
+"""The quantizer on a tiny decoder of its own: levers help, maps hold, a killed job resumes to the same bytes."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from onegraph.formats.e8p import linear_tensors
+from onegraph.ops.registry import reference_ops
+from onegraph.quant.calibrate import packed_tokens, sampled_tokens
+from onegraph.quant.hessian import Moments, corrected, gather
+from onegraph.quant.layer import dequantize, quantize_embedding, quantize_group
+from onegraph.quant.ldlq import couplings, damped, loss, sweep
+from onegraph.quant.partial import Partial, fingerprint
+from onegraph.quant.quantize import Quantized, quantize
+from onegraph.quant.recipe import Recipe, Tune
+
+DIM, WIDE, VOCAB, BLOCKS = 64, 96, 50, 2
+
+
+class Mix(nn.Module):
+    """A block: causal mean of values, gated MLP. Small, but every kind of group is there."""
+
+    def __init__(self, source: torch.Generator) -> None:
+        super().__init__()
+
+        def linear(n: int, k: int) -> nn.Linear:
+            layer = nn.Linear(k, n, bias=False)
+            rows = torch.rand(n, 1, generator=source) + 0.2
+            layer.weight = nn.Parameter(torch.randn(n, k, generator=source) * rows * k**-0.5, requires_grad=False)
+            return layer
+
+        self.k, self.v, self.o = linear(32, DIM), linear(DIM, DIM), linear(DIM, DIM)
+        self.up, self.down = linear(WIDE, DIM), linear(DIM, WIDE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.rms_norm(x, (DIM,))
+        steps = torch.arange(1, x.shape[1] + 1).view(1, -1, 1)
+        mean = self.v(y).cumsum(1) / steps * self.k(y).mean(-1, keepdim=True).sigmoid()
+        x = x + self.o(mean)
+        return x + self.down(nn.functional.silu(self.up(nn.functional.rms_norm(x, (DIM,)))))
+
+
+class Tiny:
+    config: dict[str, Any] = {"model_type": "tiny"}
+    num_blocks = BLOCKS
+
+    def __init__(self, kill_at: int = -1) -> None:
+        source = torch.Generator().manual_seed(7)
+        self.blocks = [Mix(source) for _ in range(BLOCKS)]
+        channels = torch.rand(DIM, generator=source) * 3 + 0.1
+        self.table = torch.randn(VOCAB, DIM, generator=source) * channels
+        self.out = torch.randn(VOCAB, DIM, generator=source)
+        self.kill_at, self.calls = kill_at, 0
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.table[tokens]
+
+    def load_block(self, i: int) -> Mix:
+        return copy.deepcopy(self.blocks[i])
+
+    def run_block(self, block: Mix, hidden: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == self.kill_at:
+            raise KeyboardInterrupt
+        return block(hidden)
+
+    def linear_groups(self, block: Mix) -> list[list[tuple[str, nn.Module]]]:
+        return [[("k", block.k), ("v", block.v)], [("o", block.o)], [("up", block.up)], [("down", block.down)]]
+
+    def block_prefix(self, i: int) -> str:
+        return f"blocks.{i}."
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        return nn.functional.rms_norm(hidden, (DIM,))
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return self.final_norm(hidden) @ self.out.T
+
+    def outer(self, name: str) -> Tensor:
+        return {"model.embed_tokens.weight": self.table, "lm_head.weight": self.out}[name]
+
+
+@pytest.fixture
+def tokens() -> Tensor:
+    return torch.randint(0, VOCAB, (24, 32), generator=torch.Generator().manual_seed(1))
+
+
+def same(one: Quantized, two: Quantized) -> bool:
+    return list(one.layers) == list(two.layers) and all(
+        torch.equal(tensor, two.layers[name][key])
+        for name, tensors in one.layers.items()
+        for key, tensor in tensors.items()
+    )
+
+
+@torch.no_grad()
+def divergence(model: Tiny, made: Quantized, tokens: Tensor) -> float:
+    hidden = wanted = model.embed(tokens)
+    for i in range(BLOCKS):
+        block = model.load_block(i)
+        wanted = model.run_block(block, wanted)
+        for group in model.linear_groups(block):
+            for name, module in group:
+                full = model.block_prefix(i) + name
+                if full in made.layers:
+                    module.weight.copy_(dequantize(dict(made.layers[full]), made.config.bits_of(full)))
+        hidden = model.run_block(block, hidden)
+    p, q = model.head(wanted).log_softmax(-1), model.head(hidden).log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1).mean().item()
+
+
+def hessian(k: int, source: torch.Generator) -> Tensor:
+    x = torch.randn(4 * k, k, generator=source) @ torch.randn(k, k, generator=source) * k**-0.5
+    return x.T @ x / (4 * k)
+
+
+# ------------------------------------------------------------------------------------------------------ rounding
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_ldlq_beats_nearest_and_descent_never_hurts(bits: int) -> None:
+    source = torch.Generator().manual_seed(bits)
+    h, factor = damped(hessian(192, source), 0.01)
+    w = torch.randn(192, 48, generator=source)
+    ldlq, descent = couplings(h, factor)
+    nothing = copy.deepcopy(ldlq)
+    nothing.matrix.zero_()
+    nearest = loss(sweep(w, bits, nothing).value - w, h)
+    rounded = sweep(w, bits, ldlq)
+    last = loss(rounded.value - w, h)
+    assert last < 0.8 * nearest
+    for _ in range(3):
+        rounded = sweep(w, bits, descent, rounded)
+        now = loss(rounded.value - w, h)
+        assert now <= last * (1 + 1e-5)
+        last = now
+
+
+def test_block_ldl_factorizes_the_hessian() -> None:
+    """(I + A)^T-style coupling and metric rebuild H: what the sweep assumes is algebra, not luck."""
+    h, factor = damped(hessian(64, torch.Generator().manual_seed(0)), 0.01)
+    ldlq, descent = couplings(h, factor)
+    lower = torch.eye(64) + ldlq.matrix.T
+    d = torch.block_diag(*[c.T @ c for c in ldlq.metric])
+    assert torch.allclose(lower @ d @ lower.T, h, atol=1e-5)
+    own = torch.block_diag(*[c.T @ c for c in descent.metric])
+    assert torch.allclose(own @ (torch.eye(64) + descent.matrix), h, atol=1e-5)
+
+
+def test_damping_is_raised_until_the_hessian_can_be_factorized() -> None:
+    h = torch.eye(8)
+    h[0, 0] = -0.05
+    damped_h, _ = damped(h, 0.01)
+    assert damped_h[1, 1] > 1.05
+    for broken in (torch.zeros(8, 8), torch.full((8, 8), float("nan"))):
+        with pytest.raises(ValueError, match="not finite"):
+            damped(broken, 0.01)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_a_group_of_siblings(bits: int) -> None:
+    source = torch.Generator().manual_seed(5)
+    h = hessian(64, source)
+    weights = [torch.randn(n, 64, generator=source) for n in (32, 50)]
+    made = quantize_group(weights, h, [bits, bits], Recipe(bits=bits), torch.Generator().manual_seed(1))
+    assert torch.equal(made[0]["in_scale"], made[1]["in_scale"])
+    limit = {2: 0.1, 3: 0.035, 4: 0.0105}[bits]
+    for w, tensors in zip(weights, made, strict=True):
+        wanted = linear_tensors(*w.shape, bits)
+        assert {key: (tuple(t.shape), t.dtype) for key, t in tensors.items()} == wanted
+        error = dequantize(tensors, bits) - w
+        assert ((error @ h) * error).sum() / ((w @ h) * w).sum() < limit
+
+
+def test_scales_help_where_rows_and_channels_differ() -> None:
+    source = torch.Generator().manual_seed(2)
+    h = hessian(128, source)
+    w = torch.randn(64, 128, generator=source) * torch.logspace(-1, 1, 128) * torch.logspace(-1, 1, 64).unsqueeze(1)
+
+    def error(**levers: Any) -> float:
+        recipe = Recipe(bits=3, **({"channel_scale": 0.0, "row_scale": 0.0, "fit_scales": False} | levers))
+        e = dequantize(quantize_group([w], h, [3], recipe, torch.Generator().manual_seed(1))[0], 3) - w
+        return ((e @ h) * e).sum().item()
+
+    plain = error()
+    assert error(channel_scale=1.0) < 0.8 * plain
+    assert error(row_scale=0.5) < 0.9 * plain
+    assert error(fit_scales=True) < plain
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_zero_and_huge_weights_stay_finite(bits: int) -> None:
+    h = torch.eye(64)
+    for w in (torch.zeros(16, 64), torch.full((16, 64), 1e-8), torch.eye(16, 64) * 1e4):
+        out = dequantize(quantize_group([w], h, [bits], Recipe(bits=bits), torch.Generator())[0], bits)
+        assert torch.isfinite(out).all()
+        assert (out - w).norm() <= w.norm() * 0.5 + 1e-6
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_embedding_rows_stand_for_themselves(bits: int) -> None:
+    w = torch.randn(40, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-2, 2, 40).unsqueeze(1)
+    tensors = quantize_embedding(w, bits, Recipe(), torch.Generator())
+    error = (dequantize(tensors, bits, embedding=True) - w).norm(dim=1) / w.norm(dim=1)
+    assert error.max() < {2: 0.45, 3: 0.25, 4: 0.14}[bits]
+
+
+def test_correction_fits_the_quantized_models_inputs() -> None:
+    source = torch.Generator().manual_seed(3)
+    clean = torch.randn(500, 16, generator=source)
+    seen = clean + 0.3 * torch.randn(500, 16, generator=source) @ torch.randn(16, 16, generator=source)
+    w = torch.randn(8, 16, generator=source)
+    moments = Moments(seen.T @ seen / 500, clean.T @ seen / 500)
+    best = torch.linalg.lstsq(seen, clean @ w.T).solution.T
+    assert torch.allclose(corrected(w, moments, 1e-9, 1.0), best, atol=1e-3)
+    assert torch.equal(corrected(w, moments, 0.01, 0.0), w)
+
+
+def test_moments_are_those_of_the_inputs(tokens: Tensor) -> None:
+    model = Tiny()
+    block = model.load_block(0)
+    x = model.embed(tokens)
+    moments, outputs = gather(model, block, list(x.split(5)), [0, 3])
+    y = nn.functional.rms_norm(x, (DIM,)).flatten(0, 1)
+    assert sorted(moments) == [0, 3]
+    assert torch.allclose(moments[0].h, y.T @ y / y.shape[0], atol=1e-5)
+    assert moments[0].cross is None
+    assert torch.allclose(torch.cat(outputs), model.run_block(block, x), atol=1e-5)
+
+
+# -------------------------------------------------------------------------------------------------------- driver
+
+
+@pytest.mark.parametrize("inputs", ["reference", "block", "group"])
+def test_more_bits_are_closer(tokens: Tensor, inputs: Any) -> None:
+    model = Tiny()
+    kl = [divergence(model, quantize(model, tokens, Recipe(bits=b, inputs=inputs)), tokens) for b in (2, 3, 4)]
+    assert kl[0] > 2 * kl[1] > 4 * kl[2] > 0
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(bits=2, inputs="reference", batch_tokens=100),
+        Recipe(bits=3, inputs="group", correct=0.5, layers={"*.down": 4, "blocks.0.o": 16}),
+        Recipe(bits=4, lm_head=3, embed_tokens=4, tune=Tune(epochs=1, batch=8)),
+    ],
+    ids=["quick", "mixed", "tuned"],
+)
+def test_a_killed_job_resumes_to_the_same_bytes(tokens: Tensor, recipe: Recipe, tmp_path: Any) -> None:
+    whole = Tiny()
+    made = quantize(whole, tokens, recipe, outer=whole.outer)
+    assert same(made, quantize(Tiny(), tokens, recipe, outer=whole.outer))
+    job = fingerprint("tiny", recipe.to_dict(), tokens)
+    for at, kill in enumerate(sorted({1, 2, whole.calls // 3, whole.calls // 2, whole.calls - 1})):
+        model = Tiny(kill_at=kill)
+        with pytest.raises(KeyboardInterrupt):
+            quantize(model, tokens, recipe, Partial(tmp_path / str(at), job), outer=model.outer)
+        (tmp_path / str(at) / ".block-00001.safetensors.tmp").write_bytes(b"half of a piece")
+        again = quantize(Tiny(), tokens, recipe, Partial(tmp_path / str(at), job), outer=model.outer)
+        assert same(made, again)
+
+
+def test_another_job_is_refused(tokens: Tensor, tmp_path: Any) -> None:
+    base = fingerprint("a", Recipe().to_dict(), tokens)
+    Partial(tmp_path / "work", base)
+    Partial(tmp_path / "work", base)
+    for other in (
+        fingerprint("b", Recipe().to_dict(), tokens),
+        fingerprint("a", Recipe(seed=1).to_dict(), tokens),
+        fingerprint("a", Recipe().to_dict(), tokens + 1),
+    ):
+        with pytest.raises(ValueError, match="another job"):
+            Partial(tmp_path / "work", other)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("x")
+    with pytest.raises(ValueError, match="no unfinished quantization"):
+        Partial(tmp_path / "mine", base)
+
+
+def test_a_damaged_piece_is_named(tokens: Tensor, tmp_path: Any) -> None:
+    partial = Partial(tmp_path / "work", "job")
+    quantize(Tiny(), tokens, Recipe(), partial)
+    file = tmp_path / "work" / "block-00001.safetensors"
+    file.write_bytes(file.read_bytes()[:-5])
+    with pytest.raises(ValueError, match="block-00001"):
+        quantize(Tiny(), tokens, Recipe(), partial)
+    partial.remove()
+    assert not (tmp_path / "work").exists()
+
+
+def test_rate_map(tokens: Tensor) -> None:
+    made = quantize(Tiny(), tokens, Recipe(bits=4, layers={"blocks.*.down": 2, "blocks.1.down": 3, "*.k": 16}))
+    assert made.config.layers == {"blocks.0.down": 2, "blocks.1.down": 3, "blocks.0.k": 16, "blocks.1.k": 16}
+    assert "blocks.0.k" not in made.layers
+    assert "residual" not in made.layers["blocks.0.down"]
+    assert made.layers["blocks.1.down"]["residual"].dtype == torch.uint8
+    with pytest.raises(ValueError, match=r"matches no linear"):
+        quantize(Tiny(), tokens, Recipe(layers={"*.dwon": 2}))
+
+
+def test_siblings_of_different_rates_share_their_input_scale(tokens: Tensor) -> None:
+    made = quantize(Tiny(), tokens, Recipe(bits=4, layers={"*.k": 2}))
+    for i in range(BLOCKS):
+        assert torch.equal(made.layers[f"blocks.{i}.k"]["in_scale"], made.layers[f"blocks.{i}.v"]["in_scale"])
+
+
+def test_the_seed_is_all_that_is_random(tokens: Tensor) -> None:
+    one, two = (quantize(Tiny(), tokens, Recipe(seed=seed)) for seed in (0, 1))
+    assert not same(one, two)
+    torch.manual_seed(99)
+    assert same(one, quantize(Tiny(), tokens, Recipe(seed=0)))
+
+
+def test_tuning_brings_the_divergence_down_and_keeps_codes(tokens: Tensor) -> None:
+    model = Tiny()
+    before = quantize(model, tokens, Recipe(bits=2))
+    steps: list[tuple[int, int, str]] = []
+    recipe = Recipe(bits=2, tune=Tune(epochs=20, batch=8, rate=3e-3))
+    after = quantize(model, tokens, recipe, progress=lambda *step: steps.append(step))
+    assert divergence(model, after, tokens) < 0.8 * divergence(model, before, tokens)
+    for name, tensors in before.layers.items():
+        assert torch.equal(tensors["codes"], after.layers[name]["codes"])
+    assert torch.equal(after.layers["blocks.0.k"]["in_scale"], after.layers["blocks.0.v"]["in_scale"])
+    assert steps[-1][0] == steps[-1][1]
+    assert [step[0] for step in steps] == sorted(step[0] for step in steps)
+
+
+def test_head_and_embedding(tokens: Tensor) -> None:
+    model = Tiny()
+    made = quantize(model, tokens, Recipe(lm_head=4, embed_tokens=4), outer=model.outer)
+    assert made.config.lm_head == made.config.embed_tokens == 4
+    head = dequantize(dict(made.layers["lm_head"]), 4)
+    assert (head - model.out).norm() / model.out.norm() < 0.2
+    with pytest.raises(ValueError, match="outer"):
+        quantize(model, tokens, Recipe(lm_head=4))
+
+
+def test_tensors_of_the_new_checkpoint(tokens: Tensor) -> None:
+    model = Tiny()
+    names = ["model.embed_tokens.weight", "blocks.0.k.weight", "blocks.0.k.bias", "blocks.0.norm.weight"]
+
+    def read(name: str) -> Tensor:
+        return torch.full((2,), float(names.index(name)), dtype=torch.float16)
+
+    made = quantize(model, tokens, Recipe(embed_tokens=4), outer=model.outer)
+    written = dict(made.tensors(names, read))
+    assert torch.equal(written["lm_head.weight"], read(names[0]))  # tied: the head keeps the weight that is replaced
+    assert torch.equal(written["blocks.0.norm.weight"], read(names[3]))
+    assert written["blocks.0.k.bias"].dtype == torch.float32
+    assert "blocks.0.k.weight" not in written
+    assert {"blocks.0.k.codes", "blocks.0.k.scale", "model.embed_tokens.codes"} <= set(written)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"bits": 5},
+        {"bits": None},
+        {"layers": {"x": 7}},
+        {"lm_head": 16},
+        {"damping": float("nan")},
+        {"descent": -1},
+        {"inputs": "none"},
+        {"inputs": "reference", "correct": 0.5},
+        {"batch_tokens": 0},
+    ],
+)
+def test_recipes_that_make_no_sense(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Recipe(**wrong)
+
+
+def test_tokens_must_be_tokens() -> None:
+    for tokens in (torch.zeros(3), torch.zeros(2, 2), torch.zeros(0, 4, dtype=torch.int64)):
+        with pytest.raises(ValueError, match="tokens"):
+            quantize(Tiny(), tokens, Recipe())
+
+
+def test_calibration_text() -> None:
+    assert packed_tokens(list(range(10)), length=3, limit=8).tolist() == [[0, 1, 2], [3, 4, 5]]
+    with pytest.raises(ValueError, match="calibration text"):
+        packed_tokens([1, 2], length=3, limit=8)
+
+    def generate(prompts: list[list[int]], count: int) -> list[list[int]]:
+        return [[9, 9][:count] for _ in prompts]
+
+    assert sampled_tokens(generate, rows=2, length=7, start=[1]).tolist() == [[1, 9, 9, 1, 9, 9, 1]] * 2
+    with pytest.raises(ValueError, match="text file"):
+        sampled_tokens(lambda prompts, count: [[] for _ in prompts], rows=1, length=4, start=[1])
+
+
+def test_the_reference_path_is_what_runs_here(tokens: Tensor) -> None:
+    with reference_ops():
+        one = quantize(Tiny(), tokens, Recipe())
+    assert same(one, quantize(Tiny(), tokens, Recipe()))
