@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 
 import pytest
 import torch
@@ -88,6 +89,33 @@ def test_more_prompts_than_rows_and_pages(make, model):
     assert engine._allocator.free == engine._allocator.capacity
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_any_mixture_gives_each_prompt_its_own_tokens(make, model, seed):
+    """Random rows, pages, chunks, lengths, stops and modes; whatever the engine interleaves must not show."""
+    rng = random.Random(seed)
+    engine = make(
+        max_batch=rng.randint(1, 5),
+        page_size=rng.choice([1, 3, 8]),
+        chunk=rng.randint(1, 20),
+        pages=rng.choice([None, 65]),
+    )
+    prompts, params = [], []
+    for _ in range(rng.randint(1, 9)):
+        prompts.append([rng.randrange(101) for _ in range(rng.choice([1, 2, 7, 16, 30]))])
+        warmth = {"temperature": rng.choice([0.3, 1.5]), "top_k": rng.choice([0, 9]), "top_p": rng.choice([0.7, 1.0])}
+        params.append(
+            SamplingParams(
+                max_tokens=rng.randint(1, 15),
+                seed=rng.randrange(2**63),
+                stop=rng.sample(range(101), 5),
+                **(warmth if rng.random() < 0.5 else {}),
+            )
+        )
+    expected = [dense(model, prompt, wanted) for prompt, wanted in zip(prompts, params, strict=True)]
+    assert engine.generate(prompts, params) == expected
+    assert engine._allocator.free == engine._allocator.capacity
+
+
 def test_a_stop_token_ends_its_row_only(make, model):
     free = [dense(model, prompt, GREEDY) for prompt in PROMPTS]
     stop = free[0][4]
@@ -107,8 +135,11 @@ def test_a_sequence_may_fill_the_context_to_its_last_token(make, model):
 
 @pytest.mark.parametrize("chunk", [1, 3, 11, 20, 64])
 def test_chunks_of_any_length_prefill_alike(make, model, chunk):
+    """A context of 24: the padding of the last chunk may reach beyond what the block table addresses."""
     params = SamplingParams(max_tokens=3)
-    assert make(chunk=chunk).generate(PROMPTS, params) == [dense(model, prompt, params) for prompt in PROMPTS]
+    assert make(chunk=chunk, max_context=24).generate(PROMPTS, params) == [
+        dense(model, prompt, params) for prompt in PROMPTS
+    ]
 
 
 def test_what_an_earlier_sequence_left_in_a_page_is_not_seen(make, model):

@@ -38,6 +38,12 @@ def test_captured_split_eager_and_dense_agree(model, params):
         assert e.stats.mode == mode
 
 
+def test_the_padding_of_a_chunk_may_reach_beyond_the_context(model):
+    few = SamplingParams(max_tokens=6)
+    expected = [dense(model, prompt, few) for prompt in PROMPTS]
+    assert engine(model, max_context=96, chunk=64).generate(PROMPTS, few) == expected
+
+
 def test_stop_tokens_are_met_a_step_late_and_dropped(model):
     free = [dense(model, prompt, GREEDY) for prompt in PROMPTS]
     stop = SamplingParams(max_tokens=40, stop=sorted({tokens[9] for tokens in free[:3]}))

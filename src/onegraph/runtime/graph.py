@@ -149,6 +149,8 @@ class _Recorder:
 
     def record(self, step: Step, inputs: Mapping[str, Tensor]) -> Any:
         token = _RECORDER.set(self if self.names else None)
+        collecting = gc.isenabled()
+        gc.disable()  # a graph that a collection destroys inside the capture would void it
         try:
             self.begin()
             outputs = step(**inputs)
@@ -161,6 +163,8 @@ class _Recorder:
                         self.graph.capture_end()
             raise
         finally:
+            if collecting:
+                gc.enable()
             _RECORDER.reset(token)
         return outputs
 
@@ -211,7 +215,7 @@ class Runner:
         self.pool = pool
         if capture or (capture is None and (pool is not None or self.device.type == "cuda")):
             self.pool = pool or GraphPool(self.device)
-            gc.collect()  # a graph or tensor of the pool that dies by a collection inside the capture would void it
+            gc.collect()  # what earlier captures left in cycles gives its memory back first
             for bucket in reversed(self.buckets or (None,)):  # the largest first: the others fit into its memory
                 self._programs[bucket] = self._capture(self.pool, bucket)
 
