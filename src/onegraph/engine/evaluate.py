@@ -65,7 +65,8 @@ def evaluate(
     _check(models, tokens, window, batch)
     whole = tokens.numel() // window
     tail = tokens[whole * window :]
-    parts = [*tokens[: whole * window].view(whole, window).split(batch), *([tail[None]] if tail.numel() > 1 else [])]
+    full = tokens[: whole * window].view(whole, window).split(batch) if whole else ()
+    parts = [*full, *([tail[None]] if tail.numel() > 1 else [])]
     total = sum(len(part) for part in parts)
 
     count, losses = 0, [0.0] * len(models)
