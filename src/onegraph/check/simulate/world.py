@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from onegraph.check import declared
+from onegraph.check.declared import capturable, name_of
 from onegraph.check.report import SILENT, Severity
 from onegraph.check.simulate import frames, hazards
 from onegraph.check.simulate.device import DeviceTensor, StorageRecord, flat_bytes, storage_of, weak
@@ -337,7 +337,7 @@ class World:
 
     def opaque(self, name: str, what: str, chain: frames.Chain) -> None:
         """Something the simulation cannot look into: unverified unless its author has spoken."""
-        word = declared.capturable(name)
+        word = capturable(name)
         if word is None:
             self.see("CG401", f"{what} is opaque to the simulation", "", chain=chain, severity=Severity.UNVERIFIED)
         elif not word:
@@ -356,7 +356,7 @@ class World:
         if self.phase != "step":
             return
         chain = self.chain(3)
-        name = declared.name_of(kernel)
+        name = name_of(kernel)
         virtual: list[DeviceTensor] = []
         hosts: list[Tensor] = []
         scalars: list[Any] = []
