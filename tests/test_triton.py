@@ -20,6 +20,7 @@ pytest.importorskip("triton")
 if not GPU:
     import interpreter_fixes  # noqa: F401
 
+from onegraph.formats.e8p import BITS  # noqa: E402
 from onegraph.ops import activation, attention, e8p, hadamard, norm, sampling  # noqa: E402, F401
 from onegraph.ops.registry import OPS, Case, Op  # noqa: E402
 
@@ -32,10 +33,14 @@ EXTRA = {
         e8p._linear_case((70,), 192, 136, 3, bias=True),
         e8p._linear_case((16,), 64, 256, 4),
         e8p._linear_case((2, 9), 72, 64, 2),
+        # Programs that walk several tiles of k: in slices, and alone with the output's rotation.
+        *(e8p._linear_case((2,), 16384, 1024, b) for b in BITS),
+        e8p._linear_case((1,), 40960, 192, 4, bias=True),
     )
 }
 # The interpreter takes seconds on these; a GPU runs them all.
 HEAVY = {"2x3x11008/128", "1x11008->256@4", "smollm2_chunk", "2x1x28672", "130x11008@4", "long_context"}
+HEAVY |= {"2x1024->16384@2", "2x1024->16384@3", "2x1024->16384@4", "1x192->40960@4+bias"}
 HEAVY |= {"5x576->3072@4+bias", "3x576->1000@2+bias", "3x576->1000@3+bias", "3x576->1000@4+bias"}
 
 
@@ -136,3 +141,16 @@ def test_interpreted(op: Op, case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("op", "case", "dtype"), parameters(interpreted=False))
 def test_compiled(op: Op, case: Case, dtype: torch.dtype) -> None:
     check(op, case, dtype)
+
+
+@pytest.mark.skipif(GPU, reason="the compiled kernels walk several tiles in test_compiled")
+@pytest.mark.parametrize("programs", [1, 3])
+def test_walks_of_several_tiles(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few programs: each walks many Hadamard blocks of k, the last one of a slice cut short."""
+    from onegraph.ops.triton import e8p as kernels
+
+    monkeypatch.setattr(kernels, "WANTED_PROGRAMS", programs)
+    monkeypatch.setattr(kernels, "MAX_TILES", 5)
+    assert kernels.plan(64, 448)[2] > 1
+    for case in (e8p._linear_case((3,), 64, 448, 4, bias=True), e8p._linear_case((2,), 72, 136, 3)):
+        check(OPS["e8p_linear"], case, torch.bfloat16)

@@ -9,11 +9,11 @@ from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_
 
 @triton.jit
 def _silu_mul(gate_up, out, width, TILE: tl.constexpr, PDL: tl.constexpr):
+    let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = column < width
     wait_for_previous(PDL)
-    let_next_start(PDL)
     gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
     # exp(-gate) may overflow to infinity, for which the quotient is the right zero.

@@ -25,6 +25,7 @@ def _rope_cache_write(
     NORM: tl.constexpr, ROPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a token and head: heads of q, then of k, then of v, as qkv has them."""
+    let_next_start(PDL)
     index = tl.program_id(0)
     head = tl.program_id(1)
     batch = index // length
@@ -32,7 +33,6 @@ def _rope_cache_write(
     half = tl.arange(0, HALF)
     inside = half < DIM // 2
     wait_for_previous(PDL)
-    let_next_start(PDL)
     position = tl.load(positions + batch) + step
     source = qkv + (index.to(tl.int64) * (HEADS + 2 * KV_HEADS) + head) * DIM
     rotated = head < HEADS + KV_HEADS
@@ -122,6 +122,7 @@ def _attend(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of ROWS (token, head of the group) pairs, token by token, against a split of the row's keys."""
+    let_next_start(PDL)
     tile = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
     kv_head = tl.program_id(1)
@@ -130,7 +131,6 @@ def _attend(
     step = row // GROUP
     column = tl.arange(0, WIDTH)
     wait_for_previous(PDL)
-    let_next_start(PDL)
     last, first, end, share = _share(tl.load(positions + batch), length, reach, WINDOW, SPLITS, MIN_SHARE)
     start = first + split * share
     stop = tl.minimum(start + share, end)
@@ -184,11 +184,11 @@ def _merge(
     part, part_max, part_sum, out, DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr
 ):
     """Splits of one query and head by their log-sum-exp. A split without keys has best = -inf, sum = 0, part = 0."""
+    let_next_start(PDL)
     at = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     column = tl.arange(0, WIDTH)
     wait_for_previous(PDL)
-    let_next_start(PDL)
     best = tl.load(part_max + at * SPLITS + split)
     total = tl.load(part_sum + at * SPLITS + split)
     place = (at * SPLITS + split)[:, None] * DIM + column[None, :]

@@ -27,6 +27,9 @@ MAX_BLOCK = 128  # of the Hadamard rotation: the largest power of two that divid
 MAX_TOKENS = 64  # above, a strip of weights is decoded once and multiplied by cuBLAS
 STRIP_BYTES = 64 << 20  # of decoded weights at a time: the workspace of the large-batch path
 WANTED_PROGRAMS = 528  # four for each SM of an H200
+# Tiles that a program walks, unrolled: as a loop, Triton 3.6 miscompiles it for sm_90 (compute-sanitizer: the product's
+# operand is read outside of shared memory), and a loop of 16 unrolled takes 6 s to compile.
+MAX_TILES = 4
 
 ONES = tl.constexpr(0x0101010101010101)
 BIT_OF_BYTE = tl.constexpr(0x8040201008040201 - 2**64)  # bit j of byte j
@@ -75,10 +78,12 @@ def _unpack(packed, ROWS: tl.constexpr, GROUPS: tl.constexpr):
 def _rotate(matrix, x, EXACT: tl.constexpr):
     """matrix (+-1) @ x in float32. A bfloat16 pair holds 16 bits of x; EXACT multiplies in float32."""
     if EXACT:
-        return tl.dot(matrix, x, input_precision="ieee")
-    hi = x.to(tl.bfloat16)
-    lo = (x - hi.to(tl.float32)).to(tl.bfloat16)
-    return tl.dot(matrix, lo, tl.dot(matrix, hi))
+        result = tl.dot(matrix, x, input_precision="ieee")
+    else:
+        hi = x.to(tl.bfloat16)
+        lo = (x - hi.to(tl.float32)).to(tl.bfloat16)
+        result = tl.dot(matrix, lo, tl.dot(matrix, hi))
+    return result
 
 
 @triton.jit
@@ -108,14 +113,13 @@ def _weights(
 
 @triton.jit
 def _activations(
-    x, in_scale, matrix, at, tokens, k, norm, TILE_K: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
+    x, scale, matrix, at, tokens, k, TILE_K: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
     """[TILE_K, PARTS * TOKENS] of H_k (in_scale * x) from row `at` on: all tokens' hi, then, of PARTS = 2, their lo."""
     column = tl.arange(0, PARTS * TOKENS)
     token = column % TOKENS
     i = at + tl.arange(0, TILE_K)
-    scale = tl.load(in_scale + i, mask=i < k, other=0.0) * norm
     inside = (i < k)[:, None] & (token < tokens)[None, :]
     v = tl.load(x + token.to(tl.int64)[None, :] * k + i[:, None], mask=inside, other=0.0).to(tl.float32)
     rotated = _rotate(matrix, v * scale[:, None], EXACT)
@@ -126,6 +130,12 @@ def _activations(
     return operand
 
 
+@triton.jit
+def _scale(in_scale, at, k, norm, TILE_K: tl.constexpr):
+    i = at + tl.arange(0, TILE_K)
+    return tl.load(in_scale + i, mask=i < k, other=0.0) * norm
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _linear(
     x, codes, residual, codebook, in_scale, out_scale, bias, out, partial, tokens, n, k, in_norm, out_norm,
@@ -133,25 +143,25 @@ def _linear(
     TILES: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr, SLICED: tl.constexpr, HAS_BIAS: tl.constexpr,
     EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(PDL)
     WIDE: tl.constexpr = tl.float32 if EXACT else tl.bfloat16
     row = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
     cut = tl.program_id(1)
-    start = cut * (TILES * TILE_K)
+    at = cut * (TILES * TILE_K)
+    # Weights and scales of the first tile do not depend on the kernel before: they are decoded while it runs.
+    q = _weights(codes, residual, codebook, row, at, n, k, BITS, TILE_K, TILE_N, WIDE)
     matrix = hadamard_matrix(TILE_K, IN_BLOCK, WIDE)
-    # The first weights do not depend on the kernel before, so they are decoded while it ends.
-    q = _weights(codes, residual, codebook, row, start, n, k, BITS, TILE_K, TILE_N, WIDE)
+    scale = _scale(in_scale, at, k, in_norm, TILE_K)
     wait_for_previous(PDL)
     acc = tl.zeros((TILE_N, PARTS * TOKENS), dtype=tl.float32)
-    if TILES > 1:
-        for tile in range(TILES - 1):
-            at = start + tile * TILE_K
-            operand = _activations(x, in_scale, matrix, at, tokens, k, in_norm, TILE_K, TOKENS, PARTS, EXACT)
-            acc = tl.dot(q, operand, acc, input_precision="ieee")
-            q = _weights(codes, residual, codebook, row, at + TILE_K, n, k, BITS, TILE_K, TILE_N, WIDE)
-    at = start + (TILES - 1) * TILE_K
-    operand = _activations(x, in_scale, matrix, at, tokens, k, in_norm, TILE_K, TOKENS, PARTS, EXACT)
+    for _ in tl.static_range(TILES - 1):
+        operand = _activations(x, scale, matrix, at, tokens, k, TILE_K, TOKENS, PARTS, EXACT)
+        acc = tl.dot(q, operand, acc, input_precision="ieee")
+        at += TILE_K
+        q = _weights(codes, residual, codebook, row, at, n, k, BITS, TILE_K, TILE_N, WIDE)
+        scale = _scale(in_scale, at, k, in_norm, TILE_K)
+    operand = _activations(x, scale, matrix, at, tokens, k, TILE_K, TOKENS, PARTS, EXACT)
     acc = tl.dot(q, operand, acc, input_precision="ieee")
-    let_next_start(PDL)
     if not SLICED:
         acc = _rotate(hadamard_matrix(TILE_N, OUT_BLOCK, WIDE), acc, EXACT)
     if PARTS == 2:
@@ -166,33 +176,33 @@ def _linear(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _reduce(
-    partial,
-    out,
-    out_scale,
-    bias,
-    tokens,
-    n,
-    norm,
-    SLICES: tl.constexpr,
-    OUT_BLOCK: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    EXACT: tl.constexpr,
+    partial, out, out_scale, bias, tokens, n, norm, SLICES: tl.constexpr, OUT_BLOCK: tl.constexpr,
+    TILE_N: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, EXACT: tl.constexpr,
     PDL: tl.constexpr,
-):
-    """Adds the slices in order, rotates the outputs, scales, adds the bias. partial float32 [SLICES, tokens, n]."""
+):  # fmt: skip
+    """Rotates the outputs, adds the slices in order, scales, adds the bias. partial is float32 [SLICES, tokens, n].
+
+    Columns of the product are TOKENS tokens times GROUP slices: a rotation is linear, so a decode step's few tokens
+    leave room to rotate the slices first and add them afterwards, where each is read by threads of its own.
+    """
+    let_next_start(PDL)
     row = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
-    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    inside = (row < n)[:, None] & (token < tokens)[None, :]
+    column = tl.arange(0, TOKENS * GROUP)
+    token = tl.program_id(1) * TOKENS + column // GROUP
+    cut = column % GROUP
     matrix = hadamard_matrix(TILE_N, OUT_BLOCK, tl.float32 if EXACT else tl.bfloat16)
     wait_for_previous(PDL)
-    let_next_start(PDL)
-    y = tl.zeros((TILE_N, TOKENS), dtype=tl.float32)
-    for cut in tl.static_range(SLICES):
-        at = (cut * tokens + token).to(tl.int64)[None, :] * n + row[:, None]
+    y = tl.zeros((TILE_N, TOKENS * GROUP), dtype=tl.float32)
+    for first in tl.static_range(0, SLICES, GROUP):
+        inside = (row < n)[:, None] & ((token < tokens) & (first + cut < SLICES))[None, :]
+        at = ((first + cut) * tokens + token).to(tl.int64)[None, :] * n + row[:, None]
         y += tl.load(partial + at, mask=inside, other=0.0)
-    _finish(_rotate(matrix, y, EXACT), out, out_scale, bias, row, token, n, inside, norm, HAS_BIAS)
+    y = _rotate(matrix, y, EXACT)
+    if GROUP > 1:
+        y = tl.sum(tl.reshape(y, (TILE_N, TOKENS, GROUP)), axis=2)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    inside = (row < n)[:, None] & (token < tokens)[None, :]
+    _finish(y, out, out_scale, bias, row, token, n, inside, norm, HAS_BIAS)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -201,6 +211,7 @@ def _rotate_inputs(
     HAS_LO: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """hi (+ lo) = H_k (in_scale * x), [tokens, k]."""
+    let_next_start(PDL)
     i = tl.program_id(0) * TILE + tl.arange(0, TILE)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     inside = (i < k)[:, None] & (token < tokens)[None, :]
@@ -208,7 +219,6 @@ def _rotate_inputs(
     matrix = hadamard_matrix(TILE, IN_BLOCK, tl.float32 if EXACT else tl.bfloat16)
     scale = tl.load(in_scale + i, mask=i < k, other=0.0) * norm
     wait_for_previous(PDL)
-    let_next_start(PDL)
     rotated = _rotate(matrix, tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale[:, None], EXACT)
     upper = rotated.to(hi.dtype.element_ty)
     tl.store(hi + at, upper, mask=inside)
@@ -229,6 +239,7 @@ def _decode_all(
     PDL: tl.constexpr,
 ):
     """Every code to eight values of `out`: stored as one int64 of int8 if PACKED, else converted to out's dtype."""
+    let_next_start(PDL)
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     code = tl.load(codes + at, mask=at < size, other=0)
     rest = code
@@ -236,7 +247,6 @@ def _decode_all(
         rest = tl.load(residual + at, mask=at < size, other=0)
     packed = _decode(code, rest, codebook, BITS)
     wait_for_previous(PDL)
-    let_next_start(PDL)
     if PACKED:
         tl.store(out + at, packed, mask=at < size)
     else:
@@ -297,13 +307,13 @@ def _block(dimension: int) -> int:
     return min(dimension & -dimension, MAX_BLOCK)
 
 
-def plan(tokens: int, n: int, k: int) -> tuple[int, int, int]:
+def plan(n: int, k: int) -> tuple[int, int, int]:
     """(rows a program, slices of k, Hadamard tiles a slice): from the shape alone, so that a graph has one grid."""
     tiles_k = triton.cdiv(k, max(_block(k), MIN_TILE))
     whole = max(_block(n), MIN_TILE)
     tile_n = 64 if n > 32 else 32
-    slices = max(1, min(tiles_k, WANTED_PROGRAMS // triton.cdiv(n, tile_n)))
-    per_slice = triton.cdiv(tiles_k, slices)
+    wanted = max(1, WANTED_PROGRAMS // triton.cdiv(n, tile_n))
+    per_slice = min(MAX_TILES, triton.cdiv(tiles_k, min(tiles_k, wanted)))
     slices = triton.cdiv(tiles_k, per_slice)
     return (whole, 1, tiles_k) if slices == 1 else (tile_n, slices, per_slice)
 
@@ -313,7 +323,7 @@ def _small(
     bias: Tensor | None, bits: int, out: Tensor, tokens: int, n: int, k: int,
 ) -> None:  # fmt: skip
     exact = x.dtype == torch.float32
-    tile_n, slices, per_slice = plan(tokens, n, k)
+    tile_n, slices, per_slice = plan(n, k)
     columns = max(8, triton.next_power_of_2(tokens))
     parts = 1 if exact or (columns > 16 and x.dtype == torch.bfloat16) else 2
     in_block, out_block = _block(k), _block(n)
@@ -326,7 +336,7 @@ def _small(
         out, partial, tokens, n, k, in_block**-0.5, out_block**-0.5,
         BITS=bits, IN_BLOCK=in_block, OUT_BLOCK=out_block, TILE_K=max(in_block, MIN_TILE), TILE_N=tile_n,
         TILES=per_slice, TOKENS=max(columns, 16 // parts), PARTS=parts, SLICED=sliced, HAS_BIAS=has_bias, EXACT=exact,
-        num_warps=8 if tile_n == 128 else 4, num_stages=2, **opts,
+        num_warps=8 if tile_n == 128 else 4, num_stages=1, **opts,
     )  # fmt: skip
     if sliced:
         _launch_reduce(partial, out, out_scale, bias, tokens, n, slices, exact)
@@ -337,10 +347,11 @@ def _launch_reduce(
 ) -> None:
     block = _block(n)
     tile = max(block, MIN_TILE)
-    _reduce[(triton.cdiv(n, tile), triton.cdiv(tokens, 16))](
+    group = min(16, triton.next_power_of_2(slices))
+    _reduce[(triton.cdiv(n, tile), triton.cdiv(tokens, 16 // group))](
         partial, out, out_scale, out_scale if bias is None else bias, tokens, n, block**-0.5,
-        SLICES=slices, OUT_BLOCK=block, TILE_N=tile, TOKENS=16, HAS_BIAS=bias is not None, EXACT=exact,
-        num_warps=4, **options(out),
+        SLICES=slices, OUT_BLOCK=block, TILE_N=tile, TOKENS=16 // group, GROUP=group, HAS_BIAS=bias is not None,
+        EXACT=exact, num_warps=4, **options(out),
     )  # fmt: skip
 
 

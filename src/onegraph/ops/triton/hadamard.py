@@ -28,12 +28,12 @@ def hadamard_matrix(TILE: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr
 
 @triton.jit
 def _hadamard(x, out, size, norm, TILE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr):
+    let_next_start(PDL)
     dtype: tl.constexpr = x.dtype.element_ty
     matrix = hadamard_matrix(TILE, BLOCK, dtype)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = row[:, None] * TILE + tl.arange(0, TILE)[None, :]
     wait_for_previous(PDL)
-    let_next_start(PDL)
     values = tl.load(x + at, mask=at < size, other=0.0)
     # +-1 times a 16-bit float is exact, so the only roundings are those of the float32 sum and of the result.
     result = tl.dot(values, matrix, input_precision="ieee") * norm

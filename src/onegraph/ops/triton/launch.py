@@ -35,7 +35,11 @@ def wait_for_previous(PDL: tl.constexpr):
 
 @triton.jit
 def let_next_start(PDL: tl.constexpr):
-    """The next kernel may be set up on SMs that have room; it still waits for this one to end."""
+    """The next kernel may be set up on SMs that have room; it still waits for this one to end.
+
+    Kernels say so in their first line: a program that waits costs its SM little, and several kernels deep the launches
+    and the decoding of weights are then out of the way.
+    """
     if PDL:
         gdc_launch_dependents()
 

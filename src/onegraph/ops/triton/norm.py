@@ -10,12 +10,12 @@ from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_
 
 @triton.jit
 def _rms_norm(x, residual, weight, out, width, eps, ADD: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr):
+    let_next_start(PDL)
     column = tl.arange(0, WIDTH)
     inside = column < width
     at = tl.program_id(0).to(tl.int64) * width + column
     gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
-    let_next_start(PDL)
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         # The sum is rounded before it is normalised: the fused op equals the composition of its parts.

@@ -18,10 +18,10 @@ def _ordered(x):
 
 @triton.jit
 def _best_of_chunk(logits, best, where, width, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     wait_for_previous(PDL)
-    let_next_start(PDL)
     x = _ordered(tl.load(logits + row * width + column, mask=column < width, other=float("-inf")).to(tl.float32))
     winner = tl.argmax(x, axis=0, tie_break_left=True)
     at = row * tl.num_programs(1) + tl.program_id(1)
@@ -31,10 +31,10 @@ def _best_of_chunk(logits, best, where, width, CHUNK: tl.constexpr, PDL: tl.cons
 
 @triton.jit
 def _best_of_row(best, where, out, chunks, CHUNKS: tl.constexpr, PDL: tl.constexpr):
+    let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNKS)
     wait_for_previous(PDL)
-    let_next_start(PDL)
     x = tl.load(best + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
     winner = tl.argmax(x, axis=0, tie_break_left=True)  # chunks are in order, so ties stay with the lowest index
     tl.store(out + row, tl.load(where + row * chunks + winner).to(tl.int64))
