@@ -8,7 +8,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from models import VARIANTS, Decoder, save_hf, smollm2_gguf
+from models import VARIANTS, Decoder, save_e8p, save_hf, smollm2_gguf
+from onegraph.check import declared
+from onegraph.check.simulate.run import simulate_step
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.llama import Llama, LlamaSource
 from onegraph.nn.attention import CausalAttention
@@ -141,6 +143,34 @@ def test_a_step_reads_nothing_back_and_is_the_same_at_every_position(variant: st
             recorded.append(make_fx(step)(tokens(2, length, seed=seed)).code)
     assert recorded[0] == recorded[1]
     assert "index_copy" in recorded[0]
+
+
+@pytest.mark.parametrize("variant", ["smollm2", "qwen3_window_bias", "e8p"])
+def test_the_decode_step_replays_as_eager_on_a_simulated_gpu(variant: str, tmp_path: Path) -> None:
+    """onegraph's own check: warm-up, capture and replay of a bfloat16 step with other tokens and positions."""
+    if variant == "e8p":
+        save_e8p("smollm2", tmp_path / "m", rates={"bits": 3, "lm_head": 4})
+    else:
+        save_hf(variant, tmp_path / "m")
+
+    def factory() -> tuple[Any, Any]:
+        model = Llama.load(Checkpoint.open(tmp_path / "m"), "cuda", torch.bfloat16)
+        cache = Decoder(model, rows=2, max_context=32).cache
+        cache.counts.fill_(1)
+        token = torch.zeros(2, 1, dtype=torch.int64, device="cuda")
+
+        @torch.no_grad()
+        def step(token: torch.Tensor) -> torch.Tensor:
+            logits = model.logits(model(token, cache))
+            cache.positions.add_(cache.counts)
+            return logits
+
+        return step, lambda i: (token.copy_(tokens(2, 1, seed=i)),)
+
+    with declared("onegraph::*"):
+        report = simulate_step(factory)
+    assert not report.findings, [str(finding) for finding in report.findings]
+    assert len(report.timeline) > 20
 
 
 def test_chunked_prefill_equals_prefill_at_once(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from onegraph.formats.e8p import MAX_BLOCK, codebook, hadamard_block, residual_dtype
 from onegraph.ops.e8p import e8p_decode, e8p_linear
 from onegraph.ops.hadamard import hadamard
+from onegraph.ops.linear import linear_float32
 
 ROWS_AT_ONCE = 512  # when a layer is decoded: a vocabulary at once would take gigabytes, and four times as long
 shared_codebook = lru_cache(maxsize=None)(codebook)  # 4 KB, one a device, so that it stays in cache across layers
@@ -42,11 +43,10 @@ class Linear(nn.Module):
         return nn.functional.linear(x, self.weight, self.bias)
 
     def wide(self, x: Tensor) -> Tensor:
-        """The same in float32: for logits, where rounding to bfloat16 would make ties that greedy then breaks."""
-        if self.weight.is_cuda and self.weight.dtype != torch.float32 and self.bias is None:
-            out = torch.mm(x.flatten(0, -2), self.weight.t(), out_dtype=torch.float32)  # CUDA only
-            return out.view(*x.shape[:-1], -1)
-        return self(x).float()
+        """x [..., k] -> float32 [..., n]; not rounded to the weight's dtype on a GPU."""
+        if self.bias is not None:
+            return self(x).float()
+        return linear_float32(x, self.weight)
 
 
 class E8PLinear(nn.Module):
