@@ -203,47 +203,57 @@ class CollectiveInCapture(Rule):
 class AutocastOrModeFlip(Rule):
     """
     ## What it does
-    Finds autocast with its weight cache, hooks being registered, and `train()`/`eval()` in the step.
+    Finds `train()`, `eval()` and hooks being registered in the step, and autocast whose weight cache outlives it.
 
     ## Why is this bad
-    Autocast keeps converted weights in a cache that is emptied on exit: a graph that read them reads freed memory.
-    Hooks and mode flips change which ops run, so capture and replay may not mean the same step.
+    Modes and hooks decide which ops run, so capture and replay may not mean the same step. Autocast entered outside
+    keeps converted weights in a cache that is emptied on exit: a graph that read them reads freed memory. Autocast
+    entered inside the step is fine.
 
     ## Example
     ```python
     import torch
 
 
+    class Step:
+        def __init__(self):
+            self.net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)).to("cuda")
+            self.seen = 0
+
+        @torch.no_grad()
+        def __call__(self, x):
+            self.seen += 1
+            self.net.train(self.seen % 2 == 0)
+            return self.net(x)
+
+
     def factory():
-        linear = torch.nn.Linear(4, 4, device="cuda")
-
-        def step(x):
-            with torch.autocast("cuda", dtype=torch.bfloat16):
-                return linear(x)
-
-        return step, lambda i: (torch.full((1, 4), float(i), device="cuda"),)
+        return Step(), lambda i: (torch.full((2, 4), float(i), device="cuda"),)
     ```
 
     ## Use instead
-    Weights in the dtype of the step, or autocast without its cache.
+    Set the mode once, before capture.
     ```python
     import torch
 
 
+    class Step:
+        def __init__(self):
+            self.net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)).to("cuda").eval()
+
+        @torch.no_grad()
+        def __call__(self, x):
+            return self.net(x)
+
+
     def factory():
-        linear = torch.nn.Linear(4, 4, device="cuda")
-
-        def step(x):
-            with torch.autocast("cuda", dtype=torch.bfloat16, cache_enabled=False):
-                return linear(x)
-
-        return step, lambda i: (torch.full((1, 4), float(i), device="cuda"),)
+        return Step(), lambda i: (torch.full((2, 4), float(i), device="cuda"),)
     ```
     """
 
     hazards = (31,)
     severity = Severity.WARNING
     happens = "an assertion in autocast, or silently stale"
-    fix = "convert weights at load, or pass cache_enabled=False; set the mode and hooks before capture"
+    fix = "set mode and hooks before capture; enter autocast inside the step, or with cache_enabled=False"
     seen = ways("partly", "partly", "yes")
-    shown_by = (Origin.SOURCE,)
+    shown_by = (Origin.SOURCE, Origin.SIMULATE)

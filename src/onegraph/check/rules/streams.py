@@ -6,46 +6,61 @@ from onegraph.check.rules.base import Origin, Rule, Severity, ways
 class WrongStreamOrDevice(Rule):
     """
     ## What it does
-    Finds work that goes to another device or stream than the one captured: `torch.cuda.set_device` in the step, and
-    `torch.cuda.graph` on a second GPU without `stream=`.
+    Finds work that goes to another stream or device than the one captured: a side stream that has not waited for the
+    captured one, `torch.cuda.set_device` in the step, `torch.cuda.graph` on a second GPU without `stream=`.
 
     ## Why is this bad
+    Such work runs at once, during capture, and never again: the graph is empty or lacks a part of the step.
     `torch.cuda.graph` without `stream=` uses one capture stream for the process, made on whichever device was current
-    first. On another GPU the graph is empty, or holds only part of the step.
+    first, so on another GPU it captures nothing.
 
     ## Example
     ```python
     import torch
 
 
-    def capture(step, x):
-        torch.cuda.set_device("cuda:1")
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = step(x)
-        return graph, y
+    def factory():
+        side = torch.cuda.Stream()
+        total = torch.zeros(4, device="cuda")
+        weight = torch.full((4,), 3.0, device="cuda")
+
+        def step(x):
+            with torch.cuda.stream(side):
+                total.add_(weight)
+            torch.cuda.current_stream().wait_stream(side)
+            return x + total
+
+        return step, lambda i: (torch.full((4,), float(i), device="cuda"),)
     ```
 
     ## Use instead
-    A stream of the device in question.
+    Let the side stream wait for the captured one first. On another GPU, give `torch.cuda.graph` a stream made there:
+    `torch.cuda.graph(graph, stream=torch.cuda.Stream("cuda:1"))`.
     ```python
     import torch
 
 
-    def capture(step, x):
-        torch.cuda.set_device("cuda:1")
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=torch.cuda.Stream("cuda:1")):
-            y = step(x)
-        return graph, y
+    def factory():
+        side = torch.cuda.Stream()
+        total = torch.zeros(4, device="cuda")
+        weight = torch.full((4,), 3.0, device="cuda")
+
+        def step(x):
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                total.add_(weight)
+            torch.cuda.current_stream().wait_stream(side)
+            return x + total
+
+        return step, lambda i: (torch.full((4,), float(i), device="cuda"),)
     ```
     """
 
     hazards = (23,)
     happens = "The CUDA Graph is empty; or a part of the step is silently missing"
-    fix = "give torch.cuda.graph a stream made on the device that the step uses"
+    fix = "let side streams wait for the current one; give torch.cuda.graph a stream made on the device of the step"
     seen = ways("partly", "partly", "yes")
-    shown_by = (Origin.SOURCE,)
+    shown_by = (Origin.SOURCE, Origin.SIMULATE)
 
 
 class DefaultStreamCapture(Rule):
@@ -106,11 +121,13 @@ class UnjoinedFork(Rule):
 
     def factory():
         side = torch.cuda.Stream()
+        total = torch.zeros(4, device="cuda")
 
         def step(x):
+            side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                y = x * 2
-            return y + 1
+                total.add_(x)
+            return x + 1
 
         return step, lambda i: (torch.full((4,), float(i), device="cuda"),)
     ```
@@ -123,13 +140,14 @@ class UnjoinedFork(Rule):
 
     def factory():
         side = torch.cuda.Stream()
+        total = torch.zeros(4, device="cuda")
 
         def step(x):
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                y = x * 2
+                total.add_(x)
             torch.cuda.current_stream().wait_stream(side)
-            return y + 1
+            return x + 1
 
         return step, lambda i: (torch.full((4,), float(i), device="cuda"),)
     ```
@@ -139,7 +157,7 @@ class UnjoinedFork(Rule):
     happens = "capturing stream has unjoined work; or dependency created on uncaptured work in another stream"
     fix = "side.wait_stream(current) before, current.wait_stream(side) after"
     seen = ways("partly", "partly", "yes")
-    shown_by = (Origin.SOURCE,)
+    shown_by = (Origin.SOURCE, Origin.SIMULATE)
 
 
 class OtherThreadCall(Rule):

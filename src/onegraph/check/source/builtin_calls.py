@@ -37,6 +37,8 @@ def call(machine: Machine, name: str, args: list[Value], keywords: dict[str, Val
             return machine.tensor(device_args[0].device) if name != "hash" else Plain("int")
         message = f"`{short(node)}` reads a device tensor on the host"
         machine.report("CG101", node, message, sure=all(t.sure for t in device_args))
+        if name in ("max", "min"):
+            return machine.tensor(device_args[0].device, sure=device_args[0].sure, rank=0)
         changing = any(moving(machine, t) for t in device_args)
         return Plain(READERS.get(name, ""), varying=changing, read=_where(machine, node))
     if name in READERS:
@@ -89,9 +91,9 @@ def call(machine: Machine, name: str, args: list[Value], keywords: dict[str, Val
             value = attribute(machine, first, args[1].value, node)
             return join(value, args[2]) if len(args) > 2 and isinstance(value, Unknown) else value
         case "setattr" if len(args) == 3 and isinstance(args[1], Const) and isinstance(node, ast.Call):
-            from onegraph.check.source import statements
+            from onegraph.check.source import binding
 
-            statements.set_attribute(machine, node, first, str(args[1].value), args[2])
+            binding.set_attribute(machine, node, first, str(args[1].value), args[2])
             return Const(None)
         case "type" if isinstance(first, Obj):
             return first.cls

@@ -317,7 +317,7 @@ def move(value: Value, device: str, seen: set[int]) -> Value:
 
 def mutate(machine: Machine, node: ast.Call, func: Method, args: list[Value]) -> Value:
     """`things.append(x)` and its like: the name that holds the list holds another one afterwards."""
-    from onegraph.check.source import statements
+    from onegraph.check.source import binding
 
     container = func.receiver
     assert isinstance(container, Seq | Dict)
@@ -348,20 +348,11 @@ def mutate(machine: Machine, node: ast.Call, func: Method, args: list[Value]) ->
             changed = replace(container, entries=None, element=join_all((container.any, args[0].any)))
         case (_, "clear"):
             changed = replace(container, items=()) if isinstance(container, Seq) else replace(container, entries=())
-    if isinstance(target, ast.Name | ast.Attribute | ast.Subscript) and changed is not container:
-        outlives = machine.in_step and not container.in_step
-        grows = outlives and func.name in ("append", "extend", "insert", "add")
-        if grows:
-            machine.report("CG210", node, f"`{func.name}` on a list that outlives the step; a replay does not run it")
-        if isinstance(target, ast.Name):
-            owner = names.find_scope(machine.scope, target.id)
-            if owner is None:
-                owner = names.module_scope(machine, machine.scope.file)
-            owner.variables[target.id] = changed
-        elif not isinstance(target, ast.Subscript):
-            machine.quiet += grows
-            statements.bind(machine, target, changed)
-            machine.quiet -= grows
+    if target is not None and changed is not container:
+        if machine.in_step and not container.in_step and func.name not in ("setdefault", "update"):
+            text = f"`{func.name}` on a list that outlives the step; a replay does not run it"
+            machine.report("CG210", node, text)
+        binding.hold(machine, target, changed)
     return result
 
 

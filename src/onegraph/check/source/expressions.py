@@ -24,7 +24,6 @@ from onegraph.check.source.values import (
     Seq,
     Super,
     Tensor,
-    Unknown,
     Value,
     is_plain,
     join,
@@ -32,6 +31,7 @@ from onegraph.check.source.values import (
     truth,
     varies,
 )
+from onegraph.check.source.values import tensors as tensors_in
 
 OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -40,15 +40,6 @@ OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
     ast.Div: operator.truediv,
-}
-
-COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
 }
 
 
@@ -73,12 +64,22 @@ def condition(machine: Machine, node: ast.expr, where: str) -> Value:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         value = condition(machine, node.operand, where)
         known = truth(value)
+        asked = capturing(value)
+        if asked is not None:
+            return Plain("not capturing" if asked else "capturing")
         return Const(not known) if known is not None else Plain("bool", varying=varies(value))
     value = evaluate(machine, node)
     if isinstance(value, Tensor) and value.on_device and not (value.optional and not value.sure):
         machine.report("CG108", node, f"`{where} {short(node)}` asks for the truth of a device tensor", sure=value.sure)
         return Plain("bool")
     return value
+
+
+def capturing(value: Value) -> bool | None:
+    """Truth that a question about capture has while the step is captured."""
+    if isinstance(value, Plain) and value.kind in ("capturing", "not capturing"):
+        return value.kind == "capturing"
+    return None
 
 
 def _logical(values: list[Value], either: bool = False) -> Value:
@@ -123,8 +124,8 @@ def attribute(machine: Machine, owner: Value, name: str, node: ast.AST) -> Value
         case Obj():
             if name in owner.attributes:
                 value = owner.attributes[name]
-                if machine.in_step and not owner.in_step:
-                    machine.seen(("attribute", id(owner), name), value)
+                if machine.in_step and not owner.in_step and isinstance(value, Tensor):
+                    machine.seen(("attribute", id(owner), name), value, node)
                 return value
             found = names.member_value(machine, owner, owner.cls, name)
             if found is not None:
@@ -238,60 +239,9 @@ def _bool(machine: Machine, node: ast.BoolOp) -> Value:
 
 
 def _compare(machine: Machine, node: ast.Compare) -> Value:
-    left = evaluate(machine, node.left)
-    result: Value = UNKNOWN
-    for i, (op, right_node) in enumerate(zip(node.ops, node.comparators, strict=True)):
-        right = evaluate(machine, right_node)
-        result = _compared(machine, node, left, op, right)
-        if i < len(node.ops) - 1 and isinstance(result, Tensor) and result.on_device:
-            machine.report("CG108", node, f"`{short(node)}` chains comparisons of a device tensor", sure=result.sure)
-        left = right
-    return result
+    from onegraph.check.source import comparisons
 
-
-def _compared(machine: Machine, node: ast.Compare, left: Value, op: ast.cmpop, right: Value) -> Value:
-    if isinstance(op, ast.Is | ast.IsNot):
-        return _identity(left, right, isinstance(op, ast.Is))
-    if isinstance(op, ast.In | ast.NotIn):
-        if isinstance(right, Tensor) and right.on_device:
-            machine.report("CG101", node, f"`{short(node)}` reads the device tensor to search it", sure=right.sure)
-        elif isinstance(left, Tensor) and left.on_device and isinstance(right, Seq):
-            machine.report("CG101", node, f"`{short(node)}` compares a device tensor on the host", sure=left.sure)
-        elif isinstance(left, Const) and isinstance(right, Dict) and right.entries is not None:
-            return Const((right.get(left.value) is not None) is isinstance(op, ast.In))
-        return Plain("bool", varying=varies(left) or varies(right))
-    if isinstance(left, Tensor) or isinstance(right, Tensor):
-        result = tensors.binary(machine, node, left, right)
-        if isinstance(result, Tensor):
-            return tensors.as_mask(result)
-        return result
-    if isinstance(left, Device):
-        left = Const(left.name) if left.name else Plain()
-    if isinstance(right, Device):
-        right = Const(right.name) if right.name else Plain()
-    match left, right:
-        case (Const(), Const()) if type(op) in COMPARISONS:
-            try:
-                return Const(bool(COMPARISONS[type(op)](left.value, right.value)))
-            except TypeError:
-                return Plain("bool")
-    if isinstance(left, Unknown) and isinstance(right, Unknown):
-        return UNKNOWN
-    if isinstance(left, Unknown) or isinstance(right, Unknown):
-        return UNKNOWN
-    return Plain("bool", varying=varies(left) or varies(right))
-
-
-def _identity(left: Value, right: Value, positive: bool) -> Value:
-    if isinstance(right, Const) and right.value is None:
-        if isinstance(left, Const):
-            return Const((left.value is None) is positive)
-        if isinstance(left, Plain | Unknown) or (isinstance(left, Tensor) and left.optional):
-            return Plain("bool", varying=varies(left))
-        return Const(not positive)
-    if isinstance(left, Const) and isinstance(right, Const):
-        return Const((left.value is right.value) is positive)
-    return Plain("bool")
+    return comparisons.compare(machine, node)
 
 
 def _conditional(machine: Machine, node: ast.IfExp) -> Value:
@@ -299,6 +249,10 @@ def _conditional(machine: Machine, node: ast.IfExp) -> Value:
     known = truth(test)
     if known is not None and not varies(test):
         return evaluate(machine, node.body if known else node.orelse)
+    asked = capturing(test)
+    if asked is not None:
+        machine.report("CG211", node.test, "the step takes another path while it is captured")
+        return evaluate(machine, node.body if asked else node.orelse)
     work = machine.tensor_work
     machine.conditions += 1
     body, other = evaluate(machine, node.body), evaluate(machine, node.orelse)
@@ -347,7 +301,7 @@ def _dict(machine: Machine, node: ast.Dict) -> Value:
 
 
 def _comprehension(machine: Machine, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> Value:
-    from onegraph.check.source import statements
+    from onegraph.check.source import binding
 
     call = machine.stack[-1]
     outer = call.scope
@@ -359,7 +313,7 @@ def _comprehension(machine: Machine, node: ast.ListComp | ast.SetComp | ast.Gene
             iterable = evaluate(machine, generator.iter)
             if len(node.generators) == 1 and isinstance(iterable, Seq) and iterable.items is not None:
                 count = len(iterable.items)
-            statements.bind(machine, generator.target, iterate(machine, iterable))
+            binding.bind(machine, generator.target, iterate(machine, iterable))
             for test in generator.ifs:
                 condition(machine, test, "if")
                 conditional, count = True, None
@@ -396,6 +350,13 @@ def _subscript(machine: Machine, node: ast.Subscript) -> Value:
     if isinstance(owner, Ext | ExtObj) and "triton" in getattr(owner, "name", getattr(owner, "kind", "")):
         return Method(owner, "launch-moving" if varies(evaluate(machine, node.slice)) else "launch")
     index = evaluate(machine, node.slice) if not isinstance(node.slice, ast.Slice) else _slice(machine, node.slice)
+    value = _element(machine, node, owner, index)
+    if machine.in_step and isinstance(owner, Seq | Dict) and not owner.in_step and tensors_in(value):
+        machine.seen(("item", 0, short(node)), value, node)
+    return value
+
+
+def _element(machine: Machine, node: ast.Subscript, owner: Value, index: Value) -> Value:
     match owner, index:
         case (Seq(), Const()) if owner.items is not None and isinstance(index.value, int):
             if -len(owner.items) <= index.value < len(owner.items):

@@ -2,7 +2,7 @@
 
 import ast
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from onegraph.check.report import Finding, Frame, Origin, Severity
 from onegraph.check.rules import RULES
@@ -84,7 +84,11 @@ class Machine:
     _setters: dict[Key, Callable[[Value], None]] = field(default_factory=dict)
     _values: dict[Key, Value] = field(default_factory=dict)
     moving: set[Key] = field(default_factory=set)
-    carried: set[Key] = field(default_factory=set)
+    grown: set[Key] = field(default_factory=set)
+    cats: dict[int, Callable[[str, str], None]] = field(default_factory=dict)
+    pinned_copies: dict[int, Callable[[str, str], None]] = field(default_factory=dict)
+    ragged_seen: set[int] = field(default_factory=set)
+    second_device: bool = False
     _alive: list[object] = field(default_factory=list)
 
     # ---- where we are
@@ -115,6 +119,10 @@ class Machine:
         """A new tensor, made here."""
         if self.in_step:
             self.tensor_work += 1
+            if device.startswith("cuda:") and device != "cuda:0" and not self.second_device and self.reporting:
+                self.second_device = True
+                text = f"the step works on {device}: capture needs a stream of that device"
+                self.report("CG303", self.stack[-1].node, text)
         return Tensor(device=device, in_step=self.in_step, site=self.site(), **fields)  # type: ignore[arg-type]
 
     # ---- findings
@@ -181,30 +189,60 @@ class Machine:
         self._alive.append(owner)
         self._setters[key] = setter
         self._values[key] = new
+        if any(t.grown for t in tensors(new)):
+            self.grown.add(key)
         if moved or differs(old, new):
             self._changes.setdefault(self.run, set()).add(key)
         if not self.reporting or key not in self.moving:
             return
         name = key[2]
-        if tensors(new) and (isinstance(new, Tensor) or key in self.carried):
-            if key in self.carried or any(t.grown for t in tensors(new)):
-                if any(t.grown for t in tensors(new)):
-                    self.report("CG208", node, f"`{name}` is concatenated anew in every step: its shape grows")
-                else:
-                    self.report(
-                        "CG205", node, f"`{name}` is bound to another storage in every step and read in the next"
-                    )
-        elif not tensors(new):
+        if tensors(new):
+            for tensor in tensors(new):
+                if tensor.grown and tensor.site in self.cats:
+                    self.cats[tensor.site]("CG208", f"`{name}` is concatenated anew in every step: its shape grows")
+        else:
             self.report("CG210", node, f"`{name}` is changed by Python in every step; a replay does not change it")
 
-    def seen(self, key: Key, value: Value) -> None:
+    def seen(self, key: Key, value: Value, node: ast.AST | None = None) -> None:
         """The step reads something that existed before it."""
-        if self.run and any(self._born.get(site, self.run) < self.run for site in sites(value)):
-            self.carried.add(key)
+        if not self.reporting or key in self.grown:
+            return
+        if self.carried_over(value):
+            text = f"`{key[2]}` is bound to another storage in every step; this reads what the last step left in it"
+            self.report("CG205", node or self.stack[-1].node, text)
+
+    def carried_over(self, value: Value) -> bool:
+        """True where the value holds a tensor that the step before made: a state bound anew each time."""
+        return self.run > 0 and any(self._born.get(site) == self.run - 1 for site in sites(value))
+
+    def used(self, value: Value, node: ast.AST) -> None:
+        """An op takes this argument: a list that outlives the step, or an input of changing shape."""
+        if isinstance(value, Seq) and not value.in_step and self.reporting and self.carried_over(value):
+            text = f"`{short(node)}` reads tensors that the last step left in a list"
+            self.report("CG205", node, text)
+        for tensor in tensors(value):
+            if tensor.ragged and tensor.site not in self.ragged_seen and self.reporting:
+                self.ragged_seen.add(tensor.site)
+                self.report("CG208", node, f"`{short(node)}` takes an input whose shape changes from step to step")
+
+    def remember(self, node: ast.AST) -> Callable[[str, str], None]:
+        """A way to report at this place later, when it has turned out to be a hazard."""
+        stack, conditions = [replace(call) for call in self.stack], self.conditions
+
+        def later(code: str, message: str) -> None:
+            mine = self.stack, self.conditions
+            self.stack, self.conditions = stack, conditions
+            try:
+                self.report(code, node, message)
+            finally:
+                self.stack, self.conditions = mine
+
+        return later
 
     def next_run(self) -> None:
         """Between two runs of the step: after the second, what changed in both becomes a moving value."""
         self.run += 1
+        self.pinned_copies.clear()
         if self.run < 2:
             return
         self.moving = self._changes.get(0, set()) & self._changes.get(1, set())

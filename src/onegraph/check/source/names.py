@@ -15,6 +15,7 @@ from onegraph.check.source.values import (
     Module,
     Obj,
     Scope,
+    Tensor,
     Value,
 )
 
@@ -35,7 +36,7 @@ def lookup(machine: Machine, name: str) -> Value:
     owner = find_scope(machine.scope, name)
     if owner is not None:
         value = owner.variables[name]
-        if machine.in_step and not owner.in_step and owner is not machine.scope:
+        if machine.in_step and isinstance(value, Tensor) and not owner.in_step and owner is not machine.scope:
             machine.seen(("var", id(owner), name), value)
         return value
     value = module_name(machine, machine.scope.file, name)
@@ -57,7 +58,7 @@ def module_name(machine: Machine, file: SourceFile, name: str) -> Value:
     scope = module_scope(machine, file)
     if name in scope.variables:
         value = scope.variables[name]
-        if machine.in_step:
+        if machine.in_step and isinstance(value, Tensor):
             machine.seen(("var", id(scope), name), value)
         return value
     statements = file.names.get(name)

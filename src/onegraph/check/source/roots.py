@@ -1,7 +1,7 @@
 """Where reading starts: the step of a factory, or, in a tree, everything that looks like one."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from onegraph.check.report import CheckError
@@ -107,7 +107,7 @@ def read_file(machine: Machine, file: SourceFile) -> list[str]:
     return problems
 
 
-def _roots(machine: Machine, file: SourceFile) -> Iterator[tuple[str, "object"]]:
+def _roots(machine: Machine, file: SourceFile) -> Iterator[tuple[str, Callable[[], None]]]:
     graphs = ".graph(" in file.text
     for statement in file.tree.body:
         if isinstance(statement, ast.FunctionDef):
@@ -121,7 +121,7 @@ def _roots(machine: Machine, file: SourceFile) -> Iterator[tuple[str, "object"]]
 
 def _class_roots(
     machine: Machine, file: SourceFile, node: ast.ClassDef, graphs: bool
-) -> Iterator[tuple[str, "object"]]:
+) -> Iterator[tuple[str, Callable[[], None]]]:
     methods = {s.name: s for s in node.body if isinstance(s, ast.FunctionDef)}
     if "forward" in methods:
         yield f"{node.name}.forward", lambda: _forward(machine, file, node, methods["forward"])

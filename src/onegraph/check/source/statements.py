@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from onegraph.check.source import expressions, names, tensors
-from onegraph.check.source.expressions import condition, evaluate, iterate
+from onegraph.check.source.binding import bind
+from onegraph.check.source.expressions import capturing, condition, evaluate, iterate
 from onegraph.check.source.machine import Machine, short
 from onegraph.check.source.values import (
     UNKNOWN,
     Class,
     Const,
-    Dict,
     ExtObj,
     Func,
     Obj,
@@ -104,100 +104,6 @@ def rebind(machine: Machine, node: ast.Global | ast.Nonlocal) -> None:
             machine.scope.rebinds[name] = owner
 
 
-# ---- binding
-
-
-def bind(machine: Machine, target: ast.expr, value: Value, *, moved: bool = False) -> None:
-    """Assign to a name, an attribute, a subscript, or unpack."""
-    match target:
-        case ast.Name():
-            owner = machine.scope.rebinds.get(target.id, machine.scope)
-            set_variable(machine, target, owner, target.id, value, moved=moved)
-        case ast.Tuple() | ast.List():
-            unpack(machine, target.elts, value)
-        case ast.Starred():
-            bind(machine, target.value, Seq("list", None, value.any if isinstance(value, Seq) else UNKNOWN))
-        case ast.Attribute():
-            set_attribute(machine, target, evaluate(machine, target.value), target.attr, value, moved=moved)
-        case ast.Subscript():
-            set_item(machine, target, value, moved=moved)
-
-
-def unpack(machine: Machine, targets: list[ast.expr], value: Value) -> None:
-    items: list[Value] | None = None
-    if isinstance(value, Seq) and value.items is not None and not any(isinstance(t, ast.Starred) for t in targets):
-        items = list(value.items) if len(value.items) == len(targets) else None
-    for i, target in enumerate(targets):
-        if items is not None:
-            bind(machine, target, items[i])
-        elif isinstance(target, ast.Starred):
-            bind(machine, target.value, Seq("list", None, iterate(machine, value)))
-        else:
-            bind(machine, target, iterate(machine, value))
-
-
-def set_variable(
-    machine: Machine, node: ast.AST, owner: Scope, name: str, value: Value, *, moved: bool = False
-) -> None:
-    old = owner.variables.get(name, UNKNOWN)
-    if machine.in_step and not owner.in_step and owner is not machine.scope:
-
-        def setter(new: Value) -> None:
-            owner.variables[name] = new
-
-        machine.stored(("var", id(owner), name), node, old, value, setter, owner, moved)
-    owner.variables[name] = value
-
-
-def set_attribute(
-    machine: Machine, node: ast.expr, obj: Value, name: str, value: Value, *, moved: bool = False
-) -> None:
-    if isinstance(obj, Tensor) and name == "data" and machine.in_step and not obj.in_step:
-        machine.report("CG205", node, f"`{short(node)} = ...` gives a tensor that the graph reads another storage")
-        return
-    if not isinstance(obj, Obj):
-        return
-    old = obj.attributes.get(name, UNKNOWN)
-    if isinstance(value, Tensor) and isinstance(old, Tensor) and old.parameter and not value.parameter:
-        value = replace(value, parameter=True)
-    if machine.in_step and not obj.in_step and not machine.presume:
-
-        def setter(new: Value) -> None:
-            obj.attributes[name] = new
-
-        machine.stored(("attribute", id(obj), name), node, old, value, setter, obj, moved)
-    if machine.conditions and machine.in_step and name in obj.attributes:
-        value = join(old, value)
-    obj.attributes[name] = value
-
-
-def set_item(machine: Machine, target: ast.Subscript, value: Value, *, moved: bool = False) -> None:
-    container = evaluate(machine, target.value)
-    match container:
-        case Tensor():
-            tensors.store_item(machine, target, container, value)
-        case Seq() | Dict():
-            index = evaluate(machine, target.slice)
-            bind(machine, target.value, put(container, index, value), moved=moved)
-        case _:
-            evaluate(machine, target.slice)
-
-
-def put(container: Seq | Dict, index: Value, value: Value) -> Seq | Dict:
-    """The container after `container[index] = value`."""
-    if isinstance(container, Dict):
-        if isinstance(index, Const) and container.entries is not None and len(container.entries) < 64:
-            return container.put(index.value, value)
-        return replace(container, entries=None, element=join(container.any, value) if container.entries else value)
-    if isinstance(index, Const) and isinstance(index.value, int) and container.items is not None:
-        items = list(container.items)
-        if -len(items) <= index.value < len(items):
-            items[index.value] = value
-            return replace(container, items=tuple(items))
-    known = container.any if container.items != () else value
-    return replace(container, items=None, element=join(known, value))
-
-
 def augment(machine: Machine, node: ast.AugAssign) -> None:
     """`x += y`: in place for a tensor, a new value for anything else."""
     old = evaluate(machine, node.target)
@@ -222,6 +128,11 @@ def branch(machine: Machine, node: ast.If) -> bool:
     known = truth(test)
     if known is not None and not varies(test):
         return block(machine, node.body if known else node.orelse)
+    asked = capturing(test)
+    if asked is not None:
+        if _matters(node.body) or _matters(node.orelse):
+            machine.report("CG211", node.test, "the step takes another path while it is captured")
+        return block(machine, node.body if asked else node.orelse)
     work = machine.tensor_work
     variables = machine.scope.variables
     machine.conditions += 1
@@ -246,6 +157,12 @@ def branch(machine: Machine, node: ast.If) -> bool:
         machine.conditions += 1  # what follows runs only where that branch did not return
         machine.stack[-1].extra_conditions += 1
     return through or other
+
+
+def _matters(body: list[ast.stmt]) -> bool:
+    """True where a block does more than check and complain."""
+    harmless = ast.Assert | ast.Raise | ast.Pass
+    return any(not isinstance(s, harmless) and not (isinstance(s, ast.If) and not _matters(s.body)) for s in body)
 
 
 def _raises(body: list[ast.stmt]) -> bool:
@@ -329,15 +246,24 @@ def while_loop(machine: Machine, node: ast.While) -> None:
 def with_block(machine: Machine, node: ast.With | ast.AsyncWith) -> bool:
     device, machine_step = machine.default_device, machine.in_step
     entered = False
+    wrong: tuple[str, str] | None = None
     for item in node.items:
         value = evaluate(machine, item.context_expr)
         if item.optional_vars is not None:
             bind(machine, item.optional_vars, value if isinstance(value, ExtObj | Obj) else UNKNOWN)
-        kind = tensors.enter(machine, item.context_expr, value, node)
-        entered = entered or kind == "graph"
+        wrong = tensors.stream_hazard(machine, item.context_expr, value) or wrong
+        entered = tensors.enter(machine, item.context_expr, value) or entered
     if entered and not machine.in_step:
         machine.in_step = True  # an explicit capture: its body is the step
-    through = block(machine, node.body)
+    through = True
+    for statement in node.body:
+        work = machine.tensor_work
+        through = execute(machine, statement)
+        if wrong is not None and machine.tensor_work > work:
+            machine.report(wrong[0], getattr(statement, "value", None) or statement, wrong[1])
+            wrong = None
+        if not through:
+            break
     machine.default_device, machine.in_step = device, machine_step
     return through
 

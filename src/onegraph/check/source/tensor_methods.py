@@ -109,6 +109,8 @@ def move(machine: Machine, tensor: Tensor, device: str, node: ast.AST, *, non_bl
             machine.report("CG102", node, text, sure=tensor.sure)
         if tensor.pinned:
             _pinned(machine, tensor, node)
+            if non_blocking and tensor.site and machine.in_step:
+                machine.pinned_copies[tensor.site] = machine.remember(node)
         return machine.tensor(device, sure=tensor.sure, boolean=tensor.boolean, rank=tensor.rank)
     if tensor.on_device and device == "cpu":
         machine.report("CG101", node, f"`{short(node)}` copies a device tensor to the host", sure=tensor.sure)
@@ -131,6 +133,8 @@ def method(machine: Machine, tensor: Tensor, name: str, args: list[Value], keywo
     handled = _moves(machine, tensor, name, args, keywords, node)
     if handled is not None:
         return handled
+    for value in (tensor, *args):
+        machine.used(value, node)
     if tensor.on_device:
         _arguments(machine, tensor, name, args, keywords, node)
         handled = _shapes(machine, tensor, name, args, keywords, node)
@@ -148,6 +152,8 @@ def _host(
         if tensor.on_device:
             machine.report("CG101", node, f"`{short(node)}` reads a device tensor on the host", sure=tensor.sure)
         where = f"{machine.file.path}:{getattr(node, 'lineno', 1)}" if tensor.on_device else ""
+        if name == "numpy" and not tensor.on_device:
+            return ExtObj("numpy.ndarray", str(tensor.site))
         kind = "" if name in ("item", "tolist") else "bool" if name in lib.HOST_READS else ""
         return Plain(kind, varying=moving(machine, tensor), read=where)
     if name == "cpu":
@@ -235,6 +241,7 @@ def _shapes(
         several = name.startswith("unique") and any(k.startswith("return_") for k in keywords)
         rank = 1 if name in ("bincount", "masked_select") else 2
         made = machine.tensor(tensor.device, sure=sure, rank=rank)
+        made = replace(made, integer=name not in ("unique", "unique_consecutive", "masked_select"))
         return Seq("tuple", None, made, machine.in_step) if several or "as_tuple" in keywords else made
     if name == "where" and not args:
         machine.report("CG104", node, f"the shape of `{text}` depends on data", sure=sure)
@@ -279,7 +286,7 @@ def _result(machine: Machine, tensor: Tensor, name: str, args: list[Value], keyw
     result = machine.tensor(tensor.device, sure=tensor.sure, rank=rank, varying=tensor.on_host and tensor.varying)
     if name in lib.MASK_OPS or (name in ("any", "all")):
         return as_mask(result)
-    return result
+    return replace(result, integer=name in ("argmax", "argmin", "argsort", "long", "int"))
 
 
 def _has_dim(args: list[Value], keywords: Keywords) -> bool:

@@ -69,6 +69,7 @@ def binary(machine: Machine, node: ast.AST, left: Value, right: Value) -> Value:
                 scalar(machine, node, other, on_device[0])
         for operand in operands:
             cpu_operand(machine, node, operand, on_device[0])
+            machine.used(operand, node)
     device = on_device[0].device if on_device else operands[0].device if len(operands) == 2 or operands else ""
     if len(operands) == 2 and not on_device and operands[0].device != operands[1].device:
         device = ""
@@ -108,6 +109,10 @@ def written(machine: Machine, tensor: Tensor, source: Value, *, accumulates: boo
     """An in-place write. On the host it makes contents that a replay does not make."""
     if not tensor.on_host or not machine.in_step or not tensor.site:
         return
+    if tensor.pinned and tensor.site in machine.pinned_copies:
+        machine.pinned_copies.pop(tensor.site)(
+            "CG207", "the pinned source of this copy is written again in the same step"
+        )
     moving = varies(source) or any(t.varying for t in tensors(source))
     if moving or (accumulates and not tensor.in_step):
         machine.host_written.add(tensor.site)
@@ -132,13 +137,24 @@ def store_item(machine: Machine, node: ast.Subscript, tensor: Tensor, value: Val
     if tensor.on_device:
         if isinstance(value, Tensor) and value.on_host and value.rank != 0 and not value.pinned:
             machine.report("CG102", node, f"`{short(node)} = ...` copies a CPU tensor to the device", sure=tensor.sure)
-        elif is_plain(value) and basic and rank == 0:
+        elif is_plain(value) and ((basic and rank == 0) or _gathers(machine, node, tensor)):
             text = f"`{short(node)} = ...` sets one element from a Python number: a copy from pageable memory"
             machine.report("CG103", node, text, sure=tensor.sure)
         elif varies(value):
             scalar(machine, node, value, tensor)
     else:
         written(machine, tensor, value, accumulates=False)
+
+
+def _gathers(machine: Machine, node: ast.Subscript, tensor: Tensor) -> bool:
+    """True where the index holds an integer tensor: the number is then copied to the device for index_put_."""
+    from onegraph.check.source.expressions import evaluate
+
+    machine.quiet += 1
+    parts = list(node.slice.elts) if isinstance(node.slice, ast.Tuple) else [node.slice]
+    values = [evaluate(machine, part) for part in parts if not isinstance(part, ast.Slice)]
+    machine.quiet -= 1
+    return any(isinstance(v, Tensor) and v.on_device and not v.boolean and v.rank != 0 and v.integer for v in values)
 
 
 def _index(machine: Machine, node: ast.Subscript, tensor: Tensor, store: Value | None) -> tuple[int | None, bool]:
@@ -224,25 +240,48 @@ def _tensor_index(machine: Machine, part: ast.expr, tensor: Tensor, index: Tenso
 # ---- contexts
 
 
-def enter(machine: Machine, node: ast.expr, value: Value, block: ast.With | ast.AsyncWith) -> str:
-    """`with value:`; returns "graph" for an explicit capture."""
-    if not isinstance(value, ExtObj):
-        if isinstance(value, Device) and value.name:
-            machine.default_device = value.name
-        return ""
-    match value.kind:
-        case "torch.cuda.graph":
-            _capture(machine, node, value)
-            return "graph"
-        case "torch.autocast" if value.note != "uncached":
-            machine.report("CG311", node, "autocast in the step keeps converted weights in a cache")
-        case "torch.cuda.stream" | "torch.cuda.Stream" if value.note == "default":
-            machine.report("CG304", node, "the step switches to the default stream, which cannot be captured")
-        case "torch.cuda.stream" | "torch.cuda.Stream" if value.note != "current" and not _waits(machine):
-            machine.report("CG305", node, "work on another stream that nothing in the function waits for")
-        case "torch.cuda.device" if value.note:
-            pass
-    return ""
+def enter(machine: Machine, node: ast.expr, value: Value) -> bool:
+    """`with value:`; True for an explicit capture."""
+    if isinstance(value, Device) and value.name:
+        machine.default_device = value.name
+    if isinstance(value, ExtObj) and value.kind == "torch.cuda.graph":
+        _capture(machine, node, value)
+        return True
+    return False
+
+
+def stream_hazard(machine: Machine, node: ast.expr, value: Value) -> tuple[str, str] | None:
+    """What is wrong with work inside `with torch.cuda.stream(...)`, as (code, message)."""
+    if (
+        not machine.in_step
+        or not isinstance(value, ExtObj)
+        or value.kind not in ("torch.cuda.stream", "torch.cuda.Stream")
+    ):
+        return None
+    if value.note == "default":
+        return "CG304", "the step works on the default stream, which cannot be captured"
+    if value.note == "current" or not isinstance(node, ast.Call) or not node.args:
+        return None
+    function = _function_source(machine)
+    if function is None:
+        return None
+    stream = ast.unparse(node.args[0])
+    forked = joined = False
+    for inner in ast.walk(function):
+        if not (isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute)):
+            continue
+        if inner.func.attr in ("wait_stream", "wait_event"):
+            mine = ast.unparse(inner.func.value) == stream
+            forked = forked or mine
+            joined = joined or not mine
+        elif inner.func.attr == "wait":  # event.wait(stream)
+            waits = bool(inner.args) and ast.unparse(inner.args[0]) == stream
+            forked, joined = forked or waits, joined or not waits
+    if not forked:
+        return "CG303", f"`{stream}` has not waited for the captured stream: its work is not part of the capture"
+    if not joined:
+        return "CG305", f"nothing waits for `{stream}`: its work is not joined when capture ends"
+    return None
 
 
 def _capture(machine: Machine, node: ast.expr, value: ExtObj) -> None:
@@ -270,24 +309,16 @@ def _function_source(machine: Machine) -> ast.AST | None:
     return best
 
 
-def _waits(machine: Machine) -> bool:
-    """True where the function joins streams by any of the usual calls."""
-    function = _function_source(machine)
-    if function is None:
-        return True
-    waits = {"wait_stream", "wait_event", "record_event", "wait"}
-    return any(isinstance(n, ast.Attribute) and n.attr in waits for n in ast.walk(function))
-
-
 def _on_other_device(machine: Machine) -> bool:
     """True where the function names a GPU other than the first, or goes through several."""
     function = _function_source(machine)
     if function is None:
         return False
     for node in ast.walk(function):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("cuda:"):
-            if node.value != "cuda:0":
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if node.value.startswith("cuda:") and node.value != "cuda:0":
                 return True
+            continue
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "set_device":
             first = node.args[0] if node.args else None
             if not (isinstance(first, ast.Constant) and first.value == 0):

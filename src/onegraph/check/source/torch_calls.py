@@ -41,11 +41,7 @@ def call(machine: Machine, func: Ext | ExtObj, args: list[Value], keywords: Keyw
         return UNKNOWN
     if name.startswith("torch.nn.") and not name.startswith("torch.nn.functional."):
         return _module(machine, name, args, keywords)
-    if (
-        name.startswith("torch.cuda.")
-        or name in ("torch.Event", "torch.Stream")
-        or name.startswith("torch.accelerator.")
-    ):
+    if name.startswith(("torch.cuda.", "torch.accelerator.")) or name in ("torch.Event", "torch.Stream"):
         return _cuda(machine, name, args, keywords, node)
     if name.startswith("torch.distributed."):
         if name.rsplit(".", 1)[1] in lib.OBJECT_COLLECTIVES:
@@ -116,10 +112,7 @@ def _torch(machine: Machine, name: str, args: list[Value], keywords: Keywords, n
     if name == "torch.device":
         return Device(device_of(first) or "")
     if name in ("torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast", "torch.amp.autocast_mode.autocast"):
-        cache = keywords.get("cache_enabled")
-        off = keywords.get("enabled")
-        quiet = (isinstance(cache, Const) and cache.value is False) or (isinstance(off, Const) and off.value is False)
-        return ExtObj("torch.autocast", "uncached" if quiet or _is_cpu(first) else "")
+        return ExtObj("torch.autocast")
     if name == "torch.Generator":
         return ExtObj(name, in_step=machine.in_step)
     if last in lib.RNG_STATE and (name.count(".") == 1 or name.startswith("torch.random.")):
@@ -144,10 +137,6 @@ def _torch(machine: Machine, name: str, args: list[Value], keywords: Keywords, n
     return _op(machine, name, last, args, keywords, node)
 
 
-def _is_cpu(value: Value) -> bool:
-    return device_of(value) == "cpu"
-
-
 def _factory(machine: Machine, last: str, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
     device = device_of(keywords.get("device")) if "device" in keywords else machine.default_device or "cpu"
     if "device" in keywords and not device:
@@ -160,6 +149,8 @@ def _factory(machine: Machine, last: str, args: list[Value], keywords: Keywords,
     if device.startswith("cuda") and machine.in_step:
         if last in ("full", "scalar_tensor") and len(args) > 1 and varies(args[1]):
             scalar(machine, node, args[1], Tensor(device))
+        elif last == "arange" and len(args) > 1 and varies(args[0]) and varies(args[1]):
+            scalar(machine, node, args[0], Tensor(device))
         elif any(varies(a) for a in args):
             machine.report("CG208", node, f"the shape of `{short(node)}` changes from step to step")
     pinned = keywords.get("pin_memory")
@@ -168,8 +159,15 @@ def _factory(machine: Machine, last: str, args: list[Value], keywords: Keywords,
         machine.report("CG107", node, f"`{short(node)}` allocates pinned memory in the step")
     _generator(machine, last, keywords, node)
     sure = all(t.sure for t in read) and not (isinstance(keywords.get("device"), Device) and machine.presume)
+    shape = args[:1] if last == "full" else args if last in ("zeros", "ones", "empty", "rand", "randn") else []
     return machine.tensor(
-        device, sure=sure, pinned=is_pinned, rank=rank_of(last, args), varying=_host_varies(device, args)
+        device,
+        sure=sure,
+        pinned=is_pinned,
+        rank=rank_of(last, args),
+        varying=_host_varies(device, args),
+        ragged=not machine.in_step and any(varies(a) for a in shape),
+        integer=last in ("arange", "randint", "randperm"),
     )
 
 
@@ -196,7 +194,19 @@ def _from_host(machine: Machine, last: str, args: list[Value], keywords: Keyword
         machine.report("CG102", node, text, sure=not presumed)
     rank = 0 if is_plain(data) else rank_of("tensor", [data])
     moving = device == "cpu" and varies(data)
-    return machine.tensor(device, sure=not presumed, rank=rank, varying=moving)
+    whole = isinstance(data, Seq) and bool(data.items) and all(_is_int(v) for v in data.items or ())
+    return machine.tensor(device, sure=not presumed, rank=rank, varying=moving, integer=whole or _is_int(data))
+
+
+def _is_int(value: Value) -> bool:
+    match value:
+        case Const():
+            return isinstance(value.value, int) and not isinstance(value.value, bool)
+        case Plain():
+            return value.kind == "int"
+        case Seq():
+            return bool(value.items) and all(_is_int(v) for v in value.items or ())
+    return False
 
 
 def _generator(machine: Machine, last: str, keywords: Keywords, node: ast.AST) -> None:
@@ -233,17 +243,22 @@ def _op(machine: Machine, name: str, last: str, args: list[Value], keywords: Key
             or (last in lib.SYNCING_FUNCTIONS)
         ):
             machine.report("CG105", node, f"`{short(node)}` waits for the device in its host code", sure=sure)
+    for value in args:
+        machine.used(value, node)
     _generator(machine, last, keywords, node)
-    if last in lib.SPLITS or (last == "where" and len(args) == 1):
+    if last == "where" and len(args) == 1:
+        return Seq("tuple", None, machine.tensor(result_device, sure=sure, rank=1, integer=True), machine.in_step)
+    if last in lib.SPLITS:
         return split_result(machine, given[0], args[1:])
     if last in lib.PAIRS:
         return Seq("result", None, machine.tensor(result_device, sure=sure), machine.in_step)
     if last in ("cat", "concat", "concatenate", "stack", "hstack", "vstack"):
         rank = given[0].rank if last != "stack" or given[0].rank is None else given[0].rank + 1
-        old = [t for t in given if (not t.in_step and not t.parameter) or t.grown]
-        grown = last != "stack" and bool(old) and machine.in_step and len(given) > 1
         made = machine.tensor(result_device, sure=sure, rank=rank)
-        return replace(made, grown=grown)
+        if machine.in_step and len(given) > 1 and any(machine.carried_over(t) for t in given):
+            made = replace(made, grown=True)
+            machine.cats[made.site] = machine.remember(node)
+        return made
     if last.endswith("_like"):
         device = device_of(keywords["device"]) if "device" in keywords else given[0].device
         return machine.tensor(device, sure=sure, rank=given[0].rank)
@@ -257,8 +272,7 @@ def _cuda(machine: Machine, name: str, args: list[Value], keywords: Keywords, no
         case "synchronize":
             machine.report("CG106", node, f"`{short(node)}` waits for the device")
         case "is_current_stream_capturing":
-            machine.report("CG211", node, "the step asks whether it is being captured")
-            return Plain("bool")
+            return Plain("capturing")
         case "is_available":
             return Const(True)
         case "Stream" | "ExternalStream":
@@ -272,8 +286,7 @@ def _cuda(machine: Machine, name: str, args: list[Value], keywords: Keywords, no
         case "default_stream":
             return ExtObj("torch.cuda.Stream", "default")
         case "stream" | "StreamContext":
-            stream = first if isinstance(first, ExtObj) else None
-            return ExtObj("torch.cuda.stream", stream.note if stream else "current")
+            return ExtObj("torch.cuda.stream", first.note if isinstance(first, ExtObj) else "current")
         case "graph":
             stream = keywords.get("stream", args[2] if len(args) > 2 else None)
             note = "" if stream is None or stream == Const(None) else "stream"

@@ -9,13 +9,16 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from onegraph.check.report import CheckError, Finding, Origin, Report, ordered
-from onegraph.check.source.files import Project, Unreadable
+from onegraph.check.source.files import Project, SourceFile, Unreadable
 from onegraph.check.source.machine import Machine
 from onegraph.check.source.roots import read_file
 
 SKIPPED = frozenset(
     ["__pycache__", ".git", ".hg", ".venv", "venv", "node_modules", ".tox", ".mypy_cache", "build", "dist"]
 )
+
+ALLOWANCE = "onegraph: allow"
+"""What every allowance comment holds; `onegraph.check.allow` reads them."""
 
 RECURSION = 12_000
 """Frames: an expression of 1,000 terms nests 3,000 deep in the reader."""
@@ -77,7 +80,8 @@ def check_tree(path: str, *, processes: int | None = None) -> Report:
     findings: dict[tuple[str, int, int, str], Finding] = {}
     unread: list[str] = []
     reached: set[tuple[str, int, int]] = set()
-    for found, problems, read in _map(files, processes):
+    allowing: list[str] = []
+    for found, problems, read, allows in _map(files, processes):
         for finding in found:
             key = (finding.path, finding.line, finding.column, finding.code)
             known = findings.get(key)
@@ -85,6 +89,7 @@ def check_tree(path: str, *, processes: int | None = None) -> Report:
                 findings[key] = finding
         unread += problems
         reached |= read
+        allowing += allows
     if len(files) == 1 and unread and not reached:
         raise CheckError(unread[0])
     inside = path if os.path.isdir(path) else ""
@@ -93,11 +98,16 @@ def check_tree(path: str, *, processes: int | None = None) -> Report:
         target=path,
         findings=ordered(kept),
         origins=(Origin.SOURCE,),
-        facts={"files": len(files), "unread": sorted(set(unread)), "read": sorted(reached)},
+        facts={
+            "files": len(files),
+            "unread": sorted(set(unread)),
+            "read": sorted(reached),
+            "allowing": sorted(allowing),
+        },
     )
 
 
-Batch = tuple[list[Finding], list[str], set[tuple[str, int, int]]]
+Batch = tuple[list[Finding], list[str], set[tuple[str, int, int]], list[str]]
 
 
 def _map(files: list[str], processes: int | None) -> Iterable[Batch]:
@@ -122,7 +132,7 @@ def read_files(files: list[str]) -> Batch:
         _PROJECT.append(Project())
     machine = Machine(_PROJECT[0], presume=True)
     unread: list[str] = []
-    alive = []  # what the machine remembers of a tree goes by its nodes' identity
+    alive: list[SourceFile] = []  # what the machine remembers of a tree goes by its nodes' identity
     with deep_recursion(), no_collection():
         for path in files:
             try:
@@ -134,7 +144,8 @@ def read_files(files: list[str]) -> Batch:
                 unread.append(str(error))
             except RecursionError:
                 unread.append(f"{path}: nested too deeply, left unread")
-    return list(machine.findings.values()), unread, machine.read
+    allowing = [file.path for file in alive if ALLOWANCE in file.text]
+    return list(machine.findings.values()), unread, machine.read, allowing
 
 
 def _concerns(path: str) -> bool:

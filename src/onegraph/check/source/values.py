@@ -34,7 +34,7 @@ class Const(Value):
 
 @dataclass(frozen=True, slots=True)
 class Plain(Value):
-    """A Python value that is no tensor. `varying`: it may change from step to step. `read`: the host read it came from."""
+    """A Python value that is no tensor. `varying`: it may change from step to step. `read`: where the host read it."""
 
     kind: str = ""
     varying: bool = False
@@ -60,7 +60,10 @@ class Tensor(Value):
         site: number of the storage; views share it; 0 where unknown.
         varying: CPU contents that the host changes from step to step.
         optional: may be None instead.
-        grown: concatenated from `site` and more.
+        grown: concatenated from what the last step left and more.
+        parameter: registered with a module.
+        integer: known to hold integers that are no mask.
+        ragged: an input whose shape changes from step to step.
     """
 
     device: str = ""
@@ -74,6 +77,8 @@ class Tensor(Value):
     optional: bool = False
     grown: bool = False
     parameter: bool = False
+    ragged: bool = False
+    integer: bool = False
 
     @property
     def on_device(self) -> bool:

@@ -1,0 +1,170 @@
+"""Allowances in the source: `# onegraph: allow[CG101] reason`, on the line of the finding or the line above it.
+
+Several codes stand in one bracket, separated by commas. An allowance without a reason allows nothing and is a finding
+itself (CG402); one that no longer fires is too (CG403), but only where the ways of looking that were run would have
+seen it and its line was reached.
+"""
+
+import ast
+import io
+import os
+import re
+import tokenize
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from onegraph.check.report import CheckError, Finding, Origin, Report, ordered
+from onegraph.check.rules import RULES
+from onegraph.check.source.files import parse
+
+_COMMENT = re.compile(r"#\s*onegraph:\s*allow\b\s*(?:\[([^\]]*)\])?[\s:,-]*(.*)$")
+
+
+@dataclass
+class Allowance:
+    """One comment. `lines` are those it speaks for."""
+
+    path: str
+    line: int
+    column: int
+    source: str
+    codes: tuple[str, ...]
+    reason: str
+    lines: tuple[int, ...]
+    used: set[str] = field(default_factory=set)
+
+
+def apply(report: Report) -> Report:
+    """The report without the findings that the source allows, with findings about allowances that say too little."""
+    files = {f.path for f in report.findings} | {e.path for e in report.timeline if e.path}
+    files |= {entry[0] for entry in report.facts.get("read", ())} | set(report.facts.get("allowing", ()))
+    allowances = [a for path in sorted(files) for a in read(path)]
+    by_place: dict[tuple[str, int], list[Allowance]] = {}
+    for allowance in allowances:
+        for line in allowance.lines:
+            by_place.setdefault((os.path.realpath(allowance.path), line), []).append(allowance)
+    kept = []
+    allowed = 0
+    for finding in report.findings:
+        match = None
+        for allowance in by_place.get((os.path.realpath(finding.path), finding.line), ()):
+            if finding.code in allowance.codes:
+                allowance.used.add(finding.code)
+                match = allowance if allowance.reason else match
+        if match is None:
+            kept.append(finding)
+        else:
+            allowed += 1
+    reached = _Reached(report)
+    about = [f for a in allowances for f in _about(a, report.origins, reached)]
+    facts = {**report.facts, "allowed": allowed} if allowances else report.facts
+    return replace(report, findings=ordered([*kept, *about]), facts=facts)
+
+
+def read(path: str) -> list[Allowance]:
+    """Allowances of a file; none where it cannot be read (who read it for findings has said so)."""
+    try:
+        with tokenize.open(path) as handle:
+            text = handle.read()
+    except (OSError, SyntaxError, UnicodeDecodeError, ValueError):
+        return []
+    if "onegraph:" not in text:
+        return []
+    lines = text.splitlines()
+    found = []
+    for number, column, comment in _comments(text):
+        match = _COMMENT.match(comment)
+        if match is None:
+            continue
+        codes = tuple(c.strip().upper() for c in (match.group(1) or "").split(",") if c.strip())
+        covered = [number]
+        source = lines[number - 1] if number <= len(lines) else ""
+        if not source[:column].strip():
+            below = number
+            while below < len(lines) and (not lines[below].strip() or lines[below].lstrip().startswith("#")):
+                below += 1
+            covered.append(below + 1)
+        reason = match.group(2).strip()
+        found.append(Allowance(path, number, column + 1, source, codes, reason, tuple(covered)))
+    return found
+
+
+def _comments(text: str) -> Iterable[tuple[int, int, str]]:
+    """(line, column from 0, text) of real comments: not of strings that look like one."""
+    try:
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type == tokenize.COMMENT:
+                yield token.start[0], token.start[1], token.string
+    except (tokenize.TokenError, SyntaxError, IndentationError):
+        return
+
+
+class _Reached:
+    """Which lines the check has looked at: functions that were read, and those that ops of the timeline stand in."""
+
+    def __init__(self, report: Report) -> None:
+        self._spans: dict[str, set[tuple[int, int]]] = {}
+        for path, first, last in report.facts.get("read", ()):
+            self._spans.setdefault(os.path.realpath(path), set()).add((first, last))
+        lines: dict[str, set[int]] = {}
+        places = [(e.path, e.line) for e in report.timeline] + [(f.path, f.line) for f in report.findings]
+        for path, line in places:
+            lines.setdefault(path, set()).add(line)
+        if Origin.SIMULATE in report.origins or Origin.LIVE in report.origins:
+            for path, numbers in lines.items():
+                self._spans.setdefault(os.path.realpath(path), set()).update(_functions_around(path, numbers))
+
+    def __contains__(self, allowance: Allowance) -> bool:
+        spans = self._spans.get(os.path.realpath(allowance.path), ())
+        return any(first <= line <= last for first, last in spans for line in allowance.lines)
+
+
+def _functions_around(path: str, lines: set[int]) -> set[tuple[int, int]]:
+    try:
+        tree = parse(path).tree
+    except CheckError:
+        return set()
+    spans = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            last = node.end_lineno or node.lineno
+            if any(node.lineno <= line <= last for line in lines):
+                spans.add((node.lineno, last))
+    return spans
+
+
+def _about(allowance: Allowance, origins: tuple[Origin, ...], reached: _Reached) -> list[Finding]:
+    """What is to be said about the allowance itself."""
+    if not allowance.codes:
+        return [_finding("CG402", allowance, "the allowance names no rule: write allow[CG101] and the reason", origins)]
+    found = []
+    if not allowance.reason:
+        text = f"allow[{', '.join(allowance.codes)}] has no reason after it, so it allows nothing"
+        found.append(_finding("CG402", allowance, text, origins))
+    for code in allowance.codes:
+        rule = RULES.get(code)
+        if rule is None:
+            found.append(_finding("CG403", allowance, f"allow[{code}]: there is no such rule", origins))
+        elif (
+            code not in allowance.used
+            and allowance in reached
+            and any(rule.seen.get(origin) == "yes" for origin in origins)
+        ):
+            found.append(_finding("CG403", allowance, f"{code} does not fire here: nothing to allow", origins))
+    return found
+
+
+def _finding(code: str, allowance: Allowance, message: str, origins: tuple[Origin, ...]) -> Finding:
+    rule = RULES[code]
+    return Finding(
+        code=code,
+        severity=rule.severity,
+        origin=origins[0] if origins else Origin.SOURCE,
+        path=allowance.path,
+        line=allowance.line,
+        column=allowance.column,
+        source=allowance.source,
+        message=message,
+        happens=rule.happens,
+        fix=rule.fix,
+    )
