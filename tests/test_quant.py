@@ -44,11 +44,11 @@ class Mix(nn.Module):
 
 
 class Tiny:
-    config: dict[str, Any] = {"model_type": "tiny"}
     num_blocks = BLOCKS
 
     def __init__(self, kill_at: int = -1) -> None:
         source = torch.Generator().manual_seed(7)
+        self.config: dict[str, Any] = {"model_type": "tiny"}
         self.blocks = [Mix(source) for _ in range(BLOCKS)]
         channels = torch.rand(DIM, generator=source) * 3 + 0.1
         self.table = torch.randn(VOCAB, DIM, generator=source) * channels

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 _VERSION = 1  # of what the pieces mean; another one is another job
@@ -21,6 +21,15 @@ def fingerprint(source: str, recipe: Mapping[str, Any], tokens: Tensor) -> str:
     digest = hashlib.sha256(json.dumps([_VERSION, source, recipe], sort_keys=True, default=str).encode())
     digest.update(repr(tuple(tokens.shape)).encode())
     digest.update(tokens.to("cpu", torch.int64).contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    """Of names, shapes, dtypes and bytes: what a piece says of itself, so that a damaged one is never gone on with."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(repr((name, tuple(tensor.shape), str(tensor.dtype))).encode())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -52,14 +61,20 @@ class Partial:
         if not file.exists():
             return None
         try:
-            return load_file(file)
+            with safe_open(file, framework="pt") as piece:
+                tensors = {key: piece.get_tensor(key) for key in piece.keys()}  # noqa: SIM118 (not a mapping)
+                label = (piece.metadata() or {}).get("digest")
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} is damaged ({error}); remove it, and it is made again") from None
+        if label != _digest(tensors):
+            raise ValueError(f"{file} is damaged (its digest is another); remove it, and it is made again")
+        return tensors
 
     def save(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Write a piece: to another name, to the disk, then renamed."""
         kept = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-        self._place(self.path / f"{name}.safetensors", lambda file: save_file(kept, file))
+        label = {"digest": _digest(kept)}
+        self._place(self.path / f"{name}.safetensors", lambda file: save_file(kept, file, metadata=label))
 
     def remove(self) -> None:
         """Forget the work: what it led to is written."""

@@ -51,8 +51,7 @@ def tune(
         optimizer, lambda step: min(1.0, (step + 1) / 10) * 0.5 * (1 + math.cos(math.pi * step / steps))
     )
     step = 0
-    # MATH: the backward pass of the fused attention kernels adds in an order that changes from run to run.
-    with torch.enable_grad(), reference_ops(), sdpa_kernel(SDPBackend.MATH):
+    with torch.enable_grad():
         for _ in range(settings.epochs):
             for rows in torch.randperm(count, generator=order).split(settings.batch):
                 loss = student.loss(tokens[rows], target[rows.to(target.device)])
@@ -109,11 +108,18 @@ class _Student:
         """KL(unquantized || quantized), nats a token."""
         hidden = self.model.embed(tokens)
         for block in self.blocks:
-            hidden = checkpoint(self.model.run_block, block, hidden, use_reentrant=False)
+            hidden = checkpoint(self._run, block, hidden, use_reentrant=False)
         with torch.no_grad():
             wanted = self.model.head(target).flatten(0, -2).float().log_softmax(-1)
-        got = self.model.head(hidden).flatten(0, -2).float().log_softmax(-1)
+        with reference_ops():
+            got = self.model.head(hidden).flatten(0, -2).float().log_softmax(-1)
         return nn.functional.kl_div(got, wanted, log_target=True, reduction="batchmean")
+
+    def _run(self, block: nn.Module, hidden: Tensor) -> Tensor:
+        """The block by references, which autograd can follow; set here, as the backward pass reruns it on a thread of
+        its own. MATH: the backward pass of the fused attentions adds in an order that changes from run to run."""
+        with reference_ops(), sdpa_kernel(SDPBackend.MATH):
+            return self.model.run_block(block, hidden)
 
     @torch.no_grad()
     def layers(self) -> dict[str, Tensors]:
