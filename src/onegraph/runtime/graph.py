@@ -63,9 +63,11 @@ class GraphPool:
             yield
             return
         self.stream.wait_stream(outer)
-        with torch.cuda.stream(self.stream):
-            yield
-        outer.wait_stream(self.stream)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:  # also after an error: the caller may free or clear what is still being written
+            outer.wait_stream(self.stream)
 
 
 def split_point(name: str, fn: Step, *args: Any) -> Any:
