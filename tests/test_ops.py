@@ -18,10 +18,9 @@ for _module in pkgutil.iter_modules(onegraph.ops.__path__):
         importlib.import_module(f"onegraph.ops.{_module.name}")
 
 CASES = [pytest.param(op, case, id=f"{name}-{case.name}") for name, op in sorted(OPS.items()) for case in op.cases]
-KERNEL_CASES = [
+GPU_CASES = [
     pytest.param(op, case, dtype, id=f"{name}-{case.name}-{str(dtype).removeprefix('torch.')}")
     for name, op in sorted(OPS.items())
-    if op.kernel is not None
     for case in op.cases
     for dtype in op.tolerance
 ]
@@ -112,8 +111,8 @@ def widen(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("op", "case", "dtype"), KERNEL_CASES)
-def test_kernel_against_float32_truth(op: Op, case: Case, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("op", "case", "dtype"), GPU_CASES)
+def test_on_a_gpu_against_float32_truth(op: Op, case: Case, dtype: torch.dtype) -> None:
     args = make(case, dtype, "cuda")
     with reference_ops():
         truth = results(op, clone(args, widen(dtype)))

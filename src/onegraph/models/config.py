@@ -35,6 +35,7 @@ _ABSENT: dict[str, tuple[object, ...]] = {
     "rotary_pct": (None, 1),
     "rope_interleaved": (None, False),
     "mrope_section": (None,),
+    "use_mrope": (None, False),
     "num_experts": (None, 0),
     "num_local_experts": (None, 0),
     "n_routed_experts": (None, 0),
