@@ -161,6 +161,7 @@ def quantize_checkpoint(
     from onegraph.cli.size import size_of
     from onegraph.cli.tokenizer import Tokenizer
     from onegraph.formats.checkpoint import write_checkpoint
+    from onegraph.models.config import LlamaConfig
     from onegraph.models.llama import LlamaSource
     from onegraph.quant.calibrate import packed_tokens
     from onegraph.quant.partial import Partial, fingerprint
@@ -173,8 +174,8 @@ def quantize_checkpoint(
         raise UsageError(f"{out}: exists already; choose another output directory or remove it")
     with open_model(source) as checkpoint:
         chosen = Recipe.preset(recipe, layers=rates, **levers)
-        model = LlamaSource(checkpoint, device)
-        sequence = min(sequence, model.parsed.max_positions, tokens)
+        sequence = min(sequence, LlamaConfig.from_dict(checkpoint.config).max_positions, tokens)
+        model = LlamaSource(checkpoint, device, max_context=sequence)
         tokenizer = Tokenizer(checkpoint)
         if calibration == "self":
             rows = sample_text(checkpoint, tokenizer, device, -(-tokens // sequence), sequence, chosen.seed)

@@ -1,0 +1,389 @@
+"""The command line as people and scripts meet it: what it prints, where, and with which status."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fuzz import tiny
+from fuzz.run import invoke
+from onegraph import __version__
+from onegraph.cli import COMMANDS, main
+from onegraph.cli.common import human_bytes, number, one_line, pick_device, print_json
+from onegraph.cli.generate import budget
+from onegraph.cli.quantize import layer_rate, rates_of
+from onegraph.formats.checkpoint import Checkpoint
+from onegraph.models.llama import Llama
+
+ONEGRAPH = [sys.executable, "-m", "onegraph.cli"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_model(tmp_path_factory.mktemp("cli") / "plain")
+
+
+@pytest.fixture(scope="module")
+def text(model: Path) -> Path:
+    file = model.parent / "text.txt"
+    file.write_text("the thing in the inn, and a hat. " * 200)
+    return file
+
+
+@pytest.fixture(scope="module")
+def quantized(model: Path, text: Path) -> Path:
+    status, out, errors = invoke(quantize(model, model.parent / "4bit", text))
+    assert status == 0, errors
+    assert "bits a weight in the linears" in out
+    return model.parent / "4bit"
+
+
+def quantize(model: Path, output: Path, text: Path, *more: object) -> list[object]:
+    return [
+        "quantize",
+        model,
+        output,
+        "--calibration",
+        text,
+        "--tokens",
+        512,
+        "--sequence",
+        64,
+        "--recipe",
+        "quick",
+        *more,
+    ]
+
+
+def fails(*words: object, says: str) -> None:
+    """The command ends with status 2 and one line, the last on stderr, that holds `says`."""
+    status, out, errors = invoke(list(words))
+    assert (status, out) == (2, ""), errors
+    line = errors.splitlines()[-1]
+    assert line.startswith("onegraph: error: ")
+    assert says in line
+    assert errors.count("onegraph: ") == 1
+
+
+# ----------------------------------------------------------------------------------------------------------- help
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS, "bench linear", "bench step"])
+def test_help_teaches(command: str) -> None:
+    status, out, errors = invoke([*command.split(), "--help"])
+    assert (status, errors) == (0, "")
+    assert f"usage: onegraph {command}".strip() in out
+    if " " not in command:
+        assert f"  onegraph {command}".rstrip() in out, "an example"
+
+
+def test_help_and_usage_errors_do_not_wait_for_torch() -> None:
+    code = "import sys; from onegraph.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    for words in (["--help"], ["quantize", "--help"], ["generate", "m", "--wat"], ["nonsense"], []):
+        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True)
+        assert done.returncode == 0, words
+
+
+def test_without_a_command_it_prints_its_help() -> None:
+    status, out, _ = invoke([])
+    assert status == 0
+    assert "from a checkpoint to text:" in out
+
+
+def test_version() -> None:
+    assert invoke(["--version"])[:2] == (0, f"onegraph {__version__}\n")
+
+
+# --------------------------------------------------------------------------------------------------------- errors
+
+
+def test_mistakes_on_the_command_line_are_one_line(model: Path, text: Path, tmp_path: Path) -> None:
+    ask = ["generate", model, "--raw", "--prompt", "the"]
+    fails("nonsense", says="invalid choice: 'nonsense'")
+    fails("generate", model, says="--prompt --batch is required")
+    fails(*ask, "--wat", says="unrecognized arguments: --wat")
+    fails(*ask, "--max", "3", says="unrecognized arguments: --max")  # no abbreviations
+    fails(*ask, "--max-tokens", "many", says="'many' is not an integer from 1")
+    fails(*ask, "--top-p", "0", says="'0' is not a number from more than 0 to 1")
+    fails(*ask, "--temperature", "nan", says="'nan' is not a number")
+    fails(*ask, "--max-tokens", "256", says="at most 255 are possible")
+    fails(*ask[:-1], "", says="the prompt is empty")
+    fails(*ask[:-1], "x " * 300, says="the model's context is 256; shorten the prompt")
+    fails(*ask[:-1], "a\udcff", says="not UTF-8")
+    fails(*ask, "--chat", says="not allowed with argument")
+    fails("generate", tmp_path / "none", "--prompt", "x", says="no such model")
+    fails("generate", model, "--batch", tmp_path / "none", says="no such file")
+    fails("generate", model, "--batch", "/dev/null", says="not a regular file")
+    fails(*quantize(model, tmp_path / "o", text), "--bits", "5", says="--bits: invalid choice: 5 (choose from 2, 3, 4)")
+    fails(*quantize(model, tmp_path / "o", text), "--layer", "*.v_proj", says="is not PATTERN=BITS")
+    fails(*quantize(model, tmp_path / "o", text), "--layer", "*.w_proj=2", says="'*.w_proj', which matches no linear")
+    fails(*quantize(model, model, text), says="exists already")
+    fails(*quantize(model, tmp_path / "o", tmp_path / "none"), says="none: no such file")
+    (tmp_path / "short.txt").write_text("the")
+    fails(*quantize(model, tmp_path / "o", tmp_path / "short.txt"), says="the calibration text has 1 tokens")
+    fails("eval", model, "--text", tmp_path / "short.txt", says="the text has 1 tokens")
+    fails("eval", model, says="the following arguments are required: --text")
+    fails("bench", says="WHAT")
+    fails("bench", "linear", "--shape", "7x8", says="'7x8' is not KxN")
+    fails("bench", "step", model, says="need 385 positions, the model has 256")
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_that_is_not_there_is_named(model: Path) -> None:
+    fails("generate", model, "--prompt", "x", "--device", "cuda", says="torch finds no GPU")
+    fails("generate", model, "--prompt", "x", "--capture", "on", says="--capture on needs a GPU")
+    fails("bench", "linear", says="needs a GPU")
+    assert pick_device("auto") == torch.device("cpu")
+
+
+def test_devices_that_do_not_exist_are_named() -> None:
+    for name in ("tpu", "cuda:x", "cuda:-1", "", "cuda:99999"):
+        with pytest.raises(ValueError, match="--device"):
+            pick_device(name)
+
+
+def test_a_bug_says_that_it_is_one_and_debug_shows_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise KeyError("never\nmind")
+
+    monkeypatch.setattr(Llama, "load", broken)
+    command = ["generate", str(model), "--raw", "--prompt", "x"]
+    status, _, errors = invoke(list(command))
+    assert status == 70
+    assert errors.startswith("onegraph: internal error: KeyError: ")
+    assert errors.count("\n") == 1
+    with pytest.raises(KeyError):
+        main([*command, "--debug"])
+
+
+def test_out_of_memory_is_one_line(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(Llama, "load", full)
+    fails("generate", model, "--raw", "--prompt", "x", says="out of memory")
+
+
+# --------------------------------------------------------------------------------------------------------- generate
+
+
+def test_generate_json(model: Path) -> None:
+    command: list[object] = ["generate", model, "--raw", "--prompt", "the thing", "--max-tokens", 5, "--json"]
+    status, out, errors = invoke([*command, "--temperature", 1, "--seed", 3])
+    assert (status, errors) == (0, "")
+    found = json.loads(out)
+    (answer,) = found["outputs"]
+    assert answer["finish"] == ("stop" if answer["tokens"][-1] == 2 else "length")
+    assert len(answer["tokens"]) == 5 or answer["finish"] == "stop"
+    assert (found["mode"], found["device"]) == (
+        "captured" if torch.cuda.is_available() else "eager",
+        str(pick_device("auto")),
+    )
+    again = json.loads(invoke([*command, "--temperature", 1, "--seed", 3])[1])
+    other = json.loads(invoke([*command, "--temperature", 1, "--seed", 4])[1])
+    assert again["outputs"] == found["outputs"] != other["outputs"]
+
+
+def test_generate_streams_what_json_reports(model: Path) -> None:
+    command = ["generate", model, "--raw", "--prompt", "the 12", "--max-tokens", 8, "--temperature", 1, "--seed", 5]
+    status, out, errors = invoke(list(command))
+    assert status == 0
+    assert out.strip() == json.loads(invoke([*command, "--json"])[1])["outputs"][0]["text"].strip()
+    assert "8 new" in errors
+
+
+def test_a_batch_gives_each_prompt_what_it_gets_alone(model: Path, tmp_path: Path) -> None:
+    prompts = ["the", "a longer one in the inn", "7"]
+    (tmp_path / "p.txt").write_text("\n".join(prompts) + "\n\n")
+    more = ["--raw", "--max-tokens", 6, "--json"]
+    found = json.loads(invoke(["generate", model, "--batch", tmp_path / "p.txt", *more])[1])
+    for prompt, output in zip(prompts, found["outputs"], strict=True):
+        alone = json.loads(invoke(["generate", model, "--prompt", prompt, *more])[1])["outputs"][0]
+        assert output == alone
+    plain = invoke(["generate", model, "--batch", tmp_path / "p.txt", "--raw", "--max-tokens", 6])[1]
+    assert [line for line in plain.splitlines() if line.startswith("> ")] == [f"> {prompt}" for prompt in prompts]
+
+
+def test_chat_is_the_default_where_there_is_a_template(model: Path) -> None:
+    counts = {}
+    for style in ("--chat", "--raw", None):
+        words = ["generate", model, "--prompt", "the", "--max-tokens", 1, "--json", *([style] if style else [])]
+        counts[style] = json.loads(invoke(words)[1])["outputs"][0]["prompt_tokens"]
+    assert counts[None] == counts["--chat"] > counts["--raw"] == 1
+
+
+def test_a_prompt_from_stdin(model: Path) -> None:
+    found = json.loads(invoke(["generate", model, "--raw", "--prompt", "-", "--max-tokens", 1, "--json"])[1])
+    assert found["outputs"][0]["prompt"] == "from stdin"
+
+
+def test_how_many_tokens_fit() -> None:
+    assert budget(0, 10, None, 1000) == 256
+    assert budget(0, 990, None, 1000) == 10
+    assert budget(0, 990, 10, 1000) == 10
+    for length, asked in ((1000, None), (990, 11), (0, 5)):
+        with pytest.raises(ValueError, match="prompt 1"):
+            budget(0, length, asked, 1000)
+
+
+# ----------------------------------------------------------------------------------------------- quantize and eval
+
+
+def test_quantize_writes_what_the_format_says(model: Path, quantized: Path) -> None:
+    with Checkpoint.open(model) as before, Checkpoint.open(quantized) as after:
+        assert after.config["quantization_config"]["bits"] == 4
+        assert {k: v for k, v in after.config.items() if k != "quantization_config"} == before.config
+        name = "model.layers.1.mlp.down_proj"
+        assert after.shape(f"{name}.codes") == (64, 128 // 8)
+        assert f"{name}.weight" not in after
+        for kept in ("model.embed_tokens.weight", "model.norm.weight"):
+            assert torch.equal(after.tensor(kept), before.tensor(kept))
+        for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+            assert after.sidecar(file) == before.sidecar(file)
+    assert not list(quantized.parent.glob("*.partial"))
+
+
+def test_a_gguf_quantizes_like_its_directory(model: Path, quantized: Path, text: Path, tmp_path: Path) -> None:
+    file = tiny.write_gguf(tmp_path / "m.gguf", kinds=("F16",))
+    assert invoke(quantize(file, tmp_path / "out", text))[0] == 0
+    with Checkpoint.open(quantized) as one, Checkpoint.open(tmp_path / "out") as two:
+        assert one.names == two.names
+        assert all(torch.equal(one.tensor(name), two.tensor(name).to(one.dtype(name))) for name in one.names)
+
+
+def test_rates_by_layer(model: Path, text: Path, tmp_path: Path) -> None:
+    (tmp_path / "map.json").write_text('{"*.down_proj": 2, "*.o_proj": 16, "*.v_proj": 2}')
+    more = ["--bits", 3, "--map", tmp_path / "map.json", "--layer", "model.layers.1.*=4", "--layer", "*.v_proj=3"]
+    status, out, errors = invoke([*quantize(model, tmp_path / "out", text, *more), "--lm-head", 4, "--json"])
+    assert status == 0, errors
+    assert json.loads(out)["after"]["linear_bits"] > 3
+    with Checkpoint.open(tmp_path / "out") as made:
+        config = made.config["quantization_config"]
+        assert "model.layers.0.self_attn.o_proj.weight" in made
+    assert config["lm_head"] == 4
+    rates = config["layers"]
+    assert rates.pop("model.layers.0.mlp.down_proj") == 2
+    assert rates.pop("model.layers.0.self_attn.o_proj") == 16
+    assert set(rates.values()) == {4}
+    assert len(rates) == 6  # of block 1; v_proj is at 3 like the rest, so it is no exception
+
+
+def test_patterns_of_layers_come_last(tmp_path: Path) -> None:
+    (tmp_path / "map.json").write_text('{"a": 2, "b": 3}')
+    assert list(rates_of(str(tmp_path / "map.json"), [("a", 4)]).items()) == [("b", 3), ("a", 4)]
+    assert layer_rate("*.a=b=3") == ("*.a=b", 3)
+    for content in ('{"a": 5}', '{"a": true}', '{"a": 4.0}', '{"a": [4]}', "[4]", "{", '{"a": 2, "a": 3}'):
+        (tmp_path / "map.json").write_text(content)
+        with pytest.raises(ValueError, match=r"map\.json"):
+            rates_of(str(tmp_path / "map.json"), [])
+
+
+def test_calibration_on_text_that_the_model_samples(model: Path, tmp_path: Path) -> None:
+    """Reproducible from the seed, and another text for another seed."""
+    made = {}
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        more = ["--tokens", 96, "--sequence", 32, "--recipe", "quick", "--seed", seed]
+        status, _, errors = invoke(["quantize", model, tmp_path / name, *more])
+        assert status == 0, errors
+        made[name] = (tmp_path / name / "model.safetensors").read_bytes()
+    assert made["a"] == made["b"] != made["c"]
+
+
+def test_eval_against_the_reference(model: Path, quantized: Path, text: Path) -> None:
+    more = ["--text", text, "--tokens", 400, "--window", 100, "--json"]
+    found = json.loads(invoke(["eval", quantized, "--reference", model, *more])[1])
+    same = json.loads(invoke(["eval", model, "--reference", model, *more])[1])
+    assert (same["kl"], same["top1"], same["perplexity"]) == (0, 1, same["reference_perplexity"])
+    assert 0 < found["kl"] < 1
+    assert found["tokens"] == 396
+    assert found["reference_perplexity"] == same["perplexity"]
+    assert 4 < found["linear_bits"] < 4.7 < found["bits"]
+    alone = json.loads(invoke(["eval", quantized, *more])[1])
+    assert alone["perplexity"] == found["perplexity"]
+    assert alone["kl"] is None
+    _, out, _ = invoke(["eval", quantized, "--reference", model, *more[:-1]])
+    assert [line.split()[0] for line in out.splitlines()] == ["tokens", "bits", "perplexity", "of", "KL", "top-1"]
+
+
+def test_bench_step(model: Path) -> None:
+    command = ["bench", "step", model, "--context", 8, "--steps", 8, "--device", "cpu"]
+    rows = [json.loads(line) for line in invoke([*command, "--json"])[1].splitlines()]
+    assert [row["mode"] for row in rows] == ["eager"]
+    assert rows[0]["tokens_per_second"] > 0
+    assert "tokens_per_second" in invoke(list(command))[1]
+
+
+def test_env() -> None:
+    status, out, _ = invoke(["env"])
+    assert status == 0
+    found = json.loads(invoke(["env", "--json"])[1])
+    assert found["onegraph"] == __version__
+    assert found["torch"] == torch.__version__
+    assert all(key in out for key in found)
+    assert len(found["gpu"] or []) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
+
+
+# -------------------------------------------------------------------------------------------------- as a process
+
+
+def start(*words: object, **kwargs: Any) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*ONEGRAPH, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, **kwargs
+    )
+
+
+def test_a_reader_that_goes_away_is_no_error(model: Path) -> None:
+    process = start("generate", model, "--raw", "--prompt", "the", "--max-tokens", 200)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    errors = process.stderr.read().decode()
+    assert process.wait(60) == 141
+    assert errors == ""
+
+
+def test_ctrl_c_is_one_line_and_what_is_done_is_kept(model: Path, text: Path, tmp_path: Path) -> None:
+    command = ["quantize", model, tmp_path / "out", "--calibration", text, "--recipe", "best", "--tokens", 6000]
+    process = start(*command, "--sequence", 64, start_new_session=True)
+    partial = tmp_path / "out.partial" / "block-00000.safetensors"
+    for _ in range(600):
+        if partial.exists() or process.poll() is not None:
+            break
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors.decode()
+    assert errors.decode().splitlines()[-1] == "onegraph: interrupted; the same command resumes where it stopped"
+    assert b"Traceback" not in errors
+    assert partial.exists()
+    assert not (tmp_path / "out").exists()
+
+
+# ------------------------------------------------------------------------------------------------------- small parts
+
+
+def test_small_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [human_bytes(n) for n in (0, 999, 1500, 98_362_432, 2.5e9)] == [
+        "0 B",
+        "999 B",
+        "1.5 kB",
+        "98.4 MB",
+        "2.50 GB",
+    ]
+    assert one_line("a\n  b\x1b[31m\u202e") == "a b?[31m?"
+    assert one_line(ValueError()) == "ValueError"
+    assert len(one_line("x" * 9999)) == 500
+    assert number(int, 0, 5)("5") == 5
+    print_json({"a": float("inf"), "b": 1.5})
+    assert capsys.readouterr().out == '{"a": null, "b": 1.5}\n'
