@@ -1,5 +1,7 @@
 """Hazard 2: device to host copies."""
 
+from itertools import pairwise
+
 import torch
 
 
@@ -48,7 +50,7 @@ def factory_bad_query_start_loc():
 
     def step(query_start_loc):
         starts = query_start_loc.tolist()  # expect: CG101
-        parts = [cache[a:b].sum() for a, b in zip(starts[:-1], starts[1:], strict=True)]  # expect: CG202 optional
+        parts = [cache[a:b].sum() for a, b in pairwise(starts)]  # expect: CG202 optional
         return torch.stack(parts)
 
     return step, lambda i: (torch.tensor([0, 2 + i, 8], device="cuda"),)

@@ -19,7 +19,7 @@ class Decoder(nn.Module):
         self.register_buffer("keys", torch.zeros(2, 16, 16), persistent=False)
         self.register_buffer("values", torch.zeros(2, 16, 16), persistent=False)
         self.register_buffer("rows", torch.arange(16), persistent=False)
-        self.grown = [(torch.zeros(0, 16), torch.zeros(0, 16)) for _ in range(2)]
+        self.grown = [(torch.zeros(0, 16, device="cuda"), torch.zeros(0, 16, device="cuda")) for _ in range(2)]
 
     def forward(self, token, position):
         h = self.embed(token)
@@ -31,7 +31,8 @@ class Decoder(nn.Module):
                 keys, values, mask = self.keys[layer], self.values[layer], (self.rows <= position).view(1, 16)
             else:
                 keys, values = self.grown[layer]
-                keys, values = torch.cat([keys.to(k.device), k]), torch.cat([values.to(v.device), v])  # expect: CG208|CG205, CG102 optional
+                keys = torch.cat([keys, k])  # expect: CG208|CG205
+                values = torch.cat([values, v])  # expect: CG208|CG205
                 self.grown[layer] = (keys, values)
                 mask = None
             attended = F.scaled_dot_product_attention(q[None], keys[None], values[None], attn_mask=mask)[0]
@@ -110,7 +111,9 @@ def factory_ok_gru_by_hand():
 
 def factory_ok_convolution():
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv1d(4, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.SiLU(), nn.AdaptiveAvgPool1d(1)).to("cuda")
+    net = nn.Sequential(nn.Conv1d(4, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.SiLU(), nn.AdaptiveAvgPool1d(1)).to(
+        "cuda"
+    )
 
     @torch.no_grad()
     def step(x):

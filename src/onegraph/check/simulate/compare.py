@@ -7,8 +7,8 @@ from typing import Any
 
 from onegraph.check.report import SILENT, Severity
 from onegraph.check.simulate import frames
+from onegraph.check.simulate.records import OpRecord, Sighting, Step, same
 from onegraph.check.simulate.replay import Verdict
-from onegraph.check.simulate.world import OpRecord, Sighting, Step, same
 
 _LONGEST = 60
 
@@ -96,7 +96,7 @@ def _stale(verdict: Verdict | None) -> Severity:
 
 
 def _severity(position: int, op: OpRecord, verdict: Verdict | None, step: Step) -> Severity:
-    """An error where the referee saw another result; a warning where this op's result, or the whole step's, is equal."""
+    """An error where the referee saw another result; a warning where this op's result, or all of it, is equal."""
     if verdict is None or not verdict.stale:
         return Severity.ERROR if op.kind == "launch" else Severity.WARNING
     if op.kind not in ("view", "launch") and position in verdict.equal_ops and not op.writes:
@@ -160,7 +160,7 @@ def _storages(
         if mine == -1 or (other == -1 and step.parted):
             continue  # another path makes other tensors: that path is reported
         name = books.names.get(mine) or books.names.get(other)
-        phase, born = books.made.get(mine, ("build", -1))
+        phase, _ = books.made.get(mine, ("build", -1))
         values = (f"step {captured.index}: {_storage(mine, books)}", f"step {step.index}: {_storage(other, books)}")
         if mine in books.returned and phase == "step":
             return "CG209", "an output of an earlier step is read after the next replay has overwritten it", values

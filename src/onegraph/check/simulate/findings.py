@@ -8,9 +8,10 @@ from onegraph.check.report import SILENT, Event, Finding, Origin, Report, Severi
 from onegraph.check.simulate import frames
 from onegraph.check.simulate.compare import traced
 from onegraph.check.simulate.hazards import FIX
+from onegraph.check.simulate.records import Sighting, Step
 from onegraph.check.simulate.replay import Verdict
 from onegraph.check.simulate.state import assignment_of
-from onegraph.check.simulate.world import Sighting, Step, World
+from onegraph.check.simulate.world import World
 
 _RANK = {Severity.NOTE: 0, Severity.WARNING: 1, Severity.UNVERIFIED: 2, Severity.ERROR: 3}
 _ALWAYS = {"CG401", "CG210"}
@@ -57,7 +58,7 @@ class Findings:
             self._add(worst, place)
 
     def of_branches(self, branches: Iterable[tuple[frames.Place, Sighting]]) -> None:
-        asked = [c for c in self.world.asked_capturing]
+        asked = list(self.world.asked_capturing)
         for place, sighting in branches:
             if asked:
                 sighting.code, sighting.message = "CG211", "the step takes another path while it is captured"
@@ -85,7 +86,7 @@ class Findings:
             code = "CG311" if mode else "CG210"
             what = "the mode or hooks of a module change" if mode else "Python state changes"
             sighting = Sighting(
-                0, code, Severity.WARNING, (), f"{what} in the step ({name.removesuffix(' (length)')}), which a replay does not do",
+                0, code, Severity.WARNING, (), f"{what} in the step and not in a replay: {name.removesuffix(' (length)')}",
                 SILENT, values[:_MOST_VALUES],
             )  # fmt: skip
             self._add(sighting, place)

@@ -30,12 +30,8 @@ class Place(NamedTuple):
 @functools.cache
 def _skipped(filename: str) -> bool:
     """Frames that no one wants to see: torch, this package, the import machinery."""
-    return (
-        (f"{os.sep}torch{os.sep}" in filename
-        and any(site in filename for site in _SITE))
-        or filename.startswith(_HERE)
-        or filename.startswith("<frozen")
-        or filename.startswith(("<string>", "<eval_with_key>"))
+    return (f"{os.sep}torch{os.sep}" in filename and any(site in filename for site in _SITE)) or filename.startswith(
+        (_HERE, "<frozen", "<string>", "<eval_with_key>")
     )
 
 
@@ -55,7 +51,7 @@ _SKIP: dict[CodeType, bool] = {}
 def chain(stop: CodeType, depth: int = 1) -> Chain:
     """The calls between here and the frame whose code is `stop`, which is left out; empty outside of it."""
     frame: FrameType | None = sys._getframe(depth)
-    found = []
+    found: list[tuple[CodeType, int]] = []
     while frame is not None:
         code = frame.f_code
         if code is stop:
@@ -90,7 +86,7 @@ def opname(code: CodeType, lasti: int) -> str:
 
 
 class Roots:
-    """Which frames are the user's: everything outside the installed packages, and the packages of the step's modules."""
+    """Which frames are the user's: what lies outside of installed packages, and the packages of the step's modules."""
 
     def __init__(self) -> None:
         self.packages: set[str] = set()

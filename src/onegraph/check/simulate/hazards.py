@@ -124,7 +124,7 @@ def _index(name: str, args: tuple[Any, ...], hosts: list[Tensor]) -> Hazard | No
 
 
 def of_copy(*, to_device: bool, pinned: bool, non_blocking: bool, opname: str) -> Hazard | None:
-    """A copy between host and device. `opname`: the user's bytecode, which tells `x[0] = 1` from `torch.tensor(...)`."""
+    """A copy between host and device. `opname`: the user's bytecode, which tells `x[0] = 1` from `torch.tensor`."""
     if pinned and non_blocking:
         return None
     if to_device:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from onegraph.check.simulate.device import flat_bytes, storage_of
-from onegraph.check.simulate.world import OpRecord, Step, World, same
+from onegraph.check.simulate.records import OpRecord, Step, same
+from onegraph.check.simulate.world import World
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Largest difference over largest value that two runs of the same op may show (one unit of rounding, threads)."""
@@ -59,7 +60,7 @@ def replay(
 
     eager_values = [o.detach().clone() for o in eager_outputs]
     rng_after = torch.get_rng_state()
-    for whole, before in eager.before.values():
+    for whole, _ in eager.before.values():
         keep(whole)
     fresh_inputs = [None if t is None else _before(t, eager).clone() for t in new_inputs]
     for whole, before in eager.before.values():

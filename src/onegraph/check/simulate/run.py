@@ -17,9 +17,10 @@ from onegraph.check.simulate.compare import Books, differences
 from onegraph.check.simulate.cuda import machine
 from onegraph.check.simulate.device import DeviceTensor, storage_of
 from onegraph.check.simulate.findings import Findings
+from onegraph.check.simulate.records import Step, same
 from onegraph.check.simulate.replay import Verdict, replay
 from onegraph.check.simulate.state import Snapshot, changes
-from onegraph.check.simulate.world import Step, World, same
+from onegraph.check.simulate.world import World
 
 FEWEST_STEPS = 3
 DEFAULT_STEPS = 4

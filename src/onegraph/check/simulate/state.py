@@ -158,7 +158,8 @@ def _slots(cls: type) -> list[str]:
 
 
 _MUTATORS = {"append", "extend", "add", "insert", "pop", "popleft", "appendleft", "update", "clear", "remove",
-             "setdefault", "discard", "popitem", "train", "eval", "register_forward_hook", "__next__", "reverse", "sort"}  # fmt: skip
+             "setdefault", "discard", "popitem", "train", "eval", "register_forward_hook", "__next__", "reverse",
+             "sort"}  # fmt: skip
 
 
 def assignment_of(name: str, codes: list[types.CodeType]) -> frames.Place | None:

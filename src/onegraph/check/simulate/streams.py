@@ -46,7 +46,7 @@ class Streams:
             world.see("CG304", "work is launched on the default stream inside the step", LEGACY, chain=chain)
         else:
             world.see(
-                "CG303", "work is launched on a stream that does not wait for the capturing one: the graph does not hold it",
+                "CG303", "work is launched on a stream that did not wait for the capturing one",
                 "silently stale", chain=chain,
             )  # fmt: skip
         return False

@@ -1,10 +1,8 @@
 """The simulated machine: runs every op on the CPU, keeps the books that a GPU and its allocator would keep."""
 
-import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
@@ -13,9 +11,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from onegraph.check.declared import capturable, name_of
-from onegraph.check.report import SILENT, Severity
+from onegraph.check.report import Severity
 from onegraph.check.simulate import frames, hazards
 from onegraph.check.simulate.device import DeviceTensor, StorageRecord, flat_bytes, storage_of, weak
+from onegraph.check.simulate.records import OpRecord, Sighting, Step, Writes, map_tensors, same, tensors_in, written
 from onegraph.check.simulate.streams import Streams
 
 BUILTIN = {
@@ -30,67 +29,6 @@ BUILTIN = {
     "rngprims",
     "higher_order",
 }
-
-
-@dataclass(slots=True)
-class OpRecord:
-    """One op of a step. Tensors are kept for the captured step alone, as plain CPU tensors.
-
-    kind: "op", "h2d", "d2h", "launch", "view". externals: per device argument the storage number, or -1 where the
-    step made it. captured: false for work on a stream that the capture does not see.
-    """
-
-    func: Any
-    name: str
-    kind: str
-    chain: frames.Chain
-    scalars: tuple[Any, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    externals: tuple[int, ...]
-    out_shapes: tuple[tuple[int, ...], ...] = ()
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    outs: tuple[Tensor, ...] = ()
-    tensors: tuple[Tensor, ...] = ()
-    fresh: tuple[bool, ...] = ()
-    evidence: tuple[Tensor, ...] | None = None
-    derived: tuple[bool, ...] = ()
-    frozen: Tensor | None = None
-    source: StorageWeakRef | None = None
-    source_view: tuple[Any, Any, int] = ((), (), 0)
-    contents: Tensor | None = None
-    captured: bool = True
-    writes: tuple[int, ...] = ()
-    reads: tuple[int, ...] = ()
-    allocates: tuple[int, ...] = ()
-    bytes: int = 0
-    codes: tuple[str, ...] = ()
-
-
-@dataclass(slots=True)
-class Sighting:
-    """A hazard seen while running: at which step, through which calls."""
-
-    step: int
-    code: str
-    severity: Severity
-    chain: frames.Chain
-    message: str
-    happens: str
-    values: tuple[str, ...] = ()
-    note: Any = None
-
-
-@dataclass(slots=True)
-class Step:
-    """Everything one step did."""
-
-    index: int
-    ops: list[OpRecord] = field(default_factory=list)
-    parted: bool = False
-    reads: list[tuple[frames.Chain, Any]] = field(default_factory=list)
-    before: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # storage -> (bytes, copy from before)
-    inputs: dict[int, int] = field(default_factory=dict)  # storage number -> index of the input leaf
 
 
 class World:
@@ -237,7 +175,7 @@ class World:
         kwargs.pop("pin_memory", None)
         live = self.phase == "step" and not self.muted
         chain = frames.chain(self.stop, 3) if live else ()
-        writes = _written(func)
+        writes = written(func)
         kind = "op"
         hazard = None
         if name in ("aten::_to_copy", "aten::copy_"):
@@ -414,13 +352,13 @@ class World:
         return out
 
     def _keep(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], writes: "_Writes", virtual: list[DeviceTensor]
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], writes: "Writes", virtual: list[DeviceTensor]
     ) -> None:
         """Copy on write: what an older storage held before this step, for the referee to go back to."""
         assert self.current is not None
         targets = [args[i] for i in writes.positions if i < len(args)]
         targets += [kwargs[n] for n in writes.names if n in kwargs]
-        for target in _tensors(targets):
+        for target in tensors_in(targets):
             key = storage_of(target)
             record = self.records.get(key)
             if record is None or (record.born == self.step and record.phase == "step") or key in self.current.before:
@@ -446,7 +384,7 @@ class World:
         step = self.current
         assert step is not None
         fresh = tuple(o.layout is torch.strided and storage_of(o) not in known for o in outs)
-        if outs and kind == "op" and not any(fresh) and not _written(func):
+        if outs and kind == "op" and not any(fresh) and not written(func):
             kind = "view"
         op = OpRecord(
             func=func,
@@ -485,18 +423,18 @@ class World:
             kwargs = {}
         elif op.kind == "op" and hosts:  # passed by value: later changes of the host tensor do not reach the graph
             held = {id(h) for h in hosts}
-            args, kwargs = _map((args, kwargs), lambda t: t.clone() if id(t) in held else t)
+            args, kwargs = map_tensors((args, kwargs), lambda t: t.clone() if id(t) in held else t)
         op.args, op.kwargs, op.outs, op.fresh = args, kwargs, tuple(outs), fresh
         op.tensors = tuple(t.inner for t in virtual)
         op.reads = tuple(dict.fromkeys(t.record.number for t in virtual))
         made = [(o, self.records.get(storage_of(o))) for o, new in zip(outs, fresh, strict=True) if new]
         op.allocates = tuple(r.number for _, r in made if r is not None)
         op.bytes = sum(r.nbytes for _, r in made if r is not None)
-        written = _written(op.func)
-        if written:
+        targets = written(op.func)
+        if targets:
             op.writes = tuple(
                 r.number
-                for t in _tensors([args[i] for i in written.positions if i < len(args)])
+                for t in tensors_in([args[i] for i in targets.positions if i < len(args)])
                 if (r := self.records.get(storage_of(t))) is not None
             )
 
@@ -524,27 +462,6 @@ _MIXED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Writes:
-    positions: tuple[int, ...]
-    names: tuple[str, ...]
-
-    def __bool__(self) -> bool:
-        return bool(self.positions or self.names)
-
-
-@functools.cache
-def _written(func: Any) -> _Writes:
-    """Which arguments an op writes, from its schema."""
-    positions, names = [], []
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            names.append(argument.name)
-            if not argument.kwarg_only:
-                positions.append(index)
-    return _Writes(tuple(positions), tuple(names))
-
-
 def _convert(value: Any, virtual: list[DeviceTensor], hosts: list[Tensor], scalars: list[Any]) -> Any:
     """`value` with inner tensors for device tensors; sorts what it meets into the three lists."""
     if isinstance(value, DeviceTensor):
@@ -560,43 +477,9 @@ def _convert(value: Any, virtual: list[DeviceTensor], hosts: list[Tensor], scala
     return value
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, list | tuple):
-        for item in tree:
-            yield from _tensors(item)
-
-
-def _map(tree: Any, change: Callable[[Tensor], Any]) -> Any:
-    if isinstance(tree, Tensor):
-        return change(tree)
-    if isinstance(tree, list | tuple):
-        return type(tree)([_map(item, change) for item in tree])
-    if isinstance(tree, dict):
-        return {key: _map(item, change) for key, item in tree.items()}
-    return tree
-
-
 def _meta(tree: Any) -> Any:
-    return _map(tree, lambda t: t.to("meta"))
+    return map_tensors(tree, lambda t: t.to("meta"))
 
 
 def _zeros(tree: Any) -> Any:
-    return _map(tree, lambda t: torch.zeros(t.shape, dtype=t.dtype))
-
-
-def same(ours: Tensor, theirs: Tensor) -> bool:
-    """Equal shapes and values, NaN equal to NaN."""
-    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
-        return False
-    if torch.equal(ours, theirs):
-        return True
-    return (
-        ours.is_floating_point()
-        and torch.equal(ours.nan_to_num(0.123), theirs.nan_to_num(0.123))
-        and torch.equal(ours.isnan(), theirs.isnan())
-    )
-
-
-__all__ = ["SILENT", "OpRecord", "Sighting", "Step", "World", "same"]
+    return map_tensors(tree, lambda t: torch.zeros(t.shape, dtype=t.dtype))

@@ -1,0 +1,141 @@
+"""What a step did, op by op: the record that simulation and GPU share, and that steps are compared by."""
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from onegraph.check.report import Severity
+from onegraph.check.simulate import frames
+
+
+@dataclass(slots=True)
+class OpRecord:
+    """One op of a step. Tensors are kept for the captured step alone, as plain CPU tensors.
+
+    kind: "op", "h2d", "d2h", "launch", "view". externals: per device argument the storage number, or -1 where the
+    step made it. captured: false for work on a stream that the capture does not see.
+    """
+
+    func: Any
+    name: str
+    kind: str
+    chain: frames.Chain
+    scalars: tuple[Any, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    externals: tuple[int, ...]
+    out_shapes: tuple[tuple[int, ...], ...] = ()
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    outs: tuple[Tensor, ...] = ()
+    tensors: tuple[Tensor, ...] = ()
+    fresh: tuple[bool, ...] = ()
+    evidence: tuple[Tensor, ...] | None = None
+    derived: tuple[bool, ...] = ()
+    frozen: Tensor | None = None
+    source: StorageWeakRef | None = None
+    source_view: tuple[Any, Any, int] = ((), (), 0)
+    contents: Tensor | None = None
+    captured: bool = True
+    writes: tuple[int, ...] = ()
+    reads: tuple[int, ...] = ()
+    allocates: tuple[int, ...] = ()
+    bytes: int = 0
+    codes: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Sighting:
+    """A hazard seen while running: at which step, through which calls."""
+
+    step: int
+    code: str
+    severity: Severity
+    chain: frames.Chain
+    message: str
+    happens: str
+    values: tuple[str, ...] = ()
+    note: Any = None
+
+
+@dataclass(slots=True)
+class Step:
+    """Everything one step did."""
+
+    index: int
+    ops: list[OpRecord] = field(default_factory=list)
+    parted: bool = False
+    reads: list[tuple[frames.Chain, Any]] = field(default_factory=list)
+    before: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # storage -> (bytes, copy from before)
+    inputs: dict[int, int] = field(default_factory=dict)  # storage number -> index of the input leaf
+
+
+@dataclass(frozen=True, slots=True)
+class Writes:
+    positions: tuple[int, ...]
+    names: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.positions or self.names)
+
+
+@functools.cache
+def written(func: Any) -> Writes:
+    """Which arguments an op writes, from its schema."""
+    positions, names = [], []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            names.append(argument.name)
+            if not argument.kwarg_only:
+                positions.append(index)
+    return Writes(tuple(positions), tuple(names))
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, list | tuple):
+        for item in tree:
+            yield from tensors_in(item)
+
+
+def map_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, list | tuple):
+        return type(tree)([map_tensors(item, change) for item in tree])
+    if isinstance(tree, dict):
+        return {key: map_tensors(item, change) for key, item in tree.items()}
+    return tree
+
+
+def same(ours: Tensor, theirs: Tensor) -> bool:
+    """Equal shapes and values, NaN equal to NaN."""
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return False
+    if torch.equal(ours, theirs):
+        return True
+    return (
+        ours.is_floating_point()
+        and torch.equal(ours.nan_to_num(0.123), theirs.nan_to_num(0.123))
+        and torch.equal(ours.isnan(), theirs.isnan())
+    )
+
+
+def convert_plain(tree: Any, device: list[Tensor], hosts: list[Tensor], scalars: list[Any]) -> None:
+    """Sort the leaves of an op's arguments: tensors of a GPU, tensors of the host, everything else but generators."""
+    if isinstance(tree, Tensor):
+        (device if tree.is_cuda else hosts).append(tree)
+    elif isinstance(tree, list | tuple):
+        for item in tree:
+            convert_plain(item, device, hosts, scalars)
+    elif isinstance(tree, dict):
+        for key, item in tree.items():
+            if key != "device":
+                convert_plain(item, device, hosts, scalars)
+    elif not isinstance(tree, torch.Generator):
+        scalars.append(tree)

@@ -1,0 +1,176 @@
+"""Measures what the corpus really does on a GPU: does capture fail, does a replay differ from eager?
+
+Independent of onegraph.check: it captures with torch alone. Each case has a process of its own. Writes truth.json.
+
+    python tests/check/measure_truth.py --workers 8
+"""
+
+import argparse
+import contextlib
+import gc
+import io
+import json
+import multiprocessing
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+import corpus_tools
+
+_STEPS = 6
+
+
+def measure(folder: str, name: str) -> dict[str, Any]:
+    """{"eager": "ok" or the error, "capture": the same, "replay": "equal", "differs" or an error, "worst": float}"""
+    import torch
+
+    warnings.filterwarnings("ignore")
+    case = next(c for c in corpus_tools.cases(folder) if c.name == name)
+    if torch.cuda.device_count() < case.gpus:
+        return {"skipped": f"needs {case.gpus} GPUs"}
+    found: dict[str, Any] = {"eager": "ok"}
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            eager = _eager(torch, case)
+        except Exception as error:
+            return {"eager": _line(error)}
+        torch.cuda.synchronize()
+        try:
+            found.update(_captured(torch, case, eager))
+        except Exception as error:
+            found["replay"] = _line(error)
+    return found
+
+
+def _eager(torch: Any, case: Any) -> list[list[Any]]:
+    torch.manual_seed(0)
+    step, inputs = case.factory()
+    results = []
+    for index in range(_STEPS):
+        out = step(*inputs(index))
+        torch.cuda.synchronize()
+        results.append([o.detach().clone() for o in _outputs(out)])
+    return results
+
+
+def _captured(torch: Any, case: Any, eager: list[list[Any]]) -> dict[str, Any]:
+    from torch.utils._pytree import tree_map
+
+    torch.manual_seed(0)
+    step, inputs = case.factory()
+    stream = torch.cuda.Stream()
+    arguments = inputs(0)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        step(*arguments)
+    torch.cuda.synchronize()
+    arguments = inputs(1)
+    static = tree_map(lambda t: _static(torch, t), arguments)
+    del arguments
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        # No stream=, as most people write it, where a case has several GPUs: that is its hazard.
+        with torch.cuda.graph(graph, stream=stream) if case.gpus == 1 else torch.cuda.graph(graph):
+            out = step(*static)
+    except Exception as error:
+        return {"capture": _line(error), "replay": "not captured"}
+    found: dict[str, Any] = {"capture": "ok", "replay": "equal", "worst": 0.0}
+    outputs = _outputs(out)
+    for index in range(1, _STEPS):
+        if index > 1:
+            fresh = inputs(index)
+            try:
+                tree_map(_copy, static, fresh)
+            except Exception as error:
+                return found | {"replay": f"differs: inputs do not fit ({_line(error)})"}
+            del fresh
+        gc.collect()
+        torch.cuda.synchronize()
+        junk = [torch.full((n,), float("nan"), device="cuda") for n in (4, 16, 64, 256, 1024, 65536) for _ in range(8)]
+        for output in outputs:
+            if output.is_floating_point():
+                output.fill_(float("nan"))
+        torch.cuda.synchronize()
+        graph.replay()
+        torch.cuda.synchronize()
+        del junk
+        for ours, theirs in zip(outputs, eager[index], strict=False):
+            error = _difference(torch, ours, theirs)
+            found["worst"] = max(found["worst"], error)
+            if error > 1e-3 and found["replay"] == "equal":
+                found["replay"] = f"differs from step {index}"
+    return found
+
+
+def _static(torch: Any, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.clone().pin_memory() if value.device.type == "cpu" and value.is_pinned() else value.clone()
+
+
+def _copy(static: Any, fresh: Any) -> Any:
+    if hasattr(static, "copy_"):
+        if static.shape != fresh.shape:
+            raise ValueError(f"{tuple(fresh.shape)} into {tuple(static.shape)}")
+        static.copy_(fresh)
+    return static
+
+
+def _outputs(out: Any) -> list[Any]:
+    return list(out) if isinstance(out, tuple | list) else [out]
+
+
+def _difference(torch: Any, ours: Any, theirs: Any) -> float:
+    if ours.shape != theirs.shape:
+        return float("inf")
+    a, b = ours.detach().double().cpu(), theirs.double().cpu()
+    if not torch.equal(a.isnan(), b.isnan()):
+        return float("inf")
+    a, b = a.nan_to_num(), b.nan_to_num()
+    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-6)) if a.numel() else 0.0
+
+
+def _line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200] if text else ''}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--folders", nargs="+", default=["corpus", "heldout"])
+    parser.add_argument("--out", default=str(Path(__file__).parent / "truth.json"))
+    parser.add_argument("--keep", default="", help="a truth.json whose cases stay where this run does not measure them")
+    arguments = parser.parse_args()
+    import torch
+
+    todo = [(folder, case.name) for folder in arguments.folders for case in corpus_tools.cases(folder)]
+    cases: dict[str, Any] = {}
+    if arguments.keep and Path(arguments.keep).is_file():
+        cases = json.loads(Path(arguments.keep).read_text())["cases"]
+    with multiprocessing.get_context("fork").Pool(arguments.workers, maxtasksperchild=1) as pool:
+        pending = [(folder, name, pool.apply_async(measure, (folder, name))) for folder, name in todo]
+        for folder, name, result in pending:
+            try:
+                row = result.get(timeout=90)
+            except Exception as error:
+                row = {"capture": "ok", "replay": f"process died: {_line(error)}"}
+            if "skipped" not in row:
+                cases[f"{folder}/{name}"] = row
+    device = torch.cuda.get_device_name(0)
+    body = {
+        "command": "python tests/check/measure_truth.py",
+        "torch": torch.__version__,
+        "device": device,
+        "cases": cases,
+    }
+    Path(arguments.out).write_text(json.dumps(body, indent=1, sort_keys=True) + "\n")
+    broken = sum(row.get("capture") != "ok" or row.get("replay") != "equal" for row in cases.values())
+    print(f"{len(cases)} cases, {broken} do not replay as eager")
+
+
+if __name__ == "__main__":
+    main()
