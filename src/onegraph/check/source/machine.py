@@ -161,6 +161,8 @@ class Machine:
         """The calls from the root to `node`."""
         frames = []
         for depth, call in enumerate(self.stack):
+            if call.name == "<check>":
+                continue
             at = node if depth == len(self.stack) - 1 else call.node
             line, _ = place(at)
             frames.append(
@@ -255,10 +257,10 @@ class Machine:
 
 def place(node: ast.AST) -> tuple[int, int]:
     """Line and column, from 1: of a method call, those of the method's name, as Python's own tracebacks have it."""
-    if isinstance(node, ast.Call):
-        node = node.func
-    if isinstance(node, ast.Attribute) and node.end_lineno and node.end_col_offset:
-        return node.end_lineno, max(1, node.end_col_offset - len(node.attr) + 1)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        func = node.func
+        if func.end_lineno and func.end_col_offset:
+            return func.end_lineno, max(1, func.end_col_offset - len(func.attr) + 1)
     return getattr(node, "lineno", 1), getattr(node, "col_offset", 0) + 1
 
 

@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from onegraph.check.report import CheckError
 from onegraph.check.source import calls, names, parameters
@@ -112,9 +113,9 @@ def _roots(machine: Machine, file: SourceFile) -> Iterator[tuple[str, Callable[[
     for statement in file.tree.body:
         if isinstance(statement, ast.FunctionDef):
             if looks_like_factory(statement):
-                yield statement.name, lambda s=statement: _factory(machine, file, s)
+                yield statement.name, partial(_factory, machine, file, statement)
             elif graphs and _captures(statement):
-                yield statement.name, lambda s=statement: _capture(machine, file, s, None)
+                yield statement.name, partial(_capture, machine, file, statement, None)
         elif isinstance(statement, ast.ClassDef):
             yield from _class_roots(machine, file, statement, graphs)
 
@@ -124,10 +125,10 @@ def _class_roots(
 ) -> Iterator[tuple[str, Callable[[], None]]]:
     methods = {s.name: s for s in node.body if isinstance(s, ast.FunctionDef)}
     if "forward" in methods:
-        yield f"{node.name}.forward", lambda: _forward(machine, file, node, methods["forward"])
+        yield f"{node.name}.forward", partial(_forward, machine, file, node, methods["forward"])
     for method in methods.values():
         if graphs and _captures(method):
-            yield f"{node.name}.{method.name}", lambda m=method: _capture(machine, file, m, node)
+            yield f"{node.name}.{method.name}", partial(_capture, machine, file, method, node)
 
 
 def looks_like_factory(node: ast.FunctionDef) -> bool:

@@ -1,0 +1,165 @@
+"""`onegraph check` and `onegraph rule`. Building the parser imports no torch; simulation does, when it runs."""
+
+import argparse
+import os
+import sys
+from typing import Any
+
+from onegraph.check.report import CheckError, Report
+
+DESCRIPTION = """\
+Find what breaks CUDA-graph capture of a step, or captures and then replays stale data.
+
+A TARGET is path/to/file.py:factory or package.module:factory. factory() builds model and buffers on device "cuda" and
+returns (step, inputs); step(*inputs(i)) is the i-th step. The source is read from the step on, and the step is
+simulated on the CPU: no GPU is needed. For a folder or a file, sources alone are read.
+"""
+
+EPILOG = """\
+in the source, on the line or the one above it:  # onegraph: allow[CG101] the reason
+exit status: 0 without errors, 1 with errors, 2 the check could not run
+"""
+
+
+def add_parsers(subparsers: Any) -> None:
+    """Add the commands `check` and `rule`; each sets `run`, called with the parsed arguments, which returns the exit
+    status."""
+    check = subparsers.add_parser(
+        "check",
+        help="find what breaks CUDA-graph capture, without a GPU",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    check.add_argument("target", metavar="TARGET|DIR", nargs="+", help="file.py:factory, module:factory, a folder")
+    ways = check.add_mutually_exclusive_group()
+    ways.add_argument("--live", action="store_true", help="capture and replay on the GPU instead of simulating")
+    ways.add_argument("--all", action="store_true", help="read, simulate, and capture on the GPU")
+    check.add_argument("--steps", type=int, default=4, metavar="N", help="steps to run, at least 3 (default: 4)")
+    check.add_argument("--select", default="", metavar="CODES", help="only these, e.g. CG1,CG205")
+    check.add_argument("--ignore", default="", metavar="CODES", help="all but these")
+    check.add_argument("--strict", action="store_true", help="count warnings and unverified launches as errors")
+    form = check.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print the report as JSON")
+    form.add_argument("--sarif", action="store_true", help="print the report as SARIF 2.1.0")
+    check.add_argument("--html", metavar="FILE", help="write the report as one HTML page")
+    check.set_defaults(run=run_check)
+    rule = subparsers.add_parser("rule", help="explain a rule: what, why, example, use instead")
+    rule.add_argument("code", nargs="?", help="e.g. CG101 or device-value-read-on-host; none lists all")
+    rule.set_defaults(run=run_rule)
+
+
+def run_check(args: argparse.Namespace) -> int:
+    """Check each target, print, return 0, 1 or 2."""
+    try:
+        select, ignore = codes(args.select), codes(args.ignore)
+        if args.steps < 3:
+            raise CheckError(f"--steps: got {args.steps}, allowed 3 or more; replay must be compared on several inputs")
+        reports = [check(target, args).select(select, ignore) for target in args.target]
+        report = reports[0] if len(reports) == 1 else together(reports)
+        if args.html:
+            from onegraph.check.output import html
+
+            write(args.html, html.render(report))
+    except CheckError as error:
+        print("onegraph: error: " + " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    for line in report.facts.get("unread", ()):
+        print(f"onegraph: not read: {line}", file=sys.stderr)
+    print_report(report, args)
+    return report.exit_code(strict=args.strict)
+
+
+def print_report(report: Report, args: argparse.Namespace) -> None:
+    """Print in the form that was asked for."""
+    if args.json:
+        print(report.to_json())
+    elif args.sarif:
+        from onegraph.check.output import sarif
+
+        print(sarif.render(report))
+    else:
+        from onegraph.check.output import text
+
+        color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        print(text.render(report, color=color), end="")
+
+
+def check(target: str, args: argparse.Namespace) -> Report:
+    """One target or folder. Raises CheckError where it cannot be checked."""
+    from onegraph.check.allow import apply
+
+    if ":" not in os.path.basename(target) and (os.path.exists(target) or target.endswith(".py") or os.sep in target):
+        if args.live or args.all:
+            raise CheckError(f"{target}: --live and --all need a factory; allowed {target}:factory")
+        from onegraph.check.source import check_tree
+
+        return apply(check_tree(target))
+    from onegraph.check.api import check_step
+    from onegraph.check.reconcile import reconcile
+    from onegraph.check.target import load
+
+    loaded = load(target)
+    report = check_step(
+        loaded.factory,
+        source=True,
+        simulate=not args.live,
+        live=args.live or args.all,
+        steps=args.steps,
+        target=target,
+    )
+    return apply(reconcile(report))
+
+
+def together(reports: list[Report]) -> Report:
+    """Several targets as one report: their findings, each once, and the first timeline."""
+    from onegraph.check.report import merge
+
+    merged = merge(", ".join(r.target for r in reports), reports)
+    unread = sorted({line for r in reports for line in r.facts.get("unread", ())})
+    if unread:
+        merged.facts["unread"] = unread
+    return merged
+
+
+def codes(text: str) -> tuple[str, ...]:
+    """Codes, names or prefixes from a comma-separated option. Raises CheckError for one that names nothing."""
+    from onegraph.check.rules import RULES, code_of, find
+
+    found = []
+    for word in (w.strip() for w in text.split(",")):
+        if not word:
+            continue
+        if any(code.startswith(word.upper()) for code in RULES):
+            found.append(word.upper())
+            continue
+        try:
+            found.append(code_of(find(word)))
+        except ValueError as error:
+            raise CheckError(str(error)) from None
+    return tuple(found)
+
+
+def write(path: str, text: str) -> None:
+    """Write a file. Raises CheckError."""
+    try:
+        with open(path, "w", encoding="utf-8") as handle:
+            handle.write(text)
+    except OSError as error:
+        raise CheckError(f"{path}: {error.strerror or error}") from None
+
+
+def run_rule(args: argparse.Namespace) -> int:
+    """Print a rule's page, or the table of all rules."""
+    from onegraph.check.rules import RULES, explain
+
+    if args.code is None:
+        for code, rule in RULES.items():
+            print(f"{code}  {rule.name():32} {rule.severity}")
+        return 0
+    try:
+        print(explain(args.code), end="")
+    except ValueError as error:
+        print(f"onegraph: error: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,95 @@
+"""SARIF 2.1.0: what code hosts show beside the line (OASIS Standard, 2020-03-27)."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from onegraph import __version__
+from onegraph.check.report import Finding, Report, Severity
+from onegraph.check.rules import RULES
+
+SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+
+LEVELS = {
+    Severity.ERROR: "error",
+    Severity.WARNING: "warning",
+    Severity.UNVERIFIED: "warning",
+    Severity.NOTE: "note",
+}
+
+
+def render(report: Report, root: str | None = None) -> str:
+    """The report as a SARIF log; paths below `root` (default: the working directory) are relative to it."""
+    root = os.path.abspath(root or os.getcwd())
+    codes = sorted(RULES)
+    log = {
+        "$schema": SCHEMA,
+        "version": "2.1.0",
+        "runs": [
+            {
+                "tool": {
+                    "driver": {
+                        "name": "onegraph check",
+                        "version": __version__,
+                        "semanticVersion": __version__,
+                        "rules": [_rule(code) for code in codes],
+                    }
+                },
+                "originalUriBaseIds": {"ROOT": {"uri": Path(root).as_uri() + "/"}},
+                "columnKind": "unicodeCodePoints",
+                "results": [_result(f, root, codes) for f in report.findings],
+                "invocations": [{"executionSuccessful": True, "exitCode": report.exit_code()}],
+                "properties": {"target": report.target, "verdict": report.verdict.value},
+            }
+        ],
+    }
+    return json.dumps(log, indent=2)
+
+
+def _rule(code: str) -> dict[str, Any]:
+    rule = RULES[code]
+    return {
+        "id": code,
+        "name": rule.__name__,
+        "shortDescription": {"text": rule.summary()},
+        "fullDescription": {"text": rule.section("Why is this bad").replace("\n", " ")},
+        "help": {"text": rule.fix or rule.summary(), "markdown": rule.page()},
+        "defaultConfiguration": {"level": LEVELS[rule.severity]},
+    }
+
+
+def _result(f: Finding, root: str, codes: list[str]) -> dict[str, Any]:
+    text = f.message + (f". Then: {f.happens}" if f.happens else "") + (f". Mend: {f.fix}" if f.fix else "")
+    result: dict[str, Any] = {
+        "ruleId": f.code,
+        "level": LEVELS[f.severity],
+        "message": {"text": text},
+        "locations": [{"physicalLocation": _place(f.path, f.line, f.column, f.source, root)}],
+        "properties": {"origin": f.origin.value, "severity": f.severity.value, "values": list(f.values)},
+    }
+    if f.code in codes:
+        result["ruleIndex"] = codes.index(f.code)
+    if len(f.calls) > 1:
+        steps = [
+            {
+                "location": {
+                    "physicalLocation": _place(c.path, c.line, 1, c.source, root),
+                    "message": {"text": c.function},
+                }
+            }
+            for c in f.calls
+        ]
+        result["codeFlows"] = [{"threadFlows": [{"locations": steps}]}]
+    return result
+
+
+def _place(path: str, line: int, column: int, source: str, root: str) -> dict[str, Any]:
+    path = os.path.abspath(path)
+    artifact: dict[str, Any] = {"uri": Path(path).as_uri()}
+    if path.startswith(root + os.sep):
+        artifact = {"uri": Path(os.path.relpath(path, root)).as_posix(), "uriBaseId": "ROOT"}
+    region: dict[str, Any] = {"startLine": max(line, 1), "startColumn": max(column, 1)}
+    if source:
+        region["snippet"] = {"text": source}
+    return {"artifactLocation": artifact, "region": region}

@@ -1,0 +1,104 @@
+"""A report for people at a terminal: the line, a caret, what happens, which values, the calls, how to mend it."""
+
+import os
+import textwrap
+from collections import Counter
+
+from onegraph.check.report import Finding, Report, Severity, Verdict, relative
+from onegraph.check.rules import RULES
+
+_COLORS = {Severity.ERROR: "31", Severity.WARNING: "33", Severity.UNVERIFIED: "35", Severity.NOTE: "36"}
+_MARKS = {
+    Verdict.CAPTURABLE: "32",
+    Verdict.WARNINGS: "33",
+    Verdict.UNVERIFIED: "35",
+    Verdict.NOT_CAPTURABLE: "31",
+}
+
+
+def render(report: Report, *, color: bool = False) -> str:
+    """The whole report, ending in the verdict."""
+    parts = [finding(f, color=color) for f in report.findings]
+    return "\n".join([*parts, summary(report, color=color)])
+
+
+def finding(f: Finding, *, color: bool = False) -> str:
+    """One finding."""
+    paint = _painter(color)
+    name = RULES[f.code].name() if f.code in RULES else ""
+    gutter = " " * len(str(f.line))
+    lines = [
+        f"{paint(f'{f.code} {f.severity}', _COLORS[f.severity])} {paint(name, '1')}",
+        f"{gutter}--> {relative(f.path)}:{f.line}:{f.column}",
+    ]
+    text = f.source.expandtabs(4)
+    if text.strip():
+        cut = len(text) - len(text.lstrip())
+        lines.append(f"{gutter} |")
+        lines.append(f"{f.line} | {text[cut:]}")
+        column = max(len(f.source[: f.column - 1].expandtabs(4)) - cut, 0)
+        lines.append(f"{gutter} | {' ' * column}{paint('^', _COLORS[f.severity])}")
+    lines += _note(gutter, "", f.message)
+    if f.happens:
+        lines += _note(gutter, "then: ", f.happens)
+    for value in f.values[:6]:
+        lines += _note(gutter, "  ", value)
+    if len(f.values) > 6:
+        lines += _note(gutter, "  ", f"... {len(f.values) - 6} more")
+    if len(f.calls) > 1:
+        chain = " > ".join(f"{_function(c.function)} ({os.path.basename(c.path)}:{c.line})" for c in f.calls)
+        lines += _note(gutter, "calls: ", chain)
+    if f.count > 1:
+        lines += _note(gutter, "", f"reached {f.count} times in the steps that were run")
+    if f.fix:
+        lines += _note(gutter, "mend: ", f.fix)
+    return "\n".join(lines) + "\n"
+
+
+def summary(report: Report, *, color: bool = False) -> str:
+    """The verdict and the counts in one or two lines."""
+    paint = _painter(color)
+    counts = Counter(f.severity for f in report.findings)
+    words = [f"{counts[s]} {_plural(s, counts[s])}" for s in Severity if counts[s]]
+    said = "; ".join(["read in the source"] * ("source" in report.origins) + _ran(report))
+    verdict = paint(str(report.verdict), _MARKS[report.verdict])
+    if report.origins and all(o == "source" for o in report.origins) and not report.findings:
+        verdict = "nothing found"
+    line = f"{report.target}: {verdict}"
+    if words:
+        line += f" ({', '.join(words)})"
+    tail = [f"  {said}"] if said else []
+    if "source" in report.facts:
+        tail.append(f"  source: {report.facts['source']}")
+    if report.facts.get("allowed"):
+        tail.append(f"  {report.facts['allowed']} allowed in the source")
+    return "\n".join([line, *tail]) + "\n"
+
+
+def _ran(report: Report) -> list[str]:
+    told = []
+    if "simulate" in report.origins:
+        told.append(f"{report.steps} steps simulated")
+    if "live" in report.origins:
+        told.append("captured and replayed on a GPU")
+    if "files" in report.facts:
+        count = report.facts["files"]
+        told.append(f"{count} file" + "s" * (count != 1))
+    return told
+
+
+def _note(gutter: str, label: str, text: str) -> list[str]:
+    body = textwrap.wrap(text, 110, initial_indent=label, subsequent_indent=" " * len(label)) or [label]
+    return [f"{gutter} {'=' if i == 0 else ' '} {line}" for i, line in enumerate(body)]
+
+
+def _function(name: str) -> str:
+    return name.rsplit("<locals>.", 1)[-1]
+
+
+def _plural(severity: Severity, count: int) -> str:
+    return severity.value if count == 1 or severity is Severity.UNVERIFIED else f"{severity.value}s"
+
+
+def _painter(color: bool):  # type: ignore[no-untyped-def]
+    return (lambda text, code: f"\x1b[{code}m{text}\x1b[0m") if color else (lambda text, code: text)
