@@ -5,7 +5,6 @@ itself (CG402); one that no longer fires is too (CG403), but only where the ways
 seen it and its line was reached.
 """
 
-import ast
 import io
 import os
 import re
@@ -13,9 +12,8 @@ import tokenize
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from onegraph.check.report import CheckError, Finding, Origin, Report, ordered
+from onegraph.check.report import Finding, Origin, Report, ordered
 from onegraph.check.rules import RULES
-from onegraph.check.source.files import parse
 
 _COMMENT = re.compile(r"#\s*onegraph:\s*allow\b\s*(?:\[([^\]]*)\])?[\s:,-]*(.*)$")
 
@@ -55,8 +53,8 @@ def apply(report: Report) -> Report:
             kept.append(finding)
         else:
             allowed += 1
-    reached = _Reached(report)
-    about = [f for a in allowances for f in _about(a, report.origins, reached)]
+    looked = _Looked(report)
+    about = [f for a in allowances for f in _about(a, report.origins, looked)]
     facts = {**report.facts, "allowed": allowed} if allowances else report.facts
     return replace(report, findings=ordered([*kept, *about]), facts=facts)
 
@@ -99,41 +97,29 @@ def _comments(text: str) -> Iterable[tuple[int, int, str]]:
         return
 
 
-class _Reached:
-    """Which lines the check has looked at: functions that were read, and those that ops of the timeline stand in."""
+class _Looked:
+    """Whether a way of looking that would have seen a hazard has looked at the allowance's line."""
 
     def __init__(self, report: Report) -> None:
-        self._spans: dict[str, set[tuple[int, int]]] = {}
+        self._origins = report.origins
+        self._read: dict[str, set[tuple[int, int]]] = {}
         for path, first, last in report.facts.get("read", ()):
-            self._spans.setdefault(os.path.realpath(path), set()).add((first, last))
-        lines: dict[str, set[int]] = {}
-        places = [(e.path, e.line) for e in report.timeline] + [(f.path, f.line) for f in report.findings]
-        for path, line in places:
-            lines.setdefault(path, set()).add(line)
-        if Origin.SIMULATE in report.origins or Origin.LIVE in report.origins:
-            for path, numbers in lines.items():
-                self._spans.setdefault(os.path.realpath(path), set()).update(_functions_around(path, numbers))
+            self._read.setdefault(os.path.realpath(path), set()).add((first, last))
+        self._ran = {(os.path.realpath(e.path), e.line) for e in report.timeline if e.path}
 
-    def __contains__(self, allowance: Allowance) -> bool:
-        spans = self._spans.get(os.path.realpath(allowance.path), ())
-        return any(first <= line <= last for first, last in spans for line in allowance.lines)
-
-
-def _functions_around(path: str, lines: set[int]) -> set[tuple[int, int]]:
-    try:
-        tree = parse(path).tree
-    except CheckError:
-        return set()
-    spans = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            last = node.end_lineno or node.lineno
-            if any(node.lineno <= line <= last for line in lines):
-                spans.add((node.lineno, last))
-    return spans
+    def at(self, allowance: Allowance, code: str) -> bool:
+        """Source reading knows the functions that it read, a run the lines whose ops it saw."""
+        seen = RULES[code].seen
+        path = os.path.realpath(allowance.path)
+        if Origin.SOURCE in self._origins and seen.get(Origin.SOURCE) == "yes":
+            spans = self._read.get(path, ())
+            if any(first <= line <= last for first, last in spans for line in allowance.lines):
+                return True
+        ran = any((path, line) in self._ran for line in allowance.lines)
+        return ran and any(seen.get(o) == "yes" for o in self._origins if o is not Origin.SOURCE)
 
 
-def _about(allowance: Allowance, origins: tuple[Origin, ...], reached: _Reached) -> list[Finding]:
+def _about(allowance: Allowance, origins: tuple[Origin, ...], looked: _Looked) -> list[Finding]:
     """What is to be said about the allowance itself."""
     if not allowance.codes:
         return [_finding("CG402", allowance, "the allowance names no rule: write allow[CG101] and the reason", origins)]
@@ -145,11 +131,7 @@ def _about(allowance: Allowance, origins: tuple[Origin, ...], reached: _Reached)
         rule = RULES.get(code)
         if rule is None:
             found.append(_finding("CG403", allowance, f"allow[{code}]: there is no such rule", origins))
-        elif (
-            code not in allowance.used
-            and allowance in reached
-            and any(rule.seen.get(origin) == "yes" for origin in origins)
-        ):
+        elif code not in allowance.used and looked.at(allowance, code):
             found.append(_finding("CG403", allowance, f"{code} does not fire here: nothing to allow", origins))
     return found
 

@@ -97,11 +97,10 @@ class LazyInitialisation(Rule):
     """
 
     hazards = (27,)
-    severity = Severity.WARNING
     happens = NOT_PERMITTED
     fix = "compile, autotune and create workspaces at load; run the step a few times before capture"
     seen = ways("partly", "partly", "yes")
-    shown_by = (Origin.SOURCE,)
+    shown_by = (Origin.SOURCE, Origin.SIMULATE)
 
 
 class RawAllocation(Rule):
@@ -256,4 +255,4 @@ class AutocastOrModeFlip(Rule):
     happens = "an assertion in autocast, or silently stale"
     fix = "set mode and hooks before capture; enter autocast inside the step, or with cache_enabled=False"
     seen = ways("partly", "partly", "yes")
-    shown_by = (Origin.SOURCE, Origin.SIMULATE)
+    shown_by = (Origin.SOURCE,)

@@ -1,6 +1,6 @@
 """Random numbers in a graph."""
 
-from onegraph.check.rules.base import Origin, Rule, Severity, ways
+from onegraph.check.rules.base import Origin, Rule, ways
 
 
 class UnregisteredGenerator(Rule):
@@ -41,7 +41,6 @@ class UnregisteredGenerator(Rule):
     """
 
     hazards = (21,)
-    severity = Severity.WARNING
     happens = "RNG op during graph capture but generator is not registered"
     fix = "call graph.register_generator_state(generator) before capture, or take seed and counter as device tensors"
     seen = ways("partly", "yes", "yes")

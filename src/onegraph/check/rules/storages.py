@@ -148,7 +148,7 @@ class FreedPinnedSource(Rule):
     happens = SILENT
     fix = "allocate the pinned source once and keep it; record an event before refilling it"
     seen = ways("no", "partly", "yes")
-    shown_by = ()
+    shown_by = (Origin.SIMULATE,)
 
 
 class OutputReadLate(Rule):
@@ -205,7 +205,7 @@ class OutputReadLate(Rule):
     happens = SILENT
     fix = "clone or copy the output before the next replay"
     seen = ways("partly", "partly", "yes")
-    shown_by = ()
+    shown_by = (Origin.SIMULATE,)
 
 
 class SharedPoolOrder(Rule):

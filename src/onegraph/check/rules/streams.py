@@ -102,7 +102,7 @@ class DefaultStreamCapture(Rule):
     happens = "CUDA graphs must be captured on a non-default stream"
     fix = "capture on a stream of its own and stay on the current stream inside the step"
     seen = ways("yes", "partly", "yes")
-    shown_by = (Origin.SOURCE,)
+    shown_by = (Origin.SOURCE, Origin.SIMULATE)
 
 
 class UnjoinedFork(Rule):

@@ -1,0 +1,73 @@
+"""pytest: `assert_capturable(factory)`, and a marker that turns a factory into a test.
+
+@pytest.mark.capturable
+def test_decode_step():
+    model = ...
+    return step, inputs
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from onegraph.check.api import check_step
+from onegraph.check.report import Report
+
+MARK = "capturable"
+LINE = (
+    "capturable(steps=4, live=False, strict=False, ignore=()): the test function returns (step, inputs); "
+    "it passes if the step can be captured in a CUDA graph and replays what eager computes"
+)
+
+
+def assert_capturable(
+    factory: Callable[[], Any],
+    *,
+    steps: int = 4,
+    live: bool = False,
+    strict: bool = False,
+    ignore: Sequence[str] = (),
+) -> Report:
+    """Assert that the step which `factory` builds can be captured and replays what eager computes.
+
+    Args:
+        factory: returns `(step, inputs)`, as for `onegraph check`.
+        steps: steps to simulate, at least 3.
+        live: capture on the GPU of this machine besides.
+        strict: count warnings and unverified launches too.
+        ignore: codes or prefixes left out, e.g. ("CG401",). Allowances in the source are honoured.
+
+    Returns the report. Raises AssertionError with the findings, as `onegraph check` prints them; CheckError where the
+    check could not run.
+    """
+    __tracebackhide__ = True
+    from onegraph.check.allow import apply
+    from onegraph.check.output import text
+
+    name = f"{getattr(factory, '__module__', '')}:{getattr(factory, '__qualname__', 'factory')}"
+    report = apply(check_step(factory, simulate=True, live=live, steps=steps, target=name)).select((), tuple(ignore))
+    if report.exit_code(strict=strict):
+        raise AssertionError("the step cannot be captured as it is\n\n" + text.render(report))
+    return report
+
+
+def pytest_configure(config: Any) -> None:
+    """Register the marker."""
+    config.addinivalue_line("markers", LINE)
+
+
+def pytest_pyfunc_call(pyfuncitem: Any) -> bool | None:
+    """Run a marked test as a factory; leave every other test alone."""
+    mark = pyfuncitem.get_closest_marker(MARK)
+    if mark is None:
+        return None
+    wanted = inspect.signature(pyfuncitem.obj).parameters
+    given = {name: value for name, value in pyfuncitem.funcargs.items() if name in wanted}
+
+    @functools.wraps(pyfuncitem.obj)
+    def factory() -> Any:
+        return pyfuncitem.obj(**given)
+
+    assert_capturable(factory, **mark.kwargs)
+    return True
