@@ -71,14 +71,10 @@ def _tagged(x: Tensor, lanes: Tensor) -> Tensor:
     return (x.view(torch.int32) & 0x7FFFFFF8) | lanes
 
 
-def nearest_per_shift(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Nearest E8P vector of x [8, N] within each shift: codes int32 [2, N], +1/4 first, and values [8, 2, N].
-
-    The nearest point of all of D8^ is found by rounding (and moving the worst coordinate where the parity is wrong); it
-    is the answer where the codebook has it. The rest, the far vectors, go through the orbits.
-    """
-    t = _tables(x.device)
-    y = x.unsqueeze(1) - t.shifts  # [8, 2, N]
+def _round(x: Tensor, t: _Tables) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Nearest points of all of D8^ to x [8, N] for each shift: y = x - shift and v [8, 2, N], codebook row (-1 where it
+    has none such) and sign bits, int32 [2, N]. Rounds, and moves the worst coordinate where the parity is wrong."""
+    y = x.unsqueeze(1) - t.shifts
     v = y.floor() + 0.5
     error = y - v  # in [-1/2, 1/2)
     wrong = v.sum(0).remainder_(2)  # 0 or 1
@@ -86,7 +82,17 @@ def nearest_per_shift(x: Tensor) -> tuple[Tensor, Tensor]:
     v += torch.where(keys == keys.amax(0), torch.where(error < 0, -wrong, wrong), 0.0)
     digits = (v.abs() - 0.5).clamp_max_(3)
     row = t.index[(digits * t.weights4).sum(0).int()]
-    signs = ((v < 0) * t.bit).sum(0, dtype=torch.int32)
+    return y, v, row, ((v < 0) * t.bit).sum(0, dtype=torch.int32)
+
+
+def nearest_per_shift(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Nearest E8P vector of x [8, N] within each shift: codes int32 [2, N], +1/4 first, and values [8, 2, N].
+
+    The nearest point of all of D8^ is the answer where the codebook has it. The rest, the far vectors, go through the
+    orbits.
+    """
+    t = _tables(x.device)
+    y, v, row, signs = _round(x, t)
     missed = row < 0
     if x.is_cuda:  # a boolean selection would wait for the device
         far_row, far_signs, far_v = _nearest_far(y.reshape(8, -1), t)
@@ -122,24 +128,42 @@ def _nearest_far(y: Tensor, t: _Tables) -> tuple[Tensor, Tensor, Tensor]:
     score -= t.orbit_cost + torch.where(t.orbit_odd != odd, smallest, 0.0)
     best, orbit = score.max(0)
     key = (t.excess[:, orbit] << 2 * order[:4].int()).sum(0, dtype=torch.int32)
-    # Norm 12: 29 of 56 placements of the three halves, all with an odd number of negatives. Over (1/2, ..., 1/2):
-    p, q, r = (a[i] for i in t.halves)
+    row, flip = t.index[key], order[7]
+    # Norm 12 would gain this much at best, with the three halves under the smallest magnitudes:
+    hope = total - 5.0 - top[5:].sum(0) - torch.where(odd, 0.0, smallest)
+    if y.is_cuda:
+        better, row12, flip12 = _norm12(a, odd, best, t)
+        row, flip = torch.where(better, row12, row), torch.where(better, flip12, flip)
+    else:
+        where = (hope > best).nonzero()[:, 0]
+        if where.numel():
+            better, row12, flip12 = _norm12(a.index_select(1, where), odd[where], best[where], t)
+            row.index_copy_(0, where, torch.where(better, row12, row[where]))
+            flip = flip.index_copy(0, where, torch.where(better, flip12, flip[where]))
+    bits = t.bit.view(8, 1)
+    flipped = torch.where(t.odd[row] != odd, 1 << flip.int(), 0)
+    signs = (negative * bits).sum(0, dtype=torch.int32) ^ flipped
+    v = t.absolute.index_select(1, row)
+    return row, signs, torch.where((signs & bits) != 0, -v, v)
+
+
+def _norm12(a: Tensor, odd: Tensor, best: Tensor, t: _Tables) -> tuple[Tensor, Tensor, Tensor]:
+    """The explicit vectors of norm 12, five 3/2 and three 1/2 in 29 of 56 placements, against what the orbits give.
+
+    a [8, M] magnitudes; odd: whether an odd number of coordinates is negative, which these vectors ask for; best: score
+    of the orbits. Returns whether one is better, its row, and the coordinate to flip where the parity is wrong, [M].
+    """
+    p, q, r = (a[i] for i in t.halves)  # [29, M] each
     least = torch.minimum(torch.minimum(p, q), r)
+    smallest, at = a.min(0)
     flipped = torch.minimum(least, 3 * smallest)  # a 1/2, or the smallest of all where that lies under a 3/2
-    score = total - 5.0 - (p + q + r)
+    score = a.sum(0) - 5.0 - (p + q + r)
     score -= torch.where(odd, 0.0, flipped)
     best29, j = score.max(0)
-    use = best29 > best
-    row = torch.where(use, j.int() + _FIRST_29, t.index[key])
     among = t.halves[:, j]  # [3, M]
     inner = among.gather(0, a.gather(0, among).argmin(0, keepdim=True))[0]
     cheap = least.gather(0, j.unsqueeze(0))[0] <= 3 * smallest
-    flip = torch.where(use & cheap, inner, order[7]).int()
-    flip = torch.where(t.odd[row] != odd, 1 << flip, 0)
-    bits = t.bit.view(8, 1)
-    signs = (negative * bits).sum(0, dtype=torch.int32) ^ flip
-    v = t.absolute.index_select(1, row)
-    return row, signs, torch.where((signs & bits) != 0, -v, v)
+    return best29 > best, j.int() + _FIRST_29, torch.where(cheap, inner, at)
 
 
 def _nearest_e81b(r: Tensor) -> tuple[Tensor, Tensor]:
@@ -203,8 +227,32 @@ def encode(x: Tensor, bits: int, metric: Tensor | None = None) -> tuple[Tensor, 
 
 
 def _nearest_e8p(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Nearest E8P vectors to x [8, N], over both shifts: codes int32 [N] and values [8, N]."""
-    codes, value = nearest_per_shift(x)
-    distance = (x.unsqueeze(1) - value).square_().sum(0)
-    pick = distance[0] <= distance[1]
-    return torch.where(pick, codes[0], codes[1]), torch.where(pick, value[:, 0], value[:, 1])
+    """Nearest E8P vectors to x [8, N], over both shifts: codes int32 [N] and values [8, N].
+
+    The lattices' own nearest points bound what the codebook can do: where the closer of the two is in the codebook
+    nothing beats it, and only the other columns are worth an exact answer for each shift.
+    """
+    if x.is_cuda:
+        codes, value = nearest_per_shift(x)
+        pick = _first_is_closer(x.unsqueeze(1), value)
+        return torch.where(pick, codes[0], codes[1]), torch.where(pick, value[:, 0], value[:, 1])
+    t = _tables(x.device)
+    y, v, row, signs = _round(x, t)
+    pick = _first_is_closer(y, v)
+    one = torch.where(pick, row[0], row[1])
+    code = one << 8 | (torch.where(pick, signs[0], signs[1]) ^ t.odd[one] ^ ~pick)
+    value = torch.where(pick, v[:, 0] + 0.25, v[:, 1] - 0.25)
+    where = (one < 0).nonzero()[:, 0]
+    if where.numel():
+        far = x.index_select(1, where)
+        codes, values = nearest_per_shift(far)
+        pick = _first_is_closer(far.unsqueeze(1), values)
+        code.index_copy_(0, where, torch.where(pick, codes[0], codes[1]))
+        value.index_copy_(1, where, torch.where(pick, values[:, 0], values[:, 1]))
+    return code, value
+
+
+def _first_is_closer(x: Tensor, value: Tensor) -> Tensor:
+    """bool [N]: whether the first of the values [8, 2, N] is at least as near to x [8, 1 or 2, N] as the second."""
+    distance = (x - value).square_().sum(0)
+    return distance[0] <= distance[1]
