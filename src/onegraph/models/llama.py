@@ -5,7 +5,6 @@ nothing back from the device and takes no Python number that changes from step t
 launches a layer where siblings fuse: norm, qkv, rotate-and-write, attend, out, norm, gate-up, SwiGLU, down.
 """
 
-from collections.abc import Iterator
 from functools import cached_property
 
 import torch
@@ -20,6 +19,10 @@ from onegraph.nn.linear import E8PLinear, Linear, Siblings
 from onegraph.ops.activation import silu_mul
 from onegraph.ops.norm import add_rms_norm, rms_norm
 
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+OUT = "self_attn.o_proj"
+GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+DOWN = "mlp.down_proj"
 MAX_TABLE = 131072  # positions; the rotary tables of more (64 MB at head_dim 128) are made only when asked for
 
 
@@ -182,12 +185,6 @@ def build_block(weights: Weights, i: int, tables: tuple[Tensor, Tensor], *, fuse
     )
 
 
-QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-OUT = "self_attn.o_proj"
-GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
-DOWN = "mlp.down_proj"
-
-
 class LlamaSource:
     """An unquantized checkpoint as the quantizer calibrates on it: one dense block in memory at a time, besides the
     embedding and the head once they were used.
@@ -258,11 +255,6 @@ class LlamaSource:
     def head(self, hidden: Tensor) -> Tensor:
         """Residual stream after the last block [..., D] -> logits float32 [..., V]."""
         return self._head.wide(self.final_norm(hidden))
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors outside the blocks as stored: embedding, final norm, and lm_head if it is not tied."""
-        for name in self._weights.outer():
-            yield name, self._weights.checkpoint.tensor(name)
 
     @cached_property
     def _norm(self) -> Tensor:

@@ -58,10 +58,6 @@ class Weights:
         """Whether the head is the embedding's own weight: tied by the config, and neither of the two quantized."""
         return self.config.tied and self.bits(HEAD) == self.bits(EMBED) == KEEP
 
-    def outer(self) -> list[str]:
-        """Names of the tensors outside the blocks."""
-        return [name for name in self.expected() if not name.startswith("model.layers.")]
-
     def expected(self) -> dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]:
         """Every tensor that the config asks for: name -> (shape, dtypes allowed)."""
         c = self.config
