@@ -1,4 +1,7 @@
-"""Hazard 16: the pinned source of a captured copy is freed or written again."""
+"""Hazard 16: the pinned source of a captured copy is freed.
+
+One that is written again within the step is a race in eager mode too, so no twin of it can be measured.
+"""
 
 import torch
 
@@ -7,18 +10,14 @@ def _inputs(i):
     return (torch.arange(4.0, device="cuda") + i,)
 
 
-def factory_bad_pinned_reused():
-    pinned = torch.zeros(4).pin_memory()
-    first = torch.zeros(4, device="cuda")
-    second = torch.zeros(4, device="cuda")
+def factory_bad_pinned_temporary():
+    """The pinned source dies with the step; whoever pins memory next writes into it."""
+    buffer = torch.zeros(4, device="cuda")
 
     def step(x):
-        pinned.fill_(1.0)
-        first.copy_(pinned, non_blocking=True)  # expect: CG207
-        torch.cuda.current_stream()
-        pinned.fill_(2.0)
-        second.copy_(pinned, non_blocking=True)
-        return x + first, x + second
+        source = torch.tensor([1.0, 2.0, 3.0, 4.0]).pin_memory()  # expect: CG107 optional
+        buffer.copy_(source, non_blocking=True)  # expect: CG207
+        return x + buffer
 
     return step, _inputs
 

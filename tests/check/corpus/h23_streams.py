@@ -40,7 +40,7 @@ def factory_bad_default_stream():
     def step(x):
         with torch.cuda.stream(torch.cuda.default_stream()):
             buffer.add_(1)  # expect: CG304
-        return x + 1
+        return x + buffer
 
     return step, _inputs
 

@@ -69,21 +69,20 @@ def _paths(captured: Step, step: Step, verdict: Verdict | None) -> Iterator[tupl
         if tag == "equal":
             continue
         common = ours[a - 1][1] if a else None
-        mine = ours[a][1] if a < a_end else None
-        other = theirs[b][1] if b < b_end else None
-        if mine is None and a < len(ours):
-            next_mine = ours[a][1]
+        here = ours[a][1] if a < len(ours) else None
+        there = theirs[b][1] if b < len(theirs) else None
+        if b < b_end:
+            place = frames.parted(common, there, here)
         else:
-            next_mine = mine
-        next_other = other if other is not None else (theirs[b][1] if b < len(theirs) else None)
-        place = frames.parted(common, other or mine, next_mine if other is not None else next_other)
+            place = frames.parted(common, here, there)
+        culprit = (there if b < b_end else here) or ()
         if place is None:
             continue
         sighting = Sighting(
             step.index,
             "CG201",
             _stale(verdict),
-            other or mine or (),
+            culprit,
             "the path through the step is not the captured one",
             SILENT,
             (f"step {captured.index}: {a_end - a} ops here", f"step {step.index}: {b_end - b} ops here"),

@@ -99,7 +99,7 @@ class _Functions(TorchFunctionMode):
             made = value.detach().requires_grad_(target.requires_grad)
             made.__dict__.update(target.__dict__)
             if isinstance(target, torch.nn.Parameter):
-                made._is_param = True  # type: ignore[attr-defined]
+                made._is_param = True
             return torch.utils.swap_tensors(target, made)
         return func(*args, **kwargs)
 
@@ -118,7 +118,7 @@ class _Functions(TorchFunctionMode):
         return made.to(kwargs.get("device") or like.device).requires_grad_(kwargs.get("requires_grad", False))
 
     def seed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        self.world.see("CG302", "the random seed is set inside the step", hazards.NOT_PERMITTED)
+        self.world.see("CG302", "the random seed is set inside the step, once, at capture", SILENT)
         return func(*args, **kwargs)
 
     def rng_state(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -141,17 +141,17 @@ def _stand_ins(world: World) -> dict[str, Any]:
         return world.step == world.captured_step
 
     def random_state(*_: Any, **__: Any) -> Tensor:
-        world.see("CG302", "the generator's state is read inside the step", hazards.NOT_PERMITTED)
+        world.see("CG302", "the generator's state is read inside the step", SILENT, severity=Severity.WARNING)
         with world.off():
             return torch.get_rng_state()
 
     def set_random_state(state: Tensor, *_: Any, **__: Any) -> None:
-        world.see("CG302", "the generator's state is set inside the step", hazards.NOT_PERMITTED)
+        world.see("CG302", "the generator's state is set inside the step, once, at capture", SILENT)
         with world.off():
             torch.set_rng_state(state)
 
     def seed(value: int = 0, *_: Any) -> None:
-        world.see("CG302", "the random seed is set inside the step", hazards.NOT_PERMITTED)
+        world.see("CG302", "the random seed is set inside the step, once, at capture", SILENT)
         with world.off():
             torch.default_generator.manual_seed(int(value))
 
@@ -244,27 +244,32 @@ def _only_lift_cpu_tensors() -> Iterator[None]:
         torch._C._set_only_lift_cpu_tensors(before)
 
 
+def _new_generator(cls: Any) -> Any:
+    """A generator of the CPU of a class derived from torch's own, whatever stands in for that now."""
+    return torch._C.Generator.__new__(cls, "cpu")  # type: ignore[call-arg]
+
+
 def _generator_class(world: World) -> type:
     class Generator(torch.Generator):
         """A generator of the simulated device is one of the CPU, known to the world by its identity."""
 
         def __new__(cls, device: Any = "cpu") -> Any:
             virtual = torch.device(device).type == "cuda"
-            made = super().__new__(cls if virtual else Plain, "cpu")
+            made: Any = _new_generator(cls if virtual else Plain)
             if virtual:
                 world.generators.append(made)
             return made
 
         def manual_seed(self, seed: int) -> Any:
             if type(self) is Generator:
-                world.see("CG302", "a generator is seeded inside the step", hazards.NOT_PERMITTED)
+                world.see("CG302", "a generator is seeded inside the step", SILENT, severity=Severity.WARNING)
             return super().manual_seed(seed)
 
     class Plain(Generator):
         """A generator of the CPU."""
 
         def __new__(cls, device: Any = "cpu") -> Any:
-            return torch._C.Generator.__new__(cls, "cpu")
+            return _new_generator(cls)
 
     return Generator
 

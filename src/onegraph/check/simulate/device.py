@@ -37,11 +37,11 @@ class DeviceTensor(Tensor):
     storage was made, -1 outside of steps.
     """
 
-    inner: Tensor
+    inner: Tensor  # type: ignore[assignment]
     record: StorageRecord
     world: "World"
     made: int
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, inner: Tensor, world: "World", index: int) -> "DeviceTensor":
@@ -64,7 +64,9 @@ class DeviceTensor(Tensor):
         super().__init__()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         world = next(leaf for leaf in _leaves((args, kwargs or {})) if isinstance(leaf, DeviceTensor)).world
         return world.dispatch(func, args, kwargs or {})
 
@@ -80,7 +82,7 @@ class DeviceTensor(Tensor):
         self.world.host_read("numpy", "a device tensor is turned into a numpy array", self)
         return self.inner.detach().numpy().astype(dtype) if dtype else self.inner.detach().numpy().copy()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         self.world.host_read("repr", "printing a device tensor copies it to the host", self)
         with torch._C.DisableTorchFunction(), self.world.off():
             text = repr(self.inner.detach())
@@ -105,7 +107,7 @@ class DeviceTensor(Tensor):
         with torch.no_grad():
             made = self.clone().requires_grad_(self.requires_grad)
         if getattr(self, "_is_param", False):
-            made._is_param = True  # type: ignore[attr-defined]
+            made._is_param = True
         memo[id(self)] = made
         return made
 
@@ -113,7 +115,7 @@ class DeviceTensor(Tensor):
         raise TypeError("a tensor of the simulated device cannot be pickled; build it inside the factory instead")
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         return self.detach()
 
     @data.setter
@@ -138,7 +140,7 @@ def weak(inner: Tensor) -> StorageWeakRef:
 
 def flat_bytes(inner: Tensor) -> Tensor:
     """The whole storage as uint8 [bytes], sharing memory."""
-    return torch.empty(0, dtype=torch.uint8).set_(inner.untyped_storage())  # type: ignore[call-overload]
+    return torch.empty(0, dtype=torch.uint8).set_(inner.untyped_storage())
 
 
 def _leaves(tree: Any) -> Any:

@@ -21,7 +21,16 @@ _MOST_VALUES = 6
 class Findings:
     """Collects findings; `report` gives them in reading order with the timeline of the captured step."""
 
-    def __init__(self, world: World, roots: frames.Roots, steps: dict[int, Step], names: dict[int, str]) -> None:
+    def __init__(
+        self,
+        world: World,
+        roots: frames.Roots,
+        steps: dict[int, Step],
+        names: dict[int, str],
+        *,
+        origin: Origin = Origin.SIMULATE,
+    ) -> None:
+        self.origin = origin
         self.world, self.roots, self.steps, self.names = world, roots, steps, names
         self.found: dict[tuple[str, str, int], Finding] = {}
 
@@ -86,7 +95,8 @@ class Findings:
             code = "CG311" if mode else "CG210"
             what = "the mode or hooks of a module change" if mode else "Python state changes"
             sighting = Sighting(
-                0, code, Severity.WARNING, (), f"{what} in the step and not in a replay: {name.removesuffix(' (length)')}",
+                0, code, Severity.WARNING, (),
+                f"{what} in the step and not in a replay: {name.removesuffix(' (length)')}",
                 SILENT, values[:_MOST_VALUES],
             )  # fmt: skip
             self._add(sighting, place)
@@ -139,7 +149,7 @@ class Findings:
         self.found[key] = Finding(
             code=sighting.code,
             severity=sighting.severity,
-            origin=Origin.SIMULATE,
+            origin=self.origin,
             path=place.path,
             line=place.line,
             column=place.column,
@@ -180,7 +190,7 @@ class Findings:
         return Report(
             target=target,
             findings=ordered(self.found.values()),
-            origins=(Origin.SIMULATE,),
+            origins=(self.origin,),
             steps=steps,
             timeline=tuple(timeline),
             storages=tuple(seen[n] for n in sorted(seen)),

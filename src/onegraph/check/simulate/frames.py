@@ -139,6 +139,8 @@ def parted(common: Chain | None, ours: Chain | None, theirs: Chain | None) -> Pl
     mine = ours[::-1]
     other = theirs[::-1] if theirs is not None else None
     last = common[::-1] if common is not None else ()
+    if other == mine:
+        other = None  # the same call, more often in one run
     level = _level(mine, other if other is not None else last)
     for depth in [*range(level, len(mine)), *range(level - 1, -1, -1)]:
         code, lasti = mine[depth]

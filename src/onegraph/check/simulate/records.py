@@ -38,7 +38,7 @@ class OpRecord:
     derived: tuple[bool, ...] = ()
     frozen: Tensor | None = None
     source: StorageWeakRef | None = None
-    source_view: tuple[Any, Any, int] = ((), (), 0)
+    source_view: tuple[Any, Any, Any] = ((), (), 0)
     contents: Tensor | None = None
     captured: bool = True
     writes: tuple[int, ...] = ()

@@ -128,7 +128,7 @@ def _before(tensor: Tensor, step: Step) -> Tensor:
     kept = step.before.get(storage_of(tensor))
     if kept is None:
         return tensor
-    view = torch.empty(0, dtype=tensor.dtype).set_(kept[1].untyped_storage())  # type: ignore[call-overload]
+    view = torch.empty(0, dtype=tensor.dtype).set_(kept[1].untyped_storage())
     return view.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 

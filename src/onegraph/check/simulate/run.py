@@ -238,7 +238,7 @@ def _codes(steps: dict[int, Step]) -> list[CodeType]:
 
 
 def _alive(source: Any) -> Any:
-    return torch.UntypedStorage._new_with_weak_ptr(source.cdata)  # type: ignore[attr-defined]
+    return torch.UntypedStorage._new_with_weak_ptr(source.cdata)
 
 
 def _view(storage: Any, op: Any) -> Tensor:

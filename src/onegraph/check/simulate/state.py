@@ -27,6 +27,7 @@ class Snapshot:
     def __init__(self, step: Callable[..., Any], roots: frames.Roots) -> None:
         self.values: dict[str, Any] = {}
         self.storages: dict[int, str] = {}
+        self.tensors: dict[str, Tensor] = {}
         self.seen: set[int] = set()
         self.keep: list[Any] = []
         queue: deque[tuple[str, Any]] = deque(_reach(step, roots))
@@ -44,7 +45,10 @@ class Snapshot:
         if isinstance(value, DeviceTensor):
             self.storages.setdefault(value.record.number, name)
             return
-        if isinstance(value, Tensor | type | types.ModuleType | types.CodeType | torch.dtype | torch.device):
+        if isinstance(value, Tensor):
+            self.tensors[name] = value
+            return
+        if isinstance(value, type | types.ModuleType | types.CodeType | torch.dtype | torch.device):
             return
         if isinstance(value, list | tuple | deque):
             self.values[name + " (length)"] = len(value)
@@ -68,10 +72,6 @@ class Snapshot:
             return
         if isinstance(value, nn.Module):
             roots.add(type(value))
-            if frames.package_of(_file(type(value)) or "") is not None and not type(value).__module__.startswith(
-                "torch."
-            ):
-                pass
             for key, item in value.__dict__.items():
                 if key in _HOOKS:
                     self.values[f"{name}.{key} (length)"] = len(item)
@@ -179,7 +179,7 @@ def assignment_of(name: str, codes: list[types.CodeType]) -> frames.Place | None
                 return frames.Place(
                     code.co_filename,
                     line,
-                    node.col_offset + 1,
+                    getattr(node, "col_offset", 0) + 1,
                     frames.linecache.getline(code.co_filename, line).rstrip("\n"),
                 )
     return None

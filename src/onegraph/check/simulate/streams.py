@@ -5,12 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from onegraph.check.report import SILENT
 from onegraph.check.simulate import frames, hazards
 
 if TYPE_CHECKING:
     from onegraph.check.simulate.world import World
 
-LEGACY = "CUDA error: operation would make the legacy stream depend on a capturing blocking stream"
+UNCAPTURED = "CUDA error: dependency created on uncaptured work in another stream, or silently stale"
 UNJOINED = "CUDA error: capturing stream has unjoined work"
 
 
@@ -43,11 +44,12 @@ class Streams:
             self.open[stream.id] = chain
             return True
         if stream.id == 0:
-            world.see("CG304", "work is launched on the default stream inside the step", LEGACY, chain=chain)
+            text = "work is launched on the default stream inside the step: it runs once, at capture"
+            world.see("CG304", text, SILENT, chain=chain)
         else:
             world.see(
                 "CG303", "work is launched on a stream that did not wait for the capturing one",
-                "silently stale", chain=chain,
+                UNCAPTURED, chain=chain,
             )  # fmt: skip
         return False
 

@@ -286,7 +286,7 @@ class World:
         self.see(
             "CG301",
             "random numbers are drawn from a generator that no graph knows",
-            "RuntimeError: RNG op during graph capture but generator is not registered",
+            "RuntimeError: Attempt to increase offset for a CUDA generator not in capture mode",
         )
 
     def launch(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grid: Any) -> None:

@@ -1,0 +1,232 @@
+"""Records what a step does on a real GPU, in the simulation's own words, so that both are compared by the same code."""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
+
+import torch
+import torch.cuda._gpu_trace
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from onegraph.check.report import Severity
+from onegraph.check.simulate import frames, hazards
+from onegraph.check.simulate.records import OpRecord, Sighting, Step, convert_plain, written
+
+_SYNCHRONIZING = "synchronizing CUDA operation"
+
+
+class Numbers:
+    """Numbers storages in the order in which they are met; a number is never used again."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, tuple[int, StorageWeakRef]] = {}
+        self.made: dict[int, tuple[str, int]] = {}
+        self.count = 0
+
+    def of(self, tensor: Tensor, phase: str, step: int) -> int:
+        storage = tensor.untyped_storage()
+        found = self.known.get(storage._cdata)
+        if found is not None and not found[1].expired():
+            return found[0]
+        self.count += 1
+        self.known[storage._cdata] = (self.count, StorageWeakRef(storage))
+        self.made[self.count] = (phase, step)
+        return self.count
+
+    def alive(self) -> set[int]:
+        return {number for number, reference in self.known.values() if not reference.expired()}
+
+
+class Recorder(TorchDispatchMode):
+    """One step at a time: ops with their scalars, shapes, storages and host contents; syncs with their line."""
+
+    def __init__(self, stop: CodeType, roots: frames.Roots, numbers: Numbers) -> None:
+        super().__init__()
+        self.stop, self.roots, self.numbers = stop, roots, numbers
+        self.step: Step | None = None
+        self.sightings: list[Sighting] = []
+        self.asked_capturing: list[frames.Chain] = []
+        self.captured_step = 1
+        self.last: tuple[str, frames.Chain, hazards.Hazard | None] | None = None
+        self.streams: dict[int, tuple[str, frames.Chain]] = {}
+        self.devices: dict[int, frames.Chain] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.step is None:
+            return func(*args, **kwargs)
+        device: list[Tensor] = []
+        hosts: list[Tensor] = []
+        scalars: list[Any] = []
+        convert_plain((args, kwargs), device, hosts, scalars)
+        target = kwargs.get("device")
+        on_gpu = bool(device) or (target is not None and torch.device(target).type == "cuda")
+        if not on_gpu:
+            return func(*args, **kwargs)
+        chain = frames.chain(self.stop, 2)
+        name = func._schema.name
+        kind, hazard = self._judge(func, name, args, kwargs, device, hosts, chain)
+        self.last = (name, chain, hazard)
+        out = func(*args, **kwargs)
+        outs = [o for o in (out if isinstance(out, list | tuple) else [out]) if isinstance(o, Tensor)]
+        self._record(func, name, kind, chain, scalars, device, hosts, outs, hazard)
+        if name == "aten::_local_scalar_dense":
+            self.step.reads.append((chain, out))
+        return out
+
+    def _judge(
+        self,
+        func: Any,
+        name: str,
+        args: Any,
+        kwargs: Any,
+        device: list[Tensor],
+        hosts: list[Tensor],
+        chain: frames.Chain,
+    ) -> tuple[str, hazards.Hazard | None]:
+        """What this op would be blamed for, if it turns out to break the capture."""
+        if name in ("aten::copy_", "aten::_to_copy"):
+            if name == "aten::copy_":
+                if not hosts:
+                    return "op", None
+                to_device = args[0].is_cuda
+                non_blocking = bool(kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+                pinned = hosts[0].is_pinned()
+            else:
+                target = kwargs.get("device")
+                if device and (target is None or torch.device(target).type == "cuda"):
+                    return "op", None
+                to_device, non_blocking = not device, bool(kwargs.get("non_blocking"))
+                pinned = hosts[0].is_pinned() if to_device else non_blocking
+            where = self.roots.where(chain)
+            operation = frames.opname(*where) if where else ""
+            hazard = hazards.of_copy(to_device=to_device, pinned=pinned, non_blocking=non_blocking, opname=operation)
+            return ("h2d" if to_device else "d2h"), hazard
+        hazard = hazards.of_op(func, name, args, kwargs, hosts)
+        if hazard is not None and hazard.code == "CG101":
+            hazard = branch(hazard, self.roots.where(chain))
+        return "op", hazard
+
+    def _record(
+        self, func: Any, name: str, kind: str, chain: frames.Chain, scalars: list[Any], device: list[Tensor],
+        hosts: list[Tensor], outs: list[Tensor], hazard: hazards.Hazard | None,
+    ) -> None:  # fmt: skip
+        step = self.step
+        assert step is not None
+        index = step.index
+        numbers = [self.numbers.of(t, "outside", -1) for t in device]
+        inside = [self.numbers.made[n] == ("step", index) for n in numbers]
+        known = set(numbers)
+        for out in outs:
+            if out.is_cuda:
+                known.add(self.numbers.of(out, "step", index))
+        if kind == "op":
+            scalars = [*scalars, *(("cpu", h.item()) for h in hosts if not h.dim())]
+        fresh = bool(set(known) - set(numbers))
+        op = OpRecord(
+            func=func,
+            name=str(func),
+            kind="view" if kind == "op" and outs and not fresh and not written(func) else kind,
+            chain=chain,
+            scalars=tuple(scalars),
+            shapes=tuple(tuple(t.shape) for t in device),
+            externals=tuple(-1 if made else n for n, made in zip(numbers, inside, strict=True)),
+            derived=tuple(t._is_view() for t in device),
+            out_shapes=tuple(tuple(o.shape) for o in outs),
+            reads=tuple(dict.fromkeys(numbers)),
+            allocates=tuple(known - set(numbers)),
+            bytes=sum(o.untyped_storage().nbytes() for o in outs if o.is_cuda) if fresh else 0,
+            codes=(hazard.code,) if hazard else (),
+        )
+        if kind == "h2d" and hosts[0].numel() <= 1 << 20:
+            op.contents = hosts[0].detach().clone()
+        step.ops.append(op)
+        for tensor in (*device, *outs):
+            if tensor.is_cuda:
+                self.devices.setdefault(tensor.device.index, chain)
+        self.streams[torch.cuda.current_stream().cuda_stream] = (name, chain)
+
+    def note(self, code: str, message: str, happens: str, chain: frames.Chain) -> None:
+        if self.step is not None:
+            self.sightings.append(Sighting(self.step.index, code, Severity.ERROR, chain, message, happens))
+
+    def synced(self) -> None:
+        """The host waited for the device: name the op, or the call that asked for it."""
+        chain = frames.chain(self.stop, 2)
+        if not chain or self.step is None:
+            return
+        if self.last is not None and self.last[1] == chain and self.last[2] is not None:
+            hazard = self.last[2]
+        else:
+            name = self.last[0] if self.last is not None and self.last[1] == chain else ""
+            hazard = of_call(chain, self.roots, name)
+        self.note(hazard.code, hazard.message, hazard.happens, chain)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """torch's sync debug mode and its trace hooks, both ending in `synced`."""
+        hooks = torch.cuda._gpu_trace
+        torch._C._activate_gpu_trace()
+        for name in ("event", "stream", "device"):
+            register = getattr(hooks, f"register_callback_for_{name}_synchronization", None)
+            if register is not None:
+                register(lambda *_: self.synced())
+        before = warnings.showwarning
+
+        def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
+            if _SYNCHRONIZING in str(message):
+                self.synced()
+            else:
+                before(message, category, filename, lineno, file, line)
+
+        mode = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.showwarning = show
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
+                warnings.showwarning = before
+                for name in ("Event", "Stream", "Device"):
+                    registry = getattr(hooks, f"{name}SynchronizationCallbacks", None)
+                    if registry is not None:
+                        registry.callback_list.clear()
+
+
+def branch(hazard: hazards.Hazard, where: tuple[CodeType, int] | None) -> hazards.Hazard:
+    """A host read whose value decides a jump is a branch on a device value."""
+    operation = frames.opname(*where) if where else ""
+    if "JUMP" in operation or operation in ("TO_BOOL", "UNARY_NOT"):
+        return hazards.Hazard("CG108", "a Python branch is taken on a device value", hazard.happens)
+    return hazard
+
+
+_CALLS = (
+    (("elapsed_time", "query", "pin_memory"), "CG107", "an event or stream is queried, or memory pinned, in the step"),
+    (("synchronize",), "CG106", "the host waits for the device inside the step"),
+    (
+        ("manual_seed", "rng_state", "set_state", "get_state", "initial_seed"),
+        "CG302",
+        "the generator is set in the step",
+    ),
+    (("backward", "autograd.grad"), "CG306", "the backward pass touches work of another stream"),
+    (("compile",), "CG307", "something is compiled inside the step"),
+    (("print", "tolist", "numpy", "cpu(", "item("), "CG101", "a device value is read on the host"),
+)
+
+
+def of_call(chain: frames.Chain, roots: frames.Roots, op: str) -> hazards.Hazard:
+    """The hazard that the user's line asks for by name; a sync inside of an op's own code where it does not."""
+    where = roots.where(chain)
+    source = frames.place(*where).source if where else ""
+    for words, code, message in _CALLS:
+        if any(word in source for word in words):
+            return hazards.Hazard(code, message, hazards.NOT_PERMITTED)
+    what = op.split("::")[-1] or "an op"
+    return hazards.Hazard("CG105", f"{what} waits for the device inside its host code", hazards.NOT_PERMITTED)

@@ -1,0 +1,410 @@
+"""The protocol on a GPU: eager with every sync named, then capture, then replay with poisoned outputs against eager."""
+
+import gc
+import inspect
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import CodeType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from onegraph.check.live.recorder import Numbers, Recorder, of_call
+from onegraph.check.report import SILENT, CheckError, Origin, Report, Severity
+from onegraph.check.simulate import frames, hazards
+from onegraph.check.simulate.compare import Books, differences
+from onegraph.check.simulate.findings import Findings
+from onegraph.check.simulate.records import Sighting, Step
+from onegraph.check.simulate.replay import Verdict, close
+from onegraph.check.simulate.run import _kind, _line, _where
+from onegraph.check.simulate.state import Snapshot, changes
+
+_REPLAYS = 200
+_SEED = 0
+_JUNK = (16, 128, 1024, 16384, 262144)
+"""Elements of the NaN tensors that take up freed memory before a replay, so that a read of it shows."""
+_TEXTS = (
+    ("generator is not registered", "CG301", "random numbers are drawn from a generator that no graph knows"),
+    ("generator needs to be registered", "CG301", "random numbers are drawn from a generator that no graph knows"),
+    ("not in capture mode", "CG301", "random numbers are drawn from a generator that no graph knows"),
+    ("unjoined", "CG305", "a side stream is not joined before the step ends"),
+    ("legacy stream", "CG304", "work is launched on the default stream inside the step"),
+    ("current_seed", "CG302", "the generator is read or set in the step"),
+    ("get_offset", "CG302", "the generator is read or set in the step"),
+    ("uncaptured free", "CG313", "a tensor made in the capture is freed outside of it"),
+    ("philox", "CG302", "the generator is read or set in the step"),
+)
+
+
+def call_step(step: Callable[..., Any], arguments: Any) -> Any:
+    """Call chains end at this frame."""
+    return step(*arguments)
+
+
+def live_step(factory: Callable[[], Any], *, steps: int = 4, target: str = "") -> Report:
+    """Run, capture and replay `factory`'s step on the GPU of this machine.
+
+    Two worlds are built with the same seed: one runs every step eagerly and gives the truth, the other warms up, is
+    captured at step 1 and replays the later ones. Raises CheckError without a GPU, or where the step does not run.
+    """
+    if not torch.cuda.is_available():
+        raise CheckError("live: no CUDA GPU is visible, allowed one or more; drop --live to simulate on the CPU")
+    if steps < 3:
+        raise CheckError(f"steps: got {steps}, allowed 3 or more; one warms up, one is captured")
+    return _Live(factory, steps, target).run()
+
+
+class _Live:
+    def __init__(self, factory: Callable[[], Any], steps: int, target: str) -> None:
+        self.factory, self.count, self.target = factory, steps, target
+        self.roots = frames.Roots()
+        self.numbers = Numbers()
+        self.recorder = Recorder(call_step.__code__, self.roots, self.numbers)
+        self.steps: dict[int, Step] = {}
+        self.truth: dict[int, list[Tensor]] = {}
+        self.state: dict[int, dict[str, Tensor]] = {}
+        self.changed: dict[int, dict[str, tuple[Any, Any]]] = {}
+        self.returned: dict[int, int] = {}
+        self.verdicts: dict[int, Verdict] = {}
+        self.captured: Step | None = None
+        self.facts: dict[str, Any] = {}
+
+    def run(self) -> Report:
+        begin = time.perf_counter()
+        with _capturing_asked(self.recorder):
+            self._eager()
+            devices = sorted(self.recorder.devices)
+            home = torch.cuda.current_device()
+            self._capture(devices[-1] if devices and home not in devices else home)
+            if devices and devices != [home]:
+                self._without_stream(home)
+        self.facts["live seconds"] = round(time.perf_counter() - begin, 3)
+        return self._report()
+
+    # the eager world
+
+    def _build(self) -> tuple[Callable[..., Any], Callable[[int], Any]]:
+        torch.manual_seed(_SEED)
+        built = self._guarded("factory()", self.factory)
+        if not (isinstance(built, tuple) and len(built) == 2 and all(callable(b) for b in built)):
+            raise CheckError(f"factory(): got {_kind(built)}, allowed a tuple (step, inputs) of two callables")
+        return built
+
+    def _guarded(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return function(*args)
+        except CheckError:
+            raise
+        except Exception as error:
+            raise CheckError(f"{what} raised {type(error).__name__}: {_line(error)}{_where(error)}") from error
+
+    def _eager(self) -> None:
+        step, inputs = self._build()
+        recorder = self.recorder
+        for index in range(self.count):
+            arguments = self._guarded(f"inputs({index})", inputs, index)
+            if not isinstance(arguments, tuple | list):
+                raise CheckError(f"inputs({index}): got {_kind(arguments)}, allowed a tuple: the arguments of step")
+            before, tensors = Snapshot(step, self.roots), _tensors(step, self.roots)
+            versions = {name: (t.data_ptr(), t._version) for name, t in tensors.items()}
+            record = Step(index)
+            for position, leaf in enumerate(tree_leaves(tuple(arguments))):
+                if isinstance(leaf, Tensor) and leaf.is_cuda:
+                    record.inputs[self.numbers.of(leaf, "inputs", index)] = position
+            torch.cuda.synchronize()
+            recorder.step = record if index else None
+            with recorder.watching() if index else ExitStack():
+                if index:
+                    with recorder:
+                        result = self._guarded(f"step {index}", call_step, step, arguments)
+                else:
+                    result = self._guarded(f"step {index}", call_step, step, arguments)
+            recorder.step = None
+            torch.cuda.synchronize()
+            outputs = list(result) if isinstance(result, tuple | list) else [result]
+            if not outputs or not all(isinstance(o, Tensor) for o in outputs):
+                raise CheckError(f"step {index}: returned {_kind(result)}, allowed a tensor or a tuple of tensors")
+            self.changed[index] = changes(before, Snapshot(step, self.roots))
+            for out in outputs:
+                if out.is_cuda:
+                    self.returned.setdefault(self.numbers.of(out, "step", index), index)
+            self.truth[index] = [o.detach().clone() for o in outputs]
+            after = _tensors(step, self.roots)
+            self.state[index] = {
+                name: t.detach().clone()
+                for name, t in after.items()
+                if versions.get(name) != (t.data_ptr(), t._version)
+            }
+            self.steps[index] = record
+            del result, outputs, arguments
+        self.names = {self.numbers.of(t, "outside", -1): name for name, t in _tensors(step, self.roots).items()}
+        self.alive = self.numbers.alive()
+        self.step_code = _code(step)
+
+    # the captured world
+
+    def _capture(self, device: int) -> None:
+        step, inputs = self._build()
+        recorder = self.recorder
+        with torch.cuda.device(device):
+            stream = torch.cuda.Stream()
+            arguments = self._guarded("inputs(0)", inputs, 0)
+            torch.cuda.synchronize()
+            with torch.cuda.stream(stream):
+                self._guarded("step 0", call_step, step, arguments)
+            torch.cuda.synchronize()
+            static = tree_map(_static, self._guarded("inputs(1)", inputs, 1))
+            del arguments
+            torch.cuda.synchronize()
+            recorder.step = record = Step(1)
+            recorder.last, recorder.streams = None, {}
+            graph = torch.cuda.CUDAGraph()
+            empty = False
+            try:
+                with warnings.catch_warnings(record=True) as said:
+                    warnings.simplefilter("always")
+                    options: dict[str, Any] = {}
+                    if "check_input_liveness" in inspect.signature(torch.cuda.graph.__init__).parameters:
+                        options["check_input_liveness"] = True
+                    with torch.cuda.graph(graph, stream=stream, **options), recorder:
+                        result = call_step(step, static)
+                empty = any("is empty" in str(w.message) for w in said)
+            except Exception as error:
+                self._capture_failed(error, record, stream.cuda_stream)
+                recorder.step = None
+                return
+            for number, (_, chain) in recorder.streams.items():
+                if number != stream.cuda_stream and number == 0:
+                    recorder.note("CG304", "work is launched on the default stream inside the step", SILENT, chain)
+            recorder.step = None
+            self.captured = record
+            if empty and record.ops:
+                chain = record.ops[0].chain
+                self.sightings_add(
+                    "CG303", "the captured graph is empty: the work went to another stream or device", chain
+                )
+                return
+            outputs = list(result) if isinstance(result, tuple | list) else [result]
+            self._replays(step, inputs, static, graph, outputs)
+
+    def _replays(self, step: Any, inputs: Any, static: Any, graph: Any, outputs: list[Tensor]) -> None:
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves(static) if isinstance(t, Tensor)}
+        for index in range(1, self.count):
+            if index > 1:
+                fresh = self._guarded(f"inputs({index})", inputs, index)
+                try:
+                    tree_map(_copy, static, fresh)
+                except (ValueError, RuntimeError) as error:
+                    self.verdicts[index] = Verdict(step=index, failed=_line(error))
+                    continue
+                del fresh
+            gc.collect()
+            torch.cuda.synchronize()
+            for output in outputs:
+                if output.untyped_storage().data_ptr() not in given:
+                    _poison(output)
+            junk = [torch.full((n,), float("nan"), device="cuda") for n in _JUNK for _ in range(4)]
+            verdict = Verdict(step=index)
+            try:
+                graph.replay()
+                torch.cuda.synchronize()
+            except RuntimeError as error:
+                verdict.failed = _line(error)
+                self.verdicts[index] = verdict
+                if "liveness" in str(error) or "deallocated" in str(error) or "freed" in str(error):
+                    chain = self.steps[1].ops[0].chain if self.steps[1].ops else ()
+                    self.sightings_add(
+                        "CG206", f"an input of the graph is freed before the replay: {_line(error)}", chain
+                    )
+                return
+            del junk
+            wrong = []
+            for position, (ours, theirs) in enumerate(zip(outputs, self.truth[index], strict=False)):
+                fine, error_size = close(ours.detach(), theirs)
+                verdict.worst = max(verdict.worst, error_size)
+                if not fine:
+                    wrong.append(position)
+            verdict.outputs = tuple(wrong)
+            now = _tensors(step, self.roots)
+            known = self.state[index]
+            verdict.state = tuple(
+                i for i, (name, t) in enumerate(known.items()) if name in now and not close(now[name].detach(), t)[0]
+            )
+            self.verdicts[index] = verdict
+        self._memory(graph)
+
+    def _memory(self, graph: Any) -> None:
+        """Memory that hundreds of replays leave behind."""
+        torch.cuda.synchronize()
+        free, allocated = torch.cuda.mem_get_info()[0], torch.cuda.memory_allocated()
+        for _ in range(_REPLAYS):
+            graph.replay()
+        torch.cuda.synchronize()
+        self.facts["replays for memory"] = _REPLAYS
+        self.facts["bytes left by them"] = max(free - torch.cuda.mem_get_info()[0], 0)
+        self.facts["tensor bytes left by them"] = torch.cuda.memory_allocated() - allocated
+
+    def _capture_failed(self, error: Exception, record: Step, stream: int) -> None:
+        """Name the op and the line at which the capture broke."""
+        recorder, text = self.recorder, str(error)
+        first = _first(error)
+        chain = _chain_of(first, self.roots) or (recorder.last[1] if recorder.last else ())
+        happens = f"{type(first).__name__}: {_line(first)}"
+        for words, code, message in _TEXTS:
+            if words in str(first) or words in text:
+                if code == "CG305":
+                    chain = next((c for s, (_, c) in recorder.streams.items() if s != stream), chain)
+                recorder.note(code, message, happens, chain)
+                return
+        other = [c for s, (_, c) in recorder.streams.items() if s != stream]
+        where = self.roots.where(chain)
+        if other and where and "wait" in frames.place(*where).source:
+            recorder.note(
+                "CG303", "work is launched on a stream that did not wait for the capturing one", happens, other[0]
+            )
+            return
+        if chain and recorder.last is not None and recorder.last[1][: len(chain)] == chain and recorder.last[2]:
+            hazard = recorder.last[2]
+        elif chain:
+            hazard = of_call(chain, self.roots, recorder.last[0] if recorder.last else "")
+        else:
+            chain = other[0] if other else (recorder.last[1] if recorder.last else ())
+            hazard = hazards.Hazard("CG305" if other else "CG105", "the capture does not end", happens)
+        recorder.note(hazard.code, hazard.message, happens, chain)
+
+    def _without_stream(self, home: int) -> None:
+        """What most people write, `torch.cuda.graph(g)`: its stream belongs to the device that was current first."""
+        step, inputs = self._build()
+        arguments = inputs(0)
+        call_step(step, arguments)
+        torch.cuda.synchronize()
+        chain = next((c for d, c in self.recorder.devices.items() if d != home), ())
+        try:
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                    call_step(step, arguments)
+            if any("is empty" in str(w.message) for w in said):
+                self.sightings_add(
+                    "CG303", "captured without stream= the graph is empty: it works on another GPU", chain
+                )
+        except RuntimeError as error:
+            self.sightings_add("CG303", f"captured without stream= it fails: {_line(error)}", chain)
+
+    def sightings_add(self, code: str, message: str, chain: frames.Chain) -> None:
+        self.recorder.sightings.append(Sighting(1, code, Severity.ERROR, chain, message, SILENT))
+
+    # the report
+
+    def _report(self) -> Report:
+        first = self.steps[1]
+        later = [self.steps[i] for i in range(2, self.count)]
+        for step in later:
+            step.parted = [(o.func, o.chain) for o in step.ops] != [(o.func, o.chain) for o in first.ops]
+        books = Books(self.names, self.alive, self.numbers.made, self.returned)
+        at_ops, at_branches = differences(first, later, self.verdicts, books, {})
+        if self.captured is not None and self.recorder.asked_capturing:
+            self.captured.parted = [(o.func, o.chain) for o in self.captured.ops] != [
+                (o.func, o.chain) for o in first.ops
+            ]
+            self.captured.index = 1
+            at_branches += differences(first, [self.captured], self.verdicts, books, {})[1]
+        world = SimpleNamespace(captured_step=1, asked_capturing=self.recorder.asked_capturing)
+        findings = Findings(world, self.roots, self.steps, self.names, origin=Origin.LIVE)  # type: ignore[arg-type]
+        findings.of_running(self._relevant())
+        findings.of_comparison(at_ops)
+        findings.of_branches(at_branches)
+        codes = list(dict.fromkeys(c for s in self.steps.values() for op in s.ops for c, _ in op.chain))
+        findings.of_state({i: c for i, c in self.changed.items() if i >= 1}, codes)
+        findings.of_referee(self.verdicts, self.step_code)
+        report = findings.report(self.target, self.count)
+        self.facts.update(
+            {
+                "torch": torch.__version__,
+                "gpu": torch.cuda.get_device_name(),
+                "captured": self.captured is not None,
+                "replay equals eager": bool(self.verdicts) and not any(v.stale for v in self.verdicts.values()),
+                "largest replay error": max((v.worst for v in self.verdicts.values()), default=0.0),
+            }
+        )
+        report.facts.update(self.facts)
+        return report
+
+    def _relevant(self) -> Iterator[Sighting]:
+        """Syncs of eager steps count where the capture failed; a capture that worked has proven them harmless."""
+        for sighting in self.recorder.sightings:
+            if self.captured is None or sighting.code.startswith(("CG2", "CG303", "CG304")):
+                yield sighting
+
+
+@contextmanager
+def _capturing_asked(recorder: Recorder) -> Iterator[None]:
+    real = torch.cuda.is_current_stream_capturing
+
+    def asked() -> bool:
+        chain = frames.chain(call_step.__code__, 2)
+        if chain and recorder.roots.owns(chain[0][0]) and recorder.step is not None:
+            recorder.asked_capturing.append(chain)
+        return real()
+
+    torch.cuda.is_current_stream_capturing = asked
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = real
+
+
+def _tensors(step: Any, roots: frames.Roots) -> dict[str, Tensor]:
+    """Device tensors that the step can reach, by name."""
+    return {name: t for name, t in Snapshot(step, roots).tensors.items() if t.is_cuda}
+
+
+def _code(step: Any) -> Any:
+    return step
+
+
+def _static(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.clone().pin_memory() if value.device.type == "cpu" and value.is_pinned() else value.clone()
+
+
+def _copy(static: Any, fresh: Any) -> Any:
+    if isinstance(static, Tensor) and isinstance(fresh, Tensor):
+        if static.shape != fresh.shape:
+            raise ValueError(f"an input of shape {tuple(fresh.shape)} does not fit {tuple(static.shape)}")
+        static.copy_(fresh)
+    return static
+
+
+def _poison(tensor: Tensor) -> None:
+    with torch.no_grad():
+        if tensor.is_floating_point():
+            tensor.fill_(float("nan"))
+        elif tensor.dtype is not torch.bool and not tensor.is_complex():
+            tensor.fill_(torch.iinfo(tensor.dtype).max)
+
+
+def _first(error: BaseException) -> BaseException:
+    """The error that broke the capture: ending a broken capture raises once more, with the cause as its context."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
+
+
+def _chain_of(error: BaseException, roots: frames.Roots) -> frames.Chain:
+    """The call chain of an exception, from the step's caller on."""
+    found: list[tuple[CodeType, int]] = []
+    inside = False
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if inside and not frames._skipped(code.co_filename):
+            found.append((code, trace.tb_lasti))
+        inside = inside or code is call_step.__code__
+        trace = trace.tb_next
+    return tuple(reversed(found))

@@ -1,0 +1,137 @@
+"""Precision, recall and line accuracy of source reading, simulation and live, against what the GPU measured.
+
+    python tests/check/accuracy.py --ways source simulate           # on any machine
+    python tests/check/accuracy.py --ways live --save live.json     # on a GPU; --load joins it elsewhere
+
+A case is *bad* if torch alone could not capture it, or a replay differed from eager, on the GPU (truth.json). Counted:
+
+- recall: bad cases in which the way reports an error under an expected code, over bad cases whose hazard it claims to see.
+- precision: error findings at an expected line under an expected code of a bad case, over all error findings.
+- line: bad cases found whose finding stands on the expected line, over bad cases found under the expected code anywhere.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import multiprocessing
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+import corpus_tools
+
+NOT_CLAIMED = {
+    # hazard of the file name -> why. Rows "-" and "~" of the table of hazards, as far as this way goes.
+    "simulate": {26: "no backward pass without a CUDA build of torch"},
+    "source": {10: "host state", 11: "numbers that change", 12: "values", 14: "storages", 16: "pinned memory",
+               17: "shapes", 18: "output order", 23: "streams", 26: "autograd", 27: "laziness", 31: "modes",
+               6: "kernels' host code"},
+    "live": {},
+}  # fmt: skip
+
+
+def bad(row: dict[str, Any]) -> bool:
+    return row.get("capture") != "ok" or row.get("replay") != "equal"
+
+
+def look(way: str, folder: str, name: str) -> dict[str, Any]:
+    """The findings of one way of looking at one case: [[code, severity, line], ...] or {"error": ...}."""
+    warnings.filterwarnings("ignore")
+    case = next(c for c in corpus_tools.cases(folder) if c.name == name)
+    from onegraph.check.report import CheckError
+
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            if way == "source":
+                from onegraph.check.source import check_source
+
+                report = check_source(str(case.path), case.name.split(":")[1])
+            else:
+                from onegraph.check import check_step
+
+                report = check_step(case.factory, simulate=way == "simulate", live=way == "live")
+    except CheckError as error:
+        return {"error": str(error)}
+    return {"findings": [[f.code, f.severity.value, f.line] for f in report.findings]}
+
+
+def score(way: str, folder: str, seen: dict[str, Any], truth: dict[str, Any]) -> dict[str, Any]:
+    wrong: list[str] = []
+    found = claimed = right_line = errors = right_errors = 0
+    for case in corpus_tools.cases(folder):
+        row, result = truth.get(f"{folder}/{case.name}"), seen.get(f"{folder}/{case.name}")
+        if row is None or result is None or row.get("eager") != "ok":
+            continue
+        reported = [(c, line) for c, severity, line in result.get("findings", []) if severity == "error"]
+        errors += len(reported)
+        right = [r for r in reported if bad(row) and any(r[0] in e.codes and r[1] == e.line for e in case.expected)]
+        right_errors += len(right)
+        wrong += [f"{case.name}: {c} at line {line} is not expected" for c, line in reported if (c, line) not in right]
+        needed = [e for e in case.expected if not e.optional and e.codes != {"CG210"}]
+        if not bad(row) or (case.hazard in NOT_CLAIMED[way]):
+            continue
+        claimed += 1
+        codes = frozenset().union(*(e.codes for e in case.expected))
+        hit = [r for r in reported if r[0] in codes]
+        found += bool(hit)
+        right_line += any(r[1] == e.line and r[0] in e.codes for r in hit for e in needed)
+        if not hit:
+            wrong.append(f"{case.name}: missed")
+    return {
+        "bad cases": claimed,
+        "recall": round(found / max(claimed, 1), 3),
+        "error findings": errors,
+        "precision": round(right_errors / max(errors, 1), 3),
+        "right line": round(right_line / max(found, 1), 3),
+        "wrong": wrong,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ways", nargs="+", default=["source", "simulate"])
+    parser.add_argument("--folders", nargs="+", default=["corpus", "heldout"])
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--save", default="")
+    parser.add_argument("--load", default="")
+    arguments = parser.parse_args()
+    seen: dict[str, dict[str, Any]] = json.loads(Path(arguments.load).read_text()) if arguments.load else {}
+    todo = [(w, f, c) for w in arguments.ways for f in arguments.folders for c in corpus_tools.cases(f)]
+    with multiprocessing.get_context("fork").Pool(
+        arguments.workers, maxtasksperchild=1 if "live" in arguments.ways else 40
+    ) as pool:
+        pending = [(w, f, c, pool.apply_async(look, (w, f, c.name))) for w, f, c in todo if _possible(w, c)]
+        for way, folder, case, result in pending:
+            try:
+                answer = result.get(timeout=120)
+            except Exception as error:
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            seen.setdefault(way, {})[f"{folder}/{case.name}"] = answer
+    if arguments.save:
+        Path(arguments.save).write_text(json.dumps(seen, indent=0, sort_keys=True))
+    truth = corpus_tools.truth()
+    for folder in arguments.folders:
+        for way in seen:
+            row = score(way, folder, seen[way], truth)
+            print(f"{folder:8} {way:9}", {k: v for k, v in row.items() if k != "wrong"})
+            for line in row["wrong"]:
+                print("    ", line)
+    for way, results in seen.items():
+        for name, answer in results.items():
+            if "error" in answer:
+                print(f"     could not run: {way} {name}: {answer['error'][:200]}")
+
+
+def _possible(way: str, case: Any) -> bool:
+    if way != "live":
+        return True
+    import torch
+
+    return torch.cuda.device_count() >= case.gpus
+
+
+if __name__ == "__main__":
+    main()
