@@ -5,9 +5,9 @@
 
 A case is *bad* if torch alone could not capture it, or a replay differed from eager, on the GPU (truth.json). Counted:
 
-- recall: bad cases in which the way reports an error under an expected code, over bad cases whose hazard it claims to see.
+- recall: bad cases in which the way reports an error under an expected code, over bad cases of the hazards it claims.
 - precision: error findings at an expected line under an expected code of a bad case, over all error findings.
-- line: bad cases found whose finding stands on the expected line, over bad cases found under the expected code anywhere.
+- line: bad cases found whose finding stands on the expected line, over bad cases found under that code anywhere.
 """
 
 import argparse
