@@ -2,8 +2,10 @@
 
     PYTHONPATH=src python3 benchmarks/step.py --shape smollm2-135m --bits 4 --out benchmarks/results/step-smollm2.jsonl
 
-Weights are random: the time of a step does not depend on them. transformers runs in bfloat16, eagerly, captured by
-hand, and compiled (torch.compile, no graphs of its own) then captured by hand. Prints JSON lines; --out appends them.
+Weights are random, since the time of a step does not depend on them; --model takes a real checkpoint of that shape.
+transformers runs in bfloat16, eagerly, captured by hand, and compiled (torch.compile, no graphs of its own) then captured
+by hand. Before onegraph is timed, greedy text of the captured engine is compared with the eager one's. Prints JSON
+lines; --out appends them.
 """
 
 import argparse
@@ -21,6 +23,8 @@ import torch
 from torch import Tensor
 
 from onegraph.engine.bench import bench_step, machine
+from onegraph.engine.generate import Engine
+from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
 from onegraph.formats.e8p import E8PConfig, linear_tensors
 from onegraph.models.llama import Llama
@@ -147,10 +151,23 @@ def transformers_rows(shape: dict[str, Any], context: int, steps: int, batch: in
         yield row("torch.compile, captured by hand", timed(*captured(torch.compile(model)), steps))
 
 
+def same_text(model: Llama, batch: int) -> bool:
+    """Whether the captured engine continues random prompts of unequal lengths with the tokens of the eager one."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, model.config.vocab_size, (5 + 9 * i,), generator=generator).tolist() for i in range(3)]
+    params = SamplingParams(max_tokens=48)
+    texts = [
+        Engine(model, max_batch=batch, max_context=256, capture=capture).generate(prompts, params)
+        for capture in (False, True)
+    ]
+    return texts[0] == texts[1]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m")
     parser.add_argument("--bits", type=int, nargs="*", default=[4], help="rates of the blocks' linears; 16 is bfloat16")
+    parser.add_argument("--model", type=Path, help="a checkpoint of that shape, in place of random weights")
     parser.add_argument("--lm-head", type=int, default=None, help="rate of the head; unquantized by default")
     parser.add_argument("--batch", type=int, nargs="*", default=[1])
     parser.add_argument("--context", type=int, default=128)
@@ -169,14 +186,19 @@ def main() -> int:
                 file.write(line + "\n")
 
     shape = SHAPES[args.shape]
-    for bits in args.bits:
+    reach = max(args.context + args.steps + 1, 2048)
+    for bits in args.bits if args.model is None else [None]:
         with tempfile.TemporaryDirectory() as folder:
-            checkpoint = random_checkpoint(Path(folder) / "model", shape, bits, args.lm_head)
-            reach = args.context + args.steps + 1
-            model = Llama.load(checkpoint, "cuda", torch.bfloat16, max_context=max(reach, 2048))
-        name = f"onegraph e8p {bits} bit" if bits != 16 else "onegraph bf16"
+            if bits is None:
+                checkpoint = Checkpoint.open(args.model)
+                name = "onegraph " + args.model.name
+            else:
+                checkpoint = random_checkpoint(Path(folder) / "model", shape, bits, args.lm_head)
+                name = f"onegraph e8p {bits} bit" if bits != 16 else "onegraph bf16"
+            model = Llama.load(checkpoint, "cuda", torch.bfloat16, max_context=reach)
+        same = same_text(model, batch=2)
         for row in bench_step(model, batches=args.batch, context=args.context, steps=args.steps, name=name):
-            emit(row)
+            emit(row | {"captured_text_equals_eager": same})
         del model
     if not args.no_peers:
         for batch in args.batch:

@@ -33,6 +33,8 @@ EXTRA = {
         e8p._linear_case((70,), 192, 136, 3, bias=True),
         e8p._linear_case((16,), 64, 256, 4),
         e8p._linear_case((2, 9), 72, 64, 2),
+        e8p._linear_case((1,), 1, 8, 4, bias=True),
+        e8p._linear_case((3,), 40, 24, 3),
         # Programs that walk several tiles of k: in slices, and alone with the output's rotation.
         *(e8p._linear_case((2,), 16384, 1024, b) for b in BITS),
         e8p._linear_case((1,), 40960, 192, 4, bias=True),
@@ -41,6 +43,7 @@ EXTRA = {
 # The interpreter takes seconds on these; a GPU runs them all.
 HEAVY = {"2x3x11008/128", "1x11008->256@4", "smollm2_chunk", "2x1x28672", "130x11008@4", "long_context"}
 HEAVY |= {"2x1024->16384@2", "2x1024->16384@3", "2x1024->16384@4", "1x192->40960@4+bias"}
+HEAVY |= {"1x576->576@2", "1x576->576@3", "4x192->1536@4"}
 HEAVY |= {"5x576->3072@4+bias", "3x576->1000@2+bias", "3x576->1000@3+bias", "3x576->1000@4+bias"}
 
 

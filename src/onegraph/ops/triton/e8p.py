@@ -11,7 +11,7 @@ rotates the outputs, scales and adds the bias; else the same program does that. 
 and hand it to cuBLAS, between two launches for the rotations.
 
 A 16-bit operand would round the rotated activations. Instead they enter as a pair of bfloat16, x = hi + lo, side by
-side as further columns of the product, which tensor cores leave idle in a decode step anyhow: up to 16 tokens the
+side as further lines of the product, which tensor cores leave idle in a decode step anyhow: up to 16 tokens the
 result is as good as float32 arithmetic.
 """
 
@@ -20,15 +20,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onegraph.ops.triton.hadamard import MIN_TILE, hadamard_matrix
+from onegraph.ops.triton.hadamard import hadamard_matrix
 from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
 
 MAX_BLOCK = 128  # of the Hadamard rotation: the largest power of two that divides a dimension, but no more
+MIN_TILE = 64  # columns and rows of a tile: several Hadamard blocks where a dimension has small ones
 MAX_TOKENS = 64  # above, a strip of weights is decoded once and multiplied by cuBLAS
 STRIP_BYTES = 64 << 20  # of decoded weights at a time: the workspace of the large-batch path
 WANTED_PROGRAMS = 528  # four for each SM of an H200
-# Tiles that a program walks, unrolled: as a loop, Triton 3.6 miscompiles it for sm_90 (compute-sanitizer: the product's
-# operand is read outside of shared memory), and a loop of 16 unrolled takes 6 s to compile.
+# Tiles that a program walks, unrolled. Tokens are the short side of every product, so that decode steps run on
+# mma.sync: with weights on the long side Triton 3.6 used wgmma, and got it wrong from the second tile of 128 on, looped
+# or unrolled (compute-sanitizer: an operand read outside of shared memory).
 MAX_TILES = 4
 
 ONES = tl.constexpr(0x0101010101010101)
@@ -75,24 +77,24 @@ def _unpack(packed, ROWS: tl.constexpr, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _rotate(matrix, x, EXACT: tl.constexpr):
-    """matrix (+-1) @ x in float32. A bfloat16 pair holds 16 bits of x; EXACT multiplies in float32."""
+def _rotate(x, matrix, EXACT: tl.constexpr):
+    """x @ matrix (+-1) in float32. A bfloat16 pair holds 16 bits of x; EXACT multiplies in float32."""
     if EXACT:
-        result = tl.dot(matrix, x, input_precision="ieee")
+        result = tl.dot(x, matrix, input_precision="ieee")
     else:
         hi = x.to(tl.bfloat16)
         lo = (x - hi.to(tl.float32)).to(tl.bfloat16)
-        result = tl.dot(matrix, lo, tl.dot(matrix, hi))
+        result = tl.dot(lo, matrix, tl.dot(hi, matrix))
     return result
 
 
 @triton.jit
 def _finish(y, out, out_scale, bias, row, token, n, inside, norm, HAS_BIAS: tl.constexpr):
     scale = tl.load(out_scale + row, mask=row < n, other=0.0) * norm
-    y = y * scale[:, None]
+    y = y * scale[None, :]
     if HAS_BIAS:
-        y += tl.load(bias + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
-    tl.store(out + token.to(tl.int64)[None, :] * n + row[:, None], y.to(out.dtype.element_ty), mask=inside)
+        y += tl.load(bias + row, mask=row < n, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + token.to(tl.int64)[:, None] * n + row[None, :], y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -116,17 +118,17 @@ def _activations(
     x, scale, matrix, at, tokens, k, TILE_K: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """[TILE_K, PARTS * TOKENS] of H_k (in_scale * x) from row `at` on: all tokens' hi, then, of PARTS = 2, their lo."""
-    column = tl.arange(0, PARTS * TOKENS)
-    token = column % TOKENS
+    """[PARTS * TOKENS, TILE_K] of H_k (in_scale * x) from column `at` on: the tokens' hi, then, with two parts, lo."""
+    line = tl.arange(0, PARTS * TOKENS)
+    token = line % TOKENS
     i = at + tl.arange(0, TILE_K)
-    inside = (i < k)[:, None] & (token < tokens)[None, :]
-    v = tl.load(x + token.to(tl.int64)[None, :] * k + i[:, None], mask=inside, other=0.0).to(tl.float32)
-    rotated = _rotate(matrix, v * scale[:, None], EXACT)
+    inside = (token < tokens)[:, None] & (i < k)[None, :]
+    v = tl.load(x + token.to(tl.int64)[:, None] * k + i[None, :], mask=inside, other=0.0).to(tl.float32)
+    rotated = _rotate(v * scale[None, :], matrix, EXACT)
     operand = rotated.to(matrix.dtype)
     if PARTS == 2:
         lo = (rotated - operand.to(tl.float32)).to(matrix.dtype)
-        operand = tl.where((column < TOKENS)[None, :], operand, lo)
+        operand = tl.where((line < TOKENS)[:, None], operand, lo)
     return operand
 
 
@@ -150,26 +152,26 @@ def _linear(
     at = cut * (TILES * TILE_K)
     # Weights and scales of the first tile do not depend on the kernel before: they are decoded while it runs.
     q = _weights(codes, residual, codebook, row, at, n, k, BITS, TILE_K, TILE_N, WIDE)
-    matrix = hadamard_matrix(TILE_K, IN_BLOCK, WIDE)
+    matrix = hadamard_matrix(0, TILE_K, TILE_K, IN_BLOCK, WIDE)
     scale = _scale(in_scale, at, k, in_norm, TILE_K)
     wait_for_previous(PDL)
-    acc = tl.zeros((TILE_N, PARTS * TOKENS), dtype=tl.float32)
+    acc = tl.zeros((PARTS * TOKENS, TILE_N), dtype=tl.float32)
     for _ in tl.static_range(TILES - 1):
         operand = _activations(x, scale, matrix, at, tokens, k, TILE_K, TOKENS, PARTS, EXACT)
-        acc = tl.dot(q, operand, acc, input_precision="ieee")
+        acc = tl.dot(operand, tl.trans(q), acc, input_precision="ieee")
         at += TILE_K
         q = _weights(codes, residual, codebook, row, at, n, k, BITS, TILE_K, TILE_N, WIDE)
         scale = _scale(in_scale, at, k, in_norm, TILE_K)
     operand = _activations(x, scale, matrix, at, tokens, k, TILE_K, TOKENS, PARTS, EXACT)
-    acc = tl.dot(q, operand, acc, input_precision="ieee")
+    acc = tl.dot(operand, tl.trans(q), acc, input_precision="ieee")
     if not SLICED:
-        acc = _rotate(hadamard_matrix(TILE_N, OUT_BLOCK, WIDE), acc, EXACT)
+        acc = _rotate(acc, hadamard_matrix(0, TILE_N, TILE_N, OUT_BLOCK, WIDE), EXACT)
     if PARTS == 2:
-        acc = tl.sum(tl.reshape(acc, (TILE_N, 2, TOKENS)), axis=1)
+        acc = tl.sum(tl.reshape(acc, (2, TOKENS, TILE_N)), axis=0)
     token = tl.arange(0, TOKENS)
-    inside = (row < n)[:, None] & (token < tokens)[None, :]
+    inside = (token < tokens)[:, None] & (row < n)[None, :]
     if SLICED:
-        tl.store(partial + (cut * tokens + token)[None, :].to(tl.int64) * n + row[:, None], acc, mask=inside)
+        tl.store(partial + (cut * tokens + token)[:, None].to(tl.int64) * n + row[None, :], acc, mask=inside)
     else:
         _finish(acc, out, out_scale, bias, row, token, n, inside, out_norm, HAS_BIAS)
 
@@ -177,31 +179,34 @@ def _linear(
 @triton.jit(do_not_specialize=["tokens"])
 def _reduce(
     partial, out, out_scale, bias, tokens, n, norm, SLICES: tl.constexpr, OUT_BLOCK: tl.constexpr,
-    TILE_N: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, EXACT: tl.constexpr,
-    PDL: tl.constexpr,
+    TILE_N: tl.constexpr, PIECE: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rotates the outputs, adds the slices in order, scales, adds the bias. partial is float32 [SLICES, tokens, n].
+    """Adds the slices in order, rotates the outputs, scales, adds the bias. partial is float32 [SLICES, tokens, n].
 
-    Columns of the product are TOKENS tokens times GROUP slices: a rotation is linear, so a decode step's few tokens
-    leave room to rotate the slices first and add them afterwards, where each is read by threads of its own.
+    Lines of the product are TOKENS tokens times GROUP slices: a rotation is linear, so a decode step's few tokens leave
+    room to rotate the slices first and add them afterwards, where each is read by threads of its own. A program makes
+    PIECE of the tile's outputs, for building its part of the matrix is most of its work.
     """
     let_next_start(PDL)
-    row = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
-    column = tl.arange(0, TOKENS * GROUP)
-    token = tl.program_id(1) * TOKENS + column // GROUP
-    cut = column % GROUP
-    matrix = hadamard_matrix(TILE_N, OUT_BLOCK, tl.float32 if EXACT else tl.bfloat16)
+    first = tl.program_id(0) * PIECE
+    row = first // TILE_N * TILE_N + tl.arange(0, TILE_N)
+    line = tl.arange(0, TOKENS * GROUP)
+    token = tl.program_id(1) * TOKENS + line // GROUP
+    cut = line % GROUP
+    matrix = hadamard_matrix(first % TILE_N, TILE_N, PIECE, OUT_BLOCK, tl.float32 if EXACT else tl.bfloat16)
     wait_for_previous(PDL)
-    y = tl.zeros((TILE_N, TOKENS * GROUP), dtype=tl.float32)
-    for first in tl.static_range(0, SLICES, GROUP):
-        inside = (row < n)[:, None] & ((token < tokens) & (first + cut < SLICES))[None, :]
-        at = ((first + cut) * tokens + token).to(tl.int64)[None, :] * n + row[:, None]
+    y = tl.zeros((TOKENS * GROUP, TILE_N), dtype=tl.float32)
+    for start in tl.static_range(0, SLICES, GROUP):
+        inside = ((token < tokens) & (start + cut < SLICES))[:, None] & (row < n)[None, :]
+        at = ((start + cut) * tokens + token).to(tl.int64)[:, None] * n + row[None, :]
         y += tl.load(partial + at, mask=inside, other=0.0)
-    y = _rotate(matrix, y, EXACT)
+    y = _rotate(y, matrix, EXACT)
     if GROUP > 1:
-        y = tl.sum(tl.reshape(y, (TILE_N, TOKENS, GROUP)), axis=2)
+        y = tl.sum(tl.reshape(y, (TOKENS, GROUP, PIECE)), axis=1)
+    row = first + tl.arange(0, PIECE)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    inside = (row < n)[:, None] & (token < tokens)[None, :]
+    inside = (token < tokens)[:, None] & (row < n)[None, :]
     _finish(y, out, out_scale, bias, row, token, n, inside, norm, HAS_BIAS)
 
 
@@ -214,12 +219,13 @@ def _rotate_inputs(
     let_next_start(PDL)
     i = tl.program_id(0) * TILE + tl.arange(0, TILE)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    inside = (i < k)[:, None] & (token < tokens)[None, :]
-    at = token.to(tl.int64)[None, :] * k + i[:, None]
-    matrix = hadamard_matrix(TILE, IN_BLOCK, tl.float32 if EXACT else tl.bfloat16)
+    inside = (token < tokens)[:, None] & (i < k)[None, :]
+    at = token.to(tl.int64)[:, None] * k + i[None, :]
+    matrix = hadamard_matrix(0, TILE, TILE, IN_BLOCK, tl.float32 if EXACT else tl.bfloat16)
     scale = tl.load(in_scale + i, mask=i < k, other=0.0) * norm
     wait_for_previous(PDL)
-    rotated = _rotate(matrix, tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale[:, None], EXACT)
+    v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    rotated = _rotate(v * scale[None, :], matrix, EXACT)
     upper = rotated.to(hi.dtype.element_ty)
     tl.store(hi + at, upper, mask=inside)
     if HAS_LO:
@@ -311,11 +317,10 @@ def plan(n: int, k: int) -> tuple[int, int, int]:
     """(rows a program, slices of k, Hadamard tiles a slice): from the shape alone, so that a graph has one grid."""
     tiles_k = triton.cdiv(k, max(_block(k), MIN_TILE))
     whole = max(_block(n), MIN_TILE)
-    tile_n = 64 if n > 32 else 32
-    wanted = max(1, WANTED_PROGRAMS // triton.cdiv(n, tile_n))
+    wanted = max(1, WANTED_PROGRAMS // triton.cdiv(n, MIN_TILE))
     per_slice = min(MAX_TILES, triton.cdiv(tiles_k, min(tiles_k, wanted)))
     slices = triton.cdiv(tiles_k, per_slice)
-    return (whole, 1, tiles_k) if slices == 1 else (tile_n, slices, per_slice)
+    return (whole, 1, tiles_k) if slices == 1 else (MIN_TILE, slices, per_slice)
 
 
 def _small(
@@ -336,7 +341,7 @@ def _small(
         out, partial, tokens, n, k, in_block**-0.5, out_block**-0.5,
         BITS=bits, IN_BLOCK=in_block, OUT_BLOCK=out_block, TILE_K=max(in_block, MIN_TILE), TILE_N=tile_n,
         TILES=per_slice, TOKENS=max(columns, 16 // parts), PARTS=parts, SLICED=sliced, HAS_BIAS=has_bias, EXACT=exact,
-        num_warps=8 if tile_n == 128 else 4, num_stages=1, **opts,
+        num_warps=8 if max(tile_n, in_block) == 128 else 4, num_stages=1, **opts,
     )  # fmt: skip
     if sliced:
         _launch_reduce(partial, out, out_scale, bias, tokens, n, slices, exact)
@@ -347,11 +352,12 @@ def _launch_reduce(
 ) -> None:
     block = _block(n)
     tile = max(block, MIN_TILE)
+    piece = min(32, tile)
     group = min(16, triton.next_power_of_2(slices))
-    _reduce[(triton.cdiv(n, tile), triton.cdiv(tokens, 16 // group))](
+    _reduce[(triton.cdiv(n, piece), triton.cdiv(tokens, 16 // group))](
         partial, out, out_scale, out_scale if bias is None else bias, tokens, n, block**-0.5,
-        SLICES=slices, OUT_BLOCK=block, TILE_N=tile, TOKENS=16 // group, GROUP=group, HAS_BIAS=bias is not None,
-        EXACT=exact, num_warps=4, **options(out),
+        SLICES=slices, OUT_BLOCK=block, TILE_N=tile, PIECE=piece, TOKENS=16 // group, GROUP=group,
+        HAS_BIAS=bias is not None, EXACT=exact, num_warps=4, **options(out),
     )  # fmt: skip
 
 

@@ -10,27 +10,47 @@ from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_
 MIN_TILE = 16  # the shortest inner dimension of tl.dot on 16-bit operands
 
 
-@triton.jit
-def hadamard_matrix(TILE: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
-    """[TILE, TILE] of +-1: TILE/BLOCK copies of H_BLOCK on the diagonal, zero elsewhere. TILE is at most 256.
+# Bit j of PATTERN_b is bit b of j: the signs of row 2^b of Sylvester's matrix, 32 columns of it.
+PATTERN_0 = tl.constexpr(0xAAAAAAAA - 2**32)
+PATTERN_1 = tl.constexpr(0xCCCCCCCC - 2**32)
+PATTERN_2 = tl.constexpr(0xF0F0F0F0 - 2**32)
+PATTERN_3 = tl.constexpr(0xFF00FF00 - 2**32)
+PATTERN_4 = tl.constexpr(0xFFFF0000 - 2**32)
 
-    Sylvester's matrix is H[i, j] = (-1)^popcount(i & j); 0x6996 holds the parities of the numbers 0 to 15.
+
+@triton.jit
+def hadamard_matrix(first, TILE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
+    """[TILE, WIDTH]: columns `first` and on of TILE/BLOCK copies of H_BLOCK (+-1) on the diagonal; BLOCK <= 128.
+
+    Sylvester's matrix is H[i, j] = (-1)^popcount(i & j). A row's signs are the XOR of the patterns of its number's
+    bits, so an element costs a shift of its row's word instead of a popcount: each launch builds its matrix anew.
     """
-    i = tl.arange(0, TILE)[:, None]
-    j = tl.arange(0, TILE)[None, :]
-    v = i & j & (BLOCK - 1)
-    v = v ^ (v >> 4)
-    sign = 1 - 2 * ((0x6996 >> (v & 15)) & 1)
+    i = tl.arange(0, TILE)
+    j = first + tl.arange(0, WIDTH)
+    row = i & (BLOCK - 1)
+    word = -(row & 1) & PATTERN_0
+    word ^= -((row >> 1) & 1) & PATTERN_1
+    word ^= -((row >> 2) & 1) & PATTERN_2
+    word ^= -((row >> 3) & 1) & PATTERN_3
+    word ^= -((row >> 4) & 1) & PATTERN_4
+    sign = word[:, None] >> (j & 31)[None, :]
+    if BLOCK > 32:
+        high = (row >> 5)[:, None] & (j >> 5)[None, :]
+        sign ^= high ^ (high >> 1)
+    if DTYPE == tl.bfloat16:  # noqa: SIM300
+        matrix = ((sign << 15) | 0x3F80).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        matrix = (1 - 2 * (sign & 1)).to(DTYPE)
     if BLOCK < TILE:
-        sign = tl.where((i ^ j) < BLOCK, sign, 0)
-    return sign.to(DTYPE)
+        matrix = tl.where((i[:, None] ^ j[None, :]) < BLOCK, matrix, 0.0)
+    return matrix
 
 
 @triton.jit
 def _hadamard(x, out, size, norm, TILE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr):
     let_next_start(PDL)
     dtype: tl.constexpr = x.dtype.element_ty
-    matrix = hadamard_matrix(TILE, BLOCK, dtype)
+    matrix = hadamard_matrix(0, TILE, TILE, BLOCK, dtype)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = row[:, None] * TILE + tl.arange(0, TILE)[None, :]
     wait_for_previous(PDL)
