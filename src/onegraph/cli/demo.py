@@ -36,9 +36,7 @@ QUESTION = "What is the capital of France?"
 CALIBRATION_TOKENS = 8192
 EVAL_TOKENS = 2048
 # Calibration reads docstrings of these modules, evaluation the manual pages in pydoc_data: both ship with CPython.
-CALIBRATION_MODULES = (
-    "argparse asyncio collections concurrent datetime email http importlib json logging tkinter unittest"
-)
+CALIBRATION_MODULES = "argparse calendar contextlib difflib fractions heapq random statistics textwrap"
 
 EPILOG = """\
 examples:
@@ -138,17 +136,16 @@ def extract(wheel: Path, file: Path) -> None:
 
 
 def calibration_text() -> str:
-    """Docstrings of the standard library: English about code, some 200,000 tokens, on every machine."""
-    library = Path(sysconfig.get_paths()["stdlib"])
+    """Docstrings of the standard library: English about code, some 20,000 tokens, on every machine."""
     texts = []
     for name in CALIBRATION_MODULES.split():
-        path = library / name
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]:
-            if file.is_file():
-                tree = ast.parse(file.read_text(encoding="utf-8", errors="replace"))
-                kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-                texts += [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds)]
-    return "\n\n".join(text for text in texts if len(text) > 80)
+        file = Path(sysconfig.get_paths()["stdlib"]) / f"{name}.py"
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        texts += [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds)]
+    texts = [text for text in texts if len(text) > 80]
+    texts.sort(key=lambda text: hashlib.sha256(text.encode()).digest())  # only the first are read: of each module some
+    return "\n\n".join(texts)
 
 
 def evaluation_text() -> str:
