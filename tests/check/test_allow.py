@@ -1,0 +1,115 @@
+"""Allowances: what they silence, and what is said about those that say too little or too much."""
+
+from pathlib import Path
+
+import pytest
+
+from onegraph.check.allow import apply, read
+from onegraph.check.report import Report, Severity
+from onegraph.check.source import check_source, check_tree
+
+TARGET = """\
+import torch
+
+
+def factory():
+    def step(x):
+        {above}
+        y = x.sum().item(){same}
+        print(y)
+        return x
+
+    return step, lambda i: (torch.full((4,), float(i), device="cuda"),)
+"""
+
+
+def checked(folder: Path, above: str = "pass", same: str = "") -> Report:
+    path = folder / "t.py"
+    path.write_text(TARGET.format(above=above, same="  " + same if same else ""))
+    return apply(check_source(str(path), "factory"))
+
+
+def places(report: Report) -> list[tuple[str, int]]:
+    return sorted((f.code, f.line) for f in report.findings)
+
+
+PRINTED = ("CG210", 8)
+
+
+@pytest.mark.parametrize(
+    ("above", "same"),
+    [
+        ("pass", "# onegraph: allow[CG101] read on purpose"),
+        ("# onegraph: allow[CG101] read on purpose", ""),
+        ("# onegraph: allow[CG101]: read on purpose", ""),
+        ("pass", "# onegraph:allow[ cg101 , CG202 ] read on purpose"),
+    ],
+)
+def test_allows_on_the_line_and_above(above: str, same: str, tmp_path: Path) -> None:
+    report = checked(tmp_path, above, same)
+    assert places(report) == [PRINTED]
+    assert report.facts["allowed"] == 1
+
+
+def test_a_comment_above_speaks_for_the_next_line_of_code(tmp_path: Path) -> None:
+    above = "# onegraph: allow[CG101] read on purpose\n        # more about it\n"
+    assert places(checked(tmp_path, above)) == [("CG210", 10)]
+
+
+def test_a_comment_behind_code_does_not_speak_for_the_line_below(tmp_path: Path) -> None:
+    found = places(checked(tmp_path, "z = 1  # onegraph: allow[CG101] not here"))
+    assert ("CG101", 7) in found
+
+
+def test_without_a_reason_it_allows_nothing(tmp_path: Path) -> None:
+    report = checked(tmp_path, same="# onegraph: allow[CG101]")
+    assert places(report) == [("CG101", 7), PRINTED, ("CG402", 7)]
+    assert next(f for f in report.findings if f.code == "CG402").severity is Severity.ERROR
+
+
+def test_other_codes_stay(tmp_path: Path) -> None:
+    assert ("CG101", 7) in places(checked(tmp_path, same="# onegraph: allow[CG106] something else"))
+
+
+def test_no_longer_firing_is_found_where_it_can_be_known(tmp_path: Path) -> None:
+    # CG106 is always visible in source; CG205 is not, so its silence proves nothing.
+    report = checked(tmp_path, same="# onegraph: allow[CG101, CG106, CG205] on purpose")
+    assert places(report) == [PRINTED, ("CG403", 7)]
+    assert "CG106" in next(f.message for f in report.findings if f.code == "CG403")
+
+
+def test_unreached_code_is_not_called_stale(tmp_path: Path) -> None:
+    report = checked(tmp_path)
+    path = tmp_path / "t.py"
+    path.write_text(path.read_text() + "\n\ndef other(x):\n    return x  # onegraph: allow[CG106] elsewhere\n")
+    assert places(apply(check_source(str(path), "factory"))) == places(report)
+
+
+def test_unknown_and_missing_codes(tmp_path: Path) -> None:
+    assert ("CG403", 7) in places(checked(tmp_path, same="# onegraph: allow[CG999] what"))
+    assert ("CG402", 7) in places(checked(tmp_path, same="# onegraph: allow this line"))
+
+
+def test_only_comments_count(tmp_path: Path) -> None:
+    path = tmp_path / "t.py"
+    path.write_text('text = "# onegraph: allow[CG101] reason"\n"""\n# onegraph: allow[CG101] reason\n"""\n')
+    assert read(str(path)) == []
+    path.write_bytes(b"\xff\xfe# onegraph: allow[CG101] x")
+    assert read(str(path)) == []
+
+
+def test_in_a_tree_files_without_findings_are_looked_at(tmp_path: Path) -> None:
+    checked(tmp_path, same="# onegraph: allow[CG101]")
+    (tmp_path / "clean.py").write_text("import torch\n\nx = 1  # onegraph: allow[CG101]\n")
+    report = apply(check_tree(str(tmp_path)))
+    assert sorted((Path(f.path).name, f.line) for f in report.findings if f.code == "CG402") == [
+        ("clean.py", 3),
+        ("t.py", 7),
+    ]
+
+
+def test_no_allowance_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "t.py"
+    path.write_text(TARGET.format(above="pass", same=""))
+    plain = check_source(str(path), "factory")
+    assert apply(plain) == plain

@@ -1,0 +1,272 @@
+"""`onegraph check` and `onegraph rule` as people run them: what they print, and with which exit status they end."""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from onegraph.check import cli, reconcile
+from onegraph.check.report import Event, Finding, Origin, Report, Severity
+from onegraph.check.rules import RULES
+
+CLEAN = """\
+import torch
+
+
+def factory():
+    weight = torch.ones(4, device="cuda")
+
+    def step(x):
+        return x * weight
+
+    return step, lambda i: (torch.full((4,), float(i), device="cuda"),)
+"""
+
+BAD = CLEAN.replace("return x * weight", "return x * weight.sum().item() * x.sum().item()")
+COUNTING = CLEAN.replace("return x * weight", "seen.append(1)\n        return x * weight").replace(
+    "import torch\n", "import torch\n\nseen = []\n"
+)
+
+
+def run(*argv: str) -> int:
+    parser = argparse.ArgumentParser()
+    cli.add_parsers(parser.add_subparsers(dest="command"))
+    args = parser.parse_args([str(a) for a in argv])
+    return int(args.run(args))
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    path = tmp_path / "steps.py"
+    path.write_text(CLEAN)
+    return path
+
+
+def test_clean_target(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("check", f"{target}:factory") == 0
+    out = capsys.readouterr().out
+    assert f"{target}:factory: capturable\n" in out
+    assert "4 steps simulated" in out
+
+
+def test_bad_target_shows_line_caret_and_cure(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target.write_text(BAD)
+    assert run("check", f"{target}:factory") == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "CG101 error device-value-read-on-host" in lines
+    shown = next(i for i, line in enumerate(lines) if line.startswith("8 | return x"))
+    assert lines[shown + 1].endswith("^")
+    assert any(line.strip().startswith("= mend: ") for line in lines)
+    assert any("not capturable" in line for line in lines)
+
+
+def test_select_ignore_and_strict(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target.write_text(BAD)
+    assert run("check", f"{target}:factory", "--ignore", "CG101,CG202,CG212") == 0
+    assert run("check", f"{target}:factory", "--select", "CG3") == 0
+    assert run("check", f"{target}:factory", "--select", "device-value-read-on-host") == 1
+    target.write_text(COUNTING)
+    assert run("check", f"{target}:factory") == 0
+    assert run("check", f"{target}:factory", "--strict") == 1
+    assert "CG210 warning" in capsys.readouterr().out
+
+
+def test_json_round_trip(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target.write_text(BAD)
+    assert run("check", f"{target}:factory", "--json") == 1
+    text = capsys.readouterr().out
+    report = Report.from_json(text)
+    assert "CG101" in report.codes
+    assert json.loads(text)["verdict"] == "not capturable"
+
+
+def test_allowance_in_a_target(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target.write_text(BAD.replace("x.sum().item()", "x.sum().item()  # onegraph: allow[CG101,CG202] a test"))
+    assert run("check", f"{target}:factory") == 0
+    assert "allowed in the source" in capsys.readouterr().out
+
+
+def test_folder_and_file_read_sources_alone(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target.write_text(BAD)
+    for path in (target, target.parent):
+        assert run("check", str(path)) == 1
+        assert "read in the source; 1 file\n" in capsys.readouterr().out
+    (target.parent / "broken.py").write_text("import torch\ndef f(:\n")
+    assert run("check", str(target.parent), "--ignore", "CG") == 0
+    captured = capsys.readouterr()
+    assert "nothing found" in captured.out
+    assert captured.err.count("\n") == 1
+    assert "broken.py:2: syntax error" in captured.err
+
+
+def test_source_mode_runs_and_imports_nothing(target: Path) -> None:
+    target.write_text("raise SystemExit('imported')\nimport torch\n")
+    program = (
+        "import sys, argparse; from onegraph.check import cli; p = argparse.ArgumentParser();"
+        f"cli.add_parsers(p.add_subparsers()); a = p.parse_args(['check', {str(target)!r}]); s = a.run(a);"
+        "assert 'torch' not in sys.modules; sys.exit(s)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+FACTORIES = {
+    "raises": "def factory():\n    raise RuntimeError('no\\nweights')\n",
+    "returns": "def factory():\n    return 3\n",
+    "none": "def factory():\n    pass\n",
+    "step": "def factory():\n    def step(x):\n        raise KeyError('x')\n    return step, lambda i: (1,)\n",
+    "result": "def factory():\n    return (lambda: 'text'), (lambda i: ())\n",
+    "inputs": "def factory():\n    return (lambda x: x), (lambda i: 1 / 0)\n",
+    "argument": "def factory(n):\n    pass\n",
+    "other": "def other():\n    pass\n",
+    "value": "factory = 3\n",
+    "syntax": "def factory(:\n",
+    "import": "import no_such_module_anywhere\n",
+    "exit": "import sys\nsys.exit(3)\n",
+}
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_bad_target_is_one_line_and_exit_2(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / f"bad_{name}.py"
+    path.write_text(FACTORIES[name])
+    assert run("check", f"{path}:factory") == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("onegraph: error: ")
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "wanted"),
+    [
+        ("no/such/file.py:factory", "no such file"),
+        ("no_such_module_anywhere:factory", "no module|No module|no Python module"),
+        ("nothing", "allowed|no such"),
+        ("no/such/folder", "no such file or folder"),
+        ("none.py", "no such file or folder"),
+    ],
+)
+def test_missing_targets(target: str, wanted: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("check", target) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert any(part in error for part in wanted.split("|")), error
+
+
+def test_other_files_and_options(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes.txt").write_text("torch")
+    for argv in (
+        [str(tmp_path / "notes.txt")],
+        [f"{tmp_path / 'notes.txt'}:factory"],
+        [f"{target}:factory", "--steps", "2"],
+        [f"{target}:factory", "--select", "CG999"],
+        [str(target), "--live"],
+        [f"{target}:factory", "--html", str(tmp_path / "no" / "folder.html")],
+    ):
+        assert run("check", *argv) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("onegraph: error: ")
+        assert error.count("\n") == 1
+
+
+def test_several_targets_are_one_report(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = target.with_name("other.py")
+    other.write_text(BAD)
+    assert run("check", f"{target}:factory", str(other), "--json") == 1
+    report = Report.from_json(capsys.readouterr().out)
+    assert set(report.origins) == {Origin.SOURCE, Origin.SIMULATE}
+    assert {Path(f.path).name for f in report.findings} == {"other.py"}
+
+
+def test_rule_explains_and_lists(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("rule", "cg205") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("# CG205 rebound-storage\n")
+    assert all(f"## {title}" in out for title in ("What it does", "Why is this bad", "Example", "Use instead"))
+    assert run("rule") == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(RULES)
+    assert run("rule", "CG999") == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def finding(line: int, code: str, origin: Origin, severity: Severity = Severity.ERROR) -> Finding:
+    return Finding(code=code, severity=severity, origin=origin, path="/t.py", line=line, message="m")
+
+
+def test_what_ran_outranks_what_was_read() -> None:
+    ran = Event(index=0, name="aten::add", kind="op", path="/t.py", line=5)
+    report = Report(
+        target="t",
+        origins=(Origin.SOURCE, Origin.SIMULATE),
+        timeline=(ran,),
+        findings=(
+            finding(5, "CG101", Origin.SOURCE),  # the line ran, and simulation sees every host read: cleared
+            finding(5, "CG309", Origin.SOURCE),  # the line ran, but simulation does not see threads: kept as a warning
+            finding(9, "CG101", Origin.SOURCE),  # the line never ran
+            finding(7, "CG202", Origin.SIMULATE),
+        ),
+    )
+    kept = {(f.line, f.code, f.severity.value) for f in reconcile.reconcile(report).findings}
+    assert kept == {(5, "CG309", "warning"), (9, "CG101", "warning"), (7, "CG202", "error")}
+    alone = Report(target="t", origins=(Origin.SOURCE,), findings=report.findings)
+    assert reconcile.reconcile(alone) == alone
+
+
+PLUGIN = """
+    import pytest
+    import torch
+    from onegraph.check.pytest_plugin import assert_capturable
+
+
+    @pytest.fixture
+    def width():
+        return 4
+
+
+    @pytest.mark.capturable
+    def test_clean(width):
+        return (lambda x: x * 2), (lambda i: (torch.full((width,), float(i), device="cuda"),))
+
+
+    @pytest.mark.capturable(ignore=["CG2"])
+    def test_bad():
+        return (lambda x: x * x.sum().item()), (lambda i: (torch.full((4,), float(i), device="cuda"),))
+
+
+    def test_call():
+        step, inputs = (lambda x: x * 2), (lambda i: (torch.full((4,), float(i), device="cuda"),))
+        report = assert_capturable(lambda: (step, inputs))
+        assert report.steps >= 3
+
+
+    def test_unmarked():
+        assert True
+"""
+
+
+def test_pytest_plugin(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    (tmp_path / "test_steps.py").write_text(dedent(PLUGIN))
+    known = any(pytestconfig.pluginmanager.hasplugin(name) for name in ("onegraph", "onegraph.check.pytest_plugin"))
+    argv = [sys.executable, "-m", "pytest", "-q", "--strict-markers", "-p", "no:cacheprovider", "test_steps.py"]
+    done = subprocess.run(
+        argv if known else [*argv, "-p", "onegraph.check.pytest_plugin"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "1 failed, 3 passed" in done.stdout, done.stdout + done.stderr
+    assert "CG101 error device-value-read-on-host" in done.stdout
+    assert "CG202" not in done.stdout
+
+
+def test_pre_commit_hooks_name_real_commands(repo: Path) -> None:
+    text = (repo / ".pre-commit-hooks.yaml").read_text()
+    yaml = pytest.importorskip("yaml")
+    hooks = yaml.safe_load(text)
+    assert {hook["id"] for hook in hooks} == {"onegraph-check", "onegraph-check-step"}
+    assert all(hook["entry"] == "onegraph check" and hook["language"] == "python" for hook in hooks)

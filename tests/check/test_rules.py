@@ -1,0 +1,127 @@
+"""Every rule explains itself, and its docstring tells the truth: Example fires, Use instead does not."""
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from onegraph.check import allow
+from onegraph.check.report import Origin, Report, Severity
+from onegraph.check.rules import RULES, SECTIONS, explain, find, pages
+from onegraph.check.source import check_source, check_tree
+
+CODES = list(RULES)
+BY_SOURCE = [code for code, rule in RULES.items() if Origin.SOURCE in rule.shown_by]
+BY_SIMULATION = [code for code, rule in RULES.items() if Origin.SIMULATE in rule.shown_by]
+
+
+def example(code: str, title: str, folder: Path) -> Path:
+    path = folder / f"{code.lower()}_{title.split()[0].lower()}.py"
+    path.write_text(RULES[code].code_of(title))
+    return path
+
+
+def read(path: Path) -> Report:
+    factory = "def factory" in path.read_text()
+    return allow.apply(check_source(str(path), "factory") if factory else check_tree(str(path)))
+
+
+def simulate(path: Path) -> Report:
+    from onegraph.check import check_step
+
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return allow.apply(check_step(module.factory))
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_page_is_complete(code: str) -> None:
+    rule = RULES[code]
+    for title in SECTIONS:
+        assert rule.section(title)
+    for title in ("Example", "Use instead"):
+        ast.parse(rule.code_of(title))
+        assert "import torch" in rule.code_of(title)
+    assert rule.fix
+    assert not rule.fix.endswith(".")
+    assert set(rule.seen) == set(Origin)
+    assert set(rule.seen.values()) <= {"yes", "partly", "no"}
+    for way in rule.shown_by:
+        assert rule.seen[way] != "no"
+    assert isinstance(rule.severity, Severity)
+    assert explain(code).startswith(f"# {code} {rule.name()}\n")
+
+
+def test_names_are_distinct_patterns() -> None:
+    names = [rule.name() for rule in RULES.values()]
+    assert len(set(names)) == len(names)
+    assert all(re.fullmatch(r"[a-z]+(-[a-z]+)+", name) for name in names)
+    assert find("DEVICE-value-read-on-host") is RULES["CG101"] is find("cg101")
+
+
+def test_unknown_rule_lists_what_is_allowed() -> None:
+    with pytest.raises(ValueError, match=r"got 'CG999', allowed CG101, "):
+        find("CG999")
+
+
+def test_every_hazard_of_the_table_has_a_rule(repo: Path) -> None:
+    covered = {number for rule in RULES.values() for number in rule.hazards}
+    assert covered == set(range(1, 34))
+    for line in (repo / "docs/check/hazards.md").read_text().splitlines():
+        row = re.match(r"\| (\d+) \|.*\| ([^|]+) \|$", line)
+        if row:
+            listed = set(row.group(2).split(", "))
+            assert listed == {code for code, rule in RULES.items() if int(row.group(1)) in rule.hazards}, line
+
+
+@pytest.mark.parametrize("code", BY_SOURCE)
+def test_example_fires_in_source(code: str, tmp_path: Path) -> None:
+    found = read(example(code, "Example", tmp_path))
+    assert code in found.codes
+    severity = next(f.severity for f in found.findings if f.code == code)
+    assert severity is RULES[code].severity
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_use_instead_is_silent_in_source(code: str, tmp_path: Path) -> None:
+    assert read(example(code, "Use instead", tmp_path)).findings == ()
+
+
+@pytest.mark.parametrize("code", BY_SIMULATION)
+def test_example_fires_in_simulation(code: str, tmp_path: Path) -> None:
+    assert code in simulate(example(code, "Example", tmp_path)).codes
+
+
+@pytest.mark.parametrize("code", BY_SIMULATION)
+def test_use_instead_is_silent_in_simulation(code: str, tmp_path: Path) -> None:
+    assert simulate(example(code, "Use instead", tmp_path)).findings == ()
+
+
+def test_committed_pages_are_current(repo: Path) -> None:
+    folder = repo / "docs/check/rules"
+    assert {p.name: p.read_text() for p in folder.glob("*.md")} == pages.pages(), (
+        "run: python -m onegraph.check.rules.pages docs/check/rules"
+    )
+
+
+def test_pages_script_removes_pages_of_rules_that_are_gone(tmp_path: Path) -> None:
+    (tmp_path / "CG999.md").write_text("old")
+    pages.main(str(tmp_path))
+    assert {p.name for p in tmp_path.iterdir()} == set(pages.pages())
+
+
+def test_rules_and_source_reading_import_no_torch() -> None:
+    program = (
+        "import sys; import onegraph.check.source, onegraph.check.allow, onegraph.check.cli,"
+        " onegraph.check.rules.pages, onegraph.check.output.html, onegraph.check.output.sarif,"
+        " onegraph.check.pytest_plugin;"
+        " assert not {'torch', 'numpy', 'pytest'} & set(sys.modules), 'imported'"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
