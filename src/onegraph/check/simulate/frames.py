@@ -142,7 +142,14 @@ def parted(common: Chain | None, ours: Chain | None, theirs: Chain | None) -> Pl
     if other == mine:
         other = None  # the same call, more often in one run
     level = _level(mine, other if other is not None else last)
+    if other is not None and last:  # one of the two still is inside of a call that the other has left
+        if _level(mine, last) > level:
+            level, other = _level(mine, last), None
+        elif _level(other, last) > level:
+            level, mine, other = _level(other, last), other, None
     for depth in [*range(level, len(mine)), *range(level - 1, -1, -1)]:
+        if depth < level and last[: depth + 1] == mine[: depth + 1]:
+            break  # both runs came through here
         code, lasti = mine[depth]
         at = place(code, lasti)
         end = before = None
