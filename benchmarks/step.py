@@ -3,9 +3,9 @@
     PYTHONPATH=src python3 benchmarks/step.py --shape smollm2-135m --bits 4 --out benchmarks/results/step-smollm2.jsonl
 
 Weights are random, since the time of a step does not depend on them; --model takes a real checkpoint of that shape.
-transformers runs in bfloat16, eagerly, captured by hand, and compiled (torch.compile, no graphs of its own) then captured
-by hand. Before onegraph is timed, greedy text of the captured engine is compared with the eager one's. Prints JSON
-lines; --out appends them.
+transformers runs in bfloat16, eagerly, captured by hand, and compiled (torch.compile, no graphs of its own) then
+captured by hand. Before onegraph is timed, greedy text of the captured engine is compared with the eager one's. Prints
+JSON lines; --out appends them.
 """
 
 import argparse
@@ -176,7 +176,8 @@ def main() -> int:
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    command = "PYTHONPATH=src python3 " + shlex.join(sys.argv)
+    kept = [a for i, a in enumerate(sys.argv) if a != "--out" and sys.argv[i - 1] != "--out"]
+    command = "PYTHONPATH=src python3 " + shlex.join(kept)
 
     def emit(row: dict[str, Any]) -> None:
         line = json.dumps(row | {"shape": args.shape, "command": command})

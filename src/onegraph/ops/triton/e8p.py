@@ -341,7 +341,7 @@ def _small(
         out, partial, tokens, n, k, in_block**-0.5, out_block**-0.5,
         BITS=bits, IN_BLOCK=in_block, OUT_BLOCK=out_block, TILE_K=max(in_block, MIN_TILE), TILE_N=tile_n,
         TILES=per_slice, TOKENS=max(columns, 16 // parts), PARTS=parts, SLICED=sliced, HAS_BIAS=has_bias, EXACT=exact,
-        num_warps=8 if max(tile_n, in_block) == 128 else 4, num_stages=1, **opts,
+        num_warps=8 if max(tile_n, in_block) == 128 and per_slice > 1 else 4, num_stages=1, **opts,
     )  # fmt: skip
     if sliced:
         _launch_reduce(partial, out, out_scale, bias, tokens, n, slices, exact)
@@ -357,7 +357,7 @@ def _launch_reduce(
     _reduce[(triton.cdiv(n, piece), triton.cdiv(tokens, 16 // group))](
         partial, out, out_scale, out_scale if bias is None else bias, tokens, n, block**-0.5,
         SLICES=slices, OUT_BLOCK=block, TILE_N=tile, PIECE=piece, TOKENS=16 // group, GROUP=group,
-        HAS_BIAS=bias is not None, EXACT=exact, num_warps=4, **options(out),
+        HAS_BIAS=bias is not None, EXACT=exact, num_warps=2, **options(out),
     )  # fmt: skip
 
 
