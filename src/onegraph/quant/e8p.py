@@ -197,16 +197,19 @@ def _nearest_e81b(r: Tensor) -> tuple[Tensor, Tensor]:
     return row, t.e81b.index_select(1, row)
 
 
-def encode(x: Tensor, bits: int, metric: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def encode(x: Tensor, bits: int, metric: Tensor | None = None, *, wide: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Codes of x [8, N] float32 at a rate, in units of w.
 
-    Both shifts of the first stage are tried, each with its best residual stage, and the better sum is kept: a greedy
-    first stage costs 4 per cent of the MSE at 4 bits. `metric` [8, 8] is a factor C of the quadratic form that says
-    what better means, |C (x - value)|^2; None is the Euclidean one.
+    The stages are chosen together: of several first stages, each with its best residual stage, the best sum is kept.
+    Candidates are the nearest vector of each shift, and with `wide` three of their neighbours each. At 4 bits a greedy
+    first stage has 4 per cent more MSE than two candidates, and these 3 per cent more than eight.
 
-    Returns codes int32 [N], residual int32 [N] (zeros at 2 bits), and the decoded vectors [8, N].
+    `metric` [8, 8] is a factor C of the quadratic form that says what better means, |C (x - value)|^2; None is the
+    Euclidean one. Returns codes int32 [N], residual int32 [N] (zeros at 2 bits), and the decoded vectors [8, N].
     """
-    codes, value = nearest_per_shift(x)
+    codes, value = nearest_per_shift(x)  # [C, N], [8, C, N]
+    if wide:
+        codes, value = _neighbours(x, codes, value)
     residual = torch.zeros_like(codes)
     if bits > 2:
         ratio = STAGE_RATIO[bits]
@@ -218,11 +221,53 @@ def encode(x: Tensor, bits: int, metric: Tensor | None = None) -> tuple[Tensor, 
     if metric is not None:
         error = (metric @ error.view(8, -1)).view_as(error)
     distance = error.square_().sum(0)
-    pick = distance[0] <= distance[1]
+    while distance.shape[0] > 1:  # C is 2 or 8: halves against halves
+        half = distance.shape[0] // 2
+        pick = distance[:half] <= distance[half:]
+        distance, codes, residual = (torch.where(pick, a[:half], a[half:]) for a in (distance, codes, residual))
+        value = torch.where(pick, value[:, :half], value[:, half:])
+    return codes[0], residual[0], value[:, 0]
+
+
+def _neighbours(x: Tensor, codes: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Candidates near x [8, N] besides the nearest, codes [2, N] and values [8, 2, N]: codes [8, N], values [8, 8, N].
+
+    A point of D8^ near x is x rounded, an even or odd number of coordinates (as the parity asks) moved to their second
+    choice; the three worst coordinates give four such points a shift. One that the codebook lacks is replaced by the
+    nearest.
+    """
+    t = _tables(x.device)
+    y = x.unsqueeze(1) - t.shifts
+    v = y.floor() + 0.5
+    error = y - v
+    odd = v.sum(0).remainder(2) != 0
+    keys, moves = _tagged(error, t.lanes), []
+    step = torch.where(error < 0, -1.0, 1.0)
+    for _ in range(3):
+        worst = keys == keys.amax(0)
+        moves.append(torch.where(worst, step, 0.0))
+        keys = torch.where(worst, -1, keys)
+    one, two, three = moves
+    others = torch.stack(  # [8, 3, 2, N]
+        (
+            v + torch.where(odd, two, one + two),
+            v + torch.where(odd, three, one + three),
+            v + torch.where(odd, one + two + three, two + three),
+        ),
+        dim=1,
+    )
+    digits = (others.abs() - 0.5).clamp_max_(3)
+    bit = t.bit.unsqueeze(1)
+    row = t.index[(digits * t.weights4.unsqueeze(1)).sum(0).int()]  # [3, 2, N]
+    code = row << 8 | (((others < 0) * bit).sum(0, dtype=torch.int32) ^ t.odd[row])
+    code[:, 1] ^= 1
+    others += t.shifts
+    there = row >= 0
+    code = torch.where(there, code, codes)
+    others = torch.where(there, others, value.unsqueeze(1))
     return (
-        torch.where(pick, codes[0], codes[1]),
-        torch.where(pick, residual[0], residual[1]),
-        torch.where(pick, value[:, 0], value[:, 1]),
+        torch.cat((codes, code.view(6, -1))),
+        torch.cat((value, others.view(8, 6, -1)), dim=1),
     )
 
 

@@ -1,7 +1,7 @@
 """The encoder as a CUDA graph: a sweep is thousands of steps of some 150 small launches each, all of one shape."""
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -11,24 +11,24 @@ from onegraph.quant.e8p import encode
 Encode = Callable[[Tensor, int, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
-def encoder(device: torch.device, n: int, bits: int) -> Encode:
+def encoder(device: torch.device, n: int, bits: int, wide: bool = False) -> Encode:
     """`encode` for targets [8, n]: itself on a CPU, a replayed graph on a GPU (results valid until the next call)."""
-    return encode if device.type != "cuda" else _captured(device, n, bits)
+    return _captured(device, n, bits, wide) if device.type == "cuda" else partial(encode, wide=wide)
 
 
 @lru_cache(maxsize=16)
-def _captured(device: torch.device, n: int, bits: int) -> Encode:
+def _captured(device: torch.device, n: int, bits: int, wide: bool) -> Encode:
     x = torch.randn(8, n, device=device)
     metric = torch.eye(8, device=device)
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         for _ in range(2):  # tables, workspaces and kernels come into being outside the capture
-            encode(x, bits, metric)
+            encode(x, bits, metric, wide=wide)
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        result = encode(x, bits, metric)
+        result = encode(x, bits, metric, wide=wide)
 
     def replay(target: Tensor, rate: int, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         assert rate == bits

@@ -12,7 +12,7 @@ from onegraph.ops.hadamard import hadamard
 from onegraph.quant.e8p import encode
 from onegraph.quant.graphs import encoder
 from onegraph.quant.ldlq import Coupling, Rounded, couplings, damped, sweep
-from onegraph.quant.recipe import Recipe
+from onegraph.quant.recipe import GAUSSIAN_RHO, Recipe
 
 _ROWS = 16384  # rows rounded at once; more only costs memory
 Tensors = dict[str, Tensor]
@@ -71,7 +71,7 @@ def quantize_group(
     rounded: dict[int, Rounded] = {}
     for rate in sorted(set(bits)):
         at = [i for i, b in enumerate(bits) if b == rate]
-        whole = _round(torch.cat([targets[i] for i in at], dim=1), rate, ldlq, descent, recipe.descent)
+        whole = _round(torch.cat([targets[i] for i in at], dim=1), rate, ldlq, descent, recipe)
         start = 0
         for i in at:
             stop = start + targets[i].shape[1]
@@ -98,12 +98,12 @@ def quantize_group(
     return results
 
 
-def _round(target: Tensor, bits: int, ldlq: Coupling, descent: Coupling, passes: int) -> Rounded:
+def _round(target: Tensor, bits: int, ldlq: Coupling, descent: Coupling, recipe: Recipe) -> Rounded:
     parts = []
     for part in target.split(_ROWS, dim=1):
-        run = encoder(part.device, part.shape[1], bits)
+        run = encoder(part.device, part.shape[1], bits, recipe.wide)
         rounded = sweep(part, bits, ldlq, encode=run)
-        for _ in range(passes):
+        for _ in range(recipe.descent):
             rounded = sweep(part, bits, descent, rounded, encode=run)
         parts.append(rounded)
     if len(parts) == 1:
@@ -120,11 +120,11 @@ def quantize_embedding(weight: Tensor, bits: int, recipe: Recipe, source: torch.
     w = weight.float()
     in_scale = _signs(w.shape[1], source, w.device)
     inside = hadamard(w * in_scale, hadamard_block(w.shape[1]))
-    scale = inside.square().mean(1, keepdim=True).sqrt().clamp_min(1e-12) / recipe.rho_of(bits)
+    scale = inside.square().mean(1, keepdim=True).sqrt().clamp_min(1e-12) / GAUSSIAN_RHO[bits]
     codes, residual, out = [], [], []
     for part, s in zip(inside.split(_ROWS), scale.split(_ROWS), strict=True):
         x = (part / s).view(-1, 8).T.contiguous()
-        c, r, value = encode(x, bits)
+        c, r, value = encode(x, bits, wide=recipe.wide)
         v = value.T.reshape(part.shape)
         fit = (v * part).sum(1) / v.square().sum(1)
         codes.append(c.view(part.shape[0], -1))

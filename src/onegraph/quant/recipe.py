@@ -8,20 +8,25 @@ from typing import Any, Literal
 
 from onegraph.formats.e8p import BITS, KEEP
 
-# RMS of the normalized weight in units of the codebook, by rate: minimizes Gaussian MSE with the integer ratios.
-RHO = {2: 1.03, 3: 0.98, 4: 0.88}
+# RMS of the normalized weight in units of the codebook, by rate. Plain Gaussian data is best at GAUSSIAN_RHO; under a
+# Hessian the feedback of later blocks widens the targets by some 5 per cent, so less is better (docs/quality.md).
+GAUSSIAN_RHO = {2: 1.03, 3: 0.98, 4: 0.88}
+RHO = {2: 0.95, 3: 0.94, 4: 0.84}
+# Adam's step for tuning, relative to the scales: the coarser the codes, the further the best scales lie.
+TUNE_RATE = {2: 4e-3, 3: 2e-3, 4: 5e-4}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tune:
     """Fine-tune in_scale and out_scale of all layers by distillation: KL to the unquantized model's logits.
 
-    Needs the whole model in memory (float32), and gradients. Adam with a cosine schedule.
+    Needs the whole model in memory (float32), and gradients. Adam with a cosine schedule; `rate` None is `TUNE_RATE`,
+    `batch` is in sequences.
     """
 
     epochs: int = 4
-    rate: float = 1e-3
-    batch: int = 4  # sequences a step
+    rate: float | None = None
+    batch: int = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +37,9 @@ class Recipe:
     seed: of the random signs and the order of tuning.
     damping: added to the Hessian's diagonal, relative to its mean.
     descent: passes of coordinate descent after LDLQ.
+    wide: choose among eight first stages rather than two; a GPU hardly notices, a CPU takes three times as long.
     channel_scale: exponent of the input channels' RMS weight in in_scale; row_scale: the same for rows. 0 is off.
-    rho: see `RHO`; only rates that differ.
+    rho: see `RHO`; only rates that differ from it.
     fit_scales: least-squares out_scale under the Hessian after rounding.
     inputs: what Hessians are gathered on. "reference": the unquantized model's activations; "block": those behind the
         quantized blocks so far; "group": also behind the groups of this block that are done (one more run a group).
@@ -49,8 +55,9 @@ class Recipe:
     seed: int = 0
     damping: float = 0.01
     descent: int = 2
-    channel_scale: float = 1.0
-    row_scale: float = 0.5
+    wide: bool = False
+    channel_scale: float = 0.5
+    row_scale: float = 0.75
     rho: Mapping[int, float] = field(default_factory=dict)
     fit_scales: bool = True
     inputs: Literal["reference", "block", "group"] = "block"
@@ -91,8 +98,8 @@ class Recipe:
         """`quick`: two CPU cores, one pass. `good`: a GPU, or patience. `best`: with fine-tuning of scales."""
         presets: dict[str, dict[str, Any]] = {
             "quick": {"descent": 0, "inputs": "reference"},
-            "good": {"descent": 3, "inputs": "group", "correct": 0.5},
-            "best": {"descent": 3, "inputs": "group", "correct": 0.5, "tune": Tune()},
+            "good": {"descent": 2, "wide": True, "inputs": "group", "correct": 0.5},
+            "best": {"descent": 2, "wide": True, "inputs": "group", "correct": 0.5, "tune": Tune()},
         }
         if name not in presets:
             raise ValueError(f"there is no recipe {name!r}; recipes: {', '.join(presets)}")

@@ -18,7 +18,7 @@ from onegraph.formats.e8p import KEEP, E8PConfig
 from onegraph.ops.registry import reference_ops
 from onegraph.quant.calibrate import QuantizableModel
 from onegraph.quant.layer import Tensors, dequantize, generator
-from onegraph.quant.recipe import Recipe
+from onegraph.quant.recipe import TUNE_RATE, Recipe
 
 
 def tune(
@@ -43,7 +43,8 @@ def tune(
     blocks = [model.load_block(i) for i in range(model.num_blocks)]
     student = _Student(model, blocks, layers, config)
     target = torch.cat(list(reference))
-    optimizer = torch.optim.Adam(student.deltas, lr=settings.rate, betas=(0.9, 0.99))
+    rate = settings.rate or TUNE_RATE[recipe.bits]
+    optimizer = torch.optim.Adam(student.deltas, lr=rate, betas=(0.9, 0.99))
     order = generator(recipe.seed, "tune")
     count = tokens.shape[0]
     steps = settings.epochs * math.ceil(count / settings.batch)
