@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tiny_decoder import TinyDecoder
 
 from onegraph.engine.bench import bench_linear, bench_step
+from tiny_decoder import TinyDecoder
 
 
 def test_step_rows_count_what_ran() -> None:
