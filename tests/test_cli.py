@@ -18,7 +18,7 @@ from fuzz import tiny
 from fuzz.run import invoke
 from onegraph import __version__
 from onegraph.cli import COMMANDS, main
-from onegraph.cli.common import human_bytes, number, one_line, pick_device, print_json
+from onegraph.cli.common import PlainBar, human_bytes, number, one_line, pick_device, print_json
 from onegraph.cli.generate import budget
 from onegraph.cli.quantize import layer_rate, rates_of
 from onegraph.formats.checkpoint import Checkpoint
@@ -371,6 +371,19 @@ def test_ctrl_c_is_one_line_and_what_is_done_is_kept(model: Path, text: Path, tm
 
 
 # ------------------------------------------------------------------------------------------------------- small parts
+
+
+def test_progress_in_a_log(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PlainBar, "EVERY", 0.0)
+    with PlainBar("making", "part", None) as bar:
+        bar.total = 2
+        bar.update()
+        bar.update()
+    assert capsys.readouterr().err == "making: 1 of 2 parts, 0 s\nmaking: 2 of 2 parts, 0 s\n"
+    monkeypatch.setattr(PlainBar, "EVERY", 60.0)
+    with PlainBar("making", "part", 2) as bar:
+        bar.update(2)
+    assert capsys.readouterr().err == "making: 2 of 2 parts, 0 s\n"
 
 
 def test_small_parts(capsys: pytest.CaptureFixture[str]) -> None:

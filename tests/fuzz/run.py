@@ -18,6 +18,7 @@ from types import FrameType
 
 from onegraph.cli import main
 from onegraph.formats.checkpoint import Checkpoint
+from onegraph.models.llama import Llama
 
 from . import tiny
 from .damage import ABSURD, damage_bytes, damage_file, damage_header, damage_json, damage_tensors
@@ -278,8 +279,7 @@ def judge(status: int, out: str, errors: str, work: Path) -> None:
     output = work / "out"
     if output.exists():
         with Checkpoint.open(output) as checkpoint:
-            for name in checkpoint.names:
-                checkpoint.tensor(name)
+            Llama.load(checkpoint)
         if status:
             raise Failure(f"an error, and yet an output\n{everything}")
 

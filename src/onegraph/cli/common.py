@@ -143,12 +143,13 @@ class PlainBar:
     def __init__(self, what: str, unit: str, total: int | None) -> None:
         self.what, self.unit, self.total, self.n = what, unit, total, 0
         self.started = self.printed = time.monotonic()
+        self.shown = -1
 
     def __enter__(self) -> PlainBar:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
+        if kind is None and self.n != self.shown:
             self._print()
 
     def update(self, count: int = 1) -> None:
@@ -157,7 +158,7 @@ class PlainBar:
             self._print()
 
     def _print(self) -> None:
-        self.printed = time.monotonic()
+        self.printed, self.shown = time.monotonic(), self.n
         of = f" of {self.total}" if self.total else ""
         print(f"{self.what}: {self.n}{of} {self.unit}s, {self.printed - self.started:.0f} s", file=sys.stderr)
 
