@@ -1,0 +1,39 @@
+"""onegraph's own decode step as a target of `onegraph check`: the engine's step, greedy and sampling."""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tiny_decoder import TinyDecoder
+
+from onegraph.engine.generate import Engine
+
+
+def _factory(*, sampling: bool):
+    engine = Engine(TinyDecoder(device="cuda"), max_batch=3, max_context=64, page_size=8, capture=False)
+    rows = engine._decode_inputs
+    rows["drawn"].copy_(torch.tensor([5, 9, 2]))
+    rows["limits"].copy_(torch.tensor([60, 40, 3]))  # the last row meets its end on the way
+    rows["table"].copy_(torch.arange(1, 1 + rows["table"].numel()).view_as(rows["table"]))
+    rows["temperature"].fill_(0.8)
+    rows["top_p"].fill_(0.9)
+    rows["seed"].copy_(torch.tensor([1, 2, 3]))
+    decode = partial(engine._decode_step, sampling=sampling)
+
+    @torch.no_grad()
+    def step():
+        return decode(**rows)
+
+    return step, lambda i: ()
+
+
+def greedy():
+    return _factory(sampling=False)
+
+
+def sampling():
+    return _factory(sampling=True)
