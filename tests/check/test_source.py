@@ -266,6 +266,40 @@ def test_state_that_outlives_the_step(body: str, wanted: list[str], tmp_path: Pa
     assert sorted(codes(path)) == wanted
 
 
+@pytest.mark.parametrize(
+    ("between", "wanted"),
+    [
+        ("layer.weight = nn.Parameter(torch.ones(4, 4, device='cuda'))", ["CG205"]),
+        ("layer.weight.data = torch.ones(4, 4, device='cuda')", ["CG205"]),
+        ("layer.weight.data.fill_(1.0)", []),
+        ("other.weight = nn.Parameter(torch.ones(4, 4, device='cuda'))", []),
+        ("mine.table = torch.ones(4, device='cuda')", ["CG205"]),
+        ("mine.table.fill_(1.0)", []),
+    ],
+)
+def test_what_the_caller_does_between_steps(between: str, wanted: list[str], tmp_path: Path) -> None:
+    before = f"""
+        layer, other = nn.Linear(4, 4).to("cuda"), nn.Linear(4, 4).to("cuda")
+        class Mine:
+            def __init__(self):
+                self.table = torch.zeros(4, device="cuda")
+        mine = Mine()
+        def fresh(i):
+            {between}
+            return torch.full((4,), float(i), device="cuda")
+    """
+    assert codes(step_file(tmp_path, "return layer(x) + mine.table", before=before, inputs="fresh(i),")) == wanted
+
+
+def test_buffers_that_take_turns(tmp_path: Path) -> None:
+    before = 'pair = [torch.zeros(4, device="cuda"), torch.zeros(4, device="cuda")]'
+    inputs = 'torch.ones(4, device="cuda"), i'
+    turning = step_file(tmp_path, "return x + pair[n % 2]", "x, n", inputs, before, name="a")
+    fixed = step_file(tmp_path, "return x + pair[0] + pair[1]", "x, n", inputs, before, name="b")
+    assert codes(turning) == ["CG205"]
+    assert codes(fixed) == []
+
+
 def test_behind_a_condition_is_a_warning(tmp_path: Path) -> None:
     path = step_file(tmp_path, "import os\nif os.environ.get('DEBUG'):\n    x.item()\nreturn x")
     (found,) = check_source(str(path), "factory").findings

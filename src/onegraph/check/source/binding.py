@@ -12,6 +12,7 @@ from onegraph.check.source.values import (
     Const,
     Dict,
     ExtObj,
+    Method,
     Obj,
     Scope,
     Seq,
@@ -70,6 +71,12 @@ def set_attribute(
     if isinstance(obj, Tensor) and name == "data" and machine.in_step and not obj.in_step:
         machine.report("CG205", node, f"`{short(node)} = ...` gives a tensor that the graph reads another storage")
         return
+    part = obj.receiver if isinstance(obj, Method) else obj  # `layer.weight.data = ...`, `layer.weight = ...`
+    if isinstance(part, ExtObj) and part.serial and (name == "data" or isinstance(value, Tensor)):
+        if machine.in_step:
+            machine.report("CG205", node, f"`{short(node)} = ...` gives a parameter another storage")
+        elif machine.between:
+            machine.swapped.add(part.serial)
     if not isinstance(obj, Obj):
         return
     old = obj.attributes.get(name, UNKNOWN)
@@ -81,6 +88,8 @@ def set_attribute(
             obj.attributes[name] = new
 
         machine.stored(("attribute", id(obj), name), node, old, value, setter, obj, moved)
+    if machine.between and isinstance(value, Tensor) and isinstance(old, Tensor):
+        value = replace(value, moving=True)
     if machine.conditions and machine.in_step and name in obj.attributes:
         value = join(old, value)
     obj.attributes[name] = value

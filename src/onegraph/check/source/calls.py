@@ -4,7 +4,7 @@ import ast
 from dataclasses import replace
 
 from onegraph.check.source import builtin_calls, names, parameters, torch_calls
-from onegraph.check.source.expressions import attribute, evaluate
+from onegraph.check.source.expressions import evaluate
 from onegraph.check.source.machine import DEPTH, TREE_DEPTH, Call, Machine
 from onegraph.check.source.values import (
     UNKNOWN,
@@ -329,10 +329,13 @@ def mutate(machine: Machine, node: ast.Call, func: Method, args: list[Value]) ->
             if container.items is not None and len(container.items) < 16 and not machine.conditions:
                 changed = replace(container, items=(*container.items, args[0]))
             else:
-                known = container.any if container.items != () else args[0]
+                # Of a list that outlives the step, what this step appends is what the next one finds.
+                known = args[0] if container.items == () or machine.in_step else container.any
                 changed = replace(container, items=None, element=join_all((known, args[0])))
         case (Seq(), "pop" | "popleft"):
             result = container.any
+            if machine.in_step and not container.in_step and isinstance(result, Tensor):
+                result = replace(result, moving=True)
             changed = replace(container, items=None, element=container.any)
         case (Seq(), "extend" | "insert") if args:
             new = args[-1].any if isinstance(args[-1], Seq) else args[-1]
@@ -354,6 +357,3 @@ def mutate(machine: Machine, node: ast.Call, func: Method, args: list[Value]) ->
             machine.report("CG210", node, text)
         binding.hold(machine, target, changed)
     return result
-
-
-__all__ = ["apply", "attribute", "call", "call_function", "instantiate"]

@@ -3,6 +3,7 @@
 import ast
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from onegraph.check.source import names, tensors
@@ -198,8 +199,6 @@ def binary_value(machine: Machine, node: ast.AST, left: Value, right: Value, op:
         kinds = {type(v.value).__name__ if isinstance(v, Const) else getattr(v, "kind", "") for v in (left, right)}
         kind = "float" if "float" in kinds or isinstance(op, ast.Div) else kinds.pop() if len(kinds) == 1 else ""
         return Plain(kind, varying=varies(left) or varies(right), read=_read(left) or _read(right))
-    if (isinstance(left, Plain) and left.varying) or (isinstance(right, Plain) and right.varying):
-        return UNKNOWN
     return UNKNOWN
 
 
@@ -367,6 +366,8 @@ def _element(machine: Machine, node: ast.Subscript, owner: Value, index: Value) 
         case (Seq(), _):
             if isinstance(index, Tensor) and index.on_device:
                 machine.report("CG101", node.slice, "a device tensor as index of a list is read", sure=index.sure)
+            if varies(index) and isinstance(owner.any, Tensor) and not owner.in_step:
+                return replace(owner.any, moving=True)
             return owner.any
         case (Dict(), Const()):
             found = owner.get(index.value)

@@ -9,7 +9,6 @@ from onegraph.check.source.machine import Call, Machine
 from onegraph.check.source.values import (
     UNKNOWN,
     Class,
-    Const,
     Ext,
     Func,
     Module,
@@ -283,6 +282,3 @@ def member_value(machine: Machine, obj: Value, cls: Class, name: str, after: Cla
         machine.stack.pop()
         machine.quiet -= 1
     return value if not isinstance(value, Func) else UNKNOWN
-
-
-__all__ = ["Const", "ancestry", "decorators", "find_member", "imported", "is_module", "lookup", "member_value"]

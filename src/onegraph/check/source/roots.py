@@ -8,11 +8,11 @@ from functools import partial
 from onegraph.check.report import CheckError
 from onegraph.check.source import calls, names, parameters
 from onegraph.check.source.files import SourceFile
-from onegraph.check.source.machine import Call, Exhausted, Machine
-from onegraph.check.source.values import UNKNOWN, Class, Dict, Func, Obj, Plain, Scope, Seq, Tensor, Unknown, Value
+from onegraph.check.source.machine import BUDGET, Call, Exhausted, Machine
+from onegraph.check.source.values import Class, Func, Obj, Plain, Scope, Seq, Tensor, Unknown, Value
 
 FORWARD_BUDGET = 30_000
-"""Expressions read per `forward` of a tree; 99.9 % of transformers' need fewer than 12,000."""
+"""Expressions read per `forward` of a tree. Of transformers 5.17's 7,986 the median needs 204, the largest 12,574."""
 
 
 def _enter(machine: Machine, file: SourceFile, node: ast.AST) -> None:
@@ -35,7 +35,7 @@ def read_factory(machine: Machine, file: SourceFile, name: str) -> str:
         raise CheckError(f"{file.path}: no factory {name!r} at the top level of the file")
     _enter(machine, file, statements[-1])
     machine.presume = False
-    machine.budget = 1_000_000
+    machine.budget = BUDGET
     try:
         made = calls.apply(machine, names.module_name(machine, file, name), [], {}, statements[-1])
         return _steps(machine, made)
@@ -51,7 +51,9 @@ def _steps(machine: Machine, made: Value) -> str:
     step, inputs = made.items
     if isinstance(step, Unknown):
         return "the step could not be followed from the factory"
+    machine.between = True
     given = calls.apply(machine, inputs, [Plain("int", varying=True)], {}, machine.stack[-1].node)
+    machine.between = False
     if isinstance(given, Seq) and given.items is not None:
         args = [_static(v) for v in given.items]
     elif isinstance(given, Seq):
@@ -85,6 +87,10 @@ def _static(value: Value) -> Value:
         return replace(value, in_step=False, varying=True)
     if isinstance(value, Seq) and value.items is not None:
         return replace(value, items=tuple(_static(v) for v in value.items))
+    if isinstance(value, Obj):  # an object is handed over as it is: nobody copies the tensors in it
+        for name, inner in value.attributes.items():
+            if isinstance(inner, Tensor):
+                value.attributes[name] = replace(inner, in_step=False, moving=True)
     return value
 
 
@@ -95,8 +101,6 @@ def read_file(machine: Machine, file: SourceFile) -> list[str]:
     """Everything in a file that looks like a step. Returns what could not be read."""
     problems = []
     for label, root in _roots(machine, file):
-        if machine.spent > FORWARD_BUDGET:
-            machine.spent = 0
         try:
             root()
         except Exhausted:
@@ -151,7 +155,7 @@ def _captures(node: ast.FunctionDef) -> bool:
 
 
 def _factory(machine: Machine, file: SourceFile, node: ast.FunctionDef) -> None:
-    reader = Machine(machine.project, findings=machine.findings, read=machine.read)
+    reader = Machine(machine.project, findings=machine.findings, read=machine.read, budget=FORWARD_BUDGET)
     _enter(reader, file, node)
     made = calls.apply(reader, names.module_name(reader, file, node.name), [], {}, node)
     if not isinstance(made, Seq) or made.items is None or len(made.items) != 2:
@@ -191,6 +195,3 @@ def _capture(machine: Machine, file: SourceFile, node: ast.FunctionDef, owner: a
         if isinstance(value, Class) and value.node is owner:
             cls, receiver = value, calls.summary(machine, value)
     calls.call_function(machine, Func(node, file, scope, receiver, cls), [], {}, node)
-
-
-__all__ = ["UNKNOWN", "Dict", "looks_like_factory", "read_factory", "read_file"]

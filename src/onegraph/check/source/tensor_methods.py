@@ -12,7 +12,6 @@ from onegraph.check.source.values import (
     Device,
     Ext,
     ExtObj,
-    Obj,
     Plain,
     Seq,
     Tensor,
@@ -118,6 +117,9 @@ def move(machine: Machine, tensor: Tensor, device: str, node: ast.AST, *, non_bl
 
 
 def _pinned(machine: Machine, source: Tensor, node: ast.AST) -> None:
+    if source.in_step:
+        text = f"the pinned source of `{short(node)}` is gone, or used again, when the graph is replayed"
+        machine.report("CG207", node, text)
     if source.varying or source.site in machine.host_written:
         machine.report("CG204", node, f"`{short(node)}` copies host memory that the step fills anew each time")
 
@@ -293,6 +295,3 @@ def _has_dim(args: list[Value], keywords: Keywords) -> bool:
     if "dim" in keywords:
         return True
     return bool(args) and is_plain(args[0])
-
-
-__all__ = ["Obj", "device_argument", "device_of", "method", "move", "rank_of", "split_result"]

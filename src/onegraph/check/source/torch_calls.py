@@ -33,7 +33,7 @@ CONTAINERS = {"torch.nn.ModuleList", "torch.nn.Sequential", "torch.nn.ModuleDict
 def call(machine: Machine, func: Ext | ExtObj, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
     """Call a name outside the user's code."""
     if isinstance(func, ExtObj):
-        return _call_object(machine, func, args, keywords)
+        return _call_object(machine, func, args, keywords, node)
     name = func.name
     if name.startswith("torch.Tensor."):
         if args and isinstance(args[0], Tensor):
@@ -73,15 +73,16 @@ def _other(machine: Machine, name: str, args: list[Value], node: ast.AST) -> Val
     return UNKNOWN
 
 
-def _call_object(machine: Machine, func: ExtObj, args: list[Value], keywords: Keywords) -> Value:
+def _call_object(machine: Machine, func: ExtObj, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
     if func.kind.startswith("torch.nn."):
         given = [t for a in (*args, *keywords.values()) for t in tensors(a)]
         if not given and not machine.presume:
             return UNKNOWN
+        if func.serial in machine.swapped:
+            text = f"`{short(node)}` reads a parameter that the caller binds anew between steps"
+            machine.report("CG205", node, text)
         device = next((t for t in given if t.on_device), given[0] if given else Tensor("cuda", sure=False))
         return machine.tensor(device.device or func.note, sure=device.sure)
-    if func.kind == "torch.compiled":
-        return UNKNOWN
     return UNKNOWN
 
 
@@ -101,7 +102,7 @@ def _module(machine: Machine, name: str, args: list[Value], keywords: Keywords) 
     if name == "torch.nn.Module":
         return ExtObj(name)
     device = keywords.get("device")
-    return ExtObj(name, device.name if isinstance(device, Device) else device_of(device) if device else "")
+    return ExtObj(name, device_of(device), serial=machine.site())
 
 
 def _torch(machine: Machine, name: str, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:

@@ -40,7 +40,7 @@ def deep_recursion() -> Iterator[None]:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Trees hold no cycles worth looking for while they grow: collecting cost a third of the time."""
+    """Trees hold few cycles while they grow. Measured on transformers: 25 CPU seconds without collecting, 36 with."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -63,6 +63,7 @@ class Tensor(Value):
         grown: concatenated from what the last step left and more.
         parameter: registered with a module.
         integer: known to hold integers that are no mask.
+        moving: another storage in every step, though the caller copies nothing: taken from a list, or out of an object.
         ragged: an input whose shape changes from step to step.
     """
 
@@ -78,6 +79,7 @@ class Tensor(Value):
     grown: bool = False
     parameter: bool = False
     ragged: bool = False
+    moving: bool = False
     integer: bool = False
 
     @property
@@ -175,11 +177,15 @@ class Ext(Value):
 
 @dataclass(frozen=True, slots=True)
 class ExtObj(Value):
-    """An instance of a class outside the user's code: kind "torch.cuda.Event". `note`: e.g. "default" stream."""
+    """An instance of a class outside the user's code: kind "torch.cuda.Event". `note`: e.g. "default" stream.
+
+    `serial` tells the modules of torch.nn apart, 0 for anything else.
+    """
 
     kind: str
     note: str = ""
     in_step: bool = False
+    serial: int = 0
 
 
 @dataclass(frozen=True, slots=True)
