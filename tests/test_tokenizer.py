@@ -163,6 +163,18 @@ def test_a_damaged_tokenizer_is_named(model: Path, content: bytes) -> None:
         tokenizer(model)
 
 
+def test_a_split_that_backtracks_without_end_is_one_line(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    content = json.loads((model / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    (model / "tokenizer.json").write_text(json.dumps(content | {"pre_tokenizer": split}))
+    t, start = tokenizer(model), time.perf_counter()
+    assert t.encode("b") == [tiny.TOKENS.index("b")]
+    with pytest.raises(CheckpointError, match="cannot encode this text"):
+        t.encode("a" * 100 + "b")
+    assert time.perf_counter() - start < 10
+    assert capfd.readouterr() == ("", ""), "a Rust backtrace"
+
+
 def test_a_missing_tokenizer_is_named(model: Path) -> None:
     (model / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):

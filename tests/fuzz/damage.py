@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Callable
@@ -17,6 +18,11 @@ ABSURD: list[Any] = [
     [1, "2", None], {"a": 1}, {"": {}}, "../../etc/passwd", "<|im_end|>", "e8p", "llama", "{{ 1/0 }}",
     "{% for x in y %}",
 ]  # fmt: skip
+
+
+def absurd(rng: random.Random) -> Any:
+    """One of them, a fresh copy: it may be damaged further."""
+    return copy.deepcopy(rng.choice(ABSURD))
 
 
 def damage_bytes(rng: random.Random, raw: bytes) -> bytes:
@@ -52,14 +58,14 @@ def damage_json(rng: random.Random, value: Any) -> Any:
         places: list[tuple[Any, Any]] = []
         collect(value, places)
         if not places:
-            return rng.choice(ABSURD)
+            return absurd(rng)
         holder, key = rng.choice(places)
         kind = rng.randrange(5)
         if kind == 0:
             del holder[key]
         elif kind == 1 and isinstance(holder, dict):
             holder[rng.choice(("unknown", "", "rope_scaling", "quantization_config", "head_dim", "layers", "bits"))] = (
-                rng.choice(ABSURD)
+                absurd(rng)
             )
         elif kind == 2 and isinstance(holder, dict):
             holder[f"{key}x"] = holder.pop(key)
@@ -68,7 +74,7 @@ def damage_json(rng: random.Random, value: Any) -> Any:
                 (-holder[key], holder[key] + 1, holder[key] * 2, holder[key] // 2, holder[key] * 1e9)
             )
         else:
-            holder[key] = rng.choice(ABSURD)
+            holder[key] = absurd(rng)
     return value
 
 

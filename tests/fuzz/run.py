@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import random
 import re
 import shutil
@@ -21,7 +22,7 @@ from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.llama import Llama
 
 from . import tiny
-from .damage import ABSURD, damage_bytes, damage_file, damage_header, damage_json, damage_tensors
+from .damage import absurd, damage_bytes, damage_file, damage_header, damage_json, damage_tensors
 
 SECONDS = 60  # a case takes some 0.1 s; what is still running then hangs
 # What Python says of a mistake in the program: it must never be what a person is told about a mistake in a file.
@@ -133,7 +134,7 @@ class Fuzzer:
         if rng.random() < 0.5:
             damage_file(rng, file)
         else:
-            file.write_text(json.dumps({**rates, rng.choice(("*", "nope", "lm_head", "[", "")): rng.choice(ABSURD)}))
+            file.write_text(json.dumps({**rates, rng.choice(("*", "nope", "lm_head", "[", "")): absurd(rng)}))
         return ["quantize", self.plain, work / "out", "--map", file, *self.quick()]
 
     def piece(self, rng: random.Random, work: Path) -> list[object]:
@@ -295,13 +296,29 @@ def invoke(command: list[object]) -> tuple[int, str, str]:
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
     stdin, sys.stdin = sys.stdin, io.TextIOWrapper(io.BytesIO(b"from stdin"))
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors), descriptor_2() as below:
             status = main([str(word) for word in command])
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
         sys.stdin = stdin
-    return status, out.getvalue(), errors.getvalue()
+    return status, out.getvalue(), errors.getvalue() + below[0]
+
+
+@contextlib.contextmanager
+def descriptor_2() -> Iterator[list[str]]:
+    """What libraries that are not Python write to stderr: in the list when this is left."""
+    found: list[str] = []
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield found
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            file.seek(0)
+            found.append(file.read().decode("utf-8", "replace"))
 
 
 @contextlib.contextmanager

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from onegraph.cli.chat import render
@@ -28,14 +31,10 @@ class Tokenizer:
                 f"{self.path}: has no tokenizer.json; copy the model's own there (SentencePiece-only models: load and "
                 "save the tokenizer with transformers once, which writes it)"
             )
-        try:
+        with _contained(f"{self.path}/tokenizer.json: not a tokenizer"):
             self._tokenizer = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # the library raises plain Exception, and Rust panics derive from BaseException
-            raise CheckpointError(f"{self.path}/tokenizer.json: not a tokenizer: {error}") from None
         self.vocab_size = checkpoint.config.get("vocab_size")
         self._settings = self._object(checkpoint, "tokenizer_config.json")
         self.template = self._find_template(checkpoint)
@@ -47,14 +46,10 @@ class Tokenizer:
         Raises ValueError for text that is not Unicode (a lone surrogate), CheckpointError where the tokenizer and the
         model disagree about the vocabulary.
         """
-        try:
+        if any("\ud800" <= c <= "\udfff" for c in text):
+            raise ValueError("the text holds bytes that are not UTF-8")
+        with _contained(f"{self.path}/tokenizer.json: cannot encode this text"):
             ids = self._tokenizer.encode(text, add_special_tokens=special).ids
-        except (UnicodeEncodeError, TypeError):
-            raise ValueError("the text holds bytes that are not UTF-8") from None
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:
-            raise CheckpointError(f"{self.path}/tokenizer.json: cannot encode: {error}") from None
         if ids and isinstance(self.vocab_size, int) and max(ids) >= self.vocab_size:
             raise CheckpointError(
                 f"{self.path}/tokenizer.json: gives token id {max(ids)}, config.json has vocab_size {self.vocab_size}; "
@@ -64,7 +59,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """Text of token ids; control tokens are left out unless `special`."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=not special)
+        with _contained(f"{self.path}/tokenizer.json: cannot decode"):
+            return self._tokenizer.decode(list(ids), skip_special_tokens=not special)
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Ids of a conversation, ready for the assistant's answer. Raises ValueError without a chat template."""
@@ -135,6 +131,29 @@ class TextStream:
             return ""
         self._start, self._read = self._read, len(self._ids)
         return after[len(before) :]
+
+
+@contextlib.contextmanager
+def _contained(what: str) -> Iterator[None]:
+    """Turns whatever `tokenizers` raises into a CheckpointError that begins with `what`.
+
+    It raises plain Exception; where a damaged tokenizer.json makes its Rust code panic (an expression that backtracks
+    without end does), what it raises derives from BaseException, and a backtrace goes to file descriptor 2, past
+    sys.stderr: the descriptor points to /dev/null meanwhile.
+    """
+    sys.stderr.flush()
+    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 2)
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:
+        raise CheckpointError(f"{what}: {str(error) or type(error).__name__}") from None
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(null)
 
 
 def _content(token: object) -> str | None:
