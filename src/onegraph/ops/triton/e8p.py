@@ -246,13 +246,13 @@ def _decode_all(
 ):
     """Every code to eight values of `out`: stored as one int64 of int8 if PACKED, else converted to out's dtype."""
     let_next_start(PDL)
+    wait_for_previous(PDL)  # a quantizer decodes what the kernel before has just encoded
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     code = tl.load(codes + at, mask=at < size, other=0)
     rest = code
     if BITS > 2:
         rest = tl.load(residual + at, mask=at < size, other=0)
     packed = _decode(code, rest, codebook, BITS)
-    wait_for_previous(PDL)
     if PACKED:
         tl.store(out + at, packed, mask=at < size)
     else:

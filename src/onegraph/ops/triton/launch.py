@@ -6,7 +6,8 @@ goes before the wait. Three rules keep it right:
 
 1. Every kernel here waits, in every program and before its first read or write of anything that another kernel touches;
    an early exit comes after the wait. Then "the kernel before has ended" implies that all kernels before it have.
-2. Weights, codebooks and scales are written once, long before: they may be read before the wait.
+2. Weights, codebooks and scales of a layer are written once, at load: a linear and a norm may read them before the
+   wait. (Who makes a layer on the device and runs it in the same breath synchronises in between.)
 3. A kernel without the launch attribute (cuBLAS, torch) waits for the whole kernel before it, as ever.
 
 A kernel that is captured records a programmatic edge, so a replay overlaps as the eager run does.
