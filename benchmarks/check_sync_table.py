@@ -17,7 +17,7 @@ import warnings
 from typing import Any
 
 warnings.filterwarnings("ignore")
-_SAMPLES = 3
+_SAMPLES = 8
 _ROUNDS = 6
 _OPS: list[Any] = []
 _SPOILED = False

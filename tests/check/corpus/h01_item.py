@@ -73,7 +73,7 @@ def factory_bad_contains():
 def factory_bad_allclose():
     def step(x):
         close = torch.allclose(x, x.round())  # expect: CG101
-        return x * (2.0 if close else 3.0)  # expect: CG202 optional
+        return x * (2.0 if close else 3.0)  # expect: CG202 optional, CG201 optional
 
     return step, lambda i: (torch.full((4,), 0.5 * i, device="cuda"),)
 

@@ -128,16 +128,16 @@ def factory_bad_inverse_rotation():
     return step, lambda i: (torch.eye(4, device="cuda") * (i + 1), torch.ones(4, device="cuda"))
 
 
-def factory_bad_determinant_sign():
+def factory_ok_determinant_sign():
     def step(a):
-        return torch.where(torch.linalg.det(a) > 0, a, -a)  # expect: CG105|CG101
+        return torch.where(torch.linalg.det(a) > 0, a, -a)
 
     return step, lambda i: (torch.eye(3, device="cuda") * (i + 1),)
 
 
-def factory_bad_histogram():
+def factory_ok_histogram():
     def step(x):
-        return torch.histc(x, bins=4, min=0.0, max=8.0)  # expect: CG105|CG101|CG104
+        return torch.histc(x, bins=4, min=0.0, max=8.0)
 
     return step, lambda i: (torch.arange(8.0, device="cuda") * (i + 1) % 8,)
 

@@ -208,16 +208,21 @@ def branch(hazard: hazards.Hazard, where: tuple[CodeType, int] | None) -> hazard
 
 
 _CALLS = (
-    (("elapsed_time", "query", "pin_memory"), "CG107", "an event or stream is queried, or memory pinned, in the step"),
-    (("synchronize",), "CG106", "the host waits for the device inside the step"),
+    ((".elapsed_time(", ".query("), "CG107", "an event or stream is queried inside the step"),
+    (("synchronize(",), "CG106", "the host waits for the device inside the step"),
     (
-        ("manual_seed", "rng_state", "set_state", "get_state", "initial_seed"),
+        ("manual_seed(", "set_rng_state(", "set_state("),
         "CG302",
-        "the generator is set in the step",
+        "the random seed is set inside the step, once, at capture",
     ),
-    (("backward", "autograd.grad"), "CG306", "the backward pass touches work of another stream"),
-    (("compile",), "CG307", "something is compiled inside the step"),
-    (("print", "tolist", "numpy", "cpu(", "item("), "CG101", "a device value is read on the host"),
+    ((".backward(", "autograd.grad("), "CG306", "the backward pass touches work of another stream"),
+    (("torch.compile(",), "CG307", "something is compiled inside the step"),
+    (("print(", ".tolist(", ".numpy(", ".cpu(", ".item("), "CG101", "a device value is read on the host"),
+    (
+        ("tensor(", "asarray(", "from_numpy(", ".to(", ".cuda(", ".copy_("),
+        "CG102",
+        "host data is copied to the device from pageable memory",
+    ),
 )
 
 
@@ -225,8 +230,17 @@ def of_call(chain: frames.Chain, roots: frames.Roots, op: str) -> hazards.Hazard
     """The hazard that the user's line asks for by name; a sync inside of an op's own code where it does not."""
     where = roots.where(chain)
     source = frames.place(*where).source if where else ""
+    operation = frames.opname(*where) if where else ""
+    if "SUBSCR" in operation or "SLICE" in operation:
+        text = "a Python value is indexed with or assigned by index, which copies it over"
+        return hazards.Hazard("CG103", text, hazards.PAGEABLE)
     for words, code, message in _CALLS:
         if any(word in source for word in words):
-            return hazards.Hazard(code, message, hazards.NOT_PERMITTED)
+            happens = hazards.PAGEABLE if code == "CG102" else hazards.NOT_PERMITTED
+            return (
+                branch(hazards.Hazard(code, message, happens), where)
+                if code == "CG101"
+                else hazards.Hazard(code, message, happens)
+            )
     what = op.split("::")[-1] or "an op"
     return hazards.Hazard("CG105", f"{what} waits for the device inside its host code", hazards.NOT_PERMITTED)

@@ -116,13 +116,9 @@ class _Live:
                 if isinstance(leaf, Tensor) and leaf.is_cuda:
                     record.inputs[self.numbers.of(leaf, "inputs", index)] = position
             torch.cuda.synchronize()
-            recorder.step = record if index else None
-            with recorder.watching() if index else ExitStack():
-                if index:
-                    with recorder:
-                        result = self._guarded(f"step {index}", call_step, step, arguments)
-                else:
-                    result = self._guarded(f"step {index}", call_step, step, arguments)
+            recorder.step = record
+            with recorder.watching() if index else ExitStack(), recorder:
+                result = self._guarded(f"step {index}", call_step, step, arguments)
             recorder.step = None
             torch.cuda.synchronize()
             outputs = list(result) if isinstance(result, tuple | list) else [result]
@@ -254,6 +250,10 @@ class _Live:
         first = _first(error)
         chain = _chain_of(first, self.roots) or (recorder.last[1] if recorder.last else ())
         happens = f"{type(first).__name__}: {_line(first)}"
+        hazard = of_call(chain, self.roots, "")
+        if hazard.code == "CG306":
+            recorder.note(hazard.code, hazard.message, happens, chain)
+            return
         for words, code, message in _TEXTS:
             if words in str(first) or words in text:
                 if code == "CG305":
@@ -337,12 +337,15 @@ class _Live:
     def _relevant(self) -> Iterator[Sighting]:
         """Syncs of eager steps count where the capture failed; a capture that worked has proven them harmless."""
         for sighting in self.recorder.sightings:
-            if self.captured is None or sighting.code.startswith(("CG2", "CG303", "CG304")):
+            always = sighting.code.startswith(("CG2", "CG303", "CG304"))
+            seed = sighting.code == "CG302" and any(v.stale for v in self.verdicts.values())
+            if self.captured is None or always or seed:
                 yield sighting
 
 
 @contextmanager
 def _capturing_asked(recorder: Recorder) -> Iterator[None]:
+    """Notes who asks whether the stream is being captured, and who sets a seed inside of a step."""
     real = torch.cuda.is_current_stream_capturing
 
     def asked() -> bool:
@@ -351,11 +354,26 @@ def _capturing_asked(recorder: Recorder) -> Iterator[None]:
             recorder.asked_capturing.append(chain)
         return real()
 
+    def seeding(function: Callable[..., Any]) -> Callable[..., Any]:
+        def seed(*args: Any, **kwargs: Any) -> Any:
+            chain = frames.chain(call_step.__code__, 2)
+            if chain:
+                recorder.note("CG302", "the random seed is set inside the step, once, at capture", SILENT, chain)
+            return function(*args, **kwargs)
+
+        return seed
+
+    seeds = [(torch, "manual_seed"), *((torch.cuda, n) for n in ("manual_seed", "manual_seed_all", "set_rng_state"))]
+    before = [(owner, name, getattr(owner, name)) for owner, name in seeds]
     torch.cuda.is_current_stream_capturing = asked
+    for owner, name, function in before:
+        setattr(owner, name, seeding(function))
     try:
         yield
     finally:
         torch.cuda.is_current_stream_capturing = real
+        for owner, name, function in before:
+            setattr(owner, name, function)
 
 
 def _tensors(step: Any, roots: frames.Roots) -> dict[str, Tensor]:

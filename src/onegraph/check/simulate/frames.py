@@ -7,6 +7,7 @@ import linecache
 import os
 import sys
 import sysconfig
+import warnings
 from types import CodeType, FrameType
 from typing import NamedTuple
 
@@ -30,9 +31,9 @@ class Place(NamedTuple):
 @functools.cache
 def _skipped(filename: str) -> bool:
     """Frames that no one wants to see: torch, this package, the import machinery."""
-    return (f"{os.sep}torch{os.sep}" in filename and any(site in filename for site in _SITE)) or filename.startswith(
-        (_HERE, "<frozen", "<string>", "<eval_with_key>")
-    )
+    if f"{os.sep}torch{os.sep}" in filename and any(site in filename for site in _SITE):
+        return True
+    return filename.startswith((_HERE, "<frozen", "<string>", "<eval_with_key>")) or filename == warnings.__file__
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from onegraph.check.report import CheckError, Origin, Report, Severity
+from onegraph.check.report import SILENT, CheckError, Report, Severity
 from onegraph.check.simulate import frames
 from onegraph.check.simulate.compare import Books, differences
 from onegraph.check.simulate.cuda import machine
@@ -176,15 +176,15 @@ class _Simulation:
             if op.kind != "h2d" or op.source is None or op.codes or op.contents is None:
                 continue
             storage = _alive(op.source)
-            message = ""
-            if storage is None:
+            message, severity = "", Severity.WARNING
+            if storage is None:  # torch 2.11 keeps it for the graph; other allocators and older versions do not
                 message = "the pinned source of a captured copy is freed when the step ends"
             elif not same(_view(storage, op), op.contents):
                 message = "the pinned source of a captured copy is written again in the same step"
-                op.frozen = _view(storage, op).clone()
+                op.frozen, severity = _view(storage, op).clone(), Severity.ERROR
             if message:
                 world.phase = "step"
-                world.see("CG207", message, "silently stale", chain=op.chain)
+                world.see("CG207", message, SILENT, chain=op.chain, severity=severity)
                 world.phase = "idle"
 
     # storages
@@ -267,4 +267,4 @@ def _where(error: BaseException) -> str:
     return found
 
 
-__all__ = ["DEFAULT_STEPS", "FEWEST_STEPS", "Origin", "Severity", "simulate_step"]
+__all__ = ["DEFAULT_STEPS", "FEWEST_STEPS", "simulate_step"]

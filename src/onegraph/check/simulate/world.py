@@ -75,7 +75,8 @@ class World:
 
     def pin(self, tensor: Tensor) -> Tensor:
         if self.phase == "step":
-            self.see("CG107", "pinned memory is allocated inside the step", hazards.NOT_PERMITTED)
+            text = "pinned memory is allocated inside the step (torch before 2.10 cannot while capturing)"
+            self.see("CG107", text, hazards.NOT_PERMITTED, severity=Severity.WARNING)
         self.pinned[storage_of(tensor)] = weak(tensor)
         return tensor
 
