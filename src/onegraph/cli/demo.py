@@ -263,4 +263,6 @@ def print_table(report: dict[str, Any], bits: int) -> None:
     print()
     for label, *cells in rows:
         print(f"{label:<24}{cells[0]:>10}{cells[1]:>20}{cells[2]:>26}")
-    print(f"\non {report['device']}; quality on {report['tokens']} tokens that calibration never saw", flush=True)
+    rest = after["bytes"] - after["linear_bytes"]
+    print(f"\n{human_bytes(rest)} of the {human_bytes(after['bytes'])} are the embedding and norms, kept at 16 bits")
+    print(f"on {report['device']}; quality on {report['tokens']} tokens that calibration never saw", flush=True)

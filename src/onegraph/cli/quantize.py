@@ -220,6 +220,7 @@ def summary(size: Any) -> dict[str, Any]:
     """A `Size` as JSON."""
     return {
         "bytes": size.total_bytes,
+        "linear_bytes": size.linear_bytes,
         "bits": round(size.bits, 3),
         "linear_bits": round(size.linear_bits, 3),
         "parameters": size.parameters,
