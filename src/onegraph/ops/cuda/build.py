@@ -1,0 +1,160 @@
+"""CUDA C++ on the user's machine: compiled by NVRTC (no nvcc), cached as a cubin, launched through the driver.
+
+NVRTC and the driver come through `cuda.bindings`, which CUDA builds of torch bring along. A cubin is cached by the hash
+of source, options, architecture and NVRTC version, so that only the first process compiles (a second or two a
+variant). Nothing here may run for the first time inside a capture: loading a module is not allowed there.
+"""
+
+import ctypes
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class BuildError(RuntimeError):
+    """The kernel cannot be had on this machine: no NVRTC, an old GPU, or a compiler that refuses the source."""
+
+
+def cache_dir() -> Path:
+    """Where cubins are kept: $XDG_CACHE_HOME/onegraph/cuda or ~/.cache/onegraph/cuda."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "onegraph" / "cuda"
+
+
+def _bindings() -> tuple[Any, Any]:
+    try:
+        from cuda.bindings import driver, nvrtc  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise BuildError("the package cuda-bindings is missing: pip install cuda-bindings") from error
+    return driver, nvrtc
+
+
+def check(result: tuple[Any, ...]) -> Any:
+    """The value of a `cuda.bindings` call, or RuntimeError with the name of its error code."""
+    code, *values = result
+    if int(code):
+        raise RuntimeError(f"CUDA call failed: {code!r}")
+    return values[0] if len(values) == 1 else values
+
+
+def compile_cubin(source: Path, defines: Mapping[str, int], capability: tuple[int, int]) -> bytes:
+    """The cubin of `source` for compute capability `capability`, from the cache or from NVRTC.
+
+    Raises BuildError where there is no NVRTC or it refuses; its log is in the message.
+    """
+    _, nvrtc = _bindings()
+    arch = f"sm_{capability[0]}{capability[1]}" + ("a" if capability[0] >= 9 else "")
+    options = [f"--gpu-architecture={arch}", "--std=c++17", "--device-as-default-execution-space"]
+    options += [f"-D{name}={value}" for name, value in sorted(defines.items())]
+    text = source.read_bytes()
+    try:
+        version = check(nvrtc.nvrtcVersion())
+    except Exception as error:  # the library behind the binding is loaded here, and each version fails in its own way
+        raise BuildError(f"NVRTC cannot be loaded: {error}") from error
+    key = hashlib.sha256("\0".join([*options, repr(version)]).encode() + text).hexdigest()[:32]
+    cached = cache_dir() / f"{source.stem}-{key}.cubin"
+    try:
+        return cached.read_bytes()
+    except OSError:
+        pass
+    cubin = _compile(nvrtc, text, source.name, [option.encode() for option in options])
+    try:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=cached.parent, delete=False) as file:
+            file.write(cubin)
+        os.replace(file.name, cached)  # another process may do the same at the same time: both write the same bytes
+    except OSError:
+        pass  # a read-only home costs the compilation each time, nothing else
+    return cubin
+
+
+def _compile(nvrtc: Any, text: bytes, name: str, options: list[bytes]) -> bytes:
+    program = check(nvrtc.nvrtcCreateProgram(text, name.encode(), 0, [], []))
+    try:
+        (code,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        if int(code):
+            log = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))
+            check(nvrtc.nvrtcGetProgramLog(program, log))
+            raise BuildError(f"NVRTC refused {name}: {log.decode(errors='replace').strip()}")
+        cubin = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
+        check(nvrtc.nvrtcGetCUBIN(program, cubin))
+        return cubin
+    finally:
+        check(nvrtc.nvrtcDestroyProgram(program))
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A function of a loaded module. `max_threads` is what its registers allow in a block."""
+
+    function: Any
+    device: int
+
+    def launch(
+        self, grid: tuple[int, int, int], threads: int, shared: int, cluster: int, stream: int, arguments: bytes
+    ) -> None:
+        """Launches with programmatic dependent launch. `arguments`: the bytes of the kernel's one parameter."""
+        driver = _bindings()[0]
+        config = _config(grid, threads, shared, cluster, stream)
+        pointer = ctypes.c_char_p(arguments)  # the launch copies the bytes before it returns
+        check(driver.cuLaunchKernelEx(config, self.function, ctypes.addressof(pointer), 0))
+
+
+@lru_cache(maxsize=4096)
+def _config(grid: tuple[int, int, int], threads: int, shared: int, cluster: int, stream: int) -> Any:
+    driver = _bindings()[0]
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = shared
+    config.hStream = stream
+    attributes = []
+    follow = driver.CUlaunchAttribute()
+    follow.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    follow.value.programmaticStreamSerializationAllowed = 1
+    attributes.append(follow)
+    if cluster > 1:
+        together = driver.CUlaunchAttribute()
+        together.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        together.value.clusterDim.x, together.value.clusterDim.y, together.value.clusterDim.z = cluster, 1, 1
+        attributes.append(together)
+    config.attrs = attributes
+    config.numAttrs = len(attributes)
+    return config
+
+
+def load(source: Path, defines: Mapping[str, int], names: tuple[str, ...], device: int) -> tuple[Kernel, ...]:
+    """The functions `names` of `source` on `device`, with all of the shared memory that a block may have.
+
+    Raises BuildError where they cannot be had, RuntimeError inside a capture.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{source.name} {dict(defines)} would be compiled inside a CUDA-graph capture; run the step once before"
+        )
+    driver, _ = _bindings()
+    capability = torch.cuda.get_device_capability(device)
+    if capability[0] < 9:
+        raise BuildError(f"compute capability {capability[0]}.{capability[1]} has no thread-block clusters; 9.0 has")
+    cubin = compile_cubin(source, defines, capability)
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().synchronize()  # makes the device's context current
+        module = check(driver.cuModuleLoadData(cubin))
+        kernels = []
+        for name in names:
+            function = check(driver.cuModuleGetFunction(module, name.encode()))
+            limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            optin = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+            most = check(driver.cuDeviceGetAttribute(optin, check(driver.cuCtxGetDevice())))
+            static = check(
+                driver.cuFuncGetAttribute(driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function)
+            )
+            check(driver.cuFuncSetAttribute(function, limit, most - static))
+            kernels.append(Kernel(function, device))
+    return tuple(kernels)

@@ -1,0 +1,234 @@
+"""The CUDA E8P linear against float64: all rates, token counts and tails, under capture, the same bits each time."""
+
+import re
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from onegraph.formats.e8p import codebook, hadamard_block, residual_dtype
+from onegraph.ops.cuda import build
+from onegraph.ops.cuda import e8p as cuda_e8p
+from onegraph.ops.e8p import e8p_decode
+
+gpu = pytest.mark.gpu
+# (n, k): whole tiles and slices; blocks of 64 on either side; half a slice, half a tile; clusters of every kind
+SHAPES = [
+    (128, 256),
+    (64, 64),
+    (576, 576),
+    (192, 1536),
+    (576, 192),
+    (1536, 576),
+    (4096, 4096),
+    (512, 11008),
+    (320, 4160),
+]
+
+
+def _codes(n: int, k: int, bits: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor | None]:
+    g = torch.Generator("cuda").manual_seed(seed)
+
+    def draw(dtype: torch.dtype) -> torch.Tensor:
+        info = torch.iinfo(dtype)
+        return torch.randint(info.min, info.max + 1, (n, k // 8), device="cuda", generator=g).to(dtype)
+
+    rest = residual_dtype(bits)
+    return draw(torch.int16), None if rest is None else draw(rest)
+
+
+def _arguments(
+    tokens: int, n: int, k: int, bits: int, dtype: torch.dtype = torch.bfloat16, bias: bool = False
+) -> tuple:
+    g = torch.Generator("cuda").manual_seed(1)
+
+    def signed(size: int) -> torch.Tensor:
+        u = torch.rand(size, device="cuda", generator=g)
+        return (0.5 + u) * torch.randn(size, device="cuda", generator=g).sign()
+
+    x = torch.randn(tokens, k, device="cuda", generator=g).to(dtype)
+    b = torch.randn(n, device="cuda", generator=g) if bias else None
+    return x, *_codes(n, k, bits), codebook("cuda"), signed(k), signed(n) * 0.1 * k**-0.5, b, bits
+
+
+def _rotated(x: torch.Tensor) -> torch.Tensor:
+    block = hadamard_block(x.shape[1])
+    h = torch.ones(1, 1, dtype=torch.float64, device=x.device)
+    while h.shape[0] < block:
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
+    return (x.view(len(x), -1, block) @ h * block**-0.5).flatten(1)
+
+
+def _truth(x, codes, residual, table, in_scale, out_scale, bias, bits) -> torch.Tensor:
+    q = e8p_decode.reference(codes, residual, table, bits).double()
+    y = _rotated(_rotated(x.double() * in_scale) @ q.T) * out_scale
+    return y if bias is None else y + bias
+
+
+def _poison(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Leaves NaN in the block that the allocator hands out next for this shape."""
+    torch.full(shape, float("nan"), dtype=dtype, device="cuda")
+
+
+def _error(y: torch.Tensor, truth: torch.Tensor) -> float:
+    return ((y.double() - truth).norm() / truth.norm()).item()
+
+
+@gpu
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_matches_float64(bits: int, n: int, k: int) -> None:
+    """Only the result is rounded: half a unit in the last place of bfloat16 or float16 is all that shows."""
+    for tokens, (dtype, bound) in product((1, 3, 4, 6, 16, 19), ((torch.bfloat16, 2e-3), (torch.float16, 4e-4))):
+        args = _arguments(tokens, n, k, bits, dtype, bias=tokens % 2 == 0)
+        assert cuda_e8p.takes(tokens, n, k, dtype)
+        _poison((tokens, n), dtype)
+        y = cuda_e8p.linear(*args)
+        assert _error(y, _truth(*args)) < bound, (tokens, dtype)
+
+
+@gpu
+@pytest.mark.parametrize("tokens", [1, 2, 4, 5, 8, 9, 16, 17, 33, 64])
+def test_every_token_count(tokens: int) -> None:
+    args = _arguments(tokens, 256, 1024, 4)
+    _poison((tokens, 256), torch.bfloat16)
+    assert _error(cuda_e8p.linear(*args), _truth(*args)) < 2e-3
+
+
+@gpu
+@pytest.mark.parametrize("tokens", [1, 16])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_same_bits_each_time_and_in_a_graph(bits: int, tokens: int) -> None:
+    args = _arguments(tokens, 4096, 4096, bits)
+    expected = cuda_e8p.linear(*args)
+    for _ in range(20):
+        assert torch.equal(cuda_e8p.linear(*args), expected)
+    x = args[0].clone()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        once = cuda_e8p.linear(x, *args[1:])
+        again = cuda_e8p.linear(once, *args[1:])  # reads what the launch before it writes
+    second = cuda_e8p.linear(expected, *args[1:])
+    x.copy_(args[0])
+    for _ in range(20):
+        once.fill_(float("nan"))
+        again.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(once, expected)
+        assert torch.equal(again, second)
+    other = _arguments(tokens, 4096, 4096, bits)[0].flip(-1).contiguous()
+    x.copy_(other)
+    graph.replay()
+    assert torch.equal(once, cuda_e8p.linear(other, *args[1:]))
+
+
+@gpu
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    """Within one kernel, that is for 1 to 4, 5 to 8 and 9 to 64 tokens."""
+    x, *rest = _arguments(16, 1536, 576, 3)
+    whole = cuda_e8p.linear(x, *rest)
+    assert torch.equal(cuda_e8p.linear(x[:9], *rest), whole[:9])
+    four = cuda_e8p.linear(x[:4], *rest)
+    assert torch.equal(cuda_e8p.linear(x[2:3], *rest), four[2:3])
+
+
+@gpu
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("tokens", [2, 9])
+def test_nan_and_infinity_come_out(bad: float, tokens: int) -> None:
+    args = _arguments(tokens, 128, 512, 2)
+    args[0][1, 300] = bad
+    y = cuda_e8p.linear(*args)
+    assert not y[1].isfinite().any()
+    assert y[0].isfinite().all()
+
+
+@gpu
+def test_zeros_and_offsets_in_memory() -> None:
+    x, codes, *rest = _arguments(1, 128, 512, 2)
+    assert cuda_e8p.linear(torch.zeros_like(x), codes, *rest).eq(0).all()
+    odd = torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view_as(x).copy_(x)
+    shifted = torch.empty(codes.numel() + 1, dtype=codes.dtype, device="cuda")[1:].view_as(codes).copy_(codes)
+    assert torch.equal(cuda_e8p.linear(odd, shifted, *rest), cuda_e8p.linear(x, codes, *rest))
+
+
+@gpu
+def test_other_shapes_go_to_triton() -> None:
+    for tokens, n, k, dtype in (
+        (1, 49, 200, torch.bfloat16),
+        (1, 128, 128, torch.float32),
+        (65, 128, 128, torch.float16),
+    ):
+        assert not cuda_e8p.takes(tokens, n, k, dtype)
+        args = _arguments(tokens, n, k, 3, dtype)
+        assert _error(cuda_e8p.linear(*args), _truth(*args)) < 8e-3
+
+
+@gpu
+def test_cubin_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source = tmp_path / "k.cu"
+    source.write_text('extern "C" __global__ void k(int* p) { *p = N; }')
+    first = build.compile_cubin(source, {"N": 1}, (9, 0))
+    monkeypatch.setattr(build, "_compile", lambda *_: pytest.fail("compiled again"))
+    assert build.compile_cubin(source, {"N": 1}, (9, 0)) == first
+    assert len(list((tmp_path / "onegraph" / "cuda").iterdir())) == 1
+
+
+@gpu
+def test_a_refused_source_names_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source = tmp_path / "k.cu"
+    source.write_text('extern "C" __global__ void k() { nonsense; }')
+    with pytest.raises(build.BuildError, match="nonsense"):
+        build.compile_cubin(source, {}, (9, 0))
+
+
+def test_without_a_compiler_triton_runs_after_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise build.BuildError("no NVRTC here")
+
+    monkeypatch.setattr(build, "load", refuse)
+    cuda_e8p.available.cache_clear()
+    cuda_e8p._kernels.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="no NVRTC here"):
+            assert not cuda_e8p.available(0)
+        assert not cuda_e8p.available(0)
+    finally:
+        cuda_e8p.available.cache_clear()
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (14336, 4096), (4096, 14336), (128256, 4096), (28672, 8192), (64, 32768)])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("tokens", [1, 4, 8, 16])
+def test_plan_covers_every_slice_once(shape: tuple[int, int], bits: int, tokens: int) -> None:
+    n, k = shape
+    _, warps, _ = cuda_e8p.VARIANTS[bits, cuda_e8p._pass(tokens)]
+    cut = cuda_e8p.plan(n, k, bits, tokens, 132)
+    rows = cut.blocks * cuda_e8p.ROWS
+    assert cut.tiles * rows >= n > (cut.tiles - 1) * rows
+    owned = [
+        at
+        for rank in range(cut.cluster)
+        for warp in range(cut.across)
+        for at in range(rank * cut.per_block + warp, min((rank + 1) * cut.per_block, cut.slices), cut.across)
+    ]
+    assert sorted(owned) == list(range(-(-k // cuda_e8p.SLICE)))
+    assert cut.across * cut.down <= warps
+    assert (cut.cluster - 1) * cut.per_block < cut.slices  # each block has a slice, so its sums are written
+    assert cut.shared(bits, tokens) <= cuda_e8p.SHARED_LIMIT
+
+
+def test_constants_agree_with_the_source() -> None:
+    text = cuda_e8p.SOURCE.read_text()
+    for name in ("SLICE", "ROWS"):
+        assert int(re.search(rf"constexpr int {name} = (\d+);", text)[1]) == getattr(cuda_e8p, name)
+
+
+def test_importing_touches_no_cuda() -> None:
+    code = "import onegraph.ops.e8p, sys; assert 'cuda' not in sys.modules and 'onegraph.ops.cuda' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
