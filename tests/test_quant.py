@@ -374,6 +374,17 @@ def test_recipes_that_make_no_sense(wrong: dict[str, Any]) -> None:
         Recipe(**wrong)
 
 
+def test_what_cannot_be_quantized_is_named(tokens: Tensor) -> None:
+    odd = Tiny()
+    odd.blocks[0].o = nn.Linear(DIM - 4, DIM, bias=False)
+    with pytest.raises(ValueError, match=r"o is 64 x 60.*rate 16"):
+        quantize(odd, tokens, Recipe())
+    damaged = Tiny()
+    damaged.blocks[1].v.weight[3, 3] = float("nan")
+    with pytest.raises(ValueError, match=r"blocks\.1\.v: the weight is not finite"):
+        quantize(damaged, tokens, Recipe())
+
+
 def test_tokens_must_be_tokens() -> None:
     for tokens in (torch.zeros(3), torch.zeros(2, 2), torch.zeros(0, 4, dtype=torch.int64)):
         with pytest.raises(ValueError, match="tokens"):

@@ -93,17 +93,20 @@ class _Job:
         self.model, self.recipe, self.partial, self.outer, self.progress = model, recipe, partial, outer, progress
         if (recipe.lm_head or recipe.embed_tokens) and outer is None:
             raise ValueError("to quantize lm_head or embed_tokens, quantize() must be given `outer` to read them")
-        names, groups = [], 0
-        block = model.load_block(0)
-        for group in model.linear_groups(block):
-            groups += 1
-            names += [name for name, _ in group]
+        first = model.linear_groups(model.load_block(0))
+        shapes = {name: tuple(module.weight.shape) for group in first for name, module in group}
         prefixes = [model.block_prefix(i) for i in range(model.num_blocks)]
-        rates = resolve_rates(recipe.layers, [p + n for p in prefixes for n in names], recipe.bits)
+        rates = resolve_rates(recipe.layers, [p + n for p in prefixes for n in shapes], recipe.bits)
         self.config = E8PConfig(
             bits=recipe.bits, layers=rates, lm_head=recipe.lm_head, embed_tokens=recipe.embed_tokens
         )
-        self.done, self.total = 0, groups * model.num_blocks
+        for name, (n, k) in shapes.items():
+            if k % 8 and any(self.config.bits_of(p + name) != KEEP for p in prefixes):
+                raise ValueError(
+                    f"{name} is {n} x {k}; E8P codes 8 inputs at once, so the inputs must be a multiple of 8: "
+                    f"keep it with the rate 16 for '*{name}'"
+                )
+        self.done, self.total = 0, len(first) * model.num_blocks
         self.batch = max(1, recipe.batch_tokens // tokens.shape[1])
         self.tokens = tokens
 
@@ -192,10 +195,16 @@ class _Job:
         chosen = [item for item in chosen if item[2] != KEEP]
         if not chosen:
             return {}
+        for name, module, _ in chosen:
+            if not torch.isfinite(module.weight).all():
+                raise ValueError(f"{name}: the weight is not finite; the checkpoint is damaged")
         recipe = self.recipe
         weights = [corrected(module.weight.float(), moments, recipe.damping, recipe.correct) for _, module, _ in chosen]
         rates = [bits for _, _, bits in chosen]
-        made = quantize_group(weights, moments.h, rates, recipe, generator(recipe.seed, chosen[0][0]))
+        try:
+            made = quantize_group(weights, moments.h, rates, recipe, generator(recipe.seed, chosen[0][0]))
+        except ValueError as error:
+            raise ValueError(f"{chosen[0][0]}: {error}") from None
         for (_, module, bits), tensors in zip(chosen, made, strict=True):
             module.weight.copy_(dequantize(tensors, bits))
         return {name: tensors for (name, _, _), tensors in zip(chosen, made, strict=True)}
