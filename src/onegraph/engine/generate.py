@@ -108,7 +108,7 @@ class Engine:
         self._prefill_inputs = {"tokens": self._tensor((1, chunk), torch.int64), **self._row_inputs(1)}
         self._runners: dict[tuple[str, bool], Runner] = {}
         self._download = Download(self._decode_inputs["drawn"], depth=self._ahead + 1)
-        # What an eager step need not look at: a graph has one shape for all, a plain call has none.
+        # What a step on a CPU need not look at, where the reference reads all that it may.
         self._width, self._length = per_row, chunk
         self.stats = Stats(mode=self.mode)
 
@@ -312,8 +312,12 @@ class Engine:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def _trim(self, length: int, reach: int) -> None:
-        """Before an eager step: the tokens of the chunk and the pages of the longest row, where a graph takes all."""
-        if self._pool is None:
+        """Before a step on a CPU: the tokens of the chunk and the pages of the longest row.
+
+        Not on a GPU, eagerly either: kernels split their work by shape, so that another shape rounds in another order,
+        and an eager step would then draw other tokens at near-ties than the captured one that it is compared with.
+        """
+        if self.device.type == "cpu":
             self._length, self._width = length, self._allocator.needed(reach)
 
     def _take_pages(self, sequence: Sequence) -> bool:
