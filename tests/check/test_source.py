@@ -67,6 +67,7 @@ FIRES = [
     ("CG104", "return F.one_hot(x.long())"),
     ("CG104", "y = x.clone()\ny[x > 0] = x * 2\nreturn y"),
     ("CG105", "return torch.linalg.solve(x.diag(), x)"),
+    ("CG105", "return torch.histc(x)"),
     ("CG106", "torch.cuda.current_stream().synchronize()\nreturn x"),
     ("CG107", "e = torch.cuda.Event()\ne.record()\ne.query()\nreturn x"),
     ("CG108", "if (x > 0).any():\n    x = x * 2\nreturn x"),
@@ -88,6 +89,8 @@ def test_fires(code: str, body: str, tmp_path: Path) -> None:
 
 
 SILENT = [
+    "return torch.histc(x, bins=4, min=0.0, max=8.0)",
+    "return torch.linalg.inv_ex(x.diag()).inverse",
     "return x * int(x.shape[0])",
     "return x * float(len(x))",
     "return x[: x.size(0) // 2]",

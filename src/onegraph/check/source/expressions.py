@@ -374,6 +374,8 @@ def _element(machine: Machine, node: ast.Subscript, owner: Value, index: Value) 
             return found if found is not None else (owner.element if owner.entries is None else UNKNOWN)
         case (Dict(), _):
             return owner.any
+        case (ExtObj(kind="numpy.ndarray"), _):
+            return Plain("", varying=True) if varies(index) else owner
         case (Plain(kind="shape"), _) if not isinstance(node.slice, ast.Slice):
             return Plain("int", varying=owner.varying)
         case (Plain(), _):

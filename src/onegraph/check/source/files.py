@@ -105,7 +105,7 @@ def _bind(body: list[ast.stmt], names: dict[str, list[ast.stmt]]) -> None:
             case ast.If():
                 _bind(statement.body, names)
                 _bind(statement.orelse, names)
-            case ast.Try():
+            case ast.Try() | ast.TryStar():
                 for part in (statement.body, *(h.body for h in statement.handlers), statement.orelse):
                     _bind(part, names)
             case ast.With():

@@ -138,32 +138,14 @@ SPLITS = frozenset(
     ]
 )
 
-CHECKED = frozenset(
-    [
-        "inv",
-        "solve",
-        "cholesky",
-        "cholesky_inverse",
-        "inverse",
-        "eig",
-        "eigvals",
-        "eigh",
-        "eigvalsh",
-        "lstsq",
-        "lu_factor",
-        "lu",
-        "ldl_factor",
-        "matrix_rank",
-        "pinv",
-        "matrix_exp",
-        "det_checked",
-        "svd",
-        "svdvals",
-    ]
-)
-"""torch.linalg functions (and their old names) whose host code reads the factorisation's `info`, or iterates."""
+CHECKED = frozenset(["inv", "solve", "cholesky", "eig", "eigvals", "lstsq", "lu_factor", "lu", "matrix_exp"])
+"""torch.linalg functions that wait for the device on every call, as measured on an H200 (data/sync_ops.json)."""
 
-SYNCING_FUNCTIONS = frozenset(["ctc_loss", "histc", "histogram", "histogramdd", "corrcoef_checked"])
+SOMETIMES_CHECKED = frozenset(["eigh", "eigvalsh", "svd", "svdvals", "pinv", "matrix_rank", "ldl_factor", "ldl_solve"])
+"""The same for some sizes and arguments only."""
+
+SYNCING_FUNCTIONS = frozenset(["ctc_loss", "histc"])
+"""`histc` only where it must look for the range itself."""
 
 MASK_OPS = frozenset(
     [
@@ -305,6 +287,9 @@ RNG_STATE = frozenset(
         "set_state",
     ]
 )
+
+RNG_SETS = frozenset(["manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all"])
+"""Of these, what changes the state of a generator that the graph may draw from; reading it was seen to pass (H200)."""
 
 OBJECT_COLLECTIVES = frozenset(
     [

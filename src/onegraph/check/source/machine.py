@@ -261,6 +261,8 @@ class Machine:
             if isinstance(value, Const | Plain):
                 kind = type(value.value).__name__ if isinstance(value, Const) else value.kind
                 self._setters[key](Plain(kind, varying=True))
+            elif isinstance(value, Seq) and isinstance(value.any, Const | Plain):
+                self._setters[key](replace(value, items=None, element=Plain("", varying=True)))
 
 
 def place(node: ast.AST) -> tuple[int, int]:

@@ -43,6 +43,10 @@ def read_factory(machine: Machine, file: SourceFile, name: str) -> str:
         return "the step is larger than the reader's budget: the rest was left unread"
     except RecursionError:
         return "the step nests too deeply: the rest was left unread"
+    except CheckError:
+        raise
+    except Exception as error:  # the reader's fault; the other ways of looking must still run
+        return f"internal error while reading, please report it: {type(error).__name__}: {error}"
 
 
 def _steps(machine: Machine, made: Value) -> str:

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Sequence
 from dataclasses import replace
 
-from onegraph.check.source import expressions, names, tensors
+from onegraph.check.source import expressions, names, tensors, values
 from onegraph.check.source.binding import bind
 from onegraph.check.source.expressions import capturing, condition, evaluate, iterate
 from onegraph.check.source.machine import Machine, short
@@ -44,7 +44,7 @@ def execute(machine: Machine, node: ast.stmt) -> bool:
         case ast.Assign():
             value = evaluate(machine, node.value)
             for target in node.targets:
-                bind(machine, target, value)
+                bind(machine, target, value, moved=machine.in_step and steps_on(target, node.value, value))
         case ast.AnnAssign():
             if node.value is not None:
                 bind(machine, node.target, evaluate(machine, node.value))
@@ -61,7 +61,7 @@ def execute(machine: Machine, node: ast.stmt) -> bool:
             while_loop(machine, node)
         case ast.With() | ast.AsyncWith():
             return with_block(machine, node)
-        case ast.Try():
+        case ast.Try() | ast.TryStar():
             return try_block(machine, node)
         case ast.FunctionDef() | ast.AsyncFunctionDef():
             machine.scope.variables[node.name] = define(machine, node)
@@ -87,6 +87,19 @@ def execute(machine: Machine, node: ast.stmt) -> bool:
             evaluate(machine, node.subject)
             return branches(machine, [case.body for case in node.cases] + [[]])
     return True
+
+
+def steps_on(target: ast.expr, expression: ast.expr, value: Value) -> bool:
+    """True for `self.n = self.n + 1` and its like: the statement makes another Python value of what it binds."""
+    if isinstance(target, ast.Name | ast.Tuple) or isinstance(value, Const) or values.tensors(value):
+        return False
+    if not (isinstance(value, Plain) or (isinstance(value, Seq) and isinstance(value.any, Plain | Const))):
+        return False
+    nodes = list(ast.walk(expression))
+    wanted = ast.unparse(target)
+    return any(isinstance(n, ast.BinOp) for n in nodes) and any(
+        type(n) is type(target) and ast.unparse(n) == wanted for n in nodes
+    )
 
 
 def define(machine: Machine, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Value:
@@ -271,7 +284,7 @@ def with_block(machine: Machine, node: ast.With | ast.AsyncWith) -> bool:
     return through
 
 
-def try_block(machine: Machine, node: ast.Try) -> bool:
+def try_block(machine: Machine, node: ast.Try | ast.TryStar) -> bool:
     variables = machine.scope.variables
     before = dict(variables)
     through = block(machine, node.body) and block(machine, node.orelse)

@@ -30,7 +30,7 @@ SHARED = (
 
 SHAPE_CHECKED = lib.DATA_SHAPES | {
     *("where", "repeat_interleave", "split", "tensor_split", "split_with_sizes"),
-    *("inverse", "cholesky", "pinverse", "lu", "histc"),
+    *("inverse", "cholesky", "to_sparse"),
 }
 
 
@@ -255,7 +255,7 @@ def _shapes(
         sizes = args[0] if args else UNKNOWN
         if any(t.on_device for t in tensors(sizes)):
             machine.report("CG101", node, f"`{text}` reads its sizes from a device tensor", sure=sure)
-    if name in ("inverse", "cholesky", "pinverse", "lu", "histc"):
+    if name in ("inverse", "cholesky", "to_sparse"):
         machine.report("CG105", node, f"`{text}` waits for the device in its host code", sure=sure)
     return None
 

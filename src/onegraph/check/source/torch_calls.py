@@ -47,7 +47,7 @@ def call(machine: Machine, func: Ext | ExtObj, args: list[Value], keywords: Keyw
         if name.rsplit(".", 1)[1] in lib.OBJECT_COLLECTIVES:
             machine.report("CG310", node, f"`{short(node)}` needs the host")
         return args[0] if args and isinstance(args[0], Tensor) else UNKNOWN
-    if name == "torch" or name.startswith("torch."):
+    if name.startswith("torch."):
         return _torch(machine, name, args, keywords, node)
     return _other(machine, name, args, node)
 
@@ -59,6 +59,8 @@ def _other(machine: Machine, name: str, args: list[Value], node: ast.AST) -> Val
     if name.startswith(("math.", "numpy.")) and isinstance(first, Tensor) and first.on_device:
         machine.report("CG101", node, f"`{short(node)}` reads a device tensor on the host", sure=first.sure)
         return Plain("float")
+    if name.startswith("numpy."):
+        return ExtObj("numpy.ndarray")
     if name.startswith("math."):
         return Plain("float", varying=any(varies(a) for a in args))
     if name == "threading.Thread":
@@ -117,7 +119,8 @@ def _torch(machine: Machine, name: str, args: list[Value], keywords: Keywords, n
     if name == "torch.Generator":
         return ExtObj(name, in_step=machine.in_step)
     if last in lib.RNG_STATE and (name.count(".") == 1 or name.startswith("torch.random.")):
-        machine.report("CG302", node, f"`{short(node)}` touches the generator's state in the step")
+        sets = last in lib.RNG_SETS
+        machine.report("CG302", node, f"`{short(node)}` touches the generator's state in the step", sure=sets)
         return UNKNOWN
     if name == "torch.compile":
         machine.report("CG307", node, "`torch.compile` is called in the step")
@@ -150,8 +153,8 @@ def _factory(machine: Machine, last: str, args: list[Value], keywords: Keywords,
     if device.startswith("cuda") and machine.in_step:
         if last in ("full", "scalar_tensor") and len(args) > 1 and varies(args[1]):
             scalar(machine, node, args[1], Tensor(device))
-        elif last == "arange" and len(args) > 1 and varies(args[0]) and varies(args[1]):
-            scalar(machine, node, args[0], Tensor(device))
+        elif last == "arange" and any(varies(a) for a in args):
+            scalar(machine, node, next(a for a in args if varies(a)), Tensor(device), "a bound")
         elif any(varies(a) for a in args):
             machine.report("CG208", node, f"the shape of `{short(node)}` changes from step to step")
     pinned = keywords.get("pin_memory")
@@ -237,13 +240,7 @@ def _op(machine: Machine, name: str, last: str, args: list[Value], keywords: Key
             machine.report("CG104", node, "`one_hot` without `num_classes` reads the largest value", sure=sure)
         if last == "where" and len(args) == 1:
             machine.report("CG104", node, "one-argument `where` has a shape that depends on data", sure=sure)
-        linalg = name.startswith("torch.linalg.") and last in lib.CHECKED
-        if (
-            linalg
-            or (name.count(".") == 1 and last in ("inverse", "cholesky", "pinverse", "lu"))
-            or (last in lib.SYNCING_FUNCTIONS)
-        ):
-            machine.report("CG105", node, f"`{short(node)}` waits for the device in its host code", sure=sure)
+        _waits(machine, name, last, args, keywords, node, sure)
     for value in args:
         machine.used(value, node)
     _generator(machine, last, keywords, node)
@@ -264,6 +261,19 @@ def _op(machine: Machine, name: str, last: str, args: list[Value], keywords: Key
         device = device_of(keywords["device"]) if "device" in keywords else given[0].device
         return machine.tensor(device, sure=sure, rank=given[0].rank)
     return machine.tensor(result_device, sure=sure, boolean=last in lib.MASK_OPS)
+
+
+def _waits(
+    machine: Machine, name: str, last: str, args: list[Value], keywords: Keywords, node: ast.AST, sure: bool
+) -> None:
+    """Ops whose own host code waits for the device."""
+    linalg = name.startswith("torch.linalg.")
+    found = (linalg and last in lib.CHECKED) or (name.count(".") == 1 and last in ("inverse", "cholesky"))
+    found = found or (last in lib.SYNCING_FUNCTIONS and not (len(args) > 3 or {"min", "max"} & set(keywords)))
+    found = found or (last == "normal" and len([a for a in args[:2] if isinstance(a, Tensor)]) == 2)
+    maybe = linalg and last in lib.SOMETIMES_CHECKED
+    if found or maybe:
+        machine.report("CG105", node, f"`{short(node)}` waits for the device in its host code", sure=sure and found)
 
 
 def _cuda(machine: Machine, name: str, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
@@ -301,7 +311,8 @@ def _cuda(machine: Machine, name: str, args: list[Value], keywords: Keywords, no
         case (
             "manual_seed" | "manual_seed_all" | "seed" | "seed_all" | "get_rng_state" | "set_rng_state" | "initial_seed"
         ):
-            machine.report("CG302", node, f"`{short(node)}` touches the generator's state in the step")
+            sets = last in lib.RNG_SETS
+            machine.report("CG302", node, f"`{short(node)}` touches the generator's state in the step", sure=sets)
         case "FloatTensor" | "LongTensor" | "HalfTensor" | "IntTensor" | "BoolTensor":
             machine.report("CG102", node, f"`{short(node)}` builds a device tensor from host data in the step")
             return machine.tensor("cuda")
@@ -327,8 +338,9 @@ def method(machine: Machine, receiver: Value, name: str, args: list[Value], keyw
                 machine.report("CG107", node, f"`{short(node)}` asks captured work for its time")
             return UNKNOWN
         case ExtObj(kind="torch.Generator"):
-            if name in lib.RNG_STATE:
-                machine.report("CG302", node, f"`{short(node)}` touches the generator's state in the step")
+            if name in lib.RNG_STATE:  # it may be a generator that no captured op draws from
+                text = f"`{short(node)}` touches the generator's state in the step"
+                machine.report("CG302", node, text, sure=False)
             return receiver if name == "manual_seed" else UNKNOWN
         case ExtObj() if receiver.kind.startswith("torch.nn."):
             if name in ("to", "cuda", "eval", "train", "half", "requires_grad_", "bfloat16", "float"):
