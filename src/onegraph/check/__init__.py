@@ -5,6 +5,7 @@ Importing this module imports no torch; `check_step(simulate=True)` and `live=Tr
 
 from onegraph.check.api import check_step
 from onegraph.check.declared import declare, declared
+from onegraph.check.pytest_plugin import assert_capturable
 from onegraph.check.report import CheckError, Event, Finding, Frame, Origin, Report, Severity, Verdict
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Report",
     "Severity",
     "Verdict",
+    "assert_capturable",
     "check_step",
     "declare",
     "declared",

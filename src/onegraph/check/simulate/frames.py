@@ -66,15 +66,20 @@ def chain(stop: CodeType, depth: int = 1) -> Chain:
     return ()
 
 
-@functools.lru_cache(maxsize=65536)
 def place(code: CodeType, lasti: int) -> Place:
     """File, line, column (from 1) and text of the instruction `lasti` of `code`."""
+    return _place(code, code.co_filename, lasti)
+
+
+@functools.lru_cache(maxsize=65536)
+def _place(code: CodeType, path: str, lasti: int) -> Place:
+    """`place`; code objects of two files with the same text are equal, so the file's name is part of the key."""
     line, column = code.co_firstlineno, 1
     for index, (start, _, first, _) in enumerate(code.co_positions()):
         if index * 2 == lasti:
             line, column = start or line, (first or 0) + 1
             break
-    return Place(code.co_filename, line, column, linecache.getline(code.co_filename, line).rstrip("\n"))
+    return Place(path, line, column, linecache.getline(path, line).rstrip("\n"))
 
 
 @functools.lru_cache(maxsize=65536)
