@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -180,6 +181,36 @@ def test_several_targets_are_one_report(target: Path, capsys: pytest.CaptureFixt
     report = Report.from_json(capsys.readouterr().out)
     assert set(report.origins) == {Origin.SOURCE, Origin.SIMULATE}
     assert {Path(f.path).name for f in report.findings} == {"other.py"}
+
+
+def test_reading_alone_never_says_capturable(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("check", str(target)) == 0
+    assert "nothing found in the source" in capsys.readouterr().out
+    target.write_text(COUNTING)
+    assert run("check", str(target)) == 0
+    out = capsys.readouterr().out
+    assert "suspects in the source (1 warning)" in out
+    assert ": capturable" not in out
+
+
+def test_guide_tells_the_truth(repo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    guide = (repo / "docs/check/README.md").read_text()
+    example = re.search(r"```python\n(# steps.py\n.*?)```", guide, re.S)
+    shown = re.search(r"```\n(CG101 .*?)```", guide, re.S)
+    assert example is not None
+    assert shown is not None
+    path = tmp_path / "steps.py"
+    path.write_text(example.group(1))
+    assert run("check", f"{path}:decode", "--select", "CG101") == 1
+    out = capsys.readouterr().out.replace(str(tmp_path) + "/", "").replace("=   ", "= ")
+    lines = [line.strip() for line in out.splitlines()]
+    for line in shown.group(1).splitlines():
+        assert line.strip() in lines
+    options = set(re.findall(r"--[a-z]+", guide))
+    help_text = subprocess.run(
+        [sys.executable, "-m", "onegraph.cli", "check", "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    assert options <= set(re.findall(r"--[a-z]+", help_text))
 
 
 def test_rule_explains_and_lists(capsys: pytest.CaptureFixture[str]) -> None:

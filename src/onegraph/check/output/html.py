@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from onegraph.check.output import verdict_words
 from onegraph.check.report import Frame, Report, relative
 from onegraph.check.rules import RULES
 
@@ -19,7 +20,7 @@ def render(report: Report) -> str:
     data = json.dumps(_data(report), separators=(",", ":"), default=str)
     # A script element ends at the first "</script"; in JSON "<" stands only inside strings, where it may be escaped.
     safe = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-    title = _escape(f"{report.verdict}: {report.target}")
+    title = _escape(f"{verdict_words(report)}: {report.target}")
     return PAGE.read_text(encoding="utf-8").replace("{{title}}", title).replace("{{data}}", safe)
 
 
@@ -33,6 +34,7 @@ def _data(report: Report) -> dict[str, Any]:
     return {
         "target": report.target,
         "verdict": report.verdict.value,
+        "words": verdict_words(report),
         "origins": [o.value for o in report.origins],
         "steps": report.steps,
         "facts": {k: v for k, v in report.facts.items() if isinstance(v, str | int | float | bool)},

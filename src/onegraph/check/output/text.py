@@ -4,6 +4,7 @@ import os
 import textwrap
 from collections import Counter
 
+from onegraph.check.output import verdict_words
 from onegraph.check.report import Finding, Report, Severity, Verdict, relative
 from onegraph.check.rules import RULES
 
@@ -61,9 +62,7 @@ def summary(report: Report, *, color: bool = False) -> str:
     counts = Counter(f.severity for f in report.findings)
     words = [f"{counts[s]} {_plural(s, counts[s])}" for s in Severity if counts[s]]
     said = "; ".join(["read in the source"] * ("source" in report.origins) + _ran(report))
-    verdict = paint(str(report.verdict), _MARKS[report.verdict])
-    if report.origins and all(o == "source" for o in report.origins) and not report.findings:
-        verdict = "nothing found"
+    verdict = paint(verdict_words(report), _MARKS[report.verdict])
     line = f"{report.target}: {verdict}"
     if words:
         line += f" ({', '.join(words)})"
