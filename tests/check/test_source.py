@@ -89,6 +89,9 @@ def test_fires(code: str, body: str, tmp_path: Path) -> None:
 
 
 SILENT = [
+    "if False or x.dim() == 1 or True:\n    return x\nreturn x.item()",
+    "if not torch.cuda.is_current_stream_capturing() and x.isnan().any():\n    raise ValueError('nan')\nreturn x",
+    "asked = torch.jit.is_tracing() or torch.cuda.is_current_stream_capturing()\nassert asked or x.any()\nreturn x",
     "return torch.histc(x, bins=4, min=0.0, max=8.0)",
     "return torch.linalg.inv_ex(x.diag()).inverse",
     "return x * int(x.shape[0])",

@@ -60,7 +60,9 @@ def condition(machine: Machine, node: ast.expr, where: str) -> Value:
             values.append(value)
             known = truth(value)
             if known is not None and known is isinstance(node.op, ast.Or):
-                return value if len(values) == 1 else _logical(values)
+                return Const(known)
+            if capturing(value) is isinstance(node.op, ast.Or):
+                return value  # while capturing, the rest is not evaluated
         return _logical(values, isinstance(node.op, ast.Or))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         value = condition(machine, node.operand, where)
@@ -195,6 +197,8 @@ def binary_value(machine: Machine, node: ast.AST, left: Value, right: Value, op:
             if isinstance(right, Const) and isinstance(right.value, int) and left.items and right.value <= 8:
                 return Seq(left.kind, left.items * max(right.value, 0), in_step=machine.in_step)
             return Seq(left.kind, None, left.any, machine.in_step)
+    if isinstance(op, ast.BitOr) and (capturing(left) or capturing(right)):
+        return Plain("capturing")
     if is_plain(left) and is_plain(right):
         kinds = {type(v.value).__name__ if isinstance(v, Const) else getattr(v, "kind", "") for v in (left, right)}
         kind = "float" if "float" in kinds or isinstance(op, ast.Div) else kinds.pop() if len(kinds) == 1 else ""
@@ -229,6 +233,8 @@ def _bool(machine: Machine, node: ast.BoolOp) -> Value:
             break
         value = condition(machine, operand, "or" if isinstance(node.op, ast.Or) else "and")
         known = truth(value)
+        if capturing(value) is isinstance(node.op, ast.Or):
+            return value
         if known is None:
             values.append(value)
         elif known is isinstance(node.op, ast.Or):

@@ -238,6 +238,8 @@ def join(a: Value, b: Value) -> Value:
             )
         case (Const() | Plain(), Const() | Plain()):
             kinds = {_kind(a), _kind(b)}
+            if "capturing" in kinds:  # a guarded question whether the stream is captured is still that question
+                return Plain("capturing")
             moving = (isinstance(a, Plain) and a.varying) or (isinstance(b, Plain) and b.varying)
             return Plain(kinds.pop() if len(kinds) == 1 else "", varying=moving)
         case (Seq(), Seq()) if a.kind == b.kind:
