@@ -207,7 +207,6 @@ def test_without_a_compiler_triton_runs_after_one_warning(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("tokens", [1, 4, 8, 16])
 def test_plan_covers_every_slice_once(shape: tuple[int, int], bits: int, tokens: int) -> None:
     n, k = shape
-    _, warps, _ = cuda_e8p.VARIANTS[bits, cuda_e8p._pass(tokens)]
     cut = cuda_e8p.plan(n, k, bits, tokens, 132)
     rows = cut.blocks * cuda_e8p.ROWS
     assert cut.tiles * rows >= n > (cut.tiles - 1) * rows
@@ -218,7 +217,7 @@ def test_plan_covers_every_slice_once(shape: tuple[int, int], bits: int, tokens:
         for at in range(rank * cut.per_block + warp, min((rank + 1) * cut.per_block, cut.slices), cut.across)
     ]
     assert sorted(owned) == list(range(-(-k // cuda_e8p.SLICE)))
-    assert cut.across * cut.down <= warps
+    assert cut.across * cut.down <= cut.variant.warps
     assert (cut.cluster - 1) * cut.per_block < cut.slices  # each block has a slice, so its sums are written
     assert cut.shared(bits, tokens) <= cuda_e8p.SHARED_LIMIT
 

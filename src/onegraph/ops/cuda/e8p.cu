@@ -4,14 +4,14 @@
 // a code are XORs on it: eight nibbles in one word are  T1[index byte] ^ T2[sign byte],  two lookups in shared memory,
 // where each entry stands 32 times, once a bank. E81B integers e are nibbles e + 8 likewise.
 //
-// Up to 4 tokens: int8. The word is not unpacked. Its bytes are 16 h + l (two nibbles), those of word << 4 are 16 l + h of
-// the byte below; both go to the tensor cores as unsigned bytes, and the activations beside them solve, for the four
+// Up to 4 tokens: int8. The word is not unpacked. Its bytes are 16 h + l (two nibbles), those of word << 4 are 16 l + h
+// of the byte below; both go to the tensor cores as unsigned bytes, and the activations beside them solve, for the four
 // pairs of a group,  16 b1[j] + b2[j+1] = z[4+j],  b1[j] + 16 b2[j] = z[j].  So a code of eight weights costs two byte
 // permutes, two loads, one XOR and one shift. The activations have 16 bits, high and low byte as two columns of
 // mma.m16n8k32 (u8 x s8, exact in 32 bits), on a scale of each slice's own.
 //
-// Up to 16 tokens: float16, since mma.sync multiplies int8 at a quarter of Hopper's rate (16 cycles a product) and two
-// columns a token would cost twice. A nibble masked in place is a subnormal float16, and exact; stages are added first.
+// Up to 16 tokens: float16, since two int8 columns a token would be twice the products. A nibble masked in place is a
+// subnormal float16, and exact; stages are added first.
 //
 // A warp owns a slice of 256 columns: it scales and rotates the activations, keeps them in registers and walks down the
 // rows of its tile. Slices meet in shared memory (and across a cluster) as float32 and are added in a fixed order: the
@@ -365,8 +365,8 @@ __device__ __forceinline__ void gather(Bytes& to, const Arguments& p, int slice,
   }
 }
 // ... or by e8p_rotate.
-__device__ __forceinline__ void gather(Halves& to, const Arguments& p, int slice, int, int chunk, int, float (&)[8], uint4*,
-                                       int lane) {
+__device__ __forceinline__ void gather(Halves& to, const Arguments& p, int slice, int, int chunk, int, float (&)[8],
+                                       uint4*, int lane) {
   const size_t at = (size_t)chunk * p.slices + slice;
 #pragma unroll
   for (int j = 0; j < TILES; j++) {
@@ -393,7 +393,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) e8p_linear(cons
   // Row tiles are fetched in the order in which they are used, DEPTH ahead.
   Codes codes[DEPTH];
   const u32 row_bytes = (u32)p.k / 4, rest_bytes = (u32)p.k / (BITS == 4 ? 4 : 8);
-  const int rows = p.blocks * ROWS, pitch = rows + PAD, tile_row = tile * rows, row_tiles = min(rows, p.n - tile_row) / 16;
+  const int rows = p.blocks * ROWS, pitch = rows + PAD, tile_row = tile * rows;
+  const int row_tiles = min(rows, p.n - tile_row) / 16;
   const int stride = down * DEPTH, padded = (rows / 16 + stride - 1) / stride * stride;  // whole turns through codes[]
   int ahead_slice = start, ahead_tile = row_warp;
   const size_t ahead_row = (size_t)tile_row + row_warp * 16 + g;
@@ -493,7 +494,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) e8p_linear(cons
       if (p.bias) c = *(const float4*)(p.bias + row);
       v.x = fmaf(v.x * p.norm, s.x, c.x), v.y = fmaf(v.y * p.norm, s.y, c.y);
       v.z = fmaf(v.z * p.norm, s.z, c.z), v.w = fmaf(v.w * p.norm, s.w, c.w);
-      *(uint2*)(p.y + (size_t)(chunk * TOKENS + b) * p.n + row) = make_uint2(narrow<HALF>(v.x, v.y), narrow<HALF>(v.z, v.w));
+      uint2* to = (uint2*)(p.y + (size_t)(chunk * TOKENS + b) * p.n + row);
+      *to = make_uint2(narrow<HALF>(v.x, v.y), narrow<HALF>(v.z, v.w));
     }
   };
   auto total = [&](int job) {
@@ -516,7 +518,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) e8p_linear(cons
     const float4 v = total(job);
     u32 to = (u32)__cvta_generic_to_shared(received + ((job / cluster) * cluster + rank) * ROWS + lane * 4);
     asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(to) : "r"(job % cluster));
-    asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" :: "r"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};"
+                 :: "r"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
   }
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
