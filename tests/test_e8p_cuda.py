@@ -156,6 +156,14 @@ def test_zeros_and_offsets_in_memory() -> None:
 
 
 @gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_runs_where_its_tensors_are() -> None:
+    args = _arguments(3, 256, 512, 3)
+    moved = [each.to("cuda:1") if isinstance(each, torch.Tensor) else each for each in args]
+    assert torch.equal(cuda_e8p.linear(*moved).to("cuda:0"), cuda_e8p.linear(*args))
+
+
+@gpu
 def test_other_shapes_go_to_triton() -> None:
     for tokens, n, k, dtype in (
         (1, 49, 200, torch.bfloat16),

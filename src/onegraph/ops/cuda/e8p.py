@@ -166,7 +166,11 @@ def linear(
         bias = bias.float()
     inputs = [_aligned(t) for t in (x, codes, residual, codebook, in_scale, out_scale, bias)]
     out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
-    _launch(inputs, out, bits, tokens, n, k)
+    if torch.cuda.current_device() == x.device.index:
+        _launch(inputs, out, bits, tokens, n, k)
+    else:
+        with torch.cuda.device(x.device):  # the driver launches in the current context
+            _launch(inputs, out, bits, tokens, n, k)
     return out
 
 
