@@ -68,6 +68,8 @@ FIRES = [
     ("CG104", "y = x.clone()\ny[x > 0] = x * 2\nreturn y"),
     ("CG105", "return torch.linalg.solve(x.diag(), x)"),
     ("CG105", "return torch.histc(x)"),
+    ("CG105", "return F.ctc_loss(x, x, x, x)"),
+    ("CG105", "return torch.normal(x, x)"),
     ("CG106", "torch.cuda.current_stream().synchronize()\nreturn x"),
     ("CG107", "e = torch.cuda.Event()\ne.record()\ne.query()\nreturn x"),
     ("CG108", "if (x > 0).any():\n    x = x * 2\nreturn x"),

@@ -30,6 +30,8 @@ DAMAGED = {
     "wrong_encoding": (b"# -*- coding: no-such -*-\nimport torch\n", "not text in its encoding"),
     "brackets": (b"import torch\nx = " + b"(" * 3000 + b")" * 3000, "too deeply|too many nested parentheses"),
     "minus": (b"import torch\nx = " + b"-" * 200_000 + b"1\n", "too deeply|too complex"),
+    "sum": (b"import torch\nx = " + b"1+" * 100_000 + b"1\n", "too deeply|too complex"),
+    "elif": (b"import torch\nif a: pass\n" + b"elif a: pass\n" * 100_000, "too deeply|too complex"),
     "indent": (b"import torch\n  x = 1\n", "syntax error"),
     "tabs": (b"import torch\nif 1:\n\tx = 1\n        y = 2\n", "syntax error"),
     "huge": (b"import torch\n" + b"#" * (MAX_BYTES + 1), "too large"),

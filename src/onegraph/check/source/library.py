@@ -144,9 +144,6 @@ CHECKED = frozenset(["inv", "solve", "cholesky", "eig", "eigvals", "lstsq", "lu_
 SOMETIMES_CHECKED = frozenset(["eigh", "eigvalsh", "svd", "svdvals", "pinv", "matrix_rank", "ldl_factor", "ldl_solve"])
 """The same for some sizes and arguments only."""
 
-SYNCING_FUNCTIONS = frozenset(["ctc_loss", "histc"])
-"""`histc` only where it must look for the range itself."""
-
 MASK_OPS = frozenset(
     [
         "eq",

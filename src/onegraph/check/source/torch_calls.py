@@ -136,7 +136,8 @@ def _torch(machine: Machine, name: str, args: list[Value], keywords: Keywords, n
         return Plain(varying=False) if tensors(first) or is_plain(first) else UNKNOWN
     if last in lib.FROM_HOST and name.count(".") == 1:
         return _from_host(machine, last, args, keywords, node)
-    if last in lib.FACTORIES and name.count(".") == 1:
+    combines = last in ("normal", "complex", "polar") and isinstance(first, Tensor)
+    if last in lib.FACTORIES and name.count(".") == 1 and not combines:
         return _factory(machine, last, args, keywords, node)
     return _op(machine, name, last, args, keywords, node)
 
@@ -146,10 +147,8 @@ def _factory(machine: Machine, last: str, args: list[Value], keywords: Keywords,
     if "device" in keywords and not device:
         device = ""
     read = [t for a in args for t in tensors(a) if t.on_device]
-    if read and last not in ("normal", "complex", "polar"):
+    if read:
         machine.report("CG101", node, f"`{short(node)}` reads a device tensor for a size or value", sure=read[0].sure)
-    elif read:
-        device = read[0].device
     if device.startswith("cuda") and machine.in_step:
         if last in ("full", "scalar_tensor") and len(args) > 1 and varies(args[1]):
             scalar(machine, node, args[1], Tensor(device))
@@ -269,7 +268,8 @@ def _waits(
     """Ops whose own host code waits for the device."""
     linalg = name.startswith("torch.linalg.")
     found = (linalg and last in lib.CHECKED) or (name.count(".") == 1 and last in ("inverse", "cholesky"))
-    found = found or (last in lib.SYNCING_FUNCTIONS and not (len(args) > 3 or {"min", "max"} & set(keywords)))
+    found = found or last == "ctc_loss"
+    found = found or (last == "histc" and not (len(args) > 3 or {"min", "max"} & set(keywords)))
     found = found or (last == "normal" and len([a for a in args[:2] if isinstance(a, Tensor)]) == 2)
     maybe = linalg and last in lib.SOMETIMES_CHECKED
     if found or maybe:
