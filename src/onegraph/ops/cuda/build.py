@@ -129,8 +129,10 @@ def _config(grid: tuple[int, int, int], threads: int, shared: int, cluster: int,
     return config
 
 
-def load(source: Path, defines: Mapping[str, int], names: tuple[str, ...], device: int) -> tuple[Kernel, ...]:
-    """The functions `names` of `source` on `device`, with all of the shared memory that a block may have.
+def load(
+    source: Path, defines: Mapping[str, int], names: tuple[str, ...], device: int, shared: int
+) -> tuple[Kernel, ...]:
+    """The functions `names` of `source` on `device`, whose blocks may take all shared memory, `shared` bytes at least.
 
     Raises BuildError where they cannot be had, RuntimeError inside a capture.
     """
@@ -142,19 +144,17 @@ def load(source: Path, defines: Mapping[str, int], names: tuple[str, ...], devic
     capability = torch.cuda.get_device_capability(device)
     if capability[0] < 9:
         raise BuildError(f"compute capability {capability[0]}.{capability[1]} has no thread-block clusters; 9.0 has")
-    cubin = compile_cubin(source, defines, capability)
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # makes the device's context current
-        module = check(driver.cuModuleLoadData(cubin))
+        optin = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+        most = check(driver.cuDeviceGetAttribute(optin, check(driver.cuCtxGetDevice())))
+        if most < shared:
+            raise BuildError(f"a block has {most} bytes of shared memory on this GPU; the kernels are cut for {shared}")
+        module = check(driver.cuModuleLoadData(compile_cubin(source, defines, capability)))
         kernels = []
         for name in names:
             function = check(driver.cuModuleGetFunction(module, name.encode()))
             limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            optin = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-            most = check(driver.cuDeviceGetAttribute(optin, check(driver.cuCtxGetDevice())))
-            static = check(
-                driver.cuFuncGetAttribute(driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function)
-            )
-            check(driver.cuFuncSetAttribute(function, limit, most - static))
+            check(driver.cuFuncSetAttribute(function, limit, most))
             kernels.append(Kernel(function, device))
     return tuple(kernels)

@@ -125,7 +125,7 @@ def takes(tokens: int, n: int, k: int, dtype: torch.dtype) -> bool:
 def _kernels(bits: int, most: int, half: bool, variant: Variant, device: int) -> tuple[build.Kernel, ...]:
     defines = {"BITS": bits, "TOKENS": most, "HALF": int(half), "TRIGGER": 1}
     defines |= {"DEPTH": variant.ahead, "WARPS": variant.warps, "BLOCKS": variant.per_sm}
-    return build.load(SOURCE, defines, ("e8p_linear", "e8p_rotate"), device)
+    return build.load(SOURCE, defines, ("e8p_linear", "e8p_rotate"), device, SHARED_LIMIT)
 
 
 @cache
