@@ -312,12 +312,12 @@ class Engine:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def _trim(self, length: int, reach: int) -> None:
-        """Before a step on a CPU: the tokens of the chunk and the pages of the longest row.
+        """Before an eager step on a CPU: the tokens of the chunk and the pages of the longest row.
 
         Not on a GPU, eagerly either: kernels split their work by shape, so that another shape rounds in another order,
         and an eager step would then draw other tokens at near-ties than the captured one that it is compared with.
         """
-        if self.device.type == "cpu":
+        if self._pool is None and self.device.type == "cpu":
             self._length, self._width = length, self._allocator.needed(reach)
 
     def _take_pages(self, sequence: Sequence) -> bool:

@@ -216,7 +216,7 @@ e8p_linear = register(
         "Tensor? bias, int bits) -> Tensor",
         reference=_linear,
         fake=lambda x, codes, *rest: x.new_empty((*x.shape[:-1], codes.shape[0])),
-        kernel="onegraph.ops.cuda.e8p:linear",
+        kernel="onegraph.ops.triton.e8p:linear",
         check=_check_linear,
         cases=(
             *(_linear_case((1,), 576, 576, b) for b in BITS),
