@@ -1,4 +1,4 @@
-"""onegraph's own decode step obeys the contract that onegraph checks: on every commit, and on a GPU where there is one."""
+"""onegraph's own decode step obeys the contract that onegraph checks, on every commit; live where there is a GPU."""
 
 import own_step
 import pytest

@@ -1,0 +1,237 @@
+"""The simulated machine: that it is a GPU to torch, that the referee is fair, that errors are one clear line."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from onegraph.check import CheckError, Severity, Verdict, check_step, declared
+from onegraph.check.simulate import simulate_step
+
+
+def inside(body):
+    """Run `body` while the simulated machine stands; its result comes back."""
+    result = []
+
+    def factory():
+        result.append(body())
+        return (lambda x: x + 1), (lambda i: (torch.zeros(2, device="cuda"),))
+
+    simulate_step(factory, steps=3)
+    return result[0]
+
+
+def test_tensors_say_that_they_are_on_the_gpu():
+    def body():
+        x = torch.arange(6.0, device="cuda").view(2, 3)
+        return (
+            x.device,
+            x.is_cuda,
+            (x + 1).device,
+            x.cpu().device,
+            x.to("cpu").is_cuda,
+            torch.ones(2).cuda().device.index,
+        )
+
+    device, is_cuda, result, host, moved, index = inside(body)
+    assert (device, is_cuda, result) == (torch.device("cuda", 0), True, torch.device("cuda", 0))
+    assert (host, moved, index) == (torch.device("cpu"), False, 0)
+
+
+def test_values_flow_and_views_alias():
+    def body():
+        x = torch.zeros(3, 4, device="cuda")
+        x[1].fill_(2.0)
+        x.view(-1)[0] = 5.0
+        x.t()[3].add_(1.0)
+        return x.cpu()
+
+    want = torch.zeros(3, 4)
+    want[1] = 2.0
+    want[0, 0] = 5.0
+    want[:, 3] += 1
+    assert torch.equal(inside(body), want)
+
+
+def test_metadata_changes_in_place_reach_the_tensor():
+    def body():
+        x = torch.arange(6.0, device="cuda")
+        x.unsqueeze_(0)
+        y = torch.zeros(2, device="cuda")
+        y.resize_(5)
+        return x.shape, y.shape, x.squeeze_().shape
+
+    assert inside(body) == ((1, 6), (5,), (6,))
+
+
+@pytest.mark.parametrize("move", [lambda m: m.cuda(), lambda m: m.to("cuda"), lambda m: m.to(torch.device("cuda", 0))])
+def test_modules_move(move):
+    def body():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+        x = torch.linspace(-1, 1, 4)
+        with torch.no_grad():
+            want = model(x)
+        model = copy.deepcopy(move(model))
+        assert all(p.is_cuda and isinstance(p, nn.Parameter) for p in model.parameters())
+        return want, model(x.cuda()).cpu()
+
+    want, got = inside(body)
+    torch.testing.assert_close(got, want)
+
+
+def test_tensors_of_two_devices_do_not_mix():
+    def factory():
+        bias = torch.ones(3)
+        return (lambda x: x + bias), (lambda i: (torch.ones(3, device="cuda"),))
+
+    with pytest.raises(CheckError, match=r"step 0 raised RuntimeError: Expected all tensors to be on the same device"):
+        check_step(factory)
+
+
+def test_torch_is_put_back():
+    before = (torch.cuda.is_available(), torch.cuda.synchronize, torch.Generator, torch.cuda.Stream, print)
+    state = torch.get_rng_state()
+    inside(lambda: torch.rand(3, device="cuda"))
+    with pytest.raises(CheckError):
+        check_step(lambda: 1 / 0)
+    assert before == (torch.cuda.is_available(), torch.cuda.synchronize, torch.Generator, torch.cuda.Stream, print)
+    assert torch.equal(state, torch.get_rng_state())
+    assert type(torch.ones(2) + 1) is torch.Tensor
+
+
+def test_the_referee_leaves_the_eager_run_alone():
+    """State after simulating is what N eager steps give, although every step was replayed in between."""
+    seen = []
+
+    def factory():
+        state = torch.zeros(2, device="cuda")
+
+        def step(x):
+            state.mul_(0.5).add_(x)
+            seen.append(state)
+            return state * 2
+
+        return step, lambda i: (torch.full((2,), float(i), device="cuda"),)
+
+    check_step(factory, steps=6)
+    want = 0.0
+    for i in range(6):
+        want = want * 0.5 + i
+    assert seen[-1].inner.tolist() == [want, want]
+
+
+def test_a_number_that_changes_without_an_effect_is_a_warning():
+    def factory():
+        def step(x, scale):
+            return x * scale
+
+        return step, lambda i: (torch.zeros(4, device="cuda"), float(i))
+
+    report = check_step(factory)
+    assert [(f.code, f.severity) for f in report.findings] == [("CG202", Severity.WARNING)]
+    assert report.facts["replay equals eager"]
+    assert (report.verdict, report.exit_code(), report.exit_code(strict=True)) == (Verdict.WARNINGS, 0, 1)
+
+
+def test_every_finding_comes_in_one_run_with_its_calls():
+    def factory():
+        def norm(x):
+            return x / x.max().item()  # line of the read
+
+        def step(x):
+            if x.sum() > 0:
+                x = norm(x)
+            return x * torch.tensor([2.0], device="cuda")
+
+        return step, lambda i: (torch.full((3,), 1.0 + i, device="cuda"),)
+
+    report = check_step(factory)
+    assert {"CG101", "CG102", "CG108"} <= report.codes
+    read = next(f for f in report.findings if f.code == "CG101")
+    assert "line of the read" in read.source
+    assert [frame.function.rsplit(".", 1)[1] for frame in read.calls] == ["step", "norm"]
+    assert read.path == __file__
+    assert read.source[read.column - 1 :].startswith("x.max().item()")
+
+
+def test_random_numbers_are_the_same_in_replay_and_eager():
+    def factory():
+        return (lambda x: x + torch.rand(4, device="cuda")), (lambda i: (torch.ones(4, device="cuda") * i,))
+
+    assert check_step(factory).verdict is Verdict.CAPTURABLE
+
+
+def test_unseen_state_is_found_by_the_referee():
+    library = torch.library.Library("onegraph_test_hidden", "FRAGMENT")
+    library.define("count(Tensor x) -> Tensor")
+    calls = []
+
+    def count(x):
+        calls.append(1)
+        return x + len(calls) // 2
+
+    library.impl("count", count, "CPU")
+
+    def factory():
+        op = torch.ops.onegraph_test_hidden.count
+        return (lambda x: op(x) * 1), (lambda i: (torch.ones(2, device="cuda"),))
+
+    with declared("onegraph_test_hidden::count"):
+        assert check_step(factory, steps=6).codes == {"CG212"}
+    report = check_step(factory, steps=6)
+    assert {"CG401", "CG212"} <= report.codes
+    with declared("onegraph_test_hidden::*", capturable=False):
+        assert next(f for f in check_step(factory).findings if f.code == "CG401").severity is Severity.ERROR
+    library._destroy()
+
+
+def test_an_op_without_a_cpu_kernel_is_unverified():
+    library = torch.library.Library("onegraph_test_gpu_only", "FRAGMENT")
+    library.define("scale(Tensor x, float by) -> Tensor")
+    library.impl("scale", lambda x, by: x * by, "CUDA")
+    torch.library.register_fake("onegraph_test_gpu_only::scale", lambda x, by: torch.empty_like(x), lib=library)
+
+    def factory():
+        op = torch.ops.onegraph_test_gpu_only.scale
+        return (lambda x: op(x, 2.0) + 1), (lambda i: (torch.ones(2, device="cuda") * i,))
+
+    report = check_step(factory)
+    assert report.verdict is Verdict.UNVERIFIED
+    assert report.exit_code(strict=True) == 1
+    library._destroy()
+
+
+BAD = {
+    "factory raises": (lambda: 1 / 0, r"factory\(\) raised ZeroDivisionError: division by zero"),
+    "factory returns one": (lambda: lambda x: x, r"factory\(\): got a function, allowed a tuple \(step, inputs\)"),
+    "inputs no tuple": (lambda: (lambda x: x, lambda i: torch.ones(2)), r"inputs\(0\): got a Tensor, allowed a tuple"),
+    "inputs raise": (lambda: (lambda x: x, lambda i: {}[i]), r"inputs\(0\) raised KeyError"),
+    "step returns text": (lambda: (lambda: "x", lambda i: ()), r"step 0: returned a str, allowed a tensor or a tuple"),
+    "step returns None": (lambda: (lambda: None, lambda i: ()), r"step 0: returned None, allowed"),
+    "step raises later": (
+        lambda: (lambda i: torch.ones(2, device="cuda")[[0, 1, 2][i]], lambda i: (i,)),
+        r"step 2 raised IndexError",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD, ids=str)
+def test_what_cannot_run_is_said_in_one_line(case):
+    factory, text = BAD[case]
+    with pytest.raises(CheckError, match=text) as error:
+        check_step(factory)
+    assert "\n" not in str(error.value)
+
+
+def test_steps_below_three_are_refused():
+    with pytest.raises(CheckError, match="steps: got 2, allowed 3 or more"):
+        check_step(lambda: None, steps=2)
+
+
+def test_live_without_a_gpu_is_refused():
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(CheckError, match="live: no CUDA GPU is visible"):
+        check_step(lambda: None, simulate=False, live=True)
