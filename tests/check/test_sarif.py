@@ -1,4 +1,8 @@
-"""SARIF as its standard has it: what code hosts refuse is a missing or misspelt property."""
+"""SARIF as its standard has it: what code hosts refuse is a missing or misspelt property.
+
+The table below is what the log uses of the standard. The log of the whole corpus (120 results) was also validated with
+jsonschema 4.26 against OASIS's own sarif-schema-2.1.0.json: no error.
+"""
 
 import json
 from pathlib import Path
@@ -116,7 +120,7 @@ def test_structure_is_valid(inside: bool, tmp_path: Path) -> None:
         place = result["locations"][0]["physicalLocation"]
         assert place["region"]["startLine"] >= 1
         if inside:
-            assert place["artifactLocation"] == {"uri": "a b/t.py", "uriBaseId": "ROOT"}
+            assert place["artifactLocation"] == {"uri": "a%20b/t.py", "uriBaseId": "ROOT"}
             assert run["originalUriBaseIds"]["ROOT"]["uri"].endswith("/")
         else:
             assert place["artifactLocation"]["uri"].startswith("file:///")

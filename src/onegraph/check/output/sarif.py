@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from onegraph import __version__
 from onegraph.check.report import Finding, Report, Severity
@@ -88,7 +89,7 @@ def _place(path: str, line: int, column: int, source: str, root: str) -> dict[st
     path = os.path.abspath(path)
     artifact: dict[str, Any] = {"uri": Path(path).as_uri()}
     if path.startswith(root + os.sep):
-        artifact = {"uri": Path(os.path.relpath(path, root)).as_posix(), "uriBaseId": "ROOT"}
+        artifact = {"uri": quote(Path(os.path.relpath(path, root)).as_posix()), "uriBaseId": "ROOT"}
     region: dict[str, Any] = {"startLine": max(line, 1), "startColumn": max(column, 1)}
     if source:
         region["snippet"] = {"text": source}
