@@ -25,6 +25,8 @@ $(VENV)/.run: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.dev: $(VENV)/.run
 	$(PIP) --group test --group lint
+	@# CPU builds of torch bring no Triton; its interpreter runs our kernels without a GPU (CUDA builds pin their own)
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) triton==3.6.0
 	@touch $@
 
 demo: $(VENV)/.run ## quantize SmolLM2-135M to 4 bits and ask it a question
