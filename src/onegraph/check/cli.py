@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from dataclasses import replace
 from typing import Any
 
 from onegraph.check.report import CheckError, Report
@@ -94,7 +95,7 @@ def check(target: str, args: argparse.Namespace) -> Report:
             raise CheckError(f"{target}: --live and --all need a factory; allowed {target}:factory")
         from onegraph.check.source import check_tree
 
-        return apply(check_tree(target))
+        return finished(apply(check_tree(target)))
     from onegraph.check.api import check_step
     from onegraph.check.reconcile import reconcile
     from onegraph.check.target import load
@@ -108,7 +109,13 @@ def check(target: str, args: argparse.Namespace) -> Report:
         steps=args.steps,
         target=target,
     )
-    return apply(reconcile(report))
+    return finished(apply(reconcile(report)))
+
+
+def finished(report: Report) -> Report:
+    """The report without the facts that only the steps before it needed: which functions were read."""
+    facts = {key: value for key, value in report.facts.items() if key not in ("read", "allowing")}
+    return replace(report, facts=facts)
 
 
 def together(reports: list[Report]) -> Report:
