@@ -32,6 +32,8 @@ $(VENV)/.dev: $(VENV)/.run
 demo: $(VENV)/.run ## quantize SmolLM2-135M to 4 bits and ask it a question
 	$(BIN)/onegraph demo
 
+# The tests on the real model run where `make demo` has fetched it.
+test: export ONEGRAPH_SMOLLM2 ?= $(abspath $(firstword $(wildcard .demo/*.gguf)))
 test: $(VENV)/.dev ## everything that needs no GPU
 	$(BIN)/python -m pytest -m "not gpu" -n 2 $(TESTS)
 
