@@ -92,12 +92,12 @@ class ExplicitSynchronize(Rule):
 class QueryOrPinnedAllocation(Rule):
     """
     ## What it does
-    Finds `event.query()`, `stream.query()` and pinned host memory allocated inside the step (`pin_memory()`,
-    `pin_memory=True`).
+    Finds `event.query()`, `stream.query()`, `event.elapsed_time()` and pinned host memory allocated inside the step
+    (`pin_memory()`, `pin_memory=True`).
 
     ## Why is this bad
-    A query of captured work is not permitted. Allocating pinned memory makes the allocator query its events, and the
-    call that registers the memory is not permitted either.
+    A query of captured work is not permitted. Allocating pinned memory may make the allocator query its events or
+    register memory; torch 2.11 on an H200 was seen to bear it, so that alone is a warning.
 
     ## Example
     ```python
@@ -105,26 +105,26 @@ class QueryOrPinnedAllocation(Rule):
 
 
     def factory():
-        staging = torch.zeros(4)
+        done = torch.cuda.Event()
 
         def step(x):
-            pinned = staging.pin_memory()
-            return x + pinned.to("cuda", non_blocking=True)
+            y = x * 2
+            done.record()
+            done.query()
+            return y
 
         return step, lambda i: (torch.full((4,), float(i), device="cuda"),)
     ```
 
     ## Use instead
-    Pinned memory made once, before capture.
+    Ask after the replay, outside the step; inside, order work with `wait_event`.
     ```python
     import torch
 
 
     def factory():
-        staging = torch.zeros(4).pin_memory()
-
         def step(x):
-            return x + staging.to("cuda", non_blocking=True)
+            return x * 2
 
         return step, lambda i: (torch.full((4,), float(i), device="cuda"),)
     ```

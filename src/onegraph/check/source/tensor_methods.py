@@ -119,7 +119,7 @@ def move(machine: Machine, tensor: Tensor, device: str, node: ast.AST, *, non_bl
 def _pinned(machine: Machine, source: Tensor, node: ast.AST) -> None:
     if source.in_step:
         text = f"the pinned source of `{short(node)}` is gone, or used again, when the graph is replayed"
-        machine.report("CG207", node, text)
+        machine.report("CG207", node, text, sure=False)  # torch 2.11 was seen to keep it for the graph (H200)
     if source.varying or source.site in machine.host_written:
         machine.report("CG204", node, f"`{short(node)}` copies host memory that the step fills anew each time")
 
@@ -195,7 +195,7 @@ def _moves(
         written(machine, tensor, source, accumulates=False)
         return tensor
     if name == "pin_memory":
-        machine.report("CG107", node, f"`{short(node)}` allocates pinned memory in the step")
+        machine.report("CG107", node, f"`{short(node)}` allocates pinned memory in the step", sure=False)
         return replace(tensor, pinned=True, in_step=machine.in_step)
     if name in ("set_", "resize_", "swap_tensors") and machine.in_step and not tensor.in_step and tensor.site:
         machine.report("CG205", node, f"`{short(node)}` gives a tensor that the graph reads another storage")

@@ -159,7 +159,7 @@ def _factory(machine: Machine, last: str, args: list[Value], keywords: Keywords,
     pinned = keywords.get("pin_memory")
     is_pinned = isinstance(pinned, Const) and pinned.value is True
     if is_pinned:
-        machine.report("CG107", node, f"`{short(node)}` allocates pinned memory in the step")
+        machine.report("CG107", node, f"`{short(node)}` allocates pinned memory in the step", sure=False)
     _generator(machine, last, keywords, node)
     sure = all(t.sure for t in read) and not (isinstance(keywords.get("device"), Device) and machine.presume)
     shape = args[:1] if last == "full" else args if last in ("zeros", "ones", "empty", "rand", "randn") else []
