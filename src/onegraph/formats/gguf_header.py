@@ -1,7 +1,7 @@
 """The header of a GGUF file: metadata and tensor table, with every length checked against the file before it is used.
 
-The `gguf` package's own reader follows lengths blindly (a damaged count makes it loop for hours) and takes two seconds for
-a vocabulary that takes 0.1 s here. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+The `gguf` package's own reader follows lengths blindly (a damaged count makes it loop for hours) and takes two seconds
+for a vocabulary that takes 0.1 s here. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 from __future__ import annotations
