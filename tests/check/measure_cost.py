@@ -1,0 +1,78 @@
+"""Time of a simulation over that of the same steps run eagerly: 16 layers of width 1024, one token.
+
+OMP_NUM_THREADS=1 python tests/check/measure_cost.py
+"""
+
+import time
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from onegraph.check import check_step
+
+WIDTH, LAYERS, HEADS, CONTEXT, STEPS = 1024, 16, 16, 128, 4
+
+
+class Block(nn.Module):
+    def __init__(self, device):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(WIDTH, device=device) for _ in range(2))
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False, device=device)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False, device=device)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False, device=device)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False, device=device)
+        shape = (1, HEADS, CONTEXT, WIDTH // HEADS)
+        self.register_buffer("keys", torch.zeros(shape, device=device))
+        self.register_buffer("values", torch.zeros(shape, device=device))
+
+    def forward(self, x, position, mask):
+        q, k, v = self.qkv(self.norms[0](x)).view(1, 1, 3, HEADS, WIDTH // HEADS).unbind(2)
+        self.keys.index_copy_(2, position, k.transpose(1, 2))
+        self.values.index_copy_(2, position, v.transpose(1, 2))
+        attended = F.scaled_dot_product_attention(q.transpose(1, 2), self.keys, self.values, attn_mask=mask)
+        x = x + self.out(attended.transpose(1, 2).reshape(1, 1, WIDTH))
+        gate, up = self.up(self.norms[1](x)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
+def factory(device="cuda"):
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(Block(device) for _ in range(LAYERS)).eval()
+    rows = torch.arange(CONTEXT, device=device)
+
+    @torch.no_grad()
+    def step(x, position):
+        mask = (rows <= position).view(1, 1, 1, CONTEXT)
+        for block in blocks:
+            x = block(x, position, mask)
+        return x
+
+    def inputs(i):
+        return torch.full((1, 1, WIDTH), 0.1 * (i + 1), device=device), torch.tensor([i], device=device)
+
+    return step, inputs
+
+
+def measure(repeats=3):
+    """(eager seconds of building and STEPS steps, simulated seconds of the same, report): the best of `repeats`."""
+    eager, simulated = [], []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        step, inputs = factory("cpu")
+        for i in range(STEPS):
+            step(*inputs(i))
+        eager.append(time.perf_counter() - begin)
+        begin = time.perf_counter()
+        report = check_step(factory, steps=STEPS)
+        simulated.append(time.perf_counter() - begin)
+    return min(eager), min(simulated), report
+
+
+if __name__ == "__main__":
+    check_step(factory, steps=3)  # imports
+    eager, simulated, report = measure()
+    print(
+        f"built and {STEPS} eager steps {eager:.3f} s, simulated {simulated:.3f} s: {simulated / eager:.1f} times",
+        report.verdict,
+    )
