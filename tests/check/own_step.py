@@ -8,9 +8,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tiny_decoder import TinyDecoder
-
 from onegraph.engine.generate import Engine
+from tiny_decoder import TinyDecoder
 
 
 def _factory(*, sampling: bool):
