@@ -86,7 +86,7 @@ def register(op: Op) -> Op:
 
 
 def _lazy(target: str) -> Callable[..., Any]:
-    """A function that imports `module:function` when first called, so that a machine without a GPU imports no Triton."""
+    """A function that imports `module:function` when first called: no Triton on a machine without a GPU."""
     module, _, name = target.partition(":")
     found: list[Callable[..., Any]] = []
 
