@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from step import SHAPES, random_checkpoint
+from step import SHAPES, command_line, random_checkpoint
 from torch.profiler import ProfilerActivity, profile
 
 from onegraph.engine.bench import machine
@@ -62,7 +62,7 @@ def main() -> int:
     print(f"{'launches':<60} {len(events) // REPLAYS:>5}     step from first to last: {span:.1f} us")
     if args.out:
         about = {k: v for k, v in vars(args).items() if k != "out"} | machine("cuda")
-        args.out.write_text(json.dumps({"profile": rows, "step_us": span, **about}) + "\n")
+        args.out.write_text(json.dumps({"profile": rows, "step_us": span, **about, "command": command_line()}) + "\n")
     return 0
 
 

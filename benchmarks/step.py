@@ -172,6 +172,12 @@ def proven(model: Llama, batch: int) -> bool:
     return prove(runner, [case(seed) for seed in range(3)], state=state) == []
 
 
+def command_line() -> str:
+    """This run's command, as a result file names it: without where the result went."""
+    kept = [a for i, a in enumerate(sys.argv) if a != "--out" and sys.argv[i - 1] != "--out"]
+    return "PYTHONPATH=src python3 " + shlex.join(kept)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m")
@@ -185,8 +191,7 @@ def main() -> int:
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    kept = [a for i, a in enumerate(sys.argv) if a != "--out" and sys.argv[i - 1] != "--out"]
-    command = "PYTHONPATH=src python3 " + shlex.join(kept)
+    command = command_line()
 
     def emit(row: dict[str, Any]) -> None:
         line = json.dumps(row | {"shape": args.shape, "command": command})

@@ -3,6 +3,7 @@
 import os
 import textwrap
 from collections import Counter
+from collections.abc import Callable
 
 from onegraph.check.output import verdict_words
 from onegraph.check.report import Finding, Report, Severity, Verdict, relative
@@ -99,5 +100,5 @@ def _plural(severity: Severity, count: int) -> str:
     return severity.value if count == 1 or severity is Severity.UNVERIFIED else f"{severity.value}s"
 
 
-def _painter(color: bool):  # type: ignore[no-untyped-def]
+def _painter(color: bool) -> Callable[[str, str], str]:
     return (lambda text, code: f"\x1b[{code}m{text}\x1b[0m") if color else (lambda text, code: text)
