@@ -13,19 +13,18 @@ import json
 import shlex
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from onegraph.engine.bench import bench_step, machine
 from onegraph.engine.generate import Engine
-from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
-from onegraph.formats.e8p import E8PConfig, linear_tensors
+from onegraph.formats.checkpoint import Checkpoint
+from onegraph.formats.e8p import E8PConfig
 from onegraph.models.llama import Llama
 from onegraph.runtime.prove import prove
 
@@ -45,45 +44,43 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def random_checkpoint(path: Path, shape: dict[str, Any], bits: int, lm_head: int | None) -> Checkpoint:
-    """A checkpoint of random E8P codes (bits = 16: of random bfloat16 weights)."""
-    generator = torch.Generator().manual_seed(0)
-    hidden, inner, vocabulary = (shape[f"{key}_size"] for key in ("hidden", "intermediate", "vocab"))
-    kv = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
-    linears = {
-        "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, hidden), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }  # fmt: skip
+class RandomCheckpoint:
+    """What `Llama.load` asks of a checkpoint, with random tensors made on the device: 8 billion weights in a second.
 
-    def linear(name: str, n: int, k: int, rate: int) -> Iterator[tuple[str, Tensor]]:
-        if rate == 16:
-            yield f"{name}.weight", (torch.randn(n, k, generator=generator) * k**-0.5).bfloat16()
-            return
-        for suffix, (size, kind) in linear_tensors(n, k, rate).items():
-            if kind.is_floating_point:  # scales: the integers have an RMS of about 3.6 * 4^(stages - 1)
-                value = torch.full(size, k**-0.5 / (16 if rate == 4 else 4) if suffix == "scale" else 1.0).to(kind)
-            else:
-                info = torch.iinfo(kind)
-                value = torch.randint(info.min, info.max + 1, size, generator=generator).to(kind)
-            yield f"{name}.{suffix}", value
+    Args:
+        bits: rate of the blocks' linears; 16 makes them bfloat16. lm_head: rate of the head, None for bfloat16.
+    """
 
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        yield "model.embed_tokens.weight", torch.randn(vocabulary, hidden, generator=generator).bfloat16()
-        for i in range(shape["num_hidden_layers"]):
-            for name, (n, k) in linears.items():
-                yield from linear(f"model.layers.{i}.{name}", n, k, bits)
-            for norm in ("input_layernorm", "post_attention_layernorm"):
-                yield f"model.layers.{i}.{norm}.weight", torch.ones(hidden).bfloat16()
-        yield "model.norm.weight", torch.ones(hidden).bfloat16()
-        if not shape["tie_word_embeddings"] or lm_head:
-            yield from linear("lm_head", vocabulary, hidden, lm_head or 16)
+    def __init__(self, shape: dict[str, Any], bits: int, lm_head: int | None = None) -> None:
+        self.path = Path("random")
+        self.config = dict(shape)
+        if bits != 16:
+            self.config["quantization_config"] = E8PConfig(bits=bits, lm_head=lm_head).to_dict()
+        self._expected: dict[str, tuple[tuple[int, ...], Any]] = {}
 
-    config = dict(shape)
-    if bits != 16:
-        config["quantization_config"] = E8PConfig(bits=bits, lm_head=lm_head).to_dict()
-    write_checkpoint(path, config, tensors())
-    return Checkpoint.open(path)
+    def check(self, expected: dict[str, tuple[tuple[int, ...], Any]], optional: Collection[str] = ()) -> None:
+        """A tied head is among the optional names, but is never asked for."""
+        self._expected = dict(expected)
+
+    def tensor(self, name: str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Tensor:
+        shape, kinds = self._expected[name]
+        if not kinds[0].is_floating_point:
+            info = torch.iinfo(kinds[0])
+            return torch.randint(info.min, info.max + 1, shape, device=device, dtype=kinds[0])
+        if name.endswith(".scale"):  # the integers have an RMS of about 3.6 * 4^(stages - 1)
+            layer = name.removesuffix("scale")
+            unit = 16 if self._expected.get(layer + "residual", ((), [torch.uint8]))[1][0] == torch.int16 else 4
+            width = 8 * self._expected[layer + "codes"][0][1]
+            return torch.full(shape, width**-0.5 / unit, device=device, dtype=dtype)
+        if len(shape) < 2:
+            return torch.ones(shape, device=device, dtype=dtype)
+        return torch.randn(shape, device=device, dtype=dtype) * (1.0 if "embed" in name else shape[1] ** -0.5)
+
+
+def random_model(shape: dict[str, Any], bits: int, lm_head: int | None, max_context: int) -> Llama:
+    torch.manual_seed(0)
+    checkpoint = cast(Checkpoint, RandomCheckpoint(shape, bits, lm_head))
+    return Llama.load(checkpoint, "cuda", torch.bfloat16, max_context=max_context)
 
 
 def transformers_rows(shape: dict[str, Any], context: int, steps: int, batch: int, compiled: bool) -> Iterator[dict]:
@@ -203,14 +200,13 @@ def main() -> int:
     shape = SHAPES[args.shape]
     reach = max(args.context + args.steps + 1, 2048)
     for bits in args.bits if args.model is None else [None]:
-        with tempfile.TemporaryDirectory() as folder:
-            if bits is None:
-                checkpoint = Checkpoint.open(args.model)
-                name = "onegraph " + args.model.name
-            else:
-                checkpoint = random_checkpoint(Path(folder) / "model", shape, bits, args.lm_head)
-                name = f"onegraph e8p {bits} bit" if bits != 16 else "onegraph bf16"
-            model = Llama.load(checkpoint, "cuda", torch.bfloat16, max_context=reach)
+        if bits is None:
+            with Checkpoint.open(args.model) as checkpoint:
+                model = Llama.load(checkpoint, "cuda", torch.bfloat16, max_context=reach)
+            name = "onegraph " + args.model.name
+        else:
+            model = random_model(shape, bits, args.lm_head, reach)
+            name = f"onegraph e8p {bits} bit" if bits != 16 else "onegraph bf16"
         same = proven(model, batch=2)
         for row in bench_step(model, batches=args.batch, context=args.context, steps=args.steps, name=name):
             emit(row | {"replay_equals_eager": same})
