@@ -266,6 +266,10 @@ def good(bits: int = 4) -> dict[str, Any]:
         "out_scale": torch.ones(4),
         "bias": None,
         "bits": bits,
+        "add": None,
+        "eps": None,
+        "silu": False,
+        "wide": False,
     }
 
 
@@ -287,6 +291,11 @@ def good(bits: int = 4) -> dict[str, Any]:
         ({"in_scale": torch.ones(16).half()}, "float32"),
         ({"out_scale": torch.ones(5)}, "out_scale"),
         ({"bias": torch.ones(3)}, "bias"),
+        ({"silu": True}, "last dimension of 32"),
+        ({"eps": -1.0}, "eps must be 0 or more"),
+        ({"x": torch.zeros(2, 32), "silu": True, "eps": 0.0}, "one of the two"),
+        ({"add": torch.zeros(2, 5)}, r"float32 \(2, 4\)"),
+        ({"add": torch.zeros(2, 4).half()}, "as the result"),
         ({"codes": torch.zeros(4, 2, dtype=torch.int16, device="meta")}, "on one device|one device"),
     ],
 )

@@ -11,6 +11,8 @@ from onegraph.formats.checkpoint import Checkpoint, CheckpointError
 from onegraph.models.llama import Llama, LlamaSource
 from onegraph.nn.embedding import E8PEmbedding
 from onegraph.nn.linear import E8PLinear, Linear, Siblings, fuse
+from onegraph.ops.activation import silu_mul
+from onegraph.ops.norm import rms_norm
 
 
 def layer(n: int, k: int, bits: int, *, seed: int = 0, bias: bool = False) -> tuple[E8PLinear, Tensor]:
@@ -47,6 +49,20 @@ def test_stored_and_dense_forms_are_the_weight_of_the_formula(n: int, k: int, bi
     assert error(coded(x), want) < 3e-6
     assert error(dense(x), want) < 3e-6
     assert error(coded.wide(x.bfloat16()), x.bfloat16().float() @ weight.T + coded.bias) < 3e-6
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_what_stands_around_the_linear_is_fused(bits: int) -> None:
+    """RMSNorm or SwiGLU in front and the residual behind are the composition of the ops."""
+    coded, _ = layer(192, 576, bits, bias=True)
+    x, residual = inputs(576), inputs(192)
+    gain = 1 + inputs(576, 1)[0] / 4
+    normed = rms_norm(x, gain, 1e-5)
+    assert error(coded.after_norm(gain)(x, eps=1e-5, add=residual), residual + coded(normed)) < 3e-6
+    assert error(coded.after_norm(gain).wide(x.half(), eps=1e-5), coded(rms_norm(x.half().float(), gain, 1e-5))) < 3e-6
+    gate_up = torch.cat([x, inputs(576) + 1], dim=-1)
+    assert error(coded(gate_up, silu=True), coded(silu_mul(gate_up))) < 3e-6
+    assert coded(x.bfloat16()).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])

@@ -30,14 +30,14 @@ KERNELS = [op for op in OPS.values() if op.kernel is not None]
 # Shapes that no record has: more tokens than one tile takes (decode once, then a dense product), 16 and 17 tokens.
 EXTRA = {
     "e8p_linear": (
-        e8p._linear_case((70,), 192, 136, 3, bias=True),
+        e8p._linear_case((70,), 192, 136, 3, "bias"),
         e8p._linear_case((16,), 64, 256, 4),
         e8p._linear_case((2, 9), 72, 64, 2),
-        e8p._linear_case((1,), 1, 8, 4, bias=True),
+        e8p._linear_case((1,), 1, 8, 4, "bias"),
         e8p._linear_case((3,), 40, 24, 3),
         # Programs that walk several tiles of k: in slices, and alone with the output's rotation.
         *(e8p._linear_case((2,), 16384, 1024, b) for b in BITS),
-        e8p._linear_case((1,), 40960, 192, 4, bias=True),
+        e8p._linear_case((1,), 40960, 192, 4, "bias"),
     )
 }
 # The interpreter takes seconds on these; a GPU runs them all.
@@ -112,7 +112,7 @@ def check(op: Op, case: Case, dtype: torch.dtype) -> None:
     for g, t in zip(real_tokens(op, args, got), real_tokens(op, truth_args, truth), strict=True):
         assert g.shape == t.shape
         if g.is_floating_point():
-            assert g.dtype == dtype
+            assert g.dtype == t.dtype if t.dtype == torch.float32 and "wide" in case.name else dtype
         error = relative_error(g, t)
         assert error <= op.tolerance[dtype], f"{op.name} {case.name} {dtype}: relative error {error:.2e}"  # NaN fails
 
@@ -155,5 +155,5 @@ def test_walks_of_several_tiles(programs: int, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(kernels, "WANTED_PROGRAMS", programs)
     monkeypatch.setattr(kernels, "MAX_TILES", 5)
     assert kernels.plan(64, 448)[2] > 1
-    for case in (e8p._linear_case((3,), 64, 448, 4, bias=True), e8p._linear_case((2,), 72, 136, 3)):
+    for case in (e8p._linear_case((3,), 64, 448, 4, "bias"), e8p._linear_case((2,), 72, 136, 3)):
         check(OPS["e8p_linear"], case, torch.bfloat16)

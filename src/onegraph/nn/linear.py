@@ -104,13 +104,29 @@ class E8PLinear(nn.Module):
     def in_features(self) -> int:
         return self.codes.shape[1] * 8
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, *, add: Tensor | None = None, eps: float | None = None, silu: bool = False, wide: bool = False
+    ) -> Tensor:
+        """x [..., k] ([..., 2k] with `silu`) -> [..., n] in one op; what the options fuse: `ops/e8p.py`."""
         return e8p_linear(
-            x, self.codes, self.residual, self.codebook, self.in_scale, self.out_scale, self.bias, self.bits
-        )
+            x, self.codes, self.residual, self.codebook, self.in_scale, self.out_scale, self.bias, self.bits,
+            add, eps, silu, wide,
+        )  # fmt: skip
 
-    def wide(self, x: Tensor) -> Tensor:
-        return self(x.float())
+    def wide(self, x: Tensor, *, eps: float | None = None) -> Tensor:
+        """x [..., k] -> float32 [..., n]; not rounded to x's dtype."""
+        return self(x, eps=eps, wide=True)
+
+    def after_norm(self, weight: Tensor) -> "E8PLinear":
+        """The same codes, with the weight [k] of the RMSNorm in front in in_scale; to be called with the norm's eps."""
+        return E8PLinear(
+            codes=self.codes,
+            residual=self.residual,
+            in_scale=self.in_scale * weight.float(),
+            out_scale=self.out_scale,
+            bias=self.bias,
+            bits=self.bits,
+        )
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Linear:
         """The layer decoded once, rotations and scales multiplied out: for CPUs, whose time goes into reading codes."""

@@ -41,14 +41,26 @@ def _linear(
     out_scale: Tensor,
     bias: Tensor | None,
     bits: int,
+    add: Tensor | None = None,
+    eps: float | None = None,
+    silu: bool = False,
+    wide: bool = False,
 ) -> Tensor:
     q = _decode(codes, residual, codebook, bits).float()
     n, k = q.shape
-    y = hadamard.reference(x.float() * in_scale, hadamard_block(k)) @ q.T
+    v = x.float()
+    if silu:
+        gate, up = v.chunk(2, dim=-1)
+        v = torch.nn.functional.silu(gate) * up
+    if eps is not None:
+        v = v * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
+    y = hadamard.reference(v * in_scale, hadamard_block(k)) @ q.T
     y = hadamard.reference(y, hadamard_block(n)) * out_scale
     if bias is not None:
         y = y + bias.float()
-    return y.to(x.dtype)
+    if add is not None:
+        y = y + add.float()
+    return y if wide else y.to(x.dtype)
 
 
 def _embedding(
@@ -111,14 +123,31 @@ def _check_linear(
     out_scale: Tensor,
     bias: Tensor | None,
     bits: int,
+    add: Tensor | None = None,
+    eps: float | None = None,
+    silu: bool = False,
+    wide: bool = False,
 ) -> None:
     _check_codes(codes, residual, codebook, bits)
     n, k = codes.shape[0], codes.shape[1] * 8
+    width = 2 * k if silu else k
     if x.dtype not in FLOATS:
         raise ValueError(f"x is {x.dtype}; allowed: float32, bfloat16, float16")
-    if x.dim() == 0 or x.shape[-1] != k:
-        raise ValueError(f"x has shape {tuple(x.shape)}; codes {tuple(codes.shape)} ask for a last dimension of {k}")
+    if x.dim() == 0 or x.shape[-1] != width:
+        of = "gate and up of " if silu else ""
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}; {of}codes {tuple(codes.shape)} ask for a last dimension of {width}"
+        )
     _check_place("x", x, codes.device)
+    if eps is not None and not (eps >= 0 and not silu):
+        raise ValueError(
+            f"eps is {eps} and silu {silu}; eps must be 0 or more, and a linear has one of the two in front"
+        )
+    if add is not None:
+        shape, dtype = (*x.shape[:-1], n), torch.float32 if wide else x.dtype
+        if tuple(add.shape) != shape or add.dtype != dtype:
+            raise ValueError(f"add is {add.dtype} {tuple(add.shape)}; it must be as the result, {dtype} {shape}")
+        _check_place("add", add, codes.device)
     _check_scales(in_scale, out_scale, n, k, codes.device)
     if bias is not None:
         if bias.dtype not in FLOATS or tuple(bias.shape) != (n,):
@@ -165,15 +194,22 @@ def _decode_case(n: int, k: int, bits: int) -> Case:
     return Case(name=f"{n}x{k}@{bits}", make=make)
 
 
-def _linear_case(batch: tuple[int, ...], n: int, k: int, bits: int, bias: bool = False) -> Case:
-    def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[Any, ...]:
-        x = torch.randn(*batch, k, generator=generator).to(device, dtype)
-        codes, residual = _random_codes(n, k, bits, device, generator)
-        in_scale, out_scale = _random_scales(n, k, device, generator)
-        b = torch.randn(n, generator=generator).to(device, dtype) if bias else None
-        return x, codes, residual, codebook(device), in_scale, out_scale, b, bits
+def _linear_case(batch: tuple[int, ...], n: int, k: int, bits: int, *with_: str, eps: float | None = None) -> Case:
+    """`with_`: "bias", "add", "silu", "wide"."""
 
-    return Case(name=f"{'x'.join(map(str, batch))}x{k}->{n}@{bits}{'+bias' if bias else ''}", make=make)
+    def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[Any, ...]:
+        silu, wide = "silu" in with_, "wide" in with_
+        x = torch.randn(*batch, 2 * k if silu else k, generator=generator).to(device, dtype)
+        codes, residual = _random_codes(n, k, bits, device, generator)
+        scales = _random_scales(n, k, device, generator)
+        bias = torch.randn(n, generator=generator).to(device, dtype) if "bias" in with_ else None
+        add = None
+        if "add" in with_:
+            add = torch.randn(*batch, n, generator=generator).to(device, torch.float32 if wide else dtype)
+        return x, codes, residual, codebook(device), *scales, bias, bits, add, eps, silu, wide
+
+    name = f"{'x'.join(map(str, batch))}x{k}->{n}@{bits}"
+    return Case(name="+".join([name, *with_, *(["norm"] if eps is not None else [])]), make=make)
 
 
 def _embedding_case(shape: tuple[int, ...], n: int, k: int, bits: int) -> Case:
@@ -183,6 +219,21 @@ def _embedding_case(shape: tuple[int, ...], n: int, k: int, bits: int) -> Case:
         return ids, codes, residual, codebook(device), *_random_scales(n, k, device, generator), bits
 
     return Case(name=f"{'x'.join(map(str, shape))} of {n}x{k}@{bits}", make=make)
+
+
+def _fake_linear(
+    x: Tensor, codes: Tensor, residual: Tensor | None, codebook: Tensor, in_scale: Tensor, out_scale: Tensor,
+    bias: Tensor | None, bits: int, add: Tensor | None = None, eps: float | None = None, silu: bool = False,
+    wide: bool = False,
+) -> Tensor:  # fmt: skip
+    return x.new_empty((*x.shape[:-1], codes.shape[0]), dtype=torch.float32 if wide else x.dtype)
+
+
+def _linear_bytes(*args: Any) -> int:
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    wide = len(args) > 11 and args[11]
+    x, codes = tensors[:2]
+    return nbytes(*tensors) + x.shape[:-1].numel() * codes.shape[0] * (4 if wide else x.element_size())
 
 
 e8p_decode = register(
@@ -213,34 +264,43 @@ e8p_linear = register(
     Op(
         name="e8p_linear",
         schema="(Tensor x, Tensor codes, Tensor? residual, Tensor codebook, Tensor in_scale, Tensor out_scale, "
-        "Tensor? bias, int bits) -> Tensor",
+        "Tensor? bias, int bits, Tensor? add=None, float? eps=None, bool silu=False, bool wide=False) -> Tensor",
         reference=_linear,
-        fake=lambda x, codes, *rest: x.new_empty((*x.shape[:-1], codes.shape[0])),
+        fake=_fake_linear,
         kernel="onegraph.ops.triton.e8p:linear",
         check=_check_linear,
         cases=(
             *(_linear_case((1,), 576, 576, b) for b in BITS),
             *(_linear_case((2,), 192, 1536, b) for b in BITS),
-            *(_linear_case((3,), 1000, 576, b, bias=True) for b in BITS),
+            *(_linear_case((3,), 1000, 576, b, "bias") for b in BITS),
             _linear_case((4,), 1536, 192, 4),
-            _linear_case((5,), 3072, 576, 4, bias=True),
+            _linear_case((5,), 3072, 576, 4, "bias"),
             _linear_case((1,), 256, 11008, 4),
             _linear_case((2, 3), 49, 200, 3),
             _linear_case((33,), 128, 128, 4),
             _linear_case((0,), 128, 128, 4),
+            _linear_case((2,), 192, 576, 2, eps=1e-5),
+            _linear_case((17,), 192, 576, 4, "bias", eps=1e-5),
+            _linear_case((2, 1), 192, 576, 3, "add"),
+            _linear_case((3,), 576, 1536, 4, "add", "silu"),
+            _linear_case((9,), 49, 200, 2, "add", "silu"),
+            _linear_case((2,), 1000, 576, 4, "wide", eps=1e-5),
+            _linear_case((70,), 192, 576, 3, "bias", "add", "wide", eps=1e-5),
+            _linear_case((70,), 128, 256, 2, "add", "silu"),
         ),
         tolerance={torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3},
-        bytes_moved=lambda x, codes, residual, codebook, in_scale, out_scale, bias, bits: (
-            nbytes(x, codes, residual, codebook, in_scale, out_scale, bias)
-            + x.numel() // x.shape[-1] * codes.shape[0] * x.element_size()
-        ),
-        flops=lambda x, codes, *rest: 2 * x.numel() * codes.shape[0],
+        bytes_moved=_linear_bytes,
+        flops=lambda x, codes, *rest: 16 * x.shape[:-1].numel() * codes.numel(),
     )
 )
-"""`e8p_linear(x [..., k], ...) -> [..., n]`: y = out_scale * H_n(Q(H_k(in_scale * x))) + bias, in x's dtype.
+"""`e8p_linear(x, ...) -> [..., n]`: y = out_scale * H_n(Q(H_k(in_scale * x))) + bias, with what stands around it.
 
-x float32, bfloat16 or float16; codes, residual, codebook as in `e8p_decode`; in_scale float32 [k] (sign times channel
-scale); out_scale float32 [n] (the checkpoint's out_scale times its scale); bias None or floating point [n].
+x [..., k] float32, bfloat16 or float16; codes, residual, codebook as in `e8p_decode`; in_scale float32 [k] (sign times
+channel scale); out_scale float32 [n] (the checkpoint's out_scale times its scale); bias None or floating point [n].
+
+In front, one of two: `eps` makes it RMSNorm(x) (the norm's weight is in in_scale: `E8PLinear.after_norm`), `silu` makes
+it silu(gate) * up with x [..., 2k] = gate | up. Behind: `add` [..., n] of the result's dtype is added before the result
+is rounded, once. The result has x's dtype, with `wide` float32.
 """
 
 e8p_embedding = register(

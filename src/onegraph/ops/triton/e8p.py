@@ -20,8 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from onegraph.ops.triton.activation import silu_mul
 from onegraph.ops.triton.hadamard import hadamard_matrix
 from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
+from onegraph.ops.triton.norm import rms_norm
 
 MAX_BLOCK = 128  # of the Hadamard rotation: the largest power of two that divides a dimension, but no more
 MIN_TILE = 64  # columns and rows of a tile: several Hadamard blocks where a dimension has small ones
@@ -295,18 +297,26 @@ def linear(
     out_scale: Tensor,
     bias: Tensor | None,
     bits: int,
+    add: Tensor | None = None,
+    eps: float | None = None,
+    silu: bool = False,
+    wide: bool = False,
 ) -> Tensor:
-    """See `onegraph.ops.e8p.e8p_linear`."""
+    """See `onegraph.ops.e8p.e8p_linear`. What stands around the linear is launched apart, rounded in between."""
     n, k = codes.shape[0], codes.shape[1] * 8
     x = x.contiguous()
-    tokens = x.numel() // k
-    out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
+    tokens = x.shape[:-1].numel()
+    out = torch.empty((*x.shape[:-1], n), dtype=torch.float32 if wide else x.dtype, device=x.device)
     if tokens == 0:
         return out
+    if silu:
+        x = silu_mul(x)
+    elif eps is not None:
+        x = rms_norm(x, torch.ones(k, dtype=x.dtype, device=x.device), eps)
     with on_device(x):
         path = _small if tokens <= MAX_TOKENS else _large
         path(x, codes, residual, _as_rows(codebook), in_scale, out_scale, bias, bits, out, tokens, n, k)
-    return out
+    return out if add is None else out.add_(add)
 
 
 def _block(dimension: int) -> int:
