@@ -41,13 +41,19 @@ def mutated(op: Op, args: tuple[Any, ...]) -> list[Tensor]:
     ]
 
 
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(value)[0] if leaf is not None]
+
+
 def results(op: Op, args: tuple[Any, ...]) -> list[Tensor]:
     """Everything the op produces, returned or written, without what its record calls unspecified."""
-    out = tree_flatten(op(*args))[0] + mutated(op, args)
+    out = _tensors(op(*args)) + mutated(op, args)
     if op.name == "rope_cache_write":  # padding tokens' q and the sentinel page are anyone's
         counts = args[7]
         real = torch.arange(args[0].shape[1], device=counts.device) < counts.unsqueeze(1)
         out = [out[0][real], out[1][1:], out[2][1:]]
+    if op.name == "paged_decode":
+        out = [out[0], out[1][1:], out[2][1:], out[3]]
     return out
 
 
@@ -79,7 +85,7 @@ def test_bytes_moved_covers_the_results(op: Op, case: Case) -> None:
     args = make(case, next(iter(op.tolerance)))
     assert op.bytes_moved is not None
     assert op.flops is not None
-    returned = tree_flatten(op(*clone(args)))[0]
+    returned = _tensors(op(*clone(args)))
     assert op.bytes_moved(*args) >= sum(t.numel() * t.element_size() for t in returned)
     assert op.flops(*args) >= 0
 
