@@ -21,7 +21,7 @@ if not GPU:
     import interpreter_fixes  # noqa: F401
 
 from onegraph.formats.e8p import BITS  # noqa: E402
-from onegraph.ops import activation, attention, e8p, hadamard, norm, sampling  # noqa: E402, F401
+from onegraph.ops import activation, attention, decode_attention, e8p, hadamard, norm, sampling  # noqa: E402, F401
 from onegraph.ops.registry import OPS, Case, Op  # noqa: E402
 
 DEVICE = torch.device("cuda" if GPU else "cpu")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from onegraph.ops.attention import paged_attention, rope_cache_write
+from onegraph.ops.decode_attention import paged_decode
 from onegraph.ops.norm import rms_norm
 
 
@@ -80,6 +81,8 @@ class PagedCache:
         block_table: int32 [rows, pages_per_row], zeros at first.
         positions: int32 [rows], where the row's next token stands; counts: int32 [rows], how many of the Q tokens that
             a call brings are real. A row that holds no sequence has count 0.
+        tickets: int32 [rows, kv_heads] of zeros, which `paged_decode` counts with.
+        fused: attend to a decode step's single token in one launch; False is the other side of an A/B comparison.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class PagedCache:
         pages_per_row: int,
         device: torch.device | str,
         dtype: torch.dtype,
+        fused: bool = True,
     ) -> None:
         for name, value in (
             ("layers", layers),
@@ -106,12 +110,13 @@ class PagedCache:
         if pages < 2:
             raise ValueError(f"pages is {pages}; it must be at least 2, since page 0 is the sentinel")
         shape = (pages, page_size, kv_heads, head_dim)
-        self.page_size = page_size
+        self.page_size, self.fused = page_size, fused
         self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers)]
         self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers)]
         self.block_table = torch.zeros(rows, pages_per_row, device=device, dtype=torch.int32)
         self.positions = torch.zeros(rows, device=device, dtype=torch.int32)
         self.counts = torch.zeros(rows, device=device, dtype=torch.int32)
+        self.tickets = torch.zeros(rows, kv_heads, device=device, dtype=torch.int32)
 
     @property
     def pages(self) -> int:
@@ -133,13 +138,19 @@ class PagedCache:
         where the reference reads every page it may, it saves that reading while contexts are short.
         """
         other = object.__new__(PagedCache)
-        other.page_size, other.keys, other.values = self.page_size, self.keys, self.values
+        other.page_size, other.fused, other.tickets = self.page_size, self.fused, self.tickets
+        other.keys, other.values = self.keys, self.values
         other.block_table = self.block_table[rows, :pages]
         other.positions, other.counts = self.positions[rows], self.counts[rows]
         return other
 
     def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
         a, keys, values = attention, self.keys[attention.index], self.values[attention.index]
+        if self.fused and qkv.shape[1] == 1:
+            return paged_decode(
+                qkv, a.q_norm, a.k_norm, a.eps, a.cos, a.sin, self.positions, self.counts, self.block_table,
+                keys, values, self.tickets, a.heads, a.scale, a.window,
+            ).flatten(2)  # fmt: skip
         q = rope_cache_write(
             qkv, a.q_norm, a.k_norm, a.eps, a.cos, a.sin,
             self.positions, self.counts, self.block_table, keys, values, a.heads,
