@@ -1,0 +1,26 @@
+"""onegraph checkpoints in transformers: `import onegraph.integrations.hf`, then `from_pretrained` as ever.
+
+Importing this package registers the quantization method with transformers, which has no entry point through which it
+could find us by itself; it is the one import of onegraph that has an effect.
+"""
+
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+
+from onegraph.integrations.hf.quantizer import METHOD, OnegraphConfig, OnegraphQuantizer
+
+__all__ = ["OnegraphConfig", "OnegraphQuantizer"]
+
+
+def _register() -> None:
+    if METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        register_quantization_config(METHOD)(OnegraphConfig)
+    if METHOD not in AUTO_QUANTIZER_MAPPING:
+        register_quantizer(METHOD)(OnegraphQuantizer)
+
+
+_register()

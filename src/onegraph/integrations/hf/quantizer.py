@@ -1,0 +1,135 @@
+"""How transformers loads an onegraph checkpoint: its quantization config, and the quantizer that swaps layers."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.quantizers import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from onegraph.formats.checkpoint import TensorInfo, read_header
+from onegraph.formats.e8p import KEEP, E8PConfig, linear_tensors
+from onegraph.formats.files import CheckpointError, quote
+from onegraph.integrations.hf.modules import E8PModuleEmbedding, E8PModuleLinear, Stored, stored_as
+
+METHOD = "onegraph"
+
+
+class OnegraphConfig(QuantizationConfigMixin):
+    """`quantization_config` of config.json as transformers holds it; saved exactly as it was read.
+
+    Raises ValueError for a key, version or rate that this onegraph does not know.
+    """
+
+    def __init__(self, **fields: Any) -> None:
+        self.quant_method: Any = METHOD
+        self.e8p = E8PConfig.from_dict(fields)
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.e8p.to_dict()
+
+
+class OnegraphQuantizer(HfQuantizer):
+    """Loads checkpoints that `onegraph quantize` wrote. It quantizes nothing itself."""
+
+    requires_calibration = True  # transformers' word for: only models that are quantized already
+    quantization_config: OnegraphConfig
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        places = {str(place) for place in device_map.values()} if isinstance(device_map, dict) else {str(device_map)}
+        if "disk" in places or ("cpu" in places and len(places) > 1):
+            raise ValueError(
+                f"device_map puts parts of the model on {', '.join(sorted(places))}; onegraph's layers stay where they "
+                "run: give GPUs only, or the CPU only"
+            )
+
+    def _process_model_before_weight_loading(
+        self,
+        model: Any,
+        dtype: torch.dtype | None = None,
+        checkpoint_files: list[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        files = [Path(file) for file in checkpoint_files or ()]
+        if not files or any(file.suffix != ".safetensors" for file in files):
+            raise CheckpointError(f"{model.config.name_or_path}: a checkpoint of onegraph is model.safetensors files")
+        tensors: dict[str, TensorInfo] = {}
+        for file in files:
+            tensors |= read_header(file)
+        swapped = _swap_layers(model, self.quantization_config.e8p, tensors, dtype or torch.get_default_dtype())
+        if unknown := set(self.quantization_config.e8p.layers) - swapped:
+            raise ValueError(f"quantization_config.layers names {min(unknown)!r}, which is no linear of this model")
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        for module in model.modules():
+            if isinstance(module, E8PModuleLinear | E8PModuleEmbedding):
+                module.prepare()
+        return model
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        for name, module in list(model.named_modules()):
+            if isinstance(module, E8PModuleLinear | E8PModuleEmbedding):
+                model.set_submodule(name, module.plain(dtype or module.dtype))
+        return model
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+def _swap_layers(model: Any, config: E8PConfig, tensors: dict[str, TensorInfo], dtype: torch.dtype) -> set[str]:
+    """Puts our layers where the rate map asks for them, after holding every tensor of theirs against the file.
+
+    Returns the names of all linears of the blocks. Raises CheckpointError that names a tensor missing or wrong.
+    """
+    # AutoModel without a head drops the prefix that the checkpoint's names carry
+    inner = "" if hasattr(model, model.base_model_prefix) else f"{model.base_model_prefix}."
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    seen: set[str] = set()
+    ends_coded = False
+    kind: type[E8PModuleLinear | E8PModuleEmbedding]
+    for name, module in list(model.named_modules()):
+        full = inner + name
+        if module is embedding:
+            bits = KEEP if config.embed_tokens is None else config.embed_tokens
+            shape, kind = (module.num_embeddings, module.embedding_dim), E8PModuleEmbedding
+        elif isinstance(module, nn.Linear):
+            bits = config.bits_of("lm_head" if module is head else full)
+            shape, kind = (module.out_features, module.in_features), E8PModuleLinear
+            seen.add(full)
+        else:
+            continue
+        if bits == KEEP:
+            continue
+        ends_coded |= module is embedding or module is head
+        wanted = linear_tensors(*shape, bits, getattr(module, "bias", None) is not None)
+        _check(full, wanted, tensors)
+        with torch.device("meta"):
+            model.set_submodule(name, kind(stored_as(tensors, full, wanted), bits, dtype))
+    if ends_coded and model.config.tie_word_embeddings:
+        # Quantizing the head or the embedding unties them: the checkpoint then holds both.
+        model.config.tie_word_embeddings = False
+        model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+    return seen
+
+
+def _check(layer: str, wanted: Stored, tensors: dict[str, TensorInfo]) -> None:
+    for suffix, (shape, dtype) in wanted.items():
+        name = f"{layer}.{suffix}"
+        if name not in tensors:
+            raise CheckpointError(f"the checkpoint has no tensor {quote(name)}, which its quantization_config asks for")
+        found = tensors[name]
+        fits = found.dtype == dtype or (dtype.is_floating_point and found.dtype.is_floating_point)
+        if found.shape != shape or not fits:
+            raise CheckpointError(
+                f"{found.file}: tensor {quote(name)} is {found.dtype} {list(found.shape)}; "
+                f"the model asks for {dtype} {list(shape)}"
+            )

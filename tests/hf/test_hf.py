@@ -1,0 +1,235 @@
+"""onegraph checkpoints loaded by transformers: against the dense models that their codes stand for, and our engine."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import onegraph.integrations.hf  # noqa: F401  registers the method
+from models import save_e8p
+from onegraph.engine.generate import Engine
+from onegraph.engine.params import SamplingParams
+from onegraph.formats.checkpoint import Checkpoint
+from onegraph.formats.files import CheckpointError
+from onegraph.integrations.hf.modules import E8PModuleEmbedding, E8PModuleLinear
+from onegraph.models.llama import Llama
+
+transformers = pytest.importorskip("transformers")
+from transformers import AutoModel, AutoModelForCausalLM, CompileConfig  # noqa: E402
+
+TOKENS = torch.tensor([[5, 17, 99, 4, 3, 2, 1, 0, 130, 7]])
+CASES = {
+    "tied, head kept": ("smollm2", {"bits": 4}),
+    "tied, both ends coded": ("smollm2", {"bits": 3, "lm_head": 4, "embed_tokens": 2}),
+    "tied, embedding coded": ("smollm2", {"bits": 4, "embed_tokens": 4}),
+    "tied, head coded": ("smollm2", {"bits": 2, "lm_head": 3}),
+    "biases, mixed rates": ("qwen2", {"bits": 2, "layers": {"model.layers.1.self_attn.k_proj": 16}}),
+    "all biases": ("llama_bias_mha", {"bits": 3, "layers": {"model.layers.0.mlp.up_proj": 4}}),
+    "norms of q and k": ("qwen3", {"bits": 4}),
+    "SmolLM3": ("smollm3", {"bits": 4}),
+}
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
+
+
+def greedy(model: Any, tokens: torch.Tensor = TOKENS, count: int = 12, **options: Any) -> list[int]:
+    tokens = tokens.to(model.device)
+    return model.generate(tokens, max_new_tokens=count, do_sample=False, **options)[0, tokens.shape[1] :].tolist()
+
+
+def damage(path: Path, change: Any) -> None:
+    """Rewrites the tensors of the checkpoint at `path` as `change` leaves them."""
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loads_and_equals_what_the_codes_stand_for(case: str, tmp_path: Path) -> None:
+    variant, rates = CASES[case]
+    dense = save_e8p(variant, tmp_path / "model", rates=rates)
+    model = load(tmp_path / "model")
+    assert model.is_quantized
+    coded = {name for name, module in model.named_modules() if isinstance(module, E8PModuleLinear | E8PModuleEmbedding)}
+    assert ("lm_head" in coded) == ("lm_head" in rates)
+    assert ("model.embed_tokens" in coded) == ("embed_tokens" in rates)
+    assert not coded & {name for name, bits in rates.get("layers", {}).items() if bits == 16}
+    with torch.no_grad():
+        torch.testing.assert_close(model(TOKENS).logits, dense(TOKENS).logits, rtol=1e-4, atol=1e-4)
+    assert greedy(model) == greedy(dense)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_saving_and_loading_round_trips_bit_for_bit(case: str, tmp_path: Path) -> None:
+    variant, rates = CASES[case]
+    save_e8p(variant, tmp_path / "model", rates=rates)
+    model = load(tmp_path / "model")
+    model.save_pretrained(tmp_path / "again")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "again"))
+    assert set(before) == set(after)
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype, name
+        assert torch.equal(after[name], tensor), name
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("model", "again")]
+    assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
+    with torch.no_grad():
+        assert torch.equal(load(tmp_path / "again")(TOKENS).logits, model(TOKENS).logits)
+    with Checkpoint.open(tmp_path / "again") as checkpoint:  # and our own reader takes what transformers wrote
+        Llama.load(checkpoint)
+
+
+@pytest.mark.parametrize("case", ["tied, both ends coded", "biases, mixed rates"])
+def test_tokens_are_those_of_our_engine(case: str, tmp_path: Path) -> None:
+    variant, rates = CASES[case]
+    save_e8p(variant, tmp_path / "model", rates=rates)
+    with Checkpoint.open(tmp_path / "model") as checkpoint:
+        engine = Engine(Llama.load(checkpoint), max_batch=1, max_context=64, page_size=8)
+    assert greedy(load(tmp_path / "model")) == engine.generate(TOKENS.tolist(), SamplingParams(max_tokens=12))[0]
+
+
+def quantized_smollm2() -> Path | None:
+    """What `make demo` made of the real model, or $ONEGRAPH_SMOLLM2_4BIT."""
+    given = os.environ.get("ONEGRAPH_SMOLLM2_4BIT", ".demo/SmolLM2-135M-Instruct-4bit")
+    return Path(given) if Path(given, "config.json").is_file() else None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(quantized_smollm2() is None, reason="no quantized SmolLM2; make demo")
+def test_tokens_of_the_real_model_are_those_of_our_engine() -> None:
+    path = quantized_smollm2()
+    assert path is not None
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    prompt = [{"role": "user", "content": "What is the capital of France?"}]
+    tokens = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    with Checkpoint.open(path) as checkpoint:
+        engine = Engine(Llama.load(checkpoint), max_batch=1, max_context=256)
+    ids = tokens["input_ids"]
+    got = greedy(load(path), ids, 12, eos_token_id=None)
+    assert got == engine.generate(ids.tolist(), SamplingParams(max_tokens=12))[0]
+    assert "Paris" in tokenizer.decode(got)
+
+
+@pytest.mark.parametrize("codes", [False, True], ids=["decoded at load", "codes"])
+def test_the_compiled_decode_path_is_one_graph(codes: bool, tmp_path: Path) -> None:
+    """`generate` with a static cache compiles the step because the quantizer says that it may; no break in it."""
+    save_e8p("smollm2", tmp_path / "model", rates={"bits": 3, "lm_head": 4, "embed_tokens": 2})
+    model = load(tmp_path / "model")
+    expected = greedy(model)
+    if codes:  # the op itself in the graph, as on a GPU
+        for module in model.modules():
+            if isinstance(module, E8PModuleLinear):
+                module.dense = None
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    config = CompileConfig(backend=backend, mode=None, fullgraph=True)
+    config._compile_all_devices = True
+    torch._dynamo.reset()
+    assert greedy(model, cache_implementation="static", compile_config=config) == expected
+    assert len(graphs) == 1
+    linears = [node for node in graphs[0].graph.nodes if "e8p_linear" in str(node.target)]
+    assert len(linears) == (7 * model.config.num_hidden_layers + 1 if codes else 0)
+
+
+def test_moving_and_casting_leaves_the_stored_tensors_alone(tmp_path: Path) -> None:
+    save_e8p("smollm2", tmp_path / "model", rates={"bits": 3, "lm_head": 4, "embed_tokens": 2})
+    model = load(tmp_path / "model")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items() if "scale" in name}
+    model.to(torch.bfloat16)
+    for name, tensor in model.state_dict().items():
+        if name in before:
+            assert tensor.dtype == before[name].dtype
+            assert torch.equal(tensor, before[name])
+    assert model(TOKENS).logits.dtype == torch.bfloat16
+
+
+def test_dequantize_gives_plain_layers(tmp_path: Path) -> None:
+    save_e8p("llama_bias_mha", tmp_path / "model", rates={"bits": 3, "lm_head": 4, "embed_tokens": 2})
+    model = load(tmp_path / "model")
+    with torch.no_grad():
+        expected = model(TOKENS).logits
+        plain = model.dequantize()
+        assert not any(isinstance(m, E8PModuleLinear | E8PModuleEmbedding) for m in plain.modules())
+        torch.testing.assert_close(plain(TOKENS).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_bare_model_loads_with_a_mixed_map(tmp_path: Path) -> None:
+    save_e8p("smollm2", tmp_path / "model", rates={"bits": 3, "layers": {"model.layers.1.mlp.up_proj": 2}})
+    bare = AutoModel.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    with torch.no_grad():
+        want = load(tmp_path / "model").model(TOKENS).last_hidden_state
+        assert torch.equal(bare(TOKENS).last_hidden_state, want)
+    assert bare.layers[1].mlp.up_proj.bits == 2
+
+
+DAMAGE = {
+    "missing": (lambda t: t.pop("model.layers.1.mlp.up_proj.out_scale"), r"no tensor 'model.layers.1.mlp.up_proj.out"),
+    "narrow": (
+        lambda t: t.update({"model.layers.0.self_attn.q_proj.in_scale": torch.ones(95, dtype=torch.float16)}),
+        r"'model.layers.0.self_attn.q_proj.in_scale' is torch.float16 \[95\]; .* \[96\]",
+    ),
+    "wrong kind": (
+        lambda t: t.update({"model.layers.0.mlp.down_proj.codes": t["model.layers.0.mlp.down_proj.codes"].int()}),
+        r"down_proj.codes' is torch.int32",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_tensor_that_does_not_fit_is_named(kind: str, tmp_path: Path) -> None:
+    """transformers itself would warn and go on with random weights."""
+    change, message = DAMAGE[kind]
+    save_e8p("smollm2", tmp_path / "model", rates={"bits": 4})
+    damage(tmp_path / "model", change)
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bits": 5}, "bits is 5"),
+        ({"group_size": 64}, "unknown key group_size"),
+        ({"layers": {"model.layers.9.mlp.up_proj": 2}}, "model.layers.9.mlp.up_proj"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    save_e8p("smollm2", tmp_path / "model", rates={"bits": 4})
+    file = tmp_path / "model" / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"] |= change
+    file.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load(tmp_path / "model")
+
+
+def test_offloading_is_refused_in_words(tmp_path: Path) -> None:
+    save_e8p("smollm2", tmp_path / "model", rates={"bits": 4})
+    with pytest.raises(ValueError, match="device_map puts parts of the model on cpu, disk"):
+        load(tmp_path / "model", device_map={"model": "cpu", "lm_head": "disk"})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_compiled_and_captured_decode_equals_eager_on_a_gpu(dtype: torch.dtype, tmp_path: Path) -> None:
+    """As `generate` does it by itself on a GPU: reduce-overhead, which is CUDA graphs; without a skip of them."""
+    save_e8p("smollm2", tmp_path / "model", rates={"bits": 3, "lm_head": 4, "embed_tokens": 2})
+    model = load(tmp_path / "model", dtype, device_map="cuda:0")
+    torch._dynamo.utils.counters.clear()
+    assert greedy(model, cache_implementation="static", disable_compile=True) == greedy(model)
+    compiled = greedy(model, cache_implementation="static")
+    assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+    assert compiled == greedy(model)
+    if dtype == torch.float32:
+        assert compiled == greedy(load(tmp_path / "model"))
