@@ -1,0 +1,271 @@
+"""TurboQuant (arXiv 2504.19874): what a quantized key or value means, and how a KV cache is set up with it.
+
+A vector x [d] of a head is stored as its norm and the codes of its direction after a random rotation P,
+
+    y = P x,   x~ = P^T (scale * codebook[codes]),   codes_j = the centroid nearest to y_j / ||y||
+
+Every coordinate of a rotated unit vector has the same law, density proportional to (1 - t^2)^((d-3)/2), whatever x was.
+So one Lloyd-Max codebook a dimension and rate is optimal for all data, and needs no calibration. The tables below are
+exact for that law (tests/test_turboquant.py recomputes them), in units of 1 / sqrt(d).
+
+**prod** spends one bit of the rate on the residual r = y - y~: the signs of S r for a random orthogonal S. Inner
+products with it are unbiased:
+
+    y~_prod = y~ + ||r|| / (d E|t|) S^T sign(S r)        E|t| = Gamma(d/2) / (sqrt(pi) Gamma((d+1)/2))
+
+(the paper's i.i.d. normal S has the factor sqrt(pi/2)/d and a variance of pi/2 ||r||^2/d; an orthogonal one, pi/2 - 1).
+
+**Which scale** (ours): `norm` stores ||x||, as the paper does. With u = y / ||y|| and c its centroids, `matched` stores
+||x|| / ||c||, so that the norm is kept; `unbiased` stores ||x|| / <u, c>, so that inner products are unbiased over
+rotations without a bit spent on signs (RaBitQ, arXiv 2405.12497).
+"""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+BITS = (1, 2, 3, 4)
+EXACT = 16  # as a layer's rate: the model's own dtype
+VARIANTS = ("mse", "prod")
+ROTATIONS = ("hadamard", "qr")
+MODES = ("full", "hybrid", "shadow")
+SCALES = ("norm", "matched", "unbiased")
+
+# Positive centroids times sqrt(d), ascending; the negative ones mirror them.
+_CENTROIDS: dict[int, tuple[tuple[float, ...], ...]] = {
+    64: (
+        (0.80100727,),
+        (0.45211895, 1.49997480),
+        (0.24375343, 0.75065811, 1.32934287, 2.11131145),
+        (0.12735218, 0.38471827, 0.65049415, 0.93189402, 1.23940422, 1.59084913, 2.02330983, 2.64637049),
+    ),
+    80: (
+        (0.80038178,),
+        (0.45225357, 1.50206127),
+        (0.24402225, 0.75172653, 1.33223873, 2.11933756),
+        (0.12756045, 0.38538273, 0.65174218, 0.93397033, 1.24273937, 1.59622145, 2.03229946, 2.66321928),
+    ),
+    96: (
+        (0.79996506,),
+        (0.45234265, 1.50345285),
+        (0.24420129, 0.75243911, 1.33417415, 2.12471615),
+        (0.12769939, 0.38582615, 0.65257561, 0.93535816, 1.24497121, 1.59982156, 2.03833438, 2.67456014),
+    ),
+    128: (
+        (0.79944444,),
+        (0.45245325, 1.50519298),
+        (0.24442487, 0.75333016, 1.33659889, 2.13147084),
+        (0.12787315, 0.38638092, 0.65361895, 0.93709702, 1.24777046, 1.60434266, 2.04592538, 2.68885926),
+    ),
+    192: (
+        (0.79892414,),
+        (0.45256301, 1.50693383),
+        (0.24464822, 0.75422155, 1.33902966, 2.13826059),
+        (0.12804702, 0.38693621, 0.65466400, 0.93884037, 1.25058021, 1.60888711, 2.05356930, 2.70329632),
+    ),
+    256: (
+        (0.79866412,),
+        (0.45261758, 1.50780451),
+        (0.24475980, 0.75466737, 1.34024731, 2.14166864),
+        (0.12813399, 0.38721404, 0.65518715, 0.93971372, 1.25198902, 1.61116812, 2.05741121, 2.71056700),
+    ),
+}
+
+
+def codebook(head_dim: int, bits: int, device: torch.device | str = "cpu") -> Tensor:
+    """float32 [2^bits]: what the codes of a unit vector of `head_dim` mean, in the order of `turboquant_layout`:
+    c0, -c0, c1, -c1, ... with c ascending. `bits` 0 (prod at 1 bit) gives [0.]."""
+    check_head_dim(head_dim)
+    if bits not in (0, *BITS):
+        raise ValueError(f"a codebook of {bits} bits does not exist; allowed are {_list(BITS)}")
+    half = _CENTROIDS[head_dim][bits - 1] if bits else ()
+    table = torch.tensor([s * c for c in half for s in (1, -1)] or [0.0], dtype=torch.float64)
+    return (table / math.sqrt(head_dim)).float().to(device)
+
+
+def check_head_dim(head_dim: int) -> None:
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(
+            f"TurboQuant has no codebooks for a head size of {head_dim}; it has them for {_list(HEAD_DIMS)}"
+        )
+
+
+def mean_abs_coordinate(d: int) -> float:
+    """E|t| of a coordinate of a random unit vector in d dimensions."""
+    return math.exp(math.lgamma(d / 2) - math.lgamma((d + 1) / 2)) / math.sqrt(math.pi)
+
+
+def rotation(head_dim: int, kind: str = "hadamard", seed: int = 0) -> Tensor:
+    """float32 [d, d], sqrt(d) times a random orthogonal matrix: rows of norm sqrt(d).
+
+    `hadamard`: H D, a Hadamard matrix of order d with random signs on its columns, so entries are +-1 and exact in any
+    dtype; orders that are no power of two are Sylvester's times Paley's of order 12 or 20. `qr`: a Haar-random matrix.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "hadamard":
+        signs = torch.randint(0, 2, (head_dim,), generator=generator) * 2 - 1
+        return hadamard_matrix(head_dim).float() * signs
+    if kind != "qr":
+        raise ValueError(f"rotation is {kind!r}; allowed are {_list(ROTATIONS)}")
+    return (_haar(head_dim, generator) * math.sqrt(head_dim)).float()
+
+
+def projection(head_dim: int, seed: int = 0) -> Tensor:
+    """float32 [d, d]: the orthogonal S of `prod`, Haar-random and independent of any `rotation`."""
+    return _haar(head_dim, torch.Generator().manual_seed(seed + 0x5EED)).float()
+
+
+def _haar(d: int, generator: torch.Generator) -> Tensor:
+    """QR of a Gaussian matrix with the signs of R's diagonal moved into Q is Haar-distributed (Mezzadri 2007)."""
+    q, r = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=torch.float64))
+    return q * r.diagonal().sign()
+
+
+@lru_cache(maxsize=8)
+def hadamard_matrix(order: int) -> Tensor:
+    """int8 [order, order] of +-1 with orthogonal rows, for order 2^k, 12 * 2^k and 20 * 2^k."""
+    power = order & -order
+    core, steps = {1: (1, power), 3: (12, power // 4), 5: (20, power // 4)}.get(order // power, (0, 0))
+    if not core or not steps:
+        raise ValueError(f"no Hadamard matrix of order {order} here; allowed are 2^k, 12 * 2^k and 20 * 2^k")
+    matrix = torch.ones(1, 1, dtype=torch.int8) if core == 1 else _paley(core - 1)
+    pair = torch.tensor([[1, 1], [1, -1]], dtype=torch.int8)
+    for _ in range(steps.bit_length() - 1):
+        matrix = torch.kron(pair, matrix)
+    return matrix
+
+
+def _paley(q: int) -> Tensor:
+    """Paley's first construction, order q + 1 for a prime q = 3 mod 4: I + a skew matrix of quadratic residues."""
+    residues = {i * i % q for i in range(1, q)}
+    jacobsthal = [[0 if i == j else 1 if (i - j) % q in residues else -1 for j in range(q)] for i in range(q)]
+    skew = torch.tensor([[0] + [1] * q, *([-1, *row] for row in jacobsthal)], dtype=torch.int8)
+    return skew + torch.eye(q + 1, dtype=torch.int8)
+
+
+# ------------------------------------------------------------------------------------------------------- settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurboQuantConfig:
+    """How a KV cache is quantized; `parse_kv` reads one from a string, `str()` writes it back.
+
+    Args:
+        k_bits, v_bits: rates of keys and values, 1 to 4.
+        mode: `full` attends on codes alone; `hybrid` on exact vectors for the latest `window` tokens and on codes
+            before them; `shadow` on the exact cache, storing codes beside it, to report the error that they would have
+            made.
+        window: exact tokens of `hybrid`.
+        first, last: how many layers at either end take the rate `edge` in place of k_bits and v_bits.
+        edge: `16` (the model's dtype), `4`, `k4v4`, ...
+        keys, values: `mse` or `prod`.
+        scale: `norm`, `matched` or `unbiased` (see above); for `mse`.
+        rotation, seed: the random rotation; one for all layers.
+    """
+
+    k_bits: int
+    v_bits: int
+    mode: str = "full"
+    window: int = 0
+    first: int = 0
+    last: int = 0
+    edge: str = "16"
+    keys: str = "mse"
+    values: str = "mse"
+    scale: str = "matched"
+    rotation: str = "hadamard"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_rate(self.k_bits, self.v_bits)
+        for name, allowed in _CHOICES.items():
+            if (got := getattr(self, name)) not in allowed:
+                raise ValueError(f"turboquant: {name} is {got!r}; allowed are {_list(allowed)}")
+        for name, most in (("window", 1 << 20), ("first", 1 << 10), ("last", 1 << 10), ("seed", 1 << 31)):
+            if not 0 <= (number := getattr(self, name)) <= most:
+                raise ValueError(f"turboquant: {name} is {number}; allowed is 0 to {most}")
+        if (self.mode == "hybrid") != (self.window > 0):
+            raise ValueError(
+                f"turboquant: mode is {self.mode} and window {self.window}; mode=hybrid needs a window of exact tokens "
+                "(window=64, say), the other modes have none"
+            )
+        self._edge_rate()
+
+    def rate(self, layer: int, layers: int) -> tuple[int, int]:
+        """(bits of keys, bits of values) of a layer; (16, 16) where it stays in the model's dtype."""
+        inner = self.first <= layer < layers - self.last
+        return (self.k_bits, self.v_bits) if inner else self._edge_rate()
+
+    def _edge_rate(self) -> tuple[int, int]:
+        return (EXACT, EXACT) if self.edge == str(EXACT) else _parse_rate(self.edge, "edge")
+
+    def __str__(self) -> str:
+        rate = str(self.k_bits) if self.k_bits == self.v_bits else f"k{self.k_bits}v{self.v_bits}"
+        told = [f"{f.name}={getattr(self, f.name)}" for f in _OPTIONS.values() if getattr(self, f.name) != f.default]
+        return ",".join([f"turboquant:{rate}", *told])
+
+
+_CHOICES = {"mode": MODES, "keys": VARIANTS, "values": VARIANTS, "scale": SCALES, "rotation": ROTATIONS}
+_OPTIONS = {f.name: f for f in fields(TurboQuantConfig) if f.name not in ("k_bits", "v_bits")}
+_KINDS: dict[str, Callable[[str], Any]] = dict.fromkeys(("window", "first", "last", "seed"), int)
+
+
+def parse_kv(text: str) -> TurboQuantConfig | None:
+    """A KV cache's setting: `exact` (the model's dtype, None), or `turboquant:RATE[,OPTION=VALUE]...`.
+
+    RATE is `4` or `k3v4`; the options are the fields of `TurboQuantConfig`. Raises ValueError, one line.
+    """
+    if text == "exact":
+        return None
+    kind, _, rest = text.partition(":")
+    if kind != "turboquant" or not rest:
+        raise ValueError(f"kv is {_short(text)}; allowed are exact, turboquant:4, turboquant:k3v4 and further options")
+    rate, *options = rest.split(",")
+    k_bits, v_bits = _parse_rate(rate, "the rate")
+    found: dict[str, Any] = {}
+    for option in options:
+        name, equals, value = option.partition("=")
+        if name not in _OPTIONS or not equals or not value:
+            raise ValueError(
+                f"turboquant: option {_short(option)} is not understood; allowed are name=value with {_list(_OPTIONS)}"
+            )
+        if name in found:
+            raise ValueError(f"turboquant: option {name} is given twice")
+        if name in _KINDS and not (value.isascii() and value.isdigit() and len(value) < 12):
+            raise ValueError(f"turboquant: {name} is {_short(value)}; it must be a number")
+        found[name] = _KINDS.get(name, str)(value)
+    if "window" in found:
+        found.setdefault("mode", "hybrid")
+    return TurboQuantConfig(k_bits=k_bits, v_bits=v_bits, **found)
+
+
+def _parse_rate(text: str, what: str) -> tuple[int, int]:
+    match = re.fullmatch(r"([0-9]{1,3})|k([0-9]{1,3})v([0-9]{1,3})", text, re.ASCII)
+    if match is None:
+        raise ValueError(f"turboquant: {what} is {_short(text)}; it is written like 4 or k3v4")
+    both, keys, values = match.groups()
+    rate = int(both or keys), int(both or values)
+    _check_rate(*rate)
+    return rate
+
+
+def _check_rate(k_bits: int, v_bits: int) -> None:
+    for name, bits in (("keys", k_bits), ("values", v_bits)):
+        if bits not in BITS:
+            raise ValueError(f"turboquant: {bits} bits for {name}; allowed are {_list(BITS)}")
+
+
+def _list(items: Any) -> str:
+    *head, last = map(str, items)
+    return f"{', '.join(head)} and {last}" if head else last
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:57] + "...")
