@@ -1,0 +1,197 @@
+"""From the tensors of a DeepSeek-V4 checkpoint to layers: names as DeepSeek and as transformers write them."""
+
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from onegraph.formats.checkpoint import Checkpoint
+from onegraph.models.deepseek_v4_config import CSA, DeepseekV4Config
+from onegraph.nn.deepseek_attention import Compressor, DeepseekAttention, GroupedLinear
+from onegraph.nn.deepseek_moe import DeepseekMoE, Experts, SharedExpert
+from onegraph.nn.linear import Linear
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int64, torch.int32)
+
+# transformers' names (as modules, and as save_pretrained writes them) -> DeepSeek's, applied from the first to the last
+_RENAMES = tuple(
+    (re.compile(pattern), name)
+    for pattern, name in (
+        (r"^model\.", ""),
+        (r"^embed_tokens\.", "embed."),
+        (r"^lm_head\.", "head."),
+        (r"^hc_head\.hc_", "hc_head_"),
+        (r"\.self_attn\.", ".attn."),
+        (r"\.mlp\.", ".ffn."),
+        (r"\.input_layernorm\.", ".attn_norm."),
+        (r"\.post_attention_layernorm\.", ".ffn_norm."),
+        (r"\.(attn|ffn)_hc\.", r".hc_\1_"),
+        (r"\.sinks$", ".attn_sink"),
+        (r"\.compressor\.indexer\.scorer\.", ".indexer."),
+        (r"\.compressor\.indexer\.q_b_proj\.", ".indexer.wq_b."),
+        (r"\.compressor\.indexer\.", ".indexer.compressor."),
+        (r"\.compressor\.kv_norm\.", ".compressor.norm."),
+        (r"\.attn\.norm\.", ".attn.kv_norm."),
+        (r"\.position_bias$", ".ape"),
+        (r"\.(attn|compressor)\.kv_proj\.", r".\1.wkv."),
+        (r"\.compressor\.gate_proj\.", ".compressor.wgate."),
+        (r"\.attn\.([qo])_([ab])_proj\.", r".attn.w\1_\2."),
+        (r"\.q_a_norm\.", ".q_norm."),
+        (r"\.e_score_correction_bias$", ".bias"),
+        (r"experts(\.\d+)?\.gate_proj\.", r"experts\1.w1."),
+        (r"experts(\.\d+)?\.down_proj\.", r"experts\1.w2."),
+        (r"experts(\.\d+)?\.up_proj\.", r"experts\1.w3."),
+    )
+)
+
+
+def official(name: str) -> str:
+    """DeepSeek's name of a tensor that either of the two wrote."""
+    for pattern, replacement in _RENAMES:
+        name = pattern.sub(replacement, name)
+    return name
+
+
+class DeepseekWeights:
+    """The tensors of a DeepSeek-V4 checkpoint, read when asked for, each straight to the device of its layer.
+
+    Linears are dense here; a quantized checkpoint overrides `linear`, `grouped` and `experts`.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, config: DeepseekV4Config, dtype: torch.dtype) -> None:
+        if dtype not in FLOATS:
+            raise ValueError(f"dtype is {dtype}; allowed are float32, bfloat16 and float16")
+        self.checkpoint, self.config, self.dtype = checkpoint, config, dtype
+        self.stored = {official(name): name for name in checkpoint.names}
+
+    def expected(self) -> dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]:
+        """Every tensor of the decoder under its official name: (shape, dtypes allowed)."""
+        c = self.config
+        found: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {}
+
+        def add(prefix: str, **shapes: tuple[int, ...]) -> None:
+            found.update({prefix + name.replace("__", "."): (shape, FLOATS) for name, shape in shapes.items()})
+
+        d, h, wide = c.hidden_size, c.streams, c.streams * (c.streams + 2)
+        add("", embed__weight=(c.vocab_size, d), head__weight=(c.vocab_size, d), norm__weight=(d,))
+        add("", hc_head_fn=(h, h * d), hc_head_base=(h,), hc_head_scale=(1,))
+        for i in range(c.layers):
+            layer = f"layers.{i}."
+            add(layer, attn_norm__weight=(d,), ffn_norm__weight=(d,))
+            for part in ("attn", "ffn"):
+                add(f"{layer}hc_{part}_", fn=(wide, h * d), base=(wide,), scale=(3,))
+            add(
+                f"{layer}attn.",
+                wq_a__weight=(c.q_rank, d),
+                q_norm__weight=(c.q_rank,),
+                wq_b__weight=(c.heads * c.head_dim, c.q_rank),
+                wkv__weight=(c.head_dim, d),
+                kv_norm__weight=(c.head_dim,),
+                wo_a__weight=(c.out_groups * c.out_rank, c.heads * c.head_dim // c.out_groups),
+                wo_b__weight=(d, c.out_groups * c.out_rank),
+                attn_sink=(c.heads,),
+            )
+            if c.ratios[i]:
+                self._add_compressor(add, f"{layer}attn.compressor.", c.ratios[i], c.head_dim, c.kinds[i] == CSA)
+            if c.kinds[i] == CSA:
+                indexer = f"{layer}attn.indexer."
+                self._add_compressor(add, f"{indexer}compressor.", c.ratios[i], c.index_dim, True)
+                add(
+                    indexer,
+                    wq_b__weight=(c.index_heads * c.index_dim, c.q_rank),
+                    weights_proj__weight=(c.index_heads, d),
+                )
+            add(f"{layer}ffn.gate.", weight=(c.experts, d))
+            if c.hashed[i]:
+                found[f"{layer}ffn.gate.tid2eid"] = (c.vocab_size, c.top_k), INTEGERS
+            else:
+                add(f"{layer}ffn.gate.", bias=(c.experts,))
+            for expert in ("shared_experts", *(f"experts.{e}" for e in range(c.experts))):
+                shapes = {"w1": (c.expert_size, d), "w2": (d, c.expert_size), "w3": (c.expert_size, d)}
+                add(f"{layer}ffn.{expert}.", **{f"{name}__weight": shape for name, shape in shapes.items()})
+        return found
+
+    def _add_compressor(self, add, prefix: str, ratio: int, dim: int, overlap: bool) -> None:  # type: ignore[no-untyped-def]
+        wide, d = dim * (2 if overlap else 1), self.config.hidden_size
+        add(prefix, wkv__weight=(wide, d), wgate__weight=(wide, d), ape=(ratio, wide), norm__weight=(dim,))
+
+    def check(self) -> None:
+        """Raises CheckpointError that names each tensor missing, of a wrong shape or dtype, or not asked for. The MTP
+        layer's tensors may be there; they are not read."""
+        beyond = re.compile(rf"^(mtp\.|layers\.{self.config.layers}\.)")
+        mtp = [stored for name, stored in self.stored.items() if beyond.match(name)]
+        self.checkpoint.check({self.stored.get(k, k): v for k, v in self.expected().items()}, optional=set(mtp))
+
+    # --------------------------------------------------------------------------------------------------- making it
+
+    def tensor(self, name: str, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+        return self.checkpoint.tensor(self.stored.get(name, name), device=device, dtype=dtype or self.dtype)
+
+    def wide(self, name: str, device: torch.device) -> Tensor:
+        """What stays float32 in any model: hyper-connections, norms, sinks, biases."""
+        return self.tensor(name, device, torch.float32)
+
+    def linear(self, names: Sequence[str], device: torch.device) -> nn.Module:
+        """One linear with the rows of all `names`, which read the same input."""
+        return Linear(torch.cat([self.tensor(f"{name}.weight", device) for name in names]))
+
+    def grouped(self, name: str, groups: int, device: torch.device) -> nn.Module:
+        return GroupedLinear(self.tensor(f"{name}.weight", device).unflatten(0, (groups, -1)))
+
+    def experts(self, prefix: str, device: torch.device) -> nn.Module:
+        c = self.config
+        gate_up = torch.empty(c.experts, 2, c.expert_size, c.hidden_size, device=device, dtype=self.dtype)
+        down = torch.empty(c.experts, c.hidden_size, c.expert_size, device=device, dtype=self.dtype)
+        for e in range(c.experts):
+            gate_up[e, 0] = self.tensor(f"{prefix}{e}.w1.weight", device)
+            gate_up[e, 1] = self.tensor(f"{prefix}{e}.w3.weight", device)
+            down[e] = self.tensor(f"{prefix}{e}.w2.weight", device)
+        return Experts(gate_up.flatten(1, 2), down, c.limit)
+
+    def attention(self, i: int, tables: tuple[Tensor, Tensor], device: torch.device) -> DeepseekAttention:
+        c, prefix = self.config, f"layers.{i}.attn."
+        compressed, indexed = c.ratios[i] > 0, c.kinds[i] == CSA
+        states = [f"{prefix}compressor.{name}" for name in ("wkv", "wgate") if compressed]
+        if indexed:
+            states += [f"{prefix}indexer.{name}" for name in ("compressor.wkv", "compressor.wgate", "weights_proj")]
+        cos, sin = tables
+        return DeepseekAttention(
+            index=i,
+            qkv_a=self.linear([f"{prefix}wq_a", f"{prefix}wkv"], device),
+            q_norm=self.wide(f"{prefix}q_norm.weight", device),
+            kv_norm=self.wide(f"{prefix}kv_norm.weight", device),
+            q_b=self.linear([f"{prefix}wq_b"], device),
+            states=Linear(torch.cat([self.tensor(f"{name}.weight", device) for name in states])) if states else None,
+            compressor=self._compressor(f"{prefix}compressor.", device) if compressed else None,
+            index_q=self.linear([f"{prefix}indexer.wq_b"], device) if indexed else None,
+            indexer=self._compressor(f"{prefix}indexer.compressor.", device) if indexed else None,
+            out_a=self.grouped(f"{prefix}wo_a", c.out_groups, device),
+            out_b=self.linear([f"{prefix}wo_b"], device),
+            groups=c.out_groups,
+            sinks=self.wide(f"{prefix}attn_sink", device),
+            cos=cos,
+            sin=sin,
+            eps=c.eps,
+            window=c.window,
+            top_k=c.index_top_k,
+        )
+
+    def _compressor(self, prefix: str, device: torch.device) -> Compressor:
+        return Compressor(self.wide(f"{prefix}ape", device), self.wide(f"{prefix}norm.weight", device))
+
+    def moe(self, i: int, device: torch.device) -> DeepseekMoE:
+        c, prefix = self.config, f"layers.{i}.ffn."
+        shared = f"{prefix}shared_experts."
+        return DeepseekMoE(
+            gate=self.tensor(f"{prefix}gate.weight", device),
+            bias=None if c.hashed[i] else self.wide(f"{prefix}gate.bias", device),
+            table=self.tensor(f"{prefix}gate.tid2eid", device, torch.int32) if c.hashed[i] else None,
+            experts=self.experts(f"{prefix}experts.", device),
+            shared=SharedExpert(
+                self.linear([f"{shared}w1", f"{shared}w3"], device), self.linear([f"{shared}w2"], device), c.limit
+            ),
+            top_k=c.top_k,
+            scale=c.route_scale,
+        )

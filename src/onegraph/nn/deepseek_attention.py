@@ -1,0 +1,136 @@
+"""The attention layer of DeepSeek-V4: low-rank queries, one latent vector as key and value, grouped output.
+
+As in `nn/attention.py` the layer brings weights and constants and the cache brings the state; what lies between the
+linears is one call, `cache.attend`. Linears are whatever maps [..., k] to [..., n], dense or quantized.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from onegraph.ops.norm import rms_norm
+
+
+class Attend(Protocol):
+    """The state's side: see `DeepseekCache.attend`."""
+
+    def attend(
+        self, attention: DeepseekAttention, q: Tensor, kv: Tensor, states: Tensor | None, index_q: Tensor | None
+    ) -> Tensor: ...
+
+
+class GroupedLinear(nn.Module):
+    """G independent linears side by side: x [..., G, k] -> [..., G n], weight [G, n, k]."""
+
+    weight: Tensor
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        if weight.dim() != 3:
+            raise ValueError(f"weight is {tuple(weight.shape)}; it must be [groups, n, k]")
+        self.register_buffer("weight", weight.contiguous())
+
+    def forward(self, x: Tensor) -> Tensor:
+        groups, n, k = self.weight.shape
+        y = torch.bmm(x.reshape(-1, groups, k).transpose(0, 1), self.weight.transpose(1, 2))
+        return y.transpose(0, 1).reshape(*x.shape[:-2], groups * n)
+
+
+class Compressor(nn.Module):
+    """Constants of one compressor: `bias` float32 [ratio, c d], RMSNorm weight `norm` [d]; c is 2 with overlap."""
+
+    bias: Tensor
+    norm: Tensor
+
+    def __init__(self, bias: Tensor, norm: Tensor) -> None:
+        super().__init__()
+        if bias.dim() != 2 or bias.shape[1] not in (norm.numel(), 2 * norm.numel()):
+            raise ValueError(
+                f"bias is {tuple(bias.shape)}, norm {tuple(norm.shape)}; they must be [ratio, c d] and [d]"
+            )
+        self.register_buffer("bias", bias.float().contiguous())
+        self.register_buffer("norm", norm.contiguous())
+
+    @property
+    def ratio(self) -> int:
+        return self.bias.shape[0]
+
+    @property
+    def dim(self) -> int:
+        return self.norm.shape[0]
+
+    @property
+    def width(self) -> int:
+        """Of one token's state: content and score."""
+        return 2 * self.bias.shape[1]
+
+    @property
+    def reach(self) -> int:
+        """Tokens that one entry sees, and so the tokens of state that a sequence keeps."""
+        return self.ratio * self.bias.shape[1] // self.dim
+
+
+class DeepseekAttention(nn.Module):
+    """One layer's attention. `compressor` is None where only the window is seen, `indexer` where all entries are.
+
+    Args:
+        index: number of the layer, by which a cache finds its part.
+        qkv_a: x -> q's low rank | kv; q_norm [rank] and kv_norm [head_dim] are their RMSNorms.
+        q_b: low rank -> heads * head_dim.
+        states: x -> the compressor's state | the indexer's | the indexer's head weights; None without compressor.
+        index_q: low rank -> index_heads * indexer.dim; None without indexer.
+        out_a, out_b: the grouped projection [.., groups, k] and the one behind it.
+        sinks: float32 [heads]. cos, sin: float32 [positions, rope dimensions / 2], shared by layers of a kind.
+        window: latest tokens that a query sees. top_k: entries that the indexer selects.
+    """
+
+    q_norm: Tensor
+    kv_norm: Tensor
+    sinks: Tensor
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        qkv_a: nn.Module,
+        q_norm: Tensor,
+        kv_norm: Tensor,
+        q_b: nn.Module,
+        states: nn.Module | None,
+        compressor: Compressor | None,
+        index_q: nn.Module | None,
+        indexer: Compressor | None,
+        out_a: nn.Module,
+        out_b: nn.Module,
+        groups: int,
+        sinks: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        eps: float,
+        window: int,
+        top_k: int,
+    ) -> None:
+        super().__init__()
+        self.index, self.groups, self.eps, self.window, self.top_k = index, groups, eps, window, top_k
+        self.heads, self.head_dim, self.scale = sinks.shape[0], kv_norm.shape[0], kv_norm.shape[0] ** -0.5
+        self.qkv_a, self.q_b, self.out_a, self.out_b = qkv_a, q_b, out_a, out_b
+        self.states, self.compressor, self.index_q, self.indexer = states, compressor, index_q, indexer
+        self.register_buffer("q_norm", q_norm)
+        self.register_buffer("kv_norm", kv_norm)
+        self.register_buffer("sinks", sinks.float())
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def forward(self, x: Tensor, cache: Attend) -> Tensor:
+        """x [B, Q, D] -> [B, Q, D]."""
+        low, kv = self.qkv_a(x).split((self.q_norm.shape[0], self.head_dim), dim=2)
+        low = rms_norm(low.contiguous(), self.q_norm, self.eps)
+        states = None if self.states is None else self.states(x)
+        index_q = None if self.index_q is None else self.index_q(low)
+        out = cache.attend(self, self.q_b(low), kv, states, index_q)
+        return self.out_b(self.out_a(out.unflatten(2, (self.groups, -1)).flatten(3)))

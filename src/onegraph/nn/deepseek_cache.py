@@ -1,0 +1,130 @@
+"""The state of DeepSeek-V4's attention: what a sequence keeps of its latest tokens, and entries in pages.
+
+All of it is made at its final shape. A sequence owns one *slot*, which holds what has a fixed size (the window's keys,
+the compressors' latest tokens), and pages, which hold what grows: one entry for 4 or 128 tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from onegraph.nn.deepseek_attention import Compressor, DeepseekAttention
+from onegraph.ops.deepseek_attention import deepseek_attention, deepseek_qkv
+from onegraph.ops.deepseek_compress import deepseek_compress
+from onegraph.ops.deepseek_index import deepseek_index
+
+
+class DeepseekCache:
+    """State of a number of layers on one device.
+
+    Args:
+        layers: the attention layers whose state it holds.
+        rows: sequences at once; there is one slot more, since slot 0 belongs to nobody.
+        pages: of the pools; page 0 belongs to nobody. page_size: tokens that a page stands for, a multiple of every
+            compression ratio. pages_per_row: columns of the block table.
+
+    Attributes:
+        block_table int32 [rows, pages_per_row], positions, counts and slots int32 [rows]: as in `PagedCache`, and which
+            slot each row owns (at first row i owns slot i + 1).
+    """
+
+    def __init__(
+        self,
+        layers: list[DeepseekAttention],
+        *,
+        rows: int,
+        pages: int,
+        page_size: int,
+        pages_per_row: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> None:
+        for name, value, least in (("rows", rows, 1), ("pages", pages, 2), ("pages_per_row", pages_per_row, 1)):
+            if value < least:
+                raise ValueError(f"{name} is {value}; it must be at least {least}")
+        compressors = [c for layer in layers for c in (layer.compressor, layer.indexer) if c is not None]
+        for ratio in sorted({c.ratio for c in compressors}):
+            if page_size < 1 or page_size % ratio:
+                raise ValueError(
+                    f"page_size is {page_size}; it must be a multiple of the compression ratio {ratio}, so that an "
+                    "entry lies in one page"
+                )
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, device=device, dtype=dtype)
+
+        def ring(c: Compressor | None) -> Tensor | None:
+            return None if c is None else zeros(rows + 1, c.reach, c.width)
+
+        def pool(c: Compressor | None) -> Tensor | None:
+            return None if c is None else zeros(pages, page_size // c.ratio, c.dim)
+
+        self.page_size, self.pages = page_size, pages
+        self.windows = {a.index: zeros(rows + 1, a.window, a.head_dim) for a in layers}
+        self.rings = {a.index: ring(a.compressor) for a in layers}
+        self.entries = {a.index: pool(a.compressor) for a in layers}
+        self.index_rings = {a.index: ring(a.indexer) for a in layers}
+        self.index_entries = {a.index: pool(a.indexer) for a in layers}
+        self.block_table = torch.zeros(rows, pages_per_row, device=device, dtype=torch.int32)
+        self.positions = torch.zeros(rows, device=device, dtype=torch.int32)
+        self.counts = torch.zeros(rows, device=device, dtype=torch.int32)
+        self.slots = torch.arange(1, rows + 1, device=device, dtype=torch.int32)
+
+    def tensors(self) -> list[Tensor]:
+        """Everything that outlives a step, except whose it is."""
+        kinds = (self.windows, self.rings, self.entries, self.index_rings, self.index_entries)
+        return [tensor for kind in kinds for tensor in kind.values() if tensor is not None]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors())
+
+    @property
+    def max_context(self) -> int:
+        """Tokens that a row's part of the block table can address."""
+        return self.block_table.shape[1] * self.page_size
+
+    def reset(self) -> None:
+        """Forget everything: after a NaN, which masks keep out of results but nothing else removes."""
+        for tensor in self.tensors():
+            tensor.zero_()
+
+    def view(self, rows: slice = slice(None), pages: int | None = None) -> DeepseekCache:
+        """The same storage seen through some rows, as `PagedCache.view`."""
+        other = object.__new__(DeepseekCache)
+        other.__dict__.update(self.__dict__)
+        other.block_table = self.block_table[rows, :pages]
+        other.positions, other.counts, other.slots = self.positions[rows], self.counts[rows], self.slots[rows]
+        return other
+
+    def attend(
+        self, attention: DeepseekAttention, q: Tensor, kv: Tensor, states: Tensor | None, index_q: Tensor | None
+    ) -> Tensor:
+        """q [B, Q, heads head_dim], kv [B, Q, head_dim], states [B, Q, ...], index_q [B, Q, ...], each as its linear
+        gives it -> [B, Q, heads, head_dim]; the tokens' part of the state is written."""
+        a, i = attention, attention.index
+        rows = self.positions, self.counts, self.block_table
+        q, kv = deepseek_qkv(q, kv, a.kv_norm, a.eps, a.cos, a.sin, self.positions)
+        selected = None
+        if a.compressor is not None and states is not None:
+            main, rest = states.split((a.compressor.width, states.shape[2] - a.compressor.width), dim=2)
+            self._compress(a, a.compressor, main, self.rings[i], self.entries[i])
+            if a.indexer is not None and index_q is not None:
+                helper, gain = rest.split((a.indexer.width, rest.shape[2] - a.indexer.width), dim=2)
+                pool = self.index_entries[i]
+                self._compress(a, a.indexer, helper, self.index_rings[i], pool)
+                heads = index_q.unflatten(2, (gain.shape[2], -1))
+                selected = deepseek_index(heads, gain, a.cos, a.sin, *rows, pool, a.indexer.ratio, a.top_k)
+        return deepseek_attention(
+            q, kv, self.windows[i], a.sinks, a.cos, a.sin, self.slots, *rows, self.entries[i], selected,
+            0 if a.compressor is None else a.compressor.ratio, a.scale,
+        )  # fmt: skip
+
+    def _compress(
+        self, a: DeepseekAttention, c: Compressor, states: Tensor, ring: Tensor | None, pool: Tensor | None
+    ) -> None:
+        deepseek_compress(
+            states, ring, c.bias, c.norm, a.eps, a.cos, a.sin,
+            self.slots, self.positions, self.counts, self.block_table, pool,
+        )  # fmt: skip

@@ -1,0 +1,80 @@
+"""The feed-forward half of a DeepSeek-V4 block: routed experts and one shared expert."""
+
+import torch
+from torch import Tensor, nn
+
+from onegraph.ops.deepseek_moe import deepseek_route, routed_experts, swiglu
+from onegraph.ops.linear import linear_float32
+
+
+class Experts(nn.Module):
+    """Dense routed experts: gate_up [E, 2F, D], down [E, D, F]. A quantized kind has the same call."""
+
+    gate_up: Tensor
+    down: Tensor
+
+    def __init__(self, gate_up: Tensor, down: Tensor, limit: float) -> None:
+        super().__init__()
+        self.limit = limit
+        self.register_buffer("gate_up", gate_up.contiguous())
+        self.register_buffer("down", down.contiguous())
+
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """x [T, D], experts int32 [T, k], weights float32 [T, k] -> [T, D]."""
+        return routed_experts(x, experts, weights, self.gate_up, self.down, self.limit)
+
+
+class SharedExpert(nn.Module):
+    """The expert that every token uses: two linears around SwiGLU."""
+
+    def __init__(self, gate_up: nn.Module, down: nn.Module, limit: float) -> None:
+        super().__init__()
+        self.gate_up, self.down, self.limit = gate_up, down, limit
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(swiglu(self.gate_up(x), self.limit))
+
+
+class DeepseekMoE(nn.Module):
+    """x [B, Q, D], tokens int64 [B, Q] -> [B, Q, D].
+
+    Args:
+        gate: [E, D]. bias: float32 [E], added to scores for the choice only; table: int32 [V, k], the experts of each
+            token in a hash layer. At most one of the two.
+        top_k, scale: experts a token uses, and the sum of their weights.
+    """
+
+    gate: Tensor
+    bias: Tensor | None
+    table: Tensor | None
+
+    def __init__(
+        self,
+        *,
+        gate: Tensor,
+        bias: Tensor | None,
+        table: Tensor | None,
+        experts: nn.Module,
+        shared: nn.Module,
+        top_k: int,
+        scale: float,
+    ) -> None:
+        super().__init__()
+        if bias is not None and table is not None:
+            raise ValueError("bias and table are both given; a layer routes by scores or by the token, not by both")
+        if table is not None and table.numel():
+            low, high = torch.aminmax(table)
+            if int(low) < 0 or int(high) >= gate.shape[0]:
+                raise ValueError(
+                    f"table names experts {int(low)} to {int(high)}; the layer has 0 to {gate.shape[0] - 1}"
+                )
+        self.experts, self.shared, self.top_k, self.scale = experts, shared, top_k, scale
+        self.register_buffer("gate", gate)
+        self.register_buffer("bias", None if bias is None else bias.float())
+        self.register_buffer("table", None if table is None else table.to(torch.int32).contiguous())
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        logits = linear_float32(flat, self.gate)
+        experts, weights = deepseek_route(logits, self.bias, self.table, tokens.flatten(), self.top_k, self.scale)
+        return self.experts(flat, experts, weights).view_as(x) + self.shared(x)

@@ -1,0 +1,282 @@
+"""DeepSeek-V4's attention: one latent vector a token is key and value of all heads.
+
+A query sees the latest tokens (a ring that its sequence owns), and entries that stand for many tokens each (a paged
+pool): all of them, or those that the indexer selected. Keys carry RoPE in their trailing dimensions and so do values,
+which is why the result is rotated back by the query's own position. Every length is read on the device.
+"""
+
+import torch
+from torch import Tensor
+
+from onegraph.ops.deepseek_compress import INT32, angles, check_paged, check_rows, paged_rows, rotate, write_ring
+from onegraph.ops.norm import FLOATS
+from onegraph.ops.registry import Case, Op, nbytes, register
+
+
+def _deepseek_qkv(
+    q: Tensor, kv: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    token = positions.unsqueeze(1) + torch.arange(q.shape[1], dtype=INT32, device=q.device)
+
+    def unit(x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+    heads = rotate(unit(q.float().unflatten(2, (-1, kv.shape[2]))), cos, sin, token).to(q.dtype)
+    latent = rotate((unit(kv.float()) * norm.float()).unsqueeze(2), cos, sin, token)
+    return heads, latent.squeeze(2).to(kv.dtype)
+
+
+def _deepseek_attention(
+    q: Tensor,
+    kv: Tensor,
+    ring: Tensor,
+    sinks: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    counts: Tensor,
+    block_table: Tensor,
+    entries: Tensor | None,
+    selected: Tensor | None,
+    ratio: int,
+    scale: float,
+) -> Tensor:
+    batch, length, heads, dim = q.shape
+    window = ring.shape[1]
+    step = torch.arange(length, dtype=INT32, device=q.device)
+    token = (positions.unsqueeze(1) + step).unsqueeze(2)  # [B, Q, 1]
+    real = (step < counts.unsqueeze(1)).unsqueeze(2)
+    # The window: what the ring holds of the tokens before this call, and this call's own.
+    place = torch.arange(window, dtype=INT32, device=q.device)
+    before = positions.unsqueeze(1) - 1
+    held = (before - (before - place) % window).unsqueeze(1)  # [B, 1, window]: the latest token in each place
+    old = (held >= 0) & (held > token - window)
+    behind = step.unsqueeze(1) - step
+    new = ((behind >= 0) & (behind < window)).expand(batch, -1, -1)
+    keys, seen = [ring.index_select(0, slots), kv], [old, new]
+    if entries is not None:
+        capacity = block_table.shape[1] * entries.shape[1]
+        keys.append(entries.index_select(0, block_table.flatten()).view(batch, capacity, dim))
+        if selected is None:
+            entry = torch.arange(capacity, dtype=INT32, device=q.device)
+            seen.append(entry < (token + 1) // ratio)
+        else:
+            chosen = torch.zeros(batch, length, capacity + 1, dtype=torch.bool, device=q.device)
+            at = torch.where(selected < 0, capacity, selected).clamp(max=capacity).long()
+            seen.append(chosen.scatter(2, at, True)[:, :, :capacity])
+    visible = torch.cat(seen, dim=2) & real
+    every = torch.cat(keys, dim=1).float()
+    every = torch.where(visible.any(1).unsqueeze(2), every, 0.0)  # 0 * NaN would carry what a predecessor left
+    scores = (q.float().flatten(1, 2) @ every.transpose(1, 2)).view(batch, length, heads, -1) * scale
+    scores = torch.where(visible.unsqueeze(2), scores, -torch.inf)
+    limit = torch.maximum(scores.amax(3, keepdim=True), sinks.view(-1, 1))
+    weight = (scores - limit).exp()
+    total = weight.sum(3, keepdim=True) + (sinks.view(-1, 1) - limit).exp()
+    out = ((weight / total).flatten(1, 2) @ every).view(batch, length, heads, dim)
+    out = rotate(out, cos, -sin, token.squeeze(2)).to(q.dtype)
+    write_ring(ring, kv, slots, positions, counts)
+    return out
+
+
+def _check_qkv(q: Tensor, kv: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
+    name = "deepseek_qkv"
+    if q.dim() != 3 or kv.dim() != 3 or q.dtype not in FLOATS or kv.dtype != q.dtype or q.shape[:2] != kv.shape[:2]:
+        raise ValueError(
+            f"{name}: q is {q.dtype} {tuple(q.shape)}, kv {kv.dtype} {tuple(kv.shape)}; they must be floats of one "
+            "type, [B, Q, H D] and [B, Q, D]"
+        )
+    if q.shape[2] % kv.shape[2] or norm.shape != kv.shape[2:] or q.stride(-1) != 1 or kv.stride(-1) != 1:
+        raise ValueError(
+            f"{name}: q has width {q.shape[2]}, kv {kv.shape[2]}, norm {tuple(norm.shape)}; q's must be a multiple of "
+            "kv's, norm's equal to it, and rows contiguous"
+        )
+    check_rows(name, q.shape[0], {"positions": positions})
+    _check_tables(name, kv.shape[2], cos, sin)
+
+
+def _check_tables(name: str, dim: int, cos: Tensor, sin: Tensor) -> None:
+    for table in (cos, sin):
+        if table.shape != cos.shape or table.dim() != 2 or table.dtype != torch.float32 or 2 * table.shape[1] > dim:
+            raise ValueError(
+                f"{name}: cos is {cos.dtype} {tuple(cos.shape)}, sin {sin.dtype} {tuple(sin.shape)}; they must be "
+                f"float32 [positions, R] with 2 R <= {dim}"
+            )
+
+
+def _check_attention(
+    q: Tensor,
+    kv: Tensor,
+    ring: Tensor,
+    sinks: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    counts: Tensor,
+    block_table: Tensor,
+    entries: Tensor | None,
+    selected: Tensor | None,
+    ratio: int,
+    scale: float,
+) -> None:
+    name = "deepseek_attention"
+    if q.dim() != 4 or q.dtype not in FLOATS or not q.is_contiguous():
+        raise ValueError(f"{name}: q is {q.dtype} {tuple(q.shape)}; it must be a contiguous float [B, Q, H, D]")
+    batch, length, heads, dim = q.shape
+    for what, tensor, shape in (("kv", kv, (batch, length, dim)), ("ring", ring, (*ring.shape[:2], dim))):
+        if tensor.shape != shape or tensor.dtype != q.dtype or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name}: {what} is {tensor.dtype} {tuple(tensor.shape)}; q asks for contiguous {q.dtype} {shape}"
+            )
+    if sinks.shape != (heads,) or sinks.dtype != torch.float32:
+        raise ValueError(f"{name}: sinks is {sinks.dtype} {tuple(sinks.shape)}; it must be float32 ({heads},)")
+    check_rows(name, batch, {"slots": slots, "positions": positions, "counts": counts})
+    _check_tables(name, dim, cos, sin)
+    if entries is None:
+        return
+    check_paged(name, batch, block_table, entries)
+    if entries.shape[2] != dim or entries.dtype != q.dtype or ratio < 1:
+        raise ValueError(
+            f"{name}: entries are {entries.dtype} of {entries.shape[2]} dimensions at ratio {ratio}; q asks for "
+            f"{q.dtype} of {dim}, at a ratio of at least 1"
+        )
+    if selected is not None and (
+        selected.shape[:2] != (batch, length) or selected.dtype != INT32 or not selected.is_contiguous()
+    ):
+        raise ValueError(
+            f"{name}: selected is {selected.dtype} {tuple(selected.shape)}; contiguous int32 ({batch}, {length}, k)"
+        )
+
+
+def _qkv_case(name: str, batch: int, tokens: int, heads: int, dim: int, half: int) -> Case:
+    def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
+        angle = angles(64 + tokens, half)
+        args = (
+            torch.randn(batch, tokens, heads * dim, generator=generator).to(dtype),
+            torch.randn(batch, tokens, dim, generator=generator).to(dtype),
+            (1 + 0.2 * torch.randn(dim, generator=generator)).to(dtype),
+            1e-6,
+            angle.cos(),
+            angle.sin(),
+            torch.randint(0, 64, (batch,), generator=generator, dtype=INT32),
+        )
+        return tuple(a.to(device) if isinstance(a, Tensor) else a for a in args)
+
+    return Case(name=name, make=make)
+
+
+def _case(
+    name: str,
+    *,
+    heads: int,
+    dim: int,
+    half: int,
+    window: int,
+    ratio: int,
+    per_page: int,
+    positions: list[int],
+    counts: list[int],
+    top_k: int = 0,
+) -> Case:
+    def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
+        tokens, batch = max(counts), len(positions)
+        rows, pages = paged_rows(generator, positions, counts, tokens, per_page * max(ratio, 1))
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator)
+
+        selected = None
+        if top_k:  # distinct entries, of those that the query sees
+            ready = (rows["positions"].unsqueeze(1) + torch.arange(tokens, dtype=INT32) + 1) // ratio
+            order = torch.rand(batch, tokens, rows["block_table"].shape[1] * per_page, generator=generator)
+            order = order.masked_fill(torch.arange(order.shape[2]) >= ready.unsqueeze(2), 2.0)
+            best = order.sort(dim=2)
+            selected = torch.where(best.values < 2, best.indices, -1)[:, :, :top_k].to(INT32).contiguous()
+            selected = torch.nn.functional.pad(selected, (0, top_k - selected.shape[2]), value=-1)
+        angle = angles(max(positions) + tokens, half)
+        args = (
+            randn(batch, tokens, heads, dim).to(dtype),
+            randn(batch, tokens, dim).to(dtype),
+            randn(batch + 1, window, dim).to(dtype),
+            randn(heads),
+            angle.cos(),
+            angle.sin(),
+            *rows.values(),
+            randn(pages, per_page, dim).to(dtype) if ratio else None,
+            selected,
+            ratio,
+            dim**-0.5,
+        )
+        return tuple(a.to(device) if isinstance(a, Tensor) else a for a in args)
+
+    return Case(name=name, make=make)
+
+
+deepseek_qkv = register(
+    Op(
+        name="deepseek_qkv",
+        schema=(
+            "(Tensor q, Tensor kv, Tensor norm, float eps, Tensor cos, Tensor sin, Tensor positions) "
+            "-> (Tensor, Tensor)"
+        ),
+        reference=_deepseek_qkv,
+        fake=lambda q, kv, *rest: (
+            q.new_empty((*q.shape[:2], q.shape[2] // kv.shape[2], kv.shape[2])),
+            kv.new_empty(kv.shape),
+        ),
+        check=_check_qkv,
+        cases=(_qkv_case("flash", 2, 1, 64, 512, 32), _qkv_case("chunk", 3, 7, 3, 40, 4)),
+        tolerance={torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4},
+        bytes_moved=lambda q, kv, *rest: 2 * nbytes(q, kv),
+        flops=lambda q, kv, *rest: 4 * (q.numel() + kv.numel()),
+    )
+)
+"""q [B, Q, H D], kv [B, Q, D] -> (q [B, Q, H, D], kv [B, Q, D]): per head x / RMS(x), kv also times `norm` [D], then
+interleaved RoPE on the trailing 2 R dimensions at positions[b] + i; float32 inside, rounded once."""
+
+deepseek_attention = register(
+    Op(
+        name="deepseek_attention",
+        schema=(
+            "(Tensor q, Tensor kv, Tensor(a!) ring, Tensor sinks, Tensor cos, Tensor sin, Tensor slots, "
+            "Tensor positions, Tensor counts, Tensor block_table, Tensor? entries, Tensor? selected, int ratio, "
+            "float scale) -> Tensor"
+        ),
+        reference=_deepseek_attention,
+        fake=lambda q, *rest: torch.empty_like(q),
+        check=_check_attention,
+        cases=(
+            _case(
+                "window_decode", heads=64, dim=512, half=32, window=128, ratio=0, per_page=1,
+                positions=[0, 127, 300, 9], counts=[1, 1, 1, 0],
+            ),
+            _case(
+                "csa_decode", heads=64, dim=512, half=32, window=128, ratio=4, per_page=16, top_k=64,
+                positions=[2, 3, 900], counts=[1, 1, 1],
+            ),
+            _case(
+                "hca_decode", heads=16, dim=512, half=32, window=128, ratio=128, per_page=2,
+                positions=[126, 127, 1000], counts=[1, 1, 1],
+            ),
+            _case(
+                "csa_chunk", heads=4, dim=48, half=8, window=16, ratio=4, per_page=4, top_k=8,
+                positions=[0, 5, 60], counts=[37, 9, 0],
+            ),
+            _case(
+                "hca_chunk", heads=4, dim=48, half=8, window=16, ratio=16, per_page=2,
+                positions=[0, 14, 60], counts=[37, 9, 1],
+            ),
+        ),
+        tolerance={torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3},
+        bytes_moved=lambda q, kv, ring, *rest: 2 * nbytes(q, kv) + q.shape[0] * nbytes(ring[0]),
+        flops=lambda q, kv, ring, *rest: 4 * q.numel() * ring.shape[1],
+    )
+)  # fmt: skip
+"""q [B, Q, H, D], kv [B, Q, D] (this call's, as deepseek_qkv returns them) -> [B, Q, H, D]; kv enters the ring.
+
+Query i of row b stands at t = positions[b] + i; the first counts[b] are real, the result of the others is zero. It
+sees the tokens above t - W (ring [slots, W, D] holds the sequence of slots[b], token j at j mod W) up to t, and entries
+of the paged pool [pages, per page, D]: those that `selected` int32 [B, Q, k] names (-1: none), or without it all below
+(t + 1) // ratio. Softmax in float32 with sinks[h] in the denominator; the result's trailing dimensions are rotated back
+by t. What a query does not see may be anything, NaN included. Slot 0 is never written."""

@@ -1,0 +1,241 @@
+"""The compressor of DeepSeek-V4's attention: every `ratio` tokens become one entry of a paged pool.
+
+A token's contribution, (content | score), enters a ring that a sequence owns, and an entry is written by whichever call
+brings the last token of its window. Which call that is depends on positions that live on the device, so the work is
+done for as many entries as the call's tokens could complete, and what is not complete is not written.
+
+With overlap (width c d = 2 d of content) an entry also sees the window before: the first d columns are what a token
+adds to the next window's entry, the last d what it adds to its own.
+"""
+
+import torch
+from torch import Tensor
+
+from onegraph.ops.norm import FLOATS
+from onegraph.ops.registry import Case, Op, nbytes, register
+
+INT32 = torch.int32
+
+
+def write_rows(pool: Tensor, row: Tensor, value: Tensor, live: Tensor) -> None:
+    """pool[row[i]] = value[i] where live[i]; pool [R, D], row int64 [N], value [N, D], live bool [N].
+
+    What is not live goes to row 0, which belongs to nobody, as its own content: the result never depends on an order.
+    """
+    row = torch.where(live, row, 0)
+    pool.index_copy_(0, row, torch.where(live.unsqueeze(1), value, pool.index_select(0, row)))
+
+
+def write_ring(ring: Tensor, value: Tensor, slots: Tensor, positions: Tensor, counts: Tensor) -> None:
+    """Token at position p into ring[slot, p mod R]; value [B, Q, D], of which the first counts[b] are real.
+
+    Of more than R tokens only the latest R are written: the others would be overwritten at once.
+    """
+    (batch, length, dim), size = value.shape, ring.shape[1]
+    step = torch.arange(length, dtype=INT32, device=value.device)
+    live = (step < counts.unsqueeze(1)) & (step >= counts.unsqueeze(1) - size) & (slots > 0).unsqueeze(1)
+    row = slots.unsqueeze(1) * size + (positions.unsqueeze(1) + step) % size
+    write_rows(ring.view(-1, dim), row.flatten().long(), value.reshape(batch * length, dim), live.flatten())
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
+    """Interleaved RoPE on the trailing 2R dimensions: x float32 [..., H, D], tables [max, R], positions [...]."""
+    at = positions.clamp(0, cos.shape[0] - 1).flatten().long()
+    shape = (*positions.shape, 1, cos.shape[1])
+    c, s = cos.index_select(0, at).view(shape), sin.index_select(0, at).view(shape)
+    plain, pairs = x[..., : -2 * cos.shape[1]], x[..., -2 * cos.shape[1] :].unflatten(-1, (-1, 2))
+    even, odd = pairs[..., 0], pairs[..., 1]
+    turned = torch.stack((even * c - odd * s, odd * c + even * s), dim=-1)
+    return torch.cat((plain, turned.flatten(-2)), dim=-1)
+
+
+def _deepseek_compress(
+    states: Tensor,
+    ring: Tensor,
+    bias: Tensor,
+    norm: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    counts: Tensor,
+    block_table: Tensor,
+    entries: Tensor,
+) -> None:
+    (batch, length, _), (ratio, wide) = states.shape, bias.shape
+    per_page, dim = entries.shape[1:]
+    width = ratio * (wide // dim)  # tokens that one entry sees
+    entry = (positions // ratio).unsqueeze(1) + torch.arange(-(-length // ratio), dtype=INT32, device=states.device)
+    token = (entry * ratio).unsqueeze(2) + torch.arange(ratio - width, ratio, dtype=INT32, device=states.device)
+    here = token - positions.view(-1, 1, 1)  # [B, N, width]: index among the call's tokens where it is not negative
+    past = (slots.view(-1, 1, 1) * width + token % width).flatten().long()
+    now = (here.clamp(0, length - 1) + torch.arange(batch, device=states.device).view(-1, 1, 1) * length).flatten()
+    shape = (*token.shape, 2 * wide)
+    old = ring.view(-1, 2 * wide).index_select(0, past).view(shape)
+    new = states.reshape(-1, 2 * wide).index_select(0, now.long()).view(shape)
+    seen = torch.where((here >= 0).unsqueeze(3), new, old).float()
+    seen = torch.where((token >= 0).unsqueeze(3), seen, 0.0)  # before the start: whatever the ring held
+    content, score = seen.chunk(2, dim=3)
+    if width > ratio:  # previous window: first half of the columns; own window: second half
+        content = torch.cat((content[:, :, :ratio, :dim], content[:, :, ratio:, dim:]), dim=2)
+        score = torch.cat((score[:, :, :ratio, :dim], score[:, :, ratio:, dim:]), dim=2)
+        bias = torch.cat((bias[:, :dim], bias[:, dim:]))
+    weight = torch.where((token >= 0).unsqueeze(3), score + bias, -torch.inf).softmax(dim=2)
+    value = (content * weight).sum(2)
+    value = value * torch.rsqrt(value.square().mean(-1, keepdim=True) + eps) * norm.float()
+    value = rotate(value.unsqueeze(2), cos, sin, entry * ratio).squeeze(2).to(entries.dtype)
+
+    capacity = block_table.shape[1] * per_page
+    live = ((entry + 1) * ratio <= (positions + counts).unsqueeze(1)) & (entry < capacity)
+    inside = entry.clamp(0, capacity - 1)
+    page = block_table.gather(1, (inside // per_page).long())
+    row = (page * per_page + inside % per_page).flatten().long()
+    write_rows(entries.view(-1, dim), row, value.flatten(0, 1), (live & (page > 0)).flatten())
+    write_ring(ring, states, slots, positions, counts)
+
+
+def check_rows(name: str, batch: int, rows: dict[str, Tensor]) -> None:
+    """Each of `rows` is a contiguous int32 [batch]."""
+    for what, row in rows.items():
+        if row.shape != (batch,) or row.dtype != INT32 or row.stride(0) != 1:
+            raise ValueError(
+                f"{name}: {what} is {row.dtype} {tuple(row.shape)}; it must be contiguous int32 ({batch},)"
+            )
+
+
+def check_paged(name: str, batch: int, block_table: Tensor, entries: Tensor) -> None:
+    """block_table int32 [batch, P] with contiguous rows, entries contiguous [pages, per page, D]."""
+    if block_table.dim() != 2 or block_table.shape[0] != batch or block_table.dtype != INT32:
+        raise ValueError(f"{name}: block_table is {block_table.dtype} {tuple(block_table.shape)}; int32 [{batch}, P]")
+    if block_table.shape[1] > 1 and block_table.stride(1) != 1:
+        raise ValueError(f"{name}: block_table's rows must be contiguous; stride is {block_table.stride()}")
+    if entries.dim() != 3 or not entries.is_contiguous():
+        raise ValueError(f"{name}: entries is {tuple(entries.shape)}; it must be contiguous [pages, per page, D]")
+
+
+def _check(
+    states: Tensor,
+    ring: Tensor,
+    bias: Tensor,
+    norm: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    counts: Tensor,
+    block_table: Tensor,
+    entries: Tensor,
+) -> None:
+    name = "deepseek_compress"
+    if states.dim() != 3 or states.dtype not in FLOATS or states.stride(-1) != 1:
+        raise ValueError(f"{name}: states is {states.dtype} {tuple(states.shape)}; it must be a float [B, Q, 2 c d]")
+    check_paged(name, states.shape[0], block_table, entries)
+    check_rows(name, states.shape[0], {"slots": slots, "positions": positions, "counts": counts})
+    dim = entries.shape[2]
+    if bias.dim() != 2 or bias.shape[1] not in (dim, 2 * dim) or bias.dtype != torch.float32:
+        raise ValueError(
+            f"{name}: bias is {bias.dtype} {tuple(bias.shape)}; entries of {dim} ask for float32 [ratio, {dim}] or, "
+            f"with overlap, [ratio, {2 * dim}]"
+        )
+    ratio, wide = bias.shape
+    if states.shape[2] != 2 * wide:
+        raise ValueError(f"{name}: states has width {states.shape[2]}; bias {tuple(bias.shape)} asks for {2 * wide}")
+    if ring.shape[1:] != (ratio * (wide // dim), 2 * wide) or ring.dtype != states.dtype or not ring.is_contiguous():
+        raise ValueError(
+            f"{name}: ring is {ring.dtype} {tuple(ring.shape)}; it must be contiguous {states.dtype} [slots, "
+            f"{ratio * (wide // dim)}, {2 * wide}]"
+        )
+    if norm.shape != (dim,):
+        raise ValueError(f"{name}: norm is {tuple(norm.shape)}; it must be ({dim},)")
+    if cos.shape != sin.shape or cos.dim() != 2 or 2 * cos.shape[1] > dim:
+        raise ValueError(f"{name}: cos {tuple(cos.shape)}, sin {tuple(sin.shape)}; [positions, R] with 2 R <= {dim}")
+
+
+def paged_rows(
+    generator: torch.Generator, positions: list[int], counts: list[int], tokens: int, page_tokens: int
+) -> tuple[dict[str, Tensor], int]:
+    """Slots, positions, counts and a shuffled block table for an example case, and the number of pages."""
+    batch, per_row = len(positions), -(-(max(positions) + tokens) // page_tokens)
+    table = 1 + torch.randperm(batch * per_row, generator=generator, dtype=INT32).view(batch, per_row)
+    slots = torch.arange(batch, 0, -1, dtype=INT32)
+    rows = {"slots": slots, "positions": torch.tensor(positions, dtype=INT32)}
+    return rows | {"counts": torch.tensor(counts, dtype=INT32), "block_table": table}, 1 + batch * per_row
+
+
+def angles(positions: int, half: int) -> Tensor:
+    """Angles of RoPE for example cases, float32 [positions, half]."""
+    return torch.arange(positions).unsqueeze(1) * 1000.0 ** -(torch.arange(half) / half)
+
+
+def _case(
+    name: str, *, ratio: int, overlap: bool, dim: int, half: int, per_page: int, positions: list[int], counts: list[int]
+) -> Case:
+    def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
+        tokens, wide = max(counts), dim * (2 if overlap else 1)
+        rows, pages = paged_rows(generator, positions, counts, tokens, per_page * ratio)
+        width = ratio * (2 if overlap else 1)
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator)
+
+        angle = angles(max(positions) + tokens, half)
+        args = (
+            randn(len(positions), tokens, 2 * wide).to(dtype),
+            randn(len(positions) + 1, width, 2 * wide).to(dtype),
+            randn(ratio, wide),
+            (1 + 0.2 * randn(dim)).to(dtype),
+            1e-6,
+            angle.cos(),
+            angle.sin(),
+            *rows.values(),
+            randn(pages, per_page, dim).to(dtype),
+        )
+        return tuple(a.to(device) if isinstance(a, Tensor) else a for a in args)
+
+    return Case(name=name, make=make)
+
+
+deepseek_compress = register(
+    Op(
+        name="deepseek_compress",
+        schema=(
+            "(Tensor states, Tensor(a!) ring, Tensor bias, Tensor norm, float eps, Tensor cos, Tensor sin, "
+            "Tensor slots, Tensor positions, Tensor counts, Tensor block_table, Tensor(b!) entries) -> ()"
+        ),
+        reference=_deepseek_compress,
+        fake=lambda *args: None,
+        check=_check,
+        cases=(
+            _case(
+                "csa_decode", ratio=4, overlap=True, dim=512, half=32, per_page=32,
+                positions=[3, 0, 130, 63], counts=[1, 1, 1, 0],
+            ),
+            _case(
+                "csa_chunk", ratio=4, overlap=True, dim=48, half=8, per_page=4,
+                positions=[0, 5, 40, 7], counts=[21, 3, 17, 0],
+            ),
+            _case(
+                "hca_decode", ratio=128, overlap=False, dim=512, half=32, per_page=1,
+                positions=[127, 128, 383], counts=[1, 1, 1],
+            ),
+            _case(
+                "hca_chunk", ratio=16, overlap=False, dim=40, half=4, per_page=2,
+                positions=[0, 9, 31], counts=[40, 33, 1],
+            ),
+        ),
+        tolerance={torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3},
+        bytes_moved=lambda states, ring, bias, norm, *rest: (
+            2 * nbytes(states) + states.shape[0] * nbytes(ring[0]) + nbytes(bias, norm)
+        ),
+        flops=lambda states, ring, *rest: 4 * states.shape[0] * ring[0].numel(),
+    )
+)  # fmt: skip
+"""states [B, Q, 2 c d], content | score -> entries [pages, per page, d] that these tokens complete, and the ring.
+
+Row b's tokens stand at positions[b] + i, the first counts[b] are real. ring [slots, c ratio, 2 c d] holds the latest
+tokens of the sequence in slots[b] (slot 0 belongs to nobody), token t at t mod (c ratio). Entry e of row b covers the
+tokens from e ratio to (e + 1) ratio (with overlap, c = 2, also the window before): per dimension the mean of contents
+weighted by softmax(score + bias), then RMSNorm, then interleaved RoPE at position e ratio, at entries[block_table[b,
+e // per page], e mod per page]. float32 inside, rounded once. Page 0 and slot 0 are never written."""

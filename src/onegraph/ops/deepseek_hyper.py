@@ -1,0 +1,190 @@
+"""Manifold-constrained hyper-connections (mHC, Xie et al. 2026) as DeepSeek-V4 uses them: H streams of width D.
+
+Each sublayer reads one mixture of the streams (`hyper_mix`, with the sublayer's RMSNorm) and writes its result back
+while the streams are mixed among each other (`hyper_update`). The mixing matrix is brought near the doubly stochastic
+ones by a fixed number of Sinkhorn iterations, so both are fixed-shape work without a host decision.
+"""
+
+import torch
+from torch import Tensor
+
+from onegraph.ops.norm import FLOATS
+from onegraph.ops.registry import Case, Op, nbytes, register
+
+
+def _weights(streams: Tensor, fn: Tensor, eps: float) -> Tensor:
+    """fn · (flattened streams / their RMS), float32 [..., M]."""
+    flat = streams.flatten(-2).float()
+    return torch.nn.functional.linear(flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps), fn)
+
+
+def _collapse(streams: Tensor, pre: Tensor, norm: Tensor, eps: float) -> Tensor:
+    """The streams' sum with weights pre [..., H], rounded to their dtype, then RMSNorm, rounded again."""
+    x = (pre.unsqueeze(-1) * streams.float()).sum(-2).to(streams.dtype).float()
+    return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm.float()).to(streams.dtype)
+
+
+def _hyper_mix(
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm: Tensor, eps: float, floor: float, iterations: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    h = streams.shape[-2]
+    pre, post, comb = _weights(streams, fn, eps).split((h, h, h * h), dim=-1)
+    pre_base, post_base, comb_base = base.split((h, h, h * h))
+    pre = torch.sigmoid(pre * scale[0] + pre_base) + floor
+    post = 2 * torch.sigmoid(post * scale[1] + post_base)
+    comb = torch.softmax((comb * scale[2] + comb_base).unflatten(-1, (h, h)), dim=-1) + floor
+    comb = comb / (comb.sum(-2, keepdim=True) + floor)
+    for _ in range(iterations - 1):
+        comb = comb / (comb.sum(-1, keepdim=True) + floor)
+        comb = comb / (comb.sum(-2, keepdim=True) + floor)
+    return _collapse(streams, pre, norm, eps), post.contiguous(), comb
+
+
+def _hyper_update(streams: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> None:
+    mixed = comb.transpose(-1, -2) @ streams.float()
+    streams.copy_(mixed + post.unsqueeze(-1) * x.float().unsqueeze(-2))
+
+
+def _hyper_head(
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm: Tensor, eps: float, floor: float
+) -> Tensor:
+    return _collapse(streams, torch.sigmoid(_weights(streams, fn, eps) * scale + base) + floor, norm, eps)
+
+
+def _check_streams(name: str, streams: Tensor) -> None:
+    if streams.dim() < 2 or streams.dtype not in FLOATS or not streams.is_contiguous():
+        raise ValueError(
+            f"{name}: streams is {tuple(streams.shape)} {streams.dtype}; it must be contiguous [..., H, D], one of "
+            "float32, bfloat16 and float16"
+        )
+
+
+def _check_weights(name: str, streams: Tensor, wanted: dict[str, tuple[Tensor, tuple[int, ...]]]) -> None:
+    _check_streams(name, streams)
+    for what, (tensor, shape) in wanted.items():
+        if tensor.shape != shape or (what != "norm" and tensor.dtype != torch.float32) or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name}: {what} is {tuple(tensor.shape)} {tensor.dtype}; streams {tuple(streams.shape)} ask for "
+                f"contiguous {shape}" + ("" if what == "norm" else " in float32")
+            )
+        if tensor.device != streams.device:
+            raise ValueError(f"{name}: streams is on {streams.device}, {what} on {tensor.device}; use one device")
+
+
+def _check_mix(
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm: Tensor, eps: float, floor: float, iterations: int
+) -> None:
+    _check_streams("hyper_mix", streams)
+    h, d = streams.shape[-2:]
+    mix = h * (h + 2)
+    wanted = {"fn": (fn, (mix, h * d)), "base": (base, (mix,)), "scale": (scale, (3,)), "norm": (norm, (d,))}
+    _check_weights("hyper_mix", streams, wanted)
+    if iterations < 1:
+        raise ValueError(f"hyper_mix: iterations is {iterations}; at least one column normalisation is needed")
+
+
+def _check_update(streams: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> None:
+    _check_streams("hyper_update", streams)
+    *lead, h, d = streams.shape
+    if x.shape != (*lead, d) or x.dtype != streams.dtype or not x.is_contiguous():
+        raise ValueError(
+            f"hyper_update: x is {tuple(x.shape)} {x.dtype}; streams {tuple(streams.shape)} ask for contiguous "
+            f"{(*lead, d)} {streams.dtype}"
+        )
+    for what, tensor, shape in (("post", post, (*lead, h)), ("comb", comb, (*lead, h, h))):
+        if tensor.shape != shape or tensor.dtype != torch.float32 or not tensor.is_contiguous():
+            raise ValueError(
+                f"hyper_update: {what} is {tuple(tensor.shape)} {tensor.dtype}; it must be contiguous float32 {shape}, "
+                "as hyper_mix returns it"
+            )
+
+
+def _check_head(
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm: Tensor, eps: float, floor: float
+) -> None:
+    _check_streams("hyper_head", streams)
+    h, d = streams.shape[-2:]
+    wanted = {"fn": (fn, (h, h * d)), "base": (base, (h,)), "scale": (scale, (1,)), "norm": (norm, (d,))}
+    _check_weights("hyper_head", streams, wanted)
+
+
+def _case(kind: str, lead: tuple[int, ...], h: int, d: int) -> Case:
+    def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator)
+
+        streams = randn(*lead, h, d).to(device, dtype)
+        if kind == "update":
+            post, comb = randn(*lead, h).sigmoid() * 2, randn(*lead, h, h).softmax(-1)
+            return streams, randn(*lead, d).to(device, dtype), post.to(device), comb.to(device)
+        m = h if kind == "head" else h * (h + 2)
+        fn, base = randn(m, h * d) * (h * d) ** -0.5, randn(m)
+        scale, norm = 1 + 0.2 * randn(1 if kind == "head" else 3), 1 + 0.2 * randn(d)
+        args = (streams, fn.to(device), base.to(device), scale.to(device), norm.to(device, dtype), 1e-6, 1e-6)
+        return args if kind == "head" else (*args, 20)
+
+    return Case(name="x".join(map(str, (*lead, h, d))), make=make)
+
+
+_SHAPES = (((1, 1), 4, 4096), ((3, 2), 4, 80), ((5,), 2, 96))
+_TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
+
+hyper_mix = register(
+    Op(
+        name="hyper_mix",
+        schema=(
+            "(Tensor streams, Tensor fn, Tensor base, Tensor scale, Tensor norm, float eps, float floor, "
+            "int iterations) -> (Tensor, Tensor, Tensor)"
+        ),
+        reference=_hyper_mix,
+        fake=lambda streams, fn, base, scale, norm, eps, floor, iterations: (
+            streams.new_empty((*streams.shape[:-2], streams.shape[-1])),
+            fn.new_empty(streams.shape[:-1]),
+            fn.new_empty((*streams.shape[:-1], streams.shape[-2])),
+        ),
+        check=_check_mix,
+        cases=tuple(_case("mix", *shape) for shape in _SHAPES),
+        tolerance=_TOLERANCE,
+        bytes_moved=lambda streams, fn, base, scale, norm, *rest: (
+            nbytes(streams, fn, base, norm) + 2 * nbytes(streams) + 4 * streams.shape[-2] * streams.numel()
+        ),
+        flops=lambda streams, fn, *rest: 2 * fn.shape[0] * streams.numel(),
+    )
+)
+"""streams [..., H, D] -> (input of the sublayer [..., D], post float32 [..., H], comb float32 [..., H, H]).
+
+m = fn · flat(streams) / RMS with fn float32 [H(H + 2), H D], rows: pre | post | comb. pre = sigmoid + floor, post =
+2 sigmoid, comb = row softmax + floor, then one column and iterations - 1 times a row and a column normalisation, each
+over sum + floor. The input is Σ pre_i streams_i, rounded, then RMSNorm with weight `norm` [D]."""
+
+hyper_update = register(
+    Op(
+        name="hyper_update",
+        schema="(Tensor(a!) streams, Tensor x, Tensor post, Tensor comb) -> ()",
+        reference=_hyper_update,
+        fake=lambda streams, x, post, comb: None,
+        check=_check_update,
+        cases=tuple(_case("update", *shape) for shape in _SHAPES),
+        tolerance=_TOLERANCE,
+        bytes_moved=lambda streams, x, post, comb: 2 * nbytes(streams) + nbytes(x, post, comb),
+        flops=lambda streams, x, post, comb: 2 * (streams.shape[-2] + 1) * streams.numel(),
+    )
+)
+"""streams[..., k, :] = post[..., k] x + Σ_j comb[..., j, k] streams[..., j, :], in place; float32 inside."""
+
+hyper_head = register(
+    Op(
+        name="hyper_head",
+        schema=(
+            "(Tensor streams, Tensor fn, Tensor base, Tensor scale, Tensor norm, float eps, float floor) -> Tensor"
+        ),
+        reference=_hyper_head,
+        fake=lambda streams, *rest: streams.new_empty((*streams.shape[:-2], streams.shape[-1])),
+        check=_check_head,
+        cases=tuple(_case("head", *shape) for shape in _SHAPES),
+        tolerance=_TOLERANCE,
+        bytes_moved=lambda streams, fn, *rest: 2 * nbytes(streams) + nbytes(fn),
+        flops=lambda streams, fn, *rest: 2 * fn.shape[0] * streams.numel(),
+    )
+)
+"""streams [..., H, D] -> [..., D]: Σ (sigmoid(scale fn · flat / RMS + base) + floor)_i streams_i, then RMSNorm."""
