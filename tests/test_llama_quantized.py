@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from models import Decoder, save_hf
+from onegraph.engine.generate import Engine
+from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
 from onegraph.models.llama import Llama, LlamaSource
 from onegraph.nn.embedding import E8PEmbedding
@@ -103,3 +105,27 @@ def test_kept_layers_keep_their_bits(tmp_path: Path) -> None:
     for name in source.names:
         if "o_proj" in name or "norm" in name or "embed" in name:
             assert torch.equal(source.tensor(name), coded.tensor(name)), name
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("variant", "recipe"), CASES, ids=[case[0] for case in CASES])
+def test_fused_layers_are_the_composition_of_their_parts(
+    variant: str, recipe: dict, device: str, tmp_path: Path
+) -> None:
+    """The same greedy text and, in bfloat16, logits as far from the float32 truth as the composition's own."""
+    _, coded, _ = quantized(variant, tmp_path, **recipe)
+    prompts = [[5, 17, 99, 4, 3], list(range(40))]
+    texts, logits = [], {}
+    for dtype in (torch.float32, torch.bfloat16):
+        for fused in (True, False):
+            model = Llama.load(coded, device, dtype, decode=False, fused=fused)
+            assert [block.fused for block in model.blocks] == [fused, fused and "layers" not in recipe]
+            if dtype == torch.float32:
+                engine = Engine(model, max_batch=2, max_context=80, page_size=16, chunk=16)
+                texts.append(engine.generate(prompts, SamplingParams(max_tokens=24)))
+            logits[dtype, fused] = Decoder(model, rows=1, max_context=80).feed([prompts[1]])[0].float().cpu()
+    assert texts[0] == texts[1]
+    truth = logits[torch.float32, False]
+    error = {key: float((value - truth).norm() / truth.norm()) for key, value in logits.items()}
+    assert error[torch.float32, True] < 1e-5
+    assert error[torch.bfloat16, True] < 1.5 * error[torch.bfloat16, False]

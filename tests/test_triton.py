@@ -21,7 +21,7 @@ if not GPU:
     import interpreter_fixes  # noqa: F401
 
 from onegraph.formats.e8p import BITS  # noqa: E402
-from onegraph.ops import activation, attention, decode_attention, e8p, hadamard, norm, sampling  # noqa: E402, F401
+from onegraph.ops import activation, attention, decode_attention, e8p, hadamard, norm, sampling, step  # noqa: E402, F401
 from onegraph.ops.registry import OPS, Case, Op  # noqa: E402
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -64,11 +64,12 @@ def poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def written(op: Op, args: tuple, result: Tensor) -> list[Tensor]:
-    """The result and what the op wrote into its arguments; of a cache not the sentinel page, which is unspecified."""
+def written(op: Op, args: tuple, result: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
+    """The results and what the op wrote into its arguments; of a cache not the sentinel page, which is unspecified."""
     schema = op.overload._schema
     mutated = [a for a, s in zip(args, schema.arguments, strict=True) if s.alias_info and s.alias_info.is_write]
-    return [result, *(t[1:] if t.dim() == 4 else t for t in mutated)]
+    results = result if isinstance(result, tuple) else (result,)
+    return [*results, *(t[1:] if t.dim() == 4 else t for t in mutated)]
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
@@ -157,3 +158,15 @@ def test_walks_of_several_tiles(programs: int, monkeypatch: pytest.MonkeyPatch) 
     assert kernels.plan(64, 448)[2] > 1
     for case in (e8p._linear_case((3,), 64, 448, 4, "bias"), e8p._linear_case((2,), 72, 136, 3)):
         check(OPS["e8p_linear"], case, torch.bfloat16)
+
+
+def test_a_nan_in_the_logits_is_reported() -> None:
+    """The records compare bits, and a NaN equals none."""
+    op = OPS["finish_step"]
+    for run in (op.reference, kernel_of(op)):
+        tokens, logits, after, drawn, positions = op.cases[1].make(DEVICE, torch.float32, torch.Generator())
+        logits[2] = float("nan")
+        report = run(tokens, logits, after, drawn, positions)
+        assert report.tolist() == [-1 if row == 2 else token for row, token in enumerate(tokens.tolist())]
+        assert drawn.equal(tokens)
+        assert positions.equal(after)

@@ -20,8 +20,8 @@ from torch import Tensor
 from onegraph.engine.pages import PageAllocator
 from onegraph.engine.params import SamplingParams, Stats
 from onegraph.engine.sequence import Sequence, make_sequences
-from onegraph.nn.attention import Attention, PagedCache
 from onegraph.ops.sampling import greedy, sample
+from onegraph.ops.step import begin_step, finish_step
 from onegraph.runtime.graph import GraphPool, Runner, split_point
 from onegraph.runtime.transfer import Download
 
@@ -39,17 +39,20 @@ class Decoder(Protocol):
     def max_context(self) -> int: ...
     def __call__(self, tokens: Tensor, cache: Any) -> Tensor: ...  # int64 [B, Q] -> [B, Q, D]
     def logits(self, hidden: Tensor) -> Tensor: ...  # [B, D] -> [B, V]
-    def new_cache(self, *, rows: int, pages: int, page_size: int, pages_per_row: int) -> PagedCache: ...
+    def new_cache(self, *, rows: int, pages: int, page_size: int, pages_per_row: int) -> Any: ...  # see _Paged
 
 
 @dataclass(frozen=True)
 class _Paged:
-    """A way to attend that a split mode can break at; a plain call elsewhere."""
+    """A way to attend that a split mode can break at; a plain call elsewhere.
 
-    cache: PagedCache
+    `cache` is what the model made: a PagedCache, or what has its face and its own arguments of `attend`.
+    """
 
-    def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
-        return split_point("attention", self.cache.attend, attention, qkv)
+    cache: Any
+
+    def attend(self, attention: Any, *inputs: Tensor | None) -> Tensor:
+        return split_point("attention", self.cache.attend, attention, *inputs)
 
 
 class Engine:
@@ -59,7 +62,7 @@ class Engine:
         model: see `Decoder`.
         max_batch: sequences that decode at once; further prompts wait for a free row.
         max_context: tokens of a sequence, prompt and continuation (default: the model's, at most 4096).
-        page_size: tokens in a page of the cache.
+        page_size: tokens in a page of the cache (default: the model's `page_size`, or 16 where it has none).
         pages: pages of the cache, one of them the sentinel (default: enough for max_batch full sequences).
         chunk: prompt tokens that one prefill step takes.
         capture: True captures, False runs eagerly, "split" captures around attention, None captures where the model is
@@ -77,7 +80,7 @@ class Engine:
         *,
         max_batch: int = 8,
         max_context: int | None = None,
-        page_size: int = 16,
+        page_size: int | None = None,
         pages: int | None = None,
         chunk: int = 256,
         capture: bool | Literal["split"] | None = None,
@@ -85,6 +88,7 @@ class Engine:
         self.model = model
         self.device = torch.device(model.device)
         self.max_context = min(model.max_context, 4096) if max_context is None else max_context
+        page_size = getattr(model, "page_size", 16) if page_size is None else page_size
         for name, value in (("max_batch", max_batch), ("page_size", page_size), ("chunk", chunk)):
             if value < 1:
                 raise ValueError(f"{name}: got {value}; allowed is 1 and more")
@@ -104,6 +108,7 @@ class Engine:
         total = 1 + max_batch * per_row if pages is None else pages
         self._cache = model.new_cache(rows=max_batch, pages=total, page_size=page_size, pages_per_row=per_row)
         self._allocator = PageAllocator(total, page_size)
+        self._slots = list(range(max_batch, 0, -1))  # of state that does not grow; slot 0 belongs to nobody
         self._decode_inputs = {"drawn": self._tensor(max_batch, torch.int64), **self._row_inputs(max_batch)}
         self._prefill_inputs = {"tokens": self._tensor((1, chunk), torch.int64), **self._row_inputs(1)}
         self._runners: dict[tuple[str, bool], Runner] = {}
@@ -142,18 +147,18 @@ class Engine:
                 while waiting or active:
                     while waiting and len(active) < self.max_batch and self._take_pages(waiting[0]):
                         active.append(waiting.popleft())
+                        active[-1].slot = self._slots.pop()
                         self._prefill(active[-1], on_token)
                         active = self._release_finished(active)
                     if active:
                         self._decode(active, on_token)
                         active = self._release_finished(active)
         except FloatingPointError:
-            for cache in (*self._cache.keys, *self._cache.values):
-                cache.zero_()  # the next owner of a page masks what it finds there, and 0 * NaN is NaN
+            self._cache.reset()  # the next owner of a page masks what it finds there, and 0 * NaN is NaN
             raise
         finally:
             for sequence in active:  # after an error or an interrupt; the engine stays usable
-                self._allocator.give_back(sequence.pages)
+                self._give_back(sequence)
         return [sequence.output for sequence in sequences]
 
     def runner(self, kind: Literal["decode", "prefill"], *, sampling: bool = False) -> Runner:
@@ -181,16 +186,16 @@ class Engine:
         self, drawn: Tensor, positions: Tensor, limits: Tensor, table: Tensor, *, sampling: bool, **choice: Tensor
     ) -> Tensor:
         """Read each row's last token, draw the next, move on. drawn int64 [B] -> what the host reads, int64 [B]."""
-        after, token, report = self._forward(drawn.unsqueeze(1), positions, limits, table, choice, sampling)
-        drawn.copy_(token)
-        positions.copy_(after)
-        return report
+        tokens, logits, after = self._forward(drawn.unsqueeze(1), positions, limits, table, choice, sampling)
+        return finish_step(tokens, logits, after, drawn, positions)
 
     def _prefill_step(
         self, tokens: Tensor, positions: Tensor, limits: Tensor, table: Tensor, *, sampling: bool, **choice: Tensor
     ) -> Tensor:
         """Read up to `chunk` tokens of a prompt [1, chunk] and draw the one behind them, int64 [1]."""
-        return self._forward(tokens[:, : self._length], positions, limits, table, choice, sampling)[2]
+        part = tokens[:, : self._length]
+        drawn, logits, after = self._forward(part, positions, limits, table, choice, sampling)
+        return finish_step(drawn, logits, after, torch.empty_like(drawn), positions)
 
     def _forward(
         self,
@@ -201,11 +206,12 @@ class Engine:
         choice: dict[str, Tensor],
         sampling: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """One pass over tokens [B, Q]: the rows' next positions, the tokens drawn, and these with -1 for a NaN."""
+        """One pass over tokens [B, Q]: the tokens drawn, the logits behind them, and the rows' next positions."""
         length = tokens.shape[1]
-        counts = (limits - positions).clamp(0, length)  # of padding rows and of rows at their end: 0, and they stay
+        counts, after = begin_step(positions, limits, length)  # padding rows and rows at their end have 0, and stay
         cache = self._cache.view()
         cache.block_table, cache.positions, cache.counts = table[:, : self._width], positions, counts
+        cache.slots = choice["slots"]
         hidden = self.model(tokens, _Paged(cache))
         if length == 1:
             hidden = hidden.squeeze(1)
@@ -213,13 +219,11 @@ class Engine:
             last = (counts.long() - 1).clamp(min=0)
             hidden = hidden.gather(1, last.view(-1, 1, 1).expand(-1, 1, hidden.shape[2])).squeeze(1)
         logits = self.model.logits(hidden)
-        after = positions + counts
         if sampling:
             token = sample(logits, choice["temperature"], choice["top_k"], choice["top_p"], choice["seed"], after)
         else:
             token = greedy(logits)
-        # A NaN reaches all logits of its row, and the largest of them is then no token: the host must hear of it.
-        return after, token, token.masked_fill(hidden.isnan().any(dim=1), -1)
+        return token, logits, after
 
     # The host's part.
 
@@ -290,6 +294,7 @@ class Engine:
             "positions": torch.tensor(positions, dtype=torch.int32),
             "limits": torch.tensor(limits, dtype=torch.int32),
             "table": table,
+            "slots": torch.tensor([s.slot for s in active], dtype=torch.int32),
             "temperature": torch.tensor([s.params.temperature for s in active], dtype=torch.float32),
             "top_k": torch.tensor([s.params.top_k for s in active], dtype=torch.int32),
             "top_p": torch.tensor([s.params.top_p for s in active], dtype=torch.float32),
@@ -302,6 +307,7 @@ class Engine:
             "positions": self._tensor(rows, torch.int32),  # where the next token of the row is written
             "limits": self._tensor(rows, torch.int32),  # where the row stops: a padding row has 0
             "table": self._tensor((rows, per_row), torch.int32),
+            "slots": self._tensor(rows, torch.int32),  # which state of fixed size is the row's: a padding row has 0
             "temperature": self._tensor(rows, torch.float32),
             "top_k": self._tensor(rows, torch.int32),
             "top_p": self._tensor(rows, torch.float32),
@@ -328,8 +334,12 @@ class Engine:
     def _release_finished(self, active: list[Sequence]) -> list[Sequence]:
         for sequence in active:
             if sequence.done:
-                self._allocator.give_back(sequence.pages)
+                self._give_back(sequence)
         return [sequence for sequence in active if not sequence.done]
+
+    def _give_back(self, sequence: Sequence) -> None:
+        self._allocator.give_back(sequence.pages)
+        self._slots.append(sequence.slot)
 
 
 def _buckets(largest: int) -> list[int]:

@@ -1,8 +1,9 @@
 """The decoder of the Llama family: Llama, Mistral, Qwen2, Qwen3, SmolLM2 and SmolLM3, dense or in E8P codes.
 
 One forward serves prefill, decode and evaluation: what differs is the `cache` that attends. A decode step of it reads
-nothing back from the device and takes no Python number that changes from step to step, so it may be captured. Nine
-launches a layer where siblings fuse: norm, qkv, rotate-and-write, attend, out, norm, gate-up, SwiGLU, down.
+nothing back from the device and takes no Python number that changes from step to step, so it may be captured. A layer
+of E8P linears is five ops: qkv behind its norm, attend, out onto the residual, gate-up behind its norm, down behind
+SwiGLU onto the residual. Other layers, and `fused=False`, run norms, SwiGLU and additions as ops of their own.
 """
 
 from functools import cached_property
@@ -27,7 +28,11 @@ MAX_TABLE = 131072  # positions; the rotary tables of more (64 MB at head_dim 12
 
 
 class Block(nn.Module):
-    """One layer of the decoder. It adds to the residual stream in place and returns what is still to be added."""
+    """One layer of the decoder.
+
+    fused: norms, SwiGLU and the residual's addition run inside the linears; `qkv` and `gate_up` then hold their norm's
+    weight (`E8PLinear.after_norm`).
+    """
 
     input_norm: Tensor
     post_norm: Tensor
@@ -41,22 +46,33 @@ class Block(nn.Module):
         gate_up: nn.Module,
         down: nn.Module,
         eps: float,
+        fused: bool = False,
     ) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.fused = eps, fused
         self.register_buffer("input_norm", input_norm)
         self.attention = attention
         self.register_buffer("post_norm", post_norm)
         self.gate_up, self.down = gate_up, down
 
-    def forward(self, residual: Tensor, delta: Tensor | None, cache: Attend) -> Tensor:
-        """residual [B, Q, D] += delta (None in the first layer) and the attention's output; returns the MLP's."""
+    def forward(self, residual: Tensor, delta: Tensor | None, cache: Attend) -> tuple[Tensor, Tensor | None]:
+        """The residual stream is residual + delta [B, Q, D] (delta None: nothing to add), before and after the layer.
+
+        A layer that is not fused adds in place, and leaves its last addition to whoever norms the sum next.
+        """
+        if self.fused:
+            if delta is not None:
+                residual = residual + delta
+            a = self.attention
+            attended = cache.attend(a, a.qkv(residual, eps=self.eps))
+            residual = a.out(attended, add=residual)
+            return self.down(self.gate_up(residual, eps=self.eps), silu=True, add=residual), None
         if delta is None:
             x = rms_norm(residual, self.input_norm, self.eps)
         else:
             x = add_rms_norm(residual, delta, self.input_norm, self.eps)
         x = add_rms_norm(residual, self.attention(x, cache), self.post_norm, self.eps)
-        return self.down(silu_mul(self.gate_up(x)))
+        return residual, self.down(silu_mul(self.gate_up(x)))
 
 
 class Llama(nn.Module):
@@ -64,6 +80,7 @@ class Llama(nn.Module):
 
     Attributes:
         config: what config.json says, validated.
+        fused: whether layers in E8P run in five ops; caches that `new_cache` makes attend in one launch where it is.
         device, dtype: where the weights lie, and the dtype of activations and KV cache.
         max_context: positions that the rotary tables cover; an engine must not go beyond.
     """
@@ -80,9 +97,10 @@ class Llama(nn.Module):
         lm_head: Linear | E8PLinear,
         dtype: torch.dtype,
         max_context: int,
+        fused: bool = True,
     ) -> None:
         super().__init__()
-        self.config, self.dtype, self.max_context = config, dtype, max_context
+        self.config, self.dtype, self.max_context, self.fused = config, dtype, max_context, fused
         self.embed = embed
         self.blocks = nn.ModuleList(blocks)
         self.register_buffer("norm", norm)
@@ -102,6 +120,7 @@ class Llama(nn.Module):
         *,
         max_context: int | None = None,
         decode: bool | None = None,
+        fused: bool = True,
     ) -> "Llama":
         """Reads a checkpoint tensor by tensor onto `device`; presence, shape and dtype of each is checked first.
 
@@ -110,6 +129,7 @@ class Llama(nn.Module):
             max_context: positions to make rotary tables for; None: what the config allows, at most 131072.
             decode: turn E8P layers into dense ones of `dtype` at load. None: on a CPU, whose time would go into
                 reading codes.
+            fused: False runs every op of a layer alone: the other side of an A/B comparison.
 
         Raises ValueError (CheckpointError among them) that names the field or tensor that is wrong.
         """
@@ -123,19 +143,21 @@ class Llama(nn.Module):
         return cls(
             config=config,
             embed=embed,
-            blocks=[build_block(weights, i, tables, fused=True) for i in range(config.layers)],
+            blocks=[build_block(weights, i, tables, joined=True, fused=fused) for i in range(config.layers)],
             norm=weights.tensor("model.norm.weight"),
             lm_head=weights.head(embed),
             dtype=dtype,
             max_context=positions,
+            fused=fused,
         )
 
     def forward(self, tokens: Tensor, cache: Attend) -> Tensor:
         """tokens int [B, Q] -> hidden states after the final norm [B, Q, D], in the model's dtype."""
         residual, delta = self.embed(tokens), None
         for block in self.blocks:
-            delta = block(residual, delta, cache)
-        assert delta is not None
+            residual, delta = block(residual, delta, cache)
+        if delta is None:
+            return rms_norm(residual, self.norm, self.config.eps)
         return add_rms_norm(residual, delta, self.norm, self.config.eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -154,17 +176,32 @@ class Llama(nn.Module):
             pages_per_row=pages_per_row,
             device=self.device,
             dtype=self.dtype,
+            fused=self.fused,
         )
 
 
-def build_block(weights: Weights, i: int, tables: tuple[Tensor, Tensor], *, fused: bool) -> Block:
-    """Block `i` from its checkpoint tensors; `fused` joins siblings into one linear where that is exact."""
+def build_block(
+    weights: Weights, i: int, tables: tuple[Tensor, Tensor], *, joined: bool = False, fused: bool = False
+) -> Block:
+    """Block `i` from its checkpoint tensors.
+
+    joined: siblings become one linear where that is exact. fused: see `Block`; where all four linears are E8P.
+    """
     config, prefix = weights.config, f"model.layers.{i}."
+    input_norm = weights.tensor(prefix + "input_layernorm.weight")
+    post_norm = weights.tensor(prefix + "post_attention_layernorm.weight")
+    qkv, gate_up = (weights.siblings(prefix, names, joined=joined) for names in (QKV, GATE_UP))
+    out, down = weights.linear(prefix + OUT), weights.linear(prefix + DOWN)
+    fused = fused and all(isinstance(linear, E8PLinear) for linear in (qkv, out, gate_up, down))
+    if fused:
+        assert isinstance(qkv, E8PLinear)
+        assert isinstance(gate_up, E8PLinear)
+        qkv, gate_up = qkv.after_norm(input_norm), gate_up.after_norm(post_norm)
     cos, sin = tables if config.rope_layers[i] else (None, None)
     attention = Attention(
         index=i,
-        qkv=weights.siblings(prefix, QKV, fused=fused),
-        out=weights.linear(prefix + OUT),
+        qkv=qkv,
+        out=out,
         heads=config.heads,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
@@ -176,12 +213,13 @@ def build_block(weights: Weights, i: int, tables: tuple[Tensor, Tensor], *, fuse
         window=config.windows[i],
     )
     return Block(
-        input_norm=weights.tensor(prefix + "input_layernorm.weight"),
+        input_norm=input_norm,
         attention=attention,
-        post_norm=weights.tensor(prefix + "post_attention_layernorm.weight"),
-        gate_up=weights.siblings(prefix, GATE_UP, fused=fused),
-        down=weights.linear(prefix + DOWN),
+        post_norm=post_norm,
+        gate_up=gate_up,
+        down=down,
         eps=config.eps,
+        fused=fused,
     )
 
 
@@ -224,7 +262,7 @@ class LlamaSource:
 
     def load_block(self, i: int) -> Block:
         """Block `i`, read from disk now, its linears apart and dense."""
-        return build_block(self._weights, i, self._tables, fused=False)
+        return build_block(self._weights, i, self._tables)
 
     def run_block(self, block: Block, hidden: Tensor) -> Tensor:
         """Residual stream before the block -> after it, [B, T, D], causal over the whole sequence; input untouched.

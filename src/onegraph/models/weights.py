@@ -107,9 +107,9 @@ class Weights:
         )
         return layer.dense(self.dtype) if self.decode else layer
 
-    def siblings(self, prefix: str, names: Sequence[str], *, fused: bool) -> Linear | E8PLinear | Siblings:
+    def siblings(self, prefix: str, names: Sequence[str], *, joined: bool) -> Linear | E8PLinear | Siblings:
         parts = [self.linear(prefix + name) for name in names]
-        return fuse(parts) if fused else Siblings(parts)
+        return fuse(parts) if joined else Siblings(parts)
 
     def embedding(self) -> Embedding | E8PEmbedding:
         if self.bits(EMBED) == KEEP:
