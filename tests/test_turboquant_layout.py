@@ -66,7 +66,7 @@ def test_a_byte_holds_pairs_of_dimensions_in_its_nibbles() -> None:
     zeros = Coded(torch.zeros(1, 16, dtype=torch.uint8), torch.zeros(1).half())
     row = pack_tokens(layout, Coded(codes, torch.ones(1).half()), zeros)[0].tolist()
     assert row[:4] == [0b11_00_01_00, 0, 0, 0]  # low bits: dimension 2 at bit 2, 3 at bit 6
-    assert row[4:6] == [0b0010_0010, 0b0001_0000]  # high bits: 2 at bit 1, 3 at bit 5; 9 at bit 4 of the second byte
+    assert row[4:6] == [0b0110_0010, 0]  # high bits: 2 at bit 1, 3 at bit 5; 9 (pair 4) at bit 6 of the first byte
 
 
 @pytest.mark.parametrize(

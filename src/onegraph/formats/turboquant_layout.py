@@ -4,15 +4,20 @@ The cache of a layer is uint8 [pages, kv_heads, page_bytes]. A page is page_size
 is contiguous and holds everything of its tokens, in sections: the codes' planes of the keys, those of the values, then
 the norms. Nothing is padded: a token and head take exactly `bytes_per_token_head`.
 
-**Code.** A level of a symmetric codebook by its magnitude and sign: code = rank of |level| (0 the smallest)
-+ 2^(bits - 1) if negative. Whatever maps codes to levels lists them in this order.
+**Code.** A level of a symmetric codebook by its magnitude and sign: code = 2 * rank of |level| (0 the smallest)
++ (1 if negative). Whatever maps codes to levels lists them in this order: +c0, -c0, +c1, -c1, ...
 
 **Plane.** 4-, 2- and 1-bit codes are one plane of that width; a 3-bit code is a plane of its two low bits and one of
 its high bit. The `prod` variant spends one of its bits on a plane of the signs (1: negative) of the residual's
 projection, so a variant with b bits has codes of b - 1 bits (none at b = 1). A row of a plane is head_dim * width / 8
-bytes; a byte holds 8 / width neighbouring dimensions, of which dimension i stands at bit 4 * (i % 2) + (i // 2) *
-width: pairs (2k, 2k + 1) take the same place in the low and in the high nibble, so that after one mask and one shift
-every nibble is the code of a dimension, which is what the byte-permute instruction takes as selectors.
+bytes, 2 * width for each 16 dimensions. Neighbours (2k, 2k + 1) take the same place in the low and in the high nibble
+of a byte, so that after one shift and one mask every nibble is the code of a dimension, which is what the byte-permute
+instruction takes as selectors. Of 16 dimensions, pair k (0 to 7) stands, from bit 0 (and bit 4) upwards,
+
+    width 4: in byte k      width 2: in byte k // 2, at bit 2 (k % 2)      width 1: in byte k // 2 % 2, at bit
+                                                                           k % 2 + 2 (k // 4)
+
+where width 1 is such that words of the two planes of 3-bit codes line up with a shift.
 
 **Order in a section.** Keys: rows token by token. Values: the rows of tokens 2p and 2p + 1 interleaved byte by byte,
 because the product with the values runs along tokens and wants two of them in one register. Norms: float16, one a token
@@ -20,7 +25,7 @@ because the product with the values runs along tokens and wants two of them in o
 """
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -132,20 +137,30 @@ class TurboQuantLayout:
         return (slots // BLOCK).unsqueeze(-1) * self.block_bytes + torch.cat(parts, dim=-1)
 
 
-@lru_cache(maxsize=32)
-def _shifts(width: int, device: torch.device) -> Tensor:
-    i = torch.arange(8 // width, device=device)
-    return (4 * (i % 2) + i // 2 * width).to(torch.uint8)
+def _places(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of 16 dimensions: the byte (int64 [16]) and the bit in it (uint8 [16]) at which each stands."""
+    i = torch.arange(16, device=device)
+    k = i // 2
+    if width == 4:
+        byte, bit = k, k * 0
+    elif width == 2:
+        byte, bit = k // 2, k % 2 * 2
+    else:
+        byte, bit = k // 2 % 2, k % 2 + k // 4 * 2
+    return byte, (4 * (i % 2) + bit).to(torch.uint8)
 
 
 def _pack_plane(values: Tensor, width: int) -> Tensor:
     """uint8 [..., head_dim] of values below 2^width -> uint8 [..., head_dim * width / 8]."""
-    grouped = values.unflatten(-1, (-1, 8 // width))
-    return (grouped << _shifts(width, values.device)).sum(-1, dtype=torch.uint8)
+    byte, bit = _places(width, values.device)
+    moved = values.unflatten(-1, (-1, 16)) << bit
+    row = torch.zeros((*moved.shape[:-1], 2 * width), dtype=torch.uint8, device=values.device)
+    return row.index_add_(-1, byte, moved).flatten(-2)
 
 
 def _unpack_plane(row: Tensor, width: int) -> Tensor:
-    return ((row.unsqueeze(-1) >> _shifts(width, row.device)) & ((1 << width) - 1)).flatten(-2)
+    byte, bit = _places(width, row.device)
+    return ((row.unflatten(-1, (-1, 2 * width)).index_select(-1, byte) >> bit) & ((1 << width) - 1)).flatten(-2)
 
 
 def _pack_planes(coded: Coded, code_bits: int, variant: str) -> list[Tensor]:
@@ -209,4 +224,4 @@ def pack_pages(layout: TurboQuantLayout, keys: Coded, values: Coded) -> Tensor:
 def unpack_pages(layout: TurboQuantLayout, pages: Tensor) -> tuple[Coded, Coded]:
     """uint8 [..., page_bytes] -> keys, values of [..., page_size] tokens."""
     place = layout.offsets(torch.arange(layout.page_size, device=pages.device))
-    return unpack_tokens(layout, pages[..., place])
+    return unpack_tokens(layout, pages.index_select(-1, place.flatten()).unflatten(-1, place.shape))
