@@ -11,13 +11,14 @@ from onegraph.engine.params import SamplingParams
 
 @dataclass(eq=False)
 class Sequence:
-    """The host's view of a row: what came in, what was generated, which pages hold it."""
+    """The host's view of a row: what came in, what was generated, which pages and which slot hold it."""
 
     index: int
     prompt: list[int]
     params: SamplingParams
     seed: int
     pages: list[int] = field(default_factory=list)
+    slot: int = 0
     output: list[int] = field(default_factory=list)
 
     @property

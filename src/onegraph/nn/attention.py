@@ -131,6 +131,11 @@ class PagedCache:
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
+    def reset(self) -> None:
+        """Forget everything: after a NaN, which masks keep out of results but nothing else removes."""
+        for tensor in (*self.keys, *self.values):
+            tensor.zero_()
+
     def view(self, rows: slice = slice(None), pages: int | None = None) -> PagedCache:
         """The same storage seen through some rows: a bucket's first rows, or one row to prefill.
 
