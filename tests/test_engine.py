@@ -228,6 +228,7 @@ def test_the_steps_are_proven(make, sampling):
             "positions": torch.randint(0, 20, (n,), generator=g).int(),
             "limits": torch.randint(0, 64, (n,), generator=g).int(),
             "table": torch.randint(1, 64, (n, 16), generator=g).int(),
+            "slots": torch.arange(1, n + 1).int(),
             "temperature": torch.rand(n, generator=g),
             "top_k": torch.randint(0, 50, (n,), generator=g).int(),
             "top_p": torch.rand(n, generator=g),

@@ -12,6 +12,7 @@ ROWS = {
     "positions": torch.tensor([3, 5, 9], dtype=torch.int32),
     "limits": torch.tensor([40, 7, 9], dtype=torch.int32),  # one runs on, one stops on the way, one stands still
     "table": torch.arange(1, 37, dtype=torch.int32).view(3, 12),
+    "slots": torch.tensor([1, 2, 3], dtype=torch.int32),
     "temperature": torch.tensor([0.7, 0.0, 1.5]),
     "top_k": torch.tensor([5, 0, 0], dtype=torch.int32),
     "top_p": torch.tensor([0.9, 1.0, 0.5]),

@@ -67,6 +67,7 @@ def test_the_steps_are_proven(model, capture, sampling):
             "positions": torch.randint(0, 100, (n,), generator=g).int(),
             "limits": torch.randint(0, 160, (n,), generator=g).int(),
             "table": pages.view(n, 10).int(),
+            "slots": torch.arange(1, n + 1).int(),
             "temperature": torch.rand(n, generator=g),
             "top_k": torch.randint(0, 50, (n,), generator=g).int(),
             "top_p": torch.rand(n, generator=g),
