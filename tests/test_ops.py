@@ -54,6 +54,8 @@ def results(op: Op, args: tuple[Any, ...]) -> list[Tensor]:
         out = [out[0][real], out[1][1:], out[2][1:]]
     if op.name == "paged_decode":
         out = [out[0], out[1][1:], out[2][1:], out[3]]
+    if op.name == "turboquant_attention":  # the log-sum-exp of no keys
+        out[1] = out[1].masked_fill(out[1] == float("-inf"), 0.0)
     return out
 
 
