@@ -1,0 +1,164 @@
+"""DeepSeek-V4 through the engine: every way of capturing gives transformers' tokens, and the step may be captured.
+
+On a CPU the graphs are recorded ones (test_graph.py), which replay ops and no Python.
+"""
+
+import pytest
+import torch
+
+from deepseek import hf_model, save_hf
+from onegraph.check import check_step
+from onegraph.engine import generate
+from onegraph.engine.generate import Engine
+from onegraph.engine.params import SamplingParams
+from onegraph.formats.checkpoint import Checkpoint
+from onegraph.models.deepseek_v4 import DeepseekV4
+from onegraph.ops.registry import reference_ops
+from onegraph.runtime.prove import prove
+from test_graph import RecordedPool
+
+LENGTHS = (1, 40, 7, 133, 16)
+GREEDY = SamplingParams(max_tokens=24)
+SMALL = {"max_batch": 3, "max_context": 256, "chunk": 32}
+
+
+def prompts() -> list[list[int]]:
+    g = torch.Generator().manual_seed(4)
+    return [torch.randint(0, 97, (n,), generator=g).tolist() for n in LENGTHS]
+
+
+def load(path, device="cpu", variant="flash"):
+    save_hf(variant, path)
+    with Checkpoint.open(path) as checkpoint:
+        return DeepseekV4.load(checkpoint, device)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return load(tmp_path_factory.mktemp("deepseek") / "m")
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Greedy continuations by transformers, the whole text anew for each token."""
+    hf, found = hf_model("flash"), []
+    for prompt in prompts():
+        tokens = list(prompt)
+        for _ in range(GREEDY.max_tokens):
+            with torch.no_grad():
+                tokens.append(int(hf(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+        found.append(tokens[len(prompt) :])
+    return found
+
+
+@pytest.fixture(params=["eager", "captured", "split"])
+def engine(request, model, monkeypatch):
+    monkeypatch.setattr(generate, "GraphPool", lambda device: RecordedPool())
+    engine = Engine(model, **SMALL, capture={"eager": False, "captured": True, "split": "split"}[request.param])
+    assert engine.mode == request.param
+    return engine
+
+
+def test_tokens_are_those_of_transformers(engine, expected):
+    """Five prompts of unequal lengths through three rows, so that slots and pages change hands; then again, alone."""
+    assert len({tuple(tokens) for tokens in expected}) == len(expected)
+    assert engine.generate(prompts(), GREEDY) == expected
+    assert engine.generate(prompts()[1:2], GREEDY) == expected[1:2]
+    assert sorted(engine._slots) == [1, 2, 3]
+    assert engine._allocator.free == engine._allocator.capacity
+
+
+def rows(n: int, g: torch.Generator) -> dict[str, torch.Tensor]:
+    return {
+        "positions": torch.randint(0, 200, (n,), generator=g).int(),
+        "limits": torch.randint(150, 256, (n,), generator=g).int(),
+        "table": torch.arange(1, 1 + 2 * n).view(n, 2).int(),
+        "slots": torch.randperm(3, generator=g)[:n].int() + 1,
+        "temperature": torch.rand(n, generator=g),
+        "top_k": torch.randint(0, 50, (n,), generator=g).int(),
+        "top_p": torch.rand(n, generator=g),
+        "seed": torch.randint(0, 2**60, (n,), generator=g),
+    }
+
+
+def prove_it(engine: Engine) -> None:
+    g = torch.Generator().manual_seed(0)
+    state = {f"state {i}": t for i, t in enumerate(engine._cache.tensors())}
+    start = {name: torch.randn(t.shape, generator=g).to(t) for name, t in state.items()}
+
+    def reset():
+        for name, tensor in state.items():
+            tensor.copy_(start[name])
+
+    cases = [{"drawn": torch.randint(0, 97, (n,), generator=g)} | rows(n, g) for n in (3, 1, 2)]
+    assert prove(engine.runner("decode"), cases, reset=reset, state=state) == []
+    cases = [{"tokens": torch.randint(0, 97, (1, 32), generator=g)} | rows(1, g) for _ in range(2)]
+    assert prove(engine.runner("prefill"), cases, reset=reset, state=state) == []
+
+
+def test_replay_equals_eager_in_outputs_and_state(engine):
+    if engine.mode == "eager":
+        pytest.skip("nothing is replayed")
+    prove_it(engine)
+
+
+# Where each row stands when the checked steps begin: on the last token before a CSA entry, an HCA entry, and a wrap.
+START = torch.tensor([3, 127, 47], dtype=torch.int32)
+
+
+def decode_target(variant: str, tmp_path, spoil=lambda e: None):
+    """The engine's own decode step as a target of `onegraph check`, its ops as plain torch."""
+
+    def factory():
+        engine = Engine(load(tmp_path / "m", "cuda", variant), **SMALL, capture=False)
+        spoil(engine)
+        runner = engine.runner("decode")
+        values = rows(3, torch.Generator().manual_seed(1)) | {"positions": START, "limits": START + 40}
+        runner.load(drawn=torch.tensor([5, 6, 7]), **values)
+
+        def step():
+            with reference_ops():
+                return runner.replay(3)
+
+        return step, lambda index: ()
+
+    return factory
+
+
+@pytest.mark.parametrize("variant", ["flash", "pro"])
+def test_the_decode_step_may_be_captured(variant, tmp_path):
+    report = check_step(decode_target(variant, tmp_path), steps=5)
+    assert [f"{f.code} {f.path}:{f.line} {f.message}" for f in report.findings] == []
+    assert report.facts["replay equals eager"]
+
+
+def host_boundary(engine):
+    """What a plain port does: look at the position, and compress when a window is full."""
+    attend = engine._cache.attend
+    kind = type(engine._cache)
+
+    def spoiled(cache, attention, q, kv, states, index_q):
+        if states is not None and int(cache.positions[0] + 1) % 4:
+            states = states * 0
+        return attend.__func__(cache, attention, q, kv, states, index_q)
+
+    engine._cache.view = lambda *a: _with(kind.view(engine._cache, *a), spoiled)
+
+
+def _with(cache, attend):
+    cache.attend = lambda *inputs: attend(cache, *inputs)
+    return cache
+
+
+def test_a_boundary_decided_on_the_host_is_found(tmp_path):
+    assert check_step(decode_target("flash", tmp_path, host_boundary), steps=5).findings
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capture", [True, "split"])
+def test_on_a_gpu_replay_equals_eager_and_tokens_are_transformers(capture, tmp_path, expected):
+    """Graph replay against the eager step bit for bit; float32 with TF32 off, so that tokens are the oracle's."""
+    engine = Engine(load(tmp_path / "m", "cuda:0"), **SMALL, capture=capture)
+    assert engine.generate(prompts(), GREEDY) == expected
+    prove_it(engine)
+    assert engine.generate(prompts(), GREEDY) == expected
