@@ -1,0 +1,337 @@
+"""NVFP4 by its definition: numbers, layouts, other tools' files, layers."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
+from onegraph.formats.files import CheckpointError
+from onegraph.formats.nvfp4 import (
+    E2M1,
+    E4M3,
+    NVFP4Config,
+    is_nvfp4,
+    linear_tensors,
+    read_linear,
+    swizzle_scales,
+    unswizzle_scales,
+)
+from onegraph.nn.nvfp4 import NVFP4Experts, NVFP4GroupedLinear, NVFP4Linear, fuse_nvfp4
+from onegraph.ops.nvfp4 import (
+    activation_scale,
+    decode_e2m1,
+    encode_e2m1,
+    nvfp4_dequantize_cache_rows,
+    nvfp4_dequantize_weight,
+    nvfp4_linear,
+    nvfp4_linear_w4a4,
+    nvfp4_quantize,
+    nvfp4_quantize_cache_rows,
+    random_weight,
+)
+
+VALUES = [*E2M1, *(-v for v in E2M1)]
+
+
+def rng(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def by_hand(codes: Tensor, scale: Tensor, global_scale: float) -> Tensor:
+    """The format's definition, element by element."""
+    n, k = codes.shape[0], codes.shape[1] * 2
+    out = torch.empty(n, k, dtype=torch.float64)
+    factors = scale.view(E4M3).double()
+    for i in range(n):
+        for j in range(k):
+            byte = int(codes[i, j // 2])
+            out[i, j] = VALUES[byte >> 4 if j % 2 else byte & 15] * factors[i, j // 16] * global_scale
+    return out
+
+
+def test_every_code_decodes_to_its_number() -> None:
+    pairs = torch.arange(256, dtype=torch.uint8)
+    got = decode_e2m1(pairs.unsqueeze(1))
+    for byte in range(256):
+        assert got[byte].tolist() == [VALUES[byte & 15], VALUES[byte >> 4]]
+
+
+def test_encoding_is_nearest_with_ties_to_even_and_saturates() -> None:
+    x = torch.cat((torch.linspace(-8, 8, 3203), torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])))
+    x = torch.cat((x, -x))
+    got = decode_e2m1(encode_e2m1(x))
+    grid = torch.tensor(E2M1)
+    for value, found in zip(x.tolist(), got.tolist(), strict=True):
+        distance = (grid - abs(value)).abs()
+        nearest = [i for i in range(8) if distance[i] == distance.min()]
+        best = next(i for i in nearest if len(nearest) == 1 or i % 2 == 0)  # an even code has an even mantissa
+        assert found == math.copysign(E2M1[best], value)
+
+
+def test_dequantizing_a_weight_is_the_definition() -> None:
+    codes, scale, _ = random_weight((5, 48), "cpu", rng())
+    got = nvfp4_dequantize_weight(codes, scale, torch.full((5,), 0.0123))
+    torch.testing.assert_close(got.double(), by_hand(codes, scale, 0.0123), rtol=1e-6, atol=0)
+
+
+def test_quantizing_rounds_to_nearest_under_the_nearest_scale() -> None:
+    x = torch.randn(4, 64, generator=rng())
+    unit = activation_scale(x)
+    assert float(unit) == pytest.approx(float(x.abs().max()) / 2688)
+    codes, scale = nvfp4_quantize(x, unit)
+    factors = scale.view(E4M3).float()
+    assert factors.max() == 448
+    for row, group in ((0, 0), (3, 2)):
+        part = x[row, group * 16 : group * 16 + 16]
+        wanted = (part.abs().max() / 6 / unit).to(E4M3).float()
+        assert factors[row, group] == wanted
+        step = wanted * unit
+        got = nvfp4_dequantize_weight(codes[row : row + 1], scale[row : row + 1], unit.reshape(1))
+        grid = torch.tensor(VALUES) * step
+        best = (part.unsqueeze(1) - grid).abs().min(1).values
+        torch.testing.assert_close((got[0, group * 16 : group * 16 + 16] - part).abs(), best, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("x", [torch.zeros(2, 32), torch.full((2, 32), 1e-30), torch.full((1, 16), 1e30)])
+def test_quantizing_extremes_stays_finite(x: Tensor) -> None:
+    unit = activation_scale(x)
+    codes, scale = nvfp4_quantize(x, unit)
+    got = nvfp4_dequantize_weight(codes, scale, unit.expand(x.shape[0]).contiguous())
+    assert torch.isfinite(got).all()
+    torch.testing.assert_close(got, x, rtol=0.1, atol=1e-30)
+
+
+def test_w4a4_is_the_sum_of_exact_products() -> None:
+    """Against plain Python fractions, group by group."""
+    from fractions import Fraction
+
+    x = torch.randn(2, 32, generator=rng())
+    codes, scale, _ = random_weight((3, 32), "cpu", rng(1))
+    unit, gain = torch.tensor(2.0**-9), torch.tensor([0.5, 1.0, 2.0])  # exact factors: nothing else is rounded
+    got = nvfp4_linear_w4a4(x, codes, scale, gain, unit, None)
+    a_codes, a_scale = nvfp4_quantize(x, unit)
+    a, b = by_hand(a_codes, a_scale, 1.0), by_hand(codes, scale, 1.0)
+    for t in range(2):
+        for i in range(3):
+            total = sum(Fraction(u) * Fraction(v) for u, v in zip(a[t].tolist(), b[i].tolist(), strict=True))
+            exact = float(total) * float(unit) * float(gain[i])
+            assert float(got[t, i]) == pytest.approx(exact, rel=2**-23)
+
+
+def test_dynamic_and_frozen_activation_scales_agree_on_the_text_they_were_frozen_on() -> None:
+    codes, scale, gain = random_weight((8, 64), "cpu", rng())
+    frozen = NVFP4Linear(codes=codes, scale=scale, global_scale=gain, activations="frozen")
+    dynamic = NVFP4Linear(codes=codes, scale=scale, global_scale=gain, activations="dynamic")
+    big, small = 3 * torch.randn(4, 64, generator=rng(1)), torch.randn(4, 64, generator=rng(2))
+    frozen.observing = True
+    address = frozen.input_scale.data_ptr()
+    frozen(small)
+    frozen(big)
+    frozen(small)
+    frozen.observing = False
+    assert frozen.input_scale.data_ptr() == address  # a captured graph reads it there
+    assert frozen.input_scale == activation_scale(big)
+    assert torch.equal(frozen(big), dynamic(big))
+    assert not torch.equal(frozen(small), dynamic(small))
+    weights_only = NVFP4Linear(codes=codes, scale=scale, global_scale=gain)
+    error = (dynamic(big) - weights_only(big)).norm() / weights_only(big).norm()
+    assert 0.02 < error < 0.2  # W4A4 costs what four bits of activation cost
+
+
+def test_a_cache_row_is_not_a_weight() -> None:
+    x = torch.randn(3, 2, 128, generator=rng())
+    rows = nvfp4_quantize_cache_rows(x)
+    assert rows.shape == (3, 2, 72)
+    got = nvfp4_dequantize_cache_rows(rows, 128)
+    codes, scale = nvfp4_quantize(x, torch.ones(()))
+    assert torch.equal(rows[..., :64], codes)
+    assert torch.equal(rows[..., 64:], scale)
+    assert (got - x).norm() / x.norm() < 0.12
+    with pytest.raises(ValueError, match="the scale of codes"):
+        nvfp4_dequantize_weight(rows.reshape(6, 72), rows.reshape(6, 72)[:, 64:].contiguous(), torch.ones(6))
+
+
+# ----------------------------------------------------------------------------------------------- FP4 tensor cores
+
+
+@pytest.mark.parametrize(("n", "g"), [(128, 4), (1, 1), (130, 5), (256, 36)])
+def test_the_swizzled_layout_is_its_definition(n: int, g: int) -> None:
+    scale = torch.randint(1, 127, (n, g), generator=rng(), dtype=torch.uint8)
+    rows, columns = -(-n // 128) * 128, -(-g // 4) * 4
+    wanted = [0] * (rows * columns)
+    for r in range(n):
+        for c in range(g):
+            tile = (r // 128) * (columns // 4) + c // 4
+            wanted[tile * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4] = int(scale[r, c])
+    swizzled = swizzle_scales(scale)
+    assert swizzled.flatten().tolist() == wanted
+    assert torch.equal(unswizzle_scales(swizzled, n, g), scale)
+    with pytest.raises(ValueError, match=f"{rows} x {columns}"):
+        unswizzle_scales(swizzled[:1], n + 1, g) if swizzled.shape[0] == 1 else unswizzle_scales(swizzled[:-1], n, g)
+
+
+# ------------------------------------------------------------------------------------------------------ checkpoints
+
+
+def checkpoint(path: Path, tensors: dict[str, Tensor], config: dict[str, Any] | None = None) -> Checkpoint:
+    write_checkpoint(path, config or {}, tensors.items())
+    return Checkpoint.open(path)
+
+
+def modelopt(layer: str, codes: Tensor, scale: Tensor, gain: float, inputs: float) -> dict[str, Tensor]:
+    return {
+        f"{layer}.weight": codes,
+        f"{layer}.weight_scale": scale.view(E4M3),
+        f"{layer}.weight_scale_2": torch.tensor(gain),
+        f"{layer}.input_scale": torch.tensor(inputs),
+    }
+
+
+def compressed(layer: str, codes: Tensor, scale: Tensor, gain: float, inputs: float) -> dict[str, Tensor]:
+    return {
+        f"{layer}.weight_packed": codes,
+        f"{layer}.weight_scale": scale.view(E4M3),
+        f"{layer}.weight_global_scale": torch.tensor([1 / gain]),  # a divisor, of one dimension
+        f"{layer}.input_global_scale": torch.tensor([1 / inputs]),
+    }
+
+
+@pytest.mark.parametrize("form", [modelopt, compressed])
+def test_reads_what_both_tools_write(form: Any, tmp_path: Path) -> None:
+    codes, scale, _ = random_weight((5, 48), "cpu", rng())
+    with checkpoint(
+        tmp_path / "model", form("a.b", codes, scale, 0.0123, 0.25) | {"c.weight": torch.ones(2, 2)}
+    ) as found:
+        assert is_nvfp4(found, "a.b")
+        assert not is_nvfp4(found, "c")
+        layer = NVFP4Linear.of(read_linear(found, "a.b", 5, 48))
+    assert float(layer.input_scale) == pytest.approx(0.25)
+    x = torch.randn(2, 48, generator=rng(1))
+    wanted = x.double() @ by_hand(codes, scale, 0.0123).T
+    torch.testing.assert_close(layer(x).double(), wanted, rtol=1e-4, atol=1e-6)
+    assert set(linear_tensors(5, 48)) == {"weight", "weight_scale", "weight_scale_2"}
+
+
+DAMAGE: list[tuple[str, Any, str]] = [
+    (
+        "scale of groups of 32",
+        {"a.weight_scale": torch.zeros(64, 4).to(E4M3)},
+        r"a.weight_scale' .*\[64, 4\].*\[64, 8\]",
+    ),
+    ("scale padded", {"a.weight_scale": torch.zeros(128, 8).to(E4M3)}, r"a.weight_scale' .*\[128, 8\].*\[64, 8\]"),
+    ("scale transposed", {"a.weight_scale": torch.zeros(8, 64).to(E4M3)}, r"\[8, 64\].*\[64, 8\]"),
+    ("scale in bfloat16", {"a.weight_scale": torch.zeros(64, 8).bfloat16()}, "a.weight_scale' is torch.bfloat16"),
+    ("codes cut", {"a.weight": torch.zeros(64, 32, dtype=torch.uint8)}, r"a.weight' .*\[64, 32\].*\[64, 64\]"),
+    ("a scale a row", {"a.weight_scale_2": torch.ones(64)}, r"a.weight_scale_2' is torch.float32 \[64\]"),
+    ("a global scale of zero", {"a.weight_scale_2": torch.zeros(())}, "above zero"),
+    ("a scale that is NaN", {"a.weight_scale": torch.full((64, 8), math.nan).to(E4M3)}, "NaN or negative"),
+    ("a negative scale", {"a.weight_scale": torch.full((64, 8), -1.0).to(E4M3)}, "NaN or negative"),
+    ("no global scale", {"a.weight_scale_2": None}, "no tensor 'a.weight_scale_2'"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), [case[1:] for case in DAMAGE], ids=[case[0] for case in DAMAGE])
+def test_a_tensor_that_does_not_fit_is_named_with_both_sizes(change: Any, message: str, tmp_path: Path) -> None:
+    codes, scale, _ = random_weight((64, 128), "cpu", rng())
+    tensors = modelopt("a", codes, scale, 0.01, 0.25) | change
+    with (
+        checkpoint(tmp_path / "m", {name: t for name, t in tensors.items() if t is not None}) as found,
+        pytest.raises(CheckpointError, match=message),
+    ):
+        read_linear(found, "a", 64, 128)
+
+
+def test_ops_refuse_scales_of_another_size() -> None:
+    codes, scale, gain = random_weight((64, 128), "cpu", rng())
+    x = torch.randn(1, 128)
+    for bad in (scale[:, :4].contiguous(), swizzle_scales(scale), scale.t().contiguous()):
+        with pytest.raises(ValueError, match=r"scale of codes is .*\(64, 8\)"):
+            nvfp4_linear(x, codes, bad, gain, None)
+    with pytest.raises(ValueError, match="contiguous"):
+        nvfp4_linear(x, codes, scale.t().contiguous().t(), gain, None)
+    with pytest.raises(ValueError, match="last dimension of 128"):
+        nvfp4_linear(x[:, :64].contiguous(), codes, scale, gain, None)
+
+
+@pytest.mark.parametrize(
+    ("data", "kept"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}, ("lm_head",)),
+        (
+            {
+                "quant_method": "modelopt",
+                "quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head", "*gate*"]},
+            },
+            ("lm_head", "*gate*"),
+        ),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": []}, ()),
+        (NVFP4Config(("lm_head",)).to_dict(), ("lm_head",)),
+    ],
+)
+def test_configs_of_both_tools(data: dict[str, Any], kept: tuple[str, ...]) -> None:
+    assert NVFP4Config.matches(data)
+    assert NVFP4Config.from_dict(data).ignore == kept
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "'modelopt' 'FP8'"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "'pack-quantized'"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "groups of 16"),
+    ],
+)
+def test_other_configs_are_refused(data: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        NVFP4Config.from_dict(data)
+
+
+# ------------------------------------------------------------------------------------------------------------ layers
+
+
+def test_fused_layers_keep_their_global_scales() -> None:
+    parts = [
+        NVFP4Linear(codes=codes, scale=scale, global_scale=torch.tensor(0.01 * (i + 1)))
+        for i, (codes, scale, _) in enumerate(random_weight((16 * (i + 1), 64), "cpu", rng(i)) for i in range(3))
+    ]
+    x = torch.randn(2, 64, generator=rng(9))
+    torch.testing.assert_close(fuse_nvfp4(parts)(x), torch.cat([part(x) for part in parts], -1), rtol=1e-5, atol=1e-5)
+    assert torch.equal(parts[1].dense().weight, nvfp4_dequantize_weight(*parts[1].buffers()))
+
+
+def test_a_grouped_linear_is_one_linear_a_group() -> None:
+    codes, scale, gain = random_weight((3, 16, 64), "cpu", rng())
+    x = torch.randn(2, 5, 3, 64, generator=rng(1))
+    got = NVFP4GroupedLinear(codes=codes, scale=scale, global_scale=gain)(x)
+    for g in range(3):
+        part = NVFP4Linear(codes=codes[g], scale=scale[g], global_scale=gain[g])
+        torch.testing.assert_close(got[:, :, g], part(x[:, :, g].contiguous()), rtol=1e-5, atol=1e-5)
+
+
+def test_experts_are_their_linears_one_by_one() -> None:
+    dim, wide, limit = 64, 32, 0.7
+    gate_up, down = random_weight((4, 2 * wide, dim), "cpu", rng()), random_weight((4, dim, wide), "cpu", rng(1))
+    layer = NVFP4Experts(
+        gate_up=gate_up[0],
+        gate_up_scale=gate_up[1],
+        gate_up_global=gate_up[2],
+        down=down[0],
+        down_scale=down[1],
+        down_global=down[2],
+        limit=limit,
+    )
+    x = torch.randn(3, dim, generator=rng(2))
+    experts = torch.tensor([[0, 3], [2, 2], [1, 0]], dtype=torch.int32)
+    gains = torch.rand(3, 2, generator=rng(3))
+    got = layer(x, experts, gains)
+    for t in range(3):
+        total = torch.zeros(dim)
+        for e, gain in zip(experts[t].tolist(), gains[t], strict=True):
+            gate, up = nvfp4_linear(x[t], *(part[e] for part in gate_up), None).chunk(2)
+            hidden = torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+            total += gain * nvfp4_linear(hidden, *(part[e] for part in down), None)
+        torch.testing.assert_close(got[t], total, rtol=1e-4, atol=1e-5)
