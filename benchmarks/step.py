@@ -62,7 +62,10 @@ class RandomCheckpoint:
         """A tied head is among the optional names, but is never asked for."""
         self._expected = dict(expected)
 
-    def tensor(self, name: str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Tensor:
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def tensor(self, name: str, device: torch.device | str = "cuda", dtype: torch.dtype | None = None) -> Tensor:
         shape, kinds = self._expected[name]
         if not kinds[0].is_floating_point:
             info = torch.iinfo(kinds[0])

@@ -124,6 +124,8 @@ class Llama(nn.Module):
     ) -> "Llama":
         """Reads a checkpoint tensor by tensor onto `device`; presence, shape and dtype of each is checked first.
 
+        On the way to a GPU the host holds the maps of one layer's files and two chunks of pinned memory.
+
         Args:
             dtype: float32, bfloat16 or float16.
             max_context: positions to make rotary tables for; None: what the config allows, at most 131072.
@@ -140,10 +142,14 @@ class Llama(nn.Module):
         weights.check()
         tables = config.rope.tables(config.head_dim, positions, device)
         embed = weights.embedding()
+        blocks = []
+        for i in range(config.layers):
+            blocks.append(build_block(weights, i, tables, joined=True, fused=fused))
+            weights.forget()
         return cls(
             config=config,
             embed=embed,
-            blocks=[build_block(weights, i, tables, joined=True, fused=fused) for i in range(config.layers)],
+            blocks=blocks,
             norm=weights.tensor("model.norm.weight"),
             lm_head=weights.head(embed),
             dtype=dtype,

@@ -8,6 +8,7 @@ from torch import Tensor
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.e8p import KEEP, linear_tensors
 from onegraph.models.config import LlamaConfig
+from onegraph.models.stream import Stream
 from onegraph.nn.embedding import E8PEmbedding, Embedding
 from onegraph.nn.linear import E8PLinear, Linear, Siblings, fuse
 
@@ -16,7 +17,7 @@ EMBED, NORM, HEAD = "model.embed_tokens", "model.norm.weight", "lm_head"
 
 
 class Weights:
-    """The tensors of a Llama-family checkpoint, read when asked for.
+    """The tensors of a Llama-family checkpoint, read when asked for, to a GPU in pinned chunks.
 
     Args:
         device, dtype: where layers go and what dense weights become.
@@ -31,6 +32,7 @@ class Weights:
         self.checkpoint, self.config = checkpoint, config
         self.device, self.dtype, self.decode = device, dtype, decode
         self.shapes = self._shapes()
+        self._stream = Stream(device)
 
     # ------------------------------------------------------------------------------------------ what must be there
 
@@ -90,7 +92,11 @@ class Weights:
     # --------------------------------------------------------------------------------------------------- making it
 
     def tensor(self, name: str) -> Tensor:
-        return self.checkpoint.tensor(name, device=self.device, dtype=self.dtype)
+        return self._stream(self.checkpoint.tensor(name), self.dtype)
+
+    def forget(self) -> None:
+        """Drops the maps of the files read so far, whose pages count as this process's memory."""
+        self.checkpoint.close()
 
     def linear(self, name: str) -> Linear | E8PLinear:
         _, _, bias = self.shapes[name]
@@ -135,11 +141,11 @@ class Weights:
         """codes, residual, in_scale and out_scale of an E8P layer, the global scale multiplied in, in float32."""
         residual = f"{name}.residual"
         return (
-            self.checkpoint.tensor(f"{name}.codes", device=self.device),
-            self.checkpoint.tensor(residual, device=self.device) if self.bits(name) > 2 else None,
+            self._stream(self.checkpoint.tensor(f"{name}.codes")),
+            self._stream(self.checkpoint.tensor(residual)) if self.bits(name) > 2 else None,
             self._wide(f"{name}.in_scale"),
             self._wide(f"{name}.out_scale") * self._wide(f"{name}.scale"),
         )
 
     def _wide(self, name: str) -> Tensor:
-        return self.checkpoint.tensor(name, device=self.device, dtype=torch.float32)
+        return self._stream(self.checkpoint.tensor(name), torch.float32)

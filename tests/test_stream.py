@@ -1,0 +1,56 @@
+"""Weights on their way to a device: the bytes that were on disk, and no second copy of them in memory."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from onegraph.formats.checkpoint import write_checkpoint
+from onegraph.models.stream import Stream
+
+LAYERS, SIZE = 12, (1024, 8192)  # 16 MB each in bfloat16
+
+# Loads to the device "meta", which keeps nothing: what grows is what loading itself holds.
+PROGRAM = """
+import resource, sys
+import torch
+from onegraph.formats.checkpoint import Checkpoint
+from onegraph.models.stream import Stream
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+stream = Stream(torch.device("meta"))
+stream(torch.ones(8), torch.float32)
+with Checkpoint.open(sys.argv[1]) as checkpoint:
+    torch.aminmax(torch.ones(8, dtype=torch.bfloat16))
+    before = peak()
+    for i in range(int(sys.argv[2])):
+        assert stream(checkpoint.tensor(f"{i}.weight"), torch.float32).dtype == torch.float32
+        checkpoint.close()
+    print(peak() - before)
+"""
+
+
+def test_loading_holds_a_layer_and_not_the_model(tmp_path: Path) -> None:
+    tensors = ((f"{i}.weight", torch.full(SIZE, float(i), dtype=torch.bfloat16)) for i in range(LAYERS))
+    write_checkpoint(tmp_path / "model", {}, tensors, shard_bytes=64 << 20)
+    run = [sys.executable, "-c", PROGRAM, str(tmp_path / "model"), str(LAYERS)]
+    grown = int(subprocess.run(run, check=True, capture_output=True, text=True).stdout)
+    layer = 2 * SIZE[0] * SIZE[1]
+    assert grown < 2.5 * layer + 2 * (16 << 20), f"{grown >> 20} MB for layers of {layer >> 20} MB"
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda:0", marks=pytest.mark.gpu), "cpu"])
+@pytest.mark.parametrize("chunk_bytes", [4, 64, 4096])
+def test_every_byte_arrives(device: str, chunk_bytes: int) -> None:
+    stream = Stream(torch.device(device), chunk_bytes)
+    g = torch.Generator().manual_seed(0)
+    codes = torch.randint(-(2**15), 2**15, (37, 19), generator=g).to(torch.int16)
+    weight = torch.randn(19, 23, generator=g).bfloat16().t()
+    for value, dtype in ((codes, None), (weight, torch.float32), (torch.tensor(2.5), torch.float32), (codes[:0], None)):
+        got = stream(value, dtype)
+        assert got.device == torch.device(device)
+        assert got.cpu().equal(value.to(dtype or value.dtype))
