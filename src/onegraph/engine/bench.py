@@ -1,4 +1,4 @@
-"""Measured, not promised: the E8P linear and the decode step, beside what the hardware allows.
+"""Measured, not promised: the E8P linear, decode attention and the decode step, beside what the hardware allows.
 
 Rules (docs/performance.md): kernels are timed under CUDA-graph replay, over as many copies of the weights as the L2 is
 certain to forget, on random data; a figure stands beside the bytes it moved over the copy bandwidth measured in the
@@ -20,6 +20,8 @@ from onegraph import __version__
 from onegraph.engine.generate import Decoder, Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.e8p import codebook, residual_dtype
+from onegraph.ops.attention import paged_attention, rope_cache_write
+from onegraph.ops.decode_attention import paged_decode
 from onegraph.ops.e8p import e8p_linear
 
 LINEAR_SHAPES = ((4096, 14336), (14336, 4096), (4096, 4096), (576, 3072), (1536, 576))  # (k in, n out)
@@ -116,6 +118,84 @@ def bench_linear(
                     "copies": len(layers),
                     **about,
                 }
+
+
+def bench_attention(
+    contexts: Sequence[int] = (1024, 32768),
+    *,
+    batches: Sequence[int] = (1,),
+    heads: int = 32,
+    kv_heads: int = 8,
+    head_dim: int = 128,
+    page_size: int = 16,
+    device: torch.device | str = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+) -> Iterator[Row]:
+    """Times a layer's attention in a decode step: RoPE, cache write and attention over `context` keys a row.
+
+    Yields rows: "onegraph paged_decode" (one launch), "onegraph unfused" (the same as separate ops) and "torch SDPA"
+    (attention alone, over contiguous keys; the peer that every machine has), each with the roof of the keys and values
+    read once. Caches of several layers are walked, shuffled pages each. Raises ValueError without a CUDA GPU.
+    """
+    device = _gpu(device)
+    about = machine(device)
+    angle = torch.outer(torch.arange(max(contexts)), 10000.0 ** -(torch.arange(0, head_dim, 2) / head_dim))
+    cos, sin = angle.cos().to(device), angle.sin().to(device)
+    for context in contexts:
+        for batch in batches:
+            size = 2 * batch * context * kv_heads * head_dim * dtype.itemsize
+            wanted = L2_TIMES * torch.cuda.get_device_properties(device).L2_cache_size
+            copies = min(max(2, -(-wanted // size)), MAX_COPIES)
+            pages = -(-context // page_size)
+            table = torch.randperm(batch * pages, device=device, dtype=torch.int32).view(batch, pages) + 1
+            shape = (copies, 2, 1 + batch * pages, page_size, kv_heads, head_dim)
+            cache = torch.randn(shape, device=device, dtype=dtype)
+            qkv = torch.randn(batch, 1, (heads + 2 * kv_heads) * head_dim, device=device, dtype=dtype)
+            position = torch.full((batch,), context - 1, device=device, dtype=torch.int32)
+            ones, tickets = torch.ones_like(position), torch.zeros(batch, kv_heads, device=device, dtype=torch.int32)
+            before = (qkv, None, None, 0.0, cos, sin, position, ones, table)
+
+            def one_launch(before: Any = before, tickets: Tensor = tickets, cache: Tensor = cache) -> None:
+                for k, v in cache:
+                    paged_decode(*before, k, v, tickets, heads, head_dim**-0.5, 0)
+
+            def apart(before: Any = before, cache: Tensor = cache) -> None:
+                for k, v in cache:
+                    q = rope_cache_write(*before, k, v, heads)
+                    paged_attention(q, k, v, before[8], before[6], head_dim**-0.5, 0)
+
+            # [copies, 2, B, kv_heads, context, D], the sentinel page left out, each row's keys side by side
+            rows = cache[:, :, 1:].reshape(copies, 2, batch, -1, kv_heads, head_dim)[:, :, :, :context].transpose(3, 4)
+            dense, query = rows.contiguous(), qkv[..., : heads * head_dim].view(batch, heads, 1, head_dim)
+
+            def sdpa(dense: Tensor = dense, query: Tensor = query) -> None:
+                for k, v in dense:
+                    torch.nn.functional.scaled_dot_product_attention(query, k, v, enable_gqa=heads != kv_heads)
+
+            roof = size / copy_bandwidth(device) * 1e6
+            for name, step in (
+                ("onegraph paged_decode", one_launch),
+                ("onegraph unfused", apart),
+                ("torch SDPA", sdpa),
+            ):
+                us = replay_us(step, device, copies, budget_ms=40)
+                yield {
+                    "bench": "attention",
+                    "name": name,
+                    "context": context,
+                    "batch": batch,
+                    "heads": heads,
+                    "kv_heads": kv_heads,
+                    "head_dim": head_dim,
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "us": round(us, 2),
+                    "gb_per_s": round(size / us * 1e-3, 1),
+                    "roof_us": round(roof, 2),
+                    "percent_of_roof": round(100 * roof / us, 1),
+                    "copies": copies,
+                    **about,
+                }
+            del cache, dense, rows
 
 
 def bench_step(
