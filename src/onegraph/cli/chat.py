@@ -18,6 +18,23 @@ MEMORY = 1 << 30  # bytes of address space
 MAX_TEMPLATE = 1 << 20  # characters
 MAX_OUTPUT = 16 << 20  # characters
 
+# DeepSeek-V4's checkpoints bring a Python file instead of a template: this is what it writes for text without tools,
+# in chat mode (the block of thoughts is closed at once). Users' messages in a row are one.
+DEEPSEEK_V4 = """\
+{{ '<｜begin▁of▁sentence｜>' }}
+{%- for m in messages %}
+    {%- if m.role == 'system' %}
+        {{- m.content }}
+    {%- elif m.role == 'user' %}
+        {{- '\\n\\n' if loop.previtem is defined and loop.previtem.role == 'user' else '<｜User｜>' }}{{ m.content }}
+        {%- if loop.last or loop.nextitem.role == 'assistant' %}{{ '<｜Assistant｜></think>' }}{% endif %}
+    {%- elif m.role == 'assistant' %}
+        {{- m.content }}{{ '<｜end▁of▁sentence｜>' }}
+    {%- else %}
+        {{- raise_exception('role ' ~ m.role ~ ' is not supported') }}
+    {%- endif %}
+{%- endfor %}"""
+
 
 def render(template: str, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any]) -> str:
     """The conversation as the template writes it, ready for the answer. Raises ValueError where it cannot."""

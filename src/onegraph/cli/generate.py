@@ -85,8 +85,7 @@ def run(args: argparse.Namespace) -> int:
     from onegraph.cli.tokenizer import Tokenizer
     from onegraph.engine.generate import Engine
     from onegraph.engine.params import SamplingParams
-    from onegraph.models.config import LlamaConfig
-    from onegraph.models.llama import Llama
+    from onegraph.models.load import load_decoder, parse_config
 
     device = pick_device(args.device)
     dtype = pick_dtype(args.dtype, device)
@@ -94,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--capture {args.capture} needs a GPU, the device is {device}; use --capture off or auto")
     texts = prompts_of(args)
     with open_model(args.model) as checkpoint:
-        context = LlamaConfig.from_dict(checkpoint.config).max_positions
+        context = parse_config(checkpoint.config).max_positions
         tokenizer = Tokenizer(checkpoint)
         chat = args.chat or (tokenizer.template is not None and not args.raw)
         prompts = [
@@ -113,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
             for tokens in budgets
         ]
         needed = max(len(prompt) + tokens for prompt, tokens in zip(prompts, budgets, strict=True))
-        model = Llama.load(checkpoint, device, dtype, max_context=needed)
+        model = load_decoder(checkpoint, device, dtype, max_context=needed)
         engine = Engine(
             model,
             max_batch=min(len(prompts), 64),

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from onegraph.cli.chat import render
+from onegraph.cli.chat import DEEPSEEK_V4, render
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.files import CheckpointError, parse_json, quote
 
@@ -86,6 +86,8 @@ class Tokenizer:
         if isinstance(template, list):  # several, by name
             named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
             template = named.get("default")
+        if template is None and checkpoint.config.get("model_type") == "deepseek_v4":
+            template = DEEPSEEK_V4
         if template is not None and not isinstance(template, str):
             raise CheckpointError(f"{self.path}: chat_template is a {type(template).__name__}, text is expected")
         return template

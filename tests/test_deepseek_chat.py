@@ -1,0 +1,57 @@
+"""DeepSeek-V4 on the command line: its chat encoding, and text from a checkpoint."""
+
+import json
+
+import pytest
+
+from deepseek import SIZES, save_hf
+from fuzz import tiny
+from onegraph.cli import main
+from onegraph.cli.chat import DEEPSEEK_V4, render
+
+BOS, EOS, USER, ANSWER = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜></think>"
+
+
+def say(*turns: tuple[str, str]) -> str:
+    return render(DEEPSEEK_V4, [{"role": role, "content": content} for role, content in turns], {})
+
+
+@pytest.mark.parametrize(
+    ("turns", "text"),
+    [  # what the encoder that comes with the checkpoints writes, in its mode "chat"
+        ([("user", "Hi")], f"{BOS}{USER}Hi{ANSWER}"),
+        ([("system", "Be kind."), ("user", "Hi\n")], f"{BOS}Be kind.{USER}Hi\n{ANSWER}"),
+        (
+            [("user", "a"), ("assistant", "b"), ("user", "c")],
+            f"{BOS}{USER}a{ANSWER}b{EOS}{USER}c{ANSWER}",
+        ),
+        ([("user", "a"), ("user", " b")], f"{BOS}{USER}a\n\n b{ANSWER}"),
+        ([("user", "a"), ("system", "s"), ("user", "b")], f"{BOS}{USER}as{USER}b{ANSWER}"),
+    ],
+)
+def test_chat_encoding(turns, text):
+    assert say(*turns) == text
+
+
+def test_other_roles_are_refused():
+    with pytest.raises(ValueError, match="role tool is not supported"):
+        say(("user", "a"), ("tool", "b"))
+
+
+def test_generate_from_a_checkpoint(tmp_path, capsys):
+    """The whole way: tokenizer without a template, the official encoding, the engine, text."""
+    tiny.write_model(tmp_path / "other")
+    size = json.loads((tmp_path / "other" / "config.json").read_text())["vocab_size"]
+    save_hf("flash", tmp_path / "m", vocab_size=max(size, SIZES["vocab_size"]))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        content = (tmp_path / "other" / name).read_text()
+        if name == "tokenizer_config.json":
+            content = json.dumps({k: v for k, v in json.loads(content).items() if k != "chat_template"})
+        (tmp_path / "m" / name).write_text(content)
+    command = ["generate", str(tmp_path / "m"), "--prompt", "Hi", "--max-tokens", "5", "--json", "--device", "cpu"]
+    assert main(command) == 0
+    chat = json.loads(capsys.readouterr().out)["outputs"][0]
+    assert main([*command, "--raw"]) == 0
+    raw = json.loads(capsys.readouterr().out)["outputs"][0]
+    assert len(chat["tokens"]) == 5
+    assert chat["prompt_tokens"] > raw["prompt_tokens"], "the encoding is used where there is no template"
