@@ -137,11 +137,13 @@ def _create(layer: Any, slots: Slots, dtype: torch.dtype) -> None:
 def _finish(layer: Any) -> None:
     """Checks and folds what was loaded, and settles how the layer is launched."""
     slots: Slots = layer.onegraph_slots
-    if not layer.onegraph_dummy:
+    if layer.onegraph_dummy:
+        slots.fill(layer)
+    else:
         slots.finish(layer)
     layer.register_buffer("codebook", shared_codebook(layer.codes.device), persistent=False)
     blocks = {hadamard_block(part.rows) for part in slots.parts} | {hadamard_block(slots.parts[-1].last)}
-    same = layer.onegraph_dummy or bool((layer.in_scale == layer.in_scale[0]).all())
+    same = bool((layer.in_scale == layer.in_scale[0]).all())
     layer.onegraph_fused = len(slots.parts) == 1 or (slots.uniform and len(blocks) == 1 and same)
 
 

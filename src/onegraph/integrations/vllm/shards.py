@@ -189,6 +189,17 @@ class Slots:
         target.copy_(tensor)
         self.loaded.add((suffix, index))
 
+    def fill(self, layer: Any) -> None:
+        """What vLLM's dummy weights are for others: codes that are random, and scales that keep activations near 1."""
+        generator = torch.Generator(layer.in_scale.device).manual_seed(0)
+        for suffix in ("codes", "residual"):
+            if (parameter := getattr(layer, suffix, None)) is not None:
+                info = torch.iinfo(parameter.dtype)
+                parameter.data.random_(info.min, info.max + 1, generator=generator)
+        layer.in_scale.data.fill_(1.0)
+        layer.out_scale.data.fill_(0.05 * self.k**-0.5)  # a row of Q has a root mean square of 4 to 20
+        layer.scale.data.fill_(1.0)
+
     def finish(self, layer: Any) -> None:
         """After loading: nothing may be missing, nor NaN; the parts' global scales go into out_scale, in place.
 

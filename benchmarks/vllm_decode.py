@@ -1,0 +1,141 @@
+"""Tokens per second of decoding inside vLLM: E8P weights beside vLLM's own bfloat16, on one model shape, in one run.
+
+    PYTHONPATH=src python3 benchmarks/vllm_decode.py --shape llama-3-8b --out benchmarks/results/vllm-decode-h200.jsonl
+
+Each variant is a process of its own with vLLM's default graphs (FULL_AND_PIECEWISE), and random weights: the time of a
+step does not depend on them. All load and compile at once, then they are timed one at a time, while the others wait.
+The time of a step is the slope between two output lengths, medians of several, so that prefill and start-up drop out.
+Variants: bf16, or e8p-BITS[-head-BITS], each with [+kv=DTYPE]. --context is the length of the prompts.
+"""
+
+import argparse
+import fcntl
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from step import SHAPES
+
+from onegraph.formats.e8p import E8PConfig
+
+VARIANTS = "bf16,e8p-2,e8p-4,e8p-2-head-4,e8p-4-head-4"
+OUTPUTS = 16, 144  # tokens; a step's time is the slope between them
+
+
+def config_of(variant: str, shape: dict[str, Any]) -> dict[str, Any]:
+    """config.json of a variant's model."""
+    weights = variant.partition("+")[0]
+    config = shape | {"dtype": "bfloat16", "bos_token_id": None, "eos_token_id": None}
+    if weights != "bf16":
+        bits, *head = weights.removeprefix("e8p-").split("-head-")
+        e8p = E8PConfig(bits=int(bits), lm_head=int(head[0]) if head else None)
+        config["quantization_config"] = e8p.to_dict()
+    return config
+
+
+def measure(variant: str, args: argparse.Namespace, turn: Path) -> list[dict[str, Any]]:
+    """One variant, in this process: loads, waits for its turn, and times every batch size."""
+    import torch
+    import vllm
+    from vllm import LLM, SamplingParams
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config_of(variant, SHAPES[args.shape])))
+        kv = variant.partition("+kv=")[2]
+        started = time.perf_counter()
+        llm = LLM(
+            folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            max_model_len=args.context + OUTPUTS[1] + 16,
+            max_num_seqs=max(args.batch),
+            max_num_batched_tokens=max(2048, max(args.batch)),
+            gpu_memory_utilization=0.05,  # only checked: the line below says how much
+            kv_cache_memory_bytes=int(args.kv_gib * 2**30),
+            enable_prefix_caching=False,
+            compilation_config={"cudagraph_capture_sizes": sorted(args.batch)},
+            **({"kv_cache_dtype": kv} if kv else {}),
+        )
+    print(f"{variant}: ready after {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+    (turn / variant).touch()
+    while len(list(turn.iterdir())) < len(args.variants.split(",")) + 1:
+        time.sleep(0.1)
+
+    rows = []
+    with (turn / "lock").open("r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for batch in args.batch:
+            prompts = [{"prompt_token_ids": [17 + i] * args.context} for i in range(batch)]
+
+            def seconds(tokens: int, prompts: Any = prompts) -> float:
+                begin = time.perf_counter()
+                params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+                llm.generate(prompts, params, use_tqdm=False)
+                return time.perf_counter() - begin
+
+            seconds(OUTPUTS[0])
+            short, long = ([seconds(tokens) for _ in range(args.repeats)] for tokens in OUTPUTS)
+            step = (statistics.median(long) - statistics.median(short)) / (OUTPUTS[1] - OUTPUTS[0])
+            rows.append(
+                {
+                    "bench": "vllm_decode",
+                    "name": variant,
+                    "shape": args.shape,
+                    "batch": batch,
+                    "context": args.context,
+                    "ms_per_step": round(step * 1e3, 4),
+                    "tokens_per_second": round(batch / step, 1),
+                    "vllm": vllm.__version__,
+                    "torch": torch.__version__,
+                    "device": torch.cuda.get_device_name(),
+                    "date": time.strftime("%Y-%m-%d"),
+                    "command": "PYTHONPATH=src python3 " + shlex.join([sys.argv[0], *args.shown]),
+                }
+            )
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3-8b")
+    parser.add_argument("--variants", default=VARIANTS, help=f"separated by commas (default: {VARIANTS})")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--kv-gib", type=float, default=4.0, help="size of each variant's KV cache")
+    parser.add_argument("--out", type=Path, help="append the JSON lines to this file")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    hidden = {"--one", args.one, "--turn", str(args.turn), "--out", str(args.out)}
+    args.shown = [word for word in sys.argv[1:] if word not in hidden]
+    if args.one:
+        rows = measure(args.one, args, args.turn)
+        if args.out:
+            with args.out.open("a") as out:
+                out.writelines(json.dumps(row) + "\n" for row in rows)
+        return 0
+
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    with tempfile.TemporaryDirectory() as turn:
+        (Path(turn) / "lock").touch()
+        command = [sys.executable, *sys.argv, "--turn", turn, "--one"]
+        running = {variant: subprocess.Popen([*command, variant]) for variant in args.variants.split(",")}
+        while any(process.poll() is None for process in running.values()):
+            for variant, process in running.items():
+                if process.poll() is not None:  # the others need not wait for one that failed
+                    (Path(turn) / variant).touch()
+            time.sleep(0.2)
+        return max(abs(process.returncode) for process in running.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
