@@ -212,18 +212,22 @@ class Engine:
         cache = self._cache.view()
         cache.block_table, cache.positions, cache.counts = table[:, : self._width], positions, counts
         cache.slots = choice["slots"]
-        hidden = self.model(tokens, _Paged(cache))
-        if length == 1:
+        return *self._draw(self.model(tokens, _Paged(cache)), counts, after, choice, sampling), after
+
+    def _draw(
+        self, hidden: Tensor, counts: Tensor, after: Tensor, choice: dict[str, Tensor], sampling: bool
+    ) -> tuple[Tensor, Tensor]:
+        """From hidden states [B, Q, D]: the token behind each row's last one, and the logits that it was drawn from."""
+        if hidden.shape[1] == 1:
             hidden = hidden.squeeze(1)
         else:
             last = (counts.long() - 1).clamp(min=0)
             hidden = hidden.gather(1, last.view(-1, 1, 1).expand(-1, 1, hidden.shape[2])).squeeze(1)
         logits = self.model.logits(hidden)
         if sampling:
-            token = sample(logits, choice["temperature"], choice["top_k"], choice["top_p"], choice["seed"], after)
-        else:
-            token = greedy(logits)
-        return token, logits, after
+            row = (choice[name] for name in ("temperature", "top_k", "top_p", "seed"))
+            return sample(logits, *row, after), logits
+        return greedy(logits), logits
 
     # The host's part.
 
