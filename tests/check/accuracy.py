@@ -93,16 +93,21 @@ def score(way: str, folder: str, seen: dict[str, Any], truth: dict[str, Any]) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ways", nargs="+", default=["source", "simulate"])
-    parser.add_argument("--folders", nargs="+", default=["corpus", "heldout"])
+    parser.add_argument("--folders", nargs="+", default=list(corpus_tools.FOLDERS))
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--cases", nargs="+", default=[""], help="parts of the names of the cases to look at")
+    parser.add_argument("--per-process", type=int, default=10, help="cases that a process looks at before it ends")
     parser.add_argument("--save", default="")
     parser.add_argument("--load", default="")
     arguments = parser.parse_args()
     seen: dict[str, dict[str, Any]] = json.loads(Path(arguments.load).read_text()) if arguments.load else {}
     todo = [(w, f, c) for w in arguments.ways for f in arguments.folders for c in corpus_tools.cases(f)]
-    with multiprocessing.get_context("fork").Pool(
-        arguments.workers, maxtasksperchild=1 if "live" in arguments.ways else 40
-    ) as pool:
+    todo = [(w, f, c) for w, f, c in todo if any(part in f"{f}/{c.name}" for part in arguments.cases)]
+    # Imported once, before the fork; nothing here touches the GPU.
+    import onegraph.check.live.run
+    import onegraph.check.simulate
+
+    with multiprocessing.get_context("fork").Pool(arguments.workers, maxtasksperchild=arguments.per_process) as pool:
         pending = [(w, f, c, pool.apply_async(look, (w, f, c.name))) for w, f, c in todo if _possible(w, c)]
         for way, folder, case, result in pending:
             try:

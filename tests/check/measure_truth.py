@@ -3,6 +3,7 @@
 Independent of onegraph.check: it captures with torch alone. Each case has a process of its own. Writes truth.json.
 
     python tests/check/measure_truth.py --workers 8
+    python tests/check/measure_truth.py --keep --cases heldout2/ h23_devices    # these alone; the other rows stay
 """
 
 import argparse
@@ -94,7 +95,8 @@ def _captured(torch: Any, case: Any, eager: list[list[Any]]) -> dict[str, Any]:
         pinned = [torch.full((n,), float("nan")).pin_memory() for n in (1, 4, 64, 1024) for _ in range(4)]
         for output in outputs:
             if output.is_floating_point() and output.untyped_storage().data_ptr() not in given:
-                output.fill_(float("nan"))
+                with torch.inference_mode():  # which may write tensors made in that mode, and all others
+                    output.fill_(float("nan"))
         torch.cuda.synchronize()
         graph.replay()
         torch.cuda.synchronize()
@@ -143,16 +145,16 @@ def _line(error: BaseException) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--folders", nargs="+", default=["corpus", "heldout"])
+    parser.add_argument("--folders", nargs="+", default=list(corpus_tools.FOLDERS))
+    parser.add_argument("--cases", nargs="+", default=[""], help="parts of the names of the cases to measure")
     parser.add_argument("--out", default=str(Path(__file__).parent / "truth.json"))
-    parser.add_argument("--keep", default="", help="a truth.json whose cases stay where this run does not measure them")
+    parser.add_argument("--keep", action="store_true", help="rows of truth.json stay where this run measures none")
     arguments = parser.parse_args()
     import torch
 
     todo = [(folder, case.name) for folder in arguments.folders for case in corpus_tools.cases(folder)]
-    cases: dict[str, Any] = {}
-    if arguments.keep and Path(arguments.keep).is_file():
-        cases = json.loads(Path(arguments.keep).read_text())["cases"]
+    todo = [(folder, name) for folder, name in todo if any(part in f"{folder}/{name}" for part in arguments.cases)]
+    cases: dict[str, Any] = corpus_tools.truth() if arguments.keep else {}
     with multiprocessing.get_context("fork").Pool(arguments.workers, maxtasksperchild=1) as pool:
         pending = [(folder, name, pool.apply_async(measure, (folder, name))) for folder, name in todo]
         for folder, name, result in pending:

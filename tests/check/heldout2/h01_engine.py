@@ -292,12 +292,12 @@ def factory_bad_host_schedule():  # hazard: 11
     return (lambda x: sampler.step(x)), lambda i: (_x(i),)
 
 
-def factory_ok_schedule_on_device():
+def factory_bad_schedule_by_device_index():  # hazard: 1
     sigmas = torch.linspace(1.0, 0.1, 10, device="cuda")
     index = torch.zeros((), dtype=torch.long, device="cuda")
 
     def step(x):
-        out = x - 0.5 * sigmas[index] * torch.tanh(x)
+        out = x - 0.5 * sigmas[index] * torch.tanh(x)  # expect: CG101
         index.add_(1)
         return out
 

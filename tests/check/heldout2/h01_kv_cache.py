@@ -228,9 +228,9 @@ def factory_bad_rotary_offset_of_the_host():  # hazard: 11
             self.offset = 0
 
         def forward(self, key):
-            angles = table[self.offset : self.offset + key.shape[0]]
+            angles = table[self.offset : self.offset + key.shape[0]]  # expect: CG202
             self.offset += key.shape[0]  # expect: CG210
-            return key * angles[:, None]  # expect: CG202
+            return key * angles[:, None]
 
     attention = Attention()
     return (lambda key: attention(key)), lambda i: (_rows(i),)

@@ -53,8 +53,8 @@ class CatMixer(Mixer):
     """The same with the window rebuilt by concatenation."""
 
     def shift(self, x):
-        old = self.window[:, :, 1:]
-        window = torch.cat([old, x.unsqueeze(-1)], -1)  # expect: CG205|CG206|CG209 @window_by_concatenation
+        old = self.window[:, :, 1:]  # expect: CG205|CG206|CG209 @window_by_concatenation
+        window = torch.cat([old, x.unsqueeze(-1)], -1)  # expect: CG205|CG206|CG209 optional @window_by_concatenation
         self.window = window  # expect: CG205 optional @window_by_concatenation
         return F.silu((window * self.taps).sum(-1))
 
@@ -201,7 +201,7 @@ def factory_bad_loop_over_adapters():  # hazard: 5
         out = torch.zeros_like(x)
         for slot in indices.unique():  # expect: CG104, CG201 optional
             mask = (indices == slot).unsqueeze(1)
-            delta = (x @ a[slot].T) @ b[slot].T
+            delta = (x @ a[slot].T) @ b[slot].T  # expect: CG101 optional
             out += torch.where(mask, delta, 0)
         return out
 

@@ -151,7 +151,7 @@ def factory_bad_drafter_synchronizes():  # hazard: 7
     def draft(hidden):
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            out = hidden * 2
+            out = hidden * 2  # expect: CG305 optional
         side.synchronize()  # expect: CG106
         return out
 

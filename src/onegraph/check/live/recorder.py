@@ -1,13 +1,13 @@
 """Records what a step does on a real GPU, in the simulation's own words, so that both are compared by the same code."""
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
 import torch
-import torch.cuda._gpu_trace
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,7 +16,7 @@ from onegraph.check.report import Severity
 from onegraph.check.simulate import frames, hazards
 from onegraph.check.simulate.records import OpRecord, Sighting, Step, convert_plain, written
 
-_SYNCHRONIZING = "synchronizing CUDA operation"
+_SYNCHRONIZING, _PROTOTYPE = "synchronizing CUDA operation", "Synchronization debug mode is a prototype"
 
 
 class Numbers:
@@ -52,8 +52,10 @@ class Recorder(TorchDispatchMode):
         self.asked_capturing: list[frames.Chain] = []
         self.captured_step = 1
         self.last: tuple[str, frames.Chain, hazards.Hazard | None] | None = None
+        self.blamed: dict[frames.Chain, hazards.Hazard] = {}
         self.streams: dict[int, tuple[str, frames.Chain]] = {}
         self.devices: dict[int, frames.Chain] = {}
+        self.reshaped: dict[int, tuple[str, frames.Chain]] = {}  # tensors whose shape the step changed in place
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -71,11 +73,16 @@ class Recorder(TorchDispatchMode):
         name = func._schema.name
         kind, hazard = self._judge(func, name, args, kwargs, device, hosts, chain)
         self.last = (name, chain, hazard)
+        if hazard is not None:
+            self.blamed[chain] = hazard
+        shape = device[0].shape if device and torch.Tag.inplace_view in func.tags else None
         out = func(*args, **kwargs)
+        if shape is not None and device[0].shape != shape:
+            self.reshaped.setdefault(id(device[0]), (name, chain))
         outs = [o for o in (out if isinstance(out, list | tuple) else [out]) if isinstance(o, Tensor)]
         self._record(func, name, kind, chain, scalars, device, hosts, outs, hazard)
         if name == "aten::_local_scalar_dense":
-            self.step.reads.append((chain, out))
+            self.step.reads.append((chain, out, len(self.step.ops)))
         return out
 
     def _judge(
@@ -161,6 +168,8 @@ class Recorder(TorchDispatchMode):
             return
         if self.last is not None and self.last[1] == chain and self.last[2] is not None:
             hazard = self.last[2]
+        elif chain in self.blamed:  # warnings come when the call from Python ends, which may have run more ops by then
+            hazard = self.blamed[chain]
         else:
             name = self.last[0] if self.last is not None and self.last[1] == chain else ""
             hazard = of_call(chain, self.roots, name)
@@ -168,19 +177,24 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """torch's sync debug mode and its trace hooks, both ending in `synced`."""
-        hooks = torch.cuda._gpu_trace
-        torch._C._activate_gpu_trace()
-        for name in ("event", "stream", "device"):
-            register = getattr(hooks, f"register_callback_for_{name}_synchronization", None)
-            if register is not None:
-                register(lambda *_: self.synced())
+        """torch's sync debug mode, and hooks on the calls that wait by name, which it does not see.
+
+        Not `torch.cuda._gpu_trace`: it cannot be switched off again, and its callback, run while an error unwinds,
+        swallows that error (seen with torch 2.11: "cuda trace hook execution failed").
+        """
         before = warnings.showwarning
+        waits = [
+            (torch.cuda, "synchronize"),
+            (torch.cuda.Stream, "synchronize"),
+            (torch.cuda.Event, "synchronize"),
+            (torch.accelerator, "synchronize"),
+        ]
+        plain = [(owner, name, getattr(owner, name)) for owner, name in waits]
 
         def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
             if _SYNCHRONIZING in str(message):
                 self.synced()
-            else:
+            elif _PROTOTYPE not in str(message):
                 before(message, category, filename, lineno, file, line)
 
         mode = torch.cuda.get_sync_debug_mode()
@@ -188,15 +202,23 @@ class Recorder(TorchDispatchMode):
             warnings.simplefilter("always")
             warnings.showwarning = show
             torch.cuda.set_sync_debug_mode("warn")
+            for owner, name, function in plain:
+                setattr(owner, name, self._hooked(function))
             try:
                 yield
             finally:
+                for owner, name, function in plain:
+                    setattr(owner, name, function)
                 torch.cuda.set_sync_debug_mode(mode)
                 warnings.showwarning = before
-                for name in ("Event", "Stream", "Device"):
-                    registry = getattr(hooks, f"{name}SynchronizationCallbacks", None)
-                    if registry is not None:
-                        registry.callback_list.clear()
+
+    def _hooked(self, wait: Any) -> Any:
+        @functools.wraps(wait)
+        def hooked(*args: Any, **kwargs: Any) -> Any:
+            self.synced()
+            return wait(*args, **kwargs)
+
+        return hooked
 
 
 def branch(hazard: hazards.Hazard, where: tuple[CodeType, int] | None) -> hazards.Hazard:

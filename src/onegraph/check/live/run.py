@@ -18,7 +18,7 @@ from onegraph.check.report import SILENT, CheckError, Origin, Report, Severity
 from onegraph.check.simulate import frames, hazards
 from onegraph.check.simulate.compare import Books, differences
 from onegraph.check.simulate.findings import Findings
-from onegraph.check.simulate.records import Sighting, Step
+from onegraph.check.simulate.records import Sighting, Step, reshaped
 from onegraph.check.simulate.replay import Verdict, close
 from onegraph.check.simulate.run import _kind, _line, _where
 from onegraph.check.simulate.state import Snapshot, changes
@@ -116,9 +116,14 @@ class _Live:
                 if isinstance(leaf, Tensor) and leaf.is_cuda:
                     record.inputs[self.numbers.of(leaf, "inputs", index)] = position
             torch.cuda.synchronize()
+            leaves = [t for t in tree_leaves(tuple(arguments)) if isinstance(t, Tensor)]
+            shapes = [list(t.shape) for t in leaves]
+            recorder.reshaped.clear()
             recorder.step = record
             with recorder.watching() if index else ExitStack(), recorder:
                 result = self._guarded(f"step {index}", call_step, step, arguments)
+            for code, text, chain, values in reshaped(leaves, shapes, recorder.reshaped):
+                self.recorder.sightings.append(Sighting(index, code, Severity.ERROR, chain, text, SILENT, values))
             recorder.step = None
             torch.cuda.synchronize()
             outputs = list(result) if isinstance(result, tuple | list) else [result]
@@ -136,7 +141,7 @@ class _Live:
                 if versions.get(name) != (t.data_ptr(), t._version)
             }
             self.steps[index] = record
-            del result, outputs, arguments
+            del result, outputs, arguments, leaves
         self.names = {self.numbers.of(t, "outside", -1): name for name, t in _tensors(step, self.roots).items()}
         self.alive = self.numbers.alive()
         self.step_code = _code(step)
@@ -400,7 +405,7 @@ def _copy(static: Any, fresh: Any) -> Any:
 
 
 def _poison(tensor: Tensor) -> None:
-    with torch.no_grad():
+    with torch.inference_mode():  # the one mode that may write tensors which were made in it
         if tensor.is_floating_point():
             tensor.fill_(float("nan"))
         elif tensor.dtype is not torch.bool and not tensor.is_complex():

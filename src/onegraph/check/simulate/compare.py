@@ -30,19 +30,83 @@ def differences(
     """(hazards at an op, hazards at a branch with their place), for every later step against the captured one."""
     found: list[Sighting] = []
     branches: list[tuple[frames.Place, Sighting]] = []
+    parted = any(step.parted or len(step.ops) != len(captured.ops) for step in later)
     for step in later:
         verdict = verdicts.get(step.index)
-        for place, sighting in _paths(captured, step, verdict):
+        decided = _decision(captured, step)
+        for at, place, sighting in _paths(captured, step, verdict):
+            if decided is not None and max(at, _common(captured, step)) >= decided[0]:
+                _follows(sighting, decided[1])
             branches.append((place, sighting))
+        swapped = _swapped(captured, step) if parted else lambda ours, theirs: False
         for position, ours, theirs in pairs(captured, step):
+            if swapped(ours, theirs):
+                continue
             hazard = _op(position, ours, theirs, captured, step, books, refreshed.get(step.index, set()))
-            if hazard is not None:
-                code, message, values = hazard
-                severity = _severity(position, ours, verdict, step)
-                found.append(
-                    Sighting(step.index, code, severity, ours.chain, message, SILENT, values, _sequence(ours, theirs))
-                )
+            if hazard is None:
+                continue
+            code, message, values = hazard
+            severity = _severity(position, ours, verdict, step)
+            pair = _sequence(ours, theirs)
+            sighting = Sighting(step.index, code, severity, ours.chain, message, SILENT, values, pair)
+            chosen = code == "CG205" and _chosen(ours, theirs, books)
+            if decided is not None and position >= decided[0] and (chosen or (step.parted and code != "CG208")):
+                _follows(sighting, decided[1])
+            found.append(sighting)
     return found, branches
+
+
+def _common(captured: Step, step: Step) -> int:
+    """How many ops both did before they parted."""
+    both = enumerate(zip(captured.ops, step.ops, strict=False))
+    shorter = min(len(captured.ops), len(step.ops))
+    return next((i for i, (a, b) in both if a.func is not b.func or a.chain != b.chain), shorter)
+
+
+def _decision(captured: Step, step: Step) -> tuple[int, frames.Chain] | None:
+    """Where the host first learnt something else than at capture: (ops before it, its chain). What the host does after
+    it may follow from it: reads of a value, and results whose shape depends on values."""
+    for ours, theirs in zip(captured.reads, step.reads, strict=False):
+        if ours[0] != theirs[0] or ours[1] != theirs[1]:
+            return ours[2], ours[0]
+    for position, (mine, other) in enumerate(zip(captured.ops, step.ops, strict=False)):
+        if mine.func is not other.func:
+            break
+        if "CG104" in mine.codes and mine.out_shapes != other.out_shapes:
+            return position, mine.chain
+    return None
+
+
+def _follows(sighting: Sighting, chain: frames.Chain) -> None:
+    """The cause is an error of its own; what follows from it is said, as a warning."""
+    sighting.severity = Severity.WARNING
+    if chain:
+        at = frames.place(*chain[0])
+        sighting.message += f"; it follows from the device value read at {at.path}:{at.line}"
+
+
+def _chosen(ours: OpRecord, theirs: OpRecord, books: Books) -> bool:
+    """Every storage that differs is one that the factory made and someone still owns: another one was picked."""
+    pairs_ = [(a, b) for a, b in zip(ours.externals, theirs.externals, strict=False) if a != b]
+    return all(
+        n in books.alive and books.made.get(n, ("build", -1))[0] in ("build", "outside") for p in pairs_ for n in p
+    )
+
+
+def _swapped(captured: Step, step: Step) -> Callable[[OpRecord, OpRecord], bool]:
+    """Tells two rounds of one loop, set side by side because the paths parted: each run did both of them."""
+
+    def key(op: OpRecord, run: Step) -> Any:
+        lasting = tuple(n for n in op.externals if n != -1 and n not in run.inputs)
+        return (op.func, op.chain, repr(op.scalars), lasting)
+
+    mine, other = ({key(op, run) for op in run.ops} for run in (captured, step))
+
+    def swapped(ours: OpRecord, theirs: OpRecord) -> bool:
+        a, b = key(ours, captured), key(theirs, step)
+        return a != b and (a in other or b in mine)
+
+    return swapped
 
 
 def keys(step: Step) -> list[tuple[Any, frames.Chain]]:
@@ -61,7 +125,8 @@ def pairs(captured: Step, step: Step) -> Iterator[tuple[int, OpRecord, OpRecord]
             yield block.a + offset, captured.ops[block.a + offset], step.ops[block.b + offset]
 
 
-def _paths(captured: Step, step: Step, verdict: Verdict | None) -> Iterator[tuple[frames.Place, Sighting]]:
+def _paths(captured: Step, step: Step, verdict: Verdict | None) -> Iterator[tuple[int, frames.Place, Sighting]]:
+    """(position in the captured step, place, sighting) of each stretch that one of the two did not do."""
     if not step.parted and len(step.ops) == len(captured.ops):
         return
     ours, theirs = keys(captured), keys(step)
@@ -87,7 +152,12 @@ def _paths(captured: Step, step: Step, verdict: Verdict | None) -> Iterator[tupl
             SILENT,
             (f"step {captured.index}: {a_end - a} ops here", f"step {step.index}: {b_end - b} ops here"),
         )
-        yield place, sighting
+        only = {op.name for op in (*captured.ops[a:a_end], *step.ops[b:b_end])}
+        here_too = any(frames.place(*frame).line == place.line for frame in culprit)
+        if here_too and "aten.slice.Tensor" in only <= {"aten.slice.Tensor", "aten.alias.default"}:
+            # torch leaves out a slice of everything
+            sighting.code, sighting.message = "CG202", "a slice is taken in some steps only: its bounds change"
+        yield a, place, sighting
 
 
 def _stale(verdict: Verdict | None) -> Severity:
@@ -201,7 +271,7 @@ def traced(
         return ""
     exact, shifted = None, None
     first = steps[min(numbers)]
-    for index, (chain, _) in enumerate(first.reads):
+    for index, (chain, *_) in enumerate(first.reads):
         offsets = set()
         for number, value in numbers.items():
             reads = steps[number].reads

@@ -88,6 +88,10 @@ class DeviceTensor(Tensor):
             text = repr(self.inner.detach())
         return f"{text[:-1]}, device='{self.device}')"
 
+    def __format__(self, spec: str) -> str:
+        """torch formats the number in a 0-d tensor, but not that of a subclass."""
+        return format(self.item(), spec) if self.dim() == 0 else super().__format__(spec)
+
     def data_ptr(self) -> int:
         self.world.pointer_escapes()
         return self.inner.data_ptr()

@@ -63,6 +63,8 @@ class Findings:
                 )
                 continue
             worst = max(group, key=lambda s: _RANK[s.severity])
+            if code in ("CG202", "CG208") and place is not None and self._read_here(place, values, worst.message):
+                continue
             worst.values, worst.message = values[:_MOST_VALUES], worst.message + origin
             self._add(worst, place)
 
@@ -73,9 +75,21 @@ class Findings:
                 sighting.code, sighting.message = "CG211", "the step takes another path while it is captured"
                 self._add(sighting, self.locate(asked[0]))
                 continue
-            if any(key[1:] == (place.path, place.line) and key[0] in ("CG108", "CG101") for key in self.found):
+            if sighting.code != "CG202" and self._read_here(place, sighting.values, sighting.message):
                 continue  # the host read is the cause and is named already
             self._add(sighting, place)
+
+    def _read_here(self, place: frames.Place, values: tuple[str, ...], what: str) -> bool:
+        """Whether a host read of the same line is reported: what it does to that line's ops is told there."""
+        for code in ("CG101", "CG108", "CG104"):
+            known = self.found.get((code, place.path, place.line))
+            if known is None or known.severity is not Severity.ERROR:
+                continue
+            if not known.values:
+                told = what.split(";")[0]
+                self._replace(known, values=values[:_MOST_VALUES], message=f"{known.message}; then {told}")
+            return True
+        return False
 
     def of_state(self, changed: dict[int, dict[str, tuple[Any, Any]]], codes: list[CodeType]) -> None:
         """Python state that a step changed in every step that was looked at after the warm-up."""

@@ -153,6 +153,9 @@ def parted(common: Chain | None, ours: Chain | None, theirs: Chain | None) -> Pl
             level, other = _level(mine, last), None
         elif _level(other, last) > level:
             level, mine, other = _level(other, last), other, None
+    again = False  # one run went once more round a loop of a caller
+    while other is None and level and _backwards(mine, last, level):
+        level, again = level - 1, True
     for depth in [*range(level, len(mine)), *range(level - 1, -1, -1)]:
         if depth < level and last[: depth + 1] == mine[: depth + 1]:
             break  # both runs came through here
@@ -161,11 +164,11 @@ def parted(common: Chain | None, ours: Chain | None, theirs: Chain | None) -> Pl
         end = before = None
         if depth <= level and other is not None and depth < len(other) and other[depth][0] is code:
             end = place(*other[depth]).line
-        if depth <= level and depth < len(last) and last[depth][0] is code:
+        if depth <= level and not again and depth < len(last) and last[depth][0] is code:
             before = place(*last[depth]).line
         if depth < level and end == at.line:
             end = None
-        found = _header(at.path, code, at.line, end, before, early=depth >= level)
+        found = _header(at.path, code, at.line, end, before, early=depth >= level, again=again and depth == level)
         if found is not None:
             line, column = found
             return Place(at.path, line, column, linecache.getline(at.path, line).rstrip("\n"))
@@ -180,6 +183,18 @@ def _level(mine: Chain, other: Chain) -> int:
     if level and level < len(other) and mine[level][0] is not other[level][0]:
         level -= 1  # two callees of one line: the caller chose
     return level
+
+
+def _backwards(mine: Chain, last: Chain, level: int) -> bool:
+    """Whether the frame at `level` stands before where it stood, without a loop of its own that could explain it."""
+    if level >= min(len(mine), len(last)) or mine[level][0] is not last[level][0] or mine[level][1] >= last[level][1]:
+        return False
+    code, line, other = mine[level][0], place(*mine[level]).line, place(*last[level]).line
+    module = tree(code.co_filename)
+    loops = (
+        [n for n in _inside(module, code) if isinstance(n, (ast.For, ast.While, *_COMPREHENSIONS))] if module else []
+    )
+    return not any(n.lineno <= min(line, other) and max(line, other) <= (n.end_lineno or 0) for n in loops)
 
 
 _BRANCHES = (ast.If, ast.For, ast.While, ast.IfExp, ast.Match, ast.Try, ast.AsyncFor)
@@ -208,11 +223,12 @@ def _inside(module: ast.Module, code: CodeType) -> list[ast.AST]:
 
 
 def _header(
-    path: str, code: CodeType, line: int, other: int | None, before: int | None, *, early: bool
+    path: str, code: CodeType, line: int, other: int | None, before: int | None, *, early: bool, again: bool = False
 ) -> tuple[int, int] | None:
     """Header of the innermost compound statement that holds `line` but not `other` in the same arm.
 
-    early: without one, the last `if` before `line` that leaves the function or loop is taken.
+    early: without one, the last `if` before `line` that leaves the function or loop is taken. again: the last one of the
+    loop that was gone round once more, if it has any: a loop over a fixed list is left by what its body decides.
     """
     module = tree(path)
     if module is None:
@@ -235,8 +251,8 @@ def _header(
         if other is not None and other == line and not isinstance(node, ast.For | ast.While):
             continue
         best = max(best or (0, 0), (first, column))
-    if best is None and early:
-        start = before if before is not None else code.co_firstlineno
+    if (best is None and early) or (best is not None and again):
+        start = best[0] if best is not None else before if before is not None else code.co_firstlineno
         for node in nodes:
             leaves = isinstance(node, ast.If) and any(
                 isinstance(n, ast.Return | ast.Continue | ast.Break | ast.Raise) for n in ast.walk(node)

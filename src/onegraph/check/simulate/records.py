@@ -1,7 +1,7 @@
 """What a step did, op by op: the record that simulation and GPU share, and that steps are compared by."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,7 +69,7 @@ class Step:
     index: int
     ops: list[OpRecord] = field(default_factory=list)
     parted: bool = False
-    reads: list[tuple[frames.Chain, Any]] = field(default_factory=list)
+    reads: list[tuple[frames.Chain, Any, int]] = field(default_factory=list)  # what the host read, after how many ops
     before: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # storage -> (bytes, copy from before)
     inputs: dict[int, int] = field(default_factory=dict)  # storage number -> index of the input leaf
 
@@ -124,6 +124,21 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
         and torch.equal(ours.nan_to_num(0.123), theirs.nan_to_num(0.123))
         and torch.equal(ours.isnan(), theirs.isnan())
     )
+
+
+def reshaped(
+    leaves: Sequence[Tensor | None], before: Sequence[list[int]], seen: dict[int, tuple[str, frames.Chain]]
+) -> Iterator[tuple[str, str, frames.Chain, tuple[str, ...]]]:
+    """(code, message, chain, values) of each input that a step leaves with another shape than it came with.
+
+    Args:
+        before: shapes when the step began. seen: by id, the op that changed a tensor's shape in place, and its chain.
+    """
+    for leaf, shape in zip(leaves, before, strict=True):
+        if leaf is not None and id(leaf) in seen and list(leaf.shape) != shape:
+            name, chain = seen[id(leaf)]
+            text = f"{name.split('::')[1]} changes the shape of an input, which is the caller's static buffer"
+            yield "CG208", text, chain, (f"before the step: {shape}", f"after it: {list(leaf.shape)}")
 
 
 def convert_plain(tree: Any, device: list[Tensor], hosts: list[Tensor], scalars: list[Any]) -> None:

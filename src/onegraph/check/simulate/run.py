@@ -17,7 +17,7 @@ from onegraph.check.simulate.compare import Books, differences
 from onegraph.check.simulate.cuda import machine
 from onegraph.check.simulate.device import DeviceTensor, storage_of
 from onegraph.check.simulate.findings import Findings
-from onegraph.check.simulate.records import Step, same
+from onegraph.check.simulate.records import Step, reshaped, same
 from onegraph.check.simulate.replay import Verdict, replay
 from onegraph.check.simulate.state import Snapshot, changes
 from onegraph.check.simulate.world import World
@@ -105,11 +105,15 @@ class _Simulation:
         record.inputs = {t.record.number: i for i, t in enumerate(leaves) if isinstance(t, DeviceTensor)}
         if index > world.captured_step:
             self._refresh(leaves, pinned_before, index)
+        shapes = [[] if leaf is None else list(leaf.shape) for leaf in leaves]
+        world.reshaped.clear()
         rng = torch.get_rng_state()
         world.streams.begin(world.streams_main.id)  # type: ignore[attr-defined]
         world.phase = "step"
         result = self._guarded(f"step {index}", call_step, step, arguments)
         world.streams.end(world)
+        for code, text, chain, values in reshaped(leaves, shapes, world.reshaped):
+            world.see(code, text, SILENT, chain=chain, values=values)
         world.phase = "idle"
         outputs = self._outputs(result, index)
         after = Snapshot(step, self.roots)
@@ -130,7 +134,8 @@ class _Simulation:
         elif index > world.captured_step:
             del result, outputs, arguments, before, after
             captured = self.steps[world.captured_step]
-            with torch._C.DisableTorchFunction(), world.off(), torch.no_grad():
+            # Inference mode may write every tensor; outside of it, those that were made in it cannot be written.
+            with torch._C.DisableTorchFunction(), world.off(), torch.inference_mode():
                 self.verdicts[index] = replay(
                     world, captured, record, self.captured_outputs, self.static_inputs, inner_leaves, plain,
                     self._dead(captured), rng,

@@ -50,6 +50,7 @@ class World:
         self.numbers = 0
         self.declared_false: set[str] = set()
         self.muted = 0
+        self.reshaped: dict[int, tuple[str, frames.Chain]] = {}  # tensors whose shape the step changed in place
 
     # books
 
@@ -117,7 +118,7 @@ class World:
         self.see("CG101", message, hazards.PAGEABLE if kind != "item" else hazards.NOT_PERMITTED, chain=chain)
         if self.current is not None and tensor.numel() <= 64:
             for value in tensor.inner.detach().flatten().tolist():
-                self.current.reads.append((chain, value))
+                self.current.reads.append((chain, value, len(self.current.ops)))
 
     def pointer_escapes(self) -> None:
         chain = self.chain()
@@ -201,7 +202,7 @@ class World:
             self._keep(func, args, kwargs, writes, virtual)
         out = self._run(func, name, args, kwargs, chain)
         if name == "aten::_local_scalar_dense" and live and self.current is not None:
-            self.current.reads.append((chain, out))
+            self.current.reads.append((chain, out, len(self.current.ops)))
         to_host = device is not None and device.type == "cpu"
         outs: list[Tensor] = []
         known = {storage_of(t.inner) for t in virtual if t.inner.layout is torch.strided} if live else set()
@@ -215,6 +216,8 @@ class World:
                 self.pin(out)
         if writes and torch.Tag.inplace_view in func.tags:
             for tensor in virtual:
+                if tensor.shape != tensor.inner.shape and live:
+                    self.reshaped.setdefault(id(tensor), (name, chain))
                 if tensor.shape != tensor.inner.shape or tensor.stride() != tensor.inner.stride():
                     Tensor.data.__set__(tensor, self.wrap(tensor.inner, tensor.device.index))  # type: ignore[attr-defined]
                 tensor.record = self.record_of(tensor.inner)
@@ -249,7 +252,7 @@ class World:
         hazard = hazards.of_copy(to_device=to_device, pinned=pinned, non_blocking=non_blocking, opname=opname)
         if not to_device and self.current is not None and virtual and virtual[0].numel() <= 64:
             for value in virtual[0].inner.detach().flatten().tolist():
-                self.current.reads.append((chain, value))
+                self.current.reads.append((chain, value, len(self.current.ops)))
         return ("h2d" if to_device else "d2h"), hazard
 
     def _sight(self, hazard: hazards.Hazard, chain: frames.Chain) -> None:

@@ -1,8 +1,9 @@
 """Source reading: abstract interpretation of the user's code from the step on. Standard library only; runs nothing."""
 
 import os
+from collections.abc import Iterable
 
-from onegraph.check.report import CheckError, Origin, Report, ordered
+from onegraph.check.report import CheckError, Finding, Origin, Report, ordered
 from onegraph.check.source.files import Project
 from onegraph.check.source.machine import Machine
 from onegraph.check.source.roots import read_factory
@@ -35,7 +36,14 @@ def check_source(path: str, factory_name: str) -> Report:
         facts["source"] = problem
     return Report(
         target=f"{path}:{factory_name}",
-        findings=ordered(machine.findings.values()),
+        findings=ordered(_causes(machine.findings.values())),
         origins=(Origin.SOURCE,),
         facts=facts,
     )
+
+
+def _causes(findings: Iterable[Finding]) -> list[Finding]:
+    """Without what only follows, on the line of a host read, from the value that was read there."""
+    findings = list(findings)
+    reads = {(f.path, f.line) for f in findings if f.code in ("CG101", "CG104", "CG108")}
+    return [f for f in findings if f.code not in ("CG201", "CG202", "CG208") or (f.path, f.line) not in reads]

@@ -3,7 +3,7 @@
 import ast
 from dataclasses import replace
 
-from onegraph.check.source import builtin_calls, names, parameters, torch_calls
+from onegraph.check.source import builtin_calls, library, names, parameters, torch_calls
 from onegraph.check.source.expressions import evaluate
 from onegraph.check.source.machine import DEPTH, TREE_DEPTH, Call, Machine
 from onegraph.check.source.values import (
@@ -82,6 +82,8 @@ def apply(machine: Machine, func: Value, args: list[Value], keywords: Keywords, 
             return builtin_calls.call(machine, func.name[len("builtins.") :], args, keywords, node)
         case Ext() if func.name in ("functools.partial",) and args:
             return Partial(args[0], tuple(args[1:]), tuple(keywords.items()))
+        case ExtObj() if func.kind.rsplit(".", 1)[-1] in library.GRAD_MODES and len(args) == 1:
+            return args[0]  # torch.no_grad()(step): what it wraps
         case Ext() | ExtObj():
             return torch_calls.call(machine, func, args, keywords, node)
         case Method(receiver=Obj()):

@@ -63,11 +63,7 @@ NOT_TENSORS = frozenset(
         "set_default_dtype",
         "set_default_device",
         "get_default_device",
-        "set_grad_enabled",
         "is_grad_enabled",
-        "no_grad",
-        "inference_mode",
-        "enable_grad",
         "broadcast_shapes",
         "result_type",
         "promote_types",
@@ -93,6 +89,8 @@ NOT_TENSORS = frozenset(
         "set_float32_matmul_precision",
     ]
 )
+
+GRAD_MODES = frozenset(["no_grad", "enable_grad", "inference_mode", "set_grad_enabled"])
 
 HOST_READS = frozenset(["equal", "allclose", "is_nonzero"])
 """Functions and methods whose result is a Python bool made from device values."""

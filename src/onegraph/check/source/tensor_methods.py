@@ -120,7 +120,8 @@ def _pinned(machine: Machine, source: Tensor, node: ast.AST) -> None:
     if source.in_step:
         text = f"the pinned source of `{short(node)}` is gone, or used again, when the graph is replayed"
         machine.report("CG207", node, text, sure=False)  # torch 2.11 was seen to keep it for the graph (H200)
-    if source.varying or source.site in machine.host_written:
+    # An input's contents are the caller's to copy before each replay.
+    if (source.varying and source.in_step) or source.site in machine.host_written:
         machine.report("CG204", node, f"`{short(node)}` copies host memory that the step fills anew each time")
 
 

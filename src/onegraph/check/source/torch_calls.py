@@ -132,6 +132,8 @@ def _torch(machine: Machine, name: str, args: list[Value], keywords: Keywords, n
     if name == "torch.set_default_device" and args:
         machine.default_device = device_of(first)
         return Const(None)
+    if last in lib.GRAD_MODES:
+        return ExtObj(name)
     if last in lib.NOT_TENSORS:
         return Plain(varying=False) if tensors(first) or is_plain(first) else UNKNOWN
     if last in lib.FROM_HOST and name.count(".") == 1:
