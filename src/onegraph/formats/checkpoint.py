@@ -113,6 +113,10 @@ class Checkpoint:
         """Drops the memory maps. Tensors already handed out stay valid."""
         self._handles.clear()
 
+    def forget(self) -> None:
+        """Gives back the memory of what was read so far, whose pages count as this process's; reading goes on."""
+        self._handles.clear()
+
     def __contains__(self, name: object) -> bool:
         return name in self._tensors
 

@@ -85,6 +85,10 @@ class GGUFCheckpoint(Checkpoint):
         super().close()
         self._data.close()
 
+    def forget(self) -> None:
+        if hasattr(mmap, "MADV_DONTNEED"):  # the map itself stays: there is one file, and more of it to read
+            self._data.madvise(mmap.MADV_DONTNEED)
+
     def _read(self, name: str, dtype: torch.dtype | None) -> torch.Tensor:
         gguf = _gguf()
         info, source = self.info(name), self._sources.get(name)

@@ -96,7 +96,7 @@ class Weights:
 
     def forget(self) -> None:
         """Drops the maps of the files read so far, whose pages count as this process's memory."""
-        self.checkpoint.close()
+        self.checkpoint.forget()
 
     def linear(self, name: str) -> Linear | E8PLinear:
         _, _, bias = self.shapes[name]
