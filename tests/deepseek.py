@@ -1,5 +1,6 @@
 """Tiny random DeepSeek-V4 models, made and answered by transformers."""
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +80,23 @@ def save_hf(variant: str, path: Path, **changes: Any) -> Any:
     model = hf_model(variant, **changes)
     model.save_pretrained(path)
     return model
+
+
+def prompts() -> list[list[int]]:
+    """Five texts of unequal lengths, short of and beyond a window, an HCA entry and a chunk."""
+    g = torch.Generator().manual_seed(4)
+    return [torch.randint(0, SIZES["vocab_size"], (n,), generator=g).tolist() for n in (1, 40, 7, 133, 16)]
+
+
+@lru_cache(maxsize=1)
+def continuations(count: int) -> list[list[int]]:
+    """Greedy continuations of `prompts` by transformers' "flash" variant, the whole text anew for each token."""
+    hf, found = hf_model("flash"), []
+    for prompt in prompts():
+        tokens = list(prompt)
+        for _ in range(count):
+            with torch.no_grad():
+                tokens.append(int(hf(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+        found.append(tokens[len(prompt) :])
+    assert len({tuple(tokens) for tokens in found}) == len(found), "the texts would not show a mix-up of rows"
+    return found

@@ -6,15 +6,17 @@ them. The weights may be anything that the layers accept as a linear (`nn/deepse
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.deepseek_v4_config import DeepseekV4Config
+from onegraph.models.deepseek_v4_place import free_memory, place
 from onegraph.models.deepseek_v4_weights import DeepseekWeights
 from onegraph.nn.deepseek_attention import Attend, DeepseekAttention
-from onegraph.nn.deepseek_cache import DeepseekCache
+from onegraph.nn.deepseek_cache import DeepseekCache, PlacedCache
 from onegraph.nn.deepseek_moe import DeepseekMoE
 from onegraph.nn.embedding import Embedding
 from onegraph.nn.linear import Linear
@@ -64,6 +66,7 @@ class DeepseekV4(nn.Module):
 
     Attributes:
         config, dtype: what config.json says; the dtype of activations and state.
+        stages: the layers of each device, in order; one range where the model is on one device.
         max_context: positions that the rotary tables cover.
         page_size: tokens that a page of the cache stands for, unless the caller asks otherwise.
     """
@@ -78,9 +81,14 @@ class DeepseekV4(nn.Module):
         lm_head: nn.Module,
         dtype: torch.dtype,
         max_context: int,
+        counts: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         self.config, self.dtype, self.max_context = config, dtype, max_context
+        ends = list(accumulate(counts or [len(blocks)]))
+        if ends[-1] != len(blocks) or min(counts or [1]) < 1:
+            raise ValueError(f"counts is {counts}; it must share out {len(blocks)} layers, at least one to each device")
+        self.stages = [range(end - count, end) for end, count in zip(ends, counts or ends, strict=True)]
         self.page_size = max((128, *config.ratios))
         self.embed, self.head, self.lm_head = embed, head, lm_head
         self.blocks = nn.ModuleList(blocks)
@@ -88,47 +96,78 @@ class DeepseekV4(nn.Module):
 
     @property
     def device(self) -> torch.device:
+        """Where tokens enter; the only device of a model that is not placed over several."""
         return self.embed.weight.device
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each stage."""
+        firsts: list[DeepseekBlock] = [self.blocks[stage[0]] for stage in self.stages]  # type: ignore[misc]
+        return [block.attention_hyper.fn.device for block in firsts]
 
     @classmethod
     def load(
         cls,
         checkpoint: Checkpoint,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | Sequence[torch.device | str] = "cpu",
         dtype: torch.dtype = torch.float32,
         *,
         max_context: int | None = None,
     ) -> "DeepseekV4":
-        """Reads a checkpoint tensor by tensor onto `device`; presence, shape and dtype of each is checked first.
+        """Reads a checkpoint tensor by tensor, each straight onto its device; presence, shape and dtype of each is
+        checked first.
 
-        Raises ValueError (CheckpointError among them) that names the field or tensor that is wrong.
+        Args:
+            device: one, or several to place the layers over in this order, by the bytes that they have free.
+            dtype: of activations and dense weights. max_context: positions to make rotary tables for.
+
+        Raises ValueError (CheckpointError among them) that names the field or tensor that is wrong, or says by how much
+        the devices are too small.
         """
-        device = torch.device(device)
         config = DeepseekV4Config.from_dict(checkpoint.config)
         positions = min(config.max_positions, MAX_TABLE) if max_context is None else max_context
         if not 1 <= positions <= config.max_positions:
             raise ValueError(f"max_context is {max_context}; the model allows 1 to {config.max_positions}")
         weights = DeepseekWeights(checkpoint, config, dtype)
         weights.check()
-        tables = {
-            compressed: rope.tables(config.rope_dim, positions, device)
-            for compressed, rope in ((False, config.main), (True, config.compress))
-        }
+        devices = [torch.device(d) for d in ([device] if isinstance(device, str | torch.device) else device)]
+        layers, ends = weights.sizes()
+        counts = place(layers, ends, [free_memory(d) for d in devices])
+        blocks: list[DeepseekBlock] = []
+        for each, count in zip(devices, counts, strict=True):
+            plain = config.main.tables(config.rope_dim, positions, each)
+            compressed = config.compress.tables(config.rope_dim, positions, each)
+            run = range(len(blocks), len(blocks) + count)
+            blocks += [build_block(weights, i, compressed if config.ratios[i] else plain, each) for i in run]
         return cls(
             config=config,
-            embed=Embedding(weights.tensor("embed.weight", device)),
-            blocks=[build_block(weights, i, tables[config.ratios[i] > 0], device) for i in range(config.layers)],
-            head=build_hyper(weights, "hc_head_", "norm.weight", device),
-            lm_head=Linear(weights.tensor("head.weight", device)),
+            embed=Embedding(weights.tensor("embed.weight", devices[0])),
+            blocks=blocks,
+            head=build_hyper(weights, "hc_head_", "norm.weight", devices[-1]),
+            lm_head=Linear(weights.tensor("head.weight", devices[-1])),
             dtype=dtype,
             max_context=positions,
+            counts=counts,
         )
 
     def forward(self, tokens: Tensor, cache: Attend) -> Tensor:
-        """tokens int64 [B, Q] -> hidden states after the final norm [B, Q, D]."""
-        streams = self.embed(tokens).unsqueeze(2).repeat(1, 1, self.config.streams, 1)
-        for block in self.blocks:
-            block(streams, tokens, cache)
+        """tokens int64 [B, Q] -> hidden states after the final norm [B, Q, D], all layers on one device."""
+        streams = self.enter(tokens)
+        for stage in range(len(self.stages)):
+            self.run(stage, streams, tokens, cache)
+        return self.leave(streams)
+
+    def enter(self, tokens: Tensor) -> Tensor:
+        """tokens int64 [B, Q] -> streams [B, Q, H, D] on the first device: the embedding, repeated."""
+        return self.embed(tokens).unsqueeze(2).repeat(1, 1, self.config.streams, 1)
+
+    def run(self, stage: int, streams: Tensor, tokens: Tensor, cache: Attend) -> None:
+        """The layers of one stage on streams, in place; everything on that stage's device."""
+        for i in self.stages[stage]:
+            self.blocks[i](streams, tokens, cache)
+
+    def leave(self, streams: Tensor) -> Tensor:
+        """Streams on the last device -> hidden states after the final norm [B, Q, D]."""
         h, c = self.head, self.config
         return hyper_head(streams, h.fn, h.base, h.scale, h.norm, c.eps, c.hyper_eps)
 
@@ -136,17 +175,20 @@ class DeepseekV4(nn.Module):
         """What `forward` returned [..., D], or rows of it -> float32 [..., V]."""
         return self.lm_head.wide(hidden)  # type: ignore[operator]
 
-    def new_cache(self, *, rows: int, pages: int, page_size: int, pages_per_row: int) -> DeepseekCache:
-        """The state of this model's sequences, on its device and in its dtype."""
-        return DeepseekCache(
-            [block.attention for block in self.blocks],  # type: ignore[misc]
-            rows=rows,
-            pages=pages,
-            page_size=page_size,
-            pages_per_row=pages_per_row,
-            device=self.device,
-            dtype=self.dtype,
-        )
+    def new_cache(self, *, rows: int, pages: int, page_size: int, pages_per_row: int) -> DeepseekCache | PlacedCache:
+        """The state of this model's sequences, in its dtype, each layer's on its device."""
+        sizes = {"rows": rows, "pages": pages, "page_size": page_size}
+        parts = []
+        for stage, device in zip(self.stages, self.devices, strict=True):
+            layers: list[DeepseekAttention] = [self.blocks[i].attention for i in stage]  # type: ignore[misc]
+            needed = sum(DeepseekCache.bytes_of(a, itemsize=self.dtype.itemsize, **sizes) for a in layers)
+            if needed > (free := free_memory(device, reserve=1 << 30)):
+                raise ValueError(
+                    f"{device} has {free / 1e9:.1f} GB free for state; {rows} sequences in {pages} pages of "
+                    f"{page_size} tokens need {needed / 1e9:.1f} GB there: take fewer or shorter ones, or more devices"
+                )
+            parts.append(DeepseekCache(layers, **sizes, pages_per_row=pages_per_row, device=device, dtype=self.dtype))
+        return parts[0] if len(parts) == 1 else PlacedCache(parts)
 
 
 def build_block(weights: DeepseekWeights, i: int, tables: tuple[Tensor, Tensor], device: torch.device) -> DeepseekBlock:

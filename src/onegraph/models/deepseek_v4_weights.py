@@ -124,6 +124,20 @@ class DeepseekWeights:
         mtp = [stored for name, stored in self.stored.items() if beyond.match(name)]
         self.checkpoint.check({self.stored.get(k, k): v for k, v in self.expected().items()}, optional=set(mtp))
 
+    def sizes(self) -> tuple[list[int], tuple[int, int]]:
+        """Bytes on the device of each layer, and of the embedding and the head."""
+        layers, ends = [0] * self.config.layers, [0, 0]
+        for name in self.expected():
+            info = self.checkpoint.info(self.stored[name])
+            wide = self.dtype.itemsize if info.dtype.is_floating_point else info.dtype.itemsize
+            nbytes = info.nbytes // info.dtype.itemsize * wide
+            where = name.split(".")
+            if where[0] == "layers":
+                layers[int(where[1])] += nbytes
+            else:
+                ends[0 if where[0] == "embed" else 1] += nbytes
+        return layers, (ends[0], ends[1])
+
     # --------------------------------------------------------------------------------------------------- making it
 
     def tensor(self, name: str, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

@@ -23,7 +23,7 @@ class Attend(Protocol):
 
 
 class GroupedLinear(nn.Module):
-    """G independent linears side by side: x [..., G, k] -> [..., G n], weight [G, n, k]."""
+    """G independent linears side by side: x [..., G, k] -> [..., G, n], weight [G, n, k]."""
 
     weight: Tensor
 
@@ -36,7 +36,7 @@ class GroupedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         groups, n, k = self.weight.shape
         y = torch.bmm(x.reshape(-1, groups, k).transpose(0, 1), self.weight.transpose(1, 2))
-        return y.transpose(0, 1).reshape(*x.shape[:-2], groups * n)
+        return y.transpose(0, 1).reshape(*x.shape[:-1], n)
 
 
 class Compressor(nn.Module):
@@ -133,4 +133,4 @@ class DeepseekAttention(nn.Module):
         states = None if self.states is None else self.states(x)
         index_q = None if self.index_q is None else self.index_q(low)
         out = cache.attend(self, self.q_b(low), kv, states, index_q)
-        return self.out_b(self.out_a(out.unflatten(2, (self.groups, -1)).flatten(3)))
+        return self.out_b(self.out_a(out.unflatten(2, (self.groups, -1)).flatten(3)).flatten(2))

@@ -71,6 +71,16 @@ class DeepseekCache:
         self.counts = torch.zeros(rows, device=device, dtype=torch.int32)
         self.slots = torch.arange(1, rows + 1, device=device, dtype=torch.int32)
 
+    @staticmethod
+    def bytes_of(a: DeepseekAttention, *, rows: int, pages: int, page_size: int, itemsize: int) -> int:
+        """What one layer's state takes, without making it."""
+        per_slot, per_page = a.window * a.head_dim, 0
+        for c in (a.compressor, a.indexer):
+            if c is not None:
+                per_slot += c.reach * c.width
+                per_page += page_size // c.ratio * c.dim
+        return itemsize * ((rows + 1) * per_slot + pages * per_page)
+
     def tensors(self) -> list[Tensor]:
         """Everything that outlives a step, except whose it is."""
         kinds = (self.windows, self.rings, self.entries, self.index_rings, self.index_entries)
@@ -128,3 +138,25 @@ class DeepseekCache:
             states, ring, c.bias, c.norm, a.eps, a.cos, a.sin,
             self.slots, self.positions, self.counts, self.block_table, pool,
         )  # fmt: skip
+
+
+class PlacedCache:
+    """The caches of a model that is placed over several devices, one for each stage; sizes are those of any of them."""
+
+    def __init__(self, parts: list[DeepseekCache]) -> None:
+        self.parts = parts
+
+    @property
+    def block_table(self) -> Tensor:
+        return self.parts[0].block_table
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for part in self.parts for tensor in part.tensors()]
+
+    def reset(self) -> None:
+        for part in self.parts:
+            part.reset()

@@ -1,0 +1,177 @@
+"""Layers over several devices: the same tokens as on one, with the same code on a CPU, which stages share."""
+
+import itertools
+
+import pytest
+import torch
+
+from deepseek import continuations, prompts, save_hf
+from onegraph.engine import generate
+from onegraph.engine.params import SamplingParams
+from onegraph.engine.placed import PlacedEngine
+from onegraph.formats.checkpoint import Checkpoint
+from onegraph.models import deepseek_v4, deepseek_v4_place
+from onegraph.models.deepseek_v4 import DeepseekV4
+from onegraph.models.deepseek_v4_place import place
+from onegraph.runtime import pipeline
+from onegraph.runtime.graph import Runner
+from onegraph.runtime.pipeline import DeviceError, Pipeline, Pools, check_links
+from test_deepseek_engine import GREEDY, SMALL
+from test_graph import RecordedPool
+
+MODES = {"eager": False, "captured": True, "split": "split"}
+
+
+def load(path, devices):
+    if not path.exists():
+        save_hf("flash", path)
+    with Checkpoint.open(path) as checkpoint:
+        return DeepseekV4.load(checkpoint, devices)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("placed") / "m"
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    for module in (generate, pipeline):
+        monkeypatch.setattr(module, "GraphPool", lambda device: RecordedPool())
+
+
+@pytest.mark.parametrize("mode", sorted(MODES))
+@pytest.mark.parametrize("devices", [2, 3, 5])
+def test_stages_give_the_tokens_of_one_device(folder, recorded, mode, devices):
+    model = load(folder, ["cpu"] * devices)
+    assert [len(stage) for stage in model.stages] == {2: [3, 2], 3: [2, 2, 1], 5: [1] * 5}[devices]
+    engine = PlacedEngine(model, **SMALL, capture=MODES[mode])
+    assert engine.generate(prompts(), GREEDY) == continuations(24)
+    assert engine.mode == mode
+    assert len(engine.runner("decode").stages) == devices
+
+
+def test_sampling_and_stops_too(folder, recorded):
+    one, three = load(folder, "cpu"), load(folder, ["cpu"] * 3)
+    warm = SamplingParams(max_tokens=20, temperature=0.9, top_k=40, top_p=0.9, seed=3, stop=[5, 6, 7])
+    expected = generate.Engine(one, **SMALL, capture=False).generate(prompts(), warm)
+    assert PlacedEngine(three, **SMALL, capture=True).generate(prompts(), warm) == expected
+
+
+# ------------------------------------------------------------------------------------------------- pipelines of Runners
+
+
+def test_a_pipeline_hands_on_what_the_next_stage_takes():
+    """x -> 2x -> + 1, the result fed back to both stages' `x`, for any number of rows; what none takes comes out."""
+
+    def double(x, scale):
+        return {"half": x * scale}
+
+    def add(half, x):
+        return {"x": half + 1, "seen": half + x}
+
+    first = Runner(double, {"x": torch.zeros(4), "scale": torch.zeros(4)}, [2, 4], pool=RecordedPool())
+    second = Runner(add, {"half": torch.zeros(4), "x": torch.zeros(4)}, [2, 4], pool=RecordedPool())
+    both = Pipeline([first, second])
+    for rows in (4, 1, 3):
+        x, scale = torch.arange(1.0, 1 + rows), torch.full((rows,), 2.0)
+        assert both.load(x=x, scale=scale) == (rows, 4 if rows > 2 else 2)
+        bucket = 4 if rows > 2 else 2
+        for _ in range(3):
+            seen = both.replay(bucket)[:rows]
+            assert torch.equal(seen, 2 * x + x)
+            x = 2 * x + 1
+            assert torch.equal(first.inputs["x"][:rows], x)
+            assert torch.equal(second.inputs["x"][:rows], x)
+    with pytest.raises(ValueError, match=r"got \['y'\]"):
+        both.load(x=torch.zeros(1), scale=torch.zeros(1), y=torch.zeros(1))
+
+
+# -------------------------------------------------------------------------------------------------------------- placing
+
+
+def test_place_balances_bytes():
+    assert place([4] * 8, (0, 0), [100, 100]) == [4, 4]
+    assert place([4] * 8, (8, 0), [100, 100]) == [3, 5]
+    assert place([4] * 8, (0, 0), [50, 100]) == [3, 5]
+    assert place([10, 1, 1, 1, 1], (0, 0), [20, 20]) == [1, 4]
+    assert place([1] * 43, (3, 3), [30] * 2) in ([21, 22], [22, 21])
+    assert sum(place([3, 5] * 30, (2, 9), [70] * 8)) == 60
+
+
+def test_place_is_never_worse_than_any_other_cut():
+    g = torch.Generator().manual_seed(0)
+    for _ in range(40):
+        layers = torch.randint(1, 9, (7,), generator=g).tolist()
+        free, ends = torch.randint(20, 40, (3,), generator=g).tolist(), (3, 2)
+
+        def share(counts, layers=layers, free=free, ends=ends):
+            cuts = [0, counts[0], counts[0] + counts[1], 7]
+            loads = [sum(layers[a:b]) for a, b in itertools.pairwise(cuts)]
+            return max((loads[0] + ends[0]) / free[0], loads[1] / free[1], (loads[2] + ends[1]) / free[2])
+
+        every = [(a, b, 7 - a - b) for a in range(1, 6) for b in range(1, 7 - a)]
+        best = min(map(share, every))
+        if best <= 1:
+            assert share(place(layers, ends, free)) == pytest.approx(best)
+
+
+def test_too_little_memory_says_the_sums(folder, monkeypatch):
+    with pytest.raises(ValueError, match=r"needs 160\.9 GB .* have 70\.0 \+ 75\.0 GB free"):
+        place([3_500_000_000] * 43, (10_000_000_000, 400_000_000), [70_000_000_000, 75_000_000_000])
+    with pytest.raises(ValueError, match="6 devices for 5 layers"):
+        load(folder, ["cpu"] * 6)
+    monkeypatch.setattr(deepseek_v4, "free_memory", lambda device, reserve=0: 1000)
+    with pytest.raises(ValueError, match=r"needs 0\.0 GB"):
+        load(folder, "cpu")
+
+
+def test_too_little_memory_for_state_names_the_device(folder, monkeypatch):
+    model = load(folder, ["cpu", "cpu"])
+    monkeypatch.setattr(deepseek_v4, "free_memory", lambda device, reserve=0: 10**6)
+    with pytest.raises(ValueError, match=r"cpu has 0\.0 GB free for state; 500 sequences"):
+        model.new_cache(rows=500, pages=900, page_size=128, pages_per_row=2)
+
+
+def test_the_size_of_state_is_what_it_takes(folder):
+    model = load(folder, "cpu")
+    cache = model.new_cache(rows=3, pages=9, page_size=256, pages_per_row=2)
+    sizes = {"rows": 3, "pages": 9, "page_size": 256, "itemsize": 4}
+    assert cache.nbytes == sum(type(cache).bytes_of(block.attention, **sizes) for block in model.blocks)
+    assert deepseek_v4_place.free_memory(torch.device("cpu")) > 1 << 40
+
+
+def test_a_missing_peer_link_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: {a, b} != {1, 2})
+    check_links([torch.device("cuda", 0), torch.device("cuda", 1)])
+    with pytest.raises(ValueError, match="cuda:1 has no peer link to cuda:2"):
+        check_links([torch.device("cuda", i) for i in range(3)])
+
+
+def test_a_device_that_fails_is_named():
+    class Broken(RecordedPool):
+        def synchronize(self):
+            raise RuntimeError("CUDA error: unspecified launch failure")
+
+    pools = Pools([])
+    pools.each = [RecordedPool(), Broken()]
+    pools.each[1].device = torch.device("cuda", 1)
+    with pytest.raises(DeviceError, match=r"cuda:1 failed \(CUDA error: unspecified launch failure\)"), pools.running():
+        raise RuntimeError("CUDA error: unspecified launch failure\nsome advice")
+    pools.each = [RecordedPool()]
+    with pytest.raises(RuntimeError, match=r"^mine$"), pools.running():
+        raise RuntimeError("mine")
+
+
+# ----------------------------------------------------------------------------------------------------------------- GPUs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", sorted(MODES))
+def test_two_gpus_give_the_tokens_of_transformers(folder, mode):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    engine = PlacedEngine(load(folder, ["cuda:0", "cuda:1"]), **SMALL, capture=MODES[mode])
+    for _ in range(2):
+        assert engine.generate(prompts(), GREEDY) == continuations(24)
+    assert {t.device.index for t in engine._cache.tensors()} == {0, 1}
