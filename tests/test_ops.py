@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 import onegraph.ops
+from onegraph.formats.turboquant_layout import unpack_pages
 from onegraph.ops.registry import OPS, Case, Op, reference_ops
 
 for _module in pkgutil.iter_modules(onegraph.ops.__path__):
@@ -37,7 +38,9 @@ def clone(args: Any, change: Callable[[Tensor], Tensor] = Tensor.clone) -> Any:
 def mutated(op: Op, args: tuple[Any, ...]) -> list[Tensor]:
     """The arguments that the schema says are written."""
     return [
-        a for a, s in zip(args, op.overload._schema.arguments, strict=True) if s.alias_info and s.alias_info.is_write
+        a
+        for a, s in zip(args, op.overload._schema.arguments, strict=True)
+        if a is not None and s.alias_info and s.alias_info.is_write
     ]
 
 
@@ -54,9 +57,22 @@ def results(op: Op, args: tuple[Any, ...]) -> list[Tensor]:
         out = [out[0][real], out[1][1:], out[2][1:]]
     if op.name == "paged_decode":
         out = [out[0], out[1][1:], out[2][1:], out[3]]
+    if op.name == "turboquant_write":
+        out = _written(args, out)
     if op.name == "turboquant_attention":  # the log-sum-exp of no keys
         out[1] = out[1].masked_fill(out[1] == float("-inf"), 0.0)
     return out
+
+
+def _written(args: tuple[Any, ...], out: list[Tensor]) -> list[Tensor]:
+    """What a TurboQuant cache holds, as vectors: at a near-tie two codes are equally right."""
+    turboquant = importlib.import_module("onegraph.ops.turboquant")
+    layout = turboquant.layout_of(args[11].shape[0], *args[20:24], args[16].shape[2])
+    coded = unpack_pages(layout, out[2][1:])
+    vectors = [turboquant.dequantize(part, table, args[13]) for part, table in zip(coded, args[14:16], strict=True)]
+    counts = args[7]
+    real = torch.arange(args[0].shape[1], device=counts.device) < counts.unsqueeze(1)
+    return [out[0][real], *(kept[real] for kept in out[1:2] if len(kept)), *vectors, *(ring[1:] for ring in out[3:])]
 
 
 def error(got: Tensor, truth: Tensor) -> float:

@@ -21,12 +21,23 @@ if not GPU:
     import interpreter_fixes  # noqa: F401
 
 from onegraph.formats.e8p import BITS  # noqa: E402
-from onegraph.ops import activation, attention, decode_attention, e8p, hadamard, norm, sampling, step  # noqa: E402, F401
+from onegraph.formats.turboquant_layout import unpack_pages  # noqa: E402
+from onegraph.ops import (  # noqa: E402, F401
+    activation,
+    attention,
+    decode_attention,
+    e8p,
+    hadamard,
+    norm,
+    sampling,
+    step,
+    turboquant,
+)
 from onegraph.ops.registry import OPS, Case, Op  # noqa: E402
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-KERNELS = [op for op in OPS.values() if op.kernel is not None]
+KERNELS = [op for op in OPS.values() if op.kernel is not None and ".ops.triton." in op.kernel]
 # Shapes that no record has: more tokens than one tile takes (decode once, then a dense product), 16 and 17 tokens.
 EXTRA = {
     "e8p_linear": (
@@ -67,7 +78,8 @@ def poisoned_memory() -> Iterator[None]:
 def written(op: Op, args: tuple, result: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
     """The results and what the op wrote into its arguments; of a cache not the sentinel page, which is unspecified."""
     schema = op.overload._schema
-    mutated = [a for a, s in zip(args, schema.arguments, strict=True) if s.alias_info and s.alias_info.is_write]
+    pairs = zip(args, schema.arguments, strict=True)
+    mutated = [a for a, s in pairs if a is not None and s.alias_info and s.alias_info.is_write]
     results = result if isinstance(result, tuple) else (result,)
     return [*results, *(t[1:] if t.dim() == 4 else t for t in mutated)]
 
@@ -80,7 +92,16 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 
 
 def real_tokens(op: Op, args: tuple, outputs: list[Tensor]) -> list[Tensor]:
-    """Drops what the op leaves unspecified: q of padding tokens."""
+    """Drops what the op leaves unspecified: q of padding tokens. A TurboQuant cache is read: ties fall either way."""
+    if op.name == "turboquant_write":
+        layout = turboquant.layout_of(args[11].shape[0], *args[20:24], args[16].shape[2])
+        coded = unpack_pages(layout, outputs[2][1:].cpu())
+        tables = (t.cpu() for t in args[14:16])
+        projection = None if args[13] is None else args[13].cpu()
+        vectors = [turboquant.dequantize(part, table, projection) for part, table in zip(coded, tables, strict=True)]
+        real = torch.arange(args[0].shape[1]) < args[7].cpu().unsqueeze(1)
+        kept = outputs[1][real] if len(outputs[1]) else outputs[1]
+        return [outputs[0][real], kept, *vectors, *(ring[1:] for ring in outputs[3:])]
     if op.name != "rope_cache_write":
         return outputs
     counts = args[7].cpu()

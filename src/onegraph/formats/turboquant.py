@@ -103,7 +103,7 @@ def mean_abs_coordinate(d: int) -> float:
 
 
 def rotation(head_dim: int, kind: str = "hadamard", seed: int = 0) -> Tensor:
-    """float32 [d, d], sqrt(d) times a random orthogonal matrix: rows of norm sqrt(d).
+    """float32 [d, d], sqrt(d) times a random orthogonal matrix: y = x @ R.T / sqrt(d) turns x, y @ R / sqrt(d) back.
 
     `hadamard`: H D, a Hadamard matrix of order d with random signs on its columns, so entries are +-1 and exact in any
     dtype; orders that are no power of two are Sylvester's times Paley's of order 12 or 20. `qr`: a Haar-random matrix.
@@ -125,7 +125,7 @@ def projection(head_dim: int, seed: int = 0) -> Tensor:
 def _haar(d: int, generator: torch.Generator) -> Tensor:
     """QR of a Gaussian matrix with the signs of R's diagonal moved into Q is Haar-distributed (Mezzadri 2007)."""
     q, r = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=torch.float64))
-    return q * r.diagonal().sign()
+    return (q * r.diagonal().sign()).contiguous()
 
 
 @lru_cache(maxsize=8)
