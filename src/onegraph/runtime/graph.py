@@ -60,7 +60,8 @@ class GraphPool:
         """Work inside goes to the pool's stream: after the caller's work so far, before the caller's work to come."""
         outer = torch.cuda.current_stream(self.device)
         if outer == self.stream:  # joining costs about 10 us a step: who loops stays inside
-            yield
+            with torch.cuda.device(self.device):  # several pools may be entered: the current device is the last one's
+                yield
             return
         self.stream.wait_stream(outer)
         try:
