@@ -77,7 +77,7 @@ def fails(*words: object, says: str) -> None:
 # ----------------------------------------------------------------------------------------------------------- help
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS, "bench linear", "bench step"])
+@pytest.mark.parametrize("command", ["", *COMMANDS, "bench linear", "bench attention", "bench step"])
 def test_help_teaches(command: str) -> None:
     status, out, errors = invoke([*command.split(), "--help"])
     assert (status, errors) == (0, "")
@@ -143,6 +143,7 @@ def test_a_gpu_that_is_not_there_is_named(model: Path) -> None:
     fails("generate", model, "--prompt", "x", "--device", "cuda", says="torch finds no GPU")
     fails("generate", model, "--prompt", "x", "--capture", "on", says="--capture on needs a GPU")
     fails("bench", "linear", says="needs a GPU")
+    fails("bench", "attention", says="needs a GPU")
     assert pick_device("auto") == torch.device("cpu")
 
 

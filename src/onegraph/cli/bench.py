@@ -1,4 +1,4 @@
-"""`onegraph bench`: microseconds of the E8P linear, tokens per second of the decode step."""
+"""`onegraph bench`: microseconds of the E8P linear and of decode attention, tokens per second of the decode step."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ EPILOG = """\
 examples:
   onegraph bench linear                              # E8P beside torch's dense linear, a table
   onegraph bench linear --shape 4096x14336 --tokens 1 --bits 4 --json
+  onegraph bench attention --context 1024 --context 32768 --batch 16
   onegraph bench step out/4bit --batch 1 --batch 8   # eager and captured
 
 Kernels are timed under CUDA-graph replay on weights that the L2 cannot hold, beside the time that the measured copy
@@ -23,7 +24,7 @@ and versions.
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
-        help="time the E8P linear or the decode step on this machine",
+        help="time the E8P linear, decode attention or the decode step on this machine",
         description="Times what onegraph runs on this machine.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -34,13 +35,22 @@ def add_parser(commands: Any) -> None:
     linear.add_argument("--tokens", action="append", type=number(int, 1, 1 << 16), metavar="T", help="rows at once")
     linear.add_argument("--bits", action="append", type=int, choices=(2, 3, 4), help="rates; may be repeated")
     linear.set_defaults(run=run_linear)
+    attention = kinds.add_parser("attention", help="a layer's decode attention beside torch's SDPA (needs a GPU)")
+    attention.add_argument("--context", action="append", type=number(int, 1, 1 << 20), metavar="N", help="keys a row")
+    attention.add_argument(
+        "--batch", action="append", type=number(int, 1, 1 << 12), metavar="B", help="may be repeated"
+    )
+    attention.add_argument("--heads", type=number(int, 1, 1 << 10), default=32, help="query heads (default: 32)")
+    attention.add_argument("--kv-heads", type=number(int, 1, 1 << 10), default=8, help="(default: 8)")
+    attention.add_argument("--head-dim", type=number(int, 2, 256), default=128, help="(default: 128)")
+    attention.set_defaults(run=run_attention)
     step = kinds.add_parser("step", help="the decode step of a model, eager and captured")
     step.add_argument("model", metavar="MODEL", help="model directory or .gguf file")
     step.add_argument("--batch", action="append", type=number(int, 1, 1 << 12), metavar="B", help="may be repeated")
     step.add_argument("--context", type=number(int, 1, 1 << 20), default=128, metavar="N", help="prompt (default: 128)")
     step.add_argument("--steps", type=number(int, 1, 1 << 20), default=256, metavar="N", help="to time (default: 256)")
     step.set_defaults(run=run_step)
-    for each in (linear, step):
+    for each in (linear, attention, step):
         add_device(each)
         add_dtype(each)
         each.add_argument("--json", action="store_true", help="print one JSON object a row")
@@ -73,6 +83,29 @@ def run_linear(args: argparse.Namespace) -> int:
         dtype=dtype,
     )
     columns = ("name", "k", "n", "tokens", "bits", "us", "roof_us", "percent_of_roof", "gb_per_s")
+    return show(rows, columns, args.json)
+
+
+def run_attention(args: argparse.Namespace) -> int:
+    from onegraph.engine.bench import bench_attention
+
+    device = pick_device(args.device)
+    if device.type != "cuda":
+        raise UsageError("bench attention needs a GPU, and torch finds none here; 'onegraph env' says more")
+    if args.heads % args.kv_heads or args.head_dim % 2:
+        raise UsageError(
+            f"--heads {args.heads} must be a multiple of --kv-heads {args.kv_heads}, --head-dim {args.head_dim} even"
+        )
+    rows = bench_attention(
+        args.context or (1024, 32768),
+        batches=args.batch or (1,),
+        heads=args.heads,
+        kv_heads=args.kv_heads,
+        head_dim=args.head_dim,
+        device=device,
+        dtype=pick_dtype(args.dtype, device),
+    )
+    columns = ("name", "context", "batch", "heads", "kv_heads", "us", "roof_us", "percent_of_roof", "gb_per_s")
     return show(rows, columns, args.json)
 
 
@@ -111,4 +144,4 @@ def show(rows: Any, columns: tuple[str, ...], as_json: bool) -> int:
 
 
 def width(column: str) -> int:
-    return max(len(column), 12 if column == "name" else 9)
+    return max(len(column), 22 if column == "name" else 9)

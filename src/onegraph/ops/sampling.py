@@ -106,13 +106,19 @@ def _logits_case(name: str, batch: int, vocabulary: int, *, ties: bool = False) 
     return Case(name=name, make=make)
 
 
-def _sample_case(name: str, batch: int, vocabulary: int) -> Case:
+def _sample_case(name: str, batch: int, vocabulary: int, *, ties: bool = False) -> Case:
+    """Every combination of temperature (one in four greedy), top-k (off, tight, loose) and top-p (off or on)."""
+
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, ...]:
         logits = torch.randn(batch, vocabulary, generator=generator) * 3
+        if ties:
+            logits = logits.round()
+        row = torch.arange(batch)
+        k = torch.rand(batch, generator=generator)
         rows = (
-            torch.rand(batch, generator=generator) * 1.5,
-            torch.randint(0, vocabulary, (batch,), generator=generator).int(),
-            torch.rand(batch, generator=generator),
+            (torch.rand(batch, generator=generator) * 1.5 + 0.1).masked_fill(row % 4 == 3, 0.0),
+            torch.where(row % 3 == 0, 0, torch.where(row % 3 == 1, 1 + 60 * k, 1 + (vocabulary - 1) * k)).int(),
+            torch.rand(batch, generator=generator).masked_fill(row % 5 == 4, 1.0),
             torch.randint(-(2**62), 2**62, (batch,), generator=generator),
             torch.randint(0, 2**20, (batch,), generator=generator).int(),
         )
@@ -151,9 +157,14 @@ sample = register(
         " -> Tensor",
         reference=_sample,
         fake=_tokens_like,
-        kernel=None,  # the reference obeys the capture contract; a fused kernel has its own issue
+        kernel="onegraph.ops.triton.sampling:sample",
         check=_check_sample,
-        cases=(_sample_case("one-row", 1, 49152), _sample_case("odd-vocabulary", 7, 1009)),
+        cases=(
+            _sample_case("one-row", 1, 49152),
+            _sample_case("odd-vocabulary", 7, 1009),
+            _sample_case("many-chunks", 24, 5000),
+            _sample_case("ties", 24, 300, ties=True),
+        ),
         tolerance=_EXACT,
         bytes_moved=lambda logits, *rows: nbytes(logits, *rows) + 8 * logits.shape[0],
         flops=lambda logits, *rows: 40 * logits.numel(),

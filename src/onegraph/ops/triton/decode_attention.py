@@ -1,7 +1,7 @@
 """The attention of a decode step in one launch: norm, rotate and write the new key and value, attend, merge.
 
 The grid depends on shapes alone. The keys of a row are divided among SPLITS programs *by its length, on the device*, so
-that a short context keeps them busy too and a row's result never depends on the batch. Each program fetches its first
+that a short context keeps them busy too. Each program asks for its first
 tile of keys and values before it waits for the linear that makes q, k and v; at the end the last program of a head to
 draw a ticket merges the splits, in their order, whichever program that is.
 """
@@ -14,47 +14,20 @@ from torch import Tensor
 from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
 
 KEYS = 64  # of a tile
-PROGRAMS = 128  # that share one row's keys: about the SMs of a large GPU
+STAGES = 5  # of Triton's pipeline, two of which hold tiles of keys and values
+WARPS = 4
+PROGRAMS = 256  # wanted: two for each SM of a large GPU
+SHARED_BYTES = 160 << 10  # that two tiles of keys and values may take
+SPLITS = 4, 32  # of a row's keys, at least and at most
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _fetch(
-    k_cache, v_cache, table, kv_head, start, stop, pages,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """Keys and values [KEYS, WIDTH] from key `start` on, those before `stop`; zeros elsewhere."""
-    key = start + tl.arange(0, KEYS)
-    column = tl.arange(0, WIDTH)
-    there = key < stop
-    page = tl.load(table + key // PAGE, mask=there, other=0)
-    page = tl.minimum(tl.maximum(page, 0), pages - 1)  # a wrong table must not read past the cache
-    at = (((page.to(tl.int64) * PAGE + key % PAGE) * KV_HEADS + kv_head) * DIM)[:, None] + column[None, :]
-    valid = there[:, None] & (column < DIM)[None, :]
-    return tl.load(k_cache + at, mask=valid, other=0.0), tl.load(v_cache + at, mask=valid, other=0.0)
-
-
-@triton.jit
-def _attend_tile(
-    queries, keys, values, new_key, new_value, start, stop, position, best, total, acc, scale, WINDOW: tl.constexpr,
-    KEYS: tl.constexpr,
-):  # fmt: skip
-    """One tile of the online softmax. The token's own key and value come from registers, not from the cache."""
-    key = start + tl.arange(0, KEYS)
-    own = (key == position)[:, None]
-    keys = tl.where(own, new_key[None, :], keys)
-    values = tl.where(own, new_value[None, :], values)
-    seen = key < stop
-    if WINDOW > 0:
-        seen = seen & (key > position - WINDOW)
-    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * (scale * 1.4426950408889634)
-    scores = tl.where(seen[None, :], scores, float("-inf"))
-    higher = tl.maximum(best, tl.max(scores, axis=1))
-    base = tl.where(higher == float("-inf"), 0.0, higher)
-    weight = tl.exp2(scores - base[:, None])
-    keep = tl.exp2(best - base)
-    total = total * keep + tl.sum(weight, axis=1)
-    acc = tl.dot(weight.to(values.dtype), values, acc * keep[:, None], input_precision="ieee")
-    return higher, total, acc
+def _prefetch(address):
+    """Asks for the line at `address` [...] to be brought into the L2."""
+    tl.inline_asm_elementwise(
+        "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -85,7 +58,7 @@ def _decode(
     scale, table_stride, reach, max_position, pages, sum_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, HEADS_P2: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
-    NORM: tl.constexpr, ROPE: tl.constexpr, PDL: tl.constexpr,
+    LINES: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a split of the keys, kv head and row of the batch. The last one to end merges the splits."""
     let_next_start(PDL)
@@ -102,58 +75,63 @@ def _decode(
     share = tl.cdiv(tiles, SPLITS)
     active = tl.cdiv(tiles, share)
     start = first + split * share * KEYS
-    stop = tl.minimum(start + share * KEYS, last + 1)
+    stop = tl.minimum(start + share * KEYS, last)  # the token's own key and value come from registers
     table = block_table + batch * table_stride
-    keys, values = _fetch(
-        k_cache, v_cache, table, kv_head, start, tl.minimum(stop, last), pages, KV_HEADS, DIM, WIDTH, PAGE, KEYS
-    )
+    column = tl.arange(0, WIDTH)
+    if PDL:
+        soon = start + tl.arange(0, KEYS)
+        soon_page = tl.load(table + soon // PAGE, mask=soon < stop, other=0)
+        soon_page = tl.minimum(tl.maximum(soon_page, 0), pages - 1).to(tl.int64)
+        soon_slot = ((soon_page * PAGE + soon % PAGE) * KV_HEADS + kv_head) * DIM
+        lines = tl.where(soon < stop, soon_slot, 0)[:, None] + (tl.arange(0, LINES) * (DIM // LINES))[None, :]
+        _prefetch((k_cache + lines).to(tl.int64))
+        _prefetch((v_cache + lines).to(tl.int64))
     wait_for_previous(PDL)
     if split < active:
         real = (tl.load(counts + batch) > 0) & (position == last)
-        column = tl.arange(0, WIDTH)
         half: tl.constexpr = DIM // 2
         turn = tl.minimum(tl.maximum(position, 0), max_position).to(tl.int64) * half
         heads = qkv + batch * ((GROUP + 2) * KV_HEADS * DIM)
         dtype: tl.constexpr = k_cache.dtype.element_ty
-        queries = _turned(
-            heads + kv_head * GROUP * DIM,
-            q_norm,
-            cos + turn,
-            sin + turn,
-            eps,
-            half,
-            DIM,
-            NORM,
-            ROPE,
-            WIDTH,
-            ROWS,
-            GROUP,
-        ).to(dtype)
-        own = heads + (KV_HEADS * GROUP + kv_head) * DIM
-        new_key = tl.sum(
-            _turned(own, k_norm, cos + turn, sin + turn, eps, half, DIM, NORM, ROPE, WIDTH, 1, 1), axis=0
-        ).to(dtype)
-        new_value = tl.load(own + KV_HEADS * DIM + column, mask=column < DIM, other=0.0)
-        if split == active - 1:
-            page = tl.load(table + last // PAGE)
-            page = tl.minimum(tl.maximum(page, 0), pages - 1)
-            place = ((page.to(tl.int64) * PAGE + last % PAGE) * KV_HEADS + kv_head) * DIM + column
-            tl.store(k_cache + place, new_key, mask=real & (column < DIM))
-            tl.store(v_cache + place, new_value, mask=real & (column < DIM))
-
+        mine = heads + kv_head * GROUP * DIM
+        cos_at, sin_at = cos + turn, sin + turn
+        queries = _turned(mine, q_norm, cos_at, sin_at, eps, half, DIM, NORM, ROPE, WIDTH, ROWS, GROUP).to(dtype)
         best = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
         total = tl.zeros((ROWS,), dtype=tl.float32)
         acc = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
-        best, total, acc = _attend_tile(
-            queries, keys, values, new_key, new_value, start, stop, position, best, total, acc, scale, WINDOW, KEYS
-        )
-        for at in range(start + KEYS, stop, KEYS):
-            keys, values = _fetch(
-                k_cache, v_cache, table, kv_head, at, tl.minimum(stop, last), pages, KV_HEADS, DIM, WIDTH, PAGE, KEYS
-            )
-            best, total, acc = _attend_tile(
-                queries, keys, values, new_key, new_value, at, stop, position, best, total, acc, scale, WINDOW, KEYS
-            )
+        if split == active - 1:
+            own = heads + (KV_HEADS * GROUP + kv_head) * DIM
+            turned = _turned(own, k_norm, cos_at, sin_at, eps, half, DIM, NORM, ROPE, WIDTH, 1, 1)
+            new_key = tl.sum(turned, axis=0).to(dtype)
+            new_value = tl.load(own + KV_HEADS * DIM + column, mask=column < DIM, other=0.0)
+            own_page = tl.minimum(tl.maximum(tl.load(table + last // PAGE), 0), pages - 1).to(tl.int64)
+            own_slot = ((own_page * PAGE + last % PAGE) * KV_HEADS + kv_head) * DIM + column
+            tl.store(k_cache + own_slot, new_key, mask=real & (column < DIM))
+            tl.store(v_cache + own_slot, new_value, mask=real & (column < DIM))
+            best = tl.sum(queries.to(tl.float32) * new_key.to(tl.float32)[None, :], axis=1) * (scale * LOG2_E)
+            total = total + 1.0
+            acc = acc + new_value.to(tl.float32)[None, :]
+
+        for at in range(start, stop, KEYS):
+            key = at + tl.arange(0, KEYS)
+            page = tl.load(table + key // PAGE, mask=key < stop, other=0)
+            page = tl.minimum(tl.maximum(page, 0), pages - 1)  # a wrong table must not read past the cache
+            slot = ((page.to(tl.int64) * PAGE + key % PAGE) * KV_HEADS + kv_head) * DIM
+            valid = (key < stop)[:, None] & (column < DIM)[None, :]
+            keys = tl.load(k_cache + slot[:, None] + column[None, :], mask=valid, other=0.0)
+            values = tl.load(v_cache + slot[:, None] + column[None, :], mask=valid, other=0.0)
+            scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * (scale * LOG2_E)
+            seen = key < stop
+            if WINDOW > 0:
+                seen = seen & (key > position - WINDOW)
+            scores = tl.where(seen[None, :], scores, float("-inf"))
+            higher = tl.maximum(best, tl.max(scores, axis=1))
+            base = tl.where(higher == float("-inf"), 0.0, higher)  # no key so far: exp2(-inf - 0) = 0, not NaN
+            weight = tl.exp2(scores - base[:, None])
+            keep = tl.exp2(best - base)
+            total = total * keep + tl.sum(weight, axis=1)
+            acc = tl.dot(weight.to(dtype), values, acc * keep[:, None], input_precision="ieee")
+            best = higher
 
         row = tl.arange(0, ROWS)
         group = batch * KV_HEADS + kv_head
@@ -162,28 +140,28 @@ def _decode(
             mask = (row < GROUP)[:, None] & (column < DIM)[None, :]
             tl.store(out + (group * GROUP + row)[:, None] * DIM + column[None, :], result, mask=mask)
         else:
-            line = (group * SPLITS + split) * GROUP + row
-            tl.store(part + line[:, None] * WIDTH + column[None, :], acc, mask=(row < GROUP)[:, None])
-            tl.store(sums + line, best, mask=row < GROUP)
-            tl.store(sums + sum_stride + line, total, mask=row < GROUP)
+            mine_at = (group * SPLITS + split) * GROUP + row
+            tl.store(part + mine_at[:, None] * WIDTH + column[None, :], acc, mask=(row < GROUP)[:, None])
+            tl.store(sums + mine_at, best, mask=row < GROUP)
+            tl.store(sums + sum_stride + mine_at, total, mask=row < GROUP)
             tl.debug_barrier()  # the ticket is drawn by one thread and speaks for all
             if tl.atomic_add(tickets + group, 1, sem="acq_rel") == active - 1:
                 cut = tl.arange(0, SPLITS)
                 head = tl.arange(0, HEADS_P2)
-                line2 = ((group * SPLITS + cut) * GROUP)[:, None] + head[None, :]
+                all_at = ((group * SPLITS + cut) * GROUP)[:, None] + head[None, :]
                 there = (cut < active)[:, None] & (head < GROUP)[None, :]
-                highs = tl.load(sums + line2, mask=there, other=float("-inf"), cache_modifier=".cg")
-                totals = tl.load(sums + sum_stride + line2, mask=there, other=0.0, cache_modifier=".cg")
+                highs = tl.load(sums + all_at, mask=there, other=float("-inf"), cache_modifier=".cg")
+                totals = tl.load(sums + sum_stride + all_at, mask=there, other=0.0, cache_modifier=".cg")
                 high = tl.max(highs, axis=0)
-                weight = tl.exp2(highs - tl.where(high == float("-inf"), 0.0, high)[None, :])
-                whole = tl.sum(totals * weight, axis=0)
+                factor = tl.exp2(highs - tl.where(high == float("-inf"), 0.0, high)[None, :])
+                whole = tl.sum(totals * factor, axis=0)
                 parts = tl.load(
-                    part + line2[:, :, None] * WIDTH + column[None, None, :],
+                    part + all_at[:, :, None] * WIDTH + column[None, None, :],
                     mask=there[:, :, None],
                     other=0.0,
                     cache_modifier=".cg",
                 )
-                merged = tl.sum(parts * weight[:, :, None], axis=0) / tl.where(whole == 0.0, 1.0, whole)[:, None]
+                merged = tl.sum(parts * factor[:, :, None], axis=0) / tl.where(whole == 0.0, 1.0, whole)[:, None]
                 mask = (head < GROUP)[:, None] & (column < DIM)[None, :]
                 place = (group * GROUP + head)[:, None] * DIM + column[None, :]
                 tl.store(out + place, tl.where(real, merged, 0.0).to(dtype), mask=mask)
@@ -217,9 +195,8 @@ def paged_decode(
     group = heads // kv_heads
     width = max(16, triton.next_power_of_2(dim))
     reach = block_table.shape[1] * page_size
-    # Of the model's shape and the window, never of the batch: a row's result must not change with its neighbours.
     span = reach if window == 0 else min(reach, window + KEYS)
-    splits = min(max(8, PROGRAMS // triton.next_power_of_2(kv_heads)), 32)
+    splits = min(max(PROGRAMS // triton.next_power_of_2(batch * kv_heads), SPLITS[0]), SPLITS[1])
     splits = min(splits, triton.next_power_of_2(triton.cdiv(span, KEYS)))
     lines = batch * heads * splits
     part = torch.empty((lines, width), dtype=torch.float32, device=qkv.device)
@@ -231,6 +208,8 @@ def paged_decode(
             scale, block_table.stride(0), reach, cos.shape[0] - 1 if rope else 0, pages, lines,
             KV_HEADS=kv_heads, GROUP=group, DIM=dim, WIDTH=width, PAGE=page_size,
             ROWS=max(16, triton.next_power_of_2(group)), HEADS_P2=triton.next_power_of_2(group), KEYS=KEYS,
-            WINDOW=window, SPLITS=splits, NORM=norm, ROPE=rope, num_warps=4, num_stages=2, **options(qkv),
+            WINDOW=window, SPLITS=splits, LINES=max(1, dim * k_cache.element_size() // 128), NORM=norm, ROPE=rope,
+            num_warps=WARPS,
+            num_stages=STAGES if 4 * KEYS * width * k_cache.element_size() <= SHARED_BYTES else 3, **options(qkv),
         )  # fmt: skip
     return out
