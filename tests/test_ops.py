@@ -67,9 +67,9 @@ def results(op: Op, args: tuple[Any, ...]) -> list[Tensor]:
 def _written(args: tuple[Any, ...], out: list[Tensor]) -> list[Tensor]:
     """What a TurboQuant cache holds, as vectors: at a near-tie two codes are equally right."""
     turboquant = importlib.import_module("onegraph.ops.turboquant")
-    layout = turboquant.layout_of(args[11].shape[0], *args[20:24], args[16].shape[2])
+    layout = turboquant.layout_of(args[9].shape[0], *args[17:21], args[13].shape[2])
     coded = unpack_pages(layout, out[2][1:])
-    vectors = [turboquant.dequantize(part, table, args[13]) for part, table in zip(coded, args[14:16], strict=True)]
+    vectors = [turboquant.dequantize(part, table, args[10]) for part, table in zip(coded, args[11:13], strict=True)]
     counts = args[7]
     real = torch.arange(args[0].shape[1], device=counts.device) < counts.unsqueeze(1)
     return [out[0][real], *(kept[real] for kept in out[1:2] if len(kept)), *vectors, *(ring[1:] for ring in out[3:])]

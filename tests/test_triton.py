@@ -26,9 +26,15 @@ from onegraph.ops import (  # noqa: E402, F401
     activation,
     attention,
     decode_attention,
+    deepseek_attention,
+    deepseek_compress,
+    deepseek_hyper,
+    deepseek_index,
+    deepseek_moe,
     e8p,
     hadamard,
     norm,
+    recent_attention,
     sampling,
     step,
     turboquant,
@@ -80,7 +86,7 @@ def written(op: Op, args: tuple, result: Tensor | tuple[Tensor, ...]) -> list[Te
     schema = op.overload._schema
     pairs = zip(args, schema.arguments, strict=True)
     mutated = [a for a, s in pairs if a is not None and s.alias_info and s.alias_info.is_write]
-    results = result if isinstance(result, tuple) else (result,)
+    results = result if isinstance(result, tuple) else () if result is None else (result,)
     return [*results, *(t[1:] if t.dim() == 4 else t for t in mutated)]
 
 
@@ -94,10 +100,10 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 def real_tokens(op: Op, args: tuple, outputs: list[Tensor]) -> list[Tensor]:
     """Drops what the op leaves unspecified: q of padding tokens. A TurboQuant cache is read: ties fall either way."""
     if op.name == "turboquant_write":
-        layout = turboquant.layout_of(args[11].shape[0], *args[20:24], args[16].shape[2])
+        layout = turboquant.layout_of(args[9].shape[0], *args[17:21], args[13].shape[2])
         coded = unpack_pages(layout, outputs[2][1:].cpu())
-        tables = (t.cpu() for t in args[14:16])
-        projection = None if args[13] is None else args[13].cpu()
+        tables = (t.cpu() for t in args[11:13])
+        projection = None if args[10] is None else args[10].cpu()
         vectors = [turboquant.dequantize(part, table, projection) for part, table in zip(coded, tables, strict=True)]
         real = torch.arange(args[0].shape[1]) < args[7].cpu().unsqueeze(1)
         kept = outputs[1][real] if len(outputs[1]) else outputs[1]

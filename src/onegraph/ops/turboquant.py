@@ -69,10 +69,7 @@ def _turboquant_write(
     positions: Tensor,
     counts: Tensor,
     block_table: Tensor,
-    q_turn: Tensor,
-    k_turn: Tensor,
-    v_turn: Tensor,
-    k_center: Tensor,
+    turn: Tensor,
     projection: Tensor | None,
     k_codebook: Tensor,
     v_codebook: Tensor,
@@ -89,7 +86,7 @@ def _turboquant_write(
 ) -> tuple[Tensor, Tensor]:
     batch, length, _ = qkv.shape
     _, kv_heads, page_bytes = cache.shape
-    dim = v_turn.shape[0]
+    dim = turn.shape[0]
     layout = layout_of(dim, k_bits, v_bits, k_variant, v_variant, page_bytes)
     vectors = qkv.view(batch, length, -1, dim).float()
     turned, values = vectors.split((heads + kv_heads, kv_heads), dim=2)
@@ -101,11 +98,8 @@ def _turboquant_write(
     if cos is not None and sin is not None:
         row, shape = token.flatten().clamp(0, cos.shape[0] - 1), (batch, length, 1, dim // 2)
         turned = _rope(turned, cos.index_select(0, row).view(shape), sin.index_select(0, row).view(shape))
-    q, k = turned.to(qkv.dtype).float().split((heads, kv_heads), dim=2)
-    q = q.reshape(batch * length, kv_heads, -1, dim).transpose(0, 1).flatten(1, 2) @ q_turn.float() * dim**-0.5
-    q = q.view(kv_heads, batch * length, -1, dim).transpose(0, 1).reshape(batch, length, heads, dim)
-    k = torch.einsum("bqhi,hij->bqhj", k, k_turn.float()) * dim**-0.5 - k_center
-    v = (values @ v_turn.float()) * dim**-0.5
+    whole = torch.cat((turned.to(qkv.dtype).float(), values), dim=2)
+    q, k, v = ((whole @ turn.float()) * dim**-0.5).split((heads, kv_heads, kv_heads), dim=2)
 
     keys = quantize(k, k_codebook, projection if k_variant == "prod" else None, scale)
     coded = quantize(v, v_codebook, projection if v_variant == "prod" else None, scale)
@@ -137,10 +131,7 @@ def _check(
     positions: Tensor,
     counts: Tensor,
     block_table: Tensor,
-    q_turn: Tensor,
-    k_turn: Tensor,
-    v_turn: Tensor,
-    k_center: Tensor,
+    turn: Tensor,
     projection: Tensor | None,
     k_codebook: Tensor,
     v_codebook: Tensor,
@@ -162,9 +153,9 @@ def _check(
             "[batch, tokens, (heads + 2 kv_heads) * head_dim]"
         )
     batch = qkv.shape[0]
-    if v_turn.dim() != 2 or v_turn.shape[0] != v_turn.shape[1]:
-        raise ValueError(f"{op}: v_turn is {tuple(v_turn.shape)}; it must be [head_dim, head_dim]")
-    dim = v_turn.shape[0]
+    if turn.dim() != 2 or turn.shape[0] != turn.shape[1]:
+        raise ValueError(f"{op}: turn is {tuple(turn.shape)}; it must be [head_dim, head_dim]")
+    dim = turn.shape[0]
     if cache.dim() != 3 or cache.dtype != torch.uint8 or not cache.is_contiguous():
         raise ValueError(
             f"{op}: cache is {tuple(cache.shape)} {cache.dtype}; it must be contiguous uint8 [pages, kv_heads, bytes]"
@@ -197,10 +188,7 @@ def _check(
         ("positions", positions, torch.int32, (batch,)),
         ("counts", counts, torch.int32, (batch,)),
         ("block_table", block_table, torch.int32, (batch, -1)),
-        ("q_turn", q_turn, qkv.dtype, (kv_heads, dim, dim)),
-        ("k_turn", k_turn, qkv.dtype, (kv_heads, dim, dim)),
-        ("v_turn", v_turn, qkv.dtype, (dim, dim)),
-        ("k_center", k_center, torch.float32, (kv_heads, dim)),
+        ("turn", turn, qkv.dtype, (dim, dim)),
         ("projection", projection, qkv.dtype, (dim, dim)),
         ("k_codebook", k_codebook, torch.float32, (1 << layout.k_code_bits,)),
         ("v_codebook", v_codebook, torch.float32, (1 << layout.v_code_bits,)),
@@ -246,17 +234,10 @@ def _case(
     ring: int = 0,
     exact: bool = False,
     kind: str = "hadamard",
-    stretch: float = 0.0,
 ) -> Case:
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
         def randn(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator).to(device, dtype)
-
-        def turns(dim: int, kv_heads: int) -> list[Tensor]:
-            turn = formats.rotation(dim, kind).T.contiguous()
-            change = torch.eye(dim) + stretch * torch.randn(2, kv_heads, dim, dim, generator=generator)
-            center = stretch * torch.randn(kv_heads, dim, generator=generator)
-            return [*(change @ turn).to(device, dtype), turn.to(device, dtype), center.to(device)]
 
         batch, reach = len(positions), max(positions) + tokens
         per_row = -(-reach // page_size)
@@ -273,7 +254,7 @@ def _case(
             torch.tensor(positions, dtype=torch.int32, device=device),
             torch.tensor(counts, dtype=torch.int32, device=device),
             table.to(device),
-            *turns(dim, kv_heads),
+            formats.rotation(dim, kind).T.contiguous().to(device, dtype),
             formats.projection(dim).to(device, dtype) if "prod" in variants else None,
             formats.codebook(dim, layout.k_code_bits, device),
             formats.codebook(dim, layout.v_code_bits, device),
@@ -289,8 +270,7 @@ def _case(
 _CASES = (
     _case("smollm2_4", tokens=1, heads=9, kv_heads=3, dim=64, bits=(4, 4), positions=[0, 15, 16, 70],
           counts=[1, 1, 0, 1]),
-    _case("k3v4_ring", tokens=4, heads=9, kv_heads=3, dim=64, bits=(3, 4), positions=[0, 30], counts=[4, 3], ring=24,
-          stretch=0.05),
+    _case("k3v4_ring", tokens=4, heads=9, kv_heads=3, dim=64, bits=(3, 4), positions=[0, 30], counts=[4, 3], ring=24),
     _case("llama_k4v3", tokens=1, heads=8, kv_heads=2, dim=128, bits=(4, 3), positions=[37, 4], counts=[1, 1],
           page_size=32, scale="norm"),
     _case("qwen3_2", tokens=3, heads=4, kv_heads=1, dim=128, bits=(2, 2), positions=[31, 5], counts=[3, 2], norm=True,
@@ -308,8 +288,8 @@ _CASES = (
 
 
 def _fake(qkv: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    v_turn, cache, heads, exact = args[10], args[15], args[18], args[24]
-    batch, length, dim = qkv.shape[0], qkv.shape[1], v_turn.shape[0]
+    turn, cache, heads, exact = args[8], args[12], args[15], args[21]
+    batch, length, dim = qkv.shape[0], qkv.shape[1], turn.shape[0]
     kept = (batch if exact else 0, length, 2, cache.shape[1], dim)
     return qkv.new_empty((batch, length, heads, dim)), qkv.new_empty(kept)
 
@@ -319,7 +299,7 @@ turboquant_write = register(
         name="turboquant_write",
         schema=(
             "(Tensor qkv, Tensor? q_norm, Tensor? k_norm, float eps, Tensor? cos, Tensor? sin, Tensor positions, "
-            "Tensor counts, Tensor block_table, Tensor q_turn, Tensor k_turn, Tensor v_turn, Tensor k_center, "
+            "Tensor counts, Tensor block_table, Tensor turn, "
             "Tensor? projection, Tensor k_codebook, Tensor v_codebook, Tensor(a!) cache, Tensor(b!)? ring, "
             "Tensor? slots, int heads, int k_bits, int v_bits, str k_variant, str v_variant, str scale, bool exact) "
             "-> (Tensor, Tensor)"
@@ -331,18 +311,15 @@ turboquant_write = register(
         cases=_CASES,
         # A code at a near-tie falls either way, and moves its coordinate by a whole step.
         tolerance={torch.float32: 5e-3, torch.bfloat16: 6e-2, torch.float16: 2e-2},
-        bytes_moved=lambda qkv, *rest: 3 * nbytes(qkv) + nbytes(*rest[8:11]),
-        flops=lambda qkv, *rest: 2 * qkv.numel() * rest[10].shape[0],
+        bytes_moved=lambda qkv, *rest: 3 * nbytes(qkv) + nbytes(rest[8]),
+        flops=lambda qkv, *rest: 2 * qkv.numel() * rest[8].shape[0],
     )
 )
 """qkv [B, Q, (heads + 2 kv_heads) D] -> (q [B, Q, heads, D], kv [B, Q, 2, kv_heads, D] or, without `exact`, empty).
 
 As `rope_cache_write`: per head an optional RMSNorm of q and k, rotate-half RoPE, result rounded to qkv's dtype; tokens
-at positions[b] + i of which counts[b] are real; page 0 and the q of other tokens are anyone's. Then vectors are turned,
-
-    q @ q_turn[h] / sqrt(D)        k @ k_turn[h] / sqrt(D) - k_center[h]        v @ v_turn / sqrt(D)
-
-with q_turn and k_turn [kv_heads, D, D], v_turn [D, D] in qkv's dtype, k_center float32 [kv_heads, D], and so they
+at positions[b] + i of which counts[b] are real; page 0 and the q of other tokens are anyone's. Then every vector is
+turned, x @ turn / sqrt(D) with `turn` [D, D] the transpose of `formats.turboquant.rotation` in qkv's dtype, and so they
 come back: q, and with `exact` keys and values too. Keys and values of real tokens go into `cache` uint8 [pages,
 kv_heads, page_bytes] as `TurboQuantLayout(D, k_bits, v_bits, k_variant, v_variant)` says, quantized by `quantize` with
 the codebooks of the code bits; `projection` [D, D] is needed for `prod`. `ring` [rings, size, 2, kv_heads, D] takes the

@@ -114,7 +114,7 @@ def _quantize(
 @triton.jit(do_not_specialize=["tokens", "length", "table_stride", "reach", "max_position"])
 def _write(
     qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table,
-    q_turn, k_turn, v_turn, k_center, projection, k_codebook, v_codebook, cache, ring, slots, out, kept,
+    turn, projection, k_codebook, v_codebook, cache, ring, slots, out, kept,
     factor, tokens, length, table_stride, reach, max_position, page_bytes, ring_size,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
     K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_PROD: tl.constexpr, V_PROD: tl.constexpr, SCALE: tl.constexpr,
@@ -132,21 +132,16 @@ def _write(
     row = tile * ROWS + tl.arange(0, ROWS)
     token = row // GROUP
     head = kv_head * GROUP + row % GROUP
-    turn = q_turn
     weight = q_norm
     kind = 0
     if tile >= query_tiles:
         kind = 1 + (tile - query_tiles) // tiles
         token = row - query_tiles * ROWS
         head = tl.full((ROWS,), HEADS, dtype=tl.int32) + kv_head
-        turn = k_turn
         weight = k_norm
         if kind == 2:
             token -= tiles * ROWS
             head += KV_HEADS
-            turn = v_turn
-    if kind < 2:
-        turn += kv_head * DIM * DIM
     there = token < tokens
     batch = token // length
     step = token % length
@@ -187,8 +182,6 @@ def _write(
         place = out + (token.to(tl.int64) * HEADS + head) * DIM
         tl.store(place[:, None] + column[None, :], y.to(dtype), mask=wide)
     else:
-        if kind == 1:
-            y -= tl.load(k_center + kv_head * DIM + column, mask=column < DIM, other=0.0)[None, :]
         count = tl.load(counts + batch, mask=there, other=0)
         real = there & (step < count) & (position >= 0) & (position < reach)
         if EXACT:
@@ -224,10 +217,7 @@ def turboquant_write(
     positions: Tensor,
     counts: Tensor,
     block_table: Tensor,
-    q_turn: Tensor,
-    k_turn: Tensor,
-    v_turn: Tensor,
-    k_center: Tensor,
+    turn: Tensor,
     projection: Tensor | None,
     k_codebook: Tensor,
     v_codebook: Tensor,
@@ -245,7 +235,7 @@ def turboquant_write(
     """See `onegraph.ops.turboquant.turboquant_write`."""
     batch, length, _ = qkv.shape
     _, kv_heads, page_bytes = cache.shape
-    dim, tokens = q_turn.shape[-1], batch * length
+    dim, tokens = turn.shape[0], batch * length
     k_prod, v_prod = k_variant == "prod", v_variant == "prod"
     norms = 2 * (2 + k_prod + v_prod)
     token_bytes = dim * (k_bits + v_bits) // 8 + norms
@@ -258,7 +248,7 @@ def turboquant_write(
     with on_device(qkv):
         _write[(tiles, kv_heads)](
             qkv, q_norm if norm else qkv, k_norm if norm else qkv, eps, cos if rope else qkv, sin if rope else qkv,
-            positions, counts, block_table, q_turn, k_turn, v_turn, k_center,
+            positions, counts, block_table, turn,
             qkv if projection is None else projection, k_codebook, v_codebook, cache,
             qkv if ring is None else ring, positions if slots is None else slots, out, kept,
             math.exp(math.lgamma((dim + 1) / 2) - math.lgamma(dim / 2)) * math.sqrt(math.pi) / dim,  # 1 / (d E|t|)
