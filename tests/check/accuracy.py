@@ -104,8 +104,7 @@ def main() -> None:
     todo = [(w, f, c) for w in arguments.ways for f in arguments.folders for c in corpus_tools.cases(f)]
     todo = [(w, f, c) for w, f, c in todo if any(part in f"{f}/{c.name}" for part in arguments.cases)]
     # Imported once, before the fork; nothing here touches the GPU.
-    import onegraph.check.live.run
-    import onegraph.check.simulate
+    import onegraph.check.live.run  # noqa: F401
 
     with multiprocessing.get_context("fork").Pool(arguments.workers, maxtasksperchild=arguments.per_process) as pool:
         pending = [(w, f, c, pool.apply_async(look, (w, f, c.name))) for w, f, c in todo if _possible(w, c)]
@@ -115,6 +114,8 @@ def main() -> None:
             except Exception as error:
                 answer = {"error": f"{type(error).__name__}: {error}"}
             seen.setdefault(way, {})[f"{folder}/{case.name}"] = answer
+            if arguments.save and len(seen[way]) % 20 == 0:
+                Path(arguments.save).write_text(json.dumps(seen, indent=0, sort_keys=True))
     if arguments.save:
         Path(arguments.save).write_text(json.dumps(seen, indent=0, sort_keys=True))
     truth = corpus_tools.truth()

@@ -1,26 +1,42 @@
 """onegraph's own decode step obeys the contract that onegraph checks, on every commit; live where there is a GPU."""
 
+import sys
+import types
+
 import own_step
 import pytest
 
 from onegraph.check import Verdict, check_step, declared
+from onegraph.check.declared import _of_libraries, capturable
 
 
 @pytest.mark.parametrize("factory", [own_step.greedy, own_step.sampling], ids=lambda f: f.__name__)
 def test_decode_step_is_clean_in_simulation(factory):
-    with declared("onegraph::*"):  # their references run in its place; the kernels' own tests vouch for them
-        report = check_step(factory, steps=5)
+    report = check_step(factory, steps=5)
     assert report.verdict is Verdict.CAPTURABLE, [(f.code, f.path, f.line, f.message) for f in report.findings]
     assert report.facts["replay equals eager"]
     assert len(report.timeline) > 20
 
 
-def test_undeclared_kernels_are_never_called_safe():
+def test_a_kernel_that_nobody_vouches_for_is_never_called_safe(monkeypatch):
+    monkeypatch.delattr("onegraph.ops.__capturable__")
+    _of_libraries.cache_clear()
     report = check_step(own_step.greedy)
+    _of_libraries.cache_clear()
     assert report.verdict is Verdict.UNVERIFIED
     assert report.codes == {"CG401"}
     assert report.exit_code() == 0
     assert report.exit_code(strict=True) == 1
+
+
+def test_a_library_speaks_for_its_own_namespace_and_no_other(monkeypatch):
+    module = types.ModuleType("a_library")
+    module.__capturable__ = ("mylib::*", "*::anything", 3)
+    monkeypatch.setitem(sys.modules, "a_library", module)
+    assert capturable("mylib::op") is True
+    assert capturable("other::anything") is None
+    with declared("mylib::op", capturable=False):
+        assert capturable("mylib::op") is False
 
 
 @pytest.mark.gpu

@@ -1,8 +1,17 @@
-"""What authors vouch for: kernels and ops that a check cannot look into, declared safe to capture."""
+"""What authors vouch for: kernels and ops that a check cannot look into, declared safe to capture.
 
+A library says it of its own ops without importing this package, in any of its modules:
+
+    __capturable__ = ("mylib::*",)
+
+A user says it of anybody's, with `declare`, whose word counts for more.
+"""
+
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any
 
 _DECLARED: dict[str, bool] = {}
@@ -37,7 +46,20 @@ def capturable(name: str) -> bool | None:
     for pattern, value in reversed(_DECLARED.items()):
         if pattern == name or fnmatchcase(name, pattern):
             return value
+    if any(fnmatchcase(name, pattern) for pattern in _of_libraries(len(sys.modules))):
+        return True
     return None
+
+
+@lru_cache(maxsize=1)
+def _of_libraries(modules: int) -> tuple[str, ...]:
+    """Every pattern of a `__capturable__` that names its namespace; read again when `modules` more are loaded."""
+    found: list[str] = []
+    for module in list(sys.modules.values()):
+        words = getattr(module, "__dict__", {}).get("__capturable__", ())
+        if isinstance(words, tuple | list):
+            found += [w for w in words if isinstance(w, str) and "*" not in w.split("::")[0]]
+    return tuple(found)
 
 
 def name_of(op: Any) -> str:

@@ -5,7 +5,7 @@ import inspect
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import CodeType, SimpleNamespace
 from typing import Any
 
@@ -75,13 +75,17 @@ class _Live:
 
     def run(self) -> Report:
         begin = time.perf_counter()
-        with _capturing_asked(self.recorder):
-            self._eager()
-            devices = sorted(self.recorder.devices)
-            home = torch.cuda.current_device()
-            self._capture(devices[-1] if devices and home not in devices else home)
-            if devices and devices != [home]:
-                self._without_stream(home)
+        gc.freeze()  # what exists already is no part of the step: the many collections need not walk it
+        try:
+            with _capturing_asked(self.recorder):
+                self._eager()
+                devices = sorted(self.recorder.devices)
+                home = torch.cuda.current_device()
+                self._capture(devices[-1] if devices and home not in devices else home)
+                if devices and devices != [home]:
+                    self._without_stream(home)
+        finally:
+            gc.unfreeze()
         self.facts["live seconds"] = round(time.perf_counter() - begin, 3)
         return self._report()
 
@@ -177,6 +181,8 @@ class _Live:
             except Exception as error:
                 self._capture_failed(error, record, stream.cuda_stream)
                 recorder.step = None
+                self.facts["capture error"] = _line(_first(error))
+                _after_failure(stream)
                 return
             for number, (_, chain) in recorder.streams.items():
                 if number != stream.cuda_stream and number == 0:
@@ -190,9 +196,9 @@ class _Live:
                 )
                 return
             outputs = list(result) if isinstance(result, tuple | list) else [result]
-            self._replays(step, inputs, static, graph, outputs)
+            self._replays(step, inputs, static, graph, outputs, stream)
 
-    def _replays(self, step: Any, inputs: Any, static: Any, graph: Any, outputs: list[Tensor]) -> None:
+    def _replays(self, step: Any, inputs: Any, static: Any, graph: Any, outputs: list[Tensor], stream: Any) -> None:
         given = {t.untyped_storage().data_ptr() for t in tree_leaves(static) if isinstance(t, Tensor)}
         for index in range(1, self.count):
             if index > 1:
@@ -208,7 +214,10 @@ class _Live:
             for output in outputs:
                 if output.untyped_storage().data_ptr() not in given:
                     _poison(output)
-            junk = [torch.full((n,), float("nan"), device="cuda") for n in _JUNK for _ in range(4)]
+            junk = _junk()
+            with torch.cuda.stream(stream):  # memory goes back to the stream that it was made on
+                junk += _junk()
+            torch.cuda.synchronize()
             verdict = Verdict(step=index)
             try:
                 graph.replay()
@@ -326,6 +335,8 @@ class _Live:
         codes = list(dict.fromkeys(c for s in self.steps.values() for op in s.ops for c, _ in op.chain))
         findings.of_state({i: c for i, c in self.changed.items() if i >= 1}, codes)
         findings.of_referee(self.verdicts, self.step_code)
+        if self.captured is None:
+            findings.of_failure(self.facts.get("capture error", "the graph is empty"), self.step_code)
         report = findings.report(self.target, self.count)
         self.facts.update(
             {
@@ -390,6 +401,16 @@ def _code(step: Any) -> Any:
     return step
 
 
+def _after_failure(stream: Any) -> None:
+    """A capture that breaks leaves the default generator in capture mode, where the next random number is an error; a
+    capture that ends well takes it out again."""
+    with suppress(RuntimeError), torch.cuda.stream(stream):
+        torch.cuda.synchronize()
+        one = torch.ones(1, device="cuda")
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+            one.add_(1)
+
+
 def _static(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
@@ -402,6 +423,10 @@ def _copy(static: Any, fresh: Any) -> Any:
             raise ValueError(f"an input of shape {tuple(fresh.shape)} does not fit {tuple(static.shape)}")
         static.copy_(fresh)
     return static
+
+
+def _junk() -> list[Tensor]:
+    return [torch.full((n,), float("nan"), device="cuda") for n in _JUNK for _ in range(32 if n < 1024 else 4)]
 
 
 def _poison(tensor: Tensor) -> None:

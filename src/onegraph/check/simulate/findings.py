@@ -129,18 +129,19 @@ class Findings:
             f"step {v.step}: {v.failed or ', '.join(f'output {i}' for i in v.outputs) or 'state'} differs"
             for v in stale
         )
-        code = getattr(step, "__code__", None) or getattr(getattr(step, "__func__", None), "__code__", None)
-        code = code or getattr(getattr(type(step), "forward", None), "__code__", None)
-        place = frames.place(code, 0) if code else frames.Place("<step>", 1, 1, "")
-        if code:
-            place = place._replace(
-                line=code.co_firstlineno, source=frames.linecache.getline(place.path, code.co_firstlineno)
-            )
+        place = _definition(step)
         sighting = Sighting(
             stale[0].step, "CG212", Severity.ERROR, (), "a replay gives another result than eager; no op explains it",
             SILENT, values[:_MOST_VALUES],
         )  # fmt: skip
         self._add(sighting, place)
+
+    def of_failure(self, error: str, step: Callable[..., Any]) -> None:
+        """A capture that failed is an error, also where nothing names the line."""
+        if not any(f.severity is Severity.ERROR for f in self.found.values()):
+            text = "the step cannot be captured, and no op or call names the line"
+            sighting = Sighting(self.world.captured_step, "CG105", Severity.ERROR, (), text, error)
+            self._add(sighting, _definition(step))
 
     def locate(self, chain: frames.Chain) -> frames.Place | None:
         where = self.roots.where(chain)
@@ -209,6 +210,16 @@ class Findings:
             timeline=tuple(timeline),
             storages=tuple(seen[n] for n in sorted(seen)),
         )
+
+
+def _definition(step: Callable[..., Any]) -> frames.Place:
+    """The first line of the step's own code."""
+    code = getattr(step, "__code__", None) or getattr(getattr(step, "__func__", None), "__code__", None)
+    code = code or getattr(getattr(type(step), "forward", None), "__code__", None)
+    if code is None:
+        return frames.Place("<step>", 1, 1, "")
+    line = code.co_firstlineno
+    return frames.place(code, 0)._replace(line=line, source=frames.linecache.getline(code.co_filename, line))
 
 
 def _module(chain: frames.Chain) -> str:

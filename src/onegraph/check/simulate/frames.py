@@ -191,9 +191,8 @@ def _backwards(mine: Chain, last: Chain, level: int) -> bool:
         return False
     code, line, other = mine[level][0], place(*mine[level]).line, place(*last[level]).line
     module = tree(code.co_filename)
-    loops = (
-        [n for n in _inside(module, code) if isinstance(n, (ast.For, ast.While, *_COMPREHENSIONS))] if module else []
-    )
+    nodes = _inside(module, code) if module is not None else []
+    loops = [n for n in nodes if isinstance(n, (ast.For, ast.While, *_COMPREHENSIONS))]
     return not any(n.lineno <= min(line, other) and max(line, other) <= (n.end_lineno or 0) for n in loops)
 
 
@@ -227,8 +226,8 @@ def _header(
 ) -> tuple[int, int] | None:
     """Header of the innermost compound statement that holds `line` but not `other` in the same arm.
 
-    early: without one, the last `if` before `line` that leaves the function or loop is taken. again: the last one of the
-    loop that was gone round once more, if it has any: a loop over a fixed list is left by what its body decides.
+    early: without one, the last `if` before `line` that leaves the function or loop is taken. again: the last one of
+    the loop that was gone round once more, if it has any: a loop over a fixed list is left by what its body decides.
     """
     module = tree(path)
     if module is None:

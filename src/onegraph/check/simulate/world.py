@@ -274,6 +274,9 @@ class World:
                 chain=chain,
                 severity=Severity.WARNING,
             )
+        elif _UNSAFE is not None and _UNSAFE in func.tags:
+            text = f"{name} is tagged cudagraph_unsafe by its author"
+            self.see("CG105", text, hazards.NOT_PERMITTED, chain=chain)
         elif namespace not in BUILTIN:
             self.opaque(name, f"custom op {name}", chain)
 
@@ -461,6 +464,7 @@ class World:
 
 
 _CPU = torch.device("cpu")
+_UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
 _MIXED = (
     hazards._INDEX | hazards._COPIES | {"aten::set_", "aten::tensor_split", "aten::lift_fresh", "aten::_pin_memory"}
 )

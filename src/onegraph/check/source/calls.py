@@ -90,6 +90,11 @@ def apply(machine: Machine, func: Value, args: list[Value], keywords: Keywords, 
             return _module_method(machine, func.receiver, func.name, args, keywords)
         case Method(receiver=Super()):
             return UNKNOWN
+        case Method(receiver=Seq(kind="modules"), name="to" | "cuda"):
+            device = torch_calls.device_argument(args, keywords) if func.name == "to" else "cuda"
+            return move(func.receiver, device, set()) if device else func.receiver
+        case Method(receiver=Seq(kind="modules"), name="eval" | "half" | "bfloat16" | "float" | "requires_grad_"):
+            return func.receiver
         case Method():
             return torch_calls.method(machine, func.receiver, func.name, args, keywords, node)
         case Obj():

@@ -62,11 +62,27 @@ def _compared(machine: Machine, node: ast.Compare, left: Value, op: ast.cmpop, r
                 return Const(bool(COMPARISONS[type(op)](left.value, right.value)))
             except TypeError:
                 return Plain("bool")
+        case (Plain(least=float() | int()), Const(value=float() | int())):
+            known = _beyond(op, left.least, right.value)
+            if known is not None:
+                return Const(known)
     if isinstance(left, Unknown) and isinstance(right, Unknown):
         return UNKNOWN
     if isinstance(left, Unknown) or isinstance(right, Unknown):
         return UNKNOWN
     return Plain("bool", varying=varies(left) or varies(right))
+
+
+def _beyond(op: ast.cmpop, least: Any, number: Any) -> bool | None:
+    """A counter against a number that it has passed when the warm-up is over: one answer from then on."""
+    match op:
+        case ast.Eq() | ast.NotEq() if number < least:
+            return isinstance(op, ast.NotEq)
+        case ast.Lt() | ast.GtE() if number <= least:
+            return isinstance(op, ast.GtE)
+        case ast.LtE() | ast.Gt() if number < least:
+            return isinstance(op, ast.Gt)
+    return None
 
 
 def _identity(left: Value, right: Value, positive: bool) -> Value:

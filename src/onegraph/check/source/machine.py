@@ -93,6 +93,7 @@ class Machine:
     _changes: dict[int, set[Key]] = field(default_factory=dict)
     _setters: dict[Key, Callable[[Value], None]] = field(default_factory=dict)
     _values: dict[Key, Value] = field(default_factory=dict)
+    _numbers: dict[Key, dict[int, float]] = field(default_factory=dict)
     moving: set[Key] = field(default_factory=set)
     grown: set[Key] = field(default_factory=set)
     _alive: list[object] = field(default_factory=list)
@@ -197,6 +198,8 @@ class Machine:
         self._alive.append(owner)
         self._setters[key] = setter
         self._values[key] = new
+        if isinstance(new, Const) and isinstance(new.value, int | float):
+            self._numbers.setdefault(key, {})[self.run] = new.value
         if any(t.grown for t in tensors(new)):
             self.grown.add(key)
         if moved or differs(old, new):
@@ -260,7 +263,9 @@ class Machine:
             value = self._values[key]
             if isinstance(value, Const | Plain):
                 kind = type(value.value).__name__ if isinstance(value, Const) else value.kind
-                self._setters[key](Plain(kind, varying=True))
+                first, second = (self._numbers.get(key, {}).get(run) for run in (0, 1))
+                grows = first is not None and second is not None and first < second
+                self._setters[key](Plain(kind, varying=True, least=first if grows else None))
             elif isinstance(value, Seq) and isinstance(value.any, Const | Plain):
                 self._setters[key](replace(value, items=None, element=Plain("", varying=True)))
 

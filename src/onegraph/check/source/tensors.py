@@ -125,7 +125,9 @@ def load_item(machine: Machine, node: ast.Subscript, tensor: Tensor) -> Value:
     """`tensor[...]` as a value."""
     rank, basic = _index(machine, node, tensor, store=None)
     if basic:
-        return view(machine, tensor, rank)
+        parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        cut = any(isinstance(p, ast.Slice) and (p.lower is not None or p.upper is not None) for p in parts)
+        return replace(view(machine, tensor, rank), part=cut or tensor.part)
     return machine.tensor(tensor.device, sure=tensor.sure, boolean=tensor.boolean)
 
 

@@ -254,7 +254,7 @@ def _op(machine: Machine, name: str, last: str, args: list[Value], keywords: Key
     if last in ("cat", "concat", "concatenate", "stack", "hstack", "vstack"):
         rank = given[0].rank if last != "stack" or given[0].rank is None else given[0].rank + 1
         made = machine.tensor(result_device, sure=sure, rank=rank)
-        if machine.in_step and len(given) > 1 and any(machine.carried_over(t) for t in given):
+        if machine.in_step and len(given) > 1 and any(machine.carried_over(t) and not t.part for t in given):
             made = replace(made, grown=True)
             machine.cats[made.site] = machine.remember(node)
         return made

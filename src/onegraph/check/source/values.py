@@ -34,11 +34,13 @@ class Const(Value):
 
 @dataclass(frozen=True, slots=True)
 class Plain(Value):
-    """A Python value that is no tensor. `varying`: it may change from step to step. `read`: where the host read it."""
+    """A Python value that is no tensor. `varying`: it may change from step to step. `read`: where the host read it.
+    `least`: of a number that only grows, what it is when the warm-up is over."""
 
     kind: str = ""
     varying: bool = False
     read: str = ""
+    least: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class Tensor(Value):
         parameter: registered with a module.
         integer: known to hold integers that are no mask.
         moving: another storage in every step, though the caller copies nothing: taken from a list, or out of an object.
+        part: a slice that may be shorter than what it is a view of.
         ragged: an input whose shape changes from step to step.
     """
 
@@ -78,6 +81,7 @@ class Tensor(Value):
     optional: bool = False
     grown: bool = False
     parameter: bool = False
+    part: bool = False
     ragged: bool = False
     moving: bool = False
     integer: bool = False
