@@ -5,6 +5,8 @@ certain to forget, on random data; a figure stands beside the bytes it moved ove
 same run; what runs eagerly is timed by the wall clock, host included. A row is a flat dict, one JSON line.
 """
 
+import copy
+import importlib.util
 import platform
 import statistics
 import subprocess
@@ -25,6 +27,7 @@ from onegraph.ops.decode_attention import paged_decode
 from onegraph.ops.e8p import e8p_linear
 
 LINEAR_SHAPES = ((4096, 14336), (14336, 4096), (4096, 4096), (576, 3072), (1536, 576))  # (k in, n out)
+HUMMING = "humming g128"
 L2_TIMES = 8  # weights are rotated over so many times the L2
 MAX_COPIES = 512  # of small layers: a graph of more nodes takes longer to build than it is worth
 
@@ -84,16 +87,21 @@ def bench_linear(
     dtype: torch.dtype = torch.bfloat16,
     dense: bool = True,
 ) -> Iterator[Row]:
-    """Times `e8p_linear` on layers of k inputs and n outputs, and the dense linear of torch if `dense`.
+    """Times `e8p_linear` on layers of k inputs and n outputs, the dense linear of torch if `dense`, and beside each
+    rate the integer linear of humming-kernels (group 128) where that package is installed and takes the shape.
 
     Yields rows as they are measured: name, k, n, tokens, bits, us, gb_per_s, roof_us (bytes of the weights and scales
     over the copy bandwidth) and percent_of_roof. Raises ValueError on a machine without a CUDA GPU.
     """
     device = _gpu(device)
     about = machine(device)
+    contestants = [("torch dense", 16)] if dense else []
+    contestants += [(name, rate) for rate in bits for name in ("onegraph e8p", *((HUMMING,) if _has_humming() else ()))]
     for k, n in shapes:
-        for rate in (*((16,) if dense else ()), *bits):
-            layers, size = _copies(k, n, rate, device, dtype)
+        for name, rate in contestants:
+            if name == HUMMING and (k % 128 or n % 128):
+                continue
+            layers, size = _copies(name, k, n, rate, device, dtype)
             for count in tokens:
                 x = torch.randn(count, k, device=device, dtype=dtype)
 
@@ -105,7 +113,7 @@ def bench_linear(
                 roof = size / copy_bandwidth(device) * 1e6
                 yield {
                     "bench": "linear",
-                    "name": "torch dense" if rate == 16 else "onegraph e8p",
+                    "name": name,
                     "k": k,
                     "n": n,
                     "tokens": count,
@@ -273,20 +281,39 @@ def _gpu(device: torch.device | str) -> torch.device:
 
 
 def _copies(
-    k: int, n: int, bits: int, device: torch.device, dtype: torch.dtype
+    name: str, k: int, n: int, bits: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[list[Callable[[Tensor], Tensor]], int]:
     """As many layers of random weights as L2_TIMES the L2 holds, and the bytes that one of them reads."""
-    size = k * n * bits // 8 + (0 if bits == 16 else 4 * (k + n))
+    size = k * n * bits // 8
+    if bits < 16:
+        size += k * n // 64 if name == HUMMING else 4 * (k + n)
     wanted = L2_TIMES * torch.cuda.get_device_properties(device).L2_cache_size
     count = min(max(2, -(-wanted // size)), MAX_COPIES)
     if bits == 16:
         return [_dense(torch.randn(n, k, device=device, dtype=dtype)) for _ in range(count)], size
+    if name == HUMMING:
+        first = _integer(k, n, bits, device, dtype)
+        return [first, *(copy.deepcopy(first) for _ in range(count - 1))], size
     table = codebook(device)
     return [_coded(k, n, bits, table) for _ in range(count)], size
 
 
 def _dense(weight: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda x: torch.nn.functional.linear(x, weight)
+
+
+def _has_humming() -> bool:
+    return importlib.util.find_spec("humming") is not None
+
+
+def _integer(k: int, n: int, bits: int, device: torch.device, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    from humming.layer import HummingLayer  # type: ignore[import-not-found]
+
+    config = {"dtype": f"int{bits}", "group_size": 128}
+    layer = HummingLayer(shape_n=n, shape_k=k, weight_config=config, torch_dtype=dtype).to(device)
+    layer.load_from_unquantized(torch.randn(n, k, device=device, dtype=dtype))
+    layer.transform()
+    return layer
 
 
 def _coded(k: int, n: int, bits: int, table: Tensor) -> Callable[[Tensor], Tensor]:
