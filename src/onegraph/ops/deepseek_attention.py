@@ -225,6 +225,7 @@ deepseek_qkv = register(
             q.new_empty((*q.shape[:2], q.shape[2] // kv.shape[2], kv.shape[2])),
             kv.new_empty(kv.shape),
         ),
+        kernel="onegraph.ops.triton.deepseek_attention:deepseek_qkv",
         check=_check_qkv,
         cases=(_qkv_case("flash", 2, 1, 64, 512, 32), _qkv_case("chunk", 3, 7, 3, 40, 4)),
         tolerance={torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4},
@@ -245,27 +246,32 @@ deepseek_attention = register(
         ),
         reference=_deepseek_attention,
         fake=lambda q, *rest: torch.empty_like(q),
+        kernel="onegraph.ops.triton.deepseek_attention:deepseek_attention",
         check=_check_attention,
         cases=(
             _case(
-                "window_decode", heads=64, dim=512, half=32, window=128, ratio=0, per_page=1,
+                "flash_window", heads=64, dim=512, half=32, window=128, ratio=0, per_page=1,
                 positions=[0, 127, 300, 9], counts=[1, 1, 1, 0],
             ),
             _case(
-                "csa_decode", heads=64, dim=512, half=32, window=128, ratio=4, per_page=16, top_k=64,
+                "flash_csa", heads=64, dim=512, half=32, window=128, ratio=4, per_page=16, top_k=64,
                 positions=[2, 3, 900], counts=[1, 1, 1],
             ),
             _case(
-                "hca_decode", heads=16, dim=512, half=32, window=128, ratio=128, per_page=2,
+                "flash_hca", heads=16, dim=512, half=32, window=128, ratio=128, per_page=2,
                 positions=[126, 127, 1000], counts=[1, 1, 1],
             ),
             _case(
-                "csa_chunk", heads=4, dim=48, half=8, window=16, ratio=4, per_page=4, top_k=8,
-                positions=[0, 5, 60], counts=[37, 9, 0],
+                "decode", heads=19, dim=48, half=8, window=16, ratio=4, per_page=4, top_k=8,
+                positions=[2, 45, 80], counts=[1, 1, 0],
             ),
             _case(
-                "hca_chunk", heads=4, dim=48, half=8, window=16, ratio=16, per_page=2,
-                positions=[0, 14, 60], counts=[37, 9, 1],
+                "csa_chunk", heads=3, dim=48, half=8, window=8, ratio=4, per_page=4, top_k=4,
+                positions=[0, 5, 30], counts=[13, 4, 0],
+            ),
+            _case(
+                "hca_chunk", heads=3, dim=32, half=4, window=8, ratio=8, per_page=2,
+                positions=[0, 6, 29], counts=[13, 9, 1],
             ),
         ),
         tolerance={torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3},

@@ -206,6 +206,7 @@ deepseek_compress = register(
         ),
         reference=_deepseek_compress,
         fake=lambda *args: None,
+        kernel="onegraph.ops.triton.deepseek_compress:deepseek_compress",
         check=_check,
         cases=(
             _case(

@@ -79,12 +79,12 @@ def _case(
         rows, pages = paged_rows(generator, positions, counts, tokens, per_page * ratio)
         angle = angles(max(positions) + tokens, half)
 
-        # Scores far apart, so that no rounding changes who is among the best: one key direction, distinct lengths.
+        # Scores 5 % apart, so that no rounding changes who is among the best: one key direction, distinct lengths.
         direction = torch.ones(dim)
         direction[-2 * half :] = 0.0
         rank = torch.randperm(pages * per_page, generator=generator).view(pages, per_page, 1)
-        entries = direction * (1 + rank) / (pages * per_page)
-        q = direction + 0.0 * torch.randn(batch, tokens, heads, 1, generator=generator)
+        entries = direction * torch.exp2(12 * rank / (pages * per_page) - 6)
+        q = direction.expand(batch, tokens, heads, dim).contiguous()
         weights = 0.5 + torch.rand(batch, tokens, heads, generator=generator)
         args = (q.to(dtype), weights.to(dtype), angle.cos(), angle.sin(), rows["positions"], rows["counts"],
                 rows["block_table"], entries.to(dtype), ratio, top_k)  # fmt: skip
@@ -104,18 +104,19 @@ deepseek_index = register(
         fake=lambda q, weights, cos, sin, positions, counts, table, entries, ratio, top_k: q.new_empty(
             (q.shape[0], q.shape[1], top_k), dtype=INT32
         ),
+        kernel="onegraph.ops.triton.deepseek_index:deepseek_index",
         check=_check,
         cases=(
             _case(
-                "decode", heads=64, dim=128, half=32, ratio=4, per_page=8, top_k=16,
+                "flash_index", heads=64, dim=128, half=32, ratio=4, per_page=8, top_k=16,
                 positions=[0, 3, 130, 42], counts=[1, 1, 1, 0],
             ),
             _case(
                 "chunk", heads=8, dim=24, half=4, ratio=4, per_page=4, top_k=8,
-                positions=[0, 9, 50], counts=[9, 2, 0],
+                positions=[0, 9, 50], counts=[6, 2, 1],
             ),
         ),
-        tolerance={torch.float32: 0.0},
+        tolerance={torch.float32: 0.0, torch.bfloat16: 0.0, torch.float16: 0.0},
         bytes_moved=lambda q, weights, cos, sin, positions, counts, table, entries, ratio, top_k: (
             nbytes(q, weights) + table.numel() * nbytes(entries[0]) + 4 * q.shape[0] * q.shape[1] * top_k
         ),

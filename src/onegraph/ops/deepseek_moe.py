@@ -136,6 +136,7 @@ deepseek_route = register(
             logits.new_empty((logits.shape[0], top_k), dtype=INT32),
             logits.new_empty((logits.shape[0], top_k)),
         ),
+        kernel="onegraph.ops.triton.deepseek_moe:deepseek_route",
         check=_check_route,
         cases=(
             _route_case("flash", 3, 256, 6, "bias"),
@@ -159,6 +160,7 @@ swiglu = register(
         schema="(Tensor gate_up, float limit) -> Tensor",
         reference=_swiglu,
         fake=lambda gate_up, limit: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)),
+        kernel="onegraph.ops.triton.deepseek_moe:swiglu",
         check=_check_swiglu,
         cases=(_swiglu_case((1, 1, 4096), 10.0), _swiglu_case((3, 5, 82), 2.5)),
         tolerance={torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4},

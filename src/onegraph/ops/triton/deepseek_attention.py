@@ -1,0 +1,202 @@
+"""Attention to one latent vector a key: 16 heads of a query against a split of its keys, then the splits merged."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onegraph.ops.triton.deepseek_compress import put, put_all, rows, turn
+from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
+
+ROWS = 16  # heads of a program: the smallest tile of the tensor cores
+KEYS = 32  # keys of a step
+PROGRAMS = 128  # that a decode step is split into, if it has keys enough
+
+
+@triton.jit(do_not_specialize=["length", "last"])
+def _qkv(
+    q, kv, norm, cos, sin, positions, q_out, kv_out, eps, length, q_stride, kv_stride, last,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One head of one token, or (head HEADS) its latent vector."""
+    let_next_start(PDL)
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, WIDTH)
+    inside = column < DIM
+    latent = head == HEADS
+    gain = tl.load(norm + column, mask=inside & latent, other=1.0).to(tl.float32)
+    wait_for_previous(PDL)
+    at = tl.where(latent, kv + row * kv_stride, q + row * q_stride + head * DIM)
+    x = tl.load(at + column, mask=inside, other=0.0).to(tl.float32)
+    x = x * (1.0 / tl.sqrt_rn(tl.sum(x * x, axis=0) / DIM + eps)) * gain
+    position = tl.load(positions + row // length) + (row % length).to(tl.int32)
+    x = turn(x, cos, sin, position, last, tl.arange(0, WIDTH // 2), HALF, DIM // 2 - HALF, False)
+    to = tl.where(latent, kv_out + row * DIM, q_out + (row * HEADS + head) * DIM)
+    tl.store(to + column, x.to(q_out.dtype.element_ty), mask=inside)
+
+
+def deepseek_qkv(
+    q: Tensor, kv: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See `onegraph.ops.deepseek_attention.deepseek_qkv`."""
+    (batch, length, width), dim = q.shape, kv.shape[2]
+    heads = width // dim
+    out, latent = q.new_empty((batch, length, heads, dim)), kv.new_empty((batch, length, dim))
+    if batch * length == 0:
+        return out, latent
+    q, kv = rows(q), rows(kv)
+    with on_device(q):
+        _qkv[(batch * length, heads + 1)](
+            q, kv, norm, cos, sin, positions, out, latent, eps, length, q.stride(1), kv.stride(1), cos.shape[0] - 1,
+            HEADS=heads, DIM=dim, WIDTH=triton.next_power_of_2(dim), HALF=cos.shape[1], num_warps=1, **options(q),
+        )  # fmt: skip
+    return out, latent
+
+
+@triton.jit(do_not_specialize=["length", "table_stride", "capacity", "pages"])
+def _attend(
+    q, kv, ring, slots, positions, counts, block_table, entries, selected, part, part_max, part_sum, scale,
+    length, table_stride, capacity, pages,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, RATIO: tl.constexpr,
+    PER_PAGE: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
+    WRITE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(PDL)
+    split, tile, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    batch, step = row // length, (row % length).to(tl.int32)
+    head = tile * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, WIDTH)
+    wait_for_previous(PDL)
+    start_at, count = tl.load(positions + batch), tl.load(counts + batch)
+    slot = tl.load(slots + batch).to(tl.int64)
+    token = start_at + step
+    # Keys are numbered: the window's from token - WINDOW + 1 on, then entries.
+    many = WINDOW
+    if RATIO > 0:
+        ready = tl.minimum((token + 1) // RATIO, capacity)
+        many += tl.minimum(ready, TOP_K) if TOP_K > 0 else ready
+    share = tl.cdiv(tl.cdiv(many, SPLITS), KEYS) * KEYS
+    first = split * share
+    stop = tl.where(step < count, tl.minimum(first + share, many), 0)
+    place = (row * HEADS + head) * SPLITS + split
+    inside = (head < HEADS)[:, None] & (column < DIM)[None, :]
+    queries = tl.load(q + (row * HEADS + head)[:, None] * DIM + column[None, :], mask=inside, other=0.0)
+    best = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((ROWS,), dtype=tl.float32)
+    acc = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
+    for begin in range(first, stop, KEYS):
+        index = begin + tl.arange(0, KEYS)
+        behind = token - WINDOW + 1 + index
+        near = index < WINDOW
+        seen = (index < stop) & ((behind >= 0) | (index >= WINDOW))
+        own = behind >= start_at
+        at = tl.where(
+            own, kv + (batch * length + behind - start_at) * DIM, ring + (slot * WINDOW + behind % WINDOW) * DIM
+        )
+        if RATIO > 0:
+            entry = index - WINDOW
+            far = (index >= WINDOW) & (index < stop)
+            if TOP_K > 0:
+                entry = tl.load(selected + row * TOP_K + entry, mask=far, other=0)
+                seen = seen & ((entry >= 0) | near)
+                entry = tl.minimum(tl.maximum(entry, 0), capacity - 1)
+            page = tl.load(block_table + batch * table_stride + entry // PER_PAGE, mask=far, other=0)
+            page = tl.minimum(tl.maximum(page, 0), pages - 1)  # a wrong table must not read past the pool
+            there = entries + (page.to(tl.int64) * PER_PAGE + entry % PER_PAGE) * DIM
+            at = tl.where(near, at, there)
+        valid = seen[:, None] & (column < DIM)[None, :]
+        keys = tl.load(at[:, None] + column[None, :], mask=valid, other=0.0)
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * (scale * 1.4426950408889634)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        higher = tl.maximum(best, tl.max(scores, axis=1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp2(scores - base[:, None])
+        keep = tl.exp2(best - base)
+        total = total * keep + tl.sum(weight, axis=1)
+        acc = tl.dot(weight.to(keys.dtype), keys, acc * keep[:, None], input_precision="ieee")
+        best = higher
+    tl.store(part + place[:, None] * DIM + column[None, :], acc, mask=inside)
+    tl.store(part_max + place, best, mask=head < HEADS)
+    tl.store(part_sum + place, total, mask=head < HEADS)
+    # A decode step's token takes the place of the one WINDOW before it, which the query no longer sees.
+    if WRITE and (split == 0) & (tile == 0):
+        put(kv, ring, slot, start_at, count > 0, batch, DIM, WINDOW, DIM, WIDTH)
+
+
+@triton.jit(do_not_specialize=["length", "last"])
+def _finish(
+    part, part_max, part_sum, sinks, cos, sin, positions, counts, out, length, last,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Splits of one query and head by their log-sum-exp, the sink in the denominator, then RoPE undone."""
+    let_next_start(PDL)
+    at = tl.program_id(0).to(tl.int64)
+    row, head = at // HEADS, at % HEADS
+    batch, step = row // length, (row % length).to(tl.int32)
+    split = tl.arange(0, SPLITS)
+    column = tl.arange(0, WIDTH)
+    sink = tl.load(sinks + head) * 1.4426950408889634
+    wait_for_previous(PDL)
+    best = tl.load(part_max + at * SPLITS + split)
+    total = tl.load(part_sum + at * SPLITS + split)
+    place = (at * SPLITS + split)[:, None] * DIM + column[None, :]
+    acc = tl.load(part + place, mask=(column < DIM)[None, :], other=0.0)
+    base = tl.maximum(tl.max(best, axis=0), sink)
+    weight = tl.exp2(best - base)
+    result = tl.sum(acc * weight[:, None], axis=0) / (tl.sum(total * weight, axis=0) + tl.exp2(sink - base))
+    real = step < tl.load(counts + batch)
+    result = tl.where(real, result, 0.0)
+    pair = tl.arange(0, WIDTH // 2)
+    result = turn(result, cos, sin, tl.load(positions + batch) + step, last, pair, HALF, DIM // 2 - HALF, True)
+    tl.store(out + at * DIM + column, result.to(out.dtype.element_ty), mask=column < DIM)
+
+
+def deepseek_attention(
+    q: Tensor,
+    kv: Tensor,
+    ring: Tensor,
+    sinks: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    counts: Tensor,
+    block_table: Tensor,
+    entries: Tensor | None,
+    selected: Tensor | None,
+    ratio: int,
+    scale: float,
+) -> Tensor:
+    """See `onegraph.ops.deepseek_attention.deepseek_attention`."""
+    batch, length, heads, dim = q.shape
+    out = torch.empty_like(q)
+    if q.numel() == 0:
+        return out
+    pool = q if entries is None else entries
+    per_page, window = 1 if entries is None else entries.shape[1], ring.shape[1]
+    capacity = block_table.shape[1] * per_page
+    top_k = 0 if selected is None else selected.shape[2]
+    tiles = triton.cdiv(heads, ROWS)
+    span = window + (0 if entries is None else min(top_k or capacity, capacity))
+    wanted = max(1, min(PROGRAMS // (tiles * batch * length), triton.cdiv(span, KEYS)))
+    splits = 1 << (wanted.bit_length() - 1)
+    part = torch.empty((batch * length * heads, splits, dim), dtype=torch.float32, device=q.device)
+    sums = torch.empty((2, batch * length * heads, splits), dtype=torch.float32, device=q.device)
+    width = max(16, triton.next_power_of_2(dim))
+    with on_device(q):
+        opts = options(q)
+        _attend[(splits, tiles, batch * length)](
+            q, kv, ring, slots, positions, counts, block_table, pool, positions if selected is None else selected,
+            part, sums[0], sums[1], scale, length, block_table.stride(0), capacity, pool.shape[0],
+            HEADS=heads, DIM=dim, WIDTH=width, WINDOW=window, RATIO=0 if entries is None else ratio,
+            PER_PAGE=per_page, TOP_K=top_k, ROWS=ROWS, KEYS=KEYS, SPLITS=splits, WRITE=length == 1,
+            num_warps=4, num_stages=2, **opts,
+        )  # fmt: skip
+        _finish[(batch * length * heads,)](
+            part, sums[0], sums[1], sinks, cos, sin, positions, counts, out, length, cos.shape[0] - 1,
+            HEADS=heads, DIM=dim, WIDTH=width, HALF=cos.shape[1], SPLITS=splits, num_warps=2, **opts,
+        )  # fmt: skip
+        if length > 1:
+            put_all(kv, ring, slots, positions, counts)
+    return out

@@ -1,0 +1,151 @@
+"""Hyper-connections: the mixing weights in slices of the streams, then Sinkhorn, mixture and RMSNorm in one program."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
+
+SLICE = 512  # elements of the flattened streams that one program multiplies
+
+
+@triton.jit
+def _dots(
+    streams, fn, dots, squares, size, M: tl.constexpr, WIDE: tl.constexpr, SLICE: tl.constexpr, PDL: tl.constexpr
+):
+    """One slice of fn · flat and of |flat|²: dots [T, slices, M], squares [T, slices]."""
+    let_next_start(PDL)
+    at, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    column = at * SLICE + tl.arange(0, SLICE)
+    row = tl.arange(0, WIDE)
+    inside = (row < M)[:, None] & (column < size)[None, :]
+    weight = tl.load(fn + row[:, None] * size + column[None, :], mask=inside, other=0.0)
+    wait_for_previous(PDL)
+    x = tl.load(streams + token * size + column, mask=column < size, other=0.0).to(tl.float32)
+    place = token * tl.num_programs(0) + at
+    tl.store(dots + place * M + row, tl.sum(weight * x[None, :], axis=1), mask=row < M)
+    tl.store(squares + place, tl.sum(x * x, axis=0))
+
+
+@triton.jit
+def _gather(dots, token, slices, first, index, inside, scale, M: tl.constexpr, SLICES: tl.constexpr):
+    """scale * the sum over slices of the dots numbered first + index."""
+    part = tl.arange(0, SLICES)
+    at = (token * slices + part[:, None]) * M + first + index[None, :]
+    return scale * tl.sum(tl.load(dots + at, mask=(part < slices)[:, None] & inside[None, :], other=0.0), axis=0)
+
+
+@triton.jit
+def _mix(
+    streams, dots, squares, base, scale, norm, x, post, comb, dim, eps, floor, slices,
+    H: tl.constexpr, HP: tl.constexpr, M: tl.constexpr, SLICES: tl.constexpr, WIDTH: tl.constexpr,
+    ITERATIONS: tl.constexpr, HEAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, HP)
+    there = i < H
+    wait_for_previous(PDL)
+    part = tl.arange(0, SLICES)
+    square = tl.sum(tl.load(squares + token * slices + part, mask=part < slices, other=0.0), axis=0)
+    unit = 1.0 / tl.sqrt_rn(square / (H * dim) + eps)
+    pre = _gather(dots, token, slices, 0, i, there, unit * tl.load(scale), M, SLICES)
+    pre = tl.sigmoid(pre + tl.load(base + i, mask=there, other=0.0)) + floor
+    if not HEAD:
+        y = _gather(dots, token, slices, H, i, there, unit * tl.load(scale + 1), M, SLICES)
+        y = 2.0 * tl.sigmoid(y + tl.load(base + H + i, mask=there, other=0.0))
+        tl.store(post + token * H + i, y, mask=there)
+        pair = tl.arange(0, HP * HP)
+        first, second = pair // HP, pair % HP
+        both = (first < H) & (second < H)
+        index = first * H + second
+        c = _gather(dots, token, slices, 2 * H, index, both, unit * tl.load(scale + 2), M, SLICES)
+        c += tl.load(base + 2 * H + index, mask=both, other=0.0)
+        c = tl.reshape(tl.where(both, c, float("-inf")), (HP, HP))
+        real = there[:, None] & there[None, :]
+        c = tl.where(real, tl.exp(c - tl.max(tl.where(real, c, -1e30), axis=1)[:, None]), 0.0)
+        c = tl.where(real, c / tl.where(there, tl.sum(c, axis=1), 1.0)[:, None] + floor, 0.0)
+        c = tl.where(real, c / (tl.sum(c, axis=0) + floor)[None, :], 0.0)
+        for _ in range(ITERATIONS - 1):
+            c = tl.where(real, c / (tl.sum(c, axis=1) + floor)[:, None], 0.0)
+            c = tl.where(real, c / (tl.sum(c, axis=0) + floor)[None, :], 0.0)
+        at = token * (H * H) + i[:, None] * H + i[None, :]
+        tl.store(comb + at, c, mask=real)
+    column = tl.arange(0, WIDTH)
+    inside = column < dim
+    total = tl.zeros((WIDTH,), dtype=tl.float32)
+    for h in tl.static_range(H):
+        gain = tl.sum(tl.where(i == h, pre, 0.0), axis=0)
+        total += gain * tl.load(streams + (token * H + h) * dim + column, mask=inside, other=0.0).to(tl.float32)
+    total = total.to(x.dtype.element_ty).to(tl.float32)
+    unit = 1.0 / tl.sqrt_rn(tl.sum(total * total, axis=0) / dim + eps)
+    gain = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(x + token * dim + column, (total * unit * gain).to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _update(streams, x, post, comb, dim, H: tl.constexpr, HP: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
+    let_next_start(PDL)
+    token = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    k = tl.arange(0, HP)
+    inside = column < dim
+    wait_for_previous(PDL)
+    value = tl.load(x + token * dim + column, mask=inside, other=0.0).to(tl.float32)
+    out = tl.load(post + token * H + k, mask=k < H, other=0.0)[:, None] * value[None, :]
+    for j in tl.static_range(H):
+        row = tl.load(streams + (token * H + j) * dim + column, mask=inside, other=0.0).to(tl.float32)
+        out += tl.load(comb + (token * H + j) * H + k, mask=k < H, other=0.0)[:, None] * row[None, :]
+    at = (token * H + k)[:, None] * dim + column[None, :]
+    tl.store(streams + at, out.to(streams.dtype.element_ty), mask=(k < H)[:, None] & inside[None, :])
+
+
+def _collapse(
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm: Tensor, eps: float, floor: float, iterations: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    *lead, h, dim = streams.shape
+    tokens, size, m = streams.numel() // (h * dim), h * dim, fn.shape[0]
+    head, slices = iterations == 0, triton.cdiv(size, SLICE)
+    x = streams.new_empty((*lead, dim))
+    post = x if head else fn.new_empty((*lead, h))
+    comb = x if head else fn.new_empty((*lead, h, h))
+    if tokens == 0:
+        return x, post, comb
+    dots, squares = fn.new_empty((tokens, slices, m)), fn.new_empty((tokens, slices))
+    with on_device(streams):
+        opts = options(streams)
+        _dots[(slices, tokens)](
+            streams, fn, dots, squares, size, M=m, WIDE=triton.next_power_of_2(m), SLICE=SLICE, num_warps=8, **opts
+        )
+        _mix[(tokens,)](
+            streams, dots, squares, base, scale, norm, x, post, comb, dim, eps, floor, slices,
+            H=h, HP=triton.next_power_of_2(h), M=m, SLICES=triton.next_power_of_2(slices),
+            WIDTH=triton.next_power_of_2(dim), ITERATIONS=iterations, HEAD=head,
+            num_warps=4 if dim <= 2048 else 16, **opts,
+        )  # fmt: skip
+    return x, post, comb
+
+
+def hyper_mix(
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm: Tensor, eps: float, floor: float, iterations: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `onegraph.ops.deepseek_hyper.hyper_mix`."""
+    return _collapse(streams, fn, base, scale, norm, eps, floor, iterations)
+
+
+def hyper_head(
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm: Tensor, eps: float, floor: float
+) -> Tensor:
+    """See `onegraph.ops.deepseek_hyper.hyper_head`."""
+    return _collapse(streams, fn, base, scale, norm, eps, floor, 0)[0]
+
+
+def hyper_update(streams: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> None:
+    """See `onegraph.ops.deepseek_hyper.hyper_update`."""
+    *_, h, dim = streams.shape
+    if streams.numel() == 0:
+        return
+    with on_device(streams):
+        _update[(triton.cdiv(dim, 256), streams.numel() // (h * dim))](
+            streams, x, post, comb, dim, H=h, HP=triton.next_power_of_2(h), TILE=256, num_warps=2, **options(streams)
+        )

@@ -1,0 +1,93 @@
+"""Routing, and SwiGLU with its limit."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
+
+
+@triton.jit
+def _route(
+    logits, bias, table, tokens, experts, weights, scale, count, last,
+    TOP_K: tl.constexpr, WIDTH: tl.constexpr, KP: tl.constexpr, BIAS: tl.constexpr, HASH: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, KP)
+    there = k < TOP_K
+    column = tl.arange(0, WIDTH)
+    inside = column < count
+    wait_for_previous(PDL)
+    x = tl.load(logits + row * count + column, mask=inside, other=0.0)
+    # softplus: log(1 + e) without losing a small e (Kahan's log1p), and x itself where e would overflow
+    e = tl.exp(tl.minimum(x, 20.0))
+    u = 1.0 + e
+    soft = tl.where(u == 1.0, e, tl.log(u) * e / tl.where(u == 1.0, 1.0, u - 1.0))
+    scores = tl.sqrt_rn(tl.where(x > 20.0, x, soft))
+    if HASH:
+        token = tl.minimum(tl.maximum(tl.load(tokens + row), 0), last)
+        chosen = tl.load(table + token * TOP_K + k, mask=there, other=0)
+    else:
+        choice = scores
+        if BIAS:
+            choice += tl.load(bias + column, mask=inside, other=0.0)
+        choice = tl.where(inside, choice, float("-inf"))
+        chosen = tl.zeros((KP,), dtype=tl.int32)
+        for n in tl.static_range(TOP_K):
+            best = tl.argmax(choice, axis=0)
+            chosen = tl.where(k == n, best, chosen)
+            choice = tl.where(column == best, float("-inf"), choice)
+    picked = tl.sum(tl.where(column[None, :] == chosen[:, None], scores[None, :], 0.0), axis=1)
+    picked = tl.where(there, picked, 0.0)
+    weight = picked / (tl.sum(picked, axis=0) + 1e-20) * scale
+    tl.store(experts + row * TOP_K + k, chosen, mask=there)
+    tl.store(weights + row * TOP_K + k, weight, mask=there)
+
+
+def deepseek_route(
+    logits: Tensor, bias: Tensor | None, table: Tensor | None, tokens: Tensor, top_k: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """See `onegraph.ops.deepseek_moe.deepseek_route`."""
+    rows, count = logits.shape
+    experts = logits.new_empty((rows, top_k), dtype=torch.int32)
+    weights = logits.new_empty((rows, top_k))
+    if rows == 0:
+        return experts, weights
+    with on_device(logits):
+        _route[(rows,)](
+            logits, logits if bias is None else bias, experts if table is None else table, tokens, experts, weights,
+            scale, count, 0 if table is None else table.shape[0] - 1,
+            TOP_K=top_k, WIDTH=triton.next_power_of_2(count), KP=triton.next_power_of_2(top_k), BIAS=bias is not None,
+            HASH=table is not None, num_warps=1 if count <= 512 else 4, **options(logits),
+        )  # fmt: skip
+    return experts, weights
+
+
+@triton.jit
+def _swiglu(gate_up, out, width, limit, TILE: tl.constexpr, PDL: tl.constexpr):
+    let_next_start(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = column < width
+    wait_for_previous(PDL)
+    gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
+    tl.store(out + row * width + column, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=inside)
+
+
+def swiglu(gate_up: Tensor, limit: float) -> Tensor:
+    """See `onegraph.ops.deepseek_moe.swiglu`."""
+    width = gate_up.shape[-1] // 2
+    out = gate_up.new_empty((*gate_up.shape[:-1], width))
+    if out.numel() == 0:
+        return out
+    tile = min(1024, triton.next_power_of_2(width))
+    with on_device(gate_up):
+        _swiglu[(out.numel() // width, triton.cdiv(width, tile))](
+            gate_up, out, width, limit, TILE=tile, num_warps=4, **options(gate_up)
+        )
+    return out
