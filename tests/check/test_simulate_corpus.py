@@ -9,9 +9,8 @@ import pytest
 from onegraph.check import Severity, check_step
 
 TRUTH = corpus_tools.truth()
-CASES = [(folder, case) for folder in ("corpus", "heldout") for case in corpus_tools.cases(folder)]
-# Hazard 26 needs a backward pass, which the autograd engine of a CPU build refuses for tensors of another device.
-SEEN = [pytest.param(f, c, id=f"{f}-{c.name}") for f, c in CASES if c.hazard != 26]
+CASES = [(folder, case) for folder in corpus_tools.FOLDERS for case in corpus_tools.cases(folder)]
+SEEN = [pytest.param(f, c, id=f"{f}-{c.name}") for f, c in CASES]
 
 
 def bad(row):
@@ -26,9 +25,9 @@ def test_findings_stand_on_the_expected_lines(folder, case):
     for expected in case.expected:
         hits = [found[expected.line, code] for code in expected.codes if (expected.line, code) in found]
         assert hits or expected.optional, f"line {expected.line}: {set(expected.codes)} not among {sorted(found)}"
-    unexpected = [
-        place for place in found if not any(e.line == place[0] and place[1] in e.codes for e in case.expected)
-    ]
+    # What the author of a held-out case did not think of may be told, as long as it is no error.
+    counted = {p for p, f in found.items() if folder != "heldout2" or f.severity is Severity.ERROR}
+    unexpected = [p for p in counted if not any(e.line == p[0] and p[1] in e.codes for e in case.expected)]
     assert not unexpected
     row = TRUTH.get(f"{folder}/{case.name}")
     if row is not None:

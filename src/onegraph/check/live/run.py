@@ -21,7 +21,7 @@ from onegraph.check.simulate.findings import Findings
 from onegraph.check.simulate.records import Sighting, Step, reshaped
 from onegraph.check.simulate.replay import Verdict, close
 from onegraph.check.simulate.run import _kind, _line, _where
-from onegraph.check.simulate.state import Snapshot, changes
+from onegraph.check.simulate.state import Snapshot, changes, methods
 
 _REPLAYS = 200
 _SEED = 0
@@ -68,6 +68,7 @@ class _Live:
         self.truth: dict[int, list[Tensor]] = {}
         self.state: dict[int, dict[str, Tensor]] = {}
         self.changed: dict[int, dict[str, tuple[Any, Any]]] = {}
+        self.types: dict[type, None] = {}
         self.returned: dict[int, int] = {}
         self.verdicts: dict[int, Verdict] = {}
         self.captured: Step | None = None
@@ -113,8 +114,8 @@ class _Live:
             arguments = self._guarded(f"inputs({index})", inputs, index)
             if not isinstance(arguments, tuple | list):
                 raise CheckError(f"inputs({index}): got {_kind(arguments)}, allowed a tuple: the arguments of step")
-            before, tensors = Snapshot(step, self.roots), _tensors(step, self.roots)
-            versions = {name: (t.data_ptr(), t._version) for name, t in tensors.items()}
+            before = Snapshot(step, self.roots)
+            versions = {name: _version(t) for name, t in before.tensors.items()}
             record = Step(index)
             for position, leaf in enumerate(tree_leaves(tuple(arguments))):
                 if isinstance(leaf, Tensor) and leaf.is_cuda:
@@ -133,22 +134,23 @@ class _Live:
             outputs = list(result) if isinstance(result, tuple | list) else [result]
             if not outputs or not all(isinstance(o, Tensor) for o in outputs):
                 raise CheckError(f"step {index}: returned {_kind(result)}, allowed a tensor or a tuple of tensors")
-            self.changed[index] = changes(before, Snapshot(step, self.roots))
+            after = Snapshot(step, self.roots)
+            self.changed[index] = changes(before, after)
+            self.types.update(after.types)
             for out in outputs:
                 if out.is_cuda:
                     self.returned.setdefault(self.numbers.of(out, "step", index), index)
             self.truth[index] = [o.detach().clone() for o in outputs]
-            after = _tensors(step, self.roots)
             self.state[index] = {
                 name: t.detach().clone()
-                for name, t in after.items()
-                if versions.get(name) != (t.data_ptr(), t._version)
+                for name, t in after.tensors.items()
+                if t.is_cuda and versions.get(name) != _version(t)
             }
             self.steps[index] = record
             del result, outputs, arguments, leaves
         self.names = {self.numbers.of(t, "outside", -1): name for name, t in _tensors(step, self.roots).items()}
         self.alive = self.numbers.alive()
-        self.step_code = _code(step)
+        self.step_code = step
 
     # the captured world
 
@@ -333,6 +335,7 @@ class _Live:
         findings.of_comparison(at_ops)
         findings.of_branches(at_branches)
         codes = list(dict.fromkeys(c for s in self.steps.values() for op in s.ops for c, _ in op.chain))
+        codes += methods(self.types)
         findings.of_state({i: c for i, c in self.changed.items() if i >= 1}, codes)
         findings.of_referee(self.verdicts, self.step_code)
         if self.captured is None:
@@ -397,8 +400,9 @@ def _tensors(step: Any, roots: frames.Roots) -> dict[str, Tensor]:
     return {name: t for name, t in Snapshot(step, roots).tensors.items() if t.is_cuda}
 
 
-def _code(step: Any) -> Any:
-    return step
+def _version(tensor: Tensor) -> tuple[int, float]:
+    """Address and number of writes; tensors of inference mode do not count theirs and equal nothing."""
+    return tensor.data_ptr(), float("nan") if tensor.is_inference() else tensor._version
 
 
 def _after_failure(stream: Any) -> None:

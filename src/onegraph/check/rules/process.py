@@ -47,8 +47,7 @@ class StaleAutogradNode(Rule):
     hazards = (26,)
     happens = NOT_PERMITTED
     fix = "run forward and backward inside the capture, after a warm-up on a side stream"
-    seen = ways("no", "no", "yes")
-    shown_by = ()
+    seen = ways("no", "yes", "yes")
 
 
 class LazyInitialisation(Rule):

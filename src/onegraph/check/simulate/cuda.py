@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from onegraph.check.report import SILENT, Severity
 from onegraph.check.simulate import hazards, streams
+from onegraph.check.simulate.backward import Backward
 from onegraph.check.simulate.device import DeviceTensor
 from onegraph.check.simulate.guard import device_guard
 from onegraph.check.simulate.world import World
@@ -216,6 +217,9 @@ def machine(world: World) -> Iterator[None]:
         stack.enter_context(_swapped(torch, "Generator", _generator_class(world)))
         stack.enter_context(_swapped(torch, "compile", _compile(world, torch.compile)))
         stack.enter_context(_swapped(builtins, "print", _print(world, builtins.print)))
+        backward = Backward(world)
+        for module in (torch.autograd, torch.autograd.graph):
+            stack.enter_context(_swapped(module, "_engine_run_backward", backward))
         stack.enter_context(_triton(world))
         stack.enter_context(_only_lift_cpu_tensors())
         stack.enter_context(_Functions(world))

@@ -19,7 +19,7 @@ from onegraph.check.simulate.device import DeviceTensor, storage_of
 from onegraph.check.simulate.findings import Findings
 from onegraph.check.simulate.records import Step, reshaped, same
 from onegraph.check.simulate.replay import Verdict, replay
-from onegraph.check.simulate.state import Snapshot, changes
+from onegraph.check.simulate.state import Snapshot, changes, methods
 from onegraph.check.simulate.world import World
 
 FEWEST_STEPS = 3
@@ -50,6 +50,7 @@ class _Simulation:
         self.steps: dict[int, Step] = {}
         self.verdicts: dict[int, Verdict] = {}
         self.changed: dict[int, dict[str, tuple[Any, Any]]] = {}
+        self.types: dict[type, None] = {}
         self.names: dict[int, str] = {}
         self.returned: dict[int, int] = {}
         self.made: dict[int, tuple[str, int]] = {}
@@ -109,6 +110,7 @@ class _Simulation:
         world.reshaped.clear()
         rng = torch.get_rng_state()
         world.streams.begin(world.streams_main.id)  # type: ignore[attr-defined]
+        world.first_node = torch._C._autograd._get_sequence_nr()
         world.phase = "step"
         result = self._guarded(f"step {index}", call_step, step, arguments)
         world.streams.end(world)
@@ -119,6 +121,7 @@ class _Simulation:
         after = Snapshot(step, self.roots)
         self.names.update({n: name for n, name in {**before.storages, **after.storages}.items() if n not in self.names})
         self.changed[index] = changes(before, after)
+        self.types.update(after.types)
         for out in outputs:
             if isinstance(out, DeviceTensor):
                 self.returned.setdefault(out.record.number, index)
@@ -222,7 +225,8 @@ class _Simulation:
         findings.of_running(world.sightings)
         findings.of_comparison(at_ops)
         findings.of_branches(at_branches)
-        findings.of_state({i: c for i, c in self.changed.items() if i >= world.captured_step}, _codes(self.steps))
+        codes = _codes(self.steps) + methods(self.types)
+        findings.of_state({i: c for i, c in self.changed.items() if i >= world.captured_step}, codes)
         findings.of_referee(self.verdicts, step)
         report = findings.report(self.target, self.count)
         report.facts.update(

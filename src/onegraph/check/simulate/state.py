@@ -3,7 +3,7 @@
 import ast
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ class Snapshot:
         self.values: dict[str, Any] = {}
         self.storages: dict[int, str] = {}
         self.tensors: dict[str, Tensor] = {}
+        self.types: dict[type, None] = {}  # of the user's objects that are no modules
         self.seen: set[int] = set()
         self.keep: list[Any] = []
         queue: deque[tuple[str, Any]] = deque(_reach(step, roots))
@@ -82,6 +83,7 @@ class Snapshot:
                     yield f"{name}.{key}", item
             return
         if hasattr(value, "__dict__") and _of_user(type(value), roots):
+            self.types[type(value)] = None
             for key, item in vars(value).items():
                 yield f"{name}.{key}", item
         for key in _slots(type(value)):
@@ -155,6 +157,12 @@ def _file(cls: type) -> str | None:
 def _slots(cls: type) -> list[str]:
     slots = [getattr(c, "__slots__", ()) for c in cls.__mro__]
     return [s for group in slots for s in ((group,) if isinstance(group, str) else group) if not s.startswith("__")]
+
+
+def methods(types_: Iterable[type]) -> list[types.CodeType]:
+    """Code of the classes' own methods: those that work on the host alone run no op that would name them."""
+    found = [f for cls in types_ for name, f in vars(cls).items() if name != "__init__"]
+    return [f.__code__ for f in found if isinstance(f, types.FunctionType)]
 
 
 _MUTATORS = {"append", "extend", "add", "insert", "pop", "popleft", "appendleft", "update", "clear", "remove",

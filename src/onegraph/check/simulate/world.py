@@ -50,6 +50,7 @@ class World:
         self.numbers = 0
         self.declared_false: set[str] = set()
         self.muted = 0
+        self.first_node = 0  # sequence number of autograd from which on nodes belong to the running step
         self.reshaped: dict[int, tuple[str, frames.Chain]] = {}  # tensors whose shape the step changed in place
 
     # books
