@@ -101,6 +101,19 @@ def _turboquant_attention(
     return out.to(q.dtype, memory_format=torch.contiguous_format, copy=True), lse
 
 
+def _on_gpu(*args: Any) -> tuple[Tensor, Tensor]:
+    """The CUDA kernel for `mse`; `prod`, and GPUs that the kernel cannot be built for, take the reference."""
+    from onegraph.ops.cuda import turboquant_attention as kernel
+
+    q, cache, k_bits, v_bits, k_variant, v_variant, scale, window = *args[:2], *args[11:]
+    if (k_variant, v_variant) != ("mse", "mse") or not kernel.takes(q):
+        return _turboquant_attention(*args)
+    layout = layout_of(q.shape[3], k_bits, v_bits, k_variant, v_variant, cache.shape[2])
+    table, positions, counts, ends, rotation, _, k_codebook, v_codebook, sinks = args[2:11]
+    state = table, positions, counts, ends, rotation
+    return kernel.attend(q, cache, *state, k_codebook, v_codebook, sinks, layout.page_size, scale, window)
+
+
 def _check(
     q: Tensor,
     cache: Tensor,
@@ -284,7 +297,7 @@ turboquant_attention = register(
         ),
         reference=_turboquant_attention,
         fake=lambda q, *rest: (q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)),
-        kernel="onegraph.ops.cuda.turboquant_attention:turboquant_attention",
+        kernel="onegraph.ops.turboquant_attention:_on_gpu",
         check=_check,
         cases=_CASES,
         # The kernel multiplies values by probabilities in float16, whatever q is.

@@ -1,0 +1,740 @@
+// Attention straight from TurboQuant's packed codes. The page layout is told in formats/turboquant_layout.py.
+//
+// Decoding. A code selects one of at most 16 bytes u, whose level is (u - 127.5) / 127.5 times the largest. The byte
+// permute looks up eight bytes by nibbles: four codes an instruction for up to 3 bits. Its fourth selector bit puts out
+// the sign of the byte looked up, so with 4 bits  T[c & 7] ^ D[c]  is u for 16 codes if the tables are
+// T[i] = u[i + 8], D[i] = u[i] ^ u[i + 8]: codes 8 apart have the same sign, so D has no sign bit and codes above 7 take
+// D as 0. Two permutes, one XOR and some masking and shifting for four codes.
+//
+// Scores: mma.m16n8k32 (u8 x s8, exact). 16 tokens are the rows, so that the words of a page are the operand as they
+// lie. Queries are the columns, in 16 bits on a scale of their own: the high byte and the low byte of a query are two
+// columns next to each other, so that a lane holds both sums of one query. Even integers, so that the half of
+// u - 127.5 = (u - 128) + 1/2 is an integer of what the accumulators start from.
+// Values: mma.m16n8k16 (float16). Tokens run along k: a page interleaves two tokens, and one permute makes
+// [u, 0x64, u', 0x64] = 1024 + u of two tokens; minus 1152 it is exact, the last 1/2 is added at the end.
+// Probabilities times norms are float16 on a reference of each query that rises only when they would exceed 2^15, so
+// that the accumulators are hardly ever rescaled and no shuffle is needed for the maximum.
+//
+// A warp owns a tile of 32 tokens at a time, fetched STAGES tiles ahead by cp.async into its own shared memory; warps
+// and splits meet by their references, in a fixed order. How many splits a sequence gets is computed here, from the
+// lengths on the device, such that all of them together fill the grid, which is constant.
+//
+// Set when compiled: DIM, KBITS, VBITS, ROWS (4, 8 or 16 queries of a kv head at a time), DTYPE (of q, rotation and out:
+// 0 bfloat16, 1 float16, 2 float32), PAGE_BLOCKS (blocks of 16 tokens in a page), WARPS, STAGES, PER_SM.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned char u8;
+typedef unsigned short u16;
+
+constexpr int BLOCK = 16, TILE = 32;                     // tokens
+constexpr int KW = KBITS == 3 ? 2 : KBITS, VW = VBITS == 3 ? 2 : VBITS;  // width of the first plane
+constexpr int K_HIGH = BLOCK * DIM * KW / 8;             // offsets in a block: K's high bits (3 bits), V, V's high bits
+constexpr int V_AT = BLOCK * DIM * KBITS / 8;
+constexpr int V_HIGH = V_AT + BLOCK * DIM * VW / 8;
+constexpr int NORMS = BLOCK * DIM * (KBITS + VBITS) / 8;
+constexpr int BLOCK_BYTES = NORMS + BLOCK * 4;
+constexpr int V_ROW = DIM * VW / 4;                      // bytes of a pair of tokens, and apart in shared memory
+constexpr int V_STRIDE = V_ROW % 64 == 0 ? V_ROW + 32 : V_ROW;
+constexpr int MOVED = 8 * (V_STRIDE - V_ROW);            // what stands behind V in a block stands that much further
+constexpr int BLOCK_SHARED = (BLOCK_BYTES + MOVED + 15) / 16 * 16;
+constexpr int CHUNKS = BLOCK_BYTES / 16, PER_LANE = (CHUNKS + 31) / 32;
+
+constexpr int NT = ROWS / 4, NV = (ROWS + 7) / 8;        // column tiles of scores (4 queries) and of values (8)
+constexpr int K_WORDS = (DIM * KW + 31) / 32, K_LANE = (K_WORDS + 3) / 4;  // words of a token, of a lane
+constexpr int K_STEPS = K_LANE * 4 / KW;                 // products along the dimensions
+constexpr bool K_RUN = K_WORDS % 4 == 0 && DIM * KW % 32 == 0;  // a lane's words lie side by side
+constexpr int V_WORDS = DIM * VW / 16, V_LANE = (V_WORDS + 7) / 8;
+constexpr bool V_RUN = V_WORDS % 8 == 0;
+constexpr int V_TILES = V_LANE * 8 / VW;                 // row tiles of 16 dimensions
+constexpr int P_STRIDE = 80;                             // bytes of a query's 32 probabilities: other banks for each
+#define INF __int_as_float(0x7F800000)
+constexpr float NONE = -1e30f;                           // reference of a query that has seen no key
+
+struct Arguments {
+  const void* q;            // [batch, length, heads, DIM]
+  const u8* cache;          // [pages, kv_heads, page_bytes]
+  const int* block_table;   // [batch, table_stride]
+  const int* positions;     // [batch]
+  const int* counts;        // [batch]
+  const int* ends;          // [batch] or null
+  const void* rotation;     // [DIM, DIM] or null
+  const float* k_codebook;  // [2^KBITS]
+  const float* v_codebook;
+  const float* sinks;       // [heads] or null
+  float* partial;           // [items, ROWS, DIM]
+  float2* sums;             // [items, ROWS]: reference, sum
+  int2* work;               // [batch]: first item, splits
+  void* out;                // [batch, length, heads, DIM]
+  float* lse;               // [batch, length, heads]
+  int batch, length, kv_heads, group, table_stride, reach, pages, window;
+  int row_tiles;            // of ROWS queries
+  int limit;                // items that the splits may make
+  int least;                // tiles that a split has at least
+  float scale;              // of the scores, times log2(e)
+  float back;               // of the rotation
+};
+
+extern __shared__ __align__(128) u8 smem[];
+
+__device__ __forceinline__ u32 prmt(u32 a, u32 b, u32 s) {
+  u32 d;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(s));
+  return d;
+}
+__device__ __forceinline__ void mma(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ u32 minus_1152(u32 v) {
+  u32 d;
+  asm("add.f16x2 %0, %1, %2;" : "=r"(d) : "r"(v), "r"(0xE480E480u));
+  return d;
+}
+__device__ __forceinline__ float from_half(u32 v) {
+  float f;
+  asm("{.reg .b16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, a;}" : "=f"(f) : "r"(v));
+  return f;
+}
+__device__ __forceinline__ u32 to_half(float v) {
+  u16 h;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(v));
+  return h;
+}
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ void copy16(u32 to, const u8* from) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> __device__ __forceinline__ void wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+__device__ __forceinline__ float load(const void* p, size_t i) {
+  if (DTYPE == 0) return __uint_as_float((u32)((const u16*)p)[i] << 16);
+  if (DTYPE == 1) return from_half(((const u16*)p)[i]);
+  return ((const float*)p)[i];
+}
+__device__ __forceinline__ void store(void* p, size_t i, float v) {
+  if (DTYPE == 2) ((float*)p)[i] = v;
+  else if (DTYPE == 1) ((u16*)p)[i] = to_half(v);
+  else {
+    u16 h;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(v));
+    ((u16*)p)[i] = h;
+  }
+}
+
+template <int N> __device__ __forceinline__ void load_words(u32 (&v)[N], const u8* p) {
+  if (N % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < N; i += 4) *(uint4*)(v + i) = *(const uint4*)(p + 4 * i);
+  } else if (N % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < N; i += 2) *(uint2*)(v + i) = *(const uint2*)(p + 4 * i);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; i++) v[i] = *(const u32*)(p + 4 * i);
+  }
+}
+
+struct Table {
+  u32 t0, t1, d0, d1;
+};
+// Four codes of a word of eight nibbles each to four bytes u.
+template <int BITS> __device__ __forceinline__ void look_up(u32& low, u32& high, u32 word, const Table& t) {
+  if (BITS == 4) {
+    const u32 index = word & 0x77777777u;
+    low = prmt(t.t0, t.t1, index) ^ prmt(t.d0, t.d1, word);
+    high = prmt(t.t0, t.t1, index >> 16) ^ prmt(t.d0, t.d1, word >> 16);
+  } else {
+    low = prmt(t.t0, t.t1, word);
+    high = prmt(t.t0, t.t1, word >> 16);
+  }
+}
+// The S-th word of nibbles of a word of a plane; `high`: the high bits of 3-bit codes, at bit 2 for S = 0.
+template <int BITS> __device__ __forceinline__ u32 nibbles(u32 word, u32 high, int s) {
+  if (BITS == 4) return word;
+  if (BITS == 3) return ((word >> 2 * s) & 0x33333333u) | ((high >> s) & 0x44444444u);
+  if (BITS == 2) return (word >> 2 * s) & 0x33333333u;
+  return (word >> s) & 0x11111111u;
+}
+// Bytes u of the codes of a codebook, into 16 bytes of shared memory: the table T, then D.
+template <int BITS> __device__ __forceinline__ void make_table(u32* to, const float* codebook, int lane) {
+  const float c = lane < 1 << BITS ? fabsf(codebook[lane]) : 0.f;
+  float most = c;
+#pragma unroll
+  for (int o = 16; o; o >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
+  int m = (int)rintf(__fsub_rn(__fmul_rn(c / most, 127.5f), 0.5f));
+  m = min(max(m, 0), 127);
+  const u32 u = lane & 1 ? 127 - m : 128 + m;
+  const u32 far = __shfl_down_sync(~0u, u, 8);
+  if (lane < 8) {
+    ((u8*)to)[lane] = BITS == 4 ? far : u;
+    ((u8*)to)[8 + lane] = u ^ far;
+  }
+  if (lane == 0) ((float*)to)[4] = most / 127.5f;
+}
+
+// dimension of byte `i` of half `half` of step `step` of a lane's operand of the scores
+__device__ __forceinline__ int k_dimension(int step, int half, int i, int t) {
+  const int spread = 4 / KW, j = step / spread, s = step % spread, word = K_RUN ? t * K_LANE + j : j * 4 + t;
+  const int nibble = half * 4 + i, b = nibble / 2, n = nibble % 2;
+  if (KW == 4) return word * 8 + nibble;
+  if (KW == 2) return word * 16 + 2 * (2 * b + s) + n;
+  return word * 32 + 16 * (b / 2) + 2 * (4 * (s / 2) + 2 * (b % 2) + s % 2) + n;
+}
+// dimension of row g (n = 0) or g + 8 (n = 1) of the m-th row tile of the values
+__device__ __forceinline__ int v_dimension(int m, int n, int g) {
+  const int spread = 4 / VW, j = m / 2 / spread, s = m / 2 % spread, half = m % 2;
+  const int word = V_RUN ? g * V_LANE + j : j * 8 + g;
+  if (VW == 4) return 4 * word + 2 * half + n;
+  if (VW == 2) return 4 * (2 * word + half) + 2 * s + n;
+  return 16 * word + 2 * (4 * (s / 2) + 2 * half + s % 2) + n;
+}
+
+// What a sequence's queries can see: tokens [first, end) in tiles, from `tile` on.
+struct Span {
+  int last, end, tile, tiles;
+};
+__device__ __forceinline__ Span span_of(const Arguments& p, int b) {
+  Span s;
+  const int count = min(p.counts[b], p.length);
+  s.last = min(max(p.positions[b], 0), p.reach - 1);
+  s.end = min(s.last + count, p.reach);
+  if (p.ends) s.end = min(s.end, p.ends[b]);
+  s.tile = p.window > 0 ? max(s.last - p.window + 1, 0) / TILE : 0;
+  s.tiles = count > 0 ? max((s.end + TILE - 1) / TILE - s.tile, 0) : 0;
+  return s;
+}
+
+struct Fixed {  // of shared memory, before the probabilities and the stages
+  u32 k_table[8], v_table[8];
+  int2 start[ROWS];         // what the accumulators of a query start from
+  float scale[ROWS];
+  float2 reference[WARPS][ROWS];  // reference, sum
+  float weights[WARPS][ROWS];     // sum of probabilities times norms
+  int items;
+  u8 query[2 * ROWS][DIM + 16];
+};
+constexpr int P_AT = (sizeof(Fixed) + 127) / 128 * 128;
+constexpr int STAGES_AT = P_AT + WARPS * NV * 8 * P_STRIDE;
+constexpr int MERGE = WARPS * ROWS * DIM * 4;  // bytes; in place of the stages
+constexpr int STAGE = 2 * BLOCK_SHARED;
+constexpr int WORK_AT = STAGES_AT + (WARPS * STAGES * STAGE > MERGE ? WARPS * STAGES * STAGE : MERGE);
+
+// Splits: the least share of tiles with which the items of all sequences stay within the limit. One warp.
+__device__ __forceinline__ void plan(const Arguments& p, int* tiles, int2* work, int& items, int lane) {
+  const int heads = p.kv_heads * p.row_tiles;
+  int total = 0, most = 1;
+  for (int b = lane; b < p.batch; b += 32) total += tiles[b], most = max(most, tiles[b]);
+#pragma unroll
+  for (int o = 16; o; o >>= 1) {
+    total += __shfl_xor_sync(~0u, total, o);
+    most = max(most, __shfl_xor_sync(~0u, most, o));
+  }
+  int share = most;
+  if (p.batch * heads < p.limit) {  // lane by lane from an even share of all tiles to 4.75 times that
+    const float even = (float)total * heads / p.limit;
+    const int mine = max(p.least, (int)ceilf(even * (1.f + lane * lane / 256.f)));
+    const float inverse = 1.f / mine;
+    int needed = 0;
+    for (int b = 0; b < p.batch; b++) needed += (int)ceilf(tiles[b] * inverse - 1e-4f);
+    const u32 fits = __ballot_sync(~0u, needed * heads <= p.limit);
+    if (fits) share = __shfl_sync(~0u, mine, __ffs(fits) - 1);
+  }
+  const float inverse = 1.f / share;
+  int before = 0;
+  for (int start = 0; start < p.batch; start += 32) {
+    const int b = start + lane;
+    const int splits = b < p.batch ? (int)ceilf(tiles[b] * inverse - 1e-4f) : 0;
+    int sum = splits * heads;
+#pragma unroll
+    for (int o = 1; o < 32; o <<= 1) {
+      const int v = __shfl_up_sync(~0u, sum, o);
+      if (lane >= o) sum += v;
+    }
+    if (b < p.batch) work[b] = make_int2(before + sum - splits * heads, splits);
+    before += __shfl_sync(~0u, sum, 31);
+  }
+  items = before;
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) attend(const __grid_constant__ Arguments p) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  Fixed& fixed = *(Fixed*)smem;
+  int2* work = (int2*)(smem + WORK_AT);
+  int* tiles = (int*)(work + p.batch);
+  if (warp == 0) make_table<KBITS>(fixed.k_table, p.k_codebook, lane);
+  if (warp == 1 % WARPS) make_table<VBITS>(fixed.v_table, p.v_codebook, lane);
+  u8* probabilities = smem + P_AT + warp * NV * 8 * P_STRIDE;
+  for (int i = lane; i < NV * 8 * P_STRIDE / 4; i += 32) ((u32*)probabilities)[i] = 0;
+  wait_for_previous();
+  for (int b = threadIdx.x; b < p.batch; b += WARPS * 32) tiles[b] = span_of(p, b).tiles;
+  __syncthreads();
+  if (warp == 0) plan(p, tiles, work, fixed.items, lane);
+  const Table kt = {fixed.k_table[0], fixed.k_table[1], fixed.k_table[2], fixed.k_table[3]};
+  const Table vt = {fixed.v_table[0], fixed.v_table[1], fixed.v_table[2], fixed.v_table[3]};
+  const float k_unit = ((float*)fixed.k_table)[4], v_unit = ((float*)fixed.v_table)[4];
+  __syncthreads();
+  if (blockIdx.x == 0)
+    for (int b = threadIdx.x; b < p.batch; b += WARPS * 32) p.work[b] = work[b];
+
+  const u32 stages = (u32)__cvta_generic_to_shared(smem + STAGES_AT) + warp * STAGES * STAGE;
+  const u8* stages_here = smem + STAGES_AT + warp * STAGES * STAGE;
+  const size_t page_bytes = (size_t)PAGE_BLOCKS * BLOCK_BYTES;
+
+  for (int item = blockIdx.x; item < fixed.items; item += gridDim.x) {
+    int b = 0;
+    for (int step = 1 << (31 - __clz(p.batch)); step; step >>= 1)
+      if (b + step < p.batch && work[b + step].x <= item) b += step;
+    const int splits = work[b].y, rest = item - work[b].x;
+    const int pair = rest / splits, split = rest % splits, head = pair % p.kv_heads, row_tile = pair / p.kv_heads;
+    const Span span = span_of(p, b);
+    const int first = span.tile + (int)((long long)split * span.tiles / splits);
+    const int stop = span.tile + (int)((long long)(split + 1) * span.tiles / splits);
+
+    // Fetching: 32 tokens as two blocks, which may stand in different pages.
+    const int* table = p.block_table + (size_t)b * p.table_stride;
+    const int blocks = p.reach / BLOCK;
+    int next = first + warp, page[2];
+    auto look_ahead = [&]() {
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+        page[i] = next < stop ? __ldg(table + min(next * 2 + i, blocks - 1) / PAGE_BLOCKS) : 0;
+    };
+    auto fetch = [&](int stage) {
+      if (next < stop) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const int block = min(next * 2 + i, blocks - 1);
+          const int at = min(max(page[i], 0), p.pages - 1);
+          const u8* from = p.cache + ((size_t)at * p.kv_heads + head) * page_bytes + block % PAGE_BLOCKS * BLOCK_BYTES;
+          const u32 to = stages + stage * STAGE + i * BLOCK_SHARED;
+#pragma unroll
+          for (int j = 0; j < PER_LANE; j++) {
+            const int o = (j * 32 + lane) * 16;
+            int moved = o;
+            if (MOVED > 0) {
+              const int v = o - V_AT;
+              moved = v < 0 ? o : v < 8 * V_ROW ? V_AT + v / V_ROW * V_STRIDE + v % V_ROW : o + MOVED;
+            }
+            if (CHUNKS % 32 == 0 || j < PER_LANE - 1 || o < BLOCK_BYTES) copy16(to + moved, from + o);
+          }
+        }
+        next += WARPS;
+        look_ahead();
+      }
+      commit();
+    };
+    look_ahead();
+#pragma unroll
+    for (int s = 0; s < STAGES; s++) fetch(s);
+
+    // Queries: 16 bits on a scale of their own, bytes apart.
+    const int queries = p.length * p.group;
+    for (int r = warp; r < ROWS; r += WARPS) {
+      const int row = row_tile * ROWS + r;
+      float v[(DIM + 31) / 32], most = 0.f;
+#pragma unroll
+      for (int i = 0; i < (DIM + 31) / 32; i++) {
+        const int d = i * 32 + lane;
+        v[i] = 0.f;
+        if (row < queries && d < DIM) {
+          const size_t at = ((size_t)b * p.length + row / p.group) * p.kv_heads * p.group + head * p.group + row % p.group;
+          v[i] = load(p.q, at * DIM + d);
+        }
+        most = fmaxf(most, fabsf(v[i]));
+      }
+#pragma unroll
+      for (int o = 16; o; o >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
+      const float inverse = most > 0.f ? 16256.f / most : 0.f;
+      int high_sum = 0, low_sum = 0;
+#pragma unroll
+      for (int i = 0; i < (DIM + 31) / 32; i++) {
+        const int d = i * 32 + lane, z = 2 * (int)rintf(v[i] * inverse);
+        const int high = (z + 128) >> 8, low = z - (high << 8);
+        if (d < DIM) fixed.query[2 * r][d] = (u8)high, fixed.query[2 * r + 1][d] = (u8)low;
+        high_sum += high, low_sum += low;
+      }
+#pragma unroll
+      for (int o = 16; o; o >>= 1) {
+        high_sum += __shfl_xor_sync(~0u, high_sum, o);
+        low_sum += __shfl_xor_sync(~0u, low_sum, o);
+      }
+      if (lane == 0) {
+        fixed.start[r] = make_int2(-128 * high_sum, -128 * low_sum + (256 * high_sum + low_sum) / 2);
+        fixed.scale[r] = most / 32512.f * k_unit * p.scale;
+      }
+    }
+    __syncthreads();
+    u32 qf[K_STEPS][NT][2];
+    int2 start[NT];
+    float unit[NT];
+    int seen_to[NT], seen_from[NT];  // keys that the lane's query of each column tile sees
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+#pragma unroll
+      for (int c = 0; c < K_STEPS; c++) {
+        const u8* query = fixed.query[2 * (n * 4 + g / 2) + g % 2];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          u32 word = 0;
+          if (KW == 4) {
+            const int d = k_dimension(c, half, 0, t);
+            if (d < DIM) word = *(const u32*)(query + d);
+          } else {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+              const int d = k_dimension(c, half, i, t);
+              if (d < DIM) word |= (u32)query[d] << 8 * i;
+            }
+          }
+          qf[c][n][half] = word;
+        }
+      }
+      start[n] = fixed.start[n * 4 + t];
+      unit[n] = fixed.scale[n * 4 + t];
+      const int token = min(span.last + (row_tile * ROWS + n * 4 + t) / p.group, p.reach - 1);
+      seen_to[n] = min(token + 1, span.end);
+      seen_from[n] = p.window > 0 ? token - p.window + 1 : 0;
+    }
+    // Tiles within these bounds are seen by every query of the row tile.
+    const int top = min(span.last + (row_tile * ROWS) / p.group, p.reach - 1);
+    const int bottom = min(span.last + (row_tile * ROWS + ROWS - 1) / p.group, p.reach - 1);
+    const int whole_to = min(top + 1, span.end), whole_from = p.window > 0 ? bottom - p.window + 1 : 0;
+
+    float acc[NV][V_TILES][4], reference[NT], sum[NT], weights[NT];
+#pragma unroll
+    for (int n = 0; n < NV; n++)
+#pragma unroll
+      for (int m = 0; m < V_TILES; m++) acc[n][m][0] = acc[n][m][1] = acc[n][m][2] = acc[n][m][3] = 0.f;
+#pragma unroll
+    for (int n = 0; n < NT; n++) reference[n] = NONE, sum[n] = weights[n] = 0.f;
+
+    int stage = 0;
+#pragma unroll 1
+    for (int tile = first + warp; tile < stop; tile += WARPS) {
+      wait<STAGES - 1>();
+      __syncwarp();
+      const u8* here = stages_here + stage * STAGE;
+      float x[2][NT][2], norm[2][2];  // scores, norms of values: of block i, tokens g and g + 8
+      const bool whole = tile * TILE >= whole_from && tile * TILE + TILE <= whole_to;
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const u8* block = here + i * BLOCK_SHARED;
+        int s[NT][4];
+#pragma unroll
+        for (int n = 0; n < NT; n++) s[n][0] = s[n][2] = start[n].x, s[n][1] = s[n][3] = start[n].y;
+        u32 top_words[K_LANE], low_words[K_LANE];
+        constexpr int k_row = DIM * KW / 8;
+        if (K_RUN) {
+          load_words<K_LANE>(top_words, block + g * k_row + t * K_LANE * 4);
+          load_words<K_LANE>(low_words, block + (g + 8) * k_row + t * K_LANE * 4);
+        } else {
+#pragma unroll
+          for (int j = 0; j < K_LANE; j++) {
+            const u8* from = block + g * k_row + min(j * 4 + t, K_WORDS - 1) * 4;
+            if (DIM * KW % 32 == 0) {
+              top_words[j] = *(const u32*)from, low_words[j] = *(const u32*)(from + 8 * k_row);
+            } else {  // rows of 16-bit words, the last without its second half
+              top_words[j] = ((const u16*)from)[0] | ((const u16*)from)[1] << 16;
+              low_words[j] = ((const u16*)(from + 8 * k_row))[0] | ((const u16*)(from + 8 * k_row))[1] << 16;
+            }
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < K_LANE; j++) {
+          u32 top_high = 0, low_high = 0;
+          if (KBITS == 3) {
+            const int word = K_RUN ? t * K_LANE + j : min(j * 4 + t, K_WORDS - 1);
+            const u8* from = block + K_HIGH + g * (DIM / 8) + word * 2;
+            const u32 a = *(const u16*)from, c = *(const u16*)(from + DIM);
+            top_high = a << 2 | a << 16, low_high = c << 2 | c << 16;
+          }
+#pragma unroll
+          for (int q = 0; q < 4 / KW; q++) {
+            u32 a0, a1, a2, a3;
+            look_up<KBITS>(a0, a2, nibbles<KBITS>(top_words[j], top_high, q), kt);
+            look_up<KBITS>(a1, a3, nibbles<KBITS>(low_words[j], low_high, q), kt);
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+              const u32* f = qf[j * (4 / KW) + q][n];
+              mma(s[n], a0, a1, a2, a3, f[0], f[1]);
+            }
+          }
+        }
+        const u16* norms = (const u16*)(block + NORMS + MOVED);
+        float k_norm[2];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          k_norm[h] = from_half(norms[g + 8 * h]);
+          norm[i][h] = from_half(norms[BLOCK + g + 8 * h]);
+        }
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+#pragma unroll
+          for (int n = 0; n < NT; n++)
+            x[i][n][h] = (float)(s[n][2 * h] * 256 + s[n][2 * h + 1]) * (k_norm[h] * unit[n]);
+        if (!whole) {
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            const int token = tile * TILE + i * BLOCK + g + 8 * h;
+            if (token >= span.end) norm[i][h] = 0.f;  // may be NaN
+#pragma unroll
+            for (int n = 0; n < NT; n++)
+              if (token >= seen_to[n] || token < seen_from[n]) x[i][n][h] = -INF;
+          }
+        }
+      }
+
+      float e[2][NT][2], w[2][NT][2];
+      auto exponentials = [&]() {
+        bool fits = true;
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+          for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+              e[i][n][h] = exp2_fast(x[i][n][h] - reference[n]);
+              w[i][n][h] = e[i][n][h] * norm[i][h];
+              fits = fits && w[i][n][h] <= 32768.f;
+            }
+        return fits;
+      };
+      if (!__all_sync(~0u, exponentials())) {  // raise the references
+        float factor[NT];
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+          float most = -INF;
+#pragma unroll
+          for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) most = fmaxf(most, x[i][n][h] + __log2f(fmaxf(norm[i][h], 5.9604645e-8f)));
+#pragma unroll
+          for (int o = 4; o < 32; o <<= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
+          const float raised = fmaxf(reference[n], most - 8.f);
+          factor[n] = exp2_fast(reference[n] - raised);
+          reference[n] = raised;
+          sum[n] *= factor[n], weights[n] *= factor[n];
+        }
+#pragma unroll
+        for (int n = 0; n < NV; n++)
+#pragma unroll
+          for (int c = 0; c < 2; c++) {  // column 2 t + c belongs to that query
+            const int query = n * 8 + 2 * t + c;
+            float f = 1.f;
+#pragma unroll
+            for (int k = 0; k < NT; k++) {
+              const float there = __shfl_sync(~0u, factor[k], (lane & ~3) | (query & 3));
+              if (query / 4 == k) f = there;
+            }
+#pragma unroll
+            for (int m = 0; m < V_TILES; m++) acc[n][m][c] *= f, acc[n][m][2 + c] *= f;
+          }
+        exponentials();
+      }
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            const u32 rounded = to_half(w[i][n][h]);
+            sum[n] += e[i][n][h];
+            weights[n] += from_half(rounded);
+            *(u16*)(probabilities + (n * 4 + t) * P_STRIDE + (i * BLOCK + g + 8 * h) * 2) = (u16)rounded;
+          }
+      __syncwarp();
+
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const u8* block = here + i * BLOCK_SHARED;
+        u32 pf[NV][2];
+#pragma unroll
+        for (int n = 0; n < NV; n++)
+#pragma unroll
+          for (int k = 0; k < 2; k++)
+            pf[n][k] = *(const u32*)(probabilities + (n * 8 + g) * P_STRIDE + (i * BLOCK + 2 * t + 8 * k) * 2);
+        u32 near[V_LANE], far[V_LANE];  // token pairs t and t + 4
+        const u8* row = block + V_AT + t * V_STRIDE;
+        if (V_RUN) {
+          load_words<V_LANE>(near, row + g * V_LANE * 4);
+          load_words<V_LANE>(far, row + 4 * V_STRIDE + g * V_LANE * 4);
+        } else {
+#pragma unroll
+          for (int j = 0; j < V_LANE; j++) {
+            near[j] = *(const u32*)(row + min(j * 8 + g, V_WORDS - 1) * 4);
+            far[j] = *(const u32*)(row + 4 * V_STRIDE + min(j * 8 + g, V_WORDS - 1) * 4);
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < V_LANE; j++) {
+          u32 near_high = 0, far_high = 0;
+          if (VBITS == 3) {
+            const int word = V_RUN ? g * V_LANE + j : min(j * 8 + g, V_WORDS - 1);
+            const u8* from = block + V_HIGH + MOVED + t * (DIM / 4) + word / 2 * 4;
+            near_high = *(const u32*)from >> word % 2 * 2 << 2;
+            far_high = *(const u32*)(from + DIM) >> word % 2 * 2 << 2;
+          }
+#pragma unroll
+          for (int q = 0; q < 4 / VW; q++) {
+            u32 a[2], c[2];
+            look_up<VBITS>(a[0], a[1], nibbles<VBITS>(near[j], near_high, q), vt);
+            look_up<VBITS>(c[0], c[1], nibbles<VBITS>(far[j], far_high, q), vt);
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+              const u32 a0 = minus_1152(prmt(a[half], 0x64646464u, 0x4240)), a1 = minus_1152(prmt(a[half], 0x64646464u, 0x4341));
+              const u32 a2 = minus_1152(prmt(c[half], 0x64646464u, 0x4240)), a3 = minus_1152(prmt(c[half], 0x64646464u, 0x4341));
+#pragma unroll
+              for (int n = 0; n < NV; n++) mma(acc[n][(j * (4 / VW) + q) * 2 + half], a0, a1, a2, a3, pf[n][0], pf[n][1]);
+            }
+          }
+        }
+      }
+      __syncwarp();
+      fetch(stage);
+      stage = stage + 1 == STAGES ? 0 : stage + 1;
+    }
+    wait<0>();
+
+    // Warps meet: each scales its sums to the highest reference, the block adds them in the order of the warps.
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+#pragma unroll
+      for (int o = 4; o < 32; o <<= 1) {
+        sum[n] += __shfl_xor_sync(~0u, sum[n], o);
+        weights[n] += __shfl_xor_sync(~0u, weights[n], o);
+      }
+      if (g == 0) {
+        fixed.reference[warp][n * 4 + t] = make_float2(reference[n], sum[n]);
+        fixed.weights[warp][n * 4 + t] = weights[n];
+      }
+    }
+    __syncthreads();  // no stage is read any more
+    if (item + gridDim.x >= fixed.items) let_next_start();
+    float* merge = (float*)(smem + STAGES_AT);
+#pragma unroll
+    for (int n = 0; n < NV; n++)
+#pragma unroll
+      for (int c = 0; c < 2; c++) {
+        const int r = n * 8 + 2 * t + c;
+        if (r >= ROWS) continue;
+        float most = NONE;
+#pragma unroll
+        for (int k = 0; k < WARPS; k++) most = fmaxf(most, fixed.reference[k][r].x);
+        const float f = exp2_fast(fixed.reference[warp][r].x - most) * v_unit, half = 0.5f * fixed.weights[warp][r];
+        float* to = merge + (warp * ROWS + r) * DIM;
+#pragma unroll
+        for (int m = 0; m < V_TILES; m++)
+#pragma unroll
+          for (int k = 0; k < 2; k++) {
+            const int d = v_dimension(m, k, g);
+            if (V_RUN || d < DIM) to[d] = (acc[n][m][2 * k + c] + half) * f;
+          }
+      }
+    __syncthreads();
+    for (int i = threadIdx.x; i < ROWS * DIM / 4; i += WARPS * 32) {
+      float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+      for (int k = 0; k < WARPS; k++) {
+        const float4 u = *(const float4*)(merge + k * ROWS * DIM + i * 4);
+        v.x += u.x, v.y += u.y, v.z += u.z, v.w += u.w;
+      }
+      *(float4*)(p.partial + (size_t)item * ROWS * DIM + i * 4) = v;
+    }
+    if (threadIdx.x < ROWS) {
+      float most = NONE, total = 0.f;
+#pragma unroll
+      for (int k = 0; k < WARPS; k++) most = fmaxf(most, fixed.reference[k][threadIdx.x].x);
+#pragma unroll
+      for (int k = 0; k < WARPS; k++) {
+        const float2 v = fixed.reference[k][threadIdx.x];
+        total += v.y * exp2_fast(v.x - most);
+      }
+      p.sums[(size_t)item * ROWS + threadIdx.x] = make_float2(most, total);
+    }
+    __syncthreads();
+  }
+}
+
+// One block a query: its splits by their references, then the rotation back.
+constexpr int MERGERS = 8, OWN = (DIM + 31) / 32;
+extern "C" __global__ void __launch_bounds__(MERGERS * 32) merge(const __grid_constant__ Arguments p) {
+  float (*part)[DIM] = (float (*)[DIM])smem, *result = (float*)smem + MERGERS * DIM;
+  let_next_start();
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int heads = p.kv_heads * p.group, at = blockIdx.x, b = at / (p.length * heads);
+  const int step = at / heads % p.length, query_head = at % heads, head = query_head / p.group;
+  const int row = step * p.group + query_head % p.group, row_tile = row / ROWS, r = row % ROWS;
+  wait_for_previous();
+  const int2 work = p.work[b];
+  const bool real = step < p.counts[b];
+  const int splits = real ? work.y : 0;
+  const size_t first = work.x + (size_t)(row_tile * p.kv_heads + head) * work.y;
+  const float sink = p.sinks ? p.sinks[query_head] * 1.4426950408889634f : -INF;
+  float most = fmaxf(NONE, sink);
+  for (int i = lane; i < splits; i += 32) most = fmaxf(most, p.sums[(first + i) * ROWS + r].x);
+#pragma unroll
+  for (int o = 16; o; o >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
+  float total = 0.f;
+  for (int i = lane; i < splits; i += 32) {
+    const float2 v = p.sums[(first + i) * ROWS + r];
+    total += v.y * exp2f(v.x - most);
+  }
+#pragma unroll
+  for (int o = 16; o; o >>= 1) total += __shfl_xor_sync(~0u, total, o);
+  if (p.sinks) total += exp2f(sink - most);
+  float v[OWN];
+#pragma unroll
+  for (int i = 0; i < OWN; i++) v[i] = 0.f;
+#pragma unroll 4
+  for (int i = warp; i < splits; i += MERGERS) {
+    const float f = exp2f(p.sums[(first + i) * ROWS + r].x - most);
+    const float* from = p.partial + ((first + i) * ROWS + r) * DIM;
+#pragma unroll
+    for (int k = 0; k < OWN; k++)
+      if (DIM % 32 == 0 || k * 32 + lane < DIM) v[k] = fmaf(from[k * 32 + lane], f, v[k]);
+  }
+#pragma unroll
+  for (int k = 0; k < OWN; k++)
+    if (DIM % 32 == 0 || k * 32 + lane < DIM) part[warp][k * 32 + lane] = v[k];
+  __syncthreads();
+  const float inverse = total > 0.f ? 1.f / total : 0.f;
+  for (int d = threadIdx.x; d < DIM; d += MERGERS * 32) {
+    float s = 0.f;
+#pragma unroll
+    for (int k = 0; k < MERGERS; k++) s += part[k][d];
+    s *= inverse;
+    if (p.rotation) result[d] = s * p.back;
+    else store(p.out, (size_t)at * DIM + d, s);
+  }
+  if (threadIdx.x == 0) p.lse[at] = total > 0.f ? (most + log2f(total)) * 0.6931471805599453f : -INF;
+  if (!p.rotation) return;
+  __syncthreads();
+  for (int i = threadIdx.x; i < MERGERS * DIM; i += MERGERS * 32) {  // eight parts of the rows
+    const int d = i % DIM, from = i / DIM * (DIM / MERGERS);
+    float s = 0.f;
+#pragma unroll
+    for (int k = 0; k < DIM / MERGERS; k++) s = fmaf(result[from + k], load(p.rotation, (size_t)(from + k) * DIM + d), s);
+    part[i / DIM][d] = s;
+  }
+  __syncthreads();
+  for (int d = threadIdx.x; d < DIM; d += MERGERS * 32) {
+    float s = 0.f;
+#pragma unroll
+    for (int k = 0; k < MERGERS; k++) s += part[k][d];
+    store(p.out, (size_t)at * DIM + d, s);
+  }
+}

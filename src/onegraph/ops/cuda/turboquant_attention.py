@@ -1,0 +1,155 @@
+"""Attention from TurboQuant codes: which calls `turboquant_attention.cu` takes and how it is cut over the GPU.
+
+A call is two launches: `attend` over a constant grid of blocks that take splits of sequences, `merge` over the queries.
+What a split is follows from the lengths and is computed on the device.
+"""
+
+import math
+import struct
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from onegraph.ops.cuda import build
+
+SOURCE = Path(__file__).with_name("turboquant_attention.cu")
+DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+MAX_DIM, MAX_BATCH = 256, 1024
+SM_SHARED = 228 * 1024  # bytes of an SM, 1024 of them reserved for each block
+LEAST = 4  # tiles of 32 tokens that a split has at least
+MAX_STAGES = 4
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What the kernel is compiled for; see the end of the first comment of `turboquant_attention.cu`."""
+
+    dim: int
+    k_bits: int
+    v_bits: int
+    rows: int
+    dtype: int
+    page_blocks: int
+
+    @property
+    def warps(self) -> int:
+        return 8
+
+    @property
+    def per_sm(self) -> int:
+        """Blocks that share an SM: two where their registers suffice."""
+        return 2 if self.dim <= 128 and self.rows <= 8 else 1
+
+    @property
+    def stage(self) -> int:
+        """Bytes of two blocks of 16 tokens in shared memory, rows of values apart."""
+        width = 2 if self.v_bits == 3 else self.v_bits
+        pair = self.dim * width // 4
+        block = 2 * self.dim * (self.k_bits + self.v_bits) + 64
+        return 2 * (block + (8 * 32 if pair % 64 == 0 else 0))
+
+    def shared(self, stages: int, batch: int) -> int:
+        """Bytes of shared memory of a block, rounded up."""
+        fixed = 64 + 12 * self.rows * (1 + self.warps) + 2 * self.rows * (self.dim + 16) + 192
+        probabilities = self.warps * max(8, self.rows) * 80
+        ring = max(stages * self.stage, self.rows * self.dim * 4) * self.warps
+        return fixed + probabilities + ring + 12 * batch
+
+    def stages(self, batch: int) -> int:
+        """Tiles that a warp has in flight: as many as fit, at least one."""
+        room = SM_SHARED // self.per_sm - 1024
+        return max([1, *(s for s in range(1, MAX_STAGES + 1) if self.shared(s, batch) <= room)])
+
+
+@cache
+def _kernels(variant: Variant, stages: int, device: int) -> tuple[build.Kernel, ...]:
+    v = variant
+    defines = {"DIM": v.dim, "KBITS": v.k_bits, "VBITS": v.v_bits, "ROWS": v.rows, "DTYPE": v.dtype}
+    defines |= {"PAGE_BLOCKS": v.page_blocks, "WARPS": v.warps, "STAGES": stages, "PER_SM": v.per_sm}
+    return build.load(SOURCE, defines, ("attend", "merge"), device, v.shared(stages, 1))
+
+
+@cache
+def available(device: int) -> bool:
+    """Whether the kernels can be built for this GPU (sm_90 and NVRTC); warns once where not."""
+    try:
+        _kernels(Variant(64, 4, 4, 4, 0, 1), 2, device)
+    except build.BuildError as error:
+        warnings.warn(
+            f"attention from TurboQuant codes runs unfused, its kernel cannot be built: {error}", stacklevel=2
+        )
+        return False
+    return True
+
+
+@cache
+def _sms(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def takes(q: Tensor) -> bool:
+    """Whether `attend` computes a call with these queries [B, Q, H, D]."""
+    return q.is_cuda and q.shape[3] <= MAX_DIM and q.shape[0] <= MAX_BATCH and available(q.device.index)
+
+
+def _limit(pairs: int, at_once: int) -> int:
+    """Items that all splits together may make: one a block, or, where (sequence, head) pairs alone are more, four."""
+    if pairs > at_once:
+        return 4 * at_once
+    whole = at_once // pairs * pairs  # the same number of splits for each pair leaves no block with two of them
+    return whole if whole >= 0.9 * at_once else at_once
+
+
+def attend(
+    q: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    positions: Tensor,
+    counts: Tensor,
+    ends: Tensor | None,
+    rotation: Tensor | None,
+    k_codebook: Tensor,
+    v_codebook: Tensor,
+    sinks: Tensor | None,
+    page_size: int,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    """See `onegraph.ops.turboquant_attention.turboquant_attention`; codes of 1 to 4 bits, variant `mse`."""
+    batch, length, heads, dim = q.shape
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    if q.numel() == 0:
+        return out, lse
+    pages, kv_heads, _ = cache.shape
+    device, group = q.device.index, heads // kv_heads
+    rows = 4 if length * group <= 4 else 8 if length * group <= 8 else 16
+    bits = [c.numel().bit_length() - 1 for c in (k_codebook, v_codebook)]
+    variant = Variant(dim, bits[0], bits[1], rows, DTYPES[q.dtype], page_size // 16)
+    stages = variant.stages(batch)
+    kernel, merge = _kernels(variant, stages, device)
+
+    row_tiles = -(-length * group // rows)
+    blocks, pairs = _sms(device) * variant.per_sm, batch * kv_heads * row_tiles
+    limit = _limit(pairs, blocks)
+    items = max(limit, pairs)
+    partial = torch.empty(items * rows * dim, dtype=torch.float32, device=q.device)
+    sums = torch.empty(items * rows * 2, dtype=torch.float32, device=q.device)
+    work = torch.empty(batch * 2, dtype=torch.int32, device=q.device)
+    tensors = (q, cache, block_table, positions, counts, ends, rotation, k_codebook, v_codebook, sinks)
+    pointers = [0 if t is None else t.data_ptr() for t in (*tensors, partial, sums, work, out, lse)]
+    arguments = struct.pack(
+        "15Q11i2f4x",
+        *pointers,
+        batch, length, kv_heads, group, block_table.stride(0), block_table.shape[1] * page_size, pages, window,
+        row_tiles, limit, LEAST, scale * math.log2(math.e), dim**-0.5,
+    )  # fmt: skip
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    with torch.cuda.device(q.device):
+        grid = (min(blocks, items), 1, 1)
+        kernel.launch(grid, variant.warps * 32, variant.shared(stages, batch), 1, stream, arguments)
+        merge.launch((batch * length * heads, 1, 1), 256, 9 * dim * 4, 1, stream, arguments)
+    return out, lse

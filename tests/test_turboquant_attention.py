@@ -1,0 +1,154 @@
+"""Attention from TurboQuant codes: what the op's record does not already test."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from onegraph.formats import turboquant
+from onegraph.formats.turboquant_layout import unpack_pages
+from onegraph.ops.registry import OPS
+from onegraph.ops.turboquant_attention import eight_bit_levels, layout_of, turboquant_attention
+
+ARGUMENTS = [a.name for a in turboquant_attention.overload._schema.arguments]
+
+
+def arguments(case: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> dict[str, Any]:
+    made = next(c for c in OPS["turboquant_attention"].cases if c.name == case)
+    values = made.make(torch.device(device), dtype, torch.Generator().manual_seed(1))
+    return dict(zip(ARGUMENTS, values, strict=True))
+
+
+def attend(args: dict[str, Any], **changes: Any) -> tuple[Tensor, Tensor]:
+    out: tuple[Tensor, Tensor] = turboquant_attention(*(args | changes).values())
+    return out
+
+
+@pytest.mark.parametrize(("dim", "bits"), [(d, b) for d in turboquant.HEAD_DIMS for b in (1, 2, 3, 4)])
+def test_levels_in_eight_bits_cost_next_to_nothing(dim: int, bits: int) -> None:
+    levels = turboquant.codebook(dim, bits)
+    rounded = eight_bit_levels(levels)
+    units = rounded / levels.abs().max() * 255
+    assert torch.allclose(units, units.round(), atol=1e-3)
+    assert bool((units.round().int() % 2 != 0).all())
+    assert torch.equal(rounded[::2], -rounded[1::2])
+    # Levels are uniform enough over the codes that the mean square of the rounding bounds what it adds.
+    distortion = (0.3634, 0.1175, 0.03455, 0.0095)[bits - 1]
+    assert dim * (rounded - levels).square().mean() < 0.006 * distortion
+
+
+def test_one_row_by_hand() -> None:
+    """Score by score from the unpacked codes, without any of the op's own steps."""
+    args = arguments("llama_3")
+    out, lse = attend(args, rotation=None)
+    q, cache, table = args["q"], args["cache"], args["block_table"]
+    layout = layout_of(128, 3, 3, "mse", "mse", cache.shape[2])
+    keys, values = unpack_pages(layout, cache)
+    row, head, position = 1, 5, int(args["positions"][1])
+    k_levels, v_levels = eight_bit_levels(args["k_codebook"]), eight_bit_levels(args["v_codebook"])
+    scores, vectors = [], []
+    for token in range(position + 1):
+        at = int(table[row, token // layout.page_size]), head // 4, token % layout.page_size
+        k = k_levels[keys.codes[at].long()] * keys.norms[at].float()
+        vectors.append(v_levels[values.codes[at].long()] * values.norms[at].float())
+        scores.append(128**-0.5 * q[row, 0, head] @ k)
+    weights = torch.stack(scores).softmax(0)
+    torch.testing.assert_close(out[row, 0, head], weights @ torch.stack(vectors), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse[row, 0, head], torch.stack(scores).logsumexp(0), rtol=1e-5, atol=1e-5)
+
+
+def merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """By log-sum-exp, as a caller with exact recent tokens does."""
+    total = torch.stack([lse for _, lse in parts]).logsumexp(0)
+    return sum((out * (lse - total).exp().unsqueeze(-1) for out, lse in parts), torch.zeros(()))
+
+
+def test_history_and_the_rest_merge_to_the_whole() -> None:
+    """`ends` splits the keys; a window that begins there sees the rest."""
+    args = arguments("llama_4")
+    whole, _ = attend(args)
+    window = 9
+    ends = (args["positions"] + 1 - window).clamp_min(0)
+    parts = [attend(args, ends=ends.int()), attend(args, window=window)]
+    torch.testing.assert_close(merge(parts), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_sinks_join_the_denominator_alone() -> None:
+    args = arguments("window_sinks")
+    plain, plain_lse = attend(args, sinks=None)
+    out, lse = attend(args)
+    sinks = args["sinks"].view(1, 1, -1)
+    torch.testing.assert_close(lse, torch.logaddexp(plain_lse, sinks.expand_as(lse)))
+    torch.testing.assert_close(out, plain * (plain_lse - lse).exp().unsqueeze(-1), rtol=1e-4, atol=1e-5)
+
+
+def test_rows_without_keys_get_zeros_and_minus_infinity() -> None:
+    args = arguments("history")
+    out, lse = attend(args, sinks=None)
+    assert not out[2].any()  # ends = 0
+    assert bool(lse[2].isneginf().all())
+    assert not out[1, 1:].any()  # beyond its count
+    assert bool(out[0].isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": torch.zeros(2, 1, 8, 128, dtype=torch.float64)}, "q is .* torch.float64"),
+        ({"cache": torch.zeros(4, 2, 1000, dtype=torch.uint8)}, "1000 bytes a head"),
+        ({"cache": torch.zeros(4, 3, 1600, dtype=torch.uint8)}, "8 heads, the cache 3"),
+        ({"k_bits": 5}, "k_bits is 5"),
+        ({"window": -1}, "window is -1"),
+        ({"k_variant": "prod", "k_bits": 4}, "bytes a head|needs a projection"),
+        ({"counts": torch.ones(3, dtype=torch.int32)}, "counts is"),
+        ({"ends": torch.ones(2, dtype=torch.int64)}, "ends is"),
+        ({"v_codebook": torch.ones(4)}, "v_codebook is"),
+        ({"sinks": torch.ones(7)}, "sinks is"),
+        ({"rotation": torch.ones(64, 64)}, "rotation is"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attend(arguments("llama_3"), **changes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["llama_4", "llama_k4v2_drafts", "window_sinks"])
+def test_one_graph_serves_all_lengths(case: str) -> None:
+    """Captured with one set of lengths, replayed with others, down to empty rows and back: as the reference says."""
+    args = arguments(case, torch.bfloat16, "cuda")
+    reach, batch = args["block_table"].shape[1] * 16, len(args["positions"])
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        attend(args)
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            out, lse = attend(args)
+    generator = torch.Generator().manual_seed(3)
+    length = args["q"].shape[1]
+    for _ in range(12):
+        positions = torch.randint(0, reach - length, (batch,), generator=generator, dtype=torch.int32)
+        args["positions"].copy_(positions)
+        args["counts"].copy_(torch.randint(0, length + 1, (batch,), generator=generator, dtype=torch.int32))
+        args["q"].copy_(torch.randn(args["q"].shape, generator=generator))
+        out.fill_(float("nan"))
+        lse.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        want, want_lse = turboquant_attention.reference(*args.values())
+        assert (out.float() - want.float()).norm() <= 8e-3 * want.float().norm() + 1e-6
+        seen = want_lse.isfinite()
+        assert torch.equal(seen, lse.isfinite())
+        torch.testing.assert_close(lse[seen], want_lse[seen], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.gpu
+def test_a_heavy_first_token_does_not_drown_the_rest() -> None:
+    """Thousands of keys with 1e-5 of the first one's weight each keep their share."""
+    args = arguments("llama_4", torch.float32, "cuda")
+    args["q"] *= 4
+    want, want_lse = turboquant_attention.reference(*args.values())
+    got, lse = attend(args)
+    assert (got - want).norm() <= 1e-3 * want.norm()
+    torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-3)
