@@ -131,6 +131,12 @@ class DeepseekV4(nn.Module):
         weights = DeepseekWeights(checkpoint, config, dtype)
         weights.check()
         devices = [torch.device(d) for d in ([device] if isinstance(device, str | torch.device) else device)]
+        return cls.assemble(weights, devices, positions)
+
+    @classmethod
+    def assemble(cls, weights: DeepseekWeights, devices: Sequence[torch.device], positions: int) -> "DeepseekV4":
+        """The model from whatever `weights` gives for each part, with rotary tables for so many positions."""
+        config, dtype = weights.config, weights.dtype
         layers, ends = weights.sizes()
         counts = place(layers, ends, [free_memory(d) for d in devices])
         blocks: list[DeepseekBlock] = []

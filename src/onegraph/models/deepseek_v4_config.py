@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from onegraph.formats.nvfp4 import NVFP4Config
 from onegraph.models.config import _eos, _Fields, _short
 from onegraph.models.rope import Rope, _number
 
@@ -98,10 +99,15 @@ class DeepseekV4Config:
         for key, (neutral, why) in _ABSENT.items():
             if not any(config.get(key) is value or config.get(key) == value for value in neutral):
                 raise ValueError(f"{key} is {_short(config[key])}: {why}")
-        if config.get("quantization_config") is not None:
+        quantization = config.get("quantization_config")
+        if quantization is not None and not NVFP4Config.matches(quantization):
+            method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
             raise ValueError(
-                f"quantization_config is {_short(config['quantization_config'])}; give the unquantized model"
+                f"quantization_config has quant_method {_short(method)}, which is not supported; give the unquantized "
+                "model, or one in NVFP4"
             )
+        if quantization is not None:
+            NVFP4Config.from_dict(quantization)
         fields = _Fields(config, _DEFAULTS)
         layers = fields.integer("num_hidden_layers", high=4096)
         heads, head_dim = fields.integer("num_attention_heads", high=4096), fields.integer("head_dim", high=4096)

@@ -1,17 +1,24 @@
 """From the tensors of a DeepSeek-V4 checkpoint to layers: names as DeepSeek and as transformers write them."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from onegraph.formats.checkpoint import Checkpoint
+from onegraph.formats.files import CheckpointError
+from onegraph.formats.nvfp4 import E4M3, GROUP, NVFP4Tensors, is_nvfp4, read_linear, tensor_names
 from onegraph.models.deepseek_v4_config import CSA, DeepseekV4Config
 from onegraph.nn.deepseek_attention import Compressor, DeepseekAttention, GroupedLinear
 from onegraph.nn.deepseek_moe import DeepseekMoE, Experts, SharedExpert
-from onegraph.nn.linear import Linear
+from onegraph.nn.linear import Linear, Siblings
+from onegraph.nn.nvfp4 import NVFP4Experts, NVFP4GroupedLinear, NVFP4Linear, fuse_nvfp4
 
+# Layers that may be NVFP4: attention's projections and all experts, not the helpers whose rounding selects or weighs.
+_PACKED = re.compile(
+    r"\.(attn\.(wq_a|wq_b|wkv|wo_a|wo_b|indexer\.wq_b)|(shared_experts|experts\.\d+)\.w[123])\.weight$"
+)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32)
 
@@ -57,7 +64,8 @@ def official(name: str) -> str:
 class DeepseekWeights:
     """The tensors of a DeepSeek-V4 checkpoint, read when asked for, each straight to the device of its layer.
 
-    Linears are dense here; a quantized checkpoint overrides `linear`, `grouped` and `experts`.
+    A linear of attention or experts may be stored as NVFP4, each on its own account: the checkpoint is the precision
+    map. Embedding, head, router and the helper projections of compressor and indexer are dense.
     """
 
     def __init__(self, checkpoint: Checkpoint, config: DeepseekV4Config, dtype: torch.dtype) -> None:
@@ -111,7 +119,23 @@ class DeepseekWeights:
             for expert in ("shared_experts", *(f"experts.{e}" for e in range(c.experts))):
                 shapes = {"w1": (c.expert_size, d), "w2": (d, c.expert_size), "w3": (c.expert_size, d)}
                 add(f"{layer}ffn.{expert}.", **{f"{name}__weight": shape for name, shape in shapes.items()})
+        for name in [name for name in found if _PACKED.search(name)]:
+            layer = self._stored_layer(name.removesuffix(".weight"))
+            if is_nvfp4(self.checkpoint, layer):
+                (n, k), _ = found.pop(name)
+                codes, scale, second, inputs = (official(t) if t else "" for t in tensor_names(self.checkpoint, layer))
+                found |= {codes: ((n, k // 2), (torch.uint8,)), scale: ((n, k // GROUP), (E4M3, torch.uint8))}
+                found |= {
+                    t: (self.checkpoint.shape(self.stored[t]), FLOATS) for t in (second, inputs) if t in self.stored
+                }
         return found
+
+    def _stored_layer(self, name: str) -> str:
+        """The checkpoint's own name of a layer."""
+        for suffix in (".weight", ".weight_packed"):
+            if name + suffix in self.stored:
+                return self.stored[name + suffix].removesuffix(suffix)
+        return name
 
     def _add_compressor(self, add, prefix: str, ratio: int, dim: int, overlap: bool) -> None:  # type: ignore[no-untyped-def]
         wide, d = dim * (2 if overlap else 1), self.config.hidden_size
@@ -129,7 +153,7 @@ class DeepseekWeights:
         layers, ends = [0] * self.config.layers, [0, 0]
         for name in self.expected():
             info = self.checkpoint.info(self.stored[name])
-            wide = self.dtype.itemsize if info.dtype.is_floating_point else info.dtype.itemsize
+            wide = self.dtype.itemsize if info.dtype in FLOATS else info.dtype.itemsize
             nbytes = info.nbytes // info.dtype.itemsize * wide
             where = name.split(".")
             if where[0] == "layers":
@@ -147,14 +171,34 @@ class DeepseekWeights:
         """What stays float32 in any model: hyper-connections, norms, sinks, biases."""
         return self.tensor(name, device, torch.float32)
 
-    def linear(self, names: Sequence[str], device: torch.device) -> nn.Module:
-        """One linear with the rows of all `names`, which read the same input."""
-        return Linear(torch.cat([self.tensor(f"{name}.weight", device) for name in names]))
+    def packed(self, name: str, n: int, k: int, device: torch.device) -> NVFP4Tensors | None:
+        """The NVFP4 tensors of layer `name`, None where it is dense."""
+        layer = self._stored_layer(name)
+        return read_linear(self.checkpoint, layer, n, k, device) if is_nvfp4(self.checkpoint, layer) else None
 
-    def grouped(self, name: str, groups: int, device: torch.device) -> nn.Module:
-        return GroupedLinear(self.tensor(f"{name}.weight", device).unflatten(0, (groups, -1)))
+    def linear(self, shapes: Mapping[str, tuple[int, int]], device: torch.device) -> nn.Module:
+        """One linear with the rows of all the named ones, (n, k) each, which read the same input."""
+        packed = {name: self.packed(name, n, k, device) for name, (n, k) in shapes.items()}
+        dense = {name: self.tensor(f"{name}.weight", device) for name, tensors in packed.items() if tensors is None}
+        coded = {name: NVFP4Linear.of(tensors) for name, tensors in packed.items() if tensors is not None}
+        if not coded:
+            return Linear(torch.cat(list(dense.values())))
+        if not dense:
+            return fuse_nvfp4(list(coded.values()))
+        return Siblings([coded[name] if name in coded else Linear(dense[name]) for name in shapes])  # type: ignore[misc]
+
+    def grouped(self, name: str, groups: int, n: int, k: int, device: torch.device) -> nn.Module:
+        """`groups` linears (n, k) whose rows are stored one group after the other."""
+        tensors = self.packed(name, groups * n, k, device)
+        if tensors is None:
+            return GroupedLinear(self.tensor(f"{name}.weight", device).unflatten(0, (groups, n)))
+        codes, scale = tensors.codes.unflatten(0, (groups, n)), tensors.scale.unflatten(0, (groups, n))
+        return NVFP4GroupedLinear(codes=codes, scale=scale, global_scale=tensors.global_scale)
 
     def experts(self, prefix: str, device: torch.device) -> nn.Module:
+        """All routed experts of a layer; NVFP4 where the first one's gate is, and then all of them."""
+        if is_nvfp4(self.checkpoint, self._stored_layer(f"{prefix}0.w1")):
+            return self._packed_experts(prefix, device)
         c = self.config
         gate_up = torch.empty(c.experts, 2, c.expert_size, c.hidden_size, device=device, dtype=self.dtype)
         down = torch.empty(c.experts, c.hidden_size, c.expert_size, device=device, dtype=self.dtype)
@@ -164,8 +208,43 @@ class DeepseekWeights:
             down[e] = self.tensor(f"{prefix}{e}.w2.weight", device)
         return Experts(gate_up.flatten(1, 2), down, c.limit)
 
+    def _packed_experts(self, prefix: str, device: torch.device) -> NVFP4Experts:
+        c = self.config
+        wide, d, e = c.expert_size, c.hidden_size, c.experts
+
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(shape, device=device, dtype=torch.uint8)
+
+        gate_up, gate_up_scale = empty(e, 2, wide, d // 2), empty(e, 2, wide, d // GROUP)
+        down, down_scale = empty(e, d, wide // 2), empty(e, d, wide // GROUP)
+        gate_up_global = torch.empty(e, 2, wide, device=device)
+        down_global = torch.empty(e, device=device)
+        for expert in range(e):
+            for part, name in enumerate(("w1", "w3")):
+                codes, scale, factor, _ = self._all_packed(f"{prefix}{expert}.{name}", wide, d, device)
+                gate_up[expert, part], gate_up_scale[expert, part] = codes, scale
+                gate_up_global[expert, part] = factor
+            down[expert], down_scale[expert], down_global[expert], _ = self._all_packed(
+                f"{prefix}{expert}.w2", d, wide, device
+            )
+        return NVFP4Experts(
+            gate_up=gate_up.flatten(1, 2),
+            gate_up_scale=gate_up_scale.flatten(1, 2),
+            gate_up_global=gate_up_global.flatten(1),
+            down=down,
+            down_scale=down_scale,
+            down_global=down_global,
+            limit=c.limit,
+        )
+
+    def _all_packed(self, name: str, n: int, k: int, device: torch.device) -> NVFP4Tensors:
+        tensors = self.packed(name, n, k, device)
+        if tensors is None:
+            raise CheckpointError(f"{name} is dense and other experts of its layer are NVFP4; they must be of one kind")
+        return tensors
+
     def attention(self, i: int, tables: tuple[Tensor, Tensor], device: torch.device) -> DeepseekAttention:
-        c, prefix = self.config, f"layers.{i}.attn."
+        c, d, prefix = self.config, self.config.hidden_size, f"layers.{i}.attn."
         compressed, indexed = c.ratios[i] > 0, c.kinds[i] == CSA
         states = [f"{prefix}compressor.{name}" for name in ("wkv", "wgate") if compressed]
         if indexed:
@@ -173,16 +252,18 @@ class DeepseekWeights:
         cos, sin = tables
         return DeepseekAttention(
             index=i,
-            qkv_a=self.linear([f"{prefix}wq_a", f"{prefix}wkv"], device),
+            qkv_a=self.linear({f"{prefix}wq_a": (c.q_rank, d), f"{prefix}wkv": (c.head_dim, d)}, device),
             q_norm=self.wide(f"{prefix}q_norm.weight", device),
             kv_norm=self.wide(f"{prefix}kv_norm.weight", device),
-            q_b=self.linear([f"{prefix}wq_b"], device),
+            q_b=self.linear({f"{prefix}wq_b": (c.heads * c.head_dim, c.q_rank)}, device),
             states=Linear(torch.cat([self.tensor(f"{name}.weight", device) for name in states])) if states else None,
             compressor=self._compressor(f"{prefix}compressor.", device) if compressed else None,
-            index_q=self.linear([f"{prefix}indexer.wq_b"], device) if indexed else None,
+            index_q=self.linear({f"{prefix}indexer.wq_b": (c.index_heads * c.index_dim, c.q_rank)}, device)
+            if indexed
+            else None,
             indexer=self._compressor(f"{prefix}indexer.compressor.", device) if indexed else None,
-            out_a=self.grouped(f"{prefix}wo_a", c.out_groups, device),
-            out_b=self.linear([f"{prefix}wo_b"], device),
+            out_a=self.grouped(f"{prefix}wo_a", c.out_groups, c.out_rank, c.heads * c.head_dim // c.out_groups, device),
+            out_b=self.linear({f"{prefix}wo_b": (d, c.out_groups * c.out_rank)}, device),
             groups=c.out_groups,
             sinks=self.wide(f"{prefix}attn_sink", device),
             cos=cos,
@@ -197,14 +278,16 @@ class DeepseekWeights:
 
     def moe(self, i: int, device: torch.device) -> DeepseekMoE:
         c, prefix = self.config, f"layers.{i}.ffn."
-        shared = f"{prefix}shared_experts."
+        shared, d, wide = f"{prefix}shared_experts.", c.hidden_size, c.expert_size
         return DeepseekMoE(
             gate=self.tensor(f"{prefix}gate.weight", device),
             bias=None if c.hashed[i] else self.wide(f"{prefix}gate.bias", device),
             table=self.tensor(f"{prefix}gate.tid2eid", device, torch.int32) if c.hashed[i] else None,
             experts=self.experts(f"{prefix}experts.", device),
             shared=SharedExpert(
-                self.linear([f"{shared}w1", f"{shared}w3"], device), self.linear([f"{shared}w2"], device), c.limit
+                self.linear({f"{shared}w1": (wide, d), f"{shared}w3": (wide, d)}, device),
+                self.linear({f"{shared}w2": (d, wide)}, device),
+                c.limit,
             ),
             top_k=c.top_k,
             scale=c.route_scale,

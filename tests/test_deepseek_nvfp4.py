@@ -1,0 +1,93 @@
+"""DeepSeek-V4 whose linears are NVFP4: the model equals the dense one of the numbers that the codes stand for."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from deepseek import hf_model
+from models import Decoder
+from onegraph.formats.checkpoint import Checkpoint, CheckpointError
+from onegraph.formats.nvfp4 import NVFP4Config
+from onegraph.models.deepseek_v4 import DeepseekV4
+from onegraph.models.deepseek_v4_weights import official
+from onegraph.nn.nvfp4 import NVFP4Experts, NVFP4GroupedLinear, NVFP4Linear
+from onegraph.ops.nvfp4 import nvfp4_dequantize_weight, nvfp4_quantize
+
+# Inputs of quantized layers are multiples of 16, and an expert's outputs too.
+SIZES = {"hidden_size": 64, "moe_intermediate_size": 32, "o_lora_rank": 16, "q_lora_rank": 32}
+
+
+def quantized(path, keep=lambda name: False):
+    """A checkpoint of packed layers at `path`, but for those that `keep` names; the dense model of the same numbers."""
+    hf = hf_model("flash", **SIZES)
+    hf.save_pretrained(path / "dense")
+    tensors, packed = {}, {}
+    for name, tensor in load_file(path / "dense" / "model.safetensors").items():
+        layer, kind = official(name).removesuffix(".weight"), name.removesuffix(".weight")
+        last = layer.rpartition(".")[2]
+        linear = last in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "w1", "w2", "w3") and "compressor" not in layer
+        if not linear or keep(layer):
+            tensors[name] = packed[name] = tensor
+            continue
+        factor = tensor.abs().amax() / (6.0 * 448.0)
+        codes, scale = nvfp4_quantize(tensor, factor)
+        rows = factor.expand(len(tensor)).contiguous()
+        tensors[name] = nvfp4_dequantize_weight(codes, scale, rows)
+        packed |= {name: codes, f"{kind}.weight_scale": scale.view(torch.float8_e4m3fn)}
+        packed[f"{kind}.weight_scale_2"] = factor.reshape(())
+    config = json.loads((path / "dense" / "config.json").read_text())
+    save_file(tensors, path / "dense" / "model.safetensors")
+    (path / "packed").mkdir()
+    save_file(packed, path / "packed" / "model.safetensors")
+    config["quantization_config"] = NVFP4Config().to_dict()
+    (path / "packed" / "config.json").write_text(json.dumps(config))
+    return [DeepseekV4.load(Checkpoint.open(path / kind), max_context=256) for kind in ("dense", "packed")]
+
+
+def logits(model):
+    text = torch.randint(0, 97, (200,), generator=torch.Generator().manual_seed(2)).tolist()
+    return Decoder(model, 1, 256, page_size=128).feed([text])[0]
+
+
+def test_packed_equals_what_its_codes_stand_for(tmp_path):
+    dense, packed = quantized(tmp_path)
+    block = packed.blocks[1]
+    assert isinstance(block.moe.experts, NVFP4Experts)
+    assert isinstance(block.attention.qkv_a, NVFP4Linear)
+    assert isinstance(block.attention.index_q, NVFP4Linear)
+    assert isinstance(block.attention.out_a, NVFP4GroupedLinear)
+    error = (logits(packed) - logits(dense)).abs().max()
+    assert error <= 1e-4, error
+    assert sum(packed_bytes(packed)) < 0.5 * sum(packed_bytes(dense))
+
+
+def packed_bytes(model: nn.Module):
+    return (b.numel() * b.element_size() for block in model.blocks for b in block.moe.experts.buffers())
+
+
+def test_the_checkpoint_is_the_precision_map(tmp_path):
+    """Parts that were kept are dense beside packed ones, also where two of them are read as one linear."""
+    dense, packed = quantized(tmp_path, lambda layer: "wkv" in layer or "shared" in layer or "layers.2.ffn" in layer)
+    assert not isinstance(packed.blocks[2].moe.experts, NVFP4Experts)
+    assert isinstance(packed.blocks[0].attention.q_b, NVFP4Linear)
+    error = (logits(packed) - logits(dense)).abs().max()
+    assert error <= 1e-4, error
+
+
+def test_a_scale_of_another_width_is_named(tmp_path):
+    quantized(tmp_path)
+    file = tmp_path / "packed" / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.attn.wq_b.weight_scale"
+    tensors[name] = tensors[name].view(torch.uint8)[:, :1].contiguous()
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=r"wq_b\.weight_scale.* has shape \[128, 1\], .* \[128, 2\]"):
+        DeepseekV4.load(Checkpoint.open(tmp_path / "packed"))
+
+
+def test_experts_of_two_kinds_in_a_layer_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"experts\.3\.w2 is dense"):
+        quantized(tmp_path, lambda layer: layer.endswith("layers.1.ffn.experts.3.w2"))
