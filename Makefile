@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 TESTS  ?= tests
 COUNT  ?= 10000
 
-.PHONY: help demo test lint fuzz gpu-test clean
+.PHONY: help demo test vllm lint fuzz gpu-test clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -36,6 +36,20 @@ demo: $(VENV)/.run ## quantize SmolLM2-135M to 4 bits and ask it a question
 test: export ONEGRAPH_SMOLLM2 ?= $(abspath $(firstword $(wildcard .demo/*.gguf)))
 test: $(VENV)/.dev ## everything that needs no GPU
 	$(BIN)/python -m pytest -m "not gpu" -n 2 $(TESTS)
+
+# vLLM in an environment of its own on top of the main one, since its pins are not ours.
+$(VENV)/vllm/.done: tests/vllm/requirements.txt $(VENV)/.dev
+	$(BIN)/python -m venv --without-pip $(VENV)/vllm
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > $$(echo $(VENV)/vllm/lib/python*/site-packages)/main.pth
+	$(BIN)/python -m pip --python $(VENV)/vllm/bin/python install --quiet --disable-pip-version-check --no-deps \
+	  $(PIP_ARGS) -r tests/vllm/requirements.txt
+	@touch $@
+
+vllm: export ONEGRAPH_SMOLLM2 ?= $(abspath $(firstword $(wildcard .demo/*.gguf)))
+vllm: export ONEGRAPH_SMOLLM2_4BIT ?= $(abspath $(wildcard .demo/SmolLM2-135M-Instruct-4bit))
+vllm: $(VENV)/vllm/.done ## the plugin inside the real vLLM, on the CPU
+	$(VENV)/vllm/bin/python -m pytest -m "not gpu" tests/vllm
 
 lint: $(VENV)/.dev ## ruff, mypy, import contracts
 	$(BIN)/ruff check .
