@@ -20,6 +20,7 @@ from torch import Tensor
 from onegraph.engine.pages import PageAllocator
 from onegraph.engine.params import SamplingParams, Stats
 from onegraph.engine.sequence import Sequence, make_sequences
+from onegraph.formats.turboquant import TurboQuantConfig, parse_kv
 from onegraph.ops.sampling import greedy, sample
 from onegraph.ops.step import begin_step, finish_step
 from onegraph.runtime.graph import GraphPool, Runner, split_point
@@ -65,6 +66,8 @@ class Engine:
         page_size: tokens in a page of the cache (default: the model's `page_size`, or 16 where it has none).
         pages: pages of the cache, one of them the sentinel (default: enough for max_batch full sequences).
         chunk: prompt tokens that one prefill step takes.
+        kv: how keys and values are stored: None in the model's dtype, else a setting of
+            `onegraph.formats.turboquant` or its text ("turboquant:4").
         capture: True captures, False runs eagerly, "split" captures around attention, None captures where the model is
             on a GPU.
 
@@ -83,6 +86,7 @@ class Engine:
         page_size: int | None = None,
         pages: int | None = None,
         chunk: int = 256,
+        kv: TurboQuantConfig | str | None = None,
         capture: bool | Literal["split"] | None = None,
     ):
         self.model = model
@@ -106,7 +110,9 @@ class Engine:
 
         per_row = -(-self.max_context // page_size)
         total = 1 + max_batch * per_row if pages is None else pages
-        self._cache = model.new_cache(rows=max_batch, pages=total, page_size=page_size, pages_per_row=per_row)
+        kv = parse_kv(kv) if isinstance(kv, str) else kv
+        how = {} if kv is None else {"kv": kv}  # not every model has other caches than its own
+        self._cache = model.new_cache(rows=max_batch, pages=total, page_size=page_size, pages_per_row=per_row, **how)
         self._allocator = PageAllocator(total, page_size)
         self._slots = list(range(max_batch, 0, -1))  # of state that does not grow; slot 0 belongs to nobody
         self._decode_inputs = {"drawn": self._tensor(max_batch, torch.int64), **self._row_inputs(max_batch)}

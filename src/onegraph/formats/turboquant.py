@@ -30,13 +30,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onegraph.formats.turboquant_layout import TurboQuantLayout
+
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 BITS = (1, 2, 3, 4)
 EXACT = 16  # as a layer's rate: the model's own dtype
 VARIANTS = ("mse", "prod")
 ROTATIONS = ("hadamard", "qr")
-MODES = ("full", "hybrid", "shadow")
+MODES = ("hybrid", "full", "shadow")
 SCALES = ("norm", "matched", "unbiased")
+DRAFTS = 8  # tokens a row that a decode step may bring; more are a prefill chunk
 
 # Positive centroids times sqrt(d), ascending; the negative ones mirror them.
 _CENTROIDS: dict[int, tuple[tuple[float, ...], ...]] = {
@@ -159,8 +162,8 @@ class TurboQuantConfig:
 
     Args:
         k_bits, v_bits: rates of keys and values, 1 to 4.
-        mode: `full` attends on codes alone; `hybrid` on exact vectors for the latest `window` tokens and on codes
-            before them; `shadow` on the exact cache, storing codes beside it, to report the error that they would have
+        mode: `hybrid` attends on exact vectors for the latest `window` tokens and on codes before them; `full` on codes
+            alone; `shadow` on the exact cache, storing codes beside it, to report the error that they would have
             made.
         window: exact tokens of `hybrid`.
         first, last: how many layers at either end take the rate `edge` in place of k_bits and v_bits.
@@ -172,8 +175,8 @@ class TurboQuantConfig:
 
     k_bits: int
     v_bits: int
-    mode: str = "full"
-    window: int = 0
+    mode: str = "hybrid"
+    window: int = 64
     first: int = 0
     last: int = 0
     edge: str = "16"
@@ -194,7 +197,7 @@ class TurboQuantConfig:
         if (self.mode == "hybrid") != (self.window > 0):
             raise ValueError(
                 f"turboquant: mode is {self.mode} and window {self.window}; mode=hybrid needs a window of exact tokens "
-                "(window=64, say), the other modes have none"
+                "(window=64, say), the others have none (window=0)"
             )
         self._edge_rate()
 
@@ -202,6 +205,28 @@ class TurboQuantConfig:
         """(bits of keys, bits of values) of a layer; (16, 16) where it stays in the model's dtype."""
         inner = self.first <= layer < layers - self.last
         return (self.k_bits, self.v_bits) if inner else self._edge_rate()
+
+    @property
+    def ring(self) -> int:
+        """Places of a sequence's ring: the window, and room for drafts of two steps, so that none is overwritten."""
+        return self.window + 2 * DRAFTS if self.mode == "hybrid" else 0
+
+    def token_bytes(self, *, layers: int, kv_heads: int, head_dim: int, exact_bytes: int = 2) -> int:
+        """Bytes that a token takes in the pages of all layers, norms and layers that stay exact counted."""
+        shadow = 2 * head_dim * exact_bytes if self.mode == "shadow" else 0
+        total = 0
+        for i in range(layers):
+            if (rate := self.rate(i, layers)) == (EXACT, EXACT):
+                total += 2 * head_dim * exact_bytes
+            else:
+                layout = TurboQuantLayout(head_dim, *rate, self.keys, self.values)
+                total += layout.bytes_per_token_head + shadow
+        return total * kv_heads
+
+    def sequence_bytes(self, *, layers: int, kv_heads: int, head_dim: int, exact_bytes: int = 2) -> int:
+        """Bytes that a sequence takes besides its pages: the rings of its coded layers."""
+        coded = sum(self.rate(i, layers) != (EXACT, EXACT) for i in range(layers))
+        return coded * self.ring * 2 * kv_heads * head_dim * exact_bytes
 
     def _edge_rate(self) -> tuple[int, int]:
         return (EXACT, EXACT) if self.edge == str(EXACT) else _parse_rate(self.edge, "edge")
@@ -241,8 +266,8 @@ def parse_kv(text: str) -> TurboQuantConfig | None:
         if name in _KINDS and not (value.isascii() and value.isdigit() and len(value) < 12):
             raise ValueError(f"turboquant: {name} is {_short(value)}; it must be a number")
         found[name] = _KINDS.get(name, str)(value)
-    if "window" in found:
-        found.setdefault("mode", "hybrid")
+    if found.get("mode", "hybrid") != "hybrid":
+        found.setdefault("window", 0)
     return TurboQuantConfig(k_bits=k_bits, v_bits=v_bits, **found)
 
 

@@ -7,16 +7,19 @@ SwiGLU onto the residual. Other layers, and `fused=False`, run norms, SwiGLU and
 """
 
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from onegraph.formats.checkpoint import Checkpoint
+from onegraph.formats.turboquant import TurboQuantConfig
 from onegraph.models.config import LlamaConfig
 from onegraph.models.weights import Weights
 from onegraph.nn.attention import Attend, Attention, CausalAttention, PagedCache
 from onegraph.nn.embedding import E8PEmbedding, Embedding
 from onegraph.nn.linear import E8PLinear, Linear, Siblings
+from onegraph.nn.turboquant import TurboQuantCache
 from onegraph.ops.activation import silu_mul
 from onegraph.ops.norm import add_rms_norm, rms_norm
 
@@ -170,20 +173,22 @@ class Llama(nn.Module):
         """What `forward` returned [..., D], or rows of it -> float32 [..., V]."""
         return self.lm_head.wide(hidden)
 
-    def new_cache(self, *, rows: int, pages: int, page_size: int, pages_per_row: int) -> PagedCache:
-        """A paged KV cache of this model's sizes, on its device and in its dtype."""
-        return PagedCache(
-            layers=self.config.layers,
-            pages=pages,
-            page_size=page_size,
-            kv_heads=self.config.kv_heads,
-            head_dim=self.config.head_dim,
-            rows=rows,
-            pages_per_row=pages_per_row,
-            device=self.device,
-            dtype=self.dtype,
-            fused=self.fused,
-        )
+    def new_cache(
+        self, *, rows: int, pages: int, page_size: int, pages_per_row: int, kv: TurboQuantConfig | None = None
+    ) -> PagedCache | TurboQuantCache:
+        """A paged KV cache of this model's sizes, on its device: in its dtype, or in codes as `kv` says."""
+        sizes: dict[str, Any] = {
+            "layers": self.config.layers,
+            "pages": pages,
+            "page_size": page_size,
+            "kv_heads": self.config.kv_heads,
+            "head_dim": self.config.head_dim,
+            "rows": rows,
+            "pages_per_row": pages_per_row,
+            "device": self.device,
+            "dtype": self.dtype,
+        }
+        return PagedCache(**sizes, fused=self.fused) if kv is None else TurboQuantCache(kv, **sizes)
 
 
 def build_block(

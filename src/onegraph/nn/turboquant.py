@@ -1,0 +1,208 @@
+"""A paged KV cache of TurboQuant codes: what `PagedCache` is, at a fourth of its size.
+
+A decode step (up to DRAFTS tokens a row) writes its tokens' codes in one launch and attends to codes; in mode `hybrid`
+the latest tokens come exact from a ring instead, one softmax over both. A prefill chunk attends to its own tokens
+exactly and to what lies before it from codes, which are stored in the same pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onegraph.formats import turboquant as formats
+from onegraph.formats.turboquant import EXACT, TurboQuantConfig
+from onegraph.formats.turboquant_layout import TurboQuantLayout
+from onegraph.nn.attention import Attention, PagedCache
+from onegraph.ops.recent_attention import recent_attention
+from onegraph.ops.turboquant import turboquant_write
+from onegraph.ops.turboquant_attention import eight_bit_levels, turboquant_attention
+
+DRAFTS = formats.DRAFTS
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What one layer's codes are read and written with."""
+
+    layout: TurboQuantLayout
+    k_codebook: Tensor
+    v_codebook: Tensor
+    codes: Tensor  # uint8 [pages, kv_heads, page_bytes]
+    ring: Tensor | None  # [rows + 1, size, 2, kv_heads, head_dim], rotated keys and values; mode hybrid
+
+
+class TurboQuantCache:
+    """Keys and values of all layers as codes, of some layers in the model's dtype (`config.first`, `last`, `edge`).
+
+    Attributes (see `PagedCache` for block_table, positions and counts):
+        slots: int32 [rows], the ring that belongs to the row's sequence. It must stay the sequence's when the sequence
+            moves to another row; ring 0 belongs to nobody.
+        squares: float32 [layers, 2], mode shadow: sums of |error|^2 and of |output|^2 since `reset`.
+
+    What a query sees depends on its position and its sequence alone: not on the batch, and in a decode step not on how
+    many draft tokens come with it. Rejected drafts need no undoing: positions go back, and the next tokens overwrite
+    them.
+
+    Raises ValueError for what does not go together: a head size without codebooks, pages that are no multiple of 16
+    tokens, a window larger than the pool.
+    """
+
+    def __init__(
+        self,
+        config: TurboQuantConfig,
+        *,
+        layers: int,
+        pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        rows: int,
+        pages_per_row: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> None:
+        formats.check_head_dim(head_dim)
+        if config.window > (pages - 1) * page_size:
+            raise ValueError(
+                f"turboquant: window is {config.window} tokens, the pages of the cache hold {(pages - 1) * page_size}; "
+                "make the window smaller or the context larger"
+            )
+        rates = [config.rate(i, layers) for i in range(layers)]
+        shadow = config.mode == "shadow"
+        exact = [shadow or rate == (EXACT, EXACT) for rate in rates]
+        self.config, self.page_size = config, page_size
+        # One layer's cache brings the state; then its layers are as many as there are, empty where there are codes.
+        self.paged = PagedCache(
+            layers=1, pages=2, page_size=page_size, kv_heads=kv_heads, head_dim=head_dim, rows=rows,
+            pages_per_row=pages_per_row, device=device, dtype=dtype,
+        )  # fmt: skip
+        self.block_table, self.positions = self.paged.block_table, self.paged.positions
+        self.counts = self.paged.counts
+        shape = (pages, page_size, kv_heads, head_dim)
+        sizes = [shape if e else (0, *shape[1:]) for e in exact]
+        self.paged.keys = [torch.zeros(size, device=device, dtype=dtype) for size in sizes]
+        self.paged.values = [torch.zeros(size, device=device, dtype=dtype) for size in sizes]
+
+        def ints(count: int, first: int = 0) -> Tensor:
+            return torch.arange(first, first + count, device=device, dtype=torch.int32)
+
+        self.slots, self._own = ints(rows, 1), ints(rows)
+        self._zeros, self._before = torch.zeros_like(self._own), torch.zeros_like(self._own)
+        turn = formats.rotation(head_dim, config.rotation, config.seed)
+        self._rotation, self._turn = (t.contiguous().to(device, dtype) for t in (turn, turn.T))
+        prod = "prod" in (config.keys, config.values)
+        self._projection = formats.projection(head_dim, config.seed).to(device, dtype) if prod else None
+        self.squares = torch.zeros(layers, 2, device=device)
+
+        def layer(rate: tuple[int, int]) -> _Layer:
+            layout = TurboQuantLayout(head_dim, *rate, config.keys, config.values, page_size)
+            k, v = (
+                eight_bit_levels(formats.codebook(head_dim, bits)).to(device)
+                for bits in (layout.k_code_bits, layout.v_code_bits)
+            )
+            codes = torch.zeros(layout.cache_shape(pages, kv_heads), dtype=torch.uint8, device=device)
+            ring = None
+            if config.mode == "hybrid":
+                ring = torch.zeros(rows + 1, config.ring, 2, kv_heads, head_dim, dtype=dtype, device=device)
+            return _Layer(layout, k, v, codes, ring)
+
+        self.layers = [None if rate == (EXACT, EXACT) else layer(rate) for rate in rates]
+        self._first = next((i for i, found in enumerate(self.layers) if found is not None), 0)
+        self.pages = pages
+
+    @property
+    def max_context(self) -> int:
+        """Tokens that a row's part of the block table can address."""
+        return self.block_table.shape[1] * self.page_size
+
+    @property
+    def nbytes(self) -> int:
+        rings = [one for layer in self.layers if layer is not None for one in (layer.codes, layer.ring)]
+        return self.paged.nbytes + sum(t.numel() * t.element_size() for t in rings if t is not None)
+
+    def reset(self) -> None:
+        """Forget everything: after a NaN, which masks keep out of results but nothing else removes."""
+        self.paged.reset()
+        self.squares.zero_()
+        for layer in self.layers:
+            if layer is not None:
+                layer.codes.zero_()
+                if layer.ring is not None:
+                    layer.ring.zero_()
+
+    def view(self, rows: slice = slice(None), pages: int | None = None) -> TurboQuantCache:
+        """See `PagedCache.view`."""
+        other = object.__new__(TurboQuantCache)
+        other.__dict__.update(self.__dict__)
+        other.paged = self.paged.view(rows, pages)
+        other.block_table = self.block_table[rows, :pages]
+        other.positions, other.counts, other.slots = self.positions[rows], self.counts[rows], self.slots[rows]
+        return other
+
+    def errors(self) -> list[float]:
+        """Mode shadow: of each layer ‖what codes would have given − the exact output‖ / ‖the exact output‖ so far.
+
+        It reads the device, so never inside a step.
+        """
+        error, size = self.squares.double().T.tolist()
+        return [(e / s) ** 0.5 if s else 0.0 for e, s in zip(error, size, strict=True)]
+
+    def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
+        """qkv [B, Q, (heads + 2 kv_heads) * head_dim] -> [B, Q, heads * head_dim]."""
+        layer = self.layers[attention.index]
+        if layer is None:
+            return self._exact(attention, qkv)
+        if self.config.mode != "shadow":
+            return self._coded(attention, layer, qkv)
+        out = self._exact(attention, qkv)
+        error = self._coded(attention, layer, qkv).float() - out.float()
+        step = torch.arange(qkv.shape[1], dtype=torch.int32, device=qkv.device)
+        padding = (step >= self.counts.unsqueeze(1)).unsqueeze(2)
+        sums = [t.masked_fill(padding, 0.0).square().sum() for t in (error, out.float())]
+        self.squares[attention.index] += torch.stack(sums)
+        return out
+
+    def _exact(self, attention: Attention, qkv: Tensor) -> Tensor:
+        paged = self.paged.view()
+        paged.block_table, paged.positions, paged.counts = self.block_table, self.positions, self.counts
+        return paged.attend(attention, qkv)
+
+    def _coded(self, a: Attention, layer: _Layer, qkv: Tensor) -> Tensor:
+        batch, length, _ = qkv.shape
+        layout, ring, window = layer.layout, layer.ring, self.config.window
+        chunk = length > DRAFTS
+        variants = (layout.k_bits, layout.v_bits, layout.k_variant, layout.v_variant)
+        q, own = turboquant_write(
+            qkv, a.q_norm, a.k_norm, a.eps, a.cos, a.sin, self.positions, self.counts, self.block_table,
+            self._turn, self._projection, layer.k_codebook, layer.v_codebook, layer.codes,
+            ring, None if ring is None else self.slots, a.heads, *variants, self.config.scale, chunk,
+        )  # fmt: skip
+
+        def from_codes(
+            positions: Tensor, ends: Tensor | None, rotation: Tensor | None, limit: int
+        ) -> tuple[Tensor, Tensor]:
+            out: tuple[Tensor, Tensor] = turboquant_attention(
+                q, layer.codes, self.block_table, positions, self.counts, ends, rotation, self._projection,
+                layer.k_codebook, layer.v_codebook, None, *variants, a.scale, limit,
+            )  # fmt: skip
+            return out
+
+        if chunk:
+            past = from_codes(self.positions, self.positions, None, a.window)
+            own_ring, zeros = self._own[:batch], self._zeros[:batch]  # the chunk is a ring of its own
+            out = recent_attention(q, own, own_ring, zeros, *past, self._rotation, a.scale, 0, 0, a.window)
+        elif ring is None:
+            out = from_codes(self.positions, None, self._rotation, a.window)[0]
+        else:
+            before = self._before[:batch]  # where the query's codes begin; once for all layers
+            if a.index == self._first:
+                torch.sub(self.positions, window, out=before)
+            seen = 0 < a.window <= window  # all that the model's window shows is exact
+            older = (None, None) if seen else from_codes(before, None, None, max(a.window - window, 0))
+            out = recent_attention(
+                q, ring, self.slots, self.positions, *older, self._rotation, a.scale, window, DRAFTS, a.window
+            )
+        return out.flatten(2)
