@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from onegraph.check import CheckError, Severity, Verdict, check_step, declared
-from onegraph.check.simulate import simulate_step
+from onegraph.check.simulate import frames, simulate_step
 
 
 def inside(body):
@@ -310,3 +310,21 @@ def test_gradients_of_what_was_not_used_are_an_error_of_the_step():
 
     with pytest.raises(CheckError, match="not have been used in the graph"):
         check_step(factory)
+
+
+def test_a_fault_of_the_checker_is_not_told_as_one_of_the_step(monkeypatch):
+    def broken(*_):
+        return {}["books"]
+
+    broken.__code__ = broken.__code__.replace(co_filename=frames.HERE + "/simulate/world.py")
+    monkeypatch.setattr("onegraph.check.simulate.world.World._record", broken)
+    with pytest.raises(KeyError):  # the command line calls this an internal error, and asks to report it
+        check_step(lambda: ((lambda x: x + 1), (lambda i: (torch.zeros(2, device="cuda"),))))
+
+
+@pytest.mark.parametrize(
+    "body", [lambda x: x + torch.ones(2), lambda x: x.view(7), lambda x: x.numpy().missing, lambda x: f"{x:.2f}"]
+)
+def test_an_error_of_the_step_is_told_as_one(body):
+    with pytest.raises(CheckError, match=r"step 0 raised \w+Error"):
+        check_step(lambda: (body, (lambda i: (torch.zeros(2, device="cuda"),))))

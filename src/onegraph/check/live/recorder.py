@@ -51,6 +51,7 @@ class Recorder(TorchDispatchMode):
         self.sightings: list[Sighting] = []
         self.asked_capturing: list[frames.Chain] = []
         self.captured_step = 1
+        self.first_node = 0  # sequence number of autograd from which on nodes belong to the running step
         self.last: tuple[str, frames.Chain, hazards.Hazard | None] | None = None
         self.blamed: dict[frames.Chain, hazards.Hazard] = {}
         self.streams: dict[int, tuple[str, frames.Chain]] = {}

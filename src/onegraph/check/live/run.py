@@ -5,44 +5,30 @@ import inspect
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from types import CodeType, SimpleNamespace
+from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from onegraph.check.live.recorder import Numbers, Recorder, of_call
+from onegraph.check.live.buffers import copy, junk, poison
+from onegraph.check.live.buffers import static as static_of
+from onegraph.check.live.failure import blame, first_error, recover
+from onegraph.check.live.recorder import Numbers, Recorder
+from onegraph.check.live.watch import call_step, calls_noted
 from onegraph.check.report import SILENT, CheckError, Origin, Report, Severity
-from onegraph.check.simulate import frames, hazards
+from onegraph.check.simulate import frames
 from onegraph.check.simulate.compare import Books, differences
 from onegraph.check.simulate.findings import Findings
 from onegraph.check.simulate.records import Sighting, Step, reshaped
 from onegraph.check.simulate.replay import Verdict, close
-from onegraph.check.simulate.run import _kind, _line, _where
+from onegraph.check.simulate.run import _kind, _line, _where, internal
 from onegraph.check.simulate.state import Snapshot, changes, methods
 
 _REPLAYS = 200
 _SEED = 0
-_JUNK = (16, 128, 1024, 16384, 262144)
-"""Elements of the NaN tensors that take up freed memory before a replay, so that a read of it shows."""
-_TEXTS = (
-    ("generator is not registered", "CG301", "random numbers are drawn from a generator that no graph knows"),
-    ("generator needs to be registered", "CG301", "random numbers are drawn from a generator that no graph knows"),
-    ("not in capture mode", "CG301", "random numbers are drawn from a generator that no graph knows"),
-    ("unjoined", "CG305", "a side stream is not joined before the step ends"),
-    ("legacy stream", "CG304", "work is launched on the default stream inside the step"),
-    ("current_seed", "CG302", "the generator is read or set in the step"),
-    ("get_offset", "CG302", "the generator is read or set in the step"),
-    ("uncaptured free", "CG313", "a tensor made in the capture is freed outside of it"),
-    ("philox", "CG302", "the generator is read or set in the step"),
-)
-
-
-def call_step(step: Callable[..., Any], arguments: Any) -> Any:
-    """Call chains end at this frame."""
-    return step(*arguments)
 
 
 def live_step(factory: Callable[[], Any], *, steps: int = 4, target: str = "") -> Report:
@@ -78,7 +64,7 @@ class _Live:
         begin = time.perf_counter()
         gc.freeze()  # what exists already is no part of the step: the many collections need not walk it
         try:
-            with _capturing_asked(self.recorder):
+            with calls_noted(self.recorder):
                 self._eager()
                 devices = sorted(self.recorder.devices)
                 home = torch.cuda.current_device()
@@ -105,6 +91,8 @@ class _Live:
         except CheckError:
             raise
         except Exception as error:
+            if internal(error):
+                raise  # a fault of this package's: not to be read as one of the step
             raise CheckError(f"{what} raised {type(error).__name__}: {_line(error)}{_where(error)}") from error
 
     def _eager(self) -> None:
@@ -124,6 +112,7 @@ class _Live:
             leaves = [t for t in tree_leaves(tuple(arguments)) if isinstance(t, Tensor)]
             shapes = [list(t.shape) for t in leaves]
             recorder.reshaped.clear()
+            recorder.first_node = torch._C._autograd._get_sequence_nr()
             recorder.step = record
             with recorder.watching() if index else ExitStack(), recorder:
                 result = self._guarded(f"step {index}", call_step, step, arguments)
@@ -164,9 +153,10 @@ class _Live:
             with torch.cuda.stream(stream):
                 self._guarded("step 0", call_step, step, arguments)
             torch.cuda.synchronize()
-            static = tree_map(_static, self._guarded("inputs(1)", inputs, 1))
+            static = tree_map(static_of, self._guarded("inputs(1)", inputs, 1))
             del arguments
             torch.cuda.synchronize()
+            recorder.first_node = torch._C._autograd._get_sequence_nr()
             recorder.step = record = Step(1)
             recorder.last, recorder.streams = None, {}
             graph = torch.cuda.CUDAGraph()
@@ -181,10 +171,10 @@ class _Live:
                         result = call_step(step, static)
                 empty = any("is empty" in str(w.message) for w in said)
             except Exception as error:
-                self._capture_failed(error, record, stream.cuda_stream)
+                blame(recorder, self.roots, error, stream.cuda_stream)
                 recorder.step = None
-                self.facts["capture error"] = _line(_first(error))
-                _after_failure(stream)
+                self.facts["capture error"] = _line(first_error(error))
+                recover(stream)
                 return
             for number, (_, chain) in recorder.streams.items():
                 if number != stream.cuda_stream and number == 0:
@@ -206,7 +196,7 @@ class _Live:
             if index > 1:
                 fresh = self._guarded(f"inputs({index})", inputs, index)
                 try:
-                    tree_map(_copy, static, fresh)
+                    tree_map(copy, static, fresh)
                 except (ValueError, RuntimeError) as error:
                     self.verdicts[index] = Verdict(step=index, failed=_line(error))
                     continue
@@ -215,10 +205,10 @@ class _Live:
             torch.cuda.synchronize()
             for output in outputs:
                 if output.untyped_storage().data_ptr() not in given:
-                    _poison(output)
-            junk = _junk()
+                    poison(output)
+            garbage = junk()
             with torch.cuda.stream(stream):  # memory goes back to the stream that it was made on
-                junk += _junk()
+                garbage += junk()
             torch.cuda.synchronize()
             verdict = Verdict(step=index)
             try:
@@ -233,7 +223,7 @@ class _Live:
                         "CG206", f"an input of the graph is freed before the replay: {_line(error)}", chain
                     )
                 return
-            del junk
+            del garbage
             wrong = []
             for position, (ours, theirs) in enumerate(zip(outputs, self.truth[index], strict=False)):
                 fine, error_size = close(ours.detach(), theirs)
@@ -259,38 +249,6 @@ class _Live:
         self.facts["replays for memory"] = _REPLAYS
         self.facts["bytes left by them"] = max(free - torch.cuda.mem_get_info()[0], 0)
         self.facts["tensor bytes left by them"] = torch.cuda.memory_allocated() - allocated
-
-    def _capture_failed(self, error: Exception, record: Step, stream: int) -> None:
-        """Name the op and the line at which the capture broke."""
-        recorder, text = self.recorder, str(error)
-        first = _first(error)
-        chain = _chain_of(first, self.roots) or (recorder.last[1] if recorder.last else ())
-        happens = f"{type(first).__name__}: {_line(first)}"
-        hazard = of_call(chain, self.roots, "")
-        if hazard.code == "CG306":
-            recorder.note(hazard.code, hazard.message, happens, chain)
-            return
-        for words, code, message in _TEXTS:
-            if words in str(first) or words in text:
-                if code == "CG305":
-                    chain = next((c for s, (_, c) in recorder.streams.items() if s != stream), chain)
-                recorder.note(code, message, happens, chain)
-                return
-        other = [c for s, (_, c) in recorder.streams.items() if s != stream]
-        where = self.roots.where(chain)
-        if other and where and "wait" in frames.place(*where).source:
-            recorder.note(
-                "CG303", "work is launched on a stream that did not wait for the capturing one", happens, other[0]
-            )
-            return
-        if chain and recorder.last is not None and recorder.last[1][: len(chain)] == chain and recorder.last[2]:
-            hazard = recorder.last[2]
-        elif chain:
-            hazard = of_call(chain, self.roots, recorder.last[0] if recorder.last else "")
-        else:
-            chain = other[0] if other else (recorder.last[1] if recorder.last else ())
-            hazard = hazards.Hazard("CG305" if other else "CG105", "the capture does not end", happens)
-        recorder.note(hazard.code, hazard.message, happens, chain)
 
     def _without_stream(self, home: int) -> None:
         """What most people write, `torch.cuda.graph(g)`: its stream belongs to the device that was current first."""
@@ -356,43 +314,10 @@ class _Live:
     def _relevant(self) -> Iterator[Sighting]:
         """Syncs of eager steps count where the capture failed; a capture that worked has proven them harmless."""
         for sighting in self.recorder.sightings:
-            always = sighting.code.startswith(("CG2", "CG303", "CG304"))
+            always = sighting.code.startswith(("CG2", "CG303", "CG304", "CG306"))
             seed = sighting.code == "CG302" and any(v.stale for v in self.verdicts.values())
             if self.captured is None or always or seed:
                 yield sighting
-
-
-@contextmanager
-def _capturing_asked(recorder: Recorder) -> Iterator[None]:
-    """Notes who asks whether the stream is being captured, and who sets a seed inside of a step."""
-    real = torch.cuda.is_current_stream_capturing
-
-    def asked() -> bool:
-        chain = frames.chain(call_step.__code__, 2)
-        if chain and recorder.roots.owns(chain[0][0]) and recorder.step is not None:
-            recorder.asked_capturing.append(chain)
-        return real()
-
-    def seeding(function: Callable[..., Any]) -> Callable[..., Any]:
-        def seed(*args: Any, **kwargs: Any) -> Any:
-            chain = frames.chain(call_step.__code__, 2)
-            if chain:
-                recorder.note("CG302", "the random seed is set inside the step, once, at capture", SILENT, chain)
-            return function(*args, **kwargs)
-
-        return seed
-
-    seeds = [(torch, "manual_seed"), *((torch.cuda, n) for n in ("manual_seed", "manual_seed_all", "set_rng_state"))]
-    before = [(owner, name, getattr(owner, name)) for owner, name in seeds]
-    torch.cuda.is_current_stream_capturing = asked
-    for owner, name, function in before:
-        setattr(owner, name, seeding(function))
-    try:
-        yield
-    finally:
-        torch.cuda.is_current_stream_capturing = real
-        for owner, name, function in before:
-            setattr(owner, name, function)
 
 
 def _tensors(step: Any, roots: frames.Roots) -> dict[str, Tensor]:
@@ -403,60 +328,3 @@ def _tensors(step: Any, roots: frames.Roots) -> dict[str, Tensor]:
 def _version(tensor: Tensor) -> tuple[int, float]:
     """Address and number of writes; tensors of inference mode do not count theirs and equal nothing."""
     return tensor.data_ptr(), float("nan") if tensor.is_inference() else tensor._version
-
-
-def _after_failure(stream: Any) -> None:
-    """A capture that breaks leaves the default generator in capture mode, where the next random number is an error; a
-    capture that ends well takes it out again."""
-    with suppress(RuntimeError), torch.cuda.stream(stream):
-        torch.cuda.synchronize()
-        one = torch.ones(1, device="cuda")
-        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
-            one.add_(1)
-
-
-def _static(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value.clone().pin_memory() if value.device.type == "cpu" and value.is_pinned() else value.clone()
-
-
-def _copy(static: Any, fresh: Any) -> Any:
-    if isinstance(static, Tensor) and isinstance(fresh, Tensor):
-        if static.shape != fresh.shape:
-            raise ValueError(f"an input of shape {tuple(fresh.shape)} does not fit {tuple(static.shape)}")
-        static.copy_(fresh)
-    return static
-
-
-def _junk() -> list[Tensor]:
-    return [torch.full((n,), float("nan"), device="cuda") for n in _JUNK for _ in range(32 if n < 1024 else 4)]
-
-
-def _poison(tensor: Tensor) -> None:
-    with torch.inference_mode():  # the one mode that may write tensors which were made in it
-        if tensor.is_floating_point():
-            tensor.fill_(float("nan"))
-        elif tensor.dtype is not torch.bool and not tensor.is_complex():
-            tensor.fill_(torch.iinfo(tensor.dtype).max)
-
-
-def _first(error: BaseException) -> BaseException:
-    """The error that broke the capture: ending a broken capture raises once more, with the cause as its context."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return error
-
-
-def _chain_of(error: BaseException, roots: frames.Roots) -> frames.Chain:
-    """The call chain of an exception, from the step's caller on."""
-    found: list[tuple[CodeType, int]] = []
-    inside = False
-    trace = error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        if inside and not frames._skipped(code.co_filename):
-            found.append((code, trace.tb_lasti))
-        inside = inside or code is call_step.__code__
-        trace = trace.tb_next
-    return tuple(reversed(found))

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from onegraph.check.report import Severity
+from onegraph.check.simulate.device import refuse
 from onegraph.check.simulate.world import World
 
 _LEAF = 2**64 - 1
@@ -64,7 +65,7 @@ class Backward:
                     if not waits[following]:
                         ready.append(following)
         if not accumulate_grad and not allow_unreachable and any(edge not in found for edge in wanted):
-            raise RuntimeError("One of the differentiated Tensors appears to not have been used in the graph.")
+            refuse("One of the differentiated Tensors appears to not have been used in the graph.")
         return tuple(found.get(edge) for edge in wanted)
 
     def _run(self, node: Any, given: dict[int, Tensor], accumulate: bool) -> tuple[Any, ...]:
@@ -87,6 +88,14 @@ class Backward:
             text = f"the backward pass goes through {node.name()}, whose forward ran before the step"
             happens = "CUDA error: operation would make the capture depend on work outside of it"
             world.see("CG306", text, happens, severity=Severity.ERROR)
+
+
+def stale(outputs: Sequence[Any], first: int) -> str:
+    """Name of a node below `outputs` that was recorded before node number `first`; "" where there is none."""
+    for node in _dependencies([_edge(o)[0] for o in outputs]):
+        if node._sequence_nr() != _LEAF and node._sequence_nr() < first:
+            return str(node.name())
+    return ""
 
 
 def _edge(tensor: Any) -> tuple[Any, int]:

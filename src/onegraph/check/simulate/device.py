@@ -5,7 +5,7 @@
 on `inner`. Views share `inner`'s storage, so aliasing is right by construction.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -128,6 +128,11 @@ class DeviceTensor(Tensor):
             raise RuntimeError(f"data: got a tensor on {value.device}, allowed one on {self.device} in the simulation")
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self.inner, self.record = value.inner, value.record
+
+
+def refuse(text: str) -> NoReturn:
+    """Raise what torch would raise here: an error of the step, as all that are raised in this file."""
+    raise RuntimeError(text)
 
 
 DEVICES = [torch.device("cuda", i) for i in range(8)]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from onegraph.check.report import Frame
 
-_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _STDLIB = os.path.realpath(sysconfig.get_paths()["stdlib"])
 _SITE = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep)
 
@@ -33,7 +33,7 @@ def _skipped(filename: str) -> bool:
     """Frames that no one wants to see: torch, this package, the import machinery."""
     if f"{os.sep}torch{os.sep}" in filename and any(site in filename for site in _SITE):
         return True
-    return filename.startswith((_HERE, "<frozen", "<string>", "<eval_with_key>")) or filename == warnings.__file__
+    return filename.startswith((HERE, "<frozen", "<string>", "<eval_with_key>")) or filename == warnings.__file__
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """The protocol of a simulation: build, warm up, capture, then eager and replay side by side."""
 
 import gc
+import os
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -89,6 +90,8 @@ class _Simulation:
         except CheckError:
             raise
         except Exception as error:
+            if internal(error):
+                raise  # a fault of this package's: not to be read as one of the step
             raise CheckError(f"{what} raised {type(error).__name__}: {_line(error)}{_where(error)}") from error
 
     def _one(self, step: Callable[..., Any], inputs: Callable[[int], Any], index: int) -> None:
@@ -265,6 +268,16 @@ def _kind(value: Any) -> str:
 def _line(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     return text[0] if text else "(no message)"
+
+
+def internal(error: BaseException) -> bool:
+    """Whether the checker itself raised it: innermost in this package, but not where that stands in for torch and its
+    C++ code raises through a frame of ours."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    path = trace.tb_frame.f_code.co_filename if trace is not None else ""
+    return path.startswith(frames.HERE) and os.path.basename(path) not in ("device.py", "cuda.py")
 
 
 def _where(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from onegraph.check.declared import capturable, name_of
 from onegraph.check.report import Severity
 from onegraph.check.simulate import frames, hazards
-from onegraph.check.simulate.device import DeviceTensor, StorageRecord, flat_bytes, storage_of, weak
+from onegraph.check.simulate.device import DeviceTensor, StorageRecord, flat_bytes, refuse, storage_of, weak
 from onegraph.check.simulate.records import OpRecord, Sighting, Step, Writes, map_tensors, same, tensors_in, written
 from onegraph.check.simulate.streams import Streams
 
@@ -186,7 +186,7 @@ class World:
         else:
             for host in hosts:
                 if host.dim() and name not in _MIXED and kind == "op" and not name.startswith("aten::_foreach"):
-                    raise RuntimeError(
+                    refuse(
                         "Expected all tensors to be on the same device, but found at least two devices, "
                         f"{virtual[0].device if virtual else device} and cpu! (in {name})"
                     )

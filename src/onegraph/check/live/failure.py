@@ -1,0 +1,88 @@
+"""A capture that broke: which op, at which line, and how to leave torch fit for the next capture."""
+
+from contextlib import suppress
+from types import CodeType
+from typing import Any
+
+import torch
+
+from onegraph.check.live.recorder import Recorder, of_call
+from onegraph.check.live.watch import call_step
+from onegraph.check.simulate import frames, hazards
+from onegraph.check.simulate.run import _line
+
+_TEXTS = (
+    ("generator is not registered", "CG301", "random numbers are drawn from a generator that no graph knows"),
+    ("generator needs to be registered", "CG301", "random numbers are drawn from a generator that no graph knows"),
+    ("not in capture mode", "CG301", "random numbers are drawn from a generator that no graph knows"),
+    ("unjoined", "CG305", "a side stream is not joined before the step ends"),
+    ("legacy stream", "CG304", "work is launched on the default stream inside the step"),
+    ("current_seed", "CG302", "the generator is read or set in the step"),
+    ("get_offset", "CG302", "the generator is read or set in the step"),
+    ("uncaptured free", "CG313", "a tensor made in the capture is freed outside of it"),
+    ("philox", "CG302", "the generator is read or set in the step"),
+)
+
+
+def blame(recorder: Recorder, roots: frames.Roots, error: Exception, stream: int) -> None:
+    """Name the op and the line at which the capture broke."""
+    text = str(error)
+    first = first_error(error)
+    chain = chain_of(first, roots) or (recorder.last[1] if recorder.last else ())
+    happens = f"{type(first).__name__}: {_line(first)}"
+    hazard = of_call(chain, roots, "")
+    if hazard.code == "CG306":
+        recorder.note(hazard.code, hazard.message, happens, chain)
+        return
+    for words, code, message in _TEXTS:
+        if words in str(first) or words in text:
+            if code == "CG305":
+                chain = next((c for s, (_, c) in recorder.streams.items() if s != stream), chain)
+            recorder.note(code, message, happens, chain)
+            return
+    other = [c for s, (_, c) in recorder.streams.items() if s != stream]
+    where = roots.where(chain)
+    if other and where and "wait" in frames.place(*where).source:
+        recorder.note(
+            "CG303", "work is launched on a stream that did not wait for the capturing one", happens, other[0]
+        )
+        return
+    if chain and recorder.last is not None and recorder.last[1][: len(chain)] == chain and recorder.last[2]:
+        hazard = recorder.last[2]
+    elif chain:
+        hazard = of_call(chain, roots, recorder.last[0] if recorder.last else "")
+    else:
+        chain = other[0] if other else (recorder.last[1] if recorder.last else ())
+        hazard = hazards.Hazard("CG305" if other else "CG105", "the capture does not end", happens)
+    recorder.note(hazard.code, hazard.message, happens, chain)
+
+
+def recover(stream: Any) -> None:
+    """A capture that breaks leaves the default generator in capture mode, where the next random number is an error; a
+    capture that ends well takes it out again."""
+    with suppress(RuntimeError), torch.cuda.stream(stream):
+        torch.cuda.synchronize()
+        one = torch.ones(1, device="cuda")
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+            one.add_(1)
+
+
+def first_error(error: BaseException) -> BaseException:
+    """The error that broke the capture: ending a broken capture raises once more, with the cause as its context."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
+
+
+def chain_of(error: BaseException, roots: frames.Roots) -> frames.Chain:
+    """The call chain of an exception, from the step's caller on."""
+    found: list[tuple[CodeType, int]] = []
+    inside = False
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if inside and not frames._skipped(code.co_filename):
+            found.append((code, trace.tb_lasti))
+        inside = inside or code is call_step.__code__
+        trace = trace.tb_next
+    return tuple(reversed(found))

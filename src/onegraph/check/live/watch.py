@@ -1,0 +1,64 @@
+"""Calls that a step makes beside its ops, noted while a recorder listens."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from onegraph.check.live.recorder import Recorder
+from onegraph.check.report import SILENT
+from onegraph.check.simulate import frames, hazards
+from onegraph.check.simulate.backward import stale
+
+
+def call_step(step: Callable[..., Any], arguments: Any) -> Any:
+    """Call chains end at this frame."""
+    return step(*arguments)
+
+
+@contextmanager
+def calls_noted(recorder: Recorder) -> Iterator[None]:
+    """Notes who asks whether the stream is being captured, who sets a seed inside of a step, and who goes back through
+    work of another one."""
+    real = torch.cuda.is_current_stream_capturing
+
+    def asked() -> bool:
+        chain = frames.chain(call_step.__code__, 2)
+        if chain and recorder.roots.owns(chain[0][0]) and recorder.step is not None:
+            recorder.asked_capturing.append(chain)
+        return real()
+
+    def seeding(function: Callable[..., Any]) -> Callable[..., Any]:
+        def seed(*args: Any, **kwargs: Any) -> Any:
+            chain = frames.chain(call_step.__code__, 2)
+            if chain:
+                recorder.note("CG302", "the random seed is set inside the step, once, at capture", SILENT, chain)
+            return function(*args, **kwargs)
+
+        return seed
+
+    def backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        old = stale(outputs, recorder.first_node)
+        chain = frames.chain(call_step.__code__, 2)
+        if old and chain:
+            text = f"the backward pass goes through {old}, whose forward ran before the step"
+            recorder.note("CG306", text, hazards.NOT_PERMITTED, chain)
+        return engine(outputs, *args, **kwargs)
+
+    engine = torch.autograd.graph._engine_run_backward
+    seeds = [(torch, "manual_seed"), *((torch.cuda, n) for n in ("manual_seed", "manual_seed_all", "set_rng_state"))]
+    before = [(owner, name, getattr(owner, name)) for owner, name in seeds]
+    torch.cuda.is_current_stream_capturing = asked
+    for owner, name, function in before:
+        setattr(owner, name, seeding(function))
+    for module in (torch.autograd, torch.autograd.graph):
+        module._engine_run_backward = backward  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = real
+        for owner, name, function in before:
+            setattr(owner, name, function)
+        for module in (torch.autograd, torch.autograd.graph):
+            module._engine_run_backward = engine  # type: ignore[attr-defined]
