@@ -1,7 +1,7 @@
 """onegraph checkpoints in transformers: `import onegraph.integrations.hf`, then `from_pretrained` as ever.
 
-Importing this package registers the quantization method with transformers, which has no entry point through which it
-could find us by itself; it is the one import of onegraph that has an effect.
+Importing this package registers the quantization method and the attention `turboquant` with transformers, which has no
+entry point through which it could find us by itself; it is the one import of onegraph that has an effect.
 """
 
 from transformers.quantizers.auto import (
@@ -11,9 +11,11 @@ from transformers.quantizers.auto import (
     register_quantizer,
 )
 
+from onegraph.integrations.hf import cache
+from onegraph.integrations.hf.cache import TurboQuantCache
 from onegraph.integrations.hf.quantizer import METHOD, OnegraphConfig, OnegraphQuantizer
 
-__all__ = ["OnegraphConfig", "OnegraphQuantizer"]
+__all__ = ["OnegraphConfig", "OnegraphQuantizer", "TurboQuantCache"]
 
 
 def _register() -> None:
@@ -21,6 +23,7 @@ def _register() -> None:
         register_quantization_config(METHOD)(OnegraphConfig)
     if METHOD not in AUTO_QUANTIZER_MAPPING:
         register_quantizer(METHOD)(OnegraphQuantizer)
+    cache.register()
 
 
 _register()

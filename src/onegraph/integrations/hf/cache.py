@@ -1,0 +1,280 @@
+"""TurboQuant as a transformers cache: `past_key_values=TurboQuantCache(...)`, compileable like StaticCache.
+
+Every layer is one buffer of codes at its final size. With `attn_implementation="turboquant"` attention reads the codes;
+with any other implementation a layer's keys and values are decoded before it attends, which costs time, not memory.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from onegraph.formats import turboquant as formats
+from onegraph.formats.turboquant import EXACT, TurboQuantConfig, parse_kv
+from onegraph.formats.turboquant_layout import TurboQuantLayout, unpack_pages
+from onegraph.ops.turboquant import dequantize, turboquant_write
+from onegraph.ops.turboquant_attention import turboquant_attention
+
+ATTENTION = "turboquant"
+PAGE = 64  # tokens; rows have pages of their own, one after the other, behind page 0, which is nobody's
+
+
+class TurboQuantLayer(CacheLayerMixin):
+    """The codes of one layer. `from_codes`: `update` hands itself to attention instead of decoded tensors."""
+
+    is_compileable = True
+    is_sliding = False  # a window is applied when attending; all tokens are kept
+
+    cumulative_length: Any  # int64 [], on the device
+    codes: Tensor
+    block_table: Tensor
+    positions: Tensor
+    rotation: Tensor
+    turn: Tensor
+    projection: Tensor | None
+    k_codebook: Tensor
+    v_codebook: Tensor
+    ring: Tensor | None
+
+    def __init__(
+        self, config: TurboQuantConfig, bits: tuple[int, int], max_cache_len: int, *, from_codes: bool
+    ) -> None:
+        super().__init__()
+        self.config, self.bits, self.from_codes = config, bits, from_codes
+        self.max_cache_len = max_cache_len
+        self.cumulative_length = torch.tensor(0, dtype=torch.int64)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        config, dtype = self.config, key_states.dtype
+        self.dtype, self.device = dtype, key_states.device
+        self.batch_size, self.kv_heads = key_states.shape[:2]
+        dim = key_states.shape[-1]
+        if value_states.shape[-1] != dim:
+            raise ValueError(
+                f"keys have a head size of {dim}, values of {value_states.shape[-1]}; TurboQuant needs one"
+            )
+        self.layout = TurboQuantLayout(dim, *self.bits, config.keys, config.values, PAGE)
+        pages = -(-self.max_cache_len // PAGE)
+        shape = self.layout.cache_shape(1 + self.batch_size * pages, self.kv_heads)
+        state: dict[str, Tensor | None] = {
+            "codes": torch.zeros(shape, dtype=torch.uint8),
+            "block_table": torch.arange(1, 1 + self.batch_size * pages, dtype=torch.int32).view(self.batch_size, pages),
+            "positions": torch.zeros(self.batch_size, dtype=torch.int32),
+            "rotation": formats.rotation(dim, config.rotation, config.seed).to(dtype),
+            "k_codebook": formats.codebook(dim, self.layout.k_code_bits),
+            "v_codebook": formats.codebook(dim, self.layout.v_code_bits),
+            "projection": None,
+            "ring": None,
+        }
+        if "prod" in (config.keys, config.values):
+            state["projection"] = formats.projection(dim, config.seed).to(dtype)
+        if config.window:
+            state["ring"] = torch.zeros(2, self.batch_size, self.kv_heads, config.window, dim, dtype=dtype)
+        state["turn"] = state["rotation"].T.contiguous()  # type: ignore[union-attr]
+        state["cumulative_length"] = self.cumulative_length
+        for name, tensor in state.items():
+            placed = None if tensor is None else tensor.to(self.device)
+            setattr(self, name, placed)
+            if placed is not None and not torch.compiler.is_compiling():
+                torch._dynamo.mark_static_address(placed)  # without it CUDA graphs skip what is written in place
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Stores key_states and value_states [B, kv_heads, Q, D], after RoPE, behind what is there."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        batch, heads, length, _ = key_states.shape
+        if length > self.max_cache_len:
+            raise ValueError(f"{length} tokens do not fit a TurboQuantCache of max_cache_len {self.max_cache_len}")
+        self.positions.copy_(self.cumulative_length.expand(batch))
+        self.cumulative_length.add_(length)
+        torch._assert_async(
+            self.cumulative_length <= self.max_cache_len, "TurboQuantCache is full: raise max_cache_len"
+        )
+        qkv = torch.cat((key_states, key_states, value_states), dim=1).transpose(1, 2).reshape(batch, length, -1)
+        counts = self.positions.new_full((batch,), length)
+        config = self.config
+        turboquant_write(
+            qkv, None, None, 0.0, None, None, self.positions, counts, self.block_table, self.turn, self.projection,
+            self.k_codebook, self.v_codebook, self.codes, None, None, heads, *self.bits, config.keys, config.values,
+            config.scale, False,
+        )  # fmt: skip
+        if self.ring is not None:
+            latest = min(length, config.window)
+            slot = (self.cumulative_length - latest + torch.arange(latest, device=self.device)) % config.window
+            self.ring.index_copy_(3, slot, torch.stack((key_states, value_states))[:, :, :, -latest:])
+        if self.from_codes:
+            return self, (key_states, value_states)
+        return self.whole(key_states, value_states)
+
+    def whole(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of all places [B, kv_heads, max_cache_len, D] for attention that knows no codes: decoded, but
+        exact for the latest `window` tokens and, in a prefill with one, for the tokens of the call."""
+        dim, start = self.layout.head_dim, self.cumulative_length - key_states.shape[2]
+        place = torch.arange(self.max_cache_len, device=self.device)
+        recent = ((place >= self.cumulative_length - self.config.window) & (place < start)).view(-1, 1)
+        new = ((place >= start) & (place < self.cumulative_length)).view(-1, 1)
+        found = []
+        for i, (coded, table) in enumerate(
+            zip(unpack_pages(self.layout, self.codes[1:]), (self.k_codebook, self.v_codebook), strict=True)
+        ):
+            flat = (dequantize(coded, table, self.projection) @ self.rotation.float() * dim**-0.5).to(self.dtype)
+            flat = flat.view(self.batch_size, -1, self.kv_heads, PAGE, dim).transpose(1, 2)
+            flat = flat.reshape(self.batch_size, self.kv_heads, -1, dim)[:, :, : self.max_cache_len]
+            if self.ring is not None:
+                exact = (key_states, value_states)[i].index_select(2, (place - start).clamp(0, key_states.shape[2] - 1))
+                flat = torch.where(recent, self.ring[i].index_select(2, place % self.config.window), flat)
+                flat = torch.where(new, exact, flat)
+            found.append(flat)
+        return found[0], found[1]
+
+    def attend(self, query: Tensor, scaling: float, window: int) -> Tensor:
+        """query [B, H, 1, D] of the token stored last -> [B, 1, H, D], from the codes and the exact latest tokens;
+        `window` > 0: only the latest so many keys are seen."""
+        batch, heads, length, dim = query.shape
+        turned = (query.transpose(1, 2).float() @ self.turn.float() * dim**-0.5).to(query.dtype).contiguous()
+        counts, config = self.positions.new_full((batch,), length), self.config
+        ends = None if self.ring is None else (self.positions + 1 - config.window).clamp(min=0)
+        out, lse = turboquant_attention(
+            turned, self.codes, self.block_table, self.positions, counts, ends, self.rotation, self.projection,
+            self.k_codebook, self.v_codebook, None, *self.bits, config.keys, config.values, scaling, window,
+        )  # fmt: skip
+        if self.ring is None:
+            return out
+        grouped = query.view(batch, self.kv_heads, -1, dim).float()
+        last = self.cumulative_length - 1
+        token = last - (last - torch.arange(config.window, device=self.device)) % config.window  # of each ring slot
+        hidden = token < 0 if not window else (token < 0) | (token <= last - window)
+        scores = (grouped @ self.ring[0].float().transpose(2, 3) * scaling).masked_fill(hidden, float("-inf"))
+        exact = (scores.softmax(-1) @ self.ring[1].float()).view(batch, 1, heads, dim)
+        near, far = scores.logsumexp(-1).view(batch, 1, heads), lse
+        share = (near - torch.logaddexp(near, far)).exp().unsqueeze(-1)
+        return (out.float() * (1 - share) + exact * share).to(query.dtype)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return (
+            self.max_cache_len,
+            False if self.from_codes else 0,
+        )  # an offset of 0 that `attention_mask` can tell apart
+
+    def get_seq_length(self) -> Any:
+        return self.cumulative_length if self.is_initialized else 0
+
+    def get_max_length(self) -> int:
+        return self.max_cache_len
+
+    def reset(self) -> None:
+        if self.is_initialized:
+            self.codes.zero_()
+            self.positions.zero_()
+            if self.ring is not None:
+                self.ring.zero_()
+        self.cumulative_length.zero_()
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("a TurboQuantCache stays where it is and keeps its rows: no offload, no beam search")
+
+    offload = prefetch = reorder_cache = crop = batch_repeat_interleave = batch_select_indices = _refuse
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, norms and exact tokens; 0 before the first call."""
+        if not self.is_initialized:
+            return 0
+        return self.codes.nbytes + (0 if self.ring is None else self.ring.nbytes)
+
+
+class ExactLayer(StaticLayer):
+    """A layer that the setting leaves in the model's dtype, among layers of codes."""
+
+    def __init__(self, max_cache_len: int, *, from_codes: bool) -> None:
+        super().__init__(max_cache_len=max_cache_len)
+        self.from_codes = from_codes
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        return (self, (keys, values)) if self.from_codes else (keys, values)
+
+    def whole(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return keys, values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.max_cache_len, False if self.from_codes else 0
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.keys is None or self.values is None else self.keys.nbytes + self.values.nbytes
+
+
+class TurboQuantCache(Cache):
+    """A quantized KV cache of fixed size for `past_key_values`; `generate` compiles and captures the step with it.
+
+    Args:
+        config: the model's config (`model.config`).
+        max_cache_len: tokens that a row can hold, prompt included.
+        kv: `turboquant:4`, `turboquant:k3v4` and options as `formats.turboquant.parse_kv` reads them; layers that they
+            leave at 16 bits are transformers' StaticLayer.
+
+    Raises ValueError for a setting that does not exist or that is no mode of this cache (`shadow`).
+    """
+
+    def __init__(self, config: Any, max_cache_len: int, kv: str | TurboQuantConfig = "turboquant:4") -> None:
+        config = config.get_text_config(decoder=True)
+        setting = parse_kv(kv) if isinstance(kv, str) else kv
+        if setting is None or setting.mode == "shadow":
+            raise ValueError(f"kv is {str(kv)!r}; TurboQuantCache takes turboquant:RATE in the modes hybrid and full")
+        self.setting = setting
+        count, from_codes = config.num_hidden_layers, config._attn_implementation == ATTENTION
+        layers: list[Any] = []
+        for i in range(count):
+            bits = setting.rate(i, count)
+            if bits == (EXACT, EXACT):
+                layers.append(ExactLayer(max_cache_len, from_codes=from_codes))
+            else:
+                layers.append(TurboQuantLayer(setting, bits, max_cache_len, from_codes=from_codes))
+        super().__init__(layers=layers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all layers hold."""
+        return sum(layer.nbytes for layer in self.layers)  # type: ignore[union-attr]
+
+
+def attention_forward(
+    module: Any, query: Tensor, key: Any, value: Any, attention_mask: Tensor | None, *, scaling: float, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """`attn_implementation="turboquant"`: a decode step from the codes of a TurboQuantLayer. SDPA for every other
+    cache, for a prefill beside exact tokens, and for batches with padding, whose mask codes do not take."""
+    if isinstance(key, TurboQuantLayer | ExactLayer):
+        layer, sliding, length = key, kwargs.get("sliding_window") or 0, query.shape[2]
+        if attention_mask is None and isinstance(layer, TurboQuantLayer) and (length == 1 or not layer.config.window):
+            return layer.attend(query, scaling, sliding), None
+        key, value = layer.whole(*value)
+        if attention_mask is None:
+            place = torch.arange(layer.max_cache_len, device=query.device)
+            token = layer.cumulative_length - length + torch.arange(length, device=query.device).unsqueeze(1)
+            attention_mask = place <= token
+            if sliding:
+                attention_mask = attention_mask & (place > token - sliding)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+
+
+def attention_mask(
+    *args: Any, kv_offset: int = 0, attention_mask: Tensor | None = None, **kwargs: Any
+) -> Tensor | None:
+    """No mask for a TurboQuantCache where nothing is padded: its attention knows positions and windows. (`generate`
+    makes masks outside the compiled step, so the look at the padding is no read inside it.)"""
+    if kv_offset is False and (
+        attention_mask is None or (not torch.compiler.is_compiling() and bool(attention_mask.all()))
+    ):
+        return None
+    return sdpa_mask(*args, kv_offset=int(kv_offset), attention_mask=attention_mask, **kwargs)
+
+
+def register() -> None:
+    AttentionInterface.register(ATTENTION, attention_forward)
+    AttentionMaskInterface.register(ATTENTION, attention_mask)
