@@ -9,6 +9,7 @@ JSON lines; --out appends them.
 """
 
 import argparse
+import itertools
 import json
 import shlex
 import statistics
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from onegraph.engine.bench import bench_step, machine
 from onegraph.engine.generate import Engine
+from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.e8p import E8PConfig
 from onegraph.models.llama import Llama
@@ -80,10 +82,12 @@ class RandomCheckpoint:
         return torch.randn(shape, device=device, dtype=dtype) * (1.0 if "embed" in name else shape[1] ** -0.5)
 
 
-def random_model(shape: dict[str, Any], bits: int, lm_head: int | None, max_context: int) -> Llama:
+def random_model(
+    shape: dict[str, Any], bits: int, lm_head: int | None, max_context: int, *, fused: bool = True
+) -> Llama:
     torch.manual_seed(0)
     checkpoint = cast(Checkpoint, RandomCheckpoint(shape, bits, lm_head))
-    return Llama.load(checkpoint, "cuda", torch.bfloat16, max_context=max_context)
+    return Llama.load(checkpoint, "cuda", torch.bfloat16, max_context=max_context, fused=fused)
 
 
 def transformers_rows(shape: dict[str, Any], context: int, steps: int, batch: int, compiled: bool) -> Iterator[dict]:
@@ -187,6 +191,11 @@ def main() -> int:
     parser.add_argument("--batch", type=int, nargs="*", default=[1])
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--steps", type=int, default=256)
+    parser.add_argument("--sampling", action="store_true", help="also temperature 0.8, top-k 50, top-p 0.95")
+    parser.add_argument(
+        "--unfused", action="store_true", help="every op of a layer alone, the other side of the comparison"
+    )
+    parser.add_argument("--captured-only", action="store_true")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--out", type=Path)
@@ -208,11 +217,21 @@ def main() -> int:
                 model = Llama.load(checkpoint, "cuda", torch.bfloat16, max_context=reach)
             name = "onegraph " + args.model.name
         else:
-            model = random_model(shape, bits, args.lm_head, reach)
+            model = random_model(shape, bits, args.lm_head, reach, fused=not args.unfused)
             name = f"onegraph e8p {bits} bit" if bits != 16 else "onegraph bf16"
+            name += ", unfused" if args.unfused else ""
         same = proven(model, batch=2)
-        for row in bench_step(model, batches=args.batch, context=args.context, steps=args.steps, name=name):
-            emit(row | {"replay_equals_eager": same})
+        options = {"batches": args.batch, "context": args.context, "steps": args.steps, "name": name}
+        if args.captured_only:
+            options["modes"] = (True,)
+        rows = bench_step(model, **options)
+        if args.sampling:
+            params = SamplingParams(temperature=0.8, top_k=50, top_p=0.95, seed=0)
+            rows = itertools.chain(rows, bench_step(model, **options | {"modes": (True,)}, params=params))
+        for row in rows:
+            emit(
+                row | {"replay_equals_eager": same} | ({} if bits is None else {"bits": bits, "lm_head": args.lm_head})
+            )
         del model
     if not args.no_peers:
         for batch in args.batch:

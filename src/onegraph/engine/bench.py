@@ -11,6 +11,7 @@ import platform
 import statistics
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
@@ -213,16 +214,20 @@ def bench_step(
     context: int = 128,
     steps: int = 256,
     modes: Sequence[bool] = (False, True),
+    params: SamplingParams | None = None,
     name: str = "onegraph",
 ) -> Iterator[Row]:
-    """Times decoding through the engine, eager and captured: greedy, from random prompts of `context` tokens.
+    """Times decoding through the engine, eager and captured, from random prompts of `context` tokens.
+
+    params: how to draw (max_tokens is set here); None is greedy.
 
     Yields rows: mode, batch, context, steps, tokens_per_second and ms_per_step of the whole loop, the host's part of it
-    included; replay_us where the step is captured, the device's part alone. Raises ValueError where the model's context
-    is too short.
+    included, and prefill_tokens_per_second; replay_us where the step is captured, the device's part alone. Raises
+    ValueError where the model's context is too short.
     """
     device = torch.device(model.device)
     about = machine(device)
+    params = params or SamplingParams()
     generator = torch.Generator().manual_seed(0)
     reach = context + steps + 1
     if reach > model.max_context:
@@ -233,11 +238,11 @@ def bench_step(
         prompts = torch.randint(0, model.config.vocab_size, (batch, context), generator=generator).tolist()
         for capture in modes if device.type == "cuda" else (False,):
             engine = Engine(model, max_batch=batch, max_context=reach, capture=capture)
-            engine.generate(prompts, SamplingParams(max_tokens=4))  # compiles and captures
+            engine.generate(prompts, replace(params, max_tokens=4))  # compiles and captures
             counted = steps if capture else max(8, min(steps, 32))  # an eager step takes milliseconds
             rates = []
             for _ in range(3):
-                engine.generate(prompts, SamplingParams(max_tokens=counted + 1))
+                engine.generate(prompts, replace(params, max_tokens=counted + 1))
                 rates.append(engine.stats.decode_tokens_per_second)
             rate = statistics.median(rates)
             row: Row = {
@@ -247,17 +252,19 @@ def bench_step(
                 "batch": batch,
                 "context": context,
                 "steps": counted,
+                "temperature": params.temperature,
                 "tokens_per_second": round(rate, 1),
                 "ms_per_step": round(1e3 * batch / rate, 4),
+                "prefill_tokens_per_second": round(engine.stats.prefill_tokens_per_second, 1),
             }
             if capture:
-                row["replay_us"] = round(_step_us(engine, batch), 1)
+                row["replay_us"] = round(_step_us(engine, batch, sampling=params.temperature > 0), 1)
             yield row | about
 
 
-def _step_us(engine: Engine, batch: int) -> float:
+def _step_us(engine: Engine, batch: int, *, sampling: bool) -> float:
     """Median microseconds of a replay of the decode step, one after the other, on the state of the last `generate`."""
-    runner = engine.runner("decode")
+    runner = engine.runner("decode", sampling=sampling)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times = []
     with runner.running():
