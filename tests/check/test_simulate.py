@@ -317,7 +317,7 @@ def test_a_fault_of_the_checker_is_not_told_as_one_of_the_step(monkeypatch):
         return {}["books"]
 
     broken.__code__ = broken.__code__.replace(co_filename=frames.HERE + "/simulate/world.py")
-    monkeypatch.setattr("onegraph.check.simulate.world.World._record", broken)
+    monkeypatch.setattr("onegraph.check.simulate.recording.record", broken)
     with pytest.raises(KeyError):  # the command line calls this an internal error, and asks to report it
         check_step(lambda: ((lambda x: x + 1), (lambda i: (torch.zeros(2, device="cuda"),))))
 

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onegraph.check.report import SILENT, Severity
-from onegraph.check.simulate import hazards, streams
+from onegraph.check.simulate import hazards, recording, streams
 from onegraph.check.simulate.backward import Backward
 from onegraph.check.simulate.device import DeviceTensor
 from onegraph.check.simulate.guard import device_guard
@@ -317,6 +317,6 @@ def _triton(world: World) -> Iterator[None]:
 
 def _launch(world: World) -> Any:
     def run(self: Any, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any) -> None:
-        world.launch(self, args, kwargs, grid)
+        recording.launch(world, self, args, kwargs, grid)
 
     return run

@@ -277,7 +277,7 @@ def internal(error: BaseException) -> bool:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     path = trace.tb_frame.f_code.co_filename if trace is not None else ""
-    return path.startswith(frames.HERE) and os.path.basename(path) not in ("device.py", "cuda.py")
+    return path.startswith(frames.HERE) and os.path.basename(path) not in ("device.py", "cuda.py", "backward.py")
 
 
 def _where(error: BaseException) -> str:

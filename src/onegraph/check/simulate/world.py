@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from onegraph.check.declared import capturable, name_of
+from onegraph.check.declared import capturable
 from onegraph.check.report import Severity
-from onegraph.check.simulate import frames, hazards
-from onegraph.check.simulate.device import DeviceTensor, StorageRecord, flat_bytes, refuse, storage_of, weak
-from onegraph.check.simulate.records import OpRecord, Sighting, Step, Writes, map_tensors, same, tensors_in, written
+from onegraph.check.simulate import frames, hazards, recording
+from onegraph.check.simulate.device import DeviceTensor, StorageRecord, refuse, storage_of, weak
+from onegraph.check.simulate.recording import convert
+from onegraph.check.simulate.records import Sighting, Step, map_tensors, written
 from onegraph.check.simulate.streams import Streams
 
 BUILTIN = {
@@ -140,12 +141,12 @@ class World:
             virtual: list[DeviceTensor] = []
             hosts: list[Tensor] = []
             scalars: list[Any] = []
-            inner_args = _convert(args, virtual, hosts, scalars)
+            inner_args = convert(args, virtual, hosts, scalars)
             inner_kwargs = {}
             for key, value in kwargs.items():
                 if key == "device":
                     continue
-                inner_kwargs[key] = _convert(value, virtual, hosts, scalars)
+                inner_kwargs[key] = convert(value, virtual, hosts, scalars)
             device = kwargs.get("device")
             if device is not None:
                 device = torch.device(device)
@@ -200,7 +201,7 @@ class World:
             self._trust(func, name, chain)
         mine = {id(t.inner): t for t in virtual}
         if live and writes and self.current is not None and self.step > self.captured_step:
-            self._keep(func, args, kwargs, writes, virtual)
+            recording.keep(self, func, args, kwargs, writes, virtual)
         out = self._run(func, name, args, kwargs, chain)
         if name == "aten::_local_scalar_dense" and live and self.current is not None:
             self.current.reads.append((chain, out, len(self.current.ops)))
@@ -223,7 +224,7 @@ class World:
                     Tensor.data.__set__(tensor, self.wrap(tensor.inner, tensor.device.index))  # type: ignore[attr-defined]
                 tensor.record = self.record_of(tensor.inner)
         if live and self.current is not None:
-            self._record(func, name, kind, chain, scalars, args, kwargs, virtual, hosts, outs, known, hazard)
+            recording.record(self, func, name, kind, chain, scalars, args, kwargs, virtual, hosts, outs, known, hazard)
         return result
 
     def _copy(
@@ -297,41 +298,6 @@ class World:
             "RuntimeError: Attempt to increase offset for a CUDA generator not in capture mode",
         )
 
-    def launch(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grid: Any) -> None:
-        """A Triton launch: its arguments and grid are compared over the steps, the kernel is not run."""
-        if self.phase != "step":
-            return
-        chain = self.chain(3)
-        name = name_of(kernel)
-        virtual: list[DeviceTensor] = []
-        hosts: list[Tensor] = []
-        scalars: list[Any] = []
-        _convert(list(args), virtual, hosts, scalars)
-        _convert(list(kwargs.values()), virtual, hosts, scalars)
-        if callable(grid):
-            names = getattr(kernel, "arg_names", [])
-            grid = grid({**dict(zip(names, args, strict=False)), **kwargs})
-        scalars.append(("grid", tuple(grid) if isinstance(grid, list | tuple) else grid))
-        self.opaque(name, f"Triton kernel {name.removeprefix('triton:')}", chain)
-        if self.current is None:
-            return
-        op = OpRecord(
-            func=kernel,
-            name=name,
-            kind="launch",
-            chain=chain,
-            scalars=tuple(s for s in scalars if isinstance(s, int | float | bool | tuple)),
-            shapes=tuple(tuple(t.inner.shape) for t in virtual),
-            externals=tuple(
-                -1 if t.record.born == self.step and t.record.phase == "step" else t.record.number for t in virtual
-            ),
-            captured=self.streams.launch(self, chain, virtual[0].device.index if virtual else self.device_index),
-            reads=tuple(dict.fromkeys(t.record.number for t in virtual)),
-        )
-        if self.step != self.captured_step and self.reference is not None and not self.current.parted:
-            self._compare(op, self.current, [])
-        self.current.ops.append(op)
-
     def _run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], chain: frames.Chain) -> Any:
         try:
             return func(*args, **kwargs)
@@ -359,131 +325,12 @@ class World:
             return type(out)([self._wrap(o, mine, index, outs) for o in out])
         return out
 
-    def _keep(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], writes: "Writes", virtual: list[DeviceTensor]
-    ) -> None:
-        """Copy on write: what an older storage held before this step, for the referee to go back to."""
-        assert self.current is not None
-        targets = [args[i] for i in writes.positions if i < len(args)]
-        targets += [kwargs[n] for n in writes.names if n in kwargs]
-        for target in tensors_in(targets):
-            key = storage_of(target)
-            record = self.records.get(key)
-            if record is None or (record.born == self.step and record.phase == "step") or key in self.current.before:
-                continue
-            whole = flat_bytes(target)
-            self.current.before[key] = (whole, whole.clone())
-
-    def _record(
-        self,
-        func: Any,
-        name: str,
-        kind: str,
-        chain: frames.Chain,
-        scalars: list[Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        virtual: list[DeviceTensor],
-        hosts: list[Tensor],
-        outs: list[Tensor],
-        known: set[int],
-        hazard: hazards.Hazard | None,
-    ) -> None:
-        step = self.current
-        assert step is not None
-        fresh = tuple(o.layout is torch.strided and storage_of(o) not in known for o in outs)
-        if outs and kind == "op" and not any(fresh) and not written(func):
-            kind = "view"
-        op = OpRecord(
-            func=func,
-            name=str(func),
-            kind=kind,
-            chain=chain,
-            scalars=tuple(scalars),
-            shapes=tuple(tuple(t.inner.shape) for t in virtual),
-            externals=tuple(
-                -1 if t.record.born == self.step and t.record.phase == "step" else t.record.number for t in virtual
-            ),
-            derived=tuple(t.made == self.step for t in virtual),
-            out_shapes=tuple(tuple(o.shape) for o in outs),
-            codes=(hazard.code,) if hazard else (),
-        )
-        if kind != "view":
-            index = virtual[0].device.index if virtual else self.device_index
-            op.captured = self.streams.launch(self, chain, index)
-        if kind == "h2d":
-            source = hosts[0].detach()
-            op.source, op.contents = weak(source), source.clone()
-            op.frozen = op.contents
-            op.source_view = (source.shape, source.stride(), source.storage_offset())
-        if self.step == self.captured_step:
-            self._remember(op, args, kwargs, virtual, hosts, outs, fresh)
-        elif self.reference is not None and not step.parted:
-            self._compare(op, step, outs)
-        step.ops.append(op)
-
-    def _remember(
-        self, op: OpRecord, args: tuple[Any, ...], kwargs: dict[str, Any], virtual: list[DeviceTensor],
-        hosts: list[Tensor], outs: list[Tensor], fresh: tuple[bool, ...],
-    ) -> None:  # fmt: skip
-        if op.kind == "h2d":
-            args = tuple(a for a in args[:1] if op.func._schema.name == "aten::copy_")  # never hold the host source
-            kwargs = {}
-        elif op.kind == "op" and hosts:  # passed by value: later changes of the host tensor do not reach the graph
-            held = {id(h) for h in hosts}
-            args, kwargs = map_tensors((args, kwargs), lambda t: t.clone() if id(t) in held else t)
-        op.args, op.kwargs, op.outs, op.fresh = args, kwargs, tuple(outs), fresh
-        op.tensors = tuple(t.inner for t in virtual)
-        op.reads = tuple(dict.fromkeys(t.record.number for t in virtual))
-        made = [(o, self.records.get(storage_of(o))) for o, new in zip(outs, fresh, strict=True) if new]
-        op.allocates = tuple(r.number for _, r in made if r is not None)
-        op.bytes = sum(r.nbytes for _, r in made if r is not None)
-        targets = written(op.func)
-        if targets:
-            op.writes = tuple(
-                r.number
-                for t in tensors_in([args[i] for i in targets.positions if i < len(args)])
-                if (r := self.records.get(storage_of(t))) is not None
-            )
-
-    def _compare(self, op: OpRecord, step: Step, outs: list[Tensor]) -> None:
-        """Keep this op's results if it differs from the captured step's op at the same position."""
-        assert self.reference is not None
-        at = len(step.ops)
-        if at >= len(self.reference.ops):
-            step.parted = True
-            return
-        other = self.reference.ops[at]
-        if other.func is not op.func or other.chain != op.chain:
-            step.parted = True
-            return
-        differs = other.scalars != op.scalars or other.externals != op.externals or other.shapes != op.shapes
-        if not differs and op.kind == "h2d" and other.contents is not None and op.contents is not None:
-            differs = not same(other.contents, op.contents)
-        if differs:
-            op.evidence = tuple(o.detach().clone() for o in outs)
-
 
 _CPU = torch.device("cpu")
 _UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
 _MIXED = (
     hazards._INDEX | hazards._COPIES | {"aten::set_", "aten::tensor_split", "aten::lift_fresh", "aten::_pin_memory"}
 )
-
-
-def _convert(value: Any, virtual: list[DeviceTensor], hosts: list[Tensor], scalars: list[Any]) -> Any:
-    """`value` with inner tensors for device tensors; sorts what it meets into the three lists."""
-    if isinstance(value, DeviceTensor):
-        virtual.append(value)
-        return value.inner
-    if isinstance(value, Tensor):
-        hosts.append(value)
-        return value
-    if isinstance(value, list | tuple):
-        return type(value)([_convert(v, virtual, hosts, scalars) for v in value])
-    if not isinstance(value, torch.Generator):
-        scalars.append(value)
-    return value
 
 
 def _meta(tree: Any) -> Any:

@@ -1,0 +1,178 @@
+"""Writes down what an op did: for the captured step everything that a replay needs, for later ones what differs."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from onegraph.check.declared import name_of
+from onegraph.check.simulate import frames, hazards
+from onegraph.check.simulate.device import DeviceTensor, flat_bytes, storage_of, weak
+from onegraph.check.simulate.records import OpRecord, Step, Writes, map_tensors, same, tensors_in, written
+
+if TYPE_CHECKING:
+    from onegraph.check.simulate.world import World
+
+
+def launch(world: "World", kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grid: Any) -> None:
+    """A Triton launch: its arguments and grid are compared over the steps, the kernel is not run."""
+    if world.phase != "step":
+        return
+    chain = world.chain(3)
+    name = name_of(kernel)
+    virtual: list[DeviceTensor] = []
+    hosts: list[Tensor] = []
+    scalars: list[Any] = []
+    convert(list(args), virtual, hosts, scalars)
+    convert(list(kwargs.values()), virtual, hosts, scalars)
+    if callable(grid):
+        names = getattr(kernel, "arg_names", [])
+        grid = grid({**dict(zip(names, args, strict=False)), **kwargs})
+    scalars.append(("grid", tuple(grid) if isinstance(grid, list | tuple) else grid))
+    world.opaque(name, f"Triton kernel {name.removeprefix('triton:')}", chain)
+    if world.current is None:
+        return
+    op = OpRecord(
+        func=kernel,
+        name=name,
+        kind="launch",
+        chain=chain,
+        scalars=tuple(s for s in scalars if isinstance(s, int | float | bool | tuple)),
+        shapes=tuple(tuple(t.inner.shape) for t in virtual),
+        externals=tuple(
+            -1 if t.record.born == world.step and t.record.phase == "step" else t.record.number for t in virtual
+        ),
+        captured=world.streams.launch(world, chain, virtual[0].device.index if virtual else world.device_index),
+        reads=tuple(dict.fromkeys(t.record.number for t in virtual)),
+    )
+    if world.step != world.captured_step and world.reference is not None and not world.current.parted:
+        _compare(world, op, world.current, [])
+    world.current.ops.append(op)
+
+
+def keep(
+    world: "World",
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    writes: "Writes",
+    virtual: list[DeviceTensor],
+) -> None:
+    """Copy on write: what an older storage held before this step, for the referee to go back to."""
+    assert world.current is not None
+    targets = [args[i] for i in writes.positions if i < len(args)]
+    targets += [kwargs[n] for n in writes.names if n in kwargs]
+    for target in tensors_in(targets):
+        key = storage_of(target)
+        record = world.records.get(key)
+        if record is None or (record.born == world.step and record.phase == "step") or key in world.current.before:
+            continue
+        whole = flat_bytes(target)
+        world.current.before[key] = (whole, whole.clone())
+
+
+def record(
+    world: "World",
+    func: Any,
+    name: str,
+    kind: str,
+    chain: frames.Chain,
+    scalars: list[Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    virtual: list[DeviceTensor],
+    hosts: list[Tensor],
+    outs: list[Tensor],
+    known: set[int],
+    hazard: hazards.Hazard | None,
+) -> None:
+    step = world.current
+    assert step is not None
+    fresh = tuple(o.layout is torch.strided and storage_of(o) not in known for o in outs)
+    if outs and kind == "op" and not any(fresh) and not written(func):
+        kind = "view"
+    op = OpRecord(
+        func=func,
+        name=str(func),
+        kind=kind,
+        chain=chain,
+        scalars=tuple(scalars),
+        shapes=tuple(tuple(t.inner.shape) for t in virtual),
+        externals=tuple(
+            -1 if t.record.born == world.step and t.record.phase == "step" else t.record.number for t in virtual
+        ),
+        derived=tuple(t.made == world.step for t in virtual),
+        out_shapes=tuple(tuple(o.shape) for o in outs),
+        codes=(hazard.code,) if hazard else (),
+    )
+    if kind != "view":
+        index = virtual[0].device.index if virtual else world.device_index
+        op.captured = world.streams.launch(world, chain, index)
+    if kind == "h2d":
+        source = hosts[0].detach()
+        op.source, op.contents = weak(source), source.clone()
+        op.frozen = op.contents
+        op.source_view = (source.shape, source.stride(), source.storage_offset())
+    if world.step == world.captured_step:
+        _remember(world, op, args, kwargs, virtual, hosts, outs, fresh)
+    elif world.reference is not None and not step.parted:
+        _compare(world, op, step, outs)
+    step.ops.append(op)
+
+
+def _remember(
+    world: "World", op: OpRecord, args: tuple[Any, ...], kwargs: dict[str, Any], virtual: list[DeviceTensor],
+    hosts: list[Tensor], outs: list[Tensor], fresh: tuple[bool, ...],
+) -> None:  # fmt: skip
+    if op.kind == "h2d":
+        args = tuple(a for a in args[:1] if op.func._schema.name == "aten::copy_")  # never hold the host source
+        kwargs = {}
+    elif op.kind == "op" and hosts:  # passed by value: later changes of the host tensor do not reach the graph
+        held = {id(h) for h in hosts}
+        args, kwargs = map_tensors((args, kwargs), lambda t: t.clone() if id(t) in held else t)
+    op.args, op.kwargs, op.outs, op.fresh = args, kwargs, tuple(outs), fresh
+    op.tensors = tuple(t.inner for t in virtual)
+    op.reads = tuple(dict.fromkeys(t.record.number for t in virtual))
+    made = [(o, world.records.get(storage_of(o))) for o, new in zip(outs, fresh, strict=True) if new]
+    op.allocates = tuple(r.number for _, r in made if r is not None)
+    op.bytes = sum(r.nbytes for _, r in made if r is not None)
+    targets = written(op.func)
+    if targets:
+        op.writes = tuple(
+            r.number
+            for t in tensors_in([args[i] for i in targets.positions if i < len(args)])
+            if (r := world.records.get(storage_of(t))) is not None
+        )
+
+
+def _compare(world: "World", op: OpRecord, step: Step, outs: list[Tensor]) -> None:
+    """Keep this op's results if it differs from the captured step's op at the same position."""
+    assert world.reference is not None
+    at = len(step.ops)
+    if at >= len(world.reference.ops):
+        step.parted = True
+        return
+    other = world.reference.ops[at]
+    if other.func is not op.func or other.chain != op.chain:
+        step.parted = True
+        return
+    differs = other.scalars != op.scalars or other.externals != op.externals or other.shapes != op.shapes
+    if not differs and op.kind == "h2d" and other.contents is not None and op.contents is not None:
+        differs = not same(other.contents, op.contents)
+    if differs:
+        op.evidence = tuple(o.detach().clone() for o in outs)
+
+
+def convert(value: Any, virtual: list[DeviceTensor], hosts: list[Tensor], scalars: list[Any]) -> Any:
+    """`value` with inner tensors for device tensors; sorts what it meets into the three lists."""
+    if isinstance(value, DeviceTensor):
+        virtual.append(value)
+        return value.inner
+    if isinstance(value, Tensor):
+        hosts.append(value)
+        return value
+    if isinstance(value, list | tuple):
+        return type(value)([convert(v, virtual, hosts, scalars) for v in value])
+    if not isinstance(value, torch.Generator):
+        scalars.append(value)
+    return value
