@@ -28,9 +28,9 @@ def tiny_chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
     generator = torch.Generator().manual_seed(0)
     d, f, vocab = 128, 256, len(tiny.TOKENS)
     e8p = E8PConfig(bits=4, layers={"model.layers.0.mlp.up_proj": 2}, lm_head=3)
-    config = tiny.CONFIG | {"hidden_size": d, "intermediate_size": f, "head_dim": 32, "max_position_embeddings": 4096}
-    shapes = {"self_attn.q_proj": (d, d), "self_attn.k_proj": (64, d), "self_attn.v_proj": (64, d)}
-    shapes |= {"self_attn.o_proj": (d, d), "mlp.gate_proj": (f, d), "mlp.up_proj": (f, d), "mlp.down_proj": (d, f)}
+    config = tiny.CONFIG | {"hidden_size": d, "intermediate_size": f, "head_dim": 64, "max_position_embeddings": 4096}
+    shapes = {"self_attn.q_proj": (256, d), "self_attn.k_proj": (128, d), "self_attn.v_proj": (128, d)}
+    shapes |= {"self_attn.o_proj": (d, 256), "mlp.gate_proj": (f, d), "mlp.up_proj": (f, d), "mlp.down_proj": (d, f)}
     found = {
         "model.norm.weight": torch.ones(d),
         "model.embed_tokens.weight": torch.randn(vocab, d, generator=generator),
@@ -53,8 +53,3 @@ def tiny_chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "tokenizer.json").write_text(json.dumps(tiny.tokenizer_json()))
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
     return path
-
-
-@pytest.fixture(scope="session")
-def wide(tiny_chat: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_chat

@@ -8,6 +8,8 @@ import logging
 
 OLDEST = (0, 32)  # the oldest release that the tests run against
 TESTED = "0.32.0 (CPU) and 0.33.0 (CUDA)"
+KV_RATES = {"turboquant:4": (4, 4), "turboquant:k4v3": (4, 3), "turboquant:k3v4": (3, 4), "turboquant:3": (3, 3)}
+KV_RATES |= {"turboquant:k4v2": (4, 2), "turboquant:k3v2": (3, 2), "turboquant:2": (2, 2)}
 
 
 def register() -> None:
@@ -15,10 +17,39 @@ def register() -> None:
     where people serve other models, with a vLLM whose interfaces have moved."""
     try:
         from onegraph.integrations.vllm import config as _  # noqa: F401, registers on import
+
+        _register_kv_cache()
     except ImportError as error:
         logging.getLogger("vllm").warning(
             "onegraph: this vLLM cannot serve onegraph's checkpoints (%s); tested: %s", error, TESTED
         )
+
+
+def _register_kv_cache() -> None:
+    """`--kv-cache-dtype turboquant:4 --attention-backend CUSTOM`, where vLLM lets a cache have a dtype of its own (0.33
+    and newer; older ones refuse the name themselves) and nobody else is the custom backend."""
+    try:
+        from vllm.config.cache import register_kv_cache_dtype
+    except ImportError:
+        return
+    import torch
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    class Handler:
+        name = ""
+
+        def torch_dtype(self) -> torch.dtype:
+            return torch.uint8
+
+        def quant_mode(self) -> KVQuantMode:
+            return KVQuantMode.CUSTOM
+
+    if AttentionBackendEnum.CUSTOM.is_overridden():
+        return
+    register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.attention.TurboQuantBackend")
+    for name in KV_RATES:
+        register_kv_cache_dtype(name)(type("TurboQuantHandler", (Handler,), {"name": name}))
 
 
 def unsupported() -> str | None:
