@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from onegraph import __version__
 from onegraph.cli.common import Parser, UsageError, one_line
 
-COMMANDS = ("quantize", "generate", "eval", "bench", "env", "demo")
+COMMANDS = ("quantize", "generate", "eval", "bench", "soak", "env", "demo")
 USER_ERROR, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 70, 130, 141
 
 DESCRIPTION = "Run the whole decode step of a low-bit LLM as one CUDA graph, and prove that it may."

@@ -131,9 +131,13 @@ class PagedCache:
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
+    def tensors(self) -> list[Tensor]:
+        """Everything that outlives a step, except whose it is."""
+        return [*self.keys, *self.values]
+
     def reset(self) -> None:
         """Forget everything: after a NaN, which masks keep out of results but nothing else removes."""
-        for tensor in (*self.keys, *self.values):
+        for tensor in self.tensors():
             tensor.zero_()
 
     def view(self, rows: slice = slice(None), pages: int | None = None) -> PagedCache:

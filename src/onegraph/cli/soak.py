@@ -1,0 +1,180 @@
+"""`onegraph soak`: thousands of decode steps, watched."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onegraph.cli.common import (
+    UsageError,
+    add_device,
+    add_dtype,
+    add_json,
+    number,
+    open_model,
+    pick_device,
+    pick_dtype,
+    print_json,
+)
+
+if TYPE_CHECKING:
+    from onegraph.engine.soak import Round
+
+EPILOG = """\
+examples:
+  onegraph soak out/smollm2-4bit --steps 5000 --out out/soak
+  onegraph soak models/DeepSeek-V4-Flash-NVFP4 --gpus 2 --steps 1000 --context 2048 --out out/soak
+
+Each round draws a text until the context is full, and then asks whether the state that all these steps left gives the
+logits that an eager pass over the same text gives from nothing. Memory and the addresses of all storages are watched,
+and texts that go round in circles. --out receives rounds.jsonl, a line a round, and plot.svg; a soak that was stopped,
+by whatever, goes on from there with the same command. Exit status 1: a problem was found.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "soak",
+        help="thousands of decode steps with memory, addresses, drift and loops watched",
+        description="Runs a model's decode step for long and watches that nothing grows, moves or drifts.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="model directory or .gguf file")
+    parser.add_argument("--out", required=True, metavar="DIR", help="where rounds.jsonl and plot.svg go")
+    parser.add_argument("--steps", type=number(int, 1, 1 << 30), default=5000, metavar="N", help="(default: 5000)")
+    parser.add_argument("--batch", type=number(int, 1, 256), default=2, metavar="B", help="rows (default: 2)")
+    parser.add_argument(
+        "--context", type=number(int, 32, 1 << 20), default=1024, metavar="N", help="tokens of a round (default: 1024)"
+    )
+    parser.add_argument("--seed", type=number(int, 0, 1 << 31), default=0, metavar="N", help="of the texts")
+    parser.add_argument(
+        "--gpus", type=number(int, 1, 8), metavar="N", help="place the layers over so many GPUs (DeepSeek-V4)"
+    )
+    parser.add_argument("--eager", action="store_true", help="watch the eager step instead of the captured one")
+    add_device(parser)
+    add_dtype(parser)
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    import torch
+
+    from onegraph.engine.generate import Engine
+    from onegraph.engine.placed import PlacedEngine
+    from onegraph.engine.soak import read_rounds, soak
+    from onegraph.models.deepseek_v4 import DeepseekV4
+    from onegraph.models.deepseek_v4_config import DeepseekV4Config
+    from onegraph.models.load import load_decoder, parse_config
+
+    device = pick_device(args.device)
+    dtype = pick_dtype(args.dtype, device)
+    out = Path(args.out)
+    with open_model(args.model) as checkpoint:
+        config = parse_config(checkpoint.config)
+        context = min(args.context, config.max_positions)
+        if args.gpus is not None:
+            if not isinstance(config, DeepseekV4Config) or device.type != "cuda":
+                raise UsageError("--gpus places DeepSeek-V4's layers over GPUs; this model runs on one device")
+            devices = [torch.device("cuda", i) for i in range(args.gpus)]
+            model: Any = DeepseekV4.load(checkpoint, devices, dtype, max_context=context)
+        else:
+            model = load_decoder(checkpoint, device, dtype, max_context=context)
+    kind: Any = Engine if args.gpus is None else PlacedEngine
+
+    def make(tested: bool) -> Engine:
+        captured = None if tested and not args.eager else False
+        return kind(model, max_batch=args.batch if tested else 1, max_context=context, capture=captured)
+
+    def say(this: Round, done: int) -> None:
+        print(
+            f"round {this.number}: {done} of {args.steps} steps, {max(this.memory) / 1e6:.0f} MB, drift "
+            f"{this.drift:.1e} (noise {this.noise:.1e})",
+            file=sys.stderr,
+        )
+
+    path = out / "rounds.jsonl"
+    verdict = soak(make, steps=args.steps, path=path, batch=args.batch, seed=args.seed, on_round=say)
+    settings = {"seed": args.seed, "batch": args.batch, "prompt": 16, "context": context}
+    write_whole(out / "plot.svg", plot(read_rounds(path, settings)))
+    if args.json:
+        print_json(
+            {
+                "steps": verdict.steps,
+                "rounds": verdict.rounds,
+                "memory_growth": verdict.growth,
+                "drift": verdict.drift,
+                "noise": verdict.noise,
+                "looped": verdict.looped,
+                "passed": verdict.passed,
+                "problems": list(verdict.problems),
+            }
+        )
+    else:
+        for problem in verdict.problems:
+            print(f"problem: {problem}")
+        print(
+            f"{'passed' if verdict.passed else 'FAILED'}: {verdict.steps} steps in {verdict.rounds} rounds, memory "
+            f"+{verdict.growth / 1e6:.1f} MB, drift {verdict.drift:.1e} where another order of summation makes "
+            f"{verdict.noise:.1e}, {verdict.looped:.0%} of a round in loops; {out / 'plot.svg'}"
+        )
+    return 0 if verdict.passed else 1
+
+
+def write_whole(path: Path, text: str) -> None:
+    """The file appears whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def plot(rounds: list[Round]) -> str:
+    """Memory, drift with its yardstick, and loops over the steps: three panels of an SVG."""
+    at, steps = 0, []
+    for r in rounds:
+        at += r.steps
+        steps.append(at)
+    memory = [[r.memory[i] / 1e6 for r in rounds] for i in range(len(rounds[0].memory))]
+    panels = (
+        ("memory, MB", [(f"device {i}", line) for i, line in enumerate(memory)]),
+        ("relative error of logits", [("drift", [r.drift for r in rounds]), ("noise", [r.noise for r in rounds])]),
+        ("tokens in loops, %", [("looped", [100 * r.looped for r in rounds])]),
+    )
+    parts = [
+        '<svg xmlns="http://www.w3.org/2000/svg" width="640" height="510" font-family="sans-serif" font-size="11">'
+    ]
+    for i, (title, lines) in enumerate(panels):
+        parts += _panel(40 + 160 * i, title, steps, lines)
+    return "\n".join([*parts, "</svg>", ""])
+
+
+COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22")
+
+
+def _panel(top: int, title: str, steps: list[int], lines: list[tuple[str, list[float]]]) -> list[str]:
+    left, width, height = 80, 520, 100
+    values = [v for _, line in lines for v in line if v == v and abs(v) != float("inf")] or [0.0]
+    low, high = min(0.0, *values), max(values)
+    high = high if high > low else low + 1
+    parts = [
+        f'<text x="{left}" y="{top - 6}">{title}</text>',
+        f'<rect x="{left}" y="{top}" width="{width}" height="{height}" fill="none" stroke="#999"/>',
+        f'<text x="{left - 6}" y="{top + 10}" text-anchor="end">{high:.3g}</text>',
+        f'<text x="{left - 6}" y="{top + height}" text-anchor="end">{low:.3g}</text>',
+        f'<text x="{left + width}" y="{top + height + 14}" text-anchor="end">{steps[-1]} steps</text>',
+    ]
+    for i, (name, line) in enumerate(lines):
+        points = []
+        for step, value in zip(steps, line, strict=True):
+            share = min(1.0, max(0.0, (value - low) / (high - low))) if value == value else 1.0
+            points.append(f"{left + width * step / steps[-1]:.1f},{top + height * (1 - share):.1f}")
+        colour = COLOURS[i % len(COLOURS)]
+        parts.append(f'<polyline points="{" ".join(points)}" fill="none" stroke="{colour}"/>')
+        parts += [f'<circle cx="{p.split(",")[0]}" cy="{p.split(",")[1]}" r="2" fill="{colour}"/>' for p in points]
+        x = left + width - 70 * (len(lines) - i)
+        parts.append(f'<text x="{x}" y="{top - 6}" fill="{colour}">{name}</text>')
+    return parts

@@ -1,0 +1,284 @@
+"""Thousands of steps, watched: memory, storage addresses, drift of the logits, texts that go round in circles.
+
+A soak is rounds. Each round generates from new prompts, sampled, until the context is full; then the last position's
+logits are computed from the state that all those steps left behind, and again from nothing, by an eager pass over the
+same tokens. A state that drifted shows as a difference larger than what another order of summation makes.
+
+Each round is one line of a file, written when it is over; rounds depend on their number and on nothing else, so a soak
+that was killed goes on where the file ends.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onegraph.engine.generate import Engine
+from onegraph.engine.params import SamplingParams
+from onegraph.engine.placed import PlacedEngine
+
+MEGABYTE = 1 << 20
+GROWTH = 8 * MEGABYTE  # of memory that a run may grow after its first round: an allocator's own unrest on a CPU
+LOOP, PERIOD = 64, 16  # a loop: so many tokens in a row that repeat with a period of at most so many
+TIMES = 4.0  # drift may be so many times what another order of summation does
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """What one round saw.
+
+    number, steps: of this round. run: which process, counted from 0. memory: bytes of each device (on a CPU of the
+    process). moved: storages whose address is not what it was. drift: ‖logits of the state − logits from nothing‖ /
+    ‖the latter‖, the largest of the rows; noise: the same of two passes from nothing that cut the text differently.
+    looped: share of tokens in loops. tokens: the last ones of row 0, to look at.
+    """
+
+    number: int
+    steps: int
+    run: int
+    memory: list[int]
+    moved: list[str]
+    drift: float
+    noise: float
+    looped: float
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`problems` are sentences; none: the soak passed."""
+
+    steps: int
+    rounds: int
+    growth: int
+    drift: float
+    noise: float
+    looped: float
+    problems: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        return not self.problems
+
+
+def soak(
+    make: Callable[[bool], Engine],
+    *,
+    steps: int,
+    path: Path,
+    batch: int = 2,
+    prompt: int = 16,
+    seed: int = 0,
+    on_round: Callable[[Round, int], None] | None = None,
+) -> Verdict:
+    """Run until `path` holds `steps` steps, and judge.
+
+    Args:
+        make: an engine for `batch` rows; True: the one under test, False: an eager one to compare with.
+        path: the file of rounds (JSON lines). Rounds that it holds are not run again; they must be of the same seed,
+            batch and prompt.
+        prompt: tokens of each random prompt.
+        on_round: called as on_round(round, steps done).
+
+    Raises ValueError where the file is of another soak, FloatingPointError where the model gives NaN.
+    """
+    engine, other = make(True), make(False)
+    room = engine.max_context - prompt
+    if room < 2 or steps < 1 or batch < 1:
+        raise ValueError(
+            f"a context of {engine.max_context} and prompts of {prompt} leave {room} steps a round, of {steps} in "
+            f"{batch} rows; a round needs 2 steps, and there must be one or more of each"
+        )
+    settings = {"seed": seed, "batch": batch, "prompt": prompt, "context": engine.max_context}
+    rounds = read_rounds(path, settings)
+    run = 1 + max((r.run for r in rounds), default=-1)
+    addresses = _addresses(engine)
+    done = sum(r.steps for r in rounds)
+    while done < steps:
+        number, count = len(rounds), min(room, max(2, steps - done))
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+        prompts = torch.randint(0, engine.model.config.vocab_size, (batch, prompt), generator=generator).tolist()
+        params = [
+            SamplingParams(max_tokens=count, temperature=1.0, seed=seed * 1_000_003 + number * batch + i)
+            for i in range(batch)
+        ]
+        texts = [a + b for a, b in zip(prompts, engine.generate(prompts, params), strict=True)]
+        drift, noise = _drift(engine, other, texts)
+        now = _addresses(engine)
+        this = Round(
+            number=number,
+            steps=count,
+            run=run,
+            memory=_memory(engine),
+            moved=sorted(name for name, at in addresses.items() if now.get(name) != at),
+            drift=drift,
+            noise=noise,
+            looped=sum(looped(text[prompt:]) for text in texts) / (batch * count),
+            tokens=texts[0][-24:],
+        )
+        append(path, asdict(this))
+        rounds.append(this)
+        done += count
+        if on_round is not None:
+            on_round(this, done)
+    return judge(rounds)
+
+
+def judge(rounds: Sequence[Round]) -> Verdict:
+    """What the rounds say together. Memory is compared within a process, after its first round."""
+    growth = 0
+    for run in {r.run for r in rounds}:
+        mine = [r.memory for r in rounds if r.run == run]
+        growth = max([growth, *(max(b - a for a, b in zip(mine[0], each, strict=True)) for each in mine[1:])])
+    worst = max(rounds, key=lambda r: r.drift / max(r.noise, 1e-6) if math.isfinite(r.drift) else math.inf)
+    looped = max(r.looped for r in rounds)
+    problems = []
+    if growth > GROWTH:
+        problems.append(f"memory grew by {growth / MEGABYTE:.1f} MB after the first round ({GROWTH // MEGABYTE} may)")
+    if moved := sorted({name for r in rounds for name in r.moved}):
+        problems.append(f"{len(moved)} storages moved, the first is {moved[0]}: a graph holds the old address")
+    allowed = TIMES * max(max(r.noise for r in rounds), 1e-5)
+    if not worst.drift <= allowed:
+        problems.append(
+            f"logits drifted by {worst.drift:.2e} in round {worst.number}; another order of summation makes "
+            f"{worst.noise:.2e}, {allowed:.2e} are let pass"
+        )
+    if looped > 0.2:
+        problems.append(f"{looped:.0%} of a round's tokens were loops of up to {PERIOD} tokens, though they were drawn")
+    steps = sum(r.steps for r in rounds)
+    return Verdict(steps, len(rounds), growth, worst.drift, worst.noise, looped, tuple(problems))
+
+
+def looped(tokens: Sequence[int]) -> int:
+    """How many of `tokens` lie in runs of LOOP and more that repeat with one period of at most PERIOD."""
+    inside = [False] * len(tokens)
+    for period in range(1, PERIOD + 1):
+        length = 0
+        for i in range(period, len(tokens) + 1):
+            if i < len(tokens) and tokens[i] == tokens[i - period]:
+                length += 1
+                continue
+            if length + period >= LOOP:
+                inside[i - length - period : i] = [True] * (length + period)
+            length = 0
+    return sum(inside)
+
+
+def read_rounds(path: Path, settings: dict[str, Any]) -> list[Round]:
+    """The rounds of an earlier run; a last line that was cut off by a kill is dropped from the file.
+
+    A file that is not there is begun with its settings. Raises ValueError where it is of other settings.
+    """
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        append(path, settings)
+        return []
+    whole = path.read_bytes()
+    kept = whole[: whole.rfind(b"\n") + 1]
+    if len(kept) < len(whole):
+        os.truncate(path, len(kept))
+    lines = kept.decode().splitlines()
+    if not lines:
+        append(path, settings)
+        return []
+    try:
+        first, rounds = json.loads(lines[0]), [Round(**json.loads(line)) for line in lines[1:]]
+    except (ValueError, TypeError):
+        raise ValueError(f"{path}: is not a file of a soak; give another directory") from None
+    if first != settings:
+        raise ValueError(f"{path}: is of a soak with {first}, this one has {settings}; give another directory")
+    return rounds
+
+
+def append(path: Path, value: dict[str, Any]) -> None:
+    """One line more, on the disk when this returns."""
+    with path.open("a") as file:
+        file.write(json.dumps(value) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@torch.no_grad()
+def _drift(engine: Engine, other: Engine, texts: list[list[int]]) -> tuple[float, float]:
+    """The last position that the engine has read, row by row: its state's logits, and two passes' from nothing."""
+    drift = noise = 0.0
+    for row, text in enumerate(texts):
+        read = text[:-1]  # what was drawn last was never read
+        inputs = _inputs(engine)[0]
+        mine = _logits(engine, read[-1:], len(read) - 1, inputs["table"][row], int(inputs["slots"][row]))
+        one, two = (_from_nothing(other, read, chunk) for chunk in (256, 96))
+        drift = max(drift, _error(mine, one))
+        noise = max(noise, _error(two, one))
+    return drift, noise
+
+
+def _from_nothing(engine: Engine, tokens: list[int], chunk: int) -> Tensor:
+    """Logits [V] behind `tokens`, read in chunks as a sequence of its own."""
+    pages = torch.arange(1, 1 + engine._cache.block_table.shape[1], dtype=torch.int32)
+    parts = [(start, tokens[start : start + chunk]) for start in range(0, len(tokens), chunk)]
+    return [_logits(engine, part, start, pages, 1) for start, part in parts][-1]
+
+
+def _logits(engine: Engine, tokens: list[int], position: int, pages: Tensor, slot: int) -> Tensor:
+    """An eager pass over tokens that stand from `position` on in the given pages and slot: the last one's logits [V]."""
+    model: Any = engine.model
+    ids = torch.tensor([tokens])
+    rows = {
+        "block_table": pages.view(1, -1),
+        "positions": torch.tensor([position], dtype=torch.int32),
+        "counts": torch.tensor([len(tokens)], dtype=torch.int32),
+        "slots": torch.tensor([slot], dtype=torch.int32),
+    }
+
+    def view(cache: Any, device: torch.device) -> Any:
+        seen = cache.view()
+        for name, value in rows.items():
+            setattr(seen, name, value.to(device))
+        return seen
+
+    if not isinstance(engine, PlacedEngine):
+        hidden = model(ids.to(engine.device), view(engine._cache, engine.device))
+        return model.logits(hidden[:, -1])[0]
+    streams = model.enter(ids.to(engine._devices[0]))
+    for stage, device in enumerate(engine._devices):
+        streams = streams.to(device)
+        model.run(stage, streams, ids.to(device), view(engine._cache.parts[stage], device))
+    return model.logits(model.leave(streams)[:, -1])[0]
+
+
+def _inputs(engine: Engine) -> list[dict[str, Tensor]]:
+    """The buffers of every decode runner, sampling first."""
+    runner: Any = engine.runner("decode", sampling=True)
+    return [stage.inputs for stage in getattr(runner, "stages", [runner])]
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    got, want = got.double().cpu(), want.double().cpu()
+    error = float((got - want).norm() / want.norm())
+    return error if math.isfinite(error) else math.inf
+
+
+def _addresses(engine: Engine) -> dict[str, int]:
+    """Where every tensor lies that a graph may hold."""
+    found = {f"state {i}": t.data_ptr() for i, t in enumerate(engine._cache.tensors())}
+    if isinstance(engine.model, torch.nn.Module):
+        found |= {f"model's {name}": t.data_ptr() for name, t in engine.model.named_buffers()}
+    for i, inputs in enumerate(_inputs(engine)):
+        found |= {f"input {name} of stage {i}": t.data_ptr() for name, t in inputs.items()}
+    return found
+
+
+def _memory(engine: Engine) -> list[int]:
+    devices = {t.device for t in engine._cache.tensors()}
+    if all(device.type == "cuda" for device in devices):
+        for device in devices:
+            torch.cuda.synchronize(device)
+        return [torch.cuda.memory_allocated(device) for device in sorted(devices, key=lambda d: d.index or 0)]
+    with open("/proc/self/statm") as file:  # resident pages of the process
+        return [int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")]

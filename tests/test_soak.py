@@ -1,0 +1,223 @@
+"""The soak: what it passes, what it finds, and that it goes on where it was killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepseek import save_hf
+from onegraph.cli import main
+from onegraph.cli.soak import plot
+from onegraph.engine.generate import Engine
+from onegraph.engine.placed import PlacedEngine
+from onegraph.engine.soak import GROWTH, Round, judge, looped, read_rounds, soak
+from onegraph.formats.checkpoint import Checkpoint
+from onegraph.models.deepseek_v4 import DeepseekV4
+from tiny_decoder import TinyDecoder
+
+
+def maker(model, kind=Engine, **options):
+    options = {"max_context": 256, "capture": False} | options
+    return lambda tested: kind(model, max_batch=2 if tested else 1, **options)
+
+
+def test_5000_steps(tmp_path):
+    verdict = soak(maker(TinyDecoder(dim=16, layers=1)), steps=5000, path=tmp_path / "rounds.jsonl")
+    assert verdict.passed, verdict.problems
+    assert verdict.steps == 5000
+    assert verdict.drift < 1e-5
+    assert verdict.growth <= GROWTH
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory):
+    path = tmp_path_factory.mktemp("soak") / "m"
+    save_hf("flash", path)
+    return path
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_deepseek(deepseek, devices, tmp_path):
+    with Checkpoint.open(deepseek) as checkpoint:
+        model = DeepseekV4.load(checkpoint, ["cpu"] * devices)
+    make = maker(model, PlacedEngine if devices > 1 else Engine, chunk=64)
+    verdict = soak(make, steps=400, path=tmp_path / "rounds.jsonl")
+    assert verdict.passed, verdict.problems
+    assert verdict.drift < 1e-4
+
+
+def test_state_that_is_damaged_on_the_way_is_found(tmp_path):
+    """One value of one page, in one layer, as a stray write would leave it."""
+    engines = []
+
+    def make(tested):
+        engines.append(maker(TinyDecoder())(tested))
+        return engines[-1]
+
+    def damage(this, done):
+        tables = engines[0].runner("decode", sampling=True).inputs["table"]
+        attend = type(engines[0]._cache).attend
+        if done < 600:
+            return
+        page = int(tables[0, 0])
+
+        def spoiled(cache, attention, qkv):
+            cache.keys[0][page, 2] += 0.01
+            return attend(cache, attention, qkv)
+
+        engines[0]._cache.__class__ = type("Spoiled", (type(engines[0]._cache),), {"view": spoil_view(spoiled)})
+
+    verdict = soak(make, steps=1200, path=tmp_path / "rounds.jsonl", on_round=damage)
+    assert any("drifted" in problem for problem in verdict.problems)
+
+
+def spoil_view(spoiled):
+    from onegraph.nn.attention import PagedCache
+
+    def view(self, *arguments):
+        seen = PagedCache.view(self, *arguments)
+        seen.attend = lambda attention, qkv: spoiled(seen, attention, qkv)
+        return seen
+
+    return view
+
+
+def test_a_storage_that_moves_is_found(tmp_path):
+    engines = []
+
+    def make(tested):
+        engines.append(maker(TinyDecoder())(tested))
+        return engines[-1]
+
+    def move(this, done):
+        engines[0]._cache.values[1] = engines[0]._cache.values[1].clone()
+
+    verdict = soak(make, steps=500, path=tmp_path / "rounds.jsonl", on_round=move)
+    assert any("state 3: a graph holds the old address" in problem for problem in verdict.problems)
+
+
+GOOD = Round(number=0, steps=100, run=0, memory=[10**9], moved=[], drift=1e-6, noise=1e-6, looped=0.0, tokens=[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"memory": [10**9 + GROWTH + 1]}, "memory grew"),
+        ({"moved": ["state 4"]}, "moved"),
+        ({"drift": 1e-3}, "drifted by 1.00e-03 in round 1"),
+        ({"drift": float("inf")}, "drifted by inf"),
+        ({"drift": float("nan")}, "drifted by nan"),
+        ({"looped": 0.5}, "50% of a round's tokens were loops"),
+    ],
+)
+def test_the_verdict_names_each_problem(change, says):
+    verdict = judge([GOOD, replace(GOOD, number=1, **change)])
+    assert len(verdict.problems) == 1
+    assert says in verdict.problems[0]
+    assert judge([GOOD, replace(GOOD, number=1)]).passed
+
+
+def test_memory_is_compared_within_a_process():
+    assert judge([GOOD, replace(GOOD, number=1, run=1, memory=[2 * 10**9])]).passed
+
+
+def test_loops():
+    assert looped([7] * 100) == 100
+    assert looped([1, 2, 3] * 30) == 90
+    assert looped([1, 2, 3] * 20) == 0, "too short"
+    assert looped(list(range(500))) == 0
+    assert looped([*range(50), *[4, 5] * 40, *range(60)]) in (80, 81)
+    assert looped(list(range(40)) * 4) == 0, "a long period is a text that repeats itself, not a loop"
+
+
+def test_a_soak_that_was_cut_off_goes_on(tmp_path):
+    """Any prefix of the file, the last line torn, gives the same rounds in the end but for memory and process."""
+    path = tmp_path / "rounds.jsonl"
+    model = TinyDecoder(dim=16, layers=1)
+    soak(maker(model), steps=900, path=path)
+    whole = path.read_bytes()
+
+    def rounds(data: bytes):
+        lines = [json.loads(line) for line in data.decode().splitlines()[1:]]
+        return [{k: v for k, v in line.items() if k not in ("memory", "run")} for line in lines]
+
+    for cut in (0, 30, len(whole) // 3, len(whole) - 5):
+        path.write_bytes(whole[:cut])
+        verdict = soak(maker(model), steps=900, path=path)
+        assert verdict.steps == 900
+        assert rounds(path.read_bytes()) == rounds(whole)
+
+
+def test_a_file_of_another_soak_is_refused(tmp_path):
+    path = tmp_path / "rounds.jsonl"
+    settings = {"seed": 1, "batch": 2, "prompt": 16, "context": 256}
+    read_rounds(path, settings)
+    with pytest.raises(ValueError, match="this one has"):
+        soak(maker(TinyDecoder()), steps=10, path=path)
+    path.write_text("hello\n")
+    with pytest.raises(ValueError, match="is not a file of a soak"):
+        soak(maker(TinyDecoder()), steps=10, path=path)
+    with pytest.raises(ValueError, match="a round needs 2 steps"):
+        soak(maker(TinyDecoder(), max_context=16), steps=10, path=tmp_path / "other")
+
+
+def command(model: Path, out: Path, steps: int = 400) -> list[str]:
+    options = ["--device", "cpu", "--context", "128", "--json"]
+    return ["soak", str(model), "--out", str(out), "--steps", str(steps), *options]
+
+
+def test_on_the_command_line_killed_and_started_again(deepseek, tmp_path, capsys):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "onegraph.cli", *command(deepseek, tmp_path / "out")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    path, until = tmp_path / "out" / "rounds.jsonl", time.monotonic() + 120
+    while not path.exists() or path.read_bytes().count(b"\n") < 3:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert main(command(deepseek, tmp_path / "out")) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["passed"]
+    assert result["steps"] == 400
+    found = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    assert [r["number"] for r in found] == list(range(result["rounds"]))
+    assert {r["run"] for r in found} == {0, 1}
+    assert sorted(p.name for p in path.parent.iterdir()) == ["plot.svg", "rounds.jsonl"]
+    ET.fromstring((path.parent / "plot.svg").read_text())
+
+
+def test_the_plot_shows_every_round():
+    rounds = [
+        replace(GOOD, number=i, memory=[10**9 + i, 10**9], drift=float("nan") if i == 3 else 1e-6) for i in range(9)
+    ]
+    picture = ET.fromstring(plot(rounds))
+    lines = [e for e in picture if e.tag.endswith("polyline")]
+    assert len(lines) == 5
+    assert all(len(line.attrib["points"].split()) == 9 for line in lines)
+
+
+def test_gpus_are_for_deepseek(tmp_path, deepseek, capsys):
+    assert main([*command(deepseek, tmp_path), "--gpus", "2"]) == 2
+    assert "--gpus places DeepSeek-V4's layers over GPUs" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_captured(deepseek, tmp_path):
+    with Checkpoint.open(deepseek) as checkpoint:
+        model = DeepseekV4.load(checkpoint, "cuda:0")
+    verdict = soak(maker(model, capture=True), steps=2000, path=tmp_path / "rounds.jsonl")
+    assert verdict.passed, verdict.problems
+    assert torch.cuda.memory_allocated() > 0
