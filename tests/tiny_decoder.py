@@ -7,10 +7,22 @@ from torch import Tensor, nn
 
 from onegraph.nn.attention import Attention, CausalAttention, PagedCache
 from onegraph.nn.linear import Linear
+from onegraph.nn.turboquant import TurboQuantCache
 
 
 class TinyDecoder(nn.Module):
-    def __init__(self, *, vocabulary=101, dim=32, layers=2, max_context=256, seed=0, device="cpu", dtype=torch.float32):
+    def __init__(
+        self,
+        *,
+        vocabulary=101,
+        dim=32,
+        layers=2,
+        max_context=256,
+        seed=0,
+        head_dim=16,
+        device="cpu",
+        dtype=torch.float32,
+    ):
         super().__init__()
         g = torch.Generator().manual_seed(seed)
 
@@ -19,18 +31,18 @@ class TinyDecoder(nn.Module):
 
         self.config = SimpleNamespace(vocab_size=vocabulary)
         self.max_context, self.dtype, self.device = max_context, dtype, torch.device(device)
-        self.kv_heads, self.head_dim, heads = 2, 16, 4
-        angle = torch.arange(max_context)[:, None] * 100.0 ** -(torch.arange(0, 16, 2) / 16)
+        self.kv_heads, self.head_dim, heads = 2, head_dim, 4
+        angle = torch.arange(max_context)[:, None] * 100.0 ** -(torch.arange(0, head_dim, 2) / head_dim)
         tables = {"cos": angle.cos().to(device), "sin": angle.sin().to(device)}
         self.embed = weight(vocabulary, dim)
         self.layers = nn.ModuleList(
             Attention(
                 index=i,
-                qkv=Linear(weight((heads + 2 * self.kv_heads) * 16, dim, scale=dim**-0.5)),
-                out=Linear(weight(dim, heads * 16, scale=dim**-0.5)),
+                qkv=Linear(weight((heads + 2 * self.kv_heads) * head_dim, dim, scale=dim**-0.5)),
+                out=Linear(weight(dim, heads * head_dim, scale=dim**-0.5)),
                 heads=heads,
                 kv_heads=self.kv_heads,
-                head_dim=16,
+                head_dim=head_dim,
                 **tables,
             )
             for i in range(layers)
@@ -46,18 +58,19 @@ class TinyDecoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden).float() * 3
 
-    def new_cache(self, *, rows, pages, page_size, pages_per_row) -> PagedCache:
-        return PagedCache(
-            layers=len(self.layers),
-            pages=pages,
-            page_size=page_size,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            rows=rows,
-            pages_per_row=pages_per_row,
-            device=self.device,
-            dtype=self.dtype,
-        )
+    def new_cache(self, *, rows, pages, page_size, pages_per_row, kv=None) -> PagedCache | TurboQuantCache:
+        sizes = {
+            "layers": len(self.layers),
+            "pages": pages,
+            "page_size": page_size,
+            "kv_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "rows": rows,
+            "pages_per_row": pages_per_row,
+            "device": self.device,
+            "dtype": self.dtype,
+        }
+        return PagedCache(**sizes) if kv is None else TurboQuantCache(kv, **sizes)
 
     @torch.no_grad()
     def dense_logits(self, tokens: list[int]) -> Tensor:

@@ -22,10 +22,14 @@ EPILOG = """\
 examples:
   onegraph eval out/4bit --text wiki.txt
   onegraph eval out/4bit --reference models/SmolLM2-135M-Instruct --text wiki.txt --tokens 8192 --json
+  onegraph eval out/4bit --kv turboquant:k3v4 --text wiki.txt --window 2048 --needle 2048
 
 Use text that calibration never saw. Perplexity is exp of the mean loss over windows that share nothing, so figures
 compare only at the same --window. KL is KL(reference || model) in nats a token, with its standard error; top-1 is how
 often both models' likeliest token is the same. bits a weight counts all scales.
+
+--kv reads the model through a quantized KV cache as decoding does, and compares it with the same model and exact
+attention (or with --reference). --needle hides sentences at five depths of so many tokens and asks for them.
 """
 
 
@@ -46,6 +50,18 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--window", type=number(int, 2, 1 << 17), default=512, metavar="W", help="tokens of context (default: 512)"
     )
+    parser.add_argument(
+        "--kv",
+        default="exact",
+        metavar="SETTING",
+        help="the KV cache: exact (default), turboquant:4, turboquant:k3v4, ...",
+    )
+    parser.add_argument(
+        "--needle",
+        type=number(int, 64, 1 << 17),
+        metavar="N",
+        help="also retrieval of needles from N tokens of the text",
+    )
     add_device(parser)
     add_dtype(parser)
     add_json(parser)
@@ -60,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
         reference=args.reference,
         tokens=args.tokens,
         window=args.window,
+        kv=args.kv,
+        needle=args.needle,
         device=device,
         dtype=pick_dtype(args.dtype, device),
     )
@@ -69,31 +87,53 @@ def run(args: argparse.Namespace) -> int:
     print(f"tokens          {result['tokens']} in {result['windows']} windows of {result['window']}")
     print(f"bits a weight   {result['linear_bits']:.2f} in the linears, {result['bits']:.2f} over the whole model")
     print(f"perplexity      {result['perplexity']:.4f}")
-    if args.reference is not None:
+    if result["kl"] is not None:
         print(f"  of reference  {result['reference_perplexity']:.4f}")
         print(f"KL              {result['kl']:.5f} +- {result['kl_error']:.5f} nats a token")
         print(f"top-1           {100 * result['top1']:.2f} %")
+    if result["kv_bytes"] is not None:
+        times = result["exact_kv_bytes"] / result["kv_bytes"]
+        print(f"KV cache        {result['kv_bytes']} bytes a token of a window in all layers, {times:.2f} times less")
+    if result["needle"] is not None:
+        rows = [sum(row) for row in result["needle"]]
+        print(
+            f"needles         {sum(rows)} of {sum(map(len, result['needle']))}, from the first depth to the last {rows}"
+        )
     return 0
 
 
 def evaluate_checkpoint(
-    model: str, text: str, *, reference: str | None, tokens: int, window: int, device: Any, dtype: Any
+    model: str,
+    text: str,
+    *,
+    reference: str | None,
+    tokens: int,
+    window: int,
+    device: Any,
+    dtype: Any,
+    kv: str = "exact",
+    needle: int | None = None,
 ) -> dict[str, Any]:
     """The whole command; shows progress on stderr. Returns what --json prints. Raises ValueError."""
     import torch
 
+    from onegraph.cli.needle import retrieve
     from onegraph.cli.size import size_of
     from onegraph.cli.tokenizer import Tokenizer
     from onegraph.engine.evaluate import evaluate
+    from onegraph.formats.turboquant import parse_kv
     from onegraph.models.config import LlamaConfig
     from onegraph.models.llama import Llama
 
+    setting = parse_kv(kv)
     with open_model(model) as checkpoint:
-        ids = Tokenizer(checkpoint).encode(text)[:tokens]
+        tokenizer = Tokenizer(checkpoint)
+        ids = tokenizer.encode(text)[:tokens]
         if len(ids) < 2:
             raise ValueError(f"the text has {len(ids)} tokens; at least 2 are needed, and some thousand to mean much")
-        window = min(window, LlamaConfig.from_dict(checkpoint.config).max_positions)
-        loaded = Llama.load(checkpoint, device, dtype, max_context=window)
+        config = LlamaConfig.from_dict(checkpoint.config)
+        window = min(window, config.max_positions)
+        loaded = Llama.load(checkpoint, device, dtype, max_context=max(window, (needle or 0) + 16))
         size = size_of(checkpoint)
     other = None
     if reference is not None:
@@ -105,5 +145,17 @@ def evaluate_checkpoint(
             bar.total = total
             bar.update(done - bar.n)
 
-        found = evaluate(loaded, torch.tensor(ids), reference=other, window=window, progress=advance)
-    return {**found.as_dict(), "window": window, "bits": round(size.bits, 3), "linear_bits": round(size.linear_bits, 3)}
+        found = evaluate(loaded, torch.tensor(ids), reference=other, window=window, kv=setting, progress=advance)
+    hidden = None if needle is None else retrieve(loaded, tokenizer, text, needle, setting)
+    sizes = {"layers": config.layers, "kv_heads": config.kv_heads, "head_dim": config.head_dim}
+    size_of_token = None if setting is None else setting.token_bytes(**sizes) + setting.sequence_bytes(**sizes) / window
+    return {
+        **found.as_dict(),
+        "window": window,
+        "kv": kv if setting is None else str(setting),
+        "kv_bytes": None if size_of_token is None else round(size_of_token, 1),
+        "exact_kv_bytes": 4 * config.layers * config.kv_heads * config.head_dim,
+        "needle": hidden,
+        "bits": round(size.bits, 3),
+        "linear_bits": round(size.linear_bits, 3),
+    }

@@ -23,12 +23,14 @@ EPILOG = """\
 examples:
   onegraph generate out/smollm2-4bit --prompt "What is the capital of France?"
   onegraph generate out/smollm2-4bit --raw --prompt "Once upon a time" --temperature 0.8 --top-p 0.95 --seed 7
+  onegraph generate out/smollm2-4bit --kv turboquant:k3v4 --prompt "Tell me a long story."
   onegraph generate out/smollm2-4bit --batch questions.txt --json > answers.json
   git diff | onegraph generate out/smollm2-4bit --prompt -
 
 --chat (the default where the model has a chat template) asks a question, --raw continues the text as it stands.
 The same seed gives the same text. On a GPU the decode step is one CUDA graph; --capture off runs the same code
-eagerly, --capture split breaks the graph around attention.
+eagerly, --capture split breaks the graph around attention. --kv stores keys and values as TurboQuant codes
+(docs/turboquant.md).
 """
 CAPTURE = {"auto": None, "on": True, "off": False, "split": "split"}
 DEFAULT_TOKENS = 256
@@ -75,6 +77,9 @@ def add_parser(commands: Any) -> None:
         default="auto",
         help="one CUDA graph for the step, none, or one split around attention (default: auto)",
     )
+    parser.add_argument(
+        "--kv", default="exact", metavar="KV", help="the KV cache: exact (default), turboquant:4, turboquant:k3v4, ..."
+    )
     add_device(parser)
     add_dtype(parser)
     add_json(parser)
@@ -85,12 +90,14 @@ def run(args: argparse.Namespace) -> int:
     from onegraph.cli.tokenizer import Tokenizer
     from onegraph.engine.generate import Engine
     from onegraph.engine.params import SamplingParams
+    from onegraph.formats.turboquant import parse_kv
     from onegraph.models.load import load_decoder, parse_config
 
     device = pick_device(args.device)
     dtype = pick_dtype(args.dtype, device)
     if args.capture in ("on", "split") and device.type != "cuda":
         raise UsageError(f"--capture {args.capture} needs a GPU, the device is {device}; use --capture off or auto")
+    kv = parse_kv(args.kv)
     texts = prompts_of(args)
     with open_model(args.model) as checkpoint:
         context = parse_config(checkpoint.config).max_positions
@@ -112,11 +119,14 @@ def run(args: argparse.Namespace) -> int:
             for tokens in budgets
         ]
         needed = max(len(prompt) + tokens for prompt, tokens in zip(prompts, budgets, strict=True))
+        if kv is not None:  # a short answer shall not make the window of exact tokens an error
+            needed = max(needed, min(kv.window, context))
         model = load_decoder(checkpoint, device, dtype, max_context=needed)
         engine = Engine(
             model,
             max_batch=min(len(prompts), 64),
             max_context=needed,
+            kv=kv,
             capture=CAPTURE[args.capture],  # type: ignore[arg-type]
         )
         printer = Printer(tokenizer.stream(), live=len(prompts) == 1 and not args.json)
@@ -129,6 +139,7 @@ def run(args: argparse.Namespace) -> int:
                 "model": args.model,
                 "device": str(device),
                 "dtype": str(dtype).removeprefix("torch."),
+                "kv": args.kv if kv is None else str(kv),
                 "mode": stats.mode,
                 "prefill_tokens_per_second": round(stats.prefill_tokens_per_second, 1),
                 "decode_tokens_per_second": round(stats.decode_tokens_per_second, 1),

@@ -1,7 +1,8 @@
 """How good a model is on a text: perplexity, and how far its predictions are from a reference model's.
 
 Over whole windows with dense causal attention, which is exact and computes every position at once; the paged path gives
-the same logits (tests/test_llama.py) a token at a time. Logits exist for a few positions at once only.
+the same logits (tests/test_llama.py) a token at a time. A quantized KV cache is read as decoding reads it. Logits exist
+for a few positions at once only.
 """
 
 import math
@@ -13,8 +14,10 @@ import torch
 from torch import Tensor
 
 from onegraph.engine.generate import Decoder
+from onegraph.formats.turboquant import DRAFTS, TurboQuantConfig
 from onegraph.nn.attention import CausalAttention
 
+PAGE = 16  # tokens of a page of the cache that `kv` asks for
 LOGITS_AT_ONCE = 1 << 24  # numbers: 64 MB in float32, of which a comparison holds about six
 
 
@@ -47,6 +50,7 @@ def evaluate(
     reference: Decoder | None = None,
     window: int = 512,
     batch: int = 1,
+    kv: TurboQuantConfig | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
     """Evaluate `model` on tokens int [N], cut into windows that share nothing.
@@ -57,10 +61,14 @@ def evaluate(
     Args:
         reference: another model of the same vocabulary, e.g. the one that `model` was quantized from.
         batch: windows computed at once.
+        kv: read the model through a KV cache of this setting, as decoding does: every query sees of each earlier token
+            what a decode step would. Compared with `reference`, or with the same model and exact attention.
         progress: called as progress(windows done, windows in all).
 
     Raises ValueError for arguments that make no sense, FloatingPointError where a model gives NaN or an infinite loss.
     """
+    if reference is None and kv is not None:
+        reference = model
     models = [("model", model)] if reference is None else [("model", model), ("reference model", reference)]
     _check(models, tokens, window, batch)
     whole = tokens.numel() // window
@@ -73,7 +81,8 @@ def evaluate(
     kl = kl_squares = same = 0.0
     done = 0
     for part in parts:
-        hidden = [m(part.to(m.device, torch.int64), CausalAttention())[:, :-1].flatten(0, 1) for _, m in models]
+        settings = (kv, None)[: len(models)]
+        hidden = [_hidden(m, part, how)[:, :-1].flatten(0, 1) for (_, m), how in zip(models, settings, strict=True)]
         targets = part[:, 1:].flatten().to(model.device, torch.int64)
         for rows in _row_slices(len(targets), model.config.vocab_size):
             at = f"windows {done} to {done + len(part) - 1}"
@@ -108,6 +117,26 @@ def evaluate(
         kl_error=math.sqrt(variance / count),
         top1=same / count,
     )
+
+
+def _hidden(model: Decoder, tokens: Tensor, kv: TurboQuantConfig | None) -> Tensor:
+    """tokens int [B, T] -> [B, T, D]: densely, or through a cache in steps of as many tokens as a step may draft."""
+    tokens = tokens.to(model.device, torch.int64)
+    if kv is None:
+        return model(tokens, CausalAttention())
+    rows, length = tokens.shape
+    per_row = -(-max(length, kv.window) // PAGE)
+    pages = 1 + rows * per_row
+    sizes: dict[str, Any] = {"rows": rows, "pages": pages, "page_size": PAGE, "pages_per_row": per_row, "kv": kv}
+    cache = model.new_cache(**sizes, kv=kv)
+    cache.block_table.copy_(torch.arange(1, 1 + rows * per_row).view(rows, per_row))
+    parts = []
+    for start in range(0, length, DRAFTS):
+        part = tokens[:, start : start + DRAFTS]
+        cache.positions.fill_(start)
+        cache.counts.fill_(part.shape[1])
+        parts.append(model(part, cache.view(pages=-(-(start + part.shape[1]) // PAGE))))
+    return torch.cat(parts, dim=1)
 
 
 def _row_slices(rows: int, vocabulary: int) -> Iterator[slice]:

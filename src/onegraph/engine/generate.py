@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from time import perf_counter
 from typing import Any, Literal, Protocol
 
@@ -111,7 +112,9 @@ class Engine:
         per_row = -(-self.max_context // page_size)
         total = 1 + max_batch * per_row if pages is None else pages
         kv = parse_kv(kv) if isinstance(kv, str) else kv
-        how = {} if kv is None else {"kv": kv}  # not every model has other caches than its own
+        how = {} if kv is None else {"kv": kv}
+        if how and "kv" not in signature(model.new_cache).parameters:
+            raise ValueError(f"kv: got {kv}; this model has a cache of its own kind, leave kv out")
         self._cache = model.new_cache(rows=max_batch, pages=total, page_size=page_size, pages_per_row=per_row, **how)
         self._allocator = PageAllocator(total, page_size)
         self._slots = list(range(max_batch, 0, -1))  # of state that does not grow; slot 0 belongs to nobody
