@@ -328,3 +328,40 @@ def test_a_fault_of_the_checker_is_not_told_as_one_of_the_step(monkeypatch):
 def test_an_error_of_the_step_is_told_as_one(body):
     with pytest.raises(CheckError, match=r"step 0 raised \w+Error"):
         check_step(lambda: (body, (lambda i: (torch.zeros(2, device="cuda"),))))
+
+
+LIBRARY = torch.library.Library("checktests", "DEF")
+LIBRARY.define("unfinished(Tensor x) -> Tensor")
+LIBRARY.impl("unfinished", lambda x: x, "CUDA")
+LIBRARY.define("fills(Tensor(a!) y, Tensor x) -> ()")
+LIBRARY.impl("fills", lambda y, x: None, "CPU")  # as a kernel that the simulation does not run
+
+
+def test_what_an_opaque_kernel_would_have_written_is_no_difference():
+    def step(x):
+        y = torch.empty_like(x)
+        torch.ops.checktests.fills(y, x)
+        return y + torch.empty(512, device="cuda"), y
+
+    report = check_step(lambda: (step, lambda i: (torch.full((512,), float(i), device="cuda"),)))
+    assert report.codes == {"CG401"}, [(f.code, f.message) for f in report.findings]
+
+
+def test_an_op_of_cuda_alone_without_a_fake_is_said_in_one_line():
+    def factory():
+        return torch.ops.checktests.unfinished, lambda i: (torch.ones(2, device="cuda"),)
+
+    with pytest.raises(CheckError, match="checktests::unfinished has neither a CPU implementation nor a fake one"):
+        check_step(factory)
+
+
+def test_an_op_of_cuda_alone_with_a_fake_is_unverified():
+    def step(x):
+        weight = torch.zeros(4, 1, 32, 4, dtype=torch.int32, device="cuda")
+        scales = torch.ones(1, 32, 2, dtype=torch.bfloat16, device="cuda")
+        return torch.ops.aten._weight_int4pack_mm(x, weight, 32, scales) + x
+
+    x = torch.ones(32, 32, dtype=torch.bfloat16)
+    report = check_step(lambda: (step, lambda i: (x.to("cuda") * i,)))
+    assert report.codes == {"CG401"}, [(f.code, f.message) for f in report.findings]
+    assert "taken as zeros" in report.findings[0].message

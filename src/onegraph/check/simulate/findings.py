@@ -219,7 +219,8 @@ def _definition(step: Callable[..., Any]) -> frames.Place:
     if code is None:
         return frames.Place("<step>", 1, 1, "")
     line = code.co_firstlineno
-    return frames.place(code, 0)._replace(line=line, source=frames.linecache.getline(code.co_filename, line))
+    source = frames.linecache.getline(code.co_filename, line).rstrip("\n")
+    return frames.place(code, 0)._replace(line=line, source=source)
 
 
 def _module(chain: frames.Chain) -> str:

@@ -12,6 +12,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from onegraph.check.report import Severity
 from onegraph.check.simulate import frames
 
+_EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+UNWRITTEN = frozenset(f"aten::{name}" for name in _EMPTY)
+"""Ops whose result holds whatever was there; a simulation takes zeros."""
+
 
 @dataclass(slots=True)
 class OpRecord:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from onegraph.check.simulate.device import flat_bytes, storage_of
-from onegraph.check.simulate.records import OpRecord, Step, same
+from onegraph.check.simulate.records import UNWRITTEN, OpRecord, Step, same
 from onegraph.check.simulate.world import World
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -180,6 +180,9 @@ def _again(op: OpRecord) -> bool:
         assert op.frozen is not None
         target = op.args[0] if op.args else op.outs[0]
         target.copy_(op.frozen)
+        return True
+    if op.func._schema.name in UNWRITTEN:
+        op.outs[0].zero_()
         return True
     try:
         result = op.func(*op.args, **op.kwargs)

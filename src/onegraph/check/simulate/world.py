@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from onegraph.check.declared import capturable
-from onegraph.check.report import Severity
+from onegraph.check.report import CheckError, Severity
 from onegraph.check.simulate import frames, hazards, recording
 from onegraph.check.simulate.device import DeviceTensor, StorageRecord, refuse, storage_of, weak
 from onegraph.check.simulate.recording import convert
-from onegraph.check.simulate.records import Sighting, Step, map_tensors, written
+from onegraph.check.simulate.records import UNWRITTEN, Sighting, Step, map_tensors, written
 from onegraph.check.simulate.streams import Streams
 
 BUILTIN = {
@@ -300,13 +300,26 @@ class World:
 
     def _run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], chain: frames.Chain) -> Any:
         try:
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
         except NotImplementedError:
             pass
+        else:
+            if name in UNWRITTEN:
+                out.zero_()  # the same contents in every run: opaque kernels that would write them do not
+            return out
         composed = torch._decomp.decomposition_table.get(func)
         if composed is not None:
             return composed(*args, **kwargs)
-        out = func(*_meta(args), **_meta(kwargs))
+        from torch._subclasses.fake_tensor import FakeTensorMode  # half a second to import, seldom needed
+
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+                out = func(*map_tensors(args, fake.from_tensor), **map_tensors(kwargs, fake.from_tensor))
+        except Exception as error:
+            raise CheckError(
+                f"{name} has neither a CPU implementation nor a fake one: the step cannot be simulated "
+                f"({type(error).__name__}: {error}); register one with register_fake, or check with --live"
+            ) from error
         self.see(
             "CG401",
             f"{name} has no CPU implementation: its results were taken as zeros",
@@ -331,10 +344,6 @@ _UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
 _MIXED = (
     hazards._INDEX | hazards._COPIES | {"aten::set_", "aten::tensor_split", "aten::lift_fresh", "aten::_pin_memory"}
 )
-
-
-def _meta(tree: Any) -> Any:
-    return map_tensors(tree, lambda t: t.to("meta"))
 
 
 def _zeros(tree: Any) -> Any:
