@@ -79,8 +79,7 @@ def main() -> int:
                 for us, error, cut in sorted(rows):
                     row = {"bench": "e8p_cuts", "k": k, "n": n, "tokens": tokens, "bits": bits, "us": round(us, 2)}
                     row |= {"error": float(f"{error:.2g}"), "cost": round(cut.cost(bits, tokens, sms), 1)}
-                    row |= {"chosen": cut == chosen, "ahead": cut.variant.ahead, "warps": cut.variant.warps}
-                    row |= {"per_sm": cut.variant.per_sm, "tiles": cut.tiles, "cluster": cut.cluster}
+                    row |= {"chosen": cut == chosen, "ahead": cut.ahead, "tiles": cut.tiles, "cluster": cut.cluster}
                     row |= {"blocks": cut.blocks, "across": cut.across, "down": cut.down}
                     print(json.dumps(row | about), flush=True)
     return 0

@@ -46,6 +46,7 @@ def check(result: tuple[Any, ...]) -> Any:
 def compile_cubin(source: Path, defines: Mapping[str, int], capability: tuple[int, int]) -> bytes:
     """The cubin of `source` for compute capability `capability`, from the cache or from NVRTC.
 
+    `source` may include the .cuh files beside it.
     Raises BuildError where there is no NVRTC or it refuses; its log is in the message.
     """
     _, nvrtc = _bindings()
@@ -53,17 +54,20 @@ def compile_cubin(source: Path, defines: Mapping[str, int], capability: tuple[in
     options = [f"--gpu-architecture={arch}", "--std=c++17", "--device-as-default-execution-space"]
     options += [f"-D{name}={value}" for name, value in sorted(defines.items())]
     text = source.read_bytes()
+    headers = {path.name: path.read_bytes() for path in sorted(source.parent.glob("*.cuh"))}
     try:
         version = check(nvrtc.nvrtcVersion())
     except Exception as error:  # the library behind the binding is loaded here, and each version fails in its own way
         raise BuildError(f"NVRTC cannot be loaded: {error}") from error
-    key = hashlib.sha256("\0".join([*options, repr(version)]).encode() + text).hexdigest()[:32]
+    key = hashlib.sha256(
+        "\0".join([*options, repr(version)]).encode() + b"\0".join([text, *headers.values()])
+    ).hexdigest()[:32]
     cached = cache_dir() / f"{source.stem}-{key}.cubin"
     try:
         return cached.read_bytes()
     except OSError:
         pass
-    cubin = _compile(nvrtc, text, source.name, [option.encode() for option in options])
+    cubin = _compile(nvrtc, text, source.name, [option.encode() for option in options], headers)
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=cached.parent, delete=False) as file:
@@ -74,8 +78,9 @@ def compile_cubin(source: Path, defines: Mapping[str, int], capability: tuple[in
     return cubin
 
 
-def _compile(nvrtc: Any, text: bytes, name: str, options: list[bytes]) -> bytes:
-    program = check(nvrtc.nvrtcCreateProgram(text, name.encode(), 0, [], []))
+def _compile(nvrtc: Any, text: bytes, name: str, options: list[bytes], headers: Mapping[str, bytes]) -> bytes:
+    names = [header.encode() for header in headers]
+    program = check(nvrtc.nvrtcCreateProgram(text, name.encode(), len(names), list(headers.values()), names))
     try:
         (code,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
         if int(code):
@@ -154,7 +159,9 @@ def load(
         kernels = []
         for name in names:
             function = check(driver.cuModuleGetFunction(module, name.encode()))
-            limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            check(driver.cuFuncSetAttribute(function, limit, most))
+            about = driver.CUfunction_attribute
+            static = check(driver.cuFuncGetAttribute(about.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function))
+            limit = about.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            check(driver.cuFuncSetAttribute(function, limit, most - static))
             kernels.append(Kernel(function, device))
     return tuple(kernels)

@@ -19,24 +19,15 @@
 // does it once, into fragments that e8p_linear loads.
 //
 // Set when compiled: BITS (2, 3, 4), TOKENS (4, 8 or 16 in one pass), HALF (1: x and y are float16, 0: bfloat16), DEPTH
-// (row tiles fetched ahead), WARPS and BLOCKS (__launch_bounds__), TRIGGER (when the next kernel may start: 0 at once, 1
-// with the last fetch, 2 after the last product).
+// (row tiles of codes that a warp has under way), TRIGGER (when the next kernel may start: 0 at once, 1 when this one may
+// read x, 2 after the last product).
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned char u8;
-typedef unsigned short u16;
+#include "e8p_common.cuh"
 
-constexpr int SLICE = 256;       // columns a warp owns at a time
-constexpr int ROWS = 128;        // rows that the output's rotation mixes at most
 constexpr bool INTEGER = TOKENS == 4;
 constexpr int TILES = (TOKENS + 7) / 8;            // column tiles of the product
 constexpr int OWN = INTEGER ? 1 : 2;               // tokens of a tile whose results a lane holds
 constexpr int PAD = INTEGER ? 8 : 4;               // floats after a token's partial sums: other banks for each t
-constexpr float SUBNORMAL = 16777216.f;            // 2^24, what a subnormal float16 counts in
-constexpr int STAGES = BITS == 2 ? 1 : 2;
-constexpr int TABLE_BYTES = BITS == 3 ? 98304 : 65536;
-constexpr int SMEM_START = 1024;  // what the hardware reserves of a block's shared memory; checked at the start
 constexpr float LEVELS = INTEGER ? 32512.f : 2048.f;  // of the largest activation; 127 * 256: both bytes stay in int8
 
 struct Arguments {
@@ -47,24 +38,28 @@ struct Arguments {
   const float* in_scale;    // [k]
   const float* out_scale;   // [n]
   const float* bias;        // [n] or null
-  u16* y;                   // [tokens, n]
+  const void* add;          // [tokens, n] of y's type, or null
+  void* y;                  // [tokens, n], x's type, or float if wide
   uint4* fragments;         // [chunks, slices, TILES, 8, 32]
-  float2* scales;           // [chunks, slices, TOKENS]: scale, sum
+  float4* scales;           // [chunks, slices, TOKENS]: scale, sum, sum of squares of x
   int tokens, n, k;
   int across;               // warps side by side in k; the others share the row tiles
   int slices;               // of 256 columns
   int per_block;            // slices that a block of the cluster owns
   int blocks;               // of 128 rows that a cluster owns
   float norm;               // of both Hadamard transforms
+  float eps;                // of the RMSNorm in front; negative: none
+  int silu;                 // x is [tokens, 2 k], gate beside up
+  int wide;                 // y and add are float
 };
 
-extern __shared__ __align__(1024) u8 smem[];
+struct Shared {             // after the tables
+  float squares[16][4];     // INTEGER: by warp across and token, of the warp's columns of x
+  float received[8][4];     // ... of each block of the cluster
+  float inverse[16];        // else: by token, 1 / rms(x)
+  float spare[64];          // sums of no token
+};
 
-__device__ __forceinline__ u32 prmt(u32 a, u32 b, u32 s) {
-  u32 d;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(s));
-  return d;
-}
 __device__ __forceinline__ void mma(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, uint2 b) {
   asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
@@ -75,71 +70,6 @@ __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-__device__ __forceinline__ uint4 stream16(const u8* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
-}
-__device__ __forceinline__ uint2 stream8(const u8* p) {
-  uint2 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
-  return v;
-}
-template <bool IS_HALF> __device__ __forceinline__ float2 widen(u32 v) {  // two 16-bit floats
-  float2 f;
-  if (IS_HALF) {
-    asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}" : "=f"(f.x), "=f"(f.y) : "r"(v));
-  } else {
-    f.x = __uint_as_float(v << 16);
-    f.y = __uint_as_float(v & 0xFFFF0000u);
-  }
-  return f;
-}
-template <bool IS_HALF> __device__ __forceinline__ u32 narrow(float a, float b) {
-  u32 v;
-  if (IS_HALF) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(b), "f"(a));
-  else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(b), "f"(a));
-  return v;
-}
-__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
-__device__ __forceinline__ float butterfly(float v, int lane, int o) {
-  return fmaf(v, (lane & o) ? -1.f : 1.f, __shfl_xor_sync(~0u, v, o));
-}
-__device__ __forceinline__ void across_lanes(float4& v, int lane, int o) {
-  v.x = butterfly(v.x, lane, o), v.y = butterfly(v.y, lane, o);
-  v.z = butterfly(v.z, lane, o), v.w = butterfly(v.w, lane, o);
-}
-__device__ __forceinline__ void pair(float& a, float& b) {
-  const float s = a + b;
-  b = a - b;
-  a = s;
-}
-
-// Eight columns of one token a lane: scaled, rotated.
-__device__ __forceinline__ void rotate(float (&v)[8], const u16* x, const float (&in_scale)[8], bool inside, int block,
-                                       int lane) {
-  uint4 raw = make_uint4(0, 0, 0, 0);
-  if (inside) raw = *(const uint4*)x;
-  const float2 f0 = widen<HALF>(raw.x), f1 = widen<HALF>(raw.y), f2 = widen<HALF>(raw.z), f3 = widen<HALF>(raw.w);
-  v[0] = f0.x * in_scale[0], v[1] = f0.y * in_scale[1], v[2] = f1.x * in_scale[2], v[3] = f1.y * in_scale[3];
-  v[4] = f2.x * in_scale[4], v[5] = f2.y * in_scale[5], v[6] = f3.x * in_scale[6], v[7] = f3.y * in_scale[7];
-#pragma unroll
-  for (int o = 1; o < 8; o <<= 1)
-#pragma unroll
-    for (int e = 0; e < 8; e++)
-      if (!(e & o)) pair(v[e], v[e | o]);
-#pragma unroll
-  for (int o = 1; o < 8; o <<= 1)
-#pragma unroll
-    for (int e = 0; e < 8; e++) v[e] = butterfly(v[e], lane, o);
-  if (block == 128)
-#pragma unroll
-    for (int e = 0; e < 8; e++) v[e] = butterfly(v[e], lane, 8);
-}
-
 __device__ __forceinline__ u32 magnitude(float v) { return __float_as_uint(v) & 0x7FFFFFFFu; }
 // Of the slice, from each lane's own. As integers NaN is the largest of all: it ends in the scale, and so everywhere.
 __device__ __forceinline__ float largest_of(u32 top) { return __uint_as_float(__reduce_max_sync(~0u, top)); }
@@ -197,12 +127,6 @@ __device__ __forceinline__ uint4 to_halves(const float (&v)[8], float2& scale) {
   return w;
 }
 
-__device__ __forceinline__ void load8(float (&to)[8], const float* from, bool inside) {
-  float4 a = make_float4(0.f, 0.f, 0.f, 0.f), b = a;
-  if (inside) a = ((const float4*)from)[0], b = ((const float4*)from)[1];
-  to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w, to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
-}
-
 // A warp a (token, slice): grid (slices, TOKENS / 8, chunks of TOKENS), 8 warps.
 extern "C" __global__ void __launch_bounds__(256) e8p_rotate(const __grid_constant__ Arguments p) {
   const int lane = threadIdx.x % 32, slice = blockIdx.x, b = blockIdx.y * 8 + threadIdx.x / 32, chunk = blockIdx.z;
@@ -212,60 +136,41 @@ extern "C" __global__ void __launch_bounds__(256) e8p_rotate(const __grid_consta
   let_next_start();
   wait_for_previous();
   if (b >= TOKENS) return;
-  float v[8];
+  float v[8], squares = 0.f;
   float2 scale;
-  const bool inside = column < p.k && token < p.tokens;
-  rotate(v, p.x + (size_t)token * p.k + column, in_scale, inside, p.k % 128 ? 64 : 128, lane);
+  load_x(v, p, token, column, column < p.k && token < p.tokens);
+  if (p.eps >= 0.f) squares = sum_of_squares(v);
+  rotate(v, in_scale, p.k % 128 ? 64 : 128, lane);
   const size_t at = (size_t)chunk * p.slices + slice;
   p.fragments[((at * TILES + b / 8) * 8 + lane % 8) * 32 + b % 8 * 4 + lane / 8] = to_halves(v, scale);
-  if (lane == 0) p.scales[at * TOKENS + b] = scale;
+  if (lane == 0) p.scales[at * TOKENS + b] = make_float4(scale.x, scale.y, squares, 0.f);
 }
-
-__device__ __forceinline__ void build_tables(const uint2* codebook, int warp, int warps, int lane) {
-  for (int block = warp; block < TABLE_BYTES / 4096; block += warps) {
-    const int q = block * 32 + lane;  // the q-th run of 128 bytes
-    u32 word;
-    if (q >= 512) {
-      const uint2 row = codebook[q - 256];
-      word = ((row.x & 0x0F0F0F0Fu) | ((row.y & 0x0F0F0F0Fu) << 4)) ^ 0x88888888u;
-    } else if (q & 1) {
-      const u32 p = __popc(q >> 1) & 1, s = (q >> 1) ^ p;
-      word = ((s & 15) * 0x00204081u & 0x01010101u) * 0x0Eu;
-      word |= ((s >> 4) * 0x00204081u & 0x01010101u) * 0xE0u;
-      word ^= p * 0x11111111u;
-    } else {
-      const uint2 row = codebook[q >> 1];
-      word = ((row.x >> 1 & 0x0F0F0F0Fu) | ((row.y >> 1 & 0x0F0F0F0Fu) << 4)) ^ 0x88888888u;
-    }
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const u32 v = __shfl_sync(~0u, word, i * 4 + lane / 8);
-      *(uint4*)(smem + block * 4096 + i * 512 + lane * 16) = make_uint4(v, v, v, v);
-    }
-  }
-}
-
-// `bank` holds the high half of the tables' address and the lane's bank; AT, the low half, is an immediate.
-template <int AT> __device__ __forceinline__ u32 lookup(u32 address) {
-  u32 v;
-  asm("ld.shared.u32 %0, [%1+%2];" : "=r"(v) : "r"(address), "n"(SMEM_START + AT));
-  return v;
-}
-// The I-th of two codes in a word. The index byte becomes byte 1 of the address.
-template <int I> __device__ __forceinline__ u32 decode(u32 codes, u32 bank) {
-  return lookup<0>(prmt(codes, bank, I ? 0x7634 : 0x7614)) ^ lookup<128>(prmt(codes, bank, I ? 0x7624 : 0x7604));
-}
-template <int I> __device__ __forceinline__ u32 decode_e81b(u32 codes, u32 bank) {
-  const u32 index = I == 0 ? codes << 7 : I == 1 ? codes >> 1 : I == 2 ? codes >> 9 : codes >> 17;
-  return lookup<65536>((index & 0x7F80u) | bank);
-}
-__device__ __forceinline__ u32 part(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 struct Codes {
   uint4 first[2];  // rows g and g + 8
   uint4 second[BITS == 4 ? 2 : 1];
   uint2 small[BITS == 3 ? 2 : 1];
 };
+
+constexpr int SLOT = BITS == 2 ? 1024 : BITS == 3 ? 1536 : 2048;  // bytes of a row tile's codes
+__device__ __forceinline__ void copy16(u32 to, const u8* from, bool real) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(real ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void copy8(u32 to, const u8* from, bool real) {
+  asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 8, %2;" :: "r"(to), "l"(from), "r"(real ? 8 : 0) : "memory");
+}
+// The oldest copy, which every lane made for itself.
+__device__ __forceinline__ Codes take(const u8* slot, int lane) {
+  asm volatile("cp.async.wait_group %0;" :: "n"(DEPTH - 1) : "memory");
+  Codes c;
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    c.first[r] = *(const uint4*)(slot + r * 512 + lane * 16);
+    if (BITS == 4) c.second[BITS == 4 ? r : 0] = *(const uint4*)(slot + 1024 + r * 512 + lane * 16);
+    if (BITS == 3) c.small[BITS == 3 ? r : 0] = *(const uint2*)(slot + 1024 + r * 256 + lane * 8);
+  }
+  return c;
+}
 
 // The I-th of eight codes of a row, R = 0 for row g and 1 for row g + 8.
 template <int I, int R> __device__ __forceinline__ u32 first(const Codes& c, u32 bank) {
@@ -277,31 +182,35 @@ template <int I, int R> __device__ __forceinline__ u32 second(const Codes& c, u3
   return decode_e81b<I % 4>(I < 4 ? v.x : v.y, bank);
 }
 
-struct Bytes {  // int8: acc in units of the slice's scale, a stage each
+struct Bytes {  // int8: acc in units of the slice's scale, a stage each; chains break the products' latency
   uint2 b[8];
   float2 scale[1][1];
-  int acc[STAGES][4];
+  float offset;
+  float square;  // of the lane's token, over the warp's columns
+  int acc[2][4];
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int s = 0; s < STAGES; s++) acc[s][0] = acc[s][1] = acc[s][2] = acc[s][3] = 0;
+    for (int s = 0; s < 2; s++) acc[s][0] = acc[s][1] = acc[s][2] = acc[s][3] = 0;
   }
   template <int I> __device__ __forceinline__ void multiply(const Codes& c, u32 bank) {
     u32 top = first<I, 0>(c, bank), low = first<I, 1>(c, bank);
-    mma(acc[0], top, low, top << 4, low << 4, b[I]);
+    mma(acc[STAGES == 2 ? 0 : I % 2], top, low, top << 4, low << 4, b[I]);
     if (STAGES == 2) {
       top = second<I, 0>(c, bank), low = second<I, 1>(c, bank);
-      mma(acc[STAGES - 1], top, low, top << 4, low << 4, b[I]);
+      mma(acc[1], top, low, top << 4, low << 4, b[I]);
     }
   }
-  // a = 2 u - 15, e = u - 8. 2 bits: a, 3 bits: a + e, 4 bits: 4 a + b.
+  // a = 2 u - 15, e = u - 8. 2 bits: a, 3 bits: a + e, 4 bits: 4 a + b. Sums stay below 2^31: 256 * 256 * 255 * 127.
   __device__ __forceinline__ float result(int j, int e, int h) const {
-    float v[STAGES], q;
-#pragma unroll
-    for (int s = 0; s < STAGES; s++) v[s] = fmaf(256.f, (float)acc[s][2 * h], (float)acc[s][2 * h + 1]);
-    if (BITS == 2) q = 2.f * v[0];
-    else if (BITS == 3) q = fmaf(2.f, v[0], v[STAGES - 1]);
-    else q = fmaf(8.f, v[0], 2.f * v[STAGES - 1]);
-    return fmaf(BITS == 2 ? -15.f : BITS == 3 ? -23.f : -75.f, scale[0][0].y, q) * scale[0][0].x;
+    float q;
+    if (BITS == 2) {
+      q = (float)((acc[0][2 * h] + acc[1][2 * h]) * 256 + acc[0][2 * h + 1] + acc[1][2 * h + 1]);
+    } else {
+      const float v = (float)(acc[0][2 * h] * 256 + acc[0][2 * h + 1]);
+      const float w = (float)(acc[1][2 * h] * 256 + acc[1][2 * h + 1]);
+      q = fmaf(BITS == 3 ? 2.f : 4.f, v, w);
+    }
+    return fmaf(q, scale[0][0].x, offset);
   }
 };
 
@@ -346,21 +255,29 @@ __device__ __forceinline__ void gather(Bytes& to, const Arguments& p, int slice,
                                        float (&in_scale)[8], uint4* exchange, int lane) {
   const int column = slice * SLICE + lane * 8, g = lane / 4, t = lane % 4;
   if (slice != start) load8(in_scale, p.in_scale + column, column < p.k);
+  else to.square = 0.f;
 #pragma unroll
   for (int i = 0; i < 8; i++) to.b[i] = make_uint2(0, 0);
 #pragma unroll 1
   for (int token = 0; token < tokens; token++) {
     float v[8];
     float2 scale;
-    const u16* x = p.x + (size_t)(chunk * TOKENS + token) * p.k + column;
-    rotate(v, x, in_scale, column < p.k, p.k % 128 ? 64 : 128, lane);
+    load_x(v, p, chunk * TOKENS + token, column, column < p.k);
+    if (p.eps >= 0.f) {
+      const float square = sum_of_squares(v);
+      if (t == token) to.square += square;
+    }
+    rotate(v, in_scale, p.k % 128 ? 64 : 128, lane);
     exchange[lane] = to_bytes(v, scale);
     __syncwarp();
     if (g / 2 == token) {
 #pragma unroll
       for (int i = 0; i < 8; i++) to.b[i] = *(const uint2*)((const u8*)(exchange + t * 8 + i) + g % 2 * 8);
     }
-    if (t == token) to.scale[0][0] = scale;
+    if (t == token) {
+      to.offset = (BITS == 2 ? -15.f : BITS == 3 ? -23.f : -75.f) * scale.y * scale.x;
+      to.scale[0][0].x = scale.x * (BITS == 3 ? 1.f : 2.f);
+    }
     __syncwarp();
   }
 }
@@ -373,136 +290,207 @@ __device__ __forceinline__ void gather(Halves& to, const Arguments& p, int slice
 #pragma unroll
     for (int i = 0; i < 8; i++) to.b[j][i] = __ldcg(p.fragments + ((at * TILES + j) * 8 + i) * 32 + lane);
 #pragma unroll
-    for (int e = 0; e < 2; e++) to.scale[j][e] = __ldcg(p.scales + at * TOKENS + j * 8 + lane % 4 * 2 + e);
+    for (int e = 0; e < 2; e++)
+      to.scale[j][e] = __ldcg((const float2*)(p.scales + at * TOKENS + j * 8 + lane % 4 * 2 + e));
   }
 }
+__device__ __forceinline__ void leave_squares(const Bytes& from, Shared& shared, int column_warp, int lane) {
+  if (lane < 4) shared.squares[column_warp][lane] = from.square;
+}
+__device__ __forceinline__ void leave_squares(const Halves&, Shared&, int, int) {}
 
-// Grid (row tiles of p.blocks * 128 * cluster, chunks of TOKENS). Shared memory: tables, partial sums
+__device__ __forceinline__ float4 out_scale_of(const Arguments& p, int row) {
+  return row < p.n ? *(const float4*)(p.out_scale + row) : make_float4(0.f, 0.f, 0.f, 0.f);
+}
+__device__ __forceinline__ float inverse_rms(float squares, const Arguments& p) {
+  return rsqrtf(squares / (float)p.k + p.eps);
+}
+
+// Grid (clusters that own p.blocks * 128 rows, chunks of TOKENS). Shared memory: tables, Shared, partial sums
 // [across][tokens][rows + PAD], what the cluster sends [jobs / cluster][cluster][128], where a job is a token's 128 rows,
 // and 512 bytes a warp for the rotation.
-extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) e8p_linear(const __grid_constant__ Arguments p) {
+extern "C" __global__ void __launch_bounds__(512, 1) e8p_linear(const __grid_constant__ Arguments p) {
   u32 cluster, rank;
   asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(cluster));
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int warps = blockDim.x / 32, down = warps / p.across, column_warp = warp % p.across, row_warp = warp / p.across;
   const int tile = blockIdx.x / cluster, chunk = blockIdx.y;
+  if (TRIGGER == 0) let_next_start();
   const int tokens = min(TOKENS, p.tokens - chunk * TOKENS);
-  const int end = min((int)(rank + 1) * p.per_block, p.slices), start = rank * p.per_block + column_warp;
+  const int begin = rank * p.per_block, end = min(begin + p.per_block, p.slices), start = begin + column_warp;
 
-  // Row tiles are fetched in the order in which they are used, DEPTH ahead.
-  Codes codes[DEPTH];
-  const u32 row_bytes = (u32)p.k / 4, rest_bytes = (u32)p.k / (BITS == 4 ? 4 : 8);
+  // Constants first: they would queue behind the codes.
+  const TableWords words = load_table_words(p.codebook, warp, warps, lane);
+  float in_scale[8];
+  if (INTEGER) load8(in_scale, p.in_scale + start * SLICE + lane * 8, start < end && start * SLICE + lane * 8 < p.k);
+  const int first_job = cluster == 1 ? warp : rank + warp * cluster;
   const int rows = p.blocks * ROWS, pitch = rows + PAD, tile_row = tile * rows;
-  const int row_tiles = min(rows, p.n - tile_row) / 16;
-  const int stride = down * DEPTH, padded = (rows / 16 + stride - 1) / stride * stride;  // whole turns through codes[]
+  const float4 first_scale = out_scale_of(p, tile_row + first_job % p.blocks * ROWS + lane * 4);
+
+  // Codes come through a ring of DEPTH row tiles a warp. A lane reads what it copied itself, so that nothing but its own
+  // copies need waiting for; outside the matrix come zeros.
+  Shared& shared = *(Shared*)(smem + TABLE_BYTES);
+  float* partial = (float*)(&shared + 1);
+  float* received = partial + p.across * tokens * pitch;
+  const int spare = (int)((float*)shared.spare - partial) + lane;
+  uint4* exchange = (uint4*)(received + (cluster > 1 ? (tokens * p.blocks + cluster) * ROWS : 0)) + warp * 32;
+  u8* ring = (u8*)(exchange + (INTEGER ? (warps - warp) * 32 : -warp * 32)) + warp * DEPTH * SLOT;
+  const u32 row_bytes = (u32)p.k / 4, rest_bytes = (u32)p.k / (BITS == 4 ? 4 : 8);
+  const int row_tiles = min(rows, p.n - tile_row) / 16, turns = rows / 16 / down;
+  const u32 step = down * 16 * row_bytes, rest_step = down * 16 * rest_bytes;
+  const u32 ring_at = (u32)__cvta_generic_to_shared(ring) + lane * 16, ring_end = ring_at + DEPTH * SLOT;
+  const size_t first_row = (size_t)tile_row + row_warp * 16 + g;
+  u32 ahead_at = ring_at;
   int ahead_slice = start, ahead_tile = row_warp;
-  const size_t ahead_row = (size_t)tile_row + row_warp * 16 + g;
-  const u8* ahead = p.codes + ahead_row * row_bytes + start * 64 + t * 16;
-  const u8* ahead_rest = p.residual + ahead_row * rest_bytes + (start * 64 + t * 16) / (BITS == 4 ? 1 : 2);
-  auto fetch = [&](Codes& c) {
-    if (ahead_slice < end && ahead_slice * SLICE + t * 64 < p.k && ahead_tile < row_tiles) {
-      c.first[0] = stream16(ahead);
-      c.first[1] = stream16(ahead + 8 * row_bytes);
+  const u8* ahead = p.codes + first_row * row_bytes + start * 64 + t * 16;
+  const u8* ahead_rest = p.residual + first_row * rest_bytes + (start * 64 + t * 16) / (BITS == 4 ? 1 : 2);
+  int ahead_tiles = start < end && start * SLICE + t * 64 < p.k ? row_tiles : 0;  // of this slice, that are there
+  auto fetch = [&]() {
+    if (ahead_slice < end) {  // a copy of zeros costs as much as one of codes
+      const bool real = ahead_tile < ahead_tiles;
+      copy16(ahead_at, ahead, real);
+      copy16(ahead_at + 512, ahead + 8 * row_bytes, real);
       if (BITS == 4) {
-        c.second[0] = stream16(ahead_rest);
-        c.second[BITS == 4] = stream16(ahead_rest + 8 * row_bytes);
+        copy16(ahead_at + 1024, ahead_rest, real);
+        copy16(ahead_at + 1536, ahead_rest + 8 * row_bytes, real);
       } else if (BITS == 3) {
-        c.small[0] = stream8(ahead_rest);
-        c.small[BITS == 3] = stream8(ahead_rest + 8 * rest_bytes);
+        copy8(ahead_at + 1024 - lane * 8, ahead_rest, real);
+        copy8(ahead_at + 1280 - lane * 8, ahead_rest + 8 * rest_bytes, real);
       }
     }
-    ahead_tile += down;
-    ahead += down * 16 * row_bytes;
-    if (BITS > 2) ahead_rest += down * 16 * rest_bytes;
-    if (ahead_tile >= padded) {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    ahead_at = ahead_at + SLOT == ring_end ? ring_at : ahead_at + SLOT;
+    ahead_tile += down, ahead += step;
+    if (BITS > 2) ahead_rest += rest_step;
+    if (ahead_tile >= rows / 16) {
       ahead_tile = row_warp, ahead_slice += p.across;
-      ahead -= padded * 16 * row_bytes - p.across * 64;
-      if (BITS > 2) ahead_rest -= padded * 16 * rest_bytes - p.across * (BITS == 4 ? 64 : 32);
+      ahead -= turns * step - p.across * 64;
+      if (BITS > 2) ahead_rest -= turns * rest_step - p.across * (BITS == 4 ? 64 : 32);
+      ahead_tiles = ahead_slice < end && ahead_slice * SLICE + t * 64 < p.k ? row_tiles : 0;
     }
   };
 #pragma unroll
-  for (int d = 0; d < DEPTH; d++) fetch(codes[d]);
-  if (TRIGGER == 0) let_next_start();
+  for (int d = 0; d < DEPTH; d++) fetch();
   if (cluster > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-  build_tables(p.codebook, warp, warps, lane);
-  float* partial = (float*)(smem + TABLE_BYTES);
-  float* received = partial + p.across * tokens * pitch;
-  uint4* exchange = (uint4*)(received + (cluster > 1 ? (tokens * p.blocks + cluster) * ROWS : 0)) + warp * 32;
-  float in_scale[8];
-  if (INTEGER) load8(in_scale, p.in_scale + start * SLICE + lane * 8, start < end && start * SLICE + lane * 8 < p.k);
+  for (int i = threadIdx.x * 4; i < p.across * tokens * pitch; i += blockDim.x * 4)
+    *(float4*)(partial + i) = make_float4(0.f, 0.f, 0.f, 0.f);
+  build_tables(p.codebook, words, warp, warps, lane);
   __syncthreads();
   wait_for_previous();
+  if (TRIGGER == 1) let_next_start();
 
   u32 bank;  // opaque and after the barrier, so that no lookup is moved before it
   const u32 base = (u32)__cvta_generic_to_shared(smem);
   if ((base & 0xFFFFu) != SMEM_START) __trap();
   asm volatile("or.b32 %0, %1, %2;" : "=r"(bank) : "r"(base & 0xFFFF0000u), "r"(lane * 4) : "memory");
+  Choose<INTEGER>::type product;
+  const u8* slot = ring;
   for (int slice = start; slice < end; slice += p.across) {
-    Choose<INTEGER>::type product;
     gather(product, p, slice, start, chunk, tokens, in_scale, exchange, lane);
-    for (int first_tile = row_warp; first_tile < padded; first_tile += stride) {
+    int at[TILES][OWN], forward[TILES][OWN];  // where the sums of a lane's tokens are; those of no token go to `spare`
 #pragma unroll
-      for (int d = 0; d < DEPTH; d++) {
-        const int m = first_tile + d * down;
-        if (m < row_tiles) {
-          product.clear();
-          product.template multiply<0>(codes[d], bank);
-          product.template multiply<1>(codes[d], bank);
-          product.template multiply<2>(codes[d], bank);
-          product.template multiply<3>(codes[d], bank);
-          product.template multiply<4>(codes[d], bank);
-          product.template multiply<5>(codes[d], bank);
-          product.template multiply<6>(codes[d], bank);
-          product.template multiply<7>(codes[d], bank);
-        }
-        fetch(codes[d]);  // into the registers that were just read
-        if (TRIGGER == 1 && ahead_slice >= end) let_next_start();
-        if (m >= row_tiles) continue;
+    for (int j = 0; j < TILES; j++)
 #pragma unroll
-        for (int j = 0; j < TILES; j++)
-#pragma unroll
-          for (int e = 0; e < OWN; e++) {
-            const int token = INTEGER ? t : j * 8 + t * 2 + e;
-            if (token >= tokens) continue;
-            float* to = partial + (column_warp * tokens + token) * pitch + m * 16 + g;
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-              const float q = product.result(j, e, h);
-              to[8 * h] = slice == start ? q : to[8 * h] + q;
-            }
-          }
+      for (int e = 0; e < OWN; e++) {
+        const int token = INTEGER ? t : j * 8 + t * 2 + e;
+        at[j][e] = token < tokens ? (column_warp * tokens + token) * pitch + row_warp * 16 + g : spare;
+        forward[j][e] = token < tokens ? down * 16 : 0;
       }
+#pragma unroll 1
+    for (int turn = 0; turn < turns; turn++) {
+      const Codes codes = take(slot, lane);
+      slot = slot + SLOT == ring + DEPTH * SLOT ? ring : slot + SLOT;
+      fetch();  // into the slot that was just read
+      product.clear();
+      product.template multiply<0>(codes, bank);
+      product.template multiply<1>(codes, bank);
+      product.template multiply<2>(codes, bank);
+      product.template multiply<3>(codes, bank);
+      product.template multiply<4>(codes, bank);
+      product.template multiply<5>(codes, bank);
+      product.template multiply<6>(codes, bank);
+      product.template multiply<7>(codes, bank);
+#pragma unroll
+      for (int j = 0; j < TILES; j++)
+#pragma unroll
+        for (int e = 0; e < OWN; e++) {
+          float* sum = partial + at[j][e];
+          sum[0] += product.result(j, e, 0);
+          sum[8] += product.result(j, e, 1);
+          at[j][e] += forward[j][e];
+        }
     }
   }
   if (TRIGGER == 2) let_next_start();
+  if (p.eps >= 0.f) {
+    if (INTEGER) {
+      if (row_warp == 0 && start < end) leave_squares(product, shared, column_warp, lane);
+    } else {
+      for (int b = warp; b < tokens; b += warps) {
+        float sum = 0.f;
+        for (int slice = lane; slice < p.slices; slice += 32)
+          sum += __ldcg(&p.scales[((size_t)chunk * p.slices + slice) * TOKENS + b].z);
+#pragma unroll
+        for (int o = 1; o < 32; o <<= 1) sum += __shfl_xor_sync(~0u, sum, o);
+        if (lane == 0) shared.inverse[b] = inverse_rms(sum, p);
+      }
+    }
+  }
   __syncthreads();
 
-  const int used = min(p.across, end - (int)rank * p.per_block);  // columns of warps that had a slice
+  const int used = min(p.across, end - begin);  // columns of warps that had a slice
   const int block = p.n % 128 ? 64 : 128;
   const int jobs = tokens * p.blocks;
+  auto squares_here = [&](int b) {
+    float sum = 0.f;
+    for (int w = 0; w < used; w++) sum += shared.squares[w][b];
+    return sum;
+  };
   auto finish = [&](int job, float4 v) {
-    const int b = job / p.blocks;
+    const int b = job / p.blocks, row = tile_row + job % p.blocks * ROWS + lane * 4;
+    const bool own = row < p.n;
+    const size_t at = (size_t)(chunk * TOKENS + b) * p.n + row;
+    const float4 s = job == first_job ? first_scale : out_scale_of(p, row);
+    float4 c = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (own) {
+      if (p.bias) c = *(const float4*)(p.bias + row);
+      if (p.add && p.wide) {
+        const float4 a = *(const float4*)((const float*)p.add + at);
+        c.x += a.x, c.y += a.y, c.z += a.z, c.w += a.w;
+      } else if (p.add) {
+        const uint2 a = *(const uint2*)((const u16*)p.add + at);
+        const float2 lower = widen<HALF>(a.x), upper = widen<HALF>(a.y);
+        c.x += lower.x, c.y += lower.y, c.z += upper.x, c.w += upper.y;
+      }
+    }
+    float norm = p.norm;
+    if (p.eps >= 0.f) {
+      if (INTEGER) {
+        float sum = 0.f;
+        if (cluster == 1) sum = squares_here(b);
+        else for (int r = 0; r < cluster; r++) sum += shared.received[r][b];
+        norm *= inverse_rms(sum, p);
+      } else {
+        norm *= shared.inverse[b];
+      }
+    }
     pair(v.x, v.y), pair(v.z, v.w), pair(v.x, v.z), pair(v.y, v.w);
 #pragma unroll
     for (int o = 1; o < 16; o <<= 1) across_lanes(v, lane, o);
     if (block == 128) across_lanes(v, lane, 16);
-    const int row = tile_row + job % p.blocks * ROWS + lane * 4;
-    if (row < p.n) {
-      const float4 s = *(const float4*)(p.out_scale + row);
-      float4 c = make_float4(0.f, 0.f, 0.f, 0.f);
-      if (p.bias) c = *(const float4*)(p.bias + row);
-      v.x = fmaf(v.x * p.norm, s.x, c.x), v.y = fmaf(v.y * p.norm, s.y, c.y);
-      v.z = fmaf(v.z * p.norm, s.z, c.z), v.w = fmaf(v.w * p.norm, s.w, c.w);
-      uint2* to = (uint2*)(p.y + (size_t)(chunk * TOKENS + b) * p.n + row);
-      *to = make_uint2(narrow<HALF>(v.x, v.y), narrow<HALF>(v.z, v.w));
-    }
+    if (!own) return;
+    v.x = fmaf(v.x * norm, s.x, c.x), v.y = fmaf(v.y * norm, s.y, c.y);
+    v.z = fmaf(v.z * norm, s.z, c.z), v.w = fmaf(v.w * norm, s.w, c.w);
+    if (p.wide) *(float4*)((float*)p.y + at) = v;
+    else *(uint2*)((u16*)p.y + at) = make_uint2(narrow<HALF>(v.x, v.y), narrow<HALF>(v.z, v.w));
   };
   auto total = [&](int job) {
+    const float* from = partial + (job / p.blocks) * pitch + job % p.blocks * ROWS + lane * 4;
     float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 4
+#pragma unroll 8
     for (int w = 0; w < used; w++) {
-      const float4 u = *(const float4*)(partial + (w * tokens + job / p.blocks) * pitch + job % p.blocks * ROWS + lane * 4);
+      const float4 u = *(const float4*)(from + w * tokens * pitch);
       v.x += u.x, v.y += u.y, v.z += u.z, v.w += u.w;
     }
     return v;
@@ -512,14 +500,22 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) e8p_linear(cons
     for (int job = warp; job < jobs; job += warps) finish(job, total(job));
     return;
   }
+  auto place = [](const void* local, u32 rank) {  // of the same variable in another block of the cluster
+    u32 to = (u32)__cvta_generic_to_shared(local);
+    asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(to) : "r"(rank));
+    return to;
+  };
   asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // every block has started, its memory can be written
 #pragma unroll 1
   for (int job = warp; job < jobs; job += warps) {
     const float4 v = total(job);
-    u32 to = (u32)__cvta_generic_to_shared(received + ((job / cluster) * cluster + rank) * ROWS + lane * 4);
-    asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(to) : "r"(job % cluster));
+    const u32 to = place(received + ((job / cluster) * cluster + rank) * ROWS + lane * 4, job % cluster);
     asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};"
                  :: "r"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+  }
+  if (INTEGER && p.eps >= 0.f && warp == 0 && lane < (int)cluster * 4 && t < tokens) {
+    const u32 to = place(&shared.received[rank][t], g);
+    asm volatile("st.shared::cluster.f32 [%0], %1;" :: "r"(to), "f"(squares_here(t)) : "memory");
   }
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");

@@ -14,39 +14,32 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from onegraph.ops.cuda import build
+from onegraph.ops.cuda import build, e8p_many
 
 SOURCE = Path(__file__).with_name("e8p.cu")
-MAX_TOKENS = 64  # above, Triton's path: decode once, multiply by cuBLAS
+MAX_TOKENS = 16  # above, e8p_many.cu
 SLICE, ROWS, PARTS = 256, 128, 8  # as in e8p.cu; PARTS is row tiles of 16 in ROWS
 GPC = 18  # SMs of a GPC, which a cluster must fit into (H200: clusters of 8 leave 4 SMs of 18 idle)
-SM_SHARED = 228 * 1024  # bytes of an SM, 1024 of them reserved for each block
 SHARED_LIMIT = 227 * 1024  # bytes that a block can have on Hopper
+SHARED_STRUCT = 704  # bytes of `Shared` in e8p.cu
+WARPS = 16  # of a block at most
+TRIGGER = 0  # the next kernel may be set up at once
+SLOT = {2: 1024, 3: 1536, 4: 2048}  # bytes of a row tile's codes, by bits
+DEPTHS = {
+    2: (8, 6, 4, 3, 2, 1),
+    3: (6, 4, 3, 2, 1),
+    4: (6, 4, 3, 2, 1),
+}  # row tiles under way, by bits: the most that fit
 ALIGNMENT = 16  # bytes, of every pointer
-
-
-@dataclass(frozen=True, order=True)
-class Variant:
-    """How the kernel is compiled: row tiles fetched `ahead`, `warps` of a block, blocks that share an SM (`per_sm`)."""
-
-    ahead: int
-    warps: int
-    per_sm: int
-
-
-def variants(bits: int, most: int) -> tuple[Variant, ...]:
-    """What was worth compiling on an H200 (docs/performance.md): registers that spill or stall ruled out the rest."""
-    if most == 4:
-        return Variant(4 if bits == 2 else 2, 16, 1), Variant(4, 8, 2)
-    return (Variant(2 if bits == 2 or most == 8 else 1, 16, 1),)
 
 
 @dataclass(frozen=True, order=True)
 class Plan:
     """How one shape is cut: each of `tiles` clusters of `cluster` blocks owns `blocks` times 128 rows. A block owns
-    `per_block` slices of k, one for each of `across` warps at a time; `down` such rows of warps share the rows."""
+    `per_block` slices of k, one for each of `across` warps at a time; `down` such rows of warps share the rows. Each
+    warp keeps `ahead` row tiles of codes under way."""
 
-    variant: Variant
+    ahead: int
     tiles: int
     cluster: int
     blocks: int
@@ -55,48 +48,57 @@ class Plan:
     across: int
     down: int
 
+    @property
+    def warps(self) -> int:
+        return self.across * self.down
+
     def shared(self, bits: int, tokens: int) -> int:
         """Bytes of shared memory of a block that serves `tokens` at a time."""
         tables = 98304 if bits == 3 else 65536
         partial = self.across * tokens * (self.blocks * ROWS + (8 if tokens <= 4 else 4)) * 4
         received = (tokens * self.blocks + self.cluster) * ROWS * 4 if self.cluster > 1 else 0
-        exchange = 512 * self.across * self.down if tokens <= 4 else 0
-        return tables + partial + received + exchange
+        exchange = 512 * self.warps if tokens <= 4 else 0
+        return tables + SHARED_STRUCT + partial + received + exchange + self.ring(bits)
+
+    def ring(self, bits: int) -> int:
+        """Bytes of codes that a block has under way."""
+        return self.warps * self.ahead * SLOT[bits]
 
     def cost(self, bits: int, tokens: int, sms: int) -> float:
-        """What the busiest SM has to do, in slices of 128 rows (about 0.33 us each at 2 bits on an H200)."""
-        per_sm = self.variant.per_sm
-        at_once = sms * per_sm if self.cluster == 1 else sms // GPC * (GPC * per_sm // self.cluster)
+        """Estimated microseconds on an H200, up to what all cuts have in common."""
+        at_once = sms if self.cluster == 1 else sms // GPC * (GPC // self.cluster)
         waves = -(-self.tiles // at_once)
-        beside = min(per_sm, -(-self.tiles * self.cluster // sms))  # blocks that share an SM
-        turns = -(-self.blocks * PARTS // self.down) * -(-self.per_block // self.across)
-        work = turns * self.across * self.down / PARTS * beside
-        if self.across * self.down * beside <= 8:  # too few warps to hide the lookups' latency
-            work *= 1.4 if bits == 2 else 1.6
-        slices_a_warp = -(-self.per_block // self.across)
-        operands = slices_a_warp * (0.1 * tokens if tokens <= 4 else 0.5)  # rotated here, or loaded
-        together = 1.5 + 0.1 * self.cluster if self.cluster > 1 else 0.0
-        return waves * (work + operands + 2.0) + together + 0.2 * self.blocks
+        turns = -(-self.per_block // self.across)  # slices that a warp takes
+        mine = turns * self.blocks * PARTS // self.down  # row tiles of a warp
+        stages = 1 if bits == 2 else 1.8
+        heavy = 1.0 if tokens <= 4 else 1.3 if tokens <= 8 else 1.9
+        issue = self.per_block * self.blocks * PARTS * 0.02 * stages * heavy
+        latency = mine * 0.16 * stages * heavy
+        memory = self.per_block * self.blocks * PARTS * SLOT[bits] / self.ring(bits)  # a microsecond a ringful
+        gather = turns * (0.3 * min(tokens, 4) if tokens <= 4 else 0.5)
+        together = 0.7 + 0.1 * self.cluster if self.cluster > 1 else 0.0
+        return waves * (max(issue, latency, memory) + gather + 2.0) + together + 0.1 * self.blocks
 
 
 def cuts(n: int, k: int, bits: int, tokens: int, sms: int) -> list[Plan]:
     """Every cut that fits into shared memory."""
     slices, whole = -(-k // SLICE), -(-n // ROWS)
     found = []
-    for variant in variants(bits, _pass(tokens)):
-        room = min(SHARED_LIMIT, SM_SHARED // variant.per_sm - 1024)
-        for cluster in range(1, 9):
-            per_block = -(-slices // cluster)
-            if (cluster - 1) * per_block >= slices:
-                continue  # a block would have nothing to do
-            least = -(-per_block // variant.warps)  # turns that a warp takes through slices
-            for across in {-(-per_block // turns) for turns in (least, least + 1, 2 * least)}:
-                down = max(d for d in (1, 2, 4, 8) if d == 1 or d * across <= variant.warps)
-                for blocks in {1, -(-whole * cluster // sms)}:
-                    tiles = -(-whole // blocks)
-                    cut = Plan(variant, tiles, cluster, blocks, slices, per_block, across, down)
-                    if cut.shared(bits, tokens) <= room:
+    for cluster in range(1, 9):
+        per_block = -(-slices // cluster)
+        if (cluster - 1) * per_block >= slices:
+            continue  # a block would have nothing to do
+        least = -(-per_block // WARPS)  # turns that a warp takes through slices
+        for across in {-(-per_block // turns) for turns in (least, least + 1, 2 * least, 3 * least)}:
+            for blocks in {1, -(-whole * cluster // sms)}:
+                tiles = -(-whole // blocks)
+                down = max(d for d in (1, 2, 4, 8) if d == 1 or (d * across <= WARPS and blocks * PARTS % d == 0))
+                most = -(-per_block // across) * blocks * PARTS // down  # row tiles of a warp
+                for ahead in (d for d in DEPTHS[bits] if d <= most):
+                    cut = Plan(ahead, tiles, cluster, blocks, slices, per_block, across, down)
+                    if cut.shared(bits, tokens) <= SHARED_LIMIT:
                         found.append(cut)
+                        break
     return found
 
 
@@ -117,14 +119,15 @@ def _pass(tokens: int) -> int:
 
 
 def takes(tokens: int, n: int, k: int, dtype: torch.dtype) -> bool:
-    """Whether `e8p.cu` computes this shape."""
-    return 0 < tokens <= MAX_TOKENS and n % 64 == 0 and k % 64 == 0 and dtype in (torch.bfloat16, torch.float16)
+    """Whether the CUDA kernels compute this shape."""
+    if tokens == 0 or n % 64 or k % 64 or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return tokens <= MAX_TOKENS or k <= e8p_many.MAX_K
 
 
 @cache
-def _kernels(bits: int, most: int, half: bool, variant: Variant, device: int) -> tuple[build.Kernel, ...]:
-    defines = {"BITS": bits, "TOKENS": most, "HALF": int(half), "TRIGGER": 1}
-    defines |= {"DEPTH": variant.ahead, "WARPS": variant.warps, "BLOCKS": variant.per_sm}
+def _kernels(bits: int, most: int, half: bool, ahead: int, device: int) -> tuple[build.Kernel, ...]:
+    defines = {"BITS": bits, "TOKENS": most, "HALF": int(half), "DEPTH": ahead, "TRIGGER": TRIGGER}
     return build.load(SOURCE, defines, ("e8p_linear", "e8p_rotate"), device, SHARED_LIMIT)
 
 
@@ -132,7 +135,7 @@ def _kernels(bits: int, most: int, half: bool, variant: Variant, device: int) ->
 def available(device: int) -> bool:
     """Whether the kernels can be built for this GPU; warns once where not."""
     try:
-        _kernels(2, 4, False, variants(2, 4)[0], device)
+        _kernels(2, 4, False, DEPTHS[2][0], device)
     except build.BuildError as error:
         warnings.warn(f"the CUDA kernels of onegraph cannot be built, Triton's are used: {error}", stacklevel=2)
         return False
@@ -153,24 +156,29 @@ def linear(
     out_scale: Tensor,
     bias: Tensor | None,
     bits: int,
+    add: Tensor | None = None,
+    eps: float | None = None,
+    silu: bool = False,
+    wide: bool = False,
 ) -> Tensor:
     """See `onegraph.ops.e8p.e8p_linear`."""
     n, k = codes.shape[0], codes.shape[1] * 8
-    tokens = x.numel() // k
+    tokens = x.numel() // (2 * k if silu else k)
     if not x.is_cuda or not takes(tokens, n, k, x.dtype) or not available(x.device.index):
         from onegraph.ops.triton.e8p import linear as fallback  # kernels are compiled or interpreted as of their import
 
-        return fallback(x, codes, residual, codebook, in_scale, out_scale, bias, bits)
+        return fallback(x, codes, residual, codebook, in_scale, out_scale, bias, bits, add, eps, silu, wide)
     x = x.contiguous()
     if bias is not None:
         bias = bias.float()
-    inputs = [_aligned(t) for t in (x, codes, residual, codebook, in_scale, out_scale, bias)]
-    out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
+    inputs = [_aligned(t) for t in (x, codes, residual, codebook, in_scale, out_scale, bias, add)]
+    out = torch.empty((*x.shape[:-1], n), dtype=torch.float32 if wide else x.dtype, device=x.device)
+    options = -1.0 if eps is None else eps, silu, wide
     if torch.cuda.current_device() == x.device.index:
-        _launch(inputs, out, bits, tokens, n, k)
+        _launch(inputs, out, bits, tokens, n, k, x.dtype == torch.float16, options)
     else:
         with torch.cuda.device(x.device):  # the driver launches in the current context
-            _launch(inputs, out, bits, tokens, n, k)
+            _launch(inputs, out, bits, tokens, n, k, x.dtype == torch.float16, options)
     return out
 
 
@@ -178,24 +186,30 @@ def _aligned(tensor: Tensor | None) -> Tensor | None:
     return tensor.clone() if tensor is not None and tensor.data_ptr() % ALIGNMENT else tensor
 
 
-def _launch(inputs: list[Tensor | None], out: Tensor, bits: int, tokens: int, n: int, k: int) -> None:
+def _launch(
+    inputs: list[Tensor | None], out: Tensor, bits: int, tokens: int, n: int, k: int, half: bool,
+    options: tuple[float, bool, bool],
+) -> None:  # fmt: skip
     device = out.device.index
+    norm = (_block(n) * _block(k)) ** -0.5
+    if inputs[2] is None:
+        inputs[2] = inputs[1]
+    if tokens > MAX_TOKENS:
+        e8p_many.launch(inputs, out, bits, tokens, n, k, half, norm, options, _sms(device))
+        return
     chunk = _pass(tokens)
     chunks = -(-tokens // chunk)
     cut = plan(n, k, bits, min(tokens, chunk), _sms(device))
-    main, rotate = _kernels(bits, chunk, out.dtype == torch.float16, cut.variant, device)
+    main, rotate = _kernels(bits, chunk, half, cut.ahead, device)
     fragments = scales = None
     if chunk > 4:
         fragments = torch.empty(chunks * cut.slices * chunk * 512, dtype=torch.uint8, device=out.device)
-        scales = torch.empty(chunks * cut.slices * chunk * 2, dtype=torch.float32, device=out.device)
+        scales = torch.empty(chunks * cut.slices * chunk * 4, dtype=torch.float32, device=out.device)
     pointers = [0 if t is None else t.data_ptr() for t in (*inputs, out, fragments, scales)]
-    if not pointers[2]:
-        pointers[2] = pointers[1]
-    norm = (_block(n) * _block(k)) ** -0.5
-    arguments = struct.pack("10Q7if", *pointers, tokens, n, k, cut.across, cut.slices, cut.per_block, cut.blocks, norm)
+    shape = tokens, n, k, cut.across, cut.slices, cut.per_block, cut.blocks
+    arguments = struct.pack("11Q7i2f2i", *pointers, *shape, norm, *options)
     stream = torch._C._cuda_getCurrentRawStream(device)
     if chunk > 4:
         rotate.launch((cut.slices, chunk // 8, chunks), 256, 0, 1, stream, arguments)
-    grid = (cut.tiles * cut.cluster, chunks, 1)
-    threads = 32 * cut.across * cut.down
-    main.launch(grid, threads, cut.shared(bits, min(tokens, chunk)), cut.cluster, stream, arguments)
+    shared = cut.shared(bits, min(tokens, chunk))
+    main.launch((cut.tiles * cut.cluster, chunks, 1), 32 * cut.warps, shared, cut.cluster, stream, arguments)

@@ -1,0 +1,120 @@
+"""Launches `decode_attention.cu`; what it does not take goes to Triton's kernel."""
+
+import struct
+import warnings
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from onegraph.ops.cuda import build
+
+SOURCE = Path(__file__).with_suffix(".cu")
+DIMS = (64, 128)
+MAX_GROUP = 8  # heads that share a kv head; their q and sums stand in registers
+CLUSTERS = (2, 4, 8, 16)  # blocks that share a row's keys; 16 has to be asked for
+BLOCKS = 264  # wanted: two for each SM of an H200
+THREADS = 256  # of a block, as in the kernel
+ALIGNMENT = 16  # bytes, of what is read as 16 bytes at once
+
+
+def takes(dtype: torch.dtype, dim: int, group: int, *read: Tensor) -> bool:
+    """Whether `decode_attention.cu` computes this; `read`: the caches."""
+    return (
+        dtype in (torch.bfloat16, torch.float16)
+        and dim in DIMS
+        and group <= MAX_GROUP
+        and all(t.data_ptr() % ALIGNMENT == 0 for t in read)
+    )
+
+
+@cache
+def _kernel(half: bool, dim: int, group: int, page: int, norm: bool, rope: bool, device: int) -> build.Kernel:
+    defines = {"HALF": half, "DIM": dim, "GROUP": group, "PAGE": page, "NORM": norm, "ROPE": rope}
+    sizes = {name: int(value) for name, value in defines.items()}
+    kernel = build.load(SOURCE, sizes, ("decode_attention",), device, shared(dim, group))[0]
+    driver = build._bindings()[0]
+    large = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+    build.check(driver.cuFuncSetAttribute(kernel.function, large, 1))
+    return kernel
+
+
+@cache
+def available(device: int) -> bool:
+    """Whether the kernel can be built for this GPU; warns once where not."""
+    try:
+        _kernel(False, 128, 4, 16, False, True, device)
+    except build.BuildError as error:
+        warnings.warn(f"the CUDA kernels of onegraph cannot be built, Triton's are used: {error}", stacklevel=2)
+        return False
+    return True
+
+
+def shared(dim: int, group: int) -> int:
+    """Bytes of `Shared` in the kernel."""
+    warps, ring = THREADS // 32, 3 * 2 * 4 * 32 * 16
+    floats = 2 * group * dim + 2 * dim + 2 * (warps + 1) * group + 2 * group
+    return -(-4 * floats // 16) * 16 + warps * max(ring, 4 * group * dim)
+
+
+def cluster(groups: int) -> int:
+    """Blocks that share the keys of one of `groups` (row, kv head) pairs."""
+    return max(size for size in CLUSTERS if size == CLUSTERS[0] or size * groups <= BLOCKS)
+
+
+def paged_decode(
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    positions: Tensor,
+    counts: Tensor,
+    block_table: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tickets: Tensor,
+    heads: int,
+    scale: float,
+    window: int,
+) -> Tensor:
+    """See `onegraph.ops.decode_attention.paged_decode`."""
+    rows = qkv.shape[0]
+    pages, page_size, kv_heads, dim = k_cache.shape
+    group = heads // kv_heads
+    device = qkv.device.index
+    usable = qkv.is_cuda and rows > 0 and takes(qkv.dtype, dim, group, k_cache, v_cache)
+    norms = [t for t in (q_norm, k_norm) if t is not None]
+    if not usable or any(t.dtype != qkv.dtype for t in norms) or not available(device):
+        from onegraph.ops.triton.decode_attention import paged_decode as fallback  # compiled as of its import
+
+        return fallback(
+            qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table, k_cache, v_cache, tickets, heads,
+            scale, window,
+        )  # fmt: skip
+    out = torch.empty((rows, 1, heads, dim), dtype=qkv.dtype, device=qkv.device)
+    kernel = _kernel(qkv.dtype == torch.float16, dim, group, page_size, q_norm is not None, cos is not None, device)
+    tensors = (qkv, q_norm, k_norm, cos, sin, positions, counts, block_table, k_cache, v_cache, out)
+    arguments = struct.pack(
+        "11Q6i2f",
+        *(0 if t is None else t.data_ptr() for t in tensors),
+        kv_heads,
+        pages,
+        block_table.stride(0),
+        block_table.shape[1] * page_size,
+        0 if cos is None else cos.shape[0] - 1,
+        window,
+        eps,
+        scale,
+    )
+    size = cluster(rows * kv_heads)
+    grid = (rows * kv_heads * size, 1, 1)
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    if torch.cuda.current_device() == device:
+        kernel.launch(grid, THREADS, shared(dim, group), size, stream, arguments)
+    else:
+        with torch.cuda.device(qkv.device):  # the driver launches in the current context
+            kernel.launch(grid, THREADS, shared(dim, group), size, stream, arguments)
+    return out

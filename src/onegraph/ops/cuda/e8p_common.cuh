@@ -1,0 +1,175 @@
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned char u8;
+typedef unsigned short u16;
+
+constexpr int SLICE = 256;       // columns that four lanes' 16-byte loads of codes cover
+constexpr int ROWS = 128;        // rows that the output's rotation mixes at most
+constexpr float SUBNORMAL = 16777216.f;            // 2^24, what a subnormal float16 counts in
+constexpr int STAGES = BITS == 2 ? 1 : 2;
+constexpr int TABLE_BYTES = BITS == 3 ? 98304 : 65536;
+constexpr int SMEM_START = 1024;  // what the hardware reserves of a block's shared memory; checked at the start
+
+extern __shared__ __align__(1024) u8 smem[];
+
+__device__ __forceinline__ u32 prmt(u32 a, u32 b, u32 s) {
+  u32 d;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(s));
+  return d;
+}
+__device__ __forceinline__ uint4 stream16(const u8* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ uint2 stream8(const u8* p) {
+  uint2 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+template <bool IS_HALF> __device__ __forceinline__ float2 widen(u32 v) {  // two 16-bit floats
+  float2 f;
+  if (IS_HALF) {
+    asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}" : "=f"(f.x), "=f"(f.y) : "r"(v));
+  } else {
+    f.x = __uint_as_float(v << 16);
+    f.y = __uint_as_float(v & 0xFFFF0000u);
+  }
+  return f;
+}
+template <bool IS_HALF> __device__ __forceinline__ u32 narrow(float a, float b) {
+  u32 v;
+  if (IS_HALF) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(b), "f"(a));
+  else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(b), "f"(a));
+  return v;
+}
+__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+__device__ __forceinline__ float butterfly(float v, int lane, int o) {
+  return fmaf(v, (lane & o) ? -1.f : 1.f, __shfl_xor_sync(~0u, v, o));
+}
+__device__ __forceinline__ void across_lanes(float4& v, int lane, int o) {
+  v.x = butterfly(v.x, lane, o), v.y = butterfly(v.y, lane, o);
+  v.z = butterfly(v.z, lane, o), v.w = butterfly(v.w, lane, o);
+}
+__device__ __forceinline__ void pair(float& a, float& b) {
+  const float s = a + b;
+  b = a - b;
+  a = s;
+}
+
+__device__ __forceinline__ void unpack8(float (&v)[8], const u16* x) {
+  const uint4 raw = *(const uint4*)x;
+  const float2 f0 = widen<HALF>(raw.x), f1 = widen<HALF>(raw.y), f2 = widen<HALF>(raw.z), f3 = widen<HALF>(raw.w);
+  v[0] = f0.x, v[1] = f0.y, v[2] = f1.x, v[3] = f1.y, v[4] = f2.x, v[5] = f2.y, v[6] = f3.x, v[7] = f3.y;
+}
+// Eight columns of one token a lane, after SwiGLU if there is one; zero outside.
+template <class A>
+__device__ __forceinline__ void load_x(float (&v)[8], const A& p, int token, int column, bool inside) {
+#pragma unroll
+  for (int e = 0; e < 8; e++) v[e] = 0.f;
+  if (!inside) return;
+  if (!p.silu) {
+    unpack8(v, p.x + (size_t)token * p.k + column);
+  } else {
+    float up[8];
+    unpack8(v, p.x + (size_t)token * 2 * p.k + column);
+    unpack8(up, p.x + (size_t)token * 2 * p.k + p.k + column);
+#pragma unroll
+    for (int e = 0; e < 8; e++) v[e] = __fdividef(v[e], 1.f + __expf(-v[e])) * up[e];
+  }
+}
+__device__ __forceinline__ float sum_of_squares(const float (&v)[8]) {
+  float sum = 0.f;
+#pragma unroll
+  for (int e = 0; e < 8; e++) sum = fmaf(v[e], v[e], sum);
+#pragma unroll
+  for (int o = 1; o < 32; o <<= 1) sum += __shfl_xor_sync(~0u, sum, o);
+  return sum;
+}
+__device__ __forceinline__ void rotate(float (&v)[8], const float (&in_scale)[8], int block, int lane) {
+#pragma unroll
+  for (int e = 0; e < 8; e++) v[e] *= in_scale[e];
+#pragma unroll
+  for (int o = 1; o < 8; o <<= 1)
+#pragma unroll
+    for (int e = 0; e < 8; e++)
+      if (!(e & o)) pair(v[e], v[e | o]);
+#pragma unroll
+  for (int o = 1; o < 8; o <<= 1)
+#pragma unroll
+    for (int e = 0; e < 8; e++) v[e] = butterfly(v[e], lane, o);
+  if (block == 128)
+#pragma unroll
+    for (int e = 0; e < 8; e++) v[e] = butterfly(v[e], lane, 8);
+}
+
+__device__ __forceinline__ void load8(float (&to)[8], const float* from, bool inside) {
+  float4 a = make_float4(0.f, 0.f, 0.f, 0.f), b = a;
+  if (inside) a = ((const float4*)from)[0], b = ((const float4*)from)[1];
+  to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w, to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
+}
+
+// The tables are runs of 128 bytes, one word 32 times: T1's at even and T2's at odd places, E81B's behind them. A warp
+// builds 32 runs at a time, each lane one word, in two parts: the codebook is asked for, then used.
+constexpr int TABLE_BLOCKS = TABLE_BYTES / 4096;
+struct TableWords {
+  uint2 row[(TABLE_BLOCKS + 7) / 8];  // for 8 warps and more; fewer load the rest late
+};
+__device__ __forceinline__ uint2 codebook_row(const uint2* codebook, int q) {
+  return q >= 512 ? codebook[q - 256] : codebook[q >> 1];
+}
+__device__ __forceinline__ TableWords load_table_words(const uint2* codebook, int warp, int warps, int lane) {
+  TableWords words;
+#pragma unroll
+  for (int i = 0; i < (TABLE_BLOCKS + 7) / 8; i++) {
+    const int block = warp + i * warps;
+    if (block < TABLE_BLOCKS) words.row[i] = codebook_row(codebook, block * 32 + lane);
+  }
+  return words;
+}
+__device__ __forceinline__ void build_runs(uint2 row, int block, int lane) {
+  const int q = block * 32 + lane;
+  u32 word;
+  if (q >= 512) {
+    word = ((row.x & 0x0F0F0F0Fu) | ((row.y & 0x0F0F0F0Fu) << 4)) ^ 0x88888888u;
+  } else if (q & 1) {
+    const u32 p = __popc(q >> 1) & 1, s = (q >> 1) ^ p;
+    word = ((s & 15) * 0x00204081u & 0x01010101u) * 0x0Eu;
+    word |= ((s >> 4) * 0x00204081u & 0x01010101u) * 0xE0u;
+    word ^= p * 0x11111111u;
+  } else {
+    word = ((row.x >> 1 & 0x0F0F0F0Fu) | ((row.y >> 1 & 0x0F0F0F0Fu) << 4)) ^ 0x88888888u;
+  }
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const u32 v = __shfl_sync(~0u, word, i * 4 + lane / 8);
+    *(uint4*)(smem + block * 4096 + i * 512 + lane * 16) = make_uint4(v, v, v, v);
+  }
+}
+__device__ __forceinline__ void build_tables(const uint2* codebook, const TableWords& words, int warp, int warps, int lane) {
+#pragma unroll
+  for (int i = 0; i < (TABLE_BLOCKS + 7) / 8; i++)
+    if (warp + i * warps < TABLE_BLOCKS) build_runs(words.row[i], warp + i * warps, lane);
+  for (int block = warp + (TABLE_BLOCKS + 7) / 8 * warps; block < TABLE_BLOCKS; block += warps)
+    build_runs(codebook_row(codebook, block * 32 + lane), block, lane);
+}
+
+// `bank` holds the high half of the tables' address and the lane's bank; AT, the low half, is an immediate.
+template <int AT> __device__ __forceinline__ u32 lookup(u32 address) {
+  u32 v;
+  asm("ld.shared.u32 %0, [%1+%2];" : "=r"(v) : "r"(address), "n"(SMEM_START + AT));
+  return v;
+}
+// The I-th of two codes in a word. The index byte becomes byte 1 of the address.
+template <int I> __device__ __forceinline__ u32 decode(u32 codes, u32 bank) {
+  return lookup<0>(prmt(codes, bank, I ? 0x7634 : 0x7614)) ^ lookup<128>(prmt(codes, bank, I ? 0x7624 : 0x7604));
+}
+template <int I> __device__ __forceinline__ u32 decode_e81b(u32 codes, u32 bank) {
+  const u32 index = I == 0 ? codes << 7 : I == 1 ? codes >> 1 : I == 2 ? codes >> 9 : codes >> 17;
+  return lookup<65536>((index & 0x7F80u) | bank);
+}
+__device__ __forceinline__ u32 part(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
