@@ -128,7 +128,7 @@ def _hidden(model: Decoder, tokens: Tensor, kv: TurboQuantConfig | None) -> Tens
     per_row = -(-max(length, kv.window) // PAGE)
     pages = 1 + rows * per_row
     sizes: dict[str, Any] = {"rows": rows, "pages": pages, "page_size": PAGE, "pages_per_row": per_row, "kv": kv}
-    cache = model.new_cache(**sizes, kv=kv)
+    cache = model.new_cache(**sizes)
     cache.block_table.copy_(torch.arange(1, 1 + rows * per_row).view(rows, per_row))
     parts = []
     for start in range(0, length, DRAFTS):
