@@ -267,7 +267,7 @@ e8p_linear = register(
         "Tensor? bias, int bits, Tensor? add=None, float? eps=None, bool silu=False, bool wide=False) -> Tensor",
         reference=_linear,
         fake=_fake_linear,
-        kernel="onegraph.ops.triton.e8p:linear",
+        kernel="onegraph.ops.cuda.e8p:linear",
         check=_check_linear,
         cases=(
             *(_linear_case((1,), 576, 576, b) for b in BITS),

@@ -25,11 +25,7 @@ SHARED_STRUCT = 704  # bytes of `Shared` in e8p.cu
 WARPS = 16  # of a block at most
 TRIGGER = 0  # the next kernel may be set up at once
 SLOT = {2: 1024, 3: 1536, 4: 2048}  # bytes of a row tile's codes, by bits
-DEPTHS = {
-    2: (8, 6, 4, 3, 2, 1),
-    3: (6, 4, 3, 2, 1),
-    4: (6, 4, 3, 2, 1),
-}  # row tiles under way, by bits: the most that fit
+DEPTHS = (4, 3, 2, 1)  # row tiles of codes that a warp has under way: the most that fit
 ALIGNMENT = 16  # bytes, of every pointer
 
 
@@ -94,7 +90,7 @@ def cuts(n: int, k: int, bits: int, tokens: int, sms: int) -> list[Plan]:
                 tiles = -(-whole // blocks)
                 down = max(d for d in (1, 2, 4, 8) if d == 1 or (d * across <= WARPS and blocks * PARTS % d == 0))
                 most = -(-per_block // across) * blocks * PARTS // down  # row tiles of a warp
-                for ahead in (d for d in DEPTHS[bits] if d <= most):
+                for ahead in (d for d in DEPTHS if d <= most):
                     cut = Plan(ahead, tiles, cluster, blocks, slices, per_block, across, down)
                     if cut.shared(bits, tokens) <= SHARED_LIMIT:
                         found.append(cut)
@@ -135,7 +131,7 @@ def _kernels(bits: int, most: int, half: bool, ahead: int, device: int) -> tuple
 def available(device: int) -> bool:
     """Whether the kernels can be built for this GPU; warns once where not."""
     try:
-        _kernels(2, 4, False, DEPTHS[2][0], device)
+        _kernels(2, 4, False, DEPTHS[0], device)
     except build.BuildError as error:
         warnings.warn(f"the CUDA kernels of onegraph cannot be built, Triton's are used: {error}", stacklevel=2)
         return False
