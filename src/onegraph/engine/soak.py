@@ -226,7 +226,7 @@ def _from_nothing(engine: Engine, tokens: list[int], chunk: int) -> Tensor:
 
 
 def _logits(engine: Engine, tokens: list[int], position: int, pages: Tensor, slot: int) -> Tensor:
-    """An eager pass over tokens that stand from `position` on in the given pages and slot: the last one's logits [V]."""
+    """An eager pass over tokens that stand from `position` on, in these pages and this slot: the last logits [V]."""
     model: Any = engine.model
     ids = torch.tensor([tokens])
     rows = {
