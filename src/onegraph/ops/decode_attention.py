@@ -1,5 +1,7 @@
 """The attention of a decode step as one op: `rope_cache_write` and `paged_attention` for one token a row."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -86,7 +88,7 @@ def _case(name: str, window: int = 0, **options: object) -> Case:
     return Case(name=name, make=make)
 
 
-_SMOL: dict[str, object] = {"heads": 9, "kv_heads": 3, "dim": 64, "page_size": 16}
+_SMOL: dict[str, Any] = {"heads": 9, "kv_heads": 3, "dim": 64, "page_size": 16}
 
 paged_decode = register(
     Op(
@@ -100,7 +102,7 @@ paged_decode = register(
         fake=lambda qkv, qn, kn, eps, cos, sin, positions, counts, table, k_cache, v, tickets, heads, *rest: (
             qkv.new_empty((qkv.shape[0], 1, heads, k_cache.shape[3]))
         ),
-        kernel="onegraph.ops.triton.decode_attention:paged_decode",
+        kernel="onegraph.ops.cuda.decode_attention:paged_decode",
         check=_check,
         cases=(
             _case("smollm2", positions=[137], counts=[1], **_SMOL),
@@ -113,6 +115,10 @@ paged_decode = register(
             _case("qwen3", positions=[70, 3], counts=[1, 1], heads=4, kv_heads=2, dim=128, page_size=8, norm=True),
             _case("mha_80", positions=[7, 130], counts=[1, 1], heads=4, kv_heads=4, dim=80, page_size=8, rope=False),
             _case("mqa_96", positions=[61], counts=[1], heads=6, kv_heads=1, dim=96, page_size=4, norm=True),
+            _case(
+                "many_rows", positions=[37 * i % 150 for i in range(40)], counts=[1] * 40, heads=4, kv_heads=2, dim=64,
+                page_size=16,
+            ),
             _case("long_context", positions=[4000, 17], counts=[1, 1], heads=8, kv_heads=2, dim=128, page_size=64),
         ),
         tolerance=_TOLERANCE,

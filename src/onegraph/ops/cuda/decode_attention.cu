@@ -118,29 +118,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, GROUP > 4 ? 1 : 2) decode_
     const int page = min(max(table[key / PAGE], 0), p.pages - 1);  // a wrong table must not read past the cache
     return (((size_t)page * PAGE + key % PAGE) * p.kv_heads + kv_head) * DIM;
   };
-  auto issue = [&](int slot, int start) {
-    if (start < last) {
+  auto locate = [&](int start, size_t* at) {                       // the loads of the table under way together
 #pragma unroll
-      for (int i = 0; i < LOADS; i++) {
-        const int key = start + i * SIDE + side;
-        const size_t at = key < last ? place(key) + inner * 8 : 0;
-        fetch(&s.warps[warp].ring[slot][0][i][lane], p.keys + at, key < last);
-        fetch(&s.warps[warp].ring[slot][1][i][lane], p.values + at, key < last);
-      }
+    for (int i = 0; i < LOADS; i++) {
+      const int key = start + i * SIDE + side;
+      at[i] = key < last ? place(key) + inner * 8 : ~(size_t)0;
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");           // also an empty one, so that groups count batches
+  };
+  auto issue = [&](int slot, const size_t* at) {
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) {
+      const bool there = ~at[i];
+      fetch(&s.warps[warp].ring[slot][0][i][lane], p.keys + (there ? at[i] : 0), there);
+      fetch(&s.warps[warp].ring[slot][1][i][lane], p.values + (there ? at[i] : 0), there);
+    }
   };
   const int stride = size * WARPS * BATCH;
   int start = first + (warp * size + rank) * BATCH, slot = 0;
+  {
+    size_t at[STAGES][LOADS];
 #pragma unroll
-  for (int i = 0; i < STAGES; i++) issue(i, start + i * stride);
+    for (int i = 0; i < STAGES; i++) locate(start + i * stride, at[i]);
+#pragma unroll
+    for (int i = 0; i < STAGES; i++) {
+      if (start + i * stride < last) issue(i, at[i]);
+      asm volatile("cp.async.commit_group;" ::: "memory");         // also an empty one, so that groups count batches
+    }
+  }
+  constexpr int PAIRS = DIM / 64;                                  // (d, d + DIM / 2) of a head that a lane rotates
+  float cosine[PAIRS], sine[PAIRS];
+#pragma unroll
+  for (int i = 0; i < PAIRS; i++) {
+    const size_t turn = (size_t)min(max(position, 0), p.max_position) * (DIM / 2) + lane + 32 * i;
+    cosine[i] = ROPE ? p.cos[turn] : 1.f, sine[i] = ROPE ? p.sin[turn] : 0.f;
+  }
 
   asm volatile("griddepcontrol.wait;" ::: "memory");
   const bool real = p.counts[row] > 0 && position == last;
   const u16* qkv = p.qkv + (size_t)row * (GROUP + 2) * p.kv_heads * DIM;
   for (int h = warp; h <= GROUP; h += WARPS) {                     // heads of the group, then the own key
     const u16* x = qkv + (h < GROUP ? kv_head * GROUP + h : p.kv_heads * GROUP + kv_head) * DIM;
-    constexpr int PAIRS = DIM / 64;                                // (d, d + DIM / 2) of a lane
     float a[PAIRS], b[PAIRS], squares = 0.f;
 #pragma unroll
     for (int i = 0; i < PAIRS; i++) {
@@ -161,9 +178,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, GROUP > 4 ? 1 : 2) decode_
         a[i] *= gain * widen(weight[d]), b[i] *= gain * widen(weight[d + DIM / 2]);
       }
       if (ROPE) {
-        const size_t turn = (size_t)min(max(position, 0), p.max_position) * (DIM / 2) + d;
-        const float c = p.cos[turn], t = p.sin[turn], old = a[i];
-        a[i] = old * c - b[i] * t, b[i] = b[i] * c + old * t;
+        const float old = a[i];
+        a[i] = old * cosine[i] - b[i] * sine[i], b[i] = b[i] * cosine[i] + old * sine[i];
       }
       const u16 lower = narrow(a[i]), upper = narrow(b[i]);        // rounded as the composition's q and k are
       if (h < GROUP) {
@@ -290,7 +306,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, GROUP > 4 ? 1 : 2) decode_
         }
       }
     }
-    issue(slot, start + STAGES * stride);
+    if (start + STAGES * stride < last) {
+      size_t at[LOADS];
+      locate(start + STAGES * stride, at), issue(slot, at);
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
     slot = slot + 1 == STAGES ? 0 : slot + 1;
   }
   asm volatile("cp.async.wait_group 0;" ::: "memory");

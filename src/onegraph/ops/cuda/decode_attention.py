@@ -14,7 +14,7 @@ SOURCE = Path(__file__).with_suffix(".cu")
 DIMS = (64, 128)
 MAX_GROUP = 8  # heads that share a kv head; their q and sums stand in registers
 CLUSTERS = (2, 4, 8, 16)  # blocks that share a row's keys; 16 has to be asked for
-BLOCKS = 264  # wanted: two for each SM of an H200
+GPCS, SLOTS = 7, 36  # of an H200: a cluster lies in one GPC of 18 SMs, each with room for two blocks
 THREADS = 256  # of a block, as in the kernel
 ALIGNMENT = 16  # bytes, of what is read as 16 bytes at once
 
@@ -59,8 +59,8 @@ def shared(dim: int, group: int) -> int:
 
 
 def cluster(groups: int) -> int:
-    """Blocks that share the keys of one of `groups` (row, kv head) pairs."""
-    return max(size for size in CLUSTERS if size == CLUSTERS[0] or size * groups <= BLOCKS)
+    """Blocks that share the keys of one of `groups` (row, kv head) pairs: as many as run at once, two at least."""
+    return max(size for size in CLUSTERS if size == CLUSTERS[0] or groups <= GPCS * (SLOTS // size))
 
 
 def paged_decode(

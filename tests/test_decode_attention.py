@@ -1,0 +1,83 @@
+"""Decode attention: how the CUDA kernel is cut, and that it is the one that runs. Its results: tests/test_ops.py."""
+
+import pytest
+import torch
+
+from onegraph.nn.attention import PagedCache
+from onegraph.ops.cuda import decode_attention as kernel
+from onegraph.ops.decode_attention import paged_decode
+
+SM_SHARED, RESERVED = 228 << 10, 1 << 10  # bytes of an SM of Hopper, and of each block for the driver
+
+
+@pytest.mark.parametrize("dim", kernel.DIMS)
+@pytest.mark.parametrize("group", range(1, 5))
+def test_two_blocks_fit_an_sm(dim: int, group: int) -> None:
+    """So that the next linear's blocks and these can stand side by side."""
+    assert 2 * (kernel.shared(dim, group) + RESERVED) <= SM_SHARED
+
+
+@pytest.mark.parametrize(
+    ("groups", "size"), [(1, 16), (8, 16), (14, 16), (15, 8), (28, 8), (32, 4), (64, 2), (1000, 2)]
+)
+def test_a_cluster_is_as_large_as_the_gpu_has_room_for(groups: int, size: int) -> None:
+    assert kernel.cluster(groups) == size
+
+
+def test_what_the_kernel_does_not_take() -> None:
+    cache = torch.zeros(64, dtype=torch.bfloat16)
+    assert kernel.takes(torch.bfloat16, 128, 4, cache)
+    assert not kernel.takes(torch.float32, 128, 4, cache)
+    assert not kernel.takes(torch.bfloat16, 80, 4, cache)
+    assert not kernel.takes(torch.bfloat16, 64, 9, cache)
+    assert not kernel.takes(torch.bfloat16, 64, 4, cache[1:])
+
+
+def test_a_decode_step_attends_in_one_op_and_a_chunk_in_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And `fused=False` never in one."""
+    from onegraph.nn import attention
+
+    seen: list[str] = []
+    for name in ("paged_decode", "rope_cache_write", "paged_attention"):
+        op = getattr(attention, name)
+        monkeypatch.setattr(attention, name, lambda *a, op=op: (seen.append(op.name), op(*a))[1])
+    layer = attention.Attention(
+        index=0, qkv=torch.nn.Identity(), out=torch.nn.Identity(), heads=2, kv_heads=1, head_dim=8
+    )
+    for fused in (True, False):
+        cache = PagedCache(
+            layers=1, pages=3, page_size=4, kv_heads=1, head_dim=8, rows=1, pages_per_row=2, device="cpu",
+            dtype=torch.float32, fused=fused,
+        )  # fmt: skip
+        cache.block_table.copy_(torch.tensor([[1, 2]]))
+        for length in (3, 1):
+            cache.counts.fill_(length)
+            assert layer(torch.randn(1, length, 32), cache).shape == (1, length, 16)
+            cache.positions.add_(length)
+    apart = ["rope_cache_write", "paged_attention"]
+    assert seen == [*apart, "paged_decode", *apart, *apart]
+
+
+def test_a_row_without_a_sequence_gives_zeros_and_writes_nothing() -> None:
+    """Whatever its pages hold."""
+    arguments = list(paged_decode.cases[0].make(torch.device("cpu"), torch.float32, torch.Generator().manual_seed(0)))
+    arguments[7] = torch.zeros_like(arguments[7])  # counts
+    arguments[9].fill_(float("nan"))
+    before = arguments[10].clone()
+    assert paged_decode(*arguments).eq(0).all()
+    assert arguments[10][1:].equal(before[1:])
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "message"),
+    [
+        (0, torch.zeros(1, 2, 960), "holds 2 tokens a row; a decode step has 1"),
+        (11, torch.zeros(2, dtype=torch.int32), "it must be int32 of 3 zeros or more"),
+        (11, torch.zeros(3), "it must be int32 of 3 zeros or more"),
+    ],
+)
+def test_wrong_arguments_say_what_is_allowed(at: int, value: torch.Tensor, message: str) -> None:
+    arguments = list(paged_decode.cases[0].make(torch.device("cpu"), torch.float32, torch.Generator()))
+    arguments[at] = value
+    with pytest.raises(ValueError, match=message):
+        paged_decode(*arguments)
