@@ -3,6 +3,7 @@
 OMP_NUM_THREADS=1 python tests/check/measure_cost.py
 """
 
+import statistics
 import time
 
 import torch
@@ -69,6 +70,23 @@ def measure(repeats=3):
     return min(eager), min(simulated), report
 
 
+def measure_step(repeats=3, more=6):
+    """(median seconds of an eager step, median seconds that one more simulated step takes, its replay included)."""
+    eager, simulated = [], []
+    for _ in range(repeats):
+        step, inputs = factory("cpu")
+        step(*inputs(0))
+        times = []
+        for i in range(more):
+            begin = time.perf_counter()
+            step(*inputs(i))
+            times.append(time.perf_counter() - begin)
+        eager.append(statistics.median(times))
+        few, many = (check_step(factory, steps=n).facts["simulation seconds"] for n in (3, 3 + more))
+        simulated.append((many - few) / more)
+    return statistics.median(eager), statistics.median(simulated)
+
+
 if __name__ == "__main__":
     check_step(factory, steps=3)  # imports
     eager, simulated, report = measure()
@@ -76,3 +94,6 @@ if __name__ == "__main__":
         f"built and {STEPS} eager steps {eager:.3f} s, simulated {simulated:.3f} s: {simulated / eager:.1f} times",
         report.verdict,
     )
+    eager, simulated = measure_step()
+    ratio = simulated / eager
+    print(f"one eager step {eager * 1e3:.1f} ms, one more simulated {simulated * 1e3:.1f} ms: {ratio:.1f} times")
