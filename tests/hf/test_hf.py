@@ -116,6 +116,24 @@ def test_tokens_of_the_real_model_are_those_of_our_engine() -> None:
     assert "Paris" in tokenizer.decode(got)
 
 
+@pytest.mark.parametrize("document", ["README.md", "docs/transformers.md"])
+def test_the_documented_example_runs(document: str, repo: Path, tmp_path: Path, capsys: Any) -> None:
+    """The blocks that use transformers, one after the other, on a checkpoint with random codes and a tiny tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    sizes = {"hidden_size": 192, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 64}
+    save_e8p("smollm2", tmp_path / "model", rates={"bits": 4}, **sizes)
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["?", "The", "capital", "France"])}, "?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(tmp_path / "model")
+    text = (repo / document).read_text()
+    blocks = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "integrations.hf" in block]
+    assert blocks
+    example = "\n".join(blocks).replace("out/smollm2-4bit", str(tmp_path / "model")).replace('"cuda"', '"cpu"')
+    exec(compile(example, document, "exec"), {})
+    assert "The" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("codes", [False, True], ids=["decoded at load", "codes"])
 def test_the_compiled_decode_path_is_one_graph(codes: bool, tmp_path: Path) -> None:
     """`generate` with a static cache compiles the step because the quantizer says that it may; no break in it."""

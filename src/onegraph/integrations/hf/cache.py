@@ -260,6 +260,7 @@ def attention_forward(
             attention_mask = place <= token
             if sliding:
                 attention_mask = attention_mask & (place > token - sliding)
+            attention_mask = attention_mask[None, None]
     return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
 
 
