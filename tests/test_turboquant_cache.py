@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from onegraph.check import Verdict
 from onegraph.check.api import check_step
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
@@ -17,6 +18,8 @@ from onegraph.nn.turboquant import TurboQuantCache
 from onegraph.ops.registry import reference_ops
 from onegraph.ops.turboquant import dequantize, quantize
 from onegraph.ops.turboquant_attention import eight_bit_levels
+from onegraph.runtime.graph import Runner
+from onegraph.runtime.prove import prove
 from tiny_decoder import TinyDecoder
 
 HEADS, KV_HEADS, DIM, PAGE = 6, 2, 64, 16
@@ -370,3 +373,102 @@ def test_the_step_may_be_captured(text: str, kind: str) -> None:
 
     report = check_step(factory)
     assert [f"{f.code} {f.path}:{f.line} {f.message}" for f in report.findings] == []
+
+
+# --------------------------------------------------------------------------------------------------------- a GPU
+
+ON_GPU = ["turboquant:4", "turboquant:k3v4,mode=full", "turboquant:2,window=16,first=1", "turboquant:4,keys=prod"]
+
+
+def gpu_engine(text: str | None, **options: Any) -> Engine:
+    return engine(text, model={"device": "cuda:0"}, **({"capture": True} | options))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("text", [*ON_GPU, "turboquant:4,mode=shadow"])
+def test_replay_is_proven_on_a_gpu(text: str) -> None:
+    e = gpu_engine(text)
+    layers = [found for found in e._cache.layers if found is not None]
+    state = {f"codes {i}": found.codes for i, found in enumerate(layers)} | {"squares": e._cache.squares}
+    state |= {f"ring {i}": found.ring for i, found in enumerate(layers) if found.ring is not None}
+    g = torch.Generator().manual_seed(0)
+
+    def rows(n: int) -> dict[str, Tensor]:
+        found = {name: t.cpu()[:n] * 0 for name, t in e._row_inputs(n).items()}
+        return found | {
+            "positions": torch.randint(0, 110, (n,), generator=g).int(),
+            "limits": torch.randint(100, 128, (n,), generator=g).int(),
+            "table": 1 + torch.randperm(24, generator=g)[: 8 * n].view(n, 8).int(),
+            "slots": 1 + torch.randperm(3, generator=g)[:n].int(),
+        }
+
+    decode = [{"drawn": torch.randint(0, 101, (n,), generator=g), **rows(n)} for n in (3, 1, 2, 3)]
+    assert [str(d) for d in prove(e.runner("decode"), decode, reset=e._cache.reset, state=state)] == []
+    prefill = [{"tokens": torch.randint(0, 101, (1, 16), generator=g), **rows(1)} for _ in range(3)]
+    assert [str(d) for d in prove(e.runner("prefill"), prefill, reset=e._cache.reset, state=state)] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("text", ON_GPU)
+def test_captured_generation_is_the_eager_one_on_a_gpu(text: str) -> None:
+    params = [SamplingParams(max_tokens=n) for n in (40, 9, 25, 31, 12)]
+    captured = gpu_engine(text).generate(PROMPTS, params)
+    assert gpu_engine(text, capture=False).generate(PROMPTS, params) == captured
+    for prompt, one, got in zip(PROMPTS, params, captured, strict=True):
+        assert gpu_engine(text, max_batch=1).generate([prompt], one) == [got]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("text", ["4,mode=full", "k3v4,window=16"])
+def test_captured_drafts_and_their_rollback_on_a_gpu(text: str) -> None:
+    """One graph of eight draft tokens; what is accepted equals decoding one token at a time on the CPU."""
+    (row,) = sequences(1, 100)
+    wrong = sequences(1, 100, seed=5)[0] * 3
+    single, drafted = new_cache(text, rows=1), new_cache(text, rows=1, device="cuda:0")
+    attention = layer()
+    one = torch.stack([step(single, attention, row[t].view(1, 1, -1), [t], [1])[0, 0] for t in range(90)])
+    attention = layer().to("cuda:0")
+
+    def draft(qkv: Tensor, positions: Tensor, counts: Tensor) -> Tensor:
+        view = drafted.view()
+        view.positions, view.counts = positions, counts
+        return attention(qkv, view)
+
+    inputs = {
+        "qkv": torch.zeros(1, 8, row.shape[1], device="cuda:0"),
+        "positions": torch.zeros(1, dtype=torch.int32, device="cuda:0"),
+        "counts": torch.zeros(1, dtype=torch.int32, device="cuda:0"),
+    }
+    runner = Runner(draft, inputs, capture=True)
+    t, turn = 0, 0
+    with runner.running():
+        while t < 80:
+            accepted = (1, 3, 8, 2, 5)[turn % 5]
+            drafts = torch.cat((row[t : t + accepted], wrong[t + accepted : t + 8])).unsqueeze(0)
+            runner.load(qkv=drafts, positions=torch.tensor([t]).int(), counts=torch.tensor([8]).int())
+            out = runner.replay().cpu()[0, :accepted]
+            want = one[t : t + accepted]
+            assert (out - want).norm() <= 2e-2 * want.norm(), t
+            t, turn = t + accepted, turn + 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("text", ["turboquant:4", "turboquant:k3v4,mode=full"])
+def test_the_step_is_clean_live(text: str) -> None:
+    def factory():
+        e = engine(text, model={"device": "cuda"}, max_context=64)
+        rows = e._decode_inputs
+        rows["drawn"].copy_(torch.tensor([5, 9, 2]))
+        rows["limits"].copy_(torch.tensor([60, 40, 3]))
+        rows["table"].copy_(torch.arange(1, 1 + rows["table"].numel()).view_as(rows["table"]))
+        rows["slots"].copy_(torch.tensor([2, 3, 1]))
+
+        @torch.no_grad()
+        def one():
+            return e._decode_step(**rows, sampling=False)
+
+        return one, lambda index: ()
+
+    report = check_step(factory, simulate=False, live=True, steps=5)
+    assert report.verdict is Verdict.CAPTURABLE, [(f.code, f.path, f.line, f.message) for f in report.findings]
+    assert report.facts["replay equals eager"]

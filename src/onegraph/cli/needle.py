@@ -26,7 +26,9 @@ def needle_prompt(tokenizer: Any, text: str, context: int, depth: float, which: 
     return [*hay[:at], *needle, *hay[at:], *question], code
 
 
-def retrieve(model: Any, tokenizer: Any, text: str, context: int, kv: Any) -> list[list[bool]]:
+def retrieve(
+    model: Any, tokenizer: Any, text: str, context: int, kv: Any, needles: int = len(CODES)
+) -> list[list[bool]]:
     """[depth][needle]: whether greedy decoding after the question gives the code. Raises ValueError."""
     from onegraph.engine.generate import Engine
     from onegraph.engine.params import SamplingParams
@@ -35,7 +37,7 @@ def retrieve(model: Any, tokenizer: Any, text: str, context: int, kv: Any) -> li
     found = []
     for depth in DEPTHS:
         row = []
-        for which in range(len(CODES)):
+        for which in range(needles):
             prompt, code = needle_prompt(tokenizer, text, context, depth, which)
             (tokens,) = engine.generate([prompt], SamplingParams(max_tokens=8))
             row.append(tokenizer.decode(tokens).strip().startswith(code))
