@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from models import Decoder, save_hf
+from models import Decoder, save_e8p, save_hf
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
@@ -107,25 +107,46 @@ def test_kept_layers_keep_their_bits(tmp_path: Path) -> None:
             assert torch.equal(source.tensor(name), coded.tensor(name)), name
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("variant", "recipe"), CASES, ids=[case[0] for case in CASES])
-def test_fused_layers_are_the_composition_of_their_parts(
-    variant: str, recipe: dict, device: str, tmp_path: Path
-) -> None:
+def test_fused_layers_are_the_composition_of_their_parts(variant: str, recipe: dict, tmp_path: Path) -> None:
     """The same greedy text and, in bfloat16, logits as far from the float32 truth as the composition's own."""
     _, coded, _ = quantized(variant, tmp_path, **recipe)
     prompts = [[5, 17, 99, 4, 3], list(range(40))]
     texts, logits = [], {}
     for dtype in (torch.float32, torch.bfloat16):
         for fused in (True, False):
-            model = Llama.load(coded, device, dtype, decode=False, fused=fused)
+            model = Llama.load(coded, "cpu", dtype, decode=False, fused=fused)
             assert [block.fused for block in model.blocks] == [fused, fused and "layers" not in recipe]
             if dtype == torch.float32:
                 engine = Engine(model, max_batch=2, max_context=80, page_size=16, chunk=16)
                 texts.append(engine.generate(prompts, SamplingParams(max_tokens=24)))
-            logits[dtype, fused] = Decoder(model, rows=1, max_context=80).feed([prompts[1]])[0].float().cpu()
+            logits[dtype, fused] = Decoder(model, rows=1, max_context=80).feed([prompts[1]])[0].float()
     assert texts[0] == texts[1]
     truth = logits[torch.float32, False]
-    error = {key: float((value - truth).norm() / truth.norm()) for key, value in logits.items()}
-    assert error[torch.float32, True] < 1e-5
-    assert error[torch.bfloat16, True] < 1.5 * error[torch.bfloat16, False]
+    assert relative_error(logits[torch.float32, True], truth) < 1e-5
+    own = relative_error(logits[torch.bfloat16, False], truth)
+    assert relative_error(logits[torch.bfloat16, True], truth) < 1.5 * own
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_fused_layers_on_a_gpu(bits: int, tmp_path: Path) -> None:
+    """Decode steps one by one, whose attention and linears are one launch each, against the CPU's float32."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
+    save_e8p("smollm2", tmp_path / "model", rates={"bits": bits, "lm_head": 4}, **sizes)
+    row = torch.randint(0, 131, (70,), generator=torch.Generator().manual_seed(1)).tolist()
+    logits = []
+    with Checkpoint.open(tmp_path / "model") as checkpoint:
+        for device, fused in (("cpu", False), ("cuda:0", True), ("cuda:0", False)):
+            dtype = torch.float32 if device == "cpu" else torch.bfloat16
+            model = Llama.load(checkpoint, device, dtype, decode=False, fused=fused)
+            assert all(block.fused == fused for block in model.blocks)
+            decoder = Decoder(model, rows=1, max_context=80)
+            decoder.feed([row[:64]])
+            logits.append(torch.cat([decoder.feed([[token]])[0].float().cpu() for token in row[64:]]))
+    truth, fused_logits, own = logits
+    assert relative_error(fused_logits, truth) < 1.5 * relative_error(own, truth)
+
+
+def relative_error(got: torch.Tensor, truth: torch.Tensor) -> float:
+    return float((got - truth).norm() / truth.norm())
