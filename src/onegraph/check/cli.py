@@ -32,7 +32,7 @@ def add_parsers(subparsers: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    check.add_argument("target", metavar="TARGET|DIR", nargs="+", help="file.py:factory, module:factory, a folder")
+    check.add_argument("target", metavar="TARGET|DIR", nargs="*", help="file.py:factory, module:factory, a folder")
     ways = check.add_mutually_exclusive_group()
     ways.add_argument("--live", action="store_true", help="capture and replay on the GPU instead of simulating")
     ways.add_argument("--all", action="store_true", help="read, simulate, and capture on the GPU")
@@ -54,6 +54,8 @@ def run_check(args: argparse.Namespace) -> int:
     """Check each target, print, return 0, 1 or 2."""
     try:
         select, ignore = codes(args.select), codes(args.ignore)
+        if not args.target:
+            raise CheckError("check: got no target, allowed file.py:factory, module:factory or a folder")
         if args.steps < 3:
             raise CheckError(f"--steps: got {args.steps}, allowed 3 or more; replay must be compared on several inputs")
         reports = [check(target, args).select(select, ignore) for target in args.target]

@@ -44,6 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", parser_class=Parser)
     if importlib.util.find_spec("onegraph.check.cli") is not None:
         importlib.import_module("onegraph.check.cli").add_parsers(commands)
+        importlib.import_module("onegraph.cli.check_vllm").add_option(commands.choices["check"])
     for name in COMMANDS:
         importlib.import_module(f"onegraph.cli.{name}").add_parser(commands)
     return parser
