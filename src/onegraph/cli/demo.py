@@ -58,6 +58,9 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--dir", default=".demo", metavar="DIR", help="where everything is kept (default: .demo)")
     parser.add_argument("--bits", type=int, choices=(2, 3, 4), default=4, help="default: 4")
+    parser.add_argument(
+        "--kv", default="turboquant:4", metavar="KV", help="the KV cache (default: turboquant:4), or exact"
+    )
     parser.add_argument("--question", default=QUESTION, metavar="TEXT", help=f"default: {QUESTION}")
     parser.add_argument(
         "--eval-tokens",
@@ -72,8 +75,11 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from onegraph.formats.turboquant import parse_kv
+
     folder = Path(args.dir)
     device = pick_device(args.device)
+    parse_kv(args.kv)  # refused now, not after minutes of quantizing
     folder.mkdir(parents=True, exist_ok=True)
     source = fetch(folder)
     output = folder / f"SmolLM2-135M-Instruct-{args.bits}bit"
@@ -82,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     if made:
         for stale in folder.glob(f"quality-{args.bits}bit-*.json"):
             stale.unlink()
-    answer, speed = ask(output, args.question, device, quiet=args.json)
+    answer, speed = ask(output, args.question, device, args.kv, quiet=args.json)
     quality = measure(output, source, args.eval_tokens, device, quality_file)
     report = {"question": args.question, "answer": answer, **speed, **quality, **sizes(source, output)}
     if args.json:
@@ -181,13 +187,15 @@ def quantize(source: Path, output: Path, bits: int, device: Any) -> bool:
     return True
 
 
-def ask(output: Path, question: str, device: Any, quiet: bool) -> tuple[str, dict[str, Any]]:
-    """Streams the answer to stdout; returns it and the speed of the decode step."""
+def ask(output: Path, question: str, device: Any, kv: str, quiet: bool) -> tuple[str, dict[str, Any]]:
+    """Streams the answer to stdout, through a KV cache of setting `kv`; returns it, what the cache takes, and the speed
+    of the decode step with the exact cache."""
     from onegraph.cli.generate import Printer
     from onegraph.cli.tokenizer import Tokenizer
     from onegraph.engine.bench import bench_step
     from onegraph.engine.generate import Engine
     from onegraph.engine.params import SamplingParams
+    from onegraph.formats.turboquant import parse_kv
     from onegraph.models.llama import Llama
 
     with open_model(str(output)) as checkpoint:
@@ -196,7 +204,8 @@ def ask(output: Path, question: str, device: Any, quiet: bool) -> tuple[str, dic
     prompt = tokenizer.chat([{"role": "user", "content": question}])
     if len(prompt) > 768:
         raise UsageError(f"--question has {len(prompt)} tokens, at most 768 are allowed here; use onegraph generate")
-    engine = Engine(model, max_batch=1, max_context=1024)
+    setting = parse_kv(kv)
+    engine = Engine(model, max_batch=1, max_context=1024, kv=setting)
     printer = Printer(tokenizer.stream(), live=not quiet)
     if not quiet:
         print(f"\n> {question}", flush=True)
@@ -204,6 +213,9 @@ def ask(output: Path, question: str, device: Any, quiet: bool) -> tuple[str, dic
     printer.finish()
     *_, row = bench_step(model, context=32, steps=256)  # the last row is the captured one, where there is a GPU
     speed = {key: row[key] for key in ("mode", "tokens_per_second", "device")}
+    sizes = {"layers": model.config.layers, "kv_heads": model.config.kv_heads, "head_dim": model.config.head_dim}
+    speed |= {"kv": kv, "exact_kv_bytes": 4 * sizes["layers"] * sizes["kv_heads"] * sizes["head_dim"]}
+    speed["kv_bytes"] = speed["exact_kv_bytes"] if setting is None else setting.token_bytes(**sizes)
     return tokenizer.decode(tokens).strip(), speed
 
 
@@ -250,6 +262,7 @@ def sizes(source: Path, output: Path) -> dict[str, Any]:
 def print_table(report: dict[str, Any], bits: int) -> None:
     before, after = report["source"], report["quantized"]
     plain = 2 * before["parameters"]
+    kv = f"{human_bytes(report['kv_bytes'])}, {report['kv']}"
     rows = [
         ("", "16 bits", "as fetched (Q4_1)", f"onegraph, {bits} bits"),
         ("size", human_bytes(plain), human_bytes(before["bytes"]), human_bytes(after["bytes"])),
@@ -258,7 +271,8 @@ def print_table(report: dict[str, Any], bits: int) -> None:
         ("perplexity", "", f"{report['reference_perplexity']:.3f}", f"{report['perplexity']:.3f}"),
         ("KL to as fetched", "", "", f"{report['kl']:.4f} nats"),
         ("top-1 agreement", "", "", f"{100 * report['top1']:.1f} %"),
-        ("decode", "", "", f"{report['tokens_per_second']:.1f} tokens/s, {report['mode']}"),
+        ("KV cache, a token", human_bytes(report["exact_kv_bytes"]), "", kv),
+        ("decode, exact cache", "", "", f"{report['tokens_per_second']:.1f} tokens/s, {report['mode']}"),
     ]
     print()
     for label, *cells in rows:
