@@ -69,6 +69,7 @@ class DeepseekV4(nn.Module):
         stages: the layers of each device, in order; one range where the model is on one device.
         max_context: positions that the rotary tables cover.
         page_size: tokens that a page of the cache stands for, unless the caller asks otherwise.
+        fp8_kv: whether caches made from now on keep keys in FP8 with a bfloat16 rotary part.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class DeepseekV4(nn.Module):
             raise ValueError(f"counts is {counts}; it must share out {len(blocks)} layers, at least one to each device")
         self.stages = [range(end - count, end) for end, count in zip(ends, counts or ends, strict=True)]
         self.page_size = max((128, *config.ratios))
+        self.fp8_kv = False
         self.embed, self.head, self.lm_head = embed, head, lm_head
         self.blocks = nn.ModuleList(blocks)
         self.eval()
@@ -187,13 +189,19 @@ class DeepseekV4(nn.Module):
         parts = []
         for stage, device in zip(self.stages, self.devices, strict=True):
             layers: list[DeepseekAttention] = [self.blocks[i].attention for i in stage]  # type: ignore[misc]
-            needed = sum(DeepseekCache.bytes_of(a, itemsize=self.dtype.itemsize, **sizes) for a in layers)
+            needed = sum(
+                DeepseekCache.bytes_of(a, itemsize=self.dtype.itemsize, fp8=self.fp8_kv, **sizes) for a in layers
+            )
             if needed > (free := free_memory(device, reserve=1 << 30)):
                 raise ValueError(
                     f"{device} has {free / 1e9:.1f} GB free for state; {rows} sequences in {pages} pages of "
                     f"{page_size} tokens need {needed / 1e9:.1f} GB there: take fewer or shorter ones, or more devices"
                 )
-            parts.append(DeepseekCache(layers, **sizes, pages_per_row=pages_per_row, device=device, dtype=self.dtype))
+            parts.append(
+                DeepseekCache(
+                    layers, **sizes, pages_per_row=pages_per_row, device=device, dtype=self.dtype, fp8=self.fp8_kv
+                )
+            )
         return parts[0] if len(parts) == 1 else PlacedCache(parts)
 
 

@@ -185,7 +185,7 @@ class DeepseekWeights:
             return Linear(torch.cat(list(dense.values())))
         if not dense:
             return fuse_nvfp4(list(coded.values()))
-        return Siblings([coded[name] if name in coded else Linear(dense[name]) for name in shapes])  # type: ignore[misc]
+        return Siblings([coded[name] if name in coded else Linear(dense[name]) for name in shapes])
 
     def grouped(self, name: str, groups: int, n: int, k: int, device: torch.device) -> nn.Module:
         """`groups` linears (n, k) whose rows are stored one group after the other."""

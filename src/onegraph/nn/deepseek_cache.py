@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from onegraph.formats.deepseek_kv import row_bytes
 from onegraph.nn.deepseek_attention import Compressor, DeepseekAttention
 from onegraph.ops.deepseek_attention import deepseek_attention, deepseek_qkv
 from onegraph.ops.deepseek_compress import deepseek_compress
@@ -27,6 +28,8 @@ class DeepseekCache:
     Attributes:
         block_table int32 [rows, pages_per_row], positions, counts and slots int32 [rows]: as in `PagedCache`, and which
             slot each row owns (at first row i owns slot i + 1).
+        fp8: keys (windows and entries) are rows of FP8 with a bfloat16 rotary part; what compressors and indexer keep
+            stays in `dtype`.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class DeepseekCache:
         pages_per_row: int,
         device: torch.device | str,
         dtype: torch.dtype,
+        fp8: bool = False,
     ) -> None:
         for name, value, least in (("rows", rows, 1), ("pages", pages, 2), ("pages_per_row", pages_per_row, 1)):
             if value < least:
@@ -54,32 +58,41 @@ class DeepseekCache:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, device=device, dtype=dtype)
 
+        def keys(a: DeepseekAttention, many: int, each: int) -> Tensor:
+            width = row_bytes(a.head_dim, 2 * a.cos.shape[1]) if fp8 else a.head_dim
+            return torch.zeros(many, each, width, device=device, dtype=torch.uint8 if fp8 else dtype)
+
         def ring(c: Compressor | None) -> Tensor | None:
             return None if c is None else zeros(rows + 1, c.reach, c.width)
 
-        def pool(c: Compressor | None) -> Tensor | None:
-            return None if c is None else zeros(pages, page_size // c.ratio, c.dim)
-
-        self.page_size, self.pages = page_size, pages
-        self.windows = {a.index: zeros(rows + 1, a.window, a.head_dim) for a in layers}
+        self.page_size, self.pages, self.fp8 = page_size, pages, fp8
+        self.windows = {a.index: keys(a, rows + 1, a.window) for a in layers}
         self.rings = {a.index: ring(a.compressor) for a in layers}
-        self.entries = {a.index: pool(a.compressor) for a in layers}
+        self.entries = {
+            a.index: None if a.compressor is None else keys(a, pages, page_size // a.compressor.ratio) for a in layers
+        }
         self.index_rings = {a.index: ring(a.indexer) for a in layers}
-        self.index_entries = {a.index: pool(a.indexer) for a in layers}
+        self.index_entries = {
+            a.index: None if a.indexer is None else zeros(pages, page_size // a.indexer.ratio, a.indexer.dim)
+            for a in layers
+        }
         self.block_table = torch.zeros(rows, pages_per_row, device=device, dtype=torch.int32)
         self.positions = torch.zeros(rows, device=device, dtype=torch.int32)
         self.counts = torch.zeros(rows, device=device, dtype=torch.int32)
         self.slots = torch.arange(1, rows + 1, device=device, dtype=torch.int32)
 
     @staticmethod
-    def bytes_of(a: DeepseekAttention, *, rows: int, pages: int, page_size: int, itemsize: int) -> int:
+    def bytes_of(
+        a: DeepseekAttention, *, rows: int, pages: int, page_size: int, itemsize: int, fp8: bool = False
+    ) -> int:
         """What one layer's state takes, without making it."""
-        per_slot, per_page = a.window * a.head_dim, 0
-        for c in (a.compressor, a.indexer):
+        key = row_bytes(a.head_dim, 2 * a.cos.shape[1]) if fp8 else itemsize * a.head_dim
+        per_slot, per_page = a.window * key, 0
+        for c, entry in ((a.compressor, key), (a.indexer, itemsize * (a.indexer.dim if a.indexer else 0))):
             if c is not None:
-                per_slot += c.reach * c.width
-                per_page += page_size // c.ratio * c.dim
-        return itemsize * ((rows + 1) * per_slot + pages * per_page)
+                per_slot += itemsize * c.reach * c.width
+                per_page += page_size // c.ratio * entry
+        return (rows + 1) * per_slot + pages * per_page
 
     def tensors(self) -> list[Tensor]:
         """Everything that outlives a step, except whose it is."""
@@ -115,7 +128,7 @@ class DeepseekCache:
         gives it -> [B, Q, heads, head_dim]; the tokens' part of the state is written."""
         a, i = attention, attention.index
         rows = self.positions, self.counts, self.block_table
-        q, kv = deepseek_qkv(q, kv, a.kv_norm, a.eps, a.cos, a.sin, self.positions)
+        q, kv = deepseek_qkv(q, kv, a.kv_norm, a.eps, a.cos, a.sin, self.positions, self.fp8)
         selected = None
         if a.compressor is not None and states is not None:
             main, rest = states.split((a.compressor.width, states.shape[2] - a.compressor.width), dim=2)

@@ -8,13 +8,24 @@ which is why the result is rotated back by the query's own position. Every lengt
 import torch
 from torch import Tensor
 
-from onegraph.ops.deepseek_compress import INT32, angles, check_paged, check_rows, paged_rows, rotate, write_ring
+from onegraph.formats.deepseek_kv import row_bytes, unpack_rows
+from onegraph.ops.deepseek_compress import (
+    INT32,
+    angles,
+    as_rows,
+    check_paged,
+    check_rows,
+    check_width,
+    paged_rows,
+    rotate,
+    write_ring,
+)
 from onegraph.ops.norm import FLOATS
 from onegraph.ops.registry import Case, Op, nbytes, register
 
 
 def _deepseek_qkv(
-    q: Tensor, kv: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor, positions: Tensor
+    q: Tensor, kv: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor, positions: Tensor, fp8: bool
 ) -> tuple[Tensor, Tensor]:
     token = positions.unsqueeze(1) + torch.arange(q.shape[1], dtype=INT32, device=q.device)
 
@@ -23,7 +34,7 @@ def _deepseek_qkv(
 
     heads = rotate(unit(q.float().unflatten(2, (-1, kv.shape[2]))), cos, sin, token).to(q.dtype)
     latent = rotate((unit(kv.float()) * norm.float()).unsqueeze(2), cos, sin, token)
-    return heads, latent.squeeze(2).to(kv.dtype)
+    return heads, as_rows(latent.squeeze(2), torch.uint8 if fp8 else kv.dtype, 2 * cos.shape[1])
 
 
 def _deepseek_attention(
@@ -57,7 +68,7 @@ def _deepseek_attention(
     keys, seen = [ring.index_select(0, slots), kv], [old, new]
     if entries is not None:
         capacity = block_table.shape[1] * entries.shape[1]
-        keys.append(entries.index_select(0, block_table.flatten()).view(batch, capacity, dim))
+        keys.append(entries.index_select(0, block_table.flatten()).view(batch, capacity, entries.shape[2]))
         if selected is None:
             entry = torch.arange(capacity, dtype=INT32, device=q.device)
             seen.append(entry < (token + 1) // ratio)
@@ -66,7 +77,8 @@ def _deepseek_attention(
             at = torch.where(selected < 0, capacity, selected).clamp(max=capacity).long()
             seen.append(chosen.scatter(2, at, True)[:, :, :capacity])
     visible = torch.cat(seen, dim=2) & real
-    every = torch.cat(keys, dim=1).float()
+    every = torch.cat(keys, dim=1)
+    every = unpack_rows(every, dim, 2 * cos.shape[1]) if every.dtype == torch.uint8 else every.float()
     every = torch.where(visible.any(1).unsqueeze(2), every, 0.0)  # 0 * NaN would carry what a predecessor left
     scores = (q.float().flatten(1, 2) @ every.transpose(1, 2)).view(batch, length, heads, -1) * scale
     scores = torch.where(visible.unsqueeze(2), scores, -torch.inf)
@@ -79,7 +91,9 @@ def _deepseek_attention(
     return out
 
 
-def _check_qkv(q: Tensor, kv: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
+def _check_qkv(
+    q: Tensor, kv: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor, positions: Tensor, fp8: bool
+) -> None:
     name = "deepseek_qkv"
     if q.dim() != 3 or kv.dim() != 3 or q.dtype not in FLOATS or kv.dtype != q.dtype or q.shape[:2] != kv.shape[:2]:
         raise ValueError(
@@ -124,11 +138,16 @@ def _check_attention(
     if q.dim() != 4 or q.dtype not in FLOATS or not q.is_contiguous():
         raise ValueError(f"{name}: q is {q.dtype} {tuple(q.shape)}; it must be a contiguous float [B, Q, H, D]")
     batch, length, heads, dim = q.shape
-    for what, tensor, shape in (("kv", kv, (batch, length, dim)), ("ring", ring, (*ring.shape[:2], dim))):
-        if tensor.shape != shape or tensor.dtype != q.dtype or not tensor.is_contiguous():
+    for what, tensor in (("kv", kv), ("ring", ring), ("entries", entries)):
+        if tensor is None:
+            continue
+        check_width(name, what, tensor, dim, 2 * cos.shape[1], q.dtype)
+        if tensor.dim() != 3 or tensor.dtype != kv.dtype or not tensor.is_contiguous():
             raise ValueError(
-                f"{name}: {what} is {tensor.dtype} {tuple(tensor.shape)}; q asks for contiguous {q.dtype} {shape}"
+                f"{name}: {what} is {tensor.dtype} {tuple(tensor.shape)}; contiguous {kv.dtype} [.., .., D]"
             )
+    if kv.shape[:2] != (batch, length):
+        raise ValueError(f"{name}: kv is {tuple(kv.shape)}; q {tuple(q.shape)} asks for {(batch, length)} rows")
     if sinks.shape != (heads,) or sinks.dtype != torch.float32:
         raise ValueError(f"{name}: sinks is {sinks.dtype} {tuple(sinks.shape)}; it must be float32 ({heads},)")
     check_rows(name, batch, {"slots": slots, "positions": positions, "counts": counts})
@@ -136,11 +155,8 @@ def _check_attention(
     if entries is None:
         return
     check_paged(name, batch, block_table, entries)
-    if entries.shape[2] != dim or entries.dtype != q.dtype or ratio < 1:
-        raise ValueError(
-            f"{name}: entries are {entries.dtype} of {entries.shape[2]} dimensions at ratio {ratio}; q asks for "
-            f"{q.dtype} of {dim}, at a ratio of at least 1"
-        )
+    if ratio < 1:
+        raise ValueError(f"{name}: ratio is {ratio}; entries stand for one token or more")
     if selected is not None and (
         selected.shape[:2] != (batch, length) or selected.dtype != INT32 or not selected.is_contiguous()
     ):
@@ -160,6 +176,7 @@ def _qkv_case(name: str, batch: int, tokens: int, heads: int, dim: int, half: in
             angle.cos(),
             angle.sin(),
             torch.randint(0, 64, (batch,), generator=generator, dtype=INT32),
+            False,
         )
         return tuple(a.to(device) if isinstance(a, Tensor) else a for a in args)
 
@@ -178,6 +195,7 @@ def _case(
     positions: list[int],
     counts: list[int],
     top_k: int = 0,
+    fp8: bool = False,
 ) -> Case:
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
         tokens, batch = max(counts), len(positions)
@@ -186,7 +204,7 @@ def _case(
         def randn(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator)
 
-        selected = None
+        kind, selected = torch.uint8 if fp8 else dtype, None
         if top_k:  # distinct entries, of those that the query sees
             ready = (rows["positions"].unsqueeze(1) + torch.arange(tokens, dtype=INT32) + 1) // ratio
             order = torch.rand(batch, tokens, rows["block_table"].shape[1] * per_page, generator=generator)
@@ -197,13 +215,13 @@ def _case(
         angle = angles(max(positions) + tokens, half)
         args = (
             randn(batch, tokens, heads, dim).to(dtype),
-            randn(batch, tokens, dim).to(dtype),
-            randn(batch + 1, window, dim).to(dtype),
+            as_rows(randn(batch, tokens, dim), kind, 2 * half),
+            as_rows(randn(batch + 1, window, dim), kind, 2 * half),
             randn(heads),
             angle.cos(),
             angle.sin(),
             *rows.values(),
-            randn(pages, per_page, dim).to(dtype) if ratio else None,
+            as_rows(randn(pages, per_page, dim), kind, 2 * half) if ratio else None,
             selected,
             ratio,
             dim**-0.5,
@@ -217,13 +235,15 @@ deepseek_qkv = register(
     Op(
         name="deepseek_qkv",
         schema=(
-            "(Tensor q, Tensor kv, Tensor norm, float eps, Tensor cos, Tensor sin, Tensor positions) "
+            "(Tensor q, Tensor kv, Tensor norm, float eps, Tensor cos, Tensor sin, Tensor positions, bool fp8) "
             "-> (Tensor, Tensor)"
         ),
         reference=_deepseek_qkv,
-        fake=lambda q, kv, *rest: (
+        fake=lambda q, kv, norm, eps, cos, sin, positions, fp8: (
             q.new_empty((*q.shape[:2], q.shape[2] // kv.shape[2], kv.shape[2])),
-            kv.new_empty(kv.shape),
+            kv.new_empty((*kv.shape[:2], row_bytes(kv.shape[2], 2 * cos.shape[1])), dtype=torch.uint8)
+            if fp8
+            else kv.new_empty(kv.shape),
         ),
         kernel="onegraph.ops.triton.deepseek_attention:deepseek_qkv",
         check=_check_qkv,
@@ -234,7 +254,8 @@ deepseek_qkv = register(
     )
 )
 """q [B, Q, H D], kv [B, Q, D] -> (q [B, Q, H, D], kv [B, Q, D]): per head x / RMS(x), kv also times `norm` [D], then
-interleaved RoPE on the trailing 2 R dimensions at positions[b] + i; float32 inside, rounded once."""
+interleaved RoPE on the trailing 2 R dimensions at positions[b] + i; float32 inside, rounded once. With `fp8` kv comes
+as rows of FP8, uint8 [B, Q, row_bytes] (`formats/deepseek_kv.py`)."""
 
 deepseek_attention = register(
     Op(
@@ -266,6 +287,10 @@ deepseek_attention = register(
                 positions=[2, 45, 80], counts=[1, 1, 0],
             ),
             _case(
+                "decode_fp8", heads=19, dim=96, half=8, window=16, ratio=4, per_page=4, top_k=8,
+                positions=[2, 45, 80], counts=[1, 1, 0], fp8=True,
+            ),
+            _case(
                 "csa_chunk", heads=3, dim=48, half=8, window=8, ratio=4, per_page=4, top_k=4,
                 positions=[0, 5, 30], counts=[13, 4, 0],
             ),
@@ -285,4 +310,5 @@ Query i of row b stands at t = positions[b] + i; the first counts[b] are real, t
 sees the tokens above t - W (ring [slots, W, D] holds the sequence of slots[b], token j at j mod W) up to t, and entries
 of the paged pool [pages, per page, D]: those that `selected` int32 [B, Q, k] names (-1: none), or without it all below
 (t + 1) // ratio. Softmax in float32 with sinks[h] in the denominator; the result's trailing dimensions are rotated back
-by t. What a query does not see may be anything, NaN included. Slot 0 is never written."""
+by t. What a query does not see may be anything, NaN included. Slot 0 is never written. kv, ring and entries may all be
+rows of FP8."""

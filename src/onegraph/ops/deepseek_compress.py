@@ -11,6 +11,7 @@ adds to the next window's entry, the last d what it adds to its own.
 import torch
 from torch import Tensor
 
+from onegraph.formats.deepseek_kv import pack_rows, row_bytes
 from onegraph.ops.norm import FLOATS
 from onegraph.ops.registry import Case, Op, nbytes, register
 
@@ -36,6 +37,11 @@ def write_ring(ring: Tensor, value: Tensor, slots: Tensor, positions: Tensor, co
     live = (step < counts.unsqueeze(1)) & (step >= counts.unsqueeze(1) - size) & (slots > 0).unsqueeze(1)
     row = slots.unsqueeze(1) * size + (positions.unsqueeze(1) + step) % size
     write_rows(ring.view(-1, dim), row.flatten().long(), value.reshape(batch * length, dim), live.flatten())
+
+
+def as_rows(x: Tensor, dtype: torch.dtype, rope: int) -> Tensor:
+    """x float32 [..., D] as state of `dtype` keeps it: uint8 means rows of FP8 (`formats/deepseek_kv.py`)."""
+    return pack_rows(x, rope) if dtype == torch.uint8 else x.to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
@@ -64,7 +70,7 @@ def _deepseek_compress(
     entries: Tensor,
 ) -> None:
     (batch, length, _), (ratio, wide) = states.shape, bias.shape
-    per_page, dim = entries.shape[1:]
+    per_page, dim = entries.shape[1], norm.shape[0]
     width = ratio * (wide // dim)  # tokens that one entry sees
     entry = (positions // ratio).unsqueeze(1) + torch.arange(-(-length // ratio), dtype=INT32, device=states.device)
     token = (entry * ratio).unsqueeze(2) + torch.arange(ratio - width, ratio, dtype=INT32, device=states.device)
@@ -84,14 +90,14 @@ def _deepseek_compress(
     weight = torch.where((token >= 0).unsqueeze(3), score + bias, -torch.inf).softmax(dim=2)
     value = (content * weight).sum(2)
     value = value * torch.rsqrt(value.square().mean(-1, keepdim=True) + eps) * norm.float()
-    value = rotate(value.unsqueeze(2), cos, sin, entry * ratio).squeeze(2).to(entries.dtype)
+    value = as_rows(rotate(value.unsqueeze(2), cos, sin, entry * ratio).squeeze(2), entries.dtype, 2 * cos.shape[1])
 
     capacity = block_table.shape[1] * per_page
     live = ((entry + 1) * ratio <= (positions + counts).unsqueeze(1)) & (entry < capacity)
     inside = entry.clamp(0, capacity - 1)
     page = block_table.gather(1, (inside // per_page).long())
     row = (page * per_page + inside % per_page).flatten().long()
-    write_rows(entries.view(-1, dim), row, value.flatten(0, 1), (live & (page > 0)).flatten())
+    write_rows(entries.view(-1, entries.shape[2]), row, value.flatten(0, 1), (live & (page > 0)).flatten())
     write_ring(ring, states, slots, positions, counts)
 
 
@@ -133,7 +139,8 @@ def _check(
         raise ValueError(f"{name}: states is {states.dtype} {tuple(states.shape)}; it must be a float [B, Q, 2 c d]")
     check_paged(name, states.shape[0], block_table, entries)
     check_rows(name, states.shape[0], {"slots": slots, "positions": positions, "counts": counts})
-    dim = entries.shape[2]
+    dim = norm.numel()
+    check_width(name, "entries", entries, dim, 2 * cos.shape[1], states.dtype)
     if bias.dim() != 2 or bias.shape[1] not in (dim, 2 * dim) or bias.dtype != torch.float32:
         raise ValueError(
             f"{name}: bias is {bias.dtype} {tuple(bias.shape)}; entries of {dim} ask for float32 [ratio, {dim}] or, "
@@ -147,10 +154,18 @@ def _check(
             f"{name}: ring is {ring.dtype} {tuple(ring.shape)}; it must be contiguous {states.dtype} [slots, "
             f"{ratio * (wide // dim)}, {2 * wide}]"
         )
-    if norm.shape != (dim,):
-        raise ValueError(f"{name}: norm is {tuple(norm.shape)}; it must be ({dim},)")
     if cos.shape != sin.shape or cos.dim() != 2 or 2 * cos.shape[1] > dim:
         raise ValueError(f"{name}: cos {tuple(cos.shape)}, sin {tuple(sin.shape)}; [positions, R] with 2 R <= {dim}")
+
+
+def check_width(name: str, what: str, state: Tensor, dim: int, rope: int, dtype: torch.dtype) -> None:
+    """State holds rows of `dim` numbers of `dtype`, or of FP8 as uint8."""
+    wanted = row_bytes(dim, rope) if state.dtype == torch.uint8 else dim
+    if state.shape[-1] != wanted or state.dtype not in (torch.uint8, dtype):
+        raise ValueError(
+            f"{name}: {what} is {state.dtype} {tuple(state.shape)}; {dim} dimensions ask for rows of {dim} {dtype}, "
+            f"or of {row_bytes(dim, rope)} uint8"
+        )
 
 
 def paged_rows(
@@ -170,7 +185,15 @@ def angles(positions: int, half: int) -> Tensor:
 
 
 def _case(
-    name: str, *, ratio: int, overlap: bool, dim: int, half: int, per_page: int, positions: list[int], counts: list[int]
+    name: str,
+    *,
+    ratio: int,
+    overlap: bool,
+    dim: int,
+    half: int,
+    per_page: int,
+    positions: list[int],
+    counts: list[int],
 ) -> Case:
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
         tokens, wide = max(counts), dim * (2 if overlap else 1)
@@ -239,4 +262,5 @@ Row b's tokens stand at positions[b] + i, the first counts[b] are real. ring [sl
 tokens of the sequence in slots[b] (slot 0 belongs to nobody), token t at t mod (c ratio). Entry e of row b covers the
 tokens from e ratio to (e + 1) ratio (with overlap, c = 2, also the window before): per dimension the mean of contents
 weighted by softmax(score + bias), then RMSNorm, then interleaved RoPE at position e ratio, at entries[block_table[b,
-e // per page], e mod per page]. float32 inside, rounded once. Page 0 and slot 0 are never written."""
+e // per page], e mod per page]. float32 inside, rounded once. Page 0 and slot 0 are never
+written. entries may be rows of FP8, uint8 [pages, per page, row_bytes] (`formats/deepseek_kv.py`)."""

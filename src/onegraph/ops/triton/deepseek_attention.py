@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onegraph.ops.triton.deepseek_compress import put, put_all, rows, turn
+from onegraph.ops.triton.deepseek_compress import load_rows, put, put_all, rows, store_row, turn
 from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
 
 ROWS = 16  # heads of a program: the smallest tile of the tensor cores
@@ -16,7 +16,8 @@ PROGRAMS = 128  # that a decode step is split into, if it has keys enough
 @triton.jit(do_not_specialize=["length", "last"])
 def _qkv(
     q, kv, norm, cos, sin, positions, q_out, kv_out, eps, length, q_stride, kv_stride, last,
-    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, ROW: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of one token, or (head HEADS) its latent vector."""
     let_next_start(PDL)
@@ -31,24 +32,29 @@ def _qkv(
     x = x * (1.0 / tl.sqrt_rn(tl.sum(x * x, axis=0) / DIM + eps)) * gain
     position = tl.load(positions + row // length) + (row % length).to(tl.int32)
     x = turn(x, cos, sin, position, last, tl.arange(0, WIDTH // 2), HALF, DIM // 2 - HALF, False)
-    to = tl.where(latent, kv_out + row * DIM, q_out + (row * HEADS + head) * DIM)
-    tl.store(to + column, x.to(q_out.dtype.element_ty), mask=inside)
+    if latent:
+        store_row(kv_out + row * ROW, x, column, inside, DIM, 2 * HALF)
+    else:
+        tl.store(q_out + (row * HEADS + head) * DIM + column, x.to(q_out.dtype.element_ty), mask=inside)
 
 
 def deepseek_qkv(
-    q: Tensor, kv: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor, positions: Tensor
+    q: Tensor, kv: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor, positions: Tensor, fp8: bool
 ) -> tuple[Tensor, Tensor]:
     """See `onegraph.ops.deepseek_attention.deepseek_qkv`."""
     (batch, length, width), dim = q.shape, kv.shape[2]
     heads = width // dim
-    out, latent = q.new_empty((batch, length, heads, dim)), kv.new_empty((batch, length, dim))
+    half = cos.shape[1]  # FP8: codes, bfloat16 rotary part, a scale for 64 codes, up to a multiple of 16
+    row = triton.cdiv(dim + 2 * half + triton.cdiv(dim - 2 * half, 64), 16) * 16 if fp8 else dim
+    out = q.new_empty((batch, length, heads, dim))
+    latent = kv.new_zeros((batch, length, row), dtype=torch.uint8) if fp8 else kv.new_empty((batch, length, row))
     if batch * length == 0:
         return out, latent
     q, kv = rows(q), rows(kv)
     with on_device(q):
         _qkv[(batch * length, heads + 1)](
             q, kv, norm, cos, sin, positions, out, latent, eps, length, q.stride(1), kv.stride(1), cos.shape[0] - 1,
-            HEADS=heads, DIM=dim, WIDTH=triton.next_power_of_2(dim), HALF=cos.shape[1], num_warps=1, **options(q),
+            HEADS=heads, DIM=dim, WIDTH=triton.next_power_of_2(dim), HALF=half, ROW=row, num_warps=1, **options(q),
         )  # fmt: skip
     return out, latent
 
@@ -59,7 +65,7 @@ def _attend(
     length, table_stride, capacity, pages,
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, RATIO: tl.constexpr,
     PER_PAGE: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
-    WRITE: tl.constexpr, PDL: tl.constexpr,
+    WRITE: tl.constexpr, ROW: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     split, tile, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -91,7 +97,7 @@ def _attend(
         seen = (index < stop) & ((behind >= 0) | (index >= WINDOW))
         own = behind >= start_at
         at = tl.where(
-            own, kv + (batch * length + behind - start_at) * DIM, ring + (slot * WINDOW + behind % WINDOW) * DIM
+            own, kv + (batch * length + behind - start_at) * ROW, ring + (slot * WINDOW + behind % WINDOW) * ROW
         )
         if RATIO > 0:
             entry = index - WINDOW
@@ -102,10 +108,10 @@ def _attend(
                 entry = tl.minimum(tl.maximum(entry, 0), capacity - 1)
             page = tl.load(block_table + batch * table_stride + entry // PER_PAGE, mask=far, other=0)
             page = tl.minimum(tl.maximum(page, 0), pages - 1)  # a wrong table must not read past the pool
-            there = entries + (page.to(tl.int64) * PER_PAGE + entry % PER_PAGE) * DIM
+            there = entries + (page.to(tl.int64) * PER_PAGE + entry % PER_PAGE) * ROW
             at = tl.where(near, at, there)
         valid = seen[:, None] & (column < DIM)[None, :]
-        keys = tl.load(at[:, None] + column[None, :], mask=valid, other=0.0)
+        keys = load_rows(at, column, valid, DIM, 2 * HALF, q.dtype.element_ty)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * (scale * 1.4426950408889634)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, axis=1))
@@ -120,7 +126,7 @@ def _attend(
     tl.store(part_sum + place, total, mask=head < HEADS)
     # A decode step's token takes the place of the one WINDOW before it, which the query no longer sees.
     if WRITE and (split == 0) & (tile == 0):
-        put(kv, ring, slot, start_at, count > 0, batch, DIM, WINDOW, DIM, WIDTH)
+        put(kv, ring, slot, start_at, count > 0, batch, ROW, WINDOW, ROW, WIDTH)
 
 
 @triton.jit(do_not_specialize=["length", "last"])
@@ -173,7 +179,7 @@ def deepseek_attention(
     out = torch.empty_like(q)
     if q.numel() == 0:
         return out
-    pool = q if entries is None else entries
+    pool = ring if entries is None else entries
     per_page, window = 1 if entries is None else entries.shape[1], ring.shape[1]
     capacity = block_table.shape[1] * per_page
     top_k = 0 if selected is None else selected.shape[2]
@@ -191,7 +197,7 @@ def deepseek_attention(
             part, sums[0], sums[1], scale, length, block_table.stride(0), capacity, pool.shape[0],
             HEADS=heads, DIM=dim, WIDTH=width, WINDOW=window, RATIO=0 if entries is None else ratio,
             PER_PAGE=per_page, TOP_K=top_k, ROWS=ROWS, KEYS=KEYS, SPLITS=splits, WRITE=length == 1,
-            num_warps=4, num_stages=2, **opts,
+            ROW=ring.shape[2], HALF=cos.shape[1], num_warps=4, num_stages=2, **opts,
         )  # fmt: skip
         _finish[(batch * length * heads,)](
             part, sums[0], sums[1], sinks, cos, sin, positions, counts, out, length, cos.shape[0] - 1,

@@ -20,12 +20,63 @@ def turn(value, cos, sin, position, last, pair, HALF: tl.constexpr, FIRST: tl.co
     return tl.reshape(tl.join(even * c - odd * s, odd * c + even * s), (value.shape[0],))
 
 
+@triton.jit
+def store_row(to, value, column, inside, DIM: tl.constexpr, ROPE: tl.constexpr):
+    """value float32 [N] at `to`: a row of to's type, or of FP8 where that is uint8 (formats/deepseek_kv.py)."""
+    if to.dtype.element_ty == tl.uint8:
+        PLAIN: tl.constexpr = DIM - ROPE
+        BLOCK: tl.constexpr = 64 if value.shape[0] >= 64 else value.shape[0]
+        BLOCKS: tl.constexpr = value.shape[0] // BLOCK
+        plain = column < PLAIN
+        top = tl.max(tl.reshape(tl.where(plain, tl.abs(value), 0.0), (BLOCKS, BLOCK)), axis=1)
+        bits = (top * (1 / 448.0)).to(tl.int32, bitcast=True)
+        exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)
+        exponent = tl.minimum(tl.maximum(exponent, 1), 254)
+        scale = (exponent << 23).to(tl.float32, bitcast=True)
+        small = tl.reshape(tl.reshape(value, (BLOCKS, BLOCK)) / scale[:, None], (value.shape[0],))
+        # E4M3's exponent and mantissa are float32's with another bias: round to the three bits that stay.
+        magnitude = tl.minimum(tl.abs(small), 448.0)
+        coarse = (magnitude + 0.0).to(tl.int32, bitcast=True)
+        normal = (coarse + 0x7FFFF + ((coarse >> 20) & 1)) >> 20
+        normal -= (127 - 7) << 3
+        # Below 2^-6 the steps are 2^-9: adding 2^14 leaves them as the last bits, rounded to nearest even.
+        steps = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+        code = tl.where(magnitude < 0.015625, steps, normal) | tl.where(small < 0, 128, 0)
+        tl.store(to + column, code.to(tl.uint8), mask=plain)
+        wide = (to + PLAIN).to(tl.pointer_type(tl.bfloat16))
+        tl.store(wide + column - PLAIN, value.to(tl.bfloat16), mask=inside & (column >= PLAIN))
+        block = tl.arange(0, BLOCKS)
+        tl.store(to + PLAIN + 2 * ROPE + block, exponent.to(tl.uint8), mask=block * BLOCK < PLAIN)
+    else:
+        tl.store(to + column, value.to(to.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def load_rows(at, column, valid, DIM: tl.constexpr, ROPE: tl.constexpr, kind: tl.constexpr):
+    """Rows that store_row wrote, [K, N] of `kind`; zero where not valid [K, N]."""
+    if at.dtype.element_ty == tl.uint8:
+        PLAIN: tl.constexpr = DIM - ROPE
+        plain = valid & (column < PLAIN)[None, :]
+        code = tl.load(at[:, None] + column[None, :], mask=plain, other=0).to(tl.int32)
+        exponent = tl.load(at[:, None] + PLAIN + 2 * ROPE + (column // 64)[None, :], mask=plain, other=127).to(tl.int32)
+        # The bits in float32's places stand for 2^-120 of the number, subnormals too.
+        bits = ((code & 127) << 20) | ((code & 128) << 24)
+        value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+        value = value * (exponent << 23).to(tl.float32, bitcast=True)
+        wide = (at + PLAIN).to(tl.pointer_type(tl.bfloat16))
+        turned = tl.load(wide[:, None] + (column - PLAIN)[None, :], mask=valid & (column >= PLAIN)[None, :], other=0.0)
+        return tl.where((column < PLAIN)[None, :], value, turned.to(tl.float32)).to(kind)
+    else:
+        return tl.load(at[:, None] + column[None, :], mask=valid, other=0.0)
+
+
 @triton.jit(do_not_specialize=["length", "table_stride", "capacity", "last"])
 def _compress(
     states, ring, bias, norm, cos, sin, slots, positions, counts, block_table, entries, eps,
     length, row_stride, table_stride, capacity, last,
     RATIO: tl.constexpr, REACH: tl.constexpr, WIDE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    HALF: tl.constexpr, PER_PAGE: tl.constexpr, TOKENS: tl.constexpr, WRITE: tl.constexpr, PDL: tl.constexpr,
+    HALF: tl.constexpr, PER_PAGE: tl.constexpr, TOKENS: tl.constexpr, WRITE: tl.constexpr,
+    ROW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     batch = tl.program_id(1).to(tl.int64)
@@ -69,8 +120,8 @@ def _compress(
         value = value * unit * tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
         pair = tl.arange(0, WIDTH // 2)
         value = turn(value, cos, sin, entry * RATIO, last, pair, HALF, DIM // 2 - HALF, False)
-        place = (page.to(tl.int64) * PER_PAGE + entry % PER_PAGE) * DIM
-        tl.store(entries + place + column, value.to(entries.dtype.element_ty), mask=inside)
+        place = (page.to(tl.int64) * PER_PAGE + entry % PER_PAGE) * ROW
+        store_row(entries + place, value, column, inside, DIM, 2 * HALF)
     # A decode step's token takes the place of the one REACH before it, which no entry of this call sees.
     if WRITE:
         put(states, ring, slot, position, count > 0, batch, row_stride, REACH, 2 * WIDE, 1024)
@@ -129,7 +180,7 @@ def deepseek_compress(
     entries: Tensor,
 ) -> None:
     """See `onegraph.ops.deepseek_compress.deepseek_compress`."""
-    (batch, length, _), (ratio, wide), (per_page, dim) = states.shape, bias.shape, entries.shape[1:]
+    (batch, length, _), (ratio, wide), dim, per_page = states.shape, bias.shape, norm.shape[0], entries.shape[1]
     if batch * length == 0:
         return
     states = rows(states)
@@ -139,7 +190,7 @@ def deepseek_compress(
             length, states.stride(1), block_table.stride(0), block_table.shape[1] * per_page, cos.shape[0] - 1,
             RATIO=ratio, REACH=ring.shape[1], WIDE=wide, DIM=dim, WIDTH=triton.next_power_of_2(dim),
             HALF=cos.shape[1], PER_PAGE=per_page, TOKENS=min(16, triton.next_power_of_2(ring.shape[1])),
-            WRITE=length == 1, num_warps=8, **options(states),
+            WRITE=length == 1, ROW=entries.shape[2], num_warps=8, **options(states),
         )  # fmt: skip
         if length > 1:
             put_all(states, ring, slots, positions, counts)
