@@ -10,7 +10,7 @@ import torch
 from fuzz import tiny
 from models import smollm2_gguf
 from onegraph.formats.checkpoint import write_checkpoint
-from onegraph.formats.e8p import E8PConfig, linear_tensors
+from onegraph.formats.e8p import KEEP, E8PConfig, linear_tensors
 
 
 @pytest.fixture(scope="session")
@@ -22,22 +22,31 @@ def smollm2_4bit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(given)
 
 
-@pytest.fixture(scope="session")
-def tiny_chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of 2 layers, random codes of mixed rates, with a tokenizer and a chat template."""
+def write_chat(path: Path, *, kv_heads: int, lm_head: int | None) -> Path:
+    """A Llama of 2 layers with 4 heads, random codes of mixed rates, with a tokenizer and a chat template."""
     generator = torch.Generator().manual_seed(0)
-    d, f, vocab = 128, 256, len(tiny.TOKENS)
-    e8p = E8PConfig(bits=4, layers={"model.layers.0.mlp.up_proj": 2}, lm_head=3)
-    config = tiny.CONFIG | {"hidden_size": d, "intermediate_size": f, "head_dim": 64, "max_position_embeddings": 4096}
-    shapes = {"self_attn.q_proj": (256, d), "self_attn.k_proj": (128, d), "self_attn.v_proj": (128, d)}
-    shapes |= {"self_attn.o_proj": (d, 256), "mlp.gate_proj": (f, d), "mlp.up_proj": (f, d), "mlp.down_proj": (d, f)}
+    d, f, head, vocab = 128, 256, 64, len(tiny.TOKENS)
+    e8p = E8PConfig(bits=4, layers={"model.layers.0.mlp.up_proj": 2}, lm_head=lm_head)
+    config = tiny.CONFIG | {"hidden_size": d, "intermediate_size": f, "head_dim": head, "num_key_value_heads": kv_heads}
+    config |= {"max_position_embeddings": 4096, "tie_word_embeddings": False, "quantization_config": e8p.to_dict()}
+    kv = kv_heads * head
+    shapes = {"self_attn.q_proj": (4 * head, d), "self_attn.k_proj": (kv, d), "self_attn.v_proj": (kv, d)}
+    shapes |= {
+        "self_attn.o_proj": (d, 4 * head),
+        "mlp.gate_proj": (f, d),
+        "mlp.up_proj": (f, d),
+        "mlp.down_proj": (d, f),
+    }
     found = {
         "model.norm.weight": torch.ones(d),
         "model.embed_tokens.weight": torch.randn(vocab, d, generator=generator),
     }
     linears = {f"model.layers.{i}.{name}": shape for i in range(2) for name, shape in shapes.items()}
     for name, (n, k) in (linears | {"lm_head": (vocab, d)}).items():
-        for suffix, (shape, dtype) in linear_tensors(n, k, e8p.bits_of(name)).items():
+        if (bits := e8p.bits_of(name)) == KEEP:
+            found[f"{name}.weight"] = torch.randn(n, k, generator=generator) * k**-0.5
+            continue
+        for suffix, (shape, dtype) in linear_tensors(n, k, bits).items():
             if dtype.is_floating_point:
                 value = torch.full(shape, 0.1 * k**-0.5 if suffix == "scale" else 1.0, dtype=dtype)
             else:
@@ -47,9 +56,20 @@ def tiny_chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for i in range(2):
         for norm in ("input_layernorm", "post_attention_layernorm"):
             found[f"model.layers.{i}.{norm}.weight"] = torch.ones(d)
-    path = tmp_path_factory.mktemp("tiny") / "chat"
-    write_checkpoint(path, config | {"quantization_config": e8p.to_dict()}, found.items())
+    write_checkpoint(path, config, found.items())
     settings = {"eos_token": tiny.SPECIAL[2], "bos_token": tiny.SPECIAL[1], "chat_template": tiny.TEMPLATE}
     (path / "tokenizer.json").write_text(json.dumps(tiny.tokenizer_json()))
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
     return path
+
+
+@pytest.fixture(scope="session")
+def tiny_chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model that chats."""
+    return write_chat(tmp_path_factory.mktemp("tiny") / "chat", kv_heads=2, lm_head=3)
+
+
+@pytest.fixture(scope="session")
+def tiny_for_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One that two ranks can share: halves of its keys and values are whole rotation blocks."""
+    return write_chat(tmp_path_factory.mktemp("tiny") / "for-two", kv_heads=4, lm_head=None)

@@ -1,0 +1,92 @@
+"""vLLM's graphs on a real GPU give the tokens of the same step without graphs; two ranks give what one gives.
+
+Each engine is a process of its own, all of them at once, since most of a minute goes into starting one.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(importlib.util.find_spec("vllm.entrypoints") is None, reason="vLLM is not installed"),
+]
+
+TEXT = [int(token) for token in torch.randint(3, 266, (200,), generator=torch.Generator().manual_seed(3))]
+PROGRAM = """
+import json, sys
+from vllm import LLM, SamplingParams
+if __name__ == "__main__":
+    settings = json.loads(sys.argv[1])
+    llm = LLM(skip_tokenizer_init=True, max_model_len=512, max_num_seqs=8, dtype="bfloat16",
+              gpu_memory_utilization=0.05, kv_cache_memory_bytes=1 << 29, **settings)
+    found = []
+    for batch in json.loads(sys.argv[2]):
+        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False, prompt_logprobs=0)
+        for done in llm.generate([{"prompt_token_ids": p} for p in batch], params, use_tqdm=False):
+            rows = list(zip(done.prompt_token_ids, done.prompt_logprobs))[1:]
+            found.append([list(done.outputs[0].token_ids), [row[token].logprob for token, row in rows]])
+    json.dump(found, open(sys.argv[3], "w"))
+"""
+BATCHES = [[TEXT[:9]], [TEXT[:30], TEXT[5:12], [TEXT[0]]], [TEXT[i : i + 10 + 3 * i] for i in range(8)]]
+TURBOQUANT = {"kv_cache_dtype": "turboquant:4", "attention_config": {"backend": "CUSTOM"}}
+
+
+def graphs(mode: str, compiled: bool = True) -> dict[str, Any]:
+    sizes = {"cudagraph_mode": mode, "cudagraph_capture_sizes": [1, 2, 4, 8]}
+    return {"compilation_config": sizes if compiled else sizes | {"mode": 0}}
+
+
+def served(path: Path, variants: Mapping[str, dict[str, Any]], folder: Path) -> dict[str, Any]:
+    """What each variant's engine answers."""
+    environment = os.environ | {"VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1"}
+    environment["VLLM_CACHE_ROOT"] = str(folder / "cache")
+    running = {}
+    for name, settings in variants.items():
+        given = [json.dumps({"model": str(path)} | settings), json.dumps(BATCHES), str(folder / name)]
+        with (folder / f"{name}.log").open("w") as log:
+            command = [sys.executable, "-c", PROGRAM, *given]
+            running[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+    for name, process in running.items():
+        assert process.wait(400) == 0, (folder / f"{name}.log").read_text()[-3000:]
+    return {name: json.loads((folder / name).read_text()) for name in variants}
+
+
+def test_graphs_give_what_eager_gives(tiny_chat: Path, tmp_path: Path) -> None:
+    """With and without codes in the cache. torch.compile rounds in other places than the eager model, so compiled steps
+    are compared with each other."""
+    eager = {"enforce_eager": True}
+    found = served(
+        tiny_chat,
+        {
+            "eager": eager,
+            "captured": graphs("FULL_DECODE_ONLY", compiled=False),
+            "compiled": graphs("NONE"),
+            "full": graphs("FULL"),
+            "piecewise": graphs("PIECEWISE"),
+            "codes eager": eager | TURBOQUANT,
+            "codes captured": graphs("FULL_DECODE_ONLY", compiled=False) | TURBOQUANT,
+        },
+        tmp_path,
+    )
+    assert found["captured"] == found["eager"]
+    assert found["full"] == found["compiled"]
+    assert found["piecewise"] == found["compiled"]
+    assert found["codes captured"] == found["codes eager"]
+    assert found["codes eager"] != found["eager"]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_ranks_give_what_one_gives(tiny_for_two: Path, tmp_path: Path) -> None:
+    """Sums of two halves round otherwise than one sum, so log-probabilities are compared."""
+    found = served(tiny_for_two, {"one": {}, "two": {"tensor_parallel_size": 2}}, tmp_path)
+    for (_, one), (_, two) in zip(found["one"], found["two"], strict=True):
+        torch.testing.assert_close(torch.tensor(two), torch.tensor(one), atol=0.1, rtol=0.02)
