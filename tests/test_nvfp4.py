@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from models import Decoder, save_hf
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
 from onegraph.formats.files import CheckpointError
 from onegraph.formats.nvfp4 import (
@@ -20,6 +21,9 @@ from onegraph.formats.nvfp4 import (
     swizzle_scales,
     unswizzle_scales,
 )
+from onegraph.models.config import LlamaConfig
+from onegraph.models.llama import Llama
+from onegraph.models.weights import Weights
 from onegraph.nn.nvfp4 import NVFP4Experts, NVFP4GroupedLinear, NVFP4Linear, fuse_nvfp4
 from onegraph.ops.nvfp4 import (
     activation_scale,
@@ -27,12 +31,12 @@ from onegraph.ops.nvfp4 import (
     encode_e2m1,
     nvfp4_dequantize_cache_rows,
     nvfp4_dequantize_weight,
-    nvfp4_linear,
-    nvfp4_linear_w4a4,
     nvfp4_quantize,
     nvfp4_quantize_cache_rows,
     random_weight,
 )
+from onegraph.ops.nvfp4_linear import nvfp4_linear, nvfp4_linear_w4a4
+from onegraph.quant.nvfp4 import config_for, quantize_weight, quantized_tensors
 
 VALUES = [*E2M1, *(-v for v in E2M1)]
 
@@ -128,6 +132,7 @@ def test_dynamic_and_frozen_activation_scales_agree_on_the_text_they_were_frozen
     dynamic = NVFP4Linear(codes=codes, scale=scale, global_scale=gain, activations="dynamic")
     big, small = 3 * torch.randn(4, 64, generator=rng(1)), torch.randn(4, 64, generator=rng(2))
     frozen.observing = True
+    assert frozen.input_scale is not None
     address = frozen.input_scale.data_ptr()
     frozen(small)
     frozen(big)
@@ -209,6 +214,7 @@ def test_reads_what_both_tools_write(form: Any, tmp_path: Path) -> None:
         assert is_nvfp4(found, "a.b")
         assert not is_nvfp4(found, "c")
         layer = NVFP4Linear.of(read_linear(found, "a.b", 5, 48))
+    assert layer.input_scale is not None
     assert float(layer.input_scale) == pytest.approx(0.25)
     x = torch.randn(2, 48, generator=rng(1))
     wanted = x.double() @ by_hand(codes, scale, 0.0123).T
@@ -335,3 +341,63 @@ def test_experts_are_their_linears_one_by_one() -> None:
             hidden = torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
             total += gain * nvfp4_linear(hidden, *(part[e] for part in down), None)
         torch.testing.assert_close(got[t], total, rtol=1e-4, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------------- models
+
+
+def test_the_scale_search_is_worth_its_time() -> None:
+    """A quarter less squared error on Gaussian weights, no group worse than round to nearest."""
+    weight = torch.randn(64, 512, generator=rng())
+
+    def errors(search: bool) -> Tensor:
+        made = quantize_weight(weight, search=search)
+        got = nvfp4_dequantize_weight(made.codes, made.scale, made.global_scale.expand(64).contiguous())
+        return (got - weight).square().unflatten(1, (-1, 16)).sum(-1)
+
+    nearest, searched = errors(False), errors(True)
+    assert (searched <= nearest).all()
+    assert searched.sum() < 0.78 * nearest.sum()
+    assert nearest.sum() / weight.square().sum() < 0.0095
+
+
+@pytest.mark.parametrize("variant", ["smollm2", "qwen2", "llama_bias_mha"])
+def test_a_model_in_nvfp4_is_what_its_codes_stand_for(variant: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 96, "intermediate_size": 112, "head_dim": 16}
+    hf = save_hf(variant, tmp_path / "dense", **sizes)
+    source = Checkpoint.open(tmp_path / "dense")
+    config = LlamaConfig.from_dict(source.config)
+    shapes = Weights(source, config, torch.device("cpu"), torch.float32, decode=False).shapes
+    linears = [name for name in shapes if name != "lm_head"]
+    kept = "model.layers.1.self_attn.k_proj"
+    linears.remove(kept)
+    told = source.config | {"quantization_config": config_for([kept, "lm_head"]).to_dict()}
+    write_checkpoint(tmp_path / "coded", told, quantized_tensors(source.names, source.tensor, linears))
+    for name in linears:
+        made = quantize_weight(source.tensor(f"{name}.weight"))
+        dense = nvfp4_dequantize_weight(
+            made.codes, made.scale, made.global_scale.expand(made.codes.shape[0]).contiguous()
+        )
+        hf.get_submodule(name).weight.data.copy_(dense)
+    row = torch.randint(0, 131, (24,), generator=rng())
+    with torch.no_grad():
+        wanted = hf(row.unsqueeze(0)).logits[0]
+    for decode in (True, False):
+        with Checkpoint.open(tmp_path / "coded") as coded:
+            model = Llama.load(coded, decode=decode)
+        got = Decoder(model, rows=1, max_context=32).feed([row.tolist()])[0]
+        torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_a_model_with_a_damaged_scale_is_refused(tmp_path: Path) -> None:
+    save_hf("smollm2", tmp_path / "dense")
+    source = Checkpoint.open(tmp_path / "dense")
+    name = "model.layers.0.mlp.up_proj"
+    tensors = dict(quantized_tensors(source.names, source.tensor, [name]))
+    tensors[f"{name}.weight_scale"] = torch.zeros(104, 3).to(E4M3)
+    config = source.config | {"quantization_config": NVFP4Config().to_dict()}
+    with (
+        checkpoint(tmp_path / "bad", tensors, config) as coded,
+        pytest.raises(CheckpointError, match=r"up_proj.weight_scale' has shape \[104, 3\], .* \[104, 6\]"),
+    ):
+        Llama.load(coded)

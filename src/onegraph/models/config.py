@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onegraph.formats.e8p import E8PConfig
+from onegraph.formats.nvfp4 import NVFP4Config
 from onegraph.models.rope import Rope, _number
 
 # transformers' class defaults, for keys that a config.json leaves out. None: as many as attention heads.
@@ -92,7 +93,7 @@ class LlamaConfig:
     rope_layers: tuple[bool, ...]
     rope: Rope
     eos: tuple[int, ...]
-    quantization: E8PConfig | None
+    quantization: E8PConfig | NVFP4Config | None
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "LlamaConfig":
@@ -162,7 +163,7 @@ class LlamaConfig:
                 max_positions=max_positions,
             ),
             eos=_eos(config.get("eos_token_id"), vocab),
-            quantization=None if quantization is None else E8PConfig.from_dict(_known_method(quantization)),
+            quantization=None if quantization is None else _quantization(quantization),
         )
 
 
@@ -248,13 +249,15 @@ def _eos(value: object, vocab: int) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-def _known_method(quantization: object) -> object:
-    if isinstance(quantization, Mapping) and quantization.get("quant_method") != "onegraph":
+def _quantization(data: object) -> E8PConfig | NVFP4Config:
+    if NVFP4Config.matches(data):
+        return NVFP4Config.from_dict(data)
+    if isinstance(data, Mapping) and data.get("quant_method") != "onegraph":
         raise ValueError(
-            f"quantization_config has quant_method {_short(quantization.get('quant_method'))}, which is not supported; "
-            "load the unquantized model, or one that onegraph quantized"
+            f"quantization_config has quant_method {_short(data.get('quant_method'))}, which is not supported; load "
+            "the unquantized model, one that onegraph quantized, or one in NVFP4 (ModelOpt, compressed-tensors)"
         )
-    return quantization
+    return E8PConfig.from_dict(data)
 
 
 def _short(value: object) -> str:

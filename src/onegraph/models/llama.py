@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import TurboQuantConfig
 from onegraph.models.config import LlamaConfig
-from onegraph.models.weights import Weights
+from onegraph.models.weights import Layer, Weights
 from onegraph.nn.attention import Attend, Attention, CausalAttention, PagedCache
 from onegraph.nn.embedding import E8PEmbedding, Embedding
-from onegraph.nn.linear import E8PLinear, Linear, Siblings
+from onegraph.nn.linear import E8PLinear, Siblings
 from onegraph.nn.turboquant import TurboQuantCache
 from onegraph.ops.activation import silu_mul
 from onegraph.ops.norm import add_rms_norm, rms_norm
@@ -97,7 +97,7 @@ class Llama(nn.Module):
         embed: Embedding | E8PEmbedding,
         blocks: list[Block],
         norm: Tensor,
-        lm_head: Linear | E8PLinear,
+        lm_head: Layer,
         dtype: torch.dtype,
         max_context: int,
         fused: bool = True,
@@ -314,7 +314,7 @@ class LlamaSource:
         return self._weights.embedding()
 
     @cached_property
-    def _head(self) -> Linear | E8PLinear:
+    def _head(self) -> Layer:
         return self._weights.head(self._embedding)
 
 

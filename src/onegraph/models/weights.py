@@ -6,13 +6,16 @@ import torch
 from torch import Tensor
 
 from onegraph.formats.checkpoint import Checkpoint
-from onegraph.formats.e8p import KEEP, linear_tensors
+from onegraph.formats.e8p import KEEP, E8PConfig, linear_tensors
+from onegraph.formats.nvfp4 import NVFP4Config, is_nvfp4, read_linear, tensor_names
 from onegraph.models.config import LlamaConfig
 from onegraph.models.stream import Stream
 from onegraph.nn.embedding import E8PEmbedding, Embedding
 from onegraph.nn.linear import E8PLinear, Linear, Siblings, fuse
+from onegraph.nn.nvfp4 import NVFP4Linear, fuse_nvfp4
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+Layer = Linear | E8PLinear | NVFP4Linear
 EMBED, NORM, HEAD = "model.embed_tokens", "model.norm.weight", "lm_head"
 
 
@@ -53,12 +56,17 @@ class Weights:
         return found | {HEAD: (c.vocab_size, c.hidden_size, False)}
 
     def bits(self, name: str) -> int:
-        return KEEP if self.config.quantization is None else self.config.quantization.bits_of(name)
+        quantization = self.config.quantization
+        return quantization.bits_of(name) if isinstance(quantization, E8PConfig) else KEEP
+
+    def in_nvfp4(self, name: str) -> bool:
+        """Whether the file holds this linear in NVFP4; which ones it does is told by its tensors alone."""
+        return isinstance(self.config.quantization, NVFP4Config) and is_nvfp4(self.checkpoint, name)
 
     @property
     def tied(self) -> bool:
         """Whether the head is the embedding's own weight: tied by the config, and neither of the two quantized."""
-        return self.config.tied and self.bits(HEAD) == self.bits(EMBED) == KEEP
+        return self.config.tied and self.bits(HEAD) == self.bits(EMBED) == KEEP and not self.in_nvfp4(HEAD)
 
     def expected(self) -> dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]:
         """Every tensor that the config asks for: name -> (shape, dtypes allowed)."""
@@ -66,6 +74,13 @@ class Weights:
         linears = {name: shape for name, shape in self.shapes.items() if not (self.tied and name == HEAD)}
         found: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {}
         for name, (n, k, bias) in (linears | {EMBED: (c.vocab_size, c.hidden_size, False)}).items():
+            if self.in_nvfp4(name):  # sizes and values are held against the config when the layer is read
+                for tensor in tensor_names(self.checkpoint, name):
+                    if tensor is not None and tensor in self.checkpoint:
+                        found[tensor] = self.checkpoint.shape(tensor), (self.checkpoint.dtype(tensor),)
+                if bias:
+                    found[f"{name}.bias"] = (n,), FLOATS
+                continue
             if self.bits(name) == KEEP:
                 found[f"{name}.weight"] = (n, k), FLOATS
                 if bias:
@@ -83,11 +98,14 @@ class Weights:
     def check(self) -> None:
         """Raises CheckpointError that names each tensor missing, of a wrong shape or dtype, or not asked for; and
         ValueError if the rate map names a layer that the model does not have."""
-        if self.config.quantization is not None:
+        if isinstance(self.config.quantization, E8PConfig):
             names = self.shapes
             if unknown := [name for name in self.config.quantization.layers if name not in names or name == HEAD]:
                 raise ValueError(f"quantization_config.layers names {unknown[0]!r}, which is no linear of a block here")
-        self.checkpoint.check(self.expected(), optional=(f"{HEAD}.weight",) if self.tied else ())
+        optional = [f"{HEAD}.weight"] if self.tied else []
+        if isinstance(self.config.quantization, NVFP4Config):  # scales of an FP8 KV cache, which ours has no use for
+            optional += [name for name in self.checkpoint.names if name.endswith((".k_scale", ".v_scale"))]
+        self.checkpoint.check(self.expected(), optional=optional)
 
     # --------------------------------------------------------------------------------------------------- making it
 
@@ -98,8 +116,12 @@ class Weights:
         """Drops the maps of the files read so far, whose pages count as this process's memory."""
         self.checkpoint.forget()
 
-    def linear(self, name: str) -> Linear | E8PLinear:
-        _, _, bias = self.shapes[name]
+    def linear(self, name: str) -> Layer:
+        n, k, bias = self.shapes[name]
+        if self.in_nvfp4(name):
+            tensors = read_linear(self.checkpoint, name, n, k, self.device)
+            coded = NVFP4Linear.of(tensors, self._wide(f"{name}.bias") if bias else None)
+            return coded.dense(self.dtype) if self.decode else coded
         if self.bits(name) == KEEP:
             return Linear(self.tensor(f"{name}.weight"), self.tensor(f"{name}.bias") if bias else None)
         codes, residual, in_scale, out_scale = self._coded(name)
@@ -113,9 +135,15 @@ class Weights:
         )
         return layer.dense(self.dtype) if self.decode else layer
 
-    def siblings(self, prefix: str, names: Sequence[str], *, joined: bool) -> Linear | E8PLinear | Siblings:
+    def siblings(self, prefix: str, names: Sequence[str], *, joined: bool) -> Layer | Siblings:
         parts = [self.linear(prefix + name) for name in names]
-        return fuse(parts) if joined else Siblings(parts)
+        if not joined:
+            return Siblings(parts)
+        in_nvfp4 = [part for part in parts if isinstance(part, NVFP4Linear)]
+        if len(in_nvfp4) == len(parts):
+            return fuse_nvfp4(in_nvfp4)
+        others = [part for part in parts if not isinstance(part, NVFP4Linear)]
+        return fuse(others) if len(others) == len(parts) else Siblings(parts)
 
     def embedding(self) -> Embedding | E8PEmbedding:
         if self.bits(EMBED) == KEEP:
@@ -130,7 +158,7 @@ class Weights:
             dtype=self.dtype,
         )
 
-    def head(self, embedding: Embedding | E8PEmbedding) -> Linear | E8PLinear:
+    def head(self, embedding: Embedding | E8PEmbedding) -> Layer:
         """The linear to logits; shares the embedding's weight where the two are tied."""
         if self.tied:
             assert isinstance(embedding, Embedding)

@@ -179,7 +179,7 @@ def _bounds(part: slice, size: int, what: str) -> tuple[int, int]:
 class Siblings(nn.Module):
     """Linears that read the same input, outputs side by side: what cannot be one layer still has one layer's shape."""
 
-    def __init__(self, parts: Sequence[Linear | E8PLinear]) -> None:
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
 

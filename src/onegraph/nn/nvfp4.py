@@ -8,14 +8,8 @@ from torch import Tensor, nn
 
 from onegraph.formats.nvfp4 import GROUP, NVFP4Tensors
 from onegraph.nn.linear import Linear
-from onegraph.ops.nvfp4 import (
-    activation_scale,
-    nvfp4_dequantize_weight,
-    nvfp4_experts,
-    nvfp4_grouped_linear,
-    nvfp4_linear,
-    nvfp4_linear_w4a4,
-)
+from onegraph.ops.nvfp4 import activation_scale, nvfp4_dequantize_weight
+from onegraph.ops.nvfp4_linear import nvfp4_experts, nvfp4_grouped_linear, nvfp4_linear, nvfp4_linear_w4a4
 
 Activations = Literal["dynamic", "frozen"]
 

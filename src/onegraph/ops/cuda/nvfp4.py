@@ -32,10 +32,11 @@ class Cut:
 
 
 def cut(tiles: int, slices: int, sms: int) -> Cut:
-    """Warps enough that all SMs have sixteen, where there is work for them."""
-    warps = 4
-    while warps < 16 and tiles * warps < sms * 16 and warps < slices:
-        warps *= 2
+    """What measured best on an H200 (docs/log.md): where row tiles fill every SM four times, 32 warps of few registers;
+    below, 16 warps that fetch ahead."""
+    warps = next((w for w in (8, 4) if slices >= w), 2)
+    if tiles >= 4 * sms:
+        return Cut(warps, 32 // warps, False)
     return Cut(warps, 16 // warps, True)
 
 
@@ -93,7 +94,7 @@ def _run(
     shape: Cut | None = None,
 ) -> None:
     """Launches one mode. `tensors`: x, codes, scale, global_scale, bias, experts, weights; `sizes`: tokens, n, k,
-    matrices, top_k."""
+    matrices, top_k; `grid`: row tiles, matrices or tokens, passes."""
     device = y.device.index
     slices = -(-sizes[2] // SLICE) * (sizes[4] if mode == DOWN else 1)
     shape = shape or cut(grid[0] * grid[1] * grid[2], slices, _sms(device))

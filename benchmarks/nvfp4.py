@@ -1,0 +1,107 @@
+"""Microseconds of the NVFP4 linear and of routed experts beside torch's dense bfloat16, as JSON lines.
+
+PYTHONPATH=src python3 benchmarks/nvfp4.py --out benchmarks/results/nvfp4-h200.jsonl
+
+`--cuts` times every cut of the kernel (warps of a block, blocks that share an SM, slices fetched ahead) instead.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onegraph.engine.bench import copy_bandwidth, machine, replay_us
+from onegraph.ops.cuda import nvfp4
+from onegraph.ops.nvfp4_linear import nvfp4_experts, nvfp4_linear
+from onegraph.ops.registry import nbytes
+
+WORKING_SET = 480 << 20  # eight times an H200's L2
+SHAPES = ((4096, 14336), (14336, 4096), (4096, 4096), (4096, 1536), (1024, 32768))
+EXPERTS = ((256, 4096, 2048, 6), (384, 7168, 3072, 6))  # DeepSeek-V4-Flash, -Pro; fewer of them are held, and rotated
+DEVICE = torch.device("cuda", 0)
+
+
+def weight(*shape: int) -> tuple[torch.Tensor, ...]:
+    """Random codes, scales and global scales of weights [..., n, k], made on the device."""
+    *rows, k = shape
+    codes = torch.randint(0, 256, (*rows, k // 2), dtype=torch.uint8, device=DEVICE)
+    scale = torch.randint(40, 127, (*rows, k // 16), dtype=torch.uint8, device=DEVICE)
+    return codes, scale, torch.full(rows, k**-0.5 / 380, device=DEVICE)
+
+
+def timed(calls: list[Callable[[], Any]]) -> float:
+    return replay_us(lambda: [call() for call in calls], DEVICE, len(calls), 40)
+
+
+def linears(tokens: list[int]) -> Iterator[dict[str, Any]]:
+    for k, n in SHAPES:
+        bytes_ = n * k * 9 // 16 + n * 4
+        layers = [weight(n, k) for _ in range(-(-WORKING_SET // bytes_))]
+        dense = [torch.randn(n, k, device=DEVICE, dtype=torch.bfloat16) for _ in range(-(-WORKING_SET // (2 * n * k)))]
+        for count in tokens:
+            x = torch.randn(count, k, device=DEVICE, dtype=torch.bfloat16)
+            us = timed([lambda w=w, x=x: nvfp4_linear(x, *w, None) for w in layers])  # type: ignore[misc]
+            peer = timed([lambda w=w, x=x: torch.nn.functional.linear(x, w) for w in dense])  # type: ignore[misc]
+            yield {"op": "nvfp4_linear", "k": k, "n": n, "tokens": count, "us": us, "bf16_us": peer, "bytes": bytes_}
+
+
+def experts(tokens: list[int]) -> Iterator[dict[str, Any]]:
+    for total, dim, wide, top_k in EXPERTS:
+        held = min(total, 64)
+        layer = *weight(held, 2 * wide, dim), *weight(held, dim, wide)
+        for count in tokens:
+            x = torch.randn(count, dim, device=DEVICE, dtype=torch.bfloat16)
+            gains = torch.full((count, top_k), 1 / top_k, device=DEVICE)
+            chosen = [
+                torch.rand(count, held, device=DEVICE).argsort(1)[:, :top_k].int().contiguous() for _ in range(16)
+            ]
+            us = timed([lambda c=c, x=x, g=gains, w=layer: nvfp4_experts(x, c, g, *w, 10.0) for c in chosen])  # type: ignore[misc]
+            each = nbytes(*layer) // held
+            distinct = sum(len(set(c.flatten().tolist())) for c in chosen) / len(chosen)
+            row = {"op": "nvfp4_experts", "dim": dim, "wide": wide, "top_k": top_k, "held": held, "tokens": count}
+            yield row | {"us": us, "bytes": int(distinct * each)}
+
+
+def cuts() -> Iterator[dict[str, Any]]:
+    shapes = [nvfp4.Cut(w, warps // w, ahead) for w, warps, ahead in ((4, 16, True), (8, 16, True), (16, 16, True))]
+    shapes.append(nvfp4.Cut(8, 3, False))
+    for k, n in SHAPES[:3]:
+        layers = [weight(n, k) for _ in range(-(-WORKING_SET // (n * k * 9 // 16)))]
+        x = torch.randn(1, k, device=DEVICE, dtype=torch.bfloat16)
+        for shape in shapes:
+            us = timed([lambda w=w, s=shape, x=x: nvfp4.linear(x, *w, None, s) for w in layers])  # type: ignore[misc]
+            yield {
+                "k": k,
+                "n": n,
+                "warps": shape.warps,
+                "per_sm": shape.per_sm,
+                "ahead": shape.ahead,
+                "us": us,
+                "bytes": 0,
+            }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="*", default=[1, 4, 16])
+    parser.add_argument("--cuts", action="store_true")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    about = machine(DEVICE) | {"command": f"PYTHONPATH=src python3 benchmarks/nvfp4.py {' '.join(sys.argv[1:])}"}
+    bandwidth = copy_bandwidth(DEVICE)
+    rows = cuts() if args.cuts else (row for part in (linears, experts) for row in part(args.tokens))
+    for row in rows:
+        row["us"] = round(row["us"], 2)
+        line = json.dumps(row | {"floor_us": round(row["bytes"] / bandwidth * 1e6, 2)} | about)
+        print(line, flush=True)
+        if args.out:
+            with args.out.open("a") as file:
+                file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()

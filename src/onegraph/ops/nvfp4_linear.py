@@ -1,0 +1,312 @@
+"""Linears on NVFP4 codes: one, one for each group, routed experts; and W4A4 as FP4 tensor cores compute it.
+
+Weights only (W4A16) is what runs on GPUs without FP4 tensor cores, in one launch for few tokens (`ops/cuda/nvfp4.cu`);
+`nvfp4_linear_w4a4` says what a GPU that has them computes, exactly. Arguments of a weight are those of `ops/nvfp4.py`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onegraph.formats.nvfp4 import E4M3, FLOATS, swizzle_scales
+from onegraph.ops.nvfp4 import (
+    activation_scale,
+    check_float,
+    check_scalar,
+    check_weight,
+    decode_e2m1,
+    dequantize_weight,
+    quantize,
+    random_weight,
+    times_scales,
+)
+from onegraph.ops.registry import Case, Op, nbytes, register
+
+
+def _linear(x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None) -> Tensor:
+    y = x.float() @ dequantize_weight(codes, scale, global_scale).T
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def _grouped_linear(x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
+    weight = dequantize_weight(codes, scale, global_scale)  # [G, n, k]
+    return torch.einsum("...gk,gnk->...gn", x.float(), weight).to(x.dtype).contiguous()
+
+
+def _linear_w4a4(
+    x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor, input_scale: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """Both sides' values times their block scales are exact in float32, their sums in float64: what is rounded is the
+    result alone. A tensor core adds the same products in float32, in an order of its own."""
+    input_scale = activation_scale(x) if input_scale is None else input_scale
+    a_codes, a_scale = quantize(x, input_scale)
+    a = times_scales(decode_e2m1(a_codes), a_scale).double()
+    b = times_scales(decode_e2m1(codes), scale).double()
+    y = (a @ b.T).float() * (input_scale * global_scale)
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def _experts(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    gate_up_global: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    down_global: Tensor,
+    limit: float,
+) -> Tensor:
+    chosen, (tokens, top_k) = experts.flatten(), experts.shape
+    in_weight = dequantize_weight(*(t.index_select(0, chosen) for t in (gate_up, gate_up_scale, gate_up_global)))
+    gate, up = torch.einsum("pfd,pd->pf", in_weight, x.float().repeat_interleave(top_k, 0)).chunk(2, dim=-1)
+    hidden = torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+    hidden = hidden.to(x.dtype).float()  # between the two launches
+    out_weight = dequantize_weight(*(t.index_select(0, chosen) for t in (down, down_scale, down_global)))
+    out = torch.einsum("pdf,pf->pd", out_weight, hidden).unflatten(0, (tokens, top_k))
+    return (out * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+
+
+# ----------------------------------------------------------------------------------------------------------- on a GPU
+
+
+def linear_on_gpu(x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None) -> Tensor:
+    from onegraph.ops.cuda import nvfp4
+
+    if not nvfp4.takes(x, codes.shape[1] * 2):
+        return _linear(x, codes, scale, global_scale, bias)
+    return nvfp4.linear(x, codes, scale, global_scale, bias)
+
+
+def grouped_linear_on_gpu(x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
+    from onegraph.ops.cuda import nvfp4
+
+    if not nvfp4.takes(x, codes.shape[2] * 2):
+        return _grouped_linear(x, codes, scale, global_scale)
+    return nvfp4.grouped_linear(x, codes, scale, global_scale)
+
+
+def experts_on_gpu(x: Tensor, experts: Tensor, weights: Tensor, *layers: Any) -> Tensor:
+    from onegraph.ops.cuda import nvfp4
+
+    gate_up, down = layers[0], layers[3]
+    if not (nvfp4.takes(x, gate_up.shape[2] * 2) and nvfp4.takes(x, down.shape[2] * 2)):
+        return _experts(x, experts, weights, *layers)
+    return nvfp4.experts(x, experts, weights, *layers)
+
+
+def has_fp4_tensor_cores(device: torch.device) -> bool:
+    """Blackwell (compute capability 10.0 and 12.0) with a torch whose `_scaled_mm` multiplies FP4."""
+    return (
+        device.type == "cuda"
+        and torch.cuda.get_device_capability(device)[0] in (10, 12)
+        and hasattr(torch, "float4_e2m1fn_x2")
+    )
+
+
+def linear_w4a4_on_gpu(
+    x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor, input_scale: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """FP4 tensor cores where there are any: that branch has never run, for want of such a GPU. What was tested of it is
+    the order of the scales. Elsewhere the emulation, on any device."""
+    k = codes.shape[1] * 2
+    if not has_fp4_tensor_cores(x.device) or k % 32 or codes.shape[0] % 8 or not x.numel():
+        return _linear_w4a4(x, codes, scale, global_scale, input_scale, bias)
+    input_scale = activation_scale(x) if input_scale is None else input_scale
+    a_codes, a_scale = quantize(x.reshape(-1, k), input_scale)
+    y = torch._scaled_mm(
+        a_codes.view(torch.float4_e2m1fn_x2),
+        codes.view(torch.float4_e2m1fn_x2).t(),
+        swizzle_scales(a_scale.view(E4M3)).flatten(),
+        swizzle_scales(scale.view(E4M3)).flatten(),
+        out_dtype=torch.float32,
+    )
+    y = y * (input_scale * global_scale)
+    return (y if bias is None else y + bias.float()).to(x.dtype).reshape(*x.shape[:-1], -1)
+
+
+def _check_linear(x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None) -> None:
+    check_weight(codes, scale, global_scale, 2)
+    check_float("x", x, codes.shape[1] * 2)
+    if bias is not None and (bias.dtype not in FLOATS or bias.shape != codes.shape[:1] or not bias.is_contiguous()):
+        raise ValueError(f"bias is {bias.dtype} {tuple(bias.shape)}; it must be a contiguous float ({codes.shape[0]},)")
+
+
+def _check_grouped(x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor) -> None:
+    check_weight(codes, scale, global_scale, 3)
+    check_float("x", x, codes.shape[2] * 2)
+    if x.dim() < 2 or x.shape[-2] != codes.shape[0]:
+        raise ValueError(f"x has shape {tuple(x.shape)}; codes {tuple(codes.shape)} ask for [..., {codes.shape[0]}, k]")
+
+
+def _check_w4a4(
+    x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor, input_scale: Tensor | None, bias: Tensor | None
+) -> None:
+    _check_linear(x, codes, scale, global_scale, bias)
+    if input_scale is not None:
+        check_scalar("input_scale", input_scale)
+
+
+def _check_experts(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    gate_up_global: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    down_global: Tensor,
+    limit: float,
+) -> None:
+    check_weight(gate_up, gate_up_scale, gate_up_global, 3, "gate_up")
+    check_weight(down, down_scale, down_global, 3, "down")
+    if x.dim() != 2:
+        raise ValueError(f"x has shape {tuple(x.shape)}; it must be [T, D]")
+    check_float("x", x, gate_up.shape[2] * 2)
+    wanted = (gate_up.shape[0], x.shape[1], gate_up.shape[1] // 4)
+    if gate_up.shape[1] % 32 or tuple(down.shape) != wanted:
+        raise ValueError(f"down is {tuple(down.shape)}; gate_up {tuple(gate_up.shape)} asks for {wanted}")
+    if experts.dim() != 2 or experts.shape[0] != x.shape[0] or experts.dtype != torch.int32:
+        raise ValueError(f"experts is {experts.dtype} {tuple(experts.shape)}; it must be int32 [{x.shape[0]}, K]")
+    if weights.shape != experts.shape or weights.dtype != torch.float32:
+        raise ValueError(
+            f"weights is {weights.dtype} {tuple(weights.shape)}; it must be float32 {tuple(experts.shape)}"
+        )
+    if not (experts.is_contiguous() and weights.is_contiguous()):
+        raise ValueError("experts and weights must be contiguous: call .contiguous()")
+    if not limit > 0:
+        raise ValueError(f"limit is {limit}; it must be above 0")
+
+
+def _linear_case(batch: tuple[int, ...], n: int, k: int, bias: bool = False) -> Case:
+    def make(device: torch.device, dtype: torch.dtype, g: torch.Generator) -> tuple[Any, ...]:
+        x = torch.randn(*batch, k, generator=g).to(device, dtype)
+        b = torch.randn(n, generator=g).to(device, dtype) if bias else None
+        return x, *random_weight((n, k), device, g), b
+
+    return Case(name=f"{'x'.join(map(str, batch))}x{k}->{n}{'+bias' if bias else ''}", make=make)
+
+
+def _w4a4_case(batch: int, n: int, k: int, frozen: bool) -> Case:
+    def make(device: torch.device, dtype: torch.dtype, g: torch.Generator) -> tuple[Any, ...]:
+        x = torch.randn(batch, k, generator=g).to(device, dtype)
+        return x, *random_weight((n, k), device, g), torch.tensor(0.002, device=device) if frozen else None, None
+
+    return Case(name=f"{batch}x{k}->{n}{' frozen' if frozen else ''}", make=make)
+
+
+def _grouped_case(batch: tuple[int, ...], groups: int, n: int, k: int) -> Case:
+    def make(device: torch.device, dtype: torch.dtype, g: torch.Generator) -> tuple[Any, ...]:
+        x = torch.randn(*batch, groups, k, generator=g).to(device, dtype)
+        return x, *random_weight((groups, n, k), device, g)
+
+    return Case(name=f"{'x'.join(map(str, batch))}x{groups}x{k}->{n}", make=make)
+
+
+def _experts_case(tokens: int, top_k: int, experts: int, dim: int, wide: int, limit: float = 10.0) -> Case:
+    def make(device: torch.device, dtype: torch.dtype, g: torch.Generator) -> tuple[Any, ...]:
+        x = (3 * torch.randn(tokens, dim, generator=g)).to(device, dtype)
+        chosen = torch.rand(tokens, experts, generator=g).argsort(1)[:, :top_k].int().contiguous().to(device)
+        gains = torch.rand(tokens, top_k, generator=g).to(device)
+        gate_up, down = (
+            random_weight((experts, 2 * wide, dim), device, g),
+            random_weight((experts, dim, wide), device, g),
+        )
+        return x, chosen, gains, *gate_up, *down, limit
+
+    return Case(name=f"{tokens} tokens, {top_k} of {experts}, {dim}x{wide}", make=make)
+
+
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+
+nvfp4_linear = register(
+    Op(
+        name="nvfp4_linear",
+        schema="(Tensor x, Tensor codes, Tensor scale, Tensor global_scale, Tensor? bias) -> Tensor",
+        reference=_linear,
+        fake=lambda x, codes, *rest: x.new_empty((*x.shape[:-1], codes.shape[0])),
+        kernel="onegraph.ops.nvfp4_linear:linear_on_gpu",
+        check=_check_linear,
+        cases=(
+            _linear_case((1,), 576, 576),
+            _linear_case((1,), 4096, 256),
+            _linear_case((2,), 192, 1536, bias=True),
+            _linear_case((8,), 128, 4096),
+            _linear_case((2, 3), 48, 208),
+            _linear_case((17,), 100, 512, bias=True),
+            _linear_case((0,), 128, 128),
+        ),
+        tolerance=_TOLERANCE,
+        bytes_moved=lambda x, codes, scale, global_scale, bias: (
+            nbytes(x, codes, scale, global_scale, bias) + x.numel() // x.shape[-1] * codes.shape[0] * x.element_size()
+        ),
+        flops=lambda x, codes, *rest: 2 * x.numel() * codes.shape[0],
+    )
+)
+"""`nvfp4_linear(x [..., k], codes [n, k/2], scale [n, k/16], global_scale [n], bias) -> [..., n]` in x's dtype."""
+
+nvfp4_grouped_linear = register(
+    Op(
+        name="nvfp4_grouped_linear",
+        schema="(Tensor x, Tensor codes, Tensor scale, Tensor global_scale) -> Tensor",
+        reference=_grouped_linear,
+        fake=lambda x, codes, *rest: x.new_empty((*x.shape[:-1], codes.shape[1])),
+        kernel="onegraph.ops.nvfp4_linear:grouped_linear_on_gpu",
+        check=_check_grouped,
+        cases=(_grouped_case((1,), 4, 64, 256), _grouped_case((3,), 2, 128, 512), _grouped_case((2, 5), 8, 32, 64)),
+        tolerance=_TOLERANCE,
+        bytes_moved=lambda x, codes, scale, global_scale: (
+            nbytes(x, codes, scale, global_scale) + x.numel() // x.shape[-1] * codes.shape[1] * x.element_size()
+        ),
+        flops=lambda x, codes, *rest: 2 * x.numel() * codes.shape[1],
+    )
+)
+"""`nvfp4_grouped_linear(x [..., G, k], codes [G, n, k/2], ...) -> [..., G, n]`: group g of x times group g's weight."""
+
+nvfp4_experts = register(
+    Op(
+        name="nvfp4_experts",
+        schema="(Tensor x, Tensor experts, Tensor weights, Tensor gate_up, Tensor gate_up_scale, "
+        "Tensor gate_up_global, Tensor down, Tensor down_scale, Tensor down_global, float limit) -> Tensor",
+        reference=_experts,
+        fake=lambda x, *rest: torch.empty_like(x),
+        kernel="onegraph.ops.nvfp4_linear:experts_on_gpu",
+        check=_check_experts,
+        cases=(
+            _experts_case(1, 6, 16, 256, 128),
+            _experts_case(3, 2, 4, 128, 64, limit=1.0),
+            _experts_case(16, 6, 24, 256, 64),
+        ),
+        tolerance={torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3},
+        bytes_moved=lambda x, experts, weights, *layers: (
+            2 * nbytes(x) + min(experts.numel(), layers[0].shape[0]) * (nbytes(*layers[:6]) // layers[0].shape[0])
+        ),
+        flops=lambda x, experts, weights, gate_up, *rest: 3 * experts.numel() * x.shape[1] * gate_up.shape[1],
+    )
+)
+"""`nvfp4_experts(x [T, D], experts int32 [T, K], weights float32 [T, K], gate_up [E, 2F, D/2], its scale and global
+scale [E, 2F], down [E, D, F/2], its scales, limit) -> [T, D]`: sum over k of weights * down(silu(min(gate, limit)) *
+clamp(up, -limit, limit)). Which experts run is read on the device. Gate rows come first, then up rows; F % 16 == 0."""
+
+nvfp4_linear_w4a4 = register(
+    Op(
+        name="nvfp4_linear_w4a4",
+        schema="(Tensor x, Tensor codes, Tensor scale, Tensor global_scale, Tensor? input_scale, Tensor? bias) "
+        "-> Tensor",
+        reference=_linear_w4a4,
+        fake=lambda x, codes, *rest: x.new_empty((*x.shape[:-1], codes.shape[0])),
+        kernel="onegraph.ops.nvfp4_linear:linear_w4a4_on_gpu",
+        check=_check_w4a4,
+        cases=(_w4a4_case(3, 48, 64, False), _w4a4_case(5, 64, 256, True)),
+        tolerance=_TOLERANCE,
+        bytes_moved=lambda x, codes, scale, global_scale, input_scale, bias: (
+            nbytes(x, codes, scale, global_scale, bias) + x.numel() // x.shape[-1] * codes.shape[0] * x.element_size()
+        ),
+        flops=lambda x, codes, *rest: 2 * x.numel() * codes.shape[0],
+    )
+)
+"""`nvfp4_linear_w4a4(x, codes, scale, global_scale [n], input_scale, bias)`: activations in NVFP4 too, their global
+scale `input_scale` [] frozen, or None: from x, on the device, each call."""
