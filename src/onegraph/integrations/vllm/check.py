@@ -59,7 +59,7 @@ def limits(config: Any) -> list[str]:
         if not hasattr(layer, "get_attn_backend"):
             continue
         backend = layer.get_attn_backend()
-        support = backend.get_builder_cls().get_cudagraph_support(config, None)
+        support = backend.get_builder_cls().get_cudagraph_support(config, layer.get_kv_cache_spec(config))
         text = {
             AttentionCGSupport.ALWAYS: "any batch as one graph",
             AttentionCGSupport.UNIFORM_BATCH: "decode and equal drafts as one graph, other batches around attention",
