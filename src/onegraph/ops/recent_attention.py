@@ -85,8 +85,8 @@ def _check(
     batch, length, heads, dim = q.shape
     if ring.dim() != 5 or ring.shape[2] != 2 or ring.shape[4] != dim or heads % ring.shape[3]:
         raise ValueError(
-            f"{op}: ring is {tuple(ring.shape)}; for {heads} heads of {dim} it must be [rings, size, 2, kv_heads, {dim}]"
-            " with kv_heads that divide heads"
+            f"{op}: ring is {tuple(ring.shape)}; for {heads} heads of {dim} it must be"
+            f" [rings, size, 2, kv_heads, {dim}] with kv_heads that divide heads"
         )
     if min(window, spare, limit) < 0:
         raise ValueError(f"{op}: window {window}, spare {spare}, limit {limit}; none may be negative")
