@@ -54,4 +54,10 @@ def test_generate_from_a_checkpoint(tmp_path, capsys):
     assert main([*command, "--raw"]) == 0
     raw = json.loads(capsys.readouterr().out)["outputs"][0]
     assert len(chat["tokens"]) == 5
+    assert main([*command, "--kv", "fp8"]) == 0
+    assert json.loads(capsys.readouterr().out)["kv"] == "fp8"
+    assert main([*command, "--kv", "turboquant:4"]) == 2
+    assert "a cache of its own kind" in capsys.readouterr().err
+    assert main(["generate", str(tmp_path / "other"), "--prompt", "Hi", "--device", "cpu", "--kv", "fp8"]) == 2
+    assert "--kv fp8 is a way to keep keys for DeepSeek-V4" in capsys.readouterr().err
     assert chat["prompt_tokens"] > raw["prompt_tokens"], "the encoding is used where there is no template"

@@ -69,6 +69,12 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_gpus(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--gpus", type=number(int, 1, 8), metavar="N", help="place the layers over so many GPUs (DeepSeek-V4)"
+    )
+
+
 def add_dtype(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",

@@ -10,6 +10,7 @@ from onegraph.cli.common import (
     UsageError,
     add_device,
     add_dtype,
+    add_gpus,
     add_json,
     number,
     open_model,
@@ -78,8 +79,12 @@ def add_parser(commands: Any) -> None:
         help="one CUDA graph for the step, none, or one split around attention (default: auto)",
     )
     parser.add_argument(
-        "--kv", default="exact", metavar="KV", help="the KV cache: exact (default), turboquant:4, turboquant:k3v4, ..."
+        "--kv",
+        default="exact",
+        metavar="KV",
+        help="the KV cache: exact (default), turboquant:4, turboquant:k3v4, ...; of DeepSeek-V4: exact or fp8",
     )
+    add_gpus(parser)
     add_device(parser)
     add_dtype(parser)
     add_json(parser)
@@ -88,8 +93,8 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from onegraph.cli.tokenizer import Tokenizer
-    from onegraph.engine.generate import Engine
     from onegraph.engine.params import SamplingParams
+    from onegraph.engine.placed import engine_for
     from onegraph.formats.turboquant import parse_kv
     from onegraph.models.load import load_decoder, parse_config
 
@@ -97,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     dtype = pick_dtype(args.dtype, device)
     if args.capture in ("on", "split") and device.type != "cuda":
         raise UsageError(f"--capture {args.capture} needs a GPU, the device is {device}; use --capture off or auto")
-    kv = parse_kv(args.kv)
+    kv = None if args.kv == "fp8" else parse_kv(args.kv)
     texts = prompts_of(args)
     with open_model(args.model) as checkpoint:
         context = parse_config(checkpoint.config).max_positions
@@ -121,13 +126,13 @@ def run(args: argparse.Namespace) -> int:
         needed = max(len(prompt) + tokens for prompt, tokens in zip(prompts, budgets, strict=True))
         if kv is not None:  # a short answer shall not make the window of exact tokens an error
             needed = max(needed, min(kv.window, context))
-        model = load_decoder(checkpoint, device, dtype, max_context=needed)
-        engine = Engine(
+        model = load_decoder(checkpoint, device, dtype, max_context=needed, gpus=args.gpus, fp8_kv=args.kv == "fp8")
+        engine = engine_for(
             model,
             max_batch=min(len(prompts), 64),
             max_context=needed,
             kv=kv,
-            capture=CAPTURE[args.capture],  # type: ignore[arg-type]
+            capture=CAPTURE[args.capture],
         )
         printer = Printer(tokenizer.stream(), live=len(prompts) == 1 and not args.json)
         outputs = engine.generate(prompts, params, on_token=printer)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onegraph.cli.common import (
-    UsageError,
     add_device,
     add_dtype,
+    add_gpus,
     add_json,
     number,
     open_model,
@@ -51,9 +51,7 @@ def add_parser(commands: Any) -> None:
         "--context", type=number(int, 32, 1 << 20), default=1024, metavar="N", help="tokens of a round (default: 1024)"
     )
     parser.add_argument("--seed", type=number(int, 0, 1 << 31), default=0, metavar="N", help="of the texts")
-    parser.add_argument(
-        "--gpus", type=number(int, 1, 8), metavar="N", help="place the layers over so many GPUs (DeepSeek-V4)"
-    )
+    add_gpus(parser)
     parser.add_argument("--eager", action="store_true", help="watch the eager step instead of the captured one")
     add_device(parser)
     add_dtype(parser)
@@ -62,33 +60,21 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import torch
-
     from onegraph.engine.generate import Engine
-    from onegraph.engine.placed import PlacedEngine
+    from onegraph.engine.placed import engine_for
     from onegraph.engine.soak import read_rounds, soak
-    from onegraph.models.deepseek_v4 import DeepseekV4
-    from onegraph.models.deepseek_v4_config import DeepseekV4Config
     from onegraph.models.load import load_decoder, parse_config
 
     device = pick_device(args.device)
     dtype = pick_dtype(args.dtype, device)
     out = Path(args.out)
     with open_model(args.model) as checkpoint:
-        config = parse_config(checkpoint.config)
-        context = min(args.context, config.max_positions)
-        if args.gpus is not None:
-            if not isinstance(config, DeepseekV4Config) or device.type != "cuda":
-                raise UsageError("--gpus places DeepSeek-V4's layers over GPUs; this model runs on one device")
-            devices = [torch.device("cuda", i) for i in range(args.gpus)]
-            model: Any = DeepseekV4.load(checkpoint, devices, dtype, max_context=context)
-        else:
-            model = load_decoder(checkpoint, device, dtype, max_context=context)
-    kind: Any = Engine if args.gpus is None else PlacedEngine
+        context = min(args.context, parse_config(checkpoint.config).max_positions)
+        model = load_decoder(checkpoint, device, dtype, max_context=context, gpus=args.gpus)
 
     def make(tested: bool) -> Engine:
         captured = None if tested and not args.eager else False
-        return kind(model, max_batch=args.batch if tested else 1, max_context=context, capture=captured)
+        return engine_for(model, max_batch=args.batch if tested else 1, max_context=context, capture=captured)
 
     def say(this: Round, done: int) -> None:
         print(

@@ -13,6 +13,11 @@ from onegraph.runtime.graph import Runner
 from onegraph.runtime.pipeline import Pipeline, Pools, check_links
 
 
+def engine_for(model: Any, **options: Any) -> Engine:
+    """An engine with these options that suits where the model's layers are."""
+    return (PlacedEngine if len(getattr(model, "stages", ())) > 1 else Engine)(model, **options)
+
+
 class PlacedEngine(Engine):
     """`Engine` for a model with `stages`, `devices`, `enter`, `run` and `leave` (`onegraph.models.deepseek_v4`).
 

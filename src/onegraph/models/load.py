@@ -1,6 +1,6 @@
 """A checkpoint's decoder, whichever family it is of."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,26 @@ def parse_config(config: Mapping[str, Any]) -> LlamaConfig | DeepseekV4Config:
 
 
 def load_decoder(
-    checkpoint: Checkpoint, device: torch.device | str, dtype: torch.dtype, *, max_context: int | None = None
+    checkpoint: Checkpoint,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    *,
+    max_context: int | None = None,
+    gpus: int | None = None,
+    fp8_kv: bool = False,
 ) -> Llama | DeepseekV4:
-    """`load` of the family's own class: see `Llama.load` and `DeepseekV4.load`."""
-    family = DeepseekV4 if isinstance(parse_config(checkpoint.config), DeepseekV4Config) else Llama
-    return family.load(checkpoint, device, dtype, max_context=max_context)
+    """`load` of the family's own class: see `Llama.load` and `DeepseekV4.load`.
+
+    Args:
+        gpus: place the layers over so many GPUs, from cuda:0 on. fp8_kv: keys in FP8. Both are for DeepSeek-V4; for
+            another model they are a ValueError.
+    """
+    if isinstance(parse_config(checkpoint.config), DeepseekV4Config):
+        devices: Sequence[torch.device | str] = [device] if gpus is None else [f"cuda:{i}" for i in range(gpus)]
+        model = DeepseekV4.load(checkpoint, devices, dtype, max_context=max_context)
+        model.fp8_kv = fp8_kv
+        return model
+    if gpus is not None or fp8_kv:
+        what = "--gpus places layers over GPUs" if gpus is not None else "--kv fp8 is a way to keep keys"
+        raise ValueError(f"{what} for DeepSeek-V4; this model is {checkpoint.config.get('model_type')!r}")
+    return Llama.load(checkpoint, device, dtype, max_context=max_context)
