@@ -12,15 +12,18 @@ from onegraph.engine.bench import LINEAR_SHAPES, bench_linear
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="*", default=[f"{k}x{n}" for k, n in LINEAR_SHAPES], help="k x n")
     parser.add_argument("--tokens", type=int, nargs="*", default=[1, 16])
     parser.add_argument("--bits", type=int, nargs="*", default=[2, 3, 4])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     command = (
-        f"PYTHONPATH=src python3 benchmarks/linear.py --tokens {' '.join(map(str, args.tokens))} "
+        f"PYTHONPATH=src python3 benchmarks/linear.py --shapes {' '.join(args.shapes)} "
+        f"--tokens {' '.join(map(str, args.tokens))} "
         f"--bits {' '.join(map(str, args.bits))}"
     )
-    for row in bench_linear(LINEAR_SHAPES, tokens=args.tokens, bits=args.bits):
+    shapes = [(int(k), int(n)) for k, n in (shape.split("x") for shape in args.shapes)]
+    for row in bench_linear(shapes, tokens=args.tokens, bits=args.bits):
         line = json.dumps(row | {"command": command})
         print(line, flush=True)
         if args.out:

@@ -110,7 +110,7 @@ def bench_linear(
                     for layer in layers:
                         layer(x)
 
-                us = replay_us(step, device, len(layers))
+                us = replay_us(step, device, len(layers), budget_ms=40)
                 roof = size / copy_bandwidth(device) * 1e6
                 yield {
                     "bench": "linear",
