@@ -180,6 +180,21 @@ def test_drafts_of_any_number_and_their_rollback_change_nothing(text: str) -> No
         t, turn = t + accepted, turn + 1
 
 
+@pytest.mark.parametrize("window", [0, 9, 40])
+@pytest.mark.parametrize("text", [*SETTINGS, "4,window=16,first=1"])
+def test_a_sequence_read_as_decoding_reads_it(text: str, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole rows at once, of which one is shorter and one empty, give what their tokens give one at a time."""
+    monkeypatch.setattr("onegraph.nn.turboquant.AT_ONCE", 33)
+    attention = layer(window=window)
+    single, whole = new_cache(text), new_cache(text)
+    rows = sequences(3, 80)
+    out = step(whole.as_decoded(), attention, rows, [0, 0, 0], [80, 50, 0])
+    for t in range(80):
+        one = step(single, attention, rows[:, t : t + 1], [t, t, t], [1, int(t < 50), 0])
+        assert (out[0, t] - one[0, 0]).abs().max() < 1e-5, t
+        assert t >= 50 or (out[1, t] - one[1, 0]).abs().max() < 1e-5, t
+
+
 def test_counts_cut_drafts_off() -> None:
     text = "4,window=16"
     attention = layer()

@@ -52,7 +52,7 @@ def test_eval(model: Path, text: Path) -> None:
     assert four["exact_kv_bytes"] == 2 * 2 * 256
     assert four["kv_bytes"] == 2 * 2 * (68 + 80 * 256 / 200)
     shadow = json.loads(invoke([*base, "--kv", "turboquant:4,mode=shadow"])[1])
-    assert shadow["kl"] < 1e-9
+    assert shadow["kl"] < 1e-7  # exact attention over pages rounds otherwise than over the whole text
     status, out, _ = invoke([*base[:-1], "--kv", "turboquant:3", "--needle", 230])
     assert status == 0
     labels = [line.split()[0] for line in out.splitlines()]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from onegraph.engine.generate import Decoder
-from onegraph.formats.turboquant import DRAFTS, TurboQuantConfig
+from onegraph.formats.turboquant import TurboQuantConfig
 from onegraph.nn.attention import CausalAttention
 
 PAGE = 16  # tokens of a page of the cache that `kv` asks for
@@ -120,7 +120,7 @@ def evaluate(
 
 
 def _hidden(model: Decoder, tokens: Tensor, kv: TurboQuantConfig | None) -> Tensor:
-    """tokens int [B, T] -> [B, T, D]: densely, or through a cache in steps of as many tokens as a step may draft."""
+    """tokens int [B, T] -> [B, T, D]: densely, or as decoding through a cache would give them."""
     tokens = tokens.to(model.device, torch.int64)
     if kv is None:
         return model(tokens, CausalAttention())
@@ -130,13 +130,8 @@ def _hidden(model: Decoder, tokens: Tensor, kv: TurboQuantConfig | None) -> Tens
     sizes: dict[str, Any] = {"rows": rows, "pages": pages, "page_size": PAGE, "pages_per_row": per_row, "kv": kv}
     cache = model.new_cache(**sizes)
     cache.block_table.copy_(torch.arange(1, 1 + rows * per_row).view(rows, per_row))
-    parts = []
-    for start in range(0, length, DRAFTS):
-        part = tokens[:, start : start + DRAFTS]
-        cache.positions.fill_(start)
-        cache.counts.fill_(part.shape[1])
-        parts.append(model(part, cache.view(pages=-(-(start + part.shape[1]) // PAGE))))
-    return torch.cat(parts, dim=1)
+    cache.counts.fill_(length)
+    return model(tokens, cache.as_decoded())
 
 
 def _row_slices(rows: int, vocabulary: int) -> Iterator[slice]:

@@ -21,6 +21,7 @@ from onegraph.ops.turboquant import turboquant_write
 from onegraph.ops.turboquant_attention import eight_bit_levels, turboquant_attention
 
 DRAFTS = formats.DRAFTS
+AT_ONCE = 512  # queries whose scores exist at once where a whole sequence is read as decoding reads it
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class TurboQuantCache:
         rates = [config.rate(i, layers) for i in range(layers)]
         shadow = config.mode == "shadow"
         exact = [shadow or rate == (EXACT, EXACT) for rate in rates]
-        self.config, self.page_size = config, page_size
+        self.config, self.page_size, self._stepwise = config, page_size, False
         # One layer's cache brings the state; then its layers are as many as there are, empty where there are codes.
         self.paged = PagedCache(
             layers=1, pages=2, page_size=page_size, kv_heads=kv_heads, head_dim=head_dim, rows=rows,
@@ -142,6 +143,13 @@ class TurboQuantCache:
         other.positions, other.counts, other.slots = self.positions[rows], self.counts[rows], self.slots[rows]
         return other
 
+    def as_decoded(self) -> TurboQuantCache:
+        """A view in which a chunk of more than DRAFTS tokens that begins its sequence attends as if its tokens had come
+        one by one: every query sees exactly and from codes what it would in decoding. For evaluation."""
+        other = self.view()
+        other._stepwise = True
+        return other
+
     def errors(self) -> list[float]:
         """Mode shadow: of each layer ‖what codes would have given − the exact output‖ / ‖the exact output‖ so far.
 
@@ -172,37 +180,58 @@ class TurboQuantCache:
 
     def _coded(self, a: Attention, layer: _Layer, qkv: Tensor) -> Tensor:
         batch, length, _ = qkv.shape
-        layout, ring, window = layer.layout, layer.ring, self.config.window
-        chunk = length > DRAFTS
-        variants = (layout.k_bits, layout.v_bits, layout.k_variant, layout.v_variant)
+        layout, ring, chunk = layer.layout, layer.ring, length > DRAFTS
+        positions, counts, table = self.positions, self.counts, self.block_table
         q, own = turboquant_write(
-            qkv, a.q_norm, a.k_norm, a.eps, a.cos, a.sin, self.positions, self.counts, self.block_table,
+            qkv, a.q_norm, a.k_norm, a.eps, a.cos, a.sin, positions, counts, table,
             self._turn, self._projection, layer.k_codebook, layer.v_codebook, layer.codes,
-            ring, None if ring is None else self.slots, a.heads, *variants, self.config.scale, chunk,
+            ring, None if ring is None else self.slots, a.heads, layout.k_bits, layout.v_bits, layout.k_variant,
+            layout.v_variant, self.config.scale, chunk,
         )  # fmt: skip
-
-        def from_codes(
-            positions: Tensor, ends: Tensor | None, rotation: Tensor | None, limit: int
-        ) -> tuple[Tensor, Tensor]:
-            out: tuple[Tensor, Tensor] = turboquant_attention(
-                q, layer.codes, self.block_table, positions, self.counts, ends, rotation, self._projection,
-                layer.k_codebook, layer.v_codebook, None, *variants, a.scale, limit,
-            )  # fmt: skip
-            return out
-
-        if chunk:
-            past = from_codes(self.positions, self.positions, None, a.window)
-            own_ring, zeros = self._own[:batch], self._zeros[:batch]  # the chunk is a ring of its own
-            out = recent_attention(q, own, own_ring, zeros, *past, self._rotation, a.scale, 0, 0, a.window)
-        elif ring is None:
-            out = from_codes(self.positions, None, self._rotation, a.window)[0]
-        else:
+        if not chunk:
             before = self._before[:batch]  # where the query's codes begin; once for all layers
-            if a.index == self._first:
-                torch.sub(self.positions, window, out=before)
-            seen = 0 < a.window <= window  # all that the model's window shows is exact
-            older = (None, None) if seen else from_codes(before, None, None, max(a.window - window, 0))
-            out = recent_attention(
-                q, ring, self.slots, self.positions, *older, self._rotation, a.scale, window, DRAFTS, a.window
-            )
-        return out.flatten(2)
+            if ring is not None and a.index == self._first:
+                torch.sub(positions, self.config.window, out=before)
+            return self._decoded(a, layer, q, ring, self.slots, positions, counts, before, table).flatten(2)
+        own_ring, zeros = self._own[:batch], self._zeros[:batch]  # the chunk is a ring of its own
+        if not self._stepwise:
+            past = self._from_codes(a, layer, q, positions, counts, positions, table, None, a.window)
+            out = recent_attention(q, own, own_ring, zeros, *past, self._rotation, a.scale, 0, 0, a.window)
+            return out.flatten(2)
+        if ring is not None:  # places that no token has come to
+            ring = torch.nn.functional.pad(own, (0, 0, 0, 0, 0, 0, 0, self.config.ring))
+        parts = []
+        for start in range(0, length, AT_ONCE):
+            some = q[:, start : start + AT_ONCE].contiguous()
+            stop, at = start + some.shape[1], positions + start
+            real = (counts - start).clamp(0, some.shape[1])
+            seen, before = table[:, : -(-stop // self.page_size)], at - self.config.window
+            parts.append(self._decoded(a, layer, some, ring, own_ring, at, real, before, seen))
+        return torch.cat(parts, dim=1).flatten(2)
+
+    def _decoded(
+        self, a: Attention, layer: _Layer, q: Tensor, ring: Tensor | None, slots: Tensor, positions: Tensor,
+        counts: Tensor, before: Tensor, table: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """What queries see that decode: [B, Q, heads, head_dim]. `before`: positions - window."""
+        if ring is None:
+            return self._from_codes(a, layer, q, positions, counts, None, table, self._rotation, a.window)[0]
+        window = self.config.window
+        older: tuple[Tensor | None, Tensor | None] = (None, None)
+        if not 0 < a.window <= window:  # else all that the model's window shows is exact
+            older = self._from_codes(a, layer, q, before, counts, None, table, None, max(a.window - window, 0))
+        out: Tensor = recent_attention(
+            q, ring, slots, positions, *older, self._rotation, a.scale, window, DRAFTS, a.window
+        )
+        return out
+
+    def _from_codes(
+        self, a: Attention, layer: _Layer, q: Tensor, positions: Tensor, counts: Tensor, ends: Tensor | None,
+        table: Tensor, rotation: Tensor | None, limit: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        layout = layer.layout
+        out: tuple[Tensor, Tensor] = turboquant_attention(
+            q, layer.codes, table, positions, counts, ends, rotation, self._projection, layer.k_codebook,
+            layer.v_codebook, None, layout.k_bits, layout.v_bits, layout.k_variant, layout.v_variant, a.scale, limit,
+        )  # fmt: skip
+        return out
