@@ -1,7 +1,5 @@
 """DeepSeek-V4's keys in FP8 with a bfloat16 rotary part: the row, the ops that write and read it, the model on it."""
 
-import os
-
 import pytest
 import torch
 
@@ -9,8 +7,6 @@ from deepseek import prompts, save_hf
 from models import Decoder
 
 GPU = torch.cuda.is_available()
-if not GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # before the first import of a kernel
 pytest.importorskip("triton")
 if not GPU:
     import interpreter_fixes  # noqa: F401

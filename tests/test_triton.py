@@ -5,7 +5,6 @@ machine without a GPU; what it cannot see (layouts, races, PDL) is what the runs
 """
 
 import importlib
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,8 +13,6 @@ import torch
 from torch import Tensor
 
 GPU = torch.cuda.is_available()
-if not GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # read where a kernel is defined, so before the first import of one
 pytest.importorskip("triton")
 if not GPU:
     import interpreter_fixes  # noqa: F401
