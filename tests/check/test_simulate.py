@@ -323,7 +323,15 @@ def test_a_fault_of_the_checker_is_not_told_as_one_of_the_step(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "body", [lambda x: x + torch.ones(2), lambda x: x.view(7), lambda x: x.numpy().missing, lambda x: f"{x:.2f}"]
+    "body",
+    [
+        lambda x: x + torch.ones(2),
+        lambda x: x.view(7),
+        lambda x: x.numpy().missing,
+        lambda x: f"{x:.2f}",
+        lambda x, y: x,
+        lambda x: x.sum().backward(),
+    ],
 )
 def test_an_error_of_the_step_is_told_as_one(body):
     with pytest.raises(CheckError, match=r"step 0 raised \w+Error"):
@@ -365,3 +373,18 @@ def test_an_op_of_cuda_alone_with_a_fake_is_unverified():
     report = check_step(lambda: (step, lambda i: (x.to("cuda") * i,)))
     assert report.codes == {"CG401"}, [(f.code, f.message) for f in report.findings]
     assert "taken as zeros" in report.findings[0].message
+
+
+def test_a_dtype_that_only_a_gpu_has_an_op_for_is_widened():
+    def factory():
+        def step(x):
+            return torch.histc(x.int(), bins=4, min=0, max=3), x.int().bincount(minlength=4) * 0
+
+        return step, lambda i: (torch.tensor([0.0, 1, 1, 2, float(i % 4)], device="cuda"),)
+
+    def body():
+        counts = torch.histc(torch.tensor([0, 1, 1, 2], dtype=torch.int32, device="cuda"), bins=4, min=0, max=3)
+        return counts.cpu()
+
+    assert torch.equal(inside(body), torch.tensor([1, 2, 1, 0], dtype=torch.int32))
+    assert check_step(factory).codes == {"CG104"}  # bincount alone

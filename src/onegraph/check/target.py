@@ -38,6 +38,8 @@ def split(spec: str) -> tuple[str, str]:
         if not path.endswith(".py"):
             raise CheckError(f"target {spec!r}: {where} is not a Python file (.py)")
         return path, name
+    if os.path.isfile(where):
+        raise CheckError(f"target {spec!r}: {where} is not a Python file (.py)")
     with _cwd_first():
         try:
             found = importlib.util.find_spec(where)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from onegraph.check.report import Severity
 from onegraph.check.simulate import frames, hazards
-from onegraph.check.simulate.records import OpRecord, Sighting, Step, convert_plain, written
+from onegraph.check.simulate.records import OpRecord, Sighting, Step, composed, convert_plain, written
 
 _SYNCHRONIZING, _PROTOTYPE = "synchronizing CUDA operation", "Synchronization debug mode is a prototype"
 
@@ -62,6 +62,9 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.step is None:
             return func(*args, **kwargs)
+        if composed(func):
+            with self:
+                return func.decompose(*args, **kwargs)
         device: list[Tensor] = []
         hosts: list[Tensor] = []
         scalars: list[Any] = []

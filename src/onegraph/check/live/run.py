@@ -4,7 +4,7 @@ import gc
 import inspect
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -81,6 +81,8 @@ class _Live:
     def _build(self) -> tuple[Callable[..., Any], Callable[[int], Any]]:
         torch.manual_seed(_SEED)
         built = self._guarded("factory()", self.factory)
+        if isinstance(built, Coroutine):
+            built.close()
         if not (isinstance(built, tuple) and len(built) == 2 and all(callable(b) for b in built)):
             raise CheckError(f"factory(): got {_kind(built)}, allowed a tuple (step, inputs) of two callables")
         return built
@@ -90,6 +92,8 @@ class _Live:
             return function(*args)
         except CheckError:
             raise
+        except SystemExit as error:
+            raise CheckError(f"{what} called sys.exit({error.code!r})") from error
         except Exception as error:
             if internal(error):
                 raise  # a fault of this package's: not to be read as one of the step

@@ -48,7 +48,7 @@ def differences(
             code, message, values = hazard
             severity = _severity(position, ours, verdict, step)
             pair = _sequence(ours, theirs)
-            sighting = Sighting(step.index, code, severity, ours.chain, message, SILENT, values, pair)
+            sighting = Sighting(step.index, code, severity, ours.chain, message, SILENT, values, pair, position)
             chosen = code == "CG205" and _chosen(ours, theirs, books)
             if decided is not None and position >= decided[0] and (chosen or (step.parted and code != "CG208")):
                 _follows(sighting, decided[1])

@@ -17,6 +17,7 @@ from onegraph.check.simulate import hazards, recording, streams
 from onegraph.check.simulate.backward import Backward
 from onegraph.check.simulate.device import DeviceTensor
 from onegraph.check.simulate.guard import device_guard
+from onegraph.check.simulate.records import composed
 from onegraph.check.simulate.world import World
 
 _H200 = {
@@ -34,6 +35,9 @@ class _Dispatch(TorchDispatchMode):
         self.world = world
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if composed(func):
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
         return self.world.dispatch(func, args, kwargs or {})
 
 

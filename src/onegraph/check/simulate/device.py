@@ -45,16 +45,19 @@ class DeviceTensor(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor, world: "World", index: int) -> "DeviceTensor":
-        made = Tensor._make_wrapper_subclass(
-            cls,
-            inner.shape,
-            strides=inner.stride() if inner.layout is torch.strided else None,
-            storage_offset=inner.storage_offset() if inner.layout is torch.strided else None,
-            dtype=inner.dtype,
-            layout=inner.layout,
-            device=DEVICES[index],
-            requires_grad=False,
-        )
+        # Never a tensor of inference mode: torch cannot make one a view of a tensor that was made outside of it, which
+        # on a GPU it need not, because there its own kernels make the view.
+        with torch.inference_mode(False):
+            made = Tensor._make_wrapper_subclass(
+                cls,
+                inner.shape,
+                strides=inner.stride() if inner.layout is torch.strided else None,
+                storage_offset=inner.storage_offset() if inner.layout is torch.strided else None,
+                dtype=inner.dtype,
+                layout=inner.layout,
+                device=DEVICES[index],
+                requires_grad=False,
+            )
         made.inner, made.world = inner, world
         made.made = world.step if world.phase == "step" else -1
         made.record = world.record_of(inner)

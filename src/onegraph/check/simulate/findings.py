@@ -46,10 +46,10 @@ class Findings:
             self._add(sighting, self.locate(sighting.chain))
 
     def of_comparison(self, sightings: Iterable[Sighting]) -> None:
-        groups: dict[tuple[str, frames.Chain], list[Sighting]] = {}
+        groups: dict[tuple[str, frames.Chain, int], list[Sighting]] = {}
         for sighting in sightings:
-            groups.setdefault((sighting.code, sighting.chain), []).append(sighting)
-        for (code, chain), group in groups.items():
+            groups.setdefault((sighting.code, sighting.chain, sighting.position), []).append(sighting)
+        for (code, chain, _), group in groups.items():
             place = self.locate(chain)
             known = self.found.get((code, place.path, place.line)) if place else None
             values = tuple(dict.fromkeys(v for s in group for v in s.values))
@@ -65,7 +65,9 @@ class Findings:
             worst = max(group, key=lambda s: _RANK[s.severity])
             if code in ("CG202", "CG208") and place is not None and self._read_here(place, values, worst.message):
                 continue
-            worst.values, worst.message = values[:_MOST_VALUES], worst.message + origin
+            # Of many ops at one line (a loop, an optimizer) the first one's values are shown.
+            worst.values = values[:_MOST_VALUES] if known is None else ()
+            worst.message += origin
             self._add(worst, place)
 
     def of_branches(self, branches: Iterable[tuple[frames.Place, Sighting]]) -> None:

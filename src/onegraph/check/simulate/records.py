@@ -64,6 +64,7 @@ class Sighting:
     happens: str
     values: tuple[str, ...] = ()
     note: Any = None
+    position: int = -1  # of the captured step's op, where two steps were compared
 
 
 @dataclass(slots=True)
@@ -115,6 +116,39 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
     if isinstance(tree, dict):
         return {key: map_tensors(item, change) for key, item in tree.items()}
     return tree
+
+
+@functools.cache
+def composed(func: Any) -> bool:
+    """Whether an op is made of others (item, where, to, ...): in inference mode torch hands it over as a whole."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
+
+
+def wider(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an op that a CPU has not got for these dtypes (a GPU has) in float32, or float64 for integers.
+
+    Results come back in the dtype that was widened; what the op writes is written back.
+    """
+    originals: dict[int, Tensor] = {}
+    narrow: dict[torch.dtype, torch.dtype] = {}
+
+    def widen(tensor: Tensor) -> Tensor:
+        if tensor.dtype in (torch.float32, torch.float64, torch.bool, torch.int64) or tensor.is_complex():
+            return tensor
+        made = tensor.to(torch.float32 if tensor.is_floating_point() else torch.float64)
+        originals[id(made)] = tensor
+        narrow[made.dtype] = tensor.dtype
+        return made
+
+    wide_args, wide_kwargs = map_tensors(args, widen), map_tensors(kwargs, widen)
+    out = func(*wide_args, **wide_kwargs)
+    targets = written(func)
+    for target in tensors_in(
+        [wide_args[i] for i in targets.positions if i < len(wide_args)] + [wide_kwargs.get(n) for n in targets.names]
+    ):
+        if id(target) in originals:
+            originals[id(target)].copy_(target)
+    return map_tensors(out, lambda t: originals.get(id(t), t.to(narrow.get(t.dtype, t.dtype))))
 
 
 def same(ours: Tensor, theirs: Tensor) -> bool:

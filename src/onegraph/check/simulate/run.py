@@ -4,7 +4,7 @@ import gc
 import os
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from types import CodeType
 from typing import Any
 
@@ -77,6 +77,8 @@ class _Simulation:
     def _build(self) -> tuple[Callable[..., Any], Callable[[int], Any]]:
         self.world.phase, self.world.step = "build", -1
         built = self._guarded("factory()", self.factory)
+        if isinstance(built, Coroutine):
+            built.close()
         if not (isinstance(built, tuple) and len(built) == 2 and all(callable(b) for b in built)):
             raise CheckError(
                 f"factory(): got {_kind(built)}, allowed a tuple (step, inputs) of two callables; "
@@ -89,6 +91,8 @@ class _Simulation:
             return function(*args)
         except CheckError:
             raise
+        except SystemExit as error:
+            raise CheckError(f"{what} called sys.exit({error.code!r})") from error
         except Exception as error:
             if internal(error):
                 raise  # a fault of this package's: not to be read as one of the step
@@ -276,7 +280,9 @@ def internal(error: BaseException) -> bool:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    path = trace.tb_frame.f_code.co_filename if trace is not None else ""
+    if trace is None or trace.tb_frame.f_code.co_name in ("call_step", "_guarded"):
+        return False  # the call itself: wrong arguments
+    path = trace.tb_frame.f_code.co_filename
     return path.startswith(frames.HERE) and os.path.basename(path) not in ("device.py", "cuda.py", "backward.py")
 
 

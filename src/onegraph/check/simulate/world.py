@@ -15,7 +15,7 @@ from onegraph.check.report import CheckError, Severity
 from onegraph.check.simulate import frames, hazards, recording
 from onegraph.check.simulate.device import DeviceTensor, StorageRecord, refuse, storage_of, weak
 from onegraph.check.simulate.recording import convert
-from onegraph.check.simulate.records import UNWRITTEN, Sighting, Step, map_tensors, written
+from onegraph.check.simulate.records import UNWRITTEN, Sighting, Step, map_tensors, wider, written
 from onegraph.check.simulate.streams import Streams
 
 BUILTIN = {
@@ -301,8 +301,9 @@ class World:
     def _run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], chain: frames.Chain) -> Any:
         try:
             out = func(*args, **kwargs)
-        except NotImplementedError:
-            pass
+        except NotImplementedError as error:
+            if "not implemented for '" in str(error):
+                return wider(func, args, kwargs)
         else:
             if name in UNWRITTEN:
                 out.zero_()  # the same contents in every run: opaque kernels that would write them do not
