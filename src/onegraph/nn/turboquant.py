@@ -198,15 +198,15 @@ class TurboQuantCache:
             past = self._from_codes(a, layer, q, positions, counts, positions, table, None, a.window)
             out = recent_attention(q, own, own_ring, zeros, *past, self._rotation, a.scale, 0, 0, a.window)
             return out.flatten(2)
-        if ring is not None:  # places that no token has come to
-            ring = torch.nn.functional.pad(own, (0, 0, 0, 0, 0, 0, 0, self.config.ring))
-        parts = []
+        size, parts = self.config.window + DRAFTS + AT_ONCE, []
+        padded = torch.nn.functional.pad(own, (0, 0, 0, 0, 0, 0, size, 0))
         for start in range(0, length, AT_ONCE):
             some = q[:, start : start + AT_ONCE].contiguous()
             stop, at = start + some.shape[1], positions + start
             real = (counts - start).clamp(0, some.shape[1])
             seen, before = table[:, : -(-stop // self.page_size)], at - self.config.window
-            parts.append(self._decoded(a, layer, some, ring, own_ring, at, real, before, seen))
+            recent = None if ring is None else padded[:, stop : stop + size].roll(stop, dims=1)
+            parts.append(self._decoded(a, layer, some, recent, own_ring, at, real, before, seen))
         return torch.cat(parts, dim=1).flatten(2)
 
     def _decoded(

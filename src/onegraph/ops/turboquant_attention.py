@@ -75,7 +75,7 @@ def _turboquant_attention(
 
     key = torch.arange(capacity, dtype=torch.int32, device=q.device)
     step = torch.arange(length, dtype=torch.int32, device=q.device)
-    token = (positions.unsqueeze(1) + step).clamp(0, capacity - 1).unsqueeze(2)
+    token = (positions.unsqueeze(1) + step).clamp(max=capacity - 1).unsqueeze(2)
     hidden = (key > token) | (step >= counts.unsqueeze(1)).unsqueeze(2)  # [B, Q, L]
     if ends is not None:
         hidden = hidden | (key >= ends.view(batch, 1, 1))
@@ -257,6 +257,7 @@ _CASES = (
     _case("window_sinks", bits=(4, 3), tokens=2, positions=[500, 20], counts=[2, 2], window=70, sinks=True, **_LLAMA),
     _case("history", bits=(4, 4), tokens=5, positions=[500, 40, 9], counts=[5, 1, 2], ends=[437, 30, 0], sinks=True,
           rotate=False, **_LLAMA),
+    _case("before_the_first", bits=(4, 4), tokens=3, positions=[-2, -50, 40], counts=[3, 3, 2], **_LLAMA),
     _case("chunk", bits=(4, 4), tokens=20, positions=[100, 3], counts=[20, 7], ends=[100, 3], **_LLAMA),
     _case("mha_80", bits=(4, 4), heads=4, kv_heads=4, dim=80, positions=[70, 130], counts=[1, 1]),
     _case("mha_80_k3v1", bits=(3, 1), heads=4, kv_heads=4, dim=80, positions=[70], counts=[1]),
@@ -273,7 +274,7 @@ _CASES = (
 def _tokens_read(args: tuple[Any, ...]) -> int:
     """Tokens whose codes must be read once; it looks at the positions, so never inside a step."""
     q, positions, counts, ends, window = args[0], args[3].long(), args[4].long(), args[5], args[16]
-    stop = positions + counts
+    stop = (positions + counts).clamp_min(0)
     if ends is not None:
         stop = torch.minimum(stop, ends.long())
     first = (positions - window + 1).clamp_min(0) if window else positions * 0
@@ -309,8 +310,9 @@ turboquant_attention = register(
 """q [B, Q, H, D], rotated -> (out [B, Q, H, D] in q's dtype, log-sum-exp float32 [B, Q, H], -inf where no key is seen).
 
 cache uint8 [pages, kv_heads, page_bytes] as `TurboQuantLayout(D, k_bits, v_bits, k_variant, v_variant)` says; H is a
-multiple of kv_heads. Token i of row b stands at positions[b] + i and sees the keys up to itself that lie before ends[b]
-(None: no such end), with window > 0 only the latest `window`; the tokens from counts[b] on see nothing and get zeros.
+multiple of kv_heads. Token i of row b stands at positions[b] + i and sees the keys up to itself (none where that is
+negative) that lie before ends[b] (None: no such end), with window > 0 only the latest `window`; the tokens from
+counts[b] on see nothing and get zeros.
 `ends` is for tokens that are attended to elsewhere, exactly: the two results are merged by their log-sum-exp.
 `rotation` [D, D] (`formats.turboquant.rotation`, in q's dtype) turns the result back; without it, it stays rotated.
 `sinks` [H], float32, are logits that join the denominator (and the log-sum-exp) alone. `projection` [D, D] is needed

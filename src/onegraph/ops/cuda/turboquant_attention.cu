@@ -82,10 +82,11 @@ __device__ __forceinline__ u32 prmt(u32 a, u32 b, u32 s) {
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(s));
   return d;
 }
-__device__ __forceinline__ void mma(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+__device__ __forceinline__ void mma(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
+  asm("{.reg .b32 x, y; mov.b64 {x, y}, %8;"  // one operand: the registers of a pair stay side by side
+      "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {x,y}, {%0,%1,%2,%3};}"
       : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
 }
 __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -210,7 +211,7 @@ struct Span {
 __device__ __forceinline__ Span span_of(const Arguments& p, int b) {
   Span s;
   const int count = min(p.counts[b], p.length);
-  s.last = min(max(p.positions[b], 0), p.reach - 1);
+  s.last = min(p.positions[b], p.reach - 1);  // may be negative: before the first key
   s.end = min(s.last + count, p.reach);
   if (p.ends) s.end = min(s.end, p.ends[b]);
   s.tile = p.window > 0 ? max(s.last - p.window + 1, 0) / TILE : 0;
@@ -234,10 +235,10 @@ constexpr int STAGE = 2 * BLOCK_SHARED;
 constexpr int WORK_AT = STAGES_AT + (WARPS * STAGES * STAGE > MERGE ? WARPS * STAGES * STAGE : MERGE);
 
 // Splits: the least share of tiles with which the items of all sequences stay within the limit. One warp.
-__device__ __forceinline__ void plan(const Arguments& p, int* tiles, int2* work, int& items, int lane) {
+__device__ __forceinline__ void plan(const Arguments& p, const Span* spans, int2* work, int& items, int lane) {
   const int heads = p.kv_heads * p.row_tiles;
   int total = 0, most = 1;
-  for (int b = lane; b < p.batch; b += 32) total += tiles[b], most = max(most, tiles[b]);
+  for (int b = lane; b < p.batch; b += 32) total += spans[b].tiles, most = max(most, spans[b].tiles);
 #pragma unroll
   for (int o = 16; o; o >>= 1) {
     total += __shfl_xor_sync(~0u, total, o);
@@ -249,7 +250,7 @@ __device__ __forceinline__ void plan(const Arguments& p, int* tiles, int2* work,
     const int mine = max(p.least, (int)ceilf(even * (1.f + lane * lane / 256.f)));
     const float inverse = 1.f / mine;
     int needed = 0;
-    for (int b = 0; b < p.batch; b++) needed += (int)ceilf(tiles[b] * inverse - 1e-4f);
+    for (int b = 0; b < p.batch; b++) needed += (int)ceilf(spans[b].tiles * inverse - 1e-4f);
     const u32 fits = __ballot_sync(~0u, needed * heads <= p.limit);
     if (fits) share = __shfl_sync(~0u, mine, __ffs(fits) - 1);
   }
@@ -257,7 +258,7 @@ __device__ __forceinline__ void plan(const Arguments& p, int* tiles, int2* work,
   int before = 0;
   for (int start = 0; start < p.batch; start += 32) {
     const int b = start + lane;
-    const int splits = b < p.batch ? (int)ceilf(tiles[b] * inverse - 1e-4f) : 0;
+    const int splits = b < p.batch ? (int)ceilf(spans[b].tiles * inverse - 1e-4f) : 0;
     int sum = splits * heads;
 #pragma unroll
     for (int o = 1; o < 32; o <<= 1) {
@@ -274,15 +275,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) attend(const __
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   Fixed& fixed = *(Fixed*)smem;
   int2* work = (int2*)(smem + WORK_AT);
-  int* tiles = (int*)(work + p.batch);
+  Span* spans = (Span*)(work + p.batch);
   if (warp == 0) make_table<KBITS>(fixed.k_table, p.k_codebook, lane);
   if (warp == 1 % WARPS) make_table<VBITS>(fixed.v_table, p.v_codebook, lane);
   u8* probabilities = smem + P_AT + warp * NV * 8 * P_STRIDE;
   for (int i = lane; i < NV * 8 * P_STRIDE / 4; i += 32) ((u32*)probabilities)[i] = 0;
   wait_for_previous();
-  for (int b = threadIdx.x; b < p.batch; b += WARPS * 32) tiles[b] = span_of(p, b).tiles;
+  for (int b = threadIdx.x; b < p.batch; b += WARPS * 32) spans[b] = span_of(p, b);
   __syncthreads();
-  if (warp == 0) plan(p, tiles, work, fixed.items, lane);
+  if (warp == 0) plan(p, spans, work, fixed.items, lane);
   const Table kt = {fixed.k_table[0], fixed.k_table[1], fixed.k_table[2], fixed.k_table[3]};
   const Table vt = {fixed.v_table[0], fixed.v_table[1], fixed.v_table[2], fixed.v_table[3]};
   const float k_unit = ((float*)fixed.k_table)[4], v_unit = ((float*)fixed.v_table)[4];
@@ -292,7 +293,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) attend(const __
 
   const u32 stages = (u32)__cvta_generic_to_shared(smem + STAGES_AT) + warp * STAGES * STAGE;
   const u8* stages_here = smem + STAGES_AT + warp * STAGES * STAGE;
-  const size_t page_bytes = (size_t)PAGE_BLOCKS * BLOCK_BYTES;
+  const u32 page_bytes = PAGE_BLOCKS * BLOCK_BYTES, page_stride = p.kv_heads * page_bytes;
+  u32 moved[PER_LANE];  // where a lane's pieces of a block go in shared memory
+#pragma unroll
+  for (int j = 0; j < PER_LANE; j++) {
+    const int o = (j * 32 + lane) * 16, v = o - V_AT;
+    moved[j] = v < 0 ? o : v < 8 * V_ROW ? V_AT + v / V_ROW * V_STRIDE + v % V_ROW : o + MOVED;
+  }
 
   for (int item = blockIdx.x; item < fixed.items; item += gridDim.x) {
     int b = 0;
@@ -300,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) attend(const __
       if (b + step < p.batch && work[b + step].x <= item) b += step;
     const int splits = work[b].y, rest = item - work[b].x;
     const int pair = rest / splits, split = rest % splits, head = pair % p.kv_heads, row_tile = pair / p.kv_heads;
-    const Span span = span_of(p, b);
+    const Span span = spans[b];
     const int first = span.tile + (int)((long long)split * span.tiles / splits);
     const int stop = span.tile + (int)((long long)(split + 1) * span.tiles / splits);
 
@@ -313,24 +320,18 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) attend(const __
       for (int i = 0; i < 2; i++)
         page[i] = next < stop ? __ldg(table + min(next * 2 + i, blocks - 1) / PAGE_BLOCKS) : 0;
     };
+    const u8* mine = p.cache + (size_t)head * page_bytes + lane * 16;
     auto fetch = [&](int stage) {
       if (next < stop) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-          const int block = min(next * 2 + i, blocks - 1);
-          const int at = min(max(page[i], 0), p.pages - 1);
-          const u8* from = p.cache + ((size_t)at * p.kv_heads + head) * page_bytes + block % PAGE_BLOCKS * BLOCK_BYTES;
+          const u32 at = min(max(page[i], 0), p.pages - 1);
+          const u8* from = mine + (u64)at * page_stride;
+          if (PAGE_BLOCKS > 1) from += (u32)min(next * 2 + i, blocks - 1) % PAGE_BLOCKS * BLOCK_BYTES;
           const u32 to = stages + stage * STAGE + i * BLOCK_SHARED;
 #pragma unroll
-          for (int j = 0; j < PER_LANE; j++) {
-            const int o = (j * 32 + lane) * 16;
-            int moved = o;
-            if (MOVED > 0) {
-              const int v = o - V_AT;
-              moved = v < 0 ? o : v < 8 * V_ROW ? V_AT + v / V_ROW * V_STRIDE + v % V_ROW : o + MOVED;
-            }
-            if (CHUNKS % 32 == 0 || j < PER_LANE - 1 || o < BLOCK_BYTES) copy16(to + moved, from + o);
-          }
+          for (int j = 0; j < PER_LANE; j++)
+            if (CHUNKS % 32 == 0 || j < PER_LANE - 1 || (j * 32 + lane) * 16 < BLOCK_BYTES) copy16(to + moved[j], from + j * 512);
         }
         next += WARPS;
         look_ahead();
@@ -378,7 +379,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) attend(const __
       }
     }
     __syncthreads();
-    u32 qf[K_STEPS][NT][2];
+    u64 qf[K_STEPS][NT];
     int2 start[NT];
     float unit[NT];
     int seen_to[NT], seen_from[NT];  // keys that the lane's query of each column tile sees
@@ -387,6 +388,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) attend(const __
 #pragma unroll
       for (int c = 0; c < K_STEPS; c++) {
         const u8* query = fixed.query[2 * (n * 4 + g / 2) + g % 2];
+        u32 words[2];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           u32 word = 0;
@@ -400,8 +402,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) attend(const __
               if (d < DIM) word |= (u32)query[d] << 8 * i;
             }
           }
-          qf[c][n][half] = word;
+          words[half] = word;
         }
+        qf[c][n] = (u64)words[1] << 32 | words[0];
       }
       start[n] = fixed.start[n * 4 + t];
       unit[n] = fixed.scale[n * 4 + t];
@@ -468,10 +471,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) attend(const __
             look_up<KBITS>(a0, a2, nibbles<KBITS>(top_words[j], top_high, q), kt);
             look_up<KBITS>(a1, a3, nibbles<KBITS>(low_words[j], low_high, q), kt);
 #pragma unroll
-            for (int n = 0; n < NT; n++) {
-              const u32* f = qf[j * (4 / KW) + q][n];
-              mma(s[n], a0, a1, a2, a3, f[0], f[1]);
-            }
+            for (int n = 0; n < NT; n++) mma(s[n], a0, a1, a2, a3, qf[j * (4 / KW) + q][n]);
           }
         }
         const u16* norms = (const u16*)(block + NORMS + MOVED);
@@ -669,72 +669,132 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) attend(const __
   }
 }
 
-// One block a query: its splits by their references, then the rotation back.
-constexpr int MERGERS = 8, OWN = (DIM + 31) / 32;
-extern "C" __global__ void __launch_bounds__(MERGERS * 32) merge(const __grid_constant__ Arguments p) {
-  float (*part)[DIM] = (float (*)[DIM])smem, *result = (float*)smem + MERGERS * DIM;
+// Queries by their splits' references, then the rotation back, which is read once for the MERGED queries of a block.
+constexpr int MERGERS = 8, OWN = (DIM + 31) / 32, AHEAD = 4;
+constexpr int PARTS = MERGERS * 32 / (DIM / 2), PART = (DIM + PARTS - 1) / PARTS;  // rows of the rotation, of a thread
+template <int MERGED> __device__ __forceinline__ void merge(const Arguments& p) {
+  constexpr int EACH = MERGERS / MERGED;  // warps of a query
+  float (*part)[DIM] = (float (*)[DIM])smem, (*result)[DIM] = part + MERGERS, (*turned)[DIM] = result + MERGED;
+  float2* sums = (float2*)(turned + PARTS * MERGED);
   let_next_start();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int heads = p.kv_heads * p.group, at = blockIdx.x, b = at / (p.length * heads);
-  const int step = at / heads % p.length, query_head = at % heads, head = query_head / p.group;
-  const int row = step * p.group + query_head % p.group, row_tile = row / ROWS, r = row % ROWS;
-  wait_for_previous();
-  const int2 work = p.work[b];
-  const bool real = step < p.counts[b];
-  const int splits = real ? work.y : 0;
-  const size_t first = work.x + (size_t)(row_tile * p.kv_heads + head) * work.y;
-  const float sink = p.sinks ? p.sinks[query_head] * 1.4426950408889634f : -INF;
-  float most = fmaxf(NONE, sink);
-  for (int i = lane; i < splits; i += 32) most = fmaxf(most, p.sums[(first + i) * ROWS + r].x);
+  const int heads = p.kv_heads * p.group, queries = p.batch * p.length * heads;
+  const int column = threadIdx.x % (DIM / 2) * 2, from = threadIdx.x / (DIM / 2) * PART;
+  u32 rotation[DTYPE < 2 ? PART : 1];  // no kernel of a step writes it: it may be read ahead
+  if (DTYPE < 2 && p.rotation) {
 #pragma unroll
-  for (int o = 16; o; o >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
-  float total = 0.f;
-  for (int i = lane; i < splits; i += 32) {
-    const float2 v = p.sums[(first + i) * ROWS + r];
-    total += v.y * exp2f(v.x - most);
+    for (int i = 0; i < PART; i++)
+      rotation[i] = from + i < DIM ? __ldg((const u32*)p.rotation + ((from + i) * DIM + column) / 2) : 0;
   }
+  wait_for_previous();
+  {
+    const int at = blockIdx.x * MERGED + warp / EACH;
+    int splits = 0;
+    size_t first = 0;
+    int r = 0;
+    if (at < queries) {
+      const int b = at / (p.length * heads), step = at / heads % p.length, head = at % heads;
+      const int row = step * p.group + head % p.group;
+      const int2 work = p.work[b];
+      if (step < p.counts[b]) splits = work.y;
+      first = work.x + (size_t)(row / ROWS * p.kv_heads + head / p.group) * work.y;
+      r = row % ROWS;
+    }
+    float most = NONE, total = 0.f, v[OWN];
 #pragma unroll
-  for (int o = 16; o; o >>= 1) total += __shfl_xor_sync(~0u, total, o);
-  if (p.sinks) total += exp2f(sink - most);
-  float v[OWN];
+    for (int k = 0; k < OWN; k++) v[k] = 0.f;
+    for (int start = warp % EACH; start < splits; start += EACH * AHEAD) {
+      float2 sum[AHEAD];
+      float u[AHEAD][OWN];
 #pragma unroll
-  for (int i = 0; i < OWN; i++) v[i] = 0.f;
-#pragma unroll 4
-  for (int i = warp; i < splits; i += MERGERS) {
-    const float f = exp2f(p.sums[(first + i) * ROWS + r].x - most);
-    const float* from = p.partial + ((first + i) * ROWS + r) * DIM;
+      for (int i = 0; i < AHEAD; i++) {
+        const int split = start + i * EACH;
+        const size_t row = (first + split) * ROWS + r;
+        sum[i] = split < splits ? p.sums[row] : make_float2(NONE, 0.f);
+#pragma unroll
+        for (int k = 0; k < OWN; k++) {
+          const bool there = split < splits && (DIM % 32 == 0 || k * 32 + lane < DIM);
+          u[i][k] = there ? p.partial[row * DIM + k * 32 + lane] : 0.f;
+        }
+      }
+      float higher = most;
+#pragma unroll
+      for (int i = 0; i < AHEAD; i++) higher = fmaxf(higher, sum[i].x);
+      const float keep = exp2f(most - higher);
+      total *= keep;
+#pragma unroll
+      for (int k = 0; k < OWN; k++) v[k] *= keep;
+#pragma unroll
+      for (int i = 0; i < AHEAD; i++) {
+        const float f = exp2f(sum[i].x - higher);
+        total = fmaf(sum[i].y, f, total);
+#pragma unroll
+        for (int k = 0; k < OWN; k++) v[k] = fmaf(u[i][k], f, v[k]);
+      }
+      most = higher;
+    }
 #pragma unroll
     for (int k = 0; k < OWN; k++)
-      if (DIM % 32 == 0 || k * 32 + lane < DIM) v[k] = fmaf(from[k * 32 + lane], f, v[k]);
+      if (DIM % 32 == 0 || k * 32 + lane < DIM) part[warp][k * 32 + lane] = v[k];
+    if (lane == 0) sums[warp] = make_float2(most, total);
   }
-#pragma unroll
-  for (int k = 0; k < OWN; k++)
-    if (DIM % 32 == 0 || k * 32 + lane < DIM) part[warp][k * 32 + lane] = v[k];
   __syncthreads();
-  const float inverse = total > 0.f ? 1.f / total : 0.f;
-  for (int d = threadIdx.x; d < DIM; d += MERGERS * 32) {
-    float s = 0.f;
+  for (int i = threadIdx.x; i < MERGED * DIM; i += MERGERS * 32) {
+    const int m = i / DIM, d = i % DIM, at = blockIdx.x * MERGED + m;
+    if (at >= queries) break;
+    const float sink = p.sinks ? p.sinks[at % heads] * 1.4426950408889634f : -INF;
+    float most = fmaxf(NONE, sink), s = 0.f;
 #pragma unroll
-    for (int k = 0; k < MERGERS; k++) s += part[k][d];
-    s *= inverse;
-    if (p.rotation) result[d] = s * p.back;
+    for (int k = 0; k < EACH; k++) most = fmaxf(most, sums[m * EACH + k].x);
+    float total = p.sinks ? exp2f(sink - most) : 0.f;
+#pragma unroll
+    for (int k = 0; k < EACH; k++) {
+      const float f = exp2f(sums[m * EACH + k].x - most);
+      total = fmaf(sums[m * EACH + k].y, f, total);
+      s = fmaf(part[m * EACH + k][d], f, s);
+    }
+    s = total > 0.f ? s / total : 0.f;
+    if (p.rotation) result[m][d] = s * p.back;
     else store(p.out, (size_t)at * DIM + d, s);
+    if (d == 0) p.lse[at] = total > 0.f ? (most + log2f(total)) * 0.6931471805599453f : -INF;
   }
-  if (threadIdx.x == 0) p.lse[at] = total > 0.f ? (most + log2f(total)) * 0.6931471805599453f : -INF;
   if (!p.rotation) return;
   __syncthreads();
-  for (int i = threadIdx.x; i < MERGERS * DIM; i += MERGERS * 32) {  // eight parts of the rows
-    const int d = i % DIM, from = i / DIM * (DIM / MERGERS);
-    float s = 0.f;
+  if (from < DIM) {
+    float s[MERGED][2];
 #pragma unroll
-    for (int k = 0; k < DIM / MERGERS; k++) s = fmaf(result[from + k], load(p.rotation, (size_t)(from + k) * DIM + d), s);
-    part[i / DIM][d] = s;
+    for (int m = 0; m < MERGED; m++) s[m][0] = s[m][1] = 0.f;
+#pragma unroll
+    for (int i = 0; i < PART; i++) {
+      float2 c;
+      if (DTYPE == 2) {
+        c = from + i < DIM ? *(const float2*)((const float*)p.rotation + (from + i) * DIM + column) : make_float2(0.f, 0.f);
+      } else {
+        const u32 word = rotation[DTYPE < 2 ? i : 0];
+        c = DTYPE == 1 ? make_float2(from_half(word), from_half(word >> 16))
+                       : make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u));
+      }
+#pragma unroll
+      for (int m = 0; m < MERGED; m++) {
+        const float z = DIM % PARTS == 0 || from + i < DIM ? result[m][from + i] : 0.f;
+        s[m][0] = fmaf(z, c.x, s[m][0]), s[m][1] = fmaf(z, c.y, s[m][1]);
+      }
+    }
+    if (threadIdx.x / (DIM / 2) < PARTS) {
+#pragma unroll
+      for (int m = 0; m < MERGED; m++)
+        *(float2*)&turned[threadIdx.x / (DIM / 2) * MERGED + m][column] = make_float2(s[m][0], s[m][1]);
+    }
   }
   __syncthreads();
-  for (int d = threadIdx.x; d < DIM; d += MERGERS * 32) {
+  for (int i = threadIdx.x; i < MERGED * DIM; i += MERGERS * 32) {
+    const int m = i / DIM, d = i % DIM, at = blockIdx.x * MERGED + m;
+    if (at >= queries) break;
     float s = 0.f;
 #pragma unroll
-    for (int k = 0; k < MERGERS; k++) s += part[k][d];
+    for (int k = 0; k < PARTS; k++) s += turned[k * MERGED + m][d];
     store(p.out, (size_t)at * DIM + d, s);
   }
 }
+extern "C" __global__ void __launch_bounds__(MERGERS * 32) merge_1(const __grid_constant__ Arguments p) { merge<1>(p); }
+extern "C" __global__ void __launch_bounds__(MERGERS * 32) merge_4(const __grid_constant__ Arguments p) { merge<4>(p); }

@@ -22,6 +22,7 @@ MAX_DIM, MAX_BATCH = 256, 1024
 SM_SHARED = 228 * 1024  # bytes of an SM, 1024 of them reserved for each block
 LEAST = 4  # tiles of 32 tokens that a split has at least
 MAX_STAGES = 4
+MANY = 128  # queries, from which on a block merges four of them
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Variant:
 
     @property
     def per_sm(self) -> int:
-        """Blocks that share an SM: two where their registers suffice."""
+        """Blocks that share an SM: two where their registers suffice. (One of 16 warps was slower but for 32k x 8.)"""
         return 2 if self.dim <= 128 and self.rows <= 8 else 1
 
     @property
@@ -57,7 +58,7 @@ class Variant:
         fixed = 64 + 12 * self.rows * (1 + self.warps) + 2 * self.rows * (self.dim + 16) + 192
         probabilities = self.warps * max(8, self.rows) * 80
         ring = max(stages * self.stage, self.rows * self.dim * 4) * self.warps
-        return fixed + probabilities + ring + 12 * batch
+        return fixed + probabilities + ring + 24 * batch
 
     def stages(self, batch: int) -> int:
         """Tiles that a warp has in flight: as many as fit, at least one."""
@@ -70,7 +71,7 @@ def _kernels(variant: Variant, stages: int, device: int) -> tuple[build.Kernel, 
     v = variant
     defines = {"DIM": v.dim, "KBITS": v.k_bits, "VBITS": v.v_bits, "ROWS": v.rows, "DTYPE": v.dtype}
     defines |= {"PAGE_BLOCKS": v.page_blocks, "WARPS": v.warps, "STAGES": stages, "PER_SM": v.per_sm}
-    return build.load(SOURCE, defines, ("attend", "merge"), device, v.shared(stages, 1))
+    return build.load(SOURCE, defines, ("attend", "merge_1", "merge_4"), device, v.shared(stages, 1))
 
 
 @cache
@@ -97,11 +98,14 @@ def takes(q: Tensor) -> bool:
 
 
 def _limit(pairs: int, at_once: int) -> int:
-    """Items that all splits together may make: one a block, or, where (sequence, head) pairs alone are more, four."""
-    if pairs > at_once:
-        return 4 * at_once
-    whole = at_once // pairs * pairs  # the same number of splits for each pair leaves no block with two of them
-    return whole if whole >= 0.9 * at_once else at_once
+    """Items that all splits together may make. Where (sequence, head) pairs are fewer than blocks, one a block, and the
+    same number for each pair if that leaves few blocks idle; else the fewest splits that fill nine tenths of the last
+    wave."""
+    if pairs <= at_once:
+        whole = at_once // pairs * pairs
+        return whole if whole >= 0.9 * at_once else at_once
+    full = (n for n in range(pairs, 5 * pairs, pairs) if n >= 0.9 * at_once * -(-n // at_once))
+    return next(full, 4 * pairs)
 
 
 def attend(
@@ -130,7 +134,7 @@ def attend(
     bits = [c.numel().bit_length() - 1 for c in (k_codebook, v_codebook)]
     variant = Variant(dim, bits[0], bits[1], rows, DTYPES[q.dtype], page_size // 16)
     stages = variant.stages(batch)
-    kernel, merge = _kernels(variant, stages, device)
+    kernel, *mergers = _kernels(variant, stages, device)
 
     row_tiles = -(-length * group // rows)
     blocks, pairs = _sms(device) * variant.per_sm, batch * kv_heads * row_tiles
@@ -151,5 +155,9 @@ def attend(
     with torch.cuda.device(q.device):
         grid = (min(blocks, items), 1, 1)
         kernel.launch(grid, variant.warps * 32, variant.shared(stages, batch), 1, stream, arguments)
-        merge.launch((batch * length * heads, 1, 1), 256, 9 * dim * 4, 1, stream, arguments)
+        queries = batch * length * heads
+        merged = 4 if queries >= MANY else 1  # by a block, which reads the rotation once
+        parts = 8 + merged + 512 // dim * merged
+        merge = mergers[merged == 4]
+        merge.launch((-(-queries // merged), 1, 1), 256, parts * dim * 4 + 64, 1, stream, arguments)
     return out, lse
