@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from onegraph.formats.e8p import codebook, hadamard_block, residual_dtype
-from onegraph.ops.cuda import build
+from onegraph.ops.cuda import build, e8p_dense
 from onegraph.ops.cuda import e8p as cuda_e8p
 from onegraph.ops.e8p import e8p_decode
 
@@ -133,7 +133,41 @@ def test_what_stands_around_the_linear(n: int, k: int, bits: int, tokens: int) -
 
 
 @gpu
-@pytest.mark.parametrize("tokens", [1, 16, 40, 150])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize(("n", "k"), [(192, 576), (960, 1536), (320, 4160), (4096, 1024)])
+def test_many_tokens_through_the_weight(bits: int, n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weight is rounded too, and what stands in front: half a unit in the last place each. In one strip, in more."""
+    x, *rest = _arguments(515, n, k, bits, bias=True)
+    both, strips = torch.cat([x, x.flip(-1)], dim=-1), (e8p_dense.STRIP_BYTES, 2 * k * 130)
+    for dtype, bound in ((torch.bfloat16, 3.5e-3), (torch.float16, 6e-4)):
+        add = torch.randn(len(x), n, device="cuda").to(dtype)
+        for options in ((None,), (add, 1e-5), (add, None, True), (add.float(), 1e-5, False, True)):
+            given = (both if len(options) == 3 else x).to(dtype)
+            plain = rest if options[0] is not None else [*rest[:-2], None, bits]  # straight into the result
+            results = []
+            for size in strips:
+                monkeypatch.setattr(e8p_dense, "STRIP_BYTES", size)
+                _poison((len(x), n), torch.float32 if len(options) == 4 else dtype)
+                results.append(cuda_e8p.linear(given, *plain, *options))
+            truth = _truth(given, *plain, *options)
+            assert all(_error(y, truth) < bound for y in results), (dtype, options[1:])
+
+
+@gpu
+def test_the_weight_is_what_the_codes_stand_for() -> None:
+    for (n, k), bits, (dtype, bound) in product(
+        ((128, 256), (320, 576), (192, 4160)), (2, 3, 4), ((torch.bfloat16, 1.75e-3), (torch.float16, 2.3e-4))
+    ):
+        _, codes, rest, table, in_scale, out_scale, _, _ = _arguments(1, n, k, bits)
+        w = torch.full((n, k), float("nan"), dtype=dtype, device="cuda")
+        blocks = [64 if size % 128 else 128 for size in (n, k)]
+        e8p_dense.weight(codes, rest, table, in_scale, out_scale, bits, blocks[0], (blocks[0] * blocks[1]) ** -0.5, w)
+        eye = torch.eye(k, dtype=torch.float64, device="cuda")
+        assert _error(w, _truth(eye, codes, rest, table, in_scale, out_scale, None, bits).T) < bound, (n, k, bits)
+
+
+@gpu
+@pytest.mark.parametrize("tokens", [1, 16, 40, 150, 600])
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_same_bits_each_time_and_in_a_graph(bits: int, tokens: int) -> None:
     args = _arguments(tokens, 4096, 4096, bits)

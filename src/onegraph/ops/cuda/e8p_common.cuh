@@ -130,19 +130,19 @@ __device__ __forceinline__ TableWords load_table_words(const uint2* codebook, in
   }
   return words;
 }
-__device__ __forceinline__ void build_runs(uint2 row, int block, int lane) {
-  const int q = block * 32 + lane;
-  u32 word;
-  if (q >= 512) {
-    word = ((row.x & 0x0F0F0F0Fu) | ((row.y & 0x0F0F0F0Fu) << 4)) ^ 0x88888888u;
-  } else if (q & 1) {
+// The word at place q of the tables: T1's at even places, T2's at odd ones, E81B's from 512 on. `row` as codebook_row.
+__device__ __forceinline__ u32 table_word(uint2 row, int q) {
+  if (q >= 512) return ((row.x & 0x0F0F0F0Fu) | ((row.y & 0x0F0F0F0Fu) << 4)) ^ 0x88888888u;
+  if (q & 1) {
     const u32 p = __popc(q >> 1) & 1, s = (q >> 1) ^ p;
-    word = ((s & 15) * 0x00204081u & 0x01010101u) * 0x0Eu;
+    u32 word = ((s & 15) * 0x00204081u & 0x01010101u) * 0x0Eu;
     word |= ((s >> 4) * 0x00204081u & 0x01010101u) * 0xE0u;
-    word ^= p * 0x11111111u;
-  } else {
-    word = ((row.x >> 1 & 0x0F0F0F0Fu) | ((row.y >> 1 & 0x0F0F0F0Fu) << 4)) ^ 0x88888888u;
+    return word ^ p * 0x11111111u;
   }
+  return ((row.x >> 1 & 0x0F0F0F0Fu) | ((row.y >> 1 & 0x0F0F0F0Fu) << 4)) ^ 0x88888888u;
+}
+__device__ __forceinline__ void build_runs(uint2 row, int block, int lane) {
+  const u32 word = table_word(row, block * 32 + lane);
 #pragma unroll
   for (int i = 0; i < 8; i++) {
     const u32 v = __shfl_sync(~0u, word, i * 4 + lane / 8);
