@@ -136,7 +136,7 @@ def test_what_stands_around_the_linear(n: int, k: int, bits: int, tokens: int) -
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize(("n", "k"), [(192, 576), (960, 1536), (320, 4160), (4096, 1024)])
 def test_many_tokens_through_the_weight(bits: int, n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The weight is rounded too, and what stands in front: half a unit in the last place each. In one strip, in more."""
+    """The weight is rounded too, and what stands in front: half a unit in the last place each. One strip or more."""
     x, *rest = _arguments(515, n, k, bits, bias=True)
     both, strips = torch.cat([x, x.flip(-1)], dim=-1), (e8p_dense.STRIP_BYTES, 2 * k * 130)
     for dtype, bound in ((torch.bfloat16, 3.5e-3), (torch.float16, 6e-4)):
