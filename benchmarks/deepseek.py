@@ -1,23 +1,32 @@
 """The decode step of DeepSeek-V4 with random NVFP4 weights of the true shapes, captured and eager, over some GPUs.
 
-    python benchmarks/deepseek.py --model flash --gpus 2 --context 8192 --batch 1 16
+    python benchmarks/deepseek.py --model flash --gpus 2 --context 8192 --batch 1 16 --profile --soak 1000
 
 Weights and state are made on the devices; `--layers N` takes only the first N layers, for a machine that is too small
-for all. Prints one JSON line a batch.
+for all. Prints a JSON line as soon as it is measured: each batch captured, where the first one's time goes
+(`--profile`), each batch eagerly, a soak's verdict (`--soak STEPS`).
 """
 
 import argparse
 import json
 import statistics
 import sys
+import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from onegraph.engine import placed
 from onegraph.engine.bench import copy_bandwidth, machine
 from onegraph.engine.placed import PlacedEngine
+from onegraph.engine.soak import Round, soak
 from onegraph.formats.nvfp4 import GROUP
 from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.models.deepseek_v4_config import DeepseekV4Config
@@ -94,42 +103,114 @@ class RandomWeights(DeepseekWeights):
 
 
 def active_bytes(model: DeepseekV4, batch: int) -> int:
-    """Weights that a step reads: all but the experts that no token uses (at most `batch` times top-k of them)."""
+    """Weights that a step reads, with experts as `batch` tokens that choose independently meet them."""
     total = 0
     for name, buffer in model.named_buffers():
         share = 1.0
         if ".experts." in name:
-            share = min(1.0, batch * model.config.top_k / model.config.experts)
+            share = 1 - (1 - model.config.top_k / model.config.experts) ** batch
         if not name.startswith("embed.") and not name.endswith(("cos", "sin", "table")):
             total += int(buffer.numel() * buffer.element_size() * share)
     return total
 
 
-def step_ms(engine: PlacedEngine, batch: int, context: int, steps: int) -> float:
-    """Median milliseconds of a decode step at `context`, replays queued one behind the other."""
-    pipeline = engine.runner("decode")
-    per_row = engine._cache.block_table.shape[1]
-    rows = {
-        "positions": torch.full((batch,), context, dtype=torch.int32),
-        "limits": torch.full((batch,), context + 4096, dtype=torch.int32),
-        "table": torch.arange(1, 1 + batch * per_row, dtype=torch.int32).view(batch, per_row),
-        "slots": torch.arange(1, 1 + batch, dtype=torch.int32),
-        "temperature": torch.zeros(batch), "top_k": torch.zeros(batch, dtype=torch.int32), "top_p": torch.ones(batch),
-        "seed": torch.zeros(batch, dtype=torch.int64),
-    }  # fmt: skip
-    times = []
-    with engine._pool.running() if engine._pool else torch.no_grad():
-        _, bucket = pipeline.load(drawn=torch.arange(batch), **rows)
-        for _ in range(4):
-            for device in engine._devices:
-                torch.cuda.synchronize(device)
-            begin = time.perf_counter()
-            for _ in range(steps):
-                pipeline.replay(bucket)
-            for device in engine._devices:
-                torch.cuda.synchronize(device)
-            times.append((time.perf_counter() - begin) / steps * 1e3)
-    return statistics.median(times[1:])
+class Decode:
+    """The decode step of `batch` rows that stand at `context`, over state of random content."""
+
+    def __init__(self, engine: PlacedEngine, batch: int, context: int) -> None:
+        self.engine, self.pipeline = engine, engine.runner("decode")
+        for tensor in engine._cache.tensors():
+            tensor.normal_()
+        per_row = engine._cache.block_table.shape[1]
+        zeros = torch.zeros(batch, dtype=torch.int32)
+        rows = {
+            "positions": zeros + context,
+            "limits": zeros + context + 4096,
+            "table": torch.arange(1, 1 + batch * per_row, dtype=torch.int32).view(batch, per_row),
+            "slots": torch.arange(1, 1 + batch, dtype=torch.int32),
+            "temperature": torch.zeros(batch), "top_k": zeros, "top_p": torch.ones(batch), "seed": zeros.long(),
+        }  # fmt: skip
+        with self.running():
+            _, self.bucket = self.pipeline.load(drawn=torch.arange(batch), **rows)
+
+    def running(self) -> Any:
+        return self.engine._pool.running() if self.engine._pool else torch.no_grad()
+
+    def times(self, steps: int) -> None:
+        """So many steps, queued one behind the other, to their end."""
+        for _ in range(steps):
+            self.pipeline.replay(self.bucket)
+        for device in self.engine._devices:
+            torch.cuda.synchronize(device)
+
+    def milliseconds(self, steps: int) -> float:
+        """Median of a step."""
+        found = []
+        with self.running():
+            for _ in range(4):
+                self.times(1)  # the devices are awake and the host is not ahead
+                begin = time.perf_counter()
+                self.times(steps)
+                found.append((time.perf_counter() - begin) / steps * 1e3)
+        return statistics.median(found[1:])
+
+
+def charges(step: Decode, replays: int = 6) -> dict[str, Any]:
+    """Where a replay's time goes, by kernel and grid.
+
+    Launches of a device overlap where they are programmatic, so each is charged from the end of the one before it to
+    its own end; the first one of a replay, which waits for the other device, for what it took itself.
+    """
+    with step.running(), profile(activities=[ProfilerActivity.CUDA]) as trace:
+        for _ in range(replays):
+            step.times(1)
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        trace.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text())["traceEvents"]
+    devices: dict[int, list[Any]] = defaultdict(list)
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            devices[event["args"].get("device", 0)].append(event)
+    spent: dict[tuple[str, str], list[float]] = defaultdict(list)
+    launches = {}
+    for device, each in devices.items():
+        each.sort(key=lambda event: event["ts"] + event.get("dur", 0))
+        count = launches[device] = len(each) // replays
+        ends = [event["ts"] + event.get("dur", 0) for event in each]
+        for i, event in enumerate(each):
+            grid = "x".join(map(str, event["args"].get("grid", ())))
+            first = i % count == 0 and len(each) == count * replays
+            took = event.get("dur", 0)
+            own = took if i == 0 or first else min(ends[i] - ends[i - 1], took + 5.0)
+            spent[event["name"][:56], grid].append(own)
+    rows = [
+        {
+            "kernel": name,
+            "grid": grid,
+            "launches": round(len(us) / replays, 2),
+            "us": round(statistics.median(us), 2),
+            "total_us": round(sum(us) / replays, 1),
+        }
+        for (name, grid), us in spent.items()
+    ]
+    rows.sort(key=lambda row: -row["total_us"])
+    return {"launches": launches, "step_us": round(sum(r["total_us"] for r in rows), 1), "kernels": rows}
+
+
+def watch(model: DeepseekV4, steps: int, say: Callable[..., None]) -> None:
+    """`onegraph soak` of this model in rounds of 256 steps."""
+
+    def make(tested: bool) -> PlacedEngine:
+        return PlacedEngine(model, max_batch=1, max_context=272, chunk=16, capture=tested)
+
+    began = time.perf_counter()
+
+    def tell(this: Round, done: int) -> None:
+        say(soak_round=asdict(this), done=done, seconds=round(time.perf_counter() - began, 1))
+
+    with tempfile.TemporaryDirectory() as folder:
+        verdict = soak(make, steps=steps, path=Path(folder) / "rounds.jsonl", batch=1, on_round=tell)
+    say(soak=asdict(verdict), passed=verdict.passed, seconds=round(time.perf_counter() - began, 1))
 
 
 def main() -> None:
@@ -138,9 +219,11 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--context", type=int, default=8192)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1])
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--batch", type=int, nargs="*", default=[1])
+    parser.add_argument("--steps", type=int, default=50, help="0: eager only")
     parser.add_argument("--eager-steps", type=int, default=2, help="0: captured only")
+    parser.add_argument("--profile", action="store_true", help="by kernel, of the first batch")
+    parser.add_argument("--soak", type=int, default=0, metavar="STEPS")
     args = parser.parse_args()
     wanted = {"model_type": "deepseek_v4", "rope_scaling": YARN, **(FLASH if args.model == "flash" else PRO)}
     config = DeepseekV4Config.from_dict({**wanted, "num_hidden_layers": args.layers or wanted["num_hidden_layers"]})
@@ -148,24 +231,37 @@ def main() -> None:
     reach = args.context + 4352
     began = time.perf_counter()
     model = DeepseekV4.assemble(RandomWeights(config, torch.bfloat16), devices, reach)
-    print(f"made in {time.perf_counter() - began:.1f} s, layers {[len(s) for s in model.stages]}", file=sys.stderr)
+    bandwidth = copy_bandwidth(devices[0])
+    about = {
+        "bench": "deepseek", "model": args.model, "layers": config.layers, "gpus": args.gpus, "context": args.context,
+        "command": " ".join(["python", "benchmarks/deepseek.py", *sys.argv[1:]]), **machine(devices[0]),
+    }  # fmt: skip
+
+    def note(text: str) -> None:
+        print(f"{time.perf_counter() - began:6.1f} s: {text}", file=sys.stderr, flush=True)
+
+    def say(**row: Any) -> None:
+        print(json.dumps(row | about), flush=True)
+
+    note(f"made, layers {[len(s) for s in model.stages]}, {bandwidth / 1e12:.2f} TB/s")
     placed._buckets = lambda largest: [largest]  # type: ignore[assignment]  # no other is timed
     for batch in args.batch:
-        row = {
-            "bench": "deepseek", "model": args.model, "layers": config.layers, "gpus": args.gpus, "batch": batch,
-            "context": args.context, "command": " ".join(["python", "benchmarks/deepseek.py", *sys.argv[1:]]),
-        }  # fmt: skip
-        for capture in (True, False) if args.eager_steps else (True,):
-            engine = PlacedEngine(model, max_batch=batch, max_context=reach, chunk=16, capture=capture)
-            began = time.perf_counter()
-            steps = args.steps if capture else args.eager_steps
-            ms = step_ms(engine, batch, args.context, steps)
-            row["captured_ms" if capture else "eager_ms"] = round(ms, 3)
-            print(f"{batch} {capture}: {ms:.3f} ms, {time.perf_counter() - began:.1f} s in all", file=sys.stderr)
-            del engine
-        roof = active_bytes(model, batch) / copy_bandwidth(devices[0]) * 1e3
-        row |= {"active_gb": round(active_bytes(model, batch) / 1e9, 3), "floor_ms": round(roof, 3)}
-        print(json.dumps(row | machine(devices[0])), flush=True)
+        floor = {"active_gb": round(active_bytes(model, batch) / 1e9, 3)}
+        floor["floor_ms"] = round(active_bytes(model, batch) / bandwidth * 1e3, 3)
+        for mode, steps in (("captured", args.steps), ("eager", args.eager_steps)):
+            if not steps:
+                continue
+            engine = PlacedEngine(model, max_batch=batch, max_context=reach, chunk=16, capture=mode == "captured")
+            step = Decode(engine, batch, args.context)
+            note(f"batch {batch} {mode}: ready")
+            say(batch=batch, mode=mode, ms=round(step.milliseconds(steps), 3), **floor)
+            if mode == "captured" and args.profile and batch == args.batch[0]:
+                say(batch=batch, profile=charges(step))
+            del engine, step
+            note(f"batch {batch} {mode}: done")
+    if args.soak:
+        watch(model, args.soak, say)
+        note("soaked")
 
 
 if __name__ == "__main__":

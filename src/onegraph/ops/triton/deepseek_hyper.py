@@ -1,4 +1,4 @@
-"""Hyper-connections: the mixing weights in slices of the streams, then Sinkhorn, mixture and RMSNorm in one program."""
+"""Hyper-connections: the mixing weights in slices of the streams, then mixture and RMSNorm beside Sinkhorn."""
 
 import triton
 import triton.language as tl
@@ -41,6 +41,8 @@ def _mix(
     H: tl.constexpr, HP: tl.constexpr, M: tl.constexpr, SLICES: tl.constexpr, WIDTH: tl.constexpr,
     ITERATIONS: tl.constexpr, HEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Program 0 of a token: the mixture and its RMSNorm. Program 1, which a head has not: post and comb. Side by side,
+    since the chain of Sinkhorn's iterations is as long as the rest."""
     let_next_start(PDL)
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, HP)
@@ -49,9 +51,20 @@ def _mix(
     part = tl.arange(0, SLICES)
     square = tl.sum(tl.load(squares + token * slices + part, mask=part < slices, other=0.0), axis=0)
     unit = 1.0 / tl.sqrt_rn(square / (H * dim) + eps)
-    pre = _gather(dots, token, slices, 0, i, there, unit * tl.load(scale), M, SLICES)
-    pre = tl.sigmoid(pre + tl.load(base + i, mask=there, other=0.0)) + floor
-    if not HEAD:
+    if tl.program_id(1) == 0:
+        pre = _gather(dots, token, slices, 0, i, there, unit * tl.load(scale), M, SLICES)
+        pre = tl.sigmoid(pre + tl.load(base + i, mask=there, other=0.0)) + floor
+        column = tl.arange(0, WIDTH)
+        inside = column < dim
+        total = tl.zeros((WIDTH,), dtype=tl.float32)
+        for h in tl.static_range(H):
+            gain = tl.sum(tl.where(i == h, pre, 0.0), axis=0)
+            total += gain * tl.load(streams + (token * H + h) * dim + column, mask=inside, other=0.0).to(tl.float32)
+        total = total.to(x.dtype.element_ty).to(tl.float32)
+        unit = 1.0 / tl.sqrt_rn(tl.sum(total * total, axis=0) / dim + eps)
+        gain = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(x + token * dim + column, (total * unit * gain).to(x.dtype.element_ty), mask=inside)
+    elif not HEAD:
         y = _gather(dots, token, slices, H, i, there, unit * tl.load(scale + 1), M, SLICES)
         y = 2.0 * tl.sigmoid(y + tl.load(base + H + i, mask=there, other=0.0))
         tl.store(post + token * H + i, y, mask=there)
@@ -71,16 +84,6 @@ def _mix(
             c = tl.where(real, c / (tl.sum(c, axis=0) + floor)[None, :], 0.0)
         at = token * (H * H) + i[:, None] * H + i[None, :]
         tl.store(comb + at, c, mask=real)
-    column = tl.arange(0, WIDTH)
-    inside = column < dim
-    total = tl.zeros((WIDTH,), dtype=tl.float32)
-    for h in tl.static_range(H):
-        gain = tl.sum(tl.where(i == h, pre, 0.0), axis=0)
-        total += gain * tl.load(streams + (token * H + h) * dim + column, mask=inside, other=0.0).to(tl.float32)
-    total = total.to(x.dtype.element_ty).to(tl.float32)
-    unit = 1.0 / tl.sqrt_rn(tl.sum(total * total, axis=0) / dim + eps)
-    gain = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(x + token * dim + column, (total * unit * gain).to(x.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -117,7 +120,7 @@ def _collapse(
         _dots[(slices, tokens)](
             streams, fn, dots, squares, size, M=m, WIDE=triton.next_power_of_2(m), SLICE=SLICE, num_warps=8, **opts
         )
-        _mix[(tokens,)](
+        _mix[(tokens, 1 if head else 2)](
             streams, dots, squares, base, scale, norm, x, post, comb, dim, eps, floor, slices,
             H=h, HP=triton.next_power_of_2(h), M=m, SLICES=triton.next_power_of_2(slices),
             WIDTH=triton.next_power_of_2(dim), ITERATIONS=iterations, HEAD=head,
