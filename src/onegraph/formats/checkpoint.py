@@ -151,6 +151,10 @@ class Checkpoint:
                 )
         return value.to(device=device, dtype=dtype or value.dtype)
 
+    def unrounded(self, name: str) -> torch.Tensor:
+        """The tensor on the CPU as it is stored; where it is stored in blocks that `tensor` decodes, in float32."""
+        return self.tensor(name)
+
     def _read(self, name: str, dtype: torch.dtype | None) -> torch.Tensor:
         info = self.info(name)
         try:

@@ -89,6 +89,9 @@ class GGUFCheckpoint(Checkpoint):
         if hasattr(mmap, "MADV_DONTNEED"):  # the map itself stays: there is one file, and more of it to read
             self._data.madvise(mmap.MADV_DONTNEED)
 
+    def unrounded(self, name: str) -> torch.Tensor:
+        return self.tensor(name, dtype=torch.float32)
+
     def _read(self, name: str, dtype: torch.dtype | None) -> torch.Tensor:
         gguf = _gguf()
         info, source = self.info(name), self._sources.get(name)

@@ -110,7 +110,7 @@ class Weights:
     # --------------------------------------------------------------------------------------------------- making it
 
     def tensor(self, name: str) -> Tensor:
-        return self._stream(self.checkpoint.tensor(name), self.dtype)
+        return self._stream(self.checkpoint.unrounded(name), self.dtype)
 
     def forget(self) -> None:
         """Drops the maps of the files read so far, whose pages count as this process's memory."""
@@ -176,4 +176,4 @@ class Weights:
         )
 
     def _wide(self, name: str) -> Tensor:
-        return self._stream(self.checkpoint.tensor(name), torch.float32)
+        return self._stream(self.checkpoint.unrounded(name), torch.float32)
