@@ -355,7 +355,9 @@ def test_a_reader_that_goes_away_is_no_error(model: Path) -> None:
 
 
 def test_ctrl_c_is_one_line_and_what_is_done_is_kept(model: Path, text: Path, tmp_path: Path) -> None:
-    command = ["quantize", model, tmp_path / "out", "--calibration", text, "--recipe", "best", "--tokens", 6000]
+    long = tmp_path / "long.txt"  # ten seconds from the first block to the end: a busy machine must not finish first
+    long.write_text(text.read_text() * 20)
+    command = ["quantize", model, tmp_path / "out", "--calibration", long, "--recipe", "best", "--tokens", 60000]
     process = start(*command, "--sequence", 64, start_new_session=True)
     partial = tmp_path / "out.partial" / "block-00000.safetensors"
     for _ in range(600):
