@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import io
 import json
-import multiprocessing
 import sys
 import warnings
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 import corpus_tools
+import lanes
 
 NOT_CLAIMED = {
     # hazard of the file name -> why. Rows "-" and "~" of the table of hazards, as far as this way goes.
@@ -96,28 +96,25 @@ def main() -> None:
     parser.add_argument("--folders", nargs="+", default=list(corpus_tools.FOLDERS))
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--cases", nargs="+", default=[""], help="parts of the names of the cases to look at")
-    parser.add_argument("--per-process", type=int, default=10, help="cases that a process looks at before it ends")
-    parser.add_argument("--save", default="")
-    parser.add_argument("--load", default="")
+    parser.add_argument("--shard", default="0/1", help="K/N: every N-th case, from the K-th on")
+    parser.add_argument("--save", default="", help="write the findings here, as they come")
+    parser.add_argument("--load", nargs="+", default=[], help="findings saved before; this run's replace them")
     arguments = parser.parse_args()
-    seen: dict[str, dict[str, Any]] = json.loads(Path(arguments.load).read_text()) if arguments.load else {}
+    seen: dict[str, dict[str, Any]] = {}
+    for path in arguments.load:
+        for way, results in json.loads(Path(path).read_text()).items():
+            seen.setdefault(way, {}).update(results)
     todo = [(w, f, c) for w in arguments.ways for f in arguments.folders for c in corpus_tools.cases(f)]
     todo = [(w, f, c) for w, f, c in todo if any(part in f"{f}/{c.name}" for part in arguments.cases)]
+    first, count = map(int, arguments.shard.split("/"))
+    tasks = [(w, f, c.name) for w, f, c in todo if _possible(w, c)][first::count]
     # Imported once, before the fork; nothing here touches the GPU.
     import onegraph.check.live.run  # noqa: F401
 
-    with multiprocessing.get_context("fork").Pool(arguments.workers, maxtasksperchild=arguments.per_process) as pool:
-        pending = [(w, f, c, pool.apply_async(look, (w, f, c.name))) for w, f, c in todo if _possible(w, c)]
-        for way, folder, case, result in pending:
-            try:
-                answer = result.get(timeout=120)
-            except Exception as error:
-                answer = {"error": f"{type(error).__name__}: {error}"}
-            seen.setdefault(way, {})[f"{folder}/{case.name}"] = answer
-            if arguments.save and len(seen[way]) % 20 == 0:
-                Path(arguments.save).write_text(json.dumps(seen, indent=0, sort_keys=True))
-    if arguments.save:
-        Path(arguments.save).write_text(json.dumps(seen, indent=0, sort_keys=True))
+    for (way, folder, name), answer in lanes.answers(look, tasks, workers=arguments.workers, fit=_fit):
+        seen.setdefault(way, {})[f"{folder}/{name}"] = answer
+        if arguments.save:
+            Path(arguments.save).write_text(json.dumps(seen, indent=0, sort_keys=True))
     truth = corpus_tools.truth()
     for folder in arguments.folders:
         for way in seen:
@@ -129,6 +126,20 @@ def main() -> None:
         for name, answer in results.items():
             if "error" in answer:
                 print(f"     could not run: {way} {name}: {answer['error'][:200]}")
+
+
+def _fit() -> bool:
+    """Whether this process can go on: a case may leave the GPU, or its random numbers, unusable."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return True
+    try:
+        torch.rand(1, device="cuda")
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _possible(way: str, case: Any) -> bool:

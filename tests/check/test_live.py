@@ -1,4 +1,4 @@
-"""Live mode on a GPU, against what torch alone measured there. Few cases share a process."""
+"""Live mode on a GPU, case by case against what torch alone measured there."""
 
 import json
 import subprocess
@@ -11,14 +11,19 @@ from accuracy import score
 
 pytestmark = pytest.mark.gpu
 HERE = Path(__file__).parent
+SHARDS = 8
+"""Cases need 0.1 s each and a process for themselves, which the rest of a test run must not share: a few each."""
 
 
-def test_live_finds_every_hazard_that_one_gpu_can_show(tmp_path):
-    command = [sys.executable, str(HERE / "accuracy.py"), "--ways", "live", "--workers", "15"]
-    subprocess.run([*command, "--save", str(tmp_path / "live.json")], check=True, timeout=500)
-    seen = json.loads((tmp_path / "live.json").read_text())["live"]
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_live_finds_every_hazard_that_this_machine_can_show(shard, tmp_path):
+    saved = tmp_path / "live.json"
+    command = [sys.executable, str(HERE / "accuracy.py"), "--ways", "live", "--shard", f"{shard}/{SHARDS}"]
+    subprocess.run([*command, "--save", str(saved)], check=True, timeout=120, stdout=subprocess.DEVNULL)
+    seen = json.loads(saved.read_text())["live"]
+    assert len(seen) > 30
+    assert {name: answer["error"] for name, answer in seen.items() if "error" in answer} == {}
     for folder in corpus_tools.FOLDERS:
         row = score("live", folder, seen, corpus_tools.truth())
-        assert row["recall"] == 1.0, row["wrong"]
-        assert row["precision"] >= 0.98, row["wrong"]
-        assert row["right line"] >= 0.95, row["wrong"]
+        assert row["bad cases"] > 0
+        assert row["wrong"] == []
