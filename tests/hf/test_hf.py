@@ -235,19 +235,3 @@ def test_offloading_is_refused_in_words(tmp_path: Path) -> None:
     save_e8p("smollm2", tmp_path / "model", rates={"bits": 4})
     with pytest.raises(ValueError, match="device_map puts parts of the model on cpu, disk"):
         load(tmp_path / "model", device_map={"model": "cpu", "lm_head": "disk"})
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_compiled_and_captured_decode_equals_eager_on_a_gpu(dtype: torch.dtype, tmp_path: Path) -> None:
-    """As `generate` does it by itself on a GPU: reduce-overhead, which is CUDA graphs; without a skip of them."""
-    save_e8p("smollm2", tmp_path / "model", rates={"bits": 3, "lm_head": 4, "embed_tokens": 2})
-    model = load(tmp_path / "model", dtype, device_map="cuda:0")
-    torch._dynamo.utils.counters.clear()
-    assert greedy(model, cache_implementation="static", disable_compile=True) == greedy(model)
-    compiled = greedy(model, cache_implementation="static")
-    assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
-    assert compiled == greedy(model)
-    if dtype == torch.float32:
-        assert compiled == greedy(load(tmp_path / "model"))
