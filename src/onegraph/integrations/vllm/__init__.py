@@ -7,7 +7,9 @@ to import (ops, the layers' methods) is imported when a checkpoint of ours is re
 import logging
 
 OLDEST = (0, 32)  # the oldest release that the tests run against
+KNOWN = (0, 32), (0, 33)  # whose decoder layers `fused.py` stands in for
 TESTED = "0.32.0 (CPU) and 0.33.0 (CUDA)"
+FUSED = {f"{name}ForCausalLM": f"Onegraph{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 KV_RATES = {"turboquant:4": (4, 4), "turboquant:k4v3": (4, 3), "turboquant:k3v4": (3, 4), "turboquant:3": (3, 3)}
 KV_RATES |= {"turboquant:k4v2": (4, 2), "turboquant:k3v2": (3, 2), "turboquant:2": (2, 2)}
 
@@ -18,11 +20,28 @@ def register() -> None:
     try:
         from onegraph.integrations.vllm import config as _  # noqa: F401, registers on import
 
+        _register_models()
         _register_kv_cache()
     except ImportError as error:
         logging.getLogger("vllm").warning(
             "onegraph: this vLLM cannot serve onegraph's checkpoints (%s); tested: %s", error, TESTED
         )
+
+
+def fuses() -> bool:
+    """Whether this vLLM is one whose decoder layers we know, to fuse their norms and sums into the linears."""
+    import vllm
+
+    return vllm.__version_tuple__[:2] in KNOWN
+
+
+def _register_models() -> None:
+    """Our classes of vLLM's models, by name: imported when a checkpoint of ours asks for one."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for name in FUSED.values():
+        if name not in ModelRegistry.models:
+            ModelRegistry.register_model(name, f"{__name__}.fused:{name}")
 
 
 def _register_kv_cache() -> None:

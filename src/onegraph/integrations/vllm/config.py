@@ -9,7 +9,7 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
 from onegraph.formats.e8p import KEEP, E8PConfig
-from onegraph.integrations.vllm import unsupported
+from onegraph.integrations.vllm import FUSED, fuses, unsupported
 
 HEAD, EMBED = "lm_head", "embed_tokens"
 
@@ -49,9 +49,12 @@ class OnegraphConfig(QuantizationConfig):
         return cls(E8PConfig.from_dict(config))
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Tells vLLM's model and loader where head and embedding are two."""
+        """Tells vLLM's model and loader where head and embedding are two, and names our class of the model."""
         if hf_config is not None and self.unties:
             hf_config.get_text_config().tie_word_embeddings = hf_config.tie_word_embeddings = False
+        names = getattr(hf_config, "architectures", None) or [""]
+        if names[0] in FUSED and fuses():
+            hf_config.architectures = [FUSED[names[0]]]
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         self.e8p = replace(self.e8p, layers=hf_to_vllm_mapper.apply_dict(dict(self.e8p.layers)))

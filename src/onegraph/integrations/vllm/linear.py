@@ -44,12 +44,25 @@ class E8PLinearMethod(LinearMethodBase):
         _finish(layer)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [..., k] -> [..., n] in x's dtype."""
+        """x [..., k] -> [..., n] in x's dtype; after the norm in front, where `fused.py` gave the layer one."""
+        if getattr(layer, "onegraph_deferred", False):
+            return x  # the decoder layer runs it, with what it adds
+        return self.run(layer, x, bias)
+
+    def run(
+        self, layer: Any, x: Tensor, bias: Tensor | None, *, add: Tensor | None = None, silu: bool = False
+    ) -> Tensor:
+        """x [..., k] ([..., 2k] with `silu`) -> [..., n]; what `add` and `silu` fuse: `ops/e8p.py`."""
         x = x.contiguous()
+        eps = getattr(layer, "onegraph_eps", None)
+        in_scale = layer.in_scale if eps is None else layer.in_scale_after_norm
         if layer.onegraph_fused:
             return e8p_linear.overload(
-                x, layer.codes, _residual(layer), layer.codebook, layer.in_scale[0], layer.out_scale, bias, _rate(layer)
-            )
+                x, layer.codes, _residual(layer), layer.codebook, in_scale[0], layer.out_scale, bias, _rate(layer),
+                add, eps, silu,
+            )  # fmt: skip
+        assert add is None
+        assert not silu
         slots: Slots = layer.onegraph_slots
         outputs = []
         for i, part in enumerate(slots.parts):
@@ -58,9 +71,9 @@ class E8PLinearMethod(LinearMethodBase):
                 outputs.append(nn.functional.linear(x, slots.view("weight", layer.weight, i), b))
                 continue
             residual = None if part.residual is None else slots.view("residual", layer.residual, i)
-            scales = slots.view("in_scale", layer.in_scale, i), slots.view("out_scale", layer.out_scale, i)
+            scales = slots.view("in_scale", in_scale, i), slots.view("out_scale", layer.out_scale, i)
             codes = slots.view("codes", layer.codes, i)
-            outputs.append(e8p_linear.overload(x, codes, residual, layer.codebook, *scales, b, part.bits))
+            outputs.append(e8p_linear.overload(x, codes, residual, layer.codebook, *scales, b, part.bits, None, eps))
         return torch.cat(outputs, dim=-1)
 
 
@@ -145,6 +158,15 @@ def _finish(layer: Any) -> None:
     blocks = {hadamard_block(part.rows) for part in slots.parts} | {hadamard_block(slots.parts[-1].last)}
     same = bool((layer.in_scale == layer.in_scale[0]).all())
     layer.onegraph_fused = len(slots.parts) == 1 or (slots.uniform and len(blocks) == 1 and same)
+    if getattr(layer, "onegraph_norm", None) is not None:
+        multiply_norm(layer)
+
+
+def multiply_norm(layer: Any) -> None:
+    """in_scale_after_norm = in_scale * the weight of the norm in front, in place, once both are loaded."""
+    weight = layer.onegraph_norm[0].weight
+    if not (weight.is_meta or layer.in_scale.is_meta or layer.in_scale_after_norm.is_meta):
+        layer.in_scale_after_norm.copy_(layer.in_scale * weight.float())
 
 
 def _residual(layer: Any) -> Tensor | None:

@@ -6,9 +6,8 @@ of its linears one after the other. One loader fills them, whatever the parallel
 loader protocols is at work: how a tensor is cut follows from its size on disk and the size of its slot.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -139,8 +138,17 @@ class Slots:
             if shape[0] == 0:
                 continue
             parameter = nn.Parameter(torch.empty(shape, dtype=kind), requires_grad=False)
-            parameter.weight_loader = partial(self.load, suffix)  # type: ignore[attr-defined]
+            parameter.weight_loader = self._loader(suffix)  # type: ignore[attr-defined]
             layer.register_parameter(suffix, parameter)
+
+    def _loader(self, suffix: str) -> Callable[..., None]:
+        """`load` of one parameter as vLLM knows loaders: a function, whose arguments it binds by these names when it
+        reloads weights."""
+
+        def weight_loader(param: Tensor, loaded_weight: Tensor, loaded_shard_id: Any = None) -> None:
+            self.load(suffix, param, loaded_weight, loaded_shard_id)
+
+        return weight_loader
 
     def view(self, suffix: str, parameter: Tensor, index: int) -> Tensor:
         """What of a parameter belongs to part `index`, in its own dtype and shape; no copy."""

@@ -1,0 +1,142 @@
+"""Decoder layers of vLLM's Llama, Mistral, Qwen2 and Qwen3 whose norms, SwiGLU and sums run inside the E8P linears.
+
+vLLM's layer launches seven kernels around attention and its rotation: qkv, o, (add and) norm, gate/up, SwiGLU, down,
+(add and) norm. These launch four, as our own engine does: what stands in front of a linear and behind it is in its op
+(`ops/e8p.py`). A chain of linears also overlaps (`ops/triton/launch.py`), which another kernel between two would end.
+
+`config.py` has vLLM build these classes for our checkpoints. A layer that does not suit (unquantized parts, an adapter)
+stays vLLM's.
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from vllm.distributed import tensor_model_parallel_all_reduce
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.models import llama, mistral, qwen2, qwen3
+
+from onegraph.formats.e8p import KEEP
+from onegraph.integrations.vllm.linear import E8PLinearMethod, multiply_norm
+
+LAYERS = (llama.LlamaDecoderLayer, mistral.MistralDecoderLayer, qwen2.Qwen2DecoderLayer, qwen3.Qwen3DecoderLayer)
+
+
+class FusedLayer(nn.Module):
+    """What becomes of a decoder layer of vLLM: its modules and parameters, another `forward`.
+
+    Between two such layers the residual stream is one tensor, `hidden_states`, and `residual` is None. The last one of
+    a rank hands on the two that vLLM's final norm, or the next rank, adds up.
+    """
+
+    self_attn: Any
+    mlp: Any
+    onegraph_last: bool
+
+    def forward(
+        self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None, **_: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden_states, residual [T, d] -> the same; keywords, which Mistral's model gives, are None."""
+        stream = hidden_states if residual is None else hidden_states + residual
+        heads = self.self_attn(positions=positions, hidden_states=stream)
+        stream = _behind(self.self_attn.o_proj, heads, stream)
+        gate_up, _ = self.mlp.gate_up_proj(stream)
+        if self.onegraph_last:
+            return _behind(self.mlp.down_proj, gate_up, None, silu=True), stream
+        return _behind(self.mlp.down_proj, gate_up, stream, silu=True), None
+
+
+def _behind(linear: Any, x: Tensor, add: Tensor | None, silu: bool = False) -> Tensor:
+    """A row-parallel linear, summed over ranks: the first one gives bias and `add`."""
+    first = linear.tp_rank == 0
+    y = linear.quant_method.run(linear, x, linear.bias if first else None, add=add if first else None, silu=silu)
+    return tensor_model_parallel_all_reduce(y) if linear.tp_size > 1 else y
+
+
+class NormMethod(QuantizeMethodBase):
+    """Of a norm whose weight a linear has in its in_scale: a weight that is loaded again is multiplied in again."""
+
+    def __init__(self, linear: Any) -> None:
+        self.linear = linear
+
+    def create_weights(self, layer: nn.Module, *args: Any, **keywords: Any) -> None:
+        """The norm has its own."""
+
+    def apply(self, layer: nn.Module, *args: Any, **keywords: Any) -> Tensor:
+        raise NotImplementedError("a norm is not asked through its method")
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        multiply_norm(self.linear)
+
+
+def fuse(model: Any, vllm_config: Any) -> int:
+    """Turns the decoder layers of `model` (of `...ForCausalLM`) into `FusedLayer`s where they suit; how many."""
+    if vllm_config.lora_config is not None:  # adapters read what the norm gives
+        return 0
+    layers = list(model.model.layers)[model.model.start_layer : model.model.end_layer]
+    suited = [layer for layer in layers if _suits(layer)]
+    for layer in suited:
+        for norm, linear in (
+            (layer.input_layernorm, layer.self_attn.qkv_proj),
+            (layer.post_attention_layernorm, layer.mlp.gate_up_proj),
+        ):
+            linear.onegraph_norm = [norm]  # in a list, so that it is no module of the linear's
+            linear.onegraph_eps = norm.variance_epsilon
+            # persistent, since vLLM leaves other buffers alone when it reloads weights
+            linear.register_buffer("in_scale_after_norm", torch.empty_like(linear.in_scale))
+            norm.quant_method = NormMethod(linear)
+        layer.self_attn.o_proj.onegraph_deferred = True
+        layer.self_attn.o_proj.reduce_results = False
+        layer.onegraph_last = layer is layers[-1]
+        layer.__class__ = _fused(type(layer))
+    return len(suited)
+
+
+def _fused(kind: type) -> type:
+    if kind not in _FUSED:
+        _FUSED[kind] = type(f"Fused{kind.__name__}", (FusedLayer, kind), {})
+    return _FUSED[kind]
+
+
+_FUSED: dict[type, type] = {}
+
+
+def _suits(layer: Any) -> bool:
+    """Whether the layer is one that we know, with every part of its linears in codes."""
+    if type(layer) not in LAYERS or getattr(layer, "ada_rms_norm_t_cond", None) is not None:
+        return False
+    linears = layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj
+    methods = [linear.quant_method for linear in linears]
+    norms = layer.input_layernorm, layer.post_attention_layernorm
+    return (
+        all(isinstance(method, E8PLinearMethod) and KEEP not in method.parts.values() for method in methods)
+        and all(not linear.skip_bias_add and linear.return_bias for linear in linears)
+        and all(type(norm) is RMSNorm and norm.has_weight and not norm.variance_size_override for norm in norms)
+        and isinstance(layer.mlp.act_fn, SiluAndMul)
+    )
+
+
+class _Fused:
+    """Mixed into a model: builds it, then fuses its layers."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        cast(Any, super()).__init__(vllm_config=vllm_config, prefix=prefix)
+        fuse(self, vllm_config)
+
+
+class OnegraphLlamaForCausalLM(_Fused, llama.LlamaForCausalLM):
+    """vLLM's Llama on our checkpoints."""
+
+
+class OnegraphMistralForCausalLM(_Fused, mistral.MistralForCausalLM):
+    """vLLM's Mistral on our checkpoints."""
+
+
+class OnegraphQwen2ForCausalLM(_Fused, qwen2.Qwen2ForCausalLM):
+    """vLLM's Qwen2 on our checkpoints."""
+
+
+class OnegraphQwen3ForCausalLM(_Fused, qwen3.Qwen3ForCausalLM):
+    """vLLM's Qwen3 on our checkpoints."""
