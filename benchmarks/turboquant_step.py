@@ -1,18 +1,33 @@
-"""The cost of TurboQuant's other kernels in a decode step on a GPU: the write, and the ring with its merge.
+"""What a TurboQuant cache costs a decode step on a GPU.
 
-    python benchmarks/turboquant_step.py > lines.jsonl
+    PYTHONPATH=src python3 benchmarks/turboquant_step.py whole > lines.jsonl
+    PYTHONPATH=src python3 benchmarks/turboquant_step.py parts > lines.jsonl
 
-Each is replayed from one graph of 32 calls on as many layers' tensors, 32 query and 8 kv heads of 128, bfloat16, beside
-the write of an exact cache; microseconds a layer, median.
+whole: the engine's decode step of Llama-3-8B's shape, all layers and the head, random E8P weights, beside the bfloat16
+cache in the same run; milliseconds, median over replays whose positions move on. --bits 16 takes bfloat16 weights.
+parts: its kernels besides attention to codes, which are the write, and the ring with its merge. Each is replayed from
+one graph of 32 calls on as many layers' tensors, 32 query and 8 kv heads of 128, bfloat16, beside the write of an exact
+cache; microseconds a layer, median.
 """
 
+import argparse
+import gc
+import statistics
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from step import SHAPES, random_model
+from torch import Tensor
 
 from onegraph.cli.common import print_json
+from onegraph.engine import generate
 from onegraph.engine.bench import machine, replay_us
+from onegraph.engine.generate import Engine
 from onegraph.formats.turboquant import parse_kv
+from onegraph.formats.turboquant_layout import BLOCK
+from onegraph.models.llama import Llama
 from onegraph.nn.attention import Attention, PagedCache
 from onegraph.nn.turboquant import TurboQuantCache
 from onegraph.ops.attention import rope_cache_write
@@ -20,9 +35,86 @@ from onegraph.ops.recent_attention import recent_attention
 from onegraph.ops.turboquant import turboquant_write
 
 LAYERS, HEADS, KV_HEADS, DIM = 32, 32, 8, 128
+WHOLE = ((8, 32768), (1, 1024), (4, 1024), (16, 1024))  # batch, context
+SETTINGS = ("exact", "turboquant:4", "turboquant:k3v4", "turboquant:4,mode=full")
+STEPS, ROUNDS = 32, 5  # replays one after the other, and how often
+
+
+def fill(cache: Any) -> None:
+    """Random keys and values, or random codes with norms as keys have them."""
+    for tensor in (*cache.keys, *cache.values) if isinstance(cache, PagedCache) else ():
+        tensor.normal_()
+    for layer in () if isinstance(cache, PagedCache) else cache.layers:
+        layer.codes.random_(0, 256)
+        norms = layer.codes.view(*layer.codes.shape[:2], -1, layer.layout.block_bytes)[..., -4 * BLOCK :]
+        half = torch.rand((*norms.shape[:-1], 2 * BLOCK), device=norms.device).add_(0.5).mul_(6).half()
+        norms.copy_(half.view(torch.uint8))
+        if layer.ring is not None:
+            layer.ring.normal_()
+
+
+@torch.no_grad()
+def step_ms(model: Llama, batch: int, context: int, kv: str) -> tuple[float, int]:
+    """Median milliseconds of a replay around `context` tokens a row, and the bytes of the cache."""
+    engine = Engine(model, max_batch=batch, max_context=context + STEPS, kv=parse_kv(kv))
+    runner = engine.runner("decode")
+    fill(engine._cache)
+    width = runner.inputs["table"].shape[1]
+    rows: dict[str, Tensor] = {name: torch.zeros_like(t, device="cpu") for name, t in runner.inputs.items()}
+    rows["drawn"] = torch.randint(0, model.config.vocab_size, (batch,))
+    rows["positions"].fill_(context - STEPS)
+    rows["limits"].fill_(context + STEPS)
+    rows["slots"] = torch.arange(1, 1 + batch, dtype=torch.int32)
+    rows["table"] = 1 + torch.randperm(batch * width).view(batch, width).int()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times = []
+    with runner.running():
+        for _ in range(ROUNDS):
+            runner.load(**rows)
+            runner.replay(batch)
+            begin.record()
+            for _ in range(STEPS):
+                runner.replay(batch)
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / STEPS)
+    return statistics.median(times), engine._cache.nbytes
+
+
+def whole(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    generate._buckets = lambda largest: [largest]  # no other is timed
+    shapes = [(int(b), int(c)) for b, c in (s.split("x") for s in args.shapes)]
+    reach = max(context for _, context in shapes) + STEPS
+    shape = SHAPES["llama-3-8b"] | {"max_position_embeddings": reach, "num_hidden_layers": args.layers}
+    model = random_model(shape, args.bits, args.lm_head, reach)
+    for batch, context in shapes:
+        for kv in args.settings:
+            ms, size = step_ms(model, batch, context, kv)
+            row = {"bench": "turboquant step", "part": "whole", "shape": "llama-3-8b", "layers": args.layers, "kv": kv}
+            row |= {"bits": args.bits, "lm_head": args.lm_head, "batch": batch, "context": context}
+            yield row | {"ms": round(ms, 4), "cache_bytes": size} | machine("cuda")
+            gc.collect()  # an engine and its graphs hold each other
+            torch.cuda.empty_cache()
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("whole", "parts"))
+    parser.add_argument("--bits", type=int, default=2, help="rate of the blocks' linears")
+    parser.add_argument("--lm-head", type=int, default=None, help="rate of the head; bfloat16 by default")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="of the whole step's model")
+    parser.add_argument("--shapes", nargs="*", default=[f"{b}x{c}" for b, c in WHOLE], help="BATCHxCONTEXT, whole")
+    parser.add_argument("--settings", nargs="*", default=list(SETTINGS), help="of the whole step's cache")
+    args = parser.parse_args()
+    command = "PYTHONPATH=src python3 benchmarks/turboquant_step.py " + " ".join(sys.argv[1:])
+    if args.what == "whole":
+        for row in whole(args):
+            print_json(row | {"command": command})
+    else:
+        parts(command)
+
+
+def parts(command: str) -> None:
     device = torch.device("cuda", 0)
     angle = torch.arange(40000, device=device)[:, None] * 500000.0 ** -(torch.arange(0, DIM, 2, device=device) / DIM)
     blocks = [
@@ -56,6 +148,7 @@ def main() -> None:
                 )  # fmt: skip
 
         row: dict[str, Any] = {"bench": "turboquant step", "batch": batch, "context": context, "layers": LAYERS}
+        row["command"] = command
         print_json(
             row | {"part": "exact write", "us": round(replay_us(write_exact, device, LAYERS), 2)} | machine(device)
         )

@@ -435,6 +435,17 @@ def test_captured_generation_is_the_eager_one_on_a_gpu(text: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("text", ["4,mode=full", "k3v4,window=16"])
+def test_a_sequence_read_as_decoding_reads_it_on_a_gpu(text: str) -> None:
+    rows = sequences(3, 200)
+    here, there = new_cache(text), new_cache(text, device="cuda:0")
+    want = step(here.as_decoded(), layer(), rows, [0, 0, 0], [200, 50, 0])
+    got = step(there.as_decoded(), layer().to("cuda:0"), rows.to("cuda:0"), [0, 0, 0], [200, 50, 0]).cpu()
+    for b, count in ((0, 200), (1, 50)):
+        assert (got[b, :count] - want[b, :count]).norm() <= 2e-2 * want[b, :count].norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("text", ["4,mode=full", "k3v4,window=16"])
 def test_captured_drafts_and_their_rollback_on_a_gpu(text: str) -> None:
     """One graph of eight draft tokens; what is accepted equals decoding one token at a time on the CPU."""
     (row,) = sequences(1, 100)
