@@ -94,8 +94,8 @@ class RandomWeights(DeepseekWeights):
 
     def experts(self, prefix: str, device: torch.device) -> nn.Module:
         c = self.config
-        up = self.codes(c.experts, 2 * c.expert_size, c.hidden_size, device=device)
-        down = self.codes(c.experts, c.hidden_size, c.expert_size, device=device)
+        up = self.codes(c.experts + 1, 2 * c.expert_size, c.hidden_size, device=device)  # and the shared one
+        down = self.codes(c.experts + 1, c.hidden_size, c.expert_size, device=device)
         return NVFP4Experts(
             gate_up=up["codes"], gate_up_scale=up["scale"], gate_up_global=up["global_scale"],
             down=down["codes"], down_scale=down["scale"], down_global=down["global_scale"], limit=c.limit,

@@ -64,6 +64,20 @@ def test_packed_equals_what_its_codes_stand_for(tmp_path):
     assert sum(packed_bytes(packed)) < 0.5 * sum(packed_bytes(dense))
 
 
+def test_few_tokens_run_the_shared_expert_among_the_others(tmp_path):
+    """One to four tokens a call and more give the same, and the shared expert is stored once."""
+    _, packed = quantized(tmp_path)
+    moe = packed.blocks[3].moe
+    assert moe.together
+    assert moe.shared.down.codes.data_ptr() == moe.experts.down[-1].data_ptr()
+    g = torch.Generator().manual_seed(4)
+    x, tokens = torch.randn(1, 9, 64, generator=g), torch.randint(0, 97, (1, 9), generator=g)
+    want = moe(x, tokens)
+    for few in (1, 3, 4):
+        got = torch.cat([moe(*part) for part in zip(x.split(few, 1), tokens.split(few, 1), strict=True)], 1)
+        assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+
+
 def packed_bytes(model: nn.Module):
     return (b.numel() * b.element_size() for block in model.blocks for b in block.moe.experts.buffers())
 

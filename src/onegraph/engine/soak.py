@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from onegraph.engine.placed import PlacedEngine
 MEGABYTE = 1 << 20
 GROWTH = 8 * MEGABYTE  # of memory that a run may grow after its first round: an allocator's own unrest on a CPU
 LOOP, PERIOD = 64, 16  # a loop: so many tokens in a row that repeat with a period of at most so many
+SINGLE = 32  # tokens that the yardstick reads one by one, as a decode step does: its products round in their own order
 TIMES = 4.0  # drift may be so many times what another order of summation does
 
 
@@ -212,16 +214,18 @@ def _drift(engine: Engine, other: Engine, texts: list[list[int]]) -> tuple[float
         read = text[:-1]  # what was drawn last was never read
         inputs = _inputs(engine)[0]
         mine = _logits(engine, read[-1:], len(read) - 1, inputs["table"][row], int(inputs["slots"][row]))
-        one, two = (_from_nothing(other, read, chunk) for chunk in (256, 96))
+        one, two = _from_nothing(other, read, 256), _from_nothing(other, read, 96, single=SINGLE)
         drift = max(drift, _error(mine, one))
         noise = max(noise, _error(two, one))
     return drift, noise
 
 
-def _from_nothing(engine: Engine, tokens: list[int], chunk: int) -> Tensor:
-    """Logits [V] behind `tokens`, read in chunks as a sequence of its own."""
+def _from_nothing(engine: Engine, tokens: list[int], chunk: int, single: int = 0) -> Tensor:
+    """Logits [V] behind `tokens`, read in chunks as a sequence of its own, the last `single` ones one by one."""
     pages = torch.arange(1, 1 + engine._cache.block_table.shape[1], dtype=torch.int32)
-    parts = [(start, tokens[start : start + chunk]) for start in range(0, len(tokens), chunk)]
+    ahead = max(0, len(tokens) - single)
+    starts = [*range(0, ahead, chunk), *range(ahead, len(tokens))]
+    parts = [(a, tokens[a:b]) for a, b in pairwise([*starts, len(tokens)])]
     return [_logits(engine, part, start, pages, 1) for start, part in parts][-1]
 
 

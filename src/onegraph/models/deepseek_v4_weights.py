@@ -196,7 +196,8 @@ class DeepseekWeights:
         return NVFP4GroupedLinear(codes=codes, scale=scale, global_scale=tensors.global_scale)
 
     def experts(self, prefix: str, device: torch.device) -> nn.Module:
-        """All routed experts of a layer; NVFP4 where the first one's gate is, and then all of them."""
+        """All routed experts of a layer; NVFP4 where the first one's gate is, and then all of them, with the shared
+        expert as one more where it is NVFP4 too."""
         if is_nvfp4(self.checkpoint, self._stored_layer(f"{prefix}0.w1")):
             return self._packed_experts(prefix, device)
         c = self.config
@@ -210,7 +211,11 @@ class DeepseekWeights:
 
     def _packed_experts(self, prefix: str, device: torch.device) -> NVFP4Experts:
         c = self.config
-        wide, d, e = c.expert_size, c.hidden_size, c.experts
+        names = [f"{prefix}{expert}" for expert in range(c.experts)]
+        shared = prefix.removesuffix("experts.") + "shared_experts"
+        if all(is_nvfp4(self.checkpoint, self._stored_layer(f"{shared}.{part}")) for part in ("w1", "w2", "w3")):
+            names.append(shared)
+        wide, d, e = c.expert_size, c.hidden_size, len(names)
 
         def empty(*shape: int) -> Tensor:
             return torch.empty(shape, device=device, dtype=torch.uint8)
@@ -219,14 +224,12 @@ class DeepseekWeights:
         down, down_scale = empty(e, d, wide // 2), empty(e, d, wide // GROUP)
         gate_up_global = torch.empty(e, 2, wide, device=device)
         down_global = torch.empty(e, device=device)
-        for expert in range(e):
+        for expert, stored in enumerate(names):
             for part, name in enumerate(("w1", "w3")):
-                codes, scale, factor, _ = self._all_packed(f"{prefix}{expert}.{name}", wide, d, device)
+                codes, scale, factor, _ = self._all_packed(f"{stored}.{name}", wide, d, device)
                 gate_up[expert, part], gate_up_scale[expert, part] = codes, scale
                 gate_up_global[expert, part] = factor
-            down[expert], down_scale[expert], down_global[expert], _ = self._all_packed(
-                f"{prefix}{expert}.w2", d, wide, device
-            )
+            down[expert], down_scale[expert], down_global[expert], _ = self._all_packed(f"{stored}.w2", d, wide, device)
         return NVFP4Experts(
             gate_up=gate_up.flatten(1, 2),
             gate_up_scale=gate_up_scale.flatten(1, 2),
@@ -278,17 +281,30 @@ class DeepseekWeights:
 
     def moe(self, i: int, device: torch.device) -> DeepseekMoE:
         c, prefix = self.config, f"layers.{i}.ffn."
-        shared, d, wide = f"{prefix}shared_experts.", c.hidden_size, c.expert_size
+        experts = self.experts(f"{prefix}experts.", device)
         return DeepseekMoE(
             gate=self.tensor(f"{prefix}gate.weight", device),
             bias=None if c.hashed[i] else self.wide(f"{prefix}gate.bias", device),
             table=self.tensor(f"{prefix}gate.tid2eid", device, torch.int32) if c.hashed[i] else None,
-            experts=self.experts(f"{prefix}experts.", device),
-            shared=SharedExpert(
-                self.linear({f"{shared}w1": (wide, d), f"{shared}w3": (wide, d)}, device),
-                self.linear({f"{shared}w2": (d, wide)}, device),
-                c.limit,
-            ),
+            experts=experts,
+            shared=self._shared(f"{prefix}shared_experts.", experts, device),
             top_k=c.top_k,
             scale=c.route_scale,
+        )
+
+    def _shared(self, prefix: str, experts: nn.Module, device: torch.device) -> SharedExpert:
+        """The shared expert: the last of `experts` where that is it, in the same storage."""
+        c, d, wide = self.config, self.config.hidden_size, self.config.expert_size
+        if isinstance(experts, NVFP4Experts) and experts.down.shape[0] > c.experts:
+            up = NVFP4Linear(
+                codes=experts.gate_up[-1], scale=experts.gate_up_scale[-1], global_scale=experts.gate_up_global[-1]
+            )
+            down = NVFP4Linear(
+                codes=experts.down[-1], scale=experts.down_scale[-1], global_scale=experts.down_global[-1]
+            )
+            return SharedExpert(up, down, c.limit)
+        return SharedExpert(
+            self.linear({f"{prefix}w1": (wide, d), f"{prefix}w3": (wide, d)}, device),
+            self.linear({f"{prefix}w2": (d, wide)}, device),
+            c.limit,
         )

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from onegraph.ops.deepseek_moe import deepseek_route, routed_experts, swiglu
-from onegraph.ops.linear import linear_float32
+from onegraph.ops.gemv import gemv
 
 
 class Experts(nn.Module):
@@ -35,10 +35,15 @@ class SharedExpert(nn.Module):
         return self.down(swiglu(self.gate_up(x), self.limit))
 
 
+FEW = 4  # tokens: so many read the shared expert once each, and yet sooner than by launches of their own
+
+
 class DeepseekMoE(nn.Module):
     """x [B, Q, D], tokens int64 [B, Q] -> [B, Q, D].
 
     Args:
+        experts: the routed ones; where they are one more than gate has rows, the last is the shared one, and few
+            tokens run all of them together.
         gate: [E, D]. bias: float32 [E], added to scores for the choice only; table: int32 [V, k], the experts of each
             token in a hash layer. At most one of the two.
         top_k, scale: experts a token uses, and the sum of their weights.
@@ -69,12 +74,18 @@ class DeepseekMoE(nn.Module):
                     f"table names experts {int(low)} to {int(high)}; the layer has 0 to {gate.shape[0] - 1}"
                 )
         self.experts, self.shared, self.top_k, self.scale = experts, shared, top_k, scale
+        matrices: Tensor = experts.down  # type: ignore[assignment]
+        self.together = matrices.shape[0] > gate.shape[0]
         self.register_buffer("gate", gate)
         self.register_buffer("bias", None if bias is None else bias.float())
         self.register_buffer("table", None if table is None else table.to(torch.int32).contiguous())
 
     def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
         flat = x.flatten(0, 1)
-        logits = linear_float32(flat, self.gate)
-        experts, weights = deepseek_route(logits, self.bias, self.table, tokens.flatten(), self.top_k, self.scale)
-        return self.experts(flat, experts, weights).view_as(x) + self.shared(x)
+        logits = gemv(flat, self.gate, True)
+        together = self.together and flat.shape[0] <= FEW
+        experts, weights = deepseek_route(
+            logits, self.bias, self.table, tokens.flatten(), self.top_k, self.scale, together
+        )
+        out = self.experts(flat, experts, weights).view_as(x)
+        return out if together else out + self.shared(x)

@@ -9,7 +9,7 @@ from onegraph.ops.registry import Case, Op, nbytes, register
 
 
 def _deepseek_route(
-    logits: Tensor, bias: Tensor | None, table: Tensor | None, tokens: Tensor, top_k: int, scale: float
+    logits: Tensor, bias: Tensor | None, table: Tensor | None, tokens: Tensor, top_k: int, scale: float, shared: bool
 ) -> tuple[Tensor, Tensor]:
     scores = torch.nn.functional.softplus(logits).sqrt()
     if table is not None:
@@ -18,6 +18,9 @@ def _deepseek_route(
         experts = (scores if bias is None else scores + bias).topk(top_k, dim=1).indices
     weights = scores.gather(1, experts)
     weights = weights / (weights.sum(1, keepdim=True) + 1e-20) * scale
+    if shared:
+        experts = torch.nn.functional.pad(experts, (0, 1), value=logits.shape[1])
+        weights = torch.nn.functional.pad(weights, (0, 1), value=1.0)
     return experts.to(INT32), weights
 
 
@@ -42,7 +45,7 @@ def _routed_experts(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor
 
 
 def _check_route(
-    logits: Tensor, bias: Tensor | None, table: Tensor | None, tokens: Tensor, top_k: int, scale: float
+    logits: Tensor, bias: Tensor | None, table: Tensor | None, tokens: Tensor, top_k: int, scale: float, shared: bool
 ) -> None:
     name = "deepseek_route"
     if logits.dim() != 2 or logits.dtype != torch.float32 or not logits.is_contiguous():
@@ -92,14 +95,16 @@ def _check_experts(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor,
         raise ValueError(f"{name}: limit is {limit}; it must be above 0")
 
 
-def _route_case(name: str, tokens: int, experts: int, top_k: int, kind: str) -> Case:
+def _route_case(name: str, tokens: int, experts: int, top_k: int, kind: str, shared: bool = False) -> Case:
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
         logits = torch.randn(tokens, experts, generator=generator)
         bias = torch.randn(experts, generator=generator) if kind == "bias" else None
         order = torch.rand(50, experts, generator=generator).argsort(1)[:, :top_k]
         table = order.to(INT32).contiguous() if kind == "hash" else None
         ids = torch.randint(0, 50, (tokens,), generator=generator)
-        return tuple(a.to(device) if isinstance(a, Tensor) else a for a in (logits, bias, table, ids, top_k, 1.5))
+        return tuple(
+            a.to(device) if isinstance(a, Tensor) else a for a in (logits, bias, table, ids, top_k, 1.5, shared)
+        )
 
     return Case(name=name, make=make)
 
@@ -129,12 +134,13 @@ deepseek_route = register(
     Op(
         name="deepseek_route",
         schema=(
-            "(Tensor logits, Tensor? bias, Tensor? table, Tensor tokens, int top_k, float scale) -> (Tensor, Tensor)"
+            "(Tensor logits, Tensor? bias, Tensor? table, Tensor tokens, int top_k, float scale, bool shared)"
+            " -> (Tensor, Tensor)"
         ),
         reference=_deepseek_route,
-        fake=lambda logits, bias, table, tokens, top_k, scale: (
-            logits.new_empty((logits.shape[0], top_k), dtype=INT32),
-            logits.new_empty((logits.shape[0], top_k)),
+        fake=lambda logits, bias, table, tokens, top_k, scale, shared: (
+            logits.new_empty((logits.shape[0], top_k + shared), dtype=INT32),
+            logits.new_empty((logits.shape[0], top_k + shared)),
         ),
         kernel="onegraph.ops.triton.deepseek_moe:deepseek_route",
         check=_check_route,
@@ -142,17 +148,19 @@ deepseek_route = register(
             _route_case("flash", 3, 256, 6, "bias"),
             _route_case("plain", 5, 40, 3, "plain"),
             _route_case("hash", 4, 32, 6, "hash"),
+            _route_case("shared", 2, 256, 6, "bias", True),
+            _route_case("hash_shared", 3, 32, 4, "hash", True),
         ),
         tolerance={torch.float32: 2e-6},
-        bytes_moved=lambda logits, bias, table, tokens, top_k, scale: (
+        bytes_moved=lambda logits, bias, table, tokens, top_k, scale, shared: (
             nbytes(logits, bias, tokens) + 12 * logits.shape[0] * top_k
         ),
         flops=lambda logits, *rest: 8 * logits.numel(),
     )
 )
-"""logits float32 [T, E] -> (experts int32 [T, k], weights float32 [T, k]). s = sqrt(softplus(logits)); the experts are
-row tokens[t] of `table` int32 [V, k] (hash layers), else the k largest of s + bias, descending; weights are their s
-over the sum, times scale: the bias never enters a weight."""
+"""logits float32 [T, E] -> (experts int32 [T, k], weights float32 [T, k]), with `shared` one more: expert E of weight 1
+for every token. s = sqrt(softplus(logits)); the experts are row tokens[t] of `table` int32 [V, k] (hash layers),
+else the k largest of s + bias, descending; weights are their s over the sum, times scale: the bias never enters one."""
 
 swiglu = register(
     Op(

@@ -12,7 +12,7 @@ from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_
 def _route(
     logits, bias, table, tokens, experts, weights, scale, count, last,
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, KP: tl.constexpr, BIAS: tl.constexpr, HASH: tl.constexpr,
-    PDL: tl.constexpr,
+    SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -43,25 +43,29 @@ def _route(
     picked = tl.sum(tl.where(column[None, :] == chosen[:, None], scores[None, :], 0.0), axis=1)
     picked = tl.where(there, picked, 0.0)
     weight = picked / (tl.sum(picked, axis=0) + 1e-20) * scale
-    tl.store(experts + row * TOP_K + k, chosen, mask=there)
-    tl.store(weights + row * TOP_K + k, weight, mask=there)
+    if SHARED:
+        chosen, weight = tl.where(there, chosen, count), tl.where(there, weight, 1.0)
+    stored = k < TOP_K + SHARED
+    tl.store(experts + row * (TOP_K + SHARED) + k, chosen, mask=stored)
+    tl.store(weights + row * (TOP_K + SHARED) + k, weight, mask=stored)
 
 
 def deepseek_route(
-    logits: Tensor, bias: Tensor | None, table: Tensor | None, tokens: Tensor, top_k: int, scale: float
+    logits: Tensor, bias: Tensor | None, table: Tensor | None, tokens: Tensor, top_k: int, scale: float, shared: bool
 ) -> tuple[Tensor, Tensor]:
     """See `onegraph.ops.deepseek_moe.deepseek_route`."""
     rows, count = logits.shape
-    experts = logits.new_empty((rows, top_k), dtype=torch.int32)
-    weights = logits.new_empty((rows, top_k))
+    experts = logits.new_empty((rows, top_k + shared), dtype=torch.int32)
+    weights = logits.new_empty((rows, top_k + shared))
     if rows == 0:
         return experts, weights
     with on_device(logits):
         _route[(rows,)](
             logits, logits if bias is None else bias, experts if table is None else table, tokens, experts, weights,
             scale, count, 0 if table is None else table.shape[0] - 1,
-            TOP_K=top_k, WIDTH=triton.next_power_of_2(count), KP=triton.next_power_of_2(top_k), BIAS=bias is not None,
-            HASH=table is not None, num_warps=1 if count <= 512 else 4, **options(logits),
+            TOP_K=top_k, WIDTH=triton.next_power_of_2(count), KP=triton.next_power_of_2(top_k + shared),
+            BIAS=bias is not None, HASH=table is not None, SHARED=int(shared),
+            num_warps=1 if count <= 512 else 4, **options(logits),
         )  # fmt: skip
     return experts, weights
 
