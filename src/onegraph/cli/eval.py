@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from onegraph.cli.common import (
+    UsageError,
     add_device,
     add_dtype,
     add_json,
@@ -22,6 +23,8 @@ EPILOG = """\
 examples:
   onegraph eval out/4bit --text wiki.txt
   onegraph eval out/4bit --reference models/SmolLM2-135M-Instruct --text wiki.txt --tokens 8192 --json
+  onegraph eval out/4bit --reference models/SmolLM2-135M-Instruct --ab --text wiki.txt
+  onegraph eval models/SmolLM2-135M-Instruct --ab --text wiki.txt
   onegraph eval out/4bit --kv turboquant:k3v4 --text wiki.txt --window 2048 --needle 2048
 
 Use text that calibration never saw. Perplexity is exp of the mean loss over windows that share nothing, so figures
@@ -30,6 +33,9 @@ often both models' likeliest token is the same. bits a weight counts all scales.
 
 --kv reads the model through a quantized KV cache as decoding does, and compares it with the same model and exact
 attention (or with --reference). --needle hides sentences at five depths of so many tokens and asks for them.
+
+--ab flips one component at a time (attention's projections, lm_head, a router's gate, ...), then all, and prints what
+each costs: MODEL's put into REF, or without --reference those of the unquantized MODEL as NVFP4 would have them.
 """
 
 
@@ -50,6 +56,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--window", type=number(int, 2, 1 << 17), default=512, metavar="W", help="tokens of context (default: 512)"
     )
+    parser.add_argument("--ab", action="store_true", help="what each component costs by itself, quantized")
     parser.add_argument(
         "--kv",
         default="exact",
@@ -70,6 +77,8 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     device = pick_device(args.device)
+    if args.ab:
+        return run_ab(args, device)
     result = evaluate_checkpoint(
         args.model,
         read_text(args.text),
@@ -100,6 +109,60 @@ def run(args: argparse.Namespace) -> int:
             f"needles         {sum(rows)} of {sum(map(len, result['needle']))}, from the first depth to the last {rows}"
         )
     return 0
+
+
+def run_ab(args: argparse.Namespace, device: Any) -> int:
+    if args.kv != "exact" or args.needle is not None:
+        raise UsageError("--ab compares components of weights; it takes neither --kv nor --needle")
+    dtype = pick_dtype(args.dtype, device)
+    sizes = {"tokens": args.tokens, "window": args.window}
+    rows = compare_components(args.model, args.reference, read_text(args.text), device=device, dtype=dtype, **sizes)
+    if args.json:
+        print_json({"model": args.model, "reference": args.reference, "device": str(device), "ab": rows})
+        return 0
+    print(f"{'component':22s}{'bits a weight':>14s}{'KL, nats a token':>24s}{'top-1':>10s}")
+    for row in rows:
+        kl = f"{row['kl']:.5f} +- {row['kl_error']:.5f}"
+        bits = "" if row["bits"] is None else f"{row['bits']:.2f}"
+        print(f"{row['component']:22s}{bits:>14s}{kl:>24s}{100 * row['top1']:>8.2f} %")
+    return 0
+
+
+def compare_components(
+    model: str, reference: str | None, text: str, *, tokens: int, window: int, device: Any, dtype: Any
+) -> list[dict[str, Any]]:
+    """`eval --ab`: a row for each component of `model` that differs from `reference`, or of a model that has none for
+    each component as NVFP4; then one for all of them. Raises ValueError."""
+    import torch
+
+    from onegraph.cli.size import component_bits
+    from onegraph.cli.tokenizer import Tokenizer
+    from onegraph.engine.ab import costs, exchanged, in_nvfp4
+    from onegraph.formats.nvfp4 import GROUP
+    from onegraph.models.load import load_decoder, parse_config
+
+    with open_model(model) as checkpoint:
+        ids = Tokenizer(checkpoint).encode(text)[:tokens]
+        if len(ids) < 2:
+            raise ValueError(f"the text has {len(ids)} tokens; at least 2 are needed, and some thousand to mean much")
+        window = min(window, parse_config(checkpoint.config).max_positions)
+        base = load_decoder(checkpoint, device, dtype, max_context=window, fused=False)
+        bits = component_bits(checkpoint)
+    if reference is None:
+        changes = in_nvfp4(base)
+        bits = dict.fromkeys(changes, 4 + 8 / GROUP)
+    else:
+        with open_model(reference) as checkpoint:
+            other = load_decoder(checkpoint, device, dtype, max_context=window, fused=False)
+        changes, base = exchanged(base, other), other
+    with progress(what="comparing", unit="component") as bar:
+
+        def advance(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        found = costs(base, changes, torch.tensor(ids), window=window, progress=advance)
+    return [cost.as_dict() | {"bits": bits.get(cost.component)} for cost in found]
 
 
 def evaluate_checkpoint(

@@ -1,4 +1,4 @@
-"""`onegraph quantize`: a checkpoint of the Llama family to E8P-RVQ at 2, 3 or 4 bits."""
+"""`onegraph quantize`: a checkpoint of the Llama family to E8P-RVQ at 2, 3 or 4 bits, or to NVFP4."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ examples:
   onegraph quantize models/SmolLM2-135M-Instruct out/4bit --bits 4 --calibration text.txt
   onegraph quantize models/SmolLM2-135M-Instruct out/mixed --bits 2 --layer '*.down_proj=4' --layer '*.v_proj=3'
   onegraph quantize SmolLM2.gguf out/3bit --bits 3 --calibration self --recipe good --device cuda
+  onegraph quantize models/SmolLM2-135M-Instruct out/nvfp4 --format nvfp4
 
 A linear stores codes of 2, 3 or 4 bits a weight and a float16 scale for each row and column: 4.01 bits in all for
 4096 x 4096. --map reads the same patterns as --layer from a JSON object, {"*.down_proj": 4}; 16 keeps a layer
@@ -43,6 +44,9 @@ unquantized; the last pattern that matches wins.
 Works block by block, so memory holds one block and the calibration text's activations. Finished blocks lie in
 OUT.partial: the same command resumes after a crash or Ctrl-C and ends with the same bytes. OUT appears whole, at
 the end.
+
+--format nvfp4 reads no text: weights are rounded under the scale of each 16 that errs least (--recipe quick: the plain
+one), linears whose inputs are no multiple of 16 are kept.
 """
 RECIPES = ("quick", "good", "best")
 
@@ -50,13 +54,19 @@ RECIPES = ("quick", "good", "best")
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "quantize",
-        help="make a checkpoint smaller: E8P-RVQ weights of 2, 3 or 4 bits",
-        description="Quantizes a checkpoint of the Llama family to E8P-RVQ weights of 2, 3 or 4 bits.",
+        help="make a checkpoint smaller: E8P-RVQ weights of 2, 3 or 4 bits, or NVFP4",
+        description="Quantizes a checkpoint of the Llama family to E8P-RVQ weights of 2, 3 or 4 bits, or to NVFP4.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("source", metavar="SRC", help="unquantized model: a directory or a .gguf file")
     parser.add_argument("output", metavar="OUT", help="directory to write; it must not exist")
+    parser.add_argument(
+        "--format",
+        choices=("e8p", "nvfp4"),
+        default="e8p",
+        help="e8p (default), or nvfp4: 4.5 bits a weight, no calibration, in NVIDIA ModelOpt's form",
+    )
     bits = {"type": int, "choices": (2, 3, 4)}
     parser.add_argument("--bits", default=4, help="of every linear inside the blocks (default: 4)", **bits)
     parser.add_argument(
@@ -121,17 +131,10 @@ def rates_of(map_file: str | None, layers: list[tuple[str, int]]) -> dict[str, i
 
 
 def run(args: argparse.Namespace) -> int:
-    result = quantize_checkpoint(
-        args.source,
-        args.output,
-        rates=rates_of(args.map, args.layer),
-        calibration=args.calibration if args.calibration == "self" else read_text(args.calibration),
-        tokens=args.tokens,
-        sequence=args.sequence,
-        recipe=args.recipe,
-        device=pick_device(args.device),
-        levers={"bits": args.bits, "lm_head": args.lm_head, "embed_tokens": args.embed_tokens, "seed": args.seed},
-    )
+    if args.format == "nvfp4":
+        result = quantize_nvfp4(args)
+    else:
+        result = quantize_e8p(args)
     if args.json:
         print_json(result)
     else:
@@ -142,6 +145,69 @@ def run(args: argparse.Namespace) -> int:
             f"in {result['seconds']:.0f} s"
         )
     return 0
+
+
+def quantize_nvfp4(args: argparse.Namespace) -> dict[str, Any]:
+    """`--format nvfp4`: the linears of the blocks but those that --map and --layer keep. Returns what --json prints."""
+    import torch
+
+    from onegraph.cli.size import size_of
+    from onegraph.formats.checkpoint import write_checkpoint
+    from onegraph.formats.e8p import KEEP, resolve_rates
+    from onegraph.formats.nvfp4 import GROUP
+    from onegraph.models.config import LlamaConfig
+    from onegraph.models.weights import HEAD, Weights
+    from onegraph.quant.nvfp4 import config_for, quantized_tensors
+
+    started, out = time.perf_counter(), Path(args.output)
+    if out.exists() or out.is_symlink():
+        raise UsageError(f"{out}: exists already; choose another output directory or remove it")
+    rates = rates_of(args.map, args.layer)
+    if args.bits != 4 or args.lm_head or args.embed_tokens or any(bits != KEEP for bits in rates.values()):
+        raise UsageError(
+            "nvfp4 has one rate and keeps both ends: no --bits, --lm-head or --embed-tokens, and --layer and --map can "
+            "only keep a layer (PATTERN=16)"
+        )
+    with open_model(args.source) as checkpoint:
+        config = LlamaConfig.from_dict(checkpoint.config)
+        if config.quantization is not None:
+            raise UsageError(f"{args.source}: is quantized already; give the unquantized model")
+        shapes = Weights(checkpoint, config, torch.device("cpu"), torch.float32, decode=False).shapes
+        names = [name for name in shapes if name != HEAD]
+        kept = set(resolve_rates(rates, names, bits=4)) | {n for n in names if shapes[n][1] % GROUP}
+        chosen = [name for name in names if name not in kept]
+        told = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
+        told["quantization_config"] = config_for([*kept, HEAD]).to_dict()
+        with progress(total=len(chosen), what="quantizing", unit="linear") as bar:
+            tensors = quantized_tensors(
+                checkpoint.names,
+                checkpoint.tensor,
+                chosen,
+                search=args.recipe != "quick",
+                device=pick_device(args.device),
+                on_linear=lambda _: bar.update(),
+            )
+            write_checkpoint(out, told, tensors, copy_from=checkpoint)
+        before = size_of(checkpoint)
+    with open_model(args.output) as written:
+        after = size_of(written)
+    seconds = round(time.perf_counter() - started, 1)
+    told = {"source": args.source, "output": args.output, "format": "nvfp4", "seconds": seconds}
+    return told | {"before": summary(before), "after": summary(after)}
+
+
+def quantize_e8p(args: argparse.Namespace) -> dict[str, Any]:
+    return quantize_checkpoint(
+        args.source,
+        args.output,
+        rates=rates_of(args.map, args.layer),
+        calibration=args.calibration if args.calibration == "self" else read_text(args.calibration),
+        tokens=args.tokens,
+        sequence=args.sequence,
+        recipe=args.recipe,
+        device=pick_device(args.device),
+        levers={"bits": args.bits, "lm_head": args.lm_head, "embed_tokens": args.embed_tokens, "seed": args.seed},
+    )
 
 
 def quantize_checkpoint(

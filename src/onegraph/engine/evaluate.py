@@ -15,6 +15,7 @@ from torch import Tensor
 
 from onegraph.engine.generate import Decoder
 from onegraph.formats.turboquant import TurboQuantConfig
+from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.nn.attention import CausalAttention
 
 PAGE = 16  # tokens of a page of the cache that `kv` asks for
@@ -122,16 +123,19 @@ def evaluate(
 def _hidden(model: Decoder, tokens: Tensor, kv: TurboQuantConfig | None) -> Tensor:
     """tokens int [B, T] -> [B, T, D]: densely, or as decoding through a cache would give them."""
     tokens = tokens.to(model.device, torch.int64)
-    if kv is None:
+    compressed = isinstance(model, DeepseekV4)  # which attends through its own state only
+    if kv is None and not compressed:
         return model(tokens, CausalAttention())
     rows, length = tokens.shape
-    per_row = -(-max(length, kv.window) // PAGE)
-    pages = 1 + rows * per_row
-    sizes: dict[str, Any] = {"rows": rows, "pages": pages, "page_size": PAGE, "pages_per_row": per_row, "kv": kv}
+    page = model.page_size if isinstance(model, DeepseekV4) else PAGE
+    per_row = -(-max(length, 0 if kv is None else kv.window) // page)
+    sizes: dict[str, Any] = {"rows": rows, "pages": 1 + rows * per_row, "page_size": page, "pages_per_row": per_row}
+    if kv is not None:
+        sizes["kv"] = kv
     cache = model.new_cache(**sizes)
     cache.block_table.copy_(torch.arange(1, 1 + rows * per_row).view(rows, per_row))
     cache.counts.fill_(length)
-    return model(tokens, cache.as_decoded())
+    return model(tokens, cache if compressed else cache.as_decoded())
 
 
 def _row_slices(rows: int, vocabulary: int) -> Iterator[slice]:

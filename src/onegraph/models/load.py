@@ -26,12 +26,13 @@ def load_decoder(
     max_context: int | None = None,
     gpus: int | None = None,
     fp8_kv: bool = False,
+    fused: bool = True,
 ) -> Llama | DeepseekV4:
     """`load` of the family's own class: see `Llama.load` and `DeepseekV4.load`.
 
     Args:
         gpus: place the layers over so many GPUs, from cuda:0 on. fp8_kv: keys in FP8. Both are for DeepSeek-V4; for
-            another model they are a ValueError.
+            another model they are a ValueError. fused: of the Llama family, see there.
     """
     if isinstance(parse_config(checkpoint.config), DeepseekV4Config):
         devices: Sequence[torch.device | str] = [device] if gpus is None else [f"cuda:{i}" for i in range(gpus)]
@@ -41,4 +42,4 @@ def load_decoder(
     if gpus is not None or fp8_kv:
         what = "--gpus places layers over GPUs" if gpus is not None else "--kv fp8 is a way to keep keys"
         raise ValueError(f"{what} for DeepSeek-V4; this model is {checkpoint.config.get('model_type')!r}")
-    return Llama.load(checkpoint, device, dtype, max_context=max_context)
+    return Llama.load(checkpoint, device, dtype, max_context=max_context, fused=fused)

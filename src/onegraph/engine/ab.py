@@ -1,0 +1,234 @@
+"""What each component of a model costs in another precision: one at a time put in, the rest as it was, and measured.
+
+A component is a set of modules or buffers that a precision map would treat as one. The other precision is a quantized
+checkpoint of the same model (`exchanged`), or NVFP4 made here from the model's own weights (`in_nvfp4`), which also
+says what a component that checkpoints keep as it is, such as a router's gate, would cost.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from onegraph.engine.evaluate import evaluate
+from onegraph.formats.nvfp4 import GROUP
+from onegraph.models.deepseek_v4 import DeepseekV4
+from onegraph.models.llama import Llama
+from onegraph.ops.nvfp4 import nvfp4_dequantize_weight
+from onegraph.quant.nvfp4 import quantize_weight
+
+
+@dataclass(frozen=True)
+class Component:
+    """Where it lies: `paths` in the model, * for each block; `layers`, a pattern of its layers' names in a checkpoint
+    (DeepSeek's names for DeepSeek-V4)."""
+
+    paths: tuple[str, ...]
+    layers: str
+
+
+LLAMA = {
+    "embedding": Component(("embed",), r"embed_tokens$"),
+    "attention qkv": Component(("blocks.*.attention.qkv",), r"self_attn\.[qkv]_proj$"),
+    "attention out": Component(("blocks.*.attention.out",), r"self_attn\.o_proj$"),
+    "mlp gate up": Component(("blocks.*.gate_up",), r"mlp\.(gate|up)_proj$"),
+    "mlp down": Component(("blocks.*.down",), r"mlp\.down_proj$"),
+    "lm_head": Component(("lm_head",), r"^lm_head$"),
+}
+DEEPSEEK_V4 = {
+    "embedding": Component(("embed",), r"^embed$"),
+    "attention qkv": Component(("blocks.*.attention.qkv_a", "blocks.*.attention.q_b"), r"\.attn\.(wq_a|wq_b|wkv)$"),
+    "attention out": Component(("blocks.*.attention.out_a", "blocks.*.attention.out_b"), r"\.attn\.wo_[ab]$"),
+    # One linear makes them: keys and gates of both compressors, and the indexer's weights.
+    "compressor, indexer": Component(("blocks.*.attention.states",), r"(compressor\.(wkv|wgate)|weights_proj)$"),
+    "indexer query": Component(("blocks.*.attention.index_q",), r"\.indexer\.wq_b$"),
+    "router gate": Component(("blocks.*.moe.gate",), r"\.ffn\.gate$"),
+    "routed experts": Component(("blocks.*.moe.experts",), r"\.experts\.\d+\.w[123]$"),
+    "shared expert": Component(
+        ("blocks.*.moe.shared.gate_up", "blocks.*.moe.shared.down"), r"\.shared_experts\.w[123]$"
+    ),
+    "lm_head": Component(("lm_head",), r"^head$"),
+}
+
+Model = Llama | DeepseekV4
+Parts = Mapping[str, nn.Module | Tensor]  # by path
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One component alone in the other precision: KL(model ‖ model with it), nats a token; top-1 agreement."""
+
+    component: str
+    kl: float
+    kl_error: float
+    top1: float
+
+    def as_dict(self) -> dict[str, float | str]:
+        return asdict(self)
+
+
+def components_of(model: Model) -> dict[str, Component]:
+    return DEEPSEEK_V4 if isinstance(model, DeepseekV4) else LLAMA
+
+
+@torch.no_grad()
+def costs(
+    model: Model,
+    changes: Mapping[str, Callable[[], Parts]],
+    tokens: Tensor,
+    *,
+    window: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Cost]:
+    """One entry for each of `changes`, then "all" of them at once.
+
+    Args:
+        model: the one that stays as it is; of the Llama family, loaded with `fused=False`.
+        changes: component -> what makes its parts, called when it is their turn (`exchanged` or `in_nvfp4`).
+
+    Raises ValueError where there is nothing to change.
+    """
+    if not changes:
+        raise ValueError("the model and its reference have the same weights in every component")
+    found = []
+    for done, name in enumerate([*changes, "all"]):
+        parts = {
+            path: part
+            for make in (changes.values() if name == "all" else [changes[name]])
+            for path, part in make().items()
+        }
+        result = evaluate(_with(model, parts), tokens, reference=model, window=window)
+        assert result.kl is not None
+        assert result.kl_error is not None
+        assert result.top1 is not None
+        found.append(Cost(name, result.kl, result.kl_error, result.top1))
+        if progress is not None:
+            progress(done + 1, len(changes) + 1)
+    return found
+
+
+def exchanged(model: Model, reference: Model) -> dict[str, Callable[[], Parts]]:
+    """The components in which `model` differs from `reference`, as `model` has them.
+
+    Raises ValueError where the two are not of one family, or fused: a fused linear holds its norm's weight.
+    """
+    _check(model)
+    _check(reference)
+    if type(model) is not type(reference):
+        raise ValueError("the model and its reference are of different families; compare two forms of one model")
+    found: dict[str, Callable[[], Parts]] = {}
+    for name, component in components_of(model).items():
+        mine, theirs = _parts(model, component), _parts(reference, component)
+        if mine.keys() != theirs.keys():
+            raise ValueError(
+                f"{name}: the model and its reference have different layers; compare two forms of one model"
+            )
+        if not all(_same(mine[path], theirs[path]) for path in mine):
+            found[name] = partial(dict, mine)
+    return found
+
+
+def in_nvfp4(model: Model) -> dict[str, Callable[[], Parts]]:
+    """Every component of a dense model as NVFP4 would have it: the numbers that its codes stand for.
+
+    Raises ValueError where the model is fused or quantized already.
+    """
+    _check(model)
+    components = {name: _parts(model, component) for name, component in components_of(model).items()}
+    whole = all(buffer.is_floating_point() for parts in components.values() for buffer in _tensors(parts))
+    if (
+        not whole or getattr(model.config, "quantization", None) is not None
+    ):  # codes that were decoded at load are floats
+        raise ValueError("the model is quantized already; give the unquantized one, or it as --reference")
+    return {name: partial(_all_rounded, parts) for name, parts in components.items() if parts}
+
+
+def _tensors(parts: Parts) -> Iterator[Tensor]:
+    for part in parts.values():
+        yield from part.buffers() if isinstance(part, nn.Module) else (part,)
+
+
+def _all_rounded(parts: Parts) -> Parts:
+    return {path: _rounded(part) for path, part in parts.items()}
+
+
+def _check(model: Model) -> None:
+    if isinstance(model, Llama) and model.fused:
+        raise ValueError("components are exchanged between models whose ops run alone; load them with fused=False")
+
+
+def _parts(model: nn.Module, component: Component) -> dict[str, nn.Module | Tensor]:
+    """By path; a block that has none of a part is left out."""
+    found: dict[str, nn.Module | Tensor] = {}
+    blocks = len(model.blocks)  # type: ignore[arg-type]
+    for pattern in component.paths:
+        for i in range(blocks if "*" in pattern else 1):
+            path = pattern.replace("*", str(i))
+            part = model
+            for name in path.split("."):
+                part = getattr(part, name)
+            if part is not None:
+                found[path] = part
+    return found
+
+
+def _same(one: nn.Module | Tensor, other: nn.Module | Tensor) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    mine, theirs = dict(one.named_buffers()), dict(other.named_buffers())
+    return mine.keys() == theirs.keys() and all(
+        mine[k].dtype == theirs[k].dtype and torch.equal(mine[k], theirs[k]) for k in mine
+    )
+
+
+def _rounded(part: nn.Module | Tensor) -> nn.Module | Tensor:
+    """Matrices [..., n, k] as NVFP4 has them, each with its global scale; vectors and odd widths as they are."""
+    if isinstance(part, nn.Module):
+        made = copy.deepcopy(part)
+        for module in made.modules():
+            for name, tensor in module._buffers.items():
+                if tensor is not None:
+                    module._buffers[name] = _rounded(tensor)  # type: ignore[assignment]
+        return made
+    if part.dim() < 2 or part.shape[-1] % GROUP:
+        return part
+    matrices = []
+    for matrix in part.flatten(0, -3) if part.dim() > 2 else part.unsqueeze(0):
+        codes, scale, gain, _ = quantize_weight(matrix)
+        matrices.append(nvfp4_dequantize_weight(codes, scale, gain.expand(len(matrix)).contiguous()).to(part.dtype))
+    return torch.stack(matrices).view_as(part)
+
+
+def _with(model: Model, parts: Parts) -> Model:
+    """`model` with other parts; every tensor that is not one of them is shared."""
+    made: dict[str, nn.Module] = {"": _shallow(model)}
+
+    def own(path: str) -> nn.Module:
+        if path not in made:
+            parent, _, name = path.rpartition(".")
+            made[path] = own(parent)._modules[name] = _shallow(getattr(own(parent), name))
+        return made[path]
+
+    for path, part in parts.items():
+        parent, _, name = path.rpartition(".")
+        owner = own(parent)
+        if isinstance(part, nn.Module):
+            owner._modules[name] = part
+        else:
+            owner._buffers[name] = part
+    return made[""]  # type: ignore[return-value]
+
+
+def _shallow(module: nn.Module) -> nn.Module:
+    made = copy.copy(module)
+    made._modules, made._buffers = dict(module._modules), dict(module._buffers)
+    return made
+
+
+def component_of(layer: str, components: Mapping[str, Component]) -> str | None:
+    """The component that a checkpoint's layer belongs to."""
+    return next((name for name, part in components.items() if re.search(part.layers, layer)), None)
