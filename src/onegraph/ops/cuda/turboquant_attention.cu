@@ -5,13 +5,15 @@
 // the sign of the byte looked up, so with 4 bits  T[c & 7] ^ D[c]  is u for 16 codes if the tables are
 // T[i] = u[i + 8], D[i] = u[i] ^ u[i + 8]: codes 8 apart have the same sign, so D has no sign bit and codes above 7 take
 // D as 0. Two permutes, one XOR and some masking and shifting for four codes.
+// Keys need no XOR: the tensor cores add the two parts, u = T + D. T as signed and D as unsigned bytes, where D's sign is
+// to stand for 255:  T[i] = u[i + 8] - 255, D[i] = u[i] - u[i + 8] + 255  where u[i + 8] > 127, both without 255 elsewhere.
 //
 // Scores: mma.m16n8k32 (u8 x s8, exact). 16 tokens are the rows, so that the words of a page are the operand as they
 // lie. Queries are the columns, in 16 bits on a scale of their own: the high byte and the low byte of a query are two
 // columns next to each other, so that a lane holds both sums of one query. Even integers, so that the half of
 // u - 127.5 = (u - 128) + 1/2 is an integer of what the accumulators start from.
-// Values: mma.m16n8k16 (float16). Tokens run along k: a page interleaves two tokens, and one permute makes
-// [u, 0x64, u', 0x64] = 1024 + u of two tokens; minus 1152 it is exact, the last 1/2 is added at the end.
+// Values: mma.m16n8k16 (float16). Tokens run along k: a page interleaves two tokens, and one permute makes [u, 0, u', 0],
+// the subnormal float16 u / 2^24 of two tokens; what u - 127.5 lacks of u is taken off at the end.
 // Probabilities times norms are float16 on a reference of each query that rises only when they would exceed 2^15, so
 // that the accumulators are hardly ever rescaled and no shuffle is needed for the maximum.
 //
@@ -88,15 +90,16 @@ __device__ __forceinline__ void mma(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3,
       : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
 }
+__device__ __forceinline__ void mma_signed(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
+  asm("{.reg .b32 x, y; mov.b64 {x, y}, %8;"
+      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {x,y}, {%0,%1,%2,%3};}"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
+}
 __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ u32 minus_1152(u32 v) {
-  u32 d;
-  asm("add.f16x2 %0, %1, %2;" : "=r"(d) : "r"(v), "r"(0xE480E480u));
-  return d;
 }
 __device__ __forceinline__ float from_half(u32 v) {
   float f;
@@ -163,6 +166,12 @@ template <int BITS> __device__ __forceinline__ void look_up(u32& low, u32& high,
     high = prmt(t.t0, t.t1, word >> 16);
   }
 }
+// The same of 4-bit codes as the two parts that a product adds.
+__device__ __forceinline__ void look_up_parts(u32& low, u32& high, u32& more_low, u32& more_high, u32 word, const Table& t) {
+  const u32 index = word & 0x77777777u;
+  low = prmt(t.t0, t.t1, index), high = prmt(t.t0, t.t1, index >> 16);
+  more_low = prmt(t.d0, t.d1, word), more_high = prmt(t.d0, t.d1, word >> 16);
+}
 // The S-th word of nibbles of a word of a plane; `high`: the high bits of 3-bit codes, at bit 2 for S = 0.
 template <int BITS> __device__ __forceinline__ u32 nibbles(u32 word, u32 high, int s) {
   if (BITS == 4) return word;
@@ -170,8 +179,8 @@ template <int BITS> __device__ __forceinline__ u32 nibbles(u32 word, u32 high, i
   if (BITS == 2) return (word >> 2 * s) & 0x33333333u;
   return (word >> s) & 0x11111111u;
 }
-// Bytes u of the codes of a codebook, into 16 bytes of shared memory: the table T, then D.
-template <int BITS> __device__ __forceinline__ void make_table(u32* to, const float* codebook, int lane) {
+// Bytes u of the codes of a codebook, into 16 bytes of shared memory: the table T, then D; APART to be added, not XORed.
+template <int BITS, bool APART> __device__ __forceinline__ void make_table(u32* to, const float* codebook, int lane) {
   const float c = lane < 1 << BITS ? fabsf(codebook[lane]) : 0.f;
   float most = c;
 #pragma unroll
@@ -181,8 +190,9 @@ template <int BITS> __device__ __forceinline__ void make_table(u32* to, const fl
   const u32 u = lane & 1 ? 127 - m : 128 + m;
   const u32 far = __shfl_down_sync(~0u, u, 8);
   if (lane < 8) {
-    ((u8*)to)[lane] = BITS == 4 ? far : u;
-    ((u8*)to)[8 + lane] = u ^ far;
+    const u32 turn = far > 127 ? 255 : 0;
+    ((u8*)to)[lane] = BITS != 4 ? u : APART ? far - turn : far;
+    ((u8*)to)[8 + lane] = APART ? u - far + turn : u ^ far;
   }
   if (lane == 0) ((float*)to)[4] = most / 127.5f;
 }
@@ -276,8 +286,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) attend(const __
   Fixed& fixed = *(Fixed*)smem;
   int2* work = (int2*)(smem + WORK_AT);
   Span* spans = (Span*)(work + p.batch);
-  if (warp == 0) make_table<KBITS>(fixed.k_table, p.k_codebook, lane);
-  if (warp == 1 % WARPS) make_table<VBITS>(fixed.v_table, p.v_codebook, lane);
+  if (warp == 0) make_table<KBITS, true>(fixed.k_table, p.k_codebook, lane);
+  if (warp == 1 % WARPS) make_table<VBITS, false>(fixed.v_table, p.v_codebook, lane);
   u8* probabilities = smem + P_AT + warp * NV * 8 * P_STRIDE;
   for (int i = lane; i < NV * 8 * P_STRIDE / 4; i += 32) ((u32*)probabilities)[i] = 0;
   wait_for_previous();
@@ -468,10 +478,21 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) attend(const __
 #pragma unroll
           for (int q = 0; q < 4 / KW; q++) {
             u32 a0, a1, a2, a3;
-            look_up<KBITS>(a0, a2, nibbles<KBITS>(top_words[j], top_high, q), kt);
-            look_up<KBITS>(a1, a3, nibbles<KBITS>(low_words[j], low_high, q), kt);
+            if (KBITS == 4) {
+              u32 d0, d1, d2, d3;
+              look_up_parts(a0, a2, d0, d2, top_words[j], kt);
+              look_up_parts(a1, a3, d1, d3, low_words[j], kt);
 #pragma unroll
-            for (int n = 0; n < NT; n++) mma(s[n], a0, a1, a2, a3, qf[j * (4 / KW) + q][n]);
+              for (int n = 0; n < NT; n++) {
+                mma_signed(s[n], a0, a1, a2, a3, qf[j * (4 / KW) + q][n]);
+                mma(s[n], d0, d1, d2, d3, qf[j * (4 / KW) + q][n]);
+              }
+            } else {
+              look_up<KBITS>(a0, a2, nibbles<KBITS>(top_words[j], top_high, q), kt);
+              look_up<KBITS>(a1, a3, nibbles<KBITS>(low_words[j], low_high, q), kt);
+#pragma unroll
+              for (int n = 0; n < NT; n++) mma(s[n], a0, a1, a2, a3, qf[j * (4 / KW) + q][n]);
+            }
           }
         }
         const u16* norms = (const u16*)(block + NORMS + MOVED);
@@ -595,8 +616,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) attend(const __
             look_up<VBITS>(c[0], c[1], nibbles<VBITS>(far[j], far_high, q), vt);
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-              const u32 a0 = minus_1152(prmt(a[half], 0x64646464u, 0x4240)), a1 = minus_1152(prmt(a[half], 0x64646464u, 0x4341));
-              const u32 a2 = minus_1152(prmt(c[half], 0x64646464u, 0x4240)), a3 = minus_1152(prmt(c[half], 0x64646464u, 0x4341));
+              const u32 a0 = prmt(a[half], 0, 0x4240), a1 = prmt(a[half], 0, 0x4341);
+              const u32 a2 = prmt(c[half], 0, 0x4240), a3 = prmt(c[half], 0, 0x4341);
 #pragma unroll
               for (int n = 0; n < NV; n++) mma(acc[n][(j * (4 / VW) + q) * 2 + half], a0, a1, a2, a3, pf[n][0], pf[n][1]);
             }
@@ -634,14 +655,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) attend(const __
         float most = NONE;
 #pragma unroll
         for (int k = 0; k < WARPS; k++) most = fmaxf(most, fixed.reference[k][r].x);
-        const float f = exp2_fast(fixed.reference[warp][r].x - most) * v_unit, half = 0.5f * fixed.weights[warp][r];
+        const float f = exp2_fast(fixed.reference[warp][r].x - most) * v_unit, lack = -127.5f * fixed.weights[warp][r];
         float* to = merge + (warp * ROWS + r) * DIM;
 #pragma unroll
         for (int m = 0; m < V_TILES; m++)
 #pragma unroll
           for (int k = 0; k < 2; k++) {
             const int d = v_dimension(m, k, g);
-            if (V_RUN || d < DIM) to[d] = (acc[n][m][2 * k + c] + half) * f;
+            if (V_RUN || d < DIM) to[d] = fmaf(acc[n][m][2 * k + c], 16777216.f, lack) * f;
           }
       }
     __syncthreads();
