@@ -3,6 +3,8 @@
 On a CPU the graphs are recorded ones (test_graph.py), which replay ops and no Python.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -87,8 +89,8 @@ def test_replay_equals_eager_in_outputs_and_state(engine):
 START = torch.tensor([3, 127, 47], dtype=torch.int32)
 
 
-def decode_target(variant: str, tmp_path, spoil=lambda e: None):
-    """The engine's own decode step as a target of `onegraph check`, its ops as plain torch."""
+def decode_target(variant: str, tmp_path, spoil=lambda e: None, ops=reference_ops):
+    """The engine's own decode step as a target of `onegraph check`; to simulate it, its ops as plain torch."""
 
     def factory():
         engine = Engine(load(tmp_path / "m", "cuda", variant), **SMALL, capture=False)
@@ -98,7 +100,7 @@ def decode_target(variant: str, tmp_path, spoil=lambda e: None):
         runner.load(drawn=torch.tensor([5, 6, 7]), **values)
 
         def step():
-            with reference_ops():
+            with ops():
                 return runner.replay(3)
 
         return step, lambda index: ()
@@ -133,6 +135,14 @@ def _with(cache, attend):
 
 def test_a_boundary_decided_on_the_host_is_found(tmp_path):
     assert check_step(decode_target("flash", tmp_path, host_boundary), steps=5).findings
+
+
+@pytest.mark.gpu
+def test_the_decode_step_is_clean_live(tmp_path):
+    report = check_step(decode_target("flash", tmp_path, ops=nullcontext), simulate=False, live=True, steps=5)
+    assert [f"{f.code} {f.path}:{f.line} {f.message}" for f in report.findings] == []
+    assert report.facts["replay equals eager"]
+    assert report.facts["tensor bytes left by them"] == 0
 
 
 @pytest.mark.gpu
