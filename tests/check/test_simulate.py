@@ -388,3 +388,21 @@ def test_a_dtype_that_only_a_gpu_has_an_op_for_is_widened():
 
     assert torch.equal(inside(body), torch.tensor([1, 2, 1, 0], dtype=torch.int32))
     assert check_step(factory).codes == {"CG104"}  # bincount alone
+
+
+@pytest.mark.parametrize("cell", [torch.nn.GRUCell, torch.nn.LSTMCell])
+def test_cells_that_a_gpu_fuses_are_written_out(cell):
+    torch.manual_seed(0)
+    model, x = cell(4, 5), torch.randn(3, 4)
+    truth = torch.stack([model(x)] if cell is torch.nn.GRUCell else list(model(x)))
+
+    def body():
+        out = model.to("cuda")(x.to("cuda"))
+        return torch.stack([out] if cell is torch.nn.GRUCell else list(out)).detach().cpu()
+
+    torch.testing.assert_close(inside(body), truth.detach())
+
+
+def test_a_lazy_module_is_refused_by_name():
+    with pytest.raises(CheckError, match="lazy module"):
+        check_step(lambda: (torch.nn.LazyLinear(3).to("cuda"), lambda i: (torch.ones(2, 4, device="cuda"),)))

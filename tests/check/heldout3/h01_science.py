@@ -380,7 +380,7 @@ def factory_bad_packs_sequences():  # hazard: 2
 
     @torch.no_grad()
     def step(x, lengths):
-        packed = nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), True, False)  # expect: CG101
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), True, False)  # expect: CG101, CG102 optional
         return network(packed)[1]  # expect: CG102 optional, CG202 optional, CG208 optional
 
     return step, lambda i: (torch.stack([_x(i), _x(i + 9)]), torch.tensor([5, 2 + i % 3]).to("cuda"))

@@ -75,9 +75,7 @@ class Anchors(nn.Module):
         columns = torch.arange(feature.shape[-1], device=feature.device)
         y, x = torch.meshgrid(rows, columns, indexing="ij")
         centre = torch.stack([x, y], -1).float()
-        sizes = torch.tensor(
-            self.sizes, dtype=torch.float32, device=feature.device
-        )  # expect: CG102 @anchor_sizes_from_list
+        sizes = torch.tensor(self.sizes, device=feature.device)  # expect: CG102 @anchor_sizes_from_list
         return centre[:, :, None] + sizes[None, None, :, None] * 0.5
 
 
@@ -180,9 +178,8 @@ class MultiScale:
     def __call__(self, x):
         size = self.sizes[self.count % 3]
         self.count += 1  # expect: CG210 @scale_of_the_round
-        return F.interpolate(x, size=(size, size), mode="nearest").mean(
-            (-2, -1)
-        )  # expect: CG202|CG208 @scale_of_the_round
+        x = F.interpolate(x, size=(size, size), mode="nearest")  # expect: CG202|CG208 @scale_of_the_round
+        return x.mean((-2, -1))
 
 
 def factory_bad_scale_of_the_round():  # hazard: 11

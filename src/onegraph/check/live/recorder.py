@@ -85,7 +85,7 @@ class Recorder(TorchDispatchMode):
             self.reshaped.setdefault(id(device[0]), (name, chain))
         outs = [o for o in (out if isinstance(out, list | tuple) else [out]) if isinstance(o, Tensor)]
         self._record(func, name, kind, chain, scalars, device, hosts, outs, hazard)
-        if name == "aten::_local_scalar_dense":
+        if hazard is not None and hazard.code in ("CG101", "CG108") and isinstance(out, bool | int | float):
             self.step.reads.append((chain, out, len(self.step.ops)))
         return out
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from onegraph.check.report import SILENT, Severity
+from onegraph.check.report import SILENT, CheckError, Severity
 from onegraph.check.simulate import hazards, recording, streams
 from onegraph.check.simulate.backward import Backward
 from onegraph.check.simulate.device import DeviceTensor
@@ -100,6 +100,9 @@ class _Functions(TorchFunctionMode):
 
     def set_data(self, func: Any, args: Any, kwargs: Any) -> Any:
         target, value = args
+        if torch.nn.parameter.is_lazy(target):
+            text = "a lazy module (nn.Lazy...) cannot be simulated before it has its shapes"
+            raise CheckError(f"{text}; call it once on the CPU in the factory, or check with --live")
         if isinstance(value, DeviceTensor) and not isinstance(target, DeviceTensor):
             made = value.detach().requires_grad_(target.requires_grad)
             made.__dict__.update(target.__dict__)

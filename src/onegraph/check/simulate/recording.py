@@ -89,7 +89,7 @@ def record(
     step = world.current
     assert step is not None
     fresh = tuple(o.layout is torch.strided and storage_of(o) not in known for o in outs)
-    if outs and kind == "op" and not any(fresh) and not written(func):
+    if turns(func) or (outs and kind == "op" and not any(fresh) and not written(func)):
         kind = "view"
     op = OpRecord(
         func=func,
@@ -118,6 +118,27 @@ def record(
     elif world.reference is not None and not step.parted:
         _compare(world, op, step, outs)
     step.ops.append(op)
+
+
+def turns(func: Any) -> bool:
+    """Whether an op changes shape or strides of a tensor in place and nothing else (transpose_, squeeze_, ...)."""
+    return torch.Tag.inplace_view in func.tags and func._schema.name not in _REPLACED
+
+
+_REPLACED = ("aten::set_", "aten::resize_", "aten::resize_as_", "aten::resize_as_sparse_")
+
+
+def freeze(step: Step, tensor: Tensor) -> None:
+    """A tensor is about to be turned in place: what was recorded of it keeps the shape and strides of now."""
+    now = tensor.detach()
+
+    def frozen(t: Tensor) -> Tensor:
+        return now if t is tensor else t
+
+    for op in step.ops:
+        if any(t is tensor for t in (*op.outs, *op.tensors)):
+            op.args, op.kwargs = map_tensors((op.args, op.kwargs), frozen)
+            op.outs, op.tensors = map_tensors((op.outs, op.tensors), frozen)
 
 
 def _remember(

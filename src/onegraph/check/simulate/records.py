@@ -88,12 +88,20 @@ class Writes:
         return bool(self.positions or self.names)
 
 
+_UNSAID = {
+    f"aten::{name}": ("running_mean", "running_var")
+    for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+}
+"""Arguments that an op writes although its schema does not say so."""
+
+
 @functools.cache
 def written(func: Any) -> Writes:
     """Which arguments an op writes, from its schema."""
     positions, names = [], []
+    unsaid = _UNSAID.get(func._schema.name, ())
     for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        if argument.name in unsaid or (argument.alias_info is not None and argument.alias_info.is_write):
             names.append(argument.name)
             if not argument.kwarg_only:
                 positions.append(index)
@@ -122,33 +130,6 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
 def composed(func: Any) -> bool:
     """Whether an op is made of others (item, where, to, ...): in inference mode torch hands it over as a whole."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
-
-
-def wider(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an op that a CPU has not got for these dtypes (a GPU has) in float32, or float64 for integers.
-
-    Results come back in the dtype that was widened; what the op writes is written back.
-    """
-    originals: dict[int, Tensor] = {}
-    narrow: dict[torch.dtype, torch.dtype] = {}
-
-    def widen(tensor: Tensor) -> Tensor:
-        if tensor.dtype in (torch.float32, torch.float64, torch.bool, torch.int64) or tensor.is_complex():
-            return tensor
-        made = tensor.to(torch.float32 if tensor.is_floating_point() else torch.float64)
-        originals[id(made)] = tensor
-        narrow[made.dtype] = tensor.dtype
-        return made
-
-    wide_args, wide_kwargs = map_tensors(args, widen), map_tensors(kwargs, widen)
-    out = func(*wide_args, **wide_kwargs)
-    targets = written(func)
-    for target in tensors_in(
-        [wide_args[i] for i in targets.positions if i < len(wide_args)] + [wide_kwargs.get(n) for n in targets.names]
-    ):
-        if id(target) in originals:
-            originals[id(target)].copy_(target)
-    return map_tensors(out, lambda t: originals.get(id(t), t.to(narrow.get(t.dtype, t.dtype))))
 
 
 def same(ours: Tensor, theirs: Tensor) -> bool:

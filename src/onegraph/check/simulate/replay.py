@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from onegraph.check.simulate.device import flat_bytes, storage_of
-from onegraph.check.simulate.records import UNWRITTEN, OpRecord, Step, same, wider
+from onegraph.check.simulate.perform import Unavailable, perform
+from onegraph.check.simulate.records import UNWRITTEN, OpRecord, Step, same, tensors_in, written
 from onegraph.check.simulate.world import World
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -167,11 +168,12 @@ def _inputs(op: OpRecord) -> list[Tensor]:
 
 def _protect(op: OpRecord, made: set[int], keep: object) -> None:
     """Keep what an op writes outside of the graph's own memory."""
-    for argument, tensor in zip(op.func._schema.arguments, op.args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            for leaf in tensor if isinstance(tensor, list | tuple) else (tensor,):
-                if isinstance(leaf, Tensor) and storage_of(leaf) not in made:
-                    keep(leaf)  # type: ignore[operator]
+    targets = written(op.func)
+    arguments = [op.args[i] for i in targets.positions if i < len(op.args)]
+    arguments += [op.kwargs[n] for n in targets.names if n in op.kwargs]
+    for tensor in tensors_in(arguments):
+        if storage_of(tensor) not in made:
+            keep(tensor)  # type: ignore[operator]
 
 
 def _again(op: OpRecord) -> bool:
@@ -185,11 +187,9 @@ def _again(op: OpRecord) -> bool:
         op.outs[0].zero_()
         return True
     try:
-        result = op.func(*op.args, **op.kwargs)
-    except NotImplementedError as error:
-        if "not implemented for '" not in str(error):
-            return True  # an op without a CPU implementation: its zeros stay
-        result = wider(op.func, op.args, op.kwargs)
+        result = perform(op.func, op.args, op.kwargs)
+    except Unavailable:
+        return True  # its zeros stay
     except (RuntimeError, IndexError):
         return False
     outs = (

@@ -14,8 +14,9 @@ from onegraph.check.declared import capturable
 from onegraph.check.report import CheckError, Severity
 from onegraph.check.simulate import frames, hazards, recording
 from onegraph.check.simulate.device import DeviceTensor, StorageRecord, refuse, storage_of, weak
+from onegraph.check.simulate.perform import Unavailable, perform
 from onegraph.check.simulate.recording import convert
-from onegraph.check.simulate.records import UNWRITTEN, Sighting, Step, map_tensors, wider, written
+from onegraph.check.simulate.records import UNWRITTEN, Sighting, Step, map_tensors, written
 from onegraph.check.simulate.streams import Streams
 
 BUILTIN = {
@@ -191,8 +192,10 @@ class World:
                         "Expected all tensors to be on the same device, but found at least two devices, "
                         f"{virtual[0].device if virtual else device} and cpu! (in {name})"
                     )
-                if not host.dim() and live:
+                if live and not host.dim():
                     scalars.append(("cpu", host.item()))
+                elif live and name in _PACKED:
+                    scalars.append(host.tolist())
         if live and hazard is None:
             hazard = hazards.of_op(func, name, args, kwargs, hosts)
         if live and hazard is not None:
@@ -202,8 +205,11 @@ class World:
         mine = {id(t.inner): t for t in virtual}
         if live and writes and self.current is not None and self.step > self.captured_step:
             recording.keep(self, func, args, kwargs, writes, virtual)
+        if live and recording.turns(func) and self.current is not None:
+            recording.freeze(self.current, virtual[0].inner)
         out = self._run(func, name, args, kwargs, chain)
-        if name == "aten::_local_scalar_dense" and live and self.current is not None:
+        told = hazard is not None and hazard.code == "CG101" and isinstance(out, bool | int | float)
+        if told and self.current is not None:  # .item(), torch.equal
             self.current.reads.append((chain, out, len(self.current.ops)))
         to_host = device is not None and device.type == "cpu"
         outs: list[Tensor] = []
@@ -212,6 +218,8 @@ class World:
         if index is None:
             index = virtual[0].device.index if virtual else self.device_index
         result = out if to_host else self._wrap(out, mine, index, outs)
+        if name in _PACKED:
+            result = (result[0], out[1])
         if to_host and isinstance(out, Tensor):
             outs = [out]
             if kwargs.get("non_blocking"):
@@ -300,17 +308,13 @@ class World:
 
     def _run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], chain: frames.Chain) -> Any:
         try:
-            out = func(*args, **kwargs)
-        except NotImplementedError as error:
-            if "not implemented for '" in str(error):
-                return wider(func, args, kwargs)
+            out = perform(func, args, kwargs)
+        except Unavailable:
+            pass
         else:
             if name in UNWRITTEN:
                 out.zero_()  # the same contents in every run: opaque kernels that would write them do not
             return out
-        composed = torch._decomp.decomposition_table.get(func)
-        if composed is not None:
-            return composed(*args, **kwargs)
         from torch._subclasses.fake_tensor import FakeTensorMode  # half a second to import, seldom needed
 
         try:
@@ -342,8 +346,13 @@ class World:
 
 _CPU = torch.device("cpu")
 _UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
+_PACKED = {"aten::_pack_padded_sequence", "aten::_pad_packed_sequence"}
+"""Ops that want their lengths on the host and give lengths back there."""
 _MIXED = (
-    hazards._INDEX | hazards._COPIES | {"aten::set_", "aten::tensor_split", "aten::lift_fresh", "aten::_pin_memory"}
+    hazards._INDEX
+    | hazards._COPIES
+    | {"aten::set_", "aten::tensor_split", "aten::lift_fresh", "aten::_pin_memory"}
+    | _PACKED
 )
 
 
