@@ -56,6 +56,8 @@ def test_generate_from_a_checkpoint(tmp_path, capsys):
     assert len(chat["tokens"]) == 5
     assert main([*command, "--kv", "fp8"]) == 0
     assert json.loads(capsys.readouterr().out)["kv"] == "fp8"
+    assert main([*command, "--gpus", "8"]) == 2
+    assert "--gpus is 8; torch sees" in capsys.readouterr().err
     assert main([*command, "--kv", "turboquant:4"]) == 2
     assert "a cache of its own kind" in capsys.readouterr().err
     assert main(["generate", str(tmp_path / "other"), "--prompt", "Hi", "--device", "cpu", "--kv", "fp8"]) == 2

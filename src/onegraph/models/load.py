@@ -32,9 +32,11 @@ def load_decoder(
 
     Args:
         gpus: place the layers over so many GPUs, from cuda:0 on. fp8_kv: keys in FP8. Both are for DeepSeek-V4; for
-            another model they are a ValueError. fused: of the Llama family, see there.
+            another model they are a ValueError, as are more GPUs than there are. fused: of the Llama family, see there.
     """
     if isinstance(parse_config(checkpoint.config), DeepseekV4Config):
+        if gpus is not None and gpus > (found := torch.cuda.device_count()):
+            raise ValueError(f"--gpus is {gpus}; torch sees {found} GPUs here")
         devices: Sequence[torch.device | str] = [device] if gpus is None else [f"cuda:{i}" for i in range(gpus)]
         model = DeepseekV4.load(checkpoint, devices, dtype, max_context=max_context)
         model.fp8_kv = fp8_kv
