@@ -85,6 +85,39 @@ def test_saving_and_loading_round_trips_bit_for_bit(case: str, tmp_path: Path) -
         Llama.load(checkpoint)
 
 
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_batches_beams_and_draws_are_those_of_the_dense_model(cache: str | None, tmp_path: Path) -> None:
+    dense = save_e8p("smollm2", tmp_path / "model", rates={"bits": 3, "lm_head": 4})
+    model = load(tmp_path / "model")
+    padded = torch.cat((torch.zeros(1, 3, dtype=torch.long), TOKENS[:, 3:]), dim=1)
+    mask = torch.ones(2, TOKENS.shape[1], dtype=torch.long)
+    mask[1, :3] = 0
+    batch = model.generate(
+        torch.cat((TOKENS, padded)),
+        attention_mask=mask,
+        max_new_tokens=8,
+        do_sample=False,
+        cache_implementation=cache,
+    )[:, TOKENS.shape[1] :].tolist()
+    assert batch == [greedy(dense, count=8), greedy(dense, TOKENS[:, 3:], count=8)]
+    for options in ({"num_beams": 3}, {"do_sample": True, "top_k": 20, "temperature": 0.8}):
+        found = []
+        for each, implementation in ((model, cache), (dense, None)):
+            torch.manual_seed(0)
+            settings = {"max_new_tokens": 8, "cache_implementation": implementation, "do_sample": False} | options
+            found.append(each.generate(TOKENS, **settings).tolist())
+        assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float16, 0.005), (torch.bfloat16, 0.04)])
+def test_half_precision_is_near_single(dtype: torch.dtype, error: float, tmp_path: Path) -> None:
+    dense = save_e8p("smollm2", tmp_path / "model", rates={"bits": 3, "lm_head": 4, "embed_tokens": 2})
+    with torch.no_grad():
+        exact, found = dense(TOKENS).logits, load(tmp_path / "model", dtype)(TOKENS).logits
+    assert found.dtype == dtype
+    assert (found.float() - exact).norm() / exact.norm() < error
+
+
 @pytest.mark.parametrize("case", ["tied, both ends coded", "biases, mixed rates"])
 def test_tokens_are_those_of_our_engine(case: str, tmp_path: Path) -> None:
     variant, rates = CASES[case]

@@ -153,11 +153,72 @@ def test_too_many_tokens_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kv", "message"), [("exact", "takes turboquant"), ("turboquant:4,mode=shadow", "modes hybrid")]
+    ("length", "kv", "message"),
+    [
+        (64, "exact", "takes turboquant"),
+        (64, "turboquant:4,mode=shadow", "modes hybrid"),
+        (64, 4, "kv is '4'; TurboQuantCache takes"),
+        (64, "turboquant:5", "5 bits for keys"),
+        (64, "turboquant:4,widow=8", "'widow=8' is not understood"),
+        (0, "turboquant:4", "max_cache_len is 0"),
+        ("64", "turboquant:4", "max_cache_len is '64'"),
+    ],
 )
-def test_settings_it_does_not_have_are_refused(kv: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TurboQuantCache(hf_model("llama", **SIZES).config, 64, kv)
+def test_settings_it_does_not_have_are_refused(length: Any, kv: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        TurboQuantCache(hf_model("llama", **SIZES).config, length, kv)
+    assert "\n" not in str(error.value)
+
+
+def test_another_number_of_rows_is_refused() -> None:
+    hf = model("llama", ATTENTION)
+    cache = TurboQuantCache(hf.config, 64)
+    greedy(hf, past_key_values=cache)
+    cache.reset()
+    with pytest.raises(ValueError, match="2 rows do not fit a TurboQuantCache that began with 1"):
+        greedy(hf, TOKENS.repeat(2, 1), past_key_values=cache)
+
+
+def test_a_conversation_goes_on_with_its_cache() -> None:
+    hf = model("llama", ATTENTION)
+    cache = TurboQuantCache(hf.config, 64, "turboquant:2,window=64")
+    tokens = torch.cat((TOKENS, torch.tensor(greedy(hf, past_key_values=cache)), torch.tensor([[3, 4, 5]])), dim=1)
+    assert greedy(hf, tokens, past_key_values=cache) == greedy(hf, tokens)
+
+
+def test_sampling_draws_what_it_draws_from_a_plain_cache() -> None:
+    hf = model("llama", ATTENTION)
+    drawn = []
+    for cache in (None, TurboQuantCache(hf.config, 48, "turboquant:2,window=64")):
+        torch.manual_seed(0)
+        options = {"do_sample": True, "temperature": 0.9, "top_k": 30, "num_return_sequences": 2}
+        drawn.append(hf.generate(TOKENS, max_new_tokens=8, past_key_values=cache, **options).tolist())
+    assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize(
+    ("implementation", "kv"),
+    [(ATTENTION, "turboquant:3,mode=full,keys=prod"), ("sdpa", "turboquant:4,window=8,first=1")],
+)
+def test_a_user_may_compile_forward_with_it(implementation: str, kv: str) -> None:
+    """Without `generate`: decode after an eager prefill, with and without a mask; prefill where it was made early."""
+    hf = model("llama", implementation, num_hidden_layers=2)
+    new = TOKENS[:, :1]
+    eager, cache, early = (TurboQuantCache(hf.config, 64, kv) for _ in range(3))
+    early.early_initialization(batch_size=1, num_heads=2, head_dim=64, dtype=torch.float32, device="cpu")
+    with torch.no_grad():
+        expected = [hf(tokens, past_key_values=eager).logits for tokens in (TOKENS, new, new)]
+        hf(TOKENS, past_key_values=cache)
+        torch._dynamo.reset()
+        forward = torch.compile(hf.forward, fullgraph=True, backend="eager")
+        mask = torch.ones(1, 22, dtype=torch.long)
+        got = [
+            forward(input_ids=TOKENS, past_key_values=early).logits,
+            forward(input_ids=new, past_key_values=cache).logits,
+            forward(input_ids=new, past_key_values=cache, attention_mask=mask).logits,
+        ]
+    for found, wanted in zip(got, expected, strict=True):  # with a mask, codes are decoded before attention
+        assert (found - wanted).norm() / wanted.norm() < 0.02
 
 
 def test_beam_search_is_refused_in_words() -> None:

@@ -58,6 +58,7 @@ class TurboQuantLayer(CacheLayerMixin):
                 f"keys have a head size of {dim}, values of {value_states.shape[-1]}; TurboQuant needs one"
             )
         self.layout = TurboQuantLayout(dim, *self.bits, config.keys, config.values, PAGE)
+        _ = self.layout.sections  # kept by the layout from now on; Dynamo cannot trace the lock of a cached property
         pages = -(-self.max_cache_len // PAGE)
         shape = self.layout.cache_shape(1 + self.batch_size * pages, self.kv_heads)
         state: dict[str, Tensor | None] = {
@@ -88,6 +89,10 @@ class TurboQuantLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         batch, heads, length, _ = key_states.shape
+        if batch != self.batch_size:
+            raise ValueError(
+                f"{batch} rows do not fit a TurboQuantCache that began with {self.batch_size}: make a new one"
+            )
         if length > self.max_cache_len:
             raise ValueError(f"{length} tokens do not fit a TurboQuantCache of max_cache_len {self.max_cache_len}")
         self.positions.copy_(self.cumulative_length.expand(batch))
@@ -176,7 +181,10 @@ class TurboQuantLayer(CacheLayerMixin):
         self.cumulative_length.zero_()
 
     def _refuse(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError("a TurboQuantCache stays where it is and keeps its rows: no offload, no beam search")
+        raise NotImplementedError(
+            "a TurboQuantCache stays where it is and keeps its rows and tokens: no offloading, no beam search, no "
+            "assisted generation"
+        )
 
     offload = prefetch = reorder_cache = crop = batch_repeat_interleave = batch_select_indices = _refuse
 
@@ -219,13 +227,16 @@ class TurboQuantCache(Cache):
         kv: `turboquant:4`, `turboquant:k3v4` and options as `formats.turboquant.parse_kv` reads them; layers that they
             leave at 16 bits are transformers' StaticLayer.
 
-    Raises ValueError for a setting that does not exist or that is no mode of this cache (`shadow`).
+    One cache is one conversation: what follows on its tokens may be given to `generate` with it, a new prompt after
+    `reset()`. Raises ValueError for a setting that does not exist or that is no mode of this cache (`shadow`).
     """
 
     def __init__(self, config: Any, max_cache_len: int, kv: str | TurboQuantConfig = "turboquant:4") -> None:
         config = config.get_text_config(decoder=True)
         setting = parse_kv(kv) if isinstance(kv, str) else kv
-        if setting is None or setting.mode == "shadow":
+        if not isinstance(max_cache_len, int) or max_cache_len < 1:
+            raise ValueError(f"max_cache_len is {max_cache_len!r}; it must be a number of tokens, 1 or more")
+        if not isinstance(setting, TurboQuantConfig) or setting.mode == "shadow":
             raise ValueError(f"kv is {str(kv)!r}; TurboQuantCache takes turboquant:RATE in the modes hybrid and full")
         self.setting = setting
         count, from_codes = config.num_hidden_layers, config._attn_implementation == ATTENTION
