@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 TESTS  ?= tests
 COUNT  ?= 10000
 
-.PHONY: help demo test vllm lint fuzz gpu-test clean
+.PHONY: help demo test vllm hf lint fuzz gpu-test clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -37,19 +37,32 @@ test: export ONEGRAPH_SMOLLM2 ?= $(abspath $(firstword $(wildcard .demo/*.gguf))
 test: $(VENV)/.dev ## everything that needs no GPU
 	$(BIN)/python -m pytest -m "not gpu" -n 2 $(TESTS)
 
-# vLLM in an environment of its own on top of the main one, since its pins are not ours.
+# An environment $(1) of its own on top of the main one, with what $(2) lists and nothing that it would bring along.
+define overlay
+$(BIN)/python -m venv --without-pip $(1)
+$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+  > $$(echo $(1)/lib/python*/site-packages)/main.pth
+$(BIN)/python -m pip --python $(1)/bin/python install --quiet --disable-pip-version-check --no-deps $(PIP_ARGS) -r $(2)
+endef
+
+# vLLM, since its pins are not ours.
 $(VENV)/vllm/.done: tests/vllm/requirements.txt $(VENV)/.dev
-	$(BIN)/python -m venv --without-pip $(VENV)/vllm
-	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
-	  > $$(echo $(VENV)/vllm/lib/python*/site-packages)/main.pth
-	$(BIN)/python -m pip --python $(VENV)/vllm/bin/python install --quiet --disable-pip-version-check --no-deps \
-	  $(PIP_ARGS) -r tests/vllm/requirements.txt
+	$(call overlay,$(VENV)/vllm,$<)
 	@touch $@
 
 vllm: export ONEGRAPH_SMOLLM2 ?= $(abspath $(firstword $(wildcard .demo/*.gguf)))
 vllm: export ONEGRAPH_SMOLLM2_4BIT ?= $(abspath $(wildcard .demo/SmolLM2-135M-Instruct-4bit))
 vllm: $(VENV)/vllm/.done ## the plugin inside the real vLLM, on the CPU
 	$(VENV)/vllm/bin/python -m pytest -m "not gpu" tests/vllm
+
+# The newest transformers likewise, over the oldest that is supported, which constraints.txt pins.
+$(VENV)/hf/.done: tests/hf/requirements.txt $(VENV)/.dev
+	$(call overlay,$(VENV)/hf,$<)
+	@touch $@
+
+hf: export ONEGRAPH_SMOLLM2_4BIT ?= $(abspath $(wildcard .demo/SmolLM2-135M-Instruct-4bit))
+hf: $(VENV)/hf/.done ## the integration with the newest transformers
+	$(VENV)/hf/bin/python -m pytest -m "not gpu" -n 2 tests/hf
 
 lint: $(VENV)/.dev ## ruff, mypy, import contracts
 	$(BIN)/ruff check .
