@@ -54,9 +54,10 @@ def fill(cache: Any) -> None:
 
 
 @torch.no_grad()
-def step_ms(model: Llama, batch: int, context: int, kv: str) -> tuple[float, int]:
+def step_ms(model: Llama, batch: int, context: int, kv: str, fused: bool) -> tuple[float, int]:
     """Median milliseconds of a replay around `context` tokens a row, and the bytes of the cache."""
     engine = Engine(model, max_batch=batch, max_context=context + STEPS, kv=parse_kv(kv))
+    engine._cache.fused = fused
     runner = engine.runner("decode")
     fill(engine._cache)
     width = runner.inputs["table"].shape[1]
@@ -88,9 +89,11 @@ def whole(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     shape = SHAPES["llama-3-8b"] | {"max_position_embeddings": reach, "num_hidden_layers": args.layers}
     model = random_model(shape, args.bits, args.lm_head, reach)
     for batch, context in shapes:
-        for kv in args.settings:
-            ms, size = step_ms(model, batch, context, kv)
+        apart = [(kv, False) for kv in args.settings if args.apart and kv != "exact" and "mode=" not in kv]
+        for kv, fused in [*((kv, True) for kv in args.settings), *apart]:
+            ms, size = step_ms(model, batch, context, kv, fused)
             row = {"bench": "turboquant step", "part": "whole", "shape": "llama-3-8b", "layers": args.layers, "kv": kv}
+            row["fused"] = fused
             row |= {"bits": args.bits, "lm_head": args.lm_head, "batch": batch, "context": context}
             yield row | {"ms": round(ms, 4), "cache_bytes": size} | machine("cuda")
             gc.collect()  # an engine and its graphs hold each other
@@ -102,6 +105,7 @@ def main() -> None:
     parser.add_argument("what", choices=("whole", "parts"))
     parser.add_argument("--bits", type=int, default=2, help="rate of the blocks' linears")
     parser.add_argument("--lm-head", type=int, default=None, help="rate of the head; bfloat16 by default")
+    parser.add_argument("--apart", action="store_true", help="hybrid settings also with codes and ring in two ops")
     parser.add_argument("--layers", type=int, default=LAYERS, help="of the whole step's model")
     parser.add_argument("--shapes", nargs="*", default=[f"{b}x{c}" for b, c in WHOLE], help="BATCHxCONTEXT, whole")
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), help="of the whole step's cache")

@@ -19,6 +19,7 @@ from onegraph.nn.attention import Attention, PagedCache
 from onegraph.ops.recent_attention import recent_attention
 from onegraph.ops.turboquant import turboquant_write
 from onegraph.ops.turboquant_attention import eight_bit_levels, turboquant_attention
+from onegraph.ops.turboquant_hybrid import turboquant_hybrid
 
 DRAFTS = formats.DRAFTS
 AT_ONCE = 512  # queries whose scores exist at once where a whole sequence is read as decoding reads it
@@ -41,6 +42,7 @@ class TurboQuantCache:
     Attributes (see `PagedCache` for block_table, positions and counts):
         slots: int32 [rows], the ring that belongs to the row's sequence. It must stay the sequence's when the sequence
             moves to another row; ring 0 belongs to nobody.
+        fused: attend to codes and ring in one op; False is the other side of an A/B comparison.
         squares: float32 [layers, 2], mode shadow: sums of |error|^2 and of |output|^2 since `reset`.
 
     What a query sees depends on its position and its sequence alone: not on the batch, and in a decode step not on how
@@ -74,7 +76,7 @@ class TurboQuantCache:
         rates = [config.rate(i, layers) for i in range(layers)]
         shadow = config.mode == "shadow"
         exact = [shadow or rate == (EXACT, EXACT) for rate in rates]
-        self.config, self.page_size, self._stepwise = config, page_size, False
+        self.config, self.page_size, self.fused, self._stepwise = config, page_size, True, False
         # One layer's cache brings the state; then its layers are as many as there are, empty where there are codes.
         self.paged = PagedCache(
             layers=1, pages=2, page_size=page_size, kv_heads=kv_heads, head_dim=head_dim, rows=rows,
@@ -91,7 +93,7 @@ class TurboQuantCache:
             return torch.arange(first, first + count, device=device, dtype=torch.int32)
 
         self.slots, self._own = ints(rows, 1), ints(rows)
-        self._zeros, self._before = torch.zeros_like(self._own), torch.zeros_like(self._own)
+        self._zeros = torch.zeros_like(self._own)
         turn = formats.rotation(head_dim, config.rotation, config.seed)
         self._rotation, self._turn = (t.contiguous().to(device, dtype) for t in (turn, turn.T))
         prod = "prod" in (config.keys, config.values)
@@ -111,7 +113,6 @@ class TurboQuantCache:
             return _Layer(layout, k, v, codes, ring)
 
         self.layers = [None if rate == (EXACT, EXACT) else layer(rate) for rate in rates]
-        self._first = next((i for i, found in enumerate(self.layers) if found is not None), 0)
         self.pages = pages
 
     @property
@@ -189,10 +190,7 @@ class TurboQuantCache:
             layout.v_variant, self.config.scale, chunk,
         )  # fmt: skip
         if not chunk:
-            before = self._before[:batch]  # where the query's codes begin; once for all layers
-            if ring is not None and a.index == self._first:
-                torch.sub(positions, self.config.window, out=before)
-            return self._decoded(a, layer, q, ring, self.slots, positions, counts, before, table).flatten(2)
+            return self._decoded(a, layer, q, ring, self.slots, positions, counts, table).flatten(2)
         own_ring, zeros = self._own[:batch], self._zeros[:batch]  # the chunk is a ring of its own
         if not self._stepwise:
             past = self._from_codes(a, layer, q, positions, counts, positions, table, None, a.window)
@@ -204,25 +202,32 @@ class TurboQuantCache:
             some = q[:, start : start + AT_ONCE].contiguous()
             stop, at = start + some.shape[1], positions + start
             real = (counts - start).clamp(0, some.shape[1])
-            seen, before = table[:, : -(-stop // self.page_size)], at - self.config.window
+            seen = table[:, : -(-stop // self.page_size)]
             recent = None if ring is None else padded[:, stop : stop + size].roll(stop, dims=1)
-            parts.append(self._decoded(a, layer, some, recent, own_ring, at, real, before, seen))
+            parts.append(self._decoded(a, layer, some, recent, own_ring, at, real, seen))
         return torch.cat(parts, dim=1).flatten(2)
 
     def _decoded(
         self, a: Attention, layer: _Layer, q: Tensor, ring: Tensor | None, slots: Tensor, positions: Tensor,
-        counts: Tensor, before: Tensor, table: Tensor,
+        counts: Tensor, table: Tensor,
     ) -> Tensor:  # fmt: skip
-        """What queries see that decode: [B, Q, heads, head_dim]. `before`: positions - window."""
+        """What queries see that decode: [B, Q, heads, head_dim]."""
+        layout, window, limit = layer.layout, self.config.window, a.window
+        out: Tensor
         if ring is None:
-            return self._from_codes(a, layer, q, positions, counts, None, table, self._rotation, a.window)[0]
-        window = self.config.window
-        older: tuple[Tensor | None, Tensor | None] = (None, None)
-        if not 0 < a.window <= window:  # else all that the model's window shows is exact
-            older = self._from_codes(a, layer, q, before, counts, None, table, None, max(a.window - window, 0))
-        out: Tensor = recent_attention(
-            q, ring, slots, positions, *older, self._rotation, a.scale, window, DRAFTS, a.window
-        )
+            out = self._from_codes(a, layer, q, positions, counts, None, table, self._rotation, limit)[0]
+        elif 0 < limit <= window:  # all that the model's window shows is exact
+            none = (None, None)
+            out = recent_attention(q, ring, slots, positions, *none, self._rotation, a.scale, window, DRAFTS, limit)
+        elif self.fused:
+            out = turboquant_hybrid(
+                q, layer.codes, table, positions, counts, ring, slots, self._rotation, self._projection,
+                layer.k_codebook, layer.v_codebook, layout.k_bits, layout.v_bits, layout.k_variant, layout.v_variant,
+                a.scale, window, DRAFTS, limit,
+            )  # fmt: skip
+        else:
+            older = self._from_codes(a, layer, q, positions - window, counts, None, table, None, max(limit - window, 0))
+            out = recent_attention(q, ring, slots, positions, *older, self._rotation, a.scale, window, DRAFTS, limit)
         return out
 
     def _from_codes(

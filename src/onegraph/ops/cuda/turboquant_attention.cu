@@ -68,11 +68,16 @@ struct Arguments {
   float2* sums;             // [items, ROWS]: reference, sum
   int2* work;               // [batch]: first item, splits
   void* out;                // [batch, length, heads, DIM]
-  float* lse;               // [batch, length, heads]
+  float* lse;               // [batch, length, heads] or null
+  const void* ring;         // [rings, ring_size, 2, kv_heads, DIM] of exact keys and values, or null
+  const int* slots;         // [batch]: whose ring
   int batch, length, kv_heads, group, table_stride, reach, pages, window;
   int row_tiles;            // of ROWS queries
   int limit;                // items that the splits may make
   int least;                // tiles that a split has at least
+  int recent;               // tokens before a query that are not read from codes: the window of the ring
+  int spare, near_limit;    // see ops/recent_attention.py
+  int ring_size;
   float scale;              // of the scores, times log2(e)
   float back;               // of the rotation
 };
@@ -139,6 +144,12 @@ __device__ __forceinline__ void store(void* p, size_t i, float v) {
   }
 }
 
+// From the L2, which kernels that have ended have written to: for what is read before the wait.
+__device__ __forceinline__ float load_ahead(const void* p, size_t i) {
+  if (DTYPE == 2) return __ldcg((const float*)p + i);
+  const u32 h = __ldcg((const u16*)p + i);
+  return DTYPE == 1 ? from_half(h) : __uint_as_float(h << 16);
+}
 template <int N> __device__ __forceinline__ void load_words(u32 (&v)[N], const u8* p) {
   if (N % 4 == 0) {
 #pragma unroll
@@ -221,7 +232,7 @@ struct Span {
 __device__ __forceinline__ Span span_of(const Arguments& p, int b) {
   Span s;
   const int count = min(p.counts[b], p.length);
-  s.last = min(p.positions[b], p.reach - 1);  // may be negative: before the first key
+  s.last = min(p.positions[b] - p.recent, p.reach - 1);  // may be negative: before the first key
   s.end = min(s.last + count, p.reach);
   if (p.ends) s.end = min(s.end, p.ends[b]);
   s.tile = p.window > 0 ? max(s.last - p.window + 1, 0) / TILE : 0;
@@ -690,7 +701,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) attend(const __
   }
 }
 
-// Queries by their splits' references, then the rotation back, which is read once for the MERGED queries of a block.
+// Queries by their splits' references, then the rotation back, which is read once for the MERGED queries of a block. The
+// exact tokens of a ring are attended here, as splits of one token each, before the wait: `attend` has waited for all that
+// wrote them before any block of it let this kernel start.
 constexpr int MERGERS = 8, OWN = (DIM + 31) / 32, AHEAD = 4;
 constexpr int PARTS = MERGERS * 32 / (DIM / 2), PART = (DIM + PARTS - 1) / PARTS;  // rows of the rotation, of a thread
 template <int MERGED> __device__ __forceinline__ void merge(const Arguments& p) {
@@ -707,23 +720,74 @@ template <int MERGED> __device__ __forceinline__ void merge(const Arguments& p) 
     for (int i = 0; i < PART; i++)
       rotation[i] = from + i < DIM ? __ldg((const u32*)p.rotation + ((from + i) * DIM + column) / 2) : 0;
   }
-  wait_for_previous();
   {
     const int at = blockIdx.x * MERGED + warp / EACH;
+    const int b = min(at, queries - 1) / (p.length * heads), step = at / heads % p.length, head = at % heads;
+    float most = NONE, total = 0.f, v[OWN];
+#pragma unroll
+    for (int k = 0; k < OWN; k++) v[k] = 0.f;
+    bool far = at < queries;  // whether it sees codes
+    if (p.ring && far) {
+      const int position = __ldcg(p.positions + b), token = position + step, last = position + p.length - 1;
+      far = token >= p.recent + p.spare;
+      const size_t apart = (size_t)p.kv_heads * DIM;  // of key and value
+      const size_t first = (size_t)__ldcg(p.slots + b) * p.ring_size * 2 * apart + head / p.group * DIM;
+      float query[OWN];
+#pragma unroll
+      for (int k = 0; k < OWN; k++) {
+        const bool there = DIM % 32 == 0 || k * 32 + lane < DIM;
+        query[k] = there ? load_ahead(p.q, (size_t)at * DIM + k * 32 + lane) * p.scale : 0.f;
+      }
+      for (int start = warp % EACH; start < p.ring_size; start += EACH * AHEAD) {
+        float x[AHEAD], u[AHEAD][OWN];
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+          const int place = start + i * EACH, behind = (last - place) % p.ring_size;
+          const int key = last - behind - (behind < 0 ? p.ring_size : 0);  // the latest that the place can hold
+          const bool seen = place < p.ring_size && key >= 0 && key <= token && !(far && key <= token - p.recent) &&
+                            !(p.near_limit > 0 && key <= token - p.near_limit);
+          x[i] = 0.f;
+#pragma unroll
+          for (int k = 0; k < OWN; k++) {
+            const bool there = seen && (DIM % 32 == 0 || k * 32 + lane < DIM);
+            const size_t from = first + place * 2 * apart + k * 32 + lane;
+            x[i] = fmaf(there ? load_ahead(p.ring, from) : 0.f, query[k], x[i]);
+            u[i][k] = there ? load_ahead(p.ring, from + apart) : 0.f;
+          }
+          if (!seen) x[i] = -INF;
+        }
+        float higher = most;
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+#pragma unroll
+          for (int o = 16; o; o >>= 1) x[i] += __shfl_xor_sync(~0u, x[i], o);
+          higher = fmaxf(higher, x[i]);
+        }
+        const float keep = exp2f(most - higher);
+        total *= keep;
+#pragma unroll
+        for (int k = 0; k < OWN; k++) v[k] *= keep;
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+          const float f = exp2f(x[i] - higher);
+          total += f;
+#pragma unroll
+          for (int k = 0; k < OWN; k++) v[k] = fmaf(u[i][k], f, v[k]);
+        }
+        most = higher;
+      }
+    }
+    wait_for_previous();
     int splits = 0;
     size_t first = 0;
     int r = 0;
-    if (at < queries) {
-      const int b = at / (p.length * heads), step = at / heads % p.length, head = at % heads;
+    if (far) {
       const int row = step * p.group + head % p.group;
       const int2 work = p.work[b];
       if (step < p.counts[b]) splits = work.y;
       first = work.x + (size_t)(row / ROWS * p.kv_heads + head / p.group) * work.y;
       r = row % ROWS;
     }
-    float most = NONE, total = 0.f, v[OWN];
-#pragma unroll
-    for (int k = 0; k < OWN; k++) v[k] = 0.f;
     for (int start = warp % EACH; start < splits; start += EACH * AHEAD) {
       float2 sum[AHEAD];
       float u[AHEAD][OWN];
@@ -777,7 +841,7 @@ template <int MERGED> __device__ __forceinline__ void merge(const Arguments& p) 
     s = total > 0.f ? s / total : 0.f;
     if (p.rotation) result[m][d] = s * p.back;
     else store(p.out, (size_t)at * DIM + d, s);
-    if (d == 0) p.lse[at] = total > 0.f ? (most + log2f(total)) * 0.6931471805599453f : -INF;
+    if (d == 0 && p.lse) p.lse[at] = total > 0.f ? (most + log2f(total)) * 0.6931471805599453f : -INF;
   }
   if (!p.rotation) return;
   __syncthreads();

@@ -22,7 +22,18 @@ MAX_DIM, MAX_BATCH = 256, 1024
 SM_SHARED = 228 * 1024  # bytes of an SM, 1024 of them reserved for each block
 LEAST = 4  # tiles of 32 tokens that a split has at least
 MAX_STAGES = 4
-MANY = 128  # queries, from which on a block merges four of them
+MANY, MANY_RINGS = 128, 512  # queries, from which on a block merges four of them: without and with a ring to attend to
+
+
+@dataclass(frozen=True)
+class Near:
+    """The ring of exact tokens; see `onegraph.ops.turboquant_hybrid.turboquant_hybrid`."""
+
+    ring: Tensor
+    slots: Tensor
+    window: int
+    spare: int
+    limit: int
 
 
 @dataclass(frozen=True)
@@ -122,10 +133,12 @@ def attend(
     page_size: int,
     scale: float,
     window: int,
+    near: Near | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `onegraph.ops.turboquant_attention.turboquant_attention`; codes of 1 to 4 bits, variant `mse`."""
+    """See `onegraph.ops.turboquant_attention.turboquant_attention`; codes of 1 to 4 bits, variant `mse`. With `near`
+    `onegraph.ops.turboquant_hybrid.turboquant_hybrid`, and no log-sum-exp."""
     batch, length, heads, dim = q.shape
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3] if near is None else 0, dtype=torch.float32)
     if q.numel() == 0:
         return out, lse
     pages, kv_heads, _ = cache.shape
@@ -144,19 +157,21 @@ def attend(
     sums = torch.empty(items * rows * 2, dtype=torch.float32, device=q.device)
     work = torch.empty(batch * 2, dtype=torch.int32, device=q.device)
     tensors = (q, cache, block_table, positions, counts, ends, rotation, k_codebook, v_codebook, sinks)
-    pointers = [0 if t is None else t.data_ptr() for t in (*tensors, partial, sums, work, out, lse)]
+    results = (partial, sums, work, out, None if near else lse, *((near.ring, near.slots) if near else (None, None)))
+    pointers = [0 if t is None else t.data_ptr() for t in (*tensors, *results)]
+    ring = (near.window, near.spare, near.limit, near.ring.shape[1]) if near else (0, 0, 0, 1)
     arguments = struct.pack(
-        "15Q11i2f4x",
+        "17Q15i2f4x",
         *pointers,
         batch, length, kv_heads, group, block_table.stride(0), block_table.shape[1] * page_size, pages, window,
-        row_tiles, limit, LEAST, scale * math.log2(math.e), dim**-0.5,
+        row_tiles, limit, LEAST, *ring, scale * math.log2(math.e), dim**-0.5,
     )  # fmt: skip
     stream = torch._C._cuda_getCurrentRawStream(device)
     with torch.cuda.device(q.device):
         grid = (min(blocks, items), 1, 1)
         kernel.launch(grid, variant.warps * 32, variant.shared(stages, batch), 1, stream, arguments)
         queries = batch * length * heads
-        merged = 4 if queries >= MANY else 1  # by a block, which reads the rotation once
+        merged = 4 if queries >= (MANY_RINGS if near else MANY) else 1  # by a block, which reads the rotation once
         parts = 8 + merged + 512 // dim * merged
         merge = mergers[merged == 4]
         merge.launch((-(-queries // merged), 1, 1), 256, parts * dim * 4 + 64, 1, stream, arguments)
