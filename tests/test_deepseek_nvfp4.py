@@ -1,5 +1,6 @@
 """DeepSeek-V4 whose linears are NVFP4: the model equals the dense one of the numbers that the codes stand for."""
 
+import copy
 import json
 
 import pytest
@@ -76,6 +77,8 @@ def test_few_tokens_run_the_shared_expert_among_the_others(tmp_path):
     for few in (1, 3, 4):
         got = torch.cat([moe(*part) for part in zip(x.split(few, 1), tokens.split(few, 1), strict=True)], 1)
         assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+    moe.shared = copy.deepcopy(moe.shared)  # as `eval --ab` exchanges parts
+    assert not moe.together
 
 
 def packed_bytes(model: nn.Module):

@@ -75,10 +75,15 @@ class DeepseekMoE(nn.Module):
                 )
         self.experts, self.shared, self.top_k, self.scale = experts, shared, top_k, scale
         matrices: Tensor = experts.down  # type: ignore[assignment]
-        self.together = matrices.shape[0] > gate.shape[0]
+        self._one = (experts, shared) if matrices.shape[0] > gate.shape[0] else None
         self.register_buffer("gate", gate)
         self.register_buffer("bias", None if bias is None else bias.float())
         self.register_buffer("table", None if table is None else table.to(torch.int32).contiguous())
+
+    @property
+    def together(self) -> bool:
+        """Whether `experts` holds the shared expert; not where either of the two was exchanged since."""
+        return self._one == (self.experts, self.shared)
 
     def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
         flat = x.flatten(0, 1)
