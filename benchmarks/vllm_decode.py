@@ -5,7 +5,8 @@
 Each variant is a process of its own with vLLM's default graphs (FULL_AND_PIECEWISE), and random weights: the time of a
 step does not depend on them. All load and compile at once, then they are timed one at a time, while the others wait.
 The time of a step is the slope between two output lengths, medians of several, so that prefill and start-up drop out.
-Variants: bf16, or e8p-BITS[-head-BITS], each with [+kv=DTYPE]. --context is the length of the prompts.
+Variants: bf16, or e8p-BITS[-head-BITS], each with [+kv=DTYPE] and [+layers=vllm], which leaves norms and sums outside
+of the linears. --context is the length of the prompts; long ones are computed once and found in the prefix cache.
 """
 
 import argparse
@@ -26,13 +27,15 @@ from step import SHAPES
 from onegraph.formats.e8p import E8PConfig
 
 VARIANTS = "bf16,e8p-2,e8p-4,e8p-2-head-4,e8p-4-head-4"
+LONG = 4096  # tokens of a prompt that is not computed again for each sample
 OUTPUTS = 16, 144  # tokens; a step's time is the slope between them
 
 
-def config_of(variant: str, shape: dict[str, Any]) -> dict[str, Any]:
-    """config.json of a variant's model."""
+def config_of(variant: str, shape: dict[str, Any], length: int) -> dict[str, Any]:
+    """config.json of a variant's model, for texts of `length` tokens."""
     weights = variant.partition("+")[0]
     config = shape | {"dtype": "bfloat16", "bos_token_id": None, "eos_token_id": None}
+    config["max_position_embeddings"] = max(config["max_position_embeddings"], length)
     if weights != "bf16":
         bits, *head = weights.removeprefix("e8p-").split("-head-")
         e8p = E8PConfig(bits=int(bits), lm_head=int(head[0]) if head else None)
@@ -46,22 +49,30 @@ def measure(variant: str, args: argparse.Namespace, turn: Path) -> list[dict[str
     import vllm
     from vllm import LLM, SamplingParams
 
+    from onegraph.integrations.vllm import FUSED
+
+    _, *options = variant.split("+")
+    kv = next((option.removeprefix("kv=") for option in options if option.startswith("kv=")), "auto")
+    if "layers=vllm" in options:
+        FUSED.clear()
+    length = args.context + OUTPUTS[1] + 16
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config_of(variant, SHAPES[args.shape])))
-        kv = variant.partition("+kv=")[2]
+        (Path(folder) / "config.json").write_text(json.dumps(config_of(variant, SHAPES[args.shape], length)))
         started = time.perf_counter()
         llm = LLM(
             folder,
             load_format="dummy",
             skip_tokenizer_init=True,
-            max_model_len=args.context + OUTPUTS[1] + 16,
+            max_model_len=length,
             max_num_seqs=max(args.batch),
-            max_num_batched_tokens=max(2048, max(args.batch)),
+            max_num_batched_tokens=max(2048, max(args.batch), args.context),  # a prompt is one chunk
             gpu_memory_utilization=0.05,  # only checked: the line below says how much
             kv_cache_memory_bytes=int(args.kv_gib * 2**30),
-            enable_prefix_caching=False,
+            enable_prefix_caching=args.context >= LONG,
             compilation_config={"cudagraph_capture_sizes": sorted(args.batch)},
-            **({"kv_cache_dtype": kv} if kv else {}),
+            tensor_parallel_size=args.ranks,
+            kv_cache_dtype=kv,
+            **({"attention_config": {"backend": "CUSTOM"}} if kv.startswith("turboquant") else {}),
         )
     print(f"{variant}: ready after {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
     (turn / variant).touch()
@@ -90,6 +101,7 @@ def measure(variant: str, args: argparse.Namespace, turn: Path) -> list[dict[str
                     "shape": args.shape,
                     "batch": batch,
                     "context": args.context,
+                    "ranks": args.ranks,
                     "ms_per_step": round(step * 1e3, 4),
                     "tokens_per_second": round(batch / step, 1),
                     "vllm": vllm.__version__,
@@ -109,6 +121,7 @@ def main() -> int:
     parser.add_argument("--variants", default=VARIANTS, help=f"separated by commas (default: {VARIANTS})")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kv-gib", type=float, default=4.0, help="size of each variant's KV cache")
     parser.add_argument("--out", type=Path, help="append the JSON lines to this file")

@@ -88,6 +88,22 @@ def test_compiled(tmp_path: Path) -> None:
         assert tokens_of(llm, PROMPTS, 12) == ours(coded.path, PROMPTS, 12)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision(dtype: str, tiny_chat: Path) -> None:
+    """Log-probabilities of a text are those of float32, but for rounding."""
+    from vllm.sampling_params import SamplingParams as Params
+
+    text, params = PROMPTS[2], Params(temperature=0, max_tokens=1, detokenize=False, prompt_logprobs=0)
+    found = []
+    for kind in ("float32", dtype):
+        with serving(tiny_chat, dtype=kind) as llm:
+            (done,) = llm.generate([{"prompt_token_ids": text}], params, use_tqdm=False)
+        rows = list(zip(done.prompt_token_ids, done.prompt_logprobs, strict=True))[1:]
+        found.append(torch.tensor([row[token].logprob for token, row in rows]))
+    full, half = found
+    assert 0 < float((half - full).abs().mean()) < 0.05 * float(full.std())
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(smollm2_gguf() is None, reason="SmolLM2 is not here; `make demo` fetches it")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

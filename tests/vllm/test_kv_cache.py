@@ -126,3 +126,34 @@ def test_preempted_requests_come_back(tiny_chat: Path, exact: Any) -> None:
     whole = [text + tokens for text, (tokens, _, _) in zip(prompts, answers, strict=True)]
     for want, (_, got, _) in zip(exact(whole), answers, strict=True):
         assert apart(got, want[19:]) < CLOSE
+
+
+def test_queries_of_several_tokens(tiny_chat: Path, exact: Any) -> None:
+    """Drafts, here of the same model: a step verifies three tokens of a request, against codes."""
+    prompts = [TEXT[:12], TEXT[20:50]]
+    drafts = {"method": "draft_model", "model": str(tiny_chat), "num_speculative_tokens": 2}
+    with (
+        turboquant() as attention,
+        serving(tiny_chat, speculative_config=drafts) as llm,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        counts = record_queries(patch, attention)
+        answers = given(llm, prompts, 20)
+    assert counts.count(3) > 10
+    whole = [text + tokens for text, (tokens, _, _) in zip(prompts, answers, strict=True)]
+    for text, want, (_, got, _) in zip(prompts, exact(whole), answers, strict=True):
+        assert apart(got, want[len(text) - 1 :]) < CLOSE
+
+
+def record_queries(patch: pytest.MonkeyPatch, attention: Any) -> list[int]:
+    """Tokens of each query that is read against codes, from here on."""
+    read, counts = attention.turboquant_attention, list[int]()
+
+    class Recorded:
+        @staticmethod
+        def overload(q: torch.Tensor, *rest: Any) -> Any:
+            counts.append(q.shape[1])
+            return read.overload(q, *rest)
+
+    patch.setattr(attention, "turboquant_attention", Recorded)
+    return counts

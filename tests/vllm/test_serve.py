@@ -16,7 +16,7 @@ import pytest
 if importlib.util.find_spec("vllm.entrypoints") is None:
     pytest.skip("vLLM is not installed; `make vllm` installs it", allow_module_level=True)
 
-START_SECONDS = 180
+START_SECONDS = 400  # a minute on two idle cores
 
 
 @pytest.fixture(scope="module")

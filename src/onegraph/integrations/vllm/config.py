@@ -12,6 +12,7 @@ from onegraph.formats.e8p import KEEP, E8PConfig
 from onegraph.integrations.vllm import FUSED, fuses, unsupported
 
 HEAD, EMBED = "lm_head", "embed_tokens"
+DRAFT = "draft_model."  # what vLLM puts before the names of a model that drafts for another
 
 
 @register_quantization_config("onegraph")
@@ -66,7 +67,7 @@ class OnegraphConfig(QuantizationConfig):
 
     def parts_of(self, prefix: str) -> list[str]:
         """The linears of the checkpoint that vLLM's layer `prefix` is made of: q, k and v of a qkv_proj."""
-        parent, _, name = prefix.rpartition(".")
+        parent, _, name = prefix.removeprefix(DRAFT).rpartition(".")
         names = self.packed_modules_mapping.get(name, [name])
         return [f"{parent}.{part}" if parent else part for part in names]
 
