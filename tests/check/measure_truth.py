@@ -13,6 +13,7 @@ import io
 import json
 import multiprocessing
 import sys
+import traceback
 import warnings
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ def _captured(torch: Any, case: Any, eager: list[list[Any]]) -> dict[str, Any]:
         with torch.cuda.graph(graph, stream=stream) if case.gpus == 1 else torch.cuda.graph(graph):
             out = step(*static)
     except Exception as error:
-        return {"capture": _line(error), "replay": "not captured"}
+        return {"capture": _line(error), "replay": "not captured", "at": _lines(error)}
     found: dict[str, Any] = {"capture": "ok", "replay": "equal", "worst": 0.0}
     outputs = _outputs(out)
     given = {t.untyped_storage().data_ptr() for t in tree_leaves(static) if isinstance(t, torch.Tensor)}
@@ -135,6 +136,14 @@ def _difference(torch: Any, ours: Any, theirs: Any) -> float:
         return float("inf")
     a, b = a.nan_to_num(), b.nan_to_num()
     return float((a - b).abs().max() / b.abs().max().clamp_min(1e-6)) if a.numel() else 0.0
+
+
+def _lines(error: BaseException) -> list[list[Any]]:
+    """[end of path, line] of the calls, torch's left out, that led to the first error; ending a capture raises more."""
+    while error.__context__ is not None:
+        error = error.__context__
+    frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
+    return [[path[-60:], line] for path, line in frames if "/torch/" not in path and path != __file__]
 
 
 def _line(error: BaseException) -> str:
