@@ -13,6 +13,8 @@ from onegraph.engine.ab import components_of, costs, exchanged, in_nvfp4
 from onegraph.engine.evaluate import evaluate
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
 from onegraph.models.load import load_decoder
+from onegraph.nn.linear import Linear
+from onegraph.nn.nvfp4 import NVFP4Linear
 from onegraph.quant.nvfp4 import config_for, quantized_tensors
 from test_deepseek_nvfp4 import SIZES
 from test_deepseek_nvfp4 import quantized as packed_deepseek
@@ -146,3 +148,28 @@ def test_the_table(llama: Path, tmp_path: Path) -> None:
     status, _, errors = invoke(["quantize", model, tmp_path / "x", "--format", "nvfp4", "--bits", 3])
     assert status == 2
     assert "one rate" in errors
+
+
+def test_a_precision_map_for_deepseek(tmp_path: Path) -> None:
+    """What `quantize --format nvfp4` writes, and what of it a pattern keeps."""
+    from test_cli import invoke
+
+    save_deepseek("flash", tmp_path / "plain", **SIZES)
+    more = ["--format", "nvfp4", "--layer", "*.indexer.wq_b=16", "--layer", "model.layers.0.*=16", "--json"]
+    status, out, errors = invoke(["quantize", tmp_path / "plain", tmp_path / "fp4", *more])
+    assert status == 0, errors
+    assert json.loads(out)["before"]["linear_bits"] == pytest.approx(32, abs=0.1)  # routing tables are counted
+    plain, packed = load(tmp_path / "plain"), load(tmp_path / "fp4")
+    assert isinstance(packed.blocks[1].attention.q_b, NVFP4Linear)
+    assert isinstance(packed.blocks[0].attention.q_b, Linear)
+    assert isinstance(packed.blocks[3].attention.index_q, Linear)
+    with Checkpoint.open(tmp_path / "fp4") as made:
+        bits, ignored = component_bits(made), made.config["quantization_config"]["ignore"]
+    assert bits["indexer query"] == bits["lm_head"] == 32
+    assert 4.5 < bits["shared expert"] < 12  # one layer in five was kept
+    assert any(name.endswith("indexer.wq_b") for name in ignored)
+    assert not any(name.startswith("model.layers.1.") and name.endswith("wq_a") for name in ignored)
+    assert 0 < evaluate(packed, TOKENS, reference=plain, window=WINDOW).kl < 0.5
+    status, _, errors = invoke(["quantize", tmp_path / "fp4", tmp_path / "twice", "--format", "nvfp4"])
+    assert status == 2
+    assert "is quantized already" in errors

@@ -149,14 +149,10 @@ def run(args: argparse.Namespace) -> int:
 
 def quantize_nvfp4(args: argparse.Namespace) -> dict[str, Any]:
     """`--format nvfp4`: the linears of the blocks but those that --map and --layer keep. Returns what --json prints."""
-    import torch
-
     from onegraph.cli.size import size_of
     from onegraph.formats.checkpoint import write_checkpoint
     from onegraph.formats.e8p import KEEP, resolve_rates
-    from onegraph.formats.nvfp4 import GROUP
-    from onegraph.models.config import LlamaConfig
-    from onegraph.models.weights import HEAD, Weights
+    from onegraph.models.load import parse_config
     from onegraph.quant.nvfp4 import config_for, quantized_tensors
 
     started, out = time.perf_counter(), Path(args.output)
@@ -169,15 +165,15 @@ def quantize_nvfp4(args: argparse.Namespace) -> dict[str, Any]:
             "only keep a layer (PATTERN=16)"
         )
     with open_model(args.source) as checkpoint:
-        config = LlamaConfig.from_dict(checkpoint.config)
-        if config.quantization is not None:
+        parse_config(checkpoint.config)
+        if checkpoint.config.get("quantization_config") is not None:
             raise UsageError(f"{args.source}: is quantized already; give the unquantized model")
-        shapes = Weights(checkpoint, config, torch.device("cpu"), torch.float32, decode=False).shapes
-        names = [name for name in shapes if name != HEAD]
-        kept = set(resolve_rates(rates, names, bits=4)) | {n for n in names if shapes[n][1] % GROUP}
+        names = nvfp4_layers(checkpoint)
+        kept = resolve_rates(rates, names, bits=4)
         chosen = [name for name in names if name not in kept]
+        wide = [name.removesuffix(".weight") for name in checkpoint.names if len(checkpoint.shape(name)) == 2]
         told = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
-        told["quantization_config"] = config_for([*kept, HEAD]).to_dict()
+        told["quantization_config"] = config_for({*wide, "lm_head"} - set(chosen)).to_dict()
         with progress(total=len(chosen), what="quantizing", unit="linear") as bar:
             tensors = quantized_tensors(
                 checkpoint.names,
@@ -194,6 +190,25 @@ def quantize_nvfp4(args: argparse.Namespace) -> dict[str, Any]:
     seconds = round(time.perf_counter() - started, 1)
     told = {"source": args.source, "output": args.output, "format": "nvfp4", "seconds": seconds}
     return told | {"before": summary(before), "after": summary(after)}
+
+
+def nvfp4_layers(checkpoint: Checkpoint) -> list[str]:
+    """The checkpoint's names of the linears that may be NVFP4: of DeepSeek-V4 attention's projections and all experts,
+    else those of the blocks; inputs come in groups of 16."""
+    import torch
+
+    from onegraph.formats.nvfp4 import GROUP
+    from onegraph.models.config import LlamaConfig
+    from onegraph.models.deepseek_v4_weights import may_be_packed, official
+    from onegraph.models.load import parse_config
+    from onegraph.models.weights import HEAD, Weights
+
+    config = parse_config(checkpoint.config)
+    if isinstance(config, LlamaConfig):
+        shapes = Weights(checkpoint, config, torch.device("cpu"), torch.float32, decode=False).shapes
+        return [name for name, (_, k, _) in shapes.items() if name != HEAD and k % GROUP == 0]
+    packed = [name for name in checkpoint.names if may_be_packed(official(name))]
+    return [name.removesuffix(".weight") for name in packed if checkpoint.shape(name)[1] % GROUP == 0]
 
 
 def quantize_e8p(args: argparse.Namespace) -> dict[str, Any]:

@@ -31,73 +31,81 @@ class Size:
 
 
 def size_of(checkpoint: Checkpoint) -> Size:
-    """Counts a checkpoint of the Llama family.
+    """Counts a checkpoint.
 
     Parameters are the model's own: a tied head counts once, also where quantizing has made it a matrix of its own, so
     that its bits show as the cost that they are.
     """
-    import torch
-
-    from onegraph.models.config import LlamaConfig
-    from onegraph.models.weights import EMBED, HEAD, Weights
-
-    config = LlamaConfig.from_dict(checkpoint.config)
-    weights = Weights(checkpoint, config, torch.device("cpu"), torch.float32, decode=False)
-    linears = {name: n * k for name, (n, k, _) in weights.shapes.items() if name != HEAD}
-    table = config.vocab_size * config.hidden_size
-    parameters = sum(linears.values()) + table * (1 if config.tied else 2)
+    file = _Weights.of(checkpoint)
+    parameters = sum(count for layer, count in file.counts.items() if layer not in file.spare)
     linear_bytes = 0
-    for name in checkpoint.names:
+    for name, stored in file.stored.items():
         owner, _, suffix = name.rpartition(".")
-        if owner in linears:
-            linear_bytes += checkpoint.info(name).nbytes
-        elif owner not in (EMBED, HEAD) and suffix != "inv_freq":
-            parameters += checkpoint.info(name).nbytes // checkpoint.dtype(name).itemsize
+        if owner in file.counts:
+            linear_bytes += 0 if owner in file.ends else checkpoint.info(stored).nbytes
+        elif owner not in file.spare and suffix not in NO_WEIGHTS:
+            parameters += checkpoint.info(stored).nbytes // checkpoint.dtype(stored).itemsize
     return Size(
         total_bytes=checkpoint.nbytes,
         linear_bytes=linear_bytes,
         parameters=parameters,
-        linear_parameters=sum(linears.values()),
+        linear_parameters=sum(count for layer, count in file.counts.items() if layer not in file.ends),
     )
 
 
 def component_bits(checkpoint: Checkpoint) -> dict[str, float]:
     """Bits a weight, scales counted, of each component that `eval --ab` tells apart; of those that the file has (a tied
     head is none)."""
-    import torch
+    from onegraph.engine.ab import component_of
 
-    from onegraph.engine.ab import DEEPSEEK_V4, LLAMA, component_of
-    from onegraph.models.config import LlamaConfig
-    from onegraph.models.deepseek_v4_config import DeepseekV4Config
-    from onegraph.models.deepseek_v4_weights import DeepseekWeights, official
-    from onegraph.models.load import parse_config
-    from onegraph.models.weights import EMBED, Weights
-
-    config = parse_config(checkpoint.config)
-    counts: dict[str, int] = {}  # weights of a layer
-    if isinstance(config, DeepseekV4Config):
-        for name, (shape, dtypes) in DeepseekWeights(checkpoint, config, torch.float32).expected().items():
-            layer, _, kind = name.rpartition(".")
-            if kind in ("weight", "weight_packed"):
-                counts[layer] = math.prod(shape) * (2 if dtypes == (torch.uint8,) else 1)
-    else:
-        assert isinstance(config, LlamaConfig)
-        shapes = Weights(checkpoint, config, torch.device("cpu"), torch.float32, decode=False).shapes
-        counts = {name: n * k for name, (n, k, _) in shapes.items()}
-        counts[EMBED] = config.vocab_size * config.hidden_size
+    file = _Weights.of(checkpoint)
     sizes: dict[str, int] = {}
     weights: dict[str, int] = {}
-    stored = {official(name) if isinstance(config, DeepseekV4Config) else name: name for name in checkpoint.names}
-    held = {name.rpartition(".")[0] for name in stored}
-    for layer in counts.keys() & held:
-        component = component_of(layer, DEEPSEEK_V4 if isinstance(config, DeepseekV4Config) else LLAMA)
-        if component is not None:
-            weights[component] = weights.get(component, 0) + counts[layer]
-    for name, own in stored.items():
-        layer, _, kind = name.rpartition(".")
-        if kind in ("bias", "tid2eid"):
-            continue
-        component = component_of(layer, DEEPSEEK_V4 if isinstance(config, DeepseekV4Config) else LLAMA)
-        if component is not None and layer in counts:
-            sizes[component] = sizes.get(component, 0) + checkpoint.info(own).nbytes
+    components = {layer: component_of(layer, file.deepseek) for layer in file.counts}
+    for layer in {name.rpartition(".")[0] for name in file.stored}:
+        if (component := components.get(layer)) is not None:
+            weights[component] = weights.get(component, 0) + file.counts[layer]
+    for name, stored in file.stored.items():
+        layer, _, suffix = name.rpartition(".")
+        if (component := components.get(layer)) is not None and suffix not in NO_WEIGHTS:
+            sizes[component] = sizes.get(component, 0) + checkpoint.info(stored).nbytes
     return {name: round(8 * sizes[name] / weights[name], 3) for name in weights}
+
+
+NO_WEIGHTS = ("inv_freq", "bias", "tid2eid")
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """A checkpoint's tensors under the names of its family: stored names by name, weights of each layer that is a
+    matrix, embedding and head among them (`ends`); `spare` is a tied head."""
+
+    deepseek: bool
+    stored: dict[str, str]
+    counts: dict[str, int]
+    ends: frozenset[str]
+    spare: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> _Weights:
+        import torch
+
+        from onegraph.models.config import LlamaConfig
+        from onegraph.models.deepseek_v4_weights import DeepseekWeights
+        from onegraph.models.load import parse_config
+        from onegraph.models.weights import EMBED, HEAD, Weights
+
+        config = parse_config(checkpoint.config)
+        if isinstance(config, LlamaConfig):
+            shapes = Weights(checkpoint, config, torch.device("cpu"), torch.float32, decode=False).shapes
+            table = config.vocab_size * config.hidden_size
+            counts = {name: n * k for name, (n, k, _) in shapes.items()} | {EMBED: table, HEAD: table}
+            stored = {name: name for name in checkpoint.names}
+            return cls(False, stored, counts, frozenset((EMBED, HEAD)), frozenset((HEAD,) if config.tied else ()))
+        weights = DeepseekWeights(checkpoint, config, torch.float32)
+        counts = {}
+        for name, (shape, dtypes) in weights.expected().items():
+            layer, _, kind = name.rpartition(".")
+            if kind in ("weight", "weight_packed") and len(shape) == 2:
+                counts[layer] = math.prod(shape) * (2 if dtypes == (torch.uint8,) else 1)
+        return cls(True, weights.stored, counts, frozenset(("embed", "head")))

@@ -229,6 +229,7 @@ def _shallow(module: nn.Module) -> nn.Module:
     return made
 
 
-def component_of(layer: str, components: Mapping[str, Component]) -> str | None:
-    """The component that a checkpoint's layer belongs to."""
+def component_of(layer: str, deepseek: bool) -> str | None:
+    """The component that a checkpoint's layer belongs to; of DeepSeek-V4 by DeepSeek's name."""
+    components = DEEPSEEK_V4 if deepseek else LLAMA
     return next((name for name, part in components.items() if re.search(part.layers, layer)), None)

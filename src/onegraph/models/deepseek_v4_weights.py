@@ -61,6 +61,11 @@ def official(name: str) -> str:
     return name
 
 
+def may_be_packed(name: str) -> bool:
+    """Whether a tensor, by its official name, is the weight of a layer that may be NVFP4."""
+    return _PACKED.search(name) is not None
+
+
 class DeepseekWeights:
     """The tensors of a DeepSeek-V4 checkpoint, read when asked for, each straight to the device of its layer.
 
@@ -119,7 +124,7 @@ class DeepseekWeights:
             for expert in ("shared_experts", *(f"experts.{e}" for e in range(c.experts))):
                 shapes = {"w1": (c.expert_size, d), "w2": (d, c.expert_size), "w3": (c.expert_size, d)}
                 add(f"{layer}ffn.{expert}.", **{f"{name}__weight": shape for name, shape in shapes.items()})
-        for name in [name for name in found if _PACKED.search(name)]:
+        for name in [name for name in found if may_be_packed(name)]:
             layer = self._stored_layer(name.removesuffix(".weight"))
             if is_nvfp4(self.checkpoint, layer):
                 (n, k), _ = found.pop(name)
