@@ -198,3 +198,24 @@ def test_a_nan_in_the_logits_is_reported() -> None:
         assert report.tolist() == [-1 if row == 2 else token for row, token in enumerate(tokens.tolist())]
         assert drawn.equal(tokens)
         assert positions.equal(after)
+
+
+@pytest.mark.parametrize("iterations", [1, 20])
+def test_sinkhorn_is_no_launch_of_its_own(iterations: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from onegraph.ops.triton import deepseek_hyper as kernels
+
+    launched = []
+
+    class Counted:
+        def __init__(self, name: str) -> None:
+            self.name, self.kernel = name, getattr(kernels, name)
+
+        def __getitem__(self, grid: tuple[int, ...]):
+            launched.append(self.name)
+            return self.kernel[grid]
+
+    for name in ("_dots", "_mix"):
+        monkeypatch.setattr(kernels, name, Counted(name))
+    args = OPS["hyper_mix"].cases[0].make(DEVICE, torch.float32, torch.Generator().manual_seed(0))
+    kernels.hyper_mix(*args[:-1], iterations)
+    assert launched == ["_dots", "_mix"]
