@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from models import Decoder, save_hf
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
@@ -145,6 +146,16 @@ def test_dynamic_and_frozen_activation_scales_agree_on_the_text_they_were_frozen
     weights_only = NVFP4Linear(codes=codes, scale=scale, global_scale=gain)
     error = (dynamic(big) - weights_only(big)).norm() / weights_only(big).norm()
     assert 0.02 < error < 0.2  # W4A4 costs what four bits of activation cost
+
+
+@pytest.mark.parametrize("activations", ["dynamic", "frozen"])
+def test_an_activation_scale_is_never_read_by_the_host(activations: Any) -> None:
+    """Fake tensors have no values to read."""
+    with FakeTensorMode():
+        codes, scale = torch.empty(8, 32, dtype=torch.uint8), torch.empty(8, 4, dtype=torch.uint8)
+        layer = NVFP4Linear(codes=codes, scale=scale, global_scale=torch.empty(8), activations=activations)
+        for layer.observing in (True, False):
+            assert layer(torch.empty(3, 64)).shape == (3, 8)
 
 
 def test_a_cache_row_is_not_a_weight() -> None:
