@@ -33,6 +33,14 @@ def test_the_rates_that_are_told_are_registered(repo: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm.entrypoints") is None, reason="vLLM is not installed; `make vllm`")
+def test_the_graph_support_that_is_told_is_what_vllm_is_told(repo: Path) -> None:
+    from onegraph.integrations.vllm.attention import TurboQuantBuilder
+
+    told = re.findall(r"TurboQuant says\s+`(\w+)`", (repo / "docs/vllm.md").read_text())
+    assert told == [TurboQuantBuilder._cudagraph_support.name]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm.entrypoints") is None, reason="vLLM is not installed; `make vllm`")
 def test_example(repo: Path, tiny_chat: Path) -> None:
     program = example(repo, "README.md").replace(PLACE, str(tiny_chat))
     # One process: a program without a __main__ guard cannot be imported again by a worker that is spawned.
