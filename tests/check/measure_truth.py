@@ -11,7 +11,6 @@ import contextlib
 import gc
 import io
 import json
-import multiprocessing
 import sys
 import traceback
 import warnings
@@ -20,6 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 import corpus_tools
+import lanes
 
 _STEPS = 6
 
@@ -151,6 +151,12 @@ def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[0][:200] if text else ''}"
 
 
+def _measured(folder: str, name: str) -> dict[str, Any]:
+    import torch
+
+    return {"row": measure(folder, name), "device": torch.cuda.get_device_name(0)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, default=8)
@@ -164,23 +170,14 @@ def main() -> None:
     todo = [(folder, case.name) for folder in arguments.folders for case in corpus_tools.cases(folder)]
     todo = [(folder, name) for folder, name in todo if any(part in f"{folder}/{name}" for part in arguments.cases)]
     cases: dict[str, Any] = corpus_tools.truth() if arguments.keep else {}
-    with multiprocessing.get_context("fork").Pool(arguments.workers, maxtasksperchild=1) as pool:
-        pending = [(folder, name, pool.apply_async(measure, (folder, name))) for folder, name in todo]
-        for folder, name, result in pending:
-            try:
-                row = result.get(timeout=90)
-            except Exception as error:
-                row = {"capture": "ok", "replay": f"process died: {_line(error)}"}
-            if "skipped" not in row:
-                cases[f"{folder}/{name}"] = row
-    device = torch.cuda.get_device_name(0)
-    body = {
-        "command": "python tests/check/measure_truth.py",
-        "torch": torch.__version__,
-        "device": device,
-        "cases": cases,
-    }
-    Path(arguments.out).write_text(json.dumps(body, indent=1, sort_keys=True) + "\n")
+    body: dict[str, Any] = {"command": "python tests/check/measure_truth.py", "torch": torch.__version__}
+    alone = lanes.answers(_measured, todo, workers=arguments.workers, fit=lambda: False, patience=90.0)
+    for (folder, name), answer in alone:
+        row = answer.get("row", {"capture": "ok", "replay": answer.get("error")})
+        if "skipped" not in row:
+            cases[f"{folder}/{name}"] = row
+        body |= {"device": answer.get("device", body.get("device")), "cases": cases}
+        Path(arguments.out).write_text(json.dumps(body, indent=1, sort_keys=True) + "\n")
     broken = sum(row.get("capture") != "ok" or row.get("replay") != "equal" for row in cases.values())
     print(f"{len(cases)} cases, {broken} do not replay as eager")
 

@@ -104,14 +104,14 @@ def measure(name: str) -> dict[str, Any]:
         return {"eager": "ok", "capture": "ok", "replay": measure_truth._line(error)}
 
 
-def look(name: str) -> dict[str, Any]:
-    """What the simulation says: {"errors": [[code, file, line], ...]} or {"error": why it could not run}."""
+def look(name: str, live: bool) -> dict[str, Any]:
+    """What the check says: {"errors": [[code, [file, line], ...], ...]} or {"error": why it could not run}."""
     from onegraph.check import CheckError, check_step
 
     warnings.filterwarnings("ignore")
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            report = check_step(lambda: factory(name))
+            report = check_step(lambda: factory(name), simulate=not live, live=live)
     except CheckError as error:
         return {"error": str(error)}
     chains = [[f.code, *([c.path[-60:], c.line] for c in (*f.calls, f))] for f in report.errors]
@@ -122,7 +122,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--measure", default="", help="run each on the GPU and write what happened here")
     parser.add_argument("--truth", default=str(TRUTH))
-    parser.add_argument("--save", default="")
+    parser.add_argument("--live", action="store_true", help="the verdicts of a capture on the GPU instead")
+    parser.add_argument("--save", default="", help="write the findings here, as they come")
+    parser.add_argument("--load", default="", help="findings saved before, instead of looking")
     parser.add_argument("--names", nargs="+", default=NAMES)
     parser.add_argument("--workers", type=int, default=2)
     arguments = parser.parse_args()
@@ -137,10 +139,13 @@ def main() -> None:
             body = {"torch": torch.__version__, "transformers": transformers.__version__, "models": rows}
             Path(arguments.measure).write_text(json.dumps(body, indent=1, sort_keys=True) + "\n")
         return
-    truth = json.loads(Path(arguments.truth).read_text())["models"]
-    seen = {name: answer for (name,), answer in lanes.answers(look, tasks, workers=arguments.workers)}
-    if arguments.save:
-        Path(arguments.save).write_text(json.dumps(seen, indent=0, sort_keys=True))
+    seen: dict[str, Any] = json.loads(Path(arguments.load).read_text()) if arguments.load else {}
+    tasks = [] if arguments.load else [(name, arguments.live) for name in arguments.names]
+    for (name, _), answer in lanes.answers(look, tasks, workers=arguments.workers, fit=_fit):
+        seen[name] = answer
+        if arguments.save:
+            Path(arguments.save).write_text(json.dumps(seen, indent=0, sort_keys=True))
+    truth = json.loads(Path(arguments.truth).read_text())["models"] if Path(arguments.truth).is_file() else {}
     known = [n for n in seen if truth.get(n, {}).get("eager") == "ok"]
     wrong = [n for n in known if seen[n].get("errors") and not bad(truth[n])]
     missed = [n for n in known if not seen[n].get("errors") and bad(truth[n])]
