@@ -31,9 +31,9 @@ def greedy(hf: Any, tokens: Tensor = TOKENS, count: int = 12, **options: Any) ->
 
 def layer(kv: str, **options: Any) -> TurboQuantLayer:
     config = hf_model("llama", **(SIZES | {"num_hidden_layers": 1})).config
+    config._attn_implementation = ATTENTION
     found = TurboQuantCache(config, 96, kv).layers[0]
     assert isinstance(found, TurboQuantLayer)
-    found.from_codes = True
     return found
 
 
@@ -44,6 +44,15 @@ def test_inside_the_exact_window_nothing_changes(variant: str, implementation: s
     hf = model(variant, implementation)
     expected = greedy(model(variant, "sdpa"))
     assert greedy(hf, past_key_values=TurboQuantCache(hf.config, 48, "turboquant:2,window=64")) == expected
+
+
+def test_attention_may_be_chosen_after_the_cache() -> None:
+    hf = model("llama", ATTENTION)
+    expected, cache = greedy(hf), TurboQuantCache(hf.config, 48, "turboquant:2,window=64,first=1")
+    for implementation in ("sdpa", ATTENTION, "eager"):
+        hf.set_attn_implementation(implementation)
+        cache.reset()
+        assert greedy(hf, past_key_values=cache) == expected
 
 
 @pytest.mark.parametrize("variant", ["llama", "mistral_window"])

@@ -23,8 +23,18 @@ ATTENTION = "turboquant"
 PAGE = 64  # tokens; rows have pages of their own, one after the other, behind page 0, which is nobody's
 
 
-class TurboQuantLayer(CacheLayerMixin):
-    """The codes of one layer. `from_codes`: `update` hands itself to attention instead of decoded tensors."""
+class _Layer:
+    """What attention does decides what `update` gives it: `from_codes`, the layer itself, else keys and values."""
+
+    model_config: Any
+
+    @property
+    def from_codes(self) -> bool:
+        return self.model_config._attn_implementation == ATTENTION
+
+
+class TurboQuantLayer(_Layer, CacheLayerMixin):
+    """The codes of one layer."""
 
     is_compileable = True
     is_sliding = False  # a window is applied when attending; all tokens are kept
@@ -40,11 +50,9 @@ class TurboQuantLayer(CacheLayerMixin):
     v_codebook: Tensor
     ring: Tensor | None
 
-    def __init__(
-        self, config: TurboQuantConfig, bits: tuple[int, int], max_cache_len: int, *, from_codes: bool
-    ) -> None:
+    def __init__(self, config: TurboQuantConfig, bits: tuple[int, int], max_cache_len: int, model_config: Any) -> None:
         super().__init__()
-        self.config, self.bits, self.from_codes = config, bits, from_codes
+        self.config, self.bits, self.model_config = config, bits, model_config
         self.max_cache_len = max_cache_len
         self.cumulative_length = torch.tensor(0, dtype=torch.int64)
 
@@ -161,10 +169,8 @@ class TurboQuantLayer(CacheLayerMixin):
         return (out.float() * (1 - share) + exact * share).to(query.dtype)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return (
-            self.max_cache_len,
-            False if self.from_codes else 0,
-        )  # an offset of 0 that `attention_mask` can tell apart
+        # Of offset 0, in a form that `attention_mask` can tell apart.
+        return self.max_cache_len, False if self.from_codes else 0
 
     def get_seq_length(self) -> Any:
         return self.cumulative_length if self.is_initialized else 0
@@ -196,12 +202,12 @@ class TurboQuantLayer(CacheLayerMixin):
         return self.codes.nbytes + (0 if self.ring is None else self.ring.nbytes)
 
 
-class ExactLayer(StaticLayer):
+class ExactLayer(_Layer, StaticLayer):
     """A layer that the setting leaves in the model's dtype, among layers of codes."""
 
-    def __init__(self, max_cache_len: int, *, from_codes: bool) -> None:
+    def __init__(self, max_cache_len: int, model_config: Any) -> None:
         super().__init__(max_cache_len=max_cache_len)
-        self.from_codes = from_codes
+        self.model_config = model_config
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         keys, values = super().update(key_states, value_states, *args, **kwargs)
@@ -239,14 +245,14 @@ class TurboQuantCache(Cache):
         if not isinstance(setting, TurboQuantConfig) or setting.mode == "shadow":
             raise ValueError(f"kv is {str(kv)!r}; TurboQuantCache takes turboquant:RATE in the modes hybrid and full")
         self.setting = setting
-        count, from_codes = config.num_hidden_layers, config._attn_implementation == ATTENTION
+        count = config.num_hidden_layers
         layers: list[Any] = []
         for i in range(count):
             bits = setting.rate(i, count)
             if bits == (EXACT, EXACT):
-                layers.append(ExactLayer(max_cache_len, from_codes=from_codes))
+                layers.append(ExactLayer(max_cache_len, config))
             else:
-                layers.append(TurboQuantLayer(setting, bits, max_cache_len, from_codes=from_codes))
+                layers.append(TurboQuantLayer(setting, bits, max_cache_len, config))
         super().__init__(layers=layers)
 
     @property
