@@ -184,7 +184,7 @@ def _check(
             raise ValueError(f"{op}: {name} has strides {tensor.stride()}; it must be contiguous")
 
 
-def _case(
+def case(
     name: str,
     *,
     heads: int,
@@ -202,6 +202,8 @@ def _case(
     rotate: bool = True,
     peak: float = 1.0,
 ) -> Case:
+    """Random queries and codes in shuffled pages, with a sentinel that must not be read."""
+
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
         def randn(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator)
@@ -246,28 +248,28 @@ def _case(
 _SMOL: dict[str, Any] = {"heads": 9, "kv_heads": 3, "dim": 64}
 _LLAMA: dict[str, Any] = {"heads": 8, "kv_heads": 2, "dim": 128}
 _CASES = (
-    _case("smollm2_4", bits=(4, 4), positions=[0, 15, 16, 300], counts=[1, 1, 0, 1], **_SMOL),
-    _case("smollm2_k3v4", bits=(3, 4), positions=[137], counts=[1], **_SMOL),
-    _case("llama_4", bits=(4, 4), positions=[4000, 17, 31, 32], counts=[1, 1, 1, 1], page_size=64, peak=3.0, **_LLAMA),
-    _case("llama_3", bits=(3, 3), positions=[200, 77], counts=[1, 1], page_size=32, **_LLAMA),
-    _case("llama_2", bits=(2, 2), positions=[200, 5], counts=[1, 1], **_LLAMA),
-    _case("llama_1", bits=(1, 1), positions=[99, 33], counts=[1, 1], **_LLAMA),
-    _case("llama_k4v2_drafts", bits=(4, 2), tokens=4, positions=[700, 0, 30], counts=[4, 3, 2], page_size=32, **_LLAMA),
-    _case("drafts_8", bits=(3, 4), tokens=8, positions=[130, 60], counts=[8, 5], page_size=32, **_LLAMA),
-    _case("window_sinks", bits=(4, 3), tokens=2, positions=[500, 20], counts=[2, 2], window=70, sinks=True, **_LLAMA),
-    _case("history", bits=(4, 4), tokens=5, positions=[500, 40, 9], counts=[5, 1, 2], ends=[437, 30, 0], sinks=True,
+    case("smollm2_4", bits=(4, 4), positions=[0, 15, 16, 300], counts=[1, 1, 0, 1], **_SMOL),
+    case("smollm2_k3v4", bits=(3, 4), positions=[137], counts=[1], **_SMOL),
+    case("llama_4", bits=(4, 4), positions=[4000, 17, 31, 32], counts=[1, 1, 1, 1], page_size=64, peak=3.0, **_LLAMA),
+    case("llama_3", bits=(3, 3), positions=[200, 77], counts=[1, 1], page_size=32, **_LLAMA),
+    case("llama_2", bits=(2, 2), positions=[200, 5], counts=[1, 1], **_LLAMA),
+    case("llama_1", bits=(1, 1), positions=[99, 33], counts=[1, 1], **_LLAMA),
+    case("llama_k4v2_drafts", bits=(4, 2), tokens=4, positions=[700, 0, 30], counts=[4, 3, 2], page_size=32, **_LLAMA),
+    case("drafts_8", bits=(3, 4), tokens=8, positions=[130, 60], counts=[8, 5], page_size=32, **_LLAMA),
+    case("window_sinks", bits=(4, 3), tokens=2, positions=[500, 20], counts=[2, 2], window=70, sinks=True, **_LLAMA),
+    case("history", bits=(4, 4), tokens=5, positions=[500, 40, 9], counts=[5, 1, 2], ends=[437, 30, 0], sinks=True,
           rotate=False, **_LLAMA),
-    _case("before_the_first", bits=(4, 4), tokens=3, positions=[-2, -50, 40], counts=[3, 3, 2], **_LLAMA),
-    _case("chunk", bits=(4, 4), tokens=20, positions=[100, 3], counts=[20, 7], ends=[100, 3], **_LLAMA),
-    _case("mha_80", bits=(4, 4), heads=4, kv_heads=4, dim=80, positions=[70, 130], counts=[1, 1]),
-    _case("mha_80_k3v1", bits=(3, 1), heads=4, kv_heads=4, dim=80, positions=[70], counts=[1]),
-    _case("mha_80_k1v3", bits=(1, 3), heads=2, kv_heads=2, dim=80, positions=[70], counts=[1]),
-    _case("gqa_96", bits=(2, 3), heads=6, kv_heads=1, dim=96, tokens=3, positions=[61], counts=[3]),
-    _case("gqa_96_k4v2", bits=(4, 2), heads=6, kv_heads=1, dim=96, positions=[61], counts=[1]),
-    _case("dim_192", bits=(4, 3), heads=4, kv_heads=2, dim=192, positions=[333], counts=[1], page_size=32),
-    _case("mqa_256", bits=(3, 4), heads=16, kv_heads=1, dim=256, positions=[333, 64], counts=[1, 1], page_size=32),
-    _case("prod", bits=(4, 3), positions=[99, 3], counts=[1, 1], variants=("prod", "prod"), **_LLAMA),
-    _case("prod_keys_1", bits=(1, 2), positions=[99], counts=[1], variants=("prod", "mse"), **_SMOL),
+    case("before_the_first", bits=(4, 4), tokens=3, positions=[-2, -50, 40], counts=[3, 3, 2], **_LLAMA),
+    case("chunk", bits=(4, 4), tokens=20, positions=[100, 3], counts=[20, 7], ends=[100, 3], **_LLAMA),
+    case("mha_80", bits=(4, 4), heads=4, kv_heads=4, dim=80, positions=[70, 130], counts=[1, 1]),
+    case("mha_80_k3v1", bits=(3, 1), heads=4, kv_heads=4, dim=80, positions=[70], counts=[1]),
+    case("mha_80_k1v3", bits=(1, 3), heads=2, kv_heads=2, dim=80, positions=[70], counts=[1]),
+    case("gqa_96", bits=(2, 3), heads=6, kv_heads=1, dim=96, tokens=3, positions=[61], counts=[3]),
+    case("gqa_96_k4v2", bits=(4, 2), heads=6, kv_heads=1, dim=96, positions=[61], counts=[1]),
+    case("dim_192", bits=(4, 3), heads=4, kv_heads=2, dim=192, positions=[333], counts=[1], page_size=32),
+    case("mqa_256", bits=(3, 4), heads=16, kv_heads=1, dim=256, positions=[333, 64], counts=[1, 1], page_size=32),
+    case("prod", bits=(4, 3), positions=[99, 3], counts=[1, 1], variants=("prod", "prod"), **_LLAMA),
+    case("prod_keys_1", bits=(1, 2), positions=[99], counts=[1], variants=("prod", "mse"), **_SMOL),
 )  # fmt: skip
 
 

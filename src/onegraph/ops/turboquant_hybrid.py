@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.formats import turboquant as formats
-from onegraph.formats.turboquant_layout import Coded, TurboQuantLayout, pack_pages
+from onegraph.formats.turboquant import DRAFTS
+from onegraph.formats.turboquant_layout import TurboQuantLayout
 from onegraph.ops.recent_attention import recent_attention
 from onegraph.ops.registry import Case, Op, nbytes, register
-from onegraph.ops.turboquant_attention import layout_of, turboquant_attention
+from onegraph.ops.turboquant_attention import case, layout_of, turboquant_attention
 
 
 def _parts(*args: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -58,58 +58,18 @@ def _check(*args: Any) -> None:
     recent_attention.check(*recent[:4], None, None, *recent[4:])
 
 
-def _case(
-    name: str,
-    *,
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    bits: tuple[int, int],
-    positions: list[int],
-    counts: list[int],
-    tokens: int = 1,
-    window: int = 64,
-    limit: int = 0,
-    variants: tuple[str, str] = ("mse", "mse"),
-) -> Case:
+def _case(name: str, *, window: int = 64, limit: int = 0, **sizes: Any) -> Case:
+    coded = case(name, **sizes)
+
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
-        def randn(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(device, dtype)
-
-        def ints(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=device)
-
-        batch, spare = len(positions), formats.DRAFTS
-        layout = TurboQuantLayout(dim, *bits, *variants, 16)
-        per_row = -(-(max(positions) + tokens) // 16) + 1
-        table = 1 + torch.randperm(batch * per_row, generator=generator, dtype=torch.int32).view(batch, per_row)
-        shape = (1 + batch * per_row, kv_heads, 16)
-
-        def coded(code_bits: int, variant: str) -> Coded:
-            codes = torch.randint(0, 1 << code_bits, (*shape, dim), generator=generator, dtype=torch.uint8)
-            norms = (dim**0.5 * (0.5 + torch.rand(shape, generator=generator))).half()
-            if variant == "mse":
-                return Coded(codes, norms)
-            return Coded(codes, norms, torch.zeros_like(codes), norms * 0.02)
-
-        pages = pack_pages(layout, coded(layout.k_code_bits, variants[0]), coded(layout.v_code_bits, variants[1]))
-        pages[0] = 255  # the sentinel: norms are NaN
-        ring = randn(batch + 2, window + 2 * spare, 2, kv_heads, dim)
+        q, cache, table, positions, counts, _, *rest = coded.make(device, dtype, generator)
+        rotation, projection, k_codebook, v_codebook, _, *codes, scale, _ = rest
+        batch, kv_heads, dim = len(q), cache.shape[1], q.shape[3]
+        ring = torch.randn(batch + 2, window + 2 * DRAFTS, 2, kv_heads, dim, generator=generator).to(device, dtype)
         ring[0] = 1e4  # nobody's
-        return (
-            randn(batch, tokens, heads, dim),
-            pages.to(device),
-            table.to(device),
-            ints(positions),
-            ints(counts),
-            ring,
-            ints(list(range(batch, 0, -1))),
-            formats.rotation(dim, "qr").to(device, dtype),
-            formats.projection(dim).to(device, dtype) if "prod" in variants else None,
-            formats.codebook(dim, layout.k_code_bits, device),
-            formats.codebook(dim, layout.v_code_bits, device),
-            *bits, *variants, dim**-0.5, window, spare, limit,
-        )  # fmt: skip
+        slots = torch.arange(batch, 0, -1, dtype=torch.int32, device=device)
+        state = cache, table, positions, counts, ring, slots, rotation, projection
+        return (q, *state, k_codebook, v_codebook, *codes, scale, window, DRAFTS, limit)
 
     return Case(name=name, make=make)
 
