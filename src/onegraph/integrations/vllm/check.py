@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from onegraph.check.report import CheckError, Report, merge
 from onegraph.check.source import check_tree
@@ -45,7 +45,7 @@ def check_decode_step(model: str, *, steps: int = 4, **settings: Any) -> Report:
     llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
     llm.apply_model(lambda module: delattr(module, "forward"))  # the class's own again
 
-    report = merge(model, [*reports, *(check_tree(place) for place in places)])
+    report = merge(model, [*reports, *(check_tree(place) for place in places[0])])
     report.facts["vllm"] = limits(llm.llm_engine.vllm_config)
     return report
 
@@ -70,8 +70,8 @@ def limits(config: Any) -> list[str]:
     return [f"{text}; e.g. {name}" for text, name in found.items()]
 
 
-def _step_into(module: Any, target: str, steps: int, reports: list[Report]) -> str:
-    """Has the second decode step of `module` checked in passing; the file that its class stands in."""
+def _step_into(module: Any, target: str, steps: int, reports: list[Report]) -> list[str]:
+    """Has the second decode step of `module` checked in passing; the files that its class and those above stand in."""
     forward, seen = module.forward, [0]
 
     def stepped(*args: Any, **keywords: Any) -> Any:
@@ -92,6 +92,6 @@ def _step_into(module: Any, target: str, steps: int, reports: list[Report]) -> s
         return forward(*args, **keywords)
 
     module.forward = stepped
-    path = inspect.getsourcefile(type(module))
-    assert path is not None
-    return path
+    kinds = [kind for kind in type(module).__mro__ if issubclass(kind, nn.Module) and kind is not nn.Module]
+    paths = dict.fromkeys(inspect.getsourcefile(kind) for kind in kinds)
+    return [path for path in paths if path is not None]

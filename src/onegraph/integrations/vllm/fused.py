@@ -8,6 +8,7 @@ vLLM's layer launches seven kernels around attention and its rotation: qkv, o, (
 stays vLLM's.
 """
 
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -90,17 +91,13 @@ def fuse(model: Any, vllm_config: Any) -> int:
         layer.self_attn.o_proj.onegraph_deferred = True
         layer.self_attn.o_proj.reduce_results = False
         layer.onegraph_last = layer is layers[-1]
-        layer.__class__ = _fused(type(layer))
+        layer.__class__ = _fused(cast(Any, type(layer)))
     return len(suited)
 
 
+@cache
 def _fused(kind: type) -> type:
-    if kind not in _FUSED:
-        _FUSED[kind] = type(f"Fused{kind.__name__}", (FusedLayer, kind), {})
-    return _FUSED[kind]
-
-
-_FUSED: dict[type, type] = {}
+    return type(f"Fused{kind.__name__}", (FusedLayer, kind), {})
 
 
 def _suits(layer: Any) -> bool:
