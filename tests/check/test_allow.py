@@ -113,3 +113,11 @@ def test_no_allowance_changes_nothing(tmp_path: Path) -> None:
     path.write_text(TARGET.format(above="pass", same=""))
     plain = check_source(str(path), "factory")
     assert apply(plain) == plain
+
+
+def test_a_neighbour_that_the_target_does_not_reach_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "t.py"
+    neighbour = "\n\ndef other(x):\n    return x.item()  # onegraph: allow[CG101]\n"
+    path.write_text(TARGET.format(above="pass", same="") + neighbour)
+    assert "CG402" not in {code for code, _ in places(apply(check_source(str(path), "factory")))}
+    assert "CG402" in {code for code, _ in places(apply(check_tree(str(path))))}

@@ -182,6 +182,9 @@ def test_several_targets_are_one_report(target: Path, capsys: pytest.CaptureFixt
     report = Report.from_json(capsys.readouterr().out)
     assert set(report.origins) == {Origin.SOURCE, Origin.SIMULATE}
     assert {Path(f.path).name for f in report.findings} == {"other.py"}
+    other.with_name("third.py").write_text(BAD)
+    assert run("check", str(other), str(other.with_name("third.py"))) == 1
+    assert "2 files" in capsys.readouterr().out
 
 
 def test_reading_alone_never_says_capturable(target: Path, capsys: pytest.CaptureFixture[str]) -> None:

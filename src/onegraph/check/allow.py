@@ -106,6 +106,18 @@ class _Looked:
         for path, first, last in report.facts.get("read", ()):
             self._read.setdefault(os.path.realpath(path), set()).add((first, last))
         self._ran = {(os.path.realpath(e.path), e.line) for e in report.timeline if e.path}
+        self._whole = {os.path.realpath(path) for path in report.facts.get("allowing", ())}
+
+    def reached(self, allowance: Allowance) -> bool:
+        """Whether the allowance speaks about code that was looked at, not about a neighbour of it in the file."""
+        path = os.path.realpath(allowance.path)
+        spans = self._read.get(path, ())
+        return (
+            path in self._whole
+            or bool(allowance.used)
+            or any(first <= line <= last for first, last in spans for line in allowance.lines)
+            or any((path, line) in self._ran for line in allowance.lines)
+        )
 
     def at(self, allowance: Allowance, code: str) -> bool:
         """Source reading knows the functions that it read, a run the lines whose ops it saw."""
@@ -121,6 +133,8 @@ class _Looked:
 
 def _about(allowance: Allowance, origins: tuple[Origin, ...], looked: _Looked) -> list[Finding]:
     """What is to be said about the allowance itself."""
+    if not looked.reached(allowance):
+        return []
     if not allowance.codes:
         return [_finding("CG402", allowance, "the allowance names no rule: write allow[CG101] and the reason", origins)]
     found = []

@@ -125,6 +125,8 @@ def together(reports: list[Report]) -> Report:
     from onegraph.check.report import merge
 
     merged = merge(", ".join(r.target for r in reports), reports)
+    if any("files" in r.facts for r in reports):
+        merged.facts["files"] = sum(r.facts.get("files", 0) for r in reports)
     unread = sorted({line for r in reports for line in r.facts.get("unread", ())})
     if unread:
         merged.facts["unread"] = unread

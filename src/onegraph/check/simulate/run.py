@@ -266,6 +266,8 @@ def _view(storage: Any, op: Any) -> Tensor:
 def _kind(value: Any) -> str:
     if isinstance(value, tuple | list):
         return f"a {type(value).__name__} of {len(value)} ({', '.join(type(v).__name__ for v in value[:4])})"
+    if isinstance(value, Tensor):
+        return "a tensor"
     return f"a {type(value).__name__}" if value is not None else "None"
 
 
