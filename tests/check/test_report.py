@@ -1,5 +1,6 @@
 """The data model, declarations and targets: standard library only."""
 
+import json
 import subprocess
 import sys
 
@@ -38,6 +39,12 @@ def test_json_round_trip():
     assert Report.from_json(report.to_json()) == report
     with pytest.raises(ValueError, match="report format: got 99, allowed 1"):
         Report.from_json('{"format_version": 99}')
+
+
+def test_json_is_json_where_a_replay_has_no_finite_error():
+    report = Report(target="t", findings=(), origins=(), facts={"largest replay error": float("inf"), "n": 0.5})
+    facts = json.loads(report.to_json(), parse_constant=pytest.fail)["facts"]
+    assert facts == {"largest replay error": "inf", "n": 0.5}
 
 
 @pytest.mark.parametrize(

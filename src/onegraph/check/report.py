@@ -4,6 +4,7 @@ Standard library only. Paths are absolute as Python saw them; `relative` shorten
 """
 
 import json
+import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -196,10 +197,11 @@ class Report:
     def to_json(self, *, indent: int | None = 2) -> str:
         """One JSON object; `format_version` changes when a reader would have to."""
         body = asdict(self)
+        body["facts"] = plain(self.facts)
         body["format_version"] = FORMAT_VERSION
         body["verdict"] = self.verdict
         body["counts"] = {severity.value: len(self.of(severity)) for severity in Severity}
-        return json.dumps(body, indent=indent, default=str)
+        return json.dumps(body, indent=indent, default=str, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> "Report":
@@ -246,6 +248,11 @@ def merge(target: str, reports: Iterable[Report]) -> Report:
         storages=drawn.storages if drawn else (),
         facts=facts,
     )
+
+
+def plain(facts: dict[str, Any]) -> dict[str, Any]:
+    """Facts as JSON can hold them: it has no word for the error of a replay that gives another shape, infinity."""
+    return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in facts.items()}
 
 
 def ordered(findings: Iterable[Finding]) -> tuple[Finding, ...]:

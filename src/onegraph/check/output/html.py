@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from onegraph.check.output import verdict_words
-from onegraph.check.report import Frame, Report, relative
+from onegraph.check.report import Frame, Report, plain, relative
 from onegraph.check.rules import RULES
 
 PAGE = Path(__file__).with_name("page.html")
@@ -17,7 +17,7 @@ PAGE = Path(__file__).with_name("page.html")
 
 def render(report: Report) -> str:
     """The page as text."""
-    data = json.dumps(_data(report), separators=(",", ":"), default=str)
+    data = json.dumps(_data(report), separators=(",", ":"), default=str, allow_nan=False)
     # A script element ends at the first "</script"; in JSON "<" stands only inside strings, where it may be escaped.
     safe = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     title = _escape(f"{verdict_words(report)}: {report.target}")
@@ -37,7 +37,7 @@ def _data(report: Report) -> dict[str, Any]:
         "words": verdict_words(report),
         "origins": [o.value for o in report.origins],
         "steps": report.steps,
-        "facts": {k: v for k, v in report.facts.items() if isinstance(v, str | int | float | bool)},
+        "facts": {k: v for k, v in plain(report.facts).items() if isinstance(v, str | int | float | bool)},
         "unread": list(report.facts.get("unread", ()))[:200],
         "findings": [
             {
