@@ -69,6 +69,8 @@ TINY = {
     ),
     "biases, head only": ("llama_bias_mha", {"bits": 2, "lm_head": 4}),
     "embedding only, tied": ("qwen2", {"bits": 4, "embed_tokens": 4}),
+    "a window": ("mistral_window", {"bits": 4, "layers": {"*.q_proj": 2}, "lm_head": 4}),
+    "transformers' model in vLLM": ("smollm3", {"bits": 4, "layers": {"*.q_proj": 2}, "lm_head": 4}),
 }
 
 
