@@ -144,7 +144,8 @@ def test_tokens_of_the_real_model_are_those_of_our_engine() -> None:
     with Checkpoint.open(path) as checkpoint:
         engine = Engine(Llama.load(checkpoint), max_batch=1, max_context=256)
     ids = tokens["input_ids"]
-    got = greedy(load(path), ids, 12, eos_token_id=None)
+    # Without a mask, `generate` would take the chat's <|im_end|>, which is also the padding token, for padding.
+    got = greedy(load(path), ids, 12, eos_token_id=None, attention_mask=tokens["attention_mask"])
     assert got == engine.generate(ids.tolist(), SamplingParams(max_tokens=12))[0]
     assert "Paris" in tokenizer.decode(got)
 
