@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,16 +46,17 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-class RandomCheckpoint:
+class RandomCheckpoint(Checkpoint):
     """What `Llama.load` asks of a checkpoint, with random tensors made on the device: 8 billion weights in a second.
 
     Args:
+        device: where tensors are made, whatever a reader asks for.
         bits: rate of the blocks' linears; 16 makes them bfloat16. lm_head: rate of the head, None for bfloat16.
     """
 
-    def __init__(self, shape: dict[str, Any], bits: int, lm_head: int | None = None) -> None:
-        self.path = Path("random")
-        self.config = dict(shape)
+    def __init__(self, shape: dict[str, Any], bits: int, lm_head: int | None = None, device: str = "cuda") -> None:
+        super().__init__(Path("random"), dict(shape), {})
+        self.device = device
         if bits != 16:
             self.config["quantization_config"] = E8PConfig(bits=bits, lm_head=lm_head).to_dict()
         self._expected: dict[str, tuple[tuple[int, ...], Any]] = {}
@@ -64,11 +65,9 @@ class RandomCheckpoint:
         """A tied head is among the optional names, but is never asked for."""
         self._expected = dict(expected)
 
-    def close(self) -> None:
-        """Nothing is open."""
-
-    def tensor(self, name: str, device: torch.device | str = "cuda", dtype: torch.dtype | None = None) -> Tensor:
+    def tensor(self, name: str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Tensor:
         shape, kinds = self._expected[name]
+        device = self.device
         if not kinds[0].is_floating_point:
             info = torch.iinfo(kinds[0])
             return torch.randint(info.min, info.max + 1, shape, device=device, dtype=kinds[0])
@@ -83,11 +82,11 @@ class RandomCheckpoint:
 
 
 def random_model(
-    shape: dict[str, Any], bits: int, lm_head: int | None, max_context: int, *, fused: bool = True
+    shape: dict[str, Any], bits: int, lm_head: int | None, max_context: int, *, fused: bool = True, device: str = "cuda"
 ) -> Llama:
     torch.manual_seed(0)
-    checkpoint = cast(Checkpoint, RandomCheckpoint(shape, bits, lm_head))
-    return Llama.load(checkpoint, "cuda", torch.bfloat16, max_context=max_context, fused=fused)
+    checkpoint = RandomCheckpoint(shape, bits, lm_head, device)
+    return Llama.load(checkpoint, device, torch.bfloat16, max_context=max_context, fused=fused)
 
 
 def transformers_rows(shape: dict[str, Any], context: int, steps: int, batch: int, compiled: bool) -> Iterator[dict]:

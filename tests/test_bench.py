@@ -1,5 +1,8 @@
 """The measuring functions: that they measure what they say, on a tiny model; figures are for a GPU to give."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -21,6 +24,18 @@ def test_a_context_too_long_is_refused() -> None:
     model = TinyDecoder()
     with pytest.raises(ValueError, match="positions; the model has"):
         list(bench_step(model, context=model.max_context, steps=8))
+
+
+@pytest.mark.parametrize(("bits", "head"), [(16, None), (2, 4), (3, None), (4, 4)])
+def test_benchmarks_load_random_weights(repo: Path, monkeypatch: pytest.MonkeyPatch, bits: int, head: int) -> None:
+    monkeypatch.syspath_prepend(str(repo / "benchmarks"))
+    monkeypatch.delitem(sys.modules, "step", raising=False)
+    from step import SHAPES, random_model
+
+    small = {"num_hidden_layers": 1, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 256}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    model = random_model(SHAPES["smollm2-135m"] | small | heads, bits, head, 64, device="cpu")
+    assert all(row["tokens_per_second"] > 0 for row in bench_step(model, context=16, steps=4))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
