@@ -94,6 +94,11 @@ class DeepseekCache:
                 per_page += page_size // c.ratio * entry
         return (rows + 1) * per_slot + pages * per_page
 
+    @property
+    def parts(self) -> list[DeepseekCache]:
+        """The face of a `PlacedCache` of one stage."""
+        return [self]
+
     def tensors(self) -> list[Tensor]:
         """Everything that outlives a step, except whose it is."""
         kinds = (self.windows, self.rings, self.entries, self.index_rings, self.index_entries)
