@@ -27,7 +27,7 @@ what it cost, and what it runs on:
   onegraph env
 
 A model is a directory with config.json and model.safetensors, as transformers writes it, or a .gguf file.
-'onegraph COMMAND --help' explains each command. Exit status: 0 done, 1 findings (check), 2 an error that one line
+'onegraph COMMAND --help' explains each command. Exit status: 0 done, 1 findings (check, soak), 2 an error that one line
 on stderr explains, 130 interrupted.
 """
 
