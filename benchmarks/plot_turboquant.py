@@ -29,7 +29,7 @@ def main() -> None:
         label = f"{row['kv'].removeprefix('turboquant:')}  ({100 * row['perplexity_increase']:+.2f} %)"
         axes.annotate(label, (times, row["kl"]), xytext=(6, 4), textcoords="offset points", fontsize=8, color=colour)
     axes.set_yscale("log")
-    axes.set_xlim(3.5, 7.6)
+    axes.set_xlim(2.8, 8.2)
     axes.set_xlabel("tokens in the pages' memory, times those of a bfloat16 cache")
     axes.set_ylabel("KL to exact attention, nats a token (lower is better)")
     tokens, window = next((row["tokens"], row["window"]) for row in rows if "kl" in row)
