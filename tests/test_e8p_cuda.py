@@ -137,7 +137,7 @@ def test_what_stands_around_the_linear(n: int, k: int, bits: int, tokens: int) -
 @pytest.mark.parametrize(("n", "k"), [(192, 576), (960, 1536), (320, 4160), (4096, 1024)])
 def test_many_tokens_through_the_weight(bits: int, n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weight is rounded too, and what stands in front: half a unit in the last place each. One strip or more."""
-    x, *rest = _arguments(515, n, k, bits, bias=True)
+    x, *rest = _arguments(e8p_dense.LEAST_TOKENS + 3, n, k, bits, bias=True)
     both, strips = torch.cat([x, x.flip(-1)], dim=-1), (e8p_dense.STRIP_BYTES, 2 * k * 130)
     for dtype, bound in ((torch.bfloat16, 3.5e-3), (torch.float16, 6e-4)):
         add = torch.randn(len(x), n, device="cuda").to(dtype)
@@ -167,7 +167,7 @@ def test_the_weight_is_what_the_codes_stand_for() -> None:
 
 
 @gpu
-@pytest.mark.parametrize("tokens", [1, 16, 40, 150, 600])
+@pytest.mark.parametrize("tokens", [1, 16, 40, 150, 800])
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_same_bits_each_time_and_in_a_graph(bits: int, tokens: int) -> None:
     args = _arguments(tokens, 4096, 4096, bits)

@@ -134,6 +134,31 @@ def _config(grid: tuple[int, int, int], threads: int, shared: int, cluster: int,
     return config
 
 
+@lru_cache(maxsize=1 << 16)
+def tensor_map(pointer: int, rows: int, row_bytes: int, box_rows: int, box_bytes: int) -> bytes:
+    """What the copy engine has to know of a matrix of bytes of which it takes boxes; beyond the matrix it reads zeros.
+
+    `pointer` and `row_bytes` are multiples of 16. The 128 bytes go into a kernel's parameter at a multiple of 64.
+    """
+    driver = _bindings()[0]
+    encoded = check(
+        driver.cuTensorMapEncodeTiled(
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            2,
+            pointer,
+            [driver.cuuint64_t(row_bytes), driver.cuuint64_t(rows)],
+            [driver.cuuint64_t(row_bytes)],
+            [driver.cuuint32_t(box_bytes), driver.cuuint32_t(box_rows)],
+            [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+    return ctypes.string_at(int(encoded.getPtr()), 128)
+
+
 def load(
     source: Path, defines: Mapping[str, int], names: tuple[str, ...], device: int, shared: int
 ) -> tuple[Kernel, ...]:

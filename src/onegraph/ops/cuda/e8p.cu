@@ -14,13 +14,16 @@
 // subnormal float16, and exact; stages are added first.
 //
 // A warp owns a slice of 256 columns: it scales and rotates the activations, keeps them in registers and walks down the
-// rows of its tile. Slices meet in shared memory (and across a cluster) as float32 and are added in a fixed order: the
-// same bits whatever the timing. With more than 4 tokens the rotation would be repeated by too many blocks, so e8p_rotate
-// does it once, into fragments that e8p_linear loads.
+// rows of its tile. It takes GROUP row tiles at a time, so that the lookups of one are under way while the tensor cores
+// work on the other; alone it would do one after the other, and all warps of an SM march in step. Slices meet in shared
+// memory (and across a cluster) as float32 and are added in a fixed order: the same bits whatever the timing. With more
+// than 4 tokens the rotation would be repeated by too many blocks, so e8p_rotate does it once, into fragments that
+// e8p_linear loads.
 //
 // Set when compiled: BITS (2, 3, 4), TOKENS (4, 8 or 16 in one pass), HALF (1: x and y are float16, 0: bfloat16), DEPTH
-// (row tiles of codes that a warp has under way), TRIGGER (when the next kernel may start: 0 at once, 1 when this one may
-// read x, 2 after the last product).
+// (row tiles of codes that a warp has under way), GROUP (divides DEPTH and the row tiles of a warp), COPY (1: the copy
+// engine fetches codes, 0: each lane), TRIGGER (when the next kernel may start: 0 at once, 1 when this one may read x,
+// 2 after the last product).
 
 #include "e8p_common.cuh"
 
@@ -30,7 +33,10 @@ constexpr int OWN = INTEGER ? 1 : 2;               // tokens of a tile whose res
 constexpr int PAD = INTEGER ? 8 : 4;               // floats after a token's partial sums: other banks for each t
 constexpr float LEVELS = INTEGER ? 32512.f : 2048.f;  // of the largest activation; 127 * 256: both bytes stay in int8
 
+struct __align__(64) TensorMap { u64 words[16]; };
 struct Arguments {
+  TensorMap codes_map;      // of codes, boxes of 16 rows x 256 columns; COPY 1
+  TensorMap residual_map;   // ... of residual
   const u16* x;             // [tokens, k]
   const u8* codes;          // int16 [n, k/8]
   const u8* residual;       // uint8 or int16 [n, k/8]
@@ -43,7 +49,8 @@ struct Arguments {
   uint4* fragments;         // [chunks, slices, TILES, 8, 32]
   float4* scales;           // [chunks, slices, TOKENS]: scale, sum, sum of squares of x
   int tokens, n, k;
-  int across;               // warps side by side in k; the others share the row tiles
+  int across, down;         // warps side by side in k, and in rows
+  int inverse;              // 256 / across, rounded up
   int slices;               // of 256 columns
   int per_block;            // slices that a block of the cluster owns
   int blocks;               // of 128 rows that a cluster owns
@@ -53,11 +60,12 @@ struct Arguments {
   int wide;                 // y and add are float
 };
 
-struct Shared {             // after the tables
+struct __align__(128) Shared {  // after the tables
   float squares[16][4];     // INTEGER: by warp across and token, of the warp's columns of x
   float received[8][4];     // ... of each block of the cluster
   float inverse[16];        // else: by token, 1 / rms(x)
   float spare[64];          // sums of no token
+  u64 full[16][8];          // by warp and slot of its ring: the codes are there
 };
 
 __device__ __forceinline__ void mma(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, uint2 b) {
@@ -159,19 +167,6 @@ __device__ __forceinline__ void copy16(u32 to, const u8* from, bool real) {
 __device__ __forceinline__ void copy8(u32 to, const u8* from, bool real) {
   asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 8, %2;" :: "r"(to), "l"(from), "r"(real ? 8 : 0) : "memory");
 }
-// The oldest copy, which every lane made for itself.
-__device__ __forceinline__ Codes take(const u8* slot, int lane) {
-  asm volatile("cp.async.wait_group %0;" :: "n"(DEPTH - 1) : "memory");
-  Codes c;
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    c.first[r] = *(const uint4*)(slot + r * 512 + lane * 16);
-    if (BITS == 4) c.second[BITS == 4 ? r : 0] = *(const uint4*)(slot + 1024 + r * 512 + lane * 16);
-    if (BITS == 3) c.small[BITS == 3 ? r : 0] = *(const uint2*)(slot + 1024 + r * 256 + lane * 8);
-  }
-  return c;
-}
-
 // The I-th of eight codes of a row, R = 0 for row g and 1 for row g + 8.
 template <int I, int R> __device__ __forceinline__ u32 first(const Codes& c, u32 bank) {
   return decode<I % 2>(part(c.first[R], I / 2), bank);
@@ -187,12 +182,12 @@ struct Bytes {  // int8: acc in units of the slice's scale, a stage each; chains
   float2 scale[1][1];
   float offset;
   float square;  // of the lane's token, over the warp's columns
-  int acc[2][4];
-  __device__ __forceinline__ void clear() {
+  typedef int Sums[2][4];
+  static __device__ __forceinline__ void clear(Sums& acc) {
 #pragma unroll
     for (int s = 0; s < 2; s++) acc[s][0] = acc[s][1] = acc[s][2] = acc[s][3] = 0;
   }
-  template <int I> __device__ __forceinline__ void multiply(const Codes& c, u32 bank) {
+  template <int I> __device__ __forceinline__ void multiply(Sums& acc, const Codes& c, u32 bank) const {
     u32 top = first<I, 0>(c, bank), low = first<I, 1>(c, bank);
     mma(acc[STAGES == 2 ? 0 : I % 2], top, low, top << 4, low << 4, b[I]);
     if (STAGES == 2) {
@@ -201,7 +196,7 @@ struct Bytes {  // int8: acc in units of the slice's scale, a stage each; chains
     }
   }
   // a = 2 u - 15, e = u - 8. 2 bits: a, 3 bits: a + e, 4 bits: 4 a + b. Sums stay below 2^31: 256 * 256 * 255 * 127.
-  __device__ __forceinline__ float result(int j, int e, int h) const {
+  __device__ __forceinline__ float result(const Sums& acc, int j, int e, int h) const {
     float q;
     if (BITS == 2) {
       q = (float)((acc[0][2 * h] + acc[1][2 * h]) * 256 + acc[0][2 * h + 1] + acc[1][2 * h + 1]);
@@ -217,12 +212,12 @@ struct Bytes {  // int8: acc in units of the slice's scale, a stage each; chains
 struct Halves {  // float16: stages added before the product
   uint4 b[TILES][8];
   float2 scale[TILES][2];
-  float acc[TILES][4];
-  __device__ __forceinline__ void clear() {
+  typedef float Sums[TILES][4];
+  static __device__ __forceinline__ void clear(Sums& acc) {
 #pragma unroll
     for (int j = 0; j < TILES; j++) acc[j][0] = acc[j][1] = acc[j][2] = acc[j][3] = 0.f;
   }
-  template <int I, int R> __device__ __forceinline__ void operands(u32 (&a)[4], const Codes& c, u32 bank) {
+  template <int I, int R> __device__ __forceinline__ void operands(u32 (&a)[4], const Codes& c, u32 bank) const {
     const u32 v = first<I, R>(c, bank), w = v >> 8;
     a[0] = v & 0x000F000Fu, a[1] = v & 0x00F000F0u, a[2] = w & 0x000F000Fu, a[3] = w & 0x00F000F0u;
     if (STAGES == 2) {
@@ -232,7 +227,7 @@ struct Halves {  // float16: stages added before the product
       a[2] = a[2] * ratio + (q & 0x000F000Fu), a[3] = a[3] * ratio + (q & 0x00F000F0u);
     }
   }
-  template <int I> __device__ __forceinline__ void multiply(const Codes& c, u32 bank) {
+  template <int I> __device__ __forceinline__ void multiply(Sums& acc, const Codes& c, u32 bank) const {
     u32 top[4], low[4];
     operands<I, 0>(top, c, bank);
     operands<I, 1>(low, c, bank);
@@ -242,7 +237,7 @@ struct Halves {  // float16: stages added before the product
       mma(acc[j], top[2], low[2], top[3], low[3], b[j][I].z, b[j][I].w);
     }
   }
-  __device__ __forceinline__ float result(int j, int e, int h) const {
+  __device__ __forceinline__ float result(const Sums& acc, int j, int e, int h) const {
     const float v = acc[j][2 * h + e] * (BITS == 3 ? SUBNORMAL : 2.f * SUBNORMAL);
     return fmaf(BITS == 2 ? -15.f : BITS == 3 ? -23.f : -75.f, scale[j][e].y, v) * scale[j][e].x;
   }
@@ -306,16 +301,137 @@ __device__ __forceinline__ float inverse_rms(float squares, const Arguments& p) 
   return rsqrtf(squares / (float)p.k + p.eps);
 }
 
+// What a warp has under way. COPY 1: the copy engine takes a row tile at a time; COPY 0: each lane copies what it reads
+// itself, where a row of the residual is no multiple of 16 bytes.
+template <bool> struct Ring;
+template <> struct Ring<true> {
+  const Arguments& p;
+  u32 full, slots;
+  const u8* read;
+  int column, row, end_column, first_row, rows_end, slot, phase;
+  bool leader;
+  __device__ __forceinline__ Ring(const Arguments& p, u64* barriers, u8* ring, int start, int end, int tile_row,
+                                  int row_warp, int row_tiles, int lane)
+      : p(p), slot(0), phase(0), leader(lane == 0) {
+    full = (u32)__cvta_generic_to_shared(barriers), slots = (u32)__cvta_generic_to_shared(ring);
+    read = ring + lane * 16;
+    column = start * 64, end_column = end * 64;
+    row = first_row = tile_row + row_warp * 16, rows_end = tile_row + row_tiles * 16;
+    if (leader) {
+      for (int d = 0; d < DEPTH; d++)
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(full + 8 * d) : "memory");
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    }
+    __syncwarp();
+  }
+  __device__ __forceinline__ static void box(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+        :: "r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier) : "memory");
+  }
+  __device__ __forceinline__ void fetch(int at) {
+    if (leader && column < end_column) {
+      const u32 barrier = full + 8 * at, to = slots + at * SLOT;
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(SLOT) : "memory");
+      box(to, p.codes_map, column, row, barrier);
+      if (BITS == 4) box(to + 1024, p.residual_map, column, row, barrier);
+      if (BITS == 3) box(to + 1024, p.residual_map, column / 2, row, barrier);
+    }
+    row += p.down * 16;
+    if (row >= rows_end) row = first_row, column += p.across * 64;
+  }
+  __device__ __forceinline__ Codes take(int u) {
+    asm volatile(
+        "{\n.reg .pred P;\nAGAIN: mbarrier.try_wait.parity.shared::cta.b64 P, [%0], %1;\n@P bra DONE;\nbra AGAIN;\nDONE:\n}"
+        :: "r"(full + 8 * (slot + u)), "r"(phase) : "memory");
+    return codes_of(read + (slot + u) * SLOT, 512, 1024, 256);
+  }
+  __device__ __forceinline__ void refill() {
+    __syncwarp();
+#pragma unroll
+    for (int u = 0; u < GROUP; u++) fetch(slot + u);
+    slot += GROUP;
+    if (slot == DEPTH) slot = 0, phase ^= 1;
+  }
+  __device__ __forceinline__ Codes codes_of(const u8* at, int below, int rest, int rest_below) const {
+    Codes c;
+    c.first[0] = *(const uint4*)at, c.first[1] = *(const uint4*)(at + below);
+    if (BITS == 4) {
+      c.second[0] = *(const uint4*)(at + rest), c.second[BITS == 4] = *(const uint4*)(at + rest + below);
+    } else if (BITS == 3) {
+      const u8* half = at + rest - (threadIdx.x % 32) * 8;
+      c.small[0] = *(const uint2*)half, c.small[BITS == 3] = *(const uint2*)(half + rest_below);
+    }
+    return c;
+  }
+};
+template <> struct Ring<false> {
+  const Arguments& p;
+  u32 to;
+  const u8 *read, *codes, *rest;
+  u32 row_bytes, rest_bytes;
+  int slice, end, tile, first_tile, row_tiles, real_tiles, slot, t, lane;
+  __device__ __forceinline__ Ring(const Arguments& p, u64*, u8* ring, int start, int end, int tile_row, int row_warp,
+                                  int row_tiles, int lane)
+      : p(p), slice(start), end(end), tile(row_warp), first_tile(row_warp), row_tiles(row_tiles), slot(0), t(lane % 4),
+        lane(lane) {
+    to = (u32)__cvta_generic_to_shared(ring) + lane * 16, read = ring + lane * 16;
+    row_bytes = (u32)p.k / 4, rest_bytes = (u32)p.k / (BITS == 4 ? 4 : 8);
+    real_tiles = min(row_tiles, (p.n - tile_row) / 16);
+    codes = p.codes + (size_t)(tile_row + lane / 4) * row_bytes + t * 16;
+    rest = p.residual + (size_t)(tile_row + lane / 4) * rest_bytes + t * (BITS == 4 ? 16 : 8);
+  }
+  __device__ __forceinline__ void fetch(int at) {
+    if (slice < end) {
+      const bool real = tile < real_tiles && slice * SLICE + t * 64 < p.k;
+      const u8* from = codes + (size_t)tile * 16 * row_bytes + slice * 64;
+      copy16(to + at * SLOT, from, real);
+      copy16(to + at * SLOT + 512, from + 8 * row_bytes, real);
+      const u8* more = rest + (size_t)tile * 16 * rest_bytes + slice * (BITS == 4 ? 64 : 32);
+      if (BITS == 4) {
+        copy16(to + at * SLOT + 1024, more, real);
+        copy16(to + at * SLOT + 1536, more + 8 * rest_bytes, real);
+      } else if (BITS == 3) {
+        copy8(to + at * SLOT + 1024 - lane * 8, more, real);
+        copy8(to + at * SLOT + 1280 - lane * 8, more + 8 * rest_bytes, real);
+      }
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    tile += p.down;
+    if (tile >= row_tiles) tile = first_tile, slice += p.across;
+  }
+  __device__ __forceinline__ Codes take(int u) {
+    if (u == 0) asm volatile("cp.async.wait_group %0;" :: "n"(DEPTH - GROUP) : "memory");
+    const u8* at = read + (slot + u) * SLOT;
+    Codes c;
+    c.first[0] = *(const uint4*)at, c.first[1] = *(const uint4*)(at + 512);
+    if (BITS == 4) c.second[0] = *(const uint4*)(at + 1024), c.second[BITS == 4] = *(const uint4*)(at + 1536);
+    if (BITS == 3) {
+      c.small[0] = *(const uint2*)(at + 1024 - lane * 8);
+      c.small[BITS == 3] = *(const uint2*)(at + 1280 - lane * 8);
+    }
+    return c;
+  }
+  __device__ __forceinline__ void refill() {
+#pragma unroll
+    for (int u = 0; u < GROUP; u++) fetch(slot + u);
+    slot += GROUP;
+    if (slot == DEPTH) slot = 0;
+  }
+};
+
 // Grid (clusters that own p.blocks * 128 rows, chunks of TOKENS). Shared memory: tables, Shared, partial sums
 // [across][tokens][rows + PAD], what the cluster sends [jobs / cluster][cluster][128], where a job is a token's 128 rows,
 // and 512 bytes a warp for the rotation.
 extern "C" __global__ void __launch_bounds__(512, 1) e8p_linear(const __grid_constant__ Arguments p) {
-  u32 cluster, rank;
+  u32 cluster, rank, tile;
   asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(cluster));
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int warps = blockDim.x / 32, down = warps / p.across, column_warp = warp % p.across, row_warp = warp / p.across;
-  const int tile = blockIdx.x / cluster, chunk = blockIdx.y;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(tile));
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int warps = blockDim.x / 32, down = p.down, chunk = blockIdx.y;
+  const int row_warp = warp * p.inverse >> 8, column_warp = warp - row_warp * p.across;
   if (TRIGGER == 0) let_next_start();
   const int tokens = min(TOKENS, p.tokens - chunk * TOKENS);
   const int begin = rank * p.per_block, end = min(begin + p.per_block, p.slices), start = begin + column_warp;
@@ -326,55 +442,27 @@ extern "C" __global__ void __launch_bounds__(512, 1) e8p_linear(const __grid_con
   if (INTEGER) load8(in_scale, p.in_scale + start * SLICE + lane * 8, start < end && start * SLICE + lane * 8 < p.k);
   const int first_job = cluster == 1 ? warp : rank + warp * cluster;
   const int rows = p.blocks * ROWS, pitch = rows + PAD, tile_row = tile * rows;
-  const float4 first_scale = out_scale_of(p, tile_row + first_job % p.blocks * ROWS + lane * 4);
+  const float4 first_scale = out_scale_of(p, tile_row + (p.blocks == 1 ? 0 : first_job % p.blocks) * ROWS + lane * 4);
 
-  // Codes come through a ring of DEPTH row tiles a warp. A lane reads what it copied itself, so that nothing but its own
-  // copies need waiting for; outside the matrix come zeros.
+  // Codes come through a ring of DEPTH row tiles a warp; outside the matrix come zeros.
   Shared& shared = *(Shared*)(smem + TABLE_BYTES);
-  float* partial = (float*)(&shared + 1);
+  u8* ring = (u8*)(&shared + 1) + warp * DEPTH * SLOT;
+  float* partial = (float*)((u8*)(&shared + 1) + warps * DEPTH * SLOT);
   float* received = partial + p.across * tokens * pitch;
   const int spare = (int)((float*)shared.spare - partial) + lane;
-  uint4* exchange = (uint4*)(received + (cluster > 1 ? (tokens * p.blocks + cluster) * ROWS : 0)) + warp * 32;
-  u8* ring = (u8*)(exchange + (INTEGER ? (warps - warp) * 32 : -warp * 32)) + warp * DEPTH * SLOT;
-  const u32 row_bytes = (u32)p.k / 4, rest_bytes = (u32)p.k / (BITS == 4 ? 4 : 8);
-  const int row_tiles = min(rows, p.n - tile_row) / 16, turns = rows / 16 / down;
-  const u32 step = down * 16 * row_bytes, rest_step = down * 16 * rest_bytes;
-  const u32 ring_at = (u32)__cvta_generic_to_shared(ring) + lane * 16, ring_end = ring_at + DEPTH * SLOT;
-  const size_t first_row = (size_t)tile_row + row_warp * 16 + g;
-  u32 ahead_at = ring_at;
-  int ahead_slice = start, ahead_tile = row_warp;
-  const u8* ahead = p.codes + first_row * row_bytes + start * 64 + t * 16;
-  const u8* ahead_rest = p.residual + first_row * rest_bytes + (start * 64 + t * 16) / (BITS == 4 ? 1 : 2);
-  int ahead_tiles = start < end && start * SLICE + t * 64 < p.k ? row_tiles : 0;  // of this slice, that are there
-  auto fetch = [&]() {
-    if (ahead_slice < end) {  // a copy of zeros costs as much as one of codes
-      const bool real = ahead_tile < ahead_tiles;
-      copy16(ahead_at, ahead, real);
-      copy16(ahead_at + 512, ahead + 8 * row_bytes, real);
-      if (BITS == 4) {
-        copy16(ahead_at + 1024, ahead_rest, real);
-        copy16(ahead_at + 1536, ahead_rest + 8 * row_bytes, real);
-      } else if (BITS == 3) {
-        copy8(ahead_at + 1024 - lane * 8, ahead_rest, real);
-        copy8(ahead_at + 1280 - lane * 8, ahead_rest + 8 * rest_bytes, real);
-      }
-    }
-    asm volatile("cp.async.commit_group;" ::: "memory");
-    ahead_at = ahead_at + SLOT == ring_end ? ring_at : ahead_at + SLOT;
-    ahead_tile += down, ahead += step;
-    if (BITS > 2) ahead_rest += rest_step;
-    if (ahead_tile >= rows / 16) {
-      ahead_tile = row_warp, ahead_slice += p.across;
-      ahead -= turns * step - p.across * 64;
-      if (BITS > 2) ahead_rest -= turns * rest_step - p.across * (BITS == 4 ? 64 : 32);
-      ahead_tiles = ahead_slice < end && ahead_slice * SLICE + t * 64 < p.k ? row_tiles : 0;
-    }
-  };
+  // A warp that has one slice and its rows to itself rotates where its sums will be.
+  const bool alone = INTEGER && down == 1 && p.per_block <= p.across;
+  uint4* exchange = alone ? (uint4*)(partial + column_warp * tokens * pitch)
+                          : (uint4*)(received + (cluster > 1 ? (tokens * p.blocks + cluster) * ROWS : 0)) + warp * 32;
+  const int turns = rows / 16 / down;
+  Ring<COPY> codes_ring(p, shared.full[warp], ring, start, end, tile_row, row_warp, rows / 16, lane);
 #pragma unroll
-  for (int d = 0; d < DEPTH; d++) fetch();
+  for (int d = 0; d < DEPTH; d++) codes_ring.fetch(d);
   if (cluster > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-  for (int i = threadIdx.x * 4; i < p.across * tokens * pitch; i += blockDim.x * 4)
-    *(float4*)(partial + i) = make_float4(0.f, 0.f, 0.f, 0.f);
+  const float4 zeros = make_float4(0.f, 0.f, 0.f, 0.f);
+  const bool once = p.per_block <= p.across;  // each sum is written by one warp, one time
+  if (!once)
+    for (int i = threadIdx.x * 4; i < p.across * tokens * pitch; i += blockDim.x * 4) *(float4*)(partial + i) = zeros;
   build_tables(p.codebook, words, warp, warps, lane);
   __syncthreads();
   wait_for_previous();
@@ -384,8 +472,8 @@ extern "C" __global__ void __launch_bounds__(512, 1) e8p_linear(const __grid_con
   const u32 base = (u32)__cvta_generic_to_shared(smem);
   if ((base & 0xFFFFu) != SMEM_START) __trap();
   asm volatile("or.b32 %0, %1, %2;" : "=r"(bank) : "r"(base & 0xFFFF0000u), "r"(lane * 4) : "memory");
-  Choose<INTEGER>::type product;
-  const u8* slot = ring;
+  typedef Choose<INTEGER>::type Product;
+  Product product;
   for (int slice = start; slice < end; slice += p.across) {
     gather(product, p, slice, start, chunk, tokens, in_scale, exchange, lane);
     int at[TILES][OWN], forward[TILES][OWN];  // where the sums of a lane's tokens are; those of no token go to `spare`
@@ -398,28 +486,35 @@ extern "C" __global__ void __launch_bounds__(512, 1) e8p_linear(const __grid_con
         forward[j][e] = token < tokens ? down * 16 : 0;
       }
 #pragma unroll 1
-    for (int turn = 0; turn < turns; turn++) {
-      const Codes codes = take(slot, lane);
-      slot = slot + SLOT == ring + DEPTH * SLOT ? ring : slot + SLOT;
-      fetch();  // into the slot that was just read
-      product.clear();
-      product.template multiply<0>(codes, bank);
-      product.template multiply<1>(codes, bank);
-      product.template multiply<2>(codes, bank);
-      product.template multiply<3>(codes, bank);
-      product.template multiply<4>(codes, bank);
-      product.template multiply<5>(codes, bank);
-      product.template multiply<6>(codes, bank);
-      product.template multiply<7>(codes, bank);
+    for (int turn = 0; turn < turns; turn += GROUP) {
+      Codes codes[GROUP];
+      typename Product::Sums acc[GROUP];
 #pragma unroll
-      for (int j = 0; j < TILES; j++)
+      for (int u = 0; u < GROUP; u++) codes[u] = codes_ring.take(u), Product::clear(acc[u]);
 #pragma unroll
-        for (int e = 0; e < OWN; e++) {
-          float* sum = partial + at[j][e];
-          sum[0] += product.result(j, e, 0);
-          sum[8] += product.result(j, e, 1);
-          at[j][e] += forward[j][e];
-        }
+      for (int u = 0; u < GROUP; u++) {
+        product.template multiply<0>(acc[u], codes[u], bank);
+        product.template multiply<1>(acc[u], codes[u], bank);
+        product.template multiply<2>(acc[u], codes[u], bank);
+        product.template multiply<3>(acc[u], codes[u], bank);
+        product.template multiply<4>(acc[u], codes[u], bank);
+        product.template multiply<5>(acc[u], codes[u], bank);
+        product.template multiply<6>(acc[u], codes[u], bank);
+        product.template multiply<7>(acc[u], codes[u], bank);
+      }
+      codes_ring.refill();  // the slots that were read
+#pragma unroll
+      for (int u = 0; u < GROUP; u++)
+#pragma unroll
+        for (int j = 0; j < TILES; j++)
+#pragma unroll
+          for (int e = 0; e < OWN; e++) {
+            float* sum = partial + at[j][e];
+            const float top = product.result(acc[u], j, e, 0), low = product.result(acc[u], j, e, 1);
+            sum[0] = once ? top : sum[0] + top;
+            sum[8] = once ? low : sum[8] + low;
+            at[j][e] += forward[j][e];
+          }
     }
   }
   if (TRIGGER == 2) let_next_start();
@@ -448,7 +543,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) e8p_linear(const __grid_con
     return sum;
   };
   auto finish = [&](int job, float4 v) {
-    const int b = job / p.blocks, row = tile_row + job % p.blocks * ROWS + lane * 4;
+    const int b = p.blocks == 1 ? job : job / p.blocks, row = tile_row + (job - b * p.blocks) * ROWS + lane * 4;
     const bool own = row < p.n;
     const size_t at = (size_t)(chunk * TOKENS + b) * p.n + row;
     const float4 s = job == first_job ? first_scale : out_scale_of(p, row);
@@ -486,7 +581,8 @@ extern "C" __global__ void __launch_bounds__(512, 1) e8p_linear(const __grid_con
     else *(uint2*)((u16*)p.y + at) = make_uint2(narrow<HALF>(v.x, v.y), narrow<HALF>(v.z, v.w));
   };
   auto total = [&](int job) {
-    const float* from = partial + (job / p.blocks) * pitch + job % p.blocks * ROWS + lane * 4;
+    const int b = p.blocks == 1 ? job : job / p.blocks;
+    const float* from = partial + b * pitch + (job - b * p.blocks) * ROWS + lane * 4;
     float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 8
     for (int w = 0; w < used; w++) {

@@ -17,15 +17,19 @@ from torch import Tensor
 from onegraph.ops.cuda import build, e8p_dense, e8p_many
 
 SOURCE = Path(__file__).with_name("e8p.cu")
-MAX_TOKENS = 16  # above, e8p_many.cu, and e8p_dense.cu from its LEAST_TOKENS on
+MAX_TOKENS = 16  # above, e8p_many.cu
 SLICE, ROWS, PARTS = 256, 128, 8  # as in e8p.cu; PARTS is row tiles of 16 in ROWS
 GPC = 18  # SMs of a GPC, which a cluster must fit into (H200: clusters of 8 leave 4 SMs of 18 idle)
 SHARED_LIMIT = 227 * 1024  # bytes that a block can have on Hopper
-SHARED_STRUCT = 704  # bytes of `Shared` in e8p.cu
+SHARED_STRUCT = 1792  # bytes of `Shared` in e8p.cu
 WARPS = 16  # of a block at most
-TRIGGER = 0  # the next kernel may be set up at once
+NO_MAPS = bytes(256)  # in place of the two tensor maps where each lane copies codes itself
+TRIGGER = 1  # the next kernel may start when this one may read x
 SLOT = {2: 1024, 3: 1536, 4: 2048}  # bytes of a row tile's codes, by bits
-DEPTHS = (4, 3, 2, 1)  # row tiles of codes that a warp has under way: the most that fit
+# Row tiles of codes that a warp has under way, by bits: the most that fit. Asking for more delays the tables, which are
+# built next (benchmarks/results/e8p-variants-h200.jsonl).
+DEPTHS = {2: (4, 2, 1), 3: (2, 1), 4: (2, 1)}
+GROUP = {2: 2, 3: 1, 4: 1}  # row tiles that a warp takes at a time, where its number of them allows it
 ALIGNMENT = 16  # bytes, of every pointer
 
 
@@ -48,12 +52,18 @@ class Plan:
     def warps(self) -> int:
         return self.across * self.down
 
+    def group(self, bits: int) -> int:
+        """Row tiles that a warp takes at a time."""
+        mine = self.blocks * PARTS // self.down
+        return GROUP[bits] if self.ahead % GROUP[bits] == 0 and mine % GROUP[bits] == 0 else 1
+
     def shared(self, bits: int, tokens: int) -> int:
         """Bytes of shared memory of a block that serves `tokens` at a time."""
         tables = 98304 if bits == 3 else 65536
         partial = self.across * tokens * (self.blocks * ROWS + (8 if tokens <= 4 else 4)) * 4
         received = (tokens * self.blocks + self.cluster) * ROWS * 4 if self.cluster > 1 else 0
-        exchange = 512 * self.warps if tokens <= 4 else 0
+        alone = self.down == 1 and self.per_block <= self.across
+        exchange = 512 * self.warps if tokens <= 4 and not alone else 0
         return tables + SHARED_STRUCT + partial + received + exchange + self.ring(bits)
 
     def ring(self, bits: int) -> int:
@@ -68,11 +78,11 @@ class Plan:
         mine = turns * self.blocks * PARTS // self.down  # row tiles of a warp
         stages = 1 if bits == 2 else 1.8
         heavy = 1.0 if tokens <= 4 else 1.3 if tokens <= 8 else 1.9
-        issue = self.per_block * self.blocks * PARTS * 0.02 * stages * heavy
+        issue = self.per_block * self.blocks * PARTS * 0.016 * stages * heavy
         latency = mine * 0.16 * stages * heavy
-        memory = self.per_block * self.blocks * PARTS * SLOT[bits] / self.ring(bits)  # a microsecond a ringful
+        memory = self.per_block * self.blocks * PARTS * SLOT[bits] / self.ring(bits) * 0.6  # 0.6 us a ringful
         gather = turns * (0.3 * min(tokens, 4) if tokens <= 4 else 0.5)
-        together = 0.7 + 0.1 * self.cluster if self.cluster > 1 else 0.0
+        together = 0.3 + 0.3 * self.cluster if self.cluster > 1 else 0.0
         return waves * (max(issue, latency, memory) + gather + 2.0) + together + 0.1 * self.blocks
 
 
@@ -90,7 +100,7 @@ def cuts(n: int, k: int, bits: int, tokens: int, sms: int) -> list[Plan]:
                 tiles = -(-whole // blocks)
                 down = max(d for d in (1, 2, 4, 8) if d == 1 or (d * across <= WARPS and blocks * PARTS % d == 0))
                 most = -(-per_block // across) * blocks * PARTS // down  # row tiles of a warp
-                for ahead in (d for d in DEPTHS if d <= most):
+                for ahead in (d for d in DEPTHS[bits] if d <= most):
                     cut = Plan(ahead, tiles, cluster, blocks, slices, per_block, across, down)
                     if cut.shared(bits, tokens) <= SHARED_LIMIT:
                         found.append(cut)
@@ -122,8 +132,11 @@ def takes(tokens: int, n: int, k: int, dtype: torch.dtype) -> bool:
 
 
 @cache
-def _kernels(bits: int, most: int, half: bool, ahead: int, device: int) -> tuple[build.Kernel, ...]:
-    defines = {"BITS": bits, "TOKENS": most, "HALF": int(half), "DEPTH": ahead, "TRIGGER": TRIGGER}
+def _kernels(
+    bits: int, most: int, half: bool, ahead: int, group: int, engine: bool, device: int
+) -> tuple[build.Kernel, ...]:
+    defines = {"BITS": bits, "TOKENS": most, "HALF": int(half), "DEPTH": ahead, "GROUP": group}
+    defines |= {"COPY": int(engine), "TRIGGER": TRIGGER}
     return build.load(SOURCE, defines, ("e8p_linear", "e8p_rotate"), device, SHARED_LIMIT)
 
 
@@ -131,7 +144,7 @@ def _kernels(bits: int, most: int, half: bool, ahead: int, device: int) -> tuple
 def available(device: int) -> bool:
     """Whether the kernels can be built for this GPU; warns once where not."""
     try:
-        _kernels(2, 4, False, DEPTHS[0], device)
+        _kernels(2, 4, False, DEPTHS[2][0], GROUP[2], True, device)
     except build.BuildError as error:
         warnings.warn(f"the CUDA kernels of onegraph cannot be built, Triton's are used: {error}", stacklevel=2)
         return False
@@ -199,14 +212,20 @@ def _launch(
     chunk = _pass(tokens)
     chunks = -(-tokens // chunk)
     cut = plan(n, k, bits, min(tokens, chunk), _sms(device))
-    main, rotate = _kernels(bits, chunk, half, cut.ahead, device)
+    engine = bits != 3 or k % 128 == 0  # boxes of the residual begin at multiples of 16 bytes
+    main, rotate = _kernels(bits, chunk, half, cut.ahead, cut.group(bits), engine, device)
     fragments = scales = None
     if chunk > 4:
         fragments = torch.empty(chunks * cut.slices * chunk * 512, dtype=torch.uint8, device=out.device)
         scales = torch.empty(chunks * cut.slices * chunk * 4, dtype=torch.float32, device=out.device)
     pointers = [0 if t is None else t.data_ptr() for t in (*inputs, out, fragments, scales)]
-    shape = tokens, n, k, cut.across, cut.slices, cut.per_block, cut.blocks
-    arguments = struct.pack("11Q7i2f2i", *pointers, *shape, norm, *options)
+    shape = tokens, n, k, cut.across, cut.down, -(-256 // cut.across), cut.slices, cut.per_block, cut.blocks
+    maps = NO_MAPS
+    if engine:
+        maps = build.tensor_map(pointers[1], n, k // 4, 16, 64)
+        width = 8 if bits == 3 else 4  # columns that a byte of the residual stands for
+        maps += maps if bits == 2 else build.tensor_map(pointers[2], n, k // width, 16, 256 // width)
+    arguments = maps + struct.pack("11Q9i2f2i52x", *pointers, *shape, norm, *options)
     stream = torch._C._cuda_getCurrentRawStream(device)
     if chunk > 4:
         rotate.launch((cut.slices, chunk // 8, chunks), 256, 0, 1, stream, arguments)
