@@ -1,8 +1,6 @@
 """Microseconds of the NVFP4 linear and of routed experts beside torch's dense bfloat16, as JSON lines.
 
 PYTHONPATH=src python3 benchmarks/nvfp4.py --out benchmarks/results/nvfp4-h200.jsonl
-
-`--cuts` times every cut of the kernel (warps of a block, blocks that share an SM, slices fetched ahead) instead.
 """
 
 import argparse
@@ -15,7 +13,6 @@ from typing import Any
 import torch
 
 from onegraph.engine.bench import copy_bandwidth, machine, replay_us
-from onegraph.ops.cuda import nvfp4
 from onegraph.ops.nvfp4_linear import nvfp4_experts, nvfp4_linear
 from onegraph.ops.registry import nbytes
 
@@ -66,34 +63,14 @@ def experts(tokens: list[int]) -> Iterator[dict[str, Any]]:
             yield row | {"us": us, "bytes": int(distinct * each)}
 
 
-def cuts() -> Iterator[dict[str, Any]]:
-    shapes = [nvfp4.Cut(w, warps // w, ahead) for w, warps, ahead in ((4, 16, True), (8, 16, True), (16, 16, True))]
-    shapes.append(nvfp4.Cut(8, 3, False))
-    for k, n in SHAPES[:3]:
-        layers = [weight(n, k) for _ in range(-(-WORKING_SET // (n * k * 9 // 16)))]
-        x = torch.randn(1, k, device=DEVICE, dtype=torch.bfloat16)
-        for shape in shapes:
-            us = timed([lambda w=w, s=shape, x=x: nvfp4.linear(x, *w, None, s) for w in layers])  # type: ignore[misc]
-            yield {
-                "k": k,
-                "n": n,
-                "warps": shape.warps,
-                "per_sm": shape.per_sm,
-                "ahead": shape.ahead,
-                "us": us,
-                "bytes": 0,
-            }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="*", default=[1, 4, 16])
-    parser.add_argument("--cuts", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     about = machine(DEVICE) | {"command": f"PYTHONPATH=src python3 benchmarks/nvfp4.py {' '.join(sys.argv[1:])}"}
     bandwidth = copy_bandwidth(DEVICE)
-    rows = cuts() if args.cuts else (row for part in (linears, experts) for row in part(args.tokens))
+    rows = (row for part in (linears, experts) for row in part(args.tokens))
     for row in rows:
         row["us"] = round(row["us"], 2)
         line = json.dumps(row | {"floor_us": round(row["bytes"] / bandwidth * 1e6, 2)} | about)

@@ -75,7 +75,7 @@ def _experts(
 def linear_on_gpu(x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None) -> Tensor:
     from onegraph.ops.cuda import nvfp4
 
-    if not nvfp4.takes(x, codes.shape[1] * 2):
+    if not nvfp4.takes(x):
         return _linear(x, codes, scale, global_scale, bias)
     return nvfp4.linear(x, codes, scale, global_scale, bias)
 
@@ -83,7 +83,7 @@ def linear_on_gpu(x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor,
 def grouped_linear_on_gpu(x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
     from onegraph.ops.cuda import nvfp4
 
-    if not nvfp4.takes(x, codes.shape[2] * 2):
+    if not nvfp4.takes(x):
         return _grouped_linear(x, codes, scale, global_scale)
     return nvfp4.grouped_linear(x, codes, scale, global_scale)
 
@@ -91,8 +91,7 @@ def grouped_linear_on_gpu(x: Tensor, codes: Tensor, scale: Tensor, global_scale:
 def experts_on_gpu(x: Tensor, experts: Tensor, weights: Tensor, *layers: Any) -> Tensor:
     from onegraph.ops.cuda import nvfp4
 
-    gate_up, down = layers[0], layers[3]
-    if not (nvfp4.takes(x, gate_up.shape[2] * 2) and nvfp4.takes(x, down.shape[2] * 2)):
+    if not nvfp4.takes_experts(x, layers[3].shape[2] * 2, experts.shape[1]):
         return _experts(x, experts, weights, *layers)
     return nvfp4.experts(x, experts, weights, *layers)
 

@@ -1,281 +1,354 @@
-// NVFP4 linears for few tokens, weights only: codes straight from the layout on disk to the tensor cores.
+// NVFP4 linears for up to 16 tokens a pass, weights only: codes straight from the layout on disk to the tensor cores.
 //
-// A block owns 16 rows; its warps share k out among themselves, 256 columns at a time, and their sums meet in shared
-// memory and are added in a fixed order. A lane loads 16 bytes of a row, 32 codes. Code p of the lower and of the upper
-// half of a word come out as a pair in one register: sign to bit 15, the three other bits to where exponent and mantissa
-// of a 16-bit float meet. That is the code's value times a power of two, its subnormal included, so that there is no
-// table. Times the group's scale it has six bits of mantissa, exact in bfloat16 and float16. The order of k that pairs
-// come in is given to the activations too, by byte permutes.
+// Cut. A tile is 16 rows, a slice 256 columns. A block stays on its SM and owns a run of row tiles; its warps share k
+// out, slice by slice, and walk down the tiles, so that a warp's activations stay in its registers. What a warp reads
+// next is a fixed list (tile after tile, then its next slice), and DEPTH entries of it are always under way, into a ring
+// of its own in shared memory: no warp waits for another before the sums are added, in a fixed order, at the end.
 //
-// Powers of two: bfloat16 holds code * 2^-126 and scale * 2^119, float16 code * 2^-14 and scale * 2^7; the product is
-// code * scale * 2^-7 either way, undone with the row's global scale in float32.
+// Routed experts. The distinct experts that the pass's tokens chose are counted on the device, in every block, each with
+// its tokens beside it: an expert's weights are read once however many chose it, and columns of tokens that did not are
+// masked. gate-up: each of them is a matrix more of tiles. down: their k follow one another.
 //
 // Set when compiled: HALF (1: x and y are float16, 0: bfloat16), TILES (column tiles of 8 tokens), MODE (0: linear and
-// grouped linear; 1: gate and up of routed experts with SwiGLU; 2: down of routed experts, weighted and added up), WARPS,
-// BLOCKS (__launch_bounds__), AHEAD (1: the next slice is fetched before this one's product).
+// grouped linear; 1: gate and up of routed experts with SwiGLU; 2: down of routed experts, weighted and added up), DEPTH.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned char u8;
-typedef unsigned short u16;
+#include "nvfp4_common.cuh"
+#include "nvfp4_decode.cuh"
 
-constexpr int ROWS = 16;
-constexpr int SLICE = 256;  // columns that a warp takes at a time: two steps of 128, 32 a lane
+constexpr int ROWS = 16, SLICE = 256;
+constexpr int CODES = ROWS * SLICE / 2, SLOT = CODES + ROWS * SLICE / 16;  // bytes
+constexpr int TOKENS = TILES * 8;
 
 struct Arguments {
-  const u16* x;               // linear: [tokens, groups, k]; gate-up: [tokens, k]; down: [pairs, k]
+  const u16* x;               // linear: [tokens, matrices, k]; gate-up: [tokens, k]; down: [tokens, top_k, k]
   const u8* codes;            // [matrices, n, k/2]
   const u8* scale;            // [matrices, n, k/16]
   const float* global_scale;  // [matrices, n]
   const float* bias;          // [n] or null
   const int* experts;         // [tokens, top_k]
   const float* weights;       // [tokens, top_k]
-  u16* y;                     // linear: [tokens, groups, n]; gate-up: [pairs, n/2]; down: [tokens, n]
+  u16* y;                     // linear: [tokens, matrices, n]; gate-up: [tokens, top_k, n/2]; down: [tokens, n]
   int tokens, n, k, matrices, top_k;
+  int across;                 // warps side by side in k; groups of so many warps share a block's tiles
+  int hold;                   // row tiles whose sums fit into shared memory: more take several rounds
   float limit;
 };
 
-__device__ __forceinline__ u32 prmt(u32 a, u32 b, u32 s) {
-  u32 d;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(s));
-  return d;
-}
-__device__ __forceinline__ u32 multiply(u32 a, u32 b) {
-  u32 d;
-#if HALF
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-#else
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-#endif
-  return d;
-}
-__device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-#if HALF
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#else
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#endif
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ uint4 stream(const u8* p) {  // read once: past the L1
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
-}
-__device__ __forceinline__ u16 narrow(float v) {
-  u16 d;
-#if HALF
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(d) : "f"(v));
-#else
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(d) : "f"(v));
-#endif
-  return d;
-}
+#if MODE != 0
+constexpr int PAIRS = 256;  // of a token and an expert, in a pass
+struct Routes {
+  int key[PAIRS], leader[PAIRS];
+  int expert[PAIRS];          // of a slot
+  u8 chosen[PAIRS][TOKENS];   // by slot and token: which of the token's top_k it is, 255 for none
+  int slots;
+};
+__shared__ Routes routes;
 
-// Codes of a word as four pairs (p, p + 4), times a power of two.
-template <int P>
-__device__ __forceinline__ u32 pair(u32 w) {
-#if HALF
-  constexpr int LEFT = 9 - 4 * P;
-  constexpr u32 MASK = 0x0E000E00u;
-#else
-  constexpr int LEFT = 6 - 4 * P;
-  constexpr u32 MASK = 0x01C001C0u;
-#endif
-  u32 magnitude = (LEFT >= 0 ? w << (LEFT & 31) : w >> (-LEFT & 31)) & MASK;
-  return ((w << (12 - 4 * P)) & 0x80008000u) | magnitude;
+// Slots are the distinct experts in order of appearance. (One that a token chose twice gets two.)
+__device__ __forceinline__ void find_routes(const Arguments& a, int first_token, int count) {
+  const int pairs = count * a.top_k;
+  for (int i = threadIdx.x; i < pairs * TOKENS; i += blockDim.x) routes.chosen[i / TOKENS][i % TOKENS] = 255;
+  for (int p = threadIdx.x; p < pairs; p += blockDim.x)
+    routes.leader[p] = min(max(a.experts[first_token * a.top_k + p], 0), a.matrices - 1);
+  __syncthreads();
+  for (int p = threadIdx.x; p < pairs; p += blockDim.x) {
+    int before = 0;
+    for (int q = p - p % a.top_k; q < p; ++q) before += routes.leader[q] == routes.leader[p];
+    routes.key[p] = routes.leader[p] * PAIRS + before;
+  }
+  __syncthreads();
+  for (int p = threadIdx.x; p < pairs; p += blockDim.x) {
+    int q = 0;
+    while (routes.key[q] != routes.key[p]) ++q;
+    routes.leader[p] = q;
+  }
+  __syncthreads();
+  for (int p = threadIdx.x; p < pairs; p += blockDim.x) {
+    int slot = 0;
+    for (int q = 0; q < routes.leader[p]; ++q) slot += routes.leader[q] == q;
+    routes.chosen[slot][p / a.top_k] = p % a.top_k;
+    if (routes.leader[p] == p) routes.expert[slot] = routes.key[p] / PAIRS;
+    if (p == 0) {
+      int slots = 0;
+      for (int q = 0; q < pairs; ++q) slots += routes.leader[q] == q;
+      routes.slots = slots;
+    }
+  }
+  __syncthreads();
 }
-
-// Two scales (two groups of one row) -> both halves of `low` and `high` hold one of them, times a power of two.
-__device__ __forceinline__ void widen(u32 two, u32& low, u32& high) {
-#if HALF
-  u32 v;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(v) : "h"((u16)two));
-  v = multiply(v, 0x58005800u);  // 2^7
-#else
-  u32 v = prmt(two, 0, 0x4140) << 4;
-  v = multiply(multiply(v, 0x7F007F00u), 0x77807780u);  // 2^127, 2^112
 #endif
-  low = prmt(v, v, 0x1010);
-  high = prmt(v, v, 0x3232);
-}
 
-extern __shared__ __align__(16) u8 shared[];
-
-struct Fetched {  // of rows g and g + 8: both steps of a slice
-  uint4 codes[2][2];
-  u32 scale[2][2];
+// Where a warp is in its list: rounds of `hold` tiles; in a round its slices; in a slice its tiles of the round.
+struct Walk {
+  int first;              // tile of the round
+  int turn, tile;         // of the warp's slices; of its tiles
+  int tiles;              // its tiles of the round
+  int slot, row, column;  // matrix among the slots; first row (gate-up: of eight); first column
 };
 
-__device__ __forceinline__ void fetch(Fetched& f, const u8* const (&codes)[2], const u8* const (&scale)[2], int k0, int k) {
-#pragma unroll
-  for (int step = 0; step < 2; ++step) {
-    int at = k0 + step * 128;
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      bool inside = at < k;
-      f.codes[step][row] = inside ? stream(codes[row] + at / 2) : make_uint4(0, 0, 0, 0);
-      f.scale[step][row] = inside ? *(const u16*)(scale[row] + at / 16) : 0;
-    }
-  }
-}
+extern "C" __global__ void __launch_bounds__(512, 1) nvfp4_linear(const Arguments a) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int across = a.across, down = blockDim.x / 32 / across, own_slice = warp % across, own_tile = warp / across;
+  const int first_token = blockIdx.z * TOKENS, count = min(a.tokens - first_token, TOKENS);
+  const int slices = (a.k + SLICE - 1) / SLICE, row_tiles = (a.n + ROWS - 1) / ROWS;
+  const int step_rows = MODE == 1 ? ROWS / 2 : ROWS;  // gate-up: a tile is eight gate rows and their eight up rows
 
-__device__ __forceinline__ void product(float (&acc)[TILES][4], const Fetched& f, const u16* const (&x)[TILES], int k0, int k) {
+  if (MODE == 1) wait_for_previous();  // experts are the last kernel's; so down may read them at once
+  let_next_start();
+  int all_tiles = row_tiles, all_slices = slices;
+#if MODE != 0
+  find_routes(a, first_token, count);
+  if (MODE == 1) all_tiles *= routes.slots;
+  if (MODE == 2) all_slices *= routes.slots;
+#endif
+  // Runs of tiles that differ by one at most.
+  const int begin = (long long)all_tiles * blockIdx.x / gridDim.x, end = (long long)all_tiles * (blockIdx.x + 1) / gridDim.x;
+  const int turns = own_slice < all_slices ? (all_slices - own_slice + across - 1) / across : 0;
+
+  u8* const ring = shared + warp * (DEPTH * SLOT);
+  float4* const partial = (float4*)(shared + blockDim.x / 32 * (DEPTH * SLOT));  // [hold][across][TILES][32]
+  float* const gain = (float*)(partial + a.hold * across * TILES * 32);           // [hold][ROWS]
+
+  auto matrix_of = [&](int slot) {
+#if MODE == 0
+    return (long long)blockIdx.y;
+#else
+    return (long long)routes.expert[slot];
+#endif
+  };
+  auto row_of = [&](const Walk& w, int r) {  // r: of the tile
+    if (MODE == 1) return r < 8 ? w.row + r : a.n / 2 + w.row + r - 8;
+    return min(w.row + r, a.n - 1);
+  };
+  auto enter_slice = [&](Walk& w) {  // w.turn was set
+    const int slice = own_slice + w.turn * across, tile = w.first + own_tile;
+    w.tile = 0;
+    w.slot = MODE == 2 ? slice / slices : MODE == 1 ? tile / row_tiles : 0;
+    w.column = (MODE == 2 ? slice % slices : slice) * SLICE;
+    w.row = (MODE == 1 ? tile % row_tiles : tile) * step_rows;
+  };
+  auto enter_round = [&](Walk& w, int first) {
+    w.first = first;
+    w.turn = 0;
+    w.tiles = max(0, (min(a.hold, end - first) - own_tile + down - 1) / down);
+    enter_slice(w);
+  };
+  auto next_tile = [&](Walk& w) {
+    ++w.tile;
+    w.row += down * step_rows;
+    if (MODE == 1)
+      while (w.row >= row_tiles * step_rows) w.row -= row_tiles * step_rows, ++w.slot;
+  };
+
+  Walk ahead = {};
+  int put = 0, get = 0;
+  const long long code_pitch = a.k / 2, scale_pitch = a.k / 16;
+  const u8 *codes_at, *scale_at;  // the lane's of the tile that is fetched next: rows lane / 8 and g
+  auto aim = [&]() {
+    const long long row = matrix_of(ahead.slot) * a.n + ahead.row;
+    codes_at = a.codes + (row + lane / 8) * code_pitch + ahead.column / 2 + lane % 8 * 16;
+    scale_at = a.scale + (row + g) * scale_pitch + ahead.column / 16 + t * 4;
+  };
+  enter_round(ahead, begin);
+  if (turns && ahead.tiles) aim();
+  auto fetch = [&]() {  // the next of the list into the ring; nothing at its end
+    if (turns && ahead.tiles) {
+      u8* const to = ring + put * SLOT;
+      const bool inside = ahead.column + lane % 8 * 32 < a.k, scale_inside = ahead.column + t * 64 < a.k;
 #pragma unroll
-  for (int step = 0; step < 2; ++step) {
-    u32 s[2][2];
+      for (int i = 0; i < 4; ++i) {  // rows of 128 bytes; chunks of odd rows change places, against bank conflicts
+        const int r = i * 4 + lane / 8;
+        copy16(to + i * 512 + (lane ^ (r & 1)) * 16, codes_at + (MODE == 1 && i >= 2 ? a.n / 2 + i * 4 - 8 : i * 4) * code_pitch,
+               inside && (MODE == 1 || ahead.row + r < a.n));
+      }
 #pragma unroll
-    for (int row = 0; row < 2; ++row) widen(f.scale[step][row], s[row][0], s[row][1]);
-    int at = k0 + step * 128;
-#pragma unroll
-    for (int word = 0; word < 4; ++word) {
-      u32 w0 = (&f.codes[step][0].x)[word], w1 = (&f.codes[step][1].x)[word];
-      u32 s0 = s[0][word / 2], s1 = s[1][word / 2];
-      u32 a[2][4] = {{multiply(pair<0>(w0), s0), multiply(pair<1>(w0), s0), multiply(pair<2>(w0), s0), multiply(pair<3>(w0), s0)},
-                     {multiply(pair<0>(w1), s1), multiply(pair<1>(w1), s1), multiply(pair<2>(w1), s1), multiply(pair<3>(w1), s1)}};
-#pragma unroll
-      for (int tile = 0; tile < TILES; ++tile) {
-        uint4 v = make_uint4(0, 0, 0, 0);
-        if (x[tile] && at < k) v = *(const uint4*)(x[tile] + at + word * 8);
-        mma(acc[tile], a[0][0], a[1][0], a[0][1], a[1][1], prmt(v.x, v.z, 0x5410), prmt(v.x, v.z, 0x7632));
-        mma(acc[tile], a[0][2], a[1][2], a[0][3], a[1][3], prmt(v.y, v.w, 0x5410), prmt(v.y, v.w, 0x7632));
+      for (int i = 0; i < 2; ++i)
+        copy4(to + CODES + i * 128 + lane * 4, scale_at + (MODE == 1 && i ? a.n / 2 : i * 8) * scale_pitch,
+              scale_inside && (MODE == 1 || ahead.row + i * 8 + g < a.n));
+      put = put + 1 == DEPTH ? 0 : put + 1;
+      const int slot = ahead.slot;
+      next_tile(ahead);
+      codes_at += down * step_rows * code_pitch;
+      scale_at += down * step_rows * scale_pitch;
+      if (ahead.tile == ahead.tiles) {
+        if (++ahead.turn < turns) enter_slice(ahead);
+        else enter_round(ahead, ahead.first + a.hold);
+        if (ahead.tiles) aim();
+      } else if (ahead.slot != slot) {
+        aim();
       }
     }
-  }
-}
-
-__device__ __forceinline__ int inside(int expert, int experts) { return min(max(expert, 0), experts - 1); }
-
-extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) nvfp4_linear(const Arguments a) {
-  float4* const partial = (float4*)shared;  // [WARPS][TILES][32]
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int slices = (a.k + SLICE - 1) / SLICE;
-  const int rows[2] = {MODE == 1 ? (int)blockIdx.x * 8 + g : min((int)blockIdx.x * ROWS + g, a.n - 1),
-                       MODE == 1 ? a.n / 2 + (int)blockIdx.x * 8 + g : min((int)blockIdx.x * ROWS + g + 8, a.n - 1)};
-  const int first_token = MODE == 0 ? blockIdx.z * TILES * 8 : 0;
-  const int parts = MODE == 2 ? a.top_k : 1;
-  const int items = slices * parts, each = (items + WARPS - 1) / WARPS;
-  const int from = min(warp * each, items), to = min(from + each, items);
-
-  asm volatile("griddepcontrol.launch_dependents;");
-  if (MODE != 0) asm volatile("griddepcontrol.wait;" ::: "memory");  // the experts' numbers are the last kernel's
-
-  const u8* codes[2];
-  const u8* scale[2];
-  const u16* x[TILES];
-  float total[TILES][4] = {}, acc[TILES][4] = {}, gain[2];
-
-  auto enter = [&](int part) {  // points at the part's matrix and activations
-    int matrix = MODE == 0 ? blockIdx.y : inside(a.experts[MODE == 1 ? blockIdx.y : blockIdx.y * a.top_k + part], a.matrices);
+    commit();
+  };
 #pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      long long r = (long long)matrix * a.n + rows[row];
-      codes[row] = a.codes + r * (a.k / 2);
-      scale[row] = a.scale + r * (a.k / 16);
-      gain[row] = a.global_scale[r] * 128.f;
-      if (MODE == 2) gain[row] *= a.weights[blockIdx.y * a.top_k + part];
-    }
+  for (int i = 0; i < DEPTH; ++i) fetch();
+  if (MODE != 1) wait_for_previous();
+
+  u32 x[TILES][8][4];
+  float weight[TILES][2];
+  int loaded = -1;
+  auto load_x = [&](const Walk& w) {
+    const int at = MODE == 2 ? w.slot * slices + w.column / SLICE : w.column / SLICE;
+    if (at == loaded) return;
+    loaded = at;
+    const int column = w.column + t * 64;
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
-      int token = first_token + tile * 8 + g;
-      if (MODE == 0) x[tile] = token < a.tokens ? a.x + ((long long)token * a.matrices + blockIdx.y) * a.k : nullptr;
-      if (MODE == 1) x[tile] = g == 0 ? a.x + (long long)(blockIdx.y / a.top_k) * a.k : nullptr;
-      if (MODE == 2) x[tile] = g == 0 ? a.x + ((long long)blockIdx.y * a.top_k + part) * a.k : nullptr;
-    }
-  };
-  auto leave = [&]() {
-#pragma unroll
-    for (int tile = 0; tile < TILES; ++tile)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        total[tile][i] += acc[tile][i] * gain[i / 2];
-        acc[tile][i] = 0.f;
+      const int token = tile * 8 + g;
+      bool there = token < count && column < a.k;
+      long long row = first_token + token;
+#if MODE == 0
+      row = row * a.matrices + blockIdx.y;
+#elif MODE == 2
+      if (there) {
+        const int chosen = routes.chosen[w.slot][token];
+        there = chosen != 255;
+        row = row * a.top_k + chosen;
       }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int sum_token = tile * 8 + 2 * t + i, chosen = sum_token < count ? routes.chosen[w.slot][sum_token] : 255;
+        weight[tile][i] = chosen == 255 ? 0.f : a.weights[(first_token + sum_token) * a.top_k + chosen];
+      }
+#endif
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        uint4 v = make_uint4(0, 0, 0, 0);
+        if (there) v = *(const uint4*)(a.x + row * a.k + column + j * 8);
+        x[tile][j][0] = prmt(v.x, v.z, 0x5410);
+        x[tile][j][1] = prmt(v.x, v.z, 0x7632);
+        x[tile][j][2] = prmt(v.y, v.w, 0x5410);
+        x[tile][j][3] = prmt(v.y, v.w, 0x7632);
+      }
+    }
   };
 
-  Fetched now;
-  int part = from / slices, k0 = (from - part * slices) * SLICE + t * 32;
-  if (from < to) {
-    enter(part);
-    fetch(now, codes, scale, k0, a.k);
-  }
-  if (MODE == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
-  for (int item = from; item < to; ++item) {
-    bool more = item + 1 < to, crosses = MODE == 2 && item + 1 == (part + 1) * slices;
-#if AHEAD
-    Fetched next;
-    if (more && !crosses) fetch(next, codes, scale, k0 + SLICE, a.k);
-#endif
-    product(acc, now, x, k0, a.k);
-    k0 += SLICE;
-    if (!more) break;
-    if (crosses) {
-      leave();
-      enter(++part);
-      k0 = t * 32;
+  Walk now = {};
+  for (int first = begin; first < end; first += a.hold) {
+    const int tiles = min(a.hold, end - first);
+    if (MODE != 2) {
+      for (int i = threadIdx.x; i < tiles * ROWS; i += blockDim.x) {
+        const int tile = first + i / ROWS, r = i % ROWS;
+        Walk w;
+        w.slot = MODE == 1 ? tile / row_tiles : 0;
+        w.row = (MODE == 1 ? tile % row_tiles : tile) * step_rows;
+        gain[i] = a.global_scale[matrix_of(w.slot) * a.n + row_of(w, r)] * 128.f;
+      }
     }
-#if AHEAD
-    if (crosses) fetch(next, codes, scale, k0, a.k);
-    now = next;
-#else
-    fetch(now, codes, scale, k0, a.k);
-#endif
-  }
-  if (from < to) leave();
+    enter_round(now, first);
+#pragma unroll 1
+    for (; now.turn < turns && now.tiles; ++now.turn) {
+      enter_slice(now);
+      load_x(now);
+      if (MODE == 0 && now.turn + 1 < turns) {  // the next slice's activations come nearer meanwhile, a line a lane
+        const int column = now.column + across * SLICE + t * 64;
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+          const int token = tile * 8 + g;
+          if (token < count && column < a.k)
+            prefetch(a.x + ((long long)(first_token + token) * a.matrices + blockIdx.y) * a.k + column);
+        }
+      }
+#pragma unroll 1
+      for (; now.tile < now.tiles; next_tile(now)) {
+        float row_gain[2] = {1.f, 1.f};
+        if (MODE == 2) {
+          const long long matrix = matrix_of(now.slot) * a.n;
+          row_gain[0] = a.global_scale[matrix + row_of(now, g)] * 128.f;
+          row_gain[1] = a.global_scale[matrix + row_of(now, g + 8)] * 128.f;
+        }
+        wait_but<DEPTH - 1>();
+        __syncwarp();
+        const u8* const from = ring + get * SLOT;
+        uint4 codes[2][2];  // [row][half of the lane's 64 columns]
+        u32 scales[2];
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            codes[row][half] = *(const uint4*)(from + (row * 8 + g) * 128 + ((2 * t + half) ^ (g & 1)) * 16);
+          scales[row] = *(const u32*)(from + CODES + row * 128 + lane * 4);
+        }
+        get = get + 1 == DEPTH ? 0 : get + 1;
+        __syncwarp();
+        fetch();
 
+        float acc[TILES][4] = {};
 #pragma unroll
-  for (int tile = 0; tile < TILES; ++tile)
-    partial[(warp * TILES + tile) * 32 + lane] = make_float4(total[tile][0], total[tile][1], total[tile][2], total[tile][3]);
-  __syncthreads();
-  // A lane's four sums: rows g and g + 8 of tokens 2 t and 2 t + 1.
-  for (int at = threadIdx.x; at < TILES * 32; at += WARPS * 32) {
-    float sum[4] = {};
-    int tile = at / 32, l = at % 32;
-    for (int w = 0; w < WARPS; ++w) {
-      float4 v = partial[w * TILES * 32 + at];
-      sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
-    }
-    int row = l / 4, column = l % 4 * 2;
-    if (MODE == 1) {
-      if (column) continue;
-      float gate = fminf(sum[0], a.limit), up = fminf(fmaxf(sum[2], -a.limit), a.limit);
-      a.y[(long long)blockIdx.y * (a.n / 2) + blockIdx.x * 8 + row] = narrow(gate / (1.f + __expf(-gate)) * up);
-      continue;
-    }
+        for (int half = 0; half < 2; ++half) {
+          u32 s[2][2];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      int r = blockIdx.x * ROWS + row + i / 2 * 8, token = first_token + tile * 8 + column + i % 2;
-      if (r >= a.n) continue;
-      if (MODE == 0 && token < a.tokens)
-        a.y[((long long)token * a.matrices + blockIdx.y) * a.n + r] = narrow(sum[i] + (a.bias ? a.bias[r] : 0.f));
-      if (MODE == 2 && column + i % 2 == 0) a.y[(long long)blockIdx.y * a.n + r] = narrow(sum[i]);
-    }
-  }
-}
-
-// codes [n, k/2], scale, global_scale -> y [n, k] in x's type, for products of many tokens. Eight codes a thread.
-extern "C" __global__ void nvfp4_dequantize(const Arguments a) {
-  asm volatile("griddepcontrol.launch_dependents;");
-  asm volatile("griddepcontrol.wait;" ::: "memory");  // y may still be read by the kernel before
-  const long long words = (long long)a.n * a.k / 8;
-  for (long long at = blockIdx.x * 256ll + threadIdx.x; at < words; at += gridDim.x * 256ll) {
-    u32 word = ((const u32*)a.codes)[at];
-    float gain = a.global_scale[at / (a.k / 8)];
-    u32 bits = (u32)a.scale[at / 2];  // E4M3 as the exponent's low bits and the mantissa of a float32
-    gain *= __uint_as_float(bits << 20) * 0x1p120f;
-    u32 out[4];
+          for (int row = 0; row < 2; ++row)
+            if (half == 0) widen<0>(scales[row], s[row][0], s[row][1]);
+            else widen<1>(scales[row], s[row][0], s[row][1]);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float v[2];
+          for (int word = 0; word < 4; ++word) {
+            const u32 w0 = (&codes[0][half].x)[word], w1 = (&codes[1][half].x)[word];
+            const u32 s0 = s[0][word / 2], s1 = s[1][word / 2];
+            const u32 a0 = multiply(pair<0>(w0), s0), b0 = multiply(pair<0>(w1), s1);
+            const u32 a1 = multiply(pair<1>(w0), s0), b1 = multiply(pair<1>(w1), s1);
+            const u32 a2 = multiply(pair<2>(w0), s0), b2 = multiply(pair<2>(w1), s1);
+            const u32 a3 = multiply(pair<3>(w0), s0), b3 = multiply(pair<3>(w1), s1);
+#pragma unroll
+            for (int tile = 0; tile < TILES; ++tile) {
+              const u32(&v)[4] = x[tile][half * 4 + word];
+              mma(acc[tile], a0, b0, a1, b1, v[0], v[1]);
+              mma(acc[tile], a2, b2, a3, b3, v[2], v[3]);
+            }
+          }
+        }
+        // A lane's four sums: rows g and g + 8 of tokens 2 t and 2 t + 1.
+        float4* const to = partial + (((own_tile + now.tile * down) * across + own_slice) * TILES) * 32 + lane;
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+          if (tile * 8 + 2 * t >= count) continue;
+          float4 v = make_float4(acc[tile][0], acc[tile][1], acc[tile][2], acc[tile][3]);
+          if (MODE == 2) {
+            v.x *= row_gain[0] * weight[tile][0], v.y *= row_gain[0] * weight[tile][1];
+            v.z *= row_gain[1] * weight[tile][0], v.w *= row_gain[1] * weight[tile][1];
+          }
+          if (now.turn) {
+            const float4 before = to[tile * 32];
+            v.x += before.x, v.y += before.y, v.z += before.z, v.w += before.w;
+          }
+          to[tile * 32] = v;
+        }
+      }
+    }
+    __syncthreads();
+    const int used = min(across, all_slices);
+    for (int i = threadIdx.x; i < tiles * TILES * 32; i += blockDim.x) {
+      const int tile = i / (TILES * 32), part = i % (TILES * 32), row = part % 32 / 4, token = part / 32 * 8 + part % 4 * 2;
+      if (token >= count) continue;
+      float sum[4] = {};
+      for (int w = 0; w < used; ++w) {
+        const float4 v = partial[(tile * across + w) * TILES * 32 + part];
+        sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
+      }
+      const float gains[2] = {MODE == 2 ? 1.f : gain[tile * ROWS + row], MODE == 2 ? 1.f : gain[tile * ROWS + row + 8]};
+      const int global_tile = first + tile;
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        u32 code = word >> (8 * i + 4 * j);
-        v[j] = __uint_as_float((code & 7) << 22 | (code & 8) << 28) * 0x1p126f * gain;
+        if (token + j >= count) continue;
+#if MODE == 1
+        const int chosen = routes.chosen[global_tile / row_tiles][token + j];
+        if (chosen == 255) continue;
+        const float gate = fminf(sum[j] * gains[0], a.limit);
+        const float up = fminf(fmaxf(sum[2 + j] * gains[1], -a.limit), a.limit);
+        const long long pair_row = (long long)(first_token + token + j) * a.top_k + chosen;
+        a.y[pair_row * (a.n / 2) + global_tile % row_tiles * 8 + row] = narrow(gate / (1.f + __expf(-gate)) * up);
+#else
+#pragma unroll
+        for (int i2 = 0; i2 < 2; ++i2) {
+          const int r = global_tile * ROWS + row + i2 * 8;
+          if (r >= a.n) continue;
+          const float v = sum[2 * i2 + j] * gains[i2] + (MODE == 0 && a.bias ? a.bias[r] : 0.f);
+          const long long out = MODE == 0 ? (long long)(first_token + token + j) * a.matrices + blockIdx.y : first_token + token + j;
+          a.y[out * a.n + r] = narrow(v);
+        }
+#endif
       }
-      out[i] = (u32)narrow(v[0]) | (u32)narrow(v[1]) << 16;
     }
-    ((uint4*)a.y)[at] = make_uint4(out[0], out[1], out[2], out[3]);
+    __syncthreads();
   }
 }

@@ -1,7 +1,8 @@
 """NVFP4 linears on a GPU: how `nvfp4.cu` is cut, and which calls it takes.
 
-Few tokens run straight from the codes. More of them decode the weight once and multiply through cuBLAS, two launches.
-What is cut how follows from shape, dtype and device alone.
+Few tokens run straight from the codes: one launch of `nvfp4.cu`, or of `nvfp4_short.cu` where that measured better.
+More of them, and widths that are no multiple of 64, decode the weight once and multiply through cuBLAS, two launches.
+What runs how follows from shape, dtype and device alone.
 """
 
 import struct
@@ -15,44 +16,73 @@ from torch import Tensor
 
 from onegraph.ops.cuda import build
 
-SOURCE = Path(__file__).with_name("nvfp4.cu")
-ROWS, SLICE = 16, 256  # as in nvfp4.cu
+SOURCE, SHORT, DEQUANTIZE = (
+    Path(__file__).with_name(f"{name}.cu") for name in ("nvfp4", "nvfp4_short", "nvfp4_dequantize")
+)
+ROWS, SLICE, SLOT, PAIRS = 16, 256, 2304, 256  # as in nvfp4.cu
+WARPS = 16  # of a block at most
+DEPTHS = (4, 3, 2)  # steps that a warp has under way: of experts the most that fit,
+LINEAR_DEPTHS = (2,)  # of a linear what measured best
+FEW_TILES = 4  # row tiles of a block, below which activations of more than 8 tokens cost more than codes
+COLUMNS = 64  # of k, whose scales one copy of four bytes brings: k comes in multiples
 MAX_TOKENS = 32  # above, decoding once is cheaper than reading the codes again for every 16 tokens
+SHARED_LIMIT = 219 * 1024  # bytes of dynamic shared memory: a Hopper block's 227 KB less what routes of experts take
 ALIGNMENT = 16  # bytes, of every pointer
 LINEAR, GATE_UP, DOWN = 0, 1, 2  # MODE
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Warps of a block, which share k out; blocks that share an SM; whether the next slice is fetched ahead."""
+class Plan:
+    """How one shape is cut: `blocks` blocks, one on each SM; in each, `across` warps side by side in k, `down` times
+    beside one another over the block's row tiles, `hold` of which are added up at a time; `depth` steps of each warp
+    are under way."""
 
-    warps: int
-    per_sm: int
-    ahead: bool
+    blocks: int
+    across: int
+    down: int
+    hold: int
+    depth: int
 
-
-def cut(tiles: int, slices: int, sms: int) -> Cut:
-    """What measured best on an H200 (docs/log.md): where row tiles fill every SM four times, 32 warps of few registers;
-    below, 16 warps that fetch ahead."""
-    warps = next((w for w in (8, 4) if slices >= w), 2)
-    if tiles >= 4 * sms:
-        return Cut(warps, 32 // warps, False)
-    return Cut(warps, 16 // warps, True)
-
-
-def takes(x: Tensor, k: int) -> bool:
-    """Whether `nvfp4.cu` computes a layer of k inputs on `x`."""
-    return x.is_cuda and x.numel() > 0 and k % 32 == 0 and x.dtype in (torch.bfloat16, torch.float16) and available(x)
-
-
-def available(x: Tensor) -> bool:
-    return _available(x.device.index)
+    def shared(self, column_tiles: int) -> int:
+        """Bytes of shared memory: rings, sums, global scales."""
+        rings = self.across * self.down * self.depth * SLOT
+        return rings + self.hold * (self.across * column_tiles * 512 + ROWS * 4)
 
 
 @cache
-def _available(device: int) -> bool:
+def plan(row_tiles: int, slices: int, column_tiles: int, blocks: int, depths: tuple[int, ...]) -> Plan:
+    """The cut of `row_tiles` tiles of 16 rows with `slices` slices of k over at most `blocks` blocks: the first of
+    `depths` beside which all sums fit."""
+    blocks = min(row_tiles, blocks)
+    each = -(-row_tiles // blocks)
+    across = -(-slices // -(-slices // WARPS))
+    down = min(WARPS // across, each)
+    found = None
+    for depth in depths:
+        empty = Plan(blocks, across, down, 0, depth)
+        fit = (SHARED_LIMIT - empty.shared(column_tiles)) // (across * column_tiles * 512 + ROWS * 4)
+        rounds = -(-each // fit)
+        if found is None or (rounds == 1 and found.hold < each):
+            found = Plan(blocks, across, down, max(down, -(-each // rounds)), depth)
+    assert found is not None
+    return found
+
+
+def takes(x: Tensor) -> bool:
+    """Whether a kernel here computes on `x`."""
+    return x.is_cuda and x.numel() > 0 and x.dtype in (torch.bfloat16, torch.float16) and available(x.device.index)
+
+
+def takes_experts(x: Tensor, wide: int, top_k: int) -> bool:
+    """The same of routed experts of `wide` hidden numbers."""
+    return takes(x) and x.shape[-1] % COLUMNS == 0 and wide % COLUMNS == 0 and top_k * 8 <= PAIRS
+
+
+@cache
+def available(device: int) -> bool:
+    """Whether the kernels can be built for this GPU; warns once where not."""
     try:
-        _kernels(LINEAR, False, 1, Cut(4, 4, True), device)
+        _kernel(LINEAR, False, 1, LINEAR_DEPTHS[0], device)
     except build.BuildError as error:
         warnings.warn(f"the CUDA kernels for NVFP4 cannot be built, torch's are used: {error}", stacklevel=2)
         return False
@@ -60,10 +90,19 @@ def _available(device: int) -> bool:
 
 
 @cache
-def _kernels(mode: int, half: bool, tiles: int, shape: Cut, device: int) -> tuple[build.Kernel, ...]:
-    defines = {"MODE": mode, "HALF": int(half), "TILES": tiles, "WARPS": shape.warps, "BLOCKS": shape.per_sm}
-    defines["AHEAD"] = int(shape.ahead)
-    return build.load(SOURCE, defines, ("nvfp4_linear", "nvfp4_dequantize"), device, 0)
+def _kernel(mode: int, half: bool, column_tiles: int, depth: int, device: int) -> build.Kernel:
+    defines = {"MODE": mode, "HALF": int(half), "TILES": column_tiles, "DEPTH": depth}
+    return build.load(SOURCE, defines, ("nvfp4_linear",), device, SHARED_LIMIT)[0]
+
+
+@cache
+def _short_kernel(half: bool, warps: int, device: int) -> build.Kernel:
+    return build.load(SHORT, {"HALF": int(half), "TILES": 2, "WARPS": warps}, ("nvfp4_short",), device, 0)[0]
+
+
+@cache
+def _dequantize_kernel(half: bool, device: int) -> build.Kernel:
+    return build.load(DEQUANTIZE, {"HALF": int(half)}, ("nvfp4_dequantize",), device, 0)[0]
 
 
 @cache
@@ -71,55 +110,61 @@ def _sms(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _aligned(tensor: Tensor | None) -> Tensor | None:
-    return tensor.clone() if tensor is not None and tensor.data_ptr() % ALIGNMENT else tensor
-
-
-def _arguments(
-    tensors: tuple[Tensor | None, ...], y: Tensor, tokens: int, n: int, k: int, matrices: int, top_k: int, limit: float
-) -> bytes:
-    pointers = [0 if t is None else t.data_ptr() for t in (*tensors, y)]
-    return struct.pack("8Q5if", *pointers, tokens, n, k, matrices, top_k, limit)
+def _aligned(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
 
 
 def _run(
     mode: int,
     tensors: tuple[Tensor | None, ...],
     y: Tensor,
-    grid: tuple[int, int, int],
     sizes: tuple[int, int, int, int, int],
+    column_tiles: int,
+    cut: Plan,
     *,
-    column_tiles: int = 1,
     limit: float = 0.0,
-    shape: Cut | None = None,
 ) -> None:
     """Launches one mode. `tensors`: x, codes, scale, global_scale, bias, experts, weights; `sizes`: tokens, n, k,
-    matrices, top_k; `grid`: row tiles, matrices or tokens, passes."""
-    device = y.device.index
-    slices = -(-sizes[2] // SLICE) * (sizes[4] if mode == DOWN else 1)
-    shape = shape or cut(grid[0] * grid[1] * grid[2], slices, _sms(device))
-    kernel = _kernels(mode, y.dtype == torch.float16, column_tiles, shape, device)[0]
-    arguments = _arguments(tuple(_aligned(t) for t in tensors), y, *sizes, limit)
-    shared = shape.warps * column_tiles * 32 * 16
+    matrices, top_k."""
+    tokens, *_, matrices, _ = sizes
+    kernel = _kernel(mode, y.dtype == torch.float16, column_tiles, cut.depth, y.device.index)
+    pointers = [0 if t is None else t.data_ptr() for t in (*tensors, y)]
+    arguments = struct.pack("8Q7if", *pointers, *sizes, cut.across, cut.hold, limit)
+    grid = cut.blocks, matrices if mode == LINEAR else 1, -(-tokens // (8 * column_tiles))
     with torch.cuda.device(y.device):  # the driver launches in the current context
-        kernel.launch(grid, shape.warps * 32, shared, 1, torch.cuda.current_stream().cuda_stream, arguments)
+        stream = torch.cuda.current_stream().cuda_stream
+        kernel.launch(grid, cut.across * cut.down * 32, cut.shared(column_tiles), 1, stream, arguments)
 
 
-def linear(
-    x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, shape: Cut | None = None
-) -> Tensor:
+def _linear(
+    x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, y: Tensor, groups: int
+) -> None:
+    """`groups` linears side by side; x [..., groups, k] -> y [..., groups, n]."""
+    n, k = codes.shape[-2], codes.shape[-1] * 2
+    tokens, sms = x.numel() // (groups * k), _sms(x.device.index)
+    tiles = 1 if tokens <= 8 else 2
+    inputs = (_aligned(x), _aligned(codes), _aligned(scale), global_scale, bias)
+    cut = plan(-(-n // ROWS), -(-k // SLICE), tiles, max(1, sms // groups), LINEAR_DEPTHS)
+    if tiles == 1 or -(-n // ROWS) >= FEW_TILES * cut.blocks:
+        _run(LINEAR, (*inputs, None, None), y, (tokens, n, k, groups, 1), tiles, cut)
+        return
+    warps = 8 if k >= 8 * SLICE else 4 if k >= 4 * SLICE else 2
+    kernel = _short_kernel(y.dtype == torch.float16, warps, y.device.index)
+    pointers = [0 if t is None else t.data_ptr() for t in (*inputs, y)]
+    grid = -(-n // ROWS), groups, -(-tokens // 16)
+    with torch.cuda.device(y.device):
+        stream = torch.cuda.current_stream().cuda_stream
+        kernel.launch(grid, warps * 32, warps * 1024, 1, stream, struct.pack("6Q4i", *pointers, tokens, n, k, groups))
+
+
+def linear(x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., k] -> [..., n]; see `ops.nvfp4_linear.nvfp4_linear`."""
     n, k = codes.shape[0], codes.shape[1] * 2
-    tokens = x.numel() // k
-    if tokens > MAX_TOKENS:
+    if x.numel() > MAX_TOKENS * k or k % COLUMNS:
         weight = dequantize(codes, scale, global_scale, x.dtype)
         return torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
     y = x.new_empty(*x.shape[:-1], n)
-    bias = None if bias is None else bias.float()
-    tiles = 1 if tokens <= 8 else 2
-    grid = -(-n // ROWS), 1, -(-tokens // (8 * tiles))
-    inputs = (x, codes, scale, global_scale, bias, None, None)
-    _run(LINEAR, inputs, y, grid, (tokens, n, k, 1, 1), column_tiles=tiles, shape=shape)
+    _linear(x, codes, scale, global_scale, None if bias is None else bias.float(), y, 1)
     return y
 
 
@@ -127,15 +172,12 @@ def grouped_linear(x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor
     """x [..., G, k] -> [..., G, n]; see `ops.nvfp4_linear.nvfp4_grouped_linear`."""
     groups, n, k = codes.shape[0], codes.shape[1], codes.shape[2] * 2
     tokens = x.numel() // (groups * k)
-    if tokens > MAX_TOKENS:
+    if tokens > MAX_TOKENS or k % COLUMNS:
         weight = dequantize(codes, scale, global_scale, x.dtype)
         y = torch.bmm(x.reshape(tokens, groups, k).transpose(0, 1), weight.transpose(1, 2))
         return y.transpose(0, 1).reshape(*x.shape[:-1], n)
     y = x.new_empty(*x.shape[:-1], n)
-    tiles = 1 if tokens <= 8 else 2
-    grid = -(-n // ROWS), groups, -(-tokens // (8 * tiles))
-    inputs = (x, codes, scale, global_scale, None, None, None)
-    _run(LINEAR, inputs, y, grid, (tokens, n, k, groups, 1), column_tiles=tiles)
+    _linear(x, codes, scale, global_scale, None, y, groups)
     return y
 
 
@@ -152,15 +194,21 @@ def experts(
     limit: float,
 ) -> Tensor:
     """x [T, D] -> [T, D]; see `ops.nvfp4_linear.nvfp4_experts`. Two launches: gate, up and SwiGLU; down, weighted and
-    added up in a fixed order. Each pair of a token and an expert reads its weights (the L2 serves repeats)."""
+    added up in a fixed order. Up to 16 tokens share one reading of an expert's weights."""
     (tokens, top_k), matrices, dim, wide = experts.shape, gate_up.shape[0], x.shape[1], gate_up.shape[1] // 2
+    # Every copy comes before the first launch: the second reads the experts while the first may still run.
+    x, gate_up, gate_up_scale, down, down_scale = map(_aligned, (x, gate_up, gate_up_scale, down, down_scale))
+    tiles = 1 if tokens <= 8 or top_k * 16 > PAIRS else 2
+    most = min(min(tokens, 8 * tiles) * top_k, matrices)  # experts of a pass
+    sms = _sms(x.device.index)
     hidden = x.new_empty(tokens * top_k, wide)
     inputs = (x, gate_up, gate_up_scale, gate_up_global, None, experts, weights)
-    sizes = (tokens, 2 * wide, dim, matrices, top_k)
-    _run(GATE_UP, inputs, hidden, (wide // 8, tokens * top_k, 1), sizes, limit=limit)
+    cut = plan(most * (wide // 8), -(-dim // SLICE), tiles, sms, DEPTHS)
+    _run(GATE_UP, inputs, hidden, (tokens, 2 * wide, dim, matrices, top_k), tiles, cut, limit=limit)
     y = torch.empty_like(x)
     inputs = (hidden, down, down_scale, down_global, None, experts, weights)
-    _run(DOWN, inputs, y, (-(-dim // ROWS), tokens, 1), (tokens, dim, wide, matrices, top_k))
+    cut = plan(-(-dim // ROWS), most * -(-wide // SLICE), tiles, sms, DEPTHS)
+    _run(DOWN, inputs, y, (tokens, dim, wide, matrices, top_k), tiles, cut)
     return y
 
 
@@ -168,11 +216,10 @@ def dequantize(codes: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.
     """codes [..., n, k/2] -> [..., n, k] in bfloat16 or float16, one launch."""
     *rows, half = codes.shape
     y = torch.empty(*rows, half * 2, dtype=dtype, device=codes.device)
-    n = y.numel() // (half * 2)
-    kernel = _kernels(LINEAR, dtype == torch.float16, 1, Cut(4, 4, True), y.device.index)[1]
-    tensors = tuple(_aligned(t) for t in (None, codes, scale, global_scale, None, None, None))
-    arguments = _arguments(tensors, y, 0, n, half * 2, 1, 1, 0.0)
+    inputs = (_aligned(codes), scale, global_scale, y)
+    arguments = struct.pack("4Q2i", *(t.data_ptr() for t in inputs), y.numel() // (half * 2), half * 2)
     blocks = min(-(-y.numel() // (8 * 256)), 16 * _sms(y.device.index))
+    kernel = _dequantize_kernel(dtype == torch.float16, y.device.index)
     with torch.cuda.device(y.device):
         kernel.launch((blocks, 1, 1), 256, 0, 1, torch.cuda.current_stream().cuda_stream, arguments)
     return y

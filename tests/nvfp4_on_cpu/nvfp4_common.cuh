@@ -1,0 +1,162 @@
+// What ops/cuda/nvfp4_common.cuh gives, for a CPU: a thread of the kernel is a fiber that runs until it must meet others.
+// Asynchronous copies arrive only where the kernel waits for them, and every address that it reads is checked.
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+using std::max;
+using std::min;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned char u8;
+typedef unsigned short u16;
+struct uint4 { u32 x, y, z, w; };
+struct float4 { float x, y, z, w; };
+static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+#define __device__
+#define __forceinline__ inline
+#define __global__
+#define __shared__ static
+#define __launch_bounds__(threads, blocks)
+#define __expf expf
+
+struct Index { int x = 0, y = 0, z = 0; };
+static Index blockIdx, blockDim, gridDim;
+static u8 shared[232448] __attribute__((aligned(16)));
+
+enum Wait { NONE, WARP, BLOCK };
+struct Fiber {
+  ucontext_t context;
+  std::vector<char> stack;
+  bool done = false;
+  Wait wait = NONE;
+  std::vector<std::function<void()>> open;                 // copies since the last commit
+  std::vector<std::vector<std::function<void()>>> groups;  // committed, not arrived
+  u32 fragments[6];
+};
+static std::vector<Fiber> fibers;
+static ucontext_t scheduler;
+static int current;
+static struct { struct { operator int() const { return current; } } x; } threadIdx;
+
+static void fail(const char* why) {
+  printf("%s, thread %d of block %d %d %d\n", why, current, blockIdx.x, blockIdx.y, blockIdx.z);
+  exit(1);
+}
+static std::vector<std::pair<const u8*, size_t>> readable;
+static void check_read(const void* p, size_t bytes) {
+  for (auto& [start, size] : readable)
+    if ((const u8*)p >= start && (const u8*)p + bytes <= start + size) return;
+  fail("reads past a tensor");
+}
+
+static void meet(Wait wait) {
+  fibers[current].wait = wait;
+  swapcontext(&fibers[current].context, &scheduler);
+}
+static void __syncwarp() { meet(WARP); }
+static void __syncthreads() { meet(BLOCK); }
+static void wait_for_previous() {}
+static void let_next_start() {}
+static void prefetch(const void* p) { check_read(p, 128); }
+
+static uint4 stream(const u8* p) {
+  check_read(p, 16);
+  return *(const uint4*)p;
+}
+
+static void copy(u8* to, const u8* from, size_t bytes, bool inside) {
+  if ((uintptr_t)to % bytes || (inside && (uintptr_t)from % bytes)) fail("a copy that is not aligned");
+  if (inside) check_read(from, bytes);
+  fibers[current].open.push_back([=] { inside ? memcpy(to, from, bytes) : memset(to, 0, bytes); });
+}
+static void copy16(u8* to, const u8* from, bool inside) { copy(to, from, 16, inside); }
+static void copy4(u8* to, const u8* from, bool inside) { copy(to, from, 4, inside); }
+static void commit() {
+  Fiber& own = fibers[current];
+  own.groups.push_back(std::move(own.open));
+  own.open.clear();
+}
+template <int N> static void wait_but() {
+  auto& groups = fibers[current].groups;
+  for (; groups.size() > N; groups.erase(groups.begin()))
+    for (auto& arrive : groups.front()) arrive();
+}
+
+static u32 prmt(u32 a, u32 b, u32 selector) {
+  const u64 bytes = (u64)b << 32 | a;
+  u32 out = 0;
+  for (int i = 0; i < 4; ++i) {
+    const int pick = selector >> 4 * i & 15;
+    if (pick > 7) fail("prmt that replicates signs");
+    out |= (u32)(bytes >> 8 * pick & 255) << 8 * i;
+  }
+  return out;
+}
+static float as_float(u32 bits) {
+  float f;
+  memcpy(&f, &bits, 4);
+  return f;
+}
+#if HALF
+static float wide(u32 v) {
+  const int e = v >> 10 & 31, m = v & 1023;
+  const float f = e == 31 ? (m ? NAN : INFINITY) : e ? ldexpf(1024 + m, e - 25) : ldexpf(m, -24);
+  return v >> 15 & 1 ? -f : f;
+}
+static u16 narrow(float f) {
+  const _Float16 h = (_Float16)f;
+  u16 v;
+  memcpy(&v, &h, 2);
+  return v;
+}
+#else
+static float wide(u32 v) { return as_float(v << 16); }
+static u16 narrow(float f) {
+  u32 v;
+  memcpy(&v, &f, 4);
+  if ((v & 0x7FFFFFFF) > 0x7F800000) return 0x7FFF;
+  return v + 0x7FFF + (v >> 16 & 1) >> 16;
+}
+#endif
+static u32 multiply(u32 a, u32 b) {
+  return narrow(wide(a & 0xFFFF) * wide(b & 0xFFFF)) | (u32)narrow(wide(a >> 16) * wide(b >> 16)) << 16;
+}
+static u32 e4m3_to_half(u32 two) {
+#if HALF
+  auto value = [](u32 v) { return v >> 3 & 15 ? ldexpf(8 + (v & 7), (int)(v >> 3 & 15) - 10) : ldexpf(v & 7, -9); };
+  return narrow(value(two & 127)) | (u32)narrow(value(two >> 8 & 127)) << 16;
+#else
+  return 0;
+#endif
+}
+static void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  const u32 own[6] = {a0, a1, a2, a3, b0, b1};
+  memcpy(fibers[current].fragments, own, sizeof own);
+  meet(WARP);
+  const int warp = current / 32 * 32, g = current % 32 / 4, t = current % 4;
+  auto element = [&](int lane, int reg, int k) {
+    const u32 v = fibers[warp + lane].fragments[reg];
+    return wide(k % 2 ? v >> 16 : v & 0xFFFF);
+  };
+  for (int i = 0; i < 4; ++i) {
+    const int row = g + i / 2 * 8, column = 2 * t + i % 2;
+    double sum = c[i];
+    for (int k = 0; k < 16; ++k) {
+      const int lane = k % 8 / 2, upper = k >= 8;
+      sum += (double)element(row % 8 * 4 + lane, row / 8 + 2 * upper, k) * element(column * 4 + lane, 4 + upper, k);
+    }
+    c[i] = sum;
+  }
+  meet(WARP);
+}

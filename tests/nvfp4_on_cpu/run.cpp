@@ -1,0 +1,90 @@
+// Runs every block of a kernel: `run IN OUT`. IN: sixteen 32-bit words, then the tensors; OUT: y.
+
+#ifdef MODE
+#include "nvfp4.cu"
+#else
+#include "nvfp4_short.cu"
+#endif
+
+static Arguments arguments;
+
+static void thread() {
+#ifdef MODE
+  nvfp4_linear(arguments);
+#else
+  nvfp4_short(arguments);
+#endif
+  fibers[current].done = true;
+  swapcontext(&fibers[current].context, &scheduler);
+}
+
+static void run_block(int threads) {
+  memset(shared, 0xFF, sizeof shared);
+  fibers.clear();
+  fibers.resize(threads);
+  for (Fiber& f : fibers) {
+    getcontext(&f.context);
+    f.stack.resize(32768);
+    f.context.uc_stack.ss_sp = f.stack.data();
+    f.context.uc_stack.ss_size = f.stack.size();
+    makecontext(&f.context, thread, 0);
+  }
+  for (int left = threads; left;) {
+    bool moved = false;
+    for (int warp = 0; warp < threads; warp += 32) {
+      int at[4] = {};
+      for (int i = warp; i < warp + 32; ++i) ++at[fibers[i].done ? 3 : fibers[i].wait];
+      if (at[BLOCK] || at[3] == 32) continue;
+      moved = true;
+      for (int i = 0; i < 32; ++i) {  // lanes in an order of the warp's own
+        current = warp + (i * 7 + warp / 32) % 32;
+        fibers[current].wait = NONE;
+        swapcontext(&scheduler, &fibers[current].context);
+        left -= fibers[current].done;
+      }
+      const Fiber& first = fibers[warp];
+      for (int i = warp; i < warp + 32; ++i)
+        if (fibers[i].done != first.done || fibers[i].wait != first.wait) fail("lanes of a warp wait for different things");
+    }
+    if (moved || !left) continue;
+    if (left != threads) fail("some threads ended, others wait for them");
+    for (Fiber& f : fibers) f.wait = NONE;
+  }
+}
+
+int main(int, char** names) {
+  FILE* file = fopen(names[1], "rb");
+  int h[16];
+  if (fread(h, 4, 16, file) != 16) return 1;
+  auto tensor = [&](size_t bytes) {
+    u8* p = (u8*)aligned_alloc(64, (bytes + 127) / 64 * 64);
+    if (fread(p, 1, bytes, file) != bytes) fail("the input is too short");
+    readable.push_back({p, bytes});
+    return p;
+  };
+  const int tokens = h[0], n = h[1], k = h[2], matrices = h[3], top_k = h[4], numbers = h[12];
+  Arguments& a = arguments;
+  a.x = (u16*)tensor((size_t)h[11] * 2);
+  a.codes = tensor((size_t)matrices * n * k / 2);
+  a.scale = tensor((size_t)matrices * n * k / 16);
+  a.global_scale = (float*)tensor((size_t)matrices * n * 4);
+  if (h[13]) a.bias = (float*)tensor((size_t)n * 4);
+#ifdef MODE
+  if (top_k) {
+    a.experts = (int*)tensor((size_t)tokens * top_k * 4);
+    a.weights = (float*)tensor((size_t)tokens * top_k * 4);
+  }
+  a.top_k = top_k, a.across = h[5], a.hold = h[6];
+  memcpy(&a.limit, &h[14], 4);
+#endif
+  std::vector<u16> y(numbers, 0x7FFF);
+  a.y = y.data();
+  a.tokens = tokens, a.n = n, a.k = k, a.matrices = matrices;
+  gridDim.x = h[7], gridDim.y = h[8], gridDim.z = h[9], blockDim.x = h[10];
+  for (blockIdx.z = 0; blockIdx.z < gridDim.z; ++blockIdx.z)
+    for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y)
+      for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) run_block(blockDim.x);
+  FILE* out = fopen(names[2], "wb");
+  fwrite(y.data(), 2, y.size(), out);
+  fclose(out);
+}

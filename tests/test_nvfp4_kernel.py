@@ -1,0 +1,158 @@
+"""The CUDA kernels of NVFP4 linears on a CPU: their own source, each thread a fiber (`nvfp4_on_cpu`).
+
+What this proves: every index, mask and copy, the order of waiting, and the bits of decoding. What it cannot: that the
+GPU's instructions do what `nvfp4_common.cuh` says; the GPU tests of the ops do.
+"""
+
+import shutil
+import struct
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from onegraph.ops.cuda import nvfp4
+from onegraph.ops.nvfp4 import random_weight
+from onegraph.ops.nvfp4_linear import nvfp4_experts, nvfp4_grouped_linear
+
+HERE = Path(__file__).parent / "nvfp4_on_cpu"
+TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+def rng(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory):
+    path = tmp_path_factory.mktemp("nvfp4")
+    decode = nvfp4.SOURCE.with_name("nvfp4_decode.cuh")
+    for file in (nvfp4.SOURCE, nvfp4.SHORT, decode, HERE / "nvfp4_common.cuh", HERE / "run.cpp"):
+        shutil.copy(file, path)
+
+    @cache
+    def made(**defines: int) -> Path:
+        words = [f"-D{name}={value}" for name, value in defines.items()]
+        program = path / "-".join(["run", *map(str, defines.values())])
+        subprocess.run(["g++", "-O1", "-std=c++17", "-w", *words, path / "run.cpp", "-o", program], check=True)
+        return program
+
+    return made
+
+
+def launch(
+    program: Path,
+    tensors: list[Tensor | None],
+    sizes: tuple[int, int, int, int, int],
+    numbers: int,
+    grid: tuple[int, int, int],
+    threads: int,
+    *,
+    across: int = 0,
+    hold: int = 0,
+    limit: float = 0.0,
+) -> Tensor:
+    """`tensors`: x, codes, scale, global_scale, bias, experts, weights; `sizes`: tokens, n, k, matrices, top_k."""
+    x, bias = tensors[0], tensors[4]
+    assert x is not None
+    tail = threads, x.numel(), numbers, int(bias is not None), limit
+    head = struct.pack("14if4x", *sizes, across, hold, *grid, *tail)
+    given, got = program.with_suffix(".in"), program.with_suffix(".out")
+    given.write_bytes(
+        head + b"".join(t.contiguous().view(torch.uint8).numpy().tobytes() for t in tensors if t is not None)
+    )
+    done = subprocess.run([program, given, got], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    return torch.frombuffer(bytearray(got.read_bytes()), dtype=x.dtype)
+
+
+def run(build, mode: int, tensors, sizes, numbers: int, cut: nvfp4.Plan, limit: float = 0.0) -> Tensor:
+    tiles = 1 if sizes[0] <= 8 else 2
+    program = build(HALF=int(tensors[0].dtype == torch.float16), TILES=tiles, MODE=mode, DEPTH=cut.depth)
+    grid = cut.blocks, sizes[3] if mode == nvfp4.LINEAR else 1, -(-sizes[0] // (8 * tiles))
+    threads = cut.across * cut.down * 32
+    return launch(program, tensors, sizes, numbers, grid, threads, across=cut.across, hold=cut.hold, limit=limit)
+
+
+def check(got: Tensor, wanted: Tensor) -> None:
+    error = (got.float() - wanted).norm() / wanted.norm()
+    assert error < TOLERANCE[got.dtype], error
+
+
+@pytest.mark.parametrize(
+    ("tokens", "groups", "n", "k", "dtype", "cut"),
+    [
+        (1, 1, 100, 512, torch.bfloat16, nvfp4.Plan(2, 2, 2, 2, 2)),  # rows beyond the last; two rounds
+        (3, 1, 48, 576, torch.bfloat16, nvfp4.Plan(1, 3, 1, 2, 2)),  # a slice that ends early
+        (2, 1, 64, 1792, torch.bfloat16, nvfp4.Plan(2, 4, 2, 2, 2)),  # two turns, the second not for all
+        (5, 3, 48, 256, torch.bfloat16, nvfp4.Plan(2, 1, 4, 4, 2)),  # groups; warps without a tile
+        (17, 1, 40, 832, torch.float16, nvfp4.Plan(2, 2, 3, 4, 2)),  # two passes of tokens
+    ],
+)
+def test_linear(build, tokens: int, groups: int, n: int, k: int, dtype: torch.dtype, cut: nvfp4.Plan) -> None:
+    x = torch.randn(tokens, groups, k, generator=rng()).to(dtype)
+    weight = random_weight((groups, n, k), "cpu", rng(1))
+    bias = torch.randn(n, generator=rng(2)) if groups == 1 else None
+    tensors = [x, *weight, bias, None, None]
+    got = run(build, nvfp4.LINEAR, tensors, (tokens, n, k, groups, 0), tokens * groups * n, cut)
+    wanted = nvfp4_grouped_linear(x.float(), *weight)
+    check(got.view(tokens, groups, n), wanted if bias is None else wanted + bias)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "groups", "n", "k", "dtype", "warps"),
+    [(9, 1, 40, 832, torch.bfloat16, 2), (20, 2, 32, 576, torch.float16, 4)],
+)
+def test_short(build, tokens: int, groups: int, n: int, k: int, dtype: torch.dtype, warps: int) -> None:
+    x = torch.randn(tokens, groups, k, generator=rng()).to(dtype)
+    weight = random_weight((groups, n, k), "cpu", rng(1))
+    bias = torch.randn(n, generator=rng(2)) if groups == 1 else None
+    program = build(HALF=int(dtype == torch.float16), TILES=2, WARPS=warps)
+    grid = -(-n // nvfp4.ROWS), groups, -(-tokens // 16)
+    tensors = [x, *weight, bias, None, None]
+    got = launch(program, tensors, (tokens, n, k, groups, 0), tokens * groups * n, grid, warps * 32)
+    wanted = nvfp4_grouped_linear(x.float(), *weight)
+    check(got.view(tokens, groups, n), wanted if bias is None else wanted + bias)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts", "dim", "wide", "limit", "twice", "cuts"),
+    [
+        (1, 6, 16, 256, 128, 10.0, False, (nvfp4.Plan(5, 1, 4, 6, 4), nvfp4.Plan(5, 4, 2, 4, 4))),
+        (3, 2, 4, 128, 64, 1.0, True, (nvfp4.Plan(3, 1, 3, 3, 4), nvfp4.Plan(2, 2, 2, 3, 4))),
+        (18, 3, 6, 192, 128, 2.0, True, (nvfp4.Plan(4, 1, 3, 4, 3), nvfp4.Plan(3, 3, 2, 4, 3))),
+    ],
+)
+def test_experts(
+    build, tokens: int, top_k: int, experts: int, dim: int, wide: int, limit: float, twice: bool, cuts
+) -> None:
+    """Of unequal popularity; one token's choice may name an expert twice."""
+    x = (3 * torch.randn(tokens, dim, generator=rng())).to(torch.bfloat16)
+    chosen = torch.rand(tokens, experts, generator=rng(1)).argsort(1)[:, :top_k].int().contiguous()
+    if twice:
+        chosen[0, 1] = chosen[0, 0]
+    gains = torch.rand(tokens, top_k, generator=rng(2))
+    gate_up = random_weight((experts, 2 * wide, dim), "cpu", rng(3))
+    down = random_weight((experts, dim, wide), "cpu", rng(4))
+    sizes, tensors = (tokens, 2 * wide, dim, experts, top_k), [x, *gate_up, None, chosen, gains]
+    hidden = run(build, nvfp4.GATE_UP, tensors, sizes, tokens * top_k * wide, cuts[0], limit)
+    sizes, tensors = (tokens, dim, wide, experts, top_k), [hidden, *down, None, chosen, gains]
+    got = run(build, nvfp4.DOWN, tensors, sizes, tokens * dim, cuts[1])
+    check(got.view(tokens, dim), nvfp4_experts(x.float(), chosen, gains, *gate_up, *down, limit))
+
+
+@pytest.mark.parametrize("depths", [nvfp4.DEPTHS, nvfp4.LINEAR_DEPTHS])
+@pytest.mark.parametrize(("n", "k"), [(4096, 14336), (14336, 4096), (16, 64), (129280, 7168), (1536, 576)])
+@pytest.mark.parametrize("column_tiles", [1, 2])
+def test_a_cut_covers_its_shape_and_fits(n: int, k: int, depths: tuple[int, ...], column_tiles: int) -> None:
+    row_tiles, slices = -(-n // nvfp4.ROWS), -(-k // nvfp4.SLICE)
+    cut = nvfp4.plan(row_tiles, slices, column_tiles, 132, depths)
+    assert cut.shared(column_tiles) <= nvfp4.SHARED_LIMIT
+    assert cut.blocks <= row_tiles
+    assert cut.across <= slices
+    assert 1 <= cut.down <= cut.hold
+    assert cut.across * cut.down <= nvfp4.WARPS
