@@ -112,7 +112,8 @@ def test_logits_are_those_of_the_cpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kv", [None, "turboquant:4,window=8"], ids=["static", "codes"])
 def test_generate_captures_by_itself_and_a_new_cache_compiles_nothing(kv: str | None, tmp_path: Path) -> None:
     """Each `generate` brings a cache of its own: its buffers lie elsewhere, so the graph is captured again, and that
-    is all. A step that replays another's logits is off by 1; codes that round the other way cost about 0.05."""
+    is all (StaticCache is compiled again by versions of torch that guard its addresses). A step that replays another's
+    logits is off by 1; codes that round the other way cost about 0.05."""
     model = make(tmp_path / "model", torch.float16, num_hidden_layers=1)
     eager = logits(model, new_cache(model, kv), disable_compile=True)
     torch._dynamo.reset()
@@ -121,5 +122,5 @@ def test_generate_captures_by_itself_and_a_new_cache_compiles_nothing(kv: str | 
         got = logits(model, new_cache(model, kv))
         assert ((got - eager).norm(dim=1) / eager.norm(dim=1)).max() < 0.2
     assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= (2 if kv is None else 1)
     assert not torch._dynamo.utils.counters["graph_break"]

@@ -23,6 +23,13 @@ ATTENTION = "turboquant"
 PAGE = 64  # tokens; rows have pages of their own, one after the other, behind page 0, which is nobody's
 
 
+def _stays(tensor: Any) -> None:
+    """CUDA graphs skip what is written in place where they are not told that it keeps its address. Unguarded: with
+    another cache the graph is captured again, and nothing is compiled again."""
+    if not torch.compiler.is_compiling():
+        torch._dynamo.mark_static_address(tensor, guard=False)
+
+
 class _Layer:
     """What attention does decides what `update` gives it: `from_codes`, the layer itself, else keys and values."""
 
@@ -88,8 +95,8 @@ class TurboQuantLayer(_Layer, CacheLayerMixin):
         for name, tensor in state.items():
             placed = None if tensor is None else tensor.to(self.device)
             setattr(self, name, placed)
-            if placed is not None and not torch.compiler.is_compiling():
-                torch._dynamo.mark_static_address(placed)  # without it CUDA graphs skip what is written in place
+            if placed is not None:
+                _stays(placed)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -208,6 +215,11 @@ class ExactLayer(_Layer, StaticLayer):
     def __init__(self, max_cache_len: int, model_config: Any) -> None:
         super().__init__(max_cache_len=max_cache_len)
         self.model_config = model_config
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        for tensor in (self.keys, self.values, self.cumulative_length):
+            _stays(tensor)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         keys, values = super().update(key_states, value_states, *args, **kwargs)
