@@ -143,7 +143,7 @@ def _lines(error: BaseException) -> list[list[Any]]:
     while error.__context__ is not None:
         error = error.__context__
     frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
-    return [[path[-60:], line] for path, line in frames if "/torch/" not in path and path != __file__]
+    return [[path[-60:], line] for path, line in frames if "site-packages/torch/" not in path and path != __file__]
 
 
 def _line(error: BaseException) -> str:

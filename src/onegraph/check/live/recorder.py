@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import warnings
+import weakref
 from collections.abc import Iterator
 from types import CodeType
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from onegraph.check.report import Severity
 from onegraph.check.simulate import frames, hazards
-from onegraph.check.simulate.records import OpRecord, Sighting, Step, composed, convert_plain, written
+from onegraph.check.simulate.records import OpRecord, Sighting, Step, composed, convert_plain, tensors_in, written
 
 _SYNCHRONIZING, _PROTOTYPE = "synchronizing CUDA operation", "Synchronization debug mode is a prototype"
 
@@ -55,7 +56,10 @@ class Recorder(TorchDispatchMode):
         self.last: tuple[str, frames.Chain, hazards.Hazard | None] | None = None
         self.blamed: dict[frames.Chain, hazards.Hazard] = {}
         self.streams: dict[int, tuple[str, frames.Chain]] = {}
+        self.capturing = False
+        self.outside: dict[int, frames.Chain] = {}  # streams that work was launched on and that are not captured
         self.devices: dict[int, frames.Chain] = {}
+        self.written: list[weakref.ref[Tensor]] = []  # what the captured step writes
         self.reshaped: dict[int, tuple[str, frames.Chain]] = {}  # tensors whose shape the step changed in place
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -83,6 +87,9 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         if shape is not None and device[0].shape != shape:
             self.reshaped.setdefault(id(device[0]), (name, chain))
+        if targets := written(func):
+            changed = [args[i] for i in targets.positions if i < len(args)] + [kwargs.get(n) for n in targets.names]
+            self.written += [weakref.ref(t if t._base is None else t._base) for t in tensors_in(changed)]
         outs = [o for o in (out if isinstance(out, list | tuple) else [out]) if isinstance(o, Tensor)]
         self._record(func, name, kind, chain, scalars, device, hosts, outs, hazard)
         if hazard is not None and hazard.code in ("CG101", "CG108") and isinstance(out, bool | int | float):
@@ -159,7 +166,10 @@ class Recorder(TorchDispatchMode):
         for tensor in (*device, *outs):
             if tensor.is_cuda:
                 self.devices.setdefault(tensor.device.index, chain)
-        self.streams[torch.cuda.current_stream().cuda_stream] = (name, chain)
+        stream = torch.cuda.current_stream().cuda_stream
+        self.streams[stream] = (name, chain)
+        if self.capturing and (stream == 0 or not torch._C._cuda_isCurrentStreamCapturing()):
+            self.outside.setdefault(stream, chain)
 
     def note(self, code: str, message: str, happens: str, chain: frames.Chain) -> None:
         if self.step is not None:

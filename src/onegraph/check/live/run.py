@@ -162,7 +162,7 @@ class _Live:
             torch.cuda.synchronize()
             recorder.first_node = torch._C._autograd._get_sequence_nr()
             recorder.step = record = Step(1)
-            recorder.last, recorder.streams = None, {}
+            recorder.last, recorder.streams, recorder.written, recorder.capturing = None, {}, [], True
             graph = torch.cuda.CUDAGraph()
             empty = False
             try:
@@ -175,14 +175,18 @@ class _Live:
                         result = call_step(step, static)
                 empty = any("is empty" in str(w.message) for w in said)
             except Exception as error:
+                recorder.capturing = False
                 blame(recorder, self.roots, error, stream.cuda_stream)
                 recorder.step = None
                 self.facts["capture error"] = _line(first_error(error))
                 recover(stream)
                 return
-            for number, (_, chain) in recorder.streams.items():
-                if number != stream.cuda_stream and number == 0:
-                    recorder.note("CG304", "work is launched on the default stream inside the step", SILENT, chain)
+            recorder.capturing = False
+            for number, chain in recorder.outside.items():
+                code, which = ("CG303", "a stream that did not wait for the capturing one")
+                if number == 0:
+                    code, which = ("CG304", "the default stream inside the step")
+                recorder.note(code, f"work is launched on {which}: it is not in the graph", SILENT, chain)
             recorder.step = None
             self.captured = record
             if empty and record.ops:
@@ -210,6 +214,7 @@ class _Live:
             for output in outputs:
                 if output.untyped_storage().data_ptr() not in given:
                     poison(output)
+            held = self._held(step, static) if index == self.count - 1 else None
             garbage = junk()
             with torch.cuda.stream(stream):  # memory goes back to the stream that it was made on
                 garbage += junk()
@@ -241,15 +246,35 @@ class _Live:
                 i for i, (name, t) in enumerate(known.items()) if name in now and not close(now[name].detach(), t)[0]
             )
             self.verdicts[index] = verdict
-        self._memory(graph)
+            if held is not None:
+                self._memory(graph, held)
 
-    def _memory(self, graph: Any) -> None:
-        """Memory that hundreds of replays leave behind."""
+    def _held(self, step: Any, static: Any) -> list[tuple[Tensor, Tensor]] | None:
+        """What the captured step writes, with copies of now; None where memory is too short for them."""
+        changed = {name for state in self.state.values() for name in state}
+        found = [t for name, t in _tensors(step, self.roots).items() if name in changed]
+        found += [t for reference in self.recorder.written if (t := reference()) is not None]
+        found += [t for t in tree_leaves(static) if isinstance(t, Tensor) and t.is_cuda]
+        tensors = [t for t in {id(t): t for t in found}.values() if torch._debug_has_internal_overlap(t) != 1]
+        if 2 * sum(t.nbytes for t in tensors) > torch.cuda.mem_get_info()[0]:
+            return None
+        with torch.inference_mode(False):
+            return [(t, t.detach().clone()) for t in tensors]
+
+    def _memory(self, graph: Any, held: list[tuple[Tensor, Tensor]]) -> None:
+        """Memory that hundreds of replays leave behind, each from the same state: a position that a step counts up
+        would run past the end of its cache."""
         torch.cuda.synchronize()
         free, allocated = torch.cuda.mem_get_info()[0], torch.cuda.memory_allocated()
-        for _ in range(_REPLAYS):
-            graph.replay()
-        torch.cuda.synchronize()
+        try:
+            for _ in range(_REPLAYS):
+                with torch.inference_mode():  # which may write tensors made in that mode, and all others
+                    for tensor, before in held:
+                        tensor.copy_(before)
+                graph.replay()
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            raise CheckError(f"live: the last of the replays, repeated {_REPLAYS} times: {_line(error)}") from error
         self.facts["replays for memory"] = _REPLAYS
         self.facts["bytes left by them"] = max(free - torch.cuda.mem_get_info()[0], 0)
         self.facts["tensor bytes left by them"] = torch.cuda.memory_allocated() - allocated

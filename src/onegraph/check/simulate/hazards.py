@@ -104,6 +104,9 @@ def of_op(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], h
         elements, wanted = args[0].numel(), args[1].numel()
         if wanted < 10 * elements**0.145:  # ATen's own rule: few are compared one by one, many are sorted and counted
             return None
+    if name == "aten::_grouped_mm" and any(isinstance(a, Tensor) and a.dtype is not torch.bfloat16 for a in args[:2]):
+        text = "_grouped_mm of another type than bfloat16 reads its offsets on the host, one product a group"
+        return Hazard("CG105", text, PAGEABLE)
     row = table().get(str(func))
     if row and row["sync"] >= _OFTEN:
         return Hazard("CG105", f"{name.split('::')[1]} waits for the device inside its host code", NOT_PERMITTED)

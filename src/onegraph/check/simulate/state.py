@@ -47,7 +47,8 @@ class Snapshot:
             self.storages.setdefault(value.record.number, name)
             return
         if isinstance(value, Tensor):
-            self.tensors[name] = value
+            if not torch.nn.parameter.is_lazy(value):  # one that is has no storage yet
+                self.tensors[name] = value
             return
         if isinstance(value, type | types.ModuleType | types.CodeType | torch.dtype | torch.device):
             return
