@@ -29,6 +29,8 @@ def check_decode_step(model: str, *, steps: int = 4, **settings: Any) -> Report:
     """
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the worker must be this process
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, of a CPU that others use too
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is the report's
     try:
         from vllm import LLM, SamplingParams
     except ImportError as error:
@@ -45,7 +47,11 @@ def check_decode_step(model: str, *, steps: int = 4, **settings: Any) -> Report:
     llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
     llm.apply_model(lambda module: delattr(module, "forward"))  # the class's own again
 
-    report = merge(model, [*reports, *(check_tree(place) for place in places[0])])
+    sources = [check_tree(place) for place in places[0]]
+    report = merge(model, [*reports, *sources])
+    for fact in ("unread", "read", "allowing"):
+        report.facts[fact] = sorted(each for source in sources for each in source.facts[fact])
+    report.facts["files"] = len(sources)
     report.facts["vllm"] = limits(llm.llm_engine.vllm_config)
     return report
 
