@@ -113,7 +113,8 @@ def test_the_compiled_decode_step_is_one_graph(kv: str, implementation: str) -> 
     cache = TurboQuantCache(hf.config, 64, kv)
     assert cache.is_compileable
     assert greedy(hf, past_key_values=cache, compile_config=config) == expected
-    assert len(graphs) == 1
+    assert greedy(hf, past_key_values=TurboQuantCache(hf.config, 64, kv), compile_config=config) == expected
+    assert len(graphs) == 1  # of both caches
     wanted = "turboquant_attention" if implementation == ATTENTION else "turboquant_write"
     layers = sum(isinstance(found, TurboQuantLayer) for found in cache.layers)
     assert sum(wanted in str(node.target) for node in graphs[0].graph.nodes) == layers
