@@ -51,19 +51,22 @@ class _Lane:
 
     def collect(self, patience: float) -> Iterator[tuple[tuple[Any, ...], Any]]:
         """What the process has answered since; starts another one where it ended before its last task."""
-        try:
-            while self.tasks and self.connection.poll():
+        ended = False
+        while self.tasks and not ended and self.connection.poll():
+            try:
                 answer = self.connection.recv()
+            except EOFError:
+                ended = True  # the next process starts outside of this block: it would inherit the exception
+            else:
                 self.heard = time.monotonic()
                 yield self.tasks.pop(0), answer
-        except EOFError:
+        if ended:
             self.process.join()
             if self.process.exitcode:
                 yield self.tasks.pop(0), {"error": f"its process ended with status {self.process.exitcode}"}
             if self.tasks:
                 self._start()
-            return
-        if self.tasks and time.monotonic() - self.heard > patience:
+        elif self.tasks and time.monotonic() - self.heard > patience:
             self.process.kill()
             yield self.tasks.pop(0), {"error": f"no answer in {patience:.0f} s"}
             if self.tasks:

@@ -1,6 +1,7 @@
 """The processes that look at a GPU: one that crashes, hangs or is spoiled costs no other look."""
 
 import os
+import sys
 import time
 
 import lanes
@@ -11,7 +12,7 @@ def look(number):
         os._exit(9)
     if number == 5:
         time.sleep(60)
-    return {"number": number, "process": os.getpid()}
+    return {"number": number, "process": os.getpid(), "handling": repr(sys.exc_info()[1])}
 
 
 def test_what_one_look_does_to_its_process_stays_with_it():
@@ -27,3 +28,4 @@ def test_a_process_that_is_no_longer_fit_is_replaced():
     tasks = [(number,) for number in (0, 1, 2)]
     answers = [answer for _, answer in lanes.answers(look, tasks, workers=1, fit=lambda: False)]
     assert len({answer["process"] for answer in answers}) == 3
+    assert {answer["handling"] for answer in answers} == {"None"}

@@ -25,10 +25,9 @@ _TEXTS = (
 )
 
 
-def blame(recorder: Recorder, roots: frames.Roots, error: Exception, stream: int) -> None:
-    """Name the op and the line at which the capture broke."""
+def blame(recorder: Recorder, roots: frames.Roots, error: Exception, first: BaseException, stream: int) -> None:
+    """Name the op and the line at which the capture broke, with `first` as its first error."""
     text = str(error)
-    first = first_error(error)
     chain = chain_of(first, roots) or (recorder.last[1] if recorder.last else ())
     happens = f"{type(first).__name__}: {_line(first)}"
     hazard = of_call(chain, roots, "")
@@ -68,9 +67,12 @@ def recover(stream: Any) -> None:
             one.add_(1)
 
 
-def first_error(error: BaseException) -> BaseException:
-    """The error that broke the capture: ending a broken capture raises once more, with the cause as its context."""
-    while error.__context__ is not None:
+def first_error(error: BaseException, outer: BaseException | None) -> BaseException:
+    """The error that broke the capture: ending a broken capture raises once more, with the cause as its context.
+
+    outer: what the caller of the check was handling already, which is no part of it.
+    """
+    while error.__context__ is not None and error.__context__ is not outer:
         error = error.__context__
     return error
 

@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import sys
 import time
 import warnings
 from collections.abc import Callable, Coroutine, Iterator
@@ -164,7 +165,7 @@ class _Live:
             recorder.step = record = Step(1)
             recorder.last, recorder.streams, recorder.written, recorder.capturing = None, {}, [], True
             graph = torch.cuda.CUDAGraph()
-            empty = False
+            empty, outer = False, sys.exc_info()[1]
             try:
                 with warnings.catch_warnings(record=True) as said:
                     warnings.simplefilter("always")
@@ -176,9 +177,10 @@ class _Live:
                 empty = any("is empty" in str(w.message) for w in said)
             except Exception as error:
                 recorder.capturing = False
-                blame(recorder, self.roots, error, stream.cuda_stream)
+                first = first_error(error, outer)
+                blame(recorder, self.roots, error, first, stream.cuda_stream)
                 recorder.step = None
-                self.facts["capture error"] = _line(first_error(error))
+                self.facts["capture error"] = _line(first)
                 recover(stream)
                 return
             recorder.capturing = False
