@@ -11,6 +11,11 @@ import matplotlib.pyplot as plt
 
 LINES = Path(__file__).parent / "results" / "turboquant-quality-cpu.jsonl"
 
+PLACES = {  # of labels that would lie on others
+    "4,mode=full": ("right", (-2, 7)), "k3v4,mode=full": ("right", (-2, 7)), "k3v4": ("right", (-6, 4)),
+    "k3v4,first=2,last=2": ("left", (-34, -13)), "k3v4,window=128": ("left", (6, -4)),
+}  # fmt: skip
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -26,10 +31,13 @@ def main() -> None:
         prod, full = "prod" in row["kv"], "full" in row["kv"]
         colour = "#b91c1c" if prod else "#9ca3af" if full else "#c2410c"
         axes.errorbar(times, row["kl"], yerr=2 * row["kl_error"], fmt="s" if prod else "o", color=colour)
-        label = f"{row['kv'].removeprefix('turboquant:')}  ({100 * row['perplexity_increase']:+.2f} %)"
-        axes.annotate(label, (times, row["kl"]), xytext=(6, 4), textcoords="offset points", fontsize=8, color=colour)
+        name = row["kv"].removeprefix("turboquant:")
+        label = f"{name}  ({100 * row['perplexity_increase']:+.2f} %)"
+        side, shift = PLACES.get(name, ("left", (6, 4)))
+        how = {"textcoords": "offset points", "fontsize": 8, "color": colour, "ha": side}
+        axes.annotate(label, (times, row["kl"]), xytext=shift, **how)
     axes.set_yscale("log")
-    axes.set_xlim(2.8, 8.2)
+    axes.set_xlim(2.2, 8.2)
     axes.set_xlabel("tokens in the pages' memory, times those of a bfloat16 cache")
     axes.set_ylabel("KL to exact attention, nats a token (lower is better)")
     tokens, window = next((row["tokens"], row["window"]) for row in rows if "kl" in row)
