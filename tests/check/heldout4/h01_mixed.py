@@ -352,8 +352,8 @@ def factory_ok_scan_with_state():
 def factory_bad_scan_length_of_the_host():  # hazard: 10
     def step(x, count):
         h = torch.zeros_like(x[0])
-        for k in range(count):
-            h = 0.5 * h + x[k]  # expect: CG201
+        for k in range(count):  # expect: CG201
+            h = 0.5 * h + x[k]
         return h
 
     return step, lambda i: (_x(i), 2 + i % 3)
