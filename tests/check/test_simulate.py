@@ -206,7 +206,7 @@ def test_an_op_without_a_cpu_kernel_is_unverified():
 BAD = {
     "factory raises": (lambda: 1 / 0, r"factory\(\) raised ZeroDivisionError: division by zero"),
     "factory returns one": (lambda: lambda x: x, r"factory\(\): got a function, allowed a tuple \(step, inputs\)"),
-    "inputs no tuple": (lambda: (lambda x: x, lambda i: torch.ones(2)), r"inputs\(0\): got a Tensor, allowed a tuple"),
+    "inputs no tuple": (lambda: (lambda x: x, lambda i: torch.ones(2)), r"inputs\(0\): got a tensor, allowed a tuple"),
     "inputs raise": (lambda: (lambda x: x, lambda i: {}[i]), r"inputs\(0\) raised KeyError"),
     "step returns text": (lambda: (lambda: "x", lambda i: ()), r"step 0: returned a str, allowed a tensor or a tuple"),
     "step returns None": (lambda: (lambda: None, lambda i: ()), r"step 0: returned None, allowed"),
