@@ -15,7 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from onegraph.check.report import Severity
 from onegraph.check.simulate import frames, hazards
-from onegraph.check.simulate.records import OpRecord, Sighting, Step, composed, convert_plain, tensors_in, written
+from onegraph.check.simulate.records import (
+    UNWRITTEN,
+    OpRecord,
+    Sighting,
+    Step,
+    composed,
+    convert_plain,
+    tensors_in,
+    written,
+)
 
 _SYNCHRONIZING, _PROTOTYPE = "synchronizing CUDA operation", "Synchronization debug mode is a prototype"
 
@@ -168,7 +177,8 @@ class Recorder(TorchDispatchMode):
                 self.devices.setdefault(tensor.device.index, chain)
         stream = torch.cuda.current_stream().cuda_stream
         self.streams[stream] = (name, chain)
-        if self.capturing and (stream == 0 or not torch._C._cuda_isCurrentStreamCapturing()):
+        launches = op.kind != "view" and name not in UNWRITTEN
+        if self.capturing and launches and (stream == 0 or not torch._C._cuda_isCurrentStreamCapturing()):
             self.outside.setdefault(stream, chain)
 
     def note(self, code: str, message: str, happens: str, chain: frames.Chain) -> None:
