@@ -7,8 +7,9 @@ to each byte no carry crosses. Everything up to the product is exact.
 **The linear**, up to `MAX_TOKENS` tokens: program (tile of rows, slice of k) walks its slice in Hadamard blocks of k,
 rotates the block's activations by a tensor-core product with +-1, decodes the block's codes and accumulates. Where the
 rows alone would leave SMs idle, k is cut into slices and a second, tiny launch adds the slices in order (no atomics),
-rotates the outputs, scales and adds the bias; else the same program does that. More tokens: decode a strip of rows once
-and hand it to cuBLAS, between two launches for the rotations.
+rotates the outputs, scales and adds the bias; else the same program does that. More tokens, and all of float32 (whose
+products run on no tensor core; ptxas took minutes for their unrolled code): a strip of rows is decoded once and handed
+to cuBLAS, between two launches for the rotations.
 
 A 16-bit operand would round the rotated activations. Instead they enter as a pair of bfloat16, x = hi + lo, side by
 side as further lines of the product, which tensor cores leave idle in a decode step anyhow: up to 16 tokens the
@@ -102,7 +103,6 @@ def _finish(y, out, out_scale, bias, row, token, n, inside, norm, HAS_BIAS: tl.c
 @triton.jit
 def _weights(
     codes, residual, codebook, row, at, n, k, BITS: tl.constexpr, TILE_K: tl.constexpr, TILE_N: tl.constexpr,
-    DTYPE: tl.constexpr,
 ):  # fmt: skip
     """[TILE_N, TILE_K] of Q from column `at` on; zero outside."""
     group = at // 8 + tl.arange(0, TILE_K // 8)
@@ -112,13 +112,12 @@ def _weights(
     rest = code
     if BITS > 2:
         rest = tl.load(residual + place, mask=valid, other=0)
-    return _unpack(_decode(code, rest, codebook, BITS), TILE_N, TILE_K // 8).to(DTYPE)
+    return _unpack(_decode(code, rest, codebook, BITS), TILE_N, TILE_K // 8).to(tl.bfloat16)
 
 
 @triton.jit
 def _activations(
     x, scale, matrix, at, tokens, k, TILE_K: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
-    EXACT: tl.constexpr,
 ):  # fmt: skip
     """[PARTS * TOKENS, TILE_K] of H_k (in_scale * x) from column `at` on: the tokens' hi, then, with two parts, lo."""
     line = tl.arange(0, PARTS * TOKENS)
@@ -126,7 +125,7 @@ def _activations(
     i = at + tl.arange(0, TILE_K)
     inside = (token < tokens)[:, None] & (i < k)[None, :]
     v = tl.load(x + token.to(tl.int64)[:, None] * k + i[None, :], mask=inside, other=0.0).to(tl.float32)
-    rotated = _rotate(v * scale[None, :], matrix, EXACT)
+    rotated = _rotate(v * scale[None, :], matrix, False)
     operand = rotated.to(matrix.dtype)
     if PARTS == 2:
         lo = (rotated - operand.to(tl.float32)).to(matrix.dtype)
@@ -145,29 +144,28 @@ def _linear(
     x, codes, residual, codebook, in_scale, out_scale, bias, out, partial, tokens, n, k, in_norm, out_norm,
     BITS: tl.constexpr, IN_BLOCK: tl.constexpr, OUT_BLOCK: tl.constexpr, TILE_K: tl.constexpr, TILE_N: tl.constexpr,
     TILES: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr, SLICED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    EXACT: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
-    WIDE: tl.constexpr = tl.float32 if EXACT else tl.bfloat16
     row = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
     cut = tl.program_id(1)
     at = cut * (TILES * TILE_K)
     # Weights and scales of the first tile do not depend on the kernel before: they are decoded while it runs.
-    q = _weights(codes, residual, codebook, row, at, n, k, BITS, TILE_K, TILE_N, WIDE)
-    matrix = hadamard_matrix(0, TILE_K, TILE_K, IN_BLOCK, WIDE)
+    q = _weights(codes, residual, codebook, row, at, n, k, BITS, TILE_K, TILE_N)
+    matrix = hadamard_matrix(0, TILE_K, TILE_K, IN_BLOCK, tl.bfloat16)
     scale = _scale(in_scale, at, k, in_norm, TILE_K)
     wait_for_previous(PDL)
     acc = tl.zeros((PARTS * TOKENS, TILE_N), dtype=tl.float32)
     for _ in tl.static_range(TILES - 1):
-        operand = _activations(x, scale, matrix, at, tokens, k, TILE_K, TOKENS, PARTS, EXACT)
-        acc = tl.dot(operand, tl.trans(q), acc, input_precision="ieee")
+        operand = _activations(x, scale, matrix, at, tokens, k, TILE_K, TOKENS, PARTS)
+        acc = tl.dot(operand, tl.trans(q), acc)
         at += TILE_K
-        q = _weights(codes, residual, codebook, row, at, n, k, BITS, TILE_K, TILE_N, WIDE)
+        q = _weights(codes, residual, codebook, row, at, n, k, BITS, TILE_K, TILE_N)
         scale = _scale(in_scale, at, k, in_norm, TILE_K)
-    operand = _activations(x, scale, matrix, at, tokens, k, TILE_K, TOKENS, PARTS, EXACT)
-    acc = tl.dot(operand, tl.trans(q), acc, input_precision="ieee")
+    operand = _activations(x, scale, matrix, at, tokens, k, TILE_K, TOKENS, PARTS)
+    acc = tl.dot(operand, tl.trans(q), acc)
     if not SLICED:
-        acc = _rotate(acc, hadamard_matrix(0, TILE_N, TILE_N, OUT_BLOCK, WIDE), EXACT)
+        acc = _rotate(acc, hadamard_matrix(0, TILE_N, TILE_N, OUT_BLOCK, tl.bfloat16), False)
     if PARTS == 2:
         acc = tl.sum(tl.reshape(acc, (2, TOKENS, TILE_N)), axis=0)
     token = tl.arange(0, TOKENS)
@@ -314,7 +312,7 @@ def linear(
     elif eps is not None:
         x = rms_norm(x, torch.ones(k, dtype=x.dtype, device=x.device), eps)
     with on_device(x):
-        path = _small if tokens <= MAX_TOKENS else _large
+        path = _small if tokens <= MAX_TOKENS and x.dtype != torch.float32 else _large
         path(x, codes, residual, _as_rows(codebook), in_scale, out_scale, bias, bits, out, tokens, n, k)
     return out if add is None else out.add_(add)
 
@@ -337,10 +335,9 @@ def _small(
     x: Tensor, codes: Tensor, residual: Tensor | None, rows: Tensor, in_scale: Tensor, out_scale: Tensor,
     bias: Tensor | None, bits: int, out: Tensor, tokens: int, n: int, k: int,
 ) -> None:  # fmt: skip
-    exact = x.dtype == torch.float32
     tile_n, slices, per_slice = plan(n, k)
     columns = max(8, triton.next_power_of_2(tokens))
-    parts = 1 if exact or (columns > 16 and x.dtype == torch.bfloat16) else 2
+    parts = 1 if columns > 16 and x.dtype == torch.bfloat16 else 2
     in_block, out_block = _block(k), _block(n)
     sliced = slices > 1
     partial = torch.empty((slices, tokens, n), dtype=torch.float32, device=x.device) if sliced else out
@@ -350,11 +347,11 @@ def _small(
         x, codes, codes if residual is None else residual, rows, in_scale, out_scale, bias if has_bias else out_scale,
         out, partial, tokens, n, k, in_block**-0.5, out_block**-0.5,
         BITS=bits, IN_BLOCK=in_block, OUT_BLOCK=out_block, TILE_K=max(in_block, MIN_TILE), TILE_N=tile_n,
-        TILES=per_slice, TOKENS=max(columns, 16 // parts), PARTS=parts, SLICED=sliced, HAS_BIAS=has_bias, EXACT=exact,
+        TILES=per_slice, TOKENS=max(columns, 16 // parts), PARTS=parts, SLICED=sliced, HAS_BIAS=has_bias,
         num_warps=8 if max(tile_n, in_block) == 128 and per_slice > 1 else 4, num_stages=1, **opts,
     )  # fmt: skip
     if sliced:
-        _launch_reduce(partial, out, out_scale, bias, tokens, n, slices, exact)
+        _launch_reduce(partial, out, out_scale, bias, tokens, n, slices, False)
 
 
 def _launch_reduce(
