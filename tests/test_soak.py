@@ -126,6 +126,12 @@ def test_the_verdict_names_each_problem(change, says):
     assert judge([GOOD, replace(GOOD, number=1)]).passed
 
 
+def test_one_limit_holds_for_every_round():
+    """A round of small noise whose drift is let pass does not hide another whose drift is not."""
+    quiet, loud = replace(GOOD, drift=9e-5), replace(GOOD, number=1, drift=9e-4, noise=3e-5)
+    assert "drifted by 9.00e-04 in round 1" in judge([quiet, loud]).problems[0]
+
+
 def test_memory_is_compared_within_a_process():
     assert judge([GOOD, replace(GOOD, number=1, run=1, memory=[2 * 10**9])]).passed
 

@@ -139,7 +139,7 @@ def judge(rounds: Sequence[Round], allowed_growth: int = GROWTH) -> Verdict:
     for run in {r.run for r in rounds}:
         mine = [r.memory for r in rounds if r.run == run]
         growth = max([growth, *(max(b - a for a, b in zip(mine[0], each, strict=True)) for each in mine[1:])])
-    worst = max(rounds, key=lambda r: r.drift / max(r.noise, 1e-6) if math.isfinite(r.drift) else math.inf)
+    worst = max(rounds, key=lambda r: r.drift if math.isfinite(r.drift) else math.inf)
     looped = max(r.looped for r in rounds)
     problems = []
     if growth > allowed_growth:
