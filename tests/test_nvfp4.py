@@ -1,7 +1,6 @@
-"""NVFP4 by its definition: numbers, layouts, other tools' files, layers."""
+"""NVFP4 by its definition: numbers, layouts, layers. (Files: tests/test_nvfp4_files.py.)"""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,22 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from models import Decoder, save_hf
-from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
-from onegraph.formats.files import CheckpointError
-from onegraph.formats.nvfp4 import (
-    E2M1,
-    E4M3,
-    NVFP4Config,
-    is_nvfp4,
-    linear_tensors,
-    read_linear,
-    swizzle_scales,
-    unswizzle_scales,
-)
-from onegraph.models.config import LlamaConfig
-from onegraph.models.llama import Llama
-from onegraph.models.weights import Weights
+from onegraph.formats.nvfp4 import E2M1, E4M3, swizzle_scales, unswizzle_scales
 from onegraph.nn.nvfp4 import NVFP4Experts, NVFP4GroupedLinear, NVFP4Linear, fuse_nvfp4
 from onegraph.ops.nvfp4 import (
     activation_scale,
@@ -37,7 +21,7 @@ from onegraph.ops.nvfp4 import (
     random_weight,
 )
 from onegraph.ops.nvfp4_linear import nvfp4_linear, nvfp4_linear_w4a4
-from onegraph.quant.nvfp4 import config_for, quantize_weight, quantized_tensors
+from onegraph.quant.nvfp4 import quantize_weight
 
 VALUES = [*E2M1, *(-v for v in E2M1)]
 
@@ -99,6 +83,21 @@ def test_quantizing_rounds_to_nearest_under_the_nearest_scale() -> None:
         grid = torch.tensor(VALUES) * step
         best = (part.unsqueeze(1) - grid).abs().min(1).values
         torch.testing.assert_close((got[0, group * 16 : group * 16 + 16] - part).abs(), best, rtol=1e-4, atol=1e-7)
+
+
+def test_the_scale_search_is_worth_its_time() -> None:
+    """A quarter less squared error on Gaussian weights, no group worse than round to nearest."""
+    weight = torch.randn(64, 512, generator=rng())
+
+    def errors(search: bool) -> Tensor:
+        made = quantize_weight(weight, search=search)
+        got = nvfp4_dequantize_weight(made.codes, made.scale, made.global_scale.expand(64).contiguous())
+        return (got - weight).square().unflatten(1, (-1, 16)).sum(-1)
+
+    nearest, searched = errors(False), errors(True)
+    assert (searched <= nearest).all()
+    assert searched.sum() < 0.78 * nearest.sum()
+    assert nearest.sum() / weight.square().sum() < 0.0095
 
 
 @pytest.mark.parametrize("x", [torch.zeros(2, 32), torch.full((2, 32), 1e-30), torch.full((1, 16), 1e30)])
@@ -171,6 +170,18 @@ def test_a_cache_row_is_not_a_weight() -> None:
         nvfp4_dequantize_weight(rows.reshape(6, 72), rows.reshape(6, 72)[:, 64:].contiguous(), torch.ones(6))
 
 
+def test_ops_refuse_scales_of_another_size() -> None:
+    codes, scale, gain = random_weight((64, 128), "cpu", rng())
+    x = torch.randn(1, 128)
+    for bad in (scale[:, :4].contiguous(), swizzle_scales(scale), scale.t().contiguous()):
+        with pytest.raises(ValueError, match=r"scale of codes is .*\(64, 8\)"):
+            nvfp4_linear(x, codes, bad, gain, None)
+    with pytest.raises(ValueError, match="contiguous"):
+        nvfp4_linear(x, codes, scale.t().contiguous().t(), gain, None)
+    with pytest.raises(ValueError, match="last dimension of 128"):
+        nvfp4_linear(x[:, :64].contiguous(), codes, scale, gain, None)
+
+
 # ----------------------------------------------------------------------------------------------- FP4 tensor cores
 
 
@@ -188,123 +199,6 @@ def test_the_swizzled_layout_is_its_definition(n: int, g: int) -> None:
     assert torch.equal(unswizzle_scales(swizzled, n, g), scale)
     with pytest.raises(ValueError, match=f"{rows} x {columns}"):
         unswizzle_scales(swizzled[:1], n + 1, g) if swizzled.shape[0] == 1 else unswizzle_scales(swizzled[:-1], n, g)
-
-
-# ------------------------------------------------------------------------------------------------------ checkpoints
-
-
-def checkpoint(path: Path, tensors: dict[str, Tensor], config: dict[str, Any] | None = None) -> Checkpoint:
-    write_checkpoint(path, config or {}, tensors.items())
-    return Checkpoint.open(path)
-
-
-def modelopt(layer: str, codes: Tensor, scale: Tensor, gain: float, inputs: float) -> dict[str, Tensor]:
-    return {
-        f"{layer}.weight": codes,
-        f"{layer}.weight_scale": scale.view(E4M3),
-        f"{layer}.weight_scale_2": torch.tensor(gain),
-        f"{layer}.input_scale": torch.tensor(inputs),
-    }
-
-
-def compressed(layer: str, codes: Tensor, scale: Tensor, gain: float, inputs: float) -> dict[str, Tensor]:
-    return {
-        f"{layer}.weight_packed": codes,
-        f"{layer}.weight_scale": scale.view(E4M3),
-        f"{layer}.weight_global_scale": torch.tensor([1 / gain]),  # a divisor, of one dimension
-        f"{layer}.input_global_scale": torch.tensor([1 / inputs]),
-    }
-
-
-@pytest.mark.parametrize("form", [modelopt, compressed])
-def test_reads_what_both_tools_write(form: Any, tmp_path: Path) -> None:
-    codes, scale, _ = random_weight((5, 48), "cpu", rng())
-    with checkpoint(
-        tmp_path / "model", form("a.b", codes, scale, 0.0123, 0.25) | {"c.weight": torch.ones(2, 2)}
-    ) as found:
-        assert is_nvfp4(found, "a.b")
-        assert not is_nvfp4(found, "c")
-        layer = NVFP4Linear.of(read_linear(found, "a.b", 5, 48))
-    assert layer.input_scale is not None
-    assert float(layer.input_scale) == pytest.approx(0.25)
-    x = torch.randn(2, 48, generator=rng(1))
-    wanted = x.double() @ by_hand(codes, scale, 0.0123).T
-    torch.testing.assert_close(layer(x).double(), wanted, rtol=1e-4, atol=1e-6)
-    assert set(linear_tensors(5, 48)) == {"weight", "weight_scale", "weight_scale_2"}
-
-
-DAMAGE: list[tuple[str, Any, str]] = [
-    (
-        "scale of groups of 32",
-        {"a.weight_scale": torch.zeros(64, 4).to(E4M3)},
-        r"a.weight_scale' .*\[64, 4\].*\[64, 8\]",
-    ),
-    ("scale padded", {"a.weight_scale": torch.zeros(128, 8).to(E4M3)}, r"a.weight_scale' .*\[128, 8\].*\[64, 8\]"),
-    ("scale transposed", {"a.weight_scale": torch.zeros(8, 64).to(E4M3)}, r"\[8, 64\].*\[64, 8\]"),
-    ("scale in bfloat16", {"a.weight_scale": torch.zeros(64, 8).bfloat16()}, "a.weight_scale' is torch.bfloat16"),
-    ("codes cut", {"a.weight": torch.zeros(64, 32, dtype=torch.uint8)}, r"a.weight' .*\[64, 32\].*\[64, 64\]"),
-    ("a scale a row", {"a.weight_scale_2": torch.ones(64)}, r"a.weight_scale_2' is torch.float32 \[64\]"),
-    ("a global scale of zero", {"a.weight_scale_2": torch.zeros(())}, "above zero"),
-    ("a scale that is NaN", {"a.weight_scale": torch.full((64, 8), math.nan).to(E4M3)}, "NaN or negative"),
-    ("a negative scale", {"a.weight_scale": torch.full((64, 8), -1.0).to(E4M3)}, "NaN or negative"),
-    ("no global scale", {"a.weight_scale_2": None}, "no tensor 'a.weight_scale_2'"),
-]
-
-
-@pytest.mark.parametrize(("change", "message"), [case[1:] for case in DAMAGE], ids=[case[0] for case in DAMAGE])
-def test_a_tensor_that_does_not_fit_is_named_with_both_sizes(change: Any, message: str, tmp_path: Path) -> None:
-    codes, scale, _ = random_weight((64, 128), "cpu", rng())
-    tensors = modelopt("a", codes, scale, 0.01, 0.25) | change
-    with (
-        checkpoint(tmp_path / "m", {name: t for name, t in tensors.items() if t is not None}) as found,
-        pytest.raises(CheckpointError, match=message),
-    ):
-        read_linear(found, "a", 64, 128)
-
-
-def test_ops_refuse_scales_of_another_size() -> None:
-    codes, scale, gain = random_weight((64, 128), "cpu", rng())
-    x = torch.randn(1, 128)
-    for bad in (scale[:, :4].contiguous(), swizzle_scales(scale), scale.t().contiguous()):
-        with pytest.raises(ValueError, match=r"scale of codes is .*\(64, 8\)"):
-            nvfp4_linear(x, codes, bad, gain, None)
-    with pytest.raises(ValueError, match="contiguous"):
-        nvfp4_linear(x, codes, scale.t().contiguous().t(), gain, None)
-    with pytest.raises(ValueError, match="last dimension of 128"):
-        nvfp4_linear(x[:, :64].contiguous(), codes, scale, gain, None)
-
-
-@pytest.mark.parametrize(
-    ("data", "kept"),
-    [
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}, ("lm_head",)),
-        (
-            {
-                "quant_method": "modelopt",
-                "quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head", "*gate*"]},
-            },
-            ("lm_head", "*gate*"),
-        ),
-        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": []}, ()),
-        (NVFP4Config(("lm_head",)).to_dict(), ("lm_head",)),
-    ],
-)
-def test_configs_of_both_tools(data: dict[str, Any], kept: tuple[str, ...]) -> None:
-    assert NVFP4Config.matches(data)
-    assert NVFP4Config.from_dict(data).ignore == kept
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "'modelopt' 'FP8'"),
-        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "'pack-quantized'"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "groups of 16"),
-    ],
-)
-def test_other_configs_are_refused(data: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        NVFP4Config.from_dict(data)
 
 
 # ------------------------------------------------------------------------------------------------------------ layers
@@ -352,63 +246,3 @@ def test_experts_are_their_linears_one_by_one() -> None:
             hidden = torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
             total += gain * nvfp4_linear(hidden, *(part[e] for part in down), None)
         torch.testing.assert_close(got[t], total, rtol=1e-4, atol=1e-5)
-
-
-# ------------------------------------------------------------------------------------------------------------- models
-
-
-def test_the_scale_search_is_worth_its_time() -> None:
-    """A quarter less squared error on Gaussian weights, no group worse than round to nearest."""
-    weight = torch.randn(64, 512, generator=rng())
-
-    def errors(search: bool) -> Tensor:
-        made = quantize_weight(weight, search=search)
-        got = nvfp4_dequantize_weight(made.codes, made.scale, made.global_scale.expand(64).contiguous())
-        return (got - weight).square().unflatten(1, (-1, 16)).sum(-1)
-
-    nearest, searched = errors(False), errors(True)
-    assert (searched <= nearest).all()
-    assert searched.sum() < 0.78 * nearest.sum()
-    assert nearest.sum() / weight.square().sum() < 0.0095
-
-
-@pytest.mark.parametrize("variant", ["smollm2", "qwen2", "llama_bias_mha"])
-def test_a_model_in_nvfp4_is_what_its_codes_stand_for(variant: str, tmp_path: Path) -> None:
-    sizes = {"hidden_size": 96, "intermediate_size": 112, "head_dim": 16}
-    hf = save_hf(variant, tmp_path / "dense", **sizes)
-    source = Checkpoint.open(tmp_path / "dense")
-    config = LlamaConfig.from_dict(source.config)
-    shapes = Weights(source, config, torch.device("cpu"), torch.float32, decode=False).shapes
-    linears = [name for name in shapes if name != "lm_head"]
-    kept = "model.layers.1.self_attn.k_proj"
-    linears.remove(kept)
-    told = source.config | {"quantization_config": config_for([kept, "lm_head"]).to_dict()}
-    write_checkpoint(tmp_path / "coded", told, quantized_tensors(source.names, source.tensor, linears))
-    for name in linears:
-        made = quantize_weight(source.tensor(f"{name}.weight"))
-        dense = nvfp4_dequantize_weight(
-            made.codes, made.scale, made.global_scale.expand(made.codes.shape[0]).contiguous()
-        )
-        hf.get_submodule(name).weight.data.copy_(dense)
-    row = torch.randint(0, 131, (24,), generator=rng())
-    with torch.no_grad():
-        wanted = hf(row.unsqueeze(0)).logits[0]
-    for decode in (True, False):
-        with Checkpoint.open(tmp_path / "coded") as coded:
-            model = Llama.load(coded, decode=decode)
-        got = Decoder(model, rows=1, max_context=32).feed([row.tolist()])[0]
-        torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
-
-
-def test_a_model_with_a_damaged_scale_is_refused(tmp_path: Path) -> None:
-    save_hf("smollm2", tmp_path / "dense")
-    source = Checkpoint.open(tmp_path / "dense")
-    name = "model.layers.0.mlp.up_proj"
-    tensors = dict(quantized_tensors(source.names, source.tensor, [name]))
-    tensors[f"{name}.weight_scale"] = torch.zeros(104, 3).to(E4M3)
-    config = source.config | {"quantization_config": NVFP4Config().to_dict()}
-    with (
-        checkpoint(tmp_path / "bad", tensors, config) as coded,
-        pytest.raises(CheckpointError, match=r"up_proj.weight_scale' has shape \[104, 3\], .* \[104, 6\]"),
-    ):
-        Llama.load(coded)

@@ -1,0 +1,168 @@
+"""NVFP4 on the disk: the files and configs of other tools, what of them is refused, models read from ours."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models import Decoder, save_hf
+from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
+from onegraph.formats.files import CheckpointError
+from onegraph.formats.nvfp4 import E4M3, NVFP4Config, is_nvfp4, linear_tensors, read_linear
+from onegraph.models.config import LlamaConfig
+from onegraph.models.llama import Llama
+from onegraph.models.weights import Weights
+from onegraph.nn.nvfp4 import NVFP4Linear
+from onegraph.ops.nvfp4 import nvfp4_dequantize_weight, random_weight
+from onegraph.quant.nvfp4 import config_for, quantize_weight, quantized_tensors
+from test_nvfp4 import by_hand, rng
+
+
+def checkpoint(path: Path, tensors: dict[str, Tensor], config: dict[str, Any] | None = None) -> Checkpoint:
+    write_checkpoint(path, config or {}, tensors.items())
+    return Checkpoint.open(path)
+
+
+def modelopt(layer: str, codes: Tensor, scale: Tensor, gain: float, inputs: float) -> dict[str, Tensor]:
+    return {
+        f"{layer}.weight": codes,
+        f"{layer}.weight_scale": scale.view(E4M3),
+        f"{layer}.weight_scale_2": torch.tensor(gain),
+        f"{layer}.input_scale": torch.tensor(inputs),
+    }
+
+
+def compressed(layer: str, codes: Tensor, scale: Tensor, gain: float, inputs: float) -> dict[str, Tensor]:
+    return {
+        f"{layer}.weight_packed": codes,
+        f"{layer}.weight_scale": scale.view(E4M3),
+        f"{layer}.weight_global_scale": torch.tensor([1 / gain]),  # a divisor, of one dimension
+        f"{layer}.input_global_scale": torch.tensor([1 / inputs]),
+    }
+
+
+@pytest.mark.parametrize("form", [modelopt, compressed])
+def test_reads_what_both_tools_write(form: Any, tmp_path: Path) -> None:
+    codes, scale, _ = random_weight((5, 48), "cpu", rng())
+    with checkpoint(
+        tmp_path / "model", form("a.b", codes, scale, 0.0123, 0.25) | {"c.weight": torch.ones(2, 2)}
+    ) as found:
+        assert is_nvfp4(found, "a.b")
+        assert not is_nvfp4(found, "c")
+        layer = NVFP4Linear.of(read_linear(found, "a.b", 5, 48))
+    assert layer.input_scale is not None
+    assert float(layer.input_scale) == pytest.approx(0.25)
+    x = torch.randn(2, 48, generator=rng(1))
+    wanted = x.double() @ by_hand(codes, scale, 0.0123).T
+    torch.testing.assert_close(layer(x).double(), wanted, rtol=1e-4, atol=1e-6)
+    assert set(linear_tensors(5, 48)) == {"weight", "weight_scale", "weight_scale_2"}
+
+
+DAMAGE: list[tuple[str, Any, str]] = [
+    (
+        "scale of groups of 32",
+        {"a.weight_scale": torch.zeros(64, 4).to(E4M3)},
+        r"a.weight_scale' .*\[64, 4\].*\[64, 8\]",
+    ),
+    ("scale padded", {"a.weight_scale": torch.zeros(128, 8).to(E4M3)}, r"a.weight_scale' .*\[128, 8\].*\[64, 8\]"),
+    ("scale transposed", {"a.weight_scale": torch.zeros(8, 64).to(E4M3)}, r"\[8, 64\].*\[64, 8\]"),
+    ("scale in bfloat16", {"a.weight_scale": torch.zeros(64, 8).bfloat16()}, "a.weight_scale' is torch.bfloat16"),
+    ("codes cut", {"a.weight": torch.zeros(64, 32, dtype=torch.uint8)}, r"a.weight' .*\[64, 32\].*\[64, 64\]"),
+    ("a scale a row", {"a.weight_scale_2": torch.ones(64)}, r"a.weight_scale_2' is torch.float32 \[64\]"),
+    ("a global scale of zero", {"a.weight_scale_2": torch.zeros(())}, "above zero"),
+    ("a scale that is NaN", {"a.weight_scale": torch.full((64, 8), math.nan).to(E4M3)}, "NaN or negative"),
+    ("a negative scale", {"a.weight_scale": torch.full((64, 8), -1.0).to(E4M3)}, "NaN or negative"),
+    ("no global scale", {"a.weight_scale_2": None}, "no tensor 'a.weight_scale_2'"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), [case[1:] for case in DAMAGE], ids=[case[0] for case in DAMAGE])
+def test_a_tensor_that_does_not_fit_is_named_with_both_sizes(change: Any, message: str, tmp_path: Path) -> None:
+    codes, scale, _ = random_weight((64, 128), "cpu", rng())
+    tensors = modelopt("a", codes, scale, 0.01, 0.25) | change
+    with (
+        checkpoint(tmp_path / "m", {name: t for name, t in tensors.items() if t is not None}) as found,
+        pytest.raises(CheckpointError, match=message),
+    ):
+        read_linear(found, "a", 64, 128)
+
+
+@pytest.mark.parametrize(
+    ("data", "kept"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}, ("lm_head",)),
+        (
+            {
+                "quant_method": "modelopt",
+                "quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head", "*gate*"]},
+            },
+            ("lm_head", "*gate*"),
+        ),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": []}, ()),
+        (NVFP4Config(("lm_head",)).to_dict(), ("lm_head",)),
+    ],
+)
+def test_configs_of_both_tools(data: dict[str, Any], kept: tuple[str, ...]) -> None:
+    assert NVFP4Config.matches(data)
+    assert NVFP4Config.from_dict(data).ignore == kept
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "'modelopt' 'FP8'"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "'pack-quantized'"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "groups of 16"),
+    ],
+)
+def test_other_configs_are_refused(data: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        NVFP4Config.from_dict(data)
+
+
+# ------------------------------------------------------------------------------------------------------------- models
+
+
+@pytest.mark.parametrize("variant", ["smollm2", "qwen2", "llama_bias_mha"])
+def test_a_model_in_nvfp4_is_what_its_codes_stand_for(variant: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 96, "intermediate_size": 112, "head_dim": 16}
+    hf = save_hf(variant, tmp_path / "dense", **sizes)
+    source = Checkpoint.open(tmp_path / "dense")
+    config = LlamaConfig.from_dict(source.config)
+    shapes = Weights(source, config, torch.device("cpu"), torch.float32, decode=False).shapes
+    linears = [name for name in shapes if name != "lm_head"]
+    kept = "model.layers.1.self_attn.k_proj"
+    linears.remove(kept)
+    told = source.config | {"quantization_config": config_for([kept, "lm_head"]).to_dict()}
+    write_checkpoint(tmp_path / "coded", told, quantized_tensors(source.names, source.tensor, linears))
+    for name in linears:
+        made = quantize_weight(source.tensor(f"{name}.weight"))
+        dense = nvfp4_dequantize_weight(
+            made.codes, made.scale, made.global_scale.expand(made.codes.shape[0]).contiguous()
+        )
+        hf.get_submodule(name).weight.data.copy_(dense)
+    row = torch.randint(0, 131, (24,), generator=rng())
+    with torch.no_grad():
+        wanted = hf(row.unsqueeze(0)).logits[0]
+    for decode in (True, False):
+        with Checkpoint.open(tmp_path / "coded") as coded:
+            model = Llama.load(coded, decode=decode)
+        got = Decoder(model, rows=1, max_context=32).feed([row.tolist()])[0]
+        torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_a_model_with_a_damaged_scale_is_refused(tmp_path: Path) -> None:
+    save_hf("smollm2", tmp_path / "dense")
+    source = Checkpoint.open(tmp_path / "dense")
+    name = "model.layers.0.mlp.up_proj"
+    tensors = dict(quantized_tensors(source.names, source.tensor, [name]))
+    tensors[f"{name}.weight_scale"] = torch.zeros(104, 3).to(E4M3)
+    config = source.config | {"quantization_config": NVFP4Config().to_dict()}
+    with (
+        checkpoint(tmp_path / "bad", tensors, config) as coded,
+        pytest.raises(CheckpointError, match=r"up_proj.weight_scale' has shape \[104, 3\], .* \[104, 6\]"),
+    ):
+        Llama.load(coded)
