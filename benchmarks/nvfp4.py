@@ -7,6 +7,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,8 @@ def linears(tokens: list[int]) -> Iterator[dict[str, Any]]:
         dense = [torch.randn(n, k, device=DEVICE, dtype=torch.bfloat16) for _ in range(-(-WORKING_SET // (2 * n * k)))]
         for count in tokens:
             x = torch.randn(count, k, device=DEVICE, dtype=torch.bfloat16)
-            us = timed([lambda w=w, x=x: nvfp4_linear(x, *w, None) for w in layers])  # type: ignore[misc]
-            peer = timed([lambda w=w, x=x: torch.nn.functional.linear(x, w) for w in dense])  # type: ignore[misc]
+            us = timed([partial(nvfp4_linear, x, *w, None) for w in layers])
+            peer = timed([partial(torch.nn.functional.linear, x, w) for w in dense])
             yield {"op": "nvfp4_linear", "k": k, "n": n, "tokens": count, "us": us, "bf16_us": peer, "bytes": bytes_}
 
 
@@ -56,7 +57,7 @@ def experts(tokens: list[int]) -> Iterator[dict[str, Any]]:
             chosen = [
                 torch.rand(count, held, device=DEVICE).argsort(1)[:, :top_k].int().contiguous() for _ in range(16)
             ]
-            us = timed([lambda c=c, x=x, g=gains, w=layer: nvfp4_experts(x, c, g, *w, 10.0) for c in chosen])  # type: ignore[misc]
+            us = timed([partial(nvfp4_experts, x, c, gains, *layer, 10.0) for c in chosen])
             each = nbytes(*layer) // held
             distinct = sum(len(set(c.flatten().tolist())) for c in chosen) / len(chosen)
             row = {"op": "nvfp4_experts", "dim": dim, "wide": wide, "top_k": top_k, "held": held, "tokens": count}

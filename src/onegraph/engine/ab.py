@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +56,7 @@ DEEPSEEK_V4 = {
 }
 
 Model = Llama | DeepseekV4
+Module = TypeVar("Module", bound=nn.Module)
 Parts = Mapping[str, nn.Module | Tensor]  # by path
 
 
@@ -140,9 +142,8 @@ def in_nvfp4(model: Model) -> dict[str, Callable[[], Parts]]:
     _check(model)
     components = {name: _parts(model, component) for name, component in components_of(model).items()}
     whole = all(buffer.is_floating_point() for parts in components.values() for buffer in _tensors(parts))
-    if (
-        not whole or getattr(model.config, "quantization", None) is not None
-    ):  # codes that were decoded at load are floats
+    # codes that were decoded at load are floats
+    if not whole or getattr(model.config, "quantization", None) is not None:
         raise ValueError("the model is quantized already; give the unquantized one, or it as --reference")
     return {name: partial(_all_rounded, parts) for name, parts in components.items() if parts}
 
@@ -161,14 +162,14 @@ def _check(model: Model) -> None:
         raise ValueError("components are exchanged between models whose ops run alone; load them with fused=False")
 
 
-def _parts(model: nn.Module, component: Component) -> dict[str, nn.Module | Tensor]:
+def _parts(model: Model, component: Component) -> dict[str, nn.Module | Tensor]:
     """By path; a block that has none of a part is left out."""
     found: dict[str, nn.Module | Tensor] = {}
-    blocks = len(model.blocks)  # type: ignore[arg-type]
+    blocks = len(model.blocks)
     for pattern in component.paths:
         for i in range(blocks if "*" in pattern else 1):
             path = pattern.replace("*", str(i))
-            part = model
+            part: Any = model
             for name in path.split("."):
                 part = getattr(part, name)
             if part is not None:
@@ -186,26 +187,31 @@ def _same(one: nn.Module | Tensor, other: nn.Module | Tensor) -> bool:
 
 
 def _rounded(part: nn.Module | Tensor) -> nn.Module | Tensor:
+    if isinstance(part, Tensor):
+        return _rounded_tensor(part)
+    made = copy.deepcopy(part)
+    for module in made.modules():
+        for name, tensor in module._buffers.items():
+            if tensor is not None:
+                module._buffers[name] = _rounded_tensor(tensor)
+    return made
+
+
+def _rounded_tensor(tensor: Tensor) -> Tensor:
     """Matrices [..., n, k] as NVFP4 has them, each with its global scale; vectors and odd widths as they are."""
-    if isinstance(part, nn.Module):
-        made = copy.deepcopy(part)
-        for module in made.modules():
-            for name, tensor in module._buffers.items():
-                if tensor is not None:
-                    module._buffers[name] = _rounded(tensor)  # type: ignore[assignment]
-        return made
-    if part.dim() < 2 or part.shape[-1] % GROUP:
-        return part
+    if tensor.dim() < 2 or tensor.shape[-1] % GROUP:
+        return tensor
     matrices = []
-    for matrix in part.flatten(0, -3) if part.dim() > 2 else part.unsqueeze(0):
+    for matrix in tensor.flatten(0, -3) if tensor.dim() > 2 else tensor.unsqueeze(0):
         codes, scale, gain, _ = quantize_weight(matrix)
-        matrices.append(nvfp4_dequantize_weight(codes, scale, gain.expand(len(matrix)).contiguous()).to(part.dtype))
-    return torch.stack(matrices).view_as(part)
+        matrices.append(nvfp4_dequantize_weight(codes, scale, gain.expand(len(matrix)).contiguous()).to(tensor.dtype))
+    return torch.stack(matrices).view_as(tensor)
 
 
 def _with(model: Model, parts: Parts) -> Model:
     """`model` with other parts; every tensor that is not one of them is shared."""
-    made: dict[str, nn.Module] = {"": _shallow(model)}
+    whole = _shallow(model)
+    made: dict[str, nn.Module] = {"": whole}
 
     def own(path: str) -> nn.Module:
         if path not in made:
@@ -220,10 +226,10 @@ def _with(model: Model, parts: Parts) -> Model:
             owner._modules[name] = part
         else:
             owner._buffers[name] = part
-    return made[""]  # type: ignore[return-value]
+    return whole
 
 
-def _shallow(module: nn.Module) -> nn.Module:
+def _shallow(module: Module) -> Module:
     made = copy.copy(module)
     made._modules, made._buffers = dict(module._modules), dict(module._buffers)
     return made

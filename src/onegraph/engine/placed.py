@@ -2,7 +2,7 @@
 
 from functools import partial
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -18,20 +18,34 @@ def engine_for(model: Any, **options: Any) -> Engine:
     return (PlacedEngine if len(getattr(model, "stages", ())) > 1 else Engine)(model, **options)
 
 
+class Placed(Decoder, Protocol):
+    """What it asks of a model besides; `onegraph.models.deepseek_v4.DeepseekV4` is one."""
+
+    @property
+    def devices(self) -> list[torch.device]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    def enter(self, tokens: Tensor) -> Tensor: ...
+    def run(self, stage: int, streams: Tensor, tokens: Tensor, cache: Any) -> None: ...
+    def leave(self, streams: Tensor) -> Tensor: ...
+
+
 class PlacedEngine(Engine):
-    """`Engine` for a model with `stages`, `devices`, `enter`, `run` and `leave` (`onegraph.models.deepseek_v4`).
+    """`Engine` for a model whose layers are placed.
 
     Every device keeps its own positions, limits and block tables and advances them itself; what travels is the streams
     from each stage to the next, and the drawn tokens from the last to all. Raises ValueError where a peer link is
     missing; a device that fails while running comes out as a DeviceError that names it.
     """
 
-    def __init__(self, model: Decoder, **options: Any) -> None:
-        self._devices: list[torch.device] = model.devices  # type: ignore[attr-defined]
+    model: Placed
+
+    def __init__(self, model: Placed, **options: Any) -> None:
+        self._devices = model.devices
         check_links(self._devices)
         super().__init__(model, **options)
-        if self._pool is not None:
-            self._pool = Pools(self._devices)  # type: ignore[assignment]
+        self._pools = None if self._pool is None else Pools(self._devices)
+        self._pool = self._pools  # type: ignore[assignment]  # Engine only enters it
 
     def runner(self, kind: Literal["decode", "prefill"], *, sampling: bool = False) -> Any:
         """The Pipeline of a step, built when first asked for."""
@@ -47,18 +61,18 @@ class PlacedEngine(Engine):
                     inputs["drawn"] = inputs.pop("tokens").squeeze(1)
                 if i:
                     shape = (rows, length, config.streams, config.hidden_size)
-                    inputs["streams"] = torch.zeros(shape, dtype=self.model.dtype, device=device)  # type: ignore[attr-defined]
+                    inputs["streams"] = torch.zeros(shape, dtype=self.model.dtype, device=device)
                 stages.append(
                     Runner(
                         partial(self._stage_step, stage=i, sampling=sampling),
                         inputs,
                         _buckets(self.max_batch) if kind == "decode" else None,
-                        capture=self._pool is not None,
-                        pool=None if self._pool is None else self._pool.each[i],  # type: ignore[attr-defined]
+                        capture=self._pools is not None,
+                        pool=None if self._pools is None else self._pools.each[i],
                         split="attention" if self.mode == "split" else (),
                     )
                 )
-            self._runners[key] = Pipeline(stages)  # type: ignore[assignment]
+            self._runners[key] = Pipeline(stages)  # type: ignore[assignment]  # it looks like one
             self.stats.build_seconds += perf_counter() - started
         return self._runners[key]
 
@@ -66,7 +80,7 @@ class PlacedEngine(Engine):
         self, positions: Tensor, limits: Tensor, table: Tensor, *, stage: int, sampling: bool, **inputs: Tensor
     ) -> dict[str, Tensor]:
         """One device's part of a step; the last returns the tokens for all (`drawn`) and for the host (`report`)."""
-        model: Any = self.model
+        model = self.model
         decoding = "drawn" in inputs
         tokens = inputs["drawn"].unsqueeze(1) if decoding else inputs["tokens"]
         counts, after = begin_step(positions, limits, tokens.shape[1])

@@ -38,7 +38,6 @@ GROUP = 16  # columns that share a scale
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
 E4M3 = torch.float8_e4m3fn
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 RECIPROCAL = {"weight_scale_2": False, "weight_global_scale": True, "input_scale": False, "input_global_scale": True}
 
 

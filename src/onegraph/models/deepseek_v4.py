@@ -7,6 +7,7 @@ them. The weights may be anything that the layers accept as a linear (`nn/deepse
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +80,7 @@ class DeepseekV4(nn.Module):
         embed: Embedding,
         blocks: Sequence[DeepseekBlock],
         head: Hyper,
-        lm_head: nn.Module,
+        lm_head: Linear,
         dtype: torch.dtype,
         max_context: int,
         counts: Sequence[int] | None = None,
@@ -104,8 +105,7 @@ class DeepseekV4(nn.Module):
     @property
     def devices(self) -> list[torch.device]:
         """The device of each stage."""
-        firsts: list[DeepseekBlock] = [self.blocks[stage[0]] for stage in self.stages]  # type: ignore[misc]
-        return [block.attention_hyper.fn.device for block in firsts]
+        return [self.blocks[stage[0]].get_buffer("attention_hyper.fn").device for stage in self.stages]
 
     @classmethod
     def load(
@@ -181,14 +181,14 @@ class DeepseekV4(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """What `forward` returned [..., D], or rows of it -> float32 [..., V]."""
-        return self.lm_head.wide(hidden)  # type: ignore[operator]
+        return self.lm_head.wide(hidden)
 
     def new_cache(self, *, rows: int, pages: int, page_size: int, pages_per_row: int) -> DeepseekCache | PlacedCache:
         """The state of this model's sequences, in its dtype, each layer's on its device."""
         sizes = {"rows": rows, "pages": pages, "page_size": page_size}
         parts = []
         for stage, device in zip(self.stages, self.devices, strict=True):
-            layers: list[DeepseekAttention] = [self.blocks[i].attention for i in stage]  # type: ignore[misc]
+            layers = [cast(DeepseekBlock, self.blocks[i]).attention for i in stage]
             needed = sum(
                 DeepseekCache.bytes_of(a, itemsize=self.dtype.itemsize, fp8=self.fp8_kv, **sizes) for a in layers
             )

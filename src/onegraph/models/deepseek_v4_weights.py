@@ -1,7 +1,7 @@
 """From the tensors of a DeepSeek-V4 checkpoint to layers: names as DeepSeek and as transformers write them."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.files import CheckpointError
 from onegraph.formats.nvfp4 import E4M3, GROUP, NVFP4Tensors, is_nvfp4, read_linear, tensor_names
 from onegraph.models.deepseek_v4_config import CSA, DeepseekV4Config
+from onegraph.models.weights import FLOATS
 from onegraph.nn.deepseek_attention import Compressor, DeepseekAttention, GroupedLinear
 from onegraph.nn.deepseek_moe import DeepseekMoE, Experts, SharedExpert
 from onegraph.nn.linear import Linear, Siblings
@@ -19,7 +20,6 @@ from onegraph.nn.nvfp4 import NVFP4Experts, NVFP4GroupedLinear, NVFP4Linear, fus
 _PACKED = re.compile(
     r"\.(attn\.(wq_a|wq_b|wkv|wo_a|wo_b|indexer\.wq_b)|(shared_experts|experts\.\d+)\.w[123])\.weight$"
 )
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32)
 
 # transformers' names (as modules, and as save_pretrained writes them) -> DeepSeek's, applied from the first to the last
@@ -142,7 +142,7 @@ class DeepseekWeights:
                 return self.stored[name + suffix].removesuffix(suffix)
         return name
 
-    def _add_compressor(self, add, prefix: str, ratio: int, dim: int, overlap: bool) -> None:  # type: ignore[no-untyped-def]
+    def _add_compressor(self, add: Callable[..., None], prefix: str, ratio: int, dim: int, overlap: bool) -> None:
         wide, d = dim * (2 if overlap else 1), self.config.hidden_size
         add(prefix, wkv__weight=(wide, d), wgate__weight=(wide, d), ape=(ratio, wide), norm__weight=(dim,))
 

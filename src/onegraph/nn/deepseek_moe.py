@@ -74,8 +74,7 @@ class DeepseekMoE(nn.Module):
                     f"table names experts {int(low)} to {int(high)}; the layer has 0 to {gate.shape[0] - 1}"
                 )
         self.experts, self.shared, self.top_k, self.scale = experts, shared, top_k, scale
-        matrices: Tensor = experts.down  # type: ignore[assignment]
-        self._one = (experts, shared) if matrices.shape[0] > gate.shape[0] else None
+        self._one = (experts, shared) if experts.get_buffer("down").shape[0] > gate.shape[0] else None
         self.register_buffer("gate", gate)
         self.register_buffer("bias", None if bias is None else bias.float())
         self.register_buffer("table", None if table is None else table.to(torch.int32).contiguous())

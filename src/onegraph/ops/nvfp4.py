@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.formats.nvfp4 import E2M1_MAX, E4M3, E4M3_MAX, FLOATS, GROUP
+from onegraph.formats.nvfp4 import E2M1_MAX, E4M3, E4M3_MAX, GROUP
+from onegraph.ops.norm import FLOATS
 from onegraph.ops.registry import Case, Op, nbytes, register
 
 SMALLEST = 2.0**-126  # a scale is never zero: what is divided by it would not be finite

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.formats.nvfp4 import E4M3, FLOATS, swizzle_scales
+from onegraph.formats.nvfp4 import E4M3, swizzle_scales
+from onegraph.ops.norm import FLOATS
 from onegraph.ops.nvfp4 import (
     activation_scale,
     check_float,

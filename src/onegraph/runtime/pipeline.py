@@ -7,6 +7,7 @@ and before what the target has queued, by events on those streams. The host wait
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -103,10 +104,8 @@ class Pipeline:
 def check_links(devices: Sequence[torch.device]) -> None:
     """Raises ValueError where two devices that hand tensors to each other cannot reach each other's memory."""
     cuda = [device.index for device in devices if device.type == "cuda"]
-    pairs = {(a, b) for a, b in zip(cuda, cuda[1:] + cuda[:1], strict=True) if a != b}
-    pairs |= {(cuda[-1], b) for b in cuda[:-1]} if cuda else set()
-    for a, b in sorted(pairs):
-        if not torch.cuda.can_device_access_peer(a, b):
+    for a, b in sorted({*pairwise(cuda), *((cuda[-1], b) for b in cuda)}):
+        if a != b and not torch.cuda.can_device_access_peer(a, b):
             raise ValueError(
                 f"cuda:{a} has no peer link to cuda:{b} (nvidia-smi topo -p2p r shows them); place the layers on GPUs "
                 "that have one, or on one GPU"
