@@ -8,7 +8,6 @@ against float64.
 
 import argparse
 import json
-from collections.abc import Callable
 from unittest import mock
 
 import torch
@@ -46,8 +45,7 @@ def truth(x: Tensor, codes: Tensor, rest: Tensor | None, table: Tensor, scale: T
 
 
 def timed(layers: list[tuple], x: Tensor) -> float:
-    step: Callable[[], list[Tensor]] = lambda: [e8p.linear(x, *layer) for layer in layers]  # noqa: E731
-    return replay_us(step, DEVICE, len(layers), budget_ms=20)
+    return replay_us(lambda: [e8p.linear(x, *layer) for layer in layers], DEVICE, len(layers), budget_ms=20)
 
 
 def main() -> int:

@@ -1,5 +1,6 @@
 """The CUDA E8P linear against float64: all rates, token counts and tails, under capture, the same bits each time."""
 
+import math
 import re
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from onegraph.formats.e8p import codebook, hadamard_block, residual_dtype
-from onegraph.ops.cuda import build, e8p_dense
+from onegraph.ops.cuda import build, e8p_dense, e8p_many
 from onegraph.ops.cuda import e8p as cuda_e8p
 from onegraph.ops.e8p import e8p_decode
 
@@ -302,6 +303,31 @@ def test_constants_agree_with_the_source() -> None:
     text = cuda_e8p.SOURCE.with_name("e8p_common.cuh").read_text()
     for name in ("SLICE", "ROWS"):
         assert int(re.search(rf"constexpr int {name} = (\d+);", text)[1]) == getattr(cuda_e8p, name)
+    ring = cuda_e8p.SOURCE.with_name("e8p_ring.cuh").read_text()
+    slot = re.search(r"constexpr int SLOT = BITS == 2 \? (\d+) : BITS == 3 \? (\d+) : (\d+);", ring)
+    assert {2 + i: int(size) for i, size in enumerate(slot.groups())} == cuda_e8p.SLOT
+    fields = re.search(r"Shared \{.*?\n(.*?)\};", cuda_e8p.SOURCE.read_text(), re.DOTALL)[1]
+    sizes = [
+        {"float": 4, "u64": 8}[kind] * math.prod(int(size) for size in re.findall(r"\[(\d+)\]", shape))
+        for kind, shape in re.findall(r"(float|u64) \w+((?:\[\d+\])+);", fields)
+    ]
+    assert -(-sum(sizes) // 128) * 128 == cuda_e8p.SHARED_STRUCT
+
+
+@pytest.mark.parametrize("name", ["e8p", "e8p_many", "e8p_dense"])
+def test_a_source_is_given_what_it_sets_when_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher defines the names that the head of the source tells, and no other."""
+    defined: list[set[str]] = []
+    monkeypatch.setattr(build, "load", lambda source, defines, *_: defined.append(set(defines)) or (None,) * 3)
+    make = {
+        "e8p": lambda: cuda_e8p._kernels.__wrapped__(2, 4, False, 4, 2, True, 0),
+        "e8p_many": lambda: e8p_many._kernels.__wrapped__(2, e8p_many.tile(17), False, 0),
+        "e8p_dense": lambda: e8p_dense._kernel.__wrapped__(2, False, 0),
+    }
+    make[name]()
+    text = cuda_e8p.SOURCE.with_name(f"{name}.cu").read_text().replace("\n//", "")
+    told = re.search(r"Set when compiled:(.*)", text)[1]
+    assert set(re.findall(r"\b[A-Z]{2,}\b(?= \(|,)", told)) == defined[0]
 
 
 def test_importing_touches_no_cuda() -> None:

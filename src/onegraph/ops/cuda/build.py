@@ -96,7 +96,7 @@ def _compile(nvrtc: Any, text: bytes, name: str, options: list[bytes], headers: 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A function of a loaded module. `max_threads` is what its registers allow in a block."""
+    """A function of a loaded module."""
 
     function: Any
     device: int

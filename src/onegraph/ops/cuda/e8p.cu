@@ -22,8 +22,9 @@
 //
 // Set when compiled: BITS (2, 3, 4), TOKENS (4, 8 or 16 in one pass), HALF (1: x and y are float16, 0: bfloat16), DEPTH
 // (row tiles of codes that a warp has under way), GROUP (divides DEPTH and the row tiles of a warp), COPY (1: the copy
-// engine fetches codes, 0: each lane), TRIGGER (when the next kernel may start: 0 at once, 1 when this one may read x,
-// 2 after the last product).
+// engine fetches codes, 0: each lane).
+//
+// e8p_ring.cuh brings the codes, e8p_product.cuh multiplies by them.
 
 #include "e8p_common.cuh"
 
@@ -68,72 +69,8 @@ struct __align__(128) Shared {  // after the tables
   u64 full[16][8];          // by warp and slot of its ring: the codes are there
 };
 
-__device__ __forceinline__ void mma(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, uint2 b) {
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b.x), "r"(b.y));
-}
-__device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ u32 magnitude(float v) { return __float_as_uint(v) & 0x7FFFFFFFu; }
-// Of the slice, from each lane's own. As integers NaN is the largest of all: it ends in the scale, and so everywhere.
-__device__ __forceinline__ float largest_of(u32 top) { return __uint_as_float(__reduce_max_sync(~0u, top)); }
-__device__ __forceinline__ float inverse_of(float largest) { return largest > 0.f ? __fdividef(LEVELS, largest) : 0.f; }
-
-// What a lane's group looks like to the products, and for the slice its scale and the sum that the offset of the nibbles
-// is multiplied with. int8: {b1 high, b2 high, b1 low, b2 low}.
-__device__ __forceinline__ uint4 to_bytes(const float (&v)[8], float2& scale) {
-  float b1[4], b2[4], above = 0.f;
-  u32 top = 0;
-#pragma unroll
-  for (int j = 3; j >= 0; j--) {
-    b1[j] = (v[4 + j] - above) * 0.0625f;
-    b2[j] = above = (v[j] - b1[j]) * 0.0625f;
-    top = max(top, max(magnitude(b1[j]), magnitude(b2[j])));
-  }
-  const float largest = largest_of(top), inverse = inverse_of(largest);
-  // Adding 1.5 * 2^23 + 128 leaves q + 128 in the low bits: byte 1 is the high part, byte 0 the low part plus 128.
-  const float magic = 12582912.f + 128.f;
-  u32 q1[4], q2[4];
-  int sum = 0;
-#pragma unroll
-  for (int j = 0; j < 4; j++) {
-    q1[j] = __float_as_uint(fmaf(b1[j], inverse, magic));
-    q2[j] = __float_as_uint(fmaf(b2[j], inverse, magic));
-    sum += 17 * ((int)q1[j] - 0x4B400080 + (int)q2[j] - 0x4B400080);
-  }
-  sum -= (int)q2[0] - 0x4B400080;
-  scale.x = largest * (1.f / LEVELS);
-  scale.y = (float)__reduce_add_sync(~0u, sum);
-  uint4 w;
-  w.x = prmt(prmt(q1[0], q1[1], 0x5151), prmt(q1[2], q1[3], 0x5151), 0x5410);
-  w.y = prmt(prmt(q2[0], q2[1], 0x5151), prmt(q2[2], q2[3], 0x5151), 0x5410);
-  w.z = prmt(prmt(q1[0], q1[1], 0x4040), prmt(q1[2], q1[3], 0x4040), 0x5410) ^ 0x80808080u;
-  w.w = prmt(prmt(q2[0], q2[1], 0x4040), prmt(q2[2], q2[3], 0x4040), 0x5410) ^ 0x80808080u;
-  return w;
-}
-
-// float16, in the order of the masks in multiply().
-__device__ __forceinline__ uint4 to_halves(const float (&v)[8], float2& scale) {
-  u32 top = 0;
-#pragma unroll
-  for (int j = 0; j < 8; j++) top = max(top, magnitude(v[j]));
-  const float largest = largest_of(top), inverse = inverse_of(largest), sixteenth = inverse * 0.0625f;
-  uint4 w;
-  w.x = narrow<true>(v[0] * inverse, v[2] * inverse);
-  w.y = narrow<true>(v[4] * sixteenth, v[6] * sixteenth);
-  w.z = narrow<true>(v[1] * inverse, v[3] * inverse);
-  w.w = narrow<true>(v[5] * sixteenth, v[7] * sixteenth);
-  const float2 a = widen<true>(w.x), b = widen<true>(w.y), c = widen<true>(w.z), d = widen<true>(w.w);
-  float sum = (a.x + a.y) + (c.x + c.y) + 16.f * ((b.x + b.y) + (d.x + d.y));
-#pragma unroll
-  for (int o = 1; o < 32; o <<= 1) sum += __shfl_xor_sync(~0u, sum, o);
-  scale = make_float2(largest * (1.f / LEVELS), sum);
-  return w;
-}
+#include "e8p_ring.cuh"
+#include "e8p_product.cuh"
 
 // A warp a (token, slice): grid (slices, TOKENS / 8, chunks of TOKENS), 8 warps.
 extern "C" __global__ void __launch_bounds__(256) e8p_rotate(const __grid_constant__ Arguments p) {
@@ -153,97 +90,6 @@ extern "C" __global__ void __launch_bounds__(256) e8p_rotate(const __grid_consta
   p.fragments[((at * TILES + b / 8) * 8 + lane % 8) * 32 + b % 8 * 4 + lane / 8] = to_halves(v, scale);
   if (lane == 0) p.scales[at * TOKENS + b] = make_float4(scale.x, scale.y, squares, 0.f);
 }
-
-struct Codes {
-  uint4 first[2];  // rows g and g + 8
-  uint4 second[BITS == 4 ? 2 : 1];
-  uint2 small[BITS == 3 ? 2 : 1];
-};
-
-constexpr int SLOT = BITS == 2 ? 1024 : BITS == 3 ? 1536 : 2048;  // bytes of a row tile's codes
-__device__ __forceinline__ void copy16(u32 to, const u8* from, bool real) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(real ? 16 : 0) : "memory");
-}
-__device__ __forceinline__ void copy8(u32 to, const u8* from, bool real) {
-  asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 8, %2;" :: "r"(to), "l"(from), "r"(real ? 8 : 0) : "memory");
-}
-// The I-th of eight codes of a row, R = 0 for row g and 1 for row g + 8.
-template <int I, int R> __device__ __forceinline__ u32 first(const Codes& c, u32 bank) {
-  return decode<I % 2>(part(c.first[R], I / 2), bank);
-}
-template <int I, int R> __device__ __forceinline__ u32 second(const Codes& c, u32 bank) {
-  if (BITS == 4) return decode<I % 2>(part(c.second[BITS == 4 ? R : 0], I / 2), bank);
-  const uint2 v = c.small[BITS == 3 ? R : 0];
-  return decode_e81b<I % 4>(I < 4 ? v.x : v.y, bank);
-}
-
-struct Bytes {  // int8: acc in units of the slice's scale, a stage each; chains break the products' latency
-  uint2 b[8];
-  float2 scale[1][1];
-  float offset;
-  float square;  // of the lane's token, over the warp's columns
-  typedef int Sums[2][4];
-  static __device__ __forceinline__ void clear(Sums& acc) {
-#pragma unroll
-    for (int s = 0; s < 2; s++) acc[s][0] = acc[s][1] = acc[s][2] = acc[s][3] = 0;
-  }
-  template <int I> __device__ __forceinline__ void multiply(Sums& acc, const Codes& c, u32 bank) const {
-    u32 top = first<I, 0>(c, bank), low = first<I, 1>(c, bank);
-    mma(acc[STAGES == 2 ? 0 : I % 2], top, low, top << 4, low << 4, b[I]);
-    if (STAGES == 2) {
-      top = second<I, 0>(c, bank), low = second<I, 1>(c, bank);
-      mma(acc[1], top, low, top << 4, low << 4, b[I]);
-    }
-  }
-  // a = 2 u - 15, e = u - 8. 2 bits: a, 3 bits: a + e, 4 bits: 4 a + b. Sums stay below 2^31: 256 * 256 * 255 * 127.
-  __device__ __forceinline__ float result(const Sums& acc, int j, int e, int h) const {
-    float q;
-    if (BITS == 2) {
-      q = (float)((acc[0][2 * h] + acc[1][2 * h]) * 256 + acc[0][2 * h + 1] + acc[1][2 * h + 1]);
-    } else {
-      const float v = (float)(acc[0][2 * h] * 256 + acc[0][2 * h + 1]);
-      const float w = (float)(acc[1][2 * h] * 256 + acc[1][2 * h + 1]);
-      q = fmaf(BITS == 3 ? 2.f : 4.f, v, w);
-    }
-    return fmaf(q, scale[0][0].x, offset);
-  }
-};
-
-struct Halves {  // float16: stages added before the product
-  uint4 b[TILES][8];
-  float2 scale[TILES][2];
-  typedef float Sums[TILES][4];
-  static __device__ __forceinline__ void clear(Sums& acc) {
-#pragma unroll
-    for (int j = 0; j < TILES; j++) acc[j][0] = acc[j][1] = acc[j][2] = acc[j][3] = 0.f;
-  }
-  template <int I, int R> __device__ __forceinline__ void operands(u32 (&a)[4], const Codes& c, u32 bank) const {
-    const u32 v = first<I, R>(c, bank), w = v >> 8;
-    a[0] = v & 0x000F000Fu, a[1] = v & 0x00F000F0u, a[2] = w & 0x000F000Fu, a[3] = w & 0x00F000F0u;
-    if (STAGES == 2) {
-      const u32 r = second<I, R>(c, bank), q = r >> 8;
-      const u32 ratio = BITS == 4 ? 4 : 2;
-      a[0] = a[0] * ratio + (r & 0x000F000Fu), a[1] = a[1] * ratio + (r & 0x00F000F0u);
-      a[2] = a[2] * ratio + (q & 0x000F000Fu), a[3] = a[3] * ratio + (q & 0x00F000F0u);
-    }
-  }
-  template <int I> __device__ __forceinline__ void multiply(Sums& acc, const Codes& c, u32 bank) const {
-    u32 top[4], low[4];
-    operands<I, 0>(top, c, bank);
-    operands<I, 1>(low, c, bank);
-#pragma unroll
-    for (int j = 0; j < TILES; j++) {
-      mma(acc[j], top[0], low[0], top[1], low[1], b[j][I].x, b[j][I].y);
-      mma(acc[j], top[2], low[2], top[3], low[3], b[j][I].z, b[j][I].w);
-    }
-  }
-  __device__ __forceinline__ float result(const Sums& acc, int j, int e, int h) const {
-    const float v = acc[j][2 * h + e] * (BITS == 3 ? SUBNORMAL : 2.f * SUBNORMAL);
-    return fmaf(BITS == 2 ? -15.f : BITS == 3 ? -23.f : -75.f, scale[j][e].y, v) * scale[j][e].x;
-  }
-};
-template <bool> struct Choose { typedef Bytes type; };
-template <> struct Choose<false> { typedef Halves type; };
 
 // A warp's operands for one slice: rotated here, through 512 bytes of shared memory ...
 __device__ __forceinline__ void gather(Bytes& to, const Arguments& p, int slice, int start, int chunk, int tokens,
@@ -301,126 +147,6 @@ __device__ __forceinline__ float inverse_rms(float squares, const Arguments& p) 
   return rsqrtf(squares / (float)p.k + p.eps);
 }
 
-// What a warp has under way. COPY 1: the copy engine takes a row tile at a time; COPY 0: each lane copies what it reads
-// itself, where a row of the residual is no multiple of 16 bytes.
-template <bool> struct Ring;
-template <> struct Ring<true> {
-  const Arguments& p;
-  u32 full, slots;
-  const u8* read;
-  int column, row, end_column, first_row, rows_end, slot, phase;
-  bool leader;
-  __device__ __forceinline__ Ring(const Arguments& p, u64* barriers, u8* ring, int start, int end, int tile_row,
-                                  int row_warp, int row_tiles, int lane)
-      : p(p), slot(0), phase(0), leader(lane == 0) {
-    full = (u32)__cvta_generic_to_shared(barriers), slots = (u32)__cvta_generic_to_shared(ring);
-    read = ring + lane * 16;
-    column = start * 64, end_column = end * 64;
-    row = first_row = tile_row + row_warp * 16, rows_end = tile_row + row_tiles * 16;
-    if (leader) {
-      for (int d = 0; d < DEPTH; d++)
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(full + 8 * d) : "memory");
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    }
-    __syncwarp();
-  }
-  __device__ __forceinline__ static void box(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-        :: "r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier) : "memory");
-  }
-  __device__ __forceinline__ void fetch(int at) {
-    if (leader && column < end_column) {
-      const u32 barrier = full + 8 * at, to = slots + at * SLOT;
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(SLOT) : "memory");
-      box(to, p.codes_map, column, row, barrier);
-      if (BITS == 4) box(to + 1024, p.residual_map, column, row, barrier);
-      if (BITS == 3) box(to + 1024, p.residual_map, column / 2, row, barrier);
-    }
-    row += p.down * 16;
-    if (row >= rows_end) row = first_row, column += p.across * 64;
-  }
-  __device__ __forceinline__ Codes take(int u) {
-    asm volatile(
-        "{\n.reg .pred P;\nAGAIN: mbarrier.try_wait.parity.shared::cta.b64 P, [%0], %1;\n@P bra DONE;\nbra AGAIN;\nDONE:\n}"
-        :: "r"(full + 8 * (slot + u)), "r"(phase) : "memory");
-    return codes_of(read + (slot + u) * SLOT, 512, 1024, 256);
-  }
-  __device__ __forceinline__ void refill() {
-    __syncwarp();
-#pragma unroll
-    for (int u = 0; u < GROUP; u++) fetch(slot + u);
-    slot += GROUP;
-    if (slot == DEPTH) slot = 0, phase ^= 1;
-  }
-  __device__ __forceinline__ Codes codes_of(const u8* at, int below, int rest, int rest_below) const {
-    Codes c;
-    c.first[0] = *(const uint4*)at, c.first[1] = *(const uint4*)(at + below);
-    if (BITS == 4) {
-      c.second[0] = *(const uint4*)(at + rest), c.second[BITS == 4] = *(const uint4*)(at + rest + below);
-    } else if (BITS == 3) {
-      const u8* half = at + rest - (threadIdx.x % 32) * 8;
-      c.small[0] = *(const uint2*)half, c.small[BITS == 3] = *(const uint2*)(half + rest_below);
-    }
-    return c;
-  }
-};
-template <> struct Ring<false> {
-  const Arguments& p;
-  u32 to;
-  const u8 *read, *codes, *rest;
-  u32 row_bytes, rest_bytes;
-  int slice, end, tile, first_tile, row_tiles, real_tiles, slot, t, lane;
-  __device__ __forceinline__ Ring(const Arguments& p, u64*, u8* ring, int start, int end, int tile_row, int row_warp,
-                                  int row_tiles, int lane)
-      : p(p), slice(start), end(end), tile(row_warp), first_tile(row_warp), row_tiles(row_tiles), slot(0), t(lane % 4),
-        lane(lane) {
-    to = (u32)__cvta_generic_to_shared(ring) + lane * 16, read = ring + lane * 16;
-    row_bytes = (u32)p.k / 4, rest_bytes = (u32)p.k / (BITS == 4 ? 4 : 8);
-    real_tiles = min(row_tiles, (p.n - tile_row) / 16);
-    codes = p.codes + (size_t)(tile_row + lane / 4) * row_bytes + t * 16;
-    rest = p.residual + (size_t)(tile_row + lane / 4) * rest_bytes + t * (BITS == 4 ? 16 : 8);
-  }
-  __device__ __forceinline__ void fetch(int at) {
-    if (slice < end) {
-      const bool real = tile < real_tiles && slice * SLICE + t * 64 < p.k;
-      const u8* from = codes + (size_t)tile * 16 * row_bytes + slice * 64;
-      copy16(to + at * SLOT, from, real);
-      copy16(to + at * SLOT + 512, from + 8 * row_bytes, real);
-      const u8* more = rest + (size_t)tile * 16 * rest_bytes + slice * (BITS == 4 ? 64 : 32);
-      if (BITS == 4) {
-        copy16(to + at * SLOT + 1024, more, real);
-        copy16(to + at * SLOT + 1536, more + 8 * rest_bytes, real);
-      } else if (BITS == 3) {
-        copy8(to + at * SLOT + 1024 - lane * 8, more, real);
-        copy8(to + at * SLOT + 1280 - lane * 8, more + 8 * rest_bytes, real);
-      }
-    }
-    asm volatile("cp.async.commit_group;" ::: "memory");
-    tile += p.down;
-    if (tile >= row_tiles) tile = first_tile, slice += p.across;
-  }
-  __device__ __forceinline__ Codes take(int u) {
-    if (u == 0) asm volatile("cp.async.wait_group %0;" :: "n"(DEPTH - GROUP) : "memory");
-    const u8* at = read + (slot + u) * SLOT;
-    Codes c;
-    c.first[0] = *(const uint4*)at, c.first[1] = *(const uint4*)(at + 512);
-    if (BITS == 4) c.second[0] = *(const uint4*)(at + 1024), c.second[BITS == 4] = *(const uint4*)(at + 1536);
-    if (BITS == 3) {
-      c.small[0] = *(const uint2*)(at + 1024 - lane * 8);
-      c.small[BITS == 3] = *(const uint2*)(at + 1280 - lane * 8);
-    }
-    return c;
-  }
-  __device__ __forceinline__ void refill() {
-#pragma unroll
-    for (int u = 0; u < GROUP; u++) fetch(slot + u);
-    slot += GROUP;
-    if (slot == DEPTH) slot = 0;
-  }
-};
-
 // Grid (clusters that own p.blocks * 128 rows, chunks of TOKENS). Shared memory: tables, Shared, partial sums
 // [across][tokens][rows + PAD], what the cluster sends [jobs / cluster][cluster][128], where a job is a token's 128 rows,
 // and 512 bytes a warp for the rotation.
@@ -432,7 +158,6 @@ extern "C" __global__ void __launch_bounds__(512, 1) e8p_linear(const __grid_con
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int warps = blockDim.x / 32, down = p.down, chunk = blockIdx.y;
   const int row_warp = warp * p.inverse >> 8, column_warp = warp - row_warp * p.across;
-  if (TRIGGER == 0) let_next_start();
   const int tokens = min(TOKENS, p.tokens - chunk * TOKENS);
   const int begin = rank * p.per_block, end = min(begin + p.per_block, p.slices), start = begin + column_warp;
 
@@ -466,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) e8p_linear(const __grid_con
   build_tables(p.codebook, words, warp, warps, lane);
   __syncthreads();
   wait_for_previous();
-  if (TRIGGER == 1) let_next_start();
+  let_next_start();
 
   u32 bank;  // opaque and after the barrier, so that no lookup is moved before it
   const u32 base = (u32)__cvta_generic_to_shared(smem);
@@ -517,7 +242,6 @@ extern "C" __global__ void __launch_bounds__(512, 1) e8p_linear(const __grid_con
           }
     }
   }
-  if (TRIGGER == 2) let_next_start();
   if (p.eps >= 0.f) {
     if (INTEGER) {
       if (row_warp == 0 && start < end) leave_squares(product, shared, column_warp, lane);

@@ -24,7 +24,6 @@ SHARED_LIMIT = 227 * 1024  # bytes that a block can have on Hopper
 SHARED_STRUCT = 1792  # bytes of `Shared` in e8p.cu
 WARPS = 16  # of a block at most
 NO_MAPS = bytes(256)  # in place of the two tensor maps where each lane copies codes itself
-TRIGGER = 1  # the next kernel may start when this one may read x
 SLOT = {2: 1024, 3: 1536, 4: 2048}  # bytes of a row tile's codes, by bits
 # Row tiles of codes that a warp has under way, by bits: the most that fit. Asking for more delays the tables, which are
 # built next (benchmarks/results/e8p-variants-h200.jsonl).
@@ -135,8 +134,7 @@ def takes(tokens: int, n: int, k: int, dtype: torch.dtype) -> bool:
 def _kernels(
     bits: int, most: int, half: bool, ahead: int, group: int, engine: bool, device: int
 ) -> tuple[build.Kernel, ...]:
-    defines = {"BITS": bits, "TOKENS": most, "HALF": int(half), "DEPTH": ahead, "GROUP": group}
-    defines |= {"COPY": int(engine), "TRIGGER": TRIGGER}
+    defines = {"BITS": bits, "TOKENS": most, "HALF": int(half), "DEPTH": ahead, "GROUP": group, "COPY": int(engine)}
     return build.load(SOURCE, defines, ("e8p_linear", "e8p_rotate"), device, SHARED_LIMIT)
 
 

@@ -17,17 +17,6 @@ __device__ __forceinline__ u32 prmt(u32 a, u32 b, u32 s) {
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(s));
   return d;
 }
-__device__ __forceinline__ uint4 stream16(const u8* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
-}
-__device__ __forceinline__ uint2 stream8(const u8* p) {
-  uint2 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
-  return v;
-}
 template <bool IS_HALF> __device__ __forceinline__ float2 widen(u32 v) {  // two 16-bit floats
   float2 f;
   if (IS_HALF) {

@@ -11,6 +11,8 @@
 //
 // Set when compiled: BITS, HALF (1: x and y are float16, 0: bfloat16), TOKENS (32, 64 or 128 a tile), MT (1 or 2 times 64
 // rows a warpgroup), DEPTH (stages of 64 columns).
+//
+// One file past 400 lines: the three kernels hand each other their layouts.
 
 #include "e8p_common.cuh"
 

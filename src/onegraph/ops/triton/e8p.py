@@ -234,16 +234,9 @@ def _rotate_inputs(
 
 @triton.jit
 def _decode_all(
-    codes,
-    residual,
-    codebook,
-    out,
-    size,
-    BITS: tl.constexpr,
-    PACKED: tl.constexpr,
-    TILE: tl.constexpr,
+    codes, residual, codebook, out, size, BITS: tl.constexpr, PACKED: tl.constexpr, TILE: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Every code to eight values of `out`: stored as one int64 of int8 if PACKED, else converted to out's dtype."""
     let_next_start(PDL)
     wait_for_previous(PDL)  # a quantizer decodes what the kernel before has just encoded
