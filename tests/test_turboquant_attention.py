@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from onegraph.formats import turboquant
-from onegraph.formats.turboquant_layout import unpack_pages
+from onegraph.formats.turboquant_layout import layout_of, unpack_pages
 from onegraph.ops.registry import OPS
-from onegraph.ops.turboquant_attention import eight_bit_levels, layout_of, turboquant_attention
+from onegraph.ops.turboquant_attention import eight_bit_levels, turboquant_attention
 
 ARGUMENTS = [a.name for a in turboquant_attention.overload._schema.arguments]
 

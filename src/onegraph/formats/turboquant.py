@@ -30,12 +30,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.formats.turboquant_layout import TurboQuantLayout
+from onegraph.formats.turboquant_layout import VARIANTS, TurboQuantLayout
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 BITS = (1, 2, 3, 4)
 EXACT = 16  # as a layer's rate: the model's own dtype
-VARIANTS = ("mse", "prod")
 ROTATIONS = ("hadamard", "qr")
 MODES = ("hybrid", "full", "shadow")
 SCALES = ("norm", "matched", "unbiased")

@@ -137,6 +137,14 @@ class TurboQuantLayout:
         return (slots // BLOCK).unsqueeze(-1) * self.block_bytes + torch.cat(parts, dim=-1)
 
 
+def layout_of(
+    head_dim: int, k_bits: int, v_bits: int, k_variant: str, v_variant: str, page_bytes: int
+) -> TurboQuantLayout:
+    """The layout of a cache whose pages have `page_bytes` a head."""
+    size = TurboQuantLayout(head_dim, k_bits, v_bits, k_variant, v_variant).bytes_per_token_head
+    return TurboQuantLayout(head_dim, k_bits, v_bits, k_variant, v_variant, page_bytes // size)
+
+
 def _places(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Of 16 dimensions: the byte (int64 [16]) and the bit in it (uint8 [16]) at which each stands."""
     i = torch.arange(16, device=device)

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from onegraph.formats import turboquant as formats
 from onegraph.formats.turboquant import SCALES, mean_abs_coordinate
-from onegraph.formats.turboquant_layout import Coded, TurboQuantLayout, pack_tokens
+from onegraph.formats.turboquant_layout import Coded, TurboQuantLayout, layout_of, pack_tokens
 from onegraph.ops.attention import _head_norm, _rope
 from onegraph.ops.norm import FLOATS
 from onegraph.ops.registry import Case, Op, nbytes, register
-from onegraph.ops.turboquant_attention import layout_of
 
 LARGEST_NORM = 65504.0  # float16
 

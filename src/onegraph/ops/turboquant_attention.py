@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from onegraph.formats import turboquant as formats
-from onegraph.formats.turboquant_layout import Coded, TurboQuantLayout, pack_pages, unpack_pages
+from onegraph.formats.turboquant_layout import Coded, TurboQuantLayout, layout_of, pack_pages, unpack_pages
 from onegraph.ops.norm import FLOATS
 from onegraph.ops.registry import Case, Op, nbytes, register
+from onegraph.ops.turboquant import dequantize
 
 
 def eight_bit_levels(codebook: Tensor) -> Tensor:
@@ -24,24 +25,6 @@ def eight_bit_levels(codebook: Tensor) -> Tensor:
         return codebook
     magnitude = ((codebook.abs() / largest) * 127.5 - 0.5).round() * 2 + 1
     return magnitude * codebook.sign() * (largest / 255)
-
-
-def _decode(coded: Coded, codebook: Tensor, projection: Tensor | None) -> Tensor:
-    """float32 [..., tokens, head_dim], in rotated coordinates."""
-    level = eight_bit_levels(codebook).index_select(0, coded.codes.flatten().int()).view(coded.codes.shape)
-    out = level * coded.norms.float().unsqueeze(-1)
-    if coded.signs is None or coded.residual_norms is None:
-        return out
-    assert projection is not None
-    return out + coded.residual_norms.float().unsqueeze(-1) * ((1.0 - 2.0 * coded.signs) @ projection.float())
-
-
-def layout_of(
-    head_dim: int, k_bits: int, v_bits: int, k_variant: str, v_variant: str, page_bytes: int
-) -> TurboQuantLayout:
-    """The layout of a cache whose pages have `page_bytes` a head."""
-    size = TurboQuantLayout(head_dim, k_bits, v_bits, k_variant, v_variant).bytes_per_token_head
-    return TurboQuantLayout(head_dim, k_bits, v_bits, k_variant, v_variant, page_bytes // size)
 
 
 def _turboquant_attention(
@@ -69,9 +52,12 @@ def _turboquant_attention(
     group, capacity = heads // kv_heads, block_table.shape[1] * layout.page_size
     held = cache.index_select(0, block_table.flatten())
     coded_keys, coded_values = unpack_pages(layout, held)  # of [B * P, kv_heads, page_size] tokens
-    keys = _decode(coded_keys, k_codebook, projection).view(batch, -1, kv_heads, layout.page_size, dim)
-    values = _decode(coded_values, v_codebook, projection).view(batch, -1, kv_heads, layout.page_size, dim)
-    keys, values = (t.transpose(1, 2).reshape(batch, kv_heads, capacity, dim) for t in (keys, values))
+    keys = dequantize(coded_keys, eight_bit_levels(k_codebook), projection)
+    values = dequantize(coded_values, eight_bit_levels(v_codebook), projection)
+    keys, values = (
+        t.view(batch, -1, kv_heads, layout.page_size, dim).transpose(1, 2).reshape(batch, kv_heads, capacity, dim)
+        for t in (keys, values)
+    )
 
     key = torch.arange(capacity, dtype=torch.int32, device=q.device)
     step = torch.arange(length, dtype=torch.int32, device=q.device)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from onegraph.formats.turboquant import DRAFTS
-from onegraph.formats.turboquant_layout import TurboQuantLayout
+from onegraph.formats.turboquant_layout import TurboQuantLayout, layout_of
 from onegraph.ops.recent_attention import recent_attention
 from onegraph.ops.registry import Case, Op, nbytes, register
-from onegraph.ops.turboquant_attention import case, layout_of, turboquant_attention
+from onegraph.ops.turboquant_attention import case, turboquant_attention
 
 
 def _parts(*args: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
