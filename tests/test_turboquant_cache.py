@@ -7,20 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from onegraph.check import Verdict
-from onegraph.check.api import check_step
-from onegraph.engine.generate import Engine
-from onegraph.engine.params import SamplingParams
 from onegraph.formats import turboquant as formats
 from onegraph.formats.turboquant import DRAFTS, TurboQuantConfig, parse_kv
 from onegraph.nn.attention import Attention, PagedCache
 from onegraph.nn.turboquant import TurboQuantCache
-from onegraph.ops.registry import reference_ops
 from onegraph.ops.turboquant import dequantize, quantize
 from onegraph.ops.turboquant_attention import eight_bit_levels
 from onegraph.runtime.graph import Runner
-from onegraph.runtime.prove import prove
-from tiny_decoder import TinyDecoder
 
 HEADS, KV_HEADS, DIM, PAGE = 6, 2, 64, 16
 ANGLE = torch.arange(512)[:, None] * 1000.0 ** -(torch.arange(0, DIM, 2) / DIM)
@@ -307,130 +300,7 @@ def test_bad_sizes_are_refused_in_one_line(text: str, change: dict[str, Any], me
     assert "\n" not in str(caught.value)
 
 
-# ------------------------------------------------------------------------------------------------------ the engine
-
-
-def engine(text: str | None, **options: Any) -> Engine:
-    settings = {"max_batch": 3, "max_context": 128, "chunk": 16, "capture": False}
-    return Engine(TinyDecoder(head_dim=64, **options.pop("model", {})), kv=text, **(settings | options))
-
-
-PROMPTS = [[5, 9, 2, 77], list(range(40, 83)), [3], list(range(7, 31)), [99, 98]]
-
-
-@pytest.mark.parametrize("text", ["turboquant:4", "turboquant:k3v4,mode=full", "turboquant:2,window=16,first=1"])
-def test_a_batch_gives_each_prompt_what_it_gets_alone(text: str) -> None:
-    """Five prompts through three rows: sequences come and go, and move between rows with their rings."""
-    params = [SamplingParams(max_tokens=n) for n in (40, 9, 25, 31, 12)]
-    together = engine(text).generate(PROMPTS, params)
-    for prompt, one, got in zip(PROMPTS, params, together, strict=True):
-        assert engine(text, max_batch=1).generate([prompt], one) == [got]
-
-
-def test_within_the_window_the_answer_is_that_of_the_exact_cache() -> None:
-    prompts, params = [PROMPTS[i] for i in (0, 2, 3, 4)], SamplingParams(max_tokens=40)
-    assert engine("turboquant:2", chunk=64).generate(prompts, params) == engine(None).generate(prompts, params)
-
-
-def test_the_engine_refuses_bad_settings() -> None:
-    for text, message in {
-        "turboquant:7": "7 bits for keys",
-        "turboquant:4,window=4096": "window is 4096 tokens, the pages of the cache hold",
-    }.items():
-        with pytest.raises(ValueError, match=message):
-            engine(text)
-
-
-def test_a_nan_is_reported_and_forgotten() -> None:
-    e = engine("turboquant:4")
-    good = e.generate(PROMPTS[:1], SamplingParams(max_tokens=8))
-    saved = e.model.embed[77].clone()
-    e.model.embed[77] = math.nan
-    with pytest.raises(FloatingPointError):
-        e.generate(PROMPTS[:1], SamplingParams(max_tokens=8))
-    e.model.embed[77] = saved
-    assert e.generate(PROMPTS[:1], SamplingParams(max_tokens=8)) == good
-
-
-@pytest.mark.parametrize("kind", ["decode", "prefill"])
-@pytest.mark.parametrize(
-    "text", ["turboquant:4", "turboquant:k3v4,mode=full,keys=prod", "turboquant:4,mode=shadow", "turboquant:2,first=1"]
-)
-def test_the_step_may_be_captured(text: str, kind: str) -> None:
-    """Captured, replayed and compared on a simulated GPU, with the ops as plain torch, which it sees into."""
-
-    def factory():
-        e = engine(text, model={"device": "cuda"})
-        runner = e.runner(kind)
-        rows = {
-            "positions": torch.tensor([3, 75, 9], dtype=torch.int32),
-            "limits": torch.tensor([120, 77, 9], dtype=torch.int32),
-            "table": torch.arange(1, 25, dtype=torch.int32).view(3, 8),
-            "slots": torch.tensor([2, 3, 1], dtype=torch.int32),
-        }
-        rows |= {n: t.cpu()[:3] * 0 for n, t in e._row_inputs(3).items() if n not in rows}
-        g = torch.Generator().manual_seed(0)
-        if kind == "decode":
-            runner.load(drawn=torch.tensor([5, 6, 7]), **rows)
-
-        def inputs(index):
-            if kind == "prefill":
-                row = {name: tensor[:1].clone() for name, tensor in rows.items()}
-                row["positions"][0], row["limits"][0] = 16 * index, 16 * index + 16 - index
-                runner.load(tokens=torch.randint(0, 101, (1, 16), generator=g), **row)
-            return ()
-
-        def one():
-            with reference_ops():
-                return runner.replay(3) if kind == "decode" else runner.replay()
-
-        return one, inputs
-
-    report = check_step(factory)
-    assert [f"{f.code} {f.path}:{f.line} {f.message}" for f in report.findings] == []
-
-
 # --------------------------------------------------------------------------------------------------------- a GPU
-
-ON_GPU = ["turboquant:4", "turboquant:k3v4,mode=full", "turboquant:2,window=16,first=1", "turboquant:4,keys=prod"]
-
-
-def gpu_engine(text: str | None, **options: Any) -> Engine:
-    return engine(text, model={"device": "cuda:0"}, **({"capture": True} | options))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("text", [*ON_GPU, "turboquant:4,mode=shadow"])
-def test_replay_is_proven_on_a_gpu(text: str) -> None:
-    e = gpu_engine(text)
-    layers = [found for found in e._cache.layers if found is not None]
-    state = {f"codes {i}": found.codes for i, found in enumerate(layers)} | {"squares": e._cache.squares}
-    state |= {f"ring {i}": found.ring for i, found in enumerate(layers) if found.ring is not None}
-    g = torch.Generator().manual_seed(0)
-
-    def rows(n: int) -> dict[str, Tensor]:
-        found = {name: t.cpu()[:n] * 0 for name, t in e._row_inputs(n).items()}
-        return found | {
-            "positions": torch.randint(0, 110, (n,), generator=g).int(),
-            "limits": torch.randint(100, 128, (n,), generator=g).int(),
-            "table": 1 + torch.randperm(24, generator=g)[: 8 * n].view(n, 8).int(),
-            "slots": 1 + torch.randperm(3, generator=g)[:n].int(),
-        }
-
-    decode = [{"drawn": torch.randint(0, 101, (n,), generator=g), **rows(n)} for n in (3, 1, 2, 3)]
-    assert [str(d) for d in prove(e.runner("decode"), decode, reset=e._cache.reset, state=state)] == []
-    prefill = [{"tokens": torch.randint(0, 101, (1, 16), generator=g), **rows(1)} for _ in range(3)]
-    assert [str(d) for d in prove(e.runner("prefill"), prefill, reset=e._cache.reset, state=state)] == []
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("text", ON_GPU)
-def test_captured_generation_is_the_eager_one_on_a_gpu(text: str) -> None:
-    params = [SamplingParams(max_tokens=n) for n in (40, 9, 25, 31, 12)]
-    captured = gpu_engine(text).generate(PROMPTS, params)
-    assert gpu_engine(text, capture=False).generate(PROMPTS, params) == captured
-    for prompt, one, got in zip(PROMPTS, params, captured, strict=True):
-        assert gpu_engine(text, max_batch=1).generate([prompt], one) == [got]
 
 
 @pytest.mark.gpu
@@ -476,25 +346,3 @@ def test_captured_drafts_and_their_rollback_on_a_gpu(text: str) -> None:
             want = one[t : t + accepted]
             assert (out - want).norm() <= 2e-2 * want.norm(), t
             t, turn = t + accepted, turn + 1
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("text", ["turboquant:4", "turboquant:k3v4,mode=full"])
-def test_the_step_is_clean_live(text: str) -> None:
-    def factory():
-        e = engine(text, model={"device": "cuda"}, max_context=64)
-        rows = e._decode_inputs
-        rows["drawn"].copy_(torch.tensor([5, 9, 2]))
-        rows["limits"].copy_(torch.tensor([60, 40, 3]))
-        rows["table"].copy_(torch.arange(1, 1 + rows["table"].numel()).view_as(rows["table"]))
-        rows["slots"].copy_(torch.tensor([2, 3, 1]))
-
-        @torch.no_grad()
-        def one():
-            return e._decode_step(**rows, sampling=False)
-
-        return one, lambda index: ()
-
-    report = check_step(factory, simulate=False, live=True, steps=5)
-    assert report.verdict is Verdict.CAPTURABLE, [(f.code, f.path, f.line, f.message) for f in report.findings]
-    assert report.facts["replay equals eager"]
