@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 LINES = Path(__file__).parent / "results" / "turboquant-quality-cpu.jsonl"
 
 PLACES = {  # of labels that would lie on others
-    "4,mode=full": ("right", (-2, 7)), "k3v4,mode=full": ("right", (-2, 7)), "k3v4": ("right", (-6, 4)),
+    "4,mode=full": ("right", (-2, 7)), "k3v4": ("right", (-6, 4)),
     "k3v4,first=2,last=2": ("left", (-34, -13)), "k3v4,window=128": ("left", (6, -4)),
 }  # fmt: skip
 

@@ -137,7 +137,7 @@ def parts(command: str) -> None:
         qkv = torch.randn(batch, 1, (HEADS + 2 * KV_HEADS) * DIM, device=device, dtype=torch.bfloat16)
         plain = PagedCache(**(sizes | ({"layers": 1} if context > 4096 else {})))
         settings = ("turboquant:4", "turboquant:4,mode=full", "turboquant:k3v4", "turboquant:4,keys=prod")
-        caches = {text: TurboQuantCache(parse_kv(text), **sizes) for text in settings}  # type: ignore[arg-type]
+        caches = {text: TurboQuantCache(kv, **sizes) for text in settings if (kv := parse_kv(text)) is not None}
         for cache in (plain, *caches.values()):
             cache.block_table.copy_(torch.arange(1, 1 + batch * per_row).view(batch, per_row))
             cache.positions.fill_(context)
