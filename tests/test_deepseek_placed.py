@@ -141,6 +141,15 @@ def test_the_size_of_state_is_what_it_takes(folder):
     assert deepseek_v4_place.free_memory(torch.device("cpu")) > 1 << 40
 
 
+def test_a_placed_cache_forgets_in_every_part(folder):
+    cache = load(folder, ["cpu"] * 2).new_cache(rows=2, pages=5, page_size=128, pages_per_row=2)
+    for tensor in cache.tensors():
+        tensor.fill_(torch.nan)
+    assert len(cache.parts) == 2
+    cache.reset()
+    assert all(not tensor.any() for part in cache.parts for tensor in part.tensors())
+
+
 def test_a_missing_peer_link_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: {a, b} != {1, 2})
     check_links([torch.device("cuda", 0), torch.device("cuda", 1)])

@@ -41,21 +41,6 @@ E4M3 = torch.float8_e4m3fn
 RECIPROCAL = {"weight_scale_2": False, "weight_global_scale": True, "input_scale": False, "input_global_scale": True}
 
 
-def linear_tensors(n: int, k: int, bias: bool = False) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """What a checkpoint in ModelOpt's form holds for one linear: suffix -> (shape, dtype); `input_scale` may be there
-    too. Raises ValueError where k is no multiple of 16."""
-    if n < 1 or k < GROUP or k % GROUP:
-        raise ValueError(f"a linear of {n} x {k} cannot be stored as NVFP4; inputs come in groups of {GROUP}")
-    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "weight": ((n, k // 2), torch.uint8),
-        "weight_scale": ((n, k // GROUP), E4M3),
-        "weight_scale_2": ((), torch.float32),
-    }
-    if bias:
-        tensors["bias"] = ((n,), torch.float32)
-    return tensors
-
-
 class NVFP4Tensors(NamedTuple):
     """One layer as read: codes uint8 [n, k/2]; scale uint8 [n, k/16], the bits of E4M3 numbers, which every part of
     torch can copy and compare; global_scale float32 [], a factor, not a divisor; input_scale the frozen global scale of

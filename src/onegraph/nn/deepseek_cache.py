@@ -168,10 +168,6 @@ class PlacedCache:
     def block_table(self) -> Tensor:
         return self.parts[0].block_table
 
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
-
     def tensors(self) -> list[Tensor]:
         return [tensor for part in self.parts for tensor in part.tensors()]
 

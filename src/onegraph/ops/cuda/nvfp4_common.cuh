@@ -2,7 +2,6 @@
 // functions of these names (tests/nvfp4_on_cpu).
 
 typedef unsigned int u32;
-typedef unsigned long long u64;
 typedef unsigned char u8;
 typedef unsigned short u16;
 
