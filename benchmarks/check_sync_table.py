@@ -8,6 +8,7 @@ again measures nothing more: what it was given is measured by a fresh one.
 """
 
 import argparse
+import importlib.util
 import json
 import multiprocessing
 import sys
@@ -26,12 +27,9 @@ _SKIP = ("aten.set_.", "aten.resize_.", "prim.", "aten.detach.", "aten.record_st
 
 def _op_db() -> list[Any]:
     """torch's op database. `expecttest` is imported by torch's test helpers and used by none of what we call."""
-    try:
-        import expecttest  # noqa: F401
-    except ImportError:
+    if importlib.util.find_spec("expecttest") is None:
         stub = types.ModuleType("expecttest")
-        stub.TestCase = unittest.TestCase  # type: ignore[attr-defined]
-        stub.assert_expected_inline = None  # type: ignore[attr-defined]
+        vars(stub).update(TestCase=unittest.TestCase, assert_expected_inline=None)
         sys.modules["expecttest"] = stub
     from torch.testing._internal.common_methods_invocations import op_db
 

@@ -7,7 +7,6 @@ import time
 import warnings
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -316,10 +315,8 @@ class _Live:
             self.captured.parted = [(o.func, o.chain) for o in self.captured.ops] != [
                 (o.func, o.chain) for o in first.ops
             ]
-            self.captured.index = 1
             at_branches += differences(first, [self.captured], self.verdicts, books, {})[1]
-        world = SimpleNamespace(captured_step=1, asked_capturing=self.recorder.asked_capturing)
-        findings = Findings(world, self.roots, self.steps, self.names, origin=Origin.LIVE)  # type: ignore[arg-type]
+        findings = Findings(self.recorder, self.roots, self.steps, self.names, origin=Origin.LIVE)
         findings.of_running(self._relevant())
         findings.of_comparison(at_ops)
         findings.of_branches(at_branches)

@@ -48,17 +48,14 @@ def calls_noted(recorder: Recorder) -> Iterator[None]:
 
     engine = torch.autograd.graph._engine_run_backward
     seeds = [(torch, "manual_seed"), *((torch.cuda, n) for n in ("manual_seed", "manual_seed_all", "set_rng_state"))]
-    before = [(owner, name, getattr(owner, name)) for owner, name in seeds]
-    torch.cuda.is_current_stream_capturing = asked
-    for owner, name, function in before:
-        setattr(owner, name, seeding(function))
-    for module in (torch.autograd, torch.autograd.graph):
-        module._engine_run_backward = backward  # type: ignore[attr-defined]
+    stand_ins = [(owner, name, seeding(getattr(owner, name))) for owner, name in seeds]
+    stand_ins += [(module, "_engine_run_backward", backward) for module in (torch.autograd, torch.autograd.graph)]
+    stand_ins.append((torch.cuda, "is_current_stream_capturing", asked))
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in stand_ins]
+    for owner, name, function in stand_ins:
+        setattr(owner, name, function)
     try:
         yield
     finally:
-        torch.cuda.is_current_stream_capturing = real
         for owner, name, function in before:
             setattr(owner, name, function)
-        for module in (torch.autograd, torch.autograd.graph):
-            module._engine_run_backward = engine  # type: ignore[attr-defined]

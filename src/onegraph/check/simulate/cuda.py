@@ -135,7 +135,7 @@ class _Functions(TorchFunctionMode):
 
 def _stand_ins(world: World) -> dict[str, Any]:
     made = streams.make(world)
-    world.streams_main = made.pop("main")  # type: ignore[attr-defined]
+    world.streams_main = made.pop("main")
 
     def synchronize(device: Any = None) -> None:
         world.see("CG106", "the host waits for the device inside the step", hazards.NOT_PERMITTED)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from types import CodeType
-from typing import Any
+from typing import Any, Protocol
 
 from onegraph.check.report import SILENT, Event, Finding, Origin, Report, Severity, StorageInfo, ordered
 from onegraph.check.simulate import frames
@@ -11,11 +11,17 @@ from onegraph.check.simulate.hazards import FIX
 from onegraph.check.simulate.records import Sighting, Step
 from onegraph.check.simulate.replay import Verdict
 from onegraph.check.simulate.state import assignment_of
-from onegraph.check.simulate.world import World
 
 _RANK = {Severity.NOTE: 0, Severity.WARNING: 1, Severity.UNVERIFIED: 2, Severity.ERROR: 3}
 _ALWAYS = {"CG401", "CG210"}
 _MOST_VALUES = 6
+
+
+class Watched(Protocol):
+    """What watched the steps: a simulated world, or the recorder on a GPU."""
+
+    captured_step: int
+    asked_capturing: list[frames.Chain]
 
 
 class Findings:
@@ -23,7 +29,7 @@ class Findings:
 
     def __init__(
         self,
-        world: World,
+        world: Watched,
         roots: frames.Roots,
         steps: dict[int, Step],
         names: dict[int, str],

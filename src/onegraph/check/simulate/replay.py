@@ -1,5 +1,6 @@
 """Simulated replay, the referee: the captured step's ops again, with frozen arguments, against eager on new inputs."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -142,12 +143,12 @@ def _poison(tensor: Tensor) -> None:
         tensor.fill_(torch.iinfo(tensor.dtype).max)
 
 
-def _poison_dead(world: World, captured: Step, dead: set[int], keep: object) -> None:
+def _poison_dead(world: World, captured: Step, dead: set[int], keep: Callable[[Tensor], None]) -> None:
     """Freed memory holds whatever came next: ones in every bit."""
     for op in captured.ops:
         for tensor, number in zip(op.tensors, op.externals, strict=False):
             if number in dead:
-                keep(tensor)  # type: ignore[operator]
+                keep(tensor)
                 flat_bytes(tensor).fill_(255)
 
 
@@ -166,14 +167,14 @@ def _inputs(op: OpRecord) -> list[Tensor]:
     return found
 
 
-def _protect(op: OpRecord, made: set[int], keep: object) -> None:
+def _protect(op: OpRecord, made: set[int], keep: Callable[[Tensor], None]) -> None:
     """Keep what an op writes outside of the graph's own memory."""
     targets = written(op.func)
     arguments = [op.args[i] for i in targets.positions if i < len(op.args)]
     arguments += [op.kwargs[n] for n in targets.names if n in op.kwargs]
     for tensor in tensors_in(arguments):
         if storage_of(tensor) not in made:
-            keep(tensor)  # type: ignore[operator]
+            keep(tensor)
 
 
 def _again(op: OpRecord) -> bool:

@@ -116,7 +116,7 @@ class _Simulation:
         shapes = [[] if leaf is None else list(leaf.shape) for leaf in leaves]
         world.reshaped.clear()
         rng = torch.get_rng_state()
-        world.streams.begin(world.streams_main.id)  # type: ignore[attr-defined]
+        world.streams.begin(world.streams_main.id)
         world.first_node = torch._C._autograd._get_sequence_nr()
         world.phase = "step"
         result = self._guarded(f"step {index}", call_step, step, arguments)

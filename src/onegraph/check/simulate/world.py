@@ -47,6 +47,7 @@ class World:
         self.sightings: list[Sighting] = []
         self.asked_capturing: list[frames.Chain] = []
         self.streams = Streams()
+        self.streams_main: Any = None  # the stream that captures, once there are stand-ins for streams
         self.device_index = 0
         self.generators: list[Any] = []
         self.numbers = 0

@@ -1,4 +1,7 @@
-"""Expressions: what a piece of code evaluates to."""
+"""Expressions: what a piece of code evaluates to.
+
+One file of 400 lines because it is one recursion: every kind of expression of Python's grammar, by `evaluate`.
+"""
 
 import ast
 import operator
