@@ -1,4 +1,4 @@
-"""Third held-out set: graphs, simulation, audio, control, recommendation."""
+"""Third held-out set: graphs, audio, control; frozen as one long file, because truth.json names its lines."""
 
 import functools
 import random

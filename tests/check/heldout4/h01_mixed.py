@@ -1,4 +1,4 @@
-"""Fourth held-out set: diffusion, vector quantization, search, observers, sequences, transport, video."""
+"""Fourth held-out set: diffusion to video; frozen as one long file, because recorded findings name its lines."""
 
 import math
 import random
