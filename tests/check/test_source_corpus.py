@@ -3,6 +3,7 @@
 import ast
 import copy
 import random
+from pathlib import Path
 
 import corpus_tools
 import pytest
@@ -16,7 +17,7 @@ from onegraph.check.source.roots import read_factory
 RECALL, PRECISION = 0.9, 0.98
 
 
-def test_precision_and_recall() -> None:
+def test_precision_and_recall(repo: Path) -> None:
     hits, missed, false = 0, [], []
     for case in corpus_tools.cases():
         report = check_source(str(case.path), case.name.split(":")[1])
@@ -30,6 +31,7 @@ def test_precision_and_recall() -> None:
             elif not matching and not expected.optional:
                 missed.append((case.name, expected.line, sorted(expected.codes)))
         false += [(case.name, *place) for place in sorted(found - explained)]
+    assert f"| {hits + len(missed)} | {hits} | {len(false)} |" in (repo / "docs/check/source.md").read_text()
     assert hits > 100
     assert hits / (hits + len(missed)) >= RECALL, missed
     assert hits / (hits + len(false)) >= PRECISION, false
