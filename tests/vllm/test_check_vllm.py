@@ -17,6 +17,10 @@ VLLM = importlib.util.find_spec("vllm.entrypoints") is not None
 def test_one_line_for_people(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["check", "--vllm", str(tmp_path), "steps.py:decode"]) == 2
     assert "--vllm and the target 'steps.py:decode': give one of the two" in capsys.readouterr().err
+    assert main(["check", "--vllm", str(tmp_path), "--live"]) == 2
+    assert "leave out --live and --all" in capsys.readouterr().err
+    assert main(["check", "--vllm", str(tmp_path), "--steps", "2"]) == 2
+    assert "--steps: got 2" in capsys.readouterr().err
     assert main(["check"]) == 2
     assert "got no target" in capsys.readouterr().err
 
@@ -28,12 +32,14 @@ def test_without_vllm(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(not VLLM, reason="vLLM is not installed; `make vllm` installs it")
-def test_report_of_a_served_model(tiny_chat: Path) -> None:
+def test_report_of_a_served_model(tiny_chat: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "onegraph.cli", "check", "--vllm", str(tiny_chat), "--json"]
+    command += ["--html", str(tmp_path / "page.html")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     read = {Path(file).name for file, *_ in json.loads(done.stdout)["facts"]["read"]}
     assert {"llama.py", "fused.py"} <= read, "our class of the model and vLLM's, above it"
+    assert "<html" in (tmp_path / "page.html").read_text()
     assert "vLLM: CPU_ATTN (NEVER): graphs around attention only" in done.stderr
 
 
@@ -58,7 +64,7 @@ def test_the_second_decode_step_is_the_one_that_is_checked(monkeypatch: pytest.M
         return Report(target=target, findings=(), origins=())
 
     class OnGpu(torch.Tensor):
-        is_cuda = True  # type: ignore[assignment]
+        is_cuda = True
 
     monkeypatch.setattr(live, "live_step", look)
     model, reports = Model(), list[Report]()

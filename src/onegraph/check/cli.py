@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -52,14 +53,16 @@ def add_parsers(subparsers: Any) -> None:
 
 def run_check(args: argparse.Namespace) -> int:
     """Check each target, print, return 0, 1 or 2."""
+    return run_with(check_targets, args)
+
+
+def run_with(make: Callable[[argparse.Namespace], Report], args: argparse.Namespace) -> int:
+    """Tell the report that `make` gives in the form that was asked for; return 0, 1 or 2."""
     try:
         select, ignore = codes(args.select), codes(args.ignore)
-        if not args.target:
-            raise CheckError("check: got no target, allowed file.py:factory, module:factory or a folder")
         if args.steps < 3:
             raise CheckError(f"--steps: got {args.steps}, allowed 3 or more; replay must be compared on several inputs")
-        reports = [check(target, args).select(select, ignore) for target in args.target]
-        report = reports[0] if len(reports) == 1 else together(reports)
+        report = make(args).select(select, ignore)
         if args.html:
             from onegraph.check.output import html
 
@@ -71,6 +74,14 @@ def run_check(args: argparse.Namespace) -> int:
         print(f"onegraph: not read: {line}", file=sys.stderr)
     print_report(report, args)
     return report.exit_code(strict=args.strict)
+
+
+def check_targets(args: argparse.Namespace) -> Report:
+    """All targets as one report. Raises CheckError."""
+    if not args.target:
+        raise CheckError("check: got no target, allowed file.py:factory, module:factory or a folder")
+    reports = [check(target, args) for target in args.target]
+    return reports[0] if len(reports) == 1 else together(reports)
 
 
 def print_report(report: Report, args: argparse.Namespace) -> None:

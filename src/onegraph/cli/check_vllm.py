@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from onegraph.check.report import Report
 
 
 def add_option(check: Any) -> None:
@@ -20,18 +23,21 @@ def add_option(check: Any) -> None:
 
 def run_vllm(args: argparse.Namespace) -> int:
     """Checks, prints, and returns 0, 1 or 2 as `check` does."""
-    from onegraph.check.cli import codes, print_report
+    from onegraph.check.cli import run_with
+
+    return run_with(check_model, args)
+
+
+def check_model(args: argparse.Namespace) -> Report:
+    """The report of the served model; what limits vLLM's graphs goes to stderr. Raises CheckError."""
     from onegraph.check.report import CheckError
     from onegraph.integrations.vllm.check import check_decode_step
 
-    try:
-        if args.target:
-            raise CheckError(f"--vllm and the target {args.target[0]!r}: give one of the two")
-        report = check_decode_step(args.vllm, steps=args.steps).select(codes(args.select), codes(args.ignore))
-    except CheckError as error:
-        print("onegraph: error: " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    print_report(report, args)
+    if args.target:
+        raise CheckError(f"--vllm and the target {args.target[0]!r}: give one of the two")
+    if args.live or args.all:
+        raise CheckError("--vllm captures and replays wherever there is a GPU; leave out --live and --all")
+    report = check_decode_step(args.vllm, steps=args.steps)
     for line in report.facts["vllm"]:
         print(f"vLLM: {line}", file=sys.stderr)
-    return report.exit_code(strict=args.strict)
+    return report

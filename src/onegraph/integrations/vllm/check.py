@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from onegraph.check.allow import apply
 from onegraph.check.report import CheckError, Report, merge
 from onegraph.check.source import check_tree
 
@@ -53,7 +54,7 @@ def check_decode_step(model: str, *, steps: int = 4, **settings: Any) -> Report:
         report.facts[fact] = sorted(each for source in sources for each in source.facts[fact])
     report.facts["files"] = len(sources)
     report.facts["vllm"] = limits(llm.llm_engine.vllm_config)
-    return report
+    return apply(report)
 
 
 def limits(config: Any) -> list[str]:
