@@ -157,3 +157,29 @@ def record_queries(patch: pytest.MonkeyPatch, attention: Any) -> list[int]:
 
     patch.setattr(attention, "turboquant_attention", Recorded)
     return counts
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ({"sliding_window": 64}, "a sliding window"),
+        ({"alibi_slopes": [0.5]}, "ALiBi"),
+        ({"logits_soft_cap": 30.0}, "a soft cap of logits"),
+        ({"attn_type": "encoder_decoder"}, "attention of the kind 'encoder_decoder'"),
+        ({"kv_sharing_target_layer_name": "model.layers.0"}, "a cache that layers share"),
+        ({"sinks": torch.zeros(4)}, "attention sinks"),
+    ],
+)
+def test_attention_that_codes_are_not_read_for_is_refused(kind: dict[str, Any], words: str) -> None:
+    from onegraph.integrations.vllm.attention import TurboQuantImpl
+
+    with pytest.raises(ValueError, match=f"the TurboQuant KV cache does not reach {words}; serve with"):
+        TurboQuantImpl(4, 64, 0.125, kv_cache_dtype="turboquant:4", **kind)
+
+
+def test_the_backend_without_its_cache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from onegraph.integrations.vllm import attention
+
+    monkeypatch.setattr(attention.TurboQuantBackend, "rate", None)
+    with pytest.raises(ValueError, match="needs --kv-cache-dtype, one of turboquant:4, "):
+        attention.TurboQuantImpl(4, 64, 0.125)

@@ -171,7 +171,7 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
             "a sliding window": sliding_window,
             "a soft cap of logits": logits_soft_cap,
             "a cache that layers share": kv_sharing_target_layer_name,
-            "attention sinks": others.get("sinks"),
+            "attention sinks": others.get("sinks") is not None,  # a tensor
             f"attention of the kind {attn_type!r}": attn_type != "decoder",
         }
         if found := [name for name, value in wrong.items() if value]:
