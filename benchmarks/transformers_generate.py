@@ -169,7 +169,7 @@ def compiling(device: torch.device) -> dict[str, Any]:
     """Nothing on a GPU, where `generate` compiles by itself; on a CPU, for a trial of this script, Dynamo alone."""
     if device.type == "cuda":
         return {}
-    config = CompileConfig(backend="eager", mode=None)  # type: ignore[arg-type]
+    config = CompileConfig(backend="eager", mode="default")
     config._compile_all_devices = True
     return {"compile_config": config}
 

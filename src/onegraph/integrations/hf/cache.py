@@ -76,11 +76,13 @@ class TurboQuantLayer(_Layer, CacheLayerMixin):
         _ = self.layout.sections  # kept by the layout from now on; Dynamo cannot trace the lock of a cached property
         pages = -(-self.max_cache_len // PAGE)
         shape = self.layout.cache_shape(1 + self.batch_size * pages, self.kv_heads)
+        rotation = formats.rotation(dim, config.rotation, config.seed).to(dtype)
         state: dict[str, Tensor | None] = {
             "codes": torch.zeros(shape, dtype=torch.uint8),
             "block_table": torch.arange(1, 1 + self.batch_size * pages, dtype=torch.int32).view(self.batch_size, pages),
             "positions": torch.zeros(self.batch_size, dtype=torch.int32),
-            "rotation": formats.rotation(dim, config.rotation, config.seed).to(dtype),
+            "rotation": rotation,
+            "turn": rotation.T.contiguous(),
             "k_codebook": formats.codebook(dim, self.layout.k_code_bits),
             "v_codebook": formats.codebook(dim, self.layout.v_code_bits),
             "projection": None,
@@ -90,7 +92,6 @@ class TurboQuantLayer(_Layer, CacheLayerMixin):
             state["projection"] = formats.projection(dim, config.seed).to(dtype)
         if config.window:
             state["ring"] = torch.zeros(2, self.batch_size, self.kv_heads, config.window, dim, dtype=dtype)
-        state["turn"] = state["rotation"].T.contiguous()  # type: ignore[union-attr]
         state["cumulative_length"] = self.cumulative_length
         for name, tensor in state.items():
             placed = None if tensor is None else tensor.to(self.device)
@@ -270,7 +271,8 @@ class TurboQuantCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes that all layers hold."""
-        return sum(layer.nbytes for layer in self.layers)  # type: ignore[union-attr]
+        layers: list[Any] = self.layers
+        return sum(layer.nbytes for layer in layers)
 
 
 def attention_forward(

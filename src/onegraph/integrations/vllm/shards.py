@@ -137,8 +137,8 @@ class Slots:
         for suffix, (shape, kind) in shapes.items():
             if shape[0] == 0:
                 continue
-            parameter = nn.Parameter(torch.empty(shape, dtype=kind), requires_grad=False)
-            parameter.weight_loader = self._loader(suffix)  # type: ignore[attr-defined]
+            parameter: Any = nn.Parameter(torch.empty(shape, dtype=kind), requires_grad=False)
+            parameter.weight_loader = self._loader(suffix)
             layer.register_parameter(suffix, parameter)
 
     def _loader(self, suffix: str) -> Callable[..., None]:
