@@ -36,13 +36,14 @@ def add_parser(commands: Any) -> None:
     linear.add_argument("--bits", action="append", type=int, choices=(2, 3, 4), help="rates; may be repeated")
     linear.set_defaults(run=run_linear)
     attention = kinds.add_parser("attention", help="a layer's decode attention beside torch's SDPA (needs a GPU)")
+    count = number(int, 1, 1 << 10)
     attention.add_argument("--context", action="append", type=number(int, 1, 1 << 20), metavar="N", help="keys a row")
     attention.add_argument(
         "--batch", action="append", type=number(int, 1, 1 << 12), metavar="B", help="may be repeated"
     )
-    attention.add_argument("--heads", type=number(int, 1, 1 << 10), default=32, help="query heads (default: 32)")
-    attention.add_argument("--kv-heads", type=number(int, 1, 1 << 10), default=8, help="(default: 8)")
-    attention.add_argument("--head-dim", type=number(int, 2, 256), default=128, help="(default: 128)")
+    attention.add_argument("--heads", type=count, default=32, metavar="N", help="query heads (default: 32)")
+    attention.add_argument("--kv-heads", type=count, default=8, metavar="N", help="(default: 8)")
+    attention.add_argument("--head-dim", type=number(int, 2, 256), default=128, metavar="N", help="(default: 128)")
     attention.set_defaults(run=run_attention)
     step = kinds.add_parser("step", help="the decode step of a model, eager and captured")
     step.add_argument("model", metavar="MODEL", help="model directory or .gguf file")

@@ -46,7 +46,7 @@ OUT.partial: the same command resumes after a crash or Ctrl-C and ends with the 
 the end.
 
 --format nvfp4 reads no text: weights are rounded under the scale of each 16 that errs least (--recipe quick: the plain
-one), linears whose inputs are no multiple of 16 are kept.
+one), linears whose inputs are no multiple of 16 are kept. It also takes DeepSeek-V4: attention and experts.
 """
 RECIPES = ("quick", "good", "best")
 
