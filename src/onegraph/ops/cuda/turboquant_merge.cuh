@@ -1,0 +1,183 @@
+// `merge` takes queries by their splits' references, then rotates back; the rotation is read once for the MERGED queries
+// of a block. The exact tokens of a ring are attended here, as splits of one token each, before the wait: `attend` has
+// waited for all that wrote them before any block of it let this kernel start.
+
+constexpr int MERGERS = 8, OWN = (DIM + 31) / 32, AHEAD = 4;
+constexpr int PARTS = MERGERS * 32 / (DIM / 2), PART = (DIM + PARTS - 1) / PARTS;  // rows of the rotation, of a thread
+template <int MERGED> __device__ __forceinline__ void merge(const Arguments& p) {
+  constexpr int EACH = MERGERS / MERGED;  // warps of a query
+  float (*part)[DIM] = (float (*)[DIM])smem, (*result)[DIM] = part + MERGERS, (*turned)[DIM] = result + MERGED;
+  float2* sums = (float2*)(turned + PARTS * MERGED);
+  let_next_start();
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int heads = p.kv_heads * p.group, queries = p.batch * p.length * heads;
+  const int column = threadIdx.x % (DIM / 2) * 2, from = threadIdx.x / (DIM / 2) * PART;
+  u32 rotation[DTYPE < 2 ? PART : 1];  // no kernel of a step writes it: it may be read ahead
+  if (DTYPE < 2 && p.rotation) {
+#pragma unroll
+    for (int i = 0; i < PART; i++)
+      rotation[i] = from + i < DIM ? __ldg((const u32*)p.rotation + ((from + i) * DIM + column) / 2) : 0;
+  }
+  {
+    const int at = blockIdx.x * MERGED + warp / EACH;
+    const int b = min(at, queries - 1) / (p.length * heads), step = at / heads % p.length, head = at % heads;
+    float most = NONE, total = 0.f, v[OWN];
+#pragma unroll
+    for (int k = 0; k < OWN; k++) v[k] = 0.f;
+    bool far = at < queries;  // whether it sees codes
+    if (p.ring && far) {
+      const int position = __ldcg(p.positions + b), token = position + step, last = position + p.length - 1;
+      far = token >= p.recent + p.spare;
+      const size_t apart = (size_t)p.kv_heads * DIM;  // of key and value
+      const size_t first = (size_t)__ldcg(p.slots + b) * p.ring_size * 2 * apart + head / p.group * DIM;
+      float query[OWN];
+#pragma unroll
+      for (int k = 0; k < OWN; k++) {
+        const bool there = DIM % 32 == 0 || k * 32 + lane < DIM;
+        query[k] = there ? load_ahead(p.q, (size_t)at * DIM + k * 32 + lane) * p.scale : 0.f;
+      }
+      for (int start = warp % EACH; start < p.ring_size; start += EACH * AHEAD) {
+        float x[AHEAD], u[AHEAD][OWN];
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+          const int place = start + i * EACH, behind = (last - place) % p.ring_size;
+          const int key = last - behind - (behind < 0 ? p.ring_size : 0);  // the latest that the place can hold
+          const bool seen = place < p.ring_size && key >= 0 && key <= token && !(far && key <= token - p.recent) &&
+                            !(p.near_limit > 0 && key <= token - p.near_limit);
+          x[i] = 0.f;
+#pragma unroll
+          for (int k = 0; k < OWN; k++) {
+            const bool there = seen && (DIM % 32 == 0 || k * 32 + lane < DIM);
+            const size_t from = first + place * 2 * apart + k * 32 + lane;
+            x[i] = fmaf(there ? load_ahead(p.ring, from) : 0.f, query[k], x[i]);
+            u[i][k] = there ? load_ahead(p.ring, from + apart) : 0.f;
+          }
+          if (!seen) x[i] = -INF;
+        }
+        float higher = most;
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+#pragma unroll
+          for (int o = 16; o; o >>= 1) x[i] += __shfl_xor_sync(~0u, x[i], o);
+          higher = fmaxf(higher, x[i]);
+        }
+        const float keep = exp2f(most - higher);
+        total *= keep;
+#pragma unroll
+        for (int k = 0; k < OWN; k++) v[k] *= keep;
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+          const float f = exp2f(x[i] - higher);
+          total += f;
+#pragma unroll
+          for (int k = 0; k < OWN; k++) v[k] = fmaf(u[i][k], f, v[k]);
+        }
+        most = higher;
+      }
+    }
+    wait_for_previous();
+    int splits = 0;
+    size_t first = 0;
+    int r = 0;
+    if (far) {
+      const int row = step * p.group + head % p.group;
+      const int2 work = p.work[b];
+      if (step < p.counts[b]) splits = work.y;
+      first = work.x + (size_t)(row / ROWS * p.kv_heads + head / p.group) * work.y;
+      r = row % ROWS;
+    }
+    for (int start = warp % EACH; start < splits; start += EACH * AHEAD) {
+      float2 sum[AHEAD];
+      float u[AHEAD][OWN];
+#pragma unroll
+      for (int i = 0; i < AHEAD; i++) {
+        const int split = start + i * EACH;
+        const size_t row = (first + split) * ROWS + r;
+        sum[i] = split < splits ? p.sums[row] : make_float2(NONE, 0.f);
+#pragma unroll
+        for (int k = 0; k < OWN; k++) {
+          const bool there = split < splits && (DIM % 32 == 0 || k * 32 + lane < DIM);
+          u[i][k] = there ? p.partial[row * DIM + k * 32 + lane] : 0.f;
+        }
+      }
+      float higher = most;
+#pragma unroll
+      for (int i = 0; i < AHEAD; i++) higher = fmaxf(higher, sum[i].x);
+      const float keep = exp2f(most - higher);
+      total *= keep;
+#pragma unroll
+      for (int k = 0; k < OWN; k++) v[k] *= keep;
+#pragma unroll
+      for (int i = 0; i < AHEAD; i++) {
+        const float f = exp2f(sum[i].x - higher);
+        total = fmaf(sum[i].y, f, total);
+#pragma unroll
+        for (int k = 0; k < OWN; k++) v[k] = fmaf(u[i][k], f, v[k]);
+      }
+      most = higher;
+    }
+#pragma unroll
+    for (int k = 0; k < OWN; k++)
+      if (DIM % 32 == 0 || k * 32 + lane < DIM) part[warp][k * 32 + lane] = v[k];
+    if (lane == 0) sums[warp] = make_float2(most, total);
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < MERGED * DIM; i += MERGERS * 32) {
+    const int m = i / DIM, d = i % DIM, at = blockIdx.x * MERGED + m;
+    if (at >= queries) break;
+    const float sink = p.sinks ? p.sinks[at % heads] * 1.4426950408889634f : -INF;
+    float most = fmaxf(NONE, sink), s = 0.f;
+#pragma unroll
+    for (int k = 0; k < EACH; k++) most = fmaxf(most, sums[m * EACH + k].x);
+    float total = p.sinks ? exp2f(sink - most) : 0.f;
+#pragma unroll
+    for (int k = 0; k < EACH; k++) {
+      const float f = exp2f(sums[m * EACH + k].x - most);
+      total = fmaf(sums[m * EACH + k].y, f, total);
+      s = fmaf(part[m * EACH + k][d], f, s);
+    }
+    s = total > 0.f ? s / total : 0.f;
+    if (p.rotation) result[m][d] = s * p.back;
+    else store(p.out, (size_t)at * DIM + d, s);
+    if (d == 0 && p.lse) p.lse[at] = total > 0.f ? (most + log2f(total)) * 0.6931471805599453f : -INF;
+  }
+  if (!p.rotation) return;
+  __syncthreads();
+  if (from < DIM) {
+    float s[MERGED][2];
+#pragma unroll
+    for (int m = 0; m < MERGED; m++) s[m][0] = s[m][1] = 0.f;
+#pragma unroll
+    for (int i = 0; i < PART; i++) {
+      float2 c;
+      if (DTYPE == 2) {
+        c = from + i < DIM ? *(const float2*)((const float*)p.rotation + (from + i) * DIM + column) : make_float2(0.f, 0.f);
+      } else {
+        const u32 word = rotation[DTYPE < 2 ? i : 0];
+        c = DTYPE == 1 ? make_float2(from_half(word), from_half(word >> 16))
+                       : make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u));
+      }
+#pragma unroll
+      for (int m = 0; m < MERGED; m++) {
+        const float z = DIM % PARTS == 0 || from + i < DIM ? result[m][from + i] : 0.f;
+        s[m][0] = fmaf(z, c.x, s[m][0]), s[m][1] = fmaf(z, c.y, s[m][1]);
+      }
+    }
+    if (threadIdx.x / (DIM / 2) < PARTS) {
+#pragma unroll
+      for (int m = 0; m < MERGED; m++)
+        *(float2*)&turned[threadIdx.x / (DIM / 2) * MERGED + m][column] = make_float2(s[m][0], s[m][1]);
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < MERGED * DIM; i += MERGERS * 32) {
+    const int m = i / DIM, d = i % DIM, at = blockIdx.x * MERGED + m;
+    if (at >= queries) break;
+    float s = 0.f;
+#pragma unroll
+    for (int k = 0; k < PARTS; k++) s += turned[k * MERGED + m][d];
+    store(p.out, (size_t)at * DIM + d, s);
+  }
+}
+extern "C" __global__ void __launch_bounds__(MERGERS * 32) merge_1(const __grid_constant__ Arguments p) { merge<1>(p); }
+extern "C" __global__ void __launch_bounds__(MERGERS * 32) merge_4(const __grid_constant__ Arguments p) { merge<4>(p); }
