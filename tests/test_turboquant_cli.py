@@ -53,6 +53,12 @@ def test_eval(model: Path, text: Path) -> None:
     assert four["kv_bytes"] == 2 * 2 * (68 + 80 * 256 / 200)
     shadow = json.loads(invoke([*base, "--kv", "turboquant:4,mode=shadow"])[1])
     assert shadow["kl"] < 1e-7  # exact attention over pages rounds otherwise than over the whole text
+    worse = json.loads(invoke([*base, "--kv", "turboquant:2,mode=shadow,first=1"])[1])["shadow_errors"]
+    assert len(shadow["shadow_errors"]) == len(worse) == 2
+    assert all(0.01 < error < 0.2 for error in shadow["shadow_errors"])
+    assert worse[0] == 0 < 2 * shadow["shadow_errors"][1] < worse[1]
+    assert four["shadow_errors"] is None
+    assert "output of attention by up to" in invoke([*base[:-1], "--kv", "turboquant:4,mode=shadow"])[1]
     status, out, _ = invoke([*base[:-1], "--kv", "turboquant:3", "--needle", 230])
     assert status == 0
     labels = [line.split()[0] for line in out.splitlines()]

@@ -103,6 +103,9 @@ def run(args: argparse.Namespace) -> int:
     if result["kv_bytes"] is not None:
         times = result["exact_kv_bytes"] / result["kv_bytes"]
         print(f"KV cache        {result['kv_bytes']} bytes a token of a window in all layers, {times:.2f} times less")
+    if result["shadow_errors"] is not None:
+        worst = max(result["shadow_errors"])
+        print(f"shadow          codes would move the output of attention by up to {100 * worst:.2f} % in a layer")
     if result["needle"] is not None:
         rows = [sum(row) for row in result["needle"]]
         print(

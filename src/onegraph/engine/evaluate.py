@@ -17,6 +17,7 @@ from onegraph.engine.generate import Decoder
 from onegraph.formats.turboquant import TurboQuantConfig
 from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.nn.attention import CausalAttention
+from onegraph.nn.turboquant import relative_errors
 
 PAGE = 16  # tokens of a page of the cache that `kv` asks for
 LOGITS_AT_ONCE = 1 << 24  # numbers: 64 MB in float32, of which a comparison holds about six
@@ -28,7 +29,8 @@ class Evaluation:
 
     perplexity: exp of the mean negative log-likelihood. kl: mean KL(reference ‖ model), nats per token, and its
     standard error over tokens. top1: share of positions at which both models' likeliest token is the same. The fields
-    of a comparison are None where no reference was given.
+    of a comparison are None where no reference was given. shadow_errors: of each layer what `TurboQuantCache.errors`
+    says, None unless the cache is in mode `shadow`.
     """
 
     tokens: int
@@ -38,8 +40,9 @@ class Evaluation:
     kl: float | None = None
     kl_error: float | None = None
     top1: float | None = None
+    shadow_errors: list[float] | None = None
 
-    def as_dict(self) -> dict[str, float | int | None]:
+    def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
@@ -81,9 +84,12 @@ def evaluate(
     count, losses = 0, [0.0] * len(models)
     kl = kl_squares = same = 0.0
     done = 0
+    squares: list[Tensor] = []
     for part in parts:
         settings = (kv, None)[: len(models)]
-        hidden = [_hidden(m, part, how)[:, :-1].flatten(0, 1) for (_, m), how in zip(models, settings, strict=True)]
+        hidden = [
+            _hidden(m, part, how, squares)[:, :-1].flatten(0, 1) for (_, m), how in zip(models, settings, strict=True)
+        ]
         targets = part[:, 1:].flatten().to(model.device, torch.int64)
         for rows in _row_slices(len(targets), model.config.vocab_size):
             at = f"windows {done} to {done + len(part) - 1}"
@@ -117,11 +123,13 @@ def evaluate(
         kl=kl / count,
         kl_error=math.sqrt(variance / count),
         top1=same / count,
+        shadow_errors=relative_errors(torch.stack(squares).sum(0)) if squares else None,
     )
 
 
-def _hidden(model: Decoder, tokens: Tensor, kv: TurboQuantConfig | None) -> Tensor:
-    """tokens int [B, T] -> [B, T, D]: densely, or as decoding through a cache would give them."""
+def _hidden(model: Decoder, tokens: Tensor, kv: TurboQuantConfig | None, squares: list[Tensor]) -> Tensor:
+    """tokens int [B, T] -> [B, T, D]: densely, or as decoding through a cache would give them, whose sums of errors go
+    to `squares` in mode `shadow`."""
     tokens = tokens.to(model.device, torch.int64)
     compressed = isinstance(model, DeepseekV4)  # which attends through its own state only
     if kv is None and not compressed:
@@ -135,7 +143,10 @@ def _hidden(model: Decoder, tokens: Tensor, kv: TurboQuantConfig | None) -> Tens
     cache = model.new_cache(**sizes)
     cache.block_table.copy_(torch.arange(1, 1 + rows * per_row).view(rows, per_row))
     cache.counts.fill_(length)
-    return model(tokens, cache if compressed else cache.as_decoded())
+    hidden = model(tokens, cache if compressed else cache.as_decoded())
+    if kv is not None and kv.mode == "shadow":
+        squares.append(cache.squares)
+    return hidden
 
 
 def _row_slices(rows: int, vocabulary: int) -> Iterator[slice]:

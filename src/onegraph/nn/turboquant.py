@@ -36,6 +36,12 @@ class _Layer:
     ring: Tensor | None  # [rows + 1, size, 2, kv_heads, head_dim], rotated keys and values; mode hybrid
 
 
+def relative_errors(squares: Tensor) -> list[float]:
+    """Of each layer, from sums [layers, 2] as `TurboQuantCache.squares` holds them; 0 where nothing was coded."""
+    error, size = squares.double().T.tolist()
+    return [(e / s) ** 0.5 if s else 0.0 for e, s in zip(error, size, strict=True)]
+
+
 class TurboQuantCache:
     """Keys and values of all layers as codes, of some layers in the model's dtype (`config.first`, `last`, `edge`).
 
@@ -156,8 +162,7 @@ class TurboQuantCache:
 
         It reads the device, so never inside a step.
         """
-        error, size = self.squares.double().T.tolist()
-        return [(e / s) ** 0.5 if s else 0.0 for e, s in zip(error, size, strict=True)]
+        return relative_errors(self.squares)
 
     def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
         """qkv [B, Q, (heads + 2 kv_heads) * head_dim] -> [B, Q, heads * head_dim]."""
