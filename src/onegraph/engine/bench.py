@@ -314,7 +314,7 @@ def _has_humming() -> bool:
 
 
 def _integer(k: int, n: int, bits: int, device: torch.device, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    from humming.layer import HummingLayer  # type: ignore[import-not-found]
+    from humming.layer import HummingLayer  # type: ignore[import-not-found]  # a peer, optional
 
     config = {"dtype": f"int{bits}", "group_size": 128}
     layer = HummingLayer(shape_n=n, shape_k=k, weight_config=config, torch_dtype=dtype).to(device)

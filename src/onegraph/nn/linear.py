@@ -185,7 +185,7 @@ class Siblings(nn.Module):
 
     @property
     def out_features(self) -> int:
-        return sum(part.out_features for part in self.parts)  # type: ignore[misc]
+        return sum(part.out_features for part in self.parts)  # type: ignore[misc]  # ModuleList forgets what it holds
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([part(x) for part in self.parts], dim=-1)

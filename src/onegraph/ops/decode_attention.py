@@ -75,9 +75,9 @@ def _check(
         )
 
 
-def _case(name: str, window: int = 0, **options: object) -> Case:
+def _case(name: str, window: int = 0, **options: Any) -> Case:
     """The write's case, its caches as long as the positions reach, and what attention needs besides."""
-    write = _write_case(name, tokens=1, **options)  # type: ignore[arg-type]
+    write = _write_case(name, tokens=1, **options)
 
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
         *tensors, heads = write.make(device, dtype, generator)

@@ -37,7 +37,7 @@ def hadamard_matrix(first, TILE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.co
     if BLOCK > 32:
         high = (row >> 5)[:, None] & (j >> 5)[None, :]
         sign ^= high ^ (high >> 1)
-    if DTYPE == tl.bfloat16:  # noqa: SIM300
+    if DTYPE == tl.bfloat16:  # noqa: SIM300  # DTYPE is the variable
         matrix = ((sign << 15) | 0x3F80).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
         matrix = (1 - 2 * (sign & 1)).to(DTYPE)
