@@ -121,7 +121,7 @@ def main() -> int:
     parser.add_argument("--lm-head", type=int, default=None)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=128)
-    parser.add_argument("--plain", action="store_true", help="without programmatic dependent launch")
+    parser.add_argument("--plain", action="store_true", help="Triton's kernels without programmatic dependent launch")
     parser.add_argument("--out", type=Path, help="append the result as a JSON line")
     args = parser.parse_args()
     model = random_model(SHAPES[args.shape], args.bits, args.lm_head, args.context + 64)
