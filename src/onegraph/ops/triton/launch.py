@@ -61,7 +61,7 @@ def options(x: Tensor) -> dict[str, Any]:
 
 @contextmanager
 def plain_launches() -> Iterator[None]:
-    """Inside this context Triton's kernels (CUDA's not) are launched without PDL: the other side of an A/B measurement."""
+    """Inside this context Triton's kernels run without PDL, the other side of an A/B measurement; CUDA's keep it."""
     global _enabled
     before, _enabled = _enabled, False
     try:
