@@ -15,7 +15,7 @@ from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
 from onegraph.models.load import load_decoder
 from onegraph.nn.linear import Linear
 from onegraph.nn.nvfp4 import NVFP4Linear
-from onegraph.quant.nvfp4 import config_for, quantized_tensors
+from onegraph.quant.nvfp4 import config_for, quantize_weight, quantized_tensors
 from test_deepseek_nvfp4 import SIZES
 from test_deepseek_nvfp4 import quantized as packed_deepseek
 
@@ -126,6 +126,13 @@ def test_the_table(llama: Path, tmp_path: Path) -> None:
         assert made.config["quantization_config"]["quant_algo"] == "NVFP4"
         assert {"model.layers.0.self_attn.o_proj", "lm_head"} <= set(made.config["quantization_config"]["ignore"])
         assert made.sidecar("tokenizer.json") == Checkpoint.open(model).sidecar("tokenizer.json")
+    status, _, errors = invoke(["quantize", model, tmp_path / "quick", "--format", "nvfp4", "--recipe", "quick"])
+    assert status == 0, errors
+    name = "model.layers.0.mlp.up_proj.weight"
+    with Checkpoint.open(model) as source, Checkpoint.open(tmp_path / "quick") as quick:
+        plain, searched = (quantize_weight(source.tensor(name), search=search) for search in (False, True))
+        assert torch.equal(quick.tensor(name), plain.codes)
+        assert not torch.equal(plain.codes, searched.codes)
     more = ["--text", text, "--tokens", 300, "--window", 100]
     rows = json.loads(invoke(["eval", tmp_path / "fp4", "--reference", model, "--ab", *more, "--json"])[1])["ab"]
     names = ["attention qkv", "mlp gate up", "mlp down", "all"]

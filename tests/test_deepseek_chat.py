@@ -3,11 +3,13 @@
 import json
 
 import pytest
+import torch
 
 from deepseek import SIZES, save_hf
 from fuzz import tiny
 from onegraph.cli import main
 from onegraph.cli.chat import DEEPSEEK_V4, render
+from onegraph.models.deepseek_v4 import DeepseekV4
 
 BOS, EOS, USER, ANSWER = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜></think>"
 
@@ -38,7 +40,7 @@ def test_other_roles_are_refused():
         say(("user", "a"), ("tool", "b"))
 
 
-def test_generate_from_a_checkpoint(tmp_path, capsys):
+def test_generate_from_a_checkpoint(tmp_path, capsys, monkeypatch):
     """The whole way: tokenizer without a template, the official encoding, the engine, text."""
     tiny.write_model(tmp_path / "other")
     size = json.loads((tmp_path / "other" / "config.json").read_text())["vocab_size"]
@@ -54,8 +56,13 @@ def test_generate_from_a_checkpoint(tmp_path, capsys):
     assert main([*command, "--raw"]) == 0
     raw = json.loads(capsys.readouterr().out)["outputs"][0]
     assert len(chat["tokens"]) == 5
+    caches, make = [], DeepseekV4.new_cache
+    monkeypatch.setattr(
+        DeepseekV4, "new_cache", lambda model, **sizes: caches.append(make(model, **sizes)) or caches[-1]
+    )
     assert main([*command, "--kv", "fp8"]) == 0
     assert json.loads(capsys.readouterr().out)["kv"] == "fp8"
+    assert [cache.windows[0].dtype for cache in caches] == [torch.uint8]
     assert main([*command, "--gpus", "8"]) == 2
     assert "--gpus is 8; torch sees" in capsys.readouterr().err
     assert main([*command, "--kv", "turboquant:4"]) == 2

@@ -214,6 +214,16 @@ def test_fused_layers_keep_their_global_scales() -> None:
     assert torch.equal(parts[1].dense().weight, nvfp4_dequantize_weight(*parts[1].buffers()))
 
 
+def test_fused_layers_take_the_largest_frozen_scale() -> None:
+    parts = [
+        NVFP4Linear(codes=codes, scale=scale, global_scale=gain, input_scale=torch.tensor(value), activations="frozen")
+        for value, (codes, scale, gain) in zip(
+            (0.1, 0.3, 0.2), [random_weight((16, 64), "cpu", rng())] * 3, strict=True
+        )
+    ]
+    assert fuse_nvfp4(parts).input_scale == torch.tensor(0.3)
+
+
 def test_a_grouped_linear_is_one_linear_a_group() -> None:
     codes, scale, gain = random_weight((3, 16, 64), "cpu", rng())
     x = torch.randn(2, 5, 3, 64, generator=rng(1))

@@ -60,6 +60,13 @@ def test_reads_what_both_tools_write(form: Any, tmp_path: Path) -> None:
     torch.testing.assert_close(layer(x).double(), wanted, rtol=1e-4, atol=1e-6)
 
 
+def test_a_negative_zero_among_the_scales_is_a_zero(tmp_path: Path) -> None:
+    codes, scale, _ = random_weight((5, 48), "cpu", rng())
+    scale[2, 1] = 0x80
+    with checkpoint(tmp_path / "model", modelopt("a", codes, scale, 0.01, 0.25)) as found:
+        assert read_linear(found, "a", 5, 48).scale[2, 1] == 0
+
+
 DAMAGE: list[tuple[str, Any, str]] = [
     (
         "scale of groups of 32",
