@@ -153,8 +153,12 @@ def test_a_placed_cache_forgets_in_every_part(folder):
 def test_a_missing_peer_link_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: {a, b} != {1, 2})
     check_links([torch.device("cuda", 0), torch.device("cuda", 1)])
+    three = [torch.device("cuda", i) for i in range(3)]
     with pytest.raises(ValueError, match="cuda:1 has no peer link to cuda:2"):
-        check_links([torch.device("cuda", i) for i in range(3)])
+        check_links(three)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: {a, b} != {0, 2})
+    with pytest.raises(ValueError, match="cuda:2 has no peer link to cuda:0"):  # where the drawn token goes
+        check_links(three)
 
 
 def test_a_device_that_fails_is_named():

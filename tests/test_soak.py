@@ -105,6 +105,17 @@ def test_a_storage_that_moves_is_found(tmp_path):
     assert any("state 3: a graph holds the old address" in problem for problem in verdict.problems)
 
 
+def test_memory_that_grows_is_found(tmp_path):
+    held = []
+
+    def hold(this, done):
+        held.append(b"x" * (GROWTH + (16 << 20)))
+
+    model = TinyDecoder(dim=16, layers=1)
+    verdict = soak(maker(model), steps=600, path=tmp_path / "rounds.jsonl", on_round=hold)
+    assert any("memory grew" in problem for problem in verdict.problems)
+
+
 GOOD = Round(number=0, steps=100, run=0, memory=[10**9], moved=[], drift=1e-6, noise=1e-6, looped=0.0, tokens=[1])
 
 
