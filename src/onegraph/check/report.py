@@ -191,9 +191,6 @@ class Report:
         )
         return replace(self, findings=kept)
 
-    def with_findings(self, findings: Iterable[Finding]) -> "Report":
-        return replace(self, findings=ordered(findings))
-
     def to_json(self, *, indent: int | None = 2) -> str:
         """One JSON object; `format_version` changes when a reader would have to."""
         body = asdict(self)

@@ -28,7 +28,7 @@ _TEXTS = (
 def blame(recorder: Recorder, roots: frames.Roots, error: Exception, first: BaseException, stream: int) -> None:
     """Name the op and the line at which the capture broke, with `first` as its first error."""
     text = str(error)
-    chain = chain_of(first, roots) or (recorder.last[1] if recorder.last else ())
+    chain = chain_of(first) or (recorder.last[1] if recorder.last else ())
     happens = f"{type(first).__name__}: {_line(first)}"
     hazard = of_call(chain, roots, "")
     if hazard.code == "CG306":
@@ -77,7 +77,7 @@ def first_error(error: BaseException, outer: BaseException | None) -> BaseExcept
     return error
 
 
-def chain_of(error: BaseException, roots: frames.Roots) -> frames.Chain:
+def chain_of(error: BaseException) -> frames.Chain:
     """The call chain of an exception, from the step's caller on."""
     found: list[tuple[CodeType, int]] = []
     inside = False

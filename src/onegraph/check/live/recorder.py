@@ -135,7 +135,8 @@ class Recorder(TorchDispatchMode):
             return ("h2d" if to_device else "d2h"), hazard
         hazard = hazards.of_op(func, name, args, kwargs, hosts)
         if hazard is not None and hazard.code == "CG101":
-            hazard = branch(hazard, self.roots.where(chain))
+            where = self.roots.where(chain)
+            hazard = hazards.branch(hazard, frames.opname(*where) if where else "")
         return "op", hazard
 
     def _record(
@@ -245,14 +246,6 @@ class Recorder(TorchDispatchMode):
         return hooked
 
 
-def branch(hazard: hazards.Hazard, where: tuple[CodeType, int] | None) -> hazards.Hazard:
-    """A host read whose value decides a jump is a branch on a device value."""
-    operation = frames.opname(*where) if where else ""
-    if "JUMP" in operation or operation in ("TO_BOOL", "UNARY_NOT"):
-        return hazards.Hazard("CG108", "a Python branch is taken on a device value", hazard.happens)
-    return hazard
-
-
 _CALLS = (
     ((".elapsed_time(", ".query("), "CG107", "an event or stream is queried inside the step"),
     (("synchronize(",), "CG106", "the host waits for the device inside the step"),
@@ -283,10 +276,7 @@ def of_call(chain: frames.Chain, roots: frames.Roots, op: str) -> hazards.Hazard
     for words, code, message in _CALLS:
         if any(word in source for word in words):
             happens = hazards.PAGEABLE if code == "CG102" else hazards.NOT_PERMITTED
-            return (
-                branch(hazards.Hazard(code, message, happens), where)
-                if code == "CG101"
-                else hazards.Hazard(code, message, happens)
-            )
+            hazard = hazards.Hazard(code, message, happens)
+            return hazards.branch(hazard, operation) if code == "CG101" else hazard
     what = op.split("::")[-1] or "an op"
     return hazards.Hazard("CG105", f"{what} waits for the device inside its host code", hazards.NOT_PERMITTED)

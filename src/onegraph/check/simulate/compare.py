@@ -46,7 +46,7 @@ def differences(
             if hazard is None:
                 continue
             code, message, values = hazard
-            severity = _severity(position, ours, verdict, step)
+            severity = _severity(position, ours, verdict)
             pair = _sequence(ours, theirs)
             sighting = Sighting(step.index, code, severity, ours.chain, message, SILENT, values, pair, position)
             chosen = code == "CG205" and _chosen(ours, theirs, books)
@@ -164,7 +164,7 @@ def _stale(verdict: Verdict | None) -> Severity:
     return Severity.ERROR if verdict is None or verdict.stale else Severity.WARNING
 
 
-def _severity(position: int, op: OpRecord, verdict: Verdict | None, step: Step) -> Severity:
+def _severity(position: int, op: OpRecord, verdict: Verdict | None) -> Severity:
     """An error where the referee saw another result; a warning where this op's result, or all of it, is equal."""
     if verdict is None or not verdict.stale:
         return Severity.ERROR if op.kind == "launch" else Severity.WARNING

@@ -52,6 +52,13 @@ class Hazard(NamedTuple):
     happens: str
 
 
+def branch(hazard: Hazard, opname: str) -> Hazard:
+    """A host read whose value decides a jump is a branch on a device value. opname: the bytecode that asked for it."""
+    if "JUMP" in opname or opname in ("TO_BOOL", "UNARY_NOT"):
+        return Hazard("CG108", "a Python branch is taken on a device value", hazard.happens)
+    return hazard
+
+
 _INDEX = {"aten::index", "aten::_unsafe_index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 _COPIES = {"aten::copy_", "aten::_to_copy", "aten::copy"}
 _OFTEN = 0.5

@@ -50,14 +50,7 @@ def launch(world: "World", kernel: Any, args: tuple[Any, ...], kwargs: dict[str,
     world.current.ops.append(op)
 
 
-def keep(
-    world: "World",
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    writes: "Writes",
-    virtual: list[DeviceTensor],
-) -> None:
+def keep(world: "World", args: tuple[Any, ...], kwargs: dict[str, Any], writes: Writes) -> None:
     """Copy on write: what an older storage held before this step, for the referee to go back to."""
     assert world.current is not None
     targets = [args[i] for i in writes.positions if i < len(args)]
@@ -74,7 +67,6 @@ def keep(
 def record(
     world: "World",
     func: Any,
-    name: str,
     kind: str,
     chain: frames.Chain,
     scalars: list[Any],

@@ -76,7 +76,7 @@ def replay(
         if storage_of(out) in made:
             _poison(out)
     torch.set_rng_state(rng_before)
-    _poison_dead(world, captured, dead, keep)
+    _poison_dead(captured, dead, keep)
     for position, op in enumerate(captured.ops):
         if op.captured and op.kind in ("op", "h2d"):
             _protect(op, made, keep)
@@ -97,7 +97,7 @@ def replay(
     inputs = {storage_of(t) for t in [*static_inputs, *new_inputs] if t is not None}
     touched = []
     for key, (whole, value) in after.items():
-        if key not in inputs and not _equal_storage(world, captured, key, whole, value):
+        if key not in inputs and not _equal_storage(captured, key, whole, value):
             touched.append(key)
     verdict.state = tuple(touched)
     for whole, value in after.values():
@@ -143,7 +143,7 @@ def _poison(tensor: Tensor) -> None:
         tensor.fill_(torch.iinfo(tensor.dtype).max)
 
 
-def _poison_dead(world: World, captured: Step, dead: set[int], keep: Callable[[Tensor], None]) -> None:
+def _poison_dead(captured: Step, dead: set[int], keep: Callable[[Tensor], None]) -> None:
     """Freed memory holds whatever came next: ones in every bit."""
     for op in captured.ops:
         for tensor, number in zip(op.tensors, op.externals, strict=False):
@@ -208,7 +208,7 @@ def _again(op: OpRecord) -> bool:
     return True
 
 
-def _equal_storage(world: World, captured: Step, key: int, whole: Tensor, value: Tensor) -> bool:
+def _equal_storage(captured: Step, key: int, whole: Tensor, value: Tensor) -> bool:
     """State is compared bit for bit first, then as the type that an op last used it as."""
     if torch.equal(whole, value):
         return True

@@ -56,7 +56,6 @@ class _Simulation:
         self.returned: dict[int, int] = {}
         self.made: dict[int, tuple[str, int]] = {}
         self.refreshed: dict[int, set[int]] = {}
-        self.eager_seconds = 0.0
 
     def run(self) -> Report:
         begin = time.perf_counter()

@@ -51,7 +51,6 @@ class World:
         self.device_index = 0
         self.generators: list[Any] = []
         self.numbers = 0
-        self.declared_false: set[str] = set()
         self.muted = 0
         self.first_node = 0  # sequence number of autograd from which on nodes belong to the running step
         self.reshaped: dict[int, tuple[str, frames.Chain]] = {}  # tensors whose shape the step changed in place
@@ -205,7 +204,7 @@ class World:
             self._trust(func, name, chain)
         mine = {id(t.inner): t for t in virtual}
         if live and writes and self.current is not None and self.step > self.captured_step:
-            recording.keep(self, func, args, kwargs, writes, virtual)
+            recording.keep(self, args, kwargs, writes)
         if live and recording.turns(func) and self.current is not None:
             recording.freeze(self.current, virtual[0].inner)
         out = self._run(func, name, args, kwargs, chain)
@@ -233,7 +232,7 @@ class World:
                     Tensor.data.__set__(tensor, self.wrap(tensor.inner, tensor.device.index))  # type: ignore[attr-defined]
                 tensor.record = self.record_of(tensor.inner)
         if live and self.current is not None:
-            recording.record(self, func, name, kind, chain, scalars, args, kwargs, virtual, hosts, outs, known, hazard)
+            recording.record(self, func, kind, chain, scalars, args, kwargs, virtual, hosts, outs, known, hazard)
         return result
 
     def _copy(
@@ -267,13 +266,10 @@ class World:
         return ("h2d" if to_device else "d2h"), hazard
 
     def _sight(self, hazard: hazards.Hazard, chain: frames.Chain) -> None:
-        code, message = hazard.code, hazard.message
         where = self.roots.where(chain)
-        if code == "CG101" and where is not None:
-            operation = frames.opname(*where)
-            if "JUMP" in operation or operation in ("TO_BOOL", "UNARY_NOT"):
-                code, message = "CG108", "a Python branch is taken on a device value"
-        self.see(code, message, hazard.happens, chain=chain)
+        if hazard.code == "CG101" and where is not None:
+            hazard = hazards.branch(hazard, frames.opname(*where))
+        self.see(hazard.code, hazard.message, hazard.happens, chain=chain)
 
     def _trust(self, func: Any, name: str, chain: frames.Chain) -> None:
         namespace = name.split("::")[0]

@@ -27,8 +27,6 @@ from onegraph.check.source.values import (
 
 Keywords = dict[str, Value]
 
-CONTAINERS = {"torch.nn.ModuleList", "torch.nn.Sequential", "torch.nn.ModuleDict", "torch.nn.ParameterList"}
-
 
 def call(machine: Machine, func: Ext | ExtObj, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
     """Call a name outside the user's code."""
