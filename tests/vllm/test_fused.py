@@ -55,7 +55,7 @@ def other_weights(path: Path, to: Path) -> Path:
 
 
 def test_weights_that_are_reloaded_in_place(tiny_chat: Path, tmp_path: Path) -> None:
-    """Reloading goes layer by layer: a linear is loaded before or after the norm whose weight it multiplies by."""
+    """A linear is finished after the norm whose weight it multiplies by, whichever is loaded first."""
     second = other_weights(tiny_chat, tmp_path / "second")
     with serving(tiny_chat, enable_prefix_caching=False) as llm:
         assert kinds(llm) == ["FusedLlamaDecoderLayer"] * 2
@@ -63,7 +63,13 @@ def test_weights_that_are_reloaded_in_place(tiny_chat: Path, tmp_path: Path) -> 
         assert tokens_of(llm, PROMPTS, 12) == ours(tiny_chat, PROMPTS, 12)
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(second)})
         assert tokens_of(llm, PROMPTS, 12) == ours(second, PROMPTS, 12) != ours(tiny_chat, PROMPTS, 12)
+        first = sorted(load_file(next(tiny_chat.glob("*.safetensors"))).items(), key=lambda pair: "norm" in pair[0])
+        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(first)})
+        assert tokens_of(llm, PROMPTS, 12) == ours(tiny_chat, PROMPTS, 12)
         assert llm.apply_model(addresses) == [before], "a captured graph would read the old place"
+        linears = [pair for pair in first if "norm" not in pair[0]]
+        with pytest.raises(ValueError, match=r"q_proj, .*reloaded without the norm in front"):
+            llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(linears)})
 
 
 def addresses(model: Any) -> dict[str, int]:

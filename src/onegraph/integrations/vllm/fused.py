@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.models import llama, mistral, qwen2, qwen3
 
 from onegraph.formats.e8p import KEEP
-from onegraph.integrations.vllm.linear import E8PLinearMethod, multiply_norm
+from onegraph.integrations.vllm.linear import E8PLinearMethod
 
 LAYERS = (llama.LlamaDecoderLayer, mistral.MistralDecoderLayer, qwen2.Qwen2DecoderLayer, qwen3.Qwen3DecoderLayer)
 
@@ -56,22 +55,6 @@ def _behind(linear: Any, x: Tensor, add: Tensor | None, silu: bool = False) -> T
     return tensor_model_parallel_all_reduce(y) if linear.tp_size > 1 else y
 
 
-class NormMethod(QuantizeMethodBase):
-    """Of a norm whose weight a linear has in its in_scale: a weight that is loaded again is multiplied in again."""
-
-    def __init__(self, linear: Any) -> None:
-        self.linear = linear
-
-    def create_weights(self, layer: nn.Module, *args: Any, **keywords: Any) -> None:
-        """The norm has its own."""
-
-    def apply(self, layer: nn.Module, *args: Any, **keywords: Any) -> Tensor:
-        raise NotImplementedError("a norm is not asked through its method")
-
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        multiply_norm(self.linear)
-
-
 def fuse(model: Any, vllm_config: Any) -> int:
     """Turns the decoder layers of `model` (of `...ForCausalLM`) into `FusedLayer`s where they suit; how many."""
     if vllm_config.lora_config is not None:  # adapters read what the norm gives
@@ -85,9 +68,9 @@ def fuse(model: Any, vllm_config: Any) -> int:
         ):
             linear.onegraph_norm = [norm]  # in a list, so that it is no module of the linear's
             linear.onegraph_eps = norm.variance_epsilon
-            # persistent, since vLLM leaves other buffers alone when it reloads weights
+            # persistent, since vLLM leaves other buffers alone when it reloads weights; no file brings it, so
+            # the linear is finished last of all, when the norm is there
             linear.register_buffer("in_scale_after_norm", torch.empty_like(linear.in_scale))
-            norm.quant_method = NormMethod(linear)
         layer.self_attn.o_proj.onegraph_deferred = True
         layer.self_attn.o_proj.reduce_results = False
         layer.onegraph_last = layer is layers[-1]

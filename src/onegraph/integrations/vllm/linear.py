@@ -159,14 +159,16 @@ def _finish(layer: Any) -> None:
     same = bool((layer.in_scale == layer.in_scale[0]).all())
     layer.onegraph_fused = len(slots.parts) == 1 or (slots.uniform and len(blocks) == 1 and same)
     if getattr(layer, "onegraph_norm", None) is not None:
-        multiply_norm(layer)
+        _multiply_norm(layer)
 
 
-def multiply_norm(layer: Any) -> None:
+def _multiply_norm(layer: Any) -> None:
     """in_scale_after_norm = in_scale * the weight of the norm in front, in place, once both are loaded."""
     weight = layer.onegraph_norm[0].weight
-    if not (weight.is_meta or layer.in_scale.is_meta or layer.in_scale_after_norm.is_meta):
-        layer.in_scale_after_norm.copy_(layer.in_scale * weight.float())
+    if weight.is_meta:
+        parts = ", ".join(part.name for part in layer.onegraph_slots.parts)
+        raise ValueError(f"{parts}: reloaded without the norm in front; reload all weights of the layer")
+    layer.in_scale_after_norm.copy_(layer.in_scale * weight.float())
 
 
 def _residual(layer: Any) -> Tensor | None:
