@@ -1,4 +1,7 @@
-"""The command line as people and scripts meet it: what it prints, where, and with which status."""
+"""The command line as people and scripts meet it: what it prints, where, and with which status.
+
+Past 400 lines, since each command's refusals are asked of the same tiny model.
+"""
 
 from __future__ import annotations
 
