@@ -198,17 +198,18 @@ def paged_decode(
     span = reach if window == 0 else min(reach, window + KEYS)
     splits = min(max(PROGRAMS // triton.next_power_of_2(batch * kv_heads), SPLITS[0]), SPLITS[1])
     splits = min(splits, triton.next_power_of_2(triton.cdiv(span, KEYS)))
-    lines = batch * heads * splits
-    part = torch.empty((lines, width), dtype=torch.float32, device=qkv.device)
-    sums = torch.empty((2, lines), dtype=torch.float32, device=qkv.device)
+    cut = batch * heads * splits
+    lines = triton.next_power_of_2(triton.cdiv(dim * k_cache.element_size(), 128))  # of a key, as the L2 has them
+    part = torch.empty((cut, width), dtype=torch.float32, device=qkv.device)
+    sums = torch.empty((2, cut), dtype=torch.float32, device=qkv.device)
     with on_device(qkv):
         _decode[(splits, kv_heads, batch)](
             qkv, q_norm if norm else qkv, k_norm if norm else qkv, eps, cos if rope else qkv, sin if rope else qkv,
             positions, counts, block_table, k_cache, v_cache, tickets, out, part, sums,
-            scale, block_table.stride(0), reach, cos.shape[0] - 1 if rope else 0, pages, lines,
+            scale, block_table.stride(0), reach, cos.shape[0] - 1 if rope else 0, pages, cut,
             KV_HEADS=kv_heads, GROUP=group, DIM=dim, WIDTH=width, PAGE=page_size,
             ROWS=max(16, triton.next_power_of_2(group)), HEADS_P2=triton.next_power_of_2(group), KEYS=KEYS,
-            WINDOW=window, SPLITS=splits, LINES=max(1, dim * k_cache.element_size() // 128), NORM=norm, ROPE=rope,
+            WINDOW=window, SPLITS=splits, LINES=lines, NORM=norm, ROPE=rope,
             num_warps=WARPS,
             num_stages=STAGES if 4 * KEYS * width * k_cache.element_size() <= SHARED_BYTES else 3, **options(qkv),
         )  # fmt: skip

@@ -1,0 +1,70 @@
+"""Every Triton kernel, with the arguments of its op's records, through Triton's front end for Hopper with PDL: no GPU.
+
+Run by test_triton_frontend.py in a process of its own, since the rest of a CPU session interprets kernels. Neither what
+only the compiler refuses (a range whose size is no power of two) nor what stands behind `if PDL` meets the interpreter.
+Prints what was compiled, or the first refusal and exits with 1.
+"""
+
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompilationError
+from triton.compiler.compiler import make_backend
+
+TARGET = GPUTarget("cuda", 90, 32)
+compiled: set[str] = set()
+
+
+class NoDriver:
+    """What a launch asks of a driver before it compiles."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGET
+
+
+def front_end(
+    self: Any, key: str, signature: Any, device: int, constexprs: Any, options: Any, attrs: Any, *_: Any
+) -> None:
+    """In place of compiling: Triton's IR is made, verified and dropped; without a kernel nothing is launched."""
+    backend, context = make_backend(TARGET), ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    source = ASTSource(self, signature, constexprs, attrs)
+    module = source.make_ir(
+        TARGET, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
+    )
+    assert module.verify()
+    compiled.add(self.__name__)
+
+
+def main() -> int:
+    triton.runtime.driver.set_active(NoDriver())
+    triton.runtime.jit.JITFunction._do_compile = front_end
+    from onegraph.ops.triton import launch
+
+    launch.options = lambda x: {"PDL": True, "launch_pdl": True}  # before the kernels' modules import it
+    from test_triton import kernel_of, parameters
+
+    for parameter in parameters(interpreted=False):
+        op, case, dtype = parameter.values
+        try:
+            kernel_of(op)(*case.make(torch.device("cpu"), dtype, torch.Generator().manual_seed(0)))
+        except CompilationError as error:
+            print(f"{parameter.id}: {error}")
+            return 1
+    print(*sorted(compiled))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
