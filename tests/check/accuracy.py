@@ -2,7 +2,7 @@
 
     python tests/check/accuracy.py --ways source simulate           # on any machine
     python tests/check/accuracy.py --ways live --save live.json     # on a GPU; --load joins it elsewhere
-    python tests/check/accuracy.py --folders heldout4 --by-author   # a set that no GPU has measured yet
+    python tests/check/accuracy.py --folders heldout4 --by-author   # as for a set that no GPU has measured yet
 
 A case is *bad* if torch alone could not capture it, or a replay differed from eager, on the GPU (truth.json). Counted:
 

@@ -139,11 +139,16 @@ def _difference(torch: Any, ours: Any, theirs: Any) -> float:
 
 
 def _lines(error: BaseException) -> list[list[Any]]:
-    """[end of path, line] of the calls, torch's left out, that led to the first error; ending a capture raises more."""
+    """[short path, line] of the calls, torch's left out, that led to the first error; ending a capture raises more."""
     while error.__context__ is not None:
         error = error.__context__
     frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
-    return [[path[-60:], line] for path, line in frames if "site-packages/torch/" not in path and path != __file__]
+    return [[short(p), line] for p, line in frames if "site-packages/torch/" not in p and p != __file__]
+
+
+def short(path: str) -> str:
+    """A path as two machines write it: below site-packages, or its end."""
+    return path.rsplit("site-packages/", 1)[-1][-60:]
 
 
 def _line(error: BaseException) -> str:

@@ -9,7 +9,7 @@ import corpus_tools
 import pytest
 
 SETS = {"corpus": "corpus", "held out 1": "heldout", "held out 2": "heldout2", "held out 3": "heldout3",
-        "held out 4, by its author": "heldout4", "models": "models"}  # fmt: skip
+        "held out 4": "heldout4", "models": "models"}  # fmt: skip
 WAYS = {"simulation": "simulate", "source": "source", "live": "live"}
 
 
@@ -40,7 +40,7 @@ def test_the_guide_counts_the_cases_that_are_there(repo: Path) -> None:
     text = (repo / "docs/check/accuracy.md").read_text()
     counts = {row[0]: int(row[1]) for row in table(text, 3)[1:]}
     models = json.loads((Path(__file__).parent / "zoo.json").read_text())["models"]
-    folders = {name.split(",")[0]: folder for name, folder in SETS.items() if folder != "models"}
+    folders = {name: folder for name, folder in SETS.items() if folder != "models"}
     assert counts == {n: sum(1 for _ in corpus_tools.cases(f)) for n, f in folders.items()} | {"models": len(models)}
     truth = corpus_tools.truth()
     said = re.search(r"holds the (\d+) rows \((\d+) do not replay as eager\)", text)
@@ -48,7 +48,7 @@ def test_the_guide_counts_the_cases_that_are_there(repo: Path) -> None:
     assert [int(n) for n in said.groups()] == [len(truth), sum(map(accuracy.bad, truth.values()))]
 
 
-@pytest.mark.parametrize("folder", [*corpus_tools.FOLDERS, "heldout4"])
+@pytest.mark.parametrize("folder", corpus_tools.FOLDERS)
 def test_reading_the_source_scores_what_the_line_says(repo: Path, folder: str) -> None:
     """The simulation's score follows from test_simulate_corpus.py, case by case; live's needs a GPU."""
     lines = {(line["cases"], line["way"]): line for line in raw(repo)}  # the last one of a pair is today's

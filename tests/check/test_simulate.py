@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from onegraph.check import CheckError, Severity, Verdict, check_step, declared
-from onegraph.check.simulate import frames, simulate_step
+from onegraph.check.simulate import frames, records, simulate_step
 
 
 def inside(body):
@@ -331,3 +331,9 @@ def test_cells_that_a_gpu_fuses_are_written_out(cell):
 def test_a_lazy_module_is_refused_by_name():
     with pytest.raises(CheckError, match="lazy module"):
         check_step(lambda: (torch.nn.LazyLinear(3).to("cuda"), lambda i: (torch.ones(2, 4, device="cuda"),)))
+
+
+def test_a_lazy_parameter_is_no_argument_of_an_op_on_a_gpu():
+    device, hosts, scalars = [], [], []
+    records.convert_plain((torch.nn.LazyLinear(3).weight, 2.0), device, hosts, scalars)
+    assert (device, hosts, scalars) == ([], [], [2.0])

@@ -104,8 +104,14 @@ def measure(name: str) -> dict[str, Any]:
         return {"eager": "ok", "capture": "ok", "replay": measure_truth._line(error)}
 
 
+def _measured(name: str) -> dict[str, Any]:
+    return {"row": measure(name), "device": torch.cuda.get_device_name(0)}
+
+
 def look(name: str, live: bool) -> dict[str, Any]:
     """What the check says: {"errors": [[code, [file, line], ...], ...]} or {"error": why it could not run}."""
+    from measure_truth import short
+
     from onegraph.check import CheckError, check_step
 
     warnings.filterwarnings("ignore")
@@ -114,7 +120,7 @@ def look(name: str, live: bool) -> dict[str, Any]:
             report = check_step(lambda: factory(name), simulate=not live, live=live)
     except CheckError as error:
         return {"error": str(error)}
-    chains = [[f.code, *([c.path[-60:], c.line] for c in (*f.calls, f))] for f in report.errors]
+    chains = [[f.code, *([short(c.path), c.line] for c in (*f.calls, f))] for f in report.errors]
     return {"errors": chains, "findings": len(report.findings)}
 
 
@@ -134,9 +140,11 @@ def main() -> None:
     tasks = [(name,) for name in arguments.names]
     if arguments.measure:
         rows: dict[str, Any] = {}
-        for (name,), row in lanes.answers(measure, tasks, workers=arguments.workers, fit=_fit):
-            rows[name] = row if "error" not in row else {"eager": "ok", "capture": row["error"], "replay": ""}
-            body = {"torch": torch.__version__, "transformers": transformers.__version__, "models": rows}
+        body: dict[str, Any] = {"command": "python tests/check/zoo.py --measure tests/check/zoo.json", "models": rows,
+                                "torch": torch.__version__, "transformers": transformers.__version__}  # fmt: skip
+        for (name,), answer in lanes.answers(_measured, tasks, workers=arguments.workers, fit=_fit):
+            rows[name] = answer.get("row", {"eager": "ok", "capture": answer.get("error"), "replay": ""})
+            body["device"] = answer.get("device", body.get("device"))
             Path(arguments.measure).write_text(json.dumps(body, indent=1, sort_keys=True) + "\n")
         return
     seen: dict[str, Any] = json.loads(Path(arguments.load).read_text()) if arguments.load else {}
@@ -151,7 +159,7 @@ def main() -> None:
     missed = [n for n in known if not seen[n].get("errors") and bad(truth[n])]
     told = [n for n in known if seen[n].get("errors")]
     lines = [n for n in told if truth[n].get("at")]
-    right = [n for n in lines if any(at in frames for at in truth[n]["at"] for _, *frames in seen[n]["errors"])]
+    right = [n for n in lines if truth[n]["at"][-1] in [places[-1] for _, *places in seen[n]["errors"]]]
     print({"models": len(known), "bad": sum(bad(truth[n]) for n in known), "told": len(told), "wrong": wrong,
            "missed": missed, "failing line measured": len(lines), "line told": len(right)})  # fmt: skip
     for name in sorted({*wrong, *missed, *(set(lines) - set(right))}):

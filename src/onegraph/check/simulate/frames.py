@@ -11,9 +11,12 @@ import warnings
 from types import CodeType, FrameType
 from typing import NamedTuple
 
+import torch
+
 from onegraph.check.report import Frame
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 _STDLIB = os.path.realpath(sysconfig.get_paths()["stdlib"])
 _SITE = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep)
 
@@ -31,9 +34,8 @@ class Place(NamedTuple):
 @functools.cache
 def _skipped(filename: str) -> bool:
     """Frames that no one wants to see: torch, this package, the import machinery."""
-    if f"{os.sep}torch{os.sep}" in filename and any(site in filename for site in _SITE):
-        return True
-    return filename.startswith((HERE, "<frozen", "<string>", "<eval_with_key>")) or filename == warnings.__file__
+    ours = (HERE + os.sep, _TORCH + os.sep, "<frozen", "<string>", "<eval_with_key>")
+    return filename.startswith(ours) or filename == warnings.__file__
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 
 from onegraph.check.report import Severity
 from onegraph.check.simulate import frames
@@ -161,9 +162,13 @@ def reshaped(
 
 
 def convert_plain(tree: Any, device: list[Tensor], hosts: list[Tensor], scalars: list[Any]) -> None:
-    """Sort the leaves of an op's arguments: tensors of a GPU, tensors of the host, everything else but generators."""
+    """Sort the leaves of an op's arguments: tensors of a GPU, tensors of the host, everything else but generators.
+
+    A lazy parameter is left out: it has no storage yet, and raises where it is asked for its shape.
+    """
     if isinstance(tree, Tensor):
-        (device if tree.is_cuda else hosts).append(tree)
+        if not is_lazy(tree):
+            (device if tree.is_cuda else hosts).append(tree)
     elif isinstance(tree, list | tuple):
         for item in tree:
             convert_plain(item, device, hosts, scalars)

@@ -1,0 +1,39 @@
+"""Whose code a frame is: torch's and this package's are left out, whatever the folders above them are called."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from onegraph.check.simulate import frames
+
+TORCH = str(Path(torch.__file__).parent)
+
+
+@pytest.mark.parametrize(
+    ("path", "skipped"),
+    [
+        (TORCH + "/nn/modules/linear.py", True),
+        (frames.HERE + "/simulate/world.py", True),
+        ("<frozen importlib._bootstrap>", True),
+        (TORCH + "_geometric/nn/conv.py", False),
+        (frames.HERE + "_list.py", False),
+        ("/opt/torch/.venv/lib/python3.12/site-packages/transformers/cache_utils.py", False),  # seen: none was shown
+        ("/home/me/torch/site-packages/steps.py", False),
+    ],
+)
+def test_frames_of_torch_and_of_this_package_are_left_out(path, skipped):
+    assert frames._skipped(path) == skipped
+
+
+@pytest.mark.parametrize(
+    ("path", "package"),
+    [
+        ("/opt/torch/.venv/lib/python3.12/site-packages/transformers/cache_utils.py", "transformers"),
+        (TORCH + "/nn/modules/linear.py", "torch"),
+        (frames.os.__file__, ""),
+        ("/home/me/transformers/cache_utils.py", None),
+    ],
+)
+def test_an_installed_file_belongs_to_the_package_below_site_packages(path, package):
+    assert frames.package_of(path) == package
