@@ -7,18 +7,24 @@ step does not depend on them. All load and compile at once, then they are timed 
 The time of a step is the slope between two output lengths, medians of several, so that prefill and start-up drop out.
 Variants: bf16, or e8p-BITS[-head-BITS], each with [+kv=DTYPE] and [+layers=vllm], which leaves norms and sums outside
 of the linears. --context is the length of the prompts; long ones are computed once and found in the prefix cache.
+--profile adds a line that names the launches of a step: how many, and the microseconds of each. A launch that may start
+before the one in front of it has ended (PDL) counts the time that it waits there, so they add up to more than the step.
 """
 
 import argparse
 import fcntl
+import gzip
 import json
 import os
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +35,7 @@ from onegraph.formats.e8p import E8PConfig
 VARIANTS = "bf16,e8p-2,e8p-4,e8p-2-head-4,e8p-4-head-4"
 LONG = 4096  # tokens of a prompt that is not computed again for each sample
 OUTPUTS = 16, 144  # tokens; a step's time is the slope between them
+PROFILED = 32  # tokens
 
 
 def config_of(variant: str, shape: dict[str, Any], length: int) -> dict[str, Any]:
@@ -43,7 +50,34 @@ def config_of(variant: str, shape: dict[str, Any], length: int) -> dict[str, Any
     return config
 
 
-def measure(variant: str, args: argparse.Namespace, turn: Path) -> list[dict[str, Any]]:
+def launches(folder: Path) -> dict[str, Any]:
+    """What a decode step launches, from a trace of torch's profiler: the kernels between two equal ends, averaged over
+    as many `steps` as end the trace; all kernels of the trace as one step where none is there twice."""
+    with gzip.open(next(folder.rglob("*.json.gz")), "rt") as file:
+        events = [event for event in json.load(file)["traceEvents"] if event.get("cat") == "kernel"]
+    kernels = sorted((event["ts"], event["dur"], event["name"]) for event in events)
+    names = [name for _, _, name in kernels]
+    lengths = range(30, len(names) // 2 + 1)  # fewer could be a part of a layer
+    length = next((n for n in lengths if names[-n:] == names[-2 * n : -n]), len(names))
+    steps = 1
+    while names[-(steps + 1) * length :][:length] == names[-length:] and (steps + 1) * length <= len(names):
+        steps += 1
+    spent: Counter[str] = Counter()
+    for _, duration, name in kernels[-steps * length :]:
+        spent[name] += duration
+    count = Counter(names[-length:])
+    return {
+        "steps": steps,
+        "launches": length,
+        "step_us": round((kernels[-1][0] - kernels[-1 - (steps - 1) * length][0]) / max(steps - 1, 1), 1),
+        "profile": [
+            {"kernel": name[:80], "launches": count[name], "us": round(total / steps / count[name], 2)}
+            for name, total in spent.most_common()
+        ],
+    }
+
+
+def measure(variant: str, args: argparse.Namespace, turn: Path) -> Iterator[dict[str, Any]]:
     """One variant, in this process: loads, waits for its turn, and times every batch size."""
     import torch
     import vllm
@@ -56,6 +90,9 @@ def measure(variant: str, args: argparse.Namespace, turn: Path) -> list[dict[str
     if "layers=vllm" in options:
         FUSED.clear()
     length = args.context + OUTPUTS[1] + 16
+    traces = tempfile.mkdtemp()
+    profiler: dict[str, Any] = {"profiler": "torch", "torch_profiler_dir": traces}
+    profiler |= {"torch_profiler_activities": ["CUDA"], "torch_profiler_dump_cuda_time_total": False}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config_of(variant, SHAPES[args.shape], length)))
         started = time.perf_counter()
@@ -73,13 +110,17 @@ def measure(variant: str, args: argparse.Namespace, turn: Path) -> list[dict[str
             tensor_parallel_size=args.ranks,
             kv_cache_dtype=kv,
             **({"attention_config": {"backend": "CUSTOM"}} if kv.startswith("turboquant") else {}),
+            **({"profiler_config": profiler} if args.profile else {}),
         )
     print(f"{variant}: ready after {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
     (turn / variant).touch()
     while len(list(turn.iterdir())) < len(args.variants.split(",")) + 1:
         time.sleep(0.1)
 
-    rows = []
+    about = {"name": variant, "shape": args.shape, "context": args.context, "ranks": args.ranks}
+    about |= {"vllm": vllm.__version__, "torch": torch.__version__, "device": torch.cuda.get_device_name()}
+    about |= {"date": time.strftime("%Y-%m-%d")}
+    about |= {"command": "PYTHONPATH=src python3 " + shlex.join([sys.argv[0], *args.shown])}
     with (turn / "lock").open("r+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for batch in args.batch:
@@ -94,25 +135,14 @@ def measure(variant: str, args: argparse.Namespace, turn: Path) -> list[dict[str
             seconds(OUTPUTS[0])
             short, long = ([seconds(tokens) for _ in range(args.repeats)] for tokens in OUTPUTS)
             step = (statistics.median(long) - statistics.median(short)) / (OUTPUTS[1] - OUTPUTS[0])
-            rows.append(
-                {
-                    "bench": "vllm_decode",
-                    "name": variant,
-                    "shape": args.shape,
-                    "batch": batch,
-                    "context": args.context,
-                    "ranks": args.ranks,
-                    "ms_per_step": round(step * 1e3, 4),
-                    "tokens_per_second": round(batch / step, 1),
-                    "vllm": vllm.__version__,
-                    "torch": torch.__version__,
-                    "device": torch.cuda.get_device_name(),
-                    "date": time.strftime("%Y-%m-%d"),
-                    "command": "PYTHONPATH=src python3 " + shlex.join([sys.argv[0], *args.shown]),
-                }
-            )
-            print(json.dumps(rows[-1]), flush=True)
-    return rows
+            timed = {"ms_per_step": round(step * 1e3, 4), "tokens_per_second": round(batch / step, 1)}
+            yield {"bench": "vllm_decode", "batch": batch} | timed | about
+            if args.profile:
+                llm.start_profile()
+                seconds(PROFILED)
+                llm.stop_profile()
+                yield {"bench": "vllm_profile", "batch": batch} | launches(Path(traces)) | about
+                shutil.rmtree(traces)
 
 
 def main() -> int:
@@ -124,6 +154,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kv-gib", type=float, default=4.0, help="size of each variant's KV cache")
+    parser.add_argument("--profile", action="store_true", help="also name the launches of each step")
     parser.add_argument("--out", type=Path, help="append the JSON lines to this file")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)
@@ -131,10 +162,11 @@ def main() -> int:
     hidden = {"--one", args.one, "--turn", str(args.turn), "--out", str(args.out)}
     args.shown = [word for word in sys.argv[1:] if word not in hidden]
     if args.one:
-        rows = measure(args.one, args, args.turn)
-        if args.out:
-            with args.out.open("a") as out:
-                out.writelines(json.dumps(row) + "\n" for row in rows)
+        for row in measure(args.one, args, args.turn):
+            print(json.dumps(row), flush=True)
+            if args.out:
+                with args.out.open("a") as out:
+                    out.write(json.dumps(row) + "\n")
         return 0
 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -1,4 +1,7 @@
-"""The OpenAI-compatible server on one of our checkpoints, with OpenAI's own client: streams, crowds, hang-ups."""
+"""The OpenAI-compatible server on one of our checkpoints, with OpenAI's own client: streams, crowds, hang-ups.
+
+On a CPU eagerly and in float32, where a batch rounds no near-tie the other way; on a GPU as a user starts it.
+"""
 
 import importlib.util
 import os
@@ -12,16 +15,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 if importlib.util.find_spec("vllm.entrypoints") is None:
     pytest.skip("vLLM is not installed; `make vllm` installs it", allow_module_level=True)
 
 START_SECONDS = 400  # a minute on two idle cores
+SETTINGS = {
+    "cpu": ["--enforce-eager", "--dtype", "float32"],
+    "gpu": ["--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", str(1 << 29)],
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM takes the GPU")),
+        pytest.param("gpu", marks=pytest.mark.gpu),
+    ],
+)
+def place(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def server(tiny_chat: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a server that was told nothing but where the checkpoint is."""
+def server(place: str, tiny_chat: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a server that was told where the checkpoint is, and what is said above."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -29,8 +48,7 @@ def server(tiny_chat: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tiny_chat)]
-    command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
-    command += ["--dtype", "float32"]  # in which a batch rounds no near-tie the other way
+    command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port), *SETTINGS[place]]
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
     try:
@@ -80,13 +98,15 @@ def test_a_stream_is_the_answer_in_pieces(client: Any) -> None:
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 24
 
 
-def test_a_crowd_gets_what_each_would_get_alone(client: Any) -> None:
+def test_a_crowd_gets_what_each_would_get_alone(client: Any, place: str) -> None:
+    """On a GPU but for near-ties in bfloat16, which kernels for more tokens round otherwise."""
     texts = [f"in the {'th' * i}e a" for i in range(12)]
     alone = [ask(client, text).choices[0].message.content for text in texts]
     with ThreadPoolExecutor(len(texts)) as pool:
         together = list(pool.map(lambda text: ask(client, text).choices[0].message.content, texts))
-    assert together == alone
     assert len(set(alone)) > 6
+    equal = sum(a == b for a, b in zip(together, alone, strict=True))
+    assert equal >= (len(texts) if place == "cpu" else len(texts) // 2)
 
 
 def test_who_hangs_up_frees_the_place(client: Any, server: str) -> None:
