@@ -18,6 +18,7 @@ from fuzz import tiny
 from onegraph.cli import main
 from onegraph.cli.soak import plot
 from onegraph.engine.generate import Engine
+from onegraph.engine.params import SamplingParams
 from onegraph.engine.placed import PlacedEngine
 from onegraph.engine.soak import GROWTH, Round, judge, looped, read_rounds, soak
 from onegraph.formats.checkpoint import Checkpoint
@@ -53,6 +54,34 @@ def test_deepseek(deepseek, devices, tmp_path):
     verdict = soak(make, steps=400, path=tmp_path / "rounds.jsonl")
     assert verdict.passed, verdict.problems
     assert verdict.drift < 1e-4
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_bfloat16(deepseek, damaged, tmp_path):
+    """What rounding and near-ties of the router do is let pass; a window that loses one of its 16 keys is not."""
+    with Checkpoint.open(deepseek) as checkpoint:
+        model = DeepseekV4.load(checkpoint, "cpu", torch.bfloat16)
+    engines = []
+
+    def make(tested):
+        engines.append(maker(model, max_context=144)(tested))
+        return engines[-1]
+
+    def lose_a_key(this, done):
+        cache = engines[0]._cache
+        view = cache.view
+
+        def spoiled(*arguments):
+            for window in cache.windows.values():
+                window[1:, 5] = 0
+            return view(*arguments)
+
+        cache.view = spoiled
+
+    path = tmp_path / "rounds.jsonl"
+    verdict = soak(make, steps=330, path=path, batch=1, on_round=lose_a_key if damaged else None)
+    assert verdict.noise > 1e-3, "bfloat16 rounds"
+    assert [problem.split(" by ")[0] for problem in verdict.problems] == ["logits drifted"] * damaged
 
 
 def test_state_that_is_damaged_on_the_way_is_found(tmp_path):
@@ -143,6 +172,12 @@ def test_one_limit_holds_for_every_round():
     assert "drifted by 9.00e-04 in round 1" in judge([quiet, loud]).problems[0]
 
 
+def test_a_lasting_drift_does_not_hide_behind_one_loud_round():
+    rounds = [replace(GOOD, number=i, drift=3e-4, noise=1e-4 if i == 2 else 1e-6) for i in range(5)]
+    assert "drifted by 3.00e-04 or more in half of the rounds" in judge(rounds).problems[0]
+    assert judge([replace(r, drift=3e-4 if i == 1 else 1e-6) for i, r in enumerate(rounds)]).passed
+
+
 def test_memory_is_compared_within_a_process():
     assert judge([GOOD, replace(GOOD, number=1, run=1, memory=[2 * 10**9])]).passed
 
@@ -231,6 +266,23 @@ def test_gpus_are_for_deepseek(tmp_path, capsys):
     tiny.write_model(tmp_path / "m")
     assert main([*command(tmp_path / "m", tmp_path / "out"), "--gpus", "2"]) == 2
     assert "--gpus places layers over GPUs for DeepSeek-V4; this model is" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_captured_steps_leave_the_state_of_eager_ones(deepseek):
+    """Bit for bit, all of it, after hundreds of steps in bfloat16: capture adds no drift of its own."""
+    with Checkpoint.open(deepseek) as checkpoint:
+        model = DeepseekV4.load(checkpoint, "cuda:0", torch.bfloat16)
+    prompts = torch.randint(0, 97, (2, 16), generator=torch.Generator().manual_seed(0)).tolist()
+    params = [SamplingParams(max_tokens=400, temperature=1.0, seed=i) for i in range(2)]
+    texts, states = [], []
+    for capture in (True, False):
+        engine = Engine(model, max_batch=2, max_context=512, capture=capture)
+        texts.append(engine.generate(prompts, params))
+        states.append(engine._cache.tensors())
+    assert texts[0] == texts[1]
+    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+    assert any(t.any() for t in states[0])
 
 
 @pytest.mark.gpu
