@@ -5,7 +5,8 @@
 The checkpoint has the shape's sizes and random codes; it is written to a temporary directory and loaded as a user loads
 it. Each cache holds --context tokens of prompt; time is the slope between two lengths, so that prefill drops out.
 `compiled` is what `generate` does by itself on a GPU (inductor, reduce-overhead). `captured` captures the model's own
-step into one graph, without a compiler. `same_tokens`: how many of the eager run's tokens come first, and of how many.
+step into one graph, without a compiler. `same_tokens`: how many tokens come first as in the run `against`, eager where
+it is among --mode, and of how many.
 Prints JSON lines; --out appends them.
 """
 
@@ -129,7 +130,7 @@ def rows(model: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         }
         model.generate(prompt, past_key_values=cache, max_new_tokens=4, do_sample=False, disable_compile=True)
         expected: list[int] = []
-        for mode in ("eager", *(mode for mode in args.mode if mode != "eager")):
+        for mode in sorted(args.mode, key=MODES.index):
             started = time.perf_counter()
             if mode == "compiled":
                 cache.reset()
@@ -137,15 +138,13 @@ def rows(model: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             ready = time.perf_counter() - started
             with alone(args.lock):
                 tokens, seconds = runs[mode]()
-            expected = expected or tokens
-            if mode not in args.mode:
-                continue
-            same = next((i for i, (a, b) in enumerate(zip(tokens, expected, strict=False)) if a != b), len(tokens))
             row = {"bench": "transformers", "mode": mode, "cache": kv, "layers": model.config.num_hidden_layers}
             row |= {"batch": 1, "context": context, "steps": steps}
             row |= {"tokens_per_second": round(1 / seconds, 1), "ms_per_step": round(1e3 * seconds, 4)}
-            if mode != "eager":
-                row["same_tokens"] = [same, len(tokens)]
+            if expected:
+                same = next((i for i, (a, b) in enumerate(zip(tokens, expected, strict=False)) if a != b), len(tokens))
+                row |= {"same_tokens": [same, len(tokens)], "against": min(args.mode, key=MODES.index)}
+            expected = expected or tokens
             if mode == "compiled":
                 counters = torch._dynamo.utils.counters
                 row["first_call_seconds"] = round(ready, 1)

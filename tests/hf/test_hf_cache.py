@@ -29,9 +29,9 @@ def greedy(hf: Any, tokens: Tensor = TOKENS, count: int = 12, **options: Any) ->
     return hf.generate(tokens, max_new_tokens=count, do_sample=False, **options)[:, tokens.shape[1] :].tolist()
 
 
-def layer(kv: str, **options: Any) -> TurboQuantLayer:
+def layer(kv: str) -> TurboQuantLayer:
     config = hf_model("llama", **(SIZES | {"num_hidden_layers": 1})).config
-    config._attn_implementation = ATTENTION
+    config._attn_implementation = "sdpa"  # `update` stores; with "turboquant" attention does
     found = TurboQuantCache(config, 96, kv).layers[0]
     assert isinstance(found, TurboQuantLayer)
     return found
@@ -75,7 +75,8 @@ def test_what_is_stored_is_near_what_was_given(kv: str) -> None:
     for got, given in zip(found.whole(keys[:, :, -1:], values[:, :, -1:]), (keys, values), strict=True):
         old, near = got[:, :, : min(80, 81 - window)], got[:, :, 81 - window : 80]
         assert 1e-4 < (old - given[:, :, : old.shape[2]]).square().mean() < 0.08
-        assert torch.equal(near, given[:, :, 80 - near.shape[2] :]) or not window
+        if window:
+            torch.testing.assert_close(near, given[:, :, 80 - near.shape[2] :])
 
 
 @pytest.mark.parametrize("window", [0, 24])
@@ -92,7 +93,7 @@ def test_attending_on_codes_is_attending_on_what_they_decode_to(kv: str, window:
     place = torch.arange(96)
     seen = (place <= 80) & (place > 80 - window) if window else place <= 80
     want = torch.nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=seen.unsqueeze(0), scale=0.2)
-    got = found.attend(query, 0.2, window).transpose(1, 2)
+    got = found.attend(query, *new, 0.2, window).transpose(1, 2)  # stores the new token again, where it is
     assert (got - want).norm() / want.norm() < 0.01
 
 
@@ -115,9 +116,10 @@ def test_the_compiled_decode_step_is_one_graph(kv: str, implementation: str) -> 
     assert greedy(hf, past_key_values=cache, compile_config=config) == expected
     assert greedy(hf, past_key_values=TurboQuantCache(hf.config, 64, kv), compile_config=config) == expected
     assert len(graphs) == 1  # of both caches
-    wanted = "turboquant_attention" if implementation == ATTENTION else "turboquant_write"
+    attention = "turboquant_attention" if "full" in kv else "turboquant_hybrid"
     layers = sum(isinstance(found, TurboQuantLayer) for found in cache.layers)
-    assert sum(wanted in str(node.target) for node in graphs[0].graph.nodes) == layers
+    for wanted in ("turboquant_write", attention) if implementation == ATTENTION else ("turboquant_write",):
+        assert sum(wanted in str(node.target) for node in graphs[0].graph.nodes) == layers
 
 
 @pytest.mark.parametrize("implementation", [ATTENTION, "sdpa"])

@@ -1,7 +1,9 @@
 """TurboQuant as a transformers cache: `past_key_values=TurboQuantCache(...)`, compileable like StaticCache.
 
-Every layer is one buffer of codes at its final size. With `attn_implementation="turboquant"` attention reads the codes;
-with any other implementation a layer's keys and values are decoded before it attends, which costs time, not memory.
+Every layer is one buffer of codes at its final size, and a ring of the latest tokens, exact. With
+`attn_implementation="turboquant"` a decode step is two launches around them: one turns the query and stores the token,
+one attends to codes and ring. With any other implementation a layer's keys and values are decoded before it attends,
+which costs time, not memory.
 """
 
 from typing import Any
@@ -14,10 +16,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from onegraph.formats import turboquant as formats
-from onegraph.formats.turboquant import EXACT, TurboQuantConfig, parse_kv
+from onegraph.formats.turboquant import DRAFTS, EXACT, TurboQuantConfig, parse_kv
 from onegraph.formats.turboquant_layout import TurboQuantLayout, unpack_pages
+from onegraph.ops.recent_attention import recent_attention
 from onegraph.ops.turboquant import dequantize, turboquant_write
 from onegraph.ops.turboquant_attention import turboquant_attention
+from onegraph.ops.turboquant_hybrid import turboquant_hybrid
 
 ATTENTION = "turboquant"
 PAGE = 64  # tokens; rows have pages of their own, one after the other, behind page 0, which is nobody's
@@ -31,7 +35,8 @@ def _stays(tensor: Any) -> None:
 
 
 class _Layer:
-    """What attention does decides what `update` gives it: `from_codes`, the layer itself, else keys and values."""
+    """What attention does decides what `update` gives it: `from_codes`, the layer itself and the new keys and values,
+    which attention stores; else all keys and values."""
 
     model_config: Any
 
@@ -50,16 +55,20 @@ class TurboQuantLayer(_Layer, CacheLayerMixin):
     codes: Tensor
     block_table: Tensor
     positions: Tensor
+    ones: Tensor
     rotation: Tensor
     turn: Tensor
     projection: Tensor | None
     k_codebook: Tensor
     v_codebook: Tensor
-    ring: Tensor | None
+    ring: Tensor | None  # [1 + B, size, 2, kv_heads, D], rotated; ring 0 is nobody's
+    slots: Tensor | None
 
-    def __init__(self, config: TurboQuantConfig, bits: tuple[int, int], max_cache_len: int, model_config: Any) -> None:
+    def __init__(
+        self, config: TurboQuantConfig, bits: tuple[int, int], max_cache_len: int, model_config: Any, guards: bool
+    ) -> None:
         super().__init__()
-        self.config, self.bits, self.model_config = config, bits, model_config
+        self.config, self.bits, self.model_config, self.guards = config, bits, model_config, guards
         self.max_cache_len = max_cache_len
         self.cumulative_length = torch.tensor(0, dtype=torch.int64)
 
@@ -81,17 +90,20 @@ class TurboQuantLayer(_Layer, CacheLayerMixin):
             "codes": torch.zeros(shape, dtype=torch.uint8),
             "block_table": torch.arange(1, 1 + self.batch_size * pages, dtype=torch.int32).view(self.batch_size, pages),
             "positions": torch.zeros(self.batch_size, dtype=torch.int32),
+            "ones": torch.ones(self.batch_size, dtype=torch.int32),
             "rotation": rotation,
             "turn": rotation.T.contiguous(),
             "k_codebook": formats.codebook(dim, self.layout.k_code_bits),
             "v_codebook": formats.codebook(dim, self.layout.v_code_bits),
             "projection": None,
             "ring": None,
+            "slots": None,
         }
         if "prod" in (config.keys, config.values):
             state["projection"] = formats.projection(dim, config.seed).to(dtype)
-        if config.window:
-            state["ring"] = torch.zeros(2, self.batch_size, self.kv_heads, config.window, dim, dtype=dtype)
+        if config.ring:
+            state["ring"] = torch.zeros(1 + self.batch_size, config.ring, 2, self.kv_heads, dim, dtype=dtype)
+            state["slots"] = torch.arange(1, 1 + self.batch_size, dtype=torch.int32)
         state["cumulative_length"] = self.cumulative_length
         for name, tensor in state.items():
             placed = None if tensor is None else tensor.to(self.device)
@@ -104,7 +116,7 @@ class TurboQuantLayer(_Layer, CacheLayerMixin):
         """Stores key_states and value_states [B, kv_heads, Q, D], after RoPE, behind what is there."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        batch, heads, length, _ = key_states.shape
+        batch, _, length, _ = key_states.shape
         if batch != self.batch_size:
             raise ValueError(
                 f"{batch} rows do not fit a TurboQuantCache that began with {self.batch_size}: make a new one"
@@ -113,68 +125,71 @@ class TurboQuantLayer(_Layer, CacheLayerMixin):
             raise ValueError(f"{length} tokens do not fit a TurboQuantCache of max_cache_len {self.max_cache_len}")
         self.positions.copy_(self.cumulative_length.expand(batch))
         self.cumulative_length.add_(length)
-        torch._assert_async(
-            self.cumulative_length <= self.max_cache_len, "TurboQuantCache is full: raise max_cache_len"
-        )
-        qkv = torch.cat((key_states, key_states, value_states), dim=1).transpose(1, 2).reshape(batch, length, -1)
-        counts = self.positions.new_full((batch,), length)
-        config = self.config
-        turboquant_write(
-            qkv, None, None, 0.0, None, None, self.positions, counts, self.block_table, self.turn, self.projection,
-            self.k_codebook, self.v_codebook, self.codes, None, None, heads, *self.bits, config.keys, config.values,
-            config.scale, False,
-        )  # fmt: skip
-        if self.ring is not None:
-            latest = min(length, config.window)
-            slot = (self.cumulative_length - latest + torch.arange(latest, device=self.device)) % config.window
-            self.ring.index_copy_(3, slot, torch.stack((key_states, value_states))[:, :, :, -latest:])
+        if self.guards:
+            torch._assert_async(
+                self.cumulative_length <= self.max_cache_len, "TurboQuantCache is full: raise max_cache_len"
+            )
         if self.from_codes:
             return self, (key_states, value_states)
+        self.store(key_states, key_states, value_states)
         return self.whole(key_states, value_states)
+
+    def store(self, query: Tensor, key_states: Tensor, value_states: Tensor) -> Tensor:
+        """Stores the tokens that `update` was told of; their queries [B, H, Q, D] come back rotated, [B, Q, H, D]."""
+        batch, heads, length, _ = query.shape
+        qkv = torch.cat((query, key_states, value_states), dim=1).transpose(1, 2).reshape(batch, length, -1)
+        counts = self.ones if length == 1 else self.positions.new_full((batch,), length)
+        config = self.config
+        turned: Tensor = turboquant_write(
+            qkv, None, None, 0.0, None, None, self.positions, counts, self.block_table, self.turn, self.projection,
+            self.k_codebook, self.v_codebook, self.codes, self.ring, self.slots, heads, *self.bits, config.keys,
+            config.values, config.scale, False,
+        )[0]  # fmt: skip
+        return turned
 
     def whole(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all places [B, kv_heads, max_cache_len, D] for attention that knows no codes: decoded, but
-        exact for the latest `window` tokens and, in a prefill with one, for the tokens of the call."""
-        dim, start = self.layout.head_dim, self.cumulative_length - key_states.shape[2]
+        exact where the last token sees the ring and, in a prefill with one, for the tokens of the call."""
+        length, start = self.cumulative_length, self.cumulative_length - key_states.shape[2]
+        window, dim = self.config.window, self.layout.head_dim
         place = torch.arange(self.max_cache_len, device=self.device)
-        recent = ((place >= self.cumulative_length - self.config.window) & (place < start)).view(-1, 1)
-        new = ((place >= start) & (place < self.cumulative_length)).view(-1, 1)
+        recent = ((place >= length - window) | (length <= window + DRAFTS)) & (place < start)
+        new = ((place >= start) & (place < length)).view(-1, 1)
         found = []
         for i, (coded, table) in enumerate(
             zip(unpack_pages(self.layout, self.codes[1:]), (self.k_codebook, self.v_codebook), strict=True)
         ):
-            flat = (dequantize(coded, table, self.projection) @ self.rotation.float() * dim**-0.5).to(self.dtype)
-            flat = flat.view(self.batch_size, -1, self.kv_heads, PAGE, dim).transpose(1, 2)
-            flat = flat.reshape(self.batch_size, self.kv_heads, -1, dim)[:, :, : self.max_cache_len]
+            flat = dequantize(coded, table, self.projection).view(self.batch_size, -1, self.kv_heads, PAGE, dim)
+            flat = flat.transpose(1, 2).reshape(self.batch_size, self.kv_heads, -1, dim)[:, :, : self.max_cache_len]
+            if self.ring is not None:
+                kept = self.ring[1:, :, i].index_select(1, place % self.config.ring).transpose(1, 2).float()
+                flat = torch.where(recent.view(-1, 1), kept, flat)
+            flat = (flat @ self.rotation.float() * dim**-0.5).to(self.dtype)
             if self.ring is not None:
                 exact = (key_states, value_states)[i].index_select(2, (place - start).clamp(0, key_states.shape[2] - 1))
-                flat = torch.where(recent, self.ring[i].index_select(2, place % self.config.window), flat)
                 flat = torch.where(new, exact, flat)
             found.append(flat)
         return found[0], found[1]
 
-    def attend(self, query: Tensor, scaling: float, window: int) -> Tensor:
-        """query [B, H, 1, D] of the token stored last -> [B, 1, H, D], from the codes and the exact latest tokens;
-        `window` > 0: only the latest so many keys are seen."""
-        batch, heads, length, dim = query.shape
-        turned = (query.transpose(1, 2).float() @ self.turn.float() * dim**-0.5).to(query.dtype).contiguous()
-        counts, config = self.positions.new_full((batch,), length), self.config
-        ends = None if self.ring is None else (self.positions + 1 - config.window).clamp(min=0)
-        out, lse = turboquant_attention(
-            turned, self.codes, self.block_table, self.positions, counts, ends, self.rotation, self.projection,
-            self.k_codebook, self.v_codebook, None, *self.bits, config.keys, config.values, scaling, window,
-        )  # fmt: skip
+    def attend(self, query: Tensor, key_states: Tensor, value_states: Tensor, scaling: float, window: int) -> Tensor:
+        """Stores the tokens that `update` was told of, and attends for their queries [B, H, Q, D] -> [B, Q, H, D], from
+        codes and ring; `window` > 0: only the latest so many keys are seen."""
+        turned, config, positions = self.store(query, key_states, value_states), self.config, self.positions
+        counts = self.ones if query.shape[2] == 1 else positions.new_full((self.batch_size,), query.shape[2])
+        codes = self.codes, self.block_table, positions, counts
+        books = self.k_codebook, self.v_codebook
+        kinds = *self.bits, config.keys, config.values
+        out: Tensor
         if self.ring is None:
-            return out
-        grouped = query.view(batch, self.kv_heads, -1, dim).float()
-        last = self.cumulative_length - 1
-        token = last - (last - torch.arange(config.window, device=self.device)) % config.window  # of each ring slot
-        hidden = token < 0 if not window else (token < 0) | (token <= last - window)
-        scores = (grouped @ self.ring[0].float().transpose(2, 3) * scaling).masked_fill(hidden, float("-inf"))
-        exact = (scores.softmax(-1) @ self.ring[1].float()).view(batch, 1, heads, dim)
-        near, far = scores.logsumexp(-1).view(batch, 1, heads), lse
-        share = (near - torch.logaddexp(near, far)).exp().unsqueeze(-1)
-        return (out.float() * (1 - share) + exact * share).to(query.dtype)
+            constants = self.rotation, self.projection, *books, None
+            out = turboquant_attention(turned, *codes, None, *constants, *kinds, scaling, window)[0]
+        elif 0 < window <= config.window:  # all that the model's window shows is exact
+            alone = self.ring, self.slots, positions, None, None, self.rotation
+            out = recent_attention(turned, *alone, scaling, config.window, DRAFTS, window)
+        else:
+            ring = self.ring, self.slots, self.rotation, self.projection
+            out = turboquant_hybrid(turned, *codes, *ring, *books, *kinds, scaling, config.window, DRAFTS, window)
+        return out
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         # Of offset 0, in a form that `attention_mask` can tell apart.
@@ -265,7 +280,8 @@ class TurboQuantCache(Cache):
             if bits == (EXACT, EXACT):
                 layers.append(ExactLayer(max_cache_len, config))
             else:
-                layers.append(TurboQuantLayer(setting, bits, max_cache_len, config))
+                guards = not any(isinstance(layer, TurboQuantLayer) for layer in layers)  # all have the same length
+                layers.append(TurboQuantLayer(setting, bits, max_cache_len, config, guards))
         super().__init__(layers=layers)
 
     @property
@@ -282,9 +298,12 @@ def attention_forward(
     cache, for a prefill beside exact tokens, and for batches with padding, whose mask codes do not take."""
     if isinstance(key, TurboQuantLayer | ExactLayer):
         layer, sliding, length = key, kwargs.get("sliding_window") or 0, query.shape[2]
-        if attention_mask is None and isinstance(layer, TurboQuantLayer) and (length == 1 or not layer.config.window):
-            return layer.attend(query, scaling, sliding), None
-        key, value = layer.whole(*value)
+        key, value = value
+        if isinstance(layer, TurboQuantLayer):
+            if attention_mask is None and (length == 1 or not layer.config.window):
+                return layer.attend(query, key, value, scaling, sliding), None
+            layer.store(query, key, value)
+        key, value = layer.whole(key, value)
         if attention_mask is None:
             place = torch.arange(layer.max_cache_len, device=query.device)
             token = layer.cumulative_length - length + torch.arange(length, device=query.device).unsqueeze(1)
