@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -82,9 +82,10 @@ class RandomWeights(DeepseekWeights):
         codes = torch.randint(0, 256, (*lead, k // 2), device=device, dtype=torch.uint8)
         return {"codes": codes, "scale": scale, "global_scale": torch.tensor(0.3 * k**-0.5, device=device)}
 
-    def linear(self, shapes: dict[str, tuple[int, int]], device: torch.device) -> nn.Module:
+    def linear(self, shapes: Mapping[str, tuple[int, int]], device: torch.device) -> nn.Module:
         k = next(iter(shapes.values()))[1]
-        return NVFP4Linear(**self.codes(sum(n for n, _ in shapes.values()), k, device=device))
+        made = self.codes(sum(n for n, _ in shapes.values()), k, device=device)
+        return NVFP4Linear(codes=made["codes"], scale=made["scale"], global_scale=made["global_scale"])
 
     def grouped(self, name: str, groups: int, n: int, k: int, device: torch.device) -> nn.Module:
         return NVFP4GroupedLinear(**self.codes(groups, n, k, device=device))
@@ -181,7 +182,7 @@ def charges(step: Decode, replays: int = 6) -> dict[str, Any]:
             took = event.get("dur", 0)
             own = took if i == 0 or first else min(ends[i] - ends[i - 1], took + 5.0)
             spent[event["name"][:56], grid].append(own)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "kernel": name,
             "grid": grid,

@@ -75,8 +75,10 @@ def test_a_pipeline_hands_on_what_the_next_stage_takes():
     both = Pipeline([first, second])
     for rows in (4, 1, 3):
         x, scale = torch.arange(1.0, 1 + rows), torch.full((rows,), 2.0)
+        written = second.inputs["half"]._version
         assert both.load(x=x, scale=scale) == (rows, 4 if rows > 2 else 2)
         bucket = 4 if rows > 2 else 2
+        assert second.inputs["half"]._version == written + (rows < bucket), "its own memory is not copied to itself"
         for _ in range(3):
             seen = both.replay(bucket)[:rows]
             assert torch.equal(seen, 2 * x + x)

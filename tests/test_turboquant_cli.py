@@ -65,6 +65,12 @@ def test_eval(model: Path, text: Path) -> None:
     assert labels == ["tokens", "bits", "perplexity", "of", "KL", "top-1", "KV", "needles"]
 
 
+def test_a_needle_beyond_the_model(model: Path, text: Path) -> None:
+    status, out, errors = invoke(["eval", model, "--text", text, "--needle", 100000])
+    assert (status, out) == (2, "")
+    assert "--needle 100000: with 16 tokens for the answer that is 100016; the model has" in errors
+
+
 @pytest.mark.parametrize("command", ["generate", "eval"])
 @pytest.mark.parametrize(
     ("kv", "message"),

@@ -183,6 +183,7 @@ def evaluate_checkpoint(
     """The whole command; shows progress on stderr. Returns what --json prints. Raises ValueError."""
     import torch
 
+    from onegraph.cli.needle import ROOM as NEEDLE_ROOM
     from onegraph.cli.needle import retrieve
     from onegraph.cli.size import size_of
     from onegraph.cli.tokenizer import Tokenizer
@@ -199,7 +200,13 @@ def evaluate_checkpoint(
             raise ValueError(f"the text has {len(ids)} tokens; at least 2 are needed, and some thousand to mean much")
         config = LlamaConfig.from_dict(checkpoint.config)
         window = min(window, config.max_positions)
-        loaded = Llama.load(checkpoint, device, dtype, max_context=max(window, (needle or 0) + 16))
+        reach = (needle or 0) + NEEDLE_ROOM
+        if reach > config.max_positions:
+            raise UsageError(
+                f"--needle {needle}: with {NEEDLE_ROOM} tokens for the answer that is {reach}; the model has "
+                f"{config.max_positions} positions"
+            )
+        loaded = Llama.load(checkpoint, device, dtype, max_context=max(window, reach))
         size = size_of(checkpoint)
     other = None
     if reference is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+ROOM = 16  # tokens of context behind the question
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 0.95)
 PLACES = ("lighthouse", "garden", "harbour", "library", "mill")
 CODES = ("48213", "90657", "31748", "62094", "57381")
@@ -33,7 +34,7 @@ def retrieve(
     from onegraph.engine.generate import Engine
     from onegraph.engine.params import SamplingParams
 
-    engine = Engine(model, max_batch=1, max_context=context + 16, kv=kv)
+    engine = Engine(model, max_batch=1, max_context=context + ROOM, kv=kv)
     found = []
     for depth in DEPTHS:
         row = []

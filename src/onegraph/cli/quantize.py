@@ -147,6 +147,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def new_directory(output: str) -> Path:
+    out = Path(output)
+    if out.exists() or out.is_symlink():
+        raise UsageError(f"{out}: exists already; choose another output directory or remove it")
+    return out
+
+
 def quantize_nvfp4(args: argparse.Namespace) -> dict[str, Any]:
     """`--format nvfp4`: the linears of the blocks but those that --map and --layer keep. Returns what --json prints."""
     from onegraph.cli.size import size_of
@@ -155,9 +162,7 @@ def quantize_nvfp4(args: argparse.Namespace) -> dict[str, Any]:
     from onegraph.models.load import parse_config
     from onegraph.quant.nvfp4 import config_for, quantized_tensors
 
-    started, out = time.perf_counter(), Path(args.output)
-    if out.exists() or out.is_symlink():
-        raise UsageError(f"{out}: exists already; choose another output directory or remove it")
+    started, out = time.perf_counter(), new_directory(args.output)
     rates = rates_of(args.map, args.layer)
     if args.bits != 4 or args.lm_head or args.embed_tokens or any(bits != KEEP for bits in rates.values()):
         raise UsageError(
@@ -250,9 +255,7 @@ def quantize_checkpoint(
     from onegraph.quant.recipe import Recipe
 
     started = time.perf_counter()
-    out = Path(output)
-    if out.exists() or out.is_symlink():
-        raise UsageError(f"{out}: exists already; choose another output directory or remove it")
+    out = new_directory(output)
     with open_model(source) as checkpoint:
         chosen = Recipe.preset(recipe, layers=rates, **levers)
         sequence = min(sequence, LlamaConfig.from_dict(checkpoint.config).max_positions, tokens)

@@ -19,7 +19,11 @@ class Upload:
         self._turn = 0
 
     def __call__(self, value: Tensor) -> None:
-        """Copy `value`, of the target's shape or fewer leading rows, on the current stream; `value` is free at once."""
+        """Copy `value`, of the target's shape or fewer leading rows, on the current stream; `value` is free at once.
+
+        A value that is the target's own memory stays as it is."""
+        if value.data_ptr() == self.target.data_ptr():
+            return
         whole = value.shape == self.target.shape
         target = self.target if whole else self.target[: len(value)]
         if not self._slots or value.is_cuda:
