@@ -119,6 +119,8 @@ def measure(variant: str, args: argparse.Namespace, turn: Path) -> Iterator[dict
 
     about = {"name": variant, "shape": args.shape, "context": args.context, "ranks": args.ranks}
     about |= {"vllm": vllm.__version__, "torch": torch.__version__, "device": torch.cuda.get_device_name()}
+    cache = llm.llm_engine.vllm_config.cache_config
+    about |= {"kv_gib": args.kv_gib, "kv_blocks": cache.num_gpu_blocks, "block_size": cache.block_size}
     about |= {"date": time.strftime("%Y-%m-%d")}
     about |= {"command": "PYTHONPATH=src python3 " + shlex.join([sys.argv[0], *args.shown])}
     with (turn / "lock").open("r+") as lock:
