@@ -22,10 +22,11 @@ from torch import Tensor
 from onegraph import __version__
 from onegraph.engine.generate import Decoder, Engine
 from onegraph.engine.params import SamplingParams
-from onegraph.formats.e8p import codebook, residual_dtype
+from onegraph.formats.e8p import codebook, hadamard_block, residual_dtype
 from onegraph.ops.attention import paged_attention, rope_cache_write
 from onegraph.ops.decode_attention import paged_decode
-from onegraph.ops.e8p import e8p_linear
+from onegraph.ops.e8p import e8p_decode, e8p_linear
+from onegraph.ops.hadamard import hadamard
 
 LINEAR_SHAPES = ((4096, 14336), (14336, 4096), (4096, 4096), (576, 3072), (1536, 576))  # (k in, n out)
 HUMMING = "humming g128"
@@ -87,17 +88,20 @@ def bench_linear(
     device: torch.device | str = "cuda",
     dtype: torch.dtype = torch.bfloat16,
     dense: bool = True,
+    peers: bool = True,
 ) -> Iterator[Row]:
     """Times `e8p_linear` on layers of k inputs and n outputs, the dense linear of torch if `dense`, and beside each
-    rate the integer linear of humming-kernels (group 128) where that package is installed and takes the shape.
+    rate, if `peers`, the integer linear of humming-kernels (group 128) where that is installed and takes the shape.
 
     Yields rows as they are measured: name, k, n, tokens, bits, us, gb_per_s, roof_us (bytes of the weights and scales
-    over the copy bandwidth) and percent_of_roof. Raises ValueError on a machine without a CUDA GPU.
+    over the copy bandwidth), percent_of_roof and, of ours, error (||y - y64|| / ||y64|| against float64, first 64
+    tokens). Raises ValueError on a machine without a CUDA GPU.
     """
     device = _gpu(device)
     about = machine(device)
     contestants = [("torch dense", 16)] if dense else []
-    contestants += [(name, rate) for rate in bits for name in ("onegraph e8p", *((HUMMING,) if _has_humming() else ()))]
+    ours = ("onegraph e8p", HUMMING) if peers and has_humming() else ("onegraph e8p",)
+    contestants += [(name, rate) for rate in bits for name in ours]
     for k, n in shapes:
         for name, rate in contestants:
             if name == HUMMING and (k % 128 or n % 128):
@@ -112,6 +116,10 @@ def bench_linear(
 
                 us = replay_us(step, device, len(layers), budget_ms=40)
                 roof = size / copy_bandwidth(device) * 1e6
+                first = layers[0]
+                held = {}
+                if isinstance(first, Coded):
+                    held["error"] = float(f"{first.error(x[:64], first(x)[:64]):.2g}")
                 yield {
                     "bench": "linear",
                     "name": name,
@@ -125,6 +133,7 @@ def bench_linear(
                     "roof_us": round(roof, 2),
                     "percent_of_roof": round(100 * roof / us, 1),
                     "copies": len(layers),
+                    **held,
                     **about,
                 }
 
@@ -296,20 +305,27 @@ def _copies(
         size += k * n // 64 if name == HUMMING else 4 * (k + n)
     wanted = L2_TIMES * torch.cuda.get_device_properties(device).L2_cache_size
     count = min(max(2, -(-wanted // size)), MAX_COPIES)
-    if bits == 16:
-        return [_dense(torch.randn(n, k, device=device, dtype=dtype)) for _ in range(count)], size
+    first = linear_layer(name, k, n, bits, device, dtype)
     if name == HUMMING:
-        first = _integer(k, n, bits, device, dtype)
         return [first, *(copy.deepcopy(first) for _ in range(count - 1))], size
-    table = codebook(device)
-    return [_coded(k, n, bits, table) for _ in range(count)], size
+    return [first, *(linear_layer(name, k, n, bits, device, dtype) for _ in range(count - 1))], size
+
+
+def linear_layer(
+    name: str, k: int, n: int, bits: int, device: torch.device, dtype: torch.dtype
+) -> Callable[[Tensor], Tensor]:
+    """One contestant of `bench_linear` with random weights; called once, it has compiled what it needs."""
+    if bits == 16:
+        return _dense(torch.randn(n, k, device=device, dtype=dtype))
+    return _integer(k, n, bits, device, dtype) if name == HUMMING else Coded(k, n, bits, device)
 
 
 def _dense(weight: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda x: torch.nn.functional.linear(x, weight)
 
 
-def _has_humming() -> bool:
+def has_humming() -> bool:
+    """Whether humming-kernels is installed."""
     return importlib.util.find_spec("humming") is not None
 
 
@@ -323,13 +339,30 @@ def _integer(k: int, n: int, bits: int, device: torch.device, dtype: torch.dtype
     return layer
 
 
-def _coded(k: int, n: int, bits: int, table: Tensor) -> Callable[[Tensor], Tensor]:
-    def codes(kind: torch.dtype) -> Tensor:
-        info = torch.iinfo(kind)
-        return torch.randint(info.min, info.max + 1, (n, k // 8), device=table.device).to(kind)
+class Coded:
+    """An E8P linear of random codes."""
 
-    first, kind = codes(torch.int16), residual_dtype(bits)
-    rest = None if kind is None else codes(kind)
-    in_scale = torch.randn(k, device=table.device)
-    out_scale = torch.randn(n, device=table.device) * k**-0.5
-    return lambda x: e8p_linear(x, first, rest, table, in_scale, out_scale, None, bits)
+    def __init__(self, k: int, n: int, bits: int, device: torch.device) -> None:
+        def draw(kind: torch.dtype) -> Tensor:
+            info = torch.iinfo(kind)
+            return torch.randint(info.min, info.max + 1, (n, k // 8), device=device).to(kind)
+
+        kind = residual_dtype(bits)
+        self.codes = draw(torch.int16), None if kind is None else draw(kind), codebook(device), bits
+        self.in_scale, self.out_scale = torch.randn(k, device=device), torch.randn(n, device=device) * k**-0.5
+
+    def __call__(self, x: Tensor) -> Tensor:
+        *stages, bits = self.codes
+        return e8p_linear(x, *stages, self.in_scale, self.out_scale, None, bits)
+
+    def error(self, x: Tensor, y: Tensor) -> float:
+        """||y - y64|| / ||y64|| against float64."""
+        truth = _rotated(_rotated(x.double() * self.in_scale) @ e8p_decode.reference(*self.codes).double().T)
+        truth *= self.out_scale
+        return ((y.double() - truth).norm() / truth.norm()).item()
+
+
+def _rotated(x: Tensor) -> Tensor:  # in float64
+    block = hadamard_block(x.shape[-1])
+    h = hadamard.reference(torch.eye(block, device=x.device) * block**0.5, block).double() * block**-0.5
+    return (x.view(-1, block) @ h).view_as(x)
