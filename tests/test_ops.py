@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 import onegraph.ops
@@ -73,6 +74,31 @@ def _written(args: tuple[Any, ...], out: list[Tensor]) -> list[Tensor]:
     counts = args[7]
     real = torch.arange(args[0].shape[1], device=counts.device) < counts.unsqueeze(1)
     return [out[0][real], *(kept[real] for kept in out[1:2] if len(kept)), *vectors, *(ring[1:] for ring in out[3:])]
+
+
+class Launches(TorchDispatchMode):
+    """Collects the names of what would be a launch on a GPU."""
+
+    FREE = "as_strided|view|slice|select|transpose|permute|expand|unsqueeze|squeeze|t|detach|new_empty|split"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ not in self.FREE.split("|"):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("op", "case"), [case for case in CASES if case.values[0].check])
+def test_a_check_launches_nothing(op: Op, case: Case) -> None:
+    """Checks run inside steps that are captured: what one computes is replayed with every step."""
+    args = make(case, torch.float32)
+    assert op.check is not None
+    with Launches() as launches:
+        op.check(*args)
+    assert not launches.found
 
 
 def error(got: Tensor, truth: Tensor) -> float:

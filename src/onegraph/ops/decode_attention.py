@@ -65,7 +65,7 @@ def _check(
             f"paged_decode: qkv holds {qkv.shape[1]} tokens a row; a decode step has 1: use rope_cache_write and "
             "paged_attention"
         )
-    q = qkv[..., : heads * k_cache.shape[3]].view(qkv.shape[0], 1, heads, -1).contiguous()
+    q = qkv.new_empty(qkv.shape[0], 1, heads, k_cache.shape[3])  # never filled: a check launches nothing
     _check_attention(q, k_cache, v_cache, block_table, positions, scale, window)
     wanted = qkv.shape[0] * k_cache.shape[2]
     if tickets.dtype != torch.int32 or tickets.numel() < wanted or tickets.device != qkv.device:
