@@ -29,6 +29,7 @@ from onegraph.ops import (  # noqa: E402, F401
     deepseek_index,
     deepseek_moe,
     e8p,
+    embedding,
     gemv,
     hadamard,
     norm,

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from onegraph.nn.linear import shared_codebook
 from onegraph.ops.e8p import e8p_embedding
+from onegraph.ops.embedding import embedding
 
 
 class Embedding(nn.Module):
@@ -17,7 +18,7 @@ class Embedding(nn.Module):
         self.register_buffer("weight", weight)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return nn.functional.embedding(ids, self.weight)
+        return embedding(ids, self.weight)
 
 
 class E8PEmbedding(nn.Module):

@@ -8,9 +8,9 @@ goes before the wait. Four rules keep it right:
    an early exit comes after the wait. Then "the kernel before has ended" implies that all kernels before it have.
 2. Weights, codebooks and scales of a layer are written once, at load: a linear and a norm may read them before the
    wait. (Who makes a layer on the device and runs it in the same breath synchronises in between.)
-3. A kernel without the launch attribute (cuBLAS, torch) waits for the whole kernel before it, as ever.
+3. A kernel without the launch attribute (cuBLAS, torch, `begin_step`) waits for the whole kernel before it, as ever.
 4. What a decode step writes only at its end (positions) or never (block table, keys of earlier tokens), its attention
-   may read before the wait: between two steps lies the border of a graph, or a kernel of rule 3 (the embedding).
+   may read before the wait: between two steps lies the border of a graph, or a kernel of rule 3 (`begin_step`).
 
 A kernel that is captured records a programmatic edge, so a replay overlaps as the eager run does.
 """

@@ -1,4 +1,8 @@
-"""The bookkeeping of a step: one program for all rows, since there are few."""
+"""The bookkeeping of a step: one program for all rows, since there are few.
+
+`begin_step` is launched without the programmatic attribute: it stands between two eager steps where in a graph its
+border stands (rule 4 of launch.py).
+"""
 
 import torch
 import triton
@@ -12,7 +16,6 @@ from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_
 def _begin(positions, limits, counts, after, rows, length, ROWS: tl.constexpr, PDL: tl.constexpr):
     let_next_start(PDL)
     row = tl.arange(0, ROWS)
-    wait_for_previous(PDL)
     position = tl.load(positions + row, mask=row < rows, other=0)
     limit = tl.load(limits + row, mask=row < rows, other=0)
     count = tl.minimum(tl.maximum(limit - position, 0), length)
@@ -41,7 +44,7 @@ def begin_step(positions: Tensor, limits: Tensor, length: int) -> tuple[Tensor, 
         with on_device(positions):
             _begin[(1,)](
                 positions, limits, counts, after, rows, length,
-                ROWS=triton.next_power_of_2(rows), num_warps=1, **options(positions),
+                ROWS=triton.next_power_of_2(rows), num_warps=1, PDL=options(positions)["PDL"],
             )  # fmt: skip
     return counts, after
 
