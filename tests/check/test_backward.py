@@ -69,6 +69,30 @@ def test_a_backward_pass_gives_what_torchs_engine_gives():
             assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+def test_gradients_inside_of_functorch_are_those_of_the_cpu():
+    torch.manual_seed(0)
+    weight, x = torch.randn(3, 3), torch.randn(5, 3)
+
+    def dynamics(device):
+        w = weight.to(device)
+        return torch.func.vmap(torch.func.jacrev(lambda row: (row @ w).tanh()))
+
+    got = []
+
+    def factory():
+        jacobian = dynamics("cuda")
+
+        def step(rows):
+            got.append(jacobian(rows).inner.detach().clone())
+            return jacobian(rows)
+
+        return step, lambda i: ((x * i).to("cuda"),)
+
+    assert not check_step(factory).errors
+    want = [dynamics("cpu")(x * i) for i in range(len(got))]
+    assert all(torch.allclose(a, b) for a, b in zip(got, want, strict=True))
+
+
 def test_a_read_inside_of_a_training_step_is_found():
     def factory():
         step, inputs = train("cuda")

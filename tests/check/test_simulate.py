@@ -337,3 +337,41 @@ def test_a_lazy_parameter_is_no_argument_of_an_op_on_a_gpu():
     device, hosts, scalars = [], [], []
     records.convert_plain((torch.nn.LazyLinear(3).weight, 2.0), device, hosts, scalars)
     assert (device, hosts, scalars) == ([], [], [2.0])
+
+
+def test_a_module_that_comes_and_goes_keeps_its_parameters():
+    layer = nn.Linear(2, 2)
+    layer.weight.tag = "mine"
+    weight, before = layer.weight, layer.weight.detach().clone()
+
+    def body():
+        layer.to("cuda")
+        there = (layer.weight is weight, isinstance(weight, nn.Parameter), weight.is_cuda, weight.tag)
+        layer.to("cpu")
+        return there
+
+    assert inside(body) == (True, True, True, "mine")
+    assert type(layer.weight) is nn.Parameter
+    assert layer.weight is weight
+    assert vars(weight) == {"tag": "mine"}
+    assert torch.equal(weight, before)
+
+
+def test_bounds_of_linspace_are_read_on_the_host_where_they_are_on_the_device():
+    bound = torch.tensor(3.0)
+
+    def factory(end):
+        return (lambda x: torch.linspace(0, end(x), 4, device="cuda")), lambda i: (torch.ones(2, device="cuda"),)
+
+    assert check_step(lambda: factory(lambda x: x.sum())).codes == {"CG101"}
+    assert check_step(lambda: factory(lambda x: bound)).codes == set()
+
+
+def test_ranges_for_a_profiler_are_no_part_of_the_step():
+    def step(x):
+        with torch.cuda.nvtx.range("step"):
+            torch.cuda.nvtx.mark("here")
+            return x + 1
+
+    report = check_step(lambda: (step, lambda i: (torch.zeros(2, device="cuda"),)))
+    assert not report.findings

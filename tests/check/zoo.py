@@ -51,6 +51,23 @@ VISION: dict[str, dict[str, Any]] = {
     "vit": {}, "vit_mae": {},
 }  # fmt: skip
 NAMES = [*ENCODERS, *DECODERS, *VISION]
+_MORE_ENCODERS = [
+    "canine", "data2vec-text", "eurobert", "flaubert", "mobilebert", "mra", "nystromformer", "rembert", "roberta",
+    "roberta-prelayernorm", "splinter", "tapas", "visual_bert", "xlm", "xmod", "yoso",
+]  # fmt: skip
+_MORE_DECODERS = [
+    "apertus", "arcee", "biogpt", "cohere2", "ernie4_5", "ernie4_5_moe", "exaone4", "falcon_mamba", "flex_olmo",
+    "glm", "glm4_moe", "granite", "helium", "hunyuan_v1_dense", "jetmoe", "ministral", "nanochat", "olmo",
+    "olmo2", "olmo3", "persimmon", "phimoe", "qwen2", "seed_oss", "smollm3", "vaultgemma", "xglm",
+]  # fmt: skip
+_MORE_VISION = [
+    "data2vec-vision", "dinov2_with_registers", "dinov3_vit", "ijepa", "mobilenet_v2", "vit_msn",
+]  # fmt: skip
+MORE = [*_MORE_ENCODERS, *_MORE_DECODERS, *_MORE_VISION]
+"""A second set, chosen by what runs at this size on a CPU before the checker had seen any of them."""
+ENCODERS |= {name: {} for name in _MORE_ENCODERS}
+DECODERS |= dict.fromkeys(_MORE_DECODERS, _EXPERTS)
+VISION |= {name: {} for name in _MORE_VISION}
 
 
 def factory(name: str) -> Any:
@@ -132,11 +149,16 @@ def main() -> None:
     parser.add_argument("--save", default="", help="write the findings here, as they come")
     parser.add_argument("--load", default="", help="findings saved before, instead of looking")
     parser.add_argument("--names", nargs="+", default=NAMES)
+    parser.add_argument(
+        "--more", action="store_true", help="the models of the second set (--truth tests/check/zoo2.json)"
+    )
     parser.add_argument("--workers", type=int, default=2)
     arguments = parser.parse_args()
     import transformers  # once, before the fork
     from accuracy import _fit, bad
 
+    if arguments.more:
+        arguments.names = MORE
     tasks = [(name,) for name in arguments.names]
     if arguments.measure:
         rows: dict[str, Any] = {}

@@ -37,11 +37,12 @@ class Backward:
         accumulate_grad: bool = False,
     ) -> tuple[Tensor | None, ...]:
         """Gradients of `inputs`, or with accumulate_grad their sums in `.grad` (of all leaves where none are named)."""
-        wanted = [_edge(i) for i in inputs]
         found: dict[tuple[Any, int], Tensor] = {}
         pending: dict[Any, dict[int, Tensor]] = {}
         roots = [_edge(o) for o in outputs]
         waits = _dependencies([node for node, _ in roots])
+        leaves = {id(node.variable): (node, 0) for node in waits if hasattr(node, "variable")}
+        wanted = [leaves.get(id(i)) or _edge(i) for i in inputs]
         for (node, index), gradient in zip(roots, gradients, strict=True):
             if gradient is not None:
                 _add(pending, node, index, gradient)

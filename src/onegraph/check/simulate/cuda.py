@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from onegraph.check.report import SILENT, CheckError, Severity
 from onegraph.check.simulate import hazards, recording, streams
 from onegraph.check.simulate.backward import Backward
-from onegraph.check.simulate.device import DeviceTensor
+from onegraph.check.simulate.device import DeviceTensor, swap
 from onegraph.check.simulate.guard import device_guard
 from onegraph.check.simulate.records import composed
 from onegraph.check.simulate.world import World
@@ -105,10 +105,9 @@ class _Functions(TorchFunctionMode):
             raise CheckError(f"{text}; call it once on the CPU in the factory, or check with --live")
         if isinstance(value, DeviceTensor) and not isinstance(target, DeviceTensor):
             made = value.detach().requires_grad_(target.requires_grad)
-            made.__dict__.update(target.__dict__)
             if isinstance(target, torch.nn.Parameter):
                 made._is_param = True
-            return torch.utils.swap_tensors(target, made)
+            return swap(target, made)
         return func(*args, **kwargs)
 
     def type(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -221,6 +220,7 @@ def machine(world: World) -> Iterator[None]:
         if hasattr(torch.cuda, "graphs"):
             capturing = stand_ins["is_current_stream_capturing"]
             stack.enter_context(_swapped(torch.cuda.graphs, "is_current_stream_capturing", capturing))
+        stack.enter_context(_swapped(torch.cuda.nvtx, "_nvtx", _NoRanges()))
         stack.enter_context(_swapped(torch, "Generator", _generator_class(world)))
         stack.enter_context(_swapped(torch, "compile", _compile(world, torch.compile)))
         stack.enter_context(_swapped(builtins, "print", _print(world, builtins.print)))
@@ -232,6 +232,13 @@ def machine(world: World) -> Iterator[None]:
         stack.enter_context(_Functions(world))
         stack.enter_context(_Dispatch(world))
         yield
+
+
+class _NoRanges:
+    """NVTX, which a CPU build has no functions of: ranges and marks for a profiler that is not there."""
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return lambda *_: 0
 
 
 @contextmanager

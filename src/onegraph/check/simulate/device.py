@@ -127,10 +127,21 @@ class DeviceTensor(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if not isinstance(value, DeviceTensor):
-            raise RuntimeError(f"data: got a tensor on {value.device}, allowed one on {self.device} in the simulation")
+        if not isinstance(value, DeviceTensor):  # as `module.to("cpu")` does
+            made = value.detach().requires_grad_(self.requires_grad)
+            swap(self, torch.nn.Parameter(made, self.requires_grad) if getattr(self, "_is_param", False) else made)
+            return
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self.inner, self.record = value.inner, value.record
+
+
+_OURS = ("inner", "record", "world", "made", "_is_param")
+
+
+def swap(target: Tensor, made: Tensor) -> None:
+    """Make `target`, which everyone refers to, the tensor `made`; what the user wrote on it stays."""
+    made.__dict__.update({key: value for key, value in target.__dict__.items() if key not in _OURS})
+    torch.utils.swap_tensors(target, made)
 
 
 def refuse(text: str) -> NoReturn:

@@ -64,6 +64,7 @@ _COPIES = {"aten::copy_", "aten::_to_copy", "aten::copy"}
 _OFTEN = 0.5
 """Share of measured sample inputs on which an op broke the capture from which on it is said to (the others are empty
 matrices and the like)."""
+_SPACED = {"aten::linspace", "aten::logspace"}
 _METADATA = {"aten::is_same_size", "aten::is_pinned", "aten::_has_compatible_shallow_copy_type", "prim::device"}
 _NAMED_SHAPES = {
     "aten::nonzero": "nonzero (also one-argument where and argwhere)",
@@ -105,6 +106,9 @@ def of_op(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], h
         return Hazard("CG101", "a device value is read on the host", NOT_PERMITTED)
     if dependent:
         return Hazard("CG101", f"{name.split('::')[1]} gives a host value computed from device data", NOT_PERMITTED)
+    if name in _SPACED and any(isinstance(a, Tensor) and not any(a is h for h in hosts) for a in args):
+        text = f"{name.split('::')[1]} reads a bound, which is a device value, on the host"
+        return Hazard("CG101", text, NOT_PERMITTED)
     if name == "aten::histc" and len(args) > 3 and args[2] != args[3]:
         return None  # with its range given it has nothing to read
     if name == "aten::isin" and len(args) > 1 and all(isinstance(a, Tensor) for a in args[:2]):
