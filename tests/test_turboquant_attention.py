@@ -10,6 +10,7 @@ from onegraph.formats import turboquant
 from onegraph.formats.turboquant_layout import layout_of, unpack_pages
 from onegraph.ops.registry import OPS
 from onegraph.ops.turboquant_attention import eight_bit_levels, turboquant_attention
+from onegraph.ops.turboquant_hybrid import turboquant_hybrid
 
 ARGUMENTS = [a.name for a in turboquant_attention.overload._schema.arguments]
 
@@ -141,6 +142,39 @@ def test_one_graph_serves_all_lengths(case: str) -> None:
         seen = want_lse.isfinite()
         assert torch.equal(seen, lse.isfinite())
         torch.testing.assert_close(lse[seen], want_lse[seen], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["llama", "drafts", "limit", "mqa_256"])
+def test_one_graph_serves_rings_and_codes(case: str) -> None:
+    """As above, with a ring: contexts that lie within the window, that just leave it, and empty rows."""
+    made = next(c for c in OPS["turboquant_hybrid"].cases if c.name == case)
+    values = list(made.make(torch.device("cuda"), torch.bfloat16, torch.Generator().manual_seed(1)))
+    args = dict(zip([a.name for a in turboquant_hybrid.overload._schema.arguments], values, strict=True))
+    reach, batch, length = args["block_table"].shape[1] * 16, len(args["positions"]), args["q"].shape[1]
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        turboquant_hybrid(*args.values())
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            out = turboquant_hybrid(*args.values())
+    generator = torch.Generator().manual_seed(3)
+    for round in range(16):
+        highest = args["window"] + 24 if round % 2 else reach - length
+        positions = torch.randint(0, min(highest, reach - length), (batch,), generator=generator, dtype=torch.int32)
+        counts = torch.randint(0, length + 1, (batch,), generator=generator, dtype=torch.int32)
+        args["positions"].copy_(positions)
+        args["counts"].copy_(counts)
+        args["slots"].copy_(1 + torch.randperm(batch, generator=generator, dtype=torch.int32))
+        args["q"].copy_(torch.randn(args["q"].shape, generator=generator))
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        want = turboquant_hybrid.reference(*args.values()).cpu().float()
+        real = torch.arange(length) < counts.unsqueeze(1)
+        got = out.cpu().float()
+        assert (got - want)[real].norm() <= 8e-3 * want[real].norm() + 1e-6
+        assert got.isfinite().all()
 
 
 @pytest.mark.gpu

@@ -204,9 +204,9 @@ class TurboQuantCache:
         size, parts = self.config.window + DRAFTS + AT_ONCE, []
         padded = torch.nn.functional.pad(own, (0, 0, 0, 0, 0, 0, size, 0))
         for start in range(0, length, AT_ONCE):
-            some = q[:, start : start + AT_ONCE].contiguous()
-            stop, at = start + some.shape[1], positions + start
-            real = (counts - start).clamp(0, some.shape[1])
+            stop = min(start + AT_ONCE, length)
+            at, real = positions + start, (counts - start).clamp(0, stop - start)
+            some = q[:, start:stop].clone()  # after these, which attention may read ahead of the kernel before it
             seen = table[:, : -(-stop // self.page_size)]
             recent = None if ring is None else padded[:, stop : stop + size].roll(stop, dims=1)
             parts.append(self._decoded(a, layer, some, recent, own_ring, at, real, seen))

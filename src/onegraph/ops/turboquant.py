@@ -305,7 +305,7 @@ turboquant_write = register(
         ),
         reference=_turboquant_write,
         fake=_fake,
-        kernel="onegraph.ops.triton.turboquant:turboquant_write",
+        kernel="onegraph.ops.cuda.turboquant:turboquant_write",
         check=_check,
         cases=_CASES,
         # A code at a near-tie falls either way, and moves its coordinate by a whole step.

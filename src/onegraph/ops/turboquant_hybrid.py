@@ -15,13 +15,11 @@ from onegraph.ops.registry import Case, Op, nbytes, register
 from onegraph.ops.turboquant_attention import case, turboquant_attention
 
 
-def _parts(*args: Any, at: Tensor | None = None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The arguments of `turboquant_attention`, at positions `at`, else those before the window, and those of
-    `recent_attention` without the history."""
+def _parts(*args: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The arguments of `turboquant_attention`, and those of `recent_attention` without the history."""
     q, cache, table, positions, counts, ring, slots, rotation, projection, *codes, scale, window, spare, limit = args
     older = max(limit - window, 0)
-    before = positions - window if at is None else at
-    coded = (q, cache, table, before, counts, None, None, projection, *codes[:2], None, *codes[2:])
+    coded = (q, cache, table, positions - window, counts, None, None, projection, *codes[:2], None, *codes[2:])
     return (*coded, scale, older), (q, ring, slots, positions, rotation, scale, window, spare, limit)
 
 
@@ -33,7 +31,7 @@ def _turboquant_hybrid(*args: Any) -> Tensor:
 
 
 def _on_gpu(*args: Any) -> Tensor:
-    """The CUDA kernel where it takes the codes, else the two ops one after the other."""
+    """The CUDA kernel where it takes the codes, in a decode step of 16 bits the ring as well; else both ops."""
     from onegraph.ops.cuda import turboquant_attention as kernel
 
     q, cache, table, positions, counts, ring, slots, rotation, _, k_codebook, v_codebook = args[:11]
@@ -41,9 +39,13 @@ def _on_gpu(*args: Any) -> Tensor:
     if (k_variant, v_variant) != ("mse", "mse") or not kernel.takes(q):
         return _turboquant_hybrid(*args)
     page_size = layout_of(q.shape[3], k_bits, v_bits, k_variant, v_variant, cache.shape[2]).page_size
-    near = kernel.Near(ring, slots, window, spare, limit)
-    state = table, positions, counts, None, rotation, k_codebook, v_codebook, None
-    return kernel.attend(q, cache, *state, page_size, scale, max(limit - window, 0), near)[0]
+    codes = k_codebook, v_codebook, None, page_size, scale, max(limit - window, 0), window
+    if q.dtype == torch.float32 or q.shape[1] > DRAFTS:
+        older = kernel.attend(q, cache, table, positions, counts, None, None, *codes)
+        out: Tensor = recent_attention(q, ring, slots, positions, *older, rotation, scale, window, spare, limit)
+        return out
+    near = kernel.Near(ring, slots, spare, limit)
+    return kernel.attend(q, cache, table, positions, counts, None, rotation, *codes, near)[0]
 
 
 def _check(*args: Any) -> None:
@@ -53,7 +55,7 @@ def _check(*args: Any) -> None:
             f"turboquant_hybrid: window is {window}, limit {limit}; window must be 1 or more and limit 0 or beyond it "
             "(within the window recent_attention is enough)"
         )
-    coded, recent = _parts(*args, at=args[3])  # a check launches nothing: the step that it stands in may be captured
+    coded, recent = _parts(*args)
     assert turboquant_attention.check is not None
     assert recent_attention.check is not None
     turboquant_attention.check(*coded)

@@ -1,6 +1,7 @@
 // Attention straight from TurboQuant's packed codes. The page layout is told in formats/turboquant_layout.py.
 // How codes become bytes u, whose level is (u - 127.5) / 127.5 times the largest, is told in turboquant_codes.cuh; how
-// splits and the ring's exact tokens become results, in turboquant_merge.cuh. What is left here is one kernel and its plan.
+// splits and the ring's exact tokens become results, in turboquant_merge.cuh; how a ring is attended to, in
+// turboquant_ring.cuh. What is left here is one kernel and its plan.
 //
 // Scores: mma.m16n8k32 (u8 x s8, exact). 16 tokens are the rows, so that the words of a page are the operand as they
 // lie. Queries are the columns, in 16 bits on a scale of their own: the high byte and the low byte of a query are two
@@ -15,11 +16,50 @@
 // and splits meet by their references, in a fixed order. How many splits a sequence gets is computed here, from the
 // lengths on the device, such that all of them together fill the grid, which is constant.
 //
+// What stands before the wait for the kernel that writes this step's tokens: the plan and the first tiles' codes, if
+// none of their tokens is new. Then warps take tiles of the rings, first those of blocks that have no split.
+//
 // Set when compiled: DIM, KBITS, VBITS, ROWS (4, 8 or 16 queries of a kv head at a time), DTYPE (of q, rotation and out:
 // 0 bfloat16, 1 float16, 2 float32), PAGE_BLOCKS (blocks of 16 tokens in a page), WARPS, STAGES, PER_SM.
 
 #include "turboquant_common.cuh"
 #include "turboquant_codes.cuh"
+
+struct Arguments {
+  const void* q;            // [batch, length, heads, DIM]
+  const u8* cache;          // [pages, kv_heads, page_bytes]
+  const int* block_table;   // [batch, table_stride]
+  const int* positions;     // [batch]
+  const int* counts;        // [batch]
+  const int* ends;          // [batch] or null
+  const void* rotation;     // [DIM, DIM] or null
+  const float* k_codebook;  // [2^KBITS]
+  const float* v_codebook;
+  const float* sinks;       // [heads] or null
+  float* partial;           // [ring_at + those of the rings, ROWS, DIM]
+  float2* sums;             // the same, [ROWS]: reference, sum
+  int2* work;               // [batch]: first item, splits
+  void* out;                // [batch, length, heads, DIM]
+  float* lse;               // [batch, length, heads] or null
+  const void* ring;         // [rings, ring_size, 2, kv_heads, DIM] of exact keys and values, or null
+  const int* slots;         // [batch]: whose ring
+  int batch, length, kv_heads, group, table_stride, reach, pages, window;
+  int row_tiles;            // of ROWS queries
+  int limit;                // items that the splits may make
+  int least;                // tiles that a split has at least
+  int recent;               // tokens before a query that are not read from codes: the window of the ring
+  int spare, near_limit;    // see ops/recent_attention.py
+  int ring_size;
+  int ring_tiles;           // of 16 places of a ring; 0 without one
+  int ring_at;              // where the results of the rings' tiles begin
+  int ahead;                // whether what earlier steps wrote may be read before the wait
+  float scale;              // of the scores, times log2(e)
+  float back;               // of the rotation
+};
+
+extern __shared__ __align__(128) u8 smem[];
+
+#include "turboquant_ring.cuh"
 
 constexpr int TILE = 32;                                 // tokens
 constexpr int NT = ROWS / 4, NV = (ROWS + 7) / 8;        // column tiles of scores (4 queries) and of values (8)
@@ -28,6 +68,7 @@ constexpr int P_STRIDE = 80;                             // bytes of a query's 3
 // What a sequence's queries can see: tokens [first, end) in tiles, from `tile` on.
 struct Span {
   int last, end, tile, tiles;
+  int old;                                               // tokens that earlier steps have written
 };
 __device__ __forceinline__ Span span_of(const Arguments& p, int b) {
   Span s;
@@ -36,7 +77,9 @@ __device__ __forceinline__ Span span_of(const Arguments& p, int b) {
   s.end = min(s.last + count, p.reach);
   if (p.ends) s.end = min(s.end, p.ends[b]);
   s.tile = p.window > 0 ? max(s.last - p.window + 1, 0) / TILE : 0;
-  s.tiles = count > 0 ? max((s.end + TILE - 1) / TILE - s.tile, 0) : 0;
+  s.old = p.positions[b];
+  const bool far = !p.ring_tiles || s.old + count > p.recent + p.spare;  // else the ring holds all
+  s.tiles = count > 0 && far ? max((s.end + TILE - 1) / TILE - s.tile, 0) : 0;
   return s;
 }
 
@@ -94,6 +137,7 @@ __device__ __forceinline__ void plan(const Arguments& p, const Span* spans, int2
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) attend(const __grid_constant__ Arguments p) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  let_next_start();
   Fixed& fixed = *(Fixed*)smem;
   int2* work = (int2*)(smem + WORK_AT);
   Span* spans = (Span*)(work + p.batch);
@@ -101,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) attend(const __
   if (warp == 1 % WARPS) make_table<VBITS, false>(fixed.v_table, p.v_codebook, lane);
   u8* probabilities = smem + P_AT + warp * NV * 8 * P_STRIDE;
   for (int i = lane; i < NV * 8 * P_STRIDE / 4; i += 32) ((u32*)probabilities)[i] = 0;
-  wait_for_previous();
+  if (!p.ahead) wait_for_previous();
   for (int b = threadIdx.x; b < p.batch; b += WARPS * 32) spans[b] = span_of(p, b);
   __syncthreads();
   if (warp == 0) plan(p, spans, work, fixed.items, lane);
@@ -109,8 +153,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) attend(const __
   const Table vt = {fixed.v_table[0], fixed.v_table[1], fixed.v_table[2], fixed.v_table[3]};
   const float k_unit = ((float*)fixed.k_table)[4], v_unit = ((float*)fixed.v_table)[4];
   __syncthreads();
-  if (blockIdx.x == 0)
-    for (int b = threadIdx.x; b < p.batch; b += WARPS * 32) p.work[b] = work[b];
 
   const u32 stages = (u32)__cvta_generic_to_shared(smem + STAGES_AT) + warp * STAGES * STAGE;
   const u8* stages_here = smem + STAGES_AT + warp * STAGES * STAGE;
@@ -122,15 +164,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) attend(const __
     moved[j] = v < 0 ? o : v < 8 * V_ROW ? V_AT + v / V_ROW * V_STRIDE + v % V_ROW : o + MOVED;
   }
 
-  for (int item = blockIdx.x; item < fixed.items; item += gridDim.x) {
+  for (int item = blockIdx.x;; item += gridDim.x) {
+    const bool some = item < fixed.items;
     int b = 0;
     for (int step = 1 << (31 - __clz(p.batch)); step; step >>= 1)
       if (b + step < p.batch && work[b + step].x <= item) b += step;
-    const int splits = work[b].y, rest = item - work[b].x;
+    const int splits = max(work[b].y, 1), rest = item - work[b].x;
     const int pair = rest / splits, split = rest % splits, head = pair % p.kv_heads, row_tile = pair / p.kv_heads;
     const Span span = spans[b];
     const int first = span.tile + (int)((long long)split * span.tiles / splits);
-    const int stop = span.tile + (int)((long long)(split + 1) * span.tiles / splits);
+    const int stop = some ? span.tile + (int)((long long)(split + 1) * span.tiles / splits) : 0;
 
     // Fetching: 32 tokens as two blocks, which may stand in different pages.
     const int* table = p.block_table + (size_t)b * p.table_stride;
@@ -161,7 +204,20 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) attend(const __
     };
     look_ahead();
 #pragma unroll
-    for (int s = 0; s < STAGES; s++) fetch(s);
+    for (int s = 0; s < STAGES; s++) {
+      if (next < stop && next * TILE + TILE > span.old) wait_for_previous();
+      fetch(s);
+    }
+    if (item == blockIdx.x) {
+      wait_for_previous();
+      if (blockIdx.x == 0)
+        for (int i = threadIdx.x; i < p.batch; i += WARPS * 32) p.work[i] = work[i];
+      if constexpr (DTYPE < 2) {
+        const int tiles = p.batch * p.row_tiles * p.kv_heads * p.ring_tiles;
+        for (int i = gridDim.x - 1 - blockIdx.x + warp * gridDim.x; i < tiles; i += WARPS * gridDim.x) attend_ring(p, i);
+      }
+    }
+    if (!some) break;
 
     // Queries: 16 bits on a scale of their own, bytes apart.
     const int queries = p.length * p.group;
@@ -455,7 +511,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) attend(const __
       }
     }
     __syncthreads();  // no stage is read any more
-    if (item + gridDim.x >= fixed.items) let_next_start();
     float* merge = (float*)(smem + STAGES_AT);
 #pragma unroll
     for (int n = 0; n < NV; n++)

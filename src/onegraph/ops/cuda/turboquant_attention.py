@@ -1,7 +1,7 @@
 """Attention from TurboQuant codes: which calls `turboquant_attention.cu` takes and how it is cut over the GPU.
 
-A call is two launches: `attend` over a constant grid of blocks that take splits of sequences, `merge` over the queries.
-What a split is follows from the lengths and is computed on the device.
+A call is two launches: `attend` over a constant grid of blocks that take splits of sequences and tiles of rings,
+`merge` over the queries. What a split is follows from the lengths and is computed on the device.
 """
 
 import math
@@ -22,7 +22,8 @@ MAX_DIM, MAX_BATCH = 256, 1024
 SM_SHARED = 228 * 1024  # bytes of an SM, 1024 of them reserved for each block
 LEAST = 4  # tiles of 32 tokens that a split has at least
 MAX_STAGES = 4
-MANY, MANY_RINGS = 128, 512  # queries, from which on a block merges four of them: without and with a ring to attend to
+MANY = 128  # queries, from which on a block merges four of them
+PLACES = 16  # of a ring, that a warp attends to
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,6 @@ class Near:
 
     ring: Tensor
     slots: Tensor
-    window: int
     spare: int
     limit: int
 
@@ -69,7 +69,7 @@ class Variant:
         fixed = 64 + 12 * self.rows * (1 + self.warps) + 2 * self.rows * (self.dim + 16) + 192
         probabilities = self.warps * max(8, self.rows) * 80
         ring = max(stages * self.stage, self.rows * self.dim * 4) * self.warps
-        return fixed + probabilities + ring + 24 * batch
+        return fixed + probabilities + ring + 28 * batch
 
     def stages(self, batch: int) -> int:
         """Tiles that a warp has in flight: as many as fit, at least one."""
@@ -133,9 +133,11 @@ def attend(
     page_size: int,
     scale: float,
     window: int,
+    recent: int = 0,
     near: Near | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `onegraph.ops.turboquant_attention.turboquant_attention`; codes of 1 to 4 bits, variant `mse`. With `near`
+    """See `onegraph.ops.turboquant_attention.turboquant_attention`; codes of 1 to 4 bits, variant `mse`. The latest
+    `recent` tokens of each query are left out. With `near`, of queries in 16 bits,
     `onegraph.ops.turboquant_hybrid.turboquant_hybrid`, and no log-sum-exp."""
     batch, length, heads, dim = q.shape
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3] if near is None else 0, dtype=torch.float32)
@@ -153,25 +155,27 @@ def attend(
     blocks, pairs = _sms(device) * variant.per_sm, batch * kv_heads * row_tiles
     limit = _limit(pairs, blocks)
     items = max(limit, pairs)
-    partial = torch.empty(items * rows * dim, dtype=torch.float32, device=q.device)
-    sums = torch.empty(items * rows * 2, dtype=torch.float32, device=q.device)
+    ring_tiles = -(-near.ring.shape[1] // PLACES) if near else 0
+    results = (items + pairs * ring_tiles) * rows
+    partial = torch.empty(results * dim, dtype=torch.float32, device=q.device)
+    sums = torch.empty(results * 2, dtype=torch.float32, device=q.device)
     work = torch.empty(batch * 2, dtype=torch.int32, device=q.device)
     tensors = (q, cache, block_table, positions, counts, ends, rotation, k_codebook, v_codebook, sinks)
-    results = (partial, sums, work, out, None if near else lse, *((near.ring, near.slots) if near else (None, None)))
-    pointers = [0 if t is None else t.data_ptr() for t in (*tensors, *results)]
-    ring = (near.window, near.spare, near.limit, near.ring.shape[1]) if near else (0, 0, 0, 1)
+    made = (partial, sums, work, out, None if near else lse, *((near.ring, near.slots) if near else (None, None)))
+    pointers = [0 if t is None else t.data_ptr() for t in (*tensors, *made)]
+    ring = (recent, near.spare, near.limit, near.ring.shape[1]) if near else (recent, 0, 0, 1)
     arguments = struct.pack(
-        "17Q15i2f4x",
+        "17Q18i2f",
         *pointers,
         batch, length, kv_heads, group, block_table.stride(0), block_table.shape[1] * page_size, pages, window,
-        row_tiles, limit, LEAST, *ring, scale * math.log2(math.e), dim**-0.5,
+        row_tiles, limit, LEAST, *ring, ring_tiles, items, length == 1, scale * math.log2(math.e), dim**-0.5,
     )  # fmt: skip
     stream = torch._C._cuda_getCurrentRawStream(device)
     with torch.cuda.device(q.device):
-        grid = (min(blocks, items), 1, 1)
+        grid = (blocks if near else min(blocks, items), 1, 1)
         kernel.launch(grid, variant.warps * 32, variant.shared(stages, batch), 1, stream, arguments)
         queries = batch * length * heads
-        merged = 4 if queries >= (MANY_RINGS if near else MANY) else 1  # by a block, which reads the rotation once
+        merged = 4 if queries >= MANY else 1  # by a block, which reads the rotation once
         parts = 8 + merged + 512 // dim * merged
         merge = mergers[merged == 4]
         merge.launch((-(-queries // merged), 1, 1), 256, parts * dim * 4 + 64, 1, stream, arguments)

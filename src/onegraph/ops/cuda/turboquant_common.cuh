@@ -1,4 +1,4 @@
-// What `attend` and `merge` of turboquant_attention.cu share: their arguments, instructions, numbers in DTYPE.
+// What the kernels of TurboQuant share: instructions, and numbers in DTYPE.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -7,37 +7,6 @@ typedef unsigned short u16;
 
 #define INF __int_as_float(0x7F800000)
 constexpr float NONE = -1e30f;                           // reference of a query that has seen no key
-
-struct Arguments {
-  const void* q;            // [batch, length, heads, DIM]
-  const u8* cache;          // [pages, kv_heads, page_bytes]
-  const int* block_table;   // [batch, table_stride]
-  const int* positions;     // [batch]
-  const int* counts;        // [batch]
-  const int* ends;          // [batch] or null
-  const void* rotation;     // [DIM, DIM] or null
-  const float* k_codebook;  // [2^KBITS]
-  const float* v_codebook;
-  const float* sinks;       // [heads] or null
-  float* partial;           // [items, ROWS, DIM]
-  float2* sums;             // [items, ROWS]: reference, sum
-  int2* work;               // [batch]: first item, splits
-  void* out;                // [batch, length, heads, DIM]
-  float* lse;               // [batch, length, heads] or null
-  const void* ring;         // [rings, ring_size, 2, kv_heads, DIM] of exact keys and values, or null
-  const int* slots;         // [batch]: whose ring
-  int batch, length, kv_heads, group, table_stride, reach, pages, window;
-  int row_tiles;            // of ROWS queries
-  int limit;                // items that the splits may make
-  int least;                // tiles that a split has at least
-  int recent;               // tokens before a query that are not read from codes: the window of the ring
-  int spare, near_limit;    // see ops/recent_attention.py
-  int ring_size;
-  float scale;              // of the scores, times log2(e)
-  float back;               // of the rotation
-};
-
-extern __shared__ __align__(128) u8 smem[];
 
 __device__ __forceinline__ u32 prmt(u32 a, u32 b, u32 s) {
   u32 d;
@@ -58,6 +27,11 @@ __device__ __forceinline__ void mma_signed(int (&c)[4], u32 a0, u32 a1, u32 a2, 
 }
 __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void mma_bf16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
@@ -89,19 +63,12 @@ __device__ __forceinline__ float load(const void* p, size_t i) {
   if (DTYPE == 1) return from_half(((const u16*)p)[i]);
   return ((const float*)p)[i];
 }
+__device__ __forceinline__ u32 to_bf16(float v) {
+  u16 h;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(v));
+  return h;
+}
 __device__ __forceinline__ void store(void* p, size_t i, float v) {
   if (DTYPE == 2) ((float*)p)[i] = v;
-  else if (DTYPE == 1) ((u16*)p)[i] = to_half(v);
-  else {
-    u16 h;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(v));
-    ((u16*)p)[i] = h;
-  }
-}
-
-// From the L2, which kernels that have ended have written to: for what is read before the wait.
-__device__ __forceinline__ float load_ahead(const void* p, size_t i) {
-  if (DTYPE == 2) return __ldcg((const float*)p + i);
-  const u32 h = __ldcg((const u16*)p + i);
-  return DTYPE == 1 ? from_half(h) : __uint_as_float(h << 16);
+  else ((u16*)p)[i] = (u16)(DTYPE == 1 ? to_half(v) : to_bf16(v));
 }

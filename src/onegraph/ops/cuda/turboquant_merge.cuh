@@ -1,6 +1,5 @@
 // `merge` takes queries by their splits' references, then rotates back; the rotation is read once for the MERGED queries
-// of a block. The exact tokens of a ring are attended here, as splits of one token each, before the wait: `attend` has
-// waited for all that wrote them before any block of it let this kernel start.
+// of a block. The tiles of a ring are splits like any other.
 
 constexpr int MERGERS = 8, OWN = (DIM + 31) / 32, AHEAD = 4;
 constexpr int PARTS = MERGERS * 32 / (DIM / 2), PART = (DIM + PARTS - 1) / PARTS;  // rows of the rotation, of a thread
@@ -24,79 +23,30 @@ template <int MERGED> __device__ __forceinline__ void merge(const Arguments& p) 
     float most = NONE, total = 0.f, v[OWN];
 #pragma unroll
     for (int k = 0; k < OWN; k++) v[k] = 0.f;
-    bool far = at < queries;  // whether it sees codes
-    if (p.ring && far) {
-      const int position = __ldcg(p.positions + b), token = position + step, last = position + p.length - 1;
-      far = token >= p.recent + p.spare;
-      const size_t apart = (size_t)p.kv_heads * DIM;  // of key and value
-      const size_t first = (size_t)__ldcg(p.slots + b) * p.ring_size * 2 * apart + head / p.group * DIM;
-      float query[OWN];
-#pragma unroll
-      for (int k = 0; k < OWN; k++) {
-        const bool there = DIM % 32 == 0 || k * 32 + lane < DIM;
-        query[k] = there ? load_ahead(p.q, (size_t)at * DIM + k * 32 + lane) * p.scale : 0.f;
-      }
-      for (int start = warp % EACH; start < p.ring_size; start += EACH * AHEAD) {
-        float x[AHEAD], u[AHEAD][OWN];
-#pragma unroll
-        for (int i = 0; i < AHEAD; i++) {
-          const int place = start + i * EACH, behind = (last - place) % p.ring_size;
-          const int key = last - behind - (behind < 0 ? p.ring_size : 0);  // the latest that the place can hold
-          const bool seen = place < p.ring_size && key >= 0 && key <= token && !(far && key <= token - p.recent) &&
-                            !(p.near_limit > 0 && key <= token - p.near_limit);
-          x[i] = 0.f;
-#pragma unroll
-          for (int k = 0; k < OWN; k++) {
-            const bool there = seen && (DIM % 32 == 0 || k * 32 + lane < DIM);
-            const size_t from = first + place * 2 * apart + k * 32 + lane;
-            x[i] = fmaf(there ? load_ahead(p.ring, from) : 0.f, query[k], x[i]);
-            u[i][k] = there ? load_ahead(p.ring, from + apart) : 0.f;
-          }
-          if (!seen) x[i] = -INF;
-        }
-        float higher = most;
-#pragma unroll
-        for (int i = 0; i < AHEAD; i++) {
-#pragma unroll
-          for (int o = 16; o; o >>= 1) x[i] += __shfl_xor_sync(~0u, x[i], o);
-          higher = fmaxf(higher, x[i]);
-        }
-        const float keep = exp2f(most - higher);
-        total *= keep;
-#pragma unroll
-        for (int k = 0; k < OWN; k++) v[k] *= keep;
-#pragma unroll
-        for (int i = 0; i < AHEAD; i++) {
-          const float f = exp2f(x[i] - higher);
-          total += f;
-#pragma unroll
-          for (int k = 0; k < OWN; k++) v[k] = fmaf(u[i][k], f, v[k]);
-        }
-        most = higher;
-      }
-    }
     wait_for_previous();
-    int splits = 0;
-    size_t first = 0;
-    int r = 0;
-    if (far) {
+    int splits = 0, near = 0;  // of codes, of the ring
+    size_t first = 0, ring = 0, r = 0;
+    if (at < queries) {
       const int row = step * p.group + head % p.group;
       const int2 work = p.work[b];
-      if (step < p.counts[b]) splits = work.y;
+      const int token = p.positions[b] + step;
+      if (step < p.counts[b] && (!p.ring_tiles || token >= p.recent + p.spare)) splits = work.y;
       first = work.x + (size_t)(row / ROWS * p.kv_heads + head / p.group) * work.y;
+      near = p.ring_tiles;
+      ring = p.ring_at + (size_t)((b * p.row_tiles + row / ROWS) * p.kv_heads + head / p.group) * near - splits;
       r = row % ROWS;
     }
-    for (int start = warp % EACH; start < splits; start += EACH * AHEAD) {
+    for (int start = warp % EACH; start < splits + near; start += EACH * AHEAD) {
       float2 sum[AHEAD];
       float u[AHEAD][OWN];
 #pragma unroll
       for (int i = 0; i < AHEAD; i++) {
         const int split = start + i * EACH;
-        const size_t row = (first + split) * ROWS + r;
-        sum[i] = split < splits ? p.sums[row] : make_float2(NONE, 0.f);
+        const size_t row = ((split < splits ? first : ring) + split) * ROWS + r;
+        sum[i] = split < splits + near ? p.sums[row] : make_float2(NONE, 0.f);
 #pragma unroll
         for (int k = 0; k < OWN; k++) {
-          const bool there = split < splits && (DIM % 32 == 0 || k * 32 + lane < DIM);
+          const bool there = split < splits + near && (DIM % 32 == 0 || k * 32 + lane < DIM);
           u[i][k] = there ? p.partial[row * DIM + k * 32 + lane] : 0.f;
         }
       }

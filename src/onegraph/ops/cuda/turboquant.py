@@ -1,0 +1,85 @@
+"""Launches `turboquant_write.cu`, a decode step's write; what it does not take goes to Triton's kernel."""
+
+import struct
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from onegraph.ops.cuda import build
+
+SOURCE = Path(__file__).with_name("turboquant_write.cu")
+DTYPES = {torch.bfloat16: 0, torch.float16: 1}
+SCALES = {"norm": 0, "matched": 1, "unbiased": 2}
+MAX_DIM, MAX_GROUP = 256, 16
+MAX_LENGTH = 8  # tokens of a row: a decode step, whose positions and block table earlier kernels of it do not write
+MAX_TOKENS = 64  # beyond, Triton's programs of 16 vectors read the rotation less often
+
+
+@cache
+def _kernel(dim: int, k_bits: int, v_bits: int, group: int, scale: int, dtype: int, device: int) -> build.Kernel | None:
+    """None where it cannot be built; attention from codes, which needs the same, warns."""
+    defines = {"DIM": dim, "KBITS": k_bits, "VBITS": v_bits, "GROUP": group, "SCALE": scale, "DTYPE": dtype}
+    try:
+        return build.load(SOURCE, defines, ("turboquant_write",), device, 0)[0]
+    except build.BuildError:
+        return None
+
+
+def turboquant_write(
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    positions: Tensor,
+    counts: Tensor,
+    block_table: Tensor,
+    turn: Tensor,
+    projection: Tensor | None,
+    k_codebook: Tensor,
+    v_codebook: Tensor,
+    cache: Tensor,
+    ring: Tensor | None,
+    slots: Tensor | None,
+    heads: int,
+    k_bits: int,
+    v_bits: int,
+    k_variant: str,
+    v_variant: str,
+    scale: str,
+    exact: bool,
+) -> tuple[Tensor, Tensor]:
+    """See `onegraph.ops.turboquant.turboquant_write`."""
+    batch, length, _ = qkv.shape
+    _, kv_heads, page_bytes = cache.shape
+    dim, group, tokens, device = turn.shape[0], heads // kv_heads, batch * length, qkv.device.index
+    kernel = None
+    sizes_fit = dim <= MAX_DIM and group <= MAX_GROUP and length <= MAX_LENGTH and 0 < tokens <= MAX_TOKENS
+    if qkv.is_cuda and qkv.dtype in DTYPES and sizes_fit and (k_variant, v_variant, exact) == ("mse", "mse", False):
+        kernel = _kernel(dim, k_bits, v_bits, group, SCALES[scale], DTYPES[qkv.dtype], device)
+    if kernel is None:
+        from onegraph.ops.triton.turboquant import turboquant_write as fallback  # compiled as of its import
+
+        return fallback(
+            qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table, turn, projection, k_codebook,
+            v_codebook, cache, ring, slots, heads, k_bits, v_bits, k_variant, v_variant, scale, exact,
+        )  # fmt: skip
+    page_size = page_bytes * 8 // (dim * (k_bits + v_bits) + 32)
+    out = torch.empty((batch, length, heads, dim), dtype=qkv.dtype, device=qkv.device)
+    tensors = (
+        qkv, q_norm, k_norm, cos, sin, positions, counts, block_table, turn, k_codebook, v_codebook, cache, ring, slots,
+        out,
+    )  # fmt: skip
+    arguments = struct.pack(
+        "15Q8if4x",
+        *(0 if t is None else t.data_ptr() for t in tensors),
+        length, kv_heads, block_table.stride(0), block_table.shape[1] * page_size, 0 if cos is None else len(cos) - 1,
+        page_size, page_bytes, 1 if ring is None else ring.shape[1], eps,
+    )  # fmt: skip
+    with torch.cuda.device(qkv.device):
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        kernel.launch((kv_heads, tokens, 1), dim * 2, 0, 1, stream, arguments)
+    return out, out.new_empty((0, length, 2, kv_heads, dim))
