@@ -121,14 +121,17 @@ def main() -> int:
     parser.add_argument("--lm-head", type=int, default=None)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--sampling", action="store_true", help="temperature 0.8, top-k 50, top-p 0.95; else greedy")
     parser.add_argument("--plain", action="store_true", help="Triton's kernels without programmatic dependent launch")
     parser.add_argument("--out", type=Path, help="append the result as a JSON line")
     args = parser.parse_args()
     model = random_model(SHAPES[args.shape], args.bits, args.lm_head, args.context + 64)
     with plain_launches() if args.plain else nullcontext():
         engine = Engine(model, max_batch=args.batch, max_context=args.context + 64)
-        engine.generate([list(range(args.context))] * args.batch, SamplingParams(max_tokens=4))
-        rows, step = table(engine.runner("decode"), args.batch, copy_bandwidth(model.device))
+        drawing = {"temperature": 0.8, "top_k": 50, "top_p": 0.95} if args.sampling else {}
+        engine.generate([list(range(args.context))] * args.batch, SamplingParams(max_tokens=4, **drawing))
+        runner = engine.runner("decode", sampling=args.sampling)
+        rows, step = table(runner, args.batch, copy_bandwidth(model.device))
     print(f"{'op':<32} {'kernel':<48} {'':>5} {'us each':>8} {'us':>8} {'floor':>7}")
     for row in rows:
         print(

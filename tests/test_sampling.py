@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from onegraph.ops.cuda import sampling as kernel
 from onegraph.ops.sampling import greedy, sample, uniform
 
 DRAWS = 20_000
@@ -181,3 +182,29 @@ def test_fake_implementations_agree():
         for case in op.cases[1:]:
             arguments = case.make(torch.device("cpu"), torch.float32, g)
             torch.library.opcheck(op.overload, arguments)
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "blocks"),
+    [(1, 128256, 16), (7, 49152, 16), (8, 49152, 8), (16, 128256, 4), (16, kernel.MAX_WIDTH, 16), (999, 3, 4)],
+)
+def test_a_row_is_shared_by_as_many_blocks_as_run_at_once_and_hold_it(rows, width, blocks):
+    size, part, shared = kernel.cut(rows, width)
+    assert size == blocks
+    assert size * part >= width
+    assert shared <= kernel.SHARED_LIMIT
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("params", [(0.8, 0, 0.95), (0.8, 1000, 1.0), (2.0, 1000, 0.5), (0.8, 50, 0.0), (0.8, 0, 1.0)])
+@pytest.mark.parametrize("rows", [1, 8, 16])
+@pytest.mark.parametrize("kind", ["flat", "peaked", "equal", "odd"])
+def test_draws_of_a_gpu_are_those_of_a_cpu(params, rows, kind):
+    """Also where the list of the first block has no room for what top-k and top-p keep."""
+    logits = torch.randn(rows, 20000, generator=torch.Generator().manual_seed(rows))
+    logits = {"flat": logits, "peaked": 9 * logits, "equal": torch.zeros_like(logits), "odd": logits.round()}[kind]
+    if kind == "odd":
+        logits[0, 3], logits[0, 5], logits[-1, 7:] = -0.0, float("inf"), float("-inf")
+    row = [torch.full((rows,), value) for value in params]
+    arguments = [logits, row[0], row[1].int(), row[2], torch.arange(rows) - 2**61, torch.arange(rows).int() + 7]
+    assert sample(*(a.cuda() for a in arguments)).tolist() == sample(*arguments).tolist()

@@ -60,6 +60,7 @@ EXTRA = {
 }
 # The interpreter takes seconds on these; a GPU runs them all.
 HEAVY = {"2x3x11008/128", "1x11008->256@4", "smollm2_chunk", "2x1x28672", "130x11008@4", "long_context", "many_rows"}
+HEAVY |= {"llama3-vocabulary"}
 HEAVY |= {"2x1024->16384@2", "2x1024->16384@3", "2x1024->16384@4", "1x192->40960@4+bias"}
 HEAVY |= {"flash_window", "flash_csa", "flash_hca", "flash_index"}
 HEAVY |= {"1x576->576@2", "1x576->576@3", "4x192->1536@4"}

@@ -12,15 +12,15 @@ from onegraph.ops.cuda import build
 
 SOURCE = Path(__file__).with_suffix(".cu")
 DIMS = (64, 128)
-MAX_GROUP = 8  # heads that share a kv head; their q and sums stand in registers
+MAX_GROUP = 8  # heads that share a kv head: columns of the kernel's products
 CLUSTERS = (2, 4, 8, 16)  # blocks that share a row's keys; 16 has to be asked for
 GPCS, SLOTS = 7, 36  # of an H200: a cluster lies in one GPC of 18 SMs, each with room for two blocks
-THREADS = 256  # of a block, as in the kernel
+THREADS, TILE = 256, 16  # of a block, and keys that a warp takes at a time: as in the kernel
 ALIGNMENT = 16  # bytes, of what is read as 16 bytes at once
 
 
 def takes(dtype: torch.dtype, dim: int, group: int, *read: Tensor) -> bool:
-    """Whether `decode_attention.cu` computes this; `read`: the caches."""
+    """Whether `decode_attention.cu` computes this; `read`: all of its inputs but positions, counts and block table."""
     return (
         dtype in (torch.bfloat16, torch.float16)
         and dim in DIMS
@@ -53,9 +53,9 @@ def available(device: int) -> bool:
 
 def shared(dim: int, group: int) -> int:
     """Bytes of `Shared` in the kernel."""
-    warps, ring = THREADS // 32, 3 * 2 * 4 * 32 * 16
-    floats = 2 * group * dim + 2 * dim + 2 * (warps + 1) * group + 2 * group
-    return -(-4 * floats // 16) * 16 + warps * max(ring, 4 * group * dim)
+    warps = THREADS // 32
+    sums, outputs, tile = 2 * 4 * 8 * (warps + CLUSTERS[-1]), 4 * group * dim, 2 * TILE * 2 * dim
+    return -(-(sums + outputs) // 128) * 128 + warps * tile
 
 
 def cluster(groups: int) -> int:
@@ -85,8 +85,9 @@ def paged_decode(
     pages, page_size, kv_heads, dim = k_cache.shape
     group = heads // kv_heads
     device = qkv.device.index
-    usable = qkv.is_cuda and rows > 0 and takes(qkv.dtype, dim, group, k_cache, v_cache)
     norms = [t for t in (q_norm, k_norm) if t is not None]
+    read = [t for t in (qkv, *norms, cos, sin, k_cache, v_cache) if t is not None]
+    usable = qkv.is_cuda and rows > 0 and takes(qkv.dtype, dim, group, *read)
     if not usable or any(t.dtype != qkv.dtype for t in norms) or not available(device):
         from onegraph.ops.triton.decode_attention import paged_decode as fallback  # compiled as of its import
 

@@ -1,0 +1,279 @@
+// From logits to a token, in one launch: temperature, top-k, top-p, and an exponential race among what they keep.
+//
+// A cluster of blocks owns a row and keeps it in shared memory. Each logit has a key of its own, in the order that the
+// filters know (value, then the lower index), so what they keep is the set of keys from some key on. Top-k of few: the
+// k-th largest of the warps' maxima bounds the k-th largest of all from below, and hardly more than k logits reach it.
+// They go into a list in the first block, which ranks, filters and draws. Top-p alone does the same with as many maxima
+// as the list has room for, which is right if what reaches the bound holds the mass p. What neither bounds is searched
+// for by bisection of keys, with the count or the mass of the row at each step: slow, and right for every input.
+//
+// Masses are integers, so that no sum depends on its order; weights and races are float64, as in ops/sampling.py.
+
+using i64 = long long;
+using u64 = unsigned long long;
+using u32 = unsigned int;
+
+constexpr int WARPS = 32;
+constexpr int THREADS = 32 * WARPS;
+constexpr int LIST = THREADS;                      // logits that the first block ranks
+constexpr int MAX_CLUSTER = 16;
+constexpr int AHEAD = 8;                           // loads of a thread under way
+constexpr int INDEX_BITS = 24;
+constexpr u64 GOLDEN = 0x9E3779B97F4A7C15, MIX_1 = 0xBF58476D1CE4E5B9, MIX_2 = 0x94D049BB133111EB;  // SplitMix64
+constexpr double UNIT = 1099511627776.;            // of a mass: the likeliest token's weight in these, 2^40
+
+struct Arguments {
+  const float* logits;      // [rows, width]
+  const float* temperature; // [rows] this and the next four
+  const int* top_k;
+  const float* top_p;
+  const i64* seed;
+  const int* position;
+  i64* out;                 // [rows]
+  int width, part;          // part: logits of a block
+};
+
+struct Entry { u64 race, key; };                   // race: the bits of a float64 that is 0 or more
+
+struct Shared {
+  u64 maxima[MAX_CLUSTER * WARPS];                  // of every warp of the cluster
+  u64 bound;                                        // keys below are not in the list
+  u64 mass;                                         // of the row; in the first block, as the next two
+  u64 list[LIST];
+  u32 listed;
+  u32 drawn;                                        // whether the list sufficed
+  u64 ordered[LIST];
+  u64 counts[2][MAX_CLUSTER], masses[2][MAX_CLUSTER];  // of each block, one step of the bisection after the other
+  u64 sums[WARPS], more_sums[WARPS];
+  Entry best[WARPS], block_best[MAX_CLUSTER];
+};
+
+__device__ __forceinline__ u32 address(const void* local, u32 rank) {  // of the same variable in a block of the cluster
+  u32 at = (u32)__cvta_generic_to_shared(local);
+  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(at) : "r"(rank));
+  return at;
+}
+__device__ __forceinline__ void push(u64* to, u32 rank, u64 v) {
+  asm volatile("st.shared::cluster.u64 [%0], %1;" :: "r"(address(to, rank)), "l"(v) : "memory");
+}
+__device__ __forceinline__ void push(u32* to, u32 rank, u32 v) {
+  asm volatile("st.shared::cluster.u32 [%0], %1;" :: "r"(address(to, rank)), "r"(v) : "memory");
+}
+__device__ __forceinline__ u32 draw_ticket(u32* from, u32 rank) {
+  u32 old;
+  asm volatile("atom.shared::cluster.add.u32 %0, [%1], 1;" : "=r"(old) : "r"(address(from, rank)) : "memory");
+  return old;
+}
+__device__ __forceinline__ void add(u64* to, u32 rank, u64 v) {
+  asm volatile("red.shared::cluster.add.u64 [%0], %1;" :: "r"(address(to, rank)), "l"(v) : "memory");
+}
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void cluster_place(u32& rank, u32& size) {
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+}
+__device__ __forceinline__ void cluster_sync() { cluster_arrive(), cluster_wait(); }
+
+// Larger for what comes first in descending order, of equal logits the one with the lower index. 0 is nobody's.
+__device__ __forceinline__ u64 key_of(float x, int index) {
+  const u32 bits = __float_as_uint(x);
+  return (u64)(bits & 0x80000000u ? ~bits : bits | 0x80000000u) << INDEX_BITS | ((1 << INDEX_BITS) - 1 - index);
+}
+__device__ __forceinline__ float logit_of(u64 key) {
+  const u32 bits = (u32)(key >> INDEX_BITS);
+  return __uint_as_float(bits & 0x80000000u ? bits ^ 0x80000000u : ~bits);
+}
+__device__ __forceinline__ int index_of(u64 key) { return (1 << INDEX_BITS) - 1 - (int)(key & ((1 << INDEX_BITS) - 1)); }
+
+__device__ __forceinline__ u64 mix(u64 z) {
+  z = (z ^ z >> 30) * MIX_1;
+  z = (z ^ z >> 27) * MIX_2;
+  return z ^ z >> 31;
+}
+// weight / Exp(1), the latter a function of the row's stream and the index: who has the largest is drawn.
+__device__ __forceinline__ u64 race_of(double weight, int index, u64 stream) {
+  const double uniform = ((double)(mix(stream + (u64)(index + 1) * GOLDEN) >> 12) + .5) * 0x1p-52;
+  return (u64)__double_as_longlong(weight / -log(uniform));
+}
+
+__device__ __forceinline__ u64 most_of_warp(u64 v) {
+#pragma unroll
+  for (int o = 16; o; o /= 2) v = max(v, __shfl_xor_sync(~0u, v, o));
+  return v;
+}
+__device__ __forceinline__ u64 sum_of_warp(u64 v) {
+#pragma unroll
+  for (int o = 16; o; o /= 2) v += __shfl_xor_sync(~0u, v, o);
+  return v;
+}
+__device__ __forceinline__ Entry better(Entry a, Entry b) {
+  return a.race > b.race || (a.race == b.race && a.key > b.key) ? a : b;
+}
+__device__ __forceinline__ Entry best_of_warp(Entry e) {
+#pragma unroll
+  for (int o = 16; o; o /= 2) e = better(e, Entry{__shfl_xor_sync(~0u, e.race, o), __shfl_xor_sync(~0u, e.key, o)});
+  return e;
+}
+__device__ __forceinline__ Entry best_of_block(Entry e, Shared& s, int warp, int lane) {  // for the first warp
+  e = best_of_warp(e);
+  if (lane == 0) s.best[warp] = e;
+  __syncthreads();
+  return best_of_warp(lane < WARPS ? s.best[lane] : Entry{0, 0});
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) sample(const __grid_constant__ Arguments p) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  Shared& s = *(Shared*)memory;
+  float* mine = (float*)(&s + 1);                                  // [part]
+  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
+  u32 rank, size;
+  cluster_place(rank, size);
+  const int row = blockIdx.x / size, begin = rank * p.part, count = max(min(p.width - begin, p.part), 0);
+  let_next_start();
+  if (tid == 0) s.bound = 0, s.mass = 0, s.listed = 0;
+  cluster_arrive();
+  wait_for_previous();
+
+  const float* logits = p.logits + (size_t)row * p.width + begin;
+  const float heat = p.temperature[row], asked = p.top_p[row];
+  const int k = p.top_k[row] <= 0 ? p.width : min(p.top_k[row], p.width);
+  const u64 stream = mix(mix((u64)p.seed[row] + GOLDEN) + (u64)(i64)p.position[row] * GOLDEN);
+  u64 most = 0;                                                    // of the warp
+  for (int base = tid; base < count; base += AHEAD * THREADS) {
+    float x[AHEAD];
+#pragma unroll
+    for (int j = 0; j < AHEAD; j++) x[j] = base + j * THREADS < count ? __ldcg(logits + base + j * THREADS) : 0.f;
+#pragma unroll
+    for (int j = 0; j < AHEAD; j++) {
+      const int i = base + j * THREADS;
+      x[j] = x[j] != x[j] ? __int_as_float(0x7f800000) : x[j] + 0.f;  // NaN is above all; -0 and 0 are equal
+      if (i < count) mine[i] = x[j], most = max(most, key_of(x[j], begin + i));
+    }
+  }
+  most = most_of_warp(most);
+  cluster_wait();                                                  // every block has started, its memory can be written
+  if (lane < size) push(&s.maxima[rank * WARPS + warp], lane, most);
+  cluster_sync();
+  u64 top = 0;
+  int above = 0;
+  for (int i = lane; i < (int)size * WARPS; i += 32) top = max(top, s.maxima[i]), above += s.maxima[i] > most;
+  top = most_of_warp(top);
+  const double high = logit_of(top);
+  const bool finite = high < __int_as_float(0x7f800000) && high > -__int_as_float(0x7f800000);
+  if (!(heat > 0.f) || !finite) {                                  // greedy
+    if (rank == 0 && tid == 0) p.out[row] = index_of(top);
+    return;
+  }
+  auto weigh = [&](float x) { return exp(((double)x - high) / (double)heat); };
+  auto units = [&](double weight) { return (u64)(i64)(weight * UNIT); };
+
+  u64 least = 0;                                                   // the smallest key that is kept
+  if (k < p.width || asked < 1.f) {
+    above = (int)sum_of_warp(above);
+    const int ranked = size * WARPS * 3 / 4;                       // of the maxima; 1.4 times as many logits reach it
+    if (above == min(k, ranked) - 1 && lane < size) push(&s.bound, lane, most);
+    cluster_sync();
+    const u64 bound = s.bound;
+    u64 mass = 0;
+    for (int i = tid; i < count; i += THREADS) {
+      const u64 key = key_of(mine[i], begin + i);
+      if (key >= bound) {
+        const u32 at = draw_ticket(&s.listed, 0);
+        if (at < LIST) push(&s.list[at], 0, key);
+      }
+      if (k == p.width) mass += units(weigh(mine[i]));
+    }
+    if (k == p.width) {
+      mass = sum_of_warp(mass);
+      if (lane == 0) add(&s.mass, 0, mass);
+    }
+    cluster_sync();
+    if (rank == 0) {
+      const int listed = s.listed;
+      bool suffices = listed <= LIST && (k <= ranked || k == p.width || bound == 0);
+      if (suffices) {
+        const u64 key = tid < listed ? s.list[tid] : 0;
+        int before = 0;
+        if (tid < listed) {
+          for (int i = 0; i < listed; i++) before += s.list[i] > key;
+          s.ordered[before] = key;
+        }
+        __syncthreads();
+        const u64 next = tid < listed ? s.ordered[tid] : 0;
+        const double weight = tid < min(listed, k) ? weigh(logit_of(next)) : 0.;
+        const u64 own = units(weight);
+        u64 to = own;                                              // the mass up to here
+#pragma unroll
+        for (int o = 1; o < 32; o *= 2) {
+          const u64 left = __shfl_up_sync(~0u, to, o);
+          if (lane >= o) to += left;
+        }
+        if (lane == 31) s.sums[warp] = to;
+        __syncthreads();
+        const u64 sum = lane < WARPS ? s.sums[lane] : 0, whole = sum_of_warp(sum);
+        to += sum_of_warp(lane < warp ? sum : 0);
+        const double reach = (double)asked * (double)(k == p.width ? s.mass : whole);
+        suffices = k <= ranked || bound == 0 || !((double)whole < reach);
+        const bool kept = tid < min(listed, k) && (asked >= 1.f || tid == 0 || (double)(to - own) < reach);
+        const Entry own_race{race_of(weight, index_of(next), stream), next};
+        const Entry e = best_of_block(kept ? own_race : Entry{0, 0}, s, warp, lane);
+        if (tid == 0 && suffices) p.out[row] = index_of(e.key);
+      }
+      if (warp == 0 && lane < size) push(&s.drawn, lane, (u32)suffices);
+    }
+    cluster_sync();
+    if (s.drawn) return;
+
+    int step = 0;
+    u64 inside, inside_mass;                                       // of the last keys that `measure` was asked for
+    auto measure = [&](u64 from, u64 to) {
+      u64 number = 0, mass = 0;
+      for (int i = tid; i < count; i += THREADS) {
+        const u64 key = key_of(mine[i], begin + i);
+        if (key >= from && key < to) number++, mass += units(weigh(mine[i]));
+      }
+      number = sum_of_warp(number), mass = sum_of_warp(mass);
+      if (lane == 0) s.sums[warp] = number, s.more_sums[warp] = mass;
+      __syncthreads();
+      number = sum_of_warp(lane < WARPS ? s.sums[lane] : 0), mass = sum_of_warp(lane < WARPS ? s.more_sums[lane] : 0);
+      if (warp == 0 && lane < size) push(&s.counts[step][rank], lane, number), push(&s.masses[step][rank], lane, mass);
+      cluster_sync();
+      inside = sum_of_warp(lane < size ? s.counts[step][lane] : 0);
+      inside_mass = sum_of_warp(lane < size ? s.masses[step][lane] : 0);
+      step = 1 - step;
+    };
+    // The keys from which on there is enough, as few as can be: the count, or the mass, that is wanted.
+    auto bisect = [&](u64 low, u64 keys, bool masses, double wanted) {
+      u64 high = top + 1, above_high = 0;                          // what is wanted lies in [low, high), one of `keys`
+      while (keys > 1 && high - low > 1) {
+        const u64 middle = low + (high - low) / 2;
+        measure(middle, high);
+        const u64 total = above_high + (masses ? inside_mass : inside);
+        if ((double)total >= wanted) low = middle, keys = inside;
+        else high = middle, above_high = total, keys -= inside;
+      }
+      return low;
+    };
+    if (k < p.width) least = bisect(0, p.width, false, k);
+    if (asked < 1.f) {
+      measure(least, top + 1);
+      least = bisect(least, inside, true, (double)asked * (double)inside_mass);
+    }
+  }
+
+  Entry e{0, 0};
+  for (int i = tid; i < count; i += THREADS) {
+    const u64 key = key_of(mine[i], begin + i);
+    if (key >= least) e = better(e, Entry{race_of(weigh(mine[i]), begin + i, stream), key});
+  }
+  e = best_of_block(e, s, warp, lane);
+  if (tid == 0) push(&s.block_best[rank].race, 0, e.race), push(&s.block_best[rank].key, 0, e.key);
+  cluster_sync();
+  if (rank == 0 && warp == 0) {
+    e = best_of_warp(lane < size ? s.block_best[lane] : Entry{0, 0});
+    if (lane == 0) p.out[row] = index_of(e.key);
+  }
+}
