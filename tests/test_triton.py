@@ -190,6 +190,28 @@ def test_walks_of_several_tiles(programs: int, monkeypatch: pytest.MonkeyPatch) 
         check(OPS["e8p_linear"], case, torch.bfloat16)
 
 
+@pytest.mark.parametrize("scores", ["distinct", "equal", "negative"])
+def test_scores_that_do_not_fit_into_one_chunk(scores: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Selected chunk by chunk as all at once, ties that lie across chunks too: each place once, `top_k` of them."""
+    from onegraph.ops.triton import deepseek_index as kernels
+
+    case = next(case for case in OPS["deepseek_index"].cases if case.name == "flash_index")
+    q, weights, *rest = case.make(DEVICE, torch.float32, torch.Generator().manual_seed(0))
+    weights = {"distinct": weights, "equal": 0 * weights, "negative": -weights}[scores]
+    whole = kernels.deepseek_index(q, weights, *rest)
+    monkeypatch.setattr(kernels, "CHUNK", 16)
+    chunks = kernels.deepseek_index(q, weights, *rest)
+    assert torch.equal(whole, chunks)
+    positions, counts, top_k = rest[2], rest[3], rest[-1]
+    for row, place in enumerate(whole[:, 0].tolist()):
+        ready = int((positions[row] + 1) // 4) if counts[row] else 0
+        found = [at for at in place if at >= 0]
+        assert len(set(found)) == len(found) == min(ready, top_k)
+        assert place[len(found) :] == [-1] * (top_k - len(found))
+    if scores != "equal":
+        assert torch.equal(whole, OPS["deepseek_index"].reference(q, weights, *rest))
+
+
 def test_a_nan_in_the_logits_is_reported() -> None:
     """The records compare bits, and a NaN equals none."""
     op = OPS["finish_step"]

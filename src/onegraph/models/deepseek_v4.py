@@ -21,9 +21,12 @@ from onegraph.nn.deepseek_cache import DeepseekCache, PlacedCache
 from onegraph.nn.deepseek_moe import DeepseekMoE
 from onegraph.nn.embedding import Embedding
 from onegraph.nn.linear import Linear
-from onegraph.ops.deepseek_hyper import hyper_head, hyper_mix, hyper_update
+from onegraph.ops.deepseek_hyper import hyper_head, hyper_mix, hyper_update, hyper_update_mix
 
 MAX_TABLE = 131072  # positions of the rotary tables unless more are asked for
+
+
+Update = tuple[Tensor, Tensor, Tensor]  # a sublayer's result [B, Q, D], post and comb: what `hyper_update` writes
 
 
 class Hyper(nn.Module):
@@ -41,7 +44,7 @@ class Hyper(nn.Module):
 
 
 class DeepseekBlock(nn.Module):
-    """One layer: attention and experts, each between `hyper_mix` and `hyper_update` of the streams."""
+    """One layer: attention and experts, each behind a mixture of the streams."""
 
     def __init__(
         self, *, attention: DeepseekAttention, moe: DeepseekMoE, hypers: tuple[Hyper, Hyper], config: DeepseekV4Config
@@ -51,15 +54,16 @@ class DeepseekBlock(nn.Module):
         self.attention_hyper, self.moe_hyper = hypers
         self.eps, self.floor, self.iterations = config.eps, config.hyper_eps, config.sinkhorn
 
-    def forward(self, streams: Tensor, tokens: Tensor, cache: Attend) -> None:
-        """Updates streams [B, Q, H, D] in place; tokens int64 [B, Q]."""
-        x, post, comb = self._mix(streams, self.attention_hyper)
-        hyper_update(streams, self.attention(x, cache), post, comb)
-        x, post, comb = self._mix(streams, self.moe_hyper)
-        hyper_update(streams, self.moe(x, tokens), post, comb)
+    def forward(self, streams: Tensor, tokens: Tensor, cache: Attend, before: Update | None) -> Update:
+        """Reads streams [B, Q, H, D] when the sublayer before is written to them; tokens int64 [B, Q]. What this layer
+        is still to write is returned."""
+        x, post, comb = self._mix(streams, self.attention_hyper, before)
+        x, post, comb = self._mix(streams, self.moe_hyper, (self.attention(x, cache), post, comb))
+        return self.moe(x, tokens), post, comb
 
-    def _mix(self, streams: Tensor, h: Hyper) -> tuple[Tensor, Tensor, Tensor]:
-        return hyper_mix(streams, h.fn, h.base, h.scale, h.norm, self.eps, self.floor, self.iterations)
+    def _mix(self, streams: Tensor, h: Hyper, before: Update | None) -> Update:
+        constants = h.fn, h.base, h.scale, h.norm, self.eps, self.floor, self.iterations
+        return hyper_mix(streams, *constants) if before is None else hyper_update_mix(streams, *before, *constants)
 
 
 class DeepseekV4(nn.Module):
@@ -171,8 +175,11 @@ class DeepseekV4(nn.Module):
 
     def run(self, stage: int, streams: Tensor, tokens: Tensor, cache: Attend) -> None:
         """The layers of one stage on streams, in place; everything on that stage's device."""
+        update: Update | None = None
         for i in self.stages[stage]:
-            self.blocks[i](streams, tokens, cache)
+            update = self.blocks[i](streams, tokens, cache, update)
+        assert update is not None, "a stage has at least one layer"
+        hyper_update(streams, *update)
 
     def leave(self, streams: Tensor) -> Tensor:
         """Streams on the last device -> hidden states after the final norm [B, Q, D]."""

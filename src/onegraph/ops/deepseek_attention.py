@@ -73,9 +73,12 @@ def _deepseek_attention(
             entry = torch.arange(capacity, dtype=INT32, device=q.device)
             seen.append(entry < (token + 1) // ratio)
         else:
-            chosen = torch.zeros(batch, length, capacity + 1, dtype=torch.bool, device=q.device)
-            at = torch.where(selected < 0, capacity, selected).clamp(max=capacity).long()
-            seen.append(chosen.scatter(2, at, True)[:, :, :capacity])
+            many = entries.shape[0] * entries.shape[1]
+            chosen = torch.zeros(batch, length, many + 1, dtype=torch.bool, device=q.device)
+            chosen = chosen.scatter(2, torch.where(selected < 0, many, selected).clamp(max=many).long(), True)
+            rows = torch.arange(entries.shape[1], dtype=INT32, device=q.device)
+            place = (block_table.unsqueeze(2) * entries.shape[1] + rows).view(batch, 1, capacity)
+            seen.append(chosen.gather(2, place.expand(-1, length, -1).long()))
     visible = torch.cat(seen, dim=2) & real
     every = torch.cat(keys, dim=1)
     every = unpack_rows(every, dim, 2 * cos.shape[1]) if every.dtype == torch.uint8 else every.float()
@@ -212,6 +215,8 @@ def _case(
             best = order.sort(dim=2)
             selected = torch.where(best.values < 2, best.indices, -1)[:, :, :top_k].to(INT32).contiguous()
             selected = torch.nn.functional.pad(selected, (0, top_k - selected.shape[2]), value=-1)
+            page = rows["block_table"].gather(1, (selected.clamp(min=0) // per_page).flatten(1).long())
+            selected = torch.where(selected < 0, -1, page.view_as(selected) * per_page + selected % per_page)
         angle = angles(max(positions) + tokens, half)
         args = (
             randn(batch, tokens, heads, dim).to(dtype),
@@ -308,7 +313,7 @@ deepseek_attention = register(
 
 Query i of row b stands at t = positions[b] + i; the first counts[b] are real, the result of the others is zero. It
 sees the tokens above t - W (ring [slots, W, D] holds the sequence of slots[b], token j at j mod W) up to t, and entries
-of the paged pool [pages, per page, D]: those that `selected` int32 [B, Q, k] names (-1: none), or without it all below
-(t + 1) // ratio. Softmax in float32 with sinks[h] in the denominator; the result's trailing dimensions are rotated back
-by t. What a query does not see may be anything, NaN included. Slot 0 is never written. kv, ring and entries may all be
-rows of FP8."""
+of the paged pool [pages, per page, D]: those at the places that `selected` int32 [B, Q, k] names (rows of the pool,
+pages flattened; the sequence's own; -1: none), or without it all below (t + 1) // ratio. Softmax in float32 with
+sinks[h] in the denominator; the result's trailing dimensions are rotated back by t. What a query does not see may be
+anything, NaN included. Slot 0 is never written. kv, ring and entries may all be rows of FP8."""

@@ -1,9 +1,12 @@
 """Manifold-constrained hyper-connections (mHC, Xie et al. 2026) as DeepSeek-V4 uses them: H streams of width D.
 
 Each sublayer reads one mixture of the streams (`hyper_mix`, with the sublayer's RMSNorm) and writes its result back
-while the streams are mixed among each other (`hyper_update`). The mixing matrix is brought near the doubly stochastic
+while the streams are mixed among each other (`hyper_update`); between two sublayers both are one
+(`hyper_update_mix`). The mixing matrix is brought near the doubly stochastic
 ones by a fixed number of Sinkhorn iterations, so both are fixed-shape work without a host decision.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +46,14 @@ def _hyper_mix(
 def _hyper_update(streams: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> None:
     mixed = comb.transpose(-1, -2) @ streams.float()
     streams.copy_(mixed + post.unsqueeze(-1) * x.float().unsqueeze(-2))
+
+
+def _hyper_update_mix(
+    streams: Tensor, x: Tensor, post: Tensor, comb: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm: Tensor,
+    eps: float, floor: float, iterations: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    _hyper_update(streams, x, post, comb)
+    return _hyper_mix(streams, fn, base, scale, norm, eps, floor, iterations)
 
 
 def _hyper_head(
@@ -99,6 +110,11 @@ def _check_update(streams: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> Non
             )
 
 
+def _check_update_mix(streams: Tensor, x: Tensor, post: Tensor, comb: Tensor, *mix: Any) -> None:
+    _check_update(streams, x, post, comb)
+    _check_mix(streams, *mix)
+
+
 def _check_head(
     streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm: Tensor, eps: float, floor: float
 ) -> None:
@@ -117,10 +133,14 @@ def _case(kind: str, lead: tuple[int, ...], h: int, d: int) -> Case:
         if kind == "update":
             post, comb = randn(*lead, h).sigmoid() * 2, randn(*lead, h, h).softmax(-1)
             return streams, randn(*lead, d).to(device, dtype), post.to(device), comb.to(device)
+        before: tuple[Tensor, ...] = ()
+        if kind == "update_mix":
+            before = randn(*lead, d).to(dtype), randn(*lead, h).sigmoid() * 2, randn(*lead, h, h).softmax(-1)
         m = h if kind == "head" else h * (h + 2)
         fn, base = randn(m, h * d) * (h * d) ** -0.5, randn(m)
         scale, norm = 1 + 0.2 * randn(1 if kind == "head" else 3), 1 + 0.2 * randn(d)
-        args = (streams, fn.to(device), base.to(device), scale.to(device), norm.to(device, dtype), 1e-6, 1e-6)
+        before = tuple(t.to(device) for t in before)
+        args = (streams, *before, fn.to(device), base.to(device), scale.to(device), norm.to(device, dtype), 1e-6, 1e-6)
         return args if kind == "head" else (*args, 20)
 
     return Case(name="x".join(map(str, (*lead, h, d))), make=make)
@@ -173,6 +193,31 @@ hyper_update = register(
     )
 )
 """streams[..., k, :] = post[..., k] x + Σ_j comb[..., j, k] streams[..., j, :], in place; float32 inside."""
+
+hyper_update_mix = register(
+    Op(
+        name="hyper_update_mix",
+        schema=(
+            "(Tensor(a!) streams, Tensor x, Tensor post, Tensor comb, Tensor fn, Tensor base, Tensor scale, "
+            "Tensor norm, float eps, float floor, int iterations) -> (Tensor, Tensor, Tensor)"
+        ),
+        reference=_hyper_update_mix,
+        fake=lambda streams, x, post, comb, *rest: (
+            torch.empty_like(x),
+            torch.empty_like(post),
+            torch.empty_like(comb),
+        ),
+        kernel="onegraph.ops.triton.deepseek_hyper:hyper_update_mix",
+        check=_check_update_mix,
+        cases=tuple(_case("update_mix", *shape) for shape in _SHAPES),
+        tolerance=_TOLERANCE,
+        bytes_moved=lambda streams, x, post, comb, fn, *rest: (
+            3 * nbytes(streams) + 2 * nbytes(x, post, comb) + nbytes(fn)
+        ),
+        flops=lambda streams, x, post, comb, fn, *rest: (2 * fn.shape[0] + 2 * streams.shape[-2] + 2) * streams.numel(),
+    )
+)
+"""`hyper_update(streams, x, post, comb)`, then what `hyper_mix` gives for the next sublayer: two launches in all."""
 
 hyper_head = register(
     Op(

@@ -36,7 +36,8 @@ def _deepseek_index(
     scores = (dots.relu() * gain.unsqueeze(3)).sum(2).masked_fill(entry >= ready, -torch.inf)
     found = scores.topk(min(top_k, capacity), dim=2).indices.to(INT32)
     found = torch.where(found < ready, found, capacity).sort(dim=2).values
-    found = found.masked_fill(found == capacity, -1)
+    page = block_table.gather(1, (found.clamp(max=capacity - 1) // entries.shape[1]).flatten(1).long()).view_as(found)
+    found = torch.where(found < capacity, page * entries.shape[1] + found % entries.shape[1], -1)
     return torch.nn.functional.pad(found, (0, top_k - found.shape[2]), value=-1)
 
 
@@ -125,8 +126,8 @@ deepseek_index = register(
         ),
     )
 )  # fmt: skip
-"""q [B, Q, H, D], weights [B, Q, H] -> int32 [B, Q, top_k]: numbers of the entries with the largest scores, ascending
-(of equal scores any); then -1 where the query sees fewer.
+"""q [B, Q, H, D], weights [B, Q, H] -> int32 [B, Q, top_k]: places in the pool (rows of it, pages flattened) of the
+entries with the largest scores, in the sequence's order (of equal scores any); then -1 where the query sees fewer.
 
 Query i of row b stands at t = positions[b] + i and sees the entries below (t + 1) // ratio; tokens beyond counts[b] see
 none. score = Σ_h weights_h ReLU(rope(q_h) · entry) / sqrt(D H), the rotated query rounded to its dtype."""

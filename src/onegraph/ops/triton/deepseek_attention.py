@@ -6,11 +6,12 @@ import triton.language as tl
 from torch import Tensor
 
 from onegraph.ops.triton.deepseek_compress import load_rows, put, put_all, rows, store_row, turn
+from onegraph.ops.triton.deepseek_index import places
 from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
 
 ROWS = 16  # heads of a program: the smallest tile of the tensor cores
 KEYS = 32  # keys of a step
-PROGRAMS = 128  # that a decode step is split into, if it has keys enough
+PROGRAMS = 256  # that a decode step is split into, if it has keys enough
 
 
 @triton.jit(do_not_specialize=["length", "last"])
@@ -72,10 +73,10 @@ def _attend(
     batch, step = row // length, (row % length).to(tl.int32)
     head = tile * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
-    wait_for_previous(PDL)
-    start_at, count = tl.load(positions + batch), tl.load(counts + batch)
-    slot = tl.load(slots + batch).to(tl.int64)
+    start_at, slot = tl.load(positions + batch), tl.load(slots + batch).to(tl.int64)
     token = start_at + step
+    wait_for_previous(PDL)
+    count = tl.load(counts + batch)
     # Keys are numbered: the window's from token - WINDOW + 1 on, then entries.
     many = WINDOW
     if RATIO > 0:
@@ -103,13 +104,12 @@ def _attend(
             entry = index - WINDOW
             far = (index >= WINDOW) & (index < stop)
             if TOP_K > 0:
-                entry = tl.load(selected + row * TOP_K + entry, mask=far, other=0)
-                seen = seen & ((entry >= 0) | near)
-                entry = tl.minimum(tl.maximum(entry, 0), capacity - 1)
-            page = tl.load(block_table + batch * table_stride + entry // PER_PAGE, mask=far, other=0)
-            page = tl.minimum(tl.maximum(page, 0), pages - 1)  # a wrong table must not read past the pool
-            there = entries + (page.to(tl.int64) * PER_PAGE + entry % PER_PAGE) * ROW
-            at = tl.where(near, at, there)
+                source = tl.load(selected + row * TOP_K + entry, mask=far, other=0)
+                seen = seen & ((source >= 0) | near)
+                source = tl.minimum(tl.maximum(source, 0), pages * PER_PAGE - 1)
+            else:
+                source = places(block_table + batch * table_stride, entry, far, pages, PER_PAGE)
+            at = tl.where(near, at, entries + source.to(tl.int64) * ROW)
         valid = seen[:, None] & (column < DIM)[None, :]
         keys = load_rows(at, column, valid, DIM, 2 * HALF, q.dtype.element_ty)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * (scale * 1.4426950408889634)
@@ -133,21 +133,22 @@ def _attend(
 def _finish(
     part, part_max, part_sum, sinks, cos, sin, positions, counts, out, length, last,
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
+    WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Splits of one query and head by their log-sum-exp, the sink in the denominator, then RoPE undone."""
     let_next_start(PDL)
     at = tl.program_id(0).to(tl.int64)
     row, head = at // HEADS, at % HEADS
     batch, step = row // length, (row % length).to(tl.int32)
-    split = tl.arange(0, SPLITS)
+    split = tl.arange(0, WIDE)
+    there = split < SPLITS
     column = tl.arange(0, WIDTH)
     sink = tl.load(sinks + head) * 1.4426950408889634
     wait_for_previous(PDL)
-    best = tl.load(part_max + at * SPLITS + split)
-    total = tl.load(part_sum + at * SPLITS + split)
+    best = tl.load(part_max + at * SPLITS + split, mask=there, other=float("-inf"))
+    total = tl.load(part_sum + at * SPLITS + split, mask=there, other=0.0)
     place = (at * SPLITS + split)[:, None] * DIM + column[None, :]
-    acc = tl.load(part + place, mask=(column < DIM)[None, :], other=0.0)
+    acc = tl.load(part + place, mask=there[:, None] & (column < DIM)[None, :], other=0.0)
     base = tl.maximum(tl.max(best, axis=0), sink)
     weight = tl.exp2(best - base)
     result = tl.sum(acc * weight[:, None], axis=0) / (tl.sum(total * weight, axis=0) + tl.exp2(sink - base))
@@ -185,8 +186,7 @@ def deepseek_attention(
     top_k = 0 if selected is None else selected.shape[2]
     tiles = triton.cdiv(heads, ROWS)
     span = window + (0 if entries is None else min(top_k or capacity, capacity))
-    wanted = max(1, min(PROGRAMS // (tiles * batch * length), triton.cdiv(span, KEYS)))
-    splits = 1 << (wanted.bit_length() - 1)
+    splits = max(1, min(PROGRAMS // (tiles * batch * length), triton.cdiv(span, KEYS)))
     part = torch.empty((batch * length * heads, splits, dim), dtype=torch.float32, device=q.device)
     sums = torch.empty((2, batch * length * heads, splits), dtype=torch.float32, device=q.device)
     width = max(16, triton.next_power_of_2(dim))
@@ -201,7 +201,8 @@ def deepseek_attention(
         )  # fmt: skip
         _finish[(batch * length * heads,)](
             part, sums[0], sums[1], sinks, cos, sin, positions, counts, out, length, cos.shape[0] - 1,
-            HEADS=heads, DIM=dim, WIDTH=width, HALF=cos.shape[1], SPLITS=splits, num_warps=2, **opts,
+            HEADS=heads, DIM=dim, WIDTH=width, HALF=cos.shape[1], SPLITS=splits,
+            WIDE=triton.next_power_of_2(splits), num_warps=2, **opts,
         )  # fmt: skip
         if length > 1:
             put_all(kv, ring, slots, positions, counts)

@@ -1,4 +1,4 @@
-"""Hyper-connections: the mixing weights in slices of the streams, then mixture and RMSNorm beside Sinkhorn."""
+"""Hyper-connections: the streams updated and the mixing weights in slices, then mixture and RMSNorm beside Sinkhorn."""
 
 import triton
 import triton.language as tl
@@ -7,6 +7,7 @@ from torch import Tensor
 from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
 
 SLICE = 512  # elements of the flattened streams that one program multiplies
+TILE = 128  # columns of all streams that one program updates and multiplies
 
 
 @triton.jit
@@ -25,6 +26,42 @@ def _dots(
     place = token * tl.num_programs(0) + at
     tl.store(dots + place * M + row, tl.sum(weight * x[None, :], axis=1), mask=row < M)
     tl.store(squares + place, tl.sum(x * x, axis=0))
+
+
+@triton.jit
+def _update_dots(
+    streams, x, post, comb, fn, dots, squares, dim,
+    H: tl.constexpr, HP: tl.constexpr, M: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Columns of the streams updated, and what `_dots` makes of them for the next sublayer."""
+    let_next_start(PDL)
+    at, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    column, k, row = at * TILE + tl.arange(0, TILE), tl.arange(0, HP), tl.arange(0, WIDE)
+    inside = (k < H)[:, None] & (column < dim)[None, :]
+    weight = tl.load(
+        fn + row[:, None, None] * (H * dim) + k[None, :, None] * dim + column[None, None, :],
+        mask=(row < M)[:, None, None] & inside[None, :, :],
+        other=0.0,
+    )
+    wait_for_previous(PDL)
+    new = _updated(streams, x, post, comb, token, column, k, dim, H)
+    tl.store(streams + (token * H + k)[:, None] * dim + column[None, :], new, mask=inside)
+    value = tl.where(inside, new.to(tl.float32), 0.0)
+    place = token * tl.num_programs(0) + at
+    tl.store(dots + place * M + row, tl.sum(tl.sum(weight * value[None, :, :], axis=2), axis=1), mask=row < M)
+    tl.store(squares + place, tl.sum(tl.sum(value * value, axis=1), axis=0))
+
+
+@triton.jit
+def _updated(streams, x, post, comb, token, column, k, dim, H: tl.constexpr):
+    """Columns of the streams after the update, [len(k), len(column)] of their type."""
+    inside = column < dim
+    value = tl.load(x + token * dim + column, mask=inside, other=0.0).to(tl.float32)
+    out = tl.load(post + token * H + k, mask=k < H, other=0.0)[:, None] * value[None, :]
+    for j in tl.static_range(H):
+        row = tl.load(streams + (token * H + j) * dim + column, mask=inside, other=0.0).to(tl.float32)
+        out += tl.load(comb + (token * H + j) * H + k, mask=k < H, other=0.0)[:, None] * row[None, :]
+    return out.to(streams.dtype.element_ty)
 
 
 @triton.jit
@@ -47,22 +84,22 @@ def _mix(
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, HP)
     there = i < H
+    column = tl.arange(0, WIDTH)
+    inside = column < dim
+    mixes = tl.program_id(1) == 0
+    gain = tl.load(norm + column, mask=inside & mixes, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
+    stream = streams + (token * H + i)[:, None] * dim + column[None, :]
+    rows = tl.load(stream, mask=there[:, None] & inside[None, :] & mixes, other=0.0).to(tl.float32)
     part = tl.arange(0, SLICES)
     square = tl.sum(tl.load(squares + token * slices + part, mask=part < slices, other=0.0), axis=0)
     unit = 1.0 / tl.sqrt_rn(square / (H * dim) + eps)
-    if tl.program_id(1) == 0:
+    if mixes:
         pre = _gather(dots, token, slices, 0, i, there, unit * tl.load(scale), M, SLICES)
         pre = tl.sigmoid(pre + tl.load(base + i, mask=there, other=0.0)) + floor
-        column = tl.arange(0, WIDTH)
-        inside = column < dim
-        total = tl.zeros((WIDTH,), dtype=tl.float32)
-        for h in tl.static_range(H):
-            gain = tl.sum(tl.where(i == h, pre, 0.0), axis=0)
-            total += gain * tl.load(streams + (token * H + h) * dim + column, mask=inside, other=0.0).to(tl.float32)
+        total = tl.sum(pre[:, None] * rows, axis=0)
         total = total.to(x.dtype.element_ty).to(tl.float32)
         unit = 1.0 / tl.sqrt_rn(tl.sum(total * total, axis=0) / dim + eps)
-        gain = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
         tl.store(x + token * dim + column, (total * unit * gain).to(x.dtype.element_ty), mask=inside)
     elif not HEAD:
         y = _gather(dots, token, slices, H, i, there, unit * tl.load(scale + 1), M, SLICES)
@@ -92,23 +129,21 @@ def _update(streams, x, post, comb, dim, H: tl.constexpr, HP: tl.constexpr, TILE
     token = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)
     k = tl.arange(0, HP)
-    inside = column < dim
     wait_for_previous(PDL)
-    value = tl.load(x + token * dim + column, mask=inside, other=0.0).to(tl.float32)
-    out = tl.load(post + token * H + k, mask=k < H, other=0.0)[:, None] * value[None, :]
-    for j in tl.static_range(H):
-        row = tl.load(streams + (token * H + j) * dim + column, mask=inside, other=0.0).to(tl.float32)
-        out += tl.load(comb + (token * H + j) * H + k, mask=k < H, other=0.0)[:, None] * row[None, :]
+    new = _updated(streams, x, post, comb, token, column, k, dim, H)
     at = (token * H + k)[:, None] * dim + column[None, :]
-    tl.store(streams + at, out.to(streams.dtype.element_ty), mask=(k < H)[:, None] & inside[None, :])
+    tl.store(streams + at, new, mask=(k < H)[:, None] & (column < dim)[None, :])
 
 
 def _collapse(
-    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm: Tensor, eps: float, floor: float, iterations: int
-) -> tuple[Tensor, Tensor, Tensor]:
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm: Tensor, eps: float, floor: float, iterations: int,
+    before: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The mixture and, but for a head (no iterations), post and comb; `before` is a `hyper_update` to make first."""
     *lead, h, dim = streams.shape
     tokens, size, m = streams.numel() // (h * dim), h * dim, fn.shape[0]
-    head, slices = iterations == 0, triton.cdiv(size, SLICE)
+    head, wide, high = iterations == 0, triton.next_power_of_2(m), triton.next_power_of_2(h)
+    slices = triton.cdiv(size, SLICE) if before is None else triton.cdiv(dim, TILE)
     x = streams.new_empty((*lead, dim))
     post = x if head else fn.new_empty((*lead, h))
     comb = x if head else fn.new_empty((*lead, h, h))
@@ -117,12 +152,15 @@ def _collapse(
     dots, squares = fn.new_empty((tokens, slices, m)), fn.new_empty((tokens, slices))
     with on_device(streams):
         opts = options(streams)
-        _dots[(slices, tokens)](
-            streams, fn, dots, squares, size, M=m, WIDE=triton.next_power_of_2(m), SLICE=SLICE, num_warps=8, **opts
-        )
+        if before is None:
+            _dots[(slices, tokens)](streams, fn, dots, squares, size, M=m, WIDE=wide, SLICE=SLICE, num_warps=8, **opts)
+        else:
+            _update_dots[(slices, tokens)](
+                streams, *before, fn, dots, squares, dim, H=h, HP=high, M=m, WIDE=wide, TILE=TILE, num_warps=8, **opts
+            )
         _mix[(tokens, 1 if head else 2)](
             streams, dots, squares, base, scale, norm, x, post, comb, dim, eps, floor, slices,
-            H=h, HP=triton.next_power_of_2(h), M=m, SLICES=triton.next_power_of_2(slices),
+            H=h, HP=high, M=m, SLICES=triton.next_power_of_2(slices),
             WIDTH=triton.next_power_of_2(dim), ITERATIONS=iterations, HEAD=head,
             num_warps=4 if dim <= 2048 else 16, **opts,
         )  # fmt: skip
@@ -134,6 +172,14 @@ def hyper_mix(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `onegraph.ops.deepseek_hyper.hyper_mix`."""
     return _collapse(streams, fn, base, scale, norm, eps, floor, iterations)
+
+
+def hyper_update_mix(
+    streams: Tensor, x: Tensor, post: Tensor, comb: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm: Tensor,
+    eps: float, floor: float, iterations: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """See `onegraph.ops.deepseek_hyper.hyper_update_mix`."""
+    return _collapse(streams, fn, base, scale, norm, eps, floor, iterations, (x, post, comb))
 
 
 def hyper_head(

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
 
-ENTRIES = 64  # of a program that scores
-CHUNK = 2048  # scores that the selection looks at together
+ENTRIES = 32  # of a program that scores
+CHUNK = 4096  # scores that the selection looks at together
 
 
 @triton.jit(do_not_specialize=["length", "table_stride", "capacity", "pages", "last"])
@@ -21,89 +21,112 @@ def _score(
     let_next_start(PDL)
     first, row = tl.program_id(0) * ENTRIES, tl.program_id(1).to(tl.int64)
     batch, step = row // length, (row % length).to(tl.int32)
-    head, pair = tl.arange(0, HP), tl.arange(0, WIDTH // 2)
-    wait_for_previous(PDL)
+    head, pair, column = tl.arange(0, HP), tl.arange(0, WIDTH // 2), tl.arange(0, WIDTH)
+    entry = first + tl.arange(0, ENTRIES)
+    place = places(block_table + batch * table_stride, entry, entry < capacity, pages, PER_PAGE)
     token = tl.load(positions + batch) + step
+    angle = tl.minimum(tl.maximum(token, 0), last).to(tl.int64) * HALF + pair - (DIM // 2 - HALF)
+    rotates = (pair >= DIM // 2 - HALF) & (2 * pair < DIM)
+    c = tl.load(cos + angle, mask=rotates, other=1.0)[None, :]
+    s = tl.load(sin + angle, mask=rotates, other=0.0)[None, :]
+    wait_for_previous(PDL)
     ready = tl.where(step < tl.load(counts + batch), tl.minimum((token + 1) // RATIO, capacity), 0)
     if first < ready:
-        at = (row * HEADS + head)[:, None] * DIM + 2 * pair[None, :]
-        inside = (head < HEADS)[:, None] & (2 * pair < DIM)[None, :]
-        even = tl.load(q + at, mask=inside, other=0.0).to(tl.float32)
-        odd = tl.load(q + at + 1, mask=inside, other=0.0).to(tl.float32)
-        angle = tl.minimum(tl.maximum(token, 0), last).to(tl.int64) * HALF + pair - (DIM // 2 - HALF)
-        rotates = (pair >= DIM // 2 - HALF) & (2 * pair < DIM)
-        c = tl.load(cos + angle, mask=rotates, other=1.0)[None, :]
-        s = tl.load(sin + angle, mask=rotates, other=0.0)[None, :]
-        kind = q.dtype.element_ty
-        turned_even, turned_odd = (even * c - odd * s).to(kind), (odd * c + even * s).to(kind)
-        entry = first + tl.arange(0, ENTRIES)
         there = entry < ready
-        page = tl.load(block_table + batch * table_stride + entry // PER_PAGE, mask=there, other=0)
-        page = tl.minimum(tl.maximum(page, 0), pages - 1)
-        place = (page.to(tl.int64) * PER_PAGE + entry % PER_PAGE) * DIM
-        valid = there[:, None] & (2 * pair < DIM)[None, :]
-        key_even = tl.load(entries + place[:, None] + 2 * pair[None, :], mask=valid, other=0.0)
-        key_odd = tl.load(entries + place[:, None] + 2 * pair[None, :] + 1, mask=valid, other=0.0)
-        dots = tl.dot(key_even, tl.trans(turned_even), input_precision="ieee")
-        dots = tl.dot(key_odd, tl.trans(turned_odd), dots, input_precision="ieee")
+        at = (row * HEADS + head)[:, None] * DIM + column[None, :]
+        query = tl.load(q + at, mask=(head < HEADS)[:, None] & (column < DIM)[None, :], other=0.0)
+        at = place.to(tl.int64)[:, None] * DIM + column[None, :]
+        keys = tl.load(entries + at, mask=there[:, None] & (column < DIM)[None, :], other=0.0)
         weight = tl.load(weights + row * weight_stride + head, mask=head < HEADS, other=0.0).to(tl.float32) * gain
+        even, odd = tl.split(tl.reshape(query.to(tl.float32), (HP, WIDTH // 2, 2)))
+        turned = tl.reshape(tl.join(even * c - odd * s, odd * c + even * s), (HP, WIDTH)).to(q.dtype.element_ty)
+        dots = tl.dot(keys, tl.trans(turned), input_precision="ieee")
         total = tl.sum(tl.maximum(dots, 0.0) * weight[None, :], axis=1)
         tl.store(scores + row * capacity + entry, total, mask=there)
 
 
 @triton.jit
-def _order(x):
-    """float32 -> int64 in 0 .. 2^32 - 1 of the same order."""
-    bits = x.to(tl.int32, bitcast=True)
-    key = tl.where(bits < 0, ~bits, bits | -2147483648)
-    return key.to(tl.int64) & 0xFFFFFFFF
+def places(table, entry, there, pages, PER_PAGE: tl.constexpr):
+    """Rows of the pool where a sequence's entries lie, by its part of the block table."""
+    page = tl.load(table + entry // PER_PAGE, mask=there, other=0)
+    page = tl.minimum(tl.maximum(page, 0), pages - 1)  # a wrong table must not read past the pool
+    return page * PER_PAGE + entry % PER_PAGE
 
 
-@triton.jit(do_not_specialize=["length", "capacity"])
+@triton.jit
+def _keys(scores, at, there):
+    """Scores as int32 of the same order."""
+    bits = tl.load(scores + at, mask=there, other=0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit(do_not_specialize=["length", "table_stride", "capacity", "pages"])
 def _select(
-    scores, positions, counts, selected, length, capacity,
-    RATIO: tl.constexpr, TOP_K: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    scores, positions, counts, block_table, selected, length, table_stride, capacity, pages,
+    RATIO: tl.constexpr, TOP_K: tl.constexpr, PER_PAGE: tl.constexpr, CHUNK: tl.constexpr, FITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    """One query. FITS: all its scores stay in registers."""
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     batch, step = row // length, (row % length).to(tl.int32)
+    scores += row * capacity
+    table = block_table + batch * table_stride
     lane = tl.arange(0, CHUNK)
-    wait_for_previous(PDL)
     token = tl.load(positions + batch) + step
+    if FITS:
+        place = places(table, lane, lane < capacity, pages, PER_PAGE)
+    wait_for_previous(PDL)
     ready = tl.where(step < tl.load(counts + batch), tl.minimum((token + 1) // RATIO, capacity), 0)
-    # The k-th largest key, byte by byte: among keys that share the bytes found so far, how many have each next byte.
-    found = tl.zeros((), dtype=tl.int64)
-    need = tl.zeros((), dtype=tl.int32) + TOP_K
+    if FITS:
+        key = _keys(scores, lane, lane < ready)
+    # The k-th largest key, two bits at a time from above: how many keys reach each of the three larger values that the
+    # two bits may have.
+    found = tl.full((), -2147483648, tl.int32)
     if ready > TOP_K:
-        bin = tl.arange(0, 256)
-        for turn in tl.static_range(4):
-            shift = 24 - 8 * turn
-            histogram = tl.zeros((256,), dtype=tl.int32)
+        unit = tl.full((), 1 << 30, tl.int32)
+        for _ in range(16):
+            low = found + unit
+            middle = low + unit
+            high = middle + unit
+            lows, middles, highs = 0, 0, 0
             for start in range(0, ready, CHUNK):
                 at = start + lane
-                key = _order(tl.load(scores + row * capacity + at, mask=at < ready, other=0.0))
-                same = (at < ready) & ((key >> (shift + 8)) == (found >> (shift + 8)))
-                histogram += tl.histogram(((key >> shift) & 255).to(tl.int32), 256, mask=same)
-            above = tl.sum(histogram, axis=0) - tl.cumsum(histogram, axis=0)  # keys with a larger byte
-            byte = tl.min(tl.where(above < need, bin, 255), axis=0)
-            need -= tl.sum(tl.where(bin == byte, above, 0), axis=0)
-            found = found | (byte.to(tl.int64) << shift)
-    done = tl.zeros((), dtype=tl.int32)
-    equal = tl.zeros((), dtype=tl.int32)
+                if not FITS:
+                    key = _keys(scores, at, at < ready)
+                there = at < ready
+                two = (there & (key >= low)).to(tl.int32) + ((there & (key >= middle)).to(tl.int32) << 16)
+                total = tl.sum(two, axis=0)
+                lows += total & 0xFFFF
+                middles += total >> 16
+                highs += tl.sum((there & (key >= high)).to(tl.int32), axis=0)
+            found = tl.where(
+                highs >= TOP_K, high, tl.where(middles >= TOP_K, middle, tl.where(lows >= TOP_K, low, found))
+            )
+            unit = unit >> 2
+    # Those above it, and of those equal to it the first: every lane's place by one running sum of both counts.
+    larger_before, equal_before, need = 0, 0, 0
     for start in range(0, ready, CHUNK):
         at = start + lane
-        there = at < ready
-        key = _order(tl.load(scores + row * capacity + at, mask=there, other=0.0))
-        tie = (there & (key == found)).to(tl.int32)
-        before = equal + tl.cumsum(tie, axis=0) - tie
-        keep = there & ((key > found) | ((tie > 0) & (before < need)))
-        if ready <= TOP_K:
-            keep = there
-        taken = keep.to(tl.int32)
-        place = done + tl.cumsum(taken, axis=0) - taken
-        tl.store(selected + row * TOP_K + place, at.to(tl.int32), mask=keep & (place < TOP_K))
-        done += tl.sum(taken, axis=0)
-        equal += tl.sum(tie, axis=0)
+        if not FITS:
+            key = _keys(scores, at, at < ready)
+        need += tl.sum(((at < ready) & (key > found)).to(tl.int32), axis=0)
+    need = TOP_K - need
+    for start in range(0, ready, CHUNK):
+        at = start + lane
+        if not FITS:
+            key = _keys(scores, at, at < ready)
+            place = places(table, at, at < ready, pages, PER_PAGE)
+        larger, equal = (at < ready) & (key > found), (at < ready) & (key == found)
+        both = larger.to(tl.int32) + (equal.to(tl.int32) << 16)
+        ahead = tl.cumsum(both, axis=0) - both
+        ties = equal_before + (ahead >> 16)
+        to = larger_before + (ahead & 0xFFFF) + tl.minimum(ties, need)
+        tl.store(selected + row * TOP_K + to, place, mask=larger | (equal & (ties < need)))
+        total = tl.sum(both, axis=0)
+        larger_before += total & 0xFFFF
+        equal_before += total >> 16
+    done = tl.minimum(ready, TOP_K)
     for start in range(0, TOP_K, CHUNK):
         at = start + lane
         tl.store(selected + row * TOP_K + at, tl.full((CHUNK,), -1, tl.int32), mask=(at >= done) & (at < TOP_K))
@@ -130,7 +153,7 @@ def deepseek_index(
         weights = weights.contiguous()
     capacity = block_table.shape[1] * entries.shape[1]
     scores = torch.empty((batch * length, capacity), dtype=torch.float32, device=q.device)
-    chunk = min(CHUNK, max(16, triton.next_power_of_2(max(capacity, top_k))))
+    chunk = min(CHUNK, max(32, triton.next_power_of_2(capacity)))
     with on_device(q):
         opts = options(q)
         _score[(triton.cdiv(capacity, ENTRIES), batch * length)](
@@ -140,7 +163,8 @@ def deepseek_index(
             HALF=cos.shape[1], RATIO=ratio, PER_PAGE=entries.shape[1], ENTRIES=ENTRIES, num_warps=4, **opts,
         )  # fmt: skip
         _select[(batch * length,)](
-            scores, positions, counts, selected, length, capacity,
-            RATIO=ratio, TOP_K=top_k, CHUNK=chunk, num_warps=8, **opts,
+            scores, positions, counts, block_table, selected, length, block_table.stride(0), capacity, entries.shape[0],
+            RATIO=ratio, TOP_K=top_k, PER_PAGE=entries.shape[1], CHUNK=chunk, FITS=capacity <= chunk,
+            num_warps=max(1, min(16, chunk // 256)), **opts,
         )  # fmt: skip
     return selected
