@@ -125,26 +125,26 @@ def measure(variant: str, args: argparse.Namespace, turn: Path) -> Iterator[dict
     about |= {"command": "PYTHONPATH=src python3 " + shlex.join([sys.argv[0], *args.shown])}
     with (turn / "lock").open("r+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for batch in args.batch:
+
+        def seconds(batch: int, tokens: int) -> float:
             prompts = [{"prompt_token_ids": [17 + i] * args.context} for i in range(batch)]
+            begin = time.perf_counter()
+            params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+            llm.generate(prompts, params, use_tqdm=False)
+            return time.perf_counter() - begin
 
-            def seconds(tokens: int, prompts: Any = prompts) -> float:
-                begin = time.perf_counter()
-                params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-                llm.generate(prompts, params, use_tqdm=False)
-                return time.perf_counter() - begin
-
-            seconds(OUTPUTS[0])
-            short, long = ([seconds(tokens) for _ in range(args.repeats)] for tokens in OUTPUTS)
+        for batch in args.batch:
+            seconds(batch, OUTPUTS[0])
+            short, long = ([seconds(batch, tokens) for _ in range(args.repeats)] for tokens in OUTPUTS)
             step = (statistics.median(long) - statistics.median(short)) / (OUTPUTS[1] - OUTPUTS[0])
             timed = {"ms_per_step": round(step * 1e3, 4), "tokens_per_second": round(batch / step, 1)}
             yield {"bench": "vllm_decode", "batch": batch} | timed | about
-            if args.profile:
-                llm.start_profile()
-                seconds(PROFILED)
-                llm.stop_profile()
-                yield {"bench": "vllm_profile", "batch": batch} | launches(Path(traces)) | about
-                shutil.rmtree(traces)
+        for batch in args.batch if args.profile else ():  # last, since what traces may stay attached
+            llm.start_profile()
+            seconds(batch, PROFILED)
+            llm.stop_profile()
+            yield {"bench": "vllm_profile", "batch": batch} | launches(Path(traces)) | about
+            shutil.rmtree(traces)
 
 
 def main() -> int:
