@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from onegraph.formats.e8p import codebook, hadamard_block, residual_dtype
-from onegraph.ops.cuda import build, e8p_dense, e8p_many
+from onegraph.ops.cuda import build, e8p_dense, e8p_few, e8p_many
 from onegraph.ops.cuda import e8p as cuda_e8p
 from onegraph.ops.e8p import e8p_decode
 
@@ -300,6 +300,23 @@ def test_plan_covers_every_slice_once(shape: tuple[int, int], bits: int, tokens:
     assert cut.shared(bits, tokens) <= cuda_e8p.SHARED_LIMIT
 
 
+ROOM = (132, 66, 39, 30, 22, 17, 15, 15)  # clusters of 1, 2, .. blocks that an H200 holds
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (14336, 4096), (4096, 14336), (128256, 4096), (28672, 8192), (64, 32768)])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("tokens", [5, 16, 32, 64])
+def test_plan_for_few_tokens_covers_every_slice_once(shape: tuple[int, int], bits: int, tokens: int) -> None:
+    n, k = shape
+    form = e8p_few.form(bits, tokens)
+    cut = e8p_few.plan(n, k, form.rows, ROOM)
+    assert form.tokens >= tokens
+    assert form.shared(bits) <= e8p_few.SHARED_LIMIT
+    assert cut.tiles * form.rows >= n > (cut.tiles - 1) * form.rows
+    slices = -(-k // e8p_few.SLICE)
+    assert (cut.cluster - 1) * cut.per_block < slices <= cut.cluster * cut.per_block  # each is owned
+
+
 def test_constants_agree_with_the_source() -> None:
     text = cuda_e8p.SOURCE.with_name("e8p_common.cuh").read_text()
     for name in ("SLICE", "ROWS"):
@@ -307,6 +324,9 @@ def test_constants_agree_with_the_source() -> None:
     ring = cuda_e8p.SOURCE.with_name("e8p_ring.cuh").read_text()
     slot = re.search(r"constexpr int SLOT = BITS == 2 \? (\d+) : BITS == 3 \? (\d+) : (\d+);", ring)
     assert {2 + i: int(size) for i, size in enumerate(slot.groups())} == cuda_e8p.SLOT
+    few = e8p_few.SOURCE.read_text()
+    slot = re.search(r"constexpr int SLOT = BITS == 2 \? (\d+) : BITS == 3 \? (\d+) : (\d+);", few)
+    assert {2 + i: int(size) for i, size in enumerate(slot.groups())} == e8p_few.SLOT
     fields = re.search(r"Shared \{.*?\n(.*?)\};", cuda_e8p.SOURCE.read_text(), re.DOTALL)[1]
     sizes = [
         {"float": 4, "u64": 8}[kind] * math.prod(int(size) for size in re.findall(r"\[(\d+)\]", shape))
@@ -315,13 +335,14 @@ def test_constants_agree_with_the_source() -> None:
     assert -(-sum(sizes) // 128) * 128 == cuda_e8p.SHARED_STRUCT
 
 
-@pytest.mark.parametrize("name", ["e8p", "e8p_many", "e8p_dense"])
+@pytest.mark.parametrize("name", ["e8p", "e8p_few", "e8p_many", "e8p_dense"])
 def test_a_source_is_given_what_it_sets_when_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher defines the names that the head of the source tells, and no other."""
     defined: list[set[str]] = []
     monkeypatch.setattr(build, "load", lambda source, defines, *_: defined.append(set(defines)) or (None,) * 3)
     make = {
         "e8p": lambda: cuda_e8p._kernels.__wrapped__(2, 4, False, 4, 2, True, 0),
+        "e8p_few": lambda: e8p_few._kernels.__wrapped__(2, e8p_few.form(2, 16), False, 4, 0),
         "e8p_many": lambda: e8p_many._kernels.__wrapped__(2, e8p_many.tile(17), False, 0),
         "e8p_dense": lambda: e8p_dense._kernel.__wrapped__(2, False, 0),
     }

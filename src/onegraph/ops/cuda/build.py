@@ -111,6 +111,13 @@ class Kernel:
         check(driver.cuLaunchKernelEx(config, self.function, ctypes.addressof(pointer), 0))
 
 
+def clusters(kernel: Kernel, threads: int, shared: int, size: int) -> int:
+    """How many clusters of `size` blocks the kernel's GPU holds at a time."""
+    config = _config((size, 1, 1), threads, shared, size, 0)
+    value: int = check(_bindings()[0].cuOccupancyMaxActiveClusters(kernel.function, config))
+    return value
+
+
 @lru_cache(maxsize=4096)
 def _config(grid: tuple[int, int, int], threads: int, shared: int, cluster: int, stream: int) -> Any:
     driver = _bindings()[0]

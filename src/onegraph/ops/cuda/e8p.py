@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from onegraph.ops.cuda import build, e8p_dense, e8p_many
+from onegraph.ops.cuda import build, e8p_dense, e8p_few, e8p_many
 
 SOURCE = Path(__file__).with_name("e8p.cu")
-MAX_TOKENS = 16  # above, e8p_many.cu
+MAX_TOKENS = 16  # above, e8p_many.cu; 5 to 64 are e8p_few.cu's but for what it refuses
 SLICE, ROWS, PARTS = 256, 128, 8  # as in e8p.cu; PARTS is row tiles of 16 in ROWS
 GPC = 18  # SMs of a GPC, which a cluster must fit into (H200: clusters of 8 leave 4 SMs of 18 idle)
 SHARED_LIMIT = 227 * 1024  # bytes that a block can have on Hopper
@@ -203,6 +203,9 @@ def _launch(
         inputs[2] = inputs[1]
     if tokens >= e8p_dense.LEAST_TOKENS:
         e8p_dense.linear(inputs, out, bits, _block(n), norm, options)
+        return
+    if e8p_few.takes(tokens, bits, k):
+        e8p_few.launch(inputs, out, bits, tokens, n, k, half, norm, options)
         return
     if tokens > MAX_TOKENS:
         e8p_many.launch(inputs, out, bits, tokens, n, k, half, norm, options, _sms(device))
