@@ -5,12 +5,13 @@
 Weights are random, since the time of a step does not depend on them; --model takes a real checkpoint of that shape.
 transformers runs in bfloat16, eagerly, captured by hand, and compiled (torch.compile, no graphs of its own) then
 captured by hand. Before onegraph is timed, replays of its step are held to the eager step, bit by bit. Prints
-JSON lines; --out appends them.
+JSON lines; --out appends them. --warm compiles every kernel beforehand, in parallel processes.
 """
 
 import argparse
 import itertools
 import json
+import multiprocessing
 import shlex
 import statistics
 import sys
@@ -87,6 +88,12 @@ def random_model(
     torch.manual_seed(0)
     checkpoint = RandomCheckpoint(shape, bits, lm_head, device)
     return Llama.load(checkpoint, device, torch.bfloat16, max_context=max_context, fused=fused)
+
+
+def compiled(shape: str, bits: int, lm_head: int | None, batch: int, kind: str, sampling: bool) -> None:
+    """Builds one step of a model of one layer, so that its kernels are in the caches on disk."""
+    model = random_model(SHAPES[shape] | {"num_hidden_layers": 1}, bits, lm_head, 2048)
+    Engine(model, max_batch=batch).runner(kind, sampling=sampling)
 
 
 def transformers_rows(shape: dict[str, Any], context: int, steps: int, batch: int, compiled: bool) -> Iterator[dict]:
@@ -195,6 +202,7 @@ def main() -> int:
         "--unfused", action="store_true", help="every op of a layer alone, the other side of the comparison"
     )
     parser.add_argument("--captured-only", action="store_true")
+    parser.add_argument("--warm", action="store_true", help="compile in parallel beforehand")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--out", type=Path)
@@ -208,6 +216,15 @@ def main() -> int:
             with args.out.open("a") as file:
                 file.write(line + "\n")
 
+    if args.warm:
+        draws = (False, True) if args.sampling else (False,)
+        jobs = [
+            (args.shape, bits, args.lm_head, batch, kind, draw)
+            for bits, draw in itertools.product(args.bits, draws)
+            for kind, batch in (("prefill", 1), *(("decode", batch) for batch in {2, *args.batch}))
+        ]
+        with multiprocessing.get_context("spawn").Pool(len(jobs)) as pool:
+            pool.starmap(compiled, jobs, chunksize=1)
     shape = SHAPES[args.shape]
     reach = max(args.context + args.steps + 1, 2048)
     for bits in args.bits if args.model is None else [None]:
