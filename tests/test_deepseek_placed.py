@@ -1,6 +1,7 @@
 """Layers over several devices: the same tokens as on one, with the same code on a CPU, which stages share."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -141,6 +142,24 @@ def test_the_size_of_state_is_what_it_takes(folder):
     sizes = {"rows": 3, "pages": 9, "page_size": 256, "itemsize": 4}
     assert cache.nbytes == sum(type(cache).bytes_of(block.attention, **sizes) for block in model.blocks)
     assert deepseek_v4_place.free_memory(torch.device("cpu")) > 1 << 40
+
+
+def test_each_weight_goes_to_its_own_device(folder, monkeypatch):
+    """Layer by layer and from the file straight there: what belongs to the second device never becomes the first's."""
+    monkeypatch.setattr(deepseek_v4, "free_memory", lambda device, reserve=0: 1 << 40)
+    read = []
+    tensor = Checkpoint.tensor
+    monkeypatch.setattr(Checkpoint, "tensor", lambda self, name, **to: read.append(name) or tensor(self, name, **to))
+    model = load(folder, ["cpu", "meta"])
+    split = len(model.stages[0])
+    for name, buffer in model.named_buffers():
+        first, *rest = name.split(".")
+        on_first = first == "embed" or (first == "blocks" and int(rest[0]) < split)
+        assert buffer.device.type == ("cpu" if on_first else "meta"), name
+    with Checkpoint.open(folder) as checkpoint:
+        assert sorted(read) == sorted(checkpoint.names), "each tensor is read once"
+    layers = [int(found.group(1)) for name in read if (found := re.search(r"layers\.(\d+)\.", name))]
+    assert layers == sorted(layers), "a layer is done before the next one is read"
 
 
 def test_a_placed_cache_forgets_in_every_part(folder):
