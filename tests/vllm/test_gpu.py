@@ -26,6 +26,9 @@ import json, sys
 from vllm import LLM, SamplingParams
 if __name__ == "__main__":
     settings = json.loads(sys.argv[1])
+    if settings.pop("plain", False):
+        from onegraph.integrations.vllm import FUSED
+        FUSED.clear()
     llm = LLM(skip_tokenizer_init=True, max_model_len=512, max_num_seqs=8, dtype="bfloat16",
               gpu_memory_utilization=0.05, kv_cache_memory_bytes=1 << 29, **settings)
     found = []
@@ -85,6 +88,17 @@ def test_graphs_give_what_eager_gives(tiny_chat: Path, tmp_path: Path) -> None:
     assert found["codes captured"] == found["codes eager"]
     assert found["codes default"] == found["codes compiled"]
     assert found["codes eager"] != found["eager"]
+
+
+def test_fused_layers_give_what_vllms_own_give(tiny_chat: Path, tmp_path: Path) -> None:
+    """Norms, SwiGLU, sums and RoPE inside our launches, with both caches. They round in other places, so
+    log-probabilities are compared; `plain` layers are vLLM's."""
+    variants = {"fused": {}, "plain": {"plain": True}, "codes": TURBOQUANT, "plain codes": TURBOQUANT | {"plain": True}}
+    found = served(tiny_chat, variants, tmp_path)
+    for name in ("", "codes"):
+        pairs = zip(found[name or "fused"], found[f"plain {name}".strip()], strict=True)
+        for (_, fused), (_, plain) in pairs:
+            torch.testing.assert_close(torch.tensor(fused), torch.tensor(plain), atol=0.1, rtol=0.02)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
