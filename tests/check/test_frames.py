@@ -37,3 +37,14 @@ def test_frames_of_torch_and_of_this_package_are_left_out(path, skipped):
 )
 def test_an_installed_file_belongs_to_the_package_below_site_packages(path, package):
     assert frames.package_of(path) == package
+
+
+def test_a_question_of_torch_s_own_is_not_the_user_s():
+    """An optimizer asks whether the stream is being captured, which is no branch of the step's."""
+
+    def asked():
+        return frames.asks_itself()
+
+    assert asked()
+    asked.__code__ = asked.__code__.replace(co_filename=TORCH + "/optim/optimizer.py")
+    assert not asked()

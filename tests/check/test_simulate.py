@@ -375,3 +375,13 @@ def test_ranges_for_a_profiler_are_no_part_of_the_step():
 
     report = check_step(lambda: (step, lambda i: (torch.zeros(2, device="cuda"),)))
     assert not report.findings
+
+
+def test_nested_tensors_are_refused_by_name():
+    def factory():
+        return (lambda x: torch.nested.nested_tensor([x, x[:1]]).to_padded_tensor(0.0)), (
+            lambda i: (torch.ones(2, 2, device="cuda"),)
+        )
+
+    with pytest.raises(CheckError, match="nested tensors are not simulated"):
+        check_step(factory)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,11 +23,17 @@ from onegraph.check.simulate.records import (
     Step,
     composed,
     convert_plain,
+    eagerly,
     tensors_in,
     written,
 )
 
 _SYNCHRONIZING, _PROTOTYPE = "synchronizing CUDA operation", "Synchronization debug mode is a prototype"
+
+
+def stored(tensor: Tensor) -> bool:
+    """Whether a tensor is one block of memory of one shape, as sparse and nested ones are not."""
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 class Numbers:
@@ -54,6 +61,8 @@ class Numbers:
 class Recorder(TorchDispatchMode):
     """One step at a time: ops with their scalars, shapes, storages and host contents; syncs with their line."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, stop: CodeType, roots: frames.Roots, numbers: Numbers) -> None:
         super().__init__()
         self.stop, self.roots, self.numbers = stop, roots, numbers
@@ -73,6 +82,9 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            with self:
+                return eagerly(func)(*args, **kwargs)
         if self.step is None:
             return func(*args, **kwargs)
         if composed(func):
@@ -117,6 +129,8 @@ class Recorder(TorchDispatchMode):
     ) -> tuple[str, hazards.Hazard | None]:
         """What this op would be blamed for, if it turns out to break the capture."""
         if name in ("aten::copy_", "aten::_to_copy"):
+            if not args[0].numel():
+                return "op", None  # of nothing, nothing is copied
             if name == "aten::copy_":
                 if not hosts:
                     return "op", None
@@ -146,6 +160,7 @@ class Recorder(TorchDispatchMode):
         step = self.step
         assert step is not None
         index = step.index
+        device, outs = [t for t in device if stored(t)], [t for t in outs if stored(t)]
         numbers = [self.numbers.of(t, "outside", -1) for t in device]
         inside = [self.numbers.made[n] == ("step", index) for n in numbers]
         known = set(numbers)

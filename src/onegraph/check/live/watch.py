@@ -24,7 +24,7 @@ def calls_noted(recorder: Recorder) -> Iterator[None]:
     real = torch.cuda.is_current_stream_capturing
 
     def asked() -> bool:
-        chain = frames.chain(call_step.__code__, 2)
+        chain = frames.chain(call_step.__code__, 2) if frames.asks_itself(2) else ()
         if chain and recorder.roots.owns(chain[0][0]) and recorder.step is not None:
             recorder.asked_capturing.append(chain)
         return real()

@@ -152,18 +152,25 @@ def refuse(text: str) -> NoReturn:
 DEVICES = [torch.device("cuda", i) for i in range(8)]
 
 
+def block(inner: Tensor) -> Tensor:
+    """What the books are kept of: a tensor itself; of a sparse one, which has no storage, its values."""
+    if inner.layout is torch.strided:
+        return inner
+    return inner._values() if inner.layout is torch.sparse_coo else inner.values()
+
+
 def storage_of(inner: Tensor) -> int:
     """Address of the StorageImpl: the identity of a storage while it lives."""
-    return inner.untyped_storage()._cdata
+    return block(inner).untyped_storage()._cdata
 
 
 def weak(inner: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(inner.untyped_storage())
+    return StorageWeakRef(block(inner).untyped_storage())
 
 
 def flat_bytes(inner: Tensor) -> Tensor:
     """The whole storage as uint8 [bytes], sharing memory."""
-    return torch.empty(0, dtype=torch.uint8).set_(inner.untyped_storage())
+    return torch.empty(0, dtype=torch.uint8).set_(block(inner).untyped_storage())
 
 
 def _leaves(tree: Any) -> Any:

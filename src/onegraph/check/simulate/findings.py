@@ -81,6 +81,8 @@ class Findings:
         for place, sighting in branches:
             if asked:
                 sighting.code, sighting.message = "CG211", "the step takes another path while it is captured"
+                if any(f.severity is Severity.ERROR for f in self.found.values()):
+                    sighting.severity = Severity.WARNING  # what is known already may be why a replay differs
                 self._add(sighting, self.locate(asked[0]))
                 continue
             if sighting.code != "CG202" and self._read_here(place, sighting.values, sighting.message):

@@ -68,6 +68,11 @@ def chain(stop: CodeType, depth: int = 1) -> Chain:
     return ()
 
 
+def asks_itself(depth: int = 1) -> bool:
+    """Whether the frame that called is the user's own: an optimizer of torch asks for its own sake."""
+    return not _skipped(sys._getframe(depth).f_code.co_filename)
+
+
 def place(code: CodeType, lasti: int) -> Place:
     """File, line, column (from 1) and text of the instruction `lasti` of `code`."""
     return _place(code, code.co_filename, lasti)

@@ -106,7 +106,9 @@ def of_op(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], h
         return Hazard("CG101", "a device value is read on the host", NOT_PERMITTED)
     if dependent:
         return Hazard("CG101", f"{name.split('::')[1]} gives a host value computed from device data", NOT_PERMITTED)
-    if name in _SPACED and any(isinstance(a, Tensor) and not any(a is h for h in hosts) for a in args):
+    if name in _SPACED:
+        if not any(isinstance(a, Tensor) and not any(a is h for h in hosts) for a in args):
+            return None
         text = f"{name.split('::')[1]} reads a bound, which is a device value, on the host"
         return Hazard("CG101", text, NOT_PERMITTED)
     if name == "aten::histc" and len(args) > 3 and args[2] != args[3]:
@@ -115,7 +117,9 @@ def of_op(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], h
         elements, wanted = args[0].numel(), args[1].numel()
         if wanted < 10 * elements**0.145:  # ATen's own rule: few are compared one by one, many are sorted and counted
             return None
-    if name == "aten::_grouped_mm" and any(isinstance(a, Tensor) and a.dtype is not torch.bfloat16 for a in args[:2]):
+    if name == "aten::_grouped_mm":
+        if all(isinstance(a, Tensor) and a.dtype is torch.bfloat16 for a in args[:2]):
+            return None
         text = "_grouped_mm of another type than bfloat16 reads its offsets on the host, one product a group"
         return Hazard("CG105", text, PAGEABLE)
     row = table().get(str(func))
@@ -134,8 +138,8 @@ def _index(name: str, args: tuple[Any, ...], hosts: list[Tensor]) -> Hazard | No
     if masks:
         value = args[2] if put and len(args) > 2 else None
         accumulate = bool(args[3]) if len(args) > 3 else False
-        filled = value is not None and value.numel() == 1 and len(indices) == len(masks) == 1 and not accumulate
-        if filled:
+        number = value is not None and value.numel() == 1 and any(value is h for h in hosts)
+        if number and len(indices) == len(masks) == 1 and not accumulate:
             return None  # torch turns it into masked_fill_, which has a fixed shape
         return Hazard(
             "CG104", "indexing by a boolean mask: the number of elements depends on device values", NOT_PERMITTED

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from onegraph.check.declared import name_of
 from onegraph.check.simulate import frames, hazards
-from onegraph.check.simulate.device import DeviceTensor, flat_bytes, storage_of, weak
+from onegraph.check.simulate.device import DeviceTensor, block, flat_bytes, storage_of, weak
 from onegraph.check.simulate.records import OpRecord, Step, Writes, map_tensors, same, tensors_in, written
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def record(
 ) -> None:
     step = world.current
     assert step is not None
-    fresh = tuple(o.layout is torch.strided and storage_of(o) not in known for o in outs)
+    fresh = tuple(storage_of(o) not in known for o in outs)
     if turns(func) or (outs and kind == "op" and not any(fresh) and not written(func)):
         kind = "view"
     op = OpRecord(
@@ -104,7 +104,8 @@ def record(
         source = hosts[0].detach()
         op.source, op.contents = weak(source), source.clone()
         op.frozen = op.contents
-        op.source_view = (source.shape, source.stride(), source.storage_offset())
+        values = block(source)
+        op.source_view = (values.shape, values.stride(), values.storage_offset())
     if world.step == world.captured_step:
         _remember(world, op, args, kwargs, virtual, hosts, outs, fresh)
     elif world.reference is not None and not step.parted:

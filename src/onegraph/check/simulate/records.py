@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey
+from torch._ops import HigherOrderOperator
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
-from onegraph.check.report import Severity
+from onegraph.check.report import CheckError, Severity
 from onegraph.check.simulate import frames
 
 _EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
@@ -133,10 +135,26 @@ def composed(func: Any) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
 
 
+def eagerly(func: HigherOrderOperator) -> Callable[..., Any]:
+    """What an op that calls functions (cond, flex_attention, ...) does where nothing is compiled."""
+    if func.name() == "cond":
+        return lambda wanted, yes, no, operands: yes(*operands) if wanted else no(*operands)
+    kernel: Callable[..., Any] | None = func.py_kernels.get(DispatchKey.CompositeExplicitAutograd)
+    if kernel is None:
+        raise CheckError(f"{func.name()} calls functions in a way that is not followed: torch has no eager form of it")
+    return kernel
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """What a sparse tensor says, to compare it with another one."""
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
+
+
 def same(ours: Tensor, theirs: Tensor) -> bool:
     """Equal shapes and values, NaN equal to NaN."""
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return False
+    ours, theirs = dense(ours), dense(theirs)
     if torch.equal(ours, theirs):
         return True
     return (

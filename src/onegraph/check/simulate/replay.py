@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from onegraph.check.simulate.device import flat_bytes, storage_of
+from onegraph.check.simulate.device import block, flat_bytes, storage_of
 from onegraph.check.simulate.perform import Unavailable, perform
-from onegraph.check.simulate.records import UNWRITTEN, OpRecord, Step, same, tensors_in, written
+from onegraph.check.simulate.records import UNWRITTEN, OpRecord, Step, dense, same, tensors_in, written
 from onegraph.check.simulate.world import World
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -74,7 +74,7 @@ def replay(
     made = {storage_of(o) for op in captured.ops for o, new in zip(op.outs, op.fresh, strict=False) if new}
     for out in outputs:
         if storage_of(out) in made:
-            _poison(out)
+            _poison(block(out))
     torch.set_rng_state(rng_before)
     _poison_dead(captured, dead, keep)
     for position, op in enumerate(captured.ops):
@@ -112,6 +112,7 @@ def close(ours: Tensor, theirs: Tensor) -> tuple[bool, float]:
         return False, float("inf")
     if ours.dtype != theirs.dtype:
         return False, float("inf")
+    ours, theirs = dense(ours), dense(theirs)
     if same(ours, theirs):
         return True, 0.0
     if not ours.is_floating_point():

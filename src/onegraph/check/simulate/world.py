@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from onegraph.check.declared import capturable
 from onegraph.check.report import CheckError, Severity
 from onegraph.check.simulate import frames, hazards, recording
-from onegraph.check.simulate.device import DeviceTensor, StorageRecord, refuse, storage_of, weak
+from onegraph.check.simulate.device import DeviceTensor, StorageRecord, block, refuse, storage_of, weak
 from onegraph.check.simulate.perform import Unavailable, perform
 from onegraph.check.simulate.recording import convert
 from onegraph.check.simulate.records import UNWRITTEN, Sighting, Step, map_tensors, written
@@ -58,12 +58,10 @@ class World:
     # books
 
     def record_of(self, inner: Tensor) -> StorageRecord:
-        if inner.layout is not torch.strided:
-            return self._new_record(0)
         key = storage_of(inner)
         record = self.records.get(key)
         if record is None:
-            record = self.records[key] = self._new_record(inner.untyped_storage().nbytes())
+            record = self.records[key] = self._new_record(block(inner).untyped_storage().nbytes())
         return record
 
     def _new_record(self, nbytes: int) -> StorageRecord:
@@ -177,6 +175,8 @@ class World:
         scalars: list[Any],
     ) -> Any:
         name = func._schema.name
+        if name.startswith("aten::_nested_") and name != "aten::_nested_tensor_from_mask_left_aligned":
+            raise CheckError(f"nested tensors are not simulated ({name}): pad the rows, or check with --live")
         kwargs.pop("pin_memory", None)
         live = self.phase == "step" and not self.muted
         chain = frames.chain(self.stop, 3) if live else ()
@@ -213,7 +213,7 @@ class World:
             self.current.reads.append((chain, out, len(self.current.ops)))
         to_host = device is not None and device.type == "cpu"
         outs: list[Tensor] = []
-        known = {storage_of(t.inner) for t in virtual if t.inner.layout is torch.strided} if live else set()
+        known = {storage_of(t.inner) for t in virtual} if live else set()
         index = device.index if device is not None and device.index is not None else None
         if index is None:
             index = virtual[0].device.index if virtual else self.device_index
@@ -245,6 +245,8 @@ class World:
         hosts: list[Tensor],
         chain: frames.Chain,
     ) -> tuple[str, hazards.Hazard | None]:
+        if not args[0].numel():
+            return "op", None  # of nothing, nothing is copied
         if name == "aten::copy_":
             non_blocking = bool(kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
             to_device = any(args[0] is t.inner for t in virtual)

@@ -1,0 +1,110 @@
+"""Parts of torch beside its ops that a factory or a step may use: they simulate, and are judged as a GPU would."""
+
+import io
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from onegraph.check import CheckError, Report, check_step
+
+X = torch.arange(16.0).view(4, 4).div(7).sin()
+
+
+def checked(make) -> Report:
+    return check_step(lambda: (make(), lambda i: ((X + i).to("cuda"),)))
+
+
+@pytest.fixture
+def saved():
+    """A checkpoint as `torch.save` writes it, of a tensor and a parameter."""
+    file = io.BytesIO()
+    torch.save({"rows": [X], "weight": nn.Parameter(X.t().contiguous())}, file)
+    return file
+
+
+@pytest.mark.parametrize("place", ["cuda", torch.device("cuda", 0), {"cpu": "cuda:0"}])
+def test_a_checkpoint_is_loaded_to_the_gpu(saved, place):
+    seen = []
+
+    def make():
+        saved.seek(0)
+        state = torch.load(saved, map_location=place)
+        seen.append((state["weight"].is_cuda, isinstance(state["weight"], nn.Parameter), state["rows"][0].is_cuda))
+        return torch.no_grad()(lambda x: x @ state["weight"] + state["rows"][0])
+
+    assert not checked(make).findings
+    assert seen == [(True, True, True)] * len(seen) != []
+
+
+@pytest.mark.parametrize("place", [None, "cpu", lambda storage, location: storage, {"cuda:0": "cpu"}])
+def test_a_checkpoint_of_the_host_stays_there(saved, place):
+    def make():
+        saved.seek(0)
+        rows = torch.load(saved, map_location=place)["rows"][0]
+        assert not rows.is_cuda
+        return lambda x: x + rows.to("cuda")
+
+    assert checked(make).codes == {"CG102"}
+
+
+def test_threads_that_load_weights_see_the_gpu():
+    def make():
+        with ThreadPoolExecutor(2) as pool:
+            first, second = pool.map(lambda t: t.to("cuda"), [X, X + 1])
+            broken = pool.submit(lambda: 1 / 0)
+        assert isinstance(broken.exception(), ZeroDivisionError)
+        return lambda x: x @ first + second
+
+    assert not checked(make).findings
+
+
+def test_a_traced_function_is_simulated_as_it_is():
+    def make():
+        return torch.jit.trace(lambda x: x.relu() + 1, torch.ones(4, 4, device="cuda"))
+
+    assert not checked(make).findings
+
+
+def test_compiled_attention_with_a_mask_is_clean():
+    def make():
+        attend = torch.compile(flex_attention)
+        causal = create_block_mask(lambda b, h, q, k: q >= k, None, None, 4, 4, device="cuda")
+        return lambda x: attend(x[None, None], x[None, None], x[None, None], block_mask=causal)
+
+    assert not checked(make).findings
+
+
+def test_a_branch_that_torch_takes_reads_the_device():
+    def make():
+        return lambda x: torch.cond(x.sum() > 0, lambda t: t + torch.ones(4, device="cuda"), lambda t: t - 1, (x,))
+
+    assert checked(make).codes == {"CG101"}
+
+
+def test_a_loop_without_an_eager_form_is_an_error_of_one_line():
+    def make():
+        return lambda x: torch.ops.higher_order.scan(lambda a, b: (a + b, a), [x[0]], [x], [])[0]
+
+    with pytest.raises(CheckError) as error:
+        checked(make)
+    assert "\n" not in str(error.value)
+
+
+def test_second_derivatives_in_forward_mode_are_right():
+    got = []
+
+    def make():
+        second = torch.func.hessian(lambda row: (row**3).sum())
+
+        def step(x):
+            y = second(x[0])
+            got.append(torch.equal(y.inner, torch.diag(6 * x.inner[0])))
+            return y
+
+        return step
+
+    assert not checked(make).errors
+    assert all(got)
