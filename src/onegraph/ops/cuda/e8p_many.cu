@@ -9,8 +9,9 @@
 //                splits, partial sums go to memory.
 //   e8p_gather   adds the splits in order, rotates, scales.
 //
-// Set when compiled: BITS, HALF (1: x and y are float16, 0: bfloat16), TOKENS (32, 64 or 128 a tile), MT (1 or 2 times 64
-// rows a warpgroup), DEPTH (stages of 64 columns).
+// Set when compiled: BITS, HALF (1: x and y are float16, 0: bfloat16), TOKENS (32, 64, 128 or 256 a tile), MT (1 or 2
+// times 64 rows a warpgroup), DEPTH (stages of 64 columns), MOST (slices of 256 columns that a warp of e8p_spread
+// holds).
 //
 // One file past 400 lines: the three kernels hand each other their layouts.
 
@@ -20,7 +21,6 @@ constexpr int STAGE_BYTES = TOKENS * 128;
 constexpr int PITCH = ROWS + 4;  // floats of a token in the epilogue
 constexpr float LEVELS = 32768.f;
 constexpr int CONSUMERS = 256;
-constexpr int MOST_SLICES = 16;  // a warp's of eight: k <= 32768
 constexpr float OFFSET = BITS == 2 ? -15.f : BITS == 3 ? -23.f : -75.f;
 
 struct Arguments {
@@ -63,9 +63,9 @@ extern "C" __global__ void __launch_bounds__(256) e8p_spread(const __grid_consta
   const int token = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   let_next_start();
   wait_for_previous();
-  float v[MOST_SLICES][8], length = 0.f, squares = 0.f;
+  float v[MOST][8], length = 0.f, squares = 0.f;
 #pragma unroll
-  for (int i = 0; i < MOST_SLICES; i++) {
+  for (int i = 0; i < MOST; i++) {
     const int column = (i * 8 + warp) * SLICE + lane * 8;
     if (i * 8 + warp >= p.slices) continue;
     float in_scale[8];
@@ -87,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(256) e8p_spread(const __grid_consta
   u8* to = p.spread + (size_t)(token / TOKENS) * p.slices * 4 * STAGE_BYTES + token % TOKENS * 128;
   float sum = 0.f;
 #pragma unroll
-  for (int i = 0; i < MOST_SLICES; i++) {
+  for (int i = 0; i < MOST; i++) {
     const int slice = i * 8 + warp;
     if (slice >= p.slices) continue;
     rotate(v[i], ones, block, lane);
@@ -145,6 +145,20 @@ __device__ __forceinline__ void wgmma(float (&c)[64], const u32 (&a)[4], u64 b) 
       "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
       "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, {%64,%65,%66,%67}, %68, 1, 1, 1, 0;"
       : ACC16(0), ACC16(16), ACC16(32), ACC16(48) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ __forceinline__ void wgmma(float (&c)[128], const u32 (&a)[4], u64 b) {  // m64n256k16
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+      "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
+      "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
+      "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,"
+      "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,"
+      "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,"
+      "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,"
+      "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127}, "
+      "{%128,%129,%130,%131}, %132, 1, 1, 1, 0;"
+      : ACC16(0), ACC16(16), ACC16(32), ACC16(48), ACC16(64), ACC16(80), ACC16(96), ACC16(112)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
 template <int I> struct Index { static constexpr int value = I; };
@@ -283,6 +297,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) e8p_many(const 
       for (int j = 0; j < 2; j++) {
         to[m][j][0] = top[2 * j], to[m][j][1] = low[2 * j];
         to[m][j][2] = top[2 * j + 1], to[m][j][3] = low[2 * j + 1];
+        // made here, while the product before runs, not behind the fence where they are used
+        asm volatile("" : "+r"(to[m][j][0]), "+r"(to[m][j][1]), "+r"(to[m][j][2]), "+r"(to[m][j][3]));
       }
     }
   };

@@ -37,8 +37,15 @@ class Tile:
 
 
 def tile(tokens: int) -> Tile:
-    """The tile for a number of tokens."""
-    return Tile(32, 128, 12) if tokens <= 32 else Tile(64, 128, 8) if tokens <= 64 else Tile(128, 256, 5)
+    """The tile for a number of tokens: as many of them as one decoding of the codes can serve."""
+    if tokens <= 64:
+        return Tile(32, 128, 12) if tokens <= 32 else Tile(64, 128, 8)
+    return Tile(128, 128, 8) if tokens <= 128 else Tile(256, 128, 4)
+
+
+def most(slices: int) -> int:
+    """Slices that a warp of e8p_spread holds: eight warps share a token's."""
+    return next(m for m in (2, 4, 8, 16) if m * 8 >= slices)
 
 
 @lru_cache(maxsize=1024)
@@ -51,8 +58,9 @@ def splits(n: int, k: int, tokens: int, sms: int) -> tuple[int, int]:
 
 
 @cache
-def _kernels(bits: int, shape: Tile, half: bool, device: int) -> tuple[build.Kernel, ...]:
-    defines = {"BITS": bits, "TOKENS": shape.tokens, "MT": shape.rows // 128, "DEPTH": shape.depth, "HALF": int(half)}
+def _kernels(bits: int, shape: Tile, half: bool, most: int, device: int) -> tuple[build.Kernel, ...]:
+    defines = {"BITS": bits, "TOKENS": shape.tokens, "MT": shape.rows // 128, "DEPTH": shape.depth}
+    defines |= {"HALF": int(half), "MOST": most}
     return build.load(SOURCE, defines, ("e8p_spread", "e8p_many", "e8p_gather"), device, SHARED_LIMIT)
 
 
@@ -71,7 +79,7 @@ def launch(
         count = min(AT_ONCE, tokens - first)
         shape = tile(count)
         per_split, parts = splits(n, k, count, sms)
-        spread, many, gather = _kernels(bits, shape, half, device)
+        spread, many, gather = _kernels(bits, shape, half, most(slices), device)
         tiles = -(-count // shape.tokens)
         workspace = [
             torch.empty(tiles * slices * shape.tokens * 512, dtype=torch.uint8, device=out.device),
