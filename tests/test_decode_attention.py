@@ -11,17 +11,29 @@ SM_SHARED, RESERVED = 228 << 10, 1 << 10  # bytes of an SM of Hopper, and of eac
 
 
 @pytest.mark.parametrize("dim", kernel.DIMS)
-@pytest.mark.parametrize("group", range(1, 5))
-def test_two_blocks_fit_an_sm(dim: int, group: int) -> None:
-    """So that the next linear's blocks and these can stand side by side."""
-    assert 2 * (kernel.shared(dim, group) + RESERVED) <= SM_SHARED
+@pytest.mark.parametrize("group", range(1, kernel.MAX_GROUP + 1))
+@pytest.mark.parametrize("groups", [1, 8, 32, 128])
+def test_sixteen_warps_fit_an_sm(dim: int, group: int, groups: int) -> None:
+    """In one block or in two."""
+    warps, _ = kernel.cut(groups)
+    assert 16 // warps * (kernel.shared(dim, group, warps) + RESERVED) <= SM_SHARED
 
 
 @pytest.mark.parametrize(
-    ("groups", "size"), [(1, 16), (8, 16), (14, 16), (15, 8), (28, 8), (32, 4), (64, 2), (1000, 2)]
+    ("groups", "cut"),
+    [
+        (1, (16, 8)),
+        (14, (16, 8)),
+        (15, (16, 4)),
+        (28, (16, 4)),
+        (32, (16, 2)),
+        (63, (16, 2)),
+        (64, (8, 2)),
+        (999, (8, 2)),
+    ],
 )
-def test_a_cluster_is_as_large_as_the_gpu_has_room_for(groups: int, size: int) -> None:
-    assert kernel.cluster(groups) == size
+def test_a_cluster_is_as_large_as_the_gpu_has_room_for(groups: int, cut: tuple[int, int]) -> None:
+    assert kernel.cut(groups) == cut
 
 
 def test_what_the_kernel_does_not_take() -> None:

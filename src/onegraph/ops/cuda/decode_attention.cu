@@ -7,15 +7,15 @@
 // result = dimensions x heads, both on tensor cores, softmax between them in registers. Keys are replaced by those of
 // the warp's next tile as soon as they were read, and so are values.
 // Partial results meet in shared memory, then across the cluster, where each block receives its share of the
-// dimensions: in a fixed order, the same bits whatever the timing.
+// dimensions: in a fixed order, the same bits whatever the timing. A context that the warps of one block hold is left to
+// the first block alone.
 //
 // Set when compiled: HALF (1: float16, 0: bfloat16), DIM (64 or 128), GROUP (1 to 8 heads a kv head), PAGE (tokens),
-// NORM, ROPE.
+// NORM, ROPE, WARPS (of a block).
 
 using u16 = unsigned short;
 using u32 = unsigned int;
 
-constexpr int WARPS = 8;
 constexpr int THREADS = 32 * WARPS;
 constexpr int TILE = 16;                           // keys
 constexpr int CHUNKS = DIM / 8;                    // of 16 bytes, of a key
@@ -215,7 +215,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) decode_atte
       fetch(&spot(values, last - start, lane), qkv + (p.kv_heads * (GROUP + values) + kv_head) * DIM + lane * 8, true);
   };
   const int stride = size * WARPS * TILE;
-  int start = first + (warp * size + rank) * TILE;
+  const bool alone = last - first < WARPS * TILE;                  // the first block, with a tile for each warp at most
+  int start = first + (alone ? rank * WARPS + warp : warp * size + rank) * TILE;
   int places = 0, next_places = 0;
   if (start <= last) {
     places = place(start);
@@ -238,6 +239,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) decode_atte
   }
 
   wait_for_previous();
+  if (alone && rank > 0) return;
   const bool real = p.counts[row] > 0 && position == last;
   float acc[DIM / 16][4], best[2] = {NONE, NONE}, sum[2] = {0.f, 0.f};  // [dims 16 m + g and + 8][heads 2 t and 2 t + 1]
 #pragma unroll
@@ -354,7 +356,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) decode_atte
   }
   __syncthreads();
   const int share = OUTPUTS / size;                                // outputs of a block
-  cluster_wait();                                                  // every block has started, its memory can be written
+  u16* out = p.out + (size_t)group * OUTPUTS;
+  if (!alone) cluster_wait();                                      // every block has started, its memory can be written
   for (int pair = threadIdx.x; pair < OUTPUTS / 2; pair += THREADS) {
     const int head = pair / (DIM / 2), d = pair % (DIM / 2) * 2;
     float top = NONE, whole = 0.f;
@@ -367,13 +370,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) decode_atte
       const float2 part = *(const float2*)&s.warps[w].part[head][d];
       whole += f * s.sum[w][head], total.x += f * part.x, total.y += f * part.y;
     }
-    const int to = 2 * pair / share;
-    push2(&s.received[rank * share + 2 * pair % share], to, total);
+    if (alone) {
+      ((u32*)out)[pair] = real ? narrow(total.x / whole, total.y / whole) : 0;
+      continue;
+    }
+    push2(&s.received[rank * share + 2 * pair % share], 2 * pair / share, total);
     if (d / 2 < size) {                                            // a lane for each block of the cluster
       push(&s.all_best[rank][head], d / 2, top);
       push(&s.all_sum[rank][head], d / 2, whole);
     }
   }
+  if (alone) return;
   cluster_arrive();
   cluster_wait();
   for (int at = threadIdx.x; at < share; at += THREADS) {
@@ -385,6 +392,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) decode_atte
       const float f = exp2_fast(s.all_best[r][head] - top);
       whole += f * s.all_sum[r][head], total += f * s.received[r * share + at];
     }
-    p.out[(size_t)group * OUTPUTS + output] = (u16)narrow(real ? total / whole : 0.f, 0.f);
+    out[output] = (u16)narrow(real ? total / whole : 0.f, 0.f);
   }
 }

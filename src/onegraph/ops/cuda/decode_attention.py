@@ -13,9 +13,8 @@ from onegraph.ops.cuda import build
 SOURCE = Path(__file__).with_suffix(".cu")
 DIMS = (64, 128)
 MAX_GROUP = 8  # heads that share a kv head: columns of the kernel's products
-CLUSTERS = (2, 4, 8, 16)  # blocks that share a row's keys; 16 has to be asked for
-GPCS, SLOTS = 7, 36  # of an H200: a cluster lies in one GPC of 18 SMs, each with room for two blocks
-THREADS, TILE = 256, 16  # of a block, and keys that a warp takes at a time: as in the kernel
+MAX_CLUSTER, TILE = 16, 16  # blocks that the kernel has room for; keys that a warp takes at a time
+GPCS, GPC = 7, 18  # of an H200: a cluster lies in one GPC of 18 SMs, each with room for 16 warps
 ALIGNMENT = 16  # bytes, of what is read as 16 bytes at once
 
 
@@ -30,37 +29,40 @@ def takes(dtype: torch.dtype, dim: int, group: int, *read: Tensor) -> bool:
 
 
 @cache
-def _kernel(half: bool, dim: int, group: int, page: int, norm: bool, rope: bool, device: int) -> build.Kernel:
-    defines = {"HALF": half, "DIM": dim, "GROUP": group, "PAGE": page, "NORM": norm, "ROPE": rope}
+def _kernel(
+    half: bool, dim: int, group: int, page: int, norm: bool, rope: bool, warps: int, device: int
+) -> build.Kernel:
+    defines = {"HALF": half, "DIM": dim, "GROUP": group, "PAGE": page, "NORM": norm, "ROPE": rope, "WARPS": warps}
     sizes = {name: int(value) for name, value in defines.items()}
-    kernel = build.load(SOURCE, sizes, ("decode_attention",), device, shared(dim, group))[0]
-    driver = build._bindings()[0]
-    large = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
-    build.check(driver.cuFuncSetAttribute(kernel.function, large, 1))
-    return kernel
+    return build.load(SOURCE, sizes, ("decode_attention",), device, shared(dim, group, warps))[0]
 
 
 @cache
 def available(device: int) -> bool:
     """Whether the kernel can be built for this GPU; warns once where not."""
     try:
-        _kernel(False, 128, 4, 16, False, True, device)
+        _kernel(False, 128, 4, 16, False, True, 16, device)
     except build.BuildError as error:
         warnings.warn(f"the CUDA kernels of onegraph cannot be built, Triton's are used: {error}", stacklevel=2)
         return False
     return True
 
 
-def shared(dim: int, group: int) -> int:
+def shared(dim: int, group: int, warps: int) -> int:
     """Bytes of `Shared` in the kernel."""
-    warps = THREADS // 32
-    sums, outputs, tile = 2 * 4 * 8 * (warps + CLUSTERS[-1]), 4 * group * dim, 2 * TILE * 2 * dim
+    sums, outputs, tile = 2 * 4 * 8 * (warps + MAX_CLUSTER), 4 * group * dim, 2 * TILE * 2 * dim
     return -(-(sums + outputs) // 128) * 128 + warps * tile
 
 
-def cluster(groups: int) -> int:
-    """Blocks that share the keys of one of `groups` (row, kv head) pairs: as many as run at once, two at least."""
-    return max(size for size in CLUSTERS if size == CLUSTERS[0] or groups <= GPCS * (SLOTS // size))
+def cut(groups: int) -> tuple[int, int]:
+    """(warps of a block, blocks that share the keys of one of `groups` (row, kv head) pairs).
+
+    As many blocks as run at once, one an SM; two an SM where there are more groups than that.
+    """
+    for size in (8, 4, 2):
+        if groups <= GPCS * (GPC // size):
+            return 16, size
+    return 8, 2
 
 
 def paged_decode(
@@ -96,7 +98,9 @@ def paged_decode(
             scale, window,
         )  # fmt: skip
     out = torch.empty((rows, 1, heads, dim), dtype=qkv.dtype, device=qkv.device)
-    kernel = _kernel(qkv.dtype == torch.float16, dim, group, page_size, q_norm is not None, cos is not None, device)
+    warps, size = cut(rows * kv_heads)
+    norm, rope = q_norm is not None, cos is not None
+    kernel = _kernel(qkv.dtype == torch.float16, dim, group, page_size, norm, rope, warps, device)
     tensors = (qkv, q_norm, k_norm, cos, sin, positions, counts, block_table, k_cache, v_cache, out)
     arguments = struct.pack(
         "11Q6i2f",
@@ -110,12 +114,11 @@ def paged_decode(
         eps,
         scale,
     )
-    size = cluster(rows * kv_heads)
-    grid = (rows * kv_heads * size, 1, 1)
+    launch = (rows * kv_heads * size, 1, 1), 32 * warps, shared(dim, group, warps), size
     stream = torch._C._cuda_getCurrentRawStream(device)
     if torch.cuda.current_device() == device:
-        kernel.launch(grid, THREADS, shared(dim, group), size, stream, arguments)
+        kernel.launch(*launch, stream, arguments)
     else:
         with torch.cuda.device(qkv.device):  # the driver launches in the current context
-            kernel.launch(grid, THREADS, shared(dim, group), size, stream, arguments)
+            kernel.launch(*launch, stream, arguments)
     return out
