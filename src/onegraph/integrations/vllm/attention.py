@@ -150,7 +150,13 @@ class TurboQuantBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
 
 
 class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
-    """One layer. Raises ValueError for kinds of attention that codes are not read for."""
+    """One layer. Raises ValueError for kinds of attention that codes are not read for.
+
+    With `rope` (cosines and sines, float32 [positions, D / 2]) `forward` is given qkv [T, heads + 2 kv_heads, D] as the
+    query, before RoPE.
+    """
+
+    rope: tuple[Tensor, Tensor] | None = None
 
     def __init__(
         self,
@@ -200,15 +206,21 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
             return output.zero_()
         tables = _constants(self.head_size, self.rate, query.dtype, query.device)
         heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_size
-        q, k, v = query.view(-1, heads, dim), key.view(-1, kv_heads, dim), value.view(-1, kv_heads, dim)
         out = output.view(-1, heads, dim)
         cache = kv_cache.view(kv_cache.shape[0], kv_heads, -1)
         codebooks = tables.k_codebook, tables.v_codebook
 
-        qkv = torch.cat((q[: m.tokens], k[: m.tokens], v[: m.tokens]), dim=1).view(m.tokens, 1, -1)
+        rope, places = self.rope, (m.place, m.real, m.page)
+        if rope is not None and not m.prefills:
+            qkv = query[: m.tokens]
+            places = m.positions[: m.tokens], m.counts[: m.tokens], m.block_table[: m.tokens]
+        else:
+            q, k, v = self._turned(query, m) if rope is not None else (query, key, value)
+            q, k, v = (t[: m.tokens].view(m.tokens, -1, dim) for t in (q, k, v))
+            qkv, rope = torch.cat((q, k, v), dim=1), None
         turned, _ = turboquant_write.overload(
-            qkv, None, None, 0.0, None, None, m.place, m.real, m.page, tables.turn, None, *codebooks, cache, None, None,
-            heads, *self.rate, *MSE, SCALE, False,
+            qkv.view(m.tokens, 1, -1), None, None, 0.0, *(rope or (None, None)), *places, tables.turn, None, *codebooks,
+            cache, None, None, heads, *self.rate, *MSE, SCALE, False,
         )  # fmt: skip
 
         def read(queries: Tensor, rows: slice) -> Tensor:
@@ -232,6 +244,17 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
                 chunk = turned[first:last].transpose(0, 1)
                 out[first:last].copy_(read(chunk, slice(row, row + 1))[0])
         return output
+
+    def _turned(self, qkv: Tensor, m: TurboQuantMetadata) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v after RoPE, of a batch with a prompt in it, which no full graph holds."""
+        assert self.rope is not None
+        steps = [(row, torch.arange(last - first, device=qkv.device)) for row, first, last, _ in m.prefills]
+        token = torch.cat([m.positions[: m.decodes], *(m.positions[row] + step for row, step in steps)])
+        cos, sin = (half.index_select(0, token).unsqueeze(1) for half in self.rope)
+        q, k, v = qkv[: m.tokens].split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        first, second = torch.cat((q, k), dim=1).float().chunk(2, dim=-1)
+        both = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(qkv.dtype)
+        return both[:, : self.num_heads], both[:, self.num_heads :], v
 
 
 @dataclass(frozen=True)

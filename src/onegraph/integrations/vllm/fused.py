@@ -20,6 +20,7 @@ from vllm.model_executor.models import llama, mistral, qwen2, qwen3
 
 from onegraph.formats.e8p import KEEP
 from onegraph.integrations.vllm.linear import E8PLinearMethod
+from onegraph.integrations.vllm.rope import take_over
 
 LAYERS = (llama.LlamaDecoderLayer, mistral.MistralDecoderLayer, qwen2.Qwen2DecoderLayer, qwen3.Qwen3DecoderLayer)
 
@@ -75,6 +76,7 @@ def fuse(model: Any, vllm_config: Any) -> int:
         layer.self_attn.o_proj.reduce_results = False
         layer.onegraph_last = layer is layers[-1]
         layer.__class__ = _fused(cast(Any, type(layer)))
+        take_over(layer.self_attn)
     return len(suited)
 
 
