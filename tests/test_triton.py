@@ -5,6 +5,7 @@ machine without a GPU; what it cannot see (layouts, races, PDL) is what the runs
 """
 
 import importlib
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -43,7 +44,7 @@ from onegraph.ops.registry import OPS, Case, Op  # noqa: E402
 DEVICE = torch.device("cuda" if GPU else "cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # CUDA's kernel takes what it can, Triton's the rest; test_ops.py runs whichever it is.
-TWINS = {"paged_decode", "e8p_linear", "turboquant_write"}
+TWINS = {"paged_decode", "e8p_linear", "turboquant_write", "deepseek_index", "hyper_update_mix"}
 KERNELS = [op for op in OPS.values() if op.kernel is not None and (".ops.triton." in op.kernel or op.name in TWINS)]
 # Shapes that no record has: more tokens than one tile takes (decode once, then a dense product), 16 and 17 tokens.
 EXTRA = {
@@ -190,26 +191,39 @@ def test_walks_of_several_tiles(programs: int, monkeypatch: pytest.MonkeyPatch) 
         check(OPS["e8p_linear"], case, torch.bfloat16)
 
 
-@pytest.mark.parametrize("scores", ["distinct", "equal", "negative"])
-def test_scores_that_do_not_fit_into_one_chunk(scores: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Selected chunk by chunk as all at once, ties that lie across chunks too: each place once, `top_k` of them."""
+def best_places(scores: Tensor, positions: Tensor, counts: Tensor, table: Tensor, ratio: int, top_k: int) -> Tensor:
+    per_page, length = scores.shape[1] // table.shape[1], scores.shape[0] // len(positions)
+    found = torch.full((len(positions), length, top_k), -1, dtype=torch.int32)
+    for row, at in itertools.product(range(len(positions)), range(length)):
+        ready = min(int(positions[row] + at + 1) // ratio, scores.shape[1]) if at < counts[row] else 0
+        order = scores[row * length + at, :ready].sort(descending=True, stable=True).indices[:top_k].sort().values
+        found[row, at, : len(order)] = table[row, order // per_page] * per_page + order % per_page
+    return found
+
+
+@pytest.mark.parametrize("by", ["triton", "triton_in_chunks", "cuda"])
+@pytest.mark.parametrize("levels", [0, 5, 1])
+def test_selection(by: str, levels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a stable sort: distinct scores, ties within and across chunks, all equal; few entries and many."""
+    from onegraph.ops.cuda import deepseek_index as cuda
     from onegraph.ops.triton import deepseek_index as kernels
 
-    case = next(case for case in OPS["deepseek_index"].cases if case.name == "flash_index")
-    q, weights, *rest = case.make(DEVICE, torch.float32, torch.Generator().manual_seed(0))
-    weights = {"distinct": weights, "equal": 0 * weights, "negative": -weights}[scores]
-    whole = kernels.deepseek_index(q, weights, *rest)
-    monkeypatch.setattr(kernels, "CHUNK", 16)
-    chunks = kernels.deepseek_index(q, weights, *rest)
-    assert torch.equal(whole, chunks)
-    positions, counts, top_k = rest[2], rest[3], rest[-1]
-    for row, place in enumerate(whole[:, 0].tolist()):
-        ready = int((positions[row] + 1) // 4) if counts[row] else 0
-        found = [at for at in place if at >= 0]
-        assert len(set(found)) == len(found) == min(ready, top_k)
-        assert place[len(found) :] == [-1] * (top_k - len(found))
-    if scores != "equal":
-        assert torch.equal(whole, OPS["deepseek_index"].reference(q, weights, *rest))
+    if by == "cuda" and not GPU:
+        pytest.skip("needs a CUDA GPU")
+    select = cuda.select if by == "cuda" else kernels.select
+    if by == "triton_in_chunks":
+        monkeypatch.setattr(kernels, "CHUNK", 64)
+    g = torch.Generator().manual_seed(levels)
+    for columns, top_k, length in ((5, 48, 1), (5, 16, 3), (160, 512, 1))[: 3 if GPU else 2]:
+        positions = torch.tensor([columns * 128 - 4, 70, 3, 0, 90], dtype=torch.int32)
+        counts = torch.tensor([length, length, 1, 1, 0], dtype=torch.int32)
+        table = torch.randperm(5 * columns, generator=g).view(5, columns).to(torch.int32) + 1
+        scores = torch.randn(5 * length, 32 * columns, generator=g)
+        scores = (scores * levels).round() / levels if levels else scores  # -0 is below 0, and equal to it in torch
+        scores = scores + 0.0 if levels != 1 else scores * 0.0 + 3.0
+        args = (positions, counts, table)
+        got = select(scores.to(DEVICE), *(t.to(DEVICE) for t in args), 5 * columns + 1, 4, top_k)
+        assert torch.equal(got.cpu(), best_places(scores, *args, 4, top_k))
 
 
 def test_a_nan_in_the_logits_is_reported() -> None:

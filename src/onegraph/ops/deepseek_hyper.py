@@ -124,7 +124,7 @@ def _check_head(
     _check_weights("hyper_head", streams, wanted)
 
 
-def _case(kind: str, lead: tuple[int, ...], h: int, d: int) -> Case:
+def _case(kind: str, lead: tuple[int, ...], h: int, d: int, wide: bool = False) -> Case:
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
         def randn(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator)
@@ -140,7 +140,8 @@ def _case(kind: str, lead: tuple[int, ...], h: int, d: int) -> Case:
         fn, base = randn(m, h * d) * (h * d) ** -0.5, randn(m)
         scale, norm = 1 + 0.2 * randn(1 if kind == "head" else 3), 1 + 0.2 * randn(d)
         before = tuple(t.to(device) for t in before)
-        args = (streams, *before, fn.to(device), base.to(device), scale.to(device), norm.to(device, dtype), 1e-6, 1e-6)
+        args = (streams, *before, fn.to(device), base.to(device), scale.to(device),
+                norm.to(device, torch.float32 if wide else dtype), 1e-6, 1e-6)  # fmt: skip
         return args if kind == "head" else (*args, 20)
 
     return Case(name="x".join(map(str, (*lead, h, d))), make=make)
@@ -207,9 +208,13 @@ hyper_update_mix = register(
             torch.empty_like(post),
             torch.empty_like(comb),
         ),
-        kernel="onegraph.ops.triton.deepseek_hyper:hyper_update_mix",
+        kernel="onegraph.ops.cuda.deepseek_hyper:hyper_update_mix",
         check=_check_update_mix,
-        cases=tuple(_case("update_mix", *shape) for shape in _SHAPES),
+        cases=(
+            *(_case("update_mix", *shape) for shape in _SHAPES),
+            _case("update_mix", (3,), 4, 1024),
+            _case("update_mix", (2, 1), 4, 7168, wide=True),
+        ),
         tolerance=_TOLERANCE,
         bytes_moved=lambda streams, x, post, comb, fn, *rest: (
             3 * nbytes(streams) + 2 * nbytes(x, post, comb) + nbytes(fn)

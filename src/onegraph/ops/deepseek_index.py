@@ -105,7 +105,7 @@ deepseek_index = register(
         fake=lambda q, weights, cos, sin, positions, counts, table, entries, ratio, top_k: q.new_empty(
             (q.shape[0], q.shape[1], top_k), dtype=INT32
         ),
-        kernel="onegraph.ops.triton.deepseek_index:deepseek_index",
+        kernel="onegraph.ops.cuda.deepseek_index:deepseek_index",
         check=_check,
         cases=(
             _case(

@@ -11,6 +11,7 @@ from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_
 
 ROWS = 16  # heads of a program: the smallest tile of the tensor cores
 KEYS = 32  # keys of a step
+TILE = 128  # columns whose splits a program merges
 PROGRAMS = 256  # that a decode step is split into, if it has keys enough
 
 
@@ -132,18 +133,19 @@ def _attend(
 @triton.jit(do_not_specialize=["length", "last"])
 def _finish(
     part, part_max, part_sum, sinks, cos, sin, positions, counts, out, length, last,
-    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr,
     WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Splits of one query and head by their log-sum-exp, the sink in the denominator, then RoPE undone."""
+    """Some columns of one query and head: splits by their log-sum-exp, the sink in the denominator, RoPE undone."""
     let_next_start(PDL)
     at = tl.program_id(0).to(tl.int64)
     row, head = at // HEADS, at % HEADS
     batch, step = row // length, (row % length).to(tl.int32)
     split = tl.arange(0, WIDE)
     there = split < SPLITS
-    column = tl.arange(0, WIDTH)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     sink = tl.load(sinks + head) * 1.4426950408889634
+    token = tl.load(positions + batch) + step
     wait_for_previous(PDL)
     best = tl.load(part_max + at * SPLITS + split, mask=there, other=float("-inf"))
     total = tl.load(part_sum + at * SPLITS + split, mask=there, other=0.0)
@@ -154,8 +156,8 @@ def _finish(
     result = tl.sum(acc * weight[:, None], axis=0) / (tl.sum(total * weight, axis=0) + tl.exp2(sink - base))
     real = step < tl.load(counts + batch)
     result = tl.where(real, result, 0.0)
-    pair = tl.arange(0, WIDTH // 2)
-    result = turn(result, cos, sin, tl.load(positions + batch) + step, last, pair, HALF, DIM // 2 - HALF, True)
+    pair = tl.program_id(1) * (TILE // 2) + tl.arange(0, TILE // 2)
+    result = turn(result, cos, sin, token, last, pair, HALF, DIM // 2 - HALF, True)
     tl.store(out + at * DIM + column, result.to(out.dtype.element_ty), mask=column < DIM)
 
 
@@ -197,12 +199,12 @@ def deepseek_attention(
             part, sums[0], sums[1], scale, length, block_table.stride(0), capacity, pool.shape[0],
             HEADS=heads, DIM=dim, WIDTH=width, WINDOW=window, RATIO=0 if entries is None else ratio,
             PER_PAGE=per_page, TOP_K=top_k, ROWS=ROWS, KEYS=KEYS, SPLITS=splits, WRITE=length == 1,
-            ROW=ring.shape[2], HALF=cos.shape[1], num_warps=4, num_stages=2, **opts,
+            ROW=ring.shape[2], HALF=cos.shape[1], num_warps=4, num_stages=1 if span <= splits * KEYS else 2, **opts,
         )  # fmt: skip
-        _finish[(batch * length * heads,)](
+        _finish[(batch * length * heads, triton.cdiv(dim, TILE))](
             part, sums[0], sums[1], sinks, cos, sin, positions, counts, out, length, cos.shape[0] - 1,
-            HEADS=heads, DIM=dim, WIDTH=width, HALF=cos.shape[1], SPLITS=splits,
-            WIDE=triton.next_power_of_2(splits), num_warps=2, **opts,
+            HEADS=heads, DIM=dim, TILE=TILE, HALF=cos.shape[1], SPLITS=splits, WIDE=triton.next_power_of_2(splits),
+            num_warps=2, **opts,
         )  # fmt: skip
         if length > 1:
             put_all(kv, ring, slots, positions, counts)

@@ -132,39 +132,49 @@ def _select(
         tl.store(selected + row * TOP_K + at, tl.full((CHUNK,), -1, tl.int32), mask=(at >= done) & (at < TOP_K))
 
 
-def deepseek_index(
-    q: Tensor,
-    weights: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    counts: Tensor,
-    block_table: Tensor,
-    entries: Tensor,
-    ratio: int,
-    top_k: int,
-) -> Tensor:
-    """See `onegraph.ops.deepseek_index.deepseek_index`."""
+def score(
+    q: Tensor, weights: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, counts: Tensor, block_table: Tensor,
+    entries: Tensor, ratio: int,
+) -> Tensor:  # fmt: skip
+    """float32 [B Q, capacity]; what the query does not see is not written."""
     batch, length, heads, dim = q.shape
-    selected = torch.empty((batch, length, top_k), dtype=torch.int32, device=q.device)
-    if batch * length == 0:
-        return selected
     if weights.stride(0) != length * weights.stride(1):
         weights = weights.contiguous()
     capacity = block_table.shape[1] * entries.shape[1]
     scores = torch.empty((batch * length, capacity), dtype=torch.float32, device=q.device)
-    chunk = min(CHUNK, max(32, triton.next_power_of_2(capacity)))
     with on_device(q):
-        opts = options(q)
         _score[(triton.cdiv(capacity, ENTRIES), batch * length)](
             q, weights, cos, sin, positions, counts, block_table, entries, scores, dim**-0.5 * heads**-0.5,
             length, weights.stride(1), block_table.stride(0), capacity, entries.shape[0], cos.shape[0] - 1,
             HEADS=heads, HP=max(16, triton.next_power_of_2(heads)), DIM=dim, WIDTH=max(32, triton.next_power_of_2(dim)),
-            HALF=cos.shape[1], RATIO=ratio, PER_PAGE=entries.shape[1], ENTRIES=ENTRIES, num_warps=4, **opts,
+            HALF=cos.shape[1], RATIO=ratio, PER_PAGE=entries.shape[1], ENTRIES=ENTRIES, num_warps=4, **options(q),
         )  # fmt: skip
-        _select[(batch * length,)](
-            scores, positions, counts, block_table, selected, length, block_table.stride(0), capacity, entries.shape[0],
-            RATIO=ratio, TOP_K=top_k, PER_PAGE=entries.shape[1], CHUNK=chunk, FITS=capacity <= chunk,
-            num_warps=max(1, min(16, chunk // 256)), **opts,
+    return scores
+
+
+def select(
+    scores: Tensor, positions: Tensor, counts: Tensor, block_table: Tensor, pages: int, ratio: int, top_k: int
+) -> Tensor:
+    """Scores as `score` gives them -> int32 [B, Q, top_k], as of the op; of equal scores the first entries'."""
+    batch, (queries, capacity) = positions.shape[0], scores.shape
+    selected = torch.empty((batch, queries // batch, top_k), dtype=torch.int32, device=scores.device)
+    per_page = capacity // block_table.shape[1]
+    chunk = min(CHUNK, max(32, triton.next_power_of_2(capacity)))
+    with on_device(scores):
+        _select[(queries,)](
+            scores, positions, counts, block_table, selected, queries // batch, block_table.stride(0), capacity, pages,
+            RATIO=ratio, TOP_K=top_k, PER_PAGE=per_page, CHUNK=chunk, FITS=capacity <= chunk,
+            num_warps=max(1, min(16, chunk // 256)), **options(scores),
         )  # fmt: skip
     return selected
+
+
+def deepseek_index(
+    q: Tensor, weights: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, counts: Tensor, block_table: Tensor,
+    entries: Tensor, ratio: int, top_k: int,
+) -> Tensor:  # fmt: skip
+    """See `onegraph.ops.deepseek_index.deepseek_index`."""
+    if q.numel() == 0:
+        return torch.empty((*q.shape[:2], top_k), dtype=torch.int32, device=q.device)
+    scores = score(q, weights, cos, sin, positions, counts, block_table, entries, ratio)
+    return select(scores, positions, counts, block_table, entries.shape[0], ratio, top_k)

@@ -9,6 +9,15 @@ from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_
 
 
 @triton.jit
+def _affinity(x):
+    """sqrt(softplus(x)): log(1 + e) without losing a small e (Kahan's log1p), and x itself where e would overflow."""
+    e = tl.exp(tl.minimum(x, 20.0))
+    u = 1.0 + e
+    soft = tl.where(u == 1.0, e, tl.log(u) * e / tl.where(u == 1.0, 1.0, u - 1.0))
+    return tl.sqrt_rn(tl.where(x > 20.0, x, soft))
+
+
+@triton.jit
 def _route(
     logits, bias, table, tokens, experts, weights, scale, count, last,
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, KP: tl.constexpr, BIAS: tl.constexpr, HASH: tl.constexpr,
@@ -20,28 +29,23 @@ def _route(
     there = k < TOP_K
     column = tl.arange(0, WIDTH)
     inside = column < count
+    if BIAS:
+        extra = tl.load(bias + column, mask=inside, other=0.0)
     wait_for_previous(PDL)
-    x = tl.load(logits + row * count + column, mask=inside, other=0.0)
-    # softplus: log(1 + e) without losing a small e (Kahan's log1p), and x itself where e would overflow
-    e = tl.exp(tl.minimum(x, 20.0))
-    u = 1.0 + e
-    soft = tl.where(u == 1.0, e, tl.log(u) * e / tl.where(u == 1.0, 1.0, u - 1.0))
-    scores = tl.sqrt_rn(tl.where(x > 20.0, x, soft))
     if HASH:
         token = tl.minimum(tl.maximum(tl.load(tokens + row), 0), last)
         chosen = tl.load(table + token * TOP_K + k, mask=there, other=0)
     else:
-        choice = scores
+        choice = _affinity(tl.load(logits + row * count + column, mask=inside, other=0.0))
         if BIAS:
-            choice += tl.load(bias + column, mask=inside, other=0.0)
+            choice += extra
         choice = tl.where(inside, choice, float("-inf"))
         chosen = tl.zeros((KP,), dtype=tl.int32)
         for n in tl.static_range(TOP_K):
             best = tl.argmax(choice, axis=0)
             chosen = tl.where(k == n, best, chosen)
             choice = tl.where(column == best, float("-inf"), choice)
-    picked = tl.sum(tl.where(column[None, :] == chosen[:, None], scores[None, :], 0.0), axis=1)
-    picked = tl.where(there, picked, 0.0)
+    picked = tl.where(there, _affinity(tl.load(logits + row * count + chosen, mask=there, other=0.0)), 0.0)
     weight = picked / (tl.sum(picked, axis=0) + 1e-20) * scale
     if SHARED:
         chosen, weight = tl.where(there, chosen, count), tl.where(there, weight, 1.0)

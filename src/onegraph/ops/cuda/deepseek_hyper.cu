@@ -1,0 +1,236 @@
+// Between two sublayers: the streams updated, and the next sublayer's input and mixing weights, in one launch.
+//
+// A cluster of 16 blocks owns a token; a block owns DIM / 16 columns of all four streams, a thread two columns of them.
+// Half of the threads multiply the first half of the rows of fn, half the second; fn is in registers before the wait
+// for the sublayer's result. Sums meet in shared memory across the cluster, twice: the 24 dots with the sum of squares,
+// then the squares of the mixture. Every block adds in the same order, so all have the same bits. The 20 iterations of
+// Sinkhorn run in one warp beside the rest.
+//
+// Set when compiled: HALF (1: float16, 0: bfloat16), WIDE (whether `norm` is float32), DIM (a multiple of 1024).
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned long long u64;
+
+constexpr int H = 4, ROWS = H * (H + 2), BLOCKS = 16;
+constexpr int PAIRS = DIM / BLOCKS / 2, THREADS = 2 * PAIRS, SIDE = PAIRS / 32, MINE = ROWS / 2;
+constexpr int SUMS = ROWS + 1;  // the dots, then the sum of squares
+
+struct Arguments {
+  u16* streams;        // [tokens, H, DIM], updated
+  const u16* x;        // [tokens, DIM]: the sublayer's result
+  const float* post;   // [tokens, H]
+  const float* comb;   // [tokens, H, H]
+  const float* fn;     // [ROWS, H, DIM]: rows pre | post | comb
+  const float* base;   // [ROWS]
+  const float* scale;  // [3]
+  const void* norm;    // [DIM]
+  u16* out;            // [tokens, DIM]: the next sublayer's input
+  float* post_out;
+  float* comb_out;
+  int iterations;
+  float eps, floor;
+};
+
+__device__ __forceinline__ float widen(u16 v) {
+#if HALF
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(v));
+  return y;
+#else
+  return __uint_as_float((u32)v << 16);
+#endif
+}
+__device__ __forceinline__ u16 narrow(float v) {
+  u16 d;
+#if HALF
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(d) : "f"(v));
+#else
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(d) : "f"(v));
+#endif
+  return d;
+}
+__device__ __forceinline__ float2 widen2(u32 v) { return make_float2(widen((u16)v), widen((u16)(v >> 16))); }
+__device__ __forceinline__ u32 narrow2(float2 v) { return (u32)narrow(v.x) | (u32)narrow(v.y) << 16; }
+__device__ __forceinline__ u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+// A number into the same variable of another block, told to the same barrier there.
+__device__ __forceinline__ void send(float* mine, u64* barrier, u32 block, float v) {
+  asm volatile("{.reg .b32 to, told; mapa.shared::cluster.u32 to, %0, %2; mapa.shared::cluster.u32 told, %1, %2;"
+               "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [to], %3, [told];}"
+               :: "r"(address(mine)), "r"(address(barrier)), "r"(block), "f"(v) : "memory");
+}
+__device__ __forceinline__ void expect(u64* barrier, u32 bytes) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(address(barrier)) : "memory");
+  asm volatile("{.reg .b64 s; mbarrier.arrive.expect_tx.shared::cta.b64 s, [%0], %1;}"
+               :: "r"(address(barrier)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void receive(u64* barrier) {
+  u32 done;
+  do {
+    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;"
+                 "selp.u32 %0, 1, 0, p;}" : "=r"(done) : "r"(address(barrier)) : "memory");
+  } while (!done);
+}
+__device__ __forceinline__ float2 load_now(const float* p) {  // not moved behind the wait, as the compiler would
+  float2 v;
+  asm volatile("ld.global.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ void load4(float (&to)[4], const float* p) {
+  const float4 v = *(const float4*)p;
+  to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+}
+__device__ __forceinline__ float sigmoid(float v) { return 1.0f / (1.0f + __expf(-v)); }
+
+// Lanes 2 N apart swap halves of their 2 N values and add: which values a lane is left with follows from its number.
+template <int N> __device__ __forceinline__ void halve(float (&v)[16], u32 lane) {
+  const bool upper = lane & (2 * N);
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const float given = upper ? v[i] : v[i + N];
+    v[i] = (upper ? v[i + N] : v[i]) + __shfl_xor_sync(~0u, given, 2 * N);
+  }
+}
+// Values 0 to 15 of all lanes added up; value i comes out in lanes 2 i and 2 i + 1.
+__device__ __forceinline__ float add_lanes(float (&v)[16], u32 lane) {
+  halve<8>(v, lane), halve<4>(v, lane), halve<2>(v, lane), halve<1>(v, lane);
+  return v[0] + __shfl_xor_sync(~0u, v[0], 1);
+}
+
+__device__ __forceinline__ void sinkhorn(float (&c)[H][H], int iterations, float floor) {
+#pragma unroll
+  for (int i = 0; i < H; ++i) {
+    const float top = fmaxf(fmaxf(c[i][0], c[i][1]), fmaxf(c[i][2], c[i][3]));
+#pragma unroll
+    for (int j = 0; j < H; ++j) c[i][j] = __expf(c[i][j] - top);
+    const float unit = 1.0f / ((c[i][0] + c[i][1]) + (c[i][2] + c[i][3]));
+#pragma unroll
+    for (int j = 0; j < H; ++j) c[i][j] = c[i][j] * unit + floor;
+  }
+  for (int n = 0;; ++n) {
+#pragma unroll
+    for (int j = 0; j < H; ++j) {
+      const float unit = __fdividef(1.0f, (c[0][j] + c[1][j]) + (c[2][j] + c[3][j]) + floor);
+#pragma unroll
+      for (int i = 0; i < H; ++i) c[i][j] *= unit;
+    }
+    if (n + 1 >= iterations) break;
+#pragma unroll
+    for (int i = 0; i < H; ++i) {
+      const float unit = __fdividef(1.0f, (c[i][0] + c[i][1]) + (c[i][2] + c[i][3]) + floor);
+#pragma unroll
+      for (int j = 0; j < H; ++j) c[i][j] *= unit;
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) hyper_update_mix(const __grid_constant__ Arguments a) {
+  __shared__ float partial[2 * SIDE][MINE + 1], gathered[BLOCKS][SUMS], warp_squares[SIDE], squares[BLOCKS];
+  __shared__ u64 barriers[2];
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  if (threadIdx.x == 0) {
+    expect(&barriers[0], SUMS * BLOCKS * 4);
+    expect(&barriers[1], BLOCKS * 4);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+  const u32 rank = blockIdx.x % BLOCKS, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const size_t token = blockIdx.x / BLOCKS;
+  const int half = threadIdx.x / PAIRS, column = rank * (DIM / BLOCKS) + 2 * (threadIdx.x % PAIRS);
+  float2 weight[MINE][H];
+#pragma unroll
+  for (int m = 0; m < MINE; ++m)
+#pragma unroll
+    for (int k = 0; k < H; ++k)
+      weight[m][k] = load_now(a.fn + ((size_t)(half * MINE + m) * H + k) * DIM + column);
+  const float2 gain =
+      WIDE ? __ldg((const float2*)a.norm + column / 2) : widen2(__ldg((const u32*)a.norm + column / 2));
+  const float base = lane < ROWS ? __ldg(a.base + lane) : 0.0f;
+  const float scale = __ldg(a.scale + (lane < H ? 0 : lane < 2 * H ? 1 : 2));
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+
+  float2 stream[H];
+  {
+    const float2 x = widen2(*(const u32*)(a.x + token * DIM + column));
+    float2 old[H];
+#pragma unroll
+    for (int k = 0; k < H; ++k) old[k] = widen2(*(const u32*)(a.streams + (token * H + k) * DIM + column));
+    float post[H], comb[H][H];
+    load4(post, a.post + token * H);
+#pragma unroll
+    for (int j = 0; j < H; ++j) load4(comb[j], a.comb + (token * H + j) * H);
+#pragma unroll
+    for (int k = 0; k < H; ++k) {
+      float2 v = make_float2(post[k] * x.x, post[k] * x.y);
+#pragma unroll
+      for (int j = 0; j < H; ++j) v.x += comb[j][k] * old[j].x, v.y += comb[j][k] * old[j].y;
+      stream[k] = widen2(narrow2(v));
+    }
+  }
+  float sums[16] = {};
+#pragma unroll
+  for (int k = 0; k < H; ++k) {
+#pragma unroll
+    for (int m = 0; m < MINE; ++m) sums[m] += weight[m][k].x * stream[k].x + weight[m][k].y * stream[k].y;
+    sums[MINE] += stream[k].x * stream[k].x + stream[k].y * stream[k].y;
+  }
+  const float sum = add_lanes(sums, lane);
+  if (lane % 2 == 0 && lane / 2 <= MINE) partial[warp][lane / 2] = sum;
+  __syncthreads();
+  if (half == 0)  // both halves have read
+#pragma unroll
+    for (int k = 0; k < H; ++k) *(u32*)(a.streams + (token * H + k) * DIM + column) = narrow2(stream[k]);
+  asm volatile("barrier.cluster.wait;" ::: "memory");  // all blocks of the cluster run and have their barriers
+  for (int i = threadIdx.x; i < SUMS * BLOCKS; i += THREADS) {
+    const int which = i % SUMS, first = which / MINE % 2 * SIDE, at = which < ROWS ? which % MINE : MINE;
+    float total = 0.0f;
+#pragma unroll
+    for (int w = 0; w < SIDE; ++w) total += partial[first + w][at];
+    send(&gathered[rank][which], &barriers[0], i / SUMS, total);
+  }
+  receive(&barriers[0]);
+
+  float dot = 0.0f;  // lane i: sum i of the token
+  if (lane < SUMS)
+#pragma unroll
+    for (int b = 0; b < BLOCKS; ++b) dot += gathered[b][lane];
+  const float unit = rsqrtf(__shfl_sync(~0u, dot, ROWS) / (H * DIM) + a.eps);
+  const float logit = dot * unit * scale + base;
+  const float gate = sigmoid(logit);
+  float2 mixed = make_float2(0.0f, 0.0f);
+#pragma unroll
+  for (int k = 0; k < H; ++k) {
+    const float pre = __shfl_sync(~0u, gate, k) + a.floor;
+    mixed.x += pre * stream[k].x, mixed.y += pre * stream[k].y;
+  }
+  mixed = widen2(narrow2(mixed));
+  float square = mixed.x * mixed.x + mixed.y * mixed.y;
+#pragma unroll
+  for (int n = 16; n > 0; n /= 2) square += __shfl_xor_sync(~0u, square, n);
+  if (lane == 0 && half == 0) warp_squares[warp] = square;
+  __syncthreads();
+  if (threadIdx.x < BLOCKS) {
+    float total = 0.0f;
+#pragma unroll
+    for (int w = 0; w < SIDE; ++w) total += warp_squares[w];
+    send(&squares[rank], &barriers[1], threadIdx.x, total);
+  }
+  if (rank == 0 && warp == 2 * SIDE - 1) {
+    float c[H][H];
+#pragma unroll
+    for (int i = 0; i < H * H; ++i) c[i / H][i % H] = __shfl_sync(~0u, logit, 2 * H + i);
+    if (lane >= H && lane < 2 * H) a.post_out[token * H + lane - H] = 2.0f * gate;
+    sinkhorn(c, a.iterations, a.floor);
+    if (lane == 0)
+#pragma unroll
+      for (int i = 0; i < H; ++i)
+        *(float4*)(a.comb_out + (token * H + i) * H) = make_float4(c[i][0], c[i][1], c[i][2], c[i][3]);
+  }
+  receive(&barriers[1]);
+  float total = 0.0f;
+#pragma unroll
+  for (int b = 0; b < BLOCKS; ++b) total += squares[b];
+  const float root = rsqrtf(total / DIM + a.eps);
+  if (half == 0)
+    *(u32*)(a.out + token * DIM + column) = narrow2(make_float2(mixed.x * root * gain.x, mixed.y * root * gain.y));
+}

@@ -1,0 +1,72 @@
+"""Launches `deepseek_hyper.cu`; what it does not take goes to Triton's kernels."""
+
+import struct
+import warnings
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from onegraph.ops.cuda import build
+
+SOURCE = Path(__file__).with_suffix(".cu")
+STREAMS = 4
+BLOCKS = 16  # of a cluster, which owns a token
+COLUMNS = 64 * BLOCKS  # of a stream: a warp's lanes hold two columns each
+MAX_COLUMNS = 8 * COLUMNS  # 512 threads a block, 128 registers each
+MAX_TOKENS = 16  # above, a program for each slice of each token fills the GPU
+
+
+def takes(streams: Tensor) -> bool:
+    """Whether `deepseek_hyper.cu` computes on these [..., H, D]."""
+    *_, h, dim = streams.shape
+    return (
+        streams.dtype in (torch.bfloat16, torch.float16)
+        and h == STREAMS
+        and dim % COLUMNS == 0
+        and dim <= MAX_COLUMNS
+        and 0 < streams.numel() // (h * dim) <= MAX_TOKENS
+    )
+
+
+@cache
+def _kernel(half: bool, wide: bool, dim: int, device: int) -> build.Kernel:
+    defines = {"HALF": int(half), "WIDE": int(wide), "DIM": dim}
+    kernel = build.load(SOURCE, defines, ("hyper_update_mix",), device, 0)[0]
+    driver = build._bindings()[0]
+    large = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+    build.check(driver.cuFuncSetAttribute(kernel.function, large, 1))
+    return kernel
+
+
+@cache
+def available(device: int) -> bool:
+    """Whether the kernel can be built for this GPU; warns once where not."""
+    try:
+        _kernel(False, True, 4096, device)
+    except build.BuildError as error:
+        warnings.warn(f"the CUDA kernels of onegraph cannot be built, Triton's are used: {error}", stacklevel=2)
+        return False
+    return True
+
+
+def hyper_update_mix(
+    streams: Tensor, x: Tensor, post: Tensor, comb: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm: Tensor,
+    eps: float, floor: float, iterations: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """See `onegraph.ops.deepseek_hyper.hyper_update_mix`."""
+    device = streams.device.index
+    if not takes(streams) or norm.dtype not in (streams.dtype, torch.float32) or not available(device):
+        from onegraph.ops.triton.deepseek_hyper import hyper_update_mix as fallback  # compiled as of its import
+
+        return fallback(streams, x, post, comb, fn, base, scale, norm, eps, floor, iterations)
+    *lead, h, dim = streams.shape
+    made = x.new_empty((*lead, dim)), torch.empty_like(post), torch.empty_like(comb)
+    tensors = streams, x, post, comb, fn, base, scale, norm, *made
+    arguments = struct.pack("11Qi2f", *(t.data_ptr() for t in tensors), iterations, eps, floor)
+    grid = (BLOCKS * (streams.numel() // (h * dim)), 1, 1)
+    kernel = _kernel(streams.dtype == torch.float16, norm.dtype == torch.float32, dim, device)
+    with torch.cuda.device(streams.device):  # the driver launches in the current context
+        kernel.launch(grid, dim // BLOCKS, 0, BLOCKS, torch.cuda.current_stream().cuda_stream, arguments)
+    return made
