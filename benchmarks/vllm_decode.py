@@ -35,7 +35,7 @@ from onegraph.formats.e8p import E8PConfig
 VARIANTS = "bf16,e8p-2,e8p-4,e8p-2-head-4,e8p-4-head-4"
 LONG = 4096  # tokens of a prompt that is not computed again for each sample
 OUTPUTS = 16, 144  # tokens; a step's time is the slope between them
-PROFILED = 32  # tokens
+PROFILED, STEPS = 32, 8  # tokens that are traced, and the last steps of them that are counted
 
 
 def config_of(variant: str, shape: dict[str, Any], length: int) -> dict[str, Any]:
@@ -51,27 +51,23 @@ def config_of(variant: str, shape: dict[str, Any], length: int) -> dict[str, Any
 
 
 def launches(folder: Path) -> dict[str, Any]:
-    """What a decode step launches, from a trace of torch's profiler: the kernels between two equal ends, averaged over
-    as many `steps` as end the trace; all kernels of the trace as one step where none is there twice."""
+    """What a decode step launches, from a trace of torch's profiler: of the last STEPS steps, told apart by a kernel that
+    each launches once."""
     with gzip.open(next(folder.rglob("*.json.gz")), "rt") as file:
         events = [event for event in json.load(file)["traceEvents"] if event.get("cat") == "kernel"]
     kernels = sorted((event["ts"], event["dur"], event["name"]) for event in events)
-    names = [name for _, _, name in kernels]
-    lengths = range(30, len(names) // 2 + 1)  # fewer could be a part of a layer
-    length = next((n for n in lengths if names[-n:] == names[-2 * n : -n]), len(names))
-    steps = 1
-    while names[-(steps + 1) * length :][:length] == names[-length:] and (steps + 1) * length <= len(names):
-        steps += 1
+    count = Counter(name for _, _, name in kernels)
+    mark = next(name for _, _, name in reversed(kernels) if abs(count[name] - PROFILED) <= 1)
+    begins = [i for i, (_, _, name) in enumerate(kernels) if name == mark][-STEPS - 1 :]
     spent: Counter[str] = Counter()
-    for _, duration, name in kernels[-steps * length :]:
+    for _, duration, name in kernels[begins[0] : begins[-1]]:
         spent[name] += duration
-    count = Counter(names[-length:])
+    count = Counter(name for _, _, name in kernels[begins[0] : begins[-1]])
     return {
-        "steps": steps,
-        "launches": length,
-        "step_us": round((kernels[-1][0] - kernels[-1 - (steps - 1) * length][0]) / max(steps - 1, 1), 1),
+        "launches": round((begins[-1] - begins[0]) / STEPS),
+        "step_us": round((kernels[begins[-1]][0] - kernels[begins[0]][0]) / STEPS, 1),
         "profile": [
-            {"kernel": name[:80], "launches": count[name], "us": round(total / steps / count[name], 2)}
+            {"kernel": name[:80], "launches": round(count[name] / STEPS, 1), "us": round(total / count[name], 2)}
             for name, total in spent.most_common()
         ],
     }
