@@ -51,8 +51,8 @@ def config_of(variant: str, shape: dict[str, Any], length: int) -> dict[str, Any
 
 
 def launches(folder: Path) -> dict[str, Any]:
-    """What a decode step launches, from a trace of torch's profiler: of the last STEPS steps, told apart by a kernel that
-    each launches once."""
+    """What a decode step launches, from a trace of torch's profiler: of the last STEPS steps, told apart by a kernel
+    that each launches once."""
     with gzip.open(next(folder.rglob("*.json.gz")), "rt") as file:
         events = [event for event in json.load(file)["traceEvents"] if event.get("cat") == "kernel"]
     kernels = sorted((event["ts"], event["dur"], event["name"]) for event in events)
