@@ -96,10 +96,10 @@ def table(runner: Any, bucket: int, bandwidth: float) -> tuple[list[dict[str, An
     ]
     rows: dict[tuple[str, str], list[tuple[float, int]]] = defaultdict(list)
     floors: dict[str, set[str]] = defaultdict(set)
-    for (owner, size), event, charge in zip(owned, events, charges, strict=False):
+    for (owner, size), event, charge in reversed(list(zip(owned, events, charges, strict=False))):
         call, _, label = owner.partition(" ")
         rows[label, event.name[:48]].append((charge, 0 if call in floors[label] else size))
-        floors[label].add(call)  # an op of several launches has one floor
+        floors[label].add(call)  # an op of several launches has one floor, at its last
     made = [
         {
             "op": label,
