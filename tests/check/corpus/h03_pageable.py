@@ -137,3 +137,12 @@ def factory_ok_cached_constant():
         return x * cache["table"]
 
     return step, _inputs
+
+
+def factory_ok_empty_list():
+    """As a cache does that begins as nothing: of nothing, nothing is copied."""
+
+    def step(x):
+        return torch.cat([torch.tensor([], device="cuda"), x])
+
+    return step, _inputs

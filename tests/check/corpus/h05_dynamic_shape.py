@@ -126,3 +126,23 @@ def factory_ok_scatter_add_counts():
         return counts.scatter_add_(0, experts, ones) + 0
 
     return step, lambda i: (torch.tensor([0, 1, 3, 3, i % 4], device="cuda"),)
+
+
+def factory_bad_mask_assign_device_number():
+    """torch makes it a masked_fill_ for a number of Python's alone."""
+
+    def step(x):
+        y = x.clone()
+        y[x > 0] = x.amax()  # expect: CG104
+        return y
+
+    return step, _inputs
+
+
+def factory_ok_mask_assign_number():
+    def step(x):
+        y = x.clone()
+        y[x > 0] = 5.0
+        return y
+
+    return step, _inputs

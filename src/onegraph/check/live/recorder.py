@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -280,6 +281,11 @@ _CALLS = (
 )
 
 
+def _says(source: str, word: str) -> bool:
+    """Whether a line calls `word`, and not something whose name ends so."""
+    return re.search((r"" if word.startswith(".") else r"(?<!\w)") + re.escape(word), source) is not None
+
+
 def of_call(chain: frames.Chain, roots: frames.Roots, op: str) -> hazards.Hazard:
     """The hazard that the user's line asks for by name; a sync inside of an op's own code where it does not."""
     where = roots.where(chain)
@@ -289,7 +295,7 @@ def of_call(chain: frames.Chain, roots: frames.Roots, op: str) -> hazards.Hazard
         text = "a Python value is indexed with or assigned by index, which copies it over"
         return hazards.Hazard("CG103", text, hazards.PAGEABLE)
     for words, code, message in _CALLS:
-        if any(word in source for word in words):
+        if any(_says(source, word) for word in words):
             happens = hazards.PAGEABLE if code == "CG102" else hazards.NOT_PERMITTED
             hazard = hazards.Hazard(code, message, happens)
             return hazards.branch(hazard, operation) if code == "CG101" else hazard

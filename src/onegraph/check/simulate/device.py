@@ -152,9 +152,12 @@ def refuse(text: str) -> NoReturn:
 DEVICES = [torch.device("cuda", i) for i in range(8)]
 
 
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
 def block(inner: Tensor) -> Tensor:
     """What the books are kept of: a tensor itself; of a sparse one, which has no storage, its values."""
-    if inner.layout is torch.strided:
+    if inner.layout not in _SPARSE:
         return inner
     return inner._values() if inner.layout is torch.sparse_coo else inner.values()
 

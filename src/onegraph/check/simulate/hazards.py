@@ -65,6 +65,7 @@ _OFTEN = 0.5
 """Share of measured sample inputs on which an op broke the capture from which on it is said to (the others are empty
 matrices and the like)."""
 _SPACED = {"aten::linspace", "aten::logspace"}
+_PRODUCTS = {"aten::_sparse_addmm", "aten::addmm", "aten::bmm", "aten::mm", "aten::mv"}
 _METADATA = {"aten::is_same_size", "aten::is_pinned", "aten::_has_compatible_shallow_copy_type", "prim::device"}
 _NAMED_SHAPES = {
     "aten::nonzero": "nonzero (also one-argument where and argwhere)",
@@ -122,10 +123,17 @@ def of_op(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], h
             return None
         text = "_grouped_mm of another type than bfloat16 reads its offsets on the host, one product a group"
         return Hazard("CG105", text, PAGEABLE)
+    if name in _PRODUCTS and any(isinstance(a, Tensor) and _unordered(a) for a in args):
+        text = "a product with an uncoalesced sparse matrix sorts and counts its entries first: coalesce it at load"
+        return Hazard("CG105", text, NOT_PERMITTED)
     row = table().get(str(func))
     if row and row["sync"] >= _OFTEN:
         return Hazard("CG105", f"{name.split('::')[1]} waits for the device inside its host code", NOT_PERMITTED)
     return None
+
+
+def _unordered(matrix: Tensor) -> bool:
+    return matrix.layout is torch.sparse_coo and not matrix.is_coalesced()
 
 
 def _index(name: str, args: tuple[Any, ...], hosts: list[Tensor]) -> Hazard | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from onegraph.check.simulate import frames
-from onegraph.check.simulate.device import DeviceTensor
+from onegraph.check.simulate.device import DeviceTensor, block
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 _MODULE_INTERNALS = frozenset(
@@ -48,7 +48,7 @@ class Snapshot:
             return
         if isinstance(value, Tensor):
             if not torch.nn.parameter.is_lazy(value):  # one that is has no storage yet
-                self.tensors[name] = value
+                self.tensors[name] = block(value)
             return
         if isinstance(value, type | types.ModuleType | types.CodeType | torch.dtype | torch.device):
             return
