@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onegraph.ops.triton.deepseek_compress import load_rows, put, put_all, rows, store_row, turn
+from onegraph.ops.triton.deepseek_compress import load_angles, load_rows, put, put_all, rows, store_row, turn_by
 from onegraph.ops.triton.deepseek_index import places
 from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
 
@@ -28,12 +28,13 @@ def _qkv(
     inside = column < DIM
     latent = head == HEADS
     gain = tl.load(norm + column, mask=inside & latent, other=1.0).to(tl.float32)
+    position = tl.load(positions + row // length) + (row % length).to(tl.int32)
+    c, s = load_angles(cos, sin, position, last, tl.arange(0, WIDTH // 2), HALF, DIM // 2 - HALF)
     wait_for_previous(PDL)
     at = tl.where(latent, kv + row * kv_stride, q + row * q_stride + head * DIM)
     x = tl.load(at + column, mask=inside, other=0.0).to(tl.float32)
     x = x * (1.0 / tl.sqrt_rn(tl.sum(x * x, axis=0) / DIM + eps)) * gain
-    position = tl.load(positions + row // length) + (row % length).to(tl.int32)
-    x = turn(x, cos, sin, position, last, tl.arange(0, WIDTH // 2), HALF, DIM // 2 - HALF, False)
+    x = turn_by(x, c, s, False)
     if latent:
         store_row(kv_out + row * ROW, x, column, inside, DIM, 2 * HALF)
     else:
@@ -145,7 +146,8 @@ def _finish(
     there = split < SPLITS
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     sink = tl.load(sinks + head) * 1.4426950408889634
-    token = tl.load(positions + batch) + step
+    pair = tl.program_id(1) * (TILE // 2) + tl.arange(0, TILE // 2)
+    c, s = load_angles(cos, sin, tl.load(positions + batch) + step, last, pair, HALF, DIM // 2 - HALF)
     wait_for_previous(PDL)
     best = tl.load(part_max + at * SPLITS + split, mask=there, other=float("-inf"))
     total = tl.load(part_sum + at * SPLITS + split, mask=there, other=0.0)
@@ -156,9 +158,7 @@ def _finish(
     result = tl.sum(acc * weight[:, None], axis=0) / (tl.sum(total * weight, axis=0) + tl.exp2(sink - base))
     real = step < tl.load(counts + batch)
     result = tl.where(real, result, 0.0)
-    pair = tl.program_id(1) * (TILE // 2) + tl.arange(0, TILE // 2)
-    result = turn(result, cos, sin, token, last, pair, HALF, DIM // 2 - HALF, True)
-    tl.store(out + at * DIM + column, result.to(out.dtype.element_ty), mask=column < DIM)
+    tl.store(out + at * DIM + column, turn_by(result, c, s, True).to(out.dtype.element_ty), mask=column < DIM)
 
 
 def deepseek_attention(

@@ -10,10 +10,19 @@ from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_
 @triton.jit
 def turn(value, cos, sin, position, last, pair, HALF: tl.constexpr, FIRST: tl.constexpr, BACK: tl.constexpr):
     """Interleaved RoPE of value [N], whose pairs from FIRST on rotate by the angles of `position`; BACK undoes it."""
+    c, s = load_angles(cos, sin, position, last, pair, HALF, FIRST)
+    return turn_by(value, c, s, BACK)
+
+
+@triton.jit
+def load_angles(cos, sin, position, last, pair, HALF: tl.constexpr, FIRST: tl.constexpr):
     at = tl.minimum(tl.maximum(position, 0), last).to(tl.int64) * HALF + pair - FIRST
     rotates = (pair >= FIRST) & (pair < FIRST + HALF)
-    c = tl.load(cos + at, mask=rotates, other=1.0)
-    s = tl.load(sin + at, mask=rotates, other=0.0)
+    return tl.load(cos + at, mask=rotates, other=1.0), tl.load(sin + at, mask=rotates, other=0.0)
+
+
+@triton.jit
+def turn_by(value, c, s, BACK: tl.constexpr):
     if BACK:
         s = -s
     even, odd = tl.split(tl.reshape(value, (value.shape[0] // 2, 2)))
