@@ -2,17 +2,20 @@
 // first operand from. Decoding and its tables are told in e8p.cu, and so is the trick by which bytes of two nibbles are
 // multiplied as they are: u8 weights by s8 activations, of which each token has two columns, high and low byte.
 //
-//   e8p_bytes   a block a token: x -> H_k(in_scale * x) on a scale of the token's own, in the very bytes that a stage of
-//               shared memory holds: [stage of 128 columns][COLUMNS][128 bytes], 16-byte units swizzled, columns of x
-//               in the order in which a lane's codes come.
+//   e8p_bytes   a block a token: x -> H_k(in_scale * x) on a scale of the token's own, in the very bytes that a stage
+//               of shared memory holds: [stage of 128 columns][COLUMNS][128 bytes], 16-byte units swizzled, columns of
+//               x in the order in which a lane's codes come.
 //   e8p_few     GROUPS warpgroups of 64 rows each by TOKENS; the blocks of a cluster share k, and sums meet in their
 //               shared memory. Each warp has a ring of its own rows' codes, one more warp copies activations.
 //
 // Set when compiled: BITS (2, 3, 4), HALF (1: x and y are float16, 0: bfloat16), TOKENS (8, 16, 32 or 64 in one pass),
 // GROUPS (2 or 4), DEPTH (slices of codes that a warp has under way), AHEAD (stages of activations), MOST (slices of
 // 256 columns that a warp of e8p_bytes holds).
+//
+// One file past 400 lines: the two kernels hand each other their layouts.
 
 #include "e8p_common.cuh"
+#include "e8p_async.cuh"
 
 constexpr int COLUMNS = 2 * TOKENS;             // of the product: high byte, low byte
 constexpr int STAGE_BYTES = COLUMNS * 128;      // 128 columns of x: half a slice
@@ -20,7 +23,10 @@ constexpr int TILE_ROWS = GROUPS * 64;
 constexpr int BLOCKS = TILE_ROWS / ROWS;        // of the output's rotation
 constexpr int PITCH = TILE_ROWS + 8;            // floats of a token's sums: other banks for each of a lane's tokens
 constexpr int WARPS = GROUPS * 4;
-constexpr int IN_FLIGHT = STAGES == 2 && TOKENS == 64 ? 0 : 1;  // more makes the compiler run out of registers
+// Two stages are a product each, or, for many tokens, added to bytes first: more instructions and half the products.
+constexpr bool MERGED = STAGES == 2 && TOKENS >= 64;
+constexpr int SETS = MERGED ? 1 : STAGES;       // of sums
+constexpr u32 RATIO = BITS == 4 ? 4 : 2, NIBBLES = 0x0F0F0F0Fu;
 constexpr int SLOT = BITS == 2 ? 1024 : BITS == 3 ? 1536 : 2048;  // bytes of 16 rows' codes of a slice
 constexpr float LEVELS = 32512.f;               // of the largest activation: 127 * 256, both bytes stay in int8
 constexpr float OFFSET = BITS == 2 ? -15.f : BITS == 3 ? -23.f : -75.f;
@@ -87,14 +93,16 @@ extern "C" __global__ void __launch_bounds__(512, 1) e8p_bytes(const __grid_cons
     for (int e = 0; e < 8; e++) squares = fmaf(v[i][e], v[i][e], squares);
     rotate(v[i], in_scale[i], p.k % 128 ? 64 : 128, lane);
     // Bytes of a code word are 16 h + l, those of word << 4 are 16 l + h of the byte below: 16 b1[j] + b2[j + 1] stands
-    // beside h, b1[j] + 16 b2[j] beside l. v becomes b1 | b2.
+    // beside h, b1[j] + 16 b2[j] beside l. v becomes b1 | b2, but where l and h are bytes of their own.
     float above = 0.f;
 #pragma unroll
     for (int j = 3; j >= 0; j--) {
-      const float b1 = (v[i][4 + j] - above) * 0.0625f;
-      above = (v[i][j] - b1) * 0.0625f;
-      v[i][j] = b1, v[i][4 + j] = above;
-      top = max(top, max(magnitude(b1), magnitude(above)));
+      if (!MERGED) {
+        const float b1 = (v[i][4 + j] - above) * 0.0625f;
+        above = (v[i][j] - b1) * 0.0625f;
+        v[i][j] = b1, v[i][4 + j] = above;
+      }
+      top = max(top, max(magnitude(v[i][j]), magnitude(v[i][4 + j])));
     }
   }
   top = __reduce_max_sync(~0u, top);
@@ -117,9 +125,9 @@ extern "C" __global__ void __launch_bounds__(512, 1) e8p_bytes(const __grid_cons
 #pragma unroll
     for (int e = 0; e < 8; e++) {
       q[e] = __float_as_uint(fmaf(v[i][e], inverse, magic));
-      mine += 17 * ((int)q[e] - 0x4B400080);
+      mine += (int)q[e] - 0x4B400080;
     }
-    sum += (float)(mine - ((int)q[4] - 0x4B400080));
+    sum += (float)(MERGED ? mine : 17 * mine - ((int)q[4] - 0x4B400080));
     u8* stage = to + (size_t)(slice * 2 + code / 4) * STAGE_BYTES;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -139,28 +147,10 @@ extern "C" __global__ void __launch_bounds__(512, 1) e8p_bytes(const __grid_cons
   }
 }
 
-__device__ __forceinline__ void make_barrier(u32 barrier, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");
-}
-__device__ __forceinline__ void wait_barrier(u32 barrier, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred P;\nAGAIN: mbarrier.try_wait.parity.shared::cta.b64 P, [%0], %1;\n@P bra DONE;\nbra AGAIN;\nDONE:\n}"
-      :: "r"(barrier), "r"(parity) : "memory");
-}
-__device__ __forceinline__ void arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
-}
-__device__ __forceinline__ void expect(u32 barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
-}
 __device__ __forceinline__ void box(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
       :: "r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier) : "memory");
-}
-__device__ __forceinline__ void copy(u32 to, const u8* from, int bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 __device__ __forceinline__ void sync_consumers() { asm volatile("bar.sync 1, %0;" :: "n"(WARPS * 32) : "memory"); }
 __device__ __forceinline__ void sync_cluster() {
@@ -173,11 +163,6 @@ __device__ __forceinline__ float4 of_block(u32 address, u32 rank) {  // of the c
   asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
                : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address) : "memory");
   return v;
-}
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int LEFT> __device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LEFT) : "memory");
 }
 // Registers that a product still reads are not to be reused before this, which follows the wait for it.
 __device__ __forceinline__ void keep(u32 (&a)[2][4]) {
@@ -223,6 +208,11 @@ struct Codes {  // a lane's of a slice: eight of row g, eight of row g + 8
 template <int I> __device__ __forceinline__ void lookups(u32 (&to)[2], u32 codes, u32 bank) {
   to[0] = lookup<0>(prmt(codes, bank, I ? 0x7634 : 0x7614));
   to[1] = lookup<128>(prmt(codes, bank, I ? 0x7624 : 0x7604));
+}
+// The words of two stages as bytes: low nibbles, then high nibbles.
+__device__ __forceinline__ void merged(u32 (&a)[4], int row, u32 x, u32 y) {
+  a[row] = (x & NIBBLES) * RATIO + (y & NIBBLES);
+  a[2 + row] = (x >> 4 & NIBBLES) * RATIO + (y >> 4 & NIBBLES);
 }
 __device__ __forceinline__ void operand(u32 (&a)[4], u32 top, u32 low) {
   a[0] = top, a[1] = low, a[2] = top << 4, a[3] = low << 4;
@@ -297,13 +287,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 1) e8p_few(const _
   u32 bank;  // opaque and after the barrier, so that no lookup is moved before it
   asm volatile("or.b32 %0, %1, %2;" : "=r"(bank) : "r"(base & 0xFFFF0000u), "r"(lane * 4) : "memory");
   const u8* slots = smem + (ring - base);
+  u32 zero;  // the compiler is not to know: an operand must not be a lookup's own register, which is loaded too early
+  asm("mov.u32 %0, 0;" : "=r"(zero));
   int slot = 0, phase = 0, stage = 0, stage_phase = 0;
-  constexpr int STEPS = STAGES == 1 ? 4 : 8;  // of two products each
+  constexpr int STEPS = SETS == 1 ? 4 : 8;  // of two products each
 #pragma unroll 1
   for (int tile = first_tile; tile < p.tiles; tile += tile_step) {
-    int acc[STAGES][COLUMNS / 2];
+    int acc[SETS][COLUMNS / 2];
 #pragma unroll
-    for (int s = 0; s < STAGES; s++)
+    for (int s = 0; s < SETS; s++)
 #pragma unroll
       for (int i = 0; i < COLUMNS / 2; i++) acc[s][i] = 0;
     u32 a[2][2][4];  // a step's operands, and those of the step before, still being read
@@ -322,20 +314,25 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 1) e8p_few(const _
         codes.small[BITS == 3] = *(const uint2*)(at + 1280 + lane * 8);
       }
     };
+    u32 rest[2][2][2];  // the second stage's, if the two are merged
+    auto second = [&](auto index, u32 (&to)[2], int r) {
+      constexpr int I = decltype(index)::value;
+      if (BITS == 4) {
+        lookups<I % 2>(to, part(codes.second[BITS == 4 ? r : 0], I / 2), bank);
+      } else {
+        const uint2 v = codes.small[BITS == 3 ? r : 0];
+        to[0] = decode_e81b<I % 4>(I < 4 ? v.x : v.y, bank), to[1] = zero;
+      }
+    };
     auto look = [&](auto index) {  // for the two products of a step: two codes, or two stages of one
-      constexpr int S = decltype(index)::value, I = STAGES == 1 ? 2 * S : S;
+      constexpr int S = decltype(index)::value, I = SETS == 1 ? 2 * S : S;
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const u32 c = part(codes.first[r], I / 2);
         lookups<I % 2>(raw[0][r], c, bank);
-        if (STAGES == 1) {
-          lookups<1>(raw[1][r], c, bank);
-        } else if (BITS == 4) {
-          lookups<I % 2>(raw[1][r], part(codes.second[BITS == 4 ? r : 0], I / 2), bank);
-        } else {
-          const uint2 v = codes.small[BITS == 3 ? r : 0];
-          raw[1][r][0] = decode_e81b<I % 4>(I < 4 ? v.x : v.y, bank), raw[1][r][1] = 0;
-        }
+        if (SETS == 1) lookups<1>(raw[1][r], c, bank);
+        if (STAGES == 2) second(Index<I>(), MERGED ? rest[0][r] : raw[1][r], r);
+        if (MERGED) second(Index<(I + 1) % 8>(), rest[1][r], r);
       }
     };
     load();
@@ -344,16 +341,21 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 1) e8p_few(const _
 #pragma unroll 1
     for (int slice = begin; slice < end; slice++) {
       auto step = [&](auto index) {
-        constexpr int S = decltype(index)::value, I = STAGES == 1 ? 2 * S : S;
+        constexpr int S = decltype(index)::value, I = SETS == 1 ? 2 * S : S;
         u32 (&now)[2][4] = a[S % 2];
 #pragma unroll
-        for (int j = 0; j < 2; j++) operand(now[j], raw[j][0][0] ^ raw[j][0][1], raw[j][1][0] ^ raw[j][1][1]);
+        for (int j = 0; j < 2; j++) {
+          if (!MERGED) operand(now[j], raw[j][0][0] ^ raw[j][0][1], raw[j][1][0] ^ raw[j][1][1]);
+#pragma unroll
+          for (int r = 0; r < 2; r++)
+            if (MERGED) merged(now[j], r, raw[j][r][0] ^ raw[j][r][1], rest[j][r][0] ^ rest[j][r][1]);
+        }
         if (I % 4 == 0) wait_barrier(full + 8 * stage, stage_phase);
         const u64 b = (u64)((stages + stage * STAGE_BYTES + I % 4 * 32) >> 4 & 0x3FFF) | (u64)1 << 16 | (u64)64 << 32 |
                       (u64)1 << 62;
         wgmma_fence();
         wgmma(acc[0], now[0], b);
-        wgmma(acc[STAGES - 1], now[1], STAGES == 1 ? b + 2 : b);
+        wgmma(acc[SETS - 1], now[1], SETS == 1 ? b + 2 : b);
         wgmma_commit();
         if constexpr (S + 1 < STEPS) {
           look(Index<S + 1>());
@@ -361,7 +363,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 1) e8p_few(const _
           if (++slot == DEPTH) slot = 0, phase ^= 1;
           if (slice + 1 < end) load(), look(Index<0>());
         }
-        wgmma_wait<IN_FLIGHT>();
+        wgmma_wait<1>();
         keep(a[(S + 1) % 2]);
         if (I % 4 == 0) {
           if (behind >= 0 && threadIdx.x % 128 == 0) arrive(empty + 8 * behind);
@@ -377,7 +379,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 1) e8p_few(const _
         }
       };
       step(Index<0>()), step(Index<1>()), step(Index<2>()), step(Index<3>());
-      if constexpr (STAGES == 2) step(Index<4>()), step(Index<5>()), step(Index<6>()), step(Index<7>());
+      if constexpr (SETS == 2) step(Index<4>()), step(Index<5>()), step(Index<6>()), step(Index<7>());
     }
     wgmma_wait<0>();
     keep(a[0]), keep(a[1]);
@@ -390,8 +392,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 1) e8p_few(const _
       for (int h = 0; h < 2; h++) {
         const int i = j * 4 + h * 2;
         float q = fmaf(256.f, (float)acc[0][i], (float)acc[0][i + 1]);
-        if (STAGES == 2)
-          q = fmaf(BITS == 3 ? 2.f : 4.f, q, fmaf(256.f, (float)acc[STAGES - 1][i], (float)acc[STAGES - 1][i + 1]));
+        if (SETS == 2) q = fmaf((float)RATIO, q, fmaf(256.f, (float)acc[SETS - 1][i], (float)acc[SETS - 1][i + 1]));
         sums[(j * 4 + t) * PITCH + warp * 16 + h * 8 + g] = q;
       }
     if (cluster > 1) sync_cluster(); else sync_consumers();

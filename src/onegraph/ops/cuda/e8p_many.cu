@@ -16,6 +16,7 @@
 // One file past 400 lines: the three kernels hand each other their layouts.
 
 #include "e8p_common.cuh"
+#include "e8p_async.cuh"
 
 constexpr int STAGE_BYTES = TOKENS * 128;
 constexpr int PITCH = ROWS + 4;  // floats of a token in the epilogue
@@ -111,18 +112,6 @@ extern "C" __global__ void __launch_bounds__(256) e8p_spread(const __grid_consta
     p.scales[token] = make_float2(scale, sum);
   }
 }
-
-__device__ __forceinline__ void wait_barrier(u32 barrier, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred P;\nAGAIN: mbarrier.try_wait.parity.shared::cta.b64 P, [%0], %1;\n@P bra DONE;\nbra AGAIN;\nDONE:\n}"
-      :: "r"(barrier), "r"(parity) : "memory");
-}
-__device__ __forceinline__ void arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
-}
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
 #define ACC4(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
 #define ACC16(i) ACC4(i), ACC4(i + 4), ACC4(i + 8), ACC4(i + 12)
@@ -227,8 +216,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) e8p_many(const 
   if ((base & 0xFFFFu) != SMEM_START) __trap();
   if (threadIdx.x == 0) {
     for (int s = 0; s < DEPTH; s++) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(full + 8 * s) : "memory");
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 2;" :: "r"(empty + 8 * s) : "memory");
+      make_barrier(full + 8 * s, 1), make_barrier(empty + 8 * s, 2);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -242,10 +230,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) e8p_many(const 
       for (int c = 0; c < chunks; c++) {
         const int s = c % DEPTH;
         if (c >= DEPTH) wait_barrier(empty + 8 * s, (c / DEPTH - 1) & 1);
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(full + 8 * s), "r"(STAGE_BYTES) : "memory");
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                     :: "r"(stages + s * STAGE_BYTES), "l"(from + (size_t)c * STAGE_BYTES), "r"(STAGE_BYTES),
-                        "r"(full + 8 * s) : "memory");
+        expect(full + 8 * s, STAGE_BYTES);
+        copy(stages + s * STAGE_BYTES, from + (size_t)c * STAGE_BYTES, STAGE_BYTES, full + 8 * s);
       }
     }
     return;
@@ -322,10 +308,10 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) e8p_many(const 
     wait_barrier(full + 8 * (chunk % DEPTH), (chunk / DEPTH) & 1);
     multiply(a[0], stage);
     decode_step(Index<1>(), a[1], now);
-    wgmma_wait();
+    wgmma_wait<0>();
     multiply(a[1], stage + 64);
     decode_step(Index<2>(), a[0], now);
-    wgmma_wait();
+    wgmma_wait<0>();
     if (threadIdx.x % 128 == 0) arrive(empty + 8 * (chunk % DEPTH));
     chunk++;
     stage = stages + chunk % DEPTH * STAGE_BYTES;
@@ -333,10 +319,10 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) e8p_many(const 
     multiply(a[0], stage);
     decode_step(Index<3>(), a[1], now);
     fetch(now, half + 2);
-    wgmma_wait();
+    wgmma_wait<0>();
     multiply(a[1], stage + 64);
     decode_step(Index<0>(), a[0], next);
-    wgmma_wait();
+    wgmma_wait<0>();
     if (threadIdx.x % 128 == 0) arrive(empty + 8 * (chunk % DEPTH));
     chunk++;
   };
@@ -375,9 +361,14 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) e8p_many(const 
 #pragma unroll
   for (int i = 0; i < 4; i++) epilogue[i].load(p, block_row + i * 32 + l * 4);
   const int last = min(TOKENS, p.tokens - token_tile * TOKENS);
+  auto scale_of = [&](int token) {
+    return token < last ? __ldcg(p.scales + token_tile * TOKENS + token) : make_float2(0.f, 0.f);
+  };
+  float2 next = scale_of(warp % block_warps * 4 + lane / 8);
   for (int token = warp % block_warps * 4 + lane / 8; token < TOKENS; token += block_warps * 4) {
     float4 v[4];
-    const float2 scale = token < last ? __ldcg(p.scales + token_tile * TOKENS + token) : make_float2(0.f, 0.f);
+    const float2 scale = next;
+    next = scale_of(token + block_warps * 4);  // under way while this token is rotated
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       v[i] = *(const float4*)(sums + (row_block * TOKENS + token) * PITCH + i * 32 + l * 4);
