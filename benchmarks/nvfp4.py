@@ -1,4 +1,5 @@
-"""Microseconds of the NVFP4 linear and of routed experts beside torch's dense bfloat16, as JSON lines.
+"""Microseconds of NVFP4 linears and routed experts beside torch's dense bfloat16, and of all products of a layer of
+DeepSeek-V4-Flash behind one another, as JSON lines.
 
 PYTHONPATH=src python3 benchmarks/nvfp4.py --out benchmarks/results/nvfp4-h200.jsonl
 """
@@ -8,17 +9,18 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from onegraph.engine.bench import copy_bandwidth, machine, replay_us
-from onegraph.ops.nvfp4_linear import nvfp4_experts, nvfp4_linear
+from onegraph.ops.nvfp4_linear import nvfp4_experts, nvfp4_grouped_linear, nvfp4_linear
 from onegraph.ops.registry import nbytes
 
 WORKING_SET = 480 << 20  # eight times an H200's L2
-SHAPES = ((4096, 14336), (14336, 4096), (4096, 4096), (4096, 1536), (1024, 32768))
+SHAPES = ((4096, 14336), (14336, 4096), (4096, 4096), (4096, 1536), (1024, 32768), (8192, 4096), (1024, 8192))
 EXPERTS = ((256, 4096, 2048, 6), (384, 7168, 3072, 6))  # DeepSeek-V4-Flash, -Pro; fewer of them are held, and rotated
 DEVICE = torch.device("cuda", 0)
 
@@ -64,6 +66,33 @@ def experts(tokens: list[int]) -> Iterator[dict[str, Any]]:
             yield row | {"us": us, "bytes": int(distinct * each)}
 
 
+def layer() -> Iterator[dict[str, Any]]:
+    """One token through what a layer of V4-Flash with an indexer multiplies in NVFP4: launches that begin while the one
+    before ends, which no figure of one of them shows."""
+    total, dim, wide, top_k = 64, 4096, 2048, 7  # six experts and the shared one
+    count = 6  # layers
+    experts = *weight(total, 2 * wide, dim), *weight(total, dim, wide)
+    layers = [
+        (weight(1536, dim), weight(32768, 1024), weight(8192, 1024), weight(8, 1024, 4096), weight(dim, 8192))
+        for _ in range(count)
+    ]
+    chosen = [torch.rand(1, total, device=DEVICE).argsort(1)[:, :top_k].int().contiguous() for _ in range(count)]
+    gains = torch.full((1, top_k), 1 / top_k, device=DEVICE)
+
+    def run(i: int, x: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+        qkv_a, q_b, index_q, out_a, out_b = layers[i]
+        low = nvfp4_linear(x, *qkv_a, None)[:, :1024].contiguous()
+        nvfp4_linear(low, *q_b, None)
+        nvfp4_linear(low, *index_q, None)
+        x = nvfp4_linear(nvfp4_grouped_linear(heads, *out_a).flatten(1), *out_b, None)
+        return nvfp4_experts(x, chosen[i], gains, *experts, 10.0)
+
+    x, heads = (torch.randn(1, *shape, device=DEVICE, dtype=torch.bfloat16) for shape in ((dim,), (8, 4096)))
+    us = timed([partial(run, i, x, heads) for i in range(count)])
+    bytes_ = sum(nbytes(*w) for w in layers[0]) + nbytes(*experts) // total * top_k
+    yield {"op": "the products of a V4-Flash layer", "tokens": 1, "us": us, "bytes": bytes_}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="*", default=[1, 4, 16])
@@ -71,8 +100,7 @@ def main() -> None:
     args = parser.parse_args()
     about = machine(DEVICE) | {"command": f"PYTHONPATH=src python3 benchmarks/nvfp4.py {' '.join(sys.argv[1:])}"}
     bandwidth = copy_bandwidth(DEVICE)
-    rows = (row for part in (linears, experts) for row in part(args.tokens))
-    for row in rows:
+    for row in chain(linears(args.tokens), experts(args.tokens), layer()):
         row["us"] = round(row["us"], 2)
         line = json.dumps(row | {"floor_us": round(row["bytes"] / bandwidth * 1e6, 2)} | about)
         print(line, flush=True)

@@ -9,14 +9,15 @@ from onegraph.ops.nvfp4_linear import nvfp4_experts, nvfp4_linear
 
 
 @pytest.mark.gpu
-def test_launches_that_overlap_wait_for_one_another() -> None:
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_launches_that_overlap_wait_for_one_another(tokens: int) -> None:
     """Linears and experts behind one another in a graph, as each lets the next begin before it ends, give the bits that
     they give one at a time; also where tokens and experts changed since the capture."""
     g = torch.Generator().manual_seed(0)
     linears = [random_weight((2048, 2048), "cuda", g) for _ in range(3)]
     layers = *random_weight((16, 1024, 2048), "cuda", g), *random_weight((16, 2048, 512), "cuda", g), 10.0
-    x = torch.empty(2, 2048, device="cuda", dtype=torch.bfloat16)
-    chosen, gains = torch.zeros(2, 6, dtype=torch.int32, device="cuda"), torch.rand(2, 6, generator=g).cuda()
+    x = torch.empty(tokens, 2048, device="cuda", dtype=torch.bfloat16)
+    chosen, gains = torch.zeros(tokens, 6, dtype=torch.int32, device="cuda"), torch.rand(tokens, 6, generator=g).cuda()
 
     def step(wait: bool) -> Tensor:
         h = x
@@ -33,8 +34,8 @@ def test_launches_that_overlap_wait_for_one_another() -> None:
         with torch.cuda.graph(graph, stream=stream):
             out = step(wait=False)
     for _ in range(10):
-        x.copy_(torch.randn(2, 2048, generator=g))
-        chosen.copy_(torch.rand(2, 16, generator=g).argsort(1)[:, :6])
+        x.copy_(torch.randn(tokens, 2048, generator=g))
+        chosen.copy_(torch.rand(tokens, 16, generator=g).argsort(1)[:, :6])
         torch.cuda.synchronize()
         graph.replay()
         torch.cuda.synchronize()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from onegraph.ops.cuda import nvfp4
+from onegraph.ops.cuda import nvfp4, nvfp4_one
 from onegraph.ops.nvfp4 import random_weight
 from onegraph.ops.nvfp4_linear import nvfp4_experts, nvfp4_grouped_linear
 
@@ -31,7 +31,7 @@ def rng(seed: int = 0) -> torch.Generator:
 def build(tmp_path_factory: pytest.TempPathFactory):
     path = tmp_path_factory.mktemp("nvfp4")
     decode = nvfp4.SOURCE.with_name("nvfp4_decode.cuh")
-    for file in (nvfp4.SOURCE, nvfp4.SHORT, decode, HERE / "nvfp4_common.cuh", HERE / "run.cpp"):
+    for file in (nvfp4.SOURCE, nvfp4.SHORT, nvfp4_one.SOURCE, decode, HERE / "nvfp4_common.cuh", HERE / "run.cpp"):
         shutil.copy(file, path)
 
     @cache
@@ -55,12 +55,13 @@ def launch(
     across: int = 0,
     hold: int = 0,
     limit: float = 0.0,
+    span: int = 0,
 ) -> Tensor:
     """`tensors`: x, codes, scale, global_scale, bias, experts, weights; `sizes`: tokens, n, k, matrices, top_k."""
     x, bias = tensors[0], tensors[4]
     assert x is not None
     tail = threads, x.numel(), numbers, int(bias is not None), limit
-    head = struct.pack("14if4x", *sizes, across, hold, *grid, *tail)
+    head = struct.pack("14ifi", *sizes, across, hold, *grid, *tail, span)
     given, got = program.with_suffix(".in"), program.with_suffix(".out")
     given.write_bytes(
         head + b"".join(t.contiguous().view(torch.uint8).numpy().tobytes() for t in tensors if t is not None)
@@ -143,6 +144,110 @@ def test_experts(
     sizes, tensors = (tokens, dim, wide, experts, top_k), [hidden, *down, None, chosen, gains]
     got = run(build, nvfp4.DOWN, tensors, sizes, tokens * dim, cuts[1])
     check(got.view(tokens, dim), nvfp4_experts(x.float(), chosen, gains, *gate_up, *down, limit))
+
+
+def run_one(
+    build,
+    mode: int,
+    tensors,
+    sizes,
+    blocks: int,
+    *,
+    groups: int = 1,
+    limit: float = 0.0,
+    warps: int = 8,
+    depth: int = 3,
+) -> Tensor:
+    """One mode of `nvfp4_one.cu` over `blocks` blocks, two row tiles at a time."""
+    tokens, n, k, _, top_k = sizes
+    each = -(-n // nvfp4_one.ROWS) * (top_k if mode == nvfp4_one.GATE_UP else 1)
+    inner = top_k if mode == nvfp4_one.DOWN else 1
+    rows = groups if mode == nvfp4_one.LINEAR else tokens
+    slices = k // nvfp4_one.SLICE * inner
+    cut = nvfp4_one.cut(rows * each, slices, inner, each, blocks, warps, (depth,), nvfp4_one.WHOLE_SM)
+    assert cut is not None
+    half = int(tensors[0].dtype == torch.float16)
+    program = build(ONE=1, HALF=half, MODE=mode, WARPS=warps, DEPTH=depth, PACE=nvfp4_one.PACE)
+    numbers = tokens * (groups * n if mode == nvfp4_one.LINEAR else top_k * n // 2 if mode == nvfp4_one.GATE_UP else n)
+    options = {"across": min(2, cut.round), "hold": cut.hold, "span": cut.span, "limit": limit}
+    return launch(program, tensors, sizes, numbers, (blocks, 1, 1), (warps + 1) * 32, **options)
+
+
+@pytest.mark.parametrize(
+    ("groups", "n", "k", "dtype", "blocks"),
+    [
+        (1, 100, 512, torch.bfloat16, 2),  # rows beyond the last; two slices for eight warps
+        (1, 16, 256, torch.float16, 3),  # one unit
+        (3, 32, 768, torch.bfloat16, 2),
+        (1, 64, 2304, torch.bfloat16, 1),  # nine slices: warps begin a tile at different ones
+    ],
+)
+def test_linear_of_one_token(build, groups: int, n: int, k: int, dtype: torch.dtype, blocks: int) -> None:
+    """Also where columns differ in size by 2^30: a power of two for every 256 of them keeps the small."""
+    x = torch.randn(1, groups, k, generator=rng())
+    x[..., : k // 2] *= 2.0**-14 if dtype == torch.float16 else 2.0**-30
+    x = x.to(dtype)
+    weight = random_weight((groups, n, k), "cpu", rng(1))
+    bias = torch.randn(n, generator=rng(2)) if groups == 1 else None
+    got = run_one(build, nvfp4_one.LINEAR, [x, *weight, bias, None, None], (1, n, k, groups, 0), blocks, groups=groups)
+    wanted = nvfp4_grouped_linear(x.float(), *weight)
+    check(got.view(1, groups, n), wanted if bias is None else wanted + bias)
+    x[..., k // 2 :] = 0
+    got = run_one(build, nvfp4_one.LINEAR, [x, *weight, None, None, None], (1, n, k, groups, 0), blocks, groups=groups)
+    if k > nvfp4_one.SLICE:
+        check(got.view(1, groups, n) * 2.0**14, nvfp4_grouped_linear(x.float(), *weight) * 2.0**14)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_what_is_not_finite_is_not_hidden(build, value: float) -> None:
+    x = torch.randn(1, 1, 512, generator=rng()).to(torch.bfloat16)
+    x[0, 0, 300] = value
+    tensors = [x, *random_weight((1, 32, 512), "cpu", rng(1)), None, None, None]
+    assert run_one(build, nvfp4_one.LINEAR, tensors, (1, 32, 512, 1, 0), 2).isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts", "dim", "wide", "blocks", "twice"),
+    [
+        (1, 6, 16, 256, 256, 5, False),
+        (1, 3, 4, 512, 256, 2, True),
+        (1, 1, 2, 256, 512, 132, False),
+        (4, 2, 8, 256, 256, 3, False),  # blocks with several tokens
+        (5, 3, 6, 256, 512, 9, True),
+    ],
+)
+def test_experts_of_few_tokens(
+    build, tokens: int, top_k: int, experts: int, dim: int, wide: int, blocks: int, twice: bool
+) -> None:
+    x = (3 * torch.randn(tokens, dim, generator=rng())).to(torch.bfloat16)
+    chosen = torch.rand(tokens, experts, generator=rng(1)).argsort(1)[:, :top_k].int().contiguous()
+    if twice:
+        chosen[0, 1] = chosen[0, 0]
+    gains = torch.rand(tokens, top_k, generator=rng(2))
+    gate_up = random_weight((experts, 2 * wide, dim), "cpu", rng(3))
+    down = random_weight((experts, dim, wide), "cpu", rng(4))
+    tensors, sizes = [x, *gate_up, None, chosen, gains], (tokens, 2 * wide, dim, experts, top_k)
+    hidden = run_one(build, nvfp4_one.GATE_UP, tensors, sizes, blocks, limit=2.0, warps=16, depth=4)
+    tensors, sizes = [hidden, *down, None, chosen, gains], (tokens, dim, wide, experts, top_k)
+    got = run_one(build, nvfp4_one.DOWN, tensors, sizes, blocks)
+    check(got.view(tokens, dim), nvfp4_experts(x.float(), chosen, gains, *gate_up, *down, 2.0))
+
+
+@pytest.mark.parametrize(("n", "k"), [(4096, 14336), (14336, 4096), (16, 256), (129280, 7168), (1536, 1024)])
+def test_two_blocks_of_one_token_fit_on_an_sm(n: int, k: int) -> None:
+    cut = nvfp4_one.linear_cut(n, k, 1, 132)
+    assert cut is not None
+    assert cut.shared <= nvfp4_one.HALF_SM
+    assert cut.blocks * cut.hold >= -(-n // nvfp4_one.ROWS)
+    assert nvfp4_one.linear_cut(n, k + 64, 1, 132) is None
+
+
+@pytest.mark.parametrize(("dim", "wide", "top_k"), [(4096, 2048, 7), (7168, 3072, 7)])
+def test_down_fits_beside_gate_up_on_an_sm(dim: int, wide: int, top_k: int) -> None:
+    cuts = nvfp4_one.experts_cuts(1, dim, wide, top_k, 132)
+    assert cuts is not None
+    assert cuts[0].shared + cuts[1].shared <= 2 * nvfp4_one.HALF_SM
+    assert nvfp4_one.experts_cuts(1, dim, wide + 16, top_k, 132) is None
 
 
 @pytest.mark.parametrize("depths", [nvfp4.DEPTHS, nvfp4.LINEAR_DEPTHS])

@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <vector>
 
 using std::max;
@@ -28,13 +29,15 @@ static float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 #define __global__
 #define __shared__ static
 #define __launch_bounds__(threads, blocks)
+#define __grid_constant__
+#define __maxnreg__(registers)
 #define __expf expf
 
 struct Index { int x = 0, y = 0, z = 0; };
 static Index blockIdx, blockDim, gridDim;
-static u8 shared[232448] __attribute__((aligned(16)));
+static u8 shared[232448] __attribute__((aligned(1024)));
 
-enum Wait { NONE, WARP, BLOCK };
+enum Wait { NONE, WARP, BLOCK, SOME };  // SOME: all threads but those of the last warp
 struct Fiber {
   ucontext_t context;
   std::vector<char> stack;
@@ -68,6 +71,7 @@ static void __syncwarp() { meet(WARP); }
 static void __syncthreads() { meet(BLOCK); }
 static void wait_for_previous() {}
 static void let_next_start() {}
+static void pause(u32 nanoseconds) {}
 static void prefetch(const void* p) { check_read(p, 128); }
 
 static uint4 stream(const u8* p) {
@@ -97,9 +101,8 @@ static u32 prmt(u32 a, u32 b, u32 selector) {
   const u64 bytes = (u64)b << 32 | a;
   u32 out = 0;
   for (int i = 0; i < 4; ++i) {
-    const int pick = selector >> 4 * i & 15;
-    if (pick > 7) fail("prmt that replicates signs");
-    out |= (u32)(bytes >> 8 * pick & 255) << 8 * i;
+    const int pick = selector >> 4 * i & 15, byte = bytes >> 8 * (pick & 7) & 255;
+    out |= (u32)(pick < 8 ? byte : byte < 128 ? 0 : 255) << 8 * i;
   }
   return out;
 }
@@ -107,6 +110,11 @@ static float as_float(u32 bits) {
   float f;
   memcpy(&f, &bits, 4);
   return f;
+}
+static u32 as_bits(float f) {
+  u32 bits;
+  memcpy(&bits, &f, 4);
+  return bits;
 }
 #if HALF
 static float wide(u32 v) {
@@ -132,13 +140,95 @@ static u16 narrow(float f) {
 static u32 multiply(u32 a, u32 b) {
   return narrow(wide(a & 0xFFFF) * wide(b & 0xFFFF)) | (u32)narrow(wide(a >> 16) * wide(b >> 16)) << 16;
 }
-static u32 e4m3_to_half(u32 two) {
-#if HALF
-  auto value = [](u32 v) { return v >> 3 & 15 ? ldexpf(8 + (v & 7), (int)(v >> 3 & 15) - 10) : ldexpf(v & 7, -9); };
-  return narrow(value(two & 127)) | (u32)narrow(value(two >> 8 & 127)) << 16;
-#else
-  return 0;
-#endif
+static float e4m3(u32 v) { return v >> 3 & 15 ? ldexpf(8 + (v & 7), (int)(v >> 3 & 15) - 10) : ldexpf(v & 7, -9); }
+static u32 e4m3_to_half(u32 two) { return narrow(e4m3(two & 127)) | (u32)narrow(e4m3(two >> 8 & 127)) << 16; }
+static void e4m3_to_float(u32 four, float (&to)[4]) {
+  for (int i = 0; i < 4; ++i) to[i] = e4m3(four >> 8 * i & 127);
+}
+static float widen(u32 v) { return wide(v & 0xFFFF); }
+
+template <class T> static T of_lanes(T own, const std::function<T(int)>& result) {
+  static_assert(sizeof(T) == 4);
+  memcpy(fibers[current].fragments, &own, 4);
+  meet(WARP);
+  const T v = result(current / 32 * 32);
+  meet(WARP);
+  return v;
+}
+template <class T> static T of_lane(int thread) {
+  T v;
+  memcpy(&v, fibers[thread].fragments, 4);
+  return v;
+}
+static u32 warp_max(u32 own) {
+  return of_lanes<u32>(own, [](int warp) {
+    u32 most = 0;
+    for (int i = 0; i < 32; ++i) most = max(most, of_lane<u32>(warp + i));
+    return most;
+  });
+}
+static float shuffle_xor(float own, int mask) {
+  return of_lanes<float>(own, [=](int) { return of_lane<float>(current ^ mask); });
+}
+
+// The copy engine. Boxes arrive only where somebody waits for a barrier that nothing else keeps from opening.
+struct TensorMap { const u8* start; int rows, row_bytes, box_rows, box_bytes, box_slices; };
+struct alignas(8) Barrier { u8 bytes[8]; };
+struct Phase { int all, missing, opened, expected, asked; std::vector<std::function<void()>> copies; };
+static std::map<Barrier*, Phase> phases;
+static void make_barrier(Barrier* b, u32 arrivals) { phases[b] = {(int)arrivals, (int)arrivals, 0, 0, 0, {}}; }
+static void barriers_are_made() {}
+static void arrive(Barrier* b) {
+  if (--phases[b].missing < 0) fail("one arrival too many");
+}
+static void arrive_with_bytes(Barrier* b, u32 bytes) {
+  phases[b].expected += bytes;
+  arrive(b);
+}
+static void wait_for(Barrier* b, u32 parity) {
+  for (int turn = 0; phases[b].opened % 2 == (int)parity; ++turn) {
+    Phase& p = phases[b];
+    if (p.asked > p.expected && !p.missing) fail("a barrier that gets more bytes than it waits for");
+    if (!p.missing && p.asked == p.expected) {
+      for (auto& arrival : p.copies) arrival();
+      p = {p.all, p.all, p.opened + 1, 0, 0, {}};
+    } else {
+      if (turn > 100000) fail("a barrier that never opens");
+      meet(WARP);
+    }
+  }
+  meet(WARP);
+}
+static void copy_box(u8* to, const TensorMap& m, int row, int slice, Barrier* b) {
+  if ((uintptr_t)to % 128) fail("a box that is not aligned");
+  phases[b].asked += m.box_slices * m.box_rows * m.box_bytes;
+  phases[b].copies.push_back([=] {
+    for (int i = 0; i < m.box_slices * m.box_rows * m.box_bytes; ++i) {
+      const int r = row + i / m.box_bytes % m.box_rows, s = slice + i / (m.box_bytes * m.box_rows), byte = i % m.box_bytes;
+      uintptr_t at = (uintptr_t)to + i;
+      if (m.box_bytes == 128) at ^= (at >> 7 & 7) << 4;  // swizzled
+      const bool inside = r < m.rows && s < m.row_bytes / m.box_bytes;
+      *(u8*)at = inside ? m.start[(size_t)r * m.row_bytes + s * m.box_bytes + byte] : 0;
+    }
+  });
+}
+static void sync_threads(u32 count) { meet(SOME); }
+static void mma(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const int (&c)[4]) {
+  const u32 own[6] = {a[0], a[1], a[2], a[3], b0, b1};
+  memcpy(fibers[current].fragments, own, sizeof own);
+  meet(WARP);
+  const int warp = current / 32 * 32, g = current % 32 / 4, t = current % 4;
+  auto element = [&](int lane, int reg, int k) { return (int)(signed char)(fibers[warp + lane].fragments[reg] >> 8 * (k % 4)); };
+  for (int i = 0; i < 4; ++i) {
+    const int row = g + i / 2 * 8, column = 2 * t + i % 2;
+    u32 sum = c[i];
+    for (int k = 0; k < 32; ++k) {
+      const int lane = k % 16 / 4, upper = k >= 16;
+      sum += element(row % 8 * 4 + lane, row / 8 + 2 * upper, k) * element(column * 4 + lane, 4 + upper, k);
+    }
+    d[i] = sum;
+  }
+  meet(WARP);
 }
 static void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   const u32 own[6] = {a0, a1, a2, a3, b0, b1};

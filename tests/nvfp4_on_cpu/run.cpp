@@ -1,6 +1,8 @@
 // Runs every block of a kernel: `run IN OUT`. IN: sixteen 32-bit words, then the tensors; OUT: y.
 
-#ifdef MODE
+#ifdef ONE
+#include "nvfp4_one.cu"
+#elif defined MODE
 #include "nvfp4.cu"
 #else
 #include "nvfp4_short.cu"
@@ -9,7 +11,9 @@
 static Arguments arguments;
 
 static void thread() {
-#ifdef MODE
+#ifdef ONE
+  nvfp4_one(arguments);
+#elif defined MODE
   nvfp4_linear(arguments);
 #else
   nvfp4_short(arguments);
@@ -32,9 +36,9 @@ static void run_block(int threads) {
   for (int left = threads; left;) {
     bool moved = false;
     for (int warp = 0; warp < threads; warp += 32) {
-      int at[4] = {};
-      for (int i = warp; i < warp + 32; ++i) ++at[fibers[i].done ? 3 : fibers[i].wait];
-      if (at[BLOCK] || at[3] == 32) continue;
+      int at[5] = {};
+      for (int i = warp; i < warp + 32; ++i) ++at[fibers[i].done ? 4 : fibers[i].wait];
+      if (at[BLOCK] || at[SOME] || at[4] == 32) continue;
       moved = true;
       for (int i = 0; i < 32; ++i) {  // lanes in an order of the warp's own
         current = warp + (i * 7 + warp / 32) % 32;
@@ -46,8 +50,13 @@ static void run_block(int threads) {
       for (int i = warp; i < warp + 32; ++i)
         if (fibers[i].done != first.done || fibers[i].wait != first.wait) fail("lanes of a warp wait for different things");
     }
+    const auto some_wait = [](const Fiber& f) { return !f.done && f.wait == SOME; };
+    if (std::all_of(fibers.begin(), fibers.end() - 32, some_wait)) {
+      for (int i = 0; i < threads - 32; ++i) fibers[i].wait = NONE;
+      continue;
+    }
     if (moved || !left) continue;
-    if (left != threads) fail("some threads ended, others wait for them");
+    if (left != threads || fibers[0].wait == SOME) fail("some threads ended, others wait for them");
     for (Fiber& f : fibers) f.wait = NONE;
   }
 }
@@ -65,8 +74,16 @@ int main(int, char** names) {
   const int tokens = h[0], n = h[1], k = h[2], matrices = h[3], top_k = h[4], numbers = h[12];
   Arguments& a = arguments;
   a.x = (u16*)tensor((size_t)h[11] * 2);
-  a.codes = tensor((size_t)matrices * n * k / 2);
-  a.scale = tensor((size_t)matrices * n * k / 16);
+  const u8* const codes = tensor((size_t)matrices * n * k / 2);
+  const u8* const scale = tensor((size_t)matrices * n * k / 16);
+#ifdef ONE
+  const int box_rows = MODE == 1 ? 8 : 16;
+  a.box = k / 256 % 8 == 0 ? 8 : k / 256 % 4 == 0 ? 4 : k / 256 % 2 == 0 ? 2 : 1;
+  a.codes = {codes, matrices * n, k / 2, box_rows, 128, a.box};
+  a.scale = {scale, matrices * n, k / 16, box_rows, 16, a.box};
+#else
+  a.codes = codes, a.scale = scale, a.tokens = tokens;
+#endif
   a.global_scale = (float*)tensor((size_t)matrices * n * 4);
   if (h[13]) a.bias = (float*)tensor((size_t)n * 4);
 #ifdef MODE
@@ -74,12 +91,17 @@ int main(int, char** names) {
     a.experts = (int*)tensor((size_t)tokens * top_k * 4);
     a.weights = (float*)tensor((size_t)tokens * top_k * 4);
   }
-  a.top_k = top_k, a.across = h[5], a.hold = h[6];
+  a.top_k = top_k, a.hold = h[6];
+#ifdef ONE
+  a.tokens = tokens, a.round = h[5], a.span = h[15];
+#else
+  a.across = h[5];
+#endif
   memcpy(&a.limit, &h[14], 4);
 #endif
   std::vector<u16> y(numbers, 0x7FFF);
   a.y = y.data();
-  a.tokens = tokens, a.n = n, a.k = k, a.matrices = matrices;
+  a.n = n, a.k = k, a.matrices = matrices;
   gridDim.x = h[7], gridDim.y = h[8], gridDim.z = h[9], blockDim.x = h[10];
   for (blockIdx.z = 0; blockIdx.z < gridDim.z; ++blockIdx.z)
     for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y)

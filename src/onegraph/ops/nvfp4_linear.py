@@ -233,6 +233,7 @@ nvfp4_linear = register(
         cases=(
             _linear_case((1,), 576, 576),
             _linear_case((1,), 4096, 256),
+            _linear_case((1,), 1000, 4096, bias=True),
             _linear_case((2,), 192, 1536, bias=True),
             _linear_case((8,), 128, 4096),
             _linear_case((2, 3), 48, 208),
@@ -277,6 +278,7 @@ nvfp4_experts = register(
         check=_check_experts,
         cases=(
             _experts_case(1, 6, 16, 256, 128),
+            _experts_case(1, 7, 16, 1024, 512),
             _experts_case(3, 2, 4, 128, 64, limit=1.0),
             _experts_case(16, 6, 24, 256, 64),
         ),

@@ -147,18 +147,34 @@ def tensor_map(pointer: int, rows: int, row_bytes: int, box_rows: int, box_bytes
 
     `pointer` and `row_bytes` are multiples of 16. The 128 bytes go into a kernel's parameter at a multiple of 64.
     """
+    return _encode(pointer, (row_bytes, rows), (row_bytes,), (box_bytes, box_rows), swizzle=False)
+
+
+@lru_cache(maxsize=1 << 16)
+def sliced_tensor_map(pointer: int, rows: int, row_bytes: int, box: tuple[int, int, int], *, swizzle: bool) -> bytes:
+    """The same of a matrix that is seen as slices of columns behind one another, each [rows, width]. `box`: width of a
+    slice in bytes (a multiple of 16), rows, slices. `swizzle`: width is 128, and row r's pieces of 16 bytes change
+    places, to number ^ r % 8."""
+    width = box[0]
+    return _encode(pointer, (width, rows, row_bytes // width), (row_bytes, width), box, swizzle=swizzle)
+
+
+def _encode(
+    pointer: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], *, swizzle: bool
+) -> bytes:
     driver = _bindings()[0]
+    pattern = driver.CUtensorMapSwizzle
     encoded = check(
         driver.cuTensorMapEncodeTiled(
             driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
-            2,
+            len(sizes),
             pointer,
-            [driver.cuuint64_t(row_bytes), driver.cuuint64_t(rows)],
-            [driver.cuuint64_t(row_bytes)],
-            [driver.cuuint32_t(box_bytes), driver.cuuint32_t(box_rows)],
-            [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+            [driver.cuuint64_t(size) for size in sizes],
+            [driver.cuuint64_t(stride) for stride in strides],
+            [driver.cuuint32_t(size) for size in box],
+            [driver.cuuint32_t(1) for _ in sizes],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
+            pattern.CU_TENSOR_MAP_SWIZZLE_128B if swizzle else pattern.CU_TENSOR_MAP_SWIZZLE_NONE,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )

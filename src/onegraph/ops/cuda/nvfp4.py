@@ -1,8 +1,8 @@
 """NVFP4 linears on a GPU: how `nvfp4.cu` is cut, and which calls it takes.
 
-Few tokens run straight from the codes: one launch of `nvfp4.cu`, or of `nvfp4_short.cu` where that measured better.
-More of them, and widths that are no multiple of 64, decode the weight once and multiply through cuBLAS, two launches.
-What runs how follows from shape, dtype and device alone.
+Few tokens run straight from the codes: one launch of `nvfp4.cu`, or of `nvfp4_short.cu` where that measured better; a
+single one runs on `nvfp4_one.cu`. More of them, and widths that are no multiple of 64, decode the weight once and
+multiply through cuBLAS, two launches. What runs how follows from shape, dtype and device alone.
 """
 
 import struct
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from onegraph.ops.cuda import build
+from onegraph.ops.cuda import build, nvfp4_one
 
 SOURCE, SHORT, DEQUANTIZE = (
     Path(__file__).with_name(f"{name}.cu") for name in ("nvfp4", "nvfp4_short", "nvfp4_dequantize")
@@ -144,6 +144,10 @@ def _linear(
     tokens, sms = x.numel() // (groups * k), _sms(x.device.index)
     tiles = 1 if tokens <= 8 else 2
     inputs = (_aligned(x), _aligned(codes), _aligned(scale), global_scale, bias)
+    if tokens == 1 and (one := nvfp4_one.linear_cut(n, k, groups, sms)):
+        x, codes, scale, *rest = inputs
+        nvfp4_one.run(LINEAR, codes, scale, (x, *rest, None, None), y, (1, n, k, groups, 1), one)
+        return
     cut = plan(-(-n // ROWS), -(-k // SLICE), tiles, max(1, sms // groups), LINEAR_DEPTHS)
     if tiles == 1 or -(-n // ROWS) >= FEW_TILES * cut.blocks:
         _run(LINEAR, (*inputs, None, None), y, (tokens, n, k, groups, 1), tiles, cut)
@@ -201,11 +205,16 @@ def experts(
     tiles = 1 if tokens <= 8 or top_k * 16 > PAIRS else 2
     most = min(min(tokens, 8 * tiles) * top_k, matrices)  # experts of a pass
     sms = _sms(x.device.index)
-    hidden = x.new_empty(tokens * top_k, wide)
+    hidden, y = x.new_empty(tokens * top_k, wide), torch.empty_like(x)
+    if tokens == 1 and (cuts := nvfp4_one.experts_cuts(1, dim, wide, top_k, sms)):
+        first, second = (x, gate_up_global, None, experts, weights), (hidden, down_global, None, experts, weights)
+        sizes = (tokens, 2 * wide, dim, matrices, top_k), (tokens, dim, wide, matrices, top_k)
+        nvfp4_one.run(GATE_UP, gate_up, gate_up_scale, first, hidden, sizes[0], cuts[0], limit)
+        nvfp4_one.run(DOWN, down, down_scale, second, y, sizes[1], cuts[1])
+        return y
     inputs = (x, gate_up, gate_up_scale, gate_up_global, None, experts, weights)
     cut = plan(most * (wide // 8), -(-dim // SLICE), tiles, sms, DEPTHS)
     _run(GATE_UP, inputs, hidden, (tokens, 2 * wide, dim, matrices, top_k), tiles, cut, limit=limit)
-    y = torch.empty_like(x)
     inputs = (hidden, down, down_scale, down_global, None, experts, weights)
     cut = plan(-(-dim // ROWS), most * -(-wide // SLICE), tiles, sms, DEPTHS)
     _run(DOWN, inputs, y, (tokens, dim, wide, matrices, top_k), tiles, cut)

@@ -5,7 +5,7 @@ typedef unsigned int u32;
 typedef unsigned char u8;
 typedef unsigned short u16;
 
-extern __shared__ __align__(16) u8 shared[];
+extern __shared__ __align__(1024) u8 shared[];
 
 __device__ __forceinline__ u32 prmt(u32 a, u32 b, u32 s) {
   u32 d;
@@ -64,3 +64,57 @@ template <int N> __device__ __forceinline__ void wait_but() { asm volatile("cp.a
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L1 [%0];" :: "l"(p)); }
 __device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ u32 as_bits(float v) { return __float_as_uint(v); }
+__device__ __forceinline__ float as_float(u32 v) { return __uint_as_float(v); }
+__device__ __forceinline__ float widen(u32 v) {  // of the low half
+#if HALF
+  float f;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"((u16)v));
+  return f;
+#else
+  return __uint_as_float(v << 16);
+#endif
+}
+__device__ __forceinline__ u32 warp_max(u32 v) { return __reduce_max_sync(~0u, v); }
+__device__ __forceinline__ float shuffle_xor(float v, int mask) { return __shfl_xor_sync(~0u, v, mask); }
+__device__ __forceinline__ void e4m3_to_float(u32 four, float (&to)[4]) {
+  const u32 two[2] = {e4m3_to_half(four), e4m3_to_half(four >> 16)};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) asm("cvt.f32.f16 %0, %1;" : "=f"(to[i]) : "h"((u16)(i % 2 ? two[i / 2] >> 16 : two[i / 2])));
+}
+__device__ __forceinline__ void mma(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const int (&c)[4]) {  // of signed bytes
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
+}
+// The copy engine: boxes of a tensor of bytes into shared memory, counted by a barrier that waits for so many bytes.
+struct __align__(64) TensorMap { u8 bytes[128]; };
+typedef unsigned long long Barrier;
+__device__ __forceinline__ u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ void make_barrier(Barrier* b, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(address(b)), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barriers_are_made() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.proxy.async;" ::: "memory");
+}
+__device__ __forceinline__ void arrive(Barrier* b) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(address(b)) : "memory");
+}
+__device__ __forceinline__ void arrive_with_bytes(Barrier* b, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(address(b)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void wait_for(Barrier* b, u32 parity) {
+  asm volatile(
+      "{.reg .pred p; again%=: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra again%=;}"
+      :: "r"(address(b)), "r"(parity) : "memory");
+}
+__device__ __forceinline__ void copy_box(u8* to, const TensorMap& map, int row, int slice, Barrier* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %4}], [%5], %6;"
+      :: "r"(address(to)), "l"(&map), "r"(0), "r"(row), "r"(slice), "r"(address(barrier)), "l"(0x12F0000000000000ull)
+      : "memory");  // read once: first to be evicted
+}
+__device__ __forceinline__ void sync_threads(u32 count) { asm volatile("bar.sync 1, %0;" :: "r"(count) : "memory"); }
+__device__ __forceinline__ void pause(u32 nanoseconds) { asm volatile("nanosleep.u32 %0;" :: "r"(nanoseconds)); }
