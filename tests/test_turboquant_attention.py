@@ -8,6 +8,7 @@ from torch import Tensor
 
 from onegraph.formats import turboquant
 from onegraph.formats.turboquant_layout import layout_of, unpack_pages
+from onegraph.ops.cuda import turboquant_attention as kernel
 from onegraph.ops.registry import OPS
 from onegraph.ops.turboquant_attention import eight_bit_levels, turboquant_attention
 from onegraph.ops.turboquant_hybrid import turboquant_hybrid
@@ -115,9 +116,11 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("launches", [1, 2])
 @pytest.mark.parametrize("case", ["llama_4", "llama_k4v2_drafts", "window_sinks"])
-def test_one_graph_serves_all_lengths(case: str) -> None:
+def test_one_graph_serves_all_lengths(case: str, launches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured with one set of lengths, replayed with others, down to empty rows and back: as the reference says."""
+    monkeypatch.setattr(kernel, "SHORT", kernel.SHORT if launches == 1 else 0)
     args = arguments(case, torch.bfloat16, "cuda")
     reach, batch = args["block_table"].shape[1] * 16, len(args["positions"])
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -145,9 +148,11 @@ def test_one_graph_serves_all_lengths(case: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("launches", [1, 2])
 @pytest.mark.parametrize("case", ["llama", "drafts", "limit", "mqa_256"])
-def test_one_graph_serves_rings_and_codes(case: str) -> None:
+def test_one_graph_serves_rings_and_codes(case: str, launches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As above, with a ring: contexts that lie within the window, that just leave it, and empty rows."""
+    monkeypatch.setattr(kernel, "SHORT", kernel.SHORT if launches == 1 else 0)
     made = next(c for c in OPS["turboquant_hybrid"].cases if c.name == case)
     values = list(made.make(torch.device("cuda"), torch.bfloat16, torch.Generator().manual_seed(1)))
     args = dict(zip([a.name for a in turboquant_hybrid.overload._schema.arguments], values, strict=True))

@@ -1,7 +1,7 @@
 // Attention straight from TurboQuant's packed codes. The page layout is told in formats/turboquant_layout.py.
 // How codes become bytes u, whose level is (u - 127.5) / 127.5 times the largest, is told in turboquant_codes.cuh; how
-// splits and the ring's exact tokens become results, in turboquant_merge.cuh; how a ring is attended to, in
-// turboquant_ring.cuh. What is left here is one kernel and its plan.
+// sequences are cut into splits, in turboquant_plan.cuh; how a ring is attended to, in turboquant_ring.cuh; how the parts
+// become results, in turboquant_merge.cuh. What is left here is one kernel, which is why this file is long.
 //
 // Scores: mma.m16n8k32 (u8 x s8, exact). 16 tokens are the rows, so that the words of a page are the operand as they
 // lie. Queries are the columns, in 16 bits on a scale of their own: the high byte and the low byte of a query are two
@@ -13,8 +13,8 @@
 // that the accumulators are hardly ever rescaled and no shuffle is needed for the maximum.
 //
 // A warp owns a tile of 32 tokens at a time, fetched STAGES tiles ahead by cp.async into its own shared memory; warps
-// and splits meet by their references, in a fixed order. How many splits a sequence gets is computed here, from the
-// lengths on the device, such that all of them together fill the grid, which is constant.
+// and splits meet by their references, in a fixed order. Splits follow from the lengths and together fill the grid, which
+// is constant; or, where rows can hold little, each is a block of a cluster, which then merges without a second launch.
 //
 // What stands before the wait for the kernel that writes this step's tokens: the plan and the first tiles' codes, if
 // none of their tokens is new. Then warps take tiles of the rings, first those of blocks that have no split.
@@ -24,64 +24,12 @@
 
 #include "turboquant_common.cuh"
 #include "turboquant_codes.cuh"
-
-struct Arguments {
-  const void* q;            // [batch, length, heads, DIM]
-  const u8* cache;          // [pages, kv_heads, page_bytes]
-  const int* block_table;   // [batch, table_stride]
-  const int* positions;     // [batch]
-  const int* counts;        // [batch]
-  const int* ends;          // [batch] or null
-  const void* rotation;     // [DIM, DIM] or null
-  const float* k_codebook;  // [2^KBITS]
-  const float* v_codebook;
-  const float* sinks;       // [heads] or null
-  float* partial;           // [ring_at + those of the rings, ROWS, DIM]
-  float2* sums;             // the same, [ROWS]: reference, sum
-  int2* work;               // [batch]: first item, splits
-  void* out;                // [batch, length, heads, DIM]
-  float* lse;               // [batch, length, heads] or null
-  const void* ring;         // [rings, ring_size, 2, kv_heads, DIM] of exact keys and values, or null
-  const int* slots;         // [batch]: whose ring
-  int batch, length, kv_heads, group, table_stride, reach, pages, window;
-  int row_tiles;            // of ROWS queries
-  int limit;                // items that the splits may make
-  int least;                // tiles that a split has at least
-  int recent;               // tokens before a query that are not read from codes: the window of the ring
-  int spare, near_limit;    // see ops/recent_attention.py
-  int ring_size;
-  int ring_tiles;           // of 16 places of a ring; 0 without one
-  int ring_at;              // where the results of the rings' tiles begin
-  int ahead;                // whether what earlier steps wrote may be read before the wait
-  float scale;              // of the scores, times log2(e)
-  float back;               // of the rotation
-};
-
-extern __shared__ __align__(128) u8 smem[];
-
+#include "turboquant_plan.cuh"
 #include "turboquant_ring.cuh"
 
-constexpr int TILE = 32;                                 // tokens
 constexpr int NT = ROWS / 4, NV = (ROWS + 7) / 8;        // column tiles of scores (4 queries) and of values (8)
 constexpr int P_STRIDE = 80;                             // bytes of a query's 32 probabilities: other banks for each
-
-// What a sequence's queries can see: tokens [first, end) in tiles, from `tile` on.
-struct Span {
-  int last, end, tile, tiles;
-  int old;                                               // tokens that earlier steps have written
-};
-__device__ __forceinline__ Span span_of(const Arguments& p, int b) {
-  Span s;
-  const int count = min(p.counts[b], p.length);
-  s.last = min(p.positions[b] - p.recent, p.reach - 1);  // may be negative: before the first key
-  s.end = min(s.last + count, p.reach);
-  if (p.ends) s.end = min(s.end, p.ends[b]);
-  s.tile = p.window > 0 ? max(s.last - p.window + 1, 0) / TILE : 0;
-  s.old = p.positions[b];
-  const bool far = !p.ring_tiles || s.old + count > p.recent + p.spare;  // else the ring holds all
-  s.tiles = count > 0 && far ? max((s.end + TILE - 1) / TILE - s.tile, 0) : 0;
-  return s;
-}
+constexpr int QUADS = (DIM + 127) / 128;                 // of dimensions of a query, of a lane
 
 struct Fixed {  // of shared memory, before the probabilities and the stages
   u32 k_table[8], v_table[8];
@@ -90,7 +38,7 @@ struct Fixed {  // of shared memory, before the probabilities and the stages
   float2 reference[WARPS][ROWS];  // reference, sum
   float weights[WARPS][ROWS];     // sum of probabilities times norms
   int items;
-  u8 query[2 * ROWS][DIM + 16];
+  __align__(4) u8 query[2 * ROWS][DIM + 16];
 };
 constexpr int P_AT = (sizeof(Fixed) + 127) / 128 * 128;
 constexpr int STAGES_AT = P_AT + WARPS * NV * 8 * P_STRIDE;
@@ -98,61 +46,23 @@ constexpr int MERGE = WARPS * ROWS * DIM * 4;  // bytes; in place of the stages
 constexpr int STAGE = 2 * BLOCK_SHARED;
 constexpr int WORK_AT = STAGES_AT + (WARPS * STAGES * STAGE > MERGE ? WARPS * STAGES * STAGE : MERGE);
 
-// Splits: the least share of tiles with which the items of all sequences stay within the limit. One warp.
-__device__ __forceinline__ void plan(const Arguments& p, const Span* spans, int2* work, int& items, int lane) {
-  const int heads = p.kv_heads * p.row_tiles;
-  int total = 0, most = 1;
-  for (int b = lane; b < p.batch; b += 32) total += spans[b].tiles, most = max(most, spans[b].tiles);
-#pragma unroll
-  for (int o = 16; o; o >>= 1) {
-    total += __shfl_xor_sync(~0u, total, o);
-    most = max(most, __shfl_xor_sync(~0u, most, o));
-  }
-  int share = most;
-  if (p.batch * heads < p.limit) {  // lane by lane from an even share of all tiles to 4.75 times that
-    const float even = (float)total * heads / p.limit;
-    const int mine = max(p.least, (int)ceilf(even * (1.f + lane * lane / 256.f)));
-    const float inverse = 1.f / mine;
-    int needed = 0;
-    for (int b = 0; b < p.batch; b++) needed += (int)ceilf(spans[b].tiles * inverse - 1e-4f);
-    const u32 fits = __ballot_sync(~0u, needed * heads <= p.limit);
-    if (fits) share = __shfl_sync(~0u, mine, __ffs(fits) - 1);
-  }
-  const float inverse = 1.f / share;
-  int before = 0;
-  for (int start = 0; start < p.batch; start += 32) {
-    const int b = start + lane;
-    const int splits = b < p.batch ? (int)ceilf(spans[b].tiles * inverse - 1e-4f) : 0;
-    int sum = splits * heads;
-#pragma unroll
-    for (int o = 1; o < 32; o <<= 1) {
-      const int v = __shfl_up_sync(~0u, sum, o);
-      if (lane >= o) sum += v;
-    }
-    if (b < p.batch) work[b] = make_int2(before + sum - splits * heads, splits);
-    before += __shfl_sync(~0u, sum, 31);
-  }
-  items = before;
-}
-
-extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) attend(const __grid_constant__ Arguments p) {
+template <bool CLUSTERED> __device__ __forceinline__ void attend_splits(const Arguments& p) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   let_next_start();
   Fixed& fixed = *(Fixed*)smem;
   int2* work = (int2*)(smem + WORK_AT);
   Span* spans = (Span*)(work + p.batch);
-  if (warp == 0) make_table<KBITS, true>(fixed.k_table, p.k_codebook, lane);
-  if (warp == 1 % WARPS) make_table<VBITS, false>(fixed.v_table, p.v_codebook, lane);
   u8* probabilities = smem + P_AT + warp * NV * 8 * P_STRIDE;
   for (int i = lane; i < NV * 8 * P_STRIDE / 4; i += 32) ((u32*)probabilities)[i] = 0;
   if (!p.ahead) wait_for_previous();
-  for (int b = threadIdx.x; b < p.batch; b += WARPS * 32) spans[b] = span_of(p, b);
-  __syncthreads();
-  if (warp == 0) plan(p, spans, work, fixed.items, lane);
-  const Table kt = {fixed.k_table[0], fixed.k_table[1], fixed.k_table[2], fixed.k_table[3]};
-  const Table vt = {fixed.v_table[0], fixed.v_table[1], fixed.v_table[2], fixed.v_table[3]};
-  const float k_unit = ((float*)fixed.k_table)[4], v_unit = ((float*)fixed.v_table)[4];
-  __syncthreads();
+  if (warp == WARPS - 1) make_table<KBITS, true>(fixed.k_table, p.k_codebook, lane);
+  if (warp == WARPS - 2) make_table<VBITS, false>(fixed.v_table, p.v_codebook, lane);
+  if (!CLUSTERED) {
+    for (int b = threadIdx.x; b < p.batch; b += WARPS * 32) spans[b] = span_of(p, b);
+    __syncthreads();
+    if (warp == 0) plan(p, spans, work, fixed.items, lane);
+    __syncthreads();
+  }
 
   const u32 stages = (u32)__cvta_generic_to_shared(smem + STAGES_AT) + warp * STAGES * STAGE;
   const u8* stages_here = smem + STAGES_AT + warp * STAGES * STAGE;
@@ -164,16 +74,22 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) attend(const __
     moved[j] = v < 0 ? o : v < 8 * V_ROW ? V_AT + v / V_ROW * V_STRIDE + v % V_ROW : o + MOVED;
   }
 
-  for (int item = blockIdx.x;; item += gridDim.x) {
-    const bool some = item < fixed.items;
-    int b = 0;
-    for (int step = 1 << (31 - __clz(p.batch)); step; step >>= 1)
-      if (b + step < p.batch && work[b + step].x <= item) b += step;
-    const int splits = max(work[b].y, 1), rest = item - work[b].x;
-    const int pair = rest / splits, split = rest % splits, head = pair % p.kv_heads, row_tile = pair / p.kv_heads;
-    const Span span = spans[b];
-    const int first = span.tile + (int)((long long)split * span.tiles / splits);
-    const int stop = some ? span.tile + (int)((long long)(split + 1) * span.tiles / splits) : 0;
+  for (int item = CLUSTERED ? blockIdx.y * gridDim.x + blockIdx.x : blockIdx.x;; item += gridDim.x) {
+    const bool begins = CLUSTERED || item == blockIdx.x, some = CLUSTERED || item < fixed.items;
+    int b = 0, head, row_tile, split, splits;
+    if (CLUSTERED) {
+      b = over(blockIdx.y, p.row_tiles), row_tile = blockIdx.y - b * p.row_tiles;
+      splits = p.cluster, head = blockIdx.x / (u32)splits, split = blockIdx.x - head * splits;
+    } else {
+      for (int step = 1 << (31 - __clz(p.batch)); step; step >>= 1)
+        if (b + step < p.batch && work[b + step].x <= item) b += step;
+      splits = max(work[b].y, 1);
+      const int rest = item - work[b].x, pair = over(max(rest, 0), splits);
+      split = rest - pair * splits, row_tile = over(pair, p.kv_heads), head = pair - row_tile * p.kv_heads;
+    }
+    const Span span = CLUSTERED ? span_of(p, b) : spans[b];
+    const int first = span.tile + (u32)(split * span.tiles) / (u32)splits;
+    const int stop = some ? span.tile + (u32)(split * span.tiles + span.tiles) / (u32)splits : 0;
 
     // Fetching: 32 tokens as two blocks, which may stand in different pages.
     const int* table = p.block_table + (size_t)b * p.table_stride;
@@ -208,54 +124,66 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) attend(const __
       if (next < stop && next * TILE + TILE > span.old) wait_for_previous();
       fetch(s);
     }
-    if (item == blockIdx.x) {
-      wait_for_previous();
-      if (blockIdx.x == 0)
-        for (int i = threadIdx.x; i < p.batch; i += WARPS * 32) p.work[i] = work[i];
+    if (begins) {
       if constexpr (DTYPE < 2) {
-        const int tiles = p.batch * p.row_tiles * p.kv_heads * p.ring_tiles;
-        for (int i = gridDim.x - 1 - blockIdx.x + warp * gridDim.x; i < tiles; i += WARPS * gridDim.x) attend_ring(p, i);
+        const int turn = (warp + WARPS / 2) % WARPS;  // the first warps have queries to prepare
+        if (CLUSTERED) {  // the tiles of the cluster's own pair
+          for (int i = split + turn * splits; i < p.ring_tiles; i += WARPS * splits) attend_ring(p, b, row_tile, head, i);
+        } else {
+          const int tiles = p.batch * p.row_tiles * p.kv_heads * p.ring_tiles;
+          for (int i = gridDim.x - 1 - blockIdx.x + turn * gridDim.x; i < tiles; i += WARPS * gridDim.x) {
+            const int pair = over(i, p.ring_tiles), rows = over(pair, p.kv_heads), sequence = over(rows, p.row_tiles);
+            attend_ring(p, sequence, rows - sequence * p.row_tiles, pair - rows * p.kv_heads, i - pair * p.ring_tiles);
+          }
+        }
       }
+      wait_for_previous();
+      if (!CLUSTERED && blockIdx.x == 0)
+        for (int i = threadIdx.x; i < p.batch; i += WARPS * 32) p.work[i] = work[i];
+      __syncthreads();  // the tables are there
     }
     if (!some) break;
 
+    const float k_unit = ((float*)fixed.k_table)[4], v_unit = ((float*)fixed.v_table)[4];
     // Queries: 16 bits on a scale of their own, bytes apart.
     const int queries = p.length * p.group;
     for (int r = warp; r < ROWS; r += WARPS) {
       const int row = row_tile * ROWS + r;
-      float v[(DIM + 31) / 32], most = 0.f;
+      float v[QUADS][4], most = 0.f;
 #pragma unroll
-      for (int i = 0; i < (DIM + 31) / 32; i++) {
-        const int d = i * 32 + lane;
-        v[i] = 0.f;
-        if (row < queries && d < DIM) {
-          const size_t at = ((size_t)b * p.length + row / p.group) * p.kv_heads * p.group + head * p.group + row % p.group;
-          v[i] = load(p.q, at * DIM + d);
+      for (int i = 0; i < QUADS; i++)  // no load behind a branch, so that all are under way together
+        load_four(v[i], p.q, query_at(p, b, head, min(row, queries - 1)) * DIM + min(i * 128 + lane * 4, DIM - 4));
+#pragma unroll
+      for (int i = 0; i < QUADS; i++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          if (row >= queries || i * 128 + lane * 4 >= DIM) v[i][e] = 0.f;
+          most = fmaxf(most, fabsf(v[i][e]));
         }
-        most = fmaxf(most, fabsf(v[i]));
-      }
-#pragma unroll
-      for (int o = 16; o; o >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
+      most = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most)));
       const float inverse = most > 0.f ? 16256.f / most : 0.f;
       int high_sum = 0, low_sum = 0;
 #pragma unroll
-      for (int i = 0; i < (DIM + 31) / 32; i++) {
-        const int d = i * 32 + lane, z = 2 * (int)rintf(v[i] * inverse);
-        const int high = (z + 128) >> 8, low = z - (high << 8);
-        if (d < DIM) fixed.query[2 * r][d] = (u8)high, fixed.query[2 * r + 1][d] = (u8)low;
-        high_sum += high, low_sum += low;
-      }
+      for (int i = 0; i < QUADS; i++) {
+        u32 highs = 0, lows = 0;
 #pragma unroll
-      for (int o = 16; o; o >>= 1) {
-        high_sum += __shfl_xor_sync(~0u, high_sum, o);
-        low_sum += __shfl_xor_sync(~0u, low_sum, o);
+        for (int e = 0; e < 4; e++) {
+          const int z = 2 * (int)rintf(v[i][e] * inverse), high = (z + 128) >> 8, low = z - (high << 8);
+          highs |= (high & 255) << 8 * e, lows |= (low & 255) << 8 * e;
+          high_sum += high, low_sum += low;
+        }
+        const int d = i * 128 + lane * 4;
+        if (d < DIM) *(u32*)&fixed.query[2 * r][d] = highs, *(u32*)&fixed.query[2 * r + 1][d] = lows;
       }
+      high_sum = __reduce_add_sync(~0u, high_sum), low_sum = __reduce_add_sync(~0u, low_sum);
       if (lane == 0) {
         fixed.start[r] = make_int2(-128 * high_sum, -128 * low_sum + (256 * high_sum + low_sum) / 2);
         fixed.scale[r] = most / 32512.f * k_unit * p.scale;
       }
     }
     __syncthreads();
+    const Table kt = {fixed.k_table[0], fixed.k_table[1], fixed.k_table[2], fixed.k_table[3]};
+    const Table vt = {fixed.v_table[0], fixed.v_table[1], fixed.v_table[2], fixed.v_table[3]};
     u64 qf[K_STEPS][NT];
     int2 start[NT];
     float unit[NT];
@@ -285,13 +213,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) attend(const __
       }
       start[n] = fixed.start[n * 4 + t];
       unit[n] = fixed.scale[n * 4 + t];
-      const int token = min(span.last + (row_tile * ROWS + n * 4 + t) / p.group, p.reach - 1);
+      const int token = min(span.last + step_of(p, row_tile * ROWS + n * 4 + t), p.reach - 1);
       seen_to[n] = min(token + 1, span.end);
       seen_from[n] = p.window > 0 ? token - p.window + 1 : 0;
     }
     // Tiles within these bounds are seen by every query of the row tile.
-    const int top = min(span.last + (row_tile * ROWS) / p.group, p.reach - 1);
-    const int bottom = min(span.last + (row_tile * ROWS + ROWS - 1) / p.group, p.reach - 1);
+    const int top = min(span.last + step_of(p, row_tile * ROWS), p.reach - 1);
+    const int bottom = min(span.last + step_of(p, row_tile * ROWS + ROWS - 1), p.reach - 1);
     const int whole_to = min(top + 1, span.end), whole_from = p.window > 0 ? bottom - p.window + 1 : 0;
 
     float acc[NV][V_TILES][4], reference[NT], sum[NT], weights[NT];
@@ -553,7 +481,40 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) attend(const __
       p.sums[(size_t)item * ROWS + threadIdx.x] = make_float2(most, total);
     }
     __syncthreads();
+    if (CLUSTERED) break;
   }
 }
 
 #include "turboquant_merge.cuh"
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) attend(const __grid_constant__ Arguments p) {
+  attend_splits<false>(p);
+}
+// Both in one launch: the blocks of a cluster are the splits of a pair, and then each merges one of its queries.
+extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) attend_and_merge(const __grid_constant__ Arguments p) {
+  attend_splits<true>(p);
+  const int head = blockIdx.x / (u32)p.cluster, b = over(blockIdx.y, p.row_tiles), row_tile = blockIdx.y - b * p.row_tiles;
+  bool ready = false;
+  for (int r = blockIdx.x - head * p.cluster; r < ROWS || !ready; r += p.cluster) {
+    const int row = row_tile * ROWS + r;
+    const bool mine = r < ROWS && row < p.length * p.group;
+    merge<1>(p, mine ? query_at(p, b, head, row) : p.batch * p.length * p.kv_heads * p.group, b, head, row, [&]() {
+      if (!ready) cluster_barrier();
+      ready = true;
+      return make_int2(b * gridDim.x * p.row_tiles, p.cluster);
+    });
+    __syncthreads();
+  }
+}
+template <int MERGED> __device__ __forceinline__ void merge_splits(const Arguments& p) {
+  let_next_start();
+  const int heads = p.kv_heads * p.group, queries = p.batch * p.length * heads, start = blockIdx.x * MERGED;
+  const int at = min(start + (int)threadIdx.x / 32 / (MERGERS / MERGED), queries - 1), token = over(at, heads);
+  const int b = p.length == 1 ? token : over(token, p.length), of_token = at - token * heads, head = over(of_token, p.group);
+  merge<MERGED>(p, start, b, head, (token - b * p.length) * p.group + of_token - head * p.group, [&]() {
+    wait_for_previous();
+    return p.work[b];
+  });
+}
+extern "C" __global__ void __launch_bounds__(MERGERS * 32) merge_1(const __grid_constant__ Arguments p) { merge_splits<1>(p); }
+extern "C" __global__ void __launch_bounds__(MERGERS * 32) merge_4(const __grid_constant__ Arguments p) { merge_splits<4>(p); }

@@ -1,7 +1,8 @@
 """Attention from TurboQuant codes: which calls `turboquant_attention.cu` takes and how it is cut over the GPU.
 
 A call is two launches: `attend` over a constant grid of blocks that take splits of sequences and tiles of rings,
-`merge` over the queries. What a split is follows from the lengths and is computed on the device.
+`merge` over the queries. What a split is follows from the lengths and is computed on the device. Where rows can hold
+little (`SHORT`), it is one launch, the splits of a sequence a cluster of blocks each.
 """
 
 import math
@@ -22,6 +23,9 @@ MAX_DIM, MAX_BATCH = 256, 1024
 SM_SHARED = 228 * 1024  # bytes of an SM, 1024 of them reserved for each block
 LEAST = 4  # tiles of 32 tokens that a split has at least
 MAX_STAGES = 4
+SHORT = 4096  # tokens of a row at most, for which the splits of a sequence are the blocks of a cluster, in one launch
+CLUSTERS = (2, 4, 8)
+GPCS, GPC_SMS = 7, 18  # of an H200: a cluster lies in one GPC
 MANY = 128  # queries, from which on a block merges four of them
 PLACES = 16  # of a ring, that a warp attends to
 
@@ -82,7 +86,8 @@ def _kernels(variant: Variant, stages: int, device: int) -> tuple[build.Kernel, 
     v = variant
     defines = {"DIM": v.dim, "KBITS": v.k_bits, "VBITS": v.v_bits, "ROWS": v.rows, "DTYPE": v.dtype}
     defines |= {"PAGE_BLOCKS": v.page_blocks, "WARPS": v.warps, "STAGES": stages, "PER_SM": v.per_sm}
-    return build.load(SOURCE, defines, ("attend", "merge_1", "merge_4"), device, v.shared(stages, 1))
+    names = ("attend", "attend_and_merge", "merge_1", "merge_4")
+    return build.load(SOURCE, defines, names, device, v.shared(stages, 1))
 
 
 @cache
@@ -119,6 +124,11 @@ def _limit(pairs: int, at_once: int) -> int:
     return next(full, 4 * pairs)
 
 
+def _cluster(pairs: int, per_sm: int) -> int:
+    """Blocks that share the keys of a (sequence, head) pair, if all clusters fit at once; 0 where none do."""
+    return max((size for size in CLUSTERS if pairs <= GPCS * (GPC_SMS * per_sm // size)), default=0)
+
+
 def attend(
     q: Tensor,
     cache: Tensor,
@@ -149,11 +159,14 @@ def attend(
     bits = [c.numel().bit_length() - 1 for c in (k_codebook, v_codebook)]
     variant = Variant(dim, bits[0], bits[1], rows, DTYPES[q.dtype], page_size // 16)
     stages = variant.stages(batch)
-    kernel, *mergers = _kernels(variant, stages, device)
+    kernel, together, *mergers = _kernels(variant, stages, device)
 
     row_tiles = -(-length * group // rows)
-    blocks, pairs = _sms(device) * variant.per_sm, batch * kv_heads * row_tiles
-    limit = _limit(pairs, blocks)
+    blocks, pairs, reach = _sms(device) * variant.per_sm, batch * kv_heads * row_tiles, block_table.shape[1] * page_size
+    cluster = _cluster(pairs, variant.per_sm) if reach <= SHORT else 0
+    if cluster < min(rows, length * group):  # else a block would merge several queries
+        cluster = 0
+    limit = pairs * cluster or _limit(pairs, blocks)
     items = max(limit, pairs)
     ring_tiles = -(-near.ring.shape[1] // PLACES) if near else 0
     results = (items + pairs * ring_tiles) * rows
@@ -165,15 +178,19 @@ def attend(
     pointers = [0 if t is None else t.data_ptr() for t in (*tensors, *made)]
     ring = (recent, near.spare, near.limit, near.ring.shape[1]) if near else (recent, 0, 0, 1)
     arguments = struct.pack(
-        "17Q18i2f",
+        "17Q19i2f4x",
         *pointers,
-        batch, length, kv_heads, group, block_table.stride(0), block_table.shape[1] * page_size, pages, window,
-        row_tiles, limit, LEAST, *ring, ring_tiles, items, length == 1, scale * math.log2(math.e), dim**-0.5,
+        batch, length, kv_heads, group, block_table.stride(0), reach, pages, window,
+        row_tiles, limit, LEAST, *ring, ring_tiles, items, length == 1, cluster, scale * math.log2(math.e), dim**-0.5,
     )  # fmt: skip
     stream = torch._C._cuda_getCurrentRawStream(device)
     with torch.cuda.device(q.device):
+        threads, shared = variant.warps * 32, variant.shared(stages, batch)
+        if cluster:
+            together.launch((kv_heads * cluster, batch * row_tiles, 1), threads, shared, cluster, stream, arguments)
+            return out, lse
         grid = (blocks if near else min(blocks, items), 1, 1)
-        kernel.launch(grid, variant.warps * 32, variant.shared(stages, batch), 1, stream, arguments)
+        kernel.launch(grid, threads, shared, 1, stream, arguments)
         queries = batch * length * heads
         merged = 4 if queries >= MANY else 1  # by a block, which reads the rotation once
         parts = 8 + merged + 512 // dim * merged

@@ -53,15 +53,27 @@ __device__ __forceinline__ float exp2_fast(float x) {
 __device__ __forceinline__ void copy16(u32 to, const u8* from) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> __device__ __forceinline__ void wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 __device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void cluster_barrier() {  // what the cluster wrote before, also to memory, is there
+  asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 __device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-__device__ __forceinline__ float load(const void* p, size_t i) {
-  if (DTYPE == 0) return __uint_as_float((u32)((const u16*)p)[i] << 16);
-  if (DTYPE == 1) return from_half(((const u16*)p)[i]);
-  return ((const float*)p)[i];
+__device__ __forceinline__ void load_four(float (&v)[4], const void* p, size_t i) {
+  if (DTYPE == 2) {
+    const float4 x = *(const float4*)((const float*)p + i);
+    v[0] = x.x, v[1] = x.y, v[2] = x.z, v[3] = x.w;
+  } else {
+    const uint2 x = *(const uint2*)((const u16*)p + i);
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      const u32 word = e < 2 ? x.x : x.y, h = e % 2 ? word >> 16 : word & 0xFFFF;
+      v[e] = DTYPE == 1 ? from_half(h) : __uint_as_float(h << 16);
+    }
+  }
 }
 __device__ __forceinline__ u32 to_bf16(float v) {
   u16 h;

@@ -3,11 +3,13 @@
 
 constexpr int MERGERS = 8, OWN = (DIM + 31) / 32, AHEAD = 4;
 constexpr int PARTS = MERGERS * 32 / (DIM / 2), PART = (DIM + PARTS - 1) / PARTS;  // rows of the rotation, of a thread
-template <int MERGED> __device__ __forceinline__ void merge(const Arguments& p) {
+// Queries from `start` on; the warp's is the `row`-th of kv head `kv_head` of sequence b. `ready` waits until the splits'
+// results stand there and says where the sequence's begin, and how many there are.
+template <int MERGED, typename Ready>
+__device__ __forceinline__ void merge(const Arguments& p, int start, int b, int kv_head, int row, Ready ready) {
   constexpr int EACH = MERGERS / MERGED;  // warps of a query
   float (*part)[DIM] = (float (*)[DIM])smem, (*result)[DIM] = part + MERGERS, (*turned)[DIM] = result + MERGED;
   float2* sums = (float2*)(turned + PARTS * MERGED);
-  let_next_start();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int heads = p.kv_heads * p.group, queries = p.batch * p.length * heads;
   const int column = threadIdx.x % (DIM / 2) * 2, from = threadIdx.x / (DIM / 2) * PART;
@@ -18,30 +20,23 @@ template <int MERGED> __device__ __forceinline__ void merge(const Arguments& p) 
       rotation[i] = from + i < DIM ? __ldg((const u32*)p.rotation + ((from + i) * DIM + column) / 2) : 0;
   }
   {
-    const int at = blockIdx.x * MERGED + warp / EACH;
-    const int b = min(at, queries - 1) / (p.length * heads), step = at / heads % p.length, head = at % heads;
+    const int at = start + warp / EACH;
     float most = NONE, total = 0.f, v[OWN];
 #pragma unroll
     for (int k = 0; k < OWN; k++) v[k] = 0.f;
-    wait_for_previous();
-    int splits = 0, near = 0;  // of codes, of the ring
-    size_t first = 0, ring = 0, r = 0;
-    if (at < queries) {
-      const int row = step * p.group + head % p.group;
-      const int2 work = p.work[b];
-      const int token = p.positions[b] + step;
-      if (step < p.counts[b] && (!p.ring_tiles || token >= p.recent + p.spare)) splits = work.y;
-      first = work.x + (size_t)(row / ROWS * p.kv_heads + head / p.group) * work.y;
-      near = p.ring_tiles;
-      ring = p.ring_at + (size_t)((b * p.row_tiles + row / ROWS) * p.kv_heads + head / p.group) * near - splits;
-      r = row % ROWS;
-    }
-    for (int start = warp % EACH; start < splits + near; start += EACH * AHEAD) {
+    const int step = step_of(p, row), r = row % ROWS, pair = row / ROWS * p.kv_heads + kv_head;
+    const int near = at < queries ? p.ring_tiles : 0;  // of the ring
+    const int2 work = ready();
+    const bool far = step < p.counts[b] && (!p.ring_tiles || p.positions[b] + step >= p.recent + p.spare);
+    const int splits = at < queries && far ? work.y : 0;
+    const size_t first = work.x + (size_t)pair * work.y;
+    const size_t ring = p.ring_at + ((size_t)b * p.row_tiles * p.kv_heads + pair) * near - splits;
+    for (int begin = warp % EACH; begin < splits + near; begin += EACH * AHEAD) {
       float2 sum[AHEAD];
       float u[AHEAD][OWN];
 #pragma unroll
       for (int i = 0; i < AHEAD; i++) {
-        const int split = start + i * EACH;
+        const int split = begin + i * EACH;
         const size_t row = ((split < splits ? first : ring) + split) * ROWS + r;
         sum[i] = split < splits + near ? p.sums[row] : make_float2(NONE, 0.f);
 #pragma unroll
@@ -73,7 +68,7 @@ template <int MERGED> __device__ __forceinline__ void merge(const Arguments& p) 
   }
   __syncthreads();
   for (int i = threadIdx.x; i < MERGED * DIM; i += MERGERS * 32) {
-    const int m = i / DIM, d = i % DIM, at = blockIdx.x * MERGED + m;
+    const int m = i / DIM, d = i % DIM, at = start + m;
     if (at >= queries) break;
     const float sink = p.sinks ? p.sinks[at % heads] * 1.4426950408889634f : -INF;
     float most = fmaxf(NONE, sink), s = 0.f;
@@ -121,7 +116,7 @@ template <int MERGED> __device__ __forceinline__ void merge(const Arguments& p) 
   }
   __syncthreads();
   for (int i = threadIdx.x; i < MERGED * DIM; i += MERGERS * 32) {
-    const int m = i / DIM, d = i % DIM, at = blockIdx.x * MERGED + m;
+    const int m = i / DIM, d = i % DIM, at = start + m;
     if (at >= queries) break;
     float s = 0.f;
 #pragma unroll
@@ -129,5 +124,3 @@ template <int MERGED> __device__ __forceinline__ void merge(const Arguments& p) 
     store(p.out, (size_t)at * DIM + d, s);
   }
 }
-extern "C" __global__ void __launch_bounds__(MERGERS * 32) merge_1(const __grid_constant__ Arguments p) { merge<1>(p); }
-extern "C" __global__ void __launch_bounds__(MERGERS * 32) merge_4(const __grid_constant__ Arguments p) { merge<4>(p); }

@@ -2,12 +2,9 @@
 //
 // mma.m16n8k16: queries are the rows, tokens the columns, so that probabilities are the operand of the values as they
 // lie. Sums over dimensions take them in any order: a lane holds DIM / 4 neighbours of a key, or the same DIM / 8 of four
-// values, and loads them from where they stand.
+// values, and loads them from where they stand. They are on their way to the L2 before the wait.
 
-template <int N> __device__ __forceinline__ void load_row(u32 (&v)[N], const u16* p, bool there) {  // through the L2
-#pragma unroll
-  for (int i = 0; i < N; i++) v[i] = 0;
-  if (!there) return;
+template <int N> __device__ __forceinline__ void load_row(u32 (&v)[N], const u16* p) {  // through the L2
 #pragma unroll
   for (int i = 0; i < N;) {
     if (N % 4 == 0) {
@@ -29,50 +26,51 @@ __device__ __forceinline__ u32 finite(u32 pair) {
   return pair;
 }
 
-// The `index`-th tile of all rings, to its own place of `partial` and `sums`.
-__device__ __forceinline__ void attend_ring(const Arguments& p, int index) {
+// The `tile`-th of a ring for the rows of a kv head, to its own place of `partial` and `sums`.
+__device__ __forceinline__ void attend_ring(const Arguments& p, int b, int row_tile, int head, int tile) {
   constexpr int K_LOADED = DIM / 8, V_LOADED = DIM / 16;  // words of a lane, of one token
   constexpr int HALVES = ROWS > 8 ? 2 : 1;                // of the rows: 8 each
   constexpr int WIDE = DIM / 8 % 4 == 0 ? 4 : 2;          // neighbouring dimensions stored together
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int pair = index / p.ring_tiles, start = index % p.ring_tiles * 16;
-  const int head = pair % p.kv_heads, row_tile = pair / p.kv_heads % p.row_tiles, b = pair / p.kv_heads / p.row_tiles;
+  const int index = ((b * p.row_tiles + row_tile) * p.kv_heads + head) * p.ring_tiles + tile, start = tile * 16;
   const int position = p.positions[b], last = position + p.length - 1, queries = p.length * p.group;
-  const size_t apart = (size_t)p.kv_heads * DIM;          // of key and value
+  const int turn = last - over(max(last, 0), p.ring_size) * p.ring_size;  // the place of the last token
+  const u32 apart = p.kv_heads * DIM;                     // of key and value
   const u16* ring = (const u16*)p.ring + (size_t)p.slots[b] * p.ring_size * 2 * apart + head * DIM;
   auto key_at = [&](int place) {                          // the latest position that the place can hold
-    const int behind = (last - place) % p.ring_size;
-    return place < p.ring_size ? last - behind - (behind < 0 ? p.ring_size : 0) : -1;
+    return place < p.ring_size ? last - turn + place - (place > turn ? p.ring_size : 0) : -1;
   };
+  auto k_row = [&](int i) { return ring + min(start + i * 8 + g, p.ring_size - 1) * 2 * apart + t * (DIM / 4); };
+  auto v_place = [&](int i) { return start + 2 * t + i % 2 + i / 2 * 8; };
+  auto v_row = [&](int i) { return ring + (min(v_place(i), p.ring_size - 1) * 2 + 1) * apart + g * (DIM / 8); };
   auto seen_from = [&](int token) {
-    int from = token >= p.recent + p.spare ? token - p.recent + 1 : 0;
-    if (p.near_limit > 0) from = max(from, token - p.near_limit + 1);
-    return max(from, 0);
+    const int from = token >= p.recent + p.spare ? token - p.recent + 1 : 0;
+    return max(from, p.near_limit > 0 ? token - p.near_limit + 1 : 0);
   };
-  auto token_of = [&](int r) { return position + min(row_tile * ROWS + r, queries - 1) / p.group; };
+  auto token_of = [&](int r) { return position + step_of(p, min(row_tile * ROWS + r, queries - 1)); };
 
-  u32 q[HALVES][K_LOADED], k[2][K_LOADED], v[4][V_LOADED];
+  constexpr int SECTORS = DIM / 16;                       // of 32 bytes, of a row
 #pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const int place = start + i * 8 + g;
-    load_row(k[i], ring + (size_t)place * 2 * apart + t * (DIM / 4), place < p.ring_size);
+  for (int i = lane; i < 16 * SECTORS; i += 32) {
+    const u16* row = ring + min(start + i / SECTORS, p.ring_size - 1) * 2 * apart + i % SECTORS * 16;
+    prefetch(row), prefetch(row + apart);
   }
+  size_t at[HALVES];
+  int first[HALVES], token[HALVES];
 #pragma unroll
   for (int h = 0; h < HALVES; h++) {
-    const int row = row_tile * ROWS + h * 8 + g;
-    const size_t at = ((size_t)b * p.length + row / p.group) * p.kv_heads * p.group + head * p.group + row % p.group;
-    load_row(q[h], (const u16*)p.q + at * DIM + t * (DIM / 4), h * 8 + g < ROWS && row < queries);
+    at[h] = query_at(p, b, head, min(row_tile * ROWS + min(h * 8 + g, ROWS - 1), queries - 1)) * DIM + t * (DIM / 4);
+    token[h] = token_of(h * 8 + g), first[h] = seen_from(token[h]);
   }
-  // A value that nobody sees may be NaN, as may one that only padding sees.
-  const int from = seen_from(token_of(0)), to = token_of(ROWS - 1), real = position + p.counts[b];
+  const int from = seen_from(token_of(0)), to = token_of(ROWS - 1);
+  wait_for_previous();
+  u32 q[HALVES][K_LOADED], k[2][K_LOADED], v[4][V_LOADED];
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const int place = start + 2 * t + i % 2 + i / 2 * 8, key = key_at(place);
-    load_row(v[i], ring + ((size_t)place * 2 + 1) * apart + g * (DIM / 8), key >= from && key <= to);
-    if (key >= real)
+  for (int h = 0; h < HALVES; h++) load_row(q[h], (const u16*)p.q + at[h]);
 #pragma unroll
-      for (int j = 0; j < V_LOADED; j++) v[i][j] = finite(v[i][j]);
-  }
+  for (int i = 0; i < 2; i++) load_row(k[i], k_row(i));
+#pragma unroll
+  for (int i = 0; i < 4; i++) load_row(v[i], v_row(i));
 
   float s[2][4];
 #pragma unroll
@@ -88,13 +86,12 @@ __device__ __forceinline__ void attend_ring(const Arguments& p, int index) {
   u32 weight[2][2] = {};                                  // of half h and 8 tokens: two neighbours
 #pragma unroll
   for (int h = 0; h < HALVES; h++) {
-    const int token = token_of(h * 8 + g), first = seen_from(token);
     float most = NONE, sum = 0.f;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const int key = key_at(start + i / 2 * 8 + 2 * t + i % 2);
+      const int key = key_at(v_place(i));
       float& x = s[i / 2][2 * h + i % 2];
-      x = key >= first && key <= token ? x * p.scale : -INF;
+      x = key >= first[h] && key <= token[h] ? x * p.scale : -INF;
       most = fmaxf(most, x);
     }
     most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
@@ -109,6 +106,17 @@ __device__ __forceinline__ void attend_ring(const Arguments& p, int index) {
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
     if (t == 0 && h * 8 + g < ROWS) p.sums[(size_t)(p.ring_at + index) * ROWS + h * 8 + g] = make_float2(most, sum);
+  }
+  const int real = position + p.counts[b];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {                           // what nobody sees may be NaN, as may what only padding sees
+    const int key = key_at(v_place(i));
+    const u32 mask = key >= from && key <= to ? ~0u : 0;
+#pragma unroll
+    for (int j = 0; j < V_LOADED; j++) v[i][j] &= mask;
+    if (key >= real)
+#pragma unroll
+      for (int j = 0; j < V_LOADED; j++) v[i][j] = finite(v[i][j]);
   }
   float* to_row = p.partial + (size_t)(p.ring_at + index) * ROWS * DIM;
 #pragma unroll

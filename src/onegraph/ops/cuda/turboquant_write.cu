@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) turboquant_write(const 
   for (int i = 0; i < 1 << (VBITS - 1); i++) v_sizes[i] = __ldg(p.v_codebook + 2 * i);
   const int position = p.positions[b] + step;
   const int place = min(max(position, 0), p.reach - 1);
-  const int page = p.block_table[(size_t)b * p.table_stride + place / p.page_size];
+  const int page = p.block_table[(size_t)b * p.table_stride + place / p.page_size], slot = p.ring ? p.slots[b] : 0;
   float cosine[PAIRS], sine[PAIRS];
 #pragma unroll
   for (int i = 0; i < PAIRS; i++) {
@@ -208,8 +208,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) turboquant_write(const 
     }
     u16* to = p.out + ((size_t)at * GROUP * p.kv_heads + kv_head * GROUP + r) * DIM;
     if (r >= GROUP) {
-      const size_t slot = p.ring ? (size_t)p.slots[b] * p.ring_size + place % p.ring_size : 0;
-      to = p.ring + ((slot * 2 + r - GROUP) * p.kv_heads + kv_head) * DIM;
+      const size_t at_ring = (size_t)slot * p.ring_size + place % p.ring_size;
+      to = p.ring + ((at_ring * 2 + r - GROUP) * p.kv_heads + kv_head) * DIM;
     }
     if (r < GROUP || (p.ring && real))
 #pragma unroll
