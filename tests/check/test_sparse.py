@@ -5,6 +5,8 @@ import torch
 
 from onegraph.check import Report, check_step
 from onegraph.check.live.recorder import stored
+from onegraph.check.simulate.frames import Roots
+from onegraph.check.simulate.state import Snapshot
 
 RING = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
 
@@ -70,6 +72,13 @@ def test_a_matrix_made_of_a_dense_one_counts_on_the_host():
 
 def test_a_sparse_matrix_copied_in_the_step_is_a_pageable_copy():
     assert checked(lambda: lambda x: coalesced().to("cuda") @ x).codes == {"CG102"}
+
+
+def test_what_a_step_holds_is_seen_by_its_values():
+    matrix, rows = coalesced(), torch.nested.nested_tensor([torch.ones(2), torch.ones(1)])
+    held = Snapshot(lambda: (matrix, rows), Roots()).tensors
+    assert list(held) == ["matrix"]
+    assert held["matrix"].data_ptr() == matrix.values().data_ptr()
 
 
 def test_live_numbers_no_storage_of_what_has_none():

@@ -32,11 +32,11 @@ _DEVICES = 8
 
 
 class _Dispatch(TorchDispatchMode):
+    supports_higher_order_operators = True
+
     def __init__(self, world: World) -> None:
         super().__init__()
         self.world = world
-
-    supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if isinstance(func, HigherOrderOperator):

@@ -47,7 +47,7 @@ class Snapshot:
             self.storages.setdefault(value.record.number, name)
             return
         if isinstance(value, Tensor):
-            if not torch.nn.parameter.is_lazy(value):  # one that is has no storage yet
+            if not (torch.nn.parameter.is_lazy(value) or value.is_nested):  # no storage yet, or no one shape
                 self.tensors[name] = block(value)
             return
         if isinstance(value, type | types.ModuleType | types.CodeType | torch.dtype | torch.device):
