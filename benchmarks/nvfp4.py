@@ -21,7 +21,7 @@ from onegraph.ops.registry import nbytes
 
 WORKING_SET = 480 << 20  # eight times an H200's L2
 SHAPES = ((4096, 14336), (14336, 4096), (4096, 4096), (4096, 1536), (1024, 32768), (8192, 4096), (1024, 8192))
-EXPERTS = ((256, 4096, 2048, 6), (384, 7168, 3072, 6))  # DeepSeek-V4-Flash, -Pro; fewer of them are held, and rotated
+EXPERTS = ((256, 4096, 2048, 6), (384, 7168, 3072, 6))  # DeepSeek-V4-Flash, -Pro
 DEVICE = torch.device("cuda", 0)
 
 
@@ -51,18 +51,17 @@ def linears(tokens: list[int]) -> Iterator[dict[str, Any]]:
 
 def experts(tokens: list[int]) -> Iterator[dict[str, Any]]:
     for total, dim, wide, top_k in EXPERTS:
-        held = min(total, 64)
-        layer = *weight(held, 2 * wide, dim), *weight(held, dim, wide)
+        layer = *weight(total, 2 * wide, dim), *weight(total, dim, wide)
         for count in tokens:
             x = torch.randn(count, dim, device=DEVICE, dtype=torch.bfloat16)
             gains = torch.full((count, top_k), 1 / top_k, device=DEVICE)
             chosen = [
-                torch.rand(count, held, device=DEVICE).argsort(1)[:, :top_k].int().contiguous() for _ in range(16)
+                torch.rand(count, total, device=DEVICE).argsort(1)[:, :top_k].int().contiguous() for _ in range(16)
             ]
             us = timed([partial(nvfp4_experts, x, c, gains, *layer, 10.0) for c in chosen])
-            each = nbytes(*layer) // held
+            each = nbytes(*layer) // total
             distinct = sum(len(set(c.flatten().tolist())) for c in chosen) / len(chosen)
-            row = {"op": "nvfp4_experts", "dim": dim, "wide": wide, "top_k": top_k, "held": held, "tokens": count}
+            row = {"op": "nvfp4_experts", "dim": dim, "wide": wide, "top_k": top_k, "experts": total, "tokens": count}
             yield row | {"us": us, "bytes": int(distinct * each)}
 
 

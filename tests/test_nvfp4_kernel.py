@@ -244,10 +244,15 @@ def test_two_blocks_of_one_token_fit_on_an_sm(n: int, k: int) -> None:
 
 @pytest.mark.parametrize(("dim", "wide", "top_k"), [(4096, 2048, 7), (7168, 3072, 7)])
 def test_down_fits_beside_gate_up_on_an_sm(dim: int, wide: int, top_k: int) -> None:
-    cuts = nvfp4_one.experts_cuts(1, dim, wide, top_k, 132)
+    cuts = nvfp4_one.experts_cuts(1, dim, wide, 385, top_k, 132)
     assert cuts is not None
     assert cuts[0].shared + cuts[1].shared <= 2 * nvfp4_one.HALF_SM
-    assert nvfp4_one.experts_cuts(1, dim, wide + 16, top_k, 132) is None
+    assert nvfp4_one.experts_cuts(1, dim, wide + 16, 385, top_k, 132) is None
+
+
+def test_experts_that_tokens_share_are_read_once_for_all() -> None:
+    assert nvfp4_one.experts_cuts(16, 4096, 2048, 256, 6, 132) is not None
+    assert nvfp4_one.experts_cuts(16, 4096, 2048, 16, 6, 132) is None
 
 
 @pytest.mark.parametrize("depths", [nvfp4.DEPTHS, nvfp4.LINEAR_DEPTHS])

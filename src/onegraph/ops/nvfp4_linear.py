@@ -279,6 +279,7 @@ nvfp4_experts = register(
         cases=(
             _experts_case(1, 6, 16, 256, 128),
             _experts_case(1, 7, 16, 1024, 512),
+            _experts_case(4, 3, 32, 512, 256),
             _experts_case(3, 2, 4, 128, 64, limit=1.0),
             _experts_case(16, 6, 24, 256, 64),
         ),

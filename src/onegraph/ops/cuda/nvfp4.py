@@ -206,7 +206,7 @@ def experts(
     most = min(min(tokens, 8 * tiles) * top_k, matrices)  # experts of a pass
     sms = _sms(x.device.index)
     hidden, y = x.new_empty(tokens * top_k, wide), torch.empty_like(x)
-    if tokens == 1 and (cuts := nvfp4_one.experts_cuts(1, dim, wide, top_k, sms)):
+    if cuts := nvfp4_one.experts_cuts(tokens, dim, wide, matrices, top_k, sms):
         first, second = (x, gate_up_global, None, experts, weights), (hidden, down_global, None, experts, weights)
         sizes = (tokens, 2 * wide, dim, matrices, top_k), (tokens, dim, wide, matrices, top_k)
         nvfp4_one.run(GATE_UP, gate_up, gate_up_scale, first, hidden, sizes[0], cuts[0], limit)

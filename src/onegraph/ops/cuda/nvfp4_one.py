@@ -1,4 +1,4 @@
-"""NVFP4 linears and routed experts of one token on a GPU: how `nvfp4_one.cu` is cut, and which calls it takes.
+"""NVFP4 linears of one token and experts of few on a GPU: how `nvfp4_one.cu` is cut, and which calls it takes.
 
 Codes and scales come through the copy engine, whose boxes ask for k in multiples of 256. A block leaves room for one of
 the next launch, which fetches its first codes meanwhile. Every launch has as many blocks as the GPU has SMs, also where
@@ -23,6 +23,7 @@ STAGE = UNITS * 2304 + 16  # bytes of shared memory: codes and scales of a stage
 PACE = 300  # nanoseconds between the first stages
 ROUND = 16  # row tiles whose sums a block holds
 HALF_SM, WHOLE_SM = 113 * 1024, 227 * 1024  # bytes of shared memory of each of two blocks on a Hopper SM, and of one
+MOST_TWICE = 1.3  # pairs of a token and an expert for each distinct expert, were all as popular
 LINEAR, GATE_UP, DOWN = 0, 1, 2  # MODE
 
 
@@ -64,17 +65,22 @@ def linear_cut(n: int, k: int, groups: int, sms: int) -> Cut | None:
     return None if k % SLICE else cut(groups * tiles, k // SLICE, 1, tiles, sms, 8, (4, 3, 2), HALF_SM)
 
 
-def experts_cuts(tokens: int, dim: int, wide: int, top_k: int, sms: int) -> tuple[Cut, Cut] | None:
-    """The cuts of gate-up and down of experts, None where another kernel is to take them. Gate-up, whose first codes
-    wait for the choice of experts anyway, takes what down leaves."""
-    if dim % SLICE or wide % SLICE:
+def experts_cuts(tokens: int, dim: int, wide: int, matrices: int, top_k: int, sms: int) -> tuple[Cut, Cut] | None:
+    """The cuts of gate-up and down of experts, None where another kernel is to take them. Every pair of a token and an
+    expert reads that one's weights for itself: not where tokens are bound to choose the same experts.
+
+    Gate-up, whose first codes wait for the choice of experts anyway, takes what one token's down leaves."""
+    pairs = tokens * top_k
+    distinct = matrices * (1 - (1 - 1 / matrices) ** pairs)
+    if dim % SLICE or wide % SLICE or (tokens > 1 and pairs > MOST_TWICE * distinct):
         return None
     tiles, wide_tiles = -(-dim // ROWS), top_k * (wide // 8)
-    down = cut(tokens * tiles, top_k * (wide // SLICE), top_k, tiles, sms, 8, (3, 2), HALF_SM)
+    few = (8, (3, 2), HALF_SM) if tokens == 1 else (16, (8, 6, 4), WHOLE_SM)
+    down = cut(tokens * tiles, top_k * (wide // SLICE), top_k, tiles, sms, *few)
     if down is None:
         return None
-    left = 2 * HALF_SM - down.shared
-    gate_up = cut(tokens * wide_tiles, dim // SLICE, 1, wide_tiles, sms, 16, (6, 4, 2), left)
+    left = 2 * HALF_SM - down.shared if tokens == 1 else WHOLE_SM
+    gate_up = cut(tokens * wide_tiles, dim // SLICE, 1, wide_tiles, sms, 16, (8, 6, 4, 2)[tokens == 1 :], left)
     return None if gate_up is None else (gate_up, down)
 
 
