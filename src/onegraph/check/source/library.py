@@ -95,7 +95,9 @@ GRAD_MODES = frozenset(["no_grad", "enable_grad", "inference_mode", "set_grad_en
 HOST_READS = frozenset(["equal", "allclose", "is_nonzero"])
 """Functions and methods whose result is a Python bool made from device values."""
 
-DATA_SHAPES = frozenset(["nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount"])
+DATA_SHAPES = frozenset(
+    ["nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount", "combinations"]
+)
 
 PAIRS = frozenset(
     [

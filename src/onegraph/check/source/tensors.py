@@ -221,17 +221,19 @@ def _slice(machine: Machine, part: ast.Slice, tensor: Tensor) -> None:
 
 
 def _tensor_index(machine: Machine, part: ast.expr, tensor: Tensor, index: Tensor, store: Value | None) -> None:
-    if not tensor.on_device:
-        return
     sure = tensor.sure and index.sure
     text = short(part)
+    if tensor.on_host and index.on_device and index.rank == 0:
+        machine.report("CG101", part, f"a CPU tensor is indexed by device value `{text}`, which is read", sure=sure)
+    if not tensor.on_device:
+        return
     if index.on_host and index.rank != 0:
         machine.report("CG103", part, f"index `{text}` is a CPU tensor: it is copied to the device", sure=sure)
     elif index.on_device and index.boolean:
         if store is None:
             machine.report("CG104", part, f"the shape of a selection by mask `{text}` depends on data", sure=sure)
-        elif isinstance(store, Tensor) and store.rank != 0:
-            sure = sure and store.rank is not None
+        elif isinstance(store, Tensor) and (store.on_device or store.rank != 0):  # a number of the host is filled in
+            sure = sure and (store.on_device or store.rank is not None)
             machine.report(
                 "CG104", part, f"assigning a tensor under mask `{text}` looks for its true places", sure=sure
             )
