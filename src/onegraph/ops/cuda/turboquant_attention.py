@@ -21,7 +21,7 @@ SOURCE = Path(__file__).with_name("turboquant_attention.cu")
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 MAX_DIM, MAX_BATCH = 256, 1024
 SM_SHARED = 228 * 1024  # bytes of an SM, 1024 of them reserved for each block
-LEAST = 4  # tiles of 32 tokens that a split has at least
+TILE, LEAST = 32, 4  # tokens; tiles that a split has at least
 MAX_STAGES = 4
 SHORT = 4096  # tokens of a row at most, for which the splits of a sequence are the blocks of a cluster, in one launch
 CLUSTERS = (2, 4, 8)
@@ -166,7 +166,7 @@ def attend(
     cluster = _cluster(pairs, variant.per_sm) if reach <= SHORT else 0
     if cluster < min(rows, length * group):  # else a block would merge several queries
         cluster = 0
-    limit = pairs * cluster or _limit(pairs, blocks)
+    limit = pairs * cluster or min(_limit(pairs, blocks), pairs * -(-reach // (TILE * LEAST)))
     items = max(limit, pairs)
     ring_tiles = -(-near.ring.shape[1] // PLACES) if near else 0
     results = (items + pairs * ring_tiles) * rows
@@ -189,8 +189,7 @@ def attend(
         if cluster:
             together.launch((kv_heads * cluster, batch * row_tiles, 1), threads, shared, cluster, stream, arguments)
             return out, lse
-        grid = (blocks if near else min(blocks, items), 1, 1)
-        kernel.launch(grid, threads, shared, 1, stream, arguments)
+        kernel.launch((min(blocks, items), 1, 1), threads, shared, 1, stream, arguments)
         queries = batch * length * heads
         merged = 4 if queries >= MANY else 1  # by a block, which reads the rotation once
         parts = 8 + merged + 512 // dim * merged
