@@ -86,7 +86,8 @@ class TurboQuantBackend(AttentionBackend):
 class TurboQuantMetadata(AttentionMetadata):
     """A step's batch: `decodes` requests of one token come first, then `prefills`.
 
-    page [T, 1], place [T], real [T]: where each token is written, and whether it is (int32).
+    page [T, 1], place [T], real [T]: where each token is written, and whether it is (int32). Not set for decodes alone
+    whose qkv comes as it is: block_table and positions say it too.
     block_table [B, P], positions [B], counts [B]: which keys each request sees (int32).
     prefills: (request, first token, last token, tokens that the request holds afterwards at most) of each.
     """
@@ -119,19 +120,22 @@ class TurboQuantBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
         self._positions = torch.zeros(rows, dtype=torch.int32, device=device)
         self._counts = torch.zeros(rows, dtype=torch.int32, device=device)
         _constants(kv_cache_spec.head_size, _rate(), vllm_config.model_config.dtype, device)
+        layers = vllm_config.compilation_config.static_forward_context
+        self._turns = all(layers[name].impl.rope is not None for name in layer_names)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> TurboQuantMetadata:
         batch = common_attn_metadata
         tokens, rows, size = batch.num_actual_tokens, batch.num_reqs, self.kv_cache_spec.block_size
-        slots = batch.slot_mapping[:tokens]  # page * size + place, -1 for padding
-        self._page[:tokens, 0].copy_(slots // size)
-        self._place[:tokens].copy_(slots % size)
-        self._real[:tokens].copy_(slots >= 0)
         starts = batch.query_start_loc[: rows + 1]
         torch.sub(starts[1:], starts[:-1], out=self._counts[:rows])
         torch.sub(batch.seq_lens[:rows], self._counts[:rows], out=self._positions[:rows])
 
         decodes, prefills, _, _ = split_decodes_and_prefills(batch, decode_threshold=1)
+        if prefills or not self._turns:
+            slots = batch.slot_mapping[:tokens]  # page * size + place, -1 for padding
+            self._page[:tokens, 0].copy_(slots // size)
+            self._place[:tokens].copy_(slots % size)
+            self._real[:tokens].copy_(slots >= 0)
         found = []
         if prefills:
             bounds, lengths = batch.query_start_loc_cpu.tolist(), batch.seq_lens_cpu_upper_bound.tolist()

@@ -109,16 +109,12 @@ class E8PEmbeddingMethod(QuantizeMethodBase):
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., k] -> logits [..., padded vocabulary]; the padding's are zero, and vLLM drops them."""
         n, padded = layer.onegraph_used, layer.codes.shape[0]
-        residual = _residual(layer)
-        logits = e8p_linear.overload(
-            x.contiguous(),
-            layer.codes[:n],
-            None if residual is None else residual[:n],
-            layer.codebook,
-            layer.in_scale[0],
-            layer.out_scale[:n],
-            None if bias is None else bias[:n],
-            self.bits,
+        rows: tuple[Any, ...] = layer.codes, _residual(layer), layer.out_scale, bias
+        if n < padded:
+            rows = tuple(None if tensor is None else tensor[:n] for tensor in rows)
+        codes, residual, out_scale, bias = rows
+        logits: Tensor = e8p_linear.overload(
+            x.contiguous(), codes, residual, layer.codebook, layer.in_scale[0], out_scale, bias, self.bits
         )
         return logits if n == padded else nn.functional.pad(logits, (0, padded - n))
 
