@@ -80,6 +80,8 @@ def take_over(attention: Any) -> None:
         or getattr(attention, "qk_norm", False)
         or getattr(attention, "do_llama_4_scaling", False)
         or attention.attn.kv_sharing_target_layer_name is not None
+        or attention.attn.attn_type != "decoder"  # an encoder's keys and values stand in no cache
+        or attention.attn.impl.dcp_world_size * attention.attn.impl.pcp_world_size > 1  # ranks that exchange them
     ):
         return
     backend = type(attention.attn.impl).__name__
