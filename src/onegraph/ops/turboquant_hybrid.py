@@ -15,11 +15,13 @@ from onegraph.ops.registry import Case, Op, nbytes, register
 from onegraph.ops.turboquant_attention import case, turboquant_attention
 
 
-def _parts(*args: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The arguments of `turboquant_attention`, and those of `recent_attention` without the history."""
+def _parts(*args: Any, at: Tensor | None = None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The arguments of `turboquant_attention`, at positions `at`, else those before the window, and those of
+    `recent_attention` without the history."""
     q, cache, table, positions, counts, ring, slots, rotation, projection, *codes, scale, window, spare, limit = args
     older = max(limit - window, 0)
-    coded = (q, cache, table, positions - window, counts, None, None, projection, *codes[:2], None, *codes[2:])
+    before = positions - window if at is None else at
+    coded = (q, cache, table, before, counts, None, None, projection, *codes[:2], None, *codes[2:])
     return (*coded, scale, older), (q, ring, slots, positions, rotation, scale, window, spare, limit)
 
 
@@ -55,7 +57,7 @@ def _check(*args: Any) -> None:
             f"turboquant_hybrid: window is {window}, limit {limit}; window must be 1 or more and limit 0 or beyond it "
             "(within the window recent_attention is enough)"
         )
-    coded, recent = _parts(*args)
+    coded, recent = _parts(*args, at=args[3])  # a check launches nothing: the step that it stands in may be captured
     assert turboquant_attention.check is not None
     assert recent_attention.check is not None
     turboquant_attention.check(*coded)
