@@ -36,7 +36,7 @@ constexpr float LEVELS = INTEGER ? 32512.f : 2048.f;  // of the largest activati
 
 struct __align__(64) TensorMap { u64 words[16]; };
 struct Arguments {
-  TensorMap codes_map;      // of codes, boxes of 16 rows x 256 columns; COPY 1
+  TensorMap codes_map;      // of codes, boxes of GROUP * 16 rows x 256 columns; COPY 1
   TensorMap residual_map;   // ... of residual
   const u16* x;             // [tokens, k]
   const u8* codes;          // int16 [n, k/8]
@@ -182,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) e8p_linear(const __grid_con
   const int turns = rows / 16 / down;
   Ring<COPY> codes_ring(p, shared.full[warp], ring, start, end, tile_row, row_warp, rows / 16, lane);
 #pragma unroll
-  for (int d = 0; d < DEPTH; d++) codes_ring.fetch(d);
+  for (int d = 0; d < DEPTH / GROUP; d++) codes_ring.fetch(d);
   if (cluster > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   const float4 zeros = make_float4(0.f, 0.f, 0.f, 0.f);
   const bool once = p.per_block <= p.across;  // each sum is written by one warp, one time
@@ -201,21 +201,22 @@ extern "C" __global__ void __launch_bounds__(512, 1) e8p_linear(const __grid_con
   Product product;
   for (int slice = start; slice < end; slice += p.across) {
     gather(product, p, slice, start, chunk, tokens, in_scale, exchange, lane);
-    int at[TILES][OWN], forward[TILES][OWN];  // where the sums of a lane's tokens are; those of no token go to `spare`
+    int at[TILES][OWN], to_next[TILES][OWN];  // where the sums of a lane's tokens are; those of no token go to `spare`
 #pragma unroll
     for (int j = 0; j < TILES; j++)
 #pragma unroll
       for (int e = 0; e < OWN; e++) {
         const int token = INTEGER ? t : j * 8 + t * 2 + e;
-        at[j][e] = token < tokens ? (column_warp * tokens + token) * pitch + row_warp * 16 + g : spare;
-        forward[j][e] = token < tokens ? down * 16 : 0;
+        at[j][e] = token < tokens ? (column_warp * tokens + token) * pitch + row_warp * (16 * GROUP) + g : spare;
+        to_next[j][e] = token < tokens ? 16 : 0;
       }
 #pragma unroll 1
     for (int turn = 0; turn < turns; turn += GROUP) {
+      const u8* const from = codes_ring.take();
       Codes codes[GROUP];
       typename Product::Sums acc[GROUP];
 #pragma unroll
-      for (int u = 0; u < GROUP; u++) codes[u] = codes_ring.take(u), Product::clear(acc[u]);
+      for (int u = 0; u < GROUP; u++) codes[u] = codes_at(from, u, lane), Product::clear(acc[u]);
 #pragma unroll
       for (int u = 0; u < GROUP; u++) {
         product.template multiply<0>(acc[u], codes[u], bank);
@@ -234,11 +235,11 @@ extern "C" __global__ void __launch_bounds__(512, 1) e8p_linear(const __grid_con
         for (int j = 0; j < TILES; j++)
 #pragma unroll
           for (int e = 0; e < OWN; e++) {
-            float* sum = partial + at[j][e];
+            float* sum = partial + at[j][e] + u * to_next[j][e];
             const float top = product.result(acc[u], j, e, 0), low = product.result(acc[u], j, e, 1);
             sum[0] = once ? top : sum[0] + top;
             sum[8] = once ? low : sum[8] + low;
-            at[j][e] += forward[j][e];
+            if (u == GROUP - 1) at[j][e] += to_next[j][e] * (GROUP * down);
           }
     }
   }

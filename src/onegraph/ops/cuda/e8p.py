@@ -223,9 +223,10 @@ def _launch(
     shape = tokens, n, k, cut.across, cut.down, -(-256 // cut.across), cut.slices, cut.per_block, cut.blocks
     maps = NO_MAPS
     if engine:
-        maps = build.tensor_map(pointers[1], n, k // 4, 16, 64)
+        rows = 16 * cut.group(bits)
+        maps = build.tensor_map(pointers[1], n, k // 4, rows, 64)
         width = 8 if bits == 3 else 4  # columns that a byte of the residual stands for
-        maps += maps if bits == 2 else build.tensor_map(pointers[2], n, k // width, 16, 256 // width)
+        maps += maps if bits == 2 else build.tensor_map(pointers[2], n, k // width, rows, 256 // width)
     arguments = maps + struct.pack("11Q9i2f2i52x", *pointers, *shape, norm, *options)
     stream = torch._C._cuda_getCurrentRawStream(device)
     if chunk > 4:

@@ -9,14 +9,19 @@ struct Codes {
 
 constexpr int SLOT = BITS == 2 ? 1024 : BITS == 3 ? 1536 : 2048;  // bytes of a row tile's codes
 
-// A lane's codes of the row tile in a slot; `at` is 16 bytes behind the slot's start for each lane below.
-__device__ __forceinline__ Codes codes_at(const u8* at, int lane) {
+// A lane's codes of the u-th of GROUP row tiles, whose residual codes lie behind the codes of all; `at` is 16 bytes behind
+// their start for each lane below.
+__device__ __forceinline__ Codes codes_at(const u8* at, int u, int lane) {
+  const u8* const rest = at + GROUP * 1024;
   Codes c;
+  at += u * 1024;
   c.first[0] = *(const uint4*)at, c.first[1] = *(const uint4*)(at + 512);
-  if (BITS == 4) c.second[0] = *(const uint4*)(at + 1024), c.second[BITS == 4] = *(const uint4*)(at + 1536);
+  if (BITS == 4) {
+    c.second[0] = *(const uint4*)(rest + u * 1024), c.second[BITS == 4] = *(const uint4*)(rest + u * 1024 + 512);
+  }
   if (BITS == 3) {
-    c.small[0] = *(const uint2*)(at + 1024 - lane * 8);
-    c.small[BITS == 3] = *(const uint2*)(at + 1280 - lane * 8);
+    c.small[0] = *(const uint2*)(rest + u * 512 - lane * 8);
+    c.small[BITS == 3] = *(const uint2*)(rest + u * 512 + 256 - lane * 8);
   }
   return c;
 }
@@ -28,8 +33,8 @@ __device__ __forceinline__ void copy8(u32 to, const u8* from, bool real) {
   asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 8, %2;" :: "r"(to), "l"(from), "r"(real ? 8 : 0) : "memory");
 }
 
-// What a warp has under way. COPY 1: the copy engine takes a row tile at a time; COPY 0: each lane copies what it reads
-// itself, where a row of the residual is no multiple of 16 bytes.
+// What a warp has under way. COPY 1: the copy engine takes GROUP row tiles at a time, one below the other; COPY 0: each lane
+// copies what it reads itself, where a row of the residual is no multiple of 16 bytes.
 template <bool> struct Ring;
 template <> struct Ring<true> {
   const Arguments& p;
@@ -43,9 +48,9 @@ template <> struct Ring<true> {
     full = (u32)__cvta_generic_to_shared(barriers), slots = (u32)__cvta_generic_to_shared(ring);
     read = ring + lane * 16;
     column = start * 64, end_column = end * 64;
-    row = first_row = tile_row + row_warp * 16, rows_end = tile_row + row_tiles * 16;
+    row = first_row = tile_row + row_warp * (16 * GROUP), rows_end = tile_row + row_tiles * 16;
     if (leader) {
-      for (int d = 0; d < DEPTH; d++)
+      for (int d = 0; d < DEPTH / GROUP; d++)
         asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(full + 8 * d) : "memory");
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -59,30 +64,29 @@ template <> struct Ring<true> {
   }
   __device__ __forceinline__ void fetch(int at) {
     if (leader && column < end_column) {
-      const u32 barrier = full + 8 * at, to = slots + at * SLOT;
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(SLOT) : "memory");
+      const u32 barrier = full + 8 * at, to = slots + at * (GROUP * SLOT);
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(GROUP * SLOT) : "memory");
       box(to, p.codes_map, column, row, barrier);
-      if (BITS == 4) box(to + 1024, p.residual_map, column, row, barrier);
-      if (BITS == 3) box(to + 1024, p.residual_map, column / 2, row, barrier);
+      if (BITS == 4) box(to + GROUP * 1024, p.residual_map, column, row, barrier);
+      if (BITS == 3) box(to + GROUP * 1024, p.residual_map, column / 2, row, barrier);
     }
-    row += p.down * 16;
+    row += p.down * (16 * GROUP);
     if (row >= rows_end) row = first_row, column += p.across * 64;
   }
-  __device__ __forceinline__ Codes take(int u) {
+  __device__ __forceinline__ const u8* take() {
     asm volatile(
         "{\n.reg .pred P;\nAGAIN: mbarrier.try_wait.parity.shared::cta.b64 P, [%0], %1;\n@P bra DONE;\nbra AGAIN;\nDONE:\n}"
-        :: "r"(full + 8 * (slot + u)), "r"(phase) : "memory");
-    return codes_at(read + (slot + u) * SLOT, threadIdx.x % 32);
+        :: "r"(full + 8 * slot), "r"(phase) : "memory");
+    return read + slot * (GROUP * SLOT);
   }
   __device__ __forceinline__ void refill() {
     __syncwarp();
-#pragma unroll
-    for (int u = 0; u < GROUP; u++) fetch(slot + u);
-    slot += GROUP;
-    if (slot == DEPTH) slot = 0, phase ^= 1;
+    fetch(slot);
+    if (++slot == DEPTH / GROUP) slot = 0, phase ^= 1;
   }
 };
 template <> struct Ring<false> {
+  static_assert(COPY || GROUP == 1, "a lane copies single row tiles");
   const Arguments& p;
   u32 to;
   const u8 *read, *codes, *rest;
@@ -117,14 +121,12 @@ template <> struct Ring<false> {
     tile += p.down;
     if (tile >= row_tiles) tile = first_tile, slice += p.across;
   }
-  __device__ __forceinline__ Codes take(int u) {
-    if (u == 0) asm volatile("cp.async.wait_group %0;" :: "n"(DEPTH - GROUP) : "memory");
-    return codes_at(read + (slot + u) * SLOT, lane);
+  __device__ __forceinline__ const u8* take() {
+    asm volatile("cp.async.wait_group %0;" :: "n"(DEPTH - 1) : "memory");
+    return read + slot * SLOT;
   }
   __device__ __forceinline__ void refill() {
-#pragma unroll
-    for (int u = 0; u < GROUP; u++) fetch(slot + u);
-    slot += GROUP;
-    if (slot == DEPTH) slot = 0;
+    fetch(slot);
+    if (++slot == DEPTH) slot = 0;
   }
 };
