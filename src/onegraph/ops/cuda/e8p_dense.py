@@ -15,7 +15,7 @@ from torch import Tensor
 from onegraph.ops.cuda import build
 
 SOURCE = Path(__file__).with_name("e8p_dense.cu")
-LEAST_TOKENS = 768  # fewer are quicker through e8p_many.cu (benchmarks/results/prefill-h200.jsonl)
+LEAST_TOKENS = 1280  # up to 1024 are quicker through e8p_many.cu (benchmarks/results/e8p-few-variants-h200.jsonl)
 STRIP_BYTES = 128 << 20  # of the weight at a time
 AT_ONCE = 4096  # tokens whose float32 product is kept
 THREADS, ROWS, SLICE = 128, 128, 256  # as in the kernel

@@ -24,7 +24,7 @@ constexpr int BLOCKS = TILE_ROWS / ROWS;        // of the output's rotation
 constexpr int PITCH = TILE_ROWS + 8;            // floats of a token's sums: other banks for each of a lane's tokens
 constexpr int WARPS = GROUPS * 4;
 // Two stages are a product each, or, for many tokens, added to bytes first: more instructions and half the products.
-constexpr bool MERGED = STAGES == 2 && TOKENS >= 64;
+constexpr bool MERGED = STAGES == 2 && TOKENS >= 32;
 constexpr int SETS = MERGED ? 1 : STAGES;       // of sums
 constexpr u32 RATIO = BITS == 4 ? 4 : 2, NIBBLES = 0x0F0F0F0Fu;
 constexpr int SLOT = BITS == 2 ? 1024 : BITS == 3 ? 1536 : 2048;  // bytes of 16 rows' codes of a slice

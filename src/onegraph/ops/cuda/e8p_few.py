@@ -54,7 +54,7 @@ def form(bits: int, tokens: int) -> Form:
     if tokens <= 16:
         return Form(8 if tokens <= 8 else 16, 4, depth, 12 if bits == 3 else 16)
     if tokens <= 32:
-        return Form(32, 4 if bits == 2 else 2, depth, 8)
+        return Form(32, 4, depth, 6 if bits == 3 else 8)
     return Form(64, 2, depth, 4 if bits == 3 else 6)
 
 
