@@ -124,3 +124,20 @@ def test_live_notes_a_backward_pass_through_work_of_before_and_puts_torch_back()
         call_step(lambda: old.backward(), ())
     assert [s.code for s in recorder.sightings] == ["CG306"]
     assert [dict(vars(owner)) for owner in owners] == before
+
+
+def test_live_takes_gradients_of_gradients_for_work_of_the_step():
+    """Their nodes are numbered by the threads of torch's engine, from one on."""
+    recorder = Recorder(call_step.__code__, frames.Roots(), Numbers())
+    recorder.step = Step(1)
+    x = torch.ones(2, requires_grad=True)
+    recorder.first_node = torch._C._autograd._get_sequence_nr()
+
+    def step():
+        (first,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
+        recorder.first_node = 2**40  # as if the nodes of `first` had been numbered elsewhere
+        return torch.autograd.grad(first.sum(), x)
+
+    with calls_noted(recorder):
+        call_step(step, ())
+    assert recorder.sightings == []

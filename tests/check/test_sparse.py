@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from onegraph.check import Report, check_step
-from onegraph.check.live.recorder import stored
+from onegraph.check.live.recorder import of_call, stored
 from onegraph.check.simulate.frames import Roots
 from onegraph.check.simulate.state import Snapshot
 
@@ -84,3 +84,17 @@ def test_what_a_step_holds_is_seen_by_its_values():
 def test_live_numbers_no_storage_of_what_has_none():
     rows = torch.nested.nested_tensor([torch.ones(2), torch.ones(1)])
     assert [stored(t) for t in (torch.ones(2), coalesced(), coalesced().to_sparse_csr(), rows)] == [True] + 3 * [False]
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("y = torch.sparse_coo_tensor(ring, x[0], (4, 4)) @ x", "CG105"),
+        ("y = x + torch.as_tensor([1.0])", "CG102"),
+        ("y = x + x.new_tensor([1.0])", "CG102"),
+    ],
+)
+def test_live_reads_in_the_line_what_it_asks_for(monkeypatch, line, code):
+    monkeypatch.setattr("onegraph.check.simulate.frames.linecache.getline", lambda *_: line)
+    compiled = compile("x", f"/{code}{len(line)}.py", "exec")
+    assert of_call(((compiled, 0),), Roots(), "aten::op").code == code

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from onegraph.check.live.buffers import copy, junk, poison
 from onegraph.check.live.buffers import static as static_of
 from onegraph.check.live.failure import blame, first_error, recover
-from onegraph.check.live.recorder import Numbers, Recorder
+from onegraph.check.live.recorder import Numbers, Recorder, stored
 from onegraph.check.live.watch import call_step, calls_noted
 from onegraph.check.report import SILENT, CheckError, Origin, Report, Severity
 from onegraph.check.simulate import frames
@@ -127,6 +127,10 @@ class _Live:
             outputs = list(result) if isinstance(result, tuple | list) else [result]
             if not outputs or not all(isinstance(o, Tensor) for o in outputs):
                 raise CheckError(f"step {index}: returned {_kind(result)}, allowed a tensor or a tuple of tensors")
+            if not all(stored(o) for o in outputs):
+                raise CheckError(
+                    f"step {index}: returned a sparse or nested tensor, allowed dense ones: return .values()"
+                )
             after = Snapshot(step, self.roots)
             self.changed[index] = changes(before, after)
             self.types.update(after.types)
@@ -256,7 +260,8 @@ class _Live:
         found = [t for name, t in _tensors(step, self.roots).items() if name in changed]
         found += [t for reference in self.recorder.written if (t := reference()) is not None]
         found += [t for t in tree_leaves(static) if isinstance(t, Tensor) and t.is_cuda]
-        tensors = [t for t in {id(t): t for t in found}.values() if torch._debug_has_internal_overlap(t) != 1]
+        found = [t for t in {id(t): t for t in found}.values() if stored(t)]
+        tensors = [t for t in found if torch._debug_has_internal_overlap(t) != 1]
         if 2 * sum(t.nbytes for t in tensors) > torch.cuda.mem_get_info()[0]:
             return None
         with torch.inference_mode(False):

@@ -39,7 +39,8 @@ def calls_noted(recorder: Recorder) -> Iterator[None]:
         return seed
 
     def backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        old = stale(outputs, recorder.first_node)
+        old = "" if recorder.second_order else stale(outputs, recorder.first_node)
+        recorder.second_order |= bool(args[2] if len(args) > 2 else kwargs.get("create_graph"))
         chain = frames.chain(call_step.__code__, 2)
         if old and chain:
             text = f"the backward pass goes through {old}, whose forward ran before the step"

@@ -132,7 +132,10 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
 @functools.cache
 def composed(func: Any) -> bool:
     """Whether an op is made of others (item, where, to, ...): in inference mode torch hands it over as a whole."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
+    try:
+        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
+    except RuntimeError:  # a property (dim, size) of a tensor written in Python, which is no op of the dispatcher
+        return False
 
 
 def eagerly(func: HigherOrderOperator) -> Callable[..., Any]:
