@@ -197,7 +197,7 @@ def test_same_bits_each_time_and_in_a_graph(bits: int, tokens: int) -> None:
 
 @gpu
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
-    """Within one kernel, that is for 1 to 4, 5 to 8 and 9 to 64 tokens."""
+    """Within one kernel, that is for 1 to 4, 5 to 8, 9 to 16, 17 to 32 and 33 to 64 tokens."""
     x, *rest = _arguments(16, 1536, 576, 3)
     whole = cuda_e8p.linear(x, *rest)
     assert torch.equal(cuda_e8p.linear(x[:9], *rest), whole[:9])
