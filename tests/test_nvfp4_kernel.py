@@ -155,8 +155,7 @@ def run_one(
     *,
     groups: int = 1,
     limit: float = 0.0,
-    warps: int = 8,
-    depth: int = 3,
+    depth: int = 4,
 ) -> Tensor:
     """One mode of `nvfp4_one.cu` over `blocks` blocks, two row tiles at a time."""
     tokens, n, k, _, top_k = sizes
@@ -164,9 +163,9 @@ def run_one(
     inner = top_k if mode == nvfp4_one.DOWN else 1
     rows = groups if mode == nvfp4_one.LINEAR else tokens
     slices = k // nvfp4_one.SLICE * inner
-    cut = nvfp4_one.cut(rows * each, slices, inner, each, blocks, warps, (depth,), nvfp4_one.WHOLE_SM)
+    cut = nvfp4_one.cut(rows * each, slices, inner, each, blocks)
     assert cut is not None
-    half = int(tensors[0].dtype == torch.float16)
+    half, warps = int(tensors[0].dtype == torch.float16), nvfp4_one.WARPS
     program = build(ONE=1, HALF=half, MODE=mode, WARPS=warps, DEPTH=depth, PACE=nvfp4_one.PACE)
     numbers = tokens * (groups * n if mode == nvfp4_one.LINEAR else top_k * n // 2 if mode == nvfp4_one.GATE_UP else n)
     options = {"across": min(2, cut.round), "hold": cut.hold, "span": cut.span, "limit": limit}
@@ -176,10 +175,10 @@ def run_one(
 @pytest.mark.parametrize(
     ("groups", "n", "k", "dtype", "blocks"),
     [
-        (1, 100, 512, torch.bfloat16, 2),  # rows beyond the last; two slices for eight warps
+        (1, 100, 512, torch.bfloat16, 2),  # rows beyond the last; two slices for sixteen warps
         (1, 16, 256, torch.float16, 3),  # one unit
         (3, 32, 768, torch.bfloat16, 2),
-        (1, 64, 2304, torch.bfloat16, 1),  # nine slices: warps begin a tile at different ones
+        (1, 64, 2304, torch.bfloat16, 1),  # nine slices: sixteen warps begin in different tiles
     ],
 )
 def test_linear_of_one_token(build, groups: int, n: int, k: int, dtype: torch.dtype, blocks: int) -> None:
@@ -227,32 +226,24 @@ def test_experts_of_few_tokens(
     gate_up = random_weight((experts, 2 * wide, dim), "cpu", rng(3))
     down = random_weight((experts, dim, wide), "cpu", rng(4))
     tensors, sizes = [x, *gate_up, None, chosen, gains], (tokens, 2 * wide, dim, experts, top_k)
-    hidden = run_one(build, nvfp4_one.GATE_UP, tensors, sizes, blocks, limit=2.0, warps=16, depth=4)
+    hidden = run_one(build, nvfp4_one.GATE_UP, tensors, sizes, blocks, limit=2.0, depth=2)
     tensors, sizes = [hidden, *down, None, chosen, gains], (tokens, dim, wide, experts, top_k)
     got = run_one(build, nvfp4_one.DOWN, tensors, sizes, blocks)
     check(got.view(tokens, dim), nvfp4_experts(x.float(), chosen, gains, *gate_up, *down, 2.0))
 
 
 @pytest.mark.parametrize(("n", "k"), [(4096, 14336), (14336, 4096), (16, 256), (129280, 7168), (1536, 1024)])
-def test_two_blocks_of_one_token_fit_on_an_sm(n: int, k: int) -> None:
+def test_a_cut_of_one_token_covers_its_shape(n: int, k: int) -> None:
     cut = nvfp4_one.linear_cut(n, k, 1, 132)
     assert cut is not None
-    assert cut.shared <= nvfp4_one.HALF_SM
     assert cut.blocks * cut.hold >= -(-n // nvfp4_one.ROWS)
     assert nvfp4_one.linear_cut(n, k + 64, 1, 132) is None
 
 
-@pytest.mark.parametrize(("dim", "wide", "top_k"), [(4096, 2048, 7), (7168, 3072, 7)])
-def test_down_fits_beside_gate_up_on_an_sm(dim: int, wide: int, top_k: int) -> None:
-    cuts = nvfp4_one.experts_cuts(1, dim, wide, 385, top_k, 132)
-    assert cuts is not None
-    assert cuts[0].shared + cuts[1].shared <= 2 * nvfp4_one.HALF_SM
-    assert nvfp4_one.experts_cuts(1, dim, wide + 16, 385, top_k, 132) is None
-
-
-def test_experts_that_tokens_share_are_read_once_for_all() -> None:
-    assert nvfp4_one.experts_cuts(16, 4096, 2048, 256, 6, 132) is not None
-    assert nvfp4_one.experts_cuts(16, 4096, 2048, 16, 6, 132) is None
+@pytest.mark.parametrize(("dim", "wide"), [(4096, 2048), (7168, 3072)])
+def test_experts_of_v4_fit(dim: int, wide: int) -> None:
+    assert nvfp4_one.experts_cuts(1, dim, wide, 7, 132) is not None
+    assert nvfp4_one.experts_cuts(1, dim, wide + 16, 7, 132) is None
 
 
 @pytest.mark.parametrize("depths", [nvfp4.DEPTHS, nvfp4.LINEAR_DEPTHS])

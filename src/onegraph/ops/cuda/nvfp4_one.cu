@@ -1,10 +1,9 @@
-// NVFP4 linears for one token and experts of few, weights only: int8 tensor cores on codes that the copy engine brings.
+// NVFP4 linears and routed experts for one token, weights only: int8 tensor cores on codes that the copy engine brings.
 //
 // Cut. A unit is 16 rows by 256 columns; a block owns a run of row tiles, and its warps take the units of these, tile
 // after tile, in turn. Eight units are a stage; one more warp keeps DEPTH stages under way: the copy engine brings codes
-// (swizzled by 128 bytes, against bank conflicts) and scales. A block leaves room for one of the next launch, which
-// fetches its first stages before it waits for this one's result: memory is busy while one ends and the other begins.
-// So every launch has a block on each SM, if an idle one: of fewer, the next one's would gather in pairs.
+// (swizzled by 128 bytes, against bank conflicts) and scales. Registers allow one block an SM: where two fit, those of the
+// next launch gather in pairs on SMs that this one left free, and the slowest SM sets the time.
 //
 // Experts. A token's choice of an expert is a matrix more of row tiles (gate-up) or of k (down), whoever else chose it.
 //
@@ -18,7 +17,7 @@
 // scales are multiplied in float32.
 //
 // Set when compiled: HALF (1: x and y are float16, 0: bfloat16), MODE (0: linear and grouped linear; 1: gate and up of
-// routed experts with SwiGLU; 2: down of routed experts, weighted and added up), WARPS (that multiply: 8 or 16), DEPTH,
+// routed experts with SwiGLU; 2: down of routed experts, weighted and added up), WARPS (that multiply: 16), DEPTH,
 // PACE (nanoseconds between the first stages).
 
 #include "nvfp4_common.cuh"
@@ -26,7 +25,7 @@
 constexpr int ROWS = 16, SLICE = 256, THREADS = WARPS * 32;
 constexpr int STAGE = 8;  // units; groups of so many warps take turns
 static_assert(DEPTH % (WARPS / STAGE) == 0, "a group would not see every turn of a stage's barriers");
-constexpr int REGISTERS = WARPS == 16 ? 72 : 88;  // of a thread: two blocks fit on an SM, but of sixteen warps only one
+constexpr int REGISTERS = 72;  // of a thread
 constexpr int CODES = ROWS * SLICE / 2, SCALES = ROWS * SLICE / 16;  // bytes of a unit
 constexpr int HALVES = MODE == 1 ? 2 : 1;  // gate-up: a unit is eight gate rows and their eight up rows
 
