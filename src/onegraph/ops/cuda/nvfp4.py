@@ -27,7 +27,6 @@ FEW_TILES = 4  # row tiles of a block, below which activations of more than 8 to
 COLUMNS = 64  # of k, whose scales one copy of four bytes brings: k comes in multiples
 # Above, tokens that choose the same experts would pay for each choice: V4-Flash's step with random weights at 16 tokens
 # takes 22.8 ms so, and 15.4 where an expert is read once for all.
-FEW_TOKENS = 4
 MAX_TOKENS = 32  # above, decoding once is cheaper than reading the codes again for every 16 tokens
 SHARED_LIMIT = 219 * 1024  # bytes of dynamic shared memory: a Hopper block's 227 KB less what routes of experts take
 ALIGNMENT = 16  # bytes, of every pointer
@@ -209,7 +208,7 @@ def experts(
     most = min(min(tokens, 8 * tiles) * top_k, matrices)  # experts of a pass
     sms = _sms(x.device.index)
     hidden, y = x.new_empty(tokens * top_k, wide), torch.empty_like(x)
-    if tokens <= FEW_TOKENS and (cuts := nvfp4_one.experts_cuts(tokens, dim, wide, matrices, top_k, sms)):
+    if tokens == 1 and (cuts := nvfp4_one.experts_cuts(tokens, dim, wide, top_k, sms)):
         first, second = (x, gate_up_global, None, experts, weights), (hidden, down_global, None, experts, weights)
         sizes = (tokens, 2 * wide, dim, matrices, top_k), (tokens, dim, wide, matrices, top_k)
         nvfp4_one.run(GATE_UP, gate_up, gate_up_scale, first, hidden, sizes[0], cuts[0], limit)
