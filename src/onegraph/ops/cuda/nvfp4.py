@@ -25,8 +25,6 @@ DEPTHS = (4, 3, 2)  # steps that a warp has under way: of experts the most that 
 LINEAR_DEPTHS = (2,)  # of a linear what measured best
 FEW_TILES = 4  # row tiles of a block, below which activations of more than 8 tokens cost more than codes
 COLUMNS = 64  # of k, whose scales one copy of four bytes brings: k comes in multiples
-# Above, tokens that choose the same experts would pay for each choice: V4-Flash's step with random weights at 16 tokens
-# takes 22.8 ms so, and 15.4 where an expert is read once for all.
 MAX_TOKENS = 32  # above, decoding once is cheaper than reading the codes again for every 16 tokens
 SHARED_LIMIT = 219 * 1024  # bytes of dynamic shared memory: a Hopper block's 227 KB less what routes of experts take
 ALIGNMENT = 16  # bytes, of every pointer
@@ -200,7 +198,8 @@ def experts(
     limit: float,
 ) -> Tensor:
     """x [T, D] -> [T, D]; see `ops.nvfp4_linear.nvfp4_experts`. Two launches: gate, up and SwiGLU; down, weighted and
-    added up in a fixed order. Up to 16 tokens share one reading of an expert's weights."""
+    added up in a fixed order. Up to 16 tokens share one reading of an expert's weights; a single one, which has nothing to
+    share, runs on `nvfp4_one.cu`."""
     (tokens, top_k), matrices, dim, wide = experts.shape, gate_up.shape[0], x.shape[1], gate_up.shape[1] // 2
     # Every copy comes before the first launch: the second reads the experts while the first may still run.
     x, gate_up, gate_up_scale, down, down_scale = map(_aligned, (x, gate_up, gate_up_scale, down, down_scale))
