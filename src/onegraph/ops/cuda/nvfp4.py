@@ -198,8 +198,8 @@ def experts(
     limit: float,
 ) -> Tensor:
     """x [T, D] -> [T, D]; see `ops.nvfp4_linear.nvfp4_experts`. Two launches: gate, up and SwiGLU; down, weighted and
-    added up in a fixed order. Up to 16 tokens share one reading of an expert's weights; a single one, which has nothing to
-    share, runs on `nvfp4_one.cu`."""
+    added up in a fixed order. Up to 16 tokens share one reading of an expert's weights; a single one, which has nothing
+    to share, runs on `nvfp4_one.cu`."""
     (tokens, top_k), matrices, dim, wide = experts.shape, gate_up.shape[0], x.shape[1], gate_up.shape[1] // 2
     # Every copy comes before the first launch: the second reads the experts while the first may still run.
     x, gate_up, gate_up_scale, down, down_scale = map(_aligned, (x, gate_up, gate_up_scale, down, down_scale))
