@@ -61,6 +61,8 @@ def _updated(streams, x, post, comb, token, column, k, dim, H: tl.constexpr):
     for j in tl.static_range(H):
         row = tl.load(streams + (token * H + j) * dim + column, mask=inside, other=0.0).to(tl.float32)
         out += tl.load(comb + (token * H + j) * H + k, mask=k < H, other=0.0)[:, None] * row[None, :]
+    # Several warps read each column, in layouts of the compiler's choice: none may write before all have read.
+    tl.debug_barrier()
     return out.to(streams.dtype.element_ty)
 
 
