@@ -257,3 +257,20 @@ def test_sinkhorn_is_no_launch_of_its_own(iterations: int, monkeypatch: pytest.M
     args = OPS["hyper_mix"].cases[0].make(DEVICE, torch.float32, torch.Generator().manual_seed(0))
     kernels.hyper_mix(*args[:-1], iterations)
     assert launched == ["_dots", "_mix"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [48, 512])
+@pytest.mark.parametrize("name", ["hyper_update", "hyper_update_mix"])
+def test_streams_are_overwritten_when_all_warps_have_read_them(name: str, dim: int) -> None:
+    """Thousands of tokens at once, each of them right: a race shows in some."""
+    op = OPS[name]
+    case = deepseek_hyper._case(name.removeprefix("hyper_"), (4096,), 4, dim)
+    for dtype in (torch.float32, torch.bfloat16):
+        args = case.make(DEVICE, dtype, torch.Generator().manual_seed(0))
+        mine = [a.clone() if isinstance(a, Tensor) else a for a in args]
+        truth = [a.clone() if isinstance(a, Tensor) else a for a in args]
+        got, want = kernel_of(op)(*mine) or (), op.reference(*truth) or ()
+        for a, b in zip((mine[0], *got), (truth[0], *want), strict=True):
+            worst = (a.float() - b.float()).flatten(1).norm(dim=1) / b.float().flatten(1).norm(dim=1)
+            assert float(worst.max()) <= (1e-4 if dtype == torch.float32 else 3e-2)
