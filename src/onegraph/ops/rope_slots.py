@@ -19,10 +19,13 @@ def _rope_slots_write(
     cos, sin = table.index_select(0, positions).float().unsqueeze(1).chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(qkv.dtype)
     count = slots.shape[0]
-    page, place = slots.clamp_min(0) // page_size, slots.clamp_min(0) % page_size
-    real = (slots >= 0).view(-1, 1, 1)
+    real = slots >= 0
+    # Tokens without a slot write what the first one with a slot writes: two values for one place land in any order.
+    source = torch.where(real, torch.arange(count, device=slots.device), real.int().argmax() if count else 0)
+    slot, some = slots[source].clamp_min(0), real.any()
+    page, place = slot // page_size, slot % page_size
     for cache, new in ((keys, turned[:count, heads:]), (values, vectors[:count, heads + kv_heads :].to(qkv.dtype))):
-        cache.index_put_((page, place), torch.where(real, new, cache[page, place]))
+        cache.index_put_((page, place), torch.where(some, new[source], cache[page, place]))
     return turned[:, :heads].reshape(tokens, -1).contiguous()
 
 
