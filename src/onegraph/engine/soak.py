@@ -37,6 +37,10 @@ CHUNK = 256  # tokens at once of the pass from nothing that the state is compare
 # some and of many tokens are different kernels and sum in orders of their own.
 ORDERS = ((96, 16), (33, 0), (4, 0))
 TIMES = 4.0  # drift may be so many times what another order of summation does
+# That itself may be so many units of the dtype's rounding in a typical round: 1.2e-4 in float32, where sound models
+# make 1e-6 to 4e-6 and one whose kernel raced made 1e-3 to 1e-2 (H200, tiny DeepSeek-V4). Below float32 a router's
+# choices set it, and it says nothing.
+ROUNDINGS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,11 +141,13 @@ def soak(
         done += count
         if on_round is not None:
             on_round(this, done)
-    return judge(rounds, GROWTH if engine.device.type == "cpu" else GPU_GROWTH)
+    model: Any = engine.model
+    return judge(rounds, GROWTH if engine.device.type == "cpu" else GPU_GROWTH, torch.finfo(model.dtype).eps)
 
 
-def judge(rounds: Sequence[Round], allowed_growth: int = GROWTH) -> Verdict:
-    """What the rounds say together. Memory is compared within a process, after its first round."""
+def judge(rounds: Sequence[Round], allowed_growth: int = GROWTH, eps: float = 2.0**-23) -> Verdict:
+    """What the rounds say together. Memory is compared within a process, after its first round; `eps` is the rounding
+    of the model's dtype."""
     growth = 0
     for run in {r.run for r in rounds}:
         mine = [r.memory for r in rounds if r.run == run]
@@ -166,6 +172,11 @@ def judge(rounds: Sequence[Round], allowed_growth: int = GROWTH) -> Verdict:
         problems.append(
             f"logits drifted by {typical:.2e} or more in half of the rounds; another order of summation makes "
             f"{noise:.2e} there, {TIMES * noise:.2e} are let pass"
+        )
+    if not (apart := median_low(r.noise for r in rounds)) <= ROUNDINGS * eps:
+        problems.append(
+            f"passes over the same tokens, cut otherwise, differ by {apart:.2e} or more in half of the rounds; "
+            f"rounding makes at most {ROUNDINGS * eps:.1e}: an op gives other results from run to run, or for other shapes"
         )
     if looped > 0.2:
         problems.append(f"{looped:.0%} of a round's tokens were loops of up to {PERIOD} tokens, though they were drawn")
