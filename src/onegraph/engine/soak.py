@@ -176,7 +176,7 @@ def judge(rounds: Sequence[Round], allowed_growth: int = GROWTH, eps: float = 2.
     if not (apart := median_low(r.noise for r in rounds)) <= ROUNDINGS * eps:
         problems.append(
             f"passes over the same tokens, cut otherwise, differ by {apart:.2e} or more in half of the rounds; "
-            f"rounding makes at most {ROUNDINGS * eps:.1e}: an op gives other results from run to run, or for other shapes"
+            f"rounding makes at most {ROUNDINGS * eps:.1e}: some op differs from run to run, or between shapes"
         )
     if looped > 0.2:
         problems.append(f"{looped:.0%} of a round's tokens were loops of up to {PERIOD} tokens, though they were drawn")
