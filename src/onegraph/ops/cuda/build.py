@@ -9,7 +9,8 @@ import ctypes
 import hashlib
 import os
 import tempfile
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -185,7 +186,8 @@ def _encode(
 def load(
     source: Path, defines: Mapping[str, int], names: tuple[str, ...], device: int, shared: int
 ) -> tuple[Kernel, ...]:
-    """The functions `names` of `source` on `device`, whose blocks may take all shared memory, `shared` bytes at least.
+    """The functions `names` of `source` on `device`, whose blocks may take all shared memory, `shared` bytes at least,
+    and whose clusters may be of 16.
 
     Raises BuildError where they cannot be had, RuntimeError inside a capture.
     """
@@ -211,5 +213,16 @@ def load(
             static = check(driver.cuFuncGetAttribute(about.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function))
             limit = about.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             check(driver.cuFuncSetAttribute(function, limit, most - static))
+            check(driver.cuFuncSetAttribute(function, about.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
             kernels.append(Kernel(function, device))
     return tuple(kernels)
+
+
+def usable(build_one: Callable[[], object], otherwise: str = "Triton's are used") -> bool:
+    """Whether kernels can be had: calls `build_one`. Where it raises BuildError, warns of what happens `otherwise`."""
+    try:
+        build_one()
+    except BuildError as error:
+        warnings.warn(f"CUDA kernels of onegraph cannot be built, {otherwise}: {error}", stacklevel=3)
+        return False
+    return True

@@ -1,7 +1,6 @@
 """Launches `decode_attention.cu`; what it does not take goes to Triton's kernel."""
 
 import struct
-import warnings
 from functools import cache
 from pathlib import Path
 
@@ -40,12 +39,7 @@ def _kernel(
 @cache
 def available(device: int) -> bool:
     """Whether the kernel can be built for this GPU; warns once where not."""
-    try:
-        _kernel(False, 128, 4, 16, False, True, 16, device)
-    except build.BuildError as error:
-        warnings.warn(f"the CUDA kernels of onegraph cannot be built, Triton's are used: {error}", stacklevel=2)
-        return False
-    return True
+    return build.usable(lambda: _kernel(False, 128, 4, 16, False, True, 16, device))
 
 
 def shared(dim: int, group: int, warps: int) -> int:

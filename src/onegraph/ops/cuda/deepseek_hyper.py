@@ -1,7 +1,6 @@
 """Launches `deepseek_hyper.cu`; what it does not take goes to Triton's kernels."""
 
 import struct
-import warnings
 from functools import cache
 from pathlib import Path
 
@@ -33,22 +32,13 @@ def takes(streams: Tensor) -> bool:
 @cache
 def _kernel(half: bool, wide: bool, dim: int, device: int) -> build.Kernel:
     defines = {"HALF": int(half), "WIDE": int(wide), "DIM": dim}
-    kernel = build.load(SOURCE, defines, ("hyper_update_mix",), device, 0)[0]
-    driver = build._bindings()[0]
-    large = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
-    build.check(driver.cuFuncSetAttribute(kernel.function, large, 1))
-    return kernel
+    return build.load(SOURCE, defines, ("hyper_update_mix",), device, 0)[0]
 
 
 @cache
 def available(device: int) -> bool:
     """Whether the kernel can be built for this GPU; warns once where not."""
-    try:
-        _kernel(False, True, 4096, device)
-    except build.BuildError as error:
-        warnings.warn(f"the CUDA kernels of onegraph cannot be built, Triton's are used: {error}", stacklevel=2)
-        return False
-    return True
+    return build.usable(lambda: _kernel(False, True, 4096, device))
 
 
 def hyper_update_mix(

@@ -1,7 +1,6 @@
 """Launches `deepseek_index.cu`, the selection behind Triton's scores; where it cannot be built, Triton's follows."""
 
 import struct
-import warnings
 from functools import cache
 from pathlib import Path
 
@@ -22,12 +21,7 @@ def _kernel(per_page: int, device: int) -> build.Kernel:
 @cache
 def available(device: int) -> bool:
     """Whether the kernel can be built for this GPU; warns once where not."""
-    try:
-        _kernel(32, device)
-    except build.BuildError as error:
-        warnings.warn(f"the CUDA kernels of onegraph cannot be built, Triton's are used: {error}", stacklevel=2)
-        return False
-    return True
+    return build.usable(lambda: _kernel(32, device))
 
 
 def select(

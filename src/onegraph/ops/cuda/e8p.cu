@@ -275,14 +275,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) e8p_linear(const __grid_con
     float4 c = make_float4(0.f, 0.f, 0.f, 0.f);
     if (own) {
       if (p.bias) c = *(const float4*)(p.bias + row);
-      if (p.add && p.wide) {
-        const float4 a = *(const float4*)((const float*)p.add + at);
-        c.x += a.x, c.y += a.y, c.z += a.z, c.w += a.w;
-      } else if (p.add) {
-        const uint2 a = *(const uint2*)((const u16*)p.add + at);
-        const float2 lower = widen<HALF>(a.x), upper = widen<HALF>(a.y);
-        c.x += lower.x, c.y += lower.y, c.z += upper.x, c.w += upper.y;
-      }
+      add4(c, p, at);
     }
     float norm = p.norm;
     if (p.eps >= 0.f) {
@@ -302,8 +295,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) e8p_linear(const __grid_con
     if (!own) return;
     v.x = fmaf(v.x * norm, s.x, c.x), v.y = fmaf(v.y * norm, s.y, c.y);
     v.z = fmaf(v.z * norm, s.z, c.z), v.w = fmaf(v.w * norm, s.w, c.w);
-    if (p.wide) *(float4*)((float*)p.y + at) = v;
-    else *(uint2*)((u16*)p.y + at) = make_uint2(narrow<HALF>(v.x, v.y), narrow<HALF>(v.z, v.w));
+    store4(p, at, v);
   };
   auto total = [&](int job) {
     const int b = p.blocks == 1 ? job : job / p.blocks;

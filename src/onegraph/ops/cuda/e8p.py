@@ -6,7 +6,6 @@ everything where it cannot be built, after one warning.
 """
 
 import struct
-import warnings
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -141,12 +140,7 @@ def _kernels(
 @cache
 def available(device: int) -> bool:
     """Whether the kernels can be built for this GPU; warns once where not."""
-    try:
-        _kernels(2, 4, False, DEPTHS[2][0], GROUP[2], True, device)
-    except build.BuildError as error:
-        warnings.warn(f"the CUDA kernels of onegraph cannot be built, Triton's are used: {error}", stacklevel=2)
-        return False
-    return True
+    return build.usable(lambda: _kernels(2, 4, False, DEPTHS[2][0], GROUP[2], True, device))
 
 
 @cache

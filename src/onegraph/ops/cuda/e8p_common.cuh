@@ -95,6 +95,22 @@ __device__ __forceinline__ void rotate(float (&v)[8], const float (&in_scale)[8]
     for (int e = 0; e < 8; e++) v[e] = butterfly(v[e], lane, 8);
 }
 
+// Four results of a row: what is added to them, beside `c`, and their place in y.
+template <class A> __device__ __forceinline__ void add4(float4& c, const A& p, size_t at) {
+  if (p.add && p.wide) {
+    const float4 a = *(const float4*)((const float*)p.add + at);
+    c.x += a.x, c.y += a.y, c.z += a.z, c.w += a.w;
+  } else if (p.add) {
+    const uint2 a = *(const uint2*)((const u16*)p.add + at);
+    const float2 lower = widen<HALF>(a.x), upper = widen<HALF>(a.y);
+    c.x += lower.x, c.y += lower.y, c.z += upper.x, c.w += upper.y;
+  }
+}
+template <class A> __device__ __forceinline__ void store4(const A& p, size_t at, const float4& v) {
+  if (p.wide) *(float4*)((float*)p.y + at) = v;
+  else *(uint2*)((u16*)p.y + at) = make_uint2(narrow<HALF>(v.x, v.y), narrow<HALF>(v.z, v.w));
+}
+
 __device__ __forceinline__ void load8(float (&to)[8], const float* from, bool inside) {
   float4 a = make_float4(0.f, 0.f, 0.f, 0.f), b = a;
   if (inside) a = ((const float4*)from)[0], b = ((const float4*)from)[1];

@@ -8,6 +8,8 @@
 //   e8p_few     GROUPS warpgroups of 64 rows each by TOKENS; the blocks of a cluster share k, and sums meet in their
 //               shared memory. Each warp has a ring of its own rows' codes, one more warp copies activations.
 //
+// Two kernels that agree on one layout of activations, which is why this file is long.
+//
 // Set when compiled: BITS (2, 3, 4), HALF (1: x and y are float16, 0: bfloat16), TOKENS (8, 16, 32 or 64 in one pass),
 // GROUPS (2 or 4), DEPTH (slices of codes that a warp has under way), AHEAD (stages of activations), MOST (slices of
 // 256 columns that a warp of e8p_bytes holds).
@@ -414,14 +416,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 1) e8p_few(const _
       if (own) {
         s = *(const float4*)(p.out_scale + row);
         if (p.bias) c = *(const float4*)(p.bias + row);
-        if (p.add && p.wide) {
-          const float4 b = *(const float4*)((const float*)p.add + at);
-          c.x += b.x, c.y += b.y, c.z += b.z, c.w += b.w;
-        } else if (p.add) {
-          const uint2 b = *(const uint2*)((const u16*)p.add + at);
-          const float2 lower = widen<HALF>(b.x), upper = widen<HALF>(b.y);
-          c.x += lower.x, c.y += lower.y, c.z += upper.x, c.w += upper.y;
-        }
+        add4(c, p, at);
       }
       v.x = fmaf(v.x, scale.x, scale.y), v.y = fmaf(v.y, scale.x, scale.y);
       v.z = fmaf(v.z, scale.x, scale.y), v.w = fmaf(v.w, scale.x, scale.y);
@@ -431,8 +426,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 1) e8p_few(const _
       if (p.n % 128 == 0) across_lanes(v, lane, 16);
       if (!own) continue;
       v.x = fmaf(v.x, s.x, c.x), v.y = fmaf(v.y, s.y, c.y), v.z = fmaf(v.z, s.z, c.z), v.w = fmaf(v.w, s.w, c.w);
-      if (p.wide) *(float4*)((float*)p.y + at) = v;
-      else *(uint2*)((u16*)p.y + at) = make_uint2(narrow<HALF>(v.x, v.y), narrow<HALF>(v.z, v.w));
+      store4(p, at, v);
     }
     if (cluster > 1) sync_cluster(); else sync_consumers();
   }

@@ -9,6 +9,8 @@
 //                splits, partial sums go to memory.
 //   e8p_gather   adds the splits in order, rotates, scales.
 //
+// Three kernels that agree on two layouts, which is why this file is long.
+//
 // Set when compiled: BITS, HALF (1: x and y are float16, 0: bfloat16), TOKENS (32, 64, 128 or 256 a tile), MT (1 or 2
 // times 64 rows a warpgroup), DEPTH (stages of 64 columns), MOST (slices of 256 columns that a warp of e8p_spread
 // holds).
@@ -184,18 +186,10 @@ struct Epilogue {
     if (row >= p.n) return;
     const size_t at = (size_t)token * p.n + row;
     float4 c = bias;
-    if (p.add && p.wide) {
-      const float4 a = *(const float4*)((const float*)p.add + at);
-      c.x += a.x, c.y += a.y, c.z += a.z, c.w += a.w;
-    } else if (p.add) {
-      const uint2 a = *(const uint2*)((const u16*)p.add + at);
-      const float2 lower = widen<HALF>(a.x), upper = widen<HALF>(a.y);
-      c.x += lower.x, c.y += lower.y, c.z += upper.x, c.w += upper.y;
-    }
+    add4(c, p, at);
     v.x = fmaf(v.x, scale.x, c.x), v.y = fmaf(v.y, scale.y, c.y);
     v.z = fmaf(v.z, scale.z, c.z), v.w = fmaf(v.w, scale.w, c.w);
-    if (p.wide) *(float4*)((float*)p.y + at) = v;
-    else *(uint2*)((u16*)p.y + at) = make_uint2(narrow<HALF>(v.x, v.y), narrow<HALF>(v.z, v.w));
+    store4(p, at, v);
   }
 };
 __device__ __forceinline__ float affine(float v, float2 scale) {  // of one product: from nibbles to values

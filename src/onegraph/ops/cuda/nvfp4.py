@@ -6,7 +6,6 @@ multiply through cuBLAS, two launches. What runs how follows from shape, dtype a
 """
 
 import struct
-import warnings
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -81,12 +80,7 @@ def takes_experts(x: Tensor, wide: int, top_k: int) -> bool:
 @cache
 def available(device: int) -> bool:
     """Whether the kernels can be built for this GPU; warns once where not."""
-    try:
-        _kernel(LINEAR, False, 1, LINEAR_DEPTHS[0], device)
-    except build.BuildError as error:
-        warnings.warn(f"the CUDA kernels for NVFP4 cannot be built, torch's are used: {error}", stacklevel=2)
-        return False
-    return True
+    return build.usable(lambda: _kernel(LINEAR, False, 1, LINEAR_DEPTHS[0], device), "torch's are used")
 
 
 @cache

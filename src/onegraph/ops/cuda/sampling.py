@@ -1,7 +1,6 @@
 """Launches `sampling.cu`; what it does not take goes to Triton's kernels."""
 
 import struct
-import warnings
 from functools import cache
 from pathlib import Path
 
@@ -21,22 +20,13 @@ MAX_WIDTH = 1 << 19  # logits of a row: a cluster of 16 holds them in shared mem
 
 @cache
 def _kernel(device: int) -> build.Kernel:
-    kernel = build.load(SOURCE, {}, ("sample",), device, SHARED_LIMIT)[0]
-    driver = build._bindings()[0]
-    large = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
-    build.check(driver.cuFuncSetAttribute(kernel.function, large, 1))
-    return kernel
+    return build.load(SOURCE, {}, ("sample",), device, SHARED_LIMIT)[0]
 
 
 @cache
 def available(device: int) -> bool:
     """Whether the kernel can be built for this GPU; warns once where not."""
-    try:
-        _kernel(device)
-    except build.BuildError as error:
-        warnings.warn(f"the CUDA kernels of onegraph cannot be built, Triton's are used: {error}", stacklevel=2)
-        return False
-    return True
+    return build.usable(lambda: _kernel(device))
 
 
 def cut(rows: int, width: int) -> tuple[int, int, int]:

@@ -7,7 +7,6 @@ little (`SHORT`), it is one launch, the splits of a sequence a cluster of blocks
 
 import math
 import struct
-import warnings
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -93,14 +92,9 @@ def _kernels(variant: Variant, stages: int, device: int) -> tuple[build.Kernel, 
 @cache
 def available(device: int) -> bool:
     """Whether the kernels can be built for this GPU (sm_90 and NVRTC); warns once where not."""
-    try:
-        _kernels(Variant(64, 4, 4, 4, 0, 1), 2, device)
-    except build.BuildError as error:
-        warnings.warn(
-            f"attention from TurboQuant codes runs unfused, its kernel cannot be built: {error}", stacklevel=2
-        )
-        return False
-    return True
+    return build.usable(
+        lambda: _kernels(Variant(64, 4, 4, 4, 0, 1), 2, device), "attention from TurboQuant codes runs unfused"
+    )
 
 
 @cache
