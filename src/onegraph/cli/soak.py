@@ -29,7 +29,8 @@ examples:
   onegraph soak models/DeepSeek-V4-Flash-NVFP4 --gpus 2 --steps 1000 --context 2048 --out out/soak
 
 Each round draws a text until the context is full, and then asks whether the state that all these steps left gives the
-logits that an eager pass over the same text gives from nothing. Memory and the addresses of all storages are watched,
+logits that eager passes over the same text give from nothing; one of them may have a few roundings added, so that it
+falls where the state fell in a tie of a router or an indexer. Memory and the addresses of all storages are watched,
 and texts that go round in circles. --out receives rounds.jsonl, a line a round, and plot.svg; a soak that was stopped,
 by whatever, goes on from there with the same command. Exit status 1: a problem was found.
 """
@@ -79,7 +80,8 @@ def run(args: argparse.Namespace) -> int:
     def say(this: Round, done: int) -> None:
         print(
             f"round {this.number}: {done} of {args.steps} steps, {max(this.memory) / 1e6:.0f} MB, drift "
-            f"{this.drift:.1e} (noise {this.noise:.1e})",
+            f"{this.drift:.1e} (noise {this.noise:.1e})"
+            + (f", {this.plain:.1e} from the first pass, {this.shaken} shaken ones" if this.shaken else ""),
             file=sys.stderr,
         )
 

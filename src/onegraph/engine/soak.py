@@ -1,11 +1,14 @@
 """Thousands of steps, watched: memory, storage addresses, drift of the logits, texts that go round in circles.
 
 A soak is rounds. Each round generates from new prompts, sampled, until the context is full; then the last position's
-logits are computed from the state that all those steps left behind, and again from nothing, by an eager pass over the
-same tokens. What rounding may do to such a difference is measured beside it: passes from nothing that cut the text in
-other pieces, down to a decode step's few tokens, sum in other orders, all along the text. Where a router's near-tie
-falls the other way in one of them, that counts for all rounds; what rounding does in a typical round is compared as
-well, so that a lasting drift does not hide behind one such tie.
+logits are computed from the state that all those steps left behind, and again from nothing, by eager passes over the
+same tokens that cut the text in other pieces, down to a decode step's few tokens, and so sum in other orders all along
+the text. The state must lie as close to one of them as they lie to one another.
+
+A choice (which expert, which entries) that is a tie but for rounding may fall otherwise in the state than in each of
+those passes, and all that follows differs by a thousand roundings. So a state that lies near none of them is compared
+with passes whose embeddings are shaken by a few roundings, which turn such ties over and nothing else: one of them is
+then where the state is, to the last roundings. None is, if the state is wrong.
 
 Each round is one line of a file, written when it is over; rounds depend on their number and on nothing else, so a soak
 that was killed goes on where the file ends.
@@ -14,11 +17,12 @@ that was killed goes on where the file ends.
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import median_low
+from statistics import median, median_low
 from typing import Any
 
 import torch
@@ -37,10 +41,15 @@ CHUNK = 256  # tokens at once of the pass from nothing that the state is compare
 # some and of many tokens are different kernels and sum in orders of their own.
 ORDERS = ((96, 16), (33, 0), (4, 0))
 TIMES = 4.0  # drift may be so many times what another order of summation does
+FLOOR = 1e-5  # and that is taken for no less than this
+QUIET = 1e-4  # up to here it is rounding in a typical round, beyond choices that fell otherwise
 # That itself may be so many units of the dtype's rounding in a typical round: 1.2e-4 in float32, where sound models
 # make 1e-6 to 4e-6 and one whose kernel raced made 1e-3 to 1e-2 (H200, tiny DeepSeek-V4). Below float32 a router's
 # choices set it, and it says nothing.
 ROUNDINGS = 1000
+# Shaken passes of a row at most, and by how many roundings each element in turn: in float32 they lie 1e-6 to 7e-6 from
+# one that is not shaken, and two roundings turned a tie over that a GPU had turned in three passes of eight.
+SHAKEN, SHAKES = 24, (2, 4, 8, 16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +58,10 @@ class Round:
 
     number, steps: of this round. run: which process, counted from 0. memory: bytes of each device (on a CPU of the
     process). moved: storages whose address is not what it was. drift: ‖logits of the state − logits from nothing‖ /
-    ‖the latter‖, the largest of the rows; noise: the largest such difference of passes from nothing in other orders.
-    looped: share of tokens in loops. tokens: the last ones of row 0, to look at.
+    ‖the latter‖ for the nearest pass from nothing, the largest of the rows; noise: the same of those passes, each to
+    the nearest other one, the largest. looped: share of tokens in loops. tokens: the last ones of row 0, to look at.
+    plain: drift from the first pass alone. shaken: passes that were shaken until one was near enough, the most of the
+    rows; 0: none had to be.
     """
 
     number: int
@@ -62,6 +73,8 @@ class Round:
     noise: float
     looped: float
     tokens: list[int]
+    plain: float = 0.0
+    shaken: int = 0
 
 
 @dataclass(frozen=True)
@@ -123,7 +136,8 @@ def soak(
             for i in range(batch)
         ]
         texts = [a + b for a, b in zip(prompts, engine.generate(prompts, params), strict=True)]
-        drift, noise = _drift(engine, other, texts)
+        rows = [_row(engine, other, i, text[:-1]) for i, text in enumerate(texts)]  # what was drawn last was never read
+        drift, noise, plain, tried = (max(each) for each in zip(*rows, strict=True))
         now = _addresses(engine)
         this = Round(
             number=number,
@@ -135,6 +149,8 @@ def soak(
             noise=noise,
             looped=sum(looped(text[prompt:]) for text in texts) / (batch * count),
             tokens=texts[0][-24:],
+            plain=plain,
+            shaken=int(tried),
         )
         append(path, asdict(this))
         rounds.append(this)
@@ -162,16 +178,19 @@ def judge(rounds: Sequence[Round], allowed_growth: int = GROWTH, eps: float = 2.
         )
     if moved := sorted({name for r in rounds for name in r.moved}):
         problems.append(f"{len(moved)} storages moved, the first is {moved[0]}: a graph holds the old address")
-    allowed = TIMES * max(max(r.noise for r in rounds), 1e-5)
+    # One limit for all rounds: what rounding does where ties are rare, since those are looked for; else, as in
+    # bfloat16, where every text has some, the most that was seen.
+    typical = max(median_low(r.noise for r in rounds), FLOOR)
+    allowed = TIMES * (typical if typical <= QUIET else max(r.noise for r in rounds))
     if not worst.drift <= allowed:
         problems.append(
             f"logits drifted by {worst.drift:.2e} in round {worst.number}; another order of summation makes "
             f"{worst.noise:.2e} there, {allowed:.2e} are let pass"
         )
-    elif not (typical := median_low(drifts)) <= TIMES * (noise := max(median_low(r.noise for r in rounds), 1e-5)):
+    elif not (lasting := median_low(drifts)) <= TIMES * typical:
         problems.append(
-            f"logits drifted by {typical:.2e} or more in half of the rounds; another order of summation makes "
-            f"{noise:.2e} there, {TIMES * noise:.2e} are let pass"
+            f"logits drifted by {lasting:.2e} or more in half of the rounds; another order of summation makes "
+            f"{typical:.2e}, {TIMES * typical:.2e} are let pass"
         )
     if not (apart := median_low(r.noise for r in rounds)) <= ROUNDINGS * eps:
         problems.append(
@@ -234,17 +253,39 @@ def append(path: Path, value: dict[str, Any]) -> None:
 
 
 @torch.no_grad()
-def _drift(engine: Engine, other: Engine, texts: list[list[int]]) -> tuple[float, float]:
-    """The last position that the engine has read, row by row: its state's logits, and those of passes from nothing."""
-    drift = noise = 0.0
-    for row, text in enumerate(texts):
-        read = text[:-1]  # what was drawn last was never read
-        inputs = _inputs(engine)[0]
-        mine = _logits(engine, read[-1:], len(read) - 1, inputs["table"][row], int(inputs["slots"][row]))
-        plain = _from_nothing(other, read, CHUNK)
-        drift = max(drift, _error(mine, plain))
-        noise = max(noise, *(_error(_from_nothing(other, read, *order), plain) for order in ORDERS))
-    return drift, noise
+def _row(engine: Engine, other: Engine, row: int, read: list[int]) -> tuple[float, float, float, int]:
+    """Of one row, whose tokens `read` the engine has read: drift, noise, plain and shaken, as of `Round`."""
+    inputs = _inputs(engine)[0]
+    mine = _logits(engine, read[-1:], len(read) - 1, inputs["table"][row], int(inputs["slots"][row]))
+    passes = [_from_nothing(other, read, CHUNK), *(_from_nothing(other, read, *order) for order in ORDERS)]
+    noise = [min(_error(one, two) for two in passes if two is not one) for one in passes]
+    drift, tried = min(_error(mine, one) for one in passes), 0
+    while drift > TIMES * max(median(noise), FLOOR) and tried < SHAKEN:
+        with _shaken(other, SHAKES[tried % len(SHAKES)], tried):
+            drift = min(drift, _error(mine, _from_nothing(other, read, CHUNK)))
+        tried += 1
+    return drift, max(noise), _error(mine, passes[0]), tried
+
+
+@contextmanager
+def _shaken(engine: Engine, roundings: int, seed: int) -> Iterator[None]:
+    """Meanwhile every element of the embeddings is off by up to so many roundings of its own size; of a model whose
+    embedding is no module they stay as they are."""
+    model: Any = engine.model
+    generator = torch.Generator().manual_seed(seed)
+    reach = roundings * torch.finfo(model.dtype).eps
+
+    def shake(module: object, inputs: object, out: Tensor) -> Tensor:
+        off = torch.rand(out.shape, generator=generator).mul_(2).sub_(1).mul_(reach)
+        return (out.float() * (1 + off.to(out.device))).to(out.dtype)
+
+    embed = getattr(model, "embed", None)
+    handle = embed.register_forward_hook(shake) if isinstance(embed, torch.nn.Module) else None
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.remove()
 
 
 def _from_nothing(engine: Engine, tokens: list[int], chunk: int, single: int = 0) -> Tensor:
