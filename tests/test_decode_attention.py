@@ -6,6 +6,7 @@ import torch
 from onegraph.nn.attention import PagedCache
 from onegraph.ops.cuda import decode_attention as kernel
 from onegraph.ops.decode_attention import paged_decode
+from onegraph.ops.strided_decode import strided_decode
 
 SM_SHARED, RESERVED = 228 << 10, 1 << 10  # bytes of an SM of Hopper, and of each block for the driver
 
@@ -93,3 +94,22 @@ def test_wrong_arguments_say_what_is_allowed(at: int, value: torch.Tensor, messa
     arguments[at] = value
     with pytest.raises(ValueError, match=message):
         paged_decode(*arguments)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_cache_that_lies_as_vllms(device: str) -> None:
+    """Values beside keys, heads before tokens: as `paged_decode` on a copy, and one place of each row is written."""
+    args = strided_decode.cases[1].make(torch.device(device), torch.bfloat16, torch.Generator().manual_seed(0))
+    qkv, turns, lengths, table, keys, values, out, scale = args
+    cache = torch.cat((keys, values), dim=-1).transpose(1, 2).contiguous()
+    before, dim = cache.clone(), keys.shape[3]
+    k, v, (cos, sin) = keys.contiguous(), values.contiguous(), (t.contiguous() for t in turns.chunk(2, dim=1))
+    tickets = torch.zeros(len(lengths), keys.shape[2], dtype=torch.int32, device=device)
+    wanted = paged_decode(
+        qkv.unsqueeze(1), None, None, 0.0, cos, sin, lengths - 1, lengths, table, k, v, tickets, out.shape[1], scale, 0
+    )
+    strided_decode(qkv, turns, lengths, table, *cache.transpose(1, 2).split(dim, dim=-1), out, scale)
+    assert out.equal(wanted.squeeze(1))
+    assert cache[1:].equal(torch.cat((k, v), dim=-1).transpose(1, 2)[1:])
+    changed = (cache != before)[1:].any(dim=(1, 3)).sum()
+    assert changed == (lengths > 0).sum()

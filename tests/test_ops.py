@@ -58,6 +58,8 @@ def results(op: Op, args: tuple[Any, ...]) -> list[Tensor]:
         out = [out[0][real], out[1][1:], out[2][1:]]
     if op.name == "paged_decode":
         out = [out[0], out[1][1:], out[2][1:], out[3]]
+    if op.name == "strided_decode":
+        out = [out[0][1:], out[1][1:], out[2]]
     if op.name == "turboquant_write":
         out = _written(args, out)
     if op.name == "turboquant_attention":  # the log-sum-exp of no keys

@@ -28,15 +28,15 @@ struct Arguments {
   const u16* qkv;           // [rows, (GROUP + 2) kv_heads, DIM]
   const u16* q_norm;        // [DIM] if NORM
   const u16* k_norm;
-  const float* cos;         // [max_position + 1, DIM / 2] if ROPE
+  const float* cos;         // [max_position + 1, DIM / 2] if ROPE, rows turn_stride apart
   const float* sin;
-  const int* positions;     // [rows]
+  const int* positions;     // [rows], too large by `ahead`
   const int* counts;        // [rows]
   const int* table;         // [rows, reach / PAGE], rows table_stride apart
-  u16* keys;                // [pages, PAGE, kv_heads, DIM]
-  u16* values;
+  u16* keys;                // [pages, PAGE, kv_heads, DIM], strides in units of DIM
+  u16* values;              // the same strides
   u16* out;                 // [rows, kv_heads, GROUP, DIM]
-  int kv_heads, pages, table_stride, reach, max_position, window;
+  int kv_heads, pages, page_stride, place_stride, head_stride, table_stride, reach, turn_stride, max_position, window, ahead;
   float eps, scale;
 };
 
@@ -184,14 +184,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) decode_atte
   let_next_start();
   cluster_begun();
 
-  const int position = p.positions[row];
+  const int position = p.positions[row] - p.ahead;
   const int last = min(max(position, 0), p.reach - 1);             // where the own token stands
   const int first = p.window > 0 ? max(last - p.window + 1, 0) : 0;  // of the keys seen
   const int* table = p.table + (size_t)row * p.table_stride;
   auto place = [&](int start) {                                    // of key start + lane, in units of DIM
     const int key = min(start + lane % TILE, last);
     const int page = min(max(table[key / PAGE], 0), p.pages - 1);  // a wrong table must not read past the cache
-    return (page * PAGE + key % PAGE) * p.kv_heads + kv_head;
+    return page * p.page_stride + key % PAGE * p.place_stride + kv_head * p.head_stride;
   };
   Tile& tile = s.warps[warp].tile;
   // Chunks are permuted so that the lanes that read together meet in no bank: (g, t) reads chunk 4 i + t of key g, and
@@ -226,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) decode_atte
     commit();
     next_places = place(start + stride);
   }
-  const size_t turned = (size_t)min(max(position, 0), p.max_position) * (DIM / 2);
+  const size_t turned = (size_t)min(max(position, 0), p.max_position) * p.turn_stride;
   auto angle = [&](const float* from, int chunk, float4& lower, float4& upper) {
     lower = upper = make_float4(0.f, 0.f, 0.f, 0.f);
     if (ROPE) lower = *(const float4*)(from + turned + chunk * 8), upper = *(const float4*)(from + turned + chunk * 8 + 4);

@@ -78,13 +78,12 @@ def paged_decode(
 ) -> Tensor:
     """See `onegraph.ops.decode_attention.paged_decode`."""
     rows = qkv.shape[0]
-    pages, page_size, kv_heads, dim = k_cache.shape
+    kv_heads, dim = k_cache.shape[2:]
     group = heads // kv_heads
-    device = qkv.device.index
     norms = [t for t in (q_norm, k_norm) if t is not None]
     read = [t for t in (qkv, *norms, cos, sin, k_cache, v_cache) if t is not None]
     usable = qkv.is_cuda and rows > 0 and takes(qkv.dtype, dim, group, *read)
-    if not usable or any(t.dtype != qkv.dtype for t in norms) or not available(device):
+    if not usable or any(t.dtype != qkv.dtype for t in norms) or not available(qkv.device.index):
         from onegraph.ops.triton.decode_attention import paged_decode as fallback  # compiled as of its import
 
         return fallback(
@@ -92,19 +91,73 @@ def paged_decode(
             scale, window,
         )  # fmt: skip
     out = torch.empty((rows, 1, heads, dim), dtype=qkv.dtype, device=qkv.device)
+    _launch(
+        qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table, k_cache, v_cache, out, scale, window,
+        ahead=0,
+    )  # fmt: skip
+    return out
+
+
+def strided_decode(
+    qkv: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    block_table: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out: Tensor,
+    scale: float,
+) -> None:
+    """See `onegraph.ops.strided_decode.strided_decode`. Raises ValueError for what the kernel does not take."""
+    dim, group = keys.shape[3], out.shape[1] // keys.shape[2]
+    if not takes(qkv.dtype, dim, group, qkv, table, keys, values):
+        raise ValueError(
+            f"strided_decode: {qkv.dtype} heads of {dim}, {group} a kv head; on a GPU it takes bfloat16 and float16, "
+            f"sizes {DIMS}, up to {MAX_GROUP} a kv head, at multiples of {ALIGNMENT} bytes: use rope_slots_write"
+        )
+    if qkv.shape[0] > 0:
+        cos, sin = table.chunk(2, dim=1)
+        _launch(
+            qkv, None, None, 0.0, cos, sin, lengths, lengths, block_table, keys, values, out, scale, window=0, ahead=1
+        )
+
+
+def _launch(
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    positions: Tensor,
+    counts: Tensor,
+    block_table: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: Tensor,
+    scale: float,
+    window: int,
+    ahead: int,
+) -> None:
+    """As the kernel's `Arguments` say."""
+    device, rows = qkv.device.index, qkv.shape[0]
+    pages, page_size, kv_heads, dim = k_cache.shape
+    group = out.numel() // (rows * kv_heads * dim)
     warps, size = cut(rows * kv_heads)
     norm, rope = q_norm is not None, cos is not None
     kernel = _kernel(qkv.dtype == torch.float16, dim, group, page_size, norm, rope, warps, device)
     tensors = (qkv, q_norm, k_norm, cos, sin, positions, counts, block_table, k_cache, v_cache, out)
     arguments = struct.pack(
-        "11Q6i2f",
+        "11Q11i2f4x",  # as long as the struct, whose pointers align it to 8 bytes
         *(0 if t is None else t.data_ptr() for t in tensors),
         kv_heads,
         pages,
+        *(stride // dim for stride in k_cache.stride()[:3]),
         block_table.stride(0),
         block_table.shape[1] * page_size,
-        0 if cos is None else cos.shape[0] - 1,
+        *((0, 0) if cos is None else (cos.stride(0), cos.shape[0] - 1)),
         window,
+        ahead,
         eps,
         scale,
     )
@@ -115,4 +168,3 @@ def paged_decode(
     else:
         with torch.cuda.device(qkv.device):  # the driver launches in the current context
             kernel.launch(*launch, stream, arguments)
-    return out
