@@ -102,6 +102,23 @@ def test_matches_float64(bits: int, n: int, k: int) -> None:
 
 
 @gpu
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize(("k", "across", "down"), [(4864, 19, 1), (1280, 5, 4)])
+def test_more_than_16_warps(k: int, across: int, down: int, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block of 640 threads, whose registers are fewer; clusters that have none are cut so only where n is large."""
+    cut = cuda_e8p.Plan(cuda_e8p.DEPTHS[bits][-2], 3, 1, 1, k // 256, k // 256, across, down)
+    assert cut.most_threads == 640
+    monkeypatch.setattr(cuda_e8p, "plan", lambda *_: cut)
+    for tokens in (1, 4):
+        assert cut.shared(bits, tokens) <= cuda_e8p.SHARED_LIMIT
+        args, add = _arguments(tokens, 320, k, bits), torch.randn(tokens, 320, device="cuda").bfloat16()
+        _poison((tokens, 320), torch.bfloat16)
+        y = cuda_e8p.linear(*args, add, 1e-5)
+        assert _error(y, _truth(*args, add, 1e-5)) < 2e-3
+        assert torch.equal(cuda_e8p.linear(*args, add, 1e-5), y)
+
+
+@gpu
 @pytest.mark.parametrize("tokens", [1, 2, 4, 5, 8, 9, 16, 17, 33, 64, 65, 129, 300])
 def test_every_token_count(tokens: int) -> None:
     args = _arguments(tokens, 256, 1024, 4)
@@ -295,7 +312,8 @@ def test_plan_covers_every_slice_once(shape: tuple[int, int], bits: int, tokens:
         for at in range(rank * cut.per_block + warp, min((rank + 1) * cut.per_block, cut.slices), cut.across)
     ]
     assert sorted(owned) == list(range(-(-k // cuda_e8p.SLICE)))
-    assert cut.warps <= cuda_e8p.WARPS
+    assert cut.warps <= cuda_e8p.WARPS[cuda_e8p._pass(tokens)]
+    assert 32 * cut.warps <= cut.most_threads
     assert (cut.cluster - 1) * cut.per_block < cut.slices  # each block has a slice, so its sums are written
     assert cut.shared(bits, tokens) <= cuda_e8p.SHARED_LIMIT
 
@@ -341,7 +359,7 @@ def test_a_source_is_given_what_it_sets_when_compiled(name: str, monkeypatch: py
     defined: list[set[str]] = []
     monkeypatch.setattr(build, "load", lambda source, defines, *_: defined.append(set(defines)) or (None,) * 3)
     make = {
-        "e8p": lambda: cuda_e8p._kernels.__wrapped__(2, 4, False, 4, 2, True, 0),
+        "e8p": lambda: cuda_e8p._kernels.__wrapped__(2, 4, False, 4, 2, True, 512, 0),
         "e8p_few": lambda: e8p_few._kernels.__wrapped__(2, e8p_few.form(2, 16), False, 4, 0),
         "e8p_many": lambda: e8p_many._kernels.__wrapped__(2, e8p_many.tile(17), False, 2, 0),
         "e8p_dense": lambda: e8p_dense._kernel.__wrapped__(2, False, 0),

@@ -22,7 +22,7 @@
 //
 // Set when compiled: BITS (2, 3, 4), TOKENS (4, 8 or 16 in one pass), HALF (1: x and y are float16, 0: bfloat16), DEPTH
 // (row tiles of codes that a warp has under way), GROUP (divides DEPTH and the row tiles of a warp), COPY (1: the copy
-// engine fetches codes, 0: each lane).
+// engine fetches codes, 0: each lane), THREADS (of a block at most).
 //
 // e8p_ring.cuh brings the codes, e8p_product.cuh multiplies by them.
 
@@ -62,11 +62,11 @@ struct Arguments {
 };
 
 struct __align__(128) Shared {  // after the tables
-  float squares[16][4];     // INTEGER: by warp across and token, of the warp's columns of x
+  float squares[20][4];     // INTEGER: by warp across and token, of the warp's columns of x
   float received[8][4];     // ... of each block of the cluster
   float inverse[16];        // else: by token, 1 / rms(x)
   float spare[64];          // sums of no token
-  u64 full[16][8];          // by warp and slot of its ring: the codes are there
+  u64 full[20][8];          // by warp and slot of its ring: the codes are there
 };
 
 #include "e8p_ring.cuh"
@@ -93,17 +93,19 @@ extern "C" __global__ void __launch_bounds__(256) e8p_rotate(const __grid_consta
 
 // A warp's operands for one slice: rotated here, through 512 bytes of shared memory ...
 __device__ __forceinline__ void gather(Bytes& to, const Arguments& p, int slice, int start, int chunk, int tokens,
-                                       float (&in_scale)[8], uint4* exchange, int lane) {
+                                       const Raw& asked, float (&in_scale)[8], uint4* exchange, int lane) {
   const int column = slice * SLICE + lane * 8, g = lane / 4, t = lane % 4;
   if (slice != start) load8(in_scale, p.in_scale + column, column < p.k);
   else to.square = 0.f;
 #pragma unroll
   for (int i = 0; i < 8; i++) to.b[i] = make_uint2(0, 0);
+  Raw raw = slice == start ? asked : ask_x(p, chunk * TOKENS, column, column < p.k);
 #pragma unroll 1
   for (int token = 0; token < tokens; token++) {
     float v[8];
     float2 scale;
-    load_x(v, p, chunk * TOKENS + token, column, column < p.k);
+    take_x(v, raw, p);
+    if (token + 1 < tokens) raw = ask_x(p, chunk * TOKENS + token + 1, column, column < p.k);
     if (p.eps >= 0.f) {
       const float square = sum_of_squares(v);
       if (t == token) to.square += square;
@@ -123,8 +125,8 @@ __device__ __forceinline__ void gather(Bytes& to, const Arguments& p, int slice,
   }
 }
 // ... or by e8p_rotate.
-__device__ __forceinline__ void gather(Halves& to, const Arguments& p, int slice, int, int chunk, int, float (&)[8],
-                                       uint4*, int lane) {
+__device__ __forceinline__ void gather(Halves& to, const Arguments& p, int slice, int, int chunk, int, const Raw&,
+                                       float (&)[8], uint4*, int lane) {
   const size_t at = (size_t)chunk * p.slices + slice;
 #pragma unroll
   for (int j = 0; j < TILES; j++) {
@@ -150,7 +152,7 @@ __device__ __forceinline__ float inverse_rms(float squares, const Arguments& p) 
 // Grid (clusters that own p.blocks * 128 rows, chunks of TOKENS). Shared memory: tables, Shared, partial sums
 // [across][tokens][rows + PAD], what the cluster sends [jobs / cluster][cluster][128], where a job is a token's 128 rows,
 // and 512 bytes a warp for the rotation.
-extern "C" __global__ void __launch_bounds__(512, 1) e8p_linear(const __grid_constant__ Arguments p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid_constant__ Arguments p) {
   u32 cluster, rank, tile;
   asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(cluster));
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -161,17 +163,25 @@ extern "C" __global__ void __launch_bounds__(512, 1) e8p_linear(const __grid_con
   const int tokens = min(TOKENS, p.tokens - chunk * TOKENS);
   const int begin = rank * p.per_block, end = min(begin + p.per_block, p.slices), start = begin + column_warp;
 
+  // Codes come through a ring of DEPTH row tiles a warp; outside the matrix come zeros.
+  const int rows = p.blocks * ROWS, pitch = rows + PAD, tile_row = tile * rows;
+  Shared& shared = *(Shared*)(smem + TABLE_BYTES);
+  u8* ring = (u8*)(&shared + 1) + warp * DEPTH * SLOT;
+  Ring<COPY> codes_ring(p, shared.full[warp], ring, start, end, tile_row, row_warp, rows / 16, lane);
+
   // Constants first: they would queue behind the codes.
   const TableWords words = load_table_words(p.codebook, warp, warps, lane);
   float in_scale[8];
-  if (INTEGER) load8(in_scale, p.in_scale + start * SLICE + lane * 8, start < end && start * SLICE + lane * 8 < p.k);
+  const int column = start * SLICE + lane * 8;
+  const bool inside = start < end && column < p.k;
+  if (INTEGER) load8(in_scale, p.in_scale + column, inside);
   const int first_job = cluster == 1 ? warp : rank + warp * cluster;
-  const int rows = p.blocks * ROWS, pitch = rows + PAD, tile_row = tile * rows;
-  const float4 first_scale = out_scale_of(p, tile_row + (p.blocks == 1 ? 0 : first_job % p.blocks) * ROWS + lane * 4);
+  const int first_token = p.blocks == 1 ? first_job : first_job / p.blocks;
+  const int first_row = tile_row + (first_job - first_token * p.blocks) * ROWS + lane * 4;
+  const float4 first_scale = out_scale_of(p, first_row);
+#pragma unroll
+  for (int d = 0; d < DEPTH / GROUP; d++) codes_ring.fetch(d);
 
-  // Codes come through a ring of DEPTH row tiles a warp; outside the matrix come zeros.
-  Shared& shared = *(Shared*)(smem + TABLE_BYTES);
-  u8* ring = (u8*)(&shared + 1) + warp * DEPTH * SLOT;
   float* partial = (float*)((u8*)(&shared + 1) + warps * DEPTH * SLOT);
   float* received = partial + p.across * tokens * pitch;
   const int spare = (int)((float*)shared.spare - partial) + lane;
@@ -179,19 +189,23 @@ extern "C" __global__ void __launch_bounds__(512, 1) e8p_linear(const __grid_con
   const bool alone = INTEGER && down == 1 && p.per_block <= p.across;
   uint4* exchange = alone ? (uint4*)(partial + column_warp * tokens * pitch)
                           : (uint4*)(received + (cluster > 1 ? (tokens * p.blocks + cluster) * ROWS : 0)) + warp * 32;
-  const int turns = rows / 16 / down;
-  Ring<COPY> codes_ring(p, shared.full[warp], ring, start, end, tile_row, row_warp, rows / 16, lane);
-#pragma unroll
-  for (int d = 0; d < DEPTH / GROUP; d++) codes_ring.fetch(d);
+  const int turns = rows / 16 / down, jobs = tokens * p.blocks;
   if (cluster > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   const float4 zeros = make_float4(0.f, 0.f, 0.f, 0.f);
   const bool once = p.per_block <= p.across;  // each sum is written by one warp, one time
   if (!once)
     for (int i = threadIdx.x * 4; i < p.across * tokens * pitch; i += blockDim.x * 4) *(float4*)(partial + i) = zeros;
   build_tables(p.codebook, words, warp, warps, lane);
-  __syncthreads();
   wait_for_previous();
   let_next_start();
+  Raw asked;
+  if (INTEGER) asked = ask_x(p, chunk * TOKENS, column, inside);
+  float4 first_sum = zeros;  // what is added to the first job's
+  if (first_job < jobs && first_row < p.n) {
+    if (p.bias) first_sum = *(const float4*)(p.bias + first_row);
+    add4(first_sum, p, (size_t)(chunk * TOKENS + first_token) * p.n + first_row);
+  }
+  __syncthreads();
 
   u32 bank;  // opaque and after the barrier, so that no lookup is moved before it
   const u32 base = (u32)__cvta_generic_to_shared(smem);
@@ -200,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) e8p_linear(const __grid_con
   typedef Choose<INTEGER>::type Product;
   Product product;
   for (int slice = start; slice < end; slice += p.across) {
-    gather(product, p, slice, start, chunk, tokens, in_scale, exchange, lane);
+    gather(product, p, slice, start, chunk, tokens, asked, in_scale, exchange, lane);
     int at[TILES][OWN], to_next[TILES][OWN];  // where the sums of a lane's tokens are; those of no token go to `spare`
 #pragma unroll
     for (int j = 0; j < TILES; j++)
@@ -261,7 +275,6 @@ extern "C" __global__ void __launch_bounds__(512, 1) e8p_linear(const __grid_con
 
   const int used = min(p.across, end - begin);  // columns of warps that had a slice
   const int block = p.n % 128 ? 64 : 128;
-  const int jobs = tokens * p.blocks;
   auto squares_here = [&](int b) {
     float sum = 0.f;
     for (int w = 0; w < used; w++) sum += shared.squares[w][b];
@@ -272,10 +285,11 @@ extern "C" __global__ void __launch_bounds__(512, 1) e8p_linear(const __grid_con
     const bool own = row < p.n;
     const size_t at = (size_t)(chunk * TOKENS + b) * p.n + row;
     const float4 s = job == first_job ? first_scale : out_scale_of(p, row);
-    float4 c = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (own) {
-      if (p.bias) c = *(const float4*)(p.bias + row);
-      add4(c, p, at);
+    float4 c = first_sum;
+    if (job != first_job) {
+      c = zeros;
+      if (own && p.bias) c = *(const float4*)(p.bias + row);
+      if (own) add4(c, p, at);
     }
     float norm = p.norm;
     if (p.eps >= 0.f) {

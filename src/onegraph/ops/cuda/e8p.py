@@ -20,8 +20,8 @@ MAX_TOKENS = 16  # above, e8p_many.cu; 5 to 64 are e8p_few.cu's but for what it 
 SLICE, ROWS, PARTS = 256, 128, 8  # as in e8p.cu; PARTS is row tiles of 16 in ROWS
 GPC = 18  # SMs of a GPC, which a cluster must fit into (H200: clusters of 8 leave 4 SMs of 18 idle)
 SHARED_LIMIT = 227 * 1024  # bytes that a block can have on Hopper
-SHARED_STRUCT = 1792  # bytes of `Shared` in e8p.cu
-WARPS = 16  # of a block at most
+SHARED_STRUCT = 2048  # bytes of `Shared` in e8p.cu
+WARPS = {4: 20, 8: 16, 16: 16}  # of a block at most, by tokens in a pass
 NO_MAPS = bytes(256)  # in place of the two tensor maps where each lane copies codes itself
 SLOT = {2: 1024, 3: 1536, 4: 2048}  # bytes of a row tile's codes, by bits
 # Row tiles of codes that a warp has under way, by bits: the most that fit. Asking for more delays the tables, which are
@@ -49,6 +49,11 @@ class Plan:
     @property
     def warps(self) -> int:
         return self.across * self.down
+
+    @property
+    def most_threads(self) -> int:
+        """What the kernel is compiled for: 512 threads have 128 registers each, 640 have 96."""
+        return 512 if self.warps <= 16 else 640
 
     def group(self, bits: int) -> int:
         """Row tiles that a warp takes at a time."""
@@ -87,16 +92,17 @@ class Plan:
 def cuts(n: int, k: int, bits: int, tokens: int, sms: int) -> list[Plan]:
     """Every cut that fits into shared memory."""
     slices, whole = -(-k // SLICE), -(-n // ROWS)
+    limit = WARPS[_pass(tokens)]
     found = []
     for cluster in range(1, 9):
         per_block = -(-slices // cluster)
         if (cluster - 1) * per_block >= slices:
             continue  # a block would have nothing to do
-        least = -(-per_block // WARPS)  # turns that a warp takes through slices
+        least = -(-per_block // limit)  # turns that a warp takes through slices
         for across in {-(-per_block // turns) for turns in (least, least + 1, 2 * least, 3 * least)}:
             for blocks in {1, -(-whole * cluster // sms)}:
                 tiles = -(-whole // blocks)
-                down = max(d for d in (1, 2, 4, 8) if d == 1 or (d * across <= WARPS and blocks * PARTS % d == 0))
+                down = max(d for d in (1, 2, 4, 8) if d == 1 or (d * across <= limit and blocks * PARTS % d == 0))
                 most = -(-per_block // across) * blocks * PARTS // down  # row tiles of a warp
                 for ahead in (d for d in DEPTHS[bits] if d <= most):
                     cut = Plan(ahead, tiles, cluster, blocks, slices, per_block, across, down)
@@ -131,16 +137,17 @@ def takes(tokens: int, n: int, k: int, dtype: torch.dtype) -> bool:
 
 @cache
 def _kernels(
-    bits: int, most: int, half: bool, ahead: int, group: int, engine: bool, device: int
+    bits: int, most: int, half: bool, ahead: int, group: int, engine: bool, threads: int, device: int
 ) -> tuple[build.Kernel, ...]:
     defines = {"BITS": bits, "TOKENS": most, "HALF": int(half), "DEPTH": ahead, "GROUP": group, "COPY": int(engine)}
+    defines["THREADS"] = threads
     return build.load(SOURCE, defines, ("e8p_linear", "e8p_rotate"), device, SHARED_LIMIT)
 
 
 @cache
 def available(device: int) -> bool:
     """Whether the kernels can be built for this GPU; warns once where not."""
-    return build.usable(lambda: _kernels(2, 4, False, DEPTHS[2][0], GROUP[2], True, device))
+    return build.usable(lambda: _kernels(2, 4, False, DEPTHS[2][0], GROUP[2], True, 512, device))
 
 
 @cache
@@ -208,7 +215,7 @@ def _launch(
     chunks = -(-tokens // chunk)
     cut = plan(n, k, bits, min(tokens, chunk), _sms(device))
     engine = bits != 3 or k % 128 == 0  # boxes of the residual begin at multiples of 16 bytes
-    main, rotate = _kernels(bits, chunk, half, cut.ahead, cut.group(bits), engine, device)
+    main, rotate = _kernels(bits, chunk, half, cut.ahead, cut.group(bits), engine, cut.most_threads, device)
     fragments = scales = None
     if chunk > 4:
         fragments = torch.empty(chunks * cut.slices * chunk * 512, dtype=torch.uint8, device=out.device)

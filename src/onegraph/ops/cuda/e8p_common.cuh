@@ -49,26 +49,34 @@ __device__ __forceinline__ void pair(float& a, float& b) {
   a = s;
 }
 
-__device__ __forceinline__ void unpack8(float (&v)[8], const u16* x) {
-  const uint4 raw = *(const uint4*)x;
+__device__ __forceinline__ void unpack8(float (&v)[8], const uint4& raw) {
   const float2 f0 = widen<HALF>(raw.x), f1 = widen<HALF>(raw.y), f2 = widen<HALF>(raw.z), f3 = widen<HALF>(raw.w);
   v[0] = f0.x, v[1] = f0.y, v[2] = f1.x, v[3] = f1.y, v[4] = f2.x, v[5] = f2.y, v[6] = f3.x, v[7] = f3.y;
 }
-// Eight columns of one token a lane, after SwiGLU if there is one; zero outside.
+// Eight columns of one token a lane, in two parts: asked for, then taken, after SwiGLU if there is one; zero outside.
+struct Raw {
+  uint4 x, up;
+};
+template <class A> __device__ __forceinline__ Raw ask_x(const A& p, int token, int column, bool inside) {
+  Raw raw;
+  raw.x = raw.up = make_uint4(0, 0, 0, 0);
+  if (!inside) return raw;
+  const u16* from = p.x + (size_t)token * (p.silu ? 2 * p.k : p.k) + column;
+  raw.x = *(const uint4*)from;
+  if (p.silu) raw.up = *(const uint4*)(from + p.k);
+  return raw;
+}
+template <class A> __device__ __forceinline__ void take_x(float (&v)[8], const Raw& raw, const A& p) {
+  unpack8(v, raw.x);
+  if (!p.silu) return;
+  float up[8];
+  unpack8(up, raw.up);
+#pragma unroll
+  for (int e = 0; e < 8; e++) v[e] = __fdividef(v[e], 1.f + __expf(-v[e])) * up[e];
+}
 template <class A>
 __device__ __forceinline__ void load_x(float (&v)[8], const A& p, int token, int column, bool inside) {
-#pragma unroll
-  for (int e = 0; e < 8; e++) v[e] = 0.f;
-  if (!inside) return;
-  if (!p.silu) {
-    unpack8(v, p.x + (size_t)token * p.k + column);
-  } else {
-    float up[8];
-    unpack8(v, p.x + (size_t)token * 2 * p.k + column);
-    unpack8(up, p.x + (size_t)token * 2 * p.k + p.k + column);
-#pragma unroll
-    for (int e = 0; e < 8; e++) v[e] = __fdividef(v[e], 1.f + __expf(-v[e])) * up[e];
-  }
+  take_x(v, ask_x(p, token, column, inside), p);
 }
 __device__ __forceinline__ float sum_of_squares(const float (&v)[8]) {
   float sum = 0.f;
@@ -118,20 +126,24 @@ __device__ __forceinline__ void load8(float (&to)[8], const float* from, bool in
 }
 
 // The tables are runs of 128 bytes, one word 32 times: T1's at even and T2's at odd places, E81B's behind them. A warp
-// builds 32 runs at a time, each lane one word, in two parts: the codebook is asked for, then used.
-constexpr int TABLE_BLOCKS = TABLE_BYTES / 4096;
+// builds 32 runs at a time, in two parts: the codebook is asked for, then used. T2 does not need it, and is built first.
+constexpr int TABLE_BLOCKS = TABLE_BYTES / 4096, PAIRED = 16;  // PAIRED: those of T1 and T2
 struct TableWords {
   uint2 row[(TABLE_BLOCKS + 7) / 8];  // for 8 warps and more; fewer load the rest late
 };
 __device__ __forceinline__ uint2 codebook_row(const uint2* codebook, int q) {
   return q >= 512 ? codebook[q - 256] : codebook[q >> 1];
 }
+// The place in the tables whose word a lane makes of a block's: T1's in each half of a warp, or E81B's.
+__device__ __forceinline__ int place_of(int block, int lane) {
+  return block * 32 + (block < PAIRED ? lane % 16 * 2 : lane);
+}
 __device__ __forceinline__ TableWords load_table_words(const uint2* codebook, int warp, int warps, int lane) {
   TableWords words;
 #pragma unroll
   for (int i = 0; i < (TABLE_BLOCKS + 7) / 8; i++) {
     const int block = warp + i * warps;
-    if (block < TABLE_BLOCKS) words.row[i] = codebook_row(codebook, block * 32 + lane);
+    if (block < TABLE_BLOCKS) words.row[i] = codebook_row(codebook, place_of(block, lane));
   }
   return words;
 }
@@ -146,20 +158,28 @@ __device__ __forceinline__ u32 table_word(uint2 row, int q) {
   }
   return ((row.x >> 1 & 0x0F0F0F0Fu) | ((row.y >> 1 & 0x0F0F0F0Fu) << 4)) ^ 0x88888888u;
 }
-__device__ __forceinline__ void build_runs(uint2 row, int block, int lane) {
-  const u32 word = table_word(row, block * 32 + lane);
+// Four runs a turn, STEP bytes apart, of the words of lanes 0, 1, 2 ..
+template <int RUNS, int STEP> __device__ __forceinline__ void build_runs(u32 word, u8* to, int lane) {
 #pragma unroll
-  for (int i = 0; i < 8; i++) {
+  for (int i = 0; i < RUNS / 4; i++) {
     const u32 v = __shfl_sync(~0u, word, i * 4 + lane / 8);
-    *(uint4*)(smem + block * 4096 + i * 512 + lane * 16) = make_uint4(v, v, v, v);
+    *(uint4*)(to + (i * 4 + lane / 8) * STEP + lane % 8 * 16) = make_uint4(v, v, v, v);
   }
 }
+__device__ __forceinline__ void build_block(uint2 row, int block, int lane) {  // but for T2
+  const u32 word = table_word(row, place_of(block, lane));
+  u8* const to = smem + block * 4096;
+  if (block < PAIRED) build_runs<16, 256>(word, to, lane);
+  else build_runs<32, 128>(word, to, lane);
+}
 __device__ __forceinline__ void build_tables(const uint2* codebook, const TableWords& words, int warp, int warps, int lane) {
+  for (int block = warp; block < PAIRED; block += warps)
+    build_runs<16, 256>(table_word(make_uint2(0, 0), place_of(block, lane) + 1), smem + block * 4096 + 128, lane);
 #pragma unroll
   for (int i = 0; i < (TABLE_BLOCKS + 7) / 8; i++)
-    if (warp + i * warps < TABLE_BLOCKS) build_runs(words.row[i], warp + i * warps, lane);
+    if (warp + i * warps < TABLE_BLOCKS) build_block(words.row[i], warp + i * warps, lane);
   for (int block = warp + (TABLE_BLOCKS + 7) / 8 * warps; block < TABLE_BLOCKS; block += warps)
-    build_runs(codebook_row(codebook, block * 32 + lane), block, lane);
+    build_block(codebook_row(codebook, place_of(block, lane)), block, lane);
 }
 
 // `bank` holds the high half of the tables' address and the lane's bank; AT, the low half, is an immediate.
