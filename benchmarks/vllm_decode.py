@@ -5,8 +5,9 @@
 Each variant is a process of its own with vLLM's default graphs (FULL_AND_PIECEWISE), and random weights: the time of a
 step does not depend on them. All load and compile at once, then they are timed one at a time, while the others wait.
 The time of a step is the slope between two output lengths, medians of several, so that prefill and start-up drop out.
-Variants: bf16, or e8p-BITS[-head-BITS], each with [+kv=DTYPE] and [+layers=vllm], which leaves norms and sums outside
-of the linears. --context is the length of the prompts; long ones are computed once and found in the prefix cache.
+Variants: bf16, or e8p-BITS[-head-BITS], each with [+kv=DTYPE], [+layers=vllm], which leaves norms and sums outside of
+the linears, and [+attention=vllm], which leaves steps of single tokens to FlashAttention. --context is the length of
+the prompts; long ones are computed once and found in the prefix cache.
 --profile adds a line that names the launches of a step: how many, and the microseconds of each. A launch that may start
 before the one in front of it has ended (PDL) counts the time that it waits there, so they add up to more than the step.
 """
@@ -85,6 +86,10 @@ def measure(variant: str, args: argparse.Namespace, turn: Path) -> Iterator[dict
     kv = next((option.removeprefix("kv=") for option in options if option.startswith("kv=")), "auto")
     if "layers=vllm" in options:
         FUSED.clear()
+    if "attention=vllm" in options:
+        from onegraph.integrations.vllm import flash
+
+        flash.take_over = lambda attention, table: None
     length = args.context + OUTPUTS[1] + 16
     traces = tempfile.mkdtemp()
     profiler: dict[str, Any] = {"profiler": "torch", "torch_profiler_dir": traces}

@@ -1,8 +1,9 @@
 """Attention of vLLM's Llama, Mistral and Qwen2 whose RoPE is in a launch of ours.
 
-With vLLM's FlashAttention it is the launch that writes keys and values, which then may overlap the linear in front
-(`ops/triton/launch.py`); with our KV cache the launch that writes codes, which takes qkv as the linear gave it.
-Attention that does not suit (norms of q and k, another RoPE, another backend) stays vLLM's.
+With vLLM's FlashAttention it is the launch that writes keys and values, or, in a step of single tokens, the one launch
+that attends too (`flash.py`); with our KV cache the launch that writes codes. All take qkv as the linear gave it, and
+may overlap that linear (`ops/triton/launch.py`). Attention that does not suit (norms of q and k, another RoPE, another
+backend) stays vLLM's.
 """
 
 from functools import cache
@@ -20,6 +21,7 @@ from vllm.utils.torch_utils import (
     direct_register_custom_op,
 )
 
+from onegraph.integrations.vllm import flash
 from onegraph.ops.rope_slots import rope_slots_write
 
 KINDS = (llama.LlamaAttention, mistral.MistralAttention, qwen2.Qwen2Attention)
@@ -44,17 +46,16 @@ class _Attention(nn.Module):
 
 
 class WritesCache(_Attention):
-    """One launch turns q and k and writes the cache of vLLM's FlashAttention."""
+    """One launch turns q and k and writes the cache of vLLM's FlashAttention, unless attention's launch does."""
 
     def _attend(self, positions: Tensor, qkv: Tensor) -> Tensor:
-        name, table = _encode_layer_name(self.attn.layer_name), self.rotary_emb.cos_sin_cache
+        name, table = _encode_layer_name(self.attn.layer_name), self.rotary_emb.onegraph_table
         q = torch.ops.vllm.onegraph_rope_and_cache(qkv, positions, table, self.num_heads, name).view(
             -1, self.num_heads, self.head_dim
         )
-        kv = qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)[:, self.num_heads :]
-        k, v = kv.split(self.num_kv_heads, dim=1)  # not read: they stand in the cache
+        packed = qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         output = torch.empty_like(q)
-        torch.ops.vllm.unified_attention_with_output(q, k, v, output, name)
+        torch.ops.vllm.unified_attention_with_output(q, packed, packed, output, name)  # k and v stand in the cache
         return output
 
 
@@ -86,11 +87,27 @@ def take_over(attention: Any) -> None:
         return
     backend = type(attention.attn.impl).__name__
     if backend == "TurboQuantImpl":
-        table = rope._compute_cos_sin_cache().float()
-        attention.attn.impl.rope = tuple(half.contiguous() for half in table.chunk(2, dim=-1))
+        attention.attn.impl.rope = _halves(rope)
         attention.__class__ = _turned(WritesCodes, cast(Any, type(attention)))
     elif backend == "FlashAttentionImpl" and attention.attn.kv_cache_dtype == "auto":
+        flash.take_over(attention.attn, _table(rope))
         attention.__class__ = _turned(WritesCache, cast(Any, type(attention)))
+
+
+def _table(rope: Any) -> Tensor:
+    """float32 [positions, D], cosines and then sines. One for all layers, and a buffer, which an engine that sleeps
+    gets back, as vLLM's own table in the model's dtype is."""
+    if not hasattr(rope, "onegraph_table"):
+        rope.register_buffer("onegraph_table", rope._compute_cos_sin_cache().float().contiguous(), persistent=False)
+    return cast(Tensor, rope.onegraph_table)
+
+
+def _halves(rope: Any) -> tuple[Tensor, Tensor]:
+    """The same as two tensors [positions, D / 2]."""
+    if not hasattr(rope, "onegraph_cos"):
+        for name, half in zip(("cos", "sin"), rope._compute_cos_sin_cache().float().chunk(2, dim=-1), strict=True):
+            rope.register_buffer(f"onegraph_{name}", half.contiguous(), persistent=False)
+    return rope.onegraph_cos, rope.onegraph_sin
 
 
 @cache
@@ -99,10 +116,10 @@ def _turned(how: type, kind: type) -> type:
 
 
 def _rope_and_cache(qkv: Tensor, positions: Tensor, table: Tensor, heads: int, layer_name: LayerNameType) -> Tensor:
-    _, _, cache, slots = get_attention_context(_resolve_layer_name(layer_name))
+    metadata, layer, cache, slots = get_attention_context(_resolve_layer_name(layer_name))
     dim = table.shape[1]
-    if slots is None:  # the run that measures memory
-        return qkv[:, : heads * dim].clone()
+    if slots is None or flash.in_one_launch(layer.impl, metadata):  # the run that measures memory has no slots
+        return _fake(qkv, positions, table, heads, layer_name)
     keys, values = cache.transpose(1, 2).split(dim, dim=-1)  # as FlashAttentionImpl.do_kv_cache_update
     return cast(Tensor, rope_slots_write.overload(qkv, positions, table, slots, keys, values, heads))
 
