@@ -8,7 +8,8 @@ the text. The state must lie as close to one of them as they lie to one another.
 A choice (which expert, which entries) that is a tie but for rounding may fall otherwise in the state than in each of
 those passes, and all that follows differs by a thousand roundings. So a state that lies near none of them is compared
 with passes whose embeddings are shaken by a few roundings, which turn such ties over and nothing else: one of them is
-then where the state is, to the last roundings. None is, if the state is wrong.
+then where the state is, to the last roundings. None is, if the state is wrong. (In bfloat16 every text has such ties,
+and passes lie as far from one another as the state does.)
 
 Each round is one line of a file, written when it is over; rounds depend on their number and on nothing else, so a soak
 that was killed goes on where the file ends.
@@ -22,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import median, median_low
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -259,8 +260,9 @@ def _row(engine: Engine, other: Engine, row: int, read: list[int]) -> tuple[floa
     mine = _logits(engine, read[-1:], len(read) - 1, inputs["table"][row], int(inputs["slots"][row]))
     passes = [_from_nothing(other, read, CHUNK), *(_from_nothing(other, read, *order) for order in ORDERS)]
     noise = [min(_error(one, two) for two in passes if two is not one) for one in passes]
+    least = min((n for n in noise if n), default=0.0)  # two passes of the same kernels may have the same bits
     drift, tried = min(_error(mine, one) for one in passes), 0
-    while drift > TIMES * max(median(noise), FLOOR) and tried < SHAKEN:
+    while least <= QUIET and drift > TIMES * max(least, FLOOR) and tried < SHAKEN:
         with _shaken(other, SHAKES[tried % len(SHAKES)], tried):
             drift = min(drift, _error(mine, _from_nothing(other, read, CHUNK)))
         tried += 1
