@@ -34,7 +34,7 @@ def test_the_rates_that_are_told_are_registered(repo: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm.entrypoints") is None, reason="vLLM is not installed; `make vllm`")
 def test_the_graph_support_that_is_told_is_what_vllm_is_told(repo: Path) -> None:
-    from onegraph.integrations.vllm.attention import TurboQuantBuilder
+    from onegraph.integrations.vllm.turboquant import TurboQuantBuilder
 
     told = re.findall(r"TurboQuant says\s+`(\w+)`", (repo / "docs/vllm.md").read_text())
     assert told == [TurboQuantBuilder._cudagraph_support.name]

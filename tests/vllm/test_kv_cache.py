@@ -31,15 +31,15 @@ def turboquant() -> Iterator[Any]:
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from onegraph.integrations.vllm import attention
+    from onegraph.integrations.vllm import turboquant as backend
 
     selector._cached_get_attn_backend.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention.TurboQuantBackend, "rate", (4, 4))
-        patch.setattr(attention, "NAME", "CPU_ATTN")
-        register_backend(AttentionBackendEnum.CPU_ATTN, "onegraph.integrations.vllm.attention.TurboQuantBackend")
+        patch.setattr(backend.TurboQuantBackend, "rate", (4, 4))
+        patch.setattr(backend, "NAME", "CPU_ATTN")
+        register_backend(AttentionBackendEnum.CPU_ATTN, "onegraph.integrations.vllm.turboquant.TurboQuantBackend")
         try:
-            yield attention
+            yield backend
         finally:
             AttentionBackendEnum.CPU_ATTN.clear_override()
             selector._cached_get_attn_backend.cache_clear()
@@ -135,11 +135,11 @@ def test_queries_of_several_tokens(tiny_chat: Path, exact: Any) -> None:
     prompts = [TEXT[:12], TEXT[20:50]]
     drafts = {"method": "draft_model", "model": str(tiny_chat), "num_speculative_tokens": 2}
     with (
-        turboquant() as attention,
+        turboquant() as backend,
         serving(tiny_chat, speculative_config=drafts) as llm,
         pytest.MonkeyPatch.context() as patch,
     ):
-        counts = record_queries(patch, attention)
+        counts = record_queries(patch, backend)
         answers = given(llm, prompts, 20)
     assert counts.count(3) > 10
     whole = [text + tokens for text, (tokens, _, _) in zip(prompts, answers, strict=True)]
@@ -147,9 +147,9 @@ def test_queries_of_several_tokens(tiny_chat: Path, exact: Any) -> None:
         assert apart(got, want[len(text) - 1 :]) < CLOSE
 
 
-def record_queries(patch: pytest.MonkeyPatch, attention: Any) -> list[int]:
+def record_queries(patch: pytest.MonkeyPatch, backend: Any) -> list[int]:
     """Tokens of each query that is read against codes, from here on."""
-    read, counts = attention.turboquant_attention, list[int]()
+    read, counts = backend.turboquant_attention, list[int]()
 
     class Recorded:
         @staticmethod
@@ -157,7 +157,7 @@ def record_queries(patch: pytest.MonkeyPatch, attention: Any) -> list[int]:
             counts.append(q.shape[1])
             return read.overload(q, *rest)
 
-    patch.setattr(attention, "turboquant_attention", Recorded)
+    patch.setattr(backend, "turboquant_attention", Recorded)
     return counts
 
 
@@ -173,15 +173,15 @@ def record_queries(patch: pytest.MonkeyPatch, attention: Any) -> list[int]:
     ],
 )
 def test_attention_that_codes_are_not_read_for_is_refused(kind: dict[str, Any], words: str) -> None:
-    from onegraph.integrations.vllm.attention import TurboQuantImpl
+    from onegraph.integrations.vllm.turboquant import TurboQuantImpl
 
     with pytest.raises(ValueError, match=f"the TurboQuant KV cache does not reach {words}; serve with"):
         TurboQuantImpl(4, 64, 0.125, kv_cache_dtype="turboquant:4", **kind)
 
 
 def test_the_backend_without_its_cache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from onegraph.integrations.vllm import attention
+    from onegraph.integrations.vllm import turboquant as backend
 
-    monkeypatch.setattr(attention.TurboQuantBackend, "rate", None)
+    monkeypatch.setattr(backend.TurboQuantBackend, "rate", None)
     with pytest.raises(ValueError, match="needs --kv-cache-dtype, one of turboquant:4, "):
-        attention.TurboQuantImpl(4, 64, 0.125)
+        backend.TurboQuantImpl(4, 64, 0.125)

@@ -66,7 +66,7 @@ def _register_kv_cache() -> None:
 
     if AttentionBackendEnum.CUSTOM.is_overridden():
         return
-    register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.attention.TurboQuantBackend")
+    register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.turboquant.TurboQuantBackend")
     for name in KV_RATES:
         register_kv_cache_dtype(name)(type("TurboQuantHandler", (Handler,), {"name": name}))
 

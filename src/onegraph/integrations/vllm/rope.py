@@ -60,7 +60,7 @@ class WritesCache(_Attention):
 
 
 class WritesCodes(_Attention):
-    """Our KV cache's backend gets qkv as it is (`attention.py`)."""
+    """Our KV cache's backend gets qkv as it is (`turboquant.py`)."""
 
     def _attend(self, positions: Tensor, qkv: Tensor) -> Tensor:
         packed = qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
