@@ -1,6 +1,7 @@
 """`onegraph check` and `onegraph rule` as people run them: what they print, and with which exit status they end."""
 
 import argparse
+import contextlib
 import json
 import re
 import subprocess
@@ -10,9 +11,10 @@ from textwrap import dedent
 
 import pytest
 
-from onegraph.check import cli, reconcile
+from onegraph.check import CheckError, check_step, cli, reconcile
 from onegraph.check.report import Event, Finding, Origin, Report, Severity
 from onegraph.check.rules import RULES
+from onegraph.check.target import load
 
 CLEAN = """\
 import torch
@@ -105,6 +107,52 @@ def test_folder_and_file_read_sources_alone(target: Path, capsys: pytest.Capture
     assert "broken.py:2: syntax error" in captured.err
 
 
+def test_a_file_that_is_no_python_is_an_error_where_it_is_asked_for(
+    target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target.write_text("def f(:\n")  # no word of torch in it either
+    assert run("check", str(target)) == 2
+    assert ":1: syntax error" in capsys.readouterr().err
+
+
+DECORATED = """
+import functools
+import torch
+
+def plainly(make):
+    return lambda: make()
+
+def build():
+    return (lambda x: x.sum().item() * x), lambda i: (torch.ones(2, device="cuda") * i,)
+
+@torch.no_grad()
+def wrapped(): return build()
+
+@functools.cache
+def cached(): return build()
+
+@plainly
+def hidden(): return build()
+
+partial = functools.partial(build)
+"""
+
+
+@pytest.mark.parametrize(
+    ("factory", "read"), [("wrapped", True), ("cached", True), ("hidden", False), ("partial", False)]
+)
+def test_a_factory_is_run_where_it_cannot_be_read(
+    factory: str, read: bool, target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target.write_text(DECORATED)
+    assert run("check", f"{target}:{factory}") == 1
+    said = capsys.readouterr().out
+    assert ("read in the source" in said) is read
+    assert ("it was only run" in said) is not read
+    with pytest.raises(CheckError) if not read else contextlib.nullcontext():
+        check_step(load(f"{target}:{factory}").factory, source=True, simulate=False)
+
+
 def test_source_mode_runs_and_imports_nothing(target: Path) -> None:
     target.write_text("raise SystemExit('imported')\nimport torch\n")
     program = (
@@ -126,6 +174,7 @@ FACTORIES = {
     "other": "def other():\n    pass\n",
     "value": "factory = 3\n",
     "syntax": "def factory(:\n",
+    "host": "import torch\ndef factory():\n    return (lambda x: x * 2), (lambda i: (torch.ones(2),))\n",
     "import": "import no_such_module_anywhere\n",
     "exit": "import sys\nsys.exit(3)\n",
 }

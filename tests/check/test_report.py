@@ -105,7 +105,7 @@ def test_target_loads_a_file_and_finds_its_neighbours(tmp_path):
         ("no.such.module:factory", "no module 'no.such.module'"),
         ("{tmp}/notes.txt:factory", "is not a Python file"),
         ("{tmp}/target.py:other", "no function 'other' in .*; it defines factory"),
-        ("{tmp}/target.py:VALUE", "'VALUE' is a int, allowed a function"),
+        ("{tmp}/target.py:VALUE", "'VALUE' is of type int, allowed a function"),
         ("{tmp}/broken.py:factory", "broken.py:1: syntax error"),
         ("{tmp}/raises.py:factory", "importing it raised KeyError: 'x'"),
         ("{tmp}/leaves.py:factory", "importing it raised SystemExit"),

@@ -263,6 +263,45 @@ def test_an_error_of_the_step_is_told_as_one(body):
         check_step(lambda: (body, (lambda i: (torch.zeros(2, device="cuda"),))))
 
 
+@torch.library.custom_op("checktests::reads", mutates_args=())
+def reads(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.arange(1, 3, device="cuda") / x.max().item()
+
+
+@torch.library.custom_op("checktests::adds", mutates_args=("total",))
+def adds(total: torch.Tensor, x: torch.Tensor, factor: float) -> None:
+    total.add_(x, alpha=factor)
+
+
+def test_a_custom_op_written_in_python_is_looked_into():
+    def factory():
+        return (lambda x: torch.ops.checktests.reads(x)), lambda i: (torch.ones(2, device="cuda") * i,)
+
+    report = check_step(factory)
+    line = reads._init_fn.__code__.co_firstlineno + 2
+    assert [f.line for f in report.errors if f.code == "CG101"] == [line]
+    with declared("checktests::reads"):
+        assert "CG101" not in check_step(factory).codes  # its author's word
+    with declared("checktests::reads", capturable=False):
+        assert any("is declared not capturable" in f.message for f in check_step(factory).errors)
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_custom_op_that_writes_is_replayed(grows):
+    def factory():
+        total, factor = torch.zeros(2, device="cuda"), [1.0]
+
+        def step(x):
+            factor[0] += grows
+            adds(total, x, factor[0])
+            return total.clone()
+
+        return step, lambda i: (torch.ones(2, device="cuda") * i,)
+
+    report = check_step(factory)
+    assert {f.code for f in report.errors} == ({"CG202"} if grows else set())
+
+
 LIBRARY = torch.library.Library("checktests", "DEF")
 LIBRARY.define("unfinished(Tensor x) -> Tensor")
 LIBRARY.impl("unfinished", lambda x: x, "CUDA")

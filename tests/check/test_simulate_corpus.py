@@ -8,6 +8,7 @@ import pytest
 from accuracy import bad
 
 from onegraph.check import CheckError, Severity, check_step
+from onegraph.check.report import relative
 
 TRUTH = corpus_tools.truth()
 CASES = [(folder, case) for folder in corpus_tools.FOLDERS for case in corpus_tools.cases(folder)]
@@ -61,5 +62,5 @@ def test_message_of_a_stale_number_names_the_line_of_the_read():
     read = next(f for f in report.findings if f.code == "CG101")
     stale = next(f for f in report.findings if f.code == "CG202")
     assert stale.severity is Severity.ERROR
-    assert f"{read.path}:{read.line}" in stale.message
+    assert f"{relative(read.path)}:{read.line}" in stale.message
     assert ".item()" in stale.message

@@ -35,12 +35,7 @@ def check_step(
     target = target or f"{getattr(factory, '__module__', '')}:{getattr(factory, '__qualname__', repr(factory))}"
     reports = []
     if source:
-        from onegraph.check.source import check_source
-
-        path = inspect.getsourcefile(factory)
-        if path is None:
-            raise CheckError(f"{target}: no source file to read")
-        reports.append(check_source(path, factory.__name__))
+        reports.append(_read(factory, target, alone=not (simulate or live)))
     if simulate:
         from onegraph.check.simulate import simulate_step
 
@@ -50,3 +45,22 @@ def check_step(
 
         reports.append(live_step(factory, steps=steps, target=target))
     return reports[0] if len(reports) == 1 else merge(target, reports)
+
+
+def _read(factory: Callable[[], Any], target: str, *, alone: bool) -> Report:
+    """What the source says, read from the undecorated factory on. Where it is no function that a file defines (a
+    partial, an object, a function in a function), running it can still tell; alone, reading has nothing to tell."""
+    from onegraph.check.source import check_source
+
+    function = inspect.unwrap(factory)
+    try:
+        path = inspect.getsourcefile(function)
+        if path is None:
+            raise CheckError(f"{target}: no source file to read")
+        return check_source(path, function.__name__)
+    except (TypeError, CheckError) as error:
+        if not alone:
+            return Report(target=target, facts={"source": "the factory is no function of a file: it was only run"})
+        if isinstance(error, CheckError):
+            raise
+        raise CheckError(f"{target}: {type(factory).__name__} has no source to read, allowed a function") from error

@@ -59,7 +59,7 @@ def load(spec: str) -> Target:
     except CheckError:
         raise
     except SyntaxError as error:
-        raise CheckError(f"target {spec!r}: {path}:{error.lineno}: syntax error: {error.msg}") from error
+        raise CheckError(f"target {spec!r}: {path}:{error.lineno or 1}: syntax error: {error.msg}") from error
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise
@@ -70,7 +70,7 @@ def load(spec: str) -> Target:
         raise CheckError(f"target {spec!r}: no function {name!r} in {path}; it defines {', '.join(known) or 'none'}")
     if not callable(factory):
         raise CheckError(
-            f"target {spec!r}: {name!r} is a {type(factory).__name__}, allowed a function without arguments"
+            f"target {spec!r}: {name!r} is of type {type(factory).__name__}, allowed a function without arguments"
         )
     return Target(spec=spec, path=path, name=name, factory=factory)
 

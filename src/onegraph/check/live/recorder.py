@@ -295,5 +295,4 @@ def of_call(chain: frames.Chain, roots: frames.Roots, op: str) -> hazards.Hazard
             happens = hazards.PAGEABLE if code == "CG102" else hazards.NOT_PERMITTED
             hazard = hazards.Hazard(code, message, happens)
             return hazards.branch(hazard, operation) if code == "CG101" else hazard
-    what = op.split("::")[-1] or "an op"
-    return hazards.Hazard("CG105", f"{what} waits for the device inside its host code", hazards.NOT_PERMITTED)
+    return hazards.Hazard("CG105", hazards.waits(op), hazards.NOT_PERMITTED)

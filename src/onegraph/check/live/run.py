@@ -24,7 +24,7 @@ from onegraph.check.simulate.compare import Books, differences
 from onegraph.check.simulate.findings import Findings
 from onegraph.check.simulate.records import Sighting, Step, reshaped
 from onegraph.check.simulate.replay import Verdict, close
-from onegraph.check.simulate.run import _kind, _line, _where, internal
+from onegraph.check.simulate.run import NOTHING, _kind, _line, _where, internal
 from onegraph.check.simulate.state import Snapshot, changes, methods
 
 _REPLAYS = 200
@@ -145,6 +145,8 @@ class _Live:
             }
             self.steps[index] = record
             del result, outputs, arguments, leaves
+        if not (self.returned or any(s.ops for s in self.steps.values())):
+            raise CheckError(NOTHING)
         self.names = {self.numbers.of(t, "outside", -1): name for name, t in _tensors(step, self.roots).items()}
         self.alive = self.numbers.alive()
         self.step_code = step

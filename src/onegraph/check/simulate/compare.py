@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from onegraph.check.report import SILENT, Severity
+from onegraph.check.report import SILENT, Severity, relative
 from onegraph.check.simulate import frames
 from onegraph.check.simulate.records import OpRecord, Sighting, Step, same
 from onegraph.check.simulate.replay import Verdict
@@ -82,7 +82,7 @@ def _follows(sighting: Sighting, chain: frames.Chain) -> None:
     sighting.severity = Severity.WARNING
     if chain:
         at = frames.place(*chain[0])
-        sighting.message += f"; it follows from the device value read at {at.path}:{at.line}"
+        sighting.message += f"; it follows from the device value read at {relative(at.path)}:{at.line}"
 
 
 def _chosen(ours: OpRecord, theirs: OpRecord, books: Books) -> bool:
@@ -150,7 +150,7 @@ def _paths(captured: Step, step: Step, verdict: Verdict | None) -> Iterator[tupl
             culprit,
             "the path through the step is not the captured one",
             SILENT,
-            (f"step {captured.index}: {a_end - a} ops here", f"step {step.index}: {b_end - b} ops here"),
+            (f"step {step.index} runs {b_end - b} ops here where step {captured.index} ran {a_end - a}",),
         )
         only = {op.name for op in (*captured.ops[a:a_end], *step.ops[b:b_end])}
         here_too = any(frames.place(*frame).line == place.line for frame in culprit)
@@ -286,7 +286,7 @@ def traced(
     chain = exact or shifted or ()
     place = locate(chain) if chain else None
     return (
-        f"; the number comes from the device value read at {place.path}:{place.line} ({place.source.strip()})"
+        f"; the number comes from the device value read at {relative(place.path)}:{place.line} ({place.source.strip()})"
         if place
         else ""
     )

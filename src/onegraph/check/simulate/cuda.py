@@ -14,12 +14,13 @@ from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from onegraph.check.declared import capturable
 from onegraph.check.report import SILENT, CheckError, Severity
 from onegraph.check.simulate import frames, hazards, loading, recording, streams
 from onegraph.check.simulate.backward import Backward
 from onegraph.check.simulate.device import DeviceTensor, swap
 from onegraph.check.simulate.guard import device_guard
-from onegraph.check.simulate.records import composed, eagerly
+from onegraph.check.simulate.records import body_of, composed, eagerly
 from onegraph.check.simulate.world import World
 
 _H200 = {
@@ -49,6 +50,15 @@ class _Dispatch(TorchDispatchMode):
         if composed(func):
             with self:
                 return func.decompose(*args, **(kwargs or {}))
+        body = body_of(func)
+        if body is not None:  # Python as any other: it is looked into
+            kept, name = len(self.world.sightings), func._schema.name
+            with self:
+                out = body(*args, **(kwargs or {}))
+            if capturable(name) is not None:  # its author's word counts for more
+                del self.world.sightings[kept:]
+                self.world.opaque(name, f"custom op {name}", self.world.chain())
+            return out
         return self.world.dispatch(func, args, kwargs or {})
 
 

@@ -59,6 +59,8 @@ class Findings:
             place = self.locate(chain)
             known = self.found.get((code, place.path, place.line)) if place else None
             values = tuple(dict.fromkeys(v for s in group for v in s.values))
+            if sum(v.startswith(f"step {self.world.captured_step}: ") for v in values) > 1:  # of several numbers
+                values = tuple(dict.fromkeys(" -> ".join(s.values) for s in group))
             numbers = {s.step: s.note[1] for s in group if s.note}
             if group[0].note:
                 numbers[self.world.captured_step] = group[0].note[0]
@@ -81,6 +83,7 @@ class Findings:
         for place, sighting in branches:
             if asked:
                 sighting.code, sighting.message = "CG211", "the step takes another path while it is captured"
+                sighting.values = ()  # what it did in other steps is no part of it
                 if any(f.severity is Severity.ERROR for f in self.found.values()):
                     sighting.severity = Severity.WARNING  # what is known already may be why a replay differs
                 self._add(sighting, self.locate(asked[0]))

@@ -75,6 +75,21 @@ _NAMED_SHAPES = {
 }
 
 
+_INSTEAD = {
+    "aten::_linalg_check_errors": "torch.linalg.inv_ex, cholesky_ex, solve_ex or lu_factor_ex do not look for errors",
+    "aten::histc": "with min and max given it has nothing to read",
+    "aten::isin": "(x[..., None] == wanted).any(-1) compares on the device",
+    "aten::normal": "mean + deviation * torch.randn_like(mean) does not look for negative deviations",
+    "aten::segment_reduce": "with unsafe=True it does not look whether the lengths add up",
+}
+
+
+def waits(name: str) -> str:
+    """What is said of an op that waits: its name and, where there is one, a way without waiting."""
+    text = f"{name.split('::')[-1] or 'an op'} waits for the device inside its host code"
+    return f"{text}; {_INSTEAD[name]}" if name in _INSTEAD else text
+
+
 @functools.lru_cache(maxsize=1)
 def table() -> dict[str, dict[str, Any]]:
     """What each aten overload did on a GPU: see benchmarks/check_sync_table.py."""
@@ -118,17 +133,19 @@ def of_op(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], h
         elements, wanted = args[0].numel(), args[1].numel()
         if wanted < 10 * elements**0.145:  # ATen's own rule: few are compared one by one, many are sorted and counted
             return None
+    if name == "aten::segment_reduce" and kwargs.get("unsafe"):
+        return None  # told not to look whether the lengths add up
     if name == "aten::_grouped_mm":
         if all(isinstance(a, Tensor) and a.dtype is torch.bfloat16 for a in args[:2]):
             return None
-        text = "_grouped_mm of another type than bfloat16 reads its offsets on the host, one product a group"
+        text = "_grouped_mm of another type than bfloat16 reads its offsets on the host: cast both factors"
         return Hazard("CG105", text, PAGEABLE)
     if name in _PRODUCTS and any(isinstance(a, Tensor) and _unordered(a) for a in args):
         text = "a product with an uncoalesced sparse matrix sorts and counts its entries first: coalesce it at load"
         return Hazard("CG105", text, NOT_PERMITTED)
     row = table().get(str(func))
     if row and row["sync"] >= _OFTEN:
-        return Hazard("CG105", f"{name.split('::')[1]} waits for the device inside its host code", NOT_PERMITTED)
+        return Hazard("CG105", waits(name), NOT_PERMITTED)
     return None
 
 

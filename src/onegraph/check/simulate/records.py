@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import DispatchKey
+from torch._library.custom_ops import OPDEFS
 from torch._ops import HigherOrderOperator
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
@@ -146,6 +147,15 @@ def eagerly(func: HigherOrderOperator) -> Callable[..., Any]:
     if kernel is None:
         raise CheckError(f"{func.name()} calls functions in a way that is not followed: torch has no eager form of it")
     return kernel
+
+
+def body_of(func: Any) -> Callable[..., Any] | None:
+    """The Python function behind a custom op that has one for every device (`torch.library.custom_op`)."""
+    definition = OPDEFS.get(func._schema.name)
+    if definition is None or "cuda" in definition._backend_fns:
+        return None
+    body: Callable[..., Any] | None = definition._backend_fns.get(None)
+    return body
 
 
 def dense(tensor: Tensor) -> Tensor:

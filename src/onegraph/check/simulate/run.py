@@ -27,6 +27,8 @@ FEWEST_STEPS = 3
 DEFAULT_STEPS = 4
 """One warm-up, one captured, two replayed: the fewest that show a number changing more than once."""
 
+NOTHING = 'nothing of the step ran on device "cuda": there is nothing to capture; build model, buffers and inputs there'
+
 
 def call_step(step: Callable[..., Any], arguments: Sequence[Any]) -> Any:
     """Call chains end at this frame."""
@@ -224,6 +226,8 @@ class _Simulation:
     def _report(self, step: Callable[..., Any], seconds: float) -> Report:
         world = self.world
         captured = self.steps[world.captured_step]
+        if not (world.sightings or self.returned or any(s.ops for s in self.steps.values())):
+            raise CheckError(NOTHING)
         later = [self.steps[i] for i in range(world.captured_step + 1, self.count)]
         books = Books(self.names, self._alive() - self._dead(captured), self.made, self.returned)
         at_ops, at_branches = differences(captured, later, self.verdicts, books, self.refreshed)
@@ -238,7 +242,6 @@ class _Simulation:
         report.facts.update(
             {
                 "torch": torch.__version__,
-                "simulated steps": self.count,
                 "largest replay error": max((v.worst for v in self.verdicts.values()), default=0.0),
                 "replay equals eager": not any(v.stale for v in self.verdicts.values()),
                 "simulation seconds": round(seconds, 3),

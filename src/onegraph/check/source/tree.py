@@ -136,7 +136,7 @@ def read_files(files: list[str]) -> Batch:
     with deep_recursion(), no_collection():
         for path in files:
             try:
-                if not _concerns(path):
+                if len(files) > 1 and not _concerns(path):
                     continue
                 alive.append(machine.project.file(path))
                 unread += read_file(machine, alive[-1])
