@@ -3,8 +3,8 @@
     PYTHONPATH=src python3 benchmarks/vllm_attention.py --out benchmarks/results/vllm-attention-h200.jsonl
 
 Llama-3-8B's heads, the cache as vLLM lays it out, graph replays over so many copies of it that the L2 forgets them.
-"onegraph" is RoPE, the write and attention; "vllm" is FlashAttention alone, its plan made beforehand. Results are held to
-each other.
+"onegraph" is RoPE, the write and attention; "vllm" is FlashAttention alone, its plan made beforehand. Their results are
+held to each other.
 """
 
 import argparse
