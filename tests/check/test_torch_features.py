@@ -6,6 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import nn
+from torch._C import DispatchKey
+from torch._higher_order_ops.scan import scan
+from torch._ops import HigherOrderOperator
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from onegraph.check import CheckError, Report, check_step
@@ -68,13 +71,42 @@ def test_a_traced_function_is_simulated_as_it_is():
     assert not checked(make).findings
 
 
-def test_compiled_attention_with_a_mask_is_clean():
+@pytest.mark.parametrize("compiled", [True, False])
+def test_attention_with_a_mask_is_clean_where_it_is_compiled(compiled):
     def make():
-        attend = torch.compile(flex_attention)
+        attend = torch.compile(flex_attention) if compiled else flex_attention
         causal = create_block_mask(lambda b, h, q, k: q >= k, None, None, 4, 4, device="cuda")
         return lambda x: attend(x[None, None], x[None, None], x[None, None], block_mask=causal)
 
-    assert not checked(make).findings
+    assert checked(make).codes == (set() if compiled else {"CG102"})
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", None])
+def test_what_captures_graphs_of_its_own_cannot_be_captured(mode):
+    def make():
+        layer = torch.compile(nn.Linear(4, 4).to("cuda"), mode=mode)
+        assert layer._orig_mod.weight is layer.weight
+        return torch.no_grad()(lambda x: layer(x))
+
+    assert checked(make).codes == ({"CG307"} if mode in ("reduce-overhead", "max-autotune") else set())
+
+
+@pytest.mark.parametrize(
+    ("step", "code"),
+    [
+        (torch.nonzero, "CG104"),
+        (torch.linalg.inv, "CG105"),
+        (torch.func.grad(lambda x: x.sum() / x.max().item()), "CG101"),
+    ],
+)
+def test_a_step_without_a_line_of_its_own_is_told_of_at_its_factory(step, code):
+    def make():
+        return step, lambda i: ((X + i).to("cuda") if code != "CG105" else torch.eye(4, device="cuda"),)
+
+    finding = next(f for f in check_step(make).errors if f.code == code)
+    own = code == "CG101"  # of the three it alone has a line
+    assert (finding.line == make.__code__.co_firstlineno) is not own
+    assert finding.path == __file__
 
 
 def test_a_branch_that_torch_takes_reads_the_device():
@@ -84,12 +116,36 @@ def test_a_branch_that_torch_takes_reads_the_device():
     assert checked(make).codes == {"CG101"}
 
 
-def test_a_loop_without_an_eager_form_is_an_error_of_one_line():
-    def make():
-        return lambda x: torch.ops.higher_order.scan(lambda a, b: (a + b, a), [x[0]], [x], [])[0]
+def test_a_scan_is_simulated():
+    got = []
 
-    with pytest.raises(CheckError) as error:
-        checked(make)
+    def make():
+        def step(x):
+            sums = scan(lambda total, row: (total + row, (total + row).clone()), x[0], x)[1]
+            got.append(torch.allclose(sums.inner, x.inner[0] + x.inner.cumsum(0)))
+            return sums
+
+        return step
+
+    assert not checked(make).errors
+    assert all(got)
+
+
+class Unheard(HigherOrderOperator):
+    """An op that calls a function, of which torch has no eager form."""
+
+    def __init__(self):
+        super().__init__("onegraph_tests_unheard")
+        self.fallthrough(DispatchKey.AutogradCUDA)
+
+    def __call__(self, function, x):
+        return super().__call__(function, x)
+
+
+def test_an_op_without_an_eager_form_is_an_error_of_one_line():
+    unheard = Unheard()
+    with pytest.raises(CheckError, match="onegraph_tests_unheard calls functions in a way") as error:
+        checked(lambda: lambda x: unheard(torch.sin, x))
     assert "\n" not in str(error.value)
 
 

@@ -1,5 +1,6 @@
 """A capture that broke: which op, at which line, and how to leave torch fit for the next capture."""
 
+import traceback
 from contextlib import suppress
 from types import CodeType
 from typing import Any
@@ -21,6 +22,7 @@ _TEXTS = (
     ("get_offset", "CG302", "the generator is read or set in the step"),
     ("capturable is False", "CG202", "the optimizer counts its steps on the host: make it with capturable=True"),
     ("uncaptured free", "CG313", "a tensor made in the capture is freed outside of it"),
+    ("during capturing stage", "CG307", hazards.OWN_GRAPHS),
     ("philox", "CG302", "the generator is read or set in the step"),
 )
 
@@ -28,8 +30,12 @@ _TEXTS = (
 def blame(recorder: Recorder, roots: frames.Roots, error: Exception, first: BaseException, stream: int) -> None:
     """Name the op and the line at which the capture broke, with `first` as its first error."""
     text = str(error)
-    chain = chain_of(first) or (recorder.last[1] if recorder.last else ())
     happens = f"{type(first).__name__}: {_line(first)}"
+    chain = chain_of(first)
+    if recorder.broken is not None:
+        recorder.last, happens = recorder.broken[:3], recorder.broken[3]
+        chain = recorder.broken[1]
+    chain = chain or (recorder.last[1] if recorder.last else ())
     hazard = of_call(chain, roots, "")
     if hazard.code == "CG306":
         recorder.note(hazard.code, hazard.message, happens, chain)
@@ -55,6 +61,15 @@ def blame(recorder: Recorder, roots: frames.Roots, error: Exception, first: Base
         chain = other[0] if other else (recorder.last[1] if recorder.last else ())
         hazard = hazards.Hazard("CG305" if other else "CG105", "the capture does not end", happens)
     recorder.note(hazard.code, hazard.message, happens, chain)
+
+
+def forget(error: BaseException, outer: BaseException | None) -> None:
+    """Let go of what the frames of an error hold: torch's printing keeps a guard there that switches functorch off in
+    this thread for as long as it lives, and the next step's `vmap` would not be one."""
+    cause: BaseException | None = error
+    while cause is not None and cause is not outer:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__context__
 
 
 def recover(stream: Any) -> None:

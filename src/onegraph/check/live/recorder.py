@@ -76,6 +76,8 @@ class Recorder(TorchDispatchMode):
         self.blamed: dict[frames.Chain, hazards.Hazard] = {}
         self.streams: dict[int, tuple[str, frames.Chain]] = {}
         self.capturing = False
+        self.broken: tuple[str, frames.Chain, hazards.Hazard | None, str] | None = None  # the first op that a capture
+        # refused, and its error: the step may have caught that and gone on
         self.outside: dict[int, frames.Chain] = {}  # streams that work was launched on and that are not captured
         self.devices: dict[int, frames.Chain] = {}
         self.written: list[weakref.ref[Tensor]] = []  # what the captured step writes
@@ -106,7 +108,12 @@ class Recorder(TorchDispatchMode):
         if hazard is not None:
             self.blamed[chain] = hazard
         shape = device[0].shape if device and torch.Tag.inplace_view in func.tags else None
-        out = func(*args, **kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except RuntimeError as error:
+            if self.capturing and self.broken is None and "captur" in str(error):
+                self.broken = (*self.last, f"{type(error).__name__}: {str(error).splitlines()[0]}")
+            raise
         if shape is not None and device[0].shape != shape:
             self.reshaped.setdefault(id(device[0]), (name, chain))
         if targets := written(func):
@@ -205,7 +212,7 @@ class Recorder(TorchDispatchMode):
     def synced(self) -> None:
         """The host waited for the device: name the op, or the call that asked for it."""
         chain = frames.chain(self.stop, 2)
-        if not chain or self.step is None:
+        if self.step is None:
             return
         if self.last is not None and self.last[1] == chain and self.last[2] is not None:
             hazard = self.last[2]

@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from onegraph.check.live.buffers import copy, junk, poison
 from onegraph.check.live.buffers import static as static_of
-from onegraph.check.live.failure import blame, first_error, recover
+from onegraph.check.live.failure import blame, first_error, forget, recover
 from onegraph.check.live.recorder import Numbers, Recorder, stored
-from onegraph.check.live.watch import call_step, calls_noted
+from onegraph.check.live.watch import call_step, calls_noted, compiled_noted
 from onegraph.check.report import SILENT, CheckError, Origin, Report, Severity
 from onegraph.check.simulate import frames
 from onegraph.check.simulate.compare import Books, differences
-from onegraph.check.simulate.findings import Findings
+from onegraph.check.simulate.findings import Findings, home_of
 from onegraph.check.simulate.records import Sighting, Step, reshaped
 from onegraph.check.simulate.replay import Verdict, close
 from onegraph.check.simulate.run import NOTHING, _kind, _line, _where, internal
@@ -157,10 +157,10 @@ class _Live:
         step, inputs = self._build()
         recorder = self.recorder
         with torch.cuda.device(device):
-            stream = torch.cuda.Stream()
+            stream, before = torch.cuda.Stream(), torch.cuda.current_stream()
             arguments = self._guarded("inputs(0)", inputs, 0)
             torch.cuda.synchronize()
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(stream), compiled_noted() as compiled:
                 self._guarded("step 0", call_step, step, arguments)
             torch.cuda.synchronize()
             static = tree_map(static_of, self._guarded("inputs(1)", inputs, 1))
@@ -169,6 +169,9 @@ class _Live:
             recorder.first_node = torch._C._autograd._get_sequence_nr()
             recorder.step = record = Step(1)
             recorder.last, recorder.streams, recorder.written, recorder.capturing = None, {}, [], True
+            recorder.broken = None
+            # What torch compiles runs as it is written where a recorder listens: the capture is of the compiled form.
+            listening = ExitStack() if compiled else recorder
             graph = torch.cuda.CUDAGraph()
             empty, outer = False, sys.exc_info()[1]
             try:
@@ -177,7 +180,7 @@ class _Live:
                     options: dict[str, Any] = {}
                     if "check_input_liveness" in inspect.signature(torch.cuda.graph.__init__).parameters:
                         options["check_input_liveness"] = True
-                    with torch.cuda.graph(graph, stream=stream, **options), recorder:
+                    with torch.cuda.graph(graph, stream=stream, **options), listening:
                         result = call_step(step, static)
                 empty = any("is empty" in str(w.message) for w in said)
             except Exception as error:
@@ -186,6 +189,8 @@ class _Live:
                 blame(recorder, self.roots, error, first, stream.cuda_stream)
                 recorder.step = None
                 self.facts["capture error"] = _line(first)
+                torch.cuda.set_stream(before)  # torch leaves the other one current where the end of a capture raises
+                forget(error, outer)
                 recover(stream)
                 return
             recorder.capturing = False
@@ -195,9 +200,9 @@ class _Live:
                     code, which = ("CG304", "the default stream inside the step")
                 recorder.note(code, f"work is launched on {which}: it is not in the graph", SILENT, chain)
             recorder.step = None
-            self.captured = record
-            if empty and record.ops:
-                chain = record.ops[0].chain
+            self.captured = self.steps[1] if compiled else record
+            if empty and self.steps[1].ops:
+                chain = self.steps[1].ops[0].chain
                 self.sightings_add(
                     "CG303", "the captured graph is empty: the work went to another stream or device", chain
                 )
@@ -323,16 +328,17 @@ class _Live:
                 (o.func, o.chain) for o in first.ops
             ]
             at_branches += differences(first, [self.captured], self.verdicts, books, {})[1]
-        findings = Findings(self.recorder, self.roots, self.steps, self.names, origin=Origin.LIVE)
+        home = home_of(self.step_code, self.factory)
+        findings = Findings(self.recorder, self.roots, self.steps, self.names, home, origin=Origin.LIVE)
         findings.of_running(self._relevant())
         findings.of_comparison(at_ops)
         findings.of_branches(at_branches)
         codes = list(dict.fromkeys(c for s in self.steps.values() for op in s.ops for c, _ in op.chain))
         codes += methods(self.types)
         findings.of_state({i: c for i, c in self.changed.items() if i >= 1}, codes)
-        findings.of_referee(self.verdicts, self.step_code)
+        findings.of_referee(self.verdicts)
         if self.captured is None:
-            findings.of_failure(self.facts.get("capture error", "the graph is empty"), self.step_code)
+            findings.of_failure(self.facts.get("capture error", "the graph is empty"))
         report = findings.report(self.target, self.count)
         self.facts.update(
             {

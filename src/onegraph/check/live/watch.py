@@ -18,6 +18,28 @@ def call_step(step: Callable[..., Any], arguments: Any) -> Any:
 
 
 @contextmanager
+def compiled_noted() -> Iterator[list[bool]]:
+    """A list that is not empty once a function has run that torch compiles."""
+    from torch._dynamo import eval_frame  # loaded by the recorder's first op in any case
+
+    seen: list[bool] = []
+    real = getattr(eval_frame, "_maybe_set_eval_frame", None)
+
+    def set_callback(callback: Any) -> Any:
+        if callable(callback):
+            seen.append(True)
+        return real(callback) if real is not None else None
+
+    if real is not None:
+        eval_frame._maybe_set_eval_frame = set_callback
+    try:
+        yield seen
+    finally:
+        if real is not None:
+            eval_frame._maybe_set_eval_frame = real
+
+
+@contextmanager
 def calls_noted(recorder: Recorder) -> Iterator[None]:
     """Notes who asks whether the stream is being captured, who sets a seed inside of a step, and who goes back through
     work of another one."""
@@ -47,10 +69,17 @@ def calls_noted(recorder: Recorder) -> Iterator[None]:
             recorder.note("CG306", text, hazards.NOT_PERMITTED, chain)
         return engine(outputs, *args, **kwargs)
 
+    def compile(*args: Any, **kwargs: Any) -> Any:
+        if args and callable(args[0]) and not frames.asks_itself(2):
+            return args[0]  # cond and the like, which torch compiles to run them: followed as they are written
+        return plainly(*args, **kwargs)
+
+    plainly = torch.compile
     engine = torch.autograd.graph._engine_run_backward
     seeds = [(torch, "manual_seed"), *((torch.cuda, n) for n in ("manual_seed", "manual_seed_all", "set_rng_state"))]
     stand_ins = [(owner, name, seeding(getattr(owner, name))) for owner, name in seeds]
     stand_ins += [(module, "_engine_run_backward", backward) for module in (torch.autograd, torch.autograd.graph)]
+    stand_ins.append((torch, "compile", compile))
     stand_ins.append((torch.cuda, "is_current_stream_capturing", asked))
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in stand_ins]
     for owner, name, function in stand_ins:

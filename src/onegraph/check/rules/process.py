@@ -54,10 +54,12 @@ class LazyInitialisation(Rule):
     """
     ## What it does
     Finds first-use work inside the step: `torch.compile` called there, a kernel that is compiled or autotuned on its
-    first call, a workspace made late.
+    first call, a workspace made late. Also a function compiled with `mode="reduce-overhead"` or `"max-autotune"`, which
+    captures graphs of its own.
 
     ## Why is this bad
-    Compiling, timing and creating handles all allocate and synchronise. They must have happened before capture.
+    Compiling, timing and creating handles all allocate and synchronise. They must have happened before capture. A graph
+    cannot be captured inside of another: either torch captures what it compiled, or you do.
 
     ## Example
     ```python

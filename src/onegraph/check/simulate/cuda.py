@@ -1,6 +1,7 @@
 """`torch.cuda` for a machine without CUDA, and the two modes that route torch through the simulated world."""
 
 import builtins
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,8 @@ _H200 = {
     "shared_memory_per_multiprocessor": 233472, "gcnArchName": "", "is_integrated": 0, "is_multi_gpu_board": 0,
 }  # fmt: skip
 _DEVICES = 8
+_OWN_GRAPHS = ("reduce-overhead", "max-autotune")
+"""Modes of torch.compile that capture CUDA graphs themselves."""
 
 
 class _Dispatch(TorchDispatchMode):
@@ -44,7 +47,7 @@ class _Dispatch(TorchDispatchMode):
             kept = len(self.world.sightings)
             with self:
                 out = eagerly(func)(*args, **(kwargs or {}))
-            if func.name().startswith("flex_attention"):
+            if func.name().startswith("flex_attention") and self.world.compiled:
                 del self.world.sightings[kept:]  # once compiled it is one kernel
             return out
         if composed(func):
@@ -318,12 +321,35 @@ def _generator_class(world: World) -> type:
 
 def _compile(world: World, real: Any) -> Any:
     def compile(*args: Any, **kwargs: Any) -> Any:
-        if frames.asks_itself(2):
+        asked = frames.asks_itself(2)  # or torch for itself, to run cond and the like
+        if asked:
             world.see("CG307", "torch.compile is called inside the step", hazards.NOT_PERMITTED)
-        if world.phase == "build" or world.phase == "step":
-            model = args[0] if args else None
-            return model if model is not None else (lambda f: f)
-        return real(*args, **kwargs)
+        if world.phase not in ("build", "step"):
+            return real(*args, **kwargs)
+        own = kwargs.get("mode") in _OWN_GRAPHS or (kwargs.get("options") or {}).get("triton.cudagraphs", False)
+
+        def compiled(function: Any) -> Any:
+            """Runs as it is written, and is known to be compiled while it does."""
+            if isinstance(function, torch.nn.Module):  # in place, as its own compile() does
+                function._compiled_call_impl = compiled(function._call_impl)
+                function.__dict__["_orig_mod"] = function
+                return function
+
+            @functools.wraps(function)
+            def run(*args: Any, **kwargs: Any) -> Any:
+                if own:
+                    world.see(
+                        "CG307", hazards.OWN_GRAPHS, "RuntimeError: Cannot prepare for replay during capturing stage"
+                    )
+                world.compiled += 1
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    world.compiled -= 1
+
+            return run if asked else function
+
+        return compiled(args[0]) if args and args[0] is not None else compiled
 
     return compile
 

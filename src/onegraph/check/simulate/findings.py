@@ -1,5 +1,6 @@
 """From what was seen while running to findings at the user's lines: one per code and place."""
 
+import inspect
 from collections.abc import Callable, Iterable
 from types import CodeType
 from typing import Any, Protocol
@@ -33,11 +34,13 @@ class Findings:
         roots: frames.Roots,
         steps: dict[int, Step],
         names: dict[int, str],
+        home: frames.Place,
         *,
         origin: Origin = Origin.SIMULATE,
     ) -> None:
         self.origin = origin
         self.world, self.roots, self.steps, self.names = world, roots, steps, names
+        self.home = home  # where a finding stands that no line of the user's led to
         self.found: dict[tuple[str, str, int], Finding] = {}
 
     def of_running(self, sightings: Iterable[Sighting]) -> None:
@@ -55,8 +58,10 @@ class Findings:
         groups: dict[tuple[str, frames.Chain, int], list[Sighting]] = {}
         for sighting in sightings:
             groups.setdefault((sighting.code, sighting.chain, sighting.position), []).append(sighting)
-        for (code, chain, _), group in groups.items():
+        for (code, chain, _), group in sorted(groups.items(), key=lambda item: not item[0][1]):
             place = self.locate(chain)
+            if place is None and any(f.severity is Severity.ERROR for f in self.found.values()):
+                continue  # inside of torch alone, as a backward pass is: what is known already may be why
             known = self.found.get((code, place.path, place.line)) if place else None
             values = tuple(dict.fromkeys(v for s in group for v in s.values))
             if sum(v.startswith(f"step {self.world.captured_step}: ") for v in values) > 1:  # of several numbers
@@ -128,7 +133,7 @@ class Findings:
             )  # fmt: skip
             self._add(sighting, place)
 
-    def of_referee(self, verdicts: dict[int, Verdict], step: Callable[..., Any]) -> None:
+    def of_referee(self, verdicts: dict[int, Verdict]) -> None:
         """A replay that differs although nothing above explains it."""
         stale = [v for v in verdicts.values() if v.stale]
         if not stale or any(f.severity is Severity.ERROR for f in self.found.values()):
@@ -142,27 +147,25 @@ class Findings:
             f"step {v.step}: {v.failed or ', '.join(f'output {i}' for i in v.outputs) or 'state'} differs"
             for v in stale
         )
-        place = _definition(step)
         sighting = Sighting(
             stale[0].step, "CG212", Severity.ERROR, (), "a replay gives another result than eager; no op explains it",
             SILENT, values[:_MOST_VALUES],
         )  # fmt: skip
-        self._add(sighting, place)
+        self._add(sighting, self.home)
 
-    def of_failure(self, error: str, step: Callable[..., Any]) -> None:
+    def of_failure(self, error: str) -> None:
         """A capture that failed is an error, also where nothing names the line."""
         if not any(f.severity is Severity.ERROR for f in self.found.values()):
             text = "the step cannot be captured, and no op or call names the line"
             sighting = Sighting(self.world.captured_step, "CG105", Severity.ERROR, (), text, error)
-            self._add(sighting, _definition(step))
+            self._add(sighting, self.home)
 
     def locate(self, chain: frames.Chain) -> frames.Place | None:
         where = self.roots.where(chain)
         return frames.place(*where) if where else None
 
     def _add(self, sighting: Sighting, place: frames.Place | None) -> None:
-        if place is None:
-            return
+        place = place or self.home
         key = (sighting.code, place.path, place.line)
         known = self.found.get(key)
         if known is not None:
@@ -225,15 +228,14 @@ class Findings:
         )
 
 
-def _definition(step: Callable[..., Any]) -> frames.Place:
-    """The first line of the step's own code."""
-    code = getattr(step, "__code__", None) or getattr(getattr(step, "__func__", None), "__code__", None)
-    code = code or getattr(getattr(type(step), "forward", None), "__code__", None)
-    if code is None:
-        return frames.Place("<step>", 1, 1, "")
-    line = code.co_firstlineno
-    source = frames.linecache.getline(code.co_filename, line).rstrip("\n")
-    return frames.place(code, 0)._replace(line=line, source=source)
+def home_of(step: Callable[..., Any], factory: Callable[..., Any]) -> frames.Place:
+    """The first line of the step's own code, or of the factory's where the step is torch's (a module, an op)."""
+    for thing in (step, getattr(step, "__func__", None), getattr(type(step), "forward", None), inspect.unwrap(factory)):
+        code = getattr(thing, "__code__", None)
+        if code is not None and not frames._skipped(code.co_filename):
+            source = frames.linecache.getline(code.co_filename, code.co_firstlineno).rstrip("\n")
+            return frames.place(code, 0)._replace(line=code.co_firstlineno, source=source)
+    return frames.Place("<step>", 1, 1, "")
 
 
 def _module(chain: frames.Chain) -> str:

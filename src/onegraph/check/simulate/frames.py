@@ -33,9 +33,11 @@ class Place(NamedTuple):
 
 @functools.cache
 def _skipped(filename: str) -> bool:
-    """Frames that no one wants to see: torch, this package, the import machinery."""
-    ours = (HERE + os.sep, _TORCH + os.sep, "<frozen", "<string>", "<eval_with_key>")
-    return filename.startswith(ours) or filename == warnings.__file__
+    """Frames that no one wants to see: torch and the code that it writes, this package, the import machinery."""
+    ours: tuple[str, ...] = (HERE + os.sep, _TORCH + os.sep, "<frozen", "<string>", "<eval_with_key>")
+    if cache := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        ours += (os.path.abspath(cache) + os.sep,)
+    return filename.startswith(ours) or filename == warnings.__file__ or os.sep + "torchinductor_" in filename
 
 
 @functools.cache

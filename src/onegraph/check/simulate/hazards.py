@@ -12,6 +12,10 @@ NOT_PERMITTED = "CUDA error: operation not permitted when stream is capturing"
 PAGEABLE = (
     "RuntimeError: Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned"
 )
+OWN_GRAPHS = (
+    "what is compiled with mode='reduce-overhead' or 'max-autotune' captures graphs of its own, which cannot be inside "
+    "of another: compile it in the default mode, or in 'max-autotune-no-cudagraphs'"
+)
 
 FIX = {
     "CG101": "keep the value on the device: masked or indexed device work instead of a host number",

@@ -17,7 +17,7 @@ from onegraph.check.simulate import frames
 from onegraph.check.simulate.compare import Books, differences
 from onegraph.check.simulate.cuda import machine
 from onegraph.check.simulate.device import DeviceTensor, storage_of
-from onegraph.check.simulate.findings import Findings
+from onegraph.check.simulate.findings import Findings, home_of
 from onegraph.check.simulate.records import Step, reshaped, same
 from onegraph.check.simulate.replay import Verdict, replay
 from onegraph.check.simulate.state import Snapshot, changes, methods
@@ -231,13 +231,13 @@ class _Simulation:
         later = [self.steps[i] for i in range(world.captured_step + 1, self.count)]
         books = Books(self.names, self._alive() - self._dead(captured), self.made, self.returned)
         at_ops, at_branches = differences(captured, later, self.verdicts, books, self.refreshed)
-        findings = Findings(world, self.roots, self.steps, self.names)
+        findings = Findings(world, self.roots, self.steps, self.names, home_of(step, self.factory))
         findings.of_running(world.sightings)
         findings.of_comparison(at_ops)
         findings.of_branches(at_branches)
         codes = _codes(self.steps) + methods(self.types)
         findings.of_state({i: c for i, c in self.changed.items() if i >= world.captured_step}, codes)
-        findings.of_referee(self.verdicts, step)
+        findings.of_referee(self.verdicts)
         report = findings.report(self.target, self.count)
         report.facts.update(
             {

@@ -52,6 +52,7 @@ class World:
         self.generators: list[Any] = []
         self.numbers = 0
         self.muted = 0
+        self.compiled = 0  # how many functions that torch would compile are running
         self.first_node = 0  # sequence number of autograd from which on nodes belong to the running step
         self.reshaped: dict[int, tuple[str, frames.Chain]] = {}  # tensors whose shape the step changed in place
 

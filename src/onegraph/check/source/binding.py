@@ -69,12 +69,16 @@ def set_attribute(
     machine: Machine, node: ast.expr, obj: Value, name: str, value: Value, *, moved: bool = False
 ) -> None:
     if isinstance(obj, Tensor) and name == "data" and machine.in_step and not obj.in_step:
-        machine.report("CG205", node, f"`{short(node)} = ...` gives a tensor that the graph reads another storage")
+        # Harmless where the step reads what it has just bound, and nothing of the step before.
+        text = f"`{short(node)} = ...` gives a tensor that the graph reads another storage"
+        machine.report("CG205", node, text, sure=False)
         return
     part = obj.receiver if isinstance(obj, Method) else obj  # `layer.weight.data = ...`, `layer.weight = ...`
     if isinstance(part, ExtObj) and part.serial and (name == "data" or isinstance(value, Tensor)):
         if machine.in_step:
-            machine.report("CG205", node, f"`{short(node)} = ...` gives a parameter another storage")
+            machine.report(
+                "CG205", node, f"`{short(node)} = ...` gives a parameter another storage", sure=name != "data"
+            )
         elif machine.between:
             machine.swapped.add(part.serial)
     if not isinstance(obj, Obj):

@@ -90,6 +90,11 @@ NOT_TENSORS = frozenset(
     ]
 )
 
+TRANSFORMS = frozenset(
+    f"torch.func.{name}" for name in ("vmap", "grad", "jacrev", "jacfwd", "hessian", "functionalize")
+) | {"torch.vmap"}
+"""Functions that give back the function they are given, to be called on the same tensors."""
+
 GRAD_MODES = frozenset(["no_grad", "enable_grad", "inference_mode", "set_grad_enabled"])
 
 HOST_READS = frozenset(["equal", "allclose", "is_nonzero"])

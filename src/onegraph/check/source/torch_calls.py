@@ -123,6 +123,12 @@ def _torch(machine: Machine, name: str, args: list[Value], keywords: Keywords, n
     if name == "torch.compile":
         machine.report("CG307", node, "`torch.compile` is called in the step")
         return first if args else UNKNOWN
+    if name in lib.TRANSFORMS and args:
+        return first  # runs it, on tensors of other shapes
+    if name == "torch.cond" and isinstance(first, Tensor) and first.on_device:
+        text = f"`{short(node)}` chooses on the host by a device value"
+        machine.report("CG101", node, text, sure=first.sure)
+        return machine.tensor("cuda", sure=first.sure)
     if name.startswith(("torch.ops.", "torch.jit.", "torch.library.", "torch.utils.", "torch.autograd.", "torch._")):
         return UNKNOWN
     if name in ("torch.is_tensor",) and args:
