@@ -56,6 +56,7 @@ if __name__ == "__main__":
                 "again": score(again.prompt_token_ids, again.prompt_logprobs)[-24:],
             })
     json.dump(found, open(sys.argv[3], "w"))
+    llm.llm_engine.engine_core.shutdown()  # engines that are left to the interpreter's end may abort it
 """
 BATCHES = [[TEXT[:9]], [TEXT[:30], TEXT[5:12], [TEXT[0]]], [TEXT[i : i + 10 + 3 * i] for i in range(8)]]
 TURBOQUANT = {"kv_cache_dtype": "turboquant:4", "attention_config": {"backend": "CUSTOM"}}

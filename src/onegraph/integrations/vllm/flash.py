@@ -76,8 +76,8 @@ class FlashDecodeBuilder(FlashAttentionMetadataBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> FlashAttentionMetadata:
-        """Without FlashAttention's plan, which costs the host a tenth of a step, where it will not run: a step of
-        single tokens, unless a graph of mixed batches (FULL) or pieces (PIECEWISE) may be replayed for it."""
+        """Without FlashAttention's plan, whose launches the host pays for, where FlashAttention will not run: a step
+        of single tokens, unless a graph of mixed batches (FULL) or pieces (PIECEWISE) may be replayed for it."""
         mode = self.compilation_config.cudagraph_mode
         ours = mode == CUDAGraphMode.NONE or mode.separate_routine()
         single = common_attn_metadata.max_query_len == 1
