@@ -131,7 +131,7 @@ class DeepseekAttention(nn.Module):
     def forward(self, x: Tensor, cache: Attend) -> Tensor:
         """x [B, Q, D] -> [B, Q, D]."""
         low, kv = self.qkv_a(x).split((self.q_norm.shape[0], self.head_dim), dim=2)
-        low = rms_norm(low.contiguous(), self.q_norm, self.eps)
+        low = rms_norm(low, self.q_norm, self.eps)
         states = None if self.states is None else gemv(x, self.states.weight, False)
         index_q = None if self.index_q is None else self.index_q(low)
         out = cache.attend(self, self.q_b(low), kv, states, index_q)

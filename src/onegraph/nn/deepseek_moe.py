@@ -35,7 +35,7 @@ class SharedExpert(nn.Module):
         return self.down(swiglu(self.gate_up(x), self.limit))
 
 
-FEW = 4  # tokens: so many read the shared expert once each, and yet sooner than by launches of their own
+FEW = 16  # tokens: so many share one launch of routed and shared experts, sooner than by launches of its own
 
 
 class DeepseekMoE(nn.Module):

@@ -213,6 +213,7 @@ hyper_update_mix = register(
         cases=(
             *(_case("update_mix", *shape) for shape in _SHAPES),
             _case("update_mix", (3,), 4, 1024),
+            _case("update_mix", (13,), 4, 1024),
             _case("update_mix", (2, 1), 4, 7168, wide=True),
         ),
         tolerance=_TOLERANCE,

@@ -8,6 +8,18 @@ from onegraph.ops.registry import Case, Op, nbytes, register
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def row_stride(x: Tensor) -> int | None:
+    """Elements from each row of x [..., D] to the next; None where they are not equally far apart, or have gaps."""
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        return None
+    step, rows = x.shape[-1], 1
+    for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
+        if size > 1 and rows > 1 and stride != rows * step:
+            return None
+        step, rows = stride if rows == 1 < size else step, rows * size
+    return step
+
+
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -29,8 +41,11 @@ def _check_norm(x: Tensor, weight: Tensor, eps: float) -> None:
             f"rms_norm: weight has shape {tuple(weight.shape)}, x has {tuple(x.shape)}; "
             "weight must have one entry per element of x's last dimension"
         )
-    if not (x.is_contiguous() and weight.is_contiguous()):
-        raise ValueError("rms_norm: x and weight must be contiguous; call .contiguous() on them first")
+    if row_stride(x) is None or not weight.is_contiguous():
+        raise ValueError(
+            f"rms_norm: x has strides {x.stride()}, weight {weight.stride()}; weight and x's rows must be contiguous "
+            "and one stride lead from each row to the next: call .contiguous() on them first"
+        )
     if x.device != weight.device:
         raise ValueError(f"rms_norm: x is on {x.device}, weight on {weight.device}; move them to one device")
     if not eps >= 0.0:
@@ -48,14 +63,15 @@ def _check_add_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> 
         raise ValueError("add_rms_norm: residual must be contiguous, since it is updated in place")
 
 
-def _norm_case(shape: tuple[int, ...], *, fused: bool) -> Case:
+def _norm_case(shape: tuple[int, ...], *, fused: bool, gap: int = 0) -> Case:
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
         x = torch.randn(shape, generator=generator)
         weight = 1 + 0.2 * torch.randn(shape[-1], generator=generator)
         inputs = [torch.randn(shape, generator=generator), x] if fused else [x]
-        return *(t.to(device, dtype) for t in (*inputs, weight)), 1e-5
+        *inputs, x, weight = (t.to(device, dtype) for t in (*inputs, weight))
+        return *inputs, torch.nn.functional.pad(x, (0, gap))[..., : shape[-1]], weight, 1e-5
 
-    return Case(name="x".join(map(str, shape)), make=make)
+    return Case(name="x".join(map(str, shape)) + (f" in {shape[-1] + gap}" if gap else ""), make=make)
 
 
 # 576 is SmolLM2's hidden size; 80 and 1000 are no powers of two; 4096 and 8192 are those of large models.
@@ -67,10 +83,10 @@ rms_norm = register(
         name="rms_norm",
         schema="(Tensor x, Tensor weight, float eps) -> Tensor",
         reference=_rms_norm,
-        fake=lambda x, weight, eps: torch.empty_like(x),
+        fake=lambda x, weight, eps: x.new_empty(x.shape),
         kernel="onegraph.ops.triton.norm:rms_norm",
         check=_check_norm,
-        cases=tuple(_norm_case(shape, fused=False) for shape in _SHAPES),
+        cases=(*(_norm_case(shape, fused=False) for shape in _SHAPES), _norm_case((3, 5, 80), fused=False, gap=24)),
         tolerance=_TOLERANCE,
         bytes_moved=lambda x, weight, eps: 2 * nbytes(x) + nbytes(weight),
         flops=lambda x, weight, eps: 4 * x.numel(),

@@ -1,12 +1,12 @@
 // Between two sublayers: the streams updated, and the next sublayer's input and mixing weights, in one launch.
 //
-// A cluster of 16 blocks owns a token; a block owns DIM / 16 columns of all four streams, a thread two columns of them.
+// A cluster of 16 blocks owns PER tokens; a block owns DIM / 16 columns of all four streams, a thread two columns of them.
 // Half of the threads multiply the first half of the rows of fn, half the second; fn is in registers before the wait
 // for the sublayer's result. Sums meet in shared memory across the cluster, twice: the 24 dots with the sum of squares,
 // then the squares of the mixture. Every block adds in the same order, so all have the same bits. The 20 iterations of
-// Sinkhorn run in one warp beside the rest.
+// Sinkhorn run in one warp beside the rest, of each token in a block of its own.
 //
-// Set when compiled: HALF (1: float16, 0: bfloat16), WIDE (whether `norm` is float32), DIM (a multiple of 1024).
+// Set when compiled: HALF (1: float16, 0: bfloat16), WIDE (whether `norm` is float32), DIM (a multiple of 1024), PER.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -28,7 +28,7 @@ struct Arguments {
   u16* out;            // [tokens, DIM]: the next sublayer's input
   float* post_out;
   float* comb_out;
-  int iterations;
+  int tokens, iterations;
   float eps, floor;
 };
 
@@ -125,17 +125,18 @@ __device__ __forceinline__ void sinkhorn(float (&c)[H][H], int iterations, float
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) hyper_update_mix(const __grid_constant__ Arguments a) {
-  __shared__ float partial[2 * SIDE][MINE + 1], gathered[BLOCKS][SUMS], warp_squares[SIDE], squares[BLOCKS];
+  __shared__ float partial[PER][2 * SIDE][MINE + 1], gathered[PER][BLOCKS][SUMS], warp_squares[PER][SIDE];
+  __shared__ float squares[PER][BLOCKS];
   __shared__ u64 barriers[2];
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   if (threadIdx.x == 0) {
-    expect(&barriers[0], SUMS * BLOCKS * 4);
-    expect(&barriers[1], BLOCKS * 4);
+    expect(&barriers[0], PER * SUMS * BLOCKS * 4);
+    expect(&barriers[1], PER * BLOCKS * 4);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
   const u32 rank = blockIdx.x % BLOCKS, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const size_t token = blockIdx.x / BLOCKS;
+  const int first = blockIdx.x / BLOCKS * PER;
   const int half = threadIdx.x / PAIRS, column = rank * (DIM / BLOCKS) + 2 * (threadIdx.x % PAIRS);
   float2 weight[MINE][H];
 #pragma unroll
@@ -149,8 +150,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) hyper_update_mix(const __g
   const float scale = __ldg(a.scale + (lane < H ? 0 : lane < 2 * H ? 1 : 2));
   asm volatile("griddepcontrol.wait;" ::: "memory");
 
-  float2 stream[H];
-  {
+  float2 stream[PER][H];
+#pragma unroll
+  for (int p = 0; p < PER; ++p) {
+    const size_t token = min(first + p, a.tokens - 1);  // beyond the last: the last once more, not written
     const float2 x = widen2(*(const u32*)(a.x + token * DIM + column));
     float2 old[H];
 #pragma unroll
@@ -164,62 +167,79 @@ extern "C" __global__ void __launch_bounds__(THREADS) hyper_update_mix(const __g
       float2 v = make_float2(post[k] * x.x, post[k] * x.y);
 #pragma unroll
       for (int j = 0; j < H; ++j) v.x += comb[j][k] * old[j].x, v.y += comb[j][k] * old[j].y;
-      stream[k] = widen2(narrow2(v));
+      stream[p][k] = widen2(narrow2(v));
     }
   }
-  float sums[16] = {};
 #pragma unroll
-  for (int k = 0; k < H; ++k) {
+  for (int p = 0; p < PER; ++p) {
+    float sums[16] = {};
 #pragma unroll
-    for (int m = 0; m < MINE; ++m) sums[m] += weight[m][k].x * stream[k].x + weight[m][k].y * stream[k].y;
-    sums[MINE] += stream[k].x * stream[k].x + stream[k].y * stream[k].y;
+    for (int k = 0; k < H; ++k) {
+      const float2 v = stream[p][k];
+#pragma unroll
+      for (int m = 0; m < MINE; ++m) sums[m] += weight[m][k].x * v.x + weight[m][k].y * v.y;
+      sums[MINE] += v.x * v.x + v.y * v.y;
+    }
+    const float sum = add_lanes(sums, lane);
+    if (lane % 2 == 0 && lane / 2 <= MINE) partial[p][warp][lane / 2] = sum;
   }
-  const float sum = add_lanes(sums, lane);
-  if (lane % 2 == 0 && lane / 2 <= MINE) partial[warp][lane / 2] = sum;
   __syncthreads();
   if (half == 0)  // both halves have read
 #pragma unroll
-    for (int k = 0; k < H; ++k) *(u32*)(a.streams + (token * H + k) * DIM + column) = narrow2(stream[k]);
+    for (int p = 0; p < PER; ++p)
+      if (first + p < a.tokens)
+#pragma unroll
+        for (int k = 0; k < H; ++k)
+          *(u32*)(a.streams + ((size_t)(first + p) * H + k) * DIM + column) = narrow2(stream[p][k]);
   asm volatile("barrier.cluster.wait;" ::: "memory");  // all blocks of the cluster run and have their barriers
-  for (int i = threadIdx.x; i < SUMS * BLOCKS; i += THREADS) {
-    const int which = i % SUMS, first = which / MINE % 2 * SIDE, at = which < ROWS ? which % MINE : MINE;
+  for (int i = threadIdx.x; i < PER * SUMS * BLOCKS; i += THREADS) {
+    const int p = i / (SUMS * BLOCKS), which = i % SUMS, to = i / SUMS % BLOCKS;
+    const int begin = which / MINE % 2 * SIDE, at = which < ROWS ? which % MINE : MINE;
     float total = 0.0f;
 #pragma unroll
-    for (int w = 0; w < SIDE; ++w) total += partial[first + w][at];
-    send(&gathered[rank][which], &barriers[0], i / SUMS, total);
+    for (int w = 0; w < SIDE; ++w) total += partial[p][begin + w][at];
+    send(&gathered[p][rank][which], &barriers[0], to, total);
   }
   receive(&barriers[0]);
 
-  float dot = 0.0f;  // lane i: sum i of the token
-  if (lane < SUMS)
+  float2 mixed[PER];
+  float mine = 0.0f;  // the logit of the token whose Sinkhorn is this block's
 #pragma unroll
-    for (int b = 0; b < BLOCKS; ++b) dot += gathered[b][lane];
-  const float unit = rsqrtf(__shfl_sync(~0u, dot, ROWS) / (H * DIM) + a.eps);
-  const float logit = dot * unit * scale + base;
-  const float gate = sigmoid(logit);
-  float2 mixed = make_float2(0.0f, 0.0f);
+  for (int p = 0; p < PER; ++p) {
+    float dot = 0.0f;  // lane i: sum i of the token
+    if (lane < SUMS)
 #pragma unroll
-  for (int k = 0; k < H; ++k) {
-    const float pre = __shfl_sync(~0u, gate, k) + a.floor;
-    mixed.x += pre * stream[k].x, mixed.y += pre * stream[k].y;
+      for (int b = 0; b < BLOCKS; ++b) dot += gathered[p][b][lane];
+    const float unit = rsqrtf(__shfl_sync(~0u, dot, ROWS) / (H * DIM) + a.eps);
+    const float logit = dot * unit * scale + base;
+    if (rank == p) mine = logit;
+    const float gate = sigmoid(logit);
+    float2 v = make_float2(0.0f, 0.0f);
+#pragma unroll
+    for (int k = 0; k < H; ++k) {
+      const float pre = __shfl_sync(~0u, gate, k) + a.floor;
+      v.x += pre * stream[p][k].x, v.y += pre * stream[p][k].y;
+    }
+    mixed[p] = widen2(narrow2(v));
+    float square = mixed[p].x * mixed[p].x + mixed[p].y * mixed[p].y;
+#pragma unroll
+    for (int n = 16; n > 0; n /= 2) square += __shfl_xor_sync(~0u, square, n);
+    if (lane == 0 && half == 0) warp_squares[p][warp] = square;
   }
-  mixed = widen2(narrow2(mixed));
-  float square = mixed.x * mixed.x + mixed.y * mixed.y;
-#pragma unroll
-  for (int n = 16; n > 0; n /= 2) square += __shfl_xor_sync(~0u, square, n);
-  if (lane == 0 && half == 0) warp_squares[warp] = square;
   __syncthreads();
-  if (threadIdx.x < BLOCKS) {
+  if (threadIdx.x < PER * BLOCKS) {
+    const int p = threadIdx.x / BLOCKS;
     float total = 0.0f;
 #pragma unroll
-    for (int w = 0; w < SIDE; ++w) total += warp_squares[w];
-    send(&squares[rank], &barriers[1], threadIdx.x, total);
+    for (int w = 0; w < SIDE; ++w) total += warp_squares[p][w];
+    send(&squares[p][rank], &barriers[1], threadIdx.x % BLOCKS, total);
   }
-  if (rank == 0 && warp == 2 * SIDE - 1) {
+  if (rank < PER && first + rank < a.tokens && warp == 2 * SIDE - 1) {
+    const size_t token = first + rank;
     float c[H][H];
 #pragma unroll
-    for (int i = 0; i < H * H; ++i) c[i / H][i % H] = __shfl_sync(~0u, logit, 2 * H + i);
-    if (lane >= H && lane < 2 * H) a.post_out[token * H + lane - H] = 2.0f * gate;
+    for (int i = 0; i < H * H; ++i) c[i / H][i % H] = __shfl_sync(~0u, mine, 2 * H + i);
+    if (lane >= H && lane < 2 * H) a.post_out[token * H + lane - H] = 2.0f * sigmoid(mine);
     sinkhorn(c, a.iterations, a.floor);
     if (lane == 0)
 #pragma unroll
@@ -227,10 +247,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) hyper_update_mix(const __g
         *(float4*)(a.comb_out + (token * H + i) * H) = make_float4(c[i][0], c[i][1], c[i][2], c[i][3]);
   }
   receive(&barriers[1]);
-  float total = 0.0f;
+  if (half) return;
 #pragma unroll
-  for (int b = 0; b < BLOCKS; ++b) total += squares[b];
-  const float root = rsqrtf(total / DIM + a.eps);
-  if (half == 0)
-    *(u32*)(a.out + token * DIM + column) = narrow2(make_float2(mixed.x * root * gain.x, mixed.y * root * gain.y));
+  for (int p = 0; p < PER; ++p) {
+    float total = 0.0f;
+#pragma unroll
+    for (int b = 0; b < BLOCKS; ++b) total += squares[p][b];
+    const float root = rsqrtf(total / DIM + a.eps);
+    if (first + p < a.tokens)
+      *(u32*)(a.out + (size_t)(first + p) * DIM + column) =
+          narrow2(make_float2(mixed[p].x * root * gain.x, mixed[p].y * root * gain.y));
+  }
 }

@@ -11,9 +11,10 @@ from onegraph.ops.cuda import build
 
 SOURCE = Path(__file__).with_suffix(".cu")
 STREAMS = 4
-BLOCKS = 16  # of a cluster, which owns a token
+BLOCKS = 16  # of a cluster, which owns a token, or some of several
 COLUMNS = 64 * BLOCKS  # of a stream: a warp's lanes hold two columns each
 MAX_COLUMNS = 8 * COLUMNS  # 512 threads a block, 128 registers each
+AT_ONCE = 8  # clusters that an H200 runs side by side: of more tokens each has two, and reads the weights once for them
 MAX_TOKENS = 16  # above, a program for each slice of each token fills the GPU
 
 
@@ -30,15 +31,15 @@ def takes(streams: Tensor) -> bool:
 
 
 @cache
-def _kernel(half: bool, wide: bool, dim: int, device: int) -> build.Kernel:
-    defines = {"HALF": int(half), "WIDE": int(wide), "DIM": dim}
+def _kernel(half: bool, wide: bool, dim: int, per: int, device: int) -> build.Kernel:
+    defines = {"HALF": int(half), "WIDE": int(wide), "DIM": dim, "PER": per}
     return build.load(SOURCE, defines, ("hyper_update_mix",), device, 0)[0]
 
 
 @cache
 def available(device: int) -> bool:
     """Whether the kernel can be built for this GPU; warns once where not."""
-    return build.usable(lambda: _kernel(False, True, 4096, device))
+    return build.usable(lambda: _kernel(False, True, 4096, 1, device))
 
 
 def hyper_update_mix(
@@ -54,9 +55,11 @@ def hyper_update_mix(
     *lead, h, dim = streams.shape
     made = x.new_empty((*lead, dim)), torch.empty_like(post), torch.empty_like(comb)
     tensors = streams, x, post, comb, fn, base, scale, norm, *made
-    arguments = struct.pack("11Qi2f", *(t.data_ptr() for t in tensors), iterations, eps, floor)
-    grid = (BLOCKS * (streams.numel() // (h * dim)), 1, 1)
-    kernel = _kernel(streams.dtype == torch.float16, norm.dtype == torch.float32, dim, device)
+    tokens = streams.numel() // (h * dim)
+    per = 2 if tokens > AT_ONCE else 1
+    arguments = struct.pack("11Q2i2f", *(t.data_ptr() for t in tensors), tokens, iterations, eps, floor)
+    grid = (BLOCKS * -(-tokens // per), 1, 1)
+    kernel = _kernel(streams.dtype == torch.float16, norm.dtype == torch.float32, dim, per, device)
     with torch.cuda.device(streams.device):  # the driver launches in the current context
         kernel.launch(grid, dim // BLOCKS, 0, BLOCKS, torch.cuda.current_stream().cuda_stream, arguments)
     return made

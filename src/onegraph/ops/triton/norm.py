@@ -1,22 +1,25 @@
 """RMSNorm: one program a row, the row in registers, float32 inside."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from onegraph.ops.norm import row_stride
 from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
 
 
 @triton.jit
-def _rms_norm(x, residual, weight, out, width, eps, ADD: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr):
+def _rms_norm(
+    x, residual, weight, out, width, stride, eps, ADD: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     let_next_start(PDL)
     column = tl.arange(0, WIDTH)
     inside = column < width
-    at = tl.program_id(0).to(tl.int64) * width + column
+    row = tl.program_id(0).to(tl.int64)
+    at = row * width + column
     gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
-    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         # The sum is rounded before it is normalised: the fused op equals the composition of its parts.
         total = (tl.load(residual + at, mask=inside, other=0.0).to(tl.float32) + value).to(residual.dtype.element_ty)
@@ -27,7 +30,7 @@ def _rms_norm(x, residual, weight, out, width, eps, ADD: tl.constexpr, WIDTH: tl
 
 
 def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    out = torch.empty_like(x)
+    out = x.new_empty(x.shape)
     width = x.shape[-1]
     if x.numel() == 0:
         return out
@@ -38,6 +41,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> T
             weight,
             out,
             width,
+            row_stride(x),
             eps,
             ADD=residual is not None,
             WIDTH=triton.next_power_of_2(width),
