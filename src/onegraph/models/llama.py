@@ -17,6 +17,7 @@ from onegraph.formats.turboquant import TurboQuantConfig
 from onegraph.models.config import LlamaConfig
 from onegraph.models.weights import Layer, Weights
 from onegraph.nn.attention import Attend, Attention, CausalAttention, PagedCache
+from onegraph.nn.chain import chains
 from onegraph.nn.embedding import E8PEmbedding, Embedding
 from onegraph.nn.linear import E8PLinear, Siblings
 from onegraph.nn.turboquant import TurboQuantCache
@@ -108,6 +109,8 @@ class Llama(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.register_buffer("norm", norm)
         self.lm_head = lm_head
+        whole = all(block.fused for block in blocks)
+        self.chains = chains([(b.attention, b.gate_up, b.down) for b in blocks], config.eps) if whole else []
         self.eval()
 
     @property
@@ -163,11 +166,20 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor, cache: Attend) -> Tensor:
         """tokens int [B, Q] -> hidden states after the final norm [B, Q, D], in the model's dtype."""
         residual, delta = self.embed(tokens), None
+        if self.chains and tokens.numel() == 1:
+            return self._one_token(residual, cache)
         for block in self.blocks:
             residual, delta = block(residual, delta, cache)
         if delta is None:
             return rms_norm(residual, self.norm, self.config.eps)
         return add_rms_norm(residual, delta, self.norm, self.config.eps)
+
+    def _one_token(self, residual: Tensor, cache: Attend) -> Tensor:
+        """Embedding [1, 1, D] -> hidden state after the final norm, two launches a layer: `nn/chain.py`."""
+        qkv = self.chains[0].attention.qkv(residual, eps=self.config.eps)
+        for chain in self.chains:
+            residual, qkv = chain(cache.attend(chain.attention, qkv), residual)
+        return rms_norm(residual, self.norm, self.config.eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """What `forward` returned [..., D], or rows of it -> float32 [..., V]."""

@@ -1,51 +1,23 @@
 // The two products of e8p.cu, which tells how they decode: what activations look like to them (to_bytes, to_halves),
 // and a row tile of codes times a slice of them (Bytes up to 4 tokens, Halves up to 16). Included by e8p.cu alone.
 
-__device__ __forceinline__ void mma(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, uint2 b) {
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b.x), "r"(b.y));
-}
+#include "e8p_bytes.cuh"
+
 __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-__device__ __forceinline__ u32 magnitude(float v) { return __float_as_uint(v) & 0x7FFFFFFFu; }
 // Of the slice, from each lane's own. As integers NaN is the largest of all: it ends in the scale, and so everywhere.
 __device__ __forceinline__ float largest_of(u32 top) { return __uint_as_float(__reduce_max_sync(~0u, top)); }
-__device__ __forceinline__ float inverse_of(float largest) { return largest > 0.f ? __fdividef(LEVELS, largest) : 0.f; }
 
-// What a lane's group looks like to the products, and for the slice its scale and the sum that the offset of the nibbles
-// is multiplied with. int8: {b1 high, b2 high, b1 low, b2 low}.
+// What a lane's group looks like to the products, and for the slice its scale and the sum of `to_integers`.
 __device__ __forceinline__ uint4 to_bytes(const float (&v)[8], float2& scale) {
-  float b1[4], b2[4], above = 0.f;
-  u32 top = 0;
-#pragma unroll
-  for (int j = 3; j >= 0; j--) {
-    b1[j] = (v[4 + j] - above) * 0.0625f;
-    b2[j] = above = (v[j] - b1[j]) * 0.0625f;
-    top = max(top, max(magnitude(b1[j]), magnitude(b2[j])));
-  }
-  const float largest = largest_of(top), inverse = inverse_of(largest);
-  // Adding 1.5 * 2^23 + 128 leaves q + 128 in the low bits: byte 1 is the high part, byte 0 the low part plus 128.
-  const float magic = 12582912.f + 128.f;
-  u32 q1[4], q2[4];
-  int sum = 0;
-#pragma unroll
-  for (int j = 0; j < 4; j++) {
-    q1[j] = __float_as_uint(fmaf(b1[j], inverse, magic));
-    q2[j] = __float_as_uint(fmaf(b2[j], inverse, magic));
-    sum += 17 * ((int)q1[j] - 0x4B400080 + (int)q2[j] - 0x4B400080);
-  }
-  sum -= (int)q2[0] - 0x4B400080;
-  scale.x = largest * (1.f / LEVELS);
-  scale.y = (float)__reduce_add_sync(~0u, sum);
-  uint4 w;
-  w.x = prmt(prmt(q1[0], q1[1], 0x5151), prmt(q1[2], q1[3], 0x5151), 0x5410);
-  w.y = prmt(prmt(q2[0], q2[1], 0x5151), prmt(q2[2], q2[3], 0x5151), 0x5410);
-  w.z = prmt(prmt(q1[0], q1[1], 0x4040), prmt(q1[2], q1[3], 0x4040), 0x5410) ^ 0x80808080u;
-  w.w = prmt(prmt(q2[0], q2[1], 0x4040), prmt(q2[2], q2[3], 0x4040), 0x5410) ^ 0x80808080u;
+  float b1[4], b2[4];
+  int sum;
+  const float largest = largest_of(solve(v, b1, b2));
+  const uint4 w = to_integers(b1, b2, inverse_of(largest), sum);
+  scale = make_float2(largest * (1.f / LEVELS), (float)__reduce_add_sync(~0u, sum));
   return w;
 }
 
