@@ -72,9 +72,12 @@ def launch(
 
 
 def run(build, mode: int, tensors, sizes, numbers: int, cut: nvfp4.Plan, limit: float = 0.0) -> Tensor:
-    tiles = 1 if sizes[0] <= 8 else 2
-    program = build(HALF=int(tensors[0].dtype == torch.float16), TILES=tiles, MODE=mode, DEPTH=cut.depth)
-    grid = cut.blocks, sizes[3] if mode == nvfp4.LINEAR else 1, -(-sizes[0] // (8 * tiles))
+    tiles = 1 if sizes[0] <= 8 or mode != nvfp4.LINEAR else 2
+    together = sizes[0] > 8 and mode != nvfp4.LINEAR
+    half = int(tensors[0].dtype == torch.float16)
+    program = build(HALF=half, TILES=tiles, MODE=mode, TOGETHER=int(together), DEPTH=cut.depth)
+    passes = -(-sizes[0] // (nvfp4.PASS if together else 8 * tiles))
+    grid = cut.blocks, sizes[3] if mode == nvfp4.LINEAR else 1, passes
     threads = cut.across * cut.down * 32
     return launch(program, tensors, sizes, numbers, grid, threads, across=cut.across, hold=cut.hold, limit=limit)
 
@@ -126,6 +129,8 @@ def test_short(build, tokens: int, groups: int, n: int, k: int, dtype: torch.dty
         (1, 6, 16, 256, 128, 10.0, False, (nvfp4.Plan(5, 1, 4, 6, 4), nvfp4.Plan(5, 4, 2, 4, 4))),
         (3, 2, 4, 128, 64, 1.0, True, (nvfp4.Plan(3, 1, 3, 3, 4), nvfp4.Plan(2, 2, 2, 3, 4))),
         (18, 3, 6, 192, 128, 2.0, True, (nvfp4.Plan(4, 1, 3, 4, 3), nvfp4.Plan(3, 3, 2, 4, 3))),
+        (13, 2, 9, 320, 128, 2.0, False, (nvfp4.Plan(3, 2, 2, 5, 3), nvfp4.Plan(2, 2, 1, 3, 3))),
+        (16, 2, 3, 320, 128, 2.0, True, (nvfp4.Plan(3, 2, 2, 5, 3), nvfp4.Plan(2, 2, 1, 3, 3))),  # experts read twice
     ],
 )
 def test_experts(
@@ -248,11 +253,11 @@ def test_experts_of_v4_fit(dim: int, wide: int) -> None:
 
 @pytest.mark.parametrize("depths", [nvfp4.DEPTHS, nvfp4.LINEAR_DEPTHS])
 @pytest.mark.parametrize(("n", "k"), [(4096, 14336), (14336, 4096), (16, 64), (129280, 7168), (1536, 576)])
-@pytest.mark.parametrize("column_tiles", [1, 2])
-def test_a_cut_covers_its_shape_and_fits(n: int, k: int, depths: tuple[int, ...], column_tiles: int) -> None:
+@pytest.mark.parametrize("sums", [512, 1024, nvfp4.sums(nvfp4.DOWN, together=True)])
+def test_a_cut_covers_its_shape_and_fits(n: int, k: int, depths: tuple[int, ...], sums: int) -> None:
     row_tiles, slices = -(-n // nvfp4.ROWS), -(-k // nvfp4.SLICE)
-    cut = nvfp4.plan(row_tiles, slices, column_tiles, 132, depths)
-    assert cut.shared(column_tiles) <= nvfp4.SHARED_LIMIT
+    cut = nvfp4.plan(row_tiles, slices, sums, 132, depths)
+    assert cut.shared(sums) <= nvfp4.SHARED_LIMIT
     assert cut.blocks <= row_tiles
     assert cut.across <= slices
     assert 1 <= cut.down <= cut.hold

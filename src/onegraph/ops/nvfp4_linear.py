@@ -282,6 +282,7 @@ nvfp4_experts = register(
             _experts_case(4, 3, 32, 512, 256),
             _experts_case(3, 2, 4, 128, 64, limit=1.0),
             _experts_case(16, 6, 24, 256, 64),
+            _experts_case(13, 2, 3, 256, 128),
         ),
         tolerance={torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3},
         bytes_moved=lambda x, experts, weights, *layers: (

@@ -6,18 +6,23 @@
 // of its own in shared memory: no warp waits for another before the sums are added, in a fixed order, at the end.
 //
 // Routed experts. The distinct experts that the pass's tokens chose are counted on the device, in every block, each with
-// its tokens beside it: an expert's weights are read once however many chose it, and columns of tokens that did not are
-// masked. gate-up: each of them is a matrix more of tiles. down: their k follow one another.
+// its tokens beside it: an expert's weights are read once however many chose it. Of up to eight tokens each has a column
+// of its own, and columns of tokens that did not choose are masked. Of up to 16 those that chose are moved together into
+// eight columns, since most experts have one or two; one that more chose is read twice. gate-up: each of them is a matrix
+// more of tiles. down: their k follow one another, and columns are added to their tokens' sums.
 //
 // Set when compiled: HALF (1: x and y are float16, 0: bfloat16), TILES (column tiles of 8 tokens), MODE (0: linear and
-// grouped linear; 1: gate and up of routed experts with SwiGLU; 2: down of routed experts, weighted and added up), DEPTH.
+// grouped linear; 1: gate and up of routed experts with SwiGLU; 2: down of routed experts, weighted and added up), DEPTH,
+// TOGETHER (experts of up to 16 tokens; TILES is 1).
 
 #include "nvfp4_common.cuh"
 #include "nvfp4_decode.cuh"
 
 constexpr int ROWS = 16, SLICE = 256;
 constexpr int CODES = ROWS * SLICE / 2, SLOT = CODES + ROWS * SLICE / 16;  // bytes
-constexpr int TOKENS = TILES * 8;
+constexpr int COLUMNS = TILES * 8, TOKENS = TOGETHER ? 16 : COLUMNS;  // of a product, of a pass
+constexpr int PITCH = TOKENS + 1;                                     // down, together: a tile's sums are [ROWS][PITCH]
+constexpr int SUMS = MODE == 2 && TOGETHER ? ROWS * PITCH * 4 : TILES * 512;  // bytes of a warp's sums of a tile
 
 struct Arguments {
   const u16* x;               // linear: [tokens, matrices, k]; gate-up: [tokens, k]; down: [tokens, top_k, k]
@@ -35,44 +40,58 @@ struct Arguments {
 };
 
 #if MODE != 0
-constexpr int PAIRS = 256;  // of a token and an expert, in a pass
+constexpr int PAIRS = 255;  // of a token and an expert, in a pass
+constexpr u8 NOBODY = 255;
 struct Routes {
-  int key[PAIRS], leader[PAIRS];
-  int expert[PAIRS];          // of a slot
-  u8 chosen[PAIRS][TOKENS];   // by slot and token: which of the token's top_k it is, 255 for none
-  int slots;
+  int slots, key[PAIRS];
+  int expert[PAIRS];         // of a slot
+  float weight[PAIRS];       // of a pair
+  u16 leader[PAIRS];
+  u8 chosen[PAIRS][COLUMNS];  // by slot and column: the pair
+  u8 column[PAIRS], token[PAIRS];
 };
 __shared__ Routes routes;
 
-// Slots are the distinct experts in order of appearance. (One that a token chose twice gets two.)
+// Slots are the distinct experts in order of appearance. (One that a token chose twice gets two, and so does one that,
+// moved together, has more tokens than columns.)
 __device__ __forceinline__ void find_routes(const Arguments& a, int first_token, int count) {
   const int pairs = count * a.top_k;
-  for (int i = threadIdx.x; i < pairs * TOKENS; i += blockDim.x) routes.chosen[i / TOKENS][i % TOKENS] = 255;
-  for (int p = threadIdx.x; p < pairs; p += blockDim.x)
-    routes.leader[p] = min(max(a.experts[first_token * a.top_k + p], 0), a.matrices - 1);
+  for (int i = threadIdx.x; i < pairs * COLUMNS; i += blockDim.x) routes.chosen[i / COLUMNS][i % COLUMNS] = NOBODY;
+  for (int p = threadIdx.x; p < pairs; p += blockDim.x) {
+    routes.expert[p] = min(max(a.experts[first_token * a.top_k + p], 0), a.matrices - 1);
+    routes.weight[p] = MODE == 2 ? a.weights[first_token * a.top_k + p] : 0.f;
+    routes.token[p] = p / a.top_k;
+  }
   __syncthreads();
   for (int p = threadIdx.x; p < pairs; p += blockDim.x) {
     int before = 0;
-    for (int q = p - p % a.top_k; q < p; ++q) before += routes.leader[q] == routes.leader[p];
-    routes.key[p] = routes.leader[p] * PAIRS + before;
+    for (int q = p - p % a.top_k; q < p; ++q) before += routes.expert[q] == routes.expert[p];
+    routes.key[p] = routes.expert[p] * PAIRS + before;
   }
   __syncthreads();
   for (int p = threadIdx.x; p < pairs; p += blockDim.x) {
-    int q = 0;
-    while (routes.key[q] != routes.key[p]) ++q;
-    routes.leader[p] = q;
+    constexpr int SPAN = TOGETHER ? COLUMNS : PAIRS;
+    int leader = p, rank = 0;
+#pragma unroll 8
+    for (int q = 0; q < p; ++q)
+      if (routes.key[q] == routes.key[p] && rank++ % SPAN == 0) leader = q;
+    routes.leader[p] = rank % SPAN ? leader : p;
+    routes.column[p] = TOGETHER ? rank % SPAN : routes.token[p];
   }
   __syncthreads();
   for (int p = threadIdx.x; p < pairs; p += blockDim.x) {
+    const int leader = routes.leader[p];
     int slot = 0;
-    for (int q = 0; q < routes.leader[p]; ++q) slot += routes.leader[q] == q;
-    routes.chosen[slot][p / a.top_k] = p % a.top_k;
-    if (routes.leader[p] == p) routes.expert[slot] = routes.key[p] / PAIRS;
-    if (p == 0) {
-      int slots = 0;
-      for (int q = 0; q < pairs; ++q) slots += routes.leader[q] == q;
-      routes.slots = slots;
-    }
+#pragma unroll 8
+    for (int q = 0; q < leader; ++q) slot += routes.leader[q] == q;
+    routes.chosen[slot][routes.column[p]] = p;
+    if (leader == p) routes.expert[slot] = routes.key[p] / PAIRS;
+  }
+  if (threadIdx.x == blockDim.x - 1) {
+    int slots = 0;
+#pragma unroll 8
+    for (int q = 0; q < pairs; ++q) slots += routes.leader[q] == q;
+    routes.slots = slots;
   }
   __syncthreads();
 }
@@ -106,8 +125,8 @@ extern "C" __global__ void __launch_bounds__(512, 1) nvfp4_linear(const Argument
   const int turns = own_slice < all_slices ? (all_slices - own_slice + across - 1) / across : 0;
 
   u8* const ring = shared + warp * (DEPTH * SLOT);
-  float4* const partial = (float4*)(shared + blockDim.x / 32 * (DEPTH * SLOT));  // [hold][across][TILES][32]
-  float* const gain = (float*)(partial + a.hold * across * TILES * 32);           // [hold][ROWS]
+  u8* const partial = shared + blockDim.x / 32 * (DEPTH * SLOT);   // [hold][across][SUMS]
+  float* const gain = (float*)(partial + a.hold * across * SUMS);  // [hold][ROWS]
 
   auto matrix_of = [&](int slot) {
 #if MODE == 0
@@ -185,36 +204,31 @@ extern "C" __global__ void __launch_bounds__(512, 1) nvfp4_linear(const Argument
   if (MODE != 1) wait_for_previous();
 
   u32 x[TILES][8][4];
-  float weight[TILES][2];
   int loaded = -1;
   auto load_x = [&](const Walk& w) {
-    const int at = MODE == 2 ? w.slot * slices + w.column / SLICE : w.column / SLICE;
+    const int at = (MODE == 2 || TOGETHER ? w.slot * slices : 0) + w.column / SLICE;
     if (at == loaded) return;
     loaded = at;
     const int column = w.column + t * 64;
+#if MODE != 0
+    const u8* const chosen = routes.chosen[w.slot];
+#endif
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
-      const int token = tile * 8 + g;
-      bool there = token < count && column < a.k;
-      long long row = first_token + token;
+      const int mine = tile * 8 + g;
+      bool there = mine < count;
+      long long row = first_token + mine;
 #if MODE == 0
       row = row * a.matrices + blockIdx.y;
-#elif MODE == 2
-      if (there) {
-        const int chosen = routes.chosen[w.slot][token];
-        there = chosen != 255;
-        row = row * a.top_k + chosen;
-      }
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int sum_token = tile * 8 + 2 * t + i, chosen = sum_token < count ? routes.chosen[w.slot][sum_token] : 255;
-        weight[tile][i] = chosen == 255 ? 0.f : a.weights[(first_token + sum_token) * a.top_k + chosen];
-      }
+#else
+      if (TOGETHER || MODE == 2) there = chosen[mine] != NOBODY;
+      if (TOGETHER && there) row = first_token + routes.token[chosen[mine]];
+      if (MODE == 2) row = (long long)first_token * a.top_k + chosen[mine];
 #endif
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         uint4 v = make_uint4(0, 0, 0, 0);
-        if (there) v = *(const uint4*)(a.x + row * a.k + column + j * 8);
+        if (there && column < a.k) v = *(const uint4*)(a.x + row * a.k + column + j * 8);
         x[tile][j][0] = prmt(v.x, v.z, 0x5410);
         x[tile][j][1] = prmt(v.x, v.z, 0x7632);
         x[tile][j][2] = prmt(v.y, v.w, 0x5410);
@@ -236,10 +250,13 @@ extern "C" __global__ void __launch_bounds__(512, 1) nvfp4_linear(const Argument
       }
     }
     enter_round(now, first);
+    if (MODE == 2 && TOGETHER)
+      for (int tile = own_tile; tile < tiles; tile += down)
+        for (int i = lane; i < SUMS / 4; i += 32) ((float*)(partial + (tile * across + own_slice) * SUMS))[i] = 0.f;
 #pragma unroll 1
     for (; now.turn < turns && now.tiles; ++now.turn) {
       enter_slice(now);
-      load_x(now);
+      if (MODE != 1 || !TOGETHER) load_x(now);
       if (MODE == 0 && now.turn + 1 < turns) {  // the next slice's activations come nearer meanwhile, a line a lane
         const int column = now.column + across * SLICE + t * 64;
 #pragma unroll
@@ -251,6 +268,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) nvfp4_linear(const Argument
       }
 #pragma unroll 1
       for (; now.tile < now.tiles; next_tile(now)) {
+        if (MODE == 1 && TOGETHER) load_x(now);  // anew where the expert changes
         float row_gain[2] = {1.f, 1.f};
         if (MODE == 2) {
           const long long matrix = matrix_of(now.slot) * a.n;
@@ -297,54 +315,86 @@ extern "C" __global__ void __launch_bounds__(512, 1) nvfp4_linear(const Argument
             }
           }
         }
-        // A lane's four sums: rows g and g + 8 of tokens 2 t and 2 t + 1.
-        float4* const to = partial + (((own_tile + now.tile * down) * across + own_slice) * TILES) * 32 + lane;
+        // A lane's four sums: rows g and g + 8 of columns 2 t and 2 t + 1.
+        u8* const to = partial + ((own_tile + now.tile * down) * across + own_slice) * SUMS;
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
-          if (tile * 8 + 2 * t >= count) continue;
+          const int column = tile * 8 + 2 * t;
+          if (!TOGETHER && column >= count) continue;
           float4 v = make_float4(acc[tile][0], acc[tile][1], acc[tile][2], acc[tile][3]);
-          if (MODE == 2) {
-            v.x *= row_gain[0] * weight[tile][0], v.y *= row_gain[0] * weight[tile][1];
-            v.z *= row_gain[1] * weight[tile][0], v.w *= row_gain[1] * weight[tile][1];
+#if MODE != 0
+          const u8* const chosen = routes.chosen[now.slot] + column;
+          const int pairs[2] = {chosen[0], chosen[1]};
+          if (TOGETHER && pairs[0] == NOBODY) continue;
+#endif
+#if MODE == 2
+          const float weights[2] = {pairs[0] == NOBODY ? 0.f : routes.weight[pairs[0]],
+                                    pairs[1] == NOBODY ? 0.f : routes.weight[pairs[1]]};
+          v.x *= row_gain[0] * weights[0], v.y *= row_gain[0] * weights[1];
+          v.z *= row_gain[1] * weights[0], v.w *= row_gain[1] * weights[1];
+          if (TOGETHER) {  // no other lane's numbers; its own warp's of the expert before
+            float* const sum = (float*)to + g * PITCH + routes.token[pairs[0]];
+            sum[0] += v.x, sum[8 * PITCH] += v.z;
+            if (pairs[1] == NOBODY) continue;
+            float* const other = (float*)to + g * PITCH + routes.token[pairs[1]];
+            other[0] += v.y, other[8 * PITCH] += v.w;
+            continue;
           }
+#endif
+          float4* const sum = (float4*)to + tile * 32 + lane;
           if (now.turn) {
-            const float4 before = to[tile * 32];
+            const float4 before = *sum;
             v.x += before.x, v.y += before.y, v.z += before.z, v.w += before.w;
           }
-          to[tile * 32] = v;
+          *sum = v;
         }
       }
     }
     __syncthreads();
     const int used = min(across, all_slices);
+    if (MODE == 2 && TOGETHER) {
+      for (int i = threadIdx.x; i < tiles * ROWS * TOKENS; i += blockDim.x) {
+        const int tile = i / (ROWS * TOKENS), token = i / ROWS % TOKENS, row = i % ROWS, r = (first + tile) * ROWS + row;
+        if (token >= count || r >= a.n) continue;
+        float sum = 0.f;
+        for (int w = 0; w < used; ++w) sum += ((float*)(partial + (tile * across + w) * SUMS))[row * PITCH + token];
+        a.y[(long long)(first_token + token) * a.n + r] = narrow(sum);
+      }
+      __syncthreads();
+      continue;
+    }
     for (int i = threadIdx.x; i < tiles * TILES * 32; i += blockDim.x) {
-      const int tile = i / (TILES * 32), part = i % (TILES * 32), row = part % 32 / 4, token = part / 32 * 8 + part % 4 * 2;
-      if (token >= count) continue;
+      const int tile = i / (TILES * 32), part = i % (TILES * 32), row = part % 32 / 4, column = part / 32 * 8 + part % 4 * 2;
+      const int global_tile = first + tile;
+#if MODE == 1
+      const u8* const chosen = routes.chosen[global_tile / row_tiles] + column;
+      if (chosen[0] == NOBODY && chosen[1] == NOBODY) continue;
+#else
+      if (column >= count) continue;
+#endif
       float sum[4] = {};
       for (int w = 0; w < used; ++w) {
-        const float4 v = partial[(tile * across + w) * TILES * 32 + part];
+        const float4 v = ((float4*)(partial + (tile * across + w) * SUMS))[part];
         sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
       }
       const float gains[2] = {MODE == 2 ? 1.f : gain[tile * ROWS + row], MODE == 2 ? 1.f : gain[tile * ROWS + row + 8]};
-      const int global_tile = first + tile;
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        if (token + j >= count) continue;
 #if MODE == 1
-        const int chosen = routes.chosen[global_tile / row_tiles][token + j];
-        if (chosen == 255) continue;
+        if (chosen[j] == NOBODY) continue;
         const float gate = fminf(sum[j] * gains[0], a.limit);
         const float up = fminf(fmaxf(sum[2 + j] * gains[1], -a.limit), a.limit);
-        const long long pair_row = (long long)(first_token + token + j) * a.top_k + chosen;
-        a.y[pair_row * (a.n / 2) + global_tile % row_tiles * 8 + row] = narrow(gate / (1.f + __expf(-gate)) * up);
+        const long long pair = (long long)first_token * a.top_k + chosen[j];
+        a.y[pair * (a.n / 2) + global_tile % row_tiles * 8 + row] = narrow(gate / (1.f + __expf(-gate)) * up);
 #else
+        if (column + j >= count) continue;
 #pragma unroll
-        for (int i2 = 0; i2 < 2; ++i2) {
-          const int r = global_tile * ROWS + row + i2 * 8;
+        for (int half = 0; half < 2; ++half) {
+          const int r = global_tile * ROWS + row + half * 8;
           if (r >= a.n) continue;
-          const float v = sum[2 * i2 + j] * gains[i2] + (MODE == 0 && a.bias ? a.bias[r] : 0.f);
-          const long long out = MODE == 0 ? (long long)(first_token + token + j) * a.matrices + blockIdx.y : first_token + token + j;
-          a.y[out * a.n + r] = narrow(v);
+          const float v = sum[2 * half + j] * gains[half] + (MODE == 0 && a.bias ? a.bias[r] : 0.f);
+          const long long token = first_token + column + j;
+          a.y[(MODE == 0 ? token * a.matrices + blockIdx.y : token) * a.n + r] = narrow(v);
         }
 #endif
       }

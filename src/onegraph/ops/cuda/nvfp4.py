@@ -18,8 +18,9 @@ from onegraph.ops.cuda import build, nvfp4_one
 SOURCE, SHORT, DEQUANTIZE = (
     Path(__file__).with_name(f"{name}.cu") for name in ("nvfp4", "nvfp4_short", "nvfp4_dequantize")
 )
-ROWS, SLICE, SLOT, PAIRS = 16, 256, 2304, 256  # as in nvfp4.cu
+ROWS, SLICE, SLOT, PAIRS = 16, 256, 2304, 255  # as in nvfp4.cu
 WARPS = 16  # of a block at most
+PASS, FEW_PASS = 16, 8  # tokens of experts that share a reading: where those of an expert are moved together, and not
 DEPTHS = (4, 3, 2)  # steps that a warp has under way: of experts the most that fit,
 LINEAR_DEPTHS = (2,)  # of a linear what measured best
 FEW_TILES = 4  # row tiles of a block, below which activations of more than 8 tokens cost more than codes
@@ -42,16 +43,21 @@ class Plan:
     hold: int
     depth: int
 
-    def shared(self, column_tiles: int) -> int:
-        """Bytes of shared memory: rings, sums, global scales."""
+    def shared(self, sums: int) -> int:
+        """Bytes of shared memory: rings, sums (`sums` bytes of a warp's row tile), global scales."""
         rings = self.across * self.down * self.depth * SLOT
-        return rings + self.hold * (self.across * column_tiles * 512 + ROWS * 4)
+        return rings + self.hold * (self.across * sums + ROWS * 4)
+
+
+def sums(mode: int, column_tiles: int = 1, *, together: bool = False) -> int:
+    """Bytes of a warp's sums of a row tile, as in nvfp4.cu."""
+    return ROWS * (PASS + 1) * 4 if mode == DOWN and together else column_tiles * 512
 
 
 @cache
-def plan(row_tiles: int, slices: int, column_tiles: int, blocks: int, depths: tuple[int, ...]) -> Plan:
+def plan(row_tiles: int, slices: int, sums: int, blocks: int, depths: tuple[int, ...]) -> Plan:
     """The cut of `row_tiles` tiles of 16 rows with `slices` slices of k over at most `blocks` blocks: the first of
-    `depths` beside which all sums fit."""
+    `depths` beside which all sums fit, of `sums` bytes a warp and tile."""
     blocks = min(row_tiles, blocks)
     each = -(-row_tiles // blocks)
     across = -(-slices // -(-slices // WARPS))
@@ -59,7 +65,7 @@ def plan(row_tiles: int, slices: int, column_tiles: int, blocks: int, depths: tu
     found = None
     for depth in depths:
         empty = Plan(blocks, across, down, 0, depth)
-        fit = (SHARED_LIMIT - empty.shared(column_tiles)) // (across * column_tiles * 512 + ROWS * 4)
+        fit = (SHARED_LIMIT - empty.shared(sums)) // (across * sums + ROWS * 4)
         rounds = -(-each // fit)
         if found is None or (rounds == 1 and found.hold < each):
             found = Plan(blocks, across, down, max(down, -(-each // rounds)), depth)
@@ -74,18 +80,18 @@ def takes(x: Tensor) -> bool:
 
 def takes_experts(x: Tensor, wide: int, top_k: int) -> bool:
     """The same of routed experts of `wide` hidden numbers."""
-    return takes(x) and x.shape[-1] % COLUMNS == 0 and wide % COLUMNS == 0 and top_k * 8 <= PAIRS
+    return takes(x) and x.shape[-1] % COLUMNS == 0 and wide % COLUMNS == 0 and top_k * FEW_PASS <= PAIRS
 
 
 @cache
 def available(device: int) -> bool:
     """Whether the kernels can be built for this GPU; warns once where not."""
-    return build.usable(lambda: _kernel(LINEAR, False, 1, LINEAR_DEPTHS[0], device), "torch's are used")
+    return build.usable(lambda: _kernel(LINEAR, False, 1, False, LINEAR_DEPTHS[0], device), "torch's are used")
 
 
 @cache
-def _kernel(mode: int, half: bool, column_tiles: int, depth: int, device: int) -> build.Kernel:
-    defines = {"MODE": mode, "HALF": int(half), "TILES": column_tiles, "DEPTH": depth}
+def _kernel(mode: int, half: bool, column_tiles: int, together: bool, depth: int, device: int) -> build.Kernel:
+    defines = {"MODE": mode, "HALF": int(half), "TILES": column_tiles, "TOGETHER": int(together), "DEPTH": depth}
     return build.load(SOURCE, defines, ("nvfp4_linear",), device, SHARED_LIMIT)[0]
 
 
@@ -113,21 +119,23 @@ def _run(
     tensors: tuple[Tensor | None, ...],
     y: Tensor,
     sizes: tuple[int, int, int, int, int],
-    column_tiles: int,
     cut: Plan,
     *,
+    column_tiles: int = 1,
+    together: bool = False,
     limit: float = 0.0,
 ) -> None:
     """Launches one mode. `tensors`: x, codes, scale, global_scale, bias, experts, weights; `sizes`: tokens, n, k,
     matrices, top_k."""
     tokens, *_, matrices, _ = sizes
-    kernel = _kernel(mode, y.dtype == torch.float16, column_tiles, cut.depth, y.device.index)
+    kernel = _kernel(mode, y.dtype == torch.float16, column_tiles, together, cut.depth, y.device.index)
     pointers = [0 if t is None else t.data_ptr() for t in (*tensors, y)]
     arguments = struct.pack("8Q7if", *pointers, *sizes, cut.across, cut.hold, limit)
-    grid = cut.blocks, matrices if mode == LINEAR else 1, -(-tokens // (8 * column_tiles))
+    grid = cut.blocks, matrices if mode == LINEAR else 1, -(-tokens // (PASS if together else 8 * column_tiles))
     with torch.cuda.device(y.device):  # the driver launches in the current context
         stream = torch.cuda.current_stream().cuda_stream
-        kernel.launch(grid, cut.across * cut.down * 32, cut.shared(column_tiles), 1, stream, arguments)
+        shared = cut.shared(sums(mode, column_tiles, together=together))
+        kernel.launch(grid, cut.across * cut.down * 32, shared, 1, stream, arguments)
 
 
 def _linear(
@@ -142,9 +150,9 @@ def _linear(
         x, codes, scale, *rest = inputs
         nvfp4_one.run(LINEAR, codes, scale, (x, *rest, None, None), y, (1, n, k, groups, 1), one)
         return
-    cut = plan(-(-n // ROWS), -(-k // SLICE), tiles, max(1, sms // groups), LINEAR_DEPTHS)
+    cut = plan(-(-n // ROWS), -(-k // SLICE), sums(LINEAR, tiles), max(1, sms // groups), LINEAR_DEPTHS)
     if tiles == 1 or -(-n // ROWS) >= FEW_TILES * cut.blocks:
-        _run(LINEAR, (*inputs, None, None), y, (tokens, n, k, groups, 1), tiles, cut)
+        _run(LINEAR, (*inputs, None, None), y, (tokens, n, k, groups, 1), cut, column_tiles=tiles)
         return
     warps = 8 if k >= 8 * SLICE else 4 if k >= 4 * SLICE else 2
     kernel = _short_kernel(y.dtype == torch.float16, warps, y.device.index)
@@ -192,13 +200,13 @@ def experts(
     limit: float,
 ) -> Tensor:
     """x [T, D] -> [T, D]; see `ops.nvfp4_linear.nvfp4_experts`. Two launches: gate, up and SwiGLU; down, weighted and
-    added up in a fixed order. Up to 16 tokens share one reading of an expert's weights; a single one, which has nothing
-    to share, runs on `nvfp4_one.cu`."""
+    added up in a fixed order. Of up to 16 tokens up to eight share one reading of an expert's weights; a single one,
+    which has nothing to share, runs on `nvfp4_one.cu`."""
     (tokens, top_k), matrices, dim, wide = experts.shape, gate_up.shape[0], x.shape[1], gate_up.shape[1] // 2
     # Every copy comes before the first launch: the second reads the experts while the first may still run.
     x, gate_up, gate_up_scale, down, down_scale = map(_aligned, (x, gate_up, gate_up_scale, down, down_scale))
-    tiles = 1 if tokens <= 8 or top_k * 16 > PAIRS else 2
-    most = min(min(tokens, 8 * tiles) * top_k, matrices)  # experts of a pass
+    together = tokens > FEW_PASS and top_k * PASS <= PAIRS
+    most = min(min(tokens, PASS if together else FEW_PASS) * top_k, matrices * (1 + together))  # readings of a pass
     sms = _sms(x.device.index)
     hidden, y = x.new_empty(tokens * top_k, wide), torch.empty_like(x)
     if tokens == 1 and (cuts := nvfp4_one.experts_cuts(tokens, dim, wide, top_k, sms)):
@@ -208,11 +216,11 @@ def experts(
         nvfp4_one.run(DOWN, down, down_scale, second, y, sizes[1], cuts[1])
         return y
     inputs = (x, gate_up, gate_up_scale, gate_up_global, None, experts, weights)
-    cut = plan(most * (wide // 8), -(-dim // SLICE), tiles, sms, DEPTHS)
-    _run(GATE_UP, inputs, hidden, (tokens, 2 * wide, dim, matrices, top_k), tiles, cut, limit=limit)
+    cut = plan(most * (wide // 8), -(-dim // SLICE), sums(GATE_UP), sms, DEPTHS)
+    _run(GATE_UP, inputs, hidden, (tokens, 2 * wide, dim, matrices, top_k), cut, together=together, limit=limit)
     inputs = (hidden, down, down_scale, down_global, None, experts, weights)
-    cut = plan(-(-dim // ROWS), most * -(-wide // SLICE), tiles, sms, DEPTHS)
-    _run(DOWN, inputs, y, (tokens, dim, wide, matrices, top_k), tiles, cut)
+    cut = plan(-(-dim // ROWS), most * -(-wide // SLICE), sums(DOWN, together=together), sms, DEPTHS)
+    _run(DOWN, inputs, y, (tokens, dim, wide, matrices, top_k), cut, together=together)
     return y
 
 
