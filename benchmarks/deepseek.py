@@ -3,8 +3,9 @@
     python benchmarks/deepseek.py --model flash --gpus 2 --context 8192 --batch 1 16 --profile --soak 1000
 
 Weights and state are made on the devices; `--layers N` takes only the first N layers, for a machine that is too small
-for all. Prints a JSON line as soon as it is measured: each batch captured, where its time goes
-(`--profile`), each batch eagerly, a soak's verdict (`--soak STEPS`).
+for all. Random routers send different tokens to much the same experts; with `--hash-layers N` the first N layers route
+by a random table instead, evenly. Prints a JSON line as soon as it is measured: each batch captured, where its time
+goes (`--profile`), each batch eagerly with the experts that its layers met, a soak's verdict (`--soak STEPS`).
 """
 
 import argparse
@@ -33,7 +34,9 @@ from onegraph.formats.nvfp4 import GROUP
 from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.models.deepseek_v4_config import DeepseekV4Config
 from onegraph.models.deepseek_v4_weights import DeepseekWeights, may_be_packed
+from onegraph.nn import nvfp4
 from onegraph.nn.nvfp4 import NVFP4Experts, NVFP4GroupedLinear, NVFP4Linear
+from onegraph.ops.nvfp4_linear import nvfp4_experts
 
 YARN = {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536, "beta_fast": 32, "beta_slow": 1}
 FLASH = {"compress_ratios": [0, 0, *[4, 128] * 20, 4, 0], "num_hidden_layers": 43}
@@ -100,13 +103,13 @@ class RandomWeights(DeepseekWeights):
         )  # fmt: skip
 
 
-def active_bytes(model: DeepseekV4, batch: int) -> int:
-    """Weights that a step reads, with experts as `batch` tokens that choose independently meet them."""
-    total = 0
+def active_bytes(model: DeepseekV4, batch: int, met: float | None = None) -> int:
+    """Weights that a step reads, with `met` experts a layer or as many as `batch` tokens choose independently."""
+    total, held = 0, model.config.experts
     for name, buffer in model.named_buffers():
         share = 1.0
         if ".experts." in name:
-            share = 1 - (1 - model.config.top_k / model.config.experts) ** batch
+            share = 1 - (1 - model.config.top_k / held) ** batch if met is None else met / held
         if not name.startswith("embed.") and not name.endswith(("cos", "sin", "table")):
             total += int(buffer.numel() * buffer.element_size() * share)
     return total
@@ -152,6 +155,20 @@ class Decode:
                 self.times(steps)
                 found.append((time.perf_counter() - begin) / steps * 1e3)
         return statistics.median(found[1:])
+
+
+def experts_met(step: Decode) -> float:
+    """Routed experts that a layer's tokens choose in an eager step, the mean of the layers."""
+    met: list[int] = []
+    routed = step.engine.model.config.experts
+
+    def watched(x: Tensor, chosen: Tensor, *rest: Any) -> Tensor:
+        met.append(int((chosen.unique() < routed).sum()))
+        return nvfp4_experts(x, chosen, *rest)
+
+    with mock.patch.object(nvfp4, "nvfp4_experts", watched):
+        step.times(1)
+    return statistics.mean(met)
 
 
 def charges(step: Decode, replays: int = 6) -> dict[str, Any]:
@@ -217,6 +234,7 @@ def main() -> None:
     parser.add_argument("--model", choices=("flash", "pro"), default="flash")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--hash-layers", type=int, default=3)
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--batch", type=int, nargs="*", default=[1])
     parser.add_argument("--steps", type=int, default=50, help="0: eager only")
@@ -225,7 +243,8 @@ def main() -> None:
     parser.add_argument("--soak", type=int, default=0, metavar="STEPS")
     args = parser.parse_args()
     wanted = {"model_type": "deepseek_v4", "rope_scaling": YARN, **(FLASH if args.model == "flash" else PRO)}
-    config = DeepseekV4Config.from_dict({**wanted, "num_hidden_layers": args.layers or wanted["num_hidden_layers"]})
+    layers = {"num_hidden_layers": args.layers or wanted["num_hidden_layers"], "num_hash_layers": args.hash_layers}
+    config = DeepseekV4Config.from_dict({**wanted, **layers})
     devices = [torch.device("cuda", i) for i in range(args.gpus)]
     reach = args.context + 4352
     began = time.perf_counter()
@@ -253,6 +272,11 @@ def main() -> None:
             step = Decode(engine, batch, args.context)
             note(f"batch {batch} {mode}: ready")
             say(batch=batch, mode=mode, ms=round(step.milliseconds(steps), 3), **floor)
+            if mode == "eager":
+                with step.running():
+                    met = experts_met(step)
+                read = active_bytes(model, batch, met)
+                say(batch=batch, experts_met=round(met, 1), read_ms=round(read / bandwidth * 1e3, 3), **floor)
             if mode == "captured" and args.profile:
                 say(batch=batch, profile=charges(step))
             del engine, step
