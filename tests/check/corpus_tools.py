@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-FOLDERS = ("corpus", "heldout", "heldout2", "heldout3", "heldout4", "heldout5")
+FOLDERS = ("corpus", "heldout", "heldout2", "heldout3", "heldout4", "heldout5", "heldout6")
 _EXPECT = re.compile(r"#\s*expect:\s*(.+)$")
 
 

@@ -9,7 +9,8 @@ import corpus_tools
 import pytest
 
 SETS = {"corpus": "corpus", "held out 1": "heldout", "held out 2": "heldout2", "held out 3": "heldout3",
-        "held out 4": "heldout4", "held out 5": "heldout5", "models": "models", "models 2": "models2"}  # fmt: skip
+        "held out 4": "heldout4", "held out 5": "heldout5", "held out 6": "heldout6",
+        "models": "models", "models 2": "models2"}  # fmt: skip
 ZOOS = {"models": "zoo.json", "models 2": "zoo2.json"}
 WAYS = {"simulation": "simulate", "source": "source", "live": "live"}
 

@@ -7,7 +7,7 @@ import torch
 from onegraph.check import check_step
 from onegraph.check.live.failure import forget
 from onegraph.check.live.recorder import Numbers, Recorder
-from onegraph.check.live.watch import call_step, calls_noted, compiled_noted
+from onegraph.check.live.watch import call_step, calls_noted, recorded
 from onegraph.check.simulate import frames
 from onegraph.check.simulate.records import Step
 
@@ -60,13 +60,25 @@ def test_what_the_caller_was_handling_is_left_alone():
 
 
 def test_functions_that_torch_compiles_are_noted():
-    with compiled_noted() as seen:
-        X.sin()
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    def double(x):
+        return x * 2
+
+    compiled = torch.compile(double, backend=backend)
+    recorder = Recorder(call_step.__code__, frames.Roots(), Numbers())
+    with recorded(recorder) as seen:
         torch.func.vmap(torch.sin)(X)
-    assert not seen
-    with compiled_noted() as seen:
-        torch.compile(torch.sin, backend="eager")(X)
-    assert seen
+        assert not seen
+        assert torch.equal(compiled(X), X * 2)
+        assert seen
+    assert not graphs
+    assert torch.equal(compiled(X), X * 2)
+    assert len(graphs) == 1  # met under a recorder, and compiled all the same
 
 
 @pytest.mark.parametrize("sign", [1, -1])

@@ -71,10 +71,15 @@ def test_a_traced_function_is_simulated_as_it_is():
     assert not checked(make).findings
 
 
-@pytest.mark.parametrize("compiled", [True, False])
+ATTEND = torch.compile(flex_attention)
+
+
+@pytest.mark.parametrize("compiled", ["in the factory", "before", ""])
 def test_attention_with_a_mask_is_clean_where_it_is_compiled(compiled):
     def make():
-        attend = torch.compile(flex_attention) if compiled else flex_attention
+        attend = (
+            torch.compile(flex_attention) if compiled == "in the factory" else ATTEND if compiled else flex_attention
+        )
         causal = create_block_mask(lambda b, h, q, k: q >= k, None, None, 4, 4, device="cuda")
         return lambda x: attend(x[None, None], x[None, None], x[None, None], block_mask=causal)
 

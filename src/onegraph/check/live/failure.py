@@ -53,10 +53,13 @@ def blame(recorder: Recorder, roots: frames.Roots, error: Exception, first: Base
             "CG303", "work is launched on a stream that did not wait for the capturing one", happens, other[0]
         )
         return
-    if chain and recorder.last is not None and recorder.last[1][: len(chain)] == chain and recorder.last[2]:
+    here = recorder.broken is not None or (chain and recorder.last and recorder.last[1][: len(chain)] == chain)
+    if here and recorder.last is not None and recorder.last[2]:
         hazard = recorder.last[2]
     elif chain:
         hazard = of_call(chain, roots, recorder.last[0] if recorder.last else "")
+        if hazard.code == "CG105" and "Cannot copy between CPU and CUDA tensors" in happens:
+            hazard = hazards.of_copy(to_device=True, pinned=False, non_blocking=False, opname="") or hazard
     else:
         chain = other[0] if other else (recorder.last[1] if recorder.last else ())
         hazard = hazards.Hazard("CG305" if other else "CG105", "the capture does not end", happens)

@@ -18,25 +18,26 @@ def call_step(step: Callable[..., Any], arguments: Any) -> Any:
 
 
 @contextmanager
-def compiled_noted() -> Iterator[list[bool]]:
-    """A list that is not empty once a function has run that torch compiles."""
-    from torch._dynamo import eval_frame  # loaded by the recorder's first op in any case
+def recorded(recorder: Recorder) -> Iterator[list[bool]]:
+    """The recorder listens, and what torch would compile runs as it is written: it never compiles again what it once
+    met under a mode. Gives a list that is not empty once such a function has run."""
+    with torch.compiler.set_stance("force_eager"):
+        from torch._dynamo import eval_frame
 
-    seen: list[bool] = []
-    real = getattr(eval_frame, "_maybe_set_eval_frame", None)
+        seen: list[bool] = []
+        real = eval_frame._callback_from_stance
 
-    def set_callback(callback: Any) -> Any:
-        if callable(callback):
-            seen.append(True)
-        return real(callback) if real is not None else None
+        def asked(callback: Any) -> Any:
+            if callable(callback):
+                seen.append(True)
+            return real(callback)
 
-    if real is not None:
-        eval_frame._maybe_set_eval_frame = set_callback
-    try:
-        yield seen
-    finally:
-        if real is not None:
-            eval_frame._maybe_set_eval_frame = real
+        eval_frame._callback_from_stance = asked
+        try:
+            with recorder:
+                yield seen
+        finally:
+            eval_frame._callback_from_stance = real
 
 
 @contextmanager

@@ -47,7 +47,7 @@ class _Dispatch(TorchDispatchMode):
             kept = len(self.world.sightings)
             with self:
                 out = eagerly(func)(*args, **(kwargs or {}))
-            if func.name().startswith("flex_attention") and self.world.compiled:
+            if func.name().startswith("flex_attention") and (self.world.compiled or frames.compiled()):
                 del self.world.sightings[kept:]  # once compiled it is one kernel
             return out
         if composed(func):
@@ -234,6 +234,8 @@ def machine(world: World) -> Iterator[None]:
     """Inside this context torch believes that it has a GPU, and everything that it does with it goes to `world`."""
     with ExitStack() as stack:
         stack.enter_context(device_guard())
+        # What is compiled already runs as it is written, and torch does not learn to leave it uncompiled for good.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         stand_ins = _stand_ins(world)
         for name, value in stand_ins.items():
             if hasattr(torch.cuda, name):

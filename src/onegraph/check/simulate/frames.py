@@ -75,6 +75,14 @@ def asks_itself(depth: int = 1) -> bool:
     return not _skipped(sys._getframe(depth).f_code.co_filename)
 
 
+def compiled() -> bool:
+    """Whether a function that torch compiles is running."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "compile_wrapper":
+        frame = frame.f_back
+    return frame is not None
+
+
 def place(code: CodeType, lasti: int) -> Place:
     """File, line, column (from 1) and text of the instruction `lasti` of `code`."""
     return _place(code, code.co_filename, lasti)

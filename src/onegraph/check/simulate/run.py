@@ -270,7 +270,8 @@ def _kind(value: Any) -> str:
         return f"a {type(value).__name__} of {len(value)} ({', '.join(type(v).__name__ for v in value[:4])})"
     if isinstance(value, Tensor):
         return "a tensor"
-    return f"a {type(value).__name__}" if value is not None else "None"
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
 
 def _line(error: BaseException) -> str:
