@@ -22,7 +22,7 @@
 //
 // Set when compiled: BITS (2, 3, 4), TOKENS (4, 8 or 16 in one pass), HALF (1: x and y are float16, 0: bfloat16), DEPTH
 // (row tiles of codes that a warp has under way), GROUP (divides DEPTH and the row tiles of a warp), COPY (1: the copy
-// engine fetches codes, 0: each lane), THREADS (of a block at most).
+// engine fetches codes, 0: each lane), THREADS (of a block at most), DOWN (warps that share the rows of a slice).
 //
 // e8p_ring.cuh brings the codes, e8p_product.cuh multiplies by them.
 
@@ -50,7 +50,7 @@ struct Arguments {
   uint4* fragments;         // [chunks, slices, TILES, 8, 32]
   float4* scales;           // [chunks, slices, TOKENS]: scale, sum, sum of squares of x
   int tokens, n, k;
-  int across, down;         // warps side by side in k, and in rows
+  int across;               // warps side by side in k; DOWN such rows of warps share the rows
   int inverse;              // 256 / across, rounded up
   int slices;               // of 256 columns
   int per_block;            // slices that a block of the cluster owns
@@ -59,14 +59,19 @@ struct Arguments {
   float eps;                // of the RMSNorm in front; negative: none
   int silu;                 // x is [tokens, 2 k], gate beside up
   int wide;                 // y and add are float
+  u32 per_cluster;          // 65536 / blocks of a cluster, rounded up: what small numbers are divided with
+  u32 per_blocks;           // ... / p.blocks
+  int turns;                // row tiles that a warp takes of each slice
 };
 
 struct __align__(128) Shared {  // after the tables
   float squares[20][4];     // INTEGER: by warp across and token, of the warp's columns of x
   float received[8][4];     // ... of each block of the cluster
   float inverse[16];        // else: by token, 1 / rms(x)
-  float spare[64];          // sums of no token
+  float spare[40];          // sums of no token
   u64 full[20][8];          // by warp and slot of its ring: the codes are there
+  u64 sent[1];              // all that the cluster sends to this block is there
+  u64 scale[10];            // INTEGER, DOWN > 1: by warp across, the scale and the sum that gather() hands on
 };
 
 #include "e8p_ring.cuh"
@@ -91,28 +96,42 @@ extern "C" __global__ void __launch_bounds__(256) e8p_rotate(const __grid_consta
   if (lane == 0) p.scales[at * TOKENS + b] = make_float4(scale.x, scale.y, squares, 0.f);
 }
 
-// A warp's operands for one slice: rotated here, through 512 bytes of shared memory ...
+// The warps of a slice wait for each other; a barrier each.
+__device__ __forceinline__ void meet(int column_warp) {
+  if (DOWN == 1) __syncwarp();
+  else asm volatile("bar.sync %0, %1;" :: "r"(column_warp + 1), "n"(DOWN * 32) : "memory");
+}
+
+// A warp's operands for one slice: rotated here by one of the slice's warps, and handed to the others through 512 bytes
+// of shared memory ...
 __device__ __forceinline__ void gather(Bytes& to, const Arguments& p, int slice, int start, int chunk, int tokens,
-                                       const Raw& asked, float (&in_scale)[8], uint4* exchange, int lane) {
+                                       int row_warp, int column_warp, const Raw& asked, float (&in_scale)[8],
+                                       uint4* exchange, float2* handed, int lane) {
   const int column = slice * SLICE + lane * 8, g = lane / 4, t = lane % 4;
-  if (slice != start) load8(in_scale, p.in_scale + column, column < p.k);
+  const bool mine = DOWN == 1 || row_warp == 0, inside = mine && column < p.k;
+  if (slice != start) load8(in_scale, p.in_scale + column, inside);
   else to.square = 0.f;
 #pragma unroll
   for (int i = 0; i < 8; i++) to.b[i] = make_uint2(0, 0);
-  Raw raw = slice == start ? asked : ask_x(p, chunk * TOKENS, column, column < p.k);
+  Raw raw = slice == start ? asked : ask_x(p, chunk * TOKENS, column, inside);
 #pragma unroll 1
   for (int token = 0; token < tokens; token++) {
-    float v[8];
     float2 scale;
-    take_x(v, raw, p);
-    if (token + 1 < tokens) raw = ask_x(p, chunk * TOKENS + token + 1, column, column < p.k);
-    if (p.eps >= 0.f) {
-      const float square = sum_of_squares(v);
-      if (t == token) to.square += square;
+    if (mine) {
+      float v[8];
+      take_x(v, raw, p);
+      if (token + 1 < tokens) raw = ask_x(p, chunk * TOKENS + token + 1, column, inside);
+      if (p.eps >= 0.f) {  // one token's lanes meet after the loop
+        float square = squares_of(v);
+        if (tokens > 1) square = over_lanes(square);
+        if (t == token || tokens == 1) to.square += square;
+      }
+      rotate(v, in_scale, p.k % 128 ? 64 : 128, lane);
+      exchange[lane] = to_bytes(v, scale);
+      if (DOWN > 1 && lane == 0) *handed = scale;
     }
-    rotate(v, in_scale, p.k % 128 ? 64 : 128, lane);
-    exchange[lane] = to_bytes(v, scale);
-    __syncwarp();
+    meet(column_warp);
+    if (DOWN > 1) scale = *handed;
     if (g / 2 == token) {
 #pragma unroll
       for (int i = 0; i < 8; i++) to.b[i] = *(const uint2*)((const u8*)(exchange + t * 8 + i) + g % 2 * 8);
@@ -121,12 +140,12 @@ __device__ __forceinline__ void gather(Bytes& to, const Arguments& p, int slice,
       to.offset = (BITS == 2 ? -15.f : BITS == 3 ? -23.f : -75.f) * scale.y * scale.x;
       to.scale[0][0].x = scale.x * (BITS == 3 ? 1.f : 2.f);
     }
-    __syncwarp();
+    if (DOWN == 1 || token + 1 < tokens || p.per_block > p.across) meet(column_warp);  // before it is overwritten
   }
 }
 // ... or by e8p_rotate.
-__device__ __forceinline__ void gather(Halves& to, const Arguments& p, int slice, int, int chunk, int, const Raw&,
-                                       float (&)[8], uint4*, int lane) {
+__device__ __forceinline__ void gather(Halves& to, const Arguments& p, int slice, int, int chunk, int, int, int,
+                                       const Raw&, float (&)[8], uint4*, float2*, int lane) {
   const size_t at = (size_t)chunk * p.slices + slice;
 #pragma unroll
   for (int j = 0; j < TILES; j++) {
@@ -137,10 +156,11 @@ __device__ __forceinline__ void gather(Halves& to, const Arguments& p, int slice
       to.scale[j][e] = __ldcg((const float2*)(p.scales + at * TOKENS + j * 8 + lane % 4 * 2 + e));
   }
 }
-__device__ __forceinline__ void leave_squares(const Bytes& from, Shared& shared, int column_warp, int lane) {
-  if (lane < 4) shared.squares[column_warp][lane] = from.square;
+__device__ __forceinline__ void leave_squares(const Bytes& from, Shared& shared, int column_warp, int tokens, int lane) {
+  const float square = tokens > 1 ? from.square : over_lanes(from.square);
+  if (lane < 4) shared.squares[column_warp][lane] = square;
 }
-__device__ __forceinline__ void leave_squares(const Halves&, Shared&, int, int) {}
+__device__ __forceinline__ void leave_squares(const Halves&, Shared&, int, int, int) {}
 
 __device__ __forceinline__ float4 out_scale_of(const Arguments& p, int row) {
   return row < p.n ? *(const float4*)(p.out_scale + row) : make_float4(0.f, 0.f, 0.f, 0.f);
@@ -151,15 +171,15 @@ __device__ __forceinline__ float inverse_rms(float squares, const Arguments& p) 
 
 // Grid (clusters that own p.blocks * 128 rows, chunks of TOKENS). Shared memory: tables, Shared, partial sums
 // [across][tokens][rows + PAD], what the cluster sends [jobs / cluster][cluster][128], where a job is a token's 128 rows,
-// and 512 bytes a warp for the rotation.
+// and 512 bytes a slice for the rotation.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid_constant__ Arguments p) {
   u32 cluster, rank, tile;
   asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(cluster));
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   asm("mov.u32 %0, %%clusterid.x;" : "=r"(tile));
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int warps = blockDim.x / 32, down = p.down, chunk = blockIdx.y;
-  const int row_warp = warp * p.inverse >> 8, column_warp = warp - row_warp * p.across;
+  const int warps = blockDim.x / 32, chunk = blockIdx.y;
+  const int row_warp = DOWN == 1 ? 0 : warp * p.inverse >> 8, column_warp = warp - row_warp * p.across;
   const int tokens = min(TOKENS, p.tokens - chunk * TOKENS);
   const int begin = rank * p.per_block, end = min(begin + p.per_block, p.slices), start = begin + column_warp;
 
@@ -173,24 +193,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
   const TableWords words = load_table_words(p.codebook, warp, warps, lane);
   float in_scale[8];
   const int column = start * SLICE + lane * 8;
-  const bool inside = start < end && column < p.k;
+  const bool inside = (DOWN == 1 || row_warp == 0) && start < end && column < p.k;
   if (INTEGER) load8(in_scale, p.in_scale + column, inside);
   const int first_job = cluster == 1 ? warp : rank + warp * cluster;
-  const int first_token = p.blocks == 1 ? first_job : first_job / p.blocks;
+  auto token_of = [&](int job) { return (int)(job * p.per_blocks >> 16); };
+  const int first_token = token_of(first_job);
   const int first_row = tile_row + (first_job - first_token * p.blocks) * ROWS + lane * 4;
   const float4 first_scale = out_scale_of(p, first_row);
 #pragma unroll
   for (int d = 0; d < DEPTH / GROUP; d++) codes_ring.fetch(d);
 
+  const int jobs = tokens * p.blocks;
   float* partial = (float*)((u8*)(&shared + 1) + warps * DEPTH * SLOT);
   float* received = partial + p.across * tokens * pitch;
   const int spare = (int)((float*)shared.spare - partial) + lane;
   // A warp that has one slice and its rows to itself rotates where its sums will be.
-  const bool alone = INTEGER && down == 1 && p.per_block <= p.across;
+  const bool alone = INTEGER && DOWN == 1 && p.per_block <= p.across;
   uint4* exchange = alone ? (uint4*)(partial + column_warp * tokens * pitch)
-                          : (uint4*)(received + (cluster > 1 ? (tokens * p.blocks + cluster) * ROWS : 0)) + warp * 32;
-  const int turns = rows / 16 / down, jobs = tokens * p.blocks;
-  if (cluster > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+                          : (uint4*)(received + (cluster > 1 ? (jobs + cluster) * ROWS : 0)) + column_warp * 32;
+  if (cluster > 1) {
+    if (threadIdx.x == 0) {
+      const int own = rank < jobs ? (int)((jobs - 1 - rank) * p.per_cluster >> 16) + 1 : 0;  // jobs that end here
+      const int bytes = own * cluster * ROWS * 4 + (INTEGER && p.eps >= 0.f && own ? cluster * tokens * 4 : 0);
+      const u32 sent = (u32)__cvta_generic_to_shared(shared.sent);
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(sent) : "memory");
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(sent), "r"(bytes) : "memory");
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  }
   const float4 zeros = make_float4(0.f, 0.f, 0.f, 0.f);
   const bool once = p.per_block <= p.across;  // each sum is written by one warp, one time
   if (!once)
@@ -214,7 +246,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
   typedef Choose<INTEGER>::type Product;
   Product product;
   for (int slice = start; slice < end; slice += p.across) {
-    gather(product, p, slice, start, chunk, tokens, asked, in_scale, exchange, lane);
+    gather(product, p, slice, start, chunk, tokens, row_warp, column_warp, asked, in_scale, exchange,
+           (float2*)&shared.scale[column_warp], lane);
     int at[TILES][OWN], to_next[TILES][OWN];  // where the sums of a lane's tokens are; those of no token go to `spare`
 #pragma unroll
     for (int j = 0; j < TILES; j++)
@@ -225,7 +258,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
         to_next[j][e] = token < tokens ? 16 : 0;
       }
 #pragma unroll 1
-    for (int turn = 0; turn < turns; turn += GROUP) {
+    for (int turn = 0; turn < p.turns; turn += GROUP) {
       const u8* const from = codes_ring.take();
       Codes codes[GROUP];
       typename Product::Sums acc[GROUP];
@@ -253,13 +286,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
             const float top = product.result(acc[u], j, e, 0), low = product.result(acc[u], j, e, 1);
             sum[0] = once ? top : sum[0] + top;
             sum[8] = once ? low : sum[8] + low;
-            if (u == GROUP - 1) at[j][e] += to_next[j][e] * (GROUP * down);
+            if (u == GROUP - 1) at[j][e] += to_next[j][e] * (GROUP * DOWN);
           }
     }
   }
   if (p.eps >= 0.f) {
     if (INTEGER) {
-      if (row_warp == 0 && start < end) leave_squares(product, shared, column_warp, lane);
+      if (row_warp == 0 && start < end) leave_squares(product, shared, column_warp, tokens, lane);
     } else {
       for (int b = warp; b < tokens; b += warps) {
         float sum = 0.f;
@@ -275,13 +308,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
 
   const int used = min(p.across, end - begin);  // columns of warps that had a slice
   const int block = p.n % 128 ? 64 : 128;
-  auto squares_here = [&](int b) {
-    float sum = 0.f;
-    for (int w = 0; w < used; w++) sum += shared.squares[w][b];
-    return sum;
-  };
+  auto squares_here = [&](int b) { return over_lanes(lane < used ? shared.squares[lane][b] : 0.f); };
   auto finish = [&](int job, float4 v) {
-    const int b = p.blocks == 1 ? job : job / p.blocks, row = tile_row + (job - b * p.blocks) * ROWS + lane * 4;
+    const int b = token_of(job), row = tile_row + (job - b * p.blocks) * ROWS + lane * 4;
     const bool own = row < p.n;
     const size_t at = (size_t)(chunk * TOKENS + b) * p.n + row;
     const float4 s = job == first_job ? first_scale : out_scale_of(p, row);
@@ -294,10 +323,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
     float norm = p.norm;
     if (p.eps >= 0.f) {
       if (INTEGER) {
-        float sum = 0.f;
-        if (cluster == 1) sum = squares_here(b);
-        else for (int r = 0; r < cluster; r++) sum += shared.received[r][b];
-        norm *= inverse_rms(sum, p);
+        const float of_blocks = lane < cluster ? shared.received[lane][b] : 0.f;
+        norm *= inverse_rms(cluster == 1 ? squares_here(b) : over_lanes(of_blocks), p);
       } else {
         norm *= shared.inverse[b];
       }
@@ -312,7 +339,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
     store4(p, at, v);
   };
   auto total = [&](int job) {
-    const int b = p.blocks == 1 ? job : job / p.blocks;
+    const int b = token_of(job);
     const float* from = partial + b * pitch + (job - b * p.blocks) * ROWS + lane * 4;
     float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 8
@@ -332,26 +359,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
     asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(to) : "r"(rank));
     return to;
   };
+  // Sums go to the block that ends their job, as bytes that its barrier counts; a barrier of the whole cluster would wait
+  // for memory before.
   asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // every block has started, its memory can be written
 #pragma unroll 1
   for (int job = warp; job < jobs; job += warps) {
     const float4 v = total(job);
-    const u32 to = place(received + ((job / cluster) * cluster + rank) * ROWS + lane * 4, job % cluster);
-    asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};"
-                 :: "r"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+    const int turn = job * p.per_cluster >> 16, of = job - turn * cluster;
+    const u32 to = place(received + (turn * cluster + rank) * ROWS + lane * 4, of);
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];"
+                 :: "r"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(place(&shared.sent, of)) : "memory");
   }
-  if (INTEGER && p.eps >= 0.f && warp == 0 && lane < (int)cluster * 4 && t < tokens) {
-    const u32 to = place(&shared.received[rank][t], g);
-    asm volatile("st.shared::cluster.f32 [%0], %1;" :: "r"(to), "f"(squares_here(t)) : "memory");
+  if (INTEGER && p.eps >= 0.f && warp == warps - 1) {
+    float mine = 0.f;
+    for (int b = 0; b < tokens; b++) {
+      const float sum = squares_here(b);
+      if (t == b) mine = sum;
+    }
+    if (lane < min((int)cluster, jobs) * 4 && t < tokens)
+      asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];"
+                   :: "r"(place(&shared.received[rank][t], g)), "f"(mine), "r"(place(&shared.sent, g)) : "memory");
   }
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  if (rank + warp * cluster >= jobs) return;
+  asm volatile(
+      "{\n.reg .pred P;\nAGAIN: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 P, [%0], 0;\n@P bra DONE;\n"
+      "bra AGAIN;\nDONE:\n}" :: "r"((u32)__cvta_generic_to_shared(shared.sent)) : "memory");
 #pragma unroll 1
   for (int job = rank + warp * cluster; job < jobs; job += warps * cluster) {
     float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 1
     for (int r = 0; r < cluster; r++) {
-      const float4 u = *(const float4*)(received + ((job / cluster) * cluster + r) * ROWS + lane * 4);
+      const float4 u = *(const float4*)(received + ((int)(job * p.per_cluster >> 16) * cluster + r) * ROWS + lane * 4);
       v.x += u.x, v.y += u.y, v.z += u.z, v.w += u.w;
     }
     finish(job, v);

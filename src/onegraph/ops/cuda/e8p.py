@@ -66,7 +66,7 @@ class Plan:
         partial = self.across * tokens * (self.blocks * ROWS + (8 if tokens <= 4 else 4)) * 4
         received = (tokens * self.blocks + self.cluster) * ROWS * 4 if self.cluster > 1 else 0
         alone = self.down == 1 and self.per_block <= self.across
-        exchange = 512 * self.warps if tokens <= 4 and not alone else 0
+        exchange = 512 * self.across if tokens <= 4 and not alone else 0
         return tables + SHARED_STRUCT + partial + received + exchange + self.ring(bits)
 
     def ring(self, bits: int) -> int:
@@ -137,17 +137,17 @@ def takes(tokens: int, n: int, k: int, dtype: torch.dtype) -> bool:
 
 @cache
 def _kernels(
-    bits: int, most: int, half: bool, ahead: int, group: int, engine: bool, threads: int, device: int
+    bits: int, most: int, half: bool, ahead: int, group: int, engine: bool, threads: int, down: int, device: int
 ) -> tuple[build.Kernel, ...]:
     defines = {"BITS": bits, "TOKENS": most, "HALF": int(half), "DEPTH": ahead, "GROUP": group, "COPY": int(engine)}
-    defines["THREADS"] = threads
+    defines |= {"THREADS": threads, "DOWN": down}
     return build.load(SOURCE, defines, ("e8p_linear", "e8p_rotate"), device, SHARED_LIMIT)
 
 
 @cache
 def available(device: int) -> bool:
     """Whether the kernels can be built for this GPU; warns once where not."""
-    return build.usable(lambda: _kernels(2, 4, False, DEPTHS[2][0], GROUP[2], True, 512, device))
+    return build.usable(lambda: _kernels(2, 4, False, DEPTHS[2][0], GROUP[2], True, 512, 1, device))
 
 
 @cache
@@ -215,20 +215,21 @@ def _launch(
     chunks = -(-tokens // chunk)
     cut = plan(n, k, bits, min(tokens, chunk), _sms(device))
     engine = bits != 3 or k % 128 == 0  # boxes of the residual begin at multiples of 16 bytes
-    main, rotate = _kernels(bits, chunk, half, cut.ahead, cut.group(bits), engine, cut.most_threads, device)
+    main, rotate = _kernels(bits, chunk, half, cut.ahead, cut.group(bits), engine, cut.most_threads, cut.down, device)
     fragments = scales = None
     if chunk > 4:
         fragments = torch.empty(chunks * cut.slices * chunk * 512, dtype=torch.uint8, device=out.device)
         scales = torch.empty(chunks * cut.slices * chunk * 4, dtype=torch.float32, device=out.device)
     pointers = [0 if t is None else t.data_ptr() for t in (*inputs, out, fragments, scales)]
-    shape = tokens, n, k, cut.across, cut.down, -(-256 // cut.across), cut.slices, cut.per_block, cut.blocks
+    shape = tokens, n, k, cut.across, -(-256 // cut.across), cut.slices, cut.per_block, cut.blocks
+    divided = -(-65536 // cut.cluster), -(-65536 // cut.blocks), cut.blocks * PARTS // cut.down
     maps = NO_MAPS
     if engine:
         rows = 16 * cut.group(bits)
         maps = build.tensor_map(pointers[1], n, k // 4, rows, 64)
         width = 8 if bits == 3 else 4  # columns that a byte of the residual stands for
         maps += maps if bits == 2 else build.tensor_map(pointers[2], n, k // width, rows, 256 // width)
-    arguments = maps + struct.pack("11Q9i2f2i52x", *pointers, *shape, norm, *options)
+    arguments = maps + struct.pack("11Q8i2f5i44x", *pointers, *shape, norm, *options, *divided)
     stream = torch._C._cuda_getCurrentRawStream(device)
     if chunk > 4:
         rotate.launch((cut.slices, chunk // 8, chunks), 256, 0, 1, stream, arguments)

@@ -78,14 +78,18 @@ template <class A>
 __device__ __forceinline__ void load_x(float (&v)[8], const A& p, int token, int column, bool inside) {
   take_x(v, ask_x(p, token, column, inside), p);
 }
-__device__ __forceinline__ float sum_of_squares(const float (&v)[8]) {
+__device__ __forceinline__ float over_lanes(float v) {
+#pragma unroll
+  for (int o = 1; o < 32; o <<= 1) v += __shfl_xor_sync(~0u, v, o);
+  return v;
+}
+__device__ __forceinline__ float squares_of(const float (&v)[8]) {
   float sum = 0.f;
 #pragma unroll
   for (int e = 0; e < 8; e++) sum = fmaf(v[e], v[e], sum);
-#pragma unroll
-  for (int o = 1; o < 32; o <<= 1) sum += __shfl_xor_sync(~0u, sum, o);
   return sum;
 }
+__device__ __forceinline__ float sum_of_squares(const float (&v)[8]) { return over_lanes(squares_of(v)); }
 __device__ __forceinline__ void rotate(float (&v)[8], const float (&in_scale)[8], int block, int lane) {
 #pragma unroll
   for (int e = 0; e < 8; e++) v[e] *= in_scale[e];
@@ -172,7 +176,8 @@ __device__ __forceinline__ void build_block(uint2 row, int block, int lane) {  /
   if (block < PAIRED) build_runs<16, 256>(word, to, lane);
   else build_runs<32, 128>(word, to, lane);
 }
-__device__ __forceinline__ void build_tables(const uint2* codebook, const TableWords& words, int warp, int warps, int lane) {
+__device__ __forceinline__ void build_tables(const uint2* codebook, const TableWords& words, int warp, int warps,
+                                             int lane) {
   for (int block = warp; block < PAIRED; block += warps)
     build_runs<16, 256>(table_word(make_uint2(0, 0), place_of(block, lane) + 1), smem + block * 4096 + 128, lane);
 #pragma unroll

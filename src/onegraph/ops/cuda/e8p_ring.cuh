@@ -70,7 +70,7 @@ template <> struct Ring<true> {
       if (BITS == 4) box(to + GROUP * 1024, p.residual_map, column, row, barrier);
       if (BITS == 3) box(to + GROUP * 1024, p.residual_map, column / 2, row, barrier);
     }
-    row += p.down * (16 * GROUP);
+    row += DOWN * (16 * GROUP);
     if (row >= rows_end) row = first_row, column += p.across * 64;
   }
   __device__ __forceinline__ const u8* take() {
@@ -118,7 +118,7 @@ template <> struct Ring<false> {
       }
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
-    tile += p.down;
+    tile += DOWN;
     if (tile >= row_tiles) tile = first_tile, slice += p.across;
   }
   __device__ __forceinline__ const u8* take() {
