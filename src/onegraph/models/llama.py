@@ -3,7 +3,8 @@
 One forward serves prefill, decode and evaluation: what differs is the `cache` that attends. A decode step of it reads
 nothing back from the device and takes no Python number that changes from step to step, so it may be captured. A layer
 of E8P linears is five ops: qkv behind its norm, attend, out onto the residual, gate-up behind its norm, down behind
-SwiGLU onto the residual. Other layers, and `fused=False`, run norms, SwiGLU and additions as ops of their own.
+SwiGLU onto the residual; for one token of a small model it is two, attend and what lies between two attentions
+(`nn/chain.py`). Other layers, and `fused=False`, run norms, SwiGLU and additions as ops of their own.
 """
 
 from functools import cached_property
@@ -85,6 +86,7 @@ class Llama(nn.Module):
     Attributes:
         config: what config.json says, validated.
         fused: whether layers in E8P run in five ops; caches that `new_cache` makes attend in one launch where it is.
+        chains: what one token of a small model runs between its attentions; empty where that would not be quicker.
         device, dtype: where the weights lie, and the dtype of activations and KV cache.
         max_context: positions that the rotary tables cover; an engine must not go beyond.
     """
@@ -175,7 +177,7 @@ class Llama(nn.Module):
         return add_rms_norm(residual, delta, self.norm, self.config.eps)
 
     def _one_token(self, residual: Tensor, cache: Attend) -> Tensor:
-        """Embedding [1, 1, D] -> hidden state after the final norm, two launches a layer: `nn/chain.py`."""
+        """Embedding [1, 1, D] -> hidden state after the final norm, two ops a layer."""
         qkv = self.chains[0].attention.qkv(residual, eps=self.config.eps)
         for chain in self.chains:
             residual, qkv = chain(cache.attend(chain.attention, qkv), residual)
