@@ -62,6 +62,8 @@ def results(op: Op, args: tuple[Any, ...]) -> list[Tensor]:
         out = [out[0][1:], out[1][1:], out[2]]
     if op.name == "turboquant_write":
         out = _written(args, out)
+    if op.name == "turboquant_decode":
+        out = _written(args, [out[0], out[0][:0], *out[1:]])
     if op.name == "turboquant_attention":  # the log-sum-exp of no keys
         out[1] = out[1].masked_fill(out[1] == float("-inf"), 0.0)
     return out

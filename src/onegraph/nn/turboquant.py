@@ -19,6 +19,7 @@ from onegraph.nn.attention import Attention, PagedCache
 from onegraph.ops.recent_attention import recent_attention
 from onegraph.ops.turboquant import turboquant_write
 from onegraph.ops.turboquant_attention import eight_bit_levels, turboquant_attention
+from onegraph.ops.turboquant_decode import turboquant_decode
 from onegraph.ops.turboquant_hybrid import turboquant_hybrid
 
 DRAFTS = formats.DRAFTS
@@ -188,12 +189,15 @@ class TurboQuantCache:
         batch, length, _ = qkv.shape
         layout, ring, chunk = layer.layout, layer.ring, length > DRAFTS
         positions, counts, table = self.positions, self.counts, self.block_table
-        q, own = turboquant_write(
-            qkv, a.q_norm, a.k_norm, a.eps, a.cos, a.sin, positions, counts, table,
-            self._turn, self._projection, layer.k_codebook, layer.v_codebook, layer.codes,
-            ring, None if ring is None else self.slots, a.heads, layout.k_bits, layout.v_bits, layout.k_variant,
-            layout.v_variant, self.config.scale, chunk,
-        )  # fmt: skip
+        token = qkv, a.q_norm, a.k_norm, a.eps, a.cos, a.sin, positions, counts, table, self._turn, self._projection
+        books = layer.k_codebook, layer.v_codebook
+        kinds = layout.k_bits, layout.v_bits, layout.k_variant, layout.v_variant, self.config.scale
+        if self.fused and ring is not None and not chunk and not 0 < a.window <= self.config.window:
+            how = self._rotation, a.scale, self.config.window, DRAFTS, a.window
+            state = layer.codes, ring, self.slots
+            return turboquant_decode(*token, *books, *state, a.heads, *kinds, *how).flatten(2)
+        slots = None if ring is None else self.slots
+        q, own = turboquant_write(*token, *books, layer.codes, ring, slots, a.heads, *kinds, chunk)
         if not chunk:
             return self._decoded(a, layer, q, ring, self.slots, positions, counts, table).flatten(2)
         own_ring, zeros = self._own[:batch], self._zeros[:batch]  # the chunk is a ring of its own

@@ -19,24 +19,36 @@
 // What stands before the wait for the kernel that writes this step's tokens: the plan and the first tiles' codes, if
 // none of their tokens is new. Then warps take tiles of the rings, first those of blocks that have no split.
 //
+// With WRITES, which is for clusters alone, the launch also does a decode step's write (`turboquant_fresh.cuh`): it waits
+// for the linear that makes q, k and v, every block turns its queries by itself, and one of each pair writes codes and
+// ring. No code that is read is new, since the latest tokens come from the ring, and the ring's new token comes from where
+// it was made. A pair's blocks take its ring, and meet through the cluster's shared memory. What such a launch costs is
+// mostly the reading of its instructions, thousands that run once: what is unrolled there has to be worth it.
+//
 // Set when compiled: DIM, KBITS, VBITS, ROWS (4, 8 or 16 queries of a kv head at a time), DTYPE (of q, rotation and out:
-// 0 bfloat16, 1 float16, 2 float32), PAGE_BLOCKS (blocks of 16 tokens in a page), WARPS, STAGES, PER_SM.
+// 0 bfloat16, 1 float16, 2 float32), PAGE_BLOCKS (blocks of 16 tokens in a page), WARPS, STAGES, PER_SM; WRITES (0 or 1),
+// GROUP (queries of a kv head) and SCALE if so.
 
 #include "turboquant_common.cuh"
 #include "turboquant_codes.cuh"
 #include "turboquant_plan.cuh"
+#include "turboquant_quantize.cuh"
+#include "turboquant_fresh.cuh"
 #include "turboquant_ring.cuh"
 
 constexpr int NT = ROWS / 4, NV = (ROWS + 7) / 8;        // column tiles of scores (4 queries) and of values (8)
 constexpr int P_STRIDE = 80;                             // bytes of a query's 32 probabilities: other banks for each
-constexpr int QUADS = (DIM + 127) / 128;                 // of dimensions of a query, of a lane
+constexpr int RINGERS = WRITES ? 4 : 0;                  // warps that may attend to the ring, with WRITES
+constexpr int RECEIVED = 8;                              // rows that the blocks of a cluster send to one of them, at most
 
 struct Fixed {  // of shared memory, before the probabilities and the stages
   u32 k_table[8], v_table[8];
   int2 start[ROWS];         // what the accumulators of a query start from
   float scale[ROWS];
-  float2 reference[WARPS][ROWS];  // reference, sum
+  float2 reference[WARPS + RINGERS][ROWS];  // reference, sum
+  float2 received[RECEIVED];      // the same of each part of a row, of the cluster
   float weights[WARPS][ROWS];     // sum of probabilities times norms
+  float scaled[WARPS][ROWS];      // sum, of the highest reference
   int items;
   __align__(4) u8 query[2 * ROWS][DIM + 16];
 };
@@ -44,19 +56,32 @@ constexpr int P_AT = (sizeof(Fixed) + 127) / 128 * 128;
 constexpr int STAGES_AT = P_AT + WARPS * NV * 8 * P_STRIDE;
 constexpr int MERGE = WARPS * ROWS * DIM * 4;  // bytes; in place of the stages
 constexpr int STAGE = 2 * BLOCK_SHARED;
-constexpr int WORK_AT = STAGES_AT + (WARPS * STAGES * STAGE > MERGE ? WARPS * STAGES * STAGE : MERGE);
+constexpr int RINGS_AT = STAGES_AT + (WARPS * STAGES * STAGE > MERGE ? WARPS * STAGES * STAGE : MERGE);
+constexpr int RECEIVED_AT = RINGS_AT + RINGERS * ROWS * DIM * 4;
+constexpr int FRESH_AT = RECEIVED_AT + (WRITES ? RECEIVED * DIM * 4 : 0);
+constexpr int WORK_AT = FRESH_AT + (WRITES ? (int)sizeof(Fresh) : 0);
+
+// Rows of a pair that a block of its cluster merges.
+__device__ __forceinline__ int received_rows(int splits) { return (ROWS + splits - 1) / splits; }
+
+#include "turboquant_merge.cuh"
 
 template <bool CLUSTERED> __device__ __forceinline__ void attend_splits(const Arguments& p) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   let_next_start();
+  if (WRITES) cluster_begun();
   Fixed& fixed = *(Fixed*)smem;
+  Fresh& fresh = *(Fresh*)(smem + FRESH_AT);
   int2* work = (int2*)(smem + WORK_AT);
   Span* spans = (Span*)(work + p.batch);
   u8* probabilities = smem + P_AT + warp * NV * 8 * P_STRIDE;
-  for (int i = lane; i < NV * 8 * P_STRIDE / 4; i += 32) ((u32*)probabilities)[i] = 0;
+  auto prepare = [&]() {
+    for (int i = lane; i < NV * 8 * P_STRIDE / 4; i += 32) ((u32*)probabilities)[i] = 0;
+    if (warp == WARPS - 1) make_table<KBITS, true>(fixed.k_table, p.k_codebook, lane);
+    if (warp == WARPS - 2) make_table<VBITS, false>(fixed.v_table, p.v_codebook, lane);
+  };
   if (!p.ahead) wait_for_previous();
-  if (warp == WARPS - 1) make_table<KBITS, true>(fixed.k_table, p.k_codebook, lane);
-  if (warp == WARPS - 2) make_table<VBITS, false>(fixed.v_table, p.v_codebook, lane);
+  if (!WRITES) prepare();
   if (!CLUSTERED) {
     for (int b = threadIdx.x; b < p.batch; b += WARPS * 32) spans[b] = span_of(p, b);
     __syncthreads();
@@ -78,7 +103,7 @@ template <bool CLUSTERED> __device__ __forceinline__ void attend_splits(const Ar
     const bool begins = CLUSTERED || item == blockIdx.x, some = CLUSTERED || item < fixed.items;
     int b = 0, head, row_tile, split, splits;
     if (CLUSTERED) {
-      b = over(blockIdx.y, p.row_tiles), row_tile = blockIdx.y - b * p.row_tiles;
+      b = WRITES ? blockIdx.y : over(blockIdx.y, p.row_tiles), row_tile = WRITES ? 0 : blockIdx.y - b * p.row_tiles;
       splits = p.cluster, head = blockIdx.x / (u32)splits, split = blockIdx.x - head * splits;
     } else {
       for (int step = 1 << (31 - __clz(p.batch)); step; step >>= 1)
@@ -121,19 +146,29 @@ template <bool CLUSTERED> __device__ __forceinline__ void attend_splits(const Ar
     look_ahead();
 #pragma unroll
     for (int s = 0; s < STAGES; s++) {
-      if (next < stop && next * TILE + TILE > span.old) wait_for_previous();
+      if (!WRITES && next < stop && next * TILE + TILE > span.old) wait_for_previous();
       fetch(s);
     }
-    if (begins) {
+    if (WRITES) {
+      for (int i = split + warp * splits; i < p.ring_tiles; i += WARPS * splits) prefetch_ring(p, b, head, i);
+      Turn turn;
+      load_turn(p, turn, b);
+      prepare();  // while codes and rotation are on their way
+      wait_for_previous();
+      turn_token(p, turn, fresh, b, head);
+      __syncthreads();  // the tables, too
+    } else if (begins) {
       if constexpr (DTYPE < 2) {
         const int turn = (warp + WARPS / 2) % WARPS;  // the first warps have queries to prepare
         if (CLUSTERED) {  // the tiles of the cluster's own pair
-          for (int i = split + turn * splits; i < p.ring_tiles; i += WARPS * splits) attend_ring(p, b, row_tile, head, i);
+          for (int i = split + turn * splits; i < p.ring_tiles; i += WARPS * splits)
+            attend_ring(p, b, row_tile, head, i, nullptr, nullptr, nullptr, false);
         } else {
           const int tiles = p.batch * p.row_tiles * p.kv_heads * p.ring_tiles;
           for (int i = gridDim.x - 1 - blockIdx.x + turn * gridDim.x; i < tiles; i += WARPS * gridDim.x) {
             const int pair = over(i, p.ring_tiles), rows = over(pair, p.kv_heads), sequence = over(rows, p.row_tiles);
-            attend_ring(p, sequence, rows - sequence * p.row_tiles, pair - rows * p.kv_heads, i - pair * p.ring_tiles);
+            attend_ring(p, sequence, rows - sequence * p.row_tiles, pair - rows * p.kv_heads, i - pair * p.ring_tiles,
+                        nullptr, nullptr, nullptr, false);
           }
         }
       }
@@ -152,7 +187,8 @@ template <bool CLUSTERED> __device__ __forceinline__ void attend_splits(const Ar
       float v[QUADS][4], most = 0.f;
 #pragma unroll
       for (int i = 0; i < QUADS; i++)  // no load behind a branch, so that all are under way together
-        load_four(v[i], p.q, query_at(p, b, head, min(row, queries - 1)) * DIM + min(i * 128 + lane * 4, DIM - 4));
+        if (WRITES) load_four(v[i], fresh.rounded[min(r, GROUP - 1)], min(i * 128 + lane * 4, DIM - 4));
+        else load_four(v[i], p.q, query_at(p, b, head, min(row, queries - 1)) * DIM + min(i * 128 + lane * 4, DIM - 4));
 #pragma unroll
       for (int i = 0; i < QUADS; i++)
 #pragma unroll
@@ -182,6 +218,14 @@ template <bool CLUSTERED> __device__ __forceinline__ void attend_splits(const Ar
       }
     }
     __syncthreads();
+    const int near = WRITES ? (p.ring_tiles - split + splits - 1) / splits : 0, ringers = min(near, RINGERS);
+    float* rings = (float*)(smem + RINGS_AT);
+    if constexpr (WRITES) {
+      const int turn = WARPS - 1 - warp;
+      for (int i = turn; turn < RINGERS && i < near; i += RINGERS)
+        attend_ring(p, b, row_tile, head, split + i * splits, &fresh, rings + turn * ROWS * DIM, fixed.reference[WARPS + turn],
+                    i > turn);
+    }
     const Table kt = {fixed.k_table[0], fixed.k_table[1], fixed.k_table[2], fixed.k_table[3]};
     const Table vt = {fixed.v_table[0], fixed.v_table[1], fixed.v_table[2], fixed.v_table[3]};
     u64 qf[K_STEPS][NT];
@@ -440,26 +484,40 @@ template <bool CLUSTERED> __device__ __forceinline__ void attend_splits(const Ar
     }
     __syncthreads();  // no stage is read any more
     float* merge = (float*)(smem + STAGES_AT);
+    auto most_of = [&](int r) {
+      float most = NONE;
+#pragma unroll
+      for (int k = 0; k < WARPS; k++) most = fmaxf(most, fixed.reference[k][r].x);
+#pragma unroll 1
+      for (int k = 0; k < ringers; k++) most = fmaxf(most, fixed.reference[WARPS + k][r].x);
+      return most;
+    };
 #pragma unroll
     for (int n = 0; n < NV; n++)
 #pragma unroll
       for (int c = 0; c < 2; c++) {
         const int r = n * 8 + 2 * t + c;
         if (r >= ROWS) continue;
-        float most = NONE;
-#pragma unroll
-        for (int k = 0; k < WARPS; k++) most = fmaxf(most, fixed.reference[k][r].x);
-        const float f = exp2_fast(fixed.reference[warp][r].x - most) * v_unit, lack = -127.5f * fixed.weights[warp][r];
+        const float f = exp2_fast(fixed.reference[warp][r].x - most_of(r)), lack = -127.5f * fixed.weights[warp][r], unit = f * v_unit;
         float* to = merge + (warp * ROWS + r) * DIM;
+        auto value = [&](int m, int k) { return fmaf(acc[n][m][2 * k + c], 16777216.f, lack) * unit; };
+        if (V_RUN && VW == 4) {  // a lane's dimensions lie side by side
 #pragma unroll
-        for (int m = 0; m < V_TILES; m++)
+          for (int m = 0; m < V_TILES; m += 2)
+            *(float4*)(to + v_dimension(m, 0, g)) = make_float4(value(m, 0), value(m, 1), value(m + 1, 0), value(m + 1, 1));
+        } else {
 #pragma unroll
-          for (int k = 0; k < 2; k++) {
-            const int d = v_dimension(m, k, g);
-            if (V_RUN || d < DIM) to[d] = fmaf(acc[n][m][2 * k + c], 16777216.f, lack) * f;
-          }
+          for (int m = 0; m < V_TILES; m++)
+#pragma unroll
+            for (int k = 0; k < 2; k++) {
+              const int d = v_dimension(m, k, g);
+              if (V_RUN || d < DIM) to[d] = value(m, k);
+            }
+        }
+        if (g == 0) fixed.scaled[warp][r] = fixed.reference[warp][r].y * f;
       }
     __syncthreads();
+    if (WRITES) cluster_wait();  // every block has started: what is sent to it stays
     for (int i = threadIdx.x; i < ROWS * DIM / 4; i += WARPS * 32) {
       float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
@@ -467,54 +525,51 @@ template <bool CLUSTERED> __device__ __forceinline__ void attend_splits(const Ar
         const float4 u = *(const float4*)(merge + k * ROWS * DIM + i * 4);
         v.x += u.x, v.y += u.y, v.z += u.z, v.w += u.w;
       }
-      *(float4*)(p.partial + (size_t)item * ROWS * DIM + i * 4) = v;
+      const int r = i * 4 / DIM;
+      if (ringers) {
+        const float most = most_of(r);
+#pragma unroll 1
+        for (int k = 0; k < ringers; k++) {
+          const float f = exp2_fast(fixed.reference[WARPS + k][r].x - most);
+          const float4 u = *(const float4*)(rings + k * ROWS * DIM + i * 4);
+          v.x = fmaf(u.x, f, v.x), v.y = fmaf(u.y, f, v.y), v.z = fmaf(u.z, f, v.z), v.w = fmaf(u.w, f, v.w);
+        }
+      }
+      if (WRITES) {  // row r goes to block r % splits
+        const int place = split * received_rows(splits) + r / splits;
+        send((float4*)(smem + RECEIVED_AT) + place * (DIM / 4) + i % (DIM / 4), r % splits, v);
+      } else {
+        *(float4*)(p.partial + (size_t)item * ROWS * DIM + i * 4) = v;
+      }
     }
     if (threadIdx.x < ROWS) {
-      float most = NONE, total = 0.f;
+      const int r = threadIdx.x;
+      const float most = most_of(r);
+      float total = 0.f;
 #pragma unroll
-      for (int k = 0; k < WARPS; k++) most = fmaxf(most, fixed.reference[k][threadIdx.x].x);
-#pragma unroll
-      for (int k = 0; k < WARPS; k++) {
-        const float2 v = fixed.reference[k][threadIdx.x];
+      for (int k = 0; k < WARPS; k++) total += fixed.scaled[k][r];
+#pragma unroll 1
+      for (int k = 0; k < ringers; k++) {
+        const float2 v = fixed.reference[WARPS + k][r];
         total += v.y * exp2_fast(v.x - most);
       }
-      p.sums[(size_t)item * ROWS + threadIdx.x] = make_float2(most, total);
+      if (WRITES) send(&fixed.received[split * received_rows(splits) + r / splits], r % splits, make_float2(most, total));
+      else p.sums[(size_t)item * ROWS + r] = make_float2(most, total);
     }
     __syncthreads();
     if (CLUSTERED) break;
   }
 }
 
-#include "turboquant_merge.cuh"
-
+// Both in one launch: the blocks of a cluster are the splits of a pair, and then each merges some of its queries.
+extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) attend_and_merge(const __grid_constant__ Arguments p) {
+  attend_splits<true>(p);
+  merge_cluster(p);
+}
+#if !WRITES
 extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) attend(const __grid_constant__ Arguments p) {
   attend_splits<false>(p);
 }
-// Both in one launch: the blocks of a cluster are the splits of a pair, and then each merges one of its queries.
-extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) attend_and_merge(const __grid_constant__ Arguments p) {
-  attend_splits<true>(p);
-  const int head = blockIdx.x / (u32)p.cluster, b = over(blockIdx.y, p.row_tiles), row_tile = blockIdx.y - b * p.row_tiles;
-  bool ready = false;
-  for (int r = blockIdx.x - head * p.cluster; r < ROWS || !ready; r += p.cluster) {
-    const int row = row_tile * ROWS + r;
-    const bool mine = r < ROWS && row < p.length * p.group;
-    merge<1>(p, mine ? query_at(p, b, head, row) : p.batch * p.length * p.kv_heads * p.group, b, head, row, [&]() {
-      if (!ready) cluster_barrier();
-      ready = true;
-      return make_int2(b * gridDim.x * p.row_tiles, p.cluster);
-    });
-    __syncthreads();
-  }
-}
-template <int MERGED> __device__ __forceinline__ void merge_splits(const Arguments& p) {
-  let_next_start();
-  const int heads = p.kv_heads * p.group, queries = p.batch * p.length * heads, start = blockIdx.x * MERGED;
-  const int at = min(start + (int)threadIdx.x / 32 / (MERGERS / MERGED), queries - 1), token = over(at, heads);
-  const int b = p.length == 1 ? token : over(token, p.length), of_token = at - token * heads, head = over(of_token, p.group);
-  merge<MERGED>(p, start, b, head, (token - b * p.length) * p.group + of_token - head * p.group, [&]() {
-    wait_for_previous();
-    return p.work[b];
-  });
-}
 extern "C" __global__ void __launch_bounds__(MERGERS * 32) merge_1(const __grid_constant__ Arguments p) { merge_splits<1>(p); }
 extern "C" __global__ void __launch_bounds__(MERGERS * 32) merge_4(const __grid_constant__ Arguments p) { merge_splits<4>(p); }
+#endif

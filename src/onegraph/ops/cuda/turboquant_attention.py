@@ -2,7 +2,8 @@
 
 A call is two launches: `attend` over a constant grid of blocks that take splits of sequences and tiles of rings,
 `merge` over the queries. What a split is follows from the lengths and is computed on the device. Where rows can hold
-little (`SHORT`), it is one launch, the splits of a sequence a cluster of blocks each.
+little (`SHORT`), it is one launch, the splits of a sequence a cluster of blocks each. `turboquant_decode.py` launches
+that with a decode step's write in it.
 """
 
 import math
@@ -27,6 +28,8 @@ CLUSTERS = (2, 4, 8)
 GPCS, GPC_SMS = 7, 18  # of an H200: a cluster lies in one GPC
 MANY = 128  # queries, from which on a block merges four of them
 PLACES = 16  # of a ring, that a warp attends to
+RINGERS, RECEIVED = 4, 8  # of a block that writes: warps that attend to the ring, rows that others send
+ARGUMENTS = "17Q19i2f4x5Qif"  # of the kernels
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ class Near:
 
 @dataclass(frozen=True)
 class Variant:
-    """What the kernel is compiled for; see the end of the first comment of `turboquant_attention.cu`."""
+    """What the kernel is compiled for; see the end of the first comment of `turboquant_attention.cu`. `group`: of the
+    queries of a launch that writes its step's token, 0 for one that does not."""
 
     dim: int
     k_bits: int
@@ -49,6 +53,8 @@ class Variant:
     rows: int
     dtype: int
     page_blocks: int
+    group: int = 0
+    scale: int = 0
 
     @property
     def warps(self) -> int:
@@ -69,10 +75,12 @@ class Variant:
 
     def shared(self, stages: int, batch: int) -> int:
         """Bytes of shared memory of a block, rounded up."""
-        fixed = 64 + 12 * self.rows * (1 + self.warps) + 2 * self.rows * (self.dim + 16) + 192
+        fixed = 64 + 16 * self.rows * (1 + self.warps) + 2 * self.rows * (self.dim + 16) + 256
         probabilities = self.warps * max(8, self.rows) * 80
         ring = max(stages * self.stage, self.rows * self.dim * 4) * self.warps
-        return fixed + probabilities + ring + 28 * batch
+        fresh = 2 * (self.group + 2) * (self.dim + 8) + 8 * (self.dim + 4)
+        parts = RINGERS * self.rows * (self.dim * 4 + 8) + RECEIVED * self.dim * 4
+        return fixed + probabilities + ring + (fresh + parts if self.group else 0) + 28 * batch
 
     def stages(self, batch: int) -> int:
         """Tiles that a warp has in flight: as many as fit, at least one."""
@@ -81,11 +89,13 @@ class Variant:
 
 
 @cache
-def _kernels(variant: Variant, stages: int, device: int) -> tuple[build.Kernel, ...]:
+def kernels(variant: Variant, stages: int, device: int) -> tuple[build.Kernel, ...]:
+    """`attend_and_merge` and, where it does not write, `attend` and the merging of one and of four queries a block."""
     v = variant
     defines = {"DIM": v.dim, "KBITS": v.k_bits, "VBITS": v.v_bits, "ROWS": v.rows, "DTYPE": v.dtype}
     defines |= {"PAGE_BLOCKS": v.page_blocks, "WARPS": v.warps, "STAGES": stages, "PER_SM": v.per_sm}
-    names = ("attend", "attend_and_merge", "merge_1", "merge_4")
+    defines |= {"WRITES": int(v.group > 0), "GROUP": max(v.group, 1), "SCALE": v.scale}
+    names = ("attend_and_merge", *(() if v.group else ("attend", "merge_1", "merge_4")))
     return build.load(SOURCE, defines, names, device, v.shared(stages, 1))
 
 
@@ -93,7 +103,7 @@ def _kernels(variant: Variant, stages: int, device: int) -> tuple[build.Kernel, 
 def available(device: int) -> bool:
     """Whether the kernels can be built for this GPU (sm_90 and NVRTC); warns once where not."""
     return build.usable(
-        lambda: _kernels(Variant(64, 4, 4, 4, 0, 1), 2, device), "attention from TurboQuant codes runs unfused"
+        lambda: kernels(Variant(64, 4, 4, 4, 0, 1), 2, device), "attention from TurboQuant codes runs unfused"
     )
 
 
@@ -153,7 +163,7 @@ def attend(
     bits = [c.numel().bit_length() - 1 for c in (k_codebook, v_codebook)]
     variant = Variant(dim, bits[0], bits[1], rows, DTYPES[q.dtype], page_size // 16)
     stages = variant.stages(batch)
-    kernel, together, *mergers = _kernels(variant, stages, device)
+    together, kernel, *mergers = kernels(variant, stages, device)
 
     row_tiles = -(-length * group // rows)
     blocks, pairs, reach = _sms(device) * variant.per_sm, batch * kv_heads * row_tiles, block_table.shape[1] * page_size
@@ -172,10 +182,11 @@ def attend(
     pointers = [0 if t is None else t.data_ptr() for t in (*tensors, *made)]
     ring = (recent, near.spare, near.limit, near.ring.shape[1]) if near else (recent, 0, 0, 1)
     arguments = struct.pack(
-        "17Q19i2f4x",
+        ARGUMENTS,
         *pointers,
         batch, length, kv_heads, group, block_table.stride(0), reach, pages, window,
         row_tiles, limit, LEAST, *ring, ring_tiles, items, length == 1, cluster, scale * math.log2(math.e), dim**-0.5,
+        *[0] * 7,
     )  # fmt: skip
     stream = torch._C._cuda_getCurrentRawStream(device)
     with torch.cuda.device(q.device):

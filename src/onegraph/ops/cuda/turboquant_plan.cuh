@@ -1,7 +1,7 @@
 // What attention from codes is told, and how sequences are cut into splits: on the device, from the lengths found there.
 
 struct Arguments {
-  const void* q;            // [batch, length, heads, DIM]
+  const void* q;            // [batch, length, heads, DIM]; with WRITES q, k and v, [batch, heads + 2 kv_heads, DIM]
   const u8* cache;          // [pages, kv_heads, page_bytes]
   const int* block_table;   // [batch, table_stride]
   const int* positions;     // [batch]
@@ -31,6 +31,14 @@ struct Arguments {
   int cluster;              // blocks of a cluster, the splits of every sequence; 0 where they follow from the lengths
   float scale;              // of the scores, times log2(e)
   float back;               // of the rotation
+  // With WRITES, what a token is made of; see ops/turboquant.py.
+  const u16* q_norm;        // [DIM] or null
+  const u16* k_norm;
+  const float* cos;         // [max_position + 1, DIM / 2] or null
+  const float* sin;
+  const u16* turn;          // [DIM, DIM]
+  int max_position;
+  float eps;
 };
 
 extern __shared__ __align__(128) u8 smem[];
@@ -62,7 +70,7 @@ __device__ __forceinline__ int over(int a, int b) {
 
 // The `row`-th query of a kv head, token by token: of which token, and which of all queries.
 __device__ __forceinline__ int step_of(const Arguments& p, int row) {
-  return p.length == 1 && row < p.group ? 0 : over(row, p.group);
+  return WRITES || (p.length == 1 && row < p.group) ? 0 : over(row, p.group);
 }
 __device__ __forceinline__ size_t query_at(const Arguments& p, int b, int head, int row) {
   const int step = step_of(p, row);

@@ -3,6 +3,9 @@
 // mma.m16n8k16: queries are the rows, tokens the columns, so that probabilities are the operand of the values as they
 // lie. Sums over dimensions take them in any order: a lane holds DIM / 4 neighbours of a key, or the same DIM / 8 of four
 // values, and loads them from where they stand. They are on their way to the L2 before the wait.
+//
+// With WRITES this step's token comes from `fresh`, its place in the ring being written meanwhile, and the result stays
+// in shared memory, where a warp's tiles add up.
 
 template <int N> __device__ __forceinline__ void load_row(u32 (&v)[N], const u16* p) {  // through the L2
 #pragma unroll
@@ -26,8 +29,20 @@ __device__ __forceinline__ u32 finite(u32 pair) {
   return pair;
 }
 
-// The `tile`-th of a ring for the rows of a kv head, to its own place of `partial` and `sums`.
-__device__ __forceinline__ void attend_ring(const Arguments& p, int b, int row_tile, int head, int tile) {
+__device__ __forceinline__ void prefetch_ring(const Arguments& p, int b, int head, int tile) {
+  constexpr int SECTORS = DIM / 16;                       // of 32 bytes, of a row
+  const u32 apart = p.kv_heads * DIM;
+  const u16* ring = (const u16*)p.ring + (size_t)p.slots[b] * p.ring_size * 2 * apart + head * DIM;
+#pragma unroll
+  for (int i = threadIdx.x % 32; i < 16 * SECTORS; i += 32) {
+    const u16* row = ring + min(tile * 16 + i / SECTORS, p.ring_size - 1) * 2 * apart + i % SECTORS * 16;
+    prefetch(row), prefetch(row + apart);
+  }
+}
+// The `tile`-th of a ring for the rows of a kv head, to its own place of `partial` and `sums`, or with WRITES to those
+// given; `again`: added to what is there.
+__device__ __forceinline__ void attend_ring(
+    const Arguments& p, int b, int row_tile, int head, int tile, const Fresh* fresh, float* partial, float2* sums, bool again) {
   constexpr int K_LOADED = DIM / 8, V_LOADED = DIM / 16;  // words of a lane, of one token
   constexpr int HALVES = ROWS > 8 ? 2 : 1;                // of the rows: 8 each
   constexpr int WIDE = DIM / 8 % 4 == 0 ? 4 : 2;          // neighbouring dimensions stored together
@@ -49,28 +64,34 @@ __device__ __forceinline__ void attend_ring(const Arguments& p, int b, int row_t
   };
   auto token_of = [&](int r) { return position + step_of(p, min(row_tile * ROWS + r, queries - 1)); };
 
-  constexpr int SECTORS = DIM / 16;                       // of 32 bytes, of a row
-#pragma unroll
-  for (int i = lane; i < 16 * SECTORS; i += 32) {
-    const u16* row = ring + min(start + i / SECTORS, p.ring_size - 1) * 2 * apart + i % SECTORS * 16;
-    prefetch(row), prefetch(row + apart);
-  }
+  if (!WRITES) prefetch_ring(p, b, head, tile);
   size_t at[HALVES];
   int first[HALVES], token[HALVES];
 #pragma unroll
   for (int h = 0; h < HALVES; h++) {
-    at[h] = query_at(p, b, head, min(row_tile * ROWS + min(h * 8 + g, ROWS - 1), queries - 1)) * DIM + t * (DIM / 4);
+    if (!WRITES) at[h] = query_at(p, b, head, min(row_tile * ROWS + min(h * 8 + g, ROWS - 1), queries - 1)) * DIM + t * (DIM / 4);
     token[h] = token_of(h * 8 + g), first[h] = seen_from(token[h]);
   }
   const int from = seen_from(token_of(0)), to = token_of(ROWS - 1);
   wait_for_previous();
   u32 q[HALVES][K_LOADED], k[2][K_LOADED], v[4][V_LOADED];
 #pragma unroll
-  for (int h = 0; h < HALVES; h++) load_row(q[h], (const u16*)p.q + at[h]);
-#pragma unroll
   for (int i = 0; i < 2; i++) load_row(k[i], k_row(i));
 #pragma unroll
   for (int i = 0; i < 4; i++) load_row(v[i], v_row(i));
+#pragma unroll
+  for (int h = 0; h < HALVES; h++) {
+    if (WRITES) load_words(q[h], (const u8*)&fresh->rounded[min(g, GROUP - 1)][t * (DIM / 4)]);
+    else load_row(q[h], (const u16*)p.q + at[h]);
+  }
+  if (WRITES) {
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      if (start + i * 8 + g == turn) load_words(k[i], (const u8*)&fresh->rounded[GROUP][t * (DIM / 4)]);
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      if (v_place(i) == turn) load_words(v[i], (const u8*)&fresh->rounded[GROUP + 1][g * (DIM / 8)]);
+  }
 
   float s[2][4];
 #pragma unroll
@@ -84,6 +105,7 @@ __device__ __forceinline__ void attend_ring(const Arguments& p, int b, int row_t
     }
   }
   u32 weight[2][2] = {};                                  // of half h and 8 tokens: two neighbours
+  float fade = 0.f;                                       // of what is there
 #pragma unroll
   for (int h = 0; h < HALVES; h++) {
     float most = NONE, sum = 0.f;
@@ -96,6 +118,9 @@ __device__ __forceinline__ void attend_ring(const Arguments& p, int b, int row_t
     }
     most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
     most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+    const int r = h * 8 + g;
+    const float2 before = WRITES && again && r < ROWS ? sums[r] : make_float2(NONE, 0.f);
+    most = fmaxf(most, before.x), fade = exp2_fast(before.x - most);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const float e = exp2_fast(s[i / 2][2 * h + i % 2] - most);
@@ -105,7 +130,8 @@ __device__ __forceinline__ void attend_ring(const Arguments& p, int b, int row_t
     }
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
-    if (t == 0 && h * 8 + g < ROWS) p.sums[(size_t)(p.ring_at + index) * ROWS + h * 8 + g] = make_float2(most, sum);
+    __syncwarp();
+    if (t == 0 && r < ROWS) (WRITES ? sums : p.sums + (size_t)(p.ring_at + index) * ROWS)[r] = make_float2(most, fmaf(before.y, fade, sum));
   }
   const int real = position + p.counts[b];
 #pragma unroll
@@ -114,11 +140,11 @@ __device__ __forceinline__ void attend_ring(const Arguments& p, int b, int row_t
     const u32 mask = key >= from && key <= to ? ~0u : 0;
 #pragma unroll
     for (int j = 0; j < V_LOADED; j++) v[i][j] &= mask;
-    if (key >= real)
+    if (!WRITES && key >= real)
 #pragma unroll
       for (int j = 0; j < V_LOADED; j++) v[i][j] = finite(v[i][j]);
   }
-  float* to_row = p.partial + (size_t)(p.ring_at + index) * ROWS * DIM;
+  float* to_row = WRITES ? partial : p.partial + (size_t)(p.ring_at + index) * ROWS * DIM;
 #pragma unroll
   for (int j = 0; j < DIM / 8; j += WIDE) {
     float c[WIDE][4];
@@ -137,6 +163,9 @@ __device__ __forceinline__ void attend_ring(const Arguments& p, int b, int row_t
       for (int e = 0; e < 2; e++) {
         if (h * 8 + g >= ROWS) continue;
         float* here = to_row + (h * 8 + g) * DIM + (2 * t + e) * (DIM / 8) + j;
+        if (WRITES && again)
+#pragma unroll
+          for (int n = 0; n < WIDE; n++) c[n][2 * h + e] = fmaf(here[n], fade, c[n][2 * h + e]);
         if (WIDE == 4) *(float4*)here = make_float4(c[0][2 * h + e], c[1][2 * h + e], c[WIDE - 2][2 * h + e], c[WIDE - 1][2 * h + e]);
         else *(float2*)here = make_float2(c[0][2 * h + e], c[1][2 * h + e]);
       }
