@@ -22,7 +22,7 @@ pytestmark = [
 
 TEXT = [int(token) for token in torch.randint(3, 266, (200,), generator=torch.Generator().manual_seed(3))]
 PROGRAM = """
-import json, sys
+import json, os, sys
 from vllm import LLM, SamplingParams
 if __name__ == "__main__":
     settings = json.loads(sys.argv[1])
@@ -55,8 +55,10 @@ if __name__ == "__main__":
                 "decoded": score(decoded.token_ids, decoded.logprobs),
                 "again": score(again.prompt_token_ids, again.prompt_logprobs)[-24:],
             })
-    json.dump(found, open(sys.argv[3], "w"))
-    llm.llm_engine.engine_core.shutdown()  # engines that are left to the interpreter's end may abort it
+    with open(sys.argv[3], "w") as file:
+        json.dump(found, file)
+    llm.llm_engine.engine_core.shutdown()
+    os._exit(0)  # threads that vLLM leaves behind with two ranks abort the interpreter's end ("terminate called")
 """
 BATCHES = [[TEXT[:9]], [TEXT[:30], TEXT[5:12], [TEXT[0]]], [TEXT[i : i + 10 + 3 * i] for i in range(8)]]
 TURBOQUANT = {"kv_cache_dtype": "turboquant:4", "attention_config": {"backend": "CUSTOM"}}
