@@ -151,9 +151,12 @@ def _keep(seen: dict[str, dict[str, Any]], task: tuple[Any, ...], answer: dict[s
 
 
 def _fit() -> bool:
-    """Whether this process can go on: a case may leave the GPU, or its random numbers, unusable."""
+    """Whether this process can go on: a case may leave the GPU, or its random numbers, unusable, and the first thing
+    that torch compiles switches the checks of its distributions off."""
     import torch
 
+    if not torch.distributions.Distribution._validate_args:
+        return False
     if not torch.cuda.is_initialized():
         return True
     try:
