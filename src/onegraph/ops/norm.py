@@ -4,20 +4,9 @@ import torch
 from torch import Tensor
 
 from onegraph.ops.registry import Case, Op, nbytes, register
+from onegraph.ops.strides import row_stride
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def row_stride(x: Tensor) -> int | None:
-    """Elements from each row of x [..., D] to the next; None where they are not equally far apart, or have gaps."""
-    if x.shape[-1] > 1 and x.stride(-1) != 1:
-        return None
-    step, rows = x.shape[-1], 1
-    for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
-        if size > 1 and rows > 1 and stride != rows * step:
-            return None
-        step, rows = stride if rows == 1 < size else step, rows * size
-    return step
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onegraph.ops.norm import row_stride
+from onegraph.ops.strides import row_stride
 from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
 
 
