@@ -159,5 +159,6 @@ turboquant_decode = register(
 """qkv [B, Q, (heads + 2 kv_heads) D] -> [B, Q, heads, D], turned back.
 
 `turboquant_write` of the tokens (its arguments up to its `scale`, here `kind`), then `turboquant_hybrid` of the queries
-that it returns. Results of tokens that are not real are anyone's. Without keys and values of earlier calls on the same
-cache that are still being written: between two calls stands a kernel that waits for the first."""
+that it returns. Results of tokens that are not real are anyone's. On a GPU what earlier calls on the same cache wrote
+may be read before the kernels in front are done, so between two such calls stands a kernel that waits and starts no
+other early, as between the steps of a model."""
