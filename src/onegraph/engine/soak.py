@@ -37,16 +37,16 @@ MEGABYTE = 1 << 20
 GROWTH = 32 * MEGABYTE  # that a process may gain after its first round: its allocators keep what new shapes needed
 GPU_GROWTH = MEGABYTE  # that a device may gain, where every tensor is counted
 LOOP, PERIOD = 64, 16  # a loop: so many tokens in a row that repeat with a period of at most so many
-CHUNK = 256  # tokens at once of the pass from nothing that the state is compared with
+CHUNK = 256  # tokens at once of the first pass from nothing that the state is compared with
 # Passes that it is compared with as well: tokens at once, and how many last ones come one by one. Products of few, of
 # some and of many tokens are different kernels and sum in orders of their own.
 ORDERS = ((96, 16), (33, 0), (4, 0))
 TIMES = 4.0  # drift may be so many times what another order of summation does
 FLOOR = 1e-5  # and that is taken for no less than this
 QUIET = 1e-4  # up to here it is rounding in a typical round, beyond choices that fell otherwise
-# That itself may be so many units of the dtype's rounding in a typical round: 1.2e-4 in float32, where sound models
-# make 1e-6 to 4e-6 and one whose kernel raced made 1e-3 to 1e-2 (H200, tiny DeepSeek-V4). Below float32 a router's
-# choices set it, and it says nothing.
+# Orders of summation may differ by so many units of the dtype's rounding in a typical round: 1.2e-4 in float32, where
+# sound models make 1e-6 to 4e-6 and one whose kernel raced made 1e-3 to 1e-2 (H200, tiny DeepSeek-V4). Below float32 a
+# router's choices set it, and it says nothing.
 ROUNDINGS = 1000
 # Shaken passes of a row at most, and by how many roundings each element in turn: in float32 they lie 1e-6 to 7e-6 from
 # one that is not shaken, and two roundings turned a tie over that a GPU had turned in three passes of eight.
