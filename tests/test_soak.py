@@ -1,6 +1,5 @@
 """The soak: what it passes, what it finds, and that it goes on where it was killed."""
 
-import gc
 import json
 import os
 import signal
@@ -172,16 +171,22 @@ def test_a_storage_that_moves_is_found(tmp_path):
     assert any("state 3: a graph holds the old address" in problem for problem in verdict.problems)
 
 
+GROWING = """
+import sys
+from pathlib import Path
+from test_soak import GROWTH, TinyDecoder, maker, soak
+held = []
+model = TinyDecoder(dim=16, layers=1)
+hold = lambda this, done: held.append(b"x" * (2 * GROWTH))
+print(*soak(maker(model), steps=600, path=Path(sys.argv[1]), on_round=hold).problems)
+"""
+
+
 def test_memory_that_grows_is_found(tmp_path):
-    held = []
-
-    def hold(this, done):
-        held.append(b"x" * (8 * GROWTH))  # what earlier tests left behind may be freed meanwhile
-
-    gc.collect()
-    model = TinyDecoder(dim=16, layers=1)
-    verdict = soak(maker(model), steps=600, path=tmp_path / "rounds.jsonl", on_round=hold)
-    assert any("memory grew" in problem for problem in verdict.problems)
+    """In a process of its own: what earlier tests free meanwhile would hide what is held here."""
+    command = [sys.executable, "-c", GROWING, str(tmp_path / "rounds.jsonl")]
+    ran = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=300)
+    assert "memory grew" in ran.stdout, ran.stderr
 
 
 GOOD = Round(number=0, steps=100, run=0, memory=[10**9], moved=[], drift=1e-6, noise=1e-6, looped=0.0, tokens=[1])

@@ -1,6 +1,7 @@
 """The simulated machine: that it is a GPU to torch, that the referee is fair, that errors are one clear line."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -424,3 +425,17 @@ def test_nested_tensors_are_refused_by_name():
 
     with pytest.raises(CheckError, match="nested tensors are not simulated"):
         check_step(factory)
+
+
+def test_a_tensor_that_an_earlier_simulation_left_in_a_cache_is_alive():
+    """A replay once took its storage for freed memory, since only views of it had an owner in the second simulation."""
+    table = functools.lru_cache(lambda device: torch.arange(8.0, device=device))
+
+    def factory():
+        def step(x):
+            return x + table("cuda").view(2, 4)[0]
+
+        return step, lambda i: (torch.full((4,), float(i), device="cuda"),)
+
+    for _ in range(2):
+        assert not check_step(factory).findings

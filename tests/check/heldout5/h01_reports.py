@@ -697,7 +697,7 @@ def factory_ok_resets_done_environments_by_where():
 
 def factory_bad_acts_by_a_checked_distribution():  # hazard: 9
     def step(x):
-        policy = Categorical(logits=x)  # expect: CG101|CG108
+        policy = Categorical(logits=x, validate_args=True)  # expect: CG101|CG108
         return policy.log_prob(x.argmax(-1)), policy.entropy()  # expect: CG101 optional, CG108 optional
 
     return step, _one

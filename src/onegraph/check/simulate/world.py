@@ -65,6 +65,18 @@ class World:
             record = self.records[key] = self._new_record(block(inner).untyped_storage().nbytes())
         return record
 
+    def adopt(self, tensor: DeviceTensor) -> None:
+        """A tensor of an earlier simulation of this process, kept by a cache of the user's (`lru_cache` by device): it
+        was there before this one began, and its owner lives on. Without this only its views had an owner here, and a
+        replay took the storage for freed memory."""
+        key = storage_of(tensor.inner)
+        record = self.records.get(key)
+        if record is None:
+            self.numbers += 1
+            nbytes = block(tensor.inner).untyped_storage().nbytes()
+            record = self.records[key] = StorageRecord(self.numbers, nbytes, -1, "outside", None)
+        tensor.world, tensor.record, tensor.made = self, record, -1
+
     def _new_record(self, nbytes: int) -> StorageRecord:
         self.numbers += 1
         return StorageRecord(self.numbers, nbytes, self.step, self.phase, None)
@@ -147,6 +159,9 @@ class World:
                 if key == "device":
                     continue
                 inner_kwargs[key] = convert(value, virtual, hosts, scalars)
+            for tensor in virtual:
+                if tensor.world is not self:
+                    self.adopt(tensor)
             device = kwargs.get("device")
             if device is not None:
                 device = torch.device(device)
