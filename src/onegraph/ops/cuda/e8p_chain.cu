@@ -9,7 +9,8 @@
 // go to one block alone, which stores them.
 //
 // Activations have 16 bits on one scale for all columns; each worker sums its part of the columns in integers. The
-// parts are added in their order: the same bits whatever the timing.
+// parts are added in their order: the same bits whatever the timing. All four links share one set of registers and one
+// layout of shared memory, which is why they are one file.
 //
 // Set when compiled: BITS (2, 3, 4), HALF (1: float16, 0: bfloat16), CLUSTER (blocks: 4, 8 or 16), and the sizes HEADS
 // (k of the output linear), WIDTH, INNER (k of down) and QKV (0: the last layer, whose chain ends with down).
