@@ -359,7 +359,7 @@ def test_a_source_is_given_what_it_sets_when_compiled(name: str, monkeypatch: py
     defined: list[set[str]] = []
     monkeypatch.setattr(build, "load", lambda source, defines, *_: defined.append(set(defines)) or (None,) * 3)
     make = {
-        "e8p": lambda: cuda_e8p._kernels.__wrapped__(2, 4, False, 4, 2, True, 512, 1, 0),
+        "e8p": lambda: cuda_e8p._kernels.__wrapped__(2, 4, False, (4, 2, 512, 1), True, -1, 0),
         "e8p_few": lambda: e8p_few._kernels.__wrapped__(2, e8p_few.form(2, 16), False, 4, 0),
         "e8p_many": lambda: e8p_many._kernels.__wrapped__(2, e8p_many.tile(17), False, 2, 0),
         "e8p_dense": lambda: e8p_dense._kernel.__wrapped__(2, False, 0),

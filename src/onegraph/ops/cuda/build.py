@@ -218,6 +218,18 @@ def load(
     return tuple(kernels)
 
 
+def resident(data: torch.Tensor, device: int) -> int:
+    """Address of a copy of `data`, a CPU tensor, on `device`, which stays there for as long as the process lives and
+    belongs to no memory pool of torch's (one that vLLM puts to sleep would be emptied). Not inside a capture."""
+    driver, _ = _bindings()
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().synchronize()  # makes the device's context current
+        size = data.numel() * data.element_size()
+        address = check(driver.cuMemAlloc(size))
+        check(driver.cuMemcpyHtoD(address, data.data_ptr(), size))
+    return int(address)
+
+
 def usable(build_one: Callable[[], object], otherwise: str = "Triton's are used") -> bool:
     """Whether kernels can be had: calls `build_one`. Where it raises BuildError, warns of what happens `otherwise`."""
     try:

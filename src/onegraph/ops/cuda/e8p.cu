@@ -20,15 +20,16 @@
 // than 4 tokens the rotation would be repeated by too many blocks, so e8p_rotate does it once, into fragments that
 // e8p_linear loads.
 //
-// Set when compiled: BITS (2, 3, 4), TOKENS (4, 8 or 16 in one pass), HALF (1: x and y are float16, 0: bfloat16), DEPTH
-// (row tiles of codes that a warp has under way), GROUP (divides DEPTH and the row tiles of a warp), COPY (1: the copy
-// engine fetches codes, 0: each lane), THREADS (of a block at most), DOWN (warps that share the rows of a slice).
+// Set when compiled: BITS (2, 3, 4), TOKENS (1, 4, 8 or 16 in one pass), HALF (1: x and y are float16, 0: bfloat16),
+// DEPTH (row tiles of codes that a warp has under way), GROUP (divides DEPTH and the row tiles of a warp), COPY (2: the
+// copy engine fetches codes, those that all warps begin with at once, 1: for each warp, 0: each lane), THREADS (of a block at most), DOWN (warps that share the rows of a slice),
+// AROUND (for one token a sum of: 1 RMSNorm in front, 2 SwiGLU in front, 4 a warp takes one slice; -1: at run time).
 //
 // e8p_ring.cuh brings the codes, e8p_product.cuh multiplies by them.
 
 #include "e8p_common.cuh"
 
-constexpr bool INTEGER = TOKENS == 4;
+constexpr bool INTEGER = TOKENS <= 4;
 constexpr int TILES = (TOKENS + 7) / 8;            // column tiles of the product
 constexpr int OWN = INTEGER ? 1 : 2;               // tokens of a tile whose results a lane holds
 constexpr int PAD = INTEGER ? 8 : 4;               // floats after a token's partial sums: other banks for each t
@@ -36,12 +37,13 @@ constexpr float LEVELS = INTEGER ? 32512.f : 2048.f;  // of the largest activati
 
 struct __align__(64) TensorMap { u64 words[16]; };
 struct Arguments {
-  TensorMap codes_map;      // of codes, boxes of GROUP * 16 rows x 256 columns; COPY 1
+  TensorMap codes_map;      // of codes, boxes of GROUP * 16 rows x 256 columns; COPY 1, 2
   TensorMap residual_map;   // ... of residual
+  TensorMap first_codes_map;  // of codes as slices, boxes of what the warps of a block take at a time; COPY 2
   const u16* x;             // [tokens, k]
   const u8* codes;          // int16 [n, k/8]
   const u8* residual;       // uint8 or int16 [n, k/8]
-  const uint2* codebook;    // int8 [512, 8]
+  const u8* image;          // of the tables
   const float* in_scale;    // [k]
   const float* out_scale;   // [n]
   const float* bias;        // [n] or null
@@ -69,8 +71,10 @@ struct __align__(128) Shared {  // after the tables
   float received[8][4];     // ... of each block of the cluster
   float inverse[16];        // else: by token, 1 / rms(x)
   float spare[40];          // sums of no token
-  u64 full[20][8];          // by warp and slot of its ring: the codes are there
+  u64 full[20][4];          // by warp and place of its ring: the codes are there
   u64 sent[1];              // all that the cluster sends to this block is there
+  u64 tables[1];            // the tables are there
+  u64 filled[4];            // COPY 2: by place of the ring, the codes that all warps begin with are there
   u64 scale[10];            // INTEGER, DOWN > 1: by warp across, the scale and the sum that gather() hands on
 };
 
@@ -96,6 +100,13 @@ extern "C" __global__ void __launch_bounds__(256) e8p_rotate(const __grid_consta
   if (lane == 0) p.scales[at * TOKENS + b] = make_float4(scale.x, scale.y, squares, 0.f);
 }
 
+// What is in front of the product and how it is cut, known when compiled for one token, which runs each line once.
+__device__ __forceinline__ bool normed(const Arguments& p) { return AROUND < 0 ? p.eps >= 0.f : AROUND & 1; }
+__device__ __forceinline__ bool gated(const Arguments& p) { return AROUND < 0 ? p.silu : AROUND & 2; }
+__device__ __forceinline__ bool one_slice(const Arguments& p) {  // a warp: it writes each of its sums one time
+  return AROUND < 0 ? p.per_block <= p.across : AROUND & 4;
+}
+
 // The warps of a slice wait for each other; a barrier each.
 __device__ __forceinline__ void meet(int column_warp) {
   if (DOWN == 1) __syncwarp();
@@ -109,19 +120,20 @@ __device__ __forceinline__ void gather(Bytes& to, const Arguments& p, int slice,
                                        uint4* exchange, float2* handed, int lane) {
   const int column = slice * SLICE + lane * 8, g = lane / 4, t = lane % 4;
   const bool mine = DOWN == 1 || row_warp == 0, inside = mine && column < p.k;
-  if (slice != start) load8(in_scale, p.in_scale + column, inside);
+  const bool first = one_slice(p) || slice == start;
+  if (!first) load8(in_scale, p.in_scale + column, inside);
   else to.square = 0.f;
 #pragma unroll
   for (int i = 0; i < 8; i++) to.b[i] = make_uint2(0, 0);
-  Raw raw = slice == start ? asked : ask_x(p, chunk * TOKENS, column, inside);
+  Raw raw = first ? asked : ask_x(p, gated(p), chunk * TOKENS, column, inside);
 #pragma unroll 1
   for (int token = 0; token < tokens; token++) {
     float2 scale;
     if (mine) {
       float v[8];
-      take_x(v, raw, p);
-      if (token + 1 < tokens) raw = ask_x(p, chunk * TOKENS + token + 1, column, inside);
-      if (p.eps >= 0.f) {  // one token's lanes meet after the loop
+      take_x(v, raw, gated(p));
+      if (token + 1 < tokens) raw = ask_x(p, gated(p), chunk * TOKENS + token + 1, column, inside);
+      if (normed(p)) {  // one token's lanes meet after the loop
         float square = squares_of(v);
         if (tokens > 1) square = over_lanes(square);
         if (t == token || tokens == 1) to.square += square;
@@ -140,7 +152,7 @@ __device__ __forceinline__ void gather(Bytes& to, const Arguments& p, int slice,
       to.offset = (BITS == 2 ? -15.f : BITS == 3 ? -23.f : -75.f) * scale.y * scale.x;
       to.scale[0][0].x = scale.x * (BITS == 3 ? 1.f : 2.f);
     }
-    if (DOWN == 1 || token + 1 < tokens || p.per_block > p.across) meet(column_warp);  // before it is overwritten
+    if (DOWN == 1 || token + 1 < tokens || !one_slice(p)) meet(column_warp);  // before it is overwritten
   }
 }
 // ... or by e8p_rotate.
@@ -178,43 +190,57 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   asm("mov.u32 %0, %%clusterid.x;" : "=r"(tile));
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int warps = blockDim.x / 32, chunk = blockIdx.y;
+  const int warps = blockDim.x / 32, chunk = TOKENS == 1 ? 0 : blockIdx.y;
   const int row_warp = DOWN == 1 ? 0 : warp * p.inverse >> 8, column_warp = warp - row_warp * p.across;
-  const int tokens = min(TOKENS, p.tokens - chunk * TOKENS);
+  const int tokens = TOKENS == 1 ? 1 : min(TOKENS, p.tokens - chunk * TOKENS);
   const int begin = rank * p.per_block, end = min(begin + p.per_block, p.slices), start = begin + column_warp;
+  const int rows = p.blocks * ROWS, pitch = rows + PAD, tile_row = tile * rows;
 
   // Codes come through a ring of DEPTH row tiles a warp; outside the matrix come zeros.
-  const int rows = p.blocks * ROWS, pitch = rows + PAD, tile_row = tile * rows;
   Shared& shared = *(Shared*)(smem + TABLE_BYTES);
-  u8* ring = (u8*)(&shared + 1) + warp * DEPTH * SLOT;
-  Ring<COPY> codes_ring(p, shared.full[warp], ring, start, end, tile_row, row_warp, rows / 16, lane);
+  u8* const ring = (u8*)(&shared + 1);
+  const u32 tables = (u32)__cvta_generic_to_shared(shared.tables);
+  const bool copies = threadIdx.x == (warps - 1) * 32;  // what is no warp's own
+  Ring<COPY != 0> codes_ring(p, shared, ring, warps, warp, column_warp, row_warp, begin, end, tile_row, rows / 16, lane);
+  if (copies) {
+    make_barrier(tables);
+    for (int d = 0; d < PLACES && COPY == 2; d++) make_barrier((u32)__cvta_generic_to_shared(shared.filled + d));
+    barriers_made();
+  }
 
-  // Constants first: they would queue behind the codes.
-  const TableWords words = load_table_words(p.codebook, warp, warps, lane);
+  // Constants first: they would queue behind tables and codes.
   float in_scale[8];
   const int column = start * SLICE + lane * 8;
   const bool inside = (DOWN == 1 || row_warp == 0) && start < end && column < p.k;
   if (INTEGER) load8(in_scale, p.in_scale + column, inside);
-  const int first_job = cluster == 1 ? warp : rank + warp * cluster;
+  const int jobs = tokens * p.blocks, first_job = cluster == 1 ? warp : rank + warp * cluster;
   auto token_of = [&](int job) { return (int)(job * p.per_blocks >> 16); };
   const int first_token = token_of(first_job);
   const int first_row = tile_row + (first_job - first_token * p.blocks) * ROWS + lane * 4;
-  const float4 first_scale = out_scale_of(p, first_row);
-#pragma unroll
-  for (int d = 0; d < DEPTH / GROUP; d++) codes_ring.fetch(d);
+  const float4 zeros = make_float4(0.f, 0.f, 0.f, 0.f);
+  const float4 first_scale = first_job < jobs ? out_scale_of(p, first_row) : zeros;
 
-  const int jobs = tokens * p.blocks;
+  if (copies) {
+    fetch_tables(p.image, tables);
+    if (COPY == 2) Ring<COPY != 0>::fill(p, shared, ring, warps, begin, end, tile_row, rows / 16);
+  }
+  __syncwarp();
+#pragma unroll
+  for (int d = 0; d < PLACES; d++)
+    if (COPY == 2) codes_ring.pass();
+    else codes_ring.fetch(d);
+
   float* partial = (float*)((u8*)(&shared + 1) + warps * DEPTH * SLOT);
   float* received = partial + p.across * tokens * pitch;
   const int spare = (int)((float*)shared.spare - partial) + lane;
   // A warp that has one slice and its rows to itself rotates where its sums will be.
-  const bool alone = INTEGER && DOWN == 1 && p.per_block <= p.across;
+  const bool alone = INTEGER && DOWN == 1 && one_slice(p);
   uint4* exchange = alone ? (uint4*)(partial + column_warp * tokens * pitch)
                           : (uint4*)(received + (cluster > 1 ? (jobs + cluster) * ROWS : 0)) + column_warp * 32;
   if (cluster > 1) {
     if (threadIdx.x == 0) {
       const int own = rank < jobs ? (int)((jobs - 1 - rank) * p.per_cluster >> 16) + 1 : 0;  // jobs that end here
-      const int bytes = own * cluster * ROWS * 4 + (INTEGER && p.eps >= 0.f && own ? cluster * tokens * 4 : 0);
+      const int bytes = own * cluster * ROWS * 4 + (INTEGER && normed(p) && own ? cluster * tokens * 4 : 0);
       const u32 sent = (u32)__cvta_generic_to_shared(shared.sent);
       asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(sent) : "memory");
       asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(sent), "r"(bytes) : "memory");
@@ -223,21 +249,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
     __syncwarp();
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   }
-  const float4 zeros = make_float4(0.f, 0.f, 0.f, 0.f);
-  const bool once = p.per_block <= p.across;  // each sum is written by one warp, one time
-  if (!once)
+  if (!one_slice(p))
     for (int i = threadIdx.x * 4; i < p.across * tokens * pitch; i += blockDim.x * 4) *(float4*)(partial + i) = zeros;
-  build_tables(p.codebook, words, warp, warps, lane);
   wait_for_previous();
   let_next_start();
   Raw asked;
-  if (INTEGER) asked = ask_x(p, chunk * TOKENS, column, inside);
+  if (INTEGER) asked = ask_x(p, gated(p), chunk * TOKENS, column, inside);
+  __syncthreads();
   float4 first_sum = zeros;  // what is added to the first job's
   if (first_job < jobs && first_row < p.n) {
     if (p.bias) first_sum = *(const float4*)(p.bias + first_row);
     add4(first_sum, p, (size_t)(chunk * TOKENS + first_token) * p.n + first_row);
   }
-  __syncthreads();
 
   u32 bank;  // opaque and after the barrier, so that no lookup is moved before it
   const u32 base = (u32)__cvta_generic_to_shared(smem);
@@ -245,9 +268,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
   asm volatile("or.b32 %0, %1, %2;" : "=r"(bank) : "r"(base & 0xFFFF0000u), "r"(lane * 4) : "memory");
   typedef Choose<INTEGER>::type Product;
   Product product;
-  for (int slice = start; slice < end; slice += p.across) {
+  for (int slice = start; slice < end; slice += one_slice(p) ? p.slices : p.across) {
     gather(product, p, slice, start, chunk, tokens, row_warp, column_warp, asked, in_scale, exchange,
            (float2*)&shared.scale[column_warp], lane);
+    wait_for(tables, 0);
     int at[TILES][OWN], to_next[TILES][OWN];  // where the sums of a lane's tokens are; those of no token go to `spare`
 #pragma unroll
     for (int j = 0; j < TILES; j++)
@@ -284,13 +308,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
           for (int e = 0; e < OWN; e++) {
             float* sum = partial + at[j][e] + u * to_next[j][e];
             const float top = product.result(acc[u], j, e, 0), low = product.result(acc[u], j, e, 1);
-            sum[0] = once ? top : sum[0] + top;
-            sum[8] = once ? low : sum[8] + low;
+            sum[0] = one_slice(p) ? top : sum[0] + top;
+            sum[8] = one_slice(p) ? low : sum[8] + low;
             if (u == GROUP - 1) at[j][e] += to_next[j][e] * (GROUP * DOWN);
           }
     }
   }
-  if (p.eps >= 0.f) {
+  if (normed(p)) {
     if (INTEGER) {
       if (row_warp == 0 && start < end) leave_squares(product, shared, column_warp, tokens, lane);
     } else {
@@ -321,7 +345,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
       if (own) add4(c, p, at);
     }
     float norm = p.norm;
-    if (p.eps >= 0.f) {
+    if (normed(p)) {
       if (INTEGER) {
         const float of_blocks = lane < cluster ? shared.received[lane][b] : 0.f;
         norm *= inverse_rms(cluster == 1 ? squares_here(b) : over_lanes(of_blocks), p);
@@ -370,7 +394,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];"
                  :: "r"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(place(&shared.sent, of)) : "memory");
   }
-  if (INTEGER && p.eps >= 0.f && warp == warps - 1) {
+  if (INTEGER && normed(p) && warp == warps - 1) {
     float mine = 0.f;
     for (int b = 0; b < tokens; b++) {
       const float sum = squares_here(b);

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from onegraph.formats.e8p import codebook, sign_masks
 from onegraph.ops.cuda import build, e8p_dense, e8p_few, e8p_many
 
 SOURCE = Path(__file__).with_name("e8p.cu")
@@ -20,9 +21,9 @@ MAX_TOKENS = 16  # above, e8p_many.cu; 5 to 64 are e8p_few.cu's but for what it 
 SLICE, ROWS, PARTS = 256, 128, 8  # as in e8p.cu; PARTS is row tiles of 16 in ROWS
 GPC = 18  # SMs of a GPC, which a cluster must fit into (H200: clusters of 8 leave 4 SMs of 18 idle)
 SHARED_LIMIT = 227 * 1024  # bytes that a block can have on Hopper
-SHARED_STRUCT = 2048  # bytes of `Shared` in e8p.cu
-WARPS = {4: 20, 8: 16, 16: 16}  # of a block at most, by tokens in a pass
-NO_MAPS = bytes(256)  # in place of the two tensor maps where each lane copies codes itself
+SHARED_STRUCT = 1536  # bytes of `Shared` in e8p.cu
+WARPS = {1: 20, 4: 20, 8: 16, 16: 16}  # of a block at most, by tokens in a pass
+NO_MAPS = bytes(384)  # in place of the tensor maps where each lane copies codes itself
 SLOT = {2: 1024, 3: 1536, 4: 2048}  # bytes of a row tile's codes, by bits
 # Row tiles of codes that a warp has under way, by bits: the most that fit. Asking for more delays the tables, which are
 # built next (benchmarks/results/e8p-variants-h200.jsonl).
@@ -59,6 +60,10 @@ class Plan:
         """Row tiles that a warp takes at a time."""
         mine = self.blocks * PARTS // self.down
         return GROUP[bits] if self.ahead % GROUP[bits] == 0 and mine % GROUP[bits] == 0 else 1
+
+    def form(self, bits: int) -> tuple[int, int, int, int]:
+        """DEPTH, GROUP, THREADS and DOWN of e8p.cu."""
+        return self.ahead, self.group(bits), self.most_threads, self.down
 
     def shared(self, bits: int, tokens: int) -> int:
         """Bytes of shared memory of a block that serves `tokens` at a time."""
@@ -125,7 +130,7 @@ def _block(dimension: int) -> int:
 
 def _pass(tokens: int) -> int:
     """Tokens that one pass over the codes takes."""
-    return 4 if tokens <= 4 else 8 if tokens <= 8 else 16
+    return 1 if tokens == 1 else 4 if tokens <= 4 else 8 if tokens <= 8 else 16
 
 
 def takes(tokens: int, n: int, k: int, dtype: torch.dtype) -> bool:
@@ -137,17 +142,36 @@ def takes(tokens: int, n: int, k: int, dtype: torch.dtype) -> bool:
 
 @cache
 def _kernels(
-    bits: int, most: int, half: bool, ahead: int, group: int, engine: bool, threads: int, down: int, device: int
+    bits: int, most: int, half: bool, form: tuple[int, int, int, int], copy: int, around: int, device: int
 ) -> tuple[build.Kernel, ...]:
-    defines = {"BITS": bits, "TOKENS": most, "HALF": int(half), "DEPTH": ahead, "GROUP": group, "COPY": int(engine)}
-    defines |= {"THREADS": threads, "DOWN": down}
+    """`form`: see `Plan.form`; `copy`, `around`: COPY and AROUND of e8p.cu."""
+    defines = {"BITS": bits, "TOKENS": most, "HALF": int(half), "COPY": copy, "AROUND": around}
+    defines |= dict(zip(("DEPTH", "GROUP", "THREADS", "DOWN"), form, strict=True))
     return build.load(SOURCE, defines, ("e8p_linear", "e8p_rotate"), device, SHARED_LIMIT)
 
 
 @cache
 def available(device: int) -> bool:
     """Whether the kernels can be built for this GPU; warns once where not."""
-    return build.usable(lambda: _kernels(2, 4, False, DEPTHS[2][0], GROUP[2], True, 512, 1, device))
+    return build.usable(lambda: _kernels(2, 4, False, (DEPTHS[2][0], GROUP[2], 512, 1), 1, -1, device))
+
+
+def tables() -> Tensor:
+    """uint8 [98304]: the tables of `e8p_common.cuh` as they stand in shared memory, each word 32 times."""
+    place = torch.tensor([0, 8, 16, 24, 4, 12, 20, 28])  # of a group's nibbles in a word
+
+    def words(nibbles: Tensor) -> Tensor:
+        return ((nibbles.to(torch.uint8).long() & 15) << place).sum(1)
+
+    book = codebook()
+    e8p = torch.stack([words((book[:256] >> 1) ^ 8), words(sign_masks() >> 1)], 1)
+    runs = torch.cat([e8p.flatten(), words(book[256:] ^ 8)]).to(torch.uint32)
+    return runs[:, None].expand(-1, 32).contiguous().view(torch.uint8).flatten()
+
+
+@cache
+def _tables_at(device: int) -> int:
+    return build.resident(tables(), device)
 
 
 @cache
@@ -194,6 +218,17 @@ def _aligned(tensor: Tensor | None) -> Tensor | None:
     return tensor.clone() if tensor is not None and tensor.data_ptr() % ALIGNMENT else tensor
 
 
+def _maps(codes: int, residual: int, bits: int, n: int, k: int, cut: Plan, copy: int) -> bytes:
+    """The tensor maps of e8p.cu, codes and residual codes at these addresses; zeros for those it does not use."""
+    group, width = cut.group(bits), 8 if bits == 3 else 4  # columns that a byte of the residual stands for
+    maps = build.tensor_map(codes, n, k // 4, 16 * group, SLICE // 4)
+    maps += maps if bits == 2 else build.tensor_map(residual, n, k // width, 16 * group, SLICE // width)
+    if copy < 2:
+        return maps + NO_MAPS[len(maps) :]
+    box = SLICE // 4, 16 * group * cut.down, cut.across
+    return maps + build.sliced_tensor_map(codes, n, k // 4, box, swizzle=False)
+
+
 def _launch(
     inputs: list[Tensor | None], out: Tensor, bits: int, tokens: int, n: int, k: int, half: bool,
     options: tuple[float, bool, bool],
@@ -214,21 +249,19 @@ def _launch(
     chunk = _pass(tokens)
     chunks = -(-tokens // chunk)
     cut = plan(n, k, bits, min(tokens, chunk), _sms(device))
-    engine = bits != 3 or k % 128 == 0  # boxes of the residual begin at multiples of 16 bytes
-    main, rotate = _kernels(bits, chunk, half, cut.ahead, cut.group(bits), engine, cut.most_threads, cut.down, device)
+    copy = 2 if bits == 2 and k % SLICE == 0 else int(bits != 3 or k % 128 == 0)  # boxes begin at multiples of 16 bytes
+    eps, silu, _ = options
+    around = (eps >= 0) + 2 * silu + 4 * (cut.per_block <= cut.across) if chunk == 1 else -1
+    main, rotate = _kernels(bits, chunk, half, cut.form(bits), copy, around, device)
     fragments = scales = None
     if chunk > 4:
         fragments = torch.empty(chunks * cut.slices * chunk * 512, dtype=torch.uint8, device=out.device)
         scales = torch.empty(chunks * cut.slices * chunk * 4, dtype=torch.float32, device=out.device)
     pointers = [0 if t is None else t.data_ptr() for t in (*inputs, out, fragments, scales)]
+    pointers[3] = _tables_at(device)
     shape = tokens, n, k, cut.across, -(-256 // cut.across), cut.slices, cut.per_block, cut.blocks
     divided = -(-65536 // cut.cluster), -(-65536 // cut.blocks), cut.blocks * PARTS // cut.down
-    maps = NO_MAPS
-    if engine:
-        rows = 16 * cut.group(bits)
-        maps = build.tensor_map(pointers[1], n, k // 4, rows, 64)
-        width = 8 if bits == 3 else 4  # columns that a byte of the residual stands for
-        maps += maps if bits == 2 else build.tensor_map(pointers[2], n, k // width, rows, 256 // width)
+    maps = _maps(pointers[1], pointers[2], bits, n, k, cut, copy) if copy else NO_MAPS
     arguments = maps + struct.pack("11Q8i2f5i44x", *pointers, *shape, norm, *options, *divided)
     stream = torch._C._cuda_getCurrentRawStream(device)
     if chunk > 4:

@@ -57,18 +57,18 @@ __device__ __forceinline__ void unpack8(float (&v)[8], const uint4& raw) {
 struct Raw {
   uint4 x, up;
 };
-template <class A> __device__ __forceinline__ Raw ask_x(const A& p, int token, int column, bool inside) {
+template <class A> __device__ __forceinline__ Raw ask_x(const A& p, bool silu, int token, int column, bool inside) {
   Raw raw;
   raw.x = raw.up = make_uint4(0, 0, 0, 0);
   if (!inside) return raw;
-  const u16* from = p.x + (size_t)token * (p.silu ? 2 * p.k : p.k) + column;
+  const u16* from = p.x + (size_t)token * (silu ? 2 * p.k : p.k) + column;
   raw.x = *(const uint4*)from;
-  if (p.silu) raw.up = *(const uint4*)(from + p.k);
+  if (silu) raw.up = *(const uint4*)(from + p.k);
   return raw;
 }
-template <class A> __device__ __forceinline__ void take_x(float (&v)[8], const Raw& raw, const A& p) {
+__device__ __forceinline__ void take_x(float (&v)[8], const Raw& raw, bool silu) {
   unpack8(v, raw.x);
-  if (!p.silu) return;
+  if (!silu) return;
   float up[8];
   unpack8(up, raw.up);
 #pragma unroll
@@ -76,7 +76,7 @@ template <class A> __device__ __forceinline__ void take_x(float (&v)[8], const R
 }
 template <class A>
 __device__ __forceinline__ void load_x(float (&v)[8], const A& p, int token, int column, bool inside) {
-  take_x(v, ask_x(p, token, column, inside), p);
+  take_x(v, ask_x(p, p.silu, token, column, inside), p.silu);
 }
 __device__ __forceinline__ float over_lanes(float v) {
 #pragma unroll
@@ -185,6 +185,13 @@ __device__ __forceinline__ void build_tables(const uint2* codebook, const TableW
     if (warp + i * warps < TABLE_BLOCKS) build_block(words.row[i], warp + i * warps, lane);
   for (int block = warp + (TABLE_BLOCKS + 7) / 8 * warps; block < TABLE_BLOCKS; block += warps)
     build_block(codebook_row(codebook, place_of(block, lane)), block, lane);
+}
+
+// The tables as they stand in shared memory, fetched by the copy engine; `barrier` counts the bytes.
+__device__ __forceinline__ void fetch_tables(const u8* image, u32 barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "n"(TABLE_BYTES) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               :: "r"((u32)__cvta_generic_to_shared(smem)), "l"(image), "n"(TABLE_BYTES), "r"(barrier) : "memory");
 }
 
 // `bank` holds the high half of the tables' address and the lane's bank; AT, the low half, is an immediate.

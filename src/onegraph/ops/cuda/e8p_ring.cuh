@@ -33,27 +33,49 @@ __device__ __forceinline__ void copy8(u32 to, const u8* from, bool real) {
   asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 8, %2;" :: "r"(to), "l"(from), "r"(real ? 8 : 0) : "memory");
 }
 
-// What a warp has under way. COPY 1: the copy engine takes GROUP row tiles at a time, one below the other; COPY 0: each lane
-// copies what it reads itself, where a row of the residual is no multiple of 16 bytes.
+// What a warp has under way. COPY 1 and 2: the copy engine takes GROUP row tiles at a time, one below the other. COPY 2
+// (2 bits): what all warps of the block begin with is one box a place of the ring, which lie side by side for all warps.
+// Sixteen warps' own boxes take the engine 600 cycles a place to accept, and x is asked for behind them: 28.5 us for the four
+// linears of a layer of 8B in place of 29.0; at 3 and 4 bits a layer gained nothing. COPY 0: each lane copies what it reads
+// itself, where a row of the residual is no multiple of 16 bytes.
+constexpr int PLACES = DEPTH / GROUP;
 template <bool> struct Ring;
+__device__ __forceinline__ void make_barrier(u32 barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void barriers_made() {  // behind it the copy engine may use them
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ __forceinline__ void expect(u32 barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void wait_for(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred P;\nAGAIN: mbarrier.try_wait.parity.shared::cta.b64 P, [%0], %1;\n@P bra DONE;\nbra AGAIN;\nDONE:\n}"
+      :: "r"(barrier), "r"(parity) : "memory");
+}
 template <> struct Ring<true> {
   const Arguments& p;
-  u32 full, slots;
+  u32 full, own, to;
   const u8* read;
+  int step;  // bytes from place to place
   int column, row, end_column, first_row, rows_end, slot, phase;
   bool leader;
-  __device__ __forceinline__ Ring(const Arguments& p, u64* barriers, u8* ring, int start, int end, int tile_row,
-                                  int row_warp, int row_tiles, int lane)
+  __device__ __forceinline__ Ring(const Arguments& p, Shared& shared, u8* ring, int warps, int warp, int column_warp,
+                                  int row_warp, int begin, int end, int tile_row, int row_tiles, int lane)
       : p(p), slot(0), phase(0), leader(lane == 0) {
-    full = (u32)__cvta_generic_to_shared(barriers), slots = (u32)__cvta_generic_to_shared(ring);
-    read = ring + lane * 16;
-    column = start * 64, end_column = end * 64;
+    const int place = COPY == 2 ? column_warp * DOWN + row_warp : warp * PLACES;
+    step = (COPY == 2 ? warps : 1) * (GROUP * SLOT);
+    read = ring + place * (GROUP * SLOT) + lane * 16;
+    to = (u32)__cvta_generic_to_shared(read) - lane * 16;
+    own = (u32)__cvta_generic_to_shared(shared.full[warp]);
+    full = COPY == 2 ? (u32)__cvta_generic_to_shared(shared.filled) : own;
+    column = (begin + column_warp) * 64, end_column = end * 64;
     row = first_row = tile_row + row_warp * (16 * GROUP), rows_end = tile_row + row_tiles * 16;
     if (leader) {
-      for (int d = 0; d < DEPTH / GROUP; d++)
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(full + 8 * d) : "memory");
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      for (int d = 0; d < PLACES; d++) make_barrier(own + 8 * d);
+      barriers_made();
     }
     __syncwarp();
   }
@@ -62,27 +84,49 @@ template <> struct Ring<true> {
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
         :: "r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier) : "memory");
   }
-  __device__ __forceinline__ void fetch(int at) {
-    if (leader && column < end_column) {
-      const u32 barrier = full + 8 * at, to = slots + at * (GROUP * SLOT);
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(GROUP * SLOT) : "memory");
-      box(to, p.codes_map, column, row, barrier);
-      if (BITS == 4) box(to + GROUP * 1024, p.residual_map, column, row, barrier);
-      if (BITS == 3) box(to + GROUP * 1024, p.residual_map, column / 2, row, barrier);
+  // COPY 2: by one thread of the block, for all, in place of the first fetches.
+  __device__ __forceinline__ static void fill(const Arguments& p, Shared& shared, u8* ring, int warps, int begin, int end,
+                                              int tile_row, int row_tiles) {
+    const u32 filled = (u32)__cvta_generic_to_shared(shared.filled), to = (u32)__cvta_generic_to_shared(ring);
+    int slice = begin, row = tile_row;
+#pragma unroll
+    for (int d = 0; d < PLACES; d++) {
+      if (slice < end) {  // else no warp waits for it
+        expect(filled + 8 * d, warps * (GROUP * SLOT));
+        asm volatile(
+            "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+            :: "r"(to + d * warps * (GROUP * SLOT)), "l"(&p.first_codes_map), "r"(0), "r"(row), "r"(slice),
+               "r"(filled + 8 * d) : "memory");
+      }
+      row += DOWN * (16 * GROUP);
+      if (row >= tile_row + row_tiles * 16) row = tile_row, slice += p.across;
     }
+  }
+  __device__ __forceinline__ void pass() {  // over what the next fetch would take
     row += DOWN * (16 * GROUP);
     if (row >= rows_end) row = first_row, column += p.across * 64;
   }
+  __device__ __forceinline__ void fetch(int at) {
+    if (leader && column < end_column) {
+      const u32 barrier = own + 8 * at, codes = to + at * step;
+      expect(barrier, GROUP * SLOT);
+      box(codes, p.codes_map, column, row, barrier);
+      if (BITS == 4) box(codes + GROUP * 1024, p.residual_map, column, row, barrier);
+      if (BITS == 3) box(codes + GROUP * 1024, p.residual_map, column / 2, row, barrier);
+    }
+    pass();
+  }
   __device__ __forceinline__ const u8* take() {
-    asm volatile(
-        "{\n.reg .pred P;\nAGAIN: mbarrier.try_wait.parity.shared::cta.b64 P, [%0], %1;\n@P bra DONE;\nbra AGAIN;\nDONE:\n}"
-        :: "r"(full + 8 * slot), "r"(phase) : "memory");
-    return read + slot * (GROUP * SLOT);
+    wait_for(full + 8 * slot, phase);
+    return read + slot * step;
   }
   __device__ __forceinline__ void refill() {
     __syncwarp();
     fetch(slot);
-    if (++slot == DEPTH / GROUP) slot = 0, phase ^= 1;
+    if (++slot < PLACES) return;
+    slot = 0;
+    phase = full == own ? phase ^ 1 : 0;
+    full = own;
   }
 };
 template <> struct Ring<false> {
@@ -92,10 +136,11 @@ template <> struct Ring<false> {
   const u8 *read, *codes, *rest;
   u32 row_bytes, rest_bytes;
   int slice, end, tile, first_tile, row_tiles, real_tiles, slot, t, lane;
-  __device__ __forceinline__ Ring(const Arguments& p, u64*, u8* ring, int start, int end, int tile_row, int row_warp,
-                                  int row_tiles, int lane)
-      : p(p), slice(start), end(end), tile(row_warp), first_tile(row_warp), row_tiles(row_tiles), slot(0), t(lane % 4),
-        lane(lane) {
+  __device__ __forceinline__ Ring(const Arguments& p, Shared&, u8* ring, int, int warp, int column_warp, int row_warp,
+                                  int begin, int end, int tile_row, int row_tiles, int lane)
+      : p(p), slice(begin + column_warp), end(end), tile(row_warp), first_tile(row_warp), row_tiles(row_tiles), slot(0),
+        t(lane % 4), lane(lane) {
+    ring += warp * DEPTH * SLOT;
     to = (u32)__cvta_generic_to_shared(ring) + lane * 16, read = ring + lane * 16;
     row_bytes = (u32)p.k / 4, rest_bytes = (u32)p.k / (BITS == 4 ? 4 : 8);
     real_tiles = min(row_tiles, (p.n - tile_row) / 16);
@@ -121,6 +166,8 @@ template <> struct Ring<false> {
     tile += DOWN;
     if (tile >= row_tiles) tile = first_tile, slice += p.across;
   }
+  __device__ __forceinline__ static void fill(const Arguments&, Shared&, u8*, int, int, int, int, int) {}
+  __device__ __forceinline__ void pass() {}
   __device__ __forceinline__ const u8* take() {
     asm volatile("cp.async.wait_group %0;" :: "n"(DEPTH - 1) : "memory");
     return read + slot * SLOT;
