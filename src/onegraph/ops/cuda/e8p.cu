@@ -59,6 +59,7 @@ struct Arguments {
   int blocks;               // of 128 rows that a cluster owns
   float norm;               // of both Hadamard transforms
   float eps;                // of the RMSNorm in front; negative: none
+  float inverse_k;          // 1 / k
   int silu;                 // x is [tokens, 2 k], gate beside up
   int wide;                 // y and add are float
   u32 per_cluster;          // 65536 / blocks of a cluster, rounded up: what small numbers are divided with
@@ -178,7 +179,7 @@ __device__ __forceinline__ float4 out_scale_of(const Arguments& p, int row) {
   return row < p.n ? *(const float4*)(p.out_scale + row) : make_float4(0.f, 0.f, 0.f, 0.f);
 }
 __device__ __forceinline__ float inverse_rms(float squares, const Arguments& p) {
-  return rsqrtf(squares / (float)p.k + p.eps);
+  return rsqrtf(fmaf(squares, p.inverse_k, p.eps));
 }
 
 // Grid (clusters that own p.blocks * 128 rows, chunks of TOKENS). Shared memory: tables, Shared, partial sums
@@ -271,6 +272,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
   for (int slice = start; slice < end; slice += one_slice(p) ? p.slices : p.across) {
     gather(product, p, slice, start, chunk, tokens, row_warp, column_warp, asked, in_scale, exchange,
            (float2*)&shared.scale[column_warp], lane);
+    if (normed(p) && row_warp == 0 && (one_slice(p) || slice + p.across >= end))  // the warp's last: its sum is whole
+      leave_squares(product, shared, column_warp, tokens, lane);
     wait_for(tables, 0);
     int at[TILES][OWN], to_next[TILES][OWN];  // where the sums of a lane's tokens are; those of no token go to `spare`
 #pragma unroll
@@ -314,18 +317,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
           }
     }
   }
-  if (normed(p)) {
-    if (INTEGER) {
-      if (row_warp == 0 && start < end) leave_squares(product, shared, column_warp, tokens, lane);
-    } else {
-      for (int b = warp; b < tokens; b += warps) {
-        float sum = 0.f;
-        for (int slice = lane; slice < p.slices; slice += 32)
-          sum += __ldcg(&p.scales[((size_t)chunk * p.slices + slice) * TOKENS + b].z);
+  if (!INTEGER && normed(p)) {
+    for (int b = warp; b < tokens; b += warps) {
+      float sum = 0.f;
+      for (int slice = lane; slice < p.slices; slice += 32)
+        sum += __ldcg(&p.scales[((size_t)chunk * p.slices + slice) * TOKENS + b].z);
 #pragma unroll
-        for (int o = 1; o < 32; o <<= 1) sum += __shfl_xor_sync(~0u, sum, o);
-        if (lane == 0) shared.inverse[b] = inverse_rms(sum, p);
-      }
+      for (int o = 1; o < 32; o <<= 1) sum += __shfl_xor_sync(~0u, sum, o);
+      if (lane == 0) shared.inverse[b] = inverse_rms(sum, p);
     }
   }
   __syncthreads();
@@ -411,7 +410,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
 #pragma unroll 1
   for (int job = rank + warp * cluster; job < jobs; job += warps * cluster) {
     float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 1
+#pragma unroll 4
     for (int r = 0; r < cluster; r++) {
       const float4 u = *(const float4*)(received + ((int)(job * p.per_cluster >> 16) * cluster + r) * ROWS + lane * 4);
       v.x += u.x, v.y += u.y, v.z += u.z, v.w += u.w;

@@ -250,7 +250,7 @@ def _launch(
     chunks = -(-tokens // chunk)
     cut = plan(n, k, bits, min(tokens, chunk), _sms(device))
     copy = 2 if bits == 2 and k % SLICE == 0 else int(bits != 3 or k % 128 == 0)  # boxes begin at multiples of 16 bytes
-    eps, silu, _ = options
+    eps, silu, wide = options
     around = (eps >= 0) + 2 * silu + 4 * (cut.per_block <= cut.across) if chunk == 1 else -1
     main, rotate = _kernels(bits, chunk, half, cut.form(bits), copy, around, device)
     fragments = scales = None
@@ -262,7 +262,7 @@ def _launch(
     shape = tokens, n, k, cut.across, -(-256 // cut.across), cut.slices, cut.per_block, cut.blocks
     divided = -(-65536 // cut.cluster), -(-65536 // cut.blocks), cut.blocks * PARTS // cut.down
     maps = _maps(pointers[1], pointers[2], bits, n, k, cut, copy) if copy else NO_MAPS
-    arguments = maps + struct.pack("11Q8i2f5i44x", *pointers, *shape, norm, *options, *divided)
+    arguments = maps + struct.pack("11Q8i3f5i40x", *pointers, *shape, norm, eps, 1 / k, silu, wide, *divided)
     stream = torch._C._cuda_getCurrentRawStream(device)
     if chunk > 4:
         rotate.launch((cut.slices, chunk // 8, chunks), 256, 0, 1, stream, arguments)
