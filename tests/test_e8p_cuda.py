@@ -282,6 +282,19 @@ def test_a_refused_source_names_the_reason(tmp_path: Path, monkeypatch: pytest.M
         build.compile_cubin(source, {}, (9, 0))
 
 
+def test_the_tables_decode_every_code() -> None:
+    """A word is the XOR of two lookups, index byte and sign byte, each word 32 times; its nibbles are (a + 15) / 2."""
+    runs = cuda_e8p.tables().view(torch.int32).view(-1, 32).long() & 0xFFFFFFFF
+    assert (runs == runs[:, :1]).all()
+    words = runs[:, 0]
+    nibble = torch.tensor([0, 8, 16, 24, 4, 12, 20, 28])  # of column j
+    codes = torch.arange(65536)
+    word = words[(codes >> 8) * 2] ^ words[(codes & 255) * 2 + 1]
+    decoded = e8p_decode.reference(codes.to(torch.int16)[:, None], None, codebook(), 2)
+    assert torch.equal(2 * (word[:, None] >> nibble & 15) - 15, decoded.long())
+    assert torch.equal((words[512:, None] >> nibble & 15) - 8, codebook()[256:].long())
+
+
 def test_without_a_compiler_triton_runs_after_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise build.BuildError("no NVRTC here")

@@ -25,9 +25,11 @@
 // copy engine fetches codes, those that all warps begin with at once, 1: for each warp, 0: each lane), THREADS (of a block at most), DOWN (warps that share the rows of a slice),
 // AROUND (for one token a sum of: 1 RMSNorm in front, 2 SwiGLU in front, 4 a warp takes one slice; -1: at run time).
 //
-// e8p_ring.cuh brings the codes, e8p_product.cuh multiplies by them.
+// e8p_ring.cuh brings the codes, e8p_product.cuh multiplies by them. One file past 400 lines: the two kernels hand each
+// other their layouts.
 
 #include "e8p_common.cuh"
+#include "e8p_async.cuh"
 
 constexpr bool INTEGER = TOKENS <= 4;
 constexpr int TILES = (TOKENS + 7) / 8;            // column tiles of the product
@@ -43,7 +45,7 @@ struct Arguments {
   const u16* x;             // [tokens, k]
   const u8* codes;          // int16 [n, k/8]
   const u8* residual;       // uint8 or int16 [n, k/8]
-  const u8* image;          // of the tables
+  const u8* image;          // of the tables, as they stand in shared memory
   const float* in_scale;    // [k]
   const float* out_scale;   // [n]
   const float* bias;        // [n] or null
@@ -204,8 +206,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
   const bool copies = threadIdx.x == (warps - 1) * 32;  // what is no warp's own
   Ring<COPY != 0> codes_ring(p, shared, ring, warps, warp, column_warp, row_warp, begin, end, tile_row, rows / 16, lane);
   if (copies) {
-    make_barrier(tables);
-    for (int d = 0; d < PLACES && COPY == 2; d++) make_barrier((u32)__cvta_generic_to_shared(shared.filled + d));
+    make_barrier(tables, 1);
+    for (int d = 0; d < PLACES && COPY == 2; d++) make_barrier((u32)__cvta_generic_to_shared(shared.filled + d), 1);
     barriers_made();
   }
 
@@ -222,7 +224,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
   const float4 first_scale = first_job < jobs ? out_scale_of(p, first_row) : zeros;
 
   if (copies) {
-    fetch_tables(p.image, tables);
+    expect(tables, TABLE_BYTES);
+    copy((u32)__cvta_generic_to_shared(smem), p.image, TABLE_BYTES, tables);
     if (COPY == 2) Ring<COPY != 0>::fill(p, shared, ring, warps, begin, end, tile_row, rows / 16);
   }
   __syncwarp();
@@ -274,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
            (float2*)&shared.scale[column_warp], lane);
     if (normed(p) && row_warp == 0 && (one_slice(p) || slice + p.across >= end))  // the warp's last: its sum is whole
       leave_squares(product, shared, column_warp, tokens, lane);
-    wait_for(tables, 0);
+    wait_barrier(tables, 0);
     int at[TILES][OWN], to_next[TILES][OWN];  // where the sums of a lane's tokens are; those of no token go to `spare`
 #pragma unroll
     for (int j = 0; j < TILES; j++)

@@ -25,8 +25,8 @@ SHARED_STRUCT = 1536  # bytes of `Shared` in e8p.cu
 WARPS = {1: 20, 4: 20, 8: 16, 16: 16}  # of a block at most, by tokens in a pass
 NO_MAPS = bytes(384)  # in place of the tensor maps where each lane copies codes itself
 SLOT = {2: 1024, 3: 1536, 4: 2048}  # bytes of a row tile's codes, by bits
-# Row tiles of codes that a warp has under way, by bits: the most that fit. Asking for more delays the tables, which are
-# built next (benchmarks/results/e8p-variants-h200.jsonl).
+# Row tiles of codes that a warp has under way, by bits: the most that fit. More of them lose: activations come behind
+# them (benchmarks/results/e8p-layer-h200.jsonl).
 DEPTHS = {2: (4, 2, 1), 3: (2, 1), 4: (2, 1)}
 GROUP = {2: 2, 3: 1, 4: 1}  # row tiles that a warp takes at a time, where its number of them allows it
 ALIGNMENT = 16  # bytes, of every pointer

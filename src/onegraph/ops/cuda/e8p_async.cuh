@@ -1,4 +1,4 @@
-// What the kernels that multiply by wgmma wait with: barriers in shared memory, the copy engine, the products.
+// Barriers in shared memory, the copy engine that counts bytes on them, and the waits of wgmma.
 
 __device__ __forceinline__ void make_barrier(u32 barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");
@@ -17,6 +17,15 @@ __device__ __forceinline__ void expect(u32 barrier, int bytes) {
 __device__ __forceinline__ void copy(u32 to, const u8* from, int bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+template <class Map> __device__ __forceinline__ void box(u32 to, const Map& map, int column, int row, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+      :: "r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void barriers_made() {  // behind it the copy engine may use them
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

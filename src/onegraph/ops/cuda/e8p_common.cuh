@@ -187,13 +187,6 @@ __device__ __forceinline__ void build_tables(const uint2* codebook, const TableW
     build_block(codebook_row(codebook, place_of(block, lane)), block, lane);
 }
 
-// The tables as they stand in shared memory, fetched by the copy engine; `barrier` counts the bytes.
-__device__ __forceinline__ void fetch_tables(const u8* image, u32 barrier) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "n"(TABLE_BYTES) : "memory");
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               :: "r"((u32)__cvta_generic_to_shared(smem)), "l"(image), "n"(TABLE_BYTES), "r"(barrier) : "memory");
-}
-
 // `bank` holds the high half of the tables' address and the lane's bank; AT, the low half, is an immediate.
 template <int AT> __device__ __forceinline__ u32 lookup(u32 address) {
   u32 v;

@@ -149,11 +149,6 @@ extern "C" __global__ void __launch_bounds__(512, 1) e8p_bytes(const __grid_cons
   }
 }
 
-__device__ __forceinline__ void box(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-      :: "r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier) : "memory");
-}
 __device__ __forceinline__ void sync_consumers() { asm volatile("bar.sync 1, %0;" :: "n"(WARPS * 32) : "memory"); }
 __device__ __forceinline__ void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
@@ -275,8 +270,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 1) e8p_few(const _
   const TableWords words = load_table_words(p.codebook, warp, WARPS, lane);
   if (lane == 0) {
     for (int d = 0; d < DEPTH; d++) make_barrier(mine + 8 * d, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    barriers_made();
   }
   __syncwarp();
 #pragma unroll

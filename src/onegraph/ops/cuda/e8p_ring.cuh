@@ -40,21 +40,6 @@ __device__ __forceinline__ void copy8(u32 to, const u8* from, bool real) {
 // itself, where a row of the residual is no multiple of 16 bytes.
 constexpr int PLACES = DEPTH / GROUP;
 template <bool> struct Ring;
-__device__ __forceinline__ void make_barrier(u32 barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(barrier) : "memory");
-}
-__device__ __forceinline__ void barriers_made() {  // behind it the copy engine may use them
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-__device__ __forceinline__ void expect(u32 barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void wait_for(u32 barrier, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred P;\nAGAIN: mbarrier.try_wait.parity.shared::cta.b64 P, [%0], %1;\n@P bra DONE;\nbra AGAIN;\nDONE:\n}"
-      :: "r"(barrier), "r"(parity) : "memory");
-}
 template <> struct Ring<true> {
   const Arguments& p;
   u32 full, own, to;
@@ -74,15 +59,10 @@ template <> struct Ring<true> {
     column = (begin + column_warp) * 64, end_column = end * 64;
     row = first_row = tile_row + row_warp * (16 * GROUP), rows_end = tile_row + row_tiles * 16;
     if (leader) {
-      for (int d = 0; d < PLACES; d++) make_barrier(own + 8 * d);
+      for (int d = 0; d < PLACES; d++) make_barrier(own + 8 * d, 1);
       barriers_made();
     }
     __syncwarp();
-  }
-  __device__ __forceinline__ static void box(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-        :: "r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier) : "memory");
   }
   // COPY 2: by one thread of the block, for all, in place of the first fetches.
   __device__ __forceinline__ static void fill(const Arguments& p, Shared& shared, u8* ring, int warps, int begin, int end,
@@ -117,7 +97,7 @@ template <> struct Ring<true> {
     pass();
   }
   __device__ __forceinline__ const u8* take() {
-    wait_for(full + 8 * slot, phase);
+    wait_barrier(full + 8 * slot, phase);
     return read + slot * step;
   }
   __device__ __forceinline__ void refill() {
