@@ -284,7 +284,7 @@ def test_a_refused_source_names_the_reason(tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_tables_decode_every_code() -> None:
     """A word is the XOR of two lookups, index byte and sign byte, each word 32 times; its nibbles are (a + 15) / 2."""
-    runs = cuda_e8p.tables().view(torch.int32).view(-1, 32).long() & 0xFFFFFFFF
+    runs = cuda_e8p.tables(codebook()).view(torch.int32).view(-1, 32).long() & 0xFFFFFFFF
     assert (runs == runs[:, :1]).all()
     words = runs[:, 0]
     nibble = torch.tensor([0, 8, 16, 24, 4, 12, 20, 28])  # of column j

@@ -258,7 +258,7 @@ e8p_decode = register(
 """`e8p_decode(codes, residual, codebook, bits) -> int8 [n, k]`: the exact integers Q, 4w at 2 and 3 bits, 16w at 4.
 
 codes int16 [n, k/8]; residual None, uint8 or int16 [n, k/8]; codebook int8 [512, 8],
-`formats.e8p.codebook()` (a CUDA kernel may bring tables of it along instead).
+`formats.e8p.codebook()` (the CUDA kernels read a GPU's first once).
 """
 
 e8p_linear = register(

@@ -230,6 +230,17 @@ def resident(data: torch.Tensor, device: int) -> int:
     return int(address)
 
 
+def host_copy(data: torch.Tensor) -> torch.Tensor:
+    """A GPU's contiguous tensor in host memory, copied by the driver: what a kernel has to know once is no host read of
+    the step, which a dispatch mode or torch's sync debugging would report. Not inside a capture."""
+    driver, _ = _bindings()
+    copy = torch.empty_like(data, device="cpu")
+    with torch.cuda.device(data.device):
+        torch.cuda.current_stream().synchronize()
+        check(driver.cuMemcpyDtoH(copy.data_ptr(), data.data_ptr(), data.numel() * data.element_size()))
+    return copy
+
+
 def usable(build_one: Callable[[], object], otherwise: str = "Triton's are used") -> bool:
     """Whether kernels can be had: calls `build_one`. Where it raises BuildError, warns of what happens `otherwise`."""
     try:

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from onegraph.formats.e8p import codebook, sign_masks
 from onegraph.ops.cuda import build, e8p_dense, e8p_few, e8p_many
 
 SOURCE = Path(__file__).with_name("e8p.cu")
@@ -156,22 +155,36 @@ def available(device: int) -> bool:
     return build.usable(lambda: _kernels(2, 4, False, (DEPTHS[2][0], GROUP[2], 512, 1), 1, -1, device))
 
 
-def tables() -> Tensor:
-    """uint8 [98304]: the tables of `e8p_common.cuh` as they stand in shared memory, each word 32 times."""
-    place = torch.tensor([0, 8, 16, 24, 4, 12, 20, 28])  # of a group's nibbles in a word
+def tables(codebook: Tensor) -> Tensor:
+    """uint8 [98304]: the tables of `e8p_common.cuh` as they stand in shared memory, each word 32 times.
+
+    `codebook` int8 [512, 8], on a CPU.
+    """
+    column = torch.arange(8)
+    place = column % 4 * 8 + column // 4 * 4  # of a group's nibbles in a word
 
     def words(nibbles: Tensor) -> Tensor:
-        return ((nibbles.to(torch.uint8).long() & 15) << place).sum(1)
+        return ((nibbles & 15) << place).sum(1)
 
-    book = codebook()
-    e8p = torch.stack([words((book[:256] >> 1) ^ 8), words(sign_masks() >> 1)], 1)
+    book = codebook.long()
+    signs = torch.arange(256)[:, None] >> column & 1
+    shift = signs.sum(1, keepdim=True) & 1
+    signs[:, :1] ^= shift
+    e8p = torch.stack([words((book[:256] >> 1) ^ 8), words(signs * 0xE ^ shift)], 1)
     runs = torch.cat([e8p.flatten(), words(book[256:] ^ 8)]).to(torch.uint32)
     return runs[:, None].expand(-1, 32).contiguous().view(torch.uint8).flatten()
 
 
-@cache
-def _tables_at(device: int) -> int:
-    return build.resident(tables(), device)
+_TABLES: dict[int, int] = {}
+
+
+def _tables_at(codebook: Tensor) -> int:
+    """Where the tables lie on the codebook's GPU, made of the first codebook that it sees: there is one. First called
+    outside a capture, as `build.load` is."""
+    device = codebook.device.index
+    if device not in _TABLES:
+        _TABLES[device] = build.resident(tables(build.host_copy(codebook)), device)
+    return _TABLES[device]
 
 
 @cache
@@ -258,7 +271,8 @@ def _launch(
         fragments = torch.empty(chunks * cut.slices * chunk * 512, dtype=torch.uint8, device=out.device)
         scales = torch.empty(chunks * cut.slices * chunk * 4, dtype=torch.float32, device=out.device)
     pointers = [0 if t is None else t.data_ptr() for t in (*inputs, out, fragments, scales)]
-    pointers[3] = _tables_at(device)
+    assert inputs[3] is not None
+    pointers[3] = _tables_at(inputs[3])
     shape = tokens, n, k, cut.across, -(-256 // cut.across), cut.slices, cut.per_block, cut.blocks
     divided = -(-65536 // cut.cluster), -(-65536 // cut.blocks), cut.blocks * PARTS // cut.down
     maps = _maps(pointers[1], pointers[2], bits, n, k, cut, copy) if copy else NO_MAPS
