@@ -160,14 +160,14 @@ def tables(codebook: Tensor) -> Tensor:
 
     `codebook` int8 [512, 8], on a CPU.
     """
-    column = torch.arange(8)
+    column = torch.arange(8, device="cpu")  # whatever torch.set_default_device says
     place = column % 4 * 8 + column // 4 * 4  # of a group's nibbles in a word
 
     def words(nibbles: Tensor) -> Tensor:
         return ((nibbles & 15) << place).sum(1)
 
     book = codebook.long()
-    signs = torch.arange(256)[:, None] >> column & 1
+    signs = torch.arange(256, device="cpu")[:, None] >> column & 1
     shift = signs.sum(1, keepdim=True) & 1
     signs[:, :1] ^= shift
     e8p = torch.stack([words((book[:256] >> 1) ^ 8), words(signs * 0xE ^ shift)], 1)
