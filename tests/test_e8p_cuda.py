@@ -295,6 +295,11 @@ def test_the_tables_decode_every_code() -> None:
     assert torch.equal((words[512:, None] >> nibble & 15) - 8, codebook()[256:].long())
 
 
+def test_tables_of_another_codebook_are_refused() -> None:
+    with pytest.raises(ValueError, match="not the one of E8P"):
+        cuda_e8p.tables(torch.zeros(512, 8, dtype=torch.int8))
+
+
 def test_without_a_compiler_triton_runs_after_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise build.BuildError("no NVRTC here")

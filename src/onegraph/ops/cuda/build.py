@@ -227,6 +227,7 @@ def resident(data: torch.Tensor, device: int) -> int:
         size = data.numel() * data.element_size()
         address = check(driver.cuMemAlloc(size))
         check(driver.cuMemcpyHtoD(address, data.data_ptr(), size))
+        check(driver.cuStreamSynchronize(0))  # from pageable memory the copy may return before its end
     return int(address)
 
 

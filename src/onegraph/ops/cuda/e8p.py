@@ -167,6 +167,8 @@ def tables(codebook: Tensor) -> Tensor:
         return ((nibbles & 15) << place).sum(1)
 
     book = codebook.long()
+    if (book[:256] % 2 == 0).any() or (book[:256].abs() > 11).any() or (book[256:].abs() > 4).any():
+        raise ValueError("codebook is not the one of E8P; it must be formats.e8p.codebook()")
     signs = torch.arange(256, device="cpu")[:, None] >> column & 1
     shift = signs.sum(1, keepdim=True) & 1
     signs[:, :1] ^= shift
@@ -179,8 +181,8 @@ _TABLES: dict[int, int] = {}
 
 
 def _tables_at(codebook: Tensor) -> int:
-    """Where the tables lie on the codebook's GPU, made of the first codebook that it sees: there is one. First called
-    outside a capture, as `build.load` is."""
+    """Where the tables lie on the codebook's GPU, made of the first codebook that it sees: there is one. Not for the
+    first time inside a capture."""
     device = codebook.device.index
     if device not in _TABLES:
         _TABLES[device] = build.resident(tables(build.host_copy(codebook)), device)
@@ -216,6 +218,7 @@ def linear(
     x = x.contiguous()
     if bias is not None:
         bias = bias.float()
+    _tables_at(codebook)  # now, since 5 tokens and more, which may be all that runs before a capture, do without
     inputs = [_aligned(t) for t in (x, codes, residual, codebook, in_scale, out_scale, bias, add)]
     out = torch.empty((*x.shape[:-1], n), dtype=torch.float32 if wide else x.dtype, device=x.device)
     options = -1.0 if eps is None else eps, silu, wide
