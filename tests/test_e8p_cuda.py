@@ -1,11 +1,15 @@
 """The CUDA E8P linear against float64: all rates, token counts and tails, under capture, the same bits each time."""
 
+import contextlib
+import ctypes
 import math
 import re
 import subprocess
 import sys
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -298,6 +302,40 @@ def test_the_tables_decode_every_code() -> None:
 def test_tables_of_another_codebook_are_refused() -> None:
     with pytest.raises(ValueError, match="not the one of E8P"):
         cuda_e8p.tables(torch.zeros(512, 8, dtype=torch.int8))
+
+
+def test_tables_stay_on_the_gpu_that_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read from the codebook and stored once by the driver, whose calls are stood in for by host memory."""
+    memory: list[Any] = []
+    ended: list[int] = []
+
+    class Driver:
+        @staticmethod
+        def cuMemAlloc(size: int) -> tuple[int, int]:
+            memory.append(ctypes.create_string_buffer(size))
+            return 0, ctypes.addressof(memory[-1])
+
+        @staticmethod
+        def cuMemcpyHtoD(to: int, source: int, size: int) -> tuple[int]:
+            ctypes.memmove(to, source, size)
+            return (0,)
+
+        cuMemcpyDtoH = cuMemcpyHtoD
+
+        @staticmethod
+        def cuStreamSynchronize(stream: int) -> tuple[int]:
+            ended.append(stream)
+            return (0,)
+
+    monkeypatch.setattr(build, "_bindings", lambda: (Driver, None))
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(cuda_e8p, "_TABLES", {})
+    book = codebook()
+    assert cuda_e8p._tables_at(book) == cuda_e8p._tables_at(book.clone()) == ctypes.addressof(memory[0])
+    assert len(memory) == 1
+    assert ended == [0]
+    assert bytes(memory[0]) == cuda_e8p.tables(book).numpy().tobytes()
 
 
 def test_without_a_compiler_triton_runs_after_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
