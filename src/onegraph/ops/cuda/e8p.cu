@@ -246,8 +246,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
       const int own = rank < jobs ? (int)((jobs - 1 - rank) * p.per_cluster >> 16) + 1 : 0;  // jobs that end here
       const int bytes = own * cluster * ROWS * 4 + (INTEGER && normed(p) && own ? cluster * tokens * 4 : 0);
       const u32 sent = (u32)__cvta_generic_to_shared(shared.sent);
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(sent) : "memory");
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(sent), "r"(bytes) : "memory");
+      make_barrier(sent, 1);
+      expect(sent, bytes);
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncwarp();
@@ -266,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
     add4(first_sum, p, (size_t)(chunk * TOKENS + first_token) * p.n + first_row);
   }
 
-  u32 bank;  // opaque and after the barrier, so that no lookup is moved before it
+  u32 bank;  // opaque; no lookup stands before the wait for the tables, since all need codes that are taken behind it
   const u32 base = (u32)__cvta_generic_to_shared(smem);
   if ((base & 0xFFFFu) != SMEM_START) __trap();
   asm volatile("or.b32 %0, %1, %2;" : "=r"(bank) : "r"(base & 0xFFFF0000u), "r"(lane * 4) : "memory");
@@ -325,8 +325,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
       float sum = 0.f;
       for (int slice = lane; slice < p.slices; slice += 32)
         sum += __ldcg(&p.scales[((size_t)chunk * p.slices + slice) * TOKENS + b].z);
-#pragma unroll
-      for (int o = 1; o < 32; o <<= 1) sum += __shfl_xor_sync(~0u, sum, o);
+      sum = over_lanes(sum);
       if (lane == 0) shared.inverse[b] = inverse_rms(sum, p);
     }
   }

@@ -177,16 +177,15 @@ def tables(codebook: Tensor) -> Tensor:
     return runs[:, None].expand(-1, 32).contiguous().view(torch.uint8).flatten()
 
 
-_TABLES: dict[int, int] = {}
+_TABLES: dict[int, int] = {}  # address of the tables, by GPU
 
 
-def _tables_at(codebook: Tensor) -> int:
-    """Where the tables lie on the codebook's GPU, made of the first codebook that it sees: there is one. Not for the
-    first time inside a capture."""
+def _have_tables(codebook: Tensor) -> None:
+    """Sees to the tables on the codebook's GPU, made of the first codebook that it has: there is one. Not for the first
+    time inside a capture."""
     device = codebook.device.index
     if device not in _TABLES:
         _TABLES[device] = build.resident(tables(build.host_copy(codebook)), device)
-    return _TABLES[device]
 
 
 @cache
@@ -218,7 +217,7 @@ def linear(
     x = x.contiguous()
     if bias is not None:
         bias = bias.float()
-    _tables_at(codebook)  # now, since 5 tokens and more, which may be all that runs before a capture, do without
+    _have_tables(codebook)  # now, since 5 tokens and more, which may be all that runs before a capture, do without
     inputs = [_aligned(t) for t in (x, codes, residual, codebook, in_scale, out_scale, bias, add)]
     out = torch.empty((*x.shape[:-1], n), dtype=torch.float32 if wide else x.dtype, device=x.device)
     options = -1.0 if eps is None else eps, silu, wide
@@ -274,8 +273,7 @@ def _launch(
         fragments = torch.empty(chunks * cut.slices * chunk * 512, dtype=torch.uint8, device=out.device)
         scales = torch.empty(chunks * cut.slices * chunk * 4, dtype=torch.float32, device=out.device)
     pointers = [0 if t is None else t.data_ptr() for t in (*inputs, out, fragments, scales)]
-    assert inputs[3] is not None
-    pointers[3] = _tables_at(inputs[3])
+    pointers[3] = _TABLES[device]
     shape = tokens, n, k, cut.across, -(-256 // cut.across), cut.slices, cut.per_block, cut.blocks
     divided = -(-65536 // cut.cluster), -(-65536 // cut.blocks), cut.blocks * PARTS // cut.down
     maps = _maps(pointers[1], pointers[2], bits, n, k, cut, copy) if copy else NO_MAPS
