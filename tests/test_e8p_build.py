@@ -144,8 +144,11 @@ def test_constants_agree_with_the_source() -> None:
     for name in ("SLICE", "ROWS"):
         assert int(re.search(rf"constexpr int {name} = (\d+);", text)[1]) == getattr(cuda_e8p, name)
     ring = cuda_e8p.SOURCE.with_name("e8p_ring.cuh").read_text()
-    slot = re.search(r"constexpr int SLOT = BITS == 2 \? (\d+) : BITS == 3 \? (\d+) : (\d+);", ring)
-    assert {2 + i: int(size) for i, size in enumerate(slot.groups())} == cuda_e8p.SLOT
+    slot = re.search(
+        r"constexpr int RESIDUAL = BITS == 2 \? (\d+) : BITS == 3 \? (\d+) : (\d+), SLOT = (\d+) \+ RESIDUAL;", ring
+    )
+    *residual, first = map(int, slot.groups())
+    assert {2 + i: first + size for i, size in enumerate(residual)} == cuda_e8p.SLOT
     few = e8p_few.SOURCE.read_text()
     slot = re.search(r"constexpr int SLOT = BITS == 2 \? (\d+) : BITS == 3 \? (\d+) : (\d+);", few)
     assert {2 + i: int(size) for i, size in enumerate(slot.groups())} == e8p_few.SLOT
@@ -163,7 +166,7 @@ def test_a_source_is_given_what_it_sets_when_compiled(name: str, monkeypatch: py
     defined: list[set[str]] = []
     monkeypatch.setattr(build, "load", lambda source, defines, *_: defined.append(set(defines)) or (None,) * 3)
     make = {
-        "e8p": lambda: cuda_e8p._kernels.__wrapped__(2, 4, False, (4, 2, 512, 1), True, -1, 0),
+        "e8p": lambda: cuda_e8p._kernels.__wrapped__(2, 4, False, (4, 2, 512, 1), 1, (), 0),
         "e8p_few": lambda: e8p_few._kernels.__wrapped__(2, e8p_few.form(2, 16), False, 4, 0),
         "e8p_many": lambda: e8p_many._kernels.__wrapped__(2, e8p_many.tile(17), False, 2, 0),
         "e8p_dense": lambda: e8p_dense._kernel.__wrapped__(2, False, 0),
@@ -172,6 +175,15 @@ def test_a_source_is_given_what_it_sets_when_compiled(name: str, monkeypatch: py
     text = cuda_e8p.SOURCE.with_name(f"{name}.cu").read_text().replace("\n//", "")
     told = re.search(r"Set when compiled:(.*)", text)[1]
     assert set(re.findall(r"\b[A-Z]{2,}\b(?= \(|,)", told)) == defined[0]
+
+
+def test_one_token_is_given_its_shape_when_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    defined: list[dict[str, int]] = []
+    monkeypatch.setattr(build, "load", lambda source, defines, *_: defined.append(dict(defines)) or (None,) * 2)
+    cuda_e8p._kernels.__wrapped__(2, 1, False, (4, 2, 512, 1), 1, tuple(range(len(cuda_e8p.KNOWN))), 0)
+    shape = re.search(r"TOKENS == 1.*?\nstruct Shape \{(.*?)\};", cuda_e8p.SOURCE.read_text(), re.DOTALL)[1]
+    elsewhere = {"SLICE", "ROWS", "DOWN"}
+    assert set(re.findall(r"\b[A-Z_]{1,}\b", shape)) - elsewhere == set(cuda_e8p.KNOWN) < set(defined[0])
 
 
 def test_importing_touches_no_cuda() -> None:

@@ -209,6 +209,26 @@ def test_same_bits_each_time_and_in_a_graph(bits: int, tokens: int) -> None:
 
 
 @gpu
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize(("n", "k"), [(4096, 14336), (28672, 4096)])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_same_bits_where_codes_come_while_others_are_read(tokens: int, n: int, k: int, bits: int) -> None:
+    """Codes that overwrite those that a warp still reads show here: all SMs busy, layers whose codes are in the L2."""
+    x, *first = _arguments(tokens, n, k, bits)
+    layers = [first, [*_codes(n, k, bits, seed=7), *first[2:]]]
+    x2, add = torch.cat([x, x], 1), torch.randn(tokens, n, device="cuda", dtype=x.dtype)
+
+    def results() -> list[torch.Tensor]:
+        around = [(x, (None, 1e-5)), (x2, (add, None, True))]
+        return [cuda_e8p.linear(given, *layer, *more) for layer in layers for given, more in around]
+
+    wanted = results()
+    for _ in range(40):
+        for y, want in zip(results(), wanted, strict=True):
+            assert torch.equal(y, want)
+
+
+@gpu
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     """Within one kernel, that is for 1 to 4, 5 to 8, 9 to 16, 17 to 32 and 33 to 64 tokens."""
     x, *rest = _arguments(16, 1536, 576, 3)

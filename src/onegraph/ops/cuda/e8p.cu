@@ -22,8 +22,9 @@
 //
 // Set when compiled: BITS (2, 3, 4), TOKENS (1, 4, 8 or 16 in one pass), HALF (1: x and y are float16, 0: bfloat16),
 // DEPTH (row tiles of codes that a warp has under way), GROUP (divides DEPTH and the row tiles of a warp), COPY (2: the
-// copy engine fetches codes, those that all warps begin with at once, 1: for each warp, 0: each lane), THREADS (of a block at most), DOWN (warps that share the rows of a slice),
-// AROUND (for one token a sum of: 1 RMSNorm in front, 2 SwiGLU in front, 4 a warp takes one slice; -1: at run time).
+// copy engine fetches codes, those that all warps begin with at once, 1: for each warp, 0: each lane), THREADS (of a block
+// at most), DOWN (warps that share the rows of a slice). For one token, which runs each line of the start and of the end
+// once, also all that `Shape` holds.
 //
 // e8p_ring.cuh brings the codes, e8p_product.cuh multiplies by them. One file past 400 lines: the two kernels hand each
 // other their layouts.
@@ -37,11 +38,40 @@ constexpr int OWN = INTEGER ? 1 : 2;               // tokens of a tile whose res
 constexpr int PAD = INTEGER ? 8 : 4;               // floats after a token's partial sums: other banks for each t
 constexpr float LEVELS = INTEGER ? 32512.f : 2048.f;  // of the largest activation; 127 * 256: both bytes stay in int8
 
+#if TOKENS == 1  // 27.1 us for the four linears of a layer of 8B at 2 bits, 28.3 with all of it known at run time
+struct Shape {
+  static constexpr int tokens = 1, n = N, k = K, across = ACROSS, inverse = (256 + ACROSS - 1) / ACROSS,
+                       slices = (K + SLICE - 1) / SLICE, per_block = PER_BLOCK, blocks = BLOCKS,
+                       turns = BLOCKS * (ROWS / 16) / DOWN, normed = NORMED, silu = SILU, biased = BIASED,
+                       added = ADDED, wide = WIDE;
+  static constexpr u32 cluster = CLUSTER, per_cluster = (65536 + CLUSTER - 1) / CLUSTER,
+                       per_blocks = (65536 + BLOCKS - 1) / BLOCKS;
+};
+#else
+struct Shape {
+  int tokens, n, k;
+  int across;               // warps side by side in k; DOWN such rows of warps share the rows
+  int inverse;              // 256 / across, rounded up
+  int slices;               // of 256 columns
+  int per_block;            // slices that a block of the cluster owns
+  int blocks;               // of 128 rows that a cluster owns
+  int turns;                // row tiles that a warp takes of each slice
+  int normed;               // x is normed in front (RMSNorm)
+  int silu;                 // x is [tokens, 2 k], gate beside up
+  int biased, added;        // there is a bias, something to add
+  int wide;                 // y and add are float
+  u32 cluster;              // blocks that share k
+  u32 per_cluster;          // 65536 / cluster, rounded up: what small numbers are divided with
+  u32 per_blocks;           // ... / blocks
+};
+#endif
+
 struct __align__(64) TensorMap { u64 words[16]; };
-struct Arguments {
+struct Arguments : Shape {
   TensorMap codes_map;      // of codes, boxes of GROUP * 16 rows x 256 columns; COPY 1, 2
   TensorMap residual_map;   // ... of residual
-  TensorMap first_codes_map;  // of codes as slices, boxes of what the warps of a block take at a time; COPY 2
+  TensorMap first_codes_map;     // of codes as slices, boxes of what the warps of a block take at a time; COPY 2
+  TensorMap first_residual_map;  // ... of residual
   const u16* x;             // [tokens, k]
   const u8* codes;          // int16 [n, k/8]
   const u8* residual;       // uint8 or int16 [n, k/8]
@@ -53,21 +83,16 @@ struct Arguments {
   void* y;                  // [tokens, n], x's type, or float if wide
   uint4* fragments;         // [chunks, slices, TILES, 8, 32]
   float4* scales;           // [chunks, slices, TOKENS]: scale, sum, sum of squares of x
-  int tokens, n, k;
-  int across;               // warps side by side in k; DOWN such rows of warps share the rows
-  int inverse;              // 256 / across, rounded up
-  int slices;               // of 256 columns
-  int per_block;            // slices that a block of the cluster owns
-  int blocks;               // of 128 rows that a cluster owns
   float norm;               // of both Hadamard transforms
-  float eps;                // of the RMSNorm in front; negative: none
+  float eps;                // of the RMSNorm in front
   float inverse_k;          // 1 / k
-  int silu;                 // x is [tokens, 2 k], gate beside up
-  int wide;                 // y and add are float
-  u32 per_cluster;          // 65536 / blocks of a cluster, rounded up: what small numbers are divided with
-  u32 per_blocks;           // ... / p.blocks
-  int turns;                // row tiles that a warp takes of each slice
 };
+
+#if TOKENS == 1  // places of the ring in a turn of the loop: all, where that divides the turns
+constexpr int UNROLLED = Shape::turns % DEPTH == 0 ? DEPTH / GROUP : 1;
+#else
+constexpr int UNROLLED = 1;
+#endif
 
 struct __align__(128) Shared {  // after the tables
   float squares[20][4];     // INTEGER: by warp across and token, of the warp's columns of x
@@ -80,6 +105,10 @@ struct __align__(128) Shared {  // after the tables
   u64 filled[4];            // COPY 2: by place of the ring, the codes that all warps begin with are there
   u64 scale[10];            // INTEGER, DOWN > 1: by warp across, the scale and the sum that gather() hands on
 };
+
+__device__ __forceinline__ bool one_slice(const Arguments& p) {  // a warp: it writes each of its sums one time
+  return p.per_block <= p.across;
+}
 
 #include "e8p_ring.cuh"
 #include "e8p_product.cuh"
@@ -96,18 +125,11 @@ extern "C" __global__ void __launch_bounds__(256) e8p_rotate(const __grid_consta
   float v[8], squares = 0.f;
   float2 scale;
   load_x(v, p, token, column, column < p.k && token < p.tokens);
-  if (p.eps >= 0.f) squares = sum_of_squares(v);
+  if (p.normed) squares = sum_of_squares(v);
   rotate(v, in_scale, p.k % 128 ? 64 : 128, lane);
   const size_t at = (size_t)chunk * p.slices + slice;
   p.fragments[((at * TILES + b / 8) * 8 + lane % 8) * 32 + b % 8 * 4 + lane / 8] = to_halves(v, scale);
   if (lane == 0) p.scales[at * TOKENS + b] = make_float4(scale.x, scale.y, squares, 0.f);
-}
-
-// What is in front of the product and how it is cut, known when compiled for one token, which runs each line once.
-__device__ __forceinline__ bool normed(const Arguments& p) { return AROUND < 0 ? p.eps >= 0.f : AROUND & 1; }
-__device__ __forceinline__ bool gated(const Arguments& p) { return AROUND < 0 ? p.silu : AROUND & 2; }
-__device__ __forceinline__ bool one_slice(const Arguments& p) {  // a warp: it writes each of its sums one time
-  return AROUND < 0 ? p.per_block <= p.across : AROUND & 4;
 }
 
 // The warps of a slice wait for each other; a barrier each.
@@ -128,15 +150,15 @@ __device__ __forceinline__ void gather(Bytes& to, const Arguments& p, int slice,
   else to.square = 0.f;
 #pragma unroll
   for (int i = 0; i < 8; i++) to.b[i] = make_uint2(0, 0);
-  Raw raw = first ? asked : ask_x(p, gated(p), chunk * TOKENS, column, inside);
+  Raw raw = first ? asked : ask_x(p, p.silu, chunk * TOKENS, column, inside);
 #pragma unroll 1
   for (int token = 0; token < tokens; token++) {
     float2 scale;
     if (mine) {
       float v[8];
-      take_x(v, raw, gated(p));
-      if (token + 1 < tokens) raw = ask_x(p, gated(p), chunk * TOKENS + token + 1, column, inside);
-      if (normed(p)) {  // one token's lanes meet after the loop
+      take_x(v, raw, p.silu);
+      if (token + 1 < tokens) raw = ask_x(p, p.silu, chunk * TOKENS + token + 1, column, inside);
+      if (p.normed) {  // one token's lanes meet after the loop
         float square = squares_of(v);
         if (tokens > 1) square = over_lanes(square);
         if (t == token || tokens == 1) to.square += square;
@@ -188,12 +210,12 @@ __device__ __forceinline__ float inverse_rms(float squares, const Arguments& p) 
 // [across][tokens][rows + PAD], what the cluster sends [jobs / cluster][cluster][128], where a job is a token's 128 rows,
 // and 512 bytes a slice for the rotation.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid_constant__ Arguments p) {
-  u32 cluster, rank, tile;
-  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(cluster));
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  asm("mov.u32 %0, %%clusterid.x;" : "=r"(tile));
+  const u32 cluster = p.cluster;
+  u32 rank = 0;
+  if (cluster > 1) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  const u32 tile = blockIdx.x / cluster;
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int warps = blockDim.x / 32, chunk = TOKENS == 1 ? 0 : blockIdx.y;
+  const int warps = p.across * DOWN, chunk = TOKENS == 1 ? 0 : blockIdx.y;
   const int row_warp = DOWN == 1 ? 0 : warp * p.inverse >> 8, column_warp = warp - row_warp * p.across;
   const int tokens = TOKENS == 1 ? 1 : min(TOKENS, p.tokens - chunk * TOKENS);
   const int begin = rank * p.per_block, end = min(begin + p.per_block, p.slices), start = begin + column_warp;
@@ -203,36 +225,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
   Shared& shared = *(Shared*)(smem + TABLE_BYTES);
   u8* const ring = (u8*)(&shared + 1);
   const u32 tables = (u32)__cvta_generic_to_shared(shared.tables);
-  const bool copies = threadIdx.x == (warps - 1) * 32;  // what is no warp's own
-  Ring<COPY != 0> codes_ring(p, shared, ring, warps, warp, column_warp, row_warp, begin, end, tile_row, rows / 16, lane);
-  if (copies) {
-    make_barrier(tables, 1);
-    for (int d = 0; d < PLACES && COPY == 2; d++) make_barrier((u32)__cvta_generic_to_shared(shared.filled + d), 1);
-    barriers_made();
-  }
 
   // Constants first: they would queue behind tables and codes.
   float in_scale[8];
   const int column = start * SLICE + lane * 8;
   const bool inside = (DOWN == 1 || row_warp == 0) && start < end && column < p.k;
   if (INTEGER) load8(in_scale, p.in_scale + column, inside);
-  const int jobs = tokens * p.blocks, first_job = cluster == 1 ? warp : rank + warp * cluster;
-  auto token_of = [&](int job) { return (int)(job * p.per_blocks >> 16); };
-  const int first_token = token_of(first_job);
-  const int first_row = tile_row + (first_job - first_token * p.blocks) * ROWS + lane * 4;
-  const float4 zeros = make_float4(0.f, 0.f, 0.f, 0.f);
-  const float4 first_scale = first_job < jobs ? out_scale_of(p, first_row) : zeros;
-
-  if (copies) {
+  if (threadIdx.x == (warps - 1) * 32) {  // what is no warp's own
+    make_barrier(tables, 1);
+    for (int d = 0; d < PLACES && COPY == 2; d++) make_barrier((u32)__cvta_generic_to_shared(shared.filled + d), 1);
+    barriers_made();
     expect(tables, TABLE_BYTES);
     copy((u32)__cvta_generic_to_shared(smem), p.image, TABLE_BYTES, tables);
     if (COPY == 2) Ring<COPY != 0>::fill(p, shared, ring, warps, begin, end, tile_row, rows / 16);
   }
   __syncwarp();
+  Ring<COPY != 0> codes_ring(p, shared, ring, warps, warp, column_warp, row_warp, begin, end, tile_row, rows / 16, lane);
 #pragma unroll
   for (int d = 0; d < PLACES; d++)
     if (COPY == 2) codes_ring.pass();
     else codes_ring.fetch(d);
+
+  const int jobs = tokens * p.blocks, first_job = cluster == 1 ? warp : rank + warp * cluster;
+  auto token_of = [&](int job) { return (int)(job * p.per_blocks >> 16); };
+  const int first_token = token_of(first_job);
+  const int first_row = tile_row + (first_job - first_token * p.blocks) * ROWS + lane * 4;
+  const float4 zeros = make_float4(0.f, 0.f, 0.f, 0.f);
+  const bool first_own = first_job < jobs && first_row < p.n;
+  float4 first_scale = zeros, first_sum = zeros;  // what the first job's sums are multiplied with, and what is added
+  if (first_own) first_scale = *(const float4*)(p.out_scale + first_row);
+  if (first_own && p.biased) first_sum = *(const float4*)(p.bias + first_row);
 
   float* partial = (float*)((u8*)(&shared + 1) + warps * DEPTH * SLOT);
   float* received = partial + p.across * tokens * pitch;
@@ -244,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
   if (cluster > 1) {
     if (threadIdx.x == 0) {
       const int own = rank < jobs ? (int)((jobs - 1 - rank) * p.per_cluster >> 16) + 1 : 0;  // jobs that end here
-      const int bytes = own * cluster * ROWS * 4 + (INTEGER && normed(p) && own ? cluster * tokens * 4 : 0);
+      const int bytes = own * cluster * ROWS * 4 + (INTEGER && p.normed && own ? cluster * tokens * 4 : 0);
       const u32 sent = (u32)__cvta_generic_to_shared(shared.sent);
       make_barrier(sent, 1);
       expect(sent, bytes);
@@ -258,13 +280,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
   wait_for_previous();
   let_next_start();
   Raw asked;
-  if (INTEGER) asked = ask_x(p, gated(p), chunk * TOKENS, column, inside);
+  if (INTEGER) asked = ask_x(p, p.silu, chunk * TOKENS, column, inside);
+  uint4 first_add = make_uint4(0, 0, 0, 0);
+  if (first_own && p.added) first_add = ask_add(p, (size_t)(chunk * TOKENS + first_token) * p.n + first_row);
   __syncthreads();
-  float4 first_sum = zeros;  // what is added to the first job's
-  if (first_job < jobs && first_row < p.n) {
-    if (p.bias) first_sum = *(const float4*)(p.bias + first_row);
-    add4(first_sum, p, (size_t)(chunk * TOKENS + first_token) * p.n + first_row);
-  }
 
   u32 bank;  // opaque; no lookup stands before the wait for the tables, since all need codes that are taken behind it
   const u32 base = (u32)__cvta_generic_to_shared(smem);
@@ -272,10 +291,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
   asm volatile("or.b32 %0, %1, %2;" : "=r"(bank) : "r"(base & 0xFFFF0000u), "r"(lane * 4) : "memory");
   typedef Choose<INTEGER>::type Product;
   Product product;
+  int place = 0;  // of the ring
   for (int slice = start; slice < end; slice += one_slice(p) ? p.slices : p.across) {
     gather(product, p, slice, start, chunk, tokens, row_warp, column_warp, asked, in_scale, exchange,
            (float2*)&shared.scale[column_warp], lane);
-    if (normed(p) && row_warp == 0 && (one_slice(p) || slice + p.across >= end))  // the warp's last: its sum is whole
+    if (p.normed && row_warp == 0 && (one_slice(p) || slice + p.across >= end))  // the warp's last: its sum is whole
       leave_squares(product, shared, column_warp, tokens, lane);
     wait_barrier(tables, 0);
     int at[TILES][OWN], to_next[TILES][OWN];  // where the sums of a lane's tokens are; those of no token go to `spare`
@@ -284,43 +304,53 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
 #pragma unroll
       for (int e = 0; e < OWN; e++) {
         const int token = INTEGER ? t : j * 8 + t * 2 + e;
-        at[j][e] = token < tokens ? (column_warp * tokens + token) * pitch + row_warp * (16 * GROUP) + g : spare;
-        to_next[j][e] = token < tokens ? 16 : 0;
+        const bool real = TOKENS == 1 || token < tokens;  // of one token's other lanes nothing is kept
+        at[j][e] = real ? (column_warp * tokens + (TOKENS == 1 ? 0 : token)) * pitch + row_warp * (16 * GROUP) + g : spare;
+        to_next[j][e] = real ? 16 : 0;
       }
 #pragma unroll 1
-    for (int turn = 0; turn < p.turns; turn += GROUP) {
-      const u8* const from = codes_ring.take();
-      Codes codes[GROUP];
-      typename Product::Sums acc[GROUP];
+    for (int turn = 0; turn < p.turns; turn += GROUP * UNROLLED) {
 #pragma unroll
-      for (int u = 0; u < GROUP; u++) codes[u] = codes_at(from, u, lane), Product::clear(acc[u]);
+      for (int d = 0; d < UNROLLED; d++) {
+        if (UNROLLED > 1) place = d;
+        const u8* const from = codes_ring.take(place);
+        Codes codes[GROUP];
+        typename Product::Sums acc[GROUP];
 #pragma unroll
-      for (int u = 0; u < GROUP; u++) {
-        product.template multiply<0>(acc[u], codes[u], bank);
-        product.template multiply<1>(acc[u], codes[u], bank);
-        product.template multiply<2>(acc[u], codes[u], bank);
-        product.template multiply<3>(acc[u], codes[u], bank);
-        product.template multiply<4>(acc[u], codes[u], bank);
-        product.template multiply<5>(acc[u], codes[u], bank);
-        product.template multiply<6>(acc[u], codes[u], bank);
-        product.template multiply<7>(acc[u], codes[u], bank);
+        for (int u = 0; u < GROUP; u++) codes[u] = codes_at(from, codes_ring.residual, u, lane), Product::clear(acc[u]);
+        if (COPY) codes_ring.refill(place);
+#pragma unroll
+        for (int u = 0; u < GROUP; u++) {
+          product.template multiply<0>(acc[u], codes[u], bank);
+          product.template multiply<1>(acc[u], codes[u], bank);
+          product.template multiply<2>(acc[u], codes[u], bank);
+          product.template multiply<3>(acc[u], codes[u], bank);
+          product.template multiply<4>(acc[u], codes[u], bank);
+          product.template multiply<5>(acc[u], codes[u], bank);
+          product.template multiply<6>(acc[u], codes[u], bank);
+          product.template multiply<7>(acc[u], codes[u], bank);
+        }
+        if (!COPY) codes_ring.refill(place);  // no earlier: nothing but their use orders a lane's reads before its copies
+#pragma unroll
+        for (int u = 0; u < GROUP; u++)
+#pragma unroll
+          for (int j = 0; j < TILES; j++)
+#pragma unroll
+            for (int e = 0; e < OWN; e++) {
+              float* sum = partial + at[j][e] + u * to_next[j][e];
+              const float top = product.result(acc[u], j, e, 0), low = product.result(acc[u], j, e, 1);
+              if (TOKENS > 1 || t == 0) {
+                sum[0] = one_slice(p) ? top : sum[0] + top;
+                sum[8] = one_slice(p) ? low : sum[8] + low;
+              }
+              if (u == GROUP - 1) at[j][e] += to_next[j][e] * (GROUP * DOWN);
+            }
+        if (place == PLACES - 1) codes_ring.passed();
+        place = place == PLACES - 1 ? 0 : place + 1;
       }
-      codes_ring.refill();  // the slots that were read
-#pragma unroll
-      for (int u = 0; u < GROUP; u++)
-#pragma unroll
-        for (int j = 0; j < TILES; j++)
-#pragma unroll
-          for (int e = 0; e < OWN; e++) {
-            float* sum = partial + at[j][e] + u * to_next[j][e];
-            const float top = product.result(acc[u], j, e, 0), low = product.result(acc[u], j, e, 1);
-            sum[0] = one_slice(p) ? top : sum[0] + top;
-            sum[8] = one_slice(p) ? low : sum[8] + low;
-            if (u == GROUP - 1) at[j][e] += to_next[j][e] * (GROUP * DOWN);
-          }
     }
   }
-  if (!INTEGER && normed(p)) {
+  if (!INTEGER && p.normed) {
     for (int b = warp; b < tokens; b += warps) {
       float sum = 0.f;
       for (int slice = lane; slice < p.slices; slice += 32)
@@ -331,6 +361,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
   }
   __syncthreads();
 
+  const bool once = TOKENS == 1 && p.blocks <= p.across * DOWN;  // no warp has a second job
   const int used = min(p.across, end - begin);  // columns of warps that had a slice
   const int block = p.n % 128 ? 64 : 128;
   auto squares_here = [&](int b) { return over_lanes(lane < used ? shared.squares[lane][b] : 0.f); };
@@ -338,15 +369,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
     const int b = token_of(job), row = tile_row + (job - b * p.blocks) * ROWS + lane * 4;
     const bool own = row < p.n;
     const size_t at = (size_t)(chunk * TOKENS + b) * p.n + row;
-    const float4 s = job == first_job ? first_scale : out_scale_of(p, row);
-    float4 c = first_sum;
-    if (job != first_job) {
-      c = zeros;
-      if (own && p.bias) c = *(const float4*)(p.bias + row);
-      if (own) add4(c, p, at);
+    float4 s = first_scale, c = first_sum;
+    if (!once && job != first_job) {
+      s = out_scale_of(p, row), c = zeros;
+      if (own && p.biased) c = *(const float4*)(p.bias + row);
+      if (own && p.added) take_add(c, p, ask_add(p, at));
+    } else if (p.added) {
+      take_add(c, p, first_add);
     }
     float norm = p.norm;
-    if (normed(p)) {
+    if (p.normed) {
       if (INTEGER) {
         const float of_blocks = lane < cluster ? shared.received[lane][b] : 0.f;
         norm *= inverse_rms(cluster == 1 ? squares_here(b) : over_lanes(of_blocks), p);
@@ -376,10 +408,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
   };
   if (cluster == 1) {
 #pragma unroll 1
-    for (int job = warp; job < jobs; job += warps) finish(job, total(job));
+    for (int job = warp; job < jobs; job += warps) {
+      finish(job, total(job));
+      if (once) break;
+    }
     return;
   }
-  auto place = [](const void* local, u32 rank) {  // of the same variable in another block of the cluster
+  auto remote = [](const void* local, u32 rank) {  // of the same variable in another block of the cluster
     u32 to = (u32)__cvta_generic_to_shared(local);
     asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(to) : "r"(rank));
     return to;
@@ -391,11 +426,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
   for (int job = warp; job < jobs; job += warps) {
     const float4 v = total(job);
     const int turn = job * p.per_cluster >> 16, of = job - turn * cluster;
-    const u32 to = place(received + (turn * cluster + rank) * ROWS + lane * 4, of);
+    const u32 to = remote(received + (turn * cluster + rank) * ROWS + lane * 4, of);
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];"
-                 :: "r"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(place(&shared.sent, of)) : "memory");
+                 :: "r"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(remote(&shared.sent, of)) : "memory");
+    if (once) break;
   }
-  if (INTEGER && normed(p) && warp == warps - 1) {
+  if (INTEGER && p.normed && warp == warps - 1) {
     float mine = 0.f;
     for (int b = 0; b < tokens; b++) {
       const float sum = squares_here(b);
@@ -403,7 +439,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
     }
     if (lane < min((int)cluster, jobs) * 4 && t < tokens)
       asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];"
-                   :: "r"(place(&shared.received[rank][t], g)), "f"(mine), "r"(place(&shared.sent, g)) : "memory");
+                   :: "r"(remote(&shared.received[rank][t], g)), "f"(mine), "r"(remote(&shared.sent, g)) : "memory");
   }
   if (rank + warp * cluster >= jobs) return;
   asm volatile(
@@ -418,5 +454,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
       v.x += u.x, v.y += u.y, v.z += u.z, v.w += u.w;
     }
     finish(job, v);
+    if (once) break;
   }
 }

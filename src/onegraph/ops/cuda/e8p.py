@@ -22,7 +22,9 @@ GPC = 18  # SMs of a GPC, which a cluster must fit into (H200: clusters of 8 lea
 SHARED_LIMIT = 227 * 1024  # bytes that a block can have on Hopper
 SHARED_STRUCT = 1536  # bytes of `Shared` in e8p.cu
 WARPS = {1: 20, 4: 20, 8: 16, 16: 16}  # of a block at most, by tokens in a pass
-NO_MAPS = bytes(384)  # in place of the tensor maps where each lane copies codes itself
+# What `Shape` of e8p.cu is made of for one token.
+KNOWN = "N", "K", "CLUSTER", "ACROSS", "PER_BLOCK", "BLOCKS", "NORMED", "SILU", "BIASED", "ADDED", "WIDE"
+NO_MAPS = bytes(512)  # in place of the tensor maps where each lane copies codes itself
 SLOT = {2: 1024, 3: 1536, 4: 2048}  # bytes of a row tile's codes, by bits
 # Row tiles of codes that a warp has under way, by bits: the most that fit. More of them lose: activations come behind
 # them (benchmarks/results/e8p-layer-h200.jsonl).
@@ -141,18 +143,20 @@ def takes(tokens: int, n: int, k: int, dtype: torch.dtype) -> bool:
 
 @cache
 def _kernels(
-    bits: int, most: int, half: bool, form: tuple[int, int, int, int], copy: int, around: int, device: int
+    bits: int, most: int, half: bool, form: tuple[int, int, int, int], copy: int, known: tuple[int, ...], device: int
 ) -> tuple[build.Kernel, ...]:
-    """`form`: see `Plan.form`; `copy`, `around`: COPY and AROUND of e8p.cu."""
-    defines = {"BITS": bits, "TOKENS": most, "HALF": int(half), "COPY": copy, "AROUND": around}
+    """`form`: see `Plan.form`; `copy`: COPY of e8p.cu; `known`: `KNOWN` where `most` is one token, else nothing."""
+    defines = {"BITS": bits, "TOKENS": most, "HALF": int(half), "COPY": copy}
     defines |= dict(zip(("DEPTH", "GROUP", "THREADS", "DOWN"), form, strict=True))
+    if known:
+        defines |= dict(zip(KNOWN, known, strict=True))
     return build.load(SOURCE, defines, ("e8p_linear", "e8p_rotate"), device, SHARED_LIMIT)
 
 
 @cache
 def available(device: int) -> bool:
     """Whether the kernels can be built for this GPU; warns once where not."""
-    return build.usable(lambda: _kernels(2, 4, False, (DEPTHS[2][0], GROUP[2], 512, 1), 1, -1, device))
+    return build.usable(lambda: _kernels(2, 4, False, (DEPTHS[2][0], GROUP[2], 512, 1), 1, (), device))
 
 
 def tables(codebook: Tensor) -> Tensor:
@@ -238,10 +242,12 @@ def _maps(codes: int, residual: int, bits: int, n: int, k: int, cut: Plan, copy:
     group, width = cut.group(bits), 8 if bits == 3 else 4  # columns that a byte of the residual stands for
     maps = build.tensor_map(codes, n, k // 4, 16 * group, SLICE // 4)
     maps += maps if bits == 2 else build.tensor_map(residual, n, k // width, 16 * group, SLICE // width)
-    if copy < 2:
-        return maps + NO_MAPS[len(maps) :]
-    box = SLICE // 4, 16 * group * cut.down, cut.across
-    return maps + build.sliced_tensor_map(codes, n, k // 4, box, swizzle=False)
+    if copy == 2:
+        rows = 16 * group * cut.down, cut.across
+        maps += build.sliced_tensor_map(codes, n, k // 4, (SLICE // 4, *rows), swizzle=False)
+        if bits > 2:
+            maps += build.sliced_tensor_map(residual, n, k // width, (SLICE // width, *rows), swizzle=False)
+    return maps + NO_MAPS[len(maps) :]
 
 
 def _launch(
@@ -264,20 +270,23 @@ def _launch(
     chunk = _pass(tokens)
     chunks = -(-tokens // chunk)
     cut = plan(n, k, bits, min(tokens, chunk), _sms(device))
-    copy = 2 if bits == 2 and k % SLICE == 0 else int(bits != 3 or k % 128 == 0)  # boxes begin at multiples of 16 bytes
+    copy = 2 if k % SLICE == 0 else int(bits != 3 or k % 128 == 0)  # boxes begin at multiples of 16 bytes
     eps, silu, wide = options
-    around = (eps >= 0) + 2 * silu + 4 * (cut.per_block <= cut.across) if chunk == 1 else -1
-    main, rotate = _kernels(bits, chunk, half, cut.form(bits), copy, around, device)
+    around = tuple(map(int, (eps >= 0, silu, inputs[6] is not None, inputs[7] is not None, wide)))
+    known = (n, k, cut.cluster, cut.across, cut.per_block, cut.blocks, *around) if chunk == 1 else ()
+    main, rotate = _kernels(bits, chunk, half, cut.form(bits), copy, known, device)
     fragments = scales = None
     if chunk > 4:
         fragments = torch.empty(chunks * cut.slices * chunk * 512, dtype=torch.uint8, device=out.device)
         scales = torch.empty(chunks * cut.slices * chunk * 4, dtype=torch.float32, device=out.device)
     pointers = [0 if t is None else t.data_ptr() for t in (*inputs, out, fragments, scales)]
     pointers[3] = _TABLES[device]
-    shape = tokens, n, k, cut.across, -(-256 // cut.across), cut.slices, cut.per_block, cut.blocks
-    divided = -(-65536 // cut.cluster), -(-65536 // cut.blocks), cut.blocks * PARTS // cut.down
-    maps = _maps(pointers[1], pointers[2], bits, n, k, cut, copy) if copy else NO_MAPS
-    arguments = maps + struct.pack("11Q8i3f5i40x", *pointers, *shape, norm, eps, 1 / k, silu, wide, *divided)
+    arguments = _maps(pointers[1], pointers[2], bits, n, k, cut, copy) if copy else NO_MAPS
+    arguments += struct.pack("11Q3f28x", *pointers, norm, eps, 1 / k)
+    if chunk > 1:
+        warps = cut.across, -(-256 // cut.across), cut.slices, cut.per_block, cut.blocks, cut.blocks * PARTS // cut.down
+        divided = cut.cluster, -(-65536 // cut.cluster), -(-65536 // cut.blocks)
+        arguments = struct.pack("17i60x", tokens, n, k, *warps, *around, *divided) + arguments
     stream = torch._C._cuda_getCurrentRawStream(device)
     if chunk > 4:
         rotate.launch((cut.slices, chunk // 8, chunks), 256, 0, 1, stream, arguments)

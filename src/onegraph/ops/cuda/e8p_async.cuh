@@ -23,6 +23,11 @@ template <class Map> __device__ __forceinline__ void box(u32 to, const Map& map,
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
       :: "r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier) : "memory");
 }
+template <class Map> __device__ __forceinline__ void slices(u32 to, const Map& map, int row, int slice, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+      :: "r"(to), "l"(&map), "r"(0), "r"(row), "r"(slice), "r"(barrier) : "memory");
+}
 __device__ __forceinline__ void barriers_made() {  // behind it the copy engine may use them
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

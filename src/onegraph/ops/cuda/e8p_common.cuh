@@ -108,15 +108,22 @@ __device__ __forceinline__ void rotate(float (&v)[8], const float (&in_scale)[8]
 }
 
 // Four results of a row: what is added to them, beside `c`, and their place in y.
-template <class A> __device__ __forceinline__ void add4(float4& c, const A& p, size_t at) {
-  if (p.add && p.wide) {
-    const float4 a = *(const float4*)((const float*)p.add + at);
-    c.x += a.x, c.y += a.y, c.z += a.z, c.w += a.w;
-  } else if (p.add) {
-    const uint2 a = *(const uint2*)((const u16*)p.add + at);
-    const float2 lower = widen<HALF>(a.x), upper = widen<HALF>(a.y);
+template <class A> __device__ __forceinline__ uint4 ask_add(const A& p, size_t at) {
+  if (p.wide) return *(const uint4*)((const float*)p.add + at);
+  const uint2 two = *(const uint2*)((const u16*)p.add + at);
+  return make_uint4(two.x, two.y, 0, 0);
+}
+template <class A> __device__ __forceinline__ void take_add(float4& c, const A& p, const uint4& raw) {
+  if (p.wide) {
+    c.x += __uint_as_float(raw.x), c.y += __uint_as_float(raw.y);
+    c.z += __uint_as_float(raw.z), c.w += __uint_as_float(raw.w);
+  } else {
+    const float2 lower = widen<HALF>(raw.x), upper = widen<HALF>(raw.y);
     c.x += lower.x, c.y += lower.y, c.z += upper.x, c.w += upper.y;
   }
+}
+template <class A> __device__ __forceinline__ void add4(float4& c, const A& p, size_t at) {
+  if (p.add) take_add(c, p, ask_add(p, at));
 }
 template <class A> __device__ __forceinline__ void store4(const A& p, size_t at, const float4& v) {
   if (p.wide) *(float4*)((float*)p.y + at) = v;

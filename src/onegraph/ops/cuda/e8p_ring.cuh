@@ -7,12 +7,12 @@ struct Codes {
   uint2 small[BITS == 3 ? 2 : 1];
 };
 
-constexpr int SLOT = BITS == 2 ? 1024 : BITS == 3 ? 1536 : 2048;  // bytes of a row tile's codes
+constexpr int RESIDUAL = BITS == 2 ? 0 : BITS == 3 ? 512 : 1024, SLOT = 1024 + RESIDUAL;  // bytes of a row tile's codes
 
-// A lane's codes of the u-th of GROUP row tiles, whose residual codes lie behind the codes of all; `at` is 16 bytes behind
+// A lane's codes of the u-th of GROUP row tiles, whose residual codes begin `residual` bytes behind; `at` is 16 bytes behind
 // their start for each lane below.
-__device__ __forceinline__ Codes codes_at(const u8* at, int u, int lane) {
-  const u8* const rest = at + GROUP * 1024;
+__device__ __forceinline__ Codes codes_at(const u8* at, int residual, int u, int lane) {
+  const u8* const rest = at + residual;
   Codes c;
   at += u * 1024;
   c.first[0] = *(const uint4*)at, c.first[1] = *(const uint4*)(at + 512);
@@ -33,11 +33,12 @@ __device__ __forceinline__ void copy8(u32 to, const u8* from, bool real) {
   asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 8, %2;" :: "r"(to), "l"(from), "r"(real ? 8 : 0) : "memory");
 }
 
-// What a warp has under way. COPY 1 and 2: the copy engine takes GROUP row tiles at a time, one below the other. COPY 2
-// (2 bits): what all warps of the block begin with is one box a place of the ring, which lie side by side for all warps.
-// Sixteen warps' own boxes take the engine 600 cycles a place to accept, and x is asked for behind them: 28.5 us for the four
-// linears of a layer of 8B in place of 29.0; at 3 and 4 bits a layer gained nothing. COPY 0: each lane copies what it reads
-// itself, where a row of the residual is no multiple of 16 bytes.
+// What a warp has under way. COPY 1 and 2: the copy engine takes GROUP row tiles at a time, one below the other. COPY 2:
+// what all warps of the block begin with is one box a place of the ring (two with a residual), codes and residual codes side
+// by side for all warps. Sixteen warps' own boxes take the engine 600 cycles a place to accept, and x is asked for behind
+// them: 28.5 us for the four linears of a layer of 8B at 2 bits in place of 29.0; four tokens at 3 bits 54.1 for 56.2. COPY 1:
+// k is no multiple of a slice. COPY 0: each lane copies what it reads itself, where a row of the residual is no multiple of
+// 16 bytes.
 constexpr int PLACES = DEPTH / GROUP;
 template <bool> struct Ring;
 template <> struct Ring<true> {
@@ -45,15 +46,18 @@ template <> struct Ring<true> {
   u32 full, own, to;
   const u8* read;
   int step;  // bytes from place to place
-  int column, row, end_column, first_row, rows_end, slot, phase;
+  int residual;  // bytes from a warp's codes to its residual codes
+  int column, row, end_column, first_row, rows_end, phase;
   bool leader;
   __device__ __forceinline__ Ring(const Arguments& p, Shared& shared, u8* ring, int warps, int warp, int column_warp,
                                   int row_warp, int begin, int end, int tile_row, int row_tiles, int lane)
-      : p(p), slot(0), phase(0), leader(lane == 0) {
+      : p(p), phase(0), leader(lane == 0) {
     const int place = COPY == 2 ? column_warp * DOWN + row_warp : warp * PLACES;
     step = (COPY == 2 ? warps : 1) * (GROUP * SLOT);
-    read = ring + place * (GROUP * SLOT) + lane * 16;
-    to = (u32)__cvta_generic_to_shared(read) - lane * 16;
+    const int first = place * (GROUP * (COPY == 2 ? 1024 : SLOT));
+    read = ring + first + lane * 16;
+    to = (u32)__cvta_generic_to_shared(ring) + first;
+    residual = COPY == 2 ? warps * (GROUP * 1024) - place * (GROUP * (1024 - RESIDUAL)) : GROUP * 1024;
     own = (u32)__cvta_generic_to_shared(shared.full[warp]);
     full = COPY == 2 ? (u32)__cvta_generic_to_shared(shared.filled) : own;
     column = (begin + column_warp) * 64, end_column = end * 64;
@@ -72,11 +76,10 @@ template <> struct Ring<true> {
 #pragma unroll
     for (int d = 0; d < PLACES; d++) {
       if (slice < end) {  // else no warp waits for it
-        expect(filled + 8 * d, warps * (GROUP * SLOT));
-        asm volatile(
-            "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
-            :: "r"(to + d * warps * (GROUP * SLOT)), "l"(&p.first_codes_map), "r"(0), "r"(row), "r"(slice),
-               "r"(filled + 8 * d) : "memory");
+        const u32 barrier = filled + 8 * d, codes = to + d * warps * (GROUP * SLOT);
+        expect(barrier, warps * (GROUP * SLOT));
+        slices(codes, p.first_codes_map, row, slice, barrier);
+        if (BITS > 2) slices(codes + warps * (GROUP * 1024), p.first_residual_map, row, slice, barrier);
       }
       row += DOWN * (16 * GROUP);
       if (row >= tile_row + row_tiles * 16) row = tile_row, slice += p.across;
@@ -84,41 +87,45 @@ template <> struct Ring<true> {
   }
   __device__ __forceinline__ void pass() {  // over what the next fetch would take
     row += DOWN * (16 * GROUP);
-    if (row >= rows_end) row = first_row, column += p.across * 64;
+    if (!one_slice(p) && row >= rows_end) row = first_row, column += p.across * 64;
   }
   __device__ __forceinline__ void fetch(int at) {
-    if (leader && column < end_column) {
+    if (leader && column < end_column && (!one_slice(p) || row < rows_end)) {
       const u32 barrier = own + 8 * at, codes = to + at * step;
+      // What is overwritten was asked for, and may not have been read: without the fence, sums of one row block in some
+      // hundred were wrong.
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
       expect(barrier, GROUP * SLOT);
       box(codes, p.codes_map, column, row, barrier);
-      if (BITS == 4) box(codes + GROUP * 1024, p.residual_map, column, row, barrier);
-      if (BITS == 3) box(codes + GROUP * 1024, p.residual_map, column / 2, row, barrier);
+      if (BITS == 4) box(codes + residual, p.residual_map, column, row, barrier);
+      if (BITS == 3) box(codes + residual, p.residual_map, column / 2, row, barrier);
     }
     pass();
   }
-  __device__ __forceinline__ const u8* take() {
-    wait_barrier(full + 8 * slot, phase);
-    return read + slot * step;
+  __device__ __forceinline__ const u8* take(int at) {
+    wait_barrier(full + 8 * at, phase);
+    return read + at * step;
   }
-  __device__ __forceinline__ void refill() {
+  __device__ __forceinline__ void refill(int at) {
     __syncwarp();
-    fetch(slot);
-    if (++slot < PLACES) return;
-    slot = 0;
+    fetch(at);
+  }
+  __device__ __forceinline__ void passed() {  // all places once
     phase = full == own ? phase ^ 1 : 0;
     full = own;
   }
 };
 template <> struct Ring<false> {
   static_assert(COPY || GROUP == 1, "a lane copies single row tiles");
+  static constexpr int residual = 1024;
   const Arguments& p;
   u32 to;
   const u8 *read, *codes, *rest;
   u32 row_bytes, rest_bytes;
-  int slice, end, tile, first_tile, row_tiles, real_tiles, slot, t, lane;
+  int slice, end, tile, first_tile, row_tiles, real_tiles, t, lane;
   __device__ __forceinline__ Ring(const Arguments& p, Shared&, u8* ring, int, int warp, int column_warp, int row_warp,
                                   int begin, int end, int tile_row, int row_tiles, int lane)
-      : p(p), slice(begin + column_warp), end(end), tile(row_warp), first_tile(row_warp), row_tiles(row_tiles), slot(0),
+      : p(p), slice(begin + column_warp), end(end), tile(row_warp), first_tile(row_warp), row_tiles(row_tiles),
         t(lane % 4), lane(lane) {
     ring += warp * DEPTH * SLOT;
     to = (u32)__cvta_generic_to_shared(ring) + lane * 16, read = ring + lane * 16;
@@ -148,12 +155,10 @@ template <> struct Ring<false> {
   }
   __device__ __forceinline__ static void fill(const Arguments&, Shared&, u8*, int, int, int, int, int) {}
   __device__ __forceinline__ void pass() {}
-  __device__ __forceinline__ const u8* take() {
+  __device__ __forceinline__ const u8* take(int at) {
     asm volatile("cp.async.wait_group %0;" :: "n"(DEPTH - 1) : "memory");
-    return read + slot * SLOT;
+    return read + at * SLOT;
   }
-  __device__ __forceinline__ void refill() {
-    fetch(slot);
-    if (++slot == DEPTH) slot = 0;
-  }
+  __device__ __forceinline__ void refill(int at) { fetch(at); }
+  __device__ __forceinline__ void passed() {}
 };
