@@ -166,7 +166,7 @@ def test_a_source_is_given_what_it_sets_when_compiled(name: str, monkeypatch: py
     defined: list[set[str]] = []
     monkeypatch.setattr(build, "load", lambda source, defines, *_: defined.append(set(defines)) or (None,) * 3)
     make = {
-        "e8p": lambda: cuda_e8p._kernels.__wrapped__(2, 4, False, (4, 2, 512, 1), 1, (), 0),
+        "e8p": lambda: cuda_e8p._kernels.__wrapped__(2, 8, False, (4, 2, 512, 1), 1, (), 0),
         "e8p_few": lambda: e8p_few._kernels.__wrapped__(2, e8p_few.form(2, 16), False, 4, 0),
         "e8p_many": lambda: e8p_many._kernels.__wrapped__(2, e8p_many.tile(17), False, 2, 0),
         "e8p_dense": lambda: e8p_dense._kernel.__wrapped__(2, False, 0),
@@ -177,11 +177,11 @@ def test_a_source_is_given_what_it_sets_when_compiled(name: str, monkeypatch: py
     assert set(re.findall(r"\b[A-Z]{2,}\b(?= \(|,)", told)) == defined[0]
 
 
-def test_one_token_is_given_its_shape_when_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_tokens_are_given_their_shape_when_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     defined: list[dict[str, int]] = []
     monkeypatch.setattr(build, "load", lambda source, defines, *_: defined.append(dict(defines)) or (None,) * 2)
     cuda_e8p._kernels.__wrapped__(2, 1, False, (4, 2, 512, 1), 1, tuple(range(len(cuda_e8p.KNOWN))), 0)
-    shape = re.search(r"TOKENS == 1.*?\nstruct Shape \{(.*?)\};", cuda_e8p.SOURCE.read_text(), re.DOTALL)[1]
+    shape = re.search(r"TOKENS <= 4\nstruct Shape : Tokens \{(.*?)\};", cuda_e8p.SOURCE.read_text(), re.DOTALL)[1]
     elsewhere = {"SLICE", "ROWS", "DOWN"}
     assert set(re.findall(r"\b[A-Z_]{1,}\b", shape)) - elsewhere == set(cuda_e8p.KNOWN) < set(defined[0])
 

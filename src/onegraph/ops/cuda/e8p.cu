@@ -23,8 +23,8 @@
 // Set when compiled: BITS (2, 3, 4), TOKENS (1, 4, 8 or 16 in one pass), HALF (1: x and y are float16, 0: bfloat16),
 // DEPTH (row tiles of codes that a warp has under way), GROUP (divides DEPTH and the row tiles of a warp), COPY (2: the
 // copy engine fetches codes, those that all warps begin with at once, 1: for each warp, 0: each lane), THREADS (of a block
-// at most), DOWN (warps that share the rows of a slice). For one token, which runs each line of the start and of the end
-// once, also all that `Shape` holds.
+// at most), DOWN (warps that share the rows of a slice). Up to 4 tokens, where each line of the start and of the end is run
+// once, also what `Shape` is made of.
 //
 // e8p_ring.cuh brings the codes, e8p_product.cuh multiplies by them. One file past 400 lines: the two kernels hand each
 // other their layouts.
@@ -38,9 +38,16 @@ constexpr int OWN = INTEGER ? 1 : 2;               // tokens of a tile whose res
 constexpr int PAD = INTEGER ? 8 : 4;               // floats after a token's partial sums: other banks for each t
 constexpr float LEVELS = INTEGER ? 32512.f : 2048.f;  // of the largest activation; 127 * 256: both bytes stay in int8
 
-#if TOKENS == 1  // 27.1 us for the four linears of a layer of 8B at 2 bits, 28.3 with all of it known at run time
-struct Shape {
-  static constexpr int tokens = 1, n = N, k = K, across = ACROSS, inverse = (256 + ACROSS - 1) / ACROSS,
+#if TOKENS == 1
+struct Tokens { static constexpr int tokens = 1; };
+#else
+struct Tokens { int tokens; };
+#endif
+// The four linears of a layer of 8B at 2 bits take 27.1 us for one token and 39.5 for four, 28.3 and 43.3 with a shape that
+// is known at run time.
+#if TOKENS <= 4
+struct Shape : Tokens {
+  static constexpr int n = N, k = K, across = ACROSS, inverse = (256 + ACROSS - 1) / ACROSS,
                        slices = (K + SLICE - 1) / SLICE, per_block = PER_BLOCK, blocks = BLOCKS,
                        turns = BLOCKS * (ROWS / 16) / DOWN, normed = NORMED, silu = SILU, biased = BIASED,
                        added = ADDED, wide = WIDE;
@@ -48,8 +55,8 @@ struct Shape {
                        per_blocks = (65536 + BLOCKS - 1) / BLOCKS;
 };
 #else
-struct Shape {
-  int tokens, n, k;
+struct Shape : Tokens {
+  int n, k;
   int across;               // warps side by side in k; DOWN such rows of warps share the rows
   int inverse;              // 256 / across, rounded up
   int slices;               // of 256 columns
@@ -88,7 +95,7 @@ struct Arguments : Shape {
   float inverse_k;          // 1 / k
 };
 
-#if TOKENS == 1  // places of the ring in a turn of the loop: all, where that divides the turns
+#if TOKENS <= 4  // places of the ring in a turn of the loop: all, where that divides the turns
 constexpr int UNROLLED = Shape::turns % DEPTH == 0 ? DEPTH / GROUP : 1;
 #else
 constexpr int UNROLLED = 1;

@@ -22,7 +22,7 @@ GPC = 18  # SMs of a GPC, which a cluster must fit into (H200: clusters of 8 lea
 SHARED_LIMIT = 227 * 1024  # bytes that a block can have on Hopper
 SHARED_STRUCT = 1536  # bytes of `Shared` in e8p.cu
 WARPS = {1: 20, 4: 20, 8: 16, 16: 16}  # of a block at most, by tokens in a pass
-# What `Shape` of e8p.cu is made of for one token.
+# What `Shape` of e8p.cu is made of up to 4 tokens.
 KNOWN = "N", "K", "CLUSTER", "ACROSS", "PER_BLOCK", "BLOCKS", "NORMED", "SILU", "BIASED", "ADDED", "WIDE"
 NO_MAPS = bytes(512)  # in place of the tensor maps where each lane copies codes itself
 SLOT = {2: 1024, 3: 1536, 4: 2048}  # bytes of a row tile's codes, by bits
@@ -145,7 +145,7 @@ def takes(tokens: int, n: int, k: int, dtype: torch.dtype) -> bool:
 def _kernels(
     bits: int, most: int, half: bool, form: tuple[int, int, int, int], copy: int, known: tuple[int, ...], device: int
 ) -> tuple[build.Kernel, ...]:
-    """`form`: see `Plan.form`; `copy`: COPY of e8p.cu; `known`: `KNOWN` where `most` is one token, else nothing."""
+    """`form`: see `Plan.form`; `copy`: COPY of e8p.cu; `known`: `KNOWN` up to 4 tokens, above nothing."""
     defines = {"BITS": bits, "TOKENS": most, "HALF": int(half), "COPY": copy}
     defines |= dict(zip(("DEPTH", "GROUP", "THREADS", "DOWN"), form, strict=True))
     if known:
@@ -156,7 +156,7 @@ def _kernels(
 @cache
 def available(device: int) -> bool:
     """Whether the kernels can be built for this GPU; warns once where not."""
-    return build.usable(lambda: _kernels(2, 4, False, (DEPTHS[2][0], GROUP[2], 512, 1), 1, (), device))
+    return build.usable(lambda: _kernels(2, 8, False, (DEPTHS[2][0], GROUP[2], 512, 1), 1, (), device))
 
 
 def tables(codebook: Tensor) -> Tensor:
@@ -273,7 +273,7 @@ def _launch(
     copy = 2 if k % SLICE == 0 else int(bits != 3 or k % 128 == 0)  # boxes begin at multiples of 16 bytes
     eps, silu, wide = options
     around = tuple(map(int, (eps >= 0, silu, inputs[6] is not None, inputs[7] is not None, wide)))
-    known = (n, k, cut.cluster, cut.across, cut.per_block, cut.blocks, *around) if chunk == 1 else ()
+    known = (n, k, cut.cluster, cut.across, cut.per_block, cut.blocks, *around) if chunk <= 4 else ()
     main, rotate = _kernels(bits, chunk, half, cut.form(bits), copy, known, device)
     fragments = scales = None
     if chunk > 4:
@@ -283,7 +283,9 @@ def _launch(
     pointers[3] = _TABLES[device]
     arguments = _maps(pointers[1], pointers[2], bits, n, k, cut, copy) if copy else NO_MAPS
     arguments += struct.pack("11Q3f28x", *pointers, norm, eps, 1 / k)
-    if chunk > 1:
+    if chunk == 4:
+        arguments = struct.pack("i60x", tokens) + arguments
+    elif chunk > 4:
         warps = cut.across, -(-256 // cut.across), cut.slices, cut.per_block, cut.blocks, cut.blocks * PARTS // cut.down
         divided = cut.cluster, -(-65536 // cut.cluster), -(-65536 // cut.blocks)
         arguments = struct.pack("17i60x", tokens, n, k, *warps, *around, *divided) + arguments
