@@ -1,5 +1,6 @@
 """The CUDA E8P linear against float64: all rates, token counts and tails, under capture, the same bits each time."""
 
+import math
 from itertools import product
 from pathlib import Path
 
@@ -132,8 +133,9 @@ def test_what_stands_around_the_linear(n: int, k: int, bits: int, tokens: int) -
     # Another norm for each token; at most 16, whose square, that of gate times up, leaves room in float16.
     x = x * (1 + torch.arange(tokens, device="cuda") % 16).unsqueeze(1)
     both = torch.cat([x, x.flip(-1)], dim=-1)
-    for dtype, bound in ((torch.bfloat16, 2e-3), (torch.float16, 4e-4)):
-        add = torch.randn(tokens, n, device="cuda").to(dtype)
+    g = torch.Generator("cuda").manual_seed(2)
+    for dtype in (torch.bfloat16, torch.float16):
+        add = torch.randn(tokens, n, device="cuda", generator=g).to(dtype)
         for options in (
             (add, 1e-5, False, False),
             (add, None, True, False),
@@ -143,8 +145,12 @@ def test_what_stands_around_the_linear(n: int, k: int, bits: int, tokens: int) -
             args = ((both if options[2] else x).to(dtype), *rest)
             y = cuda_e8p.linear(*args, *options)
             assert y.dtype == (torch.float32 if options[3] else dtype)
-            limit = 1e-4 if options[3] and tokens <= 4 else 5e-4 if options[3] else bound
-            assert _error(y, _truth(*args, *options)) < limit, (dtype, options[1:])
+            truth = _truth(*args, *options)
+            rounding = (
+                0.0 if options[3] else _error(truth.to(dtype), truth)
+            )  # of 192 results it may be a fifth above 1.66e-3
+            limit = math.hypot(rounding, 1e-4 if tokens <= 4 else 5e-4 if options[3] else 3.4e-4)
+            assert _error(y, truth) < limit, (dtype, options[1:])
 
 
 @gpu
