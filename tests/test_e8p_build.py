@@ -133,7 +133,7 @@ def test_plan_for_few_tokens_covers_every_slice_once(shape: tuple[int, int], bit
     form = e8p_few.form(bits, tokens)
     cut = e8p_few.plan(n, k, form.rows, ROOM)
     assert form.tokens >= tokens
-    assert form.shared(bits) <= e8p_few.SHARED_LIMIT
+    assert e8p_few.SHARED_LIMIT // 2 < form.shared(bits) <= e8p_few.SHARED_LIMIT  # one block an SM: `_room`
     assert cut.tiles * form.rows >= n > (cut.tiles - 1) * form.rows
     slices = -(-k // e8p_few.SLICE)
     assert (cut.cluster - 1) * cut.per_block < slices <= cut.cluster * cut.per_block  # each is owned
@@ -167,23 +167,30 @@ def test_a_source_is_given_what_it_sets_when_compiled(name: str, monkeypatch: py
     monkeypatch.setattr(build, "load", lambda source, defines, *_: defined.append(set(defines)) or (None,) * 3)
     make = {
         "e8p": lambda: cuda_e8p._kernels.__wrapped__(2, 8, False, (4, 2, 512, 1), 1, (), 0),
-        "e8p_few": lambda: e8p_few._kernels.__wrapped__(2, e8p_few.form(2, 16), False, 4, 0),
+        "e8p_few": lambda: e8p_few._kernels.__wrapped__(2, e8p_few.form(2, 16), False, (4096, 4096, 16, 1, 0, 0), 0),
         "e8p_many": lambda: e8p_many._kernels.__wrapped__(2, e8p_many.tile(17), False, 2, 0),
         "e8p_dense": lambda: e8p_dense._kernel.__wrapped__(2, False, 0),
     }
     make[name]()
     text = cuda_e8p.SOURCE.with_name(f"{name}.cu").read_text().replace("\n//", "")
     told = re.search(r"Set when compiled:(.*)", text)[1]
-    assert set(re.findall(r"\b[A-Z]{2,}\b(?= \(|,)", told)) == defined[0]
+    shape = set(e8p_few.KNOWN) if name == "e8p_few" else set()
+    assert set(re.findall(r"\b[A-Z]{2,}\b(?= \(|,)", told)) == defined[0] - shape
 
 
-def test_few_tokens_are_given_their_shape_when_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("module", [cuda_e8p, e8p_few])
+def test_a_source_makes_its_shape_of_what_it_is_given(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     defined: list[dict[str, int]] = []
     monkeypatch.setattr(build, "load", lambda source, defines, *_: defined.append(dict(defines)) or (None,) * 2)
-    cuda_e8p._kernels.__wrapped__(2, 1, False, (4, 2, 512, 1), 1, tuple(range(len(cuda_e8p.KNOWN))), 0)
-    shape = re.search(r"TOKENS <= 4\nstruct Shape : Tokens \{(.*?)\};", cuda_e8p.SOURCE.read_text(), re.DOTALL)[1]
-    elsewhere = {"SLICE", "ROWS", "DOWN"}
-    assert set(re.findall(r"\b[A-Z_]{1,}\b", shape)) - elsewhere == set(cuda_e8p.KNOWN) < set(defined[0])
+    known = tuple(range(len(module.KNOWN)))
+    if module is cuda_e8p:
+        module._kernels.__wrapped__(2, 1, False, (4, 2, 512, 1), 1, known, 0)
+    else:
+        module._kernels.__wrapped__(2, module.form(2, 16), False, known, 0)
+    shape = re.search(r"\nstruct Shape[^{]*\{\n  static(.*?)\n\};", module.SOURCE.read_text(), re.DOTALL)[1]
+    elsewhere = {"SLICE", "ROWS", "DOWN", "TILE_ROWS"}
+    assert set(re.findall(r"\b[A-Z_]{1,}\b", re.sub("//.*", "", shape))) - elsewhere == set(module.KNOWN)
+    assert dict(zip(module.KNOWN, known, strict=True)).items() <= defined[0].items()
 
 
 def test_importing_touches_no_cuda() -> None:

@@ -19,6 +19,7 @@ MAX_TOKENS = 64
 MAX_K = 32768  # 16 warps of e8p_bytes hold 8 slices each
 SLICE = 256  # columns, as in e8p_common.cuh
 LARGEST = 8  # blocks of a cluster
+KNOWN = "N", "K", "PER_BLOCK", "CLUSTER", "SILU", "WIDE"  # what `Shape` of e8p_few.cu is made of
 SHARED_LIMIT = 227 * 1024  # bytes that a block can have on Hopper
 SLOT = {2: 1024, 3: 1536, 4: 2048}  # bytes of 16 rows' codes of a slice, by bits
 
@@ -90,19 +91,22 @@ def takes(tokens: int, bits: int, k: int) -> bool:
 
 
 @cache
-def _kernels(bits: int, shape: Form, half: bool, most: int, device: int) -> tuple[build.Kernel, ...]:
+def _kernels(bits: int, shape: Form, half: bool, known: tuple[int, ...], device: int) -> tuple[build.Kernel, ...]:
+    """`known`: as in `KNOWN`."""
     defines = {"BITS": bits, "HALF": int(half), "TOKENS": shape.tokens, "GROUPS": shape.groups}
-    defines |= {"DEPTH": shape.depth, "AHEAD": shape.stages, "MOST": most}
+    defines |= {"DEPTH": shape.depth, "AHEAD": shape.stages} | dict(zip(KNOWN, known, strict=True))
     return build.load(SOURCE, defines, ("e8p_few", "e8p_bytes"), device, SHARED_LIMIT)
 
 
 @cache
-def _room(bits: int, shape: Form, half: bool, most: int, device: int) -> tuple[int, ...]:
-    """Clusters of 1 to LARGEST blocks that the GPU holds at a time."""
-    few = _kernels(bits, shape, half, most, device)[0]
+def _room(device: int) -> tuple[int, ...]:
+    """Clusters of 1 to LARGEST blocks that the GPU holds at a time. One block an SM: one of any form takes more than
+    half of its shared memory."""
+    shape = form(2, MAX_TOKENS)
+    few = _kernels(2, shape, False, (shape.rows, SLICE, 1, 1, 0, 0), device)[0]
     sizes = range(2, LARGEST + 1)
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return sms, *(build.clusters(few, shape.threads, shape.shared(bits), size) for size in sizes)
+    return sms, *(build.clusters(few, shape.threads, shape.shared(2), size) for size in sizes)
 
 
 def launch(
@@ -114,18 +118,17 @@ def launch(
     `options`: eps (negative: none), silu, wide.
     """
     device, slices = out.device.index, -(-k // SLICE)
-    shape, most = form(bits, tokens), 4 if k <= MAX_K // 2 else 8
-    few, spread = _kernels(bits, shape, half, most, device)
-    room = _room(bits, shape, half, most, device)
+    shape, room = form(bits, tokens), _room(device)
     cut = plan(n, k, shape.rows, room)
+    eps, *around = options
+    few, spread = _kernels(bits, shape, half, (n, k, cut.per_block, cut.cluster, *map(int, around)), device)
     data = torch.empty(slices * shape.tokens * 512, dtype=torch.uint8, device=out.device)
     scales = torch.empty(tokens * 2, dtype=torch.float32, device=out.device)
     x, codes, residual, *rest = (0 if t is None else t.data_ptr() for t in (*inputs, out, data, scales))
     maps = build.tensor_map(codes, n, k // 4, 16, 64)
     width = 8 if bits == 3 else 4  # columns that a byte of the residual stands for
     maps += maps if bits == 2 else build.tensor_map(residual, n, k // width, 16, 256 // width)
-    sizes = tokens, n, k, slices, cut.per_block, cut.tiles
-    arguments = maps + struct.pack("9Q6i2f2i16x", x, *rest, *sizes, norm, *options)
+    arguments = maps + struct.pack("9Qi2f44x", x, *rest, tokens, norm, eps)
     stream = torch._C._cuda_getCurrentRawStream(device)
     spread.launch((tokens, 1, 1), 512, 0, 1, stream, arguments)
     blocks = min(cut.tiles, room[0]) if cut.cluster == 1 else cut.tiles * cut.cluster
