@@ -7,13 +7,12 @@ Layers of SmolLM2-135M with random codes, one token, each layer behind the other
 """
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from step import command_line
+from step import command_line, emit
 from torch import Tensor
 
 from onegraph.engine.bench import machine, replay_us
@@ -58,10 +57,7 @@ def main() -> int:
                 us = replay_us(lambda c=chain, a=attend: step(c, a), DEVICE, LAYERS)
                 row = {"bench": "e8p_chain", "shape": "smollm2-135m", "name": name, "bits": bits, "attention": attend}
                 row |= {"us_per_layer": round(us, 2), "error": round(error(chain, layers[-1]), 5), **about}
-                print(json.dumps(row), flush=True)
-                if args.out:
-                    with args.out.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
+                emit(row, args.out)
     return 0
 
 

@@ -7,12 +7,11 @@ gate and up behind theirs, down behind SwiGLU onto the residual. A JSON line for
 """
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
 from e8p_cuts import random_layer
-from step import command_line
+from step import command_line, emit
 from torch import Tensor
 
 from onegraph.engine.bench import machine, replay_us
@@ -47,10 +46,7 @@ def main() -> int:
             us = replay_us(lambda layers=layers, x=x: through(layers, x), DEVICE, args.layers)
             row = {"bench": "e8p_layer", "what": "four linears of a layer", "bits": bits, "tokens": tokens}
             row |= {"us": round(us, 2), **about}
-            print(json.dumps(row), flush=True)
-            if args.out:
-                with args.out.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+            emit(row, args.out)
     return 0
 
 

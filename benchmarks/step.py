@@ -188,6 +188,15 @@ def command_line() -> str:
     return "PYTHONPATH=src python3 " + shlex.join(kept)
 
 
+def emit(row: dict[str, Any], out: Path | None) -> None:
+    """Prints the row as a JSON line, and appends it to the file `out`."""
+    line = json.dumps(row)
+    print(line, flush=True)
+    if out:
+        with out.open("a") as file:
+            file.write(line + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m")
@@ -209,12 +218,8 @@ def main() -> int:
     args = parser.parse_args()
     command = command_line()
 
-    def emit(row: dict[str, Any]) -> None:
-        line = json.dumps(row | {"shape": args.shape, "command": command})
-        print(line, flush=True)
-        if args.out:
-            with args.out.open("a") as file:
-                file.write(line + "\n")
+    def say(row: dict[str, Any]) -> None:
+        emit(row | {"shape": args.shape, "command": command}, args.out)
 
     if args.warm:
         draws = (False, True) if args.sampling else (False,)
@@ -245,14 +250,12 @@ def main() -> int:
             params = SamplingParams(temperature=0.8, top_k=50, top_p=0.95, seed=0)
             rows = itertools.chain(rows, bench_step(model, **options | {"modes": (True,)}, params=params))
         for row in rows:
-            emit(
-                row | {"replay_equals_eager": same} | ({} if bits is None else {"bits": bits, "lm_head": args.lm_head})
-            )
+            say(row | {"replay_equals_eager": same} | ({} if bits is None else {"bits": bits, "lm_head": args.lm_head}))
         del model
     if not args.no_peers:
         for batch in args.batch:
             for row in transformers_rows(shape, args.context, args.steps, batch, not args.no_compile):
-                emit(row)
+                say(row)
     return 0
 
 
