@@ -139,6 +139,25 @@ def test_plan_for_few_tokens_covers_every_slice_once(shape: tuple[int, int], bit
     assert (cut.cluster - 1) * cut.per_block < slices <= cut.cluster * cut.per_block  # each is owned
 
 
+@pytest.mark.parametrize(
+    ("n", "k", "tokens", "wanted"),
+    [
+        (4096, 4096, 17, 32),
+        (4096, 4096, 128, 128),
+        (4096, 4096, 256, 256),  # 64 tiles of 128 leave half of the SMs idle
+        (4096, 4096, 512, 128),
+        (4096, 14336, 512, 256),
+        (4096, 4096, 640, 256),  # 160 tiles of 128 are two rounds
+        (14336, 4096, 512, 256),
+        (6144, 4096, 256, 256),
+    ],
+)
+def test_tiles_of_many_tokens(n: int, k: int, tokens: int, wanted: int) -> None:
+    assert e8p_many.tile(n, k, tokens, 132).tokens == wanted
+    if wanted == 128 < tokens:
+        assert e8p_many.splits(n, k, tokens, 132)[1] == 1
+
+
 def test_constants_agree_with_the_source() -> None:
     text = cuda_e8p.SOURCE.with_name("e8p_common.cuh").read_text()
     for name in ("SLICE", "ROWS"):
@@ -168,7 +187,7 @@ def test_a_source_is_given_what_it_sets_when_compiled(name: str, monkeypatch: py
     make = {
         "e8p": lambda: cuda_e8p._kernels.__wrapped__(2, 8, False, (4, 2, 512, 1), 1, (), 0),
         "e8p_few": lambda: e8p_few._kernels.__wrapped__(2, e8p_few.form(2, 16), False, (4096, 4096, 16, 1, 0, 0), 0),
-        "e8p_many": lambda: e8p_many._kernels.__wrapped__(2, e8p_many.tile(17), False, 2, 0),
+        "e8p_many": lambda: e8p_many._kernels.__wrapped__(2, e8p_many.tile(128, 256, 17, 132), False, 2, 0),
         "e8p_dense": lambda: e8p_dense._kernel.__wrapped__(2, False, 0),
     }
     make[name]()

@@ -36,11 +36,18 @@ class Tile:
         return max(tables + 1024 + self.depth * self.tokens * 128, self.rows * self.tokens * 4 * 132 // 128)
 
 
-def tile(tokens: int) -> Tile:
-    """The tile for a number of tokens: as many of them as one decoding of the codes can serve."""
+def tile(n: int, k: int, tokens: int, sms: int) -> Tile:
+    """As many tokens as one decoding of the codes can serve; half as many where that fills the SMs with k not cut.
+
+    512 tokens on 4096 -> 4096 take 35.7 us at 2 bits in tiles of 128, 38.9 in tiles of 256 with k cut in two, the same
+    at 4 bits; on 14336 -> 4096 109 and 104; 256 tokens on 4096 -> 6144, where 96 SMs would work, 35.9 at 2 bits either
+    way and 41.4 and 39.1 at 4 (benchmarks/results/prefill-tiles-h200.jsonl).
+    """
     if tokens <= 64:
         return Tile(32, 128, 12) if tokens <= 32 else Tile(64, 128, 8)
-    return Tile(128, 128, 8) if tokens <= 128 else Tile(256, 128, 4)
+    small, large = Tile(128, 128, 8), Tile(256, 128, 4)
+    halves = -(-n // small.rows) * -(-tokens // small.tokens)
+    return small if tokens <= 128 or (3 * sms // 4 < halves <= sms and k <= 4096) else large
 
 
 def most(slices: int) -> int:
@@ -51,7 +58,7 @@ def most(slices: int) -> int:
 @lru_cache(maxsize=1024)
 def splits(n: int, k: int, tokens: int, sms: int) -> tuple[int, int]:
     """(slices of a split, splits): k is cut until every SM has a block."""
-    shape, slices = tile(tokens), -(-k // SLICE)
+    shape, slices = tile(n, k, tokens, sms), -(-k // SLICE)
     blocks = -(-n // shape.rows) * -(-tokens // shape.tokens)
     per_split = -(-slices // max(1, min(slices, sms // blocks)))
     return per_split, -(-slices // per_split)
@@ -77,7 +84,7 @@ def launch(
     pointers = [0 if t is None else t.data_ptr() for t in (*inputs, out)]
     for first in range(0, tokens, AT_ONCE):
         count = min(AT_ONCE, tokens - first)
-        shape = tile(count)
+        shape = tile(n, k, count, sms)
         per_split, parts = splits(n, k, count, sms)
         spread, many, gather = _kernels(bits, shape, half, most(slices), device)
         tiles = -(-count // shape.tokens)
