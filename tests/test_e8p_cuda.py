@@ -146,9 +146,8 @@ def test_what_stands_around_the_linear(n: int, k: int, bits: int, tokens: int) -
             y = cuda_e8p.linear(*args, *options)
             assert y.dtype == (torch.float32 if options[3] else dtype)
             truth = _truth(*args, *options)
-            rounding = (
-                0.0 if options[3] else _error(truth.to(dtype), truth)
-            )  # of 192 results it may be a fifth above 1.66e-3
+            # Of 192 results bfloat16's own rounding may be a fifth above its 1.66e-3.
+            rounding = 0.0 if options[3] else _error(truth.to(dtype), truth)
             limit = math.hypot(rounding, 1e-4 if tokens <= 4 else 5e-4 if options[3] else 3.4e-4)
             assert _error(y, truth) < limit, (dtype, options[1:])
 
@@ -222,7 +221,7 @@ def test_same_bits_where_codes_come_while_others_are_read(tokens: int, n: int, k
     """Codes that overwrite those that a warp still reads show here: all SMs busy, layers whose codes are in the L2."""
     x, *first = _arguments(tokens, n, k, bits)
     layers = [first, [*_codes(n, k, bits, seed=7), *first[2:]]]
-    x2, add = torch.cat([x, x], 1), torch.randn(tokens, n, device="cuda", dtype=x.dtype)
+    x2, add = torch.cat([x, x], 1), x[:, :1].expand(tokens, n).contiguous()
 
     def results() -> list[torch.Tensor]:
         around = [(x, (None, 1e-5)), (x2, (add, None, True))]

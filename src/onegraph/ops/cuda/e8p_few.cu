@@ -13,8 +13,6 @@
 // Set when compiled: BITS (2, 3, 4), HALF (1: x and y are float16, 0: bfloat16), TOKENS (8, 16, 32 or 64 in one pass),
 // GROUPS (2 or 4), DEPTH (slices of codes that a warp has under way), AHEAD (stages of activations), and what `Shape` is
 // made of.
-//
-// One file past 400 lines: the two kernels hand each other their layouts.
 
 #include "e8p_common.cuh"
 #include "e8p_async.cuh"
