@@ -16,8 +16,8 @@ SM_SHARED, RESERVED = 228 << 10, 1 << 10  # bytes of an SM of Hopper, and of eac
 @pytest.mark.parametrize("groups", [1, 8, 32, 128])
 def test_sixteen_warps_fit_an_sm(dim: int, group: int, groups: int) -> None:
     """In one block or in two."""
-    warps, _ = kernel.cut(groups)
-    assert 16 // warps * (kernel.shared(dim, group, warps) + RESERVED) <= SM_SHARED
+    warps, size = kernel.cut(groups)
+    assert 16 // warps * (kernel.shared(dim, group, warps, size) + RESERVED) <= SM_SHARED
 
 
 @pytest.mark.parametrize(
@@ -39,11 +39,12 @@ def test_a_cluster_is_as_large_as_the_gpu_has_room_for(groups: int, cut: tuple[i
 
 def test_what_the_kernel_does_not_take() -> None:
     cache = torch.zeros(64, dtype=torch.bfloat16)
-    assert kernel.takes(torch.bfloat16, 128, 4, cache)
-    assert not kernel.takes(torch.float32, 128, 4, cache)
-    assert not kernel.takes(torch.bfloat16, 80, 4, cache)
-    assert not kernel.takes(torch.bfloat16, 64, 9, cache)
-    assert not kernel.takes(torch.bfloat16, 64, 4, cache[1:])
+    assert kernel.takes(torch.bfloat16, 128, 4, 16, cache)
+    assert not kernel.takes(torch.float32, 128, 4, 16, cache)
+    assert not kernel.takes(torch.bfloat16, 80, 4, 16, cache)
+    assert not kernel.takes(torch.bfloat16, 64, 9, 16, cache)
+    assert not kernel.takes(torch.bfloat16, 64, 4, 16, cache[1:])
+    assert not kernel.takes(torch.bfloat16, 64, 4, 24, cache)
 
 
 def test_a_decode_step_attends_in_one_op_and_a_chunk_in_two(monkeypatch: pytest.MonkeyPatch) -> None:

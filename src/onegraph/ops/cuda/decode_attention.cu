@@ -11,7 +11,8 @@
 // the first block alone.
 //
 // Set when compiled: HALF (1: float16, 0: bfloat16), DIM (64 or 128), GROUP (1 to 8 heads a kv head), PAGE (tokens),
-// NORM, ROPE, WARPS (of a block).
+// NORM, ROPE, WARPS (of a block), SIZE (blocks of a cluster), KV_HEADS, WINDOW (0: none), and strides of the cache and of
+// the angles: PAGE_STRIDE, PLACE_STRIDE, HEAD_STRIDE (units of DIM), TURN_STRIDE.
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -20,8 +21,15 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int TILE = 16;                           // keys
 constexpr int CHUNKS = DIM / 8;                    // of 16 bytes, of a key
 constexpr int STEPS = DIM / 32;                    // chunks 4 i + t of a head are with lane (g, t) = (lane / 4, lane % 4)
+constexpr int KEYS = 32 / CHUNKS;                  // that a warp's fetch of 16 bytes a lane takes
+static_assert(PAGE % TILE == 0, "a tile lies in one page");
 constexpr int OUTPUTS = GROUP * DIM;
-constexpr int MAX_CLUSTER = 16;
+// A model so small that the linears behind attention may be one launch (e8p_chain.cu). That one gains 1.3 us a layer from
+// being let go in the first line (SmolLM2-135M, 137 keys), and then values are fetched in time before the wait.
+// Elsewhere the codes that the next linear asks for would come before keys and values: .7 us a layer (8B, 1k keys, B = 1).
+constexpr bool SMALL = (GROUP + 2) * KV_HEADS * DIM <= 1536;
+constexpr int SHARE = OUTPUTS / SIZE;              // outputs that a block of the cluster ends
+constexpr int LANES = THREADS >= 2 * OUTPUTS ? 4 : THREADS >= OUTPUTS ? 2 : 1;  // that add up a pair of outputs
 constexpr float NONE = -1e30f;                     // below every score; finite, so that a difference is never NaN
 
 struct Arguments {
@@ -36,7 +44,7 @@ struct Arguments {
   u16* keys;                // [pages, PAGE, kv_heads, DIM], strides in units of DIM
   u16* values;              // the same strides
   u16* out;                 // [rows, kv_heads, GROUP, DIM]
-  int kv_heads, pages, page_stride, place_stride, head_stride, table_stride, reach, turn_stride, max_position, window, ahead;
+  int pages, table_stride, reach, max_position, ahead;
   float eps, scale;
 };
 
@@ -44,8 +52,9 @@ struct Tile { uint4 keys[TILE][CHUNKS], values[TILE][CHUNKS]; };
 
 struct Shared {
   float best[WARPS][8], sum[WARPS][8];              // of each warp and head
-  float all_best[MAX_CLUSTER][8], all_sum[MAX_CLUSTER][8];  // of each block of the cluster
-  float received[OUTPUTS];                          // this block's share of the outputs, by block of the cluster
+  float2 all[SIZE][8];                              // of each block of the cluster and head: best, sum
+  float received[SIZE][SHARE];                      // this block's share of the outputs, by block of the cluster
+  unsigned long long sent;                          // barrier: counts the bytes of the two above
   union __align__(128) {
     Tile tile;
     float part[GROUP][DIM + 4];                     // the warp's result, when its tiles are done with
@@ -83,10 +92,6 @@ __device__ __forceinline__ void arrived_before_last() {  // all groups but the l
   asm volatile("cp.async.wait_group 1;" ::: "memory");
   __syncwarp();
 }
-__device__ __forceinline__ void all_arrived() {
-  asm volatile("cp.async.wait_all;" ::: "memory");
-  __syncwarp();
-}
 
 // c [16, 8] += a [16, 16] b [16, 8]
 __device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -111,42 +116,49 @@ __device__ __forceinline__ uint4 load_transposed(const uint4* row) {  // four ma
   return y;
 }
 
-__device__ __forceinline__ void push(float* to, u32 rank, float v) {  // *to of another block of the cluster
+// To the same place in another block of the cluster, as bytes that its barrier counts.
+__device__ __forceinline__ void push(float2* to, u32 rank, float2 v, u32 barrier) {
   u32 at = (u32)__cvta_generic_to_shared(to);
   asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(at) : "r"(rank));
-  asm volatile("st.shared::cluster.f32 [%0], %1;" :: "r"(at), "f"(v) : "memory");
-}
-__device__ __forceinline__ void push2(float* to, u32 rank, float2 v) {
-  u32 at = (u32)__cvta_generic_to_shared(to);
-  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(at) : "r"(rank));
-  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" :: "r"(at), "f"(v.x), "f"(v.y) : "memory");
+  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(barrier) : "r"(rank));
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
+               :: "r"(at), "f"(v.x), "f"(v.y), "r"(barrier) : "memory");
 }
 __device__ __forceinline__ void cluster_begun() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ void all_begun() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 __device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void cluster_place(u32& rank, u32& size) {
+__device__ __forceinline__ u32 cluster_rank() {
+  u32 rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return rank;
+}
+__device__ __forceinline__ void expect(u32 barrier, int bytes) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(barrier) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void wait_barrier(u32 barrier) {
+  asm volatile(
+      "{\n.reg .pred P;\nAGAIN: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 P, [%0], 0;\n@P bra DONE;\n"
+      "bra AGAIN;\nDONE:\n}" :: "r"(barrier) : "memory");
 }
 
-// N chunks of a head, i and i + N / 2 half a head apart, the rest of it in LANES neighbours: normed and rotated in
-// float32, rounded as the composition's q and k are.
-template <int N, int LANES>
-__device__ __forceinline__ void turn(uint4 (&x)[N], const uint4* weight, float eps, const float4 (&cosine)[N],
-                                     const float4 (&sine)[N]) {
+// A head, of which four lanes hold STEPS chunks each: normed and rotated in float32, rounded as the composition's q and k
+// are. Chunks i and i + STEPS / 2 are half a head apart.
+__device__ __forceinline__ void turn(uint4 (&x)[STEPS], const uint4* weight, float eps, const float4 (&cosine)[STEPS],
+                                     const float4 (&sine)[STEPS]) {
   if (!NORM && !ROPE) return;
   float gain = 1.f;
   if (NORM) {
     float squares = 0.f;
 #pragma unroll
-    for (int i = 0; i < N; i++) {
+    for (int i = 0; i < STEPS; i++) {
       const float2 a = widen(x[i].x), b = widen(x[i].y), c = widen(x[i].z), d = widen(x[i].w);
       squares += a.x * a.x + a.y * a.y + (b.x * b.x + b.y * b.y) + (c.x * c.x + c.y * c.y) + (d.x * d.x + d.y * d.y);
     }
 #pragma unroll
-    for (int o = 1; o < LANES; o *= 2) squares += __shfl_xor_sync(~0u, squares, o);
+    for (int o = 1; o < 4; o *= 2) squares += __shfl_xor_sync(~0u, squares, o);
     gain = rsqrtf(squares / DIM + eps);
   }
   auto turn2 = [&](u32& lower, u32& upper, u32 w, u32 w2, float c0, float c1, float s0, float s1) {
@@ -163,14 +175,14 @@ __device__ __forceinline__ void turn(uint4 (&x)[N], const uint4* weight, float e
     }
   };
 #pragma unroll
-  for (int i = 0; i < N / 2; i++) {
+  for (int i = 0; i < STEPS / 2; i++) {
     const float4 c = cosine[2 * i], d = cosine[2 * i + 1], e = sine[2 * i], f = sine[2 * i + 1];
     uint4 w = x[i], w2 = x[i];
-    if (NORM) w = weight[i * (CHUNKS / N)], w2 = weight[(i + N / 2) * (CHUNKS / N)];
-    turn2(x[i].x, x[i + N / 2].x, w.x, w2.x, c.x, c.y, e.x, e.y);
-    turn2(x[i].y, x[i + N / 2].y, w.y, w2.y, c.z, c.w, e.z, e.w);
-    turn2(x[i].z, x[i + N / 2].z, w.z, w2.z, d.x, d.y, f.x, f.y);
-    turn2(x[i].w, x[i + N / 2].w, w.w, w2.w, d.z, d.w, f.z, f.w);
+    if (NORM) w = weight[i * (4)], w2 = weight[(i + STEPS / 2) * (4)];
+    turn2(x[i].x, x[i + STEPS / 2].x, w.x, w2.x, c.x, c.y, e.x, e.y);
+    turn2(x[i].y, x[i + STEPS / 2].y, w.y, w2.y, c.z, c.w, e.z, e.w);
+    turn2(x[i].z, x[i + STEPS / 2].z, w.z, w2.z, d.x, d.y, f.x, f.y);
+    turn2(x[i].w, x[i + STEPS / 2].w, w.w, w2.w, d.z, d.w, f.z, f.w);
   }
 }
 
@@ -178,104 +190,121 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) decode_atte
   extern __shared__ __align__(128) unsigned char memory[];
   Shared& s = *(Shared*)memory;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  u32 rank, size;
-  cluster_place(rank, size);
-  const int group = blockIdx.x / size, row = group / p.kv_heads, kv_head = group % p.kv_heads;
-  let_next_start();
+  const u32 rank = cluster_rank(), sent = (u32)__cvta_generic_to_shared(&s.sent);
+  const int group = blockIdx.x / SIZE, row = group / KV_HEADS, kv_head = group % KV_HEADS;
+  if (SMALL) let_next_start();
+  if (threadIdx.x == 0) expect(sent, OUTPUTS * 4 + SIZE * GROUP * 8);
+  __syncwarp();
   cluster_begun();
 
+  // Pages of a warp's first tile in both cuts, looked up beside the position that decides between them.
+  const int* table = p.table + (size_t)row * p.table_stride;
+  auto page_of = [&](int start) { return table[min(start, p.reach - TILE) / PAGE]; };
+  auto place_of = [&](int page, int start) {                          // of a tile, in units of DIM
+    page = min(max(page, 0), p.pages - 1);                         // a wrong table must not read past the cache
+    return page * PAGE_STRIDE + start % PAGE * PLACE_STRIDE + kv_head * HEAD_STRIDE;
+  };
+  constexpr int stride = SIZE * WARPS * TILE;
+  const int start_alone = (rank * WARPS + warp) * TILE;
+  int start = (warp * SIZE + rank) * TILE;
+  int page = 0, page_alone = 0;
+  if (WINDOW == 0) page = page_of(start), page_alone = page_of(start_alone);
   const int position = p.positions[row] - p.ahead;
   const int last = min(max(position, 0), p.reach - 1);             // where the own token stands
-  const int first = p.window > 0 ? max(last - p.window + 1, 0) : 0;  // of the keys seen
-  const int* table = p.table + (size_t)row * p.table_stride;
-  auto place = [&](int start) {                                    // of key start + lane, in units of DIM
-    const int key = min(start + lane % TILE, last);
-    const int page = min(max(table[key / PAGE], 0), p.pages - 1);  // a wrong table must not read past the cache
-    return page * p.page_stride + key % PAGE * p.place_stride + kv_head * p.head_stride;
-  };
+  const int seen = WINDOW > 0 ? max(last - WINDOW + 1, 0) : 0;     // the first key
+  const int first = seen / TILE * TILE;
+  const bool alone = last - first < WARPS * TILE;                  // the first block, with a tile for each warp at most
+  if (alone) start = start_alone, page = page_alone;
+  if (WINDOW > 0) start += first, page = page_of(start);
   Tile& tile = s.warps[warp].tile;
   // Chunks are permuted so that the lanes that read together meet in no bank: (g, t) reads chunk 4 i + t of key g, and
   // the transposing load reads one chunk of eight keys.
   auto spot = [&](bool values, int key, int chunk) -> uint4& {
     return values ? tile.values[key][chunk ^ key % 8] : tile.keys[key][chunk ^ key % 2 * 4];
   };
-  auto issue = [&](bool values, int places, int start) {           // all but the own token
+  auto issue = [&](bool values, int place, int start) {           // all but the own token
+    const int chunk = lane % CHUNKS;
+    const u16* from = (values ? p.values : p.keys) + (size_t)place * DIM + lane / CHUNKS * (PLACE_STRIDE * DIM) + chunk * 8;
 #pragma unroll
-    for (int i = 0; i < TILE * CHUNKS / 32; i++) {
-      const int key = (i * 32 + lane) / CHUNKS, chunk = lane % CHUNKS;
-      const size_t at = __shfl_sync(~0u, places, key);
-      const bool there = start + key < last;
-      if (start + key != last)
-        fetch(&spot(values, key, chunk), (values ? p.values : p.keys) + (there ? at * DIM + chunk * 8 : 0), there);
+    for (int i = 0; i < TILE / KEYS; i++) {
+      const int key = i * KEYS + lane / CHUNKS;
+      if (start + key != last) fetch(&spot(values, key, chunk), from + i * (KEYS * PLACE_STRIDE * DIM), start + key < last);
     }
   };
-  const u16* qkv = p.qkv + (size_t)row * (GROUP + 2) * p.kv_heads * DIM;
-  auto issue_own = [&](bool values, int start) {                   // from qkv as it is, if the tile holds it
+  const u16* qkv = p.qkv + (size_t)row * (GROUP + 2) * KV_HEADS * DIM;
+  auto issue_own = [&](int start) {                                // the value of the own token, if the tile holds it
     if (start + TILE > last && lane < CHUNKS)
-      fetch(&spot(values, last - start, lane), qkv + (p.kv_heads * (GROUP + values) + kv_head) * DIM + lane * 8, true);
+      fetch(&spot(true, last - start, lane), qkv + (KV_HEADS * (GROUP + 1) + kv_head) * DIM + lane * 8, true);
   };
-  const int stride = size * WARPS * TILE;
-  const bool alone = last - first < WARPS * TILE;                  // the first block, with a tile for each warp at most
-  int start = first + (alone ? rank * WARPS + warp : warp * size + rank) * TILE;
-  int places = 0, next_places = 0;
-  if (start <= last) {
-    places = place(start);
-    issue(false, places, start);
-    commit();
-    issue(true, places, start);
-    commit();
-    next_places = place(start + stride);
-  }
-  const size_t turned = (size_t)min(max(position, 0), p.max_position) * p.turn_stride;
+  const size_t turned = (size_t)min(max(position, 0), p.max_position) * TURN_STRIDE;
   auto angle = [&](const float* from, int chunk, float4& lower, float4& upper) {
     lower = upper = make_float4(0.f, 0.f, 0.f, 0.f);
     if (ROPE) lower = *(const float4*)(from + turned + chunk * 8), upper = *(const float4*)(from + turned + chunk * 8 + 4);
   };
-  float4 cosine[STEPS], sine[STEPS];
+  auto angles = [&](float4 (&cosine)[STEPS], float4 (&sine)[STEPS]) {
 #pragma unroll
-  for (int i = 0; i < STEPS / 2; i++) {
-    angle(p.cos, 4 * i + t, cosine[2 * i], cosine[2 * i + 1]);
-    angle(p.sin, 4 * i + t, sine[2 * i], sine[2 * i + 1]);
+    for (int i = 0; i < STEPS / 2; i++) {
+      angle(p.cos, 4 * i + t, cosine[2 * i], cosine[2 * i + 1]);
+      angle(p.sin, 4 * i + t, sine[2 * i], sine[2 * i + 1]);
+    }
+  };
+  float4 cosine[STEPS], sine[STEPS];
+  int place = place_of(page, start);
+  if (start <= last) {
+    angles(cosine, sine);
+    issue(false, place, start);
+    commit();
+    if (SMALL) {
+      issue(true, place, start);
+      commit();
+    }
   }
-
+  if (start + stride <= last) page = page_of(start + stride);      // used a tile later
+  all_begun();                                                     // so that their memory can be written
   wait_for_previous();
+  if (!SMALL) let_next_start();
   if (alone && rank > 0) return;
   const bool real = p.counts[row] > 0 && position == last;
   float acc[DIM / 16][4], best[2] = {NONE, NONE}, sum[2] = {0.f, 0.f};  // [dims 16 m + g and + 8][heads 2 t and 2 t + 1]
 #pragma unroll
   for (int m = 0; m < DIM / 16; m++) acc[m][0] = acc[m][1] = acc[m][2] = acc[m][3] = 0.f;
   if (start <= last) {
-    issue_own(false, start), issue_own(true, start);
+    // The own key is turned in a column that the heads leave free; eight heads leave none.
+    const bool with_key = GROUP < 8 && g == GROUP;
+    const uint4* from = (const uint4*)qkv + (with_key ? KV_HEADS * GROUP + kv_head : kv_head * GROUP + g) * CHUNKS + t;
+    const uint4* own_key = (const uint4*)qkv + (KV_HEADS * GROUP + kv_head) * CHUNKS + t;
     uint4 q[STEPS];
 #pragma unroll
-    for (int i = 0; i < STEPS; i++)
-      q[i] = g < GROUP ? ((const uint4*)qkv)[(kv_head * GROUP + g) * CHUNKS + i * 4 + t] : make_uint4(0, 0, 0, 0);
-    turn<STEPS, 4>(q, (const uint4*)p.q_norm + t, p.eps, cosine, sine);
+    for (int i = 0; i < STEPS; i++) q[i] = g < GROUP || with_key ? from[i * 4] : make_uint4(0, 0, 0, 0);
+    if (!SMALL) issue(true, place, start);                         // behind q, which would be late behind them
+    issue_own(start);
+    commit();
+    turn(q, (const uint4*)(with_key ? p.k_norm : p.q_norm) + t, p.eps, cosine, sine);
     const float factor = p.scale * 1.4426950408889634f;
 
 #pragma unroll 1
     for (;;) {
-      const int after = start + stride;
-      const bool more = after <= last;
-      if (start + TILE > last) {                                   // with the own token
-        const int half = lane % (CHUNKS / 2), at = last - start;
-        const size_t to = (size_t)__shfl_sync(~0u, places, at) * CHUNKS;
-        float4 c[2], d[2];
-        angle(p.cos, half, c[0], c[1]), angle(p.sin, half, d[0], d[1]);
-        all_arrived();
-        uint4 key[2] = {spot(false, at, half), spot(false, at, half + CHUNKS / 2)};
-        turn<2, CHUNKS / 2>(key, (const uint4*)p.k_norm + half, p.eps, c, d);
-        if (lane < CHUNKS / 2) {
+      const int after = start + stride, at = last - start;
+      const bool more = after <= last, own = at < TILE;
+      const size_t to = (size_t)(place + at * PLACE_STRIDE) * CHUNKS;  // the own token's place
+      arrived_before_last();
+      if (own) {
+        uint4 key[STEPS];
 #pragma unroll
-          for (int i = 0; i < 2; i++) {
-            const int chunk = half + i * (CHUNKS / 2);
-            spot(false, at, chunk) = key[i];
-            if (real) ((uint4*)p.keys)[to + chunk] = key[i], ((uint4*)p.values)[to + chunk] = spot(true, at, chunk);
+        for (int i = 0; i < STEPS; i++) key[i] = GROUP < 8 ? q[i] : own_key[i * 4];
+        if (GROUP == 8) {
+          float4 c[STEPS], d[STEPS];
+          angles(c, d);
+          turn(key, (const uint4*)p.k_norm + t, p.eps, c, d);
+        }
+        if (g == GROUP % 8) {
+#pragma unroll
+          for (int i = 0; i < STEPS; i++) {
+            spot(false, at, i * 4 + t) = key[i];
+            if (real) ((uint4*)p.keys)[to + i * 4 + t] = key[i];
           }
         }
         __syncwarp();
-      } else {
-        arrived_before_last();
       }
       float x[2][4];
 #pragma unroll
@@ -288,14 +317,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) decode_atte
       }
       if (more) {
         __syncwarp();
-        issue(false, next_places, after), issue_own(false, after);
+        place = place_of(page, after);
+        issue(false, place, after);
       }
       commit();                                                    // also an empty one, so that groups count tiles
       float top[2] = {NONE, NONE};
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         const float score = (x[0][j] + x[1][j]) * factor;
-        x[0][j] = start + g + j / 2 * 8 <= last ? score : NONE;
+        const int key = start + g + j / 2 * 8;
+        x[0][j] = key <= last && (WINDOW == 0 || key >= seen) ? score : NONE;
         top[j % 2] = fmaxf(top[j % 2], x[0][j]);
       }
 #pragma unroll
@@ -320,6 +351,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) decode_atte
 #pragma unroll
         for (int j = 0; j < 4; j++) acc[m][j] *= fade[j % 2];
       arrived_before_last();
+      if (own && real && lane < CHUNKS) ((uint4*)p.values)[to + lane] = spot(true, at, lane);
 #pragma unroll
       for (int m = 0; m < DIM / 16; m++) {                         // matrices: keys 0-7 and chunks 2 m, 2 m + 1; keys 8-15
         const int key = lane / 16 * 8 + lane % 8;
@@ -328,10 +360,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) decode_atte
       }
       if (!more) break;
       __syncwarp();
-      issue(true, next_places, after), issue_own(true, after);
+      issue(true, place, after), issue_own(after);
       commit();
-      places = next_places, start = after;
-      next_places = place(start + stride);
+      start = after;
+      if (start + stride <= last) page = page_of(start + stride);
     }
   }
 
@@ -355,42 +387,47 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) decode_atte
     }
   }
   __syncthreads();
-  const int share = OUTPUTS / size;                                // outputs of a block
   u16* out = p.out + (size_t)group * OUTPUTS;
-  if (!alone) cluster_wait();                                      // every block has started, its memory can be written
-  for (int pair = threadIdx.x; pair < OUTPUTS / 2; pair += THREADS) {
-    const int head = pair / (DIM / 2), d = pair % (DIM / 2) * 2;
+#pragma unroll 1
+  for (int pair = threadIdx.x / LANES; pair < OUTPUTS / 2; pair += THREADS / LANES) {
+    const int head = pair / (DIM / 2), d = pair % (DIM / 2) * 2, part = threadIdx.x % LANES;
     float top = NONE, whole = 0.f;
     float2 total = make_float2(0.f, 0.f);
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) top = fmaxf(top, s.best[w][head]);
+    for (int w = 0; w < WARPS; w += LANES) top = fmaxf(top, s.best[w + part][head]);
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) {
-      const float f = exp2_fast(s.best[w][head] - top);
-      const float2 part = *(const float2*)&s.warps[w].part[head][d];
-      whole += f * s.sum[w][head], total.x += f * part.x, total.y += f * part.y;
+    for (int o = 1; o < LANES; o *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
+#pragma unroll
+    for (int w = 0; w < WARPS; w += LANES) {
+      const float f = exp2_fast(s.best[w + part][head] - top);
+      const float2 v = *(const float2*)&s.warps[w + part].part[head][d];
+      whole += f * s.sum[w + part][head], total.x += f * v.x, total.y += f * v.y;
     }
+#pragma unroll
+    for (int o = 1; o < LANES; o *= 2) {
+      whole += __shfl_xor_sync(~0u, whole, o);
+      total.x += __shfl_xor_sync(~0u, total.x, o), total.y += __shfl_xor_sync(~0u, total.y, o);
+    }
+    if (part > 0) continue;
     if (alone) {
       ((u32*)out)[pair] = real ? narrow(total.x / whole, total.y / whole) : 0;
       continue;
     }
-    push2(&s.received[rank * share + 2 * pair % share], 2 * pair / share, total);
-    if (d / 2 < size) {                                            // a lane for each block of the cluster
-      push(&s.all_best[rank][head], d / 2, top);
-      push(&s.all_sum[rank][head], d / 2, whole);
-    }
+    push((float2*)&s.received[rank][2 * pair % SHARE], 2 * pair / SHARE, total, sent);
+    if (d / 2 < SIZE) push(&s.all[rank][head], d / 2, make_float2(top, whole), sent);  // a pair for each block
   }
-  if (alone) return;
-  cluster_arrive();
-  cluster_wait();
-  for (int at = threadIdx.x; at < share; at += THREADS) {
-    const int output = rank * share + at, head = output / DIM;
+  if (alone || threadIdx.x >= SHARE) return;
+  wait_barrier(sent);
+#pragma unroll 1
+  for (int at = threadIdx.x; at < SHARE; at += THREADS) {
+    const int output = rank * SHARE + at, head = output / DIM;
     float top = NONE, whole = 0.f, total = 0.f;
-    for (int r = 0; r < size; r++) top = fmaxf(top, s.all_best[r][head]);
-#pragma unroll 4
-    for (int r = 0; r < size; r++) {
-      const float f = exp2_fast(s.all_best[r][head] - top);
-      whole += f * s.all_sum[r][head], total += f * s.received[r * share + at];
+#pragma unroll
+    for (int r = 0; r < SIZE; r++) top = fmaxf(top, s.all[r][head].x);
+#pragma unroll
+    for (int r = 0; r < SIZE; r++) {
+      const float f = exp2_fast(s.all[r][head].x - top);
+      whole += f * s.all[r][head].y, total += f * s.received[r][at];
     }
     out[output] = (u16)narrow(real ? total / whole : 0.f, 0.f);
   }

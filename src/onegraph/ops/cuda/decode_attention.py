@@ -1,6 +1,7 @@
 """Launches `decode_attention.cu`; what it does not take goes to Triton's kernel."""
 
 import struct
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
@@ -12,39 +13,61 @@ from onegraph.ops.cuda import build
 SOURCE = Path(__file__).with_suffix(".cu")
 DIMS = (64, 128)
 MAX_GROUP = 8  # heads that share a kv head: columns of the kernel's products
-MAX_CLUSTER, TILE = 16, 16  # blocks that the kernel has room for; keys that a warp takes at a time
+TILE = 16  # keys that a warp takes at a time, all in one page
 GPCS, GPC = 7, 18  # of an H200: a cluster lies in one GPC of 18 SMs, each with room for 16 warps
 ALIGNMENT = 16  # bytes, of what is read as 16 bytes at once
 
 
-def takes(dtype: torch.dtype, dim: int, group: int, *read: Tensor) -> bool:
+def takes(dtype: torch.dtype, dim: int, group: int, page: int, *read: Tensor) -> bool:
     """Whether `decode_attention.cu` computes this; `read`: all of its inputs but positions, counts and block table."""
     return (
         dtype in (torch.bfloat16, torch.float16)
         and dim in DIMS
         and group <= MAX_GROUP
+        and page % TILE == 0
         and all(t.data_ptr() % ALIGNMENT == 0 for t in read)
     )
 
 
+@dataclass(frozen=True)
+class Form:
+    """What the kernel is compiled for: its defines, in lower case. Strides of the cache are in units of `dim`."""
+
+    half: bool
+    dim: int
+    group: int
+    page: int
+    norm: bool
+    rope: bool
+    warps: int
+    size: int
+    kv_heads: int
+    window: int
+    page_stride: int
+    place_stride: int
+    head_stride: int
+    turn_stride: int
+
+    @property
+    def shared(self) -> int:
+        return shared(self.dim, self.group, self.warps, self.size)
+
+
 @cache
-def _kernel(
-    half: bool, dim: int, group: int, page: int, norm: bool, rope: bool, warps: int, device: int
-) -> build.Kernel:
-    defines = {"HALF": half, "DIM": dim, "GROUP": group, "PAGE": page, "NORM": norm, "ROPE": rope, "WARPS": warps}
-    sizes = {name: int(value) for name, value in defines.items()}
-    return build.load(SOURCE, sizes, ("decode_attention",), device, shared(dim, group, warps))[0]
+def _kernel(form: Form, device: int) -> build.Kernel:
+    defines = {name.upper(): int(value) for name, value in asdict(form).items()}
+    return build.load(SOURCE, defines, ("decode_attention",), device, form.shared)[0]
 
 
 @cache
 def available(device: int) -> bool:
     """Whether the kernel can be built for this GPU; warns once where not."""
-    return build.usable(lambda: _kernel(False, 128, 4, 16, False, True, 16, device))
+    return build.usable(lambda: _kernel(Form(False, 128, 4, 16, False, True, 16, 8, 8, 0, 128, 8, 1, 64), device))
 
 
-def shared(dim: int, group: int, warps: int) -> int:
-    """Bytes of `Shared` in the kernel."""
-    sums, outputs, tile = 2 * 4 * 8 * (warps + MAX_CLUSTER), 4 * group * dim, 2 * TILE * 2 * dim
+def shared(dim: int, group: int, warps: int, size: int) -> int:
+    """Bytes of `Shared` in the kernel, in clusters of `size` blocks."""
+    sums, outputs, tile = 2 * 4 * 8 * (warps + size), 4 * group * dim + 8, 2 * TILE * 2 * dim
     return -(-(sums + outputs) // 128) * 128 + warps * tile
 
 
@@ -82,7 +105,7 @@ def paged_decode(
     group = heads // kv_heads
     norms = [t for t in (q_norm, k_norm) if t is not None]
     read = [t for t in (qkv, *norms, cos, sin, k_cache, v_cache) if t is not None]
-    usable = qkv.is_cuda and rows > 0 and takes(qkv.dtype, dim, group, *read)
+    usable = qkv.is_cuda and rows > 0 and takes(qkv.dtype, dim, group, k_cache.shape[1], *read)
     if not usable or any(t.dtype != qkv.dtype for t in norms) or not available(qkv.device.index):
         from onegraph.ops.triton.decode_attention import paged_decode as fallback  # compiled as of its import
 
@@ -109,11 +132,12 @@ def strided_decode(
     scale: float,
 ) -> None:
     """See `onegraph.ops.strided_decode.strided_decode`. Raises ValueError for what the kernel does not take."""
-    dim, group = keys.shape[3], out.shape[1] // keys.shape[2]
-    if not takes(qkv.dtype, dim, group, qkv, table, keys, values):
+    page, dim, group = keys.shape[1], keys.shape[3], out.shape[1] // keys.shape[2]
+    if not takes(qkv.dtype, dim, group, page, qkv, table, keys, values):
         raise ValueError(
-            f"strided_decode: {qkv.dtype} heads of {dim}, {group} a kv head; on a GPU it takes bfloat16 and float16, "
-            f"sizes {DIMS}, up to {MAX_GROUP} a kv head, at multiples of {ALIGNMENT} bytes: use rope_slots_write"
+            f"strided_decode: {qkv.dtype} heads of {dim}, {group} a kv head, pages of {page} tokens; on a GPU it takes "
+            f"bfloat16 and float16, sizes {DIMS}, up to {MAX_GROUP} a kv head, pages of multiples of {TILE}, at "
+            f"multiples of {ALIGNMENT} bytes: use rope_slots_write"
         )
     if qkv.shape[0] > 0:
         cos, sin = table.chunk(2, dim=1)
@@ -144,24 +168,25 @@ def _launch(
     pages, page_size, kv_heads, dim = k_cache.shape
     group = out.numel() // (rows * kv_heads * dim)
     warps, size = cut(rows * kv_heads)
-    norm, rope = q_norm is not None, cos is not None
-    kernel = _kernel(qkv.dtype == torch.float16, dim, group, page_size, norm, rope, warps, device)
+    page_stride, place_stride, head_stride = (stride // dim for stride in k_cache.stride()[:3])
+    form = Form(
+        qkv.dtype == torch.float16, dim, group, page_size, q_norm is not None, cos is not None, warps, size, kv_heads,
+        window, page_stride, place_stride, head_stride, 0 if cos is None else cos.stride(0),
+    )  # fmt: skip
+    kernel = _kernel(form, device)
     tensors = (qkv, q_norm, k_norm, cos, sin, positions, counts, block_table, k_cache, v_cache, out)
     arguments = struct.pack(
-        "11Q11i2f4x",  # as long as the struct, whose pointers align it to 8 bytes
+        "11Q5i2f4x",  # as long as the struct, whose pointers align it to 8 bytes
         *(0 if t is None else t.data_ptr() for t in tensors),
-        kv_heads,
         pages,
-        *(stride // dim for stride in k_cache.stride()[:3]),
         block_table.stride(0),
         block_table.shape[1] * page_size,
-        *((0, 0) if cos is None else (cos.stride(0), cos.shape[0] - 1)),
-        window,
+        0 if cos is None else cos.shape[0] - 1,
         ahead,
         eps,
         scale,
     )
-    launch = (rows * kv_heads * size, 1, 1), 32 * warps, shared(dim, group, warps), size
+    launch = (rows * kv_heads * size, 1, 1), 32 * warps, form.shared, size
     stream = torch._C._cuda_getCurrentRawStream(device)
     if torch.cuda.current_device() == device:
         kernel.launch(*launch, stream, arguments)

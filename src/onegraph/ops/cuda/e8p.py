@@ -91,7 +91,7 @@ class Plan:
         latency = mine * 0.16 * stages * heavy
         memory = self.per_block * self.blocks * PARTS * SLOT[bits] / self.ring(bits) * 0.6  # 0.6 us a ringful
         gather = turns * (0.3 * min(tokens, 4) if tokens <= 4 else 0.5)
-        together = 0.3 + 0.3 * self.cluster if self.cluster > 1 else 0.0
+        together = 0.4 + 0.25 * self.cluster if self.cluster > 1 else 0.0
         return waves * (max(issue, latency, memory) + gather + 2.0) + together + 0.1 * self.blocks
 
 

@@ -68,7 +68,9 @@ __device__ __forceinline__ int received_rows(int splits) { return (ROWS + splits
 
 template <bool CLUSTERED> __device__ __forceinline__ void attend_splits(const Arguments& p) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  let_next_start();
+  // As in decode_attention.cu: for all but small models the codes of the next linear would come before those of the cache.
+  const bool at_once = !WRITES || (p.group + 2) * p.kv_heads * DIM <= 1536;
+  if (at_once) let_next_start();
   if (WRITES) cluster_begun();
   Fixed& fixed = *(Fixed*)smem;
   Fresh& fresh = *(Fresh*)(smem + FRESH_AT);
@@ -155,6 +157,7 @@ template <bool CLUSTERED> __device__ __forceinline__ void attend_splits(const Ar
       load_turn(p, turn, b);
       prepare();  // while codes and rotation are on their way
       wait_for_previous();
+      if (!at_once) let_next_start();
       turn_token(p, turn, fresh, b, head);
       __syncthreads();  // the tables, too
     } else if (begins) {
