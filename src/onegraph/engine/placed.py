@@ -11,6 +11,7 @@ from onegraph.engine.generate import Decoder, Engine, _buckets, _Paged
 from onegraph.ops.step import begin_step, finish_step
 from onegraph.runtime.graph import Runner
 from onegraph.runtime.pipeline import Pipeline, Pools, check_links
+from onegraph.runtime.transfer import Download
 
 
 def engine_for(model: Any, **options: Any) -> Engine:
@@ -46,6 +47,8 @@ class PlacedEngine(Engine):
         super().__init__(model, **options)
         self._pools = None if self._pool is None else Pools(self._devices)
         self._pool = self._pools  # type: ignore[assignment]  # Engine only enters it
+        drawn = self._decode_inputs["drawn"].to(self._devices[-1])  # where the host's tokens come from
+        self._download = Download(drawn, depth=self._ahead + 1)
 
     def runner(self, kind: Literal["decode", "prefill"], *, sampling: bool = False) -> Any:
         """The Pipeline of a step, built when first asked for."""

