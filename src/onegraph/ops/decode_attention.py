@@ -117,7 +117,7 @@ paged_decode = register(
                 window=600,
             ),
             _case("qwen3", positions=[70, 3], counts=[1, 1], heads=4, kv_heads=2, dim=128, page_size=16, norm=True),
-            _case("group_of_8", positions=[70, 800], counts=[1, 1], heads=8, kv_heads=1, dim=128, page_size=16, norm=True),
+            _case("eight", positions=[70, 800], counts=[1, 1], heads=8, kv_heads=1, dim=128, page_size=16, norm=True),
             _case("mha_80", positions=[7, 130], counts=[1, 1], heads=4, kv_heads=4, dim=80, page_size=8, rope=False),
             _case("mqa_96", positions=[61], counts=[1], heads=6, kv_heads=1, dim=96, page_size=4, norm=True),
             _case(

@@ -180,7 +180,7 @@ __device__ __forceinline__ void turn(uint4 (&x)[STEPS], const uint4* weight, flo
   for (int i = 0; i < STEPS / 2; i++) {
     const float4 c = cosine[2 * i], d = cosine[2 * i + 1], e = sine[2 * i], f = sine[2 * i + 1];
     uint4 w = x[i], w2 = x[i];
-    if (NORM) w = weight[i * (4)], w2 = weight[(i + STEPS / 2) * (4)];
+    if (NORM) w = weight[i * 4], w2 = weight[(i + STEPS / 2) * 4];
     turn2(x[i].x, x[i + STEPS / 2].x, w.x, w2.x, c.x, c.y, e.x, e.y);
     turn2(x[i].y, x[i + STEPS / 2].y, w.y, w2.y, c.z, c.w, e.z, e.w);
     turn2(x[i].z, x[i + STEPS / 2].z, w.z, w2.z, d.x, d.y, f.x, f.y);
@@ -202,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) decode_atte
   // Pages of a warp's first tile in both cuts, looked up beside the position that decides between them.
   const int* table = p.table + (size_t)row * p.table_stride;
   auto page_of = [&](int start) { return table[min(start, p.reach - TILE) / PAGE]; };
-  auto place_of = [&](int page, int start) {                          // of a tile, in units of DIM
+  auto place_of = [&](int page, int start) {                       // of a tile, in units of DIM
     page = min(max(page, 0), p.pages - 1);                         // a wrong table must not read past the cache
     return page * PAGE_STRIDE + start % PAGE * PLACE_STRIDE + kv_head * HEAD_STRIDE;
   };
@@ -224,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) decode_atte
   auto spot = [&](bool values, int key, int chunk) -> uint4& {
     return values ? tile.values[key][chunk ^ key % 8] : tile.keys[key][chunk ^ key % 2 * 4];
   };
-  auto issue = [&](bool values, int place, int start) {           // all but the own token
+  auto issue = [&](bool values, int place, int start) {            // all but the own token
     const int chunk = lane % CHUNKS;
     const u16* from = (values ? p.values : p.keys) + (size_t)place * DIM + lane / CHUNKS * (PLACE_STRIDE * DIM) + chunk * 8;
 #pragma unroll
