@@ -1,5 +1,8 @@
 """Decode attention: how the CUDA kernel is cut, and that it is the one that runs. Its results: tests/test_ops.py."""
 
+import re
+from dataclasses import fields
+
 import pytest
 import torch
 
@@ -35,6 +38,11 @@ def test_sixteen_warps_fit_an_sm(dim: int, group: int, groups: int) -> None:
 )
 def test_a_cluster_is_as_large_as_the_gpu_has_room_for(groups: int, cut: tuple[int, int]) -> None:
     assert kernel.cut(groups) == cut
+
+
+def test_the_source_is_given_what_it_sets_when_compiled() -> None:
+    told = re.search(r"Set when compiled:(.*?)\.\n", kernel.SOURCE.read_text(), re.DOTALL)[1]
+    assert set(re.findall(r"\b[A-Z_]{3,}\b", told)) == {field.name.upper() for field in fields(kernel.Form)}
 
 
 def test_what_the_kernel_does_not_take() -> None:

@@ -122,6 +122,13 @@ def test_plan_covers_every_slice_once(shape: tuple[int, int], bits: int, tokens:
     assert cut.shared(bits, tokens) <= cuda_e8p.SHARED_LIMIT
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize(("n", "k", "cluster"), [(6144, 4096, 2), (4096, 4096, 3), (28672, 4096, 1), (4096, 14336, 3)])
+def test_plan_of_what_was_measured(n: int, k: int, cluster: int, bits: int) -> None:
+    """One token in a layer of 8B: docs/log.md, run cutsatt-1."""
+    assert cuda_e8p.plan(n, k, bits, 1, 132).cluster == cluster
+
+
 ROOM = (132, 66, 39, 30, 22, 17, 15, 15)  # clusters of 1, 2, .. blocks that an H200 holds
 
 

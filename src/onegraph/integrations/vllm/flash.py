@@ -26,9 +26,8 @@ def take_over(attention: Any, table: Tensor) -> None:
     plain = impl.sliding_window == (-1, -1) and impl.alibi_slopes is None and impl.sinks is None
     if not plain or impl.logits_soft_cap or attention.kv_cache_dtype != "auto":
         return
-    page = TILE  # FlashAttention's pages are multiples of 16 tokens too
-    if table.is_cuda and not (
-        takes(attention.dtype, impl.head_size, impl.num_queries_per_kv, page) and available(table.device.index)
+    if table.is_cuda and not (  # FlashAttention's pages are multiples of 16 tokens too
+        takes(attention.dtype, impl.head_size, impl.num_queries_per_kv, TILE) and available(table.device.index)
     ):
         return
     impl.__class__, impl.table = FlashDecodeImpl, table

@@ -15,9 +15,13 @@
 // Set when compiled: HALF (1: float16, 0: bfloat16), DIM (64 or 128), GROUP (1 to 8 heads a kv head), PAGE (tokens),
 // NORM, ROPE, WARPS (of a block), SIZE (blocks of a cluster), KV_HEADS, WINDOW (0: none), and strides of the cache and of
 // the angles: PAGE_STRIDE, PLACE_STRIDE, HEAD_STRIDE (units of DIM), TURN_STRIDE.
+//
+// What is here is one kernel, whose steps share registers and one layout of shared memory: hence past 400 lines.
 
 using u16 = unsigned short;
 using u32 = unsigned int;
+
+#include "cluster.cuh"
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int TILE = 16;                           // keys
@@ -118,32 +122,12 @@ __device__ __forceinline__ uint4 load_transposed(const uint4* row) {  // four ma
   return y;
 }
 
-// To the same place in another block of the cluster, as bytes that its barrier counts.
-__device__ __forceinline__ void push(float2* to, u32 rank, float2 v, u32 barrier) {
-  u32 at = (u32)__cvta_generic_to_shared(to);
-  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(at) : "r"(rank));
-  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(barrier) : "r"(rank));
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
-               :: "r"(at), "f"(v.x), "f"(v.y), "r"(barrier) : "memory");
-}
-__device__ __forceinline__ void cluster_begun() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ __forceinline__ void all_begun() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 __device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ u32 cluster_rank() {
-  u32 rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
 __device__ __forceinline__ void expect(u32 barrier, int bytes) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(barrier) : "memory");
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-__device__ __forceinline__ void wait_barrier(u32 barrier) {
-  asm volatile(
-      "{\n.reg .pred P;\nAGAIN: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 P, [%0], 0;\n@P bra DONE;\n"
-      "bra AGAIN;\nDONE:\n}" :: "r"(barrier) : "memory");
+  barriers_visible();
 }
 
 // A head, of which four lanes hold STEPS chunks each: normed and rotated in float32, rounded as the composition's q and k
@@ -415,11 +399,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) decode_atte
       ((u32*)out)[pair] = real ? narrow(total.x / whole, total.y / whole) : 0;
       continue;
     }
-    push((float2*)&s.received[rank][2 * pair % SHARE], 2 * pair / SHARE, total, sent);
-    if (d / 2 < SIZE) push(&s.all[rank][head], d / 2, make_float2(top, whole), sent);  // a pair for each block
+    const u32 to = 2 * pair / SHARE;
+    send(at_rank(&s.received[rank][2 * pair % SHARE], to), total, at_rank(&s.sent, to));
+    if (d / 2 < SIZE) send(at_rank(&s.all[rank][head], d / 2), make_float2(top, whole), at_rank(&s.sent, d / 2));
   }
   if (alone || threadIdx.x >= SHARE) return;
-  wait_barrier(sent);
+  receive(sent);
 #pragma unroll 1
   for (int at = threadIdx.x; at < SHARE; at += THREADS) {
     const int output = rank * SHARE + at, head = output / DIM;

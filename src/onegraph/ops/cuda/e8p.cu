@@ -31,6 +31,7 @@
 
 #include "e8p_common.cuh"
 #include "e8p_async.cuh"
+#include "cluster.cuh"
 
 constexpr bool INTEGER = TOKENS <= 4;
 constexpr int TILES = (TOKENS + 7) / 8;            // column tiles of the product
@@ -218,8 +219,7 @@ __device__ __forceinline__ float inverse_rms(float squares, const Arguments& p) 
 // and 512 bytes a slice for the rotation.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid_constant__ Arguments p) {
   const u32 cluster = p.cluster;
-  u32 rank = 0;
-  if (cluster > 1) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  const u32 rank = cluster > 1 ? cluster_rank() : 0;
   const u32 tile = blockIdx.x / cluster;
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int warps = p.across * DOWN, chunk = TOKENS == 1 ? 0 : blockIdx.y;
@@ -277,10 +277,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
       const u32 sent = (u32)__cvta_generic_to_shared(shared.sent);
       make_barrier(sent, 1);
       expect(sent, bytes);
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      barriers_visible();
     }
     __syncwarp();
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    cluster_begun();
   }
   if (!one_slice(p))
     for (int i = threadIdx.x * 4; i < p.across * tokens * pitch; i += blockDim.x * 4) *(float4*)(partial + i) = zeros;
@@ -421,21 +421,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
     }
     return;
   }
-  auto remote = [](const void* local, u32 rank) {  // of the same variable in another block of the cluster
-    u32 to = (u32)__cvta_generic_to_shared(local);
-    asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(to) : "r"(rank));
-    return to;
-  };
-  // Sums go to the block that ends their job, as bytes that its barrier counts; a barrier of the whole cluster would wait
-  // for memory before.
-  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // every block has started, its memory can be written
+  // Sums go to the block that ends their job.
+  all_begun();  // their memory can be written
 #pragma unroll 1
   for (int job = warp; job < jobs; job += warps) {
     const float4 v = total(job);
     const int turn = job * p.per_cluster >> 16, of = job - turn * cluster;
-    const u32 to = remote(received + (turn * cluster + rank) * ROWS + lane * 4, of);
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];"
-                 :: "r"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(remote(&shared.sent, of)) : "memory");
+    send(at_rank(received + (turn * cluster + rank) * ROWS + lane * 4, of), v, at_rank(&shared.sent, of));
     if (once) break;
   }
   if (INTEGER && p.normed && warp == warps - 1) {
@@ -445,13 +437,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
       if (t == b) mine = sum;
     }
     if (lane < min((int)cluster, jobs) * 4 && t < tokens)
-      asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];"
-                   :: "r"(remote(&shared.received[rank][t], g)), "f"(mine), "r"(remote(&shared.sent, g)) : "memory");
+      send(at_rank(&shared.received[rank][t], g), mine, at_rank(&shared.sent, g));
   }
   if (rank + warp * cluster >= jobs) return;
-  asm volatile(
-      "{\n.reg .pred P;\nAGAIN: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 P, [%0], 0;\n@P bra DONE;\n"
-      "bra AGAIN;\nDONE:\n}" :: "r"((u32)__cvta_generic_to_shared(shared.sent)) : "memory");
+  receive((u32)__cvta_generic_to_shared(shared.sent));
 #pragma unroll 1
   for (int job = rank + warp * cluster; job < jobs; job += warps * cluster) {
     float4 v = make_float4(0.f, 0.f, 0.f, 0.f);

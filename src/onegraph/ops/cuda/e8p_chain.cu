@@ -26,6 +26,7 @@ constexpr int MOST_AHEAD = 5;      // pieces that a worker's registers hold deco
 constexpr int LINKS = QKV ? 4 : 3;
 constexpr float LEVELS = 32512.f;  // as in e8p.cu
 #include "e8p_async.cuh"
+#include "cluster.cuh"
 #include "e8p_bytes.cuh"
 
 // Link L: output, gate and up, down, qkv.
@@ -80,23 +81,10 @@ struct __align__(128) Shared {   // after the tables; behind it codes, sums of e
 };
 
 __device__ __forceinline__ u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ u32 cluster_rank() {
-  u32 rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-__device__ __forceinline__ u32 place(const void* local, u32 rank) {  // of the same variable in another block
-  u32 to = address(local);
-  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(to) : "r"(rank));
-  return to;
-}
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-__device__ __forceinline__ void barriers_visible() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
 __device__ __forceinline__ void copy16(u32 to, const u8* from) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
 }
@@ -104,10 +92,6 @@ __device__ __forceinline__ void copy8(u32 to, const u8* from) {
   asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 8;" :: "r"(to), "l"(from) : "memory");
 }
 __device__ __forceinline__ void copies_there() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-__device__ __forceinline__ void send(u32 to, const float4& v, u32 barrier) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];"
-               :: "r"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier) : "memory");
-}
 __device__ __forceinline__ void all_meet() { asm volatile("bar.sync 0;" ::: "memory"); }  // from wherever in the code
 __device__ __forceinline__ void meet(int warps) { asm volatile("bar.sync 1, %0;" :: "r"(warps * 32) : "memory"); }
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
@@ -224,7 +208,7 @@ struct Block {
       const float low = __shfl_sync(~0u, rows[1], lane & ~3), row = t == 0 ? rows[0] : low;
       constexpr int GROUPS = 32 / CLUSTER, QUADS = GROUPS < 4 ? 4 / GROUPS : 1;
       const int to_rank = lane % CLUSTER;
-      const u32 to = place(b.sums[L % 2] + part * O::N + tile * 16, to_rank), barrier = place(&b.s.arrived[L], to_rank);
+      const u32 to = at_rank(b.sums[L % 2] + part * O::N + tile * 16, to_rank), barrier = at_rank(&b.s.arrived[L], to_rank);
       const bool wanted = L < LINKS - 1 || tile / (SLICE / 16) == to_rank;
 #pragma unroll
       for (int i = 0; i < QUADS; i++) {
