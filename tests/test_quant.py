@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from onegraph.formats.e8p import linear_tensors
+from onegraph.formats.e8p import E8P
 from onegraph.ops.registry import reference_ops
 from onegraph.quant.calibrate import packed_tokens, sampled_tokens
 from onegraph.quant.hessian import Moments, corrected, gather
@@ -172,7 +172,7 @@ def test_a_group_of_siblings(bits: int) -> None:
     assert torch.equal(made[0]["in_scale"], made[1]["in_scale"])
     limit = {2: 0.1, 3: 0.035, 4: 0.0105}[bits]
     for w, tensors in zip(weights, made, strict=True):
-        wanted = linear_tensors(*w.shape, bits)
+        wanted = E8P[bits].layout(*w.shape)
         assert {key: (tuple(t.shape), t.dtype) for key, t in tensors.items()} == wanted
         error = dequantize(tensors, bits) - w
         assert ((error @ h) * error).sum() / ((w @ h) * w).sum() < limit
@@ -380,7 +380,7 @@ def test_recipes_that_make_no_sense(wrong: dict[str, Any]) -> None:
 def test_what_cannot_be_quantized_is_named(tokens: Tensor) -> None:
     odd = Tiny()
     odd.blocks[0].o = nn.Linear(DIM - 4, DIM, bias=False)
-    with pytest.raises(ValueError, match=r"o is 64 x 60.*rate 16"):
+    with pytest.raises(ValueError, match=r"o: a linear of 64 x 60.*rate 16"):
         quantize(odd, tokens, Recipe())
     damaged = Tiny()
     damaged.blocks[1].v.weight[3, 3] = float("nan")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from onegraph.nn.attention import Attention, CausalAttention, PagedCache
-from onegraph.nn.linear import Linear
+from onegraph.nn.linear import dense
 from onegraph.nn.turboquant import TurboQuantCache
 
 
@@ -35,11 +35,13 @@ class TinyDecoder(nn.Module):
         angle = torch.arange(max_context)[:, None] * 100.0 ** -(torch.arange(0, head_dim, 2) / head_dim)
         tables = {"cos": angle.cos().to(device), "sin": angle.sin().to(device)}
         self.embed = weight(vocabulary, dim)
+        self.qkv, self.out = (
+            nn.ModuleList(dense(weight(n, k, scale=dim**-0.5)) for _ in range(layers))
+            for n, k in (((heads + 2 * self.kv_heads) * head_dim, dim), (dim, heads * head_dim))
+        )
         self.layers = nn.ModuleList(
             Attention(
                 index=i,
-                qkv=Linear(weight((heads + 2 * self.kv_heads) * head_dim, dim, scale=dim**-0.5)),
-                out=Linear(weight(dim, heads * head_dim, scale=dim**-0.5)),
                 heads=heads,
                 kv_heads=self.kv_heads,
                 head_dim=head_dim,
@@ -47,12 +49,12 @@ class TinyDecoder(nn.Module):
             )
             for i in range(layers)
         )
-        self.head = Linear(weight(vocabulary, dim, scale=dim**-0.5))
+        self.head = dense(weight(vocabulary, dim, scale=dim**-0.5))
 
     def forward(self, tokens: Tensor, cache) -> Tensor:
         x = nn.functional.embedding(tokens, self.embed)
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x, cache)) * 2
+        for layer, qkv, out in zip(self.layers, self.qkv, self.out, strict=True):
+            x = x + torch.tanh(out(cache.attend(layer, qkv(x)))) * 2
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
 from onegraph.nn.linear import Linear
@@ -22,23 +21,6 @@ class Attend(Protocol):
     def attend(
         self, attention: DeepseekAttention, q: Tensor, kv: Tensor, states: Tensor | None, index_q: Tensor | None
     ) -> Tensor: ...
-
-
-class GroupedLinear(nn.Module):
-    """G independent linears side by side: x [..., G, k] -> [..., G, n], weight [G, n, k]."""
-
-    weight: Tensor
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        if weight.dim() != 3:
-            raise ValueError(f"weight is {tuple(weight.shape)}; it must be [groups, n, k]")
-        self.register_buffer("weight", weight.contiguous())
-
-    def forward(self, x: Tensor) -> Tensor:
-        groups, n, k = self.weight.shape
-        y = torch.bmm(x.reshape(-1, groups, k).transpose(0, 1), self.weight.transpose(1, 2))
-        return y.transpose(0, 1).reshape(*x.shape[:-1], n)
 
 
 class Compressor(nn.Module):
