@@ -68,7 +68,7 @@ class Loader:
         found: Expected = {}
         for layer, (n, k, bias) in self.layers().items():
             found |= self.format_of(layer).expected(self, layer, n, k, bias)
-        return found | self.parts.tensors
+        return found | dict(self.parts.tensors)
 
     def check(self) -> None:
         """Raises CheckpointError that names each tensor missing, of a wrong shape or dtype, or not asked for; and

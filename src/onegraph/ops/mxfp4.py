@@ -87,7 +87,8 @@ mxfp4_dequantize = register(
         flops=lambda codes, scale: 2 * codes.numel(),
     )
 )
-"""codes uint8 [..., n, k/2], scale uint8 [..., n, k/32] (E8M0, not 255) -> float32 [..., n, k], exact."""
+"""codes uint8 [..., n, k/2], scale uint8 [..., n, k/32] (E8M0, not 255) -> float32 [..., n, k], exact where float32
+holds the number."""
 
 mxfp4_linear = register(
     Op(
