@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 import onegraph
+from onegraph.cli import build_parser
+from onegraph.cli.common import UsageError
 from onegraph.engine import record
 from onegraph.engine.record import command_line, emit, machine, with_id
 
@@ -134,3 +137,34 @@ def test_emitted_lines_are_appended(tmp_path: Path, capsys: pytest.CaptureFixtur
     lines = (tmp_path / "lines.jsonl").read_text()
     assert capsys.readouterr().out == lines
     assert [json.loads(line)["us"] for line in lines.splitlines()] == [1.5, 2.5]
+
+
+def commands(repo: Path) -> list[tuple[str, list[str]]]:
+    """The documents' fenced command lines, comments off: (document, words)."""
+    found = []
+    for name, text in documents(repo).items():
+        blocks = re.findall(r"^```\w*\n(.*?)^```$", text.replace("\\\n", " "), re.S | re.M)
+        lines = re.findall(r"^(?:[A-Z_]+=\S+ )*(?:onegraph|python3?) .*", "\n".join(blocks), re.M)
+        found += [(name, shlex.split(line, comments=True)) for line in lines if name != "docs/cli.md"]
+    return found
+
+
+def test_documented_commands_are_accepted(repo: Path) -> None:
+    parser = build_parser()
+    lines = [(name, words[1:]) for name, words in commands(repo) if words[0] == "onegraph"]
+    assert len(lines) > 15
+    for name, words in lines:
+        try:
+            parser.parse_args(words)
+        except (SystemExit, UsageError) as error:
+            pytest.fail(f"{name}: onegraph {shlex.join(words)}: {error}")
+
+
+def test_documented_scripts_have_their_options(repo: Path) -> None:
+    lines = [(name, words) for name, words in commands(repo) if any(word.endswith(".py") for word in words)]
+    assert len(lines) > 15
+    for name, words in lines:
+        script = next(word for word in words if word.endswith(".py"))
+        text = (repo / script).read_text()
+        for option in words[words.index(script) :]:
+            assert not option.startswith("--") or f'"{option}"' in text, f"{name}: {script} has no {option}"
