@@ -9,7 +9,6 @@ and fp8 pages. `roof_us` is the cache read once at the copy bandwidth measured f
 
 import argparse
 import importlib.metadata
-import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.engine.bench import L2_TIMES, copy_bandwidth, machine, replay_us
+from onegraph.engine.bench import L2_TIMES, copy_bandwidth, replay_us
+from onegraph.engine.record import emit, machine
 from onegraph.formats import turboquant
 from onegraph.formats.turboquant_layout import BLOCK, TurboQuantLayout
 from onegraph.ops.attention import paged_attention
@@ -167,18 +167,11 @@ def main() -> None:
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    command = "PYTHONPATH=src python3 benchmarks/attention.py"
-    command += f" --tokens {args.tokens} --page {args.page}" + (" --no-peers" if args.no_peers else "")
-    command += f" --shapes {' '.join(args.shapes)} --rates {' '.join(args.rates)}"
     shapes = [(int(b), int(c)) for b, c in (s.split("x") for s in args.shapes)]
     rates = [(int(r[0]), int(r[1])) for r in args.rates]
     about = machine(DEVICE)
     for row in measured(args.tokens, args.page, not args.no_peers, shapes, rates):
-        line = json.dumps(row | {"command": command, **about})
-        print(row["name"], row["batch"], row["context"], row["us"], row["roof_us"], row["percent_of_roof"], flush=True)
-        if args.out:
-            with args.out.open("a") as file:
-                file.write(line + "\n")
+        emit(row | about, args.out)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from step import command_line, emit
 from torch import Tensor
 
-from onegraph.engine.bench import machine, replay_us
+from onegraph.engine.bench import replay_us
+from onegraph.engine.record import emit, machine
 from onegraph.ops.cuda import e8p_chain as cuda
 from onegraph.ops.decode_attention import paged_decode
 from onegraph.ops.e8p_chain import e8p_chain
@@ -39,7 +39,7 @@ def main() -> int:
     parser.add_argument("--bits", nargs="+", type=int, default=[2, 3, 4])
     parser.add_argument("--out", type=Path, help="append the lines to this file")
     args = parser.parse_args()
-    about = {"layers": LAYERS, "tokens": 1, **machine(DEVICE), "command": command_line()}
+    about = {"layers": LAYERS, "tokens": 1, **machine(DEVICE)}
     generator = torch.Generator().manual_seed(0)
     for bits in args.bits:
         made = next(case for case in e8p_chain.cases if case.name == f"1x1x576x1536->960@{bits}")

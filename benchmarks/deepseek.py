@@ -26,8 +26,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from onegraph.engine import placed
-from onegraph.engine.bench import copy_bandwidth, machine
+from onegraph.engine.bench import copy_bandwidth
 from onegraph.engine.placed import PlacedEngine
+from onegraph.engine.record import emit, machine
 from onegraph.engine.soak import Round, soak
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.nvfp4 import GROUP
@@ -252,14 +253,14 @@ def main() -> None:
     bandwidth = copy_bandwidth(devices[0])
     about = {
         "bench": "deepseek", "model": args.model, "layers": config.layers, "gpus": args.gpus, "context": args.context,
-        "command": " ".join(["python", "benchmarks/deepseek.py", *sys.argv[1:]]), **machine(devices[0]),
+        **machine(devices[0]),
     }  # fmt: skip
 
     def note(text: str) -> None:
         print(f"{time.perf_counter() - began:6.1f} s: {text}", file=sys.stderr, flush=True)
 
     def say(**row: Any) -> None:
-        print(json.dumps(row | about), flush=True)
+        emit(row | about)
 
     note(f"made, layers {[len(s) for s in model.stages]}, {bandwidth / 1e12:.2f} TB/s")
     for batch in args.batch:

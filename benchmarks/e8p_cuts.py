@@ -7,13 +7,13 @@ against float64.
 """
 
 import argparse
-import json
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from onegraph.engine.bench import L2_TIMES, machine, replay_us
+from onegraph.engine.bench import L2_TIMES, replay_us
+from onegraph.engine.record import emit, machine
 from onegraph.formats.e8p import codebook, hadamard_block, residual_dtype
 from onegraph.ops.cuda import e8p
 from onegraph.ops.e8p import e8p_decode
@@ -79,7 +79,7 @@ def main() -> int:
                     row |= {"error": float(f"{error:.2g}"), "cost": round(cut.cost(bits, tokens, sms), 1)}
                     row |= {"chosen": cut == chosen, "ahead": cut.ahead, "tiles": cut.tiles, "cluster": cut.cluster}
                     row |= {"blocks": cut.blocks, "across": cut.across, "down": cut.down}
-                    print(json.dumps(row | about), flush=True)
+                    emit(row | about)
     return 0
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 from e8p_cuts import random_layer
-from step import command_line, emit
 from torch import Tensor
 
-from onegraph.engine.bench import machine, replay_us
+from onegraph.engine.bench import replay_us
+from onegraph.engine.record import emit, machine
 from onegraph.ops.cuda import e8p
 
 DEVICE = torch.device("cuda", 0)
@@ -38,7 +38,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--out", type=Path, help="append the lines to this file")
     args = parser.parse_args()
-    about = {"layers": args.layers, **machine(DEVICE), "command": command_line()}
+    about = {"layers": args.layers, **machine(DEVICE)}
     for bits in args.bits:
         layers = [[random_layer(k, n, bits) for k, n in SHAPES] for _ in range(args.layers)]
         for tokens in args.tokens:

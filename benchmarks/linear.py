@@ -7,13 +7,13 @@ PYTHONPATH=src python3 benchmarks/linear.py --tokens 1 8 16 32 64 512 4096 --out
 """
 
 import argparse
-import json
 import multiprocessing
 from pathlib import Path
 
 import torch
 
 from onegraph.engine.bench import HUMMING, LINEAR_SHAPES, bench_linear, has_humming, linear_layer
+from onegraph.engine.record import emit
 
 
 def compiled(name: str, k: int, n: int, bits: int, tokens: list[int]) -> None:
@@ -34,11 +34,6 @@ def main() -> None:
     parser.add_argument("--no-peers", action="store_true", help="without humming-kernels, installed or not")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    command = (
-        f"PYTHONPATH=src python3 benchmarks/linear.py --shapes {' '.join(args.shapes)} "
-        f"--tokens {' '.join(map(str, args.tokens))} "
-        f"--bits {' '.join(map(str, args.bits))}{' --no-peers' if args.no_peers else ''}"
-    )
     shapes = [(int(k), int(n)) for k, n in (shape.split("x") for shape in args.shapes)]
     peers = has_humming() and not args.no_peers
     if args.warm:
@@ -47,11 +42,7 @@ def main() -> None:
         with multiprocessing.get_context("spawn").Pool(len(jobs)) as pool:
             pool.starmap(compiled, jobs, chunksize=1)
     for row in bench_linear(shapes, tokens=args.tokens, bits=args.bits, peers=peers):
-        line = json.dumps(row | {"command": command})
-        print(line, flush=True)
-        if args.out:
-            with args.out.open("a") as file:
-                file.write(line + "\n")
+        emit(row, args.out)
 
 
 if __name__ == "__main__":

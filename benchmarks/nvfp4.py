@@ -5,8 +5,6 @@ PYTHONPATH=src python3 benchmarks/nvfp4.py --out benchmarks/results/nvfp4-h200.j
 """
 
 import argparse
-import json
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
@@ -15,7 +13,8 @@ from typing import Any
 
 import torch
 
-from onegraph.engine.bench import copy_bandwidth, machine, replay_us
+from onegraph.engine.bench import copy_bandwidth, replay_us
+from onegraph.engine.record import emit, machine
 from onegraph.ops.nvfp4_linear import nvfp4_experts, nvfp4_grouped_linear, nvfp4_linear
 from onegraph.ops.registry import nbytes
 
@@ -97,15 +96,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="*", default=[1, 4, 16])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    about = machine(DEVICE) | {"command": f"PYTHONPATH=src python3 benchmarks/nvfp4.py {' '.join(sys.argv[1:])}"}
+    about = {"bench": "nvfp4", **machine(DEVICE)}
     bandwidth = copy_bandwidth(DEVICE)
     for row in chain(linears(args.tokens), experts(args.tokens), layer()):
         row["us"] = round(row["us"], 2)
-        line = json.dumps(row | {"floor_us": round(row["bytes"] / bandwidth * 1e6, 2)} | about)
-        print(line, flush=True)
-        if args.out:
-            with args.out.open("a") as file:
-                file.write(line + "\n")
+        emit(row | {"floor_us": round(row["bytes"] / bandwidth * 1e6, 2)} | about, args.out)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,15 @@
-"""The figure of the README from the raw lines in benchmarks/results: the linear and the decode step on a log scale.
+"""docs/performance.svg from the raw lines in benchmarks/results: the linear and the decode step on a log scale.
 
     python3 -m pip install matplotlib && python3 benchmarks/plot.py --out docs/performance.svg
 
-Left: one linear of 4096 -> 14336 at one token. Right: the decode step of the Llama-3-8B shape, 1k context. Of several
-lines that measured the same, the last one in the files counts.
+Left: one linear of 4096 -> 14336 at one token. Right: the decode step of the Llama-3-8B shape, 1k context, greedy. Of
+several lines that measured the same, the last one counts.
 """
 
 import argparse
 import json
 from pathlib import Path
 from typing import Any
-
-import matplotlib.pyplot as plt
 
 RESULTS = Path(__file__).parent / "results"
 BANDWIDTH = 4.27e12  # bytes per second of a copying kernel on an H200; step lines carry no roof of their own
@@ -20,11 +18,7 @@ COLOURS = {"onegraph": "#c2410c", "torch dense": "#1d4ed8", "vLLM": "#1d4ed8", "
 
 
 def lines() -> list[dict[str, Any]]:
-    rows = []
-    # Peers' own file first: lines of a run with ours beside them count more.
-    for file in sorted(RESULTS.glob("*.jsonl"), key=lambda file: (not file.name.startswith("peers"), file.name)):
-        rows += [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
-    return rows
+    return [json.loads(line) for file in sorted(RESULTS.glob("*.jsonl")) for line in file.read_text().splitlines()]
 
 
 def label(row: dict[str, Any]) -> str:
@@ -63,20 +57,30 @@ def frame(axes: Any, title: str, label: str) -> None:
     axes.legend(fontsize=7.5, frameon=False)
 
 
+def points() -> tuple[dict[str, dict[int, float]], dict[str, dict[int, float]]]:
+    """By contestant and bits a weight: microseconds of the linear, tokens per second of the step."""
+    linear: dict[str, dict[int, float]] = {}
+    step: dict[str, dict[int, float]] = {}
+    for row in lines():
+        if row["bench"] == "linear" and (row["k"], row["n"], row["tokens"]) == (4096, 14336, 1):
+            linear.setdefault(label(row), {})[row["bits"]] = row["us"]
+        ours = {"bench": "step", "shape": "llama-3-8b", "batch": 1, "context": 1024, "temperature": 0.0}
+        if ours.items() <= row.items():
+            step.setdefault(label(row), {})[row["bits"]] = row["tokens_per_second"]
+        if {"bench": "vllm_decode", "name": "bf16", "batch": 1, "context": 128}.items() <= row.items():
+            step.setdefault("vLLM, bf16, context 128", {})[16] = row["tokens_per_second"]
+    return linear, step
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    import matplotlib.pyplot as plt
+
     plt.rcParams["svg.hashsalt"] = "onegraph"  # the same bytes from the same lines
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2))
-    linear: dict[str, dict[int, float]] = {}
-    step: dict[str, dict[int, float]] = {}
-    for row in lines():
-        if row.get("bench") == "linear" and (row["k"], row["n"], row["tokens"]) == (4096, 14336, 1):
-            linear.setdefault(label(row), {})[row["bits"]] = row["us"]
-        wanted = {"bench": "step", "shape": "llama-3-8b", "mode": "captured", "batch": 1, "context": 1024}
-        if wanted.items() <= row.items() and "bits" in row and not row.get("temperature") and "," not in row["name"]:
-            step.setdefault(label(row), {})[row["bits"]] = row["tokens_per_second"]
+    linear, step = points()
     bits = [2, 3, 4, 16]
     series(left, linear, "us")
     left.plot(bits, [4096 * 14336 * b / 8 / BANDWIDTH * 1e6 for b in bits], "k--", linewidth=1, label="memory roof")

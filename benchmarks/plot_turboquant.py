@@ -7,8 +7,6 @@ import argparse
 import json
 from pathlib import Path
 
-import matplotlib.pyplot as plt
-
 LINES = Path(__file__).parent / "results" / "turboquant-quality-cpu.jsonl"
 
 PLACES = {  # of labels that would lie on others
@@ -21,6 +19,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    import matplotlib.pyplot as plt
+
     plt.rcParams["svg.hashsalt"] = "onegraph"  # the same bytes from the same lines
     figure, axes = plt.subplots(figsize=(7, 4.2))
     rows = [json.loads(line) for line in LINES.read_text().splitlines()]

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from step import SHAPES, command_line, random_model
+from step import SHAPES, random_model
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from onegraph.engine.bench import copy_bandwidth, machine
+from onegraph.engine.bench import copy_bandwidth
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
+from onegraph.engine.record import machine, with_id
 from onegraph.ops.registry import OPS
 from onegraph.ops.triton.launch import plain_launches
 
@@ -141,10 +142,17 @@ def main() -> int:
     launches, floor = sum(row["launches"] for row in rows), sum(row["floor_us"] for row in rows)
     print(f"{'the step':<32} {'':<48} {launches:>5} {'':>8} {step:>8.1f} {floor:>7.1f}", flush=True)
     if args.out:
-        about = {k: v for k, v in vars(args).items() if k != "out"} | machine("cuda") | {"command": command_line()}
-        line = {"profile": rows, "launches": launches, "step_us": round(step, 1), "floor_us": round(floor, 1), **about}
+        about = {k: v for k, v in vars(args).items() if k != "out"} | machine("cuda")
+        line = {
+            "bench": "profile",
+            "profile": rows,
+            "launches": launches,
+            "step_us": round(step, 1),
+            "floor_us": round(floor, 1),
+            **about,
+        }
         with args.out.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(with_id(line)) + "\n")
     return 0
 
 

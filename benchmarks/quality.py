@@ -9,11 +9,8 @@ the bits that are stored, seconds, the recipe, and where it ran. `--run NAME` pi
 
 import argparse
 import dataclasses
-import datetime
 import json
-import platform
 import shutil
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -23,6 +20,7 @@ import torch
 from torch import Tensor
 
 from onegraph.cli.tokenizer import Tokenizer
+from onegraph.engine.record import machine, with_id
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.e8p import stored_bits
 from onegraph.models.llama import LlamaSource
@@ -174,11 +172,7 @@ def main() -> None:
     evaluation = Evaluation(model, rows("evaluation.txt", args.eval_tokens))
     cuda = torch.device(args.device).type == "cuda"
     where = {
-        "command": " ".join(sys.argv),
-        "device": torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} CPU threads",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "date": datetime.date.today().isoformat(),
+        **machine(args.device),
         "reference_perplexity": evaluation.reference_ppl,
         "calibration_tokens": calibration.numel(),
         "evaluation_tokens": evaluation.tokens.numel(),
@@ -189,7 +183,7 @@ def main() -> None:
         result["kl_over_rtn4"] = result["kl"] / baseline[4]
         if args.out:
             with args.out.open("a") as stream:
-                stream.write(json.dumps({"run": name, **result, **where}) + "\n")
+                stream.write(json.dumps(with_id({"bench": "quality", "run": name, **result, **where})) + "\n")
         print(
             f"{name:14} {result['bpw']:.3f} bits  KL {result['kl']:.4f} ({result['kl_over_rtn4']:.3f})  "
             f"top-1 {result['top1']:.4f}  perplexity {result['perplexity']:.3f}  {result['seconds']:.1f} s",

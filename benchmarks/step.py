@@ -10,9 +10,7 @@ JSON lines; --out appends them. --warm compiles every kernel beforehand, in para
 
 import argparse
 import itertools
-import json
 import multiprocessing
-import shlex
 import statistics
 import sys
 import time
@@ -23,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.engine.bench import bench_step, machine
+from onegraph.engine.bench import bench_step
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
+from onegraph.engine.record import emit, machine
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.e8p import E8PConfig
 from onegraph.models.llama import Llama
@@ -182,21 +181,6 @@ def proven(model: Llama, batch: int) -> bool:
     return prove(runner, [case(seed) for seed in range(3)], state=state) == []
 
 
-def command_line() -> str:
-    """This run's command, as a result file names it: without where the result went."""
-    kept = [a for i, a in enumerate(sys.argv) if a != "--out" and sys.argv[i - 1] != "--out"]
-    return "PYTHONPATH=src python3 " + shlex.join(kept)
-
-
-def emit(row: dict[str, Any], out: Path | None) -> None:
-    """Prints the row as a JSON line, and appends it to the file `out`."""
-    line = json.dumps(row)
-    print(line, flush=True)
-    if out:
-        with out.open("a") as file:
-            file.write(line + "\n")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m")
@@ -216,10 +200,9 @@ def main() -> int:
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    command = command_line()
 
     def say(row: dict[str, Any]) -> None:
-        emit(row | {"shape": args.shape, "command": command}, args.out)
+        emit(row | {"shape": args.shape}, args.out)
 
     if args.warm:
         draws = (False, True) if args.sampling else (False,)

@@ -12,7 +12,6 @@ Prints JSON lines; --out appends them.
 
 import argparse
 import fcntl
-import json
 import statistics
 import tempfile
 import time
@@ -23,11 +22,11 @@ from typing import Any
 
 import torch
 import transformers
-from step import SHAPES, command_line
+from step import SHAPES
 from torch import Tensor
 from transformers import AutoModelForCausalLM, CompileConfig, LlamaConfig, LlamaForCausalLM, StaticCache
 
-from onegraph.engine.bench import machine
+from onegraph.engine.record import emit, machine
 from onegraph.formats.checkpoint import write_checkpoint
 from onegraph.formats.e8p import E8PConfig, linear_tensors
 from onegraph.integrations.hf import TurboQuantCache
@@ -196,11 +195,7 @@ def main() -> int:
         )
     about = {**machine(args.device), "transformers": transformers.__version__, "shape": args.shape, "bits": args.bits}
     for row in rows(model, args):
-        line = json.dumps(row | about | {"command": command_line()})
-        print(line, flush=True)
-        if args.out:
-            with args.out.open("a") as file:
-                file.write(line + "\n")
+        emit(row | about, args.out)
     return 0
 
 

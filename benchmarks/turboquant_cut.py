@@ -10,7 +10,6 @@ are rounded to 4 bits, 32 to a scale and a minimum. --at-once 8 reads the text t
 
 import argparse
 import json
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -22,8 +21,8 @@ from safetensors.torch import save_file
 
 from onegraph.cli.common import print_json
 from onegraph.cli.tokenizer import Tokenizer
-from onegraph.engine.bench import machine
 from onegraph.engine.evaluate import evaluate
+from onegraph.engine.record import machine, with_id
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import parse_kv
 from onegraph.models.llama import Llama
@@ -76,7 +75,6 @@ def run(args: argparse.Namespace) -> None:
     device = torch.device(args.device)
     turboquant.AT_ONCE = args.at_once
     about: dict[str, Any] = {"bench": "turboquant quality, cut", "at_once": args.at_once, "window": args.window}
-    about["command"] = "PYTHONPATH=src python3 benchmarks/turboquant_cut.py " + " ".join(sys.argv[1:])
     with tempfile.TemporaryDirectory() as folder:
         ids = unpack(args.file, Path(folder))
         for dtype in args.dtypes:
@@ -86,7 +84,7 @@ def run(args: argparse.Namespace) -> None:
                 started = time.monotonic()
                 row = evaluate(model, ids, window=args.window, batch=4, kv=parse_kv(kv)).as_dict()
                 row |= {"kv": kv, "dtype": dtype, "layers": model.config.layers, "vocabulary": model.config.vocab_size}
-                print_json(about | row | {"seconds": round(time.monotonic() - started, 1)} | machine(device))
+                print_json(with_id(about | row | {"seconds": round(time.monotonic() - started, 1)} | machine(device)))
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ Every query sees of earlier tokens what a decode step would. One JSON line a set
 """
 
 import argparse
-import sys
 import time
 from typing import Any
 
@@ -16,8 +15,8 @@ from torch import Tensor
 from onegraph.cli.common import pick_device, pick_dtype, print_json, read_text
 from onegraph.cli.needle import CODES, DEPTHS, retrieve
 from onegraph.cli.tokenizer import Tokenizer
-from onegraph.engine.bench import machine
 from onegraph.engine.evaluate import evaluate
+from onegraph.engine.record import machine, with_id
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import parse_kv
 from onegraph.models.llama import Llama
@@ -62,7 +61,7 @@ def main() -> None:
     ids = torch.tensor(tokenizer.encode(text)[: args.tokens])
     c, exact = model.config, Remembered(model)
     sizes = {"layers": c.layers, "kv_heads": c.kv_heads, "head_dim": c.head_dim}
-    about = machine(device) | {"command": " ".join(["python", *sys.argv]), "model": args.model.rsplit("/", 1)[-1]}
+    about = machine(device) | {"model": args.model.rsplit("/", 1)[-1]}
     for text_of_setting in args.settings:
         started = time.monotonic()
         kv = parse_kv(text_of_setting)
@@ -76,7 +75,7 @@ def main() -> None:
         else:
             row |= evaluate(model, ids, reference=exact, window=args.window, batch=args.batch, kv=kv).as_dict()
             row |= {"window": args.window, "perplexity_increase": row["perplexity"] / row["reference_perplexity"] - 1}
-        print_json(row | {"seconds": round(time.monotonic() - started, 1)} | about)
+        print_json(with_id(row | {"seconds": round(time.monotonic() - started, 1)} | about))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ cache; microseconds a layer, median.
 import argparse
 import gc
 import statistics
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,10 +20,10 @@ import torch
 from step import SHAPES, random_model
 from torch import Tensor
 
-from onegraph.cli.common import print_json
 from onegraph.engine import generate
-from onegraph.engine.bench import machine, replay_us
+from onegraph.engine.bench import replay_us
 from onegraph.engine.generate import Engine
+from onegraph.engine.record import emit, machine
 from onegraph.formats.turboquant import parse_kv
 from onegraph.formats.turboquant_layout import BLOCK
 from onegraph.models.llama import Llama
@@ -110,15 +109,14 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", default=[f"{b}x{c}" for b, c in WHOLE], help="BATCHxCONTEXT, whole")
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), help="of the whole step's cache")
     args = parser.parse_args()
-    command = "PYTHONPATH=src python3 benchmarks/turboquant_step.py " + " ".join(sys.argv[1:])
     if args.what == "whole":
         for row in whole(args):
-            print_json(row | {"command": command})
+            emit(row)
     else:
-        parts(command)
+        parts()
 
 
-def parts(command: str) -> None:
+def parts() -> None:
     device = torch.device("cuda", 0)
     angle = torch.arange(40000, device=device)[:, None] * 500000.0 ** -(torch.arange(0, DIM, 2, device=device) / DIM)
     blocks = [
@@ -152,10 +150,7 @@ def parts(command: str) -> None:
                 )  # fmt: skip
 
         row: dict[str, Any] = {"bench": "turboquant step", "batch": batch, "context": context, "layers": LAYERS}
-        row["command"] = command
-        print_json(
-            row | {"part": "exact write", "us": round(replay_us(write_exact, device, LAYERS), 2)} | machine(device)
-        )
+        emit(row | {"part": "exact write", "us": round(replay_us(write_exact, device, LAYERS), 2)} | machine(device))
         for text, cache in caches.items():
             q = torch.randn(batch, 1, HEADS, DIM, device=device, dtype=torch.bfloat16)
             lse = torch.randn(batch, 1, HEADS, device=device)
@@ -191,7 +186,7 @@ def parts(command: str) -> None:
                 parts["recent"] = recent
             for part, fn in parts.items():
                 us = round(replay_us(fn, device, LAYERS, budget_ms=60), 2)
-                print_json(row | {"part": part, "kv": text, "us": us} | machine(device))
+                emit(row | {"part": part, "kv": text, "us": us} | machine(device))
         exact = [PagedCache(**(sizes | {"layers": LAYERS}))] if context <= 4096 else []
         for cache in exact:
             cache.block_table.copy_(caches[settings[0]].block_table)
@@ -203,7 +198,7 @@ def parts(command: str) -> None:
                     cache.attend(block, qkv)
 
             us = round(replay_us(attend_exact, device, LAYERS, budget_ms=60), 2)
-            print_json(row | {"part": "write and attend", "kv": "exact", "us": us} | machine(device))
+            emit(row | {"part": "write and attend", "kv": "exact", "us": us} | machine(device))
 
 
 if __name__ == "__main__":

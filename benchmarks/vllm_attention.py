@@ -8,7 +8,6 @@ held to each other.
 """
 
 import argparse
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ from typing import Any
 import torch
 from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
-from onegraph.engine.bench import L2_TIMES, machine, replay_us
+from onegraph.engine.bench import L2_TIMES, replay_us
+from onegraph.engine.record import emit, machine
 from onegraph.ops.strided_decode import strided_decode
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
@@ -85,11 +85,7 @@ def main() -> None:
     for context in args.contexts:
         for batch in args.batches:
             for row in measure(context, batch):
-                line = json.dumps(row)
-                print(line, flush=True)
-                if args.out:
-                    with args.out.open("a") as file:
-                        file.write(line + "\n")
+                emit(row, args.out)
 
 
 if __name__ == "__main__":

@@ -76,10 +76,10 @@ def launches(folder: Path) -> dict[str, Any]:
 
 def measure(variant: str, args: argparse.Namespace, turn: Path) -> Iterator[dict[str, Any]]:
     """One variant, in this process: loads, waits for its turn, and times every batch size."""
-    import torch
     import vllm
     from vllm import LLM, SamplingParams
 
+    from onegraph.engine.record import machine
     from onegraph.integrations.vllm import FUSED
 
     _, *options = variant.split("+")
@@ -119,10 +119,9 @@ def measure(variant: str, args: argparse.Namespace, turn: Path) -> Iterator[dict
         time.sleep(0.1)
 
     about = {"name": variant, "shape": args.shape, "context": args.context, "ranks": args.ranks}
-    about |= {"vllm": vllm.__version__, "torch": torch.__version__, "device": torch.cuda.get_device_name()}
+    about |= machine("cuda") | {"vllm": vllm.__version__}
     cache = llm.llm_engine.vllm_config.cache_config
     about |= {"kv_gib": args.kv_gib, "kv_blocks": cache.num_gpu_blocks, "block_size": cache.block_size}
-    about |= {"date": time.strftime("%Y-%m-%d")}
     about |= {"command": "PYTHONPATH=src python3 " + shlex.join([sys.argv[0], *args.shown])}
     with (turn / "lock").open("r+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -165,11 +164,10 @@ def main() -> int:
     hidden = {"--one", args.one, "--turn", str(args.turn), "--out", str(args.out)}
     args.shown = [word for word in sys.argv[1:] if word not in hidden]
     if args.one:
+        from onegraph.engine.record import emit
+
         for row in measure(args.one, args, args.turn):
-            print(json.dumps(row), flush=True)
-            if args.out:
-                with args.out.open("a") as out:
-                    out.write(json.dumps(row) + "\n")
+            emit(row, args.out)
         return 0
 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 from onegraph.cli.common import UsageError, add_device, add_dtype, number, one_line, open_model, pick_device, pick_dtype
@@ -16,8 +15,8 @@ examples:
   onegraph bench step out/4bit --batch 1 --batch 8   # eager and captured
 
 Kernels are timed under CUDA-graph replay on weights that the L2 cannot hold, beside the time that the measured copy
-bandwidth would take; a step is timed as a whole, host included. --json prints one JSON line a row, with GPU, driver
-and versions.
+bandwidth would take; a step is timed as a whole, host included. --json prints one JSON line a row, with an
+id, the command, the commit, GPU, driver and versions.
 """
 
 
@@ -131,10 +130,12 @@ def run_step(args: argparse.Namespace) -> int:
 
 def show(rows: Any, columns: tuple[str, ...], as_json: bool) -> int:
     """Prints rows as they are measured, as a table or as JSON lines."""
+    from onegraph.engine.record import emit
+
     first = True
     for row in rows:
         if as_json:
-            print(json.dumps(row), flush=True)
+            emit(row)
             continue
         if first:
             print(f"{row['device']}, torch {row['torch']}")

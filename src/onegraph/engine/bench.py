@@ -7,21 +7,18 @@ same run; what runs eagerly is timed by the wall clock, host included. A row is 
 
 import copy
 import importlib.util
-import platform
 import statistics
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onegraph import __version__
 from onegraph.engine.generate import Decoder, Engine
 from onegraph.engine.params import SamplingParams
+from onegraph.engine.record import Row, machine
 from onegraph.formats.e8p import codebook, hadamard_block, residual_dtype
 from onegraph.ops.attention import paged_attention, rope_cache_write
 from onegraph.ops.decode_attention import paged_decode
@@ -32,26 +29,6 @@ LINEAR_SHAPES = ((4096, 14336), (14336, 4096), (4096, 4096), (576, 3072), (1536,
 HUMMING = "humming g128"
 L2_TIMES = 8  # weights are rotated over so many times the L2
 MAX_COPIES = 512  # of small layers: a graph of more nodes takes longer to build than it is worth
-
-Row = dict[str, Any]
-
-
-def machine(device: torch.device | str) -> Row:
-    """What every row carries: where and with what it was measured."""
-    device = torch.device(device)
-    row: Row = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "onegraph": __version__, "torch": torch.__version__}
-    row["python"] = platform.python_version()
-    if device.type != "cuda":
-        return row | {"device": f"{platform.machine()} CPU, {torch.get_num_threads()} threads"}
-    import triton
-
-    row |= {"device": torch.cuda.get_device_name(device), "triton": triton.__version__, "cuda": torch.version.cuda}
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", f"--id={device.index or 0}"]
-    try:
-        row["driver"] = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        row["driver"] = None  # a container without nvidia-smi
-    return row
 
 
 def replay_us(step: Callable[[], Any], device: torch.device, calls: int = 1, budget_ms: int = 100) -> float:

@@ -1,0 +1,170 @@
+"""Figures that documents show can be made again: each raw line names itself, its command and its commit."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import onegraph
+from onegraph.cli import build_parser
+from onegraph.cli.common import UsageError
+from onegraph.engine import record
+from onegraph.engine.record import command_line, emit, machine, with_id
+
+ID = re.compile(r"`([a-z0-9][a-z0-9.-]*-[0-9a-f]{4})`(?: to `([a-z0-9][a-z0-9.-]*-[0-9a-f]{4})`)?")
+
+
+def results(repo: Path) -> dict[str, list[dict]]:
+    files = sorted((repo / "benchmarks/results").iterdir())
+    assert {file.suffix for file in files} == {".jsonl"}
+    return {file.name: [json.loads(line) for line in file.read_text().splitlines()] for file in files}
+
+
+def documents(repo: Path) -> dict[str, str]:
+    files = [repo / "README.md", *sorted((repo / "docs").rglob("*.md"))]
+    return {str(file.relative_to(repo)): file.read_text() for file in files}
+
+
+def test_every_raw_line_says_how_to_make_it_again(repo: Path) -> None:
+    for file, rows in results(repo).items():
+        for row in rows:
+            assert row == with_id(row), f"{file}: the id is not that of the line; benchmarks/stamp.py makes it anew"
+            lacking = {"id", "bench", "command", "commit", "date", "device", "torch"} - row.keys()
+            assert not lacking, f"{file}: {row['id']} lacks {lacking}"
+            assert re.fullmatch("[0-9a-f]{7}", row["commit"]), f"{file}: {row['id']} is of {row['commit']!r}"
+            assert row.get("commit_of", "line") == "line"
+
+
+def git(repo: Path, *words: str, **options: Any) -> str:
+    if not (repo / ".git").exists():
+        pytest.skip("not a checkout")
+    return subprocess.run(
+        ["git", "-C", str(repo), *words], capture_output=True, text=True, check=True, **options
+    ).stdout
+
+
+def test_commits_of_raw_lines_exist(repo: Path) -> None:
+    if git(repo, "rev-parse", "--is-shallow-repository") == "true\n":
+        pytest.skip("a shallow checkout has no history")
+    commits = {row["commit"] for rows in results(repo).values() for row in rows}
+    answer = git(repo, "cat-file", "--batch-check", input="".join(f"{sha}^{{commit}}\n" for sha in sorted(commits)))
+    assert [line for line in answer.splitlines() if line.endswith("missing")] == []
+
+
+def test_documents_cite_every_raw_line_and_no_other(repo: Path) -> None:
+    files = results(repo)
+    places = {row["id"]: (file, i) for file, rows in files.items() for i, row in enumerate(rows)}
+    assert len(places) == sum(map(len, files.values())), "an id names two lines"
+    cited: set[str] = set()
+    for name, text in documents(repo).items():
+        for first, last in ID.findall(re.sub(r"\s+", " ", text)):
+            assert first in places, f"{name} cites {first}, which no line of benchmarks/results is"
+            assert (last or first) in places, f"{name} cites {last}, which no line of benchmarks/results is"
+            (file, begin), (other, end) = places[first], places[last or first]
+            assert file == other, f"{name}: {first} and {last} are lines of {file} and {other}"
+            assert begin <= end, f"{name}: {last} stands before {first}"
+            cited |= {row["id"] for row in files[file][begin : end + 1]}
+    assert sorted(places.keys() - cited) == [], "no document cites these lines"
+
+
+def test_files_and_pictures_that_documents_name_are_there(repo: Path) -> None:
+    for name, text in documents(repo).items():
+        for target in re.findall(r"\]\(([^)#:,\s]+)(?:#[^)]*)?\)", text):
+            if target.endswith("python.md"):
+                continue
+            assert ((repo / name).parent / target).exists(), f"{name} links {target}"
+        for path in re.findall(r"\b((?:benchmarks|tests|src)/[\w/.-]+\.(?:py|cu|cuh|jsonl|json|md))\b", text):
+            assert (repo / path).exists(), f"{name} names {path}"
+        for file in re.findall(r"`([\w.-]+\.jsonl)`", text):
+            assert (repo / "benchmarks/results" / file).exists(), f"{name} names {file}"
+
+
+def test_the_picture_shows_what_the_table_says(repo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(repo / "benchmarks"))
+    monkeypatch.delitem(sys.modules, "plot", raising=False)
+    from plot import points
+
+    linear, step = points()
+    text, picture = documents(repo)["docs/performance.md"], (repo / "docs/performance.svg").read_text()
+    assert set(linear["onegraph, E8P"]) == set(linear["humming int, group 128"]) == {2, 3, 4}
+    assert {name: set(values) for name, values in step.items()} == {
+        "onegraph, E8P": {2, 3, 4}, "vLLM, bf16, context 128": {16},
+    }  # fmt: skip
+    for us in linear["onegraph, E8P"].values():
+        assert f"| {us:.1f} (" in text
+        assert f"{us:.3g} us" in picture
+    for rate in step["onegraph, E8P"].values():
+        assert f"| {rate:.0f} (" in text
+        assert f"{rate:.3g} tok/s" in picture
+
+
+def test_an_id_follows_from_the_row() -> None:
+    row = {"bench": "linear", "name": "onegraph e8p", "k": 4096, "n": 14336, "bits": 2, "tokens": 1, "us": 6.7}
+    made = with_id(row)
+    assert re.fullmatch("linear-e8p-4096x14336-2b-1t-[0-9a-f]{4}", made["id"])
+    assert with_id(made) == made
+    assert with_id(row | {"us": 6.8})["id"] != made["id"]
+    assert with_id({"bench": "linear", "us": 6.7})["id"].startswith("linear-")
+
+
+def test_a_row_names_the_command_without_where_it_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/x/benchmarks/linear.py", "--out", "a b.jsonl", "--shapes", "64x64", "--out=c"])
+    assert command_line() == "PYTHONPATH=src python3 benchmarks/linear.py --shapes 64x64"
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/onegraph", "bench", "step", "my model", "--json"])
+    assert command_line() == "onegraph bench step 'my model' --json"
+    row = machine("cpu")
+    assert {"date", "device", "torch", "onegraph", "python", "command", "commit"} == row.keys()
+    assert row["torch"] == torch.__version__
+
+
+def test_the_commit_is_that_of_the_checkout(repo: Path) -> None:
+    head = git(repo, "rev-parse", "HEAD")
+    if repo in Path(record.__file__).parents:
+        assert head.startswith(record.commit().removesuffix("-dirty"))
+    else:
+        assert record.commit() == onegraph.__version__  # installed, whatever directory that is in
+
+
+def test_emitted_lines_are_appended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for us in (1.5, 2.5):
+        emit({"bench": "linear", "us": us}, tmp_path / "lines.jsonl")
+    lines = (tmp_path / "lines.jsonl").read_text()
+    assert capsys.readouterr().out == lines
+    assert [json.loads(line)["us"] for line in lines.splitlines()] == [1.5, 2.5]
+
+
+def commands(repo: Path) -> list[tuple[str, list[str]]]:
+    """The documents' fenced command lines, comments off: (document, words)."""
+    found = []
+    for name, text in documents(repo).items():
+        blocks = re.findall(r"^```\w*\n(.*?)^```$", text.replace("\\\n", " "), re.S | re.M)
+        lines = re.findall(r"^(?:[A-Z_]+=\S+ )*(?:onegraph|python3?) .*", "\n".join(blocks), re.M)
+        found += [(name, shlex.split(line, comments=True)) for line in lines if name != "docs/cli.md"]
+    return found
+
+
+def test_documented_commands_are_accepted(repo: Path) -> None:
+    parser = build_parser()
+    lines = [(name, words[1:]) for name, words in commands(repo) if words[0] == "onegraph"]
+    assert len(lines) > 15
+    for name, words in lines:
+        try:
+            parser.parse_args(words)
+        except (SystemExit, UsageError) as error:
+            pytest.fail(f"{name}: onegraph {shlex.join(words)}: {error}")
+
+
+def test_documented_scripts_have_their_options(repo: Path) -> None:
+    lines = [(name, words) for name, words in commands(repo) if any(word.endswith(".py") for word in words)]
+    assert len(lines) > 15
+    for name, words in lines:
+        script = next(word for word in words if word.endswith(".py"))
+        text = (repo / script).read_text()
+        for option in words[words.index(script) :]:
+            assert not option.startswith("--") or f'"{option}"' in text, f"{name}: {script} has no {option}"
