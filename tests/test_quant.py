@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from onegraph.formats.e8p import E8P
 from onegraph.ops.registry import reference_ops
 from onegraph.quant.calibrate import packed_tokens, sampled_tokens
+from onegraph.quant.e8p import encode
 from onegraph.quant.hessian import Moments, corrected, gather
 from onegraph.quant.layer import dequantize, quantize_embedding, quantize_group
 from onegraph.quant.ldlq import couplings, damped, loss, sweep
@@ -140,6 +141,30 @@ def test_ldlq_beats_nearest_and_descent_never_hurts(bits: int) -> None:
         now = loss(rounded.value - w, h)
         assert now <= last * (1 + 1e-5)
         last = now
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_descent_replaces_a_code_only_by_a_better_one(bits: int) -> None:
+    """An encoder that errs on every other column changes nothing there, and the columns between gain as ever."""
+    source = torch.Generator().manual_seed(bits)
+    h, factor = damped(hessian(64, source), 0.01)
+    w = torch.randn(64, 48, generator=source)
+    ldlq, descent = couplings(h, factor)
+    start = sweep(w, bits, ldlq)
+
+    def errs(target: Tensor, bits: int, metric: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        codes, residual, value = (x.clone() for x in encode(target, bits, metric))
+        codes[::2], residual[::2] = -1, -1
+        value[:, ::2] += 4
+        return codes, residual, value
+
+    ended, whole = sweep(w, bits, descent, start, errs), sweep(w, bits, descent, start)
+    for found, before, free in zip(vars(ended).values(), vars(start).values(), vars(whole).values(), strict=True):
+        assert torch.equal(found[:, ::2], before[:, ::2])
+        assert torch.equal(found[:, 1::2], free[:, 1::2])
+    columns = [(e * (h @ e)).sum(0)[1::2] for e in (start.value - w, ended.value - w)]
+    assert (columns[1] <= columns[0] * (1 + 1e-5)).all(), "a column's loss is its own, and no column gets worse"
+    assert columns[1].sum() < columns[0].sum()
 
 
 def test_block_ldl_factorizes_the_hessian() -> None:
