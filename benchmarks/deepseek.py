@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from onegraph.engine import placed
+from onegraph.engine import generate
 from onegraph.engine.bench import copy_bandwidth, machine
-from onegraph.engine.placed import PlacedEngine
+from onegraph.engine.generate import Engine
 from onegraph.engine.soak import Round, soak
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.nvfp4 import GROUP
@@ -118,8 +118,8 @@ def active_bytes(model: DeepseekV4, batch: int, met: float | None = None) -> int
 class Decode:
     """The decode step of `batch` rows that stand at `context`, over state of random content."""
 
-    def __init__(self, engine: PlacedEngine, batch: int, context: int) -> None:
-        with mock.patch.object(placed, "_buckets", lambda largest: [largest]):  # no other is timed
+    def __init__(self, engine: Engine, batch: int, context: int) -> None:
+        with mock.patch.object(generate, "_buckets", lambda largest: [largest]):  # no other is timed
             self.engine, self.pipeline = engine, engine.runner("decode")
         for tensor in engine._cache.tensors():
             tensor.normal_()
@@ -136,13 +136,13 @@ class Decode:
             _, self.bucket = self.pipeline.load(drawn=torch.arange(batch), **rows)
 
     def running(self) -> Any:
-        return self.engine._pool.running() if self.engine._pool else torch.no_grad()
+        return self.engine.running()
 
     def times(self, steps: int) -> None:
         """So many steps, queued one behind the other, to their end."""
         for _ in range(steps):
             self.pipeline.replay(self.bucket)
-        for device in self.engine._devices:
+        for device in self.engine.devices:
             torch.cuda.synchronize(device)
 
     def milliseconds(self, steps: int) -> float:
@@ -216,8 +216,8 @@ def charges(step: Decode, replays: int = 6) -> dict[str, Any]:
 def watch(model: DeepseekV4, steps: int, say: Callable[..., None]) -> None:
     """`onegraph soak` of this model in rounds of 256 steps."""
 
-    def make(tested: bool) -> PlacedEngine:
-        return PlacedEngine(model, max_batch=1, max_context=272, chunk=16, capture=tested)
+    def make(tested: bool) -> Engine:
+        return Engine(model, max_batch=1, max_context=272, chunk=16, capture=tested)
 
     began = time.perf_counter()
 
@@ -268,7 +268,7 @@ def main() -> None:
         for mode, steps in (("captured", args.steps), ("eager", args.eager_steps)):
             if not steps:
                 continue
-            engine = PlacedEngine(model, max_batch=batch, max_context=reach, chunk=16, capture=mode == "captured")
+            engine = Engine(model, max_batch=batch, max_context=reach, chunk=16, capture=mode == "captured")
             step = Decode(engine, batch, args.context)
             note(f"batch {batch} {mode}: ready")
             say(batch=batch, mode=mode, ms=round(step.milliseconds(steps), 3), **floor)

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from onegraph import __version__
-from onegraph.engine.generate import Decoder, Engine
+from onegraph.engine.decoder import Decoder
+from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.e8p import codebook, hadamard_block, residual_dtype
 from onegraph.ops.attention import paged_attention, rope_cache_write
@@ -234,7 +235,7 @@ def bench_step(
     included, and prefill_tokens_per_second; replay_us where the step is captured, the device's part alone. Raises
     ValueError where the model's context is too short.
     """
-    device = torch.device(model.device)
+    device = model.devices[0]
     about = machine(device)
     params = params or SamplingParams()
     generator = torch.Generator().manual_seed(0)

@@ -80,6 +80,9 @@ class Block(nn.Module):
         return residual, self.down(silu_mul(self.gate_up(x)))
 
 
+Stream = tuple[Tensor, Tensor | None]  # the residual stream is the sum of the two, [B, Q, D] each
+
+
 class Llama(nn.Module):
     """The whole model. Build it with `Llama.load`.
 
@@ -89,9 +92,13 @@ class Llama(nn.Module):
         chains: what one token of a small model runs between its attentions; empty where that would not be quicker.
         device, dtype: where the weights lie, and the dtype of activations and KV cache.
         max_context: positions that the rotary tables cover; an engine must not go beyond.
+        page_size: tokens of a page of the KV cache, unless the caller asks otherwise.
+        dense_attention: attends over whole sequences without a cache.
     """
 
     norm: Tensor
+    page_size = 16
+    dense_attention = CausalAttention()
 
     def __init__(
         self,
@@ -165,23 +172,45 @@ class Llama(nn.Module):
             fused=fused,
         )
 
+    @property
+    def devices(self) -> list[torch.device]:
+        """Of each stage; this model has one."""
+        return [self.device]
+
     def forward(self, tokens: Tensor, cache: Attend) -> Tensor:
         """tokens int [B, Q] -> hidden states after the final norm [B, Q, D], in the model's dtype."""
-        residual, delta = self.embed(tokens), None
+        return self.leave(self.run(0, self.enter(tokens), tokens, cache))
+
+    def enter(self, tokens: Tensor) -> Stream:
+        """tokens int [B, Q] -> the residual stream before the first block."""
+        return self.embed(tokens), None
+
+    def run(self, stage: int, stream: Stream, tokens: Tensor, cache: Attend) -> Stream:
+        """All blocks, which are the only stage; what the stream held may be overwritten."""
+        residual, delta = stream
         if self.chains and tokens.numel() == 1:
-            return self._one_token(residual, cache)
+            return self._one_token(residual, cache), None
         for block in self.blocks:
             residual, delta = block(residual, delta, cache)
+        return residual, delta
+
+    def _one_token(self, residual: Tensor, cache: Attend) -> Tensor:
+        """Residual stream [1, 1, D] before the first block -> behind the last, two ops a layer."""
+        qkv = self.chains[0].attention.qkv(residual, eps=self.config.eps)
+        for chain in self.chains:
+            residual, qkv = chain(cache.attend(chain.attention, qkv), residual)
+        return residual
+
+    def leave(self, stream: Stream) -> Tensor:
+        """Residual stream after the last block -> hidden states after the final norm [B, Q, D]."""
+        residual, delta = stream
         if delta is None:
             return rms_norm(residual, self.norm, self.config.eps)
         return add_rms_norm(residual, delta, self.norm, self.config.eps)
 
-    def _one_token(self, residual: Tensor, cache: Attend) -> Tensor:
-        """Embedding [1, 1, D] -> hidden state after the final norm, two ops a layer."""
-        qkv = self.chains[0].attention.qkv(residual, eps=self.config.eps)
-        for chain in self.chains:
-            residual, qkv = chain(cache.attend(chain.attention, qkv), residual)
-        return rms_norm(residual, self.norm, self.config.eps)
+    def stream_shape(self, rows: int, length: int) -> tuple[int, ...]:
+        """Of the residual stream."""
+        return rows, length, self.config.hidden_size
 
     def logits(self, hidden: Tensor) -> Tensor:
         """What `forward` returned [..., D], or rows of it -> float32 [..., V]."""
