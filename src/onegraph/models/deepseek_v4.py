@@ -76,7 +76,10 @@ class DeepseekV4(nn.Module):
         max_context: positions that the rotary tables cover.
         page_size: tokens that a page of the cache stands for, unless the caller asks otherwise.
         fp8_kv: whether caches made from now on keep keys in FP8 with a bfloat16 rotary part.
+        dense_attention: None: it attends through its own state only.
     """
+
+    dense_attention = None
 
     def __init__(
         self,
@@ -166,24 +169,25 @@ class DeepseekV4(nn.Module):
             counts=counts,
         )
 
-    def forward(self, tokens: Tensor, cache: Attend) -> Tensor:
-        """tokens int64 [B, Q] -> hidden states after the final norm [B, Q, D], all layers on one device."""
+    def forward(self, tokens: Tensor, cache: DeepseekCache | PlacedCache) -> Tensor:
+        """tokens int64 [B, Q] -> hidden states after the final norm [B, Q, D] on the last device."""
         streams = self.enter(tokens)
-        for stage in range(len(self.stages)):
-            self.run(stage, streams, tokens, cache)
+        for stage, (device, part) in enumerate(zip(self.devices, cache.parts, strict=True)):
+            streams = self.run(stage, streams.to(device), tokens.to(device), part)
         return self.leave(streams)
 
     def enter(self, tokens: Tensor) -> Tensor:
         """tokens int64 [B, Q] -> streams [B, Q, H, D] on the first device: the embedding, repeated."""
         return self.embed(tokens).unsqueeze(2).repeat(1, 1, self.config.streams, 1)
 
-    def run(self, stage: int, streams: Tensor, tokens: Tensor, cache: Attend) -> None:
-        """The layers of one stage on streams, in place; everything on that stage's device."""
+    def run(self, stage: int, streams: Tensor, tokens: Tensor, cache: Attend) -> Tensor:
+        """The layers of one stage on streams, in place, which are returned; everything on that stage's device."""
         update: Update | None = None
         for i in self.stages[stage]:
             update = self.blocks[i](streams, tokens, cache, update)
         assert update is not None, "a stage has at least one layer"
         hyper_update(streams, *update)
+        return streams
 
     def leave(self, streams: Tensor) -> Tensor:
         """Streams on the last device -> hidden states after the final norm [B, Q, D]."""
@@ -194,8 +198,15 @@ class DeepseekV4(nn.Module):
         """What `forward` returned [..., D], or rows of it -> float32 [..., V]."""
         return self.lm_head(hidden, float32=True)
 
-    def new_cache(self, *, rows: int, pages: int, page_size: int, pages_per_row: int) -> DeepseekCache | PlacedCache:
-        """The state of this model's sequences, in its dtype, each layer's on its device."""
+    def stream_shape(self, rows: int, length: int) -> tuple[int, ...]:
+        return rows, length, self.config.streams, self.config.hidden_size
+
+    def new_cache(
+        self, *, rows: int, pages: int, page_size: int, pages_per_row: int, kv: object = None
+    ) -> DeepseekCache | PlacedCache:
+        """The state of this model's sequences, in its dtype, each layer's on its device. `kv` must be None."""
+        if kv is not None:
+            raise ValueError(f"kv: got {kv}; this model has a cache of its own kind, leave kv out")
         sizes = {"rows": rows, "pages": pages, "page_size": page_size}
         parts = []
         for stage, device in zip(self.stages, self.devices, strict=True):

@@ -158,6 +158,10 @@ class Llama(nn.Module):
         """The residual stream after the last block -> hidden states after the final norm [B, Q, D]."""
         return stream.normed(self.norm, self.config.eps)[0]
 
+    def stream_shape(self, rows: int, length: int) -> tuple[int, ...]:
+        """Of the residual stream."""
+        return rows, length, self.config.hidden_size
+
     def logits(self, hidden: Tensor) -> Tensor:
         """What `forward` returned [..., D], or rows of it -> float32 [..., V]."""
         return self.lm_head(hidden, float32=True)

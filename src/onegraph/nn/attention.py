@@ -124,6 +124,11 @@ class PagedCache:
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
+    @property
+    def parts(self) -> list[PagedCache]:
+        """One for each stage of a model: this is the only one."""
+        return [self]
+
     def tensors(self) -> list[Tensor]:
         """Everything that outlives a step, except whose it is."""
         return [*self.keys, *self.values]
