@@ -15,28 +15,29 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from onegraph.engine import placed
+from onegraph.engine import generate
 from onegraph.engine.bench import copy_bandwidth
-from onegraph.engine.placed import PlacedEngine
+from onegraph.engine.generate import Engine
 from onegraph.engine.record import emit, machine
 from onegraph.engine.soak import Round, soak
 from onegraph.formats.checkpoint import Checkpoint
-from onegraph.formats.nvfp4 import GROUP
+from onegraph.formats.dense import DENSE
+from onegraph.formats.nvfp4 import NVFP4
+from onegraph.formats.weight import WHOLE, Part, Tensors, WeightFormat
 from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.models.deepseek_v4_config import DeepseekV4Config
-from onegraph.models.deepseek_v4_weights import DeepseekWeights, may_be_packed
-from onegraph.nn import nvfp4
-from onegraph.nn.nvfp4 import NVFP4Experts, NVFP4GroupedLinear, NVFP4Linear
+from onegraph.models.loader import Loader
+from onegraph.ops import nvfp4_linear
 from onegraph.ops.nvfp4_linear import nvfp4_experts
 
 YARN = {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536, "beta_fast": 32, "beta_slow": 1}
@@ -48,29 +49,24 @@ PRO = {
 }  # fmt: skip
 
 
-class RandomWeights(DeepseekWeights):
+class RandomLoader(Loader):
     """Weights that no checkpoint holds: NVFP4 where a checkpoint may have it, bfloat16 elsewhere."""
 
     def __init__(self, config: DeepseekV4Config, dtype: torch.dtype) -> None:
         super().__init__(Checkpoint(Path("random"), {}, {}), config, dtype)
-        self.shapes = self.expected()
+        self.experts_held = config.experts
 
-    def sizes(self) -> tuple[list[int], tuple[int, int]]:
-        layers, ends = [0] * self.config.layers, [0, 0]
-        for name, (shape, _) in self.shapes.items():
-            count = torch.Size(shape).numel()
-            nbytes = count * 9 // 16 if may_be_packed(name) else 2 * count
-            where = name.split(".")
-            if where[0] == "layers":
-                layers[int(where[1])] += nbytes
-            else:
-                ends[0 if where[0] == "embed" else 1] += nbytes
-        return layers, (ends[0], ends[1])
+    def format_of(self, layer: str) -> WeightFormat:
+        return DENSE if layer in (self.parts.head, self.parts.embedding[0]) else NVFP4
+
+    def device_bytes(self) -> dict[str, int]:
+        found = {name: 2 * torch.Size(shape).numel() for name, (shape, _) in self.parts.tensors.items()}
+        return found | {layer: self.format_of(layer).bits(n, k) // 8 for layer, (n, k, _) in self.layers().items()}
 
     def tensor(self, name: str, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-        shape, kinds = self.shapes[name]
+        shape, kinds = self.parts.tensors[name]
         if not kinds[0].is_floating_point:
-            order = torch.rand(shape[0], self.config.experts, device=device).argsort(1)
+            order = torch.rand(shape[0], self.experts_held, device=device).argsort(1)
             return order[:, : shape[1]].to(torch.int32)
         value = torch.randn(shape, device=device, dtype=torch.float32)
         if name.endswith("norm.weight"):
@@ -79,29 +75,15 @@ class RandomWeights(DeepseekWeights):
             value = value * shape[1] ** -0.5
         return value.to(dtype or self.dtype)
 
-    def codes(self, *shape: int, device: torch.device) -> dict[str, Tensor]:
-        """Random codes and scales of [..., n, k] with rows of about unit norm."""
-        *lead, k = shape
-        scale = torch.randint(0x30, 0x40, (*lead, k // GROUP), device=device, dtype=torch.uint8)
-        codes = torch.randint(0, 256, (*lead, k // 2), device=device, dtype=torch.uint8)
-        return {"codes": codes, "scale": scale, "global_scale": torch.tensor(0.3 * k**-0.5, device=device)}
-
-    def linear(self, shapes: Mapping[str, tuple[int, int]], device: torch.device) -> nn.Module:
-        k = next(iter(shapes.values()))[1]
-        made = self.codes(sum(n for n, _ in shapes.values()), k, device=device)
-        return NVFP4Linear(codes=made["codes"], scale=made["scale"], global_scale=made["global_scale"])
-
-    def grouped(self, name: str, groups: int, n: int, k: int, device: torch.device) -> nn.Module:
-        return NVFP4GroupedLinear(**self.codes(groups, n, k, device=device))
-
-    def experts(self, prefix: str, device: torch.device) -> nn.Module:
-        c = self.config
-        up = self.codes(c.experts + 1, 2 * c.expert_size, c.hidden_size, device=device)  # and the shared one
-        down = self.codes(c.experts + 1, c.hidden_size, c.expert_size, device=device)
-        return NVFP4Experts(
-            gate_up=up["codes"], gate_up_scale=up["scale"], gate_up_global=up["global_scale"],
-            down=down["codes"], down_scale=down["scale"], down_global=down["global_scale"], limit=c.limit,
-        )  # fmt: skip
+    def weight(self, layer: str, device: torch.device, part: Part = WHOLE) -> tuple[WeightFormat, Tensors]:
+        """Random codes and scales, with rows of about unit norm."""
+        name, size = self.parts.embedding
+        n, k = size if layer == name else self.parts.linears[layer][:2]
+        if self.format_of(layer) is DENSE:
+            return DENSE, {"weight": torch.randn(n, k, device=device, dtype=self.dtype) * k**-0.5}
+        scale = torch.randint(0x30, 0x40, (n, k // NVFP4.group), device=device, dtype=torch.uint8)
+        codes = torch.randint(0, 256, (n, k // 2), device=device, dtype=torch.uint8)
+        return NVFP4, {"codes": codes, "scale": scale, "global_scale": torch.full((n,), 0.3 * k**-0.5, device=device)}
 
 
 def active_bytes(model: DeepseekV4, batch: int, met: float | None = None) -> int:
@@ -119,8 +101,8 @@ def active_bytes(model: DeepseekV4, batch: int, met: float | None = None) -> int
 class Decode:
     """The decode step of `batch` rows that stand at `context`, over state of random content."""
 
-    def __init__(self, engine: PlacedEngine, batch: int, context: int) -> None:
-        with mock.patch.object(placed, "_buckets", lambda largest: [largest]):  # no other is timed
+    def __init__(self, engine: Engine, batch: int, context: int) -> None:
+        with mock.patch.object(generate, "_buckets", lambda largest: [largest]):  # no other is timed
             self.engine, self.pipeline = engine, engine.runner("decode")
         for tensor in engine._cache.tensors():
             tensor.normal_()
@@ -137,13 +119,13 @@ class Decode:
             _, self.bucket = self.pipeline.load(drawn=torch.arange(batch), **rows)
 
     def running(self) -> Any:
-        return self.engine._pool.running() if self.engine._pool else torch.no_grad()
+        return self.engine.running()
 
     def times(self, steps: int) -> None:
         """So many steps, queued one behind the other, to their end."""
         for _ in range(steps):
             self.pipeline.replay(self.bucket)
-        for device in self.engine._devices:
+        for device in self.engine.devices:
             torch.cuda.synchronize(device)
 
     def milliseconds(self, steps: int) -> float:
@@ -167,7 +149,7 @@ def experts_met(step: Decode) -> float:
         met.append(int((chosen.unique() < routed).sum()))
         return nvfp4_experts(x, chosen, *rest)
 
-    with mock.patch.object(nvfp4, "nvfp4_experts", watched):
+    with mock.patch.object(nvfp4_linear, "nvfp4_experts", watched):
         step.times(1)
     return statistics.mean(met)
 
@@ -217,8 +199,8 @@ def charges(step: Decode, replays: int = 6) -> dict[str, Any]:
 def watch(model: DeepseekV4, steps: int, say: Callable[..., None]) -> None:
     """`onegraph soak` of this model in rounds of 256 steps."""
 
-    def make(tested: bool) -> PlacedEngine:
-        return PlacedEngine(model, max_batch=1, max_context=272, chunk=16, capture=tested)
+    def make(tested: bool) -> Engine:
+        return Engine(model, max_batch=1, max_context=272, chunk=16, capture=tested)
 
     began = time.perf_counter()
 
@@ -249,7 +231,7 @@ def main() -> None:
     devices = [torch.device("cuda", i) for i in range(args.gpus)]
     reach = args.context + 4352
     began = time.perf_counter()
-    model = DeepseekV4.assemble(RandomWeights(config, torch.bfloat16), devices, reach)
+    model = DeepseekV4.assemble(RandomLoader(config, torch.bfloat16), config, devices, reach)
     bandwidth = copy_bandwidth(devices[0])
     about = {
         "bench": "deepseek", "model": args.model, "layers": config.layers, "gpus": args.gpus, "context": args.context,
@@ -269,7 +251,7 @@ def main() -> None:
         for mode, steps in (("captured", args.steps), ("eager", args.eager_steps)):
             if not steps:
                 continue
-            engine = PlacedEngine(model, max_batch=batch, max_context=reach, chunk=16, capture=mode == "captured")
+            engine = Engine(model, max_batch=batch, max_context=reach, chunk=16, capture=mode == "captured")
             step = Decode(engine, batch, args.context)
             note(f"batch {batch} {mode}: ready")
             say(batch=batch, mode=mode, ms=round(step.milliseconds(steps), 3), **floor)

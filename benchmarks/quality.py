@@ -22,7 +22,6 @@ from torch import Tensor
 from onegraph.cli.tokenizer import Tokenizer
 from onegraph.engine.record import machine, with_id
 from onegraph.formats.checkpoint import Checkpoint
-from onegraph.formats.e8p import stored_bits
 from onegraph.models.llama import LlamaSource
 from onegraph.quant.layer import dequantize
 from onegraph.quant.partial import Partial, fingerprint
@@ -116,7 +115,7 @@ def bits_per_weight(model: LlamaSource, made: Quantized) -> float:
     stored = weights = 0
     for name, tensors in made.layers.items():
         n, k = tensors["codes"].shape[0], tensors["codes"].shape[1] * 8
-        stored += stored_bits(n, k, made.config.bits_of(name))
+        stored += made.config.format_of(name).bits(n, k)
         weights += n * k
     return stored / weights
 

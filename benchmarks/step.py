@@ -163,7 +163,7 @@ def transformers_rows(shape: dict[str, Any], context: int, steps: int, batch: in
 def proven(model: Llama, batch: int) -> bool:
     """Whether a replay of the decode step leaves the bits that the eager step leaves: tokens, inputs and KV cache."""
     engine = Engine(model, max_batch=batch, max_context=512)
-    runner = engine.runner("decode")
+    (runner,) = engine.runner("decode").stages
     width = runner.inputs["table"].shape[1]
 
     def case(seed: int) -> dict[str, Tensor]:

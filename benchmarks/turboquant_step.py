@@ -59,8 +59,9 @@ def step_ms(model: Llama, batch: int, context: int, kv: str, fused: bool) -> tup
     engine._cache.fused = fused
     runner = engine.runner("decode")
     fill(engine._cache)
-    width = runner.inputs["table"].shape[1]
-    rows: dict[str, Tensor] = {name: torch.zeros_like(t, device="cpu") for name, t in runner.inputs.items()}
+    inputs = runner.stages[0].inputs
+    width = inputs["table"].shape[1]
+    rows: dict[str, Tensor] = {name: torch.zeros_like(t, device="cpu") for name, t in inputs.items()}
     rows["drawn"] = torch.randint(0, model.config.vocab_size, (batch,))
     rows["positions"].fill_(context - STEPS)
     rows["limits"].fill_(context + STEPS)

@@ -12,9 +12,9 @@ from onegraph.cli.size import component_bits
 from onegraph.engine.ab import components_of, costs, exchanged, in_nvfp4
 from onegraph.engine.evaluate import evaluate
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
+from onegraph.formats.dense import DENSE
+from onegraph.formats.nvfp4 import NVFP4
 from onegraph.models.load import load_decoder
-from onegraph.nn.linear import Linear
-from onegraph.nn.nvfp4 import NVFP4Linear
 from onegraph.quant.nvfp4 import config_for, quantize_weight, quantized_tensors
 from test_deepseek_nvfp4 import SIZES
 from test_deepseek_nvfp4 import quantized as packed_deepseek
@@ -131,8 +131,8 @@ def test_the_table(llama: Path, tmp_path: Path) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     with Checkpoint.open(model) as source, Checkpoint.open(tmp_path / "quick") as quick:
         plain, searched = (quantize_weight(source.tensor(name), search=search) for search in (False, True))
-        assert torch.equal(quick.tensor(name), plain.codes)
-        assert not torch.equal(plain.codes, searched.codes)
+        assert torch.equal(quick.tensor(name), plain["codes"])
+        assert not torch.equal(plain["codes"], searched["codes"])
     more = ["--text", text, "--tokens", 300, "--window", 100]
     rows = json.loads(invoke(["eval", tmp_path / "fp4", "--reference", model, "--ab", *more, "--json"])[1])["ab"]
     names = ["attention qkv", "mlp gate up", "mlp down", "all"]
@@ -167,9 +167,9 @@ def test_a_precision_map_for_deepseek(tmp_path: Path) -> None:
     assert status == 0, errors
     assert json.loads(out)["before"]["linear_bits"] == pytest.approx(32, abs=0.1)  # routing tables are counted
     plain, packed = load(tmp_path / "plain"), load(tmp_path / "fp4")
-    assert isinstance(packed.blocks[1].attention.q_b, NVFP4Linear)
-    assert isinstance(packed.blocks[0].attention.q_b, Linear)
-    assert isinstance(packed.blocks[3].attention.index_q, Linear)
+    assert packed.blocks[1].attention.q_b.format is NVFP4
+    assert packed.blocks[0].attention.q_b.format is DENSE
+    assert packed.blocks[3].attention.index_q.format is DENSE
     with Checkpoint.open(tmp_path / "fp4") as made:
         bits, ignored = component_bits(made), made.config["quantization_config"]["ignore"]
     assert bits["indexer query"] == bits["lm_head"] == 32

@@ -138,8 +138,6 @@ def test_paged_and_dense_strategies_agree(window: int, norm: bool, rope: bool) -
     angle = torch.outer(torch.arange(64.0), 10000.0 ** -(torch.arange(0, 16, 2) / 16))
     attention = Attention(
         index=1,
-        qkv=Identity(),
-        out=Identity(),
         heads=6,
         kv_heads=2,
         head_dim=16,
@@ -163,12 +161,12 @@ def test_paged_and_dense_strategies_agree(window: int, norm: bool, rope: bool) -
     )
     cache.block_table.copy_(1 + torch.randperm(20, generator=g).view(2, 10))
     qkv = torch.randn(2, 37, 160, generator=g)
-    dense = attention(qkv, CausalAttention())
+    dense = CausalAttention().attend(attention, qkv)
     parts = []
     for start, stop in ((0, 20), (20, 21), (21, 36), (36, 37)):
         cache.positions.fill_(start)
         cache.counts.fill_(stop - start)
-        parts.append(attention(qkv[:, start:stop].contiguous(), cache))
+        parts.append(cache.attend(attention, qkv[:, start:stop].contiguous()))
     assert torch.allclose(torch.cat(parts, dim=1), dense, atol=1e-5)
     assert not cache.keys[0].any(), "layer 1 wrote to layer 0"
 

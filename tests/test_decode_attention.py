@@ -63,9 +63,7 @@ def test_a_decode_step_attends_in_one_op_and_a_chunk_in_two(monkeypatch: pytest.
     for name in ("paged_decode", "rope_cache_write", "paged_attention"):
         op = getattr(attention, name)
         monkeypatch.setattr(attention, name, lambda *a, op=op: (seen.append(op.name), op(*a))[1])
-    layer = attention.Attention(
-        index=0, qkv=torch.nn.Identity(), out=torch.nn.Identity(), heads=2, kv_heads=1, head_dim=8
-    )
+    layer = attention.Attention(index=0, heads=2, kv_heads=1, head_dim=8)
     for fused in (True, False):
         cache = PagedCache(
             layers=1, pages=3, page_size=4, kv_heads=1, head_dim=8, rows=1, pages_per_row=2, device="cpu",

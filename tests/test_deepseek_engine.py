@@ -74,9 +74,9 @@ def prove_it(engine: Engine) -> None:
             tensor.copy_(start[name])
 
     cases = [{"drawn": torch.randint(0, 97, (n,), generator=g)} | rows(n, g) for n in (3, 1, 2)]
-    assert prove(engine.runner("decode"), cases, reset=reset, state=state) == []
+    assert prove(engine.runner("decode").stages[0], cases, reset=reset, state=state) == []
     cases = [{"tokens": torch.randint(0, 97, (1, 32), generator=g)} | rows(1, g) for _ in range(2)]
-    assert prove(engine.runner("prefill"), cases, reset=reset, state=state) == []
+    assert prove(engine.runner("prefill").stages[0], cases, reset=reset, state=state) == []
 
 
 def test_replay_equals_eager_in_outputs_and_state(engine):

@@ -11,10 +11,10 @@ from torch import nn
 from deepseek import hf_model
 from models import Decoder
 from onegraph.formats.checkpoint import Checkpoint, CheckpointError
-from onegraph.formats.nvfp4 import NVFP4Config
+from onegraph.formats.dense import DENSE
+from onegraph.formats.nvfp4 import NVFP4, NVFP4Config
 from onegraph.models.deepseek_v4 import DeepseekV4
-from onegraph.models.deepseek_v4_weights import official
-from onegraph.nn.nvfp4 import NVFP4Experts, NVFP4GroupedLinear, NVFP4Linear
+from onegraph.models.deepseek_v4_names import official
 from onegraph.ops.nvfp4 import nvfp4_dequantize_weight, nvfp4_quantize
 
 # Inputs of quantized layers are multiples of 16, and an expert's outputs too.
@@ -56,10 +56,9 @@ def logits(model):
 def test_packed_equals_what_its_codes_stand_for(tmp_path):
     dense, packed = quantized(tmp_path)
     block = packed.blocks[1]
-    assert isinstance(block.moe.experts, NVFP4Experts)
-    assert isinstance(block.attention.qkv_a, NVFP4Linear)
-    assert isinstance(block.attention.index_q, NVFP4Linear)
-    assert isinstance(block.attention.out_a, NVFP4GroupedLinear)
+    attention = block.attention
+    for layer in (block.moe.experts.gate_up, attention.qkv_a, attention.index_q, attention.out_a):
+        assert layer.format is NVFP4
     error = (logits(packed) - logits(dense)).abs().max()
     assert error <= 1e-4, error
     assert sum(packed_bytes(packed)) < 0.5 * sum(packed_bytes(dense))
@@ -70,7 +69,7 @@ def test_few_tokens_run_the_shared_expert_among_the_others(tmp_path):
     _, packed = quantized(tmp_path)
     moe = packed.blocks[3].moe
     assert moe.together
-    assert moe.shared.down.codes.data_ptr() == moe.experts.down[-1].data_ptr()
+    assert moe.shared.down.codes.data_ptr() == moe.experts.down.codes[-1].data_ptr()
     g = torch.Generator().manual_seed(4)
     x, tokens = torch.randn(1, 9, 64, generator=g), torch.randint(0, 97, (1, 9), generator=g)
     want = moe(x, tokens)
@@ -88,8 +87,8 @@ def packed_bytes(model: nn.Module):
 def test_the_checkpoint_is_the_precision_map(tmp_path):
     """Parts that were kept are dense beside packed ones, also where two of them are read as one linear."""
     dense, packed = quantized(tmp_path, lambda layer: "wkv" in layer or "shared" in layer or "layers.2.ffn" in layer)
-    assert not isinstance(packed.blocks[2].moe.experts, NVFP4Experts)
-    assert isinstance(packed.blocks[0].attention.q_b, NVFP4Linear)
+    assert packed.blocks[2].moe.experts.gate_up.format is DENSE
+    assert packed.blocks[0].attention.q_b.format is NVFP4
     error = (logits(packed) - logits(dense)).abs().max()
     assert error <= 1e-4, error
 

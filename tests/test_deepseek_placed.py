@@ -9,14 +9,12 @@ import torch
 from deepseek import continuations, prompts, save_hf
 from onegraph.engine import generate
 from onegraph.engine.params import SamplingParams
-from onegraph.engine.placed import PlacedEngine
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models import deepseek_v4, deepseek_v4_place
 from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.models.deepseek_v4_place import place
-from onegraph.runtime import pipeline
 from onegraph.runtime.graph import Runner
-from onegraph.runtime.pipeline import DeviceError, Pipeline, Pools, check_links
+from onegraph.runtime.pipeline import DeviceError, Pipeline, check_links, running
 from test_deepseek_engine import GREEDY, SMALL
 from test_graph import RecordedPool
 
@@ -37,8 +35,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def recorded(monkeypatch):
-    for module in (generate, pipeline):
-        monkeypatch.setattr(module, "GraphPool", lambda device: RecordedPool())
+    monkeypatch.setattr(generate, "GraphPool", lambda device: RecordedPool())
 
 
 @pytest.mark.parametrize("mode", sorted(MODES))
@@ -46,7 +43,7 @@ def recorded(monkeypatch):
 def test_stages_give_the_tokens_of_one_device(folder, recorded, mode, devices):
     model = load(folder, ["cpu"] * devices)
     assert [len(stage) for stage in model.stages] == {1: [5], 2: [3, 2], 3: [2, 2, 1], 5: [1] * 5}[devices]
-    engine = PlacedEngine(model, **SMALL, capture=MODES[mode])
+    engine = generate.Engine(model, **SMALL, capture=MODES[mode])
     assert engine.generate(prompts(), GREEDY) == continuations(24)
     assert engine.mode == mode
     assert len(engine.runner("decode").stages) == devices
@@ -56,24 +53,26 @@ def test_sampling_and_stops_too(folder, recorded):
     one, three = load(folder, "cpu"), load(folder, ["cpu"] * 3)
     warm = SamplingParams(max_tokens=20, temperature=0.9, top_k=40, top_p=0.9, seed=3, stop=[5, 6, 7])
     expected = generate.Engine(one, **SMALL, capture=False).generate(prompts(), warm)
-    assert PlacedEngine(three, **SMALL, capture=True).generate(prompts(), warm) == expected
+    assert generate.Engine(three, **SMALL, capture=True).generate(prompts(), warm) == expected
 
 
 # ------------------------------------------------------------------------------------------------- pipelines of Runners
 
 
 def test_a_pipeline_hands_on_what_the_next_stage_takes():
-    """x -> 2x -> + 1, the result fed back to both stages' `x`, for any number of rows; what none takes comes out."""
+    """x -> 2x -> + 1, which the last stage leaves in the `x` of both, for any number of rows."""
 
     def double(x, scale):
-        return {"half": x * scale}
+        return x * scale
 
     def add(half, x):
-        return {"x": half + 1, "seen": half + x}
+        seen = half + x
+        x.copy_(half + 1)
+        return seen
 
     first = Runner(double, {"x": torch.zeros(4), "scale": torch.zeros(4)}, [2, 4], pool=RecordedPool())
     second = Runner(add, {"half": torch.zeros(4), "x": torch.zeros(4)}, [2, 4], pool=RecordedPool())
-    both = Pipeline([first, second])
+    both = Pipeline([first, second], carried="half", shared=["x"])
     for rows in (4, 1, 3):
         x, scale = torch.arange(1.0, 1 + rows), torch.full((rows,), 2.0)
         written = second.inputs["half"]._version
@@ -88,6 +87,23 @@ def test_a_pipeline_hands_on_what_the_next_stage_takes():
             assert torch.equal(second.inputs["x"][:rows], x)
     with pytest.raises(ValueError, match=r"got \['y'\]"):
         both.load(x=torch.zeros(1), scale=torch.zeros(1), y=torch.zeros(1))
+    with pytest.raises(ValueError, match=r"stage 1 takes \['half', 'x'\]; \['stream'\] must be among them"):
+        Pipeline([first, second])
+    with pytest.raises(ValueError, match=r"stage 1 takes .*; \['scale'\] must be among them"):
+        Pipeline([first, second], carried="half", shared=["scale"])
+    with pytest.raises(ValueError, match="got none"):
+        Pipeline([])
+
+
+def test_a_pipeline_of_one_stage_hands_nothing_on():
+    def count(x):
+        return x.add_(1)
+
+    one = Pipeline([Runner(count, {"x": torch.zeros(2)}, [1, 2], pool=RecordedPool())], shared=["x"])
+    assert one.load(x=torch.tensor([5.0])) == (1, 1)
+    for expected in (6.0, 7.0):
+        assert one.replay(1).tolist() == [expected]
+    assert one.stages[0].inputs["x"].tolist() == [7.0, 0.0]
 
 
 # -------------------------------------------------------------------------------------------------------------- placing
@@ -187,13 +203,12 @@ def test_a_device_that_fails_is_named():
         def synchronize(self):
             raise RuntimeError("CUDA error: unspecified launch failure")
 
-    pools = Pools([])
-    pools.each = [RecordedPool(), Broken()]
-    pools.each[1].device = torch.device("cuda", 1)
-    with pytest.raises(DeviceError, match=r"cuda:1 failed \(CUDA error: unspecified launch failure\)"), pools.running():
+    pools = [RecordedPool(), Broken()]
+    pools[1].device = torch.device("cuda", 1)
+    failed = r"cuda:1 failed \(CUDA error: unspecified launch failure\)"
+    with pytest.raises(DeviceError, match=failed), running(pools):
         raise RuntimeError("CUDA error: unspecified launch failure\nsome advice")
-    pools.each = [RecordedPool()]
-    with pytest.raises(RuntimeError, match=r"^mine$"), pools.running():
+    with pytest.raises(RuntimeError, match=r"^mine$"), running(pools[:1]):
         raise RuntimeError("mine")
 
 
@@ -205,7 +220,7 @@ def test_a_device_that_fails_is_named():
 def test_two_gpus_give_the_tokens_of_transformers(folder, mode):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    engine = PlacedEngine(load(folder, ["cuda:0", "cuda:1"]), **SMALL, capture=MODES[mode])
+    engine = generate.Engine(load(folder, ["cuda:0", "cuda:1"]), **SMALL, capture=MODES[mode])
     for _ in range(2):
         assert engine.generate(prompts(), GREEDY) == continuations(24)
     assert {t.device.index for t in engine._cache.tensors()} == {0, 1}

@@ -15,7 +15,8 @@ from models import Decoder
 from onegraph.formats.checkpoint import Checkpoint, CheckpointError
 from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.models.deepseek_v4_config import CSA, HCA, SLIDING, DeepseekV4Config
-from onegraph.models.deepseek_v4_weights import DeepseekWeights, official
+from onegraph.models.deepseek_v4_names import official
+from onegraph.models.loader import Loader
 
 TOKENS = 720
 
@@ -144,7 +145,7 @@ def test_names_of_both_makers_are_one(tmp_path):
     with Checkpoint.open(tmp_path / "m") as checkpoint:
         written = {official(name) for name in checkpoint.names}
         config = DeepseekV4Config.from_dict(checkpoint.config)
-        expected = set(DeepseekWeights(checkpoint, config, torch.float32).expected())
+        expected = set(Loader(checkpoint, config, torch.float32).expected())
     modules = {official(name) for name in hf.state_dict() if "mlp.experts." not in name}
     assert written == expected
     assert modules == {name for name in expected if ".experts." not in name}

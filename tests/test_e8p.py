@@ -7,16 +7,15 @@ import torch
 from torch import Tensor
 
 from onegraph.formats.e8p import (
+    E8P,
     KEEP,
     E8PConfig,
     codebook,
-    linear_tensors,
     residual_dtype,
     resolve_rates,
     sign_masks,
-    stored_bits,
 )
-from onegraph.nn.linear import E8PLinear
+from onegraph.nn.linear import Linear
 from onegraph.ops.e8p import e8p_decode, e8p_embedding, e8p_linear
 from onegraph.quant.e8p import encode, nearest_per_shift
 from onegraph.quant.layer import dequantize, quantize_group
@@ -126,14 +125,8 @@ def test_a_slice_at_multiples_of_128_is_the_slice_of_the_layer() -> None:
     w = torch.randn(384, 512, generator=source)
     tensors = quantize_group([w], torch.eye(512), [4], Recipe(descent=0), source)[0]
     whole = dequantize(tensors, 4)
-    layer = E8PLinear(
-        codes=tensors["codes"],
-        residual=tensors["residual"],
-        in_scale=tensors["in_scale"].float(),
-        out_scale=tensors["out_scale"].float() * tensors["scale"],
-        bits=4,
-    )
-    for rows in (slice(0, 128), slice(128, 384), slice(None)):
+    layer = Linear(E8P[4], E8P[4].fold(tensors))
+    for rows in (slice(0, 128), slice(128, 384), slice(0, 384)):
         for columns in (slice(0, 256), slice(128, 512), slice(256, 384)):
             cut = {
                 "codes": tensors["codes"][rows, columns.start // 8 : columns.stop // 8].contiguous(),
@@ -144,7 +137,11 @@ def test_a_slice_at_multiples_of_128_is_the_slice_of_the_layer() -> None:
             }
             assert torch.allclose(dequantize(cut, 4), whole[rows, columns], atol=1e-6)
             x = torch.randn(2, columns.stop - columns.start, generator=source)
-            assert torch.allclose(layer.shard(rows=rows, columns=columns)(x), x @ whole[rows, columns].T, atol=1e-3)
+            assert torch.allclose(
+                layer.part(rows=(rows.start, rows.stop), columns=(columns.start, columns.stop))(x),
+                x @ whole[rows, columns].T,
+                atol=1e-3,
+            )
 
 
 # -------------------------------------------------------------------------------------------------------- encode
@@ -312,11 +309,11 @@ def test_embedding_ids_are_checked() -> None:
 
 
 def test_what_a_linear_stores() -> None:
-    assert linear_tensors(10, 16, 3)["residual"] == ((10, 2), torch.uint8)
-    assert "residual" not in linear_tensors(10, 16, 2)
-    assert stored_bits(1000, 800, 4, bias=True) == 1000 * 800 * 4 + 16 * 1800 + 32 + 32 * 1000
+    assert E8P[3].layout(10, 16)["residual"] == ((10, 2), torch.uint8)
+    assert "residual" not in E8P[2].layout(10, 16)
+    assert E8P[4].bits(1000, 800, bias=True) == 1000 * 800 * 4 + 16 * 1800 + 32 + 32 * 1000
     with pytest.raises(ValueError, match="groups of 8"):
-        linear_tensors(10, 12, 4)
+        E8P[4].layout(10, 12)
 
 
 def test_config_round_trip() -> None:

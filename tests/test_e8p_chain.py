@@ -12,8 +12,8 @@ from models import Decoder, save_e8p
 from onegraph.check import declared
 from onegraph.check.simulate.run import simulate_step
 from onegraph.formats.checkpoint import Checkpoint
+from onegraph.models.chain import Chain, ChainedLlama, chained
 from onegraph.models.llama import Llama
-from onegraph.nn.chain import Chain
 from onegraph.ops.cuda import e8p as cuda_e8p
 from onegraph.ops.cuda import e8p_chain as cuda_chain
 from onegraph.ops.e8p_chain import _case, e8p_chain
@@ -84,19 +84,20 @@ def test_a_token_at_a_time_goes_through_chains(tmp_path: Path, monkeypatch: pyte
     row = torch.randint(0, 131, (12,), generator=torch.Generator().manual_seed(1)).tolist()
     logits = []
     with Checkpoint.open(tmp_path / "model") as checkpoint:
-        model = Llama.load(checkpoint, "cpu", torch.bfloat16, decode=False)
-    chains = model.chains
-    assert [len(chain.links) for chain in chains] == [4, 4, 3]
+        plain = Llama.load(checkpoint, "cpu", torch.bfloat16, decode=False)
+    one = chained(plain)
+    assert isinstance(one, ChainedLlama)
+    assert [len(chain.links) for chain in one.chains] == [4, 4, 3]
     calls = []
     call = Chain.__call__
     monkeypatch.setattr(Chain, "__call__", lambda self, *args: calls.append(self) or call(self, *args))
-    for model.chains in (chains, []):
+    for model in (one, plain):
         calls.clear()
         decoder = Decoder(model, rows=1, max_context=32)
         decoder.feed([row[:8]])
         assert not calls
         logits.append(torch.cat([decoder.feed([[token]])[0] for token in row[8:]]))
-        assert calls == 4 * model.chains
+        assert calls == (4 * one.chains if model is one else [])
     assert torch.equal(*logits)
 
 
@@ -104,8 +105,8 @@ def test_the_step_of_chains_replays_as_eager_on_a_simulated_gpu(tmp_path: Path) 
     save_e8p("smollm2", tmp_path / "model", rates={"bits": 3, "lm_head": 4}, **MODEL)
 
     def factory() -> tuple[Any, Any]:
-        model = Llama.load(Checkpoint.open(tmp_path / "model"), "cuda", torch.bfloat16)
-        assert model.chains
+        model = chained(Llama.load(Checkpoint.open(tmp_path / "model"), "cuda", torch.bfloat16))
+        assert isinstance(model, ChainedLlama)
         cache = Decoder(model, rows=1, max_context=32).cache
         cache.counts.fill_(1)
         token = torch.zeros(1, 1, dtype=torch.int64, device="cuda")

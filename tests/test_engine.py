@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+import time
 
 import pytest
 import torch
@@ -173,6 +174,57 @@ def test_an_error_in_the_callback_leaves_the_engine_usable(make):
     assert engine.generate(PROMPTS, GREEDY) == expected
 
 
+def test_a_stream_gives_the_same_tokens_one_by_one(make):
+    engine = make(max_batch=2)
+    expected = engine.generate(PROMPTS, WARM)
+    seen = list(engine.stream(PROMPTS, WARM))
+    assert [[token for i, token in seen if i == n] for n in range(len(PROMPTS))] == expected
+
+
+def test_a_stream_gives_a_token_before_the_next_is_computed(make):
+    """Not more than one step ahead of who reads, so that closing it saves the work."""
+    engine = make()
+    stream = engine.stream(PROMPTS[:1], GREEDY)
+    for count in range(1, 6):
+        next(stream)
+        assert count - 1 <= engine.stats.decode_steps <= count + 1
+    stream.close()
+    assert engine.stats.decode_steps <= 6
+
+
+@pytest.mark.parametrize("end", ["close", "drop"])
+def test_a_stream_that_ends_early_leaves_the_engine_usable(make, end):
+    engine = make(max_batch=2)
+    expected = engine.generate(PROMPTS, GREEDY)
+    stream = engine.stream(PROMPTS, GREEDY)
+    assert next(stream) == (0, expected[0][0])
+    for _ in range(4):
+        next(stream)
+    with pytest.raises(ValueError, match="is generating already; exhaust or close the stream"):
+        engine.generate(PROMPTS, GREEDY)
+    with pytest.raises(ValueError, match="is generating already"):
+        next(engine.stream(PROMPTS, GREEDY))
+    if end == "close":
+        stream.close()
+    else:
+        del stream
+    assert engine._allocator.free == engine._allocator.capacity
+    assert sorted(engine._slots) == [1, 2]
+    assert engine.generate(PROMPTS, GREEDY) == expected
+
+
+def test_a_wrong_prompt_is_refused_before_the_stream_begins(make):
+    with pytest.raises(ValueError, match="prompt 0: got no tokens"):
+        make().stream([[]], GREEDY)
+
+
+def test_what_the_reader_of_a_stream_does_is_not_timed(make):
+    engine = make()
+    for _ in engine.stream(PROMPTS[:1], GREEDY):
+        time.sleep(0.05)
+    assert 0 < engine.stats.decode_seconds < 0.3
+
+
 def test_seeds(make):
     engine = make()
     hot = SamplingParams(max_tokens=12, temperature=2.0)
@@ -202,7 +254,7 @@ def test_nan_never_passes(make):
     engine = make(model=model)
     expected = engine.generate(PROMPTS, GREEDY)
     bad = next(token for token in range(101) if not any(token in tokens for tokens in PROMPTS + expected))
-    model.embed[bad] = math.nan
+    model.embed.weight[bad] = math.nan
     with pytest.raises(FloatingPointError, match="prompt 1: the model gives NaN at position 3"):
         engine.generate([[5], [bad] * 3, [6]], SamplingParams(max_tokens=50))
     assert engine._allocator.free == engine._allocator.capacity
@@ -213,7 +265,7 @@ def test_replays_run_no_python(model, monkeypatch):
     monkeypatch.setattr(generate, "GraphPool", lambda device: RecordedPool())
     engine = Engine(model, max_batch=2, max_context=64, page_size=4, capture=True)
     expected = engine.generate(PROMPTS[:2], GREEDY)
-    monkeypatch.setattr(model, "forward", None)
+    monkeypatch.setattr(model, "run", None)
     assert engine.generate(PROMPTS[:2], GREEDY) == expected
 
 
@@ -241,10 +293,10 @@ def test_the_steps_are_proven(make, sampling):
 
     state = {f"keys {i}": k for i, k in enumerate(engine._cache.keys)}
     state |= {f"values {i}": v for i, v in enumerate(engine._cache.values)}
-    decode = engine.runner("decode", sampling=sampling)
+    (decode,) = engine.runner("decode", sampling=sampling).stages
     cases = [{"drawn": torch.randint(0, 101, (n,), generator=g)} | rows(n) for n in (4, 1, 3, 2)]
     assert prove(decode, cases, reset=reset, state=state) == []
-    prefill = engine.runner("prefill", sampling=sampling)
+    (prefill,) = engine.runner("prefill", sampling=sampling).stages
     cases = [{"tokens": torch.randint(0, 101, (1, 8), generator=g)} | rows(1) for _ in range(3)]
     assert prove(prefill, cases, reset=reset, state=state) == []
 

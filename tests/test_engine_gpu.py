@@ -81,9 +81,9 @@ def test_the_steps_are_proven(model, capture, sampling):
     # Page 0 takes what padding rows write, several to one place: which of them stays is nobody's business.
     owned = {name: tensor[1:] for name, tensor in state.items()}
     cases = [{"drawn": torch.randint(0, 101, (n,), generator=g)} | rows(n) for n in (5, 1, 3, 2, 4)]
-    assert prove(e.runner("decode", sampling=sampling), cases, reset=reset, state=owned) == []
+    assert prove(e.runner("decode", sampling=sampling).stages[0], cases, reset=reset, state=owned) == []
     cases = [{"tokens": torch.randint(0, 101, (1, 32), generator=g)} | rows(1) for _ in range(3)]
-    assert prove(e.runner("prefill", sampling=sampling), cases, reset=reset, state=owned) == []
+    assert prove(e.runner("prefill", sampling=sampling).stages[0], cases, reset=reset, state=owned) == []
 
 
 def test_long_generation_does_not_grow_memory(model):

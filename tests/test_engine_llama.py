@@ -81,9 +81,11 @@ def test_the_captured_step_is_proven(variant, dtype, tmp_path):
         if capture:
             for sampling in (False, True):
                 cases = [{"drawn": torch.randint(0, 131, (n,), generator=g)} | rows(n) for n in (4, 1, 3, 2)]
-                assert prove(engine.runner("decode", sampling=sampling), cases, reset=reset, state=state) == []
+                assert (
+                    prove(engine.runner("decode", sampling=sampling).stages[0], cases, reset=reset, state=state) == []
+                )
             cases = [{"tokens": torch.randint(0, 131, (1, 16), generator=g)} | rows(1) for _ in range(2)]
-            assert prove(engine.runner("prefill"), cases, reset=reset, state=state) == []
+            assert prove(engine.runner("prefill").stages[0], cases, reset=reset, state=state) == []
         reset()
         tokens[engine.mode] = engine.generate(PROMPTS, PARAMS)
     assert tokens["captured"] == tokens["split"] == tokens["eager"]

@@ -8,6 +8,7 @@ import torch
 
 from onegraph.engine import evaluate as module
 from onegraph.engine.evaluate import evaluate
+from onegraph.nn.attention import CausalAttention
 from tiny_decoder import TinyDecoder
 
 TOKENS = torch.randint(0, 101, (150,), generator=torch.Generator().manual_seed(0))
@@ -98,7 +99,8 @@ class Fixed:
     """A model that gives the same logits everywhere."""
 
     def __init__(self, logits):
-        self.row, self.max_context, self.device = torch.tensor(logits), 1000, torch.device("cpu")
+        self.row, self.max_context, self.devices = torch.tensor(logits), 1000, [torch.device("cpu")]
+        self.dense_attention = CausalAttention()
         self.config = SimpleNamespace(vocab_size=len(logits))
 
     def __call__(self, tokens, cache):

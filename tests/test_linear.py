@@ -8,26 +8,17 @@ from torch import Tensor
 
 from models import Decoder, e8p_tensors, save_e8p
 from onegraph.formats.checkpoint import Checkpoint, CheckpointError
+from onegraph.formats.e8p import E8P
 from onegraph.models.llama import Llama, LlamaSource
-from onegraph.nn.embedding import E8PEmbedding
-from onegraph.nn.linear import E8PLinear, Linear, Siblings, fuse
-from onegraph.ops.activation import silu_mul
+from onegraph.nn.linear import Linear, Siblings, dense, join
+from onegraph.ops.activation import swiglu
 from onegraph.ops.norm import rms_norm
 
 
-def layer(n: int, k: int, bits: int, *, seed: int = 0, bias: bool = False) -> tuple[E8PLinear, Tensor]:
+def layer(n: int, k: int, bits: int, *, seed: int = 0, bias: bool = False) -> tuple[Linear, Tensor]:
     tensors, weight = e8p_tensors(n, k, bits, seed)
-    scale = tensors.pop("scale")
     b = torch.randn(n, generator=torch.Generator().manual_seed(seed)) if bias else None
-    made = E8PLinear(
-        codes=tensors["codes"],
-        residual=tensors.get("residual"),
-        in_scale=tensors["in_scale"].float(),
-        out_scale=tensors["out_scale"].float() * scale,
-        bias=b,
-        bits=bits,
-    )
-    return made, weight
+    return Linear(E8P[bits], E8P[bits].fold(tensors), b), weight
 
 
 def inputs(k: int, rows: int = 5) -> Tensor:
@@ -48,7 +39,7 @@ def test_stored_and_dense_forms_are_the_weight_of_the_formula(n: int, k: int, bi
     want = x @ weight.T + coded.bias
     assert error(coded(x), want) < 3e-6
     assert error(dense(x), want) < 3e-6
-    assert error(coded.wide(x.bfloat16()), x.bfloat16().float() @ weight.T + coded.bias) < 3e-6
+    assert error(coded(x.bfloat16(), float32=True), x.bfloat16().float() @ weight.T + coded.bias) < 3e-6
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
@@ -59,9 +50,12 @@ def test_what_stands_around_the_linear_is_fused(bits: int) -> None:
     gain = 1 + inputs(576, 1)[0] / 4
     normed = rms_norm(x, gain, 1e-5)
     assert error(coded.after_norm(gain)(x, eps=1e-5, add=residual), residual + coded(normed)) < 3e-6
-    assert error(coded.after_norm(gain).wide(x.half(), eps=1e-5), coded(rms_norm(x.half().float(), gain, 1e-5))) < 3e-6
+    assert (
+        error(coded.after_norm(gain)(x.half(), eps=1e-5, float32=True), coded(rms_norm(x.half().float(), gain, 1e-5)))
+        < 3e-6
+    )
     gate_up = torch.cat([x, inputs(576) + 1], dim=-1)
-    assert error(coded(gate_up, silu=True), coded(silu_mul(gate_up))) < 3e-6
+    assert error(coded(gate_up, silu=True), coded(swiglu(gate_up))) < 3e-6
     assert coded(x.bfloat16()).dtype == torch.bfloat16
 
 
@@ -71,100 +65,99 @@ def test_slices_at_multiples_of_128_are_layers(bits: int) -> None:
     whole, weight = layer(512, 768, bits, bias=True)
     x = inputs(768)
     want = whole(x)
-    cuts = [slice(0, 128), slice(128, 384), slice(384, None)]
-    assert error(torch.cat([whole.shard(rows=cut)(x) for cut in cuts], dim=-1), want) < 1e-6
+    cuts = [(0, 128), (128, 384), (384, 512)]
+    assert error(torch.cat([whole.part(rows=cut)(x) for cut in cuts], dim=-1), want) < 1e-6
     for cut in cuts:
-        assert error(whole.shard(rows=cut).dense().weight, weight[cut]) < 1e-6
-        assert error(whole.shard(columns=cut).dense().weight, weight[:, cut]) < 1e-6
-    parts = [slice(0, 256), slice(256, 768)]
-    total = sum(whole.shard(columns=cut, keep_bias=i == 0)(x[:, cut].contiguous()) for i, cut in enumerate(parts))
+        assert error(whole.part(rows=cut).dense().weight, weight[slice(*cut)]) < 1e-6
+        assert error(whole.part(columns=cut).dense().weight, weight[:, slice(*cut)]) < 1e-6
+    parts = [(0, 256), (256, 768)]
+    total = sum(
+        whole.part(columns=cut, keep_bias=i == 0)(x[:, slice(*cut)].contiguous()) for i, cut in enumerate(parts)
+    )
     assert error(total, want) < 1e-6
-    corner = whole.shard(rows=slice(128, 512)).shard(rows=slice(0, 128), columns=slice(128, 256))
+    corner = whole.part(rows=(128, 512)).part(rows=(0, 128), columns=(128, 256))
     assert error(corner.dense().weight, weight[128:256, 128:256]) < 1e-6
 
 
 @pytest.mark.parametrize(
     ("cut", "message"),
     [
-        (slice(0, 64), "multiples of 128"),
-        (slice(64, 256), "multiples of 128"),
-        (slice(128, 128), "is no part of 512"),
-        (slice(384, 640), "is no part of 512"),
-        (slice(0, 256, 2), "with step 1"),
+        ((0, 64), "in blocks of 128, the part would be in blocks of 64"),
+        ((64, 256), "cut a rotation block"),
+        ((128, 128), "is no part of 512"),
+        ((384, 640), "is no part of 512"),
+        ((-128, 128), "is no part of 512"),
     ],
 )
-def test_other_slices_are_refused(cut: slice, message: str) -> None:
+def test_other_slices_are_refused(cut: tuple[int, int], message: str) -> None:
     whole, _ = layer(512, 512, 2)
     with pytest.raises(ValueError, match=message):
-        whole.shard(rows=cut)
+        whole.part(rows=cut)
     with pytest.raises(ValueError, match=message):
-        whole.shard(columns=cut)
+        whole.part(columns=cut)
 
 
 def test_slices_that_change_the_rotation_block_are_refused() -> None:
     """576 = 9 * 64 is rotated in blocks of 64; its first 128 rows alone would be in one block of 128."""
     whole, _ = layer(576, 576, 2)
-    with pytest.raises(ValueError, match="rotated in blocks of 128, the layer is in blocks of 64"):
-        whole.shard(rows=slice(0, 128))
+    with pytest.raises(ValueError, match="rotated in blocks of 64, the part would be in blocks of 128"):
+        whole.part(rows=(0, 128))
+    assert error(whole.part(rows=(192, 384)).dense().weight, whole.dense().weight[192:384]) < 1e-6
 
 
-def with_scale(part: E8PLinear, in_scale: Tensor, bits: int | None = None) -> E8PLinear:
-    return E8PLinear(
-        codes=part.codes,
-        residual=part.residual,
-        in_scale=in_scale,
-        out_scale=part.out_scale,
-        bias=part.bias,
-        bits=bits or part.bits,
-    )
+def with_scale(part: Linear, in_scale: Tensor) -> Linear:
+    return Linear(part.format, part.tensors | {"in_scale": in_scale}, part.bias)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_siblings_fuse_where_that_is_exact(bits: int) -> None:
     q, k, v = (layer(n, 192, bits, seed=n, bias=n != 64)[0] for n in (192, 64, 128))
     x = inputs(192)
-    apart = fuse([q, k, v])
+    apart = join([q, k, v])
     assert isinstance(apart, Siblings), "in_scale differs"
     assert error(apart(x), torch.cat([part(x) for part in (q, k, v)], dim=-1)) == 0
     k, v = with_scale(k, q.in_scale), with_scale(v, q.in_scale)
-    assert isinstance(fuse([q, k, v]), Siblings), "output blocks differ: 64, 64 and 128"
+    assert isinstance(join([q, k, v]), Siblings), "output blocks differ: 64, 64 and 128"
     v = layer(320, 192, bits, seed=3)[0]
-    one = fuse([q, k, with_scale(v, q.in_scale)])
-    assert isinstance(one, E8PLinear)
+    one = join([q, k, with_scale(v, q.in_scale)])
+    assert isinstance(one, Linear)
     assert error(one(x), torch.cat([part(x) for part in (q, k, with_scale(v, q.in_scale))], dim=-1)) < 1e-6
     nearly = q.in_scale.clone()
     nearly[0] *= 1 + 2**-20
-    assert isinstance(fuse([q, with_scale(k, nearly)]), Siblings), "one bit of in_scale differs"
+    assert isinstance(join([q, with_scale(k, nearly)]), Siblings), "one bit of in_scale differs"
 
 
 def test_siblings_of_other_rates_or_kinds_stay_apart() -> None:
     q, k = layer(64, 64, 4)[0], layer(64, 64, 2, seed=1)[0]
     k = with_scale(k, q.in_scale)
-    assert isinstance(fuse([q, k]), Siblings)
-    mixed = fuse([q, Linear(torch.randn(8, 64))])
+    assert isinstance(join([q, k]), Siblings)
+    mixed = join([q, dense(torch.randn(8, 64))])
     assert isinstance(mixed, Siblings)
     assert mixed.out_features == 72
-    assert fuse([q]) is q
-    dense = fuse([Linear(torch.ones(2, 4), torch.ones(2)), Linear(torch.ones(3, 4))])
-    assert isinstance(dense, Linear)
-    assert dense.bias is not None
-    assert dense.bias.tolist() == [1, 1, 0, 0, 0]
+    assert join([q]) is q
+    both = join([dense(torch.ones(2, 4), torch.ones(2)), dense(torch.ones(3, 4))])
+    assert isinstance(both, Linear)
+    assert both.bias is not None
+    assert both.bias.tolist() == [1, 1, 0, 0, 0]
 
 
 def test_layers_with_tensors_that_disagree_are_refused() -> None:
     good, _ = layer(64, 64, 3)
     for change, message in (
-        ({"residual": None}, "at 3 bits it must be torch.uint8"),
-        ({"codes": good.codes.int()}, "must be int16"),
-        ({"residual": good.residual[:, :4]}, "of the shape of codes"),
-        ({"in_scale": good.in_scale[:63]}, r"in_scale is \(63,\)"),
-        ({"out_scale": torch.ones(65)}, r"out_scale is \(65,\)"),
-        ({"bias": torch.ones(1)}, r"bias is \(1,\)"),
-        ({"bits": 5}, "allowed: 2, 3, 4"),
+        ({"residual": good.residual.short()}, r"residual is int16 .* asks for uint8"),
+        ({"codes": good.codes.int()}, "codes is int32 .* asks for int16"),
+        ({"codes": good.codes[0]}, r"codes is \(8,\); it must be"),
+        ({"residual": good.residual[:, :4]}, r"residual is uint8 \(64, 4\)"),
+        ({"in_scale": good.in_scale[:63]}, r"in_scale is float32 \(63,\)"),
+        ({"out_scale": torch.ones(65)}, r"out_scale is float32 \(65,\)"),
+        ({"scale": torch.ones(())}, "scale is given; a layer has codes, residual"),
     ):
-        given = {name: getattr(good, name) for name in ("codes", "residual", "in_scale", "out_scale", "bias", "bits")}
         with pytest.raises(ValueError, match=message):
-            E8PLinear(**(given | change))
+            Linear(good.format, good.tensors | change)
+    with pytest.raises(ValueError, match="residual is missing"):
+        Linear(good.format, {key: tensor for key, tensor in good.tensors.items() if key != "residual"})
+    with pytest.raises(ValueError, match=r"bias is \(1,\)"):
+        Linear(good.format, good.tensors, torch.ones(1))
 
 
 RATES = [
@@ -194,21 +187,21 @@ def test_quantized_checkpoint_gives_the_logits_of_its_weights(
     with torch.inference_mode():
         want = hf(torch.tensor([row]), use_cache=False).logits[0]
     assert (torch.cat(got) - want).abs().max() < 1e-4 * want.abs().max()
-    assert any(isinstance(module, E8PLinear) for module in model.modules()) != decode
+    assert any(isinstance(module, Linear) and module.format.coded for module in model.modules()) != decode
 
 
 def test_siblings_of_a_quantized_model_are_one_launch(tmp_path: Path) -> None:
     save_e8p("smollm2", tmp_path / "m", rates={"bits": 4}, intermediate_size=128)
     block = Llama.load(Checkpoint.open(tmp_path / "m"), decode=False).blocks[0]
-    assert isinstance(block.attention.qkv, E8PLinear)
-    assert isinstance(block.gate_up, E8PLinear)
-    assert block.gate_up.out_features == 256
+    assert block.qkv.linear.format is E8P[4]
+    assert block.gate_up.linear.format is E8P[4]
+    assert block.gate_up.linear.out_features == 256
 
 
 def test_quantized_embedding_gives_the_model_dtype(tmp_path: Path) -> None:
     save_e8p("qwen3", tmp_path / "m", rates={"bits": 2, "embed_tokens": 4})
     model = Llama.load(Checkpoint.open(tmp_path / "m"), dtype=torch.bfloat16)
-    assert isinstance(model.embed, E8PEmbedding)
+    assert model.embed.format is E8P[4]
     assert model.embed(torch.tensor([[3, 5]])).dtype == torch.bfloat16
 
 

@@ -240,8 +240,8 @@ def test_max_context_bounds_the_tables(tmp_path: Path) -> None:
 def test_siblings_are_one_linear_each(tmp_path: Path) -> None:
     save_hf("qwen2", tmp_path)
     block = Llama.load(Checkpoint.open(tmp_path)).blocks[0]
-    assert block.attention.qkv.weight.shape == ((6 + 2 * 2) * 16, 72)
-    assert block.gate_up.weight.shape == (2 * 104, 72)
+    assert block.qkv.linear.weight.shape == ((6 + 2 * 2) * 16, 72)
+    assert block.gate_up.linear.weight.shape == (2 * 104, 72)
 
 
 @pytest.mark.gpu

@@ -10,9 +10,9 @@ from models import Decoder, save_e8p, save_hf
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
+from onegraph.formats.dense import DENSE
+from onegraph.formats.e8p import E8P
 from onegraph.models.llama import Llama, LlamaSource
-from onegraph.nn.embedding import E8PEmbedding
-from onegraph.nn.linear import E8PLinear, Linear
 from onegraph.quant.quantize import quantize
 from onegraph.quant.recipe import Recipe
 
@@ -84,20 +84,18 @@ def test_codes_and_decoded_weights_give_the_same_logits(variant: str, recipe: di
 def test_what_the_quantizer_writes_fuses(tmp_path: Path) -> None:
     _, coded, hf = quantized("qwen2", tmp_path, bits=4)
     block = Llama.load(coded, decode=False).blocks[0]
-    assert isinstance(block.attention.qkv, E8PLinear)
-    assert isinstance(block.gate_up, E8PLinear)
+    assert block.qkv.linear.format is block.gate_up.linear.format is E8P[4]
     attention = hf.model.layers[0].self_attn
     bias = torch.cat([getattr(attention, f"{name}_proj").bias for name in "qkv"])
-    assert torch.allclose(block.attention.qkv.bias, bias)
+    assert torch.allclose(block.qkv.linear.bias, bias)
 
 
 def test_embedding_and_head_come_back_quantized_and_untied(tmp_path: Path) -> None:
     _, coded, _ = quantized("qwen3", tmp_path, bits=4, lm_head=4, embed_tokens=3)
     model = Llama.load(coded, decode=False)
-    assert isinstance(model.embed, E8PEmbedding)
-    assert isinstance(model.lm_head, E8PLinear)
-    assert model.lm_head.bits == 4
-    assert isinstance(Llama.load(coded).lm_head, Linear)
+    assert model.embed.format is E8P[3]
+    assert model.lm_head.format is E8P[4]
+    assert Llama.load(coded).lm_head.format is DENSE
 
 
 def test_kept_layers_keep_their_bits(tmp_path: Path) -> None:
@@ -117,6 +115,7 @@ def test_fused_layers_are_the_composition_of_their_parts(variant: str, recipe: d
         for fused in (True, False):
             model = Llama.load(coded, "cpu", dtype, decode=False, fused=fused)
             assert [block.fused for block in model.blocks] == [fused, fused and "layers" not in recipe]
+            assert all(block.out.fused == fused for block in model.blocks)
             if dtype == torch.float32:
                 engine = Engine(model, max_batch=2, max_context=80, page_size=16, chunk=16)
                 texts.append(engine.generate(prompts, SamplingParams(max_tokens=24)))

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from onegraph.formats.nvfp4 import E2M1, E4M3, swizzle_scales, unswizzle_scales
-from onegraph.nn.nvfp4 import NVFP4Experts, NVFP4GroupedLinear, NVFP4Linear, fuse_nvfp4
+from onegraph.formats.nvfp4 import E2M1, E4M3, NVFP4, NVFP4Format, swizzle_scales, unswizzle_scales
+from onegraph.nn.experts import Experts
+from onegraph.nn.linear import GroupedLinear, Linear, Weight, join
 from onegraph.ops.nvfp4 import (
     activation_scale,
     decode_e2m1,
@@ -21,7 +22,7 @@ from onegraph.ops.nvfp4 import (
     random_weight,
 )
 from onegraph.ops.nvfp4_linear import nvfp4_linear, nvfp4_linear_w4a4
-from onegraph.quant.nvfp4 import quantize_weight
+from onegraph.quant.nvfp4 import observing, quantize_weight
 
 VALUES = [*E2M1, *(-v for v in E2M1)]
 
@@ -91,7 +92,7 @@ def test_the_scale_search_is_worth_its_time() -> None:
 
     def errors(search: bool) -> Tensor:
         made = quantize_weight(weight, search=search)
-        got = nvfp4_dequantize_weight(made.codes, made.scale, made.global_scale.expand(64).contiguous())
+        got = nvfp4_dequantize_weight(made["codes"], made["scale"], made["global_scale"].expand(64).contiguous())
         return (got - weight).square().unflatten(1, (-1, 16)).sum(-1)
 
     nearest, searched = errors(False), errors(True)
@@ -128,21 +129,20 @@ def test_w4a4_is_the_sum_of_exact_products() -> None:
 
 def test_dynamic_and_frozen_activation_scales_agree_on_the_text_they_were_frozen_on() -> None:
     codes, scale, gain = random_weight((8, 64), "cpu", rng())
-    frozen = NVFP4Linear(codes=codes, scale=scale, global_scale=gain, activations="frozen")
-    dynamic = NVFP4Linear(codes=codes, scale=scale, global_scale=gain, activations="dynamic")
+    tensors = {"codes": codes, "scale": scale, "global_scale": gain}
+    frozen = Linear(NVFP4Format("frozen"), tensors | {"input_scale": torch.zeros(())})
+    dynamic = Linear(NVFP4Format("dynamic"), tensors)
     big, small = 3 * torch.randn(4, 64, generator=rng(1)), torch.randn(4, 64, generator=rng(2))
-    frozen.observing = True
-    assert frozen.input_scale is not None
     address = frozen.input_scale.data_ptr()
-    frozen(small)
-    frozen(big)
-    frozen(small)
-    frozen.observing = False
+    with observing(frozen):
+        frozen(small)
+        frozen(big)
+        frozen(small)
     assert frozen.input_scale.data_ptr() == address  # a captured graph reads it there
     assert frozen.input_scale == activation_scale(big)
     assert torch.equal(frozen(big), dynamic(big))
     assert not torch.equal(frozen(small), dynamic(small))
-    weights_only = NVFP4Linear(codes=codes, scale=scale, global_scale=gain)
+    weights_only = Linear(NVFP4, tensors)
     error = (dynamic(big) - weights_only(big)).norm() / weights_only(big).norm()
     assert 0.02 < error < 0.2  # W4A4 costs what four bits of activation cost
 
@@ -152,9 +152,14 @@ def test_an_activation_scale_is_never_read_by_the_host(activations: Any) -> None
     """Fake tensors have no values to read."""
     with FakeTensorMode():
         codes, scale = torch.empty(8, 32, dtype=torch.uint8), torch.empty(8, 4, dtype=torch.uint8)
-        layer = NVFP4Linear(codes=codes, scale=scale, global_scale=torch.empty(8), activations=activations)
-        for layer.observing in (True, False):
-            assert layer(torch.empty(3, 64)).shape == (3, 8)
+        tensors = {"codes": codes, "scale": scale, "global_scale": torch.empty(8)}
+        if activations == "frozen":
+            tensors["input_scale"] = torch.empty(())
+        layer = Linear(NVFP4Format(activations), tensors)
+        assert layer(torch.empty(3, 64)).shape == (3, 8)
+        if activations == "frozen":
+            with observing(layer):
+                assert layer(torch.empty(3, 64)).shape == (3, 8)
 
 
 def test_a_cache_row_is_not_a_weight() -> None:
@@ -206,45 +211,44 @@ def test_the_swizzled_layout_is_its_definition(n: int, g: int) -> None:
 
 def test_fused_layers_keep_their_global_scales() -> None:
     parts = [
-        NVFP4Linear(codes=codes, scale=scale, global_scale=torch.tensor(0.01 * (i + 1)))
+        Linear(NVFP4, {"codes": codes, "scale": scale, "global_scale": torch.full((len(codes),), 0.01 * (i + 1))})
         for i, (codes, scale, _) in enumerate(random_weight((16 * (i + 1), 64), "cpu", rng(i)) for i in range(3))
     ]
     x = torch.randn(2, 64, generator=rng(9))
-    torch.testing.assert_close(fuse_nvfp4(parts)(x), torch.cat([part(x) for part in parts], -1), rtol=1e-5, atol=1e-5)
-    assert torch.equal(parts[1].dense().weight, nvfp4_dequantize_weight(*parts[1].buffers()))
+    one = join(parts)
+    assert isinstance(one, Linear)
+    torch.testing.assert_close(one(x), torch.cat([part(x) for part in parts], -1), rtol=1e-5, atol=1e-5)
+    assert torch.equal(parts[1].dense().weight, nvfp4_dequantize_weight(*parts[1].tensors.values()))
 
 
 def test_fused_layers_take_the_largest_frozen_scale() -> None:
+    form = NVFP4Format("frozen")
     parts = [
-        NVFP4Linear(codes=codes, scale=scale, global_scale=gain, input_scale=torch.tensor(value), activations="frozen")
+        Linear(form, {"codes": codes, "scale": scale, "global_scale": gain, "input_scale": torch.tensor(value)})
         for value, (codes, scale, gain) in zip(
             (0.1, 0.3, 0.2), [random_weight((16, 64), "cpu", rng())] * 3, strict=True
         )
     ]
-    assert fuse_nvfp4(parts).input_scale == torch.tensor(0.3)
+    one = join(parts)
+    assert isinstance(one, Linear)
+    assert one.input_scale == torch.tensor(0.3)
 
 
 def test_a_grouped_linear_is_one_linear_a_group() -> None:
     codes, scale, gain = random_weight((3, 16, 64), "cpu", rng())
     x = torch.randn(2, 5, 3, 64, generator=rng(1))
-    got = NVFP4GroupedLinear(codes=codes, scale=scale, global_scale=gain)(x)
+    whole = GroupedLinear(NVFP4, {"codes": codes, "scale": scale, "global_scale": gain})
+    got = whole(x)
     for g in range(3):
-        part = NVFP4Linear(codes=codes[g], scale=scale[g], global_scale=gain[g])
+        part = Linear(NVFP4, whole.at(g))
         torch.testing.assert_close(got[:, :, g], part(x[:, :, g].contiguous()), rtol=1e-5, atol=1e-5)
 
 
 def test_experts_are_their_linears_one_by_one() -> None:
     dim, wide, limit = 64, 32, 0.7
     gate_up, down = random_weight((4, 2 * wide, dim), "cpu", rng()), random_weight((4, dim, wide), "cpu", rng(1))
-    layer = NVFP4Experts(
-        gate_up=gate_up[0],
-        gate_up_scale=gate_up[1],
-        gate_up_global=gate_up[2],
-        down=down[0],
-        down_scale=down[1],
-        down_global=down[2],
-        limit=limit,
-    )
+    names = NVFP4.fields
+    layer = Experts(*(Weight(NVFP4, dict(zip(names, part, strict=True))) for part in (gate_up, down)), limit)
     x = torch.randn(3, dim, generator=rng(2))
     experts = torch.tensor([[0, 3], [2, 2], [1, 0]], dtype=torch.int32)
     gains = torch.rand(3, 2, generator=rng(3))

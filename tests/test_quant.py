@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from onegraph.formats.e8p import linear_tensors
+from onegraph.formats.e8p import E8P
 from onegraph.ops.registry import reference_ops
 from onegraph.quant.calibrate import packed_tokens, sampled_tokens
+from onegraph.quant.e8p import encode
 from onegraph.quant.hessian import Moments, corrected, gather
 from onegraph.quant.layer import dequantize, quantize_embedding, quantize_group
 from onegraph.quant.ldlq import couplings, damped, loss, sweep
@@ -142,6 +143,30 @@ def test_ldlq_beats_nearest_and_descent_never_hurts(bits: int) -> None:
         last = now
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_descent_replaces_a_code_only_by_a_better_one(bits: int) -> None:
+    """An encoder that errs on every other column changes nothing there, and the columns between gain as ever."""
+    source = torch.Generator().manual_seed(bits)
+    h, factor = damped(hessian(64, source), 0.01)
+    w = torch.randn(64, 48, generator=source)
+    ldlq, descent = couplings(h, factor)
+    start = sweep(w, bits, ldlq)
+
+    def errs(target: Tensor, bits: int, metric: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        codes, residual, value = (x.clone() for x in encode(target, bits, metric))
+        codes[::2], residual[::2] = -1, -1
+        value[:, ::2] += 4
+        return codes, residual, value
+
+    ended, whole = sweep(w, bits, descent, start, errs), sweep(w, bits, descent, start)
+    for found, before, free in zip(vars(ended).values(), vars(start).values(), vars(whole).values(), strict=True):
+        assert torch.equal(found[:, ::2], before[:, ::2])
+        assert torch.equal(found[:, 1::2], free[:, 1::2])
+    columns = [(e * (h @ e)).sum(0)[1::2] for e in (start.value - w, ended.value - w)]
+    assert (columns[1] <= columns[0] * (1 + 1e-5)).all(), "a column's loss is its own, and no column gets worse"
+    assert columns[1].sum() < columns[0].sum()
+
+
 def test_block_ldl_factorizes_the_hessian() -> None:
     """(I + A)^T-style coupling and metric rebuild H: what the sweep assumes is algebra, not luck."""
     h, factor = damped(hessian(64, torch.Generator().manual_seed(0)), 0.01)
@@ -172,7 +197,7 @@ def test_a_group_of_siblings(bits: int) -> None:
     assert torch.equal(made[0]["in_scale"], made[1]["in_scale"])
     limit = {2: 0.1, 3: 0.035, 4: 0.0105}[bits]
     for w, tensors in zip(weights, made, strict=True):
-        wanted = linear_tensors(*w.shape, bits)
+        wanted = E8P[bits].layout(*w.shape)
         assert {key: (tuple(t.shape), t.dtype) for key, t in tensors.items()} == wanted
         error = dequantize(tensors, bits) - w
         assert ((error @ h) * error).sum() / ((w @ h) * w).sum() < limit
@@ -380,7 +405,7 @@ def test_recipes_that_make_no_sense(wrong: dict[str, Any]) -> None:
 def test_what_cannot_be_quantized_is_named(tokens: Tensor) -> None:
     odd = Tiny()
     odd.blocks[0].o = nn.Linear(DIM - 4, DIM, bias=False)
-    with pytest.raises(ValueError, match=r"o is 64 x 60.*rate 16"):
+    with pytest.raises(ValueError, match=r"o: a linear of 64 x 60.*rate 16"):
         quantize(odd, tokens, Recipe())
     damaged = Tiny()
     damaged.blocks[1].v.weight[3, 3] = float("nan")

@@ -19,17 +19,15 @@ from onegraph.cli import main
 from onegraph.cli.soak import plot
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
-from onegraph.engine.placed import PlacedEngine
 from onegraph.engine.soak import GROWTH, SHAKEN, Round, judge, looped, read_rounds, soak
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.deepseek_v4 import DeepseekV4
-from onegraph.nn.embedding import Embedding
 from tiny_decoder import TinyDecoder
 
 
-def maker(model, kind=Engine, **options):
+def maker(model, **options):
     options = {"max_context": 256, "capture": False} | options
-    return lambda tested: kind(model, max_batch=2 if tested else 1, **options)
+    return lambda tested: Engine(model, max_batch=2 if tested else 1, **options)
 
 
 def test_5000_steps(tmp_path):
@@ -51,8 +49,7 @@ def deepseek(tmp_path_factory):
 def test_deepseek(deepseek, devices, tmp_path):
     with Checkpoint.open(deepseek) as checkpoint:
         model = DeepseekV4.load(checkpoint, ["cpu"] * devices)
-    make = maker(model, PlacedEngine if devices > 1 else Engine, chunk=64)
-    verdict = soak(make, steps=400, path=tmp_path / "rounds.jsonl")
+    verdict = soak(maker(model, chunk=64), steps=400, path=tmp_path / "rounds.jsonl")
     assert verdict.passed, verdict.problems
     assert verdict.drift < 1e-4
 
@@ -94,7 +91,7 @@ def test_state_that_is_damaged_on_the_way_is_found(tmp_path):
         return engines[-1]
 
     def damage(this, done):
-        tables = engines[0].runner("decode", sampling=True).inputs["table"]
+        tables = engines[0].runner("decode", sampling=True).stages[0].inputs["table"]
         attend = type(engines[0]._cache).attend
         if done < 600:
             return
@@ -126,17 +123,12 @@ class Chooser(TinyDecoder):
 
     def __init__(self, threshold: float):
         super().__init__()
-        table = torch.cat((torch.ones(101, 1), self.embed[:, 1:]), dim=1)
-        del self.embed
-        self.embed, self.threshold = Embedding(table), threshold
+        self.embed.weight[:, 0], self.threshold = 1.0, threshold
 
-    def forward(self, tokens, cache):
-        x = self.embed(tokens)
+    def run(self, stage, x, tokens, cache):
         position = getattr(cache, "cache", cache).positions[:, None] + torch.arange(tokens.shape[1])
         x = x + 3.0 * ((position == 8) & (x[:, :, 0] > self.threshold)).unsqueeze(2)
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x, cache)) * 2
-        return x
+        return super().run(stage, x, tokens, cache)
 
 
 @pytest.mark.parametrize(("gap", "passes"), [(2.0**-23, True), (1e-4, False)])

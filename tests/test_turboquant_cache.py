@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from onegraph.formats import turboquant as formats
 from onegraph.formats.turboquant import DRAFTS, TurboQuantConfig, parse_kv
@@ -27,7 +27,7 @@ def config(text: str) -> TurboQuantConfig:
 
 def layer(index: int = 0, window: int = 0) -> Attention:
     return Attention(
-        index=index, qkv=nn.Identity(), out=nn.Identity(), heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM,
+        index=index, heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM,
         cos=ANGLE.cos(), sin=ANGLE.sin(), window=window,
     )  # fmt: skip
 
@@ -103,7 +103,7 @@ def sequences(count: int, length: int, seed: int = 0) -> Tensor:
 def step(cache: TurboQuantCache, attention: Attention, qkv: Tensor, positions: list[int], counts: list[int]) -> Tensor:
     cache.positions.copy_(torch.tensor(positions))
     cache.counts.copy_(torch.tensor(counts))
-    return attention(qkv.contiguous(), cache)
+    return cache.attend(attention, qkv.contiguous())
 
 
 def close(got: Tensor, want: Tensor) -> bool:
@@ -227,7 +227,7 @@ def test_shadow_attends_exactly_and_reports_what_codes_would_have_cost() -> None
         for t in range(60):
             out = step(cache, attention, rows[:, t : t + 1], [t], [1])
             plain.positions[0], plain.counts[0] = t, 1
-            assert torch.equal(out, attention(rows[:, t : t + 1], plain))
+            assert torch.equal(out, plain.attend(attention, rows[:, t : t + 1]))
             coded = step(full, attention, rows[:, t : t + 1], [t], [1])
             wrong, size = wrong + float((coded - out).square().sum()), size + float(out.square().sum())
         errors.append(cache.errors()[0])
@@ -328,7 +328,7 @@ def test_captured_drafts_and_their_rollback_on_a_gpu(text: str) -> None:
     def draft(qkv: Tensor, positions: Tensor, counts: Tensor) -> Tensor:
         view = drafted.view()
         view.positions, view.counts = positions, counts
-        return attention(qkv, view)
+        return view.attend(attention, qkv)
 
     inputs = {
         "qkv": torch.zeros(1, 8, row.shape[1], device="cuda:0"),

@@ -42,9 +42,8 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> 
 
 def layer(device: str, dim: int = 128, **options: Any) -> Attention:
     angle = torch.arange(400).unsqueeze(1) * 10000.0 ** -(torch.arange(0, dim, 2) / dim)
-    identity = torch.nn.Identity()
     sizes = {"heads": 8, "kv_heads": 2, "head_dim": dim, "cos": angle.cos(), "sin": angle.sin()}
-    return Attention(index=0, qkv=identity, out=identity, **sizes, **options).to(device)
+    return Attention(index=0, **sizes, **options).to(device)
 
 
 def caches(text: str, device: str, dtype: torch.dtype, rows: int, dim: int = 128) -> list[TurboQuantCache]:
@@ -75,7 +74,7 @@ def test_one_op_is_the_two_that_it_replaces(text: str, window: int) -> None:
             cache.positions.copy_(torch.tensor([t, max(t - 7, 0)]))
             cache.counts.copy_(torch.tensor([1, int(t >= 7)]))
         qkv = torch.randn(2, 1, 12 * 64, generator=generator)
-        torch.testing.assert_close(attention(qkv, one), attention(qkv, two))
+        torch.testing.assert_close(one.attend(attention, qkv), two.attend(attention, qkv))
     assert torch.equal(one.layers[0].codes, two.layers[0].codes)
     assert torch.equal(one.layers[0].ring, two.layers[0].ring)
 
@@ -150,7 +149,7 @@ def test_captured_steps_are_those_of_two_launches(text: str, form: str, monkeypa
         for cache in both:
             view = cache.view()
             view.positions, view.counts = positions, counts
-            out.append(attention(qkv, view))
+            out.append(view.attend(attention, qkv))
         return out[0], out[1]
 
     inputs = {"qkv": torch.zeros(3, 1, 12 * 128, device="cuda:0", dtype=torch.bfloat16)}

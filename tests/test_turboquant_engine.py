@@ -50,11 +50,11 @@ def test_the_engine_refuses_bad_settings() -> None:
 def test_a_nan_is_reported_and_forgotten() -> None:
     e = engine("turboquant:4")
     good = e.generate(PROMPTS[:1], SamplingParams(max_tokens=8))
-    saved = e.model.embed[77].clone()
-    e.model.embed[77] = math.nan
+    saved = e.model.embed.weight[77].clone()
+    e.model.embed.weight[77] = math.nan
     with pytest.raises(FloatingPointError):
         e.generate(PROMPTS[:1], SamplingParams(max_tokens=8))
-    e.model.embed[77] = saved
+    e.model.embed.weight[77] = saved
     assert e.generate(PROMPTS[:1], SamplingParams(max_tokens=8)) == good
 
 
@@ -74,7 +74,7 @@ def test_the_step_may_be_captured(text: str, kind: str) -> None:
             "table": torch.arange(1, 25, dtype=torch.int32).view(3, 8),
             "slots": torch.tensor([2, 3, 1], dtype=torch.int32),
         }
-        rows |= {n: t.cpu()[:3] * 0 for n, t in e._row_inputs(3).items() if n not in rows}
+        rows |= {n: t.cpu()[:3] * 0 for n, t in e._row_inputs(3, "cpu").items() if n not in rows}
         g = torch.Generator().manual_seed(0)
         if kind == "decode":
             runner.load(drawn=torch.tensor([5, 6, 7]), **rows)
@@ -115,7 +115,7 @@ def test_replay_is_proven_on_a_gpu(text: str) -> None:
     g = torch.Generator().manual_seed(0)
 
     def rows(n: int) -> dict[str, Tensor]:
-        found = {name: t.cpu()[:n] * 0 for name, t in e._row_inputs(n).items()}
+        found = {name: t.cpu()[:n] * 0 for name, t in e._row_inputs(n, "cpu").items()}
         return found | {
             "positions": torch.randint(0, 110, (n,), generator=g).int(),
             "limits": torch.randint(100, 128, (n,), generator=g).int(),
@@ -124,9 +124,9 @@ def test_replay_is_proven_on_a_gpu(text: str) -> None:
         }
 
     decode = [{"drawn": torch.randint(0, 101, (n,), generator=g), **rows(n)} for n in (3, 1, 2, 3)]
-    assert [str(d) for d in prove(e.runner("decode"), decode, reset=e._cache.reset, state=state)] == []
+    assert [str(d) for d in prove(e.runner("decode").stages[0], decode, reset=e._cache.reset, state=state)] == []
     prefill = [{"tokens": torch.randint(0, 101, (1, 16), generator=g), **rows(1)} for _ in range(3)]
-    assert [str(d) for d in prove(e.runner("prefill"), prefill, reset=e._cache.reset, state=state)] == []
+    assert [str(d) for d in prove(e.runner("prefill").stages[0], prefill, reset=e._cache.reset, state=state)] == []
 
 
 @pytest.mark.gpu
@@ -144,7 +144,7 @@ def test_captured_generation_is_the_eager_one_on_a_gpu(text: str) -> None:
 def test_the_step_is_clean_live(text: str) -> None:
     def factory():
         e = engine(text, model={"device": "cuda"}, max_context=64)
-        rows = e._decode_inputs
+        rows = e._inputs(0, decoding=True)
         rows["drawn"].copy_(torch.tensor([5, 9, 2]))
         rows["limits"].copy_(torch.tensor([60, 40, 3]))
         rows["table"].copy_(torch.arange(1, 1 + rows["table"].numel()).view_as(rows["table"]))
@@ -152,7 +152,7 @@ def test_the_step_is_clean_live(text: str) -> None:
 
         @torch.no_grad()
         def one():
-            return e._decode_step(**rows, sampling=False)
+            return e._step(0, False, **rows)
 
         return one, lambda index: ()
 

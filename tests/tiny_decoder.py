@@ -5,12 +5,17 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
+from onegraph.formats.dense import DENSE
 from onegraph.nn.attention import Attention, CausalAttention, PagedCache
-from onegraph.nn.linear import Linear
+from onegraph.nn.embedding import Embedding
+from onegraph.nn.linear import dense
 from onegraph.nn.turboquant import TurboQuantCache
 
 
 class TinyDecoder(nn.Module):
+    page_size = 16
+    dense_attention = CausalAttention()
+
     def __init__(
         self,
         *,
@@ -30,16 +35,18 @@ class TinyDecoder(nn.Module):
             return (torch.randn(shape, generator=g) * scale).to(device, dtype)
 
         self.config = SimpleNamespace(vocab_size=vocabulary)
-        self.max_context, self.dtype, self.device = max_context, dtype, torch.device(device)
+        self.max_context, self.dtype, self.devices = max_context, dtype, [torch.device(device)]
         self.kv_heads, self.head_dim, heads = 2, head_dim, 4
         angle = torch.arange(max_context)[:, None] * 100.0 ** -(torch.arange(0, head_dim, 2) / head_dim)
         tables = {"cos": angle.cos().to(device), "sin": angle.sin().to(device)}
-        self.embed = weight(vocabulary, dim)
+        self.embed = Embedding(DENSE, {"weight": weight(vocabulary, dim)}, dtype)
+        self.qkv, self.out = (
+            nn.ModuleList(dense(weight(n, k, scale=dim**-0.5)) for _ in range(layers))
+            for n, k in (((heads + 2 * self.kv_heads) * head_dim, dim), (dim, heads * head_dim))
+        )
         self.layers = nn.ModuleList(
             Attention(
                 index=i,
-                qkv=Linear(weight((heads + 2 * self.kv_heads) * head_dim, dim, scale=dim**-0.5)),
-                out=Linear(weight(dim, heads * head_dim, scale=dim**-0.5)),
                 heads=heads,
                 kv_heads=self.kv_heads,
                 head_dim=head_dim,
@@ -47,13 +54,24 @@ class TinyDecoder(nn.Module):
             )
             for i in range(layers)
         )
-        self.head = Linear(weight(vocabulary, dim, scale=dim**-0.5))
+        self.head = dense(weight(vocabulary, dim, scale=dim**-0.5))
 
     def forward(self, tokens: Tensor, cache) -> Tensor:
-        x = nn.functional.embedding(tokens, self.embed)
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x, cache)) * 2
-        return x
+        return self.leave(self.run(0, self.enter(tokens), tokens, cache))
+
+    def enter(self, tokens: Tensor) -> Tensor:
+        return self.embed(tokens)
+
+    def run(self, stage: int, stream: Tensor, tokens: Tensor, cache) -> Tensor:
+        for layer, qkv, out in zip(self.layers, self.qkv, self.out, strict=True):
+            stream = stream + torch.tanh(out(cache.attend(layer, qkv(stream)))) * 2
+        return stream
+
+    def leave(self, stream: Tensor) -> Tensor:
+        return stream
+
+    def stream_shape(self, rows: int, length: int) -> tuple[int, ...]:
+        return rows, length, self.embed.weight.shape[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden).float() * 3
@@ -67,7 +85,7 @@ class TinyDecoder(nn.Module):
             "head_dim": self.head_dim,
             "rows": rows,
             "pages_per_row": pages_per_row,
-            "device": self.device,
+            "device": self.devices[0],
             "dtype": self.dtype,
         }
         return PagedCache(**sizes) if kv is None else TurboQuantCache(kv, **sizes)
@@ -75,5 +93,5 @@ class TinyDecoder(nn.Module):
     @torch.no_grad()
     def dense_logits(self, tokens: list[int]) -> Tensor:
         """Logits after the last token, from a pass over the whole sequence without a cache, [1, V]."""
-        hidden = self(torch.tensor([tokens], device=self.device), CausalAttention())
+        hidden = self(torch.tensor([tokens], device=self.devices[0]), CausalAttention())
         return self.logits(hidden[:, -1])

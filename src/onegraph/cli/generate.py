@@ -93,8 +93,8 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from onegraph.cli.tokenizer import Tokenizer
+    from onegraph.engine.generate import Engine
     from onegraph.engine.params import SamplingParams
-    from onegraph.engine.placed import engine_for
     from onegraph.formats.turboquant import parse_kv
     from onegraph.models.load import load_decoder, parse_config
 
@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
         if kv is not None:  # a short answer shall not make the window of exact tokens an error
             needed = max(needed, min(kv.window, context))
         model = load_decoder(checkpoint, device, dtype, max_context=needed, gpus=args.gpus, fp8_kv=args.kv == "fp8")
-        engine = engine_for(
+        engine = Engine(
             model,
             max_batch=min(len(prompts), 64),
             max_context=needed,

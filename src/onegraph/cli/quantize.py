@@ -198,22 +198,19 @@ def quantize_nvfp4(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def nvfp4_layers(checkpoint: Checkpoint) -> list[str]:
-    """The checkpoint's names of the linears that may be NVFP4: of DeepSeek-V4 attention's projections and all experts,
-    else those of the blocks; inputs come in groups of 16."""
+    """The checkpoint's names of the linears that may be NVFP4: all but the head, with inputs in groups of 16."""
     import torch
 
-    from onegraph.formats.nvfp4 import GROUP
-    from onegraph.models.config import LlamaConfig
-    from onegraph.models.deepseek_v4_weights import may_be_packed, official
+    from onegraph.formats.nvfp4 import NVFP4
     from onegraph.models.load import parse_config
-    from onegraph.models.weights import HEAD, Weights
+    from onegraph.models.loader import Loader
 
-    config = parse_config(checkpoint.config)
-    if isinstance(config, LlamaConfig):
-        shapes = Weights(checkpoint, config, torch.device("cpu"), torch.float32, decode=False).shapes
-        return [name for name, (_, k, _) in shapes.items() if name != HEAD and k % GROUP == 0]
-    packed = [name for name in checkpoint.names if may_be_packed(official(name))]
-    return [name.removesuffix(".weight") for name in packed if checkpoint.shape(name)[1] % GROUP == 0]
+    loader = Loader(checkpoint, parse_config(checkpoint.config), torch.float32)
+    return [
+        loader.stored[f"{name}.weight"].removesuffix(".weight")
+        for name, (_, k, _) in loader.parts.linears.items()
+        if name != loader.parts.head and k % NVFP4.group == 0 and f"{name}.weight" in loader
+    ]
 
 
 def quantize_e8p(args: argparse.Namespace) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from onegraph.formats.checkpoint import Checkpoint
+    from onegraph.models.loader import Loader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,76 +37,56 @@ def size_of(checkpoint: Checkpoint) -> Size:
     Parameters are the model's own: a tied head counts once, also where quantizing has made it a matrix of its own, so
     that its bits show as the cost that they are.
     """
-    file = _Weights.of(checkpoint)
-    parameters = sum(count for layer, count in file.counts.items() if layer not in file.spare)
+    loader, counts = _weights(checkpoint)
+    ends = loader.parts.embedding[0], loader.parts.head
+    spare = loader.parts.head if loader.parts.tied else None
+    parameters = sum(count for layer, count in counts.items() if layer != spare)
     linear_bytes = 0
-    for name, stored in file.stored.items():
+    for name in loader.stored:
         owner, _, suffix = name.rpartition(".")
-        if owner in file.counts:
-            linear_bytes += 0 if owner in file.ends else checkpoint.info(stored).nbytes
-        elif owner not in file.spare and suffix not in NO_WEIGHTS:
-            parameters += checkpoint.info(stored).nbytes // checkpoint.dtype(stored).itemsize
+        if owner in counts:
+            linear_bytes += 0 if owner in ends else loader.info(name).nbytes
+        elif suffix not in NO_WEIGHTS:
+            parameters += loader.info(name).nbytes // loader.info(name).dtype.itemsize
     return Size(
         total_bytes=checkpoint.nbytes,
         linear_bytes=linear_bytes,
         parameters=parameters,
-        linear_parameters=sum(count for layer, count in file.counts.items() if layer not in file.ends),
+        linear_parameters=sum(count for layer, count in counts.items() if layer not in ends),
     )
 
 
 def component_bits(checkpoint: Checkpoint) -> dict[str, float]:
     """Bits a weight, scales counted, of each component that `eval --ab` tells apart; of those that the file has (a tied
     head is none)."""
-    from onegraph.engine.ab import component_of
-
-    file = _Weights.of(checkpoint)
+    loader, counts = _weights(checkpoint)
     sizes: dict[str, int] = {}
     weights: dict[str, int] = {}
-    components = {layer: component_of(layer, file.deepseek) for layer in file.counts}
-    for layer in {name.rpartition(".")[0] for name in file.stored}:
+    components = {layer: loader.parts.component_of(layer) for layer in counts}
+    for layer in {name.rpartition(".")[0] for name in loader.stored}:
         if (component := components.get(layer)) is not None:
-            weights[component] = weights.get(component, 0) + file.counts[layer]
-    for name, stored in file.stored.items():
+            weights[component] = weights.get(component, 0) + counts[layer]
+    for name in loader.stored:
         layer, _, suffix = name.rpartition(".")
         if (component := components.get(layer)) is not None and suffix not in NO_WEIGHTS:
-            sizes[component] = sizes.get(component, 0) + checkpoint.info(stored).nbytes
+            sizes[component] = sizes.get(component, 0) + loader.info(name).nbytes
     return {name: round(8 * sizes[name] / weights[name], 3) for name in weights}
 
 
 NO_WEIGHTS = ("inv_freq", "bias", "tid2eid")
 
 
-@dataclass(frozen=True)
-class _Weights:
-    """A checkpoint's tensors under the names of its family: stored names by name, weights of each layer that is a
-    matrix, embedding and head among them (`ends`); `spare` is a tied head."""
+def _weights(checkpoint: Checkpoint) -> tuple[Loader, dict[str, int]]:
+    """A checkpoint under its family's names, and the weights of each layer that is a matrix, both ends among them."""
+    import torch
 
-    deepseek: bool
-    stored: dict[str, str]
-    counts: dict[str, int]
-    ends: frozenset[str]
-    spare: frozenset[str] = frozenset()
+    from onegraph.models.load import parse_config
+    from onegraph.models.loader import Loader
 
-    @classmethod
-    def of(cls, checkpoint: Checkpoint) -> _Weights:
-        import torch
-
-        from onegraph.models.config import LlamaConfig
-        from onegraph.models.deepseek_v4_weights import DeepseekWeights
-        from onegraph.models.load import parse_config
-        from onegraph.models.weights import EMBED, HEAD, Weights
-
-        config = parse_config(checkpoint.config)
-        if isinstance(config, LlamaConfig):
-            shapes = Weights(checkpoint, config, torch.device("cpu"), torch.float32, decode=False).shapes
-            table = config.vocab_size * config.hidden_size
-            counts = {name: n * k for name, (n, k, _) in shapes.items()} | {EMBED: table, HEAD: table}
-            stored = {name: name for name in checkpoint.names}
-            return cls(False, stored, counts, frozenset((EMBED, HEAD)), frozenset((HEAD,) if config.tied else ()))
-        weights = DeepseekWeights(checkpoint, config, torch.float32)
-        counts = {}
-        for name, (shape, dtypes) in weights.expected().items():
-            layer, _, kind = name.rpartition(".")
-            if kind in ("weight", "weight_packed") and len(shape) == 2:
-                counts[layer] = math.prod(shape) * (2 if dtypes == (torch.uint8,) else 1)
-        return cls(True, weights.stored, counts, frozenset(("embed", "head")))
+    loader = Loader(checkpoint, parse_config(checkpoint.config), torch.float32)
+    parts = loader.parts
+    counts = {layer: n * k for layer, (n, k, _) in parts.linears.items()}
+    counts[parts.embedding[0]] = math.prod(parts.embedding[1])
+    helpers = ((name.rpartition("."), shape) for name, (shape, _) in parts.tensors.items())
+    counts |= {layer: math.prod(shape) for (layer, _, kind), shape in helpers if kind == "weight" and len(shape) == 2}
+    return loader, counts

@@ -62,7 +62,6 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from onegraph.engine.generate import Engine
-    from onegraph.engine.placed import engine_for
     from onegraph.engine.soak import read_rounds, soak
     from onegraph.models.load import load_decoder, parse_config
 
@@ -75,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
     def make(tested: bool) -> Engine:
         captured = None if tested and not args.eager else False
-        return engine_for(model, max_batch=args.batch if tested else 1, max_context=context, capture=captured)
+        return Engine(model, max_batch=args.batch if tested else 1, max_context=context, capture=captured)
 
     def say(this: Round, done: int) -> None:
         print(

@@ -6,7 +6,6 @@ says what a component that checkpoints keep as it is, such as a router's gate, w
 """
 
 import copy
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -16,46 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from onegraph.engine.evaluate import evaluate
-from onegraph.formats.nvfp4 import GROUP
-from onegraph.models.deepseek_v4 import DeepseekV4
-from onegraph.models.llama import Llama
-from onegraph.ops.nvfp4 import nvfp4_dequantize_weight
+from onegraph.formats.nvfp4 import NVFP4
+from onegraph.models.parts import Component
+from onegraph.ops.weight import weight_ops
 from onegraph.quant.nvfp4 import quantize_weight
 
-
-@dataclass(frozen=True)
-class Component:
-    """Where it lies: `paths` in the model, * for each block; `layers`, a pattern of its layers' names in a checkpoint
-    (DeepSeek's names for DeepSeek-V4)."""
-
-    paths: tuple[str, ...]
-    layers: str
-
-
-LLAMA = {
-    "embedding": Component(("embed",), r"embed_tokens$"),
-    "attention qkv": Component(("blocks.*.attention.qkv",), r"self_attn\.[qkv]_proj$"),
-    "attention out": Component(("blocks.*.attention.out",), r"self_attn\.o_proj$"),
-    "mlp gate up": Component(("blocks.*.gate_up",), r"mlp\.(gate|up)_proj$"),
-    "mlp down": Component(("blocks.*.down",), r"mlp\.down_proj$"),
-    "lm_head": Component(("lm_head",), r"^lm_head$"),
-}
-DEEPSEEK_V4 = {
-    "embedding": Component(("embed",), r"^embed$"),
-    "attention qkv": Component(("blocks.*.attention.qkv_a", "blocks.*.attention.q_b"), r"\.attn\.(wq_a|wq_b|wkv)$"),
-    "attention out": Component(("blocks.*.attention.out_a", "blocks.*.attention.out_b"), r"\.attn\.wo_[ab]$"),
-    # One linear makes them: keys and gates of both compressors, and the indexer's weights.
-    "compressor, indexer": Component(("blocks.*.attention.states",), r"(compressor\.(wkv|wgate)|weights_proj)$"),
-    "indexer query": Component(("blocks.*.attention.index_q",), r"\.indexer\.wq_b$"),
-    "router gate": Component(("blocks.*.moe.gate",), r"\.ffn\.gate$"),
-    "routed experts": Component(("blocks.*.moe.experts",), r"\.experts\.\d+\.w[123]$"),
-    "shared expert": Component(
-        ("blocks.*.moe.shared.gate_up", "blocks.*.moe.shared.down"), r"\.shared_experts\.w[123]$"
-    ),
-    "lm_head": Component(("lm_head",), r"^head$"),
-}
-
-Model = Llama | DeepseekV4
+Model = Any  # one whose config says its parts, as `models.llama.Llama`
 Module = TypeVar("Module", bound=nn.Module)
 Parts = Mapping[str, nn.Module | Tensor]  # by path
 
@@ -73,8 +38,9 @@ class Cost:
         return asdict(self)
 
 
-def components_of(model: Model) -> dict[str, Component]:
-    return DEEPSEEK_V4 if isinstance(model, DeepseekV4) else LLAMA
+def components_of(model: Model) -> Mapping[str, Component]:
+    found: Mapping[str, Component] = model.config.parts.components
+    return found
 
 
 @torch.no_grad()
@@ -120,7 +86,7 @@ def exchanged(model: Model, reference: Model) -> dict[str, Callable[[], Parts]]:
     """
     _check(model)
     _check(reference)
-    if type(model) is not type(reference):
+    if components_of(model) != components_of(reference):
         raise ValueError("the model and its reference are of different families; compare two forms of one model")
     found: dict[str, Callable[[], Parts]] = {}
     for name, component in components_of(model).items():
@@ -143,7 +109,7 @@ def in_nvfp4(model: Model) -> dict[str, Callable[[], Parts]]:
     components = {name: _parts(model, component) for name, component in components_of(model).items()}
     whole = all(buffer.is_floating_point() for parts in components.values() for buffer in _tensors(parts))
     # codes that were decoded at load are floats
-    if not whole or getattr(model.config, "quantization", None) is not None:
+    if not whole or model.config.quantization is not None:
         raise ValueError("the model is quantized already; give the unquantized one, or it as --reference")
     return {name: partial(_all_rounded, parts) for name, parts in components.items() if parts}
 
@@ -158,7 +124,7 @@ def _all_rounded(parts: Parts) -> Parts:
 
 
 def _check(model: Model) -> None:
-    if isinstance(model, Llama) and model.fused:
+    if any(getattr(module, "fused", False) for module in model.modules()):
         raise ValueError("components are exchanged between models whose ops run alone; load them with fused=False")
 
 
@@ -199,12 +165,13 @@ def _rounded(part: nn.Module | Tensor) -> nn.Module | Tensor:
 
 def _rounded_tensor(tensor: Tensor) -> Tensor:
     """Matrices [..., n, k] as NVFP4 has them, each with its global scale; vectors and odd widths as they are."""
-    if tensor.dim() < 2 or tensor.shape[-1] % GROUP:
+    if tensor.dim() < 2 or tensor.shape[-1] % NVFP4.group:
         return tensor
     matrices = []
     for matrix in tensor.flatten(0, -3) if tensor.dim() > 2 else tensor.unsqueeze(0):
-        codes, scale, gain, _ = quantize_weight(matrix)
-        matrices.append(nvfp4_dequantize_weight(codes, scale, gain.expand(len(matrix)).contiguous()).to(tensor.dtype))
+        made = quantize_weight(matrix)
+        made["global_scale"] = made["global_scale"].expand(len(matrix)).contiguous()
+        matrices.append(weight_ops(NVFP4).decode(NVFP4, made).to(tensor.dtype))
     return torch.stack(matrices).view_as(tensor)
 
 
@@ -233,9 +200,3 @@ def _shallow(module: Module) -> Module:
     made = copy.copy(module)
     made._modules, made._buffers = dict(module._modules), dict(module._buffers)
     return made
-
-
-def component_of(layer: str, deepseek: bool) -> str | None:
-    """The component that a checkpoint's layer belongs to; of DeepSeek-V4 by DeepSeek's name."""
-    components = DEEPSEEK_V4 if deepseek else LLAMA
-    return next((name for name, part in components.items() if re.search(part.layers, layer)), None)

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.engine.generate import Decoder, Engine
+from onegraph.engine.decoder import Decoder
+from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.engine.record import Row, machine
 from onegraph.formats.e8p import codebook, hadamard_block, residual_dtype
@@ -211,7 +212,7 @@ def bench_step(
     included, and prefill_tokens_per_second; replay_us where the step is captured, the device's part alone. Raises
     ValueError where the model's context is too short.
     """
-    device = torch.device(model.device)
+    device = model.devices[0]
     about = machine(device)
     params = params or SamplingParams()
     generator = torch.Generator().manual_seed(0)

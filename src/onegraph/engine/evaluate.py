@@ -13,13 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.engine.generate import Decoder
+from onegraph.engine.decoder import Decoder
 from onegraph.formats.turboquant import TurboQuantConfig
-from onegraph.models.deepseek_v4 import DeepseekV4
-from onegraph.nn.attention import CausalAttention
 from onegraph.nn.turboquant import relative_errors
 
-PAGE = 16  # tokens of a page of the cache that `kv` asks for
 LOGITS_AT_ONCE = 1 << 24  # numbers: 64 MB in float32, of which a comparison holds about six
 
 
@@ -90,11 +87,11 @@ def evaluate(
         hidden = [
             _hidden(m, part, how, squares)[:, :-1].flatten(0, 1) for (_, m), how in zip(models, settings, strict=True)
         ]
-        targets = part[:, 1:].flatten().to(model.device, torch.int64)
+        targets = part[:, 1:].flatten().to(model.devices[-1], torch.int64)
         for rows in _row_slices(len(targets), model.config.vocab_size):
             at = f"windows {done} to {done + len(part) - 1}"
             logs = [
-                _log_probabilities(name, m, h[rows], at).to(model.device)
+                _log_probabilities(name, m, h[rows], at).to(model.devices[-1])
                 for (name, m), h in zip(models, hidden, strict=True)
             ]
             for i, log in enumerate(logs):
@@ -130,20 +127,17 @@ def evaluate(
 def _hidden(model: Decoder, tokens: Tensor, kv: TurboQuantConfig | None, squares: list[Tensor]) -> Tensor:
     """tokens int [B, T] -> [B, T, D]: densely, or as decoding through a cache would give them, whose sums of errors go
     to `squares` in mode `shadow`."""
-    tokens = tokens.to(model.device, torch.int64)
-    compressed = isinstance(model, DeepseekV4)  # which attends through its own state only
-    if kv is None and not compressed:
-        return model(tokens, CausalAttention())
+    tokens = tokens.to(model.devices[0], torch.int64)
+    if kv is None and model.dense_attention is not None:
+        return model(tokens, model.dense_attention)
     rows, length = tokens.shape
-    page = model.page_size if isinstance(model, DeepseekV4) else PAGE
+    page = model.page_size
     per_row = -(-max(length, 0 if kv is None else kv.window) // page)
-    sizes: dict[str, Any] = {"rows": rows, "pages": 1 + rows * per_row, "page_size": page, "pages_per_row": per_row}
-    if kv is not None:
-        sizes["kv"] = kv
-    cache = model.new_cache(**sizes)
-    cache.block_table.copy_(torch.arange(1, 1 + rows * per_row).view(rows, per_row))
-    cache.counts.fill_(length)
-    hidden = model(tokens, cache if compressed else cache.as_decoded())
+    cache: Any = model.new_cache(rows=rows, pages=1 + rows * per_row, page_size=page, pages_per_row=per_row, kv=kv)
+    for part in cache.parts:
+        part.block_table.copy_(torch.arange(1, 1 + rows * per_row).view(rows, per_row))
+        part.counts.fill_(length)
+    hidden = model(tokens, cache if kv is None else cache.as_decoded())
     if kv is not None and kv.mode == "shadow":
         squares.append(cache.squares)
     return hidden

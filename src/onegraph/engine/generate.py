@@ -6,18 +6,18 @@ sequence sits in which row, and writes the rows anew when that changes.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
 from time import perf_counter
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from onegraph.engine.decoder import Decoder
 from onegraph.engine.pages import PageAllocator
 from onegraph.engine.params import SamplingParams, Stats
 from onegraph.engine.sequence import Sequence, make_sequences
@@ -25,23 +25,10 @@ from onegraph.formats.turboquant import TurboQuantConfig, parse_kv
 from onegraph.ops.sampling import greedy, sample
 from onegraph.ops.step import begin_step, finish_step
 from onegraph.runtime.graph import GraphPool, Runner, split_point
+from onegraph.runtime.pipeline import Pipeline, check_links, running
 from onegraph.runtime.transfer import Download
 
-OnToken = Callable[[int, int], None]
-
-
-class Decoder(Protocol):
-    """What the engine asks of a model; `onegraph.models.llama.Llama` is one."""
-
-    @property
-    def config(self) -> Any: ...  # with vocab_size
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def max_context(self) -> int: ...
-    def __call__(self, tokens: Tensor, cache: Any) -> Tensor: ...  # int64 [B, Q] -> [B, Q, D]
-    def logits(self, hidden: Tensor) -> Tensor: ...  # [B, D] -> [B, V]
-    def new_cache(self, *, rows: int, pages: int, page_size: int, pages_per_row: int) -> Any: ...  # see _Paged
+Tokens = list[tuple[int, int]]  # (prompt's number, token), of a step
 
 
 @dataclass(frozen=True)
@@ -58,13 +45,17 @@ class _Paged:
 
 
 class Engine:
-    """Generates from a model with a paged KV cache and one graph for each batch-size bucket.
+    """Generates from a model with a paged KV cache and one graph for each device and batch-size bucket.
+
+    A step is a pipeline of the model's stages. Every device keeps its own positions, limits and block tables and
+    advances them itself; what travels is the stream from each stage to the next, and the drawn tokens from the last to
+    all others.
 
     Args:
         model: see `Decoder`.
         max_batch: sequences that decode at once; further prompts wait for a free row.
         max_context: tokens of a sequence, prompt and continuation (default: the model's, at most 4096).
-        page_size: tokens in a page of the cache (default: the model's `page_size`, or 16 where it has none).
+        page_size: tokens in a page of the cache (default: the model's `page_size`).
         pages: pages of the cache, one of them the sentinel (default: enough for max_batch full sequences).
         chunk: prompt tokens that one prefill step takes.
         kv: how keys and values are stored: None in the model's dtype, else a setting of
@@ -75,7 +66,8 @@ class Engine:
     A batch gives each prompt the tokens that it would get alone, up to the last bit of the matrix products (a GEMM
     of another batch size may round a near-tie the other way); draws never depend on the batch.
 
-    Not thread-safe: one `generate` at a time.
+    Not thread-safe: one `generate` or `stream` at a time. Raises ValueError where a peer link between devices is
+    missing; a device that fails while running comes out as a DeviceError that names it.
     """
 
     def __init__(
@@ -91,9 +83,10 @@ class Engine:
         capture: bool | Literal["split"] | None = None,
     ):
         self.model = model
-        self.device = torch.device(model.device)
+        self.devices = model.devices
+        check_links(self.devices)
         self.max_context = min(model.max_context, 4096) if max_context is None else max_context
-        page_size = getattr(model, "page_size", 16) if page_size is None else page_size
+        page_size = model.page_size if page_size is None else page_size
         for name, value in (("max_batch", max_batch), ("page_size", page_size), ("chunk", chunk)):
             if value < 1:
                 raise ValueError(f"{name}: got {value}; allowed is 1 and more")
@@ -104,33 +97,33 @@ class Engine:
         if capture not in (None, True, False, "split"):
             raise ValueError(f"capture: got {capture!r}; allowed are True, False, 'split' and None for automatic")
         self.max_batch, self.chunk = max_batch, chunk
-        captured = self.device.type == "cuda" if capture is None else bool(capture)
+        captured = self.devices[0].type == "cuda" if capture is None else bool(capture)
         self.mode = "split" if capture == "split" else "captured" if captured else "eager"
-        self._pool = GraphPool(self.device) if captured else None
+        self._pools = [GraphPool(device) for device in self.devices] if captured else []
         self._ahead = 1 if captured else 0  # steps launched before the tokens of one are read
 
-        per_row = -(-self.max_context // page_size)
-        total = 1 + max_batch * per_row if pages is None else pages
+        self._per_row = -(-self.max_context // page_size)
+        total = 1 + max_batch * self._per_row if pages is None else pages
         kv = parse_kv(kv) if isinstance(kv, str) else kv
-        how = {} if kv is None else {"kv": kv}
-        if how and "kv" not in signature(model.new_cache).parameters:
-            raise ValueError(f"kv: got {kv}; this model has a cache of its own kind, leave kv out")
-        self._cache = model.new_cache(rows=max_batch, pages=total, page_size=page_size, pages_per_row=per_row, **how)
+        self._cache = model.new_cache(
+            rows=max_batch, pages=total, page_size=page_size, pages_per_row=self._per_row, kv=kv
+        )
         self._allocator = PageAllocator(total, page_size)
         self._slots = list(range(max_batch, 0, -1))  # of state that does not grow; slot 0 belongs to nobody
-        self._decode_inputs = {"drawn": self._tensor(max_batch, torch.int64), **self._row_inputs(max_batch)}
-        self._prefill_inputs = {"tokens": self._tensor((1, chunk), torch.int64), **self._row_inputs(1)}
-        self._runners: dict[tuple[str, bool], Runner] = {}
-        self._download = Download(self._decode_inputs["drawn"], depth=self._ahead + 1)
+        self._runners: dict[tuple[str, bool], Pipeline] = {}
+        self._download = Download(
+            torch.zeros(max_batch, dtype=torch.int64, device=self.devices[-1]), depth=self._ahead + 1
+        )
         # What a step on a CPU need not look at, where the reference reads all that it may.
-        self._width, self._length = per_row, chunk
+        self._width, self._length = self._per_row, chunk
+        self._busy = False
         self.stats = Stats(mode=self.mode)
 
     def generate(
         self,
         prompts: Seq[Seq[int]],
         params: SamplingParams | Seq[SamplingParams] | None = None,
-        on_token: OnToken | None = None,
+        on_token: Callable[[int, int], None] | None = None,
     ) -> list[list[int]]:
         """Continue each prompt (a list of token ids) and return the new tokens of each.
 
@@ -140,88 +133,74 @@ class Engine:
 
         Raises ValueError for what cannot run (before anything does), FloatingPointError where the model gives NaN.
         """
-        sequences = make_sequences(
-            prompts,
-            params,
-            vocabulary=self.model.config.vocab_size,
-            max_context=self.max_context,
-            allocator=self._allocator,
-        )
-        waiting = deque(sequences)
-        active: list[Sequence] = []
-        self.stats = Stats(mode=self.mode)
-        on_token = on_token or (lambda index, token: None)
-        try:
-            with self._pool.running() if self._pool else nullcontext():
-                while waiting or active:
-                    while waiting and len(active) < self.max_batch and self._take_pages(waiting[0]):
-                        active.append(waiting.popleft())
-                        active[-1].slot = self._slots.pop()
-                        self._prefill(active[-1], on_token)
-                        active = self._release_finished(active)
-                    if active:
-                        self._decode(active, on_token)
-                        active = self._release_finished(active)
-        except FloatingPointError:
-            self._cache.reset()  # the next owner of a page masks what it finds there, and 0 * NaN is NaN
-            raise
-        finally:
-            for sequence in active:  # after an error or an interrupt; the engine stays usable
-                self._give_back(sequence)
+        sequences = self._sequences(prompts, params)
+        with self.running(), closing(self._run(sequences)) as steps:
+            for tokens in steps:
+                if on_token is not None:
+                    for index, token in tokens:
+                        on_token(index, token)
         return [sequence.output for sequence in sequences]
 
-    def runner(self, kind: Literal["decode", "prefill"], *, sampling: bool = False) -> Runner:
-        """The Runner of a step, built when first asked for: greedy or sampling, one graph for each bucket."""
+    def stream(
+        self, prompts: Seq[Seq[int]], params: SamplingParams | Seq[SamplingParams] | None = None
+    ) -> Iterator[tuple[int, int]]:
+        """`generate`, but (prompt's number, token) one by one, as soon as the host has it.
+
+        Closed early or dropped, it gives back rows and pages; until it ends, nothing else may run. Raises what
+        `generate` raises.
+        """
+        return self._stream(self._sequences(prompts, params))
+
+    def running(self) -> AbstractContextManager[None]:
+        """The devices' streams; wrap a loop over a step's `replay` in it once."""
+        return running(self._pools)
+
+    def runner(self, kind: Literal["decode", "prefill"], *, sampling: bool = False) -> Pipeline:
+        """A step, built when first asked for: greedy or sampling, one graph for each device and bucket."""
         key = (kind, sampling)
         if key not in self._runners:
             started = perf_counter()
-            inputs = self._decode_inputs if kind == "decode" else self._prefill_inputs
-            for tensor in inputs.values():
-                tensor.zero_()  # no row has a sequence: warm-up then touches nothing but the sentinel page
-            self._runners[key] = Runner(
-                partial(self._decode_step if kind == "decode" else self._prefill_step, sampling=sampling),
-                inputs,
-                _buckets(self.max_batch) if kind == "decode" else None,
-                capture=self._pool is not None,
-                pool=self._pool,
-                split="attention" if self.mode == "split" else (),
-            )
+            decoding = kind == "decode"
+            # Zeros in all inputs: no row has a sequence, so that warm-up touches nothing but the sentinel page.
+            stages = [
+                Runner(
+                    partial(self._step, stage, sampling),
+                    self._inputs(stage, decoding),
+                    _buckets(self.max_batch) if decoding else None,
+                    capture=bool(self._pools),
+                    pool=self._pools[stage] if self._pools else None,
+                    split="attention" if self.mode == "split" else (),
+                )
+                for stage in range(len(self.devices))
+            ]
+            self._runners[key] = Pipeline(stages, carried="stream", shared=("drawn",) if decoding else ())
             self.stats.build_seconds += perf_counter() - started
         return self._runners[key]
 
     # The steps: the capture contract holds here.
 
-    def _decode_step(
-        self, drawn: Tensor, positions: Tensor, limits: Tensor, table: Tensor, *, sampling: bool, **choice: Tensor
+    def _step(
+        self, stage: int, sampling: bool, positions: Tensor, limits: Tensor, table: Tensor, **inputs: Tensor
     ) -> Tensor:
-        """Read each row's last token, draw the next, move on. drawn int64 [B] -> what the host reads, int64 [B]."""
-        tokens, logits, after = self._forward(drawn.unsqueeze(1), positions, limits, table, choice, sampling)
-        return finish_step(tokens, logits, after, drawn, positions)
+        """One stage's part of a step: what the next stage takes, or from the last what the host reads, int64 [B].
 
-    def _prefill_step(
-        self, tokens: Tensor, positions: Tensor, limits: Tensor, table: Tensor, *, sampling: bool, **choice: Tensor
-    ) -> Tensor:
-        """Read up to `chunk` tokens of a prompt [1, chunk] and draw the one behind them, int64 [1]."""
-        part = tokens[:, : self._length]
-        drawn, logits, after = self._forward(part, positions, limits, table, choice, sampling)
-        return finish_step(drawn, logits, after, torch.empty_like(drawn), positions)
-
-    def _forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        limits: Tensor,
-        table: Tensor,
-        choice: dict[str, Tensor],
-        sampling: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """One pass over tokens [B, Q]: the tokens drawn, the logits behind them, and the rows' next positions."""
-        length = tokens.shape[1]
-        counts, after = begin_step(positions, limits, length)  # padding rows and rows at their end have 0, and stay
-        cache = self._cache.view()
+        Decoding reads each row's last token (`drawn`, int64 [B]) and puts the next one in its place; prefill reads up
+        to `chunk` tokens of a prompt (`tokens`, [1, chunk]) and draws the one behind them.
+        """
+        decoding = "drawn" in inputs
+        tokens = inputs["drawn"].unsqueeze(1) if decoding else inputs["tokens"][:, : self._length]
+        # Padding rows and rows at their end have 0 tokens to read, and stay where they are.
+        counts, after = begin_step(positions, limits, tokens.shape[1])
+        cache = self._cache.parts[stage].view()
         cache.block_table, cache.positions, cache.counts = table[:, : self._width], positions, counts
-        cache.slots = choice["slots"]
-        return *self._draw(self.model(tokens, _Paged(cache)), counts, after, choice, sampling), after
+        cache.slots = inputs["slots"]
+        stream = inputs["stream"] if stage else self.model.enter(tokens)
+        stream = self.model.run(stage, stream, tokens, _Paged(cache))
+        if stage < len(self.devices) - 1:
+            positions.copy_(after)
+            return stream
+        new, logits = self._draw(self.model.leave(stream), counts, after, inputs, sampling)
+        return finish_step(new, logits, after, inputs["drawn"] if decoding else torch.empty_like(new), positions)
 
     def _draw(
         self, hidden: Tensor, counts: Tensor, after: Tensor, choice: dict[str, Tensor], sampling: bool
@@ -240,7 +219,55 @@ class Engine:
 
     # The host's part.
 
-    def _prefill(self, sequence: Sequence, on_token: OnToken) -> None:
+    def _sequences(self, prompts: Seq[Seq[int]], params: SamplingParams | Seq[SamplingParams] | None) -> list[Sequence]:
+        return make_sequences(
+            prompts,
+            params,
+            vocabulary=self.model.config.vocab_size,
+            max_context=self.max_context,
+            allocator=self._allocator,
+        )
+
+    def _stream(self, sequences: list[Sequence]) -> Iterator[tuple[int, int]]:
+        """Who takes the tokens works on streams of his own: the engine's are current only while it computes."""
+        steps = self._run(sequences)
+        try:
+            while True:
+                with self.running():
+                    tokens = next(steps, None)
+                if tokens is None:
+                    return
+                yield from tokens
+        finally:
+            steps.close()
+
+    def _run(self, sequences: list[Sequence]) -> Generator[Tokens, None, None]:
+        """Prefill and decode until all sequences are done, what each step gave at a time."""
+        if self._busy:
+            raise ValueError("the engine is generating already; exhaust or close the stream that is open first")
+        self._busy = True
+        waiting = deque(sequences)
+        active: list[Sequence] = []
+        self.stats = Stats(mode=self.mode)
+        try:
+            while waiting or active:
+                while waiting and len(active) < self.max_batch and self._take_pages(waiting[0]):
+                    active.append(waiting.popleft())
+                    active[-1].slot = self._slots.pop()
+                    yield self._prefill(active[-1])
+                    active = self._release_finished(active)
+                if active:
+                    yield from self._decode(active)
+                    active = self._release_finished(active)
+        except FloatingPointError:
+            self._cache.reset()  # the next owner of a page masks what it finds there, and 0 * NaN is NaN
+            raise
+        finally:
+            for sequence in active:  # after an error, an interrupt or a close; the engine stays usable
+                self._give_back(sequence)
+            self._busy = False
+
+    def _prefill(self, sequence: Sequence) -> Tokens:
         runner = self.runner("prefill", sampling=sequence.params.temperature > 0)
         started = perf_counter()
         report = None
@@ -253,11 +280,12 @@ class Engine:
             self._trim(len(part), start + len(part))
             report = runner.replay()
         assert report is not None
-        self._collect([sequence], self._download.start(report), on_token)
+        new = self._collect([sequence], self._download.start(report))
         self.stats.prefill_tokens += len(sequence.prompt)
         self.stats.prefill_seconds += perf_counter() - started
+        return new
 
-    def _decode(self, active: list[Sequence], on_token: OnToken) -> None:
+    def _decode(self, active: list[Sequence]) -> Iterator[Tokens]:
         """Step all rows until a sequence ends; captured, the next step is launched before the last tokens are read.
 
         So at most one step too many runs for a row that met a stop token; it writes to the row's own pages, which are
@@ -269,21 +297,26 @@ class Engine:
         rows = self._rows(active, positions, limits=[s.limit for s in active])
         _, bucket = runner.load(drawn=torch.tensor([s.output[-1] for s in active]), **rows)
         under_way: deque[Callable[[], Tensor]] = deque()
-        for step in range(min(s.left for s in active)):
-            self._trim(1, max(positions) + step + 1)
-            under_way.append(self._download.start(runner.replay(bucket)[: len(active)]))
-            self.stats.decode_steps += 1
-            if len(under_way) > self._ahead:
-                self.stats.decode_tokens += self._collect(active, under_way.popleft(), on_token)
+        reach, left = max(positions), min(s.left for s in active)
+        while left or under_way:
+            if left:
+                left, reach = left - 1, reach + 1
+                self._trim(1, reach)
+                under_way.append(self._download.start(runner.replay(bucket)[: len(active)]))
+                self.stats.decode_steps += 1
+            if len(under_way) > self._ahead or not left:
+                new = self._collect(active, under_way.popleft())
+                self.stats.decode_tokens += len(new)
+                now = perf_counter()
+                self.stats.decode_seconds += now - started
+                yield new
+                started = perf_counter()  # what the caller does with the tokens is not counted
                 if any(s.done for s in active):
-                    break
-        for tokens in under_way:
-            self.stats.decode_tokens += self._collect(active, tokens, on_token)
-        self.stats.decode_seconds += perf_counter() - started
+                    left = 0
 
-    def _collect(self, active: list[Sequence], tokens: Callable[[], Tensor], on_token: OnToken) -> int:
-        """Wait for a step's tokens and hand them out; returns how many belonged to a sequence that still runs."""
-        count = 0
+    def _collect(self, active: list[Sequence], tokens: Callable[[], Tensor]) -> Tokens:
+        """Wait for a step's tokens and hand out those of sequences that still run."""
+        new = []
         for sequence, token in zip(active, tokens().tolist(), strict=True):
             if sequence.done:
                 continue
@@ -294,13 +327,12 @@ class Engine:
                     "infinities, or activations overflow its dtype; check the checkpoint, or load it in float32"
                 )
             sequence.output.append(token)
-            on_token(sequence.index, token)
-            count += 1
-        return count
+            new.append((sequence.index, token))
+        return new
 
     def _rows(self, active: list[Sequence], positions: list[int], *, limits: list[int]) -> dict[str, Tensor]:
         """The host's side of `_row_inputs`."""
-        table = torch.zeros(len(active), self._decode_inputs["table"].shape[1], dtype=torch.int32)
+        table = torch.zeros(len(active), self._per_row, dtype=torch.int32)
         for row, sequence in zip(table, active, strict=True):
             row[: len(sequence.pages)] = torch.tensor(sequence.pages, dtype=torch.int32)
         return {
@@ -314,29 +346,42 @@ class Engine:
             "seed": torch.tensor([s.seed for s in active], dtype=torch.int64),
         }
 
-    def _row_inputs(self, rows: int) -> dict[str, Tensor]:
-        per_row = self._cache.block_table.shape[1]
-        return {
-            "positions": self._tensor(rows, torch.int32),  # where the next token of the row is written
-            "limits": self._tensor(rows, torch.int32),  # where the row stops: a padding row has 0
-            "table": self._tensor((rows, per_row), torch.int32),
-            "slots": self._tensor(rows, torch.int32),  # which state of fixed size is the row's: a padding row has 0
-            "temperature": self._tensor(rows, torch.float32),
-            "top_k": self._tensor(rows, torch.int32),
-            "top_p": self._tensor(rows, torch.float32),
-            "seed": self._tensor(rows, torch.int64),
-        }
+    def _inputs(self, stage: int, decoding: bool) -> dict[str, Tensor]:
+        """The static buffers of one stage's step."""
+        device = self.devices[stage]
+        rows, length = (self.max_batch, 1) if decoding else (1, self.chunk)
+        inputs = self._row_inputs(rows, device)
+        if decoding:
+            inputs["drawn"] = torch.zeros(rows, dtype=torch.int64, device=device)
+        else:
+            inputs["tokens"] = torch.zeros(rows, length, dtype=torch.int64, device=device)
+        if stage:
+            inputs["stream"] = torch.zeros(self.model.stream_shape(rows, length), dtype=self.model.dtype, device=device)
+        return inputs
 
-    def _tensor(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=self.device)
+    def _row_inputs(self, rows: int, device: torch.device) -> dict[str, Tensor]:
+        def tensor(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.zeros(rows, *shape, dtype=dtype, device=device)
+
+        return {
+            "positions": tensor(torch.int32),  # where the next token of the row is written
+            "limits": tensor(torch.int32),  # where the row stops: a padding row has 0
+            "table": tensor(torch.int32, self._per_row),
+            "slots": tensor(torch.int32),  # which state of fixed size is the row's: a padding row has 0
+            "temperature": tensor(torch.float32),
+            "top_k": tensor(torch.int32),
+            "top_p": tensor(torch.float32),
+            "seed": tensor(torch.int64),
+        }
 
     def _trim(self, length: int, reach: int) -> None:
         """Before an eager step on a CPU: the tokens of the chunk and the pages of the longest row.
 
         Not on a GPU, eagerly either: kernels split their work by shape, so that another shape rounds in another order,
-        and an eager step would then draw other tokens at near-ties than the captured one that it is compared with.
+        and an eager step would then draw other tokens at near-ties than the captured one that it is compared with. Nor
+        between stages, which hand on whole buffers.
         """
-        if self._pool is None and self.device.type == "cpu":
+        if self.mode == "eager" and [device.type for device in self.devices] == ["cpu"]:
             self._length, self._width = length, self._allocator.needed(reach)
 
     def _take_pages(self, sequence: Sequence) -> bool:

@@ -31,7 +31,6 @@ from torch import Tensor
 
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
-from onegraph.engine.placed import PlacedEngine
 
 MEGABYTE = 1 << 20
 GROWTH = 32 * MEGABYTE  # that a process may gain after its first round: its allocators keep what new shapes needed
@@ -158,8 +157,8 @@ def soak(
         done += count
         if on_round is not None:
             on_round(this, done)
-    model: Any = engine.model
-    return judge(rounds, GROWTH if engine.device.type == "cpu" else GPU_GROWTH, torch.finfo(model.dtype).eps)
+    allowed = GROWTH if engine.devices[0].type == "cpu" else GPU_GROWTH
+    return judge(rounds, allowed, torch.finfo(engine.model.dtype).eps)
 
 
 def judge(rounds: Sequence[Round], allowed_growth: int = GROWTH, eps: float = 2.0**-23) -> Verdict:
@@ -271,28 +270,24 @@ def _row(engine: Engine, other: Engine, row: int, read: list[int]) -> tuple[floa
 
 @contextmanager
 def _shaken(engine: Engine, roundings: int, seed: int) -> Iterator[None]:
-    """Meanwhile every element of the embeddings is off by up to so many roundings of its own size; of a model whose
-    embedding is no module they stay as they are."""
-    model: Any = engine.model
+    """Meanwhile every element of the embeddings is off by up to so many roundings of its own size."""
     generator = torch.Generator().manual_seed(seed)
-    reach = roundings * torch.finfo(model.dtype).eps
+    reach = roundings * torch.finfo(engine.model.dtype).eps
 
     def shake(module: object, inputs: object, out: Tensor) -> Tensor:
         off = torch.rand(out.shape, generator=generator).mul_(2).sub_(1).mul_(reach)
         return (out.float() * (1 + off.to(out.device))).to(out.dtype)
 
-    embed = getattr(model, "embed", None)
-    handle = embed.register_forward_hook(shake) if isinstance(embed, torch.nn.Module) else None
+    handle = engine.model.embed.register_forward_hook(shake)
     try:
         yield
     finally:
-        if handle is not None:
-            handle.remove()
+        handle.remove()
 
 
 def _from_nothing(engine: Engine, tokens: list[int], chunk: int, single: int = 0) -> Tensor:
     """Logits [V] behind `tokens`, read in chunks as a sequence of its own, the last `single` ones one by one."""
-    pages = torch.arange(1, 1 + engine._cache.block_table.shape[1], dtype=torch.int32)
+    pages = torch.arange(1, 1 + engine._per_row, dtype=torch.int32)
     ahead = max(0, len(tokens) - single)
     starts = [*range(0, ahead, chunk), *range(ahead, len(tokens))]
     parts = [(a, tokens[a:b]) for a, b in pairwise([*starts, len(tokens)])]
@@ -301,7 +296,7 @@ def _from_nothing(engine: Engine, tokens: list[int], chunk: int, single: int = 0
 
 def _logits(engine: Engine, tokens: list[int], position: int, pages: Tensor, slot: int) -> Tensor:
     """An eager pass over tokens that stand from `position` on, in these pages and this slot: the last logits [V]."""
-    model: Any = engine.model
+    model = engine.model
     ids = torch.tensor([tokens])
     rows = {
         "block_table": pages.view(1, -1),
@@ -309,27 +304,20 @@ def _logits(engine: Engine, tokens: list[int], position: int, pages: Tensor, slo
         "counts": torch.tensor([len(tokens)], dtype=torch.int32),
         "slots": torch.tensor([slot], dtype=torch.int32),
     }
-
-    def view(cache: Any, device: torch.device) -> Any:
-        seen = cache.view()
+    stream = model.enter(ids.to(model.devices[0]))
+    for stage, (device, part) in enumerate(zip(model.devices, engine._cache.parts, strict=True)):
+        seen = part.view()
         for name, value in rows.items():
             setattr(seen, name, value.to(device))
-        return seen
-
-    if not isinstance(engine, PlacedEngine):
-        hidden = model(ids.to(engine.device), view(engine._cache, engine.device))
-        return model.logits(hidden[:, -1])[0]
-    streams = model.enter(ids.to(engine._devices[0]))
-    for stage, device in enumerate(engine._devices):
-        streams = streams.to(device)
-        model.run(stage, streams, ids.to(device), view(engine._cache.parts[stage], device))
-    return model.logits(model.leave(streams)[:, -1])[0]
+        if stage:
+            stream = stream.to(device)
+        stream = model.run(stage, stream, ids.to(device), seen)
+    return model.logits(model.leave(stream)[:, -1])[0]
 
 
 def _inputs(engine: Engine) -> list[dict[str, Tensor]]:
-    """The buffers of every decode runner, sampling first."""
-    runner: Any = engine.runner("decode", sampling=True)
-    return [stage.inputs for stage in getattr(runner, "stages", [runner])]
+    """The buffers of every stage's decode step, sampling."""
+    return [stage.inputs for stage in engine.runner("decode", sampling=True).stages]
 
 
 def _error(got: Tensor, want: Tensor) -> float:
@@ -341,8 +329,7 @@ def _error(got: Tensor, want: Tensor) -> float:
 def _addresses(engine: Engine) -> dict[str, int]:
     """Where every tensor lies that a graph may hold."""
     found = {f"state {i}": t.data_ptr() for i, t in enumerate(engine._cache.tensors())}
-    if isinstance(engine.model, torch.nn.Module):
-        found |= {f"model's {name}": t.data_ptr() for name, t in engine.model.named_buffers()}
+    found |= {f"model's {name}": t.data_ptr() for name, t in engine.model.named_buffers()}
     for i, inputs in enumerate(_inputs(engine)):
         found |= {f"input {name} of stage {i}": t.data_ptr() for name, t in inputs.items()}
     return found

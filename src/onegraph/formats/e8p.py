@@ -30,13 +30,16 @@ with no addition and no multiplication. The mask on the right depends on s alone
 
 import fnmatch
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from onegraph.formats.dense import DENSE
+from onegraph.formats.weight import FLOATS, Field, File, Part, Tensors, WeightFormat
 
 BITS = (2, 3, 4)
 KEEP = 16  # in a rate map: the layer stays unquantized
@@ -101,35 +104,72 @@ def residual_dtype(bits: int) -> torch.dtype | None:
     return {2: None, 3: torch.uint8, 4: torch.int16}[bits]
 
 
-def linear_tensors(n: int, k: int, bits: int, bias: bool = False) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """What a checkpoint holds for one linear of n outputs and k inputs: suffix -> (shape, dtype)."""
-    if n < 1 or k < 8 or k % 8:
-        raise ValueError(
-            f"a linear of {n} x {k} cannot be stored as E8P; inputs come in groups of 8, so k % 8 must be 0"
-        )
-    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"codes": ((n, k // 8), torch.int16)}
-    if (residual := residual_dtype(bits)) is not None:
-        tensors["residual"] = ((n, k // 8), residual)
-    tensors |= {"in_scale": ((k,), torch.float16), "out_scale": ((n,), torch.float16), "scale": ((), torch.float32)}
-    if bias:
-        tensors["bias"] = ((n,), torch.float32)
-    return tensors
-
-
-def stored_bits(n: int, k: int, bits: int, bias: bool = False) -> int:
-    """Bits that one linear takes on disk, all scales counted."""
-    total = 0
-    for shape, dtype in linear_tensors(n, k, bits, bias).values():
-        count = 1
-        for size in shape:
-            count *= size
-        total += count * dtype.itemsize * 8
-    return total
-
-
 def _check_bits(bits: object, *, where: str = "bits", allowed: tuple[int, ...] = BITS) -> None:
     if not isinstance(bits, int) or isinstance(bits, bool) or bits not in allowed:
         raise ValueError(f"{where} is {bits!r}; allowed: {', '.join(map(str, allowed))}")
+
+
+@cache
+def _resident_codebook(device: torch.device) -> Tensor:
+    return codebook(device)  # 4 KB, one a device, so that it stays in cache across layers
+
+
+class E8PFormat(WeightFormat):
+    """E8P at one rate: 2, 3 or 4 bits. Siblings that share an input have bit-identical in_scale, and so can be joined.
+
+    Raises ValueError for another rate.
+    """
+
+    ops = "onegraph.ops.e8p"
+    group = 8
+    fuses = frozenset(("norm", "silu", "add"))
+
+    def __init__(self, bits: int) -> None:
+        _check_bits(bits)
+        self.rate, self.name = bits, f"e8p at {bits} bits"
+        coded = {"codes": Field(torch.int16, rows=1, columns=8)}
+        if (dtype := residual_dtype(bits)) is not None:
+            coded["residual"] = Field(dtype, rows=1, columns=8)
+        half = Field(torch.float16, columns=1, stored=FLOATS), Field(torch.float16, rows=1, stored=FLOATS)
+        self._stored = coded | {"in_scale": half[0], "out_scale": half[1], "scale": Field(torch.float32, stored=FLOATS)}
+        self.fields = coded | {"in_scale": Field(torch.float32, columns=1), "out_scale": Field(torch.float32, rows=1)}
+
+    @property
+    def stored(self) -> Mapping[str, Field]:
+        return self._stored
+
+    def fold(self, stored: Tensors) -> Tensors:
+        scales = {
+            "in_scale": stored["in_scale"].float(),
+            "out_scale": stored["out_scale"].float() * stored["scale"].float(),
+        }
+        return {key: scales[key] if key in scales else stored[key] for key in self.fields}
+
+    def constants(self, device: torch.device) -> Tensors:
+        return {"codebook": _resident_codebook(device)}
+
+    def after_norm(self, tensors: Tensors, weight: Tensor) -> Tensors:
+        return tensors | {"in_scale": tensors["in_scale"] * weight.float()}
+
+    def check_part(self, n: int, k: int, part: Part) -> None:
+        super().check_part(n, k, part)
+        for what, span, size in (("rows", part.rows, n), ("columns", part.columns, k)):
+            if span is None:
+                continue
+            block, own = hadamard_block(size), hadamard_block(span[1] - span[0])
+            if span[0] % block or own != block:
+                raise ValueError(
+                    f"{what} {span[0]}:{span[1]} of {size} cut a rotation block: the layer is rotated in blocks of "
+                    f"{block}, the part would be in blocks of {own} from {span[0]} on"
+                )
+
+    def join(self, parts: Sequence[Mapping[str, Tensor]]) -> Tensors | None:
+        rows = [part["codes"].shape[-2] for part in parts]
+        blocks = {hadamard_block(count) for count in (*rows, sum(rows))}
+        return super().join(parts) if len(blocks) == 1 else None
+
+
+E8P = {bits: E8PFormat(bits) for bits in BITS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +199,24 @@ class E8PConfig:
         for key in ("lm_head", "embed_tokens"):
             if getattr(self, key) is not None:
                 _check_bits(getattr(self, key), where=key)
+
+    @staticmethod
+    def matches(data: Mapping[str, Any]) -> bool:
+        """Whether a quantization_config is one that onegraph wrote."""
+        return data.get("quant_method") == "onegraph"
+
+    def format_of(self, layer: str, file: File | None = None) -> WeightFormat:
+        """The format of a layer by its full module name; `file` is not asked."""
+        bits = self.bits_of(layer)
+        return DENSE if bits == KEEP else E8P[bits]
+
+    def check_layers(self, layers: Collection[str]) -> None:
+        """Raises ValueError where the rate map names a linear that is none of `layers`, those of the blocks."""
+        if unknown := [name for name in self.layers if name not in layers]:
+            raise ValueError(f"quantization_config.layers names {unknown[0]!r}, which is no linear of a block here")
+
+    def ignored(self, name: str) -> bool:
+        return False
 
     def bits_of(self, name: str) -> int:
         """Rate of the linear `name` (its full module name); 16 if it is kept."""

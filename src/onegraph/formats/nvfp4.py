@@ -24,15 +24,16 @@ scale, and its codes and scales lie together, [..., d/2 + d/16] bytes: d/2 of co
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from onegraph.formats.checkpoint import Checkpoint
+from onegraph.formats.dense import DENSE
 from onegraph.formats.files import CheckpointError, quote
+from onegraph.formats.weight import FLOATS, WHOLE, Expected, Field, File, Part, Source, Tensors, WeightFormat
 
 GROUP = 16  # columns that share a scale
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -41,79 +42,101 @@ E4M3 = torch.float8_e4m3fn
 RECIPROCAL = {"weight_scale_2": False, "weight_global_scale": True, "input_scale": False, "input_global_scale": True}
 
 
-class NVFP4Tensors(NamedTuple):
-    """One layer as read: codes uint8 [n, k/2]; scale uint8 [n, k/16], the bits of E4M3 numbers, which every part of
-    torch can copy and compare; global_scale float32 [], a factor, not a divisor; input_scale the frozen global scale of
-    its activations, float32 [], None where the file has none."""
-
-    codes: Tensor
-    scale: Tensor
-    global_scale: Tensor
-    input_scale: Tensor | None
+Activations = Literal["dynamic", "frozen"]
 
 
-def is_nvfp4(checkpoint: Checkpoint, layer: str) -> bool:
-    """Whether the checkpoint holds `layer` in NVFP4, under either tool's names."""
-    if f"{layer}.weight_packed" in checkpoint:
+def is_nvfp4(file: File, layer: str) -> bool:
+    """Whether the file holds `layer` in NVFP4, under either tool's names."""
+    if f"{layer}.weight_packed" in file:
         return True
     weight = f"{layer}.weight"
-    return f"{layer}.weight_scale" in checkpoint and weight in checkpoint and checkpoint.dtype(weight) == torch.uint8
+    return f"{layer}.weight_scale" in file and weight in file and file.info(weight).dtype == torch.uint8
 
 
-def tensor_names(checkpoint: Checkpoint, layer: str) -> tuple[str, str, str, str | None]:
-    """Names of codes, scale, global scale and input scale (None if absent) of an NVFP4 layer."""
-    packed = f"{layer}.weight_packed" in checkpoint
-    weight, second, inputs = (
-        ("weight_packed", "weight_global_scale", "input_global_scale")
-        if packed
-        else ("weight", "weight_scale_2", "input_scale")
-    )
-    given = f"{layer}.{inputs}"
-    return f"{layer}.{weight}", f"{layer}.weight_scale", f"{layer}.{second}", given if given in checkpoint else None
+class NVFP4Format(WeightFormat):
+    """codes uint8 [n, k/2]; scale uint8 [n, k/16], the bits of E4M3 numbers, which every part of torch can copy and
+    compare; global_scale float32 [n], one a row, so that joined layers keep theirs.
+
+    Args:
+        activations: None leaves them as they are (weights only). "dynamic" quantizes them too (W4A4), with a global
+            scale that the device makes from each call's x. "frozen" takes `input_scale`, float32 []: the file's, or
+            what `quant.nvfp4.observing` saw.
+    """
+
+    ops = "onegraph.ops.nvfp4_linear"
+    group = GROUP
+
+    def __init__(self, activations: Activations | None = None) -> None:
+        if activations not in (None, "dynamic", "frozen"):
+            raise ValueError(f"activations is {activations!r}; allowed: None, 'dynamic', 'frozen'")
+        self.activations, self.name = activations, "nvfp4" if activations is None else f"nvfp4, {activations} W4A4"
+        coded = {
+            "codes": Field(torch.uint8, rows=1, columns=2),
+            "scale": Field(torch.uint8, rows=1, columns=GROUP, stored=(E4M3, torch.uint8)),
+        }
+        factor = {"input_scale": Field(torch.float32, stored=FLOATS)} if activations == "frozen" else {}
+        self.fields = coded | {"global_scale": Field(torch.float32, rows=1)} | factor
+        self._stored = coded | {"global_scale": Field(torch.float32, stored=FLOATS)} | factor
+
+    @property
+    def stored(self) -> Mapping[str, Field]:
+        return self._stored
+
+    def names(self, file: Container[str], layer: str) -> dict[str, str]:
+        packed = f"{layer}.weight_packed" in file
+        suffixes = ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale")
+        suffixes = suffixes if packed else ("weight", "weight_scale", "weight_scale_2", "input_scale")
+        names = dict(zip(("codes", "scale", "global_scale", "input_scale"), suffixes, strict=True))
+        found = {key: f"{layer}.{suffix}" for key, suffix in names.items()}
+        return found if found["input_scale"] in file else {key: found[key] for key in list(found)[:3]}
+
+    def expected(self, file: File, layer: str, n: int, k: int, bias: bool = False) -> Expected:
+        self.check_size(n, k)
+        found: Expected = {f"{layer}.bias": ((n,), FLOATS)} if bias else {}
+        for key, name in self.names(file, layer).items():
+            if key in ("codes", "scale"):
+                field = self.stored[key]
+                assert field.dtype is not None
+                found[name] = field.shape(n, k), field.stored or (field.dtype,)
+            else:  # one number, of no dimension or of some
+                shape = file.info(name).shape if name in file else ()
+                found[name] = shape if math.prod(shape) == 1 else (), FLOATS
+        return found
+
+    def read(self, source: Source, layer: str, part: Part = WHOLE) -> Tensors:
+        names = self.names(source, layer)
+        made = {key: source.read(names[key], self.stored[key], part) for key in ("codes", "scale")}
+        made["scale"] = _checked_scale(made["scale"].view(torch.uint8), names["scale"])
+        rows, codes = made["codes"].shape[:-1], made["codes"]
+        made["global_scale"] = _factor(source, names["global_scale"]).expand(rows).contiguous()
+        if "input_scale" in self.fields:
+            given = names.get("input_scale")
+            made["input_scale"] = torch.zeros((), device=codes.device) if given is None else _factor(source, given)
+        return made
+
+    def join(self, parts: Sequence[Mapping[str, Tensor]]) -> Tensors | None:
+        """Exact, since rows keep their global scales; a frozen scale of activations is the largest of theirs."""
+        if "input_scale" in self.fields:
+            largest = torch.stack([part["input_scale"] for part in parts]).amax()
+            parts = [{**part, "input_scale": largest} for part in parts]
+        return super().join(parts)
 
 
-def read_linear(checkpoint: Checkpoint, layer: str, n: int, k: int, device: torch.device | str = "cpu") -> NVFP4Tensors:
-    """Reads `layer` of n outputs and k inputs. Raises CheckpointError that names the tensor and both sizes where a
-    shape, a dtype or a value does not fit: a kernel that trusted a scale of another width would read past it."""
-    if k % GROUP:
-        raise CheckpointError(f"{quote(layer)} has {k} inputs; NVFP4 stores them in groups of {GROUP}")
-    codes_name, scale_name, global_name, input_name = tensor_names(checkpoint, layer)
-    _check(checkpoint, codes_name, (n, k // 2), (torch.uint8,))
-    _check(checkpoint, scale_name, (n, k // GROUP), (E4M3, torch.uint8))
-    codes = checkpoint.tensor(codes_name, device=device)
-    bits = checkpoint.tensor(scale_name, device=device).view(torch.uint8)
+NVFP4 = NVFP4Format()
+
+
+def _checked_scale(bits: Tensor, name: str) -> Tensor:
     if bool(((bits & 0x7F) == 0x7F).any()) or bool((bits > 0x80).any()):
-        raise CheckpointError(f"{quote(scale_name)} holds NaN or negative scales; the file is damaged, fetch it again")
-    return NVFP4Tensors(
-        codes,
-        bits & 0x7F,  # a negative zero is a zero
-        _scalar(checkpoint, global_name, device),
-        None if input_name is None else _scalar(checkpoint, input_name, device),
-    )
+        raise CheckpointError(f"{quote(name)} holds NaN or negative scales; the file is damaged, fetch it again")
+    return bits & 0x7F  # a negative zero is a zero
 
 
-def _check(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
-    info = checkpoint.info(name)
-    if info.shape != shape:
-        raise CheckpointError(
-            f"{info.file}: tensor {quote(name)} has shape {list(info.shape)}, the layer asks for {list(shape)} "
-            "(rows as they are, neither padded nor swizzled)"
-        )
-    if info.dtype not in dtypes:
-        raise CheckpointError(f"{info.file}: tensor {quote(name)} is {info.dtype}, the layer asks for {dtypes[0]}")
-
-
-def _scalar(checkpoint: Checkpoint, name: str, device: torch.device | str) -> Tensor:
+def _factor(source: Source, name: str) -> Tensor:
     """A global scale as a factor, float32 []."""
-    info = checkpoint.info(name)
-    if math.prod(info.shape) != 1 or not info.dtype.is_floating_point:
-        raise CheckpointError(
-            f"{info.file}: tensor {quote(name)} is {info.dtype} {list(info.shape)}; it is one float32"
-        )
-    value = checkpoint.tensor(name, dtype=torch.float32).reshape(())
+    value = source.read(name, Field(torch.float32), WHOLE).float().reshape(())
     if not value > 0:
-        raise CheckpointError(f"{info.file}: tensor {quote(name)} is {value.item()}; a global scale is above zero")
-    return (1 / value if RECIPROCAL[name.rpartition(".")[2]] else value).to(device)
+        raise CheckpointError(f"tensor {quote(name)} is {value.item()}; a global scale is above zero")
+    return 1 / value if RECIPROCAL[name.rpartition(".")[2]] else value
 
 
 @dataclass(frozen=True)
@@ -122,6 +145,17 @@ class NVFP4Config:
     file tells them; which layers are NVFP4 is read from the tensors themselves."""
 
     ignore: tuple[str, ...] = ()
+
+    def format_of(self, layer: str, file: File) -> WeightFormat:
+        """NVFP4 where the file's tensors say so: the checkpoint is the precision map."""
+        return NVFP4 if is_nvfp4(file, layer) else DENSE
+
+    def check_layers(self, layers: Collection[str]) -> None:
+        """Names in `ignore` may be patterns, and of modules that are no linears: nothing to hold against them."""
+
+    def ignored(self, name: str) -> bool:
+        """Scales of an FP8 KV cache, which ours has no use for."""
+        return name.endswith((".k_scale", ".v_scale"))
 
     def to_dict(self) -> dict[str, Any]:
         """ModelOpt's form, which vLLM and TensorRT-LLM read too."""

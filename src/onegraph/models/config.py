@@ -7,9 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from onegraph.formats.e8p import E8PConfig
-from onegraph.formats.nvfp4 import NVFP4Config
+from onegraph.formats.quantization import parse_quantization
+from onegraph.formats.weight import FLOATS, Quantization
+from onegraph.models.parts import Component, Parts
 from onegraph.models.rope import Rope, _number
+
+EMBED, NORM, HEAD = "model.embed_tokens", "model.norm.weight", "lm_head"
 
 # transformers' class defaults, for keys that a config.json leaves out. None: as many as attention heads.
 _FAMILIES: dict[str, dict[str, Any]] = {
@@ -93,7 +96,7 @@ class LlamaConfig:
     rope_layers: tuple[bool, ...]
     rope: Rope
     eos: tuple[int, ...]
-    quantization: E8PConfig | NVFP4Config | None
+    quantization: Quantization | None
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "LlamaConfig":
@@ -138,7 +141,6 @@ class LlamaConfig:
         vocab = fields.integer("vocab_size", high=2**24)
         attention_bias = fields.flag("attention_bias") if family in ("llama", "qwen3", "smollm3") else False
         rope_layers = _rope_layers(fields, layers) if family == "smollm3" else (True,) * layers
-        quantization = config.get("quantization_config")
         return cls(
             model_type=family,
             vocab_size=vocab,
@@ -163,8 +165,50 @@ class LlamaConfig:
                 max_positions=max_positions,
             ),
             eos=_eos(config.get("eos_token_id"), vocab),
-            quantization=None if quantization is None else _quantization(quantization),
+            quantization=parse_quantization(config.get("quantization_config")),
         )
+
+    @property
+    def parts(self) -> Parts:
+        """What the decoder is made of, by the names of transformers' modules, which files have too."""
+        d, wide, q, kv = (
+            self.hidden_size,
+            self.intermediate_size,
+            self.heads * self.head_dim,
+            self.kv_heads * self.head_dim,
+        )
+        block = {
+            "self_attn.q_proj": (q, d, self.qkv_bias),
+            "self_attn.k_proj": (kv, d, self.qkv_bias),
+            "self_attn.v_proj": (kv, d, self.qkv_bias),
+            "self_attn.o_proj": (d, q, self.out_bias),
+            "mlp.gate_proj": (wide, d, self.mlp_bias),
+            "mlp.up_proj": (wide, d, self.mlp_bias),
+            "mlp.down_proj": (d, wide, self.mlp_bias),
+        }
+        norms = {"input_layernorm": d, "post_attention_layernorm": d}
+        norms |= {"self_attn.q_norm": self.head_dim, "self_attn.k_norm": self.head_dim} if self.qk_norm else {}
+        prefixes = [f"model.layers.{i}." for i in range(self.layers)]
+        tensors = {f"{prefix}{norm}.weight": ((size,), FLOATS) for prefix in prefixes for norm, size in norms.items()}
+        return Parts(
+            linears={prefix + name: size for prefix in prefixes for name, size in block.items()}
+            | {HEAD: (self.vocab_size, d, False)},
+            embedding=(EMBED, (self.vocab_size, d)),
+            tensors=tensors | {NORM: ((d,), FLOATS)},
+            head=HEAD,
+            tied=self.tied,
+            components={
+                "embedding": Component(("embed",), r"embed_tokens$"),
+                "attention qkv": Component(("blocks.*.qkv.linear",), r"self_attn\.[qkv]_proj$"),
+                "attention out": Component(("blocks.*.out.linear",), r"self_attn\.o_proj$"),
+                "mlp gate up": Component(("blocks.*.gate_up.linear",), r"mlp\.(gate|up)_proj$"),
+                "mlp down": Component(("blocks.*.down.linear",), r"mlp\.down_proj$"),
+                "lm_head": Component(("lm_head",), r"^lm_head$"),
+            },
+        )
+
+    def family_name(self, name: str) -> str:
+        return name
 
 
 class _Fields:
@@ -247,17 +291,6 @@ def _eos(value: object, vocab: int) -> tuple[int, ...]:
         if type(token) is not int or not 0 <= token < vocab:
             raise ValueError(f"eos_token_id is {_short(value)}; it must be one or a list of tokens below {vocab}")
     return tuple(tokens)
-
-
-def _quantization(data: object) -> E8PConfig | NVFP4Config:
-    if NVFP4Config.matches(data):
-        return NVFP4Config.from_dict(data)
-    if isinstance(data, Mapping) and data.get("quant_method") != "onegraph":
-        raise ValueError(
-            f"quantization_config has quant_method {_short(data.get('quant_method'))}, which is not supported; load "
-            "the unquantized model, one that onegraph quantized, or one in NVFP4 (ModelOpt, compressed-tensors)"
-        )
-    return E8PConfig.from_dict(data)
 
 
 def _short(value: object) -> str:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.deepseek_v4_config import DeepseekV4Config
 from onegraph.models.deepseek_v4_place import free_memory, place
-from onegraph.models.deepseek_v4_weights import DeepseekWeights
+from onegraph.models.deepseek_v4_weights import build_attention, build_moe
+from onegraph.models.loader import Loader
 from onegraph.nn.deepseek_attention import Attend, DeepseekAttention
 from onegraph.nn.deepseek_cache import DeepseekCache, PlacedCache
 from onegraph.nn.deepseek_moe import DeepseekMoE
@@ -75,7 +76,10 @@ class DeepseekV4(nn.Module):
         max_context: positions that the rotary tables cover.
         page_size: tokens that a page of the cache stands for, unless the caller asks otherwise.
         fp8_kv: whether caches made from now on keep keys in FP8 with a bfloat16 rotary part.
+        dense_attention: None: it attends through its own state only.
     """
+
+    dense_attention = None
 
     def __init__(
         self,
@@ -104,7 +108,7 @@ class DeepseekV4(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where tokens enter; the only device of a model that is not placed over several."""
-        return self.embed.weight.device
+        return next(self.embed.buffers()).device
 
     @property
     def devices(self) -> list[torch.device]:
@@ -134,52 +138,56 @@ class DeepseekV4(nn.Module):
         positions = min(config.max_positions, MAX_TABLE) if max_context is None else max_context
         if not 1 <= positions <= config.max_positions:
             raise ValueError(f"max_context is {max_context}; the model allows 1 to {config.max_positions}")
-        weights = DeepseekWeights(checkpoint, config, dtype)
-        weights.check()
+        loader = Loader(checkpoint, config, dtype)
+        loader.check()
         devices = [torch.device(d) for d in ([device] if isinstance(device, str | torch.device) else device)]
-        return cls.assemble(weights, devices, positions)
+        return cls.assemble(loader, config, devices, positions)
 
     @classmethod
-    def assemble(cls, weights: DeepseekWeights, devices: Sequence[torch.device], positions: int) -> "DeepseekV4":
-        """The model from whatever `weights` gives for each part, with rotary tables for so many positions."""
-        config, dtype = weights.config, weights.dtype
-        layers, ends = weights.sizes()
+    def assemble(
+        cls, loader: Loader, config: DeepseekV4Config, devices: Sequence[torch.device], positions: int
+    ) -> "DeepseekV4":
+        """The model from whatever `loader` gives for each part, with rotary tables for so many positions."""
+        layers, ends = _bytes(loader, config)
         counts = place(layers, ends, [free_memory(d) for d in devices])
         blocks: list[DeepseekBlock] = []
+        embed = loader.embedding(devices[0])
         for each, count in zip(devices, counts, strict=True):
             plain = config.main.tables(config.rope_dim, positions, each)
             compressed = config.compress.tables(config.rope_dim, positions, each)
-            run = range(len(blocks), len(blocks) + count)
-            blocks += [build_block(weights, i, compressed if config.ratios[i] else plain, each) for i in run]
+            for i in range(len(blocks), len(blocks) + count):
+                blocks.append(build_block(loader, config, i, compressed if config.ratios[i] else plain, each))
+                loader.forget()
         return cls(
             config=config,
-            embed=Embedding(weights.tensor("embed.weight", devices[0])),
+            embed=embed,
             blocks=blocks,
-            head=build_hyper(weights, "hc_head_", "norm.weight", devices[-1]),
-            lm_head=Linear(weights.tensor("head.weight", devices[-1])),
-            dtype=dtype,
+            head=build_hyper(loader, "hc_head_", "norm.weight", devices[-1]),
+            lm_head=loader.head(embed, devices[-1]),
+            dtype=loader.dtype,
             max_context=positions,
             counts=counts,
         )
 
-    def forward(self, tokens: Tensor, cache: Attend) -> Tensor:
-        """tokens int64 [B, Q] -> hidden states after the final norm [B, Q, D], all layers on one device."""
+    def forward(self, tokens: Tensor, cache: DeepseekCache | PlacedCache) -> Tensor:
+        """tokens int64 [B, Q] -> hidden states after the final norm [B, Q, D] on the last device."""
         streams = self.enter(tokens)
-        for stage in range(len(self.stages)):
-            self.run(stage, streams, tokens, cache)
+        for stage, (device, part) in enumerate(zip(self.devices, cache.parts, strict=True)):
+            streams = self.run(stage, streams.to(device), tokens.to(device), part)
         return self.leave(streams)
 
     def enter(self, tokens: Tensor) -> Tensor:
         """tokens int64 [B, Q] -> streams [B, Q, H, D] on the first device: the embedding, repeated."""
         return self.embed(tokens).unsqueeze(2).repeat(1, 1, self.config.streams, 1)
 
-    def run(self, stage: int, streams: Tensor, tokens: Tensor, cache: Attend) -> None:
-        """The layers of one stage on streams, in place; everything on that stage's device."""
+    def run(self, stage: int, streams: Tensor, tokens: Tensor, cache: Attend) -> Tensor:
+        """The layers of one stage on streams, in place, which are returned; everything on that stage's device."""
         update: Update | None = None
         for i in self.stages[stage]:
             update = self.blocks[i](streams, tokens, cache, update)
         assert update is not None, "a stage has at least one layer"
         hyper_update(streams, *update)
+        return streams
 
     def leave(self, streams: Tensor) -> Tensor:
         """Streams on the last device -> hidden states after the final norm [B, Q, D]."""
@@ -188,10 +196,17 @@ class DeepseekV4(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """What `forward` returned [..., D], or rows of it -> float32 [..., V]."""
-        return self.lm_head.wide(hidden)
+        return self.lm_head(hidden, float32=True)
 
-    def new_cache(self, *, rows: int, pages: int, page_size: int, pages_per_row: int) -> DeepseekCache | PlacedCache:
-        """The state of this model's sequences, in its dtype, each layer's on its device."""
+    def stream_shape(self, rows: int, length: int) -> tuple[int, ...]:
+        return rows, length, self.config.streams, self.config.hidden_size
+
+    def new_cache(
+        self, *, rows: int, pages: int, page_size: int, pages_per_row: int, kv: object = None
+    ) -> DeepseekCache | PlacedCache:
+        """The state of this model's sequences, in its dtype, each layer's on its device. `kv` must be None."""
+        if kv is not None:
+            raise ValueError(f"kv: got {kv}; this model has a cache of its own kind, leave kv out")
         sizes = {"rows": rows, "pages": pages, "page_size": page_size}
         parts = []
         for stage, device in zip(self.stages, self.devices, strict=True):
@@ -212,18 +227,32 @@ class DeepseekV4(nn.Module):
         return parts[0] if len(parts) == 1 else PlacedCache(parts)
 
 
-def build_block(weights: DeepseekWeights, i: int, tables: tuple[Tensor, Tensor], device: torch.device) -> DeepseekBlock:
+def build_block(
+    loader: Loader, config: DeepseekV4Config, i: int, tables: tuple[Tensor, Tensor], device: torch.device
+) -> DeepseekBlock:
     prefix = f"layers.{i}."
     attention, moe = (
-        build_hyper(weights, f"{prefix}hc_{p}_", f"{prefix}{p}_norm.weight", device) for p in ("attn", "ffn")
+        build_hyper(loader, f"{prefix}hc_{p}_", f"{prefix}{p}_norm.weight", device) for p in ("attn", "ffn")
     )
     return DeepseekBlock(
-        attention=weights.attention(i, tables, device),
-        moe=weights.moe(i, device),
+        attention=build_attention(loader, config, i, tables, device),
+        moe=build_moe(loader, config, i, device),
         hypers=(attention, moe),
-        config=weights.config,
+        config=config,
     )
 
 
-def build_hyper(weights: DeepseekWeights, prefix: str, norm: str, device: torch.device) -> Hyper:
-    return Hyper(*(weights.wide(name, device) for name in (f"{prefix}fn", f"{prefix}base", f"{prefix}scale", norm)))
+def build_hyper(loader: Loader, prefix: str, norm: str, device: torch.device) -> Hyper:
+    return Hyper(*(loader.float32(name, device) for name in (f"{prefix}fn", f"{prefix}base", f"{prefix}scale", norm)))
+
+
+def _bytes(loader: Loader, config: DeepseekV4Config) -> tuple[list[int], tuple[int, int]]:
+    """Bytes on the device of each layer, and of the embedding and the head."""
+    layers, ends = [0] * config.layers, [0, 0]
+    for name, nbytes in loader.device_bytes().items():
+        where = name.split(".")
+        if where[0] == "layers":
+            layers[int(where[1])] += nbytes
+        else:
+            ends[0 if where[0] == "embed" else 1] += nbytes
+    return layers, (ends[0], ends[1])

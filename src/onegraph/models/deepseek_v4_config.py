@@ -4,8 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from onegraph.formats.nvfp4 import NVFP4Config
+import torch
+
+from onegraph.formats.quantization import parse_quantization
+from onegraph.formats.weight import FLOATS, Quantization, Shape
 from onegraph.models.config import _eos, _Fields, _short
+from onegraph.models.deepseek_v4_names import beyond, official
+from onegraph.models.parts import Component, Parts
 from onegraph.models.rope import Rope, _number
 
 SLIDING, CSA, HCA = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
@@ -39,6 +44,22 @@ _ABSENT: dict[str, tuple[tuple[object, ...], str]] = {
     "hidden_act": ((None, "silu", "swish"), "supported: silu"),
     "tie_word_embeddings": ((None, False), "the head has its own weight"),
     "auto_map": ((None,), "code in checkpoints is never run"),
+}
+
+
+_COMPONENTS = {
+    "embedding": Component(("embed",), r"^embed$"),
+    "attention qkv": Component(("blocks.*.attention.qkv_a", "blocks.*.attention.q_b"), r"\.attn\.(wq_a|wq_b|wkv)$"),
+    "attention out": Component(("blocks.*.attention.out_a", "blocks.*.attention.out_b"), r"\.attn\.wo_[ab]$"),
+    # One linear makes them: keys and gates of both compressors, and the indexer's weights.
+    "compressor, indexer": Component(("blocks.*.attention.states",), r"(compressor\.(wkv|wgate)|weights_proj)$"),
+    "indexer query": Component(("blocks.*.attention.index_q",), r"\.indexer\.wq_b$"),
+    "router gate": Component(("blocks.*.moe.gate",), r"\.ffn\.gate$"),
+    "routed experts": Component(("blocks.*.moe.experts",), r"\.experts\.\d+\.w[123]$"),
+    "shared expert": Component(
+        ("blocks.*.moe.shared.gate_up", "blocks.*.moe.shared.down"), r"\.shared_experts\.w[123]$"
+    ),
+    "lm_head": Component(("lm_head",), r"^head$"),
 }
 
 
@@ -77,6 +98,7 @@ class DeepseekV4Config:
     main: Rope
     compress: Rope
     eos: tuple[int, ...]
+    quantization: Quantization | None
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "DeepseekV4Config":
@@ -99,15 +121,6 @@ class DeepseekV4Config:
         for key, (neutral, why) in _ABSENT.items():
             if not any(config.get(key) is value or config.get(key) == value for value in neutral):
                 raise ValueError(f"{key} is {_short(config[key])}: {why}")
-        quantization = config.get("quantization_config")
-        if quantization is not None and not NVFP4Config.matches(quantization):
-            method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-            raise ValueError(
-                f"quantization_config has quant_method {_short(method)}, which is not supported; give the unquantized "
-                "model, or one in NVFP4"
-            )
-        if quantization is not None:
-            NVFP4Config.from_dict(quantization)
         fields = _Fields(config, _DEFAULTS)
         layers = fields.integer("num_hidden_layers", high=4096)
         heads, head_dim = fields.integer("num_attention_heads", high=4096), fields.integer("head_dim", high=4096)
@@ -152,7 +165,75 @@ class DeepseekV4Config:
             main=main,
             compress=compress,
             eos=_eos(config.get("eos_token_id"), vocabulary),
+            quantization=parse_quantization(config.get("quantization_config")),
         )
+
+    @property
+    def parts(self) -> Parts:
+        """What the decoder is made of, by DeepSeek's names. What selects or weighs (compressors, router, the indexer's
+        head weights) is no linear that may be quantized."""
+        d, h, mix = self.hidden_size, self.streams, self.streams * (self.streams + 2)
+        linears: dict[str, tuple[int, int, bool]] = {"head": (self.vocab_size, d, False)}
+        tensors: dict[str, tuple[Shape, tuple[Any, ...]]] = {}
+
+        def matrices(prefix: str, **sizes: tuple[int, int]) -> None:
+            linears.update({prefix + name: (n, k, False) for name, (n, k) in sizes.items()})
+
+        def floats(prefix: str, **shapes: Shape) -> None:
+            tensors.update({prefix + name.replace("__", "."): (shape, FLOATS) for name, shape in shapes.items()})
+
+        def compressor(prefix: str, ratio: int, dim: int, overlap: bool) -> None:
+            wide = dim * (2 if overlap else 1)
+            floats(prefix, wkv__weight=(wide, d), wgate__weight=(wide, d), ape=(ratio, wide), norm__weight=(dim,))
+
+        floats("", norm__weight=(d,), hc_head_fn=(h, h * d), hc_head_base=(h,), hc_head_scale=(1,))
+        heads = self.heads * self.head_dim
+        for i in range(self.layers):
+            layer = f"layers.{i}."
+            floats(layer, attn_norm__weight=(d,), ffn_norm__weight=(d,))
+            for part in ("attn", "ffn"):
+                floats(f"{layer}hc_{part}_", fn=(mix, h * d), base=(mix,), scale=(3,))
+            out = self.out_groups * self.out_rank
+            matrices(
+                f"{layer}attn.",
+                wq_a=(self.q_rank, d),
+                wq_b=(heads, self.q_rank),
+                wkv=(self.head_dim, d),
+                wo_a=(out, heads // self.out_groups),
+                wo_b=(d, out),
+            )
+            floats(
+                f"{layer}attn.",
+                q_norm__weight=(self.q_rank,),
+                kv_norm__weight=(self.head_dim,),
+                attn_sink=(self.heads,),
+            )
+            if self.ratios[i]:
+                compressor(f"{layer}attn.compressor.", self.ratios[i], self.head_dim, self.kinds[i] == CSA)
+            if self.kinds[i] == CSA:
+                indexer = f"{layer}attn.indexer."
+                compressor(f"{indexer}compressor.", self.ratios[i], self.index_dim, True)
+                matrices(indexer, wq_b=(self.index_heads * self.index_dim, self.q_rank))
+                floats(indexer, weights_proj__weight=(self.index_heads, d))
+            floats(f"{layer}ffn.gate.", weight=(self.experts, d))
+            if self.hashed[i]:
+                tensors[f"{layer}ffn.gate.tid2eid"] = (self.vocab_size, self.top_k), (torch.int64, torch.int32)
+            else:
+                floats(f"{layer}ffn.gate.", bias=(self.experts,))
+            for expert in ("shared_experts", *(f"experts.{e}" for e in range(self.experts))):
+                up, down = (self.expert_size, d), (d, self.expert_size)
+                matrices(f"{layer}ffn.{expert}.", w1=up, w2=down, w3=up)
+        return Parts(
+            linears=linears,
+            embedding=("embed", (self.vocab_size, d)),
+            head="head",
+            tensors=tensors,
+            components=_COMPONENTS,
+            ignored=beyond(self.layers),
+        )
+
+    def family_name(self, name: str) -> str:
+        return official(name)
 
 
 def _attention(fields: _Fields, layers: int) -> tuple[tuple[str, ...], tuple[int, ...]]:

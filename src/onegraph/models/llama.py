@@ -1,10 +1,9 @@
-"""The decoder of the Llama family: Llama, Mistral, Qwen2, Qwen3, SmolLM2 and SmolLM3, dense or in E8P codes.
+"""The decoder of the Llama family: Llama, Mistral, Qwen2, Qwen3, SmolLM2 and SmolLM3, in any weight format.
 
-One forward serves prefill, decode and evaluation: what differs is the `cache` that attends. A decode step of it reads
-nothing back from the device and takes no Python number that changes from step to step, so it may be captured. A layer
-of E8P linears is five ops: qkv behind its norm, attend, out onto the residual, gate-up behind its norm, down behind
-SwiGLU onto the residual; for one token of a small model it is two, attend and what lies between two attentions
-(`nn/chain.py`). Other layers, and `fused=False`, run norms, SwiGLU and additions as ops of their own.
+One forward serves prefill, decode, evaluation and calibration: what differs is the `cache` that attends. A decode step
+of it reads nothing back from the device and takes no Python number that changes from step to step, so it may be
+captured. What runs inside a linear's launch follows from its format (`nn/block.py`): in E8P a layer is five ops, qkv
+behind its norm, attend, out onto the residual, gate-up behind its norm, down behind SwiGLU onto the residual.
 """
 
 from functools import cached_property
@@ -15,15 +14,13 @@ from torch import Tensor, nn
 
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import TurboQuantConfig
-from onegraph.models.config import LlamaConfig
-from onegraph.models.weights import Layer, Weights
+from onegraph.models.config import NORM, LlamaConfig
+from onegraph.models.loader import Loader
 from onegraph.nn.attention import Attend, Attention, CausalAttention, PagedCache
-from onegraph.nn.chain import chains
-from onegraph.nn.embedding import E8PEmbedding, Embedding
-from onegraph.nn.linear import E8PLinear, Siblings
+from onegraph.nn.block import Normed, Stream, Summed
+from onegraph.nn.embedding import Embedding
+from onegraph.nn.linear import Linear, Siblings
 from onegraph.nn.turboquant import TurboQuantCache
-from onegraph.ops.activation import silu_mul
-from onegraph.ops.norm import add_rms_norm, rms_norm
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 OUT = "self_attn.o_proj"
@@ -33,51 +30,23 @@ MAX_TABLE = 131072  # positions; the rotary tables of more (64 MB at head_dim 12
 
 
 class Block(nn.Module):
-    """One layer of the decoder.
+    """One layer of the decoder: attention, then SwiGLU, each between a norm in front and a sum behind."""
 
-    fused: norms, SwiGLU and the residual's addition run inside the linears; `qkv` and `gate_up` then hold their norm's
-    weight (`E8PLinear.after_norm`).
-    """
-
-    input_norm: Tensor
-    post_norm: Tensor
-
-    def __init__(
-        self,
-        *,
-        input_norm: Tensor,
-        attention: Attention,
-        post_norm: Tensor,
-        gate_up: nn.Module,
-        down: nn.Module,
-        eps: float,
-        fused: bool = False,
-    ) -> None:
+    def __init__(self, *, qkv: Normed, attention: Attention, out: Summed, gate_up: Normed, down: Summed) -> None:
         super().__init__()
-        self.eps, self.fused = eps, fused
-        self.register_buffer("input_norm", input_norm)
-        self.attention = attention
-        self.register_buffer("post_norm", post_norm)
-        self.gate_up, self.down = gate_up, down
+        self.qkv, self.attention, self.out, self.gate_up, self.down = qkv, attention, out, gate_up, down
 
-    def forward(self, residual: Tensor, delta: Tensor | None, cache: Attend) -> tuple[Tensor, Tensor | None]:
-        """The residual stream is residual + delta [B, Q, D] (delta None: nothing to add), before and after the layer.
+    @property
+    def fused(self) -> bool:
+        """Whether norms, SwiGLU and sums all run inside the linears."""
+        return all(piece.fused for piece in (self.qkv, self.out, self.gate_up, self.down))
 
-        A layer that is not fused adds in place, and leaves its last addition to whoever norms the sum next.
-        """
-        if self.fused:
-            if delta is not None:
-                residual = residual + delta
-            a = self.attention
-            attended = cache.attend(a, a.qkv(residual, eps=self.eps))
-            residual = a.out(attended, add=residual)
-            return self.down(self.gate_up(residual, eps=self.eps), silu=True, add=residual), None
-        if delta is None:
-            x = rms_norm(residual, self.input_norm, self.eps)
-        else:
-            x = add_rms_norm(residual, delta, self.input_norm, self.eps)
-        x = add_rms_norm(residual, self.attention(x, cache), self.post_norm, self.eps)
-        return residual, self.down(silu_mul(self.gate_up(x)))
+    def forward(self, stream: Stream, cache: Attend) -> Stream:
+        """The residual stream before the layer -> after it; the argument is left as it was."""
+        qkv, total = self.qkv(stream)
+        stream = self.out(cache.attend(self.attention, qkv), total)
+        gate_up, total = self.gate_up(stream)
+        return self.down(gate_up, total)
 
 
 class Llama(nn.Module):
@@ -85,22 +54,25 @@ class Llama(nn.Module):
 
     Attributes:
         config: what config.json says, validated.
-        fused: whether layers in E8P run in five ops; caches that `new_cache` makes attend in one launch where it is.
-        chains: what one token of a small model runs between its attentions; empty where that would not be quicker.
+        fused: False where norms, SwiGLU, sums and attention's parts run as ops of their own, for A/B comparison.
         device, dtype: where the weights lie, and the dtype of activations and KV cache.
         max_context: positions that the rotary tables cover; an engine must not go beyond.
+        page_size: tokens of a page of the KV cache, unless the caller asks otherwise.
+        dense_attention: attends over whole sequences without a cache.
     """
 
     norm: Tensor
+    page_size = 16
+    dense_attention = CausalAttention()
 
     def __init__(
         self,
         *,
         config: LlamaConfig,
-        embed: Embedding | E8PEmbedding,
+        embed: Embedding,
         blocks: list[Block],
         norm: Tensor,
-        lm_head: Layer,
+        lm_head: Linear,
         dtype: torch.dtype,
         max_context: int,
         fused: bool = True,
@@ -111,8 +83,6 @@ class Llama(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.register_buffer("norm", norm)
         self.lm_head = lm_head
-        whole = all(block.fused for block in blocks)
-        self.chains = chains([(b.attention, b.gate_up, b.down) for b in blocks], config.eps) if whole else []
         self.eval()
 
     @property
@@ -146,46 +116,55 @@ class Llama(nn.Module):
         device = torch.device(device)
         config = LlamaConfig.from_dict(checkpoint.config)
         positions = _positions(config, max_context)
-        weights = Weights(checkpoint, config, device, dtype, decode=device.type == "cpu" if decode is None else decode)
-        weights.check()
+        loader = Loader(checkpoint, config, dtype, decode=device.type == "cpu" if decode is None else decode)
+        loader.check()
         tables = config.rope.tables(config.head_dim, positions, device)
-        embed = weights.embedding()
+        embed = loader.embedding(device)
         blocks = []
         for i in range(config.layers):
-            blocks.append(build_block(weights, i, tables, joined=True, fused=fused))
-            weights.forget()
+            blocks.append(build_block(loader, config, i, tables, device, fused=fused))
+            loader.forget()
         return cls(
             config=config,
             embed=embed,
             blocks=blocks,
-            norm=weights.tensor("model.norm.weight"),
-            lm_head=weights.head(embed),
+            norm=loader.tensor(NORM, device),
+            lm_head=loader.head(embed, device),
             dtype=dtype,
             max_context=positions,
             fused=fused,
         )
 
+    @property
+    def devices(self) -> list[torch.device]:
+        """Of each stage; this model has one."""
+        return [self.device]
+
     def forward(self, tokens: Tensor, cache: Attend) -> Tensor:
         """tokens int [B, Q] -> hidden states after the final norm [B, Q, D], in the model's dtype."""
-        residual, delta = self.embed(tokens), None
-        if self.chains and tokens.numel() == 1:
-            return self._one_token(residual, cache)
-        for block in self.blocks:
-            residual, delta = block(residual, delta, cache)
-        if delta is None:
-            return rms_norm(residual, self.norm, self.config.eps)
-        return add_rms_norm(residual, delta, self.norm, self.config.eps)
+        return self.leave(self.run(0, self.enter(tokens), tokens, cache))
 
-    def _one_token(self, residual: Tensor, cache: Attend) -> Tensor:
-        """Embedding [1, 1, D] -> hidden state after the final norm, two ops a layer."""
-        qkv = self.chains[0].attention.qkv(residual, eps=self.config.eps)
-        for chain in self.chains:
-            residual, qkv = chain(cache.attend(chain.attention, qkv), residual)
-        return rms_norm(residual, self.norm, self.config.eps)
+    def enter(self, tokens: Tensor) -> Stream:
+        """tokens int [B, Q] -> the residual stream before the first block."""
+        return Stream(self.embed(tokens))
+
+    def run(self, stage: int, stream: Stream, tokens: Tensor, cache: Attend) -> Stream:
+        """All blocks, which are the only stage."""
+        for block in self.blocks:
+            stream = block(stream, cache)
+        return stream
+
+    def leave(self, stream: Stream) -> Tensor:
+        """The residual stream after the last block -> hidden states after the final norm [B, Q, D]."""
+        return stream.normed(self.norm, self.config.eps)[0]
+
+    def stream_shape(self, rows: int, length: int) -> tuple[int, ...]:
+        """Of the residual stream."""
+        return rows, length, self.config.hidden_size
 
     def logits(self, hidden: Tensor) -> Tensor:
         """What `forward` returned [..., D], or rows of it -> float32 [..., V]."""
-        return self.lm_head.wide(hidden)
+        return self.lm_head(hidden, float32=True)
 
     def new_cache(
         self, *, rows: int, pages: int, page_size: int, pages_per_row: int, kv: TurboQuantConfig | None = None
@@ -206,45 +185,48 @@ class Llama(nn.Module):
 
 
 def build_block(
-    weights: Weights, i: int, tables: tuple[Tensor, Tensor], *, joined: bool = False, fused: bool = False
+    loader: Loader,
+    config: LlamaConfig,
+    i: int,
+    tables: tuple[Tensor, Tensor],
+    device: torch.device,
+    *,
+    joined: bool = True,
+    fused: bool = True,
 ) -> Block:
     """Block `i` from its checkpoint tensors.
 
-    joined: siblings become one linear where that is exact. fused: see `Block`; where all four linears are E8P.
+    joined: siblings become one linear where that is exact. fused: norms, SwiGLU and sums run inside the linears that
+    can.
     """
-    config, prefix = weights.config, f"model.layers.{i}."
-    input_norm = weights.tensor(prefix + "input_layernorm.weight")
-    post_norm = weights.tensor(prefix + "post_attention_layernorm.weight")
-    qkv, gate_up = (weights.siblings(prefix, names, joined=joined) for names in (QKV, GATE_UP))
-    out, down = weights.linear(prefix + OUT), weights.linear(prefix + DOWN)
-    fused = fused and all(isinstance(linear, E8PLinear) for linear in (qkv, out, gate_up, down))
-    if fused:
-        assert isinstance(qkv, E8PLinear)
-        assert isinstance(gate_up, E8PLinear)
-        qkv, gate_up = qkv.after_norm(input_norm), gate_up.after_norm(post_norm)
+    prefix = f"model.layers.{i}."
+
+    def norm(name: str) -> Tensor:
+        return loader.tensor(f"{prefix}{name}.weight", device)
+
+    qkv, gate_up = (
+        Normed(norm(name), loader.siblings([prefix + p for p in parts], device, joined=joined), config.eps, fused=fused)
+        for name, parts in (("input_layernorm", QKV), ("post_attention_layernorm", GATE_UP))
+    )
     cos, sin = tables if config.rope_layers[i] else (None, None)
     attention = Attention(
         index=i,
-        qkv=qkv,
-        out=out,
         heads=config.heads,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
-        q_norm=weights.tensor(prefix + "self_attn.q_norm.weight") if config.qk_norm else None,
-        k_norm=weights.tensor(prefix + "self_attn.k_norm.weight") if config.qk_norm else None,
+        q_norm=norm("self_attn.q_norm") if config.qk_norm else None,
+        k_norm=norm("self_attn.k_norm") if config.qk_norm else None,
         eps=config.eps,
         cos=cos,
         sin=sin,
         window=config.windows[i],
     )
     return Block(
-        input_norm=input_norm,
+        qkv=qkv,
         attention=attention,
-        post_norm=post_norm,
+        out=Summed(loader.linear(prefix + OUT, device), fused=fused),
         gate_up=gate_up,
-        down=down,
-        eps=config.eps,
-        fused=fused,
+        down=Summed(loader.linear(prefix + DOWN, device), silu=True, fused=fused),
     )
 
 
@@ -268,8 +250,8 @@ class LlamaSource:
         self.parsed = LlamaConfig.from_dict(checkpoint.config)
         if self.parsed.quantization is not None:
             raise ValueError(f"{checkpoint.path}: is quantized already; give the unquantized model")
-        self._weights = Weights(checkpoint, self.parsed, self.device, dtype, decode=False)
-        self._weights.check()
+        self._loader = Loader(checkpoint, self.parsed, dtype)
+        self._loader.check()
         self._tables = self.parsed.rope.tables(self.parsed.head_dim, _positions(self.parsed, max_context), self.device)
         self._causal = CausalAttention()
 
@@ -287,49 +269,46 @@ class LlamaSource:
 
     def load_block(self, i: int) -> Block:
         """Block `i`, read from disk now, its linears apart and dense."""
-        return build_block(self._weights, i, self._tables)
+        return build_block(self._loader, self.parsed, i, self._tables, self.device, joined=False)
 
     def run_block(self, block: Block, hidden: Tensor) -> Tensor:
         """Residual stream before the block -> after it, [B, T, D], causal over the whole sequence; input untouched.
 
         Nothing is written in place, so that autograd can follow it where ops run their references.
         """
-        x = rms_norm(hidden, block.input_norm, block.eps)
-        hidden = hidden + block.attention(x, self._causal)
-        x = rms_norm(hidden, block.post_norm, block.eps)
-        return hidden + block.down(silu_mul(block.gate_up(x)))
+        return block(Stream(hidden), self._causal).total()
 
     def linear_groups(self, block: Block) -> list[list[tuple[str, nn.Module]]]:
         """Linears of the block by shared input, in the order they run: (name within the block, module)."""
-        qkv, gate_up = block.attention.qkv, block.gate_up
+        qkv, gate_up = block.qkv.linear, block.gate_up.linear
         assert isinstance(qkv, Siblings)
         assert isinstance(gate_up, Siblings)
         return [
             list(zip(QKV, qkv.parts, strict=True)),
-            [(OUT, block.attention.out)],
+            [(OUT, block.out.linear)],
             list(zip(GATE_UP, gate_up.parts, strict=True)),
-            [(DOWN, block.down)],
+            [(DOWN, block.down.linear)],
         ]
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """Residual stream after the last block [..., D] -> input of the head."""
-        return rms_norm(hidden.contiguous(), self._norm, self.parsed.eps)
+        return Stream(hidden.contiguous()).normed(self._norm, self.parsed.eps)[0]
 
     def head(self, hidden: Tensor) -> Tensor:
         """Residual stream after the last block [..., D] -> logits float32 [..., V]."""
-        return self._head.wide(self.final_norm(hidden))
+        return self._head(self.final_norm(hidden), float32=True)
 
     @cached_property
     def _norm(self) -> Tensor:
-        return self._weights.tensor("model.norm.weight")
+        return self._loader.tensor(NORM, self.device)
 
     @cached_property
-    def _embedding(self) -> Embedding | E8PEmbedding:
-        return self._weights.embedding()
+    def _embedding(self) -> Embedding:
+        return self._loader.embedding(self.device)
 
     @cached_property
-    def _head(self) -> Layer:
-        return self._weights.head(self._embedding)
+    def _head(self) -> Linear:
+        return self._loader.head(self._embedding, self.device)
 
 
 def _positions(config: LlamaConfig, max_context: int | None) -> int:

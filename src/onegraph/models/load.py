@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from onegraph.formats.checkpoint import Checkpoint
+from onegraph.models.chain import ChainedLlama, chained
 from onegraph.models.config import LlamaConfig
 from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.models.deepseek_v4_config import DeepseekV4Config
@@ -27,7 +28,7 @@ def load_decoder(
     gpus: int | None = None,
     fp8_kv: bool = False,
     fused: bool = True,
-) -> Llama | DeepseekV4:
+) -> Llama | ChainedLlama | DeepseekV4:
     """`load` of the family's own class: see `Llama.load` and `DeepseekV4.load`.
 
     Args:
@@ -44,4 +45,4 @@ def load_decoder(
     if gpus is not None or fp8_kv:
         what = "--gpus places layers over GPUs" if gpus is not None else "--kv fp8 is a way to keep keys"
         raise ValueError(f"{what} for DeepSeek-V4; this model is {checkpoint.config.get('model_type')!r}")
-    return Llama.load(checkpoint, device, dtype, max_context=max_context, fused=fused)
+    return chained(Llama.load(checkpoint, device, dtype, max_context=max_context, fused=fused))

@@ -18,17 +18,17 @@ from onegraph.ops.norm import rms_norm
 
 
 class Attend(Protocol):
-    """A way to attend: qkv [B, Q, (heads + 2 kv_heads) * head_dim] -> [B, Q, heads * head_dim]."""
+    """A way to attend: qkv [B, Q, (heads + 2 kv_heads) * head_dim], rows of it q heads, then k, then v ->
+    [B, Q, heads * head_dim]."""
 
     def attend(self, attention: Attention, qkv: Tensor) -> Tensor: ...
 
 
 class Attention(nn.Module):
-    """Grouped-query attention: one linear to q, k and v, `cache.attend`, one linear back.
+    """What a cache has to know of one layer's grouped-query attention: `cache.attend(attention, qkv)`.
 
     Args:
         index: number of the layer, by which a cache finds its part.
-        qkv, out: the linears; rows of qkv are q heads, then k, then v.
         heads, kv_heads, head_dim: sizes; heads is a multiple of kv_heads.
         q_norm, k_norm: per-head RMSNorm weights [head_dim] (Qwen3) or None; eps: theirs.
         cos, sin: RoPE tables float32 [positions, head_dim / 2], shared by all layers; None for a layer without RoPE.
@@ -44,8 +44,6 @@ class Attention(nn.Module):
         self,
         *,
         index: int,
-        qkv: nn.Module,
-        out: nn.Module,
         heads: int,
         kv_heads: int,
         head_dim: int,
@@ -59,15 +57,10 @@ class Attention(nn.Module):
         super().__init__()
         self.index, self.heads, self.kv_heads, self.head_dim = index, heads, kv_heads, head_dim
         self.eps, self.window, self.scale = eps, window, head_dim**-0.5
-        self.qkv, self.out = qkv, out
         self.register_buffer("q_norm", q_norm)
         self.register_buffer("k_norm", k_norm)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
-
-    def forward(self, x: Tensor, cache: Attend) -> Tensor:
-        """x [B, Q, D] -> [B, Q, D]."""
-        return self.out(cache.attend(self, self.qkv(x)))
 
 
 class PagedCache:
@@ -130,6 +123,11 @@ class PagedCache:
     @property
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
+
+    @property
+    def parts(self) -> list[PagedCache]:
+        """One for each stage of a model: this is the only one."""
+        return [self]
 
     def tensors(self) -> list[Tensor]:
         """Everything that outlives a step, except whose it is."""

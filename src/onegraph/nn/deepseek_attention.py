@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
 from onegraph.nn.linear import Linear
-from onegraph.ops.gemv import gemv
+from onegraph.ops.linear import linear
 from onegraph.ops.norm import rms_norm
 
 
@@ -22,23 +21,6 @@ class Attend(Protocol):
     def attend(
         self, attention: DeepseekAttention, q: Tensor, kv: Tensor, states: Tensor | None, index_q: Tensor | None
     ) -> Tensor: ...
-
-
-class GroupedLinear(nn.Module):
-    """G independent linears side by side: x [..., G, k] -> [..., G, n], weight [G, n, k]."""
-
-    weight: Tensor
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        if weight.dim() != 3:
-            raise ValueError(f"weight is {tuple(weight.shape)}; it must be [groups, n, k]")
-        self.register_buffer("weight", weight.contiguous())
-
-    def forward(self, x: Tensor) -> Tensor:
-        groups, n, k = self.weight.shape
-        y = torch.bmm(x.reshape(-1, groups, k).transpose(0, 1), self.weight.transpose(1, 2))
-        return y.transpose(0, 1).reshape(*x.shape[:-1], n)
 
 
 class Compressor(nn.Module):
@@ -132,7 +114,7 @@ class DeepseekAttention(nn.Module):
         """x [B, Q, D] -> [B, Q, D]."""
         low, kv = self.qkv_a(x).split((self.q_norm.shape[0], self.head_dim), dim=2)
         low = rms_norm(low, self.q_norm, self.eps)
-        states = None if self.states is None else gemv(x, self.states.weight, False)
+        states = None if self.states is None else linear(x, self.states.weight, False)
         index_q = None if self.index_q is None else self.index_q(low)
         out = cache.attend(self, self.q_b(low), kv, states, index_q)
         return self.out_b(self.out_a(out.unflatten(2, (self.groups, -1)).flatten(3)).flatten(2))

@@ -159,14 +159,10 @@ class DeepseekCache:
 
 
 class PlacedCache:
-    """The caches of a model that is placed over several devices, one for each stage; sizes are those of any of them."""
+    """The caches of a model that is placed over several devices, one for each stage."""
 
     def __init__(self, parts: list[DeepseekCache]) -> None:
         self.parts = parts
-
-    @property
-    def block_table(self) -> Tensor:
-        return self.parts[0].block_table
 
     def tensors(self) -> list[Tensor]:
         return [tensor for part in self.parts for tensor in part.tensors()]

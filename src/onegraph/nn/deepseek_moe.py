@@ -3,25 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from onegraph.ops.deepseek_moe import deepseek_route, routed_experts, swiglu
-from onegraph.ops.gemv import gemv
-
-
-class Experts(nn.Module):
-    """Dense routed experts: gate_up [E, 2F, D], down [E, D, F]. A quantized kind has the same call."""
-
-    gate_up: Tensor
-    down: Tensor
-
-    def __init__(self, gate_up: Tensor, down: Tensor, limit: float) -> None:
-        super().__init__()
-        self.limit = limit
-        self.register_buffer("gate_up", gate_up.contiguous())
-        self.register_buffer("down", down.contiguous())
-
-    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """x [T, D], experts int32 [T, k], weights float32 [T, k] -> [T, D]."""
-        return routed_experts(x, experts, weights, self.gate_up, self.down, self.limit)
+from onegraph.nn.experts import Experts
+from onegraph.ops.activation import swiglu
+from onegraph.ops.deepseek_moe import deepseek_route
+from onegraph.ops.linear import linear
 
 
 class SharedExpert(nn.Module):
@@ -59,7 +44,7 @@ class DeepseekMoE(nn.Module):
         gate: Tensor,
         bias: Tensor | None,
         table: Tensor | None,
-        experts: nn.Module,
+        experts: Experts,
         shared: nn.Module,
         top_k: int,
         scale: float,
@@ -74,7 +59,7 @@ class DeepseekMoE(nn.Module):
                     f"table names experts {int(low)} to {int(high)}; the layer has 0 to {gate.shape[0] - 1}"
                 )
         self.experts, self.shared, self.top_k, self.scale = experts, shared, top_k, scale
-        self._one = (experts, shared) if experts.get_buffer("down").shape[0] > gate.shape[0] else None
+        self._one = (experts, shared) if experts.count > gate.shape[0] else None
         self.register_buffer("gate", gate)
         self.register_buffer("bias", None if bias is None else bias.float())
         self.register_buffer("table", None if table is None else table.to(torch.int32).contiguous())
@@ -86,7 +71,7 @@ class DeepseekMoE(nn.Module):
 
     def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
         flat = x.flatten(0, 1)
-        logits = gemv(flat, self.gate, True)
+        logits = linear(flat, self.gate, True)
         together = self.together and flat.shape[0] <= FEW
         experts, weights = deepseek_route(
             logits, self.bias, self.table, tokens.flatten(), self.top_k, self.scale, together

@@ -128,9 +128,18 @@ class TurboQuantCache:
         return self.block_table.shape[1] * self.page_size
 
     @property
+    def parts(self) -> list[TurboQuantCache]:
+        """One for each stage of a model: this is the only one."""
+        return [self]
+
+    def tensors(self) -> list[Tensor]:
+        """Everything that outlives a step, except whose it is."""
+        coded = [one for layer in self.layers if layer is not None for one in (layer.codes, layer.ring)]
+        return [*self.paged.tensors(), *(tensor for tensor in coded if tensor is not None)]
+
+    @property
     def nbytes(self) -> int:
-        rings = [one for layer in self.layers if layer is not None for one in (layer.codes, layer.ring)]
-        return self.paged.nbytes + sum(t.numel() * t.element_size() for t in rings if t is not None)
+        return sum(t.numel() * t.element_size() for t in self.tensors())
 
     def reset(self) -> None:
         """Forget everything: after a NaN, which masks keep out of results but nothing else removes."""

@@ -5,9 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.formats.e8p import BITS, STAGE_RATIO, codebook, hadamard_block, residual_dtype
+from onegraph.formats.e8p import BITS, STAGE_RATIO, E8PFormat, codebook, hadamard_block, residual_dtype
 from onegraph.ops.hadamard import FLOATS, hadamard
 from onegraph.ops.registry import Case, Op, nbytes, register
+from onegraph.ops.weight import ChainOps, Given, WeightOps
 
 
 def _decode_e8p(codes: Tensor, table: Tensor) -> Tensor:
@@ -327,3 +328,66 @@ e8p_embedding = register(
 
 row = out_scale[id] * in_scale * H_k(Q[id]); arguments as in `e8p_linear`.
 """
+
+
+# --------------------------------------------------------------------------------------------------- as a weight format
+
+ROWS_AT_ONCE = 512  # when a layer is decoded: a vocabulary at once would take gigabytes, and four times as long
+
+
+def _run(
+    format: E8PFormat, x: Tensor, weight: Given, bias: Tensor | None, add: Tensor | None, eps: float | None,
+    silu: bool, float32: bool,
+) -> Tensor:  # fmt: skip
+    return e8p_linear(
+        x, weight["codes"], weight.get("residual"), weight["codebook"], weight["in_scale"], weight["out_scale"], bias,
+        format.rate, add, eps, silu, float32,
+    )  # fmt: skip
+
+
+def _dense(format: E8PFormat, weight: Given) -> Tensor:
+    codes, residual, table = weight["codes"], weight.get("residual"), weight["codebook"]
+    n, k = codes.shape[0], codes.shape[1] * 8
+    dense = torch.empty(n, k, device=codes.device)
+    for first in range(0, n, ROWS_AT_ONCE):  # whole rotation blocks: the last part is a multiple of n's block too
+        part = slice(first, first + ROWS_AT_ONCE)
+        q = e8p_decode(codes[part], None if residual is None else residual[part], table, format.rate).float()
+        rows = hadamard(hadamard(q, hadamard_block(k)).t().contiguous(), hadamard_block(n)).t()
+        dense[part] = rows * weight["out_scale"][part].unsqueeze(1) * weight["in_scale"]
+    return dense
+
+
+def _look_up(format: E8PFormat, ids: Tensor, weight: Given) -> Tensor:
+    return e8p_embedding(
+        ids, weight["codes"], weight.get("residual"), weight["codebook"], weight["in_scale"], weight["out_scale"],
+        format.rate,
+    )  # fmt: skip
+
+
+def _chain_takes(format: E8PFormat, sizes: tuple[int, int, int, int]) -> bool:
+    from onegraph.ops.cuda import e8p_chain as kernel
+
+    return kernel.takes(1, sizes, format.rate, torch.bfloat16)
+
+
+def _chain(
+    format: E8PFormat, x: Tensor, residual: Tensor, weights: list[Given], biases: list[Tensor | None], eps: float
+) -> tuple[Tensor, Tensor]:
+    from onegraph.ops.e8p_chain import e8p_chain
+
+    made: tuple[Tensor, Tensor] = e8p_chain(
+        x,
+        residual,
+        [each["codes"] for each in weights],
+        [each["residual"] for each in weights if "residual" in each],
+        weights[0]["codebook"],
+        [each["in_scale"] for each in weights],
+        [each["out_scale"] for each in weights],
+        biases,
+        format.rate,
+        eps,
+    )
+    return made
+
+
+WEIGHT = WeightOps(linear=_run, decode=_dense, embedding=_look_up, chain=ChainOps(_chain_takes, _chain))

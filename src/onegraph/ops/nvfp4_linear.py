@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.formats.nvfp4 import E4M3, swizzle_scales
+from onegraph.formats.nvfp4 import E4M3, NVFP4Format, swizzle_scales
 from onegraph.ops.norm import FLOATS
 from onegraph.ops.nvfp4 import (
     activation_scale,
@@ -18,11 +18,13 @@ from onegraph.ops.nvfp4 import (
     check_weight,
     decode_e2m1,
     dequantize_weight,
+    nvfp4_dequantize_weight,
     quantize,
     random_weight,
     times_scales,
 )
 from onegraph.ops.registry import Case, Op, nbytes, register
+from onegraph.ops.weight import Given, WeightOps
 
 
 def _linear(x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -314,3 +316,29 @@ nvfp4_linear_w4a4 = register(
 )
 """`nvfp4_linear_w4a4(x, codes, scale, global_scale [n], input_scale, bias)`: activations in NVFP4 too, their global
 scale `input_scale` [] frozen, or None: from x, on the device, each call."""
+
+
+# --------------------------------------------------------------------------------------------------- as a weight format
+
+
+def _weight(given: Given) -> tuple[Tensor, Tensor, Tensor]:
+    return given["codes"], given["scale"], given["global_scale"]
+
+
+def _run(
+    format: NVFP4Format, x: Tensor, weight: Given, bias: Tensor | None, add: None, eps: None, silu: bool, float32: bool
+) -> Tensor:
+    x = x.float() if float32 else x
+    if format.activations is None:
+        return nvfp4_linear(x, *_weight(weight), bias)
+    return nvfp4_linear_w4a4(x, *_weight(weight), weight.get("input_scale"), bias)
+
+
+WEIGHT = WeightOps(
+    linear=_run,
+    decode=lambda format, weight: nvfp4_dequantize_weight(*_weight(weight)),
+    grouped=lambda format, x, weight: nvfp4_grouped_linear(x, *_weight(weight)),
+    experts=lambda format, x, experts, weights, gate_up, down, limit: nvfp4_experts(
+        x, experts, weights, *_weight(gate_up), *_weight(down), limit
+    ),
+)

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from onegraph.formats.e8p import UNIT, codebook, hadamard_block, residual_dtype
-from onegraph.ops.e8p import e8p_decode
+from onegraph.formats.e8p import E8P, UNIT, hadamard_block, residual_dtype
+from onegraph.formats.weight import Tensors
 from onegraph.ops.hadamard import hadamard
+from onegraph.ops.weight import weight_ops
 from onegraph.quant.e8p import encode
 from onegraph.quant.graphs import encoder
 from onegraph.quant.ldlq import Coupling, Rounded, couplings, damped, sweep
 from onegraph.quant.recipe import GAUSSIAN_RHO, Recipe
 
 _ROWS = 16384  # rows rounded at once; more only costs memory
-Tensors = dict[str, Tensor]
 
 
 def generator(seed: int, name: str) -> torch.Generator:
@@ -140,10 +140,9 @@ def quantize_embedding(weight: Tensor, bits: int, recipe: Recipe, source: torch.
 
 def dequantize(tensors: Tensors, bits: int, *, embedding: bool = False) -> Tensor:
     """The dense weight float32 [n, k] that checkpoint tensors stand for."""
-    codes = tensors["codes"]
-    q = e8p_decode(codes, tensors.get("residual"), codebook(codes.device), bits).float()
-    weight = hadamard(q, hadamard_block(q.shape[1]))
+    format, ops = E8P[bits], weight_ops(E8P[bits])
+    given = format.fold(tensors) | format.constants(tensors["codes"].device)
     if not embedding:
-        weight = hadamard(weight.T.contiguous(), hadamard_block(q.shape[0])).T
-    out = tensors["out_scale"].float() * tensors["scale"]
-    return (weight * out.unsqueeze(1) * tensors["in_scale"].float()).contiguous()
+        return ops.decode(format, given)
+    assert ops.embedding is not None
+    return ops.embedding(format, torch.arange(len(given["codes"]), device=given["codes"].device), given)

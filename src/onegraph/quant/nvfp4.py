@@ -1,11 +1,14 @@
 """Weights to NVFP4: round to nearest, or with a search for each group's scale."""
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from onegraph.formats.nvfp4 import E4M3, E4M3_MAX, GROUP, NVFP4Config, NVFP4Tensors
+from onegraph.formats.nvfp4 import E4M3, E4M3_MAX, GROUP, NVFP4, NVFP4Config
+from onegraph.formats.weight import Tensors
+from onegraph.nn.linear import Linear
 from onegraph.ops.nvfp4 import SMALLEST, activation_scale, decode_e2m1, encode_e2m1, quantize
 
 # What the largest magnitude of a group may become. 6 is E2M1's largest number; larger targets clip, smaller ones trade
@@ -15,9 +18,10 @@ ROWS_AT_ONCE = 512
 
 
 @torch.no_grad()
-def quantize_weight(weight: Tensor, *, search: bool = True) -> NVFP4Tensors:
-    """weight [n, k] -> codes, scales and global scale. `search` tries `TARGETS` for each group and keeps the scale of
-    least squared error. Raises ValueError where k is no multiple of 16 or the weight is not finite."""
+def quantize_weight(weight: Tensor, *, search: bool = True) -> Tensors:
+    """weight [n, k] -> what a file holds: codes, scale (the bits of E4M3) and global_scale []. `search` tries `TARGETS`
+    for each group and keeps the scale of least squared error. Raises ValueError where k is no multiple of 16 or the
+    weight is not finite."""
     if weight.dim() != 2 or weight.shape[1] % GROUP:
         raise ValueError(f"a weight of {tuple(weight.shape)} cannot become NVFP4: columns come in groups of {GROUP}")
     if not torch.isfinite(weight).all():
@@ -25,7 +29,7 @@ def quantize_weight(weight: Tensor, *, search: bool = True) -> NVFP4Tensors:
     gain = activation_scale(weight)
     parts = [(_searched if search else quantize)(part.float(), gain) for part in weight.split(ROWS_AT_ONCE)]
     codes, scale = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-    return NVFP4Tensors(codes, scale, gain, None)
+    return {"codes": codes, "scale": scale, "global_scale": gain}
 
 
 def _searched(x: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,9 +71,8 @@ def quantized_tensors(
             made = quantize_weight(read(name).to(device), search=search)
         except ValueError as error:
             raise ValueError(f"{owner}: {error}") from None
-        yield f"{owner}.weight", made.codes.cpu()
-        yield f"{owner}.weight_scale", made.scale.view(E4M3).cpu()
-        yield f"{owner}.weight_scale_2", made.global_scale.cpu()
+        made["scale"] = made["scale"].view(E4M3)
+        yield from ((tensor, made[key].cpu()) for key, tensor in NVFP4.names((), owner).items())
         if on_linear is not None:
             on_linear(owner)
 
@@ -77,3 +80,19 @@ def quantized_tensors(
 def config_for(kept: Iterable[str]) -> NVFP4Config:
     """The quantization_config of what `quantized_tensors` made; `kept` are the modules that stay as they are."""
     return NVFP4Config(tuple(sorted(kept)))
+
+
+@contextmanager
+def observing(linear: Linear) -> Iterator[None]:
+    """Meanwhile the `input_scale` of a linear of frozen W4A4 follows the largest activations that calls bring, on the
+    device and in place."""
+
+    def see(module: Linear, args: tuple[Tensor, ...]) -> None:
+        frozen = module.get_buffer("input_scale")
+        frozen.copy_(torch.maximum(frozen, activation_scale(args[0])))
+
+    handle = linear.register_forward_pre_hook(see)
+    try:
+        yield
+    finally:
+        handle.remove()

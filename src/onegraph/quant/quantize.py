@@ -101,11 +101,11 @@ class _Job:
             bits=recipe.bits, layers=rates, lm_head=recipe.lm_head, embed_tokens=recipe.embed_tokens
         )
         for name, (n, k) in shapes.items():
-            if k % 8 and any(self.config.bits_of(p + name) != KEEP for p in prefixes):
-                raise ValueError(
-                    f"{name} is {n} x {k}; E8P codes 8 inputs at once, so the inputs must be a multiple of 8: "
-                    f"keep it with the rate 16 for '*{name}'"
-                )
+            for prefix in prefixes:
+                try:
+                    self.config.format_of(prefix + name).check_size(n, k)
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}; keep it with the rate 16 for '*{name}'") from None
         self.done, self.total = 0, len(first) * model.num_blocks
         self.batch = max(1, recipe.batch_tokens // tokens.shape[1])
         self.tokens = tokens

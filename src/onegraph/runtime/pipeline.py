@@ -1,12 +1,12 @@
-"""Stages of one step on several devices: each a Runner with its own graphs, tensors handed on by peer copies.
+"""Stages of one step: a Runner for each device, with its own graphs; one stage is a pipeline that hands nothing on.
 
 One graph cannot span devices (torch 2.11: a capture that touches a second GPU fails), so a step is one graph a device.
 A hand-over is a `copy_` between the two devices' streams: torch orders it behind what the source has queued, and behind
 and before what the target has queued, by events on those streams. The host waits for nothing and may run ahead.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -20,29 +20,26 @@ class DeviceError(RuntimeError):
     """A GPU of a pipeline failed; the message says which."""
 
 
-class Pools:
-    """One GraphPool a device, entered together."""
+@contextmanager
+def running(pools: Sequence[GraphPool]) -> Iterator[None]:
+    """Work inside goes to the pools' own streams; without pools it stays where it is.
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self.each = [GraphPool(device) for device in devices]
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Work inside goes to the devices' own streams. A device's error comes out as a DeviceError that names it."""
-        try:
-            with ExitStack() as stack:
-                for pool in self.each:
-                    stack.enter_context(pool.running())
-                yield
-        except RuntimeError as error:
-            if broken := [pool.device for pool in self.each if not _answers(pool)]:
-                names = ", ".join(map(str, broken))
-                what = str(error).strip().split("\n")[0]
-                raise DeviceError(
-                    f"{names} failed ({what}); what the sequences had computed is lost: restart the process, with "
-                    "CUDA_VISIBLE_DEVICES leaving it out if it fails again"
-                ) from error
-            raise
+    A device's error comes out as a DeviceError that names it.
+    """
+    try:
+        with ExitStack() as stack:
+            for pool in pools:
+                stack.enter_context(pool.running())
+            yield
+    except RuntimeError as error:
+        if broken := [pool.device for pool in pools if not _answers(pool)]:
+            names = ", ".join(map(str, broken))
+            what = str(error).strip().split("\n")[0]
+            raise DeviceError(
+                f"{names} failed ({what}); what the sequences had computed is lost: restart the process, with "
+                "CUDA_VISIBLE_DEVICES leaving it out if it fails again"
+            ) from error
+        raise
 
 
 def _answers(pool: GraphPool) -> bool:
@@ -53,58 +50,77 @@ def _answers(pool: GraphPool) -> bool:
     return True
 
 
+# Of a bucket: each stage and where its result goes, and the copies at the end.
+_Links = tuple[list[tuple[Runner, Tensor | None]], list[tuple[Tensor, Tensor]]]
+
+
 class Pipeline:
-    """Runs stages in order; looks like one Runner to a caller.
+    """Runs stages in order and returns what the last one returns.
 
     Args:
-        stages: Runners whose steps return a dict. An output whose name is an input of the next stage is copied there;
-            the last stage's go to every stage that has such an input, itself included, which is how a step's result
-            enters the next step. What no stage takes is the pipeline's result.
+        stages: one or more Runners with the same buckets.
+        carried: the input of each stage but the first that takes what the stage before it returns, a tensor.
+        shared: inputs of all stages that the last one writes in place; the others get copies when it is done, which is
+            how a step's result enters the next step.
     """
 
-    def __init__(self, stages: Sequence[Runner]) -> None:
+    def __init__(self, stages: Sequence[Runner], *, carried: str = "stream", shared: Sequence[str] = ()) -> None:
         if not stages:
             raise ValueError("stages: got none; a pipeline has one or more")
         self.stages = list(stages)
-        last = len(stages) - 1
-        self._routes = [stages[i + 1 : i + 2] if i < last else stages for i in range(len(stages))]
+        for i, stage in enumerate(self.stages):
+            if missing := sorted({*shared, *([carried] if i else [])} - stage.inputs.keys()):
+                raise ValueError(f"stage {i} takes {sorted(stage.inputs)}; {missing} must be among them")
+        self._carried, self._shared = carried, tuple(shared)
+        self._links: dict[int | None, _Links] = {}
 
     @property
     def mode(self) -> str:
         return self.stages[0].mode
 
+    def running(self) -> AbstractContextManager[None]:
+        """The streams of the stages; wrap a loop over `replay` in it once."""
+        return running([stage.pool for stage in self.stages if stage.pool is not None])
+
     def load(self, **values: Tensor) -> tuple[int, int | None]:
-        """Copy `values` into every stage that takes them; what a stage hands to the next is not the caller's."""
-        own = [name for stage in self.stages for name in stage.inputs]
-        if unknown := sorted(set(values) - set(own)):
-            raise ValueError(f"inputs: got {unknown}; the stages take {sorted(set(own))}")
-        fits = []
+        """Copy `values` into every stage that takes them; what a stage hands to the next is not the caller's.
+
+        Returns (rows, bucket).
+        """
+        own = {name for stage in self.stages for name in stage.inputs}
+        if unknown := sorted(set(values) - own):
+            raise ValueError(f"inputs: got {unknown}; the stages take {sorted(own)}")
         rows = len(next(iter(values.values())))
+        fits = []
         for stage in self.stages:
             kept = {name: tensor[:rows] if stage.buckets else tensor for name, tensor in stage.inputs.items()}
-            given = {name: values.get(name, tensor) for name, tensor in kept.items()}
-            fits.append(stage.load(**given))
+            fits.append(stage.load(**{name: values.get(name, tensor) for name, tensor in kept.items()}))
         return fits[0]
 
     def replay(self, bucket: int | None = None) -> Any:
-        """Run all stages on what their buffers hold; returns what no stage takes, valid until the next replay."""
-        outputs: Mapping[str, Tensor] = {}
-        taken: set[str] = set()
-        for stage, targets in zip(self.stages, self._routes, strict=True):
-            outputs = stage.replay(bucket)
-            for target in targets:
-                views = target.views(bucket)
-                for name in outputs.keys() & views.keys():
-                    views[name].copy_(outputs[name], non_blocking=True)
-                    taken.add(name)
-        rest = {name: value for name, value in outputs.items() if name not in taken}
-        return next(iter(rest.values())) if len(rest) == 1 else rest
+        """Run all stages on what their buffers hold; the result is valid until the next replay."""
+        stages, copies = self._links.get(bucket) or self._link(bucket)
+        result = None
+        for stage, target in stages:
+            result = stage.replay(bucket)
+            if target is not None:
+                target.copy_(result, non_blocking=True)
+        for source, copy in copies:
+            copy.copy_(source, non_blocking=True)
+        return result
+
+    def _link(self, bucket: int | None) -> _Links:
+        """Kept, because making views costs the host more than the copies do."""
+        *before, last = [stage.views(bucket) for stage in self.stages]
+        targets = [*(views[self._carried] for views in (*before, last)[1:]), None]
+        copies = [(last[name], views[name]) for name in self._shared for views in before]
+        return self._links.setdefault(bucket, (list(zip(self.stages, targets, strict=True)), copies))
 
 
 def check_links(devices: Sequence[torch.device]) -> None:
     """Raises ValueError where two devices that hand tensors to each other cannot reach each other's memory."""
     cuda = [device.index for device in devices if device.type == "cuda"]
-    for a, b in sorted({*pairwise(cuda), *((cuda[-1], b) for b in cuda)}):
+    for a, b in sorted({*pairwise(cuda), *((cuda[-1], b) for b in cuda[:-1])}):
         if a != b and not torch.cuda.can_device_access_peer(a, b):
             raise ValueError(
                 f"cuda:{a} has no peer link to cuda:{b} (nvidia-smi topo -p2p r shows them); place the layers on GPUs "

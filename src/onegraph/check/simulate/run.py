@@ -62,7 +62,7 @@ class _Simulation:
     def run(self) -> Report:
         begin = time.perf_counter()
         rng = torch.get_rng_state()
-        gc.freeze()  # what exists already is no part of the step: collections need not walk it
+        gc.freeze()  # what exists already is no part of the step: collections, the report's too, need not walk it
         try:
             torch.default_generator.manual_seed(0)
             with machine(self.world):
@@ -70,10 +70,10 @@ class _Simulation:
                 for index in range(self.count):
                     self._one(step, inputs, index)
                 self.world.phase = "idle"
+            return self._report(step, time.perf_counter() - begin)
         finally:
             torch.set_rng_state(rng)
             gc.unfreeze()
-        return self._report(step, time.perf_counter() - begin)
 
     def _build(self) -> tuple[Callable[..., Any], Callable[[int], Any]]:
         self.world.phase, self.world.step = "build", -1

@@ -1,0 +1,63 @@
+"""What the engine asks of a model. `Llama` and `DeepseekV4` of `onegraph.models` give it."""
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class Cache(Protocol):
+    """The state of all sequences: what `Decoder.new_cache` makes. Each of `parts` lies on one stage's device, and a
+    `view` of it has `block_table`, `positions`, `counts` and `slots` to set before a pass (`nn.attention.PagedCache`).
+    """
+
+    @property
+    def parts(self) -> list[Any]: ...
+    def tensors(self) -> list[Tensor]: ...  # everything that outlives a step, except whose it is
+    def reset(self) -> None: ...
+
+
+class Decoder(Protocol):
+    """A model in stages, one for each device. A pass is `enter`, `run` of each stage in order, `leave`; called, the
+    model makes a whole one.
+
+    Attributes:
+        config: with `vocab_size`.
+        dtype: of activations. devices: of each stage; tokens enter on the first, logits come out on the last.
+        max_context: positions that it has tables for. page_size: tokens of a page, unless the caller asks otherwise.
+        embed: the module that gives tokens their vectors.
+        dense_attention: attends over whole sequences without a cache; None where a model attends only through the
+            state that it keeps.
+    """
+
+    @property
+    def config(self) -> Any: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def devices(self) -> list[torch.device]: ...
+    @property
+    def max_context(self) -> int: ...
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def embed(self) -> nn.Module: ...
+    @property
+    def dense_attention(self) -> Any: ...
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]: ...  # the weights, as of a Module
+
+    def __call__(self, tokens: Tensor, cache: Any) -> Tensor: ...  # int64 [B, Q] -> hidden [B, Q, D]
+
+    # The stream is what one layer hands to the next. Between stages it is a tensor of `stream_shape` in `dtype`; within
+    # the only stage it may be anything.
+    def enter(self, tokens: Tensor) -> Any: ...  # int64 [B, Q] -> stream
+    def run(self, stage: int, stream: Any, tokens: Tensor, cache: Any) -> Any: ...  # -> stream, perhaps in place
+    def leave(self, stream: Any) -> Tensor: ...  # -> hidden after the final norm [B, Q, D]
+    def logits(self, hidden: Tensor) -> Tensor: ...  # [..., D] -> float32 [..., V]
+    def stream_shape(self, rows: int, length: int) -> tuple[int, ...]: ...
+
+    def new_cache(self, *, rows: int, pages: int, page_size: int, pages_per_row: int, kv: Any = None) -> Cache:
+        """State for `rows` sequences. kv: how keys and values are stored, None for the model's own way; ValueError
+        where there is no other."""
+        ...

@@ -1,0 +1,39 @@
+"""The weight formats, and the `quantization_config` that tells which layers are stored in which of them."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from onegraph.formats.e8p import E8PConfig
+from onegraph.formats.files import quote
+from onegraph.formats.mxfp4 import MXFP4Config
+from onegraph.formats.nvfp4 import NVFP4Config
+from onegraph.formats.weight import Quantization
+
+
+class _Parser(Protocol):
+    @staticmethod
+    def matches(data: Mapping[str, Any]) -> bool: ...
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Quantization: ...
+
+
+CONFIGS: tuple[type[_Parser], ...] = (E8PConfig, NVFP4Config, MXFP4Config)  # registration: one entry a format
+
+
+def parse_quantization(data: object) -> Quantization | None:
+    """The `quantization_config` of a config.json; None where there is none.
+
+    Raises ValueError for a method that no format reads, and for keys or values that make no sense.
+    """
+    if data is None:
+        return None
+    if not isinstance(data, Mapping):
+        raise ValueError(f"quantization_config is {type(data).__name__}; it must be an object")
+    for config in CONFIGS:
+        if config.matches(data):
+            return config.from_dict(data)
+    raise ValueError(
+        f"quantization_config has quant_method {quote(data.get('quant_method'), 80)}, which is not supported; load the "
+        "unquantized model, one that onegraph quantized, or one in NVFP4 (ModelOpt, compressed-tensors) or MXFP4 "
+        "(compressed-tensors)"
+    )

@@ -1,0 +1,240 @@
+"""A weight format as one record: the tensors of a layer, how a file holds them, how a layer may be cut and joined.
+
+Everything that differs between E8P, NVFP4, MXFP4 and dense weights stands in such a record, one file a format; loaders,
+modules, quantizers and plugins read it and know no format by name. `formats/quantization.py` lists the formats.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+Tensors = dict[str, Tensor]  # the tensors of one layer, by the names of a format's fields
+Shape = tuple[int, ...]
+Dtypes = tuple[torch.dtype, ...]
+Expected = dict[str, tuple[Shape, Dtypes]]  # tensor name in a file -> shape and the dtypes that it may have
+Fusion = Literal["norm", "silu", "add"]  # RMSNorm or SwiGLU in front of a linear, a sum behind it: in the same launch
+
+FLOATS: Dtypes = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Field:
+    """One tensor of a layer of n outputs and k inputs.
+
+    Args:
+        dtype: of its elements; None: that of the activations.
+        rows, columns: how many outputs and inputs one element stands for along the last two dimensions; 0: the tensor
+            has no such dimension.
+        stored: the dtypes that a file may hold it in; empty: `dtype` alone.
+    """
+
+    dtype: torch.dtype | None
+    rows: int = 0
+    columns: int = 0
+    stored: Dtypes = ()
+
+    def shape(self, n: int, k: int) -> Shape:
+        return tuple(-(-size // unit) for size, unit in ((n, self.rows), (k, self.columns)) if unit)
+
+    @property
+    def row_dim(self) -> int:
+        """The dimension of the outputs, counted from the last."""
+        return -2 if self.columns else -1
+
+    def cut(self, tensor: Tensor, part: Part) -> Tensor:
+        """What of the tensor belongs to a part of its layer; a view."""
+        for span, unit, dim in ((part.rows, self.rows, self.row_dim), (part.columns, self.columns, -1)):
+            if span is not None and unit:
+                first, last = span
+                tensor = tensor.narrow(dim, first // unit, -(-last // unit) - first // unit)
+        return tensor
+
+
+@dataclass(frozen=True)
+class Part:
+    """Outputs and inputs of a layer, each first..last, None for all of them."""
+
+    rows: tuple[int, int] | None = None
+    columns: tuple[int, int] | None = None
+
+    def size(self, n: int, k: int) -> tuple[int, int]:
+        """Outputs and inputs of the part."""
+        return tuple(size if span is None else span[1] - span[0] for size, span in ((n, self.rows), (k, self.columns)))  # type: ignore[return-value]
+
+
+WHOLE = Part()
+
+
+class File(Protocol):
+    """What a record asks of a checkpoint: names, and what is known of a tensor before it is read."""
+
+    def __contains__(self, name: object) -> bool: ...
+    def info(self, name: str) -> Any: ...  # with shape, dtype, file
+
+
+class Source(File, Protocol):
+    """A file whose tensors can be read to the device that a layer goes to."""
+
+    def read(self, name: str, field: Field, part: Part) -> Tensor: ...
+
+
+class WeightFormat:
+    """One way to store the weight [n, k] of a linear. Subclasses give the class attributes and what differs.
+
+    Attributes:
+        name: how messages and records call it.
+        ops: the module whose `WEIGHT` runs it (`onegraph.ops.weight.WeightOps`).
+        fields: what the ops take, in this order; a tensor whose dtype is None has that of the activations.
+        group: inputs that are coded together: k is a multiple of it.
+        fuses: what may be computed in the launch of a linear.
+    """
+
+    name: str
+    ops: str
+    fields: Mapping[str, Field]
+    group: int = 1
+    fuses: frozenset[Fusion] = frozenset()
+
+    def __repr__(self) -> str:
+        return self.name
+
+    # ------------------------------------------------------------------------------------------------------ in a file
+
+    @property
+    def stored(self) -> Mapping[str, Field]:
+        """What a checkpoint holds of a layer, by the suffix of its name; `fields` unless loading folds some of them."""
+        return self.fields
+
+    def names(self, file: Container[str], layer: str) -> dict[str, str]:
+        """Field of `stored` -> name of its tensor in the file."""
+        return {suffix: f"{layer}.{suffix}" for suffix in self.stored}
+
+    def expected(self, file: File, layer: str, n: int, k: int, bias: bool = False) -> Expected:
+        """The tensors of `layer` that must be in the file. Raises ValueError where n x k cannot be stored."""
+        self.check_size(n, k)
+        names = self.names(file, layer)
+        found: Expected = {
+            names[key]: (field.shape(n, k), field.stored or ((field.dtype,) if field.dtype else FLOATS))
+            for key, field in self.stored.items()
+        }
+        return found | ({f"{layer}.bias": ((n,), FLOATS)} if bias else {})
+
+    def read(self, source: Source, layer: str, part: Part = WHOLE) -> Tensors:
+        """The `fields` of a layer, or of a part of it. Raises CheckpointError for values that no layer has."""
+        names = self.names(source, layer)
+        return self.fold({key: source.read(names[key], field, part) for key, field in self.stored.items()})
+
+    def fold(self, stored: Tensors) -> Tensors:
+        """From the tensors of a file to `fields`: what can be multiplied together once is."""
+        return stored
+
+    def check_size(self, n: int, k: int) -> None:
+        if n < 1 or k < 1 or k % self.group:
+            raise ValueError(
+                f"a linear of {n} x {k} cannot be stored as {self.name}; inputs come in groups of {self.group}, so "
+                f"k % {self.group} must be 0"
+            )
+
+    def layout(self, n: int, k: int, bias: bool = False) -> dict[str, tuple[Shape, torch.dtype]]:
+        """What is written of a linear: field of `stored` (and "bias") -> (shape, dtype). Raises ValueError, as
+        `expected` does."""
+        self.check_size(n, k)
+        found = {key: (field.shape(n, k), field.dtype or torch.bfloat16) for key, field in self.stored.items()}
+        return found | ({"bias": ((n,), torch.float32)} if bias else {})
+
+    def bits(self, n: int, k: int, bias: bool = False) -> int:
+        """Bits that one linear takes on disk, all scales counted."""
+        return 8 * sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.layout(n, k, bias).values())
+
+    @property
+    def coded(self) -> bool:
+        """Whether the weight is in codes, whatever the dtype of the activations."""
+        return all(field.dtype is not None for field in self.fields.values())
+
+    # ----------------------------------------------------------------------------------------------- on the way to ops
+
+    def check(self, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+        """Outputs and inputs of a layer with these tensors, which may have dimensions in front (experts, groups).
+        Raises ValueError where a shape or dtype disagrees with the others."""
+        if missing := [key for key in self.fields if key not in tensors]:
+            raise ValueError(f"{self.name}: {missing[0]} is missing; a layer has {', '.join(self.fields)}")
+        if unknown := [key for key in tensors if key not in self.fields]:
+            raise ValueError(f"{self.name}: {unknown[0]} is given; a layer has {', '.join(self.fields)}")
+        key, field = next((key, field) for key, field in self.fields.items() if field.rows and field.columns)
+        like = tensors[key]
+        if like.dim() < 2:
+            raise ValueError(f"{key} is {tuple(like.shape)}; it must be [..., n, k / {field.columns}]")
+        *lead, rows, columns = like.shape
+        n, k = rows * field.rows, columns * field.columns
+        for key, field in self.fields.items():
+            tensor, shape = tensors[key], (*lead, *field.shape(n, k))
+            dtypes = (field.dtype,) if field.dtype is not None else FLOATS
+            if tensor.dtype not in dtypes or tuple(tensor.shape) != shape:
+                kinds = " or ".join(str(kind).removeprefix("torch.") for kind in dtypes)
+                raise ValueError(
+                    f"{key} is {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}; "
+                    f"a layer of {n} x {k} in {self.name} asks for {kinds} {shape}"
+                )
+        return n, k
+
+    def constants(self, device: torch.device) -> Tensors:
+        """What every layer's ops take besides: tables of the format, one of each on a device."""
+        return {}
+
+    def after_norm(self, tensors: Tensors, weight: Tensor) -> Tensors:
+        """The layer with the weight [k] of the RMSNorm in front in it; only of a format that fuses "norm"."""
+        raise AssertionError(f"{self.name} does not fuse a norm")
+
+    # -------------------------------------------------------------------------------------------------- cut and joined
+
+    def check_part(self, n: int, k: int, part: Part) -> None:
+        """Raises ValueError where the part of a layer of n x k is not itself a layer of this format."""
+        for what, span, size, unit in (
+            ("rows", part.rows, n, max(field.rows for field in self.fields.values())),
+            ("columns", part.columns, k, math.lcm(self.group, *(f.columns for f in self.fields.values() if f.columns))),
+        ):
+            if span is None:
+                continue
+            first, last = span
+            if not 0 <= first < last <= size:
+                raise ValueError(f"{what} {first}:{last} is no part of {size}; bounds must ascend within it")
+            if first % unit or (last % unit and last != size):
+                raise ValueError(f"{what} {first}:{last} cuts a group of {unit}; bounds must be multiples of {unit}")
+
+    def part(self, tensors: Mapping[str, Tensor], part: Part) -> Tensors:
+        """The tensors of a part of the layer, itself a layer. Raises ValueError where it is none."""
+        self.check_part(*self.check(tensors), part)
+        return {key: field.cut(tensors[key], part).clone() for key, field in self.fields.items()}
+
+    def join(self, parts: Sequence[Mapping[str, Tensor]]) -> Tensors | None:
+        """One layer with the rows of all parts, which read the same input; None where that is not exact."""
+        joined: Tensors = {}
+        for key, field in self.fields.items():
+            tensors = [part[key] for part in parts]
+            if field.rows:
+                joined[key] = torch.cat(tensors, dim=field.row_dim)
+            elif all(torch.equal(tensor, tensors[0]) for tensor in tensors[1:]):
+                joined[key] = tensors[0]
+            else:
+                return None
+        return joined
+
+
+class Quantization(Protocol):
+    """The `quantization_config` of a checkpoint, parsed: which layer is stored in which format."""
+
+    def format_of(self, layer: str, file: File) -> WeightFormat: ...
+
+    def check_layers(self, layers: Collection[str]) -> None:
+        """Raises ValueError where it names a linear of a block that `layers` does not have."""
+
+    def ignored(self, name: str) -> bool:
+        """Whether a file may hold the tensor `name` although nothing reads it."""
+
+    def to_dict(self) -> dict[str, Any]: ...

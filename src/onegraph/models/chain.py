@@ -1,0 +1,83 @@
+"""An optional pass over a loaded Llama: for one token, what lies between two attentions in one launch.
+
+It is for models so small that the codes of four linears fit one cluster's shared memory (no dimension above 1536) and
+returns every other model as it was. `docs/performance.md` says what it gives.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from onegraph.models.llama import Block, Llama
+from onegraph.nn.attention import Attend
+from onegraph.nn.block import Stream
+from onegraph.nn.linear import Linear
+from onegraph.ops.weight import weight_ops
+
+
+class Chain:
+    """What follows a layer's attention: out, gate-up and down, and qkv of the next layer if there is one."""
+
+    def __init__(self, block: Block, following: Block | None) -> None:
+        self.attention, self.eps = block.attention, block.gate_up.eps
+        self.links: list[Any] = [block.out.linear, block.gate_up.linear, block.down.linear]
+        if following is not None:
+            self.links.append(following.qkv.linear)
+
+    @property
+    def suits(self) -> bool:
+        """Whether one launch computes it: linears of one format, which has such a launch and takes these sizes."""
+        if not all(isinstance(link, Linear) and link.format is self.links[0].format for link in self.links):
+            return False
+        format, (out, _, down, *qkv) = self.links[0].format, self.links
+        sizes = out.in_features, out.out_features, down.in_features, sum(each.out_features for each in qkv)
+        chain = weight_ops(format).chain
+        return chain is not None and chain.takes(format, sizes)
+
+    def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """x [..., k] that attention gave, residual [..., D] -> residual [..., D], qkv [..., n] of the next layer."""
+        format = self.links[0].format
+        chain = weight_ops(format).chain
+        assert chain is not None
+        weights, biases = [link.given for link in self.links], [link.bias for link in self.links]
+        return chain.run(format, x, residual, weights, biases, self.eps)
+
+
+class ChainedLlama(nn.Module):
+    """`model`, whose steps of a single token run through chains; everything else is the model's own."""
+
+    def __init__(self, model: Llama, chains: list[Chain]) -> None:
+        super().__init__()
+        self.model, self.chains = model, chains
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("model"), name)
+
+    def forward(self, tokens: Tensor, cache: Attend) -> Tensor:
+        """As `Llama.forward`."""
+        return self.model.leave(self.run(0, self.model.enter(tokens), tokens, cache))
+
+    def run(self, stage: int, stream: Stream, tokens: Tensor, cache: Attend) -> Stream:
+        """As `Llama.run`; two ops a layer where there is one token."""
+        if tokens.numel() != 1:
+            return self.model.run(stage, stream, tokens, cache)
+        first = self.model.blocks[0]
+        assert isinstance(first, Block)
+        qkv, residual = first.qkv(stream)
+        for chain in self.chains:
+            residual, qkv = chain(cache.attend(chain.attention, qkv), residual)
+        return Stream(residual)
+
+
+def chained(model: Llama) -> Llama | ChainedLlama:
+    """`model` with chains where every layer suits them, else `model` itself."""
+    blocks: list[Any] = list(model.blocks)
+    if not all(block.fused for block in blocks):
+        return model
+    chains = [Chain(block, following) for block, following in zip(blocks, [*blocks[1:], None], strict=True)]
+    return ChainedLlama(model, chains) if all(chain.suits for chain in chains) else model

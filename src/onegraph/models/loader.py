@@ -1,0 +1,208 @@
+"""From a checkpoint to layers, for every family: what must be there, and each tensor streamed to its device.
+
+A family says what it is made of (`Parts`) and under which names its files store that; the formats say which tensors a
+linear has. Everything is checked before anything is read. Then each tensor goes from its mapped file through pinned
+memory to its device, cut on the way, and joined there: the host never holds more than the pages of one layer.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onegraph.formats.checkpoint import Checkpoint
+from onegraph.formats.dense import DENSE
+from onegraph.formats.files import CheckpointError
+from onegraph.formats.weight import FLOATS, WHOLE, Expected, Field, Part, Tensors, WeightFormat
+from onegraph.models.parts import Family
+from onegraph.models.stream import Stream
+from onegraph.nn.embedding import Embedding
+from onegraph.nn.experts import Experts
+from onegraph.nn.linear import GroupedLinear, Linear, Siblings, Weight, join
+
+
+class Loader:
+    """The layers of one checkpoint, made when asked for.
+
+    Args:
+        config: see `Family`.
+        dtype: of activations and dense weights.
+        decode: make dense layers of quantized ones, for a device whose time would go into reading codes.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, config: Family, dtype: torch.dtype, *, decode: bool = False) -> None:
+        if dtype not in FLOATS:
+            raise ValueError(f"dtype is {dtype}; allowed are float32, bfloat16 and float16")
+        self.checkpoint, self.dtype, self.decode = checkpoint, dtype, decode
+        self.parts, self.quantization = config.parts, config.quantization
+        self.stored = {config.family_name(name): name for name in checkpoint.names}
+        self._streams: dict[torch.device, Stream] = {}
+
+    # ---------------------------------------------------------------------------------------------- what must be there
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.stored
+
+    def info(self, name: str) -> Any:
+        return self.checkpoint.info(self.stored.get(name, name))
+
+    def format_of(self, layer: str) -> WeightFormat:
+        return DENSE if self.quantization is None else self.quantization.format_of(layer, self)
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head is the embedding's own weight: tied by the config, and neither of the two quantized."""
+        ends = self.parts.head, self.parts.embedding[0]
+        return self.parts.tied and all(self.format_of(name) is DENSE for name in ends)
+
+    def layers(self) -> dict[str, tuple[int, int, bool]]:
+        """Every layer that may be quantized and is in the file: the linears and the embedding."""
+        name, (rows, columns) = self.parts.embedding
+        absent = self.parts.head if self.tied else None
+        linears = {layer: size for layer, size in self.parts.linears.items() if layer != absent}
+        return linears | {name: (rows, columns, False)}
+
+    def expected(self) -> Expected:
+        """Every tensor that the config asks for, by the family's name: (shape, dtypes allowed)."""
+        found: Expected = {}
+        for layer, (n, k, bias) in self.layers().items():
+            found |= self.format_of(layer).expected(self, layer, n, k, bias)
+        return found | dict(self.parts.tensors)
+
+    def check(self) -> None:
+        """Raises CheckpointError that names each tensor missing, of a wrong shape or dtype, or not asked for; and
+        ValueError where the config names a layer that the model does not have, or one cannot be stored so."""
+        if self.quantization is not None:
+            self.quantization.check_layers([name for name in self.parts.linears if name != self.parts.head])
+        expected = {self.stored.get(name, name): what for name, what in self.expected().items()}
+        ignored = {stored for name, stored in self.stored.items() if self._ignored(name)}
+        self.checkpoint.check(expected, optional=ignored)
+
+    def _ignored(self, name: str) -> bool:
+        spare = self.tied and name == f"{self.parts.head}.weight"
+        return spare or self.parts.ignored(name) or (self.quantization is not None and self.quantization.ignored(name))
+
+    def device_bytes(self) -> dict[str, int]:
+        """Bytes on the device of every tensor, by the family's name."""
+        found = {}
+        for name in self.expected():
+            info = self.info(name)
+            wide = self.dtype.itemsize if info.dtype in FLOATS else info.dtype.itemsize
+            found[name] = info.nbytes // info.dtype.itemsize * wide
+        return found
+
+    # -------------------------------------------------------------------------------------------------------- reading
+
+    def tensor(self, name: str, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor in `dtype`, the model's unless another is given."""
+        value = self.checkpoint.unrounded(self.stored.get(name, name))
+        return self._stream(device)(value, dtype or self.dtype)
+
+    def float32(self, name: str, device: torch.device) -> Tensor:
+        """A tensor that stays float32 in any model."""
+        return self.tensor(name, device, torch.float32)
+
+    def weight(self, layer: str, device: torch.device, part: Part = WHOLE) -> tuple[WeightFormat, Tensors]:
+        """The tensors of a layer, or of a part of it, in its format. Raises ValueError where the part is no layer."""
+        format = self.format_of(layer)
+        if part != WHOLE:
+            n, k, _ = self.layers()[layer]
+            format.check_part(n, k, part)
+        return format, format.read(_Reader(self, device), layer, part)
+
+    def forget(self) -> None:
+        """Drops the maps of the files read so far, whose pages count as this process's memory."""
+        self.checkpoint.forget()
+
+    def _stream(self, device: torch.device) -> Stream:
+        if device not in self._streams:
+            self._streams[device] = Stream(device)
+        return self._streams[device]
+
+    # --------------------------------------------------------------------------------------------------- making layers
+
+    def linear(self, layer: str, device: torch.device, part: Part = WHOLE) -> Linear:
+        """A linear, or a part of it; the first part of its inputs has the bias."""
+        format, tensors = self.weight(layer, device, part)
+        bias = None
+        if self.parts.linears[layer][2] and (part.columns is None or part.columns[0] == 0):
+            dtype = torch.float32 if format.coded else self.dtype
+            bias = Field(dtype, rows=1).cut(self.tensor(f"{layer}.bias", device, dtype), part)
+        made = Linear(format, tensors, bias)
+        return made.dense(self.dtype) if self.decode and format.coded else made
+
+    def siblings(self, layers: Sequence[str], device: torch.device, *, joined: bool = True) -> Linear | Siblings:
+        """Linears that read the same input: as one where that is exact, unless `joined` is False."""
+        linears = [self.linear(layer, device) for layer in layers]
+        return join(linears) if joined else Siblings(linears)
+
+    def grouped(self, layer: str, groups: int, device: torch.device) -> GroupedLinear:
+        """`groups` linears whose rows are stored one group after the other."""
+        format, tensors = self.weight(layer, device)
+        split = {key: _ungrouped(tensors[key], field, groups) for key, field in format.fields.items()}
+        return GroupedLinear(format, split)
+
+    def experts(
+        self, gate_up: Sequence[tuple[str, str]], down: Sequence[str], limit: float, device: torch.device
+    ) -> Experts:
+        """Routed experts from the names of each one's gate, up and down; of one format, each put in place as it comes.
+
+        Raises CheckpointError that names the first expert of another format.
+        """
+        format = self.format_of(down[0])
+        for layer in (name for names in zip(gate_up, down, strict=True) for name in (*names[0], names[1])):
+            if self.format_of(layer) is not format:
+                raise CheckpointError(
+                    f"{layer} is {self.format_of(layer)} and other experts of its layer are {format}; they must be of "
+                    "one kind"
+                )
+        return Experts(
+            self._stacked(format, [list(names) for names in gate_up], device),
+            self._stacked(format, [[name] for name in down], device),
+            limit,
+        )
+
+    def _stacked(self, format: WeightFormat, layers: Sequence[Sequence[str]], device: torch.device) -> Weight:
+        """One weight [E, n, k] whose matrices are the joined `layers` of each expert."""
+        whole: Tensors = {}
+        for i, names in enumerate(layers):
+            one = format.join([self.weight(name, device)[1] for name in names])
+            if one is None:
+                raise CheckpointError(f"{names[0]} and {names[-1]} differ in what {format} shares; they cannot be one")
+            whole = whole or {key: tensor.new_empty((len(layers), *tensor.shape)) for key, tensor in one.items()}
+            for key, tensor in one.items():
+                whole[key][i] = tensor
+        return Weight(format, whole)
+
+    def embedding(self, device: torch.device) -> Embedding:
+        format, tensors = self.weight(self.parts.embedding[0], device)
+        return Embedding(format, tensors, self.dtype)
+
+    def head(self, embedding: Embedding, device: torch.device) -> Linear:
+        """The linear to logits; shares the embedding's weight where the two are tied."""
+        return Linear(embedding.format, embedding.tensors) if self.tied else self.linear(self.parts.head, device)
+
+
+def _ungrouped(tensor: Tensor, field: Field, groups: int) -> Tensor:
+    """[G n, ..] -> [G, n, ..]; what has no rows is the same for all groups."""
+    if not field.rows:
+        return tensor.expand(groups, *tensor.shape)
+    return tensor.unflatten(field.row_dim, (groups, -1))
+
+
+class _Reader:
+    """A loader's file as the formats read it: on one device."""
+
+    def __init__(self, loader: Loader, device: torch.device) -> None:
+        self.loader, self.device = loader, device
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.loader
+
+    def info(self, name: str) -> Any:
+        return self.loader.info(name)
+
+    def read(self, name: str, field: Field, part: Part) -> Tensor:
+        value = field.cut(self.loader.checkpoint.unrounded(self.loader.stored.get(name, name)), part)
+        return self.loader._stream(self.device)(value, self.loader.dtype if field.dtype is None else None)

@@ -1,0 +1,36 @@
+"""How dense weights are run: torch's own products, and ours where the result is float32 or experts are routed."""
+
+import torch
+from torch import Tensor
+
+from onegraph.formats.weight import WeightFormat
+from onegraph.ops.deepseek_moe import routed_experts
+from onegraph.ops.embedding import embedding
+from onegraph.ops.linear import linear
+from onegraph.ops.weight import Given, WeightOps
+
+
+def _linear(
+    format: WeightFormat, x: Tensor, weight: Given, bias: Tensor | None, add: None, eps: None, silu: bool, float32: bool
+) -> Tensor:
+    if float32 and bias is None:
+        return linear(x, weight["weight"], True)
+    y = torch.nn.functional.linear(x, weight["weight"], bias)
+    return y.float() if float32 else y
+
+
+def _grouped(format: WeightFormat, x: Tensor, weight: Given) -> Tensor:
+    groups, n, k = weight["weight"].shape
+    y = torch.bmm(x.reshape(-1, groups, k).transpose(0, 1), weight["weight"].transpose(1, 2))
+    return y.transpose(0, 1).reshape(*x.shape[:-1], n)
+
+
+WEIGHT = WeightOps(
+    linear=_linear,
+    decode=lambda format, weight: weight["weight"].float(),
+    grouped=_grouped,
+    experts=lambda format, x, experts, weights, gate_up, down, limit: routed_experts(
+        x, experts, weights, gate_up["weight"], down["weight"], limit
+    ),
+    embedding=lambda format, ids, weight: embedding(ids, weight["weight"]),
+)

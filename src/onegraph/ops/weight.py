@@ -1,0 +1,59 @@
+"""How weights of a format are run: one record beside the ops of each format, found through `WeightFormat.ops`."""
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from onegraph.formats.weight import WeightFormat
+
+Given = Mapping[str, Tensor]  # the tensors of `WeightFormat.fields` and `.constants`, by name
+
+
+@dataclass(frozen=True)
+class ChainOps:
+    """Four linears between two attentions as one launch, for one token.
+
+    Args:
+        takes: (format, (inputs of out, width, inputs of down, outputs of qkv or 0)) -> whether it does.
+        run: (format, x, residual, weights and biases of out, gate-up, down and maybe qkv, eps) -> residual, qkv.
+    """
+
+    takes: Callable[[Any, tuple[int, int, int, int]], bool]
+    run: Callable[..., tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightOps:
+    """The ops on weights of one format.
+
+    Args:
+        linear: (format, x [..., k], weight, bias [n] or None, add, eps, silu, float32) -> [..., n] in x's dtype, or in
+            float32. `add`, `eps` (an RMSNorm whose weight is in the layer) and `silu` are given only to a format that
+            fuses them.
+        decode: (format, weight) -> the dense weight float32 [n, k] that the tensors stand for, exact.
+        grouped: (format, x [..., G, k], weight [G, n, k]) -> [..., G, n].
+        experts: (format, x [T, D], experts int32 [T, K], weights float32 [T, K], gate_up [E, 2F, D], down [E, D, F],
+            limit) -> [T, D].
+        embedding: (format, ids [...], weight [V, D]) -> float32 [..., D], of a weight whose output side is not rotated.
+        chain: for small models.
+
+    What a format does not have is None.
+    """
+
+    linear: Callable[..., Tensor]
+    decode: Callable[[Any, Given], Tensor]
+    grouped: Callable[[Any, Tensor, Given], Tensor] | None = None
+    experts: Callable[..., Tensor] | None = None
+    embedding: Callable[[Any, Tensor, Given], Tensor] | None = None
+    chain: ChainOps | None = None
+
+
+@cache
+def weight_ops(format: WeightFormat) -> WeightOps:
+    ops = importlib.import_module(format.ops).WEIGHT
+    assert isinstance(ops, WeightOps)
+    return ops

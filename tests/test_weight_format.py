@@ -1,0 +1,345 @@
+"""Every weight format by its record: cut, joined, checked, loaded and run as the dense weight that it stands for."""
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models import Decoder, e8p_tensors, hf_model, save_hf
+from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
+from onegraph.formats.dense import DENSE
+from onegraph.formats.e8p import E8P, E8PConfig
+from onegraph.formats.files import CheckpointError
+from onegraph.formats.mxfp4 import MXFP4, MXFP4Config, from_blocks
+from onegraph.formats.nvfp4 import E4M3, NVFP4, NVFP4Config, NVFP4Format
+from onegraph.formats.quantization import parse_quantization
+from onegraph.formats.weight import Part, WeightFormat
+from onegraph.models.config import LlamaConfig
+from onegraph.models.llama import Llama
+from onegraph.models.loader import Loader
+from onegraph.nn.embedding import Embedding
+from onegraph.nn.experts import Experts
+from onegraph.nn.linear import GroupedLinear, Linear, Siblings, Weight, join
+from onegraph.ops.mxfp4 import mxfp4_dequantize
+from onegraph.ops.weight import weight_ops
+from onegraph.quant.nvfp4 import quantize_weight
+
+FORMATS = [DENSE, *E8P.values(), NVFP4, MXFP4]
+CPU = torch.device("cpu")
+each_format = pytest.mark.parametrize("format", FORMATS, ids=str)
+
+
+def stored(format: WeightFormat, n: int, k: int, seed: int) -> dict[str, Tensor]:
+    """A random layer as a file holds it, by the names of the format's `stored`."""
+    g = torch.Generator().manual_seed(seed)
+    if format in E8P.values():
+        return e8p_tensors(n, k, format.rate, seed)[0]
+    if format is MXFP4:
+        codes = torch.randint(0, 256, (n, k // 2), generator=g, dtype=torch.uint8)
+        return {"codes": codes, "scale": torch.randint(118, 124, (n, k // 32), generator=g, dtype=torch.uint8)}
+    weight = torch.randn(n, k, generator=g) * k**-0.5
+    if format is NVFP4:
+        made = quantize_weight(weight)
+        return made | {"scale": made["scale"].view(E4M3)}
+    return {"weight": weight}
+
+
+class Held:
+    """Tensors in memory as a format reads them from a file."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tensors
+
+    def info(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def read(self, name: str, field: Any, part: Part) -> Tensor:
+        return field.cut(self.tensors[name], part)
+
+
+def named(format: WeightFormat, layer: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    names = format.names((), layer)
+    return {names[key]: tensor for key, tensor in tensors.items()}
+
+
+def made(format: WeightFormat, n: int, k: int, seed: int = 0, bias: bool = False) -> Linear:
+    tensors = format.read(Held(named(format, "a", stored(format, n, k, seed))), "a")
+    return Linear(format, tensors, torch.linspace(-1, 1, n) if bias else None)
+
+
+def near(got: Tensor, want: Tensor, error: float = 3e-6) -> bool:
+    return bool((got - want).norm() <= error * want.norm())
+
+
+@each_format
+def test_a_linear_is_its_decoded_weight(format: WeightFormat) -> None:
+    layer = made(format, 96, 160, bias=True)
+    x = torch.randn(2, 3, 160, generator=torch.Generator().manual_seed(1))
+    want = x @ layer.dense().weight.T + layer.bias
+    assert near(layer(x), want)
+    assert layer(x, float32=True).dtype == torch.float32
+    half = layer.dense(torch.bfloat16) if format is DENSE else layer
+    assert half(x.bfloat16()).dtype == torch.bfloat16
+    assert near(half(x.bfloat16(), float32=True), want, 8e-3)
+    assert (layer.out_features, layer.in_features, layer.count) == (96, 160, 1)
+
+
+@each_format
+def test_what_a_format_fuses_is_the_composition(format: WeightFormat) -> None:
+    layer, gain = made(format, 128, 160), 1 + torch.rand(160, generator=torch.Generator().manual_seed(1))
+    x, add = torch.randn(3, 160), torch.randn(3, 128)
+    if "add" in format.fuses:
+        assert near(layer(x, add=add), layer(x) + add)
+    if "silu" in format.fuses:
+        gate, up = torch.randn(3, 320).chunk(2, -1)
+        assert near(layer(torch.cat([gate, up], -1), silu=True), layer(torch.nn.functional.silu(gate) * up))
+    if "norm" in format.fuses:
+        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * gain
+        assert near(layer.after_norm(gain)(x, eps=1e-5), layer(normed))
+    else:
+        with pytest.raises(AssertionError, match="does not fuse"):
+            layer.after_norm(gain)
+
+
+@each_format
+def test_parts_are_the_slices_of_the_weight(format: WeightFormat) -> None:
+    whole = made(format, 384, 512, bias=True)
+    weight, x = whole.dense().weight, torch.randn(2, 512)
+    rows, columns = [(0, 128), (128, 384)], [(0, 256), (256, 384), (384, 512)]
+    for r, c in itertools.product(rows, columns):
+        assert near(whole.part(rows=r, columns=c).dense().weight, weight[slice(*r), slice(*c)])
+    assert near(torch.cat([whole.part(rows=r)(x) for r in rows], -1), whole(x))
+    parts = [whole.part(columns=c, keep_bias=c[0] == 0)(x[:, slice(*c)].contiguous()) for c in columns]
+    assert near(sum(parts), whole(x))
+
+
+@each_format
+@pytest.mark.parametrize("span", [(0, 0), (128, 128), (-128, 0), (256, 640), (256, 128)])
+def test_bounds_outside_of_a_layer_are_refused(format: WeightFormat, span: tuple[int, int]) -> None:
+    layer = made(format, 512, 512)
+    with pytest.raises(ValueError, match=r"rows .* is no part of 512"):
+        layer.part(rows=span)
+    with pytest.raises(ValueError, match=r"columns .* is no part of 512"):
+        layer.part(columns=span)
+
+
+@pytest.mark.parametrize(("format", "unit"), [(NVFP4, 16), (MXFP4, 32), (E8P[2], 128)], ids=str)
+def test_columns_are_cut_between_groups(format: WeightFormat, unit: int) -> None:
+    layer = made(format, 256, 512)
+    assert layer.part(columns=(unit, 2 * unit)).in_features == unit
+    for span in ((unit // 2, 2 * unit), (0, unit // 2)):
+        with pytest.raises(ValueError, match=r"columns .* cut"):
+            layer.part(columns=span)
+
+
+@each_format
+def test_joined_layers_are_the_layers_one_after_the_other(format: WeightFormat) -> None:
+    parts = [made(format, n, 128, seed=n, bias=n == 384) for n in (128, 384)]
+    if "in_scale" in format.fields:  # what siblings share
+        parts[1] = Linear(format, parts[1].tensors | {"in_scale": parts[0].in_scale}, parts[1].bias)
+    one, x = join(parts), torch.randn(3, 128)
+    assert isinstance(one, Linear)
+    assert near(one(x), torch.cat([part(x) for part in parts], -1))
+    other = made(DENSE if format is not DENSE else MXFP4, 128, 128)
+    assert isinstance(join([parts[0], other]), Siblings)
+
+
+@each_format
+def test_a_file_holds_what_the_layout_says(format: WeightFormat) -> None:
+    n, k = 64, 96
+    layout, tensors = format.layout(n, k), stored(format, n, k, 0)
+    expected = format.expected(Held({}), "a", n, k, bias=True)
+    names = format.names((), "a")
+    for key, tensor in tensors.items():
+        shape, dtypes = expected.pop(names[key])
+        assert tuple(tensor.shape) == shape == layout[key][0]
+        assert tensor.dtype in dtypes
+    assert list(expected) == ["a.bias"]
+    assert format.bits(n, k) == 8 * sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout.values())
+    with pytest.raises(ValueError, match=r"cannot be stored"):
+        format.layout(n, 0 if format is DENSE else 100)
+
+
+@each_format
+def test_tensors_that_disagree_are_refused(format: WeightFormat) -> None:
+    good = made(format, 64, 96).tensors
+    for key, tensor in good.items():
+        for bad in (tensor[:-1] if tensor.dim() else tensor.expand(2), tensor.to(torch.complex64)):
+            if format is DENSE and bad.dtype == tensor.dtype:
+                continue  # any matrix is a dense layer
+            with pytest.raises(ValueError, match=r"asks for|ask for"):
+                Linear(format, good | {key: bad})
+        with pytest.raises(ValueError, match=f"{key} is missing"):
+            Linear(format, {name: value for name, value in good.items() if name != key})
+    with pytest.raises(ValueError, match="zero_point is given"):
+        Linear(format, good | {"zero_point": torch.zeros(())})
+
+
+@each_format
+def test_grouped_and_expert_weights_are_their_matrices(format: WeightFormat) -> None:
+    ops = weight_ops(format)
+    layers = [made(format, 64, 64, seed=i) for i in range(3)]
+    tensors = {key: torch.stack([layer.tensors[key] for layer in layers]) for key in format.fields}
+    x = torch.randn(2, 3, 64)
+    if ops.grouped is None:
+        with pytest.raises(ValueError, match="no grouped linear"):
+            GroupedLinear(format, tensors)(x)
+    else:
+        got = GroupedLinear(format, tensors)(x)
+        assert near(got, torch.stack([layer(x[:, i].contiguous()) for i, layer in enumerate(layers)], 1))
+    down = {key: torch.stack([made(format, 64, 32, seed=i).tensors[key] for i in range(3)]) for key in format.fields}
+    if ops.experts is None:
+        with pytest.raises(ValueError, match="cannot be run"):
+            Experts(Weight(format, tensors), Weight(format, down), 7.0)
+        return
+    experts = Experts(Weight(format, tensors), Weight(format, down), 7.0)
+    chosen, gains = torch.tensor([[2, 0]], dtype=torch.int32), torch.tensor([[0.25, 0.75]])
+    want = torch.zeros(1, 64)
+    for e, gain in zip(chosen[0].tolist(), gains[0], strict=True):
+        gate, up = layers[e](x[:1, 0]).chunk(2, -1)
+        hidden = torch.nn.functional.silu(gate.clamp(max=7)) * up.clamp(-7, 7)
+        want += gain * (hidden @ made(format, 64, 32, seed=e).dense().weight.T)
+    assert near(experts(x[:1, 0], chosen, gains), want, 1e-5)
+
+
+@pytest.mark.parametrize("format", [NVFP4, MXFP4], ids=str)
+def test_an_embedding_needs_a_look_up(format: WeightFormat) -> None:
+    with pytest.raises(ValueError, match="cannot be stored"):
+        Embedding(format, made(format, 64, 96).tensors, torch.float32)
+
+
+CONFIGS: dict[WeightFormat, Any] = {
+    E8P[2]: E8PConfig(bits=2),
+    E8P[4]: E8PConfig(bits=4),
+    NVFP4: NVFP4Config(),
+    MXFP4: MXFP4Config(),
+}
+
+
+@pytest.mark.parametrize("format", CONFIGS, ids=str)
+def test_a_checkpoint_loads_to_the_model_of_its_numbers(format: WeightFormat, tmp_path: Path) -> None:
+    """A model with every linear of its blocks in the format, but one that was kept where tensors tell it, against
+    transformers with the numbers that the codes stand for; whole and decoded, and part by part."""
+    hf = hf_model("qwen2", hidden_size=96, intermediate_size=128, head_dim=16)
+    kept = "model.layers.1.mlp.up_proj" if format in (NVFP4, MXFP4) else None
+    tensors: dict[str, Tensor] = {}
+    for seed, (name, parameter) in enumerate(hf.named_parameters()):
+        layer, _, kind = name.rpartition(".")
+        if "proj" not in layer or kind == "bias" or layer == kept:
+            tensors[name] = parameter.detach()
+            continue
+        found = stored(format, *parameter.shape, seed)
+        tensors |= named(format, layer, found)
+        read = Linear(format, format.read(Held(named(format, "a", found)), "a"))
+        with torch.no_grad():
+            parameter.copy_(read.dense().weight)
+    config = hf.config.to_dict() | {"quantization_config": CONFIGS[format].to_dict()}
+    write_checkpoint(tmp_path / "m", config, tensors.items())
+    row = torch.randint(0, 131, (24,), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        want = hf(row.unsqueeze(0)).logits[0]
+    with Checkpoint.open(tmp_path / "m") as checkpoint:
+        for decode in (True, False):
+            model = Llama.load(checkpoint, decode=decode)
+            got = Decoder(model, rows=1, max_context=32).feed([row.tolist()])[0]
+            assert (got - want).abs().max() < 1e-4 * want.abs().max()
+            assert model.blocks[0].qkv.fused == ("norm" in format.fuses and not decode and _joins(model))
+        loader = Loader(checkpoint, LlamaConfig.from_dict(checkpoint.config), torch.float32)
+        name = "model.layers.0.mlp.down_proj"
+        whole = loader.linear(name, CPU)
+        assert whole.format is format
+        for part in (Part(rows=(0, 96), columns=(0, 128)), Part(rows=(32, 64)), Part(columns=(0, 128))):
+            if format in E8P.values() and part.rows == (32, 64):
+                part = Part(rows=(0, 96))
+            cut = loader.linear(name, CPU, part)
+            assert near(cut.dense().weight, whole.dense().weight[_slice(part.rows), _slice(part.columns)])
+        if kept is not None:
+            assert loader.linear(kept, CPU).format is DENSE
+
+
+def _slice(span: tuple[int, int] | None) -> slice:
+    return slice(None) if span is None else slice(*span)
+
+
+def _joins(model: Llama) -> bool:
+    return isinstance(model.blocks[0].qkv.linear, Linear)
+
+
+def test_the_bias_is_with_the_first_part_of_the_inputs(tmp_path: Path) -> None:
+    save_hf("qwen2", tmp_path)
+    with Checkpoint.open(tmp_path) as checkpoint:
+        loader = Loader(checkpoint, LlamaConfig.from_dict(checkpoint.config), torch.float32)
+        name = "model.layers.0.self_attn.q_proj"
+        whole, x = loader.linear(name, CPU), torch.randn(2, 72)
+        parts = [(0, 24), (24, 72)]
+        linears = [loader.linear(name, CPU, Part(columns=span)) for span in parts]
+        assert near(sum(layer(x[:, slice(*span)]) for layer, span in zip(linears, parts, strict=True)), whole(x))
+        rows = loader.linear(name, CPU, Part(rows=(16, 48)))
+        assert near(rows(x), whole(x)[:, 16:48])
+
+
+# -------------------------------------------------------------------------------------------------------------- MXFP4
+
+
+def test_mxfp4_is_transformers_own_for_gpt_oss() -> None:
+    """Bit for bit, in bfloat16, for all codes and the scales that published files have."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    g = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (2, 64, 3, 16), generator=g, dtype=torch.uint8)
+    scales = torch.randint(100, 140, (2, 64, 3), generator=g, dtype=torch.uint8)
+    want = convert_moe_packed_tensors(blocks, scales)  # [experts, inputs, outputs]
+    tensors = from_blocks(blocks, scales)
+    got = mxfp4_dequantize(tensors["codes"], tensors["scale"]).bfloat16()
+    assert torch.equal(got, want.transpose(1, 2))
+    with pytest.raises(ValueError, match="they must be uint8"):
+        from_blocks(blocks[..., :8], scales)
+
+
+def test_every_mxfp4_number_is_exact() -> None:
+    values = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+    codes = torch.arange(16, dtype=torch.uint8).repeat(253, 1)  # the halves of each byte: the code, and zero
+    scale = torch.arange(253, dtype=torch.uint8).unsqueeze(1)  # 6 times a larger one is beyond float32
+    got = mxfp4_dequantize(codes, scale).double()
+    for row, exponent in enumerate(range(-127, 126)):
+        want = [sign * math.ldexp(value, exponent) for sign in (1, -1) for value in values]
+        assert got[row, 0::2].tolist() == want
+        assert not got[row, 1::2].any()
+
+
+def test_a_scale_that_is_nan_is_named() -> None:
+    tensors = stored(MXFP4, 4, 32, 0)
+    tensors["scale"][2] = 255
+    with pytest.raises(CheckpointError, match=r"'a' has scales that are NaN"):
+        MXFP4.read(Held(named(MXFP4, "a", tensors)), "a")
+
+
+# ------------------------------------------------------------------------------------------------------------ configs
+
+
+def test_a_config_is_read_by_its_own_format() -> None:
+    assert parse_quantization(None) is None
+    for config in CONFIGS.values():
+        assert parse_quantization(config.to_dict()) == config
+    for data, message in (
+        ("e8p", "must be an object"),
+        ({"quant_method": "gptq"}, "'gptq', which is not supported"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "'compressed-tensors', which is not"),
+        ({"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "ignore": "x"}, "no list"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parse_quantization(data)
+
+
+def test_w4a4_is_a_format_of_its_own() -> None:
+    assert "input_scale" in NVFP4Format("frozen").fields
+    assert "input_scale" not in NVFP4Format("dynamic").fields
+    with pytest.raises(ValueError, match="allowed: None, 'dynamic', 'frozen'"):
+        NVFP4Format("static")
