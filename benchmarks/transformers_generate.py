@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, CompileConfig, LlamaConfig, Llama
 
 from onegraph.engine.record import emit, machine
 from onegraph.formats.checkpoint import write_checkpoint
-from onegraph.formats.e8p import E8PConfig, linear_tensors
+from onegraph.formats.e8p import E8PConfig, E8PFormat
 from onegraph.integrations.hf import TurboQuantCache
 
 MODES = ("eager", "captured", "compiled")
@@ -49,8 +49,8 @@ def write_random(path: Path, shape: dict[str, Any], bits: int) -> None:
                 yield name, (rows(parameter.shape) * scale).bfloat16()
                 continue
             n, k = parameter.shape
-            for suffix, (size, dtype) in linear_tensors(n, k, bits).items():
-                key = name.removesuffix("weight") + suffix
+            for suffix, field in E8PFormat(bits).stored.items():
+                key, size, dtype = name.removesuffix("weight") + suffix, field.shape(n, k), field.dtype
                 if suffix == "scale":
                     yield key, torch.tensor(k**-0.5 / UNIT[bits], dtype=dtype)
                 elif dtype.is_floating_point:

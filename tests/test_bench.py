@@ -1,5 +1,7 @@
 """The measuring functions: that they measure what they say, on a tiny model; figures are for a GPU to give."""
 
+import ast
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -52,3 +54,19 @@ def test_linear_rows_stay_under_their_roof() -> None:
     assert [row["bits"] for row in rows] == [16, 2, 4]
     for row in rows:
         assert 0 < row["roof_us"] < row["us"], "faster than the memory: the weights came out of the cache"
+
+
+def test_what_the_scripts_import_is_there(repo: Path) -> None:
+    """The plugins' modules aside, which need transformers or vLLM."""
+    seen = set()
+    for script in (repo / "benchmarks").glob("*.py"):
+        for node in ast.walk(ast.parse(script.read_text())):
+            name = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            if not name.startswith("onegraph") or "integrations" in name:
+                continue
+            module = importlib.import_module(name)
+            for alias in node.names:
+                inside = hasattr(module, "__path__") and importlib.util.find_spec(f"{name}.{alias.name}")
+                assert hasattr(module, alias.name) or inside, f"{script.name}: {name} has no {alias.name}"
+            seen.add(name)
+    assert len(seen) > 15

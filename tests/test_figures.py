@@ -114,8 +114,13 @@ def test_an_id_follows_from_the_row() -> None:
 
 
 def test_a_row_names_the_command_without_where_it_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["/x/benchmarks/linear.py", "--out", "a b.jsonl", "--shapes", "64x64", "--out=c"])
+    root = Path(record.__file__).parents[3]
+    script = str(root / "benchmarks/linear.py")
+    monkeypatch.setattr(sys, "argv", [script, "--out", "a b.jsonl", "--shapes", "64x64", "--out=c"])
     assert command_line() == "PYTHONPATH=src python3 benchmarks/linear.py --shapes 64x64"
+    monkeypatch.chdir(root)
+    monkeypatch.setattr(sys, "argv", ["tests/check/accuracy.py", "--ways", "live"])
+    assert command_line() == "PYTHONPATH=src python3 tests/check/accuracy.py --ways live"
     monkeypatch.setattr(sys, "argv", ["/usr/bin/onegraph", "bench", "step", "my model", "--json"])
     assert command_line() == "onegraph bench step 'my model' --json"
     row = machine("cpu")

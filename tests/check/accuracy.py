@@ -24,6 +24,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import corpus_tools
 import lanes
 
+from onegraph.engine.record import emit, machine
+
 NOT_CLAIMED = {
     # hazard of the file name -> why. Rows "-" and "~" of the table of hazards, as far as this way goes.
     "simulate": {},
@@ -100,6 +102,16 @@ def score(way: str, folder: str, seen: dict[str, Any], truth: dict[str, Any]) ->
     }
 
 
+def raw_line(way: str, cases: str, row: dict[str, Any]) -> dict[str, Any]:
+    """The score as a raw line; `wrong` says which cases and why."""
+    what = {"bench": "check-accuracy", "cases": cases, "way": way, "run": "now"}
+    return (
+        what
+        | {key.replace(" ", "_"): value for key, value in row.items()}
+        | machine("cuda" if way == "live" else "cpu")
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ways", nargs="+", default=["source", "simulate"])
@@ -109,6 +121,9 @@ def main() -> None:
     parser.add_argument("--shard", default="0/1", help="K/N: every N-th case, from the K-th on")
     parser.add_argument("--save", default="", help="write the findings here, as they come")
     parser.add_argument("--load", nargs="+", default=[], help="findings saved before; this run's replace them")
+    parser.add_argument(
+        "--out", type=Path, help="append a line a score, as benchmarks/results/check-accuracy.jsonl has"
+    )
     parser.add_argument("--by-author", action="store_true", help="cases without a measured row do what their name says")
     arguments = parser.parse_args()
     seen: dict[str, dict[str, Any]] = {}
@@ -135,6 +150,8 @@ def main() -> None:
             assumed = by_author(folder) if arguments.by_author else {}
             row = score(way, folder, seen[way], assumed | truth)
             print(f"{folder:8} {way:9}", {k: v for k, v in row.items() if k != "wrong"})
+            if arguments.out:
+                emit(raw_line(way, folder, row), arguments.out)
             for line in row["wrong"]:
                 print("    ", line)
     for way, results in seen.items():

@@ -3,14 +3,17 @@
 OMP_NUM_THREADS=1 python tests/check/measure_cost.py
 """
 
+import argparse
 import statistics
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from onegraph.check import check_step
+from onegraph.engine.record import emit, machine
 
 WIDTH, LAYERS, HEADS, CONTEXT, STEPS = 1024, 16, 16, 128, 4
 
@@ -94,13 +97,22 @@ def measure_step(repeats=3, more=6):
     return statistics.median(eager), statistics.median(simulated)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="append the lines to this file")
+    out = parser.parse_args().out
+    about = machine("cpu")
     check_step(factory, steps=3)  # imports
     eager, simulated, report = measure()
-    print(
-        f"built and {STEPS} eager steps {eager:.3f} s, simulated {simulated:.3f} s: {simulated / eager:.1f} times",
-        report.verdict,
-    )
+    model = f"{LAYERS} layers of width {WIDTH}"
+    row = {"bench": "check-cost", "what": f"{model}: built and {STEPS} eager steps, and simulated"}
+    row |= {"eager_s": round(eager, 3), "simulated_s": round(simulated, 3), "times": round(simulated / eager, 1)}
+    emit(row | {"verdict": str(report.verdict)} | about, out)
     eager, simulated = measure_step()
-    ratio = simulated / eager
-    print(f"one eager step {eager * 1e3:.1f} ms, one more simulated {simulated * 1e3:.1f} ms: {ratio:.1f} times")
+    row["what"] = f"{model}: one eager step, and one more simulated with its replay"
+    row |= {"eager_s": round(eager, 4), "simulated_s": round(simulated, 4), "times": round(simulated / eager, 1)}
+    emit(row | about, out)
+
+
+if __name__ == "__main__":
+    main()

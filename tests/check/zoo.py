@@ -152,10 +152,13 @@ def main() -> None:
     parser.add_argument(
         "--more", action="store_true", help="the models of the second set (--truth tests/check/zoo2.json)"
     )
+    parser.add_argument("--out", type=Path, help="append the score to benchmarks/results/check-accuracy.jsonl, say")
     parser.add_argument("--workers", type=int, default=2)
     arguments = parser.parse_args()
     import transformers  # once, before the fork
     from accuracy import _fit, bad
+
+    from onegraph.engine.record import emit, machine
 
     if arguments.more:
         arguments.names = MORE
@@ -182,8 +185,22 @@ def main() -> None:
     told = [n for n in known if seen[n].get("errors")]
     lines = [n for n in told if truth[n].get("at")]
     right = [n for n in lines if truth[n]["at"][-1] in [places[-1] for _, *places in seen[n]["errors"]]]
-    print({"models": len(known), "bad": sum(bad(truth[n]) for n in known), "told": len(told), "wrong": wrong,
-           "missed": missed, "failing line measured": len(lines), "line told": len(right)})  # fmt: skip
+    faulty = sum(bad(truth[n]) for n in known)
+    row = {
+        "bench": "check-accuracy",
+        "cases": "models2" if arguments.more else "models",
+        "way": "live" if arguments.live else "simulate",
+        "run": "now",
+        "bad_cases": faulty,
+        "recall": round(1 - len(missed) / max(faulty, 1), 3),
+        "error_findings": len(told),
+        "precision": round(1 - len(wrong) / max(len(told), 1), 3),
+        "models": len(known),
+        "failing_lines": len(lines),
+        "lines_told": len(right),
+        "wrong": [*wrong, *(f"{name}: missed" for name in missed)],
+    }
+    emit(row | machine("cuda" if arguments.live else "cpu"), arguments.out)
     for name in sorted({*wrong, *missed, *(set(lines) - set(right))}):
         print(name, truth[name], json.dumps(seen[name])[:400])
 

@@ -45,10 +45,12 @@ def machine(device: torch.device | str) -> Row:
 
 def command_line() -> str:
     """This process's command as a person would type it, without where its rows were written."""
-    script, words = Path(sys.argv[0]), sys.argv[1:]
+    script, words, root = Path(sys.argv[0]).absolute(), sys.argv[1:], Path(__file__).parents[3]
     kept = [w for i, w in enumerate(words) if "--out" not in (w, words[i - 1] if i else "") and w[:6] != "--out="]
-    start = f"PYTHONPATH=src python3 {script.parent.name}/{script.name}" if script.suffix == ".py" else script.name
-    return shlex.join([*shlex.split(start), *kept])
+    if script.suffix != ".py":
+        return shlex.join([script.name, *kept])
+    shown = script.relative_to(root) if root in script.parents else script
+    return "PYTHONPATH=src python3 " + shlex.join([str(shown), *kept])
 
 
 @lru_cache(maxsize=1)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from onegraph.formats.e8p import BITS, KEEP
 
 # RMS of the normalized weight in units of the codebook, by rate. Plain Gaussian data is best at GAUSSIAN_RHO; under a
-# Hessian the feedback of later blocks widens the targets by some 5 per cent, so less is better (docs/quality.md).
+# Hessian the feedback of later blocks widens the targets by some 5 per cent, so less is better (docs/log.md).
 GAUSSIAN_RHO = {2: 1.03, 3: 0.98, 4: 0.88}
 RHO = {2: 0.95, 3: 0.94, 4: 0.84}
 # Adam's step for tuning, relative to the scales: the coarser the codes, the further the best scales lie.
