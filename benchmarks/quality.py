@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.cli.tokenizer import Tokenizer
+from onegraph.api.tokenizer import Tokenizer
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.e8p import stored_bits
 from onegraph.models.llama import LlamaSource

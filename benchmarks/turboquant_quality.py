@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onegraph.api.tokenizer import Tokenizer
 from onegraph.cli.common import pick_device, pick_dtype, print_json, read_text
 from onegraph.cli.needle import CODES, DEPTHS, retrieve
-from onegraph.cli.tokenizer import Tokenizer
 from onegraph.engine.bench import machine
 from onegraph.engine.evaluate import evaluate
 from onegraph.formats.checkpoint import Checkpoint

@@ -138,8 +138,8 @@ def compare_components(
     each component as NVFP4; then one for all of them. Raises ValueError."""
     import torch
 
-    from onegraph.cli.size import component_bits
-    from onegraph.cli.tokenizer import Tokenizer
+    from onegraph.api.size import component_bits
+    from onegraph.api.tokenizer import Tokenizer
     from onegraph.engine.ab import costs, exchanged, in_nvfp4
     from onegraph.formats.nvfp4 import GROUP
     from onegraph.models.load import load_decoder, parse_config
@@ -183,10 +183,10 @@ def evaluate_checkpoint(
     """The whole command; shows progress on stderr. Returns what --json prints. Raises ValueError."""
     import torch
 
+    from onegraph.api.size import size_of
+    from onegraph.api.tokenizer import Tokenizer
     from onegraph.cli.needle import ROOM as NEEDLE_ROOM
     from onegraph.cli.needle import retrieve
-    from onegraph.cli.size import size_of
-    from onegraph.cli.tokenizer import Tokenizer
     from onegraph.engine.evaluate import evaluate
     from onegraph.formats.turboquant import parse_kv
     from onegraph.models.config import LlamaConfig

@@ -143,7 +143,7 @@ class Engine:
 
     def stream(
         self, prompts: Seq[Seq[int]], params: SamplingParams | Seq[SamplingParams] | None = None
-    ) -> Iterator[tuple[int, int]]:
+    ) -> Generator[tuple[int, int], None, None]:
         """`generate`, but (prompt's number, token) one by one, as soon as the host has it.
 
         Closed early or dropped, it gives back rows and pages; until it ends, nothing else may run. Raises what
@@ -228,7 +228,7 @@ class Engine:
             allocator=self._allocator,
         )
 
-    def _stream(self, sequences: list[Sequence]) -> Iterator[tuple[int, int]]:
+    def _stream(self, sequences: list[Sequence]) -> Generator[tuple[int, int], None, None]:
         """Who takes the tokens works on streams of his own: the engine's are current only while it computes."""
         steps = self._run(sequences)
         try:
