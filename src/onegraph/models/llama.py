@@ -63,7 +63,7 @@ class Block(nn.Module):
     def forward(self, residual: Tensor, delta: Tensor | None, cache: Attend) -> tuple[Tensor, Tensor | None]:
         """The residual stream is residual + delta [B, Q, D] (delta None: nothing to add), before and after the layer.
 
-        A layer that is not fused adds in place, and leaves its last addition to whoever norms the sum next.
+        A layer that is not fused leaves its last addition to whoever norms the sum next.
         """
         if self.fused:
             if delta is not None:
@@ -75,8 +75,8 @@ class Block(nn.Module):
         if delta is None:
             x = rms_norm(residual, self.input_norm, self.eps)
         else:
-            x = add_rms_norm(residual, delta, self.input_norm, self.eps)
-        x = add_rms_norm(residual, self.attention(x, cache), self.post_norm, self.eps)
+            residual, x = add_rms_norm(residual, delta, self.input_norm, self.eps)
+        residual, x = add_rms_norm(residual, self.attention(x, cache), self.post_norm, self.eps)
         return residual, self.down(silu_mul(self.gate_up(x)))
 
 
@@ -174,7 +174,7 @@ class Llama(nn.Module):
             residual, delta = block(residual, delta, cache)
         if delta is None:
             return rms_norm(residual, self.norm, self.config.eps)
-        return add_rms_norm(residual, delta, self.norm, self.config.eps)
+        return add_rms_norm(residual, delta, self.norm, self.config.eps)[1]
 
     def _one_token(self, residual: Tensor, cache: Attend) -> Tensor:
         """Embedding [1, 1, D] -> hidden state after the final norm, two ops a layer."""
@@ -290,10 +290,7 @@ class LlamaSource:
         return build_block(self._weights, i, self._tables)
 
     def run_block(self, block: Block, hidden: Tensor) -> Tensor:
-        """Residual stream before the block -> after it, [B, T, D], causal over the whole sequence; input untouched.
-
-        Nothing is written in place, so that autograd can follow it where ops run their references.
-        """
+        """Residual stream before the block -> after it, [B, T, D], causal over the whole sequence; input untouched."""
         x = rms_norm(hidden, block.input_norm, block.eps)
         hidden = hidden + block.attention(x, self._causal)
         x = rms_norm(hidden, block.post_norm, block.eps)

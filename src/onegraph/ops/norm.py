@@ -15,9 +15,9 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * scale * weight.float()).to(x.dtype)
 
 
-def _add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    residual.add_(x)
-    return _rms_norm(residual, weight, eps)
+def _add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = residual + x
+    return total, _rms_norm(total, weight, eps)
 
 
 def _check_norm(x: Tensor, weight: Tensor, eps: float) -> None:
@@ -49,7 +49,9 @@ def _check_add_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> 
             f"{tuple(x.shape)} {x.dtype} on {x.device}; they must agree in shape, dtype and device"
         )
     if not residual.is_contiguous():
-        raise ValueError("add_rms_norm: residual must be contiguous, since it is updated in place")
+        raise ValueError(
+            f"add_rms_norm: residual has strides {residual.stride()}; it must be contiguous: call .contiguous() on it"
+        )
 
 
 def _norm_case(shape: tuple[int, ...], *, fused: bool, gap: int = 0) -> Case:
@@ -86,9 +88,9 @@ rms_norm = register(
 add_rms_norm = register(
     Op(
         name="add_rms_norm",
-        schema="(Tensor(a!) residual, Tensor x, Tensor weight, float eps) -> Tensor",
+        schema="(Tensor residual, Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
         reference=_add_rms_norm,
-        fake=lambda residual, x, weight, eps: torch.empty_like(x),
+        fake=lambda residual, x, weight, eps: (x.new_empty(x.shape), x.new_empty(x.shape)),
         kernel="onegraph.ops.triton.norm:add_rms_norm",
         check=_check_add_norm,
         cases=tuple(_norm_case(shape, fused=True) for shape in _SHAPES),
@@ -97,5 +99,5 @@ add_rms_norm = register(
         flops=lambda residual, x, weight, eps: 5 * x.numel(),
     )
 )
-"""residual += x in place, rounded to residual's dtype; returns rms_norm of the rounded sum, so that the fused op equals
-the composition of its parts."""
+"""residual, x [..., D] -> (residual + x, rounded to their dtype; rms_norm of that rounded sum): the fused op equals the
+composition of its parts."""
