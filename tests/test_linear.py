@@ -11,7 +11,7 @@ from onegraph.formats.checkpoint import Checkpoint, CheckpointError
 from onegraph.models.llama import Llama, LlamaSource
 from onegraph.nn.embedding import E8PEmbedding
 from onegraph.nn.linear import E8PLinear, Linear, Siblings, fuse
-from onegraph.ops.activation import silu_mul
+from onegraph.ops.activation import swiglu
 from onegraph.ops.norm import rms_norm
 
 
@@ -61,7 +61,7 @@ def test_what_stands_around_the_linear_is_fused(bits: int) -> None:
     assert error(coded.after_norm(gain)(x, eps=1e-5, add=residual), residual + coded(normed)) < 3e-6
     assert error(coded.after_norm(gain).wide(x.half(), eps=1e-5), coded(rms_norm(x.half().float(), gain, 1e-5))) < 3e-6
     gate_up = torch.cat([x, inputs(576) + 1], dim=-1)
-    assert error(coded(gate_up, silu=True), coded(silu_mul(gate_up))) < 3e-6
+    assert error(coded(gate_up, silu=True), coded(swiglu(gate_up))) < 3e-6
     assert coded(x.bfloat16()).dtype == torch.bfloat16
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from onegraph.ops.activation import silu_mul
+from onegraph.ops.activation import swiglu
 from onegraph.ops.norm import add_rms_norm, rms_norm
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -43,12 +43,14 @@ def test_large_and_tiny_values_survive() -> None:
         assert rms_norm(x, torch.ones(64, dtype=torch.float16), 0.0).sub(1).abs().max() < 1e-3
 
 
-def test_silu_mul_is_gate_times_sigmoid_times_up() -> None:
+def test_swiglu_is_gate_times_sigmoid_times_up() -> None:
     x = draw(4, 202) * 4
     gate, up = x.double().chunk(2, dim=-1)
-    assert (silu_mul(x).double() - gate * torch.sigmoid(gate) * up).abs().max() < 1e-5
+    assert (swiglu(x).double() - gate * torch.sigmoid(gate) * up).abs().max() < 1e-5
     wild = torch.tensor([[-3e4, 3e4, 1.0, 1.0]], dtype=torch.float16)
-    assert silu_mul(wild).tolist() == [[0.0, 3e4]]
+    assert swiglu(wild).tolist() == [[0.0, 3e4]]
+    limited = swiglu(x, 1.5).double()
+    assert (limited - torch.nn.functional.silu(gate.clamp(max=1.5)) * up.clamp(-1.5, 1.5)).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -74,11 +76,14 @@ def test_add_rms_norm_refuses_another_shape_or_dtype() -> None:
             add_rms_norm(residual, torch.ones(2, 4), weight, 1e-5)
 
 
-def test_silu_mul_refuses() -> None:
+def test_swiglu_refuses() -> None:
     for bad, message in (
         (torch.ones(2, 3), "must be even"),
         (torch.ones(2, 4).long(), "gate_up is torch.int64"),
         (torch.ones(4, 2).t(), "contiguous"),
     ):
         with pytest.raises(ValueError, match=message):
-            silu_mul(bad)
+            swiglu(bad)
+    for limit in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="must be above 0"):
+            swiglu(torch.ones(2, 4), limit)

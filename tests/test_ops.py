@@ -112,7 +112,7 @@ def error(got: Tensor, truth: Tensor) -> float:
 
 
 def test_every_op_has_a_record_that_can_be_tested() -> None:
-    assert {"rms_norm", "add_rms_norm", "silu_mul", "rope_cache_write", "paged_attention"} <= set(OPS)
+    assert {"rms_norm", "add_rms_norm", "swiglu", "rope_cache_write", "paged_attention"} <= set(OPS)
     for name, op in OPS.items():
         assert op.cases, name
         assert op.tolerance, name

@@ -31,8 +31,8 @@ from onegraph.ops import (  # noqa: E402, F401
     deepseek_moe,
     e8p,
     embedding,
-    gemv,
     hadamard,
+    linear,
     norm,
     recent_attention,
     sampling,
@@ -44,7 +44,7 @@ from onegraph.ops.registry import OPS, Case, Op  # noqa: E402
 DEVICE = torch.device("cuda" if GPU else "cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # CUDA's kernel takes what it can, Triton's the rest; test_ops.py runs whichever it is.
-TWINS = {"paged_decode", "e8p_linear", "sample", "turboquant_write", "deepseek_index", "hyper_update_mix"}
+TWINS = {"paged_decode", "e8p_linear", "linear", "sample", "turboquant_write", "deepseek_index", "hyper_update_mix"}
 KERNELS = [op for op in OPS.values() if op.kernel is not None and (".ops.triton." in op.kernel or op.name in TWINS)]
 # Shapes that no record has: more tokens than one tile takes (decode once, then a dense product), 16 and 17 tokens.
 EXTRA = {

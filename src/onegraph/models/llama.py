@@ -22,7 +22,7 @@ from onegraph.nn.chain import chains
 from onegraph.nn.embedding import E8PEmbedding, Embedding
 from onegraph.nn.linear import E8PLinear, Siblings
 from onegraph.nn.turboquant import TurboQuantCache
-from onegraph.ops.activation import silu_mul
+from onegraph.ops.activation import swiglu
 from onegraph.ops.norm import add_rms_norm, rms_norm
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -77,7 +77,7 @@ class Block(nn.Module):
         else:
             residual, x = add_rms_norm(residual, delta, self.input_norm, self.eps)
         residual, x = add_rms_norm(residual, self.attention(x, cache), self.post_norm, self.eps)
-        return residual, self.down(silu_mul(self.gate_up(x)))
+        return residual, self.down(swiglu(self.gate_up(x)))
 
 
 class Llama(nn.Module):
@@ -294,7 +294,7 @@ class LlamaSource:
         x = rms_norm(hidden, block.input_norm, block.eps)
         hidden = hidden + block.attention(x, self._causal)
         x = rms_norm(hidden, block.post_norm, block.eps)
-        return hidden + block.down(silu_mul(block.gate_up(x)))
+        return hidden + block.down(swiglu(block.gate_up(x)))
 
     def linear_groups(self, block: Block) -> list[list[tuple[str, nn.Module]]]:
         """Linears of the block by shared input, in the order they run: (name within the block, module)."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from onegraph.nn.linear import Linear
-from onegraph.ops.gemv import gemv
+from onegraph.ops.linear import linear
 from onegraph.ops.norm import rms_norm
 
 
@@ -132,7 +132,7 @@ class DeepseekAttention(nn.Module):
         """x [B, Q, D] -> [B, Q, D]."""
         low, kv = self.qkv_a(x).split((self.q_norm.shape[0], self.head_dim), dim=2)
         low = rms_norm(low, self.q_norm, self.eps)
-        states = None if self.states is None else gemv(x, self.states.weight, False)
+        states = None if self.states is None else linear(x, self.states.weight, False)
         index_q = None if self.index_q is None else self.index_q(low)
         out = cache.attend(self, self.q_b(low), kv, states, index_q)
         return self.out_b(self.out_a(out.unflatten(2, (self.groups, -1)).flatten(3)).flatten(2))

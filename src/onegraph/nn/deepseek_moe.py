@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from onegraph.ops.deepseek_moe import deepseek_route, routed_experts, swiglu
-from onegraph.ops.gemv import gemv
+from onegraph.ops.activation import swiglu
+from onegraph.ops.deepseek_moe import deepseek_route, routed_experts
+from onegraph.ops.linear import linear
 
 
 class Experts(nn.Module):
@@ -86,7 +87,7 @@ class DeepseekMoE(nn.Module):
 
     def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
         flat = x.flatten(0, 1)
-        logits = gemv(flat, self.gate, True)
+        logits = linear(flat, self.gate, True)
         together = self.together and flat.shape[0] <= FEW
         experts, weights = deepseek_route(
             logits, self.bias, self.table, tokens.flatten(), self.top_k, self.scale, together

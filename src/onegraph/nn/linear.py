@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from onegraph.formats.e8p import MAX_BLOCK, codebook, hadamard_block, residual_dtype
 from onegraph.ops.e8p import e8p_decode, e8p_linear
 from onegraph.ops.hadamard import hadamard
-from onegraph.ops.linear import linear_float32
+from onegraph.ops.linear import linear
 
 ROWS_AT_ONCE = 512  # when a layer is decoded: a vocabulary at once would take gigabytes, and four times as long
 shared_codebook = lru_cache(maxsize=None)(codebook)  # 4 KB, one a device, so that it stays in cache across layers
@@ -46,7 +46,7 @@ class Linear(nn.Module):
         """x [..., k] -> float32 [..., n]; not rounded to the weight's dtype on a GPU."""
         if self.bias is not None:
             return self(x).float()
-        return linear_float32(x, self.weight)
+        return linear(x, self.weight, True)
 
 
 class E8PLinear(nn.Module):

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from onegraph.ops.activation import swiglu
 from onegraph.ops.deepseek_compress import INT32
 from onegraph.ops.norm import FLOATS
 from onegraph.ops.registry import Case, Op, nbytes, register
@@ -24,23 +25,18 @@ def _deepseek_route(
     return experts.to(INT32), weights
 
 
-def _swiglu(gate_up: Tensor, limit: float) -> Tensor:
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    return (torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)).to(gate_up.dtype)
-
-
 def _routed_experts(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, limit: float) -> Tensor:
     tokens, top_k = experts.shape
     if tokens * top_k <= gate_up.shape[0]:  # few tokens: the weights that they use
         chosen = experts.flatten()
         hidden = torch.einsum("tkfd,td->tkf", gate_up.index_select(0, chosen).unflatten(0, (tokens, top_k)), x)
-        hidden = _swiglu(hidden, limit)
+        hidden = swiglu.reference(hidden, limit)
         each = torch.einsum("tkdf,tkf->tkd", down.index_select(0, chosen).unflatten(0, (tokens, top_k)), hidden)
         return (each.float() * weights.unsqueeze(2)).sum(1).to(x.dtype)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in range(gate_up.shape[0]):  # many: every expert on all tokens, weighted by zero where not chosen
         gain = torch.where(experts == expert, weights, 0.0).sum(1, keepdim=True)
-        out += gain * (_swiglu(x @ gate_up[expert].t(), limit) @ down[expert].t()).float()
+        out += gain * (swiglu.reference(x @ gate_up[expert].t(), limit) @ down[expert].t()).float()
     return out.to(x.dtype)
 
 
@@ -61,16 +57,6 @@ def _check_route(
         raise ValueError(f"{name}: tokens is {tokens.dtype} {tuple(tokens.shape)}; it must be int64 ({count},)")
     if table is not None and (table.dim() != 2 or table.shape[1] != top_k or table.dtype != INT32):
         raise ValueError(f"{name}: table is {table.dtype} {tuple(table.shape)}; it must be int32 [V, {top_k}]")
-
-
-def _check_swiglu(gate_up: Tensor, limit: float) -> None:
-    if gate_up.dtype not in FLOATS or gate_up.dim() == 0 or gate_up.shape[-1] % 2 or not gate_up.is_contiguous():
-        raise ValueError(
-            f"swiglu: gate_up is {gate_up.dtype} {tuple(gate_up.shape)}; it must be contiguous, float32, bfloat16 or "
-            "float16, of even width: gate then up"
-        )
-    if not limit > 0:
-        raise ValueError(f"swiglu: limit is {limit}; it must be above 0")
 
 
 def _check_experts(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, limit: float) -> None:
@@ -107,13 +93,6 @@ def _route_case(name: str, tokens: int, experts: int, top_k: int, kind: str, sha
         )
 
     return Case(name=name, make=make)
-
-
-def _swiglu_case(shape: tuple[int, ...], limit: float) -> Case:
-    def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
-        return (8 * torch.randn(shape, generator=generator)).to(device, dtype), limit
-
-    return Case(name="x".join(map(str, shape)), make=make)
 
 
 def _experts_case(name: str, tokens: int, experts: int, top_k: int, dim: int, wide: int) -> Case:
@@ -161,22 +140,6 @@ deepseek_route = register(
 """logits float32 [T, E] -> (experts int32 [T, k], weights float32 [T, k]), with `shared` one more: expert E of weight 1
 for every token. s = sqrt(softplus(logits)); the experts are row tokens[t] of `table` int32 [V, k] (hash layers),
 else the k largest of s + bias, descending; weights are their s over the sum, times scale: the bias never enters one."""
-
-swiglu = register(
-    Op(
-        name="swiglu",
-        schema="(Tensor gate_up, float limit) -> Tensor",
-        reference=_swiglu,
-        fake=lambda gate_up, limit: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)),
-        kernel="onegraph.ops.triton.deepseek_moe:swiglu",
-        check=_check_swiglu,
-        cases=(_swiglu_case((1, 1, 4096), 10.0), _swiglu_case((3, 5, 82), 2.5)),
-        tolerance={torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4},
-        bytes_moved=lambda gate_up, limit: nbytes(gate_up) * 3 // 2,
-        flops=lambda gate_up, limit: 4 * gate_up.numel(),
-    )
-)
-"""gate_up [..., 2F] -> silu(min(gate, limit)) * clamp(up, ±limit), float32 inside, rounded once."""
 
 routed_experts = register(
     Op(

@@ -51,7 +51,7 @@ def linear(
 
     `options`: eps (negative: none), silu, wide. `block`: of the rotation of the rows.
     """
-    from onegraph.ops.triton.activation import silu_mul  # kernels are compiled or interpreted as of their import
+    from onegraph.ops.triton.activation import swiglu  # kernels are compiled or interpreted as of their import
     from onegraph.ops.triton.norm import rms_norm
 
     x, codes, residual, codebook, in_scale, out_scale, bias, add = inputs
@@ -63,7 +63,7 @@ def linear(
     eps, silu, wide = options
     n, k = codes.shape[0], codes.shape[1] * 8
     if silu:
-        x = silu_mul(x)
+        x = swiglu(x)
     elif eps >= 0:
         x = rms_norm(x, torch.ones(k, dtype=x.dtype, device=x.device), eps)
     rows, y = x.view(-1, k), out.view(-1, n)

@@ -8,7 +8,7 @@ from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_
 
 
 @triton.jit
-def _silu_mul(gate_up, out, width, TILE: tl.constexpr, PDL: tl.constexpr):
+def _swiglu(gate_up, out, width, limit, LIMIT: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -16,19 +16,21 @@ def _silu_mul(gate_up, out, width, TILE: tl.constexpr, PDL: tl.constexpr):
     wait_for_previous(PDL)
     gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    if LIMIT:
+        gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
     # exp(-gate) may overflow to infinity, for which the quotient is the right zero.
     tl.store(out + row * width + column, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=inside)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """See `onegraph.ops.activation.silu_mul`."""
+def swiglu(gate_up: Tensor, limit: float | None = None) -> Tensor:
+    """See `onegraph.ops.activation.swiglu`."""
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty((*gate_up.shape[:-1], width))
     if out.numel() == 0:
         return out
     tile = min(1024, triton.next_power_of_2(width))
     with on_device(gate_up):
-        _silu_mul[(out.numel() // width, triton.cdiv(width, tile))](
-            gate_up, out, width, TILE=tile, num_warps=4, **options(gate_up)
+        _swiglu[(out.numel() // width, triton.cdiv(width, tile))](
+            gate_up, out, width, limit or 0.0, LIMIT=limit is not None, TILE=tile, num_warps=4, **options(gate_up)
         )
     return out

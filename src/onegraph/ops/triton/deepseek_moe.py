@@ -1,4 +1,4 @@
-"""Routing, and SwiGLU with its limit."""
+"""Routing."""
 
 import torch
 import triton
@@ -72,30 +72,3 @@ def deepseek_route(
             num_warps=1 if count <= 512 else 4, **options(logits),
         )  # fmt: skip
     return experts, weights
-
-
-@triton.jit
-def _swiglu(gate_up, out, width, limit, TILE: tl.constexpr, PDL: tl.constexpr):
-    let_next_start(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    inside = column < width
-    wait_for_previous(PDL)
-    gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
-    gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
-    tl.store(out + row * width + column, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=inside)
-
-
-def swiglu(gate_up: Tensor, limit: float) -> Tensor:
-    """See `onegraph.ops.deepseek_moe.swiglu`."""
-    width = gate_up.shape[-1] // 2
-    out = gate_up.new_empty((*gate_up.shape[:-1], width))
-    if out.numel() == 0:
-        return out
-    tile = min(1024, triton.next_power_of_2(width))
-    with on_device(gate_up):
-        _swiglu[(out.numel() // width, triton.cdiv(width, tile))](
-            gate_up, out, width, limit, TILE=tile, num_warps=4, **options(gate_up)
-        )
-    return out

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onegraph.ops.triton.activation import silu_mul
+from onegraph.ops.triton.activation import swiglu
 from onegraph.ops.triton.hadamard import hadamard_matrix
 from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
 from onegraph.ops.triton.norm import rms_norm
@@ -301,7 +301,7 @@ def linear(
     if tokens == 0:
         return out
     if silu:
-        x = silu_mul(x)
+        x = swiglu(x)
     elif eps is not None:
         x = rms_norm(x, torch.ones(k, dtype=x.dtype, device=x.device), eps)
     with on_device(x):

@@ -8,11 +8,12 @@ from torch import Tensor
 from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
 
 MAX_TOKENS = 4  # above, tensor cores win: cuBLAS
+MAX_ROWS = 16384  # of a weight; a vocabulary is cuBLAS's
 MAX_WIDTH = 8192  # of a row that a program holds
 
 
 @triton.jit
-def _gemv(
+def _linear(
     x, weight, out, n, k, TOKENS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     let_next_start(PDL)
@@ -27,22 +28,21 @@ def _gemv(
         tl.store(out + token * n + row, result.to(out.dtype.element_ty), mask=row < n)
 
 
-def gemv(x: Tensor, weight: Tensor, wide: bool) -> Tensor:
-    """See `onegraph.ops.gemv.gemv`."""
+def takes(x: Tensor, weight: Tensor) -> bool:
     n, k = weight.shape
-    tokens = x.numel() // k
-    if not 1 <= tokens <= MAX_TOKENS or k > MAX_WIDTH:
-        if wide and x.is_cuda and x.dtype != torch.float32:
-            y = torch.mm(x.reshape(-1, k), weight.t(), out_dtype=torch.float32)  # torch has this on CUDA only
-            return y.view(*x.shape[:-1], n)
-        y = torch.nn.functional.linear(x, weight)
-        return y.float() if wide else y
+    few = x.numel() <= MAX_TOKENS * k and n <= MAX_ROWS and k <= MAX_WIDTH
+    return few and x.numel() > 0 and x.is_contiguous() and weight.is_contiguous()
+
+
+def linear(x: Tensor, weight: Tensor, wide: bool) -> Tensor:
+    """See `onegraph.ops.linear.linear`; for what `takes` says."""
+    n, k = weight.shape
     out = x.new_empty((*x.shape[:-1], n), dtype=torch.float32 if wide else x.dtype)
     rows = 2 if n <= 1024 else 4  # enough programs for every SM
     width = triton.next_power_of_2(k)
     with on_device(x):
-        _gemv[(triton.cdiv(n, rows),)](
-            x, weight, out, n, k, TOKENS=tokens, ROWS=rows, WIDTH=width,
+        _linear[(triton.cdiv(n, rows),)](
+            x, weight, out, n, k, TOKENS=x.numel() // k, ROWS=rows, WIDTH=width,
             num_warps=4 if rows * width <= 8192 else 8, **options(x),
         )  # fmt: skip
     return out
