@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from onegraph.api import Progress
 from onegraph.api.device import pick_device, pick_dtype
 from onegraph.api.size import Size, size_of
 from onegraph.api.text import read_text
@@ -32,8 +33,6 @@ from onegraph.quant.calibrate import packed_tokens, sampled_tokens
 from onegraph.quant.partial import Partial, fingerprint
 from onegraph.quant.quantize import quantize as quantize_blocks
 from onegraph.quant.recipe import Recipe
-
-Progress = Callable[[str, int, int], None]  # (what is being done, how much of it is, how much there is or 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -216,7 +216,7 @@ def ask(output: Path, question: str, device: Any, kv: str, quiet: bool) -> tuple
 
 def measure(output: Path, source: Path, tokens: int, device: Any, cache: Path) -> dict[str, Any]:
     """KL and top-1 against the unquantized model, from `cache` where an earlier run left them there."""
-    from onegraph.cli.eval import evaluate_checkpoint
+    from onegraph.api.evaluate import evaluate_checkpoint
 
     keys = ("tokens", "perplexity", "reference_perplexity", "kl", "kl_error", "top1")
     try:
@@ -226,15 +226,17 @@ def measure(output: Path, source: Path, tokens: int, device: Any, cache: Path) -
     except (OSError, ValueError):
         pass
     say(f"\ncomparing with the unquantized model on {tokens} tokens of Python's reference manual")
-    result = evaluate_checkpoint(
-        str(output),
-        evaluation_text(),
-        reference=str(source),
-        tokens=tokens,
-        window=512,
-        device=device,
-        dtype=pick_dtype("float32", device),
-    )
+    with Progress(evaluating="window") as shown:
+        result = evaluate_checkpoint(
+            str(output),
+            evaluation_text(),
+            reference=str(source),
+            tokens=tokens,
+            window=512,
+            device=device,
+            dtype=pick_dtype("float32", device),
+            progress=shown,
+        )
     quality = {key: result[key] for key in keys}
     temporary = cache.with_suffix(".tmp")
     temporary.write_text(json.dumps(quality))
