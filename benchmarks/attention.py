@@ -54,9 +54,9 @@ def codes(batch: int, context: int, rate: tuple[int, int], page: int, tokens: in
     positions = torch.full((batch,), context - tokens, device=DEVICE, dtype=torch.int32)
     rest = (
         table, positions, torch.full_like(positions, tokens), None,
-        turboquant.rotation(DIM).to(DEVICE, torch.bfloat16), None,
+        turboquant.rotation(DIM).to(DEVICE, torch.bfloat16),
         turboquant.codebook(DIM, rate[0], DEVICE), turboquant.codebook(DIM, rate[1], DEVICE), None,
-        *rate, "mse", "mse", DIM**-0.5, 0,
+        DIM**-0.5, 0,
     )  # fmt: skip
 
     def step() -> None:

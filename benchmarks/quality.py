@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.cli.tokenizer import Tokenizer
+from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.record import machine, with_id
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.llama import LlamaSource

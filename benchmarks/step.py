@@ -27,6 +27,7 @@ from onegraph.engine.params import SamplingParams
 from onegraph.engine.record import emit, machine
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.e8p import E8PConfig
+from onegraph.models.chain import chained
 from onegraph.models.llama import Llama
 from onegraph.runtime.prove import prove
 
@@ -83,10 +84,11 @@ class RandomCheckpoint(Checkpoint):
 
 def random_model(
     shape: dict[str, Any], bits: int, lm_head: int | None, max_context: int, *, fused: bool = True, device: str = "cuda"
-) -> Llama:
+) -> Any:
+    """As `load_decoder` gives it."""
     torch.manual_seed(0)
     checkpoint = RandomCheckpoint(shape, bits, lm_head, device)
-    return Llama.load(checkpoint, device, torch.bfloat16, max_context=max_context, fused=fused)
+    return chained(Llama.load(checkpoint, device, torch.bfloat16, max_context=max_context, fused=fused))
 
 
 def compiled(shape: str, bits: int, lm_head: int | None, batch: int, kind: str, sampling: bool) -> None:
@@ -218,7 +220,7 @@ def main() -> int:
     for bits in args.bits if args.model is None else [None]:
         if bits is None:
             with Checkpoint.open(args.model) as checkpoint:
-                model = Llama.load(checkpoint, "cuda", torch.bfloat16, max_context=reach)
+                model = chained(Llama.load(checkpoint, "cuda", torch.bfloat16, max_context=reach))
             name = "onegraph " + args.model.name
         else:
             model = random_model(shape, bits, args.lm_head, reach, fused=not args.unfused)

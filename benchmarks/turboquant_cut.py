@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from onegraph.api.tokenizer import Tokenizer
 from onegraph.cli.common import print_json
-from onegraph.cli.tokenizer import Tokenizer
 from onegraph.engine.evaluate import evaluate
 from onegraph.engine.record import machine, with_id
 from onegraph.formats.checkpoint import Checkpoint

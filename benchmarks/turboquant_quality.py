@@ -10,11 +10,11 @@ import time
 from typing import Any
 
 import torch
+from onegraph.cli.needle import CODES, DEPTHS, retrieve
 from torch import Tensor
 
+from onegraph.api.tokenizer import Tokenizer
 from onegraph.cli.common import pick_device, pick_dtype, print_json, read_text
-from onegraph.cli.needle import CODES, DEPTHS, retrieve
-from onegraph.cli.tokenizer import Tokenizer
 from onegraph.engine.evaluate import evaluate
 from onegraph.engine.record import machine, with_id
 from onegraph.formats.checkpoint import Checkpoint

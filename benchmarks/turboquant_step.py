@@ -135,7 +135,7 @@ def parts() -> None:
         }  # fmt: skip
         qkv = torch.randn(batch, 1, (HEADS + 2 * KV_HEADS) * DIM, device=device, dtype=torch.bfloat16)
         plain = PagedCache(**(sizes | ({"layers": 1} if context > 4096 else {})))
-        settings = ("turboquant:4", "turboquant:4,mode=full", "turboquant:k3v4", "turboquant:4,keys=prod")
+        settings = ("turboquant:4", "turboquant:4,mode=full", "turboquant:k3v4")
         caches = {text: TurboQuantCache(kv, **sizes) for text in settings if (kv := parse_kv(text)) is not None}
         for cache in (plain, *caches.values()):
             cache.block_table.copy_(torch.arange(1, 1 + batch * per_row).view(batch, per_row))
@@ -160,12 +160,10 @@ def parts() -> None:
                 for block in blocks:
                     found = cache.layers[block.index]
                     assert found is not None
-                    how = found.layout
                     turboquant_write(
                         qkv, None, None, 0.0, block.cos, block.sin, cache.positions, cache.counts, cache.block_table,
-                        cache._turn, cache._projection, found.k_codebook, found.v_codebook, found.codes, found.ring,
-                        None if found.ring is None else cache.slots, HEADS, how.k_bits, how.v_bits, how.k_variant,
-                        how.v_variant, cache.config.scale, False,
+                        cache._turn, found.k_codebook, found.v_codebook, found.codes, found.ring,
+                        None if found.ring is None else cache.slots, HEADS, cache.config.scale, False,
                     )  # fmt: skip
 
             def recent(cache: TurboQuantCache = cache, q: torch.Tensor = q, lse: torch.Tensor = lse) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from deepseek import save_hf as save_deepseek
 from models import save_hf
-from onegraph.cli.size import component_bits
+from onegraph.api.size import component_bits
 from onegraph.engine.ab import components_of, costs, exchanged, in_nvfp4
 from onegraph.engine.evaluate import evaluate
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint

@@ -7,8 +7,8 @@ import torch
 
 from deepseek import SIZES, save_hf
 from fuzz import tiny
+from onegraph.api.chat import DEEPSEEK_V4, render
 from onegraph.cli import main
-from onegraph.cli.chat import DEEPSEEK_V4, render
 from onegraph.models.deepseek_v4 import DeepseekV4
 
 BOS, EOS, USER, ANSWER = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜></think>"

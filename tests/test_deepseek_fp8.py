@@ -16,6 +16,7 @@ from onegraph.engine.params import SamplingParams  # noqa: E402
 from onegraph.formats.checkpoint import Checkpoint  # noqa: E402
 from onegraph.formats.deepseek_kv import pack_rows, row_bytes, unpack_rows  # noqa: E402
 from onegraph.models.deepseek_v4 import DeepseekV4  # noqa: E402
+from onegraph.ops.calls import DeepseekCompress  # noqa: E402
 from onegraph.ops.deepseek_attention import deepseek_attention, deepseek_qkv  # noqa: E402
 from onegraph.ops.deepseek_compress import deepseek_compress  # noqa: E402
 from onegraph.ops.registry import reference_ops  # noqa: E402
@@ -94,7 +95,7 @@ def test_the_kernels_write_the_rows_of_the_reference():
         dim, rope = args[3].shape[0], 2 * args[5].shape[1]
         args[11] = pack_rows(args[11], rope)
         mine, theirs = ([a.clone().to(DEVICE) if isinstance(a, torch.Tensor) else a for a in args] for _ in range(2))
-        compress(*mine)
+        compress(DeepseekCompress(*mine))
         deepseek_compress.reference(*theirs)
         near(mine[11], theirs[11], dim, rope)
         assert torch.equal(mine[1], theirs[1])
@@ -114,7 +115,7 @@ def test_attention_to_rows_is_attention_to_what_they_stand_for(case):
         rows[i] = rows[i] if rows[i].dtype == torch.uint8 else pack_rows(rows[i], rope)
     plain = [unpack_rows(a, dim, rope) if i in states else a for i, a in enumerate(rows)]
     want = deepseek_attention.reference(*plain)
-    for op in (deepseek_attention.reference, kernel):
+    for op in (deepseek_attention.reference, deepseek_attention.unpacked(kernel)):
         mine = [a.clone() if isinstance(a, torch.Tensor) else a for a in rows]
         assert float((op(*mine) - want).norm() / want.norm()) < 2e-6
         assert torch.equal(unpack_rows(mine[2], dim, rope)[1:], plain[2][1:]), "the ring has the rows themselves"

@@ -8,6 +8,7 @@ import torch
 
 from deepseek import continuations, prompts, save_hf
 from onegraph.engine import generate
+from onegraph.engine.evaluate import evaluate
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models import deepseek_v4, deepseek_v4_place
@@ -54,6 +55,12 @@ def test_sampling_and_stops_too(folder, recorded):
     warm = SamplingParams(max_tokens=20, temperature=0.9, top_k=40, top_p=0.9, seed=3, stop=[5, 6, 7])
     expected = generate.Engine(one, **SMALL, capture=False).generate(prompts(), warm)
     assert generate.Engine(three, **SMALL, capture=True).generate(prompts(), warm) == expected
+
+
+def test_evaluation_too(folder):
+    one, three = load(folder, "cpu"), load(folder, ["cpu"] * 3)
+    tokens = torch.tensor([token for prompt in prompts() for token in prompt])
+    assert evaluate(three, tokens, window=64) == evaluate(one, tokens, window=64)
 
 
 # ------------------------------------------------------------------------------------------------- pipelines of Runners

@@ -24,8 +24,8 @@ def other():
     """The same model with its weights a little moved, as quantizing would."""
     model = TinyDecoder()
     g = torch.Generator().manual_seed(9)
-    for layer in model.layers:
-        layer.out.weight += 0.1 * torch.randn(layer.out.weight.shape, generator=g) * layer.out.weight.std()
+    for out in model.out:
+        out.weight += 0.1 * torch.randn(out.weight.shape, generator=g) * out.weight.std()
     return model
 
 

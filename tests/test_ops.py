@@ -52,7 +52,7 @@ def _tensors(value: Any) -> list[Tensor]:
 def results(op: Op, args: tuple[Any, ...]) -> list[Tensor]:
     """Everything the op produces, returned or written, without what its record calls unspecified."""
     out = _tensors(op(*args)) + mutated(op, args)
-    if op.name == "rope_cache_write":  # padding tokens' q and the sentinel page are anyone's
+    if op.name == "rope_cache_write" and args[7] is not None:  # padding's q and the sentinel page are anyone's
         counts = args[7]
         real = torch.arange(args[0].shape[1], device=counts.device) < counts.unsqueeze(1)
         out = [out[0][real], out[1][1:], out[2][1:]]
@@ -61,21 +61,23 @@ def results(op: Op, args: tuple[Any, ...]) -> list[Tensor]:
     if op.name == "strided_decode":
         out = [out[0][1:], out[1][1:], out[2]]
     if op.name == "turboquant_write":
-        out = _written(args, out)
+        out = _written(op, args, out)
     if op.name == "turboquant_decode":
-        out = _written(args, [out[0], out[0][:0], *out[1:]])
+        out = _written(op, args, [out[0], out[0][:0], *out[1:]])
     if op.name == "turboquant_attention":  # the log-sum-exp of no keys
         out[1] = out[1].masked_fill(out[1] == float("-inf"), 0.0)
     return out
 
 
-def _written(args: tuple[Any, ...], out: list[Tensor]) -> list[Tensor]:
+def _written(op: Op, args: tuple[Any, ...], out: list[Tensor]) -> list[Tensor]:
     """What a TurboQuant cache holds, as vectors: at a near-tie two codes are equally right."""
     turboquant = importlib.import_module("onegraph.ops.turboquant")
-    layout = turboquant.layout_of(args[9].shape[0], *args[17:21], args[13].shape[2])
-    coded = unpack_pages(layout, out[2][1:])
-    vectors = [turboquant.dequantize(part, table, args[10]) for part, table in zip(coded, args[11:13], strict=True)]
-    counts = args[7]
+    assert op.call is not None
+    call: Any = op.call(*args)
+    coded = unpack_pages(turboquant.layout_in(op.name, call, call.turn.shape[0]), out[2][1:])
+    books = call.k_codebook, call.v_codebook
+    vectors = [turboquant.dequantize(part, table) for part, table in zip(coded, books, strict=True)]
+    counts = call.counts
     real = torch.arange(args[0].shape[1], device=counts.device) < counts.unsqueeze(1)
     return [out[0][real], *(kept[real] for kept in out[1:2] if len(kept)), *vectors, *(ring[1:] for ring in out[3:])]
 

@@ -158,9 +158,9 @@ def test_masked_tokens_are_never_drawn():
         ({"logits": torch.zeros(4)}, r"allowed is a floating point \[batch, vocabulary\]"),
         ({"logits": torch.zeros(2, 4, dtype=torch.int64)}, "allowed is a floating point"),
         ({"logits": torch.zeros(2, 0)}, "allowed is a floating point"),
-        ({"temperature": torch.ones(2, dtype=torch.float64)}, r"temperature: got torch.float64"),
-        ({"top_k": torch.zeros(3, dtype=torch.int32)}, r"top_k: got torch.int32 \[3\].*allowed is torch.int32 \[2\]"),
-        ({"seed": torch.zeros(2, dtype=torch.int32)}, "seed: got torch.int32"),
+        ({"temperature": torch.ones(2, dtype=torch.float64)}, r"temperature is \(2,\) torch.float64"),
+        ({"top_k": torch.zeros(3, dtype=torch.int32)}, r"top_k is \(3,\) torch.int32; it must be int32 \[2\]"),
+        ({"seed": torch.zeros(2, dtype=torch.int32)}, r"seed is \(2,\) torch.int32"),
     ],
 )
 def test_wrong_arguments_say_what_is_allowed(change, message):

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from onegraph.formats.checkpoint import write_checkpoint
+from deepseek import SIZES, VARIANTS
+from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
+from onegraph.models.deepseek_v4_config import DeepseekV4Config
+from onegraph.models.loader import Loader
 from onegraph.models.stream import Stream
 
 LAYERS, SIZE = 12, (1024, 8192)  # 16 MB each in bfloat16
@@ -56,3 +59,38 @@ def test_every_byte_arrives(device: str, chunk_bytes: int) -> None:
         got = stream(value, dtype)
         assert got.device == torch.device(device)
         assert got.cpu().equal(value.to(dtype or value.dtype))
+
+
+# A DeepSeek-V4 of experts, loaded to the device "meta" likewise.
+EXPERTS_PROGRAM = r"""
+import re, sys
+from pathlib import Path
+import torch
+from onegraph.formats.checkpoint import Checkpoint
+from onegraph.models.deepseek_v4 import DeepseekV4
+
+def peak():
+    return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+
+with Checkpoint.open(sys.argv[1]) as checkpoint:
+    model = DeepseekV4.load(checkpoint, "meta", torch.bfloat16, max_context=64)  # imports what it needs
+    Path("/proc/self/clear_refs").write_text("5")
+    before = peak()
+    model = DeepseekV4.load(checkpoint, "meta", torch.bfloat16, max_context=64)
+    assert len(model.blocks) == checkpoint.config["num_hidden_layers"]
+    print(peak() - before)
+"""
+
+
+def test_loading_experts_holds_a_layer_and_not_the_model(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 6, "num_hash_layers": 0, "compress_ratios": [0] * 6, "n_routed_experts": 16}
+    sizes |= {"hidden_size": 512, "moe_intermediate_size": 512}
+    told = {"model_type": "deepseek_v4", **SIZES, **VARIANTS["flash"], **sizes}
+    config = DeepseekV4Config.from_dict(told)
+    empty = Loader(Checkpoint(tmp_path, {}, {}), config, torch.bfloat16)
+    tensors = ((name, torch.zeros(shape, dtype=torch.bfloat16)) for name, (shape, _) in empty.expected().items())
+    write_checkpoint(tmp_path / "model", told, tensors, shard_bytes=32 << 20)
+    run = [sys.executable, "-c", EXPERTS_PROGRAM, str(tmp_path / "model")]
+    grown = int(subprocess.run(run, check=True, capture_output=True, text=True).stdout)
+    layer = 17 * 3 * 512 * 512 * 2
+    assert grown < 1.5 * layer + 2 * (16 << 20), f"{grown >> 20} MB for six layers of {layer >> 20} MB"

@@ -71,7 +71,7 @@ HEAVY |= {"5x576->3072@4+bias", "3x576->1000@2+bias", "3x576->1000@3+bias", "3x5
 def kernel_of(op: Op):
     assert op.kernel is not None
     module, _, name = op.kernel.replace(".ops.cuda.", ".ops.triton.").partition(":")
-    return getattr(importlib.import_module(module), name)
+    return op.unpacked(getattr(importlib.import_module(module), name))
 
 
 @contextmanager
@@ -104,15 +104,15 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 def real_tokens(op: Op, args: tuple, outputs: list[Tensor]) -> list[Tensor]:
     """Drops what the op leaves unspecified: q of padding tokens. A TurboQuant cache is read: ties fall either way."""
     if op.name == "turboquant_write":
-        layout = turboquant.layout_of(args[9].shape[0], *args[17:21], args[13].shape[2])
+        call = op.call(*args)
+        layout = turboquant.layout_in(op.name, call, call.turn.shape[0])
         coded = unpack_pages(layout, outputs[2][1:].cpu())
-        tables = (t.cpu() for t in args[11:13])
-        projection = None if args[10] is None else args[10].cpu()
-        vectors = [turboquant.dequantize(part, table, projection) for part, table in zip(coded, tables, strict=True)]
+        books = (call.k_codebook.cpu(), call.v_codebook.cpu())
+        vectors = [turboquant.dequantize(part, table) for part, table in zip(coded, books, strict=True)]
         real = torch.arange(args[0].shape[1]) < args[7].cpu().unsqueeze(1)
         kept = outputs[1][real] if len(outputs[1]) else outputs[1]
         return [outputs[0][real], kept, *vectors, *(ring[1:] for ring in outputs[3:])]
-    if op.name != "rope_cache_write":
+    if op.name != "rope_cache_write" or args[7] is None:
         return outputs
     counts = args[7].cpu()
     rows = [outputs[0][b, :c] for b, c in enumerate(counts.tolist())]

@@ -8,8 +8,8 @@ import pytest
 from fuzz import tiny
 from fuzz.run import invoke
 from models import smollm2_gguf
-from onegraph.cli.needle import CODES, DEPTHS, needle_prompt
-from onegraph.cli.tokenizer import Tokenizer
+from onegraph.api.needle import CODES, DEPTHS, needle_prompt
+from onegraph.api.tokenizer import Tokenizer
 from onegraph.formats.checkpoint import Checkpoint
 
 WORDS = "the keeper of the light walked down to the harbour and counted the boats that came home "

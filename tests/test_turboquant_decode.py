@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from onegraph.formats.turboquant import parse_kv
-from onegraph.formats.turboquant_layout import unpack_pages
+from onegraph.formats.turboquant_layout import layout_of, unpack_pages
 from onegraph.nn.attention import Attention
 from onegraph.nn.turboquant import TurboQuantCache
+from onegraph.ops.calls import TurboQuantDecode
 from onegraph.ops.cuda import turboquant_decode as kernel
 from onegraph.ops.registry import OPS, reference_ops
-from onegraph.ops.turboquant import layout_of
 from onegraph.ops.turboquant_decode import turboquant_decode
 from onegraph.runtime.graph import Runner
 
@@ -89,8 +89,8 @@ def force(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def differing(args: dict[str, Any], left: Tensor, right: Tensor) -> int:
     """Codes that are not the same, of all pages but the sentinel."""
-    kinds = [args[name] for name in ("k_bits", "v_bits", "k_variant", "v_variant")]
-    layout = layout_of(args["turn"].shape[0], *kinds, left.shape[2])
+    levels = (args[name].numel() for name in ("k_codebook", "v_codebook"))
+    layout = layout_of(args["turn"].shape[0], *levels, left.shape[2])
     pairs = zip(unpack_pages(layout, left[1:]), unpack_pages(layout, right[1:]), strict=True)
     return sum(int((a.codes != b.codes).sum()) for a, b in pairs)
 
@@ -103,8 +103,7 @@ def test_one_graph_serves_all_lengths(case: str, form: str, monkeypatch: pytest.
     force(form, monkeypatch)
     args = arguments(case, torch.bfloat16, "cuda")
     batch, reach = len(args["positions"]), args["block_table"].shape[1] * 16
-    token = kernel.Token(*(args[n] for n in ("qkv", "q_norm", "k_norm", "eps", "cos", "sin", "turn", "heads", "kind")))
-    assert kernel.form(token, *(args[n] for n in ("cache", "block_table", "k_codebook", "v_codebook")), 16) is not None
+    assert kernel.form(TurboQuantDecode(**args)) is not None
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
         turboquant_decode(*args.values())
@@ -169,5 +168,5 @@ def test_captured_steps_are_those_of_two_launches(text: str, form: str, monkeypa
     assert second is not None
     assert first.ring is not None
     torch.testing.assert_close(first.ring[1:], second.ring[1:], atol=0.04, rtol=0)
-    kinds = {name: getattr(first.layout, name) for name in ("k_bits", "v_bits", "k_variant", "v_variant")}
-    assert differing({"turn": both[0]._turn, **kinds}, first.codes, second.codes) <= 200
+    books = {name: getattr(first, name) for name in ("k_codebook", "v_codebook")}
+    assert differing({"turn": both[0]._turn, **books}, first.codes, second.codes) <= 200

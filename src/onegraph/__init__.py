@@ -1,3 +1,37 @@
-"""onegraph: the whole decode step of a low-bit LLM as one CUDA graph. Importing this touches neither CUDA nor torch."""
+"""onegraph: the whole decode step of a low-bit LLM as one CUDA graph. Importing this touches neither CUDA nor torch.
+
+`LLM` generates, `quantize` makes a checkpoint smaller, `check_step` says what keeps a step from being captured
+(docs/python.md). Each is imported when it is first asked for.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from onegraph.api.llm import LLM, Completion
+    from onegraph.api.quantize import Quantization, quantize
+    from onegraph.check.api import check_step
+    from onegraph.engine.params import SamplingParams
 
 __version__ = "0.1.0"
+__all__ = ["LLM", "Completion", "Quantization", "SamplingParams", "__version__", "check_step", "quantize"]
+
+_HOMES = {
+    "LLM": "onegraph.api.llm",
+    "Completion": "onegraph.api.llm",
+    "Quantization": "onegraph.api.quantize",
+    "SamplingParams": "onegraph.engine.params",
+    "check_step": "onegraph.check.api",
+    "quantize": "onegraph.api.quantize",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'onegraph' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
-
-from onegraph.formats.files import CheckpointError, read_bytes
 
 if TYPE_CHECKING:
     import torch
 
     from onegraph.formats.checkpoint import Checkpoint
-
-MAX_TEXT = 1 << 30  # bytes of a text or prompt file
 
 
 class UsageError(ValueError):
@@ -90,30 +87,27 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 def pick_device(name: str) -> torch.device:
     """The device that `--device` asks for. Raises ValueError where this machine does not have it."""
-    import torch
+    from onegraph.api.device import pick_device
 
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if name == "auto":
-        return torch.device("cuda" if count else "cpu")
-    kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not (index.isascii() and index.isdigit() and len(index) < 4)):
-        raise UsageError(f"--device {one_line(repr(name), 60)}: allowed are auto, cpu, cuda and cuda:N")
-    if kind == "cuda" and not count:
-        raise UsageError("--device cuda: torch finds no GPU here; 'onegraph env' says more, --device cpu works")
-    if kind == "cuda" and int(index or 0) >= count:
-        raise UsageError(f"--device {name}: this machine has {count} GPU(s), cuda:0 to cuda:{count - 1}")
-    return torch.device(kind, int(index)) if index and kind == "cuda" else torch.device(kind)
+    return pick_device(name, "--device")
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype that `--dtype` asks for; auto is bfloat16 on a GPU, float32 on a CPU (faster there, and exact)."""
-    import torch
+    """The dtype that `--dtype` asks for; auto is bfloat16 on a GPU, float32 on a CPU."""
+    from onegraph.api.device import pick_dtype
 
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
+    return pick_dtype(name, device)
+
+
+@contextlib.contextmanager
+def options(*names: str) -> Iterator[None]:
+    """Where the API names one of its arguments at the head of an error, the command line's option of that name."""
+    try:
+        yield
+    except ValueError as error:
+        if str(error).split(" ")[0] in names:
+            raise UsageError(f"--{error}") from None
+        raise
 
 
 def open_model(path: str) -> Checkpoint:
@@ -125,11 +119,9 @@ def open_model(path: str) -> Checkpoint:
 
 def read_text(path: str) -> str:
     """A UTF-8 text file of at most 1 GB, '-' for stdin. Raises CheckpointError."""
-    data = sys.stdin.buffer.read(MAX_TEXT) if path == "-" else read_bytes(Path(path), MAX_TEXT)
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path}: not UTF-8 text at byte {error.start}") from None
+    from onegraph.api import text
+
+    return text.decode(sys.stdin.buffer.read(text.MAX_TEXT), path) if path == "-" else text.read_text(Path(path))
 
 
 def progress(*, total: int | None = None, what: str, unit: str) -> Any:
@@ -139,6 +131,29 @@ def progress(*, total: int | None = None, what: str, unit: str) -> Any:
     from tqdm import tqdm
 
     return tqdm(total=total, desc=what, unit=unit, file=sys.stderr, dynamic_ncols=True)
+
+
+class Progress:
+    """What the API calls with its progress: a bar for each thing that it does; `units` says in what each is counted."""
+
+    def __init__(self, **units: str) -> None:
+        self.units = {what.replace("_", " "): unit for what, unit in units.items()}
+        self.what, self.bar = "", contextlib.ExitStack()
+        self.shown: Any = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.bar.__exit__(*error)
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if what != self.what:
+            self.bar.close()
+            self.what, self.bar = what, contextlib.ExitStack()
+            self.shown = self.bar.enter_context(progress(total=total or None, what=what, unit=self.units[what]))
+        self.shown.total = total or None
+        self.shown.update(done - self.shown.n)
 
 
 class PlainBar:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from onegraph.cli.common import (
+    Progress,
     UsageError,
     add_device,
     add_json,
@@ -166,62 +167,56 @@ def evaluation_text() -> str:
 
 def quantize(source: Path, output: Path, bits: int, device: Any) -> bool:
     """Makes `output` where it is not there yet; True if it was made."""
-    from onegraph.cli.quantize import quantize_checkpoint
+    from onegraph.api.quantize import quantize as make
 
     if output.exists():
         say(f"{output} is there from an earlier run")
         return False
     say(f"quantizing to {bits} bits a weight on {device}, calibrated on {CALIBRATION_TOKENS} tokens of docstrings")
-    result = quantize_checkpoint(
-        str(source),
-        str(output),
-        rates={},
-        calibration=calibration_text(),
-        tokens=CALIBRATION_TOKENS,
-        sequence=512,
-        recipe="quick" if device.type == "cpu" else "good",
-        device=device,
-        levers={"bits": bits},
-    )
-    say(f"done in {result['seconds']:.0f} s")
+    with Progress(quantizing="group") as shown:
+        made = make(
+            source,
+            output,
+            bits=bits,
+            recipe="quick" if device.type == "cpu" else "good",
+            calibration=calibration_text(),
+            tokens=CALIBRATION_TOKENS,
+            device=device,
+            progress=shown,
+        )
+    say(f"done in {made.seconds:.0f} s")
     return True
 
 
 def ask(output: Path, question: str, device: Any, kv: str, quiet: bool) -> tuple[str, dict[str, Any]]:
     """Streams the answer to stdout, through a KV cache of setting `kv`; returns it, what the cache takes, and the speed
     of the decode step with the exact cache."""
-    from onegraph.cli.generate import Printer
-    from onegraph.cli.tokenizer import Tokenizer
+    from onegraph.api.llm import LLM
+    from onegraph.cli.generate import show
     from onegraph.engine.bench import bench_step
-    from onegraph.engine.generate import Engine
-    from onegraph.engine.params import SamplingParams
     from onegraph.formats.turboquant import parse_kv
-    from onegraph.models.llama import Llama
 
-    with open_model(str(output)) as checkpoint:
-        tokenizer = Tokenizer(checkpoint)
-        model = Llama.load(checkpoint, device, pick_dtype("auto", device), max_context=1024)
-    prompt = tokenizer.chat([{"role": "user", "content": question}])
+    llm = LLM(output, kv=kv, max_batch=1, max_context=1024, device=device)
+    prompt = llm.tokenizer.chat([{"role": "user", "content": question}])
     if len(prompt) > 768:
         raise UsageError(f"--question has {len(prompt)} tokens, at most 768 are allowed here; use onegraph generate")
-    setting = parse_kv(kv)
-    engine = Engine(model, max_batch=1, max_context=1024, kv=setting)
-    printer = Printer(tokenizer.stream(), live=not quiet)
-    if not quiet:
+    if quiet:
+        (answer,) = map(str, llm.generate([prompt], max_tokens=128))
+    else:
         print(f"\n> {question}", flush=True)
-    (tokens,) = engine.generate([prompt], SamplingParams(max_tokens=128, stop=sorted(tokenizer.stops)), printer)
-    printer.finish()
+        answer = show(llm.stream(prompt, max_tokens=128))
+    model, setting = llm.engine.model, parse_kv(kv)
     *_, row = bench_step(model, context=32, steps=256)  # the last row is the captured one, where there is a GPU
     speed = {key: row[key] for key in ("mode", "tokens_per_second", "device")}
     sizes = {"layers": model.config.layers, "kv_heads": model.config.kv_heads, "head_dim": model.config.head_dim}
     speed |= {"kv": kv, "exact_kv_bytes": 4 * sizes["layers"] * sizes["kv_heads"] * sizes["head_dim"]}
     speed["kv_bytes"] = speed["exact_kv_bytes"] if setting is None else setting.token_bytes(**sizes)
-    return tokenizer.decode(tokens).strip(), speed
+    return answer.strip(), speed
 
 
 def measure(output: Path, source: Path, tokens: int, device: Any, cache: Path) -> dict[str, Any]:
     """KL and top-1 against the unquantized model, from `cache` where an earlier run left them there."""
-    from onegraph.cli.eval import evaluate_checkpoint
+    from onegraph.api.evaluate import evaluate_checkpoint
 
     keys = ("tokens", "perplexity", "reference_perplexity", "kl", "kl_error", "top1")
     try:
@@ -231,15 +226,17 @@ def measure(output: Path, source: Path, tokens: int, device: Any, cache: Path) -
     except (OSError, ValueError):
         pass
     say(f"\ncomparing with the unquantized model on {tokens} tokens of Python's reference manual")
-    result = evaluate_checkpoint(
-        str(output),
-        evaluation_text(),
-        reference=str(source),
-        tokens=tokens,
-        window=512,
-        device=device,
-        dtype=pick_dtype("float32", device),
-    )
+    with Progress(evaluating="window") as shown:
+        result = evaluate_checkpoint(
+            str(output),
+            evaluation_text(),
+            reference=str(source),
+            tokens=tokens,
+            window=512,
+            device=device,
+            dtype=pick_dtype("float32", device),
+            progress=shown,
+        )
     quality = {key: result[key] for key in keys}
     temporary = cache.with_suffix(".tmp")
     temporary.write_text(json.dumps(quality))
@@ -249,13 +246,12 @@ def measure(output: Path, source: Path, tokens: int, device: Any, cache: Path) -
 
 def sizes(source: Path, output: Path) -> dict[str, Any]:
     """What is stored, of the weights as fetched and as quantized."""
-    from onegraph.cli.quantize import summary
-    from onegraph.cli.size import size_of
+    from onegraph.api.size import size_of
 
     found = {}
     for name, path in (("source", source), ("quantized", output)):
         with open_model(str(path)) as checkpoint:
-            found[name] = summary(size_of(checkpoint))
+            found[name] = size_of(checkpoint).as_dict()
     return found
 
 

@@ -6,16 +6,16 @@ import argparse
 from typing import Any
 
 from onegraph.cli.common import (
+    Progress,
     UsageError,
     add_device,
     add_dtype,
     add_json,
     number,
-    open_model,
+    options,
     pick_device,
     pick_dtype,
     print_json,
-    progress,
     read_text,
 )
 
@@ -76,20 +76,24 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from onegraph.api.evaluate import evaluate_checkpoint
+
     device = pick_device(args.device)
     if args.ab:
         return run_ab(args, device)
-    result = evaluate_checkpoint(
-        args.model,
-        read_text(args.text),
-        reference=args.reference,
-        tokens=args.tokens,
-        window=args.window,
-        kv=args.kv,
-        needle=args.needle,
-        device=device,
-        dtype=pick_dtype(args.dtype, device),
-    )
+    with Progress(evaluating="window") as shown, options("needle"):
+        result = evaluate_checkpoint(
+            args.model,
+            read_text(args.text),
+            reference=args.reference,
+            tokens=args.tokens,
+            window=args.window,
+            kv=args.kv,
+            needle=args.needle,
+            device=device,
+            dtype=pick_dtype(args.dtype, device),
+            progress=shown,
+        )
     if args.json:
         print_json({"model": args.model, "reference": args.reference, "device": str(device), **result})
         return 0
@@ -115,11 +119,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_ab(args: argparse.Namespace, device: Any) -> int:
+    from onegraph.api.evaluate import compare_components
+
     if args.kv != "exact" or args.needle is not None:
         raise UsageError("--ab compares components of weights; it takes neither --kv nor --needle")
-    dtype = pick_dtype(args.dtype, device)
-    sizes = {"tokens": args.tokens, "window": args.window}
-    rows = compare_components(args.model, args.reference, read_text(args.text), device=device, dtype=dtype, **sizes)
+    with Progress(comparing="component") as shown:
+        rows = compare_components(
+            args.model,
+            args.reference,
+            read_text(args.text),
+            tokens=args.tokens,
+            window=args.window,
+            device=device,
+            dtype=pick_dtype(args.dtype, device),
+            progress=shown,
+        )
     if args.json:
         print_json({"model": args.model, "reference": args.reference, "device": str(device), "ab": rows})
         return 0
@@ -129,106 +143,3 @@ def run_ab(args: argparse.Namespace, device: Any) -> int:
         bits = "" if row["bits"] is None else f"{row['bits']:.2f}"
         print(f"{row['component']:22s}{bits:>14s}{kl:>24s}{100 * row['top1']:>8.2f} %")
     return 0
-
-
-def compare_components(
-    model: str, reference: str | None, text: str, *, tokens: int, window: int, device: Any, dtype: Any
-) -> list[dict[str, Any]]:
-    """`eval --ab`: a row for each component of `model` that differs from `reference`, or of a model that has none for
-    each component as NVFP4; then one for all of them. Raises ValueError."""
-    import torch
-
-    from onegraph.cli.size import component_bits
-    from onegraph.cli.tokenizer import Tokenizer
-    from onegraph.engine.ab import costs, exchanged, in_nvfp4
-    from onegraph.formats.nvfp4 import GROUP
-    from onegraph.models.load import load_decoder, parse_config
-
-    with open_model(model) as checkpoint:
-        ids = Tokenizer(checkpoint).encode(text)[:tokens]
-        if len(ids) < 2:
-            raise ValueError(f"the text has {len(ids)} tokens; at least 2 are needed, and some thousand to mean much")
-        window = min(window, parse_config(checkpoint.config).max_positions)
-        base = load_decoder(checkpoint, device, dtype, max_context=window, fused=False)
-        bits = component_bits(checkpoint)
-    if reference is None:
-        changes = in_nvfp4(base)
-        bits = dict.fromkeys(changes, 4 + 8 / GROUP)
-    else:
-        with open_model(reference) as checkpoint:
-            other = load_decoder(checkpoint, device, dtype, max_context=window, fused=False)
-        changes, base = exchanged(base, other), other
-    with progress(what="comparing", unit="component") as bar:
-
-        def advance(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        found = costs(base, changes, torch.tensor(ids), window=window, progress=advance)
-    return [cost.as_dict() | {"bits": bits.get(cost.component)} for cost in found]
-
-
-def evaluate_checkpoint(
-    model: str,
-    text: str,
-    *,
-    reference: str | None,
-    tokens: int,
-    window: int,
-    device: Any,
-    dtype: Any,
-    kv: str = "exact",
-    needle: int | None = None,
-) -> dict[str, Any]:
-    """The whole command; shows progress on stderr. Returns what --json prints. Raises ValueError."""
-    import torch
-
-    from onegraph.cli.needle import ROOM as NEEDLE_ROOM
-    from onegraph.cli.needle import retrieve
-    from onegraph.cli.size import size_of
-    from onegraph.cli.tokenizer import Tokenizer
-    from onegraph.engine.evaluate import evaluate
-    from onegraph.formats.turboquant import parse_kv
-    from onegraph.models.config import LlamaConfig
-    from onegraph.models.llama import Llama
-
-    setting = parse_kv(kv)
-    with open_model(model) as checkpoint:
-        tokenizer = Tokenizer(checkpoint)
-        ids = tokenizer.encode(text)[:tokens]
-        if len(ids) < 2:
-            raise ValueError(f"the text has {len(ids)} tokens; at least 2 are needed, and some thousand to mean much")
-        config = LlamaConfig.from_dict(checkpoint.config)
-        window = min(window, config.max_positions)
-        reach = (needle or 0) + NEEDLE_ROOM
-        if reach > config.max_positions:
-            raise UsageError(
-                f"--needle {needle}: with {NEEDLE_ROOM} tokens for the answer that is {reach}; the model has "
-                f"{config.max_positions} positions"
-            )
-        loaded = Llama.load(checkpoint, device, dtype, max_context=max(window, reach))
-        size = size_of(checkpoint)
-    other = None
-    if reference is not None:
-        with open_model(reference) as checkpoint:
-            other = Llama.load(checkpoint, device, dtype, max_context=window)
-    with progress(what="evaluating", unit="window") as bar:
-
-        def advance(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        found = evaluate(loaded, torch.tensor(ids), reference=other, window=window, kv=setting, progress=advance)
-    hidden = None if needle is None else retrieve(loaded, tokenizer, text, needle, setting)
-    sizes = {"layers": config.layers, "kv_heads": config.kv_heads, "head_dim": config.head_dim}
-    size_of_token = None if setting is None else setting.token_bytes(**sizes) + setting.sequence_bytes(**sizes) / window
-    return {
-        **found.as_dict(),
-        "window": window,
-        "kv": kv if setting is None else str(setting),
-        "kv_bytes": None if size_of_token is None else round(size_of_token, 1),
-        "exact_kv_bytes": 4 * config.layers * config.kv_heads * config.head_dim,
-        "needle": hidden,
-        "bits": round(size.bits, 3),
-        "linear_bits": round(size.linear_bits, 3),
-    }

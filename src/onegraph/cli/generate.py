@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Literal
 
 from onegraph.cli.common import (
     UsageError,
@@ -14,6 +15,7 @@ from onegraph.cli.common import (
     add_json,
     number,
     open_model,
+    options,
     pick_device,
     pick_dtype,
     print_json,
@@ -33,7 +35,7 @@ The same seed gives the same text. On a GPU the decode step is one CUDA graph; -
 eagerly, --capture split breaks the graph around attention. --kv stores keys and values as TurboQuant codes
 (docs/turboquant.md).
 """
-CAPTURE = {"auto": None, "on": True, "off": False, "split": "split"}
+CAPTURE: dict[str, bool | Literal["split"] | None] = {"auto": None, "on": True, "off": False, "split": "split"}
 DEFAULT_TOKENS = 256
 
 
@@ -92,11 +94,11 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from onegraph.cli.tokenizer import Tokenizer
-    from onegraph.engine.generate import Engine
+    from onegraph.api.llm import LLM
+    from onegraph.api.tokenizer import Tokenizer
     from onegraph.engine.params import SamplingParams
     from onegraph.formats.turboquant import parse_kv
-    from onegraph.models.load import load_decoder, parse_config
+    from onegraph.models.load import parse_config
 
     device = pick_device(args.device)
     dtype = pick_dtype(args.dtype, device)
@@ -107,37 +109,36 @@ def run(args: argparse.Namespace) -> int:
     with open_model(args.model) as checkpoint:
         context = parse_config(checkpoint.config).max_positions
         tokenizer = Tokenizer(checkpoint)
-        chat = args.chat or (tokenizer.template is not None and not args.raw)
-        prompts = [
-            tokenizer.chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text) for text in texts
-        ]
-        budgets = [budget(i, len(prompt), args.max_tokens, context) for i, prompt in enumerate(prompts)]
-        params = [
-            SamplingParams(
-                max_tokens=tokens,
-                temperature=args.temperature,
-                top_k=args.top_k,
-                top_p=args.top_p,
-                seed=args.seed,
-                stop=sorted(tokenizer.stops),
-            )
-            for tokens in budgets
-        ]
-        needed = max(len(prompt) + tokens for prompt, tokens in zip(prompts, budgets, strict=True))
-        if kv is not None:  # a short answer shall not make the window of exact tokens an error
-            needed = max(needed, min(kv.window, context))
-        model = load_decoder(checkpoint, device, dtype, max_context=needed, gpus=args.gpus, fp8_kv=args.kv == "fp8")
-        engine = Engine(
-            model,
+    prompts = encoded(tokenizer, texts, args.chat or (tokenizer.template is not None and not args.raw))
+    budgets = [budget(i, len(prompt), args.max_tokens, context) for i, prompt in enumerate(prompts)]
+    params = [
+        SamplingParams(
+            max_tokens=tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed
+        )
+        for tokens in budgets
+    ]
+    needed = max(len(prompt) + tokens for prompt, tokens in zip(prompts, budgets, strict=True))
+    if kv is not None:  # a short answer shall not make the window of exact tokens an error
+        needed = max(needed, min(kv.window, context))
+    live = len(prompts) == 1 and not args.json
+    with options("gpus", "kv"):
+        llm = LLM(
+            args.model,
+            gpus=args.gpus or 1,
+            kv=args.kv,
             max_batch=min(len(prompts), 64),
             max_context=needed,
-            kv=kv,
+            dtype=dtype,
+            device=device,
             capture=CAPTURE[args.capture],
+            tokenizer=tokenizer,
         )
-        printer = Printer(tokenizer.stream(), live=len(prompts) == 1 and not args.json)
-        outputs = engine.generate(prompts, params, on_token=printer)
-        printer.finish()
-    stats = engine.stats
+    with llm:
+        if live:
+            show(llm.stream(prompts[0], params[0]))
+        else:
+            completions = llm.generate(prompts, params)
+        stats = llm.stats
     if args.json:
         print_json(
             {
@@ -151,27 +152,39 @@ def run(args: argparse.Namespace) -> int:
                 "outputs": [
                     {
                         "prompt": text,
-                        "text": tokenizer.decode(output),
-                        "tokens": output,
-                        "prompt_tokens": len(prompt),
-                        "finish": "stop" if output[-1] in tokenizer.stops else "length",
+                        "text": made.text,
+                        "tokens": made.tokens,
+                        "prompt_tokens": made.prompt_tokens,
+                        "finish": made.finish_reason,
                     }
-                    for text, prompt, output in zip(texts, prompts, outputs, strict=True)
+                    for text, made in zip(texts, completions, strict=True)
                 ],
             }
         )
         return 0
-    if len(prompts) > 1:
-        for text, output in zip(texts, outputs, strict=True):
-            print(f"> {text}\n{tokenizer.decode(output).strip()}\n")
+    if not live:
+        for text, made in zip(texts, completions, strict=True):
+            print(f"> {text}\n{made.text.strip()}\n")
     sys.stdout.flush()
-    count = sum(map(len, outputs))
     print(
-        f"[{stats.prefill_tokens} prompt tokens, {count} new, {stats.decode_tokens_per_second:.1f} tokens/s, "
-        f"{stats.mode} on {device}]",
+        f"[{stats.prefill_tokens} prompt tokens, {len(prompts) + stats.decode_tokens} new, "
+        f"{stats.decode_tokens_per_second:.1f} tokens/s, {stats.mode} on {device}]",
         file=sys.stderr,
     )
     return 0
+
+
+def encoded(tokenizer: Any, texts: list[str], chat: bool) -> list[list[int]]:
+    """Token ids of each text, as it stands or as a question in the chat template. Raises ValueError."""
+    from onegraph.api.chat import TemplateError
+
+    if not chat:
+        return [tokenizer.encode(text) for text in texts]
+    try:
+        return [tokenizer.chat([{"role": "user", "content": text}]) for text in texts]
+    except TemplateError as error:
+        cure = "try --raw" if tokenizer.template else "use --raw to continue the prompt as it stands"
+        raise UsageError(f"{error}; {cure}") from None
 
 
 def prompts_of(args: argparse.Namespace) -> list[str]:
@@ -205,24 +218,14 @@ def budget(index: int, length: int, asked: int | None, context: int) -> int:
     return asked
 
 
-class Printer:
-    """Prints tokens as text while they come: what `Engine.generate` calls for each."""
-
-    def __init__(self, stream: Any, live: bool = True) -> None:
-        self.stream, self.live, self.text = stream, live, ""
-
-    def __call__(self, index: int, token: int) -> None:
-        if self.live:
-            self._show(self.stream.push(token))
-
-    def finish(self) -> None:
-        if self.live:
-            self._show(self.stream.finish() + "\n")
-
-    def _show(self, text: str) -> None:
-        if not self.text:
-            text = text.lstrip()
-        if text:
-            self.text += text
-            sys.stdout.write(text)
-            sys.stdout.flush()
+def show(pieces: Iterable[str]) -> str:
+    """Prints text while it comes, without the blanks that it begins with; returns all of it."""
+    text = ""
+    for piece in pieces:
+        piece = piece if text else piece.lstrip()
+        text += piece
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    if text:
+        print(flush=True)
+    return text

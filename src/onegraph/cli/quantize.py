@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from onegraph.cli.common import (
-    UsageError,
+    Progress,
     add_device,
     add_json,
     human_bytes,
     number,
     one_line,
-    open_model,
     pick_device,
     print_json,
-    progress,
     read_text,
 )
 from onegraph.formats.files import CheckpointError, read_json
-
-if TYPE_CHECKING:
-    import torch
-
-    from onegraph.cli.tokenizer import Tokenizer
-    from onegraph.formats.checkpoint import Checkpoint
 
 EPILOG = """\
 examples:
@@ -131,223 +120,38 @@ def rates_of(map_file: str | None, layers: list[tuple[str, int]]) -> dict[str, i
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.format == "nvfp4":
-        result = quantize_nvfp4(args)
-    else:
-        result = quantize_e8p(args)
+    from onegraph.api.quantize import quantize
+
+    unit = "linear" if args.format == "nvfp4" else "group"
+    with Progress(sampling_text="token", quantizing=unit) as shown:
+        made = quantize(
+            args.source,
+            args.output,
+            bits=args.bits,
+            format=args.format,
+            recipe=args.recipe,
+            calibration=args.calibration if args.calibration == "self" else read_text(args.calibration),
+            tokens=args.tokens,
+            sequence=args.sequence,
+            layers=rates_of(args.map, args.layer),
+            lm_head=args.lm_head,
+            embed_tokens=args.embed_tokens,
+            seed=args.seed,
+            device=pick_device(args.device),
+            progress=shown,
+        )
     if args.json:
-        print_json(result)
+        told: dict[str, Any] = {"source": args.source, "output": args.output}
+        if args.format == "nvfp4":
+            told |= {"format": "nvfp4"}
+        else:
+            told |= {"bits": made.bits, "recipe": made.recipe, "seed": made.seed}
+            told |= {"calibration_tokens": made.calibration_tokens}
+        print_json(told | {"seconds": made.seconds, "before": made.before.as_dict(), "after": made.after.as_dict()})
     else:
-        before, after = result["before"], result["after"]
         print(
-            f"{args.output}: {human_bytes(before['bytes'])} -> {human_bytes(after['bytes'])}, "
-            f"{after['linear_bits']:.2f} bits a weight in the linears, {after['bits']:.2f} over the whole model, "
-            f"in {result['seconds']:.0f} s"
+            f"{args.output}: {human_bytes(made.before.total_bytes)} -> {human_bytes(made.after.total_bytes)}, "
+            f"{made.after.linear_bits:.2f} bits a weight in the linears, {made.after.bits:.2f} over the whole model, "
+            f"in {made.seconds:.0f} s"
         )
     return 0
-
-
-def new_directory(output: str) -> Path:
-    out = Path(output)
-    if out.exists() or out.is_symlink():
-        raise UsageError(f"{out}: exists already; choose another output directory or remove it")
-    return out
-
-
-def quantize_nvfp4(args: argparse.Namespace) -> dict[str, Any]:
-    """`--format nvfp4`: the linears of the blocks but those that --map and --layer keep. Returns what --json prints."""
-    from onegraph.cli.size import size_of
-    from onegraph.formats.checkpoint import write_checkpoint
-    from onegraph.formats.e8p import KEEP, resolve_rates
-    from onegraph.models.load import parse_config
-    from onegraph.quant.nvfp4 import config_for, quantized_tensors
-
-    started, out = time.perf_counter(), new_directory(args.output)
-    rates = rates_of(args.map, args.layer)
-    if args.bits != 4 or args.lm_head or args.embed_tokens or any(bits != KEEP for bits in rates.values()):
-        raise UsageError(
-            "nvfp4 has one rate and keeps both ends: no --bits, --lm-head or --embed-tokens, and --layer and --map can "
-            "only keep a layer (PATTERN=16)"
-        )
-    with open_model(args.source) as checkpoint:
-        parse_config(checkpoint.config)
-        if checkpoint.config.get("quantization_config") is not None:
-            raise UsageError(f"{args.source}: is quantized already; give the unquantized model")
-        names = nvfp4_layers(checkpoint)
-        kept = resolve_rates(rates, names, bits=4)
-        chosen = [name for name in names if name not in kept]
-        wide = [name.removesuffix(".weight") for name in checkpoint.names if len(checkpoint.shape(name)) == 2]
-        told = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
-        told["quantization_config"] = config_for({*wide, "lm_head"} - set(chosen)).to_dict()
-        with progress(total=len(chosen), what="quantizing", unit="linear") as bar:
-            tensors = quantized_tensors(
-                checkpoint.names,
-                checkpoint.tensor,
-                chosen,
-                search=args.recipe != "quick",
-                device=pick_device(args.device),
-                on_linear=lambda _: bar.update(),
-            )
-            write_checkpoint(out, told, tensors, copy_from=checkpoint)
-        before = size_of(checkpoint)
-    with open_model(args.output) as written:
-        after = size_of(written)
-    seconds = round(time.perf_counter() - started, 1)
-    told = {"source": args.source, "output": args.output, "format": "nvfp4", "seconds": seconds}
-    return told | {"before": summary(before), "after": summary(after)}
-
-
-def nvfp4_layers(checkpoint: Checkpoint) -> list[str]:
-    """The checkpoint's names of the linears that may be NVFP4: all but the head, with inputs in groups of 16."""
-    import torch
-
-    from onegraph.formats.nvfp4 import NVFP4
-    from onegraph.models.load import parse_config
-    from onegraph.models.loader import Loader
-
-    loader = Loader(checkpoint, parse_config(checkpoint.config), torch.float32)
-    return [
-        loader.stored[f"{name}.weight"].removesuffix(".weight")
-        for name, (_, k, _) in loader.parts.linears.items()
-        if name != loader.parts.head and k % NVFP4.group == 0 and f"{name}.weight" in loader
-    ]
-
-
-def quantize_e8p(args: argparse.Namespace) -> dict[str, Any]:
-    return quantize_checkpoint(
-        args.source,
-        args.output,
-        rates=rates_of(args.map, args.layer),
-        calibration=args.calibration if args.calibration == "self" else read_text(args.calibration),
-        tokens=args.tokens,
-        sequence=args.sequence,
-        recipe=args.recipe,
-        device=pick_device(args.device),
-        levers={"bits": args.bits, "lm_head": args.lm_head, "embed_tokens": args.embed_tokens, "seed": args.seed},
-    )
-
-
-def quantize_checkpoint(
-    source: str,
-    output: str,
-    *,
-    rates: dict[str, int],
-    calibration: str,
-    tokens: int,
-    sequence: int,
-    recipe: str,
-    device: torch.device,
-    levers: dict[str, Any],
-) -> dict[str, Any]:
-    """The whole command: reads `source`, calibrates on the text `calibration` ('self': on the model's own), writes
-    `output`, shows progress on stderr. Returns what --json prints. Raises ValueError for anything that is wrong."""
-    from onegraph.cli.size import size_of
-    from onegraph.cli.tokenizer import Tokenizer
-    from onegraph.formats.checkpoint import write_checkpoint
-    from onegraph.models.config import LlamaConfig
-    from onegraph.models.llama import LlamaSource
-    from onegraph.quant.calibrate import packed_tokens
-    from onegraph.quant.partial import Partial, fingerprint
-    from onegraph.quant.quantize import quantize
-    from onegraph.quant.recipe import Recipe
-
-    started = time.perf_counter()
-    out = new_directory(output)
-    with open_model(source) as checkpoint:
-        chosen = Recipe.preset(recipe, layers=rates, **levers)
-        sequence = min(sequence, LlamaConfig.from_dict(checkpoint.config).max_positions, tokens)
-        model = LlamaSource(checkpoint, device, max_context=sequence)
-        tokenizer = Tokenizer(checkpoint)
-        if calibration == "self":
-            rows = sample_text(checkpoint, tokenizer, device, -(-tokens // sequence), sequence, chosen.seed)
-        else:
-            rows = packed_tokens(tokenizer.encode(calibration), length=sequence, limit=tokens)
-        partial = Partial(
-            out.with_name(out.name + ".partial"), fingerprint(identity(checkpoint), chosen.to_dict(), rows)
-        )
-
-        def outer(name: str) -> torch.Tensor:  # a tied head is the embedding
-            return checkpoint.tensor(name if name in checkpoint else "model.embed_tokens.weight")
-
-        with progress(what="quantizing", unit="group") as bar:
-
-            def advance(done: int, total: int, _: str) -> None:
-                bar.total = total
-                bar.update(done - bar.n)
-
-            quantized = quantize(model, rows, chosen, partial, outer=outer, progress=advance)
-        config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
-        config["quantization_config"] = quantized.config.to_dict()
-        tensors = quantized.tensors(checkpoint.names, checkpoint.tensor)
-        write_checkpoint(out, config, tensors, copy_from=checkpoint)
-        partial.remove()
-        before = size_of(checkpoint)
-    with open_model(output) as written:
-        after = size_of(written)
-    return {
-        "source": source,
-        "output": output,
-        "bits": chosen.bits,
-        "recipe": recipe,
-        "seed": chosen.seed,
-        "calibration_tokens": rows.numel(),
-        "seconds": round(time.perf_counter() - started, 1),
-        "before": summary(before),
-        "after": summary(after),
-    }
-
-
-def summary(size: Any) -> dict[str, Any]:
-    """A `Size` as JSON."""
-    return {
-        "bytes": size.total_bytes,
-        "linear_bytes": size.linear_bytes,
-        "bits": round(size.bits, 3),
-        "linear_bits": round(size.linear_bits, 3),
-        "parameters": size.parameters,
-    }
-
-
-def identity(checkpoint: Checkpoint) -> str:
-    """Names a checkpoint for resuming: its config and tensor table, and size and time of its files. Reading hundreds
-    of GB to hash them would take longer than the blocks it saves."""
-    infos = {name: checkpoint.info(name) for name in checkpoint.names}
-    files = {str(info.file.resolve()): info.file.stat() for info in infos.values()}
-    parts = [
-        checkpoint.config,
-        {name: (info.shape, str(info.dtype), info.nbytes) for name, info in infos.items()},
-        {name: (stat.st_size, stat.st_mtime_ns) for name, stat in sorted(files.items())},
-    ]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def sample_text(
-    checkpoint: Checkpoint, tokenizer: Tokenizer, device: torch.device, rows: int, length: int, seed: int
-) -> torch.Tensor:
-    """Calibration tokens that the model writes, int64 [rows, length]: the same seed, the same text."""
-    from onegraph.cli.common import pick_dtype
-    from onegraph.engine.generate import Engine
-    from onegraph.engine.params import SamplingParams
-    from onegraph.models.llama import Llama
-    from onegraph.quant.calibrate import sampled_tokens
-
-    model = Llama.load(checkpoint, device, pick_dtype("auto", device), max_context=length)
-    engine = Engine(model, max_batch=min(rows, 64), max_context=length)
-    calls = 0
-    with progress(total=rows * length, what="sampling text", unit="token") as bar:
-
-        def generate(prompts: list[list[int]], count: int) -> list[list[int]]:
-            nonlocal calls
-            count = min(count, length - len(prompts[0]))
-            params = [
-                SamplingParams(
-                    max_tokens=count, temperature=1.0, seed=seed * (1 << 31) + calls + i, stop=sorted(tokenizer.stops)
-                )
-                for i in range(len(prompts))
-            ]
-            calls += len(prompts)
-            return engine.generate(prompts, params, on_token=lambda *_: bar.update())
-
-        start = checkpoint.config.get("bos_token_id")
-        first = start if type(start) is int else min(tokenizer.stops, default=0)
-        return sampled_tokens(generate, rows=rows, length=length, start=[first])

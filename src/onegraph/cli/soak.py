@@ -15,6 +15,7 @@ from onegraph.cli.common import (
     add_json,
     number,
     open_model,
+    options,
     pick_device,
     pick_dtype,
     print_json,
@@ -70,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
     out = Path(args.out)
     with open_model(args.model) as checkpoint:
         context = min(args.context, parse_config(checkpoint.config).max_positions)
-        model = load_decoder(checkpoint, device, dtype, max_context=context, gpus=args.gpus)
+        with options("gpus"):
+            model = load_decoder(checkpoint, device, dtype, max_context=context, gpus=args.gpus)
 
     def make(tested: bool) -> Engine:
         captured = None if tested and not args.eager else False

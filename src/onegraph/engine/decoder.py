@@ -1,10 +1,13 @@
-"""What the engine asks of a model. `Llama` and `DeepseekV4` of `onegraph.models` give it."""
+"""What the engine asks of a model (`models.llama.Llama` and `models.deepseek_v4.DeepseekV4` give it)."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from onegraph.runtime.graph import split_point
 
 
 class Cache(Protocol):
@@ -61,3 +64,14 @@ class Decoder(Protocol):
         """State for `rows` sequences. kv: how keys and values are stored, None for the model's own way; ValueError
         where there is no other."""
         ...
+
+
+@dataclass(frozen=True)
+class Breakable:
+    """Attends through `cache`, a part of what the model made, so that a split mode can break there; a plain call
+    elsewhere."""
+
+    cache: Any
+
+    def attend(self, attention: Any, *inputs: Tensor | None) -> Tensor:
+        return split_point("attention", self.cache.attend, attention, *inputs)

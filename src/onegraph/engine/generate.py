@@ -9,39 +9,25 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from onegraph.engine.decoder import Decoder
+from onegraph.engine.decoder import Breakable, Decoder
 from onegraph.engine.pages import PageAllocator
 from onegraph.engine.params import SamplingParams, Stats
 from onegraph.engine.sequence import Sequence, make_sequences
 from onegraph.formats.turboquant import TurboQuantConfig, parse_kv
 from onegraph.ops.sampling import greedy, sample
 from onegraph.ops.step import begin_step, finish_step
-from onegraph.runtime.graph import GraphPool, Runner, split_point
+from onegraph.runtime.graph import GraphPool, Runner
 from onegraph.runtime.pipeline import Pipeline, check_links, running
 from onegraph.runtime.transfer import Download
 
 Tokens = list[tuple[int, int]]  # (prompt's number, token), of a step
-
-
-@dataclass(frozen=True)
-class _Paged:
-    """A way to attend that a split mode can break at; a plain call elsewhere.
-
-    `cache` is what the model made: a PagedCache, or what has its face and its own arguments of `attend`.
-    """
-
-    cache: Any
-
-    def attend(self, attention: Any, *inputs: Tensor | None) -> Tensor:
-        return split_point("attention", self.cache.attend, attention, *inputs)
 
 
 class Engine:
@@ -143,7 +129,7 @@ class Engine:
 
     def stream(
         self, prompts: Seq[Seq[int]], params: SamplingParams | Seq[SamplingParams] | None = None
-    ) -> Iterator[tuple[int, int]]:
+    ) -> Generator[tuple[int, int], None, None]:
         """`generate`, but (prompt's number, token) one by one, as soon as the host has it.
 
         Closed early or dropped, it gives back rows and pages; until it ends, nothing else may run. Raises what
@@ -195,7 +181,7 @@ class Engine:
         cache.block_table, cache.positions, cache.counts = table[:, : self._width], positions, counts
         cache.slots = inputs["slots"]
         stream = inputs["stream"] if stage else self.model.enter(tokens)
-        stream = self.model.run(stage, stream, tokens, _Paged(cache))
+        stream = self.model.run(stage, stream, tokens, Breakable(cache))
         if stage < len(self.devices) - 1:
             positions.copy_(after)
             return stream
@@ -228,7 +214,7 @@ class Engine:
             allocator=self._allocator,
         )
 
-    def _stream(self, sequences: list[Sequence]) -> Iterator[tuple[int, int]]:
+    def _stream(self, sequences: list[Sequence]) -> Generator[tuple[int, int], None, None]:
         """Who takes the tokens works on streams of his own: the engine's are current only while it computes."""
         steps = self._run(sequences)
         try:

@@ -25,7 +25,7 @@ because the product with the values runs along tokens and wants two of them in o
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -137,12 +137,20 @@ class TurboQuantLayout:
         return (slots // BLOCK).unsqueeze(-1) * self.block_bytes + torch.cat(parts, dim=-1)
 
 
-def layout_of(
-    head_dim: int, k_bits: int, v_bits: int, k_variant: str, v_variant: str, page_bytes: int
-) -> TurboQuantLayout:
-    """The layout of a cache whose pages have `page_bytes` a head."""
-    size = TurboQuantLayout(head_dim, k_bits, v_bits, k_variant, v_variant).bytes_per_token_head
-    return TurboQuantLayout(head_dim, k_bits, v_bits, k_variant, v_variant, page_bytes // size)
+@lru_cache(maxsize=64)
+def layout_of(head_dim: int, k_levels: int, v_levels: int, page_bytes: int) -> TurboQuantLayout:
+    """The layout, of variant `mse`, of a cache with codebooks of so many levels and pages of `page_bytes` a head."""
+    for name, levels in (("k", k_levels), ("v", v_levels)):
+        if levels not in (2, 4, 8, 16):
+            raise ValueError(f"{name}_codebook is of {levels} levels; TurboQuant stores codes of 2, 4, 8 or 16")
+    bits = k_levels.bit_length() - 1, v_levels.bit_length() - 1
+    layout = TurboQuantLayout(head_dim, *bits)
+    if page_bytes == 0 or page_bytes % layout.block_bytes:
+        raise ValueError(
+            f"a page of the cache has {page_bytes} bytes a head; with {layout.bytes_per_token_head} bytes a token it "
+            f"must be a multiple of {layout.block_bytes}"
+        )
+    return TurboQuantLayout(head_dim, *bits, page_size=page_bytes // layout.bytes_per_token_head)
 
 
 def _places(width: int, device: torch.device) -> tuple[Tensor, Tensor]:

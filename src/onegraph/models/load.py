@@ -37,12 +37,12 @@ def load_decoder(
     """
     if isinstance(parse_config(checkpoint.config), DeepseekV4Config):
         if gpus is not None and gpus > (found := torch.cuda.device_count()):
-            raise ValueError(f"--gpus is {gpus}; torch sees {found} GPUs here")
+            raise ValueError(f"gpus is {gpus}; torch sees {found} GPUs here")
         devices: Sequence[torch.device | str] = [device] if gpus is None else [f"cuda:{i}" for i in range(gpus)]
         model = DeepseekV4.load(checkpoint, devices, dtype, max_context=max_context)
         model.fp8_kv = fp8_kv
         return model
     if gpus is not None or fp8_kv:
-        what = "--gpus places layers over GPUs" if gpus is not None else "--kv fp8 is a way to keep keys"
+        what = "gpus places layers over GPUs" if gpus is not None else "kv fp8 is a way to keep keys"
         raise ValueError(f"{what} for DeepSeek-V4; this model is {checkpoint.config.get('model_type')!r}")
     return chained(Llama.load(checkpoint, device, dtype, max_context=max_context, fused=fused))

@@ -16,9 +16,10 @@ from onegraph.formats import turboquant as formats
 from onegraph.formats.turboquant import EXACT, TurboQuantConfig
 from onegraph.formats.turboquant_layout import TurboQuantLayout
 from onegraph.nn.attention import Attention, PagedCache
+from onegraph.ops.calls import TurboQuantAttention, TurboQuantWrite
 from onegraph.ops.recent_attention import recent_attention
-from onegraph.ops.turboquant import turboquant_write
-from onegraph.ops.turboquant_attention import eight_bit_levels, turboquant_attention
+from onegraph.ops.turboquant import turboquant_write, write_unfused
+from onegraph.ops.turboquant_attention import attend_unfused, eight_bit_levels, turboquant_attention
 from onegraph.ops.turboquant_decode import turboquant_decode
 from onegraph.ops.turboquant_hybrid import turboquant_hybrid
 
@@ -138,6 +139,11 @@ class TurboQuantCache:
         return [*self.paged.tensors(), *(tensor for tensor in coded if tensor is not None)]
 
     @property
+    def _in_one(self) -> bool:
+        """Whether an op attends to codes and ring; `prod` is a composition."""
+        return self.fused and self._projection is None
+
+    @property
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self.tensors())
 
@@ -196,17 +202,19 @@ class TurboQuantCache:
 
     def _coded(self, a: Attention, layer: _Layer, qkv: Tensor) -> Tensor:
         batch, length, _ = qkv.shape
-        layout, ring, chunk = layer.layout, layer.ring, length > DRAFTS
+        ring, chunk = layer.ring, length > DRAFTS
         positions, counts, table = self.positions, self.counts, self.block_table
-        token = qkv, a.q_norm, a.k_norm, a.eps, a.cos, a.sin, positions, counts, table, self._turn, self._projection
-        books = layer.k_codebook, layer.v_codebook
-        kinds = layout.k_bits, layout.v_bits, layout.k_variant, layout.v_variant, self.config.scale
-        if self.fused and ring is not None and not chunk and not 0 < a.window <= self.config.window:
-            how = self._rotation, a.scale, self.config.window, DRAFTS, a.window
-            state = layer.codes, ring, self.slots
-            return turboquant_decode(*token, *books, *state, a.heads, *kinds, *how).flatten(2)
-        slots = None if ring is None else self.slots
-        q, own = turboquant_write(*token, *books, layer.codes, ring, slots, a.heads, *kinds, chunk)
+        token = qkv, a.q_norm, a.k_norm, a.eps, a.cos, a.sin, positions, counts, table, self._turn
+        coded = *token, layer.k_codebook, layer.v_codebook, layer.codes
+        kinds = a.heads, self.config.scale
+        if self._in_one and ring is not None and not chunk and not 0 < a.window <= self.config.window:
+            how = self._rotation, a.scale, self.config.window, a.window
+            return turboquant_decode(*coded, ring, self.slots, *kinds, *how).flatten(2)
+        write = TurboQuantWrite(*coded, ring, None if ring is None else self.slots, *kinds, chunk)
+        if self._projection is None:
+            q, own = turboquant_write(*write)
+        else:
+            q, own = write_unfused(write, layer.layout, self._projection)
         if not chunk:
             return self._decoded(a, layer, q, ring, self.slots, positions, counts, table).flatten(2)
         own_ring, zeros = self._own[:batch], self._zeros[:batch]  # the chunk is a ring of its own
@@ -230,18 +238,17 @@ class TurboQuantCache:
         counts: Tensor, table: Tensor,
     ) -> Tensor:  # fmt: skip
         """What queries see that decode: [B, Q, heads, head_dim]."""
-        layout, window, limit = layer.layout, self.config.window, a.window
+        window, limit = self.config.window, a.window
         out: Tensor
         if ring is None:
             out = self._from_codes(a, layer, q, positions, counts, None, table, self._rotation, limit)[0]
         elif 0 < limit <= window:  # all that the model's window shows is exact
             none = (None, None)
             out = recent_attention(q, ring, slots, positions, *none, self._rotation, a.scale, window, DRAFTS, limit)
-        elif self.fused:
+        elif self._in_one:
             out = turboquant_hybrid(
-                q, layer.codes, table, positions, counts, ring, slots, self._rotation, self._projection,
-                layer.k_codebook, layer.v_codebook, layout.k_bits, layout.v_bits, layout.k_variant, layout.v_variant,
-                a.scale, window, DRAFTS, limit,
+                q, layer.codes, table, positions, counts, ring, slots, self._rotation, layer.k_codebook,
+                layer.v_codebook, a.scale, window, limit,
             )  # fmt: skip
         else:
             older = self._from_codes(a, layer, q, positions - window, counts, None, table, None, max(limit - window, 0))
@@ -252,9 +259,11 @@ class TurboQuantCache:
         self, a: Attention, layer: _Layer, q: Tensor, positions: Tensor, counts: Tensor, ends: Tensor | None,
         table: Tensor, rotation: Tensor | None, limit: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        layout = layer.layout
-        out: tuple[Tensor, Tensor] = turboquant_attention(
-            q, layer.codes, table, positions, counts, ends, rotation, self._projection, layer.k_codebook,
-            layer.v_codebook, None, layout.k_bits, layout.v_bits, layout.k_variant, layout.v_variant, a.scale, limit,
+        call = TurboQuantAttention(
+            q, layer.codes, table, positions, counts, ends, rotation, layer.k_codebook, layer.v_codebook, None, a.scale,
+            limit,
         )  # fmt: skip
+        if self._projection is not None:
+            return attend_unfused(call, layer.layout, self._projection)
+        out: tuple[Tensor, Tensor] = turboquant_attention(*call)
         return out

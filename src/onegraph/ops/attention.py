@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.ops.norm import FLOATS
+from onegraph.ops.calls import Heads, PagedAttention, PagedDecode, RopeCacheWrite, Tokens
+from onegraph.ops.checks import FLOATS, check_grouped, check_query, check_tensors
 from onegraph.ops.registry import Case, Op, nbytes, register
+from onegraph.ops.strides import row_stride
 
 
-def _rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate-half RoPE (Su et al., arXiv 2104.09864; GPT-NeoX's layout): x [B, Q, H, D], tables [B, Q, 1, D/2]."""
+def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate-half RoPE (Su et al., arXiv 2104.09864; GPT-NeoX's layout): x [..., H, D], tables [..., 1, D/2]."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
@@ -25,69 +27,70 @@ def _head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
 
 
-def _rope_cache_write(
-    qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    positions: Tensor,
-    counts: Tensor,
-    block_table: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    heads: int,
-) -> Tensor:
-    batch, length, _ = qkv.shape
-    _, page_size, kv_heads, dim = k_cache.shape
-    vectors = qkv.view(batch, length, -1, dim)
-    turned, values = vectors[:, :, : heads + kv_heads].float(), vectors[:, :, heads + kv_heads :]
-    if q_norm is not None and k_norm is not None:
-        q, k = turned.split((heads, kv_heads), dim=2)
-        turned = torch.cat((_head_norm(q, q_norm, eps), _head_norm(k, k_norm, eps)), dim=2)
-    step = torch.arange(length, dtype=torch.int32, device=qkv.device)
-    token = positions.unsqueeze(1) + step
-    if cos is not None and sin is not None:
-        row, shape = token.flatten().clamp(0, cos.shape[0] - 1), (batch, length, 1, dim // 2)
-        turned = _rope(turned, cos.index_select(0, row).view(shape), sin.index_select(0, row).view(shape))
+def turned(call: Heads, heads: int, kv_heads: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(queries and keys after norm and RoPE, float32 [B, Q, heads + kv_heads, D]; values as they came; where each token
+    stands, [B, Q])."""
+    batch, length, _ = call.qkv.shape
+    vectors = call.qkv.unflatten(2, (-1, dim))
+    both, values = vectors[:, :, : heads + kv_heads].float(), vectors[:, :, heads + kv_heads :]
+    if call.q_norm is not None and call.k_norm is not None:
+        q, k = both.split((heads, kv_heads), dim=2)
+        both = torch.cat((_head_norm(q, call.q_norm, call.eps), _head_norm(k, call.k_norm, call.eps)), dim=2)
+    token = call.positions.unsqueeze(1) + torch.arange(length, dtype=call.positions.dtype, device=call.qkv.device)
+    if call.cos is not None and call.sin is not None:
+        row, shape = token.flatten().clamp(0, call.cos.shape[0] - 1), (batch, length, 1, dim // 2)
+        both = rotate_half(both, *(t.index_select(0, row).view(shape) for t in (call.cos, call.sin)))
+    return both, values, token
 
-    capacity = block_table.shape[1] * page_size
-    inside = token.clamp(0, capacity - 1)
+
+def places(token: Tensor, counts: Tensor, block_table: Tensor, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(page, place in it, whether the token is real) of tokens at `token` [B, Q]; what is not real is in page 0."""
+    inside = token.clamp(0, block_table.shape[1] * page_size - 1)
+    step = torch.arange(token.shape[1], dtype=torch.int32, device=token.device)
     real = (step < counts.unsqueeze(1)) & (inside == token)
     page = torch.where(real, block_table.gather(1, (inside // page_size).long()), 0)
-    slot = (page * page_size + inside % page_size).flatten().long()
-    q, k = turned.to(qkv.dtype).split((heads, kv_heads), dim=2)
-    k_cache.view(-1, kv_heads, dim).index_copy_(0, slot, k.flatten(0, 1))
-    v_cache.view(-1, kv_heads, dim).index_copy_(0, slot, values.flatten(0, 1))
+    return page, inside % page_size, real
+
+
+def _rope_cache_write(call: RopeCacheWrite) -> Tensor:
+    _, page_size, kv_heads, dim = call.k_cache.shape
+    both, values, token = turned(call, call.heads, kv_heads, dim)
+    q, k = both.to(call.qkv.dtype).split((call.heads, kv_heads), dim=2)
+    if call.slots is None:
+        assert call.counts is not None
+        assert call.block_table is not None
+        page, place, real = places(token, call.counts, call.block_table, page_size)
+    else:
+        slot = torch.nn.functional.pad(call.slots, (0, len(token) - len(call.slots)), value=-1).unsqueeze(1)
+        page, place, real = slot.clamp_min(0) // page_size, slot.clamp_min(0) % page_size, slot >= 0
+    if real.numel() == 0:
+        return q.contiguous()
+    # What is not real writes what the first real token writes: two values for one place land in any order.
+    source = torch.where(real.flatten(), torch.arange(real.numel(), device=real.device), real.flatten().int().argmax())
+    at = page.flatten()[source].long(), place.flatten()[source].long()
+    for cache, new in ((call.k_cache, k), (call.v_cache, values)):
+        cache.index_put_(at, torch.where(real.any(), new.flatten(0, 1)[source], cache[at]))
     return q.clone(memory_format=torch.contiguous_format)
 
 
-def _paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    positions: Tensor,
-    scale: float,
-    window: int,
-) -> Tensor:
+def _paged_attention(call: PagedAttention) -> Tensor:
+    q, k_cache, v_cache, window = call.q, call.k_cache, call.v_cache, call.window
     batch, length, heads, dim = q.shape
     page_size, kv_heads = k_cache.shape[1:3]
-    group, capacity = heads // kv_heads, block_table.shape[1] * page_size
-    pages = block_table.flatten()
+    group, capacity = heads // kv_heads, call.block_table.shape[1] * page_size
+    pages = call.block_table.flatten()
     keys = k_cache.index_select(0, pages).view(batch, capacity, kv_heads, dim)
     values = v_cache.index_select(0, pages).view(batch, capacity, kv_heads, dim)
     key = torch.arange(capacity, dtype=torch.int32, device=q.device)
     step = torch.arange(length, dtype=torch.int32, device=q.device)
-    token = (positions.unsqueeze(1) + step).clamp(0, capacity - 1).unsqueeze(2)
+    token = (call.positions.unsqueeze(1) + step).clamp(0, capacity - 1).unsqueeze(2)
     hidden = key > token  # [B, Q, L]
     # A page may still hold what an earlier sequence left: 0 * NaN would carry it into the sum.
     values.masked_fill_(hidden[:, -1].view(batch, capacity, 1, 1), 0.0)
     if window > 0:
         hidden = hidden | (key <= token - window)
 
-    grouped = (q.float() * scale).view(batch, length, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
+    grouped = (q.float() * call.scale).view(batch, length, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
     scores = grouped.reshape(batch, kv_heads, group * length, dim) @ keys.float().permute(0, 2, 3, 1)
     by_query = scores.view(batch, kv_heads, group, length, capacity)
     by_query.masked_fill_(hidden.view(batch, 1, 1, length, capacity), float("-inf"))
@@ -96,76 +99,21 @@ def _paged_attention(
     return out.to(q.dtype, memory_format=torch.contiguous_format, copy=True)
 
 
-def _check_cache(
-    op: str, like: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, positions: Tensor
-) -> None:
-    if like.dtype not in FLOATS:
-        raise ValueError(f"{op}: input is {like.dtype}; allowed are float32, bfloat16 and float16")
-    if k_cache.dim() != 4 or k_cache.shape != v_cache.shape:
+def check_heads(op: str, call: Heads, heads: int, kv_heads: int, dim: int) -> None:
+    """qkv and what turns its heads."""
+    qkv = call.qkv
+    if qkv.dim() != 3 or qkv.dtype not in FLOATS or row_stride(qkv) is None:
         raise ValueError(
-            f"{op}: k_cache is {tuple(k_cache.shape)}, v_cache {tuple(v_cache.shape)}; "
-            "both must be [pages, page_size, kv_heads, head_dim]"
+            f"{op}: qkv is {tuple(qkv.shape)} {qkv.dtype} of strides {qkv.stride()}; it must be float32, bfloat16 or "
+            "float16 [batch, tokens, (heads + 2 kv_heads) * head_dim], of contiguous rows"
         )
-    if k_cache.dtype != like.dtype or v_cache.dtype != like.dtype:
-        raise ValueError(
-            f"{op}: caches are {k_cache.dtype} and {v_cache.dtype}, the input {like.dtype}; make them in that dtype"
-        )
-    batch = like.shape[0]
-    if block_table.dim() != 2 or block_table.shape[0] != batch or block_table.dtype != torch.int32:
-        raise ValueError(
-            f"{op}: block_table is {tuple(block_table.shape)} {block_table.dtype}; it must be int32 [{batch}, pages]"
-        )
-    if positions.shape != (batch,) or positions.dtype != torch.int32:
-        raise ValueError(
-            f"{op}: positions is {tuple(positions.shape)} {positions.dtype}; it must be int32 [{batch}], one per row"
-        )
-    if not (like.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()):
-        raise ValueError(f"{op}: the input and both caches must be contiguous")
-    if block_table.stride(1) != 1 or not positions.is_contiguous():
-        raise ValueError(f"{op}: rows of block_table, and positions, must be contiguous (rows may be apart)")
-    for name, other in (
-        ("k_cache", k_cache),
-        ("v_cache", v_cache),
-        ("block_table", block_table),
-        ("positions", positions),
-    ):
-        if other.device != like.device:
-            raise ValueError(f"{op}: {name} is on {other.device}, the input on {like.device}; move them to one device")
-
-
-def _check_write(
-    qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    positions: Tensor,
-    counts: Tensor,
-    block_table: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    heads: int,
-) -> None:
-    op = "rope_cache_write"
-    if qkv.dim() != 3:
-        raise ValueError(
-            f"{op}: qkv is {tuple(qkv.shape)}; it must be [batch, tokens, (heads + 2 kv_heads) * head_dim]"
-        )
-    _check_cache(op, qkv, k_cache, v_cache, block_table, positions)
-    _, _, kv_heads, dim = k_cache.shape
-    if heads < 1 or heads % kv_heads or qkv.shape[2] != (heads + 2 * kv_heads) * dim:
+    check_grouped(op, heads, kv_heads)
+    if qkv.shape[2] != (heads + 2 * kv_heads) * dim or dim % 2:
         raise ValueError(
             f"{op}: qkv holds {qkv.shape[2]} numbers a token; with {heads} heads, {kv_heads} kv heads of {dim} it must "
-            f"hold {(heads + 2 * kv_heads) * dim}, and heads must be a multiple of kv heads"
+            f"hold {(heads + 2 * kv_heads) * dim}, and head_dim must be even"
         )
-    if dim % 2:
-        raise ValueError(f"{op}: head_dim is {dim}; rotate-half RoPE needs an even one")
-    if counts.shape != positions.shape or counts.dtype != torch.int32 or counts.device != qkv.device:
-        raise ValueError(
-            f"{op}: counts is {tuple(counts.shape)} {counts.dtype} on {counts.device}; "
-            f"it must be int32 [{qkv.shape[0]}] on {qkv.device}"
-        )
+    q_norm, k_norm, cos, sin = call.q_norm, call.k_norm, call.cos, call.sin
     if (q_norm is None) != (k_norm is None) or (cos is None) != (sin is None):
         raise ValueError(f"{op}: q_norm and k_norm go together, and so do cos and sin: give both or neither")
     for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
@@ -174,34 +122,90 @@ def _check_write(
                 f"{op}: {name} is {tuple(weight.shape)} {weight.dtype} on {weight.device}; it must be [{dim}]"
             )
     for name, table in (("cos", cos), ("sin", sin)):
-        if table is None:
-            continue
-        if table.dim() != 2 or table.shape[1] != dim // 2 or table.dtype != torch.float32 or not table.is_contiguous():
+        if table is not None and (table.dim() != 2 or table.shape[1] != dim // 2 or table.dtype != torch.float32):
             raise ValueError(
-                f"{op}: {name} is {tuple(table.shape)} {table.dtype}; it must be contiguous float32 [max, {dim // 2}]"
+                f"{op}: {name} is {tuple(table.shape)} {table.dtype}; it must be float32 [max, {dim // 2}]"
             )
-        if table.device != qkv.device:
-            raise ValueError(f"{op}: {name} is on {table.device}, qkv on {qkv.device}; move them to one device")
-    if cos is not None and sin is not None and cos.shape != sin.shape:
-        raise ValueError(f"{op}: cos has {cos.shape[0]} positions, sin {sin.shape[0]}; they must agree")
-
-
-def _check_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, positions: Tensor, scale: float, window: int
-) -> None:
-    op = "paged_attention"
-    if q.dim() != 4:
-        raise ValueError(f"{op}: q is {tuple(q.shape)}; it must be [batch, tokens, heads, head_dim]")
-    _check_cache(op, q, k_cache, v_cache, block_table, positions)
-    _, _, heads, dim = q.shape
-    _, _, kv_heads, cache_dim = k_cache.shape
-    if dim != cache_dim or heads % kv_heads:
+        if table is not None and (table.stride(1) != 1 or table.device != qkv.device):
+            raise ValueError(
+                f"{op}: {name} is on {table.device}, of strides {table.stride()}; it must be on {qkv.device}, of "
+                "contiguous rows"
+            )
+    if cos is not None and sin is not None and (cos.shape != sin.shape or cos.stride() != sin.stride()):
         raise ValueError(
-            f"{op}: q has {heads} heads of {dim}, the cache {kv_heads} of {cache_dim}; head_dim must agree and heads "
-            "be a multiple of kv heads"
+            f"{op}: cos has {cos.shape[0]} positions, sin {sin.shape[0]}; they must agree, and so must their strides"
         )
-    if window < 0:
-        raise ValueError(f"{op}: window is {window}; it must be 0 (no window) or the number of keys that a query sees")
+
+
+def check_tokens(op: str, call: Tokens, heads: int, kv_heads: int, dim: int) -> None:
+    """`check_heads`, and the rows of the step."""
+    check_heads(op, call, heads, kv_heads, dim)
+    rows = call.qkv.shape[0]
+    check_tensors(
+        op, call.qkv.device, positions=(call.positions, torch.int32, (rows,)),
+        counts=(call.counts, torch.int32, (rows,)), block_table=(call.block_table, torch.int32, (rows, -1)),
+    )  # fmt: skip
+
+
+def check_caches(op: str, like: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    """[pages, page_size, kv_heads, head_dim] of the dtype and on the device of `like`, of the same strides."""
+    for cache in (k_cache, v_cache):
+        if (
+            cache.dim() != 4
+            or cache.shape != k_cache.shape
+            or cache.stride() != k_cache.stride()
+            or cache.stride(3) != 1
+        ):
+            raise ValueError(
+                f"{op}: the caches are {tuple(k_cache.shape)} and {tuple(v_cache.shape)} of strides {k_cache.stride()} "
+                f"and {v_cache.stride()}; both must be [pages, page_size, kv_heads, head_dim] of the same strides, "
+                "that of the last dimension 1"
+            )
+        if cache.dtype != like.dtype or cache.device != like.device:
+            raise ValueError(
+                f"{op}: a cache is {cache.dtype} on {cache.device}, the input {like.dtype} on {like.device}; make them "
+                "in that dtype, on that device"
+            )
+
+
+def _check_write(call: RopeCacheWrite) -> None:
+    op, qkv, slots = "rope_cache_write", call.qkv, call.slots
+    check_caches(op, qkv, call.k_cache, call.v_cache)
+    check_heads(op, call, call.heads, *call.k_cache.shape[2:])
+    rows = qkv.shape[0]
+    if slots is None:
+        if call.counts is None or call.block_table is None:
+            raise ValueError(f"{op}: neither slots nor counts and a block_table are given; tokens need either")
+        check_tokens(op, call, call.heads, *call.k_cache.shape[2:])  # type: ignore[arg-type]  # has what Tokens has
+        return
+    if qkv.shape[1] != 1 or slots.dim() != 1 or len(slots) > rows:
+        raise ValueError(
+            f"{op}: slots is {tuple(slots.shape)}, qkv {tuple(qkv.shape)}; slots are for one token a row, of at most "
+            f"{rows} rows"
+        )
+    device = qkv.device
+    check_tensors(op, device, positions=(call.positions, torch.int64, (rows,)), slots=(slots, torch.int64, (-1,)))
+
+
+def _check_attention(call: PagedAttention) -> None:
+    op, q, rows = "paged_attention", call.q, call.q.shape[:1]
+    check_query(op, q)
+    check_caches(op, q, call.k_cache, call.v_cache)
+    if not call.k_cache.is_contiguous():
+        raise ValueError(f"{op}: the caches have strides {call.k_cache.stride()}; they must be contiguous")
+    heads, dim = q.shape[2:]
+    kv_heads, cache_dim = call.k_cache.shape[2:]
+    check_grouped(op, heads, kv_heads)
+    if dim != cache_dim:
+        raise ValueError(f"{op}: q has heads of {dim}, the cache of {cache_dim}; head_dim must agree")
+    check_tensors(
+        op, q.device, block_table=(call.block_table, torch.int32, (*rows, -1)),
+        positions=(call.positions, torch.int32, tuple(rows)),
+    )  # fmt: skip
+    if call.window < 0:
+        raise ValueError(
+            f"{op}: window is {call.window}; it must be 0 (no window) or the number of keys that a query sees"
+        )
 
 
 def _layout(generator: torch.Generator, batch: int, pages_per_row: int, device: torch.device) -> tuple[Tensor, int]:
@@ -245,7 +249,26 @@ def _write_case(
             randn(pages, page_size, kv_heads, dim),
             randn(pages, page_size, kv_heads, dim),
             heads,
+            None,
         )
+
+    return Case(name=name, make=make)
+
+
+def _slots_case(name: str, *, tokens: int, heads: int, kv_heads: int, dim: int, slots: list[int]) -> Case:
+    def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(device, dtype)
+
+        angle = torch.arange(50).unsqueeze(1) * 10000.0 ** -(torch.arange(0, dim, 2) / dim)
+        table = torch.cat((angle.cos(), angle.sin()), dim=1).to(device)
+        cache = randn(4, kv_heads, 16, 2 * dim)  # as vLLM's FlashAttention has it
+        return (
+            randn(tokens, 1, (heads + 2 * kv_heads) * dim), None, None, 0.0, *table.chunk(2, dim=1),
+            torch.randint(0, 50, (tokens,), generator=generator).to(device), None, None,
+            *(half.clone() for half in cache.transpose(1, 2).split(dim, dim=-1)), heads,
+            torch.tensor(slots, device=device),
+        )  # fmt: skip
 
     return Case(name=name, make=make)
 
@@ -306,6 +329,9 @@ _WRITE_CASES = (
         norm=True,
         rope=False,
     ),
+    _slots_case("slots_llama", tokens=1, heads=8, kv_heads=2, dim=128, slots=[17]),
+    _slots_case("slots_padded", tokens=5, slots=[63, -1, 0, 20], **_SMOL),
+    _slots_case("slots_mqa_80", tokens=3, heads=4, kv_heads=1, dim=80, slots=[5, 4, 40]),
 )
 _ATTENTION_CASES = (
     _attention_case("smollm2_decode", tokens=1, page_size=16, positions=[137], **_SMOL),
@@ -322,29 +348,25 @@ _ATTENTION_CASES = (
 _TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
-def _keys_read(q: Tensor, positions: Tensor, window: int) -> int:
+def keys_read(q: Tensor, call: PagedAttention | PagedDecode) -> int:
     """Cache rows that a perfect kernel reads once; it looks at the positions, so never inside a step."""
-    reach = positions.long() + q.shape[1]
-    return int((reach.clamp(max=window + q.shape[1] - 1) if window else reach).sum())
+    reach = call.positions.long() + q.shape[1]
+    return int((reach.clamp(max=call.window + q.shape[1] - 1) if call.window else reach).sum())
 
 
 rope_cache_write = register(
     Op(
         name="rope_cache_write",
-        schema=(
-            "(Tensor qkv, Tensor? q_norm, Tensor? k_norm, float eps, Tensor? cos, Tensor? sin, Tensor positions, "
-            "Tensor counts, Tensor block_table, Tensor(a!) k_cache, Tensor(b!) v_cache, int heads) -> Tensor"
-        ),
+        call=RopeCacheWrite,
+        schema="-> Tensor",
         reference=_rope_cache_write,
-        fake=lambda qkv, qn, kn, eps, cos, sin, positions, counts, table, k_cache, v_cache, heads: qkv.new_empty(
-            (qkv.shape[0], qkv.shape[1], heads, k_cache.shape[3])
-        ),
+        fake=lambda call: call.qkv.new_empty((*call.qkv.shape[:2], call.heads, call.k_cache.shape[3])),
         kernel="onegraph.ops.triton.attention:rope_cache_write",
         check=_check_write,
         cases=_WRITE_CASES,
         tolerance={torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4},
-        bytes_moved=lambda qkv, *rest: 2 * nbytes(qkv),
-        flops=lambda qkv, *rest: 6 * qkv.numel(),
+        bytes_moved=lambda call: 2 * nbytes(call.qkv),
+        flops=lambda call: 6 * call.qkv.numel(),
     )
 )
 """qkv [B, Q, (heads + 2 kv_heads) D] -> q [B, Q, heads, D]; keys and values go to the caches [pages, page_size,
@@ -354,27 +376,28 @@ Per head an optional RMSNorm of q and k (Qwen3), then rotate-half RoPE from the 
 none of it); float32 inside, rounded once. Row b's tokens stand at positions[b] + i; only the first counts[b] are real.
 The other tokens' q is unspecified. Positions are clamped into the tables; a real token beyond block_table's reach
 (P * page_size) is treated as padding, never written over another's page. Rows of block_table may be apart
-(stride(0) >= P), so that a caller can pass its first columns."""
+(stride(0) >= P), so that a caller can pass its first columns.
+
+Another engine says instead which slot of its cache each token has: slots int64 [S], S <= B, of one token a row (Q = 1)
+at positions int64 [B]; the places of the first S tokens, page * page_size + place, a negative one for none. Neither
+counts nor block_table is needed then. The caches may have any strides, both the same (vLLM's have keys beside values,
+heads before tokens), and so may the rows of qkv and of the tables."""
 
 paged_attention = register(
     Op(
         name="paged_attention",
-        schema=(
-            "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor positions, float scale, int window) "
-            "-> Tensor"
-        ),
+        call=PagedAttention,
+        schema="-> Tensor",
         reference=_paged_attention,
-        fake=lambda q, *rest: torch.empty_like(q),
+        fake=lambda call: torch.empty_like(call.q),
         kernel="onegraph.ops.triton.attention:paged_attention",
         check=_check_attention,
         cases=_ATTENTION_CASES,
         tolerance=_TOLERANCE,
-        bytes_moved=lambda q, k_cache, v_cache, table, positions, scale, window: (
-            2 * nbytes(q) + 2 * _keys_read(q, positions, window) * k_cache[0, 0].numel() * k_cache.element_size()
+        bytes_moved=lambda call: (
+            2 * nbytes(call.q) + 2 * keys_read(call.q, call) * call.k_cache[0, 0].numel() * call.k_cache.element_size()
         ),
-        flops=lambda q, k_cache, v_cache, table, positions, scale, window: (
-            4 * q[0].numel() * _keys_read(q, positions, window)
-        ),
+        flops=lambda call: 4 * call.q[0].numel() * keys_read(call.q, call),
     )
 )
 """q [B, Q, H, D] -> [B, Q, H, D]: query i of row b stands at positions[b] + i and attends the keys j <= that, and

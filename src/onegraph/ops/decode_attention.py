@@ -5,69 +5,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.ops.attention import (
-    _TOLERANCE,
-    _check_attention,
-    _check_write,
-    _keys_read,
-    _write_case,
-    paged_attention,
-    rope_cache_write,
-)
+from onegraph.ops.attention import _TOLERANCE, _write_case, keys_read, paged_attention, rope_cache_write
+from onegraph.ops.calls import PagedDecode
 from onegraph.ops.registry import Case, Op, nbytes, register
 
 
-def _paged_decode(
-    qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    positions: Tensor,
-    counts: Tensor,
-    block_table: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    tickets: Tensor,
-    heads: int,
-    scale: float,
-    window: int,
-) -> Tensor:
-    q = rope_cache_write.reference(
-        qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table, k_cache, v_cache, heads
-    )
-    out = paged_attention.reference(q, k_cache, v_cache, block_table, positions, scale, window)
-    real = (counts > 0) & (positions >= 0) & (positions < block_table.shape[1] * k_cache.shape[1])
+def _parts(call: PagedDecode, q: Tensor | None = None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Arguments of `rope_cache_write`, and of `paged_attention` for the queries that it returns."""
+    *tokens, _, heads, scale, window = call
+    if q is None:
+        q = call.qkv.new_empty(call.qkv.shape[0], 1, heads, call.k_cache.shape[3])  # never filled, for the check
+    return (*tokens, heads), (q, call.k_cache, call.v_cache, call.block_table, call.positions, scale, window)
+
+
+def _paged_decode(call: PagedDecode) -> Tensor:
+    q = rope_cache_write.reference(*_parts(call)[0])
+    out: Tensor = paged_attention.reference(*_parts(call, q)[1])
+    reach = call.block_table.shape[1] * call.k_cache.shape[1]
+    real = (call.counts > 0) & (call.positions >= 0) & (call.positions < reach)
     return out.masked_fill_(~real.view(-1, 1, 1, 1), 0.0)
 
 
-def _check(
-    qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    positions: Tensor,
-    counts: Tensor,
-    block_table: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    tickets: Tensor,
-    heads: int,
-    scale: float,
-    window: int,
-) -> None:
-    _check_write(qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table, k_cache, v_cache, heads)
+def _check(call: PagedDecode) -> None:
+    assert rope_cache_write.check is not None
+    assert paged_attention.check is not None
+    write, attention = _parts(call)
+    rope_cache_write.check(*write)
+    qkv, tickets = call.qkv, call.tickets
     if qkv.shape[1] != 1:
         raise ValueError(
             f"paged_decode: qkv holds {qkv.shape[1]} tokens a row; a decode step has 1: use rope_cache_write and "
             "paged_attention"
         )
-    q = qkv.new_empty(qkv.shape[0], 1, heads, k_cache.shape[3])  # never filled: a check launches nothing
-    _check_attention(q, k_cache, v_cache, block_table, positions, scale, window)
-    wanted = qkv.shape[0] * k_cache.shape[2]
+    if not all(t is None or t.is_contiguous() for t in (qkv, call.cos, call.sin)):
+        raise ValueError("paged_decode: qkv, cos and sin must be contiguous; call .contiguous() on them first")
+    paged_attention.check(*attention)
+    wanted = qkv.shape[0] * call.k_cache.shape[2]
     if tickets.dtype != torch.int32 or tickets.numel() < wanted or tickets.device != qkv.device:
         raise ValueError(
             f"paged_decode: tickets is {tickets.dtype} {tuple(tickets.shape)} on {tickets.device}; it must be int32 of "
@@ -80,7 +53,7 @@ def _case(name: str, window: int = 0, **options: Any) -> Case:
     write = _write_case(name, tokens=1, **options)
 
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
-        *tensors, heads = write.make(device, dtype, generator)
+        *tensors, heads, _ = write.make(device, dtype, generator)
         batch, (_, _, kv_heads, dim) = tensors[0].shape[0], tensors[-1].shape
         tickets = torch.zeros(batch, kv_heads, dtype=torch.int32, device=device)
         return *tensors, tickets, heads, dim**-0.5, window
@@ -93,15 +66,10 @@ _SMOL: dict[str, Any] = {"heads": 9, "kv_heads": 3, "dim": 64, "page_size": 16}
 paged_decode = register(
     Op(
         name="paged_decode",
-        schema=(
-            "(Tensor qkv, Tensor? q_norm, Tensor? k_norm, float eps, Tensor? cos, Tensor? sin, Tensor positions, "
-            "Tensor counts, Tensor block_table, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) tickets, "
-            "int heads, float scale, int window) -> Tensor"
-        ),
+        call=PagedDecode,
+        schema="-> Tensor",
         reference=_paged_decode,
-        fake=lambda qkv, qn, kn, eps, cos, sin, positions, counts, table, k_cache, v, tickets, heads, *rest: (
-            qkv.new_empty((qkv.shape[0], 1, heads, k_cache.shape[3]))
-        ),
+        fake=lambda call: call.qkv.new_empty((call.qkv.shape[0], 1, call.heads, call.k_cache.shape[3])),
         kernel="onegraph.ops.cuda.decode_attention:paged_decode",
         check=_check,
         cases=(
@@ -127,10 +95,11 @@ paged_decode = register(
             _case("long_context", positions=[4000, 17], counts=[1, 1], heads=8, kv_heads=2, dim=128, page_size=64),
         ),
         tolerance=_TOLERANCE,
-        bytes_moved=lambda qkv, *rest: (
-            2 * nbytes(qkv) + 2 * _keys_read(qkv, rest[5], rest[-1]) * rest[8][0, 0].numel() * rest[8].element_size()
+        bytes_moved=lambda call: (
+            2 * nbytes(call.qkv)
+            + 2 * keys_read(call.qkv, call) * call.k_cache[0, 0].numel() * call.k_cache.element_size()
         ),
-        flops=lambda qkv, *rest: 4 * rest[11] * rest[8].shape[3] * _keys_read(qkv, rest[5], rest[-1]),
+        flops=lambda call: 4 * call.heads * call.k_cache.shape[3] * keys_read(call.qkv, call),
     )
 )  # fmt: skip
 """qkv [B, 1, (heads + 2 kv_heads) D] -> [B, 1, heads, D]: arguments and meaning of `rope_cache_write`, then of

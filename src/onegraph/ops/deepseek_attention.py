@@ -9,18 +9,19 @@ import torch
 from torch import Tensor
 
 from onegraph.formats.deepseek_kv import row_bytes, unpack_rows
+from onegraph.ops.calls import DeepseekAttention
+from onegraph.ops.checks import FLOATS, check_query, check_tensors
 from onegraph.ops.deepseek_compress import (
     INT32,
     angles,
     as_rows,
-    check_paged,
     check_rows,
+    check_tables,
     check_width,
     paged_rows,
     rotate,
     write_ring,
 )
-from onegraph.ops.norm import FLOATS
 from onegraph.ops.registry import Case, Op, nbytes, register
 
 
@@ -37,22 +38,8 @@ def _deepseek_qkv(
     return heads, as_rows(latent.squeeze(2), torch.uint8 if fp8 else kv.dtype, 2 * cos.shape[1])
 
 
-def _deepseek_attention(
-    q: Tensor,
-    kv: Tensor,
-    ring: Tensor,
-    sinks: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    counts: Tensor,
-    block_table: Tensor,
-    entries: Tensor | None,
-    selected: Tensor | None,
-    ratio: int,
-    scale: float,
-) -> Tensor:
+def _deepseek_attention(call: DeepseekAttention) -> Tensor:
+    q, kv, ring, sinks, cos, sin, slots, positions, counts, block_table, entries, selected, ratio, scale = call
     batch, length, heads, dim = q.shape
     window = ring.shape[1]
     step = torch.arange(length, dtype=INT32, device=q.device)
@@ -108,64 +95,27 @@ def _check_qkv(
             f"{name}: q has width {q.shape[2]}, kv {kv.shape[2]}, norm {tuple(norm.shape)}; q's must be a multiple of "
             "kv's, norm's equal to it, and rows contiguous"
         )
-    check_rows(name, q.shape[0], {"positions": positions})
-    _check_tables(name, kv.shape[2], cos, sin)
+    check_rows(name, q, positions=positions)
+    check_tables(name, kv.shape[2], cos, sin)
 
 
-def _check_tables(name: str, dim: int, cos: Tensor, sin: Tensor) -> None:
-    for table in (cos, sin):
-        if table.shape != cos.shape or table.dim() != 2 or table.dtype != torch.float32 or 2 * table.shape[1] > dim:
-            raise ValueError(
-                f"{name}: cos is {cos.dtype} {tuple(cos.shape)}, sin {sin.dtype} {tuple(sin.shape)}; they must be "
-                f"float32 [positions, R] with 2 R <= {dim}"
-            )
-
-
-def _check_attention(
-    q: Tensor,
-    kv: Tensor,
-    ring: Tensor,
-    sinks: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    counts: Tensor,
-    block_table: Tensor,
-    entries: Tensor | None,
-    selected: Tensor | None,
-    ratio: int,
-    scale: float,
-) -> None:
-    name = "deepseek_attention"
-    if q.dim() != 4 or q.dtype not in FLOATS or not q.is_contiguous():
-        raise ValueError(f"{name}: q is {q.dtype} {tuple(q.shape)}; it must be a contiguous float [B, Q, H, D]")
+def _check_attention(call: DeepseekAttention) -> None:
+    op, q, kv, entries, selected = "deepseek_attention", call.q, call.kv, call.entries, call.selected
+    check_query(op, q)
     batch, length, heads, dim = q.shape
-    for what, tensor in (("kv", kv), ("ring", ring), ("entries", entries)):
-        if tensor is None:
-            continue
-        check_width(name, what, tensor, dim, 2 * cos.shape[1], q.dtype)
-        if tensor.dim() != 3 or tensor.dtype != kv.dtype or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name}: {what} is {tensor.dtype} {tuple(tensor.shape)}; contiguous {kv.dtype} [.., .., D]"
-            )
-    if kv.shape[:2] != (batch, length):
-        raise ValueError(f"{name}: kv is {tuple(kv.shape)}; q {tuple(q.shape)} asks for {(batch, length)} rows")
-    if sinks.shape != (heads,) or sinks.dtype != torch.float32:
-        raise ValueError(f"{name}: sinks is {sinks.dtype} {tuple(sinks.shape)}; it must be float32 ({heads},)")
-    check_rows(name, batch, {"slots": slots, "positions": positions, "counts": counts})
-    _check_tables(name, dim, cos, sin)
-    if entries is None:
-        return
-    check_paged(name, batch, block_table, entries)
-    if ratio < 1:
-        raise ValueError(f"{name}: ratio is {ratio}; entries stand for one token or more")
-    if selected is not None and (
-        selected.shape[:2] != (batch, length) or selected.dtype != INT32 or not selected.is_contiguous()
-    ):
-        raise ValueError(
-            f"{name}: selected is {selected.dtype} {tuple(selected.shape)}; contiguous int32 ({batch}, {length}, k)"
-        )
+    some = -1, -1, -1
+    for what, tensor, shape in (("kv", kv, (batch, length, -1)), ("ring", call.ring, some), ("entries", entries, some)):
+        if tensor is not None:
+            check_width(op, what, tensor, dim, 2 * call.cos.shape[1], q.dtype)
+            check_tensors(op, q.device, **{what: (tensor, kv.dtype, shape)})
+    rows = {"slots": call.slots, "positions": call.positions, "counts": call.counts}
+    check_rows(op, q, None if entries is None else call.block_table, **rows)
+    check_tables(op, dim, call.cos, call.sin)
+    check_tensors(
+        op, q.device, sinks=(call.sinks, torch.float32, (heads,)), selected=(selected, INT32, (batch, length, -1))
+    )
+    if entries is not None and call.ratio < 1:
+        raise ValueError(f"{op}: ratio is {call.ratio}; entries stand for one token or more")
 
 
 def _qkv_case(name: str, batch: int, tokens: int, heads: int, dim: int, half: int) -> Case:
@@ -265,13 +215,10 @@ as rows of FP8, uint8 [B, Q, row_bytes] (`formats/deepseek_kv.py`)."""
 deepseek_attention = register(
     Op(
         name="deepseek_attention",
-        schema=(
-            "(Tensor q, Tensor kv, Tensor(a!) ring, Tensor sinks, Tensor cos, Tensor sin, Tensor slots, "
-            "Tensor positions, Tensor counts, Tensor block_table, Tensor? entries, Tensor? selected, int ratio, "
-            "float scale) -> Tensor"
-        ),
+        call=DeepseekAttention,
+        schema="-> Tensor",
         reference=_deepseek_attention,
-        fake=lambda q, *rest: torch.empty_like(q),
+        fake=lambda call: torch.empty_like(call.q),
         kernel="onegraph.ops.triton.deepseek_attention:deepseek_attention",
         check=_check_attention,
         cases=(
@@ -305,8 +252,8 @@ deepseek_attention = register(
             ),
         ),
         tolerance={torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3},
-        bytes_moved=lambda q, kv, ring, *rest: 2 * nbytes(q, kv) + q.shape[0] * nbytes(ring[0]),
-        flops=lambda q, kv, ring, *rest: 4 * q.numel() * ring.shape[1],
+        bytes_moved=lambda call: 2 * nbytes(call.q, call.kv) + call.q.shape[0] * nbytes(call.ring[0]),
+        flops=lambda call: 4 * call.q.numel() * call.ring.shape[1],
     )
 )  # fmt: skip
 """q [B, Q, H, D], kv [B, Q, D] (this call's, as deepseek_qkv returns them) -> [B, Q, H, D]; kv enters the ring.

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from onegraph.formats.deepseek_kv import pack_rows, row_bytes
-from onegraph.ops.norm import FLOATS
+from onegraph.ops.calls import DeepseekCompress
+from onegraph.ops.checks import FLOATS, Wanted, check_tensors
 from onegraph.ops.registry import Case, Op, nbytes, register
 
 INT32 = torch.int32
@@ -55,20 +56,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
     return torch.cat((plain, turned.flatten(-2)), dim=-1)
 
 
-def _deepseek_compress(
-    states: Tensor,
-    ring: Tensor,
-    bias: Tensor,
-    norm: Tensor,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    counts: Tensor,
-    block_table: Tensor,
-    entries: Tensor,
-) -> None:
+def _deepseek_compress(call: DeepseekCompress) -> None:
+    states, ring, bias, norm, eps, cos, sin, slots, positions, counts, block_table, entries = call
     (batch, length, _), (ratio, wide) = states.shape, bias.shape
     per_page, dim = entries.shape[1], norm.shape[0]
     width = ratio * (wide // dim)  # tokens that one entry sees
@@ -101,61 +90,42 @@ def _deepseek_compress(
     write_ring(ring, states, slots, positions, counts)
 
 
-def check_rows(name: str, batch: int, rows: dict[str, Tensor]) -> None:
-    """Each of `rows` is a contiguous int32 [batch]."""
-    for what, row in rows.items():
-        if row.shape != (batch,) or row.dtype != INT32 or row.stride(0) != 1:
+def check_rows(op: str, like: Tensor, block_table: Tensor | None = None, **rows: Tensor) -> None:
+    """Each of `rows` is an int32 [batch], of as many rows as `like` has; block_table int32 [batch, P]."""
+    wanted: dict[str, Wanted] = {name: (row, INT32, like.shape[:1]) for name, row in rows.items()}
+    check_tensors(op, like.device, block_table=(block_table, INT32, (*like.shape[:1], -1)), **wanted)
+
+
+def check_tables(op: str, dim: int, cos: Tensor, sin: Tensor) -> None:
+    """Float32 [positions, R] with 2 R <= dim."""
+    for table in (cos, sin):
+        if table.shape != cos.shape or table.dim() != 2 or table.dtype != torch.float32 or 2 * table.shape[1] > dim:
             raise ValueError(
-                f"{name}: {what} is {row.dtype} {tuple(row.shape)}; it must be contiguous int32 ({batch},)"
+                f"{op}: cos is {cos.dtype} {tuple(cos.shape)}, sin {sin.dtype} {tuple(sin.shape)}; they must be "
+                f"float32 [positions, R] with 2 R <= {dim}"
             )
 
 
-def check_paged(name: str, batch: int, block_table: Tensor, entries: Tensor) -> None:
-    """block_table int32 [batch, P] with contiguous rows, entries contiguous [pages, per page, D]."""
-    if block_table.dim() != 2 or block_table.shape[0] != batch or block_table.dtype != INT32:
-        raise ValueError(f"{name}: block_table is {block_table.dtype} {tuple(block_table.shape)}; int32 [{batch}, P]")
-    if block_table.shape[1] > 1 and block_table.stride(1) != 1:
-        raise ValueError(f"{name}: block_table's rows must be contiguous; stride is {block_table.stride()}")
-    if entries.dim() != 3 or not entries.is_contiguous():
-        raise ValueError(f"{name}: entries is {tuple(entries.shape)}; it must be contiguous [pages, per page, D]")
-
-
-def _check(
-    states: Tensor,
-    ring: Tensor,
-    bias: Tensor,
-    norm: Tensor,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    counts: Tensor,
-    block_table: Tensor,
-    entries: Tensor,
-) -> None:
-    name = "deepseek_compress"
+def _check(call: DeepseekCompress) -> None:
+    op, states, bias, dim = "deepseek_compress", call.states, call.bias, call.norm.numel()
     if states.dim() != 3 or states.dtype not in FLOATS or states.stride(-1) != 1:
-        raise ValueError(f"{name}: states is {states.dtype} {tuple(states.shape)}; it must be a float [B, Q, 2 c d]")
-    check_paged(name, states.shape[0], block_table, entries)
-    check_rows(name, states.shape[0], {"slots": slots, "positions": positions, "counts": counts})
-    dim = norm.numel()
-    check_width(name, "entries", entries, dim, 2 * cos.shape[1], states.dtype)
+        raise ValueError(f"{op}: states is {states.dtype} {tuple(states.shape)}; it must be a float [B, Q, 2 c d]")
+    rows = {"slots": call.slots, "positions": call.positions, "counts": call.counts}
+    check_rows(op, states, call.block_table, **rows)
+    check_width(op, "entries", call.entries, dim, 2 * call.cos.shape[1], states.dtype)
     if bias.dim() != 2 or bias.shape[1] not in (dim, 2 * dim) or bias.dtype != torch.float32:
         raise ValueError(
-            f"{name}: bias is {bias.dtype} {tuple(bias.shape)}; entries of {dim} ask for float32 [ratio, {dim}] or, "
+            f"{op}: bias is {bias.dtype} {tuple(bias.shape)}; entries of {dim} ask for float32 [ratio, {dim}] or, "
             f"with overlap, [ratio, {2 * dim}]"
         )
     ratio, wide = bias.shape
     if states.shape[2] != 2 * wide:
-        raise ValueError(f"{name}: states has width {states.shape[2]}; bias {tuple(bias.shape)} asks for {2 * wide}")
-    if ring.shape[1:] != (ratio * (wide // dim), 2 * wide) or ring.dtype != states.dtype or not ring.is_contiguous():
-        raise ValueError(
-            f"{name}: ring is {ring.dtype} {tuple(ring.shape)}; it must be contiguous {states.dtype} [slots, "
-            f"{ratio * (wide // dim)}, {2 * wide}]"
-        )
-    if cos.shape != sin.shape or cos.dim() != 2 or 2 * cos.shape[1] > dim:
-        raise ValueError(f"{name}: cos {tuple(cos.shape)}, sin {tuple(sin.shape)}; [positions, R] with 2 R <= {dim}")
+        raise ValueError(f"{op}: states has width {states.shape[2]}; bias {tuple(bias.shape)} asks for {2 * wide}")
+    check_tensors(
+        op, states.device, ring=(call.ring, states.dtype, (-1, ratio * (wide // dim), 2 * wide)),
+        entries=(call.entries, call.entries.dtype, (-1, -1, -1)),
+    )  # fmt: skip
+    check_tables(op, dim, call.cos, call.sin)
 
 
 def check_width(name: str, what: str, state: Tensor, dim: int, rope: int, dtype: torch.dtype) -> None:
@@ -223,12 +193,10 @@ def _case(
 deepseek_compress = register(
     Op(
         name="deepseek_compress",
-        schema=(
-            "(Tensor states, Tensor(a!) ring, Tensor bias, Tensor norm, float eps, Tensor cos, Tensor sin, "
-            "Tensor slots, Tensor positions, Tensor counts, Tensor block_table, Tensor(b!) entries) -> ()"
-        ),
+        call=DeepseekCompress,
+        schema="-> ()",
         reference=_deepseek_compress,
-        fake=lambda *args: None,
+        fake=lambda call: None,
         kernel="onegraph.ops.triton.deepseek_compress:deepseek_compress",
         check=_check,
         cases=(
@@ -250,10 +218,10 @@ deepseek_compress = register(
             ),
         ),
         tolerance={torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3},
-        bytes_moved=lambda states, ring, bias, norm, *rest: (
-            2 * nbytes(states) + states.shape[0] * nbytes(ring[0]) + nbytes(bias, norm)
+        bytes_moved=lambda call: (
+            2 * nbytes(call.states) + call.states.shape[0] * nbytes(call.ring[0]) + nbytes(call.bias, call.norm)
         ),
-        flops=lambda states, ring, *rest: 4 * states.shape[0] * ring[0].numel(),
+        flops=lambda call: 4 * call.states.shape[0] * call.ring[0].numel(),
     )
 )  # fmt: skip
 """states [B, Q, 2 c d], content | score -> entries [pages, per page, d] that these tokens complete, and the ring.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.ops.norm import FLOATS
+from onegraph.ops.checks import FLOATS, check_tensors
 from onegraph.ops.registry import Case, Op, nbytes, register
 
 
@@ -62,34 +62,29 @@ def _hyper_head(
     return _collapse(streams, torch.sigmoid(_weights(streams, fn, eps) * scale + base) + floor, norm, eps)
 
 
-def _check_streams(name: str, streams: Tensor) -> None:
+def _check_streams(op: str, streams: Tensor) -> None:
     if streams.dim() < 2 or streams.dtype not in FLOATS or not streams.is_contiguous():
         raise ValueError(
-            f"{name}: streams is {tuple(streams.shape)} {streams.dtype}; it must be contiguous [..., H, D], one of "
+            f"{op}: streams is {tuple(streams.shape)} {streams.dtype}; it must be contiguous [..., H, D], one of "
             "float32, bfloat16 and float16"
         )
 
 
-def _check_weights(name: str, streams: Tensor, wanted: dict[str, tuple[Tensor, tuple[int, ...]]]) -> None:
-    _check_streams(name, streams)
-    for what, (tensor, shape) in wanted.items():
-        if tensor.shape != shape or (what != "norm" and tensor.dtype != torch.float32) or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name}: {what} is {tuple(tensor.shape)} {tensor.dtype}; streams {tuple(streams.shape)} ask for "
-                f"contiguous {shape}" + ("" if what == "norm" else " in float32")
-            )
-        if tensor.device != streams.device:
-            raise ValueError(f"{name}: streams is on {streams.device}, {what} on {tensor.device}; use one device")
+def _check_weights(op: str, streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm: Tensor, few: bool) -> None:
+    """`few`: those of a head, which mixes the streams once."""
+    _check_streams(op, streams)
+    h, d = streams.shape[-2:]
+    mix = h if few else h * (h + 2)
+    check_tensors(
+        op, streams.device, fn=(fn, torch.float32, (mix, h * d)), base=(base, torch.float32, (mix,)),
+        scale=(scale, torch.float32, (1 if few else 3,)), norm=(norm, norm.dtype, (d,)),
+    )  # fmt: skip
 
 
 def _check_mix(
     streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm: Tensor, eps: float, floor: float, iterations: int
 ) -> None:
-    _check_streams("hyper_mix", streams)
-    h, d = streams.shape[-2:]
-    mix = h * (h + 2)
-    wanted = {"fn": (fn, (mix, h * d)), "base": (base, (mix,)), "scale": (scale, (3,)), "norm": (norm, (d,))}
-    _check_weights("hyper_mix", streams, wanted)
+    _check_weights("hyper_mix", streams, fn, base, scale, norm, False)
     if iterations < 1:
         raise ValueError(f"hyper_mix: iterations is {iterations}; at least one column normalisation is needed")
 
@@ -97,17 +92,10 @@ def _check_mix(
 def _check_update(streams: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> None:
     _check_streams("hyper_update", streams)
     *lead, h, d = streams.shape
-    if x.shape != (*lead, d) or x.dtype != streams.dtype or not x.is_contiguous():
-        raise ValueError(
-            f"hyper_update: x is {tuple(x.shape)} {x.dtype}; streams {tuple(streams.shape)} ask for contiguous "
-            f"{(*lead, d)} {streams.dtype}"
-        )
-    for what, tensor, shape in (("post", post, (*lead, h)), ("comb", comb, (*lead, h, h))):
-        if tensor.shape != shape or tensor.dtype != torch.float32 or not tensor.is_contiguous():
-            raise ValueError(
-                f"hyper_update: {what} is {tuple(tensor.shape)} {tensor.dtype}; it must be contiguous float32 {shape}, "
-                "as hyper_mix returns it"
-            )
+    check_tensors(
+        "hyper_update", streams.device, x=(x, streams.dtype, (*lead, d)),
+        post=(post, torch.float32, (*lead, h)), comb=(comb, torch.float32, (*lead, h, h)),
+    )  # fmt: skip
 
 
 def _check_update_mix(streams: Tensor, x: Tensor, post: Tensor, comb: Tensor, *mix: Any) -> None:
@@ -118,10 +106,7 @@ def _check_update_mix(streams: Tensor, x: Tensor, post: Tensor, comb: Tensor, *m
 def _check_head(
     streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm: Tensor, eps: float, floor: float
 ) -> None:
-    _check_streams("hyper_head", streams)
-    h, d = streams.shape[-2:]
-    wanted = {"fn": (fn, (h, h * d)), "base": (base, (h,)), "scale": (scale, (1,)), "norm": (norm, (d,))}
-    _check_weights("hyper_head", streams, wanted)
+    _check_weights("hyper_head", streams, fn, base, scale, norm, True)
 
 
 def _case(kind: str, lead: tuple[int, ...], h: int, d: int, wide: bool = False) -> Case:

@@ -6,23 +6,14 @@ The result has a fixed width, and how many entries there are is read on the devi
 import torch
 from torch import Tensor
 
-from onegraph.ops.deepseek_compress import INT32, angles, check_paged, check_rows, paged_rows, rotate
-from onegraph.ops.norm import FLOATS
+from onegraph.ops.calls import DeepseekIndex
+from onegraph.ops.checks import FLOATS, check_query, check_tensors
+from onegraph.ops.deepseek_compress import INT32, angles, check_rows, check_tables, paged_rows, rotate
 from onegraph.ops.registry import Case, Op, nbytes, register
 
 
-def _deepseek_index(
-    q: Tensor,
-    weights: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    counts: Tensor,
-    block_table: Tensor,
-    entries: Tensor,
-    ratio: int,
-    top_k: int,
-) -> Tensor:
+def _deepseek_index(call: DeepseekIndex) -> Tensor:
+    q, weights, cos, sin, positions, counts, block_table, entries, ratio, top_k = call
     batch, length, heads, dim = q.shape
     capacity = block_table.shape[1] * entries.shape[1]
     step = torch.arange(length, dtype=INT32, device=q.device)
@@ -41,34 +32,16 @@ def _deepseek_index(
     return torch.nn.functional.pad(found, (0, top_k - found.shape[2]), value=-1)
 
 
-def _check(
-    q: Tensor,
-    weights: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    counts: Tensor,
-    block_table: Tensor,
-    entries: Tensor,
-    ratio: int,
-    top_k: int,
-) -> None:
-    name = "deepseek_index"
-    if q.dim() != 4 or q.dtype not in FLOATS or not q.is_contiguous():
-        raise ValueError(f"{name}: q is {q.dtype} {tuple(q.shape)}; it must be a contiguous float [B, Q, H, D]")
-    batch, length, heads, dim = q.shape
-    if weights.shape != (batch, length, heads) or weights.stride(-1) != 1 or weights.dtype not in FLOATS:
-        raise ValueError(f"{name}: weights is {tuple(weights.shape)}; q asks for {(batch, length, heads)}")
-    check_paged(name, batch, block_table, entries)
-    check_rows(name, batch, {"positions": positions, "counts": counts})
-    if entries.shape[2] != dim or entries.dtype != q.dtype:
-        raise ValueError(
-            f"{name}: entries are {entries.dtype} of {entries.shape[2]} dimensions, q is {q.dtype} of {dim}"
-        )
-    if 2 * cos.shape[1] > dim or cos.shape != sin.shape:
-        raise ValueError(f"{name}: cos {tuple(cos.shape)}, sin {tuple(sin.shape)}; [positions, R] with 2 R <= {dim}")
-    if ratio < 1 or top_k < 1:
-        raise ValueError(f"{name}: ratio is {ratio}, top_k {top_k}; both must be at least 1")
+def _check(call: DeepseekIndex) -> None:
+    op, q, weights = "deepseek_index", call.q, call.weights
+    check_query(op, q)
+    if weights.shape != q.shape[:3] or weights.stride(-1) != 1 or weights.dtype not in FLOATS:
+        raise ValueError(f"{op}: weights is {tuple(weights.shape)}; q asks for {tuple(q.shape[:3])}")
+    check_rows(op, q, call.block_table, positions=call.positions, counts=call.counts)
+    check_tensors(op, q.device, entries=(call.entries, q.dtype, (-1, -1, q.shape[3])))
+    check_tables(op, q.shape[3], call.cos, call.sin)
+    if call.ratio < 1 or call.top_k < 1:
+        raise ValueError(f"{op}: ratio is {call.ratio}, top_k {call.top_k}; both must be at least 1")
 
 
 def _case(
@@ -97,14 +70,10 @@ def _case(
 deepseek_index = register(
     Op(
         name="deepseek_index",
-        schema=(
-            "(Tensor q, Tensor weights, Tensor cos, Tensor sin, Tensor positions, Tensor counts, Tensor block_table, "
-            "Tensor entries, int ratio, int top_k) -> Tensor"
-        ),
+        call=DeepseekIndex,
+        schema="-> Tensor",
         reference=_deepseek_index,
-        fake=lambda q, weights, cos, sin, positions, counts, table, entries, ratio, top_k: q.new_empty(
-            (q.shape[0], q.shape[1], top_k), dtype=INT32
-        ),
+        fake=lambda call: call.q.new_empty((*call.q.shape[:2], call.top_k), dtype=INT32),
         kernel="onegraph.ops.cuda.deepseek_index:deepseek_index",
         check=_check,
         cases=(
@@ -118,12 +87,11 @@ deepseek_index = register(
             ),
         ),
         tolerance={torch.float32: 0.0, torch.bfloat16: 0.0, torch.float16: 0.0},
-        bytes_moved=lambda q, weights, cos, sin, positions, counts, table, entries, ratio, top_k: (
-            nbytes(q, weights) + table.numel() * nbytes(entries[0]) + 4 * q.shape[0] * q.shape[1] * top_k
+        bytes_moved=lambda call: (
+            nbytes(call.q, call.weights) + call.block_table.numel() * nbytes(call.entries[0])
+            + 4 * call.q.shape[0] * call.q.shape[1] * call.top_k
         ),
-        flops=lambda q, weights, cos, sin, positions, counts, table, entries, *rest: (
-            2 * q[0].numel() * table.numel() * entries.shape[1]
-        ),
+        flops=lambda call: 2 * call.q[0].numel() * call.block_table.numel() * call.entries.shape[1],
     )
 )  # fmt: skip
 """q [B, Q, H, D], weights [B, Q, H] -> int32 [B, Q, top_k]: places in the pool (rows of it, pages flattened) of the

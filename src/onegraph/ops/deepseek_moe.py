@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from onegraph.ops.activation import swiglu
+from onegraph.ops.checks import FLOATS, check_tensors
 from onegraph.ops.deepseek_compress import INT32
-from onegraph.ops.norm import FLOATS
 from onegraph.ops.registry import Case, Op, nbytes, register
 
 
@@ -43,42 +43,31 @@ def _routed_experts(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor
 def _check_route(
     logits: Tensor, bias: Tensor | None, table: Tensor | None, tokens: Tensor, top_k: int, scale: float, shared: bool
 ) -> None:
-    name = "deepseek_route"
-    if logits.dim() != 2 or logits.dtype != torch.float32 or not logits.is_contiguous():
-        raise ValueError(
-            f"{name}: logits is {logits.dtype} {tuple(logits.shape)}; it must be contiguous float32 [T, E]"
-        )
+    op = "deepseek_route"
+    if logits.dim() != 2 or not 1 <= top_k <= logits.shape[1]:
+        raise ValueError(f"{op}: top_k is {top_k}; logits {tuple(logits.shape)} must be [T, E], of E no less than that")
     count, experts = logits.shape
-    if not 1 <= top_k <= experts:
-        raise ValueError(f"{name}: top_k is {top_k}; logits {tuple(logits.shape)} allow 1 to {experts}")
-    if bias is not None and (bias.shape != (experts,) or bias.dtype != torch.float32):
-        raise ValueError(f"{name}: bias is {bias.dtype} {tuple(bias.shape)}; it must be float32 ({experts},)")
-    if tokens.shape != (count,) or tokens.dtype != torch.int64:
-        raise ValueError(f"{name}: tokens is {tokens.dtype} {tuple(tokens.shape)}; it must be int64 ({count},)")
-    if table is not None and (table.dim() != 2 or table.shape[1] != top_k or table.dtype != INT32):
-        raise ValueError(f"{name}: table is {table.dtype} {tuple(table.shape)}; it must be int32 [V, {top_k}]")
+    check_tensors(
+        op, logits.device, logits=(logits, torch.float32, (count, experts)), bias=(bias, torch.float32, (experts,)),
+        tokens=(tokens, torch.int64, (count,)), table=(table, INT32, (-1, top_k)),
+    )  # fmt: skip
 
 
 def _check_experts(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, limit: float) -> None:
-    name = "routed_experts"
-    if x.dim() != 2 or x.dtype not in FLOATS or not x.is_contiguous():
-        raise ValueError(f"{name}: x is {x.dtype} {tuple(x.shape)}; it must be a contiguous float [T, D]")
-    if gate_up.dim() != 3 or gate_up.shape[1] % 2 or gate_up.shape[2] != x.shape[1]:
+    op = "routed_experts"
+    if x.dim() != 2 or x.dtype not in FLOATS or gate_up.dim() != 3 or gate_up.shape[1] % 2:
         raise ValueError(
-            f"{name}: gate_up is {tuple(gate_up.shape)}; x {tuple(x.shape)} asks for [E, 2F, {x.shape[1]}]"
+            f"{op}: x is {x.dtype} {tuple(x.shape)}, gate_up {tuple(gate_up.shape)}; they must be [T, D] of a float "
+            "dtype and [E, 2F, D]"
         )
-    wanted = (gate_up.shape[0], x.shape[1], gate_up.shape[1] // 2)
-    if down.shape != wanted:
-        raise ValueError(f"{name}: down is {tuple(down.shape)}; gate_up {tuple(gate_up.shape)} asks for {wanted}")
-    for what, tensor in (("gate_up", gate_up), ("down", down)):
-        if tensor.dtype != x.dtype or not tensor.is_contiguous():
-            raise ValueError(f"{name}: {what} is {tensor.dtype}; it must be contiguous, of x's {x.dtype}")
-    if experts.dim() != 2 or experts.shape[0] != x.shape[0] or experts.dtype != INT32:
-        raise ValueError(f"{name}: experts is {experts.dtype} {tuple(experts.shape)}; int32 [{x.shape[0]}, K]")
-    if weights.shape != experts.shape or weights.dtype != torch.float32:
-        raise ValueError(f"{name}: weights is {weights.dtype} {tuple(weights.shape)}; float32 {tuple(experts.shape)}")
+    (count, dim), (many, width) = x.shape, gate_up.shape[:2]
+    check_tensors(
+        op, x.device, x=(x, x.dtype, (count, dim)), gate_up=(gate_up, x.dtype, (many, width, dim)),
+        down=(down, x.dtype, (many, dim, width // 2)), experts=(experts, INT32, (count, -1)),
+        weights=(weights, torch.float32, tuple(experts.shape)),
+    )  # fmt: skip
     if not limit > 0:
-        raise ValueError(f"{name}: limit is {limit}; it must be above 0")
+        raise ValueError(f"{op}: limit is {limit}; it must be above 0")
 
 
 def _route_case(name: str, tokens: int, experts: int, top_k: int, kind: str, shared: bool = False) -> Case:

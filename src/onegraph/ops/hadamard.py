@@ -4,9 +4,8 @@ import torch
 from torch import Tensor
 
 from onegraph.formats.e8p import MAX_BLOCK
+from onegraph.ops.checks import FLOATS
 from onegraph.ops.registry import Case, Op, nbytes, register
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _reference(x: Tensor, block: int) -> Tensor:

@@ -3,10 +3,9 @@
 import torch
 from torch import Tensor
 
+from onegraph.ops.checks import FLOATS
 from onegraph.ops.registry import Case, Op, nbytes, register
 from onegraph.ops.strides import row_stride
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

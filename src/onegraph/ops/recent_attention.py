@@ -10,23 +10,13 @@ import torch
 from torch import Tensor
 
 from onegraph.formats import turboquant as formats
-from onegraph.ops.norm import FLOATS
+from onegraph.ops.calls import RecentAttention
+from onegraph.ops.checks import check_query, check_tensors
 from onegraph.ops.registry import Case, Op, nbytes, register
 
 
-def _recent_attention(
-    q: Tensor,
-    ring: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    history: Tensor | None,
-    history_lse: Tensor | None,
-    rotation: Tensor,
-    scale: float,
-    window: int,
-    spare: int,
-    limit: int,
-) -> Tensor:
+def _recent_attention(call: RecentAttention) -> Tensor:
+    q, ring, slots, positions, history, history_lse, rotation, scale, window, spare, limit = call
     batch, length, heads, dim = q.shape
     _, size, _, kv_heads, _ = ring.shape
     group = heads // kv_heads
@@ -63,56 +53,32 @@ def _recent_attention(
     return ((out @ rotation.float()) * dim**-0.5).to(q.dtype).contiguous()
 
 
-def _check(
-    q: Tensor,
-    ring: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    history: Tensor | None,
-    history_lse: Tensor | None,
-    rotation: Tensor,
-    scale: float,
-    window: int,
-    spare: int,
-    limit: int,
-) -> None:
-    op = "recent_attention"
-    if q.dim() != 4 or q.dtype not in FLOATS or not q.is_contiguous():
-        raise ValueError(
-            f"{op}: q is {tuple(q.shape)} {q.dtype}; it must be contiguous float32, bfloat16 or float16 "
-            "[batch, tokens, heads, head_dim]"
-        )
+def _check(call: RecentAttention) -> None:
+    op, q, ring, window, spare = "recent_attention", call.q, call.ring, call.window, call.spare
+    check_query(op, q)
     batch, length, heads, dim = q.shape
     if ring.dim() != 5 or ring.shape[2] != 2 or ring.shape[4] != dim or heads % ring.shape[3]:
         raise ValueError(
             f"{op}: ring is {tuple(ring.shape)}; for {heads} heads of {dim} it must be"
             f" [rings, size, 2, kv_heads, {dim}] with kv_heads that divide heads"
         )
-    if min(window, spare, limit) < 0:
-        raise ValueError(f"{op}: window {window}, spare {spare}, limit {limit}; none may be negative")
+    if min(window, spare, call.limit) < 0:
+        raise ValueError(f"{op}: window {window}, spare {spare}, limit {call.limit}; none may be negative")
     if window > 0 and window + spare + length - 1 > ring.shape[1]:
         raise ValueError(
             f"{op}: a ring of {ring.shape[1]} cannot hold a window of {window}, {spare} spare and {length} new tokens"
         )
-    if (history is None) != (history_lse is None):
+    if (call.history is None) != (call.history_lse is None):
         raise ValueError(f"{op}: history and its log-sum-exp go together: give both or neither")
-    wanted: list[tuple[str, Tensor | None, torch.dtype, tuple[int, ...]]] = [
-        ("ring", ring, q.dtype, tuple(ring.shape)),
-        ("slots", slots, torch.int32, (batch,)),
-        ("positions", positions, torch.int32, (batch,)),
-        ("history", history, q.dtype, tuple(q.shape)),
-        ("history_lse", history_lse, torch.float32, (batch, length, heads)),
-        ("rotation", rotation, q.dtype, (dim, dim)),
-    ]
-    for name, tensor, dtype, shape in wanted:
-        if tensor is None:
-            continue
-        if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
-            raise ValueError(
-                f"{op}: {name} is {tuple(tensor.shape)} {tensor.dtype}; it must be contiguous {dtype} {list(shape)}"
-            )
-        if tensor.device != q.device:
-            raise ValueError(f"{op}: {name} is on {tensor.device}, q on {q.device}; move them to one device")
+    check_tensors(
+        op, q.device,
+        ring=(ring, q.dtype, tuple(ring.shape)),
+        slots=(call.slots, torch.int32, (batch,)),
+        positions=(call.positions, torch.int32, (batch,)),
+        history=(call.history, q.dtype, tuple(q.shape)),
+        history_lse=(call.history_lse, torch.float32, (batch, length, heads)),
+        rotation=(call.rotation, q.dtype, (dim, dim)),
+    )  # fmt: skip
 
 
 def _case(
@@ -168,18 +134,16 @@ _CASES = (
 recent_attention = register(
     Op(
         name="recent_attention",
-        schema=(
-            "(Tensor q, Tensor ring, Tensor slots, Tensor positions, Tensor? history, Tensor? history_lse, "
-            "Tensor rotation, float scale, int window, int spare, int limit) -> Tensor"
-        ),
+        call=RecentAttention,
+        schema="-> Tensor",
         reference=_recent_attention,
-        fake=lambda q, *rest: torch.empty_like(q),
+        fake=lambda call: torch.empty_like(call.q),
         kernel="onegraph.ops.triton.recent_attention:recent_attention",
         check=_check,
         cases=_CASES,
         tolerance={torch.float32: 3e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3},
-        bytes_moved=lambda q, ring, *rest: 3 * nbytes(q) + q.shape[0] * nbytes(ring[0]) + nbytes(rest[4]),
-        flops=lambda q, ring, *rest: q.numel() * (4 * ring.shape[1] + 2 * q.shape[3]),
+        bytes_moved=lambda call: 3 * nbytes(call.q) + call.q.shape[0] * nbytes(call.ring[0]) + nbytes(call.rotation),
+        flops=lambda call: call.q.numel() * (4 * call.ring.shape[1] + 2 * call.q.shape[3]),
     )
 )
 """q [B, Q, H, D], rotated -> [B, Q, H, D], turned back: attention to exact vectors, merged with that to the history.

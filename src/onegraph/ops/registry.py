@@ -9,11 +9,13 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from onegraph.ops.calls import Call
 
 _LIBRARY = torch.library.Library("onegraph", "DEF")
 _USE_REFERENCE: ContextVar[bool] = ContextVar("onegraph_use_reference", default=False)
@@ -39,7 +41,9 @@ class Op:
 
     Args:
         schema: argument list and result as torch's schema language writes them, without the name. Arguments that the op
-            writes carry an alias mark, e.g. `Tensor(a!) out`.
+            writes carry an alias mark, e.g. `Tensor(a!) out`. With `call`, the result alone.
+        call: the record of the arguments, where they are many (`ops/calls.py`). The functions below and the kernel then
+            take it; once registered, they are called as the op is.
         reference: pure torch, right on any device, obeys the capture contract.
         fake: shapes and dtypes of the results from those of the arguments.
         kernel: "module:function" with the reference's signature, imported on the first CUDA call; None where the
@@ -52,6 +56,7 @@ class Op:
 
     name: str
     schema: str
+    call: type[Call] | None = None
     reference: Callable[..., Any]
     fake: Callable[..., Any]
     kernel: str | None = None
@@ -61,14 +66,19 @@ class Op:
     bytes_moved: Callable[..., int] | None = None
     flops: Callable[..., int] | None = None
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **named: Any) -> Any:
         if torch.compiler.is_compiling():  # a tracer follows neither context variables nor messages made of shapes
-            return self.overload(*args)
+            return self.overload(*args, **named)
         if self.check is not None:
-            self.check(*args)
+            self.check(*args, **named)
         if _USE_REFERENCE.get():
-            return self.reference(*args)
-        return self.overload(*args)
+            return self.reference(*args, **named)
+        return self.overload(*args, **named)
+
+    def unpacked(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` of the op's record, or of its arguments where it has none, as a function of the arguments."""
+        call = self.call
+        return function if call is None else lambda *args, **named: function(call(*args, **named))
 
     @property
     def overload(self) -> Any:
@@ -79,9 +89,13 @@ def register(op: Op) -> Op:
     """Register `op` with torch under `onegraph::<name>` and list it in `OPS`."""
     if op.name in OPS:
         raise ValueError(f"op {op.name!r} is registered already; a name belongs to one op")
+    if op.call is not None:
+        functions = {name: getattr(op, name) for name in ("reference", "fake", "check", "bytes_moved", "flops")}
+        functions = {name: op.unpacked(function) for name, function in functions.items() if function is not None}
+        op = replace(op, schema=f"({op.call.schema()}) {op.schema}", **functions)
     _LIBRARY.define(op.name + op.schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(op.name, op.reference, "CPU")
-    _LIBRARY.impl(op.name, op.reference if op.kernel is None else _lazy(op.kernel), "CUDA")
+    _LIBRARY.impl(op.name, op.reference if op.kernel is None else op.unpacked(_lazy(op.kernel)), "CUDA")
     torch.library.register_fake(f"onegraph::{op.name}", op.fake, lib=_LIBRARY)
     OPS[op.name] = op
     return op

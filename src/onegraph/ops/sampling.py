@@ -8,6 +8,7 @@ device.
 import torch
 from torch import Tensor
 
+from onegraph.ops.checks import check_tensors
 from onegraph.ops.registry import Case, Op, nbytes, register
 
 # SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014. int64 arithmetic wraps
@@ -77,23 +78,15 @@ def _check_logits(logits: Tensor) -> None:
         )
 
 
-_ROW_DTYPES = {
-    "temperature": torch.float32,
-    "top_k": torch.int32,
-    "top_p": torch.float32,
-    "seed": torch.int64,
-    "position": torch.int32,
-}
-
-
-def _check_sample(logits: Tensor, *rows: Tensor) -> None:
+def _check_sample(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seed: Tensor, position: Tensor
+) -> None:
     _check_logits(logits)
-    for (name, dtype), row in zip(_ROW_DTYPES.items(), rows, strict=True):
-        if row.dtype != dtype or row.shape != logits.shape[:1] or row.device != logits.device:
-            raise ValueError(
-                f"{name}: got {row.dtype} {list(row.shape)} on {row.device}; allowed is {dtype} [{logits.shape[0]}] on "
-                f"{logits.device}: one value for each row of logits {list(logits.shape)}"
-            )
+    rows = logits.shape[:1]
+    check_tensors(
+        "sample", logits.device, temperature=(temperature, torch.float32, rows), top_k=(top_k, torch.int32, rows),
+        top_p=(top_p, torch.float32, rows), seed=(seed, torch.int64, rows), position=(position, torch.int32, rows),
+    )  # fmt: skip
 
 
 def _logits_case(name: str, batch: int, vocabulary: int, *, ties: bool = False) -> Case:

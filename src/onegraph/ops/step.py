@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from onegraph.ops.checks import check_tensors
 from onegraph.ops.registry import Case, Op, nbytes, register
 
 
@@ -18,18 +19,11 @@ def _finish(tokens: Tensor, logits: Tensor, after: Tensor, drawn: Tensor, positi
     return tokens.masked_fill(best.isnan() | best.isposinf(), -1)
 
 
-def _check_rows(op: str, rows: int, device: torch.device, **tensors: tuple[Tensor, torch.dtype]) -> None:
-    for name, (tensor, dtype) in tensors.items():
-        if tensor.shape != (rows,) or tensor.dtype != dtype or tensor.device != device or not tensor.is_contiguous():
-            raise ValueError(
-                f"{op}: {name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; it must be contiguous "
-                f"{dtype} ({rows},) on {device}: one number for each row"
-            )
-
-
 def _check_begin(positions: Tensor, limits: Tensor, length: int) -> None:
-    rows = positions.numel()
-    _check_rows("begin_step", rows, positions.device, positions=(positions, torch.int32), limits=(limits, torch.int32))
+    rows = (positions.numel(),)
+    check_tensors(
+        "begin_step", positions.device, positions=(positions, torch.int32, rows), limits=(limits, torch.int32, rows)
+    )
     if length < 1:
         raise ValueError(f"begin_step: length is {length}; a step brings 1 token or more")
 
@@ -40,9 +34,10 @@ def _check_finish(tokens: Tensor, logits: Tensor, after: Tensor, drawn: Tensor, 
             f"finish_step: logits is {logits.dtype} {tuple(logits.shape)}; it must be contiguous floats [rows, "
             "vocabulary]"
         )
-    _check_rows(
-        "finish_step", len(logits), logits.device, tokens=(tokens, torch.int64), after=(after, torch.int32),
-        drawn=(drawn, torch.int64), positions=(positions, torch.int32),
+    rows = logits.shape[:1]
+    check_tensors(
+        "finish_step", logits.device, tokens=(tokens, torch.int64, rows), after=(after, torch.int32, rows),
+        drawn=(drawn, torch.int64, rows), positions=(positions, torch.int32, rows),
     )  # fmt: skip
 
 

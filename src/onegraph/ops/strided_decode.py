@@ -4,81 +4,43 @@ vLLM's cache lies otherwise than ours (keys beside values, heads before tokens),
 """
 
 import torch
-from torch import Tensor
 
+from onegraph.ops.attention import check_caches
+from onegraph.ops.calls import StridedDecode
+from onegraph.ops.checks import check_grouped, check_tensors
 from onegraph.ops.decode_attention import paged_decode
 from onegraph.ops.norm import FLOATS
 from onegraph.ops.registry import Case, Op, nbytes, register
 
 
-def _strided_decode(
-    qkv: Tensor,
-    table: Tensor,
-    lengths: Tensor,
-    block_table: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    out: Tensor,
-    scale: float,
-) -> None:
-    rows, heads, _ = out.shape
-    k, v = keys.contiguous(), values.contiguous()
-    tickets = lengths.new_zeros(rows, keys.shape[2])
-    cos, sin = table.chunk(2, dim=1)
+def _strided_decode(call: StridedDecode) -> None:
+    k, v = call.keys.contiguous(), call.values.contiguous()
+    tickets = call.lengths.new_zeros(len(call.out), call.keys.shape[2])
+    step = call.lengths - 1, call.lengths, call.block_table
     found = paged_decode.reference(
-        qkv.unsqueeze(1), None, None, 0.0, cos, sin, lengths - 1, lengths, block_table, k, v, tickets, heads, scale, 0
-    )
-    keys.copy_(k), values.copy_(v)
-    out.copy_(found.squeeze(1))
+        call.qkv.unsqueeze(1), None, None, 0.0, *call.table.chunk(2, dim=1), *step, k, v, tickets, call.out.shape[1],
+        call.scale, 0,
+    )  # fmt: skip
+    call.keys.copy_(k), call.values.copy_(v)
+    call.out.copy_(found.squeeze(1))
 
 
-def _check(
-    qkv: Tensor,
-    table: Tensor,
-    lengths: Tensor,
-    block_table: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    out: Tensor,
-    scale: float,
-) -> None:
-    op, rows = "strided_decode", qkv.shape[0]
-    if keys.dim() != 4 or keys.shape != values.shape or keys.stride() != values.stride() or keys.stride(3) != 1:
-        raise ValueError(
-            f"{op}: keys are {tuple(keys.shape)}, values {tuple(values.shape)}; both must be [pages, page_size, "
-            "kv_heads, head_dim] with the same strides, those of the last dimension 1"
-        )
-    _, _, kv_heads, dim = keys.shape
+def _check(call: StridedDecode) -> None:
+    op, qkv, keys, out, table = "strided_decode", call.qkv, call.keys, call.out, call.table
+    check_caches(op, qkv, keys, call.values)
+    rows, _, kv_heads, dim = qkv.shape[0], *keys.shape[1:]
     if any(stride % dim for stride, size in zip(keys.stride()[:3], keys.shape, strict=False) if size > 1):
         raise ValueError(f"{op}: keys have strides {keys.stride()}; they must be multiples of head_dim, {dim}")
-    if out.dim() != 3 or out.shape[0] != rows or out.shape[1] % kv_heads or out.shape[2] != dim:
-        raise ValueError(
-            f"{op}: out is {tuple(out.shape)}; it must be [{rows}, heads, {dim}], heads a multiple of {kv_heads}"
-        )
-    width = (out.shape[1] + 2 * kv_heads) * dim
-    if qkv.dtype not in FLOATS or qkv.shape != (rows, width):
-        raise ValueError(f"{op}: qkv is {tuple(qkv.shape)} {qkv.dtype}; it must be [{rows}, {width}] of a float dtype")
-    for name, tensor in (("keys", keys), ("values", values), ("out", out)):
-        if tensor.dtype != qkv.dtype:
-            raise ValueError(f"{op}: {name} is {tensor.dtype}, qkv {qkv.dtype}; they must agree")
-    if table.dtype != torch.float32 or table.dim() != 2 or table.shape[1] != dim or dim % 2:
-        raise ValueError(
-            f"{op}: table is {table.dtype} {tuple(table.shape)}; it must be float32 [positions, {dim}], cos | sin"
-        )
-    if lengths.dtype != torch.int32 or lengths.shape != (rows,):
-        raise ValueError(f"{op}: lengths is {lengths.dtype} {tuple(lengths.shape)}; it must be int32 [{rows}]")
-    if block_table.dtype != torch.int32 or block_table.dim() != 2 or block_table.shape[0] != rows:
-        raise ValueError(
-            f"{op}: block_table is {block_table.dtype} {tuple(block_table.shape)}; it must be int32 [{rows}, pages]"
-        )
-    for name, tensor in (("qkv", qkv), ("table", table), ("lengths", lengths), ("out", out)):
-        if not tensor.is_contiguous():
-            raise ValueError(f"{op}: {name} must be contiguous")
-    if block_table.stride(1) != 1:
-        raise ValueError(f"{op}: rows of block_table must be contiguous (rows may be apart)")
-    for name, tensor in (("table", table), ("lengths", lengths), ("block_table", block_table), ("keys", keys)):
-        if tensor.device != qkv.device:
-            raise ValueError(f"{op}: {name} is on {tensor.device}, qkv on {qkv.device}; move them to one device")
+    heads = out.shape[1] if out.dim() == 3 else 0
+    check_grouped(op, heads, kv_heads)
+    width = (heads + 2 * kv_heads) * dim
+    if qkv.dtype not in FLOATS or dim % 2:
+        raise ValueError(f"{op}: qkv is {qkv.dtype}, head_dim {dim}; it must be of a float dtype, head_dim even")
+    check_tensors(
+        op, qkv.device, qkv=(qkv, qkv.dtype, (rows, width)), out=(out, qkv.dtype, (rows, heads, dim)),
+        table=(table, torch.float32, (-1, dim)), lengths=(call.lengths, torch.int32, (rows,)),
+        block_table=(call.block_table, torch.int32, (rows, -1)),
+    )  # fmt: skip
 
 
 def _case(name: str, *, lengths: list[int], heads: int, kv_heads: int, dim: int, page_size: int = 16) -> Case:
@@ -105,10 +67,8 @@ def _case(name: str, *, lengths: list[int], heads: int, kv_heads: int, dim: int,
 strided_decode = register(
     Op(
         name="strided_decode",
-        schema=(
-            "(Tensor qkv, Tensor table, Tensor lengths, Tensor block_table, Tensor(a!) keys, "
-            "Tensor(b!) values, Tensor(c!) out, float scale) -> ()"
-        ),
+        call=StridedDecode,
+        schema="-> ()",
         reference=_strided_decode,
         fake=lambda *_: None,
         kernel="onegraph.ops.cuda.decode_attention:strided_decode",
@@ -121,10 +81,10 @@ strided_decode = register(
             _case("long_context", lengths=[4001, 18], heads=8, kv_heads=1, dim=128),
         ),
         tolerance={torch.bfloat16: 8e-3, torch.float16: 1e-3},
-        bytes_moved=lambda qkv, table, lengths, pages, keys, *rest: (
-            2 * nbytes(qkv) + 2 * int(lengths.sum()) * keys[0, 0].numel() * keys.element_size()
+        bytes_moved=lambda call: (
+            2 * nbytes(call.qkv) + 2 * int(call.lengths.sum()) * call.keys[0, 0].numel() * call.keys.element_size()
         ),
-        flops=lambda qkv, table, lengths, pages, keys, values, out, *rest: 4 * out[0].numel() * int(lengths.sum()),
+        flops=lambda call: 4 * call.out[0].numel() * int(call.lengths.sum()),
     )
 )
 """qkv [B, (heads + 2 kv_heads) D], before RoPE, -> out [B, heads, D]: rotate-half RoPE, the new key and value to the

@@ -5,19 +5,19 @@ Everything behind this op lives in rotated coordinates: the query and the exact 
 rotated as well, so that codes and exact vectors attend together and one product at the end turns the result back.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from onegraph.formats import turboquant as formats
 from onegraph.formats.turboquant import SCALES, mean_abs_coordinate
 from onegraph.formats.turboquant_layout import Coded, TurboQuantLayout, layout_of, pack_tokens
-from onegraph.ops.attention import _head_norm, _rope
-from onegraph.ops.norm import FLOATS
+from onegraph.ops.attention import check_tokens, places, turned
+from onegraph.ops.calls import TurboQuantAttention, TurboQuantDecode, TurboQuantHybrid, TurboQuantWrite
+from onegraph.ops.checks import check_tensors
 from onegraph.ops.registry import Case, Op, nbytes, register
 
 LARGEST_NORM = 65504.0  # float16
+_Coded = TurboQuantWrite | TurboQuantAttention | TurboQuantHybrid | TurboQuantDecode
 
 
 def quantize(y: Tensor, codebook: Tensor, projection: Tensor | None = None, scale: str = "norm") -> Coded:
@@ -58,161 +58,75 @@ def _half(norm: Tensor) -> Tensor:
     return norm.squeeze(-1).clamp(max=LARGEST_NORM).half()
 
 
-def _turboquant_write(
-    qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    positions: Tensor,
-    counts: Tensor,
-    block_table: Tensor,
-    turn: Tensor,
-    projection: Tensor | None,
-    k_codebook: Tensor,
-    v_codebook: Tensor,
-    cache: Tensor,
-    ring: Tensor | None,
-    slots: Tensor | None,
-    heads: int,
-    k_bits: int,
-    v_bits: int,
-    k_variant: str,
-    v_variant: str,
-    scale: str,
-    exact: bool,
-) -> tuple[Tensor, Tensor]:
-    batch, length, _ = qkv.shape
-    _, kv_heads, page_bytes = cache.shape
-    dim = turn.shape[0]
-    layout = layout_of(dim, k_bits, v_bits, k_variant, v_variant, page_bytes)
-    vectors = qkv.view(batch, length, -1, dim).float()
-    turned, values = vectors.split((heads + kv_heads, kv_heads), dim=2)
-    if q_norm is not None and k_norm is not None:
-        q, k = turned.split((heads, kv_heads), dim=2)
-        turned = torch.cat((_head_norm(q, q_norm, eps), _head_norm(k, k_norm, eps)), dim=2)
-    step = torch.arange(length, dtype=torch.int32, device=qkv.device)
-    token = positions.unsqueeze(1) + step
-    if cos is not None and sin is not None:
-        row, shape = token.flatten().clamp(0, cos.shape[0] - 1), (batch, length, 1, dim // 2)
-        turned = _rope(turned, cos.index_select(0, row).view(shape), sin.index_select(0, row).view(shape))
-    whole = torch.cat((turned.to(qkv.dtype).float(), values), dim=2)
-    q, k, v = ((whole @ turn.float()) * dim**-0.5).split((heads, kv_heads, kv_heads), dim=2)
+def write_unfused(call: TurboQuantWrite, layout: TurboQuantLayout, projection: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`turboquant_write` in torch's ops, into a cache of any `layout`; variant `prod` needs its `projection` [D, D]."""
+    dtype, dim, (_, kv_heads, page_bytes) = call.qkv.dtype, layout.head_dim, call.cache.shape
+    both, values, token = turned(call, call.heads, kv_heads, dim)
+    whole = torch.cat((both.to(dtype).float(), values.float()), dim=2)
+    q, k, v = ((whole @ call.turn.float()) * dim**-0.5).split((call.heads, kv_heads, kv_heads), dim=2)
 
-    keys = quantize(k, k_codebook, projection if k_variant == "prod" else None, scale)
-    coded = quantize(v, v_codebook, projection if v_variant == "prod" else None, scale)
+    keys = quantize(k, call.k_codebook, projection if layout.k_variant == "prod" else None, call.kind)
+    coded = quantize(v, call.v_codebook, projection if layout.v_variant == "prod" else None, call.kind)
     rows = pack_tokens(layout, keys, coded)  # [B, Q, kv_heads, bytes]
-    inside = token.clamp(0, block_table.shape[1] * layout.page_size - 1)
-    real = (step < counts.unsqueeze(1)) & (inside == token)
-    page = torch.where(real, block_table.gather(1, (inside // layout.page_size).long()), 0)
-    head = torch.arange(kv_heads, device=qkv.device)
+    page, place, real = places(token, call.counts, call.block_table, layout.page_size)
+    head = torch.arange(kv_heads, device=page.device)
     start = (page.long().unsqueeze(2) * kv_heads + head) * page_bytes  # [B, Q, kv_heads]
-    place = start.unsqueeze(3) + layout.offsets(inside.long() % layout.page_size).unsqueeze(2)
-    cache.view(-1).index_copy_(0, place.flatten(), rows.flatten())
+    byte = start.unsqueeze(3) + layout.offsets(place.long()).unsqueeze(2)
+    call.cache.view(-1).index_copy_(0, byte.flatten(), rows.flatten())
 
-    kept = torch.stack((k, v), dim=2).to(qkv.dtype)  # [B, Q, 2, kv_heads, D]
-    if ring is not None and slots is not None:
-        size = ring.shape[1]
-        latest = real & (step >= counts.unsqueeze(1) - size)  # of a long chunk no two tokens share a place
-        slot = torch.where(latest, slots.unsqueeze(1), 0) * size + inside % size
-        ring.view(-1, *ring.shape[2:]).index_copy_(0, slot.flatten().long(), kept.flatten(0, 1))
-    return q.to(qkv.dtype).contiguous(), kept if exact else kept[:0].clone()
+    kept = torch.stack((k, v), dim=2).to(dtype)  # [B, Q, 2, kv_heads, D]
+    if call.ring is not None and call.slots is not None:
+        size = call.ring.shape[1]
+        step = torch.arange(token.shape[1], device=page.device)
+        latest = real & (step >= call.counts.unsqueeze(1) - size)  # of a long chunk no two tokens share a place
+        slot = torch.where(latest, call.slots.unsqueeze(1), 0) * size + token.clamp_min(0) % size
+        call.ring.view(-1, *call.ring.shape[2:]).index_copy_(0, slot.flatten().long(), kept.flatten(0, 1))
+    return q.to(dtype).contiguous(), kept if call.exact else kept[:0].clone()
 
 
-def _check(
-    qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    positions: Tensor,
-    counts: Tensor,
-    block_table: Tensor,
-    turn: Tensor,
-    projection: Tensor | None,
-    k_codebook: Tensor,
-    v_codebook: Tensor,
-    cache: Tensor,
-    ring: Tensor | None,
-    slots: Tensor | None,
-    heads: int,
-    k_bits: int,
-    v_bits: int,
-    k_variant: str,
-    v_variant: str,
-    scale: str,
-    exact: bool,
-) -> None:
-    op = "turboquant_write"
-    if qkv.dim() != 3 or qkv.dtype not in FLOATS or not qkv.is_contiguous():
-        raise ValueError(
-            f"{op}: qkv is {tuple(qkv.shape)} {qkv.dtype}; it must be contiguous float32, bfloat16 or float16 "
-            "[batch, tokens, (heads + 2 kv_heads) * head_dim]"
-        )
-    batch = qkv.shape[0]
-    if turn.dim() != 2 or turn.shape[0] != turn.shape[1]:
-        raise ValueError(f"{op}: turn is {tuple(turn.shape)}; it must be [head_dim, head_dim]")
-    dim = turn.shape[0]
+def layout_in(op: str, call: _Coded, dim: int) -> TurboQuantLayout:
+    """The layout of the call's cache, which its codebooks and the size of a page tell. Raises ValueError."""
+    cache = call.cache
     if cache.dim() != 3 or cache.dtype != torch.uint8 or not cache.is_contiguous():
         raise ValueError(
             f"{op}: cache is {tuple(cache.shape)} {cache.dtype}; it must be contiguous uint8 [pages, kv_heads, bytes]"
         )
-    kv_heads, page_bytes = cache.shape[1:]
-    layout = layout_of(dim, k_bits, v_bits, k_variant, v_variant, page_bytes)
-    if layout.page_bytes != page_bytes:
-        raise ValueError(
-            f"{op}: a page of the cache has {page_bytes} bytes a head; with {layout.bytes_per_token_head} a token it "
-            f"must be a multiple of {layout.block_bytes}"
-        )
-    if heads < 1 or heads % kv_heads or qkv.shape[2] != (heads + 2 * kv_heads) * dim:
-        raise ValueError(
-            f"{op}: qkv holds {qkv.shape[2]} numbers a token; with {heads} heads, {kv_heads} kv heads of {dim} it must "
-            f"hold {(heads + 2 * kv_heads) * dim}, and heads must be a multiple of kv heads"
-        )
-    if scale not in SCALES:
-        raise ValueError(f"{op}: scale is {scale!r}; allowed are {', '.join(SCALES)}")
-    if (q_norm is None) != (k_norm is None) or (cos is None) != (sin is None) or (ring is None) != (slots is None):
-        raise ValueError(f"{op}: q_norm and k_norm, cos and sin, ring and slots go together: give both or neither")
-    if projection is None and "prod" in (k_variant, v_variant):
-        raise ValueError(f"{op}: the variant prod needs a projection [{dim}, {dim}]")
-    if cos is not None and sin is not None and cos.shape != sin.shape:
-        raise ValueError(f"{op}: cos has {cos.shape[0]} positions, sin {sin.shape[0]}; they must agree")
-    wanted: list[tuple[str, Tensor | None, torch.dtype, tuple[int, ...]]] = [
-        ("q_norm", q_norm, qkv.dtype, (dim,)),
-        ("k_norm", k_norm, qkv.dtype, (dim,)),
-        ("cos", cos, torch.float32, (-1, dim // 2)),
-        ("sin", sin, torch.float32, (-1, dim // 2)),
-        ("positions", positions, torch.int32, (batch,)),
-        ("counts", counts, torch.int32, (batch,)),
-        ("block_table", block_table, torch.int32, (batch, -1)),
-        ("turn", turn, qkv.dtype, (dim, dim)),
-        ("projection", projection, qkv.dtype, (dim, dim)),
-        ("k_codebook", k_codebook, torch.float32, (1 << layout.k_code_bits,)),
-        ("v_codebook", v_codebook, torch.float32, (1 << layout.v_code_bits,)),
-        ("cache", cache, torch.uint8, tuple(cache.shape)),
-        ("ring", ring, qkv.dtype, (-1, -1, 2, kv_heads, dim)),
-        ("slots", slots, torch.int32, (batch,)),
-    ]
-    for name, tensor, dtype, shape in wanted:
-        if tensor is not None:
-            _check_tensor(op, name, tensor, dtype, shape, qkv.device)
+    try:
+        return layout_of(dim, call.k_codebook.numel(), call.v_codebook.numel(), cache.shape[2])
+    except ValueError as error:
+        raise ValueError(f"{op}: {error}") from None
 
 
-def _check_tensor(
-    op: str, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
-) -> None:
-    """-1 in `shape` allows any size. The rows of a block table may be apart; everything else is contiguous."""
-    fits = len(shape) == tensor.dim() and all(s in (-1, n) for s, n in zip(shape, tensor.shape, strict=True))
-    if not fits or tensor.dtype != dtype:
-        sizes = ", ".join("any" if s < 0 else str(s) for s in shape)
-        raise ValueError(f"{op}: {name} is {tuple(tensor.shape)} {tensor.dtype}; it must be {dtype} [{sizes}]")
-    if tensor.device != device:
-        raise ValueError(f"{op}: {name} is on {tensor.device}, the input on {device}; move them to one device")
-    dense = tensor.stride(1) == 1 if name == "block_table" else tensor.is_contiguous()
-    if not dense:
-        raise ValueError(f"{op}: {name} has strides {tensor.stride()}; its rows must be contiguous")
+def _turboquant_write(call: TurboQuantWrite) -> tuple[Tensor, Tensor]:
+    return write_unfused(call, layout_in("turboquant_write", call, call.turn.shape[0]), None)
+
+
+def _check(call: TurboQuantWrite) -> None:
+    op, qkv, turn, cache = "turboquant_write", call.qkv, call.turn, call.cache
+    if turn.dim() != 2 or turn.shape[0] != turn.shape[1]:
+        raise ValueError(f"{op}: turn is {tuple(turn.shape)}; it must be [head_dim, head_dim]")
+    dim = turn.shape[0]
+    layout = layout_in(op, call, dim)
+    kv_heads = cache.shape[1]
+    check_tokens(op, call, call.heads, kv_heads, dim)
+    if call.kind not in SCALES:
+        raise ValueError(f"{op}: kind is {call.kind!r}; allowed are {', '.join(SCALES)}")
+    if (call.ring is None) != (call.slots is None):
+        raise ValueError(f"{op}: ring and slots go together: give both or neither")
+    check_tensors(
+        op, qkv.device,
+        qkv=(qkv, qkv.dtype, tuple(qkv.shape)),
+        q_norm=(call.q_norm, qkv.dtype, (dim,)),
+        k_norm=(call.k_norm, qkv.dtype, (dim,)),
+        cos=(call.cos, torch.float32, (-1, dim // 2)),
+        sin=(call.sin, torch.float32, (-1, dim // 2)),
+        turn=(turn, qkv.dtype, (dim, dim)),
+        k_codebook=(call.k_codebook, torch.float32, (1 << layout.k_bits,)),
+        v_codebook=(call.v_codebook, torch.float32, (1 << layout.v_bits,)),
+        cache=(cache, torch.uint8, tuple(cache.shape)),
+        ring=(call.ring, qkv.dtype, (-1, -1, 2, kv_heads, dim)),
+        slots=(call.slots, torch.int32, qkv.shape[:1]),
+    )  # fmt: skip
 
 
 def _case(
@@ -226,7 +140,6 @@ def _case(
     positions: list[int],
     counts: list[int],
     page_size: int = 16,
-    variants: tuple[str, str] = ("mse", "mse"),
     scale: str = "matched",
     norm: bool = False,
     rope: bool = True,
@@ -242,7 +155,7 @@ def _case(
         per_row = -(-reach // page_size)
         table = 1 + torch.randperm(batch * per_row, generator=generator, dtype=torch.int32).view(batch, per_row)
         angle = torch.arange(reach).unsqueeze(1) * 10000.0 ** -(torch.arange(0, dim, 2) / dim)
-        layout = TurboQuantLayout(dim, *bits, *variants, page_size)
+        layout = TurboQuantLayout(dim, *bits, page_size=page_size)
         return (
             randn(batch, tokens, (heads + 2 * kv_heads) * dim),
             1 + 0.2 * randn(dim) if norm else None,
@@ -254,13 +167,12 @@ def _case(
             torch.tensor(counts, dtype=torch.int32, device=device),
             table.to(device),
             formats.rotation(dim, kind).T.contiguous().to(device, dtype),
-            formats.projection(dim).to(device, dtype) if "prod" in variants else None,
-            formats.codebook(dim, layout.k_code_bits, device),
-            formats.codebook(dim, layout.v_code_bits, device),
+            formats.codebook(dim, bits[0], device),
+            formats.codebook(dim, bits[1], device),
             torch.zeros(layout.cache_shape(1 + batch * per_row, kv_heads), dtype=torch.uint8, device=device),
             torch.zeros(batch + 1, ring, 2, kv_heads, dim, dtype=dtype, device=device) if ring else None,
             torch.arange(batch, 0, -1, dtype=torch.int32, device=device) if ring else None,
-            heads, *bits, *variants, scale, exact,
+            heads, scale, exact,
         )  # fmt: skip
 
     return Case(name=name, make=make)
@@ -274,10 +186,8 @@ _CASES = (
           page_size=32, scale="norm"),
     _case("qwen3_2", tokens=3, heads=4, kv_heads=1, dim=128, bits=(2, 2), positions=[31, 5], counts=[3, 2], norm=True,
           scale="unbiased", exact=True),
-    _case("prod_80", tokens=2, heads=4, kv_heads=4, dim=80, bits=(4, 3), positions=[7, 3], counts=[2, 1],
-          variants=("prod", "prod"), rope=False),
-    _case("prod_keys_1", tokens=2, heads=2, kv_heads=1, dim=64, bits=(1, 1), positions=[7], counts=[2],
-          variants=("prod", "mse")),
+    _case("nope_80", tokens=2, heads=4, kv_heads=4, dim=80, bits=(4, 3), positions=[7, 3], counts=[2, 1], rope=False),
+    _case("one_bit", tokens=2, heads=2, kv_heads=1, dim=64, bits=(1, 1), positions=[7], counts=[2]),
     _case("qr_96", tokens=5, heads=6, kv_heads=1, dim=96, bits=(2, 3), positions=[2], counts=[4], kind="qr"),
     _case("dim_192", tokens=1, heads=2, kv_heads=2, dim=192, bits=(4, 4), positions=[3], counts=[1]),
     _case("mqa_256", tokens=1, heads=16, kv_heads=1, dim=256, bits=(2, 4), positions=[40], counts=[1], exact=True),
@@ -286,23 +196,17 @@ _CASES = (
 )  # fmt: skip
 
 
-def _fake(qkv: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    turn, cache, heads, exact = args[8], args[12], args[15], args[21]
-    batch, length, dim = qkv.shape[0], qkv.shape[1], turn.shape[0]
-    kept = (batch if exact else 0, length, 2, cache.shape[1], dim)
-    return qkv.new_empty((batch, length, heads, dim)), qkv.new_empty(kept)
+def _fake(call: TurboQuantWrite) -> tuple[Tensor, Tensor]:
+    (batch, length, _), dim, kv_heads = call.qkv.shape, call.turn.shape[0], call.cache.shape[1]
+    kept = (batch if call.exact else 0, length, 2, kv_heads, dim)
+    return call.qkv.new_empty((batch, length, call.heads, dim)), call.qkv.new_empty(kept)
 
 
 turboquant_write = register(
     Op(
         name="turboquant_write",
-        schema=(
-            "(Tensor qkv, Tensor? q_norm, Tensor? k_norm, float eps, Tensor? cos, Tensor? sin, Tensor positions, "
-            "Tensor counts, Tensor block_table, Tensor turn, "
-            "Tensor? projection, Tensor k_codebook, Tensor v_codebook, Tensor(a!) cache, Tensor(b!)? ring, "
-            "Tensor? slots, int heads, int k_bits, int v_bits, str k_variant, str v_variant, str scale, bool exact) "
-            "-> (Tensor, Tensor)"
-        ),
+        call=TurboQuantWrite,
+        schema="-> (Tensor, Tensor)",
         reference=_turboquant_write,
         fake=_fake,
         kernel="onegraph.ops.cuda.turboquant:turboquant_write",
@@ -310,8 +214,8 @@ turboquant_write = register(
         cases=_CASES,
         # A code at a near-tie falls either way, and moves its coordinate by a whole step.
         tolerance={torch.float32: 5e-3, torch.bfloat16: 6e-2, torch.float16: 2e-2},
-        bytes_moved=lambda qkv, *rest: 3 * nbytes(qkv) + nbytes(rest[8]),
-        flops=lambda qkv, *rest: 2 * qkv.numel() * rest[8].shape[0],
+        bytes_moved=lambda call: 3 * nbytes(call.qkv) + nbytes(call.turn),
+        flops=lambda call: 2 * call.qkv.numel() * call.turn.shape[0],
     )
 )
 """qkv [B, Q, (heads + 2 kv_heads) D] -> (q [B, Q, heads, D], kv [B, Q, 2, kv_heads, D] or, without `exact`, empty).
@@ -320,6 +224,6 @@ As `rope_cache_write`: per head an optional RMSNorm of q and k, rotate-half RoPE
 at positions[b] + i of which counts[b] are real; page 0 and the q of other tokens are anyone's. Then every vector is
 turned, x @ turn / sqrt(D) with `turn` [D, D] the transpose of `formats.turboquant.rotation` in qkv's dtype, and so they
 come back: q, and with `exact` keys and values too. Keys and values of real tokens go into `cache` uint8 [pages,
-kv_heads, page_bytes] as `TurboQuantLayout(D, k_bits, v_bits, k_variant, v_variant)` says, quantized by `quantize` with
-the codebooks of the code bits; `projection` [D, D] is needed for `prod`. `ring` [rings, size, 2, kv_heads, D] takes the
+kv_heads, page_bytes], laid out as `TurboQuantLayout(D, k_bits, v_bits)` says, quantized by `quantize` with the
+codebooks [2^k_bits] and [2^v_bits]; `kind` is what norm is stored. `ring` [rings, size, 2, kv_heads, D] takes the
 exact vectors of the token at position p in ring slots[b] at p % size; ring 0 belongs to no sequence."""

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from onegraph.formats import turboquant as formats
-from onegraph.formats.turboquant_layout import Coded, TurboQuantLayout, layout_of, pack_pages, unpack_pages
-from onegraph.ops.norm import FLOATS
+from onegraph.formats.turboquant_layout import Coded, TurboQuantLayout, pack_pages, unpack_pages
+from onegraph.ops.calls import TurboQuantAttention
+from onegraph.ops.checks import check_grouped, check_query, check_tensors
 from onegraph.ops.registry import Case, Op, nbytes, register
-from onegraph.ops.turboquant import dequantize
+from onegraph.ops.turboquant import dequantize, layout_in
 
 
 def eight_bit_levels(codebook: Tensor) -> Tensor:
@@ -27,147 +28,85 @@ def eight_bit_levels(codebook: Tensor) -> Tensor:
     return magnitude * codebook.sign() * (largest / 255)
 
 
-def _turboquant_attention(
-    q: Tensor,
-    cache: Tensor,
-    block_table: Tensor,
-    positions: Tensor,
-    counts: Tensor,
-    ends: Tensor | None,
-    rotation: Tensor | None,
-    projection: Tensor | None,
-    k_codebook: Tensor,
-    v_codebook: Tensor,
-    sinks: Tensor | None,
-    k_bits: int,
-    v_bits: int,
-    k_variant: str,
-    v_variant: str,
-    scale: float,
-    window: int,
+def attend_unfused(
+    call: TurboQuantAttention, layout: TurboQuantLayout, projection: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    batch, length, heads, dim = q.shape
-    kv_heads = cache.shape[1]
-    layout = layout_of(dim, k_bits, v_bits, k_variant, v_variant, cache.shape[2])
-    group, capacity = heads // kv_heads, block_table.shape[1] * layout.page_size
-    held = cache.index_select(0, block_table.flatten())
-    coded_keys, coded_values = unpack_pages(layout, held)  # of [B * P, kv_heads, page_size] tokens
-    keys = dequantize(coded_keys, eight_bit_levels(k_codebook), projection)
-    values = dequantize(coded_values, eight_bit_levels(v_codebook), projection)
+    """`turboquant_attention` in torch's own ops, to a cache of any `layout`; variant `prod` needs its `projection`."""
+    q, (batch, length, heads, dim), kv_heads = call.q, call.q.shape, call.cache.shape[1]
+    group, capacity = heads // kv_heads, call.block_table.shape[1] * layout.page_size
+    held = call.cache.index_select(0, call.block_table.flatten())
     keys, values = (
-        t.view(batch, -1, kv_heads, layout.page_size, dim).transpose(1, 2).reshape(batch, kv_heads, capacity, dim)
-        for t in (keys, values)
-    )
+        dequantize(coded, eight_bit_levels(book), projection)
+        .view(batch, -1, kv_heads, layout.page_size, dim).transpose(1, 2).reshape(batch, kv_heads, capacity, dim)
+        for coded, book in zip(unpack_pages(layout, held), (call.k_codebook, call.v_codebook), strict=True)
+    )  # fmt: skip
 
     key = torch.arange(capacity, dtype=torch.int32, device=q.device)
     step = torch.arange(length, dtype=torch.int32, device=q.device)
-    token = (positions.unsqueeze(1) + step).clamp(max=capacity - 1).unsqueeze(2)
-    hidden = (key > token) | (step >= counts.unsqueeze(1)).unsqueeze(2)  # [B, Q, L]
-    if ends is not None:
-        hidden = hidden | (key >= ends.view(batch, 1, 1))
-    if window > 0:
-        hidden = hidden | (key <= token - window)
+    token = (call.positions.unsqueeze(1) + step).clamp(max=capacity - 1).unsqueeze(2)
+    hidden = (key > token) | (step >= call.counts.unsqueeze(1)).unsqueeze(2)  # [B, Q, L]
+    if call.ends is not None:
+        hidden = hidden | (key >= call.ends.view(batch, 1, 1))
+    if call.window > 0:
+        hidden = hidden | (key <= token - call.window)
     # A page may still hold what an earlier sequence left: 0 * NaN would carry it into the sum.
     unseen = hidden.all(1).view(batch, 1, capacity, 1)
     keys, values = keys.masked_fill(unseen, 0.0), values.masked_fill(unseen, 0.0)
 
-    grouped = (q.float() * scale).view(batch, length, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
+    grouped = (q.float() * call.scale).view(batch, length, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
     scores = grouped.reshape(batch, kv_heads, group * length, dim) @ keys.transpose(2, 3)
     scores = scores.view(batch, kv_heads, group, length, capacity)
     scores = scores.masked_fill(hidden.view(batch, 1, 1, length, capacity), float("-inf"))
     lse = scores.logsumexp(-1)
-    if sinks is not None:
-        lse = torch.logaddexp(lse, sinks.float().view(1, kv_heads, group, 1))
+    if call.sinks is not None:
+        lse = torch.logaddexp(lse, call.sinks.float().view(1, kv_heads, group, 1))
     weight = (scores - lse.clamp_min(-1e30).unsqueeze(-1)).exp()
     out = weight.view(batch, kv_heads, group * length, capacity) @ values
     out = out.view(batch, heads, length, dim).transpose(1, 2)
-    if rotation is not None:
-        out = (out @ rotation.float()) * dim**-0.5
+    if call.rotation is not None:
+        out = (out @ call.rotation.float()) * dim**-0.5
     lse = lse.view(batch, heads, length).transpose(1, 2).contiguous()
     return out.to(q.dtype, memory_format=torch.contiguous_format, copy=True), lse
 
 
-def _on_gpu(*args: Any) -> tuple[Tensor, Tensor]:
-    """The CUDA kernel for `mse`; `prod`, and GPUs that the kernel cannot be built for, take the reference."""
+def _turboquant_attention(call: TurboQuantAttention) -> tuple[Tensor, Tensor]:
+    return attend_unfused(call, layout_in("turboquant_attention", call, call.q.shape[3]), None)
+
+
+def _on_gpu(call: TurboQuantAttention) -> tuple[Tensor, Tensor]:
+    """The CUDA kernel; GPUs that it cannot be built for take the reference."""
     from onegraph.ops.cuda import turboquant_attention as kernel
 
-    q, cache, k_bits, v_bits, k_variant, v_variant, scale, window = *args[:2], *args[11:]
-    if (k_variant, v_variant) != ("mse", "mse") or not kernel.takes(q):
-        return _turboquant_attention(*args)
-    layout = layout_of(q.shape[3], k_bits, v_bits, k_variant, v_variant, cache.shape[2])
-    table, positions, counts, ends, rotation, _, k_codebook, v_codebook, sinks = args[2:11]
-    state = table, positions, counts, ends, rotation
-    return kernel.attend(q, cache, *state, k_codebook, v_codebook, sinks, layout.page_size, scale, window)
+    if not kernel.takes(call.q):
+        return _turboquant_attention(call)
+    page_size = layout_in("turboquant_attention", call, call.q.shape[3]).page_size
+    *tensors, scale, window = call
+    args: tuple[Any, ...] = (*tensors, page_size, scale, window)
+    return kernel.attend(*args)
 
 
-def _check(
-    q: Tensor,
-    cache: Tensor,
-    block_table: Tensor,
-    positions: Tensor,
-    counts: Tensor,
-    ends: Tensor | None,
-    rotation: Tensor | None,
-    projection: Tensor | None,
-    k_codebook: Tensor,
-    v_codebook: Tensor,
-    sinks: Tensor | None,
-    k_bits: int,
-    v_bits: int,
-    k_variant: str,
-    v_variant: str,
-    scale: float,
-    window: int,
-) -> None:
-    op = "turboquant_attention"
-    if q.dim() != 4 or q.dtype not in FLOATS or not q.is_contiguous():
+def _check(call: TurboQuantAttention) -> None:
+    op, q, cache = "turboquant_attention", call.q, call.cache
+    check_query(op, q)
+    rows, _, heads, dim = q.shape
+    layout = layout_in(op, call, dim)
+    check_grouped(op, heads, cache.shape[1])
+    if call.window < 0:
         raise ValueError(
-            f"{op}: q is {tuple(q.shape)} {q.dtype}; it must be contiguous float32, bfloat16 or float16 "
-            "[batch, tokens, heads, head_dim]"
+            f"{op}: window is {call.window}; it must be 0 (no window) or the number of keys that a query sees"
         )
-    if cache.dim() != 3 or cache.dtype != torch.uint8 or not cache.is_contiguous():
-        raise ValueError(
-            f"{op}: cache is {tuple(cache.shape)} {cache.dtype}; it must be contiguous uint8 [pages, kv_heads, bytes]"
-        )
-    batch, _, heads, dim = q.shape
-    kv_heads, page_bytes = cache.shape[1:]
-    layout = TurboQuantLayout(dim, k_bits, v_bits, k_variant, v_variant)  # of a page with one block
-    if page_bytes == 0 or page_bytes % layout.block_bytes:
-        raise ValueError(
-            f"{op}: a page of the cache has {page_bytes} bytes a head; with {layout.bytes_per_token_head} bytes a token"
-            f" it must be a multiple of {layout.block_bytes}"
-        )
-    if kv_heads < 1 or heads % kv_heads:
-        raise ValueError(f"{op}: q has {heads} heads, the cache {kv_heads}; heads must be a multiple of kv heads")
-    if window < 0:
-        raise ValueError(f"{op}: window is {window}; it must be 0 (no window) or the number of keys that a query sees")
-    if projection is None and "prod" in (k_variant, v_variant):
-        raise ValueError(f"{op}: the variant prod needs a projection [{dim}, {dim}]")
-    if block_table.dim() == 2 and block_table.stride(1) != 1:
-        raise ValueError(f"{op}: rows of block_table must be contiguous (rows may be apart)")
-    wanted: list[tuple[str, Tensor | None, torch.dtype, tuple[int, ...]]] = [
-        ("block_table", block_table, torch.int32, (batch, -1)),
-        ("positions", positions, torch.int32, (batch,)),
-        ("counts", counts, torch.int32, (batch,)),
-        ("ends", ends, torch.int32, (batch,)),
-        ("rotation", rotation, q.dtype, (dim, dim)),
-        ("projection", projection, q.dtype, (dim, dim)),
-        ("k_codebook", k_codebook, torch.float32, (1 << layout.k_code_bits,)),
-        ("v_codebook", v_codebook, torch.float32, (1 << layout.v_code_bits,)),
-        ("sinks", sinks, torch.float32, (heads,)),
-        ("cache", cache, torch.uint8, tuple(cache.shape)),
-    ]
-    for name, tensor, dtype, shape in wanted:
-        if tensor is None:
-            continue
-        fits = len(shape) == tensor.dim() and all(s in (-1, n) for s, n in zip(shape, tensor.shape, strict=True))
-        if not fits or tensor.dtype != dtype:
-            sizes = ", ".join("any" if s < 0 else str(s) for s in shape)
-            raise ValueError(f"{op}: {name} is {tuple(tensor.shape)} {tensor.dtype}; it must be {dtype} [{sizes}]")
-        if tensor.device != q.device:
-            raise ValueError(f"{op}: {name} is on {tensor.device}, q on {q.device}; move them to one device")
-        if name != "block_table" and not tensor.is_contiguous():
-            raise ValueError(f"{op}: {name} has strides {tensor.stride()}; it must be contiguous")
+    check_tensors(
+        op, q.device,
+        block_table=(call.block_table, torch.int32, (rows, -1)),
+        positions=(call.positions, torch.int32, (rows,)),
+        counts=(call.counts, torch.int32, (rows,)),
+        ends=(call.ends, torch.int32, (rows,)),
+        rotation=(call.rotation, q.dtype, (dim, dim)),
+        k_codebook=(call.k_codebook, torch.float32, (1 << layout.k_bits,)),
+        v_codebook=(call.v_codebook, torch.float32, (1 << layout.v_bits,)),
+        sinks=(call.sinks, torch.float32, (heads,)),
+        cache=(cache, torch.uint8, tuple(cache.shape)),
+    )  # fmt: skip
 
 
 def case(
@@ -181,7 +120,6 @@ def case(
     counts: list[int],
     tokens: int = 1,
     page_size: int = 16,
-    variants: tuple[str, str] = ("mse", "mse"),
     window: int = 0,
     ends: list[int] | None = None,
     sinks: bool = False,
@@ -198,20 +136,16 @@ def case(
             return torch.tensor(values, dtype=torch.int32, device=device)
 
         batch = len(positions)
-        layout = TurboQuantLayout(dim, *bits, *variants, page_size)
+        layout = TurboQuantLayout(dim, *bits, page_size=page_size)
         per_row = -(-(max(positions) + tokens) // page_size) + 1
         table = 1 + torch.randperm(batch * per_row, generator=generator, dtype=torch.int32).view(batch, per_row)
         shape = (1 + batch * per_row, kv_heads, page_size)
 
-        def coded(code_bits: int, variant: str) -> Coded:
+        def coded(code_bits: int) -> Coded:
             codes = torch.randint(0, 1 << code_bits, (*shape, dim), generator=generator, dtype=torch.uint8)
-            norms = (dim**0.5 * (0.5 + torch.rand(shape, generator=generator))).half()
-            if variant == "mse":
-                return Coded(codes, norms)
-            signs = torch.randint(0, 2, codes.shape, generator=generator, dtype=torch.uint8)
-            return Coded(codes, norms, signs, norms * 0.02)
+            return Coded(codes, (dim**0.5 * (0.5 + torch.rand(shape, generator=generator))).half())
 
-        pages = pack_pages(layout, coded(layout.k_code_bits, variants[0]), coded(layout.v_code_bits, variants[1]))
+        pages = pack_pages(layout, coded(bits[0]), coded(bits[1]))
         pages[0] = 255  # the sentinel: norms are NaN
         return (
             (peak * randn(batch, tokens, heads, dim)).to(device, dtype),
@@ -221,11 +155,10 @@ def case(
             ints(counts),
             None if ends is None else ints(ends),
             formats.rotation(dim, "qr").to(device, dtype) if rotate else None,
-            formats.projection(dim).to(device, dtype) if "prod" in variants else None,
-            formats.codebook(dim, layout.k_code_bits, device),
-            formats.codebook(dim, layout.v_code_bits, device),
+            formats.codebook(dim, bits[0], device),
+            formats.codebook(dim, bits[1], device),
             randn(heads).to(device) if sinks else None,
-            *bits, *variants, dim**-0.5, window,
+            dim**-0.5, window,
         )  # fmt: skip
 
     return Case(name=name, make=make)
@@ -254,54 +187,47 @@ _CASES = (
     case("gqa_96_k4v2", bits=(4, 2), heads=6, kv_heads=1, dim=96, positions=[61], counts=[1]),
     case("dim_192", bits=(4, 3), heads=4, kv_heads=2, dim=192, positions=[333], counts=[1], page_size=32),
     case("mqa_256", bits=(3, 4), heads=16, kv_heads=1, dim=256, positions=[333, 64], counts=[1, 1], page_size=32),
-    case("prod", bits=(4, 3), positions=[99, 3], counts=[1, 1], variants=("prod", "prod"), **_LLAMA),
-    case("prod_keys_1", bits=(1, 2), positions=[99], counts=[1], variants=("prod", "mse"), **_SMOL),
 )  # fmt: skip
 
 
-def _tokens_read(args: tuple[Any, ...]) -> int:
+def _tokens_read(call: TurboQuantAttention) -> int:
     """Tokens whose codes must be read once; it looks at the positions, so never inside a step."""
-    q, positions, counts, ends, window = args[0], args[3].long(), args[4].long(), args[5], args[16]
+    positions, counts, ends, window = call.positions.long(), call.counts.long(), call.ends, call.window
     stop = (positions + counts).clamp_min(0)
     if ends is not None:
         stop = torch.minimum(stop, ends.long())
     first = (positions - window + 1).clamp_min(0) if window else positions * 0
-    return int(((stop - first).clamp_min(0) * (counts > 0)).sum()) if q.numel() else 0
+    return int(((stop - first).clamp_min(0) * (counts > 0)).sum()) if call.q.numel() else 0
 
 
-def _bytes(*args: Any) -> int:
+def _bytes(call: TurboQuantAttention) -> int:
     """Queries and results, codes and norms of every token once."""
-    q, cache = args[0], args[1]
-    layout = TurboQuantLayout(q.shape[3], *args[11:15])
-    return 2 * nbytes(q) + 4 * q[..., 0].numel() + _tokens_read(args) * cache.shape[1] * layout.bytes_per_token_head
+    codes = _tokens_read(call) * call.cache.shape[1] * layout_in("", call, call.q.shape[3]).bytes_per_token_head
+    return 2 * nbytes(call.q) + 4 * call.q[..., 0].numel() + codes
 
 
 turboquant_attention = register(
     Op(
         name="turboquant_attention",
-        schema=(
-            "(Tensor q, Tensor cache, Tensor block_table, Tensor positions, Tensor counts, Tensor? ends, "
-            "Tensor? rotation, Tensor? projection, Tensor k_codebook, Tensor v_codebook, Tensor? sinks, int k_bits, "
-            "int v_bits, str k_variant, str v_variant, float scale, int window) -> (Tensor, Tensor)"
-        ),
+        call=TurboQuantAttention,
+        schema="-> (Tensor, Tensor)",
         reference=_turboquant_attention,
-        fake=lambda q, *rest: (q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)),
+        fake=lambda call: (call.q.new_empty(call.q.shape), call.q.new_empty(call.q.shape[:3], dtype=torch.float32)),
         kernel="onegraph.ops.turboquant_attention:_on_gpu",
         check=_check,
         cases=_CASES,
         # The kernel multiplies values by probabilities in float16, whatever q is.
         tolerance={torch.float32: 1e-3, torch.bfloat16: 8e-3, torch.float16: 2e-3},
         bytes_moved=_bytes,
-        flops=lambda *args: 4 * args[0].shape[1] * args[0].shape[2] * args[0].shape[3] * _tokens_read(args),
+        flops=lambda call: 4 * call.q[0].numel() * _tokens_read(call),
     )
 )
 """q [B, Q, H, D], rotated -> (out [B, Q, H, D] in q's dtype, log-sum-exp float32 [B, Q, H], -inf where no key is seen).
 
-cache uint8 [pages, kv_heads, page_bytes] as `TurboQuantLayout(D, k_bits, v_bits, k_variant, v_variant)` says; H is a
-multiple of kv_heads. Token i of row b stands at positions[b] + i and sees the keys up to itself (none where that is
-negative) that lie before ends[b] (None: no such end), with window > 0 only the latest `window`; the tokens from
-counts[b] on see nothing and get zeros.
+cache uint8 [pages, kv_heads, page_bytes] as `TurboQuantLayout(D, k_bits, v_bits)` says, the codebooks [2^k_bits] and
+[2^v_bits]; H is a multiple of kv_heads. Token i of row b stands at positions[b] + i and sees the keys up to itself
+(none where that is negative) that lie before ends[b] (None: no such end), with window > 0 only the latest `window`; the
+tokens from counts[b] on see nothing and get zeros.
 `ends` is for tokens that are attended to elsewhere, exactly: the two results are merged by their log-sum-exp.
 `rotation` [D, D] (`formats.turboquant.rotation`, in q's dtype) turns the result back; without it, it stays rotated.
-`sinks` [H], float32, are logits that join the denominator (and the log-sum-exp) alone. `projection` [D, D] is needed
-for `prod`."""
+`sinks` [H], float32, are logits that join the denominator (and the log-sum-exp) alone."""

@@ -11,71 +11,65 @@ from torch import Tensor
 
 from onegraph.formats import turboquant as formats
 from onegraph.formats.turboquant import DRAFTS
-from onegraph.formats.turboquant_layout import TurboQuantLayout, layout_of
+from onegraph.ops.calls import TurboQuantDecode, TurboQuantHybrid
 from onegraph.ops.registry import Case, Op, nbytes, register
-from onegraph.ops.turboquant import turboquant_write
+from onegraph.ops.turboquant import layout_in, turboquant_write
 from onegraph.ops.turboquant_attention import case
 from onegraph.ops.turboquant_hybrid import turboquant_hybrid
 
-_WRITTEN = 22  # arguments that are those of `turboquant_write`
+
+def _write(call: TurboQuantDecode) -> tuple[Any, ...]:
+    """The arguments of `turboquant_write`."""
+    *written, _, _, _, _ = call
+    return *written, False
 
 
-def _after(q: Tensor, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of `turboquant_hybrid`, with the queries that the write returns."""
-    positions, counts, table, _, projection, *books, cache, ring, slots = args[6:16]
-    rotation, *rest = args[_WRITTEN:]
-    return (q, cache, table, positions, counts, ring, slots, rotation, projection, *books, *args[17:21], *rest)
+def _attention(call: TurboQuantDecode, q: Tensor) -> TurboQuantHybrid:
+    """What attends, with the queries that the write returns."""
+    state = call.cache, call.block_table, call.positions, call.counts, call.ring, call.slots
+    books = call.k_codebook, call.v_codebook
+    return TurboQuantHybrid(q, *state, call.rotation, *books, call.scale, call.window, call.limit)
 
 
-def _turboquant_decode(*args: Any) -> Tensor:
-    q, _ = turboquant_write(*args[:_WRITTEN], False)
-    out: Tensor = turboquant_hybrid(*_after(q, args))
+def _turboquant_decode(call: TurboQuantDecode) -> Tensor:
+    q, _ = turboquant_write(*_write(call))
+    out: Tensor = turboquant_hybrid(*_attention(call, q))
     return out
 
 
-def _on_gpu(*args: Any) -> Tensor:
+def _on_gpu(call: TurboQuantDecode) -> Tensor:
     """The CUDA kernel for what it takes: a token a row, of rows that can hold little. The rest in two ops."""
     from onegraph.ops.cuda import turboquant_decode as kernel
 
-    qkv, q_norm, k_norm, eps, cos, sin, positions, counts, table, turn = args[:10]
-    k_book, v_book, cache, ring, slots = args[11:16]
-    heads, k_bits, v_bits, k_variant, v_variant, kind, rotation, scale, window, spare, limit = args[16:]
-    if (k_variant, v_variant) != ("mse", "mse"):
-        return _turboquant_decode(*args)
-    page_size = layout_of(turn.shape[0], k_bits, v_bits, k_variant, v_variant, cache.shape[2]).page_size
-    token = kernel.Token(qkv, q_norm, k_norm, eps, cos, sin, turn, heads, kind)
-    found = kernel.form(token, cache, table, k_book, v_book, page_size)
-    if found is None:
-        return _turboquant_decode(*args)
-    variant, cluster = found
-    state = cache, table, positions, counts, rotation, k_book, v_book
-    near = kernel.Near(ring, slots, spare, limit)
-    return kernel.decode(token, variant, cluster, *state, page_size, scale, max(limit - window, 0), window, near)
+    form = kernel.form(call)
+    return _turboquant_decode(call) if form is None else kernel.decode(call, *form, DRAFTS)
 
 
-def _check(*args: Any) -> None:
+def _check(call: TurboQuantDecode) -> None:
     assert turboquant_write.check is not None
     assert turboquant_hybrid.check is not None
-    turboquant_write.check(*args[:_WRITTEN], False)
-    qkv, turn, heads = args[0], args[9], args[16]
-    shape = (*qkv.shape[:2], heads, turn.shape[0])
-    count = shape[0] * shape[1] * shape[2] * shape[3]
-    turboquant_hybrid.check(*_after(qkv.view(-1)[:count].view(shape), args))
+    turboquant_write.check(*_write(call))
+    turboquant_hybrid.check(*_attention(call, _like_q(call)))
+
+
+def _like_q(call: TurboQuantDecode) -> Tensor:
+    """A tensor of the queries' shape, of which nothing is read: a check launches nothing."""
+    return call.qkv.new_empty((*call.qkv.shape[:2], call.heads, call.turn.shape[0]))
 
 
 def _case(
     name: str, *, heads: int, kv_heads: int, dim: int, bits: tuple[int, int], positions: list[int], counts: list[int],
-    tokens: int = 1, page_size: int = 16, variants: tuple[str, str] = ("mse", "mse"), kind: str = "matched",
-    norm: bool = False, rope: bool = True, window: int = 64, limit: int = 0,
+    tokens: int = 1, page_size: int = 16, kind: str = "matched", norm: bool = False, rope: bool = True,
+    window: int = 64, limit: int = 0,
 ) -> Case:  # fmt: skip
-    sizes: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "bits": bits, "variants": variants}
+    sizes: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "bits": bits}
     coded = case(name, positions=positions, counts=counts, tokens=tokens, page_size=page_size, **sizes)
 
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
         def randn(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator).to(device, dtype)
 
-        _, cache, table, at, real, _, _, projection, k_codebook, v_codebook, *_ = coded.make(device, dtype, generator)
+        _, cache, table, at, real, _, _, k_codebook, v_codebook, *_ = coded.make(device, dtype, generator)
         batch, reach = len(positions), max(positions) + tokens
         angle = torch.arange(reach).unsqueeze(1) * 10000.0 ** -(torch.arange(0, dim, 2) / dim)
         ring = randn(batch + 2, window + 2 * DRAFTS, 2, kv_heads, dim)
@@ -90,10 +84,9 @@ def _case(
             angle.sin().to(device) if rope else None,
             at, real, table,
             turn.T.contiguous().to(device, dtype),
-            projection, k_codebook, v_codebook, cache, ring,
+            k_codebook, v_codebook, cache, ring,
             torch.arange(batch, 0, -1, dtype=torch.int32, device=device),
-            heads, *bits, *variants, kind,
-            turn.to(device, dtype), dim**-0.5, window, DRAFTS, limit,
+            heads, kind, turn.to(device, dtype), dim**-0.5, window, limit,
         )  # fmt: skip
 
     return Case(name=name, make=make)
@@ -111,42 +104,30 @@ _CASES = (
     _case("group_6", bits=(4, 1), heads=12, kv_heads=2, dim=128, positions=[333, 64], counts=[1, 1], window=150),
     _case("drafts", bits=(3, 4), tokens=8, positions=[130, 66, 0], counts=[8, 5, 8], window=32, **_LLAMA),
     _case("dim_80", bits=(4, 4), heads=4, kv_heads=4, dim=80, positions=[70, 130], counts=[1, 1], window=16),
-    _case("prod", bits=(4, 3), positions=[99, 3], counts=[1, 1], variants=("prod", "mse"), window=16, **_LLAMA),
 )  # fmt: skip
 
 
-def _bytes(*args: Any) -> int:
-    """q, k, v, both rotations, and what attention moves beside its queries."""
-    qkv, turn, heads = args[0], args[9], args[16]
-    out = qkv.new_empty((*qkv.shape[:2], heads, turn.shape[0]))
+def _bytes(call: TurboQuantDecode) -> int:
+    """q, k, v, both rotations, what is stored, and what attention moves beside its queries."""
+    out = _like_q(call)
     assert turboquant_hybrid.bytes_moved is not None
-    return nbytes(qkv, turn) + turboquant_hybrid.bytes_moved(*_after(out, args)) - nbytes(out) + _stored(args)
+    attends = turboquant_hybrid.bytes_moved(*_attention(call, out)) - nbytes(out)
+    stored = layout_in("", call, call.turn.shape[0]).bytes_per_token_head + 2 * nbytes(call.ring[0, 0, 0, 0])
+    return nbytes(call.qkv, call.turn) + attends + int(call.counts.sum()) * call.cache.shape[1] * stored
 
 
-def _stored(args: tuple[Any, ...]) -> int:
-    cache, ring = args[13], args[14]
-    layout = TurboQuantLayout(args[9].shape[0], *args[17:21])
-    return int(args[7].sum()) * cache.shape[1] * (layout.bytes_per_token_head + 2 * ring.element_size() * ring.shape[4])
-
-
-def _flops(*args: Any) -> int:
-    qkv, turn = args[0], args[9]
+def _flops(call: TurboQuantDecode) -> int:
     assert turboquant_hybrid.flops is not None
-    out = qkv.new_empty((*qkv.shape[:2], args[16], turn.shape[0]))
-    return 2 * qkv.numel() * turn.shape[0] + turboquant_hybrid.flops(*_after(out, args))
+    return 2 * call.qkv.numel() * call.turn.shape[0] + turboquant_hybrid.flops(*_attention(call, _like_q(call)))
 
 
 turboquant_decode = register(
     Op(
         name="turboquant_decode",
-        schema=(
-            "(Tensor qkv, Tensor? q_norm, Tensor? k_norm, float eps, Tensor? cos, Tensor? sin, Tensor positions, "
-            "Tensor counts, Tensor block_table, Tensor turn, Tensor? projection, Tensor k_codebook, Tensor v_codebook, "
-            "Tensor(a!) cache, Tensor(b!) ring, Tensor slots, int heads, int k_bits, int v_bits, str k_variant, "
-            "str v_variant, str kind, Tensor rotation, float scale, int window, int spare, int limit) -> Tensor"
-        ),
+        call=TurboQuantDecode,
+        schema="-> Tensor",
         reference=_turboquant_decode,
-        fake=lambda qkv, *rest: qkv.new_empty((*qkv.shape[:2], rest[15], rest[8].shape[0])),
+        fake=_like_q,
         kernel="onegraph.ops.turboquant_decode:_on_gpu",
         check=_check,
         cases=_CASES,
@@ -158,7 +139,7 @@ turboquant_decode = register(
 )
 """qkv [B, Q, (heads + 2 kv_heads) D] -> [B, Q, heads, D], turned back.
 
-`turboquant_write` of the tokens (its arguments up to its `scale`, here `kind`), then `turboquant_hybrid` of the queries
+`turboquant_write` of the tokens (its arguments up to `kind`), then `turboquant_hybrid` of the queries
 that it returns. Results of tokens that are not real are anyone's. On a GPU what earlier calls on the same cache wrote
 may be read before the kernels in front are done, so between two such calls stands a kernel that waits and starts no
 other early, as between the steps of a model."""

@@ -18,9 +18,10 @@ from transformers.masking_utils import sdpa_mask
 from onegraph.formats import turboquant as formats
 from onegraph.formats.turboquant import DRAFTS, EXACT, TurboQuantConfig, parse_kv
 from onegraph.formats.turboquant_layout import TurboQuantLayout, unpack_pages
+from onegraph.ops.calls import TurboQuantAttention, TurboQuantWrite
 from onegraph.ops.recent_attention import recent_attention
-from onegraph.ops.turboquant import dequantize, turboquant_write
-from onegraph.ops.turboquant_attention import turboquant_attention
+from onegraph.ops.turboquant import dequantize, turboquant_write, write_unfused
+from onegraph.ops.turboquant_attention import attend_unfused, turboquant_attention
 from onegraph.ops.turboquant_hybrid import turboquant_hybrid
 
 ATTENTION = "turboquant"
@@ -139,12 +140,13 @@ class TurboQuantLayer(_Layer, CacheLayerMixin):
         batch, heads, length, _ = query.shape
         qkv = torch.cat((query, key_states, value_states), dim=1).transpose(1, 2).reshape(batch, length, -1)
         counts = self.ones if length == 1 else self.positions.new_full((batch,), length)
-        config = self.config
-        turned: Tensor = turboquant_write(
-            qkv, None, None, 0.0, None, None, self.positions, counts, self.block_table, self.turn, self.projection,
-            self.k_codebook, self.v_codebook, self.codes, self.ring, self.slots, heads, *self.bits, config.keys,
-            config.values, config.scale, False,
-        )[0]  # fmt: skip
+        args = (
+            qkv, None, None, 0.0, None, None, self.positions, counts, self.block_table, self.turn, self.k_codebook,
+            self.v_codebook, self.codes, self.ring, self.slots, heads, self.config.scale, False,
+        )  # fmt: skip
+        if self.projection is not None:
+            return write_unfused(TurboQuantWrite(*args), self.layout, self.projection)[0]
+        turned: Tensor = turboquant_write(*args)[0]
         return turned
 
     def whole(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,19 +178,27 @@ class TurboQuantLayer(_Layer, CacheLayerMixin):
         codes and ring; `window` > 0: only the latest so many keys are seen."""
         turned, config, positions = self.store(query, key_states, value_states), self.config, self.positions
         counts = self.ones if query.shape[2] == 1 else positions.new_full((self.batch_size,), query.shape[2])
-        codes = self.codes, self.block_table, positions, counts
         books = self.k_codebook, self.v_codebook
-        kinds = *self.bits, config.keys, config.values
+        codes = turned, self.codes, self.block_table, positions, counts
         out: Tensor
-        if self.ring is None:
-            constants = self.rotation, self.projection, *books, None
-            out = turboquant_attention(turned, *codes, None, *constants, *kinds, scaling, window)[0]
-        elif 0 < window <= config.window:  # all that the model's window shows is exact
+        if self.ring is not None and 0 < window <= config.window:  # all that the model's window shows is exact
             alone = self.ring, self.slots, positions, None, None, self.rotation
             out = recent_attention(turned, *alone, scaling, config.window, DRAFTS, window)
+        elif self.ring is not None and self.projection is None:
+            out = turboquant_hybrid(
+                *codes, self.ring, self.slots, self.rotation, *books, scaling, config.window, window
+            )
+        elif self.projection is None:
+            out = turboquant_attention(*codes, None, self.rotation, *books, None, scaling, window)[0]
+        elif self.ring is None:
+            call = TurboQuantAttention(*codes, None, self.rotation, *books, None, scaling, window)
+            out = attend_unfused(call, self.layout, self.projection)[0]
         else:
-            ring = self.ring, self.slots, self.rotation, self.projection
-            out = turboquant_hybrid(turned, *codes, *ring, *books, *kinds, scaling, config.window, DRAFTS, window)
+            before, older = positions - config.window, max(window - config.window, 0)
+            call = TurboQuantAttention(*codes[:3], before, counts, None, None, *books, None, scaling, older)
+            history = attend_unfused(call, self.layout, self.projection)
+            near = self.ring, self.slots, positions, *history, self.rotation
+            out = recent_attention(turned, *near, scaling, config.window, DRAFTS, window)
         return out
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

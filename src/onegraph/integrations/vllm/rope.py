@@ -22,7 +22,7 @@ from vllm.utils.torch_utils import (
 )
 
 from onegraph.integrations.vllm import flash
-from onegraph.ops.rope_slots import rope_slots_write
+from onegraph.ops.attention import rope_cache_write
 
 KINDS = (llama.LlamaAttention, mistral.MistralAttention, qwen2.Qwen2Attention)
 
@@ -121,7 +121,11 @@ def _rope_and_cache(qkv: Tensor, positions: Tensor, table: Tensor, heads: int, l
     if slots is None or flash.in_one_launch(layer.impl, metadata):  # the run that measures memory has no slots
         return _fake(qkv, positions, table, heads, layer_name)
     keys, values = cache.transpose(1, 2).split(dim, dim=-1)  # as FlashAttentionImpl.do_kv_cache_update
-    return cast(Tensor, rope_slots_write.overload(qkv, positions, table, slots, keys, values, heads))
+    cos, sin = table.chunk(2, dim=1)
+    q = rope_cache_write.overload(
+        qkv.unsqueeze(1), None, None, 0.0, cos, sin, positions, None, None, keys, values, heads, slots
+    )
+    return cast(Tensor, q.view(len(qkv), heads * dim))
 
 
 def _fake(qkv: Tensor, positions: Tensor, table: Tensor, heads: int, layer_name: LayerNameType) -> Tensor:

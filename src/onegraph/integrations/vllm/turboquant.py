@@ -32,7 +32,6 @@ from onegraph.ops.turboquant import turboquant_write
 from onegraph.ops.turboquant_attention import turboquant_attention
 
 NAME = "CUSTOM"  # vLLM's word for a backend from outside: `--attention-backend CUSTOM`
-MSE = "mse", "mse"
 SCALE = "matched"  # what `formats.turboquant` calls the scale that keeps norms
 
 
@@ -223,15 +222,15 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
             q, k, v = (t[: m.tokens].view(m.tokens, -1, dim) for t in (q, k, v))
             qkv, rope = torch.cat((q, k, v), dim=1), None
         turned, _ = turboquant_write.overload(
-            qkv.view(m.tokens, 1, -1), None, None, 0.0, *(rope or (None, None)), *places, tables.turn, None, *codebooks,
-            cache, None, None, heads, *self.rate, *MSE, SCALE, False,
+            qkv.view(m.tokens, 1, -1), None, None, 0.0, *(rope or (None, None)), *places, tables.turn, *codebooks,
+            cache, None, None, heads, SCALE, False,
         )  # fmt: skip
 
         def read(queries: Tensor, rows: slice) -> Tensor:
             """Rotated queries [B, Q, heads, D] of some requests against all that their pages hold."""
             result, _ = turboquant_attention.overload(
-                queries, cache, m.block_table[rows], m.positions[rows], m.counts[rows], None, tables.rotation, None,
-                *codebooks, None, *self.rate, *MSE, self.scale, 0,
+                queries, cache, m.block_table[rows], m.positions[rows], m.counts[rows], None, tables.rotation,
+                *codebooks, None, self.scale, 0,
             )  # fmt: skip
             return result
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from onegraph.ops.calls import PagedDecode, StridedDecode
 from onegraph.ops.cuda import build
 
 SOURCE = Path(__file__).with_suffix(".cu")
@@ -82,24 +83,10 @@ def cut(groups: int) -> tuple[int, int]:
     return 8, 2
 
 
-def paged_decode(
-    qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    positions: Tensor,
-    counts: Tensor,
-    block_table: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    tickets: Tensor,
-    heads: int,
-    scale: float,
-    window: int,
-) -> Tensor:
+def paged_decode(call: PagedDecode) -> Tensor:
     """See `onegraph.ops.decode_attention.paged_decode`."""
+    qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table, k_cache, v_cache, _, *numbers = call
+    heads, scale, window = numbers
     rows = qkv.shape[0]
     kv_heads, dim = k_cache.shape[2:]
     group = heads // kv_heads
@@ -109,10 +96,7 @@ def paged_decode(
     if not usable or any(t.dtype != qkv.dtype for t in norms) or not available(qkv.device.index):
         from onegraph.ops.triton.decode_attention import paged_decode as fallback  # compiled as of its import
 
-        return fallback(
-            qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table, k_cache, v_cache, tickets, heads,
-            scale, window,
-        )  # fmt: skip
+        return fallback(call)
     out = torch.empty((rows, 1, heads, dim), dtype=qkv.dtype, device=qkv.device)
     _launch(
         qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table, k_cache, v_cache, out, scale, window,
@@ -121,23 +105,15 @@ def paged_decode(
     return out
 
 
-def strided_decode(
-    qkv: Tensor,
-    table: Tensor,
-    lengths: Tensor,
-    block_table: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    out: Tensor,
-    scale: float,
-) -> None:
+def strided_decode(call: StridedDecode) -> None:
     """See `onegraph.ops.strided_decode.strided_decode`. Raises ValueError for what the kernel does not take."""
+    qkv, table, lengths, block_table, keys, values, out, scale = call
     page, dim, group = keys.shape[1], keys.shape[3], out.shape[1] // keys.shape[2]
     if not takes(qkv.dtype, dim, group, page, qkv, table, keys, values):
         raise ValueError(
             f"strided_decode: {qkv.dtype} heads of {dim}, {group} a kv head, pages of {page} tokens; on a GPU it takes "
             f"bfloat16 and float16, sizes {DIMS}, up to {MAX_GROUP} a kv head, pages of multiples of {TILE}, at "
-            f"multiples of {ALIGNMENT} bytes: use rope_slots_write"
+            f"multiples of {ALIGNMENT} bytes: use rope_cache_write"
         )
     if qkv.shape[0] > 0:
         cos, sin = table.chunk(2, dim=1)

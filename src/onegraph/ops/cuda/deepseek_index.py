@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from onegraph.ops.calls import DeepseekIndex
 from onegraph.ops.cuda import build
 
 SOURCE = Path(__file__).with_suffix(".cu")
@@ -39,14 +40,11 @@ def select(
     return selected
 
 
-def deepseek_index(
-    q: Tensor, weights: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, counts: Tensor, block_table: Tensor,
-    entries: Tensor, ratio: int, top_k: int,
-) -> Tensor:  # fmt: skip
+def deepseek_index(call: DeepseekIndex) -> Tensor:
     """See `onegraph.ops.deepseek_index.deepseek_index`."""
     from onegraph.ops.triton import deepseek_index as kernels  # compiled as of its import
 
-    rows = positions, counts, block_table
-    if q.numel() == 0 or not available(q.device.index):
-        return kernels.deepseek_index(q, weights, cos, sin, *rows, entries, ratio, top_k)
-    return select(kernels.score(q, weights, cos, sin, *rows, entries, ratio), *rows, entries.shape[0], ratio, top_k)
+    if call.q.numel() == 0 or not available(call.q.device.index):
+        return kernels.deepseek_index(call)
+    rows = call.positions, call.counts, call.block_table
+    return select(kernels.score(call), *rows, call.entries.shape[0], call.ratio, call.top_k)

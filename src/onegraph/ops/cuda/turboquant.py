@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from onegraph.ops.calls import TurboQuantWrite
 from onegraph.ops.cuda import build
 
 SOURCE = Path(__file__).with_name("turboquant_write.cu")
@@ -27,46 +28,22 @@ def _kernel(dim: int, k_bits: int, v_bits: int, group: int, scale: int, dtype: i
         return None
 
 
-def turboquant_write(
-    qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    positions: Tensor,
-    counts: Tensor,
-    block_table: Tensor,
-    turn: Tensor,
-    projection: Tensor | None,
-    k_codebook: Tensor,
-    v_codebook: Tensor,
-    cache: Tensor,
-    ring: Tensor | None,
-    slots: Tensor | None,
-    heads: int,
-    k_bits: int,
-    v_bits: int,
-    k_variant: str,
-    v_variant: str,
-    scale: str,
-    exact: bool,
-) -> tuple[Tensor, Tensor]:
+def turboquant_write(call: TurboQuantWrite) -> tuple[Tensor, Tensor]:
     """See `onegraph.ops.turboquant.turboquant_write`."""
+    qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table, turn, *coded = call
+    k_codebook, v_codebook, cache, ring, slots, heads, kind, exact = coded
+    k_bits, v_bits = (book.numel().bit_length() - 1 for book in (k_codebook, v_codebook))
     batch, length, _ = qkv.shape
     _, kv_heads, page_bytes = cache.shape
     dim, group, tokens, device = turn.shape[0], heads // kv_heads, batch * length, qkv.device.index
     kernel = None
     sizes_fit = dim <= MAX_DIM and group <= MAX_GROUP and length <= MAX_LENGTH and 0 < tokens <= MAX_TOKENS
-    if qkv.is_cuda and qkv.dtype in DTYPES and sizes_fit and (k_variant, v_variant, exact) == ("mse", "mse", False):
-        kernel = _kernel(dim, k_bits, v_bits, group, SCALES[scale], DTYPES[qkv.dtype], device)
+    if qkv.is_cuda and qkv.dtype in DTYPES and sizes_fit and not exact:
+        kernel = _kernel(dim, k_bits, v_bits, group, SCALES[kind], DTYPES[qkv.dtype], device)
     if kernel is None:
         from onegraph.ops.triton.turboquant import turboquant_write as fallback  # compiled as of its import
 
-        return fallback(
-            qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table, turn, projection, k_codebook,
-            v_codebook, cache, ring, slots, heads, k_bits, v_bits, k_variant, v_variant, scale, exact,
-        )  # fmt: skip
+        return fallback(call)
     page_size = page_bytes * 8 // (dim * (k_bits + v_bits) + 32)
     out = torch.empty((batch, length, heads, dim), dtype=qkv.dtype, device=qkv.device)
     tensors = (

@@ -6,20 +6,20 @@ for rows that can hold little for the blocks there are. What else there is, is l
 
 import math
 import struct
-from dataclasses import dataclass
 from functools import cache as cached
 
 import torch
 from torch import Tensor
 
+from onegraph.ops.calls import TurboQuantDecode
 from onegraph.ops.cuda import build
+from onegraph.ops.cuda.turboquant import SCALES
 from onegraph.ops.cuda.turboquant_attention import (
     ARGUMENTS,
     DTYPES,
     MAX_BATCH,
     PLACES,
     TILE,
-    Near,
     Variant,
     available,
     kernels,
@@ -28,25 +28,9 @@ from onegraph.ops.cuda.turboquant_attention import (
 DIMS = (64, 128)
 MAX_GROUP = 6  # queries of a kv head: with key and value, the rows of half a product
 ALIGNMENT = 16  # bytes, of what is read as 16 bytes at once
-SCALES = {"norm": 0, "matched": 1, "unbiased": 2}
 CLUSTERS = (8, 4, 2)
 SHORT = 4096  # tokens that a row can hold at most
 TILES = 5  # that a warp has at most: beyond, blocks that follow the lengths balance rows better
-
-
-@dataclass(frozen=True)
-class Token:
-    """What a row's new token is made of; see `onegraph.ops.turboquant.turboquant_write`."""
-
-    qkv: Tensor
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    eps: float
-    cos: Tensor | None
-    sin: Tensor | None
-    turn: Tensor
-    heads: int
-    kind: str
 
 
 @cached
@@ -57,15 +41,18 @@ def _clusters(variant: Variant, sizes: tuple[int, ...], device: int) -> dict[int
     return {n: build.clusters(together, threads, variant.shared(stages, 1), n) for n in sizes}
 
 
-def form(
-    token: Token, cache: Tensor, block_table: Tensor, k_codebook: Tensor, v_codebook: Tensor, page_size: int
-) -> tuple[Variant, int] | None:
+def _page_size(call: TurboQuantDecode) -> int:
+    bits = sum(book.numel().bit_length() - 1 for book in (call.k_codebook, call.v_codebook))
+    return call.cache.shape[2] * 8 // (call.turn.shape[0] * bits + 32)
+
+
+def form(call: TurboQuantDecode) -> tuple[Variant, int] | None:
     """What `decode` computes such a call with, and how many blocks share the keys of a pair: the most of which all
     pairs' run at once. None where it does not."""
-    qkv, dim, kv_heads = token.qkv, token.turn.shape[0], cache.shape[1]
+    qkv, dim, kv_heads, page_size = call.qkv, call.turn.shape[0], call.cache.shape[1], _page_size(call)
     batch, length, _ = qkv.shape
-    group, reach = token.heads // kv_heads, block_table.shape[1] * page_size
-    read = [t for t in (qkv, token.q_norm, token.k_norm, token.cos, token.sin, token.turn) if t is not None]
+    group, reach = call.heads // kv_heads, call.block_table.shape[1] * page_size
+    read = [t for t in (qkv, call.q_norm, call.k_norm, call.cos, call.sin, call.turn) if t is not None]
     if not (
         qkv.is_cuda
         and length == 1
@@ -78,41 +65,39 @@ def form(
         and available(qkv.device.index)
     ):
         return None
-    bits = [c.numel().bit_length() - 1 for c in (k_codebook, v_codebook)]
-    rows, kind = 4 if group <= 4 else 8, SCALES[token.kind]
+    bits = [book.numel().bit_length() - 1 for book in (call.k_codebook, call.v_codebook)]
+    rows, kind = 4 if group <= 4 else 8, SCALES[call.kind]
     variant = Variant(dim, bits[0], bits[1], rows, DTYPES[qkv.dtype], page_size // 16, group, kind)
     fitting = _clusters(variant, CLUSTERS, qkv.device.index)
     size = next((n for n in CLUSTERS if batch * kv_heads <= fitting[n]), 1)
     return (variant, size) if reach <= TILES * variant.warps * TILE * size else None
 
 
-def decode(
-    token: Token, variant: Variant, cluster: int, cache: Tensor, block_table: Tensor, positions: Tensor,
-    counts: Tensor, rotation: Tensor, k_codebook: Tensor, v_codebook: Tensor, page_size: int, scale: float,
-    window: int, recent: int, near: Near,
-) -> Tensor:  # fmt: skip
-    """[B, 1, heads, D], in the `form` that the call has; `window` and `recent` as of `turboquant_attention.attend`."""
-    batch, dim, device = len(token.qkv), variant.dim, token.qkv.device.index
+def decode(call: TurboQuantDecode, variant: Variant, cluster: int, spare: int) -> Tensor:
+    """[B, 1, heads, D], in the `form` that the call has; `spare` as of `onegraph.ops.recent_attention`."""
+    qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table, turn, *coded = call
+    k_codebook, v_codebook, cache, ring, slots, heads, _, rotation, scale, window, limit = coded
+    batch, dim, device, reach = len(qkv), variant.dim, qkv.device.index, block_table.shape[1] * _page_size(call)
     pages, kv_heads, _ = cache.shape
-    out = token.qkv.new_empty((batch, 1, token.heads, dim))
+    out = qkv.new_empty((batch, 1, heads, dim))
     stages = variant.stages(1)
     (kernel,) = kernels(variant, stages, device)
     tensors = (
-        token.qkv, cache, block_table, positions, counts, None, rotation, k_codebook, v_codebook, None, None, None,
-        None, out, None, near.ring, near.slots,
+        qkv, cache, block_table, positions, counts, None, rotation, k_codebook, v_codebook, None, None, None,
+        None, out, None, ring, slots,
     )  # fmt: skip
-    made = token.q_norm, token.k_norm, token.cos, token.sin, token.turn
-    ring_size = near.ring.shape[1]
+    made = q_norm, k_norm, cos, sin, turn
+    ring_size = ring.shape[1]
     arguments = struct.pack(
         ARGUMENTS,
         *(0 if t is None else t.data_ptr() for t in tensors),
-        batch, 1, kv_heads, variant.group, block_table.stride(0), block_table.shape[1] * page_size, pages, window,
-        1, 0, 0, recent, near.spare, near.limit, ring_size, -(-ring_size // PLACES), 0, 1, cluster,
+        batch, 1, kv_heads, variant.group, block_table.stride(0), reach, pages, max(limit - window, 0),
+        1, 0, 0, window, spare, limit, ring_size, -(-ring_size // PLACES), 0, 1, cluster,
         scale * math.log2(math.e), dim**-0.5,
-        *(0 if t is None else t.data_ptr() for t in made), 0 if token.cos is None else len(token.cos) - 1, token.eps,
+        *(0 if t is None else t.data_ptr() for t in made), 0 if cos is None else len(cos) - 1, eps,
     )  # fmt: skip
     stream = torch._C._cuda_getCurrentRawStream(device)
-    with torch.cuda.device(token.qkv.device):
+    with torch.cuda.device(qkv.device):
         threads, shared = variant.warps * 32, variant.shared(stages, 1)
         kernel.launch((kv_heads * cluster, batch, 1), threads, shared, cluster, stream, arguments)
     return out

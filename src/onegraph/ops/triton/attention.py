@@ -11,20 +11,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from onegraph.ops.calls import PagedAttention, RopeCacheWrite
+from onegraph.ops.strides import row_stride
 from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
 
 SPLITS = 16  # programs that share the keys of one sequence and kv head in a decode step
 MIN_SHARE = 64  # keys: a program's share is a multiple of it, so that short contexts are not cut into crumbs
 
 
-@triton.jit(do_not_specialize=["length", "table_stride", "reach", "max_position"])
+@triton.jit(do_not_specialize=["length", "row", "table_stride", "reach", "max_position", "given"])
 def _rope_cache_write(
-    qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table, k_cache, v_cache, out,
-    length, table_stride, reach, max_position,
+    qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table, slots, k_cache, v_cache, out,
+    length, row, turn_stride, table_stride, reach, max_position, given, page_stride, place_stride, head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
-    NORM: tl.constexpr, ROPE: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, ROPE: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a token and head: heads of q, then of k, then of v, as qkv has them."""
+    """One program a token and head: heads of q, then of k, then of v, as qkv has them. With SLOTS positions and slots
+    are made before a step begins, and are read before the wait."""
     let_next_start(PDL)
     index = tl.program_id(0)
     head = tl.program_id(1)
@@ -32,10 +35,18 @@ def _rope_cache_write(
     step = index % length
     half = tl.arange(0, HALF)
     inside = half < DIM // 2
-    wait_for_previous(PDL)
-    position = tl.load(positions + batch) + step
-    source = qkv + (index.to(tl.int64) * (HEADS + 2 * KV_HEADS) + head) * DIM
     rotated = head < HEADS + KV_HEADS
+    if not SLOTS:
+        wait_for_previous(PDL)
+    position = tl.load(positions + batch) + step
+    if ROPE:
+        at = tl.minimum(tl.maximum(position, 0), max_position).to(tl.int64) * turn_stride + half
+        c = tl.load(cos + at, mask=inside & rotated, other=0.0)
+        s = tl.load(sin + at, mask=inside & rotated, other=0.0)
+    if SLOTS:
+        slot = tl.load(slots + index, mask=index < given, other=-1)
+        wait_for_previous(PDL)
+    source = qkv + index.to(tl.int64) * row + head * DIM
     first = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + DIM // 2 + half, mask=inside, other=0.0).to(tl.float32)
     if NORM and rotated:
@@ -45,9 +56,6 @@ def _rope_cache_write(
         first = first * scale * tl.load(weight + half, mask=inside, other=0.0).to(tl.float32)
         second = second * scale * tl.load(weight + DIM // 2 + half, mask=inside, other=0.0).to(tl.float32)
     if ROPE and rotated:
-        at = tl.minimum(tl.maximum(position, 0), max_position).to(tl.int64) * (DIM // 2) + half
-        c = tl.load(cos + at, mask=inside, other=0.0)
-        s = tl.load(sin + at, mask=inside, other=0.0)
         turned = first * c - second * s
         second = second * c + first * s
         first = turned
@@ -58,45 +66,39 @@ def _rope_cache_write(
         tl.store(place + DIM // 2 + half, second.to(dtype), mask=inside)
     else:
         # Padding and what lies beyond the block table is not written at all: the sentinel page stays as it is.
-        real = (step < tl.load(counts + batch)) & (position >= 0) & (position < reach)
-        page = tl.load(block_table + batch.to(tl.int64) * table_stride + position // PAGE, mask=real, other=0)
-        slot = page.to(tl.int64) * PAGE + position % PAGE
-        if rotated:
-            place = k_cache + (slot * KV_HEADS + head - HEADS) * DIM
+        if SLOTS:
+            real = slot >= 0
         else:
-            place = v_cache + (slot * KV_HEADS + head - HEADS - KV_HEADS) * DIM
+            real = (step < tl.load(counts + batch)) & (position >= 0) & (position < reach)
+            page = tl.load(block_table + batch.to(tl.int64) * table_stride + position // PAGE, mask=real, other=0)
+            slot = page.to(tl.int64) * PAGE + position % PAGE
+        offset = (slot // PAGE) * page_stride + (slot % PAGE) * place_stride
+        if rotated:
+            place = k_cache + offset + (head - HEADS) * head_stride
+        else:
+            place = v_cache + offset + (head - HEADS - KV_HEADS) * head_stride
         tl.store(place + half, first.to(dtype), mask=inside & real)
         tl.store(place + DIM // 2 + half, second.to(dtype), mask=inside & real)
 
 
-def rope_cache_write(
-    qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    positions: Tensor,
-    counts: Tensor,
-    block_table: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    heads: int,
-) -> Tensor:
+def rope_cache_write(call: RopeCacheWrite) -> Tensor:
     """See `onegraph.ops.attention.rope_cache_write`."""
-    batch, length, _ = qkv.shape
-    _, page_size, kv_heads, dim = k_cache.shape
-    out = torch.empty((batch, length, heads, dim), dtype=qkv.dtype, device=qkv.device)
+    qkv, cos, sin, table, slots = call.qkv, call.cos, call.sin, call.block_table, call.slots
+    (batch, length, _), (_, page_size, kv_heads, dim) = qkv.shape, call.k_cache.shape
+    out = torch.empty((batch, length, call.heads, dim), dtype=qkv.dtype, device=qkv.device)
     if batch * length == 0:
         return out
-    norm, rope = q_norm is not None, cos is not None
+    norm, rope, paged = call.q_norm is not None, cos is not None, slots is None
+    given = (call.counts, table, call.positions) if paged else (call.positions, call.positions, slots)
     with on_device(qkv):
-        _rope_cache_write[(batch * length, heads + 2 * kv_heads)](
-            qkv, q_norm if norm else qkv, k_norm if norm else qkv, eps, cos if rope else qkv, sin if rope else qkv,
-            positions, counts, block_table, k_cache, v_cache, out,
-            length, block_table.stride(0), block_table.shape[1] * page_size, cos.shape[0] - 1 if rope else 0,
-            HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF=triton.next_power_of_2(dim // 2), PAGE=page_size,
-            NORM=norm, ROPE=rope, num_warps=1, **options(qkv),
+        _rope_cache_write[(batch * length, call.heads + 2 * kv_heads)](
+            qkv, call.q_norm if norm else qkv, call.k_norm if norm else qkv, call.eps,
+            cos if rope else qkv, sin if rope else qkv, call.positions, *given, call.k_cache, call.v_cache, out,
+            length, row_stride(qkv), cos.stride(0) if rope else 0, table.stride(0) if paged else 0,
+            table.shape[1] * page_size if paged else 0, cos.shape[0] - 1 if rope else 0,
+            0 if paged else slots.shape[0], *call.k_cache.stride()[:3],
+            HEADS=call.heads, KV_HEADS=kv_heads, DIM=dim, HALF=triton.next_power_of_2(dim // 2), PAGE=page_size,
+            NORM=norm, ROPE=rope, SLOTS=not paged, num_warps=1, **options(qkv),
         )  # fmt: skip
     return out
 
@@ -200,10 +202,9 @@ def _merge(
     tl.store(out + at * DIM + column, result.to(out.dtype.element_ty), mask=column < DIM)
 
 
-def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, positions: Tensor, scale: float, window: int
-) -> Tensor:
+def paged_attention(call: PagedAttention) -> Tensor:
     """See `onegraph.ops.attention.paged_attention`."""
+    q, k_cache, v_cache, block_table, positions, scale, window = call
     batch, length, heads, dim = q.shape
     pages, page_size, kv_heads, _ = k_cache.shape
     out = torch.empty_like(q)

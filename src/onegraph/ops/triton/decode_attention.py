@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from onegraph.ops.calls import PagedDecode
 from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
 
 KEYS = 64  # of a tile
@@ -168,24 +169,10 @@ def _decode(
                 tl.store(tickets + group, 0)
 
 
-def paged_decode(
-    qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    positions: Tensor,
-    counts: Tensor,
-    block_table: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    tickets: Tensor,
-    heads: int,
-    scale: float,
-    window: int,
-) -> Tensor:
+def paged_decode(call: PagedDecode) -> Tensor:
     """See `onegraph.ops.decode_attention.paged_decode`."""
+    qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table, k_cache, v_cache, tickets, *numbers = call
+    heads, scale, window = numbers
     batch = qkv.shape[0]
     pages, page_size, kv_heads, dim = k_cache.shape
     out = torch.empty((batch, 1, heads, dim), dtype=qkv.dtype, device=qkv.device)

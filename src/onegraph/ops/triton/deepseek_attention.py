@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from onegraph.ops.calls import DeepseekAttention
 from onegraph.ops.triton.deepseek_compress import load_angles, load_rows, put, put_all, rows, store_row, turn_by
 from onegraph.ops.triton.deepseek_index import places
 from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
@@ -161,23 +162,9 @@ def _finish(
     tl.store(out + at * DIM + column, turn_by(result, c, s, True).to(out.dtype.element_ty), mask=column < DIM)
 
 
-def deepseek_attention(
-    q: Tensor,
-    kv: Tensor,
-    ring: Tensor,
-    sinks: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    counts: Tensor,
-    block_table: Tensor,
-    entries: Tensor | None,
-    selected: Tensor | None,
-    ratio: int,
-    scale: float,
-) -> Tensor:
+def deepseek_attention(call: DeepseekAttention) -> Tensor:
     """See `onegraph.ops.deepseek_attention.deepseek_attention`."""
+    q, kv, ring, sinks, cos, sin, slots, positions, counts, block_table, entries, selected, ratio, scale = call
     batch, length, heads, dim = q.shape
     out = torch.empty_like(q)
     if q.numel() == 0:

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from onegraph.ops.calls import DeepseekCompress
 from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
 
 
@@ -174,21 +175,9 @@ def rows(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 and x.stride(0) == x.shape[1] * x.stride(1) else x.contiguous()
 
 
-def deepseek_compress(
-    states: Tensor,
-    ring: Tensor,
-    bias: Tensor,
-    norm: Tensor,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    counts: Tensor,
-    block_table: Tensor,
-    entries: Tensor,
-) -> None:
+def deepseek_compress(call: DeepseekCompress) -> None:
     """See `onegraph.ops.deepseek_compress.deepseek_compress`."""
+    states, ring, bias, norm, eps, cos, sin, slots, positions, counts, block_table, entries = call
     (batch, length, _), (ratio, wide), dim, per_page = states.shape, bias.shape, norm.shape[0], entries.shape[1]
     if batch * length == 0:
         return

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from onegraph.ops.calls import DeepseekIndex
 from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
 
 ENTRIES = 32  # of a program that scores
@@ -132,11 +133,9 @@ def _select(
         tl.store(selected + row * TOP_K + at, tl.full((CHUNK,), -1, tl.int32), mask=(at >= done) & (at < TOP_K))
 
 
-def score(
-    q: Tensor, weights: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, counts: Tensor, block_table: Tensor,
-    entries: Tensor, ratio: int,
-) -> Tensor:  # fmt: skip
+def score(call: DeepseekIndex) -> Tensor:
     """float32 [B Q, capacity]; what the query does not see is not written."""
+    q, weights, cos, sin, positions, counts, block_table, entries, ratio, _ = call
     batch, length, heads, dim = q.shape
     if weights.stride(0) != length * weights.stride(1):
         weights = weights.contiguous()
@@ -169,12 +168,9 @@ def select(
     return selected
 
 
-def deepseek_index(
-    q: Tensor, weights: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, counts: Tensor, block_table: Tensor,
-    entries: Tensor, ratio: int, top_k: int,
-) -> Tensor:  # fmt: skip
+def deepseek_index(call: DeepseekIndex) -> Tensor:
     """See `onegraph.ops.deepseek_index.deepseek_index`."""
-    if q.numel() == 0:
-        return torch.empty((*q.shape[:2], top_k), dtype=torch.int32, device=q.device)
-    scores = score(q, weights, cos, sin, positions, counts, block_table, entries, ratio)
-    return select(scores, positions, counts, block_table, entries.shape[0], ratio, top_k)
+    if call.q.numel() == 0:
+        return call.q.new_empty((*call.q.shape[:2], call.top_k), dtype=torch.int32)
+    rows = call.positions, call.counts, call.block_table
+    return select(score(call), *rows, call.entries.shape[0], call.ratio, call.top_k)

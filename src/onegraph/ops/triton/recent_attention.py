@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from onegraph.ops.calls import RecentAttention
 from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
 
 
@@ -81,20 +82,9 @@ def _attend(
         )
 
 
-def recent_attention(
-    q: Tensor,
-    ring: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    history: Tensor | None,
-    history_lse: Tensor | None,
-    rotation: Tensor,
-    scale: float,
-    window: int,
-    spare: int,
-    limit: int,
-) -> Tensor:
+def recent_attention(call: RecentAttention) -> Tensor:
     """See `onegraph.ops.recent_attention.recent_attention`."""
+    q, ring, slots, positions, history, history_lse, rotation, scale, window, spare, limit = call
     batch, length, heads, dim = q.shape
     _, size, _, kv_heads, _ = ring.shape
     out = torch.empty_like(q)

@@ -4,13 +4,12 @@ A program takes 16 vectors of one kv head: queries of its group, or keys, or val
 tensor cores, in slices of the inner dimension, so that RoPE needs only a slice and its partner at a time.
 """
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from onegraph.ops.calls import TurboQuantWrite
 from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
 
 ROWS = 16  # vectors of a program, the least that tl.dot takes
@@ -33,17 +32,17 @@ def _pack(values, ROWS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _store_plane(
-    values, block, token, real, column0,
+    values, block, token, real,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, OFFSET: tl.constexpr,
     PAIRED: tl.constexpr,
 ):  # fmt: skip
-    """One plane's bits of the dimensions from `column0` on; `block` points at each token's block."""
+    """One plane's bits; `block` points at each token's block."""
     ROW: tl.constexpr = DIM * BITS // 8
     words = _pack(values, ROWS, WIDTH, BITS)
     COUNT: tl.constexpr = WIDTH // 16 if BITS == 1 else WIDTH * BITS // 8
     PARTS: tl.constexpr = 2 if BITS == 1 else 1
     for part in tl.static_range(PARTS):
-        byte = column0 * BITS // 8 + tl.arange(0, COUNT) * PARTS + part
+        byte = tl.arange(0, COUNT) * PARTS + part
         if PAIRED:
             within = (token // 2 * (2 * ROW) + token % 2)[:, None] + 2 * byte[None, :]
         else:
@@ -62,10 +61,9 @@ def _store_norm(norm, block, token, real, OFFSET: tl.constexpr):
 
 @triton.jit
 def _quantize(
-    y, codebook, projection, factor, block, token, real,
-    ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SLICE: tl.constexpr, BITS: tl.constexpr,
-    PROD: tl.constexpr, SCALE: tl.constexpr, PLANE: tl.constexpr, NORM: tl.constexpr, PAIRED: tl.constexpr,
-    TYPE: tl.constexpr,
+    y, codebook, block, token, real,
+    ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr,
+    PLANE: tl.constexpr, NORM: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """Rotated vectors y [ROWS, WIDTH] into their tokens' places: codes of BITS, from byte PLANE of the block on."""
     column = tl.arange(0, WIDTH)
@@ -74,37 +72,23 @@ def _quantize(
     unit = y / tl.maximum(norm, 1e-30)[:, None]
     size = tl.abs(unit)
     level = tl.full((ROWS, WIDTH), 0.0, dtype=tl.float32)
-    if BITS > 0:
-        rank = tl.zeros((ROWS, WIDTH), dtype=tl.int32)
-        below = tl.load(codebook)
-        level += below
-        for i in tl.static_range(1, 1 << (BITS - 1)):
-            above = tl.load(codebook + 2 * i)
-            beyond = size > (above + below) * 0.5
-            rank += beyond.to(tl.int32)
-            level = tl.where(beyond, above, level)
-            below = above
-        code = 2 * rank + (unit < 0).to(tl.int32)
-        level = tl.where(inside, tl.where(unit < 0, -level, level), 0.0)
-        if BITS == 3:
-            _store_plane(code & 3, block, token, real, 0, ROWS, WIDTH, 2, DIM, PLANE, PAIRED)
-            _store_plane(code >> 2, block, token, real, 0, ROWS, WIDTH, 1, DIM, PLANE + 4 * DIM, PAIRED)
-        else:
-            _store_plane(code, block, token, real, 0, ROWS, WIDTH, BITS, DIM, PLANE, PAIRED)
-    if PROD:
-        rest = unit - level
-        for start in tl.static_range(0, WIDTH, SLICE):
-            n = start + tl.arange(0, SLICE)
-            s = tl.load(
-                projection + n[None, :] * DIM + column[:, None], mask=inside.trans() & (n < DIM)[None, :], other=0.0
-            )
-            seen = tl.dot(rest.to(TYPE), s, input_precision="ieee")
-            _store_plane(
-                (seen < 0).to(tl.int32), block, token, real, start, ROWS, SLICE, 1, DIM, PLANE + 2 * DIM * BITS, PAIRED
-            )
-        residual = norm * tl.sqrt_rn(tl.sum(rest * rest, axis=1)) * factor
-        _store_norm(residual, block, token, real, NORM + 32)
-    elif SCALE == 1:
+    rank = tl.zeros((ROWS, WIDTH), dtype=tl.int32)
+    below = tl.load(codebook)
+    level += below
+    for i in tl.static_range(1, 1 << (BITS - 1)):
+        above = tl.load(codebook + 2 * i)
+        beyond = size > (above + below) * 0.5
+        rank += beyond.to(tl.int32)
+        level = tl.where(beyond, above, level)
+        below = above
+    code = 2 * rank + (unit < 0).to(tl.int32)
+    level = tl.where(inside, tl.where(unit < 0, -level, level), 0.0)
+    if BITS == 3:
+        _store_plane(code & 3, block, token, real, ROWS, WIDTH, 2, DIM, PLANE, PAIRED)
+        _store_plane(code >> 2, block, token, real, ROWS, WIDTH, 1, DIM, PLANE + 4 * DIM, PAIRED)
+    else:
+        _store_plane(code, block, token, real, ROWS, WIDTH, BITS, DIM, PLANE, PAIRED)
+    if SCALE == 1:
         norm = norm / tl.sqrt_rn(tl.sum(level * level, axis=1))
     elif SCALE == 2:
         norm = norm / tl.maximum(tl.sum(unit * level, axis=1), 1e-3)
@@ -114,10 +98,10 @@ def _quantize(
 @triton.jit(do_not_specialize=["tokens", "length", "table_stride", "reach", "max_position"])
 def _write(
     qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table,
-    turn, projection, k_codebook, v_codebook, cache, ring, slots, out, kept,
-    factor, tokens, length, table_stride, reach, max_position, page_bytes, ring_size,
+    turn, k_codebook, v_codebook, cache, ring, slots, out, kept,
+    tokens, length, table_stride, reach, max_position, page_bytes, ring_size,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-    K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_PROD: tl.constexpr, V_PROD: tl.constexpr, SCALE: tl.constexpr,
+    K_BITS: tl.constexpr, V_BITS: tl.constexpr, SCALE: tl.constexpr,
     V_PLANE: tl.constexpr, K_NORM: tl.constexpr, V_NORM: tl.constexpr, BLOCK_BYTES: tl.constexpr,
     QK_NORM: tl.constexpr, ROPE: tl.constexpr, RING: tl.constexpr, EXACT: tl.constexpr,
     ROWS: tl.constexpr, SLICE: tl.constexpr, PDL: tl.constexpr,
@@ -197,48 +181,23 @@ def _write(
         block = cache + (page.to(tl.int64) * KV_HEADS + kv_head) * page_bytes + position % PAGE // 16 * BLOCK_BYTES
         if kind == 1:
             _quantize(
-                y, k_codebook, projection, factor, block, position % 16, real,
-                ROWS, DIM, WIDTH, SLICE, K_BITS, K_PROD, SCALE, 0, K_NORM, False, dtype,
+                y, k_codebook, block, position % 16, real, ROWS, DIM, WIDTH, K_BITS, SCALE, 0, K_NORM, False,
             )  # fmt: skip
         else:
             _quantize(
-                y, v_codebook, projection, factor, block, position % 16, real,
-                ROWS, DIM, WIDTH, SLICE, V_BITS, V_PROD, SCALE, V_PLANE, V_NORM, True, dtype,
+                y, v_codebook, block, position % 16, real, ROWS, DIM, WIDTH, V_BITS, SCALE, V_PLANE, V_NORM, True,
             )  # fmt: skip
 
 
-def turboquant_write(
-    qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    positions: Tensor,
-    counts: Tensor,
-    block_table: Tensor,
-    turn: Tensor,
-    projection: Tensor | None,
-    k_codebook: Tensor,
-    v_codebook: Tensor,
-    cache: Tensor,
-    ring: Tensor | None,
-    slots: Tensor | None,
-    heads: int,
-    k_bits: int,
-    v_bits: int,
-    k_variant: str,
-    v_variant: str,
-    scale: str,
-    exact: bool,
-) -> tuple[Tensor, Tensor]:
+def turboquant_write(call: TurboQuantWrite) -> tuple[Tensor, Tensor]:
     """See `onegraph.ops.turboquant.turboquant_write`."""
+    qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table, turn, *coded = call
+    k_codebook, v_codebook, cache, ring, slots, heads, kind, exact = coded
+    k_bits, v_bits = (book.numel().bit_length() - 1 for book in (k_codebook, v_codebook))
     batch, length, _ = qkv.shape
     _, kv_heads, page_bytes = cache.shape
     dim, tokens = turn.shape[0], batch * length
-    k_prod, v_prod = k_variant == "prod", v_variant == "prod"
-    norms = 2 * (2 + k_prod + v_prod)
-    token_bytes = dim * (k_bits + v_bits) // 8 + norms
+    token_bytes = dim * (k_bits + v_bits) // 8 + 4
     out = torch.empty((batch, length, heads, dim), dtype=qkv.dtype, device=qkv.device)
     kept = torch.empty((batch if exact else 0, length, 2, kv_heads, dim), dtype=qkv.dtype, device=qkv.device)
     if tokens == 0:
@@ -248,16 +207,13 @@ def turboquant_write(
     with on_device(qkv):
         _write[(tiles, kv_heads)](
             qkv, q_norm if norm else qkv, k_norm if norm else qkv, eps, cos if rope else qkv, sin if rope else qkv,
-            positions, counts, block_table, turn,
-            qkv if projection is None else projection, k_codebook, v_codebook, cache,
+            positions, counts, block_table, turn, k_codebook, v_codebook, cache,
             qkv if ring is None else ring, positions if slots is None else slots, out, kept,
-            math.exp(math.lgamma((dim + 1) / 2) - math.lgamma(dim / 2)) * math.sqrt(math.pi) / dim,  # 1 / (d E|t|)
             tokens, length, block_table.stride(0), block_table.shape[1] * page, cos.shape[0] - 1 if rope else 0,
             page_bytes, 1 if ring is None else ring.shape[1],
             HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=triton.next_power_of_2(dim), PAGE=page,
-            K_BITS=k_bits - k_prod, V_BITS=v_bits - v_prod, K_PROD=k_prod, V_PROD=v_prod, SCALE=SCALES[scale],
-            V_PLANE=2 * dim * k_bits, K_NORM=2 * dim * (k_bits + v_bits),
-            V_NORM=2 * dim * (k_bits + v_bits) + 32 * (1 + k_prod), BLOCK_BYTES=16 * token_bytes,
+            K_BITS=k_bits, V_BITS=v_bits, SCALE=SCALES[kind], V_PLANE=2 * dim * k_bits,
+            K_NORM=2 * dim * (k_bits + v_bits), V_NORM=2 * dim * (k_bits + v_bits) + 32, BLOCK_BYTES=16 * token_bytes,
             QK_NORM=norm, ROPE=rope, RING=ring is not None, EXACT=exact,
             ROWS=ROWS, SLICE=SLICE, num_warps=4, **options(qkv),
         )  # fmt: skip

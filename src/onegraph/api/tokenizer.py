@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from onegraph.cli.chat import DEEPSEEK_V4, render
+from onegraph.api.chat import DEEPSEEK_V4, TemplateError, render
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.files import CheckpointError, parse_json, quote
 
@@ -63,9 +63,9 @@ class Tokenizer:
             return self._tokenizer.decode(list(ids), skip_special_tokens=not special)
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Ids of a conversation, ready for the assistant's answer. Raises ValueError without a chat template."""
+        """Ids of a conversation, ready for the assistant's answer. Raises TemplateError without a chat template."""
         if self.template is None:
-            raise ValueError(f"{self.path}: has no chat template; use --raw to continue the prompt as it stands")
+            raise TemplateError(f"{self.path}: has no chat template")
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         tokens = {name: _content(self._settings.get(name)) or "" for name in names}
         return self.encode(render(self.template, messages, tokens), special=False)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from onegraph.engine.generate import Engine
+from onegraph.engine.params import SamplingParams
+
 ROOM = 16  # tokens of context behind the question
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 0.95)
 PLACES = ("lighthouse", "garden", "harbour", "library", "mill")
@@ -19,10 +22,10 @@ def needle_prompt(tokenizer: Any, text: str, context: int, depth: float, which: 
     question = tokenizer.encode(QUESTION.format(place=place))
     space = context - len(needle) - len(question)
     if space < 32:
-        raise ValueError(f"--needle {context}: needs {32 - space} tokens more to hide a sentence in")
+        raise ValueError(f"needle {context}: needs {32 - space} tokens more to hide a sentence in")
     hay = tokenizer.encode(text)[:space]
     if len(hay) < space:
-        raise ValueError(f"the text has {len(hay)} tokens; --needle {context} needs {space}")
+        raise ValueError(f"needle {context}: needs {space} tokens of text; the text has {len(hay)}")
     at = int(depth * space)
     return [*hay[:at], *needle, *hay[at:], *question], code
 
@@ -31,9 +34,6 @@ def retrieve(
     model: Any, tokenizer: Any, text: str, context: int, kv: Any, needles: int = len(CODES)
 ) -> list[list[bool]]:
     """[depth][needle]: whether greedy decoding after the question gives the code. Raises ValueError."""
-    from onegraph.engine.generate import Engine
-    from onegraph.engine.params import SamplingParams
-
     engine = Engine(model, max_batch=1, max_context=context + ROOM, kv=kv)
     found = []
     for depth in DEPTHS:

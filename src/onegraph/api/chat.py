@@ -36,8 +36,12 @@ DEEPSEEK_V4 = """\
 {%- endfor %}"""
 
 
+class TemplateError(ValueError):
+    """A chat template that is not there, or does not render."""
+
+
 def render(template: str, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any]) -> str:
-    """The conversation as the template writes it, ready for the answer. Raises ValueError where it cannot."""
+    """The conversation as the template writes it, ready for the answer. Raises TemplateError where it cannot."""
     request = json.dumps({"template": template, "messages": list(messages), "variables": dict(variables)})
     try:
         # -P: the folder of this file holds modules whose names would shadow installed packages
@@ -45,12 +49,12 @@ def render(template: str, messages: Sequence[Mapping[str, str]], variables: Mapp
             [sys.executable, "-P", __file__], input=request.encode(), capture_output=True, timeout=2 * SECONDS
         )
     except subprocess.TimeoutExpired:
-        raise ValueError(f"the checkpoint's chat template ran longer than {2 * SECONDS} s; try --raw") from None
+        raise TemplateError(f"the checkpoint's chat template ran longer than {2 * SECONDS} s") from None
     if child.returncode == 0:
         return child.stdout.decode()
     if child.returncode == 3:
-        raise ValueError(f"the checkpoint's chat template failed: {child.stderr.decode(errors='replace')}; try --raw")
-    raise ValueError(f"the checkpoint's chat template ran out of its {SECONDS} s or {MEMORY >> 20} MiB; try --raw")
+        raise TemplateError(f"the checkpoint's chat template failed: {child.stderr.decode(errors='replace')}")
+    raise TemplateError(f"the checkpoint's chat template ran out of its {SECONDS} s or {MEMORY >> 20} MiB")
 
 
 def _child() -> int:

@@ -20,6 +20,16 @@ class Size:
     parameters: int
     linear_parameters: int
 
+    def as_dict(self) -> dict[str, float]:
+        """As JSON."""
+        return {
+            "bytes": self.total_bytes,
+            "linear_bytes": self.linear_bytes,
+            "bits": round(self.bits, 3),
+            "linear_bits": round(self.linear_bits, 3),
+            "parameters": self.parameters,
+        }
+
     @property
     def bits(self) -> float:
         """Bits a parameter over the whole model."""

@@ -1,0 +1,42 @@
+"""The device and dtype that a caller names, or the best that this machine has."""
+
+from __future__ import annotations
+
+import torch
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def pick_device(name: str | torch.device, option: str = "device") -> torch.device:
+    """`auto` (the GPU where there is one), `cpu`, `cuda` or `cuda:N`; `option` is what an error calls it.
+
+    Raises ValueError where this machine does not have it.
+    """
+    name = str(name)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        return torch.device("cuda" if count else "cpu")
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not (index.isascii() and index.isdigit() and len(index) < 4)):
+        shown = "".join(c if c.isprintable() else "?" for c in name[:60])
+        raise ValueError(f"{option} {shown!r}: allowed are auto, cpu, cuda and cuda:N")
+    if kind == "cuda" and not count:
+        raise ValueError(f"{option} cuda: torch finds no GPU here; 'onegraph env' says more, {option} cpu works")
+    if kind == "cuda" and int(index or 0) >= count:
+        raise ValueError(f"{option} {name}: this machine has {count} GPU(s), cuda:0 to cuda:{count - 1}")
+    return torch.device(kind, int(index)) if index and kind == "cuda" else torch.device(kind)
+
+
+def pick_dtype(name: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """By name or as it is; `auto` is bfloat16 on a GPU, float32 on a CPU (faster there, and exact).
+
+    Raises ValueError for another one.
+    """
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    short = str(name).removeprefix("torch.")
+    if short not in DTYPES:
+        raise ValueError(f"dtype: got {name!r}; allowed are auto, {', '.join(DTYPES)}")
+    dtype = getattr(torch, short)
+    assert isinstance(dtype, torch.dtype)
+    return dtype

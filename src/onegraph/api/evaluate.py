@@ -1,0 +1,112 @@
+"""A checkpoint measured on a text: perplexity, distance from a reference, needles, and what each component costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from onegraph.api import Progress
+from onegraph.api.needle import ROOM, retrieve
+from onegraph.api.size import component_bits, size_of
+from onegraph.api.tokenizer import Tokenizer
+from onegraph.engine.ab import costs, exchanged, in_nvfp4
+from onegraph.engine.evaluate import evaluate
+from onegraph.formats.checkpoint import Checkpoint
+from onegraph.formats.nvfp4 import GROUP
+from onegraph.formats.turboquant import parse_kv
+from onegraph.models.config import LlamaConfig
+from onegraph.models.llama import Llama
+from onegraph.models.load import load_decoder, parse_config
+
+
+def compare_components(
+    model: str,
+    reference: str | None,
+    text: str,
+    *,
+    tokens: int,
+    window: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress,
+) -> list[dict[str, Any]]:
+    """`eval --ab`: a row for each component of `model` that differs from `reference`, or of a model that has none for
+    each component as NVFP4; then one for all of them. Raises ValueError."""
+    with Checkpoint.open(model) as checkpoint:
+        ids = Tokenizer(checkpoint).encode(text)[:tokens]
+        if len(ids) < 2:
+            raise ValueError(f"the text has {len(ids)} tokens; at least 2 are needed, and some thousand to mean much")
+        window = min(window, parse_config(checkpoint.config).max_positions)
+        base = load_decoder(checkpoint, device, dtype, max_context=window, fused=False)
+        bits = component_bits(checkpoint)
+    if reference is None:
+        changes = in_nvfp4(base)
+        bits = dict.fromkeys(changes, 4 + 8 / GROUP)
+    else:
+        with Checkpoint.open(reference) as checkpoint:
+            other = load_decoder(checkpoint, device, dtype, max_context=window, fused=False)
+        changes, base = exchanged(base, other), other
+    progress("comparing", 0, 0)
+    found = costs(
+        base, changes, torch.tensor(ids), window=window, progress=lambda done, total: progress("comparing", done, total)
+    )
+    return [cost.as_dict() | {"bits": bits.get(cost.component)} for cost in found]
+
+
+def evaluate_checkpoint(
+    model: str,
+    text: str,
+    *,
+    reference: str | None,
+    tokens: int,
+    window: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress,
+    kv: str = "exact",
+    needle: int | None = None,
+) -> dict[str, Any]:
+    """Figures of `model` on `text`, by name; against `reference` where there is one. Raises ValueError."""
+    setting = parse_kv(kv)
+    with Checkpoint.open(model) as checkpoint:
+        tokenizer = Tokenizer(checkpoint)
+        ids = tokenizer.encode(text)[:tokens]
+        if len(ids) < 2:
+            raise ValueError(f"the text has {len(ids)} tokens; at least 2 are needed, and some thousand to mean much")
+        config = LlamaConfig.from_dict(checkpoint.config)
+        window = min(window, config.max_positions)
+        reach = (needle or 0) + ROOM
+        if reach > config.max_positions:
+            raise ValueError(
+                f"needle {needle}: with {ROOM} tokens for the answer that is {reach}; the model has "
+                f"{config.max_positions} positions"
+            )
+        loaded = Llama.load(checkpoint, device, dtype, max_context=max(window, reach))
+        size = size_of(checkpoint)
+    other = None
+    if reference is not None:
+        with Checkpoint.open(reference) as checkpoint:
+            other = Llama.load(checkpoint, device, dtype, max_context=window)
+    progress("evaluating", 0, 0)
+    found = evaluate(
+        loaded,
+        torch.tensor(ids),
+        reference=other,
+        window=window,
+        kv=setting,
+        progress=lambda done, total: progress("evaluating", done, total),
+    )
+    hidden = None if needle is None else retrieve(loaded, tokenizer, text, needle, setting)
+    sizes = {"layers": config.layers, "kv_heads": config.kv_heads, "head_dim": config.head_dim}
+    size_of_token = None if setting is None else setting.token_bytes(**sizes) + setting.sequence_bytes(**sizes) / window
+    return {
+        **found.as_dict(),
+        "window": window,
+        "kv": kv if setting is None else str(setting),
+        "kv_bytes": None if size_of_token is None else round(size_of_token, 1),
+        "exact_kv_bytes": 4 * config.layers * config.kv_heads * config.head_dim,
+        "needle": hidden,
+        "bits": round(size.bits, 3),
+        "linear_bits": round(size.linear_bits, 3),
+    }

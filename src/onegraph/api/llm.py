@@ -1,0 +1,286 @@
+"""A model that answers: load it, give it text, get text back. No torch in sight."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import weakref
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any, Literal, overload
+
+import torch
+
+from onegraph.api.device import pick_device, pick_dtype
+from onegraph.api.tokenizer import Tokenizer
+from onegraph.engine.generate import Engine
+from onegraph.engine.params import SamplingParams, Stats
+from onegraph.formats.checkpoint import Checkpoint
+from onegraph.formats.turboquant import parse_kv
+from onegraph.models.load import load_decoder, parse_config
+
+MAX_CONTEXT = 4096  # unless the caller asks for more
+Prompt = str | Sequence[int]  # a text, or its token ids
+Message = Mapping[str, str]  # {"role": "system" | "user" | "assistant", "content": a text}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """What the model wrote behind one prompt. `str()` of it is the text.
+
+    tokens: its ids, a stop token that ended it included. finish_reason: "stop" at a stop token, "length" at max_tokens.
+    prompt_tokens: how many the prompt had.
+    """
+
+    text: str
+    tokens: list[int]
+    finish_reason: Literal["stop", "length"]
+    prompt_tokens: int
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class LLM:
+    """A model on a GPU (or a CPU) that generates text.
+
+    Args:
+        path: a model directory with config.json, safetensors and tokenizer.json, or a .gguf file; quantized or not.
+        gpus: place the layers over so many GPUs, for DeepSeek-V4; 1 for every other model.
+        kv: how keys and values are stored: "exact", "turboquant:4", "turboquant:k3v4", ... (docs/turboquant.md), or
+            "fp8" for DeepSeek-V4.
+        max_batch: prompts that are computed at once; more of them wait their turn.
+        max_context: tokens of a prompt and its continuation together (default: the model's, at most 4096). The KV cache
+            for max_batch x max_context tokens is made now.
+        dtype: of activations and unquantized weights: "bfloat16", "float16", "float32", or "auto" for bfloat16 on a GPU
+            and float32 on a CPU.
+        device: "cpu", "cuda", "cuda:N", or "auto" for the GPU where there is one.
+        capture: True runs the decode step as one CUDA graph, False eagerly, "split" breaks the graph around attention;
+            None captures where there is a GPU.
+        tokenizer: the checkpoint's own, where it was read already.
+
+    Use it in a `with` block, or call `close`: both give the GPU's memory back. One call at a time: not thread-safe.
+
+    Raises ValueError (CheckpointError among them) that names what is wrong with the checkpoint, an argument or this
+    machine.
+    """
+
+    def __init__(
+        self,
+        path: str | PathLike[str],
+        *,
+        gpus: int = 1,
+        kv: str = "exact",
+        max_batch: int = 8,
+        max_context: int | None = None,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "auto",
+        capture: bool | Literal["split"] | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        if type(gpus) is not int or gpus < 1:
+            raise ValueError(f"gpus: got {gpus!r}; allowed is a count of 1 and more")
+        self.path = str(path)
+        self.device = pick_device(device)
+        self.dtype = pick_dtype(dtype, self.device)
+        setting = None if kv == "fp8" else parse_kv(kv)
+        with Checkpoint.open(path) as checkpoint:
+            if max_context is None:
+                max_context = min(parse_config(checkpoint.config).max_positions, MAX_CONTEXT)
+            self.tokenizer = Tokenizer(checkpoint) if tokenizer is None else tokenizer
+            model = load_decoder(
+                checkpoint,
+                self.device,
+                self.dtype,
+                max_context=max_context,
+                gpus=gpus if gpus > 1 else None,
+                fp8_kv=kv == "fp8",
+            )
+        self._engine: Engine | None = Engine(
+            model, max_batch=max_batch, max_context=max_context, kv=setting, capture=capture
+        )
+        self.max_context = self._engine.max_context
+        self._streams: weakref.WeakSet[Generator[tuple[int, int], None, None]] = weakref.WeakSet()
+
+    @property
+    def engine(self) -> Engine:
+        """What runs it. Raises ValueError once closed."""
+        if self._engine is None:
+            raise ValueError(f"this LLM of {self.path} is closed; make a new one")
+        return self._engine
+
+    @property
+    def stats(self) -> Stats:
+        """Tokens and seconds of the last call."""
+        return self.engine.stats
+
+    # ------------------------------------------------------------------------------------------------ text in, text out
+
+    @overload
+    def generate(self, prompts: str, params: SamplingParams | None = None, **sampling: Any) -> Completion: ...
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **sampling: Any,
+    ) -> list[Completion]: ...
+
+    def generate(
+        self,
+        prompts: str | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **sampling: Any,
+    ) -> Completion | list[Completion]:
+        """Continue a text as it stands, or each text of a list; a list of token ids may stand for a text in a list.
+
+        Args:
+            params: for all prompts, or one for each.
+            sampling: fields of SamplingParams by name (max_tokens, temperature, top_k, top_p, seed, stop), which go
+                over those of `params`. max_tokens is 128, or what the context leaves, where nobody says otherwise.
+
+        The model's own stop tokens always end a text. Raises ValueError for what cannot run, FloatingPointError where
+        the model gives NaN.
+        """
+        if isinstance(prompts, str):
+            (completion,) = self._complete([self._encode(prompts)], params, sampling)
+            return completion
+        if not isinstance(prompts, Sequence):
+            raise ValueError(f"prompts: got {type(prompts).__name__}; allowed is a text, or a list of texts")
+        return self._complete([self._encode(prompt) for prompt in prompts], params, sampling)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **sampling: Any) -> Iterator[str]:
+        """`generate` for one text, piece by piece while the model writes.
+
+        Closed early (`close()` of what is returned, or leaving a loop over it), it stops the model. Until it has ended,
+        no other call may begin.
+        """
+        return self._stream(self._encode(prompt), params, sampling)
+
+    @overload
+    def chat(
+        self, messages: str | Sequence[Message], params: SamplingParams | None = None, **sampling: Any
+    ) -> Completion: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **sampling: Any,
+    ) -> list[Completion]: ...
+
+    def chat(
+        self,
+        messages: str | Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **sampling: Any,
+    ) -> Completion | list[Completion]:
+        """The answer to a conversation, or to each of a list of them, in the model's chat template.
+
+        messages: [{"role": "user", "content": "Hi"}, ...]; a text is one message of the user. The rest as `generate`.
+        """
+        if isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple):
+            return self._complete([self._conversation(each) for each in messages], params, sampling)
+        (completion,) = self._complete([self._conversation(messages)], params, sampling)
+        return completion
+
+    def chat_stream(
+        self, messages: str | Sequence[Message], params: SamplingParams | None = None, **sampling: Any
+    ) -> Iterator[str]:
+        """`chat` for one conversation, piece by piece as `stream`."""
+        return self._stream(self._conversation(messages), params, sampling)
+
+    # ------------------------------------------------------------------------------------------------------- life cycle
+
+    def close(self) -> None:
+        """Give back what it holds of the GPU: graphs, KV cache and weights. An open stream ends with an error."""
+        if self._engine is None:
+            return
+        for stream in list(self._streams):
+            stream.close()
+        self._engine = None
+        gc.collect()  # a graph and the engine that runs it refer to each other
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ----------------------------------------------------------------------------------------------------------- within
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        tokens: Any = prompt
+        if not isinstance(tokens, Sequence):
+            raise ValueError(f"prompt: got {type(prompt).__name__}; allowed is a text, or a list of token ids")
+        return list(tokens)
+
+    def _conversation(self, messages: Any) -> list[int]:
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        fine = isinstance(messages, Sequence) and all(
+            isinstance(m, Mapping) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+            for m in messages
+        )
+        if not fine or not messages:
+            shown = repr(messages)
+            raise ValueError(
+                f"messages: got {shown if len(shown) < 100 else shown[:97] + '...'}; allowed is a text, a list of "
+                '{"role": ..., "content": ...}, or a list of such lists'
+            )
+        if self.tokenizer.template is None:
+            raise ValueError(f"{self.path}: has no chat template; generate continues a text as it stands")
+        return self.tokenizer.chat(messages)
+
+    def _params(self, prompts: list[list[int]], params: Any, sampling: dict[str, Any]) -> list[SamplingParams]:
+        """One for each prompt, with the model's stop tokens."""
+        names = [field.name for field in dataclasses.fields(SamplingParams)]
+        if unknown := sorted(set(sampling) - set(names)):
+            raise ValueError(f"sampling: got {', '.join(unknown)}; allowed are {', '.join(names)}")
+        free = params is None and "max_tokens" not in sampling
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"params: got {len(params)} for {len(prompts)} prompts; give one for each, or one for all")
+        found = []
+        for prompt, asked in zip(prompts, params, strict=True):
+            wanted = dataclasses.replace(asked, **sampling)
+            changes: dict[str, Any] = {"stop": sorted({*wanted.stop, *self.tokenizer.stops})}
+            if free:
+                changes["max_tokens"] = max(1, min(wanted.max_tokens, self.max_context - len(prompt)))
+            found.append(dataclasses.replace(wanted, **changes))
+        return found
+
+    def _complete(self, prompts: list[list[int]], params: Any, sampling: dict[str, Any]) -> list[Completion]:
+        chosen = self._params(prompts, params, sampling)
+        outputs = self.engine.generate(prompts, chosen)
+        return [
+            Completion(
+                text=self.tokenizer.decode(output),
+                tokens=output,
+                finish_reason="stop" if output[-1] in asked.stop else "length",
+                prompt_tokens=len(prompt),
+            )
+            for prompt, asked, output in zip(prompts, chosen, outputs, strict=True)
+        ]
+
+    def _stream(self, prompt: list[int], params: Any, sampling: dict[str, Any]) -> Iterator[str]:
+        steps = self.engine.stream([prompt], self._params([prompt], params, sampling))
+        self._streams.add(steps)
+        return self._pieces(steps)
+
+    def _pieces(self, steps: Generator[tuple[int, int], None, None]) -> Iterator[str]:
+        text = self.tokenizer.stream()
+        with closing(steps):
+            for _, token in steps:
+                if piece := text.push(token):
+                    yield piece
+        _ = self.engine  # raises where it was closed meanwhile: a mere end would look like the end of the text
+        if piece := text.finish():
+            yield piece

