@@ -173,3 +173,22 @@ def test_documented_scripts_have_their_options(repo: Path) -> None:
         text = (repo / script).read_text()
         for option in words[words.index(script) :]:
             assert not option.startswith("--") or f'"{option}"' in text, f"{name}: {script} has no {option}"
+
+
+def test_lines_of_another_machine_get_their_commit(
+    repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(repo / "benchmarks"))
+    from stamp import main
+
+    emit({"bench": "linear", "us": 1.5, "commit": onegraph.__version__}, tmp_path / "measured.jsonl")
+    (tmp_path / "results.jsonl").write_text("{}\n")
+    words = ["stamp.py", str(tmp_path / "measured.jsonl"), "--to", str(tmp_path / "results.jsonl"), "--commit"]
+    monkeypatch.setattr(sys, "argv", [*words, "1a2b3c4"])
+    main()
+    _, line = (tmp_path / "results.jsonl").read_text().splitlines()
+    assert json.loads(line) == with_id({"bench": "linear", "us": 1.5, "commit": "1a2b3c4"})
+    monkeypatch.setattr(sys, "argv", [*words, "1a2b3c4-dirty"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "clean commit" in capsys.readouterr().err
