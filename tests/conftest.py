@@ -1,5 +1,6 @@
-"""Skips GPU tests where there is no GPU, and keeps torch to the machine's two cores."""
+"""Skips GPU tests where there is no GPU, and keeps torch to one core a process there."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -12,6 +13,14 @@ if not torch.cuda.is_available():
     # Kernels are interpreted. Triton reads this where a function is decorated, those of its own library too, and
     # torch._dynamo imports Triton (tests/hf does): so it is set before any test module.
     os.environ["TRITON_INTERPRET"] = "1"
+    # Tensors are tiny, and xdist runs a worker a core: threads of several would wait for each other, spinning.
+    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+
+
+def pytest_collection_finish() -> None:
+    """What importing 150 modules has left is walked by no collection after this."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
