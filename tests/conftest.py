@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,19 @@ if not torch.cuda.is_available():
     torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
 
-def pytest_collection_finish() -> None:
-    """What importing 150 modules has left is walked by no collection after this."""
-    gc.collect()
-    gc.freeze()
+_frozen: tuple[object, int] | None = None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What imported modules hold is walked by no collection: each Runner asks for one, which takes a tenth of a second.
+
+    Again for each file, since a simulation ends with nothing frozen, and where a test has imported torch._dynamo.
+    """
+    global _frozen
+    now = item.getparent(pytest.Module), len(sys.modules) // 100
+    if now != _frozen:
+        gc.freeze()
+        _frozen = now
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
