@@ -82,10 +82,9 @@ class TurboQuantLayer(_Layer, CacheLayerMixin):
             _stays(tensor)
             return tensor
 
-        rotation, prod = (
-            formats.rotation(dim, config.rotation, config.seed).to(dtype),
-            "prod" in (config.keys, config.values),
-        )
+        rotation = formats.rotation(dim, config.rotation, config.seed).to(dtype)
+        prod = "prod" in (config.keys, config.values)
+        ring = 1 + rows, config.ring, 2, self.kv_heads, dim
         self.coded = CodedLayer(
             config,
             layout,
@@ -95,9 +94,7 @@ class TurboQuantLayer(_Layer, CacheLayerMixin):
             k_codebook=placed(formats.codebook(dim, layout.k_code_bits)),
             v_codebook=placed(formats.codebook(dim, layout.v_code_bits)),
             codes=placed(torch.zeros(layout.cache_shape(1 + rows * pages, self.kv_heads), dtype=torch.uint8)),
-            ring=placed(torch.zeros(1 + rows, config.ring, 2, self.kv_heads, dim, dtype=dtype))
-            if config.ring
-            else None,
+            ring=placed(torch.zeros(ring, dtype=dtype)) if config.ring else None,
         )
         self.block_table = placed(torch.arange(1, 1 + rows * pages, dtype=torch.int32).view(rows, pages))
         self.positions = placed(torch.zeros(rows, dtype=torch.int32))
