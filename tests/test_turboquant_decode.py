@@ -105,7 +105,9 @@ def test_one_graph_serves_all_lengths(case: str, form: str, monkeypatch: pytest.
     args = arguments(case, torch.bfloat16, "cuda")
     batch, reach = len(args["positions"]), args["block_table"].shape[1] * 16
     token = kernel.Token(*(args[n] for n in ("qkv", "q_norm", "k_norm", "eps", "cos", "sin", "turn", "heads", "kind")))
-    assert kernel.form(token, *(args[n] for n in ("cache", "block_table", "k_codebook", "v_codebook")), 16) is not None
+    assert (
+        kernel.plan_of(token, *(args[n] for n in ("cache", "block_table", "k_codebook", "v_codebook")), 16) is not None
+    )
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
         turboquant_decode(*args.values())

@@ -21,6 +21,7 @@ class Chain:
 
     def __init__(self, attention: Attention, links: Sequence[E8PLinear], eps: float) -> None:
         self.attention, self.links, self.eps = attention, links, eps
+        attention.chained = True
 
     def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """x [..., k] that attention gave, residual [..., D] -> residual [..., D], qkv [..., n]: `ops/e8p_chain.py`."""

@@ -193,7 +193,8 @@ class TurboQuantCache:
         books = layer.k_codebook, layer.v_codebook
         kinds = layout.k_bits, layout.v_bits, layout.k_variant, layout.v_variant, self.config.scale
         if self.fused and ring is not None and not chunk and not 0 < a.window <= self.config.window:
-            how = self._rotation, a.scale, self.config.window, DRAFTS, a.window
+            early = a.chained and batch == length == 1
+            how = self._rotation, a.scale, self.config.window, DRAFTS, a.window, early
             state = layer.codes, ring, self.slots
             return turboquant_decode(*token, *books, *state, a.heads, *kinds, *how).flatten(2)
         slots = None if ring is None else self.slots

@@ -33,6 +33,7 @@ def _paged_decode(
     heads: int,
     scale: float,
     window: int,
+    early: bool = False,
 ) -> Tensor:
     q = rope_cache_write.reference(
         qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table, k_cache, v_cache, heads
@@ -58,6 +59,7 @@ def _check(
     heads: int,
     scale: float,
     window: int,
+    early: bool = False,
 ) -> None:
     _check_write(qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table, k_cache, v_cache, heads)
     if qkv.shape[1] != 1:
@@ -96,7 +98,7 @@ paged_decode = register(
         schema=(
             "(Tensor qkv, Tensor? q_norm, Tensor? k_norm, float eps, Tensor? cos, Tensor? sin, Tensor positions, "
             "Tensor counts, Tensor block_table, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) tickets, "
-            "int heads, float scale, int window) -> Tensor"
+            "int heads, float scale, int window, bool early=False) -> Tensor"
         ),
         reference=_paged_decode,
         fake=lambda qkv, qn, kn, eps, cos, sin, positions, counts, table, k_cache, v, tickets, heads, *rest: (
@@ -128,13 +130,16 @@ paged_decode = register(
         ),
         tolerance=_TOLERANCE,
         bytes_moved=lambda qkv, *rest: (
-            2 * nbytes(qkv) + 2 * _keys_read(qkv, rest[5], rest[-1]) * rest[8][0, 0].numel() * rest[8].element_size()
+            2 * nbytes(qkv) + 2 * _keys_read(qkv, rest[5], rest[13]) * rest[8][0, 0].numel() * rest[8].element_size()
         ),
-        flops=lambda qkv, *rest: 4 * rest[11] * rest[8].shape[3] * _keys_read(qkv, rest[5], rest[-1]),
+        flops=lambda qkv, *rest: 4 * rest[11] * rest[8].shape[3] * _keys_read(qkv, rest[5], rest[13]),
     )
 )  # fmt: skip
 """qkv [B, 1, (heads + 2 kv_heads) D] -> [B, 1, heads, D]: arguments and meaning of `rope_cache_write`, then of
 `paged_attention`, in one launch where there is a kernel.
+
+`early`: what follows may start at once, in place of behind q, k and v: right for a launch that reads little before its
+own wait, while one that asks for many codes would take the memory from keys and values. The result is the same.
 
 A row with count 0, or that stands beyond the block table's reach, writes nothing and gets zeros. tickets int32
 [>= B * kv_heads] must be zeros and is left as zeros: programs draw from it who merges. May run in a captured graph, or

@@ -18,12 +18,13 @@ from onegraph.ops.turboquant_attention import case
 from onegraph.ops.turboquant_hybrid import turboquant_hybrid
 
 _WRITTEN = 22  # arguments that are those of `turboquant_write`
+_AFTER = _WRITTEN + 5  # where those of `turboquant_hybrid` end
 
 
 def _after(q: Tensor, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of `turboquant_hybrid`, with the queries that the write returns."""
     positions, counts, table, _, projection, *books, cache, ring, slots = args[6:16]
-    rotation, *rest = args[_WRITTEN:]
+    rotation, *rest = args[_WRITTEN:_AFTER]
     return (q, cache, table, positions, counts, ring, slots, rotation, projection, *books, *args[17:21], *rest)
 
 
@@ -39,18 +40,19 @@ def _on_gpu(*args: Any) -> Tensor:
 
     qkv, q_norm, k_norm, eps, cos, sin, positions, counts, table, turn = args[:10]
     k_book, v_book, cache, ring, slots = args[11:16]
-    heads, k_bits, v_bits, k_variant, v_variant, kind, rotation, scale, window, spare, limit = args[16:]
+    heads, k_bits, v_bits, k_variant, v_variant, kind, rotation, scale, window, spare, limit = args[16:_AFTER]
+    early = len(args) > _AFTER and args[_AFTER]
     if (k_variant, v_variant) != ("mse", "mse"):
         return _turboquant_decode(*args)
     page_size = layout_of(turn.shape[0], k_bits, v_bits, k_variant, v_variant, cache.shape[2]).page_size
     token = kernel.Token(qkv, q_norm, k_norm, eps, cos, sin, turn, heads, kind)
-    found = kernel.form(token, cache, table, k_book, v_book, page_size)
+    found = kernel.plan_of(token, cache, table, k_book, v_book, page_size, early)
     if found is None:
         return _turboquant_decode(*args)
-    variant, cluster = found
+    plan, cluster = found
     state = cache, table, positions, counts, rotation, k_book, v_book
     near = kernel.Near(ring, slots, spare, limit)
-    return kernel.decode(token, variant, cluster, *state, page_size, scale, max(limit - window, 0), window, near)
+    return kernel.decode(token, plan, cluster, *state, page_size, scale, max(limit - window, 0), window, near)
 
 
 def _check(*args: Any) -> None:
@@ -143,7 +145,8 @@ turboquant_decode = register(
             "(Tensor qkv, Tensor? q_norm, Tensor? k_norm, float eps, Tensor? cos, Tensor? sin, Tensor positions, "
             "Tensor counts, Tensor block_table, Tensor turn, Tensor? projection, Tensor k_codebook, Tensor v_codebook, "
             "Tensor(a!) cache, Tensor(b!) ring, Tensor slots, int heads, int k_bits, int v_bits, str k_variant, "
-            "str v_variant, str kind, Tensor rotation, float scale, int window, int spare, int limit) -> Tensor"
+            "str v_variant, str kind, Tensor rotation, float scale, int window, int spare, int limit, "
+            "bool early=False) -> Tensor"
         ),
         reference=_turboquant_decode,
         fake=lambda qkv, *rest: qkv.new_empty((*qkv.shape[:2], rest[15], rest[8].shape[0])),
@@ -159,6 +162,6 @@ turboquant_decode = register(
 """qkv [B, Q, (heads + 2 kv_heads) D] -> [B, Q, heads, D], turned back.
 
 `turboquant_write` of the tokens (its arguments up to its `scale`, here `kind`), then `turboquant_hybrid` of the queries
-that it returns. Results of tokens that are not real are anyone's. On a GPU what earlier calls on the same cache wrote
-may be read before the kernels in front are done, so between two such calls stands a kernel that waits and starts no
-other early, as between the steps of a model."""
+that it returns; `early` as of `paged_decode`. Results of tokens that are not real are anyone's. On a GPU what earlier
+calls on the same cache wrote may be read before the kernels in front are done, so between two such calls stands a
+kernel that waits and starts no other early, as between the steps of a model."""

@@ -5,7 +5,6 @@ for rows that can hold little for the blocks there are. What else there is, is l
 """
 
 import math
-import struct
 from dataclasses import dataclass
 from functools import cache as cached
 
@@ -20,7 +19,7 @@ from onegraph.ops.cuda.turboquant_attention import (
     PLACES,
     TILE,
     Near,
-    Variant,
+    Plan,
     available,
     kernels,
 )
@@ -50,18 +49,24 @@ class Token:
 
 
 @cached
-def _clusters(variant: Variant, sizes: tuple[int, ...], device: int) -> dict[int, int]:
+def _clusters(plan: Plan, sizes: tuple[int, ...], device: int) -> dict[int, int]:
     """How many clusters of each size run at once."""
-    stages, threads = variant.stages(1), variant.warps * 32
-    together = kernels(variant, stages, device)[0]
-    return {n: build.clusters(together, threads, variant.shared(stages, 1), n) for n in sizes}
+    stages, threads = plan.stages(1, build.device(device)), plan.warps * 32
+    together = kernels(plan, stages, device)[0]
+    return {n: build.clusters(together, threads, plan.shared(stages, 1), n) for n in sizes}
 
 
-def form(
-    token: Token, cache: Tensor, block_table: Tensor, k_codebook: Tensor, v_codebook: Tensor, page_size: int
-) -> tuple[Variant, int] | None:
+def plan_of(
+    token: Token,
+    cache: Tensor,
+    block_table: Tensor,
+    k_codebook: Tensor,
+    v_codebook: Tensor,
+    page_size: int,
+    early: bool = False,
+) -> tuple[Plan, int] | None:
     """What `decode` computes such a call with, and how many blocks share the keys of a pair: the most of which all
-    pairs' run at once. None where it does not."""
+    pairs' run at once. None where it does not. `early`: let the next launch go in the first line."""
     qkv, dim, kv_heads = token.qkv, token.turn.shape[0], cache.shape[1]
     batch, length, _ = qkv.shape
     group, reach = token.heads // kv_heads, block_table.shape[1] * page_size
@@ -80,39 +85,40 @@ def form(
         return None
     bits = [c.numel().bit_length() - 1 for c in (k_codebook, v_codebook)]
     rows, kind = 4 if group <= 4 else 8, SCALES[token.kind]
-    variant = Variant(dim, bits[0], bits[1], rows, DTYPES[qkv.dtype], page_size // 16, group, kind)
-    fitting = _clusters(variant, CLUSTERS, qkv.device.index)
+    plan = Plan(dim, bits[0], bits[1], rows, DTYPES[qkv.dtype], page_size // 16, group, kind, early)
+    fitting = _clusters(plan, CLUSTERS, qkv.device.index)
     size = next((n for n in CLUSTERS if batch * kv_heads <= fitting[n]), 1)
-    return (variant, size) if reach <= TILES * variant.warps * TILE * size else None
+    return (plan, size) if reach <= TILES * plan.warps * TILE * size else None
 
 
 def decode(
-    token: Token, variant: Variant, cluster: int, cache: Tensor, block_table: Tensor, positions: Tensor,
+    token: Token, plan: Plan, cluster: int, cache: Tensor, block_table: Tensor, positions: Tensor,
     counts: Tensor, rotation: Tensor, k_codebook: Tensor, v_codebook: Tensor, page_size: int, scale: float,
     window: int, recent: int, near: Near,
 ) -> Tensor:  # fmt: skip
-    """[B, 1, heads, D], in the `form` that the call has; `window` and `recent` as of `turboquant_attention.attend`."""
-    batch, dim, device = len(token.qkv), variant.dim, token.qkv.device.index
+    """[B, 1, heads, D], as `plan_of` says; `window` and `recent` as of `turboquant_attention.attend`."""
+    batch, dim, device = len(token.qkv), plan.dim, token.qkv.device.index
     pages, kv_heads, _ = cache.shape
     out = token.qkv.new_empty((batch, 1, token.heads, dim))
-    stages = variant.stages(1)
-    (kernel,) = kernels(variant, stages, device)
-    tensors = (
-        token.qkv, cache, block_table, positions, counts, None, rotation, k_codebook, v_codebook, None, None, None,
-        None, out, None, near.ring, near.slots,
-    )  # fmt: skip
-    made = token.q_norm, token.k_norm, token.cos, token.sin, token.turn
+    stages = plan.stages(1, build.device(device))
+    (kernel,) = kernels(plan, stages, device)
     ring_size = near.ring.shape[1]
-    arguments = struct.pack(
-        ARGUMENTS,
-        *(0 if t is None else t.data_ptr() for t in tensors),
-        batch, 1, kv_heads, variant.group, block_table.stride(0), block_table.shape[1] * page_size, pages, window,
-        1, 0, 0, recent, near.spare, near.limit, ring_size, -(-ring_size // PLACES), 0, 1, cluster,
-        scale * math.log2(math.e), dim**-0.5,
-        *(0 if t is None else t.data_ptr() for t in made), 0 if token.cos is None else len(token.cos) - 1, token.eps,
+    arguments = ARGUMENTS.pack(
+        **build.addresses(
+            q=token.qkv, cache=cache, block_table=block_table, positions=positions, counts=counts, ends=None,
+            rotation=rotation, k_codebook=k_codebook, v_codebook=v_codebook, sinks=None, partial=None, sums=None,
+            work=None, out=out, lse=None, ring=near.ring, slots=near.slots, q_norm=token.q_norm, k_norm=token.k_norm,
+            cos=token.cos, sin=token.sin, turn=token.turn,
+        ),
+        batch=batch, length=1, kv_heads=kv_heads, group=plan.group, table_stride=block_table.stride(0),
+        reach=block_table.shape[1] * page_size, pages=pages, window=window, row_tiles=1, limit=0, least=0,
+        recent=recent, spare=near.spare, near_limit=near.limit, ring_size=ring_size,
+        ring_tiles=-(-ring_size // PLACES), ring_at=0, ahead=1, cluster=cluster,
+        max_position=0 if token.cos is None else len(token.cos) - 1,
+        scale=scale * math.log2(math.e), back=dim**-0.5, eps=token.eps,
     )  # fmt: skip
     stream = torch._C._cuda_getCurrentRawStream(device)
     with torch.cuda.device(token.qkv.device):
-        threads, shared = variant.warps * 32, variant.shared(stages, 1)
+        threads, shared = plan.warps * 32, plan.shared(stages, 1)
         kernel.launch((kv_heads * cluster, batch, 1), threads, shared, cluster, stream, arguments)
     return out

@@ -184,8 +184,9 @@ def paged_decode(
     heads: int,
     scale: float,
     window: int,
+    early: bool = False,
 ) -> Tensor:
-    """See `onegraph.ops.decode_attention.paged_decode`."""
+    """See `onegraph.ops.decode_attention.paged_decode`. Its launches let the next go where they always do."""
     batch = qkv.shape[0]
     pages, page_size, kv_heads, dim = k_cache.shape
     out = torch.empty((batch, 1, heads, dim), dtype=qkv.dtype, device=qkv.device)
