@@ -1,17 +1,17 @@
 """Decode attention: how the CUDA kernel is cut, and that it is the one that runs. Its results: tests/test_ops.py."""
 
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
+from h200 import H200
 from onegraph.nn.attention import PagedCache
 from onegraph.ops.cuda import decode_attention as kernel
+from onegraph.ops.cuda.build import RESERVED
 from onegraph.ops.decode_attention import paged_decode
 from onegraph.ops.strided_decode import strided_decode
-
-SM_SHARED, RESERVED = 228 << 10, 1 << 10  # bytes of an SM of Hopper, and of each block for the driver
 
 
 @pytest.mark.parametrize("dim", kernel.DIMS)
@@ -19,12 +19,13 @@ SM_SHARED, RESERVED = 228 << 10, 1 << 10  # bytes of an SM of Hopper, and of eac
 @pytest.mark.parametrize("groups", [1, 8, 32, 128])
 def test_sixteen_warps_fit_an_sm(dim: int, group: int, groups: int) -> None:
     """In one block or in two."""
-    warps, size = kernel.cut(groups)
-    assert 16 // warps * (kernel.shared(dim, group, warps, size) + RESERVED) <= SM_SHARED
+    warps, size = kernel.share(groups, H200)
+    plan = replace(kernel.EXAMPLE, dim=dim, group=group, warps=warps, size=size)
+    assert 16 // warps * (plan.shared + RESERVED) <= H200.sm_shared
 
 
 @pytest.mark.parametrize(
-    ("groups", "cut"),
+    ("groups", "share"),
     [
         (1, (16, 8)),
         (14, (16, 8)),
@@ -36,13 +37,13 @@ def test_sixteen_warps_fit_an_sm(dim: int, group: int, groups: int) -> None:
         (999, (8, 2)),
     ],
 )
-def test_a_cluster_is_as_large_as_the_gpu_has_room_for(groups: int, cut: tuple[int, int]) -> None:
-    assert kernel.cut(groups) == cut
+def test_a_cluster_is_as_large_as_the_gpu_has_room_for(groups: int, share: tuple[int, int]) -> None:
+    assert kernel.share(groups, H200) == share
 
 
 def test_the_source_is_given_what_it_sets_when_compiled() -> None:
-    told = re.search(r"Set when compiled:(.*?)\.\n", kernel.SOURCE.read_text(), re.DOTALL)[1]
-    assert set(re.findall(r"\b[A-Z_]{3,}\b", told)) == {field.name.upper() for field in fields(kernel.Form)}
+    told = re.search(r"Set when compiled:(.*?)\.\n", kernel.KERNEL.path.read_text(), re.DOTALL)[1]
+    assert set(re.findall(r"\b[A-Z_]{3,}\b", told)) == {field.name.upper() for field in fields(kernel.Plan)}
 
 
 def test_what_the_kernel_does_not_take() -> None:

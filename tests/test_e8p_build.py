@@ -1,4 +1,4 @@
-"""What stands around the CUDA E8P kernels and needs no GPU: tables, cuts, constants, a missing compiler."""
+"""What stands around the CUDA E8P kernels and needs no GPU: tables, plans, constants, kernels that cannot be built."""
 
 import contextlib
 import ctypes
@@ -6,16 +6,19 @@ import math
 import re
 import subprocess
 import sys
+import warnings
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from h200 import H200
 from onegraph.formats.e8p import codebook
-from onegraph.ops.cuda import build, e8p_dense, e8p_few, e8p_many
+from onegraph.ops.cuda import build, e8p_batch, e8p_common, e8p_decode, e8p_dequantize, e8p_prefill
 from onegraph.ops.cuda import e8p as cuda_e8p
-from onegraph.ops.e8p import e8p_decode
+from onegraph.ops.e8p import e8p_decode as decode_op
 
 # (n, k): whole tiles and slices, tails on either side, a vocabulary
 SHAPES = [
@@ -34,20 +37,20 @@ SHAPES += [(14336, 4096), (4096, 14336), (128256, 4096), (28672, 8192), (64, 327
 
 def test_the_tables_decode_every_code() -> None:
     """A word is the XOR of two lookups, index byte and sign byte, each word 32 times; its nibbles are (a + 15) / 2."""
-    runs = cuda_e8p.tables(codebook()).view(torch.int32).view(-1, 32).long() & 0xFFFFFFFF
+    runs = e8p_decode.tables(codebook()).view(torch.int32).view(-1, 32).long() & 0xFFFFFFFF
     assert (runs == runs[:, :1]).all()
     words = runs[:, 0]
     nibble = torch.tensor([0, 8, 16, 24, 4, 12, 20, 28])  # of column j
     codes = torch.arange(65536)
     word = words[(codes >> 8) * 2] ^ words[(codes & 255) * 2 + 1]
-    decoded = e8p_decode.reference(codes.to(torch.int16)[:, None], None, codebook(), 2)
+    decoded = decode_op.reference(codes.to(torch.int16)[:, None], None, codebook(), 2)
     assert torch.equal(2 * (word[:, None] >> nibble & 15) - 15, decoded.long())
     assert torch.equal((words[512:, None] >> nibble & 15) - 8, codebook()[256:].long())
 
 
 def test_tables_of_another_codebook_are_refused() -> None:
     with pytest.raises(ValueError, match="not the one of E8P"):
-        cuda_e8p.tables(torch.zeros(512, 8, dtype=torch.int8))
+        e8p_decode.tables(torch.zeros(512, 8, dtype=torch.int8))
 
 
 def test_tables_stay_on_the_gpu_that_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,74 +79,167 @@ def test_tables_stay_on_the_gpu_that_asked_first(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(build, "_bindings", lambda: (Driver, None))
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
-    monkeypatch.setattr(cuda_e8p, "_TABLES", {})
+    monkeypatch.setattr(e8p_decode, "_TABLES", {})
     book = codebook()
-    cuda_e8p._have_tables(book)
-    cuda_e8p._have_tables(book.clone())
-    assert {None: ctypes.addressof(memory[0])} == cuda_e8p._TABLES  # a CPU has no index
+    e8p_decode.have_tables(book)
+    e8p_decode.have_tables(book.clone())
+    assert {None: ctypes.addressof(memory[0])} == e8p_decode._TABLES  # a CPU has no index
     assert len(memory) == 1
     assert ended == [0]
-    assert bytes(memory[0]) == cuda_e8p.tables(book).numpy().tobytes()
+    assert bytes(memory[0]) == e8p_decode.tables(book).numpy().tobytes()
 
 
+KERNELS = {"decode": e8p_decode, "batch": e8p_batch, "prefill": e8p_prefill, "dequantize": e8p_dequantize}
+
+
+@pytest.fixture
+def forget() -> Any:
+    for module in KERNELS.values():
+        module.available.cache_clear()
+    yield
+    for module in KERNELS.values():
+        module.available.cache_clear()
+
+
+@pytest.mark.usefixtures("forget")
 def test_without_a_compiler_triton_runs_after_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise build.BuildError("no NVRTC here")
 
     monkeypatch.setattr(build, "load", refuse)
-    cuda_e8p.available.cache_clear()
-    cuda_e8p._kernels.cache_clear()
-    try:
-        with pytest.warns(UserWarning, match="no NVRTC here"):
-            assert not cuda_e8p.available(0)
-        assert not cuda_e8p.available(0)
-    finally:
-        cuda_e8p.available.cache_clear()
+    with pytest.warns(UserWarning, match=r"e8p_decode\.cu cannot be built .* Triton's runs .*: no NVRTC here"):
+        assert cuda_e8p.launcher(1, 4096, 2, 0) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cuda_e8p.launcher(4, 4096, 2, 0) is None
+    with pytest.warns(UserWarning, match="no NVRTC here") as told:
+        assert cuda_e8p.launcher(64, 4096, 2, 0) is None
+    assert [str(each.message).split()[0] for each in told] == ["e8p_batch.cu", "e8p_prefill.cu", "e8p_dequantize.cu"]
+
+
+@pytest.mark.usefixtures("forget")
+@pytest.mark.parametrize(
+    ("missing", "ran"),
+    [
+        ("", "decode decode batch batch prefill prefill dequantize prefill"),
+        ("batch", "decode decode prefill prefill prefill prefill dequantize prefill"),
+        ("batch prefill", "decode decode dequantize dequantize dequantize dequantize dequantize dequantize"),
+        ("decode", "- - batch batch prefill prefill dequantize prefill"),
+        ("prefill dequantize", "decode decode batch batch - - - -"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*cannot be built")
+def test_what_cannot_be_built_falls_to_the_next(missing: str, ran: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 1, 4, 5, 64, 65, 1279 and 1280 tokens, and at 5 of 3 bits where rows of the residual are not whole pieces."""
+
+    def load(source: build.Source, *_: object) -> None:
+        if source.path.stem.removeprefix("e8p_") in missing.split():
+            raise build.BuildError("not here")
+
+    monkeypatch.setattr(build, "load", load)
+    names = {module.launch: name for name, module in KERNELS.items()} | {None: "-"}
+    found = [cuda_e8p.launcher(tokens, 4096, 2, 0) for tokens in (1, 4, 5, 64, 65, 1279, 1280)]
+    found.append(cuda_e8p.launcher(5, 576, 3, 0))
+    assert " ".join(names[launch] for launch in found) == ran
+
+
+def test_a_gpu_without_wgmma_keeps_what_it_can_have() -> None:
+    """Compute capability 10.0: the sources say it, tests/test_kernel_sources.py that they are right."""
+    had = {name for name, module in KERNELS.items() for each in [vars(module)] if (10, 0) in _source(each).capabilities}
+    assert had == {"decode", "dequantize"}
+
+
+def _source(module: dict[str, Any]) -> build.Source:
+    return next(each for each in module.values() if isinstance(each, build.Source))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("bits", [2, 3, 4])
-@pytest.mark.parametrize("tokens", [1, 4, 8, 16])
+@pytest.mark.parametrize("tokens", [1, 2, 4])
 def test_plan_covers_every_slice_once(shape: tuple[int, int], bits: int, tokens: int) -> None:
     n, k = shape
-    cut = cuda_e8p.plan(n, k, bits, tokens, 132)
-    rows = cut.blocks * cuda_e8p.ROWS
-    assert cut.tiles * rows >= n > (cut.tiles - 1) * rows
+    plan = e8p_decode.plan(n, k, bits, tokens, H200)
+    rows = plan.blocks * e8p_common.ROWS
+    assert plan.tiles * rows >= n > (plan.tiles - 1) * rows
     owned = [
         at
-        for rank in range(cut.cluster)
-        for warp in range(cut.across)
-        for at in range(rank * cut.per_block + warp, min((rank + 1) * cut.per_block, cut.slices), cut.across)
+        for rank in range(plan.cluster)
+        for warp in range(plan.across)
+        for at in range(rank * plan.per_block + warp, min((rank + 1) * plan.per_block, plan.slices), plan.across)
     ]
-    assert sorted(owned) == list(range(-(-k // cuda_e8p.SLICE)))
-    assert cut.warps <= cuda_e8p.WARPS[cuda_e8p._pass(tokens)]
-    assert 32 * cut.warps <= cut.most_threads
-    assert (cut.cluster - 1) * cut.per_block < cut.slices  # each block has a slice, so its sums are written
-    assert cut.shared(bits, tokens) <= cuda_e8p.SHARED_LIMIT
+    assert sorted(owned) == list(range(-(-k // e8p_common.SLICE)))
+    assert plan.warps <= e8p_decode.WARPS
+    assert 32 * plan.warps <= plan.most_threads
+    assert (plan.cluster - 1) * plan.per_block < plan.slices  # each block has a slice, so its sums are written
+    assert plan.shared(bits, tokens) <= H200.shared
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
-@pytest.mark.parametrize(("n", "k", "cluster"), [(6144, 4096, 2), (4096, 4096, 3), (28672, 4096, 1), (4096, 14336, 3)])
-def test_plan_of_what_was_measured(n: int, k: int, cluster: int, bits: int) -> None:
-    """One token in a layer of 8B: docs/log.md, run cutsatt-1."""
-    assert cuda_e8p.plan(n, k, bits, 1, 132).cluster == cluster
+# The linears of a layer of Llama-3-8B and of SmolLM2-135M, and their heads, as they were measured on an H200
+# (docs/log.md). (n, k, tokens): tiles, cluster, blocks, across, down and ahead at 2, 3 and 4 bits.
+MEASURED = {
+    (6144, 4096, 1): [(48, 2, 1, 8, 2, 4), (48, 2, 1, 8, 2, 2), (48, 2, 1, 8, 2, 2)],
+    (6144, 4096, 4): [(48, 2, 1, 8, 2, 4), (48, 2, 1, 8, 2, 2), (48, 2, 1, 8, 2, 2)],
+    (4096, 4096, 1): [(32, 3, 1, 6, 2, 4), (32, 3, 1, 6, 2, 2), (32, 3, 1, 6, 2, 2)],
+    (4096, 4096, 4): [(32, 3, 1, 6, 2, 4), (32, 3, 1, 6, 2, 2), (32, 3, 1, 6, 2, 2)],
+    (28672, 4096, 1): [(112, 1, 2, 16, 1, 4), (112, 1, 2, 16, 1, 2), (112, 1, 2, 16, 1, 2)],
+    (28672, 4096, 4): [(112, 1, 2, 16, 1, 4), (112, 1, 2, 16, 1, 2), (112, 1, 2, 16, 1, 2)],
+    (4096, 14336, 1): [(32, 3, 1, 19, 1, 4), (32, 3, 1, 19, 1, 2), (32, 3, 1, 19, 1, 2)],
+    (4096, 14336, 4): [(32, 3, 1, 19, 1, 4), (32, 3, 1, 19, 1, 2), (32, 3, 1, 19, 1, 2)],
+    (128256, 4096, 1): [(126, 1, 8, 16, 1, 4), (126, 1, 8, 16, 1, 2), (126, 1, 8, 16, 1, 2)],
+    (128256, 4096, 4): [(126, 1, 8, 6, 2, 4), (1002, 1, 1, 16, 1, 2), (126, 1, 8, 6, 2, 2)],
+    (960, 576, 1): [(8, 1, 1, 3, 4, 2), (8, 1, 1, 3, 4, 2), (8, 1, 1, 3, 4, 2)],
+    (960, 576, 4): [(8, 1, 1, 3, 4, 2), (8, 1, 1, 3, 4, 2), (8, 1, 1, 3, 4, 2)],
+    (576, 576, 1): [(5, 1, 1, 3, 4, 2), (5, 1, 1, 3, 4, 2), (5, 1, 1, 3, 4, 2)],
+    (576, 576, 4): [(5, 1, 1, 3, 4, 2), (5, 1, 1, 3, 4, 2), (5, 1, 1, 3, 4, 2)],
+    (3072, 576, 1): [(24, 1, 1, 3, 4, 2), (24, 1, 1, 3, 4, 2), (24, 1, 1, 3, 4, 2)],
+    (3072, 576, 4): [(24, 1, 1, 3, 4, 2), (24, 1, 1, 3, 4, 2), (24, 1, 1, 3, 4, 2)],
+    (576, 1536, 1): [(5, 1, 1, 6, 2, 4), (5, 1, 1, 6, 2, 2), (5, 1, 1, 6, 2, 2)],
+    (576, 1536, 4): [(5, 1, 1, 6, 2, 4), (5, 1, 1, 6, 2, 2), (5, 1, 1, 6, 2, 2)],
+    (49152, 576, 1): [(128, 1, 3, 3, 4, 4), (128, 1, 3, 3, 4, 2), (128, 1, 3, 3, 4, 2)],
+    (49152, 576, 4): [(128, 1, 3, 3, 4, 4), (128, 1, 3, 3, 4, 2), (128, 1, 3, 3, 4, 2)],
+}
 
 
-ROOM = (132, 66, 39, 30, 22, 17, 15, 15)  # clusters of 1, 2, .. blocks that an H200 holds
+@pytest.mark.parametrize(("n", "k", "tokens"), MEASURED)
+def test_plans_that_were_measured(n: int, k: int, tokens: int) -> None:
+    plans = [e8p_decode.plan(n, k, bits, tokens, H200) for bits in (2, 3, 4)]
+    found = [(p.tiles, p.cluster, p.blocks, p.across, p.down, p.ahead) for p in plans]
+    assert found == MEASURED[n, k, tokens]
+
+
+# The same from 5 tokens on: of 5 to 32 tokens, of 33 to 64: (cluster, slices of a block).
+BATCH = {
+    (6144, 4096): ((4, 4), (2, 8)),
+    (4096, 4096): ((6, 3), (3, 6)),
+    (28672, 4096): ((1, 16), (1, 16)),
+    (4096, 14336): ((6, 10), (3, 19)),
+    (128256, 4096): ((1, 16), (1, 16)),
+    (960, 576): ((3, 1), (3, 1)),
+    (576, 576): ((3, 1), (3, 1)),
+    (3072, 576): ((3, 1), (3, 1)),
+    (576, 1536): ((6, 1), (6, 1)),
+    (49152, 576): ((1, 3), (1, 3)),
+}
+
+
+@pytest.mark.parametrize("shape", BATCH)
+def test_plans_of_a_batch_that_were_measured(shape: tuple[int, int]) -> None:
+    for bits, tokens in product((2, 3, 4), (5, 8, 16, 32, 33, 64)):
+        plan = e8p_batch.plan(*shape, bits, tokens, H200)
+        assert (plan.cluster, plan.per_block) == BATCH[shape][tokens > 32]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("tokens", [5, 16, 32, 64])
-def test_plan_for_few_tokens_covers_every_slice_once(shape: tuple[int, int], bits: int, tokens: int) -> None:
+def test_plan_of_a_batch_covers_every_slice_once(shape: tuple[int, int], bits: int, tokens: int) -> None:
     n, k = shape
-    form = e8p_few.form(bits, tokens)
-    cut = e8p_few.plan(n, k, form.rows, ROOM)
-    assert form.tokens >= tokens
-    assert e8p_few.SHARED_LIMIT // 2 < form.shared(bits) <= e8p_few.SHARED_LIMIT  # one block an SM: `_room`
-    assert cut.tiles * form.rows >= n > (cut.tiles - 1) * form.rows
-    slices = -(-k // e8p_few.SLICE)
-    assert (cut.cluster - 1) * cut.per_block < slices <= cut.cluster * cut.per_block  # each is owned
+    plan = e8p_batch.plan(n, k, bits, tokens, H200)
+    assert plan.tokens >= tokens
+    assert H200.shared // 2 < plan.shared(bits) <= H200.shared  # one block an SM, as `Plan.cost` has it
+    assert plan.tiles * plan.rows >= n > (plan.tiles - 1) * plan.rows
+    slices = -(-k // e8p_common.SLICE)
+    assert (plan.cluster - 1) * plan.per_block < slices <= plan.cluster * plan.per_block  # each is owned
 
 
 @pytest.mark.parametrize(
@@ -160,63 +256,51 @@ def test_plan_for_few_tokens_covers_every_slice_once(shape: tuple[int, int], bit
     ],
 )
 def test_tiles_of_many_tokens(n: int, k: int, tokens: int, wanted: int) -> None:
-    assert e8p_many.tile(n, k, tokens, 132).tokens == wanted
+    plan = e8p_prefill.plan(n, k, tokens, H200.sms)
+    assert plan.tokens == wanted
     if wanted == 128 < tokens:
-        assert e8p_many.splits(n, k, tokens, 132)[1] == 1
+        assert plan.splits == 1
 
 
 def test_constants_agree_with_the_source() -> None:
-    text = cuda_e8p.SOURCE.with_name("e8p_common.cuh").read_text()
+    text = e8p_decode.KERNEL.path.with_name("e8p_common.cuh").read_text()
     for name in ("SLICE", "ROWS"):
-        assert int(re.search(rf"constexpr int {name} = (\d+);", text)[1]) == getattr(cuda_e8p, name)
-    ring = cuda_e8p.SOURCE.with_name("e8p_ring.cuh").read_text()
+        assert int(re.search(rf"constexpr int {name} = (\d+);", text)[1]) == getattr(e8p_common, name)
+    tables = re.search(r"TABLE_BYTES = BITS == 3 \? (\d+) : (\d+);", text)
+    assert [e8p_common.TABLES[bits] for bits in (3, 2)] == list(map(int, tables.groups()))
+    ring = e8p_decode.KERNEL.path.with_name("e8p_decode_ring.cuh").read_text()
     slot = re.search(
         r"constexpr int RESIDUAL = BITS == 2 \? (\d+) : BITS == 3 \? (\d+) : (\d+), SLOT = (\d+) \+ RESIDUAL;", ring
     )
     *residual, first = map(int, slot.groups())
-    assert {2 + i: first + size for i, size in enumerate(residual)} == cuda_e8p.SLOT
-    few = e8p_few.SOURCE.read_text()
-    slot = re.search(r"constexpr int SLOT = BITS == 2 \? (\d+) : BITS == 3 \? (\d+) : (\d+);", few)
-    assert {2 + i: int(size) for i, size in enumerate(slot.groups())} == e8p_few.SLOT
-    fields = re.search(r"Shared \{.*?\n(.*?)\};", cuda_e8p.SOURCE.read_text(), re.DOTALL)[1]
+    assert {2 + i: first + size for i, size in enumerate(residual)} == e8p_common.SLOT
+    batch = e8p_batch.KERNELS.path.read_text()
+    slot = re.search(r"constexpr int SLOT = BITS == 2 \? (\d+) : BITS == 3 \? (\d+) : (\d+);", batch)
+    assert {2 + i: int(size) for i, size in enumerate(slot.groups())} == e8p_common.SLOT
+    fields = re.search(r"Shared \{.*?\n(.*?)\};", e8p_decode.KERNEL.path.read_text(), re.DOTALL)[1]
     sizes = [
         {"float": 4, "u64": 8}[kind] * math.prod(int(size) for size in re.findall(r"\[(\d+)\]", shape))
         for kind, shape in re.findall(r"(float|u64) \w+((?:\[\d+\])+);", fields)
     ]
-    assert -(-sum(sizes) // 128) * 128 == cuda_e8p.SHARED_STRUCT
+    assert -(-sum(sizes) // 128) * 128 == e8p_decode.SHARED_STRUCT
 
 
-@pytest.mark.parametrize("name", ["e8p", "e8p_few", "e8p_many", "e8p_dense"])
-def test_a_source_is_given_what_it_sets_when_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_source_is_given_what_it_sets_when_compiled(name: str) -> None:
     """The launcher defines the names that the head of the source tells, and no other."""
-    defined: list[set[str]] = []
-    monkeypatch.setattr(build, "load", lambda source, defines, *_: defined.append(set(defines)) or (None,) * 3)
-    make = {
-        "e8p": lambda: cuda_e8p._kernels.__wrapped__(2, 8, False, (4, 2, 512, 1), 1, (), 0),
-        "e8p_few": lambda: e8p_few._kernels.__wrapped__(2, e8p_few.form(2, 16), False, (4096, 4096, 16, 1, 0, 0), 0),
-        "e8p_many": lambda: e8p_many._kernels.__wrapped__(2, e8p_many.tile(128, 256, 17, 132), False, 2, 0),
-        "e8p_dense": lambda: e8p_dense._kernel.__wrapped__(2, False, 0),
-    }
-    make[name]()
-    text = cuda_e8p.SOURCE.with_name(f"{name}.cu").read_text().replace("\n//", "")
-    told = re.search(r"Set when compiled:(.*)", text)[1]
-    shape = set(e8p_few.KNOWN) if name == "e8p_few" else set()
-    assert set(re.findall(r"\b[A-Z]{2,}\b(?= \(|,)", told)) == defined[0] - shape
+    source = _source(vars(KERNELS[name]))
+    told = re.search(r"Set when compiled:(.*)", source.path.read_text().replace("\n//", ""))[1]
+    shape = set(getattr(KERNELS[name], "SHAPE", ()))
+    assert set(re.findall(r"\b[A-Z]{2,}\b(?= \(|,)", told)) == set(source.example) - shape
 
 
-@pytest.mark.parametrize("module", [cuda_e8p, e8p_few])
-def test_a_source_makes_its_shape_of_what_it_is_given(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    defined: list[dict[str, int]] = []
-    monkeypatch.setattr(build, "load", lambda source, defines, *_: defined.append(dict(defines)) or (None,) * 2)
-    known = tuple(range(len(module.KNOWN)))
-    if module is cuda_e8p:
-        module._kernels.__wrapped__(2, 1, False, (4, 2, 512, 1), 1, known, 0)
-    else:
-        module._kernels.__wrapped__(2, module.form(2, 16), False, known, 0)
-    shape = re.search(r"\nstruct Shape[^{]*\{\n  static(.*?)\n\};", module.SOURCE.read_text(), re.DOTALL)[1]
+@pytest.mark.parametrize("module", [e8p_decode, e8p_batch])
+def test_a_source_makes_its_shape_of_what_it_is_given(module: Any) -> None:
+    source = _source(vars(module))
+    shape = re.search(r"\nstruct Shape[^{]*\{\n  static(.*?)\n\};", source.path.read_text(), re.DOTALL)[1]
     elsewhere = {"SLICE", "ROWS", "DOWN", "TILE_ROWS"}
-    assert set(re.findall(r"\b[A-Z_]{1,}\b", re.sub("//.*", "", shape))) - elsewhere == set(module.KNOWN)
-    assert dict(zip(module.KNOWN, known, strict=True)).items() <= defined[0].items()
+    assert set(re.findall(r"\b[A-Z_]{1,}\b", re.sub("//.*", "", shape))) - elsewhere == set(module.SHAPE)
+    assert set(module.SHAPE) <= set(source.example)
 
 
 def test_importing_touches_no_cuda() -> None:

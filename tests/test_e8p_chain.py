@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from h200 import H200
 from models import Decoder, save_e8p
 from onegraph.check import declared
 from onegraph.check.simulate.run import simulate_step
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.chain import Chain, ChainedLlama, chained
 from onegraph.models.llama import Llama
-from onegraph.ops.cuda import e8p as cuda_e8p
 from onegraph.ops.cuda import e8p_chain as cuda_chain
 from onegraph.ops.e8p_chain import _case, e8p_chain
 from onegraph.ops.registry import reference_ops
@@ -29,7 +29,7 @@ SIZES = [SMOL, (576, 576, 1536, 0), (256, 320, 128, 192), (128, 192, 384, 512), 
 @pytest.mark.parametrize("sizes", SIZES)
 def test_small_models_are_taken(sizes: tuple[int, int, int, int], bits: int) -> None:
     assert cuda_chain.takes(1, sizes, bits, torch.bfloat16)
-    assert cuda_chain.shared(sizes, bits) <= cuda_e8p.SHARED_LIMIT
+    assert cuda_chain.shared(sizes, bits) <= H200.shared
 
 
 def test_what_is_not_taken() -> None:
@@ -46,7 +46,7 @@ def test_what_is_not_taken() -> None:
 
 
 def test_constants_agree_with_the_source() -> None:
-    text = cuda_chain.SOURCE.read_text()
+    text = cuda_chain.KERNEL.path.read_text()
     told = {name: int(value) for name, value in re.findall(r"constexpr int (\w+) = (\d+);", text)}
     assert told["WORKERS"] == cuda_chain.WORKERS
     fields = re.search(r"Shared \{.*?\n(.*?)\};", text, re.DOTALL)[1]

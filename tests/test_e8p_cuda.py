@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from onegraph.formats.e8p import codebook, hadamard_block, residual_dtype
-from onegraph.ops.cuda import build, e8p_dense
+from onegraph.ops.cuda import build, e8p_decode, e8p_dequantize
 from onegraph.ops.cuda import e8p as cuda_e8p
-from onegraph.ops.e8p import e8p_decode
+from onegraph.ops.e8p import e8p_decode as decode_op
 
 gpu = pytest.mark.gpu
 # (n, k): whole tiles and slices; blocks of 64 on either side; half a slice, half a tile; clusters of every kind
@@ -63,7 +63,7 @@ def _rotated(x: torch.Tensor) -> torch.Tensor:
 def _truth(
     x, codes, residual, table, in_scale, out_scale, bias, bits, add=None, eps=None, silu=False, wide=False
 ) -> torch.Tensor:
-    q = e8p_decode.reference(codes, residual, table, bits).double()
+    q = decode_op.reference(codes, residual, table, bits).double()
     x = x.double()
     if silu:
         gate, up = x.chunk(2, dim=-1)
@@ -103,11 +103,11 @@ def test_matches_float64(bits: int, n: int, k: int) -> None:
 @pytest.mark.parametrize(("k", "across", "down"), [(4864, 19, 1), (1280, 5, 4)])
 def test_more_than_16_warps(k: int, across: int, down: int, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block of 640 threads, whose registers are fewer; clusters that have none are cut so only where n is large."""
-    cut = cuda_e8p.Plan(cuda_e8p.DEPTHS[bits][-2], 3, 1, 1, k // 256, k // 256, across, down)
-    assert cut.most_threads == 640
-    monkeypatch.setattr(cuda_e8p, "plan", lambda *_: cut)
+    plan = e8p_decode.Plan(e8p_decode.DEPTHS[bits][-2], 3, 1, 1, k // 256, k // 256, across, down)
+    assert plan.most_threads == 640
+    monkeypatch.setattr(e8p_decode, "plan", lambda *_: plan)
+    monkeypatch.setattr(e8p_decode, "_kernel", e8p_decode._kernel.__wrapped__)  # which remembers the shape's own plan
     for tokens in (1, 4):
-        assert cut.shared(bits, tokens) <= cuda_e8p.SHARED_LIMIT
         args, add = _arguments(tokens, 320, k, bits), torch.randn(tokens, 320, device="cuda").bfloat16()
         _poison((tokens, 320), torch.bfloat16)
         y = cuda_e8p.linear(*args, add, 1e-5)
@@ -157,8 +157,8 @@ def test_what_stands_around_the_linear(n: int, k: int, bits: int, tokens: int) -
 @pytest.mark.parametrize(("n", "k"), [(192, 576), (960, 1536), (320, 4160), (4096, 1024)])
 def test_many_tokens_through_the_weight(bits: int, n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weight is rounded too, and what stands in front: half a unit in the last place each. One strip or more."""
-    x, *rest = _arguments(e8p_dense.LEAST_TOKENS + 3, n, k, bits, bias=True)
-    both, strips = torch.cat([x, x.flip(-1)], dim=-1), (e8p_dense.STRIP_BYTES, 2 * k * 130)
+    x, *rest = _arguments(e8p_dequantize.LEAST_TOKENS + 3, n, k, bits, bias=True)
+    both, strips = torch.cat([x, x.flip(-1)], dim=-1), (e8p_dequantize.STRIP_BYTES, 2 * k * 130)
     for dtype, bound in ((torch.bfloat16, 3.5e-3), (torch.float16, 6e-4)):
         add = torch.randn(len(x), n, device="cuda").to(dtype)
         for options in ((None,), (add, 1e-5), (add, None, True), (add.float(), 1e-5, False, True)):
@@ -166,7 +166,7 @@ def test_many_tokens_through_the_weight(bits: int, n: int, k: int, monkeypatch: 
             plain = rest if options[0] is not None else [*rest[:-2], None, bits]  # straight into the result
             results = []
             for size in strips:
-                monkeypatch.setattr(e8p_dense, "STRIP_BYTES", size)
+                monkeypatch.setattr(e8p_dequantize, "STRIP_BYTES", size)
                 _poison((len(x), n), torch.float32 if len(options) == 4 else dtype)
                 results.append(cuda_e8p.linear(given, *plain, *options))
             truth = _truth(given, *plain, *options)
@@ -181,7 +181,9 @@ def test_the_weight_is_what_the_codes_stand_for() -> None:
         _, codes, rest, table, in_scale, out_scale, _, _ = _arguments(1, n, k, bits)
         w = torch.full((n, k), float("nan"), dtype=dtype, device="cuda")
         blocks = [64 if size % 128 else 128 for size in (n, k)]
-        e8p_dense.weight(codes, rest, table, in_scale, out_scale, bits, blocks[0], (blocks[0] * blocks[1]) ** -0.5, w)
+        e8p_dequantize.weight(
+            codes, rest, table, in_scale, out_scale, bits, blocks[0], (blocks[0] * blocks[1]) ** -0.5, w
+        )
         eye = torch.eye(k, dtype=torch.float64, device="cuda")
         assert _error(w, _truth(eye, codes, rest, table, in_scale, out_scale, None, bits).T) < bound, (n, k, bits)
 

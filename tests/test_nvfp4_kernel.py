@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from h200 import H200
 from onegraph.ops.cuda import nvfp4, nvfp4_one
 from onegraph.ops.nvfp4 import random_weight
 from onegraph.ops.nvfp4_linear import nvfp4_experts, nvfp4_grouped_linear
@@ -30,8 +31,8 @@ def rng(seed: int = 0) -> torch.Generator:
 @pytest.fixture(scope="module")
 def build(tmp_path_factory: pytest.TempPathFactory):
     path = tmp_path_factory.mktemp("nvfp4")
-    decode = nvfp4.SOURCE.with_name("nvfp4_decode.cuh")
-    for file in (nvfp4.SOURCE, nvfp4.SHORT, nvfp4_one.SOURCE, decode, HERE / "nvfp4_common.cuh", HERE / "run.cpp"):
+    sources = nvfp4.KERNEL.path, nvfp4.SHORT.path, nvfp4_one.KERNEL.path
+    for file in (*sources, sources[0].with_name("nvfp4_decode.cuh"), HERE / "nvfp4_common.cuh", HERE / "run.cpp"):
         shutil.copy(file, path)
 
     @cache
@@ -168,7 +169,7 @@ def run_one(
     inner = top_k if mode == nvfp4_one.DOWN else 1
     rows = groups if mode == nvfp4_one.LINEAR else tokens
     slices = k // nvfp4_one.SLICE * inner
-    cut = nvfp4_one.cut(rows * each, slices, inner, each, blocks)
+    cut = nvfp4_one.plan(rows * each, slices, inner, each, blocks, H200.shared)
     assert cut is not None
     half, warps = int(tensors[0].dtype == torch.float16), nvfp4_one.WARPS
     program = build(ONE=1, HALF=half, MODE=mode, WARPS=warps, DEPTH=depth, PACE=nvfp4_one.PACE)
@@ -239,16 +240,16 @@ def test_experts_of_few_tokens(
 
 @pytest.mark.parametrize(("n", "k"), [(4096, 14336), (14336, 4096), (16, 256), (129280, 7168), (1536, 1024)])
 def test_a_cut_of_one_token_covers_its_shape(n: int, k: int) -> None:
-    cut = nvfp4_one.linear_cut(n, k, 1, 132)
+    cut = nvfp4_one.linear_plan(n, k, 1, H200)
     assert cut is not None
     assert cut.blocks * cut.hold >= -(-n // nvfp4_one.ROWS)
-    assert nvfp4_one.linear_cut(n, k + 64, 1, 132) is None
+    assert nvfp4_one.linear_plan(n, k + 64, 1, H200) is None
 
 
 @pytest.mark.parametrize(("dim", "wide"), [(4096, 2048), (7168, 3072)])
 def test_experts_of_v4_fit(dim: int, wide: int) -> None:
-    assert nvfp4_one.experts_cuts(1, dim, wide, 7, 132) is not None
-    assert nvfp4_one.experts_cuts(1, dim, wide + 16, 7, 132) is None
+    assert nvfp4_one.experts_plans(1, dim, wide, 7, H200) is not None
+    assert nvfp4_one.experts_plans(1, dim, wide + 16, 7, H200) is None
 
 
 @pytest.mark.parametrize("depths", [nvfp4.DEPTHS, nvfp4.LINEAR_DEPTHS])
@@ -256,8 +257,8 @@ def test_experts_of_v4_fit(dim: int, wide: int) -> None:
 @pytest.mark.parametrize("sums", [512, 1024, nvfp4.sums(nvfp4.DOWN, together=True)])
 def test_a_cut_covers_its_shape_and_fits(n: int, k: int, depths: tuple[int, ...], sums: int) -> None:
     row_tiles, slices = -(-n // nvfp4.ROWS), -(-k // nvfp4.SLICE)
-    cut = nvfp4.plan(row_tiles, slices, sums, 132, depths)
-    assert cut.shared(sums) <= nvfp4.SHARED_LIMIT
+    cut = nvfp4.plan(row_tiles, slices, sums, 132, depths, H200.shared - nvfp4.ROUTES)
+    assert cut.shared(sums) <= H200.shared - nvfp4.ROUTES
     assert cut.blocks <= row_tiles
     assert cut.across <= slices
     assert 1 <= cut.down <= cut.hold

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from h200 import H200
 from onegraph.ops.cuda import sampling as kernel
 from onegraph.ops.sampling import greedy, sample, uniform
 
@@ -189,10 +190,10 @@ def test_fake_implementations_agree():
     [(1, 128256, 16), (7, 49152, 16), (8, 49152, 8), (16, 128256, 4), (16, kernel.MAX_WIDTH, 16), (999, 3, 4)],
 )
 def test_a_row_is_shared_by_as_many_blocks_as_run_at_once_and_hold_it(rows, width, blocks):
-    size, part, shared = kernel.cut(rows, width)
+    size, part, shared = kernel.plan(rows, width, H200)
     assert size == blocks
     assert size * part >= width
-    assert shared <= kernel.SHARED_LIMIT
+    assert shared <= H200.shared
 
 
 @pytest.mark.gpu

@@ -103,7 +103,7 @@ def test_one_graph_serves_all_lengths(case: str, form: str, monkeypatch: pytest.
     force(form, monkeypatch)
     args = arguments(case, torch.bfloat16, "cuda")
     batch, reach = len(args["positions"]), args["block_table"].shape[1] * 16
-    assert kernel.form(TurboQuantDecode(**args)) is not None
+    assert kernel.plan_of(TurboQuantDecode(**args)) is not None
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
         turboquant_decode(*args.values())

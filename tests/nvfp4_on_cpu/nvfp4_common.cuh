@@ -72,7 +72,7 @@ static void __syncthreads() { meet(BLOCK); }
 static void wait_for_previous() {}
 static void let_next_start() {}
 static void pause(u32 nanoseconds) {}
-static void prefetch(const void* p) { check_read(p, 128); }
+static void prefetch_l1(const void* p) { check_read(p, 128); }
 
 static uint4 stream(const u8* p) {
   check_read(p, 16);
@@ -177,15 +177,15 @@ struct alignas(8) Barrier { u8 bytes[8]; };
 struct Phase { int all, missing, opened, expected, asked; std::vector<std::function<void()>> copies; };
 static std::map<Barrier*, Phase> phases;
 static void make_barrier(Barrier* b, u32 arrivals) { phases[b] = {(int)arrivals, (int)arrivals, 0, 0, 0, {}}; }
-static void barriers_are_made() {}
+static void barriers_made() {}
 static void arrive(Barrier* b) {
   if (--phases[b].missing < 0) fail("one arrival too many");
 }
-static void arrive_with_bytes(Barrier* b, u32 bytes) {
+static void expect(Barrier* b, u32 bytes) {
   phases[b].expected += bytes;
   arrive(b);
 }
-static void wait_for(Barrier* b, u32 parity) {
+static void wait_barrier(Barrier* b, u32 parity) {
   for (int turn = 0; phases[b].opened % 2 == (int)parity; ++turn) {
     Phase& p = phases[b];
     if (p.asked > p.expected && !p.missing) fail("a barrier that gets more bytes than it waits for");
@@ -212,7 +212,7 @@ static void copy_box(u8* to, const TensorMap& m, int row, int slice, Barrier* b)
     }
   });
 }
-static void sync_threads(u32 count) { meet(SOME); }
+static void some_meet(int barrier, int threads) { meet(SOME); }
 static void mma(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const int (&c)[4]) {
   const u32 own[6] = {a[0], a[1], a[2], a[3], b0, b1};
   memcpy(fibers[current].fragments, own, sizeof own);

@@ -80,4 +80,8 @@ def chained(model: Llama) -> Llama | ChainedLlama:
     if not all(block.fused for block in blocks):
         return model
     chains = [Chain(block, following) for block, following in zip(blocks, [*blocks[1:], None], strict=True)]
-    return ChainedLlama(model, chains) if all(chain.suits for chain in chains) else model
+    if not all(chain.suits for chain in chains):
+        return model
+    for block in blocks:
+        block.attention.chained = True
+    return ChainedLlama(model, chains)

@@ -33,6 +33,10 @@ class Attention(nn.Module):
         q_norm, k_norm: per-head RMSNorm weights [head_dim] (Qwen3) or None; eps: theirs.
         cos, sin: RoPE tables float32 [positions, head_dim / 2], shared by all layers; None for a layer without RoPE.
         window: number of latest keys that a query sees, 0 for all.
+
+    Attributes:
+        chained: what follows a call of one token is the one launch of a `Chain`, which sets this and gains from being
+            started early. Any other linear would ask for its codes before attention has its keys and values.
     """
 
     q_norm: Tensor | None
@@ -57,6 +61,7 @@ class Attention(nn.Module):
         super().__init__()
         self.index, self.heads, self.kv_heads, self.head_dim = index, heads, kv_heads, head_dim
         self.eps, self.window, self.scale = eps, window, head_dim**-0.5
+        self.chained = False
         self.register_buffer("q_norm", q_norm)
         self.register_buffer("k_norm", k_norm)
         self.register_buffer("cos", cos, persistent=False)
@@ -156,7 +161,7 @@ class PagedCache:
         if self.fused and qkv.shape[1] == 1:
             return paged_decode(
                 qkv, a.q_norm, a.k_norm, a.eps, a.cos, a.sin, self.positions, self.counts, self.block_table,
-                keys, values, self.tickets, a.heads, a.scale, a.window,
+                keys, values, self.tickets, a.heads, a.scale, a.window, a.chained and qkv.shape[0] == 1,
             ).flatten(2)  # fmt: skip
         q = rope_cache_write(
             qkv, a.q_norm, a.k_norm, a.eps, a.cos, a.sin,

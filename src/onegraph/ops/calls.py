@@ -16,7 +16,8 @@ Written = Annotated[Tensor, "written"]  # an argument that the op writes
 
 @dataclass(eq=False)
 class Call:
-    """Fields are Tensor, Written, int, float, bool or str; tensors may be optional, and None then their default."""
+    """Fields are Tensor, Written, int, float, bool or str; tensors may be optional. The last ones may have a
+    default."""
 
     def __iter__(self) -> Iterator[Any]:
         """The arguments, in the schema's order."""
@@ -32,7 +33,7 @@ class Call:
             optional = NoneType in get_args(kind)
             kind = get_args(kind)[0] if optional else kind
             text = f"Tensor({next(marks)}!)" if kind == Written else kind.__name__
-            default = "=None" if hasattr(cls, name) else ""
+            default = f"={getattr(cls, name)}" if hasattr(cls, name) else ""
             found.append(f"{text}{'?' * optional} {name}{default}")
         return ", ".join(found)
 
@@ -93,6 +94,7 @@ class PagedDecode(Tokens):
     heads: int
     scale: float
     window: int
+    early: bool = False
 
 
 @dataclass(eq=False)
@@ -177,6 +179,7 @@ class TurboQuantDecode(Tokens):
     scale: float
     window: int
     limit: int
+    early: bool = False
 
 
 @dataclass(eq=False)

@@ -12,7 +12,7 @@ from onegraph.ops.registry import Case, Op, nbytes, register
 
 def _parts(call: PagedDecode, q: Tensor | None = None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Arguments of `rope_cache_write`, and of `paged_attention` for the queries that it returns."""
-    *tokens, _, heads, scale, window = call
+    *tokens, _, heads, scale, window, _ = call
     if q is None:
         q = call.qkv.new_empty(call.qkv.shape[0], 1, heads, call.k_cache.shape[3])  # never filled, for the check
     return (*tokens, heads), (q, call.k_cache, call.v_cache, call.block_table, call.positions, scale, window)
@@ -104,6 +104,9 @@ paged_decode = register(
 )  # fmt: skip
 """qkv [B, 1, (heads + 2 kv_heads) D] -> [B, 1, heads, D]: arguments and meaning of `rope_cache_write`, then of
 `paged_attention`, in one launch where there is a kernel.
+
+`early`: what follows may start at once, in place of behind q, k and v: right for a launch that reads little before its
+own wait, while one that asks for many codes would take the memory from keys and values. The result is the same.
 
 A row with count 0, or that stands beyond the block table's reach, writes nothing and gets zeros. tickets int32
 [>= B * kv_heads] must be zeros and is left as zeros: programs draw from it who merges. May run in a captured graph, or

@@ -21,7 +21,7 @@ from onegraph.ops.turboquant_hybrid import turboquant_hybrid
 
 def _write(call: TurboQuantDecode) -> tuple[Any, ...]:
     """The arguments of `turboquant_write`."""
-    *written, _, _, _, _ = call
+    *written, _, _, _, _, _ = call
     return *written, False
 
 
@@ -42,8 +42,8 @@ def _on_gpu(call: TurboQuantDecode) -> Tensor:
     """The CUDA kernel for what it takes: a token a row, of rows that can hold little. The rest in two ops."""
     from onegraph.ops.cuda import turboquant_decode as kernel
 
-    form = kernel.form(call)
-    return _turboquant_decode(call) if form is None else kernel.decode(call, *form, DRAFTS)
+    found = kernel.plan_of(call)
+    return _turboquant_decode(call) if found is None else kernel.decode(call, *found, DRAFTS)
 
 
 def _check(call: TurboQuantDecode) -> None:
@@ -129,6 +129,6 @@ turboquant_decode = register(
 """qkv [B, Q, (heads + 2 kv_heads) D] -> [B, Q, heads, D], turned back.
 
 `turboquant_write` of the tokens (its arguments up to `kind`), then `turboquant_hybrid` of the queries
-that it returns. Results of tokens that are not real are anyone's. On a GPU what earlier calls on the same cache wrote
-may be read before the kernels in front are done, so between two such calls stands a kernel that waits and starts no
-other early, as between the steps of a model."""
+that it returns; `early` as of `paged_decode`. Results of tokens that are not real are anyone's. On a GPU what earlier
+calls on the same cache wrote may be read before the kernels in front are done, so between two such calls stands a
+kernel that waits and starts no other early, as between the steps of a model."""

@@ -8,13 +8,15 @@ variant). Nothing here may run for the first time inside a capture: loading a mo
 import ctypes
 import hashlib
 import os
+import struct
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 
@@ -44,17 +46,67 @@ def check(result: tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-def compile_cubin(source: Path, defines: Mapping[str, int], capability: tuple[int, int]) -> bytes:
+class Arguments:
+    """The one parameter of a kernel, `struct Arguments` of its source: maps, pointers, ints, floats, in this order.
+
+    The source is not compiled unless its struct has these fields at these places, of these types.
+    """
+
+    def __init__(
+        self,
+        *,
+        maps: tuple[str, ...] = (),
+        pointers: tuple[str, ...],
+        ints: tuple[str, ...] = (),
+        floats: tuple[str, ...] = (),
+    ) -> None:
+        self.names = (*maps, *pointers, *ints, *floats)
+        self._scalars = {**dict.fromkeys(ints, "int"), **dict.fromkeys(floats, "float")}
+        self._sizes = [128] * len(maps) + [8] * len(pointers) + [4] * len(self._scalars)
+        size, alignment = sum(self._sizes), 64 if maps else 8
+        kinds = "128s" * len(maps) + "Q" * len(pointers) + "i" * len(ints) + "f" * len(floats)
+        self._struct = struct.Struct(f"={kinds}{-size % alignment}x")
+
+    def pack(self, **values: Any) -> bytes:
+        """The parameter's bytes: of every field its value, a map's as `tensor_map` gives it, a pointer's an address."""
+        assert len(values) == len(self.names), f"fields are {self.names}, got {tuple(values)}"
+        return self._struct.pack(*map(values.__getitem__, self.names))
+
+    @property
+    def checks(self) -> str:
+        """C++ that compiles where `struct Arguments` is what this is."""
+        lines, at = [], 0
+        for name, size in zip(self.names, self._sizes, strict=True):
+            lines.append(f"__builtin_offsetof(Arguments, {name}) == {at} && sizeof(((Arguments*)0)->{name}) == {size}")
+            at += size
+        lines += [f"__is_same(decltype(Arguments::{name}), {kind})" for name, kind in self._scalars.items()]
+        lines.append(f"sizeof(Arguments) == {self._struct.size}")
+        return "".join(f'static_assert({line}, "Arguments and its launcher differ");\n' for line in lines)
+
+
+def pointer(tensor: torch.Tensor | None) -> int:
+    """Its address, 0 of None."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def addresses(**tensors: torch.Tensor | None) -> dict[str, int]:
+    """`pointer` of each."""
+    return {name: pointer(tensor) for name, tensor in tensors.items()}
+
+
+def compile_cubin(
+    source: Path, defines: Mapping[str, int], capability: tuple[int, int], arguments: Arguments | None = None
+) -> bytes:
     """The cubin of `source` for compute capability `capability`, from the cache or from NVRTC.
 
-    `source` may include the .cuh files beside it.
+    `source` may include the .cuh files beside it. `arguments`: what its `struct Arguments` must be.
     Raises BuildError where there is no NVRTC or it refuses; its log is in the message.
     """
     _, nvrtc = _bindings()
     arch = f"sm_{capability[0]}{capability[1]}" + ("a" if capability[0] >= 9 else "")
     options = [f"--gpu-architecture={arch}", "--std=c++17", "--device-as-default-execution-space"]
     options += [f"-D{name}={value}" for name, value in sorted(defines.items())]
-    text = source.read_bytes()
+    text = source.read_bytes() + (arguments.checks.encode() if arguments else b"")
     headers = {path.name: path.read_bytes() for path in sorted(source.parent.glob("*.cuh"))}
     try:
         version = check(nvrtc.nvrtcVersion())
@@ -113,10 +165,10 @@ class Kernel:
 
 
 def clusters(kernel: Kernel, threads: int, shared: int, size: int) -> int:
-    """How many clusters of `size` blocks the kernel's GPU holds at a time."""
+    """How many clusters of `size` blocks the kernel's GPU holds at a time; 0 where it holds none so large."""
     config = _config((size, 1, 1), threads, shared, size, 0)
-    value: int = check(_bindings()[0].cuOccupancyMaxActiveClusters(kernel.function, config))
-    return value
+    code, value = _bindings()[0].cuOccupancyMaxActiveClusters(kernel.function, config)
+    return 0 if int(code) else int(value)
 
 
 @lru_cache(maxsize=4096)
@@ -183,31 +235,85 @@ def _encode(
     return ctypes.string_at(int(encoded.getPtr()), 128)
 
 
-def load(
-    source: Path, defines: Mapping[str, int], names: tuple[str, ...], device: int, shared: int
-) -> tuple[Kernel, ...]:
-    """The functions `names` of `source` on `device`, whose blocks may take all shared memory, `shared` bytes at least,
-    and whose clusters may be of 16.
+HOPPER = ((9, 0),)  # wgmma
+CLUSTERS = ((9, 0), (10, 0))  # clusters of 16 blocks, 227 KB of shared memory a block
+EVERY = ((9, 0), (10, 0), (12, 0))
 
-    Raises BuildError where they cannot be had, RuntimeError inside a capture.
+
+class Source:
+    """A file of kernels, `name`.cu beside this one: what it defines, what its kernels are given, which GPUs it is for.
+
+    Attributes:
+        functions: names of its kernels, which share one parameter, `arguments`; None of kernels without one.
+        capabilities: compute capabilities that it is for; CI compiles the variant that `example` defines for each.
     """
+
+    every: ClassVar[list["Source"]] = []
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        functions: tuple[str, ...],
+        arguments: Arguments | None = None,
+        capabilities: tuple[tuple[int, int], ...],
+        example: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        self.path = Path(__file__).with_name(f"{name}.cu")
+        self.functions, self.arguments, self.capabilities, self.example = functions, arguments, capabilities, example
+        Source.every.append(self)
+
+    def cubin(self, defines: Mapping[str, int], capability: tuple[int, int]) -> bytes:
+        """See `compile_cubin`. BuildError for a GPU that the source is not for."""
+        if capability[0] not in {major for major, _ in self.capabilities}:
+            known = ", ".join(f"{major}.{minor}" for major, minor in self.capabilities)
+            got = "{}.{}".format(*capability)
+            raise BuildError(f"{self.path.name} is written for compute capability {known}; this GPU has {got}")
+        return compile_cubin(self.path, defines, capability, self.arguments)
+
+    def load(
+        self, defines: Mapping[str, int], device: int, shared: int = 0, functions: tuple[str, ...] = ()
+    ) -> tuple[Kernel, ...]:
+        """The kernels (`functions` of them) on `device`, whose blocks may take all shared memory, `shared` bytes at
+        least, and whose clusters may be of 16.
+
+        Raises BuildError where they cannot be had, RuntimeError inside a capture.
+        """
+        return load(self, defines, device, shared, functions or self.functions)
+
+    def usable(self, device: int, otherwise: str, shared: int = 0) -> bool:
+        """Whether `device` can have them. Where it cannot, warns of what happens `otherwise`."""
+        try:
+            self.load(self.example, device, shared)
+        except BuildError as error:
+            message = f"{self.path.name} cannot be built for GPU {device}, {otherwise}: {error}"
+            warnings.warn(message, stacklevel=3)
+            return False
+        return True
+
+
+def load(
+    source: Source, defines: Mapping[str, int], device: int, shared: int, functions: tuple[str, ...]
+) -> tuple[Kernel, ...]:
+    """See `Source.load`."""
     if torch.cuda.is_current_stream_capturing():
+        name = source.path.name
         raise RuntimeError(
-            f"{source.name} {dict(defines)} would be compiled inside a CUDA-graph capture; run the step once before"
+            f"{name} {dict(defines)} would be compiled inside a CUDA-graph capture; run the step once before"
         )
     driver, _ = _bindings()
-    capability = torch.cuda.get_device_capability(device)
-    if capability[0] < 9:
-        raise BuildError(f"compute capability {capability[0]}.{capability[1]} has no thread-block clusters; 9.0 has")
+    cubin = source.cubin(defines, torch.cuda.get_device_capability(device))
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # makes the device's context current
         optin = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
         most = check(driver.cuDeviceGetAttribute(optin, check(driver.cuCtxGetDevice())))
         if most < shared:
-            raise BuildError(f"a block has {most} bytes of shared memory on this GPU; the kernels are cut for {shared}")
-        module = check(driver.cuModuleLoadData(compile_cubin(source, defines, capability)))
+            raise BuildError(
+                f"a block has {most} bytes of shared memory on this GPU; {source.path.name} takes {shared}"
+            )
+        module = check(driver.cuModuleLoadData(cubin))
         kernels = []
-        for name in names:
+        for name in functions:
             function = check(driver.cuModuleGetFunction(module, name.encode()))
             about = driver.CUfunction_attribute
             static = check(driver.cuFuncGetAttribute(about.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function))
@@ -216,6 +322,51 @@ def load(
             check(driver.cuFuncSetAttribute(function, about.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
             kernels.append(Kernel(function, device))
     return tuple(kernels)
+
+
+@dataclass(frozen=True, eq=False)
+class Device:
+    """What kernels are planned for, as the driver tells it.
+
+    Attributes:
+        sms: streaming multiprocessors.
+        shared: bytes of shared memory that a block can take; sm_shared: that an SM has, `RESERVED` a block.
+        clusters: how many clusters of 1, 2, .. 16 blocks it holds at a time where each block takes an SM; 0: none.
+    """
+
+    sms: int
+    shared: int
+    sm_shared: int
+    clusters: tuple[int, ...]
+
+    def at_once(self, size: int, per_sm: int = 1) -> int:
+        """Clusters of `size` blocks that run at once, `per_sm` blocks an SM, where an SM is lost to none of them.
+
+        A cluster lies in one GPC, and one of 16 blocks takes it whole, so there are as many GPCs as those; the SMs that
+        a GPC has beyond the others' are left to what runs beside.
+        """
+        gpcs = self.clusters[-1]
+        return gpcs * (self.sms // gpcs * per_sm // size) if gpcs else self.clusters[size - 1] * per_sm
+
+
+RESERVED = 1024  # bytes of an SM's shared memory that the driver takes of each block
+
+
+OCCUPANCY = Source("occupancy", functions=("occupancy",), capabilities=EVERY)
+
+
+@cache
+def device(index: int) -> Device:
+    """The GPU of this number. Not for the first time inside a capture; BuildError where it has no clusters."""
+    (probe,) = OCCUPANCY.load({}, index)
+    driver, about = _bindings()[0], _bindings()[0].CUdevice_attribute
+    sms, shared, sm_shared = (
+        check(driver.cuDeviceGetAttribute(getattr(about, f"CU_DEVICE_ATTRIBUTE_{name}"), index))
+        for name in (
+            "MULTIPROCESSOR_COUNT", "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR",
+        )
+    )  # fmt: skip
+    return Device(sms, shared, sm_shared, (sms, *(clusters(probe, 32, shared, size) for size in range(2, 17))))
 
 
 def resident(data: torch.Tensor, device: int) -> int:
@@ -240,13 +391,3 @@ def host_copy(data: torch.Tensor) -> torch.Tensor:
         torch.cuda.current_stream().synchronize()
         check(driver.cuMemcpyDtoH(copy.data_ptr(), data.data_ptr(), data.numel() * data.element_size()))
     return copy
-
-
-def usable(build_one: Callable[[], object], otherwise: str = "Triton's are used") -> bool:
-    """Whether kernels can be had: calls `build_one`. Where it raises BuildError, warns of what happens `otherwise`."""
-    try:
-        build_one()
-    except BuildError as error:
-        warnings.warn(f"CUDA kernels of onegraph cannot be built, {otherwise}: {error}", stacklevel=3)
-        return False
-    return True

@@ -13,15 +13,12 @@
 // 3200 (16 warps). With that, and the rest of this order, a launch adds 4.2 us to a layer of 8B at 1k keys (B = 1), not 5.8.
 //
 // Set when compiled: HALF (1: float16, 0: bfloat16), DIM (64 or 128), GROUP (1 to 8 heads a kv head), PAGE (tokens),
-// NORM, ROPE, WARPS (of a block), SIZE (blocks of a cluster), KV_HEADS, WINDOW (0: none), and strides of the cache and of
-// the angles: PAGE_STRIDE, PLACE_STRIDE, HEAD_STRIDE (units of DIM), TURN_STRIDE.
+// NORM, ROPE, EARLY, WARPS (of a block), SIZE (blocks of a cluster), KV_HEADS, WINDOW (0: none), and strides of the cache
+// and of the angles: PAGE_STRIDE, PLACE_STRIDE, HEAD_STRIDE (units of DIM), TURN_STRIDE.
 //
 // What is here is one kernel, whose steps share registers and one layout of shared memory: hence past 400 lines.
 
-using u16 = unsigned short;
-using u32 = unsigned int;
-
-#include "cluster.cuh"
+#include "ptx.cuh"
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int TILE = 16;                           // keys
@@ -30,10 +27,10 @@ constexpr int STEPS = DIM / 32;                    // chunks 4 i + t of a head a
 constexpr int KEYS = 32 / CHUNKS;                  // that a warp's fetch of 16 bytes a lane takes
 static_assert(PAGE % TILE == 0, "a tile lies in one page");
 constexpr int OUTPUTS = GROUP * DIM;
-// A model so small that the linears behind attention may be one launch (e8p_chain.cu). That one gains 1.3 us a layer from
-// being let go in the first line (SmolLM2-135M, 137 keys), and then values are fetched in time before the wait.
-// Elsewhere the codes that the next linear asks for would come before keys and values: .7 us a layer (8B, 1k keys, B = 1).
-constexpr bool SMALL = (GROUP + 2) * KV_HEADS * DIM <= 1536;
+// With EARLY the next launch is let go in the first line, and then values are fetched in time before the wait: what follows
+// holds back its own reading, or reads little. Elsewhere the codes that the next linear asks for would come before keys and
+// values: .7 us a layer (8B, 1k keys, B = 1). In front of a small model's chain of linears it gains 1.3 us a layer
+// (SmolLM2-135M, 137 keys).
 constexpr int SHARE = OUTPUTS / SIZE;              // outputs that a block of the cluster ends
 constexpr int LANES = THREADS >= 2 * OUTPUTS ? 4 : THREADS >= OUTPUTS ? 2 : 1;  // that add up a pair of outputs
 constexpr float NONE = -1e30f;                     // below every score; finite, so that a difference is never NaN
@@ -68,66 +65,26 @@ struct Shared {
 };
 
 __device__ __forceinline__ float2 widen(u32 x) {
-  if (HALF) {
-    float2 y;
-    asm("{ .reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }" : "=f"(y.x), "=f"(y.y) : "r"(x));
-    return y;
-  }
+  if (HALF) return halves_to_floats(x);
   return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
 }
 
 __device__ __forceinline__ u32 narrow(float lower, float upper) {
-  u32 y;
-  if (HALF) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(upper), "f"(lower));
-  else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(upper), "f"(lower));
-  return y;
-}
-
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
+  return HALF ? floats_to_halves(lower, upper) : floats_to_bf16s(lower, upper);
 }
 
 __device__ __forceinline__ void fetch(uint4* to, const u16* from, bool there) {  // zeros where not there
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-               :: "r"((u32)__cvta_generic_to_shared(to)), "l"(from), "r"(there ? 16 : 0) : "memory");
+  copy16<ALONE>(address(to), from, there);
 }
-__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 __device__ __forceinline__ void arrived_before_last() {  // all groups but the last, for the whole warp
-  asm volatile("cp.async.wait_group 1;" ::: "memory");
+  wait_but<1>();
   __syncwarp();
 }
 
 // c [16, 8] += a [16, 16] b [16, 8]
 __device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-#define MMA(type) asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, " \
-                      "{%0,%1,%2,%3};" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                  \
-                      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1))
-  if (HALF) MMA("f16");
-  else MMA("bf16");
-#undef MMA
-}
-
-__device__ __forceinline__ u32 transpose(u32 x) {  // 8 x 8 halves, one row in four lanes
-  u32 y;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-  return y;
-}
-
-__device__ __forceinline__ uint4 load_transposed(const uint4* row) {  // four matrices, a row's address in each lane
-  uint4 y;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(y.x), "=r"(y.y), "=r"(y.z), "=r"(y.w) : "r"((u32)__cvta_generic_to_shared(row)) : "memory");
-  return y;
-}
-
-__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void expect(u32 barrier, int bytes) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(barrier) : "memory");
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
-  barriers_visible();
+  if (HALF) mma_f16(c, a0, a1, a2, a3, b0, b1);
+  else mma_bf16(c, a0, a1, a2, a3, b0, b1);
 }
 
 // A head, of which four lanes hold STEPS chunks each: normed and rotated in float32, rounded as the composition's q and k
@@ -178,8 +135,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) decode_atte
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const u32 rank = cluster_rank(), sent = (u32)__cvta_generic_to_shared(&s.sent);
   const int group = blockIdx.x / SIZE, row = group / KV_HEADS, kv_head = group % KV_HEADS;
-  if (SMALL) let_next_start();
-  if (threadIdx.x == 0) expect(sent, OUTPUTS * 4 + SIZE * GROUP * 8);
+  if (EARLY) let_next_start();
+  if (threadIdx.x == 0) make_barrier(sent, 1), expect(sent, OUTPUTS * 4 + SIZE * GROUP * 8), barriers_visible();
   __syncwarp();
   cluster_begun();
 
@@ -240,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) decode_atte
     angles(cosine, sine);
     issue(false, place, start);
     commit();
-    if (SMALL) {
+    if (EARLY) {
       issue(true, place, start);
       commit();
     }
@@ -248,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) decode_atte
   if (start + stride <= last) page = page_of(start + stride);      // used a tile later
   all_begun();                                                     // so that their memory can be written
   wait_for_previous();
-  if (!SMALL) let_next_start();
+  if (!EARLY) let_next_start();
   if (alone && rank > 0) return;
   const bool real = p.counts[row] > 0 && position == last;
   float acc[DIM / 16][4], best[2] = {NONE, NONE}, sum[2] = {0.f, 0.f};  // [dims 16 m + g and + 8][heads 2 t and 2 t + 1]
@@ -262,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) decode_atte
     uint4 q[STEPS];
 #pragma unroll
     for (int i = 0; i < STEPS; i++) q[i] = g < GROUP || with_key ? from[i * 4] : make_uint4(0, 0, 0, 0);
-    if (!SMALL) issue(true, place, start);                         // behind q, which would be late behind them
+    if (!EARLY) issue(true, place, start);                         // behind q, which would be late behind them
     issue_own(start);
     commit();
     turn(q, (const uint4*)(with_key ? p.k_norm : p.q_norm) + t, p.eps, cosine, sine);

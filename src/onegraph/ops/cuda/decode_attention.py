@@ -1,9 +1,7 @@
 """Launches `decode_attention.cu`; what it does not take goes to Triton's kernel."""
 
-import struct
 from dataclasses import asdict, dataclass
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -11,12 +9,18 @@ from torch import Tensor
 from onegraph.ops.calls import PagedDecode, StridedDecode
 from onegraph.ops.cuda import build
 
-SOURCE = Path(__file__).with_suffix(".cu")
 DIMS = (64, 128)
 MAX_GROUP = 8  # heads that share a kv head: columns of the kernel's products
 TILE = 16  # keys that a warp takes at a time, all in one page
-GPCS, GPC = 7, 18  # of an H200: a cluster lies in one GPC of 18 SMs, each with room for 16 warps
 ALIGNMENT = 16  # bytes, of what is read as 16 bytes at once
+
+ARGUMENTS = build.Arguments(
+    pointers=(
+        "qkv", "q_norm", "k_norm", "cos", "sin", "positions", "counts", "table", "keys", "values", "out",
+    ),
+    ints=("pages", "table_stride", "reach", "max_position", "ahead"),
+    floats=("eps", "scale"),
+)  # fmt: skip
 
 
 def takes(dtype: torch.dtype, dim: int, group: int, page: int, *read: Tensor) -> bool:
@@ -31,8 +35,10 @@ def takes(dtype: torch.dtype, dim: int, group: int, page: int, *read: Tensor) ->
 
 
 @dataclass(frozen=True)
-class Form:
-    """What the kernel is compiled for: its defines, in lower case. Strides of the cache are in units of `dim`."""
+class Plan:
+    """What the kernel is compiled for: its defines, in lower case. Blocks have `warps` warps, and `size` of them share
+    the keys of a (row, kv head) pair. `early`: the next launch is let go in the first line. Strides of the cache are in
+    units of `dim`."""
 
     half: bool
     dim: int
@@ -40,6 +46,7 @@ class Form:
     page: int
     norm: bool
     rope: bool
+    early: bool
     warps: int
     size: int
     kv_heads: int
@@ -51,34 +58,43 @@ class Form:
 
     @property
     def shared(self) -> int:
-        return shared(self.dim, self.group, self.warps, self.size)
+        """Bytes of `Shared` in the kernel."""
+        sums, outputs = 2 * 4 * 8 * (self.warps + self.size), 4 * self.group * self.dim + 8
+        return -(-(sums + outputs) // 128) * 128 + self.warps * 2 * TILE * 2 * self.dim
+
+    @property
+    def defines(self) -> dict[str, int]:
+        return {name.upper(): int(value) for name, value in asdict(self).items()}
+
+
+EXAMPLE = Plan(False, 128, 4, 16, False, True, False, 16, 8, 8, 0, 128, 8, 1, 64)
+KERNEL = build.Source(
+    "decode_attention",
+    functions=("decode_attention",),
+    arguments=ARGUMENTS,
+    capabilities=build.CLUSTERS,
+    example=EXAMPLE.defines,
+)
 
 
 @cache
-def _kernel(form: Form, device: int) -> build.Kernel:
-    defines = {name.upper(): int(value) for name, value in asdict(form).items()}
-    return build.load(SOURCE, defines, ("decode_attention",), device, form.shared)[0]
+def _kernel(plan: Plan, device: int) -> build.Kernel:
+    return KERNEL.load(plan.defines, device, plan.shared)[0]
 
 
 @cache
 def available(device: int) -> bool:
     """Whether the kernel can be built for this GPU; warns once where not."""
-    return build.usable(lambda: _kernel(Form(False, 128, 4, 16, False, True, 16, 8, 8, 0, 128, 8, 1, 64), device))
+    return KERNEL.usable(device, "Triton's computes the attention of decode steps", EXAMPLE.shared)
 
 
-def shared(dim: int, group: int, warps: int, size: int) -> int:
-    """Bytes of `Shared` in the kernel, in clusters of `size` blocks."""
-    sums, outputs, tile = 2 * 4 * 8 * (warps + size), 4 * group * dim + 8, 2 * TILE * 2 * dim
-    return -(-(sums + outputs) // 128) * 128 + warps * tile
-
-
-def cut(groups: int) -> tuple[int, int]:
+def share(groups: int, device: build.Device) -> tuple[int, int]:
     """(warps of a block, blocks that share the keys of one of `groups` (row, kv head) pairs).
 
     As many blocks as run at once, one an SM; two an SM where there are more groups than that.
     """
     for size in (8, 4, 2):
-        if groups <= GPCS * (GPC // size):
+        if groups <= device.at_once(size):
             return 16, size
     return 8, 2
 
@@ -86,7 +102,7 @@ def cut(groups: int) -> tuple[int, int]:
 def paged_decode(call: PagedDecode) -> Tensor:
     """See `onegraph.ops.decode_attention.paged_decode`."""
     qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table, k_cache, v_cache, _, *numbers = call
-    heads, scale, window = numbers
+    heads, scale, window, early = numbers
     rows = qkv.shape[0]
     kv_heads, dim = k_cache.shape[2:]
     group = heads // kv_heads
@@ -100,7 +116,7 @@ def paged_decode(call: PagedDecode) -> Tensor:
     out = torch.empty((rows, 1, heads, dim), dtype=qkv.dtype, device=qkv.device)
     _launch(
         qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table, k_cache, v_cache, out, scale, window,
-        ahead=0,
+        ahead=0, early=early,
     )  # fmt: skip
     return out
 
@@ -118,7 +134,22 @@ def strided_decode(call: StridedDecode) -> None:
     if qkv.shape[0] > 0:
         cos, sin = table.chunk(2, dim=1)
         _launch(
-            qkv, None, None, 0.0, cos, sin, lengths, lengths, block_table, keys, values, out, scale, window=0, ahead=1
+            qkv,
+            None,
+            None,
+            0.0,
+            cos,
+            sin,
+            lengths,
+            lengths,
+            block_table,
+            keys,
+            values,
+            out,
+            scale,
+            window=0,
+            ahead=1,
+            early=False,
         )
 
 
@@ -138,31 +169,33 @@ def _launch(
     scale: float,
     window: int,
     ahead: int,
+    early: bool,
 ) -> None:
     """As the kernel's `Arguments` say."""
     device, rows = qkv.device.index, qkv.shape[0]
     pages, page_size, kv_heads, dim = k_cache.shape
     group = out.numel() // (rows * kv_heads * dim)
-    warps, size = cut(rows * kv_heads)
+    warps, size = share(rows * kv_heads, build.device(device))
     page_stride, place_stride, head_stride = (stride // dim for stride in k_cache.stride()[:3])
-    form = Form(
-        qkv.dtype == torch.float16, dim, group, page_size, q_norm is not None, cos is not None, warps, size, kv_heads,
-        window, page_stride, place_stride, head_stride, 0 if cos is None else cos.stride(0),
+    plan = Plan(
+        qkv.dtype == torch.float16, dim, group, page_size, q_norm is not None, cos is not None, early, warps, size,
+        kv_heads, window, page_stride, place_stride, head_stride, 0 if cos is None else cos.stride(0),
     )  # fmt: skip
-    kernel = _kernel(form, device)
-    tensors = (qkv, q_norm, k_norm, cos, sin, positions, counts, block_table, k_cache, v_cache, out)
-    arguments = struct.pack(
-        "11Q5i2f4x",  # as long as the struct, whose pointers align it to 8 bytes
-        *(0 if t is None else t.data_ptr() for t in tensors),
-        pages,
-        block_table.stride(0),
-        block_table.shape[1] * page_size,
-        0 if cos is None else cos.shape[0] - 1,
-        ahead,
-        eps,
-        scale,
-    )
-    launch = (rows * kv_heads * size, 1, 1), 32 * warps, form.shared, size
+    kernel = _kernel(plan, device)
+    arguments = ARGUMENTS.pack(
+        **build.addresses(
+            qkv=qkv, q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin, positions=positions, counts=counts,
+            table=block_table, keys=k_cache, values=v_cache, out=out,
+        ),
+        pages=pages,
+        table_stride=block_table.stride(0),
+        reach=block_table.shape[1] * page_size,
+        max_position=0 if cos is None else cos.shape[0] - 1,
+        ahead=ahead,
+        eps=eps,
+        scale=scale,
+    )  # fmt: skip
+    launch = (rows * kv_heads * size, 1, 1), 32 * warps, plan.shared, size
     stream = torch._C._cuda_getCurrentRawStream(device)
     if torch.cuda.current_device() == device:
         kernel.launch(*launch, stream, arguments)

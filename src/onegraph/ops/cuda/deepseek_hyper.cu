@@ -8,9 +8,7 @@
 //
 // Set when compiled: HALF (1: float16, 0: bfloat16), WIDE (whether `norm` is float32), DIM (a multiple of 1024), PER.
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned long long u64;
+#include "ptx.cuh"
 
 constexpr int H = 4, ROWS = H * (H + 2), BLOCKS = 16;
 constexpr int PAIRS = DIM / BLOCKS / 2, THREADS = 2 * PAIRS, SIDE = PAIRS / 32, MINE = ROWS / 2;
@@ -33,44 +31,11 @@ struct Arguments {
 };
 
 __device__ __forceinline__ float widen(u16 v) {
-#if HALF
-  float y;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(v));
-  return y;
-#else
-  return __uint_as_float((u32)v << 16);
-#endif
+  return HALF ? half_to_float(v) : __uint_as_float((u32)v << 16);
 }
-__device__ __forceinline__ u16 narrow(float v) {
-  u16 d;
-#if HALF
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(d) : "f"(v));
-#else
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(d) : "f"(v));
-#endif
-  return d;
-}
+__device__ __forceinline__ u16 narrow(float v) { return HALF ? float_to_half(v) : float_to_bf16(v); }
 __device__ __forceinline__ float2 widen2(u32 v) { return make_float2(widen((u16)v), widen((u16)(v >> 16))); }
 __device__ __forceinline__ u32 narrow2(float2 v) { return (u32)narrow(v.x) | (u32)narrow(v.y) << 16; }
-__device__ __forceinline__ u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-// A number into the same variable of another block, told to the same barrier there.
-__device__ __forceinline__ void send(float* mine, u64* barrier, u32 block, float v) {
-  asm volatile("{.reg .b32 to, told; mapa.shared::cluster.u32 to, %0, %2; mapa.shared::cluster.u32 told, %1, %2;"
-               "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [to], %3, [told];}"
-               :: "r"(address(mine)), "r"(address(barrier)), "r"(block), "f"(v) : "memory");
-}
-__device__ __forceinline__ void expect(u64* barrier, u32 bytes) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(address(barrier)) : "memory");
-  asm volatile("{.reg .b64 s; mbarrier.arrive.expect_tx.shared::cta.b64 s, [%0], %1;}"
-               :: "r"(address(barrier)), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void receive(u64* barrier) {
-  u32 done;
-  do {
-    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;"
-                 "selp.u32 %0, 1, 0, p;}" : "=r"(done) : "r"(address(barrier)) : "memory");
-  } while (!done);
-}
 __device__ __forceinline__ float2 load_now(const float* p) {  // not moved behind the wait, as the compiler would
   float2 v;
   asm volatile("ld.global.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(p) : "memory");
@@ -128,13 +93,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) hyper_update_mix(const __g
   __shared__ float partial[PER][2 * SIDE][MINE + 1], gathered[PER][BLOCKS][SUMS], warp_squares[PER][SIDE];
   __shared__ float squares[PER][BLOCKS];
   __shared__ u64 barriers[2];
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  let_next_start();
   if (threadIdx.x == 0) {
-    expect(&barriers[0], PER * SUMS * BLOCKS * 4);
-    expect(&barriers[1], PER * BLOCKS * 4);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    make_barrier(address(&barriers[0]), 1), make_barrier(address(&barriers[1]), 1);
+    expect(address(&barriers[0]), PER * SUMS * BLOCKS * 4), expect(address(&barriers[1]), PER * BLOCKS * 4);
+    barriers_visible();
   }
-  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+  __syncwarp();
+  cluster_begun();
   const u32 rank = blockIdx.x % BLOCKS, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int first = blockIdx.x / BLOCKS * PER;
   const int half = threadIdx.x / PAIRS, column = rank * (DIM / BLOCKS) + 2 * (threadIdx.x % PAIRS);
@@ -148,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) hyper_update_mix(const __g
       WIDE ? __ldg((const float2*)a.norm + column / 2) : widen2(__ldg((const u32*)a.norm + column / 2));
   const float base = lane < ROWS ? __ldg(a.base + lane) : 0.0f;
   const float scale = __ldg(a.scale + (lane < H ? 0 : lane < 2 * H ? 1 : 2));
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  wait_for_previous();
 
   float2 stream[PER][H];
 #pragma unroll
@@ -191,16 +157,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) hyper_update_mix(const __g
 #pragma unroll
         for (int k = 0; k < H; ++k)
           *(u32*)(a.streams + ((size_t)(first + p) * H + k) * DIM + column) = narrow2(stream[p][k]);
-  asm volatile("barrier.cluster.wait;" ::: "memory");  // all blocks of the cluster run and have their barriers
+  all_begun();  // all blocks of the cluster run and have their barriers
   for (int i = threadIdx.x; i < PER * SUMS * BLOCKS; i += THREADS) {
     const int p = i / (SUMS * BLOCKS), which = i % SUMS, to = i / SUMS % BLOCKS;
     const int begin = which / MINE % 2 * SIDE, at = which < ROWS ? which % MINE : MINE;
     float total = 0.0f;
 #pragma unroll
     for (int w = 0; w < SIDE; ++w) total += partial[p][begin + w][at];
-    send(&gathered[p][rank][which], &barriers[0], to, total);
+    send(at_rank(&gathered[p][rank][which], to), total, at_rank(&barriers[0], to));
   }
-  receive(&barriers[0]);
+  receive(address(&barriers[0]));
 
   float2 mixed[PER];
   float mine = 0.0f;  // the logit of the token whose Sinkhorn is this block's
@@ -232,7 +198,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) hyper_update_mix(const __g
     float total = 0.0f;
 #pragma unroll
     for (int w = 0; w < SIDE; ++w) total += warp_squares[p][w];
-    send(&squares[p][rank], &barriers[1], threadIdx.x % BLOCKS, total);
+    const u32 to = threadIdx.x % BLOCKS;
+    send(at_rank(&squares[p][rank], to), total, at_rank(&barriers[1], to));
   }
   if (rank < PER && first + rank < a.tokens && warp == 2 * SIDE - 1) {
     const size_t token = first + rank;
@@ -246,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) hyper_update_mix(const __g
       for (int i = 0; i < H; ++i)
         *(float4*)(a.comb_out + (token * H + i) * H) = make_float4(c[i][0], c[i][1], c[i][2], c[i][3]);
   }
-  receive(&barriers[1]);
+  receive(address(&barriers[1]));
   if (half) return;
 #pragma unroll
   for (int p = 0; p < PER; ++p) {

@@ -1,21 +1,32 @@
 """Launches `deepseek_hyper.cu`; what it does not take goes to Triton's kernels."""
 
-import struct
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from onegraph.ops.cuda import build
 
-SOURCE = Path(__file__).with_suffix(".cu")
 STREAMS = 4
 BLOCKS = 16  # of a cluster, which owns a token, or some of several
 COLUMNS = 64 * BLOCKS  # of a stream: a warp's lanes hold two columns each
 MAX_COLUMNS = 8 * COLUMNS  # 512 threads a block, 128 registers each
-AT_ONCE = 8  # clusters that an H200 runs side by side: of more tokens each has two, and reads the weights once for them
 MAX_TOKENS = 16  # above, a program for each slice of each token fills the GPU
+
+ARGUMENTS = build.Arguments(
+    pointers=(
+        "streams", "x", "post", "comb", "fn", "base", "scale", "norm", "out", "post_out", "comb_out",
+    ),
+    ints=("tokens", "iterations"),
+    floats=("eps", "floor"),
+)  # fmt: skip
+KERNEL = build.Source(
+    "deepseek_hyper",
+    functions=("hyper_update_mix",),
+    arguments=ARGUMENTS,
+    capabilities=build.CLUSTERS,
+    example={"HALF": 0, "WIDE": 1, "DIM": 4096, "PER": 1},
+)
 
 
 def takes(streams: Tensor) -> bool:
@@ -33,13 +44,13 @@ def takes(streams: Tensor) -> bool:
 @cache
 def _kernel(half: bool, wide: bool, dim: int, per: int, device: int) -> build.Kernel:
     defines = {"HALF": int(half), "WIDE": int(wide), "DIM": dim, "PER": per}
-    return build.load(SOURCE, defines, ("hyper_update_mix",), device, 0)[0]
+    return KERNEL.load(defines, device)[0]
 
 
 @cache
 def available(device: int) -> bool:
     """Whether the kernel can be built for this GPU; warns once where not."""
-    return build.usable(lambda: _kernel(False, True, 4096, 1, device))
+    return KERNEL.usable(device, "Triton's run")
 
 
 def hyper_update_mix(
@@ -53,13 +64,22 @@ def hyper_update_mix(
 
         return fallback(streams, x, post, comb, fn, base, scale, norm, eps, floor, iterations)
     *lead, h, dim = streams.shape
-    made = x.new_empty((*lead, dim)), torch.empty_like(post), torch.empty_like(comb)
-    tensors = streams, x, post, comb, fn, base, scale, norm, *made
+    out, post_out, comb_out = x.new_empty((*lead, dim)), torch.empty_like(post), torch.empty_like(comb)
     tokens = streams.numel() // (h * dim)
-    per = 2 if tokens > AT_ONCE else 1
-    arguments = struct.pack("11Q2i2f", *(t.data_ptr() for t in tensors), tokens, iterations, eps, floor)
+    # Of more tokens than clusters that run side by side each has two, and reads the weights once for them.
+    per = 2 if tokens > build.device(device).sms // BLOCKS else 1
+    arguments = ARGUMENTS.pack(
+        **build.addresses(
+            streams=streams, x=x, post=post, comb=comb, fn=fn, base=base, scale=scale, norm=norm, out=out,
+            post_out=post_out, comb_out=comb_out,
+        ),
+        tokens=tokens,
+        iterations=iterations,
+        eps=eps,
+        floor=floor,
+    )  # fmt: skip
     grid = (BLOCKS * -(-tokens // per), 1, 1)
     kernel = _kernel(streams.dtype == torch.float16, norm.dtype == torch.float32, dim, per, device)
     with torch.cuda.device(streams.device):  # the driver launches in the current context
         kernel.launch(grid, dim // BLOCKS, 0, BLOCKS, torch.cuda.current_stream().cuda_stream, arguments)
-    return made
+    return out, post_out, comb_out

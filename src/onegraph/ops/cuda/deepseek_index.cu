@@ -6,7 +6,7 @@
 //
 // Set when compiled: PER_PAGE, entries of a page.
 
-typedef unsigned int u32;
+#include "ptx.cuh"
 
 constexpr int THREADS = 512, WARPS = THREADS / 32, EACH = 8, CHUNK = THREADS * EACH;
 constexpr int LEAST = -2147483647 - 1;  // of no entry's score, and what no search asks for
@@ -124,13 +124,13 @@ template <bool FITS> __device__ void select(const Arguments& a, int (&key)[EACH]
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) select_places(const __grid_constant__ Arguments a) {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  let_next_start();
   const int row = blockIdx.x / a.length, step = blockIdx.x % a.length, mine = threadIdx.x * EACH;
   int key[EACH], place[EACH];
   // Positions and the block table change between steps only, so they may be read before the wait.
   const int token = *(const volatile int*)(a.positions + row) + step;
   locate(place, a.table + (size_t)row * a.table_stride, mine, a.capacity, a.pages);
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  wait_for_previous();
   const int ready = step < a.counts[row] ? min((token + 1) / a.ratio, a.capacity) : 0;
   if (ready <= CHUNK) {
     load(key, a.scores + (size_t)blockIdx.x * a.capacity, mine, ready);

@@ -1,8 +1,6 @@
 """Launches `deepseek_index.cu`, the selection behind Triton's scores; where it cannot be built, Triton's follows."""
 
-import struct
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -10,19 +8,30 @@ from torch import Tensor
 from onegraph.ops.calls import DeepseekIndex
 from onegraph.ops.cuda import build
 
-SOURCE = Path(__file__).with_suffix(".cu")
 THREADS = 512  # of a block, as in the kernel
+
+ARGUMENTS = build.Arguments(
+    pointers=("scores", "positions", "counts", "table", "selected"),
+    ints=("length", "table_stride", "capacity", "pages", "ratio", "top_k"),
+)
+KERNEL = build.Source(
+    "deepseek_index",
+    functions=("select_places",),
+    arguments=ARGUMENTS,
+    capabilities=build.EVERY,
+    example={"PER_PAGE": 32},
+)
 
 
 @cache
 def _kernel(per_page: int, device: int) -> build.Kernel:
-    return build.load(SOURCE, {"PER_PAGE": per_page}, ("select_places",), device, 0)[0]
+    return KERNEL.load({"PER_PAGE": per_page}, device)[0]
 
 
 @cache
 def available(device: int) -> bool:
     """Whether the kernel can be built for this GPU; warns once where not."""
-    return build.usable(lambda: _kernel(32, device))
+    return KERNEL.usable(device, "Triton's selects")
 
 
 def select(
@@ -31,9 +40,17 @@ def select(
     """See `onegraph.ops.triton.deepseek_index.select`."""
     batch, (queries, capacity) = positions.shape[0], scores.shape
     selected = torch.empty((batch, queries // batch, top_k), dtype=torch.int32, device=scores.device)
-    tensors = scores, positions, counts, block_table, selected
-    sizes = queries // batch, block_table.stride(0), capacity, pages, ratio, top_k
-    arguments = struct.pack("5Q6i", *(t.data_ptr() for t in tensors), *sizes)
+    arguments = ARGUMENTS.pack(
+        **build.addresses(
+            scores=scores, positions=positions, counts=counts, table=block_table, selected=selected
+        ),
+        length=queries // batch,
+        table_stride=block_table.stride(0),
+        capacity=capacity,
+        pages=pages,
+        ratio=ratio,
+        top_k=top_k,
+    )  # fmt: skip
     kernel = _kernel(capacity // block_table.shape[1], scores.device.index)
     with torch.cuda.device(scores.device):  # the driver launches in the current context
         kernel.launch((queries, 1, 1), THREADS, 0, 1, torch.cuda.current_stream().cuda_stream, arguments)

@@ -1,4 +1,4 @@
-// The E8P linears between two attentions in one launch, for one token of a small model. Decoding is e8p.cu's.
+// The E8P linears between two attentions in one launch, for one token of a small model. Decoding is e8p_decode.cu's.
 //
 // The launch is one cluster. Its blocks hold the codes of all links in shared memory, asked for before the attention
 // in front has ended: nothing is fetched on the way. A worker, one of WORKERS warps, has one job a link: 16 rows times
@@ -24,10 +24,8 @@ constexpr int SLICES = larger(larger(slices(HEADS), slices(WIDTH)), larger(slice
 constexpr int WARPS = SLICES + WORKERS;
 constexpr int MOST_AHEAD = 5;      // pieces that a worker's registers hold decoded
 constexpr int LINKS = QKV ? 4 : 3;
-constexpr float LEVELS = 32512.f;  // as in e8p.cu
-#include "e8p_async.cuh"
-#include "cluster.cuh"
-#include "e8p_bytes.cuh"
+constexpr float LEVELS = 32512.f;  // as in e8p_decode.cu
+#include "e8p_activations.cuh"
 
 // Link L: output, gate and up, down, qkv.
 template <int L> struct Of {
@@ -80,22 +78,6 @@ struct __align__(128) Shared {   // after the tables; behind it codes, sums of e
   float squares[4][16];
 };
 
-__device__ __forceinline__ u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-__device__ __forceinline__ void copy16(u32 to, const u8* from) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
-}
-__device__ __forceinline__ void copy8(u32 to, const u8* from) {
-  asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 8;" :: "r"(to), "l"(from) : "memory");
-}
-__device__ __forceinline__ void copies_there() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-__device__ __forceinline__ void all_meet() { asm volatile("bar.sync 0;" ::: "memory"); }  // from wherever in the code
-__device__ __forceinline__ void meet(int warps) { asm volatile("bar.sync 1, %0;" :: "r"(warps * 32) : "memory"); }
-__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
-
 struct Scale {
   float step, offset, norm;
 };
@@ -119,7 +101,7 @@ struct Block {
       u8* const second = to + at * O::JOB + 16 * O::PITCH + row * O::REST_PITCH + piece * O::REST;
       copy16(address(first), p.link[L].codes + from * 16);
       if (BITS == 4) copy16(address(second), p.link[L].rest + from * 16);
-      if (BITS == 3) copy8(address(second), p.link[L].rest + from * 8);
+      if (BITS == 3) copy_few<8>(address(second), p.link[L].rest + from * 8);
     }
   }
   template <int L> __device__ __forceinline__ int expected() const {  // bytes of sums
@@ -189,7 +171,7 @@ struct Block {
 #pragma unroll
           for (int stage = 0; stage < STAGES; stage++) {
             const u32 v = of.words[c][stage][0], w = of.words[c][stage][1];
-            mma(acc[c][stage], v, w, v << 4, w << 4, c ? make_uint2(x.z, x.w) : make_uint2(x.x, x.y));
+            mma_u8s8(acc[c][stage], v, w, v << 4, w << 4, c ? make_uint2(x.z, x.w) : make_uint2(x.x, x.y));
           }
       }
       float rows[2];  // g and g + 8, in lanes of t = 0
@@ -278,7 +260,7 @@ struct Block {
     float b1[4], b2[4];
     u32 top = __reduce_max_sync(~0u, solve(v, b1, b2));
     if (lane == 0) s.top[L][warp] = top;
-    meet(O::UNITS);
+    some_meet(1, O::UNITS * 32);
 #pragma unroll
     for (int i = 0; i < O::UNITS; i++) top = max(top, s.top[L][i]);
     int sum;
@@ -413,8 +395,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) e8p_chain(const __gr
   copies_there();
   __syncthreads();
   const u32 base = address(smem);
-  if ((base & 0xFFFFu) != SMEM_START) __trap();
-  asm volatile("or.b32 %0, %1, %2;" : "=r"(b.bank) : "r"(base & 0xFFFF0000u), "r"(lane * 4) : "memory");
+  check_start(base);
+  b.bank = bank_of(base, lane);
   cluster_wait();  // every block has started, and its barriers stand
   if (warp < SLICES) between(b, column);
   else work<0>(b, warp - SLICES);

@@ -1,24 +1,26 @@
 """The linears between two attentions in one launch of one cluster: what `e8p_chain.cu` is built for, and which calls it
 takes. Others run as a launch for each linear."""
 
-import struct
 from functools import cache, lru_cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from onegraph.ops.cuda import build, e8p
+from onegraph.ops.cuda.e8p_common import SLICE, TABLES
 
-SOURCE = Path(__file__).with_name("e8p_chain.cu")
 CLUSTER, WORKERS = 16, 12
 MAX_SLICES = 6  # of any dimension, a warp each: more would leave workers too few registers
 SHARED_STRUCT = 896  # bytes of `Shared` in e8p_chain.cu
+MAX_SHARED = 227 * 1024  # bytes of a block on the GPUs that the kernel is for
+LINK = "codes", "rest", "in_scale", "out_scale", "bias"
+LINKS = [f"link[{i}].{name}" for i in range(4) for name in LINK]
+ARGUMENTS = build.Arguments(pointers=(*LINKS, "codebook", "x", "residual", "sum", "y"), floats=("eps",))
 
 Sizes = tuple[int, int, int, int]  # k of the output linear, width, k of down, n of qkv or 0
 
 
-def _cut(n: int, k: int, bits: int) -> tuple[int, int]:
+def _link(n: int, k: int, bits: int) -> tuple[int, int]:
     """Bytes of a link's codes in a block's shared memory, and floats of its sums; `Of` in e8p_chain.cu."""
     tiles, pieces = n // 16, k // 64
     fitting = [i for i in range(1, WORKERS + 1) if -(-tiles * i // CLUSTER) <= WORKERS and pieces % i == 0]
@@ -34,39 +36,63 @@ def shared(sizes: Sizes, bits: int) -> int:
     """Bytes of shared memory of a block."""
     heads, width, inner, qkv = sizes
     links = [(width, heads), (2 * inner, width), (width, inner), (qkv, width)][: 4 if qkv else 3]
-    codes, sums = zip(*(_cut(n, k, bits) for n, k in links), strict=True)
+    codes, sums = zip(*(_link(n, k, bits) for n, k in links), strict=True)
     received = max(sums[::2]) + max(*sums[1::2], sums[-1])
-    return (98304 if bits == 3 else 65536) + SHARED_STRUCT + sum(codes) + 4 * received + 2 * max(heads, width, inner)
+    return TABLES[bits] + SHARED_STRUCT + sum(codes) + 4 * received + 2 * max(heads, width, inner)
 
 
 def takes(tokens: int, sizes: Sizes, bits: int, dtype: torch.dtype) -> bool:
     """Whether the kernel computes these shapes: one token, and codes that a cluster's shared memory holds."""
     whole = all(size % 64 == 0 for size in sizes) and sizes[2] % 128 == 0  # no rotation mixes gate and up
-    fits = max(sizes) <= MAX_SLICES * e8p.SLICE  # so that 2 * inner rows are at most a job for each worker
+    fits = max(sizes) <= MAX_SLICES * SLICE  # so that 2 * inner rows are at most a job for each worker
     if tokens != 1 or dtype not in (torch.bfloat16, torch.float16) or not whole or not fits:
         return False
-    return shared(sizes, bits) <= e8p.SHARED_LIMIT
+    return shared(sizes, bits) <= MAX_SHARED
+
+
+def defines(sizes: Sizes, bits: int, half: bool) -> dict[str, int]:
+    """What e8p_chain.cu is compiled with."""
+    names = dict(zip(("HEADS", "WIDTH", "INNER", "QKV"), sizes, strict=True))
+    return {"BITS": bits, "HALF": int(half), "CLUSTER": CLUSTER, **names}
+
+
+KERNEL = build.Source(
+    "e8p_chain",
+    functions=("e8p_chain",),
+    arguments=ARGUMENTS,
+    capabilities=build.CLUSTERS,
+    example=defines((256, 256, 128, 384), 2, False),
+)
+
+
+@cache
+def available(device: int) -> bool:
+    """Whether the kernel can be built for this GPU; warns once where not."""
+    return KERNEL.usable(device, "each linear between two attentions is a launch of its own", MAX_SHARED)
 
 
 @cache
 def _kernel(sizes: Sizes, bits: int, half: bool, device: int) -> build.Kernel:
-    names = dict(zip(("HEADS", "WIDTH", "INNER", "QKV"), sizes, strict=True))
-    return build.load(
-        SOURCE, {"BITS": bits, "HALF": int(half), "CLUSTER": CLUSTER, **names}, ("e8p_chain",), device, e8p.SHARED_LIMIT
-    )[0]
+    return KERNEL.load(defines(sizes, bits, half), device, shared(sizes, bits))[0]
 
 
 def _arguments(
     x: Tensor, residual: Tensor, codes: list[Tensor], rests: list[Tensor], codebook: Tensor, in_scales: list[Tensor],
     out_scales: list[Tensor], biases: list[Tensor | None], eps: float, out: Tensor, qkv: Tensor,
 ) -> bytes:  # fmt: skip
-    links = []
+    fields = dict.fromkeys(LINKS, 0)  # the last layer's chain has no fourth link
     for i, each in enumerate(codes):
         tensors = each, rests[i] if rests else None, in_scales[i], out_scales[i], biases[i]
-        links += [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    links += [0] * (20 - len(links))
-    last = codebook.data_ptr(), x.data_ptr(), residual.data_ptr(), out.data_ptr(), qkv.data_ptr()
-    return struct.pack("25Qf4x", *links, *last, eps)
+        fields.update((f"link[{i}].{name}", build.pointer(t)) for name, t in zip(LINK, tensors, strict=True))
+    return ARGUMENTS.pack(
+        **fields,
+        codebook=codebook.data_ptr(),
+        x=x.data_ptr(),
+        residual=residual.data_ptr(),
+        sum=out.data_ptr(),
+        y=qkv.data_ptr(),
+        eps=eps,
+    )
 
 
 def chain(
@@ -89,14 +115,14 @@ def chain(
     read = [x, residual, *codes, *rests, codebook, *in_scales, *out_scales, *(b for b in biases if b is not None)]
     aligned = all(each.data_ptr() % e8p.ALIGNMENT == 0 for each in read)
     tokens = residual.shape[:-1].numel()
-    if not aligned or not takes(tokens, sizes, bits, x.dtype) or not e8p.available(x.device.index):
+    if not aligned or not takes(tokens, sizes, bits, x.dtype) or not available(x.device.index):
         return one_by_one(x, residual, codes, rests, codebook, in_scales, out_scales, biases, bits, eps)
     out, qkv = torch.empty_like(residual), x.new_empty((*x.shape[:-1], n))
     arguments = _arguments(x, residual, codes, rests, codebook, in_scales, out_scales, biases, eps, out, qkv)
     with torch.cuda.device(x.device):  # the driver launches in the current context
         kernel = _kernel(sizes, bits, x.dtype == torch.float16, x.device.index)
         stream = torch._C._cuda_getCurrentRawStream(x.device.index)
-        warps = WORKERS + -(-max(sizes) // e8p.SLICE)
+        warps = WORKERS + -(-max(sizes) // SLICE)
         kernel.launch((CLUSTER, 1, 1), 32 * warps, shared(sizes, bits), CLUSTER, stream, arguments)
     return out, qkv
 

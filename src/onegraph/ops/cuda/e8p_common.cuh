@@ -1,7 +1,6 @@
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned char u8;
-typedef unsigned short u16;
+// What the E8P kernels share: the tables that codes are decoded with, activations on their way in, results on theirs out.
+
+#include "ptx.cuh"
 
 constexpr int SLICE = 256;       // columns that four lanes' 16-byte loads of codes cover
 constexpr int ROWS = 128;        // rows that the output's rotation mixes at most
@@ -12,29 +11,12 @@ constexpr int SMEM_START = 1024;  // what the hardware reserves of a block's sha
 
 extern __shared__ __align__(1024) u8 smem[];
 
-__device__ __forceinline__ u32 prmt(u32 a, u32 b, u32 s) {
-  u32 d;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(s));
-  return d;
-}
 template <bool IS_HALF> __device__ __forceinline__ float2 widen(u32 v) {  // two 16-bit floats
-  float2 f;
-  if (IS_HALF) {
-    asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}" : "=f"(f.x), "=f"(f.y) : "r"(v));
-  } else {
-    f.x = __uint_as_float(v << 16);
-    f.y = __uint_as_float(v & 0xFFFF0000u);
-  }
-  return f;
+  return IS_HALF ? halves_to_floats(v) : make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xFFFF0000u));
 }
 template <bool IS_HALF> __device__ __forceinline__ u32 narrow(float a, float b) {
-  u32 v;
-  if (IS_HALF) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(b), "f"(a));
-  else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(b), "f"(a));
-  return v;
+  return IS_HALF ? floats_to_halves(a, b) : floats_to_bf16s(a, b);
 }
-__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 __device__ __forceinline__ float butterfly(float v, int lane, int o) {
   return fmaf(v, (lane & o) ? -1.f : 1.f, __shfl_xor_sync(~0u, v, o));
@@ -194,7 +176,17 @@ __device__ __forceinline__ void build_tables(const uint2* codebook, const TableW
     build_block(codebook_row(codebook, place_of(block, lane)), block, lane);
 }
 
-// `bank` holds the high half of the tables' address and the lane's bank; AT, the low half, is an immediate.
+// The tables begin where the code of a lookup has it.
+__device__ __forceinline__ void check_start(u32 base) {
+  if ((base & 0xFFFFu) != SMEM_START) __trap();
+}
+// The high half of the tables' address and the lane's bank. Opaque, so that no lookup is moved before it.
+__device__ __forceinline__ u32 bank_of(u32 base, int lane) {
+  u32 bank;
+  asm volatile("or.b32 %0, %1, %2;" : "=r"(bank) : "r"(base & 0xFFFF0000u), "r"(lane * 4) : "memory");
+  return bank;
+}
+// `bank` as of `bank_of`; AT, the low half of the address, is an immediate.
 template <int AT> __device__ __forceinline__ u32 lookup(u32 address) {
   u32 v;
   asm("ld.shared.u32 %0, [%1+%2];" : "=r"(v) : "r"(address), "n"(SMEM_START + AT));

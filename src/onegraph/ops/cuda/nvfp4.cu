@@ -263,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) nvfp4_linear(const Argument
         for (int tile = 0; tile < TILES; ++tile) {
           const int token = tile * 8 + g;
           if (token < count && column < a.k)
-            prefetch(a.x + ((long long)(first_token + token) * a.matrices + blockIdx.y) * a.k + column);
+            prefetch_l1(a.x + ((long long)(first_token + token) * a.matrices + blockIdx.y) * a.k + column);
         }
       }
 #pragma unroll 1

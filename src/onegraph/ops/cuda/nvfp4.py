@@ -1,23 +1,18 @@
-"""NVFP4 linears on a GPU: how `nvfp4.cu` is cut, and which calls it takes.
+"""NVFP4 linears on a GPU: how `nvfp4.cu` is chosen, and which calls it takes.
 
 Few tokens run straight from the codes: one launch of `nvfp4.cu`, or of `nvfp4_short.cu` where that measured better; a
 single one runs on `nvfp4_one.cu`. More of them, and widths that are no multiple of 64, decode the weight once and
 multiply through cuBLAS, two launches. What runs how follows from shape, dtype and device alone.
 """
 
-import struct
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from onegraph.ops.cuda import build, nvfp4_one
 
-SOURCE, SHORT, DEQUANTIZE = (
-    Path(__file__).with_name(f"{name}.cu") for name in ("nvfp4", "nvfp4_short", "nvfp4_dequantize")
-)
 ROWS, SLICE, SLOT, PAIRS = 16, 256, 2304, 255  # as in nvfp4.cu
 WARPS = 16  # of a block at most
 PASS, FEW_PASS = 16, 8  # tokens of experts that share a reading: where those of an expert are moved together, and not
@@ -26,16 +21,46 @@ LINEAR_DEPTHS = (2,)  # of a linear what measured best
 FEW_TILES = 4  # row tiles of a block, below which activations of more than 8 tokens cost more than codes
 COLUMNS = 64  # of k, whose scales one copy of four bytes brings: k comes in multiples
 MAX_TOKENS = 32  # above, decoding once is cheaper than reading the codes again for every 16 tokens
-SHARED_LIMIT = 219 * 1024  # bytes of dynamic shared memory: a Hopper block's 227 KB less what routes of experts take
+ROUTES = 8 * 1024  # bytes of a block's shared memory that the routes of experts take, rounded up
 ALIGNMENT = 16  # bytes, of every pointer
 LINEAR, GATE_UP, DOWN = 0, 1, 2  # MODE
+
+LAYER = "x", "codes", "scale", "global_scale", "bias"
+ARGUMENTS = build.Arguments(
+    pointers=(*LAYER, "experts", "weights", "y"),
+    ints=("tokens", "n", "k", "matrices", "top_k", "across", "hold"),
+    floats=("limit",),
+)
+KERNEL = build.Source(
+    "nvfp4",
+    functions=("nvfp4_linear",),
+    arguments=ARGUMENTS,
+    capabilities=build.CLUSTERS,
+    example={"MODE": LINEAR, "HALF": 0, "TILES": 1, "TOGETHER": 0, "DEPTH": LINEAR_DEPTHS[0]},
+)
+SHORT_ARGUMENTS = build.Arguments(pointers=(*LAYER, "y"), ints=("tokens", "n", "k", "matrices"))
+SHORT = build.Source(
+    "nvfp4_short",
+    functions=("nvfp4_short",),
+    arguments=SHORT_ARGUMENTS,
+    capabilities=build.EVERY,
+    example={"HALF": 0, "TILES": 2, "WARPS": 8},
+)
+DEQUANTIZE_ARGUMENTS = build.Arguments(pointers=("codes", "scale", "global_scale", "y"), ints=("rows", "k"))
+DEQUANTIZE = build.Source(
+    "nvfp4_dequantize",
+    functions=("nvfp4_dequantize",),
+    arguments=DEQUANTIZE_ARGUMENTS,
+    capabilities=build.EVERY,
+    example={"HALF": 0},
+)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How one shape is cut: `blocks` blocks, one on each SM; in each, `across` warps side by side in k, `down` times
-    beside one another over the block's row tiles, `hold` of which are added up at a time; `depth` steps of each warp
-    are under way."""
+    """How one shape is cut over the GPU: `blocks` blocks, one on each SM; in each, `across` warps side by side in k,
+    `down` times beside one another over the block's row tiles, `hold` of which are added up at a time; `depth` steps of
+    each warp are under way."""
 
     blocks: int
     across: int
@@ -55,9 +80,9 @@ def sums(mode: int, column_tiles: int = 1, *, together: bool = False) -> int:
 
 
 @cache
-def plan(row_tiles: int, slices: int, sums: int, blocks: int, depths: tuple[int, ...]) -> Plan:
-    """The cut of `row_tiles` tiles of 16 rows with `slices` slices of k over at most `blocks` blocks: the first of
-    `depths` beside which all sums fit, of `sums` bytes a warp and tile."""
+def plan(row_tiles: int, slices: int, sums: int, blocks: int, depths: tuple[int, ...], room: int) -> Plan:
+    """`row_tiles` tiles of 16 rows with `slices` slices of k over at most `blocks` blocks: the first of `depths` beside
+    which all sums, `sums` bytes a warp and tile, fit into `room` bytes of shared memory."""
     blocks = min(row_tiles, blocks)
     each = -(-row_tiles // blocks)
     across = -(-slices // -(-slices // WARPS))
@@ -65,7 +90,7 @@ def plan(row_tiles: int, slices: int, sums: int, blocks: int, depths: tuple[int,
     found = None
     for depth in depths:
         empty = Plan(blocks, across, down, 0, depth)
-        fit = (SHARED_LIMIT - empty.shared(sums)) // (across * sums + ROWS * 4)
+        fit = (room - empty.shared(sums)) // (across * sums + ROWS * 4)
         rounds = -(-each // fit)
         if found is None or (rounds == 1 and found.hold < each):
             found = Plan(blocks, across, down, max(down, -(-each // rounds)), depth)
@@ -86,28 +111,27 @@ def takes_experts(x: Tensor, wide: int, top_k: int) -> bool:
 @cache
 def available(device: int) -> bool:
     """Whether the kernels can be built for this GPU; warns once where not."""
-    return build.usable(lambda: _kernel(LINEAR, False, 1, False, LINEAR_DEPTHS[0], device), "torch's are used")
+    return KERNEL.usable(device, "torch computes NVFP4 linears")
 
 
 @cache
 def _kernel(mode: int, half: bool, column_tiles: int, together: bool, depth: int, device: int) -> build.Kernel:
     defines = {"MODE": mode, "HALF": int(half), "TILES": column_tiles, "TOGETHER": int(together), "DEPTH": depth}
-    return build.load(SOURCE, defines, ("nvfp4_linear",), device, SHARED_LIMIT)[0]
+    return KERNEL.load(defines, device)[0]
 
 
 @cache
 def _short_kernel(half: bool, warps: int, device: int) -> build.Kernel:
-    return build.load(SHORT, {"HALF": int(half), "TILES": 2, "WARPS": warps}, ("nvfp4_short",), device, 0)[0]
+    return SHORT.load({"HALF": int(half), "TILES": 2, "WARPS": warps}, device)[0]
 
 
 @cache
 def _dequantize_kernel(half: bool, device: int) -> build.Kernel:
-    return build.load(DEQUANTIZE, {"HALF": int(half)}, ("nvfp4_dequantize",), device, 0)[0]
+    return DEQUANTIZE.load({"HALF": int(half)}, device)[0]
 
 
-@cache
-def _sms(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def _room(device: int) -> int:
+    return build.device(device).shared - ROUTES
 
 
 def _aligned(tensor: Tensor) -> Tensor:
@@ -119,7 +143,7 @@ def _run(
     tensors: tuple[Tensor | None, ...],
     y: Tensor,
     sizes: tuple[int, int, int, int, int],
-    cut: Plan,
+    chosen: Plan,
     *,
     column_tiles: int = 1,
     together: bool = False,
@@ -128,14 +152,17 @@ def _run(
     """Launches one mode. `tensors`: x, codes, scale, global_scale, bias, experts, weights; `sizes`: tokens, n, k,
     matrices, top_k."""
     tokens, *_, matrices, _ = sizes
-    kernel = _kernel(mode, y.dtype == torch.float16, column_tiles, together, cut.depth, y.device.index)
-    pointers = [0 if t is None else t.data_ptr() for t in (*tensors, y)]
-    arguments = struct.pack("8Q7if", *pointers, *sizes, cut.across, cut.hold, limit)
-    grid = cut.blocks, matrices if mode == LINEAR else 1, -(-tokens // (PASS if together else 8 * column_tiles))
+    kernel = _kernel(mode, y.dtype == torch.float16, column_tiles, together, chosen.depth, y.device.index)
+    pointers = dict(zip((*LAYER, "experts", "weights"), tensors, strict=True))
+    named = dict(zip(("tokens", "n", "k", "matrices", "top_k"), sizes, strict=True))
+    arguments = ARGUMENTS.pack(
+        **build.addresses(**pointers, y=y), **named, across=chosen.across, hold=chosen.hold, limit=limit
+    )  # fmt: skip
+    grid = chosen.blocks, matrices if mode == LINEAR else 1, -(-tokens // (PASS if together else 8 * column_tiles))
     with torch.cuda.device(y.device):  # the driver launches in the current context
         stream = torch.cuda.current_stream().cuda_stream
-        shared = cut.shared(sums(mode, column_tiles, together=together))
-        kernel.launch(grid, cut.across * cut.down * 32, shared, 1, stream, arguments)
+        shared = chosen.shared(sums(mode, column_tiles, together=together))
+        kernel.launch(grid, chosen.across * chosen.down * 32, shared, 1, stream, arguments)
 
 
 def _linear(
@@ -143,24 +170,30 @@ def _linear(
 ) -> None:
     """`groups` linears side by side; x [..., groups, k] -> y [..., groups, n]."""
     n, k = codes.shape[-2], codes.shape[-1] * 2
-    tokens, sms = x.numel() // (groups * k), _sms(x.device.index)
+    tokens, sms = x.numel() // (groups * k), build.device(x.device.index).sms
     tiles = 1 if tokens <= 8 else 2
     inputs = (_aligned(x), _aligned(codes), _aligned(scale), global_scale, bias)
-    if tokens == 1 and (one := nvfp4_one.linear_cut(n, k, groups, sms)):
+    if (
+        tokens == 1
+        and nvfp4_one.available(x.device.index)
+        and (one := nvfp4_one.linear_plan(n, k, groups, build.device(x.device.index)))
+    ):
         x, codes, scale, *rest = inputs
         nvfp4_one.run(LINEAR, codes, scale, (x, *rest, None, None), y, (1, n, k, groups, 1), one)
         return
-    cut = plan(-(-n // ROWS), -(-k // SLICE), sums(LINEAR, tiles), max(1, sms // groups), LINEAR_DEPTHS)
-    if tiles == 1 or -(-n // ROWS) >= FEW_TILES * cut.blocks:
-        _run(LINEAR, (*inputs, None, None), y, (tokens, n, k, groups, 1), cut, column_tiles=tiles)
+    room, blocks = _room(x.device.index), max(1, sms // groups)
+    chosen = plan(-(-n // ROWS), -(-k // SLICE), sums(LINEAR, tiles), blocks, LINEAR_DEPTHS, room)
+    if tiles == 1 or -(-n // ROWS) >= FEW_TILES * chosen.blocks:
+        _run(LINEAR, (*inputs, None, None), y, (tokens, n, k, groups, 1), chosen, column_tiles=tiles)
         return
     warps = 8 if k >= 8 * SLICE else 4 if k >= 4 * SLICE else 2
     kernel = _short_kernel(y.dtype == torch.float16, warps, y.device.index)
-    pointers = [0 if t is None else t.data_ptr() for t in (*inputs, y)]
+    pointers = dict(zip(LAYER, inputs, strict=True))
+    arguments = SHORT_ARGUMENTS.pack(**build.addresses(**pointers, y=y), tokens=tokens, n=n, k=k, matrices=groups)
     grid = -(-n // ROWS), groups, -(-tokens // 16)
     with torch.cuda.device(y.device):
         stream = torch.cuda.current_stream().cuda_stream
-        kernel.launch(grid, warps * 32, warps * 1024, 1, stream, struct.pack("6Q4i", *pointers, tokens, n, k, groups))
+        kernel.launch(grid, warps * 32, warps * 1024, 1, stream, arguments)
 
 
 def linear(x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -207,20 +240,24 @@ def experts(
     x, gate_up, gate_up_scale, down, down_scale = map(_aligned, (x, gate_up, gate_up_scale, down, down_scale))
     together = tokens > FEW_PASS and top_k * PASS <= PAIRS
     most = min(min(tokens, PASS if together else FEW_PASS) * top_k, matrices * (1 + together))  # readings of a pass
-    sms = _sms(x.device.index)
+    sms, room = build.device(x.device.index).sms, _room(x.device.index)
     hidden, y = x.new_empty(tokens * top_k, wide), torch.empty_like(x)
-    if tokens == 1 and (cuts := nvfp4_one.experts_cuts(tokens, dim, wide, top_k, sms)):
+    if (
+        tokens == 1
+        and nvfp4_one.available(x.device.index)
+        and (plans := nvfp4_one.experts_plans(tokens, dim, wide, top_k, build.device(x.device.index)))
+    ):
         first, second = (x, gate_up_global, None, experts, weights), (hidden, down_global, None, experts, weights)
         sizes = (tokens, 2 * wide, dim, matrices, top_k), (tokens, dim, wide, matrices, top_k)
-        nvfp4_one.run(GATE_UP, gate_up, gate_up_scale, first, hidden, sizes[0], cuts[0], limit)
-        nvfp4_one.run(DOWN, down, down_scale, second, y, sizes[1], cuts[1])
+        nvfp4_one.run(GATE_UP, gate_up, gate_up_scale, first, hidden, sizes[0], plans[0], limit)
+        nvfp4_one.run(DOWN, down, down_scale, second, y, sizes[1], plans[1])
         return y
     inputs = (x, gate_up, gate_up_scale, gate_up_global, None, experts, weights)
-    cut = plan(most * (wide // 8), -(-dim // SLICE), sums(GATE_UP), sms, DEPTHS)
-    _run(GATE_UP, inputs, hidden, (tokens, 2 * wide, dim, matrices, top_k), cut, together=together, limit=limit)
+    chosen = plan(most * (wide // 8), -(-dim // SLICE), sums(GATE_UP), sms, DEPTHS, room)
+    _run(GATE_UP, inputs, hidden, (tokens, 2 * wide, dim, matrices, top_k), chosen, together=together, limit=limit)
     inputs = (hidden, down, down_scale, down_global, None, experts, weights)
-    cut = plan(-(-dim // ROWS), most * -(-wide // SLICE), sums(DOWN, together=together), sms, DEPTHS)
-    _run(DOWN, inputs, y, (tokens, dim, wide, matrices, top_k), cut, together=together)
+    chosen = plan(-(-dim // ROWS), most * -(-wide // SLICE), sums(DOWN, together=together), sms, DEPTHS, room)
+    _run(DOWN, inputs, y, (tokens, dim, wide, matrices, top_k), chosen, together=together)
     return y
 
 
@@ -228,9 +265,13 @@ def dequantize(codes: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.
     """codes [..., n, k/2] -> [..., n, k] in bfloat16 or float16, one launch."""
     *rows, half = codes.shape
     y = torch.empty(*rows, half * 2, dtype=dtype, device=codes.device)
-    inputs = (_aligned(codes), scale, global_scale, y)
-    arguments = struct.pack("4Q2i", *(t.data_ptr() for t in inputs), y.numel() // (half * 2), half * 2)
-    blocks = min(-(-y.numel() // (8 * 256)), 16 * _sms(y.device.index))
+    codes = _aligned(codes)
+    arguments = DEQUANTIZE_ARGUMENTS.pack(
+        **build.addresses(codes=codes, scale=scale, global_scale=global_scale, y=y),
+        rows=y.numel() // (half * 2),
+        k=half * 2,
+    )
+    blocks = min(-(-y.numel() // (8 * 256)), 16 * build.device(y.device.index).sms)
     kernel = _dequantize_kernel(dtype == torch.float16, y.device.index)
     with torch.cuda.device(y.device):
         kernel.launch((blocks, 1, 1), 256, 0, 1, torch.cuda.current_stream().cuda_stream, arguments)

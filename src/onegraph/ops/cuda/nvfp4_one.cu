@@ -66,7 +66,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) nvfp4_one(const __grid_constan
 
   if (threadIdx.x == THREADS) {
     for (int i = 0; i < DEPTH; ++i) make_barrier(full + i, 1), make_barrier(empty + i, STAGE);
-    barriers_are_made();
+    barriers_made();
   }
   if (MODE == 1) wait_for_previous();  // experts are the last kernel's; so down may read them at once
   let_next_start();
@@ -84,9 +84,9 @@ extern "C" __global__ void __maxnreg__(REGISTERS) nvfp4_one(const __grid_constan
 #pragma unroll 1
     for (int stage = 0, put = 0, parity = 1, left = units; left > 0 || stage == 0; ++stage) {
       if (stage == DEPTH) __syncthreads();
-      if (stage >= DEPTH) wait_for(empty + put, parity);
+      if (stage >= DEPTH) wait_barrier(empty + put, parity);
       const int count = min(STAGE, left);
-      if (lane == 0 && count) arrive_with_bytes(full + put, count * (CODES + SCALES));
+      if (lane == 0 && count) expect(full + put, count * (CODES + SCALES));
       for (int i = 0; i < count; i += a.box) {
         const int row = (MODE == 0 ? matrix : expert(matrix + slot)) * a.n + tile * (ROWS / HALVES);
 #pragma unroll
@@ -186,7 +186,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) nvfp4_one(const __grid_constan
     const int round = min(a.round, tiles - from_tile);
 #pragma unroll 1
     while (tile < from_tile + round) {
-      wait_for(full + get, parity);
+      wait_barrier(full + get, parity);
       const u8* const from = codes_ring + (get * HALVES * STAGE + warp % STAGE) * (CODES / HALVES) + g * 128;
       const u8* const scale_from = scale_ring + (get * HALVES * STAGE + warp % STAGE) * (SCALES / HALVES) + lane * 4;
       u32 codes[2][8], scales[2];
@@ -246,7 +246,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) nvfp4_one(const __grid_constan
       }
       settle();
     }
-    sync_threads(THREADS);
+    some_meet(1, THREADS);
     for (int i = threadIdx.x; i < round * ROWS; i += THREADS) {
       const int own_tile = from_tile + i / ROWS, tile = begin + own_tile, r = i % ROWS;
       float* const sums = partial + i / ROWS * (WARPS * ROWS) + r;
@@ -267,8 +267,8 @@ extern "C" __global__ void __maxnreg__(REGISTERS) nvfp4_one(const __grid_constan
       }
     }
     if (from_tile + round == tiles) break;
-    sync_threads(THREADS);
+    some_meet(1, THREADS);
     for (int i = threadIdx.x; i < a.round * WARPS * ROWS; i += THREADS) partial[i] = 0.f;
-    sync_threads(THREADS);
+    some_meet(1, THREADS);
   }
 }

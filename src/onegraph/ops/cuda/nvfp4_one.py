@@ -4,31 +4,42 @@ Codes and scales come through the copy engine, whose boxes ask for k in multiple
 some are idle.
 """
 
-import struct
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from math import gcd
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from onegraph.ops.cuda import build
 
-SOURCE = Path(__file__).with_name("nvfp4_one.cu")
 ROWS, SLICE, UNITS = 16, 256, 8  # as in nvfp4_one.cu; units of a stage
 STAGE = UNITS * 2304 + 16  # bytes of shared memory: codes and scales of a stage, two barriers
 PACE = 300  # nanoseconds between the first stages
 WARPS = 16  # that multiply; one more fetches
 DEPTHS = (4, 2)  # stages under way
 ROUND = 16  # row tiles whose sums a block holds
-WHOLE_SM = 227 * 1024  # bytes of shared memory of a block on a Hopper SM
 LINEAR, GATE_UP, DOWN = 0, 1, 2  # MODE
+
+SIZES = "tokens", "n", "k", "matrices", "top_k"
+ARGUMENTS = build.Arguments(
+    maps=("codes", "scale"),
+    pointers=("x", "global_scale", "bias", "experts", "weights", "y"),
+    ints=(*SIZES, "hold", "round", "span", "box"),
+    floats=("limit",),
+)
+KERNEL = build.Source(
+    "nvfp4_one",
+    functions=("nvfp4_one",),
+    arguments=ARGUMENTS,
+    capabilities=build.CLUSTERS,
+    example={"MODE": LINEAR, "HALF": 0, "WARPS": WARPS, "DEPTH": DEPTHS[0], "PACE": PACE},
+)
 
 
 @dataclass(frozen=True)
-class Cut:
+class Plan:
     """Each block owns up to `hold` row tiles, adds up `round` of them at a time, and holds up to `span` rows of x;
     `depth` stages are under way. `shared`: bytes of shared memory."""
 
@@ -41,41 +52,47 @@ class Cut:
 
 
 @cache
-def cut(tiles: int, slices: int, gains: int, each: int, blocks: int) -> Cut | None:
-    """The cut of `tiles` tiles of 16 rows with `slices` slices of k over `blocks` blocks. `gains`: global scales of a
-    row; `each`: tiles of a row of x. None where a block does not fit on an SM."""
+def plan(tiles: int, slices: int, gains: int, each: int, blocks: int, room: int) -> Plan | None:
+    """`tiles` tiles of 16 rows with `slices` slices of k over `blocks` blocks. `gains`: global scales of a row; `each`:
+    tiles of a row of x. None where a block does not fit into `room` bytes of shared memory."""
     hold = -(-tiles // blocks)
     round = min(hold, ROUND)
     edges = [tiles * i // blocks for i in range(blocks + 1)]
     span = max((end - 1) // each - begin // each + 1 for begin, end in pairwise(edges) if begin < end)
     beside = span * slices * 2 * SLICE + (-(-span * slices // 4) + 1) * 16 + (round * WARPS + hold * gains) * ROWS * 4
     for depth in DEPTHS:
-        if (shared := depth * STAGE + beside) <= WHOLE_SM:
-            return Cut(blocks, hold, round, span, depth, shared)
+        if (shared := depth * STAGE + beside) <= room:
+            return Plan(blocks, hold, round, span, depth, shared)
     return None
 
 
-def linear_cut(n: int, k: int, groups: int, sms: int) -> Cut | None:
-    """The cut of `groups` linears of one token side by side, None where another kernel is to take them."""
+def linear_plan(n: int, k: int, groups: int, device: build.Device) -> Plan | None:
+    """The plan of `groups` linears of one token side by side, None where another kernel is to take them."""
     tiles = -(-n // ROWS)
-    return None if k % SLICE else cut(groups * tiles, k // SLICE, 1, tiles, sms)
+    return None if k % SLICE else plan(groups * tiles, k // SLICE, 1, tiles, device.sms, device.shared)
 
 
-def experts_cuts(tokens: int, dim: int, wide: int, top_k: int, sms: int) -> tuple[Cut, Cut] | None:
-    """The cuts of gate-up and down of experts, None where another kernel is to take them. Every token reads the experts
-    that it chose for itself."""
+def experts_plans(tokens: int, dim: int, wide: int, top_k: int, device: build.Device) -> tuple[Plan, Plan] | None:
+    """The plans of gate-up and down of experts, None where another kernel is to take them. Every token reads the
+    experts that it chose for itself."""
     if dim % SLICE or wide % SLICE:
         return None
     tiles, wide_tiles = -(-dim // ROWS), top_k * (wide // 8)
-    gate_up = cut(tokens * wide_tiles, dim // SLICE, 1, wide_tiles, sms)
-    down = cut(tokens * tiles, top_k * (wide // SLICE), top_k, tiles, sms)
+    gate_up = plan(tokens * wide_tiles, dim // SLICE, 1, wide_tiles, device.sms, device.shared)
+    down = plan(tokens * tiles, top_k * (wide // SLICE), top_k, tiles, device.sms, device.shared)
     return None if gate_up is None or down is None else (gate_up, down)
 
 
 @cache
 def _kernel(mode: int, half: bool, depth: int, device: int) -> build.Kernel:
     defines = {"MODE": mode, "HALF": int(half), "WARPS": WARPS, "DEPTH": depth, "PACE": PACE}
-    return build.load(SOURCE, defines, ("nvfp4_one",), device, WHOLE_SM)[0]
+    return KERNEL.load(defines, device)[0]
+
+
+@cache
+def available(device: int) -> bool:
+    """Whether the kernel can be built for this GPU; warns once where not."""
+    return KERNEL.usable(device, "nvfp4.cu runs one token too")
 
 
 def run(
@@ -85,18 +102,30 @@ def run(
     tensors: tuple[Tensor | None, ...],
     y: Tensor,
     sizes: tuple[int, int, int, int, int],
-    cut: Cut,
+    plan: Plan,
     limit: float = 0.0,
 ) -> None:
     """Launches one mode. `tensors`: x, global_scale, bias, experts, weights; `sizes`: tokens, n, k, matrices, top_k.
     Pointers are multiples of 16."""
     _, n, k, matrices, _ = sizes
     rows, box = ROWS // 2 if mode == GATE_UP else ROWS, gcd(k // SLICE, UNITS)
-    maps = build.sliced_tensor_map(codes.data_ptr(), matrices * n, k // 2, (SLICE // 2, rows, box), swizzle=True)
-    maps += build.sliced_tensor_map(scale.data_ptr(), matrices * n, k // 16, (SLICE // 16, rows, box), swizzle=False)
-    pointers = [0 if t is None else t.data_ptr() for t in (*tensors, y)]
-    kernel = _kernel(mode, y.dtype == torch.float16, cut.depth, y.device.index)
-    arguments = maps + struct.pack("6Q9if40x", *pointers, *sizes, cut.hold, cut.round, cut.span, box, limit)
+    codes_map = build.sliced_tensor_map(codes.data_ptr(), matrices * n, k // 2, (SLICE // 2, rows, box), swizzle=True)
+    scale_map = build.sliced_tensor_map(
+        scale.data_ptr(), matrices * n, k // 16, (SLICE // 16, rows, box), swizzle=False
+    )
+    pointers = dict(zip(("x", "global_scale", "bias", "experts", "weights"), tensors, strict=True))
+    kernel = _kernel(mode, y.dtype == torch.float16, plan.depth, y.device.index)
+    arguments = ARGUMENTS.pack(
+        codes=codes_map,
+        scale=scale_map,
+        **build.addresses(**pointers, y=y),
+        **dict(zip(SIZES, sizes, strict=True)),
+        hold=plan.hold,
+        round=plan.round,
+        span=plan.span,
+        box=box,
+        limit=limit,
+    )
     with torch.cuda.device(y.device):  # the driver launches in the current context
         stream = torch.cuda.current_stream().cuda_stream
-        kernel.launch((cut.blocks, 1, 1), (WARPS + 1) * 32, cut.shared, 1, stream, arguments)
+        kernel.launch((plan.blocks, 1, 1), (WARPS + 1) * 32, plan.shared, 1, stream, arguments)

@@ -10,8 +10,7 @@
 // Masses are integers, so that no sum depends on its order; weights and races are float64, as in ops/sampling.py.
 
 using i64 = long long;
-using u64 = unsigned long long;
-using u32 = unsigned int;
+#include "ptx.cuh"
 
 constexpr int WARPS = 32;
 constexpr int THREADS = 32 * WARPS;
@@ -47,35 +46,6 @@ struct Shared {
   u64 sums[WARPS], more_sums[WARPS];
   Entry best[WARPS], block_best[MAX_CLUSTER];
 };
-
-__device__ __forceinline__ u32 address(const void* local, u32 rank) {  // of the same variable in a block of the cluster
-  u32 at = (u32)__cvta_generic_to_shared(local);
-  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(at) : "r"(rank));
-  return at;
-}
-__device__ __forceinline__ void push(u64* to, u32 rank, u64 v) {
-  asm volatile("st.shared::cluster.u64 [%0], %1;" :: "r"(address(to, rank)), "l"(v) : "memory");
-}
-__device__ __forceinline__ void push(u32* to, u32 rank, u32 v) {
-  asm volatile("st.shared::cluster.u32 [%0], %1;" :: "r"(address(to, rank)), "r"(v) : "memory");
-}
-__device__ __forceinline__ u32 draw_ticket(u32* from, u32 rank) {
-  u32 old;
-  asm volatile("atom.shared::cluster.add.u32 %0, [%1], 1;" : "=r"(old) : "r"(address(from, rank)) : "memory");
-  return old;
-}
-__device__ __forceinline__ void add(u64* to, u32 rank, u64 v) {
-  asm volatile("red.shared::cluster.add.u64 [%0], %1;" :: "r"(address(to, rank)), "l"(v) : "memory");
-}
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void cluster_place(u32& rank, u32& size) {
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
-}
-__device__ __forceinline__ void cluster_sync() { cluster_arrive(), cluster_wait(); }
 
 // Larger for what comes first in descending order, of equal logits the one with the lower index. 0 is nobody's.
 __device__ __forceinline__ u64 key_of(float x, int index) {
@@ -129,8 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sample(const __grid_con
   Shared& s = *(Shared*)memory;
   float* mine = (float*)(&s + 1);                                  // [part]
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
-  u32 rank, size;
-  cluster_place(rank, size);
+  const u32 rank = cluster_rank(), size = cluster_size();
   const int row = blockIdx.x / size, begin = rank * p.part, count = max(min(p.width - begin, p.part), 0);
   let_next_start();
   if (tid == 0) s.bound = 0, s.mass = 0, s.listed = 0;
@@ -155,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sample(const __grid_con
   }
   most = most_of_warp(most);
   cluster_wait();                                                  // every block has started, its memory can be written
-  if (lane < size) push(&s.maxima[rank * WARPS + warp], lane, most);
+  if (lane < size) push(at_rank(&s.maxima[rank * WARPS + warp], lane), most);
   cluster_sync();
   u64 top = 0;
   int above = 0;
@@ -174,21 +143,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sample(const __grid_con
   if (k < p.width || asked < 1.f) {
     above = (int)sum_of_warp(above);
     const int ranked = size * WARPS * 3 / 4;                       // of the maxima; 1.4 times as many logits reach it
-    if (above == min(k, ranked) - 1 && lane < size) push(&s.bound, lane, most);
+    if (above == min(k, ranked) - 1 && lane < size) push(at_rank(&s.bound, lane), most);
     cluster_sync();
     const u64 bound = s.bound;
     u64 mass = 0;
     for (int i = tid; i < count; i += THREADS) {
       const u64 key = key_of(mine[i], begin + i);
       if (key >= bound) {
-        const u32 at = draw_ticket(&s.listed, 0);
-        if (at < LIST) push(&s.list[at], 0, key);
+        const u32 at = draw_ticket(at_rank(&s.listed, 0));
+        if (at < LIST) push(at_rank(&s.list[at], 0), key);
       }
       if (k == p.width) mass += units(weigh(mine[i]));
     }
     if (k == p.width) {
       mass = sum_of_warp(mass);
-      if (lane == 0) add(&s.mass, 0, mass);
+      if (lane == 0) add(at_rank(&s.mass, 0), mass);
     }
     cluster_sync();
     if (rank == 0) {
@@ -222,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sample(const __grid_con
         const Entry e = best_of_block(kept ? own_race : Entry{0, 0}, s, warp, lane);
         if (tid == 0 && suffices) p.out[row] = index_of(e.key);
       }
-      if (warp == 0 && lane < size) push(&s.drawn, lane, (u32)suffices);
+      if (warp == 0 && lane < size) push(at_rank(&s.drawn, lane), (u32)suffices);
     }
     cluster_sync();
     if (s.drawn) return;
@@ -239,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sample(const __grid_con
       if (lane == 0) s.sums[warp] = number, s.more_sums[warp] = mass;
       __syncthreads();
       number = sum_of_warp(lane < WARPS ? s.sums[lane] : 0), mass = sum_of_warp(lane < WARPS ? s.more_sums[lane] : 0);
-      if (warp == 0 && lane < size) push(&s.counts[step][rank], lane, number), push(&s.masses[step][rank], lane, mass);
+      if (warp == 0 && lane < size) push(at_rank(&s.counts[step][rank], lane), number), push(at_rank(&s.masses[step][rank], lane), mass);
       cluster_sync();
       inside = sum_of_warp(lane < size ? s.counts[step][lane] : 0);
       inside_mass = sum_of_warp(lane < size ? s.masses[step][lane] : 0);
@@ -270,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sample(const __grid_con
     if (key >= least) e = better(e, Entry{race_of(weigh(mine[i]), begin + i, stream), key});
   }
   e = best_of_block(e, s, warp, lane);
-  if (tid == 0) push(&s.block_best[rank].race, 0, e.race), push(&s.block_best[rank].key, 0, e.key);
+  if (tid == 0) push(at_rank(&s.block_best[rank].race, 0), e.race), push(at_rank(&s.block_best[rank].key, 0), e.key);
   cluster_sync();
   if (rank == 0 && warp == 0) {
     e = best_of_warp(lane < size ? s.block_best[lane] : Entry{0, 0});

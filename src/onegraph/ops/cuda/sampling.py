@@ -1,40 +1,54 @@
 """Launches `sampling.cu`; what it does not take goes to Triton's kernels."""
 
-import struct
 from functools import cache
-from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from onegraph.ops.cuda import build
 
-SOURCE = Path(__file__).with_suffix(".cu")
 THREADS = 1024  # of a block, as in the kernel
 CLUSTERS = (4, 8, 16)  # blocks that share a row; 16 has to be asked for
-GPCS = 7  # of an H200 that hold a cluster of 16; the kernel takes a whole SM
 SHARED_STRUCT = 22296  # bytes of `Shared` in the kernel
-SHARED_LIMIT = 227 << 10  # bytes that a block can have on Hopper
-MAX_WIDTH = 1 << 19  # logits of a row: a cluster of 16 holds them in shared memory
+MAX_WIDTH = 1 << 19  # logits of a row: a cluster of 16 holds them in 227 KB each
+
+ARGUMENTS = build.Arguments(
+    pointers=("logits", "temperature", "top_k", "top_p", "seed", "position", "out"), ints=("width", "part")
+)
+KERNEL = build.Source(
+    "sampling",
+    functions=("sample",),
+    arguments=ARGUMENTS,
+    capabilities=build.CLUSTERS,
+)
+
+
+class Plan(NamedTuple):
+    """Blocks that share a row, logits of a block, its bytes of shared memory."""
+
+    cluster: int
+    part: int
+    shared: int
 
 
 @cache
 def _kernel(device: int) -> build.Kernel:
-    return build.load(SOURCE, {}, ("sample",), device, SHARED_LIMIT)[0]
+    return KERNEL.load({}, device, SHARED_STRUCT + 4 * MAX_WIDTH // CLUSTERS[-1])[0]
 
 
 @cache
 def available(device: int) -> bool:
     """Whether the kernel can be built for this GPU; warns once where not."""
-    return build.usable(lambda: _kernel(device))
+    return KERNEL.usable(device, "Triton's sample", SHARED_STRUCT + 4 * MAX_WIDTH // CLUSTERS[-1])
 
 
-def cut(rows: int, width: int) -> tuple[int, int, int]:
-    """(blocks that share a row, logits of a block, its bytes of shared memory): as many blocks as run at once."""
+def plan(rows: int, width: int, device: build.Device) -> Plan:
+    """As many blocks as run at once, an SM each."""
     parts = {size: -(-width // (32 * size)) * 32 for size in CLUSTERS}
-    fitting = [size for size in CLUSTERS if SHARED_STRUCT + 4 * parts[size] <= SHARED_LIMIT]
-    size = max((s for s in fitting if rows <= GPCS * (CLUSTERS[-1] // s)), default=fitting[0])
-    return size, parts[size], SHARED_STRUCT + 4 * parts[size]
+    fitting = [size for size in CLUSTERS if SHARED_STRUCT + 4 * parts[size] <= device.shared]
+    size = max((s for s in fitting if rows <= device.at_once(s)), default=fitting[0])
+    return Plan(size, parts[size], SHARED_STRUCT + 4 * parts[size])
 
 
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seed: Tensor, position: Tensor) -> Tensor:
@@ -42,15 +56,15 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, se
     rows, width = logits.shape
     device = logits.device.index
     usable = logits.is_cuda and logits.dtype == torch.float32 and rows > 0 and width <= MAX_WIDTH
-    asked = temperature, top_k, top_p, seed, position
+    asked = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "position": position}
     if not usable or not available(device):
         from onegraph.ops.triton.sampling import sample as fallback  # compiled as of its import
 
-        return fallback(logits, *asked)
-    tensors = [t.contiguous() for t in (logits, *asked)]
+        return fallback(logits, *asked.values())
+    read = {name: t.contiguous() for name, t in {"logits": logits, **asked}.items()}  # alive until the launch
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    size, part, shared = cut(rows, width)
-    arguments = struct.pack("7Q2i", *(t.data_ptr() for t in (*tensors, out)), width, part)
+    size, part, shared = plan(rows, width, build.device(device))
+    arguments = ARGUMENTS.pack(**build.addresses(**read, out=out), width=width, part=part)
     kernel, grid = _kernel(device), (rows * size, 1, 1)
     stream = torch._C._cuda_getCurrentRawStream(device)
     if torch.cuda.current_device() == device:

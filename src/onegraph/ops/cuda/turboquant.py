@@ -1,8 +1,6 @@
 """Launches `turboquant_write.cu`, a decode step's write; what it does not take goes to Triton's kernel."""
 
-import struct
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -10,12 +8,29 @@ from torch import Tensor
 from onegraph.ops.calls import TurboQuantWrite
 from onegraph.ops.cuda import build
 
-SOURCE = Path(__file__).with_name("turboquant_write.cu")
 DTYPES = {torch.bfloat16: 0, torch.float16: 1}
 SCALES = {"norm": 0, "matched": 1, "unbiased": 2}
 MAX_DIM, MAX_GROUP = 256, 16
 MAX_LENGTH = 8  # tokens of a row: a decode step, whose positions and block table earlier kernels of it do not write
 MAX_TOKENS = 64  # beyond, Triton's programs of 16 vectors read the rotation less often
+
+ARGUMENTS = build.Arguments(
+    pointers=(
+        "qkv", "q_norm", "k_norm", "cos", "sin", "positions", "counts", "block_table", "turn", "k_codebook",
+        "v_codebook", "cache", "ring", "slots", "out",
+    ),
+    ints=(
+        "length", "kv_heads", "table_stride", "reach", "max_position", "page_size", "page_bytes", "ring_size",
+    ),
+    floats=("eps",),
+)  # fmt: skip
+KERNEL = build.Source(
+    "turboquant_write",
+    functions=("turboquant_write",),
+    arguments=ARGUMENTS,
+    capabilities=build.EVERY,
+    example={"DIM": 128, "KBITS": 4, "VBITS": 4, "GROUP": 4, "SCALE": 1, "DTYPE": 0},
+)
 
 
 @cache
@@ -23,7 +38,7 @@ def _kernel(dim: int, k_bits: int, v_bits: int, group: int, scale: int, dtype: i
     """None where it cannot be built; attention from codes, which needs the same, warns."""
     defines = {"DIM": dim, "KBITS": k_bits, "VBITS": v_bits, "GROUP": group, "SCALE": scale, "DTYPE": dtype}
     try:
-        return build.load(SOURCE, defines, ("turboquant_write",), device, 0)[0]
+        return KERNEL.load(defines, device)[0]
     except build.BuildError:
         return None
 
@@ -46,15 +61,21 @@ def turboquant_write(call: TurboQuantWrite) -> tuple[Tensor, Tensor]:
         return fallback(call)
     page_size = page_bytes * 8 // (dim * (k_bits + v_bits) + 32)
     out = torch.empty((batch, length, heads, dim), dtype=qkv.dtype, device=qkv.device)
-    tensors = (
-        qkv, q_norm, k_norm, cos, sin, positions, counts, block_table, turn, k_codebook, v_codebook, cache, ring, slots,
-        out,
-    )  # fmt: skip
-    arguments = struct.pack(
-        "15Q8if4x",
-        *(0 if t is None else t.data_ptr() for t in tensors),
-        length, kv_heads, block_table.stride(0), block_table.shape[1] * page_size, 0 if cos is None else len(cos) - 1,
-        page_size, page_bytes, 1 if ring is None else ring.shape[1], eps,
+    arguments = ARGUMENTS.pack(
+        **build.addresses(
+            qkv=qkv, q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin, positions=positions, counts=counts,
+            block_table=block_table, turn=turn, k_codebook=k_codebook, v_codebook=v_codebook, cache=cache, ring=ring,
+            slots=slots, out=out,
+        ),
+        length=length,
+        kv_heads=kv_heads,
+        table_stride=block_table.stride(0),
+        reach=block_table.shape[1] * page_size,
+        max_position=0 if cos is None else len(cos) - 1,
+        page_size=page_size,
+        page_bytes=page_bytes,
+        ring_size=1 if ring is None else ring.shape[1],
+        eps=eps,
     )  # fmt: skip
     with torch.cuda.device(qkv.device):
         stream = torch._C._cuda_getCurrentRawStream(device)

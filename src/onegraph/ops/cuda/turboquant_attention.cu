@@ -27,7 +27,8 @@
 //
 // Set when compiled: DIM, KBITS, VBITS, ROWS (4, 8 or 16 queries of a kv head at a time), DTYPE (of q, rotation and out:
 // 0 bfloat16, 1 float16, 2 float32), PAGE_BLOCKS (blocks of 16 tokens in a page), WARPS, STAGES, PER_SM; WRITES (0 or 1),
-// GROUP (queries of a kv head) and SCALE if so.
+// GROUP (queries of a kv head), SCALE and EARLY (the next launch is let go in the first line, as in decode_attention.cu)
+// if so.
 
 #include "turboquant_common.cuh"
 #include "turboquant_codes.cuh"
@@ -68,8 +69,7 @@ __device__ __forceinline__ int received_rows(int splits) { return (ROWS + splits
 
 template <bool CLUSTERED> __device__ __forceinline__ void attend_splits(const Arguments& p) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  // As in decode_attention.cu: for all but small models the codes of the next linear would come before those of the cache.
-  const bool at_once = !WRITES || (p.group + 2) * p.kv_heads * DIM <= 1536;
+  constexpr bool at_once = !WRITES || EARLY;  // see decode_attention.cu
   if (at_once) let_next_start();
   if (WRITES) cluster_begun();
   Fixed& fixed = *(Fixed*)smem;
@@ -91,7 +91,7 @@ template <bool CLUSTERED> __device__ __forceinline__ void attend_splits(const Ar
     __syncthreads();
   }
 
-  const u32 stages = (u32)__cvta_generic_to_shared(smem + STAGES_AT) + warp * STAGES * STAGE;
+  const u32 stages = address(smem + STAGES_AT) + warp * STAGES * STAGE;
   const u8* stages_here = smem + STAGES_AT + warp * STAGES * STAGE;
   const u32 page_bytes = PAGE_BLOCKS * BLOCK_BYTES, page_stride = p.kv_heads * page_bytes;
   u32 moved[PER_LANE];  // where a lane's pieces of a block go in shared memory
@@ -280,7 +280,7 @@ template <bool CLUSTERED> __device__ __forceinline__ void attend_splits(const Ar
     int stage = 0;
 #pragma unroll 1
     for (int tile = first + warp; tile < stop; tile += WARPS) {
-      wait<STAGES - 1>();
+      wait_but<STAGES - 1>();
       __syncwarp();
       const u8* here = stages_here + stage * STAGE;
       float x[2][NT][2], norm[2][2];  // scores, norms of values: of block i, tokens g and g + 8
@@ -341,8 +341,8 @@ template <bool CLUSTERED> __device__ __forceinline__ void attend_splits(const Ar
         float k_norm[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-          k_norm[h] = from_half(norms[g + 8 * h]);
-          norm[i][h] = from_half(norms[BLOCK + g + 8 * h]);
+          k_norm[h] = lower_half_to_float(norms[g + 8 * h]);
+          norm[i][h] = lower_half_to_float(norms[BLOCK + g + 8 * h]);
         }
 #pragma unroll
         for (int h = 0; h < 2; h++)
@@ -414,9 +414,9 @@ template <bool CLUSTERED> __device__ __forceinline__ void attend_splits(const Ar
         for (int n = 0; n < NT; n++)
 #pragma unroll
           for (int h = 0; h < 2; h++) {
-            const u32 rounded = to_half(w[i][n][h]);
+            const u32 rounded = float_to_half(w[i][n][h]);
             sum[n] += e[i][n][h];
-            weights[n] += from_half(rounded);
+            weights[n] += lower_half_to_float(rounded);
             *(u16*)(probabilities + (n * 4 + t) * P_STRIDE + (i * BLOCK + g + 8 * h) * 2) = (u16)rounded;
           }
       __syncwarp();
@@ -461,7 +461,7 @@ template <bool CLUSTERED> __device__ __forceinline__ void attend_splits(const Ar
               const u32 a0 = prmt(a[half], 0, 0x4240), a1 = prmt(a[half], 0, 0x4341);
               const u32 a2 = prmt(c[half], 0, 0x4240), a3 = prmt(c[half], 0, 0x4341);
 #pragma unroll
-              for (int n = 0; n < NV; n++) mma(acc[n][(j * (4 / VW) + q) * 2 + half], a0, a1, a2, a3, pf[n][0], pf[n][1]);
+              for (int n = 0; n < NV; n++) mma_f16(acc[n][(j * (4 / VW) + q) * 2 + half], a0, a1, a2, a3, pf[n][0], pf[n][1]);
             }
           }
         }
@@ -470,7 +470,7 @@ template <bool CLUSTERED> __device__ __forceinline__ void attend_splits(const Ar
       fetch(stage);
       stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
-    wait<0>();
+    wait_but<0>();
 
     // Warps meet: each scales its sums to the highest reference, the block adds them in the order of the warps.
 #pragma unroll
@@ -540,7 +540,7 @@ template <bool CLUSTERED> __device__ __forceinline__ void attend_splits(const Ar
       }
       if (WRITES) {  // row r goes to block r % splits
         const int place = split * received_rows(splits) + r / splits;
-        send((float4*)(smem + RECEIVED_AT) + place * (DIM / 4) + i % (DIM / 4), r % splits, v);
+        push(at_rank((float4*)(smem + RECEIVED_AT) + place * (DIM / 4) + i % (DIM / 4), r % splits), v);
       } else {
         *(float4*)(p.partial + (size_t)item * ROWS * DIM + i * 4) = v;
       }
@@ -556,7 +556,7 @@ template <bool CLUSTERED> __device__ __forceinline__ void attend_splits(const Ar
         const float2 v = fixed.reference[WARPS + k][r];
         total += v.y * exp2_fast(v.x - most);
       }
-      if (WRITES) send(&fixed.received[split * received_rows(splits) + r / splits], r % splits, make_float2(most, total));
+      if (WRITES) push(at_rank(&fixed.received[split * received_rows(splits) + r / splits], r % splits), make_float2(most, total));
       else p.sums[(size_t)item * ROWS + r] = make_float2(most, total);
     }
     __syncthreads();

@@ -7,29 +7,36 @@ that with a decode step's write in it.
 """
 
 import math
-import struct
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from onegraph.ops.cuda import build
 
-SOURCE = Path(__file__).with_name("turboquant_attention.cu")
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 MAX_DIM, MAX_BATCH = 256, 1024
-SM_SHARED = 228 * 1024  # bytes of an SM, 1024 of them reserved for each block
 TILE, LEAST = 32, 4  # tokens; tiles that a split has at least
 MAX_STAGES = 4
 SHORT = 4096  # tokens of a row at most, for which the splits of a sequence are the blocks of a cluster, in one launch
 CLUSTERS = (2, 4, 8)
-GPCS, GPC_SMS = 7, 18  # of an H200: a cluster lies in one GPC
 MANY = 128  # queries, from which on a block merges four of them
 PLACES = 16  # of a ring, that a warp attends to
 RINGERS, RECEIVED = 4, 8  # of a block that writes: warps that attend to the ring, rows that others send
-ARGUMENTS = "17Q19i2f4x5Qif"  # of the kernels
+
+ARGUMENTS = build.Arguments(
+    pointers=(
+        "q", "cache", "block_table", "positions", "counts", "ends", "rotation", "k_codebook", "v_codebook", "sinks",
+        "partial", "sums", "work", "out", "lse", "ring", "slots", "q_norm", "k_norm", "cos", "sin", "turn",
+    ),
+    ints=(
+        "batch", "length", "kv_heads", "group", "table_stride", "reach", "pages", "window", "row_tiles", "limit",
+        "least", "recent", "spare", "near_limit", "ring_size", "ring_tiles", "ring_at", "ahead", "cluster",
+        "max_position",
+    ),
+    floats=("scale", "back", "eps"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -43,9 +50,10 @@ class Near:
 
 
 @dataclass(frozen=True)
-class Variant:
+class Plan:
     """What the kernel is compiled for; see the end of the first comment of `turboquant_attention.cu`. `group`: of the
-    queries of a launch that writes its step's token, 0 for one that does not."""
+    queries of a launch that writes its step's token, 0 for one that does not; `early`: the next launch is let go in the
+    first line of such a one, not behind its wait."""
 
     dim: int
     k_bits: int
@@ -55,6 +63,7 @@ class Variant:
     page_blocks: int
     group: int = 0
     scale: int = 0
+    early: bool = True
 
     @property
     def warps(self) -> int:
@@ -82,34 +91,43 @@ class Variant:
         parts = RINGERS * self.rows * (self.dim * 4 + 8) + RECEIVED * self.dim * 4
         return fixed + probabilities + ring + (fresh + parts if self.group else 0) + 28 * batch
 
-    def stages(self, batch: int) -> int:
+    def stages(self, batch: int, device: build.Device) -> int:
         """Tiles that a warp has in flight: as many as fit, at least one."""
-        room = SM_SHARED // self.per_sm - 1024
+        room = device.sm_shared // self.per_sm - build.RESERVED
         return max([1, *(s for s in range(1, MAX_STAGES + 1) if self.shared(s, batch) <= room)])
+
+    def defines(self, stages: int) -> dict[str, int]:
+        """What turboquant_attention.cu is compiled with."""
+        made = {"DIM": self.dim, "KBITS": self.k_bits, "VBITS": self.v_bits, "ROWS": self.rows, "DTYPE": self.dtype}
+        made |= {"PAGE_BLOCKS": self.page_blocks, "WARPS": self.warps, "STAGES": stages, "PER_SM": self.per_sm}
+        return made | {
+            "WRITES": int(self.group > 0),
+            "GROUP": max(self.group, 1),
+            "SCALE": self.scale,
+            "EARLY": int(self.early),
+        }
+
+
+KERNELS = build.Source(
+    "turboquant_attention",
+    functions=("attend_and_merge", "attend", "merge_1", "merge_4"),
+    arguments=ARGUMENTS,
+    capabilities=build.CLUSTERS,
+    example=Plan(64, 4, 4, 4, 0, 1).defines(2),
+)
 
 
 @cache
-def kernels(variant: Variant, stages: int, device: int) -> tuple[build.Kernel, ...]:
+def kernels(plan: Plan, stages: int, device: int) -> tuple[build.Kernel, ...]:
     """`attend_and_merge` and, where it does not write, `attend` and the merging of one and of four queries a block."""
-    v = variant
-    defines = {"DIM": v.dim, "KBITS": v.k_bits, "VBITS": v.v_bits, "ROWS": v.rows, "DTYPE": v.dtype}
-    defines |= {"PAGE_BLOCKS": v.page_blocks, "WARPS": v.warps, "STAGES": stages, "PER_SM": v.per_sm}
-    defines |= {"WRITES": int(v.group > 0), "GROUP": max(v.group, 1), "SCALE": v.scale}
-    names = ("attend_and_merge", *(() if v.group else ("attend", "merge_1", "merge_4")))
-    return build.load(SOURCE, defines, names, device, v.shared(stages, 1))
+    functions = KERNELS.functions[: 1 if plan.group else 4]
+    return KERNELS.load(plan.defines(stages), device, plan.shared(stages, 1), functions)
 
 
 @cache
 def available(device: int) -> bool:
-    """Whether the kernels can be built for this GPU (sm_90 and NVRTC); warns once where not."""
-    return build.usable(
-        lambda: kernels(Variant(64, 4, 4, 4, 0, 1), 2, device), "attention from TurboQuant codes runs unfused"
-    )
-
-
-@cache
-def _sms(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    """Whether the kernels can be built for this GPU; warns once where not."""
+    return KERNELS.usable(device, "attention from TurboQuant codes runs unfused")
 
 
 def takes(q: Tensor) -> bool:
@@ -128,9 +146,9 @@ def _limit(pairs: int, at_once: int) -> int:
     return next(full, 4 * pairs)
 
 
-def _cluster(pairs: int, per_sm: int) -> int:
+def _cluster(pairs: int, per_sm: int, device: build.Device) -> int:
     """Blocks that share the keys of a (sequence, head) pair, if all clusters fit at once; 0 where none do."""
-    return max((size for size in CLUSTERS if pairs <= GPCS * (GPC_SMS * per_sm // size)), default=0)
+    return max((size for size in CLUSTERS if pairs <= device.at_once(size, per_sm)), default=0)
 
 
 def attend(
@@ -158,16 +176,16 @@ def attend(
     if q.numel() == 0:
         return out, lse
     pages, kv_heads, _ = cache.shape
-    device, group = q.device.index, heads // kv_heads
+    device, group = build.device(q.device.index), heads // kv_heads
     rows = 4 if length * group <= 4 else 8 if length * group <= 8 else 16
     bits = [c.numel().bit_length() - 1 for c in (k_codebook, v_codebook)]
-    variant = Variant(dim, bits[0], bits[1], rows, DTYPES[q.dtype], page_size // 16)
-    stages = variant.stages(batch)
-    together, kernel, *mergers = kernels(variant, stages, device)
+    plan = Plan(dim, bits[0], bits[1], rows, DTYPES[q.dtype], page_size // 16)
+    stages = plan.stages(batch, device)
+    together, kernel, *mergers = kernels(plan, stages, q.device.index)
 
     row_tiles = -(-length * group // rows)
-    blocks, pairs, reach = _sms(device) * variant.per_sm, batch * kv_heads * row_tiles, block_table.shape[1] * page_size
-    cluster = _cluster(pairs, variant.per_sm) if reach <= SHORT else 0
+    blocks, pairs, reach = device.sms * plan.per_sm, batch * kv_heads * row_tiles, block_table.shape[1] * page_size
+    cluster = _cluster(pairs, plan.per_sm, device) if reach <= SHORT else 0
     if cluster < min(rows, length * group):  # else a block would merge several queries
         cluster = 0
     limit = pairs * cluster or min(_limit(pairs, blocks), pairs * -(-reach // (TILE * LEAST)))
@@ -177,20 +195,22 @@ def attend(
     partial = torch.empty(results * dim, dtype=torch.float32, device=q.device)
     sums = torch.empty(results * 2, dtype=torch.float32, device=q.device)
     work = torch.empty(batch * 2, dtype=torch.int32, device=q.device)
-    tensors = (q, cache, block_table, positions, counts, ends, rotation, k_codebook, v_codebook, sinks)
-    made = (partial, sums, work, out, None if near else lse, *((near.ring, near.slots) if near else (None, None)))
-    pointers = [0 if t is None else t.data_ptr() for t in (*tensors, *made)]
-    ring = (recent, near.spare, near.limit, near.ring.shape[1]) if near else (recent, 0, 0, 1)
-    arguments = struct.pack(
-        ARGUMENTS,
-        *pointers,
-        batch, length, kv_heads, group, block_table.stride(0), reach, pages, window,
-        row_tiles, limit, LEAST, *ring, ring_tiles, items, length == 1, cluster, scale * math.log2(math.e), dim**-0.5,
-        *[0] * 7,
+    ring, spare, near_limit, slots = (near.ring, near.spare, near.limit, near.slots) if near else (None, 0, 0, None)
+    arguments = ARGUMENTS.pack(
+        **build.addresses(
+            q=q, cache=cache, block_table=block_table, positions=positions, counts=counts, ends=ends, rotation=rotation,
+            k_codebook=k_codebook, v_codebook=v_codebook, sinks=sinks, partial=partial, sums=sums, work=work, out=out,
+            lse=None if near else lse, ring=ring, slots=slots, q_norm=None, k_norm=None, cos=None, sin=None, turn=None,
+        ),
+        batch=batch, length=length, kv_heads=kv_heads, group=group, table_stride=block_table.stride(0), reach=reach,
+        pages=pages, window=window, row_tiles=row_tiles, limit=limit, least=LEAST, recent=recent, spare=spare,
+        near_limit=near_limit, ring_size=1 if ring is None else ring.shape[1], ring_tiles=ring_tiles, ring_at=items,
+        ahead=length == 1, cluster=cluster, max_position=0,
+        scale=scale * math.log2(math.e), back=dim**-0.5, eps=0.0,
     )  # fmt: skip
-    stream = torch._C._cuda_getCurrentRawStream(device)
+    stream = torch._C._cuda_getCurrentRawStream(q.device.index)
     with torch.cuda.device(q.device):
-        threads, shared = variant.warps * 32, variant.shared(stages, batch)
+        threads, shared = plan.warps * 32, plan.shared(stages, batch)
         if cluster:
             together.launch((kv_heads * cluster, batch * row_tiles, 1), threads, shared, cluster, stream, arguments)
             return out, lse

@@ -5,7 +5,6 @@ for rows that can hold little for the blocks there are. What else there is, is l
 """
 
 import math
-import struct
 from functools import cache as cached
 
 import torch
@@ -20,7 +19,7 @@ from onegraph.ops.cuda.turboquant_attention import (
     MAX_BATCH,
     PLACES,
     TILE,
-    Variant,
+    Plan,
     available,
     kernels,
 )
@@ -34,11 +33,11 @@ TILES = 5  # that a warp has at most: beyond, blocks that follow the lengths bal
 
 
 @cached
-def _clusters(variant: Variant, sizes: tuple[int, ...], device: int) -> dict[int, int]:
+def _clusters(plan: Plan, sizes: tuple[int, ...], device: int) -> dict[int, int]:
     """How many clusters of each size run at once."""
-    stages, threads = variant.stages(1), variant.warps * 32
-    together = kernels(variant, stages, device)[0]
-    return {n: build.clusters(together, threads, variant.shared(stages, 1), n) for n in sizes}
+    stages, threads = plan.stages(1, build.device(device)), plan.warps * 32
+    together = kernels(plan, stages, device)[0]
+    return {n: build.clusters(together, threads, plan.shared(stages, 1), n) for n in sizes}
 
 
 def _page_size(call: TurboQuantDecode) -> int:
@@ -46,7 +45,7 @@ def _page_size(call: TurboQuantDecode) -> int:
     return call.cache.shape[2] * 8 // (call.turn.shape[0] * bits + 32)
 
 
-def form(call: TurboQuantDecode) -> tuple[Variant, int] | None:
+def plan_of(call: TurboQuantDecode) -> tuple[Plan, int] | None:
     """What `decode` computes such a call with, and how many blocks share the keys of a pair: the most of which all
     pairs' run at once. None where it does not."""
     qkv, dim, kv_heads, page_size = call.qkv, call.turn.shape[0], call.cache.shape[1], _page_size(call)
@@ -67,37 +66,35 @@ def form(call: TurboQuantDecode) -> tuple[Variant, int] | None:
         return None
     bits = [book.numel().bit_length() - 1 for book in (call.k_codebook, call.v_codebook)]
     rows, kind = 4 if group <= 4 else 8, SCALES[call.kind]
-    variant = Variant(dim, bits[0], bits[1], rows, DTYPES[qkv.dtype], page_size // 16, group, kind)
-    fitting = _clusters(variant, CLUSTERS, qkv.device.index)
+    plan = Plan(dim, bits[0], bits[1], rows, DTYPES[qkv.dtype], page_size // 16, group, kind, call.early)
+    fitting = _clusters(plan, CLUSTERS, qkv.device.index)
     size = next((n for n in CLUSTERS if batch * kv_heads <= fitting[n]), 1)
-    return (variant, size) if reach <= TILES * variant.warps * TILE * size else None
+    return (plan, size) if reach <= TILES * plan.warps * TILE * size else None
 
 
-def decode(call: TurboQuantDecode, variant: Variant, cluster: int, spare: int) -> Tensor:
-    """[B, 1, heads, D], in the `form` that the call has; `spare` as of `onegraph.ops.recent_attention`."""
-    qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table, turn, *coded = call
-    k_codebook, v_codebook, cache, ring, slots, heads, _, rotation, scale, window, limit = coded
-    batch, dim, device, reach = len(qkv), variant.dim, qkv.device.index, block_table.shape[1] * _page_size(call)
-    pages, kv_heads, _ = cache.shape
-    out = qkv.new_empty((batch, 1, heads, dim))
-    stages = variant.stages(1)
-    (kernel,) = kernels(variant, stages, device)
-    tensors = (
-        qkv, cache, block_table, positions, counts, None, rotation, k_codebook, v_codebook, None, None, None,
-        None, out, None, ring, slots,
-    )  # fmt: skip
-    made = q_norm, k_norm, cos, sin, turn
-    ring_size = ring.shape[1]
-    arguments = struct.pack(
-        ARGUMENTS,
-        *(0 if t is None else t.data_ptr() for t in tensors),
-        batch, 1, kv_heads, variant.group, block_table.stride(0), reach, pages, max(limit - window, 0),
-        1, 0, 0, window, spare, limit, ring_size, -(-ring_size // PLACES), 0, 1, cluster,
-        scale * math.log2(math.e), dim**-0.5,
-        *(0 if t is None else t.data_ptr() for t in made), 0 if cos is None else len(cos) - 1, eps,
+def decode(call: TurboQuantDecode, plan: Plan, cluster: int, spare: int) -> Tensor:
+    """[B, 1, heads, D], as `plan_of` says; `spare` as of `onegraph.ops.recent_attention`."""
+    qkv, cache, ring, dim, table = call.qkv, call.cache, call.ring, plan.dim, call.block_table
+    batch, device, (pages, kv_heads, _), ring_size = len(qkv), qkv.device.index, cache.shape, ring.shape[1]
+    out = qkv.new_empty((batch, 1, call.heads, dim))
+    stages = plan.stages(1, build.device(device))
+    (kernel,) = kernels(plan, stages, device)
+    arguments = ARGUMENTS.pack(
+        **build.addresses(
+            q=qkv, cache=cache, block_table=table, positions=call.positions, counts=call.counts, ends=None,
+            rotation=call.rotation, k_codebook=call.k_codebook, v_codebook=call.v_codebook, sinks=None, partial=None,
+            sums=None, work=None, out=out, lse=None, ring=ring, slots=call.slots, q_norm=call.q_norm,
+            k_norm=call.k_norm, cos=call.cos, sin=call.sin, turn=call.turn,
+        ),
+        batch=batch, length=1, kv_heads=kv_heads, group=plan.group, table_stride=table.stride(0),
+        reach=table.shape[1] * _page_size(call), pages=pages, window=max(call.limit - call.window, 0), row_tiles=1,
+        limit=0, least=0, recent=call.window, spare=spare, near_limit=call.limit, ring_size=ring_size,
+        ring_tiles=-(-ring_size // PLACES), ring_at=0, ahead=1, cluster=cluster,
+        max_position=0 if call.cos is None else len(call.cos) - 1,
+        scale=call.scale * math.log2(math.e), back=dim**-0.5, eps=call.eps,
     )  # fmt: skip
     stream = torch._C._cuda_getCurrentRawStream(device)
     with torch.cuda.device(qkv.device):
-        threads, shared = variant.warps * 32, variant.shared(stages, 1)
+        threads, shared = plan.warps * 32, plan.shared(stages, 1)
         kernel.launch((kv_heads * cluster, batch, 1), threads, shared, cluster, stream, arguments)
     return out

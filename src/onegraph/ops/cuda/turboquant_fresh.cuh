@@ -87,8 +87,8 @@ __device__ __forceinline__ void turn_token(const Arguments& p, const Turn& turn,
   for (int c = 0; c < DIM / 16; c++) {
     const u32 a0 = x[c / 2][c % 2 * 2], a2 = x[c / 2][c % 2 * 2 + 1];
     if (DTYPE == 1) {
-      mma(even[c % 2], a0, 0, a2, 0, turn.matrix[c][0][0], turn.matrix[c][0][1]);
-      mma(odd[c % 2], a0, 0, a2, 0, turn.matrix[c][1][0], turn.matrix[c][1][1]);
+      mma_f16(even[c % 2], a0, 0, a2, 0, turn.matrix[c][0][0], turn.matrix[c][0][1]);
+      mma_f16(odd[c % 2], a0, 0, a2, 0, turn.matrix[c][1][0], turn.matrix[c][1][1]);
     } else {
       mma_bf16(even[c % 2], a0, 0, a2, 0, turn.matrix[c][0][0], turn.matrix[c][0][1]);
       mma_bf16(odd[c % 2], a0, 0, a2, 0, turn.matrix[c][1][0], turn.matrix[c][1][1]);

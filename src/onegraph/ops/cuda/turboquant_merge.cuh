@@ -30,7 +30,7 @@ template <int MERGED, typename Query> __device__ __forceinline__ void turn_back(
         c = from + i < DIM ? *(const float2*)((const float*)p.rotation + (from + i) * DIM + column) : make_float2(0.f, 0.f);
       } else {
         const u32 word = rotation[DTYPE < 2 ? i : 0];
-        c = DTYPE == 1 ? make_float2(from_half(word), from_half(word >> 16))
+        c = DTYPE == 1 ? make_float2(lower_half_to_float(word), lower_half_to_float(word >> 16))
                        : make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u));
       }
 #pragma unroll
@@ -157,7 +157,7 @@ __device__ __forceinline__ void merge_cluster(const Arguments& p) {
     const int row = row_tile * ROWS + r;
     const bool mine = r < ROWS && row < p.length * p.group;
     merge<1>(p, mine ? query_at(p, b, head, row) : p.batch * p.length * p.kv_heads * p.group, b, head, row, [&]() {
-      if (!ready) cluster_barrier();
+      if (!ready) cluster_sync();
       ready = true;
       return make_int2(b * gridDim.x * p.row_tiles, p.cluster);
     });

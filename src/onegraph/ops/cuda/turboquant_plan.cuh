@@ -18,6 +18,12 @@ struct Arguments {
   float* lse;               // [batch, length, heads] or null
   const void* ring;         // [rings, ring_size, 2, kv_heads, DIM] of exact keys and values, or null
   const int* slots;         // [batch]: whose ring
+  // With WRITES, what a token is made of; see ops/turboquant.py.
+  const u16* q_norm;        // [DIM] or null
+  const u16* k_norm;
+  const float* cos;         // [max_position + 1, DIM / 2] or null
+  const float* sin;
+  const u16* turn;          // [DIM, DIM]
   int batch, length, kv_heads, group, table_stride, reach, pages, window;
   int row_tiles;            // of ROWS queries
   int limit;                // items that the splits may make
@@ -29,15 +35,9 @@ struct Arguments {
   int ring_at;              // where the results of the rings' tiles begin
   int ahead;                // whether what earlier steps wrote may be read before the wait
   int cluster;              // blocks of a cluster, the splits of every sequence; 0 where they follow from the lengths
+  int max_position;         // with WRITES, as `eps`
   float scale;              // of the scores, times log2(e)
   float back;               // of the rotation
-  // With WRITES, what a token is made of; see ops/turboquant.py.
-  const u16* q_norm;        // [DIM] or null
-  const u16* k_norm;
-  const float* cos;         // [max_position + 1, DIM / 2] or null
-  const float* sin;
-  const u16* turn;          // [DIM, DIM]
-  int max_position;
   float eps;
 };
 

@@ -4,9 +4,9 @@
 constexpr int QUADS = (DIM + 127) / 128;                 // of neighbouring dimensions, of a lane
 
 __device__ __forceinline__ float widen(u32 v) {
-  return DTYPE == 1 ? from_half(v & 0xFFFF) : __uint_as_float(v << 16);
+  return DTYPE == 1 ? lower_half_to_float(v & 0xFFFF) : __uint_as_float(v << 16);
 }
-__device__ __forceinline__ u32 narrow(float v) { return DTYPE == 1 ? to_half(v) : to_bf16(v); }
+__device__ __forceinline__ u32 narrow(float v) { return DTYPE == 1 ? float_to_half(v) : float_to_bf16(v); }
 __device__ __forceinline__ float sum_of_warp(float v) {
 #pragma unroll
   for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);
@@ -69,5 +69,5 @@ template <int BITS, bool PAIRED> __device__ __forceinline__ void quantize(
   }
   seen = sum_of_warp(seen);
   const float scale = SCALE == 0 ? norm : SCALE == 1 ? norm / sqrtf(seen) : norm / fmaxf(seen, 1e-3f);
-  if (real && lane == 0) *(u16*)(norms + 2 * token) = (u16)to_half(fminf(scale, 65504.f));
+  if (real && lane == 0) *(u16*)(norms + 2 * token) = (u16)float_to_half(fminf(scale, 65504.f));
 }

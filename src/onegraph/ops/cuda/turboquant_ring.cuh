@@ -100,7 +100,7 @@ __device__ __forceinline__ void attend_ring(
 #pragma unroll
     for (int c = 0; c < K_LOADED; c += 2) {
       const u32 low = HALVES == 2 ? q[HALVES - 1][c] : 0, high = HALVES == 2 ? q[HALVES - 1][c + 1] : 0;
-      if (DTYPE == 1) mma(s[i], q[0][c], low, q[0][c + 1], high, k[i][c], k[i][c + 1]);
+      if (DTYPE == 1) mma_f16(s[i], q[0][c], low, q[0][c + 1], high, k[i][c], k[i][c + 1]);
       else mma_bf16(s[i], q[0][c], low, q[0][c + 1], high, k[i][c], k[i][c + 1]);
     }
   }
@@ -124,8 +124,8 @@ __device__ __forceinline__ void attend_ring(
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const float e = exp2_fast(s[i / 2][2 * h + i % 2] - most);
-      const u32 rounded = DTYPE == 1 ? to_half(e) : to_bf16(e);
-      sum += DTYPE == 1 ? from_half(rounded) : __uint_as_float(rounded << 16);
+      const u32 rounded = DTYPE == 1 ? float_to_half(e) : float_to_bf16(e);
+      sum += DTYPE == 1 ? lower_half_to_float(rounded) : __uint_as_float(rounded << 16);
       weight[h][i / 2] |= rounded << i % 2 * 16;
     }
     sum += __shfl_xor_sync(~0u, sum, 1);
@@ -154,7 +154,7 @@ __device__ __forceinline__ void attend_ring(
       const int w = (j + n) / 2;
       c[n][0] = c[n][1] = c[n][2] = c[n][3] = 0.f;
       const u32 near = prmt(v[0][w], v[1][w], pick), far = prmt(v[2][w], v[3][w], pick);
-      if (DTYPE == 1) mma(c[n], weight[0][0], weight[1][0], weight[0][1], weight[1][1], near, far);
+      if (DTYPE == 1) mma_f16(c[n], weight[0][0], weight[1][0], weight[0][1], weight[1][1], near, far);
       else mma_bf16(c[n], weight[0][0], weight[1][0], weight[0][1], weight[1][1], near, far);
     }
 #pragma unroll

@@ -109,8 +109,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) turboquant_write(const 
       const u16 *top = &vectors[m * 16 + g][c * 16 + 2 * t], *bottom = &vectors[m * 16 + g + 8][c * 16 + 2 * t];
       const u32 a0 = *(const u32*)top, a1 = *(const u32*)bottom, a2 = *(const u32*)(top + 8), a3 = *(const u32*)(bottom + 8);
       if (DTYPE == 1) {
-        mma(even, a0, a1, a2, a3, matrix[c][0][0], matrix[c][0][1]);
-        mma(odd, a0, a1, a2, a3, matrix[c][1][0], matrix[c][1][1]);
+        mma_f16(even, a0, a1, a2, a3, matrix[c][0][0], matrix[c][0][1]);
+        mma_f16(odd, a0, a1, a2, a3, matrix[c][1][0], matrix[c][1][1]);
       } else {
         mma_bf16(even, a0, a1, a2, a3, matrix[c][0][0], matrix[c][0][1]);
         mma_bf16(odd, a0, a1, a2, a3, matrix[c][1][0], matrix[c][1][1]);

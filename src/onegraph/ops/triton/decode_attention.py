@@ -170,9 +170,9 @@ def _decode(
 
 
 def paged_decode(call: PagedDecode) -> Tensor:
-    """See `onegraph.ops.decode_attention.paged_decode`."""
+    """See `onegraph.ops.decode_attention.paged_decode`. Its launches let the next go where they always do."""
     qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table, k_cache, v_cache, tickets, *numbers = call
-    heads, scale, window = numbers
+    heads, scale, window, _ = numbers
     batch = qkv.shape[0]
     pages, page_size, kv_heads, dim = k_cache.shape
     out = torch.empty((batch, 1, heads, dim), dtype=qkv.dtype, device=qkv.device)

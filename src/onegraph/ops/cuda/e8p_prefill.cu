@@ -1,24 +1,23 @@
-// E8P linear for more than 16 tokens: codes decoded into the registers that wgmma reads its first operand from, so that
-// the weights are never written anywhere. Decoding and its tables are told in e8p.cu; here too a nibble masked in place is
+// E8P linear for prefill: codes decoded into the registers that wgmma reads its first operand from, so that
+// the weights are never written anywhere. Decoding and its tables are told in e8p_decode.cu; here too a nibble masked in place is
 // a subnormal float16, and stages are added first.
 //
-//   e8p_spread   x -> H_k(in_scale * x) as float16 on a scale of each token's own, in the very bytes that a stage of
+//   e8p_rotate   x -> H_k(in_scale * x) as float16 on a scale of each token's own, in the very bytes that a stage of
 //                shared memory holds: [token tile][64 columns][TOKENS][128 bytes], 16-byte units swizzled, columns in the
 //                order in which a lane's codes come.
-//   e8p_many     128 rows (MT 1) or 256 (MT 2) by TOKENS, two warpgroups; one more warp copies. With k cut into several
+//   e8p_prefill     128 rows (MT 1) or 256 (MT 2) by TOKENS, two warpgroups; one more warp copies. With k cut into several
 //                splits, partial sums go to memory.
-//   e8p_gather   adds the splits in order, rotates, scales.
+//   e8p_add_parts   adds the splits in order, rotates, scales.
 //
 // Three kernels that agree on two layouts, which is why this file is long.
 //
 // Set when compiled: BITS, HALF (1: x and y are float16, 0: bfloat16), TOKENS (32, 64, 128 or 256 a tile), MT (1 or 2
-// times 64 rows a warpgroup), DEPTH (stages of 64 columns), MOST (slices of 256 columns that a warp of e8p_spread
+// times 64 rows a warpgroup), DEPTH (stages of 64 columns), MOST (slices of 256 columns that a warp of e8p_rotate
 // holds).
 //
 // One file past 400 lines: the three kernels hand each other their layouts.
 
 #include "e8p_common.cuh"
-#include "e8p_async.cuh"
 
 constexpr int STAGE_BYTES = TOKENS * 128;
 constexpr int PITCH = ROWS + 4;  // floats of a token in the epilogue
@@ -43,10 +42,10 @@ struct Arguments {
   int slices;             // of 256 columns
   int per_split;          // slices of a split
   int splits;
-  float norm;             // of both Hadamard transforms
-  float eps;              // of the RMSNorm in front; negative: none
   int silu;               // x is [tokens, 2 k], gate beside up
   int wide;               // y and add are float
+  float norm;             // of both Hadamard transforms
+  float eps;              // of the RMSNorm in front; negative: none
 };
 
 __device__ __forceinline__ float sum_of_block(float v, float* exchange) {  // 256 threads
@@ -61,7 +60,7 @@ __device__ __forceinline__ float sum_of_block(float v, float* exchange) {  // 25
 }
 
 // A block a token.
-extern "C" __global__ void __launch_bounds__(256) e8p_spread(const __grid_constant__ Arguments p) {
+extern "C" __global__ void __launch_bounds__(256) e8p_rotate(const __grid_constant__ Arguments p) {
   __shared__ float exchange[3][8];
   const int token = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   let_next_start();
@@ -200,19 +199,19 @@ __device__ __forceinline__ void pair(float4& a, float4& b) {
 }
 
 // Grid (row tiles of MT * 128, token tiles, splits). Shared memory: tables, barriers, DEPTH stages; then the sums.
-extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) e8p_many(const __grid_constant__ Arguments p) {
+extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) e8p_prefill(const __grid_constant__ Arguments p) {
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int tile_row = blockIdx.x * (MT * 128), token_tile = blockIdx.y;
   const int begin = blockIdx.z * p.per_split, end = min(begin + p.per_split, p.slices), chunks = (end - begin) * 4;
-  const u32 base = (u32)__cvta_generic_to_shared(smem), full = base + TABLE_BYTES, empty = full + 8 * DEPTH;
+  const u32 base = address(smem), full = base + TABLE_BYTES, empty = full + 8 * DEPTH;
   const u32 stages = base + TABLE_BYTES + 1024;
   let_next_start();
-  if ((base & 0xFFFFu) != SMEM_START) __trap();
+  check_start(base);
   if (threadIdx.x == 0) {
     for (int s = 0; s < DEPTH; s++) {
       make_barrier(full + 8 * s, 1), make_barrier(empty + 8 * s, 2);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barriers_visible();
   }
   if (warp < 8) build_tables(p.codebook, load_table_words(p.codebook, warp, 8, lane), warp, 8, lane);
   __syncthreads();
@@ -232,8 +231,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) e8p_many(const 
   }
   asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
 
-  u32 bank;
-  asm volatile("or.b32 %0, %1, %2;" : "=r"(bank) : "r"(base & 0xFFFF0000u), "r"(lane * 4) : "memory");
+  const u32 bank = bank_of(base, lane);
   const int group = warp / 4;  // the warpgroup's own rows
   const int first_row = tile_row + group * (MT * 64) + warp % 4 * 16 + g;
   const u32 row_bytes = (u32)p.k / 4, rest_bytes = (u32)p.k / (BITS == 4 ? 4 : 8);
@@ -337,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) e8p_many(const 
       }
     return;
   }
-  asm volatile("bar.sync 1, 256;" ::: "memory");  // no one decodes any more: the sums take the place of everything
+  some_meet(1, CONSUMERS);  // no one decodes any more: the sums take the place of everything
   float* sums = (float*)smem;  // [row blocks of 128][TOKENS][PITCH]
 #pragma unroll
   for (int m = 0; m < MT; m++)
@@ -347,7 +345,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) e8p_many(const 
       const int token = i / 4 * 8 + t * 2 + i % 2;
       sums[((MT == 2 ? group : 0) * TOKENS + token) * PITCH + row] = acc[m][i];
     }
-  asm volatile("bar.sync 1, 256;" ::: "memory");
+  some_meet(1, CONSUMERS);
   // Eight lanes a token, 16 rows each: 4 l + 32 i. Warps share the tokens.
   const int l = lane % 8, block_warps = MT == 2 ? 4 : 8, row_block = MT == 2 ? group : 0;
   const int block_row = tile_row + row_block * 128, size = p.n % 128 ? 64 : 128;
@@ -382,7 +380,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) e8p_many(const 
 }
 
 // A warp a token and 128 rows: grid (row blocks, tokens / 8), 8 warps.
-extern "C" __global__ void __launch_bounds__(256) e8p_gather(const __grid_constant__ Arguments p) {
+extern "C" __global__ void __launch_bounds__(256) e8p_add_parts(const __grid_constant__ Arguments p) {
   const int lane = threadIdx.x % 32, token = blockIdx.y * 8 + threadIdx.x / 32, row = blockIdx.x * 128 + lane * 4;
   Epilogue epilogue;
   let_next_start();

@@ -1,80 +1,51 @@
-// E8P linear for up to 16 tokens in one pass over the codes. The codes' layout is told in formats/e8p.py.
+// E8P linear for up to 4 tokens in one pass over the codes. The codes' layout is told in formats/e8p.py.
 //
 // Decoding. An E8P integer a is odd and |a| <= 11, so u = (a + 15) / 2 is a nibble, and both the sign and the shift of
 // a code are XORs on it: eight nibbles in one word are  T1[index byte] ^ T2[sign byte],  two lookups in shared memory,
 // where each entry stands 32 times, once a bank. E81B integers e are nibbles e + 8 likewise.
 //
-// Up to 4 tokens: int8. The word is not unpacked. Its bytes are 16 h + l (two nibbles), those of word << 4 are 16 l + h
-// of the byte below; both go to the tensor cores as unsigned bytes, and the activations beside them solve, for the four
-// pairs of a group,  16 b1[j] + b2[j+1] = z[4+j],  b1[j] + 16 b2[j] = z[j].  So a code of eight weights costs two byte
-// permutes, two loads, one XOR and one shift. The activations have 16 bits, high and low byte as two columns of
-// mma.m16n8k32 (u8 x s8, exact in 32 bits), on a scale of each slice's own.
-//
-// Up to 16 tokens: float16, since two int8 columns a token would be twice the products. A nibble masked in place is a
-// subnormal float16, and exact; stages are added first.
+// The word is not unpacked. Its bytes are 16 h + l (two nibbles), those of word << 4 are 16 l + h of the byte below; both
+// go to the tensor cores as unsigned bytes, and the activations beside them solve, for the four pairs of a group,
+// 16 b1[j] + b2[j+1] = z[4+j],  b1[j] + 16 b2[j] = z[j].  So a code of eight weights costs two byte permutes, two loads,
+// one XOR and one shift. The activations have 16 bits, high and low byte as two columns of mma.m16n8k32 (u8 x s8, exact
+// in 32 bits), on a scale of each slice's own.
 //
 // A warp owns a slice of 256 columns: it scales and rotates the activations, keeps them in registers and walks down the
 // rows of its tile. It takes GROUP row tiles at a time, so that the lookups of one are under way while the tensor cores
 // work on the other; alone it would do one after the other, and all warps of an SM march in step. Slices meet in shared
-// memory (and across a cluster) as float32 and are added in a fixed order: the same bits whatever the timing. With more
-// than 4 tokens the rotation would be repeated by too many blocks, so e8p_rotate does it once, into fragments that
-// e8p_linear loads.
+// memory (and across a cluster) as float32 and are added in a fixed order: the same bits whatever the timing.
 //
-// Set when compiled: BITS (2, 3, 4), TOKENS (1, 4, 8 or 16 in one pass), HALF (1: x and y are float16, 0: bfloat16),
-// DEPTH (row tiles of codes that a warp has under way), GROUP (divides DEPTH and the row tiles of a warp), COPY (2: the
-// copy engine fetches codes, those that all warps begin with at once, 1: for each warp, 0: each lane), THREADS (of a block
-// at most), DOWN (warps that share the rows of a slice). Up to 4 tokens, where each line of the start and of the end is run
-// once, also what `Shape` is made of.
+// Set when compiled: BITS (2, 3, 4), TOKENS (1 or 4), HALF (1: x and y are float16, 0: bfloat16), DEPTH (row tiles of codes
+// that a warp has under way), GROUP (divides DEPTH and the row tiles of a warp), COPY (2: the copy engine fetches codes,
+// those that all warps begin with at once, 1: for each warp, 0: each lane), THREADS (of a block at most), DOWN (warps that
+// share the rows of a slice), and, since each line of the start and of the end is run once, what `Shape` is made of.
 //
-// e8p_ring.cuh brings the codes, e8p_product.cuh multiplies by them. One file past 400 lines: the two kernels hand each
-// other their layouts.
+// e8p_decode_ring.cuh brings the codes, e8p_decode_product.cuh multiplies by them.
 
 #include "e8p_common.cuh"
-#include "e8p_async.cuh"
-#include "cluster.cuh"
 
-constexpr bool INTEGER = TOKENS <= 4;
-constexpr int TILES = (TOKENS + 7) / 8;            // column tiles of the product
-constexpr int OWN = INTEGER ? 1 : 2;               // tokens of a tile whose results a lane holds
-constexpr int PAD = INTEGER ? 8 : 4;               // floats after a token's partial sums: other banks for each t
-constexpr float LEVELS = INTEGER ? 32512.f : 2048.f;  // of the largest activation; 127 * 256: both bytes stay in int8
+constexpr int PAD = 8;            // floats after a token's partial sums: other banks for each t
+constexpr float LEVELS = 32512.f;  // of the largest activation; 127 * 256: both bytes stay in int8
 
-#if TOKENS == 1
-struct Tokens { static constexpr int tokens = 1; };
-#else
-struct Tokens { int tokens; };
-#endif
 // The four linears of a layer of 8B at 2 bits take 27.1 us for one token and 39.5 for four, 28.3 and 43.3 with a shape that
 // is known at run time.
-#if TOKENS <= 4
-struct Shape : Tokens {
-  static constexpr int n = N, k = K, across = ACROSS, inverse = (256 + ACROSS - 1) / ACROSS,
-                       slices = (K + SLICE - 1) / SLICE, per_block = PER_BLOCK, blocks = BLOCKS,
-                       turns = BLOCKS * (ROWS / 16) / DOWN, normed = NORMED, silu = SILU, biased = BIASED,
-                       added = ADDED, wide = WIDE;
-  static constexpr u32 cluster = CLUSTER, per_cluster = (65536 + CLUSTER - 1) / CLUSTER,
+struct Shape {
+  static constexpr int n = N, k = K,
+                       across = ACROSS,                           // warps side by side in k; DOWN such rows of warps
+                       inverse = (256 + ACROSS - 1) / ACROSS,     // 256 / across, rounded up
+                       slices = (K + SLICE - 1) / SLICE,
+                       per_block = PER_BLOCK,                     // slices that a block of the cluster owns
+                       blocks = BLOCKS,                           // of 128 rows that a cluster owns
+                       turns = BLOCKS * (ROWS / 16) / DOWN,       // row tiles that a warp takes of each slice
+                       normed = NORMED,                           // x is normed in front (RMSNorm)
+                       silu = SILU,                               // x is [tokens, 2 k], gate beside up
+                       biased = BIASED, added = ADDED,            // there is a bias, something to add
+                       wide = WIDE;                               // y and add are float
+  static constexpr u32 cluster = CLUSTER,                                    // blocks that share k
+                       per_cluster = (65536 + CLUSTER - 1) / CLUSTER,        // what small numbers are divided with
                        per_blocks = (65536 + BLOCKS - 1) / BLOCKS;
 };
-#else
-struct Shape : Tokens {
-  int n, k;
-  int across;               // warps side by side in k; DOWN such rows of warps share the rows
-  int inverse;              // 256 / across, rounded up
-  int slices;               // of 256 columns
-  int per_block;            // slices that a block of the cluster owns
-  int blocks;               // of 128 rows that a cluster owns
-  int turns;                // row tiles that a warp takes of each slice
-  int normed;               // x is normed in front (RMSNorm)
-  int silu;                 // x is [tokens, 2 k], gate beside up
-  int biased, added;        // there is a bias, something to add
-  int wide;                 // y and add are float
-  u32 cluster;              // blocks that share k
-  u32 per_cluster;          // 65536 / cluster, rounded up: what small numbers are divided with
-  u32 per_blocks;           // ... / blocks
-};
-#endif
 
-struct __align__(64) TensorMap { u64 words[16]; };
 struct Arguments : Shape {
   TensorMap codes_map;      // of codes, boxes of GROUP * 16 rows x 256 columns; COPY 1, 2
   TensorMap residual_map;   // ... of residual
@@ -83,73 +54,49 @@ struct Arguments : Shape {
   const u16* x;             // [tokens, k]
   const u8* codes;          // int16 [n, k/8]
   const u8* residual;       // uint8 or int16 [n, k/8]
-  const u8* image;          // of the tables, as they stand in shared memory
+  const u8* tables;         // as they stand in shared memory
   const float* in_scale;    // [k]
   const float* out_scale;   // [n]
   const float* bias;        // [n] or null
   const void* add;          // [tokens, n] of y's type, or null
   void* y;                  // [tokens, n], x's type, or float if wide
-  uint4* fragments;         // [chunks, slices, TILES, 8, 32]
-  float4* scales;           // [chunks, slices, TOKENS]: scale, sum, sum of squares of x
+  int tokens;               // 1 to TOKENS
   float norm;               // of both Hadamard transforms
   float eps;                // of the RMSNorm in front
   float inverse_k;          // 1 / k
 };
 
-#if TOKENS <= 4  // places of the ring in a turn of the loop: all, where that divides the turns
+// Places of the ring in a turn of the loop: all, where that divides the turns.
 constexpr int UNROLLED = Shape::turns % DEPTH == 0 ? DEPTH / GROUP : 1;
-#else
-constexpr int UNROLLED = 1;
-#endif
 
 struct __align__(128) Shared {  // after the tables
-  float squares[20][4];     // INTEGER: by warp across and token, of the warp's columns of x
+  float squares[20][4];     // by warp across and token, of the warp's columns of x
   float received[8][4];     // ... of each block of the cluster
-  float inverse[16];        // else: by token, 1 / rms(x)
   float spare[40];          // sums of no token
   u64 full[20][4];          // by warp and place of its ring: the codes are there
   u64 sent[1];              // all that the cluster sends to this block is there
   u64 tables[1];            // the tables are there
   u64 filled[4];            // COPY 2: by place of the ring, the codes that all warps begin with are there
-  u64 scale[10];            // INTEGER, DOWN > 1: by warp across, the scale and the sum that gather() hands on
+  u64 scale[10];            // DOWN > 1: by warp across, the scale and the sum that gather() hands on
 };
 
 __device__ __forceinline__ bool one_slice(const Arguments& p) {  // a warp: it writes each of its sums one time
   return p.per_block <= p.across;
 }
 
-#include "e8p_ring.cuh"
-#include "e8p_product.cuh"
-
-// A warp a (token, slice): grid (slices, TOKENS / 8, chunks of TOKENS), 8 warps.
-extern "C" __global__ void __launch_bounds__(256) e8p_rotate(const __grid_constant__ Arguments p) {
-  const int lane = threadIdx.x % 32, slice = blockIdx.x, b = blockIdx.y * 8 + threadIdx.x / 32, chunk = blockIdx.z;
-  const int token = chunk * TOKENS + b, column = slice * SLICE + lane * 8;
-  float in_scale[8];
-  load8(in_scale, p.in_scale + column, column < p.k);
-  let_next_start();
-  wait_for_previous();
-  if (b >= TOKENS) return;
-  float v[8], squares = 0.f;
-  float2 scale;
-  load_x(v, p, token, column, column < p.k && token < p.tokens);
-  if (p.normed) squares = sum_of_squares(v);
-  rotate(v, in_scale, p.k % 128 ? 64 : 128, lane);
-  const size_t at = (size_t)chunk * p.slices + slice;
-  p.fragments[((at * TILES + b / 8) * 8 + lane % 8) * 32 + b % 8 * 4 + lane / 8] = to_halves(v, scale);
-  if (lane == 0) p.scales[at * TOKENS + b] = make_float4(scale.x, scale.y, squares, 0.f);
-}
+#include "e8p_decode_ring.cuh"
+#include "e8p_decode_product.cuh"
 
 // The warps of a slice wait for each other; a barrier each.
 __device__ __forceinline__ void meet(int column_warp) {
   if (DOWN == 1) __syncwarp();
-  else asm volatile("bar.sync %0, %1;" :: "r"(column_warp + 1), "n"(DOWN * 32) : "memory");
+  else some_meet(column_warp + 1, DOWN * 32);
 }
 
 // A warp's operands for one slice: rotated here by one of the slice's warps, and handed to the others through 512 bytes
-// of shared memory ...
-__device__ __forceinline__ void gather(Bytes& to, const Arguments& p, int slice, int start, int chunk, int tokens,
-                                       int row_warp, int column_warp, const Raw& asked, float (&in_scale)[8],
+// of shared memory.
+__device__ __forceinline__ void gather(Product& to, const Arguments& p, int slice, int start, int tokens, int row_warp,
+                                       int column_warp, const Raw& asked, float (&in_scale)[8],
                                        uint4* exchange, float2* handed, int lane) {
   const int column = slice * SLICE + lane * 8, g = lane / 4, t = lane % 4;
   const bool mine = DOWN == 1 || row_warp == 0, inside = mine && column < p.k;
@@ -158,14 +105,14 @@ __device__ __forceinline__ void gather(Bytes& to, const Arguments& p, int slice,
   else to.square = 0.f;
 #pragma unroll
   for (int i = 0; i < 8; i++) to.b[i] = make_uint2(0, 0);
-  Raw raw = first ? asked : ask_x(p, p.silu, chunk * TOKENS, column, inside);
+  Raw raw = first ? asked : ask_x(p, p.silu, 0, column, inside);
 #pragma unroll 1
   for (int token = 0; token < tokens; token++) {
     float2 scale;
     if (mine) {
       float v[8];
       take_x(v, raw, p.silu);
-      if (token + 1 < tokens) raw = ask_x(p, p.silu, chunk * TOKENS + token + 1, column, inside);
+      if (token + 1 < tokens) raw = ask_x(p, p.silu, token + 1, column, inside);
       if (p.normed) {  // one token's lanes meet after the loop
         float square = squares_of(v);
         if (tokens > 1) square = over_lanes(square);
@@ -183,29 +130,15 @@ __device__ __forceinline__ void gather(Bytes& to, const Arguments& p, int slice,
     }
     if (t == token) {
       to.offset = (BITS == 2 ? -15.f : BITS == 3 ? -23.f : -75.f) * scale.y * scale.x;
-      to.scale[0][0].x = scale.x * (BITS == 3 ? 1.f : 2.f);
+      to.scale = scale.x * (BITS == 3 ? 1.f : 2.f);
     }
     if (DOWN == 1 || token + 1 < tokens || !one_slice(p)) meet(column_warp);  // before it is overwritten
   }
 }
-// ... or by e8p_rotate.
-__device__ __forceinline__ void gather(Halves& to, const Arguments& p, int slice, int, int chunk, int, int, int,
-                                       const Raw&, float (&)[8], uint4*, float2*, int lane) {
-  const size_t at = (size_t)chunk * p.slices + slice;
-#pragma unroll
-  for (int j = 0; j < TILES; j++) {
-#pragma unroll
-    for (int i = 0; i < 8; i++) to.b[j][i] = __ldcg(p.fragments + ((at * TILES + j) * 8 + i) * 32 + lane);
-#pragma unroll
-    for (int e = 0; e < 2; e++)
-      to.scale[j][e] = __ldcg((const float2*)(p.scales + at * TOKENS + j * 8 + lane % 4 * 2 + e));
-  }
-}
-__device__ __forceinline__ void leave_squares(const Bytes& from, Shared& shared, int column_warp, int tokens, int lane) {
+__device__ __forceinline__ void leave_squares(const Product& from, Shared& shared, int column_warp, int tokens, int lane) {
   const float square = tokens > 1 ? from.square : over_lanes(from.square);
   if (lane < 4) shared.squares[column_warp][lane] = square;
 }
-__device__ __forceinline__ void leave_squares(const Halves&, Shared&, int, int, int) {}
 
 __device__ __forceinline__ float4 out_scale_of(const Arguments& p, int row) {
   return row < p.n ? *(const float4*)(p.out_scale + row) : make_float4(0.f, 0.f, 0.f, 0.f);
@@ -214,36 +147,36 @@ __device__ __forceinline__ float inverse_rms(float squares, const Arguments& p) 
   return rsqrtf(fmaf(squares, p.inverse_k, p.eps));
 }
 
-// Grid (clusters that own p.blocks * 128 rows, chunks of TOKENS). Shared memory: tables, Shared, partial sums
+// Grid: clusters that own p.blocks * 128 rows. Shared memory: tables, Shared, partial sums
 // [across][tokens][rows + PAD], what the cluster sends [jobs / cluster][cluster][128], where a job is a token's 128 rows,
 // and 512 bytes a slice for the rotation.
-extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid_constant__ Arguments p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_decode(const __grid_constant__ Arguments p) {
   const u32 cluster = p.cluster;
   const u32 rank = cluster > 1 ? cluster_rank() : 0;
   const u32 tile = blockIdx.x / cluster;
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int warps = p.across * DOWN, chunk = TOKENS == 1 ? 0 : blockIdx.y;
+  const int warps = p.across * DOWN;
   const int row_warp = DOWN == 1 ? 0 : warp * p.inverse >> 8, column_warp = warp - row_warp * p.across;
-  const int tokens = TOKENS == 1 ? 1 : min(TOKENS, p.tokens - chunk * TOKENS);
+  const int tokens = TOKENS == 1 ? 1 : min(TOKENS, p.tokens);
   const int begin = rank * p.per_block, end = min(begin + p.per_block, p.slices), start = begin + column_warp;
   const int rows = p.blocks * ROWS, pitch = rows + PAD, tile_row = tile * rows;
 
   // Codes come through a ring of DEPTH row tiles a warp; outside the matrix come zeros.
   Shared& shared = *(Shared*)(smem + TABLE_BYTES);
   u8* const ring = (u8*)(&shared + 1);
-  const u32 tables = (u32)__cvta_generic_to_shared(shared.tables);
+  const u32 tables = address(shared.tables);
 
   // Constants first: they would queue behind tables and codes.
   float in_scale[8];
   const int column = start * SLICE + lane * 8;
   const bool inside = (DOWN == 1 || row_warp == 0) && start < end && column < p.k;
-  if (INTEGER) load8(in_scale, p.in_scale + column, inside);
+  load8(in_scale, p.in_scale + column, inside);
   if (threadIdx.x == (warps - 1) * 32) {  // what is no warp's own
     make_barrier(tables, 1);
-    for (int d = 0; d < PLACES && COPY == 2; d++) make_barrier((u32)__cvta_generic_to_shared(shared.filled + d), 1);
+    for (int d = 0; d < PLACES && COPY == 2; d++) make_barrier(address(shared.filled + d), 1);
     barriers_made();
     expect(tables, TABLE_BYTES);
-    copy((u32)__cvta_generic_to_shared(smem), p.image, TABLE_BYTES, tables);
+    copy(address(smem), p.tables, TABLE_BYTES, tables);
     if (COPY == 2) Ring<COPY != 0>::fill(p, shared, ring, warps, begin, end, tile_row, rows / 16);
   }
   __syncwarp();
@@ -267,14 +200,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
   float* received = partial + p.across * tokens * pitch;
   const int spare = (int)((float*)shared.spare - partial) + lane;
   // A warp that has one slice and its rows to itself rotates where its sums will be.
-  const bool alone = INTEGER && DOWN == 1 && one_slice(p);
+  const bool alone = DOWN == 1 && one_slice(p);
   uint4* exchange = alone ? (uint4*)(partial + column_warp * tokens * pitch)
                           : (uint4*)(received + (cluster > 1 ? (jobs + cluster) * ROWS : 0)) + column_warp * 32;
   if (cluster > 1) {
     if (threadIdx.x == 0) {
       const int own = rank < jobs ? (int)((jobs - 1 - rank) * p.per_cluster >> 16) + 1 : 0;  // jobs that end here
-      const int bytes = own * cluster * ROWS * 4 + (INTEGER && p.normed && own ? cluster * tokens * 4 : 0);
-      const u32 sent = (u32)__cvta_generic_to_shared(shared.sent);
+      const int bytes = own * cluster * ROWS * 4 + (p.normed && own ? cluster * tokens * 4 : 0);
+      const u32 sent = address(shared.sent);
       make_barrier(sent, 1);
       expect(sent, bytes);
       barriers_visible();
@@ -287,34 +220,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
   wait_for_previous();
   let_next_start();
   Raw asked;
-  if (INTEGER) asked = ask_x(p, p.silu, chunk * TOKENS, column, inside);
+  asked = ask_x(p, p.silu, 0, column, inside);
   uint4 first_add = make_uint4(0, 0, 0, 0);
-  if (first_own && p.added) first_add = ask_add(p, (size_t)(chunk * TOKENS + first_token) * p.n + first_row);
+  if (first_own && p.added) first_add = ask_add(p, (size_t)first_token * p.n + first_row);
   __syncthreads();
 
-  u32 bank;  // opaque; no lookup stands before the wait for the tables, since all need codes that are taken behind it
-  const u32 base = (u32)__cvta_generic_to_shared(smem);
-  if ((base & 0xFFFFu) != SMEM_START) __trap();
-  asm volatile("or.b32 %0, %1, %2;" : "=r"(bank) : "r"(base & 0xFFFF0000u), "r"(lane * 4) : "memory");
-  typedef Choose<INTEGER>::type Product;
+  const u32 base = address(smem);
+  check_start(base);
+  const u32 bank = bank_of(base, lane);  // no lookup stands before the wait for the tables: all need codes taken behind it
   Product product;
   int place = 0;  // of the ring
   for (int slice = start; slice < end; slice += one_slice(p) ? p.slices : p.across) {
-    gather(product, p, slice, start, chunk, tokens, row_warp, column_warp, asked, in_scale, exchange,
+    gather(product, p, slice, start, tokens, row_warp, column_warp, asked, in_scale, exchange,
            (float2*)&shared.scale[column_warp], lane);
     if (p.normed && row_warp == 0 && (one_slice(p) || slice + p.across >= end))  // the warp's last: its sum is whole
       leave_squares(product, shared, column_warp, tokens, lane);
     wait_barrier(tables, 0);
-    int at[TILES][OWN], to_next[TILES][OWN];  // where the sums of a lane's tokens are; those of no token go to `spare`
-#pragma unroll
-    for (int j = 0; j < TILES; j++)
-#pragma unroll
-      for (int e = 0; e < OWN; e++) {
-        const int token = INTEGER ? t : j * 8 + t * 2 + e;
-        const bool real = TOKENS == 1 || token < tokens;  // of one token's other lanes nothing is kept
-        at[j][e] = real ? (column_warp * tokens + (TOKENS == 1 ? 0 : token)) * pitch + row_warp * (16 * GROUP) + g : spare;
-        to_next[j][e] = real ? 16 : 0;
-      }
+    // Where the sums of a lane's token are; those of no token go to `spare`, of one token's other lanes nothing is kept.
+    const bool real = TOKENS == 1 || t < tokens;
+    int at = real ? (column_warp * tokens + (TOKENS == 1 ? 0 : t)) * pitch + row_warp * (16 * GROUP) + g : spare;
+    const int to_next = real ? 16 : 0;
 #pragma unroll 1
     for (int turn = 0; turn < p.turns; turn += GROUP * UNROLLED) {
 #pragma unroll
@@ -322,48 +247,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
         if (UNROLLED > 1) place = d;
         const u8* const from = codes_ring.take(place);
         Codes codes[GROUP];
-        typename Product::Sums acc[GROUP];
+        Product::Sums acc[GROUP];
 #pragma unroll
         for (int u = 0; u < GROUP; u++) codes[u] = codes_at(from, codes_ring.residual, u, lane), Product::clear(acc[u]);
         if (COPY) codes_ring.refill(place);
 #pragma unroll
         for (int u = 0; u < GROUP; u++) {
-          product.template multiply<0>(acc[u], codes[u], bank);
-          product.template multiply<1>(acc[u], codes[u], bank);
-          product.template multiply<2>(acc[u], codes[u], bank);
-          product.template multiply<3>(acc[u], codes[u], bank);
-          product.template multiply<4>(acc[u], codes[u], bank);
-          product.template multiply<5>(acc[u], codes[u], bank);
-          product.template multiply<6>(acc[u], codes[u], bank);
-          product.template multiply<7>(acc[u], codes[u], bank);
+          product.multiply<0>(acc[u], codes[u], bank);
+          product.multiply<1>(acc[u], codes[u], bank);
+          product.multiply<2>(acc[u], codes[u], bank);
+          product.multiply<3>(acc[u], codes[u], bank);
+          product.multiply<4>(acc[u], codes[u], bank);
+          product.multiply<5>(acc[u], codes[u], bank);
+          product.multiply<6>(acc[u], codes[u], bank);
+          product.multiply<7>(acc[u], codes[u], bank);
         }
         if (!COPY) codes_ring.refill(place);  // no earlier: nothing but their use orders a lane's reads before its copies
 #pragma unroll
-        for (int u = 0; u < GROUP; u++)
-#pragma unroll
-          for (int j = 0; j < TILES; j++)
-#pragma unroll
-            for (int e = 0; e < OWN; e++) {
-              float* sum = partial + at[j][e] + u * to_next[j][e];
-              const float top = product.result(acc[u], j, e, 0), low = product.result(acc[u], j, e, 1);
-              if (TOKENS > 1 || t == 0) {
-                sum[0] = one_slice(p) ? top : sum[0] + top;
-                sum[8] = one_slice(p) ? low : sum[8] + low;
-              }
-              if (u == GROUP - 1) at[j][e] += to_next[j][e] * (GROUP * DOWN);
-            }
+        for (int u = 0; u < GROUP; u++) {
+          float* sum = partial + at + u * to_next;
+          const float top = product.result(acc[u], 0), low = product.result(acc[u], 1);
+          if (TOKENS > 1 || t == 0) {
+            sum[0] = one_slice(p) ? top : sum[0] + top;
+            sum[8] = one_slice(p) ? low : sum[8] + low;
+          }
+          if (u == GROUP - 1) at += to_next * (GROUP * DOWN);
+        }
         if (place == PLACES - 1) codes_ring.passed();
         place = place == PLACES - 1 ? 0 : place + 1;
       }
-    }
-  }
-  if (!INTEGER && p.normed) {
-    for (int b = warp; b < tokens; b += warps) {
-      float sum = 0.f;
-      for (int slice = lane; slice < p.slices; slice += 32)
-        sum += __ldcg(&p.scales[((size_t)chunk * p.slices + slice) * TOKENS + b].z);
-      sum = over_lanes(sum);
-      if (lane == 0) shared.inverse[b] = inverse_rms(sum, p);
     }
   }
   __syncthreads();
@@ -375,7 +287,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
   auto finish = [&](int job, float4 v) {
     const int b = token_of(job), row = tile_row + (job - b * p.blocks) * ROWS + lane * 4;
     const bool own = row < p.n;
-    const size_t at = (size_t)(chunk * TOKENS + b) * p.n + row;
+    const size_t at = (size_t)b * p.n + row;
     float4 s = first_scale, c = first_sum;
     if (!once && job != first_job) {
       s = out_scale_of(p, row), c = zeros;
@@ -386,12 +298,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
     }
     float norm = p.norm;
     if (p.normed) {
-      if (INTEGER) {
-        const float of_blocks = lane < cluster ? shared.received[lane][b] : 0.f;
-        norm *= inverse_rms(cluster == 1 ? squares_here(b) : over_lanes(of_blocks), p);
-      } else {
-        norm *= shared.inverse[b];
-      }
+      const float of_blocks = lane < cluster ? shared.received[lane][b] : 0.f;
+      norm *= inverse_rms(cluster == 1 ? squares_here(b) : over_lanes(of_blocks), p);
     }
     pair(v.x, v.y), pair(v.z, v.w), pair(v.x, v.z), pair(v.y, v.w);
 #pragma unroll
@@ -430,7 +338,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
     send(at_rank(received + (turn * cluster + rank) * ROWS + lane * 4, of), v, at_rank(&shared.sent, of));
     if (once) break;
   }
-  if (INTEGER && p.normed && warp == warps - 1) {
+  if (p.normed && warp == warps - 1) {
     float mine = 0.f;
     for (int b = 0; b < tokens; b++) {
       const float sum = squares_here(b);
@@ -440,7 +348,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_linear(const __grid
       send(at_rank(&shared.received[rank][t], g), mine, at_rank(&shared.sent, g));
   }
   if (rank + warp * cluster >= jobs) return;
-  receive((u32)__cvta_generic_to_shared(shared.sent));
+  receive(address(shared.sent));
 #pragma unroll 1
   for (int job = rank + warp * cluster; job < jobs; job += warps * cluster) {
     float4 v = make_float4(0.f, 0.f, 0.f, 0.f);

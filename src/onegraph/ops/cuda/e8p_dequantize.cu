@@ -2,7 +2,7 @@
 // the dtype of the activations. For many tokens: W is written once and cuBLAS multiplies by it, so that the activations
 // need no rotation on either side.
 //
-// Decoding is told in e8p.cu: eight nibbles in one word. Here they become float16 pairs, of neighbouring columns. A
+// Decoding is told in e8p_decode.cu: eight nibbles in one word. Here they become float16 pairs, of neighbouring columns. A
 // thread first holds half a row, and undoes the rotation of columns between its own registers; then, through shared
 // memory, two columns of 128 rows, and undoes the rotation of rows. Sums of the first half are exact, and scaled so that
 // 128 * 128 of the largest integers stay below float16's largest; the second half rounds what is past eleven bits.
@@ -70,7 +70,7 @@ __device__ __forceinline__ void code_to_pairs(u32 (&to)[4], u32 v, u32 w) {
 }
 
 // Grid (slices of 256 columns, row blocks of 128). Shared memory: pairs [128][PITCH], the tables' words, scales of rows.
-extern "C" __global__ void __launch_bounds__(THREADS, 3) e8p_dense(const __grid_constant__ Arguments p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 3) e8p_dequantize(const __grid_constant__ Arguments p) {
   const int thread = threadIdx.x, slice = blockIdx.x, first_row = blockIdx.y * ROWS, row = first_row + thread;
   u32* pairs = (u32*)smem;
   u32* words = pairs + ROWS * PITCH;

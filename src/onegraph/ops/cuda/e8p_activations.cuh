@@ -1,10 +1,5 @@
-// Up to 4 tokens: what activations look like beside nibbles that are not unpacked. e8p.cu tells why.
+// Up to 4 tokens: what activations look like beside nibbles that are not unpacked. e8p_decode.cu tells why.
 
-__device__ __forceinline__ void mma(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, uint2 b) {
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b.x), "r"(b.y));
-}
 __device__ __forceinline__ u32 magnitude(float v) { return __float_as_uint(v) & 0x7FFFFFFFu; }
 __device__ __forceinline__ float inverse_of(float largest) { return largest > 0.f ? __fdividef(LEVELS, largest) : 0.f; }
 

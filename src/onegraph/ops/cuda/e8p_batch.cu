@@ -1,11 +1,11 @@
 // E8P linear for 5 to 64 tokens in one pass over the codes, which are decoded into the registers that wgmma reads its
-// first operand from. Decoding and its tables are told in e8p.cu, and so is the trick by which bytes of two nibbles are
+// first operand from. Decoding and its tables are told in e8p_decode.cu, and so is the trick by which bytes of two nibbles are
 // multiplied as they are: u8 weights by s8 activations, of which each token has two columns, high and low byte.
 //
-//   e8p_bytes   a block a token: x -> H_k(in_scale * x) on a scale of the token's own, in the very bytes that a stage
+//   e8p_rotate   a block a token: x -> H_k(in_scale * x) on a scale of the token's own, in the very bytes that a stage
 //               of shared memory holds: [stage of 128 columns][COLUMNS][128 bytes], 16-byte units swizzled, columns of
 //               x in the order in which a lane's codes come.
-//   e8p_few     GROUPS warpgroups of 64 rows each by TOKENS; the blocks of a cluster share k, and sums meet in their
+//   e8p_batch     GROUPS warpgroups of 64 rows each by TOKENS; the blocks of a cluster share k, and sums meet in their
 //               shared memory. Each warp has a ring of its own rows' codes, one more warp copies activations.
 //
 // Two kernels that agree on one layout of activations, which is why this file is long.
@@ -15,7 +15,6 @@
 // made of.
 
 #include "e8p_common.cuh"
-#include "e8p_async.cuh"
 
 constexpr int COLUMNS = 2 * TOKENS;             // of the product: high byte, low byte
 constexpr int STAGE_BYTES = COLUMNS * 128;      // 128 columns of x: half a slice
@@ -40,9 +39,8 @@ struct Shape {
                        wide = WIDE;  // y and add are float
   static constexpr u32 cluster = CLUSTER;  // blocks that share k
 };
-constexpr int MOST = (Shape::slices + 15) / 16;  // slices that a warp of e8p_bytes holds
+constexpr int MOST = (Shape::slices + 15) / 16;  // slices that a warp of e8p_rotate holds
 
-struct __align__(64) TensorMap { u64 words[16]; };
 struct Arguments : Shape {
   TensorMap codes_map;      // of codes, boxes of 16 rows x 256 columns
   TensorMap residual_map;   // ... of residual
@@ -73,7 +71,7 @@ __device__ __forceinline__ float sum_of_16(float v, float* exchange) {  // over 
 __device__ __forceinline__ u32 magnitude(float v) { return __float_as_uint(v) & 0x7FFFFFFFu; }
 
 // Grid: tokens. 16 warps; a lane has eight columns of each of its slices.
-extern "C" __global__ void __launch_bounds__(512, 1) e8p_bytes(const __grid_constant__ Arguments p) {
+extern "C" __global__ void __launch_bounds__(512, 1) e8p_rotate(const __grid_constant__ Arguments p) {
   __shared__ float exchange[2][16];
   __shared__ u32 top_of[16];
   const int token = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -153,18 +151,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) e8p_bytes(const __grid_cons
   }
 }
 
-__device__ __forceinline__ void sync_consumers() { asm volatile("bar.sync 1, %0;" :: "n"(WARPS * 32) : "memory"); }
-__device__ __forceinline__ void sync_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-__device__ __forceinline__ float4 of_block(u32 address, u32 rank) {  // of the cluster
-  float4 v;
-  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
-  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address) : "memory");
-  return v;
-}
+__device__ __forceinline__ void sync_consumers() { some_meet(1, WARPS * 32); }
 // Registers that a product still reads are not to be reused before this, which follows the wait for it.
 __device__ __forceinline__ void keep(u32 (&a)[2][4]) {
 #pragma unroll
@@ -221,23 +208,23 @@ __device__ __forceinline__ void operand(u32 (&a)[4], u32 top, u32 low) {
 
 // Grid: clusters; with clusters of one block each walks over several tiles. Shared memory: tables,
 // barriers, stages of activations, rings of codes, sums [TOKENS][PITCH].
-extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 1) e8p_few(const __grid_constant__ Arguments p) {
+extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 1) e8p_batch(const __grid_constant__ Arguments p) {
   const u32 cluster = p.cluster;
-  u32 rank = 0;
-  if (cluster > 1) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  const u32 rank = cluster > 1 ? cluster_rank() : 0;
   const u32 first_tile = blockIdx.x / cluster, tile_step = gridDim.x / cluster;
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int begin = rank * p.per_block, end = min(begin + p.per_block, p.slices), count = end - begin;
-  const u32 base = (u32)__cvta_generic_to_shared(smem), barriers = base + TABLE_BYTES, full = barriers,
+  const u32 base = address(smem), barriers = base + TABLE_BYTES, full = barriers,
             empty = full + 8 * AHEAD, arrived = empty + 8 * AHEAD;
   const u32 stages = barriers + 1024, rings = stages + AHEAD * STAGE_BYTES;
   float* sums = (float*)(smem + TABLE_BYTES + 1024 + AHEAD * STAGE_BYTES + WARPS * DEPTH * SLOT);
-  if ((base & 0xFFFFu) != SMEM_START) __trap();
+
+  check_start(base);
 
   if (warp == WARPS) {
     if (lane == 0) {
       for (int s = 0; s < AHEAD; s++) make_barrier(full + 8 * s, 1), make_barrier(empty + 8 * s, GROUPS);
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      barriers_visible();
     }
     __syncthreads();
     wait_for_previous();
@@ -283,8 +270,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 1) e8p_few(const _
   wait_for_previous();
   let_next_start();
 
-  u32 bank;  // opaque and after the barrier, so that no lookup is moved before it
-  asm volatile("or.b32 %0, %1, %2;" : "=r"(bank) : "r"(base & 0xFFFF0000u), "r"(lane * 4) : "memory");
+  const u32 bank = bank_of(base, lane);  // after the barrier
   const u8* slots = smem + (ring - base);
   u32 zero;  // the compiler is not to know: an operand must not be a lookup's own register, which is loaded too early
   asm("mov.u32 %0, 0;" : "=r"(zero));
@@ -394,17 +380,17 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 1) e8p_few(const _
         if (SETS == 2) q = fmaf((float)RATIO, q, fmaf(256.f, (float)acc[SETS - 1][i], (float)acc[SETS - 1][i + 1]));
         sums[(j * 4 + t) * PITCH + warp * 16 + h * 8 + g] = q;
       }
-    if (cluster > 1) sync_cluster(); else sync_consumers();
+    if (cluster > 1) cluster_sync(); else sync_consumers();
 #pragma unroll 1
     for (int job = rank + warp * cluster; job < p.tokens * BLOCKS; job += WARPS * cluster) {  // 128 rows of a token
       const int token = job / BLOCKS, block = job % BLOCKS;
       const int row = tile * TILE_ROWS + block * ROWS + lane * 4;
       const bool own = row < p.n;
-      const u32 from = (u32)__cvta_generic_to_shared(sums + token * PITCH + block * ROWS + lane * 4);
+      const u32 from = address(sums + token * PITCH + block * ROWS + lane * 4);
       float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 4
       for (int r = 0; r < cluster; r++) {
-        const float4 u = of_block(from, r);
+        const float4 u = pull(at_rank(from, r));
         v.x += u.x, v.y += u.y, v.z += u.z, v.w += u.w;
       }
       const float2 scale = __ldcg(p.scales + token);
@@ -425,6 +411,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 1) e8p_few(const _
       v.x = fmaf(v.x, s.x, c.x), v.y = fmaf(v.y, s.y, c.y), v.z = fmaf(v.z, s.z, c.z), v.w = fmaf(v.w, s.w, c.w);
       store4(p, at, v);
     }
-    if (cluster > 1) sync_cluster(); else sync_consumers();
+    if (cluster > 1) cluster_sync(); else sync_consumers();
   }
 }

@@ -1,5 +1,5 @@
-// The codes of e8p.cu on their way from memory to a warp: a ring of DEPTH row tiles in shared memory. Included by
-// e8p.cu alone, behind its `Arguments`.
+// The codes of e8p_decode.cu on their way from memory to a warp: a ring of DEPTH row tiles in shared memory. Included
+// there alone, behind its `Arguments`.
 
 struct Codes {
   uint4 first[2];  // rows g and g + 8
@@ -26,13 +26,6 @@ __device__ __forceinline__ Codes codes_at(const u8* at, int residual, int u, int
   return c;
 }
 
-__device__ __forceinline__ void copy16(u32 to, const u8* from, bool real) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(real ? 16 : 0) : "memory");
-}
-__device__ __forceinline__ void copy8(u32 to, const u8* from, bool real) {
-  asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 8, %2;" :: "r"(to), "l"(from), "r"(real ? 8 : 0) : "memory");
-}
-
 // What a warp has under way. COPY 1 and 2: the copy engine takes GROUP row tiles at a time, one below the other. COPY 2:
 // what all warps of the block begin with is one box a place of the ring (two with a residual), codes and residual codes side
 // by side for all warps. Sixteen warps' own boxes take the engine 600 cycles a place to accept, and x is asked for behind
@@ -56,10 +49,10 @@ template <> struct Ring<true> {
     step = (COPY == 2 ? warps : 1) * (GROUP * SLOT);
     const int first = place * (GROUP * (COPY == 2 ? 1024 : SLOT));
     read = ring + first + lane * 16;
-    to = (u32)__cvta_generic_to_shared(ring) + first;
+    to = address(ring) + first;
     residual = COPY == 2 ? warps * (GROUP * 1024) - place * (GROUP * (1024 - RESIDUAL)) : GROUP * 1024;
-    own = (u32)__cvta_generic_to_shared(shared.full[warp]);
-    full = COPY == 2 ? (u32)__cvta_generic_to_shared(shared.filled) : own;
+    own = address(shared.full[warp]);
+    full = COPY == 2 ? address(shared.filled) : own;
     column = (begin + column_warp) * 64, end_column = end * 64;
     row = first_row = tile_row + row_warp * (16 * GROUP), rows_end = tile_row + row_tiles * 16;
     if (leader) {
@@ -71,7 +64,7 @@ template <> struct Ring<true> {
   // COPY 2: by one thread of the block, for all, in place of the first fetches.
   __device__ __forceinline__ static void fill(const Arguments& p, Shared& shared, u8* ring, int warps, int begin, int end,
                                               int tile_row, int row_tiles) {
-    const u32 filled = (u32)__cvta_generic_to_shared(shared.filled), to = (u32)__cvta_generic_to_shared(ring);
+    const u32 filled = address(shared.filled), to = address(ring);
     int slice = begin, row = tile_row;
 #pragma unroll
     for (int d = 0; d < PLACES; d++) {
@@ -94,7 +87,7 @@ template <> struct Ring<true> {
       const u32 barrier = own + 8 * at, codes = to + at * step;
       // What is overwritten was asked for, and may not have been read: without the fence twenty launches had a wrong row
       // block or more (2 bits, 14336 -> 4096).
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      copies_ordered();
       expect(barrier, GROUP * SLOT);
       box(codes, p.codes_map, column, row, barrier);
       if (BITS == 4) box(codes + residual, p.residual_map, column, row, barrier);
@@ -128,7 +121,7 @@ template <> struct Ring<false> {
       : p(p), slice(begin + column_warp), end(end), tile(row_warp), first_tile(row_warp), row_tiles(row_tiles),
         t(lane % 4), lane(lane) {
     ring += warp * DEPTH * SLOT;
-    to = (u32)__cvta_generic_to_shared(ring) + lane * 16, read = ring + lane * 16;
+    to = address(ring) + lane * 16, read = ring + lane * 16;
     row_bytes = (u32)p.k / 4, rest_bytes = (u32)p.k / (BITS == 4 ? 4 : 8);
     real_tiles = min(row_tiles, (p.n - tile_row) / 16);
     codes = p.codes + (size_t)(tile_row + lane / 4) * row_bytes + t * 16;
@@ -145,18 +138,18 @@ template <> struct Ring<false> {
         copy16(to + at * SLOT + 1024, more, real);
         copy16(to + at * SLOT + 1536, more + 8 * rest_bytes, real);
       } else if (BITS == 3) {
-        copy8(to + at * SLOT + 1024 - lane * 8, more, real);
-        copy8(to + at * SLOT + 1280 - lane * 8, more + 8 * rest_bytes, real);
+        copy_few<8>(to + at * SLOT + 1024 - lane * 8, more, real);
+        copy_few<8>(to + at * SLOT + 1280 - lane * 8, more + 8 * rest_bytes, real);
       }
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    commit();
     tile += DOWN;
     if (tile >= row_tiles) tile = first_tile, slice += p.across;
   }
   __device__ __forceinline__ static void fill(const Arguments&, Shared&, u8*, int, int, int, int, int) {}
   __device__ __forceinline__ void pass() {}
   __device__ __forceinline__ const u8* take(int at) {
-    asm volatile("cp.async.wait_group %0;" :: "n"(DEPTH - 1) : "memory");
+    wait_but<DEPTH - 1>();
     return read + at * SLOT;
   }
   __device__ __forceinline__ void refill(int at) { fetch(at); }

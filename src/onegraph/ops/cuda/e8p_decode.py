@@ -1,0 +1,233 @@
+"""E8P linear for 1 to 4 tokens: how `e8p_decode.cu` is cut over the GPU."""
+
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import torch
+from torch import Tensor
+
+from onegraph.ops.cuda import build
+from onegraph.ops.cuda.e8p_common import ROWS, SLICE, SLOT, TABLES, Linear
+
+MAX_TOKENS = 4
+PARTS = ROWS // 16  # row tiles of 16 in ROWS
+SHARED_STRUCT = 1408  # bytes of `Shared` in e8p_decode.cu
+WARPS = 20  # of a block at most
+# What `Shape` of e8p_decode.cu is made of.
+SHAPE = "N", "K", "CLUSTER", "ACROSS", "PER_BLOCK", "BLOCKS", "NORMED", "SILU", "BIASED", "ADDED", "WIDE"
+NO_MAP = bytes(128)  # in place of a tensor map that is not used
+# Row tiles of codes that a warp has under way, by bits: the most that fit. More of them lose: activations come behind
+# them (benchmarks/results/e8p-layer-h200.jsonl).
+DEPTHS = {2: (4, 2, 1), 3: (2, 1), 4: (2, 1)}
+GROUP = {2: 2, 3: 1, 4: 1}  # row tiles that a warp takes at a time, where its number of them allows it
+
+ARGUMENTS = build.Arguments(
+    maps=("codes_map", "residual_map", "first_codes_map", "first_residual_map"),
+    pointers=("x", "codes", "residual", "tables", "in_scale", "out_scale", "bias", "add", "y"),
+    ints=("tokens",),
+    floats=("norm", "eps", "inverse_k"),
+)
+
+
+@dataclass(frozen=True, order=True)
+class Plan:
+    """How one shape is cut: each of `tiles` clusters of `cluster` blocks owns `blocks` times 128 rows. A block owns
+    `per_block` slices of k, one for each of `across` warps at a time; `down` such rows of warps share the rows. Each
+    warp keeps `ahead` row tiles of codes under way."""
+
+    ahead: int
+    tiles: int
+    cluster: int
+    blocks: int
+    slices: int
+    per_block: int
+    across: int
+    down: int
+
+    @property
+    def warps(self) -> int:
+        return self.across * self.down
+
+    @property
+    def most_threads(self) -> int:
+        """What the kernel is compiled for: 512 threads have 128 registers each, 640 have 96."""
+        return 512 if self.warps <= 16 else 640
+
+    def group(self, bits: int) -> int:
+        """Row tiles that a warp takes at a time."""
+        mine = self.blocks * PARTS // self.down
+        return GROUP[bits] if self.ahead % GROUP[bits] == 0 and mine % GROUP[bits] == 0 else 1
+
+    def shared(self, bits: int, tokens: int) -> int:
+        """Bytes of shared memory of a block."""
+        partial = self.across * tokens * (self.blocks * ROWS + 8) * 4
+        received = (tokens * self.blocks + self.cluster) * ROWS * 4 if self.cluster > 1 else 0
+        alone = self.down == 1 and self.per_block <= self.across
+        exchange = 0 if alone else 512 * self.across
+        return TABLES[bits] + SHARED_STRUCT + partial + received + exchange + self.ring(bits)
+
+    def ring(self, bits: int) -> int:
+        """Bytes of codes that a block has under way."""
+        return self.warps * self.ahead * SLOT[bits]
+
+    def cost(self, bits: int, tokens: int, device: build.Device) -> float:
+        """Estimated microseconds on an H200, up to what all plans have in common."""
+        waves = -(-self.tiles // (device.sms if self.cluster == 1 else device.at_once(self.cluster)))
+        turns = -(-self.per_block // self.across)  # slices that a warp takes
+        mine = turns * self.blocks * PARTS // self.down  # row tiles of a warp
+        stages = 1 if bits == 2 else 1.8
+        issue = self.per_block * self.blocks * PARTS * 0.016 * stages
+        latency = mine * 0.16 * stages
+        memory = self.per_block * self.blocks * PARTS * SLOT[bits] / self.ring(bits) * 0.6  # 0.6 us a ringful
+        gather = turns * 0.3 * tokens
+        together = 0.4 + 0.25 * self.cluster if self.cluster > 1 else 0.0
+        return waves * (max(issue, latency, memory) + gather + 2.0) + together + 0.1 * self.blocks
+
+
+def plans(n: int, k: int, bits: int, tokens: int, device: build.Device) -> list[Plan]:
+    """Every plan that fits into shared memory."""
+    slices, whole = -(-k // SLICE), -(-n // ROWS)
+    found = []
+    for cluster in range(1, 9):
+        per_block = -(-slices // cluster)
+        if (cluster - 1) * per_block >= slices:
+            continue  # a block would have nothing to do
+        least = -(-per_block // WARPS)  # turns that a warp takes through slices
+        for across in {-(-per_block // turns) for turns in (least, least + 1, 2 * least, 3 * least)}:
+            for blocks in {1, -(-whole * cluster // device.sms)}:
+                tiles = -(-whole // blocks)
+                down = max(d for d in (1, 2, 4, 8) if d == 1 or (d * across <= WARPS and blocks * PARTS % d == 0))
+                most = -(-per_block // across) * blocks * PARTS // down  # row tiles of a warp
+                for ahead in (d for d in DEPTHS[bits] if d <= most):
+                    plan = Plan(ahead, tiles, cluster, blocks, slices, per_block, across, down)
+                    if plan.shared(bits, tokens) <= device.shared:
+                        found.append(plan)
+                        break
+    return found
+
+
+@lru_cache(maxsize=1024)
+def plan(n: int, k: int, bits: int, tokens: int, device: build.Device) -> Plan:
+    """The plan that costs least."""
+    return min(plans(n, k, bits, tokens, device), key=lambda plan: (plan.cost(bits, tokens, device), plan))
+
+
+def copies(k: int, bits: int) -> int:
+    """COPY of e8p_decode.cu: boxes begin at multiples of 16 bytes."""
+    return 2 if k % SLICE == 0 else int(bits != 3 or k % 128 == 0)
+
+
+def defines(plan: Plan, n: int, k: int, bits: int, tokens: int, half: bool, around: tuple[bool, ...]) -> dict[str, int]:
+    """What e8p_decode.cu is compiled with. `around`: normed, silu, biased, added, wide."""
+    group, copy = plan.group(bits), copies(k, bits)
+    made = {"BITS": bits, "TOKENS": 1 if tokens == 1 else MAX_TOKENS, "HALF": int(half), "COPY": copy}
+    made |= {"DEPTH": plan.ahead, "GROUP": group, "THREADS": plan.most_threads, "DOWN": plan.down}
+    shape = (n, k, plan.cluster, plan.across, plan.per_block, plan.blocks, *map(int, around))
+    return made | dict(zip(SHAPE, shape, strict=True))
+
+
+KERNEL = build.Source(
+    "e8p_decode",
+    functions=("e8p_decode",),
+    arguments=ARGUMENTS,
+    capabilities=build.CLUSTERS,
+    example=defines(Plan(4, 32, 3, 1, 16, 6, 6, 2), 4096, 4096, 2, 4, False, (True, False, True, True, False)),
+)
+
+
+@cache
+def available(device: int) -> bool:
+    """Whether the kernel can be built for this GPU; warns once where not."""
+    return KERNEL.usable(device, "Triton's runs 1 to 4 tokens of an E8P linear")
+
+
+@lru_cache(maxsize=4096)
+def _kernel(
+    n: int, k: int, bits: int, tokens: int, half: bool, around: tuple[bool, ...], device: int
+) -> tuple[build.Kernel, Plan, int]:
+    """The kernel of a shape, its plan, and bytes of shared memory."""
+    chosen = plan(n, k, bits, tokens, build.device(device))
+    shared = chosen.shared(bits, tokens)
+    (kernel,) = KERNEL.load(defines(chosen, n, k, bits, tokens, half, around), device, shared)
+    return kernel, chosen, shared
+
+
+def launch(call: Linear) -> None:
+    """`call`, of up to 4 tokens, on the current device, whose tables are there."""
+    n, k, bits, device = call.n, call.k, call.bits, call.out.device.index
+    around = call.eps >= 0, call.silu, call.bias is not None, call.add is not None, call.wide
+    kernel, plan, shared = _kernel(n, k, bits, call.tokens, call.half, around, device)
+    codes = call.codes.data_ptr()
+    residual = codes if call.residual is None else call.residual.data_ptr()
+    maps = _maps(codes, residual, bits, n, k, plan)
+    arguments = ARGUMENTS.pack(
+        codes_map=maps[0],
+        residual_map=maps[1],
+        first_codes_map=maps[2],
+        first_residual_map=maps[3],
+        x=call.x.data_ptr(),
+        codes=codes,
+        residual=residual,
+        tables=_TABLES[device],
+        in_scale=call.in_scale.data_ptr(),
+        out_scale=call.out_scale.data_ptr(),
+        bias=build.pointer(call.bias),
+        add=build.pointer(call.add),
+        y=call.out.data_ptr(),
+        tokens=call.tokens,
+        norm=call.norm,
+        eps=call.eps,
+        inverse_k=1 / k,
+    )
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    kernel.launch((plan.tiles * plan.cluster, 1, 1), 32 * plan.warps, shared, plan.cluster, stream, arguments)
+
+
+@lru_cache(maxsize=1 << 16)
+def _maps(codes: int, residual: int, bits: int, n: int, k: int, plan: Plan) -> tuple[bytes, ...]:
+    """The tensor maps of e8p_decode.cu, codes and residual codes at these addresses."""
+    copy = copies(k, bits)
+    if not copy:
+        return (NO_MAP,) * 4
+    group, width = plan.group(bits), 8 if bits == 3 else 4  # columns that a byte of the residual stands for
+    maps = [build.tensor_map(codes, n, k // 4, 16 * group, SLICE // 4)]
+    maps.append(maps[0] if bits == 2 else build.tensor_map(residual, n, k // width, 16 * group, SLICE // width))
+    if copy == 2:
+        rows = 16 * group * plan.down, plan.across
+        maps.append(build.sliced_tensor_map(codes, n, k // 4, (SLICE // 4, *rows), swizzle=False))
+        if bits > 2:
+            maps.append(build.sliced_tensor_map(residual, n, k // width, (SLICE // width, *rows), swizzle=False))
+    return (*maps, *[NO_MAP] * (4 - len(maps)))
+
+
+def tables(codebook: Tensor) -> Tensor:
+    """uint8 [98304]: the tables of `e8p_common.cuh` as they stand in shared memory, each word 32 times.
+
+    `codebook` int8 [512, 8], on a CPU.
+    """
+    column = torch.arange(8, device="cpu")  # whatever torch.set_default_device says
+    place = column % 4 * 8 + column // 4 * 4  # of a group's nibbles in a word
+
+    def words(nibbles: Tensor) -> Tensor:
+        return ((nibbles & 15) << place).sum(1)
+
+    book = codebook.long()
+    if (book[:256] % 2 == 0).any() or (book[:256].abs() > 11).any() or (book[256:].abs() > 4).any():
+        raise ValueError("codebook is not the one of E8P; it must be formats.e8p.codebook()")
+    signs = torch.arange(256, device="cpu")[:, None] >> column & 1
+    shift = signs.sum(1, keepdim=True) & 1
+    signs[:, :1] ^= shift
+    e8p = torch.stack([words((book[:256] >> 1) ^ 8), words(signs * 0xE ^ shift)], 1)
+    runs = torch.cat([e8p.flatten(), words(book[256:] ^ 8)]).to(torch.uint32)
+    return runs[:, None].expand(-1, 32).contiguous().view(torch.uint8).flatten()
+
+
+_TABLES: dict[int, int] = {}  # address of the tables, by GPU
+
+
+def have_tables(codebook: Tensor) -> None:
+    """Sees to the tables on the codebook's GPU, made of the first codebook that it has: there is one. Not for the first
+    time inside a capture."""
+    device = codebook.device.index
+    if device not in _TABLES:
+        _TABLES[device] = build.resident(tables(build.host_copy(codebook)), device)

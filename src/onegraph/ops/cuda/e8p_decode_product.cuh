@@ -1,0 +1,60 @@
+// The product of e8p_decode.cu, which tells how it decodes: what activations look like to it (`to_bytes`), and a row tile
+// of codes times a slice of them (`Product`). Included there alone.
+
+#include "e8p_activations.cuh"
+
+// Of the slice, from each lane's own. As integers NaN is the largest of all: it ends in the scale, and so everywhere.
+__device__ __forceinline__ float largest_of(u32 top) { return __uint_as_float(__reduce_max_sync(~0u, top)); }
+
+// What a lane's group looks like to the products, and for the slice its scale and the sum of `to_integers`.
+__device__ __forceinline__ uint4 to_bytes(const float (&v)[8], float2& scale) {
+  float b1[4], b2[4];
+  int sum;
+  const float largest = largest_of(solve(v, b1, b2));
+  const uint4 w = to_integers(b1, b2, inverse_of(largest), sum);
+  scale = make_float2(largest * (1.f / LEVELS), (float)__reduce_add_sync(~0u, sum));
+  return w;
+}
+
+// The I-th of eight codes of a row, R = 0 for row g and 1 for row g + 8.
+template <int I, int R> __device__ __forceinline__ u32 first(const Codes& c, u32 bank) {
+  return decode<I % 2>(part(c.first[R], I / 2), bank);
+}
+template <int I, int R> __device__ __forceinline__ u32 second(const Codes& c, u32 bank) {
+  if (BITS == 4) return decode<I % 2>(part(c.second[BITS == 4 ? R : 0], I / 2), bank);
+  const uint2 v = c.small[BITS == 3 ? R : 0];
+  return decode_e81b<I % 4>(I < 4 ? v.x : v.y, bank);
+}
+
+struct Product {  // int8: acc in units of the slice's scale, a stage each; chains break the products' latency
+  uint2 b[8];
+  float scale;
+  float offset;
+  float square;  // of the lane's token, over the warp's columns
+  typedef int Sums[2][4];
+  static __device__ __forceinline__ void clear(Sums& acc) {
+#pragma unroll
+    for (int s = 0; s < 2; s++) acc[s][0] = acc[s][1] = acc[s][2] = acc[s][3] = 0;
+  }
+  template <int I> __device__ __forceinline__ void multiply(Sums& acc, const Codes& c, u32 bank) const {
+    u32 top = first<I, 0>(c, bank), low = first<I, 1>(c, bank);
+    mma_u8s8(acc[STAGES == 2 ? 0 : I % 2], top, low, top << 4, low << 4, b[I]);
+    if (STAGES == 2) {
+      top = second<I, 0>(c, bank), low = second<I, 1>(c, bank);
+      mma_u8s8(acc[1], top, low, top << 4, low << 4, b[I]);
+    }
+  }
+  // a = 2 u - 15, e = u - 8. 2 bits: a, 3 bits: a + e, 4 bits: 4 a + b. Sums stay below 2^31: 256 * 256 * 255 * 127.
+  __device__ __forceinline__ float result(const Sums& acc, int h) const {
+    float q;
+    if (BITS == 2) {
+      q = (float)((acc[0][2 * h] + acc[1][2 * h]) * 256 + acc[0][2 * h + 1] + acc[1][2 * h + 1]);
+    } else {
+      const float v = (float)(acc[0][2 * h] * 256 + acc[0][2 * h + 1]);
+      const float w = (float)(acc[1][2 * h] * 256 + acc[1][2 * h + 1]);
+      q = fmaf(BITS == 3 ? 2.f : 4.f, v, w);
+    }
+    return fmaf(q, scale, offset);
+  }
+};
+

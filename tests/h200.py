@@ -1,0 +1,8 @@
+"""What the driver says of an H200, which every plan was measured on."""
+
+from onegraph.ops.cuda.build import Device
+
+H200 = Device(
+    sms=132, shared=227 << 10, sm_shared=228 << 10,
+    clusters=(132, 66, 39, 30, 22, 17, 15, 15, 9, 7, 7, 7, 7, 7, 7, 7),
+)  # fmt: skip
