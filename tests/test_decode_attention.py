@@ -73,7 +73,7 @@ def test_a_decode_step_attends_in_one_op_and_a_chunk_in_two(monkeypatch: pytest.
         cache.block_table.copy_(torch.tensor([[1, 2]]))
         for length in (3, 1):
             cache.counts.fill_(length)
-            assert layer(torch.randn(1, length, 32), cache).shape == (1, length, 16)
+            assert cache.attend(layer, torch.randn(1, length, 32)).shape == (1, length, 16)
             cache.positions.add_(length)
     apart = ["rope_cache_write", "paged_attention"]
     assert seen == [*apart, "paged_decode", *apart, *apart]
