@@ -96,6 +96,7 @@ def test_a_stop_token_ends_the_text_and_says_so(llm: LLM) -> None:
 
 
 def test_without_max_tokens_a_long_prompt_gets_what_the_context_leaves(llm: LLM) -> None:
+    assert llm.max_context == 256, "the model's own, which is below 4096"
     short, long = llm.generate("the"), llm.generate([[5] * 250])[0]
     assert len(short.tokens) == 128 or short.finish_reason == "stop"
     assert len(long.tokens) == 6 or long.finish_reason == "stop"

@@ -100,7 +100,8 @@ class Engine:
         self._download = Download(
             torch.zeros(max_batch, dtype=torch.int64, device=self.devices[-1]), depth=self._ahead + 1
         )
-        # What a step on a CPU need not look at, where the reference reads all that it may.
+        # What a step on a CPU need not look at, where the reference reads all that it may: see `_trim`.
+        self._trims = not captured and [device.type for device in self.devices] == ["cpu"]
         self._width, self._length = self._per_row, chunk
         self._busy = False
         self.stats = Stats(mode=self.mode)
@@ -367,7 +368,7 @@ class Engine:
         and an eager step would then draw other tokens at near-ties than the captured one that it is compared with. Nor
         between stages, which hand on whole buffers.
         """
-        if self.mode == "eager" and [device.type for device in self.devices] == ["cpu"]:
+        if self._trims:
             self._length, self._width = length, self._allocator.needed(reach)
 
     def _take_pages(self, sequence: Sequence) -> bool:

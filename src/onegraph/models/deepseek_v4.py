@@ -106,11 +106,6 @@ class DeepseekV4(nn.Module):
         self.eval()
 
     @property
-    def device(self) -> torch.device:
-        """Where tokens enter; the only device of a model that is not placed over several."""
-        return next(self.embed.buffers()).device
-
-    @property
     def devices(self) -> list[torch.device]:
         """The device of each stage."""
         return [self.blocks[stage[0]].get_buffer("attention_hyper.fn").device for stage in self.stages]
