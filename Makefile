@@ -35,7 +35,7 @@ demo: $(VENV)/.run ## quantize SmolLM2-135M to 4 bits and ask it a question
 # The tests on the real model run where `make demo` has fetched it.
 test: export ONEGRAPH_SMOLLM2 ?= $(abspath $(firstword $(wildcard .demo/*.gguf)))
 test: $(VENV)/.dev ## everything that needs no GPU
-	$(BIN)/python -m pytest -m "not gpu" -n 2 $(TESTS)
+	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal $(TESTS)
 
 # An environment $(1) of its own on top of the main one, with what $(2) lists and nothing that it would bring along.
 define overlay

@@ -162,7 +162,7 @@ def parts() -> None:
                     assert found is not None
                     turboquant_write(
                         qkv, None, None, 0.0, block.cos, block.sin, cache.positions, cache.counts, cache.block_table,
-                        cache._turn, found.k_codebook, found.v_codebook, found.codes, found.ring,
+                        found.turn, found.k_codebook, found.v_codebook, found.codes, found.ring,
                         None if found.ring is None else cache.slots, HEADS, cache.config.scale, False,
                     )  # fmt: skip
 

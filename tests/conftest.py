@@ -1,6 +1,8 @@
-"""Skips GPU tests where there is no GPU, and keeps torch to the machine's two cores."""
+"""Skips GPU tests where there is no GPU, and keeps torch to one core a process there."""
 
+import gc
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,23 @@ if not torch.cuda.is_available():
     # Kernels are interpreted. Triton reads this where a function is decorated, those of its own library too, and
     # torch._dynamo imports Triton (tests/hf does): so it is set before any test module.
     os.environ["TRITON_INTERPRET"] = "1"
+    # Tensors are tiny, and xdist runs a worker a core: threads of several would wait for each other, spinning.
+    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+
+
+_frozen: tuple[object, int] | None = None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What imported modules hold is walked by no collection: each Runner asks for one, which takes a tenth of a second.
+
+    Again for each file, since a simulation ends with nothing frozen, and where a test has imported torch._dynamo.
+    """
+    global _frozen
+    now = item.getparent(pytest.Module), len(sys.modules) // 100
+    if now != _frozen:
+        gc.freeze()
+        _frozen = now
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

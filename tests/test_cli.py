@@ -22,7 +22,17 @@ from fuzz import tiny
 from fuzz.run import invoke
 from onegraph import __version__
 from onegraph.cli import COMMANDS, main
-from onegraph.cli.common import PlainBar, human_bytes, number, one_line, pick_device, print_json
+from onegraph.cli.common import (
+    PlainBar,
+    Progress,
+    UsageError,
+    human_bytes,
+    number,
+    one_line,
+    options,
+    pick_device,
+    print_json,
+)
 from onegraph.cli.generate import budget
 from onegraph.cli.quantize import layer_rate, rates_of
 from onegraph.formats.checkpoint import Checkpoint
@@ -407,3 +417,22 @@ def test_small_parts(capsys: pytest.CaptureFixture[str]) -> None:
     assert number(int, 0, 5)("5") == 5
     print_json({"a": float("inf"), "b": 1.5})
     assert capsys.readouterr().out == '{"a": null, "b": 1.5}\n'
+
+
+def test_progress_of_the_api_is_a_bar_for_each_thing_done(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(sampling_text="token", quantizing="group") as shown:
+        for step in (("sampling text", 0, 9), ("sampling text", 9, 9), ("quantizing", 0, 0), ("quantizing", 2, 5)):
+            shown(*step)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.rsplit(",", 1)[0] for line in lines] == ["sampling text: 9 of 9 tokens", "quantizing: 2 of 5 groups"]
+    shown = Progress(quantizing="group")
+    shown("quantizing", 1, 5)
+    shown.__exit__(KeyError, KeyError(), None)
+    assert capsys.readouterr().err == "", "an error has its own line"
+
+
+def test_an_error_of_the_api_names_the_option() -> None:
+    with pytest.raises(UsageError, match=r"^--gpus is 9$"), options("gpus"):
+        raise ValueError("gpus is 9")
+    with pytest.raises(ValueError, match=r"^window is 9$"), options("gpus"):
+        raise ValueError("window is 9")

@@ -169,4 +169,4 @@ def test_captured_steps_are_those_of_two_launches(text: str, form: str, monkeypa
     assert first.ring is not None
     torch.testing.assert_close(first.ring[1:], second.ring[1:], atol=0.04, rtol=0)
     books = {name: getattr(first, name) for name in ("k_codebook", "v_codebook")}
-    assert differing({"turn": both[0]._turn, **books}, first.codes, second.codes) <= 200
+    assert differing({"turn": first.turn, **books}, first.codes, second.codes) <= 200

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import weakref
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from os import PathLike
@@ -23,6 +23,7 @@ from onegraph.models.load import load_decoder, parse_config
 
 MAX_CONTEXT = 4096  # unless the caller asks for more
 Prompt = str | Sequence[int]  # a text, or its token ids
+Pieces = Generator[str, None, None]  # text as it is written; `close()` stops the model
 Message = Mapping[str, str]  # {"role": "system" | "user" | "assistant", "content": a text}
 
 
@@ -151,7 +152,7 @@ class LLM:
             raise ValueError(f"prompts: got {type(prompts).__name__}; allowed is a text, or a list of texts")
         return self._complete([self._encode(prompt) for prompt in prompts], params, sampling)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **sampling: Any) -> Iterator[str]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **sampling: Any) -> Pieces:
         """`generate` for one text, piece by piece while the model writes.
 
         Closed early (`close()` of what is returned, or leaving a loop over it), it stops the model. Until it has ended,
@@ -188,7 +189,7 @@ class LLM:
 
     def chat_stream(
         self, messages: str | Sequence[Message], params: SamplingParams | None = None, **sampling: Any
-    ) -> Iterator[str]:
+    ) -> Pieces:
         """`chat` for one conversation, piece by piece as `stream`."""
         return self._stream(self._conversation(messages), params, sampling)
 
@@ -270,12 +271,12 @@ class LLM:
             for prompt, asked, output in zip(prompts, chosen, outputs, strict=True)
         ]
 
-    def _stream(self, prompt: list[int], params: Any, sampling: dict[str, Any]) -> Iterator[str]:
+    def _stream(self, prompt: list[int], params: Any, sampling: dict[str, Any]) -> Pieces:
         steps = self.engine.stream([prompt], self._params([prompt], params, sampling))
         self._streams.add(steps)
         return self._pieces(steps)
 
-    def _pieces(self, steps: Generator[tuple[int, int], None, None]) -> Iterator[str]:
+    def _pieces(self, steps: Generator[tuple[int, int], None, None]) -> Pieces:
         text = self.tokenizer.stream()
         with closing(steps):
             for _, token in steps:

@@ -8,6 +8,7 @@ exactly and to what lies before it from codes, which are stored in the same pass
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,14 +29,58 @@ AT_ONCE = 512  # queries whose scores exist at once where a whole sequence is re
 
 
 @dataclass(frozen=True)
-class _Layer:
-    """What one layer's codes are read and written with."""
+class CodedLayer:
+    """One layer's codes and what they are read and written with; see the ops for shapes."""
 
+    config: TurboQuantConfig
     layout: TurboQuantLayout
+    rotation: Tensor
+    turn: Tensor  # its transpose
+    projection: Tensor | None  # of `prod`, which is a composition
     k_codebook: Tensor
     v_codebook: Tensor
     codes: Tensor  # uint8 [pages, kv_heads, page_bytes]
-    ring: Tensor | None  # [rows + 1, size, 2, kv_heads, head_dim], rotated keys and values; mode hybrid
+    ring: Tensor | None  # [rings, size, 2, kv_heads, head_dim], rotated keys and values; mode hybrid
+
+    def write(self, tokens: tuple[Any, ...], slots: Tensor | None, heads: int, exact: bool) -> tuple[Tensor, Tensor]:
+        """`turboquant_write` of `tokens`, its first nine arguments."""
+        books = self.k_codebook, self.v_codebook
+        args = *tokens, self.turn, *books, self.codes, self.ring, slots, heads, self.config.scale, exact
+        if self.projection is not None:
+            return write_unfused(TurboQuantWrite(*args), self.layout, self.projection)
+        out: tuple[Tensor, Tensor] = turboquant_write(*args)
+        return out
+
+    def attend(
+        self, q: Tensor, table: Tensor, positions: Tensor, counts: Tensor, ring: Tensor | None, slots: Tensor | None,
+        scale: float, limit: int, fused: bool = True,
+    ) -> Tensor:  # fmt: skip
+        """What rotated queries see that decode: [B, Q, heads, head_dim], turned back."""
+        window = self.config.window
+        if ring is None:
+            return self.history(q, table, positions, counts, None, self.rotation, scale, limit)[0]
+        past: tuple[Tensor | None, Tensor | None] = (None, None)
+        out: Tensor
+        if not 0 < limit <= window:  # else all that the model's window shows is exact
+            if fused and self.projection is None:
+                state = self.codes, table, positions, counts, ring, slots, self.rotation
+                out = turboquant_hybrid(q, *state, self.k_codebook, self.v_codebook, scale, window, limit)
+                return out
+            past = self.history(q, table, positions - window, counts, None, None, scale, max(limit - window, 0))
+        out = recent_attention(q, ring, slots, positions, *past, self.rotation, scale, window, DRAFTS, limit)
+        return out
+
+    def history(
+        self, q: Tensor, table: Tensor, positions: Tensor, counts: Tensor, ends: Tensor | None,
+        rotation: Tensor | None, scale: float, limit: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """`turboquant_attention` to the layer's codes."""
+        books = self.k_codebook, self.v_codebook
+        call = TurboQuantAttention(q, self.codes, table, positions, counts, ends, rotation, *books, None, scale, limit)
+        if self.projection is not None:
+            return attend_unfused(call, self.layout, self.projection)
+        out: tuple[Tensor, Tensor] = turboquant_attention(*call)
+        return out
 
 
 def relative_errors(squares: Tensor) -> list[float]:
@@ -103,12 +148,12 @@ class TurboQuantCache:
         self.slots, self._own = ints(rows, 1), ints(rows)
         self._zeros = torch.zeros_like(self._own)
         turn = formats.rotation(head_dim, config.rotation, config.seed)
-        self._rotation, self._turn = (t.contiguous().to(device, dtype) for t in (turn, turn.T))
+        self._rotation, turn = (t.contiguous().to(device, dtype) for t in (turn, turn.T))
         prod = "prod" in (config.keys, config.values)
-        self._projection = formats.projection(head_dim, config.seed).to(device, dtype) if prod else None
+        projection = formats.projection(head_dim, config.seed).to(device, dtype) if prod else None
         self.squares = torch.zeros(layers, 2, device=device)
 
-        def layer(rate: tuple[int, int]) -> _Layer:
+        def layer(rate: tuple[int, int]) -> CodedLayer:
             layout = TurboQuantLayout(head_dim, *rate, config.keys, config.values, page_size)
             k, v = (
                 eight_bit_levels(formats.codebook(head_dim, bits)).to(device)
@@ -118,7 +163,7 @@ class TurboQuantCache:
             ring = None
             if config.mode == "hybrid":
                 ring = torch.zeros(rows + 1, config.ring, 2, kv_heads, head_dim, dtype=dtype, device=device)
-            return _Layer(layout, k, v, codes, ring)
+            return CodedLayer(config, layout, self._rotation, turn, projection, k, v, codes, ring)
 
         self.layers = [None if rate == (EXACT, EXACT) else layer(rate) for rate in rates]
         self.pages = pages
@@ -137,11 +182,6 @@ class TurboQuantCache:
         """Everything that outlives a step, except whose it is."""
         coded = [one for layer in self.layers if layer is not None for one in (layer.codes, layer.ring)]
         return [*self.paged.tensors(), *(tensor for tensor in coded if tensor is not None)]
-
-    @property
-    def _in_one(self) -> bool:
-        """Whether an op attends to codes and ring; `prod` is a composition."""
-        return self.fused and self._projection is None
 
     @property
     def nbytes(self) -> int:
@@ -200,26 +240,22 @@ class TurboQuantCache:
         paged.block_table, paged.positions, paged.counts = self.block_table, self.positions, self.counts
         return paged.attend(attention, qkv)
 
-    def _coded(self, a: Attention, layer: _Layer, qkv: Tensor) -> Tensor:
+    def _coded(self, a: Attention, layer: CodedLayer, qkv: Tensor) -> Tensor:
         batch, length, _ = qkv.shape
-        ring, chunk = layer.ring, length > DRAFTS
+        ring, chunk, slots = layer.ring, length > DRAFTS, None if layer.ring is None else self.slots
         positions, counts, table = self.positions, self.counts, self.block_table
-        token = qkv, a.q_norm, a.k_norm, a.eps, a.cos, a.sin, positions, counts, table, self._turn
-        coded = *token, layer.k_codebook, layer.v_codebook, layer.codes
-        kinds = a.heads, self.config.scale
-        if self._in_one and ring is not None and not chunk and not 0 < a.window <= self.config.window:
-            how = self._rotation, a.scale, self.config.window, a.window
-            return turboquant_decode(*coded, ring, self.slots, *kinds, *how).flatten(2)
-        write = TurboQuantWrite(*coded, ring, None if ring is None else self.slots, *kinds, chunk)
-        if self._projection is None:
-            q, own = turboquant_write(*write)
-        else:
-            q, own = write_unfused(write, layer.layout, self._projection)
+        tokens = qkv, a.q_norm, a.k_norm, a.eps, a.cos, a.sin, positions, counts, table
+        fused = self.fused and layer.projection is None
+        if fused and ring is not None and not chunk and not 0 < a.window <= self.config.window:
+            state = layer.turn, layer.k_codebook, layer.v_codebook, layer.codes, ring, slots
+            how = a.heads, self.config.scale, self._rotation, a.scale, self.config.window, a.window
+            return turboquant_decode(*tokens, *state, *how).flatten(2)
+        q, own = layer.write(tokens, slots, a.heads, chunk)
         if not chunk:
-            return self._decoded(a, layer, q, ring, self.slots, positions, counts, table).flatten(2)
+            return layer.attend(q, table, positions, counts, ring, slots, a.scale, a.window, fused).flatten(2)
         own_ring, zeros = self._own[:batch], self._zeros[:batch]  # the chunk is a ring of its own
         if not self._stepwise:
-            past = self._from_codes(a, layer, q, positions, counts, positions, table, None, a.window)
+            past = layer.history(q, table, positions, counts, positions, None, a.scale, a.window)
             out = recent_attention(q, own, own_ring, zeros, *past, self._rotation, a.scale, 0, 0, a.window)
             return out.flatten(2)
         size, parts = self.config.window + DRAFTS + AT_ONCE, []
@@ -230,40 +266,5 @@ class TurboQuantCache:
             some = q[:, start:stop].clone()  # after these, which attention may read ahead of the kernel before it
             seen = table[:, : -(-stop // self.page_size)]
             recent = None if ring is None else padded[:, stop : stop + size].roll(stop, dims=1)
-            parts.append(self._decoded(a, layer, some, recent, own_ring, at, real, seen))
+            parts.append(layer.attend(some, seen, at, real, recent, own_ring, a.scale, a.window, fused))
         return torch.cat(parts, dim=1).flatten(2)
-
-    def _decoded(
-        self, a: Attention, layer: _Layer, q: Tensor, ring: Tensor | None, slots: Tensor, positions: Tensor,
-        counts: Tensor, table: Tensor,
-    ) -> Tensor:  # fmt: skip
-        """What queries see that decode: [B, Q, heads, head_dim]."""
-        window, limit = self.config.window, a.window
-        out: Tensor
-        if ring is None:
-            out = self._from_codes(a, layer, q, positions, counts, None, table, self._rotation, limit)[0]
-        elif 0 < limit <= window:  # all that the model's window shows is exact
-            none = (None, None)
-            out = recent_attention(q, ring, slots, positions, *none, self._rotation, a.scale, window, DRAFTS, limit)
-        elif self._in_one:
-            out = turboquant_hybrid(
-                q, layer.codes, table, positions, counts, ring, slots, self._rotation, layer.k_codebook,
-                layer.v_codebook, a.scale, window, limit,
-            )  # fmt: skip
-        else:
-            older = self._from_codes(a, layer, q, positions - window, counts, None, table, None, max(limit - window, 0))
-            out = recent_attention(q, ring, slots, positions, *older, self._rotation, a.scale, window, DRAFTS, limit)
-        return out
-
-    def _from_codes(
-        self, a: Attention, layer: _Layer, q: Tensor, positions: Tensor, counts: Tensor, ends: Tensor | None,
-        table: Tensor, rotation: Tensor | None, limit: int,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        call = TurboQuantAttention(
-            q, layer.codes, table, positions, counts, ends, rotation, layer.k_codebook, layer.v_codebook, None, a.scale,
-            limit,
-        )  # fmt: skip
-        if self._projection is not None:
-            return attend_unfused(call, layer.layout, self._projection)
-        out: tuple[Tensor, Tensor] = turboquant_attention(*call)
-        return out

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from onegraph.ops.calls import Heads, PagedAttention, PagedDecode, RopeCacheWrite, Tokens
+from onegraph.ops.cases import Draw
 from onegraph.ops.checks import FLOATS, check_grouped, check_query, check_tensors
 from onegraph.ops.registry import Case, Op, nbytes, register
 from onegraph.ops.strides import row_stride
@@ -208,63 +209,26 @@ def _check_attention(call: PagedAttention) -> None:
         )
 
 
-def _layout(generator: torch.Generator, batch: int, pages_per_row: int, device: torch.device) -> tuple[Tensor, int]:
-    """A block table whose pages are shuffled and start at 1, and the number of pages that a cache for it has."""
-    pages = 1 + batch * pages_per_row
-    table = 1 + torch.randperm(pages - 1, generator=generator, dtype=torch.int32).view(batch, pages_per_row)
-    return table.to(device), pages
-
-
 def _write_case(
-    name: str,
-    *,
-    tokens: int,
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    page_size: int,
-    positions: list[int],
-    counts: list[int],
-    norm: bool = False,
-    rope: bool = True,
-) -> Case:
+    name: str, *, tokens: int, heads: int, kv_heads: int, dim: int, page_size: int, positions: list[int],
+    counts: list[int], norm: bool = False, rope: bool = True,
+) -> Case:  # fmt: skip
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
-        def randn(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(device, dtype)
-
-        batch = len(positions)
-        reach = max(positions) + tokens
-        table, pages = _layout(generator, batch, -(-reach // page_size), device)
-        angle = torch.arange(reach).unsqueeze(1) * 10000.0 ** -(torch.arange(0, dim, 2) / dim)
-        return (
-            randn(batch, tokens, (heads + 2 * kv_heads) * dim),
-            1 + 0.2 * randn(dim) if norm else None,
-            1 + 0.2 * randn(dim) if norm else None,
-            1e-6,
-            angle.cos().to(device) if rope else None,
-            angle.sin().to(device) if rope else None,
-            torch.tensor(positions, dtype=torch.int32, device=device),
-            torch.tensor(counts, dtype=torch.int32, device=device),
-            table,
-            randn(pages, page_size, kv_heads, dim),
-            randn(pages, page_size, kv_heads, dim),
-            heads,
-            None,
-        )
+        draw = Draw(device, dtype, generator)
+        brought = draw.tokens(heads, kv_heads, dim, tokens, positions, counts, page_size, norm, rope)
+        cache = 1 + brought[8].numel(), page_size, kv_heads, dim
+        return *brought, draw.randn(*cache), draw.randn(*cache), heads, None
 
     return Case(name=name, make=make)
 
 
 def _slots_case(name: str, *, tokens: int, heads: int, kv_heads: int, dim: int, slots: list[int]) -> Case:
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
-        def randn(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(device, dtype)
-
-        angle = torch.arange(50).unsqueeze(1) * 10000.0 ** -(torch.arange(0, dim, 2) / dim)
-        table = torch.cat((angle.cos(), angle.sin()), dim=1).to(device)
-        cache = randn(4, kv_heads, 16, 2 * dim)  # as vLLM's FlashAttention has it
+        draw = Draw(device, dtype, generator)
+        table = torch.cat(draw.turns(50, dim), dim=1)
+        cache = draw.randn(4, kv_heads, 16, 2 * dim)  # as vLLM's FlashAttention has it
         return (
-            randn(tokens, 1, (heads + 2 * kv_heads) * dim), None, None, 0.0, *table.chunk(2, dim=1),
+            draw.randn(tokens, 1, (heads + 2 * kv_heads) * dim), None, None, 0.0, *table.chunk(2, dim=1),
             torch.randint(0, 50, (tokens,), generator=generator).to(device), None, None,
             *(half.clone() for half in cache.transpose(1, 2).split(dim, dim=-1)), heads,
             torch.tensor(slots, device=device),
@@ -274,33 +238,14 @@ def _slots_case(name: str, *, tokens: int, heads: int, kv_heads: int, dim: int, 
 
 
 def _attention_case(
-    name: str,
-    *,
-    tokens: int,
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    page_size: int,
-    positions: list[int],
-    window: int = 0,
-    spare_pages: int = 1,
-) -> Case:
+    name: str, *, tokens: int, heads: int, kv_heads: int, dim: int, page_size: int, positions: list[int],
+    window: int = 0, spare_pages: int = 1,
+) -> Case:  # fmt: skip
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
-        def randn(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(device, dtype)
-
-        batch = len(positions)
-        per_row = -(-(max(positions) + tokens) // page_size) + spare_pages
-        table, pages = _layout(generator, batch, per_row, device)
-        return (
-            randn(batch, tokens, heads, dim),
-            randn(pages, page_size, kv_heads, dim),
-            randn(pages, page_size, kv_heads, dim),
-            table,
-            torch.tensor(positions, dtype=torch.int32, device=device),
-            dim**-0.5,
-            window,
-        )
+        draw, rows = Draw(device, dtype, generator), len(positions)
+        table = draw.pages(rows, -(-(max(positions) + tokens) // page_size) + spare_pages)
+        q, cache = draw.randn(rows, tokens, heads, dim), (1 + table.numel(), page_size, kv_heads, dim)
+        return q, draw.randn(*cache), draw.randn(*cache), table, draw.ints(positions), dim**-0.5, window
 
     return Case(name=name, make=make)
 
@@ -318,21 +263,13 @@ _WRITE_CASES = (
     ),
     _write_case("gqa_96", tokens=5, heads=6, kv_heads=1, dim=96, page_size=4, positions=[2], counts=[4]),
     _write_case(
-        "norm_nope",
-        tokens=1,
-        heads=2,
-        kv_heads=2,
-        dim=32,
-        page_size=16,
-        positions=[3],
-        counts=[1],
-        norm=True,
+        "norm_nope", tokens=1, heads=2, kv_heads=2, dim=32, page_size=16, positions=[3], counts=[1], norm=True,
         rope=False,
     ),
     _slots_case("slots_llama", tokens=1, heads=8, kv_heads=2, dim=128, slots=[17]),
     _slots_case("slots_padded", tokens=5, slots=[63, -1, 0, 20], **_SMOL),
     _slots_case("slots_mqa_80", tokens=3, heads=4, kv_heads=1, dim=80, slots=[5, 4, 40]),
-)
+)  # fmt: skip
 _ATTENTION_CASES = (
     _attention_case("smollm2_decode", tokens=1, page_size=16, positions=[137], **_SMOL),
     _attention_case("smollm2_batch", tokens=1, page_size=16, positions=[0, 15, 16, 300], spare_pages=4, **_SMOL),

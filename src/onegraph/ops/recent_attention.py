@@ -11,6 +11,7 @@ from torch import Tensor
 
 from onegraph.formats import turboquant as formats
 from onegraph.ops.calls import RecentAttention
+from onegraph.ops.cases import Draw
 from onegraph.ops.checks import check_query, check_tensors
 from onegraph.ops.registry import Case, Op, nbytes, register
 
@@ -82,39 +83,19 @@ def _check(call: RecentAttention) -> None:
 
 
 def _case(
-    name: str,
-    *,
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    positions: list[int],
-    size: int,
-    tokens: int = 1,
-    window: int = 0,
-    spare: int = 0,
-    limit: int = 0,
-    history: bool = True,
-) -> Case:
+    name: str, *, heads: int, kv_heads: int, dim: int, positions: list[int], size: int, tokens: int = 1,
+    window: int = 0, spare: int = 0, limit: int = 0, history: bool = True,
+) -> Case:  # fmt: skip
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
-        def randn(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(device, dtype)
-
-        batch = len(positions)
-        lse = torch.randn(batch, tokens, heads, generator=generator) + 3
+        draw, rows = Draw(device, dtype, generator), len(positions)
+        lse = torch.randn(rows, tokens, heads, generator=generator) + 3
         lse[0, 0, 0] = float("-inf")  # a query without a history
         return (
-            randn(batch, tokens, heads, dim),
-            randn(batch + 2, size, 2, kv_heads, dim),
-            torch.arange(batch, 0, -1, dtype=torch.int32, device=device),
-            torch.tensor(positions, dtype=torch.int32, device=device),
-            randn(batch, tokens, heads, dim) if history else None,
-            lse.to(device) if history else None,
-            formats.rotation(dim, "qr").to(device, dtype),
-            dim**-0.5,
-            window,
-            spare,
-            limit,
-        )
+            draw.randn(rows, tokens, heads, dim), draw.randn(rows + 2, size, 2, kv_heads, dim),
+            draw.ints(list(range(rows, 0, -1))), draw.ints(positions),
+            draw.randn(rows, tokens, heads, dim) if history else None, lse.to(device) if history else None,
+            formats.rotation(dim, "qr").to(device, dtype), dim**-0.5, window, spare, limit,
+        )  # fmt: skip
 
     return Case(name=name, make=make)
 

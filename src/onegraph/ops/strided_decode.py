@@ -7,6 +7,7 @@ import torch
 
 from onegraph.ops.attention import check_caches
 from onegraph.ops.calls import StridedDecode
+from onegraph.ops.cases import Draw
 from onegraph.ops.checks import check_grouped, check_tensors
 from onegraph.ops.decode_attention import paged_decode
 from onegraph.ops.norm import FLOATS
@@ -45,21 +46,14 @@ def _check(call: StridedDecode) -> None:
 
 def _case(name: str, *, lengths: list[int], heads: int, kv_heads: int, dim: int, page_size: int = 16) -> Case:
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
-        rows, reach = len(lengths), -(-max(lengths) // page_size) + 1
-        cache = torch.randn(1 + rows * reach, kv_heads, page_size, 2 * dim, generator=generator).to(device, dtype)
+        draw, rows, per_row = Draw(device, dtype, generator), len(lengths), -(-max(lengths) // page_size) + 1
+        cache = draw.randn(1 + rows * per_row, kv_heads, page_size, 2 * dim)
         keys, values = cache.transpose(1, 2).split(dim, dim=-1)  # as vLLM's FlashAttention has it
-        pages = torch.randperm(rows * reach, generator=generator).add_(1).view(rows, reach)  # page 0 is nobody's
-        angle = torch.arange(reach * page_size).unsqueeze(1) * 10000.0 ** -(torch.arange(0, dim, 2) / dim)
         return (
-            torch.randn(rows, (heads + 2 * kv_heads) * dim, generator=generator).to(device, dtype),
-            torch.cat((angle.cos(), angle.sin()), dim=1).to(device),
-            torch.tensor(lengths, dtype=torch.int32, device=device),
-            pages.to(device, torch.int32),
-            keys.clone(),
-            values.clone(),
-            torch.zeros(rows, heads, dim, dtype=dtype, device=device),
-            dim**-0.5,
-        )
+            draw.randn(rows, (heads + 2 * kv_heads) * dim), torch.cat(draw.turns(per_row * page_size, dim), dim=1),
+            draw.ints(lengths), draw.pages(rows, per_row), keys.clone(), values.clone(),
+            torch.zeros(rows, heads, dim, dtype=dtype, device=device), dim**-0.5,
+        )  # fmt: skip
 
     return Case(name=name, make=make)
 

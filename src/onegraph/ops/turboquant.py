@@ -13,6 +13,7 @@ from onegraph.formats.turboquant import SCALES, mean_abs_coordinate
 from onegraph.formats.turboquant_layout import Coded, TurboQuantLayout, layout_of, pack_tokens
 from onegraph.ops.attention import check_tokens, places, turned
 from onegraph.ops.calls import TurboQuantAttention, TurboQuantDecode, TurboQuantHybrid, TurboQuantWrite
+from onegraph.ops.cases import Draw
 from onegraph.ops.checks import check_tensors
 from onegraph.ops.registry import Case, Op, nbytes, register
 
@@ -130,49 +131,22 @@ def _check(call: TurboQuantWrite) -> None:
 
 
 def _case(
-    name: str,
-    *,
-    tokens: int,
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    bits: tuple[int, int],
-    positions: list[int],
-    counts: list[int],
-    page_size: int = 16,
-    scale: str = "matched",
-    norm: bool = False,
-    rope: bool = True,
-    ring: int = 0,
-    exact: bool = False,
-    kind: str = "hadamard",
-) -> Case:
+    name: str, *, tokens: int, heads: int, kv_heads: int, dim: int, bits: tuple[int, int], positions: list[int],
+    counts: list[int], page_size: int = 16, kind: str = "matched", norm: bool = False, rope: bool = True,
+    ring: int = 0, exact: bool = False, rotation: str = "hadamard",
+) -> Case:  # fmt: skip
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
-        def randn(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(device, dtype)
-
-        batch, reach = len(positions), max(positions) + tokens
-        per_row = -(-reach // page_size)
-        table = 1 + torch.randperm(batch * per_row, generator=generator, dtype=torch.int32).view(batch, per_row)
-        angle = torch.arange(reach).unsqueeze(1) * 10000.0 ** -(torch.arange(0, dim, 2) / dim)
-        layout = TurboQuantLayout(dim, *bits, page_size=page_size)
+        draw, rows = Draw(device, dtype, generator), len(positions)
+        brought = draw.tokens(heads, kv_heads, dim, tokens, positions, counts, page_size, norm, rope)
+        shape = TurboQuantLayout(dim, *bits, page_size=page_size).cache_shape(1 + brought[8].numel(), kv_heads)
         return (
-            randn(batch, tokens, (heads + 2 * kv_heads) * dim),
-            1 + 0.2 * randn(dim) if norm else None,
-            1 + 0.2 * randn(dim) if norm else None,
-            1e-6,
-            angle.cos().to(device) if rope else None,
-            angle.sin().to(device) if rope else None,
-            torch.tensor(positions, dtype=torch.int32, device=device),
-            torch.tensor(counts, dtype=torch.int32, device=device),
-            table.to(device),
-            formats.rotation(dim, kind).T.contiguous().to(device, dtype),
-            formats.codebook(dim, bits[0], device),
-            formats.codebook(dim, bits[1], device),
-            torch.zeros(layout.cache_shape(1 + batch * per_row, kv_heads), dtype=torch.uint8, device=device),
-            torch.zeros(batch + 1, ring, 2, kv_heads, dim, dtype=dtype, device=device) if ring else None,
-            torch.arange(batch, 0, -1, dtype=torch.int32, device=device) if ring else None,
-            heads, scale, exact,
+            *brought,
+            formats.rotation(dim, rotation).T.contiguous().to(device, dtype),
+            *(formats.codebook(dim, b, device) for b in bits),
+            torch.zeros(shape, dtype=torch.uint8, device=device),
+            torch.zeros(rows + 1, ring, 2, kv_heads, dim, dtype=dtype, device=device) if ring else None,
+            draw.ints(list(range(rows, 0, -1))) if ring else None,
+            heads, kind, exact,
         )  # fmt: skip
 
     return Case(name=name, make=make)
@@ -183,12 +157,12 @@ _CASES = (
           counts=[1, 1, 0, 1]),
     _case("k3v4_ring", tokens=4, heads=9, kv_heads=3, dim=64, bits=(3, 4), positions=[0, 30], counts=[4, 3], ring=24),
     _case("llama_k4v3", tokens=1, heads=8, kv_heads=2, dim=128, bits=(4, 3), positions=[37, 4], counts=[1, 1],
-          page_size=32, scale="norm"),
+          page_size=32, kind="norm"),
     _case("qwen3_2", tokens=3, heads=4, kv_heads=1, dim=128, bits=(2, 2), positions=[31, 5], counts=[3, 2], norm=True,
-          scale="unbiased", exact=True),
+          kind="unbiased", exact=True),
     _case("nope_80", tokens=2, heads=4, kv_heads=4, dim=80, bits=(4, 3), positions=[7, 3], counts=[2, 1], rope=False),
     _case("one_bit", tokens=2, heads=2, kv_heads=1, dim=64, bits=(1, 1), positions=[7], counts=[2]),
-    _case("qr_96", tokens=5, heads=6, kv_heads=1, dim=96, bits=(2, 3), positions=[2], counts=[4], kind="qr"),
+    _case("qr_96", tokens=5, heads=6, kv_heads=1, dim=96, bits=(2, 3), positions=[2], counts=[4], rotation="qr"),
     _case("dim_192", tokens=1, heads=2, kv_heads=2, dim=192, bits=(4, 4), positions=[3], counts=[1]),
     _case("mqa_256", tokens=1, heads=16, kv_heads=1, dim=256, bits=(2, 4), positions=[40], counts=[1], exact=True),
     _case("chunk_ring", tokens=24, heads=4, kv_heads=2, dim=64, bits=(4, 4), positions=[8, 3], counts=[21, 9], ring=16,

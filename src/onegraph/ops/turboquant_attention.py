@@ -14,6 +14,7 @@ from torch import Tensor
 from onegraph.formats import turboquant as formats
 from onegraph.formats.turboquant_layout import Coded, TurboQuantLayout, pack_pages, unpack_pages
 from onegraph.ops.calls import TurboQuantAttention
+from onegraph.ops.cases import Draw
 from onegraph.ops.checks import check_grouped, check_query, check_tensors
 from onegraph.ops.registry import Case, Op, nbytes, register
 from onegraph.ops.turboquant import dequantize, layout_in
@@ -110,36 +111,17 @@ def _check(call: TurboQuantAttention) -> None:
 
 
 def case(
-    name: str,
-    *,
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    bits: tuple[int, int],
-    positions: list[int],
-    counts: list[int],
-    tokens: int = 1,
-    page_size: int = 16,
-    window: int = 0,
-    ends: list[int] | None = None,
-    sinks: bool = False,
-    rotate: bool = True,
-    peak: float = 1.0,
-) -> Case:
+    name: str, *, heads: int, kv_heads: int, dim: int, bits: tuple[int, int], positions: list[int], counts: list[int],
+    tokens: int = 1, page_size: int = 16, window: int = 0, ends: list[int] | None = None, sinks: bool = False,
+    rotate: bool = True, peak: float = 1.0,
+) -> Case:  # fmt: skip
     """Random queries and codes in shuffled pages, with a sentinel that must not be read."""
 
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
-        def randn(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator)
-
-        def ints(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=device)
-
-        batch = len(positions)
+        draw, rows = Draw(device, dtype, generator), len(positions)
         layout = TurboQuantLayout(dim, *bits, page_size=page_size)
-        per_row = -(-(max(positions) + tokens) // page_size) + 1
-        table = 1 + torch.randperm(batch * per_row, generator=generator, dtype=torch.int32).view(batch, per_row)
-        shape = (1 + batch * per_row, kv_heads, page_size)
+        table = draw.pages(rows, -(-(max(positions) + tokens) // page_size) + 1)
+        shape = (1 + table.numel(), kv_heads, page_size)
 
         def coded(code_bits: int) -> Coded:
             codes = torch.randint(0, 1 << code_bits, (*shape, dim), generator=generator, dtype=torch.uint8)
@@ -148,17 +130,11 @@ def case(
         pages = pack_pages(layout, coded(bits[0]), coded(bits[1]))
         pages[0] = 255  # the sentinel: norms are NaN
         return (
-            (peak * randn(batch, tokens, heads, dim)).to(device, dtype),
-            pages.to(device),
-            table.to(device),
-            ints(positions),
-            ints(counts),
-            None if ends is None else ints(ends),
+            peak * draw.randn(rows, tokens, heads, dim), pages.to(device), table, draw.ints(positions),
+            draw.ints(counts), None if ends is None else draw.ints(ends),
             formats.rotation(dim, "qr").to(device, dtype) if rotate else None,
-            formats.codebook(dim, bits[0], device),
-            formats.codebook(dim, bits[1], device),
-            randn(heads).to(device) if sinks else None,
-            dim**-0.5, window,
+            *(formats.codebook(dim, b, device) for b in bits),
+            torch.randn(heads, generator=generator).to(device) if sinks else None, dim**-0.5, window,
         )  # fmt: skip
 
     return Case(name=name, make=make)

@@ -12,6 +12,7 @@ from torch import Tensor
 from onegraph.formats import turboquant as formats
 from onegraph.formats.turboquant import DRAFTS
 from onegraph.ops.calls import TurboQuantDecode, TurboQuantHybrid
+from onegraph.ops.cases import Draw
 from onegraph.ops.registry import Case, Op, nbytes, register
 from onegraph.ops.turboquant import layout_in, turboquant_write
 from onegraph.ops.turboquant_attention import case
@@ -66,27 +67,15 @@ def _case(
     coded = case(name, positions=positions, counts=counts, tokens=tokens, page_size=page_size, **sizes)
 
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
-        def randn(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(device, dtype)
-
-        _, cache, table, at, real, _, _, k_codebook, v_codebook, *_ = coded.make(device, dtype, generator)
-        batch, reach = len(positions), max(positions) + tokens
-        angle = torch.arange(reach).unsqueeze(1) * 10000.0 ** -(torch.arange(0, dim, 2) / dim)
-        ring = randn(batch + 2, window + 2 * DRAFTS, 2, kv_heads, dim)
+        _, cache, table, _, _, _, _, *books, _, _, _ = coded.make(device, dtype, generator)
+        draw, rows = Draw(device, dtype, generator), len(positions)
+        *brought, _ = draw.tokens(heads, kv_heads, dim, tokens, positions, counts, page_size, norm, rope)
+        ring = draw.randn(rows + 2, window + 2 * DRAFTS, 2, kv_heads, dim)
         ring[0] = 1e4  # nobody's
         turn = formats.rotation(dim, "hadamard")
         return (
-            randn(batch, tokens, (heads + 2 * kv_heads) * dim),
-            1 + 0.2 * randn(dim) if norm else None,
-            1 + 0.2 * randn(dim) if norm else None,
-            1e-6,
-            angle.cos().to(device) if rope else None,
-            angle.sin().to(device) if rope else None,
-            at, real, table,
-            turn.T.contiguous().to(device, dtype),
-            k_codebook, v_codebook, cache, ring,
-            torch.arange(batch, 0, -1, dtype=torch.int32, device=device),
-            heads, kind, turn.to(device, dtype), dim**-0.5, window, limit,
+            *brought, table, turn.T.contiguous().to(device, dtype), *books, cache, ring,
+            draw.ints(list(range(rows, 0, -1))), heads, kind, turn.to(device, dtype), dim**-0.5, window, limit,
         )  # fmt: skip
 
     return Case(name=name, make=make)

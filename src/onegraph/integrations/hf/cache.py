@@ -18,11 +18,8 @@ from transformers.masking_utils import sdpa_mask
 from onegraph.formats import turboquant as formats
 from onegraph.formats.turboquant import DRAFTS, EXACT, TurboQuantConfig, parse_kv
 from onegraph.formats.turboquant_layout import TurboQuantLayout, unpack_pages
-from onegraph.ops.calls import TurboQuantAttention, TurboQuantWrite
-from onegraph.ops.recent_attention import recent_attention
-from onegraph.ops.turboquant import dequantize, turboquant_write, write_unfused
-from onegraph.ops.turboquant_attention import attend_unfused, turboquant_attention
-from onegraph.ops.turboquant_hybrid import turboquant_hybrid
+from onegraph.nn.turboquant import CodedLayer
+from onegraph.ops.turboquant import dequantize
 
 ATTENTION = "turboquant"
 PAGE = 64  # tokens; rows have pages of their own, one after the other, behind page 0, which is nobody's
@@ -53,16 +50,10 @@ class TurboQuantLayer(_Layer, CacheLayerMixin):
     is_sliding = False  # a window is applied when attending; all tokens are kept
 
     cumulative_length: Any  # int64 [], on the device
-    codes: Tensor
+    coded: CodedLayer  # of rings 1 + B, of which ring 0 is nobody's
     block_table: Tensor
     positions: Tensor
     ones: Tensor
-    rotation: Tensor
-    turn: Tensor
-    projection: Tensor | None
-    k_codebook: Tensor
-    v_codebook: Tensor
-    ring: Tensor | None  # [1 + B, size, 2, kv_heads, D], rotated; ring 0 is nobody's
     slots: Tensor | None
 
     def __init__(
@@ -82,35 +73,34 @@ class TurboQuantLayer(_Layer, CacheLayerMixin):
             raise ValueError(
                 f"keys have a head size of {dim}, values of {value_states.shape[-1]}; TurboQuant needs one"
             )
-        self.layout = TurboQuantLayout(dim, *self.bits, config.keys, config.values, PAGE)
-        _ = self.layout.sections  # kept by the layout from now on; Dynamo cannot trace the lock of a cached property
-        pages = -(-self.max_cache_len // PAGE)
-        shape = self.layout.cache_shape(1 + self.batch_size * pages, self.kv_heads)
+        layout = TurboQuantLayout(dim, *self.bits, config.keys, config.values, PAGE)
+        _ = layout.sections  # kept by the layout from now on; Dynamo cannot trace the lock of a cached property
+        rows, pages = self.batch_size, -(-self.max_cache_len // PAGE)
+
+        def placed(tensor: Tensor) -> Tensor:
+            tensor = tensor.to(self.device)
+            _stays(tensor)
+            return tensor
+
         rotation = formats.rotation(dim, config.rotation, config.seed).to(dtype)
-        state: dict[str, Tensor | None] = {
-            "codes": torch.zeros(shape, dtype=torch.uint8),
-            "block_table": torch.arange(1, 1 + self.batch_size * pages, dtype=torch.int32).view(self.batch_size, pages),
-            "positions": torch.zeros(self.batch_size, dtype=torch.int32),
-            "ones": torch.ones(self.batch_size, dtype=torch.int32),
-            "rotation": rotation,
-            "turn": rotation.T.contiguous(),
-            "k_codebook": formats.codebook(dim, self.layout.k_code_bits),
-            "v_codebook": formats.codebook(dim, self.layout.v_code_bits),
-            "projection": None,
-            "ring": None,
-            "slots": None,
-        }
-        if "prod" in (config.keys, config.values):
-            state["projection"] = formats.projection(dim, config.seed).to(dtype)
-        if config.ring:
-            state["ring"] = torch.zeros(1 + self.batch_size, config.ring, 2, self.kv_heads, dim, dtype=dtype)
-            state["slots"] = torch.arange(1, 1 + self.batch_size, dtype=torch.int32)
-        state["cumulative_length"] = self.cumulative_length
-        for name, tensor in state.items():
-            placed = None if tensor is None else tensor.to(self.device)
-            setattr(self, name, placed)
-            if placed is not None:
-                _stays(placed)
+        prod = "prod" in (config.keys, config.values)
+        ring = 1 + rows, config.ring, 2, self.kv_heads, dim
+        self.coded = CodedLayer(
+            config,
+            layout,
+            rotation=placed(rotation),
+            turn=placed(rotation.T.contiguous()),
+            projection=placed(formats.projection(dim, config.seed).to(dtype)) if prod else None,
+            k_codebook=placed(formats.codebook(dim, layout.k_code_bits)),
+            v_codebook=placed(formats.codebook(dim, layout.v_code_bits)),
+            codes=placed(torch.zeros(layout.cache_shape(1 + rows * pages, self.kv_heads), dtype=torch.uint8)),
+            ring=placed(torch.zeros(ring, dtype=dtype)) if config.ring else None,
+        )
+        self.block_table = placed(torch.arange(1, 1 + rows * pages, dtype=torch.int32).view(rows, pages))
+        self.positions = placed(torch.zeros(rows, dtype=torch.int32))
+        self.ones = placed(torch.ones(rows, dtype=torch.int32))
+        self.slots = placed(torch.arange(1, 1 + rows, dtype=torch.int32)) if config.ring else None
+        self.cumulative_length = placed(self.cumulative_length)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -140,34 +130,29 @@ class TurboQuantLayer(_Layer, CacheLayerMixin):
         batch, heads, length, _ = query.shape
         qkv = torch.cat((query, key_states, value_states), dim=1).transpose(1, 2).reshape(batch, length, -1)
         counts = self.ones if length == 1 else self.positions.new_full((batch,), length)
-        args = (
-            qkv, None, None, 0.0, None, None, self.positions, counts, self.block_table, self.turn, self.k_codebook,
-            self.v_codebook, self.codes, self.ring, self.slots, heads, self.config.scale, False,
-        )  # fmt: skip
-        if self.projection is not None:
-            return write_unfused(TurboQuantWrite(*args), self.layout, self.projection)[0]
-        turned: Tensor = turboquant_write(*args)[0]
-        return turned
+        tokens = qkv, None, None, 0.0, None, None, self.positions, counts, self.block_table
+        return self.coded.write(tokens, self.slots, heads, False)[0]
 
     def whole(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all places [B, kv_heads, max_cache_len, D] for attention that knows no codes: decoded, but
         exact where the last token sees the ring and, in a prefill with one, for the tokens of the call."""
         length, start = self.cumulative_length, self.cumulative_length - key_states.shape[2]
-        window, dim = self.config.window, self.layout.head_dim
+        coded = self.coded
+        window, dim = self.config.window, coded.layout.head_dim
         place = torch.arange(self.max_cache_len, device=self.device)
         recent = ((place >= length - window) | (length <= window + DRAFTS)) & (place < start)
         new = ((place >= start) & (place < length)).view(-1, 1)
         found = []
-        for i, (coded, table) in enumerate(
-            zip(unpack_pages(self.layout, self.codes[1:]), (self.k_codebook, self.v_codebook), strict=True)
+        for i, (part, table) in enumerate(
+            zip(unpack_pages(coded.layout, coded.codes[1:]), (coded.k_codebook, coded.v_codebook), strict=True)
         ):
-            flat = dequantize(coded, table, self.projection).view(self.batch_size, -1, self.kv_heads, PAGE, dim)
+            flat = dequantize(part, table, coded.projection).view(self.batch_size, -1, self.kv_heads, PAGE, dim)
             flat = flat.transpose(1, 2).reshape(self.batch_size, self.kv_heads, -1, dim)[:, :, : self.max_cache_len]
-            if self.ring is not None:
-                kept = self.ring[1:, :, i].index_select(1, place % self.config.ring).transpose(1, 2).float()
+            if coded.ring is not None:
+                kept = coded.ring[1:, :, i].index_select(1, place % self.config.ring).transpose(1, 2).float()
                 flat = torch.where(recent.view(-1, 1), kept, flat)
-            flat = (flat @ self.rotation.float() * dim**-0.5).to(self.dtype)
-            if self.ring is not None:
+            flat = (flat @ coded.rotation.float() * dim**-0.5).to(self.dtype)
+            if coded.ring is not None:
                 exact = (key_states, value_states)[i].index_select(2, (place - start).clamp(0, key_states.shape[2] - 1))
                 flat = torch.where(new, exact, flat)
             found.append(flat)
@@ -176,30 +161,10 @@ class TurboQuantLayer(_Layer, CacheLayerMixin):
     def attend(self, query: Tensor, key_states: Tensor, value_states: Tensor, scaling: float, window: int) -> Tensor:
         """Stores the tokens that `update` was told of, and attends for their queries [B, H, Q, D] -> [B, Q, H, D], from
         codes and ring; `window` > 0: only the latest so many keys are seen."""
-        turned, config, positions = self.store(query, key_states, value_states), self.config, self.positions
-        counts = self.ones if query.shape[2] == 1 else positions.new_full((self.batch_size,), query.shape[2])
-        books = self.k_codebook, self.v_codebook
-        codes = turned, self.codes, self.block_table, positions, counts
-        out: Tensor
-        if self.ring is not None and 0 < window <= config.window:  # all that the model's window shows is exact
-            alone = self.ring, self.slots, positions, None, None, self.rotation
-            out = recent_attention(turned, *alone, scaling, config.window, DRAFTS, window)
-        elif self.ring is not None and self.projection is None:
-            out = turboquant_hybrid(
-                *codes, self.ring, self.slots, self.rotation, *books, scaling, config.window, window
-            )
-        elif self.projection is None:
-            out = turboquant_attention(*codes, None, self.rotation, *books, None, scaling, window)[0]
-        elif self.ring is None:
-            call = TurboQuantAttention(*codes, None, self.rotation, *books, None, scaling, window)
-            out = attend_unfused(call, self.layout, self.projection)[0]
-        else:
-            before, older = positions - config.window, max(window - config.window, 0)
-            call = TurboQuantAttention(*codes[:3], before, counts, None, None, *books, None, scaling, older)
-            history = attend_unfused(call, self.layout, self.projection)
-            near = self.ring, self.slots, positions, *history, self.rotation
-            out = recent_attention(turned, *near, scaling, config.window, DRAFTS, window)
-        return out
+        turned = self.store(query, key_states, value_states)
+        counts = self.ones if query.shape[2] == 1 else self.positions.new_full((self.batch_size,), query.shape[2])
+        rows = self.block_table, self.positions, counts
+        return self.coded.attend(turned, *rows, self.coded.ring, self.slots, scaling, window)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         # Of offset 0, in a form that `attention_mask` can tell apart.
@@ -213,10 +178,10 @@ class TurboQuantLayer(_Layer, CacheLayerMixin):
 
     def reset(self) -> None:
         if self.is_initialized:
-            self.codes.zero_()
+            self.coded.codes.zero_()
             self.positions.zero_()
-            if self.ring is not None:
-                self.ring.zero_()
+            if self.coded.ring is not None:
+                self.coded.ring.zero_()
         self.cumulative_length.zero_()
 
     def _refuse(self, *args: Any, **kwargs: Any) -> None:
@@ -232,7 +197,7 @@ class TurboQuantLayer(_Layer, CacheLayerMixin):
         """Bytes of codes, norms and exact tokens; 0 before the first call."""
         if not self.is_initialized:
             return 0
-        return self.codes.nbytes + (0 if self.ring is None else self.ring.nbytes)
+        return self.coded.codes.nbytes + (0 if self.coded.ring is None else self.coded.ring.nbytes)
 
 
 class ExactLayer(_Layer, StaticLayer):
