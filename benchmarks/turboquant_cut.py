@@ -20,9 +20,8 @@ import torch
 from safetensors.torch import save_file
 
 from onegraph.api.tokenizer import Tokenizer
-from onegraph.cli.common import print_json
 from onegraph.engine.evaluate import evaluate
-from onegraph.engine.record import machine, with_id
+from onegraph.engine.record import emit, machine
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import parse_kv
 from onegraph.models.llama import Llama
@@ -84,7 +83,7 @@ def run(args: argparse.Namespace) -> None:
                 started = time.monotonic()
                 row = evaluate(model, ids, window=args.window, batch=4, kv=parse_kv(kv)).as_dict()
                 row |= {"kv": kv, "dtype": dtype, "layers": model.config.layers, "vocabulary": model.config.vocab_size}
-                print_json(with_id(about | row | {"seconds": round(time.monotonic() - started, 1)} | machine(device)))
+                emit(about | row | {"seconds": round(time.monotonic() - started, 1)} | machine(device))
 
 
 def main() -> None:

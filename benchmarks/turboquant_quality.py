@@ -10,13 +10,13 @@ import time
 from typing import Any
 
 import torch
-from onegraph.cli.needle import CODES, DEPTHS, retrieve
 from torch import Tensor
 
+from onegraph.api.needle import CODES, DEPTHS, retrieve
 from onegraph.api.tokenizer import Tokenizer
-from onegraph.cli.common import pick_device, pick_dtype, print_json, read_text
+from onegraph.cli.common import pick_device, pick_dtype, read_text
 from onegraph.engine.evaluate import evaluate
-from onegraph.engine.record import machine, with_id
+from onegraph.engine.record import emit, machine
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import parse_kv
 from onegraph.models.llama import Llama
@@ -75,7 +75,7 @@ def main() -> None:
         else:
             row |= evaluate(model, ids, reference=exact, window=args.window, batch=args.batch, kv=kv).as_dict()
             row |= {"window": args.window, "perplexity_increase": row["perplexity"] / row["reference_perplexity"] - 1}
-        print_json(with_id(row | {"seconds": round(time.monotonic() - started, 1)} | about))
+        emit(row | {"seconds": round(time.monotonic() - started, 1)} | about)
 
 
 if __name__ == "__main__":

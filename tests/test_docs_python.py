@@ -43,3 +43,12 @@ def test_the_page_runs(repo: Path, folder: Path, capsys: pytest.CaptureFixture[s
     assert names["made"].after.total_bytes < names["made"].before.total_bytes
     assert json.loads((folder / "out" / "4bit" / "config.json").read_text())["quantization_config"]["bits"] == 4
     assert re.search(r"^CG\d+ .*block5\.py:12 ", said[5], re.MULTILINE), said[5]
+
+
+def test_the_example_of_the_readme_runs(repo: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (repo / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    (example,) = [block for block in blocks if "from onegraph import" in block]
+    quick = example.replace("bits=4", 'bits=4, recipe="quick", calibration=TEXT')  # the default samples 32k tokens
+    exec(compile(quick, "README.md", "exec"), {"__name__": "readme", "TEXT": folder / "text.txt"})
+    assert len(capsys.readouterr().out) > 10
+    assert (folder / "out" / "smollm2-4bit" / "model.safetensors").is_file()

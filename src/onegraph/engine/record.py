@@ -5,6 +5,7 @@ Every line of `benchmarks/results` is such a row (`tests/test_figures.py`), and 
 
 import hashlib
 import json
+import math
 import platform
 import re
 import shlex
@@ -74,8 +75,10 @@ def with_id(row: Row) -> Row:
 
 
 def emit(row: Row, out: Path | None = None) -> None:
-    """Prints the row with its id as a JSON line, and appends it to the file `out`."""
-    line = json.dumps(with_id(row))
+    """Prints the row with its id as a JSON line, and appends it to the file `out`. A figure that is not finite (a
+    perplexity may overflow) is null: JSON has no infinity."""
+    plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    line = json.dumps(with_id(plain), allow_nan=False)
     print(line, flush=True)
     if out:
         with out.open("a") as file:
