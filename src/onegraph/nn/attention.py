@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from onegraph.ops.attention import paged_attention, rope_cache_write
+from onegraph.ops.attention import paged_attention, rope_cache_write, rotate_half
 from onegraph.ops.decode_attention import paged_decode
 from onegraph.ops.norm import rms_norm
 
@@ -187,7 +187,7 @@ class CausalAttention:
                     f"a sequence of {length} tokens exceeds the {a.cos.shape[0]} positions that were loaded"
                 )
             cos, sin = a.cos[:length].unsqueeze(1), a.sin[:length].unsqueeze(1)
-            q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+            q, k = (rotate_half(t.float(), cos, sin).to(t.dtype) for t in (q, k))
         mask = None
         if 0 < a.window < length:
             step = torch.arange(length, device=qkv.device)
@@ -198,8 +198,3 @@ class CausalAttention:
             attn_mask=mask, is_causal=mask is None, scale=a.scale, enable_gqa=a.heads != a.kv_heads,
         )  # fmt: skip
         return out.transpose(1, 2).flatten(2)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -28,6 +28,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from onegraph.formats import turboquant as formats
 from onegraph.formats.turboquant_layout import BLOCK, TurboQuantLayout
 from onegraph.integrations.vllm import KV_RATES
+from onegraph.ops.attention import rotate_half
 from onegraph.ops.turboquant import turboquant_write
 from onegraph.ops.turboquant_attention import turboquant_attention
 
@@ -255,8 +256,7 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         token = torch.cat([m.positions[: m.decodes], *(m.positions[row] + step for row, step in steps)])
         cos, sin = (half.index_select(0, token).unsqueeze(1) for half in self.rope)
         q, k, v = qkv[: m.tokens].split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        first, second = torch.cat((q, k), dim=1).float().chunk(2, dim=-1)
-        both = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(qkv.dtype)
+        both = rotate_half(torch.cat((q, k), dim=1).float(), cos, sin).to(qkv.dtype)
         return both[:, : self.num_heads], both[:, self.num_heads :], v
 
 
