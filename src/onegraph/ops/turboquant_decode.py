@@ -68,7 +68,7 @@ def _check(*args: Any) -> None:
 def _case(
     name: str, *, heads: int, kv_heads: int, dim: int, bits: tuple[int, int], positions: list[int], counts: list[int],
     tokens: int = 1, page_size: int = 16, variants: tuple[str, str] = ("mse", "mse"), kind: str = "matched",
-    norm: bool = False, rope: bool = True, window: int = 64, limit: int = 0,
+    norm: bool = False, rope: bool = True, window: int = 64, limit: int = 0, early: bool = False,
 ) -> Case:  # fmt: skip
     sizes: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "bits": bits, "variants": variants}
     coded = case(name, positions=positions, counts=counts, tokens=tokens, page_size=page_size, **sizes)
@@ -95,7 +95,7 @@ def _case(
             projection, k_codebook, v_codebook, cache, ring,
             torch.arange(batch, 0, -1, dtype=torch.int32, device=device),
             heads, *bits, *variants, kind,
-            turn.to(device, dtype), dim**-0.5, window, DRAFTS, limit,
+            turn.to(device, dtype), dim**-0.5, window, DRAFTS, limit, early,
         )  # fmt: skip
 
     return Case(name=name, make=make)
@@ -104,7 +104,7 @@ def _case(
 _SMOL: dict[str, Any] = {"heads": 9, "kv_heads": 3, "dim": 64}
 _LLAMA: dict[str, Any] = {"heads": 8, "kv_heads": 2, "dim": 128}
 _CASES = (
-    _case("smollm2", bits=(4, 4), positions=[0, 63, 71, 72, 300], counts=[1, 1, 1, 0, 1], **_SMOL),
+    _case("smollm2", bits=(4, 4), positions=[0, 63, 71, 72, 300], counts=[1, 1, 1, 0, 1], early=True, **_SMOL),
     _case("llama", bits=(4, 4), positions=[700, 79, 80, 5, 159], counts=[1, 1, 1, 1, 1], **_LLAMA),
     _case("k3v4", bits=(3, 4), positions=[130, 66, 0], counts=[1, 1, 0], page_size=32, kind="norm", **_LLAMA),
     _case("limit", bits=(4, 3), positions=[200, 90], counts=[1, 1], window=16, limit=50, kind="unbiased", **_LLAMA),
