@@ -48,7 +48,7 @@ def _check(call: PagedDecode) -> None:
         )
 
 
-def _case(name: str, window: int = 0, **options: Any) -> Case:
+def _case(name: str, window: int = 0, early: bool = False, **options: Any) -> Case:
     """The write's case, its caches as long as the positions reach, and what attention needs besides."""
     write = _write_case(name, tokens=1, **options)
 
@@ -56,7 +56,7 @@ def _case(name: str, window: int = 0, **options: Any) -> Case:
         *tensors, heads, _ = write.make(device, dtype, generator)
         batch, (_, _, kv_heads, dim) = tensors[0].shape[0], tensors[-1].shape
         tickets = torch.zeros(batch, kv_heads, dtype=torch.int32, device=device)
-        return *tensors, tickets, heads, dim**-0.5, window
+        return *tensors, tickets, heads, dim**-0.5, window, early
 
     return Case(name=name, make=make)
 
@@ -73,9 +73,13 @@ paged_decode = register(
         kernel="onegraph.ops.cuda.decode_attention:paged_decode",
         check=_check,
         cases=(
-            _case("smollm2", positions=[137], counts=[1], **_SMOL),
+            _case("smollm2", positions=[137], counts=[1], early=True, **_SMOL),
             _case("smollm2_batch", positions=[0, 15, 16, 64, 300], counts=[1, 1, 0, 1, 1], **_SMOL),
             _case("llama3", positions=[63, 200], counts=[1, 1], heads=8, kv_heads=2, dim=128, page_size=32),
+            _case(
+                "llama3_early", positions=[63, 200], counts=[1, 1], heads=8, kv_heads=2, dim=128, page_size=32,
+                early=True,
+            ),
             _case(
                 "window", positions=[5, 64, 127, 200], counts=[1] * 4, heads=4, kv_heads=1, dim=64, page_size=16,
                 window=33,

@@ -61,7 +61,7 @@ def _like_q(call: TurboQuantDecode) -> Tensor:
 def _case(
     name: str, *, heads: int, kv_heads: int, dim: int, bits: tuple[int, int], positions: list[int], counts: list[int],
     tokens: int = 1, page_size: int = 16, kind: str = "matched", norm: bool = False, rope: bool = True,
-    window: int = 64, limit: int = 0,
+    window: int = 64, limit: int = 0, early: bool = False,
 ) -> Case:  # fmt: skip
     sizes: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "bits": bits}
     coded = case(name, positions=positions, counts=counts, tokens=tokens, page_size=page_size, **sizes)
@@ -75,7 +75,7 @@ def _case(
         turn = formats.rotation(dim, "hadamard")
         return (
             *brought, table, turn.T.contiguous().to(device, dtype), *books, cache, ring,
-            draw.ints(list(range(rows, 0, -1))), heads, kind, turn.to(device, dtype), dim**-0.5, window, limit,
+            draw.ints(list(range(rows, 0, -1))), heads, kind, turn.to(device, dtype), dim**-0.5, window, limit, early,
         )  # fmt: skip
 
     return Case(name=name, make=make)
@@ -84,7 +84,7 @@ def _case(
 _SMOL: dict[str, Any] = {"heads": 9, "kv_heads": 3, "dim": 64}
 _LLAMA: dict[str, Any] = {"heads": 8, "kv_heads": 2, "dim": 128}
 _CASES = (
-    _case("smollm2", bits=(4, 4), positions=[0, 63, 71, 72, 300], counts=[1, 1, 1, 0, 1], **_SMOL),
+    _case("smollm2", bits=(4, 4), positions=[0, 63, 71, 72, 300], counts=[1, 1, 1, 0, 1], early=True, **_SMOL),
     _case("llama", bits=(4, 4), positions=[700, 79, 80, 5, 159], counts=[1, 1, 1, 1, 1], **_LLAMA),
     _case("k3v4", bits=(3, 4), positions=[130, 66, 0], counts=[1, 1, 0], page_size=32, kind="norm", **_LLAMA),
     _case("limit", bits=(4, 3), positions=[200, 90], counts=[1, 1], window=16, limit=50, kind="unbiased", **_LLAMA),

@@ -49,7 +49,7 @@ def check(result: tuple[Any, ...]) -> Any:
 class Arguments:
     """The one parameter of a kernel, `struct Arguments` of its source: maps, pointers, ints, floats, in this order.
 
-    The source is not compiled unless its struct has these fields at these places, of these types.
+    CI compiles every source with `checks` behind it: the struct has these fields at these places, of these types.
     """
 
     def __init__(
@@ -75,13 +75,18 @@ class Arguments:
     @property
     def checks(self) -> str:
         """C++ that compiles where `struct Arguments` is what this is."""
+        same = (
+            "template <class, class> constexpr bool same = false; template <class T> constexpr bool same<T, T> = true;"
+        )
         lines, at = [], 0
         for name, size in zip(self.names, self._sizes, strict=True):
-            lines.append(f"__builtin_offsetof(Arguments, {name}) == {at} && sizeof(((Arguments*)0)->{name}) == {size}")
+            # NVRTC's own way to say offsetof, which it has no header for.
+            lines.append(f"__INTADDR__(&((Arguments*)0)->{name}) == {at} && sizeof(((Arguments*)0)->{name}) == {size}")
             at += size
-        lines += [f"__is_same(decltype(Arguments::{name}), {kind})" for name, kind in self._scalars.items()]
+        lines += [f"same<decltype(Arguments::{name}), {kind}>" for name, kind in self._scalars.items()]
         lines.append(f"sizeof(Arguments) == {self._struct.size}")
-        return "".join(f'static_assert({line}, "Arguments and its launcher differ");\n' for line in lines)
+        checks = (f'static_assert({line}, "Arguments and its launcher differ");\n' for line in lines)
+        return f"{same}\n{''.join(checks)}"
 
 
 def pointer(tensor: torch.Tensor | None) -> int:
@@ -94,19 +99,17 @@ def addresses(**tensors: torch.Tensor | None) -> dict[str, int]:
     return {name: pointer(tensor) for name, tensor in tensors.items()}
 
 
-def compile_cubin(
-    source: Path, defines: Mapping[str, int], capability: tuple[int, int], arguments: Arguments | None = None
-) -> bytes:
+def compile_cubin(source: Path, defines: Mapping[str, int], capability: tuple[int, int], checks: str = "") -> bytes:
     """The cubin of `source` for compute capability `capability`, from the cache or from NVRTC.
 
-    `source` may include the .cuh files beside it. `arguments`: what its `struct Arguments` must be.
+    `source` may include the .cuh files beside it. `checks`: C++ that must compile behind it.
     Raises BuildError where there is no NVRTC or it refuses; its log is in the message.
     """
     _, nvrtc = _bindings()
     arch = f"sm_{capability[0]}{capability[1]}" + ("a" if capability[0] >= 9 else "")
     options = [f"--gpu-architecture={arch}", "--std=c++17", "--device-as-default-execution-space"]
     options += [f"-D{name}={value}" for name, value in sorted(defines.items())]
-    text = source.read_bytes() + (arguments.checks.encode() if arguments else b"")
+    text = source.read_bytes() + checks.encode()
     headers = {path.name: path.read_bytes() for path in sorted(source.parent.glob("*.cuh"))}
     try:
         version = check(nvrtc.nvrtcVersion())
@@ -263,13 +266,13 @@ class Source:
         self.functions, self.arguments, self.capabilities, self.example = functions, arguments, capabilities, example
         Source.every.append(self)
 
-    def cubin(self, defines: Mapping[str, int], capability: tuple[int, int]) -> bytes:
+    def cubin(self, defines: Mapping[str, int], capability: tuple[int, int], checks: str = "") -> bytes:
         """See `compile_cubin`. BuildError for a GPU that the source is not for."""
         if capability[0] not in {major for major, _ in self.capabilities}:
             known = ", ".join(f"{major}.{minor}" for major, minor in self.capabilities)
             got = "{}.{}".format(*capability)
             raise BuildError(f"{self.path.name} is written for compute capability {known}; this GPU has {got}")
-        return compile_cubin(self.path, defines, capability, self.arguments)
+        return compile_cubin(self.path, defines, capability, checks)
 
     def load(
         self, defines: Mapping[str, int], device: int, shared: int = 0, functions: tuple[str, ...] = ()

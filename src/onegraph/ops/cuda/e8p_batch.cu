@@ -272,8 +272,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 1) e8p_batch(const
 
   const u32 bank = bank_of(base, lane);  // after the barrier
   const u8* slots = smem + (ring - base);
-  u32 zero;  // the compiler is not to know: an operand must not be a lookup's own register, which is loaded too early
-  asm("mov.u32 %0, 0;" : "=r"(zero));
+  const u32 zero = hidden_zero();  // an operand must not be a lookup's own register, which is loaded too early
   int slot = 0, phase = 0, stage = 0, stage_phase = 0;
   constexpr int STEPS = SETS == 1 ? 4 : 8;  // of two products each
 #pragma unroll 1

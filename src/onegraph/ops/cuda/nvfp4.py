@@ -46,7 +46,7 @@ SHORT = build.Source(
     capabilities=build.EVERY,
     example={"HALF": 0, "TILES": 2, "WARPS": 8},
 )
-DEQUANTIZE_ARGUMENTS = build.Arguments(pointers=("codes", "scale", "global_scale", "y"), ints=("rows", "k"))
+DEQUANTIZE_ARGUMENTS = build.Arguments(pointers=("codes", "scale", "global_scale", "y"), ints=("n", "k"))
 DEQUANTIZE = build.Source(
     "nvfp4_dequantize",
     functions=("nvfp4_dequantize",),
@@ -268,7 +268,7 @@ def dequantize(codes: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.
     codes = _aligned(codes)
     arguments = DEQUANTIZE_ARGUMENTS.pack(
         **build.addresses(codes=codes, scale=scale, global_scale=global_scale, y=y),
-        rows=y.numel() // (half * 2),
+        n=y.numel() // (half * 2),
         k=half * 2,
     )
     blocks = min(-(-y.numel() // (8 * 256)), 16 * build.device(y.device.index).sms)

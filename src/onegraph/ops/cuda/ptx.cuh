@@ -22,6 +22,11 @@ PTX u32 prmt(u32 a, u32 b, u32 s) {
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(s));
   return d;
 }
+PTX u32 hidden_zero() {  // the compiler is not to know
+  u32 d;
+  asm("mov.u32 %0, 0;" : "=r"(d));
+  return d;
+}
 PTX float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

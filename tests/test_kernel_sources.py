@@ -1,0 +1,100 @@
+"""Every .cu through NVRTC, without a GPU: for each compute capability that it is for, as its launcher declares it.
+
+What compiles has the launcher's parameter too: `build.Arguments` is compared with the struct by the compiler.
+"""
+
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from onegraph.ops.cuda import build
+
+FOLDER = Path(build.__file__).parent
+for path in FOLDER.glob("*.py"):
+    import_module(f"onegraph.ops.cuda.{path.stem}")
+SOURCES = {source.path.stem: source for source in build.Source.every}
+CLAIMS = [(name, capability) for name, source in SOURCES.items() for capability in source.capabilities]
+REFUSED = [(name, capability) for name, source in SOURCES.items() if source.capabilities == build.HOPPER
+           for capability in ((10, 0), (12, 0))]  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Cubins of this run alone: what compiles here is compiled here."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cubins")))
+    yield
+    patch.undo()
+
+
+def test_every_file_is_declared() -> None:
+    assert {path.stem for path in FOLDER.glob("*.cu")} == set(SOURCES)
+    assert all((9, 0) in source.capabilities for source in SOURCES.values())
+
+
+@pytest.mark.parametrize(("name", "capability"), CLAIMS)
+def test_a_source_compiles_for_what_it_is_for(name: str, capability: tuple[int, int]) -> None:
+    source = SOURCES[name]
+    cubin = source.cubin(source.example, capability, source.arguments.checks if source.arguments else "")
+    assert cubin.startswith(b"\x7fELF")
+    assert all(function.encode() in cubin for function in source.functions)
+
+
+@pytest.mark.parametrize(("name", "capability"), REFUSED)
+def test_what_needs_wgmma_is_refused_elsewhere(name: str, capability: tuple[int, int]) -> None:
+    """By us, before anything is compiled; and NVRTC would, so that claiming less than could be had is noticed."""
+    source = SOURCES[name]
+    major, minor = capability
+    with pytest.raises(build.BuildError, match=rf"compute capability 9\.0; this GPU has {major}\.{minor}"):
+        source.cubin(source.example, capability)
+    with pytest.raises(build.BuildError, match=r"wgmma"):
+        build.compile_cubin(source.path, source.example, capability)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"pointers": ("to", "from_"), "ints": ("count",)}, "from_"),  # another name
+        ({"pointers": ("from", "to"), "ints": ("count",)}, "differ"),  # another order
+        ({"pointers": ("to", "from"), "floats": ("count",)}, "differ"),  # another type
+        ({"pointers": ("to", "from")}, "differ"),  # one less
+        ({"pointers": ("to", "from"), "ints": ("count", "more")}, "more"),  # one more
+    ],
+)
+def test_a_launcher_that_differs_from_its_struct_is_refused(tmp_path: Path, wrong: dict, why: str) -> None:
+    source = tmp_path / "k.cu"
+    source.write_text(
+        "struct Arguments { int* to; const int* from; int count; };\n"
+        'extern "C" __global__ void k(const __grid_constant__ Arguments p) { *p.to = *p.from + p.count; }\n'
+    )
+    right = build.Arguments(pointers=("to", "from"), ints=("count",))
+    assert build.compile_cubin(source, {}, (9, 0), right.checks).startswith(b"\x7fELF")
+    assert right.pack(count=3, to=1, **{"from": 2}).hex() == "01".ljust(16, "0") + "02".ljust(16, "0") + "03".ljust(
+        16, "0"
+    )
+    with pytest.raises(build.BuildError, match=why):
+        build.compile_cubin(source, {}, (9, 0), build.Arguments(**wrong).checks)
+
+
+def test_fields_are_packed_by_name() -> None:
+    arguments = build.Arguments(maps=("map",), pointers=("x",), ints=("n",), floats=("eps",))
+    packed = arguments.pack(eps=0.5, n=-1, x=7, map=bytes(range(128)))
+    assert packed == bytes(range(128)) + (7).to_bytes(8, "little") + b"\xff" * 4 + b"\0\0\0\x3f" + bytes(48)
+    with pytest.raises(AssertionError, match="fields are"):
+        arguments.pack(x=7, map=bytes(128), n=1, eps=0.0, silu=1)
+    with pytest.raises(KeyError, match="eps"):
+        arguments.pack(x=7, map=bytes(128), n=1, silu=1)
+
+
+def test_ptx_stands_in_one_place() -> None:
+    """An instruction that two files write out is one that a fix would reach in one of them."""
+    found: dict[str, set[str]] = {}
+    for path in (*FOLDER.glob("*.cu"), *FOLDER.glob("*.cuh")):
+        for instruction in re.findall(
+            r'asm(?: volatile)?\(\s*"(?:\{[^"]*?;)?\s*(?:\\n)?([a-z][\w.:]+)', path.read_text()
+        ):
+            found.setdefault(instruction, set()).add(path.name)
+    shared = {instruction: files for instruction, files in found.items() if len(files) > 1}
+    assert not shared
