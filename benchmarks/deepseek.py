@@ -106,7 +106,7 @@ class Decode:
             self.engine, self.pipeline = engine, engine.runner("decode")
         for tensor in engine._cache.tensors():
             tensor.normal_()
-        per_row = engine._cache.block_table.shape[1]
+        per_row = engine._cache.parts[0].block_table.shape[1]
         zeros = torch.zeros(batch, dtype=torch.int32)
         rows = {
             "positions": zeros + context,
