@@ -12,11 +12,13 @@ from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.models.deepseek_v4_config import DeepseekV4Config
 from onegraph.models.llama import Llama
 
+CONFIGS: dict[str, type[DeepseekV4Config]] = {"deepseek_v4": DeepseekV4Config}  # by model_type; else Llama's relatives
+
 
 def parse_config(config: Mapping[str, Any]) -> LlamaConfig | DeepseekV4Config:
     """config.json, validated. Raises one ValueError that names what is unsupported or makes no sense."""
     kind = config.get("model_type") if isinstance(config, Mapping) else None
-    return DeepseekV4Config.from_dict(config) if kind == "deepseek_v4" else LlamaConfig.from_dict(config)
+    return CONFIGS.get(str(kind), LlamaConfig).from_dict(config)
 
 
 def load_decoder(
@@ -35,7 +37,7 @@ def load_decoder(
         gpus: place the layers over so many GPUs, from cuda:0 on. fp8_kv: keys in FP8. Both are for DeepSeek-V4; for
             another model they are a ValueError, as are more GPUs than there are. fused: of the Llama family, see there.
     """
-    if isinstance(parse_config(checkpoint.config), DeepseekV4Config):
+    if checkpoint.config.get("model_type") in CONFIGS:
         if gpus is not None and gpus > (found := torch.cuda.device_count()):
             raise ValueError(f"gpus is {gpus}; torch sees {found} GPUs here")
         devices: Sequence[torch.device | str] = [device] if gpus is None else [f"cuda:{i}" for i in range(gpus)]
