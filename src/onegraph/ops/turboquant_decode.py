@@ -46,13 +46,13 @@ def _on_gpu(*args: Any) -> Tensor:
         return _turboquant_decode(*args)
     page_size = layout_of(turn.shape[0], k_bits, v_bits, k_variant, v_variant, cache.shape[2]).page_size
     token = kernel.Token(qkv, q_norm, k_norm, eps, cos, sin, turn, heads, kind)
-    found = kernel.plan_of(token, cache, table, k_book, v_book, page_size, early)
+    found = kernel.plan_of(token, cache, table, k_book, v_book, page_size)
     if found is None:
         return _turboquant_decode(*args)
     plan, cluster = found
     state = cache, table, positions, counts, rotation, k_book, v_book
     near = kernel.Near(ring, slots, spare, limit)
-    return kernel.decode(token, plan, cluster, *state, page_size, scale, max(limit - window, 0), window, near)
+    return kernel.decode(token, plan, cluster, *state, page_size, scale, max(limit - window, 0), window, near, early)
 
 
 def _check(*args: Any) -> None:

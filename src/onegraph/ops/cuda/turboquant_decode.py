@@ -63,10 +63,9 @@ def plan_of(
     k_codebook: Tensor,
     v_codebook: Tensor,
     page_size: int,
-    early: bool = False,
 ) -> tuple[Plan, int] | None:
     """What `decode` computes such a call with, and how many blocks share the keys of a pair: the most of which all
-    pairs' run at once. None where it does not. `early`: let the next launch go in the first line."""
+    pairs' run at once. None where it does not."""
     qkv, dim, kv_heads = token.qkv, token.turn.shape[0], cache.shape[1]
     batch, length, _ = qkv.shape
     group, reach = token.heads // kv_heads, block_table.shape[1] * page_size
@@ -85,7 +84,7 @@ def plan_of(
         return None
     bits = [c.numel().bit_length() - 1 for c in (k_codebook, v_codebook)]
     rows, kind = 4 if group <= 4 else 8, SCALES[token.kind]
-    plan = Plan(dim, bits[0], bits[1], rows, DTYPES[qkv.dtype], page_size // 16, group, kind, early)
+    plan = Plan(dim, bits[0], bits[1], rows, DTYPES[qkv.dtype], page_size // 16, group, kind)
     fitting = _clusters(plan, CLUSTERS, qkv.device.index)
     size = next((n for n in CLUSTERS if batch * kv_heads <= fitting[n]), 1)
     return (plan, size) if reach <= TILES * plan.warps * TILE * size else None
@@ -94,9 +93,10 @@ def plan_of(
 def decode(
     token: Token, plan: Plan, cluster: int, cache: Tensor, block_table: Tensor, positions: Tensor,
     counts: Tensor, rotation: Tensor, k_codebook: Tensor, v_codebook: Tensor, page_size: int, scale: float,
-    window: int, recent: int, near: Near,
+    window: int, recent: int, near: Near, early: bool = False,
 ) -> Tensor:  # fmt: skip
-    """[B, 1, heads, D], as `plan_of` says; `window` and `recent` as of `turboquant_attention.attend`."""
+    """[B, 1, heads, D], as `plan_of` says; `window` and `recent` as of
+    `turboquant_attention.attend`. `early`: let the next launch go in the first line."""
     batch, dim, device = len(token.qkv), plan.dim, token.qkv.device.index
     pages, kv_heads, _ = cache.shape
     out = token.qkv.new_empty((batch, 1, token.heads, dim))
@@ -114,7 +114,7 @@ def decode(
         reach=block_table.shape[1] * page_size, pages=pages, window=window, row_tiles=1, limit=0, least=0,
         recent=recent, spare=near.spare, near_limit=near.limit, ring_size=ring_size,
         ring_tiles=-(-ring_size // PLACES), ring_at=0, ahead=1, cluster=cluster,
-        max_position=0 if token.cos is None else len(token.cos) - 1,
+        max_position=0 if token.cos is None else len(token.cos) - 1, early=early,
         scale=scale * math.log2(math.e), back=dim**-0.5, eps=token.eps,
     )  # fmt: skip
     stream = torch._C._cuda_getCurrentRawStream(device)
