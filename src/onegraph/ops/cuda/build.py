@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -59,6 +60,7 @@ class Arguments:
         """`fields`: of maps, pointers, ints and floats; what is 4 bytes long comes last."""
         named = [(name, *self._KINDS[kind]) for kind, names in fields.items() for name in names]
         self.names = tuple(name for name, *_ in named)
+        self._in_order = itemgetter(*self.names)
         self._sizes = [size for _, _, size, _ in named]
         self._scalars = {name: scalar for name, _, _, scalar in named if scalar}
         alignment = 64 if "maps" in fields else 8
@@ -68,7 +70,7 @@ class Arguments:
     def pack(self, **values: Any) -> bytes:
         """The parameter's bytes: of every field its value, a map's as `tensor_map` gives it, a pointer's an address."""
         assert len(values) == len(self.names), f"fields are {self.names}, got {tuple(values)}"
-        return self._struct.pack(*map(values.__getitem__, self.names))
+        return self._struct.pack(*self._in_order(values))
 
     @property
     def checks(self) -> str:
