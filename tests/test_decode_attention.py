@@ -104,6 +104,29 @@ def test_wrong_arguments_say_what_is_allowed(at: int, value: torch.Tensor, messa
         paged_decode(*arguments)
 
 
+@pytest.mark.parametrize(("chained", "rows", "early"), [(True, 1, True), (True, 2, False), (False, 1, False)])
+def test_the_next_launch_is_let_go_early_in_front_of_a_chain(
+    chained: bool, rows: int, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And of nothing else: not of narrow q, k and v, nor of several rows, whose linears are launches of their own."""
+    from onegraph.nn.chain import Chain
+
+    from onegraph.nn import attention
+
+    sizes = {"kv_heads": 1, "head_dim": 16}
+    layer = attention.Attention(index=0, qkv=torch.nn.Identity(), out=torch.nn.Identity(), heads=2, **sizes)
+    if chained:
+        Chain(layer, [], 1e-5)
+    said: list[bool] = []
+    given = lambda qkv, *rest: said.append(rest[-1]) or qkv[..., :32]  # noqa: E731
+    monkeypatch.setattr(attention, "paged_decode", given)
+    cache = PagedCache(
+        layers=1, pages=3, page_size=16, rows=rows, pages_per_row=1, device="cpu", dtype=torch.float32, **sizes
+    )
+    cache.attend(layer, torch.zeros(rows, 1, 64))
+    assert said == [early]
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_cache_that_lies_as_vllms(device: str) -> None:
     """Values beside keys, heads before tokens: as `paged_decode` on a copy, and one place of each row is written."""

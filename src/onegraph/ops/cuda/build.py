@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -47,30 +48,29 @@ def check(result: tuple[Any, ...]) -> Any:
 
 
 class Arguments:
-    """The one parameter of a kernel, `struct Arguments` of its source: maps, pointers, ints, floats, in this order.
+    """The one parameter of a kernel, `struct Arguments` of its source: names of its fields, in their order.
 
     CI compiles every source with `checks` behind it: the struct has these fields at these places, of these types.
     """
 
-    def __init__(
-        self,
-        *,
-        maps: tuple[str, ...] = (),
-        pointers: tuple[str, ...],
-        ints: tuple[str, ...] = (),
-        floats: tuple[str, ...] = (),
-    ) -> None:
-        self.names = (*maps, *pointers, *ints, *floats)
-        self._scalars = {**dict.fromkeys(ints, "int"), **dict.fromkeys(floats, "float")}
-        self._sizes = [128] * len(maps) + [8] * len(pointers) + [4] * len(self._scalars)
-        size, alignment = sum(self._sizes), 64 if maps else 8
-        kinds = "128s" * len(maps) + "Q" * len(pointers) + "i" * len(ints) + "f" * len(floats)
-        self._struct = struct.Struct(f"={kinds}{-size % alignment}x")
+    _KINDS: ClassVar = {"maps": ("128s", 128, ""), "pointers": ("Q", 8, ""), "ints": ("i", 4, "int")}
+    _KINDS |= {"floats": ("f", 4, "float")}
+
+    def __init__(self, **fields: tuple[str, ...]) -> None:
+        """`fields`: of maps, pointers, ints and floats; what is 4 bytes long comes last."""
+        named = [(name, *self._KINDS[kind]) for kind, names in fields.items() for name in names]
+        self.names = tuple(name for name, *_ in named)
+        self._in_order = itemgetter(*self.names)
+        self._sizes = [size for _, _, size, _ in named]
+        self._scalars = {name: scalar for name, _, _, scalar in named if scalar}
+        alignment = 64 if "maps" in fields else 8
+        padding = -sum(self._sizes) % alignment
+        self._struct = struct.Struct("=" + "".join(letter for _, letter, _, _ in named) + f"{padding}x")
 
     def pack(self, **values: Any) -> bytes:
         """The parameter's bytes: of every field its value, a map's as `tensor_map` gives it, a pointer's an address."""
         assert len(values) == len(self.names), f"fields are {self.names}, got {tuple(values)}"
-        return self._struct.pack(*map(values.__getitem__, self.names))
+        return self._struct.pack(*self._in_order(values))
 
     @property
     def checks(self) -> str:

@@ -60,10 +60,10 @@ struct Arguments : Shape {
   const float* bias;        // [n] or null
   const void* add;          // [tokens, n] of y's type, or null
   void* y;                  // [tokens, n], x's type, or float if wide
-  int tokens;               // 1 to TOKENS
   float norm;               // of both Hadamard transforms
   float eps;                // of the RMSNorm in front
   float inverse_k;          // 1 / k
+  int tokens;               // 1 to TOKENS
 };
 
 // Places of the ring in a turn of the loop: all, where that divides the turns.

@@ -24,8 +24,8 @@ GROUP = {2: 2, 3: 1, 4: 1}  # row tiles that a warp takes at a time, where its n
 ARGUMENTS = build.Arguments(
     maps=("codes_map", "residual_map", "first_codes_map", "first_residual_map"),
     pointers=("x", "codes", "residual", "tables", "in_scale", "out_scale", "bias", "add", "y"),
-    ints=("tokens",),
     floats=("norm", "eps", "inverse_k"),
+    ints=("tokens",),
 )
 
 

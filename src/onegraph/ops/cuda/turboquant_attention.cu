@@ -27,8 +27,7 @@
 //
 // Set when compiled: DIM, KBITS, VBITS, ROWS (4, 8 or 16 queries of a kv head at a time), DTYPE (of q, rotation and out:
 // 0 bfloat16, 1 float16, 2 float32), PAGE_BLOCKS (blocks of 16 tokens in a page), WARPS, STAGES, PER_SM; WRITES (0 or 1),
-// GROUP (queries of a kv head), SCALE and EARLY (the next launch is let go in the first line, as in decode_attention.cu)
-// if so.
+// GROUP (queries of a kv head) and SCALE if so.
 
 #include "turboquant_common.cuh"
 #include "turboquant_codes.cuh"
@@ -69,7 +68,7 @@ __device__ __forceinline__ int received_rows(int splits) { return (ROWS + splits
 
 template <bool CLUSTERED> __device__ __forceinline__ void attend_splits(const Arguments& p) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  constexpr bool at_once = !WRITES || EARLY;  // see decode_attention.cu
+  const bool at_once = !WRITES || p.early;
   if (at_once) let_next_start();
   if (WRITES) cluster_begun();
   Fixed& fixed = *(Fixed*)smem;

@@ -33,7 +33,7 @@ ARGUMENTS = build.Arguments(
     ints=(
         "batch", "length", "kv_heads", "group", "table_stride", "reach", "pages", "window", "row_tiles", "limit",
         "least", "recent", "spare", "near_limit", "ring_size", "ring_tiles", "ring_at", "ahead", "cluster",
-        "max_position",
+        "max_position", "early",
     ),
     floats=("scale", "back", "eps"),
 )  # fmt: skip
@@ -52,8 +52,7 @@ class Near:
 @dataclass(frozen=True)
 class Plan:
     """What the kernel is compiled for; see the end of the first comment of `turboquant_attention.cu`. `group`: of the
-    queries of a launch that writes its step's token, 0 for one that does not; `early`: the next launch is let go in the
-    first line of such a one, not behind its wait."""
+    queries of a launch that writes its step's token, 0 for one that does not."""
 
     dim: int
     k_bits: int
@@ -63,7 +62,6 @@ class Plan:
     page_blocks: int
     group: int = 0
     scale: int = 0
-    early: bool = True
 
     @property
     def warps(self) -> int:
@@ -104,7 +102,6 @@ class Plan:
             "WRITES": int(self.group > 0),
             "GROUP": max(self.group, 1),
             "SCALE": self.scale,
-            "EARLY": int(self.early),
         }
 
 
@@ -205,7 +202,7 @@ def attend(
         batch=batch, length=length, kv_heads=kv_heads, group=group, table_stride=block_table.stride(0), reach=reach,
         pages=pages, window=window, row_tiles=row_tiles, limit=limit, least=LEAST, recent=recent, spare=spare,
         near_limit=near_limit, ring_size=1 if ring is None else ring.shape[1], ring_tiles=ring_tiles, ring_at=items,
-        ahead=length == 1, cluster=cluster, max_position=0,
+        ahead=length == 1, cluster=cluster, max_position=0, early=1,
         scale=scale * math.log2(math.e), back=dim**-0.5, eps=0.0,
     )  # fmt: skip
     stream = torch._C._cuda_getCurrentRawStream(q.device.index)

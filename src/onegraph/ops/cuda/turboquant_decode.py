@@ -66,7 +66,7 @@ def plan_of(call: TurboQuantDecode) -> tuple[Plan, int] | None:
         return None
     bits = [book.numel().bit_length() - 1 for book in (call.k_codebook, call.v_codebook)]
     rows, kind = 4 if group <= 4 else 8, SCALES[call.kind]
-    plan = Plan(dim, bits[0], bits[1], rows, DTYPES[qkv.dtype], page_size // 16, group, kind, call.early)
+    plan = Plan(dim, bits[0], bits[1], rows, DTYPES[qkv.dtype], page_size // 16, group, kind)
     fitting = _clusters(plan, CLUSTERS, qkv.device.index)
     size = next((n for n in CLUSTERS if batch * kv_heads <= fitting[n]), 1)
     return (plan, size) if reach <= TILES * plan.warps * TILE * size else None
@@ -90,7 +90,7 @@ def decode(call: TurboQuantDecode, plan: Plan, cluster: int, spare: int) -> Tens
         reach=table.shape[1] * _page_size(call), pages=pages, window=max(call.limit - call.window, 0), row_tiles=1,
         limit=0, least=0, recent=call.window, spare=spare, near_limit=call.limit, ring_size=ring_size,
         ring_tiles=-(-ring_size // PLACES), ring_at=0, ahead=1, cluster=cluster,
-        max_position=0 if call.cos is None else len(call.cos) - 1,
+        max_position=0 if call.cos is None else len(call.cos) - 1, early=call.early,
         scale=call.scale * math.log2(math.e), back=dim**-0.5, eps=call.eps,
     )  # fmt: skip
     stream = torch._C._cuda_getCurrentRawStream(device)

@@ -35,7 +35,8 @@ struct Arguments {
   int ring_at;              // where the results of the rings' tiles begin
   int ahead;                // whether what earlier steps wrote may be read before the wait
   int cluster;              // blocks of a cluster, the splits of every sequence; 0 where they follow from the lengths
-  int max_position;         // with WRITES, as `eps`
+  int max_position;         // with WRITES, as `early` and `eps`
+  int early;                // let the next launch go in the first line, as EARLY of decode_attention.cu
   float scale;              // of the scores, times log2(e)
   float back;               // of the rotation
   float eps;
