@@ -109,14 +109,11 @@ def test_the_next_launch_is_let_go_early_in_front_of_a_chain(
     chained: bool, rows: int, early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And of nothing else: not of narrow q, k and v, nor of several rows, whose linears are launches of their own."""
-    from onegraph.nn.chain import Chain
-
     from onegraph.nn import attention
 
     sizes = {"kv_heads": 1, "head_dim": 16}
-    layer = attention.Attention(index=0, qkv=torch.nn.Identity(), out=torch.nn.Identity(), heads=2, **sizes)
-    if chained:
-        Chain(layer, [], 1e-5)
+    layer = attention.Attention(index=0, heads=2, **sizes)
+    layer.chained = chained
     said: list[bool] = []
     given = lambda qkv, *rest: said.append(rest[-1]) or qkv[..., :32]  # noqa: E731
     monkeypatch.setattr(attention, "paged_decode", given)

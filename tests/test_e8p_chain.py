@@ -87,6 +87,7 @@ def test_a_token_at_a_time_goes_through_chains(tmp_path: Path, monkeypatch: pyte
         plain = Llama.load(checkpoint, "cpu", torch.bfloat16, decode=False)
     one = chained(plain)
     assert isinstance(one, ChainedLlama)
+    assert all(block.attention.chained for block in plain.blocks)
     assert [len(chain.links) for chain in one.chains] == [4, 4, 3]
     calls = []
     call = Chain.__call__
