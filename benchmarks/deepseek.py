@@ -22,7 +22,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from onegraph.nn.nvfp4 import NVFP4Experts, NVFP4GroupedLinear, NVFP4Linear
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -36,6 +35,7 @@ from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.models.deepseek_v4_config import DeepseekV4Config
 from onegraph.models.deepseek_v4_weights import DeepseekWeights, may_be_packed
 from onegraph.nn import nvfp4
+from onegraph.nn.nvfp4 import NVFP4Experts, NVFP4GroupedLinear, NVFP4Linear
 from onegraph.ops.nvfp4_linear import nvfp4_experts
 
 YARN = {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536, "beta_fast": 32, "beta_slow": 1}

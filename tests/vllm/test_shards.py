@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from onegraph.formats.dense import DENSE
 from onegraph.formats.e8p import E8P
 from onegraph.formats.mxfp4 import MXFP4
+from onegraph.formats.nvfp4 import NVFP4
 from onegraph.formats.weight import WeightFormat
 from onegraph.integrations.vllm.shards import Share, Slots
 from onegraph.ops.weight import weight_ops
@@ -118,7 +119,7 @@ def test_what_is_one_layer_is_one_launch(formats: tuple[WeightFormat, ...], same
             assert torch.equal(once, torch.cat(outputs(slots, module, x), dim=1))
 
 
-@pytest.mark.parametrize("format", [E8P[4], MXFP4, DENSE], ids=repr)
+@pytest.mark.parametrize("format", [*E8P.values(), MXFP4, NVFP4, DENSE], ids=repr)
 def test_made_up_weights_keep_the_size_of_what_they_read(format: WeightFormat) -> None:
     slots = Slots({"a": format, "b": format}, [256, 256], 512, Share(), torch.float32)
     module = nn.Module()
