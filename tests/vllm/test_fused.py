@@ -6,6 +6,7 @@ That fused layers give our engine's tokens is test_generate's matter.
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -126,4 +127,5 @@ def test_a_share_that_cuts_a_rotation_block_is_refused_by_name(tiny_chat: Path, 
     done = two_ranks(tiny_chat, tmp_path / "tokens")
     assert done.returncode != 0
     told = done.stdout + done.stderr
-    assert "self_attn.k_proj: rows 0:64 of 128 cut a rotation block" in told
+    assert re.search(r"self_attn\.k_proj: rows (0:64|64:128) of 128 cut a rotation block", told), told[-3000:]
+    assert "choose a smaller tensor_parallel_size" in told
