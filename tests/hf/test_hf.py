@@ -15,8 +15,9 @@ from models import save_e8p
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
+from onegraph.formats.e8p import E8P
 from onegraph.formats.files import CheckpointError
-from onegraph.integrations.hf.modules import E8PModuleEmbedding, E8PModuleLinear
+from onegraph.integrations.hf.modules import CodedEmbedding, CodedLinear
 from onegraph.models.llama import Llama
 
 transformers = pytest.importorskip("transformers")
@@ -57,7 +58,7 @@ def test_loads_and_equals_what_the_codes_stand_for(case: str, tmp_path: Path) ->
     dense = save_e8p(variant, tmp_path / "model", rates=rates)
     model = load(tmp_path / "model")
     assert model.is_quantized
-    coded = {name for name, module in model.named_modules() if isinstance(module, E8PModuleLinear | E8PModuleEmbedding)}
+    coded = {name for name, module in model.named_modules() if isinstance(module, CodedLinear | CodedEmbedding)}
     assert ("lm_head" in coded) == ("lm_head" in rates)
     assert ("model.embed_tokens" in coded) == ("embed_tokens" in rates)
     assert not coded & {name for name, bits in rates.get("layers", {}).items() if bits == 16}
@@ -176,7 +177,7 @@ def test_the_compiled_decode_path_is_one_graph(codes: bool, tmp_path: Path) -> N
     expected = greedy(model)
     if codes:  # the op itself in the graph, as on a GPU
         for module in model.modules():
-            if isinstance(module, E8PModuleLinear):
+            if isinstance(module, CodedLinear):
                 module.dense = None
     graphs = []
 
@@ -211,7 +212,7 @@ def test_dequantize_gives_plain_layers(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = model(TOKENS).logits
         plain = model.dequantize()
-        assert not any(isinstance(m, E8PModuleLinear | E8PModuleEmbedding) for m in plain.modules())
+        assert not any(isinstance(m, CodedLinear | CodedEmbedding) for m in plain.modules())
         torch.testing.assert_close(plain(TOKENS).logits, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -221,7 +222,7 @@ def test_the_bare_model_loads_with_a_mixed_map(tmp_path: Path) -> None:
     with torch.no_grad():
         want = load(tmp_path / "model").model(TOKENS).last_hidden_state
         assert torch.equal(bare(TOKENS).last_hidden_state, want)
-    assert bare.layers[1].mlp.up_proj.bits == 2
+    assert bare.layers[1].mlp.up_proj.format is E8P[2]
 
 
 DAMAGE = {

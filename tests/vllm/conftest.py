@@ -10,7 +10,7 @@ import torch
 from fuzz import tiny
 from models import smollm2_gguf
 from onegraph.formats.checkpoint import write_checkpoint
-from onegraph.formats.e8p import KEEP, E8PConfig, linear_tensors
+from onegraph.formats.e8p import E8PConfig
 
 
 @pytest.fixture(scope="session")
@@ -43,10 +43,10 @@ def write_chat(path: Path, *, kv_heads: int, lm_head: int | None) -> Path:
     }
     linears = {f"model.layers.{i}.{name}": shape for i in range(2) for name, shape in shapes.items()}
     for name, (n, k) in (linears | {"lm_head": (vocab, d)}).items():
-        if (bits := e8p.bits_of(name)) == KEEP:
+        if not (format := e8p.format_of(name)).coded:
             found[f"{name}.weight"] = torch.randn(n, k, generator=generator) * k**-0.5
             continue
-        for suffix, (shape, dtype) in linear_tensors(n, k, bits).items():
+        for suffix, (shape, dtype) in format.layout(n, k).items():
             if dtype.is_floating_point:
                 value = torch.full(shape, 0.1 * k**-0.5 if suffix == "scale" else 1.0, dtype=dtype)
             else:

@@ -18,6 +18,7 @@ from models import smollm2_gguf
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
+from onegraph.formats.e8p import E8P
 from onegraph.models.llama import Llama
 from test_llama_quantized import quantized
 
@@ -125,7 +126,10 @@ def test_refusals_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     register()
     register()
     known = {"quant_method": "onegraph", "format": "e8p", "format_version": 1, "bits": 4}
-    assert OnegraphConfig.from_config(known).e8p.bits == 4
+    assert OnegraphConfig.from_config(known).format_of("model.layers.0.mlp.up_proj") is E8P[4]
+    modelopt = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    with pytest.raises(ValueError, match="leave out --quantization"):
+        OnegraphConfig.from_config(modelopt).format_of("model.layers.0.mlp.up_proj")
     with pytest.raises(ValueError, match="format_version is 2; this version reads 1"):
         OnegraphConfig.from_config(known | {"format_version": 2})
     monkeypatch.setattr(vllm, "__version_tuple__", (0, 20, 1))

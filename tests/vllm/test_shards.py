@@ -6,36 +6,37 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from onegraph.formats.e8p import KEEP, codebook, linear_tensors
+from onegraph.formats.dense import DENSE
+from onegraph.formats.e8p import E8P
+from onegraph.formats.mxfp4 import MXFP4
+from onegraph.formats.nvfp4 import NVFP4
+from onegraph.formats.weight import WeightFormat
 from onegraph.integrations.vllm.shards import Share, Slots
-from onegraph.ops.e8p import e8p_linear
+from onegraph.ops.weight import weight_ops
 
 
-def stored(n: int, k: int, bits: int, seed: int) -> dict[str, Tensor]:
-    """One linear as a checkpoint holds it, random."""
+def stored(n: int, k: int, format: WeightFormat, seed: int) -> dict[str, Tensor]:
+    """One linear as a checkpoint holds it, random, by the suffixes of its tensors' names."""
     g = torch.Generator().manual_seed(seed)
-    if bits == KEEP:
-        return {"weight": torch.randn(n, k, generator=g)}
-    tensors = {}
-    for suffix, (shape, dtype) in linear_tensors(n, k, bits).items():
-        if dtype.is_floating_point:
-            tensors[suffix] = (torch.randn(shape, generator=g) * 0.1 + 1).to(dtype)
-        else:
-            info = torch.iinfo(dtype)
-            tensors[suffix] = torch.randint(info.min, info.max + 1, shape, generator=g, dtype=dtype)
-    return tensors
+    tensors = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in format.layout(n, k).items()}
+    format.fill(tensors, k, g)
+    for tensor in tensors.values():
+        if tensor.dtype.is_floating_point:
+            tensor.mul_(1 + 0.1 * torch.randn(tensor.shape, generator=g))
+    names = format.names((), "x")
+    return {names[key].removeprefix("x."): tensor for key, tensor in tensors.items()}
 
 
-def whole(tensors: dict[str, Tensor], bits: int, x: Tensor) -> Tensor:
-    if bits == KEEP:
-        return x @ tensors["weight"].T
-    scales = tensors["in_scale"].float(), tensors["out_scale"].float() * tensors["scale"]
-    return e8p_linear(x, tensors["codes"], tensors.get("residual"), codebook(), *scales, None, bits)
+def whole(tensors: dict[str, Tensor], format: WeightFormat, x: Tensor) -> Tensor:
+    """What the linear in the file computes: by its decoded weight."""
+    names = format.names((), "x")
+    found = format.fold({key: tensors[names[key].removeprefix("x.")] for key in format.stored})
+    return x @ weight_ops(format).decode(format, found | format.constants(x.device)).T
 
 
 def loaded(slots: Slots, layers: list[dict[str, Tensor]], ids: list[Any]) -> nn.Module:
     module = nn.Module()
-    slots.create(module, torch.float32)
+    slots.create(module)
     before = {name: parameter.data_ptr() for name, parameter in module.named_parameters()}
     for tensors, shard in zip(layers, ids, strict=True):
         for suffix, tensor in tensors.items():
@@ -48,109 +49,184 @@ def loaded(slots: Slots, layers: list[dict[str, Tensor]], ids: list[Any]) -> nn.
 
 def outputs(slots: Slots, module: Any, x: Tensor) -> list[Tensor]:
     """What each part computes from its slots."""
+    spans = [(p.data_ptr(), p.data_ptr() + p.nbytes) for p in module.parameters()]
     found = []
     for i, part in enumerate(slots.parts):
-        views = {
-            name: slots.view(name, parameter.data, i)
-            for name, parameter in module.named_parameters()
-            if name not in ("weight", "codes", "residual") or slots.spans[name][i][0] < slots.spans[name][i][1]
-        }
-        assert all(view.data_ptr() >= getattr(module, name).data_ptr() for name, view in views.items())
-        found.append(whole(views, part.bits, x))
+        given = slots.given(module, i)
+        for view in (given[key] for key in part.format.fields):
+            assert any(first <= view.data_ptr() < last for first, last in spans), "a copy"
+        found.append(part.ops.linear(part.format, x, given, None, None, None, False, False))
     return found
 
 
-RATES = {"same": (4, 4, 4), "mixed": (2, 3, 4), "kept": (4, KEEP, 3), "three": (3, 3, 3)}
+FORMATS = {
+    "same": (E8P[4], E8P[4], E8P[4]),
+    "mixed": (E8P[2], E8P[3], E8P[4]),
+    "kept": (E8P[4], DENSE, E8P[3]),
+    "three": (E8P[3], E8P[3], E8P[3]),
+    "another": (MXFP4, E8P[4], DENSE),
+    "floats": (MXFP4, MXFP4, MXFP4),
+}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("rates", RATES.values(), ids=list(RATES))
-def test_columns_of_a_fused_layer(rates: tuple[int, ...], ranks: int) -> None:
+@pytest.mark.parametrize("formats", FORMATS.values(), ids=list(FORMATS))
+def test_columns_of_a_fused_layer(formats: tuple[WeightFormat, ...], ranks: int) -> None:
     """q of 512 rows, k and v of 256 with two heads: at four ranks two share each head of k and v."""
     k, sizes = 256, (512, 256, 256)
-    layers = [stored(n, k, bits, seed) for seed, (n, bits) in enumerate(zip(sizes, rates, strict=True))]
+    layers = [stored(n, k, format, seed) for seed, (n, format) in enumerate(zip(sizes, formats, strict=True))]
     x = torch.randn(3, k, generator=torch.Generator().manual_seed(9))
-    wanted = [whole(tensors, bits, x) for tensors, bits in zip(layers, rates, strict=True)]
+    wanted = [whole(tensors, format, x) for tensors, format in zip(layers, formats, strict=True)]
     local = [512 // ranks, *[256 // min(ranks, 2)] * 2]
     for rank in range(ranks):
-        slots = Slots(dict(zip("abc", rates, strict=True)), local, k, Share(rank, ranks))
+        slots = Slots(dict(zip("abc", formats, strict=True)), local, k, Share(rank, ranks), torch.float32)
         got = outputs(slots, loaded(slots, layers, ["q", "k", "v"]), x)
         for want, part, replicas in zip(wanted, got, (1, *[ranks // min(ranks, 2)] * 2), strict=True):
             first = rank // replicas * part.shape[1]
             torch.testing.assert_close(part, want[:, first : first + part.shape[1]], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
-def test_rows_of_a_layer_add_up(bits: int) -> None:
-    tensors = stored(192, 512, bits, 0)
+@pytest.mark.parametrize("format", [*E8P.values(), MXFP4, DENSE], ids=repr)
+def test_rows_of_a_layer_add_up(format: WeightFormat) -> None:
+    tensors = stored(192, 512, format, 0)
     x = torch.randn(2, 512, generator=torch.Generator().manual_seed(1))
     total = torch.zeros(2, 192)
     for rank in range(4):
-        slots = Slots({"o_proj": bits}, [192], 128, Share(rank, 4))
+        slots = Slots({"o_proj": format}, [192], 128, Share(rank, 4), torch.float32)
         part = x[:, rank * 128 : rank * 128 + 128].contiguous()
         total += outputs(slots, loaded(slots, [tensors], [None]), part)[0]
-    torch.testing.assert_close(total, whole(tensors, bits, x), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(total, whole(tensors, format, x), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("rotated", [True, False])
-def test_vocabulary_is_padded_and_cut(rotated: bool) -> None:
-    tensors = stored(384, 64, 4, 0)
-    for rank, used in ((0, (0, 256)), (1, (256, 128))):
-        slots = Slots({"lm_head": 4}, [256], 64, Share(rank, 2, vocabulary=used, rotated=rotated))
+@pytest.mark.parametrize("same_input", [True, False])
+@pytest.mark.parametrize("formats", FORMATS.values(), ids=list(FORMATS))
+def test_what_is_one_layer_is_one_launch(formats: tuple[WeightFormat, ...], same_input: bool) -> None:
+    """Parts of one format whose shared tensors have the same bits; 64 rows among 128 are other rotation blocks."""
+    for sizes in ((256, 128, 128), (256, 128, 64)):
+        layers = [stored(n, 256, format, seed) for seed, (n, format) in enumerate(zip(sizes, formats, strict=True))]
+        scales = [tensors["in_scale"] for tensors in layers if "in_scale" in tensors]
+        for scale in scales[1:] if same_input else ():
+            scale.copy_(scales[0])
+        slots = Slots(dict(zip("abc", formats, strict=True)), sizes, 256, Share(), torch.float32)
+        module = loaded(slots, layers, ["q", "k", "v"])
+        rotated = isinstance(formats[0], type(E8P[4]))
+        exact = len(set(formats)) == 1 and (not rotated or (same_input and sizes[-1] == 128))
+        assert slots.joined(module) == exact
+        if exact:
+            x = torch.randn(2, 256, generator=torch.Generator().manual_seed(3))
+            part = slots.parts[0]
+            once = part.ops.linear(part.format, x, slots.given(module, None), None, None, None, False, False)
+            assert torch.equal(once, torch.cat(outputs(slots, module, x), dim=1))
+
+
+@pytest.mark.parametrize("format", [*E8P.values(), MXFP4, NVFP4, DENSE], ids=repr)
+def test_made_up_weights_keep_the_size_of_what_they_read(format: WeightFormat) -> None:
+    slots = Slots({"a": format, "b": format}, [256, 256], 512, Share(), torch.float32)
+    module = nn.Module()
+    slots.create(module)
+    slots.finish(module, made_up=True)
+    x = torch.randn(64, 512, generator=torch.Generator().manual_seed(4))
+    for y in outputs(slots, module, x):
+        assert 0.5 < float(y.std()) < 2
+
+
+@pytest.mark.parametrize("by_row", [True, False])
+def test_vocabulary_is_padded_and_cut(by_row: bool) -> None:
+    tensors = stored(384, 64, E8P[4], 0)
+    for rank, used in ((0, (0, 256)), (1, (256, 384))):
+        share = Share(rank, 2, vocabulary=used, by_row=by_row)
+        slots = Slots({"lm_head": E8P[4]}, [256], 64, share, torch.float32)
         module: Any = loaded(slots, [tensors], [None])
-        first, count = used
-        assert torch.equal(module.codes[:count], tensors["codes"][first : first + count])
+        first, last = used
+        count = last - first
+        assert torch.equal(module.codes[:count], tensors["codes"][first:last])
         scale = tensors["out_scale"].float() * tensors["scale"]
-        assert torch.equal(module.out_scale[:count], scale[first : first + count])
+        assert torch.equal(module.out_scale[:count], scale[first:last])
         assert not module.out_scale[count:].any()
+        assert len(slots.given(module, None, rows=count)["codes"]) == count
 
 
 def refusal(
-    parts: dict[str, int], rows: list[int], k: int, share: Share, tensors: dict[str, Tensor], shard: Any
+    parts: dict[str, WeightFormat], rows: list[int], k: int, share: Share, tensors: dict[str, Tensor], shard: Any
 ) -> str:
     try:
-        loaded(Slots(parts, rows, k, share), [tensors], [shard])
+        loaded(Slots(parts, rows, k, share, torch.float32), [tensors], [shard])
     except ValueError as error:
         return str(error)
     return "nothing was refused"
 
 
 def test_what_does_not_divide_is_refused_by_name() -> None:
-    linear = stored(576, 256, 4, 0)
-    assert "o_proj: its number of outputs is 576, rotated in blocks of 64" in refusal(
-        {"o_proj": 4}, [288], 256, Share(0, 2), linear, None
-    )
-    assert "d_proj: its number of inputs is 256, rotated in blocks of 128" in refusal(
-        {"d_proj": 4}, [576], 64, Share(1, 4), linear, None
-    )
-    assert "is 576 in the checkpoint, of which 200 is no share among 3 ranks" in refusal(
-        {"o_proj": 4}, [200], 256, Share(0, 3), linear, None
+    e8p = E8P[4]
+    linear = stored(576, 256, e8p, 0)
+    told = refusal({"o_proj": e8p}, [288], 256, Share(0, 2), linear, None)
+    assert "o_proj: rows 0:288 of 576 cut a rotation block" in told
+    assert told.endswith("choose a smaller tensor_parallel_size, or keep this layer unquantized")
+    told = refusal({"d_proj": e8p}, [576], 64, Share(1, 4), linear, None)
+    assert "d_proj: columns 64:128 of 256 cut a rotation block" in told
+    assert "its number of outputs is 576 in the checkpoint, of which 200 is no share among 3 ranks" in refusal(
+        {"o_proj": e8p}, [200], 256, Share(0, 3), linear, None
     )
     head = Share(0, 4, vocabulary=(0, 192))
-    assert "lm_head: its number of rows is 768" in refusal({"lm_head": 4}, [192], 64, head, stored(768, 64, 4, 0), None)
+    assert "lm_head: rows 0:192 of 768 cut" in refusal({"lm_head": e8p}, [192], 64, head, stored(768, 64, e8p, 0), None)
+    assert refusal({"up": MXFP4}, [8], 32, Share(0, 3), stored(24, 96, MXFP4, 0), None) == "nothing was refused"
 
 
 def test_what_a_checkpoint_may_not_hold() -> None:
-    tensors = stored(128, 64, 4, 0)
-    alone = {"up": 4}, [128], 64, Share()
+    tensors = stored(128, 64, E8P[4], 0)
+    alone: tuple[Any, ...] = {"up": E8P[4]}, [128], 64, Share()
     assert "holds no up.residual" in refusal(*alone, {k: v for k, v in tensors.items() if k != "residual"}, None)
-    assert "up.codes is torch.int32" in refusal(*alone, tensors | {"codes": tensors["codes"].int()}, None)
+    assert "up.codes is torch.int32 of 2 dimensions; in e8p at 4 bits it must be int16 of 2" in refusal(
+        *alone, tensors | {"codes": tensors["codes"].int()}, None
+    )
     assert "up.in_scale holds NaN" in refusal(*alone, tensors | {"in_scale": tensors["in_scale"] * float("nan")}, None)
-    assert "comes as part None of 2 linears" in refusal({"a": 4, "b": 4}, [128, 128], 64, Share(), tensors, None)
+    assert "comes as part None of 2 linears" in refusal(
+        {"a": E8P[4], "b": E8P[4]}, [128, 128], 64, Share(), tensors, None
+    )
+    mixed = {"a": E8P[2], "b": E8P[4]}
+    assert "a.residual is in the checkpoint; e8p at 2 bits has no" in refusal(
+        mixed, [128, 128], 64, Share(), tensors, "q"
+    )
     with pytest.raises(ValueError, match="vLLM makes 3 linears of it, the checkpoint has 1"):
-        Slots({"qkv": 4}, [64, 64, 64], 64, Share())
+        Slots({"qkv": E8P[4]}, [64, 64, 64], 64, Share(), torch.float32)
     with pytest.raises(ValueError, match="groups of 8"):
-        Slots({"odd": 4}, [64], 60, Share())
+        Slots({"odd": E8P[4]}, [64], 60, Share(), torch.float32)
 
 
 def test_loading_again_starts_from_the_file() -> None:
     """Reloaded weights (a trainer's) pass through the same loader and the same folding of scales."""
-    slots = Slots({"up": 3}, [128], 64, Share())
-    first, second = stored(128, 64, 3, 0), stored(128, 64, 3, 1)
+    slots = Slots({"up": E8P[3]}, [128], 64, Share(), torch.float32)
+    first, second = stored(128, 64, E8P[3], 0), stored(128, 64, E8P[3], 1)
     module: Any = loaded(slots, [first], [None])
+    x = torch.randn(2, 64, generator=torch.Generator().manual_seed(2))
+    torch.testing.assert_close(outputs(slots, module, x)[0], whole(first, E8P[3], x), rtol=1e-4, atol=1e-4)
+    assert module.scale == 1
     for suffix, tensor in second.items():
         parameter = getattr(module, suffix)
         parameter.weight_loader(parameter, tensor)
     slots.finish(module)
+    torch.testing.assert_close(outputs(slots, module, x)[0], whole(second, E8P[3], x), rtol=1e-4, atol=1e-4)
+
+
+def test_the_norm_in_front_goes_into_buffers_that_were_there() -> None:
+    slots = Slots({"a": E8P[2], "b": E8P[4]}, [128, 128], 64, Share(), torch.float32)
+    layers = [stored(128, 64, E8P[2], 0), stored(128, 64, E8P[4], 1)]
+    module: Any = nn.Module()
+    slots.create(module)
+    slots.expect_norm(module, torch.ones(64))
+    before = {name: tensor.data_ptr() for name, tensor in module.named_buffers()}
+    assert set(before) == {"in_scale_after_norm"}
+    for tensors, shard in zip(layers, ["q", "k"], strict=True):
+        for suffix, tensor in tensors.items():
+            getattr(module, suffix).weight_loader(getattr(module, suffix), tensor, shard)
+    slots.finish(module)
+    weight = torch.randn(64, generator=torch.Generator().manual_seed(3))
+    slots.follow_norm(module, weight)
+    assert before["in_scale_after_norm"] == module.in_scale_after_norm.data_ptr()
+    assert set(dict(module.named_buffers())) == {"in_scale_after_norm", "codebook"}
     x = torch.randn(2, 64, generator=torch.Generator().manual_seed(2))
-    assert torch.equal(outputs(slots, module, x)[0], whole(second, 3, x))
+    normed = torch.nn.functional.rms_norm(x, (64,), weight, 1e-5)
+    for i, (part, tensors) in enumerate(zip(slots.parts, layers, strict=True)):
+        given = slots.given(module, i, after_norm=True)
+        got = part.ops.linear(part.format, x, given, None, None, 1e-5, False, False)
+        torch.testing.assert_close(got, whole(tensors, part.format, normed), rtol=1e-4, atol=1e-4)

@@ -30,8 +30,8 @@ with no addition and no multiplication. The mask on the right depends on s alone
 
 import fnmatch
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -145,6 +145,11 @@ class E8PFormat(WeightFormat):
         }
         return {key: scales[key] if key in scales else stored[key] for key in self.fields}
 
+    def fill(self, stored: Mapping[str, Tensor], k: int, generator: torch.Generator) -> None:
+        super().fill(stored, k, generator)
+        for key, value in (("in_scale", 1.0), ("out_scale", 1.0), ("scale", k**-0.5 / UNIT[self.rate])):
+            stored[key].fill_(value)
+
     def constants(self, device: torch.device) -> Tensors:
         return {"codebook": _resident_codebook(device)}
 
@@ -163,10 +168,9 @@ class E8PFormat(WeightFormat):
                     f"{block}, the part would be in blocks of {own} from {span[0]} on"
                 )
 
-    def join(self, parts: Sequence[Mapping[str, Tensor]]) -> Tensors | None:
+    def joins(self, parts: Sequence[Mapping[str, Tensor]]) -> bool:
         rows = [part["codes"].shape[-2] for part in parts]
-        blocks = {hadamard_block(count) for count in (*rows, sum(rows))}
-        return super().join(parts) if len(blocks) == 1 else None
+        return len({hadamard_block(count) for count in (*rows, sum(rows))}) == 1 and super().joins(parts)
 
 
 E8P = {bits: E8PFormat(bits) for bits in BITS}
@@ -217,6 +221,9 @@ class E8PConfig:
 
     def ignored(self, name: str) -> bool:
         return False
+
+    def renamed(self, rename: Callable[[dict[str, Any]], dict[str, Any]]) -> "E8PConfig":
+        return replace(self, layers=rename(dict(self.layers)))
 
     def bits_of(self, name: str) -> int:
         """Rate of the linear `name` (its full module name); 16 if it is kept."""

@@ -13,7 +13,8 @@ exponent alone; 255 is NaN. Every number is exact in bfloat16.
 | weight_scale uint8 [n, k/32]  | X_scales uint8 [E, n, k/32]         | scale | uint8 [..., n, k/32] |
 """
 
-from collections.abc import Collection, Container, Mapping
+import math
+from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -23,11 +24,12 @@ from torch import Tensor
 
 from onegraph.formats.dense import DENSE
 from onegraph.formats.files import CheckpointError, quote
+from onegraph.formats.nvfp4 import E2M1_RMS
 from onegraph.formats.weight import WHOLE, Field, File, Part, Source, Tensors, WeightFormat
 
 GROUP = 32  # columns that share a scale
 E8M0 = torch.float8_e8m0fnu
-NAN = 255
+NAN, ONE = 255, 127
 
 
 class MXFP4Format(WeightFormat):
@@ -52,6 +54,10 @@ class MXFP4Format(WeightFormat):
         if bool((tensors["scale"] == NAN).any()):
             raise CheckpointError(f"{quote(layer)} has scales that are NaN; the file is damaged, fetch it again")
         return tensors
+
+    def fill(self, stored: Mapping[str, Tensor], k: int, generator: torch.Generator) -> None:
+        super().fill(stored, k, generator)
+        stored["scale"].view(torch.uint8).fill_(ONE - round(math.log2(E2M1_RMS * k**0.5)))
 
 
 MXFP4 = MXFP4Format()
@@ -96,3 +102,6 @@ class MXFP4Config:
 
     def ignored(self, name: str) -> bool:
         return False
+
+    def renamed(self, rename: Callable[[dict[str, Any]], dict[str, Any]]) -> "MXFP4Config":
+        return self

@@ -24,7 +24,7 @@ scale, and its codes and scales lie together, [..., d/2 + d/16] bytes: d/2 of co
 """
 
 import math
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -38,6 +38,7 @@ from onegraph.formats.weight import FLOATS, WHOLE, Expected, Field, File, Part, 
 GROUP = 16  # columns that share a scale
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
+E2M1_RMS = 2.93  # of random codes
 E4M3 = torch.float8_e4m3fn
 RECIPROCAL = {"weight_scale_2": False, "weight_global_scale": True, "input_scale": False, "input_global_scale": True}
 
@@ -114,6 +115,13 @@ class NVFP4Format(WeightFormat):
             made["input_scale"] = torch.zeros((), device=codes.device) if given is None else _factor(source, given)
         return made
 
+    def fill(self, stored: Mapping[str, Tensor], k: int, generator: torch.Generator) -> None:
+        super().fill(stored, k, generator)
+        stored["scale"].view(E4M3).fill_(1.0)
+        stored["global_scale"].fill_(k**-0.5 / E2M1_RMS)
+        if "input_scale" in stored:
+            stored["input_scale"].fill_(1.0)
+
     def join(self, parts: Sequence[Mapping[str, Tensor]]) -> Tensors | None:
         """Exact, since rows keep their global scales; a frozen scale of activations is the largest of theirs."""
         if "input_scale" in self.fields:
@@ -156,6 +164,9 @@ class NVFP4Config:
     def ignored(self, name: str) -> bool:
         """Scales of an FP8 KV cache, which ours has no use for."""
         return name.endswith((".k_scale", ".v_scale"))
+
+    def renamed(self, rename: Callable[[dict[str, Any]], dict[str, Any]]) -> "NVFP4Config":
+        return self
 
     def to_dict(self) -> dict[str, Any]:
         """ModelOpt's form, which vLLM and TensorRT-LLM read too."""

@@ -7,7 +7,7 @@ modules, quantizers and plugins read it and know no format by name. `formats/qua
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -131,8 +131,19 @@ class WeightFormat:
         return self.fold({key: source.read(names[key], field, part) for key, field in self.stored.items()})
 
     def fold(self, stored: Tensors) -> Tensors:
-        """From the tensors of a file to `fields`: what can be multiplied together once is."""
+        """From the tensors of a file to `fields`: what can be multiplied together once is. What only `stored` has are
+        factors: with ones in their place folding changes nothing, so that who folds in place may do it again."""
         return stored
+
+    def fill(self, stored: Mapping[str, Tensor], k: int, generator: torch.Generator) -> None:
+        """Makes up a layer of k inputs in its tensors: random codes, outputs about as large as inputs. For benchmarks,
+        whose time does not depend on weights."""
+        for tensor in stored.values():
+            if tensor.dtype.is_floating_point:
+                tensor.normal_(std=k**-0.5, generator=generator)
+            else:
+                info = torch.iinfo(tensor.dtype)
+                tensor.random_(info.min, info.max + 1, generator=generator)
 
     def check_size(self, n: int, k: int) -> None:
         if n < 1 or k < 1 or k % self.group:
@@ -212,18 +223,19 @@ class WeightFormat:
         self.check_part(*self.check(tensors), part)
         return {key: field.cut(tensors[key], part).clone() for key, field in self.fields.items()}
 
+    def joins(self, parts: Sequence[Mapping[str, Tensor]]) -> bool:
+        """Whether parts that read the same input are one layer where their rows lie one after the other."""
+        shared = [key for key, field in self.fields.items() if not field.rows]
+        return all(torch.equal(part[key], parts[0][key]) for key in shared for part in parts[1:])
+
     def join(self, parts: Sequence[Mapping[str, Tensor]]) -> Tensors | None:
         """One layer with the rows of all parts, which read the same input; None where that is not exact."""
-        joined: Tensors = {}
-        for key, field in self.fields.items():
-            tensors = [part[key] for part in parts]
-            if field.rows:
-                joined[key] = torch.cat(tensors, dim=field.row_dim)
-            elif all(torch.equal(tensor, tensors[0]) for tensor in tensors[1:]):
-                joined[key] = tensors[0]
-            else:
-                return None
-        return joined
+        if not self.joins(parts):
+            return None
+        return {
+            key: torch.cat([part[key] for part in parts], dim=field.row_dim) if field.rows else parts[0][key]
+            for key, field in self.fields.items()
+        }
 
 
 class Quantization(Protocol):
@@ -236,5 +248,8 @@ class Quantization(Protocol):
 
     def ignored(self, name: str) -> bool:
         """Whether a file may hold the tensor `name` although nothing reads it."""
+
+    def renamed(self, rename: Callable[[dict[str, Any]], dict[str, Any]]) -> Quantization:
+        """The same for a model that calls its layers otherwise; `rename` maps the keys of a dict."""
 
     def to_dict(self) -> dict[str, Any]: ...

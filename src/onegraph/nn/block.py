@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from onegraph.formats.weight import WeightFormat
 from onegraph.nn.linear import Linear, Siblings
 from onegraph.ops.activation import swiglu
 from onegraph.ops.norm import add_rms_norm, rms_norm
@@ -32,6 +33,16 @@ class Stream(NamedTuple):
         return x, total
 
 
+def norm_inside(format: WeightFormat) -> bool:
+    """Whether a linear of this format runs the RMSNorm in front of it."""
+    return "norm" in format.fuses
+
+
+def sum_inside(format: WeightFormat, silu: bool) -> bool:
+    """Whether a linear of this format runs the sum behind it and, with `silu`, SwiGLU in front."""
+    return "add" in format.fuses and (not silu or "silu" in format.fuses)
+
+
 class Normed(nn.Module):
     """RMSNorm with weight [D], then a linear.
 
@@ -43,7 +54,7 @@ class Normed(nn.Module):
     def __init__(self, norm: Tensor, linear: Linear | Siblings, eps: float, *, fused: bool = True) -> None:
         super().__init__()
         self.eps = eps
-        self.fused = fused and isinstance(linear, Linear) and "norm" in linear.format.fuses
+        self.fused = fused and isinstance(linear, Linear) and norm_inside(linear.format)
         self.linear = linear.after_norm(norm) if self.fused and isinstance(linear, Linear) else linear
         self.register_buffer("norm", None if self.fused else norm)
 
@@ -62,7 +73,7 @@ class Summed(nn.Module):
     def __init__(self, linear: Linear, *, silu: bool = False, fused: bool = True) -> None:
         super().__init__()
         self.linear, self.silu = linear, silu
-        self.fused = fused and "add" in linear.format.fuses and (not silu or "silu" in linear.format.fuses)
+        self.fused = fused and sum_inside(linear.format, silu)
 
     def forward(self, x: Tensor, total: Tensor) -> Stream:
         if self.fused:

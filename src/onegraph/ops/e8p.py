@@ -300,9 +300,9 @@ e8p_linear = register(
 x [..., k] float32, bfloat16 or float16; codes, residual, codebook as in `e8p_decode`; in_scale float32 [k] (sign times
 channel scale); out_scale float32 [n] (the checkpoint's out_scale times its scale); bias None or floating point [n].
 
-In front, one of two: `eps` makes it RMSNorm(x) (the norm's weight is in in_scale: `E8PLinear.after_norm`), `silu` makes
-it silu(gate) * up with x [..., 2k] = gate | up. Behind: `add` [..., n] of the result's dtype is added before the result
-is rounded, once. The result has x's dtype, with `wide` float32.
+In front, one of two: `eps` makes it RMSNorm(x) (the norm's weight is in in_scale: `WeightFormat.after_norm`), `silu`
+makes it silu(gate) * up with x [..., 2k] = gate | up. Behind: `add` [..., n] of the result's dtype is added before the
+result is rounded, once. The result has x's dtype, with `wide` float32.
 """
 
 e8p_embedding = register(

@@ -1,7 +1,8 @@
-"""E8P layers in the place of transformers' own: buffers are the checkpoint's tensors, saving gives the file back.
+"""Layers in our formats in the place of transformers' own: buffers are the checkpoint's tensors, saving gives the file
+back.
 
-What a call reads (float32 scales with the global scale multiplied in, or a decoded weight on a CPU) is derived from
-them once after loading, in buffers that are not saved.
+What a call reads (scales folded, or a decoded weight on a CPU) is derived from them once after loading, in buffers that
+are not saved.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,127 +11,129 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from onegraph.nn.linear import E8PLinear, shared_codebook
-from onegraph.ops.e8p import e8p_embedding, e8p_linear
+from onegraph.formats.weight import Tensors, WeightFormat
+from onegraph.ops.weight import weight_ops
 
-Stored = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # suffix -> (shape, dtype)
+Stored = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # suffix of a name in the file -> (shape, dtype)
+READY = "ready_"  # before the names of derived buffers, which may be those of stored ones
 
 
 class _Coded(nn.Module):
-    """One layer's checkpoint tensors under their own names (`formats.e8p.linear_tensors`), empty until loaded.
+    """One layer's checkpoint tensors under their own names, empty until loaded.
 
     Args:
-        stored: the tensors as the file holds them, dtypes included: float32 scales stay float32 when saved again.
-        bits: 2, 3 or 4; dtype: of the activations.
+        format: of the layer, of n outputs and k inputs.
+        names: the format's fields in a file -> suffix of the tensor's name.
+        stored: those tensors, and "bias" where there is one, as the file holds them, dtypes included: float32 scales
+            stay float32 when saved again.
+        dtype: of the activations.
     """
 
-    codes: Tensor
-    residual: Tensor | None
-    in_scale: Tensor
-    out_scale: Tensor
-    scale: Tensor
     bias: Tensor | None
-    wide_in: Tensor | None
-    wide_out: Tensor | None
-    codebook: Tensor | None
     dense: Tensor | None
 
-    def __init__(self, stored: Stored, bits: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, format: WeightFormat, n: int, k: int, names: Mapping[str, str], stored: Stored, dtype: torch.dtype
+    ) -> None:
         super().__init__()
-        self.bits, self.dtype = bits, dtype
-        for suffix in ("codes", "residual", "in_scale", "out_scale", "scale", "bias"):
-            shape, kind = stored.get(suffix, (None, None))
-            self.register_buffer(suffix, None if shape is None else torch.empty(shape, dtype=kind))
-        for name in ("wide_in", "wide_out", "codebook", "dense"):
-            self.register_buffer(name, None, persistent=False)
+        self.format, self.out_features, self.in_features = format, n, k
+        self.dtype, self.names = dtype, dict(names)
+        for suffix, (shape, kind) in stored.items():
+            self.register_buffer(suffix, torch.empty(shape, dtype=kind))
+        if "bias" not in stored:
+            self.register_buffer("bias", None)
+        self.register_buffer("dense", None, persistent=False)
+        self._ops, self._given = weight_ops(format), dict[str, str]()  # what the ops take -> the buffer that it is
 
     @property
-    def out_features(self) -> int:
-        return self.codes.shape[0]
+    def device(self) -> torch.device:
+        held: Any = self._buffers[next(iter(self.names.values()))]
+        return held.device
 
     @property
-    def in_features(self) -> int:
-        return self.codes.shape[1] * 8
+    def ready(self) -> bool:
+        """Whether `prepare` was called."""
+        return bool(self._given)
+
+    @property
+    def given(self) -> Tensors:
+        """What the ops take."""
+        return {key: self._buffers[name] for key, name in self._given.items()}  # type: ignore[misc]  # each is there
 
     def prepare(self) -> None:
-        """Derives what calls read, where the codes lie. Call it once after loading; moving the module repeats it."""
-        self.wide_in = self.in_scale.float()
-        self.wide_out = self.out_scale.float() * self.scale.float()
-        self.codebook = shared_codebook(self.codes.device)
+        """Derives what calls read, where the stored tensors lie. Call it once after loading; moving the module repeats
+        it."""
+        stored: Any = {key: self._buffers[suffix] for key, suffix in self.names.items()}
+        for key, tensor in (self.format.fold(stored) | self.format.constants(self.device)).items():
+            if tensor is stored.get(key):
+                self._given[key] = self.names[key]
+            else:
+                self._given[key] = READY + key
+                self.register_buffer(READY + key, tensor, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """`.to()`, `.cuda()` and the like move the stored tensors, leave their dtypes; activations take the dtype."""
-        ready = self.wide_in is not None
-        self.wide_in = self.wide_out = self.codebook = self.dense = None
-        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.codes.device)).dtype
+        ready = self.ready
+        self._drop()
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.device)).dtype
 
         def moved(tensor: Tensor) -> Tensor:
             return tensor.to(fn(torch.empty(0, dtype=torch.uint8, device=tensor.device)).device)
 
         super()._apply(moved, recurse)
-        if ready and not self.codes.is_meta:
+        if ready and self.device.type != "meta":
             self.prepare()
         return self
 
+    def _drop(self) -> None:
+        for name in self._given.values():
+            if name.startswith(READY):
+                delattr(self, name)
+        self._given.clear()
+        self.dense = None
+
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.format}"
 
 
-class E8PModuleLinear(_Coded):
+class CodedLinear(_Coded):
     """x [..., k] -> [..., n] in x's dtype; on a CPU, where reading codes takes long, from the decoded weight."""
 
     def prepare(self) -> None:
         super().prepare()
-        if self.codes.device.type == "cpu":
-            self.dense = self.layer().dense(self.dtype).weight
-
-    def layer(self) -> E8PLinear:
-        """The same linear as onegraph's own module."""
-        assert self.wide_in is not None
-        assert self.wide_out is not None
-        return E8PLinear(
-            codes=self.codes,
-            residual=self.residual,
-            in_scale=self.wide_in,
-            out_scale=self.wide_out,
-            bias=self.bias,
-            bits=self.bits,
-        )
+        if self.device.type == "cpu":
+            self.dense = self._ops.decode(self.format, self.given).to(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.dense is not None:
             bias = None if self.bias is None else self.bias.to(self.dense.dtype)
             return nn.functional.linear(x, self.dense, bias)
-        return e8p_linear(
-            x, self.codes, self.residual, self.codebook, self.wide_in, self.wide_out, self.bias, self.bits
-        )
+        return self._ops.linear(self.format, x, self.given, self.bias, None, None, False, False)
 
     def plain(self, dtype: torch.dtype) -> nn.Linear:
         """transformers' own layer with the decoded weight."""
-        made = self.layer().dense(dtype)
-        linear = nn.Linear(self.in_features, self.out_features, bias=made.bias is not None, device="meta", dtype=dtype)
-        linear.weight = nn.Parameter(made.weight, requires_grad=False)
-        if made.bias is not None:
-            linear.bias = nn.Parameter(made.bias, requires_grad=False)
+        linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta", dtype=dtype)
+        weight = self._ops.decode(self.format, self.given).to(dtype)
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        if self.bias is not None:
+            linear.bias = nn.Parameter(self.bias.to(dtype), requires_grad=False)
         return linear
 
 
-class E8PModuleEmbedding(_Coded):
-    """ids int [...] -> rows [..., D] in the model's dtype; the output side of the codes is not rotated."""
+class CodedEmbedding(_Coded):
+    """ids int [...] -> rows [..., D] in the model's dtype. Raises ValueError for a format without a lookup."""
+
+    def __init__(self, format: WeightFormat, *args: Any) -> None:
+        super().__init__(format, *args)
+        self._look_up = self._ops.embedding
+        if self._look_up is None:
+            raise ValueError(f"an embedding cannot be stored as {format}; keep it dense")
 
     def forward(self, ids: Tensor) -> Tensor:
-        rows = e8p_embedding(ids, self.codes, self.residual, self.codebook, self.wide_in, self.wide_out, self.bits)
-        return rows.to(self.dtype)
+        assert self._look_up is not None
+        return self._look_up(self.format, ids, self.given).to(self.dtype)
 
     def plain(self, dtype: torch.dtype) -> nn.Embedding:
-        ids = torch.arange(self.out_features, device=self.codes.device)
-        rows = e8p_embedding(ids, self.codes, self.residual, self.codebook, self.wide_in, self.wide_out, self.bits)
+        """transformers' own layer with the decoded rows."""
+        rows = self(torch.arange(self.out_features, device=self.device))
         return nn.Embedding.from_pretrained(rows.to(dtype))
-
-
-def stored_as(names: Mapping[str, Any], layer: str, wanted: Stored) -> Stored:
-    """`wanted` with the float dtypes that the file has: `names` maps tensor name to something with a dtype."""
-    return {
-        suffix: (shape, names[f"{layer}.{suffix}"].dtype if dtype.is_floating_point else dtype)
-        for suffix, (shape, dtype) in wanted.items()
-    }

@@ -9,9 +9,10 @@ from transformers.quantizers import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from onegraph.formats.checkpoint import TensorInfo, read_header
-from onegraph.formats.e8p import KEEP, E8PConfig, linear_tensors
 from onegraph.formats.files import CheckpointError, quote
-from onegraph.integrations.hf.modules import E8PModuleEmbedding, E8PModuleLinear, Stored, stored_as
+from onegraph.formats.quantization import parse_quantization
+from onegraph.formats.weight import Expected, Quantization
+from onegraph.integrations.hf.modules import CodedEmbedding, CodedLinear
 
 METHOD = "onegraph"
 
@@ -24,10 +25,12 @@ class OnegraphConfig(QuantizationConfigMixin):
 
     def __init__(self, **fields: Any) -> None:
         self.quant_method: Any = METHOD
-        self.e8p = E8PConfig.from_dict(fields)
+        parsed = parse_quantization(fields)
+        assert parsed is not None
+        self.quantization: Quantization = parsed
 
     def to_dict(self) -> dict[str, Any]:
-        return self.e8p.to_dict()
+        return self.quantization.to_dict()
 
 
 class OnegraphQuantizer(HfQuantizer):
@@ -54,22 +57,21 @@ class OnegraphQuantizer(HfQuantizer):
         files = [Path(file) for file in checkpoint_files or ()]
         if not files or any(file.suffix != ".safetensors" for file in files):
             raise CheckpointError(f"{model.config.name_or_path}: a checkpoint of onegraph is model.safetensors files")
-        tensors: dict[str, TensorInfo] = {}
+        tensors = _Headers()
         for file in files:
             tensors |= read_header(file)
-        swapped = _swap_layers(model, self.quantization_config.e8p, tensors, dtype or torch.get_default_dtype())
-        if unknown := set(self.quantization_config.e8p.layers) - swapped:
-            raise ValueError(f"quantization_config.layers names {min(unknown)!r}, which is no linear of this model")
+        quantization = self.quantization_config.quantization
+        quantization.check_layers(_swap_layers(model, quantization, tensors, dtype or torch.get_default_dtype()))
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         for module in model.modules():
-            if isinstance(module, E8PModuleLinear | E8PModuleEmbedding):
+            if isinstance(module, CodedLinear | CodedEmbedding):
                 module.prepare()
         return model
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         for name, module in list(model.named_modules()):
-            if isinstance(module, E8PModuleLinear | E8PModuleEmbedding):
+            if isinstance(module, CodedLinear | CodedEmbedding):
                 model.set_submodule(name, module.plain(dtype or module.dtype))
         return model
 
@@ -85,35 +87,43 @@ class OnegraphQuantizer(HfQuantizer):
         return True
 
 
-def _swap_layers(model: Any, config: E8PConfig, tensors: dict[str, TensorInfo], dtype: torch.dtype) -> set[str]:
-    """Puts our layers where the rate map asks for them, after holding every tensor of theirs against the file.
+class _Headers(dict[str, TensorInfo]):
+    """What the checkpoint's files say of their tensors, as formats ask for it."""
 
-    Returns the names of all linears of the blocks. Raises CheckpointError that names a tensor missing or wrong.
+    def info(self, name: str) -> TensorInfo:
+        return self[name]
+
+
+def _swap_layers(model: Any, config: Quantization, tensors: _Headers, dtype: torch.dtype) -> set[str]:
+    """Puts our layers where the config asks for them, after holding every tensor of theirs against the file.
+
+    Returns the names of all linears. Raises CheckpointError that names a tensor missing or wrong.
     """
     # AutoModel without a head drops the prefix that the checkpoint's names carry
     inner = "" if hasattr(model, model.base_model_prefix) else f"{model.base_model_prefix}."
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     seen: set[str] = set()
     ends_coded = False
-    kind: type[E8PModuleLinear | E8PModuleEmbedding]
+    kind: type[CodedLinear | CodedEmbedding]
     for name, module in list(model.named_modules()):
         full = inner + name
         if module is embedding:
-            bits = KEEP if config.embed_tokens is None else config.embed_tokens
-            shape, kind = (module.num_embeddings, module.embedding_dim), E8PModuleEmbedding
+            (n, k), kind, layer = (module.num_embeddings, module.embedding_dim), CodedEmbedding, "embed_tokens"
         elif isinstance(module, nn.Linear):
-            bits = config.bits_of("lm_head" if module is head else full)
-            shape, kind = (module.out_features, module.in_features), E8PModuleLinear
+            (n, k), kind = (module.out_features, module.in_features), CodedLinear
+            layer = "lm_head" if module is head else full
             seen.add(full)
         else:
             continue
-        if bits == KEEP:
+        if not (format := config.format_of(layer, tensors)).coded:
             continue
         ends_coded |= module is embedding or module is head
-        wanted = linear_tensors(*shape, bits, getattr(module, "bias", None) is not None)
-        _check(full, wanted, tensors)
+        wanted = format.expected(tensors, full, n, k, getattr(module, "bias", None) is not None)
+        _check(wanted, tensors)
+        stored = {name.removeprefix(f"{full}."): (shape, tensors[name].dtype) for name, (shape, _) in wanted.items()}
+        names = {key: name.removeprefix(f"{full}.") for key, name in format.names(tensors, full).items()}
         with torch.device("meta"):
-            model.set_submodule(name, kind(stored_as(tensors, full, wanted), bits, dtype))
+            model.set_submodule(name, kind(format, n, k, names, stored, dtype))
     if ends_coded and model.config.tie_word_embeddings:
         # Quantizing the head or the embedding unties them: the checkpoint then holds both.
         model.config.tie_word_embeddings = False
@@ -121,15 +131,14 @@ def _swap_layers(model: Any, config: E8PConfig, tensors: dict[str, TensorInfo], 
     return seen
 
 
-def _check(layer: str, wanted: Stored, tensors: dict[str, TensorInfo]) -> None:
-    for suffix, (shape, dtype) in wanted.items():
-        name = f"{layer}.{suffix}"
+def _check(wanted: Expected, tensors: _Headers) -> None:
+    for name, (shape, dtypes) in wanted.items():
         if name not in tensors:
             raise CheckpointError(f"the checkpoint has no tensor {quote(name)}, which its quantization_config asks for")
         found = tensors[name]
-        fits = found.dtype == dtype or (dtype.is_floating_point and found.dtype.is_floating_point)
-        if found.shape != shape or not fits:
+        if found.shape != shape or found.dtype not in dtypes:
+            kinds = " or ".join(str(kind).removeprefix("torch.") for kind in dtypes)
             raise CheckpointError(
                 f"{found.file}: tensor {quote(name)} is {found.dtype} {list(found.shape)}; "
-                f"the model asks for {dtype} {list(shape)}"
+                f"the model asks for {kinds} {list(shape)}"
             )

@@ -1,30 +1,44 @@
-"""The quantization "onegraph" as vLLM sees it: which layer is stored at which rate, and so gets which method."""
+"""The quantization "onegraph" as vLLM sees it: which layer is stored in which format, and so gets which method."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
-from onegraph.formats.e8p import KEEP, E8PConfig
+from onegraph.formats.quantization import parse_quantization
+from onegraph.formats.weight import Quantization, WeightFormat
 from onegraph.integrations.vllm import FUSED, fuses, unsupported
 
 HEAD, EMBED = "lm_head", "embed_tokens"
 DRAFT = "draft_model."  # what vLLM puts before the names of a model that drafts for another
 
 
+class _Unread:
+    """The checkpoint's file, as far as vLLM has come when it asks for methods: a format that needs a look at it is not
+    one whose `quantization_config` tells the layers' formats."""
+
+    def __contains__(self, name: object) -> bool:
+        raise ValueError(
+            f"whether the checkpoint holds {name} decides a layer's format, and vLLM has not read it yet; it serves "
+            "such checkpoints by itself: leave out --quantization"
+        )
+
+    def info(self, name: str) -> Any:
+        return name in self  # raises
+
+
 @register_quantization_config("onegraph")
 class OnegraphConfig(QuantizationConfig):
     """`quantization_config` of a checkpoint, read by the same parser that our own engine uses."""
 
-    def __init__(self, e8p: E8PConfig) -> None:
+    def __init__(self, quantization: Quantization) -> None:
         super().__init__()
-        self.e8p = e8p
+        self.quantization = quantization
 
     def __repr__(self) -> str:
-        return f"OnegraphConfig({self.e8p})"
+        return f"OnegraphConfig({self.quantization})"
 
     @classmethod
     def get_name(cls) -> str:
@@ -47,7 +61,9 @@ class OnegraphConfig(QuantizationConfig):
         """Raises ValueError on a vLLM that is too old, and on keys, versions and rates that we do not know."""
         if why := unsupported():
             raise ValueError(why)
-        return cls(E8PConfig.from_dict(config))
+        quantization = parse_quantization(config)
+        assert quantization is not None
+        return cls(quantization)
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Tells vLLM's model and loader where head and embedding are two, and names our class of the model."""
@@ -58,12 +74,15 @@ class OnegraphConfig(QuantizationConfig):
             hf_config.architectures = [FUSED[names[0]]]
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
-        self.e8p = replace(self.e8p, layers=hf_to_vllm_mapper.apply_dict(dict(self.e8p.layers)))
+        self.quantization = self.quantization.renamed(hf_to_vllm_mapper.apply_dict)
+
+    def format_of(self, layer: str) -> WeightFormat:
+        return self.quantization.format_of(layer, _Unread())
 
     @property
     def unties(self) -> bool:
         """Whether head and embedding are two, whatever the config says of ties: one of them is quantized."""
-        return not self.e8p.bits_of(HEAD) == self.e8p.bits_of(EMBED) == KEEP
+        return self.format_of(HEAD).coded or self.format_of(EMBED).coded
 
     def parts_of(self, prefix: str) -> list[str]:
         """The linears of the checkpoint that vLLM's layer `prefix` is made of: q, k and v of a qkv_proj."""
@@ -72,22 +91,23 @@ class OnegraphConfig(QuantizationConfig):
         return [f"{parent}.{part}" if parent else part for part in names]
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """The method of a layer; None leaves it to vLLM. Raises ValueError for experts, which E8P does not reach."""
+        """The method of a layer; None leaves it to vLLM. Raises ValueError for experts, which no checkpoint has."""
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-        from onegraph.integrations.vllm.linear import E8PEmbeddingMethod, E8PLinearMethod, UntiedMethod
+        from onegraph.integrations.vllm.linear import OnegraphEmbeddingMethod, OnegraphLinearMethod, UntiedMethod
 
         if isinstance(layer, VocabParallelEmbedding):
-            name = HEAD if isinstance(layer, ParallelLMHead) else EMBED
-            if (bits := self.e8p.bits_of(name)) != KEEP:
-                return E8PEmbeddingMethod(prefix or name, bits)
+            head = isinstance(layer, ParallelLMHead)
+            name = HEAD if head else EMBED
+            if (format := self.format_of(name)).coded:
+                return OnegraphEmbeddingMethod(prefix or name, format, head=head)
             return UntiedMethod() if self.unties else None
         if isinstance(layer, LinearBase):
-            parts = {name: self.e8p.bits_of(name) for name in self.parts_of(prefix)}
-            if all(bits == KEEP for bits in parts.values()):
-                return UnquantizedLinearMethod()
-            return E8PLinearMethod(parts)
+            parts = {name: self.format_of(name) for name in self.parts_of(prefix)}
+            if any(format.coded for format in parts.values()):
+                return OnegraphLinearMethod(parts)
+            return UnquantizedLinearMethod()
         if any(kind.__name__ in ("FusedMoE", "RoutedExperts") for kind in type(layer).__mro__):
             raise ValueError(f"{prefix}: onegraph's checkpoints hold no experts; serve the unquantized model")
         return None

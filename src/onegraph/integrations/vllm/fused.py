@@ -1,26 +1,29 @@
-"""Decoder layers of vLLM's Llama, Mistral, Qwen2 and Qwen3 whose norms, SwiGLU and sums run inside the E8P linears.
+"""Decoder layers of vLLM's Llama, Mistral, Qwen2 and Qwen3 whose norms, SwiGLU and sums run inside their linears.
 
 vLLM's layer launches seven kernels around attention and its rotation: qkv, o, (add and) norm, gate/up, SwiGLU, down,
 (add and) norm. These launch four, as our own engine does: what stands in front of a linear and behind it is in its op
 (`ops/e8p.py`). A chain of linears also overlaps (`ops/triton/launch.py`), which another kernel between two would end.
 
-`config.py` has vLLM build these classes for our checkpoints. A layer that does not suit (unquantized parts, an adapter)
-stays vLLM's.
+`config.py` has vLLM build these classes for our checkpoints. A layer that does not suit (a part whose format fuses
+less, an adapter) stays vLLM's. What suits is decided by the functions that decide it in our own engine. The pieces that
+run it there (`nn/block.py`) own their weights; here these are parameters of vLLM's linears, which reload them and sum
+over ranks.
 """
 
 from functools import cache
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.models import llama, mistral, qwen2, qwen3
 
-from onegraph.formats.e8p import KEEP
-from onegraph.integrations.vllm.linear import E8PLinearMethod
+from onegraph.formats.dense import DENSE
+from onegraph.formats.weight import WeightFormat
+from onegraph.integrations.vllm.linear import OnegraphLinearMethod
 from onegraph.integrations.vllm.rope import take_over
+from onegraph.nn.block import norm_inside, sum_inside
 
 LAYERS = (llama.LlamaDecoderLayer, mistral.MistralDecoderLayer, qwen2.Qwen2DecoderLayer, qwen3.Qwen3DecoderLayer)
 
@@ -69,9 +72,7 @@ def fuse(model: Any, vllm_config: Any) -> int:
         ):
             linear.onegraph_norm = [norm]  # in a list, so that it is no module of the linear's
             linear.onegraph_eps = norm.variance_epsilon
-            # persistent, since vLLM leaves other buffers alone when it reloads weights; no file brings it, so
-            # the linear is finished last of all, when the norm is there
-            linear.register_buffer("in_scale_after_norm", torch.empty_like(linear.in_scale))
+            linear.onegraph_slots.expect_norm(linear, norm.weight)
         layer.self_attn.o_proj.onegraph_deferred = True
         layer.self_attn.o_proj.reduce_results = False
         layer.onegraph_last = layer is layers[-1]
@@ -85,15 +86,24 @@ def _fused(kind: type) -> type:
     return type(f"Fused{kind.__name__}", (FusedLayer, kind), {})
 
 
+def _formats(linear: Any) -> list[WeightFormat]:
+    """The formats of a linear's parts; a linear that is not ours is dense."""
+    method = linear.quant_method
+    return list(method.parts.values()) if isinstance(method, OnegraphLinearMethod) else [DENSE]
+
+
 def _suits(layer: Any) -> bool:
-    """Whether the layer is one that we know, with every part of its linears in codes."""
+    """Whether the layer is one that we know, all of whose linears fuse what stands around them."""
     if type(layer) not in LAYERS or getattr(layer, "ada_rms_norm_t_cond", None) is not None:
         return False
-    linears = layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj
-    methods = [linear.quant_method for linear in linears]
+    qkv, out, gate_up, down = linears = (
+        layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj,
+    )  # fmt: skip
     norms = layer.input_layernorm, layer.post_attention_layernorm
     return (
-        all(isinstance(method, E8PLinearMethod) and KEEP not in method.parts.values() for method in methods)
+        all(norm_inside(format) for format in (*_formats(qkv), *_formats(gate_up)))
+        and all(sum_inside(format, silu=False) for format in _formats(out))
+        and all(sum_inside(format, silu=True) for format in _formats(down))
         and all(not linear.skip_bias_add and linear.return_bias for linear in linears)
         and all(type(norm) is RMSNorm and norm.has_weight and not norm.variance_size_override for norm in norms)
         and isinstance(layer.mlp.act_fn, SiluAndMul)

@@ -1,11 +1,14 @@
-"""Where the tensors of a checkpoint go in vLLM's layers: a slot for each linear that a fused layer is made of.
+"""Where the tensors of a checkpoint go in vLLM's layers: a slot for each tensor of each linear that a layer is made of.
 
 vLLM asks for one parameter a name, at its final shape, before anything is read (it restores registered storage later).
-E8P linears have signs and scales of their own, and in a mixed map rates of their own, so a parameter here is the slots
-of its linears one after the other. One loader fills them, whatever the parallel layer and whichever of vLLM's two
-loader protocols is at work: how a tensor is cut follows from its size on disk and the size of its slot.
+Linears have scales of their own, and in a mixed map formats of their own, so a parameter here is the slots of its
+linears one after the other, as their formats' records describe them. One loader fills them, whatever the parallel layer
+and whichever of vLLM's two loader protocols is at work: how a tensor is cut follows from its size on disk and the size
+of its slot.
 """
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onegraph.formats.e8p import KEEP, hadamard_block, linear_tensors, residual_dtype
+from onegraph.formats.weight import FLOATS, Field, Shape, Tensors, WeightFormat
+from onegraph.formats.weight import Part as Cut
+from onegraph.ops.weight import WeightOps, weight_ops
 
 SHARD_IDS: Mapping[Any, int] = {"q": 0, "k": 1, "v": 2}
+AFTER_NORM = "_after_norm"
+ALIGN = 16  # bytes; where slots of different kinds share a parameter
+Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -23,7 +31,8 @@ class Part:
     """One linear of the checkpoint, or this rank's share of it: outputs first..last of the layer."""
 
     name: str
-    bits: int
+    format: WeightFormat
+    ops: WeightOps
     first: int
     last: int
 
@@ -31,112 +40,123 @@ class Part:
     def rows(self) -> int:
         return self.last - self.first
 
-    @property
-    def residual(self) -> torch.dtype | None:
-        return None if self.bits == KEEP else residual_dtype(self.bits)
-
 
 @dataclass(frozen=True)
 class Share:
     """What this rank owns of a layer.
 
     Args:
-        vocabulary: first row and count of the rows in use where a vocabulary is cut; the slot's other rows are padding.
-        rotated: whether the output side is rotated (an embedding's is not, so that any row stands for itself).
+        vocabulary: first and last of the rows in use where a vocabulary is cut; the slot's other rows are padding.
+        by_row: whether each row stands for itself, as in an embedding, and rows may be cut anywhere.
     """
 
     rank: int = 0
     ranks: int = 1
-    vocabulary: tuple[int, int] | None = None
-    rotated: bool = True
+    vocabulary: Span | None = None
+    by_row: bool = False
 
-    def rows(self, name: str, size: int, slot: int) -> tuple[int, int]:
-        """First row and count of what goes into a slot of `slot` rows. Raises ValueError, as `start` does."""
-        if self.vocabulary is not None:
-            first, count = self.vocabulary
-            if self.rotated and count != size:
-                _whole_blocks(f"{name}: its number of rows", size, first, count)
-            return first, count
-        return self.start(f"{name}: its number of outputs", size, slot), slot
+    def rows(self, name: str, size: int, own: int) -> Span | None:
+        """Which of `size` outputs go into a slot of `own`; None: all of them. Raises ValueError, as `columns` does."""
+        return self.vocabulary or self._share(f"{name}: its number of outputs", size, own)
 
-    def start(self, what: str, size: int, part: int) -> int:
-        """Where this rank's `part` of a dimension of `size` begins; ranks that outnumber the parts (of k and v) share.
+    def columns(self, name: str, size: int, own: int) -> Span | None:
+        """The same of inputs; ranks that outnumber the shares (of k and v) have the same. Raises ValueError where
+        `own` is no share of them."""
+        return self._share(f"{name}: its number of inputs", size, own)
 
-        Raises ValueError where it is no part of it, or would cut a rotation block: such a slice is not a layer.
-        """
-        if part == size:
-            return 0
-        if size % part or self.ranks % (size // part):
-            raise ValueError(
-                f"{what} is {size} in the checkpoint, of which {part} is no share among {self.ranks} ranks"
-            )
-        first = self.rank // (self.ranks // (size // part)) * part
-        _whole_blocks(what, size, first, part)
-        return first
+    def _share(self, what: str, size: int, own: int) -> Span | None:
+        if own == size:
+            return None
+        if size % own or self.ranks % (size // own):
+            raise ValueError(f"{what} is {size} in the checkpoint, of which {own} is no share among {self.ranks} ranks")
+        first = self.rank // (self.ranks // (size // own)) * own
+        return first, first + own
 
 
-def _whole_blocks(what: str, size: int, first: int, part: int) -> None:
-    block = hadamard_block(size)
-    if part < 1 or first % block or hadamard_block(part) != block:
-        raise ValueError(
-            f"{what} is {size}, rotated in blocks of {block}, which a share of {part} would cut; choose a smaller "
-            "tensor_parallel_size, or keep this layer unquantized"
-        )
+@dataclass(frozen=True)
+class Slot:
+    """A tensor of one part: `field` in the file, `kept` in memory, rows (or bytes) first..last of the parameter."""
+
+    suffix: str
+    field: Field
+    kept: Field
+    shape: Shape
+    dtype: torch.dtype
+    first: int
+    last: int
+    packed: bool  # in bytes
+
+    def view(self, parameter: Tensor) -> Tensor:
+        """What of the parameter is this tensor; no copy."""
+        if not self.kept.rows and not self.packed:
+            return parameter[self.first]
+        rows = parameter[self.first : self.last]
+        return rows.view(self.dtype).view(self.shape) if self.packed else rows
 
 
 class Slots:
     """The parameters of one layer of vLLM, and what of them belongs to which linear.
 
-    codes int16 [rows of E8P parts, k/8]; residual of their dtype, the same shape, or uint8 [bytes / (k/8), k/8] where
-    rates are mixed; in_scale float32 [parts, k]; out_scale float32 [n]; scale float32 [parts];
-    weight [rows of unquantized parts, k]. Raises ValueError where the parts do not fit vLLM's layer.
+    A parameter has the name of its tensors in a file. Those with a dimension of outputs lie row under row, the others
+    have a dimension more, that of the parts: of E8P codes int16 [n, k/8], in_scale float32 [parts, k], out_scale
+    float32 [n], scale float32 [parts]. Tensors of different kinds (another dtype or width) are bytes, uint8 [bytes].
+
+    Args:
+        parts: the checkpoint's linears and their formats. rows: outputs of each on this rank. k: inputs on this rank.
+        dtype: of what a format leaves in the dtype of the activations.
+
+    Raises ValueError where the parts do not fit vLLM's layer.
     """
 
-    def __init__(self, parts: Mapping[str, int], rows: Sequence[int], k: int, share: Share) -> None:
+    def __init__(
+        self, parts: Mapping[str, WeightFormat], rows: Sequence[int], k: int, share: Share, dtype: torch.dtype
+    ) -> None:
         first = next(iter(parts))
         if len(parts) != len(rows):
             raise ValueError(f"{first}: vLLM makes {len(rows)} linears of it, the checkpoint has {len(parts)}")
         self.k, self.share, self.parts = k, share, list[Part]()
-        for (name, bits), n in zip(parts.items(), rows, strict=True):
-            if bits != KEEP:
-                linear_tensors(n, k, bits)  # refuses what cannot be stored
+        found = defaultdict[str, list[tuple[int, str, Field, Field]]](list)
+        for (name, format), n in zip(parts.items(), rows, strict=True):
+            format.check_size(n, k)
             at = self.parts[-1].last if self.parts else 0
-            self.parts.append(Part(name, bits, at, at + n))
-        residuals = {part.residual for part in self.parts if part.residual is not None}
-        self.residual: torch.dtype = residuals.pop() if len(residuals) == 1 else torch.uint8
-        self.spans: dict[str, list[tuple[int, int]]] = {}
-        for suffix, counts in {
-            "codes": [0 if part.bits == KEEP else part.rows for part in self.parts],
-            "residual": [part.rows * self._width(part) for part in self.parts],
-            "weight": [part.rows if part.bits == KEEP else 0 for part in self.parts],
-        }.items():
-            ends = [sum(counts[: i + 1]) for i in range(len(counts))]
-            self.spans[suffix] = [(end - count, end) for end, count in zip(ends, counts, strict=True)]
+            self.parts.append(Part(name, format, weight_ops(format), at, at + n))
+            names = format.names((), name)
+            for key, field in format.stored.items():
+                suffix = names[key].removeprefix(f"{name}.")
+                found[suffix].append((len(self.parts) - 1, key, field, format.fields.get(key, field)))
+        self.slots: list[dict[str, Slot]] = [{} for _ in self.parts]
+        self.shapes: dict[str, tuple[Shape, torch.dtype]] = {}
+        for suffix, tensors in found.items():
+            self._place(suffix, tensors, dtype)
+        self.taken = [  # by the ops; what a tracer follows is plain dicts
+            {key: slot for key, slot in slots.items() if key in part.format.fields}
+            for part, slots in zip(self.parts, self.slots, strict=True)
+        ]
+        self.constants: tuple[str, ...] = ()
+        self.normed: frozenset[str] = frozenset()  # suffixes of tensors that the weight of a norm goes into
         self.loaded: set[tuple[str, int]] = set()
 
-    def _width(self, part: Part) -> int:
-        """Rows of the residual parameter that one row of the part's residual takes."""
-        return 0 if part.residual is None else part.residual.itemsize // self.residual.itemsize
-
-    @property
-    def uniform(self) -> bool:
-        """Whether all parts are stored at one rate."""
-        return len({part.bits for part in self.parts}) == 1
-
-    def create(self, layer: Any, dtype: torch.dtype) -> None:
-        """Registers the parameters on `layer`, at their final shape; `dtype` is that of unquantized parts."""
-        n, parts = self.parts[-1].last, len(self.parts)
-        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "codes": ((self.spans["codes"][-1][1], self.k // 8), torch.int16),
-            "residual": ((self.spans["residual"][-1][1], self.k // 8), self.residual),
-            "weight": ((self.spans["weight"][-1][1], self.k), dtype),
-            "in_scale": ((parts, self.k), torch.float32),
-            "out_scale": ((n,), torch.float32),
-            "scale": ((parts,), torch.float32),
+    def _place(self, suffix: str, tensors: Sequence[tuple[int, str, Field, Field]], dtype: torch.dtype) -> None:
+        """Lays out the parameter `suffix`: (part, key, field in the file, field in memory) of its tensors in order."""
+        shapes = [kept.shape(self.parts[index].rows, self.k) for index, _, _, kept in tensors]
+        kinds = {
+            (kept.dtype or dtype, shape[1:] if kept.rows else shape)
+            for shape, (*_, kept) in zip(shapes, tensors, strict=True)
         }
-        for suffix, (shape, kind) in shapes.items():
-            if shape[0] == 0:
-                continue
+        at, packed = 0, len(kinds) > 1
+        for shape, (index, key, field, kept) in zip(shapes, tensors, strict=True):
+            kind = kept.dtype or dtype
+            if packed:
+                at = -(-at // ALIGN) * ALIGN
+            count = math.prod(shape) * kind.itemsize if packed else shape[0] if kept.rows else 1
+            self.slots[index][key] = Slot(suffix, field, kept, shape, kind, at, at + count, packed)
+            at += count
+        ((kind, trailing),) = ((torch.uint8, ()),) if packed else kinds
+        self.shapes[suffix] = (at, *trailing), kind
+
+    def create(self, layer: Any) -> None:
+        """Registers the parameters on `layer`, at their final shape."""
+        for suffix, (shape, kind) in self.shapes.items():
             parameter: Any = nn.Parameter(torch.empty(shape, dtype=kind), requires_grad=False)
             parameter.weight_loader = self._loader(suffix)
             layer.register_parameter(suffix, parameter)
@@ -150,78 +170,132 @@ class Slots:
 
         return weight_loader
 
-    def view(self, suffix: str, parameter: Tensor, index: int) -> Tensor:
-        """What of a parameter belongs to part `index`, in its own dtype and shape; no copy."""
-        part = self.parts[index]
-        if suffix in ("in_scale", "scale"):
-            return parameter[index]
-        if suffix == "out_scale":
-            return parameter[part.first : part.last]
-        first, last = self.spans[suffix][index]
-        rows = parameter[first:last]
-        if suffix == "residual" and part.residual != rows.dtype:
-            assert part.residual is not None
-            return rows.reshape(-1).view(part.residual).view(part.rows, self.k // 8)
-        return rows
-
     def load(self, suffix: str, parameter: Tensor, tensor: Tensor, shard_id: Any = None) -> None:
         """vLLM's `weight_loader`: copies this rank's share of one tensor of the checkpoint into its slot.
 
         Raises ValueError that names the tensor: of a linear that is fused on disk, of another shape or dtype than its
-        rate asks for, or that cannot be cut for this rank.
+        format asks for, or that cannot be cut for this rank.
         """
         shard_id = getattr(tensor, "shard_id", None) if shard_id is None else shard_id
         index = shard_id if isinstance(shard_id, int) else SHARD_IDS.get(shard_id, 0)
         if (shard_id is None) != (len(self.parts) == 1) or index >= len(self.parts):
             raise ValueError(f"{self.parts[0].name}.{suffix}: comes as part {shard_id!r} of {len(self.parts)} linears")
         part = self.parts[index]
-        name, target = f"{part.name}.{suffix}", self.view(suffix, parameter.data, index)
-        exact = not tensor.dtype.is_floating_point or not target.dtype.is_floating_point
-        if tensor.dim() != target.dim() or (exact and tensor.dtype != target.dtype):
+        slot = next((slot for slot in self.slots[index].values() if slot.suffix == suffix), None)
+        if slot is None:
+            raise ValueError(f"{part.name}.{suffix} is in the checkpoint; {part.format} has no such tensor")
+        field, target = slot.field, slot.view(parameter.data)
+        allowed = field.stored or ((field.dtype,) if field.dtype else FLOATS)
+        if tensor.dim() != len(field.shape(1, 1)) or tensor.dtype not in allowed:
+            kinds = " or ".join(str(kind).removeprefix("torch.") for kind in allowed)
             raise ValueError(
-                f"{name} is {tensor.dtype} of {tensor.dim()} dimensions; at {part.bits} bits it must be "
-                f"{target.dtype} of {target.dim()}"
+                f"{part.name}.{suffix} is {tensor.dtype} of {tensor.dim()} dimensions; in {part.format} it must be "
+                f"{kinds} of {len(field.shape(1, 1))}"
             )
-        count = target.shape[0] if target.dim() else 0
-        if suffix not in ("in_scale", "scale"):
-            first, count = self.share.rows(part.name, tensor.shape[0], count)
-            tensor = tensor.narrow(0, first, count)
-        if suffix not in ("out_scale", "scale"):
-            size, kept = tensor.shape[-1], target.shape[-1]
-            inputs = self.k // kept  # that one element stands for: 8 in codes
-            start = self.share.start(f"{part.name}: its number of inputs", size * inputs, self.k) // inputs
-            tensor = tensor.narrow(-1, start, kept)
-        if target.dim() and suffix != "in_scale":
-            target[count:].zero_()  # the padding of a vocabulary
-            target = target[:count]
-        target.copy_(tensor)
+        owned = self._owned(part, field, tensor)
+        tensor = field.cut(tensor, owned)
+        if field.rows and owned.rows is not None:
+            target.zero_()  # the padding of a vocabulary
+            target = field.cut(target, Cut(rows=(0, owned.rows[1] - owned.rows[0])))
+        target.copy_(tensor if target.is_floating_point() else tensor.view(target.dtype))
         self.loaded.add((suffix, index))
 
-    def fill(self, layer: Any) -> None:
-        """What vLLM's dummy weights are for others: codes that are random, and scales that keep activations near 1."""
-        generator = torch.Generator(layer.in_scale.device).manual_seed(0)
-        for suffix in ("codes", "residual"):
-            if (parameter := getattr(layer, suffix, None)) is not None:
-                info = torch.iinfo(parameter.dtype)
-                parameter.data.random_(info.min, info.max + 1, generator=generator)
-        layer.in_scale.data.fill_(1.0)
-        layer.out_scale.data.fill_(0.05 * self.k**-0.5)  # a row of Q has a root mean square of 4 to 20
-        layer.scale.data.fill_(1.0)
+    def _owned(self, part: Part, field: Field, tensor: Tensor) -> Cut:
+        """What of a layer with this tensor is this rank's. Raises ValueError where that is no layer of its own."""
 
-    def finish(self, layer: Any) -> None:
-        """After loading: nothing may be missing, nor NaN; the parts' global scales go into out_scale, in place.
+        def size(dim: int, unit: int, own: int) -> int:
+            count = tensor.shape[dim]
+            return own if count == -(-own // unit) else count * unit  # a last group may be smaller
+
+        n, k, owned = part.rows, self.k, Cut()
+        if field.rows:
+            n = size(field.row_dim, field.rows, n)
+            owned = Cut(rows=self.share.rows(part.name, n, part.rows))
+        if field.columns:
+            k = size(-1, field.columns, k)
+            owned = Cut(owned.rows, self.share.columns(part.name, k, self.k))
+        try:
+            part.format.check_part(n, k, Cut(None, owned.columns) if self.share.by_row else owned)
+        except ValueError as error:
+            raise ValueError(
+                f"{part.name}: {error}; choose a smaller tensor_parallel_size, or keep this layer unquantized"
+            ) from None
+        return owned
+
+    # ------------------------------------------------------------------------------------------------ once it is loaded
+
+    def tensors(self, layer: Any, index: int) -> Tensors:
+        """The tensors of part `index` that its format's ops take; no copy."""
+        return {key: slot.view(getattr(layer, slot.suffix)) for key, slot in self.taken[index].items()}
+
+    def expect_norm(self, layer: Any, norm: Tensor) -> None:
+        """Before loading: buffers for what the weight [k] of the norm in front is multiplied into, once both are there.
+
+        They are persistent, since vLLM leaves other buffers alone when it reloads weights; no file brings them, so the
+        layer is finished last of all, when the norm is there.
+        """
+        for index, part in enumerate(self.parts):
+            plain = self.tensors(layer, index)
+            after = part.format.after_norm(plain, norm)
+            changed = {self.slots[index][key].suffix for key in plain if after[key] is not plain[key]}
+            for suffix in changed - self.normed:
+                layer.register_buffer(suffix + AFTER_NORM, torch.empty_like(getattr(layer, suffix)))
+            self.normed |= changed
+
+    def follow_norm(self, layer: Any, norm: Tensor) -> None:
+        """Fills them, in place."""
+        for index, part in enumerate(self.parts):
+            after = part.format.after_norm(self.tensors(layer, index), norm)
+            for key, slot in self.taken[index].items():
+                if slot.suffix in self.normed:
+                    slot.view(getattr(layer, slot.suffix + AFTER_NORM)).copy_(after[key])
+
+    def finish(self, layer: Any, *, made_up: bool = False) -> None:
+        """After loading: nothing may be missing, nor NaN; what the formats fold is folded, in place. `made_up`: nothing
+        was loaded, as with vLLM's dummy weights; the formats make something up.
 
         Raises ValueError that names the tensor.
         """
         for index, part in enumerate(self.parts):
-            wanted = ["weight"] if part.bits == KEEP else list(linear_tensors(part.rows, self.k, part.bits))
-            for suffix in wanted:
-                if (suffix, index) not in self.loaded:
-                    raise ValueError(f"the checkpoint holds no {part.name}.{suffix}")
-                tensor = self.view(suffix, getattr(layer, suffix).data, index)
-                if tensor.dtype.is_floating_point and not bool(tensor.isfinite().all()):
-                    raise ValueError(f"{part.name}.{suffix} holds NaN or infinite values; the file is damaged")
-            if part.bits != KEEP:
-                self.view("out_scale", layer.out_scale.data, index).mul_(layer.scale.data[index])
-                layer.scale.data[index] = 1.0
+            stored = {key: slot.view(getattr(layer, slot.suffix).data) for key, slot in self.slots[index].items()}
+            if made_up:
+                device = next(iter(stored.values())).device
+                part.format.fill(stored, self.k, torch.Generator(device).manual_seed(0))
+            else:
+                self._check_loaded(index, stored)
+            for key, tensor in part.format.fold(stored).items():
+                if tensor is not stored[key]:
+                    stored[key].copy_(tensor)
+            for key in stored.keys() - part.format.fields.keys():
+                stored[key].fill_(1)  # folded: it counts no more
+            constants = part.format.constants(next(iter(stored.values())).device)
+            for key, tensor in constants.items():
+                layer.register_buffer(key, tensor, persistent=False)
+            self.constants = tuple({*self.constants, *constants})
         self.loaded.clear()
+
+    def _check_loaded(self, index: int, stored: Tensors) -> None:
+        for key, tensor in stored.items():
+            suffix = self.slots[index][key].suffix
+            if (suffix, index) not in self.loaded:
+                raise ValueError(f"the checkpoint holds no {self.parts[index].name}.{suffix}")
+            if tensor.dtype.is_floating_point and not bool(tensor.isfinite().all()):
+                raise ValueError(f"{self.parts[index].name}.{suffix} holds NaN or infinite values; the file is damaged")
+
+    def joined(self, layer: Any) -> bool:
+        """Whether all parts, as they lie, are one layer of one format."""
+        first = self.parts[0].format
+        same = all(part.format is first for part in self.parts)
+        return same and first.joins([self.tensors(layer, index) for index in range(len(self.parts))])
+
+    def given(self, layer: Any, index: int | None, *, rows: int | None = None, after_norm: bool = False) -> Tensors:
+        """What the ops take for part `index`, or for all parts where they are one layer (None): tensors and constants.
+        rows: only so many, the first. No copy."""
+        found = {key: getattr(layer, key) for key in self.constants}
+        for key, slot in self.taken[index or 0].items():
+            name = slot.suffix + AFTER_NORM if after_norm and slot.suffix in self.normed else slot.suffix
+            whole = getattr(layer, name)
+            found[key] = whole if index is None and slot.kept.rows else slot.view(whole)
+            if rows is not None:
+                found[key] = slot.kept.cut(found[key], Cut(rows=(0, rows)))
+        return found
