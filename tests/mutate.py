@@ -3,12 +3,13 @@
     python tests/mutate.py --modules quant runtime/graph.py --sample 200 --jobs 2 --out mutants.jsonl
 
 mutmut makes the changes; this file adds four kinds (`OPERATORS`) and runs them. Each worker has a copy of the tree and
-forks from a process that has imported torch already, so a mutant costs the import of onegraph and the tests that call
-the mutated function, the fastest first, until one fails. Which tests call what is measured first, by running the tests
+forks from a process that has imported torch already, so a mutant costs the import of onegraph and the tests that run
+the mutated statement, the fastest first, until one fails. Which tests run what is measured first, by running the tests
 of the module (`TESTS`) once.
 
-The outcome of each mutant is a line of `--out`; a run that is started again goes on there. Survivors that no test can
-tell from the source stand with their reason in `equal_mutants.toml` and do not count.
+The outcome of each mutant is a line of `--out`; a run that is started again goes on there. The score is the share of
+killed ones among those that a test runs. A line that none runs (`unreached`) is a GPU's, or wants a test. Survivors
+that no test can tell from the source stand with their reason in `equal_mutants.toml` and do not count.
 
 Where mutmut is not installed: `--write-mutants FILE` elsewhere, then `--mutants FILE` here. That needs pytest, torch
 and what the tests import, nothing else; a test file that cannot be imported is named and left out.
@@ -32,7 +33,7 @@ import time
 import tomllib
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from multiprocessing import get_context
@@ -198,21 +199,25 @@ def tests_of(file: str) -> tuple[str, ...]:
 
 
 class Watch:
-    """A pytest plugin: seconds of each test that passes, and the functions of the package that ran in it.
+    """A pytest plugin: seconds of each test that passes, and the lines of the wanted files that ran in it.
 
     What ran while a test was set up counts for every test of its file: a shared fixture is made for the first alone.
     """
 
-    def __init__(self, root: Path) -> None:
-        self.prefix, self.now = str(root / PACKAGE) + os.sep, set()
+    def __init__(self, root: Path, files: Iterable[str]) -> None:
+        self.paths = {str(root / PACKAGE / file): file for file in files}
+        self.now: set[tuple[str, int]] = set()
         self.seconds: dict[str, float] = {}
-        self.hits: dict[str, list[str]] = {}
-        self.shared: set[str] = set()
+        self.hits: dict[str, list[tuple[str, int]]] = {}
+        self.shared: set[tuple[str, int]] = set()
 
-    def _trace(self, frame: Any, event: str, argument: Any) -> None:
-        code = frame.f_code
-        if code.co_filename.startswith(self.prefix):
-            self.now.add(f"{code.co_filename[len(self.prefix) :]}:{code.co_firstlineno}")
+    def _trace(self, frame: Any, event: str, argument: Any) -> Any:
+        file = self.paths.get(frame.f_code.co_filename)
+        if file is None:
+            return None
+        if event != "return":
+            self.now.add((file, frame.f_lineno))
+        return self._trace
 
     def pytest_collection_finish(self) -> None:
         sys.settrace(self._trace)
@@ -312,15 +317,25 @@ def spread(jobs: int, folder: Path, tasks: list[Any], function: Any) -> None:
         shutil.rmtree(folder / str(i), ignore_errors=True)
 
 
-def function_at(source: str, line: int) -> str:
-    """First line of the innermost function that holds a line, its decorators included; "" at module level."""
-    spans = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-            if first <= line <= (node.end_lineno or first):
-                spans.append(first)
-    return str(max(spans)) if spans else ""
+def statement_at(source: str, line: int) -> tuple[range, bool]:
+    """The lines of the innermost statement at a line (of a compound one, its head); whether a call runs them.
+
+    Otherwise an import does: at module level, in a class, in the head of a function there.
+    """
+    found, called = range(1, 1), False
+
+    def visit(body: Iterable[Any], inside: bool) -> None:
+        nonlocal found, called
+        for node in body:
+            inner = [n for part in ("body", "orelse", "handlers", "finalbody") for n in getattr(node, part, ())]
+            first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
+            if first <= line <= node.end_lineno:
+                head = min((n.lineno for n in inner), default=node.end_lineno + 1)
+                found, called = range(first, max(head, first + 1)), inside
+                visit(inner, inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+    visit(ast.parse(source).body, False)
+    return found, called
 
 
 # ------------------------------------------------------------------------------------------------------- the run
@@ -332,14 +347,14 @@ class Run:
         self.sources = {f: (REPO / PACKAGE / f).read_text() for f in {mutant.file for mutant in mutants}}
         self.mutants = mutants
         self.seconds: dict[str, float] = {}
-        self.callers: dict[str, list[str]] = {}
+        self.callers: dict[tuple[str, int], set[str]] = {}
 
     def measure(self) -> None:
         """The tests' seconds, and which of them call what."""
         paths = list(dict.fromkeys(path for file in self.sources for path in tests_of(file)))
 
         def one(tree: Path, index: int, path: str) -> None:
-            forked(tree, [path], Watch(tree), 3600, self.folder / f"hits{index}")
+            forked(tree, [path], Watch(tree, self.sources), 3600, self.folder / f"hits{index}")
 
         spread(self.jobs, self.folder, paths, one)
         for index, path in enumerate(paths):
@@ -348,36 +363,38 @@ class Run:
             if not seconds:
                 print(f"{path}: no test of it passes without a mutant: left out", flush=True)
             self.seconds |= seconds
-            for node, called in hits.items():
-                for function in {*called, *shared}:
-                    self.callers.setdefault(function, []).append(node)
+            for node, lines in hits.items():
+                for file, line in {*map(tuple, lines), *map(tuple, shared)}:
+                    self.callers.setdefault((file, line), set()).add(node)
 
-    def tests(self, mutant: Mutant) -> tuple[list[str], bool]:
-        """The tests that could see a mutant, the fastest first; whether they are known to run it."""
+    def tests(self, mutant: Mutant) -> list[str]:
+        """The tests that run the mutated statement, the fastest first; where an import runs it, all of the module."""
         source = self.sources[mutant.file]
-        function = function_at(source, mutant.line(source))
+        lines, called = statement_at(source, mutant.line(source))
         allowed = tests_of(mutant.file)
-        known = [n for n in self.callers.get(f"{mutant.file}:{function}", ()) if n.split("::")[0] in allowed]
-        nodes = known or [n for n in self.seconds if n.split("::")[0] in allowed]
-        return sorted(nodes, key=self.seconds.__getitem__), bool(known)
+        nodes = (
+            {node for line in lines for node in self.callers.get((mutant.file, line), ())} if called else self.seconds
+        )
+        return sorted((n for n in nodes if n.split("::")[0] in allowed), key=self.seconds.__getitem__)
 
     def one(self, tree: Path, index: int, mutant: Mutant) -> None:
         source = self.sources[mutant.file]
-        nodes, known = self.tests(mutant)
-        target = tree / PACKAGE / mutant.file
-        begin = time.time()
-        self._write(target, mutant.apply(source), index)
-        limit = SECONDS + 5 * sum(self.seconds[n] for n in nodes)
-        status = forked(tree, ["-x", *dict.fromkeys(n.split("::")[0] for n in nodes)], Chosen(nodes), limit)
-        self._write(target, source, index)
-        outcome = {0: "survived", None: "timeout"}.get(status, "killed")
+        nodes = self.tests(mutant)
+        begin, status = time.time(), None
+        if nodes:
+            target = tree / PACKAGE / mutant.file
+            self._write(target, mutant.apply(source))
+            limit = SECONDS + 5 * sum(self.seconds[n] for n in nodes)
+            status = forked(tree, ["-x", *dict.fromkeys(n.split("::")[0] for n in nodes)], Chosen(nodes), limit)
+            self._write(target, source)
+        outcome = {0: "survived", None: "timeout"}.get(status, "killed") if nodes else "unreached"
         before, after = mutant.diff(source)
         line = asdict(mutant) | {"line": mutant.line(source), "was": before, "is": after, "outcome": outcome}
-        line |= {"tests": len(nodes), "called": known, "seconds": round(time.time() - begin, 2), "status": status}
+        line |= {"tests": len(nodes), "seconds": round(time.time() - begin, 2), "status": status}
         with self.out.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    def _write(self, target: Path, text: str, index: int) -> None:
+    def _write(self, target: Path, text: str) -> None:
         """With a time of its own: Python takes a compiled file for that of any source of the same second and size."""
         target.write_text(text)
         self.stamp = getattr(self, "stamp", 10**9) + 1
@@ -398,19 +415,19 @@ def summary(lines: list[dict[str, Any]], show: bool) -> str:
     told = []
     counts: dict[str, Counter[str]] = {}
     for line in lines:
-        outcome = line["outcome"]
+        outcome = line["outcome"].replace("timeout", "killed")
         if outcome == "survived" and (line["file"], line["was"], line["is"]) in reasons:
             outcome = "equal"
         for key in (line["file"], "all"):
             counts.setdefault(key, Counter())[outcome] += 1
-        if outcome == "survived":
-            nobody = "" if line["called"] else "  (no test calls it)"
-            told.append(f"{line['file']}:{line['line']}{nobody}\n  - {line['was']}\n  + {line['is']}")
-    rows = [f"{'module':42} killed  survived  equal   score"]
+        if outcome in ("survived", "unreached"):
+            told.append(f"{line['file']}:{line['line']} {outcome}\n  - {line['was']}\n  + {line['is']}")
+    columns = ("killed", "survived", "equal", "unreached")
+    rows = [f"{'module':36}" + "".join(f"{name:>11}" for name in (*columns, "score"))]
     for key, count in sorted(counts.items(), key=lambda item: (item[0] == "all", item[0])):
-        killed, survived = count["killed"] + count["timeout"], count["survived"]
-        score = f"{killed / (killed + survived):7.1%}" if killed + survived else "      -"
-        rows.append(f"{key:42} {killed:6}  {survived:8}  {count['equal']:5} {score}")
+        judged = count["killed"] + count["survived"]
+        score = f"{count['killed'] / judged:11.1%}" if judged else f"{'-':>11}"
+        rows.append(f"{key:36}" + "".join(f"{count[name]:11}" for name in columns) + score)
     return "\n".join(([*told, ""] if show else []) + rows)
 
 
