@@ -2,7 +2,7 @@
 
     python tests/mutate.py --modules quant runtime/graph.py --sample 200 --jobs 2 --out mutants.jsonl
 
-mutmut makes the changes; this file adds four kinds (`OPERATORS`) and runs them. Each worker has a copy of the tree and
+mutmut makes the changes; this file adds four kinds and runs them. Each worker has a copy of the tree and
 forks from a process that has imported torch already, so a mutant costs the import of onegraph and the tests that run
 the mutated statement, the fastest first, until one fails. Which tests run what is measured first, by running the tests
 of the module (`TESTS`) once.
@@ -61,6 +61,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     "quant/": ("test_quant.py", "test_e8p.py", "test_llama_quantized.py"),
     "runtime/": ("test_graph.py", "test_prove.py"),
 }
+UNSEEN = {"device", "pin_memory", "non_blocking", "strict", "stacklevel"}
+"""Arguments left alone: without a GPU no device is told from another, and `strict` is an assert."""
 SECONDS = 60.0
 """A mutant may take this much longer than its tests did."""
 PRELOADED = (
@@ -123,6 +125,12 @@ def mutants_of(file: str) -> list[Callable[[], Mutant | None]]:
         if m.matches(node, m.Expr(value=m.Call())):
             yield node.with_changes(value=cst.Name("None"))
 
+    def argument(node: cst.Call) -> Iterator[cst.Call]:
+        for changed in mutators.operator_arg_removal(node):
+            gone = next(a for a in node.args if all(a is not b for b in changed.args))
+            if gone.keyword is None or gone.keyword.value not in UNSEEN:
+                yield changed
+
     def marked(node: cst.BaseString) -> Iterator[cst.CSTNode]:
         if isinstance(node, cst.SimpleString) and '"""' not in node.value and len(node.value) > 2:
             yield node.with_changes(value=f"{node.value[:-1]}XX{node.value[-1]}")
@@ -133,12 +141,16 @@ def mutants_of(file: str) -> list[Callable[[], Mutant | None]]:
         def _skip_node_and_children(self, node: cst.CSTNode) -> bool:
             if isinstance(node, cst.Raise | cst.Assert | cst.Annotation | cst.Decorator | cst.Import | cst.ImportFrom):
                 return True
+            if isinstance(node, cst.Arg) and node.keyword is not None and node.keyword.value in UNSEEN:
+                return True
             if m.matches(node, m.If(test=m.Name("TYPE_CHECKING")) | m.AssignTarget(target=m.Name("__all__"))):
                 return True
             return not isinstance(node, cst.FunctionDef) and super()._skip_node_and_children(node)
 
-    ours = [((cst.If, cst.While), negated), (cst.Comparison, always), (cst.Expr, dropped), (cst.BaseString, marked)]
-    theirs = [pair for pair in mutators.mutation_operators if pair[1] is not mutators.operator_string]
+    ours = [((cst.If, cst.While), negated), (cst.Comparison, always), (cst.Expr, dropped)]
+    ours += [(cst.BaseString, marked), (cst.Call, argument)]
+    replaced = (mutators.operator_string, mutators.operator_arg_removal)
+    theirs = [pair for pair in mutators.mutation_operators if pair[1] not in replaced]
     source = (REPO / PACKAGE / file).read_text()
     wrapper = cst.MetadataWrapper(cst.parse_module(source))
     visitor = Visitor([*theirs, *ours], file_mutation.IgnoredCode(set(), set(), set()))
