@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 TESTS  ?= tests
 COUNT  ?= 10000
 
-.PHONY: help demo test vllm hf lint fuzz gpu-test clean
+.PHONY: help demo test vllm hf lint mutate fuzz gpu-test clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -69,6 +69,21 @@ lint: $(VENV)/.dev ## ruff, mypy, import contracts
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+# mutmut, for the mutants that it makes.
+$(VENV)/mutate/.done: tests/mutate-requirements.txt $(VENV)/.dev
+	$(call overlay,$(VENV)/mutate,$<)
+	@touch $@
+
+# e.g. MODULES="quant runtime/graph.py" SAMPLE=100 JOBS=2. All of them (SAMPLE=99999) take half a day of one core.
+MODULES ?= engine runtime quant formats check/simulate/compare.py
+SAMPLE  ?= 400
+SEED    ?= 0
+JOBS    ?= 2
+MUTANTS ?= build/mutants.jsonl
+mutate: $(VENV)/mutate/.done ## SAMPLE mutants of MODULES against their tests; what survives
+	$(VENV)/mutate/bin/python tests/mutate.py --show --modules $(MODULES) --sample $(SAMPLE) --seed $(SEED) \
+	  --jobs $(JOBS) --out $(MUTANTS)
 
 fuzz: $(VENV)/.dev ## COUNT damaged inputs (10,000)
 	$(BIN)/python -m tests.fuzz --count $(COUNT)

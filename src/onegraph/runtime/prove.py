@@ -98,7 +98,7 @@ def _compare(case: int, eager: dict[str, Any], replayed: dict[str, Any], toleran
     for what, a in eager.items():
         b = replayed[what]
         if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-            if a is not b and a != b:
+            if isinstance(a, Tensor) or isinstance(b, Tensor) or (a is not b and a != b):
                 found.append(Difference(case, what, f"eager gives {a!r}, the replay {b!r}"))
         elif a.shape != b.shape or a.dtype != b.dtype:
             found.append(

@@ -1,0 +1,208 @@
+"""The quantizer's parts by themselves, on numbers that can be worked out: what test_quant's whole jobs do not tell."""
+
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from onegraph.quant.calibrate import packed_tokens, sampled_tokens
+from onegraph.quant.hessian import Moments, corrected, gather
+from onegraph.quant.ldlq import damped, loss
+from onegraph.quant.partial import Partial, fingerprint
+from onegraph.quant.recipe import RHO, Recipe, Tune
+
+# ------------------------------------------------------------------------------------------------------ Hessians
+
+
+def test_a_damped_hessian_is_relative_to_its_mean_and_comes_with_its_factor() -> None:
+    h = torch.tensor([[6.0, 2.0], [2.0, 2.0]])
+    found, factor = damped(h, 0.5)
+    assert torch.equal(found, torch.tensor([[2.0, 0.5], [0.5, 1.0]]))
+    assert found.dtype == torch.float32
+    assert torch.allclose(factor @ factor.T, found.double())
+
+
+def test_damping_grows_tenfold_up_to_ten() -> None:
+    indefinite = torch.tensor([[1.0, 4.0], [4.0, 1.0]])  # eigenvalues 5 and -3
+    found, _ = damped(indefinite, 0.01)
+    assert torch.allclose(found, indefinite + 10 * torch.eye(2))
+    assert torch.allclose(damped(torch.tensor([[1.0, 1.5], [1.5, 1.0]]), 0.1)[0].diagonal(), torch.full((2,), 2.0))
+    with pytest.raises(ValueError, match="even with damping 10"):
+        damped(torch.tensor([[1.0, 20.0], [20.0, 1.0]]), 0.01)
+    for broken in (torch.full((2, 2), float("inf")), -torch.eye(2)):
+        with pytest.raises(ValueError, match="zero or not finite"):
+            damped(broken, 0.01)
+
+
+def test_the_loss_is_the_quadratic_form_of_the_error() -> None:
+    h = torch.tensor([[2.0, 1.0], [1.0, 3.0]])
+    error = torch.tensor([[1.0, 0.0, 2.0], [0.0, 1.0, -1.0]])
+    assert loss(error, h).item() == 2 + 3 + (8 - 4 + 3)
+
+
+class Line:
+    """A model of one block with one group."""
+
+    def linear_groups(self, block: Any) -> list[list[tuple[str, Any]]]:
+        return [[("first", block[0])], [("second", block[1])]]
+
+    def run_block(self, block: Any, hidden: Tensor) -> Tensor:
+        return block(hidden)
+
+
+def test_cross_moments_are_of_the_unquantized_models_inputs_with_ours() -> None:
+    source = torch.Generator().manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)) for _ in range(2)]
+    for block in blocks:
+        for layer in block:
+            layer.weight.data = torch.randn(4, 4, generator=source)
+    ours, theirs = (list(torch.randn(5, 3, 4, generator=source).split(2)) for _ in range(2))
+    moments, outputs = gather(Line(), blocks[0], ours, [1], (blocks[1], theirs))  # type: ignore[arg-type]
+    assert list(moments) == [1]
+    pairs = zip(blocks, (ours, theirs), strict=True)
+    x, reference = (block[0](torch.cat(batches)).flatten(0, 1) for block, batches in pairs)
+    assert torch.allclose(moments[1].h, x.T @ x / 15, atol=1e-5)
+    assert moments[1].cross is not None
+    assert torch.allclose(moments[1].cross, reference.T @ x / 15, atol=1e-5)
+    assert torch.allclose(torch.cat(outputs), blocks[0](torch.cat(ours)), atol=1e-5)
+    assert not any(layer._forward_pre_hooks for block in blocks for layer in block)
+
+
+def test_a_correction_is_damped_and_of_the_strength_that_is_asked() -> None:
+    h, weight = 4 * torch.eye(2), torch.tensor([[1.0, 2.0]])
+    moments = Moments(h, 2 * h)
+    assert torch.allclose(corrected(weight, moments, 0.0, 1.0), 2 * weight)
+    assert torch.allclose(corrected(weight, moments, 1.0, 0.5), 1.25 * weight)
+    assert torch.equal(moments.h, 4 * torch.eye(2)), "the moments are left as they were"
+    assert corrected(weight, Moments(-torch.eye(2), torch.eye(2)), 0.0, 1.0) is weight, "no Hessian: no correction"
+    assert corrected(weight, Moments(h, None), 0.0, 1.0) is weight
+
+
+# -------------------------------------------------------------------------------------------------------- recipes
+
+
+@pytest.mark.parametrize(
+    ("name", "lowest", "highest", "beyond"),
+    [
+        ("damping", 1e-8, 10, (9e-9, 10.1, float("inf"))),
+        ("channel_scale", 0, 2, (-0.1, 2.1, float("nan"))),
+        ("row_scale", 0, 2, (-0.1, 2.1)),
+        ("correct", 0, 1, (-0.1, 1.1)),
+        ("descent", 0, 100, (-1, 101)),
+        ("batch_tokens", 1, 10**9, (0, -5)),
+        ("bits", 2, 4, (1, 5, 16, None)),
+        ("lm_head", 2, 4, (1, 5, 16)),
+        ("embed_tokens", 2, 4, (1, 5, 16)),
+    ],
+)
+def test_what_a_recipe_allows(name: str, lowest: Any, highest: Any, beyond: tuple[Any, ...]) -> None:
+    for value in (lowest, highest):
+        assert getattr(Recipe(**{name: value}), name) == value
+    for value in beyond:
+        with pytest.raises(ValueError, match=rf"^{name} is "):
+            Recipe(**{name: value})
+
+
+def test_exceptions_of_a_recipe() -> None:
+    layers = {"a": 2, "b": 3, "c": 4, "d": 16}
+    assert Recipe(layers=layers).to_dict()["layers"] == layers
+    with pytest.raises(ValueError, match="layers has 8 for 'x'; allowed: 2, 3, 4, or 16"):
+        Recipe(layers={"x": 8})
+    assert Recipe(lm_head=None, embed_tokens=None) == Recipe()
+    for inputs in ("reference", "block", "group"):
+        assert Recipe(inputs=inputs).inputs == inputs  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="inputs is 'all'; allowed: reference, block, group"):
+        Recipe(inputs="all")  # type: ignore[arg-type]
+
+
+def test_presets_and_rates() -> None:
+    quick, good, best = (Recipe.preset(name) for name in ("quick", "good", "best"))
+    assert quick == Recipe(descent=0, inputs="reference")
+    assert good == Recipe(descent=2, wide=True, inputs="group", correct=0.5)
+    assert best == Recipe(descent=2, wide=True, inputs="group", correct=0.5, tune=Tune())
+    assert Recipe.preset("quick", descent=1, bits=2) == Recipe(descent=1, inputs="reference", bits=2)
+    with pytest.raises(ValueError, match="there is no recipe 'fast'; recipes: quick, good, best"):
+        Recipe.preset("fast")
+    assert [Recipe(rho={3: 0.5}).rho_of(bits) for bits in (2, 3, 4)] == [RHO[2], 0.5, RHO[4]]
+
+
+# ----------------------------------------------------------------------------------------------- calibration text
+
+
+def test_a_text_is_cut_into_whole_rows() -> None:
+    assert packed_tokens([1, 2, 3], length=3, limit=9).tolist() == [[1, 2, 3]]
+    assert packed_tokens(list(range(9)), length=3, limit=6).tolist() == [[0, 1, 2], [3, 4, 5]]
+    for tokens, limit in (([1, 2], 9), ([1, 2, 3], 2)):
+        with pytest.raises(ValueError, match=f"has {len(tokens)} tokens; it needs at least 3"):
+            packed_tokens(tokens, length=3, limit=limit)
+
+
+def test_only_rows_that_are_short_are_gone_on_with() -> None:
+    asked: list[tuple[list[list[int]], int]] = []
+
+    def generate(prompts: list[list[int]], count: int) -> list[list[int]]:
+        asked.append((prompts, count))
+        return [[7] * count, [8, 8]][: len(prompts)] if len(asked) == 1 else [[9] * count for _ in prompts]
+
+    found = sampled_tokens(generate, rows=2, length=6, start=[0, 1])
+    assert found.tolist() == [[0, 1, 7, 7, 7, 7], [0, 1, 8, 8, 0, 1]]
+    assert found.dtype == torch.int64
+    assert asked == [([[0, 1], [0, 1]], 6), ([[0, 1]], 2)]
+    for wrong in ({"rows": 0}, {"length": 0}, {"start": []}):
+        with pytest.raises(ValueError, match="each needs at least 1"):
+            sampled_tokens(generate, **({"rows": 1, "length": 1, "start": [1]} | wrong))  # type: ignore[arg-type]
+
+
+# -------------------------------------------------------------------------------------------------- work on disk
+
+
+def test_a_job_is_its_source_recipe_and_tokens_in_their_shape() -> None:
+    tokens = torch.arange(6).view(2, 3)
+    name = fingerprint("a", {"bits": 4, "seed": 0}, tokens)
+    assert fingerprint("a", {"seed": 0, "bits": 4}, tokens.int()) == name
+    assert fingerprint("a", {"bits": 4, "seed": 0}, tokens.T.contiguous().T) == name
+    others = [("b", {"bits": 4, "seed": 0}, tokens), ("a", {"bits": 3, "seed": 0}, tokens)]
+    others += [("a", {"bits": 4, "seed": 0}, tokens.view(3, 2)), ("a", {"bits": 4, "seed": 0}, tokens.flip(0))]
+    assert len({name, *(fingerprint(*other) for other in others)}) == 5
+
+
+def test_a_piece_comes_back_and_none_that_is_another(tmp_path: Any) -> None:
+    work = Partial(tmp_path / "deep" / "work", "job")
+    piece = {"b": torch.arange(6, dtype=torch.int16).view(2, 3).T, "a": torch.tensor(0.5, dtype=torch.bfloat16)}
+    assert work.load("one") is None
+    work.save("one", piece)
+    found = Partial(tmp_path / "deep" / "work", "job").load("one")
+    assert found is not None
+    assert found.keys() == piece.keys()
+    assert all(torch.equal(found[key], piece[key]) and found[key].dtype == piece[key].dtype for key in piece)
+    assert sorted(path.name for path in work.path.iterdir()) == ["job", "one.safetensors"], "nothing half-made is left"
+    file = work.path / "one.safetensors"
+    kept = load_file(file)
+    changed = (kept["b"] + 1, kept["b"].view(torch.uint16), kept["b"].reshape(2, 3))
+    for change in (*({"b": other} for other in changed), {"c": kept["a"].clone()}):
+        label = {"digest": _digest_in(file)}
+        save_file(kept | change, tmp_path / "other.safetensors", metadata=label)
+        original = file.read_bytes()
+        file.write_bytes((tmp_path / "other.safetensors").read_bytes())
+        with pytest.raises(ValueError, match="digest is another"):
+            work.load("one")
+        file.write_bytes(original)
+    assert work.load("one") is not None
+
+
+def _digest_in(file: Any) -> str:
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as piece:
+        return piece.metadata()["digest"]
+
+
+def test_an_empty_directory_may_be_worked_in_and_one_without_a_label_not(tmp_path: Any) -> None:
+    (tmp_path / "empty").mkdir()
+    assert Partial(tmp_path / "empty", "job").path.joinpath("job").read_text() == "job\n"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "one.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match="is no unfinished quantization"):
+        Partial(tmp_path / "mine", "job")
