@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, CompileConfig, LlamaConfig, Llama
 
 from onegraph.engine.record import emit, machine
 from onegraph.formats.checkpoint import write_checkpoint
-from onegraph.formats.e8p import E8PConfig, E8PFormat
+from onegraph.formats.e8p import E8P, E8PConfig
 from onegraph.integrations.hf import TurboQuantCache
 
 MODES = ("eager", "captured", "compiled")
@@ -49,16 +49,11 @@ def write_random(path: Path, shape: dict[str, Any], bits: int) -> None:
                 yield name, (rows(parameter.shape) * scale).bfloat16()
                 continue
             n, k = parameter.shape
-            for suffix, field in E8PFormat(bits).stored.items():
-                key, size, dtype = name.removesuffix("weight") + suffix, field.shape(n, k), field.dtype
-                if suffix == "scale":
-                    yield key, torch.tensor(k**-0.5 / UNIT[bits], dtype=dtype)
-                elif dtype.is_floating_point:
-                    yield key, torch.ones(size, dtype=dtype)
-                else:
-                    info = torch.iinfo(dtype)
-                    yield key, torch.randint(info.min, info.max + 1, size, dtype=dtype)
+            made = {key: torch.empty(size, dtype=dtype) for key, (size, dtype) in E8P[bits].layout(n, k).items()}
+            E8P[bits].fill(made, k, generator)
+            yield from ((name.removesuffix("weight") + key, tensor) for key, tensor in made.items())
 
+    generator = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
     write_checkpoint(path, config | {"quantization_config": E8PConfig(bits=bits).to_dict()}, tensors())
 
