@@ -55,10 +55,12 @@ TESTS: dict[str, tuple[str, ...]] = {
     "engine/soak.py": ("test_soak.py",),
     "formats/": ("test_checkpoint.py", "test_llama_quantized.py", "test_llama_config.py", "fuzz/test_fuzz.py"),
     "formats/e8p.py": ("test_e8p.py", "test_linear.py", "test_quant.py", "test_llama_quantized.py"),
-    "formats/gguf": ("test_gguf.py", "fuzz/test_fuzz.py"),
+    "formats/files.py": ("test_files.py", "test_checkpoint.py"),
+    "formats/gguf": ("test_gguf*.py", "fuzz/test_fuzz.py"),
     "formats/nvfp4.py": ("test_nvfp4.py", "test_nvfp4_files.py", "test_checkpoint.py"),
     "formats/turboquant": ("test_turboquant*.py",),
-    "quant/": ("test_quant.py", "test_e8p.py", "test_llama_quantized.py"),
+    "quant/": ("test_quant*.py", "test_e8p.py", "test_llama_quantized.py"),
+    "quant/nvfp4.py": ("test_nvfp4.py", "test_nvfp4_files.py"),
     "runtime/": ("test_graph.py", "test_prove.py"),
 }
 UNSEEN = {"device", "pin_memory", "non_blocking", "strict", "stacklevel"}

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from fuzz import tiny
 from onegraph.formats.checkpoint import Checkpoint, CheckpointError
+from onegraph.formats.gguf import _hf_name
 
 gguf = pytest.importorskip("gguf")
 
@@ -105,6 +106,40 @@ def test_tokenizer_files(file: Path) -> None:
     assert b"<|im_end|>" in (checkpoint.sidecar("tokenizer_config.json") or b"")
     assert checkpoint.sidecar("generation_config.json") == b'{\n  "bos_token_id": 1,\n  "eos_token_id": 2\n}\n'
     assert checkpoint.sidecar("vocab.json") is None
+
+
+def test_the_tokenizers_config_and_where_generation_ends(tmp_path: Path) -> None:
+    keys = {"tokenizer__ggml__padding_token_id": 3, "tokenizer__ggml__unknown_token_id": 0}
+    checkpoint = Checkpoint.open(tiny.write_gguf(tmp_path / "m.gguf", tokenizer__ggml__eot_token_id=0, **keys))
+    assert json.loads(checkpoint.sidecar("tokenizer_config.json") or b"") == {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": tiny.CONFIG["max_position_embeddings"],
+        **{f"{role}_token": tiny.TOKENS[i] for role, i in (("bos", 1), ("eos", 2), ("pad", 3), ("unk", 0))},
+        "chat_template": tiny.TEMPLATE,
+    }
+    generation = json.loads(checkpoint.sidecar("generation_config.json") or b"")
+    assert generation == {"bos_token_id": 1, "pad_token_id": 3, "eos_token_id": [2, 0]}
+    same = Checkpoint.open(tiny.write_gguf(tmp_path / "n.gguf", tokenizer__ggml__eot_token_id=2))
+    assert json.loads(same.sidecar("generation_config.json") or b"") == {"bos_token_id": 1, "eos_token_id": 2}
+
+
+def test_names_of_tensors() -> None:
+    assert _hf_name("token_embd.weight", Path()) == "model.embed_tokens.weight"
+    assert _hf_name("blk.0.attn_q.bias", Path()) == "model.layers.0.self_attn.q_proj.bias"
+    assert _hf_name("blk.99999.ffn_down.weight", Path()) == "model.layers.99999.mlp.down_proj.weight"
+    for odd in (
+        "attn_q.weight",
+        "blk.0.attn_q",
+        "blk.0.attn_q.weight.x",
+        "block.0.attn_q.weight",
+        "blk.0.attn_q.scale",
+    ):
+        with pytest.raises(CheckpointError, match="is not one of a plain Llama model"):
+            _hf_name(odd, Path())
+    for layer in ("-1", "x", "", "²", "٣", "100000"):
+        with pytest.raises(CheckpointError, match="is not one of a plain Llama model"):
+            _hf_name(f"blk.{layer}.attn_q.weight", Path())
 
 
 @pytest.mark.parametrize(

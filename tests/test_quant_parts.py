@@ -9,9 +9,12 @@ from torch import Tensor, nn
 
 from onegraph.quant.calibrate import packed_tokens, sampled_tokens
 from onegraph.quant.hessian import Moments, corrected, gather
+from onegraph.quant.layer import dequantize, generator, quantize_embedding, quantize_group
 from onegraph.quant.ldlq import damped, loss
 from onegraph.quant.partial import Partial, fingerprint
+from onegraph.quant.quantize import quantize
 from onegraph.quant.recipe import RHO, Recipe, Tune
+from test_quant import BLOCKS, VOCAB, Tiny
 
 # ------------------------------------------------------------------------------------------------------ Hessians
 
@@ -206,3 +209,62 @@ def test_an_empty_directory_may_be_worked_in_and_one_without_a_label_not(tmp_pat
     (tmp_path / "mine" / "one.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match="is no unfinished quantization"):
         Partial(tmp_path / "mine", "job")
+
+
+# ---------------------------------------------------------------------------------------------- a job and its parts
+
+
+@pytest.fixture(scope="module")
+def tokens() -> Tensor:
+    return torch.randint(0, VOCAB, (24, 32), generator=torch.Generator().manual_seed(1))
+
+
+def test_progress_names_every_group_and_what_was_done_before(tokens: Tensor, tmp_path: Any) -> None:
+    groups = [f"blocks.{i}.{name}" for i in range(BLOCKS) for name in ("k", "o", "up", "down")]
+    steps = [(i + 1, 8, name) for i, name in enumerate(groups)]
+    told: list[tuple[int, int, str]] = []
+    work = Partial(tmp_path / "work", "job")
+    quantize(Tiny(), tokens, Recipe(bits=2), work, progress=lambda *step: told.append(step))
+    assert told == steps
+    told.clear()
+    (work.path / "block-00001.safetensors").unlink()
+    quantize(Tiny(), tokens, Recipe(bits=2), work, progress=lambda *step: told.append(step))
+    assert told == [(4, 8, "block 0 was done before"), *steps[4:]]
+
+
+def test_signs_depend_on_the_seed_and_on_the_name_alone(tokens: Tensor) -> None:
+    model = Tiny()
+    made = quantize(model, tokens, Recipe(bits=2, seed=5, lm_head=2, embed_tokens=2), outer=model.outer)
+    first = {"k": "k", "v": "k", "o": "o", "up": "up", "down": "down"}  # siblings share those of the first
+    names = {f"blocks.{i}.{name}": f"blocks.{i}.{of}" for i in range(BLOCKS) for name, of in first.items()}
+    for name, of in (names | {"lm_head": "lm_head", "model.embed_tokens": "model.embed_tokens"}).items():
+        scale = made.layers[name]["in_scale"]
+        drawn = torch.randint(0, 2, scale.shape, generator=generator(5, of)) * 2 - 1
+        assert torch.equal(scale.sign(), drawn.half()), name
+
+
+def test_rows_rounded_in_parts_are_those_rounded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = torch.Generator().manual_seed(1)
+    weight, x = torch.randn(40, 64, generator=source), torch.randn(256, 64, generator=source)
+
+    def both() -> list[dict[str, Tensor]]:
+        one = quantize_group([weight], x.T @ x / 256, [3], Recipe(bits=3), torch.Generator().manual_seed(2))[0]
+        return [one, quantize_embedding(weight, 3, Recipe(), torch.Generator().manual_seed(2))]
+
+    whole = both()
+    monkeypatch.setattr("onegraph.quant.layer._ROWS", 16)
+    for parts, at_once in zip(both(), whole, strict=True):
+        assert parts.keys() == at_once.keys()
+        assert torch.equal(parts["in_scale"], at_once["in_scale"])
+        # A product of other size may round otherwise, and a near-tie then falls the other way.
+        assert (parts["codes"] == at_once["codes"]).float().mean() > 0.95
+        assert torch.allclose(parts["out_scale"], at_once["out_scale"], rtol=0.05)
+
+
+def test_a_wide_choice_brings_an_embedding_of_four_bits_closer() -> None:
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+    errors = []
+    for wide in (False, True):
+        tensors = quantize_embedding(weight, 4, Recipe(wide=wide), torch.Generator().manual_seed(2))
+        errors.append((dequantize(tensors, 4, embedding=True) - weight).norm().item())
+    assert errors[1] < errors[0]
