@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import json
+import re
 import struct
 import time
 from pathlib import Path
@@ -122,6 +123,43 @@ def test_the_tokenizers_config_and_where_generation_ends(tmp_path: Path) -> None
     assert generation == {"bos_token_id": 1, "pad_token_id": 3, "eos_token_id": [2, 0]}
     same = Checkpoint.open(tiny.write_gguf(tmp_path / "n.gguf", tokenizer__ggml__eot_token_id=2))
     assert json.loads(same.sidecar("generation_config.json") or b"") == {"bos_token_id": 1, "eos_token_id": 2}
+
+
+def test_a_text_begins_with_bos_where_the_file_says_so(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(tiny.write_gguf(tmp_path / "m.gguf", tokenizer__ggml__add_bos_token=1))
+    ours = Tokenizer.from_str((checkpoint.sidecar("tokenizer.json") or b"").decode())
+    plain = Tokenizer.from_str(json.dumps(tiny.tokenizer_json()))
+    assert ours.encode("the in").ids == [1, *plain.encode("the in").ids]
+    pair = ours.encode("the", "in")
+    assert pair.ids == [1, *plain.encode("the").ids, *plain.encode("in").ids]
+    assert pair.type_ids == [0] * (1 + len(plain.encode("the").ids)) + [1] * len(plain.encode("in").ids)
+    assert ours.encode("the in", add_special_tokens=False).ids == plain.encode("the in").ids
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("tokens", ["a", "b", "a"], "the same token stands twice"),
+        ("tokens", ["a", 1], "tokenizer.ggml.tokens is not a list of at most"),
+        ("token_type", [1], "token_type does not give one type for each of"),
+        ("token_type", 3, "token_type does not give one type for each of"),
+        ("merges", ["t h e"], "merge 't h e' is not made of two tokens that give a third"),
+        ("merges", ["the in"], "merge 'the in' is not made of two tokens that give a third"),
+        ("merges", None, "tokenizer.ggml.merges is not a list of at most"),
+        ("pre", 5, "pre-tokenizer 5, supported are"),
+        ("model", None, "tokenizer model None, only 'gpt2'"),
+        ("bos_token_id", 10**6, "bos token id is 1000000"),
+        ("bos_token_id", None, "add_bos_token is set but there is no bos_token_id"),
+    ],
+)
+def test_a_tokenizer_that_is_damaged_is_named(file: Path, key: str, value: Any, why: str) -> None:
+    checkpoint: Any = Checkpoint.open(file)
+    checkpoint._metadata |= {"tokenizer.ggml.add_bos_token": True, f"tokenizer.ggml.{key}": value}
+    if value is None:
+        del checkpoint._metadata[f"tokenizer.ggml.{key}"]
+    with pytest.raises(CheckpointError, match=re.escape(why)) as caught:
+        checkpoint.sidecar("tokenizer.json")
+    assert str(caught.value).startswith(f"{file}: ")
 
 
 def test_names_of_tensors() -> None:

@@ -232,6 +232,27 @@ def test_progress_names_every_group_and_what_was_done_before(tokens: Tensor, tmp
     assert told == [(4, 8, "block 0 was done before"), *steps[4:]]
 
 
+@pytest.mark.parametrize(("batch_tokens", "rows"), [(1, 1), (63, 1), (64, 2), (8192, 24)])
+def test_as_many_rows_run_at_once_as_tokens_are_allowed(tokens: Tensor, batch_tokens: int, rows: int) -> None:
+    class Counting(Tiny):
+        def run_block(self, block: Any, hidden: Tensor) -> Tensor:
+            seen.add(hidden.shape[0])
+            return super().run_block(block, hidden)
+
+    seen: set[int] = set()
+    quantize(Counting(), tokens, Recipe(bits=2, descent=0, inputs="reference", batch_tokens=batch_tokens))
+    assert seen == {rows}
+
+
+def test_every_piece_of_a_job_has_its_file(tokens: Tensor, tmp_path: Any) -> None:
+    model, recipe = Tiny(), Recipe(bits=2, lm_head=2, embed_tokens=2, tune=Tune(epochs=1, batch=24))
+    quantize(model, tokens, recipe, Partial(tmp_path / "work", "job"), outer=model.outer)
+    pieces = ["block-00000", "block-00001", "embed", "head", "tuned"]
+    assert sorted(path.name for path in (tmp_path / "work").glob("*.safetensors")) == [
+        f"{p}.safetensors" for p in pieces
+    ]
+
+
 def test_signs_depend_on_the_seed_and_on_the_name_alone(tokens: Tensor) -> None:
     model = Tiny()
     made = quantize(model, tokens, Recipe(bits=2, seed=5, lm_head=2, embed_tokens=2), outer=model.outer)
