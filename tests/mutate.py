@@ -46,6 +46,7 @@ MODULES = ("engine", "runtime", "quant", "formats", "check/simulate/compare.py")
 # The tests of a module are those of the longest prefix of its path; `*` as the glob of pathlib, below tests/.
 TESTS: dict[str, tuple[str, ...]] = {
     "": ("test_*.py",),
+    "check/simulate/compare.py": ("check/test_compare.py", "check/test_simulate.py", "check/test_simulate_corpus.py"),
     "check/simulate/": ("check/test_simulate.py", "check/test_sparse.py", "check/test_simulate_corpus.py"),
     "engine/": ("test_engine*.py", "test_stream.py", "test_sampling.py", "test_llama.py", "test_deepseek_engine.py"),
     "engine/ab.py": ("test_ab.py",),
