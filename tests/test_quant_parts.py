@@ -248,9 +248,14 @@ def test_every_piece_of_a_job_has_its_file(tokens: Tensor, tmp_path: Any) -> Non
     model, recipe = Tiny(), Recipe(bits=2, lm_head=2, embed_tokens=2, tune=Tune(epochs=1, batch=24))
     quantize(model, tokens, recipe, Partial(tmp_path / "work", "job"), outer=model.outer)
     pieces = ["block-00000", "block-00001", "embed", "head", "tuned"]
-    assert sorted(path.name for path in (tmp_path / "work").glob("*.safetensors")) == [
-        f"{p}.safetensors" for p in pieces
-    ]
+    assert sorted(path.stem for path in (tmp_path / "work").glob("*.safetensors")) == pieces
+
+
+@pytest.mark.parametrize("inputs", ["block", "group"])
+def test_the_correction_reaches_the_codes_of_the_second_block(tokens: Tensor, inputs: Any) -> None:
+    plain, corrected_ = (quantize(Tiny(), tokens, Recipe(bits=2, inputs=inputs, correct=c)) for c in (0.0, 1.0))
+    name = "blocks.1.down"
+    assert not torch.equal(plain.layers[name]["codes"], corrected_.layers[name]["codes"])
 
 
 def test_signs_depend_on_the_seed_and_on_the_name_alone(tokens: Tensor) -> None:
