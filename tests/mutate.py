@@ -70,7 +70,7 @@ SECONDS = 60.0
 """A mutant may take this much longer than its tests did."""
 PRELOADED = (
     *("numpy", "torch", "torch._dynamo", "triton", "pytest", "safetensors.torch"),
-    *("hypothesis", "tokenizers", "transformers", "gguf"),
+    *("tokenizers", "transformers", "gguf"),
 )
 
 

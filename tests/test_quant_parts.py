@@ -7,7 +7,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from onegraph.formats.e8p import codebook
+from onegraph.ops.e8p import e8p_decode
 from onegraph.quant.calibrate import packed_tokens, sampled_tokens
+from onegraph.quant.e8p import nearest_per_shift
 from onegraph.quant.hessian import Moments, corrected, gather
 from onegraph.quant.layer import dequantize, generator, quantize_embedding, quantize_group
 from onegraph.quant.ldlq import damped, loss
@@ -81,6 +84,26 @@ def test_a_correction_is_damped_and_of_the_strength_that_is_asked() -> None:
     assert torch.equal(moments.h, 4 * torch.eye(2)), "the moments are left as they were"
     assert corrected(weight, Moments(-torch.eye(2), torch.eye(2)), 0.0, 1.0) is weight, "no Hessian: no correction"
     assert corrected(weight, Moments(h, None), 0.0, 1.0) is weight
+
+
+# ------------------------------------------------------------------------------------------------------- nearest
+
+
+def test_nearest_around_the_longest_vectors_whatever_their_signs() -> None:
+    """The 29 explicit vectors of norm 12 exist for one parity of signs: with the other, one coordinate gives way."""
+    source = torch.Generator().manual_seed(0)
+    codes = torch.arange(-(2**15), 2**15).to(torch.int16)
+    every = e8p_decode(codes.view(-1, 1), None, codebook(), 2).double() / 4
+    longest = (codebook()[227:256].float() - 1).abs().div(4).repeat(50, 1)
+    signs = torch.randint(0, 2, longest.shape, generator=source) * 2 - 1
+    x = (longest * signs * (1 + 0.3 * torch.rand(len(longest), 1, generator=source))).T
+    x = (x + 0.35 * torch.randn(x.shape, generator=source)).contiguous()
+    per_shift, both = nearest_per_shift(x)
+    for i, shift in enumerate((0.25, -0.25)):
+        some = every[((every - shift) * 2 % 2 == 1).all(1)]
+        truth = torch.cdist(x.T.double(), some).amin(1).square()
+        assert (((x - both[:, i]).double().square().sum(0) - truth) <= 2e-6 * (1 + truth)).all()
+        assert torch.equal(every[per_shift[i].to(torch.int16).long() + 2**15].T, both[:, i].double())
 
 
 # -------------------------------------------------------------------------------------------------------- recipes
