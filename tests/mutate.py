@@ -66,7 +66,7 @@ TESTS: dict[str, tuple[str, ...]] = {
 }
 UNSEEN = {"device", "pin_memory", "non_blocking", "strict", "stacklevel"}
 """Arguments left alone: without a GPU no device is told from another, and `strict` is an assert."""
-SECONDS = 60.0
+SECONDS = 30.0
 """A mutant may take this much longer than its tests did."""
 PRELOADED = (
     *("numpy", "torch", "torch._dynamo", "triton", "pytest", "safetensors.torch"),
