@@ -224,6 +224,14 @@ def test_what_is_not_supported_is_named(tmp_path: Path, keys: dict[str, Any], wo
         assert all(word in str(caught.value) for word in words)
 
 
+def test_a_tensor_of_an_unknown_type_is_named(file: Path, tmp_path: Path) -> None:
+    raw, bad = bytearray(file.read_bytes()), tmp_path / "bad.gguf"
+    kind = raw.index(b"token_embd.weight") + len(b"token_embd.weight") + 4 + 2 * 8
+    raw[kind : kind + 4] = struct.pack("<I", 999)
+    bad.write_bytes(raw)
+    refused(bad, f"{bad}: tensor 'token_embd.weight'")
+
+
 def test_rope_scaling_is_handed_on(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"llama__rope__scaling__type": "yarn", "llama__rope__scaling__factor": 4.0}
     config = Checkpoint.open(tiny.write_gguf(tmp_path / "m.gguf", **keys)).config

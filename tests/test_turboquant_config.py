@@ -3,8 +3,9 @@
 import re
 
 import pytest
+import torch
 
-from onegraph.formats.turboquant import DRAFTS, TurboQuantConfig, parse_kv
+from onegraph.formats.turboquant import DRAFTS, TurboQuantConfig, hadamard_matrix, parse_kv
 
 
 @pytest.mark.parametrize(
@@ -118,3 +119,11 @@ def test_strings_that_mean_nothing(text: str, why: str) -> None:
     with pytest.raises(ValueError, match=re.escape(why)) as caught:
         parse_kv(text)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("order", [1, 2, 12, 20, 64, 80, 96, 192])
+def test_hadamard_matrices_are_signs_with_orthogonal_rows(order: int) -> None:
+    matrix = hadamard_matrix(order)
+    assert matrix.dtype == torch.int8
+    assert (matrix.abs() == 1).all()
+    assert torch.equal(matrix.int() @ matrix.int().T, order * torch.eye(order, dtype=torch.int32))
