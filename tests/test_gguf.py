@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import json
+import re
 import struct
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from tokenizers import Tokenizer
 
 from fuzz import tiny
 from onegraph.formats.checkpoint import Checkpoint, CheckpointError
+from onegraph.formats.gguf import _hf_name
 
 gguf = pytest.importorskip("gguf")
 
@@ -107,6 +109,77 @@ def test_tokenizer_files(file: Path) -> None:
     assert checkpoint.sidecar("vocab.json") is None
 
 
+def test_the_tokenizers_config_and_where_generation_ends(tmp_path: Path) -> None:
+    keys = {"tokenizer__ggml__padding_token_id": 3, "tokenizer__ggml__unknown_token_id": 0}
+    checkpoint = Checkpoint.open(tiny.write_gguf(tmp_path / "m.gguf", tokenizer__ggml__eot_token_id=0, **keys))
+    assert json.loads(checkpoint.sidecar("tokenizer_config.json") or b"") == {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": tiny.CONFIG["max_position_embeddings"],
+        **{f"{role}_token": tiny.TOKENS[i] for role, i in (("bos", 1), ("eos", 2), ("pad", 3), ("unk", 0))},
+        "chat_template": tiny.TEMPLATE,
+    }
+    generation = json.loads(checkpoint.sidecar("generation_config.json") or b"")
+    assert generation == {"bos_token_id": 1, "pad_token_id": 3, "eos_token_id": [2, 0]}
+    same = Checkpoint.open(tiny.write_gguf(tmp_path / "n.gguf", tokenizer__ggml__eot_token_id=2))
+    assert json.loads(same.sidecar("generation_config.json") or b"") == {"bos_token_id": 1, "eos_token_id": 2}
+
+
+def test_a_text_begins_with_bos_where_the_file_says_so(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(tiny.write_gguf(tmp_path / "m.gguf", tokenizer__ggml__add_bos_token=1))
+    ours = Tokenizer.from_str((checkpoint.sidecar("tokenizer.json") or b"").decode())
+    plain = Tokenizer.from_str(json.dumps(tiny.tokenizer_json()))
+    assert ours.encode("the in").ids == [1, *plain.encode("the in").ids]
+    pair = ours.encode("the", "in")
+    assert pair.ids == [1, *plain.encode("the").ids, *plain.encode("in").ids]
+    assert pair.type_ids == [0] * (1 + len(plain.encode("the").ids)) + [1] * len(plain.encode("in").ids)
+    assert ours.encode("the in", add_special_tokens=False).ids == plain.encode("the in").ids
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("tokens", ["a", "b", "a"], "the same token stands twice"),
+        ("tokens", ["a", 1], "tokenizer.ggml.tokens is not a list of at most"),
+        ("token_type", [1], "token_type does not give one type for each of"),
+        ("token_type", 3, "token_type does not give one type for each of"),
+        ("merges", ["t h e"], "merge 't h e' is not made of two tokens that give a third"),
+        ("merges", ["the in"], "merge 'the in' is not made of two tokens that give a third"),
+        ("merges", None, "tokenizer.ggml.merges is not a list of at most"),
+        ("pre", 5, "pre-tokenizer 5, supported are"),
+        ("model", None, "tokenizer model None, only 'gpt2'"),
+        ("bos_token_id", 10**6, "bos token id is 1000000"),
+        ("bos_token_id", None, "add_bos_token is set but there is no bos_token_id"),
+    ],
+)
+def test_a_tokenizer_that_is_damaged_is_named(file: Path, key: str, value: Any, why: str) -> None:
+    checkpoint: Any = Checkpoint.open(file)
+    checkpoint._metadata |= {"tokenizer.ggml.add_bos_token": True, f"tokenizer.ggml.{key}": value}
+    if value is None:
+        del checkpoint._metadata[f"tokenizer.ggml.{key}"]
+    with pytest.raises(CheckpointError, match=re.escape(why)) as caught:
+        checkpoint.sidecar("tokenizer.json")
+    assert str(caught.value).startswith(f"{file}: ")
+
+
+def test_names_of_tensors() -> None:
+    assert _hf_name("token_embd.weight", Path()) == "model.embed_tokens.weight"
+    assert _hf_name("blk.0.attn_q.bias", Path()) == "model.layers.0.self_attn.q_proj.bias"
+    assert _hf_name("blk.99999.ffn_down.weight", Path()) == "model.layers.99999.mlp.down_proj.weight"
+    for odd in (
+        "attn_q.weight",
+        "blk.0.attn_q",
+        "blk.0.attn_q.weight.x",
+        "block.0.attn_q.weight",
+        "blk.0.attn_q.scale",
+    ):
+        with pytest.raises(CheckpointError, match="is not one of a plain Llama model"):
+            _hf_name(odd, Path())
+    for layer in ("-1", "x", "", "²", "٣", "100000"):
+        with pytest.raises(CheckpointError, match="is not one of a plain Llama model"):
+            _hf_name(f"blk.{layer}.attn_q.weight", Path())
+
+
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
@@ -115,6 +188,12 @@ def test_tokenizer_files(file: Path) -> None:
         ({"llama__embedding_length": 0}, ("llama.embedding_length is 0",)),
         ({"llama__attention__head_count": 3}, ("head_count 3 does not divide the embedding's 64",)),
         ({"llama__attention__head_count_kv": 1}, ("k_proj.weight has shape [32, 64]", "asks for [16, 64]")),
+        (
+            {"llama__attention__key_length": 32, "llama__rope__dimension_count": 32},
+            ("q_proj.weight has shape [64, 64]", "asks for [128, 64]"),
+        ),
+        ({"llama__attention__key_length": 15}, ("unequal or odd length",)),
+        ({"llama__attention__value_length": 8}, ("unequal or odd length",)),
         ({"llama__rope__dimension_count": 8}, ("partial rotary",)),
         ({"llama__rope__freq_base": float("nan")}, ("freq_base is nan",)),
         ({"llama__expert_count": 8}, ("mixtures of experts",)),
@@ -143,6 +222,14 @@ def test_what_is_not_supported_is_named(tmp_path: Path, keys: dict[str, Any], wo
         with pytest.raises(CheckpointError) as caught:
             Checkpoint.open(file).sidecar("tokenizer.json")
         assert all(word in str(caught.value) for word in words)
+
+
+def test_a_tensor_of_an_unknown_type_is_named(file: Path, tmp_path: Path) -> None:
+    raw, bad = bytearray(file.read_bytes()), tmp_path / "bad.gguf"
+    kind = raw.index(b"token_embd.weight") + len(b"token_embd.weight") + 4 + 2 * 8
+    raw[kind : kind + 4] = struct.pack("<I", 999)
+    bad.write_bytes(raw)
+    refused(bad, f"{bad}: tensor 'token_embd.weight'")
 
 
 def test_rope_scaling_is_handed_on(tmp_path: Path) -> None:

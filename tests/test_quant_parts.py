@@ -7,11 +7,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from onegraph.formats.e8p import codebook
+from onegraph.ops.e8p import e8p_decode
 from onegraph.quant.calibrate import packed_tokens, sampled_tokens
+from onegraph.quant.e8p import nearest_per_shift
 from onegraph.quant.hessian import Moments, corrected, gather
+from onegraph.quant.layer import dequantize, generator, quantize_embedding, quantize_group
 from onegraph.quant.ldlq import damped, loss
 from onegraph.quant.partial import Partial, fingerprint
+from onegraph.quant.quantize import quantize
 from onegraph.quant.recipe import RHO, Recipe, Tune
+from test_quant import BLOCKS, VOCAB, Tiny
 
 # ------------------------------------------------------------------------------------------------------ Hessians
 
@@ -78,6 +84,26 @@ def test_a_correction_is_damped_and_of_the_strength_that_is_asked() -> None:
     assert torch.equal(moments.h, 4 * torch.eye(2)), "the moments are left as they were"
     assert corrected(weight, Moments(-torch.eye(2), torch.eye(2)), 0.0, 1.0) is weight, "no Hessian: no correction"
     assert corrected(weight, Moments(h, None), 0.0, 1.0) is weight
+
+
+# ------------------------------------------------------------------------------------------------------- nearest
+
+
+def test_nearest_around_the_longest_vectors_whatever_their_signs() -> None:
+    """The 29 explicit vectors of norm 12 exist for one parity of signs: with the other, one coordinate gives way."""
+    source = torch.Generator().manual_seed(0)
+    codes = torch.arange(-(2**15), 2**15).to(torch.int16)
+    every = e8p_decode(codes.view(-1, 1), None, codebook(), 2).double() / 4
+    longest = (codebook()[227:256].float() - 1).abs().div(4).repeat(50, 1)
+    signs = torch.randint(0, 2, longest.shape, generator=source) * 2 - 1
+    x = (longest * signs * (1 + 0.3 * torch.rand(len(longest), 1, generator=source))).T
+    x = (x + 0.35 * torch.randn(x.shape, generator=source)).contiguous()
+    per_shift, both = nearest_per_shift(x)
+    for i, shift in enumerate((0.25, -0.25)):
+        some = every[((every - shift) * 2 % 2 == 1).all(1)]
+        truth = torch.cdist(x.T.double(), some).amin(1).square()
+        assert (((x - both[:, i]).double().square().sum(0) - truth) <= 2e-6 * (1 + truth)).all()
+        assert torch.equal(every[per_shift[i].to(torch.int16).long() + 2**15].T, both[:, i].double())
 
 
 # -------------------------------------------------------------------------------------------------------- recipes
@@ -206,3 +232,88 @@ def test_an_empty_directory_may_be_worked_in_and_one_without_a_label_not(tmp_pat
     (tmp_path / "mine" / "one.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match="is no unfinished quantization"):
         Partial(tmp_path / "mine", "job")
+
+
+# ---------------------------------------------------------------------------------------------- a job and its parts
+
+
+@pytest.fixture(scope="module")
+def tokens() -> Tensor:
+    return torch.randint(0, VOCAB, (24, 32), generator=torch.Generator().manual_seed(1))
+
+
+def test_progress_names_every_group_and_what_was_done_before(tokens: Tensor, tmp_path: Any) -> None:
+    groups = [f"blocks.{i}.{name}" for i in range(BLOCKS) for name in ("k", "o", "up", "down")]
+    steps = [(i + 1, 8, name) for i, name in enumerate(groups)]
+    told: list[tuple[int, int, str]] = []
+    work = Partial(tmp_path / "work", "job")
+    quantize(Tiny(), tokens, Recipe(bits=2), work, progress=lambda *step: told.append(step))
+    assert told == steps
+    told.clear()
+    (work.path / "block-00001.safetensors").unlink()
+    quantize(Tiny(), tokens, Recipe(bits=2), work, progress=lambda *step: told.append(step))
+    assert told == [(4, 8, "block 0 was done before"), *steps[4:]]
+
+
+@pytest.mark.parametrize(("batch_tokens", "rows"), [(1, 1), (63, 1), (64, 2), (8192, 24)])
+def test_as_many_rows_run_at_once_as_tokens_are_allowed(tokens: Tensor, batch_tokens: int, rows: int) -> None:
+    class Counting(Tiny):
+        def run_block(self, block: Any, hidden: Tensor) -> Tensor:
+            seen.add(hidden.shape[0])
+            return super().run_block(block, hidden)
+
+    seen: set[int] = set()
+    quantize(Counting(), tokens, Recipe(bits=2, descent=0, inputs="reference", batch_tokens=batch_tokens))
+    assert seen == {rows}
+
+
+def test_every_piece_of_a_job_has_its_file(tokens: Tensor, tmp_path: Any) -> None:
+    model, recipe = Tiny(), Recipe(bits=2, lm_head=2, embed_tokens=2, tune=Tune(epochs=1, batch=24))
+    quantize(model, tokens, recipe, Partial(tmp_path / "work", "job"), outer=model.outer)
+    pieces = ["block-00000", "block-00001", "embed", "head", "tuned"]
+    assert sorted(path.stem for path in (tmp_path / "work").glob("*.safetensors")) == pieces
+
+
+@pytest.mark.parametrize("inputs", ["block", "group"])
+def test_the_correction_reaches_the_codes_of_the_second_block(tokens: Tensor, inputs: Any) -> None:
+    plain, corrected_ = (quantize(Tiny(), tokens, Recipe(bits=2, inputs=inputs, correct=c)) for c in (0.0, 1.0))
+    name = "blocks.1.down"
+    assert not torch.equal(plain.layers[name]["codes"], corrected_.layers[name]["codes"])
+
+
+def test_signs_depend_on_the_seed_and_on_the_name_alone(tokens: Tensor) -> None:
+    model = Tiny()
+    made = quantize(model, tokens, Recipe(bits=2, seed=5, lm_head=2, embed_tokens=2), outer=model.outer)
+    first = {"k": "k", "v": "k", "o": "o", "up": "up", "down": "down"}  # siblings share those of the first
+    names = {f"blocks.{i}.{name}": f"blocks.{i}.{of}" for i in range(BLOCKS) for name, of in first.items()}
+    for name, of in (names | {"lm_head": "lm_head", "model.embed_tokens": "model.embed_tokens"}).items():
+        scale = made.layers[name]["in_scale"]
+        drawn = torch.randint(0, 2, scale.shape, generator=generator(5, of)) * 2 - 1
+        assert torch.equal(scale.sign(), drawn.half()), name
+
+
+def test_rows_rounded_in_parts_are_those_rounded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = torch.Generator().manual_seed(1)
+    weight, x = torch.randn(40, 64, generator=source), torch.randn(256, 64, generator=source)
+
+    def both() -> list[dict[str, Tensor]]:
+        one = quantize_group([weight], x.T @ x / 256, [3], Recipe(bits=3), torch.Generator().manual_seed(2))[0]
+        return [one, quantize_embedding(weight, 3, Recipe(), torch.Generator().manual_seed(2))]
+
+    whole = both()
+    monkeypatch.setattr("onegraph.quant.layer._ROWS", 16)
+    for parts, at_once in zip(both(), whole, strict=True):
+        assert parts.keys() == at_once.keys()
+        assert torch.equal(parts["in_scale"], at_once["in_scale"])
+        # A product of other size may round otherwise, and a near-tie then falls the other way.
+        assert (parts["codes"] == at_once["codes"]).float().mean() > 0.95
+        assert torch.allclose(parts["out_scale"], at_once["out_scale"], rtol=0.05)
+
+
+def test_a_wide_choice_brings_an_embedding_of_four_bits_closer() -> None:
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+    errors = []
+    for wide in (False, True):
+        tensors = quantize_embedding(weight, 4, Recipe(wide=wide), torch.Generator().manual_seed(2))
+        errors.append((dequantize(tensors, 4, embedding=True) - weight).norm().item())
+    assert errors[1] < errors[0]
