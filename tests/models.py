@@ -121,7 +121,7 @@ class Decoder:
         """Appends each row's tokens (unequal numbers, also none); logits [n, V] of those tokens, per row."""
         counts = torch.tensor([len(row) for row in tokens], dtype=torch.int32)
         width = max(1, int(counts.max()))
-        padded = torch.tensor([row + [0] * (width - len(row)) for row in tokens]).to(self.model.device)
+        padded = torch.tensor([row + [0] * (width - len(row)) for row in tokens]).to(self.model.devices[0])
         self.cache.counts.copy_(counts)
         logits = self.model.logits(self.model.forward(padded, self.cache))
         self.cache.positions.add_(self.cache.counts)
