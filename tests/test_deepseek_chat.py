@@ -7,7 +7,7 @@ import torch
 
 from deepseek import SIZES, save_hf
 from fuzz import tiny
-from onegraph.api.chat import DEEPSEEK_V4, render
+from onegraph.api.chat import DEEPSEEK_V4, ChatTemplate
 from onegraph.cli import main
 from onegraph.models.deepseek_v4 import DeepseekV4
 
@@ -15,7 +15,7 @@ BOS, EOS, USER, ANSWER = "<｜begin▁of▁sentence｜>", "<｜end▁of▁senten
 
 
 def say(*turns: tuple[str, str]) -> str:
-    return render(DEEPSEEK_V4, [{"role": role, "content": content} for role, content in turns], {})
+    return ChatTemplate(DEEPSEEK_V4, {}).render([{"role": role, "content": content} for role, content in turns])
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from fuzz import tiny
 from models import smollm2_gguf
-from onegraph.api.chat import render
+from onegraph.api.chat import ChatTemplate
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.formats.checkpoint import Checkpoint, CheckpointError
 
@@ -72,7 +72,7 @@ def test_the_chat_template_equals_that_of_transformers(model: Path) -> None:
     expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     t = tokenizer(model)
     assert t.decode(t.chat(messages), special=True) == expected
-    assert render(tiny.TEMPLATE, messages, {}) == expected
+    assert ChatTemplate(tiny.TEMPLATE, {}).render(messages) == expected
 
 
 # ------------------------------------------------------------------------------------------------------ streaming
@@ -129,7 +129,7 @@ def test_bytes_that_are_never_a_character_do_not_stop_the_stream(model: Path) ->
 def test_a_hostile_template_ends_in_one_line(template: str, words: tuple[str, ...]) -> None:
     start = time.perf_counter()
     with pytest.raises(ValueError, match="chat template") as caught:
-        render(template, CHAT, {})
+        ChatTemplate(template, {}).render(CHAT)
     assert time.perf_counter() - start < 12
     assert all(word in str(caught.value) for word in words), caught.value
 
@@ -140,7 +140,7 @@ def test_a_template_sees_what_published_ones_use() -> None:
         "{%- for m in messages %}{% if loop.first %}{% continue %}{% endif %}{% break %}{% endfor %}\n"
         "{{ strftime_now('%Y') | length }}{{ bos_token }}{{ add_generation_prompt }}"
     )
-    assert render(text, CHAT, {"bos_token": "<s>"}) == '  [{"role": "user", "content": "Hi"}]4<s>True'
+    assert ChatTemplate(text, {"bos_token": "<s>"}).render(CHAT) == '  [{"role": "user", "content": "Hi"}]4<s>True'
 
 
 @pytest.mark.parametrize(

@@ -1,22 +1,16 @@
-"""Renders a checkpoint's chat template where it can do no harm.
-
-A template is a program that came with the weights. Jinja's immutable sandbox keeps it from Python's objects, but not
-from looping for ever or building a text of a terabyte, so it runs in a child process with bounded time and memory.
-This file is the child as well: it is run as a script and must import nothing of onegraph at its top.
-"""
+"""A conversation as the checkpoint's chat template writes it: what is the template's in it, and what the messages'."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import re
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-SECONDS = 3
+from onegraph.api.cage import Cage, CageError, Exhausted
+
+SECONDS = 3  # of CPU time, a rendering
 MEMORY = 1 << 30  # bytes of address space
-MAX_TEMPLATE = 1 << 20  # characters
-MAX_OUTPUT = 16 << 20  # characters
 
 # DeepSeek-V4's checkpoints bring a Python file instead of a template: this is what it writes for text without tools,
 # in chat mode (the block of thoughts is closed at once). Users' messages in a row are one.
@@ -40,66 +34,40 @@ class TemplateError(ValueError):
     """A chat template that is not there, or does not render."""
 
 
-def render(template: str, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any]) -> str:
-    """The conversation as the template writes it, ready for the answer. Raises TemplateError where it cannot."""
-    request = json.dumps({"template": template, "messages": list(messages), "variables": dict(variables)})
-    try:
-        # -P: the folder of this file holds modules whose names would shadow installed packages
-        child = subprocess.run(
-            [sys.executable, "-P", __file__], input=request.encode(), capture_output=True, timeout=2 * SECONDS
-        )
-    except subprocess.TimeoutExpired:
-        raise TemplateError(f"the checkpoint's chat template ran longer than {2 * SECONDS} s") from None
-    if child.returncode == 0:
-        return child.stdout.decode()
-    if child.returncode == 3:
-        raise TemplateError(f"the checkpoint's chat template failed: {child.stderr.decode(errors='replace')}")
-    raise TemplateError(f"the checkpoint's chat template ran out of its {SECONDS} s or {MEMORY >> 20} MiB")
+class ChatTemplate:
+    """A template with the variables that it sees, rendered where it can do no harm: it came with the weights, is a
+    program, and Jinja's sandbox keeps it neither from looping for ever nor, for certain, from Python's objects."""
 
+    def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
+        self.source, self.variables = source, dict(variables)
+        self._cage = Cage("templates", MEMORY)
 
-def _child() -> int:
-    import resource
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The conversation, ready for the answer. Raises TemplateError where it does not render."""
+        plain = list(map(dict, messages))
+        try:
+            text: str = self._cage.call(
+                "render", seconds=SECONDS, template=self.source, messages=plain, variables=self.variables
+            )
+        except Exhausted as error:
+            raise TemplateError(f"the checkpoint's chat template {error}") from None
+        except CageError as error:
+            raise TemplateError(f"the checkpoint's chat template failed: {error}") from None
+        return text
 
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    try:
-        request = json.load(sys.stdin)
-        sys.stdout.buffer.write(_render(**request).encode())
-    except MemoryError:
-        return 4
-    except Exception as error:  # the template is untrusted: whatever it raises is its failure
-        sys.stderr.write(f"{type(error).__name__}: {error}"[:300])
-        return 3
-    return 0
+    def parts(self, messages: Sequence[Mapping[str, str]]) -> list[str] | None:
+        """The rendered text as [template's, message's, template's, ..., template's].
 
-
-def _render(template: str, messages: list[dict[str, str]], variables: dict[str, Any]) -> str:
-    import datetime
-
-    import jinja2
-    import jinja2.ext
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    if len(template) > MAX_TEMPLATE:
-        raise ValueError(f"template of {len(template)} characters, at most {MAX_TEMPLATE} are allowed")
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def to_json(value: Any, indent: int | None = None, **_: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
-
-    # Set up as in transformers, so that published templates render the same
-    sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
-    sandbox.filters["tojson"] = to_json
-    sandbox.globals["raise_exception"] = raise_exception
-    sandbox.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    text = sandbox.from_string(template).render(messages=messages, add_generation_prompt=True, **variables)
-    if len(text) > MAX_OUTPUT:
-        raise ValueError(f"output of {len(text)} characters, at most {MAX_OUTPUT} are allowed")
-    return text
-
-
-if __name__ == "__main__":
-    sys.exit(_child())
+        None where the template does more with a message than to put it somewhere, or to strip blanks from its ends.
+        """
+        texts, marked = {}, []
+        for message in messages:
+            content = message["content"]
+            if text := content.strip():
+                mark = f"x{secrets.token_hex(16)}x"
+                texts[mark] = text
+                content = content.replace(text, mark)  # its blanks stay, for templates that strip them
+            marked.append({**message, "content": content})
+        pieces = re.split(f"({'|'.join(texts)})", self.render(marked))
+        found = [texts[piece] if i % 2 else piece for i, piece in enumerate(pieces)]
+        return found if "".join(found) == self.render(messages) else None

@@ -180,7 +180,8 @@ class LLM:
     ) -> Completion | list[Completion]:
         """The answer to a conversation, or to each of a list of them, in the model's chat template.
 
-        messages: [{"role": "user", "content": "Hi"}, ...]; a text is one message of the user. The rest as `generate`.
+        messages: [{"role": "user", "content": "Hi"}, ...]; a text is one message of the user. A control token's name in
+        a content is text, not a control token. The rest as `generate`.
         """
         if isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple):
             return self._complete([self._conversation(each) for each in messages], params, sampling)
@@ -261,14 +262,15 @@ class LLM:
     def _complete(self, prompts: list[list[int]], params: Any, sampling: dict[str, Any]) -> list[Completion]:
         chosen = self._params(prompts, params, sampling)
         outputs = self.engine.generate(prompts, chosen)
+        texts = self.tokenizer.decode_all(outputs)
         return [
             Completion(
-                text=self.tokenizer.decode(output),
+                text=text,
                 tokens=output,
                 finish_reason="stop" if output[-1] in asked.stop else "length",
                 prompt_tokens=len(prompt),
             )
-            for prompt, asked, output in zip(prompts, chosen, outputs, strict=True)
+            for prompt, asked, output, text in zip(prompts, chosen, outputs, texts, strict=True)
         ]
 
     def _stream(self, prompt: list[int], params: Any, sampling: dict[str, Any]) -> Pieces:

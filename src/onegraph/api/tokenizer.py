@@ -1,29 +1,31 @@
-"""Text to token ids and back. The only file that imports `tokenizers`."""
+"""Text to token ids and back, and conversations to token ids."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from onegraph.api.chat import DEEPSEEK_V4, TemplateError, render
+from onegraph.api.cage import Cage, CageError
+from onegraph.api.chat import DEEPSEEK_V4, ChatTemplate, TemplateError
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.files import CheckpointError, parse_json, quote
 
 MAX_PENDING = 16  # tokens that may wait for the rest of a character
+# What the tokenizer's process may take, far above what published ones do
+MEMORY = 2 << 30  # bytes of address space, and so many times the size:
+MEMORY_PER_BYTE = {"file": 24, "text": 400}
+SECONDS = 5  # of CPU time a call, and a second more for so many bytes:
+BYTES_PER_SECOND = 50_000
 
 
 class Tokenizer:
     """The tokenizer of a checkpoint, with its chat template and the ids that end an answer.
 
-    Raises CheckpointError where the checkpoint has no tokenizer.json or a damaged one.
+    It runs in a process of its own: tokenizer.json is a program as well, whose replacements can double a text forty
+    times. Raises CheckpointError where the checkpoint has no tokenizer.json or a damaged one.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        import tokenizers
-
         self.path = checkpoint.path
         data = checkpoint.sidecar("tokenizer.json")
         if data is None:
@@ -31,10 +33,15 @@ class Tokenizer:
                 f"{self.path}: has no tokenizer.json; copy the model's own there (SentencePiece-only models: load and "
                 "save the tokenizer with transformers once, which writes it)"
             )
-        with _contained(f"{self.path}/tokenizer.json: not a tokenizer"):
-            self._tokenizer = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
-            self._tokenizer.no_truncation()
-            self._tokenizer.no_padding()
+        try:
+            self._content = data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(
+                f"{self.path}/tokenizer.json: not a tokenizer: not UTF-8 text at byte {error.start}"
+            ) from None
+        self._special: dict[str, int] = {}
+        self._cage = Cage("tokenizers", self._memory(0), prepare=self._load)
+        self._cage.start()
         self.vocab_size = checkpoint.config.get("vocab_size")
         self._settings = self._object(checkpoint, "tokenizer_config.json")
         self.template = self._find_template(checkpoint)
@@ -43,35 +50,80 @@ class Tokenizer:
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids. `special` adds what the tokenizer puts around a text of its own accord (a BOS token, for some).
 
-        Raises ValueError for text that is not Unicode (a lone surrogate), CheckpointError where the tokenizer and the
-        model disagree about the vocabulary.
+        Raises ValueError for text that is not Unicode (a lone surrogate), CheckpointError where the tokenizer cannot
+        encode it in bounded time and memory, or where tokenizer and model disagree about the vocabulary.
         """
-        if any("\ud800" <= c <= "\udfff" for c in text):
-            raise ValueError("the text holds bytes that are not UTF-8")
-        with _contained(f"{self.path}/tokenizer.json: cannot encode this text"):
-            ids = self._tokenizer.encode(text, add_special_tokens=special).ids
+        return self._encode("encode", text, text=text, special=special)
+
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
+        """Text of token ids; control tokens are left out unless `special`."""
+        return self.decode_all([ids], special)[0]
+
+    def decode_all(self, rows: Sequence[Sequence[int]], special: bool = False) -> list[str]:
+        """The text of each row of token ids."""
+        lists = list(map(list, rows))
+        texts: list[str] = self._call("decode", "cannot decode", 8 * sum(map(len, lists)), rows=lists, special=special)
+        return texts
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Ids of a conversation, ready for the assistant's answer.
+
+        Control tokens are those that the template writes: the name of one in a message is text like any other. Raises
+        TemplateError without a chat template, ValueError where a message holds such a name and the template or the
+        tokenizer leaves no way to tell it from a control token.
+        """
+        if self.template is None:
+            raise TemplateError(f"{self.path}: has no chat template")
+        # Joined: a name may lie in two messages that the template puts side by side
+        found = set(self.encode("".join(message["content"] for message in messages), special=False))
+        names = [name for name, i in self._special.items() if i in found]
+        if not names:
+            return self.encode(self.template.render(messages), special=False)
+        parts = self.template.parts(messages)
+        if parts is None:
+            raise ValueError(
+                f"a message holds {quote(names[0])}, a control token of this model, and the chat template rewrites "
+                "messages, so that it would act as one; take it out of the message"
+            )
+        return self._encode("encode_parts", "".join(parts), parts=parts)
+
+    def stream(self) -> TextStream:
+        return TextStream(self)
+
+    def _load(self, cage: Cage) -> None:
+        size = len(self._content)
+        try:
+            self._special = cage.call("load", seconds=SECONDS + size / BYTES_PER_SECOND, content=self._content)
+        except CageError as error:
+            raise CheckpointError(f"{self.path}/tokenizer.json: not a tokenizer: {error}") from None
+
+    def _call(self, name: str, failed: str, size: int, **arguments: Any) -> Any:
+        """What the tokenizer's process answers; `size`: bytes that it works on."""
+        seconds = SECONDS + size / BYTES_PER_SECOND
+        try:
+            return self._cage.call(name, seconds=seconds, memory=self._memory(size), **arguments)
+        except CageError as error:
+            raise CheckpointError(f"{self.path}/tokenizer.json: {failed}: {error}") from None
+
+    def _memory(self, size: int) -> int:
+        """Bytes for work on `size` bytes, in steps: more than before means another process."""
+        work = MEMORY
+        while work < MEMORY_PER_BYTE["text"] * size:
+            work *= 2
+        return work + MEMORY_PER_BYTE["file"] * len(self._content)
+
+    def _encode(self, name: str, whole: str, **arguments: Any) -> list[int]:
+        try:
+            size = len(whole.encode())
+        except UnicodeEncodeError:
+            raise ValueError("the text holds bytes that are not UTF-8") from None
+        ids: list[int] = self._call(name, "cannot encode this text", size, **arguments)
         if ids and isinstance(self.vocab_size, int) and max(ids) >= self.vocab_size:
             raise CheckpointError(
                 f"{self.path}/tokenizer.json: gives token id {max(ids)}, config.json has vocab_size {self.vocab_size}; "
                 "they belong to different models"
             )
         return ids
-
-    def decode(self, ids: Sequence[int], special: bool = False) -> str:
-        """Text of token ids; control tokens are left out unless `special`."""
-        with _contained(f"{self.path}/tokenizer.json: cannot decode"):
-            return self._tokenizer.decode(list(ids), skip_special_tokens=not special)
-
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Ids of a conversation, ready for the assistant's answer. Raises TemplateError without a chat template."""
-        if self.template is None:
-            raise TemplateError(f"{self.path}: has no chat template")
-        names = ("bos_token", "eos_token", "pad_token", "unk_token")
-        tokens = {name: _content(self._settings.get(name)) or "" for name in names}
-        return self.encode(render(self.template, messages, tokens), special=False)
-
-    def stream(self) -> TextStream:
-        return TextStream(self)
 
     def _object(self, checkpoint: Checkpoint, name: str) -> dict[str, Any]:
         data = checkpoint.sidecar(name)
@@ -80,7 +132,7 @@ class Tokenizer:
             raise CheckpointError(f"{self.path}/{name}: holds a JSON {type(value).__name__}, an object is expected")
         return value
 
-    def _find_template(self, checkpoint: Checkpoint) -> str | None:
+    def _find_template(self, checkpoint: Checkpoint) -> ChatTemplate | None:
         data = checkpoint.sidecar("chat_template.jinja")
         template = data.decode("utf-8", "replace") if data is not None else self._settings.get("chat_template")
         if isinstance(template, list):  # several, by name
@@ -90,7 +142,10 @@ class Tokenizer:
             template = DEEPSEEK_V4
         if template is not None and not isinstance(template, str):
             raise CheckpointError(f"{self.path}: chat_template is a {type(template).__name__}, text is expected")
-        return template
+        if template is None:
+            return None
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        return ChatTemplate(template, {name: _content(self._settings.get(name)) or "" for name in names})
 
     def _find_stops(self, checkpoint: Checkpoint) -> frozenset[int]:
         """Ids that end an answer: generation_config.json's, else config.json's, and the tokenizer's own eos_token."""
@@ -105,7 +160,7 @@ class Tokenizer:
             if found:
                 break
         token = _content(self._settings.get("eos_token"))
-        index = self._tokenizer.token_to_id(token) if token else None
+        index = self._call("index", "cannot be read", 0, token=token) if token else None
         return frozenset(found if index is None else {*found, index})
 
 
@@ -127,35 +182,11 @@ class TextStream:
         return self._take(final=True)
 
     def _take(self, final: bool) -> str:
-        before = self._tokenizer.decode(self._ids[self._start : self._read])
-        after = self._tokenizer.decode(self._ids[self._start :])
+        before, after = self._tokenizer.decode_all([self._ids[self._start : self._read], self._ids[self._start :]])
         if after.endswith("\ufffd") and not final:
             return ""
         self._start, self._read = self._read, len(self._ids)
         return after[len(before) :]
-
-
-@contextlib.contextmanager
-def _contained(what: str) -> Iterator[None]:
-    """Turns whatever `tokenizers` raises into a CheckpointError that begins with `what`.
-
-    It raises plain Exception; where a damaged tokenizer.json makes its Rust code panic (an expression that backtracks
-    without end does), what it raises derives from BaseException, and a backtrace goes to file descriptor 2, past
-    sys.stderr: the descriptor points to /dev/null meanwhile.
-    """
-    sys.stderr.flush()
-    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(null, 2)
-        yield
-    except (KeyboardInterrupt, SystemExit, MemoryError):
-        raise
-    except BaseException as error:
-        raise CheckpointError(f"{what}: {str(error) or type(error).__name__}") from None
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(null)
 
 
 def _content(token: object) -> str | None:

@@ -41,6 +41,16 @@ def one_line(error: object, limit: int = 500) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+# What may steer a terminal: control characters but newline and tab, and those that turn the direction of writing
+_CONTROLS = {*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)} - {0x09, 0x0A}
+_ESCAPES = {code: repr(chr(code))[1:-1] for code in _CONTROLS}
+
+
+def shown(text: str) -> str:
+    """Text of a model or a file as stdout may have it: on a terminal, control characters are escaped."""
+    return text.translate(_ESCAPES) if sys.stdout.isatty() else text
+
+
 def number(
     kind: type[int] | type[float], low: float, high: float, open_low: bool = False
 ) -> Callable[[str], int | float]:

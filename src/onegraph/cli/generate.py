@@ -20,6 +20,7 @@ from onegraph.cli.common import (
     pick_dtype,
     print_json,
     read_text,
+    shown,
 )
 
 EPILOG = """\
@@ -164,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if not live:
         for text, made in zip(texts, completions, strict=True):
-            print(f"> {text}\n{made.text.strip()}\n")
+            print(shown(f"> {text}\n{made.text.strip()}\n"))
     sys.stdout.flush()
     print(
         f"[{stats.prefill_tokens} prompt tokens, {len(prompts) + stats.decode_tokens} new, "
@@ -219,12 +220,12 @@ def budget(index: int, length: int, asked: int | None, context: int) -> int:
 
 
 def show(pieces: Iterable[str]) -> str:
-    """Prints text while it comes, without the blanks that it begins with; returns all of it."""
+    """Prints text while it comes, without the blanks that it begins with; returns all of it as it came."""
     text = ""
     for piece in pieces:
         piece = piece if text else piece.lstrip()
         text += piece
-        sys.stdout.write(piece)
+        sys.stdout.write(shown(piece))
         sys.stdout.flush()
     if text:
         print(flush=True)

@@ -1,0 +1,170 @@
+"""Where untrusted programs run: a child process that can compute, in bounded time and memory, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+CHILD = Path(__file__).with_name("caged.py")
+# What the child's Python needs to start and to tell the time; of the rest of the environment it sees nothing.
+KEPT = ("LD_LIBRARY_PATH", "TZ")
+START = 60  # seconds of the clock in which it must be there
+STARVED = 4  # a request may take so many times its CPU time, of the clock, on a machine that does other work
+MAX_REPLY = 128 << 20  # bytes, and so many times the request:
+REPLY_PER_REQUEST = 64
+
+
+class CageError(ValueError):
+    """What the child said went wrong."""
+
+
+class Exhausted(CageError):
+    """The child took more than it may, or crashed."""
+
+
+class Cage:
+    """A child process for one checkpoint's template or tokenizer: started at the first call, one for many calls, and
+    again after one that it did not survive. Safe to use from several threads and after a fork.
+
+    memory: bytes of address space. prepare: called after each start, to load what calls need.
+    """
+
+    def __init__(
+        self,
+        kind: Literal["templates", "tokenizers"],
+        memory: int,
+        prepare: Callable[[Cage], None] | None = None,
+    ) -> None:
+        self._kind, self._memory, self._prepare = kind, memory, prepare
+        self._lock = threading.RLock()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+
+    def call(self, name: str, *, seconds: float, memory: int = 0, **arguments: Any) -> Any:
+        """The child's answer, within `seconds` of CPU time and, where that is more than it has, `memory` bytes.
+
+        Raises CageError with what the child says went wrong, Exhausted where it ran out of time or memory.
+        """
+        request = json.dumps({"call": name, "seconds": seconds, "arguments": arguments}).encode()
+        with self._lock:
+            if memory > self._memory:
+                self._memory = memory
+                self._stop()
+            self.start()
+            try:
+                reply = self._exchange(request, STARVED * seconds)
+            except _Dead as dead:
+                status = self._stop()
+                late = dead.late or status == -signal.SIGPROF
+                limit = f"longer than {seconds:.0f} s" if late else f"out of its {self._memory >> 20} MiB"
+                raise Exhausted(f"ran {limit}") from None
+            except BaseException:  # interrupted, say: what comes next out of the pipe would answer another request
+                self._stop()
+                raise
+        if "error" in reply:
+            raise CageError(reply["error"])
+        return reply["result"]
+
+    def start(self) -> None:
+        """Starts the child where none is running, and prepares it. Raises OSError, and what `prepare` raises."""
+        with self._lock:
+            if self._child is not None and self._owner == os.getpid():  # after a fork, it is the other process's
+                return
+            self._child = self._open()
+            self._owner = os.getpid()
+            try:
+                self._exchange(None, START)
+                if self._prepare is not None:
+                    self._prepare(self)
+            except _Dead:
+                self._stop()
+                raise OSError(f"cannot start a process for {self._kind}: {sys.executable} {CHILD}") from None
+            except BaseException:
+                self._stop()
+                raise
+
+    def _open(self) -> subprocess.Popen[bytes]:
+        path = [os.path.abspath(entry) for entry in sys.path if entry]
+        # -I: no environment variable, no user's packages; -S: no site, since the path is given
+        command = [sys.executable, "-I", "-S", str(CHILD), self._kind, str(self._memory), *path]
+        environment = {name: os.environ[name] for name in KEPT if name in os.environ}
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            env=environment | {"TOKENIZERS_PARALLELISM": "false"},  # it may not start threads
+            start_new_session=True,  # Ctrl-C is for us, and the terminal is not for it
+        )
+        assert child.stdin is not None
+        assert child.stdout is not None
+        os.set_blocking(child.stdin.fileno(), False)
+        os.set_blocking(child.stdout.fileno(), False)
+        weakref.finalize(self, _end, child)
+        return child
+
+    def _stop(self) -> int | None:
+        """Ends the child, if it is there; its exit status."""
+        child, self._child = self._child, None
+        return None if child is None or self._owner != os.getpid() else _end(child)
+
+    def _exchange(self, request: bytes | None, seconds: float) -> dict[str, Any]:
+        """Writes the request, if there is one, and reads the answer. Raises _Dead where the child ends, or is late."""
+        assert self._child is not None
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        deadline = time.monotonic() + seconds
+        data = b"" if request is None else len(request).to_bytes(8, "little") + request
+        limit = MAX_REPLY + REPLY_PER_REQUEST * len(data)
+        target, source = self._child.stdin.fileno(), self._child.stdout.fileno()
+        left = memoryview(data)
+        reply = bytearray()
+        expected = 8
+        try:
+            while left:
+                _wait(target, select.POLLOUT, deadline)
+                left = left[os.write(target, left) :]
+            while len(reply) < expected:
+                _wait(source, select.POLLIN, deadline)
+                if not (more := os.read(source, 1 << 20)):
+                    raise _Dead(late=False)
+                reply += more
+                if expected == 8 and len(reply) >= 8:
+                    expected = 8 + int.from_bytes(reply[:8], "little")
+                    if expected > limit:
+                        raise _Dead(late=False)
+        except BrokenPipeError:
+            raise _Dead(late=False) from None
+        found: dict[str, Any] = json.loads(bytes(reply[8:]))
+        return found
+
+
+class _Dead(Exception):
+    def __init__(self, late: bool) -> None:
+        self.late = late
+
+
+def _wait(descriptor: int, event: int, deadline: float) -> None:
+    ready = select.poll()
+    ready.register(descriptor, event)
+    if not ready.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        raise _Dead(late=True)
+
+
+def _end(child: subprocess.Popen[bytes]) -> int:
+    for pipe in (child.stdin, child.stdout):
+        assert pipe is not None
+        pipe.close()
+    child.kill()
+    return child.wait()

@@ -1,0 +1,221 @@
+"""The child of a cage: it works on a checkpoint's template or tokenizer, and can reach nothing but the pipe to us.
+
+It is run as a script, without an environment, and must import nothing of onegraph. What it needs it imports before it
+shuts itself in; from then on it has no files, no network and no other processes, a bounded memory, and a bounded time
+for each request. Each side writes a message as its length in 8 bytes and then JSON.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import functools
+import json
+import os
+import re
+import resource
+import signal
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+MAX_TEMPLATE = 1 << 20  # characters
+MAX_OUTPUT = 16 << 20  # characters
+
+# Numbers of the system calls that it may still make: read, write, close, fstat, lseek; memory; signals and timers;
+# clocks, futex, random numbers, exit. All others, among them open, socket, clone, execve and kill, fail.
+_CALLS = {
+    "x86_64": (0xC000003E, (0, 1, 3, 5, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 28, 38, 39, 60, 96, 186, 202, 228, 230,
+                            231, 318)),
+    "aarch64": (0xC00000B7, (63, 64, 57, 80, 62, 222, 226, 215, 214, 134, 135, 139, 124, 216, 233, 103, 172, 93, 169,
+                             178, 98, 113, 115, 94, 278)),
+}  # fmt: skip
+
+
+def shut() -> bool:
+    """Gives up every right but to compute; whether the kernel's filter of system calls stands too (seccomp)."""
+    os.chdir("/")
+    for name in ("CORE", "FSIZE", "NPROC", "NOFILE"):  # the last: what is open stays so, and no file or socket follows
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (0, 0))
+    return _filter_calls()
+
+
+def _filter_calls() -> bool:
+    machine = os.uname().machine
+    if machine not in _CALLS:
+        return False
+    arch, allowed = _CALLS[machine]
+    load, equal, give = 0x20, 0x15, 0x06  # the words of BPF: load from the call's record, compare, return
+    refuse = len(allowed) + 1
+    program = [(load, 0, 0, 4), (equal, 0, refuse, arch), (load, 0, 0, 0)]
+    program += [(equal, refuse - 1 - i, 0, number) for i, number in enumerate(allowed)]
+    program += [(give, 0, 0, 0x00050001), (give, 0, 0, 0x7FFF0000)]  # EPERM, or allow
+
+    class Instruction(ctypes.Structure):
+        _fields_ = (("code", ctypes.c_ushort), ("jt", ctypes.c_ubyte), ("jf", ctypes.c_ubyte), ("k", ctypes.c_uint))
+
+    class Program(ctypes.Structure):
+        _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.POINTER(Instruction)))
+
+    filter_ = Program(len(program), (Instruction * len(program))(*[Instruction(*words) for words in program]))
+    prctl = ctypes.CDLL(None).prctl
+    prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
+    no_new_privileges, set_seccomp, mode_filter = 38, 22, 2
+    if prctl(no_new_privileges, 1, 0, 0, 0) != 0:
+        return False
+    return bool(prctl(set_seccomp, mode_filter, ctypes.addressof(filter_), 0, 0) == 0)
+
+
+def _raiser() -> Callable[[str], None]:
+    """raise_exception of the templates, a function that leads to nothing: no globals, no builtins, no closure."""
+
+    def raise_exception(message, error=ValueError):
+        raise error(message)
+
+    return types.FunctionType(raise_exception.__code__, {"__builtins__": {}}, "raise_exception", (ValueError,))
+
+
+class Templates:
+    """Renders chat templates."""
+
+    def __init__(self) -> None:
+        import pprint  # noqa: F401  what jinja2 would import when a template asks for it
+        import unicodedata  # noqa: F401
+
+        import jinja2
+        import jinja2.constants
+        import jinja2.debug
+        import jinja2.ext
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        def to_json(value: Any, indent: int | None = None, **_: Any) -> str:
+            return json.dumps(value, ensure_ascii=False, indent=indent)
+
+        # Set up as in transformers, so that published templates render the same
+        sandbox = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        )
+        sandbox.filters["tojson"] = to_json
+        sandbox.globals["raise_exception"] = _raiser()
+        self._compiled = functools.lru_cache(maxsize=2)(sandbox.from_string)
+        self.render("{{ 'a\n' | trim }}{{ strftime_now('%d %b %Y') }}", [], {})  # loads codecs and the time zone
+
+    def render(self, template: str, messages: list[dict[str, str]], variables: dict[str, Any]) -> str:
+        if len(template) > MAX_TEMPLATE:
+            raise ValueError(f"template of {len(template)} characters, at most {MAX_TEMPLATE} are allowed")
+        # A bound method of a date leads to no function of Python, whose globals would lead to every module.
+        variables = {"strftime_now": datetime.datetime.now().strftime, "add_generation_prompt": True} | variables
+        text = self._compiled(template).render(messages=messages, **variables)
+        if len(text) > MAX_OUTPUT:
+            raise ValueError(f"output of {len(text)} characters, at most {MAX_OUTPUT} are allowed")
+        return text
+
+
+class Tokenizers:
+    """Holds one tokenizer.json and runs it."""
+
+    def __init__(self) -> None:
+        import tokenizers
+
+        self._library = tokenizers
+
+    def load(self, content: str) -> dict[str, Any]:
+        """Takes a tokenizer.json. Its control tokens (text -> id), but for the one that stands for unknown text."""
+        self._tokenizer = self._library.Tokenizer.from_str(content)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._guards: dict[str, str] = {}
+        model = self._tokenizer.model
+        if hasattr(model, "unk_token"):
+            unknown = model.unk_token and self._tokenizer.token_to_id(model.unk_token)
+        else:  # Unigram says it nowhere else
+            unknown = json.loads(content)["model"].get("unk_id")
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = {token.content: i for i, token in added.items() if token.special and i != unknown}
+        return self._special
+
+    def index(self, token: str) -> int | None:
+        found: int | None = self._tokenizer.token_to_id(token)
+        return found
+
+    def encode(self, text: str, special: bool) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
+        return ids
+
+    def encode_parts(self, parts: list[str]) -> list[int]:
+        """Ids of the joined text of [trusted, untrusted, trusted, ...]: control tokens count in trusted parts only.
+
+        It is encoded in one go, so that tokens reach over the parts' borders as they would in any text: in trusted
+        parts control tokens go by names that nobody can guess, and their own names mean nothing meanwhile.
+        """
+        self._guard()
+        names = sorted(map(re.escape, self._guards), key=len, reverse=True)  # the longest first, as the library does
+        pattern = re.compile("|".join(names))
+        text = "".join(
+            part if i % 2 else pattern.sub(lambda found: self._guards[found.group()], part)
+            for i, part in enumerate(parts)
+        )
+        back = {self._tokenizer.token_to_id(guard): self._special[name] for name, guard in self._guards.items()}
+        self._tokenizer.encode_special_tokens = True
+        try:
+            ids = self.encode(text, False)
+        finally:
+            self._tokenizer.encode_special_tokens = False
+        if left := set(ids) & set(self._special.values()):
+            shown = next(name for name, i in self._special.items() if i in left)
+            raise ValueError(f"this tokenizer reads {shown!r} as a control token however it is written")
+        return [back.get(i, i) for i in ids]
+
+    def _guard(self) -> None:
+        if self._guards:
+            return
+        added = self._tokenizer.get_added_tokens_decoder()
+        tokens = [added[i] for i in self._special.values()]
+        self._guards = {token.content: f"\U000f0000{os.urandom(16).hex()}\U000f0001" for token in tokens}
+        guards = [
+            self._library.AddedToken(
+                self._guards[token.content], lstrip=token.lstrip, rstrip=token.rstrip, normalized=False, special=False
+            )
+            for token in tokens
+        ]
+        self._tokenizer.add_tokens(guards)
+
+    def decode(self, rows: list[list[int]], special: bool) -> list[str]:
+        return [self._tokenizer.decode(row, skip_special_tokens=not special) for row in rows]
+
+
+def serve(worker: object) -> None:
+    """Answers requests until the pipe ends. A request that takes more than its seconds of CPU time is the last."""
+    while len(head := sys.stdin.buffer.read(8)) == 8:
+        request = json.loads(sys.stdin.buffer.read(int.from_bytes(head, "little")))
+        signal.setitimer(signal.ITIMER_PROF, request["seconds"])  # SIGPROF, which nothing handles, ends the process
+        try:
+            reply = {"result": getattr(worker, request["call"])(**request["arguments"])}
+        except MemoryError:
+            os._exit(1)
+        except BaseException as error:  # a template's failure may be any, a panic of Rust's is no Exception
+            plain = type(error).__name__ in ("Exception", "PanicException", "ValueError")
+            name = "" if plain and str(error) else f"{type(error).__name__}: "
+            reply = {"error": f"{name}{error}"[:500]}
+        data = json.dumps(reply).encode()
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _write(data)
+
+
+def _write(data: bytes) -> None:
+    sys.stdout.buffer.write(len(data).to_bytes(8, "little") + data)
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    kind, memory, *path = sys.argv[1:]
+    highest = resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = int(memory) if highest == resource.RLIM_INFINITY else min(int(memory), highest)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    sys.path[:] = path
+    worker = {"templates": Templates, "tokenizers": Tokenizers}[kind]()
+    _write(json.dumps({"result": shut()}).encode())
+    serve(worker)
