@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from onegraph.formats.files import CheckpointError, parse_json, quote, read_bytes, read_json, reason
+from onegraph.formats.files import CheckpointError, member, parse_json, quote, read_bytes, read_json, reason
 
 __all__ = ["Checkpoint", "CheckpointError", "TensorInfo", "write_checkpoint"]
 
@@ -96,7 +96,7 @@ class Checkpoint:
                     f"{path}: no such model; give a directory that holds config.json and model.safetensors, "
                     "or a .gguf file"
                 )
-            config = read_json(path / "config.json")
+            config = read_json(member(path, "config.json") or path / "config.json")
             return Checkpoint(path, config, _directory(path))
         except (OSError, ValueError) as error:
             if isinstance(error, CheckpointError):
@@ -165,9 +165,10 @@ class Checkpoint:
             raise CheckpointError(f"{info.file}: tensor {quote(name)} cannot be read: {reason(error)}") from None
 
     def sidecar(self, name: str) -> bytes | None:
-        """The content of a tokenizer or generation file beside the weights, None where the checkpoint has none."""
-        path = self.path / name
-        return read_bytes(path, MAX_SIDECAR) if path.exists() else None
+        """The content of a tokenizer or generation file beside the weights, None where the checkpoint has none.
+        Raises CheckpointError for a symbolic link that leads out of the directory or to nothing (`files.member`)."""
+        path = member(self.path, name)
+        return None if path is None else read_bytes(path, MAX_SIDECAR)
 
     def check(self, expected: Expected, optional: Collection[str] = ()) -> None:
         """Compares what is there with `expected`: name -> (shape, dtype or dtypes allowed).
@@ -202,10 +203,10 @@ class Checkpoint:
 
 
 def _directory(path: Path) -> dict[str, TensorInfo]:
-    single, index = path / "model.safetensors", path / "model.safetensors.index.json"
-    if single.exists():
+    single, index = member(path, "model.safetensors"), member(path, "model.safetensors.index.json")
+    if single is not None:
         return read_header(single)
-    if index.exists():
+    if index is not None:
         return _sharded(path, index)
     pickled = sorted(p.name for kind in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in path.glob(kind))
     if pickled:
@@ -229,9 +230,10 @@ def _sharded(path: Path, index: Path) -> dict[str, TensorInfo]:
                 "is allowed"
             )
         if file not in headers:
-            if not (path / file).exists():
+            shard = member(path, file)
+            if shard is None:
                 raise CheckpointError(f"{index}: shard {quote(file)} is missing from {path}; fetch it again")
-            headers[file] = read_header(path / file)
+            headers[file] = read_header(shard)
         if name not in headers[file]:
             raise CheckpointError(f"{index}: tensor {quote(name)} is not in shard {quote(file)}")
         tensors[name] = headers[file][name]

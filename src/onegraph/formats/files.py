@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,32 @@ def read_bytes(path: Path, limit: int) -> bytes:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path}: cannot be read: {reason(error)}") from None
+
+
+def member(directory: Path, name: str) -> Path | None:
+    """The file `name` of a model directory, None where there is none.
+
+    A symbolic link may lead to another file of the directory; in the cache of huggingface_hub, where
+    models--x--y/snapshots/<revision>/file points to models--x--y/blobs/<digest>, to one of the same models--x--y.
+    Raises CheckpointError for any other link: whoever made the directory would choose which file of this machine is
+    read, and copied into what is made of it. Also for a link to nothing: a file that was meant to be there is lost.
+    """
+    path = directory / name
+    if not os.path.lexists(path):
+        return None
+    try:
+        real, home = path.resolve(strict=True), directory.resolve()
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle, up to Python 3.12
+        what = f"points to {quote(os.readlink(path))}" if path.is_symlink() else "cannot be read"
+        why = "which does not exist" if isinstance(error, FileNotFoundError) else reason(error)
+        raise CheckpointError(f"{path}: {what}, {why}; fetch the file again") from None
+    cache = [p for p in home.parents if p.name.startswith("models--") and home.is_relative_to(p / "snapshots")]
+    if not any(real.is_relative_to(allowed) for allowed in (home, *cache)):
+        raise CheckpointError(
+            f"{path}: is a symbolic link to {quote(str(real))}, outside of the model directory; copy the file here if "
+            "it belongs to the model"
+        )
+    return path
 
 
 def read_json(path: Path, limit: int = MAX_CONFIG) -> dict[str, Any]:
