@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from onegraph import __version__
 from onegraph.cli.common import Parser, UsageError, one_line
 
-COMMANDS = ("quantize", "generate", "eval", "bench", "soak", "env", "demo")
+COMMANDS = ("quantize", "verify", "generate", "eval", "bench", "soak", "env", "demo")
 USER_ERROR, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 70, 130, 141
 
 DESCRIPTION = "Run the whole decode step of a low-bit LLM as one CUDA graph, and prove that it may."
@@ -27,8 +27,8 @@ what it cost, and what it runs on:
   onegraph env
 
 A model is a directory with config.json and model.safetensors, as transformers writes it, or a .gguf file.
-'onegraph COMMAND --help' explains each command. Exit status: 0 done, 1 findings (check, soak), 2 an error that one line
-on stderr explains, 130 interrupted.
+'onegraph COMMAND --help' explains each command; --debug, anywhere on the line, shows where an error came from. Exit
+status: 0 done, 1 findings (check, soak, verify), 2 an error that one line on stderr explains, 130 interrupted.
 """
 
 

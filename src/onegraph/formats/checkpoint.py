@@ -19,7 +19,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from onegraph.formats.files import CheckpointError, member, parse_json, quote, read_bytes, read_json, reason
+from onegraph.formats.digests import SUMS, format_sums, sha256
+from onegraph.formats.files import (
+    CheckpointError,
+    member,
+    parse_json,
+    quote,
+    read_bytes,
+    read_json,
+    reason,
+    sync,
+    write_bytes,
+)
 
 __all__ = ["Checkpoint", "CheckpointError", "TensorInfo", "write_checkpoint"]
 
@@ -49,6 +60,7 @@ SIDECARS = (
     "chat_template.jinja",
     "generation_config.json",
 )
+ABOUT = "onegraph.json"  # what a checkpoint was made from, how, and by which versions
 MAX_HEADER = 100 << 20  # bytes; the safetensors library's own limit
 MAX_SIDECAR = 256 << 20  # bytes; the longest published tokenizer.json is some 35 MB
 SHARD_BYTES = 4 << 30
@@ -302,12 +314,14 @@ def write_checkpoint(
     copy_from: Checkpoint | None = None,
     shard_bytes: int = SHARD_BYTES,
     on_tensor: Callable[[str], None] | None = None,
+    about: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes a checkpoint directory that appears whole or not at all.
 
     Everything goes into a hidden directory beside `path`, is flushed to disk, and is renamed at the end. At most one
-    shard is held in memory. Tokenizer and generation files come through from `copy_from`. Raises CheckpointError
-    where `path` exists already; OSError (disk full) leaves nothing behind.
+    shard is held in memory. Tokenizer and generation files come through from `copy_from`; `about` goes to
+    onegraph.json; SHA256SUMS holds the digest of each file. Raises CheckpointError where `path` exists already; OSError
+    (disk full) leaves nothing behind.
     """
     path = Path(path)
     if path.exists() or path.is_symlink():
@@ -317,16 +331,18 @@ def write_checkpoint(
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary.mkdir()
     try:
-        _write_tensors(temporary, tensors, shard_bytes, on_tensor)
-        _write(temporary / "config.json", _dump(dict(config)))
-        for name in SIDECARS if copy_from is not None else ():
-            assert copy_from is not None
-            content = copy_from.sidecar(name)
-            if content is not None:
-                _write(temporary / name, content)
-        _sync(temporary)
+        sums = _write_tensors(temporary, tensors, shard_bytes, on_tensor)
+        small = {"config.json": _dump(dict(config))}
+        if copy_from is not None:
+            small |= {name: content for name in SIDECARS if (content := copy_from.sidecar(name)) is not None}
+        if about is not None:
+            small[ABOUT] = _dump(dict(about))
+        for name, content in small.items():
+            sums[name] = write_bytes(temporary / name, content)
+        write_bytes(temporary / SUMS, format_sums(sums))
+        sync(temporary)
         os.rename(temporary, path)
-        _sync(path.parent)
+        sync(path.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -334,8 +350,10 @@ def write_checkpoint(
 
 def _write_tensors(
     directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], limit: int, on_tensor: Callable[[str], None] | None
-) -> None:
+) -> dict[str, str]:
+    """Writes shards and their index; file name -> digest of each."""
     shards: list[list[str]] = []
+    digests: list[str] = []
     seen: set[str] = set()
     pending: dict[str, torch.Tensor] = {}
     total = size = 0
@@ -344,7 +362,8 @@ def _write_tensors(
         file = directory / f"shard-{len(shards)}"
         save_file(pending, file, metadata={"format": "pt"})
         file.chmod(0o644)
-        _sync(file)
+        digests.append(sha256(file))  # while it is still in memory
+        sync(file)
         shards.append(list(pending))
         pending.clear()
 
@@ -363,28 +382,18 @@ def _write_tensors(
     flush()
     if len(shards) == 1:
         os.rename(directory / "shard-0", directory / "model.safetensors")
-        return
-    weight_map = {}
+        return {"model.safetensors": digests[0]}
+    weight_map: dict[str, str] = {}
+    sums: dict[str, str] = {}
     for i, names in enumerate(shards):
         file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         os.rename(directory / f"shard-{i}", directory / file)
         weight_map.update(dict.fromkeys(names, file))
+        sums[file] = digests[i]
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    _write(directory / "model.safetensors.index.json", _dump(index))
+    name = "model.safetensors.index.json"
+    return sums | {name: write_bytes(directory / name, _dump(index))}
 
 
 def _dump(value: dict[str, Any]) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
-
-
-def _write(file: Path, content: bytes) -> None:
-    file.write_bytes(content)
-    _sync(file)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

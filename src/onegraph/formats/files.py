@@ -1,7 +1,8 @@
-"""Small files that nobody vouches for: read whole, bounded, and refused in one line."""
+"""Small files: those that nobody vouches for read whole, bounded, refused in one line; ours written to the disk."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -119,6 +120,22 @@ def read_json(path: Path, limit: int = MAX_CONFIG) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds a JSON {type(value).__name__}, an object is expected")
     return value
+
+
+def write_bytes(file: Path, content: bytes) -> str:
+    """Writes a small file to the disk and returns its SHA-256: of what was meant, not of what came back."""
+    file.write_bytes(content)
+    sync(file)
+    return hashlib.sha256(content).hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Returns when the file, or a directory's list of files, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def reason(error: Exception) -> str:
