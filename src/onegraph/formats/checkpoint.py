@@ -30,6 +30,7 @@ from onegraph.formats.files import (
     reason,
     sync,
     write_bytes,
+    writing,
 )
 
 __all__ = ["Checkpoint", "CheckpointError", "TensorInfo", "write_checkpoint"]
@@ -360,10 +361,11 @@ def _write_tensors(
 
     def flush() -> None:
         file = directory / f"shard-{len(shards)}"
-        save_file(pending, file, metadata={"format": "pt"})
-        file.chmod(0o644)
-        digests.append(sha256(file))  # while it is still in memory
-        sync(file)
+        with writing(file):
+            save_file(pending, file, metadata={"format": "pt"})
+            file.chmod(0o644)
+            digests.append(sha256(file))  # while it is still in memory
+            sync(file)
         shards.append(list(pending))
         pending.clear()
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import math
 import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 MAX_CONFIG = 4 << 20  # bytes; the longest published config.json is some 100 KB
 MAX_DEPTH = 32  # of JSON; published configs stay below 6
@@ -122,10 +128,25 @@ def read_json(path: Path, limit: int = MAX_CONFIG) -> dict[str, Any]:
     return value
 
 
+@contextlib.contextmanager
+def writing(file: Path) -> Iterator[None]:
+    """A disk that is full, or a limit on sizes, as an OSError that names the file, whichever library meets it."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(file)
+        raise
+    except SafetensorError as error:
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        number = int(found[1]) if found else errno.EIO
+        raise OSError(number, os.strerror(number) if found else str(error), str(file)) from None
+
+
 def write_bytes(file: Path, content: bytes) -> str:
     """Writes a small file to the disk and returns its SHA-256: of what was meant, not of what came back."""
-    file.write_bytes(content)
-    sync(file)
+    with writing(file):
+        file.write_bytes(content)
+        sync(file)
     return hashlib.sha256(content).hexdigest()
 
 
