@@ -273,6 +273,13 @@ def test_the_cache_of_the_hub_names_digests(model: Path, tmp_path: Path) -> None
     refused(snapshot, "model.safetensors: its SHA-256 is")
 
 
+def test_a_damaged_tokenizer_file_is_found_without_digests(copy: Path) -> None:
+    (copy / "SHA256SUMS").unlink()
+    text = (copy / "tokenizer_config.json").read_text()
+    (copy / "tokenizer_config.json").write_text(text[:-3])
+    refused(copy, "tokenizer_config.json: not valid JSON")
+
+
 def test_what_no_model_is(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such model"):
         verify(tmp_path / "none")

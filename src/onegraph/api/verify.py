@@ -16,7 +16,7 @@ from onegraph.api import Progress
 from onegraph.api.size import Size, size_of
 from onegraph.formats.checkpoint import ABOUT, SIDECARS, Checkpoint
 from onegraph.formats.digests import SUMS, known_digest, read_sums, sha256
-from onegraph.formats.files import CheckpointError, member, read_json
+from onegraph.formats.files import CheckpointError, member, parse_json, read_json
 from onegraph.models.load import parse_config
 from onegraph.models.loader import Loader
 
@@ -111,7 +111,9 @@ class _Work:
                 if loader is not None:
                     size, layers = size_of(checkpoint), tuple(groups_of(loader))
                 for name in SIDECARS:
-                    checkpoint.sidecar(name)
+                    content = checkpoint.sidecar(name)
+                    if content is not None and name.endswith(".json"):
+                        parse_json(content, str(self.path / name))
         except ValueError as error:  # CheckpointError among them
             self._wrong(error)
         digests = self._digests(weights)
