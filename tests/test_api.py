@@ -48,7 +48,7 @@ def test_sampling_params_and_check_step_need_no_torch() -> None:
 
 
 def test_every_name_is_there_and_listed() -> None:
-    names = {"LLM", "Completion", "Quantization", "SamplingParams", "check_step", "quantize"}
+    names = {"LLM", "Completion", "Quantization", "SamplingParams", "Verification", "check_step", "quantize", "verify"}
     assert names | {"__version__"} == set(onegraph.__all__)
     assert names <= set(dir(onegraph))
     assert all(getattr(onegraph, name).__name__ == name for name in names)

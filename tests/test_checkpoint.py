@@ -86,7 +86,8 @@ def test_tokenizer_files_come_through(tmp_path: Path) -> None:
     (source / "private.txt").write_text("stays")
     write(tmp_path / "n", copy_from=Checkpoint.open(source))
     assert (tmp_path / "n" / "tokenizer.json").read_bytes() == b'{"a": 1}'
-    assert sorted(p.name for p in (tmp_path / "n").iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    files = {"SHA256SUMS", "config.json", "model.safetensors", "tokenizer.json"}
+    assert {p.name for p in (tmp_path / "n").iterdir()} == files
 
 
 def test_an_existing_output_is_left_alone(tmp_path: Path) -> None:
@@ -243,6 +244,74 @@ def test_an_index_that_names_a_tensor_that_is_not_there_is_refused(tmp_path: Pat
     refused(tmp_path / "m", "'ghost' is not in shard")
     index.write_text('{"weight_map": []}')
     refused(tmp_path / "m", "weight_map")
+
+
+FILES = ("config.json", "model.safetensors", "tokenizer.json")
+
+
+def touch(path: Path, name: str) -> None:
+    """Reads the file `name` of the model, or finds out that it may not be read."""
+    with Checkpoint.open(path) as checkpoint:
+        checkpoint.sidecar(name)
+
+
+@pytest.mark.parametrize("name", [*FILES, "model-00002-of-00005.safetensors", "model.safetensors.index.json"])
+def test_a_link_out_of_the_model_directory_is_refused(tmp_path: Path, name: str) -> None:
+    """What it points to would be read, and a sidecar copied into whatever is made of the model."""
+    model = write(tmp_path / "m", shard_bytes=1 if "0" in name or "index" in name else 1 << 30)
+    (model / "tokenizer.json").write_text("{}")
+    (tmp_path / "secret").mkdir()
+    secret = (model / name).rename(tmp_path / "secret" / "file")
+    (model / name).symlink_to(secret)
+    with pytest.raises(CheckpointError, match=r"is a symbolic link to '.*secret/file', outside of the model directory"):
+        touch(model, name)
+    (model / name).unlink()
+    (model / name).symlink_to("../secret/../secret/file")
+    with pytest.raises(CheckpointError, match="outside of the model directory"):
+        touch(model, name)
+    with pytest.raises(CheckpointError):
+        write(tmp_path / "out", copy_from=Checkpoint.open(model))
+    assert not (tmp_path / "out").exists()
+    (model / name).unlink()
+    secret.rename(model / "another name")
+    (model / name).symlink_to("another name")
+    touch(model, name)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_link_to_nothing_is_an_error_and_not_an_absent_file(tmp_path: Path, name: str) -> None:
+    model = write(tmp_path / "m")
+    (model / name).unlink(missing_ok=True)
+    (model / name).symlink_to("../../blobs/0123")
+    with pytest.raises(CheckpointError, match=rf"{name}: points to '../../blobs/0123', which does not exist; fetch"):
+        touch(model, name)
+    (model / name).unlink()
+    (model / name).symlink_to(name)
+    with pytest.raises(CheckpointError, match=f"{name}: points to '{name}'"):
+        touch(model, name)
+
+
+@pytest.mark.parametrize("shard_bytes", [1 << 30, 60])
+def test_the_cache_of_the_hub_is_read_and_its_links_lead_nowhere_else(tmp_path: Path, shard_bytes: int) -> None:
+    repository = tmp_path / "models--somebody--model"
+    (repository / "blobs").mkdir(parents=True)
+    snapshot = write(repository / "snapshots" / "0a1b2c", shard_bytes=shard_bytes)
+    (snapshot / "tokenizer.json").write_text("{}")
+    for file in sorted(snapshot.iterdir()):
+        blob = file.rename(repository / "blobs" / f"blob-of-{file.name}")
+        file.symlink_to(Path("../../blobs") / blob.name)
+    (tmp_path / "latest").symlink_to(snapshot)  # which directory is read is the user's choice
+    for path in (snapshot, tmp_path / "latest"):
+        with Checkpoint.open(path) as checkpoint:
+            assert torch.equal(checkpoint.tensor("a"), WEIGHTS["a"])
+            assert checkpoint.sidecar("tokenizer.json") == b"{}"
+    other = tmp_path / "models--somebody--private" / "blobs" / "0"
+    other.parent.mkdir(parents=True)
+    other.write_text("{}")
+    (snapshot / "tokenizer.json").unlink()
+    (snapshot / "tokenizer.json").symlink_to("../../../models--somebody--private/blobs/0")
+    with pytest.raises(CheckpointError, match="outside of the model directory"):
+        touch(snapshot, "tokenizer.json")
 
 
 def test_pickled_weights_are_never_read(tmp_path: Path) -> None:

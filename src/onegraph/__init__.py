@@ -1,7 +1,7 @@
 """onegraph: the whole decode step of a low-bit LLM as one CUDA graph. Importing this touches neither CUDA nor torch.
 
-`LLM` generates, `quantize` makes a checkpoint smaller, `check_step` says what keeps a step from being captured
-(docs/python.md). Each is imported when it is first asked for.
+`LLM` generates, `quantize` makes a checkpoint smaller, `verify` says whether one is whole, `check_step` what keeps a
+step from being captured (docs/python.md). Each is imported when it is first asked for.
 """
 
 from importlib import import_module
@@ -10,19 +10,32 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from onegraph.api.llm import LLM, Completion
     from onegraph.api.quantize import Quantization, quantize
+    from onegraph.api.verify import Verification, verify
     from onegraph.check.api import check_step
     from onegraph.engine.params import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Completion", "Quantization", "SamplingParams", "__version__", "check_step", "quantize"]
+__all__ = [
+    "LLM",
+    "Completion",
+    "Quantization",
+    "SamplingParams",
+    "Verification",
+    "__version__",
+    "check_step",
+    "quantize",
+    "verify",
+]
 
 _HOMES = {
     "LLM": "onegraph.api.llm",
     "Completion": "onegraph.api.llm",
     "Quantization": "onegraph.api.quantize",
     "SamplingParams": "onegraph.engine.params",
+    "Verification": "onegraph.api.verify",
     "check_step": "onegraph.check.api",
     "quantize": "onegraph.api.quantize",
+    "verify": "onegraph.api.verify",
 }
 
 

@@ -15,6 +15,7 @@ import torch
 
 from onegraph.api import Progress
 from onegraph.api.device import pick_device, pick_dtype
+from onegraph.api.provenance import digest_of, source_of, versions
 from onegraph.api.size import Size, size_of
 from onegraph.api.text import read_text
 from onegraph.api.tokenizer import Tokenizer
@@ -146,7 +147,19 @@ def _to_e8p(
         config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
         config["quantization_config"] = quantized.config.to_dict()
         tensors = quantized.tensors(checkpoint.names, checkpoint.tensor)
-        write_checkpoint(out, config, tensors, copy_from=checkpoint)
+        about = {
+            "format": "e8p",
+            "source": source_of(checkpoint),
+            "recipe": {"name": recipe} | chosen.to_dict(),
+            "calibration": {
+                "text": "sampled by the model" if text == "self" else "given",
+                "tokens": rows.numel(),
+                "sequence": sequence,
+                "sha256": digest_of(rows),
+            },
+            "versions": versions(),
+        }
+        write_checkpoint(out, config, tensors, copy_from=checkpoint, about=about)
         partial.remove()
         before = size_of(checkpoint)
     return Quantization(
@@ -189,7 +202,13 @@ def _to_nvfp4(
         tensors = nvfp4.quantized_tensors(
             checkpoint.names, checkpoint.tensor, chosen, search=recipe != "quick", device=device, on_linear=count
         )
-        write_checkpoint(out, told, tensors, copy_from=checkpoint)
+        about = {
+            "format": "nvfp4",
+            "source": source_of(checkpoint),
+            "recipe": {"name": recipe, "layers": dict(layers)},
+            "versions": versions(),
+        }
+        write_checkpoint(out, told, tensors, copy_from=checkpoint, about=about)
         before = size_of(checkpoint)
     return Quantization(
         source=str(source),

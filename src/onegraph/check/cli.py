@@ -23,6 +23,10 @@ exit status: 0 without errors, 1 with errors, 2 the check could not run
 """
 
 
+MOST_STEPS = 10_000
+"""Each step's operations are kept until the end: 10,000 of a small step take some hundred megabytes."""
+
+
 def add_parsers(subparsers: Any) -> None:
     """Add the commands `check` and `rule`; each sets `run`, called with the parsed arguments, which returns the exit
     status."""
@@ -38,6 +42,9 @@ def add_parsers(subparsers: Any) -> None:
     ways.add_argument("--live", action="store_true", help="capture and replay on the GPU instead of simulating")
     ways.add_argument("--all", action="store_true", help="read, simulate, and capture on the GPU")
     check.add_argument("--steps", type=int, default=4, metavar="N", help="steps to run, at least 3 (default: 4)")
+    check.add_argument(
+        "--timeout", type=float, default=600, metavar="S", help="seconds that a target may take (default: 600)"
+    )
     check.add_argument("--select", default="", metavar="CODES", help="only these, e.g. CG1,CG205")
     check.add_argument("--ignore", default="", metavar="CODES", help="all but these")
     check.add_argument("--strict", action="store_true", help="count warnings and unverified launches as errors")
@@ -60,8 +67,12 @@ def run_with(make: Callable[[argparse.Namespace], Report], args: argparse.Namesp
     """Tell the report that `make` gives in the form that was asked for; return 0, 1 or 2."""
     try:
         select, ignore = codes(args.select), codes(args.ignore)
-        if args.steps < 3:
-            raise CheckError(f"--steps: got {args.steps}, allowed 3 or more; replay must be compared on several inputs")
+        if not 3 <= args.steps <= MOST_STEPS:
+            raise CheckError(
+                f"--steps: got {args.steps}, allowed 3 to {MOST_STEPS}; replay must be compared on several inputs"
+            )
+        if not 0.1 <= args.timeout <= 86400:
+            raise CheckError(f"--timeout: got {args.timeout:g}, allowed 0.1 to 86400 seconds")
         report = make(args).select(select, ignore)
         if args.html:
             from onegraph.check.output import html
@@ -110,18 +121,20 @@ def check(target: str, args: argparse.Namespace) -> Report:
 
         return finished(apply(check_tree(target)))
     from onegraph.check.api import check_step
+    from onegraph.check.deadline import deadline
     from onegraph.check.reconcile import reconcile
     from onegraph.check.target import load
 
-    loaded = load(target)
-    report = check_step(
-        loaded.factory,
-        source=True,
-        simulate=not args.live,
-        live=args.live or args.all,
-        steps=args.steps,
-        target=target,
-    )
+    with deadline(args.timeout, f"target {target!r}"):
+        loaded = load(target)
+        report = check_step(
+            loaded.factory,
+            source=True,
+            simulate=not args.live,
+            live=args.live or args.all,
+            steps=args.steps,
+            target=target,
+        )
     return finished(apply(reconcile(report)))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from onegraph.check.deadline import Overdue
 from onegraph.check.report import CheckError
 
 FORM = "path/to/file.py:factory or package.module:factory"
@@ -34,7 +35,8 @@ def split(spec: str) -> tuple[str, str]:
     if where.endswith(".py") or os.sep in where:
         path = os.path.abspath(where)
         if not os.path.isfile(path):
-            raise CheckError(f"target {spec!r}: no such file: {where}")
+            what = "not a regular file" if os.path.exists(path) else "no such file"
+            raise CheckError(f"target {spec!r}: {what}: {where}")
         if not path.endswith(".py"):
             raise CheckError(f"target {spec!r}: {where} is not a Python file (.py)")
         return path, name
@@ -61,7 +63,7 @@ def load(spec: str) -> Target:
     except SyntaxError as error:
         raise CheckError(f"target {spec!r}: {path}:{error.lineno or 1}: syntax error: {error.msg}") from error
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
+        if isinstance(error, KeyboardInterrupt | Overdue):
             raise
         raise CheckError(f"target {spec!r}: importing it raised {type(error).__name__}: {_line(error)}") from error
     factory = getattr(module, name, None)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
+import errno
 import importlib
 import importlib.util
 import os
+import resource
 import sys
 from collections.abc import Sequence
 
 from onegraph import __version__
-from onegraph.cli.common import Parser, UsageError, one_line
+from onegraph.cli.common import Parser, UsageError, human_bytes, one_line
+from onegraph.cli.streams import STDOUT, abandon_stdout, as_utf8, checked
 
-COMMANDS = ("quantize", "generate", "eval", "bench", "soak", "env", "demo")
+COMMANDS = ("quantize", "verify", "generate", "eval", "bench", "soak", "env", "demo")
 USER_ERROR, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 70, 130, 141
 
 DESCRIPTION = "Run the whole decode step of a low-bit LLM as one CUDA graph, and prove that it may."
@@ -27,8 +29,8 @@ what it cost, and what it runs on:
   onegraph env
 
 A model is a directory with config.json and model.safetensors, as transformers writes it, or a .gguf file.
-'onegraph COMMAND --help' explains each command. Exit status: 0 done, 1 findings (check, soak), 2 an error that one line
-on stderr explains, 130 interrupted.
+'onegraph COMMAND --help' explains each command; --debug, anywhere on the line, shows where an error came from. Exit
+status: 0 done, 1 findings (check, soak, verify), 2 an error that one line on stderr explains, 130 interrupted.
 """
 
 
@@ -41,6 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"onegraph {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show where an error came from (anywhere on the line)")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", parser_class=Parser)
     if importlib.util.find_spec("onegraph.check.cli") is not None:
         importlib.import_module("onegraph.check.cli").add_parsers(commands)
@@ -62,31 +65,43 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     debug = "--debug" in words
     try:
-        parser = build_parser()
-        args = parser.parse_args([word for word in words if word != "--debug"])
-        if args.command is None:
-            parser.print_help()
-            return 0
-        status = int(args.run(args) or 0)
-        sys.stdout.flush()
-        return status
-    except SystemExit as stop:  # --help and --version
-        return int(stop.code or 0)
+        with checked():
+            return _run([word for word in words if word != "--debug"])
     except KeyboardInterrupt:
         _say("interrupted" + (_resume_hint(words) if words else ""))
         return INTERRUPTED
     except BrokenPipeError:
-        # What reads us has gone (a pager, head): the interpreter must not complain about it when it flushes at exit.
-        with contextlib.suppress(OSError, ValueError):  # a stdout without a descriptor
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        abandon_stdout()  # what reads us has gone (a pager, head)
         return BROKEN_PIPE
     except BaseException as error:
+        if isinstance(error, OSError) and error.filename == STDOUT:
+            abandon_stdout()
         if debug:
             raise
         return _report(error)
 
 
+def _run(words: list[str]) -> int:
+    as_utf8(words)
+    parser = build_parser()
+    try:
+        args = parser.parse_args(words)
+        if args.command is None:
+            parser.print_help()
+            status = 0
+        else:
+            status = int(args.run(args) or 0)
+    except SystemExit as stop:  # --help and --version
+        status = int(stop.code or 0)
+    sys.stdout.flush()
+    return status
+
+
 def _report(error: BaseException) -> int:
+    kind = type(error).__name__
+    if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or _no_memory(error):
+        _say(f"error: out of memory: {one_line(error)}; {_memory_advice()}")
+        return USER_ERROR
     if isinstance(error, UsageError | ValueError):
         _say("error: " + one_line(error))
         return USER_ERROR
@@ -94,15 +109,24 @@ def _report(error: BaseException) -> int:
         where = f"{error.filename}: " if error.filename else ""
         _say(f"error: {where}{error.strerror or one_line(error)}")
         return USER_ERROR
-    kind = type(error).__name__
-    if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or "can't allocate memory" in str(error):
-        _say("error: out of memory: " + one_line(error) + "; try a smaller --max-context, batch or model")
-        return USER_ERROR
     if kind in ("CaptureError", "FloatingPointError", "ModuleNotFoundError"):
         _say("error: " + one_line(error))
         return USER_ERROR
     _say(f"internal error: {kind}: {one_line(error)}; please report it with the output of the same command and --debug")
     return INTERNAL_ERROR
+
+
+def _no_memory(error: BaseException) -> bool:
+    """Whether the system refused memory: torch, the dynamic linker and threads each say it in their own way."""
+    words = ("can't allocate memory", "annot allocate memory", "failed to map segment", "can't start new thread")
+    return getattr(error, "errno", None) == errno.ENOMEM or any(word in str(error) for word in (*words, "bad_alloc"))
+
+
+def _memory_advice() -> str:
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY:
+        return f"this process may have {human_bytes(limit)} of addresses (ulimit -v); raise the limit"
+    return "take a smaller model, batch or context, or a machine with more memory"
 
 
 def _resume_hint(words: list[str]) -> str:

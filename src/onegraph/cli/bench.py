@@ -5,7 +5,19 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from onegraph.cli.common import UsageError, add_device, add_dtype, number, one_line, open_model, pick_device, pick_dtype
+from onegraph.cli.common import (
+    BATCH,
+    CONTEXT,
+    STEPS,
+    UsageError,
+    add_device,
+    add_dtype,
+    number,
+    one_line,
+    open_model,
+    pick_device,
+    pick_dtype,
+)
 
 EPILOG = """\
 examples:
@@ -36,19 +48,17 @@ def add_parser(commands: Any) -> None:
     linear.set_defaults(run=run_linear)
     attention = kinds.add_parser("attention", help="a layer's decode attention beside torch's SDPA (needs a GPU)")
     count = number(int, 1, 1 << 10)
-    attention.add_argument("--context", action="append", type=number(int, 1, 1 << 20), metavar="N", help="keys a row")
-    attention.add_argument(
-        "--batch", action="append", type=number(int, 1, 1 << 12), metavar="B", help="may be repeated"
-    )
+    attention.add_argument("--context", action="append", type=CONTEXT, metavar="N", help="keys a row")
+    attention.add_argument("--batch", action="append", type=BATCH, metavar="B", help="may be repeated")
     attention.add_argument("--heads", type=count, default=32, metavar="N", help="query heads (default: 32)")
     attention.add_argument("--kv-heads", type=count, default=8, metavar="N", help="(default: 8)")
     attention.add_argument("--head-dim", type=number(int, 2, 256), default=128, metavar="N", help="(default: 128)")
     attention.set_defaults(run=run_attention)
     step = kinds.add_parser("step", help="the decode step of a model, eager and captured")
     step.add_argument("model", metavar="MODEL", help="model directory or .gguf file")
-    step.add_argument("--batch", action="append", type=number(int, 1, 1 << 12), metavar="B", help="may be repeated")
-    step.add_argument("--context", type=number(int, 1, 1 << 20), default=128, metavar="N", help="prompt (default: 128)")
-    step.add_argument("--steps", type=number(int, 1, 1 << 20), default=256, metavar="N", help="to time (default: 256)")
+    step.add_argument("--batch", action="append", type=BATCH, metavar="B", help="may be repeated")
+    step.add_argument("--context", type=CONTEXT, default=128, metavar="N", help="prompt (default: 128)")
+    step.add_argument("--steps", type=STEPS, default=256, metavar="N", help="to time (default: 256)")
     step.set_defaults(run=run_step)
     for each in (linear, attention, step):
         add_device(each)

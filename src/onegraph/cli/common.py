@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -32,6 +33,36 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see '{self.prog} --help'")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Unknown options come first: a misspelt one makes others look missing."""
+        if self._subparsers is None:
+            for word in args or ():
+                name = word.partition("=")[0]
+                if word == "--":
+                    break
+                if word.startswith("--") and " " not in word and name not in self._option_string_actions:
+                    self.error(f"unrecognized arguments: {word}{suggestion(name, self._option_string_actions)}")
+        return super().parse_known_args(args, namespace)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            choices = [str(choice) for choice in action.choices]
+            hint = suggestion(str(value), choices)
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r}{hint} (choose from {', '.join(choices)})")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if message:  # argparse would pass over a stdout that cannot be written
+            print(message, end="", file=file or sys.stderr)
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """ "; did you mean X?" where a known word is close to `word` or begins with it."""
+    names = {name.lstrip("-"): name for name in sorted(known)}  # dashes are alike in all of them
+    bare = word.lstrip("-")
+    longer = [name for name in names if len(bare) > 1 and name.startswith(bare)]
+    close = longer or difflib.get_close_matches(bare, names)
+    return f"; did you mean {names[close[0]]}?" if close else ""
 
 
 def one_line(error: object, limit: int = 500) -> str:
@@ -68,6 +99,14 @@ def number(
         return value
 
     return parse
+
+
+# One range for one option, whichever command takes it.
+SEED = number(int, 0, 2**31 - 1)
+STEPS = number(int, 1, 1 << 30)
+CONTEXT = number(int, 1, 1 << 20)
+BATCH = number(int, 1, 1 << 12)
+TEXT_TOKENS = number(int, 64, 1 << 24)
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
@@ -131,7 +170,17 @@ def read_text(path: str) -> str:
     """A UTF-8 text file of at most 1 GB, '-' for stdin. Raises CheckpointError."""
     from onegraph.api import text
 
-    return text.decode(sys.stdin.buffer.read(text.MAX_TEXT), path) if path == "-" else text.read_text(Path(path))
+    if path != "-":
+        return text.read_text(Path(path))
+    if sys.stdin is None:
+        raise UsageError("standard input is closed, and '-' reads it; give a file, or pipe the text in")
+    try:
+        data = sys.stdin.buffer.read(text.MAX_TEXT + 1)
+    except OSError as error:  # a directory, a terminal that went away
+        raise UsageError(f"standard input: cannot be read: {error.strerror}") from None
+    if len(data) > text.MAX_TEXT:
+        raise UsageError(f"standard input: more than {text.MAX_TEXT} bytes; give less text")
+    return text.decode(data, "standard input")
 
 
 def progress(*, total: int | None = None, what: str, unit: str) -> Any:
@@ -197,7 +246,12 @@ class PlainBar:
 def print_json(value: dict[str, Any]) -> None:
     """One line on stdout. A figure that is not finite (a perplexity may overflow) is null: JSON has no infinity."""
     plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in value.items()}
-    print(json.dumps(plain, ensure_ascii=False, allow_nan=False), flush=True)
+    line = json.dumps(plain, ensure_ascii=False, allow_nan=False)
+    try:
+        line.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:  # a terminal of few characters: JSON has its own escapes
+        line = json.dumps(plain, allow_nan=False)
+    print(line, flush=True)
 
 
 def human_bytes(count: float) -> str:

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from onegraph.cli.common import (
+    TEXT_TOKENS,
     Progress,
     UsageError,
     add_device,
@@ -51,7 +52,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--text", required=True, metavar="FILE", help="UTF-8 text, '-' for stdin")
     parser.add_argument("--reference", metavar="REF", help="the model to compare with, usually the unquantized one")
     parser.add_argument(
-        "--tokens", type=number(int, 2, 1 << 30), default=16384, metavar="N", help="of the text to use (default: 16384)"
+        "--tokens", type=TEXT_TOKENS, default=16384, metavar="N", help="of the text to use (default: 16384)"
     )
     parser.add_argument(
         "--window", type=number(int, 2, 1 << 17), default=512, metavar="W", help="tokens of context (default: 512)"

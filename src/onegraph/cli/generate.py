@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from onegraph.cli.common import (
+    SEED,
     UsageError,
     add_device,
     add_dtype,
@@ -74,7 +75,7 @@ def add_parser(commands: Any) -> None:
         metavar="P",
         help="draw among the likeliest that reach mass P (1: all)",
     )
-    parser.add_argument("--seed", type=number(int, 0, 2**63 - 1), metavar="N", help="of the draws (default: a new one)")
+    parser.add_argument("--seed", type=SEED, metavar="N", help="of the draws (default: a new one)")
     parser.add_argument(
         "--capture",
         choices=tuple(CAPTURE),

@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onegraph.cli.common import (
+    BATCH,
+    CONTEXT,
+    SEED,
+    STEPS,
+    UsageError,
     add_device,
     add_dtype,
     add_gpus,
     add_json,
-    number,
     open_model,
     options,
     pick_device,
@@ -47,12 +51,10 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("model", metavar="MODEL", help="model directory or .gguf file")
     parser.add_argument("--out", required=True, metavar="DIR", help="where rounds.jsonl and plot.svg go")
-    parser.add_argument("--steps", type=number(int, 1, 1 << 30), default=5000, metavar="N", help="(default: 5000)")
-    parser.add_argument("--batch", type=number(int, 1, 256), default=2, metavar="B", help="rows (default: 2)")
-    parser.add_argument(
-        "--context", type=number(int, 32, 1 << 20), default=1024, metavar="N", help="tokens of a round (default: 1024)"
-    )
-    parser.add_argument("--seed", type=number(int, 0, 1 << 31), default=0, metavar="N", help="of the texts")
+    parser.add_argument("--steps", type=STEPS, default=5000, metavar="N", help="(default: 5000)")
+    parser.add_argument("--batch", type=BATCH, default=2, metavar="B", help="rows (default: 2)")
+    parser.add_argument("--context", type=CONTEXT, default=1024, metavar="N", help="tokens of a round (default: 1024)")
+    parser.add_argument("--seed", type=SEED, default=0, metavar="N", help="of the texts")
     add_gpus(parser)
     parser.add_argument("--eager", action="store_true", help="watch the eager step instead of the captured one")
     add_device(parser)
@@ -66,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
     from onegraph.engine.soak import read_rounds, soak
     from onegraph.models.load import load_decoder, parse_config
 
+    if args.context < 32:
+        raise UsageError(f"--context: got {args.context}, a round takes 32 tokens and more")
     device = pick_device(args.device)
     dtype = pick_dtype(args.dtype, device)
     out = Path(args.out)

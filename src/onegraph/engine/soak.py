@@ -31,6 +31,7 @@ from torch import Tensor
 
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
+from onegraph.formats.files import writing
 
 MEGABYTE = 1 << 20
 GROWTH = 32 * MEGABYTE  # that a process may gain after its first round: its allocators keep what new shapes needed
@@ -246,7 +247,7 @@ def read_rounds(path: Path, settings: dict[str, Any]) -> list[Round]:
 
 def append(path: Path, value: dict[str, Any]) -> None:
     """One line more, on the disk when this returns."""
-    with path.open("a") as file:
+    with writing(path), path.open("a") as file:
         file.write(json.dumps(value) + "\n")
         file.flush()
         os.fsync(file.fileno())

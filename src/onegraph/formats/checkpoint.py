@@ -19,7 +19,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from onegraph.formats.files import CheckpointError, parse_json, quote, read_bytes, read_json, reason
+from onegraph.formats.digests import SUMS, format_sums, sha256
+from onegraph.formats.files import (
+    CheckpointError,
+    member,
+    parse_json,
+    quote,
+    read_bytes,
+    read_json,
+    reason,
+    sync,
+    write_bytes,
+    writing,
+)
 
 __all__ = ["Checkpoint", "CheckpointError", "TensorInfo", "write_checkpoint"]
 
@@ -49,6 +61,7 @@ SIDECARS = (
     "chat_template.jinja",
     "generation_config.json",
 )
+ABOUT = "onegraph.json"  # what a checkpoint was made from, how, and by which versions
 MAX_HEADER = 100 << 20  # bytes; the safetensors library's own limit
 MAX_SIDECAR = 256 << 20  # bytes; the longest published tokenizer.json is some 35 MB
 SHARD_BYTES = 4 << 30
@@ -96,7 +109,7 @@ class Checkpoint:
                     f"{path}: no such model; give a directory that holds config.json and model.safetensors, "
                     "or a .gguf file"
                 )
-            config = read_json(path / "config.json")
+            config = read_json(member(path, "config.json") or path / "config.json")
             return Checkpoint(path, config, _directory(path))
         except (OSError, ValueError) as error:
             if isinstance(error, CheckpointError):
@@ -165,9 +178,10 @@ class Checkpoint:
             raise CheckpointError(f"{info.file}: tensor {quote(name)} cannot be read: {reason(error)}") from None
 
     def sidecar(self, name: str) -> bytes | None:
-        """The content of a tokenizer or generation file beside the weights, None where the checkpoint has none."""
-        path = self.path / name
-        return read_bytes(path, MAX_SIDECAR) if path.exists() else None
+        """The content of a tokenizer or generation file beside the weights, None where the checkpoint has none.
+        Raises CheckpointError for a symbolic link that leads out of the directory or to nothing (`files.member`)."""
+        path = member(self.path, name)
+        return None if path is None else read_bytes(path, MAX_SIDECAR)
 
     def check(self, expected: Expected, optional: Collection[str] = ()) -> None:
         """Compares what is there with `expected`: name -> (shape, dtype or dtypes allowed).
@@ -202,10 +216,10 @@ class Checkpoint:
 
 
 def _directory(path: Path) -> dict[str, TensorInfo]:
-    single, index = path / "model.safetensors", path / "model.safetensors.index.json"
-    if single.exists():
+    single, index = member(path, "model.safetensors"), member(path, "model.safetensors.index.json")
+    if single is not None:
         return read_header(single)
-    if index.exists():
+    if index is not None:
         return _sharded(path, index)
     pickled = sorted(p.name for kind in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in path.glob(kind))
     if pickled:
@@ -229,9 +243,10 @@ def _sharded(path: Path, index: Path) -> dict[str, TensorInfo]:
                 "is allowed"
             )
         if file not in headers:
-            if not (path / file).exists():
+            shard = member(path, file)
+            if shard is None:
                 raise CheckpointError(f"{index}: shard {quote(file)} is missing from {path}; fetch it again")
-            headers[file] = read_header(path / file)
+            headers[file] = read_header(shard)
         if name not in headers[file]:
             raise CheckpointError(f"{index}: tensor {quote(name)} is not in shard {quote(file)}")
         tensors[name] = headers[file][name]
@@ -300,12 +315,14 @@ def write_checkpoint(
     copy_from: Checkpoint | None = None,
     shard_bytes: int = SHARD_BYTES,
     on_tensor: Callable[[str], None] | None = None,
+    about: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes a checkpoint directory that appears whole or not at all.
 
     Everything goes into a hidden directory beside `path`, is flushed to disk, and is renamed at the end. At most one
-    shard is held in memory. Tokenizer and generation files come through from `copy_from`. Raises CheckpointError
-    where `path` exists already; OSError (disk full) leaves nothing behind.
+    shard is held in memory. Tokenizer and generation files come through from `copy_from`; `about` goes to
+    onegraph.json; SHA256SUMS holds the digest of each file. Raises CheckpointError where `path` exists already; OSError
+    (disk full) leaves nothing behind.
     """
     path = Path(path)
     if path.exists() or path.is_symlink():
@@ -315,16 +332,18 @@ def write_checkpoint(
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary.mkdir()
     try:
-        _write_tensors(temporary, tensors, shard_bytes, on_tensor)
-        _write(temporary / "config.json", _dump(dict(config)))
-        for name in SIDECARS if copy_from is not None else ():
-            assert copy_from is not None
-            content = copy_from.sidecar(name)
-            if content is not None:
-                _write(temporary / name, content)
-        _sync(temporary)
+        sums = _write_tensors(temporary, tensors, shard_bytes, on_tensor)
+        small = {"config.json": _dump(dict(config))}
+        if copy_from is not None:
+            small |= {name: content for name in SIDECARS if (content := copy_from.sidecar(name)) is not None}
+        if about is not None:
+            small[ABOUT] = _dump(dict(about))
+        for name, content in small.items():
+            sums[name] = write_bytes(temporary / name, content)
+        write_bytes(temporary / SUMS, format_sums(sums))
+        sync(temporary)
         os.rename(temporary, path)
-        _sync(path.parent)
+        sync(path.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -332,17 +351,21 @@ def write_checkpoint(
 
 def _write_tensors(
     directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], limit: int, on_tensor: Callable[[str], None] | None
-) -> None:
+) -> dict[str, str]:
+    """Writes shards and their index; file name -> digest of each."""
     shards: list[list[str]] = []
+    digests: list[str] = []
     seen: set[str] = set()
     pending: dict[str, torch.Tensor] = {}
     total = size = 0
 
     def flush() -> None:
         file = directory / f"shard-{len(shards)}"
-        save_file(pending, file, metadata={"format": "pt"})
-        file.chmod(0o644)
-        _sync(file)
+        with writing(file):
+            save_file(pending, file, metadata={"format": "pt"})
+            file.chmod(0o644)
+            digests.append(sha256(file))  # while it is still in memory
+            sync(file)
         shards.append(list(pending))
         pending.clear()
 
@@ -361,28 +384,18 @@ def _write_tensors(
     flush()
     if len(shards) == 1:
         os.rename(directory / "shard-0", directory / "model.safetensors")
-        return
-    weight_map = {}
+        return {"model.safetensors": digests[0]}
+    weight_map: dict[str, str] = {}
+    sums: dict[str, str] = {}
     for i, names in enumerate(shards):
         file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         os.rename(directory / f"shard-{i}", directory / file)
         weight_map.update(dict.fromkeys(names, file))
+        sums[file] = digests[i]
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    _write(directory / "model.safetensors.index.json", _dump(index))
+    name = "model.safetensors.index.json"
+    return sums | {name: write_bytes(directory / name, _dump(index))}
 
 
 def _dump(value: dict[str, Any]) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
-
-
-def _write(file: Path, content: bytes) -> None:
-    file.write_bytes(content)
-    _sync(file)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

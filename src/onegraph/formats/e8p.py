@@ -39,7 +39,8 @@ import torch
 from torch import Tensor
 
 from onegraph.formats.dense import DENSE
-from onegraph.formats.weight import FLOATS, Field, File, Part, Tensors, WeightFormat
+from onegraph.formats.files import CheckpointError, quote
+from onegraph.formats.weight import FLOATS, WHOLE, Field, File, Part, Source, Tensors, WeightFormat
 
 BITS = (2, 3, 4)
 KEEP = 16  # in a rate map: the layer stays unquantized
@@ -137,6 +138,12 @@ class E8PFormat(WeightFormat):
     @property
     def stored(self) -> Mapping[str, Field]:
         return self._stored
+
+    def read(self, source: Source, layer: str, part: Part = WHOLE) -> Tensors:
+        scale = source.read(f"{layer}.scale", self.stored["scale"], WHOLE)
+        if not scale > 0:
+            raise CheckpointError(f"tensor {quote(f'{layer}.scale')} is {scale.item()}; a scale is above zero")
+        return super().read(source, layer, part)
 
     def fold(self, stored: Tensors) -> Tensors:
         scales = {

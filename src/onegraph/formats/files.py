@@ -1,11 +1,19 @@
-"""Small files that nobody vouches for: read whole, bounded, and refused in one line."""
+"""Small files: those that nobody vouches for read whole, bounded, refused in one line; ours written to the disk."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import hashlib
 import json
 import math
+import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 MAX_CONFIG = 4 << 20  # bytes; the longest published config.json is some 100 KB
 MAX_DEPTH = 32  # of JSON; published configs stay below 6
@@ -86,12 +94,69 @@ def read_bytes(path: Path, limit: int) -> bytes:
         raise CheckpointError(f"{path}: cannot be read: {reason(error)}") from None
 
 
+def member(directory: Path, name: str) -> Path | None:
+    """The file `name` of a model directory, None where there is none.
+
+    A symbolic link may lead to another file of the directory; in the cache of huggingface_hub, where
+    models--x--y/snapshots/<revision>/file points to models--x--y/blobs/<digest>, to one of the same models--x--y.
+    Raises CheckpointError for any other link: whoever made the directory would choose which file of this machine is
+    read, and copied into what is made of it. Also for a link to nothing: a file that was meant to be there is lost.
+    """
+    path = directory / name
+    if not os.path.lexists(path):
+        return None
+    try:
+        real, home = path.resolve(strict=True), directory.resolve()
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle, up to Python 3.12
+        what = f"points to {quote(os.readlink(path))}" if path.is_symlink() else "cannot be read"
+        why = "which does not exist" if isinstance(error, FileNotFoundError) else reason(error)
+        raise CheckpointError(f"{path}: {what}, {why}; fetch the file again") from None
+    cache = [p for p in home.parents if p.name.startswith("models--") and home.is_relative_to(p / "snapshots")]
+    if not any(real.is_relative_to(allowed) for allowed in (home, *cache)):
+        raise CheckpointError(
+            f"{path}: is a symbolic link to {quote(str(real))}, outside of the model directory; copy the file here if "
+            "it belongs to the model"
+        )
+    return path
+
+
 def read_json(path: Path, limit: int = MAX_CONFIG) -> dict[str, Any]:
     """A JSON object from a file of at most `limit` bytes, under the rules of `parse_json`."""
     value = parse_json(read_bytes(path, limit), str(path))
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds a JSON {type(value).__name__}, an object is expected")
     return value
+
+
+@contextlib.contextmanager
+def writing(file: Path) -> Iterator[None]:
+    """A disk that is full, or a limit on sizes, as an OSError that names the file, whichever library meets it."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(file)
+        raise
+    except SafetensorError as error:
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        number = int(found[1]) if found else errno.EIO
+        raise OSError(number, os.strerror(number) if found else str(error), str(file)) from None
+
+
+def write_bytes(file: Path, content: bytes) -> str:
+    """Writes a small file to the disk and returns its SHA-256: of what was meant, not of what came back."""
+    with writing(file):
+        file.write_bytes(content)
+        sync(file)
+    return hashlib.sha256(content).hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Returns when the file, or a directory's list of files, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def reason(error: Exception) -> str:

@@ -13,6 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from onegraph.formats.files import sync, writing
+
 _VERSION = 1  # of what the pieces mean; another one is another job
 
 
@@ -83,12 +85,8 @@ class Partial:
     @staticmethod
     def _place(file: Path, write: Any) -> None:
         temporary = file.with_name(f".{file.name}.tmp")
-        write(temporary)
-        with temporary.open("rb") as stream:
-            os.fsync(stream.fileno())
+        with writing(temporary):
+            write(temporary)
+            sync(temporary)
         os.replace(temporary, file)
-        directory = os.open(file.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        sync(file.parent)

@@ -3,12 +3,14 @@
 import ast
 import io
 import os
+import stat
 import sys
 import sysconfig
 import tokenize
 import warnings
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import BinaryIO
 
 from onegraph.check.report import CheckError
 
@@ -40,6 +42,13 @@ class SourceFile:
         return self.lines[number - 1] if 0 < number <= len(self.lines) else ""
 
 
+def open_regular(path: str) -> BinaryIO:
+    """The file, open for reading. Raises Unreadable for a pipe or a device, which would be waited for."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise Unreadable(f"{path}: not a regular file")
+    return open(path, "rb")
+
+
 def decode(path: str) -> str:
     """Text of a Python file in its declared encoding. Raises Unreadable."""
     try:
@@ -48,7 +57,7 @@ def decode(path: str) -> str:
             raise Unreadable(
                 f"{path}: too large to read as code: {size / 1e6:.1f} MB, at most {MAX_BYTES / 1e6:.0f} MB"
             )
-        with open(path, "rb") as handle:
+        with open_regular(path) as handle:
             data = handle.read()
     except OSError as error:
         raise Unreadable(f"{path}: {error.strerror or error}") from None

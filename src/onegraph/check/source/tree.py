@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from onegraph.check.report import CheckError, Finding, Origin, Report, ordered
-from onegraph.check.source.files import Project, SourceFile, Unreadable
+from onegraph.check.source.files import Project, SourceFile, Unreadable, open_regular
 from onegraph.check.source.machine import Machine
 from onegraph.check.source.roots import read_file
 
@@ -76,7 +76,8 @@ def check_tree(path: str, *, processes: int | None = None) -> Report:
         if not files:
             raise CheckError(f"{path}: no Python file in it")
     else:
-        raise CheckError(f"{path}: no such file or folder")
+        what = "no such file or folder" if not os.path.lexists(path) else "neither a regular file nor a folder"
+        raise CheckError(f"{path}: {what}")
     findings: dict[tuple[str, int, int, str], Finding] = {}
     unread: list[str] = []
     reached: set[tuple[str, int, int]] = set()
@@ -151,7 +152,7 @@ def read_files(files: list[str]) -> Batch:
 def _concerns(path: str) -> bool:
     """False where the text never mentions torch: there is no step in it. (Others may still import it.)"""
     try:
-        with open(path, "rb") as handle:
+        with open_regular(path) as handle:
             data = handle.read(8_000_000)
     except OSError as error:
         raise Unreadable(f"{path}: {error.strerror or error}") from None

@@ -1,0 +1,86 @@
+"""`onegraph verify`: whether a checkpoint is whole, and what is inside."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+from onegraph.cli.common import Progress, add_json, human_bytes, one_line, print_json
+
+if TYPE_CHECKING:
+    from onegraph.api.verify import Verification
+
+EPILOG = """\
+examples:
+  onegraph verify out/smollm2-4bit
+  onegraph verify models/DeepSeek-V4-Flash-NVFP4 --json
+
+Every file is read once or twice: digests (SHA256SUMS, which quantize writes and 'sha256sum -c' reads too, or the names
+in huggingface_hub's cache), headers, shapes and dtypes against config.json, every value finite and every scale in
+range. Nothing is run and no GPU is needed. What a checkpoint does not allow to check is said: without digests, a
+flipped bit in a weight is just another weight. Exit status 1: a problem was found.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "verify",
+        help="whether a checkpoint is whole, and what is inside: rates, bits, recipe, source, versions",
+        description="Checks a checkpoint's files, shapes, dtypes, values and digests, and says what is inside.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="DIR", help="model directory or .gguf file, anybody's")
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from onegraph.api.verify import verify
+
+    with Progress(reading_digests="byte", checking_values="byte") as shown:
+        found = verify(args.model, progress=shown)
+    if args.json:
+        print_json(found.as_dict())
+    else:
+        tell(found)
+    return 0 if found.ok else 1
+
+
+def tell(found: Verification) -> None:
+    """The finding as a page of text; nothing from the checkpoint reaches the terminal unescaped."""
+    if found.size is not None:
+        size = found.size
+        print(
+            f"{found.tensors} tensors, {human_bytes(size.total_bytes)}, {size.parameters} parameters: "
+            f"{size.linear_bits:.2f} bits a weight in the linears, {size.bits:.2f} over the whole model"
+        )
+    elif found.tensors:
+        print(f"{found.tensors} tensors")
+    if found.layers:
+        wide = max(len(group.layers) for group in found.layers)
+        print(f"\n{'layer':{wide}s}  {'blocks':>8s}{'count':>7s}{'bits':>8s}  format")
+        for group in found.layers:
+            bits = f"{group.bits:.3f}"
+            print(f"{group.layers:{wide}s}  {group.blocks:>8s}{group.count:>7d}{bits:>8s}  {group.format}")
+        print()
+    for key, value in (found.about or {}).items():
+        print(f"{one_line(key, 40):<12s} {phrase(value)}")
+    print(f"digests      {found.digests} of files are right" if found.digests else "digests      none")
+    for line in found.unchecked:
+        print(f"not checked  {one_line(line)}")
+    for line in found.problems:
+        print(f"PROBLEM      {one_line(line)}")
+    print("damaged" if found.problems else "whole, as far as it could be checked" if found.unchecked else "whole")
+
+
+def phrase(value: object) -> str:
+    """JSON from a file on one line: "name SmolLM2, revision 0a1b"."""
+    if isinstance(value, dict):
+        return one_line(", ".join(f"{key} {plain(item)}" for key, item in value.items()), 300)
+    return one_line(plain(value), 300)
+
+
+def plain(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
