@@ -102,6 +102,14 @@ def test_stderr_that_is_closed(model: Path) -> None:
     assert done.stdout
 
 
+def test_stderr_that_cannot_be_written(model: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "onegraph", "verify", model / "none"], stdout=subprocess.PIPE, stderr=full
+        )
+    assert (done.returncode, done.stdout) == (2, b"")
+
+
 # ------------------------------------------------------------------------------------------------ files and memory
 
 

@@ -289,7 +289,11 @@ def test_what_no_model_is(tmp_path: Path) -> None:
     refused(tmp_path, "config.json: no such file")
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
-    refused(tmp_path, "gpt2", "not supported")
+    found = verify(tmp_path)
+    assert found.ok, "a model of another family is not a damaged one"
+    assert any("since onegraph cannot run this model" in line and "gpt2" in line for line in found.unchecked)
+    save_file({"w": torch.full((2,), float("inf"))}, tmp_path / "model.safetensors")
+    refused(tmp_path, "tensor 'w' holds NaN or infinite values")
 
 
 def test_what_a_checkpoint_says_of_itself_reaches_no_terminal_raw(copy: Path) -> None:

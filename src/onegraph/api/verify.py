@@ -191,9 +191,14 @@ class _Work:
     # ------------------------------------------------------------------------------------------------ shapes and values
 
     def _loader(self, checkpoint: Checkpoint) -> Loader | None:
-        """The checkpoint as layers, None where it does not fit its config."""
+        """The checkpoint as layers, None where it does not fit its config or is of another family."""
         try:
-            loader = Loader(checkpoint, parse_config(checkpoint.config), torch.float32)
+            config = parse_config(checkpoint.config)
+        except ValueError as error:
+            self.unchecked.append(f"shapes and scales, since onegraph cannot run this model: {error}")
+            return None
+        try:
+            loader = Loader(checkpoint, config, torch.float32)
             loader.check()
             return loader
         except ValueError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import importlib
 import importlib.util
@@ -100,7 +101,7 @@ def _run(words: list[str]) -> int:
 def _report(error: BaseException) -> int:
     kind = type(error).__name__
     if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or _no_memory(error):
-        _say(f"error: out of memory: {one_line(error)}; {_memory_advice()}")
+        _say(f"error: out of memory: {one_line(error)}; {_memory_advice(on_gpu=kind == 'OutOfMemoryError')}")
         return USER_ERROR
     if isinstance(error, UsageError | ValueError):
         _say("error: " + one_line(error))
@@ -122,9 +123,9 @@ def _no_memory(error: BaseException) -> bool:
     return getattr(error, "errno", None) == errno.ENOMEM or any(word in str(error) for word in (*words, "bad_alloc"))
 
 
-def _memory_advice() -> str:
+def _memory_advice(on_gpu: bool) -> str:
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit != resource.RLIM_INFINITY:
+    if limit != resource.RLIM_INFINITY and not on_gpu:
         return f"this process may have {human_bytes(limit)} of addresses (ulimit -v); raise the limit"
     return "take a smaller model, batch or context, or a machine with more memory"
 
@@ -134,4 +135,5 @@ def _resume_hint(words: list[str]) -> str:
 
 
 def _say(text: str) -> None:
-    print(f"onegraph: {text}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # where nobody can read it, the status tells
+        print(f"onegraph: {text}", file=sys.stderr)

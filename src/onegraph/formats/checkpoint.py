@@ -338,8 +338,7 @@ def write_checkpoint(
             small |= {name: content for name in SIDECARS if (content := copy_from.sidecar(name)) is not None}
         if about is not None:
             small[ABOUT] = _dump(dict(about))
-        for name, content in small.items():
-            sums[name] = write_bytes(temporary / name, content)
+        sums |= {name: write_bytes(temporary / name, content) for name, content in small.items()}
         write_bytes(temporary / SUMS, format_sums(sums))
         sync(temporary)
         os.rename(temporary, path)
