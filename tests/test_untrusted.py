@@ -29,6 +29,7 @@ from onegraph.api.tokenizer import Tokenizer
 from onegraph.formats.checkpoint import Checkpoint, CheckpointError
 
 CHAT = [{"role": "user", "content": "Hi"}]
+VALUES = ("'a b'", "3.5", "[3, 1]", "messages", "{'a': 1}")
 DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
 
 
@@ -260,6 +261,22 @@ def test_a_template_cannot_read_the_environment(value: str, model: Path, monkeyp
     assert "hf_secret" not in errors
 
 
+def test_all_of_jinja_works_where_nothing_can_be_imported_any_more(cage: Cage) -> None:
+    from jinja2.defaults import DEFAULT_FILTERS, DEFAULT_TESTS
+
+    uses = [f"{value} | {name}{more}" for name in DEFAULT_FILTERS for value in VALUES for more in ("", "(1)", "('a')")]
+    uses += [f"{value} is {name}" for name in DEFAULT_TESTS for value in VALUES]
+    uses += ["lipsum(n=1)", "cycler(1, 2).next()", "joiner()()", "namespace(a=1).a", "'\\N{BULLET}é'", "nothing.at.all"]
+    failures = []
+    for use in uses:
+        try:
+            render(cage, f"{{{{ {use} }}}}")
+        except CageError as error:
+            failures.append((use, str(error)))
+    assert not [each for each in failures if re.search("Module|Import|permitted|ran (out|longer)", each[1])]
+    assert len(failures) < 0.6 * len(uses), "else it does not show much"
+
+
 def test_each_prompt_has_its_own_time(cage: Cage) -> None:
     """The limit is for one rendering, not for the life of the process."""
     busy = "{% for a in range(300) %}{% for b in range(3000) %}{% endfor %}{% endfor %}x"
@@ -278,16 +295,17 @@ def test_forty_doublings_are_one_line(where: str, model: Path) -> None:
     kinds = {"normalizer": "normalizers", "decoder": "decoders"}
     change(model, **{where: {"type": "Sequence", kinds[where]: [DOUBLE] * 40}})
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
-    t = Tokenizer(Checkpoint.open(model))
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json: cannot (encode this text|decode): ran (out|longer)"):
-        t.encode("a") if where == "normalizer" else t.decode([tiny.TOKENS.index("a")])
-    assert time.perf_counter() - start < 60
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000, "kB"
     if where == "normalizer":
         status, out, errors = invoke(["generate", model, "--raw", "--prompt", "a"])
         assert (status, out, errors.count("\n")) == (2, "", 1)
-        assert "cannot encode this text" in errors
-    assert t.decode([tiny.TOKENS.index("t")]) == "t", "the next call has a process again"
+        assert re.search(r"tokenizer\.json: cannot encode this text: ran (out|longer)", errors)
+    else:
+        t = Tokenizer(Checkpoint.open(model))
+        with pytest.raises(CheckpointError, match=r"tokenizer\.json: cannot decode: ran (out|longer)"):
+            t.decode([tiny.TOKENS.index("a")])
+        assert t.decode([tiny.TOKENS.index("t")]) == "t", "the next call has a process again"
+    assert time.perf_counter() - start < 60
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000, "kB"
 
 
 def test_a_text_that_is_long_gets_more_memory(model: Path) -> None:
@@ -308,8 +326,9 @@ def test_a_text_that_is_long_gets_more_memory(model: Path) -> None:
 HOSTILE = "\x1b]0;owned\x07\x9b2J\rx\u202ey\n\tz"
 
 
-@pytest.mark.parametrize("to", ["terminal", "pipe", "json"])
-@pytest.mark.parametrize("batch", [False, True])
+@pytest.mark.parametrize(
+    ("to", "batch"), [("terminal", False), ("terminal", True), ("pipe", False), ("pipe", True), ("json", False)]
+)
 def test_control_characters_are_escaped_on_a_terminal(to: str, batch: bool, model: Path, tmp_path: Path) -> None:
     everything = {"type": "Replace", "pattern": {"Regex": r"\A[\s\S]+\z"}, "content": HOSTILE}
     level = tiny.tokenizer_json()["decoder"]
@@ -447,6 +466,7 @@ CONVERSATIONS = [
     ["  in a\n the 12\n\n"],
     ["naïve 東京 😀", "the answer", "and in the end?"],
     ["", "the <b>", "[x] {{ messages }} |> <|"],
+    [" \n"],
 ]
 
 
@@ -578,3 +598,16 @@ def test_the_command_line_says_what_to_do(model: Path) -> None:
     assert "take it out of the message" in errors
     with pytest.raises(TemplateError, match="chat template failed"):
         ChatTemplate("{{ raise_exception('no') }}", {}).render(CHAT)
+
+
+def test_each_promise_of_the_document_names_its_test(repo: Path) -> None:
+    text = (repo / "docs" / "cli.md").read_text()
+    section = text.split("## What a checkpoint may do to you: nothing\n")[1].split("\n## ")[0]
+    promises = section.split("\n- ")[1:]
+    assert len(promises) > 8
+    for promise in promises:
+        named = re.findall(r"`(tests/\w+\.py)`:\s+((?:`\w+`(?:,\s+)?)+)", promise)
+        assert named, promise
+        for file, names in named:
+            for name in re.findall(r"\w+", names):
+                assert f"def {name}(" in (repo / file).read_text(), name

@@ -21,7 +21,7 @@ FIRST_SEED = 20_000
 # Runs onegraph on sys.argv[2:] and dies without a word after sys.argv[1] seconds, counted from when imports are done.
 KILLED = """
 import os, signal, sys, threading, time
-import onegraph.cli, onegraph.api.quantize, tokenizers
+import onegraph.cli, onegraph.api.quantize
 def die():
     time.sleep(float(sys.argv[1]))
     os.kill(os.getpid(), signal.SIGKILL)

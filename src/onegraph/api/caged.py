@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import datetime
 import functools
+import importlib
 import json
 import os
 import re
@@ -22,6 +23,8 @@ from typing import Any
 
 MAX_TEMPLATE = 1 << 20  # characters
 MAX_OUTPUT = 16 << 20  # characters
+
+_LATE = ("html", "jinja2.constants", "jinja2.debug", "pprint", "textwrap", "unicodedata")  # what jinja2 imports in use
 
 # Numbers of the system calls that it may still make: read, write, close, fstat, lseek; memory; signals and timers;
 # clocks, futex, random numbers, exit. All others, among them open, socket, clone, execve and kill, fail.
@@ -80,14 +83,11 @@ class Templates:
     """Renders chat templates."""
 
     def __init__(self) -> None:
-        import pprint  # noqa: F401  what jinja2 would import when a template asks for it
-        import unicodedata  # noqa: F401
-
-        import jinja2
-        import jinja2.constants
-        import jinja2.debug
         import jinja2.ext
         from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        for name in _LATE:
+            importlib.import_module(name)
 
         def to_json(value: Any, indent: int | None = None, **_: Any) -> str:
             return json.dumps(value, ensure_ascii=False, indent=indent)

@@ -68,6 +68,7 @@ class ChatTemplate:
                 texts[mark] = text
                 content = content.replace(text, mark)  # its blanks stay, for templates that strip them
             marked.append({**message, "content": content})
-        pieces = re.split(f"({'|'.join(texts)})", self.render(marked))
+        rendered = self.render(marked)
+        pieces = re.split(f"({'|'.join(texts)})", rendered) if texts else [rendered]
         found = [texts[piece] if i % 2 else piece for i, piece in enumerate(pieces)]
         return found if "".join(found) == self.render(messages) else None
