@@ -1,7 +1,7 @@
 """onegraph: the whole decode step of a low-bit LLM as one CUDA graph. Importing this touches neither CUDA nor torch.
 
-`LLM` generates, `quantize` makes a checkpoint smaller, `check_step` says what keeps a step from being captured
-(docs/python.md). Each is imported when it is first asked for.
+`LLM` generates, `quantize` makes a checkpoint smaller, `plan` says what that takes, `check_step` says what keeps a step
+from being captured (docs/python.md). Each is imported when it is first asked for.
 """
 
 from importlib import import_module
@@ -9,19 +9,32 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from onegraph.api.llm import LLM, Completion
+    from onegraph.api.plan import Plan, plan
     from onegraph.api.quantize import Quantization, quantize
     from onegraph.check.api import check_step
     from onegraph.engine.params import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Completion", "Quantization", "SamplingParams", "__version__", "check_step", "quantize"]
+__all__ = [
+    "LLM",
+    "Completion",
+    "Plan",
+    "Quantization",
+    "SamplingParams",
+    "__version__",
+    "check_step",
+    "plan",
+    "quantize",
+]
 
 _HOMES = {
     "LLM": "onegraph.api.llm",
     "Completion": "onegraph.api.llm",
+    "Plan": "onegraph.api.plan",
     "Quantization": "onegraph.api.quantize",
     "SamplingParams": "onegraph.engine.params",
     "check_step": "onegraph.check.api",
+    "plan": "onegraph.api.plan",
     "quantize": "onegraph.api.quantize",
 }
 
