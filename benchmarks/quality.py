@@ -8,9 +8,7 @@ the bits that are stored, seconds, the recipe, and where it ran. `--run NAME` pi
 """
 
 import argparse
-import dataclasses
 import json
-import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -24,7 +22,7 @@ from onegraph.engine.record import machine, with_id
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.llama import LlamaSource
 from onegraph.quant.layer import dequantize
-from onegraph.quant.partial import Partial, fingerprint
+from onegraph.quant.partial import Partial
 from onegraph.quant.quantize import Quantized, quantize
 from onegraph.quant.recipe import Recipe, Tune
 
@@ -194,20 +192,20 @@ def main() -> None:
         baseline[bits] = result["kl"]
         report(f"rtn@{bits}", {**result, "bpw": bits + 0.5, "seconds": 0.0})
     scratch = tempfile.mkdtemp(prefix="onegraph-quality-")
+    partial = Partial(scratch, args.model, keep_inputs=False)  # each run gathers its own, so that its time counts that
     for name, recipe in runs(args.run, changes):
         if time.time() - begun > args.limit:
             print(f"{name}: not begun, {args.limit:.0f} s are over")
             continue
         start = time.time()
         # Tuning starts from the blocks that the rung before it left, so its time is what it adds.
-        job = fingerprint(args.model, dataclasses.replace(recipe, tune=None).to_dict(), calibration)
-        made = quantize(model, calibration, recipe, Partial(Path(scratch) / job, job))
+        made = quantize(model, calibration, recipe, partial)
         if cuda:
             torch.cuda.synchronize()
         seconds = time.time() - start
         result = evaluation.of(weight_of(made))
         report(name, {**result, "bpw": bits_per_weight(model, made), "seconds": seconds, "recipe": recipe.to_dict()})
-    shutil.rmtree(scratch)
+    partial.remove()
 
 
 if __name__ == "__main__":

@@ -48,7 +48,8 @@ def test_sampling_params_and_check_step_need_no_torch() -> None:
 
 
 def test_every_name_is_there_and_listed() -> None:
-    names = {"LLM", "Completion", "Quantization", "SamplingParams", "Verification", "check_step", "quantize", "verify"}
+    names = {"LLM", "Completion", "Plan", "Quantization", "SamplingParams", "Verification", "check_step", "plan"}
+    names |= {"quantize", "verify"}
     assert names | {"__version__"} == set(onegraph.__all__)
     assert names <= set(dir(onegraph))
     assert all(getattr(onegraph, name).__name__ == name for name in names)
@@ -346,7 +347,8 @@ def test_a_text_is_a_text_and_a_path_a_file(model: Path, text: Path, tmp_path: P
 
 def test_self_calibration_reports_its_sampling(model: Path, tmp_path: Path) -> None:
     seen: list[str] = []
-    quantize(model, tmp_path / "out", progress=lambda what, done, total: seen.append(what), **(SMALL | {"tokens": 128}))
+    options = SMALL | {"tokens": 128, "calibration": "self"}
+    quantize(model, tmp_path / "out", progress=lambda what, done, total: seen.append(what), **options)
     assert list(dict.fromkeys(seen)) == ["sampling text", "quantizing"]
 
 

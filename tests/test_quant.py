@@ -4,6 +4,11 @@ Past 400 lines, since all of it is asked of one tiny decoder and its calibration
 """
 
 import copy
+import os
+import re
+import socket
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -17,7 +22,7 @@ from onegraph.quant.e8p import encode
 from onegraph.quant.hessian import Moments, corrected, gather
 from onegraph.quant.layer import dequantize, quantize_embedding, quantize_group
 from onegraph.quant.ldlq import couplings, damped, loss, sweep
-from onegraph.quant.partial import Partial, fingerprint
+from onegraph.quant.partial import Partial, key_of
 from onegraph.quant.quantize import Quantized, quantize
 from onegraph.quant.recipe import Recipe, Tune
 
@@ -282,42 +287,113 @@ def test_a_killed_job_resumes_to_the_same_bytes(tokens: Tensor, recipe: Recipe, 
     whole = Tiny()
     made = quantize(whole, tokens, recipe, outer=whole.outer)
     assert same(made, quantize(Tiny(), tokens, recipe, outer=whole.outer))
-    job = fingerprint("tiny", recipe.to_dict(), tokens)
     for at, kill in enumerate(sorted({1, 2, whole.calls // 3, whole.calls // 2, whole.calls - 1})):
         model = Tiny(kill_at=kill)
-        with pytest.raises(KeyboardInterrupt):
-            quantize(model, tokens, recipe, Partial(tmp_path / str(at), job), outer=model.outer)
+        with Partial(tmp_path / str(at), "tiny") as partial, pytest.raises(KeyboardInterrupt):
+            quantize(model, tokens, recipe, partial, outer=model.outer)
+        (tmp_path / str(at)).mkdir(exist_ok=True)  # it goes with its last user where nothing was finished
         (tmp_path / str(at) / ".block-00001.safetensors.tmp").write_bytes(b"half of a piece")
-        again = quantize(Tiny(), tokens, recipe, Partial(tmp_path / str(at), job), outer=model.outer)
-        assert same(made, again)
+        with Partial(tmp_path / str(at), "tiny") as partial:
+            assert same(made, quantize(Tiny(), tokens, recipe, partial, outer=model.outer))
 
 
-def test_another_job_is_refused(tokens: Tensor, tmp_path: Any) -> None:
-    base = fingerprint("a", Recipe().to_dict(), tokens)
-    Partial(tmp_path / "work", base)
-    Partial(tmp_path / "work", base)
-    for other in (
-        fingerprint("b", Recipe().to_dict(), tokens),
-        fingerprint("a", Recipe(seed=1).to_dict(), tokens),
-        fingerprint("a", Recipe().to_dict(), tokens + 1),
-    ):
-        with pytest.raises(ValueError, match="another job"):
-            Partial(tmp_path / "work", other)
+def corrected_job(tokens: Tensor, path: Any, before: Recipe, after: Recipe) -> str:
+    """What is said of a job that goes on with the work of another; its result is that of a job by itself."""
+    said: list[str] = []
+    with Partial(path, "tiny") as partial:
+        quantize(Tiny(), tokens, before, partial)
+    with Partial(path, "tiny", remark=said.append) as partial:
+        assert same(quantize(Tiny(), tokens, after, partial), quantize(Tiny(), tokens, after))
+        partial.remove()
+    (line,) = said
+    return line
+
+
+def test_a_corrected_job_takes_over_what_it_leaves_as_it_was(tokens: Tensor, tmp_path: Any) -> None:
+    path = tmp_path / "work"
+    line = corrected_job(tokens, path, Recipe(), Recipe(layers={"blocks.1.down": 2}))
+    assert line == f"{path}: keeps 1 block and drops 1 block, which this command asks for otherwise"
+    line = corrected_job(tokens, path, Recipe(), Recipe(layers={"blocks.0.down": 2}))
+    assert line == f"{path}: drops 2 blocks, which this command asks for otherwise", "Hessians of block 1 changed too"
+    quick = {"inputs": "reference", "descent": 0}
+    line = corrected_job(tokens, path, Recipe(**quick), Recipe(**quick, layers={"blocks.0.down": 2}))
+    assert line.startswith(f"{path}: keeps the Hessians of 2 blocks, 1 block and drops 1 block")
+    line = corrected_job(tokens, path, Recipe(**quick), Recipe(**quick, bits=2))
+    assert line.startswith(f"{path}: keeps the Hessians of 2 blocks and drops 2 blocks")
+    line = corrected_job(tokens, path, Recipe(bits=2), Recipe(bits=2, tune=Tune(epochs=1)))
+    assert line == f"{path}: keeps 2 blocks"
+
+
+def test_hessians_are_kept_only_where_there_is_room(tokens: Tensor, tmp_path: Any) -> None:
+    with Partial(tmp_path / "work", "tiny", keep_inputs=False) as partial:
+        made = quantize(Tiny(), tokens, Recipe(inputs="reference"), partial)
+        assert sorted(f.name for f in (tmp_path / "work").glob("*.safetensors")) == [
+            "block-00000.safetensors",
+            "block-00001.safetensors",
+        ]
+        assert same(made, quantize(Tiny(), tokens, Recipe(inputs="reference")))
+
+
+def test_another_model_is_refused(tmp_path: Any) -> None:
+    with Partial(tmp_path / "work", "a") as partial:
+        partial.save("block-00000", "key", {"x": torch.zeros(1)})
+    with pytest.raises(ValueError, match="unfinished work on another model"):
+        Partial(tmp_path / "work", "b")
+    Partial(tmp_path / "work", "a").close()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
     with pytest.raises(ValueError, match="no unfinished quantization"):
-        Partial(tmp_path / "mine", base)
+        Partial(tmp_path / "mine", "a")
+    assert (tmp_path / "mine" / "thesis.txt").exists()
+
+
+HOLD = """
+import sys, time
+from onegraph.quant.partial import Partial
+partial = Partial(sys.argv[1], "a")
+print("held", flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_second_process_is_told_who_works_there_and_a_dead_one_holds_nothing(tmp_path: Any) -> None:
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "work")], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        with pytest.raises(
+            ValueError, match=rf"process {process.pid} on {re.escape(socket.gethostname())} works there"
+        ):
+            Partial(tmp_path / "work", "a")
+    finally:
+        process.kill()
+        process.communicate()
+    with Partial(tmp_path / "work", "a"), pytest.raises(ValueError, match=rf"process {os.getpid()} on"):
+        Partial(tmp_path / "work", "a")
+    assert not (tmp_path / "work").exists(), "nothing was finished, so nothing is left"
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / ".job.tmp").write_text("half")
+    (tmp_path / "work" / "lock").write_bytes(b"\xff\x00 nobody")
+    Partial(tmp_path / "work", "a").close()
 
 
 def test_a_damaged_piece_is_named(tokens: Tensor, tmp_path: Any) -> None:
-    partial = Partial(tmp_path / "work", "job")
-    quantize(Tiny(), tokens, Recipe(), partial)
-    file = tmp_path / "work" / "block-00001.safetensors"
-    file.write_bytes(file.read_bytes()[:-5])
-    with pytest.raises(ValueError, match="block-00001"):
+    with Partial(tmp_path / "work", "job") as partial:
         quantize(Tiny(), tokens, Recipe(), partial)
-    partial.remove()
+        file = tmp_path / "work" / "block-00001.safetensors"
+        whole = file.read_bytes()
+        for damaged in (whole[:-5], whole[:-5] + bytes(byte ^ 1 for byte in whole[-5:])):
+            file.write_bytes(damaged)
+            with pytest.raises(ValueError, match="block-00001"):
+                quantize(Tiny(), tokens, Recipe(), partial)
+        partial.remove()
     assert not (tmp_path / "work").exists()
+
+
+def test_a_key_names_all_that_it_is_made_of() -> None:
+    keys = [key_of(1, "a"), key_of(1, "b"), key_of({"a": 2, "b": 1}), key_of(torch.zeros(2)), key_of(torch.zeros(2, 1))]
+    assert len(set(keys)) == len(keys)
+    assert key_of({"b": 1, "a": 2}) == keys[2]
 
 
 def test_rate_map(tokens: Tensor) -> None:

@@ -1,7 +1,7 @@
 """onegraph: the whole decode step of a low-bit LLM as one CUDA graph. Importing this touches neither CUDA nor torch.
 
-`LLM` generates, `quantize` makes a checkpoint smaller, `verify` says whether one is whole, `check_step` what keeps a
-step from being captured (docs/python.md). Each is imported when it is first asked for.
+`LLM` generates, `quantize` makes a checkpoint smaller, `plan` says what that takes, `verify` whether a checkpoint is
+whole, `check_step` what keeps a step from being captured (docs/python.md). Each is imported when it is first asked for.
 """
 
 from importlib import import_module
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from onegraph.api.llm import LLM, Completion
+    from onegraph.api.plan import Plan, plan
     from onegraph.api.quantize import Quantization, quantize
     from onegraph.api.verify import Verification, verify
     from onegraph.check.api import check_step
@@ -18,11 +19,13 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "Completion",
+    "Plan",
     "Quantization",
     "SamplingParams",
     "Verification",
     "__version__",
     "check_step",
+    "plan",
     "quantize",
     "verify",
 ]
@@ -30,10 +33,12 @@ __all__ = [
 _HOMES = {
     "LLM": "onegraph.api.llm",
     "Completion": "onegraph.api.llm",
+    "Plan": "onegraph.api.plan",
     "Quantization": "onegraph.api.quantize",
     "SamplingParams": "onegraph.engine.params",
     "Verification": "onegraph.api.verify",
     "check_step": "onegraph.check.api",
+    "plan": "onegraph.api.plan",
     "quantize": "onegraph.api.quantize",
     "verify": "onegraph.api.verify",
 }

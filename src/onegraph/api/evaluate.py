@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from onegraph.api import Progress
+from onegraph.api.hub import locate
 from onegraph.api.needle import ROOM, retrieve
 from onegraph.api.size import component_bits, size_of
 from onegraph.api.tokenizer import Tokenizer
@@ -33,7 +34,7 @@ def compare_components(
 ) -> list[dict[str, Any]]:
     """`eval --ab`: a row for each component of `model` that differs from `reference`, or of a model that has none for
     each component as NVFP4; then one for all of them. Raises ValueError."""
-    with Checkpoint.open(model) as checkpoint:
+    with Checkpoint.open(locate(model).path) as checkpoint:
         ids = Tokenizer(checkpoint).encode(text)[:tokens]
         if len(ids) < 2:
             raise ValueError(f"the text has {len(ids)} tokens; at least 2 are needed, and some thousand to mean much")
@@ -44,7 +45,7 @@ def compare_components(
         changes = in_nvfp4(base)
         bits = dict.fromkeys(changes, 4 + 8 / GROUP)
     else:
-        with Checkpoint.open(reference) as checkpoint:
+        with Checkpoint.open(locate(reference).path) as checkpoint:
             other = load_decoder(checkpoint, device, dtype, max_context=window, fused=False)
         changes, base = exchanged(base, other), other
     progress("comparing", 0, 0)
@@ -69,7 +70,7 @@ def evaluate_checkpoint(
 ) -> dict[str, Any]:
     """Figures of `model` on `text`, by name; against `reference` where there is one. Raises ValueError."""
     setting = parse_kv(kv)
-    with Checkpoint.open(model) as checkpoint:
+    with Checkpoint.open(locate(model).path) as checkpoint:
         tokenizer = Tokenizer(checkpoint)
         ids = tokenizer.encode(text)[:tokens]
         if len(ids) < 2:
@@ -86,7 +87,7 @@ def evaluate_checkpoint(
         size = size_of(checkpoint)
     other = None
     if reference is not None:
-        with Checkpoint.open(reference) as checkpoint:
+        with Checkpoint.open(locate(reference).path) as checkpoint:
             other = Llama.load(checkpoint, device, dtype, max_context=window)
     progress("evaluating", 0, 0)
     found = evaluate(

@@ -14,6 +14,7 @@ from typing import Any, Literal, overload
 import torch
 
 from onegraph.api.device import pick_device, pick_dtype
+from onegraph.api.hub import locate
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams, Stats
@@ -48,7 +49,8 @@ class LLM:
     """A model on a GPU (or a CPU) that generates text.
 
     Args:
-        path: a model directory with config.json, safetensors and tokenizer.json, or a .gguf file; quantized or not.
+        path: a model directory with config.json, safetensors and tokenizer.json, a .gguf file, or a name on the Hugging
+            Face hub ("org/name", "org/name@revision"); quantized or not.
         gpus: place the layers over so many GPUs, for DeepSeek-V4; 1 for every other model.
         kv: how keys and values are stored: "exact", "turboquant:4", "turboquant:k3v4", ... (docs/turboquant.md), or
             "fp8" for DeepSeek-V4.
@@ -83,11 +85,12 @@ class LLM:
     ) -> None:
         if type(gpus) is not int or gpus < 1:
             raise ValueError(f"gpus: got {gpus!r}; allowed is a count of 1 and more")
-        self.path = str(path)
+        located = locate(path)
+        self.path = located.name
         self.device = pick_device(device)
         self.dtype = pick_dtype(dtype, self.device)
         setting = None if kv == "fp8" else parse_kv(kv)
-        with Checkpoint.open(path) as checkpoint:
+        with Checkpoint.open(located.path) as checkpoint:
             if max_context is None:
                 max_context = min(parse_config(checkpoint.config).max_positions, MAX_CONTEXT)
             self.tokenizer = Tokenizer(checkpoint) if tokenizer is None else tokenizer

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -14,7 +15,18 @@ from typing import Any
 import torch
 
 from onegraph.api import Progress
-from onegraph.api.device import pick_device, pick_dtype
+from onegraph.api.device import pick_dtype
+from onegraph.api.hub import locate
+from onegraph.api.plan import (
+    Choices,
+    check_room,
+    choose,
+    existing,
+    nvfp4_config,
+    refuse_existing,
+    rounded_layers,
+    survey,
+)
 from onegraph.api.provenance import digest_of, source_of, versions
 from onegraph.api.size import Size, size_of
 from onegraph.api.text import read_text
@@ -22,24 +34,24 @@ from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
-from onegraph.formats.e8p import KEEP, resolve_rates
-from onegraph.formats.nvfp4 import NVFP4
-from onegraph.formats.weight import WeightFormat
+from onegraph.formats.e8p import resolve_rates
 from onegraph.models.config import LlamaConfig
 from onegraph.models.llama import Llama, LlamaSource
 from onegraph.models.load import parse_config
 from onegraph.models.loader import Loader
 from onegraph.quant import nvfp4
 from onegraph.quant.calibrate import packed_tokens, sampled_tokens
-from onegraph.quant.partial import Partial, fingerprint
+from onegraph.quant.partial import Partial, key_of
 from onegraph.quant.quantize import quantize as quantize_blocks
-from onegraph.quant.recipe import Recipe
+
+BUNDLED = Path(__file__).parents[1] / "data" / "calibration.txt"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """What `quantize` made. Sizes are of the checkpoints on disk; `config` is the quantization_config that was written;
-    `recipe`, `seed` and `calibration_tokens` are None for a format that is not calibrated."""
+    """What `quantize` made. `source` is the path, or org/name@commit of the hub; sizes are of the checkpoints on disk;
+    `config` is the quantization_config that was written; `recipe`, `seed` and `calibration_tokens` are None for a
+    format that is not calibrated."""
 
     source: str
     output: str
@@ -60,9 +72,9 @@ def quantize(
     *,
     bits: int = 4,
     format: str = "e8p",
-    recipe: str = "good",
-    calibration: str | Path = "self",
-    tokens: int = 16384,
+    recipe: str | None = None,
+    calibration: str | Path = "bundled",
+    tokens: int | None = None,
     sequence: int = 512,
     layers: Mapping[str, int] | None = None,
     lm_head: int | None = None,
@@ -70,171 +82,187 @@ def quantize(
     seed: int = 0,
     device: str | torch.device = "auto",
     progress: Progress | None = None,
+    remark: Callable[[str], None] | None = None,
 ) -> Quantization:
-    """Quantize the unquantized checkpoint `source` (a directory or a .gguf file) into the new directory `out`.
+    """Quantize the unquantized checkpoint `source` into the new directory `out`.
 
-    Works block by block. Finished blocks lie in `out`.partial: the same call resumes after a crash and ends with the
-    same bytes.
+    Works block by block: memory holds one block, what the text is in it, and a file of the result (at most 4 GB) while
+    that is written. Finished blocks lie in `out`.partial: the same call resumes after a crash and ends with the same
+    bytes, and a corrected one takes over what it leaves as it was. `plan` says beforehand what it would take.
 
     Args:
+        source: a directory, a .gguf file, or a name on the Hugging Face hub: "org/name" or "org/name@revision".
         bits: 2, 3 or 4, of every linear inside the blocks.
         format: "e8p", or "nvfp4": 4.5 bits a weight, no calibration, also of DeepSeek-V4.
-        recipe: "quick" (one pass), "good", or "best" (also tunes scales; holds the whole model).
-        calibration: text to calibrate on, a pathlib.Path to a UTF-8 file of it, or "self" for text that the model
-            samples. tokens: of it to use. sequence: tokens of a row of it.
+        recipe: "quick" (one pass; the default on a CPU), "good" (the default on a GPU), or "best" (also tunes scales;
+            holds the whole model).
+        calibration: text to calibrate on, a pathlib.Path to a UTF-8 file of it, "bundled" for the short one that comes
+            with onegraph, or "self" for text that the model samples (holds the whole model). tokens: of it to use, at
+            most (default: 8192 on a CPU, 16384 on a GPU). sequence: tokens of a row of it.
         layers: {pattern: bits} of linears that differ, {"*.down_proj": 4}; 16 keeps a layer; the last match wins.
         lm_head, embed_tokens: bits of the output head and of the embedding; None leaves them as they are.
         seed: the same one gives the same bytes.
         device: "cpu", "cuda", "cuda:N", or "auto" for the GPU where there is one.
         progress: called as progress(what, done, total); total is 0 while it is not known.
+        remark: called with a line of text: what it will take, what of earlier work is gone on with.
 
-    Raises ValueError (CheckpointError among them) for anything that is wrong, before anything is written.
+    Raises ValueError (CheckpointError among them) for anything that is wrong, before anything is sampled or written:
+    options, patterns, `out`, memory and disk, and another process that works on the same `out`.
     """
-    say = progress or (lambda what, done, total: None)
-    out = Path(out)
-    if out.exists() or out.is_symlink():
-        raise ValueError(f"{out}: exists already; choose another output directory or remove it")
-    target = pick_device(device)
-    if format == "nvfp4":
-        if bits != 4 or lm_head or embed_tokens or any(rate != KEEP for rate in (layers or {}).values()):
-            raise ValueError(
-                "nvfp4 has one rate and keeps both ends: it takes no other bits, no lm_head or embed_tokens, and "
-                "layers may only keep a linear ({pattern: 16})"
-            )
-        return _to_nvfp4(source, out, layers or {}, recipe, target, say)
-    if format != "e8p":
-        raise ValueError(f"format: got {format!r}; allowed are 'e8p' and 'nvfp4'")
-    for name, value in (("tokens", tokens), ("sequence", sequence)):
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{name}: got {value!r}; allowed is a count of 1 and more")
-    levers = {"bits": bits, "lm_head": lm_head, "embed_tokens": embed_tokens, "seed": seed}
-    chosen = Recipe.preset(recipe, layers=dict(layers or {}), **levers)
-    text = read_text(calibration) if isinstance(calibration, Path) else calibration
-    return _to_e8p(source, out, chosen, recipe, text, tokens, sequence, target, say)
+    tell = remark or (lambda line: None)
+    run = _Run(Path(out), progress or (lambda what, done, total: None), tell, time.perf_counter())
+    choices = choose(
+        bits=bits,
+        format=format,
+        recipe=recipe,
+        calibration=calibration,
+        tokens=tokens,
+        sequence=sequence,
+        layers=layers,
+        lm_head=lm_head,
+        embed_tokens=embed_tokens,
+        seed=seed,
+        device=device,
+    )
+    refuse_existing(run.out)
+    text = _text(calibration) if format == "e8p" else None
+    located = locate(source)
+    with Checkpoint.open(located.path) as checkpoint:
+        found = survey(checkpoint, located.name, choices)
+        check_room(found, run.out)
+        tell(f"quantizing {found}")
+        with Partial(
+            run.out.with_name(run.out.name + ".partial"),
+            identity(checkpoint),
+            remark=tell,
+            keep_inputs=shutil.disk_usage(existing(run.out)).free > found.disk + 2 * found.hessians,
+        ) as partial:
+            refuse_existing(run.out)  # by a process that held the directory until now
+            if format == "nvfp4":
+                config, count = run.nvfp4(checkpoint, choices), None
+            else:
+                config, count = run.e8p(checkpoint, choices, text, partial)
+            partial.remove()
+    with Checkpoint.open(run.out) as made:
+        after = size_of(made)
+    calibrated = format == "e8p"
+    return Quantization(
+        source=found.source,
+        output=str(out),
+        format=format,
+        seconds=round(time.perf_counter() - run.started, 1),
+        before=found.before,
+        after=after,
+        config=config,
+        bits=bits,
+        recipe=choices.recipe if calibrated else None,
+        seed=seed if calibrated else None,
+        calibration_tokens=count,
+    )
 
 
-def _to_e8p(
-    source: str | PathLike[str],
-    out: Path,
-    chosen: Recipe,
-    recipe: str,
-    text: str,
-    tokens: int,
-    sequence: int,
-    device: torch.device,
-    say: Progress,
-) -> Quantization:
-    started = time.perf_counter()
-    with Checkpoint.open(source) as checkpoint:
-        sequence = min(sequence, LlamaConfig.from_dict(checkpoint.config).max_positions, tokens)
-        model = LlamaSource(checkpoint, device, max_context=sequence)
+def _text(calibration: str | Path) -> str | None:
+    """The text to calibrate on; None where the model writes it."""
+    if calibration == "self":
+        return None
+    if calibration == "bundled":
+        return read_text(BUNDLED)
+    return read_text(calibration) if isinstance(calibration, Path) else calibration
+
+
+@dataclass(frozen=True)
+class _Run:
+    out: Path
+    say: Progress
+    tell: Callable[[str], None]
+    started: float
+
+    def e8p(
+        self, checkpoint: Checkpoint, choices: Choices, text: str | None, partial: Partial
+    ) -> tuple[dict[str, Any], int]:
+        """Writes `out`; returns its quantization_config and how many tokens it was calibrated on."""
+        recipe, tokens = choices.levers, choices.tokens
+        sequence = min(choices.sequence, LlamaConfig.from_dict(checkpoint.config).max_positions, tokens)
+        model = LlamaSource(checkpoint, choices.device, max_context=sequence)
         tokenizer = Tokenizer(checkpoint)
-        if text == "self":
-            rows = sample_text(checkpoint, tokenizer, device, -(-tokens // sequence), sequence, chosen.seed, say)
+        if text is None:
+            count = -(-tokens // sequence)
+            key = key_of(identity(checkpoint), count, sequence, recipe.seed, choices.device.type)
+            kept = partial.load("text", key)
+            if kept is None:
+                rows = sample_text(checkpoint, tokenizer, choices.device, count, sequence, recipe.seed, self.say)
+                partial.save("text", key, {"tokens": rows})
+            else:
+                rows = kept["tokens"]
         else:
             rows = packed_tokens(tokenizer.encode(text), length=sequence, limit=tokens)
-        partial = Partial(
-            out.with_name(out.name + ".partial"), fingerprint(identity(checkpoint), chosen.to_dict(), rows)
-        )
 
         def outer(name: str) -> torch.Tensor:  # a tied head is the embedding
             return checkpoint.tensor(name if name in checkpoint else "model.embed_tokens.weight")
 
-        say("quantizing", 0, 0)
+        self.say("quantizing", 0, 0)
         quantized = quantize_blocks(
-            model, rows, chosen, partial, outer=outer, progress=lambda done, total, _: say("quantizing", done, total)
+            model,
+            rows,
+            recipe,
+            partial,
+            outer=outer,
+            progress=lambda done, total, _: self.say("quantizing", done, total),
         )
-        config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
-        config["quantization_config"] = quantized.config.to_dict()
-        tensors = quantized.tensors(checkpoint.names, checkpoint.tensor)
+        config = quantized.config.to_dict()
         about = {
-            "format": "e8p",
-            "source": source_of(checkpoint),
-            "recipe": {"name": recipe} | chosen.to_dict(),
+            "recipe": {"name": choices.recipe} | recipe.to_dict(),
             "calibration": {
-                "text": "sampled by the model" if text == "self" else "given",
+                "text": "sampled by the model" if text is None else "given",
                 "tokens": rows.numel(),
                 "sequence": sequence,
                 "sha256": digest_of(rows),
             },
-            "versions": versions(),
         }
-        write_checkpoint(out, config, tensors, copy_from=checkpoint, about=about)
-        partial.remove()
-        before = size_of(checkpoint)
-    return Quantization(
-        source=str(source),
-        output=str(out),
-        format="e8p",
-        seconds=round(time.perf_counter() - started, 1),
-        before=before,
-        after=_size(out),
-        config=config["quantization_config"],
-        bits=chosen.bits,
-        recipe=recipe,
-        seed=chosen.seed,
-        calibration_tokens=rows.numel(),
-    )
+        self.write(checkpoint, config, quantized.tensors(checkpoint.names, checkpoint.tensor), "e8p", about)
+        return config, rows.numel()
 
-
-def _to_nvfp4(
-    source: str | PathLike[str], out: Path, layers: Mapping[str, int], recipe: str, device: torch.device, say: Progress
-) -> Quantization:
-    started = time.perf_counter()
-    with Checkpoint.open(source) as checkpoint:
-        parse_config(checkpoint.config)
-        if checkpoint.config.get("quantization_config") is not None:
-            raise ValueError(f"{source}: is quantized already; give the unquantized model")
-        names = rounded_layers(checkpoint, NVFP4)
-        kept = resolve_rates(dict(layers), names, bits=4)
+    def nvfp4(self, checkpoint: Checkpoint, choices: Choices) -> dict[str, Any]:
+        """Writes `out`; returns its quantization_config."""
+        names = rounded_layers(Loader(checkpoint, parse_config(checkpoint.config), torch.float32), "nvfp4")
+        kept = resolve_rates(choices.layers, names, bits=4)
         chosen = [name for name in names if name not in kept]
-        wide = [name.removesuffix(".weight") for name in checkpoint.names if len(checkpoint.shape(name)) == 2]
-        told = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
-        told["quantization_config"] = nvfp4.config_for({*wide, "lm_head"} - set(chosen)).to_dict()
+        config = nvfp4_config(checkpoint, chosen).to_dict()
         done = 0
 
         def count(_: str) -> None:
             nonlocal done
             done += 1
-            say("quantizing", done, len(chosen))
+            self.say("quantizing", done, len(chosen))
 
-        say("quantizing", 0, len(chosen))
+        self.say("quantizing", 0, len(chosen))
         tensors = nvfp4.quantized_tensors(
-            checkpoint.names, checkpoint.tensor, chosen, search=recipe != "quick", device=device, on_linear=count
+            checkpoint.names,
+            checkpoint.tensor,
+            chosen,
+            search=choices.recipe != "quick",
+            device=choices.device,
+            on_linear=count,
         )
-        about = {
-            "format": "nvfp4",
-            "source": source_of(checkpoint),
-            "recipe": {"name": recipe, "layers": dict(layers)},
-            "versions": versions(),
-        }
-        write_checkpoint(out, told, tensors, copy_from=checkpoint, about=about)
-        before = size_of(checkpoint)
-    return Quantization(
-        source=str(source),
-        output=str(out),
-        format="nvfp4",
-        seconds=round(time.perf_counter() - started, 1),
-        before=before,
-        after=_size(out),
-        config=told["quantization_config"],
-        bits=4,
-    )
+        about = {"recipe": {"name": choices.recipe, "layers": dict(choices.layers)}}
+        self.write(checkpoint, config, tensors, "nvfp4", about)
+        return config
 
-
-def _size(path: Path) -> Size:
-    with Checkpoint.open(path) as checkpoint:
-        return size_of(checkpoint)
-
-
-def rounded_layers(checkpoint: Checkpoint, format: WeightFormat) -> list[str]:
-    """The checkpoint's names of the linears that may be stored in `format`: all that its size allows but the head."""
-    loader = Loader(checkpoint, parse_config(checkpoint.config), torch.float32)
-    return [
-        loader.stored[f"{name}.weight"].removesuffix(".weight")
-        for name, (_, k, _) in loader.parts.linears.items()
-        if name != loader.parts.head and k % format.group == 0 and f"{name}.weight" in loader
-    ]
+    def write(
+        self,
+        checkpoint: Checkpoint,
+        config: dict[str, Any],
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        format: str,
+        about: dict[str, Any],
+    ) -> None:
+        """`about`: what onegraph.json says beside the source and the versions."""
+        told = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
+        told["quantization_config"] = config
+        about = {"format": format, "source": source_of(checkpoint), **about, "versions": versions()}
+        write_checkpoint(
+            self.out, told, tensors, copy_from=checkpoint, on_tensor=lambda _: checkpoint.forget(), about=about
+        )
 
 
 def identity(checkpoint: Checkpoint) -> str:

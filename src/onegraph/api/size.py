@@ -41,6 +41,15 @@ class Size:
         return 8 * self.linear_bytes / self.linear_parameters
 
 
+def human_bytes(count: float) -> str:
+    """98.4 MB: decimal units, as files are sold."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} GB"
+
+
 def size_of(checkpoint: Checkpoint) -> Size:
     """Counts a checkpoint.
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from onegraph.api.size import human_bytes as human_bytes  # for the commands
+
 if TYPE_CHECKING:
     import torch
 
@@ -160,10 +162,11 @@ def options(*names: str) -> Iterator[None]:
 
 
 def open_model(path: str) -> Checkpoint:
-    """The checkpoint at `path`, every header checked. Raises CheckpointError."""
+    """The checkpoint at `path` or of that name on the hub, every header checked. Raises CheckpointError."""
+    from onegraph.api.hub import locate
     from onegraph.formats.checkpoint import Checkpoint
 
-    return Checkpoint.open(path)
+    return Checkpoint.open(locate(path).path)
 
 
 def read_text(path: str) -> str:
@@ -252,12 +255,3 @@ def print_json(value: dict[str, Any]) -> None:
     except UnicodeEncodeError:  # a terminal of few characters: JSON has its own escapes
         line = json.dumps(plain, allow_nan=False)
     print(line, flush=True)
-
-
-def human_bytes(count: float) -> str:
-    """98.4 MB: decimal units, as files are sold."""
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.2f} GB"

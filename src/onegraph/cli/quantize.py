@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onegraph.cli.common import (
     Progress,
@@ -19,8 +20,13 @@ from onegraph.cli.common import (
 )
 from onegraph.formats.files import CheckpointError, read_json
 
+if TYPE_CHECKING:
+    from onegraph.api.plan import Plan
+
 EPILOG = """\
 examples:
+  onegraph quantize HuggingFaceTB/SmolLM2-135M-Instruct out/4bit
+  onegraph quantize models/Llama-3-8B out/4bit --dry-run --layer '*.down_proj=3'
   onegraph quantize models/SmolLM2-135M-Instruct out/4bit --bits 4 --calibration text.txt
   onegraph quantize models/SmolLM2-135M-Instruct out/mixed --bits 2 --layer '*.down_proj=4' --layer '*.v_proj=3'
   onegraph quantize SmolLM2.gguf out/3bit --bits 3 --calibration self --recipe good --device cuda
@@ -30,9 +36,15 @@ A linear stores codes of 2, 3 or 4 bits a weight and a float16 scale for each ro
 4096 x 4096. --map reads the same patterns as --layer from a JSON object, {"*.down_proj": 4}; 16 keeps a layer
 unquantized; the last pattern that matches wins.
 
-Works block by block, so memory holds one block and the calibration text's activations. Finished blocks lie in
-OUT.partial: the same command resumes after a crash or Ctrl-C and ends with the same bytes. OUT appears whole, at
-the end.
+Works block by block, so memory holds one block, the calibration text's activations, and at the end one file of OUT (at
+most 4 GB). Finished blocks lie in OUT.partial: the same command resumes after a crash or Ctrl-C and ends with the same
+bytes; a corrected one goes on with what it leaves as it was (sampled text, Hessians, blocks), and says what it drops.
+OUT appears whole, at the end.
+
+Without --calibration, a text of some 8,600 tokens that comes with onegraph is read. That is for a quick result: for 2
+and 3 bits, and wherever quality counts, give a text of the kind that the model will see, and 16,000 tokens of it or
+more. --dry-run says how many linears each pattern matches, what OUT takes, and what time and memory here, of any
+model whose config.json is there, and does nothing.
 
 --format nvfp4 reads no text: weights are rounded under the scale of each 16 that errs least (--recipe quick: the plain
 one), linears whose inputs are no multiple of 16 are kept. It also takes DeepSeek-V4: attention and experts.
@@ -48,7 +60,11 @@ def add_parser(commands: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("source", metavar="SRC", help="unquantized model: a directory or a .gguf file")
+    parser.add_argument(
+        "source",
+        metavar="SRC",
+        help="unquantized model: a directory, a .gguf file, or ORG/NAME[@REVISION] of the Hugging Face hub",
+    )
     parser.add_argument("output", metavar="OUT", help="directory to write; it must not exist")
     parser.add_argument(
         "--format",
@@ -71,12 +87,16 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--embed-tokens", help="quantize the embedding as well", **bits)
     parser.add_argument(
         "--calibration",
-        default="self",
+        default="bundled",
         metavar="FILE",
-        help="text to calibrate on, '-' for stdin, or 'self' for text that the model samples (default)",
+        help="text to calibrate on, '-' for stdin, 'bundled' for a short one that comes with onegraph (default), or "
+        "'self' for text that the model samples, which takes long on a CPU",
     )
     parser.add_argument(
-        "--tokens", type=number(int, 64, 1 << 24), default=16384, metavar="N", help="of it to use (default: 16384)"
+        "--tokens",
+        type=number(int, 64, 1 << 24),
+        metavar="N",
+        help="of it to use, at most (default: 8192 on a CPU, 16384 on a GPU)",
     )
     parser.add_argument(
         "--sequence", type=number(int, 16, 1 << 17), default=512, metavar="T", help="tokens a row (default: 512)"
@@ -84,10 +104,13 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--recipe",
         choices=RECIPES,
-        default="good",
-        help="how hard to try: quick (one pass), good (default), best (also tunes scales; holds the whole model)",
+        help="how hard to try: quick (one pass; default on a CPU), good (default on a GPU), best (also tunes scales; "
+        "holds the whole model)",
     )
     parser.add_argument("--seed", type=number(int, 0, 2**31 - 1), default=0, metavar="N", help="same seed, same bytes")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="say what it would do and take, from the headers alone; write nothing"
+    )
     add_device(parser)
     add_json(parser)
     parser.set_defaults(run=run)
@@ -120,28 +143,30 @@ def rates_of(map_file: str | None, layers: list[tuple[str, int]]) -> dict[str, i
 
 
 def run(args: argparse.Namespace) -> int:
+    from onegraph.api.plan import plan
     from onegraph.api.quantize import quantize
 
-    unit = "linear" if args.format == "nvfp4" else "group"
-    with Progress(sampling_text="token", quantizing=unit) as shown:
-        made = quantize(
-            args.source,
-            args.output,
-            bits=args.bits,
-            format=args.format,
-            recipe=args.recipe,
-            calibration=args.calibration if args.calibration == "self" else read_text(args.calibration),
-            tokens=args.tokens,
-            sequence=args.sequence,
-            layers=rates_of(args.map, args.layer),
-            lm_head=args.lm_head,
-            embed_tokens=args.embed_tokens,
-            seed=args.seed,
-            device=pick_device(args.device),
-            progress=shown,
-        )
+    options = {
+        "bits": args.bits,
+        "format": args.format,
+        "recipe": args.recipe,
+        "calibration": args.calibration,
+        "tokens": args.tokens,
+        "sequence": args.sequence,
+        "layers": rates_of(args.map, args.layer),
+        "lm_head": args.lm_head,
+        "embed_tokens": args.embed_tokens,
+        "seed": args.seed,
+        "device": pick_device(args.device),
+    }
+    if args.dry_run:
+        return tell(plan(args.source, args.output, **options), args.json)
+    if args.calibration not in ("self", "bundled"):
+        options["calibration"] = read_text(args.calibration)
+    with Progress(sampling_text="token", quantizing="linear" if args.format == "nvfp4" else "group") as shown:
+        made = quantize(args.source, args.output, progress=shown, remark=remark, **options)
     if args.json:
-        told: dict[str, Any] = {"source": args.source, "output": args.output}
+        told: dict[str, Any] = {"source": made.source, "output": args.output}
         if args.format == "nvfp4":
             told |= {"format": "nvfp4"}
         else:
@@ -154,4 +179,23 @@ def run(args: argparse.Namespace) -> int:
             f"{made.after.linear_bits:.2f} bits a weight in the linears, {made.after.bits:.2f} over the whole model, "
             f"in {made.seconds:.0f} s"
         )
+    return 0
+
+
+def remark(line: str) -> None:
+    print(one_line(line, 1000), file=sys.stderr, flush=True)
+
+
+def tell(found: Plan, json: bool) -> int:
+    """What --dry-run prints."""
+    if json:
+        print_json(found.as_dict())
+        return 0
+    for pattern, names in found.matched.items():
+        print(f"{one_line(pattern, 80)}: {len(names)} linears, {names[0]}{' to ' + names[-1] if names[1:] else ''}")
+    after = found.after
+    print(f"{found.source}: {found}")
+    print(
+        f"{after.linear_bits:.2f} bits a weight in the linears, {after.bits:.2f} over the whole model; nothing written"
+    )
     return 0

@@ -268,6 +268,11 @@ class E8PConfig:
         return cls(**{key: data[key] for key in free if key in data})
 
 
+def fits(name: str, pattern: str) -> bool:
+    """Whether a rate map's pattern (a name or a shell pattern) stands for the linear `name`."""
+    return name == pattern or fnmatch.fnmatchcase(name, pattern)
+
+
 def resolve_rates(patterns: Mapping[str, int], names: Iterable[str], bits: int) -> dict[str, int]:
     """The `layers` of a config from names or shell patterns ("*.down_proj"); the last pattern that matches a name wins.
 
@@ -277,7 +282,7 @@ def resolve_rates(patterns: Mapping[str, int], names: Iterable[str], bits: int) 
     rates: dict[str, int] = {}
     for pattern, rate in patterns.items():
         _check_bits(rate, where=f"the rate of {pattern!r}", allowed=(*BITS, KEEP))
-        matched = [name for name in names if name == pattern or fnmatch.fnmatchcase(name, pattern)]
+        matched = [name for name in names if fits(name, pattern)]
         if not matched:
             raise ValueError(f"the rate map names {pattern!r}, which matches no linear; linears are e.g. {names[:3]}")
         rates |= dict.fromkeys(matched, rate)

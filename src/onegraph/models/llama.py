@@ -268,7 +268,8 @@ class LlamaSource:
         return self._embedding(tokens.to(self.device))
 
     def load_block(self, i: int) -> Block:
-        """Block `i`, read from disk now, its linears apart and dense."""
+        """Block `i`, read from disk now, its linears apart and dense; the pages of blocks before it are given back."""
+        self._loader.checkpoint.forget()
         return build_block(self._loader, self.parsed, i, self._tables, self.device, joined=False)
 
     def run_block(self, block: Block, hidden: Tensor) -> Tensor:

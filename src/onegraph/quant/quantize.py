@@ -1,8 +1,10 @@
 """Quantize a model block by block: gather, round, put the rounded weights in place, go on.
 
 Memory holds one block (two where earlier layers' error is corrected for) and the residual stream of the calibration
-text. Each finished block is a piece on disk; a job that was killed reads its pieces, runs the stream through them and
-goes on, and ends with the same bytes: nothing random depends on what ran before.
+text. Each finished block is a piece on disk, and is read from there when the checkpoint is written. A job that was
+killed runs the stream through its pieces and goes on, and ends with the same bytes: nothing random depends on what ran
+before. Each piece is kept under the name of all that it depends on, so that a job with other rates for some layers
+takes over what they do not touch.
 """
 
 import copy
@@ -17,7 +19,7 @@ from onegraph.formats.e8p import KEEP, E8PConfig, resolve_rates
 from onegraph.quant.calibrate import QuantizableModel
 from onegraph.quant.hessian import Moments, corrected, gather
 from onegraph.quant.layer import Tensors, dequantize, generator, quantize_embedding, quantize_group
-from onegraph.quant.partial import Partial
+from onegraph.quant.partial import Partial, key_of
 from onegraph.quant.recipe import Recipe
 from onegraph.quant.tune import tune
 
@@ -25,9 +27,62 @@ Progress = Callable[[int, int, str], None]  # (steps done, steps in all, what is
 HEAD, EMBED = "lm_head", "model.embed_tokens"
 
 
+class Layers(Mapping[str, Tensors]):
+    """Quantized linears by name, sorted, their checkpoint tensors on the CPU. Those of pieces on disk are read when
+    they are asked for, and one piece is in memory at a time."""
+
+    def __init__(self, partial: Partial | None) -> None:
+        self._partial = partial
+        self._held: dict[str, Tensors] = {}
+        self._pieces: dict[str, tuple[str, str]] = {}  # linear -> name and key of its piece
+        self._latest: tuple[tuple[str, str], dict[str, Tensors]] | None = None
+
+    def put(self, name: str, key: str, made: Mapping[str, Tensors]) -> None:
+        """The piece `name` with all its linears; it replaces what was known of them."""
+        if self._partial is None:
+            self._held |= {owner: {k: v.cpu() for k, v in tensors.items()} for owner, tensors in made.items()}
+        else:
+            self._pieces |= dict.fromkeys(made, (name, key))
+
+    def __getitem__(self, linear: str) -> Tensors:
+        if self._partial is None:
+            found = self._held[linear]
+        else:
+            piece = self._pieces[linear]
+            if self._latest is None or self._latest[0] != piece:
+                self._latest = None  # two pieces are not in memory at once
+                self._latest = piece, load_piece(self._partial, *piece) or {}
+            found = self._latest[1][linear]
+        return dict(sorted(found.items()))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._held if self._partial is None else self._pieces))
+
+    def __len__(self) -> int:
+        return len(self._held if self._partial is None else self._pieces)
+
+    def __contains__(self, linear: object) -> bool:
+        return linear in self._held or linear in self._pieces
+
+
+def load_piece(partial: Partial | None, name: str, key: str) -> dict[str, Tensors] | None:
+    """Linears of a piece on disk, None where it is not there."""
+    found = None if partial is None else partial.load(name, key)
+    if found is None:
+        return None
+    layers: dict[str, Tensors] = {}
+    for full, tensor in found.items():
+        owner, _, suffix = full.rpartition(".")
+        layers.setdefault(owner, {})[suffix] = tensor
+    return layers
+
+
 @dataclass(frozen=True)
 class Quantized:
-    """What `quantize` made: the config for config.json and, per linear, its checkpoint tensors on the CPU."""
+    """What `quantize` made: the config for config.json and, per linear, its checkpoint tensors on the CPU.
+
+    Where finished blocks are kept on disk, so are `layers`: they can be read until the `Partial` is removed.
+    """
 
     config: E8PConfig
     layers: Mapping[str, Tensors]
@@ -68,7 +123,7 @@ def quantize(
     """Quantize `model` on calibration `tokens` int [N, T].
 
     Args:
-        partial: where finished blocks are kept; None keeps them in memory only.
+        partial: where finished blocks are kept, and the result lies; None keeps them in memory only.
         outer: reads "model.embed_tokens.weight" or "lm_head.weight"; needed to quantize those.
         progress: called after every group of linears and every step of tuning.
 
@@ -108,87 +163,120 @@ class _Job:
                     raise ValueError(f"{name}: {error}; keep it with the rate 16 for '*{name}'") from None
         self.done, self.total = 0, len(first) * model.num_blocks
         self.batch = max(1, recipe.batch_tokens // tokens.shape[1])
-        self.tokens = tokens
+        self.tokens, self.names, self.layers = tokens, list(shapes), Layers(partial)
+        self.keys = self.piece_keys()
+        if partial is not None:
+            partial.keep(self.keys)
 
     def step(self, what: str, count: int = 1) -> None:
         self.done += count
         if self.progress is not None:
             self.progress(self.done, self.total, what)
 
+    def piece_keys(self) -> dict[str, str]:
+        """Piece -> what names all that it depends on.
+
+        A block's rounding depends on its own rates and, where Hessians are gathered behind quantized blocks, on those
+        of all blocks before it. Recipes for tuning and for both ends touch no block.
+        """
+        recipe, model = self.recipe, self.model
+        levers = recipe.to_dict()
+        for name in ("bits", "layers", "lm_head", "embed_tokens", "tune"):
+            del levers[name]
+        text = key_of(self.tokens.to(torch.int64), self.batch)
+        chain = key_of(text, levers)
+        keys: dict[str, str] = {}
+        for i in range(model.num_blocks):
+            prefix = model.block_prefix(i)
+            made = key_of(chain, i, {name: self.config.bits_of(prefix + name) for name in self.names})
+            if recipe.inputs == "reference":
+                keys[f"inputs-{i:05d}"] = key_of(text, "inputs", i)
+            else:
+                chain = made
+            keys[f"block-{i:05d}"] = made
+        keys["tuned"] = key_of([keys[f"block-{i:05d}"] for i in range(model.num_blocks)], recipe.to_dict())
+        keys["embed"] = key_of(levers, recipe.embed_tokens)
+        keys["head"] = key_of(chain, recipe.lm_head)
+        return keys
+
     @torch.no_grad()
     def run(self) -> Quantized:
         model, recipe = self.model, self.recipe
         stream = [model.embed(part) for part in self.tokens.split(self.batch)]
         reference = list(stream) if recipe.correct or recipe.tune else None
-        layers: dict[str, Tensors] = {}
         for i in range(model.num_blocks):
-            piece = self.block(i, stream, reference)
-            layers |= {name: {k: v.cpu() for k, v in tensors.items()} for name, tensors in piece.items()}
+            self.block(i, stream, reference)
         if recipe.tune is not None:
             assert reference is not None
-            layers = self.kept("tuned", lambda: self.tuned(reference, layers))
-        layers |= self.ends(stream)
-        return Quantized(self.config, {name: dict(sorted(layers[name].items())) for name in sorted(layers)})
+            self.kept("tuned", lambda: self.tuned(reference))
+        self.ends(stream)
+        return Quantized(self.config, self.layers)
 
-    def tuned(self, reference: list[Tensor], layers: dict[str, Tensors]) -> dict[str, Tensors]:
+    def tuned(self, reference: list[Tensor]) -> dict[str, Tensors]:
         def show(step: int, steps: int, loss: float) -> None:
             self.total = blocks + steps
             self.step(f"tuning, KL {loss:.4f}")
 
         blocks = self.done
-        return tune(self.model, self.tokens, reference, layers, self.config, self.recipe, show)
+        return tune(self.model, self.tokens, reference, self.layers, self.config, self.recipe, show)
 
-    def kept(self, name: str, make: Callable[[], dict[str, Tensors]]) -> dict[str, Tensors]:
-        """The piece `name` from disk, or made now and put there."""
-        found = None if self.partial is None else self.partial.load(name)
-        if found is None:
-            made = make()
-            if self.partial is not None:
-                self.partial.save(name, {f"{n}.{s}": t for n, tensors in made.items() for s, t in tensors.items()})
-            return made
-        layers: dict[str, Tensors] = {}
-        for key, tensor in found.items():
-            owner, _, suffix = key.rpartition(".")
-            layers.setdefault(owner, {})[suffix] = tensor
-        return layers
+    def kept(self, name: str, make: Callable[[], dict[str, Tensors]]) -> dict[str, Tensors] | None:
+        """The piece `name` from disk; or made now and put there, and None."""
+        found = load_piece(self.partial, name, self.keys[name])
+        made = make() if found is None else found
+        if found is None and self.partial is not None:
+            flat = {f"{owner}.{suffix}": t for owner, tensors in made.items() for suffix, t in tensors.items()}
+            self.partial.save(name, self.keys[name], flat)
+        self.layers.put(name, self.keys[name], made)
+        return found
 
-    def block(self, i: int, stream: list[Tensor], reference: list[Tensor] | None) -> dict[str, Tensors]:
+    def block(self, i: int, stream: list[Tensor], reference: list[Tensor] | None) -> None:
         """Quantize block `i` (or read it) and take `stream`, and `reference`, through it."""
         model, inputs = self.model, self.recipe.inputs
         block = model.load_block(i)
         plain = copy.deepcopy(block) if reference is not None else None
         groups, prefix = model.linear_groups(block), model.block_prefix(i)
-        fresh = False
+        outputs: list[Tensor] | None = None  # of the unquantized block, where that is what the stream goes through
 
         def make() -> dict[str, Tensors]:
-            nonlocal fresh
-            fresh = True
+            nonlocal outputs
             made: dict[str, Tensors] = {}
             pair = None if plain is None or reference is None or not self.recipe.correct else (plain, reference)
             moments: dict[int, Moments] = {}
-            if inputs != "group":
-                moments, outputs = gather(model, block, stream, range(len(groups)), pair)
+            if inputs == "reference":
+                moments, outputs = self.inputs(i, block, stream)
+            elif inputs == "block":
+                moments, _ = gather(model, block, stream, range(len(groups)), pair)
             for at, group in enumerate(groups):
                 if inputs == "group":
                     moments, _ = gather(model, block, stream, [at], pair)
                 made |= self.group(prefix, group, moments[at])
                 self.step(f"{prefix}{group[0][0]}")
-            if inputs == "reference":  # the run that gathered takes the stream on
-                stream[:] = outputs
             return made
 
-        layers = self.kept(f"block-{i:05d}", make)
-        if not fresh:
-            self.put(prefix, groups, layers)
+        found = self.kept(f"block-{i:05d}", make)
+        if found is not None:
+            if inputs != "reference":
+                self.put(prefix, groups, found)
             self.step(f"block {i} was done before", len(groups))
-        if inputs == "reference":
-            if not fresh:
-                _advance(model, model.load_block(i), stream)
+        if outputs is not None:
+            stream[:] = outputs
         else:
             _advance(model, block, stream)
         if plain is not None and reference is not None:
             _advance(model, plain, reference)
-        return layers
+
+    def inputs(self, i: int, block: nn.Module, stream: list[Tensor]) -> tuple[dict[int, Moments], list[Tensor]]:
+        """Moments of the unquantized block `i`, from disk where an earlier job left them there, and its outputs."""
+        name, groups = f"inputs-{i:05d}", self.model.linear_groups(block)
+        found = None if self.partial is None else self.partial.load(name, self.keys[name])
+        if found is not None:
+            outputs = [self.model.run_block(block, batch) for batch in stream]
+            return {at: Moments(found[str(at)].to(stream[0].device), None) for at in range(len(groups))}, outputs
+        moments, outputs = gather(self.model, block, stream, range(len(groups)))
+        if self.partial is not None and self.partial.keep_inputs:
+            self.partial.save(name, self.keys[name], {str(at): moment.h for at, moment in moments.items()})
+        return moments, outputs
 
     def group(self, prefix: str, group: list[tuple[str, Any]], moments: Moments) -> dict[str, Tensors]:
         chosen = [(prefix + name, module, self.config.bits_of(prefix + name)) for name, module in group]
@@ -218,14 +306,13 @@ class _Job:
                     on_device = {key: tensor.to(module.weight.device) for key, tensor in tensors.items()}
                     module.weight.copy_(dequantize(on_device, bits))
 
-    def ends(self, stream: list[Tensor]) -> dict[str, Tensors]:
+    def ends(self, stream: list[Tensor]) -> None:
         """Head and embedding, if asked for."""
         recipe = self.recipe
-        layers: dict[str, Tensors] = {}
         if recipe.embed_tokens is not None:
             weight, bits = self.read(EMBED), recipe.embed_tokens
             source = generator(recipe.seed, EMBED)
-            layers |= self.kept("embed", lambda: {EMBED: quantize_embedding(weight, bits, recipe, source)})
+            self.kept("embed", lambda: {EMBED: quantize_embedding(weight, bits, recipe, source)})
         if recipe.lm_head is not None:
             rate = recipe.lm_head
 
@@ -239,8 +326,7 @@ class _Job:
                 source = generator(recipe.seed, HEAD)
                 return {HEAD: quantize_group([weight.to(mean.device)], mean, [rate], recipe, source)[0]}
 
-            layers |= self.kept("head", head)
-        return {name: {k: v.cpu() for k, v in tensors.items()} for name, tensors in layers.items()}
+            self.kept("head", head)
 
     def read(self, name: str) -> Tensor:
         assert self.outer is not None

@@ -1,0 +1,162 @@
+"""What quantizing takes on a device: time by two probes and a count of the work, memory by the sizes of what is held.
+
+Held to runs on two CPU cores and on an H200 (docs/log.md); right within a factor of two or so.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from onegraph.quant.e8p import encode
+from onegraph.quant.nvfp4 import quantize_weight
+from onegraph.quant.recipe import Recipe
+
+# A GPU's rounding waits for launches: seconds for each step of eight columns, by rate (H200).
+STEP = {2: 3.3e-4, 3: 3.8e-4, 4: 5.5e-4}
+WIDE_STEP = 1.25  # eight first stages in place of two, likewise; a CPU's encoder is probed as it will run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What there is to do.
+
+    Args:
+        levers: None for NVFP4, which reads no text; search: of its scales.
+        groups: linears that are rounded side by side: outputs in all, inputs, rate.
+        block: weights of a block, of `blocks`. tokens: of calibration, in rows of `sequence`; sampled: by the model
+            first, which has `parameters` and keeps `cached` numbers a token.
+    """
+
+    levers: Recipe | None
+    groups: Sequence[tuple[int, int, int]]
+    search: bool = True
+    block: int = 0
+    blocks: int = 0
+    hidden: int = 0
+    inner: int = 0
+    vocab: int = 0
+    tokens: int = 0
+    sequence: int = 0
+    sampled: bool = False
+    parameters: int = 0
+    cached: int = 0
+
+    @property
+    def hessians(self) -> int:
+        """Bytes of the Hessians of all groups."""
+        return sum(4 * k * k for _, k, _ in self.groups)
+
+
+def estimate(work: Work, device: torch.device) -> tuple[float, int]:
+    """Seconds, and bytes of the device's memory at the least."""
+    if work.levers is None:
+        weights = sum(n * k for n, k, _ in work.groups)
+        x = torch.randn(512, 1024, device=device)
+        per_weight = _timed(lambda: quantize_weight(x, search=work.search), device) / x.numel()
+        return weights * per_weight, max((n * k for n, k, _ in work.groups), default=0) * 4
+    return _seconds(work, work.levers, device), _memory(work, work.levers, device)
+
+
+def _seconds(work: Work, levers: Recipe, device: torch.device) -> float:
+    """Multiplications by the rate of a probe; and encoding, which on a GPU waits for launches."""
+    size = 512 if device.type == "cpu" else 4096
+    x = torch.randn(size, size, device=device)
+    rate = 2 * size**3 / _timed(lambda: x @ x, device)
+    passes = 1 + levers.descent
+    # Runs of a block over the text: one gathers for all groups or one for each, and one goes on; each twice where the
+    # unquantized model runs beside it.
+    runs = {"reference": 1, "block": 2, "group": 5}[levers.inputs] * (2 if levers.correct else 1)
+    work_done = 2.0 * work.block * work.blocks * work.tokens * runs
+    work_done += sum(2 * k * k * work.tokens * (2 if levers.correct else 1) for _, k, _ in work.groups)
+    work_done += sum(n * k * k * (1 + 2 * levers.descent) + 6 * k**3 for n, k, _ in work.groups)
+    if levers.tune is not None:  # forward, again for its gradients, and twice as much backwards; the head likewise
+        work_done += 8.0 * levers.tune.epochs * work.tokens * (work.block * work.blocks + work.vocab * work.hidden)
+    seconds = work_done / rate
+    if device.type == "cpu":
+        rates = {bits for _, _, bits in work.groups}
+        vectors = torch.randn(8, 1024)
+        metric = torch.eye(8)
+        each = {
+            bits: _timed(lambda bits=bits: encode(vectors, bits, metric, wide=levers.wide), device) / vectors.shape[1]  # type: ignore[misc]
+            for bits in rates
+        }
+        seconds += sum(n * k / 8 * passes * each[bits] for n, k, bits in work.groups)
+    else:
+        seconds += sum(k / 8 * passes * STEP[bits] for _, k, bits in work.groups) * (WIDE_STEP if levers.wide else 1)
+    if work.sampled:  # a step reads every weight once, whatever the rows beside it
+        steps = work.sequence * -(-work.tokens // (64 * work.sequence))
+        seconds += steps * work.parameters * 4 / 1e10 if device.type == "cpu" else steps * (2e-3 * work.blocks)
+        seconds += 2 * work.parameters * work.tokens / rate
+    return seconds
+
+
+def _timed(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call: the faster one of three."""
+    best = float("inf")
+    for _ in range(3):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begun = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - begun)
+    return best
+
+
+def _memory(work: Work, levers: Recipe, device: torch.device) -> int:
+    """Embedding, one block (two beside an unquantized one), the text's residual streams, and the larger one of what
+    gathering and rounding hold besides."""
+    batch = min(levers.batch_tokens, work.tokens)
+    stream = 4 * work.tokens * work.hidden
+    both = 2 if levers.correct else 1
+    squares = [k * k for _, k, _ in work.groups[:4]] or [0]
+    held = sum(squares) if levers.inputs != "group" else max(squares)
+    gathering = 8 * both * held + 12 * max(squares) + 4 * batch * (3 * work.inner + 4 * work.hidden)
+    rounding = max((24 * k * k + 20 * n * k for n, k, _ in work.groups), default=0)
+    kept = 2 if levers.correct or levers.tune else 1
+    base = 4 * work.vocab * work.hidden + 4 * work.block * kept + stream * (kept + 1)
+    peak = base + max(gathering, rounding)
+    if levers.tune is not None:
+        peak = max(peak, 4 * (work.block * work.blocks + 2 * work.vocab * work.hidden) + stream)
+    if work.sampled:
+        wide = 4 if device.type == "cpu" else 2
+        rows = min(64, -(-work.tokens // work.sequence))
+        peak = max(peak, wide * (work.parameters + rows * work.sequence * work.cached))
+    return peak
+
+
+def available_memory(device: torch.device) -> int | None:
+    """Bytes that this process may still take on the device; None where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    found = []
+    status = _table(Path("/proc/self/status"))
+    for limit, used in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+        soft = resource.getrlimit(limit)[0]
+        if soft != resource.RLIM_INFINITY and used in status:
+            found.append(soft - 1024 * status[used])
+    if (free := _table(Path("/proc/meminfo")).get("MemAvailable")) is not None:
+        found.append(1024 * free)
+    group = Path("/sys/fs/cgroup")
+    try:  # a container's limit; its page cache can be taken back
+        limit_of, used_now = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        found.append(limit_of - used_now + _table(group / "memory.stat").get("inactive_file", 0))
+    except (OSError, ValueError):
+        pass  # no such group, or "max"
+    return max(0, min(found)) if found else None
+
+
+def _table(file: Path) -> dict[str, int]:
+    """Lines "name: number" of a file that the kernel writes."""
+    try:
+        lines = [line.replace(":", " ").split() for line in file.read_text().splitlines()]
+    except OSError:
+        return {}
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}

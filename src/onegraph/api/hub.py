@@ -1,0 +1,78 @@
+"""Where a model is: a path on this machine, or a name on the Hugging Face hub that is fetched once."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from onegraph.formats.files import CheckpointError, reason
+
+NAME = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(?:@(?P<revision>[\w][\w./-]*))?", re.ASCII)
+CONFIGS = ["config.json", "model.safetensors.index.json"]
+# What a checkpoint is read from; never pickles, and no code.
+PATTERNS = [
+    *CONFIGS,
+    "model*.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+]
+
+
+@dataclass(frozen=True)
+class Located:
+    """A model on this machine: `path` is where, `name` what it is called: the path that was given, or org/name@commit
+    of the hub."""
+
+    path: Path
+    name: str
+
+
+def locate(model: str | os.PathLike[str], *, weights: bool = True) -> Located:
+    """The model at a path, or by its name on the hub: org/name, or org/name@revision.
+
+    A name is fetched into the hub's cache: safetensors, tokenizer and configs only, at one commit; what is there
+    already stays. HF_HUB_OFFLINE is honoured. A directory without config.json that holds just one .gguf file is that
+    file. `weights` False fetches no more than it takes to know the model's size.
+
+    Raises CheckpointError where it is neither here nor can be fetched, and says how to.
+    """
+    path = Path(model)
+    if path.is_dir() and not (path / "config.json").exists():
+        files = sorted(path.glob("*.gguf"))
+        if len(files) > 1:
+            raise CheckpointError(f"{path}: holds {len(files)} .gguf files and no config.json; name the file")
+        return Located(files[0] if files else path, str(model))
+    named = NAME.fullmatch(str(model)) if isinstance(model, str) else None
+    if named is None or os.path.lexists(path) or named["repo"].endswith(".gguf"):
+        return Located(path, str(model))
+    return _fetch(named["repo"], named["revision"], weights)
+
+
+def _fetch(repo: str, revision: str | None, weights: bool) -> Located:
+    told = f"{repo}{f' --revision {revision}' if revision else ''}"
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise CheckpointError(
+            f"{repo}: no such file or directory, and names of the Hugging Face hub need a package that is not here: "
+            f"pip install 'onegraph[hub]'; or fetch it by hand (hf download {told} --local-dir DIR) and give DIR"
+        ) from None
+    try:
+        # The snapshot's directory is called after the commit that the revision stands for now.
+        path = Path(snapshot_download(repo, revision=revision, allow_patterns=PATTERNS if weights else CONFIGS))
+    except (OSError, ValueError, RuntimeError) as error:
+        what = f"revision {revision} of it" if revision else "it"
+        raise CheckpointError(
+            f"{repo}: no such file or directory here, and {what} cannot be fetched from the Hugging Face hub "
+            f"({type(error).__name__}: {reason(error)[:200]}); where there is a network: hf download {told} "
+            "--local-dir DIR, then give DIR"
+        ) from None
+    if not (path / "config.json").exists():
+        raise CheckpointError(f"{repo}: the hub's repository has no config.json, so it is no model that can be read")
+    return Located(path, f"{repo}@{path.name}")

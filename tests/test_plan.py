@@ -1,0 +1,291 @@
+"""What `quantize --dry-run` says: sizes to the byte, and what is refused before anything is sampled or written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fuzz import tiny
+from fuzz.run import invoke
+from models import save_hf
+from onegraph import plan, quantize
+from onegraph.api import cost
+from onegraph.api import plan as planned
+from onegraph.formats.checkpoint import write_checkpoint
+
+TEXT = "the thing in the inn, and a hat. " * 200
+SMALL: dict[str, Any] = {"calibration": TEXT, "tokens": 256, "sequence": 64, "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_model(tmp_path_factory.mktemp("plan") / "plain")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"recipe": "quick"},
+        {"recipe": "quick", "bits": 3, "layers": {"*.down_proj": 4, "*.v_proj": 16, "model.layers.1.*": 2}},
+        {"recipe": "quick", "lm_head": 4},
+        {"recipe": "quick", "bits": 2, "embed_tokens": 3},
+        {"recipe": "quick", "lm_head": 2, "embed_tokens": 4},
+        {"format": "nvfp4"},
+        {"format": "nvfp4", "layers": {"*.o_proj": 16}},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+@pytest.mark.parametrize("kind", ["directory", "gguf", "bias"])
+def test_sizes_are_those_that_are_written(model: Path, tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+    source = model
+    if kind == "gguf":
+        source = tiny.write_gguf(tmp_path / "tiny.gguf")
+    elif kind == "bias":
+        save_hf("qwen2", tmp_path / "bias", vocab_size=len(tiny.TOKENS))
+        source = tmp_path / "bias"
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (source / name).write_bytes((model / name).read_bytes())
+    found = plan(source, tmp_path / "out", **(SMALL | options))
+    assert not (tmp_path / "out").exists()
+    made = quantize(source, tmp_path / "out", **(SMALL | options))
+    assert (found.before, found.after) == (made.before, made.after)
+    assert found.recipe == made.recipe
+    assert found.disk >= sum(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors")) * 0.8
+
+
+def test_patterns_are_counted(model: Path, tmp_path: Path) -> None:
+    command = ["quantize", model, tmp_path / "out", "--dry-run", "--device", "cpu", "--layer", "*.down_proj=2"]
+    command += ["--layer", "model.layers.1.self_attn.*=16"]
+    status, out, errors = invoke(command)
+    assert (status, errors) == (0, "")
+    assert out.splitlines()[:2] == [
+        "*.down_proj: 2 linears, model.layers.0.mlp.down_proj to model.layers.1.mlp.down_proj",
+        "model.layers.1.self_attn.*: 4 linears, model.layers.1.self_attn.q_proj to model.layers.1.self_attn.o_proj",
+    ]
+    assert "weights in 10 linears (e8p, 4 bits, recipe quick, at most 8192 tokens of the bundled text) on cpu" in out
+    status, out, _ = invoke([*command, "--json"])
+    told = json.loads(out)
+    assert told["layers"] == {"*.down_proj": 2, "model.layers.1.self_attn.*": 4}
+    assert told["after"]["linear_bits"] < told["before"]["linear_bits"] == 16
+    assert not list(tmp_path.iterdir())
+
+
+LLAMA = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+    "model_type": "llama",
+    "max_position_embeddings": 8192,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
+}
+LARGE = {
+    "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+}
+
+
+def test_models_of_8b_and_70b_from_their_config_alone(tmp_path: Path) -> None:
+    """Parameters as Meta states them, 4.01 bits in the linears; more blocks take more time and no more memory."""
+    found = {}
+    for name, sizes in LARGE.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(LLAMA | sizes))
+        found[name] = plan(tmp_path / name, device="cpu")
+    assert found["8B"].before.parameters == 8_030_261_248
+    assert found["70B"].before.parameters == 70_553_706_496
+    for each in found.values():
+        assert each.before.total_bytes == 2 * each.before.parameters
+        assert 4 < each.after.linear_bits < 4.02
+        assert each.memory < 4 * each.before.parameters / 2, "one block and its Hessians, not the model"
+    assert 8 < found["70B"].seconds / found["8B"].seconds < 30
+    (tmp_path / "short").mkdir()
+    (tmp_path / "short" / "config.json").write_text(json.dumps(LLAMA | LARGE["8B"] | {"num_hidden_layers": 8}))
+    short = plan(tmp_path / "short", device="cpu")
+    assert short.memory == found["8B"].memory
+    everything = plan(tmp_path / "8B", device="cpu", calibration="self")
+    assert everything.memory > 4 * everything.before.parameters
+    assert everything.seconds > found["8B"].seconds
+
+
+def test_defaults_follow_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu = planned.choose(device="cpu")
+    assert (on_cpu.recipe, on_cpu.tokens, on_cpu.calibration) == ("quick", 8192, "bundled")
+    monkeypatch.setattr(planned, "pick_device", lambda name: torch.device("cuda"))
+    on_gpu = planned.choose(device="auto")
+    assert (on_gpu.recipe, on_gpu.tokens, on_gpu.calibration) == ("good", 16384, "bundled")
+    assert planned.choose(recipe="quick", tokens=100).recipe == "quick"
+    assert planned.choose(device="cpu", format="nvfp4").recipe == "good"
+
+
+def refused(
+    says: str, model: Path, out: Path, capsys: pytest.CaptureFixture[str] | None = None, **options: Any
+) -> None:
+    """`plan` and `quantize` refuse alike, and neither leaves anything behind."""
+    before = sorted(out.parent.iterdir()) if out.parent.is_dir() else []
+    for act in (plan, quantize):
+        with pytest.raises(ValueError, match=says) as caught:
+            act(model, out, **({"device": "cpu"} | options))
+        assert "\n" not in str(caught.value)
+    assert before == (sorted(out.parent.iterdir()) if out.parent.is_dir() else [])
+
+
+def test_nothing_is_sampled_for_a_command_that_cannot_end_well(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each with calibration 'self', which would sample first."""
+    monkeypatch.setattr("onegraph.api.quantize.sample_text", lambda *_: pytest.fail("it sampled"))
+    sampled: dict[str, Any] = {"calibration": "self"}
+    refused("matches no linear", model, tmp_path / "out", layers={"*.w_proj": 2}, **sampled)
+    refused("exists already", model, tmp_path, **sampled)
+    (tmp_path / "file").write_text("x")
+    refused(r"file is no directory", model, tmp_path / "file" / "out", **sampled)
+    monkeypatch.setattr(planned.os, "access", lambda *_: False)  # who runs as root may write anywhere
+    refused("cannot be written to", model, tmp_path / "out", **sampled)
+    monkeypatch.undo()
+    monkeypatch.setattr("onegraph.api.quantize.sample_text", lambda *_: pytest.fail("it sampled"))
+    monkeypatch.setattr(planned.shutil, "disk_usage", lambda _: SimpleNamespace(free=50_000))
+    refused(r"needs 1\d\d\.\d kB of this disk and 50\.0 kB are free", model, tmp_path / "out", **sampled)
+    monkeypatch.undo()
+    monkeypatch.setattr(planned, "available_memory", lambda _: 400_000)
+    refused(r"calibration 'self' holds the whole model; give a text", model, tmp_path / "out", **sampled)
+    refused(r"takes at least .* of memory on cpu and 400\.0 kB are free", model, tmp_path / "out", calibration=TEXT)
+
+
+def test_available_memory_heeds_the_limits_of_the_process() -> None:
+    code = "import resource, sys, torch; from onegraph.api.cost import available_memory as free\n"
+    code += "resource.setrlimit(resource.RLIMIT_DATA, (3 << 30, -1)); print(free(torch.device('cpu')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert 1 << 30 < int(done.stdout) < 3 << 30, done.stderr
+    assert cost.available_memory(torch.device("cpu")) > 0
+
+
+def test_what_it_takes_is_said_before_it_begins(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text(TEXT)
+    command = ["quantize", model, tmp_path / "out", "--calibration", tmp_path / "text", "--device", "cpu"]
+    status, _, errors = invoke([*command, "--tokens", 256, "--sequence", 64])
+    assert status == 0
+    first = errors.splitlines()[0]
+    assert first.startswith(
+        "quantizing 0.07373M weights in 14 linears (e8p, 4 bits, recipe quick, at most 256 tokens of"
+    )
+    assert "kB of disk" in first
+
+
+def test_a_corrected_command_samples_no_second_time(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from onegraph.api import quantize as module
+    from onegraph.quant.partial import Partial
+
+    options: dict[str, Any] = {"calibration": "self", "tokens": 128, "sequence": 64, "device": "cpu"}
+    save, pieces = Partial.save, []
+
+    def stop(self: Partial, name: str, *rest: Any) -> None:
+        save(self, name, *rest)
+        pieces.append(name)
+        if name == "block-00000":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Partial, "save", stop)
+        with pytest.raises(KeyboardInterrupt):
+            quantize(model, tmp_path / "out", **options)
+    assert pieces == ["text", "inputs-00000", "block-00000"]
+    whole = quantize(model, tmp_path / "whole", layers={"*.down_proj": 2}, **options)
+    monkeypatch.setattr(module, "sample_text", lambda *_: pytest.fail("it sampled again"))
+    said: list[str] = []
+    made = quantize(model, tmp_path / "out", layers={"*.down_proj": 2}, remark=said.append, **options)
+    assert said[1] == (
+        f"{tmp_path / 'out'}.partial: keeps the sampled text, the Hessians of 1 block and drops 1 block, which this "
+        "command asks for otherwise"
+    )
+    assert made.config == whole.config
+    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "whole"))
+    assert one == two
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_two_runs_into_one_directory(model: Path, tmp_path: Path) -> None:
+    from onegraph.quant.partial import Partial
+
+    with Partial(tmp_path / "out.partial", "another"):
+        for more in ({}, {"format": "nvfp4"}):
+            with pytest.raises(ValueError, match=rf"process {os.getpid()} on .* works there; wait until it has ended"):
+                quantize(model, tmp_path / "out", device="cpu", **more)
+    assert not (tmp_path / "out").exists()
+
+
+LIMITED = """
+import functools, resource, sys
+import torch
+from onegraph.api import quantize as api
+from onegraph.formats import checkpoint
+from onegraph.formats.e8p import E8P
+from onegraph.quant import quantize as driver
+
+def rounded(weights, h, bits, recipe, source):  # as large as the real thing, without its minutes on a CPU
+    shapes = [E8P[rate].layout(*w.shape) for w, rate in zip(weights, bits)]
+    return [{key: torch.ones(shape).to(dtype) for key, (shape, dtype) in layer.items()} for layer in shapes]
+
+driver.quantize_group = rounded
+driver.dequantize = lambda tensors, bits: torch.ones(len(tensors["codes"]), 8 * tensors["codes"].shape[1])
+api.write_checkpoint = functools.partial(checkpoint.write_checkpoint, shard_bytes=2 << 20)
+model, out, headroom, kept = sys.argv[1:]
+if kept == "memory":
+    driver.Layers.__init__ = lambda self, partial, begin=driver.Layers.__init__: begin(self, None)
+text = "the thing in the inn, and a hat. " * 20
+used = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData"))
+resource.setrlimit(resource.RLIMIT_DATA, (1024 * used + int(headroom), -1))
+api.check_room = lambda found, out: None  # it would refuse, since what it counts on is not known to the byte
+try:
+    api.quantize(model, out, calibration=text, tokens=128, sequence=64, recipe="quick", device="cpu")
+except (MemoryError, RuntimeError, OSError, ValueError) as error:
+    sys.exit(3 if "memory" in repr(error).lower() else repr(error))
+"""
+
+
+@pytest.mark.slow
+def test_memory_holds_one_block(tmp_path: Path) -> None:
+    """A model whose linears take 168 MB in float32 and 19 MB in codes, under a limit of 44 MB beyond what the process
+    has when it begins, of which a block and its Hessians take some 30; with the codes of finished blocks in memory it
+    does not end."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 64, "head_dim": 64}
+    config = tiny.CONFIG | sizes
+    tensors = {
+        "model.embed_tokens.weight": torch.randn(len(tiny.TOKENS), 256) * 0.1,
+        "model.norm.weight": torch.ones(256),
+    }
+    shapes = {"self_attn.q_proj": (256, 256), "self_attn.k_proj": (128, 256), "self_attn.v_proj": (128, 256)}
+    shapes |= {"self_attn.o_proj": (256, 256), "mlp.gate_proj": (512, 256), "mlp.up_proj": (512, 256)}
+    for i in range(64):
+        for name, (n, k) in (shapes | {"mlp.down_proj": (256, 512)}).items():
+            tensors[f"model.layers.{i}.{name}.weight"] = torch.randn(n, k) * k**-0.5
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"model.layers.{i}.{name}.weight"] = torch.ones(256)
+    write_checkpoint(tmp_path / "m", config, ((k, v.half()) for k, v in tensors.items()), shard_bytes=4 << 20)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "m" / name).write_bytes((tiny.write_model(tmp_path / name) / name).read_bytes())
+
+    def run(kept: str) -> subprocess.CompletedProcess[str]:
+        words = [sys.executable, "-c", LIMITED, str(tmp_path / "m"), str(tmp_path / kept), str(HEADROOM), kept]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+        return subprocess.run(words, capture_output=True, text=True, timeout=500, env=environment)
+
+    done = run("disk")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert sum(file.stat().st_size for file in (tmp_path / "disk").glob("*.safetensors")) > 18e6
+    assert run("memory").returncode == 3
+
+
+HEADROOM = 44 << 20
