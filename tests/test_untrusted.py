@@ -200,12 +200,18 @@ def test_threads_and_forks_get_their_own_answers(cage: Cage) -> None:
     assert pid(cage) == parents
 
 
-def test_the_process_ends_with_its_owner() -> None:
-    cage = Cage("templates", 1 << 30)
-    child = pid(cage)
-    del cage
-    gc.collect()
-    assert not Path(f"/proc/{child}").exists()
+def test_the_processes_end_with_their_owner(model: Path) -> None:
+    """At once, not when garbage is next collected."""
+    gc.disable()
+    try:
+        t = Tokenizer(Checkpoint.open(model))
+        t.chat(CHAT)
+        assert t.template is not None
+        children = pid(t._cage), pid(t.template._cage)
+        del t
+        assert not [child for child in children if Path(f"/proc/{child}").exists()]
+    finally:
+        gc.enable()
 
 
 def test_a_process_that_cannot_start_is_named(cage: Cage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,62 +35,65 @@ class Cage:
     """A child process for one checkpoint's template or tokenizer: started at the first call, one for many calls, and
     again after one that it did not survive. Safe to use from several threads and after a fork.
 
-    memory: bytes of address space. prepare: called after each start, to load what calls need.
+    memory: bytes of address space. load: what the child's `load` is called with after each start, its `seconds` among
+    it.
     """
 
     def __init__(
-        self,
-        kind: Literal["templates", "tokenizers"],
-        memory: int,
-        prepare: Callable[[Cage], None] | None = None,
+        self, kind: Literal["templates", "tokenizers"], memory: int, load: dict[str, Any] | None = None
     ) -> None:
-        self._kind, self._memory, self._prepare = kind, memory, prepare
+        self._kind, self._memory, self._load = kind, memory, load
         self._lock = threading.RLock()
         self._child: subprocess.Popen[bytes] | None = None
         self._owner = 0
 
-    def call(self, name: str, *, seconds: float, memory: int = 0, **arguments: Any) -> Any:
-        """The child's answer, within `seconds` of CPU time and, where that is more than it has, `memory` bytes.
+    def start(self) -> Any:
+        """Starts the child and gives what `load` gave, None where it is running already.
 
-        Raises CageError with what the child says went wrong, Exhausted where it ran out of time or memory.
+        Raises OSError where it cannot start, and what `call` raises.
         """
-        request = json.dumps({"call": name, "seconds": seconds, "arguments": arguments}).encode()
-        with self._lock:
-            if memory > self._memory:
-                self._memory = memory
-                self._stop()
-            self.start()
-            try:
-                reply = self._exchange(request, STARVED * seconds)
-            except _Dead as dead:
-                status = self._stop()
-                late = dead.late or status == -signal.SIGPROF
-                limit = f"longer than {seconds:.0f} s" if late else f"out of its {self._memory >> 20} MiB"
-                raise Exhausted(f"ran {limit}") from None
-            except BaseException:  # interrupted, say: what comes next out of the pipe would answer another request
-                self._stop()
-                raise
-        if "error" in reply:
-            raise CageError(reply["error"])
-        return reply["result"]
-
-    def start(self) -> None:
-        """Starts the child where none is running, and prepares it. Raises OSError, and what `prepare` raises."""
         with self._lock:
             if self._child is not None and self._owner == os.getpid():  # after a fork, it is the other process's
-                return
+                return None
             self._child = self._open()
             self._owner = os.getpid()
             try:
                 self._exchange(None, START)
-                if self._prepare is not None:
-                    self._prepare(self)
+                return None if self._load is None else self._ask("load", **self._load)
             except _Dead:
                 self._stop()
                 raise OSError(f"cannot start a process for {self._kind}: {sys.executable} {CHILD}") from None
             except BaseException:
                 self._stop()
                 raise
+
+    def call(self, name: str, *, seconds: float, memory: int = 0, **arguments: Any) -> Any:
+        """The child's answer, within `seconds` of CPU time and, where that is more than it has, `memory` bytes.
+
+        Raises CageError with what the child says went wrong, Exhausted where it ran out of time or memory.
+        """
+        with self._lock:
+            if memory > self._memory:
+                self._memory = memory
+                self._stop()
+            self.start()
+            return self._ask(name, seconds, **arguments)
+
+    def _ask(self, name: str, seconds: float, **arguments: Any) -> Any:
+        request = json.dumps({"call": name, "seconds": seconds, "arguments": arguments}).encode()
+        try:
+            reply = self._exchange(request, STARVED * seconds)
+        except _Dead as dead:
+            status = self._stop()
+            late = dead.late or status == -signal.SIGPROF
+            limit = f"longer than {seconds:.0f} s" if late else f"out of its {self._memory >> 20} MiB"
+            raise Exhausted(f"ran {limit}") from None
+        except BaseException:  # interrupted, say: what comes next out of the pipe would answer another request
+            self._stop()
+            raise
+        if "error" in reply:
+            raise CageError(reply["error"])
+        return reply["result"]
 
     def _open(self) -> subprocess.Popen[bytes]:
         path = [os.path.abspath(entry) for entry in sys.path if entry]

@@ -34,14 +34,18 @@ class Tokenizer:
                 "save the tokenizer with transformers once, which writes it)"
             )
         try:
-            self._content = data.decode("utf-8")
+            content = data.decode("utf-8")
         except UnicodeDecodeError as error:
             raise CheckpointError(
                 f"{self.path}/tokenizer.json: not a tokenizer: not UTF-8 text at byte {error.start}"
             ) from None
-        self._special: dict[str, int] = {}
-        self._cage = Cage("tokenizers", self._memory(0), prepare=self._load)
-        self._cage.start()
+        seconds = SECONDS + len(data) / BYTES_PER_SECOND
+        self._size = len(data)
+        self._cage = Cage("tokenizers", self._memory(0), load={"seconds": seconds, "content": content})
+        try:
+            self._special: dict[str, int] = self._cage.start()  # control tokens
+        except CageError as error:
+            raise CheckpointError(f"{self.path}/tokenizer.json: not a tokenizer: {error}") from None
         self.vocab_size = checkpoint.config.get("vocab_size")
         self._settings = self._object(checkpoint, "tokenizer_config.json")
         self.template = self._find_template(checkpoint)
@@ -90,13 +94,6 @@ class Tokenizer:
     def stream(self) -> TextStream:
         return TextStream(self)
 
-    def _load(self, cage: Cage) -> None:
-        size = len(self._content)
-        try:
-            self._special = cage.call("load", seconds=SECONDS + size / BYTES_PER_SECOND, content=self._content)
-        except CageError as error:
-            raise CheckpointError(f"{self.path}/tokenizer.json: not a tokenizer: {error}") from None
-
     def _call(self, name: str, failed: str, size: int, **arguments: Any) -> Any:
         """What the tokenizer's process answers; `size`: bytes that it works on."""
         seconds = SECONDS + size / BYTES_PER_SECOND
@@ -110,7 +107,7 @@ class Tokenizer:
         work = MEMORY
         while work < MEMORY_PER_BYTE["text"] * size:
             work *= 2
-        return work + MEMORY_PER_BYTE["file"] * len(self._content)
+        return work + MEMORY_PER_BYTE["file"] * self._size
 
     def _encode(self, name: str, whole: str, **arguments: Any) -> list[int]:
         try:
