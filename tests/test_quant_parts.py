@@ -14,7 +14,7 @@ from onegraph.quant.e8p import nearest_per_shift
 from onegraph.quant.hessian import Moments, corrected, gather
 from onegraph.quant.layer import dequantize, generator, quantize_embedding, quantize_group
 from onegraph.quant.ldlq import damped, loss
-from onegraph.quant.partial import Partial, fingerprint
+from onegraph.quant.partial import Partial, key_of
 from onegraph.quant.quantize import quantize
 from onegraph.quant.recipe import RHO, Recipe, Tune
 from test_quant import BLOCKS, VOCAB, Tiny
@@ -184,38 +184,41 @@ def test_only_rows_that_are_short_are_gone_on_with() -> None:
 # -------------------------------------------------------------------------------------------------- work on disk
 
 
-def test_a_job_is_its_source_recipe_and_tokens_in_their_shape() -> None:
+def test_a_key_is_of_values_and_of_tokens_in_their_shape() -> None:
     tokens = torch.arange(6).view(2, 3)
-    name = fingerprint("a", {"bits": 4, "seed": 0}, tokens)
-    assert fingerprint("a", {"seed": 0, "bits": 4}, tokens.int()) == name
-    assert fingerprint("a", {"bits": 4, "seed": 0}, tokens.T.contiguous().T) == name
+    name = key_of("a", {"bits": 4, "seed": 0}, tokens)
+    assert key_of("a", {"seed": 0, "bits": 4}, tokens) == name
+    assert key_of("a", {"bits": 4, "seed": 0}, tokens.T.contiguous().T) == name
     others = [("b", {"bits": 4, "seed": 0}, tokens), ("a", {"bits": 3, "seed": 0}, tokens)]
     others += [("a", {"bits": 4, "seed": 0}, tokens.view(3, 2)), ("a", {"bits": 4, "seed": 0}, tokens.flip(0))]
-    assert len({name, *(fingerprint(*other) for other in others)}) == 5
+    assert len({name, *(key_of(*other) for other in others)}) == 5
 
 
 def test_a_piece_comes_back_and_none_that_is_another(tmp_path: Any) -> None:
     work = Partial(tmp_path / "deep" / "work", "job")
     piece = {"b": torch.arange(6, dtype=torch.int16).view(2, 3).T, "a": torch.tensor(0.5, dtype=torch.bfloat16)}
-    assert work.load("one") is None
-    work.save("one", piece)
-    found = Partial(tmp_path / "deep" / "work", "job").load("one")
+    assert work.load("one", "key") is None
+    work.save("one", "key", piece)
+    work.close()
+    work = Partial(tmp_path / "deep" / "work", "job")
+    assert work.load("one", "another") is None
+    found = work.load("one", "key")
     assert found is not None
     assert found.keys() == piece.keys()
     assert all(torch.equal(found[key], piece[key]) and found[key].dtype == piece[key].dtype for key in piece)
-    assert sorted(path.name for path in work.path.iterdir()) == ["job", "one.safetensors"], "nothing half-made is left"
+    assert sorted(path.name for path in work.path.iterdir()) == ["job", "lock", "one.safetensors"], "half-made"
     file = work.path / "one.safetensors"
     kept = load_file(file)
     changed = (kept["b"] + 1, kept["b"].view(torch.uint16), kept["b"].reshape(2, 3))
     for change in (*({"b": other} for other in changed), {"c": kept["a"].clone()}):
-        label = {"digest": _digest_in(file)}
+        label = {"digest": _digest_in(file), "key": "key"}
         save_file(kept | change, tmp_path / "other.safetensors", metadata=label)
         original = file.read_bytes()
         file.write_bytes((tmp_path / "other.safetensors").read_bytes())
         with pytest.raises(ValueError, match="digest is another"):
-            work.load("one")
+            work.load("one", "key")
         file.write_bytes(original)
-    assert work.load("one") is not None
+    assert work.load("one", "key") is not None
 
 
 def _digest_in(file: Any) -> str:

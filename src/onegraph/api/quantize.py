@@ -213,7 +213,9 @@ class _Run:
         about = {
             "recipe": {"name": choices.recipe} | recipe.to_dict(),
             "calibration": {
-                "text": "sampled by the model" if text is None else "given",
+                "text": {"self": "sampled by the model", "bundled": "bundled with onegraph"}.get(
+                    str(choices.calibration), "given"
+                ),
                 "tokens": rows.numel(),
                 "sequence": sequence,
                 "sha256": digest_of(rows),
