@@ -34,6 +34,7 @@ demo: $(VENV)/.run ## quantize SmolLM2-135M to 4 bits and ask it a question
 
 # The tests on the real model run where `make demo` has fetched it.
 test: export ONEGRAPH_SMOLLM2 ?= $(abspath $(firstword $(wildcard .demo/*.gguf)))
+test: export ONEGRAPH_SMOLLM2_4BIT ?= $(abspath $(wildcard .demo/SmolLM2-135M-Instruct-4bit))
 test: $(VENV)/.dev ## everything that needs no GPU
 	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal $(TESTS)
 

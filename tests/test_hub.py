@@ -19,6 +19,7 @@ import pytest
 from fuzz import tiny
 from fuzz.run import invoke
 from onegraph import LLM, plan, quantize
+from onegraph.api import hub as hub_module
 from onegraph.api.hub import PATTERNS, locate
 from onegraph.formats.checkpoint import CheckpointError
 
@@ -45,6 +46,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return str(path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    hub_module._fetch.cache_clear()
     return state
 
 
@@ -69,6 +71,7 @@ def test_commands_take_names(hub: dict[str, Any], tmp_path: Path) -> None:
     status, out, errors = invoke(["generate", "org/model", "--raw", "--prompt", "the", "--max-tokens", 3])
     assert status == 0, errors
     assert out.strip()
+    assert len(hub["calls"]) == 1, "one commit in one process, whoever asks for the model again"
     status, out, errors = invoke(
         ["quantize", "org/model@v1", tmp_path / "out", "--dry-run", "--json", "--device", "cpu"]
     )

@@ -57,7 +57,7 @@ def estimate(work: Work, device: torch.device) -> tuple[float, int]:
     """Seconds, and bytes of the device's memory at the least."""
     if work.levers is None:
         weights = sum(n * k for n, k, _ in work.groups)
-        x = torch.randn(512, 1024, device=device)
+        x = _normal(512, 1024, device)
         per_weight = _timed(lambda: quantize_weight(x, search=work.search), device) / x.numel()
         return weights * per_weight, max((n * k for n, k, _ in work.groups), default=0) * 4
     return _seconds(work, work.levers, device), _memory(work, work.levers, device)
@@ -66,7 +66,7 @@ def estimate(work: Work, device: torch.device) -> tuple[float, int]:
 def _seconds(work: Work, levers: Recipe, device: torch.device) -> float:
     """Multiplications by the rate of a probe; and encoding, which on a GPU waits for launches."""
     size = 512 if device.type == "cpu" else 4096
-    x = torch.randn(size, size, device=device)
+    x = _normal(size, size, device)
     rate = 2 * size**3 / _timed(lambda: x @ x, device)
     passes = 1 + levers.descent
     # Runs of a block over the text: one gathers for all groups or one for each, and one goes on; each twice where the
@@ -80,7 +80,7 @@ def _seconds(work: Work, levers: Recipe, device: torch.device) -> float:
     seconds = work_done / rate
     if device.type == "cpu":
         rates = {bits for _, _, bits in work.groups}
-        vectors = torch.randn(8, 1024)
+        vectors = _normal(8, 1024, device)
         metric = torch.eye(8)
         each = {
             bits: _timed(lambda bits=bits: encode(vectors, bits, metric, wide=levers.wide), device) / vectors.shape[1]  # type: ignore[misc]
@@ -94,6 +94,11 @@ def _seconds(work: Work, levers: Recipe, device: torch.device) -> float:
         seconds += steps * work.parameters * 4 / 1e10 if device.type == "cpu" else steps * (2e-3 * work.blocks)
         seconds += 2 * work.parameters * work.tokens / rate
     return seconds
+
+
+def _normal(rows: int, columns: int, device: torch.device) -> torch.Tensor:
+    """Random numbers that leave the caller's generators as they are."""
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).to(device)
 
 
 def _timed(run: Callable[[], object], device: torch.device) -> float:
@@ -135,7 +140,8 @@ def _memory(work: Work, levers: Recipe, device: torch.device) -> int:
 def available_memory(device: torch.device) -> int | None:
     """Bytes that this process may still take on the device; None where the system does not say."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + spare
     found = []
     status = _table(Path("/proc/self/status"))
     for limit, used in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):

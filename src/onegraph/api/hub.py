@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from onegraph.formats.files import CheckpointError, reason
@@ -36,9 +37,9 @@ class Located:
 def locate(model: str | os.PathLike[str], *, weights: bool = True) -> Located:
     """The model at a path, or by its name on the hub: org/name, or org/name@revision.
 
-    A name is fetched into the hub's cache: safetensors, tokenizer and configs only, at one commit; what is there
-    already stays. HF_HUB_OFFLINE is honoured. A directory without config.json that holds just one .gguf file is that
-    file. `weights` False fetches no more than it takes to know the model's size.
+    A name is fetched into the hub's cache: safetensors, tokenizer and configs only, at one commit, which is asked for
+    once in a process; what is there already stays. HF_HUB_OFFLINE is honoured. A directory without config.json that
+    holds just one .gguf file is that file. `weights` False fetches no more than it takes to know the model's size.
 
     Raises CheckpointError where it is neither here nor can be fetched, and says how to.
     """
@@ -54,6 +55,7 @@ def locate(model: str | os.PathLike[str], *, weights: bool = True) -> Located:
     return _fetch(named["repo"], named["revision"], weights)
 
 
+@cache
 def _fetch(repo: str, revision: str | None, weights: bool) -> Located:
     told = f"{repo}{f' --revision {revision}' if revision else ''}"
     try:

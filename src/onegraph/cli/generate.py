@@ -26,7 +26,7 @@ from onegraph.cli.common import (
 
 EPILOG = """\
 examples:
-  onegraph generate out/smollm2-4bit --prompt "What is the capital of France?"
+  onegraph generate out/smollm2-4bit --prompt "What is the capital of Japan?"
   onegraph generate out/smollm2-4bit --raw --prompt "Once upon a time" --temperature 0.8 --top-p 0.95 --seed 7
   onegraph generate out/smollm2-4bit --kv turboquant:k3v4 --prompt "Tell me a long story."
   onegraph generate out/smollm2-4bit --batch questions.txt --json > answers.json
@@ -49,7 +49,9 @@ def add_parser(commands: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL", help="model directory or .gguf file")
+    parser.add_argument(
+        "model", metavar="MODEL", help="model directory, .gguf file, or ORG/NAME of the Hugging Face hub"
+    )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT", help="the prompt; '-' reads it from stdin")
     source.add_argument("--batch", metavar="FILE", help="a file with one prompt a line; all are generated together")
