@@ -42,7 +42,7 @@ def test_the_page_runs(repo: Path, folder: Path, capsys: pytest.CaptureFixture[s
     assert said[1].startswith(story.text)
     assert names["made"].after.total_bytes < names["made"].before.total_bytes
     assert json.loads((folder / "out" / "4bit" / "config.json").read_text())["quantization_config"]["bits"] == 4
-    assert re.search(r"^CG\d+ .*block6\.py:12 ", said[6], re.MULTILINE), said[6]
+    assert re.search(r"^CG\d+ .*block5\.py:12 ", said[5], re.MULTILINE), said[5]
 
 
 def test_the_example_of_the_readme_runs(repo: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

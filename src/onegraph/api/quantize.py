@@ -209,12 +209,7 @@ class _Run:
             progress=lambda done, total, _: self.say("quantizing", done, total),
         )
         config = quantized.config.to_dict()
-
-        def kept(name: str) -> torch.Tensor:
-            checkpoint.forget()  # the pages of the tensors before it
-            return checkpoint.tensor(name)
-
-        self.write(checkpoint, config, quantized.tensors(checkpoint.names, kept))
+        self.write(checkpoint, config, quantized.tensors(checkpoint.names, checkpoint.tensor))
         return config, rows.numel()
 
     def nvfp4(self, checkpoint: Checkpoint, choices: Choices) -> dict[str, Any]:
@@ -247,7 +242,7 @@ class _Run:
     ) -> None:
         told = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
         told["quantization_config"] = config
-        write_checkpoint(self.out, told, tensors, copy_from=checkpoint)
+        write_checkpoint(self.out, told, tensors, copy_from=checkpoint, on_tensor=lambda _: checkpoint.forget())
 
 
 def identity(checkpoint: Checkpoint) -> str:
