@@ -221,12 +221,7 @@ class _Run:
                 "sha256": digest_of(rows),
             },
         }
-
-        def read(name: str) -> torch.Tensor:
-            checkpoint.forget()  # the pages of the tensors before it
-            return checkpoint.tensor(name)
-
-        self.write(checkpoint, config, quantized.tensors(checkpoint.names, read), "e8p", about)
+        self.write(checkpoint, config, quantized.tensors(checkpoint.names, checkpoint.tensor), "e8p", about)
         return config, rows.numel()
 
     def nvfp4(self, checkpoint: Checkpoint, choices: Choices) -> dict[str, Any]:
@@ -267,7 +262,9 @@ class _Run:
         told = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
         told["quantization_config"] = config
         about = {"format": format, "source": source_of(checkpoint), **about, "versions": versions()}
-        write_checkpoint(self.out, told, tensors, copy_from=checkpoint, about=about)
+        write_checkpoint(
+            self.out, told, tensors, copy_from=checkpoint, on_tensor=lambda _: checkpoint.forget(), about=about
+        )
 
 
 def identity(checkpoint: Checkpoint) -> str:
