@@ -33,7 +33,7 @@ def cache_dir() -> Path:
 
 def _bindings() -> tuple[Any, Any]:
     try:
-        from cuda.bindings import driver, nvrtc  # type: ignore[import-not-found]  # CUDA builds only
+        from cuda.bindings import driver, nvrtc
     except ImportError as error:
         raise BuildError("the package cuda-bindings is missing: pip install cuda-bindings") from error
     return driver, nvrtc
