@@ -1,7 +1,7 @@
 """What quantizing takes on a device: time by two probes and a count of the work, memory by the sizes of what is held.
 
-On a CPU held to runs on two cores (docs/log.md), right within a factor of two or so; a GPU's rates are those of the runs
-behind docs/quality.md, and no run has been held to them since. Memory is a floor.
+On a CPU held to runs on two cores (docs/log.md), right within a factor of two or so; a GPU's rates are those of the
+runs behind docs/quality.md, and no run has been held to them since. Memory is a floor.
 """
 
 from __future__ import annotations
