@@ -9,7 +9,7 @@ import torch
 from deepseek import save_hf as save_deepseek
 from models import save_hf
 from onegraph.api.size import component_bits
-from onegraph.engine.ab import components_of, costs, exchanged, in_nvfp4
+from onegraph.engine.ab import _same, components_of, costs, exchanged, in_nvfp4
 from onegraph.engine.evaluate import evaluate
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
 from onegraph.formats.dense import DENSE
@@ -180,3 +180,13 @@ def test_a_precision_map_for_deepseek(tmp_path: Path) -> None:
     status, _, errors = invoke(["quantize", tmp_path / "fp4", tmp_path / "twice", "--format", "nvfp4"])
     assert status == 2
     assert "is quantized already" in errors
+
+
+def test_parts_are_the_same_where_kind_and_numbers_are() -> None:
+    one, other = torch.ones(2), torch.zeros(2)
+    layer = torch.nn.Module()
+    layer.register_buffer("weight", one)
+    assert _same(one, one.clone())
+    assert not _same(one, other)
+    assert not _same(one, layer)
+    assert not _same(layer, one)

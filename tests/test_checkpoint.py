@@ -363,3 +363,17 @@ def test_a_file_without_permission_is_refused(tmp_path: Path) -> None:
     file = write(tmp_path / "m") / "model.safetensors"
     file.chmod(0)
     refused(tmp_path / "m", "Permission denied")
+
+
+def test_what_is_missing_is_named_up_to_five(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m", {}, [("a", torch.ones(1))])
+    with Checkpoint.open(tmp_path / "m") as found, pytest.raises(CheckpointError) as refusal:
+        found.check({"a": ((1,), torch.float32)} | {f"b{i}": ((1,), torch.float32) for i in range(6)})
+    assert str(refusal.value).endswith("6 missing: 'b0', 'b1', 'b2', 'b3', 'b4', ...")
+
+
+def test_a_header_that_is_a_list_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes((2).to_bytes(8, "little") + b"[]")
+    with pytest.raises(CheckpointError, match="header is not a JSON object; the file is damaged"):
+        read_header(file)

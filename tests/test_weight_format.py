@@ -333,6 +333,7 @@ def test_a_config_is_read_by_its_own_format() -> None:
         ({"quant_method": "gptq"}, "'gptq', which is not supported"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "'compressed-tensors', which is not"),
         ({"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "ignore": "x"}, "no list"),
+        ({"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "ignore": [1]}, "no list"),
     ):
         with pytest.raises(ValueError, match=message):
             parse_quantization(data)
@@ -341,5 +342,24 @@ def test_a_config_is_read_by_its_own_format() -> None:
 def test_w4a4_is_a_format_of_its_own() -> None:
     assert "input_scale" in NVFP4Format("frozen").fields
     assert "input_scale" not in NVFP4Format("dynamic").fields
+    assert len({str(NVFP4Format(kind)) for kind in (None, "dynamic", "frozen")}) == 3
+    tensors = made(NVFP4, 16, 32).tensors | {"input_scale": torch.ones((), dtype=torch.float16)}
+    with pytest.raises(ValueError, match="input_scale is float16"):
+        Linear(NVFP4Format("frozen"), tensors)
     with pytest.raises(ValueError, match="allowed: None, 'dynamic', 'frozen'"):
         NVFP4Format("static")
+
+
+@each_format
+def test_made_up_layers_keep_the_size_of_what_they_read(format: WeightFormat) -> None:
+    tensors = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in format.layout(256, 512).items()}
+    format.fill(tensors, 512, torch.Generator().manual_seed(0))
+    layer = Linear(format, format.read(Held(named(format, "a", tensors)), "a"))
+    x = torch.randn(8, 512, generator=torch.Generator().manual_seed(1))
+    assert 0.2 < float(layer(x.to(layer.weight.dtype) if format is DENSE else x).std()) < 5
+
+
+def test_what_a_file_may_hold_beside_the_layers() -> None:
+    assert NVFP4Config().ignored("model.layers.0.self_attn.k_proj.k_scale")
+    for config in CONFIGS.values():
+        assert not config.ignored("model.layers.0.self_attn.k_proj.weight_shape")
