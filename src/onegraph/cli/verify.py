@@ -67,7 +67,7 @@ def tell(found: Verification) -> None:
         print()
     for key, value in (found.about or {}).items():
         print(f"{one_line(key, 40):<12s} {phrase(value)}")
-    print(f"digests      {found.digests} of files are right" if found.digests else "digests      none")
+    print(f"digests      of {found.digests} files are right" if found.digests else "digests      none")
     for line in found.unchecked:
         print(f"not checked  {one_line(line)}")
     for line in found.problems:
