@@ -97,7 +97,7 @@ class Plan:
     Args:
         source: the path, or org/name@commit of the hub. matched: the linears of each pattern of `layers`.
         linears: how many linears are quantized. before, after: sizes on disk, `after` exact.
-        seconds: an estimate, right within a factor of two or so. memory: bytes on the device, at the least.
+        seconds: an estimate, on a CPU right within a factor of two or so. memory: bytes on the device, at the least.
         disk: bytes of OUT and of finished blocks beside it. hessians: what they add where there is room to keep them.
         recipe, calibration, tokens: None for a format that is not calibrated; calibration is "bundled", "self" or
             "text".
