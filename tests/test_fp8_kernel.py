@@ -77,11 +77,7 @@ def launch(
 def run(build, variant: fp8.Variant, tensors, sizes, kind: str, y, cut: fp8.Plan, **more) -> Tensor:
     scaled = fp8.blocks(*BLOCKS[kind], sizes[2])
     assert scaled is not None
-    program = build(
-        HALF=int(tensors[0].dtype == torch.float16), TILES=variant.tiles, MODE=variant.mode,
-        TOGETHER=int(variant.together), RING_X=int(variant.ring_x), SLICE=variant.slice, GRAIN=scaled.grain,
-        DEPTH=cut.depth, WARPS=variant.warps,
-    )  # fmt: skip
+    program = build(**variant.defines(tensors[0].dtype == torch.float16, scaled.grain, cut.depth))
     grid = cut.blocks, sizes[3] if variant.mode == fp8.LINEAR else 1, -(-sizes[0] // variant.tokens)
     threads = cut.across * cut.down * 32
     return launch(program, tensors, sizes, scaled, y, grid, threads, across=cut.across, hold=cut.hold, **more)

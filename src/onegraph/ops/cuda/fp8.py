@@ -34,16 +34,6 @@ ARGUMENTS = build.Arguments(
     ),
     floats=("limit", "alpha", "shift"),
 )  # fmt: skip
-KERNEL = build.Source(
-    "fp8",
-    functions=("fp8_linear",),
-    arguments=ARGUMENTS,
-    capabilities=build.EVERY,
-    example={
-        "MODE": LINEAR, "HALF": 0, "TILES": 1, "TOGETHER": 0, "RING_X": 0, "SLICE": SLICE, "GRAIN": 128,
-        "DEPTH": LINEAR_DEPTHS[0], "WARPS": WARPS,
-    },
-)  # fmt: skip
 DEQUANTIZE_ARGUMENTS = build.Arguments(
     pointers=("codes", "scale", "y"), ints=("matrices", "n", "k", "row_shift", "column_shift", "scale_pitch")
 )
@@ -105,6 +95,21 @@ class Variant:
         """Bytes of a unit in the ring: codes, scales, activations."""
         return ROWS * (self.slice + self.slice // grain * 4) + self.ring_x * self.tiles * self.slice * 16
 
+    def defines(self, half: bool, grain: int, depth: int) -> dict[str, int]:
+        return {
+            "MODE": self.mode, "HALF": int(half), "TILES": self.tiles, "TOGETHER": int(self.together),
+            "RING_X": int(self.ring_x), "SLICE": self.slice, "GRAIN": grain, "DEPTH": depth, "WARPS": self.warps,
+        }  # fmt: skip
+
+
+KERNEL = build.Source(
+    "fp8",
+    functions=("fp8_linear",),
+    arguments=ARGUMENTS,
+    capabilities=build.EVERY,
+    example=Variant(LINEAR).defines(half=False, grain=128, depth=LINEAR_DEPTHS[0]),
+)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -164,11 +169,7 @@ def available(device: int) -> bool:
 
 @cache
 def _kernel(variant: Variant, half: bool, grain: int, depth: int, device: int) -> build.Kernel:
-    defines = {
-        "MODE": variant.mode, "HALF": int(half), "TILES": variant.tiles, "TOGETHER": int(variant.together),
-        "RING_X": int(variant.ring_x), "SLICE": variant.slice, "GRAIN": grain, "DEPTH": depth, "WARPS": variant.warps,
-    }  # fmt: skip
-    return KERNEL.load(defines, device)[0]
+    return KERNEL.load(variant.defines(half, grain, depth), device)[0]
 
 
 @cache
