@@ -120,6 +120,7 @@ def variants(tokens: list[int], kind: str) -> Iterator[dict[str, Any]]:
         list(pool.map(lambda one: fp8.KERNEL.cubin(one[0].defines(False, grain, one[1]), (9, 0)), every))
     for k, n in SHAPES:
         scaled = fp8.blocks(*block, k)
+        assert scaled is not None
         layers = [weight(block, n, k) for _ in range(-(-WORKING_SET // (n * k)))]
         for count in tokens:
             x = torch.randn(count, k, device=DEVICE, dtype=torch.bfloat16)
