@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from onegraph.formats.checkpoint import Checkpoint
-from onegraph.models.deepseek_v4_config import DeepseekV4Config
+from onegraph.models.deepseek_v4_config import DeepseekV4Config, Layer
 from onegraph.models.deepseek_v4_place import free_memory, place
 from onegraph.models.deepseek_v4_weights import build_attention, build_moe
 from onegraph.models.loader import Loader
@@ -151,7 +151,9 @@ class DeepseekV4(nn.Module):
             plain = config.main.tables(config.rope_dim, positions, each)
             compressed = config.compress.tables(config.rope_dim, positions, each)
             for i in range(len(blocks), len(blocks) + count):
-                blocks.append(build_block(loader, config, i, compressed if config.ratios[i] else plain, each))
+                blocks.append(
+                    build_block(loader, config, config.layer(i), compressed if config.ratios[i] else plain, each)
+                )
                 loader.forget()
         return cls(
             config=config,
@@ -223,15 +225,14 @@ class DeepseekV4(nn.Module):
 
 
 def build_block(
-    loader: Loader, config: DeepseekV4Config, i: int, tables: tuple[Tensor, Tensor], device: torch.device
+    loader: Loader, config: DeepseekV4Config, layer: Layer, tables: tuple[Tensor, Tensor], device: torch.device
 ) -> DeepseekBlock:
-    prefix = f"layers.{i}."
     attention, moe = (
-        build_hyper(loader, f"{prefix}hc_{p}_", f"{prefix}{p}_norm.weight", device) for p in ("attn", "ffn")
+        build_hyper(loader, f"{layer.prefix}hc_{p}_", f"{layer.prefix}{p}_norm.weight", device) for p in ("attn", "ffn")
     )
     return DeepseekBlock(
-        attention=build_attention(loader, config, i, tables, device),
-        moe=build_moe(loader, config, i, device),
+        attention=build_attention(loader, config, layer, tables, device),
+        moe=build_moe(loader, config, layer, device),
         hypers=(attention, moe),
         config=config,
     )
