@@ -258,7 +258,8 @@ def plain(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def oracle(path: Path) -> Any:
-    """transformers' model of a directory, in float32 on a CPU, where it dequantizes what it knows."""
+    """transformers' model of a directory, in float32 on a CPU, where it dequantizes what it knows, in part to bfloat16,
+    which holds every value of these formats."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").float().eval()
