@@ -131,7 +131,7 @@ TINY: dict[str, Any] = FLASH | {
     "qk_rope_head_dim": 16,
     "q_lora_rank": 128,
     "o_groups": 2,
-    "o_lora_rank": 64,
+    "o_lora_rank": 128,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "num_hash_layers": 1,

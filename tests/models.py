@@ -107,7 +107,7 @@ def smollm2_gguf() -> Path | None:
 class Decoder:
     """The plainest use of a model through its paged cache: prompts padded to one call, then one token a row."""
 
-    def __init__(self, model: Any, rows: int, max_context: int, page_size: int = 8, **more: int) -> None:
+    def __init__(self, model: Any, rows: int, max_context: int, page_size: int = 8, **more: Any) -> None:
         per_row, sizes = -(-max_context // page_size), {"rows": rows, "page_size": page_size, **more}
         self.model = model
         self.cache = model.new_cache(pages=1 + rows * per_row, pages_per_row=per_row, **sizes)

@@ -199,16 +199,29 @@ class DeepseekV4(nn.Module):
         return rows, length, self.config.streams, self.config.hidden_size
 
     def new_cache(
-        self, *, rows: int, pages: int, page_size: int, pages_per_row: int, kv: object = None, spare: int = 0
+        self,
+        *,
+        rows: int,
+        pages: int,
+        page_size: int,
+        pages_per_row: int,
+        kv: object = None,
+        spare: int = 0,
+        drafts: Sequence[DeepseekAttention] = (),
     ) -> DeepseekCache | PlacedCache:
-        """The state of this model's sequences, in its dtype, each layer's on its device. `kv` must be None; `spare`
-        latest tokens of a sequence may be taken back."""
+        """The state of this model's sequences, in its dtype, each layer's on its device. `kv` must be None.
+
+        Args:
+            spare: latest tokens of a sequence that may be taken back.
+            drafts: attention layers of draft stages, whose state lies with the last device's and is taken back with it.
+        """
         if kv is not None:
             raise ValueError(f"kv: got {kv}; this model has a cache of its own kind, leave kv out")
         sizes = {"rows": rows, "pages": pages, "page_size": page_size, "spare": spare}
         parts = []
         for stage, device in zip(self.stages, self.devices, strict=True):
             layers = [cast(DeepseekBlock, self.blocks[i]).attention for i in stage]
+            layers += drafts if stage is self.stages[-1] else ()
             needed = sum(
                 DeepseekCache.bytes_of(a, itemsize=self.dtype.itemsize, fp8=self.fp8_kv, **sizes) for a in layers
             )
