@@ -22,6 +22,7 @@ from onegraph.nn.block import MLP
 from onegraph.nn.experts import Experts
 from onegraph.nn.linear import Weight
 from onegraph.nn.moe import MoE
+from onegraph.ops.activation import SwiGLU
 from onegraph.ops.nvfp4 import nvfp4_dequantize_weight
 from onegraph.ops.route import softmax_route
 from onegraph.quant.nvfp4 import config_for, quantize_weight, quantized_tensors
@@ -140,7 +141,7 @@ def test_what_no_router_gives_is_refused(args: tuple[Any, ...], message: str) ->
 
 def dense_experts(count: int, dim: int = 8, size: int = 6) -> Experts:
     gate_up, down = torch.randn(count, 2 * size, dim, generator=rng()), torch.randn(count, dim, size, generator=rng(1))
-    return Experts(Weight(DENSE, {"weight": gate_up}), Weight(DENSE, {"weight": down}), float("inf"))
+    return Experts(Weight(DENSE, {"weight": gate_up}), Weight(DENSE, {"weight": down}), SwiGLU())
 
 
 @pytest.mark.parametrize(("rows", "top_k"), [(3, 2), (5, 2), (4, 5), (4, 0)])

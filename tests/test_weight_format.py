@@ -25,6 +25,7 @@ from onegraph.models.loader import Loader
 from onegraph.nn.embedding import Embedding
 from onegraph.nn.experts import Experts
 from onegraph.nn.linear import GroupedLinear, Linear, Siblings, Weight, join
+from onegraph.ops.activation import SwiGLU
 from onegraph.ops.fp8 import random_weight as random_fp8
 from onegraph.ops.mxfp4 import mxfp4_dequantize
 from onegraph.ops.weight import weight_ops
@@ -204,9 +205,9 @@ def test_grouped_and_expert_weights_are_their_matrices(format: WeightFormat) -> 
     down = {key: torch.stack([made(format, 64, 32, seed=i).tensors[key] for i in range(3)]) for key in format.fields}
     if ops.experts is None:
         with pytest.raises(ValueError, match="cannot be run"):
-            Experts(Weight(format, tensors), Weight(format, down), 7.0)
+            Experts(Weight(format, tensors), Weight(format, down), SwiGLU(7.0))
         return
-    experts = Experts(Weight(format, tensors), Weight(format, down), 7.0)
+    experts = Experts(Weight(format, tensors), Weight(format, down), SwiGLU(7.0))
     chosen, gains = torch.tensor([[2, 0]], dtype=torch.int32), torch.tensor([[0.25, 0.75]])
     want = torch.zeros(1, 64)
     for e, gain in zip(chosen[0].tolist(), gains[0], strict=True):
@@ -214,6 +215,31 @@ def test_grouped_and_expert_weights_are_their_matrices(format: WeightFormat) -> 
         hidden = torch.nn.functional.silu(gate.clamp(max=7)) * up.clamp(-7, 7)
         want += gain * (hidden @ made(format, 64, 32, seed=e).dense().weight.T)
     assert near(experts(x[:1, 0], chosen, gains), want, 1e-5)
+
+
+@each_format
+def test_experts_with_biases_add_them_or_say_that_they_cannot(format: WeightFormat) -> None:
+    if weight_ops(format).experts is None:
+        return
+    parts = [(made(format, 64, 64, seed=i), made(format, 64, 32, seed=i)) for i in range(3)]
+    weights = [
+        Weight(format, {key: torch.stack([pair[side].tensors[key] for pair in parts]) for key in format.fields})
+        for side in (0, 1)
+    ]
+    biases, gate = (torch.randn(3, 64), torch.randn(3, 64)), SwiGLU(2.0, 1.702, 1.0)
+    with pytest.raises(ValueError, match=r"bias of down is \(3, 63\); its weight asks for \(3, 64\)"):
+        Experts(*weights, gate, (biases[0], biases[1][:, 1:]))
+    experts = Experts(*weights, gate, biases)
+    x, chosen, gains = torch.randn(1, 64), torch.tensor([[2, 0]], dtype=torch.int32), torch.tensor([[0.25, 0.75]])
+    if format is NVFP4:
+        with pytest.raises(ValueError, match="no experts with biases"):
+            experts(x, chosen, gains)
+        return
+    want = torch.zeros(1, 64)
+    for e, gain in zip(chosen[0].tolist(), gains[0], strict=True):
+        hidden = gate(parts[e][0](x) + biases[0][e])
+        want += gain * (parts[e][1](hidden) + biases[1][e])
+    assert near(experts(x, chosen, gains), want, 1e-5)
 
 
 @pytest.mark.parametrize("format", [NVFP4, MXFP4], ids=str)

@@ -8,7 +8,6 @@ launch follows from its format (`nn/block.py`): in E8P a layer is five ops, qkv 
 residual, gate-up behind its norm, down behind SwiGLU onto the residual.
 """
 
-import math
 from functools import cached_property
 from typing import Any
 
@@ -246,7 +245,7 @@ def build_experts(loader: Loader, config: LlamaConfig, routed: Routed, prefix: s
         eps=config.eps,
         gate=loader.tensor(f"{router}.weight", device, torch.promote_types(stored, loader.dtype)),
         bias=None,
-        experts=loader.experts(gate_up, down, math.inf, device),
+        experts=loader.experts(gate_up, down, routed.gate, device),
         top_k=routed.top_k,
         normalise=routed.normalise,
     )

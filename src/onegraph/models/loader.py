@@ -20,6 +20,7 @@ from onegraph.models.stream import Stream
 from onegraph.nn.embedding import Embedding
 from onegraph.nn.experts import Experts
 from onegraph.nn.linear import GroupedLinear, Linear, Siblings, Weight, join
+from onegraph.ops.activation import SwiGLU
 
 
 class Loader:
@@ -144,7 +145,7 @@ class Loader:
         return GroupedLinear(format, split)
 
     def experts(
-        self, gate_up: Sequence[tuple[str, str]], down: Sequence[str], limit: float, device: torch.device
+        self, gate_up: Sequence[tuple[str, str]], down: Sequence[str], gate: SwiGLU, device: torch.device
     ) -> Experts:
         """Routed experts from the names of each one's gate, up and down; of one format, each put in place as it comes.
 
@@ -160,7 +161,7 @@ class Loader:
         return Experts(
             self._stacked(format, [list(names) for names in gate_up], device),
             self._stacked(format, [[name] for name in down], device),
-            limit,
+            gate,
         )
 
     def _stacked(self, format: WeightFormat, layers: Sequence[Sequence[str]], device: torch.device) -> Weight:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from onegraph.formats.weight import FLOATS, Dtypes, Shape
 from onegraph.models.parts import Component
+from onegraph.ops.activation import SwiGLU
 
 if TYPE_CHECKING:
     from onegraph.models.config import _Fields
@@ -33,6 +34,7 @@ class Routed:
         layers: for each layer whether it has experts; the others have an MLP.
         count, size, top_k: experts of a layer, the width of one, and how many a token uses.
         normalise: whether weights of the chosen sum to 1.
+        gate: what stands between the two products of an expert.
     """
 
     family: str
@@ -41,6 +43,7 @@ class Routed:
     size: int
     top_k: int
     normalise: bool
+    gate: SwiGLU = SwiGLU()
 
     @classmethod
     def parse(cls, family: str, fields: _Fields, layers: int) -> Routed | None:
