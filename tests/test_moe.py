@@ -14,7 +14,7 @@ from onegraph.api.size import component_bits
 from onegraph.engine.ab import components_of, costs, in_nvfp4
 from onegraph.formats.checkpoint import Checkpoint, CheckpointError, write_checkpoint
 from onegraph.formats.dense import DENSE
-from onegraph.formats.nvfp4 import NVFP4
+from onegraph.formats.nvfp4 import NVFP4, written_config
 from onegraph.models.chain import chained
 from onegraph.models.config import LlamaConfig
 from onegraph.models.llama import Llama, LlamaSource
@@ -25,7 +25,7 @@ from onegraph.nn.moe import MoE
 from onegraph.ops.activation import SwiGLU
 from onegraph.ops.nvfp4 import nvfp4_dequantize_weight
 from onegraph.ops.route import softmax_route
-from onegraph.quant.nvfp4 import config_for, quantize_weight, quantized_tensors
+from onegraph.quant.nvfp4 import quantize_weight, quantized_tensors
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -321,7 +321,7 @@ def coded(variant: str, path: Path, **changes: Any) -> Any:
     hf = save_hf(variant, path / "dense", **WIDE, **changes)
     source = Checkpoint.open(path / "dense")
     linears = [name for name in LlamaConfig.from_dict(source.config).parts.linears if name != "lm_head"]
-    told = source.config | {"quantization_config": config_for(["lm_head"]).to_dict()}
+    told = source.config | {"quantization_config": written_config(["lm_head"])}
     write_checkpoint(path / "coded", told, quantized_tensors(source.names, source.tensor, linears))
     stand_in = dict(quantized_tensors(source.names, source.tensor, []))
     for name in linears:
@@ -344,7 +344,7 @@ def test_experts_of_two_formats_in_a_layer_are_refused(tmp_path: Path) -> None:
     coded("mixtral", tmp_path)
     source = Checkpoint.open(tmp_path / "dense")
     one = "model.layers.1.block_sparse_moe.experts.3.w1"
-    told = source.config | {"quantization_config": config_for(["lm_head"]).to_dict()}
+    told = source.config | {"quantization_config": written_config(["lm_head"])}
     write_checkpoint(tmp_path / "mixed", told, quantized_tensors(source.names, source.tensor, [one]))
     with pytest.raises(CheckpointError, match=rf"{one} is nvfp4 and other experts of its layer are dense"):
         load(tmp_path / "mixed")

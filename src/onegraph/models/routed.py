@@ -7,7 +7,7 @@ time, as the published files of these families have it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from onegraph.formats.weight import FLOATS, Dtypes, Shape
@@ -43,7 +43,7 @@ class Routed:
     size: int
     top_k: int
     normalise: bool
-    gate: SwiGLU = SwiGLU()
+    gate: SwiGLU = field(default_factory=SwiGLU)
 
     @classmethod
     def parse(cls, family: str, fields: _Fields, layers: int) -> Routed | None:
