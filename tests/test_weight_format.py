@@ -14,6 +14,8 @@ from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
 from onegraph.formats.dense import DENSE
 from onegraph.formats.e8p import E8P, E8PConfig
 from onegraph.formats.files import CheckpointError
+from onegraph.formats.int4 import ALL, INT4Format, int4
+from onegraph.formats.int4_config import INT4Config
 from onegraph.formats.mxfp4 import MXFP4, MXFP4Config, from_blocks
 from onegraph.formats.nvfp4 import E4M3, NVFP4, NVFP4Config, NVFP4Format
 from onegraph.formats.quantization import parse_quantization
@@ -28,7 +30,8 @@ from onegraph.ops.mxfp4 import mxfp4_dequantize
 from onegraph.ops.weight import weight_ops
 from onegraph.quant.nvfp4 import quantize_weight
 
-FORMATS = [DENSE, *E8P.values(), NVFP4, MXFP4]
+INT4, INT4_ROWS = int4(32, torch.float16), int4(ALL, torch.bfloat16)
+FORMATS = [DENSE, *E8P.values(), NVFP4, MXFP4, INT4, INT4_ROWS]
 CPU = torch.device("cpu")
 each_format = pytest.mark.parametrize("format", FORMATS, ids=str)
 
@@ -41,6 +44,14 @@ def stored(format: WeightFormat, n: int, k: int, seed: int) -> dict[str, Tensor]
     if format is MXFP4:
         codes = torch.randint(0, 256, (n, k // 2), generator=g, dtype=torch.uint8)
         return {"codes": codes, "scale": torch.randint(118, 124, (n, k // 32), generator=g, dtype=torch.uint8)}
+    if isinstance(format, INT4Format):  # words of eight
+        groups = 1 if format.columns == ALL else k // format.columns
+        info = torch.iinfo(torch.int32)
+        codes, zero = (
+            torch.randint(info.min, info.max + 1, shape, generator=g).int()
+            for shape in ((n, k // 8), (-(-n // 8), groups))
+        )
+        return {"codes": codes, "scale": torch.rand(n, groups, generator=g).to(format.dtype) * k**-0.5, "zero": zero}
     weight = torch.randn(n, k, generator=g) * k**-0.5
     if format is NVFP4:
         made = quantize_weight(weight)
@@ -130,7 +141,9 @@ def test_bounds_outside_of_a_layer_are_refused(format: WeightFormat, span: tuple
         layer.part(columns=span)
 
 
-@pytest.mark.parametrize(("format", "unit"), [(NVFP4, 16), (MXFP4, 32), (E8P[2], 128)], ids=str)
+@pytest.mark.parametrize(
+    ("format", "unit"), [(NVFP4, 16), (MXFP4, 32), (INT4, 32), (INT4_ROWS, 32), (E8P[2], 128)], ids=str
+)
 def test_columns_are_cut_between_groups(format: WeightFormat, unit: int) -> None:
     layer = made(format, 256, 512)
     assert layer.part(columns=(unit, 2 * unit)).in_features == unit
@@ -220,6 +233,7 @@ CONFIGS: dict[WeightFormat, Any] = {
     E8P[4]: E8PConfig(bits=4),
     NVFP4: NVFP4Config(),
     MXFP4: MXFP4Config(),
+    INT4: INT4Config("compressed-tensors", (32,)),
 }
 
 
@@ -228,7 +242,7 @@ def test_a_checkpoint_loads_to_the_model_of_its_numbers(format: WeightFormat, tm
     """A model with every linear of its blocks in the format, but one that was kept where tensors tell it, against
     transformers with the numbers that the codes stand for; whole and decoded, and part by part."""
     hf = hf_model("qwen2", hidden_size=96, intermediate_size=128, head_dim=16)
-    kept = "model.layers.1.mlp.up_proj" if format in (NVFP4, MXFP4) else None
+    kept = "model.layers.1.mlp.up_proj" if format in (NVFP4, MXFP4, INT4) else None
     tensors: dict[str, Tensor] = {}
     for seed, (name, parameter) in enumerate(hf.named_parameters()):
         layer, _, kind = name.rpartition(".")
@@ -330,8 +344,8 @@ def test_a_config_is_read_by_its_own_format() -> None:
         assert parse_quantization(config.to_dict()) == config
     for data, message in (
         ("e8p", "must be an object"),
-        ({"quant_method": "gptq"}, "'gptq', which is not supported"),
-        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "'compressed-tensors', which is not"),
+        ({"quant_method": "bitsandbytes"}, "'bitsandbytes', which is not supported"),
+        ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "'compressed-tensors', which is not"),
         ({"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "ignore": "x"}, "no list"),
         ({"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "ignore": [1]}, "no list"),
     ):

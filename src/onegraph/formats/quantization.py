@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from onegraph.formats.e8p import E8PConfig
 from onegraph.formats.files import quote
+from onegraph.formats.int4_config import INT4Config
 from onegraph.formats.mxfp4 import MXFP4Config
 from onegraph.formats.nvfp4 import NVFP4Config
 from onegraph.formats.weight import Quantization
@@ -17,7 +18,12 @@ class _Parser(Protocol):
     def from_dict(cls, data: Mapping[str, Any]) -> Quantization: ...
 
 
-CONFIGS: tuple[type[_Parser], ...] = (E8PConfig, NVFP4Config, MXFP4Config)  # registration: one entry a format
+CONFIGS: tuple[type[_Parser], ...] = (
+    E8PConfig,
+    NVFP4Config,
+    MXFP4Config,
+    INT4Config,
+)  # registration: one entry a format
 
 
 def parse_quantization(data: object) -> Quantization | None:
