@@ -7,10 +7,10 @@ A linear W [n, k] is stored as
 E2M1 as in `formats/nvfp4.py`: two neighbouring columns share a byte, the even one in the low half. scale is E8M0, an
 exponent alone; 255 is NaN. Every number is exact in bfloat16.
 
-| compressed-tensors            | gpt-oss (experts)                   | here  |                    |
-|-------------------------------|-------------------------------------|-------|--------------------|
-| weight_packed uint8 [n, k/2]  | X_blocks uint8 [E, n, k/32, 16]     | codes | uint8 [..., n, k/2]  |
-| weight_scale uint8 [n, k/32]  | X_scales uint8 [E, n, k/32]         | scale | uint8 [..., n, k/32] |
+| compressed-tensors           | DeepSeek-V4          | gpt-oss (experts)               | here                       |
+|------------------------------|----------------------|---------------------------------|----------------------------|
+| weight_packed uint8 [n, k/2] | weight int8 [n, k/2] | X_blocks uint8 [E, n, k/32, 16] | codes uint8 [..., n, k/2]  |
+| weight_scale uint8 [n, k/32] | scale E8M0 [n, k/32] | X_scales uint8 [E, n, k/32]     | scale uint8 [..., n, k/32] |
 """
 
 import math
@@ -40,17 +40,19 @@ class MXFP4Format(WeightFormat):
     group = GROUP
     fields: Mapping[str, Field] = MappingProxyType(
         {
-            "codes": Field(torch.uint8, rows=1, columns=2),
+            "codes": Field(torch.uint8, rows=1, columns=2, stored=(torch.uint8, torch.int8)),
             "scale": Field(torch.uint8, rows=1, columns=GROUP, stored=(torch.uint8, E8M0)),
         }
     )
 
     def names(self, file: Container[str], layer: str) -> dict[str, str]:
+        if f"{layer}.scale" in file and f"{layer}.weight_packed" not in file:
+            return {"codes": f"{layer}.weight", "scale": f"{layer}.scale"}
         return {"codes": f"{layer}.weight_packed", "scale": f"{layer}.weight_scale"}
 
     def read(self, source: Source, layer: str, part: Part = WHOLE) -> Tensors:
         tensors = super().read(source, layer, part)
-        tensors["scale"] = tensors["scale"].view(torch.uint8)
+        tensors = {key: tensor.view(torch.uint8) for key, tensor in tensors.items()}
         if bool((tensors["scale"] == NAN).any()):
             raise CheckpointError(f"{quote(layer)} has scales that are NaN; the file is damaged, fetch it again")
         return tensors
@@ -61,16 +63,6 @@ class MXFP4Format(WeightFormat):
 
 
 MXFP4 = MXFP4Format()
-
-
-def from_blocks(blocks: Tensor, scales: Tensor) -> Tensors:
-    """The tensors of a layer, or of all experts, as gpt-oss stores them: blocks uint8 [..., n, k/32, 16]."""
-    if blocks.dtype != torch.uint8 or blocks.shape[:-1] != scales.shape or blocks.shape[-1] != GROUP // 2:
-        raise ValueError(
-            f"blocks is {blocks.dtype} {tuple(blocks.shape)}, scales {tuple(scales.shape)}; they must be uint8 "
-            "[..., n, k/32, 16] and [..., n, k/32]"
-        )
-    return {"codes": blocks.flatten(-2), "scale": scales.view(torch.uint8)}
 
 
 @dataclass(frozen=True)
