@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from onegraph.formats.e8p import E8PConfig
 from onegraph.formats.files import quote
+from onegraph.formats.fused import BlocksConfig
 from onegraph.formats.int4_config import INT4Config
 from onegraph.formats.published import Published
 from onegraph.formats.weight import Quantization
@@ -17,7 +18,7 @@ class _Parser(Protocol):
     def from_dict(cls, data: Mapping[str, Any]) -> Quantization: ...
 
 
-CONFIGS: tuple[type[_Parser], ...] = (E8PConfig, INT4Config, Published)  # registration
+CONFIGS: tuple[type[_Parser], ...] = (E8PConfig, INT4Config, BlocksConfig, Published)  # registration
 
 
 def parse_quantization(data: object) -> Quantization | None:
