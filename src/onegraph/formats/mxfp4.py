@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from onegraph.formats.dense import DENSE
-from onegraph.formats.files import CheckpointError, quote
+from onegraph.formats.files import quote
 from onegraph.formats.nvfp4 import E2M1_RMS
 from onegraph.formats.weight import WHOLE, Field, File, Part, Source, Tensors, WeightFormat
 
@@ -51,8 +51,10 @@ class MXFP4Format(WeightFormat):
     def read(self, source: Source, layer: str, part: Part = WHOLE) -> Tensors:
         tensors = super().read(source, layer, part)
         tensors["scale"] = tensors["scale"].view(torch.uint8)
-        if bool((tensors["scale"] == NAN).any()):
-            raise CheckpointError(f"{quote(layer)} has scales that are NaN; the file is damaged, fetch it again")
+        source.require(
+            (tensors["scale"] != NAN).all(),
+            lambda: f"{quote(layer)} has scales that are NaN; the file is damaged, fetch it again",
+        )
         return tensors
 
     def fill(self, stored: Mapping[str, Tensor], k: int, generator: torch.Generator) -> None:

@@ -1,25 +1,31 @@
 """From a checkpoint to layers, for every family: what must be there, and each tensor streamed to its device.
 
 A family says what it is made of (`Parts`) and under which names its files store that; the formats say which tensors a
-linear has. Everything is checked before anything is read. Then each tensor goes from its mapped file through pinned
-memory to its device, cut on the way, and joined there: the host never holds more than the pages of one layer.
+linear has. Everything is checked before anything is read. Then each tensor goes from its file through pinned memory to
+its device (`models/prefetch.py`) and is joined there. On a CPU a tensor stays the file's mapping.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onegraph.formats.checkpoint import Checkpoint
+from onegraph.formats.checkpoint import Checkpoint, finite
 from onegraph.formats.dense import DENSE
 from onegraph.formats.files import CheckpointError
 from onegraph.formats.weight import FLOATS, WHOLE, Expected, Field, Part, Tensors, WeightFormat
 from onegraph.models.parts import Family
+from onegraph.models.prefetch import AHEAD_BYTES, Prefetch
 from onegraph.models.stream import Stream
 from onegraph.nn.embedding import Embedding
 from onegraph.nn.experts import Experts
 from onegraph.nn.linear import GroupedLinear, Linear, Siblings, Weight, join
+
+_BLOCK = re.compile(r"(.*?)\b(\d+)\.")  # of the decoder: what stands before its number, and the number
 
 
 class Loader:
@@ -38,6 +44,10 @@ class Loader:
         self.parts, self.quantization = config.parts, config.quantization
         self.stored = {config.family_name(name): name for name in checkpoint.names}
         self._streams: dict[torch.device, Stream] = {}
+        self._reading = False
+        self._ahead: Prefetch | None = None
+        self._claims: list[tuple[Tensor, Callable[[], str]]] = []
+        self._told: Callable[[int], None] = lambda nbytes: None
 
     # ---------------------------------------------------------------------------------------------- what must be there
 
@@ -94,10 +104,49 @@ class Loader:
 
     # -------------------------------------------------------------------------------------------------------- reading
 
+    @contextmanager
+    def reading(self, progress: Callable[[int, int], None] | None = None) -> Iterator[None]:
+        """Within it a whole model is made: what goes to a GPU is read ahead of who asks, in the order of `units`, and
+        what is wrong with values is told when a layer is done (`forget`), at the latest at the end.
+
+        progress: called as progress(bytes read, bytes in all).
+        """
+        if progress is not None:
+            self._told = _Told(progress, sum(self.info(name).nbytes for unit in self.units for name in unit))
+        self._reading = True
+        try:
+            yield
+            self._settle()
+        finally:
+            self._reading = False
+            self._claims.clear()
+            if self._ahead is not None:
+                self._ahead.close()
+                self._ahead = None
+                if torch.cuda.is_initialized():
+                    torch.cuda.empty_cache()  # where tensors waited for being asked for
+
+    @cached_property
+    def units(self) -> list[list[str]]:
+        """What will be asked for, by the file's names and in about that order: the embedding, each block, the rest."""
+        first = self.parts.embedding[0] + "."
+        found: dict[tuple[int, str, int], list[str]] = {}
+        for name, stored in self.stored.items():
+            if not self._ignored(name):
+                block = _BLOCK.match(name)
+                key = (1, block[1], int(block[2])) if block else (0 if name.startswith(first) else 2, "", 0)
+                found.setdefault(key, []).append(stored)
+        return [found[key] for key in sorted(found)]
+
+    @property
+    def landing_bytes(self) -> int:
+        """What a GPU holds besides the model while it is read, at most: tensors that wait for being asked for."""
+        sizes = [sum(self.info(name).nbytes for name in unit) for unit in self.units]
+        return min(sum(sizes), AHEAD_BYTES + max(sizes, default=0))
+
     def tensor(self, name: str, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor in `dtype`, the model's unless another is given."""
-        value = self.checkpoint.unrounded(self.stored.get(name, name))
-        return self._stream(device)(value, dtype or self.dtype)
+        return self._whole(name, device).to(dtype or self.dtype)
 
     def float32(self, name: str, device: torch.device) -> Tensor:
         """A tensor that stays float32 in any model."""
@@ -112,8 +161,46 @@ class Loader:
         return format, format.read(_Reader(self, device), layer, part)
 
     def forget(self) -> None:
-        """Drops the maps of the files read so far, whose pages count as this process's memory."""
+        """A layer is done: drops the maps of the files read so far, whose pages count as this process's memory. Raises
+        CheckpointError for values of the layer that no layer has."""
+        self._settle()
+        if self._ahead is not None:
+            self._ahead.drop()
         self.checkpoint.forget()
+
+    def require(self, ok: Tensor, message: Callable[[], str]) -> None:
+        """See `formats.weight.Source`."""
+        if self._reading and ok.device.type != "cpu":
+            self._claims.append((ok, message))
+        elif not ok:
+            raise CheckpointError(message())
+
+    def _settle(self) -> None:
+        claims, self._claims = self._claims, []
+        for device in dict.fromkeys(ok.device for ok, _ in claims):
+            if device.type == "meta":  # which has no values
+                continue
+            here = [(ok, message) for ok, message in claims if ok.device == device]
+            for held, (_, message) in zip(torch.stack([ok for ok, _ in here]).tolist(), here, strict=True):
+                if not held:
+                    raise CheckpointError(message())
+
+    def _whole(self, name: str, device: torch.device) -> Tensor:
+        """A tensor as it is stored, on the device."""
+        name = self.stored.get(name, name)
+        value = None
+        if self._reading and device.type != "cpu":
+            if self._ahead is None:
+                spans = {each: self.info(each) for unit in self.units for each in unit}
+                self._ahead = Prefetch(spans, self.units, pinned=device.type == "cuda")
+            value = self._ahead.take(name, device)
+        if value is None:
+            value = self._stream(device)(self.checkpoint.unrounded(name))
+        elif (ok := finite(value)) is not None:
+            dtype = value.dtype
+            self.require(ok, lambda: self.checkpoint.not_finite(name, dtype))
+        self._told(self.info(name).nbytes)
+        return value
 
     def _stream(self, device: torch.device) -> Stream:
         if device not in self._streams:
@@ -204,5 +291,27 @@ class _Reader:
         return self.loader.info(name)
 
     def read(self, name: str, field: Field, part: Part) -> Tensor:
-        value = field.cut(self.loader.checkpoint.unrounded(self.loader.stored.get(name, name)), part)
-        return self.loader._stream(self.device)(value, self.loader.dtype if field.dtype is None else None)
+        loader = self.loader
+        if part == WHOLE:
+            value = loader._whole(name, self.device)
+        else:
+            value = field.cut(loader.checkpoint.unrounded(loader.stored.get(name, name)), part)
+            value = loader._stream(self.device)(value)
+        return value.to(loader.dtype) if field.dtype is None else value
+
+    def require(self, ok: Tensor, message: Callable[[], str]) -> None:
+        self.loader.require(ok, message)
+
+
+class _Told:
+    """Calls `progress` with the bytes read, some thousand times at most."""
+
+    def __init__(self, progress: Callable[[int, int], None], total: int) -> None:
+        self.progress, self.total, self.done, self.said = progress, total, 0, 0
+        progress(0, total)
+
+    def __call__(self, nbytes: int) -> None:
+        self.done = min(self.done + nbytes, self.total)  # what is shared may be read twice
+        if self.done - self.said >= self.total / 1000 or self.done == self.total:
+            self.said = self.done
+            self.progress(self.done, self.total)
