@@ -15,6 +15,7 @@ from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
 from onegraph.formats.dense import DENSE
 from onegraph.formats.e8p import E8P, E8PConfig
 from onegraph.formats.files import CheckpointError
+from onegraph.formats.fp8 import FP8, FP8Format
 from onegraph.formats.mxfp4 import MXFP4, MXFP4Config, from_blocks
 from onegraph.formats.nvfp4 import E4M3, NVFP4, NVFP4Config, NVFP4Format
 from onegraph.formats.quantization import parse_quantization
@@ -25,11 +26,12 @@ from onegraph.models.loader import Loader
 from onegraph.nn.embedding import Embedding
 from onegraph.nn.experts import Experts
 from onegraph.nn.linear import GroupedLinear, Linear, Siblings, Weight, join
+from onegraph.ops.fp8 import random_weight as random_fp8
 from onegraph.ops.mxfp4 import mxfp4_dequantize
 from onegraph.ops.weight import weight_ops
 from onegraph.quant.nvfp4 import quantize_weight
 
-FORMATS = [DENSE, *E8P.values(), NVFP4, MXFP4]
+FORMATS = [DENSE, *E8P.values(), NVFP4, MXFP4, *FP8.values()]
 CPU = torch.device("cpu")
 each_format = pytest.mark.parametrize("format", FORMATS, ids=str)
 
@@ -42,6 +44,9 @@ def stored(format: WeightFormat, n: int, k: int, seed: int) -> dict[str, Tensor]
     if format is MXFP4:
         codes = torch.randint(0, 256, (n, k // 2), generator=g, dtype=torch.uint8)
         return {"codes": codes, "scale": torch.randint(118, 124, (n, k // 32), generator=g, dtype=torch.uint8)}
+    if isinstance(format, FP8Format):
+        codes, scale = random_fp8((n, k), format.rows, format.columns, "cpu", g)
+        return {"codes": codes.view(E4M3), "scale": scale}
     weight = torch.randn(n, k, generator=g) * k**-0.5
     if format is NVFP4:
         made = quantize_weight(weight)
@@ -135,7 +140,9 @@ def test_bounds_outside_of_a_layer_are_refused(format: WeightFormat, span: tuple
         layer.part(columns=span)
 
 
-@pytest.mark.parametrize(("format", "unit"), [(NVFP4, 16), (MXFP4, 32), (E8P[2], 128)], ids=str)
+@pytest.mark.parametrize(
+    ("format", "unit"), [(NVFP4, 16), (MXFP4, 32), (E8P[2], 128), (FP8[128, 128], 128), (FP8[1, 32], 32)], ids=str
+)
 def test_columns_are_cut_between_groups(format: WeightFormat, unit: int) -> None:
     layer = made(format, 256, 512)
     assert layer.part(columns=(unit, 2 * unit)).in_features == unit
@@ -169,12 +176,12 @@ def test_a_file_holds_what_the_layout_says(format: WeightFormat) -> None:
     assert list(expected) == ["a.bias"]
     assert format.bits(n, k) == 8 * sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout.values())
     with pytest.raises(ValueError, match=r"cannot be stored"):
-        format.layout(n, 0 if format is DENSE else 100)
+        format.layout(n, 0 if format is DENSE or format in FP8.values() else 100)
 
 
 @each_format
 def test_tensors_that_disagree_are_refused(format: WeightFormat) -> None:
-    good = made(format, 64, 96).tensors
+    good = made(format, 129 if format in FP8.values() else 64, 96).tensors  # the last block of one row
     for key, tensor in good.items():
         for bad in (tensor[:-1] if tensor.dim() else tensor.expand(2), tensor.to(torch.complex64)):
             if format is DENSE and bad.dtype == tensor.dtype:
