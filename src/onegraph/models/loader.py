@@ -170,10 +170,14 @@ class Loader:
 
     def require(self, ok: Tensor, message: Callable[[], str]) -> None:
         """See `formats.weight.Source`."""
-        if self._reading and ok.device.type != "cpu":
+        if self._sent(ok.device):
             self._claims.append((ok, message))
         elif not ok:
             raise CheckpointError(message())
+
+    def _sent(self, device: torch.device) -> bool:
+        """Whether tensors are copied there while others are asked for; on a CPU they are mapped."""
+        return self._reading and device.type != "cpu"
 
     def _settle(self) -> None:
         claims, self._claims = self._claims, []
@@ -189,7 +193,7 @@ class Loader:
         """A tensor as it is stored, on the device."""
         name = self.stored.get(name, name)
         value = None
-        if self._reading and device.type != "cpu":
+        if self._sent(device):
             if self._ahead is None:
                 spans = {each: self.info(each) for unit in self.units for each in unit}
                 self._ahead = Prefetch(spans, self.units, pinned=device.type == "cuda")
