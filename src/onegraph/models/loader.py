@@ -17,13 +17,14 @@ from torch import Tensor
 from onegraph.formats.checkpoint import Checkpoint, finite
 from onegraph.formats.dense import DENSE
 from onegraph.formats.files import CheckpointError
-from onegraph.formats.weight import FLOATS, WHOLE, Expected, Field, Part, Tensors, WeightFormat
+from onegraph.formats.weight import FLOATS, WHOLE, Expected, Field, Part, Tensors, WeightFormat, check_conversion
 from onegraph.models.parts import Family
 from onegraph.models.prefetch import AHEAD_BYTES, Prefetch
 from onegraph.models.stream import Stream
 from onegraph.nn.embedding import Embedding
 from onegraph.nn.experts import Experts
 from onegraph.nn.linear import GroupedLinear, Linear, Siblings, Weight, join
+from onegraph.ops.activation import SwiGLU
 
 _BLOCK = re.compile(r"(.*?)\b(\d+)\.")  # of the decoder: what stands before its number, and the number
 
@@ -146,7 +147,7 @@ class Loader:
 
     def tensor(self, name: str, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor in `dtype`, the model's unless another is given."""
-        return self._whole(name, device).to(dtype or self.dtype)
+        return self._whole(name, device, dtype or self.dtype)
 
     def float32(self, name: str, device: torch.device) -> Tensor:
         """A tensor that stays float32 in any model."""
@@ -189,20 +190,23 @@ class Loader:
                 if not held:
                     raise CheckpointError(message())
 
-    def _whole(self, name: str, device: torch.device) -> Tensor:
-        """A tensor as it is stored, on the device."""
-        name = self.stored.get(name, name)
-        value = None
+    def _whole(self, name: str, device: torch.device, dtype: torch.dtype | None) -> Tensor:
+        """A tensor on the device, as `dtype` (None: as it is stored). Raises CheckpointError where codes would become
+        numbers."""
+        stored, value = self.stored.get(name, name), None
         if self._sent(device):
             if self._ahead is None:
                 spans = {each: self.info(each) for unit in self.units for each in unit}
                 self._ahead = Prefetch(spans, self.units, pinned=device.type == "cuda")
-            value = self._ahead.take(name, device)
+            value = self._ahead.take(stored, device)
         if value is None:
-            value = self._stream(device)(self.checkpoint.unrounded(name))
-        elif (ok := finite(value)) is not None:
-            dtype = value.dtype
-            self.require(ok, lambda: self.checkpoint.not_finite(name, dtype))
+            value = self._stream(device)(self.checkpoint.unrounded(stored), dtype, name)
+        else:
+            kind = value.dtype
+            check_conversion(name, kind, dtype or kind)
+            if (ok := finite(value)) is not None:
+                self.require(ok, lambda: self.checkpoint.not_finite(stored, kind))
+            value = value.to(dtype or kind)
         self._told(self.info(name).nbytes)
         return value
 
@@ -231,11 +235,14 @@ class Loader:
     def grouped(self, layer: str, groups: int, device: torch.device) -> GroupedLinear:
         """`groups` linears whose rows are stored one group after the other."""
         format, tensors = self.weight(layer, device)
+        n, k, _ = self.layers()[layer]
+        for first in range(0, n, n // groups):
+            format.check_part(n, k, Part(rows=(first, first + n // groups)))
         split = {key: _ungrouped(tensors[key], field, groups) for key, field in format.fields.items()}
         return GroupedLinear(format, split)
 
     def experts(
-        self, gate_up: Sequence[tuple[str, str]], down: Sequence[str], limit: float, device: torch.device
+        self, gate_up: Sequence[tuple[str, str]], down: Sequence[str], gate: SwiGLU, device: torch.device
     ) -> Experts:
         """Routed experts from the names of each one's gate, up and down; of one format, each put in place as it comes.
 
@@ -251,7 +258,7 @@ class Loader:
         return Experts(
             self._stacked(format, [list(names) for names in gate_up], device),
             self._stacked(format, [[name] for name in down], device),
-            limit,
+            gate,
         )
 
     def _stacked(self, format: WeightFormat, layers: Sequence[Sequence[str]], device: torch.device) -> Weight:
@@ -295,13 +302,11 @@ class _Reader:
         return self.loader.info(name)
 
     def read(self, name: str, field: Field, part: Part) -> Tensor:
-        loader = self.loader
+        dtype = self.loader.dtype if field.dtype is None else None
         if part == WHOLE:
-            value = loader._whole(name, self.device)
-        else:
-            value = field.cut(loader.checkpoint.unrounded(loader.stored.get(name, name)), part)
-            value = loader._stream(self.device)(value)
-        return value.to(loader.dtype) if field.dtype is None else value
+            return self.loader._whole(name, self.device, dtype)
+        value = field.cut(self.loader.checkpoint.unrounded(self.loader.stored.get(name, name)), part)
+        return self.loader._stream(self.device)(value, dtype, name)
 
     def require(self, ok: Tensor, message: Callable[[], str]) -> None:
         self.loader.require(ok, message)
