@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,10 @@ class Held:
 
     def read(self, name: str, field: Any, part: Part) -> Tensor:
         return field.cut(self.tensors[name], part)
+
+    def require(self, ok: Tensor, message: Callable[[], str]) -> None:
+        if not ok:
+            raise CheckpointError(message())
 
 
 def named(format: WeightFormat, layer: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
