@@ -72,13 +72,3 @@ def exponents(factors: Tensor, layer: str) -> Tensor:
     if not torch.equal(bytes_.view(E8M0).float(), factors.float()):
         raise CheckpointError(f"{quote(layer)} is in MXFP4 and has scales that are no powers of two")
     return bytes_
-
-
-def from_blocks(blocks: Tensor, scales: Tensor) -> Tensors:
-    """The tensors of a layer, or of all experts, as gpt-oss stores them: blocks uint8 [..., n, k/32, 16]."""
-    if blocks.dtype != torch.uint8 or blocks.shape[:-1] != scales.shape or blocks.shape[-1] != GROUP // 2:
-        raise ValueError(
-            f"blocks is {blocks.dtype} {tuple(blocks.shape)}, scales {tuple(scales.shape)}; they must be uint8 "
-            "[..., n, k/32, 16] and [..., n, k/32]"
-        )
-    return {"codes": blocks.flatten(-2), "scale": scales.view(torch.uint8)}
