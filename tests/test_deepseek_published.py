@@ -24,7 +24,7 @@ from deepseek_published import (
     write,
 )
 from models import Decoder
-from onegraph.api.size import component_bits
+from onegraph.api.size import component_bits, size_of
 from onegraph.check import check_step
 from onegraph.engine import generate
 from onegraph.engine.ab import costs, exchanged
@@ -294,6 +294,18 @@ def test_forms_of_one_model_component_by_component(tmp_path):
         assert sizes["routed experts"] == pytest.approx(bits, abs=0.01)
         assert sizes["attention out"] == pytest.approx(8, abs=0.01)
         assert sizes["lm_head"] == 16
+
+
+def test_sizes_are_the_decoders(tmp_path):
+    """The draft layer, which lies in the same files, is no part of its parameters and bytes."""
+    tensors, dense = make(TINY)
+    write(tmp_path / "m", TINY, tensors)
+    write(tmp_path / "dense", plain(TINY), {name: t for name, t in dense.items() if not name.startswith("mtp.")})
+    found, wanted = (size_of(Checkpoint.open(tmp_path / name)) for name in ("m", "dense"))
+    assert found.parameters == wanted.parameters
+    assert found.linear_parameters == wanted.linear_parameters
+    assert found.total_bytes == sum(t.nbytes for name, t in tensors.items() if not name.startswith("mtp."))
+    assert 4.25 < found.linear_bits < 8
 
 
 def test_stages_of_dspark_are_read_past(tmp_path):
