@@ -272,7 +272,7 @@ def test_codes_without_a_config_are_named(tmp_path: Path) -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     *(
         ({"quant_method": "modelopt", "quant_algo": name}, f"quant_algo '{name}', which is not supported")
-        for name in ("NVFP4_AWQ", "NVFP4_SVD", "W4A8_NVFP4_FP8", "W4A8_MXFP4_FP8", "W4A16_AWQ", "INT8_SQ")
+        for name in ("NVFP4_AWQ", "NVFP4_SVD", "W4A8_NVFP4_FP8", "W4A8_MXFP4_FP8", "INT8_SQ")
     ),
     ({"quantization": {"quant_algo": "W4A8_AWQ"}}, "quant_algo 'W4A8_AWQ'"),
     (
@@ -304,7 +304,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "fp8", "modules_to_not_convert": [7]}, "no list of module names"),
     *(
         ({"quant_method": "compressed-tensors", "format": name}, f"format '{name}', which is not supported")
-        for name in ("pack-quantized", "int-quantized", "marlin-24", "sparse-24-bitmask")
+        for name in ("int-quantized", "marlin-24", "sparse-24-bitmask")
     ),
     ({"quant_method": "compressed-tensors"}, "format None"),
     (
