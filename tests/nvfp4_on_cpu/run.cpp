@@ -1,4 +1,4 @@
-// Runs every block of a kernel: `run IN OUT`. IN: sixteen 32-bit words, then the tensors; OUT: y.
+// Runs every block of a kernel: `run IN OUT`. IN: eighteen 32-bit words, then the tensors; OUT: y.
 
 #ifdef ONE
 #include "nvfp4_one.cu"
@@ -24,8 +24,8 @@ static void thread() {
 
 int main(int, char** names) {
   FILE* file = fopen(names[1], "rb");
-  int h[16];
-  if (fread(h, 4, 16, file) != 16) return 1;
+  int h[18];
+  if (fread(h, 4, 18, file) != 18) return 1;
   auto tensor = [&](size_t bytes) {
     u8* p = (u8*)aligned_alloc(64, (bytes + 127) / 64 * 64);
     if (fread(p, 1, bytes, file) != bytes) fail("the input is too short");
@@ -54,11 +54,11 @@ int main(int, char** names) {
   }
   a.top_k = top_k, a.hold = h[6];
 #ifdef ONE
-  a.tokens = tokens, a.round = h[5], a.span = h[15];
+  a.tokens = tokens, a.round = h[5], a.span = h[17];
 #else
   a.across = h[5];
 #endif
-  memcpy(&a.limit, &h[14], 4);
+  memcpy(&a.limit, &h[14], 12);
 #endif
   std::vector<u16> y(numbers, 0x7FFF);
   a.y = y.data();
