@@ -1,6 +1,9 @@
-"""The decode step of DeepSeek-V4 with random NVFP4 weights of the true shapes, captured and eager, over some GPUs.
+"""The decode step of DeepSeek-V4 with random weights of the true shapes, captured and eager, over some GPUs.
 
     python benchmarks/deepseek.py --model flash --gpus 2 --context 8192 --batch 1 16 --profile --soak 1000
+
+`--form` says how the weights are stored: as DeepSeek publishes them (FP8 in blocks of 128, experts in MXFP4), as NVIDIA
+does (routed experts in NVFP4, the rest DeepSeek's), or all of them in NVFP4.
 
 Weights and state are made on the devices; `--layers N` takes only the first N layers, for a machine that is too small
 for all. Random routers send different tokens to much the same experts; with `--hash-layers N` the first N layers route
@@ -32,13 +35,14 @@ from onegraph.engine.record import emit, machine
 from onegraph.engine.soak import Round, soak
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.dense import DENSE
+from onegraph.formats.fp8 import FP8
+from onegraph.formats.mxfp4 import MXFP4
 from onegraph.formats.nvfp4 import NVFP4
 from onegraph.formats.weight import WHOLE, Part, Tensors, WeightFormat
 from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.models.deepseek_v4_config import DeepseekV4Config
 from onegraph.models.loader import Loader
-from onegraph.ops import nvfp4_linear
-from onegraph.ops.nvfp4_linear import nvfp4_experts
+from onegraph.nn.experts import Experts
 
 YARN = {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536, "beta_fast": 32, "beta_slow": 1}
 FLASH = {"compress_ratios": [0, 0, *[4, 128] * 20, 4, 0], "num_hidden_layers": 43}
@@ -49,15 +53,23 @@ PRO = {
 }  # fmt: skip
 
 
-class RandomLoader(Loader):
-    """Weights that no checkpoint holds: NVFP4 where a checkpoint may have it, bfloat16 elsewhere."""
+FORMS: dict[str, tuple[WeightFormat, WeightFormat]] = {  # of routed experts, of every other linear
+    "nvfp4": (NVFP4, NVFP4), "deepseek": (MXFP4, FP8[128, 128]), "nvidia": (NVFP4, FP8[128, 128]),
+}  # fmt: skip
 
-    def __init__(self, config: DeepseekV4Config, dtype: torch.dtype) -> None:
+
+class RandomLoader(Loader):
+    """Weights that no checkpoint holds: in codes where a checkpoint has them, bfloat16 elsewhere."""
+
+    def __init__(self, config: DeepseekV4Config, dtype: torch.dtype, form: str) -> None:
         super().__init__(Checkpoint(Path("random"), {}, {}), config, dtype)
-        self.experts_held = config.experts
+        self.experts_held, self.form = config.experts, FORMS[form]
+        self._generators: dict[torch.device, torch.Generator] = {}
 
     def format_of(self, layer: str) -> WeightFormat:
-        return DENSE if layer in (self.parts.head, self.parts.embedding[0]) else NVFP4
+        if layer in (self.parts.head, self.parts.embedding[0]):
+            return DENSE
+        return self.form[".ffn.experts." not in layer]
 
     def device_bytes(self) -> dict[str, int]:
         found = {name: 2 * torch.Size(shape).numel() for name, (shape, _) in self.parts.tensors.items()}
@@ -76,14 +88,17 @@ class RandomLoader(Loader):
         return value.to(dtype or self.dtype)
 
     def weight(self, layer: str, device: torch.device, part: Part = WHOLE) -> tuple[WeightFormat, Tensors]:
-        """Random codes and scales, with rows of about unit norm."""
+        """Made up by the format itself."""
         name, size = self.parts.embedding
-        n, k = size if layer == name else self.parts.linears[layer][:2]
-        if self.format_of(layer) is DENSE:
-            return DENSE, {"weight": torch.randn(n, k, device=device, dtype=self.dtype) * k**-0.5}
-        scale = torch.randint(0x30, 0x40, (n, k // NVFP4.group), device=device, dtype=torch.uint8)
-        codes = torch.randint(0, 256, (n, k // 2), device=device, dtype=torch.uint8)
-        return NVFP4, {"codes": codes, "scale": scale, "global_scale": torch.full((n,), 0.3 * k**-0.5, device=device)}
+        (n, k), format = size if layer == name else self.parts.linears[layer][:2], self.format_of(layer)
+        made = {
+            key: torch.empty(field.shape(n, k), dtype=field.dtype or self.dtype, device=device)
+            for key, field in format.fields.items()
+        }
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(0)
+        format.fill(made, k, self._generators[device])
+        return format, made
 
 
 def active_bytes(model: DeepseekV4, batch: int, met: float | None = None) -> int:
@@ -145,11 +160,13 @@ def experts_met(step: Decode) -> float:
     met: list[int] = []
     routed = step.engine.model.config.experts
 
-    def watched(x: Tensor, chosen: Tensor, *rest: Any) -> Tensor:
-        met.append(int((chosen.unique() < routed).sum()))
-        return nvfp4_experts(x, chosen, *rest)
+    run = Experts.forward
 
-    with mock.patch.object(nvfp4_linear, "nvfp4_experts", watched):
+    def watched(experts: Experts, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        met.append(int((chosen.unique() < routed).sum()))
+        return run(experts, x, chosen, weights)
+
+    with mock.patch.object(Experts, "forward", watched):
         step.times(1)
     return statistics.mean(met)
 
@@ -215,6 +232,7 @@ def watch(model: DeepseekV4, steps: int, say: Callable[..., None]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("flash", "pro"), default="flash")
+    parser.add_argument("--form", choices=FORMS, default="nvfp4")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--hash-layers", type=int, default=3)
@@ -231,11 +249,11 @@ def main() -> None:
     devices = [torch.device("cuda", i) for i in range(args.gpus)]
     reach = args.context + 4352
     began = time.perf_counter()
-    model = DeepseekV4.assemble(RandomLoader(config, torch.bfloat16), config, devices, reach)
+    model = DeepseekV4.assemble(RandomLoader(config, torch.bfloat16, args.form), config, devices, reach)
     bandwidth = copy_bandwidth(devices[0])
     about = {
-        "bench": "deepseek", "model": args.model, "layers": config.layers, "gpus": args.gpus, "context": args.context,
-        **machine(devices[0]),
+        "bench": "deepseek", "model": args.model, "form": args.form, "layers": config.layers, "gpus": args.gpus,
+        "context": args.context, **machine(devices[0]),
     }  # fmt: skip
 
     def note(text: str) -> None:

@@ -194,8 +194,8 @@ def test_siblings_of_a_quantized_model_are_one_launch(tmp_path: Path) -> None:
     save_e8p("smollm2", tmp_path / "m", rates={"bits": 4}, intermediate_size=128)
     block = Llama.load(Checkpoint.open(tmp_path / "m"), decode=False).blocks[0]
     assert block.qkv.linear.format is E8P[4]
-    assert block.gate_up.linear.format is E8P[4]
-    assert block.gate_up.linear.out_features == 256
+    assert block.mlp.gate_up.linear.format is E8P[4]
+    assert block.mlp.gate_up.linear.out_features == 256
 
 
 def test_quantized_embedding_gives_the_model_dtype(tmp_path: Path) -> None:

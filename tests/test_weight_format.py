@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
 from onegraph.formats.dense import DENSE
 from onegraph.formats.e8p import E8P, E8PConfig
 from onegraph.formats.files import CheckpointError
+from onegraph.formats.fp8 import FP8, FP8Format
 from onegraph.formats.int4 import ALL, INT4Format, int4
 from onegraph.formats.int4_config import INT4Config
-from onegraph.formats.mxfp4 import MXFP4, MXFP4Config, from_blocks
-from onegraph.formats.nvfp4 import E4M3, NVFP4, NVFP4Config, NVFP4Format
+from onegraph.formats.mxfp4 import E8M0, MXFP4
+from onegraph.formats.nvfp4 import E4M3, NVFP4, NVFP4Format, written_config
 from onegraph.formats.quantization import parse_quantization
 from onegraph.formats.weight import Part, WeightFormat
 from onegraph.models.config import LlamaConfig
@@ -26,12 +28,14 @@ from onegraph.models.loader import Loader
 from onegraph.nn.embedding import Embedding
 from onegraph.nn.experts import Experts
 from onegraph.nn.linear import GroupedLinear, Linear, Siblings, Weight, join
+from onegraph.ops.activation import SwiGLU
+from onegraph.ops.fp8 import random_weight as random_fp8
 from onegraph.ops.mxfp4 import mxfp4_dequantize
 from onegraph.ops.weight import weight_ops
 from onegraph.quant.nvfp4 import quantize_weight
 
 INT4, INT4_ROWS = int4(32, torch.float16), int4(ALL, torch.bfloat16)
-FORMATS = [DENSE, *E8P.values(), NVFP4, MXFP4, INT4, INT4_ROWS]
+FORMATS = [DENSE, *E8P.values(), NVFP4, MXFP4, *FP8.values(), INT4, INT4_ROWS]
 CPU = torch.device("cpu")
 each_format = pytest.mark.parametrize("format", FORMATS, ids=str)
 
@@ -44,6 +48,9 @@ def stored(format: WeightFormat, n: int, k: int, seed: int) -> dict[str, Tensor]
     if format is MXFP4:
         codes = torch.randint(0, 256, (n, k // 2), generator=g, dtype=torch.uint8)
         return {"codes": codes, "scale": torch.randint(118, 124, (n, k // 32), generator=g, dtype=torch.uint8)}
+    if isinstance(format, FP8Format):
+        codes, scale = random_fp8((n, k), format.rows, format.columns, "cpu", g)
+        return {"codes": codes.view(E4M3), "scale": scale}
     if isinstance(format, INT4Format):  # words of eight
         groups = 1 if format.columns == ALL else k // format.columns
         info = torch.iinfo(torch.int32)
@@ -73,6 +80,10 @@ class Held:
 
     def read(self, name: str, field: Any, part: Part) -> Tensor:
         return field.cut(self.tensors[name], part)
+
+    def require(self, ok: Tensor, message: Callable[[], str]) -> None:
+        if not ok:
+            raise CheckpointError(message())
 
 
 def named(format: WeightFormat, layer: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -142,7 +153,9 @@ def test_bounds_outside_of_a_layer_are_refused(format: WeightFormat, span: tuple
 
 
 @pytest.mark.parametrize(
-    ("format", "unit"), [(NVFP4, 16), (MXFP4, 32), (INT4, 32), (INT4_ROWS, 32), (E8P[2], 128)], ids=str
+    ("format", "unit"),
+    [(NVFP4, 16), (MXFP4, 32), (INT4, 32), (INT4_ROWS, 32), (E8P[2], 128), (FP8[128, 128], 128), (FP8[1, 32], 32)],
+    ids=str,
 )
 def test_columns_are_cut_between_groups(format: WeightFormat, unit: int) -> None:
     layer = made(format, 256, 512)
@@ -177,12 +190,12 @@ def test_a_file_holds_what_the_layout_says(format: WeightFormat) -> None:
     assert list(expected) == ["a.bias"]
     assert format.bits(n, k) == 8 * sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout.values())
     with pytest.raises(ValueError, match=r"cannot be stored"):
-        format.layout(n, 0 if format is DENSE else 100)
+        format.layout(n, 0 if format is DENSE or format in FP8.values() else 100)
 
 
 @each_format
 def test_tensors_that_disagree_are_refused(format: WeightFormat) -> None:
-    good = made(format, 64, 96).tensors
+    good = made(format, 129 if format in FP8.values() else 64, 96).tensors  # the last block of one row
     for key, tensor in good.items():
         for bad in (tensor[:-1] if tensor.dim() else tensor.expand(2), tensor.to(torch.complex64)):
             if format is DENSE and bad.dtype == tensor.dtype:
@@ -210,9 +223,9 @@ def test_grouped_and_expert_weights_are_their_matrices(format: WeightFormat) -> 
     down = {key: torch.stack([made(format, 64, 32, seed=i).tensors[key] for i in range(3)]) for key in format.fields}
     if ops.experts is None:
         with pytest.raises(ValueError, match="cannot be run"):
-            Experts(Weight(format, tensors), Weight(format, down), 7.0)
+            Experts(Weight(format, tensors), Weight(format, down), SwiGLU(7.0))
         return
-    experts = Experts(Weight(format, tensors), Weight(format, down), 7.0)
+    experts = Experts(Weight(format, tensors), Weight(format, down), SwiGLU(7.0))
     chosen, gains = torch.tensor([[2, 0]], dtype=torch.int32), torch.tensor([[0.25, 0.75]])
     want = torch.zeros(1, 64)
     for e, gain in zip(chosen[0].tolist(), gains[0], strict=True):
@@ -222,6 +235,31 @@ def test_grouped_and_expert_weights_are_their_matrices(format: WeightFormat) -> 
     assert near(experts(x[:1, 0], chosen, gains), want, 1e-5)
 
 
+@each_format
+def test_experts_with_biases_add_them_or_say_that_they_cannot(format: WeightFormat) -> None:
+    if weight_ops(format).experts is None:
+        return
+    parts = [(made(format, 64, 64, seed=i), made(format, 64, 32, seed=i)) for i in range(3)]
+    weights = [
+        Weight(format, {key: torch.stack([pair[side].tensors[key] for pair in parts]) for key in format.fields})
+        for side in (0, 1)
+    ]
+    biases, gate = (torch.randn(3, 64), torch.randn(3, 64)), SwiGLU(2.0, 1.702, 1.0)
+    with pytest.raises(ValueError, match=r"bias of down is \(3, 63\); its weight asks for \(3, 64\)"):
+        Experts(*weights, gate, (biases[0], biases[1][:, 1:]))
+    experts = Experts(*weights, gate, biases)
+    x, chosen, gains = torch.randn(1, 64), torch.tensor([[2, 0]], dtype=torch.int32), torch.tensor([[0.25, 0.75]])
+    if format.name.startswith(("nvfp4", "fp8", "mxfp8")):
+        with pytest.raises(ValueError, match="no experts with biases"):
+            experts(x, chosen, gains)
+        return
+    want = torch.zeros(1, 64)
+    for e, gain in zip(chosen[0].tolist(), gains[0], strict=True):
+        hidden = gate(parts[e][0](x) + biases[0][e])
+        want += gain * (parts[e][1](hidden) + biases[1][e])
+    assert near(experts(x, chosen, gains), want, 1e-5)
+
+
 @pytest.mark.parametrize("format", [NVFP4, MXFP4], ids=str)
 def test_an_embedding_needs_a_look_up(format: WeightFormat) -> None:
     with pytest.raises(ValueError, match="cannot be stored"):
@@ -229,11 +267,15 @@ def test_an_embedding_needs_a_look_up(format: WeightFormat) -> None:
 
 
 CONFIGS: dict[WeightFormat, Any] = {
-    E8P[2]: E8PConfig(bits=2),
-    E8P[4]: E8PConfig(bits=4),
-    NVFP4: NVFP4Config(),
-    MXFP4: MXFP4Config(),
-    INT4: INT4Config("compressed-tensors", (32,)),
+    E8P[2]: E8PConfig(bits=2).to_dict(),
+    E8P[4]: E8PConfig(bits=4).to_dict(),
+    NVFP4: written_config([]),
+    MXFP4: {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"},
+    INT4: INT4Config("compressed-tensors", (32,)).to_dict(),
+    **{
+        format: {"quant_method": "fp8", "weight_block_size": None if block is None else list(block)}
+        for block, format in FP8.items()
+    },
 }
 
 
@@ -242,7 +284,7 @@ def test_a_checkpoint_loads_to_the_model_of_its_numbers(format: WeightFormat, tm
     """A model with every linear of its blocks in the format, but one that was kept where tensors tell it, against
     transformers with the numbers that the codes stand for; whole and decoded, and part by part."""
     hf = hf_model("qwen2", hidden_size=96, intermediate_size=128, head_dim=16)
-    kept = "model.layers.1.mlp.up_proj" if format in (NVFP4, MXFP4, INT4) else None
+    kept = None if format in E8P.values() else "model.layers.1.mlp.up_proj"
     tensors: dict[str, Tensor] = {}
     for seed, (name, parameter) in enumerate(hf.named_parameters()):
         layer, _, kind = name.rpartition(".")
@@ -254,7 +296,7 @@ def test_a_checkpoint_loads_to_the_model_of_its_numbers(format: WeightFormat, tm
         read = Linear(format, format.read(Held(named(format, "a", found)), "a"))
         with torch.no_grad():
             parameter.copy_(read.dense().weight)
-    config = hf.config.to_dict() | {"quantization_config": CONFIGS[format].to_dict()}
+    config = hf.config.to_dict() | {"quantization_config": CONFIGS[format]}
     write_checkpoint(tmp_path / "m", config, tensors.items())
     row = torch.randint(0, 131, (24,), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
@@ -270,7 +312,7 @@ def test_a_checkpoint_loads_to_the_model_of_its_numbers(format: WeightFormat, tm
         whole = loader.linear(name, CPU)
         assert whole.format is format
         for part in (Part(rows=(0, 96), columns=(0, 128)), Part(rows=(32, 64)), Part(columns=(0, 128))):
-            if format in E8P.values() and part.rows == (32, 64):
+            if part.rows == (32, 64) and format in (*E8P.values(), FP8[128, 128]):
                 part = Part(rows=(0, 96))
             cut = loader.linear(name, CPU, part)
             assert near(cut.dense().weight, whole.dense().weight[_slice(part.rows), _slice(part.columns)])
@@ -310,11 +352,8 @@ def test_mxfp4_is_transformers_own_for_gpt_oss() -> None:
     blocks = torch.randint(0, 256, (2, 64, 3, 16), generator=g, dtype=torch.uint8)
     scales = torch.randint(100, 140, (2, 64, 3), generator=g, dtype=torch.uint8)
     want = convert_moe_packed_tensors(blocks, scales)  # [experts, inputs, outputs]
-    tensors = from_blocks(blocks, scales)
-    got = mxfp4_dequantize(tensors["codes"], tensors["scale"]).bfloat16()
+    got = mxfp4_dequantize(blocks.flatten(-2), scales).bfloat16()
     assert torch.equal(got, want.transpose(1, 2))
-    with pytest.raises(ValueError, match="they must be uint8"):
-        from_blocks(blocks[..., :8], scales)
 
 
 def test_every_mxfp4_number_is_exact() -> None:
@@ -326,6 +365,14 @@ def test_every_mxfp4_number_is_exact() -> None:
         want = [sign * math.ldexp(value, exponent) for sign in (1, -1) for value in values]
         assert got[row, 0::2].tolist() == want
         assert not got[row, 1::2].any()
+
+
+def test_deepseeks_names_are_read() -> None:
+    codes, scale = stored(MXFP4, 4, 64, 0).values()
+    file = Held({"a.weight": codes.view(torch.int8), "a.scale": scale.view(E8M0)})
+    shapes = {"a.weight": ((4, 32), (torch.uint8, torch.int8)), "a.scale": ((4, 2), (torch.uint8, E8M0))}
+    assert MXFP4.expected(file, "a", 4, 64) == shapes
+    assert all(torch.equal(a, b) for a, b in zip(MXFP4.read(file, "a").values(), (codes, scale), strict=True))
 
 
 def test_a_scale_that_is_nan_is_named() -> None:
@@ -340,12 +387,15 @@ def test_a_scale_that_is_nan_is_named() -> None:
 
 def test_a_config_is_read_by_its_own_format() -> None:
     assert parse_quantization(None) is None
-    for config in CONFIGS.values():
+    for data in CONFIGS.values():
+        config = parse_quantization(data)
+        assert config is not None
+        assert config.to_dict() == data
         assert parse_quantization(config.to_dict()) == config
     for data, message in (
         ("e8p", "must be an object"),
         ({"quant_method": "bitsandbytes"}, "'bitsandbytes', which is not supported"),
-        ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "'compressed-tensors', which is not"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24', which is not"),
         ({"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "ignore": "x"}, "no list"),
         ({"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "ignore": [1]}, "no list"),
     ):
@@ -374,6 +424,9 @@ def test_made_up_layers_keep_the_size_of_what_they_read(format: WeightFormat) ->
 
 
 def test_what_a_file_may_hold_beside_the_layers() -> None:
-    assert NVFP4Config().ignored("model.layers.0.self_attn.k_proj.k_scale")
-    for config in CONFIGS.values():
+    configs = [parse_quantization(data) for data in CONFIGS.values()]
+    assert (
+        sum(config.ignored("model.layers.0.self_attn.k_proj.k_scale") for config in configs) == len(configs) - 2
+    )  # not E8P
+    for config in configs:
         assert not config.ignored("model.layers.0.self_attn.k_proj.weight_shape")
