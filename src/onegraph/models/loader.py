@@ -164,6 +164,18 @@ class Loader:
             gate,
         )
 
+    def fused_experts(self, gate_up: str, down: str, gate: SwiGLU, device: torch.device) -> Experts:
+        """Routed experts whose weights are one tensor each, [E, k, n], gate at even places of n and up at odd ones,
+        beside their biases."""
+        both = self.tensor(gate_up, device).transpose(1, 2)
+        biases = tuple(self.float32(f"{name}_bias", device) for name in (gate_up, down))
+        return Experts(
+            Weight(DENSE, {"weight": _halves(both)}),
+            Weight(DENSE, {"weight": self.tensor(down, device).transpose(1, 2)}),
+            gate,
+            (_halves(biases[0].unsqueeze(2)).squeeze(2), biases[1]),
+        )
+
     def _stacked(self, format: WeightFormat, layers: Sequence[Sequence[str]], device: torch.device) -> Weight:
         """One weight [E, n, k] whose matrices are the joined `layers` of each expert."""
         whole: Tensors = {}
@@ -183,6 +195,11 @@ class Loader:
     def head(self, embedding: Embedding, device: torch.device) -> Linear:
         """The linear to logits; shares the embedding's weight where the two are tied."""
         return Linear(embedding.format, embedding.tensors) if self.tied else self.linear(self.parts.head, device)
+
+
+def _halves(rows: Tensor) -> Tensor:
+    """[E, 2F, ..] of rows in turn -> those at even places, then those at odd ones."""
+    return torch.cat((rows[:, 0::2], rows[:, 1::2]), dim=1)
 
 
 def _ungrouped(tensor: Tensor, field: Field, groups: int) -> Tensor:
