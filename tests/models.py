@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.models.llama import Llama
-
 SIZES: dict[str, Any] = {
     "vocab_size": 131,
     "hidden_size": 72,
@@ -134,10 +132,10 @@ def smollm2_gguf() -> Path | None:
 class Decoder:
     """The plainest use of a model through its paged cache: prompts padded to one call, then one token a row."""
 
-    def __init__(self, model: Llama, rows: int, max_context: int, page_size: int = 8) -> None:
-        per_row = -(-max_context // page_size)
+    def __init__(self, model: Any, rows: int, max_context: int, page_size: int = 8, **more: Any) -> None:
+        per_row, sizes = -(-max_context // page_size), {"rows": rows, "page_size": page_size, **more}
         self.model = model
-        self.cache = model.new_cache(rows=rows, pages=1 + rows * per_row, page_size=page_size, pages_per_row=per_row)
+        self.cache = model.new_cache(pages=1 + rows * per_row, pages_per_row=per_row, **sizes)
         order = torch.randperm(rows * per_row, generator=torch.Generator().manual_seed(1)).int() + 1
         self.cache.block_table.copy_(order.view(rows, per_row))
 

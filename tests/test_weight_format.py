@@ -15,8 +15,8 @@ from onegraph.formats.dense import DENSE
 from onegraph.formats.e8p import E8P, E8PConfig
 from onegraph.formats.files import CheckpointError
 from onegraph.formats.fp8 import FP8, FP8Format
-from onegraph.formats.mxfp4 import MXFP4, MXFP4Config, from_blocks
-from onegraph.formats.nvfp4 import E4M3, NVFP4, NVFP4Config, NVFP4Format
+from onegraph.formats.mxfp4 import MXFP4, from_blocks
+from onegraph.formats.nvfp4 import E4M3, NVFP4, NVFP4Format, written_config
 from onegraph.formats.quantization import parse_quantization
 from onegraph.formats.weight import Part, WeightFormat
 from onegraph.models.config import LlamaConfig
@@ -231,7 +231,7 @@ def test_experts_with_biases_add_them_or_say_that_they_cannot(format: WeightForm
         Experts(*weights, gate, (biases[0], biases[1][:, 1:]))
     experts = Experts(*weights, gate, biases)
     x, chosen, gains = torch.randn(1, 64), torch.tensor([[2, 0]], dtype=torch.int32), torch.tensor([[0.25, 0.75]])
-    if format is NVFP4:
+    if format.name.startswith(("nvfp4", "fp8", "mxfp8")):
         with pytest.raises(ValueError, match="no experts with biases"):
             experts(x, chosen, gains)
         return
@@ -249,10 +249,14 @@ def test_an_embedding_needs_a_look_up(format: WeightFormat) -> None:
 
 
 CONFIGS: dict[WeightFormat, Any] = {
-    E8P[2]: E8PConfig(bits=2),
-    E8P[4]: E8PConfig(bits=4),
-    NVFP4: NVFP4Config(),
-    MXFP4: MXFP4Config(),
+    E8P[2]: E8PConfig(bits=2).to_dict(),
+    E8P[4]: E8PConfig(bits=4).to_dict(),
+    NVFP4: written_config([]),
+    MXFP4: {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"},
+    **{
+        format: {"quant_method": "fp8", "weight_block_size": None if block is None else list(block)}
+        for block, format in FP8.items()
+    },
 }
 
 
@@ -261,7 +265,7 @@ def test_a_checkpoint_loads_to_the_model_of_its_numbers(format: WeightFormat, tm
     """A model with every linear of its blocks in the format, but one that was kept where tensors tell it, against
     transformers with the numbers that the codes stand for; whole and decoded, and part by part."""
     hf = hf_model("qwen2", hidden_size=96, intermediate_size=128, head_dim=16)
-    kept = "model.layers.1.mlp.up_proj" if format in (NVFP4, MXFP4) else None
+    kept = None if format in E8P.values() else "model.layers.1.mlp.up_proj"
     tensors: dict[str, Tensor] = {}
     for seed, (name, parameter) in enumerate(hf.named_parameters()):
         layer, _, kind = name.rpartition(".")
@@ -273,7 +277,7 @@ def test_a_checkpoint_loads_to_the_model_of_its_numbers(format: WeightFormat, tm
         read = Linear(format, format.read(Held(named(format, "a", found)), "a"))
         with torch.no_grad():
             parameter.copy_(read.dense().weight)
-    config = hf.config.to_dict() | {"quantization_config": CONFIGS[format].to_dict()}
+    config = hf.config.to_dict() | {"quantization_config": CONFIGS[format]}
     write_checkpoint(tmp_path / "m", config, tensors.items())
     row = torch.randint(0, 131, (24,), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
@@ -289,7 +293,7 @@ def test_a_checkpoint_loads_to_the_model_of_its_numbers(format: WeightFormat, tm
         whole = loader.linear(name, CPU)
         assert whole.format is format
         for part in (Part(rows=(0, 96), columns=(0, 128)), Part(rows=(32, 64)), Part(columns=(0, 128))):
-            if format in E8P.values() and part.rows == (32, 64):
+            if part.rows == (32, 64) and format in (*E8P.values(), FP8[128, 128]):
                 part = Part(rows=(0, 96))
             cut = loader.linear(name, CPU, part)
             assert near(cut.dense().weight, whole.dense().weight[_slice(part.rows), _slice(part.columns)])
@@ -359,12 +363,15 @@ def test_a_scale_that_is_nan_is_named() -> None:
 
 def test_a_config_is_read_by_its_own_format() -> None:
     assert parse_quantization(None) is None
-    for config in CONFIGS.values():
+    for data in CONFIGS.values():
+        config = parse_quantization(data)
+        assert config is not None
+        assert config.to_dict() == data
         assert parse_quantization(config.to_dict()) == config
     for data, message in (
         ("e8p", "must be an object"),
         ({"quant_method": "gptq"}, "'gptq', which is not supported"),
-        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "'compressed-tensors', which is not"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "format 'pack-quantized', which is not"),
         ({"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "ignore": "x"}, "no list"),
         ({"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "ignore": [1]}, "no list"),
     ):
@@ -393,6 +400,7 @@ def test_made_up_layers_keep_the_size_of_what_they_read(format: WeightFormat) ->
 
 
 def test_what_a_file_may_hold_beside_the_layers() -> None:
-    assert NVFP4Config().ignored("model.layers.0.self_attn.k_proj.k_scale")
-    for config in CONFIGS.values():
+    configs = [parse_quantization(data) for data in CONFIGS.values()]
+    assert sum(config.ignored("model.layers.0.self_attn.k_proj.k_scale") for config in configs) == 6
+    for config in configs:
         assert not config.ignored("model.layers.0.self_attn.k_proj.weight_shape")

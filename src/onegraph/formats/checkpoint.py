@@ -32,6 +32,7 @@ from onegraph.formats.files import (
     write_bytes,
     writing,
 )
+from onegraph.formats.weight import check_conversion
 
 __all__ = ["Checkpoint", "CheckpointError", "TensorInfo", "write_checkpoint"]
 
@@ -109,8 +110,7 @@ class Checkpoint:
                     f"{path}: no such model; give a directory that holds config.json and model.safetensors, "
                     "or a .gguf file"
                 )
-            config = read_json(member(path, "config.json") or path / "config.json")
-            return Checkpoint(path, config, _directory(path))
+            return Checkpoint(path, _config(path), _directory(path))
         except (OSError, ValueError) as error:
             if isinstance(error, CheckpointError):
                 raise
@@ -155,6 +155,7 @@ class Checkpoint:
         """The tensor, on `device`, as `dtype` (None: as stored). Raises CheckpointError where it holds a NaN or an
         infinity: a weight that does is damaged, and would surface as a token repeated for ever."""
         value = self._read(name, dtype)
+        check_conversion(name, value.dtype, dtype or value.dtype)
         if value.dtype in _CHECKED and value.numel():
             low, high = torch.aminmax(value)  # one pass, no temporary; a NaN anywhere makes both NaN
             if not (math.isfinite(low.item()) and math.isfinite(high.item())):
@@ -215,6 +216,13 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: tensors do not fit config.json: " + "; ".join(parts))
 
 
+def _config(path: Path) -> dict[str, Any]:
+    """config.json; where it says nothing of quantization, hf_quant_config.json does, as NVIDIA publishes many."""
+    config = read_json(member(path, "config.json") or path / "config.json")
+    apart = member(path, "hf_quant_config.json") if config.get("quantization_config") is None else None
+    return config if apart is None else config | {"quantization_config": read_json(apart)}
+
+
 def _directory(path: Path) -> dict[str, TensorInfo]:
     single, index = member(path, "model.safetensors"), member(path, "model.safetensors.index.json")
     if single is not None:
@@ -231,6 +239,7 @@ def _directory(path: Path) -> dict[str, TensorInfo]:
 
 
 def _sharded(path: Path, index: Path) -> dict[str, TensorInfo]:
+    """What the shards that an index names hold, listed there or not: some indexes leave out scales."""
     weight_map = read_json(index, MAX_HEADER).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: 'weight_map' is not an object of tensor name to file name")
@@ -250,6 +259,13 @@ def _sharded(path: Path, index: Path) -> dict[str, TensorInfo]:
         if name not in headers[file]:
             raise CheckpointError(f"{index}: tensor {quote(name)} is not in shard {quote(file)}")
         tensors[name] = headers[file][name]
+    for found in headers.values():
+        for name, info in found.items():
+            if tensors.setdefault(name, info) is not info:
+                raise CheckpointError(
+                    f"{index}: tensor {quote(name)} is in {quote(tensors[name].file.name)} and in "
+                    f"{quote(info.file.name)}; one of the two is not of this model, fetch it again"
+                )
     return tensors
 
 

@@ -29,7 +29,19 @@ from torch import Tensor
 from onegraph.formats.files import CheckpointError, quote
 from onegraph.formats.mxfp4 import E8M0, ONE
 from onegraph.formats.nvfp4 import E4M3
-from onegraph.formats.weight import FLOATS, WHOLE, Expected, Field, File, Part, Shape, Source, Tensors, WeightFormat
+from onegraph.formats.weight import (
+    FLOATS,
+    WHOLE,
+    Expected,
+    Field,
+    File,
+    Part,
+    Shape,
+    Source,
+    Tensors,
+    WeightFormat,
+    check_conversion,
+)
 
 Block = tuple[int, int]
 NAMES = ("weight_scale_inv", "weight_scale", "scale")  # of the multiplier
@@ -149,8 +161,8 @@ def multiplier(scale: Tensor, name: str) -> Tensor:
     """
     if scale.dtype == torch.uint8:
         scale = scale.view(E8M0)
-    if scale.dtype not in (*FLOATS, E8M0):
-        raise CheckpointError(f"{quote(name)} is {scale.dtype}; scales are floats or E8M0")
+    if scale.dtype != E8M0:  # whose conversion is by its meaning
+        check_conversion(name, scale.dtype, torch.float32)
     value = scale.float()
     if not bool(((value > 0) & (value < math.inf)).all()):
         raise CheckpointError(

@@ -5,8 +5,7 @@ from typing import Any, Protocol
 
 from onegraph.formats.e8p import E8PConfig
 from onegraph.formats.files import quote
-from onegraph.formats.mxfp4 import MXFP4Config
-from onegraph.formats.nvfp4 import NVFP4Config
+from onegraph.formats.published import Published
 from onegraph.formats.weight import Quantization
 
 
@@ -17,7 +16,7 @@ class _Parser(Protocol):
     def from_dict(cls, data: Mapping[str, Any]) -> Quantization: ...
 
 
-CONFIGS: tuple[type[_Parser], ...] = (E8PConfig, NVFP4Config, MXFP4Config)  # registration: one entry a format
+CONFIGS: tuple[type[_Parser], ...] = (E8PConfig, Published)
 
 
 def parse_quantization(data: object) -> Quantization | None:
@@ -34,6 +33,6 @@ def parse_quantization(data: object) -> Quantization | None:
             return config.from_dict(data)
     raise ValueError(
         f"quantization_config has quant_method {quote(data.get('quant_method'), 80)}, which is not supported; load the "
-        "unquantized model, one that onegraph quantized, or one in NVFP4 (ModelOpt, compressed-tensors) or MXFP4 "
-        "(compressed-tensors)"
+        "unquantized model, one that onegraph quantized, or one in FP8, NVFP4 or MXFP4 (fp8, modelopt, "
+        "compressed-tensors)"
     )

@@ -14,6 +14,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from onegraph.formats.files import CheckpointError, quote
+
 Tensors = dict[str, Tensor]  # the tensors of one layer, by the names of a format's fields
 Shape = tuple[int, ...]
 Dtypes = tuple[torch.dtype, ...]
@@ -21,6 +23,17 @@ Expected = dict[str, tuple[Shape, Dtypes]]  # tensor name in a file -> shape and
 Fusion = Literal["norm", "silu", "add"]  # RMSNorm or SwiGLU in front of a linear, a sum behind it: in the same launch
 
 FLOATS: Dtypes = (torch.float32, torch.bfloat16, torch.float16)
+_NUMBERS = (*FLOATS, torch.float64)
+
+
+def check_conversion(name: str, found: torch.dtype, wanted: torch.dtype) -> None:
+    """Raises CheckpointError where codes would become numbers: an integer, E8M0 or E4M3 as a float by its value. The
+    byte 127 of E8M0 stands for 1; copied into a float it is 127, and the model talks nonsense without any error."""
+    if found != wanted and wanted.is_floating_point and found not in _NUMBERS:
+        raise CheckpointError(
+            f"tensor {quote(name)} holds codes of {str(found).removeprefix('torch.')}; they are never taken for the "
+            f"numbers of a {str(wanted).removeprefix('torch.')} tensor"
+        )
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from onegraph.formats.checkpoint import Checkpoint
-from onegraph.models.deepseek_v4_config import DeepseekV4Config
+from onegraph.models.deepseek_v4_config import DeepseekV4Config, Layer
 from onegraph.models.deepseek_v4_place import free_memory, place
 from onegraph.models.deepseek_v4_weights import build_attention, build_moe
 from onegraph.models.loader import Loader
@@ -151,7 +151,9 @@ class DeepseekV4(nn.Module):
             plain = config.main.tables(config.rope_dim, positions, each)
             compressed = config.compress.tables(config.rope_dim, positions, each)
             for i in range(len(blocks), len(blocks) + count):
-                blocks.append(build_block(loader, config, i, compressed if config.ratios[i] else plain, each))
+                blocks.append(
+                    build_block(loader, config, config.layer(i), compressed if config.ratios[i] else plain, each)
+                )
                 loader.forget()
         return cls(
             config=config,
@@ -197,15 +199,29 @@ class DeepseekV4(nn.Module):
         return rows, length, self.config.streams, self.config.hidden_size
 
     def new_cache(
-        self, *, rows: int, pages: int, page_size: int, pages_per_row: int, kv: object = None
+        self,
+        *,
+        rows: int,
+        pages: int,
+        page_size: int,
+        pages_per_row: int,
+        kv: object = None,
+        spare: int = 0,
+        drafts: Sequence[DeepseekAttention] = (),
     ) -> DeepseekCache | PlacedCache:
-        """The state of this model's sequences, in its dtype, each layer's on its device. `kv` must be None."""
+        """The state of this model's sequences, in its dtype, each layer's on its device. `kv` must be None.
+
+        Args:
+            spare: latest tokens of a sequence that may be taken back.
+            drafts: attention layers of draft stages, whose state lies with the last device's and is taken back with it.
+        """
         if kv is not None:
             raise ValueError(f"kv: got {kv}; this model has a cache of its own kind, leave kv out")
-        sizes = {"rows": rows, "pages": pages, "page_size": page_size}
+        sizes = {"rows": rows, "pages": pages, "page_size": page_size, "spare": spare}
         parts = []
         for stage, device in zip(self.stages, self.devices, strict=True):
             layers = [cast(DeepseekBlock, self.blocks[i]).attention for i in stage]
+            layers += drafts if stage is self.stages[-1] else ()
             needed = sum(
                 DeepseekCache.bytes_of(a, itemsize=self.dtype.itemsize, fp8=self.fp8_kv, **sizes) for a in layers
             )
@@ -223,15 +239,14 @@ class DeepseekV4(nn.Module):
 
 
 def build_block(
-    loader: Loader, config: DeepseekV4Config, i: int, tables: tuple[Tensor, Tensor], device: torch.device
+    loader: Loader, config: DeepseekV4Config, layer: Layer, tables: tuple[Tensor, Tensor], device: torch.device
 ) -> DeepseekBlock:
-    prefix = f"layers.{i}."
     attention, moe = (
-        build_hyper(loader, f"{prefix}hc_{p}_", f"{prefix}{p}_norm.weight", device) for p in ("attn", "ffn")
+        build_hyper(loader, f"{layer.prefix}hc_{p}_", f"{layer.prefix}{p}_norm.weight", device) for p in ("attn", "ffn")
     )
     return DeepseekBlock(
-        attention=build_attention(loader, config, i, tables, device),
-        moe=build_moe(loader, config, i, device),
+        attention=build_attention(loader, config, layer, tables, device),
+        moe=build_moe(loader, config, layer, device),
         hypers=(attention, moe),
         config=config,
     )

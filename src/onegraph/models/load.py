@@ -12,7 +12,8 @@ from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.models.deepseek_v4_config import DeepseekV4Config
 from onegraph.models.llama import Llama
 
-CONFIGS: dict[str, type[DeepseekV4Config]] = {"deepseek_v4": DeepseekV4Config}  # by model_type; else Llama's relatives
+# By model_type; else Llama's relatives. V4.1 is read as V4 to be refused with the reason.
+CONFIGS: dict[str, type[DeepseekV4Config]] = dict.fromkeys(("deepseek_v4", "deepseek_v41"), DeepseekV4Config)
 
 
 def parse_config(config: Mapping[str, Any]) -> LlamaConfig | DeepseekV4Config:

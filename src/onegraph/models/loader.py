@@ -98,7 +98,7 @@ class Loader:
     def tensor(self, name: str, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor in `dtype`, the model's unless another is given."""
         value = self.checkpoint.unrounded(self.stored.get(name, name))
-        return self._stream(device)(value, dtype or self.dtype)
+        return self._stream(device)(value, dtype or self.dtype, name)
 
     def float32(self, name: str, device: torch.device) -> Tensor:
         """A tensor that stays float32 in any model."""
@@ -141,6 +141,9 @@ class Loader:
     def grouped(self, layer: str, groups: int, device: torch.device) -> GroupedLinear:
         """`groups` linears whose rows are stored one group after the other."""
         format, tensors = self.weight(layer, device)
+        n, k, _ = self.layers()[layer]
+        for first in range(0, n, n // groups):
+            format.check_part(n, k, Part(rows=(first, first + n // groups)))
         split = {key: _ungrouped(tensors[key], field, groups) for key, field in format.fields.items()}
         return GroupedLinear(format, split)
 
@@ -223,4 +226,4 @@ class _Reader:
 
     def read(self, name: str, field: Field, part: Part) -> Tensor:
         value = field.cut(self.loader.checkpoint.unrounded(self.loader.stored.get(name, name)), part)
-        return self.loader._stream(self.device)(value, self.loader.dtype if field.dtype is None else None)
+        return self.loader._stream(self.device)(value, self.loader.dtype if field.dtype is None else None, name)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from onegraph.formats.fp8 import E4M3_RMS, NAN, FP8Format
 from onegraph.formats.nvfp4 import E4M3
+from onegraph.ops.activation import SwiGLU
 from onegraph.ops.checks import FLOATS
 from onegraph.ops.registry import Case, Op, nbytes, register
 from onegraph.ops.weight import Given, WeightOps
@@ -340,11 +341,25 @@ def _weight(given: Given) -> tuple[Tensor, Tensor]:
     return given["codes"], given["scale"]
 
 
+def _run_experts(
+    format: FP8Format,
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Given,
+    down: Given,
+    gate: SwiGLU,
+    biases: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    if biases is not None:
+        raise ValueError(f"{format} has no experts with biases; decode them, or give experts without")
+    both = *_weight(gate_up), *_weight(down)
+    return fp8_experts(x, experts, weights, *both, format.rows, format.columns, *gate.numbers)
+
+
 WEIGHT = WeightOps(
     linear=_run,
     decode=lambda format, weight: fp8_dequantize(*_weight(weight), format.rows, format.columns),
     grouped=lambda format, x, weight: fp8_grouped_linear(x, *_weight(weight), format.rows, format.columns),
-    experts=lambda format, x, experts, weights, gate_up, down, limit: fp8_experts(
-        x, experts, weights, *_weight(gate_up), *_weight(down), format.rows, format.columns, limit, 1.0, 0.0
-    ),
+    experts=_run_experts,
 )
