@@ -15,7 +15,7 @@ from onegraph.formats.dense import DENSE
 from onegraph.formats.e8p import E8P, E8PConfig
 from onegraph.formats.files import CheckpointError
 from onegraph.formats.fp8 import FP8, FP8Format
-from onegraph.formats.mxfp4 import MXFP4, from_blocks
+from onegraph.formats.mxfp4 import E8M0, MXFP4
 from onegraph.formats.nvfp4 import E4M3, NVFP4, NVFP4Format, written_config
 from onegraph.formats.quantization import parse_quantization
 from onegraph.formats.weight import Part, WeightFormat
@@ -333,11 +333,8 @@ def test_mxfp4_is_transformers_own_for_gpt_oss() -> None:
     blocks = torch.randint(0, 256, (2, 64, 3, 16), generator=g, dtype=torch.uint8)
     scales = torch.randint(100, 140, (2, 64, 3), generator=g, dtype=torch.uint8)
     want = convert_moe_packed_tensors(blocks, scales)  # [experts, inputs, outputs]
-    tensors = from_blocks(blocks, scales)
-    got = mxfp4_dequantize(tensors["codes"], tensors["scale"]).bfloat16()
+    got = mxfp4_dequantize(blocks.flatten(-2), scales).bfloat16()
     assert torch.equal(got, want.transpose(1, 2))
-    with pytest.raises(ValueError, match="they must be uint8"):
-        from_blocks(blocks[..., :8], scales)
 
 
 def test_every_mxfp4_number_is_exact() -> None:
@@ -349,6 +346,14 @@ def test_every_mxfp4_number_is_exact() -> None:
         want = [sign * math.ldexp(value, exponent) for sign in (1, -1) for value in values]
         assert got[row, 0::2].tolist() == want
         assert not got[row, 1::2].any()
+
+
+def test_deepseeks_names_are_read() -> None:
+    codes, scale = stored(MXFP4, 4, 64, 0).values()
+    file = Held({"a.weight": codes.view(torch.int8), "a.scale": scale.view(E8M0)})
+    shapes = {"a.weight": ((4, 32), (torch.uint8, torch.int8)), "a.scale": ((4, 2), (torch.uint8, E8M0))}
+    assert MXFP4.expected(file, "a", 4, 64) == shapes
+    assert all(torch.equal(a, b) for a, b in zip(MXFP4.read(file, "a").values(), (codes, scale), strict=True))
 
 
 def test_a_scale_that_is_nan_is_named() -> None:

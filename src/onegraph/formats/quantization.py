@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from onegraph.formats.e8p import E8PConfig
 from onegraph.formats.files import quote
+from onegraph.formats.fused import BlocksConfig
 from onegraph.formats.published import Published
 from onegraph.formats.weight import Quantization
 
@@ -16,7 +17,7 @@ class _Parser(Protocol):
     def from_dict(cls, data: Mapping[str, Any]) -> Quantization: ...
 
 
-CONFIGS: tuple[type[_Parser], ...] = (E8PConfig, Published)
+CONFIGS: tuple[type[_Parser], ...] = (E8PConfig, Published, BlocksConfig)  # registration: one entry a format
 
 
 def parse_quantization(data: object) -> Quantization | None:
@@ -34,5 +35,5 @@ def parse_quantization(data: object) -> Quantization | None:
     raise ValueError(
         f"quantization_config has quant_method {quote(data.get('quant_method'), 80)}, which is not supported; load the "
         "unquantized model, one that onegraph quantized, or one in FP8, NVFP4 or MXFP4 (fp8, modelopt, "
-        "compressed-tensors)"
+        "compressed-tensors, mxfp4)"
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 from onegraph.formats.quantization import parse_quantization
 from onegraph.formats.weight import FLOATS, Dtypes, Quantization, Shape
-from onegraph.models.parts import Component, Parts
+from onegraph.models.parts import Component, Parts, Stack
 from onegraph.models.rope import Rope, _number
 from onegraph.models.routed import KEYS, Routed
 
@@ -246,15 +246,18 @@ class LlamaConfig:
         own |= {"self_attn.sinks": ((self.heads,), FLOATS)} if self.sinks else {}
         linears: dict[str, tuple[int, int, bool]] = {}
         tensors: dict[str, tuple[Shape, Dtypes]] = {}
+        stacks: dict[str, Stack] = {}
         for i in range(self.layers):
             prefix, routed = f"model.layers.{i}.", self.routed_at(i)
             half = mlp if routed is None else dict(routed.linears(d))
             linears |= {prefix + name: size for name, size in (attention | half).items()}
             others = own if routed is None else own | routed.tensors(d)
+            stacks |= {} if routed is None else {prefix + name: what for name, what in routed.stacks(d).items()}
             tensors |= {prefix + name: what for name, what in others.items()}
         return Parts(
             linears=linears | {HEAD: (self.vocab_size, d, False)},
             embedding=(EMBED, (self.vocab_size, d)),
+            stacks=stacks,
             tensors=tensors | {NORM: ((d,), FLOATS)},
             head=HEAD,
             tied=self.tied,

@@ -251,7 +251,7 @@ def build_experts(loader: Loader, config: LlamaConfig, routed: Routed, prefix: s
     stored = loader.info(f"{router}.weight").dtype
     if routed.fused:
         gate_up, down = (prefix + name for name in routed.whole)
-        experts = loader.fused_experts(gate_up, down, routed.gate, device)
+        experts = loader.fused_experts(gate_up, down, routed.gate, device, interleaved=True, transposed=True)
     else:
         pairs, downs = routed.each
         names = [(prefix + gate, prefix + up) for gate, up in pairs]
@@ -351,9 +351,9 @@ class LlamaSource:
         return self._loader.head(self._embedding, self.device)
 
 
-def refuse_experts(config: LlamaConfig) -> None:
-    """Raises ValueError for a model that cannot be quantized here."""
-    if config.routed is not None:
+def refuse_experts(config: object) -> None:
+    """Raises ValueError for a model of this decoder that has experts, which cannot be quantized here."""
+    if isinstance(config, LlamaConfig) and config.routed is not None:
         raise ValueError(
             f"{config.model_type} has routed experts, which are not quantized; give a dense model, or load a published "
             "checkpoint of this one in FP8, NVFP4 or MXFP4 as it is"

@@ -5,7 +5,7 @@ linear has. Everything is checked before anything is read. Then each tensor goes
 memory to its device, cut on the way, and joined there: the host never holds more than the pages of one layer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.dense import DENSE
 from onegraph.formats.files import CheckpointError
+from onegraph.formats.fused import OneOfStack, expected_stack, stack_names
 from onegraph.formats.weight import FLOATS, WHOLE, Expected, Field, Part, Tensors, WeightFormat
 from onegraph.models.parts import Family
 from onegraph.models.stream import Stream
@@ -69,6 +70,8 @@ class Loader:
         found: Expected = {}
         for layer, (n, k, bias) in self.layers().items():
             found |= self.format_of(layer).expected(self, layer, n, k, bias)
+        for name, (experts, n, k, transposed) in self.parts.stacks.items():
+            found |= expected_stack(self, name, experts, n, k, bias=True, transposed=transposed)
         return found | dict(self.parts.tensors)
 
     def check(self) -> None:
@@ -167,29 +170,68 @@ class Loader:
             gate,
         )
 
-    def fused_experts(self, gate_up: str, down: str, gate: SwiGLU, device: torch.device) -> Experts:
-        """Routed experts whose weights are one tensor each, [E, k, n], gate at even places of n and up at odd ones,
-        beside their biases."""
-        both = self.tensor(gate_up, device).transpose(1, 2)
-        biases = tuple(self.float32(f"{name}_bias", device) for name in (gate_up, down))
-        return Experts(
-            Weight(DENSE, {"weight": _halves(both)}),
-            Weight(DENSE, {"weight": self.tensor(down, device).transpose(1, 2)}),
-            gate,
-            (_halves(biases[0].unsqueeze(2)).squeeze(2), biases[1]),
-        )
+    def fused_experts(
+        self,
+        gate_up: str,
+        down: str,
+        gate: SwiGLU,
+        device: torch.device,
+        *,
+        interleaved: bool = False,
+        transposed: bool = False,
+    ) -> Experts:
+        """Routed experts that a file holds in one tensor each (`formats/fused.py`), read expert by expert.
+
+        gate_up, down: names without `_blocks`; biases are beside both or neither. interleaved: rows of gate_up are
+        gate, up, gate, up and so on, as gpt-oss has them; otherwise all gate rows come first. transposed: dense ones
+        lie [E, k, n]. Raises CheckpointError that names what is missing, or stored in another way than its partner.
+        """
+        kinds = {name: stack_names(self, name)[0] for name in (gate_up, down)}
+        biased = [f"{name}_bias" in self for name in kinds]
+        if len(set(kinds.values())) > 1 or len(set(biased)) > 1:
+            kind = [f"{f} {'with' if b else 'without'} biases" for f, b in zip(kinds.values(), biased, strict=True)]
+            raise CheckpointError(f"{gate_up} is {kind[0]} and {down} {kind[1]}; experts must be of one kind")
+        biases = None
+        if all(biased):
+            first, second = (self.float32(f"{name}_bias", device) for name in kinds)
+            biases = _gate_first(first, 1) if interleaved else first, second
+        both = self._fused(gate_up, device, interleaved, transposed), self._fused(down, device, False, transposed)
+        return Experts(*both, gate, biases)
+
+    def _fused(self, name: str, device: torch.device, interleaved: bool, transposed: bool) -> Weight:
+        format, names = stack_names(self, name)
+        matrices = self.matrices(name, device, transposed)
+        if interleaved:
+            matrices = ({key: _gate_first(tensor, 0) for key, tensor in one.items()} for one in matrices)
+        return _stack(format, min(self.info(stored).shape[0] for stored in names.values()), matrices)
+
+    def matrices(self, name: str, device: torch.device, transposed: bool) -> Iterator[Tensors]:
+        """Those of a stack of experts, one at a time. Raises CheckpointError for values that no layer has."""
+        format, names = stack_names(self, name)
+        stack = {key: self.checkpoint.unrounded(self.stored.get(stored, stored)) for key, stored in names.items()}
+
+        def send(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+            return self._stream(device)(value, self.dtype if dtype is None else None)
+
+        turned = transposed and format is DENSE
+        for i in range(min(len(tensor) for tensor in stack.values())):
+            one = {key: tensor[i] for key, tensor in stack.items()}
+            read = format.read(OneOfStack(format, one, send), f"{name} of expert {i}")
+            yield {key: tensor.t() for key, tensor in read.items()} if turned else read
 
     def _stacked(self, format: WeightFormat, layers: Sequence[Sequence[str]], device: torch.device) -> Weight:
         """One weight [E, n, k] whose matrices are the joined `layers` of each expert."""
-        whole: Tensors = {}
-        for i, names in enumerate(layers):
-            one = format.join([self.weight(name, device)[1] for name in names])
-            if one is None:
-                raise CheckpointError(f"{names[0]} and {names[-1]} differ in what {format} shares; they cannot be one")
-            whole = whole or {key: tensor.new_empty((len(layers), *tensor.shape)) for key, tensor in one.items()}
-            for key, tensor in one.items():
-                whole[key][i] = tensor
-        return Weight(format, whole)
+
+        def matrices() -> Iterator[Tensors]:
+            for names in layers:
+                one = format.join([self.weight(name, device)[1] for name in names])
+                if one is None:
+                    raise CheckpointError(
+                        f"{names[0]} and {names[-1]} differ in what {format} shares; they cannot be one"
+                    )
+                yield one
+
+        return _stack(format, len(layers), matrices())
 
     def embedding(self, device: torch.device) -> Embedding:
         format, tensors = self.weight(self.parts.embedding[0], device)
@@ -200,9 +242,19 @@ class Loader:
         return Linear(embedding.format, embedding.tensors) if self.tied else self.linear(self.parts.head, device)
 
 
-def _halves(rows: Tensor) -> Tensor:
-    """[E, 2F, ..] of rows in turn -> those at even places, then those at odd ones."""
-    return torch.cat((rows[:, 0::2], rows[:, 1::2]), dim=1)
+def _stack(format: WeightFormat, count: int, matrices: Iterator[Tensors]) -> Weight:
+    """One weight of `count` matrices, each put in place as it comes."""
+    whole: Tensors = {}
+    for i, one in enumerate(matrices):
+        whole = whole or {key: tensor.new_empty((count, *tensor.shape)) for key, tensor in one.items()}
+        for key, tensor in one.items():
+            whole[key][i] = tensor
+    return Weight(format, whole)
+
+
+def _gate_first(tensor: Tensor, dim: int) -> Tensor:
+    """Rows gate, up, gate, up .. -> all gate rows, then all up rows."""
+    return tensor.unflatten(dim, (-1, 2)).transpose(dim, dim + 1).flatten(dim, dim + 1)
 
 
 def _ungrouped(tensor: Tensor, field: Field, groups: int) -> Tensor:

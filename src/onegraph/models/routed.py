@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from onegraph.formats.weight import FLOATS, Dtypes, Shape
-from onegraph.models.parts import Component
+from onegraph.models.parts import Component, Stack
 from onegraph.models.rope import _number
 from onegraph.ops.activation import SwiGLU
 
@@ -105,13 +105,20 @@ class Routed:
                 yield down, (hidden, self.size, False)
 
     def tensors(self, hidden: int) -> dict[str, tuple[Shape, Dtypes]]:
-        """What else a block has, by the name within it: the router; experts in one tensor, inputs before outputs."""
+        """What stays as it is in a block, by the name within it: the router."""
         shapes: dict[str, Shape] = {f"{self.router}.weight": (self.count, hidden)}
-        if self.fused:
-            shapes[f"{self.router}.bias"] = (self.count,)
-            for name, n, k in zip(self.whole, (2 * self.size, hidden), (hidden, self.size), strict=True):
-                shapes |= {name: (self.count, k, n), f"{name}_bias": (self.count, n)}
+        shapes |= {f"{self.router}.bias": (self.count,)} if self.fused else {}
         return {name: (shape, FLOATS) for name, shape in shapes.items()}
+
+    def stacks(self, hidden: int) -> dict[str, Stack]:
+        """Experts in one tensor, by the name within a block."""
+        if not self.fused:
+            return {}
+        gate_up, down = self.whole
+        return {
+            gate_up: Stack(self.count, 2 * self.size, hidden, transposed=True),
+            down: Stack(self.count, hidden, self.size, transposed=True),
+        }
 
     @property
     def components(self) -> dict[str, Component]:
