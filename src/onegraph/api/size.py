@@ -53,22 +53,25 @@ def human_bytes(count: float) -> str:
 def size_of(checkpoint: Checkpoint) -> Size:
     """Counts a checkpoint.
 
-    Parameters are the model's own: a tied head counts once, also where quantizing has made it a matrix of its own, so
-    that its bits show as the cost that they are.
+    Parameters and bytes are the model's own, without what it does not read. A tied head counts once, also where
+    quantizing has made it a matrix of its own, so that its bits show as the cost that they are.
     """
     loader, counts = _weights(checkpoint)
     ends = loader.parts.embedding[0], loader.parts.head
     spare = loader.parts.head if loader.parts.tied else None
     parameters = sum(count for layer, count in counts.items() if layer != spare)
-    linear_bytes = 0
+    linear_bytes, total_bytes = 0, checkpoint.nbytes
     for name in loader.stored:
+        if loader.parts.ignored(name):  # of another model in the same files: a draft layer
+            total_bytes -= loader.info(name).nbytes
+            continue
         owner, suffix = _owner(loader, name)
         if owner in counts:
             linear_bytes += 0 if owner in ends else loader.info(name).nbytes
         elif suffix not in NO_WEIGHTS:
             parameters += loader.info(name).nbytes // loader.info(name).dtype.itemsize
     return Size(
-        total_bytes=checkpoint.nbytes,
+        total_bytes=total_bytes,
         linear_bytes=linear_bytes,
         parameters=parameters,
         linear_parameters=sum(count for layer, count in counts.items() if layer not in ends),

@@ -20,7 +20,7 @@ from torch import Tensor
 from onegraph.formats.dense import DENSE
 from onegraph.formats.files import CheckpointError, quote
 from onegraph.formats.mxfp4 import E8M0, GROUP, MXFP4
-from onegraph.formats.weight import FLOATS, WHOLE, Expected, Field, File, Part, Source, WeightFormat
+from onegraph.formats.weight import FLOATS, WHOLE, Expected, Field, File, Part, WeightFormat
 
 
 def stack_names(file: File, name: str) -> tuple[WeightFormat, dict[str, str]]:
@@ -50,17 +50,19 @@ def expected_stack(
 
 
 @dataclass(frozen=True)
-class OneOfStack(Source):
-    """A matrix of a stack as the record of its format reads a layer of its own.
+class OneOfStack:
+    """A matrix of a stack as the record of its format reads a layer of its own: a `Source`.
 
     Args:
         matrix: by field, of that matrix alone, as the file holds it.
-        send: to the device; the second argument is the field's dtype, None for that of the activations.
+        dtype: of the activations.
+        require: see `Source`.
     """
 
     format: WeightFormat
     matrix: Mapping[str, Tensor]
-    send: Callable[[Tensor, torch.dtype | None], Tensor]
+    dtype: torch.dtype
+    require: Callable[[Tensor, Callable[[], str]], None]
 
     def __contains__(self, name: object) -> bool:
         return False  # each format then has the names of its own, which `read` goes by
@@ -72,7 +74,8 @@ class OneOfStack(Source):
         assert part == WHOLE
         key = next(key for key, own in self.format.stored.items() if own is field)
         value = self.matrix[key]
-        return self.send(value.flatten(1) if value.dim() == 3 else value, field.dtype)
+        value = value.flatten(1) if value.dim() == 3 else value
+        return value.to(self.dtype) if field.dtype is None else value
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ launch follows from its format (`nn/block.py`): in E8P a layer is five ops, qkv 
 residual, gate-up behind its norm, down behind SwiGLU onto the residual.
 """
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -101,10 +102,11 @@ class Llama(nn.Module):
         max_context: int | None = None,
         decode: bool | None = None,
         fused: bool = True,
+        progress: Callable[[int, int], None] | None = None,
     ) -> "Llama":
-        """Reads a checkpoint tensor by tensor onto `device`; presence, shape and dtype of each is checked first.
+        """Reads a checkpoint onto `device`; presence, shape and dtype of each tensor is checked first.
 
-        On the way to a GPU the host holds the maps of one layer's files and two chunks of pinned memory.
+        On the way to a GPU the host holds a ring of pinned blocks (`models/prefetch.py`).
 
         Args:
             dtype: float32, bfloat16 or float16.
@@ -112,6 +114,7 @@ class Llama(nn.Module):
             decode: turn E8P layers into dense ones of `dtype` at load. None: on a CPU, whose time would go into
                 reading codes.
             fused: False runs every op of a layer alone: the other side of an A/B comparison.
+            progress: called as progress(bytes read, bytes in all).
 
         Raises ValueError (CheckpointError among them) that names the field or tensor that is wrong.
         """
@@ -121,21 +124,22 @@ class Llama(nn.Module):
         loader = Loader(checkpoint, config, dtype, decode=device.type == "cpu" if decode is None else decode)
         loader.check()
         tables = config.rope.tables(config.head_dim, positions, device)
-        embed = loader.embedding(device)
-        blocks = []
-        for i in range(config.layers):
-            blocks.append(build_block(loader, config, i, tables, device, fused=fused))
-            loader.forget()
-        return cls(
-            config=config,
-            embed=embed,
-            blocks=blocks,
-            norm=loader.tensor(NORM, device),
-            lm_head=loader.head(embed, device),
-            dtype=dtype,
-            max_context=positions,
-            fused=fused,
-        )
+        with loader.reading(progress):
+            embed = loader.embedding(device)
+            blocks = []
+            for i in range(config.layers):
+                blocks.append(build_block(loader, config, i, tables, device, fused=fused))
+                loader.forget()
+            return cls(
+                config=config,
+                embed=embed,
+                blocks=blocks,
+                norm=loader.tensor(NORM, device),
+                lm_head=loader.head(embed, device),
+                dtype=dtype,
+                max_context=positions,
+                fused=fused,
+            )
 
     @property
     def devices(self) -> list[torch.device]:
