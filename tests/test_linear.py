@@ -222,7 +222,7 @@ def test_what_is_wrong_with_a_quantized_checkpoint_is_named(tmp_path: Path) -> N
         ({"layers": {"model.layers.9.mlp.up_proj": 3}}, ValueError, "model.layers.9.mlp.up_proj'.* is no linear"),
         ({"lm_head": 4}, CheckpointError, "missing: 'lm_head.codes'"),
         ({"group_size": 64}, ValueError, "unknown key group_size"),
-        ({"quant_method": "gptq"}, ValueError, "quant_method 'gptq', which is not supported"),
+        ({"quant_method": "hqq"}, ValueError, "quant_method 'hqq', which is not supported"),
         ({"format_version": 2}, ValueError, "format_version is 2"),
     ):
         checkpoint.config["quantization_config"] = quantization | change
