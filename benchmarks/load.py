@@ -49,7 +49,12 @@ POOL_BYTES = 64 << 20
 
 def config_of(model: str, layers: int | None) -> dict[str, Any]:
     """config.json of the published checkpoint, of its first `layers` layers; without the draft layer."""
-    config = {"model_type": "deepseek_v4", "rope_scaling": YARN, "expert_dtype": "fp4", "quantization_config": FP8}
+    config: dict[str, Any] = {
+        "model_type": "deepseek_v4",
+        "rope_scaling": YARN,
+        "expert_dtype": "fp4",
+        "quantization_config": FP8,
+    }
     config |= MODELS[model]
     count = layers or config["num_hidden_layers"]
     ratios = [*config["compress_ratios"][:count], 0]
@@ -116,7 +121,8 @@ def write(path: Path, config: dict[str, Any]) -> None:
 def write_shard(file: Path, table: Table, pools: dict[Any, torch.Tensor]) -> None:
     """In the order that safetensors writes: wide dtypes first, then by name."""
     names = sorted(table, key=lambda name: (-table[name][0].itemsize, name))
-    header, end = {}, 0
+    header: dict[str, dict[str, Any]] = {}
+    end = 0
     for name in names:
         dtype, shape = table[name]
         size = math.prod(shape) * dtype.itemsize
@@ -136,7 +142,7 @@ def write_shard(file: Path, table: Table, pools: dict[Any, torch.Tensor]) -> Non
 
 def pieces(pool: torch.Tensor, size: int, turn: int) -> Iterator[memoryview]:
     """`size` bytes of the pool, from another place each turn."""
-    view = memoryview(pool.numpy())
+    view = pool.numpy().data
     at = turn * 8209 * 8 % len(view)
     while size:
         piece = view[at : at + size]
@@ -225,7 +231,7 @@ def load(path: Path, devices: list[torch.device], context: int) -> dict[str, Any
             torch.cuda.synchronize(device)
     seconds = time.perf_counter() - began
     kept = sum(buffer.nbytes for buffer in model.buffers())
-    row = {
+    row: dict[str, Any] = {
         "seconds": round(seconds, 3), "open_seconds": round(opened - began, 3), "gb": round(read / 1e9, 3),
         "gb_per_second": round(read / seconds / 1e9, 3), "model_gb": round(kept / 1e9, 3),
         "host_peak_mb": (peak_bytes() - held) >> 20,

@@ -63,6 +63,30 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "SmolLM3",
         {"no_rope_layers": [0, 1, 1], "use_sliding_window": True, "sliding_window": 8, "tie_word_embeddings": False},
     ),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 11}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "num_experts": 9,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3_moe_unlike": (
+        "Qwen3Moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "decoder_sparse_step": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 
 
@@ -80,7 +104,7 @@ def hf_model(variant: str, seed: int = 0, **changes: Any) -> Any:
     model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
+            if parameter.dim() == 1 or name.endswith("bias"):
                 parameter.copy_(torch.randn_like(parameter) * 0.3 + (0.0 if name.endswith("bias") else 1.0))
             else:
                 parameter.copy_(torch.randn_like(parameter) * (1.5 / parameter.shape[1] ** 0.5))

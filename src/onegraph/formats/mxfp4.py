@@ -62,13 +62,3 @@ class MXFP4Format(WeightFormat):
 
 
 MXFP4 = MXFP4Format()
-
-
-def from_blocks(blocks: Tensor, scales: Tensor) -> Tensors:
-    """The tensors of a layer, or of all experts, as gpt-oss stores them: blocks uint8 [..., n, k/32, 16]."""
-    if blocks.dtype != torch.uint8 or blocks.shape[:-1] != scales.shape or blocks.shape[-1] != GROUP // 2:
-        raise ValueError(
-            f"blocks is {blocks.dtype} {tuple(blocks.shape)}, scales {tuple(scales.shape)}; they must be uint8 "
-            "[..., n, k/32, 16] and [..., n, k/32]"
-        )
-    return {"codes": blocks.flatten(-2), "scale": scales.view(torch.uint8)}

@@ -96,7 +96,7 @@ class Published:
         kind = file.info(weight).dtype if weight in file else None
         if kind == E4M3:
             return fp8_of(file, layer, self.block)
-        if kind == torch.uint8 and f"{layer}.weight_scale" in file:
+        if kind == torch.uint8 and any(f"{layer}.{scale}" in file for scale in ("weight_scale", "weight_scale_2")):
             return NVFP4
         return MXFP4 if kind == torch.int8 and f"{layer}.scale" in file else DENSE
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from onegraph.formats.checkpoint import Checkpoint, finite
 from onegraph.formats.dense import DENSE
 from onegraph.formats.files import CheckpointError
+from onegraph.formats.fused import OneOfStack, stack_names
 from onegraph.formats.weight import FLOATS, WHOLE, Expected, Field, Part, Tensors, WeightFormat, check_conversion
 from onegraph.models.parts import Family
 from onegraph.models.prefetch import AHEAD_BYTES, Prefetch
@@ -261,17 +262,55 @@ class Loader:
             gate,
         )
 
+    def fused_experts(
+        self, gate_up: str, down: str, gate: SwiGLU, device: torch.device, *, interleaved: bool = False
+    ) -> Experts:
+        """Routed experts that a file holds in one tensor each (`formats/fused.py`), read expert by expert.
+
+        gate_up, down: names without `_blocks`; biases are beside both or neither. interleaved: rows of gate_up are
+        gate, up, gate, up and so on, as gpt-oss has them; otherwise all gate rows come first. Raises CheckpointError
+        that names what is missing, or stored in another way than its partner.
+        """
+        kinds = {name: stack_names(self, name)[0] for name in (gate_up, down)}
+        biased = [f"{name}_bias" in self for name in kinds]
+        if len(set(kinds.values())) > 1 or len(set(biased)) > 1:
+            kind = [f"{f} {'with' if b else 'without'} biases" for f, b in zip(kinds.values(), biased, strict=True)]
+            raise CheckpointError(f"{gate_up} is {kind[0]} and {down} {kind[1]}; experts must be of one kind")
+        biases = None
+        if all(biased):
+            first, second = (self.float32(f"{name}_bias", device) for name in kinds)
+            biases = _gate_first(first, 1) if interleaved else first, second
+        return Experts(self._fused(gate_up, device, interleaved), self._fused(down, device, False), gate, biases)
+
+    def _fused(self, name: str, device: torch.device, interleaved: bool) -> Weight:
+        format, names = stack_names(self, name)
+        stack = {key: self._whole(stored, device, None) for key, stored in names.items()}
+
+        def send(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+            return self._stream(device)(value, self.dtype if dtype is None else None)
+
+        def matrices() -> Iterator[Tensors]:
+            for i in range(count):
+                one = {key: tensor[i] for key, tensor in stack.items()}
+                read = format.read(OneOfStack(format, one, send, self.require), f"{name} of expert {i}")
+                yield {key: _gate_first(tensor, 0) for key, tensor in read.items()} if interleaved else read
+
+        count = min(len(tensor) for tensor in stack.values())
+        return _stack(format, count, matrices())
+
     def _stacked(self, format: WeightFormat, layers: Sequence[Sequence[str]], device: torch.device) -> Weight:
         """One weight [E, n, k] whose matrices are the joined `layers` of each expert."""
-        whole: Tensors = {}
-        for i, names in enumerate(layers):
-            one = format.join([self.weight(name, device)[1] for name in names])
-            if one is None:
-                raise CheckpointError(f"{names[0]} and {names[-1]} differ in what {format} shares; they cannot be one")
-            whole = whole or {key: tensor.new_empty((len(layers), *tensor.shape)) for key, tensor in one.items()}
-            for key, tensor in one.items():
-                whole[key][i] = tensor
-        return Weight(format, whole)
+
+        def matrices() -> Iterator[Tensors]:
+            for names in layers:
+                one = format.join([self.weight(name, device)[1] for name in names])
+                if one is None:
+                    raise CheckpointError(
+                        f"{names[0]} and {names[-1]} differ in what {format} shares; they cannot be one"
+                    )
+                yield one
+
+        return _stack(format, len(layers), matrices())
 
     def embedding(self, device: torch.device) -> Embedding:
         format, tensors = self.weight(self.parts.embedding[0], device)
@@ -280,6 +319,21 @@ class Loader:
     def head(self, embedding: Embedding, device: torch.device) -> Linear:
         """The linear to logits; shares the embedding's weight where the two are tied."""
         return Linear(embedding.format, embedding.tensors) if self.tied else self.linear(self.parts.head, device)
+
+
+def _stack(format: WeightFormat, count: int, matrices: Iterator[Tensors]) -> Weight:
+    """One weight of `count` matrices, each put in place as it comes."""
+    whole: Tensors = {}
+    for i, one in enumerate(matrices):
+        whole = whole or {key: tensor.new_empty((count, *tensor.shape)) for key, tensor in one.items()}
+        for key, tensor in one.items():
+            whole[key][i] = tensor
+    return Weight(format, whole)
+
+
+def _gate_first(tensor: Tensor, dim: int) -> Tensor:
+    """Rows gate, up, gate, up .. -> all gate rows, then all up rows."""
+    return tensor.unflatten(dim, (-1, 2)).transpose(dim, dim + 1).flatten(dim, dim + 1)
 
 
 def _ungrouped(tensor: Tensor, field: Field, groups: int) -> Tensor:
