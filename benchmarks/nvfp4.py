@@ -21,6 +21,7 @@ from onegraph.ops.registry import nbytes
 WORKING_SET = 480 << 20  # eight times an H200's L2
 SHAPES = ((4096, 14336), (14336, 4096), (4096, 4096), (4096, 1536), (1024, 32768), (8192, 4096), (1024, 8192))
 EXPERTS = ((256, 4096, 2048, 6), (384, 7168, 3072, 6))  # DeepSeek-V4-Flash, -Pro
+GATE = 10.0, 1.0, 0.0  # limit, alpha, shift
 DEVICE = torch.device("cuda", 0)
 
 
@@ -57,7 +58,7 @@ def experts(tokens: list[int]) -> Iterator[dict[str, Any]]:
             chosen = [
                 torch.rand(count, total, device=DEVICE).argsort(1)[:, :top_k].int().contiguous() for _ in range(16)
             ]
-            us = timed([partial(nvfp4_experts, x, c, gains, *layer, 10.0) for c in chosen])
+            us = timed([partial(nvfp4_experts, x, c, gains, *layer, *GATE) for c in chosen])
             each = nbytes(*layer) // total
             distinct = sum(len(set(c.flatten().tolist())) for c in chosen) / len(chosen)
             row = {"op": "nvfp4_experts", "dim": dim, "wide": wide, "top_k": top_k, "experts": total, "tokens": count}
@@ -83,7 +84,7 @@ def layer() -> Iterator[dict[str, Any]]:
         nvfp4_linear(low, *q_b, None)
         nvfp4_linear(low, *index_q, None)
         x = nvfp4_linear(nvfp4_grouped_linear(heads, *out_a).flatten(1), *out_b, None)
-        return nvfp4_experts(x, chosen[i], gains, *experts, 10.0)
+        return nvfp4_experts(x, chosen[i], gains, *experts, *GATE)
 
     x, heads = (torch.randn(1, *shape, device=DEVICE, dtype=torch.bfloat16) for shape in ((dim,), (8, 4096)))
     us = timed([partial(run, i, x, heads) for i in range(count)])

@@ -118,7 +118,7 @@ def test_a_block_can_be_tuned(tmp_path: Path) -> None:
             module.weight.grad = None
 
 
-@pytest.mark.parametrize("variant", ["smollm2", "qwen3_window_bias", "smollm3_listed"])
+@pytest.mark.parametrize("variant", ["smollm2", "qwen3_window_bias", "smollm3_listed", "mixtral", "qwen3_moe"])
 @pytest.mark.parametrize("length", [1, 5])
 def test_a_step_reads_nothing_back_and_is_the_same_at_every_position(variant: str, length: int, tmp_path: Path) -> None:
     """The capture contract: no device value reaches the host (fake tensors have none to give), and the operations
@@ -145,7 +145,7 @@ def test_a_step_reads_nothing_back_and_is_the_same_at_every_position(variant: st
     assert "index_put" in recorded[0]
 
 
-@pytest.mark.parametrize("variant", ["smollm2", "qwen3_window_bias", "e8p"])
+@pytest.mark.parametrize("variant", ["smollm2", "qwen3_window_bias", "mixtral", "qwen3_moe", "e8p"])
 def test_the_decode_step_replays_as_eager_on_a_simulated_gpu(variant: str, tmp_path: Path) -> None:
     """onegraph's own check: warm-up, capture and replay of a bfloat16 step with other tokens and positions."""
     if variant == "e8p":
@@ -241,13 +241,14 @@ def test_siblings_are_one_linear_each(tmp_path: Path) -> None:
     save_hf("qwen2", tmp_path)
     block = Llama.load(Checkpoint.open(tmp_path)).blocks[0]
     assert block.qkv.linear.weight.shape == ((6 + 2 * 2) * 16, 72)
-    assert block.gate_up.linear.weight.shape == (2 * 104, 72)
+    assert block.mlp.gate_up.linear.weight.shape == (2 * 104, 72)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "variant", ["smollm2", "llama_yarn", "mistral_window", "qwen2", "qwen3_window_bias", "smollm3"]
+    "variant",
+    ["smollm2", "llama_yarn", "mistral_window", "qwen2", "qwen3_window_bias", "smollm3", "mixtral", "qwen3_moe_unlike"],
 )
 def test_on_a_gpu_the_kernels_give_the_logits(variant: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """float32 to the last digits; bfloat16 no worse than transformers in bfloat16 itself. Sizes are powers of two and
@@ -271,7 +272,7 @@ def test_on_a_gpu_the_kernels_give_the_logits(variant: str, dtype: torch.dtype, 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("variant", ["qwen3_window_bias", "e8p"])
+@pytest.mark.parametrize("variant", ["qwen3_window_bias", "qwen3_moe", "e8p"])
 def test_a_step_on_a_gpu_never_waits_for_it(variant: str, tmp_path: Path) -> None:
     """torch raises at whatever would make the host wait: a value read, a boolean index, a pageable copy."""
     if variant == "e8p":

@@ -1,9 +1,11 @@
 """RMSNorm against torch's own, the fused op against its parts, and what is refused."""
 
+import math
+
 import pytest
 import torch
 
-from onegraph.ops.activation import swiglu
+from onegraph.ops.activation import SwiGLU, swiglu
 from onegraph.ops.norm import add_rms_norm, rms_norm
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -51,6 +53,10 @@ def test_swiglu_is_gate_times_sigmoid_times_up() -> None:
     assert swiglu(wild).tolist() == [[0.0, 3e4]]
     limited = swiglu(x, 1.5).double()
     assert (limited - torch.nn.functional.silu(gate.clamp(max=1.5)) * up.clamp(-1.5, 1.5)).abs().max() < 1e-5
+    gpt_oss = gate.clamp(max=1.5) * torch.sigmoid(1.702 * gate.clamp(max=1.5)) * (up.clamp(-1.5, 1.5) + 1)
+    assert (SwiGLU(1.5, 1.702, 1.0)(x).double() - gpt_oss).abs().max() < 1e-5
+    assert torch.equal(SwiGLU()(x), swiglu(x))
+    assert torch.equal(SwiGLU(math.inf, 1.0, 0.0)(x), swiglu(x))
 
 
 @pytest.mark.parametrize(
@@ -87,3 +93,6 @@ def test_swiglu_refuses() -> None:
     for limit in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="must be above 0"):
             swiglu(torch.ones(2, 4), limit)
+    for numbers in ((1.0, 0.0, 0.0), (1.0, math.inf, 0.0), (1.0, 1.0, math.nan)):
+        with pytest.raises(ValueError, match="must be finite"):
+            SwiGLU(*numbers)

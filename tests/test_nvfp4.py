@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from onegraph.formats.nvfp4 import E2M1, E4M3, NVFP4, NVFP4Format, swizzle_scales, unswizzle_scales
 from onegraph.nn.experts import Experts
 from onegraph.nn.linear import GroupedLinear, Linear, Weight, join
+from onegraph.ops.activation import SwiGLU
 from onegraph.ops.nvfp4 import (
     activation_scale,
     decode_e2m1,
@@ -248,7 +249,8 @@ def test_experts_are_their_linears_one_by_one() -> None:
     dim, wide, limit = 64, 32, 0.7
     gate_up, down = random_weight((4, 2 * wide, dim), "cpu", rng()), random_weight((4, dim, wide), "cpu", rng(1))
     names = NVFP4.fields
-    layer = Experts(*(Weight(NVFP4, dict(zip(names, part, strict=True))) for part in (gate_up, down)), limit)
+    weights = [Weight(NVFP4, dict(zip(names, part, strict=True))) for part in (gate_up, down)]
+    layer = Experts(*weights, SwiGLU(limit))
     x = torch.randn(3, dim, generator=rng(2))
     experts = torch.tensor([[0, 3], [2, 2], [1, 0]], dtype=torch.int32)
     gains = torch.rand(3, 2, generator=rng(3))

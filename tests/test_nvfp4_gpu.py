@@ -15,7 +15,7 @@ def test_launches_that_overlap_wait_for_one_another(tokens: int) -> None:
     they give one at a time; also where tokens and experts changed since the capture."""
     g = torch.Generator().manual_seed(0)
     linears = [random_weight((2048, 2048), "cuda", g) for _ in range(3)]
-    layers = *random_weight((16, 1024, 2048), "cuda", g), *random_weight((16, 2048, 512), "cuda", g), 10.0
+    layers = *random_weight((16, 1024, 2048), "cuda", g), *random_weight((16, 2048, 512), "cuda", g), 10.0, 1.0, 0.0
     x = torch.empty(tokens, 2048, device="cuda", dtype=torch.bfloat16)
     chosen, gains = torch.zeros(tokens, 6, dtype=torch.int32, device="cuda"), torch.rand(tokens, 6, generator=g).cuda()
 

@@ -55,14 +55,14 @@ def launch(
     *,
     across: int = 0,
     hold: int = 0,
-    limit: float = 0.0,
+    gate: tuple[float, ...] = nvfp4_one.NO_GATE,
     span: int = 0,
 ) -> Tensor:
     """`tensors`: x, codes, scale, global_scale, bias, experts, weights; `sizes`: tokens, n, k, matrices, top_k."""
     x, bias = tensors[0], tensors[4]
     assert x is not None
-    tail = threads, x.numel(), numbers, int(bias is not None), limit
-    head = struct.pack("14ifi", *sizes, across, hold, *grid, *tail, span)
+    tail = threads, x.numel(), numbers, int(bias is not None), *gate
+    head = struct.pack("14i3fi", *sizes, across, hold, *grid, *tail, span)
     given, got = program.with_suffix(".in"), program.with_suffix(".out")
     given.write_bytes(
         head + b"".join(t.contiguous().view(torch.uint8).numpy().tobytes() for t in tensors if t is not None)
@@ -72,7 +72,9 @@ def launch(
     return torch.frombuffer(bytearray(got.read_bytes()), dtype=x.dtype)
 
 
-def run(build, mode: int, tensors, sizes, numbers: int, cut: nvfp4.Plan, limit: float = 0.0) -> Tensor:
+def run(
+    build, mode: int, tensors, sizes, numbers: int, cut: nvfp4.Plan, gate: tuple[float, ...] = nvfp4_one.NO_GATE
+) -> Tensor:
     tiles = 1 if sizes[0] <= 8 or mode != nvfp4.LINEAR else 2
     together = sizes[0] > 8 and mode != nvfp4.LINEAR
     half = int(tensors[0].dtype == torch.float16)
@@ -80,7 +82,7 @@ def run(build, mode: int, tensors, sizes, numbers: int, cut: nvfp4.Plan, limit: 
     passes = -(-sizes[0] // (nvfp4.PASS if together else 8 * tiles))
     grid = cut.blocks, sizes[3] if mode == nvfp4.LINEAR else 1, passes
     threads = cut.across * cut.down * 32
-    return launch(program, tensors, sizes, numbers, grid, threads, across=cut.across, hold=cut.hold, limit=limit)
+    return launch(program, tensors, sizes, numbers, grid, threads, across=cut.across, hold=cut.hold, gate=gate)
 
 
 def check(got: Tensor, wanted: Tensor) -> None:
@@ -125,17 +127,26 @@ def test_short(build, tokens: int, groups: int, n: int, k: int, dtype: torch.dty
 
 
 @pytest.mark.parametrize(
-    ("tokens", "top_k", "experts", "dim", "wide", "limit", "twice", "cuts"),
+    ("tokens", "top_k", "experts", "dim", "wide", "gate", "twice", "cuts"),
     [
-        (1, 6, 16, 256, 128, 10.0, False, (nvfp4.Plan(5, 1, 4, 6, 4), nvfp4.Plan(5, 4, 2, 4, 4))),
-        (3, 2, 4, 128, 64, 1.0, True, (nvfp4.Plan(3, 1, 3, 3, 4), nvfp4.Plan(2, 2, 2, 3, 4))),
-        (18, 3, 6, 192, 128, 2.0, True, (nvfp4.Plan(4, 1, 3, 4, 3), nvfp4.Plan(3, 3, 2, 4, 3))),
-        (13, 2, 9, 320, 128, 2.0, False, (nvfp4.Plan(3, 2, 2, 5, 3), nvfp4.Plan(2, 2, 1, 3, 3))),
-        (16, 2, 3, 320, 128, 2.0, True, (nvfp4.Plan(3, 2, 2, 5, 3), nvfp4.Plan(2, 2, 1, 3, 3))),  # experts read twice
+        (1, 6, 16, 256, 128, (10.0, 1.0, 0.0), False, (nvfp4.Plan(5, 1, 4, 6, 4), nvfp4.Plan(5, 4, 2, 4, 4))),
+        (3, 2, 4, 128, 64, (1.0, 1.0, 0.0), True, (nvfp4.Plan(3, 1, 3, 3, 4), nvfp4.Plan(2, 2, 2, 3, 4))),
+        (18, 3, 6, 192, 128, (2.0, 1.702, 1.0), True, (nvfp4.Plan(4, 1, 3, 4, 3), nvfp4.Plan(3, 3, 2, 4, 3))),
+        (13, 2, 9, 320, 128, (float("inf"), 1.0, 0.0), False, (nvfp4.Plan(3, 2, 2, 5, 3), nvfp4.Plan(2, 2, 1, 3, 3))),
+        (
+            16,
+            2,
+            3,
+            320,
+            128,
+            (2.0, 1.0, 0.0),
+            True,
+            (nvfp4.Plan(3, 2, 2, 5, 3), nvfp4.Plan(2, 2, 1, 3, 3)),
+        ),  # experts read twice
     ],
 )
 def test_experts(
-    build, tokens: int, top_k: int, experts: int, dim: int, wide: int, limit: float, twice: bool, cuts
+    build, tokens: int, top_k: int, experts: int, dim: int, wide: int, gate: tuple[float, ...], twice: bool, cuts
 ) -> None:
     """Of unequal popularity; one token's choice may name an expert twice."""
     x = (3 * torch.randn(tokens, dim, generator=rng())).to(torch.bfloat16)
@@ -146,10 +157,10 @@ def test_experts(
     gate_up = random_weight((experts, 2 * wide, dim), "cpu", rng(3))
     down = random_weight((experts, dim, wide), "cpu", rng(4))
     sizes, tensors = (tokens, 2 * wide, dim, experts, top_k), [x, *gate_up, None, chosen, gains]
-    hidden = run(build, nvfp4.GATE_UP, tensors, sizes, tokens * top_k * wide, cuts[0], limit)
+    hidden = run(build, nvfp4.GATE_UP, tensors, sizes, tokens * top_k * wide, cuts[0], gate)
     sizes, tensors = (tokens, dim, wide, experts, top_k), [hidden, *down, None, chosen, gains]
     got = run(build, nvfp4.DOWN, tensors, sizes, tokens * dim, cuts[1])
-    check(got.view(tokens, dim), nvfp4_experts(x.float(), chosen, gains, *gate_up, *down, limit))
+    check(got.view(tokens, dim), nvfp4_experts(x.float(), chosen, gains, *gate_up, *down, *gate))
 
 
 def run_one(
@@ -160,7 +171,7 @@ def run_one(
     blocks: int,
     *,
     groups: int = 1,
-    limit: float = 0.0,
+    gate: tuple[float, ...] = nvfp4_one.NO_GATE,
     depth: int = 4,
 ) -> Tensor:
     """One mode of `nvfp4_one.cu` over `blocks` blocks, two row tiles at a time."""
@@ -174,7 +185,7 @@ def run_one(
     half, warps = int(tensors[0].dtype == torch.float16), nvfp4_one.WARPS
     program = build(ONE=1, HALF=half, MODE=mode, WARPS=warps, DEPTH=depth, PACE=nvfp4_one.PACE)
     numbers = tokens * (groups * n if mode == nvfp4_one.LINEAR else top_k * n // 2 if mode == nvfp4_one.GATE_UP else n)
-    options = {"across": min(2, cut.round), "hold": cut.hold, "span": cut.span, "limit": limit}
+    options = {"across": min(2, cut.round), "hold": cut.hold, "span": cut.span, "gate": gate}
     return launch(program, tensors, sizes, numbers, (blocks, 1, 1), (warps + 1) * 32, **options)
 
 
@@ -228,14 +239,14 @@ def test_experts_of_few_tokens(
     chosen = torch.rand(tokens, experts, generator=rng(1)).argsort(1)[:, :top_k].int().contiguous()
     if twice:
         chosen[0, 1] = chosen[0, 0]
-    gains = torch.rand(tokens, top_k, generator=rng(2))
+    gains, gate = torch.rand(tokens, top_k, generator=rng(2)), (2.0, 1.702, 1.0) if twice else (2.0, 1.0, 0.0)
     gate_up = random_weight((experts, 2 * wide, dim), "cpu", rng(3))
     down = random_weight((experts, dim, wide), "cpu", rng(4))
     tensors, sizes = [x, *gate_up, None, chosen, gains], (tokens, 2 * wide, dim, experts, top_k)
-    hidden = run_one(build, nvfp4_one.GATE_UP, tensors, sizes, blocks, limit=2.0, depth=2)
+    hidden = run_one(build, nvfp4_one.GATE_UP, tensors, sizes, blocks, gate=gate, depth=2)
     tensors, sizes = [hidden, *down, None, chosen, gains], (tokens, dim, wide, experts, top_k)
     got = run_one(build, nvfp4_one.DOWN, tensors, sizes, blocks)
-    check(got.view(tokens, dim), nvfp4_experts(x.float(), chosen, gains, *gate_up, *down, 2.0))
+    check(got.view(tokens, dim), nvfp4_experts(x.float(), chosen, gains, *gate_up, *down, *gate))
 
 
 @pytest.mark.parametrize(("n", "k"), [(4096, 14336), (14336, 4096), (16, 256), (129280, 7168), (1536, 1024)])

@@ -118,7 +118,7 @@ def test_siblings_of_whole_blocks_are_one_layer(tmp_path: Path) -> None:
             model = Llama.load(checkpoint, decode=False)
         for block in model.blocks:
             assert isinstance(block.qkv.linear, Linear) is joined
-            assert isinstance(block.gate_up.linear, Linear) is joined
+            assert isinstance(block.mlp.gate_up.linear, Linear) is joined
 
 
 @pytest.mark.parametrize("name", ["Qwen3-FP8, bfloat16 scales", "NVIDIA FP8", "NVIDIA MIXED of MXFP8"])

@@ -23,7 +23,7 @@ from onegraph.formats.files import read_json
 from onegraph.formats.nvfp4 import NVFP4, written_config
 from onegraph.formats.weight import WeightFormat
 from onegraph.models.config import LlamaConfig
-from onegraph.models.llama import DOWN, GATE_UP, OUT, QKV
+from onegraph.models.llama import DOWN, GATE_UP, OUT, QKV, refuse_experts
 from onegraph.models.load import parse_config
 from onegraph.models.loader import Loader
 from onegraph.quant.quantize import EMBED, HEAD
@@ -180,6 +180,8 @@ def survey(checkpoint: Checkpoint, name: str, choices: Choices) -> Plan:
     """The plan for an open checkpoint. Raises ValueError for what cannot be quantized as asked."""
     calibrated = choices.format == "e8p"
     parsed = (LlamaConfig.from_dict if calibrated else parse_config)(checkpoint.config)
+    if isinstance(parsed, LlamaConfig):
+        refuse_experts(parsed)
     if checkpoint.config.get("quantization_config") is not None:
         raise ValueError(f"{checkpoint.path}: is quantized already; give the unquantized model")
     loader = Loader(checkpoint, parsed, torch.float32)

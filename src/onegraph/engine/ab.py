@@ -137,7 +137,7 @@ def _parts(model: Model, component: Component) -> dict[str, nn.Module | Tensor]:
             path = pattern.replace("*", str(i))
             part: Any = model
             for name in path.split("."):
-                part = getattr(part, name)
+                part = getattr(part, name, None)
             if part is not None:
                 found[path] = part
     return found

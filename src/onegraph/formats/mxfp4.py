@@ -20,7 +20,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from onegraph.formats.files import CheckpointError, quote
+from onegraph.formats.files import quote
 from onegraph.formats.nvfp4 import E2M1_RMS
 from onegraph.formats.weight import WHOLE, Field, Part, Source, Tensors, WeightFormat
 
@@ -50,8 +50,10 @@ class MXFP4Format(WeightFormat):
     def read(self, source: Source, layer: str, part: Part = WHOLE) -> Tensors:
         tensors = super().read(source, layer, part)
         tensors = {key: tensor.view(torch.uint8) for key, tensor in tensors.items()}
-        if bool((tensors["scale"] == NAN).any()):
-            raise CheckpointError(f"{quote(layer)} has scales that are NaN; the file is damaged, fetch it again")
+        source.require(
+            (tensors["scale"] != NAN).all(),
+            lambda: f"{quote(layer)} has scales that are NaN; the file is damaged, fetch it again",
+        )
         return tensors
 
     def fill(self, stored: Mapping[str, Tensor], k: int, generator: torch.Generator) -> None:
@@ -60,13 +62,3 @@ class MXFP4Format(WeightFormat):
 
 
 MXFP4 = MXFP4Format()
-
-
-def from_blocks(blocks: Tensor, scales: Tensor) -> Tensors:
-    """The tensors of a layer, or of all experts, as gpt-oss stores them: blocks uint8 [..., n, k/32, 16]."""
-    if blocks.dtype != torch.uint8 or blocks.shape[:-1] != scales.shape or blocks.shape[-1] != GROUP // 2:
-        raise ValueError(
-            f"blocks is {blocks.dtype} {tuple(blocks.shape)}, scales {tuple(scales.shape)}; they must be uint8 "
-            "[..., n, k/32, 16] and [..., n, k/32]"
-        )
-    return {"codes": blocks.flatten(-2), "scale": scales.view(torch.uint8)}

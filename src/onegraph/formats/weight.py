@@ -96,6 +96,10 @@ class Source(File, Protocol):
 
     def read(self, name: str, field: Field, part: Part) -> Tensor: ...
 
+    def require(self, ok: Tensor, message: Callable[[], str]) -> None:
+        """Raises CheckpointError with `message` unless `ok`, bool [], holds: now, or once a layer, since each answer
+        that is waited for would stop the copies behind it."""
+
 
 class WeightFormat:
     """One way to store the weight [n, k] of a linear. Subclasses give the class attributes and what differs.

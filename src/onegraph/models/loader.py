@@ -1,25 +1,33 @@
 """From a checkpoint to layers, for every family: what must be there, and each tensor streamed to its device.
 
 A family says what it is made of (`Parts`) and under which names its files store that; the formats say which tensors a
-linear has. Everything is checked before anything is read. Then each tensor goes from its mapped file through pinned
-memory to its device, cut on the way, and joined there: the host never holds more than the pages of one layer.
+linear has. Everything is checked before anything is read. Then each tensor goes from its file through pinned memory to
+its device (`models/prefetch.py`) and is joined there. On a CPU a tensor stays the file's mapping.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onegraph.formats.checkpoint import Checkpoint
+from onegraph.formats.checkpoint import Checkpoint, finite
 from onegraph.formats.dense import DENSE
 from onegraph.formats.files import CheckpointError
-from onegraph.formats.weight import FLOATS, WHOLE, Expected, Field, Part, Tensors, WeightFormat
+from onegraph.formats.fused import OneOfStack, stack_names
+from onegraph.formats.weight import FLOATS, WHOLE, Expected, Field, Part, Tensors, WeightFormat, check_conversion
 from onegraph.models.parts import Family
+from onegraph.models.prefetch import AHEAD_BYTES, Prefetch
 from onegraph.models.stream import Stream
 from onegraph.nn.embedding import Embedding
 from onegraph.nn.experts import Experts
 from onegraph.nn.linear import GroupedLinear, Linear, Siblings, Weight, join
+from onegraph.ops.activation import SwiGLU
+
+_BLOCK = re.compile(r"(.*?)\b(\d+)\.")  # of the decoder: what stands before its number, and the number
 
 
 class Loader:
@@ -38,6 +46,10 @@ class Loader:
         self.parts, self.quantization = config.parts, config.quantization
         self.stored = {config.family_name(name): name for name in checkpoint.names}
         self._streams: dict[torch.device, Stream] = {}
+        self._reading = False
+        self._ahead: Prefetch | None = None
+        self._claims: list[tuple[Tensor, Callable[[], str]]] = []
+        self._told: Callable[[int], None] = lambda nbytes: None
 
     # ---------------------------------------------------------------------------------------------- what must be there
 
@@ -94,10 +106,49 @@ class Loader:
 
     # -------------------------------------------------------------------------------------------------------- reading
 
+    @contextmanager
+    def reading(self, progress: Callable[[int, int], None] | None = None) -> Iterator[None]:
+        """Within it a whole model is made: what goes to a GPU is read ahead of who asks, in the order of `units`, and
+        what is wrong with values is told when a layer is done (`forget`), at the latest at the end.
+
+        progress: called as progress(bytes read, bytes in all).
+        """
+        if progress is not None:
+            self._told = _Told(progress, sum(self.info(name).nbytes for unit in self.units for name in unit))
+        self._reading = True
+        try:
+            yield
+            self._settle()
+        finally:
+            self._reading = False
+            self._claims.clear()
+            if self._ahead is not None:
+                self._ahead.close()
+                self._ahead = None
+                if torch.cuda.is_initialized():
+                    torch.cuda.empty_cache()  # where tensors waited for being asked for
+
+    @cached_property
+    def units(self) -> list[list[str]]:
+        """What will be asked for, by the file's names and in about that order: the embedding, each block, the rest."""
+        first = self.parts.embedding[0] + "."
+        found: dict[tuple[int, str, int], list[str]] = {}
+        for name, stored in self.stored.items():
+            if not self._ignored(name):
+                block = _BLOCK.match(name)
+                key = (1, block[1], int(block[2])) if block else (0 if name.startswith(first) else 2, "", 0)
+                found.setdefault(key, []).append(stored)
+        return [found[key] for key in sorted(found)]
+
+    @property
+    def landing_bytes(self) -> int:
+        """What a GPU holds besides the model while it is read, at most: tensors that wait for being asked for."""
+        sizes = [sum(self.info(name).nbytes for name in unit) for unit in self.units]
+        return min(sum(sizes), AHEAD_BYTES + max(sizes, default=0))
+
     def tensor(self, name: str, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor in `dtype`, the model's unless another is given."""
-        value = self.checkpoint.unrounded(self.stored.get(name, name))
-        return self._stream(device)(value, dtype or self.dtype, name)
+        return self._whole(name, device, dtype or self.dtype)
 
     def float32(self, name: str, device: torch.device) -> Tensor:
         """A tensor that stays float32 in any model."""
@@ -112,8 +163,53 @@ class Loader:
         return format, format.read(_Reader(self, device), layer, part)
 
     def forget(self) -> None:
-        """Drops the maps of the files read so far, whose pages count as this process's memory."""
+        """A layer is done: drops the maps of the files read so far, whose pages count as this process's memory. Raises
+        CheckpointError for values of the layer that no layer has."""
+        self._settle()
+        if self._ahead is not None:
+            self._ahead.drop()
         self.checkpoint.forget()
+
+    def require(self, ok: Tensor, message: Callable[[], str]) -> None:
+        """See `formats.weight.Source`."""
+        if self._sent(ok.device):
+            self._claims.append((ok, message))
+        elif not ok:
+            raise CheckpointError(message())
+
+    def _sent(self, device: torch.device) -> bool:
+        """Whether tensors are copied there while others are asked for; on a CPU they are mapped."""
+        return self._reading and device.type != "cpu"
+
+    def _settle(self) -> None:
+        claims, self._claims = self._claims, []
+        for device in dict.fromkeys(ok.device for ok, _ in claims):
+            if device.type == "meta":  # which has no values
+                continue
+            here = [(ok, message) for ok, message in claims if ok.device == device]
+            for held, (_, message) in zip(torch.stack([ok for ok, _ in here]).tolist(), here, strict=True):
+                if not held:
+                    raise CheckpointError(message())
+
+    def _whole(self, name: str, device: torch.device, dtype: torch.dtype | None) -> Tensor:
+        """A tensor on the device, as `dtype` (None: as it is stored). Raises CheckpointError where codes would become
+        numbers."""
+        stored, value = self.stored.get(name, name), None
+        if self._sent(device):
+            if self._ahead is None:
+                spans = {each: self.info(each) for unit in self.units for each in unit}
+                self._ahead = Prefetch(spans, self.units, pinned=device.type == "cuda")
+            value = self._ahead.take(stored, device)
+        if value is None:
+            value = self._stream(device)(self.checkpoint.unrounded(stored), dtype, name)
+        else:
+            kind = value.dtype
+            check_conversion(name, kind, dtype or kind)
+            if (ok := finite(value)) is not None:
+                self.require(ok, lambda: self.checkpoint.not_finite(stored, kind))
+            value = value.to(dtype or kind)
+        self._told(self.info(name).nbytes)
+        return value
 
     def _stream(self, device: torch.device) -> Stream:
         if device not in self._streams:
@@ -147,7 +243,7 @@ class Loader:
         return GroupedLinear(format, split)
 
     def experts(
-        self, gate_up: Sequence[tuple[str, str]], down: Sequence[str], limit: float, device: torch.device
+        self, gate_up: Sequence[tuple[str, str]], down: Sequence[str], gate: SwiGLU, device: torch.device
     ) -> Experts:
         """Routed experts from the names of each one's gate, up and down; of one format, each put in place as it comes.
 
@@ -163,20 +259,55 @@ class Loader:
         return Experts(
             self._stacked(format, [list(names) for names in gate_up], device),
             self._stacked(format, [[name] for name in down], device),
-            limit,
+            gate,
         )
+
+    def fused_experts(
+        self, gate_up: str, down: str, gate: SwiGLU, device: torch.device, *, interleaved: bool = False
+    ) -> Experts:
+        """Routed experts that a file holds in one tensor each (`formats/fused.py`), read expert by expert.
+
+        gate_up, down: names without `_blocks`; biases are beside both or neither. interleaved: rows of gate_up are
+        gate, up, gate, up and so on, as gpt-oss has them; otherwise all gate rows come first. Raises CheckpointError
+        that names what is missing, or stored in another way than its partner.
+        """
+        kinds = {name: stack_names(self, name)[0] for name in (gate_up, down)}
+        biased = [f"{name}_bias" in self for name in kinds]
+        if len(set(kinds.values())) > 1 or len(set(biased)) > 1:
+            kind = [f"{f} {'with' if b else 'without'} biases" for f, b in zip(kinds.values(), biased, strict=True)]
+            raise CheckpointError(f"{gate_up} is {kind[0]} and {down} {kind[1]}; experts must be of one kind")
+        biases = None
+        if all(biased):
+            first, second = (self.float32(f"{name}_bias", device) for name in kinds)
+            biases = _gate_first(first, 1) if interleaved else first, second
+        return Experts(self._fused(gate_up, device, interleaved), self._fused(down, device, False), gate, biases)
+
+    def _fused(self, name: str, device: torch.device, interleaved: bool) -> Weight:
+        format, names = stack_names(self, name)
+        stack = {key: self._whole(stored, device, None) for key, stored in names.items()}
+
+        def matrices() -> Iterator[Tensors]:
+            for i in range(count):
+                one = {key: tensor[i] for key, tensor in stack.items()}
+                read = format.read(OneOfStack(format, one, self.dtype, self.require), f"{name} of expert {i}")
+                yield {key: _gate_first(tensor, 0) for key, tensor in read.items()} if interleaved else read
+
+        count = min(len(tensor) for tensor in stack.values())
+        return _stack(format, count, matrices())
 
     def _stacked(self, format: WeightFormat, layers: Sequence[Sequence[str]], device: torch.device) -> Weight:
         """One weight [E, n, k] whose matrices are the joined `layers` of each expert."""
-        whole: Tensors = {}
-        for i, names in enumerate(layers):
-            one = format.join([self.weight(name, device)[1] for name in names])
-            if one is None:
-                raise CheckpointError(f"{names[0]} and {names[-1]} differ in what {format} shares; they cannot be one")
-            whole = whole or {key: tensor.new_empty((len(layers), *tensor.shape)) for key, tensor in one.items()}
-            for key, tensor in one.items():
-                whole[key][i] = tensor
-        return Weight(format, whole)
+
+        def matrices() -> Iterator[Tensors]:
+            for names in layers:
+                one = format.join([self.weight(name, device)[1] for name in names])
+                if one is None:
+                    raise CheckpointError(
+                        f"{names[0]} and {names[-1]} differ in what {format} shares; they cannot be one"
+                    )
+                yield one
+
+        return _stack(format, len(layers), matrices())
 
     def embedding(self, device: torch.device) -> Embedding:
         format, tensors = self.weight(self.parts.embedding[0], device)
@@ -185,6 +316,21 @@ class Loader:
     def head(self, embedding: Embedding, device: torch.device) -> Linear:
         """The linear to logits; shares the embedding's weight where the two are tied."""
         return Linear(embedding.format, embedding.tensors) if self.tied else self.linear(self.parts.head, device)
+
+
+def _stack(format: WeightFormat, count: int, matrices: Iterator[Tensors]) -> Weight:
+    """One weight of `count` matrices, each put in place as it comes."""
+    whole: Tensors = {}
+    for i, one in enumerate(matrices):
+        whole = whole or {key: tensor.new_empty((count, *tensor.shape)) for key, tensor in one.items()}
+        for key, tensor in one.items():
+            whole[key][i] = tensor
+    return Weight(format, whole)
+
+
+def _gate_first(tensor: Tensor, dim: int) -> Tensor:
+    """Rows gate, up, gate, up .. -> all gate rows, then all up rows."""
+    return tensor.unflatten(dim, (-1, 2)).transpose(dim, dim + 1).flatten(dim, dim + 1)
 
 
 def _ungrouped(tensor: Tensor, field: Field, groups: int) -> Tensor:
@@ -207,5 +353,25 @@ class _Reader:
         return self.loader.info(name)
 
     def read(self, name: str, field: Field, part: Part) -> Tensor:
+        dtype = self.loader.dtype if field.dtype is None else None
+        if part == WHOLE:
+            return self.loader._whole(name, self.device, dtype)
         value = field.cut(self.loader.checkpoint.unrounded(self.loader.stored.get(name, name)), part)
-        return self.loader._stream(self.device)(value, self.loader.dtype if field.dtype is None else None, name)
+        return self.loader._stream(self.device)(value, dtype, name)
+
+    def require(self, ok: Tensor, message: Callable[[], str]) -> None:
+        self.loader.require(ok, message)
+
+
+class _Told:
+    """Calls `progress` with the bytes read, some thousand times at most."""
+
+    def __init__(self, progress: Callable[[int, int], None], total: int) -> None:
+        self.progress, self.total, self.done, self.said = progress, total, 0, 0
+        progress(0, total)
+
+    def __call__(self, nbytes: int) -> None:
+        self.done = min(self.done + nbytes, self.total)  # what is shared may be read twice
+        if self.done - self.said >= self.total / 1000 or self.done == self.total:
+            self.said = self.done
+            self.progress(self.done, self.total)

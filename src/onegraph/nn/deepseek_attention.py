@@ -53,7 +53,7 @@ class Compressor(nn.Module):
 
     @property
     def reach(self) -> int:
-        """Tokens that one entry sees, and so the tokens of state that a sequence keeps."""
+        """Tokens that one entry sees, and so the least that a sequence keeps the state of."""
         return self.ratio * self.bias.shape[1] // self.dim
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from onegraph.nn.experts import Experts
-from onegraph.ops.activation import swiglu
+from onegraph.ops.activation import SwiGLU
 from onegraph.ops.deepseek_moe import deepseek_route
 from onegraph.ops.linear import linear
 
@@ -12,12 +12,12 @@ from onegraph.ops.linear import linear
 class SharedExpert(nn.Module):
     """The expert that every token uses: two linears around SwiGLU."""
 
-    def __init__(self, gate_up: nn.Module, down: nn.Module, limit: float) -> None:
+    def __init__(self, gate_up: nn.Module, down: nn.Module, gate: SwiGLU) -> None:
         super().__init__()
-        self.gate_up, self.down, self.limit = gate_up, down, limit
+        self.gate_up, self.down, self.gate = gate_up, down, gate
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(swiglu(self.gate_up(x), self.limit))
+        return self.down(self.gate(self.gate_up(x)))
 
 
 FEW = 16  # tokens: so many share one launch of routed and shared experts, sooner than by launches of its own

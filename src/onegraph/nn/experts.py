@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from onegraph.nn.linear import Weight
+from onegraph.ops.activation import SwiGLU
 from onegraph.ops.weight import weight_ops
 
 
@@ -10,10 +11,17 @@ class Experts(nn.Module):
     """Routed SwiGLU experts: x [T, D], experts int32 [T, K], weights float32 [T, K] -> [T, D].
 
     gate_up: weights of all experts [E, 2F, D], gate rows, then up rows; down: [E, D, F], of the same format. Which
-    experts run is read on the device: no counts come to the host. limit: bound of gate and up in front of SwiGLU.
+    experts run is read on the device: no counts come to the host. gate: what stands between the two. biases: floats
+    [E, 2F] and [E, D], added to the two products; kept as float32. Raises ValueError where sizes disagree, or the
+    format has no experts.
     """
 
-    def __init__(self, gate_up: Weight, down: Weight, limit: float) -> None:
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+
+    def __init__(
+        self, gate_up: Weight, down: Weight, gate: SwiGLU, biases: tuple[Tensor, Tensor] | None = None
+    ) -> None:
         super().__init__()
         run = weight_ops(gate_up.format).experts
         if run is None or down.format is not gate_up.format:
@@ -24,11 +32,23 @@ class Experts(nn.Module):
                 f"down is {down.count} x {down.out_features} x {down.in_features}; gate_up {gate_up.count} x "
                 f"{gate_up.out_features} x {gate_up.in_features} asks for {' x '.join(map(str, sizes))}"
             )
-        self.gate_up, self.down, self.limit, self._run = gate_up, down, limit, run
+        for name, weight, bias in zip(("gate_up", "down"), (gate_up, down), biases or (None, None), strict=True):
+            wanted = gate_up.count, weight.out_features
+            if bias is not None and tuple(bias.shape) != wanted:
+                raise ValueError(f"the bias of {name} is {tuple(bias.shape)}; its weight asks for {wanted}")
+            self.register_buffer(f"{name}_bias", None if bias is None else bias.float().contiguous())
+        self.gate_up, self.down, self.gate, self._run = gate_up, down, gate, run
 
     @property
     def count(self) -> int:
         return self.gate_up.count
 
+    @property
+    def biases(self) -> tuple[Tensor, Tensor] | None:
+        if self.gate_up_bias is None or self.down_bias is None:
+            return None
+        return self.gate_up_bias, self.down_bias
+
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        return self._run(self.gate_up.format, x, experts, weights, self.gate_up.given, self.down.given, self.limit)
+        both = self.gate_up.given, self.down.given
+        return self._run(self.gate_up.format, x, experts, weights, *both, self.gate, self.biases)

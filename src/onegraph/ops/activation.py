@@ -1,4 +1,7 @@
-"""SwiGLU's elementwise part."""
+"""SwiGLU's elementwise part, and which one a model has."""
+
+import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -7,14 +10,22 @@ from onegraph.ops.norm import FLOATS
 from onegraph.ops.registry import Case, Op, nbytes, register
 
 
-def _swiglu(gate_up: Tensor, limit: float | None = None) -> Tensor:
+def _swiglu(gate_up: Tensor, limit: float | None = None, alpha: float = 1.0, shift: float = 0.0) -> Tensor:
     gate, up = gate_up.float().chunk(2, dim=-1)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+    return (torch.nn.functional.silu(alpha * gate) / alpha * (up + shift)).to(gate_up.dtype)
 
 
-def _check(gate_up: Tensor, limit: float | None = None) -> None:
+def check_gate(op: str, limit: float, alpha: float, shift: float) -> None:
+    """Raises ValueError where they are no `SwiGLU`."""
+    if not limit > 0:
+        raise ValueError(f"{op}: limit is {limit}; it must be above 0, infinity for none")
+    if not 0 < alpha < math.inf or not math.isfinite(shift):
+        raise ValueError(f"{op}: alpha is {alpha} and shift {shift}; both must be finite, alpha above 0")
+
+
+def _check(gate_up: Tensor, limit: float | None = None, alpha: float = 1.0, shift: float = 0.0) -> None:
     if gate_up.dtype not in FLOATS:
         raise ValueError(f"swiglu: gate_up is {gate_up.dtype}; allowed are float32, bfloat16 and float16")
     if gate_up.dim() == 0 or gate_up.shape[-1] % 2:
@@ -23,35 +34,64 @@ def _check(gate_up: Tensor, limit: float | None = None) -> None:
         )
     if not gate_up.is_contiguous():
         raise ValueError("swiglu: gate_up must be contiguous; call .contiguous() on it first")
-    if limit is not None and not limit > 0:
-        raise ValueError(f"swiglu: limit is {limit}; it must be above 0, or None for none")
+    check_gate("swiglu", math.inf if limit is None else limit, alpha, shift)
 
 
-def _case(shape: tuple[int, ...], spread: float = 2.0, limit: float | None = None) -> Case:
+def _case(
+    shape: tuple[int, ...], spread: float = 2.0, limit: float | None = None, alpha: float = 1.0, shift: float = 0.0
+) -> Case:
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
-        return (spread * torch.randn(shape, generator=generator)).to(device, dtype), limit
+        return (spread * torch.randn(shape, generator=generator)).to(device, dtype), limit, alpha, shift
 
     name = "x".join(map(str, shape)) + ("_wide" if spread > 10 else "") + (f"<{limit}" if limit else "")
+    name += f",{alpha},{shift}" if alpha != 1 else ""
     return Case(name=name, make=make)
 
 
 swiglu = register(
     Op(
         name="swiglu",
-        schema="(Tensor gate_up, float? limit=None) -> Tensor",
+        schema="(Tensor gate_up, float? limit=None, float alpha=1.0, float shift=0.0) -> Tensor",
         reference=_swiglu,
-        fake=lambda gate_up, limit=None: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)),
+        fake=lambda gate_up, *rest: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)),
         kernel="onegraph.ops.triton.activation:swiglu",
         check=_check,
         # 1536 is SmolLM2's width; the wide case reaches -200, where a naive exp(-x) overflows float32.
         cases=(
             _case((1, 1, 3072)), _case((3, 5, 82)), _case((7, 2000)), _case((2, 1, 28672)), _case((4, 96), 60.0),
             _case((1, 1, 4096), 8.0, 10.0), _case((3, 5, 82), 8.0, 2.5),
+            _case((3, 5, 82), 8.0, 7.0, 1.702, 1.0), _case((2, 96), 2.0, math.inf, 1.702, 1.0),
         ),
         tolerance={torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4},
-        bytes_moved=lambda gate_up, limit=None: nbytes(gate_up) * 3 // 2,
-        flops=lambda gate_up, limit=None: 4 * gate_up.numel(),
+        bytes_moved=lambda gate_up, *rest: nbytes(gate_up) * 3 // 2,
+        flops=lambda gate_up, *rest: 4 * gate_up.numel(),
     )
 )  # fmt: skip
-"""gate_up [..., 2F] -> silu(gate) * up of its halves, float32 inside, rounded once; with a limit (DeepSeek-V4)
-silu(min(gate, limit)) * clamp(up, ±limit)."""
+"""gate_up [..., 2F] -> g * sigmoid(alpha * g) * (u + shift) of its halves g = min(gate, limit), u = clamp(up, ±limit),
+float32 inside, rounded once. Without the other arguments silu(gate) * up."""
+
+
+@dataclass(frozen=True)
+class SwiGLU:
+    """Which gate a model's experts have: g * sigmoid(alpha * g) * (u + shift) with g = min(gate, limit) and u = up
+    within ±limit. Llama, Qwen, Mixtral: the defaults; DeepSeek-V4: a limit; gpt-oss: 7, 1.702 and 1.
+
+    Raises ValueError where limit is not above 0, alpha not finite and above 0, or shift not finite.
+    """
+
+    limit: float = math.inf
+    alpha: float = 1.0
+    shift: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_gate("SwiGLU", *self.numbers)
+
+    @property
+    def numbers(self) -> tuple[float, float, float]:
+        """limit, alpha, shift, as ops take them."""
+        return self.limit, self.alpha, self.shift
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        """[..., 2F], gate then up -> [..., F], in its dtype."""
+        out: Tensor = swiglu(gate_up, *self.numbers)
+        return out

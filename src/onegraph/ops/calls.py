@@ -216,6 +216,7 @@ class DeepseekAttention(Call):
     entries: Tensor | None
     selected: Tensor | None
     ratio: int
+    window: int
     scale: float
 
 

@@ -1,9 +1,12 @@
 """Routing of DeepSeek-V4 and experts behind it: which experts a token uses is read on the device, never on the host."""
 
+from collections.abc import Callable
+from operator import itemgetter
+
 import torch
 from torch import Tensor
 
-from onegraph.ops.activation import swiglu
+from onegraph.ops.activation import check_gate, swiglu
 from onegraph.ops.checks import FLOATS, check_tensors
 from onegraph.ops.deepseek_compress import INT32
 from onegraph.ops.registry import Case, Op, nbytes, register
@@ -25,18 +28,41 @@ def _deepseek_route(
     return experts.to(INT32), weights
 
 
-def _routed_experts(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, limit: float) -> Tensor:
+def _routed_experts(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    limit: float,
+    alpha: float,
+    shift: float,
+) -> Tensor:
     tokens, top_k = experts.shape
+    biases, gate = (gate_up_bias, down_bias), (limit, alpha, shift)
+
+    def biased(y: Tensor, layer: int, of: Callable[[Tensor], Tensor]) -> Tensor:
+        bias = biases[layer]
+        return y if bias is None else (y.float() + of(bias)).to(y.dtype)
+
     if tokens * top_k <= gate_up.shape[0]:  # few tokens: the weights that they use
         chosen = experts.flatten()
         hidden = torch.einsum("tkfd,td->tkf", gate_up.index_select(0, chosen).unflatten(0, (tokens, top_k)), x)
-        hidden = swiglu.reference(hidden, limit)
+
+        def own(bias: Tensor) -> Tensor:
+            return bias.index_select(0, chosen).unflatten(0, (tokens, top_k))
+
+        hidden = swiglu.reference(biased(hidden, 0, own), *gate)
         each = torch.einsum("tkdf,tkf->tkd", down.index_select(0, chosen).unflatten(0, (tokens, top_k)), hidden)
-        return (each.float() * weights.unsqueeze(2)).sum(1).to(x.dtype)
+        return (biased(each, 1, own).float() * weights.unsqueeze(2)).sum(1).to(x.dtype)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in range(gate_up.shape[0]):  # many: every expert on all tokens, weighted by zero where not chosen
         gain = torch.where(experts == expert, weights, 0.0).sum(1, keepdim=True)
-        out += gain * (swiglu.reference(x @ gate_up[expert].t(), limit) @ down[expert].t()).float()
+        row = itemgetter(expert)
+        hidden = swiglu.reference(biased(x @ gate_up[expert].t(), 0, row), *gate)
+        out += gain * biased(hidden @ down[expert].t(), 1, row).float()
     return out.to(x.dtype)
 
 
@@ -53,7 +79,18 @@ def _check_route(
     )  # fmt: skip
 
 
-def _check_experts(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, limit: float) -> None:
+def _check_experts(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    limit: float,
+    alpha: float,
+    shift: float,
+) -> None:
     op = "routed_experts"
     if x.dim() != 2 or x.dtype not in FLOATS or gate_up.dim() != 3 or gate_up.shape[1] % 2:
         raise ValueError(
@@ -65,9 +102,9 @@ def _check_experts(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor,
         op, x.device, x=(x, x.dtype, (count, dim)), gate_up=(gate_up, x.dtype, (many, width, dim)),
         down=(down, x.dtype, (many, dim, width // 2)), experts=(experts, INT32, (count, -1)),
         weights=(weights, torch.float32, tuple(experts.shape)),
+        gate_up_bias=(gate_up_bias, torch.float32, (many, width)), down_bias=(down_bias, torch.float32, (many, dim)),
     )  # fmt: skip
-    if not limit > 0:
-        raise ValueError(f"{op}: limit is {limit}; it must be above 0")
+    check_gate(op, limit, alpha, shift)
 
 
 def _route_case(name: str, tokens: int, experts: int, top_k: int, kind: str, shared: bool = False) -> Case:
@@ -84,16 +121,24 @@ def _route_case(name: str, tokens: int, experts: int, top_k: int, kind: str, sha
     return Case(name=name, make=make)
 
 
-def _experts_case(name: str, tokens: int, experts: int, top_k: int, dim: int, wide: int) -> Case:
+def _experts_case(
+    name: str, tokens: int, experts: int, top_k: int, dim: int, wide: int, *, biases: bool = False
+) -> Case:
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
-        args = (
+        args = [
             torch.randn(tokens, dim, generator=generator).to(dtype),
             torch.rand(tokens, experts, generator=generator).argsort(1)[:, :top_k].to(INT32).contiguous(),
             torch.rand(tokens, top_k, generator=generator),
             (torch.randn(experts, 2 * wide, dim, generator=generator) * 3 * dim**-0.5).to(dtype),
+            None,
             (torch.randn(experts, dim, wide, generator=generator) * wide**-0.5).to(dtype),
-        )
-        return *(a.to(device) for a in args), 5.0
+            None,
+        ]
+        if biases:
+            args[4] = torch.randn(experts, 2 * wide, generator=generator)
+            args[6] = torch.randn(experts, dim, generator=generator)
+        gate = (2.0, 1.702, 1.0) if biases else (5.0, 1.0, 0.0)
+        return *(a if a is None else a.to(device) for a in args), *gate
 
     return Case(name=name, make=make)
 
@@ -134,21 +179,27 @@ routed_experts = register(
     Op(
         name="routed_experts",
         schema=(
-            "(Tensor x, Tensor experts, Tensor weights, Tensor gate_up, Tensor down, float limit) -> Tensor"
+            "(Tensor x, Tensor experts, Tensor weights, Tensor gate_up, Tensor? gate_up_bias, Tensor down, "
+            "Tensor? down_bias, float limit, float alpha, float shift) -> Tensor"
         ),
         reference=_routed_experts,
         fake=lambda x, *rest: torch.empty_like(x),
         check=_check_experts,
-        cases=(_experts_case("decode", 1, 16, 6, 96, 64), _experts_case("many", 19, 8, 2, 40, 24)),
+        cases=(
+            _experts_case("decode", 1, 16, 6, 96, 64), _experts_case("many", 19, 8, 2, 40, 24),
+            _experts_case("biases", 1, 16, 4, 96, 64, biases=True),
+            _experts_case("many biases", 19, 8, 2, 40, 24, biases=True),
+        ),
         tolerance={torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3},
-        bytes_moved=lambda x, experts, weights, gate_up, down, limit: (
+        bytes_moved=lambda x, experts, weights, gate_up, gate_up_bias, down, *rest: (
             2 * nbytes(x) + nbytes(experts, weights)
             + min(experts.numel(), gate_up.shape[0]) * nbytes(gate_up[0], down[0])
         ),
-        flops=lambda x, experts, weights, gate_up, down, limit: (
+        flops=lambda x, experts, weights, gate_up, gate_up_bias, down, *rest: (
             2 * experts.numel() * (gate_up[0].numel() + down[0].numel())
         ),
     )
 )  # fmt: skip
-"""x [T, D], experts int32 [T, k], weights float32 [T, k], gate_up [E, 2F, D], down [E, D, F] -> [T, D]:
-Σ_k weights_k down_e swiglu(gate_up_e x, limit), the products rounded to x's dtype, summed in float32."""
+"""x [T, D], experts int32 [T, k], weights float32 [T, k], gate_up [E, 2F, D], down [E, D, F], biases float32 [E, 2F]
+and [E, D] or None -> [T, D]: Σ_k weights_k (down_e swiglu(gate_up_e x + bias_e) + bias_e), the products rounded to x's
+dtype, summed in float32; limit, alpha and shift as `SwiGLU` has them."""

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from onegraph.formats.weight import WeightFormat
+from onegraph.ops.activation import SwiGLU
 from onegraph.ops.deepseek_moe import routed_experts
 from onegraph.ops.embedding import embedding
 from onegraph.ops.linear import linear
@@ -25,12 +26,24 @@ def _grouped(format: WeightFormat, x: Tensor, weight: Given) -> Tensor:
     return y.transpose(0, 1).reshape(*x.shape[:-1], n)
 
 
+def _experts(
+    format: WeightFormat,
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Given,
+    down: Given,
+    gate: SwiGLU,
+    biases: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    first, second = biases or (None, None)
+    return routed_experts(x, experts, weights, gate_up["weight"], first, down["weight"], second, *gate.numbers)
+
+
 WEIGHT = WeightOps(
     linear=_linear,
     decode=lambda format, weight: weight["weight"].float(),
     grouped=_grouped,
-    experts=lambda format, x, experts, weights, gate_up, down, limit: routed_experts(
-        x, experts, weights, gate_up["weight"], down["weight"], limit
-    ),
+    experts=_experts,
     embedding=lambda format, ids, weight: embedding(ids, weight["weight"]),
 )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from onegraph.formats.nvfp4 import E4M3, NVFP4Format, swizzle_scales
+from onegraph.ops.activation import SwiGLU, check_gate, swiglu
 from onegraph.ops.norm import FLOATS
 from onegraph.ops.nvfp4 import (
     activation_scale,
@@ -61,12 +62,13 @@ def _experts(
     down_scale: Tensor,
     down_global: Tensor,
     limit: float,
+    alpha: float,
+    shift: float,
 ) -> Tensor:
     chosen, (tokens, top_k) = experts.flatten(), experts.shape
     in_weight = dequantize_weight(*(t.index_select(0, chosen) for t in (gate_up, gate_up_scale, gate_up_global)))
-    gate, up = torch.einsum("pfd,pd->pf", in_weight, x.float().repeat_interleave(top_k, 0)).chunk(2, dim=-1)
-    hidden = torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
-    hidden = hidden.to(x.dtype).float()  # between the two launches
+    gate_up_out = torch.einsum("pfd,pd->pf", in_weight, x.float().repeat_interleave(top_k, 0))
+    hidden = swiglu.reference(gate_up_out, limit, alpha, shift).to(x.dtype).float()  # between the two launches
     out_weight = dequantize_weight(*(t.index_select(0, chosen) for t in (down, down_scale, down_global)))
     out = torch.einsum("pdf,pf->pd", out_weight, hidden).unflatten(0, (tokens, top_k))
     return (out * weights.unsqueeze(-1)).sum(1).to(x.dtype)
@@ -162,6 +164,8 @@ def _check_experts(
     down_scale: Tensor,
     down_global: Tensor,
     limit: float,
+    alpha: float,
+    shift: float,
 ) -> None:
     check_weight(gate_up, gate_up_scale, gate_up_global, 3, "gate_up")
     check_weight(down, down_scale, down_global, 3, "down")
@@ -179,8 +183,7 @@ def _check_experts(
         )
     if not (experts.is_contiguous() and weights.is_contiguous()):
         raise ValueError("experts and weights must be contiguous: call .contiguous()")
-    if not limit > 0:
-        raise ValueError(f"limit is {limit}; it must be above 0")
+    check_gate("nvfp4_experts", limit, alpha, shift)
 
 
 def _linear_case(batch: tuple[int, ...], n: int, k: int, bias: bool = False) -> Case:
@@ -208,7 +211,7 @@ def _grouped_case(batch: tuple[int, ...], groups: int, n: int, k: int) -> Case:
     return Case(name=f"{'x'.join(map(str, batch))}x{groups}x{k}->{n}", make=make)
 
 
-def _experts_case(tokens: int, top_k: int, experts: int, dim: int, wide: int, limit: float = 10.0) -> Case:
+def _experts_case(tokens: int, top_k: int, experts: int, dim: int, wide: int, *gate: float) -> Case:
     def make(device: torch.device, dtype: torch.dtype, g: torch.Generator) -> tuple[Any, ...]:
         x = (3 * torch.randn(tokens, dim, generator=g)).to(device, dtype)
         chosen = torch.rand(tokens, experts, generator=g).argsort(1)[:, :top_k].int().contiguous().to(device)
@@ -217,9 +220,10 @@ def _experts_case(tokens: int, top_k: int, experts: int, dim: int, wide: int, li
             random_weight((experts, 2 * wide, dim), device, g),
             random_weight((experts, dim, wide), device, g),
         )
-        return x, chosen, gains, *gate_up, *down, limit
+        return x, chosen, gains, *gate_up, *down, *(gate or (10.0, 1.0, 0.0))
 
-    return Case(name=f"{tokens} tokens, {top_k} of {experts}, {dim}x{wide}", make=make)
+    name = f"{tokens} tokens, {top_k} of {experts}, {dim}x{wide}" + "".join(f", {number}" for number in gate)
+    return Case(name=name, make=make)
 
 
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -273,7 +277,8 @@ nvfp4_experts = register(
     Op(
         name="nvfp4_experts",
         schema="(Tensor x, Tensor experts, Tensor weights, Tensor gate_up, Tensor gate_up_scale, "
-        "Tensor gate_up_global, Tensor down, Tensor down_scale, Tensor down_global, float limit) -> Tensor",
+        "Tensor gate_up_global, Tensor down, Tensor down_scale, Tensor down_global, float limit, float alpha, "
+        "float shift) -> Tensor",
         reference=_experts,
         fake=lambda x, *rest: torch.empty_like(x),
         kernel="onegraph.ops.nvfp4_linear:experts_on_gpu",
@@ -282,7 +287,9 @@ nvfp4_experts = register(
             _experts_case(1, 6, 16, 256, 128),
             _experts_case(1, 7, 16, 1024, 512),
             _experts_case(4, 3, 32, 512, 256),
-            _experts_case(3, 2, 4, 128, 64, limit=1.0),
+            _experts_case(3, 2, 4, 128, 64, 1.0, 1.0, 0.0),
+            _experts_case(1, 2, 8, 256, 256, 7.0, 1.702, 1.0),
+            _experts_case(5, 2, 4, 128, 64, float("inf"), 1.702, 1.0),
             _experts_case(16, 6, 24, 256, 64),
             _experts_case(13, 2, 3, 256, 128),
         ),
@@ -294,8 +301,8 @@ nvfp4_experts = register(
     )
 )
 """`nvfp4_experts(x [T, D], experts int32 [T, K], weights float32 [T, K], gate_up [E, 2F, D/2], its scale and global
-scale [E, 2F], down [E, D, F/2], its scales, limit) -> [T, D]`: sum over k of weights * down(silu(min(gate, limit)) *
-clamp(up, -limit, limit)). Which experts run is read on the device. Gate rows come first, then up rows; F % 16 == 0."""
+scale [E, 2F], down [E, D, F/2], its scales, limit, alpha, shift) -> [T, D]`: sum over k of weights * down(swiglu(..)),
+as `SwiGLU` tells it. Which experts run is read on the device. Gate rows come first, then up rows; F % 16 == 0."""
 
 nvfp4_linear_w4a4 = register(
     Op(
@@ -334,11 +341,24 @@ def _run(
     return nvfp4_linear_w4a4(x, *_weight(weight), weight.get("input_scale"), bias)
 
 
+def _run_experts(
+    format: NVFP4Format,
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Given,
+    down: Given,
+    gate: SwiGLU,
+    biases: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    if biases is not None:
+        raise ValueError(f"{format} has no experts with biases; decode them, or give experts without")
+    return nvfp4_experts(x, experts, weights, *_weight(gate_up), *_weight(down), *gate.numbers)
+
+
 WEIGHT = WeightOps(
     linear=_run,
     decode=lambda format, weight: nvfp4_dequantize_weight(*_weight(weight)),
     grouped=lambda format, x, weight: nvfp4_grouped_linear(x, *_weight(weight)),
-    experts=lambda format, x, experts, weights, gate_up, down, limit: nvfp4_experts(
-        x, experts, weights, *_weight(gate_up), *_weight(down), limit
-    ),
+    experts=_run_experts,
 )

@@ -36,7 +36,7 @@ struct Arguments {
   int tokens, n, k, matrices, top_k;
   int across;                 // warps side by side in k; groups of so many warps share a block's tiles
   int hold;                   // row tiles whose sums fit into shared memory: more take several rounds
-  float limit;
+  float limit, alpha, shift;
 };
 
 #if MODE != 0
@@ -385,7 +385,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) nvfp4_linear(const Argument
         const float gate = fminf(sum[j] * gains[0], a.limit);
         const float up = fminf(fmaxf(sum[2 + j] * gains[1], -a.limit), a.limit);
         const long long pair = (long long)first_token * a.top_k + chosen[j];
-        a.y[pair * (a.n / 2) + global_tile % row_tiles * 8 + row] = narrow(gate / (1.f + __expf(-gate)) * up);
+        a.y[pair * (a.n / 2) + global_tile % row_tiles * 8 + row] = narrow(gate / (1.f + __expf(-a.alpha * gate)) * (up + a.shift));
 #else
         if (column + j >= count) continue;
 #pragma unroll

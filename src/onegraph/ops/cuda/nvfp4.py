@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from onegraph.ops.cuda import build, nvfp4_one
+from onegraph.ops.cuda.nvfp4_one import GATE, NO_GATE
 
 ROWS, SLICE, SLOT, PAIRS = 16, 256, 2304, 255  # as in nvfp4.cu
 WARPS = 16  # of a block at most
@@ -29,7 +30,7 @@ LAYER = "x", "codes", "scale", "global_scale", "bias"
 ARGUMENTS = build.Arguments(
     pointers=(*LAYER, "experts", "weights", "y"),
     ints=("tokens", "n", "k", "matrices", "top_k", "across", "hold"),
-    floats=("limit",),
+    floats=GATE,
 )
 KERNEL = build.Source(
     "nvfp4",
@@ -147,7 +148,7 @@ def _run(
     *,
     column_tiles: int = 1,
     together: bool = False,
-    limit: float = 0.0,
+    gate: tuple[float, ...] = NO_GATE,
 ) -> None:
     """Launches one mode. `tensors`: x, codes, scale, global_scale, bias, experts, weights; `sizes`: tokens, n, k,
     matrices, top_k."""
@@ -156,7 +157,8 @@ def _run(
     pointers = dict(zip((*LAYER, "experts", "weights"), tensors, strict=True))
     named = dict(zip(("tokens", "n", "k", "matrices", "top_k"), sizes, strict=True))
     arguments = ARGUMENTS.pack(
-        **build.addresses(**pointers, y=y), **named, across=chosen.across, hold=chosen.hold, limit=limit
+        **build.addresses(**pointers, y=y), **named, across=chosen.across, hold=chosen.hold,
+        **dict(zip(GATE, gate, strict=True)),
     )  # fmt: skip
     grid = chosen.blocks, matrices if mode == LINEAR else 1, -(-tokens // (PASS if together else 8 * column_tiles))
     with torch.cuda.device(y.device):  # the driver launches in the current context
@@ -230,7 +232,7 @@ def experts(
     down: Tensor,
     down_scale: Tensor,
     down_global: Tensor,
-    limit: float,
+    *gate: float,
 ) -> Tensor:
     """x [T, D] -> [T, D]; see `ops.nvfp4_linear.nvfp4_experts`. Two launches: gate, up and SwiGLU; down, weighted and
     added up in a fixed order. Of up to 16 tokens up to eight share one reading of an expert's weights; a single one,
@@ -249,12 +251,12 @@ def experts(
     ):
         first, second = (x, gate_up_global, None, experts, weights), (hidden, down_global, None, experts, weights)
         sizes = (tokens, 2 * wide, dim, matrices, top_k), (tokens, dim, wide, matrices, top_k)
-        nvfp4_one.run(GATE_UP, gate_up, gate_up_scale, first, hidden, sizes[0], plans[0], limit)
+        nvfp4_one.run(GATE_UP, gate_up, gate_up_scale, first, hidden, sizes[0], plans[0], gate)
         nvfp4_one.run(DOWN, down, down_scale, second, y, sizes[1], plans[1])
         return y
     inputs = (x, gate_up, gate_up_scale, gate_up_global, None, experts, weights)
     chosen = plan(most * (wide // 8), -(-dim // SLICE), sums(GATE_UP), sms, DEPTHS, room)
-    _run(GATE_UP, inputs, hidden, (tokens, 2 * wide, dim, matrices, top_k), chosen, together=together, limit=limit)
+    _run(GATE_UP, inputs, hidden, (tokens, 2 * wide, dim, matrices, top_k), chosen, together=together, gate=gate)
     inputs = (hidden, down, down_scale, down_global, None, experts, weights)
     chosen = plan(-(-dim // ROWS), most * -(-wide // SLICE), sums(DOWN, together=together), sms, DEPTHS, room)
     _run(DOWN, inputs, y, (tokens, dim, wide, matrices, top_k), chosen, together=together)

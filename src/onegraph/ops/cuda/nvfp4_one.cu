@@ -43,7 +43,7 @@ struct Arguments {
   int round;  // row tiles whose sums it holds: more take several rounds
   int span;   // rows of x of a block at most
   int box;    // slices of a box: divides k / 256 and STAGE
-  float limit;
+  float limit, alpha, shift;
 };
 
 extern "C" __global__ void __maxnreg__(REGISTERS) nvfp4_one(const __grid_constant__ Arguments a) {
@@ -259,7 +259,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) nvfp4_one(const __grid_constan
         for (int w = 0; w < WARPS; ++w) up += sums[w * ROWS + 8];
         total = fminf(total * gain[own_tile * ROWS + r], a.limit);
         up = fminf(fmaxf(up * gain[own_tile * ROWS + r + 8], -a.limit), a.limit);
-        a.y[(long long)(tile / row_tiles) * (a.n / 2) + tile % row_tiles * 8 + r] = narrow(total / (1.f + __expf(-total)) * up);
+        a.y[(long long)(tile / row_tiles) * (a.n / 2) + tile % row_tiles * 8 + r] = narrow(total / (1.f + __expf(-a.alpha * total)) * (up + a.shift));
       } else {
         const int row = tile % row_tiles * ROWS + r;
         if (MODE == 0) total = total * gain[own_tile * ROWS + r] + (a.bias && row < a.n ? a.bias[row] : 0.f);

@@ -21,13 +21,14 @@ WARPS = 16  # that multiply; one more fetches
 DEPTHS = (4, 2)  # stages under way
 ROUND = 16  # row tiles whose sums a block holds
 LINEAR, GATE_UP, DOWN = 0, 1, 2  # MODE
+GATE, NO_GATE = ("limit", "alpha", "shift"), (0.0, 0.0, 0.0)
 
 SIZES = "tokens", "n", "k", "matrices", "top_k"
 ARGUMENTS = build.Arguments(
     maps=("codes", "scale"),
     pointers=("x", "global_scale", "bias", "experts", "weights", "y"),
     ints=(*SIZES, "hold", "round", "span", "box"),
-    floats=("limit",),
+    floats=GATE,
 )
 KERNEL = build.Source(
     "nvfp4_one",
@@ -103,7 +104,7 @@ def run(
     y: Tensor,
     sizes: tuple[int, int, int, int, int],
     plan: Plan,
-    limit: float = 0.0,
+    gate: tuple[float, ...] = NO_GATE,
 ) -> None:
     """Launches one mode. `tensors`: x, global_scale, bias, experts, weights; `sizes`: tokens, n, k, matrices, top_k.
     Pointers are multiples of 16."""
@@ -124,7 +125,7 @@ def run(
         round=plan.round,
         span=plan.span,
         box=box,
-        limit=limit,
+        **dict(zip(GATE, gate, strict=True)),
     )
     with torch.cuda.device(y.device):  # the driver launches in the current context
         stream = torch.cuda.current_stream().cuda_stream

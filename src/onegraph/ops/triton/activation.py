@@ -8,7 +8,7 @@ from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_
 
 
 @triton.jit
-def _swiglu(gate_up, out, width, limit, LIMIT: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
+def _swiglu(gate_up, out, width, limit, alpha, shift, LIMIT: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -18,11 +18,12 @@ def _swiglu(gate_up, out, width, limit, LIMIT: tl.constexpr, TILE: tl.constexpr,
     up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
     if LIMIT:
         gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
-    # exp(-gate) may overflow to infinity, for which the quotient is the right zero.
-    tl.store(out + row * width + column, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=inside)
+    # exp may overflow to infinity, for which the quotient is the right zero.
+    hidden = gate / (1.0 + tl.exp(-alpha * gate)) * (up + shift)
+    tl.store(out + row * width + column, hidden.to(out.dtype.element_ty), mask=inside)
 
 
-def swiglu(gate_up: Tensor, limit: float | None = None) -> Tensor:
+def swiglu(gate_up: Tensor, limit: float | None = None, alpha: float = 1.0, shift: float = 0.0) -> Tensor:
     """See `onegraph.ops.activation.swiglu`."""
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty((*gate_up.shape[:-1], width))
@@ -31,6 +32,7 @@ def swiglu(gate_up: Tensor, limit: float | None = None) -> Tensor:
     tile = min(1024, triton.next_power_of_2(width))
     with on_device(gate_up):
         _swiglu[(out.numel() // width, triton.cdiv(width, tile))](
-            gate_up, out, width, limit or 0.0, LIMIT=limit is not None, TILE=tile, num_warps=4, **options(gate_up)
-        )
+            gate_up, out, width, limit or 0.0, alpha, shift, LIMIT=limit is not None, TILE=tile, num_warps=4,
+            **options(gate_up),
+        )  # fmt: skip
     return out

@@ -1,0 +1,105 @@
+"""All experts of a layer in one tensor, as some families publish them.
+
+| as                         | of a stack X of E matrices n x k                                  | format |
+|----------------------------|-------------------------------------------------------------------|--------|
+| gpt-oss                    | X_blocks uint8 [E, n, k/32, 16], X_scales uint8 (E8M0) [E, n, k/32] | MXFP4  |
+| Qwen3.5-MoE, Qwen3-VL-MoE  | X, a float [E, n, k]                                              | dense  |
+
+X_bias, a float [E, n], may lie beside either. gpt-oss's config says `quant_method: mxfp4`; which tensors are in blocks
+their names say.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onegraph.formats.dense import DENSE
+from onegraph.formats.files import CheckpointError, quote
+from onegraph.formats.mxfp4 import E8M0, GROUP, MXFP4
+from onegraph.formats.weight import FLOATS, WHOLE, Expected, Field, File, Part, WeightFormat
+
+
+def stack_names(file: File, name: str) -> tuple[WeightFormat, dict[str, str]]:
+    """The format of the stack `name`, and by field the tensor that holds it. Raises CheckpointError where there is
+    none."""
+    if f"{name}_blocks" in file:
+        return MXFP4, {"codes": f"{name}_blocks", "scale": f"{name}_scales"}
+    if name in file:
+        return DENSE, {"weight": name}
+    raise CheckpointError(f"there is neither {quote(name)} nor {quote(name + '_blocks')}; fetch the checkpoint again")
+
+
+def expected_stack(file: File, name: str, count: int, n: int, k: int, *, bias: bool) -> Expected:
+    """The tensors of a stack of `count` matrices n x k. Raises CheckpointError where there is none, ValueError where
+    its format does not hold such sizes."""
+    format, names = stack_names(file, name)
+    format.check_size(n, k)
+    found: Expected = {f"{name}_bias": ((count, n), FLOATS)} if bias else {}
+    if format is DENSE:
+        return found | {names["weight"]: ((count, n, k), FLOATS)}
+    return found | {
+        names["codes"]: ((count, n, k // GROUP, GROUP // 2), (torch.uint8,)),
+        names["scale"]: ((count, n, k // GROUP), (torch.uint8, E8M0)),
+    }
+
+
+@dataclass(frozen=True)
+class OneOfStack:
+    """A matrix of a stack as the record of its format reads a layer of its own: a `Source`.
+
+    Args:
+        matrix: by field, of that matrix alone, as the file holds it.
+        dtype: of the activations.
+        require: see `Source`.
+    """
+
+    format: WeightFormat
+    matrix: Mapping[str, Tensor]
+    dtype: torch.dtype
+    require: Callable[[Tensor, Callable[[], str]], None]
+
+    def __contains__(self, name: object) -> bool:
+        return False  # each format then has the names of its own, which `read` goes by
+
+    def info(self, name: str) -> Any:
+        raise AssertionError("a matrix of a stack has no file of its own")
+
+    def read(self, name: str, field: Field, part: Part) -> Tensor:
+        assert part == WHOLE
+        key = next(key for key, own in self.format.stored.items() if own is field)
+        value = self.matrix[key]
+        value = value.flatten(1) if value.dim() == 3 else value
+        return value.to(self.dtype) if field.dtype is None else value
+
+
+@dataclass(frozen=True)
+class BlocksConfig:
+    """`quantization_config` of gpt-oss: experts in stacks of MXFP4 blocks, every layer that may be listed dense."""
+
+    data: Mapping[str, Any] = field(hash=False, default_factory=lambda: {"quant_method": "mxfp4"})
+
+    @staticmethod
+    def matches(data: Mapping[str, Any]) -> bool:
+        return data.get("quant_method") == "mxfp4"
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "BlocksConfig":
+        return cls(dict(data))
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.data)
+
+    def format_of(self, layer: str, file: File) -> WeightFormat:
+        return DENSE
+
+    def check_layers(self, layers: Collection[str]) -> None:
+        """`modules_to_not_convert` names modules of which most are no linears: nothing to hold against the layers."""
+
+    def ignored(self, name: str) -> bool:
+        return False
+
+    def renamed(self, rename: Callable[[dict[str, Any]], dict[str, Any]]) -> "BlocksConfig":
+        return self
