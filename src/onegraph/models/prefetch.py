@@ -100,7 +100,7 @@ class _Slot:
     bytes: memoryview = field(init=False)
 
     def __post_init__(self) -> None:
-        self.bytes = memoryview(self.memory.numpy().data)
+        self.bytes = self.memory.numpy().data
 
 
 class Ring:
