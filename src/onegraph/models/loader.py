@@ -111,7 +111,9 @@ class Loader:
         if part != WHOLE:
             n, k, _ = self.layers()[layer]
             format.check_part(n, k, part)
-        return format, format.read(_Reader(self, device), layer, part)
+        tensors = format.read(_Reader(self, device), layer, part)
+        format.check_dtype(layer, tensors, self.dtype)
+        return format, tensors
 
     def forget(self) -> None:
         """Drops the maps of the files read so far, whose pages count as this process's memory."""
@@ -195,7 +197,9 @@ class Loader:
         def matrices() -> Iterator[Tensors]:
             for i in range(count):
                 one = {key: tensor[i] for key, tensor in stack.items()}
-                read = format.read(OneOfStack(format, one, send), f"{name} of expert {i}")
+                layer = f"{name} of expert {i}"
+                read = format.read(OneOfStack(format, one, send), layer)
+                format.check_dtype(layer, read, self.dtype)
                 yield {key: _gate_first(tensor, 0) for key, tensor in read.items()} if interleaved else read
 
         count = min(len(tensor) for tensor in stack.values())
