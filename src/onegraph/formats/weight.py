@@ -213,6 +213,9 @@ class WeightFormat:
                 )
         return n, k
 
+    def check_dtype(self, layer: str, tensors: Tensors, dtype: torch.dtype) -> None:
+        """Raises CheckpointError where the layer, as it was read, has weights that products in `dtype` cannot take."""
+
     def constants(self, device: torch.device) -> Tensors:
         """What every layer's ops take besides: tables of the format, one of each on a device."""
         return {}

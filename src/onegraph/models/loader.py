@@ -162,7 +162,9 @@ class Loader:
         if part != WHOLE:
             n, k, _ = self.layers()[layer]
             format.check_part(n, k, part)
-        return format, format.read(_Reader(self, device), layer, part)
+        tensors = format.read(_Reader(self, device), layer, part)
+        format.check_dtype(layer, tensors, self.dtype)
+        return format, tensors
 
     def forget(self) -> None:
         """A layer is done: drops the maps of the files read so far, whose pages count as this process's memory. Raises
@@ -306,7 +308,9 @@ class Loader:
         turned = transposed and format is DENSE
         for i in range(min(len(tensor) for tensor in stack.values())):
             one = {key: tensor[i] for key, tensor in stack.items()}
-            read = format.read(OneOfStack(format, one, self.dtype, self.require), f"{name} of expert {i}")
+            layer = f"{name} of expert {i}"
+            read = format.read(OneOfStack(format, one, self.dtype, self.require), layer)
+            format.check_dtype(layer, read, self.dtype)
             yield {key: tensor.t() for key, tensor in read.items()} if turned else read
 
     def _stacked(self, format: WeightFormat, layers: Sequence[Sequence[str]], device: torch.device) -> Weight:
