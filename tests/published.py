@@ -4,8 +4,9 @@ The dense numbers are made here with torch's own conversions and tables of the f
 onegraph decodes them.
 """
 
+import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,7 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 # no multiples of 128: blocks at both ends are cut short
 ODD = {"hidden_size": 192, "intermediate_size": 320, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}
 # transformers divides the sizes by those of the scales, so it needs multiples
+MOE = ODD | {"moe_intermediate_size": 128}  # gate and up of an expert are one matrix: each ends with a block
 EVEN = ODD | {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "head_dim": 64}
 KV = {"self_attn.k_proj.k_scale": torch.tensor(0.5), "self_attn.v_proj.v_scale": torch.tensor(0.25)}
 
@@ -297,6 +299,42 @@ LAYOUTS: dict[str, Layout] = {
         compressed("mixed-precision", {}, config_groups=_GROUP_FORMATS, ignore=[]),
         variant="qwen3",
     ),
+    "Qwen3-MoE FP8": dataclasses.replace(qwen(torch.bfloat16), variant="qwen3_moe", sizes=MOE),
+    "NVIDIA Qwen3-MoE NVFP4": Layout(
+        all_of(nvfp4),
+        apart=modelopt("NVFP4", [f"model.layers.{i}.mlp.gate" for i in range(3)] + ["lm_head"], group_size=16),
+        extra=KV,
+        variant="qwen3_moe",
+        sizes=MOE,
+    ),
+    "NVIDIA Qwen3-MoE MIXED": Layout(
+        dict.fromkeys(ATTENTION, with_inputs(fp8(0, 0, "weight_scale", torch.float32, ())))
+        | dict.fromkeys((*MLP, "lm_head"), w4a16),
+        apart=modelopt(
+            "MIXED_PRECISION",
+            [],
+            quantized_layers={
+                "model.layers.0.mlp.experts": {"quant_algo": "W4A16_NVFP4", "group_size": 16},  # one key for all
+                "model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"},
+            },
+        ),
+        variant="qwen3_moe",
+        sizes=MOE,
+    ),
+    "compressed-tensors Qwen3-MoE MXFP4": Layout(
+        dict.fromkeys(MLP, mxfp4),
+        compressed(
+            "mxfp4-pack-quantized", FLOAT4 | {"strategy": "group", "group_size": 32}, ignore=["re:.*self_attn.*"]
+        ),
+        variant="qwen3_moe",
+        sizes=MOE,
+    ),
+    "NVIDIA Mixtral FP8": Layout(
+        dict.fromkeys((*ATTENTION, "w1", "w2", "w3"), with_inputs(fp8(0, 0, "weight_scale", torch.float32, ()))),
+        apart=modelopt("FP8", ["lm_head", "*block_sparse_moe.gate"]),
+        extra=KV,
+        variant="mixtral",
+    ),
 }
 
 
@@ -305,16 +343,15 @@ def save(layout: Layout, path: Path, seed: int = 0) -> Any:
     untied = {} if layout.variant == "llama" else {"tie_word_embeddings": False}
     hf = hf_model(layout.variant, seed, **(ODD | dict(layout.sizes) | untied))
     tensors: dict[str, Tensor] = {}
-    for name, parameter in hf.named_parameters():
+    for name, parameter in _as_published(hf):
         layer, _, kind = name.rpartition(".")
         coder = layout.coder(layer) if kind == "weight" else None
         if coder is None:
-            tensors[name] = parameter.detach()
+            tensors[name] = parameter
             continue
-        made, dense = coder(parameter.detach())
+        made, dense = coder(parameter)
         tensors |= {f"{layer}.{suffix}": tensor for suffix, tensor in made.items()}
-        with torch.no_grad():
-            parameter.copy_(dense)
+        parameter.copy_(dense)
     tensors |= {f"model.layers.{i}.{name}": t for i in range(3) for name, t in layout.extra.items()}
     config = hf.config.to_dict()
     if layout.config is not None:
@@ -326,6 +363,22 @@ def save(layout: Layout, path: Path, seed: int = 0) -> Any:
     if not layout.listed:
         unlist(path, ("scale", "scale_2"))
     return hf
+
+
+def _as_published(hf: Any) -> Iterator[tuple[str, Tensor]]:
+    """The model's own storage under the names of files, where each expert has three matrices of its own."""
+    mixtral = hf.config.model_type == "mixtral"
+    first, second, third = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    for name, parameter in hf.named_parameters():
+        name, value = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name, parameter.detach()
+        stack, _, kind = name.rpartition(".")
+        if not stack.endswith(".experts"):
+            yield name, value
+            continue
+        for e, matrix in enumerate(value):
+            parts = zip((first, second), matrix.chunk(2), strict=True) if kind == "gate_up_proj" else [(third, matrix)]
+            for own, part in parts:
+                yield f"{stack}.{e}.{own}.weight", part
 
 
 def code(source: Path, to: Path, coder: Coder, config: dict[str, Any], endings: tuple[str, ...]) -> Path:

@@ -59,6 +59,15 @@ FORMATS = {
     "compressed-tensors NVFP4": (NVFP4, NVFP4, DENSE),
     "compressed-tensors MXFP4": (MXFP4, MXFP4, DENSE),
     "compressed-tensors mixed": (FP8[None], NVFP4, FP8[1, 32]),
+    "Qwen3-MoE FP8": (FP8[128, 128], FP8[128, 128], DENSE),
+    "NVIDIA Qwen3-MoE NVFP4": (NVFP4, NVFP4, DENSE),
+    "NVIDIA Qwen3-MoE MIXED": (FP8[None], NVFP4, NVFP4),
+    "compressed-tensors Qwen3-MoE MXFP4": (DENSE, MXFP4, DENSE),
+    "NVIDIA Mixtral FP8": (FP8[None], FP8[None], DENSE),
+}
+EXPERT = {
+    "qwen3_moe": "model.layers.2.mlp.experts.4.up_proj",
+    "mixtral": "model.layers.2.block_sparse_moe.experts.4.w3",
 }
 Q, UP = "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"
 
@@ -81,14 +90,13 @@ def test_a_layout_is_the_model_of_its_numbers(name: str, tmp_path: Path) -> None
     hf = save(LAYOUTS[name], tmp_path / "m")
     with Checkpoint.open(tmp_path / "m") as checkpoint:
         loader = Loader(checkpoint, LlamaConfig.from_dict(checkpoint.config), torch.float32)
-        assert tuple(loader.format_of(layer) for layer in (Q, UP, "lm_head")) == FORMATS[name]
+        up = EXPERT.get(LAYOUTS[name].variant, UP)
+        assert tuple(loader.format_of(layer) for layer in (Q, up, "lm_head")) == FORMATS[name]
     logits_agree(tmp_path / "m", hf, decode=True)
     model = logits_agree(tmp_path / "m", hf, decode=False)
     found = verify(tmp_path / "m")
     assert found.ok, found.problems
-    assert {group.format for group in found.layers} == {str(f) if f.coded else "float32" for f in FORMATS[name]} | {
-        "float32"
-    }
+    assert {group.format for group in found.layers} - {"float32"} == {str(f) for f in FORMATS[name] if f.coded}
     engine = Engine(model, max_batch=2, max_context=64, page_size=8, chunk=16, capture=False)
     assert engine.generate(PROMPTS, SamplingParams(max_tokens=10)) == [transformers_tokens(hf, p) for p in PROMPTS]
 
@@ -98,11 +106,37 @@ def test_transformers_reads_the_same_directory(dtype: torch.dtype, tmp_path: Pat
     """Its own reader of quant_method fp8 dequantizes on a CPU: it holds our writer to the layout."""
     import transformers
 
-    ours = save(qwen(dtype, EVEN), tmp_path / "m")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32).eval()
-    for (name, mine), found in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(mine, found), name
-    logits_agree(tmp_path / "m", theirs, decode=False)
+    moe = {"moe_intermediate_size": 128}
+    for layout in (qwen(dtype, EVEN), dataclasses.replace(qwen(dtype, EVEN | moe), variant="qwen3_moe")):
+        path = tmp_path / layout.variant
+        ours = save(layout, path)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        for (name, mine), found in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(mine, found), name
+        logits_agree(path, theirs, decode=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_on_a_gpu_the_kernels_give_the_logits(name: str, tmp_path: Path) -> None:
+    """float32 to its last digits; bfloat16 as near as its rounding lets it (measured on a CPU: .01 to .03, with routers
+    .05); and the captured step gives the tokens of the eager one."""
+    hf = save(LAYOUTS[name], tmp_path / "m")
+    row = torch.randint(0, 131, (24,), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        want = hf(row.unsqueeze(0)).logits[0]
+    for dtype, error in ((torch.float32, 1e-4), (torch.bfloat16, 0.1)):
+        with Checkpoint.open(tmp_path / "m") as checkpoint:
+            model = Llama.load(checkpoint, "cuda:0", dtype)
+        decoder = Decoder(model, rows=1, max_context=32)
+        got = torch.cat([decoder.feed([part])[0] for part in (row[:20].tolist(), *([t] for t in row[20:].tolist()))])
+        assert (got.cpu() - want).norm() <= error * want.norm()
+        sizes: dict[str, Any] = {"max_batch": 2, "max_context": 64, "page_size": 8, "chunk": 16}
+        tokens = [
+            Engine(model, **sizes, capture=capture).generate(PROMPTS, SamplingParams(max_tokens=10))
+            for capture in (True, False)
+        ]
+        assert tokens[0] == tokens[1]
 
 
 def test_siblings_of_whole_blocks_are_one_layer(tmp_path: Path) -> None:
@@ -121,7 +155,7 @@ def test_siblings_of_whole_blocks_are_one_layer(tmp_path: Path) -> None:
             assert isinstance(block.mlp.gate_up.linear, Linear) is joined
 
 
-@pytest.mark.parametrize("name", ["Qwen3-FP8, bfloat16 scales", "NVIDIA FP8", "NVIDIA MIXED of MXFP8"])
+@pytest.mark.parametrize("name", ["Qwen3-FP8, bfloat16 scales", "NVIDIA FP8", "NVIDIA MIXED of MXFP8", "Qwen3-MoE FP8"])
 def test_the_step_may_be_captured(name: str, tmp_path: Path) -> None:
     save(LAYOUTS[name], tmp_path / "m")
 
