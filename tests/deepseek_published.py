@@ -6,6 +6,7 @@ but the table of names (`models/deepseek_v4_published.py`), whose counts and byt
 
 import json
 import re
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -186,7 +187,8 @@ def _nvfp4(w: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 def _four_bits(x: Tensor) -> tuple[Tensor, Tensor]:
     """The nearest codes, two in a byte, the even column low; and their values."""
-    codes = (x.unsqueeze(-1) - _E2M1).abs().argmin(-1)
+    middle = (_E2M1[1:8] + _E2M1[:7]) / 2
+    codes = torch.bucketize(x.abs(), middle) + 8 * (x < 0)
     flat = codes.flatten(1)
     return (flat[:, ::2] | flat[:, 1::2] << 4).to(torch.uint8), _E2M1[codes]
 
@@ -196,12 +198,13 @@ def _e8m0(exponent: Tensor) -> Tensor:
 
 
 def make(config: Mapping[str, Any], seed: int = 0) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Random tensors of a checkpoint in which every part matters, and all of them dense: what they stand for."""
-    g = torch.Generator().manual_seed(seed)
+    """Random tensors of a checkpoint in which every part matters, and all of them dense: what they stand for. A layer's
+    numbers depend on its name alone, but for their rounding."""
     table, tensors, dense = published(config), {}, {}
     for name, (dtype, shape) in table.items():
         if name in tensors:
             continue
+        g = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
         layer, _, kind = name.rpartition(".")
         if kind == "tid2eid":
             order = torch.rand(shape[0], config["n_routed_experts"], generator=g).argsort(1)

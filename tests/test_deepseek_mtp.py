@@ -9,9 +9,11 @@ from torch.nn import functional
 
 from deepseek_published import TINY, TINY_DSPARK, make, plain, write
 from models import Decoder
+from onegraph.check import check_step
 from onegraph.formats.checkpoint import Checkpoint, CheckpointError
 from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.models.deepseek_v4_mtp import DeepseekDraft
+from onegraph.ops.registry import reference_ops
 
 SPARE = 8
 
@@ -116,9 +118,9 @@ def loaded(made, tmp_path_factory):
     return *load(path), Reference(made[1])
 
 
-def load(path):
+def load(path, device="cpu"):
     with Checkpoint.open(path) as checkpoint:
-        model = DeepseekV4.load(checkpoint, max_context=512)
+        model = DeepseekV4.load(checkpoint, device, max_context=512)
         return model, DeepseekDraft.load(checkpoint, model)
 
 
@@ -248,6 +250,76 @@ def test_rounds_that_reject_leave_nothing_behind(loaded):
             left += int(differs.sum())
         streams = want[1]
     assert left > 1000
+
+
+def speculation(model: DeepseekV4, draft: DeepseekDraft):
+    """A round as a step: the decoder reads five tokens a row, of which four are drafts; what it does not agree with is
+    taken back, and four more are drafted behind the token that it gives. Everything between rounds is on the device."""
+    cache = Drafter(model, draft, 2).cache
+    device = cache.positions.device
+    tokens = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]], device=device)
+    five, one = (torch.full((2,), n, dtype=torch.int32, device=device) for n in (5, 1))
+    cache.positions.copy_(torch.tensor([13, 126], dtype=torch.int32))
+
+    def step() -> Tensor:
+        start = cache.positions.clone()
+        cache.counts.copy_(five)
+        streams = model.run(0, model.enter(tokens), tokens, cache)
+        best = model.logits(model.leave(streams)).argmax(2)
+        agreed = (best[:, :-1] == tokens[:, 1:]).int().cumprod(1).sum(1)
+        drafted = draft(best, streams, cache)  # rows behind the last agreed one are taken back with the rest
+        cache.positions.add_(five)
+        cache.truncate((start + agreed + 1).int())
+        kept = cache.positions.clone()
+        last = agreed.view(-1, 1, 1, 1).expand(-1, 1, *drafted.shape[2:])
+        drafted, found = drafted.gather(1, last), [best.gather(1, agreed.unsqueeze(1))]
+        cache.counts.copy_(one)
+        for i in range(4):
+            if i:
+                drafted = draft(found[-1], drafted, cache)
+                cache.positions.add_(one)
+            found.append(draft.logits(draft.leave(drafted)).argmax(2))
+        cache.truncate(kept)
+        tokens.copy_(torch.cat(found, 1))
+        return tokens.clone()
+
+    return step
+
+
+def test_a_round_of_speculation_may_be_captured(made, tmp_path):
+    write(tmp_path / "m", TINY, made[0])
+
+    def factory():
+        step = speculation(*load(tmp_path / "m", "cuda"))
+
+        def run():
+            with reference_ops(), torch.inference_mode():
+                return step()
+
+        return run, lambda index: ()
+
+    report = check_step(factory, steps=4)
+    assert [f"{f.code} {f.path}:{f.line} {f.message}" for f in report.findings] == []
+    assert report.facts["replay equals eager"]
+
+
+@pytest.mark.gpu
+def test_a_round_of_speculation_is_replayed_on_a_gpu(made, tmp_path):
+    """Captured, ten rounds give the tokens and the state of ten eager ones, bit for bit."""
+    write(tmp_path / "m", TINY, made[0])
+
+    def factory():
+        step = speculation(*load(tmp_path / "m", "cuda:0"))
+
+        def run():
+            with torch.inference_mode():
+                return step()
+
+        return run, lambda index: ()
+
+    report = check_step(factory, simulate=False, live=True, steps=10)
+    assert [f"{f.code} {f.path}:{f.line} {f.message}" for f in report.findings] == []
+    assert report.facts["replay equals eager"]
 
 
 def test_what_it_shares_is_the_decoders(loaded):

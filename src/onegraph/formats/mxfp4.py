@@ -22,7 +22,7 @@ from torch import Tensor
 
 from onegraph.formats.files import quote
 from onegraph.formats.nvfp4 import E2M1_RMS
-from onegraph.formats.weight import WHOLE, Field, Part, Source, Tensors, WeightFormat
+from onegraph.formats.weight import FLOATS, WHOLE, Field, Part, Source, Tensors, WeightFormat
 
 GROUP = 32  # columns that share a scale
 E8M0 = torch.float8_e8m0fnu
@@ -38,7 +38,7 @@ class MXFP4Format(WeightFormat):
     fields: Mapping[str, Field] = MappingProxyType(
         {
             "codes": Field(torch.uint8, rows=1, columns=2, stored=(torch.uint8, torch.int8)),
-            "scale": Field(torch.uint8, rows=1, columns=GROUP, stored=(torch.uint8, E8M0)),
+            "scale": Field(torch.uint8, rows=1, columns=GROUP, stored=(torch.uint8, E8M0, *FLOATS)),
         }
     )
 
@@ -49,7 +49,10 @@ class MXFP4Format(WeightFormat):
 
     def read(self, source: Source, layer: str, part: Part = WHOLE) -> Tensors:
         tensors = super().read(source, layer, part)
-        tensors = {key: tensor.view(torch.uint8) for key, tensor in tensors.items()}
+        scale = tensors["scale"]
+        if scale.dtype in FLOATS:  # repackaged files hold the factors themselves
+            scale = exponents(scale, layer, source)
+        tensors = {"codes": tensors["codes"].view(torch.uint8), "scale": scale.view(torch.uint8)}
         source.require(
             (tensors["scale"] != NAN).all(),
             lambda: f"{quote(layer)} has scales that are NaN; the file is damaged, fetch it again",
@@ -62,3 +65,14 @@ class MXFP4Format(WeightFormat):
 
 
 MXFP4 = MXFP4Format()
+
+
+def exponents(factors: Tensor, layer: str, source: Source) -> Tensor:
+    """Factors that are powers of two as the bytes of E8M0, uint8; any other number is a CheckpointError."""
+    exponent = torch.frexp(factors.float()).exponent - 1
+    bytes_ = (exponent + ONE).clamp(0, NAN - 1).to(torch.uint8)
+    source.require(
+        (bytes_.view(E8M0).float() == factors.float()).all(),
+        lambda: f"{quote(layer)} is in MXFP4 and has scales that are no powers of two",
+    )
+    return bytes_
