@@ -119,6 +119,17 @@ def mxfp4(weight: Tensor) -> Coded:
     return {"weight_packed": codes, "weight_scale": scale}, dense
 
 
+def packed_int4(weight: Tensor) -> Coded:
+    """compressed-tensors' pack-quantized: eight codes to a word, lowest first, counted from -8; groups of 32."""
+    scale = (_largest(weight, 1, 32) / 7).half()
+    wide = _spread(scale.float(), 1, 32, *weight.shape)
+    codes = (weight / wide).round().clamp(-8, 7)
+    words = (codes.long() + 8).unflatten(1, (-1, 8)) << torch.arange(0, 32, 4)
+    shape = torch.tensor(weight.shape)
+    packed = words.sum(-1).to(torch.uint32).view(torch.int32)
+    return {"weight_packed": packed, "weight_scale": scale, "weight_shape": shape}, codes * wide
+
+
 def deepseek_fp4(weight: Tensor) -> Coded:
     tensors, dense = mxfp4(weight)
     return {
@@ -199,6 +210,11 @@ _GROUP_FORMATS = {
     "group_0": {"format": "float-quantized", "targets": ["re:.*attn.*"], "weights": FLOAT8 | {"strategy": "channel"}},
     "group_1": {"format": "nvfp4-pack-quantized", "targets": ["re:.*mlp.*"], "weights": FLOAT4 | {"group_size": 16}},
     "group_2": {"format": "mxfp8-quantized", "targets": ["lm_head"], "weights": FLOAT8 | {"group_size": 32}},
+}
+_INT4 = {
+    "format": "pack-quantized",
+    "targets": ["re:.*mlp.*"],
+    "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True},
 }
 LAYOUTS: dict[str, Layout] = {
     "Qwen3-FP8, bfloat16 scales": qwen(torch.bfloat16),
@@ -298,6 +314,10 @@ LAYOUTS: dict[str, Layout] = {
         dict.fromkeys(ATTENTION, _CHANNEL) | dict.fromkeys(MLP, compressed_nvfp4) | {"lm_head": _MX},
         compressed("mixed-precision", {}, config_groups=_GROUP_FORMATS, ignore=[]),
         variant="qwen3",
+    ),
+    "compressed-tensors mixed with INT4": Layout(
+        dict.fromkeys(ATTENTION, _CHANNEL) | dict.fromkeys(MLP, packed_int4),
+        compressed("mixed-precision", {}, config_groups={"group_0": _GROUP_FORMATS["group_0"], "group_1": _INT4}),
     ),
     "Qwen3-MoE FP8": dataclasses.replace(qwen(torch.bfloat16), variant="qwen3_moe", sizes=MOE),
     "NVIDIA Qwen3-MoE NVFP4": Layout(

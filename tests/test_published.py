@@ -19,6 +19,7 @@ from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.dense import DENSE
 from onegraph.formats.files import CheckpointError
 from onegraph.formats.fp8 import FP8
+from onegraph.formats.int4 import int4
 from onegraph.formats.mxfp4 import MXFP4
 from onegraph.formats.nvfp4 import NVFP4
 from onegraph.formats.published import Published
@@ -59,6 +60,7 @@ FORMATS = {
     "compressed-tensors NVFP4": (NVFP4, NVFP4, DENSE),
     "compressed-tensors MXFP4": (MXFP4, MXFP4, DENSE),
     "compressed-tensors mixed": (FP8[None], NVFP4, FP8[1, 32]),
+    "compressed-tensors mixed with INT4": (FP8[None], int4(32, torch.float16, symmetric=True), DENSE),
     "Qwen3-MoE FP8": (FP8[128, 128], FP8[128, 128], DENSE),
     "NVIDIA Qwen3-MoE NVFP4": (NVFP4, NVFP4, DENSE),
     "NVIDIA Qwen3-MoE MIXED": (FP8[None], NVFP4, NVFP4),
@@ -374,6 +376,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             "config_groups": {"a": {"format": "float-quantized"}, "b": {"format": "marlin-24"}},
         },
         "format 'marlin-24'",
+    ),
+    (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "mixed-precision",
+            "config_groups": {"a": {"format": "pack-quantized", "weights": {"num_bits": 8, "type": "int"}}},
+        },
+        "pack-quantized is read with 4-bit integers",
     ),
     (
         {
