@@ -157,6 +157,19 @@ def test_siblings_of_whole_blocks_are_one_layer(tmp_path: Path) -> None:
             assert isinstance(block.mlp.gate_up.linear, Linear) is joined
 
 
+def test_groups_of_rows_end_with_a_block(tmp_path: Path) -> None:
+    """Rows of a grouped linear are cut like any part: 384 are three groups, and two would cut a block."""
+    save(qwen(torch.bfloat16, EVEN), tmp_path / "m")
+    with Checkpoint.open(tmp_path / "m") as checkpoint:
+        loader = Loader(checkpoint, LlamaConfig.from_dict(checkpoint.config), torch.float32)
+        cpu, x = torch.device("cpu"), torch.randn(2, 3, 256)
+        whole, grouped = loader.linear(UP, cpu), loader.grouped(UP, 3, cpu)
+        want = torch.stack([whole.part(rows=(128 * g, 128 * g + 128))(x[:, g].contiguous()) for g in range(3)], 1)
+        assert (grouped(x) - want).norm() <= 1e-6 * want.norm()
+        with pytest.raises(ValueError, match=r"rows 0:192 cuts a group of 128"):
+            loader.grouped(UP, 2, cpu)
+
+
 @pytest.mark.parametrize("name", ["Qwen3-FP8, bfloat16 scales", "NVIDIA FP8", "NVIDIA MIXED of MXFP8", "Qwen3-MoE FP8"])
 def test_the_step_may_be_captured(name: str, tmp_path: Path) -> None:
     save(LAYOUTS[name], tmp_path / "m")
@@ -461,3 +474,7 @@ def test_what_a_config_says(data: dict[str, Any], block: Any, kept: tuple[str, .
     assert (config.block, config.ignore) == (block, kept)
     assert config.to_dict() == data
     assert config.renamed(dict) == config
+    for unread in ("input_scale", "activation_scale", "input_global_scale", "k_scale", "v_scale"):
+        assert config.ignored(f"model.layers.0.self_attn.k_proj.{unread}")
+    for asked in ("weight_scale", "weight_zero_point", "pre_quant_scale", "weight", "bias"):
+        assert not config.ignored(f"model.layers.0.self_attn.k_proj.{asked}")
