@@ -238,7 +238,7 @@ class Loader:
         return join(linears) if joined else Siblings(linears)
 
     def grouped(self, layer: str, groups: int, device: torch.device) -> GroupedLinear:
-        """`groups` linears whose rows are stored one group after the other."""
+        """`groups` linears whose rows are stored one group after the other. Raises ValueError where one is no layer."""
         format, tensors = self.weight(layer, device)
         n, k, _ = self.layers()[layer]
         for first in range(0, n, n // groups):
