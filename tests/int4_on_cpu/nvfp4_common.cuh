@@ -2,7 +2,6 @@
 
 #include "cpu.cuh"
 
-struct uint2 { u32 x, y; };
 static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 
 static float half_to_float(u16 v) {
