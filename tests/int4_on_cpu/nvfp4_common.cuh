@@ -4,6 +4,8 @@
 
 static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 
+static void prefetch(const void* p) { check_read(p, 1); }
+
 static float half_to_float(u16 v) {
   const int e = v >> 10 & 31, m = v & 1023;
   const float f = e == 31 ? (m ? NAN : INFINITY) : e ? ldexpf(1024 + m, e - 25) : ldexpf(m, -24);
