@@ -370,9 +370,23 @@ def test_every_mxfp4_number_is_exact() -> None:
 def test_deepseeks_names_are_read() -> None:
     codes, scale = stored(MXFP4, 4, 64, 0).values()
     file = Held({"a.weight": codes.view(torch.int8), "a.scale": scale.view(E8M0)})
-    shapes = {"a.weight": ((4, 32), (torch.uint8, torch.int8)), "a.scale": ((4, 2), (torch.uint8, E8M0))}
-    assert MXFP4.expected(file, "a", 4, 64) == shapes
+    assert MXFP4.expected(file, "a", 4, 64) == {
+        "a.weight": ((4, 32), (torch.uint8, torch.int8)),
+        "a.scale": ((4, 2), (torch.uint8, E8M0, torch.float32, torch.bfloat16, torch.float16)),
+    }
     assert all(torch.equal(a, b) for a, b in zip(MXFP4.read(file, "a").values(), (codes, scale), strict=True))
+
+
+def test_scales_that_are_factors_become_exponents() -> None:
+    """Each power of two that E8M0 has, the subnormal one too; any other number is named."""
+    scale = torch.arange(255, dtype=torch.uint8).view(-1, 1)
+    codes = torch.zeros(255, 16, dtype=torch.int8)
+    file = {"a.weight": codes, "a.scale": scale.view(E8M0).float()}
+    assert torch.equal(MXFP4.read(Held(file), "a")["scale"], scale)
+    for wrong in (3.0, 0.0, -1.0, torch.inf, torch.nan, 2.0**-128):
+        file["a.scale"][7] = wrong
+        with pytest.raises(CheckpointError, match="'a' is in MXFP4 and has scales that are no powers of two"):
+            MXFP4.read(Held(file), "a")
 
 
 def test_a_scale_that_is_nan_is_named() -> None:
@@ -396,6 +410,7 @@ def test_a_config_is_read_by_its_own_format() -> None:
         ("e8p", "must be an object"),
         ({"quant_method": "bitsandbytes"}, "'bitsandbytes', which is not supported"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24', which is not"),
+        ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "format 'int-quantized', which is not"),
         ({"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "ignore": "x"}, "no list"),
         ({"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "ignore": [1]}, "no list"),
     ):

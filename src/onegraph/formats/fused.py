@@ -1,9 +1,10 @@
 """All experts of a layer in one tensor, as some families publish them.
 
-| as                         | of a stack X of E matrices n x k                                  | format |
-|----------------------------|-------------------------------------------------------------------|--------|
-| gpt-oss                    | X_blocks uint8 [E, n, k/32, 16], X_scales uint8 (E8M0) [E, n, k/32] | MXFP4  |
-| Qwen3.5-MoE, Qwen3-VL-MoE  | X, a float [E, n, k]                                              | dense  |
+| as                                  | of a stack X of E matrices n x k                                    | format |
+|-------------------------------------|---------------------------------------------------------------------|--------|
+| gpt-oss                             | X_blocks uint8 [E, n, k/32, 16], X_scales uint8 (E8M0) [E, n, k/32] | MXFP4  |
+| Qwen3.5-MoE                         | X, a float [E, n, k]                                                | dense  |
+| gpt-oss dequantized, Qwen3-VL-MoE   | X, a float [E, k, n]: transposed                                    | dense  |
 
 X_bias, a float [E, n], may lie beside either. gpt-oss's config says `quant_method: mxfp4`; which tensors are in blocks
 their names say.
@@ -32,14 +33,16 @@ def stack_names(file: File, name: str) -> tuple[WeightFormat, dict[str, str]]:
     raise CheckpointError(f"there is neither {quote(name)} nor {quote(name + '_blocks')}; fetch the checkpoint again")
 
 
-def expected_stack(file: File, name: str, count: int, n: int, k: int, *, bias: bool) -> Expected:
-    """The tensors of a stack of `count` matrices n x k. Raises CheckpointError where there is none, ValueError where
-    its format does not hold such sizes."""
+def expected_stack(
+    file: File, name: str, count: int, n: int, k: int, *, bias: bool, transposed: bool = False
+) -> Expected:
+    """The tensors of a stack of `count` matrices n x k, whose floats may lie `transposed`. Raises CheckpointError where
+    there is none, ValueError where its format does not hold such sizes."""
     format, names = stack_names(file, name)
     format.check_size(n, k)
     found: Expected = {f"{name}_bias": ((count, n), FLOATS)} if bias else {}
     if format is DENSE:
-        return found | {names["weight"]: ((count, n, k), FLOATS)}
+        return found | {names["weight"]: ((count, k, n) if transposed else (count, n, k), FLOATS)}
     return found | {
         names["codes"]: ((count, n, k // GROUP, GROUP // 2), (torch.uint8,)),
         names["scale"]: ((count, n, k // GROUP), (torch.uint8, E8M0)),

@@ -1,5 +1,5 @@
-"""The decoder of the Llama kind: Llama, Mistral, Qwen2, Qwen3, SmolLM2 and SmolLM3, and with routed experts Mixtral and
-Qwen3-MoE, in any weight format.
+"""The decoder of the Llama kind: Llama, Mistral, Qwen2, Qwen3, SmolLM2 and SmolLM3, and with routed experts Mixtral,
+Qwen3-MoE and gpt-oss, in any weight format.
 
 A model is put together from what its config says, not from a class of its own. One forward serves prefill, decode,
 evaluation and calibration: what differs is the `cache` that attends. A decode step of it reads nothing back from the
@@ -175,7 +175,15 @@ class Llama(nn.Module):
     def new_cache(
         self, *, rows: int, pages: int, page_size: int, pages_per_row: int, kv: TurboQuantConfig | None = None
     ) -> PagedCache | TurboQuantCache:
-        """A paged KV cache of this model's sizes, on its device: in its dtype, or in codes as `kv` says."""
+        """A paged KV cache of this model's sizes, on its device: in its dtype, or in codes as `kv` says.
+
+        Raises ValueError for codes where attention has sinks, which nothing that reads codes knows.
+        """
+        if kv is not None and self.config.sinks:
+            raise ValueError(
+                f"turboquant: {self.config.model_type} has attention sinks, which a cache in codes does not know; "
+                "leave the cache in the model's dtype"
+            )
         sizes: dict[str, Any] = {
             "layers": self.config.layers,
             "pages": pages,
@@ -231,6 +239,7 @@ def build_block(
         cos=cos,
         sin=sin,
         window=config.windows[i],
+        sinks=loader.float32(f"{prefix}self_attn.sinks", device) if config.sinks else None,
     )
     return Block(
         qkv=normed("input_layernorm", QKV),
@@ -242,14 +251,21 @@ def build_block(
 
 def build_experts(loader: Loader, config: LlamaConfig, routed: Routed, prefix: str, device: torch.device) -> MoE:
     """The feed-forward half of the block of `prefix`, of routed experts."""
-    router, gate_up, down = routed.names(prefix)
+    router = prefix + routed.router
     stored = loader.info(f"{router}.weight").dtype
+    if routed.fused:
+        gate_up, down = (prefix + name for name in routed.whole)
+        experts = loader.fused_experts(gate_up, down, routed.gate, device, interleaved=True, transposed=True)
+    else:
+        pairs, downs = routed.each
+        names = [(prefix + gate, prefix + up) for gate, up in pairs]
+        experts = loader.experts(names, [prefix + name for name in downs], routed.gate, device)
     return MoE(
         norm=loader.tensor(f"{prefix}post_attention_layernorm.weight", device),
         eps=config.eps,
         gate=loader.tensor(f"{router}.weight", device, torch.promote_types(stored, loader.dtype)),
-        bias=None,
-        experts=loader.experts(gate_up, down, routed.gate, device),
+        bias=loader.float32(f"{router}.bias", device) if routed.fused else None,
+        experts=experts,
         top_k=routed.top_k,
         normalise=routed.normalise,
     )
@@ -339,9 +355,9 @@ class LlamaSource:
         return self._loader.head(self._embedding, self.device)
 
 
-def refuse_experts(config: LlamaConfig) -> None:
-    """Raises ValueError for a model that cannot be quantized here."""
-    if config.routed is not None:
+def refuse_experts(config: object) -> None:
+    """Raises ValueError for a model of this decoder that has experts, which cannot be quantized here."""
+    if isinstance(config, LlamaConfig) and config.routed is not None:
         raise ValueError(
             f"{config.model_type} has routed experts, which are not quantized; give a dense model, or load a published "
             "checkpoint of this one in FP8, NVFP4 or MXFP4 as it is"

@@ -17,7 +17,7 @@ from torch import Tensor
 from onegraph.formats.checkpoint import Checkpoint, finite
 from onegraph.formats.dense import DENSE
 from onegraph.formats.files import CheckpointError
-from onegraph.formats.fused import OneOfStack, stack_names
+from onegraph.formats.fused import OneOfStack, expected_stack, stack_names
 from onegraph.formats.weight import FLOATS, WHOLE, Expected, Field, Part, Tensors, WeightFormat, check_conversion
 from onegraph.models.parts import Family
 from onegraph.models.prefetch import AHEAD_BYTES, Prefetch
@@ -80,6 +80,8 @@ class Loader:
         found: Expected = {}
         for layer, (n, k, bias) in self.layers().items():
             found |= self.format_of(layer).expected(self, layer, n, k, bias)
+        for name, (experts, n, k, transposed) in self.parts.stacks.items():
+            found |= expected_stack(self, name, experts, n, k, bias=True, transposed=transposed)
         return found | dict(self.parts.tensors)
 
     def check(self) -> None:
@@ -263,13 +265,20 @@ class Loader:
         )
 
     def fused_experts(
-        self, gate_up: str, down: str, gate: SwiGLU, device: torch.device, *, interleaved: bool = False
+        self,
+        gate_up: str,
+        down: str,
+        gate: SwiGLU,
+        device: torch.device,
+        *,
+        interleaved: bool = False,
+        transposed: bool = False,
     ) -> Experts:
         """Routed experts that a file holds in one tensor each (`formats/fused.py`), read expert by expert.
 
         gate_up, down: names without `_blocks`; biases are beside both or neither. interleaved: rows of gate_up are
-        gate, up, gate, up and so on, as gpt-oss has them; otherwise all gate rows come first. Raises CheckpointError
-        that names what is missing, or stored in another way than its partner.
+        gate, up, gate, up and so on, as gpt-oss has them; otherwise all gate rows come first. transposed: dense ones
+        lie [E, k, n]. Raises CheckpointError that names what is missing, or stored in another way than its partner.
         """
         kinds = {name: stack_names(self, name)[0] for name in (gate_up, down)}
         biased = [f"{name}_bias" in self for name in kinds]
@@ -280,20 +289,25 @@ class Loader:
         if all(biased):
             first, second = (self.float32(f"{name}_bias", device) for name in kinds)
             biases = _gate_first(first, 1) if interleaved else first, second
-        return Experts(self._fused(gate_up, device, interleaved), self._fused(down, device, False), gate, biases)
+        both = self._fused(gate_up, device, interleaved, transposed), self._fused(down, device, False, transposed)
+        return Experts(*both, gate, biases)
 
-    def _fused(self, name: str, device: torch.device, interleaved: bool) -> Weight:
+    def _fused(self, name: str, device: torch.device, interleaved: bool, transposed: bool) -> Weight:
+        format, names = stack_names(self, name)
+        matrices = self.matrices(name, device, transposed)
+        if interleaved:
+            matrices = ({key: _gate_first(tensor, 0) for key, tensor in one.items()} for one in matrices)
+        return _stack(format, min(self.info(stored).shape[0] for stored in names.values()), matrices)
+
+    def matrices(self, name: str, device: torch.device, transposed: bool) -> Iterator[Tensors]:
+        """Those of a stack of experts, one at a time. Raises CheckpointError for values that no layer has."""
         format, names = stack_names(self, name)
         stack = {key: self._whole(stored, device, None) for key, stored in names.items()}
-
-        def matrices() -> Iterator[Tensors]:
-            for i in range(count):
-                one = {key: tensor[i] for key, tensor in stack.items()}
-                read = format.read(OneOfStack(format, one, self.dtype, self.require), f"{name} of expert {i}")
-                yield {key: _gate_first(tensor, 0) for key, tensor in read.items()} if interleaved else read
-
-        count = min(len(tensor) for tensor in stack.values())
-        return _stack(format, count, matrices())
+        turned = transposed and format is DENSE
+        for i in range(min(len(tensor) for tensor in stack.values())):
+            one = {key: tensor[i] for key, tensor in stack.items()}
+            read = format.read(OneOfStack(format, one, self.dtype, self.require), f"{name} of expert {i}")
+            yield {key: tensor.t() for key, tensor in read.items()} if turned else read
 
     def _stacked(self, format: WeightFormat, layers: Sequence[Sequence[str]], device: torch.device) -> Weight:
         """One weight [E, n, k] whose matrices are the joined `layers` of each expert."""
