@@ -102,7 +102,7 @@ V41 = {
         (V41, r"model_type 'deepseek_v41' \(DeepSeek-V4\.1\) is not supported: it has Engram tables"),
         (TINY | {"kv_source_layer_ids": [2]}, r"kv_source_layer_ids is \[2\]: shared key-value layers \(V4\.1\)"),
         (TINY | {"candidate_source_layer_id": 3}, r"candidate_source_layer_id is 3: candidate selection \(V4\.1\)"),
-        (TINY | {"dspark_block_size": 5}, "dspark_target_layer_ids is None; it must list layers"),
+        (TINY | {"dspark_block_size": 5}, "dspark_target_layer_ids is None; it must list layers below 4"),
     ],
 )
 def test_what_is_not_v4_is_refused_with_the_reason(config, says):
