@@ -87,6 +87,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "gpt_oss": ("GptOss", {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 11}),
 }
 
 

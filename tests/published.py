@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from models import hf_model
-from onegraph.formats.checkpoint import write_checkpoint
+from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
 
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -320,11 +320,23 @@ def save(layout: Layout, path: Path, seed: int = 0) -> Any:
     if layout.config is not None:
         config["quantization_config"] = layout.config
     write_checkpoint(path, config, tensors.items(), shard_bytes=200_000)
+    (path / "SHA256SUMS").unlink()  # as nobody else writes
     if layout.apart is not None:
         (path / "hf_quant_config.json").write_text(json.dumps(layout.apart))
     if not layout.listed:
         unlist(path, ("scale", "scale_2"))
     return hf
+
+
+def code(source: Path, to: Path, coder: Coder, config: dict[str, Any], endings: tuple[str, ...]) -> Path:
+    """A copy of a dense checkpoint of ours, its linears of these endings coded."""
+    with Checkpoint.open(source) as dense:
+        tensors = {name: dense.tensor(name) for name in dense.names}
+        for name in [name for name in tensors if name.removesuffix(".weight").endswith(endings)]:
+            made = coder(tensors.pop(name))[0]
+            tensors |= {f"{name.removesuffix('.weight')}.{suffix}": tensor for suffix, tensor in made.items()}
+        write_checkpoint(to, dense.config | {"quantization_config": config}, tensors.items(), copy_from=dense)
+    return to
 
 
 def unlist(path: Path, endings: tuple[str, ...]) -> None:

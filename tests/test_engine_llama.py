@@ -31,7 +31,7 @@ def transformers_tokens(hf, prompt):
     return tokens[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("variant", ["smollm2", "mistral_window", "smollm3", "mixtral", "qwen3_moe", "e8p"])
+@pytest.mark.parametrize("variant", ["smollm2", "mistral_window", "smollm3", "mixtral", "qwen3_moe", "gpt_oss", "e8p"])
 def test_tokens_are_those_of_transformers(variant, tmp_path, monkeypatch):
     path = tmp_path / "model"
     hf = save_e8p("smollm2", path, rates={"bits": 3}) if variant == "e8p" else save_hf(variant, path)
@@ -46,7 +46,7 @@ def test_tokens_are_those_of_transformers(variant, tmp_path, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    "variant", ["smollm2", "qwen3_window_bias", "smollm3", "mixtral", "qwen3_moe", "e8p2", "e8p3", "e8p4"]
+    "variant", ["smollm2", "qwen3_window_bias", "smollm3", "mixtral", "qwen3_moe", "gpt_oss", "e8p2", "e8p3", "e8p4"]
 )
 def test_the_captured_step_is_proven(variant, dtype, tmp_path):
     """Bit for bit: outputs, row state and KV cache, in full and split graphs, at every bucket."""

@@ -74,16 +74,11 @@ def launch(
     return torch.frombuffer(bytearray(got.read_bytes()), dtype=dtype).view(shape)
 
 
-def run(build, mode: int, tensors, sizes, kind: str, y, cut: fp8.Plan, tiles: int = 1, slice: int = 128, **more):
-    together = sizes[0] > 8 and mode != fp8.LINEAR
+def run(build, variant: fp8.Variant, tensors, sizes, kind: str, y, cut: fp8.Plan, **more) -> Tensor:
     scaled = fp8.blocks(*BLOCKS[kind], sizes[2])
     assert scaled is not None
-    program = build(
-        HALF=int(tensors[0].dtype == torch.float16), TILES=tiles, MODE=mode, TOGETHER=int(together), SLICE=slice,
-        GRAIN=scaled.grain, DEPTH=cut.depth,
-    )  # fmt: skip
-    passes = -(-sizes[0] // (fp8.PASS if together else 8 * tiles))
-    grid = cut.blocks, sizes[3] if mode == fp8.LINEAR else 1, passes
+    program = build(**variant.defines(tensors[0].dtype == torch.float16, scaled.grain, cut.depth))
+    grid = cut.blocks, sizes[3] if variant.mode == fp8.LINEAR else 1, -(-sizes[0] // variant.tokens)
     threads = cut.across * cut.down * 32
     return launch(program, tensors, sizes, scaled, y, grid, threads, across=cut.across, hold=cut.hold, **more)
 
@@ -93,33 +88,41 @@ def check(got: Tensor, wanted: Tensor) -> None:
     assert error < TOLERANCE[got.dtype], error
 
 
+PLAIN, TWO, FOUR = (fp8.Variant(fp8.LINEAR, tiles) for tiles in (1, 2, 4))
+RING, RING_FOUR = (fp8.Variant(fp8.LINEAR, tiles, ring_x=True) for tiles in (2, 4))
+BROAD, BROAD_RING = (fp8.Variant(fp8.LINEAR, ring_x=ring, slice=256) for ring in (False, True))
+
+
 @pytest.mark.parametrize(
-    ("kind", "tokens", "groups", "n", "k", "dtype", "cut", "tiles", "slice"),
+    ("kind", "tokens", "groups", "n", "k", "dtype", "cut", "variant"),
     [
-        ("128", 1, 1, 100, 512, torch.bfloat16, fp8.Plan(2, 2, 2, 2, 2), 1, 128),  # rows beyond the last; two rounds
-        ("128", 3, 1, 200, 208, torch.bfloat16, fp8.Plan(1, 2, 1, 2, 3), 1, 128),  # a slice that ends early
-        ("128", 2, 1, 144, 912, torch.float16, fp8.Plan(2, 4, 2, 3, 2), 1, 128),  # two turns, the second not for all
-        ("128", 5, 3, 48, 128, torch.bfloat16, fp8.Plan(2, 1, 4, 4, 2), 1, 128),  # groups; warps without a tile
-        ("128", 17, 1, 40, 416, torch.float16, fp8.Plan(2, 2, 3, 4, 2), 2, 128),  # two passes of tokens
-        ("128", 30, 1, 40, 416, torch.bfloat16, fp8.Plan(2, 2, 1, 2, 2), 4, 128),
-        ("32", 1, 1, 72, 336, torch.bfloat16, fp8.Plan(2, 2, 2, 2, 3), 1, 128),
-        ("32", 12, 2, 33, 96, torch.float16, fp8.Plan(2, 1, 2, 2, 2), 2, 128),
-        ("mx", 2, 1, 50, 304, torch.bfloat16, fp8.Plan(1, 3, 1, 2, 2), 1, 128),
-        ("rows", 1, 1, 35, 16, torch.float16, fp8.Plan(3, 1, 1, 1, 4), 1, 128),
-        ("rows", 4, 2, 31, 400, torch.bfloat16, fp8.Plan(1, 4, 2, 2, 2), 1, 128),
-        ("128", 3, 1, 200, 720, torch.bfloat16, fp8.Plan(2, 2, 2, 2, 2), 1, 256),
-        ("32", 2, 1, 40, 528, torch.float16, fp8.Plan(1, 3, 1, 2, 2), 1, 256),
+        ("128", 1, 1, 100, 512, torch.bfloat16, fp8.Plan(2, 2, 2, 2, 2), PLAIN),  # rows beyond the last; two rounds
+        ("128", 3, 1, 200, 208, torch.bfloat16, fp8.Plan(1, 2, 1, 2, 3), PLAIN),  # a slice that ends early
+        ("128", 2, 1, 144, 912, torch.float16, fp8.Plan(2, 4, 2, 3, 2), PLAIN),  # two turns, the second not for all
+        ("128", 5, 3, 48, 128, torch.bfloat16, fp8.Plan(2, 1, 4, 4, 2), PLAIN),  # groups; warps without a tile
+        ("128", 17, 1, 40, 416, torch.float16, fp8.Plan(2, 2, 3, 4, 2), TWO),  # two passes of tokens
+        ("128", 30, 1, 40, 416, torch.bfloat16, fp8.Plan(2, 2, 1, 2, 2), FOUR),
+        ("32", 1, 1, 72, 336, torch.bfloat16, fp8.Plan(2, 2, 2, 2, 3), PLAIN),
+        ("32", 12, 2, 33, 96, torch.float16, fp8.Plan(2, 1, 2, 2, 2), TWO),
+        ("mx", 2, 1, 50, 304, torch.bfloat16, fp8.Plan(1, 3, 1, 2, 2), PLAIN),
+        ("rows", 1, 1, 35, 16, torch.float16, fp8.Plan(3, 1, 1, 1, 4), PLAIN),
+        ("rows", 4, 2, 31, 400, torch.bfloat16, fp8.Plan(1, 4, 2, 2, 2), PLAIN),
+        ("128", 3, 1, 200, 720, torch.bfloat16, fp8.Plan(2, 2, 2, 2, 2), BROAD),
+        ("32", 2, 1, 40, 528, torch.float16, fp8.Plan(1, 3, 1, 2, 2), BROAD),
+        ("128", 9, 1, 100, 912, torch.bfloat16, fp8.Plan(3, 2, 1, 2, 2), RING),  # two rounds, turns not for all
+        ("rows", 20, 2, 33, 336, torch.float16, fp8.Plan(2, 3, 2, 2, 4), RING),  # groups, passes, a warp without a tile
+        ("mx", 33, 1, 48, 272, torch.bfloat16, fp8.Plan(1, 2, 2, 3, 3), RING_FOUR),
+        ("128", 3, 1, 50, 720, torch.bfloat16, fp8.Plan(2, 2, 1, 2, 2), BROAD_RING),
     ],
 )
-def test_linear(build, kind: str, tokens: int, groups: int, n: int, k: int, dtype, cut, tiles: int, slice: int) -> None:
+def test_linear(build, kind: str, tokens: int, groups: int, n: int, k: int, dtype, cut, variant) -> None:
     x = torch.randn(tokens, groups, k, generator=rng()).to(dtype)
     codes, scale = random_weight((groups, n, k), *BLOCKS[kind], "cpu", rng(1))
     bias = torch.randn(n, generator=rng(2)) if groups == 1 else None
     tensors, sizes = [x, codes, scale, bias, None, None], (tokens, n, k, groups, 0)
     wanted = fp8_grouped_linear(x.float(), codes, scale, *BLOCKS[kind])
-    for out in (dtype, torch.float32):
-        got = run(build, fp8.LINEAR, tensors, sizes, kind, ((tokens, groups, n), out), cut, tiles, slice)
-        check(got, wanted if bias is None else wanted + bias)
+    wanted = wanted if bias is None else wanted + bias
+    check(run(build, variant, tensors, sizes, kind, ((tokens, groups, n), dtype), cut), wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -131,7 +134,7 @@ def test_every_code_and_its_place(build, dtype: torch.dtype) -> None:
     scale = 2.0 ** torch.randint(-3, 3, (1, n), generator=rng()).float()
     x = torch.eye(k, dtype=dtype).view(k, 1, k)
     tensors, sizes = [x, codes, scale, None, None, None], (k, n, k, 1, 0)
-    got = run(build, fp8.LINEAR, tensors, sizes, "rows", ((k, 1, n), torch.float32), fp8.Plan(2, 1, 2, 2, 2), 2)
+    got = run(build, TWO, tensors, sizes, "rows", ((k, 1, n), torch.float32), fp8.Plan(2, 1, 2, 2, 2))
     assert torch.equal(got.view(k, n).T, fp8_dequantize(codes, scale, 1, 0)[0])
 
 
@@ -155,11 +158,14 @@ def test_experts(build, kind: str, tokens: int, top_k: int, experts: int, dim: i
     gains = torch.rand(tokens, top_k, generator=rng(2))
     gate_up = random_weight((experts, 2 * wide, dim), *BLOCKS[kind], "cpu", rng(3))
     down = random_weight((experts, dim, wide), *BLOCKS[kind], "cpu", rng(4))
+    gate_up_variant, down_variant = (
+        fp8.Variant(mode, together=tokens > fp8.FEW_PASS) for mode in (fp8.GATE_UP, fp8.DOWN)
+    )
     sizes, tensors = (tokens, 2 * wide, dim, experts, top_k), [x, *gate_up, None, chosen, gains]
     y = (tokens * top_k, wide), x.dtype
-    hidden = run(build, fp8.GATE_UP, tensors, sizes, kind, y, cuts[0], gate=gate)
+    hidden = run(build, gate_up_variant, tensors, sizes, kind, y, cuts[0], gate=gate)
     sizes, tensors = (tokens, dim, wide, experts, top_k), [hidden, *down, None, chosen, gains]
-    got = run(build, fp8.DOWN, tensors, sizes, kind, ((tokens, dim), x.dtype), cuts[1])
+    got = run(build, down_variant, tensors, sizes, kind, ((tokens, dim), x.dtype), cuts[1])
     check(got, fp8_experts(x.float(), chosen, gains, *gate_up, *down, *BLOCKS[kind], *gate))
 
 
@@ -175,21 +181,37 @@ def test_dequantize(build, kind: str, shape: tuple[int, int, int], dtype: torch.
     assert torch.equal(got, fp8_dequantize(*weight, *BLOCKS[kind]).to(dtype))
 
 
+VARIANTS = (
+    PLAIN, TWO, FOUR, RING, RING_FOUR, BROAD, fp8.Variant(fp8.GATE_UP), fp8.Variant(fp8.DOWN, together=True),
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("room", [H200.shared, 99 << 10])
 @pytest.mark.parametrize("depths", [fp8.DEPTHS, fp8.LINEAR_DEPTHS])
 @pytest.mark.parametrize(("n", "k"), [(4096, 14336), (14336, 4096), (16, 64), (129280, 7168), (1536, 576)])
-@pytest.mark.parametrize("sums", [512, 1024, 2048, fp8.sums(fp8.DOWN, together=True)])
-def test_a_cut_covers_its_shape_and_fits(n: int, k: int, depths: tuple[int, ...], sums: int, room: int) -> None:
-    room, row_tiles, slices = room - fp8.ROUTES, -(-n // fp8.ROWS), -(-k // fp8.SLICE)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_cut_covers_its_shape_and_fits(n: int, k: int, depths: tuple[int, ...], variant, room: int) -> None:
+    row_tiles, slices = -(-n // fp8.ROWS), -(-k // variant.slice)
     for grain in (32, 128):
-        slot = fp8.slot_bytes(grain)
-        cut = fp8.plan(row_tiles, slices, slot, sums, 132, depths, room)
-        assert cut is not None
-        assert cut.shared(slot, sums) <= room
+        cut = fp8.plan(row_tiles, k, 3, variant, grain, 132, depths, room - fp8.ROUTES)
+        if cut is None:  # activations of 32 tokens in a small GPU's ring
+            assert variant.ring_x
+            continue
+        assert cut.shared(variant, grain) <= room - fp8.ROUTES
         assert cut.blocks <= row_tiles
-        assert cut.across <= slices
+        assert cut.across <= slices * 3
         assert 1 <= cut.down <= cut.hold
-        assert cut.across * cut.down <= fp8.WARPS
+        assert cut.across * cut.down <= variant.warps
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 64])
+@pytest.mark.parametrize(
+    ("n", "k"), [(4096, 14336), (14336, 4096), (16, 64), (129280, 7168), (1536, 576), (1024, 4096)]
+)
+def test_every_linear_of_few_tokens_fits(tokens: int, n: int, k: int) -> None:
+    for room in (H200.shared, 99 << 10):
+        for grain in (32, 128):
+            assert fp8.linear_cut(tokens, n, k, 1, grain, 132, room - fp8.ROUTES) is not None
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ def parse(**changes: Any) -> LlamaConfig:
 REFUSED = [
     (
         {"model_type": "gemma2"},
-        "model_type 'gemma2' is not supported; supported: llama, mistral, qwen2, qwen3, smollm3, mixtral, qwen3_moe",
+        "model_type 'gemma2' is not supported; supported: llama, mistral, qwen2, qwen3, smollm3, mixtral, qwen3_moe, "
+        "gpt_oss",
     ),
     ({"model_type": None}, "model_type None"),
     ({"model_type": ["llama"]}, "model_type \\['llama'\\]"),

@@ -1,6 +1,9 @@
 """Routed experts of the Llama kind of decoder: routing, the block's half that has them, what a config says of them."""
 
+import importlib
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +14,31 @@ from torch import Tensor
 from models import SIZES, Decoder, save_hf
 from onegraph.api.plan import plan
 from onegraph.api.size import component_bits
+from onegraph.engine import generate
 from onegraph.engine.ab import components_of, costs, in_nvfp4
+from onegraph.engine.generate import Engine
 from onegraph.formats.checkpoint import Checkpoint, CheckpointError, write_checkpoint
 from onegraph.formats.dense import DENSE
-from onegraph.formats.nvfp4 import NVFP4, written_config
+from onegraph.formats.nvfp4 import written_config
+from onegraph.formats.turboquant import TurboQuantConfig
 from onegraph.models.chain import chained
 from onegraph.models.config import LlamaConfig
 from onegraph.models.llama import Llama, LlamaSource
+from onegraph.models.rope import Rope
+from onegraph.nn import attention
+from onegraph.nn.attention import CausalAttention
 from onegraph.nn.block import MLP
 from onegraph.nn.experts import Experts
 from onegraph.nn.linear import Weight
 from onegraph.nn.moe import MoE
 from onegraph.ops.activation import SwiGLU
+from onegraph.ops.attention import paged_attention
+from onegraph.ops.decode_attention import paged_decode
 from onegraph.ops.nvfp4 import nvfp4_dequantize_weight
 from onegraph.ops.route import softmax_route
 from onegraph.quant.nvfp4 import quantize_weight, quantized_tensors
+from test_engine_llama import PARAMS, PROMPTS, transformers_tokens
+from test_graph import RecordedPool
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -54,6 +67,18 @@ def logits_of(model: Llama, row: list[int]) -> Tensor:
 @torch.inference_mode()
 def truth(hf: Any, row: list[int]) -> Tensor:
     return hf(torch.tensor([row]), use_cache=False).logits[0].float()
+
+
+def edited(variant: str, path: Path, change: Callable[[str, Tensor], Tensor]) -> tuple[Llama, Any]:
+    """A tiny model with other tensors, ours and transformers'."""
+    import transformers
+
+    save_hf(variant, path / "plain")
+    source = Checkpoint.open(path / "plain")
+    tensors = ((name, change(name, source.tensor(name).clone()).contiguous()) for name in source.names)
+    write_checkpoint(path / "edited", source.config, tensors)
+    hf = transformers.AutoModelForCausalLM.from_pretrained(path / "edited", attn_implementation="eager")
+    return load(path / "edited"), hf.eval()
 
 
 # ------------------------------------------------------------------------------------------------------------- routing
@@ -164,18 +189,15 @@ def test_dense_layers_and_layers_of_experts_are_one_model(tmp_path: Path) -> Non
 
 def test_ties_at_the_edge_are_chosen_as_transformers_chooses(tmp_path: Path) -> None:
     """Three of the experts have one router row, so that which two of them a token uses is decided by a tie."""
-    save_hf("mixtral", tmp_path / "plain")
-    source = Checkpoint.open(tmp_path / "plain")
-    tensors = {name: source.tensor(name).clone() for name in source.names}
-    for name, tensor in tensors.items():
-        if name.endswith("block_sparse_moe.gate.weight"):
-            tensor[:3], tensor[3:] = tensor[:1], 0.0
-    write_checkpoint(tmp_path / "tied", source.config, tensors.items())
-    import transformers
 
-    hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tied", attn_implementation="eager").eval()
+    def change(name: str, tensor: Tensor) -> Tensor:
+        if name.endswith("block_sparse_moe.gate.weight"):
+            tensor[:3], tensor[3:] = tensor[:1].clone(), 0.0
+        return tensor
+
+    model, hf = edited("mixtral", tmp_path, change)
     row = tokens(1, 24)[0].tolist()
-    assert (logits_of(load(tmp_path / "tied"), row) - truth(hf, row)).abs().max() < 1e-4
+    assert (logits_of(model, row) - truth(hf, row)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize(("stored", "dtype"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16)])
@@ -188,9 +210,89 @@ def test_a_router_is_never_rounded(stored: torch.dtype, dtype: torch.dtype, tmp_
     assert block.mlp.experts.gate_up.weight.dtype == dtype
 
 
+# ------------------------------------------------------------------------------------------------------------- gpt-oss
+
+
+def test_sinks_matter_and_are_those_of_transformers(tmp_path: Path) -> None:
+    """Of heads that give them nearly all, nearly nothing, and some."""
+    heads = torch.tensor([12.0, -40.0, 0.5, 3.0, -2.0, 6.0])
+    model, hf = edited("gpt_oss", tmp_path, lambda name, t: heads if name.endswith("sinks") else t)
+    row = tokens(1, 40)[0].tolist()
+    want = truth(hf, row)
+    assert (logits_of(model, row) - want).abs().max() < 1e-4
+    for block in model.blocks:
+        block.attention.sinks.fill_(-60.0)
+    assert (logits_of(model, row) - want).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 40, 512])
+def test_whole_sequences_with_sinks_are_taken_in_parts(
+    at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf = save_hf("gpt_oss", tmp_path)
+    monkeypatch.setattr(attention, "AT_ONCE", at_once)
+    model, batch = load(tmp_path), tokens(2, 40)
+    with torch.inference_mode():
+        got = model.logits(model(batch, CausalAttention()))
+    assert (got[1] - truth(hf, batch[1].tolist())).abs().max() < 1e-4
+
+
+def test_an_expert_that_the_bias_shuts_out_is_not_read(tmp_path: Path) -> None:
+    """Whatever it holds; the others tie."""
+
+    def change(name: str, tensor: Tensor) -> Tensor:
+        if name.endswith("router.weight"):
+            return torch.zeros_like(tensor)
+        if name.endswith("router.bias"):
+            return torch.tensor([0.0, 0.0, -1e4, 0.0, 0.0, 0.0])
+        if "experts.gate_up_proj" in name:
+            tensor[2] = 1e30
+        return tensor
+
+    model, hf = edited("gpt_oss", tmp_path, change)
+    row = tokens(1, 30)[0].tolist()
+    assert (logits_of(model, row) - truth(hf, row)).abs().max() < 1e-4
+
+
+def test_a_cache_in_codes_is_refused(tmp_path: Path) -> None:
+    save_hf("gpt_oss", tmp_path, head_dim=64)
+    model = load(tmp_path)
+    with pytest.raises(ValueError, match="gpt_oss has attention sinks, which a cache in codes does not know"):
+        model.new_cache(rows=1, pages=4, page_size=16, pages_per_row=3, kv=TurboQuantConfig(k_bits=4, v_bits=4))
+
+
+def extreme(sink: float) -> Callable[[Any], tuple[Tensor, Tensor]]:
+    """(with that sink, without sinks) of an op's case."""
+
+    def run(op: Any) -> tuple[Tensor, Tensor]:
+        case = next(case for case in op.cases if case.name == "gpt_oss")
+        with_sinks, without = (list(case.make(DEVICE, torch.float32, rng())) for _ in range(2))
+        with_sinks[-1], without[-1] = torch.full_like(with_sinks[-1], sink), None
+        module, _, name = op.kernel.replace(".ops.cuda.", ".ops.triton.").partition(":")
+        run = op.unpacked(getattr(importlib.import_module(module), name))
+        return run(*with_sinks), run(*without)
+
+    return run
+
+
+@pytest.mark.parametrize("op", [paged_attention, paged_decode], ids=lambda op: op.name)
+def test_kernels_stand_sinks_of_any_size(op: Any) -> None:
+    """As far above all scores as float32's exponential reaches and beyond, and as far below."""
+    pytest.importorskip("triton")
+    if not GPU:
+        import interpreter_fixes  # noqa: F401
+    got, _ = extreme(500.0)(op)
+    assert got.eq(0).all()
+    for sink in (-500.0, float("-inf")):
+        got, want = extreme(sink)(op)
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+        assert want.abs().max() > 0.1
+
+
 # -------------------------------------------------------------------------------------------------------- config.json
 
 MIXTRAL: dict[str, Any] = SIZES | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+GPT_OSS: dict[str, Any] = SIZES | {"model_type": "gpt_oss", "num_local_experts": 8}
 QWEN: dict[str, Any] = SIZES | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}
 
 
@@ -215,9 +317,15 @@ QWEN: dict[str, Any] = SIZES | {"model_type": "qwen3_moe", "num_experts": 8, "nu
             QWEN | {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["full_attention"] * 3},
             "layer_types",
         ),
+        (GPT_OSS | {"sliding_window": None}, "sliding_window is missing"),
+        (GPT_OSS | {"swiglu_limit": 0}, "swiglu_limit is 0; it must be a number"),
+        (GPT_OSS | {"swiglu_limit": None}, "swiglu_limit is None; it must be a number"),
         (QWEN | {"model_type": "qwen3"}, "num_experts is 8; this feature is not supported"),
         *(
-            (QWEN | {"model_type": kind}, f"model_type '{kind}' is not supported; supported: .*mixtral, qwen3_moe")
+            (
+                QWEN | {"model_type": kind},
+                f"model_type '{kind}' is not supported; supported: .*mixtral, qwen3_moe, gpt_oss",
+            )
             for kind in ("qwen3_next", "glm4_moe", "qwen2_moe", "gemma3_text", "olmoe")
         ),
     ],
@@ -243,7 +351,7 @@ def test_defaults_are_those_of_transformers() -> None:
     import transformers
 
     left_out = ("max_position_embeddings", "rms_norm_eps", "num_key_value_heads", "head_dim", "intermediate_size")
-    for family, name in (("mixtral", "Mixtral"), ("qwen3_moe", "Qwen3Moe")):
+    for family, name in (("mixtral", "Mixtral"), ("qwen3_moe", "Qwen3Moe"), ("gpt_oss", "GptOss")):
         given = {k: v for k, v in SIZES.items() if k not in left_out} | {"num_attention_heads": 64, "hidden_size": 4096}
         theirs = getattr(transformers, f"{name}Config")(**given)
         told = given | {"model_type": family, "intermediate_size": 17, "num_experts": theirs.num_local_experts}
@@ -259,11 +367,17 @@ def test_defaults_are_those_of_transformers() -> None:
         assert ours.eps == theirs.rms_norm_eps
         assert ours.tied == theirs.tie_word_embeddings
         assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
-        assert ours.windows == (0, 0, 0)
+        assert ours.windows == ((128, 0, 128) if family == "gpt_oss" else (0, 0, 0))
+        if family != "gpt_oss":
+            continue
+        assert ours.qkv_bias
+        assert ours.out_bias
+        told = {"rope_parameters": theirs.rope_parameters}
+        assert ours.rope == Rope.from_dict(told, default_theta=0.0, max_positions=theirs.max_position_embeddings)
 
 
 def test_published_configs_are_read() -> None:
-    """Qwen3-30B-A3B and Mixtral-8x7B, their keys as the hub has them."""
+    """Qwen3-30B-A3B, Mixtral-8x7B and gpt-oss-20b (but for its quantization), their keys as the hub has them."""
     qwen = LlamaConfig.from_dict(
         {
             "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
@@ -294,6 +408,29 @@ def test_published_configs_are_read() -> None:
     assert mixtral.parts.linears["model.layers.31.block_sparse_moe.experts.7.w2"] == (4096, 14336, False)
     assert mixtral.parts.tensors["model.layers.0.block_sparse_moe.gate.weight"][0] == (8, 4096)
     assert not any(".mlp." in name for name in mixtral.parts.linears)
+    kinds = ["sliding_attention", "full_attention"] * 12
+    oss = LlamaConfig.from_dict(
+        {
+            "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+            "eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
+            "initial_context_length": 4096, "initializer_range": 0.02, "intermediate_size": 2880, "layer_types": kinds,
+            "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64,
+            "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32,
+            "output_router_logits": False, "pad_token_id": 199999, "rms_norm_eps": 1e-05, "rope_scaling": {
+                "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+                "rope_type": "yarn", "truncate": False,
+            }, "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+            "tie_word_embeddings": False, "transformers_version": "4.55.0.dev0", "use_cache": True,
+            "vocab_size": 201088,
+        }
+    )  # fmt: skip
+    assert oss.windows == (128, 0) * 12
+    assert oss.sinks
+    assert oss.rope.attention_factor == pytest.approx(0.1 * math.log(32) + 1)
+    assert not oss.rope.truncate
+    assert oss.routed is not None
+    assert oss.routed.gate == SwiGLU(7.0, 1.702, 1.0)
+    assert oss.parts.tensors["model.layers.23.self_attn.sinks"][0] == (64,)
 
 
 def test_tensors_that_do_not_fit_the_config_are_named(tmp_path: Path) -> None:
@@ -312,36 +449,86 @@ def test_tensors_that_do_not_fit_the_config_are_named(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------------------------------- formats
 
-WIDE = {"hidden_size": 96, "intermediate_size": 64, "head_dim": 16}
+SIZED = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_attention_heads": 4}
+FP8_SAID = {
+    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate", "model.layers.0.input_layernorm"],
+}  # fmt: skip
+NVFP4_SAID = {
+    "producer": {"name": "modelopt", "version": "0.39.0"},
+    "quantization": {
+        "quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16,
+        "exclude_modules": ["lm_head", "model.layers.0.mlp.gate", "model.layers.2.mlp.gate"],
+    },
+}  # fmt: skip
 
 
-def coded(variant: str, path: Path, **changes: Any) -> Any:
-    """A checkpoint whose experts and attention are in NVFP4, one by one, under `path`, and the transformers model that
-    holds what the codes stand for."""
-    hf = save_hf(variant, path / "dense", **WIDE, **changes)
+def fp8(layer: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """As Qwen publishes it, scales in bfloat16; and what it stands for."""
+    n, k = weight.shape
+    scale = torch.rand(-(-n // 128), -(-k // 128), generator=rng(n + k)).add(0.5).mul(2.0**-8).bfloat16()
+    wide = scale.float().repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
+    codes = (weight / wide).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {f"{layer}.weight": codes, f"{layer}.weight_scale_inv": scale}, codes.float() * wide
+
+
+def nvfp4(layer: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """As NVIDIA publishes it; and what it stands for."""
+    made = dict(quantized_tensors([f"{layer}.weight"], lambda name: weight, [layer]))
+    made[f"{layer}.input_scale"] = torch.tensor(0.01)
+    if layer.endswith(("k_proj", "v_proj")):
+        made[f"{layer}.{layer[-6]}_scale"] = torch.tensor(0.5)
+    codes, scale, gain = quantize_weight(weight).values()
+    return made, nvfp4_dequantize_weight(codes, scale, gain.expand(len(weight)).contiguous())
+
+
+def published(variant: str, path: Path, code: Any, said: dict[str, Any]) -> Any:
+    """All linears of a tiny model but its head as `code` writes them, under `path` / "coded", what is `said` of it in
+    config.json or, where that is not its place, beside it; and the transformers model of what the codes stand for."""
+    wide = {"moe_intermediate_size": 128} if variant == "qwen3_moe" else {}
+    hf = save_hf(variant, path / "dense", **SIZED, **wide)
     source = Checkpoint.open(path / "dense")
-    linears = [name for name in LlamaConfig.from_dict(source.config).parts.linears if name != "lm_head"]
-    told = source.config | {"quantization_config": written_config(["lm_head"])}
-    write_checkpoint(path / "coded", told, quantized_tensors(source.names, source.tensor, linears))
-    stand_in = dict(quantized_tensors(source.names, source.tensor, []))
+    linears = [f"{name}.weight" for name in LlamaConfig.from_dict(source.config).parts.linears if name != "lm_head"]
+    coded, stand_in = ({name: source.tensor(name) for name in source.names} for _ in range(2))
     for name in linears:
-        codes, scale, gain = quantize_weight(source.tensor(f"{name}.weight")).values()
-        stand_in[f"{name}.weight"] = nvfp4_dequantize_weight(codes, scale, gain.expand(codes.shape[0]).contiguous())
+        made, stand_in[name] = code(name.removesuffix(".weight"), coded.pop(name))
+        coded |= made
+    inside = "quant_method" in said
+    write_checkpoint(path / "coded", source.config | ({"quantization_config": said} if inside else {}), coded.items())
+    if not inside:
+        (path / "coded" / "hf_quant_config.json").write_text(json.dumps(said))
     write_checkpoint(path / "stand_in", source.config, stand_in.items())
     return type(hf).from_pretrained(path / "stand_in", attn_implementation="eager").eval()
 
 
+@pytest.mark.parametrize("decode", [True, False])
+@pytest.mark.parametrize(("code", "said"), [(fp8, FP8_SAID), (nvfp4, NVFP4_SAID)], ids=["fp8", "nvfp4"])
 @pytest.mark.parametrize("variant", ["mixtral", "qwen3_moe"])
-def test_experts_in_nvfp4_are_what_their_codes_stand_for(variant: str, tmp_path: Path) -> None:
-    hf = coded(variant, tmp_path, **({"moe_intermediate_size": 32} if variant == "qwen3_moe" else {}))
-    model = load(tmp_path / "coded", decode=False)
-    assert model.blocks[0].mlp.experts.gate_up.format is NVFP4
+def test_published_checkpoints_are_what_their_codes_stand_for(
+    variant: str, code: Any, said: dict[str, Any], decode: bool, tmp_path: Path
+) -> None:
+    hf = published(variant, tmp_path, code, said)
+    model = load(tmp_path / "coded", decode=decode)
+    assert model.blocks[0].mlp.experts.gate_up.format.name.startswith(code.__name__)
     row = tokens(1, 30)[0].tolist()
     torch.testing.assert_close(logits_of(model, row), truth(hf, row), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("capture", [False, True, "split"])
+def test_a_published_checkpoint_in_the_engine(
+    capture: bool | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unequal prompts in one batch, captured as eager: the tokens of transformers on what the codes stand for."""
+    hf = published("qwen3_moe", tmp_path, fp8, FP8_SAID)
+    monkeypatch.setattr(generate, "GraphPool", lambda device: RecordedPool())
+    engine = Engine(
+        load(tmp_path / "coded", decode=False), max_batch=2, max_context=64, page_size=8, chunk=16, capture=capture
+    )
+    assert engine.generate(PROMPTS, PARAMS) == [transformers_tokens(hf, prompt) for prompt in PROMPTS]
+
+
 def test_experts_of_two_formats_in_a_layer_are_refused(tmp_path: Path) -> None:
-    coded("mixtral", tmp_path)
+    save_hf("mixtral", tmp_path / "dense", **SIZED)
     source = Checkpoint.open(tmp_path / "dense")
     one = "model.layers.1.block_sparse_moe.experts.3.w1"
     told = source.config | {"quantization_config": written_config(["lm_head"])}
@@ -375,9 +562,10 @@ def test_no_component_is_empty_where_all_layers_have_experts(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("format", ["e8p", "nvfp4"])
-def test_quantizing_experts_is_refused_by_name(format: str, tmp_path: Path) -> None:
-    save_hf("mixtral", tmp_path)
-    with pytest.raises(ValueError, match="mixtral has routed experts, which are not quantized"):
+@pytest.mark.parametrize("variant", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_quantizing_experts_is_refused_by_name(variant: str, format: str, tmp_path: Path) -> None:
+    save_hf(variant, tmp_path)
+    with pytest.raises(ValueError, match=f"{variant} has routed experts, which are not quantized"):
         plan(tmp_path, format=format)
-    with pytest.raises(ValueError, match="mixtral has routed experts, which are not quantized"):
+    with pytest.raises(ValueError, match=f"{variant} has routed experts, which are not quantized"):
         LlamaSource(Checkpoint.open(tmp_path))

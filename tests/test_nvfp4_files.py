@@ -1,6 +1,7 @@
 """NVFP4 on the disk: the files and configs of other tools, what of them is refused, models read from ours."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,10 @@ class Reader:
 
     def read(self, name: str, field: Any, part: Any) -> Tensor:
         return field.cut(self.found.tensor(name), part)
+
+    def require(self, ok: torch.Tensor, message: Callable[[], str]) -> None:
+        if not ok:
+            raise CheckpointError(message())
 
 
 def read(found: Checkpoint, layer: str, n: int, k: int) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from models import Decoder
+from onegraph.api.verify import verify
 from onegraph.check import check_step
 from onegraph.engine.ab import costs, exchanged
 from onegraph.engine.generate import Engine
@@ -28,7 +29,7 @@ from onegraph.models.load import load_decoder
 from onegraph.models.loader import Loader
 from onegraph.nn.linear import Linear
 from onegraph.ops.registry import reference_ops
-from published import EVEN, LAYOUTS, Layout, change, qwen, save
+from published import EVEN, LAYOUTS, Layout, change, code, deepseek, fp8, qwen, save
 from test_engine_contract import ROWS
 from test_engine_llama import transformers_tokens
 
@@ -83,6 +84,11 @@ def test_a_layout_is_the_model_of_its_numbers(name: str, tmp_path: Path) -> None
         assert tuple(loader.format_of(layer) for layer in (Q, UP, "lm_head")) == FORMATS[name]
     logits_agree(tmp_path / "m", hf, decode=True)
     model = logits_agree(tmp_path / "m", hf, decode=False)
+    found = verify(tmp_path / "m")
+    assert found.ok, found.problems
+    assert {group.format for group in found.layers} == {str(f) if f.coded else "float32" for f in FORMATS[name]} | {
+        "float32"
+    }
     engine = Engine(model, max_batch=2, max_context=64, page_size=8, chunk=16, capture=False)
     assert engine.generate(PROMPTS, SamplingParams(max_tokens=10)) == [transformers_tokens(hf, p) for p in PROMPTS]
 
@@ -112,7 +118,7 @@ def test_siblings_of_whole_blocks_are_one_layer(tmp_path: Path) -> None:
             model = Llama.load(checkpoint, decode=False)
         for block in model.blocks:
             assert isinstance(block.qkv.linear, Linear) is joined
-            assert isinstance(block.gate_up.linear, Linear) is joined
+            assert isinstance(block.mlp.gate_up.linear, Linear) is joined
 
 
 @pytest.mark.parametrize("name", ["Qwen3-FP8, bfloat16 scales", "NVIDIA FP8", "NVIDIA MIXED of MXFP8"])
@@ -153,6 +159,26 @@ def test_components_of_a_mixed_checkpoint_one_by_one(tmp_path: Path) -> None:
         got = hf(tokens[None, :30]).logits[0].log_softmax(-1)
     assert (want.exp() * (want - got)).sum(-1).mean() == pytest.approx(found["all"].kl, rel=0.5)
     assert found["attention qkv"].kl < found["mlp gate up"].kl
+
+
+def test_the_commands_take_an_fp8_checkpoint(tmp_path: Path) -> None:
+    """`eval --ab`, with the bits that a weight takes, and `generate`."""
+    from fuzz import tiny
+    from test_cli import invoke
+
+    model, text = tiny.write_model(tmp_path / "plain"), tmp_path / "text.txt"
+    text.write_text("the thing in the inn, and a hat. " * 40)
+    block = fp8(128, 128, "weight_scale_inv", torch.bfloat16)
+    path = code(model, tmp_path / "fp8", block, deepseek(), ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj"))
+    more = ["--text", text, "--tokens", 300, "--window", 100]
+    status, out, errors = invoke(["eval", path, "--reference", model, "--ab", *more, "--json"])
+    assert status == 0, errors
+    rows = {row["component"]: row for row in json.loads(out)["ab"]}
+    assert list(rows) == ["attention qkv", "attention out", "mlp down", "all"]
+    assert all(0 < row["kl"] < 0.1 and 8 < row["bits"] < 8.1 for name, row in rows.items() if name != "all")
+    status, out, errors = invoke(["generate", path, "--raw", "--prompt", "the", "--max-tokens", 3])
+    assert status == 0, errors
+    assert out.strip()
 
 
 # ------------------------------------------------------------------------------------------------------ what is wrong
@@ -272,7 +298,7 @@ def test_codes_without_a_config_are_named(tmp_path: Path) -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     *(
         ({"quant_method": "modelopt", "quant_algo": name}, f"quant_algo '{name}', which is not supported")
-        for name in ("NVFP4_AWQ", "NVFP4_SVD", "W4A8_NVFP4_FP8", "W4A8_MXFP4_FP8", "W4A16_AWQ", "INT8_SQ")
+        for name in ("NVFP4_AWQ", "NVFP4_SVD", "W4A8_NVFP4_FP8", "W4A8_MXFP4_FP8", "INT8_SQ")
     ),
     ({"quantization": {"quant_algo": "W4A8_AWQ"}}, "quant_algo 'W4A8_AWQ'"),
     (
@@ -304,7 +330,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "fp8", "modules_to_not_convert": [7]}, "no list of module names"),
     *(
         ({"quant_method": "compressed-tensors", "format": name}, f"format '{name}', which is not supported")
-        for name in ("pack-quantized", "int-quantized", "marlin-24", "sparse-24-bitmask")
+        for name in ("int-quantized", "marlin-24", "sparse-24-bitmask")
     ),
     ({"quant_method": "compressed-tensors"}, "format None"),
     (

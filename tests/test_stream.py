@@ -14,6 +14,7 @@ from onegraph.formats.files import CheckpointError
 from onegraph.models.config import LlamaConfig
 from onegraph.models.deepseek_v4_config import DeepseekV4Config
 from onegraph.models.loader import Loader
+from onegraph.models.prefetch import BLOCK_BYTES, SLOTS_EACH, THREADS
 from onegraph.models.stream import Stream
 
 LAYERS, SIZE = 12, (1024, 8192)  # 16 MB each in bfloat16
@@ -85,18 +86,18 @@ with Checkpoint.open(sys.argv[1]) as checkpoint:
 """
 
 
-def test_loading_experts_holds_a_layer_and_not_the_model(tmp_path: Path) -> None:
-    sizes = {"num_hidden_layers": 6, "num_hash_layers": 0, "compress_ratios": [0] * 6, "n_routed_experts": 16}
+def test_loading_holds_a_ring_of_blocks_and_not_a_layer(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 2, "num_hash_layers": 0, "compress_ratios": [0] * 2, "n_routed_experts": 127}
     sizes |= {"hidden_size": 512, "moe_intermediate_size": 512}
     told = {"model_type": "deepseek_v4", **SIZES, **VARIANTS["flash"], **sizes}
     config = DeepseekV4Config.from_dict(told)
     empty = Loader(Checkpoint(tmp_path, {}, {}), config, torch.bfloat16)
     tensors = ((name, torch.zeros(shape, dtype=torch.bfloat16)) for name, (shape, _) in empty.expected().items())
-    write_checkpoint(tmp_path / "model", told, tensors, shard_bytes=32 << 20)
+    write_checkpoint(tmp_path / "model", told, tensors, shard_bytes=128 << 20)
     run = [sys.executable, "-c", EXPERTS_PROGRAM, str(tmp_path / "model")]
     grown = int(subprocess.run(run, check=True, capture_output=True, text=True).stdout)
-    layer = 17 * 3 * 512 * 512 * 2
-    assert grown < 1.5 * layer + 2 * (16 << 20), f"{grown >> 20} MB for six layers of {layer >> 20} MB"
+    layer, ring = 128 * 3 * 512 * 512 * 2, THREADS * SLOTS_EACH * BLOCK_BYTES
+    assert grown < ring + (24 << 20) < layer, f"{grown >> 20} MB for two layers of {layer >> 20} MB"
 
 
 CODES = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool, torch.float8_e4m3fn, torch.float8_e8m0fnu)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,10 @@ class Held:
 
     def read(self, name: str, field: Any, part: Part) -> Tensor:
         return field.cut(self.tensors[name], part)
+
+    def require(self, ok: Tensor, message: Callable[[], str]) -> None:
+        if not ok:
+            raise CheckpointError(message())
 
 
 def named(format: WeightFormat, layer: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -404,6 +409,7 @@ def test_a_config_is_read_by_its_own_format() -> None:
     for data, message in (
         ("e8p", "must be an object"),
         ({"quant_method": "bitsandbytes"}, "'bitsandbytes', which is not supported"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24', which is not"),
         ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "format 'int-quantized', which is not"),
         ({"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "ignore": "x"}, "no list"),
         ({"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "ignore": [1]}, "no list"),

@@ -168,7 +168,9 @@ def _described(path: Path) -> Checkpoint:
     config = read_json(path / "config.json")
     stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
     dtype = stored if isinstance(stored, torch.dtype) else torch.bfloat16
-    expected = Loader(Checkpoint(path, config, {}), parse_config(config), dtype).expected()
+    parsed = parse_config(config)
+    refuse_experts(parsed)
+    expected = Loader(Checkpoint(path, config, {}), parsed, dtype).expected()
     return Checkpoint(path, config, {name: _info(path, shape, dtype) for name, (shape, _) in expected.items()})
 
 
@@ -180,8 +182,7 @@ def survey(checkpoint: Checkpoint, name: str, choices: Choices) -> Plan:
     """The plan for an open checkpoint. Raises ValueError for what cannot be quantized as asked."""
     calibrated = choices.format == "e8p"
     parsed = (LlamaConfig.from_dict if calibrated else parse_config)(checkpoint.config)
-    if isinstance(parsed, LlamaConfig):
-        refuse_experts(parsed)
+    refuse_experts(parsed)
     if checkpoint.config.get("quantization_config") is not None:
         raise ValueError(f"{checkpoint.path}: is quantized already; give the unquantized model")
     loader = Loader(checkpoint, parsed, torch.float32)

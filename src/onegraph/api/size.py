@@ -65,7 +65,7 @@ def size_of(checkpoint: Checkpoint) -> Size:
         if loader.parts.ignored(name):  # of another model in the same files: a draft layer
             total_bytes -= loader.info(name).nbytes
             continue
-        owner, _, suffix = name.rpartition(".")
+        owner, suffix = _owner(loader, name)
         if owner in counts:
             linear_bytes += 0 if owner in ends else loader.info(name).nbytes
         elif suffix not in NO_WEIGHTS:
@@ -85,11 +85,11 @@ def component_bits(checkpoint: Checkpoint) -> dict[str, float]:
     sizes: dict[str, int] = {}
     weights: dict[str, int] = {}
     components = {layer: loader.parts.component_of(layer) for layer in counts}
-    for layer in {name.rpartition(".")[0] for name in loader.stored}:
+    for layer in {_owner(loader, name)[0] for name in loader.stored}:
         if (component := components.get(layer)) is not None:
             weights[component] = weights.get(component, 0) + counts[layer]
     for name in loader.stored:
-        layer, _, suffix = name.rpartition(".")
+        layer, suffix = _owner(loader, name)
         if (component := components.get(layer)) is not None and suffix not in NO_WEIGHTS:
             sizes[component] = sizes.get(component, 0) + loader.info(name).nbytes
     return {name: round(8 * sizes[name] / weights[name], 3) for name in weights}
@@ -108,7 +108,17 @@ def _weights(checkpoint: Checkpoint) -> tuple[Loader, dict[str, int]]:
     loader = Loader(checkpoint, parse_config(checkpoint.config), torch.float32)
     parts = loader.parts
     counts = {layer: n * k for layer, (n, k, _) in parts.linears.items()}
+    counts |= {name: stack.experts * stack.n * stack.k for name, stack in parts.stacks.items()}
     counts[parts.embedding[0]] = math.prod(parts.embedding[1])
     helpers = ((name.rpartition("."), shape) for name, (shape, _) in parts.tensors.items())
     counts |= {layer: math.prod(shape) for (layer, _, kind), shape in helpers if kind == "weight" and len(shape) == 2}
     return loader, counts
+
+
+def _owner(loader: Loader, name: str) -> tuple[str, str]:
+    """The layer or stack that a tensor belongs to, and what it is of it."""
+    stack, _, suffix = name.rpartition("_")
+    if name in loader.parts.stacks or stack in loader.parts.stacks:
+        return (name, "weight") if name in loader.parts.stacks else (stack, suffix)
+    layer, _, suffix = name.rpartition(".")
+    return layer, suffix

@@ -72,12 +72,14 @@ Expected = Mapping[str, tuple[tuple[int, ...], "torch.dtype | Collection[torch.d
 
 
 class TensorInfo(NamedTuple):
-    """Where a tensor lies and what it is; `nbytes` is what it occupies on disk."""
+    """Where a tensor lies and what it is; `nbytes` is what it occupies on disk, from byte `offset` of the file on.
+    offset None: those bytes are not the tensor's own, as in blocks that reading decodes."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     nbytes: int
     file: Path
+    offset: int | None = None
 
 
 # ------------------------------------------------------------------------------------------------------- reading
@@ -156,14 +158,16 @@ class Checkpoint:
         infinity: a weight that does is damaged, and would surface as a token repeated for ever."""
         value = self._read(name, dtype)
         check_conversion(name, value.dtype, dtype or value.dtype)
-        if value.dtype in _CHECKED and value.numel():
-            low, high = torch.aminmax(value)  # one pass, no temporary; a NaN anywhere makes both NaN
-            if not (math.isfinite(low.item()) and math.isfinite(high.item())):
-                raise CheckpointError(
-                    f"{self.info(name).file}: tensor {quote(name)} holds NaN or infinite values as {value.dtype}; "
-                    "the file is damaged, fetch it again"
-                )
+        if (ok := finite(value)) is not None and not ok:
+            raise CheckpointError(self.not_finite(name, value.dtype))
         return value.to(device=device, dtype=dtype or value.dtype)
+
+    def not_finite(self, name: str, dtype: torch.dtype) -> str:
+        """What to say of a tensor that `finite` finds wrong."""
+        return (
+            f"{self.info(name).file}: tensor {quote(name)} holds NaN or infinite values as {dtype}; the file is "
+            "damaged, fetch it again"
+        )
 
     def unrounded(self, name: str) -> torch.Tensor:
         """The tensor on the CPU as it is stored; where it is stored in blocks that `tensor` decodes, in float32."""
@@ -214,6 +218,14 @@ class Checkpoint:
         ]
         if parts:
             raise CheckpointError(f"{self.path}: tensors do not fit config.json: " + "; ".join(parts))
+
+
+def finite(value: torch.Tensor) -> torch.Tensor | None:
+    """Whether all values are finite, bool [] on their device; None where the dtype cannot hold others."""
+    if value.dtype not in _CHECKED or not value.numel():
+        return None
+    low, high = torch.aminmax(value)  # one pass, no temporary; a NaN anywhere makes both NaN
+    return low * 0 == high * 0
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -305,7 +317,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
                 f"tensor {quote(name)} of shape {shape} and dtype {kind} needs {nbytes} bytes, "
                 f"data_offsets {offsets} give {offsets[1] - offsets[0]}"
             )
-        tensors[name] = TensorInfo(tuple(shape), DTYPES[kind], nbytes, file)
+        tensors[name] = TensorInfo(tuple(shape), DTYPES[kind], nbytes, file, 8 + length + offsets[0])
         spans.append((offsets[0], offsets[1], name))
     end = 0
     for start, stop, name in sorted(spans):

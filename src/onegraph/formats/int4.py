@@ -181,8 +181,10 @@ class INT4Format(WeightFormat):
             if key in names
         }
         scale = (found["scale"].t() if layout.turned else found["scale"]).contiguous()
-        if not bool(torch.isfinite(scale).all()):
-            raise CheckpointError(f"{quote(names['scale'])} holds NaN or infinite scales; the file is damaged")
+        source.require(
+            torch.isfinite(scale).all(),
+            lambda: f"{quote(names['scale'])} holds NaN or infinite scales; the file is damaged, fetch it again",
+        )
         n, groups = scale.shape
         first = 0 if part.rows is None else part.rows[0] % WORD  # words have outputs before a part's first
         if "shape" in names and part == WHOLE:

@@ -99,8 +99,8 @@ class INT4Config:
             weights: dict[str, Any] = {"num_bits": 4, "type": "int", "symmetric": symmetric, "dynamic": False}
             weights |= {"strategy": "channel"} if columns == -1 else {"strategy": "group", "group_size": columns}
             groups[f"group_{len(groups)}"] = {"targets": ["Linear"], "weights": weights}
-        told = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
-        return told | {"config_groups": groups, "ignore": list(self.ignore)}
+        packed = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+        return packed | {"config_groups": groups, "ignore": list(self.ignore)}
 
     @staticmethod
     def matches(data: Mapping[str, Any]) -> bool:

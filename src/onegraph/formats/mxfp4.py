@@ -20,7 +20,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from onegraph.formats.files import CheckpointError, quote
+from onegraph.formats.files import quote
 from onegraph.formats.nvfp4 import E2M1_RMS
 from onegraph.formats.weight import FLOATS, WHOLE, Field, Part, Source, Tensors, WeightFormat
 
@@ -51,10 +51,12 @@ class MXFP4Format(WeightFormat):
         tensors = super().read(source, layer, part)
         scale = tensors["scale"]
         if scale.dtype in FLOATS:  # repackaged files hold the factors themselves
-            scale = exponents(scale, layer)
+            scale = exponents(scale, layer, source)
         tensors = {"codes": tensors["codes"].view(torch.uint8), "scale": scale.view(torch.uint8)}
-        if bool((tensors["scale"] == NAN).any()):
-            raise CheckpointError(f"{quote(layer)} has scales that are NaN; the file is damaged, fetch it again")
+        source.require(
+            (tensors["scale"] != NAN).all(),
+            lambda: f"{quote(layer)} has scales that are NaN; the file is damaged, fetch it again",
+        )
         return tensors
 
     def fill(self, stored: Mapping[str, Tensor], k: int, generator: torch.Generator) -> None:
@@ -65,10 +67,12 @@ class MXFP4Format(WeightFormat):
 MXFP4 = MXFP4Format()
 
 
-def exponents(factors: Tensor, layer: str) -> Tensor:
-    """Factors that are powers of two as the bytes of E8M0, uint8. Raises CheckpointError for any other number."""
+def exponents(factors: Tensor, layer: str, source: Source) -> Tensor:
+    """Factors that are powers of two as the bytes of E8M0, uint8; any other number is a CheckpointError."""
     exponent = torch.frexp(factors.float()).exponent - 1
     bytes_ = (exponent + ONE).clamp(0, NAN - 1).to(torch.uint8)
-    if not torch.equal(bytes_.view(E8M0).float(), factors.float()):
-        raise CheckpointError(f"{quote(layer)} is in MXFP4 and has scales that are no powers of two")
+    source.require(
+        (bytes_.view(E8M0).float() == factors.float()).all(),
+        lambda: f"{quote(layer)} is in MXFP4 and has scales that are no powers of two",
+    )
     return bytes_

@@ -30,7 +30,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from onegraph.formats.files import CheckpointError, quote
+from onegraph.formats.files import quote
 from onegraph.formats.weight import (
     FLOATS,
     WHOLE,
@@ -107,7 +107,12 @@ class NVFP4Format(WeightFormat):
     def read(self, source: Source, layer: str, part: Part = WHOLE) -> Tensors:
         names = self.names(source, layer)
         made = {key: source.read(names[key], self.stored[key], part) for key in ("codes", "scale")}
-        made["scale"] = _checked_scale(made["scale"].view(torch.uint8), names["scale"])
+        bits = made["scale"].view(torch.uint8)
+        source.require(
+            ((bits & 0x7F < 0x7F) & (bits <= 0x80)).all(),
+            lambda: f"{quote(names['scale'])} holds NaN or negative scales; the file is damaged, fetch it again",
+        )
+        made["scale"] = bits & 0x7F  # a negative zero is a zero
         rows, codes = made["codes"].shape[:-1], made["codes"]
         made["global_scale"] = _factor(source, names["global_scale"]).expand(rows).contiguous()
         if "input_scale" in self.fields:
@@ -133,19 +138,12 @@ class NVFP4Format(WeightFormat):
 NVFP4 = NVFP4Format()
 
 
-def _checked_scale(bits: Tensor, name: str) -> Tensor:
-    if bool(((bits & 0x7F) == 0x7F).any()) or bool((bits > 0x80).any()):
-        raise CheckpointError(f"{quote(name)} holds NaN or negative scales; the file is damaged, fetch it again")
-    return bits & 0x7F  # a negative zero is a zero
-
-
 def _factor(source: Source, name: str) -> Tensor:
     """A global scale as a factor, float32 []."""
     value = source.read(name, Field(torch.float32), WHOLE).reshape(())
     check_conversion(name, value.dtype, torch.float32)
     value = value.float()
-    if not value > 0:
-        raise CheckpointError(f"tensor {quote(name)} is {value.item()}; a global scale is above zero")
+    source.require(value > 0, lambda: f"tensor {quote(name)} is {value.item()}; a global scale is above zero")
     return 1 / value if RECIPROCAL[name.rpartition(".")[2]] else value
 
 

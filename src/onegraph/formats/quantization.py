@@ -36,5 +36,5 @@ def parse_quantization(data: object) -> Quantization | None:
     raise ValueError(
         f"quantization_config has quant_method {quote(data.get('quant_method'), 80)}, which is not supported; load the "
         "unquantized model, one that onegraph quantized, or one in FP8, NVFP4, MXFP4 or INT4 (fp8, modelopt, "
-        "compressed-tensors, awq, gptq)"
+        "compressed-tensors, mxfp4, awq, gptq)"
     )

@@ -7,6 +7,7 @@ modules, quantizers and plugins read it and know no format by name. `formats/qua
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -95,6 +96,11 @@ class Source(File, Protocol):
     """A file whose tensors can be read to the device that a layer goes to."""
 
     def read(self, name: str, field: Field, part: Part) -> Tensor: ...
+
+    @abstractmethod
+    def require(self, ok: Tensor, message: Callable[[], str]) -> None:
+        """Raises CheckpointError with `message` unless `ok`, bool [], holds: now, or once a layer, since each answer
+        that is waited for would stop the copies behind it."""
 
 
 class WeightFormat:

@@ -9,7 +9,7 @@ from typing import Any
 
 from onegraph.formats.quantization import parse_quantization
 from onegraph.formats.weight import FLOATS, Dtypes, Quantization, Shape
-from onegraph.models.parts import Component, Parts
+from onegraph.models.parts import Component, Parts, Stack
 from onegraph.models.rope import Rope, _number
 from onegraph.models.routed import KEYS, Routed
 
@@ -37,7 +37,6 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "rope_theta": 1e6,
-        "num_local_experts": 8,
         "num_experts_per_tok": 2,
     },
     "qwen3_moe": {
@@ -48,6 +47,25 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 8,
         "decoder_sparse_step": 1,
     },
+    "gpt_oss": {
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "sliding_window": 128,
+        "attention_bias": True,
+        "num_experts_per_tok": 4,
+        "swiglu_limit": 7.0,
+    },
+}
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
 }
 _UNIFORM = ("llama", "mistral", "mixtral", "qwen3_moe")  # all layers have the same window, or none
 
@@ -98,8 +116,8 @@ class LlamaConfig:
     """A decoder of the Llama kind. Build it with `from_dict`, which validates; sizes are counts of elements.
 
     `windows` has one entry a layer: how many latest keys a query sees, 0 for all. `rope_layers` says which layers
-    rotate. `routed` are the experts that stand for the MLP in some layers or in all. `eos` lists the tokens that end a
-    text.
+    rotate. `sinks`: each head has one more logit. `routed` are the experts that stand for the MLP in some layers or in
+    all. `eos` lists the tokens that end a text.
     """
 
     model_type: str
@@ -117,6 +135,7 @@ class LlamaConfig:
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    sinks: bool
     windows: tuple[int, ...]
     rope_layers: tuple[bool, ...]
     rope: Rope
@@ -168,8 +187,9 @@ class LlamaConfig:
             raise ValueError(f"head_dim is {head_dim}; rotary embeddings need an even one")
         max_positions = fields.integer("max_position_embeddings", high=_MAX_POSITIONS)
         vocab = fields.integer("vocab_size", high=2**24)
-        biased = ("llama", "qwen3", "qwen3_moe", "smollm3")
+        biased = ("llama", "qwen3", "qwen3_moe", "smollm3", "gpt_oss")
         attention_bias = fields.flag("attention_bias") if family in biased else False
+        rotated = any(config.get(key) is not None for key in ("rope_parameters", "rope_scaling"))
         rope_layers = _rope_layers(fields, layers) if family == "smollm3" else (True,) * layers
         return cls(
             model_type=family,
@@ -187,10 +207,11 @@ class LlamaConfig:
             out_bias=attention_bias,
             mlp_bias=fields.flag("mlp_bias") if family in ("llama", "smollm3") else False,
             qk_norm=family in ("qwen3", "qwen3_moe"),
+            sinks=family == "gpt_oss",
             windows=_windows(family, fields, layers, rope_layers),
             rope_layers=rope_layers,
             rope=Rope.from_dict(
-                config,
+                config if family != "gpt_oss" or rotated else {**config, "rope_parameters": _GPT_OSS_ROPE},
                 default_theta=_FAMILIES[family].get("rope_theta", 10000.0),
                 max_positions=max_positions,
             ),
@@ -221,18 +242,22 @@ class LlamaConfig:
         }
         norms = {"input_layernorm": d, "post_attention_layernorm": d}
         norms |= {"self_attn.q_norm": self.head_dim, "self_attn.k_norm": self.head_dim} if self.qk_norm else {}
+        own = {f"{norm}.weight": ((size,), FLOATS) for norm, size in norms.items()}
+        own |= {"self_attn.sinks": ((self.heads,), FLOATS)} if self.sinks else {}
         linears: dict[str, tuple[int, int, bool]] = {}
         tensors: dict[str, tuple[Shape, Dtypes]] = {}
+        stacks: dict[str, Stack] = {}
         for i in range(self.layers):
             prefix, routed = f"model.layers.{i}.", self.routed_at(i)
-            linears |= {prefix + name: size for name, size in (attention if routed else attention | mlp).items()}
-            tensors |= {f"{prefix}{norm}.weight": ((size,), FLOATS) for norm, size in norms.items()}
-            if routed is not None:
-                linears.update(routed.linears(prefix, d))
-                tensors |= routed.tensors(prefix, d)
+            half = mlp if routed is None else dict(routed.linears(d))
+            linears |= {prefix + name: size for name, size in (attention | half).items()}
+            others = own if routed is None else own | routed.tensors(d)
+            stacks |= {} if routed is None else {prefix + name: what for name, what in routed.stacks(d).items()}
+            tensors |= {prefix + name: what for name, what in others.items()}
         return Parts(
             linears=linears | {HEAD: (self.vocab_size, d, False)},
             embedding=(EMBED, (self.vocab_size, d)),
+            stacks=stacks,
             tensors=tensors | {NORM: ((d,), FLOATS)},
             head=HEAD,
             tied=self.tied,
@@ -306,6 +331,10 @@ def _windows(family: str, fields: _Fields, layers: int, rope_layers: tuple[bool,
                 f"layer_types with {wrong} is not supported for {family} and sliding_window {window or None}"
             )
         return (window,) * layers
+    if family == "gpt_oss":
+        window = fields.integer("sliding_window", high=_MAX_POSITIONS)
+        kinds = kinds or ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
+        return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
     if not fields.flag("use_sliding_window") or fields.get("sliding_window") is None:
         if kinds is not None and "sliding_attention" in kinds:
             raise ValueError(

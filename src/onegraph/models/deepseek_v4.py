@@ -5,7 +5,7 @@ captured. Layers may be placed over several devices: a stage is what one device 
 them. The weights may be anything that the layers accept as a linear (`nn/deepseek_attention.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import cast
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.deepseek_v4_config import DeepseekV4Config, Layer
-from onegraph.models.deepseek_v4_place import free_memory, place
+from onegraph.models.deepseek_v4_place import RESERVE, free_memory, place
 from onegraph.models.deepseek_v4_weights import build_attention, build_moe
 from onegraph.models.loader import Loader
 from onegraph.nn.deepseek_attention import Attend, DeepseekAttention
@@ -118,13 +118,14 @@ class DeepseekV4(nn.Module):
         dtype: torch.dtype = torch.float32,
         *,
         max_context: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> "DeepseekV4":
-        """Reads a checkpoint tensor by tensor, each straight onto its device; presence, shape and dtype of each is
-        checked first.
+        """Reads a checkpoint, each tensor straight onto its device; presence, shape and dtype of each is checked first.
 
         Args:
             device: one, or several to place the layers over in this order, by the bytes that they have free.
             dtype: of activations and dense weights. max_context: positions to make rotary tables for.
+            progress: called as progress(bytes read, bytes in all).
 
         Raises ValueError (CheckpointError among them) that names the field or tensor that is wrong, or says by how much
         the devices are too small.
@@ -136,7 +137,8 @@ class DeepseekV4(nn.Module):
         loader = Loader(checkpoint, config, dtype)
         loader.check()
         devices = [torch.device(d) for d in ([device] if isinstance(device, str | torch.device) else device)]
-        return cls.assemble(loader, config, devices, positions)
+        with loader.reading(progress):
+            return cls.assemble(loader, config, devices, positions)
 
     @classmethod
     def assemble(
@@ -144,7 +146,7 @@ class DeepseekV4(nn.Module):
     ) -> "DeepseekV4":
         """The model from whatever `loader` gives for each part, with rotary tables for so many positions."""
         layers, ends = _bytes(loader, config)
-        counts = place(layers, ends, [free_memory(d) for d in devices])
+        counts = place(layers, ends, [free_memory(d, RESERVE + loader.landing_bytes) for d in devices])
         blocks: list[DeepseekBlock] = []
         embed = loader.embedding(devices[0])
         for each, count in zip(devices, counts, strict=True):

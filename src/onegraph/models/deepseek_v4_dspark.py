@@ -1,4 +1,4 @@
-"""DSpark: the draft stages of DeepSeek-V4 0731 and 0813 (`mtp.0` to `mtp.2`): a block of tokens in one pass.
+"""DSpark, the draft stages of DeepSeek-V4 0731 and 0813 (`mtp.0` to `mtp.2`): a block of tokens in one pass.
 
 The decoder's streams behind some of its layers, averaged over the streams and joined, become one vector a token, and of
 that each stage makes the keys of its window (`read`). A block is the token that is known and noise behind it; all of it

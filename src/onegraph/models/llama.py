@@ -1,5 +1,5 @@
-"""The decoder of the Llama kind: Llama, Mistral, Qwen2, Qwen3, SmolLM2 and SmolLM3, and with routed experts Mixtral and
-Qwen3-MoE, in any weight format.
+"""The decoder of the Llama kind: Llama, Mistral, Qwen2, Qwen3, SmolLM2 and SmolLM3, and with routed experts Mixtral,
+Qwen3-MoE and gpt-oss, in any weight format.
 
 A model is put together from what its config says, not from a class of its own. One forward serves prefill, decode,
 evaluation and calibration: what differs is the `cache` that attends. A decode step of it reads nothing back from the
@@ -8,6 +8,7 @@ launch follows from its format (`nn/block.py`): in E8P a layer is five ops, qkv 
 residual, gate-up behind its norm, down behind SwiGLU onto the residual.
 """
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -101,10 +102,11 @@ class Llama(nn.Module):
         max_context: int | None = None,
         decode: bool | None = None,
         fused: bool = True,
+        progress: Callable[[int, int], None] | None = None,
     ) -> "Llama":
-        """Reads a checkpoint tensor by tensor onto `device`; presence, shape and dtype of each is checked first.
+        """Reads a checkpoint onto `device`; presence, shape and dtype of each tensor is checked first.
 
-        On the way to a GPU the host holds the maps of one layer's files and two chunks of pinned memory.
+        On the way to a GPU the host holds a ring of pinned blocks (`models/prefetch.py`).
 
         Args:
             dtype: float32, bfloat16 or float16.
@@ -112,6 +114,7 @@ class Llama(nn.Module):
             decode: turn E8P layers into dense ones of `dtype` at load. None: on a CPU, whose time would go into
                 reading codes.
             fused: False runs every op of a layer alone: the other side of an A/B comparison.
+            progress: called as progress(bytes read, bytes in all).
 
         Raises ValueError (CheckpointError among them) that names the field or tensor that is wrong.
         """
@@ -121,21 +124,22 @@ class Llama(nn.Module):
         loader = Loader(checkpoint, config, dtype, decode=device.type == "cpu" if decode is None else decode)
         loader.check()
         tables = config.rope.tables(config.head_dim, positions, device)
-        embed = loader.embedding(device)
-        blocks = []
-        for i in range(config.layers):
-            blocks.append(build_block(loader, config, i, tables, device, fused=fused))
-            loader.forget()
-        return cls(
-            config=config,
-            embed=embed,
-            blocks=blocks,
-            norm=loader.tensor(NORM, device),
-            lm_head=loader.head(embed, device),
-            dtype=dtype,
-            max_context=positions,
-            fused=fused,
-        )
+        with loader.reading(progress):
+            embed = loader.embedding(device)
+            blocks = []
+            for i in range(config.layers):
+                blocks.append(build_block(loader, config, i, tables, device, fused=fused))
+                loader.forget()
+            return cls(
+                config=config,
+                embed=embed,
+                blocks=blocks,
+                norm=loader.tensor(NORM, device),
+                lm_head=loader.head(embed, device),
+                dtype=dtype,
+                max_context=positions,
+                fused=fused,
+            )
 
     @property
     def devices(self) -> list[torch.device]:
@@ -171,7 +175,15 @@ class Llama(nn.Module):
     def new_cache(
         self, *, rows: int, pages: int, page_size: int, pages_per_row: int, kv: TurboQuantConfig | None = None
     ) -> PagedCache | TurboQuantCache:
-        """A paged KV cache of this model's sizes, on its device: in its dtype, or in codes as `kv` says."""
+        """A paged KV cache of this model's sizes, on its device: in its dtype, or in codes as `kv` says.
+
+        Raises ValueError for codes where attention has sinks, which nothing that reads codes knows.
+        """
+        if kv is not None and self.config.sinks:
+            raise ValueError(
+                f"turboquant: {self.config.model_type} has attention sinks, which a cache in codes does not know; "
+                "leave the cache in the model's dtype"
+            )
         sizes: dict[str, Any] = {
             "layers": self.config.layers,
             "pages": pages,
@@ -227,6 +239,7 @@ def build_block(
         cos=cos,
         sin=sin,
         window=config.windows[i],
+        sinks=loader.float32(f"{prefix}self_attn.sinks", device) if config.sinks else None,
     )
     return Block(
         qkv=normed("input_layernorm", QKV),
@@ -238,14 +251,21 @@ def build_block(
 
 def build_experts(loader: Loader, config: LlamaConfig, routed: Routed, prefix: str, device: torch.device) -> MoE:
     """The feed-forward half of the block of `prefix`, of routed experts."""
-    router, gate_up, down = routed.names(prefix)
+    router = prefix + routed.router
     stored = loader.info(f"{router}.weight").dtype
+    if routed.fused:
+        gate_up, down = (prefix + name for name in routed.whole)
+        experts = loader.fused_experts(gate_up, down, routed.gate, device, interleaved=True, transposed=True)
+    else:
+        pairs, downs = routed.each
+        names = [(prefix + gate, prefix + up) for gate, up in pairs]
+        experts = loader.experts(names, [prefix + name for name in downs], routed.gate, device)
     return MoE(
         norm=loader.tensor(f"{prefix}post_attention_layernorm.weight", device),
         eps=config.eps,
         gate=loader.tensor(f"{router}.weight", device, torch.promote_types(stored, loader.dtype)),
-        bias=None,
-        experts=loader.experts(gate_up, down, routed.gate, device),
+        bias=loader.float32(f"{router}.bias", device) if routed.fused else None,
+        experts=experts,
         top_k=routed.top_k,
         normalise=routed.normalise,
     )
@@ -335,9 +355,9 @@ class LlamaSource:
         return self._loader.head(self._embedding, self.device)
 
 
-def refuse_experts(config: LlamaConfig) -> None:
-    """Raises ValueError for a model that cannot be quantized here."""
-    if config.routed is not None:
+def refuse_experts(config: object) -> None:
+    """Raises ValueError for a model of this decoder that has experts, which cannot be quantized here."""
+    if isinstance(config, LlamaConfig) and config.routed is not None:
         raise ValueError(
             f"{config.model_type} has routed experts, which are not quantized; give a dense model, or load a published "
             "checkpoint of this one in FP8, NVFP4 or MXFP4 as it is"

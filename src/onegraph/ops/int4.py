@@ -36,6 +36,16 @@ def _linear(
     return y if float32 else y.to(x.dtype)
 
 
+def linear_on_gpu(
+    x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, order: Tensor | None, bias: Tensor | None, float32: bool
+) -> Tensor:
+    from onegraph.ops.cuda import int4
+
+    if not int4.takes(x, scale):
+        return _linear(x, codes, scale, zero, order, bias, float32)
+    return int4.linear(x, codes, scale, zero, order, bias, float32)
+
+
 def _check_weight(codes: Tensor, scale: Tensor, zero: Tensor, order: Tensor | None) -> None:
     if codes.dtype != torch.uint8 or codes.dim() < 2 or not codes.is_contiguous():
         raise ValueError(f"codes is {codes.dtype} {tuple(codes.shape)}; it must be contiguous uint8 [..., n, k/2]")
@@ -143,6 +153,7 @@ int4_linear = register(
         schema="(Tensor x, Tensor codes, Tensor scale, Tensor zero, Tensor? order, Tensor? bias, bool float32) "
         "-> Tensor",
         reference=_linear,
+        kernel="onegraph.ops.int4:linear_on_gpu",
         fake=lambda x, codes, scale, zero, order, bias, float32: x.new_empty(
             (*x.shape[:-1], codes.shape[0]), dtype=torch.float32 if float32 else x.dtype
         ),

@@ -4,7 +4,8 @@
 // Cut. A tile is 16 rows, a slice SLICE columns. A block stays on its SM and owns a run of row tiles; its warps share k
 // out, slice by slice, and walk down the tiles, so that a warp's activations stay in its registers. What a warp reads
 // next is a fixed list (tile after tile, then its next slice), and DEPTH entries of it are always under way, into a ring
-// of its own in shared memory: no warp waits for another before the sums are added, in a fixed order, at the end.
+// of its own in shared memory: no warp waits for another before the sums are added, in a fixed order, at the end. Where a
+// block has few row tiles, activations are as many bytes as codes, and come through the ring too, at a slice's first tile.
 //
 // Routed experts (`routes.cuh`): gate-up: each of the distinct experts is a matrix more of tiles. down: their k follow one
 // another, and columns are added to their tokens' sums.
@@ -13,14 +14,15 @@
 //
 // Set when compiled: HALF (1: x is float16, 0: bfloat16), TILES (column tiles of 8 tokens), MODE (0: linear and grouped
 // linear; 1: gate and up of routed experts with SwiGLU; 2: down of routed experts, weighted and added up), SLICE (128 or
-// 256), GRAIN (columns that share a scale wherever they begin: 32 or 128), DEPTH, TOGETHER (experts of up to 16 tokens;
-// TILES is 1).
+// 256), GRAIN (columns that share a scale wherever they begin: 32 or 128), DEPTH, WARPS (of a block at
+// most), TOGETHER (experts of up to 16 tokens; TILES is 1), RING_X (1: activations through the ring; MODE is 0).
 
 #include "nvfp4_common.cuh"
 #include "fp8_decode.cuh"
 
 constexpr int ROWS = 16, SCALES = SLICE / GRAIN;           // of a row of a unit
-constexpr int CODES = ROWS * SLICE, SLOT = CODES + ROWS * SCALES * 4;  // bytes
+constexpr int CODES = ROWS * SLICE, BESIDE = CODES + ROWS * SCALES * 4;  // bytes: of codes, and scales
+constexpr int SLOT = BESIDE + (RING_X ? TILES * SLICE * 16 : 0);
 constexpr int COLUMNS = TILES * 8, TOKENS = TOGETHER ? 16 : COLUMNS;  // of a product, of a pass
 constexpr int PITCH = TOKENS + 1;                                     // down, together: a tile's sums are [ROWS][PITCH]
 constexpr int SUMS = MODE == 2 && TOGETHER ? ROWS * PITCH * 4 : TILES * 512;  // bytes of a warp's sums of a tile
@@ -64,7 +66,7 @@ __device__ __forceinline__ void store(const Arguments& a, long long at, float v)
   else ((u16*)a.y)[at] = narrow(v);
 }
 
-extern "C" __global__ void __launch_bounds__(512, 1) fp8_linear(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) fp8_linear(const Arguments a) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int across = a.across, down = blockDim.x / 32 / across, own_slice = warp % across, own_tile = warp / across;
   const int first_token = blockIdx.z * TOKENS, count = min(a.tokens - first_token, TOKENS);
@@ -116,6 +118,14 @@ extern "C" __global__ void __launch_bounds__(512, 1) fp8_linear(const Arguments 
     if (MODE == 1)
       while (w.row >= row_tiles * step_rows) w.row -= row_tiles * step_rows, ++w.slot;
   };
+  auto advance = [&](Walk& w) {  // to the next of the list; whether that is elsewhere than a few rows below
+    const int slot = w.slot;
+    next_tile(w);
+    if (w.tile != w.tiles) return w.slot != slot;
+    if (++w.turn < turns) enter_slice(w);
+    else enter_round(w, w.first + a.hold);
+    return w.tiles != 0;
+  };
 
   Walk ahead = {};
   int put = 0, get = 0;
@@ -128,7 +138,20 @@ extern "C" __global__ void __launch_bounds__(512, 1) fp8_linear(const Arguments 
   };
   enter_round(ahead, begin);
   if (turns && ahead.tiles) aim();
-  auto fetch = [&]() {  // the next of the list into the ring; nothing at its end
+  auto fetch_x = [&](const Walk& w, u8* to) {  // what the lane itself will read
+    if (!RING_X || w.tile) return;
+    const int column = w.column + t * 8;
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) {
+      const int mine = tile * 8 + g;
+      const u16* const from = a.x + ((long long)(first_token + mine) * a.matrices + blockIdx.y) * a.k + column;
+#pragma unroll
+      for (int b = 0; b < BLOCKS; ++b)
+        copy16(to + BESIDE + (tile * BLOCKS + b) * 512 + lane * 16, (const u8*)(from + b * 32),
+               mine < count && column + b * 32 < a.k);
+    }
+  };
+  auto fetch = [&](bool with_x) {  // the next of the list into the ring; nothing at its end
     if (turns && ahead.tiles) {
       u8* const to = ring + put * SLOT;
       const bool inside = ahead.column + lane % CHUNKS * 16 < a.k;
@@ -147,23 +170,30 @@ extern "C" __global__ void __launch_bounds__(512, 1) fp8_linear(const Arguments 
         copy4(to + CODES + s * 4, (const u8*)(scale_at + (row >> a.row_shift) * a.scale_pitch + (column >> a.column_shift)),
               column < a.k && (MODE == 1 || row < a.n));
       }
+      if (with_x) fetch_x(ahead, to);
       put = put + 1 == DEPTH ? 0 : put + 1;
-      const int slot = ahead.slot;
-      next_tile(ahead);
       codes_at += (long long)down * step_rows * a.k;
-      if (ahead.tile == ahead.tiles) {
-        if (++ahead.turn < turns) enter_slice(ahead);
-        else enter_round(ahead, ahead.first + a.hold);
-        if (ahead.tiles) aim();
-      } else if (ahead.slot != slot) {
-        aim();
-      }
+      if (advance(ahead)) aim();
     }
-    commit();
   };
 #pragma unroll
-  for (int i = 0; i < DEPTH; ++i) fetch();
+  for (int i = 0; i < DEPTH; ++i) {
+    fetch(false);
+    if (!RING_X) commit();
+  }
   if (MODE != 1) wait_for_previous();
+  if (RING_X) {  // only now; the first of these groups has all the codes
+    Walk again = {};
+    enter_round(again, begin);
+#pragma unroll
+    for (int i = 0; i < DEPTH; ++i) {
+      if (turns && again.tiles) {
+        fetch_x(again, ring + i * SLOT);
+        advance(again);
+      }
+      commit();
+    }
+  }
 
   u32 x[TILES][BLOCKS][4];
   int loaded = -1;
@@ -207,8 +237,8 @@ extern "C" __global__ void __launch_bounds__(512, 1) fp8_linear(const Arguments 
 #pragma unroll 1
     for (; now.turn < turns && now.tiles; ++now.turn) {
       enter_slice(now);
-      if (MODE != 1 || !TOGETHER) load_x(now);
-      if (MODE == 0 && now.turn + 1 < turns) {  // the next slice's activations come nearer meanwhile, a line a lane
+      if (!RING_X && (MODE != 1 || !TOGETHER)) load_x(now);
+      if (MODE == 0 && !RING_X && now.turn + 1 < turns) {  // the next slice's activations come nearer meanwhile, a line a lane
         const int column = now.column + across * SLICE + t * 64;
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
@@ -233,9 +263,20 @@ extern "C" __global__ void __launch_bounds__(512, 1) fp8_linear(const Arguments 
 #pragma unroll
           for (int s = 0; s < SCALES; ++s) scales[row][s] = *(const float*)(from + CODES + ((row * 8 + g) * SCALES + s) * 4);
         }
+        if (RING_X && now.tile == 0) {
+#pragma unroll
+          for (int tile = 0; tile < TILES; ++tile)
+#pragma unroll
+            for (int b = 0; b < BLOCKS; ++b) {
+              const uint4 v = *(const uint4*)(from + BESIDE + (tile * BLOCKS + b) * 512 + lane * 16);
+              in_order(v.x, v.y, x[tile][b][0], x[tile][b][1]);
+              in_order(v.z, v.w, x[tile][b][2], x[tile][b][3]);
+            }
+        }
         get = get + 1 == DEPTH ? 0 : get + 1;
         __syncwarp();
-        fetch();
+        fetch(true);
+        commit();
 
         float acc[TILES][4] = {};
 #pragma unroll

@@ -14,10 +14,12 @@ from onegraph.ops.cuda import build
 
 ROWS, PAIRS = 16, 255  # as in fp8.cu, routes.cuh
 SLICE = 128  # columns that a warp takes at a time
-WARPS = 16  # of a block at most
+WARPS = 16  # of a block at most; FEW_WARPS where a lane holds more activations, or the ring does
+FEW_WARPS = 8
 PASS, FEW_PASS = 16, 8  # tokens of experts that share a reading: where those of an expert are moved together, and not
-DEPTHS = (4, 3, 2)  # units that a warp has under way: of experts the most that fit,
-LINEAR_DEPTHS = (3, 2)  # of a linear what is expected to be best: activations queue behind the ring's first filling
+DEPTHS = (4, 3, 2)  # units that a warp has under way, the first that fits: of experts, and of few warps,
+LINEAR_DEPTHS = (3, 2)  # of other linears: activations queue behind the ring's first filling
+FEW_TILES = 4  # row tiles of a block, below which activations of more than 8 tokens come through the ring
 MOST_TILES = 4  # column tiles of 8 tokens that a linear multiplies in one pass
 MAX_TOKENS = 64  # of a linear; above, decoding once is cheaper than reading the codes again for every pass
 ROUTES = 8 * 1024  # bytes of a block's shared memory that the routes of experts take, rounded up
@@ -32,13 +34,6 @@ ARGUMENTS = build.Arguments(
     ),
     floats=("limit", "alpha", "shift"),
 )  # fmt: skip
-KERNEL = build.Source(
-    "fp8",
-    functions=("fp8_linear",),
-    arguments=ARGUMENTS,
-    capabilities=build.EVERY,
-    example={"MODE": LINEAR, "HALF": 0, "TILES": 1, "TOGETHER": 0, "SLICE": SLICE, "GRAIN": 128, "DEPTH": 3},
-)
 DEQUANTIZE_ARGUMENTS = build.Arguments(
     pointers=("codes", "scale", "y"), ints=("matrices", "n", "k", "row_shift", "column_shift", "scale_pitch")
 )
@@ -75,6 +70,48 @@ def blocks(rows: int, columns: int, k: int) -> Blocks | None:
 
 
 @dataclass(frozen=True)
+class Variant:
+    """What is set when compiled: `tiles` column tiles of 8 tokens; `together`: experts of up to 16 tokens; `ring_x`:
+    activations through the ring; `warps` of a block at most; `slice` columns of a unit."""
+
+    mode: int
+    tiles: int = 1
+    together: bool = False
+    ring_x: bool = False
+    warps: int = WARPS
+    slice: int = SLICE
+
+    @property
+    def tokens(self) -> int:
+        """Of a pass."""
+        return PASS if self.together else 8 * self.tiles
+
+    @property
+    def sums(self) -> int:
+        """Bytes of a warp's sums of a row tile."""
+        return ROWS * (PASS + 1) * 4 if self.mode == DOWN and self.together else self.tiles * 512
+
+    def slot(self, grain: int) -> int:
+        """Bytes of a unit in the ring: codes, scales, activations."""
+        return ROWS * (self.slice + self.slice // grain * 4) + self.ring_x * self.tiles * self.slice * 16
+
+    def defines(self, half: bool, grain: int, depth: int) -> dict[str, int]:
+        return {
+            "MODE": self.mode, "HALF": int(half), "TILES": self.tiles, "TOGETHER": int(self.together),
+            "RING_X": int(self.ring_x), "SLICE": self.slice, "GRAIN": grain, "DEPTH": depth, "WARPS": self.warps,
+        }  # fmt: skip
+
+
+KERNEL = build.Source(
+    "fp8",
+    functions=("fp8_linear",),
+    arguments=ARGUMENTS,
+    capabilities=build.EVERY,
+    example=Variant(LINEAR).defines(half=False, grain=128, depth=LINEAR_DEPTHS[0]),
+)
+
+
+@dataclass(frozen=True)
 class Plan:
     """How one shape is cut over the GPU: `blocks` blocks, one on each SM; in each, `across` warps side by side in k,
     `down` times beside one another over the block's row tiles, `hold` of which are added up at a time; `depth` units of
@@ -86,36 +123,26 @@ class Plan:
     hold: int
     depth: int
 
-    def shared(self, slot: int, sums: int) -> int:
-        """Bytes of shared memory: rings of units of `slot` bytes, sums (`sums` bytes of a warp's row tile)."""
-        return self.across * (self.down * self.depth * slot + self.hold * sums)
-
-
-def slot_bytes(grain: int, slice: int = SLICE) -> int:
-    """Of a unit in the ring: codes and scales."""
-    return ROWS * (slice + slice // grain * 4)
-
-
-def sums(mode: int, column_tiles: int = 1, *, together: bool = False) -> int:
-    """Bytes of a warp's sums of a row tile, as in fp8.cu."""
-    return ROWS * (PASS + 1) * 4 if mode == DOWN and together else column_tiles * 512
+    def shared(self, variant: Variant, grain: int) -> int:
+        """Bytes of shared memory: rings and sums."""
+        return self.across * (self.down * self.depth * variant.slot(grain) + self.hold * variant.sums)
 
 
 @cache
 def plan(
-    row_tiles: int, slices: int, slot: int, sums: int, blocks: int, depths: tuple[int, ...], room: int
+    row_tiles: int, k: int, readings: int, variant: Variant, grain: int, blocks: int, depths: tuple[int, ...], room: int
 ) -> Plan | None:
-    """`row_tiles` tiles of 16 rows with `slices` slices of k over at most `blocks` blocks: the first of `depths`, with
-    the most warps side by side, where all sums fit into `room` bytes of shared memory beside the rings; else what adds
-    up as many tiles at a time as fit. None where not one does."""
-    blocks = min(row_tiles, blocks)
+    """`row_tiles` tiles of 16 rows by `readings` times k over at most `blocks` blocks: the first of `depths`, with the
+    most warps side by side, where all sums fit into `room` bytes of shared memory beside the rings; else what adds up
+    as many tiles at a time as fit. None where not one does."""
+    blocks, slices = min(row_tiles, blocks), -(-k // variant.slice) * readings
     each = -(-row_tiles // blocks)
     found = None
-    for warps in (WARPS, WARPS // 2):
+    for warps in (variant.warps, variant.warps // 2):
         across = -(-slices // -(-slices // warps))
         down = min(warps // across, each)
         for depth in depths:
-            fit = (room - Plan(blocks, across, down, 0, depth).shared(slot, sums)) // (across * sums)
+            fit = (room - Plan(blocks, across, down, 0, depth).shared(variant, grain)) // (across * variant.sums)
             if fit < down:
                 continue
             rounds = -(-each // fit)
@@ -141,11 +168,8 @@ def available(device: int) -> bool:
 
 
 @cache
-def _kernel(
-    mode: int, half: bool, column_tiles: int, together: bool, grain: int, depth: int, slice: int, device: int
-) -> build.Kernel:
-    defines = {"MODE": mode, "HALF": int(half), "TILES": column_tiles, "TOGETHER": int(together)}
-    return KERNEL.load(defines | {"SLICE": slice, "GRAIN": grain, "DEPTH": depth}, device)[0]
+def _kernel(variant: Variant, half: bool, grain: int, depth: int, device: int) -> build.Kernel:
+    return KERNEL.load(variant.defines(half, grain, depth), device)[0]
 
 
 @cache
@@ -162,16 +186,12 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 
 def run(
-    mode: int,
+    variant: Variant,
     tensors: tuple[Tensor | None, ...],
     y: Tensor,
     sizes: tuple[int, int, int, int, int],
     scaled: Blocks,
     chosen: Plan,
-    *,
-    column_tiles: int = 1,
-    together: bool = False,
-    slice: int = SLICE,
     gate: tuple[float, float, float] = (0.0, 0.0, 0.0),
 ) -> None:
     """Launches one mode. `tensors`: x, codes, scale, bias, experts, weights; `sizes`: tokens, n, k, matrices, top_k;
@@ -179,8 +199,7 @@ def run(
     tokens, *_, matrices, _ = sizes
     x = tensors[0]
     assert x is not None
-    half = x.dtype == torch.float16
-    kernel = _kernel(mode, half, column_tiles, together, scaled.grain, chosen.depth, slice, y.device.index)
+    kernel = _kernel(variant, x.dtype == torch.float16, scaled.grain, chosen.depth, y.device.index)
     pointers = dict(zip(("x", "codes", "scale", "bias", "experts", "weights"), tensors, strict=True))
     arguments = ARGUMENTS.pack(
         **build.addresses(**pointers, y=y),
@@ -193,29 +212,35 @@ def run(
         hold=chosen.hold,
         **dict(zip(("limit", "alpha", "shift"), gate, strict=True)),
     )
-    grid = chosen.blocks, matrices if mode == LINEAR else 1, -(-tokens // (PASS if together else 8 * column_tiles))
+    grid = chosen.blocks, matrices if variant.mode == LINEAR else 1, -(-tokens // variant.tokens)
     with torch.cuda.device(y.device):  # the driver launches in the current context
-        stream = torch.cuda.current_stream().cuda_stream
-        shared = chosen.shared(slot_bytes(scaled.grain, slice), sums(mode, column_tiles, together=together))
+        stream, shared = torch.cuda.current_stream().cuda_stream, chosen.shared(variant, scaled.grain)
         kernel.launch(grid, chosen.across * chosen.down * 32, shared, 1, stream, arguments)
 
 
-def linear_tiles(tokens: int) -> int:
-    """Column tiles of 8 tokens of a pass."""
-    return 1 if tokens <= 8 else 2 if tokens <= 16 else MOST_TILES
+@cache
+def linear_cut(
+    tokens: int, n: int, k: int, groups: int, grain: int, sms: int, room: int
+) -> tuple[Variant, Plan] | None:
+    """How linears side by side run, None where they do not fit."""
+    tiles = 1 if tokens <= 8 else 2 if tokens <= 16 else MOST_TILES
+    row_tiles, blocks = -(-n // ROWS), max(1, sms // groups)
+    ring_x = tiles > 1 and row_tiles < FEW_TILES * min(row_tiles, blocks)
+    few = ring_x or tiles > 2
+    variant = Variant(LINEAR, tiles, ring_x=ring_x, warps=FEW_WARPS if few else WARPS)
+    chosen = plan(row_tiles, k, 1, variant, grain, blocks, DEPTHS if few else LINEAR_DEPTHS, room)
+    return None if chosen is None else (variant, chosen)
 
 
 def _linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, y: Tensor, scaled: Blocks) -> bool:
     """Linears side by side; x [..., groups, k], codes [groups, n, k] -> y [..., groups, n]. Whether that was done."""
     groups, n, k = codes.shape
-    tokens, sms, room = x.numel() // (groups * k), build.device(x.device.index).sms, _room(x.device.index)
-    tiles = linear_tiles(tokens)
-    cut = -(-n // ROWS), -(-k // SLICE), slot_bytes(scaled.grain), sums(LINEAR, tiles), max(1, sms // groups)
-    chosen = plan(*cut, LINEAR_DEPTHS, room)
-    if chosen is None:
+    tokens, device = x.numel() // (groups * k), x.device.index
+    cut = linear_cut(tokens, n, k, groups, scaled.grain, build.device(device).sms, _room(device))
+    if cut is None:
         return False
     inputs = (_aligned(x), _aligned(codes), scale, bias, None, None)
-    run(LINEAR, inputs, y, (tokens, n, k, groups, 1), scaled, chosen, column_tiles=tiles)
+    run(cut[0], inputs, y, (tokens, n, k, groups, 1), scaled, cut[1])
     return True
 
 
@@ -276,22 +301,19 @@ def experts(
         return None
     together = tokens > FEW_PASS and top_k * PASS <= PAIRS
     most = min(min(tokens, PASS if together else FEW_PASS) * top_k, matrices * (1 + together))  # readings of a pass
-    sms, room, slot = build.device(x.device.index).sms, _room(x.device.index), slot_bytes(scaled.grain)
-    first = plan(most * (wide // 8), -(-dim // SLICE), slot, sums(GATE_UP), sms, DEPTHS, room)
-    down_sums = sums(DOWN, together=together)
-    second = plan(-(-dim // ROWS), most * -(-wide // SLICE), slot, down_sums, sms, DEPTHS, room)
+    sms, room, grain = build.device(x.device.index).sms, _room(x.device.index), scaled.grain
+    first_variant, second_variant = (Variant(mode, together=together) for mode in (GATE_UP, DOWN))
+    first = plan(most * (wide // 8), dim, 1, first_variant, grain, sms, DEPTHS, room)
+    second = plan(-(-dim // ROWS), wide, most, second_variant, grain, sms, DEPTHS, room)
     if first is None or second is None:
         return None
     # Every copy comes before the first launch: the second reads the experts while the first may still run.
     x, gate_up, down = map(_aligned, (x, gate_up, down))
     hidden, y = x.new_empty(tokens * top_k, wide), torch.empty_like(x)
-    sizes, gate = (tokens, 2 * wide, dim, matrices, top_k), (limit, alpha, shift)
-    run(
-        GATE_UP, (x, gate_up, gate_up_scale, None, experts, weights), hidden, sizes, scaled, first,
-        together=together, gate=gate,
-    )  # fmt: skip
-    sizes = tokens, dim, wide, matrices, top_k
-    run(DOWN, (hidden, down, down_scale, None, experts, weights), y, sizes, down_scaled, second, together=together)
+    sizes, inputs = (tokens, 2 * wide, dim, matrices, top_k), (x, gate_up, gate_up_scale, None, experts, weights)
+    run(first_variant, inputs, hidden, sizes, scaled, first, (limit, alpha, shift))
+    sizes, inputs = (tokens, dim, wide, matrices, top_k), (hidden, down, down_scale, None, experts, weights)
+    run(second_variant, inputs, y, sizes, down_scaled, second)
     return y
 
 
