@@ -12,7 +12,7 @@ from models import Decoder
 from onegraph.check import check_step
 from onegraph.formats.checkpoint import Checkpoint, CheckpointError
 from onegraph.models.deepseek_v4 import DeepseekV4
-from onegraph.models.deepseek_v4_mtp import DeepseekDraft
+from onegraph.models.deepseek_v4_mtp import DeepseekDraft, shared_embedding
 from onegraph.ops.registry import reference_ops
 
 SPARE = 8
@@ -338,6 +338,20 @@ def test_what_it_shares_is_the_decoders(loaded):
     assert draft.embed is model.embed
     assert draft.lm_head is model.lm_head
     assert draft.attentions[0].index == model.config.layers
+
+
+def test_a_placed_models_draft_lies_with_its_last_layers(made, tmp_path):
+    write(tmp_path / "m", plain(TINY), made[1])
+    with Checkpoint.open(tmp_path / "m") as checkpoint:
+        model = DeepseekV4.load(checkpoint, ["cpu", "cpu"], max_context=64)
+        draft = DeepseekDraft.load(checkpoint, model)
+        meta = DeepseekV4.load(checkpoint, ["cpu", "meta"], max_context=64)
+        assert shared_embedding(meta).weight.device.type == "meta"
+        assert meta.embed.weight.device.type == "cpu", "the decoder keeps its own"
+    sizes = {"rows": 1, "pages": 3, "page_size": 128, "pages_per_row": 2}
+    first, last = model.new_cache(**sizes, drafts=draft.attentions).parts
+    assert model.config.layers in last.windows
+    assert model.config.layers not in first.windows
 
 
 def test_a_draft_layer_that_is_damaged_or_absent_is_named(made, tmp_path):
