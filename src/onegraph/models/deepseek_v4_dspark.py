@@ -77,19 +77,24 @@ class DSparkDraft(nn.Module):
         tables = config.main.tables(config.rope_dim, model.max_context, device)
         stages = [config.layer(config.layers + i) for i in range(config.drafts)]
         first, last = stages[0].prefix, stages[-1].prefix
-        markov = [loader.tensor(f"{last}markov_head.markov_w{i}.weight", device) for i in (1, 2)]
-        return cls(
-            config=config,
-            dspark=config.dspark,
-            embed=shared_embedding(model),
-            lm_head=model.lm_head,
-            blocks=[build_block(loader, config, stage, tables, device) for stage in stages],
-            main=(loader.linear(f"{first}main_proj", device), loader.float32(f"{first}main_norm.weight", device)),
-            head=build_hyper(loader, f"{last}hc_head_", f"{last}norm.weight", device),
-            markov=(Embedding(DENSE, {"weight": markov[0]}, model.dtype), dense(markov[1])),
-            confidence=dense(loader.float32(f"{last}confidence_head.proj.weight", device)),
-            dtype=model.dtype,
-        )
+        with loader.reading():
+            blocks = []
+            for stage in stages:
+                blocks.append(build_block(loader, config, stage, tables, device))
+                loader.forget()
+            markov = [loader.tensor(f"{last}markov_head.markov_w{i}.weight", device) for i in (1, 2)]
+            return cls(
+                config=config,
+                dspark=config.dspark,
+                embed=shared_embedding(model),
+                lm_head=model.lm_head,
+                blocks=blocks,
+                main=(loader.linear(f"{first}main_proj", device), loader.float32(f"{first}main_norm.weight", device)),
+                head=build_hyper(loader, f"{last}hc_head_", f"{last}norm.weight", device),
+                markov=(Embedding(DENSE, {"weight": markov[0]}, model.dtype), dense(markov[1])),
+                confidence=dense(loader.float32(f"{last}confidence_head.proj.weight", device)),
+                dtype=model.dtype,
+            )
 
     @property
     def attentions(self) -> list[DeepseekAttention]:

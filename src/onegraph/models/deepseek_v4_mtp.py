@@ -105,18 +105,19 @@ class DeepseekDraft(nn.Module):
         device, layer = model.devices[-1], config.layer(config.layers)
         tables = config.main.tables(config.rope_dim, model.max_context, device)
         prefix = layer.prefix
-        enorm, hnorm = (loader.float32(f"{prefix}{name}.weight", device) for name in ("enorm", "hnorm"))
-        e_proj, h_proj = (loader.linear(f"{prefix}{name}", device) for name in ("e_proj", "h_proj"))
-        return cls(
-            config=config,
-            embed=shared_embedding(model),
-            lm_head=model.lm_head,
-            block=build_block(loader, config, layer, tables, device),
-            norms=(enorm, hnorm),
-            projections=(e_proj, h_proj),
-            head=build_hyper(loader, f"{prefix}hc_head_", f"{prefix}norm.weight", device),
-            dtype=model.dtype,
-        )
+        with loader.reading():
+            enorm, hnorm = (loader.float32(f"{prefix}{name}.weight", device) for name in ("enorm", "hnorm"))
+            e_proj, h_proj = (loader.linear(f"{prefix}{name}", device) for name in ("e_proj", "h_proj"))
+            return cls(
+                config=config,
+                embed=shared_embedding(model),
+                lm_head=model.lm_head,
+                block=build_block(loader, config, layer, tables, device),
+                norms=(enorm, hnorm),
+                projections=(e_proj, h_proj),
+                head=build_hyper(loader, f"{prefix}hc_head_", f"{prefix}norm.weight", device),
+                dtype=model.dtype,
+            )
 
     @property
     def attentions(self) -> list[DeepseekAttention]:
