@@ -163,7 +163,7 @@ class Loader:
             n, k, _ = self.layers()[layer]
             format.check_part(n, k, part)
         tensors = format.read(_Reader(self, device), layer, part)
-        format.check_dtype(layer, tensors, self.dtype)
+        format.check_dtype(layer, tensors, self.dtype, self.require)
         return format, tensors
 
     def forget(self) -> None:
@@ -310,7 +310,7 @@ class Loader:
             one = {key: tensor[i] for key, tensor in stack.items()}
             layer = f"{name} of expert {i}"
             read = format.read(OneOfStack(format, one, self.dtype, self.require), layer)
-            format.check_dtype(layer, read, self.dtype)
+            format.check_dtype(layer, read, self.dtype, self.require)
             yield {key: tensor.t() for key, tensor in read.items()} if turned else read
 
     def _stacked(self, format: WeightFormat, layers: Sequence[Sequence[str]], device: torch.device) -> Weight:
