@@ -57,7 +57,7 @@ def config_of(model: str, layers: int | None) -> dict[str, Any]:
     }
     config |= MODELS[model]
     count = layers or config["num_hidden_layers"]
-    ratios = [*config["compress_ratios"][:count], 0]
+    ratios = config["compress_ratios"][:count]  # those behind are of draft layers
     return config | {"num_hidden_layers": count, "compress_ratios": ratios, "num_nextn_predict_layers": 0}
 
 

@@ -102,18 +102,19 @@ class DeepseekDraft(nn.Module):
         embed = model.embed
         if model.devices[0] != device:  # a step's graph is one device's
             embed = copy.deepcopy(embed).to(device)
-        enorm, hnorm = (loader.float32(f"{prefix}{name}.weight", device) for name in ("enorm", "hnorm"))
-        e_proj, h_proj = (loader.linear(f"{prefix}{name}", device) for name in ("e_proj", "h_proj"))
-        return cls(
-            config=config,
-            embed=embed,
-            lm_head=model.lm_head,
-            block=build_block(loader, config, layer, tables, device),
-            norms=(enorm, hnorm),
-            projections=(e_proj, h_proj),
-            head=build_hyper(loader, f"{prefix}hc_head_", f"{prefix}norm.weight", device),
-            dtype=model.dtype,
-        )
+        with loader.reading():
+            enorm, hnorm = (loader.float32(f"{prefix}{name}.weight", device) for name in ("enorm", "hnorm"))
+            e_proj, h_proj = (loader.linear(f"{prefix}{name}", device) for name in ("e_proj", "h_proj"))
+            return cls(
+                config=config,
+                embed=embed,
+                lm_head=model.lm_head,
+                block=build_block(loader, config, layer, tables, device),
+                norms=(enorm, hnorm),
+                projections=(e_proj, h_proj),
+                head=build_hyper(loader, f"{prefix}hc_head_", f"{prefix}norm.weight", device),
+                dtype=model.dtype,
+            )
 
     @property
     def attentions(self) -> list[DeepseekAttention]:

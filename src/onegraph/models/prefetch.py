@@ -100,7 +100,7 @@ class _Slot:
     bytes: memoryview = field(init=False)
 
     def __post_init__(self) -> None:
-        self.bytes = self.memory.numpy().data
+        self.bytes = memoryview(self.memory.numpy().data)
 
 
 class Ring:
@@ -282,6 +282,7 @@ class Prefetch:
     def _land(self, device: torch.device) -> None:
         """The next block onto the device: the copies are asked for, not waited for."""
         block, slot = self._ring.next()
+        gpu = device.type == "cuda"
         for name, start, first, size in block.pieces:
             if self._unit[name] in self._done:  # nobody asked for it
                 continue
@@ -290,9 +291,9 @@ class Prefetch:
                 self._landing[name] = _Landing(torch.empty(nbytes, dtype=torch.uint8, device=device), nbytes)
                 self._held += nbytes
             landing = self._landing[name]
-            landing.target[first : first + size].copy_(slot.memory[start : start + size], non_blocking=True)
+            landing.target[first : first + size].copy_(slot.memory[start : start + size], non_blocking=gpu)
             landing.missing -= size
-        if device.type == "cuda":
-            slot.sent = torch.cuda.Event()
+        if gpu:
+            slot.sent = torch.cuda.Event(blocking=True)  # a thread that waits shall not spin
             slot.sent.record(torch.cuda.current_stream(device))
         self._ring.give_back(slot)
