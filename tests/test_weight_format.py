@@ -410,6 +410,7 @@ def test_a_config_is_read_by_its_own_format() -> None:
         ("e8p", "must be an object"),
         ({"quant_method": "bitsandbytes"}, "'bitsandbytes', which is not supported"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24', which is not"),
+        ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "format 'int-quantized', which is not"),
         ({"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "ignore": "x"}, "no list"),
         ({"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "ignore": [1]}, "no list"),
     ):
