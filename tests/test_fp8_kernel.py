@@ -4,9 +4,11 @@ What this proves: every index, mask and copy, the order of waiting, and the bits
 GPU's instructions do what `nvfp4_common.cuh` says; tests/test_fp8_gpu.py does.
 """
 
+import os
 import shutil
 import struct
 import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -29,18 +31,22 @@ def rng(seed: int = 0) -> torch.Generator:
 
 
 @pytest.fixture(scope="module")
-def build(tmp_path_factory: pytest.TempPathFactory):
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("fp8")
     cuda = fp8.KERNEL.path.parent
     sources = (cuda / name for name in ("fp8.cu", "fp8_dequantize.cu", "fp8_decode.cuh", "routes.cuh"))
     for file in (*sources, HERE / "nvfp4_on_cpu" / "nvfp4_common.cuh", HERE / "fp8_on_cpu" / "run.cpp"):
         shutil.copy(file, path)
+    return path
 
+
+@pytest.fixture(scope="module")
+def build(folder: Path):
     @cache
     def made(**defines: int) -> Path:
         words = [f"-D{name}={value}" for name, value in defines.items()]
-        program = path / "-".join(["run", *map(str, defines.values())])
-        subprocess.run(["g++", "-O1", "-std=c++17", "-w", *words, path / "run.cpp", "-o", program], check=True)
+        program = folder / "-".join(["run", *map(str, defines.values())])
+        subprocess.run(["g++", "-O1", "-std=c++17", "-w", *words, folder / "run.cpp", "-o", program], check=True)
         return program
 
     return made
@@ -97,20 +103,29 @@ BROAD, BROAD_RING = (fp8.Variant(fp8.LINEAR, ring_x=ring, slice=256) for ring in
     ("kind", "tokens", "groups", "n", "k", "dtype", "cut", "variant"),
     [
         ("128", 1, 1, 100, 512, torch.bfloat16, fp8.Plan(2, 2, 2, 2, 2), PLAIN),  # rows beyond the last; two rounds
-        ("128", 3, 1, 200, 208, torch.bfloat16, fp8.Plan(1, 2, 1, 2, 3), PLAIN),  # a slice that ends early
+        ("128", 3, 1, 200, 208, torch.bfloat16, fp8.Plan(1, 2, 1, 2, 2), PLAIN),  # a slice that ends early
         ("128", 2, 1, 144, 912, torch.float16, fp8.Plan(2, 4, 2, 3, 2), PLAIN),  # two turns, the second not for all
         ("128", 5, 3, 48, 128, torch.bfloat16, fp8.Plan(2, 1, 4, 4, 2), PLAIN),  # groups; warps without a tile
         ("128", 17, 1, 40, 416, torch.float16, fp8.Plan(2, 2, 3, 4, 2), TWO),  # two passes of tokens
         ("128", 30, 1, 40, 416, torch.bfloat16, fp8.Plan(2, 2, 1, 2, 2), FOUR),
         ("32", 1, 1, 72, 336, torch.bfloat16, fp8.Plan(2, 2, 2, 2, 3), PLAIN),
         ("32", 12, 2, 33, 96, torch.float16, fp8.Plan(2, 1, 2, 2, 2), TWO),
-        ("mx", 2, 1, 50, 304, torch.bfloat16, fp8.Plan(1, 3, 1, 2, 2), PLAIN),
-        ("rows", 1, 1, 35, 16, torch.float16, fp8.Plan(3, 1, 1, 1, 4), PLAIN),
+        ("mx", 2, 1, 50, 304, torch.bfloat16, fp8.Plan(1, 3, 1, 2, 3), PLAIN),
+        ("rows", 1, 1, 35, 16, torch.float16, fp8.Plan(3, 1, 1, 1, 2), PLAIN),
         ("rows", 4, 2, 31, 400, torch.bfloat16, fp8.Plan(1, 4, 2, 2, 2), PLAIN),
         ("128", 3, 1, 200, 720, torch.bfloat16, fp8.Plan(2, 2, 2, 2, 2), BROAD),
         ("32", 2, 1, 40, 528, torch.float16, fp8.Plan(1, 3, 1, 2, 2), BROAD),
         ("128", 9, 1, 100, 912, torch.bfloat16, fp8.Plan(3, 2, 1, 2, 2), RING),  # two rounds, turns not for all
-        ("rows", 20, 2, 33, 336, torch.float16, fp8.Plan(2, 3, 2, 2, 4), RING),  # groups, passes, a warp without a tile
+        (
+            "rows",
+            20,
+            2,
+            33,
+            336,
+            torch.bfloat16,
+            fp8.Plan(2, 3, 2, 2, 2),
+            RING,
+        ),  # groups, passes, a warp without a tile
         ("mx", 33, 1, 48, 272, torch.bfloat16, fp8.Plan(1, 2, 2, 3, 3), RING_FOUR),
         ("128", 3, 1, 50, 720, torch.bfloat16, fp8.Plan(2, 2, 1, 2, 2), BROAD_RING),
     ],
@@ -142,7 +157,7 @@ def test_every_code_and_its_place(build, dtype: torch.dtype) -> None:
     ("kind", "tokens", "top_k", "experts", "dim", "wide", "gate", "twice", "cuts"),
     [
         ("128", 1, 6, 16, 256, 128, (10.0, 1.0, 0.0), False, (fp8.Plan(5, 2, 4, 6, 4), fp8.Plan(5, 4, 2, 4, 4))),
-        ("128", 1, 3, 4, 144, 80, (2.0, 1.702, 1.0), True, (fp8.Plan(3, 2, 3, 3, 2), fp8.Plan(2, 2, 2, 3, 2))),
+        ("128", 1, 3, 4, 144, 80, (2.0, 1.702, 1.0), True, (fp8.Plan(3, 2, 3, 3, 4), fp8.Plan(2, 2, 2, 3, 4))),
         ("32", 3, 2, 4, 128, 64, (1.0, 1.0, 0.0), True, (fp8.Plan(3, 1, 3, 3, 4), fp8.Plan(2, 2, 2, 3, 4))),
         ("mx", 18, 3, 6, 192, 128, (2.0, 1.702, 1.0), True, (fp8.Plan(4, 1, 3, 4, 3), fp8.Plan(3, 3, 2, 4, 3))),
         ("128", 13, 2, 9, 320, 128, (torch.inf, 1.0, 0.0), False, (fp8.Plan(3, 2, 2, 5, 3), fp8.Plan(2, 2, 1, 3, 3))),
@@ -179,6 +194,17 @@ def test_dequantize(build, kind: str, shape: tuple[int, int, int], dtype: torch.
         build(OUT=fp8.OUT[dtype]), [None, *weight, None, None, None], sizes, scaled, (shape, dtype), (2, 1, 1), 256
     )
     assert torch.equal(got, fp8_dequantize(*weight, *BLOCKS[kind]).to(dtype))
+
+
+def test_from_the_op_down(folder: Path) -> None:
+    """Every case of the ops through what chooses and launches the kernels."""
+    command = [sys.executable, HERE / "fp8_on_cpu" / "host.py", folder]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    launched = [line.rsplit(" ", 1) for line in done.stdout.splitlines()]
+    assert len(launched) > 12
+    assert all(count == ("2" if name.startswith("fp8_experts") else "1") for name, count in launched)
 
 
 VARIANTS = (

@@ -14,12 +14,9 @@ from torch import Tensor
 from models import SIZES, Decoder, save_hf
 from onegraph.api.plan import plan
 from onegraph.api.size import component_bits
-from onegraph.engine import generate
 from onegraph.engine.ab import components_of, costs, in_nvfp4
-from onegraph.engine.generate import Engine
 from onegraph.formats.checkpoint import Checkpoint, CheckpointError, write_checkpoint
 from onegraph.formats.dense import DENSE
-from onegraph.formats.nvfp4 import written_config
 from onegraph.formats.turboquant import TurboQuantConfig
 from onegraph.models.chain import chained
 from onegraph.models.config import LlamaConfig
@@ -34,11 +31,7 @@ from onegraph.nn.moe import MoE
 from onegraph.ops.activation import SwiGLU
 from onegraph.ops.attention import paged_attention
 from onegraph.ops.decode_attention import paged_decode
-from onegraph.ops.nvfp4 import nvfp4_dequantize_weight
 from onegraph.ops.route import softmax_route
-from onegraph.quant.nvfp4 import quantize_weight, quantized_tensors
-from test_engine_llama import PARAMS, PROMPTS, transformers_tokens
-from test_graph import RecordedPool
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -447,94 +440,7 @@ def test_tensors_that_do_not_fit_the_config_are_named(tmp_path: Path) -> None:
             load(tmp_path)
 
 
-# ------------------------------------------------------------------------------------------------------------- formats
-
-SIZED = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_attention_heads": 4}
-FP8_SAID = {
-    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
-    "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate", "model.layers.0.input_layernorm"],
-}  # fmt: skip
-NVFP4_SAID = {
-    "producer": {"name": "modelopt", "version": "0.39.0"},
-    "quantization": {
-        "quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16,
-        "exclude_modules": ["lm_head", "model.layers.0.mlp.gate", "model.layers.2.mlp.gate"],
-    },
-}  # fmt: skip
-
-
-def fp8(layer: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """As Qwen publishes it, scales in bfloat16; and what it stands for."""
-    n, k = weight.shape
-    scale = torch.rand(-(-n // 128), -(-k // 128), generator=rng(n + k)).add(0.5).mul(2.0**-8).bfloat16()
-    wide = scale.float().repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
-    codes = (weight / wide).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return {f"{layer}.weight": codes, f"{layer}.weight_scale_inv": scale}, codes.float() * wide
-
-
-def nvfp4(layer: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """As NVIDIA publishes it; and what it stands for."""
-    made = dict(quantized_tensors([f"{layer}.weight"], lambda name: weight, [layer]))
-    made[f"{layer}.input_scale"] = torch.tensor(0.01)
-    if layer.endswith(("k_proj", "v_proj")):
-        made[f"{layer}.{layer[-6]}_scale"] = torch.tensor(0.5)
-    codes, scale, gain = quantize_weight(weight).values()
-    return made, nvfp4_dequantize_weight(codes, scale, gain.expand(len(weight)).contiguous())
-
-
-def published(variant: str, path: Path, code: Any, said: dict[str, Any]) -> Any:
-    """All linears of a tiny model but its head as `code` writes them, under `path` / "coded", what is `said` of it in
-    config.json or, where that is not its place, beside it; and the transformers model of what the codes stand for."""
-    wide = {"moe_intermediate_size": 128} if variant == "qwen3_moe" else {}
-    hf = save_hf(variant, path / "dense", **SIZED, **wide)
-    source = Checkpoint.open(path / "dense")
-    linears = [f"{name}.weight" for name in LlamaConfig.from_dict(source.config).parts.linears if name != "lm_head"]
-    coded, stand_in = ({name: source.tensor(name) for name in source.names} for _ in range(2))
-    for name in linears:
-        made, stand_in[name] = code(name.removesuffix(".weight"), coded.pop(name))
-        coded |= made
-    inside = "quant_method" in said
-    write_checkpoint(path / "coded", source.config | ({"quantization_config": said} if inside else {}), coded.items())
-    if not inside:
-        (path / "coded" / "hf_quant_config.json").write_text(json.dumps(said))
-    write_checkpoint(path / "stand_in", source.config, stand_in.items())
-    return type(hf).from_pretrained(path / "stand_in", attn_implementation="eager").eval()
-
-
-@pytest.mark.parametrize("decode", [True, False])
-@pytest.mark.parametrize(("code", "said"), [(fp8, FP8_SAID), (nvfp4, NVFP4_SAID)], ids=["fp8", "nvfp4"])
-@pytest.mark.parametrize("variant", ["mixtral", "qwen3_moe"])
-def test_published_checkpoints_are_what_their_codes_stand_for(
-    variant: str, code: Any, said: dict[str, Any], decode: bool, tmp_path: Path
-) -> None:
-    hf = published(variant, tmp_path, code, said)
-    model = load(tmp_path / "coded", decode=decode)
-    assert model.blocks[0].mlp.experts.gate_up.format.name.startswith(code.__name__)
-    row = tokens(1, 30)[0].tolist()
-    torch.testing.assert_close(logits_of(model, row), truth(hf, row), rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("capture", [False, True, "split"])
-def test_a_published_checkpoint_in_the_engine(
-    capture: bool | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Unequal prompts in one batch, captured as eager: the tokens of transformers on what the codes stand for."""
-    hf = published("qwen3_moe", tmp_path, fp8, FP8_SAID)
-    monkeypatch.setattr(generate, "GraphPool", lambda device: RecordedPool())
-    engine = Engine(
-        load(tmp_path / "coded", decode=False), max_batch=2, max_context=64, page_size=8, chunk=16, capture=capture
-    )
-    assert engine.generate(PROMPTS, PARAMS) == [transformers_tokens(hf, prompt) for prompt in PROMPTS]
-
-
-def test_experts_of_two_formats_in_a_layer_are_refused(tmp_path: Path) -> None:
-    save_hf("mixtral", tmp_path / "dense", **SIZED)
-    source = Checkpoint.open(tmp_path / "dense")
-    one = "model.layers.1.block_sparse_moe.experts.3.w1"
-    told = source.config | {"quantization_config": written_config(["lm_head"])}
-    write_checkpoint(tmp_path / "mixed", told, quantized_tensors(source.names, source.tensor, [one]))
-    with pytest.raises(CheckpointError, match=rf"{one} is nvfp4 and other experts of its layer are dense"):
-        load(tmp_path / "mixed")
+# ----------------------------------------------------------------------------------------------------- other commands
 
 
 def test_components_one_by_one(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 // Runs every block of a kernel: `run IN OUT`. IN: 22 words of 32 bits, then the tensors; OUT: y. A tensor ends where a
-// page begins that nobody may read.
+// page begins that nobody may read. HOST: a function instead, given what a launch is given (host.py).
 
 #include <sys/mman.h>
 
@@ -21,6 +21,20 @@ static void thread() {
   swapcontext(&fibers[current].context, &scheduler);
 }
 
+static void run_blocks(int x, int y, int z, int threads) {
+  gridDim.x = x, gridDim.y = y, gridDim.z = z, blockDim.x = threads;
+  for (blockIdx.z = 0; blockIdx.z < z; ++blockIdx.z)
+    for (blockIdx.y = 0; blockIdx.y < y; ++blockIdx.y)
+      for (blockIdx.x = 0; blockIdx.x < x; ++blockIdx.x) run_block(threads);
+}
+
+#ifdef HOST
+extern "C" void run(const Arguments* given, int x, int y, int z, int threads) {
+  arguments = *given;
+  readable = {{nullptr, (size_t)-1}};  // the sizes of tensors are not known here
+  run_blocks(x, y, z, threads);
+}
+#else
 static u8* ending_a_page(size_t bytes) {
   const size_t page = 4096, all = (bytes + page - 1) / page * page;
   u8* p = (u8*)mmap(nullptr, all + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -55,11 +69,9 @@ int main(int, char** names) {
   a.weights = (float*)tensor((size_t)h[0] * h[4] * 4);
   memcpy(&a.limit, h + 19, 12);
 #endif
-  gridDim.x = h[11], gridDim.y = h[12], gridDim.z = h[13], blockDim.x = h[14];
-  for (blockIdx.z = 0; blockIdx.z < gridDim.z; ++blockIdx.z)
-    for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y)
-      for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) run_block(blockDim.x);
+  run_blocks(h[11], h[12], h[13], h[14]);
   FILE* out = fopen(names[2], "wb");
   fwrite(a.y, 1, bytes, out);
   fclose(out);
 }
+#endif

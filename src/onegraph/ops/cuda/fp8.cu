@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) fp8_linear(const Arg
   if (MODE == 2) all_slices *= routes.slots;
 #endif
   // Runs of tiles that differ by one at most.
-  const int begin = (long long)all_tiles * blockIdx.x / gridDim.x, end = (long long)all_tiles * (blockIdx.x + 1) / gridDim.x;
+  const int begin = (u32)all_tiles * blockIdx.x / gridDim.x, end = (u32)all_tiles * (blockIdx.x + 1) / gridDim.x;
   const int turns = own_slice < all_slices ? (all_slices - own_slice + across - 1) / across : 0;
 
   u8* const ring = shared + warp * (DEPTH * SLOT);
