@@ -49,7 +49,7 @@ class Loader:
         self._reading = False
         self._ahead: Prefetch | None = None
         self._claims: list[tuple[Tensor, Callable[[], str]]] = []
-        self._told: Callable[[int], None] = lambda nbytes: None
+        self._told: _Told | None = None
 
     # ---------------------------------------------------------------------------------------------- what must be there
 
@@ -122,7 +122,7 @@ class Loader:
             yield
             self._settle()
         finally:
-            self._reading = False
+            self._reading, self._told = False, None
             self._claims.clear()
             if self._ahead is not None:
                 self._ahead.close()
@@ -212,7 +212,8 @@ class Loader:
             if (ok := finite(value)) is not None:
                 self.require(ok, lambda: self.checkpoint.not_finite(stored, kind))
             value = value.to(dtype or kind)
-        self._told(self.info(name).nbytes)
+        if self._told is not None:
+            self._told(self.info(name).nbytes)
         return value
 
     def _stream(self, device: torch.device) -> Stream:
