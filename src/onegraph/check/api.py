@@ -20,7 +20,7 @@ def check_step(
 
     Args:
         factory: builds model and buffers on device "cuda" and returns `(step, inputs)`; `step(*inputs(i))` is the i-th
-            step and returns a tensor or a tuple of tensors.
+            step (`step(**inputs(i))` where that is a mapping). It returns tensors in any container, or nothing.
         simulate: run it on the CPU against a simulated GPU.
         source: read the code that the step reaches.
         live: capture and replay it on the GPU of this machine.

@@ -214,6 +214,8 @@ def instantiate(
 ) -> Value:
     """Make an instance: run `__init__`, or fill the fields of a dataclass or named tuple."""
     obj = Obj(cls, in_step=machine.in_step, presumed=presumed)
+    if machine.between:
+        machine.given.append(obj)
     found = names.member_value(machine, obj, cls, "__init__")
     if isinstance(found, Func):
         call_function(machine, found, args, keywords, node)

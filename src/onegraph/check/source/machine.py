@@ -63,6 +63,7 @@ class Machine:
     stack: list[Call] = field(default_factory=list)
     in_step: bool = False
     between: bool = False
+    given: list[object] = field(default_factory=list)  # objects that `inputs` made
     reporting: bool = False
     conditions: int = 0
     quiet: int = 0

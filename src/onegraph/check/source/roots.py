@@ -9,7 +9,7 @@ from onegraph.check.report import CheckError
 from onegraph.check.source import calls, names, parameters
 from onegraph.check.source.files import SourceFile
 from onegraph.check.source.machine import BUDGET, Call, Exhausted, Machine
-from onegraph.check.source.values import Class, Func, Obj, Plain, Scope, Seq, Tensor, Unknown, Value
+from onegraph.check.source.values import Class, Dict, Func, Obj, Plain, Scope, Seq, Tensor, Unknown, Value
 
 FORWARD_BUDGET = 30_000
 """Expressions read per `forward` of a tree. Of transformers 5.17's 7,986 the median needs 204, the largest 12,574."""
@@ -58,12 +58,15 @@ def _steps(machine: Machine, made: Value) -> str:
     machine.between = True
     given = calls.apply(machine, inputs, [Plain("int", varying=True)], {}, machine.stack[-1].node)
     machine.between = False
-    if isinstance(given, Seq) and given.items is not None:
-        args = [_static(v) for v in given.items]
+    keywords: dict[str, Value] = {}
+    if isinstance(given, Dict):
+        args, keywords = [], {str(name): _static(machine, value) for name, value in given.entries or ()}
+    elif isinstance(given, Seq) and given.items is not None:
+        args = [_static(machine, v) for v in given.items]
     elif isinstance(given, Seq):
-        args = [_static(given.any)]
+        args = [_static(machine, given.any)]
     else:
-        args = [_static(given)] if isinstance(given, Tensor) else []
+        args = [_static(machine, given)] if isinstance(given, Tensor) else []
     _root(machine, step)
     machine.in_step = True
     for run in range(3):
@@ -73,7 +76,7 @@ def _steps(machine: Machine, made: Value) -> str:
         machine.stack = []
         frame = outer[0]
         machine.stack = [Call("<check>", frame.file, frame.node, scope=frame.scope)]
-        calls.apply(machine, step, args, {}, frame.node)
+        calls.apply(machine, step, args, keywords, frame.node)
         machine.next_run()
         machine.conditions = 0
     return ""
@@ -85,16 +88,23 @@ def _root(machine: Machine, step: Value) -> None:
         machine.stack[0].node = step.node
 
 
-def _static(value: Value) -> Value:
+def _static(machine: Machine, value: Value) -> Value:
     """An input: whatever made it, the caller copies it into the same buffer."""
     if isinstance(value, Tensor):
         return replace(value, in_step=False, varying=True)
     if isinstance(value, Seq) and value.items is not None:
-        return replace(value, items=tuple(_static(v) for v in value.items))
-    if isinstance(value, Obj):  # an object is handed over as it is: nobody copies the tensors in it
+        return replace(value, items=tuple(_static(machine, v) for v in value.items))
+    if isinstance(value, Dict) and value.entries is not None:
+        return replace(value, entries=tuple((key, _static(machine, v)) for key, v in value.entries))
+    if isinstance(value, Obj):
+        # A record that inputs made holds inputs; what is in any other object is handed over as it is.
+        fresh = any(value is known for known in machine.given)
+        record = fresh and names.is_record(machine, value.cls)
         for name, inner in value.attributes.items():
-            if isinstance(inner, Tensor):
-                value.attributes[name] = replace(inner, in_step=False, moving=True)
+            if record:
+                value.attributes[name] = _static(machine, inner)
+            elif isinstance(inner, Tensor):
+                value.attributes[name] = replace(inner, in_step=False, moving=inner.moving or fresh)
     return value
 
 
