@@ -19,7 +19,7 @@ simulated on the CPU: no GPU is needed. For a folder or a file, sources alone ar
 
 EPILOG = """\
 in the source, on the line or the one above it:  # onegraph: allow[CG101] the reason
-exit status: 0 without errors, 1 with errors, 2 the check could not run
+exit status: 0 without errors, 1 with errors, 2 the check could not run or found no step
 """
 
 
@@ -48,6 +48,9 @@ def add_parsers(subparsers: Any) -> None:
     check.add_argument("--select", default="", metavar="CODES", help="only these, e.g. CG1,CG205")
     check.add_argument("--ignore", default="", metavar="CODES", help="all but these")
     check.add_argument("--strict", action="store_true", help="count warnings and unverified launches as errors")
+    check.add_argument(
+        "--allow-no-steps", action="store_true", help="files in which no step is found are no error (exit status 0)"
+    )
     form = check.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print the report as JSON")
     form.add_argument("--sarif", action="store_true", help="print the report as SARIF 2.1.0")
@@ -73,7 +76,15 @@ def run_with(make: Callable[[argparse.Namespace], Report], args: argparse.Namesp
             )
         if not 0.1 <= args.timeout <= 86400:
             raise CheckError(f"--timeout: got {args.timeout:g}, allowed 0.1 to 86400 seconds")
-        report = make(args).select(select, ignore)
+        report = make(args)
+        for line in report.facts.get("unread", ()):
+            print(f"onegraph: not read: {line}", file=sys.stderr)
+        if report.facts.get("steps found") == 0 and report.steps == 0 and not args.allow_no_steps:
+            raise CheckError(
+                f"{report.target}: 0 steps found: nothing captures, no forward, no function of a step's name; "
+                "name the step as file.py:factory, or say --allow-no-steps"
+            )
+        report = report.select(select, ignore)
         if args.html:
             from onegraph.check.output import html
 
@@ -81,8 +92,6 @@ def run_with(make: Callable[[argparse.Namespace], Report], args: argparse.Namesp
     except CheckError as error:
         print("onegraph: error: " + " ".join(str(error).split()), file=sys.stderr)
         return 2
-    for line in report.facts.get("unread", ()):
-        print(f"onegraph: not read: {line}", file=sys.stderr)
     print_report(report, args)
     return report.exit_code(strict=args.strict)
 
@@ -150,7 +159,8 @@ def together(reports: list[Report]) -> Report:
 
     merged = merge(", ".join(r.target for r in reports), reports)
     if any("files" in r.facts for r in reports):
-        merged.facts["files"] = sum(r.facts.get("files", 0) for r in reports)
+        for key in ("files", "steps found"):
+            merged.facts[key] = sum(r.facts.get(key, 0) for r in reports)
     unread = sorted({line for r in reports for line in r.facts.get("unread", ())})
     if unread:
         merged.facts["unread"] = unread
