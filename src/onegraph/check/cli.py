@@ -27,6 +27,9 @@ MOST_STEPS = 10_000
 """Each step's operations are kept until the end: 10,000 of a small step take some hundred megabytes."""
 
 
+MOST_GPUS = 64
+
+
 def add_parsers(subparsers: Any) -> None:
     """Add the commands `check` and `rule`; each sets `run`, called with the parsed arguments, which returns the exit
     status."""
@@ -42,6 +45,7 @@ def add_parsers(subparsers: Any) -> None:
     ways.add_argument("--live", action="store_true", help="capture and replay on the GPU instead of simulating")
     ways.add_argument("--all", action="store_true", help="read, simulate, and capture on the GPU")
     check.add_argument("--steps", type=int, default=4, metavar="N", help="steps to run, at least 3 (default: 4)")
+    check.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of the simulated machine (default: 1)")
     check.add_argument(
         "--timeout", type=float, default=600, metavar="S", help="seconds that a target may take (default: 600)"
     )
@@ -74,6 +78,8 @@ def run_with(make: Callable[[argparse.Namespace], Report], args: argparse.Namesp
             raise CheckError(
                 f"--steps: got {args.steps}, allowed 3 to {MOST_STEPS}; replay must be compared on several inputs"
             )
+        if not 1 <= getattr(args, "gpus", 1) <= MOST_GPUS:
+            raise CheckError(f"--gpus: got {args.gpus}, allowed 1 to {MOST_GPUS}")
         if not 0.1 <= args.timeout <= 86400:
             raise CheckError(f"--timeout: got {args.timeout:g}, allowed 0.1 to 86400 seconds")
         report = make(args)
@@ -142,6 +148,7 @@ def check(target: str, args: argparse.Namespace) -> Report:
             simulate=not args.live,
             live=args.live or args.all,
             steps=args.steps,
+            gpus=args.gpus,
             target=target,
         )
     return finished(apply(reconcile(report)))

@@ -81,6 +81,7 @@ class Step:
     parted: bool = False
     reads: list[tuple[frames.Chain, Any, int]] = field(default_factory=list)  # what the host read, after how many ops
     before: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # storage -> (bytes, copy from before)
+    rng: list[tuple[int, int]] = field(default_factory=list)  # see `World.random_state`
     inputs: dict[int, str] = field(default_factory=dict)  # storage number -> path of the input
 
 

@@ -79,7 +79,16 @@ def replay(
             _poison(block(out))
     torch.set_rng_state(rng_before)
     _poison_dead(captured, dead, keep)
+    states: list[Tensor] = []
+    moves = iter(captured.rng)
+    move = next(moves, None)
     for position, op in enumerate(captured.ops):
+        while move is not None and move[0] <= position:
+            if move[1] < 0:
+                states.append(torch.get_rng_state())
+            else:
+                torch.set_rng_state(states[move[1]])
+            move = next(moves, None)
         if op.captured and op.kind in ("op", "h2d"):
             _protect(op, made, keep)
             if not _again(op):

@@ -35,21 +35,23 @@ def call_step(step: Callable[..., Any], given: tuple[Any, ...], keywords: dict[s
     return step(*given, **keywords)
 
 
-def simulate_step(factory: Callable[[], Any], *, steps: int = DEFAULT_STEPS, target: str = "") -> Report:
+def simulate_step(factory: Callable[[], Any], *, steps: int = DEFAULT_STEPS, target: str = "", gpus: int = 1) -> Report:
     """Run `factory`'s step `steps` times on a simulated GPU, replay the second one against the later ones.
+
+    `gpus` is what `torch.cuda.device_count()` gives.
 
     Raises CheckError where the factory, the inputs or the step raise, or return something else than the interface says.
     """
     if steps < FEWEST_STEPS:
         raise CheckError(f"steps: got {steps}, allowed {FEWEST_STEPS} or more; one warms up, one is captured")
-    return _Simulation(factory, steps, target).run()
+    return _Simulation(factory, steps, target, gpus).run()
 
 
 class _Simulation:
-    def __init__(self, factory: Callable[[], Any], steps: int, target: str) -> None:
+    def __init__(self, factory: Callable[[], Any], steps: int, target: str, gpus: int) -> None:
         self.factory, self.count, self.target = factory, steps, target
         self.roots = frames.Roots()
-        self.world = World(call_step.__code__, self.roots)
+        self.world = World(call_step.__code__, self.roots, gpus)
         self.steps: dict[int, Step] = {}
         self.verdicts: dict[int, Verdict] = {}
         self.changed: dict[int, dict[str, tuple[Any, Any]]] = {}
@@ -121,6 +123,7 @@ class _Simulation:
             self._refresh(leaves, pinned_before, index)
         shapes = [list(leaf.shape) for leaf in leaves.values()]
         world.reshaped.clear()
+        world.random_states.clear()
         rng = torch.get_rng_state()
         world.streams.begin(world.streams_main.id)
         world.first_node = torch._C._autograd._get_sequence_nr()

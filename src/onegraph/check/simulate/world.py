@@ -37,8 +37,8 @@ BUILTIN = {
 class World:
     """See the module. `stop`: code of the frame that calls the step, where call chains end."""
 
-    def __init__(self, stop: CodeType, roots: frames.Roots) -> None:
-        self.stop, self.roots = stop, roots
+    def __init__(self, stop: CodeType, roots: frames.Roots, gpus: int = 1) -> None:
+        self.stop, self.roots, self.gpus = stop, roots, gpus
         self.phase, self.step = "build", -1
         self.captured_step = 1
         self.current: Step | None = None
@@ -50,6 +50,7 @@ class World:
         self.streams = Streams()
         self.streams_main: Any = None  # the stream that captures, once there are stand-ins for streams
         self.device_index = 0
+        self.random_states: list[Tensor] = []  # of the generator, as the running step has read them
         self.generators: list[Any] = []
         self.numbers = 0
         self.muted = 0
@@ -134,6 +135,22 @@ class World:
         if self.current is not None and tensor.numel() <= 64:
             for value in tensor.inner.detach().flatten().tolist():
                 self.current.reads.append((chain, value, len(self.current.ops)))
+
+    def random_state(self, state: Tensor, *, read: bool) -> None:
+        """The generator's state was read, or is set to one that this step read before (`torch.utils.checkpoint` draws
+        the same numbers twice). A graph keeps where in its numbers a kernel begins, so a replay does the same. Kept in
+        `Step.rng` as (ops before it, -1) of a read, (ops before it, which read) of a return to it."""
+        if self.phase != "step" or self.muted or self.current is None:
+            return
+        position = len(self.current.ops)
+        if read:
+            self.random_states.append(state.clone())
+            self.current.rng.append((position, -1))
+            return
+        for index in reversed(range(len(self.random_states))):
+            if torch.equal(self.random_states[index], state):
+                self.current.rng.append((position, index))
+                return
 
     def pointer_escapes(self) -> None:
         chain = self.chain()
