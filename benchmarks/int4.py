@@ -57,15 +57,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="*", default=[1, 4, 16, 64])
     parser.add_argument("--groups", type=int, nargs="*", default=[128])
     parser.add_argument("--order", action="store_true", help="with act-order")
-    parser.add_argument("--depth", type=int, help="stages of int4_one.cu under way, instead of its own")
-    parser.add_argument("--pace", type=int, help="nanoseconds between its first stages, instead of its own")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=NUMBERS",
+        help="another value of a constant of ops/cuda/int4.py: PACE=0, ONE_DEPTHS=6,4, FEW=0, MAX_TOKENS=64",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    if args.depth is not None:
-        kernels.ONE_DEPTHS = (args.depth,)
-    if args.pace is not None:
-        kernels.PACE = args.pace
-    about = {"bench": "int4", **machine(DEVICE)}
+    for name, numbers in (setting.split("=") for setting in args.set):
+        values = tuple(map(int, numbers.split(",")))
+        setattr(kernels, name, values if isinstance(getattr(kernels, name), tuple) else values[0])
+    about = {"bench": "int4", **({"set": args.set} if args.set else {}), **machine(DEVICE)}
     bandwidth = copy_bandwidth(DEVICE)
     for row in linears(args.tokens, args.groups, args.order):
         row["us"], row["bf16_us"] = round(row["us"], 2), round(row["bf16_us"], 2)

@@ -99,7 +99,7 @@ def test_the_captured_step_is_proven(variant, dtype, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("variant", ["smollm2", "e8p3"])
+@pytest.mark.parametrize("variant", ["smollm2", "qwen3_moe", "gpt_oss", "e8p3"])
 def test_captured_text_is_eager_text_at_near_ties_too(variant, tmp_path):
     """A random model in bfloat16 has near-ties at every token, and a context of 4096 splits attention: an eager step of
     another shape (fewer pages, a shorter chunk) would round in another order and write another text."""

@@ -402,6 +402,8 @@ def test_configs(layout: str, change: dict[str, Any], want: INT4Config) -> None:
     assert parse_quantization(want.to_dict()) == want
     assert want.ignored("model.layers.0.self_attn.k_proj.k_scale")
     assert not want.ignored("model.layers.0.self_attn.k_proj.g_idx")
+    assert want.ignored("model.layers.0.mlp.up_proj.bias") == layout.startswith("gptq")
+    assert not want.ignored("model.norm.bias")
 
 
 def test_a_group_that_is_symmetric_beside_one_that_is_not() -> None:
@@ -461,6 +463,8 @@ def test_a_model_in_each_layout_is_transformers_with_the_same_numbers(
         if not layer.endswith("v_proj"):  # siblings of one order, and one of another
             t.group = order.setdefault((layer.rpartition(".")[0], parameter.shape[1]), t.group)
         tensors |= packed(layout, layer, t)
+        if layout == "gptq" and f"{layer}.bias" not in dict(hf.named_parameters()):  # as older versions of AutoGPTQ
+            tensors[f"{layer}.bias"] = torch.zeros(len(t.q)).half()
         with torch.no_grad():
             parameter.copy_(t.weight)
     told = {"quantization_config": config(layout, columns, act_order=act_order)}

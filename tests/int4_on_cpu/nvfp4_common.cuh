@@ -2,8 +2,9 @@
 
 #include "cpu.cuh"
 
-struct uint2 { u32 x, y; };
 static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+
+static void prefetch(const void* p) { check_read(p, 1); }
 
 static float half_to_float(u16 v) {
   const int e = v >> 10 & 31, m = v & 1023;

@@ -76,8 +76,9 @@ class INT4Config:
         """`ignore` may name patterns and modules that are no linears: nothing to hold against the layers."""
 
     def ignored(self, name: str) -> bool:
-        """Scales of an FP8 KV cache, which ours has no use for."""
-        return name.endswith((".k_scale", ".v_scale"))
+        """Scales of an FP8 KV cache, which ours has no use for; the zeros that older versions of AutoGPTQ write as the
+        bias of linears that have none."""
+        return name.endswith((".k_scale", ".v_scale")) or (self.method == "gptq" and name.endswith("_proj.bias"))
 
     def renamed(self, rename: Callable[[dict[str, Any]], dict[str, Any]]) -> "INT4Config":
         return self

@@ -173,6 +173,7 @@ def linear(
     tokens, device = x.numel() // k, build.device(x.device.index)
     if tokens <= MAX_TOKENS:
         y = torch.empty(*x.shape[:-1], n, dtype=torch.float32 if float32 else x.dtype, device=x.device)
+        scale, zero = _aligned(scale), _aligned(zero)
         wide_bias = None if bias is None else bias.float()
         if tokens <= FEW and (one := one_plan(tokens, n, k, groups, device)):
             aligned = None if order is None else _aligned(order)

@@ -37,32 +37,52 @@ __device__ __forceinline__ void load_codes(u32 (&codes)[2][8], const u8* unit, i
 }
 
 // Scales (upper half) and zeros (lowest byte) of row tiles as words, [tiles][groups][8] of rows r and r + 8, from the
-// layout on disk: a warp takes four groups of eight rows at a time, and eight times as many before it waits for any. Rows
-// beyond the last are zeros.
-__device__ __forceinline__ void load_table(uint2* table, const u16* scale, const u8* zero, int first_tile, int tiles,
-                                           int n, int groups, int thread, int warps) {
-  constexpr int BATCH = 8;
-  const int lane = thread % 32, quads = (groups + 3) / 4;
-  int strip = 0, quad = thread / 32;  // half of a tile, four groups
+// layout on disk. A lane takes EACH groups of a row, a warp those of eight rows by four, and some times as many before it
+// waits for any. Rows beyond the last have the first one's, and no result.
+template <int EACH>
+__device__ __forceinline__ void load_table(u32* table, const u16* scale, const u8* zero, int rows, int tiles, int groups,
+                                           int thread, int warps) {
+  constexpr int AT_ONCE = EACH == 1 ? 8 : 4;
+  const int lane = thread % 32, steps = (groups + 4 * EACH - 1) / (4 * EACH);
+  int strip = 0, step = thread / 32;  // half of a tile, groups: those from number `at` on disk go to number `to` on
+  int at = lane % 8 * groups + (step * 4 + lane / 8) * EACH, to = (step * 4 + lane / 8) * EACH * 16 + lane % 8 * 2;
   auto settle = [&]() {
-    while (quad >= quads) quad -= quads, ++strip;
+    while (step >= steps) {
+      step -= steps, ++strip;
+      at += 8 * groups - 4 * EACH * steps;
+      to += (strip % 2 ? 1 : groups * 16 - 1) - 64 * EACH * steps;
+    }
   };
   settle();
   while (strip < 2 * tiles) {
-    u32 word[BATCH];
-    int to[BATCH];
+    u32 scales[AT_ONCE][(EACH + 1) / 2], zeros[AT_ONCE];
+    int places[AT_ONCE];
 #pragma unroll
-    for (int i = 0; i < BATCH; ++i) {
-      const int group = quad * 4 + lane / 8, row = (first_tile + strip / 2) * 16 + strip % 2 * 8 + lane % 8;
-      const bool there = strip < 2 * tiles && group < groups;
-      to[i] = there ? (strip / 2 * groups + group) * 16 + lane % 8 * 2 + strip % 2 : -1;
-      const long long at = there && row < n ? (long long)row * groups + group : 0;
-      word[i] = row < n ? (u32)scale[at] << 16 | zero[at] : 0u;
-      quad += warps;
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const bool there = strip < 2 * tiles && (step * 4 + lane / 8) * EACH < groups;
+      const int from = there && strip * 8 + lane % 8 < rows ? at : 0;
+      if (EACH == 4) {
+        const uint2 v = *(const uint2*)(scale + from);
+        scales[i][0] = v.x, scales[i][EACH / 4] = v.y, zeros[i] = *(const u32*)(zero + from);
+      } else {
+        scales[i][0] = scale[from], zeros[i] = zero[from];
+      }
+      places[i] = there ? to : -1;
+      step += warps, at += 4 * EACH * warps, to += 64 * EACH * warps;
       settle();
     }
 #pragma unroll
-    for (int i = 0; i < BATCH; ++i)
-      if (to[i] >= 0) ((u32*)table)[to[i]] = word[i];
+    for (int i = 0; i < AT_ONCE; ++i)
+      if (places[i] >= 0)
+#pragma unroll
+        for (int j = 0; j < EACH; ++j)
+          table[places[i] + j * 16] = (scales[i][j / 2] >> 16 * (j % 2)) << 16 | (zeros[i] >> 8 * j & 0xFF);
   }
+}
+__device__ __forceinline__ void load_table(uint2* table, const u16* scale, const u8* zero, int first_tile, int tiles,
+                                           int n, int groups, int thread, int warps) {
+  const int rows = n - first_tile * 16;
+  scale += (long long)first_tile * 16 * groups, zero += (long long)first_tile * 16 * groups;
+  if (groups % 4 == 0) load_table<4>((u32*)table, scale, zero, rows, tiles, groups, thread, warps);
+  else load_table<1>((u32*)table, scale, zero, rows, tiles, groups, thread, warps);
 }

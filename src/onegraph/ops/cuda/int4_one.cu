@@ -91,7 +91,12 @@ extern "C" __global__ void __maxnreg__(REGISTERS) int4_one(const __grid_constant
 
   if (threadIdx.x < 4) zeros[threadIdx.x] = 0;
   for (int i = threadIdx.x; i < a.round * WARPS * tokens * ROWS; i += THREADS) partial[i] = 0.f;
-  load_table(table, a.scale, a.zero, begin, tiles, a.n, groups, threadIdx.x, WARPS);
+  // Scales and zeros come nearer while the launch before ends; they and x are then waited for together.
+  const long long about = (long long)begin * ROWS * groups, numbers = (long long)min(tiles * ROWS, a.n - begin * ROWS) * groups;
+  for (int i = threadIdx.x * 64; i < numbers; i += THREADS * 64) {
+    prefetch(a.scale + about + i);
+    if (i % 128 == 0) prefetch(a.zero + about + i);
+  }
   wait_for_previous();
 
   auto load_x = [&](int item) {  // a lane takes eight columns, a word of codes
@@ -139,11 +144,12 @@ extern "C" __global__ void __maxnreg__(REGISTERS) int4_one(const __grid_constant
     if (lane == 0) x_scale[item] = as_float(exponent == 255 ? 0x7FFFFFFFu : (exponent - 13 - FACTOR_BITS) << 23);
   };
   constexpr int AT_ONCE = 4;  // slices that a warp waits for together
-  for (int first = warp; first < tokens * slices; first += AT_ONCE * WARPS) {
+  for (int first = warp, turn = 0; first < tokens * slices || turn == 0; first += AT_ONCE * WARPS, ++turn) {
     uint4 v[AT_ONCE];
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i)
       if (first + i * WARPS < tokens * slices) v[i] = load_x(first + i * WARPS);
+    if (turn == 0) load_table(table, a.scale, a.zero, begin, tiles, a.n, groups, threadIdx.x, WARPS);
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i)
       if (first + i * WARPS < tokens * slices) convert(first + i * WARPS, v[i]);
