@@ -8,6 +8,7 @@ ops/cuda/fp8.py were chosen by.
 """
 
 import argparse
+import statistics
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -107,11 +108,12 @@ def variants(tokens: list[int], kind: str) -> Iterator[dict[str, Any]]:
 
     def ways(count: int) -> list[fp8.Variant]:
         tiles = [t for t in (1, 2, 4) if 8 * t >= min(count, 16) and (t == 1 or 4 * t < count)]
-        kinds = product(tiles, (False, True), (16, 8), (128, 256))
+        kinds = product(tiles, (False, True), (16, 8), (128, 256), (1, fp8.MOST_EARLY))
         return [
-            fp8.Variant(fp8.LINEAR, t, ring_x=ring, warps=warps, slice=slice)
-            for t, ring, warps, slice in kinds
+            fp8.Variant(fp8.LINEAR, t, ring_x=ring, warps=warps, slice=slice, early=early)
+            for t, ring, warps, slice, early in kinds
             if (t == 1 or slice == 128) and (t < 4 or warps == 8)
+            if early == fp8.MOST_EARLY or not ring
         ]
 
     grain = 128 if block[1] in (0, 128) else 32
@@ -136,10 +138,40 @@ def variants(tokens: list[int], kind: str) -> Iterator[dict[str, Any]]:
                         10,
                     )
                     about = {"tiles": variant.tiles, "ring_x": variant.ring_x, "warps": variant.warps}
-                    about |= {"slice": variant.slice, "depth": depth, "across": cut.across, "hold": cut.hold}
-                    yield row | about | {"us": us}
+                    about |= {
+                        "early": min(variant.early, depth),
+                        "slice": variant.slice,
+                        "depth": depth,
+                        "across": cut.across,
+                        "hold": cut.hold,
+                    }
+                    now = fp8.linear_cut(count, n, k, 1, grain, device.sms, room)
+                    yield row | about | {"now": now == (variant, cut), "us": us}
             if count > 16:
                 yield row | {"decoded": True, "us": timed([partial(decoded, x, w, block) for w in layers], 10)}
+
+
+def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """For each count of tokens its shapes, the best settings of each and what is set now, then what is best for all:
+    geometric means of times over each shape's best."""
+    settings = "tiles", "ring_x", "warps", "slice", "early", "depth"
+    for count in sorted({row["tokens"] for row in rows}):
+        ratios: dict[str, list[float]] = {}
+        for k, n in SHAPES:
+            here = [row for row in rows if (row["tokens"], row["k"], row["n"]) == (count, k, n)]
+            said = {
+                row["us"]: "decoded once"
+                if "decoded" in row
+                else " ".join(f"{name} {row[name]:d}" for name in settings)
+                for row in here
+            }
+            least, now = min(said), [row["us"] for row in here if row.get("now")]
+            yield f"{count} tokens, {k} -> {n}: {least} us ({said[least]}); now {now}"
+            for us, which in said.items():
+                ratios.setdefault(which, []).append(us / least)
+        means = {which: statistics.geometric_mean(r) for which, r in ratios.items() if len(r) == len(SHAPES)}
+        for which in sorted(means, key=means.__getitem__)[:6]:
+            yield f"{count} tokens, all shapes: {means[which]:.3f} of the best ({which})"
 
 
 def main() -> None:
@@ -157,9 +189,12 @@ def main() -> None:
         if args.variants
         else chain(linears(args.tokens, args.block), experts(few), layer())
     )
+    done = []
     for row in rows:
-        row["us"] = round(row["us"], 2)
-        emit(row | {"floor_us": round(row["bytes"] / bandwidth * 1e6, 2)} | about, args.out)
+        done.append(row | {"us": round(row["us"], 2), "floor_us": round(row["bytes"] / bandwidth * 1e6, 2)} | about)
+        emit(done[-1], args.out)
+    if args.variants:
+        print(*summary(done), sep="\n")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import save_file
@@ -265,4 +266,6 @@ def oracle(path: Path) -> Any:
     which holds every value of these formats."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").float().eval()
+    with mock.patch("torch.cuda.is_available", return_value=False):  # else it keeps FP8 for kernels of a GPU
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    return model.float().eval()

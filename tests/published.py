@@ -4,8 +4,9 @@ The dense numbers are made here with torch's own conversions and tables of the f
 onegraph decodes them.
 """
 
+import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,17 @@ def mxfp4(weight: Tensor) -> Coded:
     return {"weight_packed": codes, "weight_scale": scale}, dense
 
 
+def packed_int4(weight: Tensor) -> Coded:
+    """compressed-tensors' pack-quantized: eight codes to a word, lowest first, counted from -8; groups of 32."""
+    scale = (_largest(weight, 1, 32) / 7).half()
+    wide = _spread(scale.float(), 1, 32, *weight.shape)
+    codes = (weight / wide).round().clamp(-8, 7)
+    words = (codes.long() + 8).unflatten(1, (-1, 8)) << torch.arange(0, 32, 4)
+    shape = torch.tensor(weight.shape)
+    packed = words.sum(-1).to(torch.uint32).view(torch.int32)
+    return {"weight_packed": packed, "weight_scale": scale, "weight_shape": shape}, codes * wide
+
+
 def deepseek_fp4(weight: Tensor) -> Coded:
     tensors, dense = mxfp4(weight)
     return {
@@ -152,6 +164,7 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 # no multiples of 128: blocks at both ends are cut short
 ODD = {"hidden_size": 192, "intermediate_size": 320, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}
 # transformers divides the sizes by those of the scales, so it needs multiples
+MOE = ODD | {"moe_intermediate_size": 128}  # gate and up of an expert are one matrix: each ends with a block
 EVEN = ODD | {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "head_dim": 64}
 KV = {"self_attn.k_proj.k_scale": torch.tensor(0.5), "self_attn.v_proj.v_scale": torch.tensor(0.25)}
 
@@ -197,6 +210,11 @@ _GROUP_FORMATS = {
     "group_0": {"format": "float-quantized", "targets": ["re:.*attn.*"], "weights": FLOAT8 | {"strategy": "channel"}},
     "group_1": {"format": "nvfp4-pack-quantized", "targets": ["re:.*mlp.*"], "weights": FLOAT4 | {"group_size": 16}},
     "group_2": {"format": "mxfp8-quantized", "targets": ["lm_head"], "weights": FLOAT8 | {"group_size": 32}},
+}
+_INT4 = {
+    "format": "pack-quantized",
+    "targets": ["re:.*mlp.*"],
+    "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True},
 }
 LAYOUTS: dict[str, Layout] = {
     "Qwen3-FP8, bfloat16 scales": qwen(torch.bfloat16),
@@ -297,6 +315,46 @@ LAYOUTS: dict[str, Layout] = {
         compressed("mixed-precision", {}, config_groups=_GROUP_FORMATS, ignore=[]),
         variant="qwen3",
     ),
+    "compressed-tensors mixed with INT4": Layout(
+        dict.fromkeys(ATTENTION, _CHANNEL) | dict.fromkeys(MLP, packed_int4),
+        compressed("mixed-precision", {}, config_groups={"group_0": _GROUP_FORMATS["group_0"], "group_1": _INT4}),
+    ),
+    "Qwen3-MoE FP8": dataclasses.replace(qwen(torch.bfloat16), variant="qwen3_moe", sizes=MOE),
+    "NVIDIA Qwen3-MoE NVFP4": Layout(
+        all_of(nvfp4),
+        apart=modelopt("NVFP4", [f"model.layers.{i}.mlp.gate" for i in range(3)] + ["lm_head"], group_size=16),
+        extra=KV,
+        variant="qwen3_moe",
+        sizes=MOE,
+    ),
+    "NVIDIA Qwen3-MoE MIXED": Layout(
+        dict.fromkeys(ATTENTION, with_inputs(fp8(0, 0, "weight_scale", torch.float32, ())))
+        | dict.fromkeys((*MLP, "lm_head"), w4a16),
+        apart=modelopt(
+            "MIXED_PRECISION",
+            [],
+            quantized_layers={
+                "model.layers.0.mlp.experts": {"quant_algo": "W4A16_NVFP4", "group_size": 16},  # one key for all
+                "model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"},
+            },
+        ),
+        variant="qwen3_moe",
+        sizes=MOE,
+    ),
+    "compressed-tensors Qwen3-MoE MXFP4": Layout(
+        dict.fromkeys(MLP, mxfp4),
+        compressed(
+            "mxfp4-pack-quantized", FLOAT4 | {"strategy": "group", "group_size": 32}, ignore=["re:.*self_attn.*"]
+        ),
+        variant="qwen3_moe",
+        sizes=MOE,
+    ),
+    "NVIDIA Mixtral FP8": Layout(
+        dict.fromkeys((*ATTENTION, "w1", "w2", "w3"), with_inputs(fp8(0, 0, "weight_scale", torch.float32, ()))),
+        apart=modelopt("FP8", ["lm_head", "*block_sparse_moe.gate"]),
+        extra=KV,
+        variant="mixtral",
+    ),
 }
 
 
@@ -305,16 +363,15 @@ def save(layout: Layout, path: Path, seed: int = 0) -> Any:
     untied = {} if layout.variant == "llama" else {"tie_word_embeddings": False}
     hf = hf_model(layout.variant, seed, **(ODD | dict(layout.sizes) | untied))
     tensors: dict[str, Tensor] = {}
-    for name, parameter in hf.named_parameters():
+    for name, parameter in _as_published(hf):
         layer, _, kind = name.rpartition(".")
         coder = layout.coder(layer) if kind == "weight" else None
         if coder is None:
-            tensors[name] = parameter.detach()
+            tensors[name] = parameter
             continue
-        made, dense = coder(parameter.detach())
+        made, dense = coder(parameter)
         tensors |= {f"{layer}.{suffix}": tensor for suffix, tensor in made.items()}
-        with torch.no_grad():
-            parameter.copy_(dense)
+        parameter.copy_(dense)
     tensors |= {f"model.layers.{i}.{name}": t for i in range(3) for name, t in layout.extra.items()}
     config = hf.config.to_dict()
     if layout.config is not None:
@@ -326,6 +383,22 @@ def save(layout: Layout, path: Path, seed: int = 0) -> Any:
     if not layout.listed:
         unlist(path, ("scale", "scale_2"))
     return hf
+
+
+def _as_published(hf: Any) -> Iterator[tuple[str, Tensor]]:
+    """The model's own storage under the names of files, where each expert has three matrices of its own."""
+    mixtral = hf.config.model_type == "mixtral"
+    first, second, third = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    for name, parameter in hf.named_parameters():
+        name, value = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name, parameter.detach()
+        stack, _, kind = name.rpartition(".")
+        if not stack.endswith(".experts"):
+            yield name, value
+            continue
+        for e, matrix in enumerate(value):
+            parts = zip((first, second), matrix.chunk(2), strict=True) if kind == "gate_up_proj" else [(third, matrix)]
+            for own, part in parts:
+                yield f"{stack}.{e}.{own}.weight", part
 
 
 def code(source: Path, to: Path, coder: Coder, config: dict[str, Any], endings: tuple[str, ...]) -> Path:

@@ -283,6 +283,8 @@ def test_what_config_json_leaves_out_is_read_from_hf_quant_config(tmp_path: Path
     (path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
     (path / "hf_quant_config.json").write_text("[")  # not read
     assert Checkpoint.open(path).config == {"quantization_config": {"quant_method": "fp8"}}
+    (path / "config.json").write_text('{"compression_config": {"quant_method": "compressed-tensors"}}')
+    assert Checkpoint.open(path).config["quantization_config"] == {"quant_method": "compressed-tensors"}
     (path / "config.json").write_text('{"quantization_config": null}')
     refused(path, "hf_quant_config.json", "not valid JSON")
     (path / "hf_quant_config.json").unlink()

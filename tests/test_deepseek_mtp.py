@@ -12,7 +12,7 @@ from models import Decoder
 from onegraph.check import check_step
 from onegraph.formats.checkpoint import Checkpoint, CheckpointError
 from onegraph.models.deepseek_v4 import DeepseekV4
-from onegraph.models.deepseek_v4_mtp import DeepseekDraft
+from onegraph.models.deepseek_v4_mtp import DeepseekDraft, shared_embedding
 from onegraph.ops.registry import reference_ops
 
 SPARE = 8
@@ -36,24 +36,30 @@ def rope(x: Tensor, positions: Tensor, back: bool = False) -> Tensor:
 class Reference:
     """`mtp.0` over a whole sequence at once: no cache, no batch."""
 
-    def __init__(self, dense: dict[str, Tensor]) -> None:
-        self.dense = dense
+    def __init__(self, dense: dict[str, Tensor], stage: int = 0) -> None:
+        self.dense, self.stage = dense, stage
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.dense[f"mtp.0.{name}"]
+        return self.dense[f"mtp.{self.stage}.{name}"]
 
     def __call__(self, tokens: Tensor, streams: Tensor) -> tuple[Tensor, Tensor]:
         """tokens [T] (each the one behind its streams), streams [T, H, D] -> streams [T, H, D], logits [T, V]."""
         e = norm(self.dense["embed.weight"][tokens], self["enorm.weight"]) @ self["e_proj.weight"].T
-        x = norm(streams, self["hnorm.weight"]) @ self["h_proj.weight"].T + e[:, None]
+        x = self.block(norm(streams, self["hnorm.weight"]) @ self["h_proj.weight"].T + e[:, None])
+        return x, norm(self.collapse(x), self["norm.weight"]) @ self.dense["head.weight"].T
+
+    def block(self, x: Tensor) -> Tensor:
         for part, layer in (("attn", self.attention), ("ffn", self.feed_forward)):
             pre, post, comb = self.mixtures(x, part)
             y = layer(norm((pre[:, :, None] * x).sum(1), self[f"{part}_norm.weight"]))
             x = post[:, :, None] * y[:, None] + torch.einsum("tjk,tjd->tkd", comb, x)
+        return x
+
+    def collapse(self, x: Tensor) -> Tensor:
         flat = x.flatten(1)
         weight = (flat * (flat.square().mean(-1, keepdim=True) + 1e-6).rsqrt()) @ self["hc_head_fn"].T
         weight = torch.sigmoid(weight * self["hc_head_scale"] + self["hc_head_base"]) + 1e-6
-        return x, norm((weight[:, :, None] * x).sum(1), self["norm.weight"]) @ self.dense["head.weight"].T
+        return (weight[:, :, None] * x).sum(1)
 
     def mixtures(self, x: Tensor, part: str) -> tuple[Tensor, Tensor, Tensor]:
         flat, h = x.flatten(1), x.shape[1]
@@ -69,14 +75,19 @@ class Reference:
         return pre, post, comb
 
     def attention(self, x: Tensor) -> Tensor:
+        at = torch.arange(len(x)).float()
+        behind = at[:, None] - at
+        return self.attend(x, at, self.keys(x, at), (behind >= 0) & (behind < TINY["sliding_window"]))
+
+    def keys(self, x: Tensor, at: Tensor) -> Tensor:
+        return rope(norm(x @ self["attn.wkv.weight"].T, self["attn.kv_norm.weight"])[:, None], at)[:, 0]
+
+    def attend(self, x: Tensor, at: Tensor, kv: Tensor, seen: Tensor) -> Tensor:
         many, heads, dim = len(x), TINY["num_attention_heads"], TINY["head_dim"]
-        at = torch.arange(many).float()
         q = norm(x @ self["attn.wq_a.weight"].T, self["attn.q_norm.weight"]) @ self["attn.wq_b.weight"].T
         q = rope(norm(q.view(many, heads, dim), 1.0), at)
-        kv = rope(norm(x @ self["attn.wkv.weight"].T, self["attn.kv_norm.weight"])[:, None], at)[:, 0]
         scores = torch.einsum("qhd,kd->hqk", q, kv) / math.sqrt(dim)
-        behind = at[:, None] - at
-        scores = scores.masked_fill((behind < 0) | (behind >= TINY["sliding_window"]), -math.inf)
+        scores = scores.masked_fill(~seen, -math.inf)
         sink = self["attn.attn_sink"].view(heads, 1, 1).expand(-1, many, 1)
         weight = torch.cat((scores, sink), 2).softmax(2)[:, :, :-1]
         out = rope(torch.einsum("hqk,kd->qhd", weight, kv), at, back=True)
@@ -329,6 +340,20 @@ def test_what_it_shares_is_the_decoders(loaded):
     assert draft.attentions[0].index == model.config.layers
 
 
+def test_a_placed_models_draft_lies_with_its_last_layers(made, tmp_path):
+    write(tmp_path / "m", plain(TINY), made[1])
+    with Checkpoint.open(tmp_path / "m") as checkpoint:
+        model = DeepseekV4.load(checkpoint, ["cpu", "cpu"], max_context=64)
+        draft = DeepseekDraft.load(checkpoint, model)
+        meta = DeepseekV4.load(checkpoint, ["cpu", "meta"], max_context=64)
+        assert shared_embedding(meta).weight.device.type == "meta"
+        assert meta.embed.weight.device.type == "cpu", "the decoder keeps its own"
+    sizes = {"rows": 1, "pages": 3, "page_size": 128, "pages_per_row": 2}
+    first, last = model.new_cache(**sizes, drafts=draft.attentions).parts
+    assert model.config.layers in last.windows
+    assert model.config.layers not in first.windows
+
+
 def test_a_draft_layer_that_is_damaged_or_absent_is_named(made, tmp_path):
     dense = dict(made[1])
     dense["mtp.0.e_proj.weight"] = dense["mtp.0.e_proj.weight"][:5]
@@ -351,10 +376,10 @@ def test_a_draft_layer_that_is_damaged_or_absent_is_named(made, tmp_path):
             DeepseekDraft.load(checkpoint, model)
 
 
-def test_stages_of_dspark_are_read_past_by_the_decoder_and_refused_as_a_draft(tmp_path):
+def test_stages_of_dspark_are_no_such_layer(tmp_path):
     write(tmp_path / "m", plain(TINY_DSPARK), make(TINY_DSPARK)[1])
     with Checkpoint.open(tmp_path / "m") as checkpoint:
         model = DeepseekV4.load(checkpoint, max_context=64)
         assert model.config.drafts == 3
-        with pytest.raises(ValueError, match=r"mtp\.\* are 3 stages of DSpark, which are not supported"):
+        with pytest.raises(ValueError, match=r"mtp\.\* are 3 stages of DSpark; load them as .*DSparkDraft"):
             DeepseekDraft.load(checkpoint, model)

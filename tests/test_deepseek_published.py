@@ -1,5 +1,6 @@
 """DeepSeek-V4 as it is published: the real ones by a table of their tensors, tiny ones by their logits."""
 
+import json
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -23,6 +24,8 @@ from deepseek_published import (
     plain,
     write,
 )
+from fuzz import tiny
+from fuzz.run import invoke
 from models import Decoder
 from onegraph.api.size import component_bits, size_of
 from onegraph.check import check_step
@@ -102,7 +105,7 @@ V41 = {
         (V41, r"model_type 'deepseek_v41' \(DeepSeek-V4\.1\) is not supported: it has Engram tables"),
         (TINY | {"kv_source_layer_ids": [2]}, r"kv_source_layer_ids is \[2\]: shared key-value layers \(V4\.1\)"),
         (TINY | {"candidate_source_layer_id": 3}, r"candidate_source_layer_id is 3: candidate selection \(V4\.1\)"),
-        (TINY | {"dspark_block_size": 5}, "dspark_target_layer_ids is None; it must list layers"),
+        (TINY | {"dspark_block_size": 5}, "dspark_target_layer_ids is None; it must list layers below 4"),
     ],
 )
 def test_what_is_not_v4_is_refused_with_the_reason(config, says):
@@ -306,6 +309,20 @@ def test_sizes_are_the_decoders(tmp_path):
     assert found.linear_parameters == wanted.linear_parameters
     assert found.total_bytes == sum(t.nbytes for name, t in tensors.items() if not name.startswith("mtp."))
     assert 4.25 < found.linear_bits < 8
+
+
+def test_the_pages_own_command(tmp_path):
+    """`onegraph generate` of NVIDIA's form, and `verify`, as docs/deepseek.md has them."""
+    config = nvidia(TINY | {"vocab_size": tiny.CONFIG["vocab_size"]})
+    write(tmp_path / "m", config, make(config)[0])
+    plain_model = tiny.write_model(tmp_path / "plain")
+    (tmp_path / "m" / "tokenizer.json").write_bytes((plain_model / "tokenizer.json").read_bytes())
+    more = ["--prompt", "the thing", "--max-tokens", 4, "--json"]
+    status, out, errors = invoke(["generate", tmp_path / "m", *more])
+    assert status == 0, errors
+    assert len(json.loads(out)["outputs"][0]["tokens"]) == 4
+    status, out, errors = invoke(["verify", tmp_path / "m"])
+    assert status == 0, out + errors
 
 
 def test_stages_of_dspark_are_read_past(tmp_path):

@@ -126,3 +126,15 @@ def test_spare_places_are_counted(model):
     assert state.cache.nbytes == sum(type(state.cache).bytes_of(block.attention, **sizes) for block in model.blocks)
     with pytest.raises(ValueError, match="spare is -1; it must be at least 0"):
         pair(model, spare=-1)
+
+
+def test_a_model_over_several_devices_takes_back_on_each(tmp_path):
+    save_hf("flash", tmp_path / "m")
+    with Checkpoint.open(tmp_path / "m") as checkpoint:
+        placed = DeepseekV4.load(checkpoint, ["cpu", "cpu"], max_context=256)
+    cache = placed.new_cache(rows=2, pages=5, page_size=128, pages_per_row=2, spare=SPARE)
+    assert len(cache.parts) == 2
+    for part in cache.parts:
+        part.positions.copy_(torch.tensor([9, 4], dtype=torch.int32))
+    cache.truncate(torch.tensor([5, 7], dtype=torch.int32))
+    assert [part.positions.tolist() for part in cache.parts] == [[5, 4]] * 2

@@ -96,6 +96,7 @@ def check(got: Tensor, wanted: Tensor) -> None:
 
 PLAIN, TWO, FOUR = (fp8.Variant(fp8.LINEAR, tiles) for tiles in (1, 2, 4))
 RING, RING_FOUR = (fp8.Variant(fp8.LINEAR, tiles, ring_x=True) for tiles in (2, 4))
+LATER = fp8.Variant(fp8.LINEAR, early=1)
 BROAD, BROAD_RING = (fp8.Variant(fp8.LINEAR, ring_x=ring, slice=256) for ring in (False, True))
 
 
@@ -128,6 +129,7 @@ BROAD, BROAD_RING = (fp8.Variant(fp8.LINEAR, ring_x=ring, slice=256) for ring in
         ),  # groups, passes, a warp without a tile
         ("mx", 33, 1, 48, 272, torch.bfloat16, fp8.Plan(1, 2, 2, 3, 3), RING_FOUR),
         ("128", 3, 1, 50, 720, torch.bfloat16, fp8.Plan(2, 2, 1, 2, 2), BROAD_RING),
+        ("128", 2, 2, 49, 400, torch.bfloat16, fp8.Plan(2, 3, 3, 3, 3), LATER),  # a warp without a tile
     ],
 )
 def test_linear(build, kind: str, tokens: int, groups: int, n: int, k: int, dtype, cut, variant) -> None:
@@ -213,7 +215,7 @@ VARIANTS = (
 
 
 @pytest.mark.parametrize("room", [H200.shared, 99 << 10])
-@pytest.mark.parametrize("depths", [fp8.DEPTHS, fp8.LINEAR_DEPTHS])
+@pytest.mark.parametrize("depths", [fp8.DEPTHS, (3, 2)])
 @pytest.mark.parametrize(("n", "k"), [(4096, 14336), (14336, 4096), (16, 64), (129280, 7168), (1536, 576)])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_cut_covers_its_shape_and_fits(n: int, k: int, depths: tuple[int, ...], variant, room: int) -> None:

@@ -142,6 +142,22 @@ def test_a_scale_that_is_nan_names_its_expert(tmp_path: Path) -> None:
         load(tmp_path, file).fused_experts("x.gate_up_proj", "x.down_proj", GATE, CPU, interleaved=True)
 
 
+@pytest.mark.parametrize("scale", [103, 141])
+def test_what_float16_does_not_hold_is_refused_in_float16(tmp_path: Path, scale: int) -> None:
+    file, _ = blocks(True, True)
+    file["x.down_proj_scales"][2, 5, 1] = scale
+    loader = load(tmp_path, file)
+    loader.fused_experts("x.gate_up_proj", "x.down_proj", GATE, CPU, interleaved=True)
+    loader.dtype = torch.float16
+    with pytest.raises(CheckpointError, match=r"'x.down_proj of expert 2' has scales beyond 2\^-23 to 2\^13"):
+        loader.fused_experts("x.gate_up_proj", "x.down_proj", GATE, CPU, interleaved=True)
+    file["x.down_proj_blocks"][2, 5, 1] = 0x80  # zeros are zeros at any scale
+    (tmp_path / "other").mkdir()
+    loader = load(tmp_path / "other", file)
+    loader.dtype = torch.float16
+    loader.fused_experts("x.gate_up_proj", "x.down_proj", GATE, CPU, interleaved=True)
+
+
 def test_gpt_oss_says_mxfp4() -> None:
     config = parse_quantization(GPT_OSS)
     assert isinstance(config, BlocksConfig)

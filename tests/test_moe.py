@@ -467,6 +467,15 @@ def test_no_component_is_empty_where_all_layers_have_experts(tmp_path: Path) -> 
         assert set(component_bits(checkpoint)) == set(changes)
 
 
+def test_biases_of_experts_are_not_rounded_with_them(tmp_path: Path) -> None:
+    save_hf("gpt_oss", tmp_path, hidden_size=96, intermediate_size=64)
+    model = load(tmp_path, fused=False)
+    before, after = model.blocks[0].mlp.experts, in_nvfp4(model)["experts"]()["blocks.0.mlp.experts"]
+    assert torch.equal(after.gate_up_bias, before.gate_up_bias)
+    assert torch.equal(after.down_bias, before.down_bias)
+    assert not torch.equal(after.down.weight, before.down.weight)
+
+
 @pytest.mark.parametrize("format", ["e8p", "nvfp4"])
 @pytest.mark.parametrize("variant", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_quantizing_experts_is_refused_by_name(variant: str, format: str, tmp_path: Path) -> None:

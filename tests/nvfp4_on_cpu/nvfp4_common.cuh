@@ -80,6 +80,11 @@ static uint4 stream(const u8* p) {
   return *(const uint4*)p;
 }
 
+static u32 load_pair(const u8* p) {
+  if ((uintptr_t)p % 2) fail("a load that is not aligned");
+  check_read(p, 2);
+  return *(const u16*)p;
+}
 static void copy(u8* to, const u8* from, size_t bytes, bool inside) {
   if ((uintptr_t)to % bytes || (inside && (uintptr_t)from % bytes)) fail("a copy that is not aligned");
   if (inside) check_read(from, bytes);
@@ -150,6 +155,10 @@ static void e4m3_to_float(u32 four, float (&to)[4]) {
   for (int i = 0; i < 4; ++i) to[i] = e4m3(four >> 8 * i & 255);
 }
 static float widen(u32 v) { return wide(v & 0xFFFF); }
+template <bool WIDE> static void write(u16* y, long long at, float v) {
+  if (WIDE) ((float*)y)[at] = v;
+  else y[at] = narrow(v);
+}
 
 template <class T> static T of_lanes(T own, const std::function<T(int)>& result) {
   static_assert(sizeof(T) == 4);
@@ -171,6 +180,7 @@ static u32 warp_max(u32 own) {
     return most;
   });
 }
+static bool any(bool own) { return warp_max(own); }
 static float shuffle_xor(float own, int mask) {
   return of_lanes<float>(own, [=](int) { return of_lane<float>(current ^ mask); });
 }
@@ -203,7 +213,7 @@ static void wait_barrier(Barrier* b, u32 parity) {
   }
   meet(WARP);
 }
-static void copy_box(u8* to, const TensorMap& m, int row, int slice, Barrier* b) {
+static void copy_box(u8* to, const TensorMap& m, int row, int slice, Barrier* b, int column = 0) {
   if ((uintptr_t)to % 128) fail("a box that is not aligned");
   phases[b].asked += m.box_slices * m.box_rows * m.box_bytes;
   phases[b].copies.push_back([=] {
@@ -211,8 +221,8 @@ static void copy_box(u8* to, const TensorMap& m, int row, int slice, Barrier* b)
       const int r = row + i / m.box_bytes % m.box_rows, s = slice + i / (m.box_bytes * m.box_rows), byte = i % m.box_bytes;
       uintptr_t at = (uintptr_t)to + i;
       if (m.box_bytes == 128) at ^= (at >> 7 & 7) << 4;  // swizzled
-      const bool inside = r < m.rows && s < m.row_bytes / m.box_bytes;
-      *(u8*)at = inside ? m.start[(size_t)r * m.row_bytes + s * m.box_bytes + byte] : 0;
+      const int in_row = s * m.box_bytes + column + byte;
+      *(u8*)at = r < m.rows && in_row < m.row_bytes ? m.start[(size_t)r * m.row_bytes + in_row] : 0;
     }
   });
 }

@@ -36,17 +36,18 @@ int main(int, char** names) {
   Arguments& a = arguments;
   a.x = (u16*)tensor((size_t)h[11] * 2);
   const u8* const codes = tensor((size_t)matrices * n * k / 2);
-  const u8* const scale = tensor((size_t)matrices * n * k / 16);
+  const u8* const scale = tensor((size_t)matrices * n * k / GROUP);
 #ifdef ONE
   const int box_rows = MODE == 1 ? 8 : 16;
-  a.box = k / 256 % 8 == 0 ? 8 : k / 256 % 4 == 0 ? 4 : k / 256 % 2 == 0 ? 2 : 1;
+  a.box = EDGE ? 1 : k / 256 % 8 == 0 ? 8 : k / 256 % 4 == 0 ? 4 : k / 256 % 2 == 0 ? 2 : 1;
   a.codes = {codes, matrices * n, k / 2, box_rows, 128, a.box};
   a.scale = {scale, matrices * n, k / 16, box_rows, 16, a.box};
+  a.scales = scale;
 #else
   a.codes = codes, a.scale = scale, a.tokens = tokens;
 #endif
-  a.global_scale = (float*)tensor((size_t)matrices * n * 4);
-  if (h[13]) a.bias = (float*)tensor((size_t)n * 4);
+  if (GROUP == 16) a.global_scale = (float*)tensor((size_t)matrices * n * 4);
+  if (h[13]) a.bias = (float*)tensor((size_t)(top_k ? matrices : 1) * n * 4);
 #ifdef MODE
   if (top_k) {
     a.experts = (int*)tensor((size_t)tokens * top_k * 4);
@@ -60,7 +61,7 @@ int main(int, char** names) {
 #endif
   memcpy(&a.limit, &h[14], 12);
 #endif
-  std::vector<u16> y(numbers, 0x7FFF);
+  std::vector<u16> y(numbers * (FLOAT ? 2 : 1), 0x7FFF);
   a.y = y.data();
   a.n = n, a.k = k, a.matrices = matrices;
   gridDim.x = h[7], gridDim.y = h[8], gridDim.z = h[9], blockDim.x = h[10];

@@ -229,10 +229,13 @@ def finite(value: torch.Tensor) -> torch.Tensor | None:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    """config.json; where it says nothing of quantization, hf_quant_config.json does, as NVIDIA publishes many."""
+    """config.json; where it says nothing of quantization, hf_quant_config.json does, as NVIDIA publishes many.
+    compression_config is what compressed-tensors called it once."""
     config = read_json(member(path, "config.json") or path / "config.json")
-    apart = member(path, "hf_quant_config.json") if config.get("quantization_config") is None else None
-    return config if apart is None else config | {"quantization_config": read_json(apart)}
+    told = config.get("quantization_config", config.get("compression_config"))
+    if told is None and (apart := member(path, "hf_quant_config.json")) is not None:
+        told = read_json(apart)
+    return config if told is None else config | {"quantization_config": told}
 
 
 def _directory(path: Path) -> dict[str, TensorInfo]:

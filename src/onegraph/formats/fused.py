@@ -20,7 +20,7 @@ from torch import Tensor
 from onegraph.formats.dense import DENSE
 from onegraph.formats.files import CheckpointError, quote
 from onegraph.formats.mxfp4 import E8M0, GROUP, MXFP4
-from onegraph.formats.weight import FLOATS, WHOLE, Expected, Field, File, Part, WeightFormat
+from onegraph.formats.weight import FLOATS, WHOLE, Expected, Field, File, Part, Require, WeightFormat
 
 
 def stack_names(file: File, name: str) -> tuple[WeightFormat, dict[str, str]]:
@@ -62,7 +62,7 @@ class OneOfStack:
     format: WeightFormat
     matrix: Mapping[str, Tensor]
     dtype: torch.dtype
-    require: Callable[[Tensor, Callable[[], str]], None]
+    require: Require
 
     def __contains__(self, name: object) -> bool:
         return False  # each format then has the names of its own, which `read` goes by

@@ -22,11 +22,12 @@ from torch import Tensor
 
 from onegraph.formats.files import quote
 from onegraph.formats.nvfp4 import E2M1_RMS
-from onegraph.formats.weight import FLOATS, WHOLE, Field, Part, Source, Tensors, WeightFormat
+from onegraph.formats.weight import FLOATS, WHOLE, Field, Part, Require, Source, Tensors, WeightFormat
 
 GROUP = 32  # columns that share a scale
 E8M0 = torch.float8_e8m0fnu
 NAN, ONE = 255, 127
+FLOAT16_SCALES = 104, 140  # of which 0.5 and 6 times are numbers of float16
 
 
 class MXFP4Format(WeightFormat):
@@ -58,6 +59,21 @@ class MXFP4Format(WeightFormat):
             lambda: f"{quote(layer)} has scales that are NaN; the file is damaged, fetch it again",
         )
         return tensors
+
+    def check_dtype(self, layer: str, tensors: Tensors, dtype: torch.dtype, require: Require) -> None:
+        """float16 holds 2^-24 to 65504; bfloat16 and float32 hold every weight."""
+        if dtype != torch.float16:
+            return
+        first, last = FLOAT16_SCALES
+        beyond = (tensors["scale"] < first) | (tensors["scale"] > last)
+        used = (tensors["codes"].unflatten(-1, (-1, GROUP // 2)) & 0x77).any(-1)
+        require(
+            ~(beyond & used).any(),
+            lambda: (
+                f"{quote(layer)} has scales beyond 2^{first - ONE} to 2^{last - ONE}, whose weights float16 does not "
+                "hold; load the model in bfloat16"
+            ),
+        )
 
     def fill(self, stored: Mapping[str, Tensor], k: int, generator: torch.Generator) -> None:
         super().fill(stored, k, generator)

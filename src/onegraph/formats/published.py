@@ -11,6 +11,7 @@ dtype and the names beside its weight tell it, or the file is refused:
 | weight uint8        | weight_scale, weight_scale_2              | NVFP4 as ModelOpt writes it                       |
 | weight_packed uint8 | weight_scale E4M3, weight_global_scale    | NVFP4 as compressed-tensors writes it             |
 | weight_packed uint8 | weight_scale uint8 (E8M0)                 | MXFP4 as compressed-tensors writes it             |
+| weight_packed int32 | weight_scale, weight_zero_point           | INT4, in a mixture of compressed-tensors          |
 | weight int8         | scale E8M0                                | MXFP4 as DeepSeek writes it                       |
 | weight, a float     |                                           | dense                                             |
 
@@ -26,6 +27,8 @@ import torch
 from onegraph.formats.dense import DENSE
 from onegraph.formats.files import quote
 from onegraph.formats.fp8 import FP8, Block, fp8_of
+from onegraph.formats.int4 import is_int4
+from onegraph.formats.int4_config import INT4Config
 from onegraph.formats.mxfp4 import MXFP4
 from onegraph.formats.nvfp4 import E4M3, GROUP, NVFP4
 from onegraph.formats.weight import File, WeightFormat
@@ -49,6 +52,7 @@ PACKINGS = {
     "nvfp4-pack-quantized": 4,
     "mxfp4-pack-quantized": 4,
 }
+INTEGERS = "pack-quantized"  # likewise; `formats/int4_config.py` reads it
 KEPT = ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers")
 # Activations stay as they are, and so does the KV cache: what would quantize them is not read.
 UNREAD = (".input_scale", ".activation_scale", ".input_global_scale", ".k_scale", ".v_scale")
@@ -63,11 +67,13 @@ class Published:
         data: the config as it was read.
         block: outputs and inputs that share a scale, where the config says so of FP8 weights.
         ignore: names or patterns that the config says were left out; told, not believed.
+        integers: what it says of layers of integers, where it has some (compressed-tensors).
     """
 
     data: Data = field(hash=False)
     block: Block | None = None
     ignore: tuple[str, ...] = ()
+    integers: INT4Config | None = None
 
     @staticmethod
     def matches(data: Data) -> bool:
@@ -83,13 +89,15 @@ class Published:
         kept = next((part[key] for part in (data, inner) for key in KEPT if part.get(key) is not None), ())
         if not isinstance(kept, list | tuple) or not all(isinstance(name, str) for name in kept):
             raise ValueError("quantization_config.ignore is no list of module names")
-        return cls(data, blocks.pop() if len(blocks) == 1 else None, tuple(kept))
+        return cls(data, blocks.pop() if len(blocks) == 1 else None, tuple(kept), _integers(data))
 
     def to_dict(self) -> dict[str, Any]:
         return dict(self.data)
 
     def format_of(self, layer: str, file: File) -> WeightFormat:
         """What the file's tensors say. Raises CheckpointError for an FP8 weight whose scales say nothing."""
+        if self.integers is not None and is_int4(file, layer):
+            return self.integers.format_of(layer, file)
         if f"{layer}.weight_packed" in file:
             return NVFP4 if f"{layer}.weight_global_scale" in file else MXFP4
         weight = f"{layer}.weight"
@@ -168,7 +176,9 @@ def _check_algorithm(name: object, entry: Data, *, mixed: bool = False) -> None:
 
 def _check_compressed(data: Data) -> set[Block]:
     whole, found = data.get("format"), set[Block]()
-    for group in _groups(data):
+    for group in _groups(data).values():
+        if group.get("format") == INTEGERS and whole == "mixed-precision":
+            continue  # `_integers` checks it
         packing = _packing(group.get("format") or whole)
         weights = _mapping(group.get("weights"))
         kind, bits = weights.get("type", "float"), weights.get("num_bits")
@@ -196,15 +206,23 @@ def _packing(name: object) -> str:
         return name
     raise ValueError(
         f"quantization_config has format {quote(name, 80)}, which is not supported; supported of compressed-tensors "
-        f"are {', '.join(PACKINGS)} and mixed-precision of them"
+        f"are {', '.join(PACKINGS)}, {INTEGERS} and mixed-precision of them"
     )
 
 
-def _groups(data: Data) -> list[Data]:
+def _integers(data: Data) -> INT4Config | None:
+    """The groups of integers in a mixture."""
+    if data.get("format") != "mixed-precision":
+        return None
+    groups = {name: group for name, group in _groups(data).items() if group.get("format") == INTEGERS}
+    return INT4Config.from_dict({**data, "format": INTEGERS, "config_groups": groups}) if groups else None
+
+
+def _groups(data: Data) -> Mapping[str, Data]:
     groups = data.get("config_groups") or {}
     if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
         raise ValueError("quantization_config.config_groups is no object of groups")
-    return list(groups.values())
+    return groups
 
 
 def _transforms(data: Data) -> Iterator[object]:

@@ -21,6 +21,7 @@ Tensors = dict[str, Tensor]  # the tensors of one layer, by the names of a forma
 Shape = tuple[int, ...]
 Dtypes = tuple[torch.dtype, ...]
 Expected = dict[str, tuple[Shape, Dtypes]]  # tensor name in a file -> shape and the dtypes that it may have
+Require = Callable[[Tensor, Callable[[], str]], None]  # whether something holds, bool [], and the message if not
 Fusion = Literal["norm", "silu", "add"]  # RMSNorm or SwiGLU in front of a linear, a sum behind it: in the same launch
 
 FLOATS: Dtypes = (torch.float32, torch.bfloat16, torch.float16)
@@ -212,6 +213,10 @@ class WeightFormat:
                     f"a layer of {n} x {k} in {self.name} asks for {kinds} {shape}"
                 )
         return n, k
+
+    def check_dtype(self, layer: str, tensors: Tensors, dtype: torch.dtype, require: Require) -> None:
+        """Raises CheckpointError, as `require` does (see `Source`), where the layer, as it was read, has weights that
+        products in `dtype` cannot take."""
 
     def constants(self, device: torch.device) -> Tensors:
         """What every layer's ops take besides: tables of the format, one of each on a device."""

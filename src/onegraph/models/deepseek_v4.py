@@ -179,13 +179,21 @@ class DeepseekV4(nn.Module):
         """tokens int64 [B, Q] -> streams [B, Q, H, D] on the first device: the embedding, repeated."""
         return self.embed(tokens).unsqueeze(2).repeat(1, 1, self.config.streams, 1)
 
-    def run(self, stage: int, streams: Tensor, tokens: Tensor, cache: Attend) -> Tensor:
-        """The layers of one stage on streams, in place, which are returned; everything on that stage's device."""
+    def run(
+        self, stage: int, streams: Tensor, tokens: Tensor, cache: Attend, taps: dict[int, Tensor | None] | None = None
+    ) -> Tensor:
+        """The layers of one stage on streams, in place, which are returned; everything on that stage's device.
+
+        taps: of this stage's layers, those that are keys get the mean of the streams behind them [B, Q, D].
+        """
         update: Update | None = None
         for i in self.stages[stage]:
             update = self.blocks[i](streams, tokens, cache, update)
-        assert update is not None, "a stage has at least one layer"
-        hyper_update(streams, *update)
+            if taps is not None and i in taps:
+                hyper_update(streams, *update)
+                taps[i], update = streams.float().mean(2).to(streams.dtype), None
+        if update is not None:
+            hyper_update(streams, *update)
         return streams
 
     def leave(self, streams: Tensor) -> Tensor:

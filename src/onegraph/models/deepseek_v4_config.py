@@ -64,9 +64,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class DSpark:
-    """The sizes of DSpark's drafting that tensors depend on: how many layers are tapped, rank of the Markov head."""
+    """How DSpark drafts: from the streams behind which `layers`, how many tokens a `block`, which token stands for one
+    that is not known (`noise`), and the rank of the Markov head."""
 
-    taps: int
+    layers: tuple[int, ...]
+    block: int
+    noise: int
     rank: int
 
 
@@ -179,7 +182,7 @@ class DeepseekV4Config:
             main=main,
             compress=compress,
             drafts=_drafts(fields, layers),
-            dspark=_dspark(fields),
+            dspark=_dspark(fields, layers, vocabulary),
             eos=_eos(config.get("eos_token_id"), vocabulary),
             quantization=parse_quantization(config.get("quantization_config")),
         )
@@ -235,13 +238,18 @@ def _drafts(fields: _Fields, layers: int) -> int:
     )
 
 
-def _dspark(fields: _Fields) -> DSpark | None:
+def _dspark(fields: _Fields, layers: int, vocabulary: int) -> DSpark | None:
     if fields.get("dspark_block_size") is None:
         return None
     taps = fields.get("dspark_target_layer_ids")
-    if not isinstance(taps, list) or not taps or not all(type(i) is int and i >= 0 for i in taps):
-        raise ValueError(f"dspark_target_layer_ids is {_short(taps)}; it must list layers")
-    return DSpark(len(taps), fields.integer("dspark_markov_rank", high=2**16))
+    if not isinstance(taps, list) or not taps or not all(type(i) is int and 0 <= i < layers for i in taps):
+        raise ValueError(f"dspark_target_layer_ids is {_short(taps)}; it must list layers below {layers}")
+    return DSpark(
+        layers=tuple(taps),
+        block=fields.integer("dspark_block_size", high=64),
+        noise=fields.integer("dspark_noise_token_id", low=0, high=vocabulary - 1),
+        rank=fields.integer("dspark_markov_rank", high=2**16),
+    )
 
 
 def _hashed(fields: _Fields, layers: int) -> tuple[bool, ...]:

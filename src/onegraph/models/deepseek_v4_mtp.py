@@ -49,6 +49,12 @@ class DraftFamily:
         return official(name)
 
 
+def shared_embedding(model: DeepseekV4) -> Embedding:
+    """The decoder's embedding on its last device: a step's graph is one device's."""
+    first, last = model.devices[0], model.devices[-1]
+    return model.embed if first == last else copy.deepcopy(model.embed).to(last)
+
+
 class DeepseekDraft(nn.Module):
     """The draft layer of a loaded decoder, on the device of its last stage. Build it with `load`.
 
@@ -89,8 +95,8 @@ class DeepseekDraft(nn.Module):
         config = DeepseekV4Config.from_dict(checkpoint.config)
         if config.dspark is not None:
             raise ValueError(
-                f"{checkpoint.path}: mtp.* are {config.drafts} stages of DSpark, which are not supported; drafting is "
-                "supported with the layer of the first Flash and Pro"
+                f"{checkpoint.path}: mtp.* are {config.drafts} stages of DSpark; load them as "
+                "models.deepseek_v4_dspark.DSparkDraft"
             )
         if config.drafts != 1:
             raise ValueError(f"{checkpoint.path}: config.json tells of {config.drafts} draft layers; supported is 1")
@@ -99,15 +105,12 @@ class DeepseekDraft(nn.Module):
         device, layer = model.devices[-1], config.layer(config.layers)
         tables = config.main.tables(config.rope_dim, model.max_context, device)
         prefix = layer.prefix
-        embed = model.embed
-        if model.devices[0] != device:  # a step's graph is one device's
-            embed = copy.deepcopy(embed).to(device)
         with loader.reading():
             enorm, hnorm = (loader.float32(f"{prefix}{name}.weight", device) for name in ("enorm", "hnorm"))
             e_proj, h_proj = (loader.linear(f"{prefix}{name}", device) for name in ("e_proj", "h_proj"))
             return cls(
                 config=config,
-                embed=embed,
+                embed=shared_embedding(model),
                 lm_head=model.lm_head,
                 block=build_block(loader, config, layer, tables, device),
                 norms=(enorm, hnorm),

@@ -66,7 +66,7 @@ def draft_parts(c: DeepseekV4Config) -> Parts:
             linears |= {f"{prefix}{name}": (d, d, False) for name in ("e_proj", "h_proj")}
             others |= {f"{prefix}{name}.weight": ((d,), FLOATS) for name in ("enorm", "hnorm")}
         elif first:
-            linears[f"{prefix}main_proj"] = d, d * c.dspark.taps, False
+            linears[f"{prefix}main_proj"] = d, d * len(c.dspark.layers), False
             others[f"{prefix}main_norm.weight"] = (d,), FLOATS
         if c.dspark is not None and last:
             rank = c.dspark.rank

@@ -49,7 +49,7 @@ class Loader:
         self._reading = False
         self._ahead: Prefetch | None = None
         self._claims: list[tuple[Tensor, Callable[[], str]]] = []
-        self._told: Callable[[int], None] = lambda nbytes: None
+        self._told: _Told | None = None
 
     # ---------------------------------------------------------------------------------------------- what must be there
 
@@ -122,7 +122,7 @@ class Loader:
             yield
             self._settle()
         finally:
-            self._reading = False
+            self._reading, self._told = False, None
             self._claims.clear()
             if self._ahead is not None:
                 self._ahead.close()
@@ -162,7 +162,9 @@ class Loader:
         if part != WHOLE:
             n, k, _ = self.layers()[layer]
             format.check_part(n, k, part)
-        return format, format.read(_Reader(self, device), layer, part)
+        tensors = format.read(_Reader(self, device), layer, part)
+        format.check_dtype(layer, tensors, self.dtype, self.require)
+        return format, tensors
 
     def forget(self) -> None:
         """A layer is done: drops the maps of the files read so far, whose pages count as this process's memory. Raises
@@ -210,7 +212,8 @@ class Loader:
             if (ok := finite(value)) is not None:
                 self.require(ok, lambda: self.checkpoint.not_finite(stored, kind))
             value = value.to(dtype or kind)
-        self._told(self.info(name).nbytes)
+        if self._told is not None:
+            self._told(self.info(name).nbytes)
         return value
 
     def _stream(self, device: torch.device) -> Stream:
@@ -236,7 +239,7 @@ class Loader:
         return join(linears) if joined else Siblings(linears)
 
     def grouped(self, layer: str, groups: int, device: torch.device) -> GroupedLinear:
-        """`groups` linears whose rows are stored one group after the other."""
+        """`groups` linears whose rows are stored one group after the other. Raises ValueError where one is no layer."""
         format, tensors = self.weight(layer, device)
         n, k, _ = self.layers()[layer]
         for first in range(0, n, n // groups):
@@ -306,7 +309,9 @@ class Loader:
         turned = transposed and format is DENSE
         for i in range(min(len(tensor) for tensor in stack.values())):
             one = {key: tensor[i] for key, tensor in stack.items()}
-            read = format.read(OneOfStack(format, one, self.dtype, self.require), f"{name} of expert {i}")
+            layer = f"{name} of expert {i}"
+            read = format.read(OneOfStack(format, one, self.dtype, self.require), layer)
+            format.check_dtype(layer, read, self.dtype, self.require)
             yield {key: tensor.t() for key, tensor in read.items()} if turned else read
 
     def _stacked(self, format: WeightFormat, layers: Sequence[Sequence[str]], device: torch.device) -> Weight:

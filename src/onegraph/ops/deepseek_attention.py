@@ -40,7 +40,7 @@ def _deepseek_qkv(
 
 def _deepseek_attention(call: DeepseekAttention) -> Tensor:
     q, kv, ring, sinks, cos, sin, slots, positions, counts, block_table, entries, selected, ratio, window, scale = call
-    batch, length, heads, dim = q.shape
+    batch, length = q.shape[:2]
     size = ring.shape[1]
     step = torch.arange(length, dtype=INT32, device=q.device)
     token = (positions.unsqueeze(1) + step).unsqueeze(2)  # [B, Q, 1]
@@ -66,19 +66,23 @@ def _deepseek_attention(call: DeepseekAttention) -> Tensor:
             rows = torch.arange(entries.shape[1], dtype=INT32, device=q.device)
             place = (block_table.unsqueeze(2) * entries.shape[1] + rows).view(batch, 1, capacity)
             seen.append(chosen.gather(2, place.expand(-1, length, -1).long()))
-    visible = torch.cat(seen, dim=2) & real
-    every = torch.cat(keys, dim=1)
-    every = unpack_rows(every, dim, 2 * cos.shape[1]) if every.dtype == torch.uint8 else every.float()
+    out = attend_to(q, torch.cat(keys, dim=1), torch.cat(seen, dim=2) & real, sinks, 2 * cos.shape[1], scale)
+    out = rotate(out, cos, -sin, token.squeeze(2)).to(q.dtype)
+    write_ring(ring, kv, slots, positions, counts)
+    return out
+
+
+def attend_to(q: Tensor, keys: Tensor, visible: Tensor, sinks: Tensor, rope: int, scale: float) -> Tensor:
+    """q [B, Q, H, D] to keys [B, N, D] (or rows of FP8) of which each query sees `visible` [B, Q, N]; float32."""
+    batch, length, heads, dim = q.shape
+    every = unpack_rows(keys, dim, rope) if keys.dtype == torch.uint8 else keys.float()
     every = torch.where(visible.any(1).unsqueeze(2), every, 0.0)  # 0 * NaN would carry what a predecessor left
     scores = (q.float().flatten(1, 2) @ every.transpose(1, 2)).view(batch, length, heads, -1) * scale
     scores = torch.where(visible.unsqueeze(2), scores, -torch.inf)
     limit = torch.maximum(scores.amax(3, keepdim=True), sinks.view(-1, 1))
     weight = (scores - limit).exp()
     total = weight.sum(3, keepdim=True) + (sinks.view(-1, 1) - limit).exp()
-    out = ((weight / total).flatten(1, 2) @ every).view(batch, length, heads, dim)
-    out = rotate(out, cos, -sin, token.squeeze(2)).to(q.dtype)
-    write_ring(ring, kv, slots, positions, counts)
-    return out
+    return ((weight / total).flatten(1, 2) @ every).view(batch, length, heads, dim)
 
 
 def _check_qkv(

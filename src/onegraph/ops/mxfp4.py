@@ -63,6 +63,44 @@ def _experts(
     return (out * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
 
+# ----------------------------------------------------------------------------------------------------------- on a GPU
+
+
+def linear_on_gpu(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, float32: bool) -> Tensor:
+    from onegraph.ops.cuda import nvfp4
+
+    if not nvfp4.takes(x):
+        return _linear(x, codes, scale, bias, float32)
+    return nvfp4.linear(x, codes, scale, None, bias, float32)
+
+
+def grouped_linear_on_gpu(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    from onegraph.ops.cuda import nvfp4
+
+    return nvfp4.grouped_linear(x, codes, scale, None) if nvfp4.takes(x) else _grouped_linear(x, codes, scale)
+
+
+def experts_on_gpu(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_scale: Tensor,
+    down_bias: Tensor | None,
+    *gate: float,
+) -> Tensor:
+    from onegraph.ops.cuda import nvfp4
+
+    if not nvfp4.takes_experts(x, down.shape[2] * 2, experts.shape[1]):
+        both = (gate_up, gate_up_scale, gate_up_bias), (down, down_scale, down_bias)
+        return _experts(x, experts, weights, *both[0], *both[1], *gate)
+    layers = gate_up, gate_up_scale, None, down, down_scale, None
+    return nvfp4.experts(x, experts, weights, *layers, *gate, biases=(gate_up_bias, down_bias))
+
+
 # ------------------------------------------------------------------------------------------------------------- checks
 
 
@@ -217,6 +255,7 @@ mxfp4_linear = register(
         fake=lambda x, codes, scale, bias, float32: x.new_empty(
             (*x.shape[:-1], codes.shape[0]), dtype=torch.float32 if float32 else x.dtype
         ),
+        kernel="onegraph.ops.mxfp4:linear_on_gpu",
         check=_check_linear,
         cases=(
             _linear_case(1, 64, 96),
@@ -246,6 +285,7 @@ mxfp4_grouped_linear = register(
         schema="(Tensor x, Tensor codes, Tensor scale) -> Tensor",
         reference=_grouped_linear,
         fake=lambda x, codes, scale: x.new_empty((*x.shape[:-1], codes.shape[1])),
+        kernel="onegraph.ops.mxfp4:grouped_linear_on_gpu",
         check=_check_grouped,
         cases=(_grouped_case(1, 4, 64, 256), _grouped_case(3, 2, 128, 512), _grouped_case(10, 8, 32, 64)),
         tolerance={torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3},
@@ -264,6 +304,7 @@ mxfp4_experts = register(
         "Tensor down, Tensor down_scale, Tensor? down_bias, float limit, float alpha, float shift) -> Tensor",
         reference=_experts,
         fake=lambda x, *rest: torch.empty_like(x),
+        kernel="onegraph.ops.mxfp4:experts_on_gpu",
         check=_check_experts,
         cases=(
             _experts_case(1, 6, 16, 256, 128, V4, biases=False),

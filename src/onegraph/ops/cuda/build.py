@@ -215,6 +215,13 @@ def sliced_tensor_map(pointer: int, rows: int, row_bytes: int, box: tuple[int, i
     return _encode(pointer, (width, rows, row_bytes // width), (row_bytes, width), box, swizzle=swizzle)
 
 
+@lru_cache(maxsize=1 << 16)
+def edged_tensor_map(pointer: int, rows: int, row_bytes: int, box: tuple[int, int]) -> bytes:
+    """The same of a matrix whose rows are no multiple of a slice: one slice of all columns, boxes of `box` (128 bytes,
+    rows), swizzled; beyond a row it reads zeros."""
+    return _encode(pointer, (row_bytes, rows, 1), (row_bytes, row_bytes), (*box, 1), swizzle=True)
+
+
 def _encode(
     pointer: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], *, swizzle: bool
 ) -> bytes:

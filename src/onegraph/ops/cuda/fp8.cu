@@ -15,11 +15,13 @@
 // Set when compiled: HALF (1: x is float16, 0: bfloat16), TILES (column tiles of 8 tokens), MODE (0: linear and grouped
 // linear; 1: gate and up of routed experts with SwiGLU; 2: down of routed experts, weighted and added up), SLICE (128 or
 // 256), GRAIN (columns that share a scale wherever they begin: 32 or 128), DEPTH, WARPS (of a block at
-// most), TOGETHER (experts of up to 16 tokens; TILES is 1), RING_X (1: activations through the ring; MODE is 0).
+// most), TOGETHER (experts of up to 16 tokens; TILES is 1), RING_X (1: activations through the ring; MODE is 0),
+// EARLY (units requested before the first activations: DEPTH, or fewer where these do not come through the ring).
 
 #include "nvfp4_common.cuh"
 #include "fp8_decode.cuh"
 
+static_assert(EARLY == DEPTH || (EARLY < DEPTH && !RING_X));
 constexpr int ROWS = 16, SCALES = SLICE / GRAIN;           // of a row of a unit
 constexpr int CODES = ROWS * SLICE, BESIDE = CODES + ROWS * SCALES * 4;  // bytes: of codes, and scales
 constexpr int SLOT = BESIDE + (RING_X ? TILES * SLICE * 16 : 0);
@@ -177,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) fp8_linear(const Arg
     }
   };
 #pragma unroll
-  for (int i = 0; i < DEPTH; ++i) {
+  for (int i = 0; i < EARLY; ++i) {
     fetch(false);
     if (!RING_X) commit();
   }
@@ -226,6 +228,17 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) fp8_linear(const Arg
       }
     }
   };
+
+  if (EARLY < DEPTH) {
+    Walk start = {};
+    enter_round(start, begin);
+    if (turns && start.tiles) load_x(start);
+#pragma unroll
+    for (int i = EARLY; i < DEPTH; ++i) {
+      fetch(false);
+      commit();
+    }
+  }
 
   Walk now = {};
   for (int first = begin; first < end; first += a.hold) {
@@ -356,6 +369,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) fp8_linear(const Arg
       if (column >= count) continue;
 #endif
       float sum[4] = {};
+#pragma unroll 4
       for (int w = 0; w < used; ++w) {
         const float4 v = ((float4*)(partial + (tile * across + w) * SUMS))[part];
         sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;

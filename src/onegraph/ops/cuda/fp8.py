@@ -14,13 +14,11 @@ from onegraph.ops.cuda import build
 
 ROWS, PAIRS = 16, 255  # as in fp8.cu, routes.cuh
 SLICE = 128  # columns that a warp takes at a time
-WARPS = 16  # of a block at most; FEW_WARPS where a lane holds more activations, or the ring does
-FEW_WARPS = 8
+WARPS = 16  # of a block at most
 PASS, FEW_PASS = 16, 8  # tokens of experts that share a reading: where those of an expert are moved together, and not
-DEPTHS = (4, 3, 2)  # units that a warp has under way, the first that fits: of experts, and of few warps,
-LINEAR_DEPTHS = (3, 2)  # of other linears: activations queue behind the ring's first filling
+DEPTHS = (4, 3, 2)  # of experts: units that a warp has under way, the first that fits
+MOST_EARLY = 6  # units requested before activations: all
 FEW_TILES = 4  # row tiles of a block, below which activations of more than 8 tokens come through the ring
-MOST_TILES = 4  # column tiles of 8 tokens that a linear multiplies in one pass
 MAX_TOKENS = 64  # of a linear; above, decoding once is cheaper than reading the codes again for every pass
 ROUTES = 8 * 1024  # bytes of a block's shared memory that the routes of experts take, rounded up
 ALIGNMENT = 16  # bytes, of every pointer; columns of k that one copy brings: k comes in multiples
@@ -72,7 +70,8 @@ def blocks(rows: int, columns: int, k: int) -> Blocks | None:
 @dataclass(frozen=True)
 class Variant:
     """What is set when compiled: `tiles` column tiles of 8 tokens; `together`: experts of up to 16 tokens; `ring_x`:
-    activations through the ring; `warps` of a block at most; `slice` columns of a unit."""
+    activations through the ring; `warps` of a block at most; `slice` columns of a unit; `early` units at most requested
+    before the first activations."""
 
     mode: int
     tiles: int = 1
@@ -80,6 +79,7 @@ class Variant:
     ring_x: bool = False
     warps: int = WARPS
     slice: int = SLICE
+    early: int = MOST_EARLY
 
     @property
     def tokens(self) -> int:
@@ -99,6 +99,7 @@ class Variant:
         return {
             "MODE": self.mode, "HALF": int(half), "TILES": self.tiles, "TOGETHER": int(self.together),
             "RING_X": int(self.ring_x), "SLICE": self.slice, "GRAIN": grain, "DEPTH": depth, "WARPS": self.warps,
+            "EARLY": min(self.early, depth),
         }  # fmt: skip
 
 
@@ -107,7 +108,7 @@ KERNEL = build.Source(
     functions=("fp8_linear",),
     arguments=ARGUMENTS,
     capabilities=build.EVERY,
-    example=Variant(LINEAR).defines(half=False, grain=128, depth=LINEAR_DEPTHS[0]),
+    example=Variant(LINEAR).defines(half=False, grain=128, depth=3),
 )
 
 
@@ -218,17 +219,24 @@ def run(
         kernel.launch(grid, chosen.across * chosen.down * 32, shared, 1, stream, arguments)
 
 
+# Linears of up to so many tokens: how, and the depths to try, where a block has row tiles enough, and where it has few.
+# Longer rings are no quicker where activations are loaded: they queue behind the ring's first filling.
+LINEARS = {
+    8: ((Variant(LINEAR), (3, 2)), (Variant(LINEAR), (3, 2))),
+    16: ((Variant(LINEAR, 2), (3, 2)), (Variant(LINEAR, 2, ring_x=True, warps=8), (4, 3, 2))),
+    MAX_TOKENS: ((Variant(LINEAR, 4, warps=8), (4, 3, 2)), (Variant(LINEAR, 4, ring_x=True, warps=8), (4, 3, 2))),
+}
+
+
 @cache
 def linear_cut(
     tokens: int, n: int, k: int, groups: int, grain: int, sms: int, room: int
 ) -> tuple[Variant, Plan] | None:
     """How linears side by side run, None where they do not fit."""
-    tiles = 1 if tokens <= 8 else 2 if tokens <= 16 else MOST_TILES
     row_tiles, blocks = -(-n // ROWS), max(1, sms // groups)
-    ring_x = tiles > 1 and row_tiles < FEW_TILES * min(row_tiles, blocks)
-    few = ring_x or tiles > 2
-    variant = Variant(LINEAR, tiles, ring_x=ring_x, warps=FEW_WARPS if few else WARPS)
-    chosen = plan(row_tiles, k, 1, variant, grain, blocks, DEPTHS if few else LINEAR_DEPTHS, room)
+    few = row_tiles < FEW_TILES * min(row_tiles, blocks)
+    variant, depths = next(ways for most, ways in LINEARS.items() if tokens <= most)[few]
+    chosen = plan(row_tiles, k, 1, variant, grain, blocks, depths, room)
     return None if chosen is None else (variant, chosen)
 
 

@@ -1,4 +1,4 @@
-// NVFP4 linears for up to 16 tokens a pass, weights only: codes straight from the layout on disk to the tensor cores.
+// NVFP4 and MXFP4 linears for up to 16 tokens a pass, weights only: codes straight from the layout on disk to the tensor cores.
 //
 // Cut. A tile is 16 rows, a slice 256 columns. A block stays on its SM and owns a run of row tiles; its warps share k
 // out, slice by slice, and walk down the tiles, so that a warp's activations stay in its registers. What a warp reads
@@ -13,7 +13,10 @@
 //
 // Set when compiled: HALF (1: x and y are float16, 0: bfloat16), TILES (column tiles of 8 tokens), MODE (0: linear and
 // grouped linear; 1: gate and up of routed experts with SwiGLU; 2: down of routed experts, weighted and added up), DEPTH,
-// TOGETHER (experts of up to 16 tokens; TILES is 1).
+// TOGETHER (experts of up to 16 tokens; TILES is 1), GROUP (16: NVFP4, 32: MXFP4), FLOAT (linears: 1: y is float32).
+//
+// MXFP4 has no scale of a row. Its scales of a lane's 64 columns are two bytes, at an even address: the word that they are
+// in is copied.
 
 #include "nvfp4_common.cuh"
 #include "nvfp4_decode.cuh"
@@ -27,9 +30,9 @@ constexpr int SUMS = MODE == 2 && TOGETHER ? ROWS * PITCH * 4 : TILES * 512;  //
 struct Arguments {
   const u16* x;               // linear: [tokens, matrices, k]; gate-up: [tokens, k]; down: [tokens, top_k, k]
   const u8* codes;            // [matrices, n, k/2]
-  const u8* scale;            // [matrices, n, k/16]
-  const float* global_scale;  // [matrices, n]
-  const float* bias;          // [n] or null
+  const u8* scale;            // [matrices, n, k/GROUP]
+  const float* global_scale;  // [matrices, n]; MXFP4: null
+  const float* bias;          // linear: [n] or null; experts in MXFP4: [matrices, n] or null
   const int* experts;         // [tokens, top_k]
   const float* weights;       // [tokens, top_k]
   u16* y;                     // linear: [tokens, matrices, n]; gate-up: [tokens, top_k, n/2]; down: [tokens, n]
@@ -105,6 +108,51 @@ struct Walk {
   int slot, row, column;  // matrix among the slots; first row (gate-up: of eight); first column
 };
 
+// A tile's product with a lane's 64 columns of rows g and g + 8. BEYOND: scales of MXFP4 above LARGE are among them.
+template <bool BEYOND>
+__device__ __forceinline__ void product(float (&acc)[TILES][4], const uint4 (&codes)[2][2], const u32 (&scales)[2],
+                                        const u32 (&x)[TILES][8][4]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    u32 s[2][2];
+#if GROUP == 32
+    u32 more[2];
+#endif
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+#if GROUP == 32
+      const u32 byte = scales[row] >> 8 * half & 255u;
+      s[row][0] = s[row][1] = factor(byte);
+      more[row] = excess(byte);
+#else
+      if (half == 0) widen<0>(scales[row], s[row][0], s[row][1]);
+      else widen<1>(scales[row], s[row][0], s[row][1]);
+#endif
+    }
+#pragma unroll
+    for (int word = 0; word < 4; ++word) {
+      const u32 w0 = (&codes[0][half].x)[word], w1 = (&codes[1][half].x)[word];
+      const u32 s0 = s[0][word / 2], s1 = s[1][word / 2];
+      u32 a0 = multiply(pair<0>(w0), s0), b0 = multiply(pair<0>(w1), s1);
+      u32 a1 = multiply(pair<1>(w0), s0), b1 = multiply(pair<1>(w1), s1);
+      u32 a2 = multiply(pair<2>(w0), s0), b2 = multiply(pair<2>(w1), s1);
+      u32 a3 = multiply(pair<3>(w0), s0), b3 = multiply(pair<3>(w1), s1);
+#if GROUP == 32
+      if (BEYOND) {
+        a0 = multiply(a0, more[0]), a1 = multiply(a1, more[0]), a2 = multiply(a2, more[0]), a3 = multiply(a3, more[0]);
+        b0 = multiply(b0, more[1]), b1 = multiply(b1, more[1]), b2 = multiply(b2, more[1]), b3 = multiply(b3, more[1]);
+      }
+#endif
+#pragma unroll
+      for (int tile = 0; tile < TILES; ++tile) {
+        const u32(&v)[4] = x[tile][half * 4 + word];
+        mma(acc[tile], a0, b0, a1, b1, v[0], v[1]);
+        mma(acc[tile], a2, b2, a3, b3, v[2], v[3]);
+      }
+    }
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(512, 1) nvfp4_linear(const Arguments a) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int across = a.across, down = blockDim.x / 32 / across, own_slice = warp % across, own_tile = warp / across;
@@ -161,12 +209,14 @@ extern "C" __global__ void __launch_bounds__(512, 1) nvfp4_linear(const Argument
 
   Walk ahead = {};
   int put = 0, get = 0;
-  const long long code_pitch = a.k / 2, scale_pitch = a.k / 16;
+  const long long code_pitch = a.k / 2, scale_pitch = a.k / GROUP;
+  const int scale_bit = GROUP == 32 ? ((scale_pitch & 2 ? g : 0) + t) % 2 * 16 : 0;  // of a lane's scales in the copied word
   const u8 *codes_at, *scale_at;  // the lane's of the tile that is fetched next: rows lane / 8 and g
   auto aim = [&]() {
     const long long row = matrix_of(ahead.slot) * a.n + ahead.row;
     codes_at = a.codes + (row + lane / 8) * code_pitch + ahead.column / 2 + lane % 8 * 16;
-    scale_at = a.scale + (row + g) * scale_pitch + ahead.column / 16 + t * 4;
+    const long long scale = (row + g) * scale_pitch + ahead.column / GROUP + t * (64 / GROUP);
+    scale_at = a.scale + (GROUP == 32 ? scale & ~3ll : scale);
   };
   enter_round(ahead, begin);
   if (turns && ahead.tiles) aim();
@@ -237,6 +287,16 @@ extern "C" __global__ void __launch_bounds__(512, 1) nvfp4_linear(const Argument
     }
   };
 
+  auto bias_of = [&](int token, int r) {  // down: of a token of the pass, over its experts
+    float sum = 0.f;
+#if GROUP == 32 && MODE == 2
+    if (a.bias)
+      for (int p = token * a.top_k; p < (token + 1) * a.top_k; ++p)
+        sum += routes.weight[p] * a.bias[(long long)(routes.key[p] / PAIRS) * a.n + r];
+#endif
+    return sum;
+  };
+
   Walk now = {};
   for (int first = begin; first < end; first += a.hold) {
     const int tiles = min(a.hold, end - first);
@@ -246,7 +306,12 @@ extern "C" __global__ void __launch_bounds__(512, 1) nvfp4_linear(const Argument
         Walk w;
         w.slot = MODE == 1 ? tile / row_tiles : 0;
         w.row = (MODE == 1 ? tile % row_tiles : tile) * step_rows;
-        gain[i] = a.global_scale[matrix_of(w.slot) * a.n + row_of(w, r)] * 128.f;
+        const long long row = matrix_of(w.slot) * a.n + row_of(w, r);
+#if GROUP == 32
+        gain[i] = MODE == 1 && a.bias ? a.bias[row] : 0.f;  // what is added
+#else
+        gain[i] = a.global_scale[row] * 128.f;
+#endif
       }
     }
     enter_round(now, first);
@@ -270,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) nvfp4_linear(const Argument
       for (; now.tile < now.tiles; next_tile(now)) {
         if (MODE == 1 && TOGETHER) load_x(now);  // anew where the expert changes
         float row_gain[2] = {1.f, 1.f};
-        if (MODE == 2) {
+        if (MODE == 2 && GROUP == 16) {
           const long long matrix = matrix_of(now.slot) * a.n;
           row_gain[0] = a.global_scale[matrix + row_of(now, g)] * 128.f;
           row_gain[1] = a.global_scale[matrix + row_of(now, g + 8)] * 128.f;
@@ -286,35 +351,19 @@ extern "C" __global__ void __launch_bounds__(512, 1) nvfp4_linear(const Argument
           for (int half = 0; half < 2; ++half)
             codes[row][half] = *(const uint4*)(from + (row * 8 + g) * 128 + ((2 * t + half) ^ (g & 1)) * 16);
           scales[row] = *(const u32*)(from + CODES + row * 128 + lane * 4);
+          if (GROUP == 32) scales[row] = scales[row] >> scale_bit & 0xFFFFu;
         }
         get = get + 1 == DEPTH ? 0 : get + 1;
         __syncwarp();
         fetch();
 
         float acc[TILES][4] = {};
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          u32 s[2][2];
-#pragma unroll
-          for (int row = 0; row < 2; ++row)
-            if (half == 0) widen<0>(scales[row], s[row][0], s[row][1]);
-            else widen<1>(scales[row], s[row][0], s[row][1]);
-#pragma unroll
-          for (int word = 0; word < 4; ++word) {
-            const u32 w0 = (&codes[0][half].x)[word], w1 = (&codes[1][half].x)[word];
-            const u32 s0 = s[0][word / 2], s1 = s[1][word / 2];
-            const u32 a0 = multiply(pair<0>(w0), s0), b0 = multiply(pair<0>(w1), s1);
-            const u32 a1 = multiply(pair<1>(w0), s0), b1 = multiply(pair<1>(w1), s1);
-            const u32 a2 = multiply(pair<2>(w0), s0), b2 = multiply(pair<2>(w1), s1);
-            const u32 a3 = multiply(pair<3>(w0), s0), b3 = multiply(pair<3>(w1), s1);
-#pragma unroll
-            for (int tile = 0; tile < TILES; ++tile) {
-              const u32(&v)[4] = x[tile][half * 4 + word];
-              mma(acc[tile], a0, b0, a1, b1, v[0], v[1]);
-              mma(acc[tile], a2, b2, a3, b3, v[2], v[3]);
-            }
-          }
-        }
+#if GROUP == 32
+        if (any(max(max(scales[0] & 255u, scales[0] >> 8), max(scales[1] & 255u, scales[1] >> 8)) > LARGE))
+          product<true>(acc, codes, scales, x);
+        else
+#endif
+          product<false>(acc, codes, scales, x);
         // A lane's four sums: rows g and g + 8 of columns 2 t and 2 t + 1.
         u8* const to = partial + ((own_tile + now.tile * down) * across + own_slice) * SUMS;
 #pragma unroll
@@ -358,7 +407,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) nvfp4_linear(const Argument
         if (token >= count || r >= a.n) continue;
         float sum = 0.f;
         for (int w = 0; w < used; ++w) sum += ((float*)(partial + (tile * across + w) * SUMS))[row * PITCH + token];
-        a.y[(long long)(first_token + token) * a.n + r] = narrow(sum);
+        a.y[(long long)(first_token + token) * a.n + r] = narrow(sum + bias_of(token, r));
       }
       __syncthreads();
       continue;
@@ -377,13 +426,15 @@ extern "C" __global__ void __launch_bounds__(512, 1) nvfp4_linear(const Argument
         const float4 v = ((float4*)(partial + (tile * across + w) * SUMS))[part];
         sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
       }
-      const float gains[2] = {MODE == 2 ? 1.f : gain[tile * ROWS + row], MODE == 2 ? 1.f : gain[tile * ROWS + row + 8]};
+      const bool scaled = MODE != 2 && GROUP == 16;
+      const float gains[2] = {scaled ? gain[tile * ROWS + row] : 1.f, scaled ? gain[tile * ROWS + row + 8] : 1.f};
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
 #if MODE == 1
         if (chosen[j] == NOBODY) continue;
-        const float gate = fminf(sum[j] * gains[0], a.limit);
-        const float up = fminf(fmaxf(sum[2 + j] * gains[1], -a.limit), a.limit);
+        const float added[2] = {GROUP == 32 ? gain[tile * ROWS + row] : 0.f, GROUP == 32 ? gain[tile * ROWS + row + 8] : 0.f};
+        const float gate = fminf(GROUP == 32 ? sum[j] + added[0] : sum[j] * gains[0], a.limit);
+        const float up = fminf(fmaxf(GROUP == 32 ? sum[2 + j] + added[1] : sum[2 + j] * gains[1], -a.limit), a.limit);
         const long long pair = (long long)first_token * a.top_k + chosen[j];
         a.y[pair * (a.n / 2) + global_tile % row_tiles * 8 + row] = narrow(gate / (1.f + __expf(-a.alpha * gate)) * (up + a.shift));
 #else
@@ -392,9 +443,10 @@ extern "C" __global__ void __launch_bounds__(512, 1) nvfp4_linear(const Argument
         for (int half = 0; half < 2; ++half) {
           const int r = global_tile * ROWS + row + half * 8;
           if (r >= a.n) continue;
-          const float v = sum[2 * half + j] * gains[half] + (MODE == 0 && a.bias ? a.bias[r] : 0.f);
+          const float added = MODE == 0 ? (a.bias ? a.bias[r] : 0.f) : bias_of(column + j, r);
+          const float v = sum[2 * half + j] * gains[half] + added;
           const long long token = first_token + column + j;
-          a.y[(MODE == 0 ? token * a.matrices + blockIdx.y : token) * a.n + r] = narrow(v);
+          write<FLOAT>(a.y, (MODE == 0 ? token * a.matrices + blockIdx.y : token) * a.n + r, v);
         }
 #endif
       }

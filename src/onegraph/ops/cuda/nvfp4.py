@@ -1,8 +1,10 @@
-"""NVFP4 linears on a GPU: how `nvfp4.cu` is chosen, and which calls it takes.
+"""NVFP4 and MXFP4 linears on a GPU: how `nvfp4.cu` is chosen, and which calls it takes.
 
 Few tokens run straight from the codes: one launch of `nvfp4.cu`, or of `nvfp4_short.cu` where that measured better; a
 single one runs on `nvfp4_one.cu`. More of them, and widths that are no multiple of 64, decode the weight once and
 multiply through cuBLAS, two launches. What runs how follows from shape, dtype and device alone.
+
+The two formats differ in scales alone: one source serves both (GROUP), and a weight without global_scale is MXFP4.
 """
 
 from dataclasses import dataclass
@@ -32,12 +34,21 @@ ARGUMENTS = build.Arguments(
     ints=("tokens", "n", "k", "matrices", "top_k", "across", "hold"),
     floats=GATE,
 )
+
+
+def _defines(
+    mode: int, half: bool, column_tiles: int, together: bool, depth: int, group: int, *, wide: bool
+) -> dict[str, int]:
+    flags = {"HALF": int(half), "TOGETHER": int(together), "FLOAT": int(wide)}
+    return flags | {"MODE": mode, "TILES": column_tiles, "DEPTH": depth, "GROUP": group}
+
+
 KERNEL = build.Source(
     "nvfp4",
     functions=("nvfp4_linear",),
     arguments=ARGUMENTS,
     capabilities=build.CLUSTERS,
-    example={"MODE": LINEAR, "HALF": 0, "TILES": 1, "TOGETHER": 0, "DEPTH": LINEAR_DEPTHS[0]},
+    example=_defines(LINEAR, False, 1, False, LINEAR_DEPTHS[0], 16, wide=False),
 )
 SHORT_ARGUMENTS = build.Arguments(pointers=(*LAYER, "y"), ints=("tokens", "n", "k", "matrices"))
 SHORT = build.Source(
@@ -45,7 +56,7 @@ SHORT = build.Source(
     functions=("nvfp4_short",),
     arguments=SHORT_ARGUMENTS,
     capabilities=build.EVERY,
-    example={"HALF": 0, "TILES": 2, "WARPS": 8},
+    example={"HALF": 0, "TILES": 2, "WARPS": 8, "GROUP": 16, "FLOAT": 0},
 )
 DEQUANTIZE_ARGUMENTS = build.Arguments(pointers=("codes", "scale", "global_scale", "y"), ints=("n", "k"))
 DEQUANTIZE = build.Source(
@@ -53,7 +64,7 @@ DEQUANTIZE = build.Source(
     functions=("nvfp4_dequantize",),
     arguments=DEQUANTIZE_ARGUMENTS,
     capabilities=build.EVERY,
-    example={"HALF": 0},
+    example={"HALF": 0, "GROUP": 16},
 )
 
 
@@ -112,23 +123,30 @@ def takes_experts(x: Tensor, wide: int, top_k: int) -> bool:
 @cache
 def available(device: int) -> bool:
     """Whether the kernels can be built for this GPU; warns once where not."""
-    return KERNEL.usable(device, "torch computes NVFP4 linears")
+    return KERNEL.usable(device, "torch computes NVFP4 and MXFP4 linears")
 
 
 @cache
-def _kernel(mode: int, half: bool, column_tiles: int, together: bool, depth: int, device: int) -> build.Kernel:
-    defines = {"MODE": mode, "HALF": int(half), "TILES": column_tiles, "TOGETHER": int(together), "DEPTH": depth}
-    return KERNEL.load(defines, device)[0]
+def _kernel(
+    mode: int, half: bool, column_tiles: int, together: bool, depth: int, group: int, wide: bool, device: int
+) -> build.Kernel:
+    return KERNEL.load(_defines(mode, half, column_tiles, together, depth, group, wide=wide), device)[0]
 
 
 @cache
-def _short_kernel(half: bool, warps: int, device: int) -> build.Kernel:
-    return SHORT.load({"HALF": int(half), "TILES": 2, "WARPS": warps}, device)[0]
+def _short_kernel(half: bool, warps: int, group: int, wide: bool, device: int) -> build.Kernel:
+    defines = {"HALF": int(half), "TILES": 2, "WARPS": warps, "GROUP": group, "FLOAT": int(wide)}
+    return SHORT.load(defines, device)[0]
 
 
 @cache
-def _dequantize_kernel(half: bool, device: int) -> build.Kernel:
-    return DEQUANTIZE.load({"HALF": int(half)}, device)[0]
+def _dequantize_kernel(half: bool, group: int, device: int) -> build.Kernel:
+    return DEQUANTIZE.load({"HALF": int(half), "GROUP": group}, device)[0]
+
+
+def _group(global_scale: Tensor | None) -> int:
+    """Columns that share a scale."""
+    return 32 if global_scale is None else 16
 
 
 def _room(device: int) -> int:
@@ -153,7 +171,10 @@ def _run(
     """Launches one mode. `tensors`: x, codes, scale, global_scale, bias, experts, weights; `sizes`: tokens, n, k,
     matrices, top_k."""
     tokens, *_, matrices, _ = sizes
-    kernel = _kernel(mode, y.dtype == torch.float16, column_tiles, together, chosen.depth, y.device.index)
+    x, _, _, global_scale, *_ = tensors
+    assert x is not None
+    half, wide = x.dtype == torch.float16, y.dtype == torch.float32
+    kernel = _kernel(mode, half, column_tiles, together, chosen.depth, _group(global_scale), wide, y.device.index)
     pointers = dict(zip((*LAYER, "experts", "weights"), tensors, strict=True))
     named = dict(zip(("tokens", "n", "k", "matrices", "top_k"), sizes, strict=True))
     arguments = ARGUMENTS.pack(
@@ -168,7 +189,7 @@ def _run(
 
 
 def _linear(
-    x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, y: Tensor, groups: int
+    x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor | None, bias: Tensor | None, y: Tensor, groups: int
 ) -> None:
     """`groups` linears side by side; x [..., groups, k] -> y [..., groups, n]."""
     n, k = codes.shape[-2], codes.shape[-1] * 2
@@ -178,7 +199,7 @@ def _linear(
     if (
         tokens == 1
         and nvfp4_one.available(x.device.index)
-        and (one := nvfp4_one.linear_plan(n, k, groups, build.device(x.device.index)))
+        and (one := nvfp4_one.linear_plan(n, k, groups, build.device(x.device.index), _group(global_scale)))
     ):
         x, codes, scale, *rest = inputs
         nvfp4_one.run(LINEAR, codes, scale, (x, *rest, None, None), y, (1, n, k, groups, 1), one)
@@ -189,7 +210,8 @@ def _linear(
         _run(LINEAR, (*inputs, None, None), y, (tokens, n, k, groups, 1), chosen, column_tiles=tiles)
         return
     warps = 8 if k >= 8 * SLICE else 4 if k >= 4 * SLICE else 2
-    kernel = _short_kernel(y.dtype == torch.float16, warps, y.device.index)
+    half, wide = x.dtype == torch.float16, y.dtype == torch.float32
+    kernel = _short_kernel(half, warps, _group(global_scale), wide, y.device.index)
     pointers = dict(zip(LAYER, inputs, strict=True))
     arguments = SHORT_ARGUMENTS.pack(**build.addresses(**pointers, y=y), tokens=tokens, n=n, k=k, matrices=groups)
     grid = -(-n // ROWS), groups, -(-tokens // 16)
@@ -198,22 +220,32 @@ def _linear(
         kernel.launch(grid, warps * 32, warps * 1024, 1, stream, arguments)
 
 
-def linear(x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., k] -> [..., n]; see `ops.nvfp4_linear.nvfp4_linear`."""
+def _reads(n: int, k: int, global_scale: Tensor | None) -> bool:
+    """Whether matrices n x k can be read as they are: scales of MXFP4 are copied by the word, also the last ones."""
+    return k % COLUMNS == 0 and (global_scale is not None or n * k % (4 * 32) == 0)
+
+
+def linear(
+    x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor | None, bias: Tensor | None, float32: bool = False
+) -> Tensor:
+    """x [..., k] -> [..., n], in float32 where asked; see `ops.nvfp4_linear.nvfp4_linear`, `ops.mxfp4.mxfp4_linear`."""
     n, k = codes.shape[0], codes.shape[1] * 2
-    if x.numel() > MAX_TOKENS * k or k % COLUMNS:
+    if x.numel() > MAX_TOKENS * k or not _reads(n, k, global_scale):
         weight = dequantize(codes, scale, global_scale, x.dtype)
-        return torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
-    y = x.new_empty(*x.shape[:-1], n)
+        if not float32:
+            return torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
+        out = torch.mm(x.reshape(-1, k), weight.t(), out_dtype=torch.float32).view(*x.shape[:-1], n)
+        return out if bias is None else out + bias
+    y = x.new_empty(*x.shape[:-1], n, dtype=torch.float32 if float32 else x.dtype)
     _linear(x, codes, scale, global_scale, None if bias is None else bias.float(), y, 1)
     return y
 
 
-def grouped_linear(x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
-    """x [..., G, k] -> [..., G, n]; see `ops.nvfp4_linear.nvfp4_grouped_linear`."""
+def grouped_linear(x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor | None) -> Tensor:
+    """x [..., G, k] -> [..., G, n]; see `ops.nvfp4_linear.nvfp4_grouped_linear`, `ops.mxfp4.mxfp4_grouped_linear`."""
     groups, n, k = codes.shape[0], codes.shape[1], codes.shape[2] * 2
     tokens = x.numel() // (groups * k)
-    if tokens > MAX_TOKENS or k % COLUMNS:
+    if tokens > MAX_TOKENS or not _reads(n, k, global_scale):
         weight = dequantize(codes, scale, global_scale, x.dtype)
         y = torch.bmm(x.reshape(tokens, groups, k).transpose(0, 1), weight.transpose(1, 2))
         return y.transpose(0, 1).reshape(*x.shape[:-1], n)
@@ -228,42 +260,44 @@ def experts(
     weights: Tensor,
     gate_up: Tensor,
     gate_up_scale: Tensor,
-    gate_up_global: Tensor,
+    gate_up_global: Tensor | None,
     down: Tensor,
     down_scale: Tensor,
-    down_global: Tensor,
+    down_global: Tensor | None,
     *gate: float,
+    biases: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
-    """x [T, D] -> [T, D]; see `ops.nvfp4_linear.nvfp4_experts`. Two launches: gate, up and SwiGLU; down, weighted and
-    added up in a fixed order. Of up to 16 tokens up to eight share one reading of an expert's weights; a single one,
-    which has nothing to share, runs on `nvfp4_one.cu`."""
+    """x [T, D] -> [T, D]; see `ops.nvfp4_linear.nvfp4_experts` and, with biases, `ops.mxfp4.mxfp4_experts`. Two
+    launches: gate, up and SwiGLU; down, weighted and added up in a fixed order. Of up to 16 tokens up to eight share
+    one reading of an expert's weights; a single one, which has nothing to share, runs on `nvfp4_one.cu`."""
     (tokens, top_k), matrices, dim, wide = experts.shape, gate_up.shape[0], x.shape[1], gate_up.shape[1] // 2
     # Every copy comes before the first launch: the second reads the experts while the first may still run.
     x, gate_up, gate_up_scale, down, down_scale = map(_aligned, (x, gate_up, gate_up_scale, down, down_scale))
     together = tokens > FEW_PASS and top_k * PASS <= PAIRS
     most = min(min(tokens, PASS if together else FEW_PASS) * top_k, matrices * (1 + together))  # readings of a pass
-    sms, room = build.device(x.device.index).sms, _room(x.device.index)
+    sms, room, group = build.device(x.device.index).sms, _room(x.device.index), _group(gate_up_global)
     hidden, y = x.new_empty(tokens * top_k, wide), torch.empty_like(x)
     if (
         tokens == 1
         and nvfp4_one.available(x.device.index)
-        and (plans := nvfp4_one.experts_plans(tokens, dim, wide, top_k, build.device(x.device.index)))
+        and (plans := nvfp4_one.experts_plans(tokens, dim, wide, top_k, build.device(x.device.index), group))
     ):
-        first, second = (x, gate_up_global, None, experts, weights), (hidden, down_global, None, experts, weights)
+        first = x, gate_up_global, biases[0], experts, weights
+        second = hidden, down_global, biases[1], experts, weights
         sizes = (tokens, 2 * wide, dim, matrices, top_k), (tokens, dim, wide, matrices, top_k)
         nvfp4_one.run(GATE_UP, gate_up, gate_up_scale, first, hidden, sizes[0], plans[0], gate)
         nvfp4_one.run(DOWN, down, down_scale, second, y, sizes[1], plans[1])
         return y
-    inputs = (x, gate_up, gate_up_scale, gate_up_global, None, experts, weights)
+    inputs = (x, gate_up, gate_up_scale, gate_up_global, biases[0], experts, weights)
     chosen = plan(most * (wide // 8), -(-dim // SLICE), sums(GATE_UP), sms, DEPTHS, room)
     _run(GATE_UP, inputs, hidden, (tokens, 2 * wide, dim, matrices, top_k), chosen, together=together, gate=gate)
-    inputs = (hidden, down, down_scale, down_global, None, experts, weights)
+    inputs = (hidden, down, down_scale, down_global, biases[1], experts, weights)
     chosen = plan(-(-dim // ROWS), most * -(-wide // SLICE), sums(DOWN, together=together), sms, DEPTHS, room)
     _run(DOWN, inputs, y, (tokens, dim, wide, matrices, top_k), chosen, together=together)
     return y
 
 
-def dequantize(codes: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantize(codes: Tensor, scale: Tensor, global_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """codes [..., n, k/2] -> [..., n, k] in bfloat16 or float16, one launch."""
     *rows, half = codes.shape
     y = torch.empty(*rows, half * 2, dtype=dtype, device=codes.device)
@@ -274,7 +308,7 @@ def dequantize(codes: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.
         k=half * 2,
     )
     blocks = min(-(-y.numel() // (8 * 256)), 16 * build.device(y.device.index).sms)
-    kernel = _dequantize_kernel(dtype == torch.float16, y.device.index)
+    kernel = _dequantize_kernel(dtype == torch.float16, _group(global_scale), y.device.index)
     with torch.cuda.device(y.device):
         kernel.launch((blocks, 1, 1), 256, 0, 1, torch.cuda.current_stream().cuda_stream, arguments)
     return y

@@ -18,7 +18,12 @@ __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a
   if (HALF) mma_f16(c, a0, a1, a2, a3, b0, b1);
   else mma_bf16(c, a0, a1, a2, a3, b0, b1);
 }
+__device__ __forceinline__ bool any(bool v) { return __any_sync(~0u, v); }
 __device__ __forceinline__ u16 narrow(float v) { return HALF ? float_to_half(v) : float_to_bf16(v); }
+template <bool WIDE> __device__ __forceinline__ void write(u16* y, long long at, float v) {  // WIDE: y is float32
+  if (WIDE) ((float*)y)[at] = v;
+  else y[at] = narrow(v);
+}
 __device__ __forceinline__ u32 e4m3_to_half(u32 two) {  // two E4M3 in the low half -> two float16
   u32 v;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(v) : "h"((u16)two));
@@ -30,6 +35,7 @@ __device__ __forceinline__ uint4 stream(const u8* p) {  // read once: past the L
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
+__device__ __forceinline__ u32 load_pair(const u8* p) { return __ldg((const u16*)p); }  // two bytes, at an even address
 // Asynchronous copies global -> shared; zeros where not `inside`, without a read.
 __device__ __forceinline__ void copy16(u8* to, const u8* from, bool inside) { copy16<TWO_LINES>(address(to), from, inside); }
 __device__ __forceinline__ void copy4(u8* to, const u8* from, bool inside) { copy_few<4>(address(to), from, inside); }
@@ -56,7 +62,7 @@ __device__ __forceinline__ void make_barrier(Barrier* b, u32 arrivals) { make_ba
 __device__ __forceinline__ void arrive(Barrier* b) { arrive(address(b)); }
 __device__ __forceinline__ void expect(Barrier* b, u32 bytes) { expect(address(b), bytes); }
 __device__ __forceinline__ void wait_barrier(Barrier* b, u32 parity) { wait_barrier(address(b), parity); }
-__device__ __forceinline__ void copy_box(u8* to, const TensorMap& map, int row, int slice, Barrier* barrier) {
-  slices_once(address(to), map, row, slice, address(barrier));
+__device__ __forceinline__ void copy_box(u8* to, const TensorMap& map, int row, int slice, Barrier* barrier, int column = 0) {
+  slices_once(address(to), map, row, slice, address(barrier), column);
 }
 __device__ __forceinline__ void pause(u32 nanoseconds) { asm volatile("nanosleep.u32 %0;" :: "r"(nanoseconds)); }

@@ -1,4 +1,4 @@
-// NVFP4 codes and scales to 16-bit floats, in registers.
+// FP4 codes and their scales to 16-bit floats, in registers: NVFP4 (GROUP: 16) and MXFP4 (32).
 //
 // Codes p and p + 4 of a word come out as a pair in one register: sign to bit 15, the three other bits to where
 // exponent and mantissa of a 16-bit float meet. That is the code's value times a power of two, its subnormal included, so
@@ -20,6 +20,26 @@ template <int P> __device__ __forceinline__ u32 pair(u32 w) {
 #endif
 }
 
+#if GROUP == 32
+// MXFP4. The factor of a byte e of E8M0 brings the power of two from above to 2^(e - 127), exact for e up to 128, subnormal
+// numbers included; what is left of larger ones is a second factor, which a warp multiplies by where it meets such a byte.
+// In bfloat16 that is W to the bit, infinite where float32 is. float16 holds fewer: see formats/mxfp4.py.
+constexpr u32 LARGE = 128;
+__device__ __forceinline__ u32 factor(u32 byte) {
+#if HALF
+  return (max(min(byte, LARGE), 98u) - 98u) * 0x04000400u;
+#else
+  return (min(byte, LARGE) + 126u) * 0x00800080u;
+#endif
+}
+__device__ __forceinline__ u32 excess(u32 byte) {
+#if HALF
+  return (min(max(byte, LARGE) - LARGE, 15u) + 15u) * 0x04000400u;
+#else
+  return (max(byte, LARGE) - 1u) * 0x00800080u;
+#endif
+}
+#else
 // Scales 2 I and 2 I + 1 of a word -> both halves of `low` and of `high` hold one of them, times a power of two.
 template <int I> __device__ __forceinline__ void widen(u32 scales, u32& low, u32& high) {
 #if HALF
@@ -31,3 +51,4 @@ template <int I> __device__ __forceinline__ void widen(u32 scales, u32& low, u32
   low = prmt(v, v, 0x1010);
   high = prmt(v, v, 0x3232);
 }
+#endif

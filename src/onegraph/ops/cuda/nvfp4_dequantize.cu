@@ -1,11 +1,11 @@
-// NVFP4 weights to bfloat16 or float16 (HALF: 1), for products of many tokens.
+// NVFP4 and MXFP4 weights (GROUP: 16, 32) to bfloat16 or float16 (HALF: 1), for products of many tokens.
 
 #include "nvfp4_common.cuh"
 
 struct Arguments {
   const u8* codes;            // [n, k/2]
-  const u8* scale;            // [n, k/16]
-  const float* global_scale;  // [n]
+  const u8* scale;            // [n, k/GROUP]
+  const float* global_scale;  // [n]; MXFP4: null
   u16* y;                     // [n, k]
   int n, k;
 };
@@ -17,9 +17,12 @@ extern "C" __global__ void nvfp4_dequantize(const Arguments a) {
   const long long words = (long long)a.n * a.k / 8;
   for (long long at = blockIdx.x * 256ll + threadIdx.x; at < words; at += gridDim.x * 256ll) {
     u32 word = ((const u32*)a.codes)[at];
-    float gain = a.global_scale[at / (a.k / 8)];
-    u32 bits = (u32)a.scale[at / 2];  // E4M3 as the exponent's low bits and the mantissa of a float32
-    gain *= __uint_as_float(bits << 20) * 0x1p120f;
+    const u32 bits = (u32)a.scale[at / (GROUP / 8)];
+#if GROUP == 32
+    const float gain = __uint_as_float(bits ? bits << 23 : 1u << 22);
+#else  // E4M3 as the exponent's low bits and the mantissa of a float32
+    const float gain = a.global_scale[at / (a.k / 8)] * (__uint_as_float(bits << 20) * 0x1p120f);
+#endif
     u32 out[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

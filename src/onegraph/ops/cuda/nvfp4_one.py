@@ -1,7 +1,7 @@
-"""NVFP4 linears and routed experts of one token on a GPU: how `nvfp4_one.cu` is cut, and which calls it takes.
+"""NVFP4 and MXFP4 linears and routed experts of one token on a GPU: how `nvfp4_one.cu` is cut, and what it takes.
 
-Codes and scales come through the copy engine, whose boxes ask for k in multiples of 256. One block an SM, also where
-some are idle.
+Codes come through the copy engine, and so do the scales of NVFP4, whose boxes ask for k in multiples of 256; MXFP4
+takes multiples of 64. One block an SM, also where some are idle.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,6 @@ from torch import Tensor
 from onegraph.ops.cuda import build
 
 ROWS, SLICE, UNITS = 16, 256, 8  # as in nvfp4_one.cu; units of a stage
-STAGE = UNITS * 2304 + 16  # bytes of shared memory: codes and scales of a stage, two barriers
 PACE = 300  # nanoseconds between the first stages
 WARPS = 16  # that multiply; one more fetches
 DEPTHS = (4, 2)  # stages under way
@@ -26,16 +25,23 @@ GATE, NO_GATE = ("limit", "alpha", "shift"), (0.0, 0.0, 0.0)
 SIZES = "tokens", "n", "k", "matrices", "top_k"
 ARGUMENTS = build.Arguments(
     maps=("codes", "scale"),
-    pointers=("x", "global_scale", "bias", "experts", "weights", "y"),
+    pointers=("x", "scales", "global_scale", "bias", "experts", "weights", "y"),
     ints=(*SIZES, "hold", "round", "span", "box"),
     floats=GATE,
 )
+
+
+def _defines(mode: int, half: bool, depth: int, group: int, *, edge: bool, wide: bool) -> dict[str, int]:
+    flags = {"HALF": int(half), "EDGE": int(edge), "FLOAT": int(wide)}
+    return flags | {"MODE": mode, "WARPS": WARPS, "DEPTH": depth, "PACE": PACE, "GROUP": group}
+
+
 KERNEL = build.Source(
     "nvfp4_one",
     functions=("nvfp4_one",),
     arguments=ARGUMENTS,
     capabilities=build.CLUSTERS,
-    example={"MODE": LINEAR, "HALF": 0, "WARPS": WARPS, "DEPTH": DEPTHS[0], "PACE": PACE},
+    example=_defines(LINEAR, False, DEPTHS[0], 16, edge=False, wide=False),
 )
 
 
@@ -53,41 +59,52 @@ class Plan:
 
 
 @cache
-def plan(tiles: int, slices: int, gains: int, each: int, blocks: int, room: int) -> Plan | None:
-    """`tiles` tiles of 16 rows with `slices` slices of k over `blocks` blocks. `gains`: global scales of a row; `each`:
+def plan(tiles: int, slices: int, gains: int, each: int, blocks: int, room: int, group: int) -> Plan | None:
+    """`tiles` tiles of 16 rows with `slices` slices of k over `blocks` blocks. `gains`: numbers held of a row; `each`:
     tiles of a row of x. None where a block does not fit into `room` bytes of shared memory."""
+    stage = UNITS * (2304 if group == 16 else 2048) + 16  # bytes: codes, of NVFP4 scales, two barriers
     hold = -(-tiles // blocks)
     round = min(hold, ROUND)
     edges = [tiles * i // blocks for i in range(blocks + 1)]
     span = max((end - 1) // each - begin // each + 1 for begin, end in pairwise(edges) if begin < end)
-    beside = span * slices * 2 * SLICE + (-(-span * slices // 4) + 1) * 16 + (round * WARPS + hold * gains) * ROWS * 4
+    scales = span * slices * (1 if group == 16 else SLICE // group)  # of x
+    beside = span * slices * 2 * SLICE + (-(-scales // 4) + 1) * 16 + (round * WARPS + hold * gains) * ROWS * 4
     for depth in DEPTHS:
-        if (shared := depth * STAGE + beside) <= room:
+        if (shared := depth * stage + beside) <= room:
             return Plan(blocks, hold, round, span, depth, shared)
     return None
 
 
-def linear_plan(n: int, k: int, groups: int, device: build.Device) -> Plan | None:
+def takes(group: int, *widths: int) -> bool:
+    """Whether rows of so many numbers can be copied."""
+    return not any(k % (SLICE if group == 16 else 2 * group) for k in widths)
+
+
+def linear_plan(n: int, k: int, groups: int, device: build.Device, group: int = 16) -> Plan | None:
     """The plan of `groups` linears of one token side by side, None where another kernel is to take them."""
     tiles = -(-n // ROWS)
-    return None if k % SLICE else plan(groups * tiles, k // SLICE, 1, tiles, device.sms, device.shared)
+    if not takes(group, k):
+        return None
+    return plan(groups * tiles, -(-k // SLICE), 1, tiles, device.sms, device.shared, group)
 
 
-def experts_plans(tokens: int, dim: int, wide: int, top_k: int, device: build.Device) -> tuple[Plan, Plan] | None:
+def experts_plans(
+    tokens: int, dim: int, wide: int, top_k: int, device: build.Device, group: int = 16
+) -> tuple[Plan, Plan] | None:
     """The plans of gate-up and down of experts, None where another kernel is to take them. Every token reads the
     experts that it chose for itself."""
-    if dim % SLICE or wide % SLICE:
+    if not takes(group, dim, wide):
         return None
     tiles, wide_tiles = -(-dim // ROWS), top_k * (wide // 8)
-    gate_up = plan(tokens * wide_tiles, dim // SLICE, 1, wide_tiles, device.sms, device.shared)
-    down = plan(tokens * tiles, top_k * (wide // SLICE), top_k, tiles, device.sms, device.shared)
+    gate_up = plan(tokens * wide_tiles, -(-dim // SLICE), 1, wide_tiles, device.sms, device.shared, group)
+    gains = top_k + (group != 16)
+    down = plan(tokens * tiles, top_k * -(-wide // SLICE), gains, tiles, device.sms, device.shared, group)
     return None if gate_up is None or down is None else (gate_up, down)
 
 
 @cache
-def _kernel(mode: int, half: bool, depth: int, device: int) -> build.Kernel:
-    defines = {"MODE": mode, "HALF": int(half), "WARPS": WARPS, "DEPTH": depth, "PACE": PACE}
-    return KERNEL.load(defines, device)[0]
+def _kernel(mode: int, half: bool, depth: int, group: int, edge: bool, wide: bool, device: int) -> build.Kernel:
+    return KERNEL.load(_defines(mode, half, depth, group, edge=edge, wide=wide), device)[0]
 
 
 @cache
@@ -106,20 +123,28 @@ def run(
     plan: Plan,
     gate: tuple[float, ...] = NO_GATE,
 ) -> None:
-    """Launches one mode. `tensors`: x, global_scale, bias, experts, weights; `sizes`: tokens, n, k, matrices, top_k.
-    Pointers are multiples of 16."""
+    """Launches one mode, of MXFP4 where there is no global_scale. `tensors`: x, global_scale, bias, experts, weights;
+    `sizes`: tokens, n, k, matrices, top_k. Pointers are multiples of 16."""
     _, n, k, matrices, _ = sizes
-    rows, box = ROWS // 2 if mode == GATE_UP else ROWS, gcd(k // SLICE, UNITS)
-    codes_map = build.sliced_tensor_map(codes.data_ptr(), matrices * n, k // 2, (SLICE // 2, rows, box), swizzle=True)
-    scale_map = build.sliced_tensor_map(
-        scale.data_ptr(), matrices * n, k // 16, (SLICE // 16, rows, box), swizzle=False
+    x, global_scale, *_ = tensors
+    assert x is not None
+    group, edge = 32 if global_scale is None else 16, k % SLICE != 0
+    rows, box = ROWS // 2 if mode == GATE_UP else ROWS, 1 if edge else gcd(k // SLICE, UNITS)
+    at, lines = codes.data_ptr(), matrices * n
+    codes_map = (
+        build.edged_tensor_map(at, lines, k // 2, (SLICE // 2, rows))
+        if edge
+        else build.sliced_tensor_map(at, lines, k // 2, (SLICE // 2, rows, box), swizzle=True)
     )
+    scale_map = bytes(128)
+    if group == 16:
+        scale_map = build.sliced_tensor_map(scale.data_ptr(), lines, k // 16, (SLICE // 16, rows, box), swizzle=False)
     pointers = dict(zip(("x", "global_scale", "bias", "experts", "weights"), tensors, strict=True))
-    kernel = _kernel(mode, y.dtype == torch.float16, plan.depth, y.device.index)
+    kernel = _kernel(mode, x.dtype == torch.float16, plan.depth, group, edge, y.dtype == torch.float32, y.device.index)
     arguments = ARGUMENTS.pack(
         codes=codes_map,
         scale=scale_map,
-        **build.addresses(**pointers, y=y),
+        **build.addresses(**pointers, scales=scale, y=y),
         **dict(zip(SIZES, sizes, strict=True)),
         hold=plan.hold,
         round=plan.round,

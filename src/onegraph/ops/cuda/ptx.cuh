@@ -168,11 +168,11 @@ PTX void slices(u32 to, const TensorMap& map, int row, int slice, u32 barrier) {
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
       :: "r"(to), "l"(&map), "r"(0), "r"(row), "r"(slice), "r"(barrier) : "memory");
 }
-PTX void slices_once(u32 to, const TensorMap& map, int row, int slice, u32 barrier) {  // first to be evicted from the L2
+PTX void slices_once(u32 to, const TensorMap& map, int row, int slice, u32 barrier, int column = 0) {  // first to be evicted from the L2
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1, {%2, %3, %4}], [%5], %6;"
-      :: "r"(to), "l"(&map), "r"(0), "r"(row), "r"(slice), "r"(barrier), "l"(0x12F0000000000000ull) : "memory");
+      :: "r"(to), "l"(&map), "r"(column), "r"(row), "r"(slice), "r"(barrier), "l"(0x12F0000000000000ull) : "memory");
 }
 PTX void some_meet(int barrier, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory"); }
 PTX void all_meet() { asm volatile("bar.sync 0;" ::: "memory"); }  // __syncthreads() from wherever in the code
