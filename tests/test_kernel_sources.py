@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from onegraph.ops.cuda import build
+from onegraph.ops.cuda import build, nvfp4, nvfp4_one
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVRTC is installed on Linux alone")
 FOLDER = Path(build.__file__).parent
@@ -100,3 +100,19 @@ def test_ptx_stands_in_one_place() -> None:
             found.setdefault(instruction, set()).add(path.name)
     shared = {instruction: files for instruction, files in found.items() if len(files) > 1}
     assert not shared
+
+
+@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("mode", [nvfp4.LINEAR, nvfp4.GATE_UP, nvfp4.DOWN])
+def test_mxfp4_compiles_from_the_sources_of_nvfp4(mode: int, half: int) -> None:
+    wide = mode == nvfp4.LINEAR
+    made = [
+        (nvfp4.KERNEL, nvfp4._defines(mode, bool(half), 1, mode == nvfp4.DOWN, 4, 32, wide=wide)),
+        (nvfp4_one.KERNEL, nvfp4_one._defines(mode, bool(half), 4, 32, edge=True, wide=wide)),
+    ]
+    if wide:
+        made.append((nvfp4.SHORT, nvfp4.SHORT.example | {"HALF": half, "GROUP": 32, "FLOAT": 1}))
+        made.append((nvfp4.DEQUANTIZE, {"HALF": half, "GROUP": 32}))
+    for source, defines in made:
+        assert source.arguments is not None
+        assert source.cubin(defines, (9, 0), source.arguments.checks).startswith(b"\x7fELF")

@@ -407,7 +407,8 @@ extern "C" __global__ void __launch_bounds__(512, 1) nvfp4_linear(const Argument
         if (token >= count || r >= a.n) continue;
         float sum = 0.f;
         for (int w = 0; w < used; ++w) sum += ((float*)(partial + (tile * across + w) * SUMS))[row * PITCH + token];
-        a.y[(long long)(first_token + token) * a.n + r] = narrow(sum + bias_of(token, r));
+        if (GROUP == 32) sum += bias_of(token, r);
+        a.y[(long long)(first_token + token) * a.n + r] = narrow(sum);
       }
       __syncthreads();
       continue;
