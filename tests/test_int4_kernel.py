@@ -47,7 +47,7 @@ def run(build, x: Tensor, weight, order, bias, cut: int4.One | int4.Batch, *, wi
     (tokens, k), n, groups = x.shape, codes.shape[0], scale.shape[1]
     shift = int4.shift_of(k, groups)
     assert shift is not None
-    defines = int4._kind(x.dtype, scale, shift) | {"WIDE": int(wide), "DEPTH": cut.depth}
+    defines = int4._kind(x.dtype, scale, shift) | {"FLOAT32": int(wide), "DEPTH": cut.depth}
     if isinstance(cut, int4.One):
         program = build(ONE=1, **defines, WARPS=int4.WARPS, PACE=int4.PACE)
         how = cut.hold, cut.round, cut.blocks, 1, (int4.WARPS + 1) * 32

@@ -50,8 +50,8 @@ int main(int, char** names) {
   a.codes = codes, a.across = h[5], a.hold = h[6];
 #endif
   a.bias = h[11] ? (float*)tensor((size_t)n * 4) : nullptr;
-  std::vector<u8> y((size_t)tokens * n * (WIDE ? 4 : 2), 0xFF);
-  a.y = y.data();
+  std::vector<u8> y((size_t)tokens * n * (FLOAT32 ? 4 : 2), 0xFF);
+  a.y = (u16*)y.data();
   gridDim.x = h[7], gridDim.y = 1, gridDim.z = h[8], blockDim.x = h[9];
   for (blockIdx.z = 0; blockIdx.z < gridDim.z; ++blockIdx.z)
     for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) run_block(blockDim.x);

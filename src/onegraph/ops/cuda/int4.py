@@ -43,14 +43,14 @@ ONE = build.Source(
     functions=("int4_one",),
     arguments=ONE_ARGUMENTS,
     capabilities=build.CLUSTERS,
-    example=KIND | {"WIDE": 0, "WARPS": WARPS, "DEPTH": ONE_DEPTHS[0], "PACE": PACE},
+    example=KIND | {"FLOAT32": 0, "WARPS": WARPS, "DEPTH": ONE_DEPTHS[0], "PACE": PACE},
 )
 BATCH = build.Source(
     "int4_batch",
     functions=("int4_batch",),
     arguments=BATCH_ARGUMENTS,
     capabilities=build.CLUSTERS,
-    example=KIND | {"WIDE": 0, "TILES": 2, "DEPTH": BATCH_DEPTHS[0]},
+    example=KIND | {"FLOAT32": 0, "TILES": 2, "DEPTH": BATCH_DEPTHS[0]},
 )
 DEQUANTIZE = build.Source(
     "int4_dequantize",
@@ -204,7 +204,7 @@ def _one(
     n, k, groups = codes.shape[0], codes.shape[1] * 2, scale.shape[1]
     shift, box = shift_of(k, groups), gcd(k // SLICE, UNITS)
     assert shift is not None
-    defines = _kind(x.dtype, scale, shift) | {"WIDE": int(y.dtype == torch.float32)}
+    defines = _kind(x.dtype, scale, shift) | {"FLOAT32": int(y.dtype == torch.float32)}
     defines |= {"WARPS": WARPS, "DEPTH": plan.depth, "PACE": PACE}
     kernel = _kernel(ONE, y.device.index, *defines.items())
     codes_map = build.sliced_tensor_map(codes.data_ptr(), n, k // 2, (SLICE // 2, ROWS, box), swizzle=True)
@@ -234,7 +234,7 @@ def _batch(x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, bias: Tensor |
     assert shift is not None
     tiles = 1 if tokens <= 8 else 2
     defines = _kind(x.dtype, scale, shift) | {
-        "WIDE": int(y.dtype == torch.float32),
+        "FLOAT32": int(y.dtype == torch.float32),
         "TILES": tiles,
         "DEPTH": plan.depth,
     }

@@ -8,8 +8,8 @@
 // Arithmetic. A code's bits in the mantissa of a float are the code and a power of two; subtracted is the same of the zero,
 // and their difference is exact. All lanes of a product have columns of one group, whose scale its sum is multiplied by.
 //
-// Set when compiled: HALF (1: x is float16, 0: bfloat16), SCALE_BF16 (1: scales are bfloat16, 0: float16), WIDE (1: y is
-// float32, 0: as x), GROUP (32, 64, or 128, for larger ones too), TILES (column tiles of 8 tokens), DEPTH.
+// Set when compiled: HALF (1: x is float16, 0: bfloat16), SCALE_BF16 (1: scales are bfloat16, 0: float16), FLOAT32 (1: y
+// is float32, 0: as x), GROUP (32, 64, or 128, for larger ones too), TILES (column tiles of 8 tokens), DEPTH.
 
 #include "int4_common.cuh"
 
@@ -22,7 +22,7 @@ struct Arguments {
   const u16* scale;   // [n, groups]
   const u8* zero;     // [n, groups]
   const float* bias;  // [n] or null
-  void* y;            // [tokens, n]
+  u16* y;             // [tokens, n]
   int tokens, n, k, groups;
   int shift;   // a column's group is column >> shift
   int across;  // warps side by side in k; groups of so many warps share a block's tiles
@@ -168,8 +168,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) int4_batch(const Arguments 
         if (r >= a.n || token + j % 2 >= count) continue;
         const float v = sum[j] + (a.bias ? a.bias[r] : 0.f);
         const long long at = (long long)(first_token + token + j % 2) * a.n + r;
-        if (WIDE) ((float*)a.y)[at] = v;
-        else ((u16*)a.y)[at] = narrow(v);
+        write<FLOAT32>(a.y, at, v);
       }
     }
     __syncthreads();

@@ -12,8 +12,8 @@
 // so its sum needs one zero, times the sum of x over the group, which is made once; integers until there, exact. Then
 // scales are multiplied in float32.
 //
-// Set when compiled: HALF (1: x and y are float16, 0: bfloat16), SCALE_BF16 (1: scales are bfloat16, 0: float16), WIDE (1:
-// y is float32), GROUP (32, 64, or 128, for larger ones too), WARPS (that multiply: 16), DEPTH, PACE (nanoseconds between
+// Set when compiled: HALF (1: x and y are float16, 0: bfloat16), SCALE_BF16 (1: scales are bfloat16, 0: float16), FLOAT32
+// (1: y is float32), GROUP (32, 64, or 128, for larger ones too), WARPS (that multiply: 16), DEPTH, PACE (nanoseconds between
 // the first stages).
 
 #include "int4_common.cuh"
@@ -21,20 +21,20 @@
 constexpr int ROWS = 16, SLICE = 256, THREADS = WARPS * 32;
 constexpr int STAGE = 8;  // units; groups of so many warps take turns
 static_assert(DEPTH % (WARPS / STAGE) == 0, "a group would not see every turn of a stage's barriers");
-constexpr int REGISTERS = 80;            // of a thread
-constexpr int CODES = ROWS * SLICE / 2;  // bytes of a unit
-constexpr int PAIRS = WORDS == 1 ? 1 : WORDS / 2;         // of words that are multiplied together
-constexpr int FACTOR_BITS = GROUP == 32 ? 0 : 4;          // sums are times 2^FACTOR_BITS
+constexpr int REGISTERS = 80;                      // of a thread
+constexpr int CODES = ROWS * SLICE / 2;            // bytes of a unit
+constexpr int PAIRS = WORDS == 1 ? 1 : WORDS / 2;  // of words that are multiplied together
+constexpr int FACTOR_BITS = GROUP == 32 ? 0 : 4;   // sums are times 2^FACTOR_BITS
 constexpr u32 LOW = 0x0F0F0F0Fu, HIGH = 0xF0F0F0F0u;
 
 struct Arguments {
-  TensorMap codes;   // uint8 [k/256, n, 128] in boxes of `box` by 16 rows
-  const u16* x;      // [tokens, k]
-  const u16* scale;  // [n, groups]
-  const u8* zero;    // [n, groups]
-  const int* order;  // [k], or null: which of x a column multiplies
+  TensorMap codes;    // uint8 [k/256, n, 128] in boxes of `box` by 16 rows
+  const u16* x;       // [tokens, k]
+  const u16* scale;   // [n, groups]
+  const u8* zero;     // [n, groups]
+  const int* order;   // [k], or null: which of x a column multiplies
   const float* bias;  // [n] or null
-  void* y;           // [tokens, n]
+  u16* y;             // [tokens, n]
   int tokens, n, k, groups;
   int shift;  // a column's group is column >> shift
   int hold;   // row tiles of a block at most
@@ -238,8 +238,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) int4_one(const __grid_constant
       if (y_row >= a.n) continue;
       if (a.bias) result += a.bias[y_row];
       const long long at = (long long)own_token * a.n + y_row;
-      if (WIDE) ((float*)a.y)[at] = result;
-      else ((u16*)a.y)[at] = narrow(result);
+      write<FLOAT32>(a.y, at, result);
     }
     if (from_tile + round == tiles) break;
     some_meet(1, THREADS);
