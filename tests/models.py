@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.models.llama import Llama
-
 SIZES: dict[str, Any] = {
     "vocab_size": 131,
     "hidden_size": 72,
@@ -65,6 +63,31 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "SmolLM3",
         {"no_rope_layers": [0, 1, 1], "use_sliding_window": True, "sliding_window": 8, "tie_word_embeddings": False},
     ),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 11}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "num_experts": 9,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3_moe_unlike": (
+        "Qwen3Moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "decoder_sparse_step": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gpt_oss": ("GptOss", {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 11}),
 }
 
 
@@ -82,7 +105,7 @@ def hf_model(variant: str, seed: int = 0, **changes: Any) -> Any:
     model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
+            if parameter.dim() == 1 or name.endswith("bias"):
                 parameter.copy_(torch.randn_like(parameter) * 0.3 + (0.0 if name.endswith("bias") else 1.0))
             else:
                 parameter.copy_(torch.randn_like(parameter) * (1.5 / parameter.shape[1] ** 0.5))
@@ -109,10 +132,10 @@ def smollm2_gguf() -> Path | None:
 class Decoder:
     """The plainest use of a model through its paged cache: prompts padded to one call, then one token a row."""
 
-    def __init__(self, model: Llama, rows: int, max_context: int, page_size: int = 8) -> None:
-        per_row = -(-max_context // page_size)
+    def __init__(self, model: Any, rows: int, max_context: int, page_size: int = 8, **more: Any) -> None:
+        per_row, sizes = -(-max_context // page_size), {"rows": rows, "page_size": page_size, **more}
         self.model = model
-        self.cache = model.new_cache(rows=rows, pages=1 + rows * per_row, page_size=page_size, pages_per_row=per_row)
+        self.cache = model.new_cache(pages=1 + rows * per_row, pages_per_row=per_row, **sizes)
         order = torch.randperm(rows * per_row, generator=torch.Generator().manual_seed(1)).int() + 1
         self.cache.block_table.copy_(order.view(rows, per_row))
 

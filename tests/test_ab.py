@@ -13,9 +13,9 @@ from onegraph.engine.ab import _same, components_of, costs, exchanged, in_nvfp4
 from onegraph.engine.evaluate import evaluate
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
 from onegraph.formats.dense import DENSE
-from onegraph.formats.nvfp4 import NVFP4
+from onegraph.formats.nvfp4 import NVFP4, written_config
 from onegraph.models.load import load_decoder
-from onegraph.quant.nvfp4 import config_for, quantize_weight, quantized_tensors
+from onegraph.quant.nvfp4 import quantize_weight, quantized_tensors
 from test_deepseek_nvfp4 import SIZES
 from test_deepseek_nvfp4 import quantized as packed_deepseek
 
@@ -32,7 +32,7 @@ def coded(source: Path, to: Path, endings: tuple[str, ...]) -> Path:
     with Checkpoint.open(source) as checkpoint:
         names = [name.removesuffix(".weight") for name in checkpoint.names]
         linears = [name for name in names if name.endswith(endings)]
-        config = checkpoint.config | {"quantization_config": config_for([]).to_dict()}
+        config = checkpoint.config | {"quantization_config": written_config([])}
         write_checkpoint(to, config, quantized_tensors(checkpoint.names, checkpoint.tensor, linears))
     return to
 

@@ -24,7 +24,7 @@ def slot(table: Tensor, row: int, position: int, page_size: int) -> tuple[int, i
 @pytest.mark.parametrize("case", paged_attention.cases, ids=lambda case: case.name)
 def test_attention_is_softmax_over_the_keys_seen(case: Case) -> None:
     """Query by query, head by head; unseen slots hold NaN, so that reading one is not forgiven."""
-    q, k_cache, v_cache, table, positions, scale, window = make(case)
+    q, k_cache, v_cache, table, positions, scale, window, sinks = make(case)
     rows, length, heads, _ = q.shape
     page_size, kv_heads = k_cache.shape[1:3]
     seen = torch.zeros(k_cache.shape[:2], dtype=torch.bool)
@@ -32,7 +32,7 @@ def test_attention_is_softmax_over_the_keys_seen(case: Case) -> None:
         for j in range(int(positions[b]) + length):
             seen[slot(table, b, j, page_size)] = True
     k_cache[~seen], v_cache[~seen] = float("nan"), float("nan")
-    got = paged_attention(q, k_cache, v_cache, table, positions, scale, window)
+    got = paged_attention(q, k_cache, v_cache, table, positions, scale, window, sinks)
     for b in range(rows):
         reach = int(positions[b]) + length
         where = [slot(table, b, j, page_size) for j in range(reach)]
@@ -43,7 +43,8 @@ def test_attention_is_softmax_over_the_keys_seen(case: Case) -> None:
             first = 0 if window == 0 else max(0, at - window + 1)
             for h in range(0, heads, max(1, heads // 3)):
                 kv = h // (heads // kv_heads)
-                weights = (keys[first : at + 1, kv] @ q[b, i, h].double() * scale).softmax(0)
+                scores = keys[first : at + 1, kv] @ q[b, i, h].double() * scale
+                weights = scores.exp() / (scores.exp().sum() + (0.0 if sinks is None else sinks[h].double().exp()))
                 assert (got[b, i, h] - weights @ values[first : at + 1, kv]).abs().max() < 1e-5
 
 
@@ -117,7 +118,7 @@ def test_rows_of_a_block_table_may_be_apart() -> None:
 
 
 def test_results_do_not_depend_on_batch_or_spare_pages() -> None:
-    q, k, v, table, positions, scale, window = make(paged_attention.cases[1])
+    q, k, v, table, positions, scale, window, _ = make(paged_attention.cases[1])
     together = paged_attention(q, k, v, table, positions, scale, window)
     for b in range(4):
         pages = int(positions[b]) // k.shape[1] + 1

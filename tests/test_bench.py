@@ -2,6 +2,9 @@
 
 import ast
 import importlib.util
+import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +12,7 @@ import pytest
 import torch
 
 from onegraph.engine.bench import bench_linear, bench_step
+from onegraph.formats.checkpoint import Checkpoint
 from tiny_decoder import TinyDecoder
 
 
@@ -38,6 +42,22 @@ def test_benchmarks_load_random_weights(repo: Path, monkeypatch: pytest.MonkeyPa
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     model = random_model(SHAPES["smollm2-135m"] | small | heads, bits, head, 64, device="cpu")
     assert all(row["tokens_per_second"] > 0 for row in bench_step(model, context=16, steps=4))
+
+
+def test_loading_is_measured_on_a_published_layout(repo: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(repo / "benchmarks/load.py"), "--model", "tiny", "--device", "cpu", "--runs", "1"]
+    command += ["--context", "128", "--dir", str(tmp_path / "m"), "--out", str(tmp_path / "rows"), "--keep"]
+    run = subprocess.run(
+        command, check=True, text=True, capture_output=True, env=os.environ | {"PYTHONPATH": str(repo / "src")}
+    )
+    rows = [json.loads(line) for line in run.stdout.splitlines()]
+    assert [row["run"] for row in rows] == ["disk", "cold", "warm"]
+    assert (tmp_path / "rows").read_text() == run.stdout
+    with Checkpoint.open(tmp_path / "m") as checkpoint:
+        for row in rows[1:]:
+            assert row["gb"] == round(checkpoint.nbytes / 1e9, 3) > 0
+            assert row["tensors"] == len(checkpoint.names)
+    assert {"direct", "cold", "ring", "cached"} <= set(rows[0]["gb_per_second"])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

@@ -49,7 +49,8 @@ def test_what_is_written_comes_back(tmp_path: Path, shard_bytes: int) -> None:
         for name, weight in WEIGHTS.items():
             assert (checkpoint.shape(name), checkpoint.dtype(name)) == (tuple(weight.shape), weight.dtype)
             assert torch.equal(checkpoint.tensor(name), weight)
-            assert checkpoint.tensor(name, dtype=torch.float64).dtype == torch.float64
+            if weight.is_floating_point():
+                assert checkpoint.tensor(name, dtype=torch.float64).dtype == torch.float64
     assert sharded(tmp_path / "m") == (shard_bytes == 60)
 
 
@@ -244,6 +245,52 @@ def test_an_index_that_names_a_tensor_that_is_not_there_is_refused(tmp_path: Pat
     refused(tmp_path / "m", "'ghost' is not in shard")
     index.write_text('{"weight_map": []}')
     refused(tmp_path / "m", "weight_map")
+
+
+def test_tensors_that_an_index_leaves_out_are_found(tmp_path: Path) -> None:
+    """An index may not list the scales that its shards hold; another file of the directory is none of its shards."""
+    path = write(tmp_path / "m", WEIGHTS | {"a.scale": torch.ones(3)}, shard_bytes=60)
+    index = path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    shard = content["weight_map"]["c"]
+    held = load_file(path / shard) | {"c.scale": torch.full((2,), 0.5)}
+    save_file(held, path / shard)
+    save_file({"elsewhere": torch.ones(1)}, path / "consolidated.safetensors")
+    with Checkpoint.open(path) as checkpoint:
+        assert checkpoint.names == sorted([*WEIGHTS, "a.scale", "c.scale"])
+        assert checkpoint.tensor("c.scale").tolist() == [0.5, 0.5]
+        assert checkpoint.info("c.scale").file == path / shard
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_tensor_that_two_shards_hold_is_refused(tmp_path: Path, listed: bool) -> None:
+    path = write(tmp_path / "m", shard_bytes=60)
+    index = path / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"]
+    first, second = places["a"], places["b"]
+    assert first != second
+    name = "a" if listed else "spare"
+    for shard in (first, second):
+        save_file(load_file(path / shard) | {name: torch.ones(2)}, path / shard)
+    refused(path, f"tensor '{name}' is in ", first, second)
+
+
+def test_what_config_json_leaves_out_is_read_from_hf_quant_config(tmp_path: Path) -> None:
+    path = write(tmp_path / "m")
+    told = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+    (path / "hf_quant_config.json").write_text(json.dumps(told))
+    assert Checkpoint.open(path).config == {"model_type": "llama", "quantization_config": told}
+    (path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    (path / "hf_quant_config.json").write_text("[")  # not read
+    assert Checkpoint.open(path).config == {"quantization_config": {"quant_method": "fp8"}}
+    (path / "config.json").write_text('{"compression_config": {"quant_method": "compressed-tensors"}}')
+    assert Checkpoint.open(path).config["quantization_config"] == {"quant_method": "compressed-tensors"}
+    (path / "config.json").write_text('{"quantization_config": null}')
+    refused(path, "hf_quant_config.json", "not valid JSON")
+    (path / "hf_quant_config.json").unlink()
+    (path / "hf_quant_config.json").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").write_text("{}")
+    refused(path, "hf_quant_config.json", "outside of the model directory")
 
 
 FILES = ("config.json", "model.safetensors", "tokenizer.json")

@@ -6,6 +6,7 @@ Past 400 lines, since each command's refusals are asked of the same tiny model.
 from __future__ import annotations
 
 import functools
+import io
 import json
 import os
 import signal
@@ -215,6 +216,21 @@ def test_generate_streams_what_json_reports(model: Path) -> None:
     assert status == 0
     assert out.strip() == json.loads(invoke([*command, "--json"])[1])["outputs"][0]["text"].strip()
     assert "8 new" in errors
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_bar_while_loading_is_for_terminals(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool
+) -> None:
+    class Screen(io.StringIO):
+        def isatty(self) -> bool:
+            return terminal
+
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    assert main(["generate", str(model), "--raw", "--prompt", "the", "--max-tokens", "1"]) == 0
+    assert ("loading: 100%" in screen.getvalue()) is terminal
+    assert "loading" not in capsys.readouterr().out
 
 
 def test_a_batch_gives_each_prompt_what_it_gets_alone(model: Path, tmp_path: Path) -> None:

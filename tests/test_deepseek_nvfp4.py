@@ -12,7 +12,7 @@ from deepseek import hf_model
 from models import Decoder
 from onegraph.formats.checkpoint import Checkpoint, CheckpointError
 from onegraph.formats.dense import DENSE
-from onegraph.formats.nvfp4 import NVFP4, NVFP4Config
+from onegraph.formats.nvfp4 import NVFP4, written_config
 from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.models.deepseek_v4_names import official
 from onegraph.ops.nvfp4 import nvfp4_dequantize_weight, nvfp4_quantize
@@ -43,7 +43,7 @@ def quantized(path, keep=lambda name: False):
     save_file(tensors, path / "dense" / "model.safetensors")
     (path / "packed").mkdir()
     save_file(packed, path / "packed" / "model.safetensors")
-    config["quantization_config"] = NVFP4Config().to_dict()
+    config["quantization_config"] = written_config([])
     (path / "packed" / "config.json").write_text(json.dumps(config))
     return [DeepseekV4.load(Checkpoint.open(path / kind), max_context=256) for kind in ("dense", "packed")]
 

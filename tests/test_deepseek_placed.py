@@ -14,6 +14,7 @@ from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models import deepseek_v4, deepseek_v4_place
 from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.models.deepseek_v4_place import place
+from onegraph.models.prefetch import Prefetch
 from onegraph.runtime.graph import Runner
 from onegraph.runtime.pipeline import DeviceError, Pipeline, check_links, running
 from test_deepseek_engine import GREEDY, SMALL
@@ -171,8 +172,9 @@ def test_each_weight_goes_to_its_own_device(folder, monkeypatch):
     """Layer by layer and from the file straight there: what belongs to the second device never becomes the first's."""
     monkeypatch.setattr(deepseek_v4, "free_memory", lambda device, reserve=0: 1 << 40)
     read = []
-    tensor = Checkpoint.tensor
-    monkeypatch.setattr(Checkpoint, "tensor", lambda self, name, **to: read.append(name) or tensor(self, name, **to))
+    mapped, taken = Checkpoint.tensor, Prefetch.take
+    monkeypatch.setattr(Checkpoint, "tensor", lambda self, name: read.append(name) or mapped(self, name))
+    monkeypatch.setattr(Prefetch, "take", lambda self, name, to: read.append(name) or taken(self, name, to))
     model = load(folder, ["cpu", "meta"])
     split = len(model.stages[0])
     for name, buffer in model.named_buffers():

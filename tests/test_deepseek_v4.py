@@ -227,7 +227,7 @@ def test_transformers_reading_of_the_same_config_agrees():
         ({"engram_layer_ids": [1, 3]}, "Engram"),
         ({"num_key_value_heads": 2}, "one key-value head"),
         ({"scoring_func": "softmax"}, "sqrtsoftplus"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quant_method 'fp8'"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quant_method 'hqq'"),
         ({"compress_ratios": [0, 3] * 30}, "compress_ratios"),
         ({"compress_ratios": [0] * 7}, "must list 43"),
         ({"o_groups": 7}, "not a multiple of o_groups"),

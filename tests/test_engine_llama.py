@@ -12,10 +12,12 @@ from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.llama import Llama
 from onegraph.runtime.prove import prove
+from published import LAYOUTS, save
 from test_graph import RecordedPool
 
 PROMPTS = [[5, 17, 99, 4, 3, 2, 1, 0, 130, 7, 7, 7, 21], [9], [(31 * n) % 131 for n in range(40)]]
 PARAMS = SamplingParams(max_tokens=10)
+PUBLISHED = ("Qwen3-FP8, bfloat16 scales", "NVIDIA FP8", "Qwen3-MoE FP8", "compressed-tensors MXFP4")
 
 
 def load(path, device="cpu", dtype=torch.float32):
@@ -31,7 +33,7 @@ def transformers_tokens(hf, prompt):
     return tokens[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("variant", ["smollm2", "mistral_window", "smollm3", "e8p"])
+@pytest.mark.parametrize("variant", ["smollm2", "mistral_window", "smollm3", "mixtral", "qwen3_moe", "gpt_oss", "e8p"])
 def test_tokens_are_those_of_transformers(variant, tmp_path, monkeypatch):
     path = tmp_path / "model"
     hf = save_e8p("smollm2", path, rates={"bits": 3}) if variant == "e8p" else save_hf(variant, path)
@@ -45,12 +47,17 @@ def test_tokens_are_those_of_transformers(variant, tmp_path, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("variant", ["smollm2", "qwen3_window_bias", "smollm3", "e8p2", "e8p3", "e8p4"])
+@pytest.mark.parametrize(
+    "variant",
+    ["smollm2", "qwen3_window_bias", "smollm3", "mixtral", "qwen3_moe", "gpt_oss", "e8p2", "e8p3", "e8p4", *PUBLISHED],
+)
 def test_the_captured_step_is_proven(variant, dtype, tmp_path):
     """Bit for bit: outputs, row state and KV cache, in full and split graphs, at every bucket."""
     path = tmp_path / "model"
     if variant.startswith("e8p"):
         save_e8p("smollm2", path, rates={"bits": int(variant[3:])})
+    elif variant in PUBLISHED:
+        save(LAYOUTS[variant], path)
     else:
         save_hf(variant, path)
     model = load(path, "cuda:0", dtype)
@@ -92,7 +99,7 @@ def test_the_captured_step_is_proven(variant, dtype, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("variant", ["smollm2", "e8p3"])
+@pytest.mark.parametrize("variant", ["smollm2", "qwen3_moe", "gpt_oss", "e8p3"])
 def test_captured_text_is_eager_text_at_near_ties_too(variant, tmp_path):
     """A random model in bfloat16 has near-ties at every token, and a context of 4096 splits attention: an eager step of
     another shape (fewer pages, a shorter chunk) would round in another order and write another text."""

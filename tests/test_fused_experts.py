@@ -92,6 +92,23 @@ def test_a_stack_is_its_experts(tmp_path: Path, coded: bool, mixed: bool, biases
 
 
 @pytest.mark.parametrize("coded", [True, False], ids=["mxfp4", "dense"])
+def test_dense_stacks_may_lie_transposed(tmp_path: Path, coded: bool) -> None:
+    """As transformers writes gpt-oss; blocks have one way to lie. The sizes of down tell nothing where D is F."""
+    file, dense = blocks(coded, True)
+    turned = {name: tensor.transpose(1, 2).contiguous() if tensor.dim() == 3 and not coded else tensor
+              for name, tensor in file.items()}  # fmt: skip
+    loader = load(tmp_path, turned)
+    loader.checkpoint.check(
+        expected_stack(loader, "x.gate_up_proj", E, 2 * F, D, bias=True, transposed=True)
+        | expected_stack(loader, "x.down_proj", E, D, F, bias=True, transposed=True)
+    )
+    given, got = run(
+        loader.fused_experts("x.gate_up_proj", "x.down_proj", GATE, CPU, interleaved=True, transposed=True)
+    )
+    torch.testing.assert_close(got, truth(*given, *dense), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("coded", [True, False], ids=["mxfp4", "dense"])
 def test_what_a_stack_must_hold(tmp_path: Path, coded: bool) -> None:
     file, _ = blocks(coded, True)
     loader = load(tmp_path, file)

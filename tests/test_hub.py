@@ -20,7 +20,7 @@ from fuzz import tiny
 from fuzz.run import invoke
 from onegraph import LLM, plan, quantize
 from onegraph.api import hub as hub_module
-from onegraph.api.hub import PATTERNS, locate
+from onegraph.api.hub import CONFIGS, PATTERNS, locate
 from onegraph.formats.checkpoint import CheckpointError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -77,7 +77,7 @@ def test_commands_take_names(hub: dict[str, Any], tmp_path: Path) -> None:
     )
     assert status == 0, errors
     assert json.loads(out)["source"] == f"org/model@{COMMIT}"
-    assert hub["calls"][-1] == ("org/model", "v1", ["config.json", "model.safetensors.index.json"])
+    assert hub["calls"][-1] == ("org/model", "v1", CONFIGS)
 
 
 def test_a_path_that_is_there_is_no_name(hub: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,8 +194,8 @@ def test_siblings_of_a_quantized_model_are_one_launch(tmp_path: Path) -> None:
     save_e8p("smollm2", tmp_path / "m", rates={"bits": 4}, intermediate_size=128)
     block = Llama.load(Checkpoint.open(tmp_path / "m"), decode=False).blocks[0]
     assert block.qkv.linear.format is E8P[4]
-    assert block.gate_up.linear.format is E8P[4]
-    assert block.gate_up.linear.out_features == 256
+    assert block.mlp.gate_up.linear.format is E8P[4]
+    assert block.mlp.gate_up.linear.out_features == 256
 
 
 def test_quantized_embedding_gives_the_model_dtype(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_what_is_wrong_with_a_quantized_checkpoint_is_named(tmp_path: Path) -> N
         ({"layers": {"model.layers.9.mlp.up_proj": 3}}, ValueError, "model.layers.9.mlp.up_proj'.* is no linear"),
         ({"lm_head": 4}, CheckpointError, "missing: 'lm_head.codes'"),
         ({"group_size": 64}, ValueError, "unknown key group_size"),
-        ({"quant_method": "gptq"}, ValueError, "quant_method 'gptq', which is not supported"),
+        ({"quant_method": "hqq"}, ValueError, "quant_method 'hqq', which is not supported"),
         ({"format_version": 2}, ValueError, "format_version is 2"),
     ):
         checkpoint.config["quantization_config"] = quantization | change

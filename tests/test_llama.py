@@ -118,7 +118,9 @@ def test_a_block_can_be_tuned(tmp_path: Path) -> None:
             module.weight.grad = None
 
 
-@pytest.mark.parametrize("variant", ["smollm2", "qwen3_window_bias", "smollm3_listed"])
+@pytest.mark.parametrize(
+    "variant", ["smollm2", "qwen3_window_bias", "smollm3_listed", "mixtral", "qwen3_moe", "gpt_oss"]
+)
 @pytest.mark.parametrize("length", [1, 5])
 def test_a_step_reads_nothing_back_and_is_the_same_at_every_position(variant: str, length: int, tmp_path: Path) -> None:
     """The capture contract: no device value reaches the host (fake tensors have none to give), and the operations
@@ -145,7 +147,7 @@ def test_a_step_reads_nothing_back_and_is_the_same_at_every_position(variant: st
     assert "index_put" in recorded[0]
 
 
-@pytest.mark.parametrize("variant", ["smollm2", "qwen3_window_bias", "e8p"])
+@pytest.mark.parametrize("variant", ["smollm2", "qwen3_window_bias", "mixtral", "qwen3_moe", "gpt_oss", "e8p"])
 def test_the_decode_step_replays_as_eager_on_a_simulated_gpu(variant: str, tmp_path: Path) -> None:
     """onegraph's own check: warm-up, capture and replay of a bfloat16 step with other tokens and positions."""
     if variant == "e8p":
@@ -173,8 +175,9 @@ def test_the_decode_step_replays_as_eager_on_a_simulated_gpu(variant: str, tmp_p
     assert len(report.timeline) > 20
 
 
-def test_chunked_prefill_equals_prefill_at_once(tmp_path: Path) -> None:
-    save_hf("qwen2_window", tmp_path)
+@pytest.mark.parametrize("variant", ["qwen2_window", "gpt_oss"])
+def test_chunked_prefill_equals_prefill_at_once(variant: str, tmp_path: Path) -> None:
+    save_hf(variant, tmp_path)
     model = Llama.load(Checkpoint.open(tmp_path))
     row = tokens(1, 50)[0].tolist()
     whole = Decoder(model, rows=1, max_context=50).feed([row])[0]
@@ -183,9 +186,10 @@ def test_chunked_prefill_equals_prefill_at_once(tmp_path: Path) -> None:
     assert close(parts, whole, 1e-5)
 
 
-def test_a_row_does_not_see_its_neighbours(tmp_path: Path) -> None:
+@pytest.mark.parametrize("variant", ["mistral_window", "gpt_oss"])
+def test_a_row_does_not_see_its_neighbours(variant: str, tmp_path: Path) -> None:
     """Rows without a sequence, and pages full of NaN left behind by others, change nothing."""
-    save_hf("mistral_window", tmp_path)
+    save_hf(variant, tmp_path)
     model = Llama.load(Checkpoint.open(tmp_path))
     row = tokens(1, 30)[0].tolist()
     alone = Decoder(model, rows=1, max_context=64)
@@ -196,7 +200,7 @@ def test_a_row_does_not_see_its_neighbours(tmp_path: Path) -> None:
     for cut in (slice(0, 20), *(slice(i, i + 1) for i in range(20, 30))):
         want = alone.feed([row[cut]])[0]
         got = batch.feed([[], row[cut], []])[1]
-        assert close(got, want, 1e-5)
+        assert close(got, want, 3e-5)
 
 
 def test_view_of_a_cache_shares_its_storage(tmp_path: Path) -> None:
@@ -241,13 +245,24 @@ def test_siblings_are_one_linear_each(tmp_path: Path) -> None:
     save_hf("qwen2", tmp_path)
     block = Llama.load(Checkpoint.open(tmp_path)).blocks[0]
     assert block.qkv.linear.weight.shape == ((6 + 2 * 2) * 16, 72)
-    assert block.gate_up.linear.weight.shape == (2 * 104, 72)
+    assert block.mlp.gate_up.linear.weight.shape == (2 * 104, 72)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "variant", ["smollm2", "llama_yarn", "mistral_window", "qwen2", "qwen3_window_bias", "smollm3"]
+    "variant",
+    [
+        "smollm2",
+        "llama_yarn",
+        "mistral_window",
+        "qwen2",
+        "qwen3_window_bias",
+        "smollm3",
+        "mixtral",
+        "qwen3_moe_unlike",
+        "gpt_oss",
+    ],
 )
 def test_on_a_gpu_the_kernels_give_the_logits(variant: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """float32 to the last digits; bfloat16 no worse than transformers in bfloat16 itself. Sizes are powers of two and
@@ -271,7 +286,7 @@ def test_on_a_gpu_the_kernels_give_the_logits(variant: str, dtype: torch.dtype, 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("variant", ["qwen3_window_bias", "e8p"])
+@pytest.mark.parametrize("variant", ["qwen3_window_bias", "qwen3_moe", "gpt_oss", "e8p"])
 def test_a_step_on_a_gpu_never_waits_for_it(variant: str, tmp_path: Path) -> None:
     """torch raises at whatever would make the host wait: a value read, a boolean index, a pageable copy."""
     if variant == "e8p":

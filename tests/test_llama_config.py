@@ -24,7 +24,8 @@ def parse(**changes: Any) -> LlamaConfig:
 REFUSED = [
     (
         {"model_type": "gemma2"},
-        "model_type 'gemma2' is not supported; supported: llama, mistral, qwen2, qwen3, smollm3",
+        "model_type 'gemma2' is not supported; supported: llama, mistral, qwen2, qwen3, smollm3, mixtral, qwen3_moe, "
+        "gpt_oss",
     ),
     ({"model_type": None}, "model_type None"),
     ({"model_type": ["llama"]}, "model_type \\['llama'\\]"),
@@ -42,7 +43,7 @@ REFUSED = [
     ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "no_rope_layers"),
     ({"model_type": "smollm3", "no_rope_layers": [1, 0, 2]}, "no_rope_layers"),
     ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
-    ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quant_method 'awq', which is not supported"),
+    ({"quantization_config": {"quant_method": "aqlm", "bits": 4}}, "quant_method 'aqlm', which is not supported"),
     ({"quantization_config": []}, "quantization_config is list"),
     ({"hidden_size": "72"}, "hidden_size is '72'; it must be an integer"),
     ({"hidden_size": 72.0}, "hidden_size is 72.0"),

@@ -84,7 +84,7 @@ def test_codes_and_decoded_weights_give_the_same_logits(variant: str, recipe: di
 def test_what_the_quantizer_writes_fuses(tmp_path: Path) -> None:
     _, coded, hf = quantized("qwen2", tmp_path, bits=4)
     block = Llama.load(coded, decode=False).blocks[0]
-    assert block.qkv.linear.format is block.gate_up.linear.format is E8P[4]
+    assert block.qkv.linear.format is block.mlp.gate_up.linear.format is E8P[4]
     attention = hf.model.layers[0].self_attn
     bias = torch.cat([getattr(attention, f"{name}_proj").bias for name in "qkv"])
     assert torch.allclose(block.qkv.linear.bias, bias)

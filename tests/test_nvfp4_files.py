@@ -1,6 +1,7 @@
 """NVFP4 on the disk: the files and configs of other tools, what of them is refused, models read from ours."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,15 @@ from torch import Tensor
 
 from models import Decoder, save_hf
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
+from onegraph.formats.dense import DENSE
 from onegraph.formats.files import CheckpointError
-from onegraph.formats.nvfp4 import E4M3, NVFP4, NVFP4Config, NVFP4Format, is_nvfp4
+from onegraph.formats.nvfp4 import E4M3, NVFP4, NVFP4Format, written_config
+from onegraph.formats.published import Published
 from onegraph.models.config import LlamaConfig
 from onegraph.models.llama import Llama
 from onegraph.nn.linear import Linear
 from onegraph.ops.nvfp4 import nvfp4_dequantize_weight, random_weight
-from onegraph.quant.nvfp4 import config_for, quantize_weight, quantized_tensors
+from onegraph.quant.nvfp4 import quantize_weight, quantized_tensors
 from test_nvfp4 import by_hand, rng
 
 
@@ -58,6 +61,10 @@ class Reader:
     def read(self, name: str, field: Any, part: Any) -> Tensor:
         return field.cut(self.found.tensor(name), part)
 
+    def require(self, ok: torch.Tensor, message: Callable[[], str]) -> None:
+        if not ok:
+            raise CheckpointError(message())
+
 
 def read(found: Checkpoint, layer: str, n: int, k: int) -> dict[str, Tensor]:
     """A layer as a loader reads it: what the file holds is held against what is asked for first."""
@@ -71,8 +78,9 @@ def test_reads_what_both_tools_write(form: Any, tmp_path: Path) -> None:
     with checkpoint(
         tmp_path / "model", form("a.b", codes, scale, 0.0123, 0.25) | {"c.weight": torch.ones(2, 2)}
     ) as found:
-        assert is_nvfp4(found, "a.b")
-        assert not is_nvfp4(found, "c")
+        published = Published.from_dict(written_config([]))
+        assert published.format_of("a.b", found) is NVFP4
+        assert published.format_of("c", found) is DENSE
         frozen = NVFP4Format("frozen")
         assert frozen.read(Reader(found), "a.b")["input_scale"].item() == pytest.approx(0.25)
         layer = Linear(NVFP4, read(found, "a.b", 5, 48))
@@ -117,39 +125,6 @@ def test_a_tensor_that_does_not_fit_is_named_with_both_sizes(change: Any, messag
         read(found, "a", 64, 128)
 
 
-@pytest.mark.parametrize(
-    ("data", "kept"),
-    [
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}, ("lm_head",)),
-        (
-            {
-                "quant_method": "modelopt",
-                "quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head", "*gate*"]},
-            },
-            ("lm_head", "*gate*"),
-        ),
-        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": []}, ()),
-        (NVFP4Config(("lm_head",)).to_dict(), ("lm_head",)),
-    ],
-)
-def test_configs_of_both_tools(data: dict[str, Any], kept: tuple[str, ...]) -> None:
-    assert NVFP4Config.matches(data)
-    assert NVFP4Config.from_dict(data).ignore == kept
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "'modelopt' 'FP8'"),
-        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "'pack-quantized'"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "groups of 16"),
-    ],
-)
-def test_other_configs_are_refused(data: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        NVFP4Config.from_dict(data)
-
-
 # ------------------------------------------------------------------------------------------------------------- models
 
 
@@ -162,7 +137,7 @@ def test_a_model_in_nvfp4_is_what_its_codes_stand_for(variant: str, tmp_path: Pa
     linears = [name for name in config.parts.linears if name != "lm_head"]
     kept = "model.layers.1.self_attn.k_proj"
     linears.remove(kept)
-    told = source.config | {"quantization_config": config_for([kept, "lm_head"]).to_dict()}
+    told = source.config | {"quantization_config": written_config([kept, "lm_head"])}
     write_checkpoint(tmp_path / "coded", told, quantized_tensors(source.names, source.tensor, linears))
     for name in linears:
         codes, scale, gain = quantize_weight(source.tensor(f"{name}.weight")).values()
@@ -184,7 +159,7 @@ def test_a_model_with_a_damaged_scale_is_refused(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.up_proj"
     tensors = dict(quantized_tensors(source.names, source.tensor, [name]))
     tensors[f"{name}.weight_scale"] = torch.zeros(104, 3).to(E4M3)
-    config = source.config | {"quantization_config": NVFP4Config().to_dict()}
+    config = source.config | {"quantization_config": written_config([])}
     with (
         checkpoint(tmp_path / "bad", tensors, config) as coded,
         pytest.raises(CheckpointError, match=r"up_proj.weight_scale' has shape \[104, 3\], .* \[104, 6\]"),

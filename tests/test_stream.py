@@ -8,9 +8,13 @@ import pytest
 import torch
 
 from deepseek import SIZES, VARIANTS
+from models import save_hf
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
+from onegraph.formats.files import CheckpointError
+from onegraph.models.config import LlamaConfig
 from onegraph.models.deepseek_v4_config import DeepseekV4Config
 from onegraph.models.loader import Loader
+from onegraph.models.prefetch import BLOCK_BYTES, SLOTS_EACH, THREADS
 from onegraph.models.stream import Stream
 
 LAYERS, SIZE = 12, (1024, 8192)  # 16 MB each in bfloat16
@@ -82,15 +86,45 @@ with Checkpoint.open(sys.argv[1]) as checkpoint:
 """
 
 
-def test_loading_experts_holds_a_layer_and_not_the_model(tmp_path: Path) -> None:
-    sizes = {"num_hidden_layers": 6, "num_hash_layers": 0, "compress_ratios": [0] * 6, "n_routed_experts": 16}
+def test_loading_holds_a_ring_of_blocks_and_not_a_layer(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 2, "num_hash_layers": 0, "compress_ratios": [0] * 2, "n_routed_experts": 127}
     sizes |= {"hidden_size": 512, "moe_intermediate_size": 512}
     told = {"model_type": "deepseek_v4", **SIZES, **VARIANTS["flash"], **sizes}
     config = DeepseekV4Config.from_dict(told)
     empty = Loader(Checkpoint(tmp_path, {}, {}), config, torch.bfloat16)
     tensors = ((name, torch.zeros(shape, dtype=torch.bfloat16)) for name, (shape, _) in empty.expected().items())
-    write_checkpoint(tmp_path / "model", told, tensors, shard_bytes=32 << 20)
+    write_checkpoint(tmp_path / "model", told, tensors, shard_bytes=128 << 20)
     run = [sys.executable, "-c", EXPERTS_PROGRAM, str(tmp_path / "model")]
     grown = int(subprocess.run(run, check=True, capture_output=True, text=True).stdout)
-    layer = 17 * 3 * 512 * 512 * 2
-    assert grown < 1.5 * layer + 2 * (16 << 20), f"{grown >> 20} MB for six layers of {layer >> 20} MB"
+    layer, ring = 128 * 3 * 512 * 512 * 2, THREADS * SLOTS_EACH * BLOCK_BYTES
+    assert grown < ring + (24 << 20) < layer, f"{grown >> 20} MB for two layers of {layer >> 20} MB"
+
+
+CODES = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool, torch.float8_e4m3fn, torch.float8_e8m0fnu)
+
+
+@pytest.mark.parametrize("found", CODES, ids=str)
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16, torch.float16])
+def test_codes_never_become_numbers(found: torch.dtype, wanted: torch.dtype, tmp_path: Path) -> None:
+    """The fault elsewhere: bytes of E8M0 copied into a float parameter, 127 where 1 is meant, and no error."""
+    codes = torch.tensor([1, 0, 1], dtype=torch.uint8).to(found)
+    with pytest.raises(CheckpointError, match=r"'a\.scale' holds codes of .*; they are never taken"):
+        Stream(torch.device("cpu"))(codes, wanted, "a.scale")
+    save_hf("llama", tmp_path)
+    with Checkpoint.open(tmp_path) as checkpoint:
+        config, tensors = checkpoint.config, {name: checkpoint.tensor(name) for name in checkpoint.names}
+    name = "model.layers.0.input_layernorm.weight"
+    write_checkpoint(tmp_path / "codes", config, (tensors | {name: torch.ones(72).to(found)}).items())
+    with Checkpoint.open(tmp_path / "codes") as checkpoint:
+        loader = Loader(checkpoint, LlamaConfig.from_dict(config), wanted)
+        for read in (loader.tensor, loader.float32):
+            with pytest.raises(CheckpointError, match=r"layers\.0\.input_layernorm\.weight' holds codes of"):
+                read(name, torch.device("cpu"))
+        with pytest.raises(CheckpointError, match=r"'model\.layers\.0\.input_layernorm\.weight' is .*, allowed is"):
+            loader.check()
+
+
+def test_integers_of_another_width_are_the_same_numbers() -> None:
+    stream = Stream(torch.device("cpu"))
+    assert stream(torch.tensor([1 << 20, 7]), torch.int32).tolist() == [1 << 20, 7]
+    assert stream(torch.tensor([0.5]), torch.bfloat16).item() == 0.5

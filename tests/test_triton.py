@@ -35,6 +35,7 @@ from onegraph.ops import (  # noqa: E402, F401
     linear,
     norm,
     recent_attention,
+    route,
     sampling,
     step,
     turboquant,

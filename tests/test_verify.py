@@ -20,7 +20,6 @@ from fuzz import tiny
 from fuzz.run import invoke
 from onegraph import __version__, quantize, verify
 from onegraph.formats.checkpoint import SIDECARS, write_checkpoint
-from onegraph.formats.mxfp4 import MXFP4Config
 
 KINDS = ("e8p", "nvfp4", "sharded")
 
@@ -239,7 +238,7 @@ def test_mxfp4(model: Path, tmp_path: Path) -> None:
     n, k = tensors.pop(f"{name}.weight").shape
     tensors |= {f"{name}.weight_packed": torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)}
     tensors |= {f"{name}.weight_scale": torch.full((n, k // 32), 127, dtype=torch.uint8)}
-    config["quantization_config"] = MXFP4Config().to_dict()
+    config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
     write_checkpoint(tmp_path / "good", config, tensors.items())
     found = verify(tmp_path / "good")
     assert found.ok, found.problems

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from onegraph.formats.dense import DENSE
 from onegraph.formats.e8p import E8P, E8PConfig
 from onegraph.formats.files import CheckpointError
 from onegraph.formats.fp8 import FP8, FP8Format
-from onegraph.formats.mxfp4 import E8M0, MXFP4, MXFP4Config
-from onegraph.formats.nvfp4 import E4M3, NVFP4, NVFP4Config, NVFP4Format
+from onegraph.formats.int4 import ALL, INT4Format, int4
+from onegraph.formats.int4_config import INT4Config
+from onegraph.formats.mxfp4 import E8M0, MXFP4
+from onegraph.formats.nvfp4 import E4M3, NVFP4, NVFP4Format, written_config
 from onegraph.formats.quantization import parse_quantization
 from onegraph.formats.weight import Part, WeightFormat
 from onegraph.models.config import LlamaConfig
@@ -31,7 +34,8 @@ from onegraph.ops.mxfp4 import mxfp4_dequantize
 from onegraph.ops.weight import weight_ops
 from onegraph.quant.nvfp4 import quantize_weight
 
-FORMATS = [DENSE, *E8P.values(), NVFP4, MXFP4, *FP8.values()]
+INT4, INT4_ROWS = int4(32, torch.float16), int4(ALL, torch.bfloat16)
+FORMATS = [DENSE, *E8P.values(), NVFP4, MXFP4, *FP8.values(), INT4, INT4_ROWS]
 CPU = torch.device("cpu")
 each_format = pytest.mark.parametrize("format", FORMATS, ids=str)
 
@@ -47,6 +51,14 @@ def stored(format: WeightFormat, n: int, k: int, seed: int) -> dict[str, Tensor]
     if isinstance(format, FP8Format):
         codes, scale = random_fp8((n, k), format.rows, format.columns, "cpu", g)
         return {"codes": codes.view(E4M3), "scale": scale}
+    if isinstance(format, INT4Format):  # words of eight
+        groups = 1 if format.columns == ALL else k // format.columns
+        info = torch.iinfo(torch.int32)
+        codes, zero = (
+            torch.randint(info.min, info.max + 1, shape, generator=g).int()
+            for shape in ((n, k // 8), (-(-n // 8), groups))
+        )
+        return {"codes": codes, "scale": torch.rand(n, groups, generator=g).to(format.dtype) * k**-0.5, "zero": zero}
     weight = torch.randn(n, k, generator=g) * k**-0.5
     if format is NVFP4:
         made = quantize_weight(weight)
@@ -68,6 +80,10 @@ class Held:
 
     def read(self, name: str, field: Any, part: Part) -> Tensor:
         return field.cut(self.tensors[name], part)
+
+    def require(self, ok: Tensor, message: Callable[[], str]) -> None:
+        if not ok:
+            raise CheckpointError(message())
 
 
 def named(format: WeightFormat, layer: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -137,7 +153,9 @@ def test_bounds_outside_of_a_layer_are_refused(format: WeightFormat, span: tuple
 
 
 @pytest.mark.parametrize(
-    ("format", "unit"), [(NVFP4, 16), (MXFP4, 32), (E8P[2], 128), (FP8[128, 128], 128), (FP8[1, 32], 32)], ids=str
+    ("format", "unit"),
+    [(NVFP4, 16), (MXFP4, 32), (INT4, 32), (INT4_ROWS, 32), (E8P[2], 128), (FP8[128, 128], 128), (FP8[1, 32], 32)],
+    ids=str,
 )
 def test_columns_are_cut_between_groups(format: WeightFormat, unit: int) -> None:
     layer = made(format, 256, 512)
@@ -249,10 +267,15 @@ def test_an_embedding_needs_a_look_up(format: WeightFormat) -> None:
 
 
 CONFIGS: dict[WeightFormat, Any] = {
-    E8P[2]: E8PConfig(bits=2),
-    E8P[4]: E8PConfig(bits=4),
-    NVFP4: NVFP4Config(),
-    MXFP4: MXFP4Config(),
+    E8P[2]: E8PConfig(bits=2).to_dict(),
+    E8P[4]: E8PConfig(bits=4).to_dict(),
+    NVFP4: written_config([]),
+    MXFP4: {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"},
+    INT4: INT4Config("compressed-tensors", (32,)).to_dict(),
+    **{
+        format: {"quant_method": "fp8", "weight_block_size": None if block is None else list(block)}
+        for block, format in FP8.items()
+    },
 }
 
 
@@ -261,7 +284,7 @@ def test_a_checkpoint_loads_to_the_model_of_its_numbers(format: WeightFormat, tm
     """A model with every linear of its blocks in the format, but one that was kept where tensors tell it, against
     transformers with the numbers that the codes stand for; whole and decoded, and part by part."""
     hf = hf_model("qwen2", hidden_size=96, intermediate_size=128, head_dim=16)
-    kept = "model.layers.1.mlp.up_proj" if format in (NVFP4, MXFP4) else None
+    kept = None if format in E8P.values() else "model.layers.1.mlp.up_proj"
     tensors: dict[str, Tensor] = {}
     for seed, (name, parameter) in enumerate(hf.named_parameters()):
         layer, _, kind = name.rpartition(".")
@@ -273,7 +296,7 @@ def test_a_checkpoint_loads_to_the_model_of_its_numbers(format: WeightFormat, tm
         read = Linear(format, format.read(Held(named(format, "a", found)), "a"))
         with torch.no_grad():
             parameter.copy_(read.dense().weight)
-    config = hf.config.to_dict() | {"quantization_config": CONFIGS[format].to_dict()}
+    config = hf.config.to_dict() | {"quantization_config": CONFIGS[format]}
     write_checkpoint(tmp_path / "m", config, tensors.items())
     row = torch.randint(0, 131, (24,), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
@@ -289,7 +312,7 @@ def test_a_checkpoint_loads_to_the_model_of_its_numbers(format: WeightFormat, tm
         whole = loader.linear(name, CPU)
         assert whole.format is format
         for part in (Part(rows=(0, 96), columns=(0, 128)), Part(rows=(32, 64)), Part(columns=(0, 128))):
-            if format in E8P.values() and part.rows == (32, 64):
+            if part.rows == (32, 64) and format in (*E8P.values(), FP8[128, 128]):
                 part = Part(rows=(0, 96))
             cut = loader.linear(name, CPU, part)
             assert near(cut.dense().weight, whole.dense().weight[_slice(part.rows), _slice(part.columns)])
@@ -347,9 +370,23 @@ def test_every_mxfp4_number_is_exact() -> None:
 def test_deepseeks_names_are_read() -> None:
     codes, scale = stored(MXFP4, 4, 64, 0).values()
     file = Held({"a.weight": codes.view(torch.int8), "a.scale": scale.view(E8M0)})
-    shapes = {"a.weight": ((4, 32), (torch.uint8, torch.int8)), "a.scale": ((4, 2), (torch.uint8, E8M0))}
-    assert MXFP4.expected(file, "a", 4, 64) == shapes
+    assert MXFP4.expected(file, "a", 4, 64) == {
+        "a.weight": ((4, 32), (torch.uint8, torch.int8)),
+        "a.scale": ((4, 2), (torch.uint8, E8M0, torch.float32, torch.bfloat16, torch.float16)),
+    }
     assert all(torch.equal(a, b) for a, b in zip(MXFP4.read(file, "a").values(), (codes, scale), strict=True))
+
+
+def test_scales_that_are_factors_become_exponents() -> None:
+    """Each power of two that E8M0 has, the subnormal one too; any other number is named."""
+    scale = torch.arange(255, dtype=torch.uint8).view(-1, 1)
+    codes = torch.zeros(255, 16, dtype=torch.int8)
+    file = {"a.weight": codes, "a.scale": scale.view(E8M0).float()}
+    assert torch.equal(MXFP4.read(Held(file), "a")["scale"], scale)
+    for wrong in (3.0, 0.0, -1.0, torch.inf, torch.nan, 2.0**-128):
+        file["a.scale"][7] = wrong
+        with pytest.raises(CheckpointError, match="'a' is in MXFP4 and has scales that are no powers of two"):
+            MXFP4.read(Held(file), "a")
 
 
 def test_a_scale_that_is_nan_is_named() -> None:
@@ -364,12 +401,16 @@ def test_a_scale_that_is_nan_is_named() -> None:
 
 def test_a_config_is_read_by_its_own_format() -> None:
     assert parse_quantization(None) is None
-    for config in CONFIGS.values():
+    for data in CONFIGS.values():
+        config = parse_quantization(data)
+        assert config is not None
+        assert config.to_dict() == data
         assert parse_quantization(config.to_dict()) == config
     for data, message in (
         ("e8p", "must be an object"),
-        ({"quant_method": "gptq"}, "'gptq', which is not supported"),
-        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "'compressed-tensors', which is not"),
+        ({"quant_method": "bitsandbytes"}, "'bitsandbytes', which is not supported"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24', which is not"),
+        ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "format 'int-quantized', which is not"),
         ({"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "ignore": "x"}, "no list"),
         ({"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "ignore": [1]}, "no list"),
     ):
@@ -398,6 +439,9 @@ def test_made_up_layers_keep_the_size_of_what_they_read(format: WeightFormat) ->
 
 
 def test_what_a_file_may_hold_beside_the_layers() -> None:
-    assert NVFP4Config().ignored("model.layers.0.self_attn.k_proj.k_scale")
-    for config in CONFIGS.values():
+    configs = [parse_quantization(data) for data in CONFIGS.values()]
+    assert (
+        sum(config.ignored("model.layers.0.self_attn.k_proj.k_scale") for config in configs) == len(configs) - 2
+    )  # not E8P
+    for config in configs:
         assert not config.ignored("model.layers.0.self_attn.k_proj.weight_shape")

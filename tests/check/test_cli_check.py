@@ -154,7 +154,7 @@ def test_a_factory_is_run_where_it_cannot_be_read(
 
 
 def test_source_mode_runs_and_imports_nothing(target: Path) -> None:
-    target.write_text("raise SystemExit('imported')\nimport torch\n")
+    target.write_text("raise SystemExit('imported')\nimport torch\ndef step(x: torch.Tensor): return x * 2\n")
     program = (
         "import sys, argparse; from onegraph.check import cli; p = argparse.ArgumentParser();"
         f"cli.add_parsers(p.add_subparsers()); a = p.parse_args(['check', {str(target)!r}]); s = a.run(a);"

@@ -20,6 +20,7 @@ typedef unsigned long long u64;
 typedef unsigned char u8;
 typedef unsigned short u16;
 struct uint4 { u32 x, y, z, w; };
+struct uint2 { u32 x, y; };
 struct float4 { float x, y, z, w; };
 static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
@@ -145,10 +146,13 @@ static u16 narrow(float f) {
 static u32 multiply(u32 a, u32 b) {
   return narrow(wide(a & 0xFFFF) * wide(b & 0xFFFF)) | (u32)narrow(wide(a >> 16) * wide(b >> 16)) << 16;
 }
-static float e4m3(u32 v) { return v >> 3 & 15 ? ldexpf(8 + (v & 7), (int)(v >> 3 & 15) - 10) : ldexpf(v & 7, -9); }
-static u32 e4m3_to_half(u32 two) { return narrow(e4m3(two & 127)) | (u32)narrow(e4m3(two >> 8 & 127)) << 16; }
+static float e4m3(u32 v) {
+  const float f = v >> 3 & 15 ? ldexpf(8 + (v & 7), (int)(v >> 3 & 15) - 10) : ldexpf(v & 7, -9);
+  return v >> 7 & 1 ? -f : f;
+}
+static u32 e4m3_to_half(u32 two) { return narrow(e4m3(two & 255)) | (u32)narrow(e4m3(two >> 8 & 255)) << 16; }
 static void e4m3_to_float(u32 four, float (&to)[4]) {
-  for (int i = 0; i < 4; ++i) to[i] = e4m3(four >> 8 * i & 127);
+  for (int i = 0; i < 4; ++i) to[i] = e4m3(four >> 8 * i & 255);
 }
 static float widen(u32 v) { return wide(v & 0xFFFF); }
 template <bool WIDE> static void write(u16* y, long long at, float v) {
@@ -259,4 +263,45 @@ static void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     c[i] = sum;
   }
   meet(WARP);
+}
+
+static void thread();  // the kernel, and what comes behind it
+
+static void run_block(int threads) {
+  memset(shared, 0xFF, sizeof shared);
+  fibers.clear();
+  fibers.resize(threads);
+  for (Fiber& f : fibers) {
+    getcontext(&f.context);
+    f.stack.resize(32768);
+    f.context.uc_stack.ss_sp = f.stack.data();
+    f.context.uc_stack.ss_size = f.stack.size();
+    makecontext(&f.context, thread, 0);
+  }
+  for (int left = threads; left;) {
+    bool moved = false;
+    for (int warp = 0; warp < threads; warp += 32) {
+      int at[5] = {};
+      for (int i = warp; i < warp + 32; ++i) ++at[fibers[i].done ? 4 : fibers[i].wait];
+      if (at[BLOCK] || at[SOME] || at[4] == 32) continue;
+      moved = true;
+      for (int i = 0; i < 32; ++i) {  // lanes in an order of the warp's own
+        current = warp + (i * 7 + warp / 32) % 32;
+        fibers[current].wait = NONE;
+        swapcontext(&scheduler, &fibers[current].context);
+        left -= fibers[current].done;
+      }
+      const Fiber& first = fibers[warp];
+      for (int i = warp; i < warp + 32; ++i)
+        if (fibers[i].done != first.done || fibers[i].wait != first.wait) fail("lanes of a warp wait for different things");
+    }
+    const auto some_wait = [](const Fiber& f) { return !f.done && f.wait == SOME; };
+    if (threads > 32 && std::all_of(fibers.begin(), fibers.end() - 32, some_wait)) {
+      for (int i = 0; i < threads - 32; ++i) fibers[i].wait = NONE;
+      continue;
+    }
+    if (moved || !left) continue;
+    if (left != threads || fibers[0].wait == SOME) fail("some threads ended, others wait for them");
+    for (Fiber& f : fibers) f.wait = NONE;
+  }
 }

@@ -22,45 +22,6 @@ static void thread() {
   swapcontext(&fibers[current].context, &scheduler);
 }
 
-static void run_block(int threads) {
-  memset(shared, 0xFF, sizeof shared);
-  fibers.clear();
-  fibers.resize(threads);
-  for (Fiber& f : fibers) {
-    getcontext(&f.context);
-    f.stack.resize(32768);
-    f.context.uc_stack.ss_sp = f.stack.data();
-    f.context.uc_stack.ss_size = f.stack.size();
-    makecontext(&f.context, thread, 0);
-  }
-  for (int left = threads; left;) {
-    bool moved = false;
-    for (int warp = 0; warp < threads; warp += 32) {
-      int at[5] = {};
-      for (int i = warp; i < warp + 32; ++i) ++at[fibers[i].done ? 4 : fibers[i].wait];
-      if (at[BLOCK] || at[SOME] || at[4] == 32) continue;
-      moved = true;
-      for (int i = 0; i < 32; ++i) {  // lanes in an order of the warp's own
-        current = warp + (i * 7 + warp / 32) % 32;
-        fibers[current].wait = NONE;
-        swapcontext(&scheduler, &fibers[current].context);
-        left -= fibers[current].done;
-      }
-      const Fiber& first = fibers[warp];
-      for (int i = warp; i < warp + 32; ++i)
-        if (fibers[i].done != first.done || fibers[i].wait != first.wait) fail("lanes of a warp wait for different things");
-    }
-    const auto some_wait = [](const Fiber& f) { return !f.done && f.wait == SOME; };
-    if (std::all_of(fibers.begin(), fibers.end() - 32, some_wait)) {
-      for (int i = 0; i < threads - 32; ++i) fibers[i].wait = NONE;
-      continue;
-    }
-    if (moved || !left) continue;
-    if (left != threads || fibers[0].wait == SOME) fail("some threads ended, others wait for them");
-    for (Fiber& f : fibers) f.wait = NONE;
-  }
-}
-
 int main(int, char** names) {
   FILE* file = fopen(names[1], "rb");
   int h[18];

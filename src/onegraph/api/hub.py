@@ -11,7 +11,7 @@ from pathlib import Path
 from onegraph.formats.files import CheckpointError, reason
 
 NAME = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(?:@(?P<revision>[\w][\w./-]*))?", re.ASCII)
-CONFIGS = ["config.json", "model.safetensors.index.json"]
+CONFIGS = ["config.json", "hf_quant_config.json", "model.safetensors.index.json"]
 # What a checkpoint is read from; never pickles, and no code.
 PATTERNS = [
     *CONFIGS,

@@ -8,11 +8,13 @@ import weakref
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from typing import Any, Literal, overload
 
 import torch
 
+from onegraph.api import Progress
 from onegraph.api.device import pick_device, pick_dtype
 from onegraph.api.hub import locate
 from onegraph.api.tokenizer import Tokenizer
@@ -63,6 +65,7 @@ class LLM:
         capture: True runs the decode step as one CUDA graph, False eagerly, "split" breaks the graph around attention;
             None captures where there is a GPU.
         tokenizer: the checkpoint's own, where it was read already.
+        progress: called as progress("loading", bytes read, bytes in all).
 
     Use it in a `with` block, or call `close`: both give the GPU's memory back. One call at a time: not thread-safe.
 
@@ -82,6 +85,7 @@ class LLM:
         device: str | torch.device = "auto",
         capture: bool | Literal["split"] | None = None,
         tokenizer: Tokenizer | None = None,
+        progress: Progress | None = None,
     ) -> None:
         if type(gpus) is not int or gpus < 1:
             raise ValueError(f"gpus: got {gpus!r}; allowed is a count of 1 and more")
@@ -101,6 +105,7 @@ class LLM:
                 max_context=max_context,
                 gpus=gpus if gpus > 1 else None,
                 fp8_kv=kv == "fp8",
+                progress=None if progress is None else partial(progress, "loading"),
             )
         self._engine: Engine | None = Engine(
             model, max_batch=max_batch, max_context=max_context, kv=setting, capture=capture

@@ -20,13 +20,12 @@ from onegraph.api.size import Size, human_bytes, size_of
 from onegraph.formats.checkpoint import Checkpoint, TensorInfo
 from onegraph.formats.e8p import E8P, KEEP, E8PConfig, E8PFormat, fits, resolve_rates
 from onegraph.formats.files import read_json
-from onegraph.formats.nvfp4 import NVFP4, NVFP4Config
+from onegraph.formats.nvfp4 import NVFP4, written_config
 from onegraph.formats.weight import WeightFormat
 from onegraph.models.config import LlamaConfig
-from onegraph.models.llama import DOWN, GATE_UP, OUT, QKV
+from onegraph.models.llama import DOWN, GATE_UP, OUT, QKV, refuse_experts
 from onegraph.models.load import parse_config
 from onegraph.models.loader import Loader
-from onegraph.quant.nvfp4 import config_for
 from onegraph.quant.quantize import EMBED, HEAD
 from onegraph.quant.recipe import Recipe
 
@@ -169,7 +168,9 @@ def _described(path: Path) -> Checkpoint:
     config = read_json(path / "config.json")
     stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
     dtype = stored if isinstance(stored, torch.dtype) else torch.bfloat16
-    expected = Loader(Checkpoint(path, config, {}), parse_config(config), dtype).expected()
+    parsed = parse_config(config)
+    refuse_experts(parsed)
+    expected = Loader(Checkpoint(path, config, {}), parsed, dtype).expected()
     return Checkpoint(path, config, {name: _info(path, shape, dtype) for name, (shape, _) in expected.items()})
 
 
@@ -181,6 +182,7 @@ def survey(checkpoint: Checkpoint, name: str, choices: Choices) -> Plan:
     """The plan for an open checkpoint. Raises ValueError for what cannot be quantized as asked."""
     calibrated = choices.format == "e8p"
     parsed = (LlamaConfig.from_dict if calibrated else parse_config)(checkpoint.config)
+    refuse_experts(parsed)
     if checkpoint.config.get("quantization_config") is not None:
         raise ValueError(f"{checkpoint.path}: is quantized already; give the unquantized model")
     loader = Loader(checkpoint, parsed, torch.float32)
@@ -238,10 +240,10 @@ def _made(
     """The table of tensors that `quantize` would write; there is no file behind it."""
     recipe, e8p = choices.levers, choices.format == "e8p"
     formats = dict(formats)
-    config: Any = nvfp4_config(checkpoint, formats)
+    config = nvfp4_config(checkpoint, formats)
     if e8p:
-        config = E8PConfig(bits=recipe.bits, layers=rates, lm_head=recipe.lm_head, embed_tokens=recipe.embed_tokens)
-        ends = {HEAD: recipe.lm_head, EMBED: recipe.embed_tokens}
+        told = E8PConfig(bits=recipe.bits, layers=rates, lm_head=recipe.lm_head, embed_tokens=recipe.embed_tokens)
+        config, ends = told.to_dict(), {HEAD: recipe.lm_head, EMBED: recipe.embed_tokens}
         formats |= {layer: E8P[rate] for layer, rate in ends.items() if rate is not None}
     tensors: dict[str, TensorInfo] = {}
 
@@ -268,13 +270,13 @@ def _made(
     elif f"{HEAD}.weight" not in checkpoint and EMBED in formats:
         info = checkpoint.info(f"{EMBED}.weight")
         tensors[f"{HEAD}.weight"] = _info(checkpoint.path, info.shape, info.dtype)
-    return Checkpoint(checkpoint.path, checkpoint.config | {"quantization_config": config.to_dict()}, tensors)
+    return Checkpoint(checkpoint.path, checkpoint.config | {"quantization_config": config}, tensors)
 
 
-def nvfp4_config(checkpoint: Checkpoint, chosen: Collection[str]) -> NVFP4Config:
+def nvfp4_config(checkpoint: Checkpoint, chosen: Collection[str]) -> dict[str, Any]:
     """The quantization_config of a checkpoint whose linears `chosen` become NVFP4."""
     wide = [name.removesuffix(".weight") for name in checkpoint.names if len(checkpoint.shape(name)) == 2]
-    return config_for({*wide, HEAD} - set(chosen))
+    return written_config({*wide, HEAD} - set(chosen))
 
 
 def _work(loader: Loader, formats: Mapping[str, WeightFormat], before: Size, choices: Choices) -> Work:

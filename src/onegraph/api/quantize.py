@@ -229,7 +229,7 @@ class _Run:
         names = rounded_layers(Loader(checkpoint, parse_config(checkpoint.config), torch.float32), "nvfp4")
         kept = resolve_rates(choices.layers, names, bits=4)
         chosen = [name for name in names if name not in kept]
-        config = nvfp4_config(checkpoint, chosen).to_dict()
+        config = nvfp4_config(checkpoint, chosen)
         done = 0
 
         def count(_: str) -> None:

@@ -53,22 +53,25 @@ def human_bytes(count: float) -> str:
 def size_of(checkpoint: Checkpoint) -> Size:
     """Counts a checkpoint.
 
-    Parameters are the model's own: a tied head counts once, also where quantizing has made it a matrix of its own, so
-    that its bits show as the cost that they are.
+    Parameters and bytes are the model's own, without what it does not read. A tied head counts once, also where
+    quantizing has made it a matrix of its own, so that its bits show as the cost that they are.
     """
     loader, counts = _weights(checkpoint)
     ends = loader.parts.embedding[0], loader.parts.head
     spare = loader.parts.head if loader.parts.tied else None
     parameters = sum(count for layer, count in counts.items() if layer != spare)
-    linear_bytes = 0
+    linear_bytes, total_bytes = 0, checkpoint.nbytes
     for name in loader.stored:
-        owner, _, suffix = name.rpartition(".")
+        if loader.parts.ignored(name):  # of another model in the same files: a draft layer
+            total_bytes -= loader.info(name).nbytes
+            continue
+        owner, suffix = _owner(loader, name)
         if owner in counts:
             linear_bytes += 0 if owner in ends else loader.info(name).nbytes
         elif suffix not in NO_WEIGHTS:
             parameters += loader.info(name).nbytes // loader.info(name).dtype.itemsize
     return Size(
-        total_bytes=checkpoint.nbytes,
+        total_bytes=total_bytes,
         linear_bytes=linear_bytes,
         parameters=parameters,
         linear_parameters=sum(count for layer, count in counts.items() if layer not in ends),
@@ -82,11 +85,11 @@ def component_bits(checkpoint: Checkpoint) -> dict[str, float]:
     sizes: dict[str, int] = {}
     weights: dict[str, int] = {}
     components = {layer: loader.parts.component_of(layer) for layer in counts}
-    for layer in {name.rpartition(".")[0] for name in loader.stored}:
+    for layer in {_owner(loader, name)[0] for name in loader.stored}:
         if (component := components.get(layer)) is not None:
             weights[component] = weights.get(component, 0) + counts[layer]
     for name in loader.stored:
-        layer, _, suffix = name.rpartition(".")
+        layer, suffix = _owner(loader, name)
         if (component := components.get(layer)) is not None and suffix not in NO_WEIGHTS:
             sizes[component] = sizes.get(component, 0) + loader.info(name).nbytes
     return {name: round(8 * sizes[name] / weights[name], 3) for name in weights}
@@ -105,7 +108,17 @@ def _weights(checkpoint: Checkpoint) -> tuple[Loader, dict[str, int]]:
     loader = Loader(checkpoint, parse_config(checkpoint.config), torch.float32)
     parts = loader.parts
     counts = {layer: n * k for layer, (n, k, _) in parts.linears.items()}
+    counts |= {name: stack.experts * stack.n * stack.k for name, stack in parts.stacks.items()}
     counts[parts.embedding[0]] = math.prod(parts.embedding[1])
     helpers = ((name.rpartition("."), shape) for name, (shape, _) in parts.tensors.items())
     counts |= {layer: math.prod(shape) for (layer, _, kind), shape in helpers if kind == "weight" and len(shape) == 2}
     return loader, counts
+
+
+def _owner(loader: Loader, name: str) -> tuple[str, str]:
+    """The layer or stack that a tensor belongs to, and what it is of it."""
+    stack, _, suffix = name.rpartition("_")
+    if name in loader.parts.stacks or stack in loader.parts.stacks:
+        return (name, "weight") if name in loader.parts.stacks else (stack, suffix)
+    layer, _, suffix = name.rpartition(".")
+    return layer, suffix

@@ -17,6 +17,7 @@ from onegraph.api.size import Size, size_of
 from onegraph.formats.checkpoint import ABOUT, SIDECARS, Checkpoint
 from onegraph.formats.digests import SUMS, known_digest, read_sums, sha256
 from onegraph.formats.files import CheckpointError, member, parse_json, read_json
+from onegraph.formats.fused import stack_names
 from onegraph.models.load import parse_config
 from onegraph.models.loader import Loader
 
@@ -228,6 +229,14 @@ class _Work:
             except ValueError as error:
                 self._wrong(error)
             count(names)
+        for name, stack in loader.parts.stacks.items() if loader is not None else ():
+            assert loader is not None
+            try:
+                for _ in loader.matrices(name, cpu, stack.transposed):
+                    pass
+            except ValueError as error:
+                self._wrong(error)
+            count({loader.stored[each] for each in stack_names(loader, name)[1].values()})
         for name in sorted(left):
             try:
                 checkpoint.unrounded(name)
@@ -245,8 +254,14 @@ def groups_of(loader: Loader) -> Iterator[LayerGroup]:
     for layer, (n, k, _) in loader.layers().items():
         format = loader.format_of(layer)
         stored = sum(loader.info(name).nbytes for name in format.names(loader, layer).values())
-        kind = _dense(loader, layer) if not format.coded else str(format)
+        kind = _dense(loader, f"{layer}.weight") if not format.coded else str(format)
         found.setdefault((NUMBER.sub("*", layer), kind), []).append((layer, 8 * stored, n * k))
+    for name, stack in loader.parts.stacks.items():
+        format, names = stack_names(loader, name)
+        stored = sum(loader.info(each).nbytes for each in names.values())
+        kind = str(format) if format.coded else _dense(loader, name)
+        entry = name, 8 * stored, stack.experts * stack.n * stack.k
+        found.setdefault((NUMBER.sub("*", name), kind), []).append(entry)
     for (pattern, kind), group in found.items():
         numbers = [NUMBER.search(layer) for layer, _, _ in group]
         yield LayerGroup(
@@ -258,9 +273,9 @@ def groups_of(loader: Loader) -> Iterator[LayerGroup]:
         )
 
 
-def _dense(loader: Loader, layer: str) -> str:
+def _dense(loader: Loader, name: str) -> str:
     """A dense layer by its dtype; the block formats of a GGUF file count as the dtype that they are decoded to."""
-    info = loader.info(f"{layer}.weight")
+    info = loader.info(name)
     dtype = str(info.dtype).removeprefix("torch.")
     return dtype if info.nbytes == math.prod(info.shape) * info.dtype.itemsize else f"GGUF blocks, as {dtype}"
 

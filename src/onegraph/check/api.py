@@ -14,17 +14,19 @@ def check_step(
     source: bool = False,
     live: bool = False,
     steps: int = 4,
+    gpus: int = 1,
     target: str = "",
 ) -> Report:
     """Check the step that `factory` builds; allowances in the source are not applied here.
 
     Args:
         factory: builds model and buffers on device "cuda" and returns `(step, inputs)`; `step(*inputs(i))` is the i-th
-            step and returns a tensor or a tuple of tensors.
+            step (`step(**inputs(i))` where that is a mapping). It returns tensors in any container, or nothing.
         simulate: run it on the CPU against a simulated GPU.
         source: read the code that the step reaches.
         live: capture and replay it on the GPU of this machine.
         steps: how many steps to simulate (3 or more) and to replay live.
+        gpus: how many GPUs the simulated machine has (`torch.cuda.device_count()`).
         target: what the report calls it.
 
     Raises CheckError (a ValueError) where the check could not run: the factory or a step raises, returns something
@@ -39,7 +41,7 @@ def check_step(
     if simulate:
         from onegraph.check.simulate import simulate_step
 
-        reports.append(simulate_step(factory, steps=steps, target=target))
+        reports.append(simulate_step(factory, steps=steps, target=target, gpus=gpus))
     if live:
         from onegraph.check.live import live_step
 

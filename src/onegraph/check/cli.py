@@ -19,12 +19,15 @@ simulated on the CPU: no GPU is needed. For a folder or a file, sources alone ar
 
 EPILOG = """\
 in the source, on the line or the one above it:  # onegraph: allow[CG101] the reason
-exit status: 0 without errors, 1 with errors, 2 the check could not run
+exit status: 0 without errors, 1 with errors, 2 the check could not run or found no step
 """
 
 
 MOST_STEPS = 10_000
 """Each step's operations are kept until the end: 10,000 of a small step take some hundred megabytes."""
+
+
+MOST_GPUS = 64
 
 
 def add_parsers(subparsers: Any) -> None:
@@ -42,12 +45,16 @@ def add_parsers(subparsers: Any) -> None:
     ways.add_argument("--live", action="store_true", help="capture and replay on the GPU instead of simulating")
     ways.add_argument("--all", action="store_true", help="read, simulate, and capture on the GPU")
     check.add_argument("--steps", type=int, default=4, metavar="N", help="steps to run, at least 3 (default: 4)")
+    check.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of the simulated machine (default: 1)")
     check.add_argument(
         "--timeout", type=float, default=600, metavar="S", help="seconds that a target may take (default: 600)"
     )
     check.add_argument("--select", default="", metavar="CODES", help="only these, e.g. CG1,CG205")
     check.add_argument("--ignore", default="", metavar="CODES", help="all but these")
     check.add_argument("--strict", action="store_true", help="count warnings and unverified launches as errors")
+    check.add_argument(
+        "--allow-no-steps", action="store_true", help="files in which no step is found are no error (exit status 0)"
+    )
     form = check.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print the report as JSON")
     form.add_argument("--sarif", action="store_true", help="print the report as SARIF 2.1.0")
@@ -71,9 +78,19 @@ def run_with(make: Callable[[argparse.Namespace], Report], args: argparse.Namesp
             raise CheckError(
                 f"--steps: got {args.steps}, allowed 3 to {MOST_STEPS}; replay must be compared on several inputs"
             )
+        if not 1 <= getattr(args, "gpus", 1) <= MOST_GPUS:
+            raise CheckError(f"--gpus: got {args.gpus}, allowed 1 to {MOST_GPUS}")
         if not 0.1 <= args.timeout <= 86400:
             raise CheckError(f"--timeout: got {args.timeout:g}, allowed 0.1 to 86400 seconds")
-        report = make(args).select(select, ignore)
+        report = make(args)
+        for line in report.facts.get("unread", ()):
+            print(f"onegraph: not read: {line}", file=sys.stderr)
+        if report.facts.get("steps found") == 0 and report.steps == 0 and not args.allow_no_steps:
+            raise CheckError(
+                f"{report.target}: 0 steps found: nothing captures, no forward, no function of a step's name; "
+                "name the step as file.py:factory, or say --allow-no-steps"
+            )
+        report = report.select(select, ignore)
         if args.html:
             from onegraph.check.output import html
 
@@ -81,8 +98,6 @@ def run_with(make: Callable[[argparse.Namespace], Report], args: argparse.Namesp
     except CheckError as error:
         print("onegraph: error: " + " ".join(str(error).split()), file=sys.stderr)
         return 2
-    for line in report.facts.get("unread", ()):
-        print(f"onegraph: not read: {line}", file=sys.stderr)
     print_report(report, args)
     return report.exit_code(strict=args.strict)
 
@@ -133,6 +148,7 @@ def check(target: str, args: argparse.Namespace) -> Report:
             simulate=not args.live,
             live=args.live or args.all,
             steps=args.steps,
+            gpus=args.gpus,
             target=target,
         )
     return finished(apply(reconcile(report)))
@@ -150,7 +166,8 @@ def together(reports: list[Report]) -> Report:
 
     merged = merge(", ".join(r.target for r in reports), reports)
     if any("files" in r.facts for r in reports):
-        merged.facts["files"] = sum(r.facts.get("files", 0) for r in reports)
+        for key in ("files", "steps found"):
+            merged.facts[key] = sum(r.facts.get(key, 0) for r in reports)
     unread = sorted({line for r in reports for line in r.facts.get("unread", ())})
     if unread:
         merged.facts["unread"] = unread

@@ -16,7 +16,7 @@ from onegraph.check.report import Report
 
 MARK = "capturable"
 LINE = (
-    "capturable(steps=4, live=False, strict=False, ignore=()): the test function returns (step, inputs); "
+    "capturable(steps=4, live=False, strict=False, gpus=1, ignore=()): the test function returns (step, inputs); "
     "it passes if the step can be captured in a CUDA graph and replays what eager computes"
 )
 
@@ -27,6 +27,7 @@ def assert_capturable(
     steps: int = 4,
     live: bool = False,
     strict: bool = False,
+    gpus: int = 1,
     ignore: Sequence[str] = (),
 ) -> Report:
     """Assert that the step which `factory` builds can be captured and replays what eager computes.
@@ -36,6 +37,7 @@ def assert_capturable(
         steps: steps to simulate, at least 3.
         live: capture on the GPU of this machine besides.
         strict: count warnings and unverified launches too.
+        gpus: GPUs of the simulated machine.
         ignore: codes or prefixes left out, e.g. ("CG401",). Allowances in the source are honoured.
 
     Returns the report. Raises AssertionError with the findings, as `onegraph check` prints them; CheckError where the
@@ -46,7 +48,9 @@ def assert_capturable(
     from onegraph.check.output import text
 
     name = f"{getattr(factory, '__module__', '')}:{getattr(factory, '__qualname__', 'factory')}"
-    report = apply(check_step(factory, simulate=True, live=live, steps=steps, target=name)).select((), tuple(ignore))
+    report = apply(check_step(factory, simulate=True, live=live, steps=steps, gpus=gpus, target=name)).select(
+        (), tuple(ignore)
+    )
     if report.exit_code(strict=strict):
         raise AssertionError("the step cannot be captured as it is\n\n" + text.render(report))
     return report

@@ -78,22 +78,69 @@ def load(spec: str) -> Target:
 
 
 def _from_file(path: str) -> Any:
-    """Import a file under a name of its own, with its folder on the path as `python file.py` would have it."""
-    name = "onegraph_target_" + os.path.splitext(os.path.basename(path))[0].replace("-", "_")
+    """The module of a file, imported under a name of its own, with its folder on the path as `python file.py` would
+    have it. A file that is imported already, under whatever name, and has not changed since, is not run again: it may
+    define what can be defined only once (a `torch.library.Library`)."""
+    real = os.path.realpath(path)
+    with open(path, "rb") as handle:
+        text = handle.read()
+    known = _LOADED.get(real)
+    if known is not None and known[0] == text:
+        return known[1]
+    module = None if known is not None else _imported(real)
+    if module is None:
+        module = _run_file(path)
+    _LOADED[real] = (text, module)
+    return module
+
+
+def _run_file(path: str) -> Any:
+    stem = "onegraph_target_" + "".join(c if c.isalnum() else "_" for c in os.path.splitext(os.path.basename(path))[0])
+    name, count = stem, 1
+    while (taken := sys.modules.get(name)) is not None and getattr(taken, "__file__", None) != path:
+        count += 1
+        name = f"{stem}_{count}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise CheckError(f"target {path!r}: not a Python file")
     module = importlib.util.module_from_spec(spec)
+    before = sys.modules.get(name)
     sys.modules[name] = module
     folder = os.path.dirname(path)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        if before is None:
+            del sys.modules[name]
+        else:
+            sys.modules[name] = before
+        raise
     return module
+
+
+_LOADED: dict[str, tuple[bytes, Any]] = {}
+"""Files that were imported as targets, by their real path: what they held then, and the module."""
+
+
+def _imported(path: str) -> Any:
+    """The module that an ordinary import made of this file, None where there is none that is complete."""
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if name == "__main__" or not isinstance(file, str) or os.path.realpath(file) != path:
+            continue
+        if not getattr(getattr(module, "__spec__", None), "_initializing", False):
+            return module
+    return None
 
 
 def _from_name(name: str) -> Any:
     with _cwd_first():
+        found = importlib.util.find_spec(name) if name not in sys.modules else None
+        known = _LOADED.get(os.path.realpath(found.origin)) if found is not None and found.origin else None
+        if known is not None:  # the same file was named by its path before
+            return known[1]
         return importlib.import_module(name)
 
 

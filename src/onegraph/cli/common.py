@@ -192,7 +192,8 @@ def progress(*, total: int | None = None, what: str, unit: str) -> Any:
         return PlainBar(what, unit, total)
     from tqdm import tqdm
 
-    return tqdm(total=total, desc=what, unit=unit, file=sys.stderr, dynamic_ncols=True)
+    size = {"unit": "B", "unit_scale": True} if unit == "byte" else {"unit": unit}
+    return tqdm(total=total, desc=what, file=sys.stderr, dynamic_ncols=True, **size)
 
 
 class Progress:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Iterable
 from typing import Any, Literal
 
 from onegraph.cli.common import (
     SEED,
+    Progress,
     UsageError,
     add_device,
     add_dtype,
@@ -125,7 +127,9 @@ def run(args: argparse.Namespace) -> int:
     if kv is not None:  # a short answer shall not make the window of exact tokens an error
         needed = max(needed, min(kv.window, context))
     live = len(prompts) == 1 and not args.json
-    with options("gpus", "kv"):
+    # A bar for who waits, and none in logs: what was asked for is text
+    bar = Progress(loading="byte") if sys.stderr.isatty() else contextlib.nullcontext()
+    with options("gpus", "kv"), bar as loading:
         llm = LLM(
             args.model,
             gpus=args.gpus or 1,
@@ -136,6 +140,7 @@ def run(args: argparse.Namespace) -> int:
             device=device,
             capture=CAPTURE[args.capture],
             tokenizer=tokenizer,
+            progress=loading,
         )
     with llm:
         if live:

@@ -137,7 +137,7 @@ def _parts(model: Model, component: Component) -> dict[str, nn.Module | Tensor]:
             path = pattern.replace("*", str(i))
             part: Any = model
             for name in path.split("."):
-                part = getattr(part, name)
+                part = getattr(part, name, None)
             if part is not None:
                 found[path] = part
     return found
@@ -158,7 +158,7 @@ def _rounded(part: nn.Module | Tensor) -> nn.Module | Tensor:
     made = copy.deepcopy(part)
     for module in made.modules():
         for name, tensor in module._buffers.items():
-            if tensor is not None:
+            if tensor is not None and not name.endswith("bias"):  # those of experts are as wide as matrices
                 module._buffers[name] = _rounded_tensor(tensor)
     return made
 

@@ -32,6 +32,7 @@ from onegraph.formats.files import (
     write_bytes,
     writing,
 )
+from onegraph.formats.weight import check_conversion
 
 __all__ = ["Checkpoint", "CheckpointError", "TensorInfo", "write_checkpoint"]
 
@@ -71,12 +72,14 @@ Expected = Mapping[str, tuple[tuple[int, ...], "torch.dtype | Collection[torch.d
 
 
 class TensorInfo(NamedTuple):
-    """Where a tensor lies and what it is; `nbytes` is what it occupies on disk."""
+    """Where a tensor lies and what it is; `nbytes` is what it occupies on disk, from byte `offset` of the file on.
+    offset None: those bytes are not the tensor's own, as in blocks that reading decodes."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     nbytes: int
     file: Path
+    offset: int | None = None
 
 
 # ------------------------------------------------------------------------------------------------------- reading
@@ -109,8 +112,7 @@ class Checkpoint:
                     f"{path}: no such model; give a directory that holds config.json and model.safetensors, "
                     "or a .gguf file"
                 )
-            config = read_json(member(path, "config.json") or path / "config.json")
-            return Checkpoint(path, config, _directory(path))
+            return Checkpoint(path, _config(path), _directory(path))
         except (OSError, ValueError) as error:
             if isinstance(error, CheckpointError):
                 raise
@@ -155,14 +157,17 @@ class Checkpoint:
         """The tensor, on `device`, as `dtype` (None: as stored). Raises CheckpointError where it holds a NaN or an
         infinity: a weight that does is damaged, and would surface as a token repeated for ever."""
         value = self._read(name, dtype)
-        if value.dtype in _CHECKED and value.numel():
-            low, high = torch.aminmax(value)  # one pass, no temporary; a NaN anywhere makes both NaN
-            if not (math.isfinite(low.item()) and math.isfinite(high.item())):
-                raise CheckpointError(
-                    f"{self.info(name).file}: tensor {quote(name)} holds NaN or infinite values as {value.dtype}; "
-                    "the file is damaged, fetch it again"
-                )
+        check_conversion(name, value.dtype, dtype or value.dtype)
+        if (ok := finite(value)) is not None and not ok:
+            raise CheckpointError(self.not_finite(name, value.dtype))
         return value.to(device=device, dtype=dtype or value.dtype)
+
+    def not_finite(self, name: str, dtype: torch.dtype) -> str:
+        """What to say of a tensor that `finite` finds wrong."""
+        return (
+            f"{self.info(name).file}: tensor {quote(name)} holds NaN or infinite values as {dtype}; the file is "
+            "damaged, fetch it again"
+        )
 
     def unrounded(self, name: str) -> torch.Tensor:
         """The tensor on the CPU as it is stored; where it is stored in blocks that `tensor` decodes, in float32."""
@@ -215,6 +220,24 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: tensors do not fit config.json: " + "; ".join(parts))
 
 
+def finite(value: torch.Tensor) -> torch.Tensor | None:
+    """Whether all values are finite, bool [] on their device; None where the dtype cannot hold others."""
+    if value.dtype not in _CHECKED or not value.numel():
+        return None
+    low, high = torch.aminmax(value)  # one pass, no temporary; a NaN anywhere makes both NaN
+    return low * 0 == high * 0
+
+
+def _config(path: Path) -> dict[str, Any]:
+    """config.json; where it says nothing of quantization, hf_quant_config.json does, as NVIDIA publishes many.
+    compression_config is what compressed-tensors called it once."""
+    config = read_json(member(path, "config.json") or path / "config.json")
+    told = config.get("quantization_config", config.get("compression_config"))
+    if told is None and (apart := member(path, "hf_quant_config.json")) is not None:
+        told = read_json(apart)
+    return config if told is None else config | {"quantization_config": told}
+
+
 def _directory(path: Path) -> dict[str, TensorInfo]:
     single, index = member(path, "model.safetensors"), member(path, "model.safetensors.index.json")
     if single is not None:
@@ -231,6 +254,7 @@ def _directory(path: Path) -> dict[str, TensorInfo]:
 
 
 def _sharded(path: Path, index: Path) -> dict[str, TensorInfo]:
+    """What the shards that an index names hold, listed there or not: some indexes leave out scales."""
     weight_map = read_json(index, MAX_HEADER).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: 'weight_map' is not an object of tensor name to file name")
@@ -250,6 +274,13 @@ def _sharded(path: Path, index: Path) -> dict[str, TensorInfo]:
         if name not in headers[file]:
             raise CheckpointError(f"{index}: tensor {quote(name)} is not in shard {quote(file)}")
         tensors[name] = headers[file][name]
+    for found in headers.values():
+        for name, info in found.items():
+            if tensors.setdefault(name, info) is not info:
+                raise CheckpointError(
+                    f"{index}: tensor {quote(name)} is in {quote(tensors[name].file.name)} and in "
+                    f"{quote(info.file.name)}; one of the two is not of this model, fetch it again"
+                )
     return tensors
 
 
@@ -289,7 +320,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
                 f"tensor {quote(name)} of shape {shape} and dtype {kind} needs {nbytes} bytes, "
                 f"data_offsets {offsets} give {offsets[1] - offsets[0]}"
             )
-        tensors[name] = TensorInfo(tuple(shape), DTYPES[kind], nbytes, file)
+        tensors[name] = TensorInfo(tuple(shape), DTYPES[kind], nbytes, file, 8 + length + offsets[0])
         spans.append((offsets[0], offsets[1], name))
     end = 0
     for start, stop, name in sorted(spans):

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from onegraph.formats.dense import DENSE
-from onegraph.formats.files import CheckpointError, quote
+from onegraph.formats.files import quote
 from onegraph.formats.weight import FLOATS, WHOLE, Field, File, Part, Source, Tensors, WeightFormat
 
 BITS = (2, 3, 4)
@@ -140,10 +140,10 @@ class E8PFormat(WeightFormat):
         return self._stored
 
     def read(self, source: Source, layer: str, part: Part = WHOLE) -> Tensors:
-        scale = source.read(f"{layer}.scale", self.stored["scale"], WHOLE)
-        if not scale > 0:
-            raise CheckpointError(f"tensor {quote(f'{layer}.scale')} is {scale.item()}; a scale is above zero")
-        return super().read(source, layer, part)
+        stored = {key: source.read(f"{layer}.{key}", field, part) for key, field in self.stored.items()}
+        scale = stored["scale"]
+        source.require(scale > 0, lambda: f"tensor {quote(f'{layer}.scale')} is {scale.item()}; a scale is above zero")
+        return self.fold(stored)
 
     def fold(self, stored: Tensors) -> Tensors:
         scales = {

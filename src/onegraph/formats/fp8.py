@@ -29,7 +29,19 @@ from torch import Tensor
 from onegraph.formats.files import CheckpointError, quote
 from onegraph.formats.mxfp4 import E8M0, ONE
 from onegraph.formats.nvfp4 import E4M3
-from onegraph.formats.weight import FLOATS, WHOLE, Expected, Field, File, Part, Shape, Source, Tensors, WeightFormat
+from onegraph.formats.weight import (
+    FLOATS,
+    WHOLE,
+    Expected,
+    Field,
+    File,
+    Part,
+    Shape,
+    Source,
+    Tensors,
+    WeightFormat,
+    check_conversion,
+)
 
 Block = tuple[int, int]
 NAMES = ("weight_scale_inv", "weight_scale", "scale")  # of the multiplier
@@ -81,8 +93,10 @@ class FP8Format(WeightFormat):
         names, field = self.names(source, layer), self.fields["scale"]
         n, k = source.info(names["codes"]).shape
         codes = source.read(names["codes"], self.fields["codes"], part).view(torch.uint8)
-        if bool(((codes & NAN) == NAN).any()):
-            raise CheckpointError(f"{quote(names['codes'])} holds NaN codes; the file is damaged, fetch it again")
+        source.require(
+            ((codes & NAN) != NAN).all(),
+            lambda: f"{quote(names['codes'])} holds NaN codes; the file is damaged, fetch it again",
+        )
         shape = field.shape(n, k)
         if tuple(source.info(names["scale"]).shape) == shape:
             scale = source.read(names["scale"], field, part)
@@ -90,7 +104,7 @@ class FP8Format(WeightFormat):
             whole = source.read(names["scale"], Field(torch.float32), WHOLE)
             whole = whole.reshape(()).expand(shape) if whole.numel() == 1 else whole.reshape(shape)
             scale = field.cut(whole, part)
-        return {"codes": codes, "scale": multiplier(scale, names["scale"]).contiguous()}
+        return {"codes": codes, "scale": _multiplier(source, scale, names["scale"]).contiguous()}
 
     def fill(self, stored: Mapping[str, Tensor], k: int, generator: torch.Generator) -> None:
         codes, scale = stored["codes"].view(torch.uint8), stored["scale"]
@@ -142,18 +156,18 @@ def fp8_of(file: File, layer: str, block: Block | None = None) -> FP8Format:
     raise CheckpointError(f"{quote(name)} has shape {list(shape)}; scales of a weight of {n} x {k} are {allowed}")
 
 
-def multiplier(scale: Tensor, name: str) -> Tensor:
-    """Scales of a file as float32, E8M0 and its bytes by their meaning, 2^(byte - 127).
-
-    Raises CheckpointError that names the tensor where one is zero, negative, infinite or NaN (255 in E8M0).
-    """
+def _multiplier(source: Source, scale: Tensor, name: str) -> Tensor:
+    """Scales of a file as float32, E8M0 and its bytes by their meaning, 2^(byte - 127); zero, negative, infinite and
+    NaN (255 in E8M0) are refused."""
     if scale.dtype == torch.uint8:
         scale = scale.view(E8M0)
-    if scale.dtype not in (*FLOATS, E8M0):
-        raise CheckpointError(f"{quote(name)} is {scale.dtype}; scales are floats or E8M0")
+    if scale.dtype != E8M0:  # whose conversion is by its meaning
+        check_conversion(name, scale.dtype, torch.float32)
     value = scale.float()
-    if not bool(((value > 0) & (value < math.inf)).all()):
-        raise CheckpointError(
+    source.require(
+        ((value > 0) & (value < math.inf)).all(),
+        lambda: (
             f"{quote(name)} holds scales that are zero, negative, infinite or NaN; the file is damaged, fetch it again"
-        )
+        ),
+    )
     return value

@@ -1,9 +1,10 @@
 """All experts of a layer in one tensor, as some families publish them.
 
-| as                         | of a stack X of E matrices n x k                                  | format |
-|----------------------------|-------------------------------------------------------------------|--------|
-| gpt-oss                    | X_blocks uint8 [E, n, k/32, 16], X_scales uint8 (E8M0) [E, n, k/32] | MXFP4  |
-| Qwen3.5-MoE, Qwen3-VL-MoE  | X, a float [E, n, k]                                              | dense  |
+| as                                  | of a stack X of E matrices n x k                                    | format |
+|-------------------------------------|---------------------------------------------------------------------|--------|
+| gpt-oss                             | X_blocks uint8 [E, n, k/32, 16], X_scales uint8 (E8M0) [E, n, k/32] | MXFP4  |
+| Qwen3.5-MoE                         | X, a float [E, n, k]                                                | dense  |
+| gpt-oss dequantized, Qwen3-VL-MoE   | X, a float [E, k, n]: transposed                                    | dense  |
 
 X_bias, a float [E, n], may lie beside either. gpt-oss's config says `quant_method: mxfp4`; which tensors are in blocks
 their names say.
@@ -19,7 +20,7 @@ from torch import Tensor
 from onegraph.formats.dense import DENSE
 from onegraph.formats.files import CheckpointError, quote
 from onegraph.formats.mxfp4 import E8M0, GROUP, MXFP4
-from onegraph.formats.weight import FLOATS, WHOLE, Expected, Field, File, Part, Source, WeightFormat
+from onegraph.formats.weight import FLOATS, WHOLE, Expected, Field, File, Part, Require, WeightFormat
 
 
 def stack_names(file: File, name: str) -> tuple[WeightFormat, dict[str, str]]:
@@ -32,14 +33,16 @@ def stack_names(file: File, name: str) -> tuple[WeightFormat, dict[str, str]]:
     raise CheckpointError(f"there is neither {quote(name)} nor {quote(name + '_blocks')}; fetch the checkpoint again")
 
 
-def expected_stack(file: File, name: str, count: int, n: int, k: int, *, bias: bool) -> Expected:
-    """The tensors of a stack of `count` matrices n x k. Raises CheckpointError where there is none, ValueError where
-    its format does not hold such sizes."""
+def expected_stack(
+    file: File, name: str, count: int, n: int, k: int, *, bias: bool, transposed: bool = False
+) -> Expected:
+    """The tensors of a stack of `count` matrices n x k, whose floats may lie `transposed`. Raises CheckpointError where
+    there is none, ValueError where its format does not hold such sizes."""
     format, names = stack_names(file, name)
     format.check_size(n, k)
     found: Expected = {f"{name}_bias": ((count, n), FLOATS)} if bias else {}
     if format is DENSE:
-        return found | {names["weight"]: ((count, n, k), FLOATS)}
+        return found | {names["weight"]: ((count, k, n) if transposed else (count, n, k), FLOATS)}
     return found | {
         names["codes"]: ((count, n, k // GROUP, GROUP // 2), (torch.uint8,)),
         names["scale"]: ((count, n, k // GROUP), (torch.uint8, E8M0)),
@@ -47,17 +50,19 @@ def expected_stack(file: File, name: str, count: int, n: int, k: int, *, bias: b
 
 
 @dataclass(frozen=True)
-class OneOfStack(Source):
-    """A matrix of a stack as the record of its format reads a layer of its own.
+class OneOfStack:
+    """A matrix of a stack as the record of its format reads a layer of its own: a `Source`.
 
     Args:
         matrix: by field, of that matrix alone, as the file holds it.
-        send: to the device; the second argument is the field's dtype, None for that of the activations.
+        dtype: of the activations.
+        require: see `Source`.
     """
 
     format: WeightFormat
     matrix: Mapping[str, Tensor]
-    send: Callable[[Tensor, torch.dtype | None], Tensor]
+    dtype: torch.dtype
+    require: Require
 
     def __contains__(self, name: object) -> bool:
         return False  # each format then has the names of its own, which `read` goes by
@@ -69,7 +74,8 @@ class OneOfStack(Source):
         assert part == WHOLE
         key = next(key for key, own in self.format.stored.items() if own is field)
         value = self.matrix[key]
-        return self.send(value.flatten(1) if value.dim() == 3 else value, field.dtype)
+        value = value.flatten(1) if value.dim() == 3 else value
+        return value.to(self.dtype) if field.dtype is None else value
 
 
 @dataclass(frozen=True)

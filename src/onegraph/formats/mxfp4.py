@@ -14,18 +14,15 @@ exponent alone; 255 is NaN. Every number is exact in bfloat16.
 """
 
 import math
-from collections.abc import Callable, Collection, Container, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Mapping
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from onegraph.formats.dense import DENSE
-from onegraph.formats.files import CheckpointError, quote
+from onegraph.formats.files import quote
 from onegraph.formats.nvfp4 import E2M1_RMS
-from onegraph.formats.weight import WHOLE, Field, File, Part, Source, Tensors, WeightFormat
+from onegraph.formats.weight import FLOATS, WHOLE, Field, Part, Require, Source, Tensors, WeightFormat
 
 GROUP = 32  # columns that share a scale
 E8M0 = torch.float8_e8m0fnu
@@ -42,7 +39,7 @@ class MXFP4Format(WeightFormat):
     fields: Mapping[str, Field] = MappingProxyType(
         {
             "codes": Field(torch.uint8, rows=1, columns=2, stored=(torch.uint8, torch.int8)),
-            "scale": Field(torch.uint8, rows=1, columns=GROUP, stored=(torch.uint8, E8M0)),
+            "scale": Field(torch.uint8, rows=1, columns=GROUP, stored=(torch.uint8, E8M0, *FLOATS)),
         }
     )
 
@@ -53,23 +50,30 @@ class MXFP4Format(WeightFormat):
 
     def read(self, source: Source, layer: str, part: Part = WHOLE) -> Tensors:
         tensors = super().read(source, layer, part)
-        tensors = {key: tensor.view(torch.uint8) for key, tensor in tensors.items()}
-        if bool((tensors["scale"] == NAN).any()):
-            raise CheckpointError(f"{quote(layer)} has scales that are NaN; the file is damaged, fetch it again")
+        scale = tensors["scale"]
+        if scale.dtype in FLOATS:  # repackaged files hold the factors themselves
+            scale = exponents(scale, layer, source)
+        tensors = {"codes": tensors["codes"].view(torch.uint8), "scale": scale.view(torch.uint8)}
+        source.require(
+            (tensors["scale"] != NAN).all(),
+            lambda: f"{quote(layer)} has scales that are NaN; the file is damaged, fetch it again",
+        )
         return tensors
 
-    def check_dtype(self, layer: str, tensors: Tensors, dtype: torch.dtype) -> None:
+    def check_dtype(self, layer: str, tensors: Tensors, dtype: torch.dtype, require: Require) -> None:
         """float16 holds 2^-24 to 65504; bfloat16 and float32 hold every weight."""
         if dtype != torch.float16:
             return
         first, last = FLOAT16_SCALES
         beyond = (tensors["scale"] < first) | (tensors["scale"] > last)
         used = (tensors["codes"].unflatten(-1, (-1, GROUP // 2)) & 0x77).any(-1)
-        if bool((beyond & used).any()):
-            raise CheckpointError(
+        require(
+            ~(beyond & used).any(),
+            lambda: (
                 f"{quote(layer)} has scales beyond 2^{first - ONE} to 2^{last - ONE}, whose weights float16 does not "
                 "hold; load the model in bfloat16"
-            )
+            ),
+        )
 
     def fill(self, stored: Mapping[str, Tensor], k: int, generator: torch.Generator) -> None:
         super().fill(stored, k, generator)
@@ -79,35 +83,12 @@ class MXFP4Format(WeightFormat):
 MXFP4 = MXFP4Format()
 
 
-@dataclass(frozen=True)
-class MXFP4Config:
-    """`quantization_config` of an MXFP4 checkpoint of compressed-tensors. Which layers are MXFP4 is read from the
-    tensors themselves; `ignore` are the names or patterns that were kept, as the file tells them."""
-
-    ignore: tuple[str, ...] = ()
-
-    @staticmethod
-    def matches(data: Mapping[str, Any]) -> bool:
-        return data.get("quant_method") == "compressed-tensors" and data.get("format") == "mxfp4-pack-quantized"
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "MXFP4Config":
-        kept = data.get("ignore", ())
-        if not isinstance(kept, list | tuple) or not all(isinstance(name, str) for name in kept):
-            raise ValueError("quantization_config.ignore is no list of module names")
-        return cls(tuple(kept))
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "ignore": list(self.ignore)}
-
-    def format_of(self, layer: str, file: File) -> WeightFormat:
-        return MXFP4 if f"{layer}.weight_packed" in file else DENSE
-
-    def check_layers(self, layers: Collection[str]) -> None:
-        """`ignore` may name patterns and modules that are no linears: nothing to hold against the layers."""
-
-    def ignored(self, name: str) -> bool:
-        return False
-
-    def renamed(self, rename: Callable[[dict[str, Any]], dict[str, Any]]) -> "MXFP4Config":
-        return self
+def exponents(factors: Tensor, layer: str, source: Source) -> Tensor:
+    """Factors that are powers of two as the bytes of E8M0, uint8; any other number is a CheckpointError."""
+    exponent = torch.frexp(factors.float()).exponent - 1
+    bytes_ = (exponent + ONE).clamp(0, NAN - 1).to(torch.uint8)
+    source.require(
+        (bytes_.view(E8M0).float() == factors.float()).all(),
+        lambda: f"{quote(layer)} is in MXFP4 and has scales that are no powers of two",
+    )
+    return bytes_

@@ -24,16 +24,25 @@ scale, and its codes and scales lie together, [..., d/2 + d/16] bytes: d/2 of co
 """
 
 import math
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from onegraph.formats.dense import DENSE
-from onegraph.formats.files import CheckpointError, quote
-from onegraph.formats.weight import FLOATS, WHOLE, Expected, Field, File, Part, Source, Tensors, WeightFormat
+from onegraph.formats.files import quote
+from onegraph.formats.weight import (
+    FLOATS,
+    WHOLE,
+    Expected,
+    Field,
+    File,
+    Part,
+    Source,
+    Tensors,
+    WeightFormat,
+    check_conversion,
+)
 
 GROUP = 16  # columns that share a scale
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -42,16 +51,7 @@ E2M1_RMS = 2.93  # of random codes
 E4M3 = torch.float8_e4m3fn
 RECIPROCAL = {"weight_scale_2": False, "weight_global_scale": True, "input_scale": False, "input_global_scale": True}
 
-
 Activations = Literal["dynamic", "frozen"]
-
-
-def is_nvfp4(file: File, layer: str) -> bool:
-    """Whether the file holds `layer` in NVFP4, under either tool's names."""
-    if f"{layer}.weight_packed" in file:
-        return True
-    weight = f"{layer}.weight"
-    return f"{layer}.weight_scale" in file and weight in file and file.info(weight).dtype == torch.uint8
 
 
 class NVFP4Format(WeightFormat):
@@ -107,7 +107,12 @@ class NVFP4Format(WeightFormat):
     def read(self, source: Source, layer: str, part: Part = WHOLE) -> Tensors:
         names = self.names(source, layer)
         made = {key: source.read(names[key], self.stored[key], part) for key in ("codes", "scale")}
-        made["scale"] = _checked_scale(made["scale"].view(torch.uint8), names["scale"])
+        bits = made["scale"].view(torch.uint8)
+        source.require(
+            ((bits & 0x7F < 0x7F) & (bits <= 0x80)).all(),
+            lambda: f"{quote(names['scale'])} holds NaN or negative scales; the file is damaged, fetch it again",
+        )
+        made["scale"] = bits & 0x7F  # a negative zero is a zero
         rows, codes = made["codes"].shape[:-1], made["codes"]
         made["global_scale"] = _factor(source, names["global_scale"]).expand(rows).contiguous()
         if "input_scale" in self.fields:
@@ -133,81 +138,25 @@ class NVFP4Format(WeightFormat):
 NVFP4 = NVFP4Format()
 
 
-def _checked_scale(bits: Tensor, name: str) -> Tensor:
-    if bool(((bits & 0x7F) == 0x7F).any()) or bool((bits > 0x80).any()):
-        raise CheckpointError(f"{quote(name)} holds NaN or negative scales; the file is damaged, fetch it again")
-    return bits & 0x7F  # a negative zero is a zero
-
-
 def _factor(source: Source, name: str) -> Tensor:
     """A global scale as a factor, float32 []."""
-    value = source.read(name, Field(torch.float32), WHOLE).float().reshape(())
-    if not value > 0:
-        raise CheckpointError(f"tensor {quote(name)} is {value.item()}; a global scale is above zero")
+    value = source.read(name, Field(torch.float32), WHOLE).reshape(())
+    check_conversion(name, value.dtype, torch.float32)
+    value = value.float()
+    source.require(value > 0, lambda: f"tensor {quote(name)} is {value.item()}; a global scale is above zero")
     return 1 / value if RECIPROCAL[name.rpartition(".")[2]] else value
 
 
-@dataclass(frozen=True)
-class NVFP4Config:
-    """`quantization_config` of an NVFP4 checkpoint. `ignore` are the module names or patterns that were kept, as the
-    file tells them; which layers are NVFP4 is read from the tensors themselves."""
-
-    ignore: tuple[str, ...] = ()
-
-    def format_of(self, layer: str, file: File) -> WeightFormat:
-        """NVFP4 where the file's tensors say so: the checkpoint is the precision map."""
-        return NVFP4 if is_nvfp4(file, layer) else DENSE
-
-    def check_layers(self, layers: Collection[str]) -> None:
-        """Names in `ignore` may be patterns, and of modules that are no linears: nothing to hold against them."""
-
-    def ignored(self, name: str) -> bool:
-        """Scales of an FP8 KV cache, which ours has no use for."""
-        return name.endswith((".k_scale", ".v_scale"))
-
-    def renamed(self, rename: Callable[[dict[str, Any]], dict[str, Any]]) -> "NVFP4Config":
-        return self
-
-    def to_dict(self) -> dict[str, Any]:
-        """ModelOpt's form, which vLLM and TensorRT-LLM read too."""
-        return {
-            "quant_method": "modelopt",
-            "quant_algo": "NVFP4",
-            "group_size": GROUP,
-            "ignore": list(self.ignore),
-            "producer": {"name": "onegraph"},
-        }
-
-    @staticmethod
-    def matches(data: object) -> bool:
-        """Whether a quantization_config is one of NVFP4 that this module reads."""
-        return isinstance(data, Mapping) and (
-            (data.get("quant_method") in ("modelopt", "modelopt_fp4") and _algorithm(data) == "NVFP4")
-            or (data.get("quant_method") == "compressed-tensors" and data.get("format") == "nvfp4-pack-quantized")
-        )
-
-    @classmethod
-    def from_dict(cls, data: object) -> "NVFP4Config":
-        """Raises ValueError for another method, algorithm or group size."""
-        if not cls.matches(data):
-            assert isinstance(data, Mapping)
-            raise ValueError(
-                f"quantization_config is {data.get('quant_method')!r} {_algorithm(data) or data.get('format')!r}; read "
-                "are 'modelopt' with quant_algo 'NVFP4' and 'compressed-tensors' with format 'nvfp4-pack-quantized'"
-            )
-        assert isinstance(data, Mapping)
-        inner = data.get("quantization", data)
-        if (size := inner.get("group_size", GROUP)) != GROUP:
-            raise ValueError(f"quantization_config.group_size is {size!r}; NVFP4 has groups of {GROUP}")
-        kept = data.get("ignore", inner.get("exclude_modules", ()))
-        if not isinstance(kept, list | tuple) or not all(isinstance(name, str) for name in kept):
-            raise ValueError("quantization_config.ignore is no list of module names")
-        return cls(tuple(kept))
-
-
-def _algorithm(data: Mapping[str, Any]) -> object:
-    inner = data.get("quantization")
-    return (inner if isinstance(inner, Mapping) else data).get("quant_algo")
+def written_config(kept: Iterable[str]) -> dict[str, Any]:
+    """The quantization_config of a checkpoint of NVFP4 linears, where the modules `kept` stayed as they were: in
+    ModelOpt's form, which `formats/published.py` reads, and vLLM and TensorRT-LLM."""
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": "NVFP4",
+        "group_size": GROUP,
+        "ignore": sorted(kept),
+        "producer": {"name": "onegraph"},
+    }
 
 
 # ------------------------------------------------------------------------------------------- FP4 tensor cores' layout

@@ -6,8 +6,8 @@ from typing import Any, Protocol
 from onegraph.formats.e8p import E8PConfig
 from onegraph.formats.files import quote
 from onegraph.formats.fused import BlocksConfig
-from onegraph.formats.mxfp4 import MXFP4Config
-from onegraph.formats.nvfp4 import NVFP4Config
+from onegraph.formats.int4_config import INT4Config
+from onegraph.formats.published import Published
 from onegraph.formats.weight import Quantization
 
 
@@ -18,8 +18,7 @@ class _Parser(Protocol):
     def from_dict(cls, data: Mapping[str, Any]) -> Quantization: ...
 
 
-# registration: one entry a format
-CONFIGS: tuple[type[_Parser], ...] = (E8PConfig, NVFP4Config, MXFP4Config, BlocksConfig)
+CONFIGS: tuple[type[_Parser], ...] = (E8PConfig, INT4Config, BlocksConfig, Published)  # registration
 
 
 def parse_quantization(data: object) -> Quantization | None:
@@ -36,6 +35,6 @@ def parse_quantization(data: object) -> Quantization | None:
             return config.from_dict(data)
     raise ValueError(
         f"quantization_config has quant_method {quote(data.get('quant_method'), 80)}, which is not supported; load the "
-        "unquantized model, one that onegraph quantized, or one in NVFP4 (ModelOpt, compressed-tensors) or MXFP4 "
-        "(compressed-tensors, gpt-oss)"
+        "unquantized model, one that onegraph quantized, or one in FP8, NVFP4, MXFP4 or INT4 (fp8, modelopt, "
+        "compressed-tensors, mxfp4, awq, gptq)"
     )

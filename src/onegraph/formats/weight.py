@@ -7,6 +7,7 @@ modules, quantizers and plugins read it and know no format by name. `formats/qua
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -14,13 +15,27 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from onegraph.formats.files import CheckpointError, quote
+
 Tensors = dict[str, Tensor]  # the tensors of one layer, by the names of a format's fields
 Shape = tuple[int, ...]
 Dtypes = tuple[torch.dtype, ...]
 Expected = dict[str, tuple[Shape, Dtypes]]  # tensor name in a file -> shape and the dtypes that it may have
+Require = Callable[[Tensor, Callable[[], str]], None]  # whether something holds, bool [], and the message if not
 Fusion = Literal["norm", "silu", "add"]  # RMSNorm or SwiGLU in front of a linear, a sum behind it: in the same launch
 
 FLOATS: Dtypes = (torch.float32, torch.bfloat16, torch.float16)
+_NUMBERS = (*FLOATS, torch.float64)
+
+
+def check_conversion(name: str, found: torch.dtype, wanted: torch.dtype) -> None:
+    """Raises CheckpointError where codes would become numbers: an integer, E8M0 or E4M3 as a float by its value. The
+    byte 127 of E8M0 stands for 1; copied into a float it is 127, and the model talks nonsense without any error."""
+    if found != wanted and wanted.is_floating_point and found not in _NUMBERS:
+        raise CheckpointError(
+            f"tensor {quote(name)} holds codes of {str(found).removeprefix('torch.')}; they are never taken for the "
+            f"numbers of a {str(wanted).removeprefix('torch.')} tensor"
+        )
 
 
 @dataclass(frozen=True)
@@ -82,6 +97,11 @@ class Source(File, Protocol):
     """A file whose tensors can be read to the device that a layer goes to."""
 
     def read(self, name: str, field: Field, part: Part) -> Tensor: ...
+
+    @abstractmethod
+    def require(self, ok: Tensor, message: Callable[[], str]) -> None:
+        """Raises CheckpointError with `message` unless `ok`, bool [], holds: now, or once a layer, since each answer
+        that is waited for would stop the copies behind it."""
 
 
 class WeightFormat:
@@ -194,8 +214,9 @@ class WeightFormat:
                 )
         return n, k
 
-    def check_dtype(self, layer: str, tensors: Tensors, dtype: torch.dtype) -> None:
-        """Raises CheckpointError where the layer, as it was read, has weights that products in `dtype` cannot take."""
+    def check_dtype(self, layer: str, tensors: Tensors, dtype: torch.dtype, require: Require) -> None:
+        """Raises CheckpointError, as `require` does (see `Source`), where the layer, as it was read, has weights that
+        products in `dtype` cannot take."""
 
     def constants(self, device: torch.device) -> Tensors:
         """What every layer's ops take besides: tables of the format, one of each on a device."""

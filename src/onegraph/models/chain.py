@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from onegraph.models.llama import Block, Llama
 from onegraph.nn.attention import Attend
-from onegraph.nn.block import Stream
+from onegraph.nn.block import MLP, Stream
 from onegraph.nn.linear import Linear
 from onegraph.ops.weight import weight_ops
 
@@ -21,8 +21,9 @@ class Chain:
     """What follows a layer's attention: out, gate-up and down, and qkv of the next layer if there is one."""
 
     def __init__(self, block: Block, following: Block | None) -> None:
-        self.attention, self.eps = block.attention, block.gate_up.eps
-        self.links: list[Any] = [block.out.linear, block.gate_up.linear, block.down.linear]
+        assert isinstance(block.mlp, MLP)
+        self.attention, self.eps = block.attention, block.qkv.eps
+        self.links: list[Any] = [block.out.linear, block.mlp.gate_up.linear, block.mlp.down.linear]
         if following is not None:
             self.links.append(following.qkv.linear)
 

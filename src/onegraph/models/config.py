@@ -1,4 +1,4 @@
-"""What config.json says about a model of the Llama family, every field checked before anything is allocated.
+"""What config.json says about a decoder of the Llama kind, every field checked before anything is allocated.
 
 Meaning and defaults of the fields are transformers' own (5.17), which is the oracle of the tests.
 """
@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from onegraph.formats.quantization import parse_quantization
-from onegraph.formats.weight import FLOATS, Quantization
-from onegraph.models.parts import Component, Parts
+from onegraph.formats.weight import FLOATS, Dtypes, Quantization, Shape
+from onegraph.models.parts import Component, Parts, Stack
 from onegraph.models.rope import Rope, _number
+from onegraph.models.routed import KEYS, Routed
 
 EMBED, NORM, HEAD = "model.embed_tokens", "model.norm.weight", "lm_head"
 
@@ -31,7 +32,42 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "rope_theta": 2e6,
     },
+    "mixtral": {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "num_experts_per_tok": 2,
+    },
+    "qwen3_moe": {
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+        "moe_intermediate_size": 768,
+        "num_experts_per_tok": 8,
+        "decoder_sparse_step": 1,
+    },
+    "gpt_oss": {
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "sliding_window": 128,
+        "attention_bias": True,
+        "num_experts_per_tok": 4,
+        "swiglu_limit": 7.0,
+    },
 }
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+_UNIFORM = ("llama", "mistral", "mixtral", "qwen3_moe")  # all layers have the same window, or none
 
 # Features of relatives that this decoder does not have: key -> values that mean "not used".
 _ABSENT: dict[str, tuple[object, ...]] = {
@@ -44,6 +80,12 @@ _ABSENT: dict[str, tuple[object, ...]] = {
     "num_local_experts": (None, 0),
     "n_routed_experts": (None, 0),
     "moe_intermediate_size": (None, 0),
+    "n_shared_experts": (None, 0),
+    "num_shared_experts": (None, 0),
+    "shared_expert_intermediate_size": (None, 0),
+    "routed_scaling_factor": (None, 1),
+    "scoring_func": (None, "softmax"),
+    "n_group": (None, 1),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
     "logit_scale": (None, 1),
@@ -71,10 +113,11 @@ _MAX_POSITIONS = 2**24
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """A decoder of the Llama family. Build it with `from_dict`, which validates; sizes are counts of elements.
+    """A decoder of the Llama kind. Build it with `from_dict`, which validates; sizes are counts of elements.
 
     `windows` has one entry a layer: how many latest keys a query sees, 0 for all. `rope_layers` says which layers
-    rotate. `eos` lists the tokens that end a text.
+    rotate. `sinks`: each head has one more logit. `routed` are the experts that stand for the MLP in some layers or in
+    all. `eos` lists the tokens that end a text.
     """
 
     model_type: str
@@ -92,9 +135,11 @@ class LlamaConfig:
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    sinks: bool
     windows: tuple[int, ...]
     rope_layers: tuple[bool, ...]
     rope: Rope
+    routed: Routed | None
     eos: tuple[int, ...]
     quantization: Quantization | None
 
@@ -114,8 +159,12 @@ class LlamaConfig:
         if not isinstance(family, str) or family not in _FAMILIES:
             raise ValueError(f"model_type {family!r} is not supported; supported: {', '.join(_FAMILIES)}")
         fields = _Fields(config, _FAMILIES[family])
+        layers = fields.integer("num_hidden_layers", high=4096)
+        routed = Routed.parse(family, fields, layers)
         for key, neutral in _ABSENT.items():
-            if not any(config.get(key) is value or config.get(key) == value for value in neutral):
+            if (routed is None or key not in KEYS) and not any(
+                config.get(key) is value or config.get(key) == value for value in neutral
+            ):
                 raise ValueError(f"{key} is {_short(config[key])}; this feature is not supported")
         for key in ("hidden_act", "hidden_activation"):
             if config.get(key) not in (None, "silu", "swish"):
@@ -136,10 +185,11 @@ class LlamaConfig:
             head_dim = fields.integer("head_dim", high=1024)
         if head_dim % 2:
             raise ValueError(f"head_dim is {head_dim}; rotary embeddings need an even one")
-        layers = fields.integer("num_hidden_layers", high=4096)
         max_positions = fields.integer("max_position_embeddings", high=_MAX_POSITIONS)
         vocab = fields.integer("vocab_size", high=2**24)
-        attention_bias = fields.flag("attention_bias") if family in ("llama", "qwen3", "smollm3") else False
+        biased = ("llama", "qwen3", "qwen3_moe", "smollm3", "gpt_oss")
+        attention_bias = fields.flag("attention_bias") if family in biased else False
+        rotated = any(config.get(key) is not None for key in ("rope_parameters", "rope_scaling"))
         rope_layers = _rope_layers(fields, layers) if family == "smollm3" else (True,) * layers
         return cls(
             model_type=family,
@@ -156,14 +206,16 @@ class LlamaConfig:
             qkv_bias=attention_bias or family == "qwen2",
             out_bias=attention_bias,
             mlp_bias=fields.flag("mlp_bias") if family in ("llama", "smollm3") else False,
-            qk_norm=family == "qwen3",
+            qk_norm=family in ("qwen3", "qwen3_moe"),
+            sinks=family == "gpt_oss",
             windows=_windows(family, fields, layers, rope_layers),
             rope_layers=rope_layers,
             rope=Rope.from_dict(
-                config,
+                config if family != "gpt_oss" or rotated else {**config, "rope_parameters": _GPT_OSS_ROPE},
                 default_theta=_FAMILIES[family].get("rope_theta", 10000.0),
                 max_positions=max_positions,
             ),
+            routed=routed,
             eos=_eos(config.get("eos_token_id"), vocab),
             quantization=parse_quantization(config.get("quantization_config")),
         )
@@ -177,35 +229,59 @@ class LlamaConfig:
             self.heads * self.head_dim,
             self.kv_heads * self.head_dim,
         )
-        block = {
+        attention = {
             "self_attn.q_proj": (q, d, self.qkv_bias),
             "self_attn.k_proj": (kv, d, self.qkv_bias),
             "self_attn.v_proj": (kv, d, self.qkv_bias),
             "self_attn.o_proj": (d, q, self.out_bias),
+        }
+        mlp = {
             "mlp.gate_proj": (wide, d, self.mlp_bias),
             "mlp.up_proj": (wide, d, self.mlp_bias),
             "mlp.down_proj": (d, wide, self.mlp_bias),
         }
         norms = {"input_layernorm": d, "post_attention_layernorm": d}
         norms |= {"self_attn.q_norm": self.head_dim, "self_attn.k_norm": self.head_dim} if self.qk_norm else {}
-        prefixes = [f"model.layers.{i}." for i in range(self.layers)]
-        tensors = {f"{prefix}{norm}.weight": ((size,), FLOATS) for prefix in prefixes for norm, size in norms.items()}
+        own = {f"{norm}.weight": ((size,), FLOATS) for norm, size in norms.items()}
+        own |= {"self_attn.sinks": ((self.heads,), FLOATS)} if self.sinks else {}
+        linears: dict[str, tuple[int, int, bool]] = {}
+        tensors: dict[str, tuple[Shape, Dtypes]] = {}
+        stacks: dict[str, Stack] = {}
+        for i in range(self.layers):
+            prefix, routed = f"model.layers.{i}.", self.routed_at(i)
+            half = mlp if routed is None else dict(routed.linears(d))
+            linears |= {prefix + name: size for name, size in (attention | half).items()}
+            others = own if routed is None else own | routed.tensors(d)
+            stacks |= {} if routed is None else {prefix + name: what for name, what in routed.stacks(d).items()}
+            tensors |= {prefix + name: what for name, what in others.items()}
         return Parts(
-            linears={prefix + name: size for prefix in prefixes for name, size in block.items()}
-            | {HEAD: (self.vocab_size, d, False)},
+            linears=linears | {HEAD: (self.vocab_size, d, False)},
             embedding=(EMBED, (self.vocab_size, d)),
+            stacks=stacks,
             tensors=tensors | {NORM: ((d,), FLOATS)},
             head=HEAD,
             tied=self.tied,
-            components={
-                "embedding": Component(("embed",), r"embed_tokens$"),
-                "attention qkv": Component(("blocks.*.qkv.linear",), r"self_attn\.[qkv]_proj$"),
-                "attention out": Component(("blocks.*.out.linear",), r"self_attn\.o_proj$"),
-                "mlp gate up": Component(("blocks.*.gate_up.linear",), r"mlp\.(gate|up)_proj$"),
-                "mlp down": Component(("blocks.*.down.linear",), r"mlp\.down_proj$"),
-                "lm_head": Component(("lm_head",), r"^lm_head$"),
-            },
+            components=self._components,
         )
+
+    @property
+    def _components(self) -> dict[str, Component]:
+        found = {
+            "embedding": Component(("embed",), r"embed_tokens$"),
+            "attention qkv": Component(("blocks.*.qkv.linear",), r"self_attn\.[qkv]_proj$"),
+            "attention out": Component(("blocks.*.out.linear",), r"self_attn\.o_proj$"),
+        }
+        if self.routed is None or not all(self.routed.layers):
+            found |= {
+                "mlp gate up": Component(("blocks.*.mlp.gate_up.linear",), r"mlp\.(gate|up)_proj$"),
+                "mlp down": Component(("blocks.*.mlp.down.linear",), r"mlp\.down_proj$"),
+            }
+        found |= {} if self.routed is None else self.routed.components
+        return found | {"lm_head": Component(("lm_head",), r"^lm_head$")}
+
+    def routed_at(self, layer: int) -> Routed | None:
+        """The experts of a layer; None for one with an MLP."""
+        return self.routed if self.routed is not None and self.routed.layers[layer] else None
 
     def family_name(self, name: str) -> str:
         return name
@@ -242,9 +318,11 @@ def _windows(family: str, fields: _Fields, layers: int, rope_layers: tuple[bool,
         allowed = ("full_attention", "sliding_attention")
         if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in allowed for kind in kinds):
             raise ValueError(f"layer_types is {_short(kinds)}; it must list {layers} of {', '.join(allowed)}")
-    if family in ("llama", "mistral"):
-        # transformers' Llama knows no window, and its Mistral one for all layers; relatives that differ are refused.
-        window = 0 if fields.get("sliding_window") is None else fields.integer("sliding_window", high=_MAX_POSITIONS)
+    if family in _UNIFORM:
+        # transformers' Llama knows no window, the others one for all layers; relatives that differ are refused.
+        off = family == "qwen3_moe" and not fields.flag("use_sliding_window")
+        given = None if off else fields.get("sliding_window")
+        window = 0 if given is None else fields.integer("sliding_window", high=_MAX_POSITIONS)
         if family == "llama" and window:
             raise ValueError(f"sliding_window is {window}; llama with a sliding window is not supported")
         wrong = "full_attention" if window else "sliding_attention"
@@ -253,6 +331,10 @@ def _windows(family: str, fields: _Fields, layers: int, rope_layers: tuple[bool,
                 f"layer_types with {wrong} is not supported for {family} and sliding_window {window or None}"
             )
         return (window,) * layers
+    if family == "gpt_oss":
+        window = fields.integer("sliding_window", high=_MAX_POSITIONS)
+        kinds = kinds or ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
+        return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
     if not fields.flag("use_sliding_window") or fields.get("sliding_window") is None:
         if kinds is not None and "sliding_attention" in kinds:
             raise ValueError(

@@ -5,7 +5,7 @@ captured. Layers may be placed over several devices: a stage is what one device 
 them. The weights may be anything that the layers accept as a linear (`nn/deepseek_attention.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import cast
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from onegraph.formats.checkpoint import Checkpoint
-from onegraph.models.deepseek_v4_config import DeepseekV4Config
-from onegraph.models.deepseek_v4_place import free_memory, place
+from onegraph.models.deepseek_v4_config import DeepseekV4Config, Layer
+from onegraph.models.deepseek_v4_place import RESERVE, free_memory, place
 from onegraph.models.deepseek_v4_weights import build_attention, build_moe
 from onegraph.models.loader import Loader
 from onegraph.nn.deepseek_attention import Attend, DeepseekAttention
@@ -118,13 +118,14 @@ class DeepseekV4(nn.Module):
         dtype: torch.dtype = torch.float32,
         *,
         max_context: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> "DeepseekV4":
-        """Reads a checkpoint tensor by tensor, each straight onto its device; presence, shape and dtype of each is
-        checked first.
+        """Reads a checkpoint, each tensor straight onto its device; presence, shape and dtype of each is checked first.
 
         Args:
             device: one, or several to place the layers over in this order, by the bytes that they have free.
             dtype: of activations and dense weights. max_context: positions to make rotary tables for.
+            progress: called as progress(bytes read, bytes in all).
 
         Raises ValueError (CheckpointError among them) that names the field or tensor that is wrong, or says by how much
         the devices are too small.
@@ -136,7 +137,8 @@ class DeepseekV4(nn.Module):
         loader = Loader(checkpoint, config, dtype)
         loader.check()
         devices = [torch.device(d) for d in ([device] if isinstance(device, str | torch.device) else device)]
-        return cls.assemble(loader, config, devices, positions)
+        with loader.reading(progress):
+            return cls.assemble(loader, config, devices, positions)
 
     @classmethod
     def assemble(
@@ -144,14 +146,16 @@ class DeepseekV4(nn.Module):
     ) -> "DeepseekV4":
         """The model from whatever `loader` gives for each part, with rotary tables for so many positions."""
         layers, ends = _bytes(loader, config)
-        counts = place(layers, ends, [free_memory(d) for d in devices])
+        counts = place(layers, ends, [free_memory(d, RESERVE + loader.landing_bytes) for d in devices])
         blocks: list[DeepseekBlock] = []
         embed = loader.embedding(devices[0])
         for each, count in zip(devices, counts, strict=True):
             plain = config.main.tables(config.rope_dim, positions, each)
             compressed = config.compress.tables(config.rope_dim, positions, each)
             for i in range(len(blocks), len(blocks) + count):
-                blocks.append(build_block(loader, config, i, compressed if config.ratios[i] else plain, each))
+                blocks.append(
+                    build_block(loader, config, config.layer(i), compressed if config.ratios[i] else plain, each)
+                )
                 loader.forget()
         return cls(
             config=config,
@@ -175,13 +179,21 @@ class DeepseekV4(nn.Module):
         """tokens int64 [B, Q] -> streams [B, Q, H, D] on the first device: the embedding, repeated."""
         return self.embed(tokens).unsqueeze(2).repeat(1, 1, self.config.streams, 1)
 
-    def run(self, stage: int, streams: Tensor, tokens: Tensor, cache: Attend) -> Tensor:
-        """The layers of one stage on streams, in place, which are returned; everything on that stage's device."""
+    def run(
+        self, stage: int, streams: Tensor, tokens: Tensor, cache: Attend, taps: dict[int, Tensor | None] | None = None
+    ) -> Tensor:
+        """The layers of one stage on streams, in place, which are returned; everything on that stage's device.
+
+        taps: of this stage's layers, those that are keys get the mean of the streams behind them [B, Q, D].
+        """
         update: Update | None = None
         for i in self.stages[stage]:
             update = self.blocks[i](streams, tokens, cache, update)
-        assert update is not None, "a stage has at least one layer"
-        hyper_update(streams, *update)
+            if taps is not None and i in taps:
+                hyper_update(streams, *update)
+                taps[i], update = streams.float().mean(2).to(streams.dtype), None
+        if update is not None:
+            hyper_update(streams, *update)
         return streams
 
     def leave(self, streams: Tensor) -> Tensor:
@@ -197,15 +209,29 @@ class DeepseekV4(nn.Module):
         return rows, length, self.config.streams, self.config.hidden_size
 
     def new_cache(
-        self, *, rows: int, pages: int, page_size: int, pages_per_row: int, kv: object = None
+        self,
+        *,
+        rows: int,
+        pages: int,
+        page_size: int,
+        pages_per_row: int,
+        kv: object = None,
+        spare: int = 0,
+        drafts: Sequence[DeepseekAttention] = (),
     ) -> DeepseekCache | PlacedCache:
-        """The state of this model's sequences, in its dtype, each layer's on its device. `kv` must be None."""
+        """The state of this model's sequences, in its dtype, each layer's on its device. `kv` must be None.
+
+        Args:
+            spare: latest tokens of a sequence that may be taken back.
+            drafts: attention layers of draft stages, whose state lies with the last device's and is taken back with it.
+        """
         if kv is not None:
             raise ValueError(f"kv: got {kv}; this model has a cache of its own kind, leave kv out")
-        sizes = {"rows": rows, "pages": pages, "page_size": page_size}
+        sizes = {"rows": rows, "pages": pages, "page_size": page_size, "spare": spare}
         parts = []
         for stage, device in zip(self.stages, self.devices, strict=True):
             layers = [cast(DeepseekBlock, self.blocks[i]).attention for i in stage]
+            layers += drafts if stage is self.stages[-1] else ()
             needed = sum(
                 DeepseekCache.bytes_of(a, itemsize=self.dtype.itemsize, fp8=self.fp8_kv, **sizes) for a in layers
             )
@@ -223,15 +249,14 @@ class DeepseekV4(nn.Module):
 
 
 def build_block(
-    loader: Loader, config: DeepseekV4Config, i: int, tables: tuple[Tensor, Tensor], device: torch.device
+    loader: Loader, config: DeepseekV4Config, layer: Layer, tables: tuple[Tensor, Tensor], device: torch.device
 ) -> DeepseekBlock:
-    prefix = f"layers.{i}."
     attention, moe = (
-        build_hyper(loader, f"{prefix}hc_{p}_", f"{prefix}{p}_norm.weight", device) for p in ("attn", "ffn")
+        build_hyper(loader, f"{layer.prefix}hc_{p}_", f"{layer.prefix}{p}_norm.weight", device) for p in ("attn", "ffn")
     )
     return DeepseekBlock(
-        attention=build_attention(loader, config, i, tables, device),
-        moe=build_moe(loader, config, i, device),
+        attention=build_attention(loader, config, layer, tables, device),
+        moe=build_moe(loader, config, layer, device),
         hypers=(attention, moe),
         config=config,
     )

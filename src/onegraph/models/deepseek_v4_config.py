@@ -4,13 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from onegraph.formats.quantization import parse_quantization
-from onegraph.formats.weight import FLOATS, Quantization, Shape
+from onegraph.formats.weight import Quantization
 from onegraph.models.config import _eos, _Fields, _short
-from onegraph.models.deepseek_v4_names import beyond, official
-from onegraph.models.parts import Component, Parts
+from onegraph.models.deepseek_v4_names import official
+from onegraph.models.deepseek_v4_parts import decoder_parts
+from onegraph.models.parts import Parts
 from onegraph.models.rope import Rope, _number
 
 SLIDING, CSA, HCA = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
@@ -33,8 +32,8 @@ _ABSENT: dict[str, tuple[tuple[object, ...], str]] = {
     "text_config": ((None,), "a multimodal wrapper is not supported; give the text model"),
     "speculative_config": ((None,), "MTP drafting is not supported"),
     "engram_layer_ids": ((None, []), "Engram layers (V4.1) are not supported"),
-    "kv_source_layers": ((None, []), "shared key-value layers (V4.1) are not supported"),
-    "candidate_source_layer": ((None,), "candidate selection (V4.1) is not supported"),
+    "kv_source_layer_ids": ((None, []), "shared key-value layers (V4.1) are not supported"),
+    "candidate_source_layer_id": ((None,), "candidate selection (V4.1) is not supported"),
     "attention_bias": ((None, False), "biases in attention are not supported"),
     "mlp_bias": ((None, False), "biases in experts are not supported"),
     "num_key_value_heads": ((None, 1), "the attention has one key-value head"),
@@ -47,26 +46,38 @@ _ABSENT: dict[str, tuple[tuple[object, ...], str]] = {
 }
 
 
-_COMPONENTS = {
-    "embedding": Component(("embed",), r"^embed$"),
-    "attention qkv": Component(("blocks.*.attention.qkv_a", "blocks.*.attention.q_b"), r"\.attn\.(wq_a|wq_b|wkv)$"),
-    "attention out": Component(("blocks.*.attention.out_a", "blocks.*.attention.out_b"), r"\.attn\.wo_[ab]$"),
-    # One linear makes them: keys and gates of both compressors, and the indexer's weights.
-    "compressor, indexer": Component(("blocks.*.attention.states",), r"(compressor\.(wkv|wgate)|weights_proj)$"),
-    "indexer query": Component(("blocks.*.attention.index_q",), r"\.indexer\.wq_b$"),
-    "router gate": Component(("blocks.*.moe.gate",), r"\.ffn\.gate$"),
-    "routed experts": Component(("blocks.*.moe.experts",), r"\.experts\.\d+\.w[123]$"),
-    "shared expert": Component(
-        ("blocks.*.moe.shared.gate_up", "blocks.*.moe.shared.down"), r"\.shared_experts\.w[123]$"
-    ),
-    "lm_head": Component(("lm_head",), r"^head$"),
-}
+@dataclass(frozen=True)
+class Layer:
+    """One block, of the decoder or of a draft stage behind it: where its tensors stand and what kind it is."""
+
+    prefix: str
+    index: int
+    kind: str
+    ratio: int
+    hashed: bool
+
+    @property
+    def indexed(self) -> bool:
+        """Whether an indexer selects the entries that a query sees; such entries overlap."""
+        return self.kind == CSA
+
+
+@dataclass(frozen=True)
+class DSpark:
+    """How DSpark drafts: from the streams behind which `layers`, how many tokens a `block`, which token stands for one
+    that is not known (`noise`), and the rank of the Markov head."""
+
+    layers: tuple[int, ...]
+    block: int
+    noise: int
+    rank: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekV4Config:
     """Sizes are counts of elements. `kinds` names each layer's attention, `ratios` its compression (0: none), `hashed`
     whether its experts are looked up by token. `main` is the RoPE of layers without compression, `compress` of others.
+    `drafts` counts the stages of `mtp.*`, which are DSpark's where `dspark` is given.
     """
 
     vocab_size: int
@@ -97,6 +108,8 @@ class DeepseekV4Config:
     max_positions: int
     main: Rope
     compress: Rope
+    drafts: int
+    dspark: DSpark | None
     eos: tuple[int, ...]
     quantization: Quantization | None
 
@@ -104,8 +117,7 @@ class DeepseekV4Config:
     def from_dict(cls, config: Mapping[str, Any]) -> "DeepseekV4Config":
         """Parse a Hugging Face config.json. Raises one ValueError that names what is unsupported or makes no sense.
 
-        The MTP layer that checkpoints carry is not part of the decoder: `num_nextn_predict_layers` and what the lists
-        say of that layer are passed over.
+        The draft stages that checkpoints carry (`mtp.*`) are not part of the decoder; `drafts` counts them.
         """
         try:
             return cls._parse(config)
@@ -116,6 +128,11 @@ class DeepseekV4Config:
     def _parse(cls, config: Mapping[str, Any]) -> "DeepseekV4Config":
         if not isinstance(config, Mapping):
             raise ValueError(f"is {type(config).__name__}; it must be an object")
+        if config.get("model_type") == "deepseek_v41":
+            raise ValueError(
+                "model_type 'deepseek_v41' (DeepSeek-V4.1) is not supported: it has Engram tables, layers that share "
+                "keys and a selection of candidates, which this decoder does not compute; load a DeepSeek-V4"
+            )
         if config.get("model_type") != "deepseek_v4":
             raise ValueError(f"model_type {config.get('model_type')!r} is not deepseek_v4")
         for key, (neutral, why) in _ABSENT.items():
@@ -164,73 +181,22 @@ class DeepseekV4Config:
             max_positions=max_positions,
             main=main,
             compress=compress,
+            drafts=_drafts(fields, layers),
+            dspark=_dspark(fields, layers, vocabulary),
             eos=_eos(config.get("eos_token_id"), vocabulary),
             quantization=parse_quantization(config.get("quantization_config")),
         )
 
+    def layer(self, i: int) -> Layer:
+        """Block i of the decoder; from `layers` on, the blocks of the draft stages: window only, routed by scores."""
+        if i >= self.layers:
+            return Layer(f"mtp.{i - self.layers}.", i, SLIDING, 0, False)
+        return Layer(f"layers.{i}.", i, self.kinds[i], self.ratios[i], self.hashed[i])
+
     @property
     def parts(self) -> Parts:
-        """What the decoder is made of, by DeepSeek's names. What selects or weighs (compressors, router, the indexer's
-        head weights) is no linear that may be quantized."""
-        d, h, mix = self.hidden_size, self.streams, self.streams * (self.streams + 2)
-        linears: dict[str, tuple[int, int, bool]] = {"head": (self.vocab_size, d, False)}
-        tensors: dict[str, tuple[Shape, tuple[Any, ...]]] = {}
-
-        def matrices(prefix: str, **sizes: tuple[int, int]) -> None:
-            linears.update({prefix + name: (n, k, False) for name, (n, k) in sizes.items()})
-
-        def floats(prefix: str, **shapes: Shape) -> None:
-            tensors.update({prefix + name.replace("__", "."): (shape, FLOATS) for name, shape in shapes.items()})
-
-        def compressor(prefix: str, ratio: int, dim: int, overlap: bool) -> None:
-            wide = dim * (2 if overlap else 1)
-            floats(prefix, wkv__weight=(wide, d), wgate__weight=(wide, d), ape=(ratio, wide), norm__weight=(dim,))
-
-        floats("", norm__weight=(d,), hc_head_fn=(h, h * d), hc_head_base=(h,), hc_head_scale=(1,))
-        heads = self.heads * self.head_dim
-        for i in range(self.layers):
-            layer = f"layers.{i}."
-            floats(layer, attn_norm__weight=(d,), ffn_norm__weight=(d,))
-            for part in ("attn", "ffn"):
-                floats(f"{layer}hc_{part}_", fn=(mix, h * d), base=(mix,), scale=(3,))
-            out = self.out_groups * self.out_rank
-            matrices(
-                f"{layer}attn.",
-                wq_a=(self.q_rank, d),
-                wq_b=(heads, self.q_rank),
-                wkv=(self.head_dim, d),
-                wo_a=(out, heads // self.out_groups),
-                wo_b=(d, out),
-            )
-            floats(
-                f"{layer}attn.",
-                q_norm__weight=(self.q_rank,),
-                kv_norm__weight=(self.head_dim,),
-                attn_sink=(self.heads,),
-            )
-            if self.ratios[i]:
-                compressor(f"{layer}attn.compressor.", self.ratios[i], self.head_dim, self.kinds[i] == CSA)
-            if self.kinds[i] == CSA:
-                indexer = f"{layer}attn.indexer."
-                compressor(f"{indexer}compressor.", self.ratios[i], self.index_dim, True)
-                matrices(indexer, wq_b=(self.index_heads * self.index_dim, self.q_rank))
-                floats(indexer, weights_proj__weight=(self.index_heads, d))
-            floats(f"{layer}ffn.gate.", weight=(self.experts, d))
-            if self.hashed[i]:
-                tensors[f"{layer}ffn.gate.tid2eid"] = (self.vocab_size, self.top_k), (torch.int64, torch.int32)
-            else:
-                floats(f"{layer}ffn.gate.", bias=(self.experts,))
-            for expert in ("shared_experts", *(f"experts.{e}" for e in range(self.experts))):
-                up, down = (self.expert_size, d), (d, self.expert_size)
-                matrices(f"{layer}ffn.{expert}.", w1=up, w2=down, w3=up)
-        return Parts(
-            linears=linears,
-            embedding=("embed", (self.vocab_size, d)),
-            head="head",
-            tensors=tensors,
-            components=_COMPONENTS,
-            ignored=beyond(self.layers),
-        )
+        """What the decoder is made of, by DeepSeek's names."""
+        return decoder_parts(self)
 
     def family_name(self, name: str) -> str:
         return official(name)
@@ -258,6 +224,32 @@ def _attention(fields: _Fields, layers: int) -> tuple[tuple[str, ...], tuple[int
         raise ValueError(f"layer_types is {_short(kinds)}; it must list {layers} of {SLIDING}, {CSA} and {HCA}")
     kinds = tuple(kinds[:layers])  # what follows is the MTP layer's
     return kinds, tuple(rates.get(kind, 0) for kind in kinds)
+
+
+def _drafts(fields: _Fields, layers: int) -> int:
+    """Draft stages: DSpark's checkpoints have three and say so in the tail of compress_ratios alone."""
+    ratios = fields.get("compress_ratios")
+    if isinstance(ratios, list) and len(ratios) > layers:
+        return len(ratios) - layers
+    return (
+        0
+        if fields.get("num_nextn_predict_layers") is None
+        else fields.integer("num_nextn_predict_layers", low=0, high=64)
+    )
+
+
+def _dspark(fields: _Fields, layers: int, vocabulary: int) -> DSpark | None:
+    if fields.get("dspark_block_size") is None:
+        return None
+    taps = fields.get("dspark_target_layer_ids")
+    if not isinstance(taps, list) or not taps or not all(type(i) is int and 0 <= i < layers for i in taps):
+        raise ValueError(f"dspark_target_layer_ids is {_short(taps)}; it must list layers below {layers}")
+    return DSpark(
+        layers=tuple(taps),
+        block=fields.integer("dspark_block_size", high=64),
+        noise=fields.integer("dspark_noise_token_id", low=0, high=vocabulary - 1),
+        rank=fields.integer("dspark_markov_rank", high=2**16),
+    )
 
 
 def _hashed(fields: _Fields, layers: int) -> tuple[bool, ...]:

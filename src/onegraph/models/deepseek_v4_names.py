@@ -43,6 +43,6 @@ def official(name: str) -> str:
 
 
 def beyond(layers: int) -> Callable[[str], bool]:
-    """Whether a tensor, by its official name, is of the MTP layer behind so many layers; it is not read."""
+    """Whether a tensor, by its official name, is of a draft stage, which lies behind so many layers of the decoder."""
     pattern = re.compile(rf"^(mtp\.|layers\.{layers}\.)")
     return lambda name: pattern.match(name) is not None

@@ -55,8 +55,11 @@ def _fill(layers: Sequence[int], room: Sequence[float]) -> list[int] | None:
     return counts if at == len(layers) else None
 
 
-def free_memory(device: torch.device, reserve: int = 2 << 30) -> int:
-    """Bytes that weights and state may take: what is free now, less what graphs, workspaces and kernels need."""
+RESERVE = 2 << 30  # bytes for graphs, workspaces and kernels
+
+
+def free_memory(device: torch.device, reserve: int = RESERVE) -> int:
+    """Bytes that weights and state may take: what is free now, less what others need."""
     if device.type != "cuda":
         return 1 << 50
     free, _ = torch.cuda.mem_get_info(device)

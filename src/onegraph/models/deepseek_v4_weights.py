@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from onegraph.formats.weight import WeightFormat
-from onegraph.models.deepseek_v4_config import CSA, DeepseekV4Config
+from onegraph.models.deepseek_v4_config import DeepseekV4Config, Layer
 from onegraph.models.loader import Loader
 from onegraph.nn.deepseek_attention import Compressor, DeepseekAttention
 from onegraph.nn.deepseek_moe import DeepseekMoE, SharedExpert
@@ -14,10 +14,10 @@ from onegraph.ops.activation import SwiGLU
 
 
 def build_attention(
-    loader: Loader, c: DeepseekV4Config, i: int, tables: tuple[Tensor, Tensor], device: torch.device
+    loader: Loader, c: DeepseekV4Config, layer: Layer, tables: tuple[Tensor, Tensor], device: torch.device
 ) -> DeepseekAttention:
-    prefix = f"layers.{i}.attn."
-    compressed, indexed = c.ratios[i] > 0, c.kinds[i] == CSA
+    prefix = f"{layer.prefix}attn."
+    compressed, indexed = layer.ratio > 0, layer.indexed
     states = [f"{prefix}compressor.{name}" for name in ("wkv", "wgate") if compressed]
     if indexed:
         states += [f"{prefix}indexer.{name}" for name in ("compressor.wkv", "compressor.wgate", "weights_proj")]
@@ -28,7 +28,7 @@ def build_attention(
 
     cos, sin = tables
     return DeepseekAttention(
-        index=i,
+        index=layer.index,
         qkv_a=loader.siblings([f"{prefix}wq_a", f"{prefix}wkv"], device),
         q_norm=loader.float32(f"{prefix}q_norm.weight", device),
         kv_norm=loader.float32(f"{prefix}kv_norm.weight", device),
@@ -49,9 +49,10 @@ def build_attention(
     )
 
 
-def build_moe(loader: Loader, c: DeepseekV4Config, i: int, device: torch.device) -> DeepseekMoE:
-    """In codes, the shared expert is one more of the routed ones, in the same storage: few tokens run all together."""
-    prefix, gate = f"layers.{i}.ffn.", SwiGLU(c.limit)
+def build_moe(loader: Loader, c: DeepseekV4Config, layer: Layer, device: torch.device) -> DeepseekMoE:
+    """In codes of one kind, the shared expert is one more of the routed ones, in the same storage: few tokens run all
+    together."""
+    prefix, gate = f"{layer.prefix}ffn.", SwiGLU(c.limit)
     routed, shared = [f"{prefix}experts.{e}" for e in range(c.experts)], f"{prefix}shared_experts"
     format = loader.format_of(f"{routed[0]}.w1")
     together = format.coded and all(loader.format_of(f"{shared}.{w}") is format for w in ("w1", "w2", "w3"))
@@ -59,8 +60,8 @@ def build_moe(loader: Loader, c: DeepseekV4Config, i: int, device: torch.device)
     experts = loader.experts([(f"{e}.w1", f"{e}.w3") for e in names], [f"{e}.w2" for e in names], gate, device)
     return DeepseekMoE(
         gate=loader.tensor(f"{prefix}gate.weight", device),
-        bias=None if c.hashed[i] else loader.float32(f"{prefix}gate.bias", device),
-        table=loader.tensor(f"{prefix}gate.tid2eid", device, torch.int32) if c.hashed[i] else None,
+        bias=None if layer.hashed else loader.float32(f"{prefix}gate.bias", device),
+        table=loader.tensor(f"{prefix}gate.tid2eid", device, torch.int32) if layer.hashed else None,
         experts=experts,
         shared=_last(experts, format)
         if together

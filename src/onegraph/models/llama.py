@@ -1,11 +1,14 @@
-"""The decoder of the Llama family: Llama, Mistral, Qwen2, Qwen3, SmolLM2 and SmolLM3, in any weight format.
+"""The decoder of the Llama kind: Llama, Mistral, Qwen2, Qwen3, SmolLM2 and SmolLM3, and with routed experts Mixtral,
+Qwen3-MoE and gpt-oss, in any weight format.
 
-One forward serves prefill, decode, evaluation and calibration: what differs is the `cache` that attends. A decode step
-of it reads nothing back from the device and takes no Python number that changes from step to step, so it may be
-captured. What runs inside a linear's launch follows from its format (`nn/block.py`): in E8P a layer is five ops, qkv
-behind its norm, attend, out onto the residual, gate-up behind its norm, down behind SwiGLU onto the residual.
+A model is put together from what its config says, not from a class of its own. One forward serves prefill, decode,
+evaluation and calibration: what differs is the `cache` that attends. A decode step of it reads nothing back from the
+device and takes no Python number that changes from step to step, so it may be captured. What runs inside a linear's
+launch follows from its format (`nn/block.py`): in E8P a layer is five ops, qkv behind its norm, attend, out onto the
+residual, gate-up behind its norm, down behind SwiGLU onto the residual.
 """
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -16,10 +19,12 @@ from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import TurboQuantConfig
 from onegraph.models.config import NORM, LlamaConfig
 from onegraph.models.loader import Loader
+from onegraph.models.routed import Routed
 from onegraph.nn.attention import Attend, Attention, CausalAttention, PagedCache
-from onegraph.nn.block import Normed, Stream, Summed
+from onegraph.nn.block import MLP, Normed, Stream, Summed
 from onegraph.nn.embedding import Embedding
 from onegraph.nn.linear import Linear, Siblings
+from onegraph.nn.moe import MoE
 from onegraph.nn.turboquant import TurboQuantCache
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -30,23 +35,21 @@ MAX_TABLE = 131072  # positions; the rotary tables of more (64 MB at head_dim 12
 
 
 class Block(nn.Module):
-    """One layer of the decoder: attention, then SwiGLU, each between a norm in front and a sum behind."""
+    """One layer of the decoder: attention, then an MLP or experts, each between a norm in front and a sum behind."""
 
-    def __init__(self, *, qkv: Normed, attention: Attention, out: Summed, gate_up: Normed, down: Summed) -> None:
+    def __init__(self, *, qkv: Normed, attention: Attention, out: Summed, mlp: MLP | MoE) -> None:
         super().__init__()
-        self.qkv, self.attention, self.out, self.gate_up, self.down = qkv, attention, out, gate_up, down
+        self.qkv, self.attention, self.out, self.mlp = qkv, attention, out, mlp
 
     @property
     def fused(self) -> bool:
         """Whether norms, SwiGLU and sums all run inside the linears."""
-        return all(piece.fused for piece in (self.qkv, self.out, self.gate_up, self.down))
+        return all(piece.fused for piece in (self.qkv, self.out, self.mlp))
 
     def forward(self, stream: Stream, cache: Attend) -> Stream:
         """The residual stream before the layer -> after it; the argument is left as it was."""
         qkv, total = self.qkv(stream)
-        stream = self.out(cache.attend(self.attention, qkv), total)
-        gate_up, total = self.gate_up(stream)
-        return self.down(gate_up, total)
+        return self.mlp(self.out(cache.attend(self.attention, qkv), total))
 
 
 class Llama(nn.Module):
@@ -99,10 +102,11 @@ class Llama(nn.Module):
         max_context: int | None = None,
         decode: bool | None = None,
         fused: bool = True,
+        progress: Callable[[int, int], None] | None = None,
     ) -> "Llama":
-        """Reads a checkpoint tensor by tensor onto `device`; presence, shape and dtype of each is checked first.
+        """Reads a checkpoint onto `device`; presence, shape and dtype of each tensor is checked first.
 
-        On the way to a GPU the host holds the maps of one layer's files and two chunks of pinned memory.
+        On the way to a GPU the host holds a ring of pinned blocks (`models/prefetch.py`).
 
         Args:
             dtype: float32, bfloat16 or float16.
@@ -110,6 +114,7 @@ class Llama(nn.Module):
             decode: turn E8P layers into dense ones of `dtype` at load. None: on a CPU, whose time would go into
                 reading codes.
             fused: False runs every op of a layer alone: the other side of an A/B comparison.
+            progress: called as progress(bytes read, bytes in all).
 
         Raises ValueError (CheckpointError among them) that names the field or tensor that is wrong.
         """
@@ -119,21 +124,22 @@ class Llama(nn.Module):
         loader = Loader(checkpoint, config, dtype, decode=device.type == "cpu" if decode is None else decode)
         loader.check()
         tables = config.rope.tables(config.head_dim, positions, device)
-        embed = loader.embedding(device)
-        blocks = []
-        for i in range(config.layers):
-            blocks.append(build_block(loader, config, i, tables, device, fused=fused))
-            loader.forget()
-        return cls(
-            config=config,
-            embed=embed,
-            blocks=blocks,
-            norm=loader.tensor(NORM, device),
-            lm_head=loader.head(embed, device),
-            dtype=dtype,
-            max_context=positions,
-            fused=fused,
-        )
+        with loader.reading(progress):
+            embed = loader.embedding(device)
+            blocks = []
+            for i in range(config.layers):
+                blocks.append(build_block(loader, config, i, tables, device, fused=fused))
+                loader.forget()
+            return cls(
+                config=config,
+                embed=embed,
+                blocks=blocks,
+                norm=loader.tensor(NORM, device),
+                lm_head=loader.head(embed, device),
+                dtype=dtype,
+                max_context=positions,
+                fused=fused,
+            )
 
     @property
     def devices(self) -> list[torch.device]:
@@ -169,7 +175,15 @@ class Llama(nn.Module):
     def new_cache(
         self, *, rows: int, pages: int, page_size: int, pages_per_row: int, kv: TurboQuantConfig | None = None
     ) -> PagedCache | TurboQuantCache:
-        """A paged KV cache of this model's sizes, on its device: in its dtype, or in codes as `kv` says."""
+        """A paged KV cache of this model's sizes, on its device: in its dtype, or in codes as `kv` says.
+
+        Raises ValueError for codes where attention has sinks, which nothing that reads codes knows.
+        """
+        if kv is not None and self.config.sinks:
+            raise ValueError(
+                f"turboquant: {self.config.model_type} has attention sinks, which a cache in codes does not know; "
+                "leave the cache in the model's dtype"
+            )
         sizes: dict[str, Any] = {
             "layers": self.config.layers,
             "pages": pages,
@@ -204,10 +218,15 @@ def build_block(
     def norm(name: str) -> Tensor:
         return loader.tensor(f"{prefix}{name}.weight", device)
 
-    qkv, gate_up = (
-        Normed(norm(name), loader.siblings([prefix + p for p in parts], device, joined=joined), config.eps, fused=fused)
-        for name, parts in (("input_layernorm", QKV), ("post_attention_layernorm", GATE_UP))
-    )
+    def normed(name: str, linears: tuple[str, ...]) -> Normed:
+        joint = loader.siblings([prefix + each for each in linears], device, joined=joined)
+        return Normed(norm(name), joint, config.eps, fused=fused)
+
+    def mlp() -> MLP:
+        down = Summed(loader.linear(prefix + DOWN, device), silu=True, fused=fused)
+        return MLP(normed("post_attention_layernorm", GATE_UP), down)
+
+    routed = config.routed_at(i)
     cos, sin = tables if config.rope_layers[i] else (None, None)
     attention = Attention(
         index=i,
@@ -220,13 +239,35 @@ def build_block(
         cos=cos,
         sin=sin,
         window=config.windows[i],
+        sinks=loader.float32(f"{prefix}self_attn.sinks", device) if config.sinks else None,
     )
     return Block(
-        qkv=qkv,
+        qkv=normed("input_layernorm", QKV),
         attention=attention,
         out=Summed(loader.linear(prefix + OUT, device), fused=fused),
-        gate_up=gate_up,
-        down=Summed(loader.linear(prefix + DOWN, device), silu=True, fused=fused),
+        mlp=mlp() if routed is None else build_experts(loader, config, routed, prefix, device),
+    )
+
+
+def build_experts(loader: Loader, config: LlamaConfig, routed: Routed, prefix: str, device: torch.device) -> MoE:
+    """The feed-forward half of the block of `prefix`, of routed experts."""
+    router = prefix + routed.router
+    stored = loader.info(f"{router}.weight").dtype
+    if routed.fused:
+        gate_up, down = (prefix + name for name in routed.whole)
+        experts = loader.fused_experts(gate_up, down, routed.gate, device, interleaved=True, transposed=True)
+    else:
+        pairs, downs = routed.each
+        names = [(prefix + gate, prefix + up) for gate, up in pairs]
+        experts = loader.experts(names, [prefix + name for name in downs], routed.gate, device)
+    return MoE(
+        norm=loader.tensor(f"{prefix}post_attention_layernorm.weight", device),
+        eps=config.eps,
+        gate=loader.tensor(f"{router}.weight", device, torch.promote_types(stored, loader.dtype)),
+        bias=loader.float32(f"{router}.bias", device) if routed.fused else None,
+        experts=experts,
+        top_k=routed.top_k,
+        normalise=routed.normalise,
     )
 
 
@@ -248,6 +289,7 @@ class LlamaSource:
         self.config = checkpoint.config
         self.device, self.dtype = torch.device(device), dtype
         self.parsed = LlamaConfig.from_dict(checkpoint.config)
+        refuse_experts(self.parsed)
         if self.parsed.quantization is not None:
             raise ValueError(f"{checkpoint.path}: is quantized already; give the unquantized model")
         self._loader = Loader(checkpoint, self.parsed, dtype)
@@ -281,14 +323,15 @@ class LlamaSource:
 
     def linear_groups(self, block: Block) -> list[list[tuple[str, nn.Module]]]:
         """Linears of the block by shared input, in the order they run: (name within the block, module)."""
-        qkv, gate_up = block.qkv.linear, block.gate_up.linear
+        assert isinstance(block.mlp, MLP)
+        qkv, gate_up = block.qkv.linear, block.mlp.gate_up.linear
         assert isinstance(qkv, Siblings)
         assert isinstance(gate_up, Siblings)
         return [
             list(zip(QKV, qkv.parts, strict=True)),
             [(OUT, block.out.linear)],
             list(zip(GATE_UP, gate_up.parts, strict=True)),
-            [(DOWN, block.down.linear)],
+            [(DOWN, block.mlp.down.linear)],
         ]
 
     def final_norm(self, hidden: Tensor) -> Tensor:
@@ -310,6 +353,15 @@ class LlamaSource:
     @cached_property
     def _head(self) -> Linear:
         return self._loader.head(self._embedding, self.device)
+
+
+def refuse_experts(config: object) -> None:
+    """Raises ValueError for a model of this decoder that has experts, which cannot be quantized here."""
+    if isinstance(config, LlamaConfig) and config.routed is not None:
+        raise ValueError(
+            f"{config.model_type} has routed experts, which are not quantized; give a dense model, or load a published "
+            "checkpoint of this one in FP8, NVFP4 or MXFP4 as it is"
+        )
 
 
 def _positions(config: LlamaConfig, max_context: int | None) -> int:

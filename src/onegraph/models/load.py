@@ -1,6 +1,6 @@
 """A checkpoint's decoder, whichever family it is of."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.models.deepseek_v4_config import DeepseekV4Config
 from onegraph.models.llama import Llama
 
-CONFIGS: dict[str, type[DeepseekV4Config]] = {"deepseek_v4": DeepseekV4Config}  # by model_type; else Llama's relatives
+# By model_type; else Llama's relatives. V4.1 is read as V4 to be refused with the reason.
+CONFIGS: dict[str, type[DeepseekV4Config]] = dict.fromkeys(("deepseek_v4", "deepseek_v41"), DeepseekV4Config)
 
 
 def parse_config(config: Mapping[str, Any]) -> LlamaConfig | DeepseekV4Config:
@@ -30,21 +31,23 @@ def load_decoder(
     gpus: int | None = None,
     fp8_kv: bool = False,
     fused: bool = True,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Llama | ChainedLlama | DeepseekV4:
     """`load` of the family's own class: see `Llama.load` and `DeepseekV4.load`.
 
     Args:
         gpus: place the layers over so many GPUs, from cuda:0 on. fp8_kv: keys in FP8. Both are for DeepSeek-V4; for
             another model they are a ValueError, as are more GPUs than there are. fused: of the Llama family, see there.
+        progress: called as progress(bytes read, bytes in all).
     """
     if checkpoint.config.get("model_type") in CONFIGS:
         if gpus is not None and gpus > (found := torch.cuda.device_count()):
             raise ValueError(f"gpus is {gpus}; torch sees {found} GPUs here")
         devices: Sequence[torch.device | str] = [device] if gpus is None else [f"cuda:{i}" for i in range(gpus)]
-        model = DeepseekV4.load(checkpoint, devices, dtype, max_context=max_context)
+        model = DeepseekV4.load(checkpoint, devices, dtype, max_context=max_context, progress=progress)
         model.fp8_kv = fp8_kv
         return model
     if gpus is not None or fp8_kv:
         what = "gpus places layers over GPUs" if gpus is not None else "kv fp8 is a way to keep keys"
         raise ValueError(f"{what} for DeepSeek-V4; this model is {checkpoint.config.get('model_type')!r}")
-    return chained(Llama.load(checkpoint, device, dtype, max_context=max_context, fused=fused))
+    return chained(Llama.load(checkpoint, device, dtype, max_context=max_context, fused=fused, progress=progress))

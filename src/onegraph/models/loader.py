@@ -1,27 +1,33 @@
 """From a checkpoint to layers, for every family: what must be there, and each tensor streamed to its device.
 
 A family says what it is made of (`Parts`) and under which names its files store that; the formats say which tensors a
-linear has. Everything is checked before anything is read. Then each tensor goes from its mapped file through pinned
-memory to its device, cut on the way, and joined there: the host never holds more than the pages of one layer.
+linear has. Everything is checked before anything is read. Then each tensor goes from its file through pinned memory to
+its device (`models/prefetch.py`) and is joined there. On a CPU a tensor stays the file's mapping.
 """
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onegraph.formats.checkpoint import Checkpoint
+from onegraph.formats.checkpoint import Checkpoint, finite
 from onegraph.formats.dense import DENSE
 from onegraph.formats.files import CheckpointError
-from onegraph.formats.fused import OneOfStack, stack_names
-from onegraph.formats.weight import FLOATS, WHOLE, Expected, Field, Part, Tensors, WeightFormat
+from onegraph.formats.fused import OneOfStack, expected_stack, stack_names
+from onegraph.formats.weight import FLOATS, WHOLE, Expected, Field, Part, Tensors, WeightFormat, check_conversion
 from onegraph.models.parts import Family
+from onegraph.models.prefetch import AHEAD_BYTES, Prefetch
 from onegraph.models.stream import Stream
 from onegraph.nn.embedding import Embedding
 from onegraph.nn.experts import Experts
 from onegraph.nn.linear import GroupedLinear, Linear, Siblings, Weight, join
 from onegraph.ops.activation import SwiGLU
+
+_BLOCK = re.compile(r"(.*?)\b(\d+)\.")  # of the decoder: what stands before its number, and the number
 
 
 class Loader:
@@ -40,6 +46,10 @@ class Loader:
         self.parts, self.quantization = config.parts, config.quantization
         self.stored = {config.family_name(name): name for name in checkpoint.names}
         self._streams: dict[torch.device, Stream] = {}
+        self._reading = False
+        self._ahead: Prefetch | None = None
+        self._claims: list[tuple[Tensor, Callable[[], str]]] = []
+        self._told: _Told | None = None
 
     # ---------------------------------------------------------------------------------------------- what must be there
 
@@ -70,6 +80,8 @@ class Loader:
         found: Expected = {}
         for layer, (n, k, bias) in self.layers().items():
             found |= self.format_of(layer).expected(self, layer, n, k, bias)
+        for name, (experts, n, k, transposed) in self.parts.stacks.items():
+            found |= expected_stack(self, name, experts, n, k, bias=True, transposed=transposed)
         return found | dict(self.parts.tensors)
 
     def check(self) -> None:
@@ -96,10 +108,49 @@ class Loader:
 
     # -------------------------------------------------------------------------------------------------------- reading
 
+    @contextmanager
+    def reading(self, progress: Callable[[int, int], None] | None = None) -> Iterator[None]:
+        """Within it a whole model is made: what goes to a GPU is read ahead of who asks, in the order of `units`, and
+        what is wrong with values is told when a layer is done (`forget`), at the latest at the end.
+
+        progress: called as progress(bytes read, bytes in all).
+        """
+        if progress is not None:
+            self._told = _Told(progress, sum(self.info(name).nbytes for unit in self.units for name in unit))
+        self._reading = True
+        try:
+            yield
+            self._settle()
+        finally:
+            self._reading, self._told = False, None
+            self._claims.clear()
+            if self._ahead is not None:
+                self._ahead.close()
+                self._ahead = None
+                if torch.cuda.is_initialized():
+                    torch.cuda.empty_cache()  # where tensors waited for being asked for
+
+    @cached_property
+    def units(self) -> list[list[str]]:
+        """What will be asked for, by the file's names and in about that order: the embedding, each block, the rest."""
+        first = self.parts.embedding[0] + "."
+        found: dict[tuple[int, str, int], list[str]] = {}
+        for name, stored in self.stored.items():
+            if not self._ignored(name):
+                block = _BLOCK.match(name)
+                key = (1, block[1], int(block[2])) if block else (0 if name.startswith(first) else 2, "", 0)
+                found.setdefault(key, []).append(stored)
+        return [found[key] for key in sorted(found)]
+
+    @property
+    def landing_bytes(self) -> int:
+        """What a GPU holds besides the model while it is read, at most: tensors that wait for being asked for."""
+        sizes = [sum(self.info(name).nbytes for name in unit) for unit in self.units]
+        return min(sum(sizes), AHEAD_BYTES + max(sizes, default=0))
+
     def tensor(self, name: str, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor in `dtype`, the model's unless another is given."""
-        value = self.checkpoint.unrounded(self.stored.get(name, name))
-        return self._stream(device)(value, dtype or self.dtype)
+        return self._whole(name, device, dtype or self.dtype)
 
     def float32(self, name: str, device: torch.device) -> Tensor:
         """A tensor that stays float32 in any model."""
@@ -112,12 +163,58 @@ class Loader:
             n, k, _ = self.layers()[layer]
             format.check_part(n, k, part)
         tensors = format.read(_Reader(self, device), layer, part)
-        format.check_dtype(layer, tensors, self.dtype)
+        format.check_dtype(layer, tensors, self.dtype, self.require)
         return format, tensors
 
     def forget(self) -> None:
-        """Drops the maps of the files read so far, whose pages count as this process's memory."""
+        """A layer is done: drops the maps of the files read so far, whose pages count as this process's memory. Raises
+        CheckpointError for values of the layer that no layer has."""
+        self._settle()
+        if self._ahead is not None:
+            self._ahead.drop()
         self.checkpoint.forget()
+
+    def require(self, ok: Tensor, message: Callable[[], str]) -> None:
+        """See `formats.weight.Source`."""
+        if self._sent(ok.device):
+            self._claims.append((ok, message))
+        elif not ok:
+            raise CheckpointError(message())
+
+    def _sent(self, device: torch.device) -> bool:
+        """Whether tensors are copied there while others are asked for; on a CPU they are mapped."""
+        return self._reading and device.type != "cpu"
+
+    def _settle(self) -> None:
+        claims, self._claims = self._claims, []
+        for device in dict.fromkeys(ok.device for ok, _ in claims):
+            if device.type == "meta":  # which has no values
+                continue
+            here = [(ok, message) for ok, message in claims if ok.device == device]
+            for held, (_, message) in zip(torch.stack([ok for ok, _ in here]).tolist(), here, strict=True):
+                if not held:
+                    raise CheckpointError(message())
+
+    def _whole(self, name: str, device: torch.device, dtype: torch.dtype | None) -> Tensor:
+        """A tensor on the device, as `dtype` (None: as it is stored). Raises CheckpointError where codes would become
+        numbers."""
+        stored, value = self.stored.get(name, name), None
+        if self._sent(device):
+            if self._ahead is None:
+                spans = {each: self.info(each) for unit in self.units for each in unit}
+                self._ahead = Prefetch(spans, self.units, pinned=device.type == "cuda")
+            value = self._ahead.take(stored, device)
+        if value is None:
+            value = self._stream(device)(self.checkpoint.unrounded(stored), dtype, name)
+        else:
+            kind = value.dtype
+            check_conversion(name, kind, dtype or kind)
+            if (ok := finite(value)) is not None:
+                self.require(ok, lambda: self.checkpoint.not_finite(stored, kind))
+            value = value.to(dtype or kind)
+        if self._told is not None:
+            self._told(self.info(name).nbytes)
+        return value
 
     def _stream(self, device: torch.device) -> Stream:
         if device not in self._streams:
@@ -142,8 +239,11 @@ class Loader:
         return join(linears) if joined else Siblings(linears)
 
     def grouped(self, layer: str, groups: int, device: torch.device) -> GroupedLinear:
-        """`groups` linears whose rows are stored one group after the other."""
+        """`groups` linears whose rows are stored one group after the other. Raises ValueError where one is no layer."""
         format, tensors = self.weight(layer, device)
+        n, k, _ = self.layers()[layer]
+        for first in range(0, n, n // groups):
+            format.check_part(n, k, Part(rows=(first, first + n // groups)))
         split = {key: _ungrouped(tensors[key], field, groups) for key, field in format.fields.items()}
         return GroupedLinear(format, split)
 
@@ -168,13 +268,20 @@ class Loader:
         )
 
     def fused_experts(
-        self, gate_up: str, down: str, gate: SwiGLU, device: torch.device, *, interleaved: bool = False
+        self,
+        gate_up: str,
+        down: str,
+        gate: SwiGLU,
+        device: torch.device,
+        *,
+        interleaved: bool = False,
+        transposed: bool = False,
     ) -> Experts:
         """Routed experts that a file holds in one tensor each (`formats/fused.py`), read expert by expert.
 
         gate_up, down: names without `_blocks`; biases are beside both or neither. interleaved: rows of gate_up are
-        gate, up, gate, up and so on, as gpt-oss has them; otherwise all gate rows come first. Raises CheckpointError
-        that names what is missing, or stored in another way than its partner.
+        gate, up, gate, up and so on, as gpt-oss has them; otherwise all gate rows come first. transposed: dense ones
+        lie [E, k, n]. Raises CheckpointError that names what is missing, or stored in another way than its partner.
         """
         kinds = {name: stack_names(self, name)[0] for name in (gate_up, down)}
         biased = [f"{name}_bias" in self for name in kinds]
@@ -185,25 +292,27 @@ class Loader:
         if all(biased):
             first, second = (self.float32(f"{name}_bias", device) for name in kinds)
             biases = _gate_first(first, 1) if interleaved else first, second
-        return Experts(self._fused(gate_up, device, interleaved), self._fused(down, device, False), gate, biases)
+        both = self._fused(gate_up, device, interleaved, transposed), self._fused(down, device, False, transposed)
+        return Experts(*both, gate, biases)
 
-    def _fused(self, name: str, device: torch.device, interleaved: bool) -> Weight:
+    def _fused(self, name: str, device: torch.device, interleaved: bool, transposed: bool) -> Weight:
         format, names = stack_names(self, name)
-        stack = {key: self.checkpoint.unrounded(self.stored.get(stored, stored)) for key, stored in names.items()}
+        matrices = self.matrices(name, device, transposed)
+        if interleaved:
+            matrices = ({key: _gate_first(tensor, 0) for key, tensor in one.items()} for one in matrices)
+        return _stack(format, min(self.info(stored).shape[0] for stored in names.values()), matrices)
 
-        def send(value: Tensor, dtype: torch.dtype | None) -> Tensor:
-            return self._stream(device)(value, self.dtype if dtype is None else None)
-
-        def matrices() -> Iterator[Tensors]:
-            for i in range(count):
-                one = {key: tensor[i] for key, tensor in stack.items()}
-                layer = f"{name} of expert {i}"
-                read = format.read(OneOfStack(format, one, send), layer)
-                format.check_dtype(layer, read, self.dtype)
-                yield {key: _gate_first(tensor, 0) for key, tensor in read.items()} if interleaved else read
-
-        count = min(len(tensor) for tensor in stack.values())
-        return _stack(format, count, matrices())
+    def matrices(self, name: str, device: torch.device, transposed: bool) -> Iterator[Tensors]:
+        """Those of a stack of experts, one at a time. Raises CheckpointError for values that no layer has."""
+        format, names = stack_names(self, name)
+        stack = {key: self._whole(stored, device, None) for key, stored in names.items()}
+        turned = transposed and format is DENSE
+        for i in range(min(len(tensor) for tensor in stack.values())):
+            one = {key: tensor[i] for key, tensor in stack.items()}
+            layer = f"{name} of expert {i}"
+            read = format.read(OneOfStack(format, one, self.dtype, self.require), layer)
+            format.check_dtype(layer, read, self.dtype, self.require)
+            yield {key: tensor.t() for key, tensor in read.items()} if turned else read
 
     def _stacked(self, format: WeightFormat, layers: Sequence[Sequence[str]], device: torch.device) -> Weight:
         """One weight [E, n, k] whose matrices are the joined `layers` of each expert."""
@@ -263,5 +372,25 @@ class _Reader:
         return self.loader.info(name)
 
     def read(self, name: str, field: Field, part: Part) -> Tensor:
+        dtype = self.loader.dtype if field.dtype is None else None
+        if part == WHOLE:
+            return self.loader._whole(name, self.device, dtype)
         value = field.cut(self.loader.checkpoint.unrounded(self.loader.stored.get(name, name)), part)
-        return self.loader._stream(self.device)(value, self.loader.dtype if field.dtype is None else None)
+        return self.loader._stream(self.device)(value, dtype, name)
+
+    def require(self, ok: Tensor, message: Callable[[], str]) -> None:
+        self.loader.require(ok, message)
+
+
+class _Told:
+    """Calls `progress` with the bytes read, some thousand times at most."""
+
+    def __init__(self, progress: Callable[[int, int], None], total: int) -> None:
+        self.progress, self.total, self.done, self.said = progress, total, 0, 0
+        progress(0, total)
+
+    def __call__(self, nbytes: int) -> None:
+        self.done = min(self.done + nbytes, self.total)  # what is shared may be read twice
+        if self.done - self.said >= self.total / 1000 or self.done == self.total:
+            self.said = self.done
+            self.progress(self.done, self.total)

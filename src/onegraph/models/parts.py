@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from onegraph.formats.weight import Dtypes, Quantization, Shape
 
@@ -21,12 +21,22 @@ class Component:
     layers: str
 
 
+class Stack(NamedTuple):
+    """The matrices n x k of all `experts` in one tensor, biases beside it; dense ones may lie `transposed`, k x n."""
+
+    experts: int
+    n: int
+    k: int
+    transposed: bool
+
+
 @dataclass(frozen=True)
 class Parts:
     """What a model of a family is made of, by the family's names.
 
     Args:
         linears: layers that may be in any format: (outputs, inputs, has a bias); the head is one.
+        stacks: experts that files hold in one tensor, named without what a format adds (`formats/fused.py`).
         embedding: name and size (rows, columns) of the token embedding.
         tensors: everything else: shape and the dtypes allowed. A linear that must stay dense stands here.
         head: the linear to logits; tied: whether it may be the embedding's own weight.
@@ -38,6 +48,7 @@ class Parts:
     embedding: tuple[str, tuple[int, int]]
     head: str
     tensors: Mapping[str, tuple[Shape, Dtypes]]
+    stacks: Mapping[str, Stack] = field(default_factory=dict)
     tied: bool = False
     components: Mapping[str, Component] = field(default_factory=dict)
     ignored: Callable[[str], bool] = field(default=lambda name: False)

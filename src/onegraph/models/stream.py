@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from onegraph.formats.weight import check_conversion
+
 CHUNK_BYTES = 16 << 20  # of pinned memory, twice: PCIe is at its rate from a few megabytes on
 
 
@@ -17,9 +19,11 @@ class Stream:
         self.device, self.chunk_bytes = device, chunk_bytes
         self._slots: list[tuple[Tensor, torch.cuda.Event | None]] = []
 
-    def __call__(self, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """`value` on the device, as `dtype` (None: as it is), converted there."""
+    def __call__(self, value: Tensor, dtype: torch.dtype | None = None, name: str = "") -> Tensor:
+        """`value` on the device, as `dtype` (None: as it is), converted there. Raises CheckpointError with the `name`
+        where codes would become numbers (`check_conversion`)."""
         dtype = dtype or value.dtype
+        check_conversion(name, value.dtype, dtype)
         if value.device.type != "cpu" or self.device.type == "cpu":
             return value.to(device=self.device, dtype=dtype)
         target = torch.empty(value.shape, dtype=value.dtype, device=self.device)

@@ -16,6 +16,8 @@ from onegraph.ops.attention import paged_attention, rope_cache_write, rotate_hal
 from onegraph.ops.decode_attention import paged_decode
 from onegraph.ops.norm import rms_norm
 
+AT_ONCE = 512  # queries whose scores exist at once where sinks ask for a softmax of our own
+
 
 class Attend(Protocol):
     """A way to attend: qkv [B, Q, (heads + 2 kv_heads) * head_dim], rows of it q heads, then k, then v ->
@@ -33,6 +35,7 @@ class Attention(nn.Module):
         q_norm, k_norm: per-head RMSNorm weights [head_dim] (Qwen3) or None; eps: theirs.
         cos, sin: RoPE tables float32 [positions, head_dim / 2], shared by all layers; None for a layer without RoPE.
         window: number of latest keys that a query sees, 0 for all.
+        sinks: a logit of each head that takes part in softmax and has no value (gpt-oss), [heads]; kept as float32.
 
     Attributes:
         chained: what follows a call of one token is the one launch of a `Chain`, which sets this and gains from being
@@ -43,6 +46,7 @@ class Attention(nn.Module):
     k_norm: Tensor | None
     cos: Tensor | None
     sin: Tensor | None
+    sinks: Tensor | None
 
     def __init__(
         self,
@@ -57,6 +61,7 @@ class Attention(nn.Module):
         cos: Tensor | None = None,
         sin: Tensor | None = None,
         window: int = 0,
+        sinks: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.index, self.heads, self.kv_heads, self.head_dim = index, heads, kv_heads, head_dim
@@ -66,6 +71,7 @@ class Attention(nn.Module):
         self.register_buffer("k_norm", k_norm)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
+        self.register_buffer("sinks", None if sinks is None else sinks.float())
 
 
 class PagedCache:
@@ -161,13 +167,14 @@ class PagedCache:
         if self.fused and qkv.shape[1] == 1:
             return paged_decode(
                 qkv, a.q_norm, a.k_norm, a.eps, a.cos, a.sin, self.positions, self.counts, self.block_table,
-                keys, values, self.tickets, a.heads, a.scale, a.window, a.chained and qkv.shape[0] == 1,
+                keys, values, self.tickets, a.heads, a.scale, a.window, a.chained and qkv.shape[0] == 1, a.sinks,
             ).flatten(2)  # fmt: skip
         q = rope_cache_write(
             qkv, a.q_norm, a.k_norm, a.eps, a.cos, a.sin,
             self.positions, self.counts, self.block_table, keys, values, a.heads,
         )  # fmt: skip
-        return paged_attention(q, keys, values, self.block_table, self.positions, a.scale, a.window).flatten(2)
+        out = paged_attention(q, keys, values, self.block_table, self.positions, a.scale, a.window, a.sinks)
+        return out.flatten(2)
 
 
 class CausalAttention:
@@ -193,8 +200,30 @@ class CausalAttention:
             step = torch.arange(length, device=qkv.device)
             behind = step.unsqueeze(1) - step
             mask = (behind >= 0) & (behind < a.window)
+        if a.sinks is not None:
+            return _with_sinks(q, k, v, mask, a.sinks, a.scale).flatten(2)
         out = nn.functional.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
             attn_mask=mask, is_causal=mask is None, scale=a.scale, enable_gqa=a.heads != a.kv_heads,
         )  # fmt: skip
         return out.transpose(1, 2).flatten(2)
+
+
+def _with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor, scale: float) -> Tensor:
+    """Causal attention of q [B, T, heads, D] to k, v [B, T, kv_heads, D] with a sink a head, in float32 -> as q.
+
+    `mask` [T, T] is the causal one with a window, None without. Some queries at a time: scores of all of them would be
+    T numbers a query and head.
+    """
+    length, group = q.shape[1], q.shape[2] // k.shape[2]
+    keys, values = (t.float().transpose(1, 2).repeat_interleave(group, dim=1) for t in (k, v))
+    if mask is None:
+        mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+    parts = []
+    for start in range(0, length, AT_ONCE):
+        some = slice(start, start + AT_ONCE)
+        scores = (q[:, some].float() * scale).transpose(1, 2) @ keys.transpose(2, 3)
+        scores = scores.masked_fill(~mask[some], float("-inf"))
+        scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(*scores.shape[:3], 1)), dim=-1)
+        parts.append((scores.softmax(-1)[..., :-1] @ values).transpose(1, 2).to(q.dtype))
+    return torch.cat(parts, dim=1)

@@ -1,8 +1,8 @@
 """The pieces of a decoder block: what stands in front of a linear and behind it, in its launch where the format can.
 
-A block is `Normed`, attention, `Summed`, `Normed`, `Summed`; between them runs the residual stream. Which of norm,
-SwiGLU and sum run inside a linear follows from its format and is settled when the piece is built, so that one forward
-serves dense and quantized layers.
+A block is `Normed`, attention, `Summed`, and a feed-forward half: `MLP`, or the routed experts of `nn/moe.py`; between
+them runs the residual stream. Which of norm, SwiGLU and sum run inside a linear follows from its format and is settled
+when the piece is built, so that one forward serves dense and quantized layers.
 """
 
 from typing import NamedTuple
@@ -79,3 +79,20 @@ class Summed(nn.Module):
         if self.fused:
             return Stream(self.linear(x, add=total, silu=self.silu))
         return Stream(total, self.linear(swiglu(x) if self.silu else x))
+
+
+class MLP(nn.Module):
+    """The feed-forward half of a block: a norm, gate and up, SwiGLU, down, the sum."""
+
+    def __init__(self, gate_up: Normed, down: Summed) -> None:
+        super().__init__()
+        self.gate_up, self.down = gate_up, down
+
+    @property
+    def fused(self) -> bool:
+        """Whether norm, SwiGLU and sum all run inside the linears."""
+        return self.gate_up.fused and self.down.fused
+
+    def forward(self, stream: Stream) -> Stream:
+        gate_up, total = self.gate_up(stream)
+        return self.down(gate_up, total)

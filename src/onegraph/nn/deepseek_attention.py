@@ -53,7 +53,7 @@ class Compressor(nn.Module):
 
     @property
     def reach(self) -> int:
-        """Tokens that one entry sees, and so the tokens of state that a sequence keeps."""
+        """Tokens that one entry sees, and so the least that a sequence keeps the state of."""
         return self.ratio * self.bias.shape[1] // self.dim
 
 
@@ -112,9 +112,17 @@ class DeepseekAttention(nn.Module):
 
     def forward(self, x: Tensor, cache: Attend) -> Tensor:
         """x [B, Q, D] -> [B, Q, D]."""
-        low, kv = self.qkv_a(x).split((self.q_norm.shape[0], self.head_dim), dim=2)
+        low, kv = self._low(x)
         low = rms_norm(low, self.q_norm, self.eps)
         states = None if self.states is None else linear(x, self.states.weight, False)
         index_q = None if self.index_q is None else self.index_q(low)
         out = cache.attend(self, self.q_b(low), kv, states, index_q)
         return self.out_b(self.out_a(out.unflatten(2, (self.groups, -1)).flatten(3)).flatten(2))
+
+    def keys(self, x: Tensor) -> Tensor:
+        """x [B, Q, D] -> kv [B, Q, head_dim] as its linear gives it, of tokens that are attended to and do not ask."""
+        return self._low(x)[1]
+
+    def _low(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        low, kv = self.qkv_a(x).split((self.q_norm.shape[0], self.head_dim), dim=2)
+        return low, kv

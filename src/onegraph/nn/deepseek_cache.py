@@ -12,6 +12,7 @@ from torch import Tensor
 from onegraph.formats.deepseek_kv import row_bytes
 from onegraph.nn.deepseek_attention import Compressor, DeepseekAttention
 from onegraph.ops.deepseek_attention import deepseek_attention, deepseek_qkv
+from onegraph.ops.deepseek_block import deepseek_block_attention, deepseek_remember
 from onegraph.ops.deepseek_compress import deepseek_compress
 from onegraph.ops.deepseek_index import deepseek_index
 
@@ -24,6 +25,7 @@ class DeepseekCache:
         rows: sequences at once; there is one slot more, since slot 0 belongs to nobody.
         pages: of the pools; page 0 belongs to nobody. page_size: tokens that a page stands for, a multiple of every
             compression ratio. pages_per_row: columns of the block table.
+        spare: latest tokens that may be taken back (`truncate`): the rings have so many places more.
 
     Attributes:
         block_table int32 [rows, pages_per_row], positions, counts and slots int32 [rows]: as in `PagedCache`, and which
@@ -43,8 +45,10 @@ class DeepseekCache:
         device: torch.device | str,
         dtype: torch.dtype,
         fp8: bool = False,
+        spare: int = 0,
     ) -> None:
-        for name, value, least in (("rows", rows, 1), ("pages", pages, 2), ("pages_per_row", pages_per_row, 1)):
+        least_of = ("rows", rows, 1), ("pages", pages, 2), ("pages_per_row", pages_per_row, 1), ("spare", spare, 0)
+        for name, value, least in least_of:
             if value < least:
                 raise ValueError(f"{name} is {value}; it must be at least {least}")
         compressors = [c for layer in layers for c in (layer.compressor, layer.indexer) if c is not None]
@@ -63,10 +67,10 @@ class DeepseekCache:
             return torch.zeros(many, each, width, device=device, dtype=torch.uint8 if fp8 else dtype)
 
         def ring(c: Compressor | None) -> Tensor | None:
-            return None if c is None else zeros(rows + 1, c.reach, c.width)
+            return None if c is None else zeros(rows + 1, c.reach + spare, c.width)
 
-        self.page_size, self.pages, self.fp8 = page_size, pages, fp8
-        self.windows = {a.index: keys(a, rows + 1, a.window) for a in layers}
+        self.page_size, self.pages, self.fp8, self.spare = page_size, pages, fp8, spare
+        self.windows = {a.index: keys(a, rows + 1, a.window + spare) for a in layers}
         self.rings = {a.index: ring(a.compressor) for a in layers}
         self.entries = {
             a.index: None if a.compressor is None else keys(a, pages, page_size // a.compressor.ratio) for a in layers
@@ -83,14 +87,14 @@ class DeepseekCache:
 
     @staticmethod
     def bytes_of(
-        a: DeepseekAttention, *, rows: int, pages: int, page_size: int, itemsize: int, fp8: bool = False
+        a: DeepseekAttention, *, rows: int, pages: int, page_size: int, itemsize: int, fp8: bool = False, spare: int = 0
     ) -> int:
         """What one layer's state takes, without making it."""
         key = row_bytes(a.head_dim, 2 * a.cos.shape[1]) if fp8 else itemsize * a.head_dim
-        per_slot, per_page = a.window * key, 0
+        per_slot, per_page = (a.window + spare) * key, 0
         for c, entry in ((a.compressor, key), (a.indexer, itemsize * (a.indexer.dim if a.indexer else 0))):
             if c is not None:
-                per_slot += itemsize * c.reach * c.width
+                per_slot += itemsize * (c.reach + spare) * c.width
                 per_page += page_size // c.ratio * entry
         return (rows + 1) * per_slot + pages * per_page
 
@@ -117,6 +121,16 @@ class DeepseekCache:
         """Forget everything: after a NaN, which masks keep out of results but nothing else removes."""
         for tensor in self.tensors():
             tensor.zero_()
+
+    def truncate(self, lengths: Tensor) -> None:
+        """Takes back each row's tokens from lengths[row] on, int32 [rows]; a row that has no more than that stays.
+
+        Of the tokens that a row ever had, at most the latest `spare` may be taken back. Nothing but `positions` is
+        written: a query sees a ring's place only by the token that it should hold, the ring is long enough that no
+        token taken back lies where a kept one is looked for, and an entry is seen only from its last token on, whose
+        step writes it first. So this may stand in a captured step.
+        """
+        self.positions.copy_(torch.minimum(self.positions, lengths))
 
     def view(self, rows: slice = slice(None), pages: int | None = None) -> DeepseekCache:
         """The same storage seen through some rows, as `PagedCache.view`."""
@@ -146,8 +160,26 @@ class DeepseekCache:
                 selected = deepseek_index(heads, gain, a.cos, a.sin, *rows, pool, a.indexer.ratio, a.top_k)
         return deepseek_attention(
             q, kv, self.windows[i], a.sinks, a.cos, a.sin, self.slots, *rows, self.entries[i], selected,
-            0 if a.compressor is None else a.compressor.ratio, a.scale,
+            0 if a.compressor is None else a.compressor.ratio, a.window, a.scale,
         )  # fmt: skip
+
+    def remember(self, attention: DeepseekAttention, kv: Tensor) -> None:
+        """Writes keys [B, Q, head_dim], as `DeepseekAttention.keys` gives them, of tokens that do not ask."""
+        a = attention
+        _, kv = deepseek_qkv(kv, kv, a.kv_norm, a.eps, a.cos, a.sin, self.positions, self.fp8)
+        deepseek_remember(kv, self.windows[a.index], self.slots, self.positions, self.counts)
+
+    def attend_block(
+        self, attention: DeepseekAttention, q: Tensor, kv: Tensor, states: Tensor | None, index_q: Tensor | None
+    ) -> Tensor:
+        """As `attend` for a block of drafts behind what the window holds: each sees the window that ends in front of
+        the block, and the whole block, what follows it too. Nothing is written."""
+        a = attention
+        q, kv = deepseek_qkv(q, kv, a.kv_norm, a.eps, a.cos, a.sin, self.positions, self.fp8)
+        ring = self.windows[a.index]
+        return deepseek_block_attention(
+            q, kv, ring, a.sinks, a.cos, a.sin, self.slots, self.positions, a.window, a.scale
+        )
 
     def _compress(
         self, a: DeepseekAttention, c: Compressor, states: Tensor, ring: Tensor | None, pool: Tensor | None
@@ -170,3 +202,8 @@ class PlacedCache:
     def reset(self) -> None:
         for part in self.parts:
             part.reset()
+
+    def truncate(self, lengths: Tensor) -> None:
+        """As `DeepseekCache.truncate`, on every device."""
+        for part in self.parts:
+            part.truncate(lengths.to(part.positions.device, non_blocking=True))

@@ -95,7 +95,11 @@ def _paged_attention(call: PagedAttention) -> Tensor:
     scores = grouped.reshape(batch, kv_heads, group * length, dim) @ keys.float().permute(0, 2, 3, 1)
     by_query = scores.view(batch, kv_heads, group, length, capacity)
     by_query.masked_fill_(hidden.view(batch, 1, 1, length, capacity), float("-inf"))
-    out = scores.softmax(-1) @ values.float().transpose(1, 2)  # [B, kv_heads, group * Q, D]
+    if call.sinks is not None:
+        sinks = call.sinks.view(1, kv_heads, group, 1, 1).expand(batch, -1, -1, length, -1)
+        scores = torch.cat((by_query, sinks), dim=-1).flatten(2, 3)
+    weights = scores.softmax(-1)[..., :capacity]
+    out = weights @ values.float().transpose(1, 2)  # [B, kv_heads, group * Q, D]
     out = out.view(batch, heads, length, dim).transpose(1, 2)
     return out.to(q.dtype, memory_format=torch.contiguous_format, copy=True)
 
@@ -201,7 +205,7 @@ def _check_attention(call: PagedAttention) -> None:
         raise ValueError(f"{op}: q has heads of {dim}, the cache of {cache_dim}; head_dim must agree")
     check_tensors(
         op, q.device, block_table=(call.block_table, torch.int32, (*rows, -1)),
-        positions=(call.positions, torch.int32, tuple(rows)),
+        positions=(call.positions, torch.int32, tuple(rows)), sinks=(call.sinks, torch.float32, (heads,)),
     )  # fmt: skip
     if call.window < 0:
         raise ValueError(
@@ -239,13 +243,14 @@ def _slots_case(name: str, *, tokens: int, heads: int, kv_heads: int, dim: int, 
 
 def _attention_case(
     name: str, *, tokens: int, heads: int, kv_heads: int, dim: int, page_size: int, positions: list[int],
-    window: int = 0, spare_pages: int = 1,
+    window: int = 0, spare_pages: int = 1, sinks: bool = False,
 ) -> Case:  # fmt: skip
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
         draw, rows = Draw(device, dtype, generator), len(positions)
         table = draw.pages(rows, -(-(max(positions) + tokens) // page_size) + spare_pages)
         q, cache = draw.randn(rows, tokens, heads, dim), (1 + table.numel(), page_size, kv_heads, dim)
-        return q, draw.randn(*cache), draw.randn(*cache), table, draw.ints(positions), dim**-0.5, window
+        caches = draw.randn(*cache), draw.randn(*cache)
+        return q, *caches, table, draw.ints(positions), dim**-0.5, window, draw.sinks(heads) if sinks else None
 
     return Case(name=name, make=make)
 
@@ -281,6 +286,13 @@ _ATTENTION_CASES = (
     _attention_case("mha_80", tokens=2, heads=4, kv_heads=4, dim=80, page_size=8, positions=[7, 30]),
     _attention_case("mqa_96", tokens=5, heads=6, kv_heads=1, dim=96, page_size=4, positions=[2, 61], spare_pages=0),
     _attention_case("long_context", tokens=1, heads=8, kv_heads=2, dim=128, page_size=64, positions=[4000, 17]),
+    _attention_case(
+        "gpt_oss", tokens=1, heads=16, kv_heads=2, dim=64, page_size=16, positions=[0, 3, 150], window=128, sinks=True
+    ),
+    _attention_case("sinks", tokens=1, heads=6, kv_heads=3, dim=80, page_size=16, positions=[0, 300], sinks=True),
+    _attention_case(
+        "sinks_chunk", tokens=21, heads=8, kv_heads=1, dim=64, page_size=16, positions=[0, 50], window=7, sinks=True
+    ),
 )
 _TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
@@ -340,4 +352,7 @@ paged_attention = register(
 """q [B, Q, H, D] -> [B, Q, H, D]: query i of row b stands at positions[b] + i and attends the keys j <= that, and
 j > that - window if window > 0; softmax in float32. Key j of row b is k_cache[block_table[b, j // page_size],
 j % page_size]. The grid depends on shapes only; lengths are read on the device. What lies beyond a row's last position
-may be anything, NaN included. Rows of block_table may be apart."""
+may be anything, NaN included. Rows of block_table may be apart.
+
+sinks: float32 [H], a logit of each head that counts in the softmax beside the scores and that no value belongs to
+(gpt-oss): what a query gives to it, its result lacks."""

@@ -82,6 +82,7 @@ class PagedAttention(Call):
     positions: Tensor
     scale: float
     window: int
+    sinks: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -95,6 +96,7 @@ class PagedDecode(Tokens):
     scale: float
     window: int
     early: bool = False
+    sinks: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -216,6 +218,7 @@ class DeepseekAttention(Call):
     entries: Tensor | None
     selected: Tensor | None
     ratio: int
+    window: int
     scale: float
 
 

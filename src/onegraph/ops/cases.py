@@ -21,6 +21,10 @@ class Draw:
     def ints(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
+    def sinks(self, heads: int) -> Tensor:
+        """A logit of each head that no key has, from far below the others to far above, float32."""
+        return (4 * torch.randn(heads, generator=self.generator)).to(self.device)
+
     def pages(self, rows: int, per_row: int) -> Tensor:
         """A block table [rows, per_row] of pages in any order, but for page 0, which is nobody's."""
         order = torch.randperm(rows * per_row, generator=self.generator, dtype=torch.int32)

@@ -7,15 +7,16 @@ from torch import Tensor
 
 from onegraph.ops.attention import _TOLERANCE, _write_case, keys_read, paged_attention, rope_cache_write
 from onegraph.ops.calls import PagedDecode
+from onegraph.ops.cases import Draw
 from onegraph.ops.registry import Case, Op, nbytes, register
 
 
 def _parts(call: PagedDecode, q: Tensor | None = None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Arguments of `rope_cache_write`, and of `paged_attention` for the queries that it returns."""
-    *tokens, _, heads, scale, window, _ = call
+    *tokens, _, heads, scale, window, _, sinks = call
     if q is None:
         q = call.qkv.new_empty(call.qkv.shape[0], 1, heads, call.k_cache.shape[3])  # never filled, for the check
-    return (*tokens, heads), (q, call.k_cache, call.v_cache, call.block_table, call.positions, scale, window)
+    return (*tokens, heads), (q, call.k_cache, call.v_cache, call.block_table, call.positions, scale, window, sinks)
 
 
 def _paged_decode(call: PagedDecode) -> Tensor:
@@ -48,7 +49,7 @@ def _check(call: PagedDecode) -> None:
         )
 
 
-def _case(name: str, window: int = 0, early: bool = False, **options: Any) -> Case:
+def _case(name: str, window: int = 0, early: bool = False, sinks: bool = False, **options: Any) -> Case:
     """The write's case, its caches as long as the positions reach, and what attention needs besides."""
     write = _write_case(name, tokens=1, **options)
 
@@ -56,7 +57,8 @@ def _case(name: str, window: int = 0, early: bool = False, **options: Any) -> Ca
         *tensors, heads, _ = write.make(device, dtype, generator)
         batch, (_, _, kv_heads, dim) = tensors[0].shape[0], tensors[-1].shape
         tickets = torch.zeros(batch, kv_heads, dtype=torch.int32, device=device)
-        return *tensors, tickets, heads, dim**-0.5, window, early
+        logits = Draw(device, dtype, generator).sinks(heads) if sinks else None
+        return *tensors, tickets, heads, dim**-0.5, window, early, logits
 
     return Case(name=name, make=make)
 
@@ -97,6 +99,11 @@ paged_decode = register(
                 page_size=16,
             ),
             _case("long_context", positions=[4000, 17], counts=[1, 1], heads=8, kv_heads=2, dim=128, page_size=64),
+            _case(
+                "gpt_oss", positions=[0, 9, 0, 700], counts=[1, 1, 0, 1], heads=16, kv_heads=2, dim=64, page_size=16,
+                window=128, sinks=True,
+            ),
+            _case("sinks", positions=[1, 300], counts=[1, 1], heads=6, kv_heads=3, dim=80, page_size=16, sinks=True),
         ),
         tolerance=_TOLERANCE,
         bytes_moved=lambda call: (

@@ -39,16 +39,16 @@ def _deepseek_qkv(
 
 
 def _deepseek_attention(call: DeepseekAttention) -> Tensor:
-    q, kv, ring, sinks, cos, sin, slots, positions, counts, block_table, entries, selected, ratio, scale = call
-    batch, length, heads, dim = q.shape
-    window = ring.shape[1]
+    q, kv, ring, sinks, cos, sin, slots, positions, counts, block_table, entries, selected, ratio, window, scale = call
+    batch, length = q.shape[:2]
+    size = ring.shape[1]
     step = torch.arange(length, dtype=INT32, device=q.device)
     token = (positions.unsqueeze(1) + step).unsqueeze(2)  # [B, Q, 1]
     real = (step < counts.unsqueeze(1)).unsqueeze(2)
     # The window: what the ring holds of the tokens before this call, and this call's own.
-    place = torch.arange(window, dtype=INT32, device=q.device)
+    place = torch.arange(size, dtype=INT32, device=q.device)
     before = positions.unsqueeze(1) - 1
-    held = (before - (before - place) % window).unsqueeze(1)  # [B, 1, window]: the latest token in each place
+    held = (before - (before - place) % size).unsqueeze(1)  # [B, 1, R]: the latest token in each place
     old = (held >= 0) & (held > token - window)
     behind = step.unsqueeze(1) - step
     new = ((behind >= 0) & (behind < window)).expand(batch, -1, -1)
@@ -66,19 +66,23 @@ def _deepseek_attention(call: DeepseekAttention) -> Tensor:
             rows = torch.arange(entries.shape[1], dtype=INT32, device=q.device)
             place = (block_table.unsqueeze(2) * entries.shape[1] + rows).view(batch, 1, capacity)
             seen.append(chosen.gather(2, place.expand(-1, length, -1).long()))
-    visible = torch.cat(seen, dim=2) & real
-    every = torch.cat(keys, dim=1)
-    every = unpack_rows(every, dim, 2 * cos.shape[1]) if every.dtype == torch.uint8 else every.float()
+    out = attend_to(q, torch.cat(keys, dim=1), torch.cat(seen, dim=2) & real, sinks, 2 * cos.shape[1], scale)
+    out = rotate(out, cos, -sin, token.squeeze(2)).to(q.dtype)
+    write_ring(ring, kv, slots, positions, counts)
+    return out
+
+
+def attend_to(q: Tensor, keys: Tensor, visible: Tensor, sinks: Tensor, rope: int, scale: float) -> Tensor:
+    """q [B, Q, H, D] to keys [B, N, D] (or rows of FP8) of which each query sees `visible` [B, Q, N]; float32."""
+    batch, length, heads, dim = q.shape
+    every = unpack_rows(keys, dim, rope) if keys.dtype == torch.uint8 else keys.float()
     every = torch.where(visible.any(1).unsqueeze(2), every, 0.0)  # 0 * NaN would carry what a predecessor left
     scores = (q.float().flatten(1, 2) @ every.transpose(1, 2)).view(batch, length, heads, -1) * scale
     scores = torch.where(visible.unsqueeze(2), scores, -torch.inf)
     limit = torch.maximum(scores.amax(3, keepdim=True), sinks.view(-1, 1))
     weight = (scores - limit).exp()
     total = weight.sum(3, keepdim=True) + (sinks.view(-1, 1) - limit).exp()
-    out = ((weight / total).flatten(1, 2) @ every).view(batch, length, heads, dim)
-    out = rotate(out, cos, -sin, token.squeeze(2)).to(q.dtype)
-    write_ring(ring, kv, slots, positions, counts)
-    return out
+    return ((weight / total).flatten(1, 2) @ every).view(batch, length, heads, dim)
 
 
 def _check_qkv(
@@ -114,6 +118,8 @@ def _check_attention(call: DeepseekAttention) -> None:
     check_tensors(
         op, q.device, sinks=(call.sinks, torch.float32, (heads,)), selected=(selected, INT32, (batch, length, -1))
     )
+    if not 1 <= call.window <= call.ring.shape[1]:
+        raise ValueError(f"{op}: window is {call.window}; it must be 1 to {call.ring.shape[1]}, the places of the ring")
     if entries is not None and call.ratio < 1:
         raise ValueError(f"{op}: ratio is {call.ratio}; entries stand for one token or more")
 
@@ -149,6 +155,7 @@ def _case(
     counts: list[int],
     top_k: int = 0,
     fp8: bool = False,
+    spare: int = 0,
 ) -> Case:
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
         tokens, batch = max(counts), len(positions)
@@ -171,7 +178,7 @@ def _case(
         args = (
             randn(batch, tokens, heads, dim).to(dtype),
             as_rows(randn(batch, tokens, dim), kind, 2 * half),
-            as_rows(randn(batch + 1, window, dim), kind, 2 * half),
+            as_rows(randn(batch + 1, window + spare, dim), kind, 2 * half),
             randn(heads),
             angle.cos(),
             angle.sin(),
@@ -179,6 +186,7 @@ def _case(
             as_rows(randn(pages, per_page, dim), kind, 2 * half) if ratio else None,
             selected,
             ratio,
+            window,
             dim**-0.5,
         )
         return tuple(a.to(device) if isinstance(a, Tensor) else a for a in args)
@@ -250,16 +258,25 @@ deepseek_attention = register(
                 "hca_chunk", heads=3, dim=32, half=4, window=8, ratio=8, per_page=2,
                 positions=[0, 6, 29], counts=[13, 9, 1],
             ),
+            _case(
+                "spare", heads=3, dim=48, half=8, window=16, ratio=0, per_page=1, spare=5,
+                positions=[2, 45, 80, 17], counts=[1, 1, 1, 0],
+            ),
+            _case(
+                "spare_chunk", heads=3, dim=48, half=8, window=8, ratio=4, per_page=4, top_k=4, spare=3,
+                positions=[0, 5, 30], counts=[13, 4, 6],
+            ),
         ),
         tolerance={torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3},
         bytes_moved=lambda call: 2 * nbytes(call.q, call.kv) + call.q.shape[0] * nbytes(call.ring[0]),
-        flops=lambda call: 4 * call.q.numel() * call.ring.shape[1],
+        flops=lambda call: 4 * call.q.numel() * call.window,
     )
 )  # fmt: skip
 """q [B, Q, H, D], kv [B, Q, D] (this call's, as deepseek_qkv returns them) -> [B, Q, H, D]; kv enters the ring.
 
 Query i of row b stands at t = positions[b] + i; the first counts[b] are real, the result of the others is zero. It
-sees the tokens above t - W (ring [slots, W, D] holds the sequence of slots[b], token j at j mod W) up to t, and entries
+sees the tokens above t - window (ring [slots, R, D] holds the sequence of slots[b], token j at j mod R; with R = window
++ s the latest s tokens may be taken back, since what they wrote over is seen by nobody) up to t, and entries
 of the paged pool [pages, per page, D]: those at the places that `selected` int32 [B, Q, k] names (rows of the pool,
 pages flattened; the sequence's own; -1: none), or without it all below (t + 1) // ratio. Softmax in float32 with
 sinks[h] in the denominator; the result's trailing dimensions are rotated back by t. What a query does not see may be

@@ -64,7 +64,7 @@ def _deepseek_compress(call: DeepseekCompress) -> None:
     entry = (positions // ratio).unsqueeze(1) + torch.arange(-(-length // ratio), dtype=INT32, device=states.device)
     token = (entry * ratio).unsqueeze(2) + torch.arange(ratio - width, ratio, dtype=INT32, device=states.device)
     here = token - positions.view(-1, 1, 1)  # [B, N, width]: index among the call's tokens where it is not negative
-    past = (slots.view(-1, 1, 1) * width + token % width).flatten().long()
+    past = (slots.view(-1, 1, 1) * ring.shape[1] + token % ring.shape[1]).flatten().long()
     now = (here.clamp(0, length - 1) + torch.arange(batch, device=states.device).view(-1, 1, 1) * length).flatten()
     shape = (*token.shape, 2 * wide)
     old = ring.view(-1, 2 * wide).index_select(0, past).view(shape)
@@ -122,9 +122,11 @@ def _check(call: DeepseekCompress) -> None:
     if states.shape[2] != 2 * wide:
         raise ValueError(f"{op}: states has width {states.shape[2]}; bias {tuple(bias.shape)} asks for {2 * wide}")
     check_tensors(
-        op, states.device, ring=(call.ring, states.dtype, (-1, ratio * (wide // dim), 2 * wide)),
+        op, states.device, ring=(call.ring, states.dtype, (-1, -1, 2 * wide)),
         entries=(call.entries, call.entries.dtype, (-1, -1, -1)),
     )  # fmt: skip
+    if call.ring.shape[1] < (reach := ratio * (wide // dim)):
+        raise ValueError(f"{op}: ring has {call.ring.shape[1]} places; an entry is made of {reach} tokens")
     check_tables(op, dim, call.cos, call.sin)
 
 
@@ -164,6 +166,7 @@ def _case(
     per_page: int,
     positions: list[int],
     counts: list[int],
+    spare: int = 0,
 ) -> Case:
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
         tokens, wide = max(counts), dim * (2 if overlap else 1)
@@ -176,7 +179,7 @@ def _case(
         angle = angles(max(positions) + tokens, half)
         args = (
             randn(len(positions), tokens, 2 * wide).to(dtype),
-            randn(len(positions) + 1, width, 2 * wide).to(dtype),
+            randn(len(positions) + 1, width + spare, 2 * wide).to(dtype),
             randn(ratio, wide),
             (1 + 0.2 * randn(dim)).to(dtype),
             1e-6,
@@ -216,6 +219,14 @@ deepseek_compress = register(
                 "hca_chunk", ratio=16, overlap=False, dim=40, half=4, per_page=2,
                 positions=[0, 9, 31], counts=[40, 33, 1],
             ),
+            _case(
+                "csa_spare", ratio=4, overlap=True, dim=48, half=8, per_page=4, spare=5,
+                positions=[3, 11, 40, 63], counts=[1, 1, 1, 1],
+            ),
+            _case(
+                "hca_spare", ratio=16, overlap=False, dim=40, half=4, per_page=2, spare=3,
+                positions=[0, 9, 31], counts=[40, 33, 1],
+            ),
         ),
         tolerance={torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3},
         bytes_moved=lambda call: (
@@ -226,9 +237,9 @@ deepseek_compress = register(
 )  # fmt: skip
 """states [B, Q, 2 c d], content | score -> entries [pages, per page, d] that these tokens complete, and the ring.
 
-Row b's tokens stand at positions[b] + i, the first counts[b] are real. ring [slots, c ratio, 2 c d] holds the latest
-tokens of the sequence in slots[b] (slot 0 belongs to nobody), token t at t mod (c ratio). Entry e of row b covers the
-tokens from e ratio to (e + 1) ratio (with overlap, c = 2, also the window before): per dimension the mean of contents
-weighted by softmax(score + bias), then RMSNorm, then interleaved RoPE at position e ratio, at entries[block_table[b,
-e // per page], e mod per page]. float32 inside, rounded once. Page 0 and slot 0 are never
+Row b's tokens stand at positions[b] + i, the first counts[b] are real. ring [slots, R, 2 c d], R at least c ratio,
+holds the latest tokens of the sequence in slots[b] (slot 0 belongs to nobody), token t at t mod R. Entry e of row b
+covers the tokens from e ratio to (e + 1) ratio (with overlap, c = 2, also the window before): per dimension the mean of
+contents weighted by softmax(score + bias), then RMSNorm, then interleaved RoPE at position e ratio, at
+entries[block_table[b, e // per page], e mod per page]. float32 inside, rounded once. Page 0 and slot 0 are never
 written. entries may be rows of FP8, uint8 [pages, per page, row_bytes] (`formats/deepseek_kv.py`)."""

@@ -56,6 +56,12 @@ def _hyper_update_mix(
     return _hyper_mix(streams, fn, base, scale, norm, eps, floor, iterations)
 
 
+def hyper_sum(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, eps: float, floor: float) -> Tensor:
+    """What `hyper_head` gives, in front of its norm: for draft layers, of which few tokens pass."""
+    pre = torch.sigmoid(_weights(streams, fn, eps) * scale + base) + floor
+    return (pre.unsqueeze(-1) * streams.float()).sum(-2).to(streams.dtype)
+
+
 def _hyper_head(
     streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm: Tensor, eps: float, floor: float
 ) -> Tensor:

@@ -80,6 +80,39 @@ def _experts(
     return total.to(x.dtype)
 
 
+# ----------------------------------------------------------------------------------------------------------- on a GPU
+
+
+def dequantize_on_gpu(codes: Tensor, scale: Tensor, rows: int, columns: int) -> Tensor:
+    from onegraph.ops.cuda import fp8
+
+    y = fp8.dequantize(codes, scale, rows, columns, torch.float32) if fp8.takes_codes(codes) else None
+    return _dequantize(codes, scale, rows, columns) if y is None else y
+
+
+def linear_on_gpu(
+    x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, rows: int, columns: int, float32: bool
+) -> Tensor:
+    from onegraph.ops.cuda import fp8
+
+    y = fp8.linear(x, codes, scale, bias, rows, columns, float32) if fp8.takes(x) else None
+    return _linear(x, codes, scale, bias, rows, columns, float32) if y is None else y
+
+
+def grouped_linear_on_gpu(x: Tensor, codes: Tensor, scale: Tensor, rows: int, columns: int) -> Tensor:
+    from onegraph.ops.cuda import fp8
+
+    y = fp8.grouped_linear(x, codes, scale, rows, columns) if fp8.takes(x) else None
+    return _grouped_linear(x, codes, scale, rows, columns) if y is None else y
+
+
+def experts_on_gpu(x: Tensor, experts: Tensor, weights: Tensor, *layers: Any) -> Tensor:
+    from onegraph.ops.cuda import fp8
+
+    y = fp8.experts(x, experts, weights, *layers) if fp8.takes(x) else None
+    return _experts(x, experts, weights, *layers) if y is None else y
+
+
 # ------------------------------------------------------------------------------------------------------------- checks
 
 
@@ -235,6 +268,7 @@ fp8_dequantize = register(
         schema="(Tensor codes, Tensor scale, int rows, int columns) -> Tensor",
         reference=_dequantize,
         fake=lambda codes, scale, rows, columns: codes.new_empty(codes.shape, dtype=torch.float32),
+        kernel="onegraph.ops.fp8:dequantize_on_gpu",
         check=check_weight,
         cases=(
             _weight_case("128", 256, 384),
@@ -259,6 +293,7 @@ fp8_linear = register(
         fake=lambda x, codes, scale, bias, rows, columns, float32: x.new_empty(
             (*x.shape[:-1], codes.shape[0]), dtype=torch.float32 if float32 else x.dtype
         ),
+        kernel="onegraph.ops.fp8:linear_on_gpu",
         check=_check_linear,
         cases=(
             _linear_case("128", (1,), 256, 512),
@@ -285,6 +320,7 @@ fp8_grouped_linear = register(
         schema="(Tensor x, Tensor codes, Tensor scale, int rows, int columns) -> Tensor",
         reference=_grouped_linear,
         fake=lambda x, codes, *rest: x.new_empty((*x.shape[:-1], codes.shape[1])),
+        kernel="onegraph.ops.fp8:grouped_linear_on_gpu",
         check=_check_grouped,
         cases=(
             _grouped_case("128", (1,), 4, 128, 256),
@@ -308,6 +344,7 @@ fp8_experts = register(
         "Tensor down_scale, int rows, int columns, float limit, float alpha, float shift) -> Tensor",
         reference=_experts,
         fake=lambda x, *rest: torch.empty_like(x),
+        kernel="onegraph.ops.fp8:experts_on_gpu",
         check=_check_experts,
         cases=(
             _experts_case("128", 1, 6, 16, 256, 128),

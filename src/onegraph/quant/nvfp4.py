@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from onegraph.formats.nvfp4 import E4M3, E4M3_MAX, GROUP, NVFP4, NVFP4Config
+from onegraph.formats.nvfp4 import E4M3, E4M3_MAX, GROUP, NVFP4
 from onegraph.formats.weight import Tensors
 from onegraph.nn.linear import Linear
 from onegraph.ops.nvfp4 import SMALLEST, activation_scale, decode_e2m1, encode_e2m1, quantize
@@ -75,11 +75,6 @@ def quantized_tensors(
         yield from ((tensor, made[key].cpu()) for key, tensor in NVFP4.names((), owner).items())
         if on_linear is not None:
             on_linear(owner)
-
-
-def config_for(kept: Iterable[str]) -> NVFP4Config:
-    """The quantization_config of what `quantized_tensors` made; `kept` are the modules that stay as they are."""
-    return NVFP4Config(tuple(sorted(kept)))
 
 
 @contextmanager

@@ -1,26 +1,26 @@
 """What a caller of a graph does beside replaying it: static inputs, copies into them, garbage wherever it may be."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
+
+from onegraph.check import containers
 
 _JUNK = (16, 128, 1024, 16384, 262144)
 """Elements of the NaN tensors that take up freed memory before a replay, so that a read of it shows."""
 
 
-def static(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
+def static(value: Tensor) -> Tensor:
     return value.clone().pin_memory() if value.device.type == "cpu" and value.is_pinned() else value.clone()
 
 
-def copy(static: Any, fresh: Any) -> Any:
-    if isinstance(static, Tensor) and isinstance(fresh, Tensor):
-        if static.shape != fresh.shape:
-            raise ValueError(f"an input of shape {tuple(fresh.shape)} does not fit {tuple(static.shape)}")
-        static.copy_(fresh)
-    return static
+def refill(static: dict[str, Tensor], fresh: dict[str, Tensor]) -> None:
+    """Copy the tensors of a step's arguments into those that were captured. Raises ValueError where they do not fit."""
+    if other := containers.same_places(static, fresh):
+        raise ValueError(f"the inputs are others: {other}")
+    for path, target in static.items():
+        if target.shape != fresh[path].shape:
+            raise ValueError(f"an input of shape {tuple(fresh[path].shape)} does not fit {tuple(target.shape)}")
+        target.copy_(fresh[path])
 
 
 def junk() -> list[Tensor]:

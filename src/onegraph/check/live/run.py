@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
-from onegraph.check.live.buffers import copy, junk, poison
+from onegraph.check import containers
+from onegraph.check.live.buffers import junk, poison, refill
 from onegraph.check.live.buffers import static as static_of
 from onegraph.check.live.failure import blame, first_error, forget, recover
 from onegraph.check.live.recorder import Numbers, Recorder, stored
@@ -24,7 +24,7 @@ from onegraph.check.simulate.compare import Books, differences
 from onegraph.check.simulate.findings import Findings, home_of
 from onegraph.check.simulate.records import Sighting, Step, reshaped
 from onegraph.check.simulate.replay import Verdict, close
-from onegraph.check.simulate.run import NOTHING, _kind, _line, _where, internal
+from onegraph.check.simulate.run import NOTHING, _kind, _line, _where, changed_numbers, given_of, internal
 from onegraph.check.simulate.state import Snapshot, changes, methods
 
 _REPLAYS = 200
@@ -51,8 +51,10 @@ class _Live:
         self.numbers = Numbers()
         self.recorder = Recorder(call_step.__code__, self.roots, self.numbers)
         self.steps: dict[int, Step] = {}
-        self.truth: dict[int, list[Tensor]] = {}
+        self.truth: dict[int, dict[str, Tensor]] = {}
+        self.numbers_of: dict[int, dict[str, Any]] = {}  # Python values that the steps return, by path
         self.state: dict[int, dict[str, Tensor]] = {}
+        self.left: dict[int, dict[str, Tensor]] = {}  # what the steps leave in the buffers that they are given
         self.changed: dict[int, dict[str, tuple[Any, Any]]] = {}
         self.types: dict[type, None] = {}
         self.returned: dict[int, int] = {}
@@ -102,53 +104,57 @@ class _Live:
                 raise  # a fault of this package's: not to be read as one of the step
             raise CheckError(f"{what} raised {type(error).__name__}: {_line(error)}{_where(error)}") from error
 
+    def _given(self, inputs: Callable[[int], Any], index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return given_of(index, self._guarded(f"inputs({index})", inputs, index))
+
     def _eager(self) -> None:
         step, inputs = self._build()
-        recorder = self.recorder
+        recorder, handed = self.recorder, containers.Handed()
         for index in range(self.count):
-            arguments = self._guarded(f"inputs({index})", inputs, index)
-            if not isinstance(arguments, tuple | list):
-                raise CheckError(f"inputs({index}): got {_kind(arguments)}, allowed a tuple: the arguments of step")
+            arguments = self._given(inputs, index)
+            given = containers.tensors(arguments, handed)
+            leaves, marks = list(given.values()), {path: _version(t) for path, t in given.items()}
             before = Snapshot(step, self.roots)
             versions = {name: _version(t) for name, t in before.tensors.items()}
             record = Step(index)
-            for position, leaf in enumerate(tree_leaves(tuple(arguments))):
-                if isinstance(leaf, Tensor) and leaf.is_cuda:
-                    record.inputs[self.numbers.of(leaf, "inputs", index)] = position
+            for path, leaf in given.items():
+                if leaf.is_cuda:
+                    record.inputs[self.numbers.of(leaf, "inputs", index)] = path
+            handed.note(arguments)
             torch.cuda.synchronize()
-            leaves = [t for t in tree_leaves(tuple(arguments)) if isinstance(t, Tensor)]
             shapes = [list(t.shape) for t in leaves]
             recorder.reshaped.clear()
             recorder.first_node = torch._C._autograd._get_sequence_nr()
             recorder.step = record
             with recorder.watching() if index else ExitStack(), recorded(recorder) as compiled:
-                result = self._guarded(f"step {index}", call_step, step, arguments)
+                result = self._guarded(f"step {index}", call_step, step, *arguments)
             self.compiled |= bool(compiled)
             for code, text, chain, values in reshaped(leaves, shapes, recorder.reshaped):
                 self.recorder.sightings.append(Sighting(index, code, Severity.ERROR, chain, text, SILENT, values))
             recorder.step = None
             torch.cuda.synchronize()
-            outputs = list(result) if isinstance(result, tuple | list) else [result]
-            if not outputs or not all(isinstance(o, Tensor) for o in outputs):
-                raise CheckError(f"step {index}: returned {_kind(result)}, allowed a tensor or a tuple of tensors")
-            if not all(stored(o) for o in outputs):
+            outputs = containers.tensors(result)
+            self.numbers_of[index] = containers.numbers(result)
+            if not all(stored(o) for o in outputs.values()):
                 raise CheckError(
                     f"step {index}: returned a sparse or nested tensor, allowed dense ones: return .values()"
                 )
             after = Snapshot(step, self.roots)
             self.changed[index] = changes(before, after)
             self.types.update(after.types)
-            for out in outputs:
+            for out in outputs.values():
                 if out.is_cuda:
                     self.returned.setdefault(self.numbers.of(out, "step", index), index)
-            self.truth[index] = [o.detach().clone() for o in outputs]
+            self.truth[index] = {path: o.detach().clone() for path, o in outputs.items()}
             self.state[index] = {
                 name: t.detach().clone()
                 for name, t in after.tensors.items()
                 if t.is_cuda and versions.get(name) != _version(t)
             }
+            written = {path: t for path, t in given.items() if marks[path] != _version(t) and stored(t)}
+            self.left[index] = {path: t.detach().clone() for path, t in written.items()}
             self.steps[index] = record
-            del result, outputs, arguments, leaves
+            del result, outputs, arguments, leaves, given, written
         if not (self.returned or any(s.ops for s in self.steps.values())):
             raise CheckError(NOTHING)
         self.names = {self.numbers.of(t, "outside", -1): name for name, t in _tensors(step, self.roots).items()}
@@ -159,9 +165,9 @@ class _Live:
         """What the steps give in their compiled form, whose roundings are not those of eager's ops."""
         step, inputs = self._build()
         for index in range(self.count):
-            result = self._guarded(f"step {index}", call_step, step, self._guarded(f"inputs({index})", inputs, index))
+            result = self._guarded(f"step {index}", call_step, step, *self._given(inputs, index))
             torch.cuda.synchronize()
-            self.truth[index] = [o.detach().clone() for o in (result if isinstance(result, tuple | list) else [result])]
+            self.truth[index] = {path: o.detach().clone() for path, o in containers.tensors(result).items()}
             now = _tensors(step, self.roots)
             self.state[index] = {name: now[name].detach().clone() for name in self.state[index] if name in now}
             del result
@@ -173,13 +179,20 @@ class _Live:
         recorder = self.recorder
         with torch.cuda.device(device):
             stream, before = torch.cuda.Stream(), torch.cuda.current_stream()
-            arguments = self._guarded("inputs(0)", inputs, 0)
+            arguments, handed = self._given(inputs, 0), containers.Handed()
+            handed.note(arguments)
             torch.cuda.synchronize()
             with torch.cuda.stream(stream):
-                self._guarded("step 0", call_step, step, arguments)
+                self._guarded("step 0", call_step, step, *arguments)
             torch.cuda.synchronize()
-            static = tree_map(static_of, self._guarded("inputs(1)", inputs, 1))
-            del arguments
+            given = self._given(inputs, 1)
+            static = containers.mapped(given, static_of, handed)
+            buffers = containers.tensors(static, handed)
+            handed.note(given)
+            # What the step can reach before it is captured is state, whoever returns it: never to be poisoned.
+            lasting = {t.untyped_storage().data_ptr() for t in _tensors(step, self.roots).values()}
+            lasting |= {t.untyped_storage().data_ptr() for t in containers.tensors(static).values()}
+            del arguments, given
             torch.cuda.synchronize()
             recorder.first_node = torch._C._autograd._get_sequence_nr()
             recorder.step = record = Step(1)
@@ -196,7 +209,7 @@ class _Live:
                     # What is compiled is captured in its compiled form, which runs where no recorder listens.
                     listening = ExitStack() if self.compiled else recorded(recorder)
                     with torch.cuda.graph(graph, stream=stream, **options), listening:
-                        result = call_step(step, static)
+                        result = call_step(step, *static)
                 empty = any("is empty" in str(w.message) for w in said)
             except Exception as error:
                 recorder.capturing = False
@@ -222,26 +235,28 @@ class _Live:
                     "CG303", "the captured graph is empty: the work went to another stream or device", chain
                 )
                 return
-            outputs = list(result) if isinstance(result, tuple | list) else [result]
-            self._replays(step, inputs, static, graph, outputs, stream)
+            outputs = containers.tensors(result)
+            self._replays(step, inputs, buffers, handed, graph, outputs, lasting, stream)
 
-    def _replays(self, step: Any, inputs: Any, static: Any, graph: Any, outputs: list[Tensor], stream: Any) -> None:
-        given = {t.untyped_storage().data_ptr() for t in tree_leaves(static) if isinstance(t, Tensor)}
+    def _replays(
+        self, step: Any, inputs: Any, buffers: dict[str, Tensor], handed: containers.Handed, graph: Any,
+        outputs: dict[str, Tensor], lasting: set[int], stream: Any,
+    ) -> None:  # fmt: skip
         for index in range(1, self.count):
             if index > 1:
-                fresh = self._guarded(f"inputs({index})", inputs, index)
+                fresh = self._given(inputs, index)
                 try:
-                    tree_map(copy, static, fresh)
+                    refill(buffers, containers.tensors(fresh, handed))
                 except (ValueError, RuntimeError) as error:
                     self.verdicts[index] = Verdict(step=index, failed=_line(error))
                     continue
                 del fresh
             gc.collect()
             torch.cuda.synchronize()
-            for output in outputs:
-                if output.untyped_storage().data_ptr() not in given:
+            for output in outputs.values():
+                if output.untyped_storage().data_ptr() not in lasting:
                     poison(output)
-            held = self._held(step, static) if index == self.count - 1 else None
+            held = self._held(step, buffers) if index == self.count - 1 else None
             garbage = junk()
             with torch.cuda.stream(stream):  # memory goes back to the stream that it was made on
                 garbage += junk()
@@ -261,27 +276,35 @@ class _Live:
                 return
             del garbage
             wrong = []
-            for position, (ours, theirs) in enumerate(zip(outputs, self.truth[index], strict=False)):
-                fine, error_size = close(ours.detach(), theirs)
+            if other := containers.same_places(outputs, self.truth[index]):
+                verdict.failed = f"another result: {other}"
+            for path, theirs in self.truth[index].items():
+                if path not in outputs:
+                    continue
+                fine, error_size = close(outputs[path].detach(), theirs)
                 verdict.worst = max(verdict.worst, error_size)
                 if not fine:
-                    wrong.append(position)
+                    wrong.append(path)
             verdict.outputs = tuple(wrong)
             now = _tensors(step, self.roots)
             known = self.state[index]
             verdict.state = tuple(
                 i for i, (name, t) in enumerate(known.items()) if name in now and not close(now[name].detach(), t)[0]
             )
+            left = self.left[index]
+            verdict.state += tuple(
+                i for i, (path, t) in enumerate(left.items()) if path in buffers and not close(buffers[path], t)[0]
+            )
             self.verdicts[index] = verdict
             if held is not None:
                 self._memory(graph, held)
 
-    def _held(self, step: Any, static: Any) -> list[tuple[Tensor, Tensor]] | None:
+    def _held(self, step: Any, buffers: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]] | None:
         """What the captured step writes, with copies of now; None where memory is too short for them."""
         changed = {name for state in self.state.values() for name in state}
         found = [t for name, t in _tensors(step, self.roots).items() if name in changed]
         found += [t for reference in self.recorder.written if (t := reference()) is not None]
-        found += [t for t in tree_leaves(static) if isinstance(t, Tensor) and t.is_cuda]
+        found += [t for t in buffers.values() if t.is_cuda]
         found = [t for t in {id(t): t for t in found}.values() if stored(t)]
         tensors = [t for t in found if torch._debug_has_internal_overlap(t) != 1]
         if 2 * sum(t.nbytes for t in tensors) > torch.cuda.mem_get_info()[0]:
@@ -310,15 +333,15 @@ class _Live:
     def _without_stream(self, home: int) -> None:
         """What most people write, `torch.cuda.graph(g)`: its stream belongs to the device that was current first."""
         step, inputs = self._build()
-        arguments = inputs(0)
-        call_step(step, arguments)
+        arguments = self._given(inputs, 0)
+        call_step(step, *arguments)
         torch.cuda.synchronize()
         chain = next((c for d, c in self.recorder.devices.items() if d != home), ())
         try:
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
                 with torch.cuda.graph(torch.cuda.CUDAGraph()):
-                    call_step(step, arguments)
+                    call_step(step, *arguments)
             if any("is empty" in str(w.message) for w in said):
                 self.sightings_add(
                     "CG303", "captured without stream= the graph is empty: it works on another GPU", chain
@@ -352,6 +375,7 @@ class _Live:
         codes = list(dict.fromkeys(c for s in self.steps.values() for op in s.ops for c, _ in op.chain))
         codes += methods(self.types)
         findings.of_state({i: c for i, c in self.changed.items() if i >= 1}, codes)
+        findings.of_results(changed_numbers(self.numbers_of, 1))
         findings.of_referee(self.verdicts)
         if self.captured is None:
             findings.of_failure(self.facts.get("capture error", "the graph is empty"))

@@ -12,9 +12,9 @@ from onegraph.check.simulate import frames, hazards
 from onegraph.check.simulate.backward import stale
 
 
-def call_step(step: Callable[..., Any], arguments: Any) -> Any:
+def call_step(step: Callable[..., Any], given: Any, keywords: dict[str, Any] | None = None) -> Any:
     """Call chains end at this frame."""
-    return step(*arguments)
+    return step(*given, **(keywords or {}))
 
 
 @contextmanager

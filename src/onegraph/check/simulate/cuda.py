@@ -30,7 +30,6 @@ _H200 = {
     "shared_memory_per_block": 49152, "shared_memory_per_block_optin": 232448, "L2_cache_size": 62914560,
     "shared_memory_per_multiprocessor": 233472, "gcnArchName": "", "is_integrated": 0, "is_multi_gpu_board": 0,
 }  # fmt: skip
-_DEVICES = 8
 _OWN_GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes of torch.compile that capture CUDA graphs themselves."""
 
@@ -206,7 +205,7 @@ def _stand_ins(world: World) -> dict[str, Any]:
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "is_bf16_supported": lambda including_emulation=True: True,
-        "device_count": lambda: _DEVICES,
+        "device_count": lambda: world.gpus,
         "current_device": lambda: world.device_index,
         "set_device": set_device,
         "device": device_context,
@@ -250,6 +249,9 @@ def machine(world: World) -> Iterator[None]:
         stack.enter_context(_swapped(torch, "Generator", _generator_class(world)))
         stack.enter_context(_swapped(torch, "compile", _compile(world, torch.compile)))
         stack.enter_context(_swapped(torch.jit, "trace", lambda function, *_, **__: function))
+        for module in (torch, torch.random):
+            for name in ("get_rng_state", "set_rng_state"):
+                stack.enter_context(_swapped(module, name, _random_state(world, getattr(module, name))))
         stack.enter_context(_swapped(torch, "load", loading.load(torch.load)))
         stack.enter_context(_swapped(ThreadPoolExecutor, "submit", loading.submit))
         stack.enter_context(_swapped(builtins, "print", _print(world, builtins.print)))
@@ -261,6 +263,19 @@ def machine(world: World) -> Iterator[None]:
         stack.enter_context(_Functions(world))
         stack.enter_context(_Dispatch(world))
         yield
+
+
+def _random_state(world: World, real: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.get_rng_state` or `set_rng_state`, told to the world: its device draws from the same generator."""
+
+    @functools.wraps(real)
+    def state(*given: Tensor) -> Any:
+        out = real(*given)
+        with torch._C.DisableTorchFunction(), torch.utils._python_dispatch._disable_current_modes():
+            world.random_state(given[0] if given else out, read=not given)
+        return out
+
+    return state
 
 
 class _NoRanges:

@@ -149,7 +149,7 @@ def refuse(text: str) -> NoReturn:
     raise RuntimeError(text)
 
 
-DEVICES = [torch.device("cuda", i) for i in range(8)]
+DEVICES = [torch.device("cuda", i) for i in range(64)]
 
 
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)

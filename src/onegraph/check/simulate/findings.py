@@ -133,6 +133,18 @@ class Findings:
             )  # fmt: skip
             self._add(sighting, place)
 
+    def of_results(self, frozen: dict[str, tuple[Any, Any]]) -> None:
+        """Python values that a step returns, by path, with what they were at capture and in a later step."""
+        explained = any(f.severity is Severity.ERROR for f in self.found.values())
+        for path, (ours, theirs) in frozen.items():
+            at = self.world.captured_step
+            sighting = Sighting(
+                at, "CG210", Severity.WARNING if explained else Severity.ERROR, (),
+                f"the step returns a Python value that changes, and a replay returns none: result{path}", SILENT,
+                (f"step {at}: {_show(ours)}", f"later: {_show(theirs)}"),
+            )  # fmt: skip
+            self._add(sighting, self.home)
+
     def of_referee(self, verdicts: dict[int, Verdict]) -> None:
         """A replay that differs although nothing above explains it."""
         stale = [v for v in verdicts.values() if v.stale]
@@ -144,7 +156,7 @@ class Findings:
                 self._replace(finding, severity=Severity.ERROR)
             return
         values = tuple(
-            f"step {v.step}: {v.failed or ', '.join(f'output {i}' for i in v.outputs) or 'state'} differs"
+            f"step {v.step}: {v.failed or ', '.join(f'result{path}' for path in v.outputs) or 'state'} differs"
             for v in stale
         )
         sighting = Sighting(

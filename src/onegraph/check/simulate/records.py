@@ -81,7 +81,8 @@ class Step:
     parted: bool = False
     reads: list[tuple[frames.Chain, Any, int]] = field(default_factory=list)  # what the host read, after how many ops
     before: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # storage -> (bytes, copy from before)
-    inputs: dict[int, int] = field(default_factory=dict)  # storage number -> index of the input leaf
+    rng: list[tuple[int, int]] = field(default_factory=list)  # see `World.random_state`
+    inputs: dict[int, str] = field(default_factory=dict)  # storage number -> path of the input
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +191,7 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def reshaped(
-    leaves: Sequence[Tensor | None], before: Sequence[list[int]], seen: dict[int, tuple[str, frames.Chain]]
+    leaves: Sequence[Tensor], before: Sequence[list[int]], seen: dict[int, tuple[str, frames.Chain]]
 ) -> Iterator[tuple[str, str, frames.Chain, tuple[str, ...]]]:
     """(code, message, chain, values) of each input that a step leaves with another shape than it came with.
 
@@ -198,7 +199,7 @@ def reshaped(
         before: shapes when the step began. seen: by id, the op that changed a tensor's shape in place, and its chain.
     """
     for leaf, shape in zip(leaves, before, strict=True):
-        if leaf is not None and id(leaf) in seen and list(leaf.shape) != shape:
+        if id(leaf) in seen and list(leaf.shape) != shape:
             name, chain = seen[id(leaf)]
             text = f"{name.split('::')[1]} changes the shape of an input, which is the caller's static buffer"
             yield "CG208", text, chain, (f"before the step: {shape}", f"after it: {list(leaf.shape)}")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from onegraph.check import containers
 from onegraph.check.simulate.device import block, flat_bytes, storage_of
 from onegraph.check.simulate.perform import Unavailable, perform
 from onegraph.check.simulate.records import UNWRITTEN, OpRecord, Step, dense, same, tensors_in, written
@@ -21,7 +22,7 @@ class Verdict:
 
     step: int
     worst: float = 0.0
-    outputs: tuple[int, ...] = ()
+    outputs: tuple[str, ...] = ()
     state: tuple[int, ...] = ()
     differing: set[int] = field(default_factory=set)
     equal_ops: set[int] = field(default_factory=set)
@@ -36,18 +37,18 @@ def replay(
     world: World,
     captured: Step,
     eager: Step,
-    outputs: list[Tensor],
-    static_inputs: list[Tensor | None],
-    new_inputs: list[Tensor | None],
-    eager_outputs: list[Tensor],
+    outputs: dict[str, Tensor],
+    static_inputs: dict[str, Tensor],
+    new_inputs: dict[str, Tensor],
+    eager_outputs: dict[str, Tensor],
     dead: set[int],
     rng_before: Tensor,
 ) -> Verdict:
     """Replay `captured` in the state that `eager` started from; everything is put back as eager left it.
 
     Args:
-        outputs, eager_outputs: results of the captured and of the eager step, plain tensors.
-        static_inputs, new_inputs: input leaves of both steps; None where a leaf is not a tensor.
+        outputs, eager_outputs: results of the captured and of the eager step, plain tensors by their path.
+        static_inputs, new_inputs: tensors in the arguments of both steps, by their path.
         dead: storages that the captured ops read and that nobody owns any more.
         rng_before: state of the CPU generator when the eager step began.
     """
@@ -60,24 +61,34 @@ def replay(
             whole = flat_bytes(tensor)
             after[key] = (whole, whole.clone())
 
-    eager_values = [o.detach().clone() for o in eager_outputs]
+    eager_values = {path: o.detach().clone() for path, o in eager_outputs.items()}
     rng_after = torch.get_rng_state()
     for whole, _ in eager.before.values():
         keep(whole)
-    fresh_inputs = [None if t is None else _before(t, eager).clone() for t in new_inputs]
+    inputs = [(static, new_inputs[path]) for path, static in static_inputs.items() if path in new_inputs]
+    fresh_inputs = [_before(new, eager).clone() for _, new in inputs]
     for whole, before in eager.before.values():
         whole.copy_(before)
-    for static, fresh in zip(static_inputs, fresh_inputs, strict=False):
-        if static is not None and fresh is not None and static.shape == fresh.shape:
+    for (static, _), fresh in zip(inputs, fresh_inputs, strict=True):
+        if static.shape == fresh.shape:
             keep(static)
             static.copy_(fresh)
     made = {storage_of(o) for op in captured.ops for o, new in zip(op.outs, op.fresh, strict=False) if new}
-    for out in outputs:
+    for out in outputs.values():
         if storage_of(out) in made:
             _poison(block(out))
     torch.set_rng_state(rng_before)
     _poison_dead(captured, dead, keep)
+    states: list[Tensor] = []
+    moves = iter(captured.rng)
+    move = next(moves, None)
     for position, op in enumerate(captured.ops):
+        while move is not None and move[0] <= position:
+            if move[1] < 0:
+                states.append(torch.get_rng_state())
+            else:
+                torch.set_rng_state(states[move[1]])
+            move = next(moves, None)
         if op.captured and op.kind in ("op", "h2d"):
             _protect(op, made, keep)
             if not _again(op):
@@ -85,20 +96,26 @@ def replay(
         if position < len(eager.ops) and (kept := eager.ops[position].evidence) is not None and not eager.parted:
             differs = not all(close(a, b)[0] for a, b in zip(op.outs, kept, strict=False))
             (verdict.differing if differs else verdict.equal_ops).add(position)
-    if len(outputs) != len(eager_values):
-        verdict.failed = f"{len(outputs)} outputs were captured, eager gives {len(eager_values)}"
+    if other := containers.same_places(outputs, eager_values):
+        verdict.failed = f"another result: {other}"
     wrong = []
-    for index, (ours, theirs) in enumerate(zip(outputs, eager_values, strict=False)):
-        fine, error = close(ours, theirs)
-        verdict.worst = max(verdict.worst, error)
-        if not fine:
-            wrong.append(index)
+    for path, theirs in eager_values.items():
+        if path in outputs:
+            fine, error = close(outputs[path], theirs)
+            verdict.worst = max(verdict.worst, error)
+            if not fine:
+                wrong.append(path)
     verdict.outputs = tuple(wrong)
-    inputs = {storage_of(t) for t in [*static_inputs, *new_inputs] if t is not None}
+    moved = [(static, new) for static, new in inputs if storage_of(static) != storage_of(new)]
+    given = {storage_of(t) for pair in moved for t in pair}
     touched = []
     for key, (whole, value) in after.items():
-        if key not in inputs and not _equal_storage(captured, key, whole, value):
+        if key not in given and not _equal_storage(captured, key, whole, value):
             touched.append(key)
+    for static, new in moved:  # what a step leaves in the buffers that it was given
+        key = storage_of(new)
+        if key in eager.before and static.shape == new.shape and not close(static, _view(new, after[key][1]))[0]:
+            touched.append(storage_of(static))
     verdict.state = tuple(touched)
     for whole, value in after.values():
         whole.copy_(value)
@@ -131,7 +148,12 @@ def _before(tensor: Tensor, step: Step) -> Tensor:
     kept = step.before.get(storage_of(tensor))
     if kept is None:
         return tensor
-    view = torch.empty(0, dtype=tensor.dtype).set_(kept[1].untyped_storage())
+    return _view(tensor, kept[1])
+
+
+def _view(tensor: Tensor, whole: Tensor) -> Tensor:
+    """The same part of a copy of a tensor's storage."""
+    view = torch.empty(0, dtype=tensor.dtype).set_(whole.untyped_storage())
     return view.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 

@@ -4,14 +4,14 @@ import gc
 import os
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from onegraph.check import containers
 from onegraph.check.report import SILENT, CheckError, Report, Severity
 from onegraph.check.simulate import frames
 from onegraph.check.simulate.compare import Books, differences
@@ -30,26 +30,28 @@ DEFAULT_STEPS = 4
 NOTHING = 'nothing of the step ran on device "cuda": there is nothing to capture; build model, buffers and inputs there'
 
 
-def call_step(step: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+def call_step(step: Callable[..., Any], given: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """Call chains end at this frame."""
-    return step(*arguments)
+    return step(*given, **keywords)
 
 
-def simulate_step(factory: Callable[[], Any], *, steps: int = DEFAULT_STEPS, target: str = "") -> Report:
+def simulate_step(factory: Callable[[], Any], *, steps: int = DEFAULT_STEPS, target: str = "", gpus: int = 1) -> Report:
     """Run `factory`'s step `steps` times on a simulated GPU, replay the second one against the later ones.
+
+    `gpus` is what `torch.cuda.device_count()` gives.
 
     Raises CheckError where the factory, the inputs or the step raise, or return something else than the interface says.
     """
     if steps < FEWEST_STEPS:
         raise CheckError(f"steps: got {steps}, allowed {FEWEST_STEPS} or more; one warms up, one is captured")
-    return _Simulation(factory, steps, target).run()
+    return _Simulation(factory, steps, target, gpus).run()
 
 
 class _Simulation:
-    def __init__(self, factory: Callable[[], Any], steps: int, target: str) -> None:
+    def __init__(self, factory: Callable[[], Any], steps: int, target: str, gpus: int) -> None:
         self.factory, self.count, self.target = factory, steps, target
         self.roots = frames.Roots()
-        self.world = World(call_step.__code__, self.roots)
+        self.world = World(call_step.__code__, self.roots, gpus)
         self.steps: dict[int, Step] = {}
         self.verdicts: dict[int, Verdict] = {}
         self.changed: dict[int, dict[str, tuple[Any, Any]]] = {}
@@ -57,7 +59,9 @@ class _Simulation:
         self.names: dict[int, str] = {}
         self.returned: dict[int, int] = {}
         self.made: dict[int, tuple[str, int]] = {}
+        self.handed = containers.Handed()
         self.refreshed: dict[int, set[int]] = {}
+        self.numbers_of: dict[int, dict[str, Any]] = {}  # Python values that the steps return, by path
 
     def run(self) -> Report:
         begin = time.perf_counter()
@@ -103,40 +107,45 @@ class _Simulation:
         world = self.world
         world.step, world.phase, world.current = index, "inputs", None
         pinned_before = self._pinned_contents()
-        arguments = self._guarded(f"inputs({index})", inputs, index)
-        if not isinstance(arguments, tuple | list):
-            raise CheckError(f"inputs({index}): got {_kind(arguments)}, allowed a tuple: the arguments of step")
-        leaves = [leaf if isinstance(leaf, Tensor) else None for leaf in tree_leaves(tuple(arguments))]
+        arguments = given_of(index, self._guarded(f"inputs({index})", inputs, index))
+        leaves = containers.tensors(arguments, self.handed)
+        for path, tensor in containers.tensors(arguments).items():
+            if path not in leaves and isinstance(tensor, DeviceTensor) and tensor.record.phase == "inputs":
+                name = f"inputs(i){path[3:]}, in an object that nobody copies tensors from,"
+                self.names.setdefault(tensor.record.number, name)
+        self.handed.note(arguments)
         before = Snapshot(step, self.roots)
         if index >= world.captured_step:
             self._note_storages()
         record = world.current = Step(index)
-        record.inputs = {t.record.number: i for i, t in enumerate(leaves) if isinstance(t, DeviceTensor)}
+        record.inputs = {t.record.number: path for path, t in leaves.items() if isinstance(t, DeviceTensor)}
         if index > world.captured_step:
             self._refresh(leaves, pinned_before, index)
-        shapes = [[] if leaf is None else list(leaf.shape) for leaf in leaves]
+        shapes = [list(leaf.shape) for leaf in leaves.values()]
         world.reshaped.clear()
+        world.random_states.clear()
         rng = torch.get_rng_state()
         world.streams.begin(world.streams_main.id)
         world.first_node = torch._C._autograd._get_sequence_nr()
         world.phase = "step"
-        result = self._guarded(f"step {index}", call_step, step, arguments)
+        result = self._guarded(f"step {index}", call_step, step, *arguments)
         world.streams.end(world)
-        for code, text, chain, values in reshaped(leaves, shapes, world.reshaped):
+        for code, text, chain, values in reshaped(list(leaves.values()), shapes, world.reshaped):
             world.see(code, text, SILENT, chain=chain, values=values)
         world.phase = "idle"
-        outputs = self._outputs(result, index)
+        outputs = containers.tensors(result)
+        self.numbers_of[index] = containers.numbers(result)
         after = Snapshot(step, self.roots)
         self.names.update({n: name for n, name in {**before.storages, **after.storages}.items() if n not in self.names})
         self.changed[index] = changes(before, after)
         self.types.update(after.types)
-        for out in outputs:
+        for out in outputs.values():
             if isinstance(out, DeviceTensor):
                 self.returned.setdefault(out.record.number, index)
         self.steps[index] = record
         self._note_storages()
-        plain = [o.inner if isinstance(o, DeviceTensor) else o for o in outputs]
-        inner_leaves = [t.inner if isinstance(t, DeviceTensor) else t for t in leaves]
+        plain = {path: _inner(out) for path, out in outputs.items()}
+        inner_leaves = {path: _inner(leaf) for path, leaf in leaves.items()}
         if index == world.captured_step:
             world.reference = record
             self.captured_outputs, self.static_inputs = plain, inner_leaves
@@ -153,12 +162,6 @@ class _Simulation:
                 )  # fmt: skip
             record.before.clear()
 
-    def _outputs(self, result: Any, index: int) -> list[Tensor]:
-        outputs = list(result) if isinstance(result, tuple | list) else [result]
-        if not outputs or not all(isinstance(o, Tensor) for o in outputs):
-            raise CheckError(f"step {index}: returned {_kind(result)}, allowed a tensor or a tuple of tensors")
-        return outputs
-
     # pinned memory: a captured copy reads it again at every replay
 
     def _pinned_contents(self) -> dict[int, Tensor]:
@@ -169,16 +172,16 @@ class _Simulation:
                 found[position] = _view(storage, op)
         return {position: tensor.clone() for position, tensor in found.items()}
 
-    def _refresh(self, leaves: list[Tensor | None], before: dict[int, Tensor], index: int) -> None:
+    def _refresh(self, leaves: dict[str, Tensor], before: dict[int, Tensor], index: int) -> None:
         """What the caller wrote into pinned memory since, and the host inputs that it copied, reach the next replay."""
         captured = self.steps[self.world.captured_step]
         now = self._pinned_contents()
-        statics = {storage_of(t): i for i, t in enumerate(self.static_inputs) if t is not None}
+        statics = {storage_of(t): path for path, t in self.static_inputs.items()}
         for position, op in enumerate(captured.ops):
             if op.kind != "h2d" or op.source is None:
                 continue
-            leaf = statics.get(op.source.cdata)
-            fresh = leaves[leaf] if leaf is not None and leaf < len(leaves) else None
+            path = statics.get(op.source.cdata)
+            fresh = leaves.get(path) if path is not None else None
             if fresh is not None and op.contents is not None and fresh.numel() == op.contents.numel():
                 op.frozen = fresh.detach().clone().view(op.contents.shape)
                 self.refreshed.setdefault(index, set()).add(position)
@@ -237,6 +240,7 @@ class _Simulation:
         findings.of_branches(at_branches)
         codes = _codes(self.steps) + methods(self.types)
         findings.of_state({i: c for i, c in self.changed.items() if i >= world.captured_step}, codes)
+        findings.of_results(changed_numbers(self.numbers_of, world.captured_step))
         findings.of_referee(self.verdicts)
         report = findings.report(self.target, self.count)
         report.facts.update(
@@ -248,6 +252,31 @@ class _Simulation:
             }
         )
         return report
+
+
+def given_of(index: int, made: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(arguments, keywords) of step `index`. Raises CheckError."""
+    given = containers.arguments(made)
+    if given is None:
+        raise CheckError(
+            f"inputs({index}): got {_kind(made)}, allowed a tuple or a dict: the arguments or keywords of step"
+        )
+    return given
+
+
+def changed_numbers(returned: dict[int, dict[str, Any]], captured: int) -> dict[str, tuple[Any, Any]]:
+    """Python values that steps return, by path, that are not what they were at capture: (then, the first other one)."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for index, values in sorted(returned.items()):
+        for path, value in values.items():
+            known = returned[captured].get(path, value)
+            if index > captured and repr(known) != repr(value):
+                found.setdefault(path, (known, value))
+    return found
+
+
+def _inner(tensor: Tensor) -> Tensor:
+    return tensor.inner if isinstance(tensor, DeviceTensor) else tensor
 
 
 def _codes(steps: dict[int, Step]) -> list[CodeType]:

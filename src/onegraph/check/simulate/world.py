@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import CodeType
 from typing import Any
 
@@ -36,8 +37,8 @@ BUILTIN = {
 class World:
     """See the module. `stop`: code of the frame that calls the step, where call chains end."""
 
-    def __init__(self, stop: CodeType, roots: frames.Roots) -> None:
-        self.stop, self.roots = stop, roots
+    def __init__(self, stop: CodeType, roots: frames.Roots, gpus: int = 1) -> None:
+        self.stop, self.roots, self.gpus = stop, roots, gpus
         self.phase, self.step = "build", -1
         self.captured_step = 1
         self.current: Step | None = None
@@ -49,6 +50,7 @@ class World:
         self.streams = Streams()
         self.streams_main: Any = None  # the stream that captures, once there are stand-ins for streams
         self.device_index = 0
+        self.random_states: list[Tensor] = []  # of the generator, as the running step has read them
         self.generators: list[Any] = []
         self.numbers = 0
         self.muted = 0
@@ -133,6 +135,22 @@ class World:
         if self.current is not None and tensor.numel() <= 64:
             for value in tensor.inner.detach().flatten().tolist():
                 self.current.reads.append((chain, value, len(self.current.ops)))
+
+    def random_state(self, state: Tensor, *, read: bool) -> None:
+        """The generator's state was read, or is set to one that this step read before (`torch.utils.checkpoint` draws
+        the same numbers twice). A graph keeps where in its numbers a kernel begins, so a replay does the same. Kept in
+        `Step.rng` as (ops before it, -1) of a read, (ops before it, which read) of a return to it."""
+        if self.phase != "step" or self.muted or self.current is None:
+            return
+        position = len(self.current.ops)
+        if read:
+            self.random_states.append(state.clone())
+            self.current.rng.append((position, -1))
+            return
+        for index in reversed(range(len(self.random_states))):
+            if torch.equal(self.random_states[index], state):
+                self.current.rng.append((position, index))
+                return
 
     def pointer_escapes(self) -> None:
         chain = self.chain()
@@ -330,16 +348,7 @@ class World:
             if name in UNWRITTEN:
                 out.zero_()  # the same contents in every run: opaque kernels that would write them do not
             return out
-        from torch._subclasses.fake_tensor import FakeTensorMode  # half a second to import, seldom needed
-
-        try:
-            with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-                out = func(*map_tensors(args, fake.from_tensor), **map_tensors(kwargs, fake.from_tensor))
-        except Exception as error:
-            raise CheckError(
-                f"{name} has neither a CPU implementation nor a fake one: the step cannot be simulated "
-                f"({type(error).__name__}: {error}); register one with register_fake, or check with --live"
-            ) from error
+        out = self._faked(func, name, args, kwargs, chain)
         self.see(
             "CG401",
             f"{name} has no CPU implementation: its results were taken as zeros",
@@ -348,6 +357,32 @@ class World:
             severity=Severity.UNVERIFIED,
         )
         return _zeros(out)
+
+    def _faked(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], chain: frames.Chain) -> Any:
+        """Shapes and dtypes of the op's results, from its fake. Raises CheckError where it has none."""
+        from torch._subclasses.fake_tensor import (  # half a second to import, seldom needed
+            DynamicOutputShapeException,
+            FakeTensorMode,
+        )
+
+        def run(env: Any) -> Any:
+            with FakeTensorMode(allow_non_fake_inputs=True, shape_env=env) as fake:
+                plain = partial(fake.from_tensor, static_shapes=True)
+                return func(*map_tensors(args, plain), **map_tensors(kwargs, plain))
+
+        try:
+            return run(None)
+        except DynamicOutputShapeException:
+            from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+            text = f"the size of what {name} gives depends on device values, says its fake"
+            self.see("CG104", text, hazards.NOT_PERMITTED, chain=chain)
+            return run(ShapeEnv())
+        except Exception as error:
+            raise CheckError(
+                f"{name} has neither a CPU implementation nor a fake one: the step cannot be simulated "
+                f"({type(error).__name__}: {error}); register one with register_fake, or check with --live"
+            ) from error
 
     def _wrap(self, out: Any, mine: dict[int, DeviceTensor], index: int, outs: list[Tensor]) -> Any:
         if isinstance(out, Tensor):
@@ -372,4 +407,9 @@ _MIXED = (
 
 
 def _zeros(tree: Any) -> Any:
-    return map_tensors(tree, lambda t: torch.zeros(t.shape, dtype=t.dtype))
+    return map_tensors(tree, lambda t: torch.zeros([_size(s) for s in t.shape], dtype=t.dtype))
+
+
+def _size(size: Any) -> int:
+    """A size that a fake gives; 1 where only the op's values would tell."""
+    return size if isinstance(size, int) else int(size.node.hint) if size.node.has_hint() else 1

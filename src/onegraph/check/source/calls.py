@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from onegraph.check.source import builtin_calls, library, names, parameters, torch_calls
 from onegraph.check.source.expressions import evaluate
-from onegraph.check.source.machine import DEPTH, TREE_DEPTH, Call, Machine
+from onegraph.check.source.machine import DEPTH, TREE_DEPTH, Call, Machine, short
 from onegraph.check.source.values import (
     UNKNOWN,
     Class,
@@ -41,9 +41,17 @@ def call(machine: Machine, node: ast.Call) -> Value:
     try:
         if isinstance(func, Method) and func.name in MUTATORS and isinstance(func.receiver, Seq | Dict):
             return mutate(machine, node, func, args)
+        if machine.explicit and func is UNKNOWN and not args and isinstance(node.func, ast.Attribute):
+            unknown_read(machine, node, node.func.attr)
         return apply(machine, func, args, keywords, node)
     finally:
         machine.stack[-1].node = outer
+
+
+def unknown_read(machine: Machine, node: ast.Call, name: str) -> None:
+    """Inside of an explicit capture, a call by a name that only reads have, of something that is not known."""
+    if name in ("item", "tolist", "cpu", "numpy"):
+        machine.report("CG101", node, f"`{short(node)}` reads a value on the host, if it is a tensor", sure=False)
 
 
 def arguments(machine: Machine, node: ast.Call) -> tuple[list[Value], Keywords]:
@@ -84,6 +92,8 @@ def apply(machine: Machine, func: Value, args: list[Value], keywords: Keywords, 
             return Partial(args[0], tuple(args[1:]), tuple(keywords.items()))
         case ExtObj() if func.kind.rsplit(".", 1)[-1] in library.GRAD_MODES and len(args) == 1:
             return args[0]  # torch.no_grad()(step): what it wraps
+        case Ext() if func.name.rsplit(".", 1)[-1] == "make_graphed_callables" and func.name.startswith("torch."):
+            return _graphed(machine, args, keywords, node)
         case Ext() | ExtObj():
             return torch_calls.call(machine, func, args, keywords, node)
         case Method(receiver=Obj()):
@@ -105,6 +115,27 @@ def apply(machine: Machine, func: Value, args: list[Value], keywords: Keywords, 
                 if name == "__call__" and "forward" in func.attributes:
                     return apply(machine, func.attributes["forward"], args, keywords, node)
     return UNKNOWN
+
+
+def _graphed(machine: Machine, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
+    """`torch.cuda.make_graphed_callables(callables, sample_args)`: captures each on its sample arguments."""
+    what = args[0] if args else keywords.get("callables", UNKNOWN)
+    samples = args[1] if len(args) > 1 else keywords.get("sample_args", UNKNOWN)
+    many = isinstance(what, Seq) and what.items is not None
+    functions = what.items if isinstance(what, Seq) and what.items is not None else (what,)
+    if machine.in_step:
+        return what
+    for index, function in enumerate(functions):
+        given = samples
+        if many and isinstance(samples, Seq) and samples.items is not None and index < len(samples.items):
+            given = samples.items[index]
+        sample = list(given.items) if isinstance(given, Seq) and given.items is not None else []
+        machine.capture(node, begins=True)
+        try:
+            apply(machine, function, sample, {}, node)
+        finally:
+            machine.capture(node, begins=False)
+    return what
 
 
 def call_function(machine: Machine, func: Func, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
@@ -133,6 +164,7 @@ def call_function(machine: Machine, func: Func, args: list[Value], keywords: Key
     variables: dict[str, Value] = {}
     scope = Scope(func.file, variables, func.scope, machine.in_step)
     frame = Call(name, func.file, func.node, scope=scope)
+    machine.entered.add(id(func.node))
     cached = bool(marks & {"cache", "lru_cache"})
     work = machine.tensor_work
     machine.stack.append(frame)
@@ -162,8 +194,6 @@ def _body(machine: Machine, node: ast.FunctionDef | ast.AsyncFunctionDef, frame:
         machine.generators[id(node)] = "yield" in frame.file.text and _yields(node)
     if machine.generators[id(node)]:
         return Seq("iterator", None, UNKNOWN, machine.in_step)
-    if isinstance(node, ast.AsyncFunctionDef):
-        return UNKNOWN
     if through:
         frame.returns.append(Const(None))
     return join_all(tuple(frame.returns))
@@ -214,6 +244,8 @@ def instantiate(
 ) -> Value:
     """Make an instance: run `__init__`, or fill the fields of a dataclass or named tuple."""
     obj = Obj(cls, in_step=machine.in_step, presumed=presumed)
+    if machine.between:
+        machine.given.append(obj)
     found = names.member_value(machine, obj, cls, "__init__")
     if isinstance(found, Func):
         call_function(machine, found, args, keywords, node)

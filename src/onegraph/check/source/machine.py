@@ -11,6 +11,7 @@ from onegraph.check.source.values import (
     UNKNOWN,
     Const,
     Dict,
+    Func,
     Plain,
     Scope,
     Seq,
@@ -59,10 +60,16 @@ class Machine:
     # what has been found, and which functions the step reaches: (file, first line, last line)
     findings: dict[tuple[str, int, int, str], Finding] = field(default_factory=dict)
     read: set[tuple[str, int, int]] = field(default_factory=set)
+    # the steps that were met, by (file, line); functions that were defined while reading, and nodes of those entered
+    steps: set[tuple[str, int]] = field(default_factory=set)
+    defined: list[Func] = field(default_factory=list)
+    entered: set[int] = field(default_factory=set)
+    explicit: bool = False  # in a capture that the code asks for by name
     # where the interpreter is: in the step, or in the caller between two; behind how many conditions; in which run
     stack: list[Call] = field(default_factory=list)
     in_step: bool = False
     between: bool = False
+    given: list[object] = field(default_factory=list)  # objects that `inputs` made
     reporting: bool = False
     conditions: int = 0
     quiet: int = 0
@@ -114,6 +121,12 @@ class Machine:
         self.spent += 1
         if self.spent > self.budget:
             raise Exhausted
+
+    def capture(self, node: ast.AST, *, begins: bool) -> None:
+        """An explicit capture begins or ends here: what is in between is a step."""
+        if begins:
+            self.steps.add((self.file.path, place(node)[0]))
+        self.in_step = self.explicit = begins
 
     def site(self) -> int:
         """A number for a new storage."""

@@ -193,6 +193,18 @@ def is_module(machine: Machine, cls: Class) -> bool:
     return any(isinstance(v, Ext) and v.name in NN_MODULES for v in ancestry(machine, cls))
 
 
+def is_record(machine: Machine, cls: Class) -> bool:
+    """True for dataclasses and named tuples."""
+    known = ancestry(machine, cls)
+    return any(
+        "dataclass" in decorators(value.node) if isinstance(value, Class) else _names_tuple(value) for value in known
+    )
+
+
+def _names_tuple(value: Value) -> bool:
+    return isinstance(value, Ext) and value.name == "typing.NamedTuple"
+
+
 NN_MODULES = frozenset(
     ["torch.nn.Module", "torch.nn.modules.module.Module", "torch.nn.modules.Module", "transformers.PreTrainedModel"]
     + ["torch.nn." + n for n in ("Linear", "Embedding", "LayerNorm", "RMSNorm", "Conv1d", "Conv2d", "Sequential")]
@@ -238,7 +250,7 @@ def members(machine: Machine, cls: Class) -> dict[str, ast.stmt]:
     return table
 
 
-def decorators(node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+def decorators(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> set[str]:
     """Last names of the decorators: `@functools.cache` -> "cache"."""
     names = set()
     for item in node.decorator_list:

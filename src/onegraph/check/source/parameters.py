@@ -8,7 +8,6 @@ from onegraph.check.source.values import (
     Const,
     Dict,
     Func,
-    Obj,
     Plain,
     Seq,
     Tensor,
@@ -51,6 +50,15 @@ TENSOR_METHODS = frozenset(
     ]
 )
 """Methods that, in the `forward` of a module, no argument but a tensor has."""
+
+
+IN_STEPS = TENSOR_METHODS.union(
+    ["sum", "mean", "argmax", "item", "tolist", "cpu", "cuda", "numpy", "nonzero", "backward", "clone", "dtype"],
+    ["add_", "mul_", "copy_", "fill_", "zero_", "index_copy_", "sigmoid", "relu", "tanh", "exp", "norm", "is_cuda"],
+    ["topk", "multinomial", "cumsum", "half", "bfloat16", "long", "float", "max", "min", "any", "all", "abs", "shape"],
+    ["device"],
+)
+"""The same in a function that captures, or that is named as steps are."""
 
 
 def fill(
@@ -158,16 +166,26 @@ def _union(machine: Machine, parts: list[ast.expr]) -> Value:
     return UNKNOWN if none else value
 
 
-def presumed(machine: Machine, node: ast.FunctionDef | ast.AsyncFunctionDef, receiver: Obj) -> list[Value]:
-    """Arguments of a `forward` that nobody calls in sight: annotations, else use as a tensor."""
-    bare = any(p.annotation is None for p in [*node.args.posonlyargs, *node.args.args][1:])
-    used = _used_as_tensors(node) if bare else set()
-    values: list[Value] = []
-    positional = [*node.args.posonlyargs, *node.args.args][1:]
+def presumed(
+    machine: Machine,
+    node: ast.FunctionDef | ast.AsyncFunctionDef,
+    *,
+    bound: bool = True,
+    used: frozenset[str] = TENSOR_METHODS,
+) -> list[Value]:
+    """Arguments of a function that nobody calls in sight: annotations, else use as a tensor.
+
+    Args:
+        bound: the first parameter is the receiver. used: methods and attributes that tell a tensor.
+    """
+    positional = [*node.args.posonlyargs, *node.args.args][bound:]
     optional = len(positional) - len(node.args.defaults)
+    bare = any(p.annotation is None for p in positional)
+    tensors = _used_as_tensors(node, used) if bare else set()
+    values: list[Value] = []
     for i, parameter in enumerate(positional):
         value = annotated(machine, parameter.annotation)
-        if isinstance(value, Unknown) and parameter.annotation is None and parameter.arg in used:
+        if isinstance(value, Unknown) and parameter.annotation is None and parameter.arg in tensors:
             value = Tensor("cuda", sure=False, optional=i >= optional)
         elif isinstance(value, Tensor) and i >= optional:
             value = Tensor("cuda", sure=False, optional=True)
@@ -175,9 +193,9 @@ def presumed(machine: Machine, node: ast.FunctionDef | ast.AsyncFunctionDef, rec
     return values
 
 
-def _used_as_tensors(node: ast.AST) -> set[str]:
+def _used_as_tensors(node: ast.AST, used: frozenset[str]) -> set[str]:
     return {
         inner.value.id
         for inner in ast.walk(node)
-        if isinstance(inner, ast.Attribute) and inner.attr in TENSOR_METHODS and isinstance(inner.value, ast.Name)
+        if isinstance(inner, ast.Attribute) and inner.attr in used and isinstance(inner.value, ast.Name)
     }

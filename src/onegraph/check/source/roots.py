@@ -6,10 +6,10 @@ from dataclasses import replace
 from functools import partial
 
 from onegraph.check.report import CheckError
-from onegraph.check.source import calls, names, parameters
+from onegraph.check.source import calls, captures, names, parameters, statements
 from onegraph.check.source.files import SourceFile
 from onegraph.check.source.machine import BUDGET, Call, Exhausted, Machine
-from onegraph.check.source.values import Class, Func, Obj, Plain, Scope, Seq, Tensor, Unknown, Value
+from onegraph.check.source.values import Class, Const, Dict, Func, Obj, Plain, Scope, Seq, Tensor, Unknown, Value
 
 FORWARD_BUDGET = 30_000
 """Expressions read per `forward` of a tree. Of transformers 5.17's 7,986 the median needs 204, the largest 12,574."""
@@ -19,7 +19,8 @@ def _enter(machine: Machine, file: SourceFile, node: ast.AST) -> None:
     scope = Scope(file, {}, None)
     machine.stack = [Call("<check>", file, node, scope=scope)]
     machine.conditions = machine.quiet = 0
-    machine.in_step = machine.reporting = False
+    machine.in_step = machine.explicit = machine.reporting = False
+    machine.defined, machine.entered = [], set()
     machine.run = machine.spent = 0
     machine.default_device = ""
     machine.resolving.clear()
@@ -58,12 +59,15 @@ def _steps(machine: Machine, made: Value) -> str:
     machine.between = True
     given = calls.apply(machine, inputs, [Plain("int", varying=True)], {}, machine.stack[-1].node)
     machine.between = False
-    if isinstance(given, Seq) and given.items is not None:
-        args = [_static(v) for v in given.items]
+    keywords: dict[str, Value] = {}
+    if isinstance(given, Dict):
+        args, keywords = [], {str(name): _static(machine, value) for name, value in given.entries or ()}
+    elif isinstance(given, Seq) and given.items is not None:
+        args = [_static(machine, v) for v in given.items]
     elif isinstance(given, Seq):
-        args = [_static(given.any)]
+        args = [_static(machine, given.any)]
     else:
-        args = [_static(given)] if isinstance(given, Tensor) else []
+        args = [_static(machine, given)] if isinstance(given, Tensor) else []
     _root(machine, step)
     machine.in_step = True
     for run in range(3):
@@ -73,7 +77,7 @@ def _steps(machine: Machine, made: Value) -> str:
         machine.stack = []
         frame = outer[0]
         machine.stack = [Call("<check>", frame.file, frame.node, scope=frame.scope)]
-        calls.apply(machine, step, args, {}, frame.node)
+        calls.apply(machine, step, args, keywords, frame.node)
         machine.next_run()
         machine.conditions = 0
     return ""
@@ -85,16 +89,23 @@ def _root(machine: Machine, step: Value) -> None:
         machine.stack[0].node = step.node
 
 
-def _static(value: Value) -> Value:
+def _static(machine: Machine, value: Value) -> Value:
     """An input: whatever made it, the caller copies it into the same buffer."""
     if isinstance(value, Tensor):
         return replace(value, in_step=False, varying=True)
     if isinstance(value, Seq) and value.items is not None:
-        return replace(value, items=tuple(_static(v) for v in value.items))
-    if isinstance(value, Obj):  # an object is handed over as it is: nobody copies the tensors in it
+        return replace(value, items=tuple(_static(machine, v) for v in value.items))
+    if isinstance(value, Dict) and value.entries is not None:
+        return replace(value, entries=tuple((key, _static(machine, v)) for key, v in value.entries))
+    if isinstance(value, Obj):
+        # A record that inputs made holds inputs; what is in any other object is handed over as it is.
+        fresh = any(value is known for known in machine.given)
+        record = fresh and names.is_record(machine, value.cls)
         for name, inner in value.attributes.items():
-            if isinstance(inner, Tensor):
-                value.attributes[name] = replace(inner, in_step=False, moving=True)
+            if record:
+                value.attributes[name] = _static(machine, inner)
+            elif isinstance(inner, Tensor):
+                value.attributes[name] = replace(inner, in_step=False, moving=inner.moving or fresh)
     return value
 
 
@@ -116,30 +127,40 @@ def read_file(machine: Machine, file: SourceFile) -> list[str]:
     return problems
 
 
-def _roots(machine: Machine, file: SourceFile) -> Iterator[tuple[str, Callable[[], None]]]:
-    graphs = ".graph(" in file.text
-    for statement in file.tree.body:
-        if isinstance(statement, ast.FunctionDef):
+Root = tuple[str, Callable[[], None]]
+
+
+def _roots(machine: Machine, file: SourceFile) -> Iterator[Root]:
+    aliases = captures.names(file) if captures.concerns(file) else None
+    found = list(captures.statements(file.tree.body))
+    if aliases is not None and captures.within(file.tree, aliases):
+        yield "<module>", partial(_module, machine, file, aliases)
+    for statement in found:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
             if looks_like_factory(statement):
                 yield statement.name, partial(_factory, machine, file, statement)
-            elif graphs and _captures(statement):
+            elif aliases is not None and captures.within(statement, aliases):
                 yield statement.name, partial(_capture, machine, file, statement, None)
+            elif captures.STEP.fullmatch(statement.name):
+                yield statement.name, partial(_named, machine, file, statement, None)
         elif isinstance(statement, ast.ClassDef):
-            yield from _class_roots(machine, file, statement, graphs)
+            yield from _class_roots(machine, file, statement, aliases)
 
 
 def _class_roots(
-    machine: Machine, file: SourceFile, node: ast.ClassDef, graphs: bool
-) -> Iterator[tuple[str, Callable[[], None]]]:
-    methods = {s.name: s for s in node.body if isinstance(s, ast.FunctionDef)}
+    machine: Machine, file: SourceFile, node: ast.ClassDef, aliases: frozenset[str] | None
+) -> Iterator[Root]:
+    methods = {s.name: s for s in node.body if isinstance(s, ast.FunctionDef | ast.AsyncFunctionDef)}
     if "forward" in methods:
         yield f"{node.name}.forward", partial(_forward, machine, file, node, methods["forward"])
     for method in methods.values():
-        if graphs and _captures(method):
+        if aliases is not None and captures.within(method, aliases):
             yield f"{node.name}.{method.name}", partial(_capture, machine, file, method, node)
+        elif captures.STEP_METHOD.fullmatch(method.name):
+            yield f"{node.name}.{method.name}", partial(_named, machine, file, method, node)
 
 
-def looks_like_factory(node: ast.FunctionDef) -> bool:
+def looks_like_factory(node: captures.Function) -> bool:
     """`def factory(): ...; return step, inputs`: no parameters, and a pair is returned."""
     if node.args.args or node.args.kwonlyargs or node.args.vararg or not node.body:
         return False
@@ -147,29 +168,21 @@ def looks_like_factory(node: ast.FunctionDef) -> bool:
     return isinstance(last, ast.Return) and isinstance(last.value, ast.Tuple) and len(last.value.elts) == 2
 
 
-def _captures(node: ast.FunctionDef) -> bool:
-    """True where the function holds a `with torch.cuda.graph(...)`."""
-    for inner in ast.walk(node):
-        if isinstance(inner, ast.With):
-            for item in inner.items:
-                func = item.context_expr.func if isinstance(item.context_expr, ast.Call) else None
-                if isinstance(func, ast.Attribute) and func.attr == "graph":
-                    return True
-    return False
-
-
-def _factory(machine: Machine, file: SourceFile, node: ast.FunctionDef) -> None:
-    reader = Machine(machine.project, findings=machine.findings, read=machine.read, budget=FORWARD_BUDGET)
+def _factory(machine: Machine, file: SourceFile, node: captures.Function) -> None:
+    reader = Machine(
+        machine.project, findings=machine.findings, read=machine.read, steps=machine.steps, budget=FORWARD_BUDGET
+    )
     _enter(reader, file, node)
     made = calls.apply(reader, names.module_name(reader, file, node.name), [], {}, node)
     if not isinstance(made, Seq) or made.items is None or len(made.items) != 2:
         return
     step, inputs = made.items
     if isinstance(step, Func | Obj) and isinstance(inputs, Func) and len(inputs.node.args.args) == 1:
+        reader.steps.add((file.path, node.lineno))
         _steps(reader, made)
 
 
-def _forward(machine: Machine, file: SourceFile, node: ast.ClassDef, method: ast.FunctionDef) -> None:
+def _forward(machine: Machine, file: SourceFile, node: ast.ClassDef, method: captures.Function) -> None:
     machine.presume = True
     _enter(machine, file, node)
     machine.budget = FORWARD_BUDGET
@@ -181,12 +194,33 @@ def _forward(machine: Machine, file: SourceFile, node: ast.ClassDef, method: ast
         return
     machine.stack[0].node = method
     machine.in_step = machine.reporting = True
+    machine.steps.add((file.path, method.lineno))
     func = Func(method, file, cls.scope, obj, cls)
-    calls.call_function(machine, func, parameters.presumed(machine, method, obj), {}, method)
+    calls.call_function(machine, func, parameters.presumed(machine, method), {}, method)
 
 
-def _capture(machine: Machine, file: SourceFile, node: ast.FunctionDef, owner: ast.ClassDef | None) -> None:
-    """A function with an explicit capture in it: only the body of the `with` is the step."""
+def _module(machine: Machine, file: SourceFile, aliases: frozenset[str]) -> None:
+    """The statements of a file that captures, as running it would: a capture among them, or in what they call."""
+    calling = any(
+        isinstance(inner, ast.Call) for s in file.tree.body if isinstance(s, ast.Expr | ast.If) for inner in ast.walk(s)
+    )
+    if not (calling or captures.own(file.tree.body, aliases)):
+        return
+    machine.presume = True
+    _enter(machine, file, file.tree)
+    machine.budget = FORWARD_BUDGET
+    machine.reporting = True
+    scope = Scope(file, {"__name__": Const("__main__")}, None)
+    machine.stack.append(Call("<module>", file, file.tree, scope=scope))
+    statements.block(machine, file.tree.body)
+    _uncalled(machine, file)
+
+
+def _function(
+    machine: Machine, file: SourceFile, node: captures.Function, owner: ast.ClassDef | None
+) -> tuple[Func, list[Value]] | None:
+    """A function that nobody calls in sight, with what its parameters are presumed to be. None for a method of a class
+    that cannot be read."""
     machine.presume = True
     _enter(machine, file, node)
     machine.budget = FORWARD_BUDGET
@@ -196,6 +230,49 @@ def _capture(machine: Machine, file: SourceFile, node: ast.FunctionDef, owner: a
     cls: Class | None = None
     if owner is not None:
         value = names.module_name(machine, file, owner.name)
-        if isinstance(value, Class) and value.node is owner:
-            cls, receiver = value, calls.summary(machine, value)
-    calls.call_function(machine, Func(node, file, scope, receiver, cls), [], {}, node)
+        if not isinstance(value, Class) or value.node is not owner:
+            return None
+        cls, receiver = value, calls.summary(machine, value)
+    return Func(node, file, scope, receiver, cls), parameters.presumed(
+        machine, node, bound=owner is not None, used=parameters.IN_STEPS
+    )
+
+
+def _capture(machine: Machine, file: SourceFile, node: captures.Function, owner: ast.ClassDef | None) -> None:
+    """A function with an explicit capture in it, or in a function in it: only what is captured is the step."""
+    made = _function(machine, file, node, owner)
+    if made is None:
+        return
+    calls.call_function(machine, *made, {}, node)
+    _uncalled(machine, file)
+
+
+def _uncalled(machine: Machine, file: SourceFile) -> None:
+    """Functions in those that were read that capture, and that nobody called."""
+    aliases = captures.names(file)
+    while machine.defined:
+        func = machine.defined.pop()
+        node = func.node
+        if id(node) in machine.entered or isinstance(node, ast.Lambda) or func.scope is None or func.file is not file:
+            continue
+        if node in file.tree.body:
+            continue  # a root of its own
+        if captures.within(node, aliases):
+            machine.conditions = machine.quiet = 0
+            machine.in_step = machine.explicit = False
+            given = parameters.presumed(machine, node, bound=False, used=parameters.IN_STEPS)
+            calls.call_function(machine, func, given, {}, node)
+
+
+def _named(machine: Machine, file: SourceFile, node: captures.Function, owner: ast.ClassDef | None) -> None:
+    """A function that is named as a step is. Whether it is ever captured is not known: what it does is a suspect."""
+    made = _function(machine, file, node, owner)
+    if made is None or (made[0].owner is not None and names.is_module(machine, made[0].owner)):
+        return
+    work = machine.tensor_work
+    machine.stack[0].node = node
+    machine.in_step = True
+    machine.conditions = 1
+    calls.call_function(machine, *made, {}, node)
+    if machine.tensor_work > work or any(isinstance(value, Tensor) for value in made[1]):
+        machine.steps.add((file.path, node.lineno))

@@ -106,7 +106,9 @@ def define(machine: Machine, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Va
     """A function definition; Triton kernels are names outside the user's code."""
     if "jit" in names.decorators(node) and any("triton" in ast.unparse(d) for d in node.decorator_list):
         return ExtObj("triton.kernel", node.name)
-    return Func(node, machine.file, machine.scope)
+    made = Func(node, machine.file, machine.scope)
+    machine.defined.append(made)
+    return made
 
 
 def rebind(machine: Machine, node: ast.Global | ast.Nonlocal) -> None:
@@ -260,7 +262,12 @@ def while_loop(machine: Machine, node: ast.While) -> None:
 
 
 def with_block(machine: Machine, node: ast.With | ast.AsyncWith) -> bool:
-    device, machine_step = machine.default_device, machine.in_step
+    device, in_step, explicit, conditions = (
+        machine.default_device,
+        machine.in_step,
+        machine.explicit,
+        machine.conditions,
+    )
     entered = False
     wrong: tuple[str, str] | None = None
     for item in node.items:
@@ -270,7 +277,8 @@ def with_block(machine: Machine, node: ast.With | ast.AsyncWith) -> bool:
         wrong = tensors.stream_hazard(machine, item.context_expr, value) or wrong
         entered = tensors.enter(machine, item.context_expr, value) or entered
     if entered and not machine.in_step:
-        machine.in_step = True  # an explicit capture: its body is the step
+        machine.capture(node, begins=True)
+        machine.conditions = 0  # whether it is captured or not, what is captured is known
     through = True
     for statement in node.body:
         work = machine.tensor_work
@@ -280,7 +288,9 @@ def with_block(machine: Machine, node: ast.With | ast.AsyncWith) -> bool:
             wrong = None
         if not through:
             break
-    machine.default_device, machine.in_step = device, machine_step
+    if entered and not in_step:
+        machine.conditions += conditions
+    machine.default_device, machine.in_step, machine.explicit = device, in_step, explicit
     return through
 
 

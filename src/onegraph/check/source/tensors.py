@@ -308,7 +308,7 @@ def _function_source(machine: Machine) -> ast.AST | None:
     line = getattr(machine.stack[-1].node, "lineno", 0)
     best: ast.AST | None = None
     for node in ast.walk(machine.file.tree):
-        if isinstance(node, ast.FunctionDef) and node.lineno <= line <= (node.end_lineno or 0):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.lineno <= line <= (node.end_lineno or 0):
             best = node if best is None or node.lineno >= getattr(best, "lineno", 0) else best
     return best
 

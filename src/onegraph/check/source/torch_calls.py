@@ -66,6 +66,8 @@ def _other(machine: Machine, name: str, args: list[Value], node: ast.AST) -> Val
         return ExtObj(name)
     if name in ("collections.OrderedDict", "collections.defaultdict"):
         return Dict(None, in_step=machine.in_step)
+    if name == "contextlib.ExitStack":
+        return ExtObj(name)
     if name == "collections.deque":
         return Seq("list", None, UNKNOWN, machine.in_step)
     if name in ("copy.copy", "copy.deepcopy", "typing.cast") and args:
@@ -343,6 +345,13 @@ def method(machine: Machine, receiver: Value, name: str, args: list[Value], keyw
             elif name == "elapsed_time":
                 machine.report("CG107", node, f"`{short(node)}` asks captured work for its time")
             return UNKNOWN
+        case ExtObj(kind="torch.cuda.CUDAGraph") if name in ("capture_begin", "capture_end"):
+            machine.capture(node, begins=name == "capture_begin")
+            return Const(None)
+        case ExtObj(kind="contextlib.ExitStack") if name == "enter_context" and args:
+            if isinstance(args[0], ExtObj) and args[0].kind == "torch.cuda.graph":
+                machine.capture(node, begins=True)
+            return args[0]
         case ExtObj(kind="torch.Generator"):
             if name in lib.RNG_STATE:  # it may be a generator that no captured op draws from
                 text = f"`{short(node)}` touches the generator's state in the step"

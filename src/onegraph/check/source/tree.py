@@ -62,9 +62,10 @@ def python_files(folder: str) -> list[str]:
 def check_tree(path: str, *, processes: int | None = None) -> Report:
     """Read every Python file under `path` (or the one file).
 
-    Steps are: the `forward` of every module, the body of every `with torch.cuda.graph(...)`, and the step of every
-    function that returns `(step, inputs)`. What lies only behind a condition, or rests on a presumed device, is a
-    warning. Files that cannot be read are named in `facts["unread"]`.
+    Steps are: what a file captures (`with torch.cuda.graph(...)`, `capture_begin`, `make_graphed_callables`), the
+    `forward` of every module, the step of every function that returns `(step, inputs)`, and functions that are named as
+    steps are (`decode_step`). What lies only behind a condition, or rests on a presumed device, is a warning. How many
+    there are is `facts["steps found"]`; files that cannot be read are named in `facts["unread"]`.
     """
     path = os.path.abspath(path)
     if os.path.isfile(path):
@@ -82,7 +83,8 @@ def check_tree(path: str, *, processes: int | None = None) -> Report:
     unread: list[str] = []
     reached: set[tuple[str, int, int]] = set()
     allowing: list[str] = []
-    for found, problems, read, allows in _map(files, processes):
+    steps: set[tuple[str, int]] = set()
+    for found, problems, read, allows, met in _map(files, processes):
         for finding in found:
             key = (finding.path, finding.line, finding.column, finding.code)
             known = findings.get(key)
@@ -91,6 +93,7 @@ def check_tree(path: str, *, processes: int | None = None) -> Report:
         unread += problems
         reached |= read
         allowing += allows
+        steps |= met
     if len(files) == 1 and unread and not reached:
         raise CheckError(unread[0])
     inside = path if os.path.isdir(path) else ""
@@ -101,6 +104,7 @@ def check_tree(path: str, *, processes: int | None = None) -> Report:
         origins=(Origin.SOURCE,),
         facts={
             "files": len(files),
+            "steps found": len(steps),
             "unread": sorted(set(unread)),
             "read": sorted(reached),
             "allowing": sorted(allowing),
@@ -108,7 +112,7 @@ def check_tree(path: str, *, processes: int | None = None) -> Report:
     )
 
 
-Batch = tuple[list[Finding], list[str], set[tuple[str, int, int]], list[str]]
+Batch = tuple[list[Finding], list[str], set[tuple[str, int, int]], list[str], set[tuple[str, int]]]
 
 
 def _map(files: list[str], processes: int | None) -> Iterable[Batch]:
@@ -146,7 +150,7 @@ def read_files(files: list[str]) -> Batch:
             except RecursionError:
                 unread.append(f"{path}: nested too deeply, left unread")
     allowing = [file.path for file in alive if ALLOWANCE in file.text]
-    return list(machine.findings.values()), unread, machine.read, allowing
+    return list(machine.findings.values()), unread, machine.read, allowing, machine.steps
 
 
 def _concerns(path: str) -> bool:

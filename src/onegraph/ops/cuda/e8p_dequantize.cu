@@ -33,11 +33,6 @@ __device__ __forceinline__ u32 add2(u32 a, u32 b) {
   asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
-__device__ __forceinline__ u32 sub2(u32 a, u32 b) {
-  u32 d;
-  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
 __device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
   u32 d;
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
@@ -45,7 +40,7 @@ __device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
 }
 __device__ __forceinline__ void pair2(u32& a, u32& b) {
   const u32 s = add2(a, b);
-  b = sub2(a, b);
+  b = subtract_f16(a, b);
   a = s;
 }
 

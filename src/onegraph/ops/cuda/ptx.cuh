@@ -67,6 +67,16 @@ PTX u32 floats_to_bf16s(float lower, float upper) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(upper), "f"(lower));
   return v;
 }
+PTX u32 subtract_f16(u32 a, u32 b) {  // two at a time
+  u32 d;
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+PTX u32 subtract_bf16(u32 a, u32 b) {
+  u32 d;
+  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
 
 // Tensor cores: c [16, 8] += a [16, 16] b [16, 8], of bytes [16, 32] and [32, 8].
 PTX void mma_f16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {

@@ -115,13 +115,23 @@ def _share(position, length, reach, WINDOW: tl.constexpr, SPLITS: tl.constexpr, 
     return last, first, end, share
 
 
+@triton.jit
+def with_sink(best, total, sink):
+    """(maximum, sum, what the sum before is to be multiplied by) of a softmax once a head's sink is counted; log2
+    domain. A query without keys has best = -inf and sum = 0."""
+    high = tl.maximum(best, sink * 1.4426950408889634)
+    base = tl.where(high == float("-inf"), 0.0, high)
+    keep = tl.exp2(best - base)
+    return high, total * keep + tl.exp2(sink * 1.4426950408889634 - base), keep
+
+
 @triton.jit(do_not_specialize=["length", "table_stride", "reach", "pages"])
 def _attend(
-    q, k_cache, v_cache, block_table, positions, out, part, part_max, part_sum,
+    q, k_cache, v_cache, block_table, positions, sinks, out, part, part_max, part_sum,
     scale, length, table_stride, reach, pages,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, MIN_SHARE: tl.constexpr,
-    PDL: tl.constexpr,
+    SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of ROWS (token, head of the group) pairs, token by token, against a split of the row's keys."""
     let_next_start(PDL)
@@ -172,6 +182,9 @@ def _attend(
         acc = tl.dot(weight.to(values.dtype), values, acc * keep[:, None], input_precision="ieee")
         best = higher
     if SPLITS == 1:
+        if SINKS:
+            best, total, keep = with_sink(best, total, tl.load(sinks + kv_head * GROUP + row % GROUP))
+            acc = acc * keep[:, None]
         result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(out + at[:, None] * DIM + column[None, :], result.to(out.dtype.element_ty), mask=inside)
     else:
@@ -183,8 +196,9 @@ def _attend(
 
 @triton.jit
 def _merge(
-    part, part_max, part_sum, out, DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr
-):
+    part, part_max, part_sum, sinks, out, heads, DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+    SINKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Splits of one query and head by their log-sum-exp. A split without keys has best = -inf, sum = 0, part = 0."""
     let_next_start(PDL)
     at = tl.program_id(0).to(tl.int64)
@@ -198,13 +212,17 @@ def _merge(
     base = tl.max(best, axis=0)
     weight = tl.exp2(best - tl.where(base == float("-inf"), 0.0, base))
     total = tl.sum(total * weight, axis=0)
-    result = tl.sum(acc * weight[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
+    result = tl.sum(acc * weight[:, None], axis=0)
+    if SINKS:
+        base, total, keep = with_sink(base, total, tl.load(sinks + at % heads))
+        result = result * keep
+    result = result / tl.where(total == 0.0, 1.0, total)
     tl.store(out + at * DIM + column, result.to(out.dtype.element_ty), mask=column < DIM)
 
 
 def paged_attention(call: PagedAttention) -> Tensor:
     """See `onegraph.ops.attention.paged_attention`."""
-    q, k_cache, v_cache, block_table, positions, scale, window = call
+    q, k_cache, v_cache, block_table, positions, scale, window, sinks = call
     batch, length, heads, dim = q.shape
     pages, page_size, kv_heads, _ = k_cache.shape
     out = torch.empty_like(q)
@@ -224,13 +242,15 @@ def paged_attention(call: PagedAttention) -> Tensor:
     with on_device(q):
         opts = options(q)
         _attend[(tiles * splits, kv_heads, batch)](
-            q, k_cache, v_cache, block_table, positions, out, part, sums[0], sums[1],
+            q, k_cache, v_cache, block_table, positions, out if sinks is None else sinks, out, part, sums[0], sums[1],
             scale, length, block_table.stride(0), reach, pages,
             KV_HEADS=kv_heads, GROUP=group, DIM=dim, WIDTH=width, PAGE=page_size, ROWS=rows, KEYS=64,
-            WINDOW=window, SPLITS=splits, MIN_SHARE=MIN_SHARE, num_warps=4, num_stages=2, **opts,
+            WINDOW=window, SPLITS=splits, MIN_SHARE=MIN_SHARE, SINKS=sinks is not None, num_warps=4, num_stages=2,
+            **opts,
         )  # fmt: skip
         if split:
             _merge[(q.numel() // dim,)](
-                part, sums[0], sums[1], out, DIM=dim, WIDTH=width, SPLITS=splits, num_warps=1, **opts
-            )
+                part, sums[0], sums[1], out if sinks is None else sinks, out, heads, DIM=dim, WIDTH=width,
+                SPLITS=splits, SINKS=sinks is not None, num_warps=1, **opts,
+            )  # fmt: skip
     return out

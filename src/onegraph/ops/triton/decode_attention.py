@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onegraph.ops.calls import PagedDecode
+from onegraph.ops.triton.attention import with_sink
 from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
 
 KEYS = 64  # of a tile
@@ -55,11 +56,11 @@ def _turned(source, weight, cos, sin, eps, half, DIM: tl.constexpr, NORM: tl.con
 
 @triton.jit(do_not_specialize=["table_stride", "reach", "max_position", "pages"])
 def _decode(
-    qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table, k_cache, v_cache, tickets, out, part, sums,
-    scale, table_stride, reach, max_position, pages, sum_stride,
+    qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table, k_cache, v_cache, tickets, sinks, out, part,
+    sums, scale, table_stride, reach, max_position, pages, sum_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, HEADS_P2: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
-    LINES: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, PDL: tl.constexpr,
+    LINES: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a split of the keys, kv head and row of the batch. The last one to end merges the splits."""
     let_next_start(PDL)
@@ -137,6 +138,10 @@ def _decode(
         row = tl.arange(0, ROWS)
         group = batch * KV_HEADS + kv_head
         if active == 1:
+            if SINKS:
+                logit = tl.load(sinks + kv_head * GROUP + row, mask=row < GROUP, other=0.0)
+                best, total, keep = with_sink(best, total, logit)
+                acc = acc * keep[:, None]
             result = tl.where(real, acc / total[:, None], 0.0).to(dtype)
             mask = (row < GROUP)[:, None] & (column < DIM)[None, :]
             tl.store(out + (group * GROUP + row)[:, None] * DIM + column[None, :], result, mask=mask)
@@ -162,7 +167,12 @@ def _decode(
                     other=0.0,
                     cache_modifier=".cg",
                 )
-                merged = tl.sum(parts * factor[:, :, None], axis=0) / tl.where(whole == 0.0, 1.0, whole)[:, None]
+                merged = tl.sum(parts * factor[:, :, None], axis=0)
+                if SINKS:
+                    logit = tl.load(sinks + kv_head * GROUP + head, mask=head < GROUP, other=0.0)
+                    high, whole, keep = with_sink(high, whole, logit)
+                    merged = merged * keep[:, None]
+                merged = merged / tl.where(whole == 0.0, 1.0, whole)[:, None]
                 mask = (head < GROUP)[:, None] & (column < DIM)[None, :]
                 place = (group * GROUP + head)[:, None] * DIM + column[None, :]
                 tl.store(out + place, tl.where(real, merged, 0.0).to(dtype), mask=mask)
@@ -172,7 +182,7 @@ def _decode(
 def paged_decode(call: PagedDecode) -> Tensor:
     """See `onegraph.ops.decode_attention.paged_decode`. Its launches let the next go where they always do."""
     qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table, k_cache, v_cache, tickets, *numbers = call
-    heads, scale, window, _ = numbers
+    heads, scale, window, _, sinks = numbers
     batch = qkv.shape[0]
     pages, page_size, kv_heads, dim = k_cache.shape
     out = torch.empty((batch, 1, heads, dim), dtype=qkv.dtype, device=qkv.device)
@@ -192,11 +202,11 @@ def paged_decode(call: PagedDecode) -> Tensor:
     with on_device(qkv):
         _decode[(splits, kv_heads, batch)](
             qkv, q_norm if norm else qkv, k_norm if norm else qkv, eps, cos if rope else qkv, sin if rope else qkv,
-            positions, counts, block_table, k_cache, v_cache, tickets, out, part, sums,
-            scale, block_table.stride(0), reach, cos.shape[0] - 1 if rope else 0, pages, cut,
+            positions, counts, block_table, k_cache, v_cache, tickets, out if sinks is None else sinks, out, part,
+            sums, scale, block_table.stride(0), reach, cos.shape[0] - 1 if rope else 0, pages, cut,
             KV_HEADS=kv_heads, GROUP=group, DIM=dim, WIDTH=width, PAGE=page_size,
             ROWS=max(16, triton.next_power_of_2(group)), HEADS_P2=triton.next_power_of_2(group), KEYS=KEYS,
-            WINDOW=window, SPLITS=splits, LINES=lines, NORM=norm, ROPE=rope,
+            WINDOW=window, SPLITS=splits, LINES=lines, NORM=norm, ROPE=rope, SINKS=sinks is not None,
             num_warps=WARPS,
             num_stages=STAGES if 4 * KEYS * width * k_cache.element_size() <= SHARED_BYTES else 3, **options(qkv),
         )  # fmt: skip

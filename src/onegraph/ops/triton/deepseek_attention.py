@@ -68,8 +68,8 @@ def _attend(
     q, kv, ring, slots, positions, counts, block_table, entries, selected, part, part_max, part_sum, scale,
     length, table_stride, capacity, pages,
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, RATIO: tl.constexpr,
-    PER_PAGE: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
-    WRITE: tl.constexpr, ROW: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
+    RING: tl.constexpr, PER_PAGE: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    SPLITS: tl.constexpr, WRITE: tl.constexpr, ROW: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     split, tile, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -100,9 +100,7 @@ def _attend(
         near = index < WINDOW
         seen = (index < stop) & ((behind >= 0) | (index >= WINDOW))
         own = behind >= start_at
-        at = tl.where(
-            own, kv + (batch * length + behind - start_at) * ROW, ring + (slot * WINDOW + behind % WINDOW) * ROW
-        )
+        at = tl.where(own, kv + (batch * length + behind - start_at) * ROW, ring + (slot * RING + behind % RING) * ROW)
         if RATIO > 0:
             entry = index - WINDOW
             far = (index >= WINDOW) & (index < stop)
@@ -127,9 +125,9 @@ def _attend(
     tl.store(part + place[:, None] * DIM + column[None, :], acc, mask=inside)
     tl.store(part_max + place, best, mask=head < HEADS)
     tl.store(part_sum + place, total, mask=head < HEADS)
-    # A decode step's token takes the place of the one WINDOW before it, which the query no longer sees.
+    # A decode step's token takes the place of the one RING before it, which the query no longer sees.
     if WRITE and (split == 0) & (tile == 0):
-        put(kv, ring, slot, start_at, count > 0, batch, ROW, WINDOW, ROW, WIDTH)
+        put(kv, ring, slot, start_at, count > 0, batch, ROW, RING, ROW, WIDTH)
 
 
 @triton.jit(do_not_specialize=["length", "last"])
@@ -164,13 +162,13 @@ def _finish(
 
 def deepseek_attention(call: DeepseekAttention) -> Tensor:
     """See `onegraph.ops.deepseek_attention.deepseek_attention`."""
-    q, kv, ring, sinks, cos, sin, slots, positions, counts, block_table, entries, selected, ratio, scale = call
+    q, kv, ring, sinks, cos, sin, slots, positions, counts, block_table, entries, selected, ratio, window, scale = call
     batch, length, heads, dim = q.shape
     out = torch.empty_like(q)
     if q.numel() == 0:
         return out
     pool = ring if entries is None else entries
-    per_page, window = 1 if entries is None else entries.shape[1], ring.shape[1]
+    per_page = 1 if entries is None else entries.shape[1]
     capacity = block_table.shape[1] * per_page
     top_k = 0 if selected is None else selected.shape[2]
     tiles = triton.cdiv(heads, ROWS)
@@ -185,7 +183,7 @@ def deepseek_attention(call: DeepseekAttention) -> Tensor:
             q, kv, ring, slots, positions, counts, block_table, pool, positions if selected is None else selected,
             part, sums[0], sums[1], scale, length, block_table.stride(0), capacity, pool.shape[0],
             HEADS=heads, DIM=dim, WIDTH=width, WINDOW=window, RATIO=0 if entries is None else ratio,
-            PER_PAGE=per_page, TOP_K=top_k, ROWS=ROWS, KEYS=KEYS, SPLITS=splits, WRITE=length == 1,
+            RING=ring.shape[1], PER_PAGE=per_page, TOP_K=top_k, ROWS=ROWS, KEYS=KEYS, SPLITS=splits, WRITE=length == 1,
             ROW=ring.shape[2], HALF=cos.shape[1], num_warps=4, num_stages=1 if span <= splits * KEYS else 2, **opts,
         )  # fmt: skip
         _finish[(batch * length * heads, triton.cdiv(dim, TILE))](

@@ -84,8 +84,8 @@ def load_rows(at, column, valid, DIM: tl.constexpr, ROPE: tl.constexpr, kind: tl
 def _compress(
     states, ring, bias, norm, cos, sin, slots, positions, counts, block_table, entries, eps,
     length, row_stride, table_stride, capacity, last,
-    RATIO: tl.constexpr, REACH: tl.constexpr, WIDE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    HALF: tl.constexpr, PER_PAGE: tl.constexpr, TOKENS: tl.constexpr, WRITE: tl.constexpr,
+    RATIO: tl.constexpr, REACH: tl.constexpr, RING: tl.constexpr, WIDE: tl.constexpr, DIM: tl.constexpr,
+    WIDTH: tl.constexpr, HALF: tl.constexpr, PER_PAGE: tl.constexpr, TOKENS: tl.constexpr, WRITE: tl.constexpr,
     ROW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
@@ -109,7 +109,7 @@ def _compress(
             shift = tl.where(k < REACH - RATIO, 0, WIDE - DIM)
             here = token >= position
             now = states + (batch * length + token - position) * row_stride
-            past = ring + (slot * REACH + token % REACH) * (2 * WIDE)
+            past = ring + (slot * RING + token % RING) * (2 * WIDE)
             at = tl.where(here, now, past) + shift
             mask = real[:, None] & inside[None, :]
             content = tl.load(at[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -132,9 +132,9 @@ def _compress(
         value = turn(value, cos, sin, entry * RATIO, last, pair, HALF, DIM // 2 - HALF, False)
         place = (page.to(tl.int64) * PER_PAGE + entry % PER_PAGE) * ROW
         store_row(entries + place, value, column, inside, DIM, 2 * HALF)
-    # A decode step's token takes the place of the one REACH before it, which no entry of this call sees.
+    # A decode step's token takes the place of the one RING before it, which no entry of this call sees.
     if WRITE:
-        put(states, ring, slot, position, count > 0, batch, row_stride, REACH, 2 * WIDE, 1024)
+        put(states, ring, slot, position, count > 0, batch, row_stride, RING, 2 * WIDE, 1024)
 
 
 @triton.jit
@@ -179,6 +179,7 @@ def deepseek_compress(call: DeepseekCompress) -> None:
     """See `onegraph.ops.deepseek_compress.deepseek_compress`."""
     states, ring, bias, norm, eps, cos, sin, slots, positions, counts, block_table, entries = call
     (batch, length, _), (ratio, wide), dim, per_page = states.shape, bias.shape, norm.shape[0], entries.shape[1]
+    reach = ratio * (wide // dim)
     if batch * length == 0:
         return
     states = rows(states)
@@ -186,8 +187,8 @@ def deepseek_compress(call: DeepseekCompress) -> None:
         _compress[(triton.cdiv(length, ratio), batch)](
             states, ring, bias, norm, cos, sin, slots, positions, counts, block_table, entries, eps,
             length, states.stride(1), block_table.stride(0), block_table.shape[1] * per_page, cos.shape[0] - 1,
-            RATIO=ratio, REACH=ring.shape[1], WIDE=wide, DIM=dim, WIDTH=triton.next_power_of_2(dim),
-            HALF=cos.shape[1], PER_PAGE=per_page, TOKENS=min(16, triton.next_power_of_2(ring.shape[1])),
+            RATIO=ratio, REACH=reach, RING=ring.shape[1], WIDE=wide, DIM=dim, WIDTH=triton.next_power_of_2(dim),
+            HALF=cos.shape[1], PER_PAGE=per_page, TOKENS=min(16, triton.next_power_of_2(reach)),
             WRITE=length == 1, ROW=entries.shape[2], num_warps=8, **options(states),
         )  # fmt: skip
         if length > 1:

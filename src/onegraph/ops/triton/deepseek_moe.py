@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
+from onegraph.ops.triton.route import largest
 
 
 @triton.jit
@@ -39,12 +40,7 @@ def _route(
         choice = _affinity(tl.load(logits + row * count + column, mask=inside, other=0.0))
         if BIAS:
             choice += extra
-        choice = tl.where(inside, choice, float("-inf"))
-        chosen = tl.zeros((KP,), dtype=tl.int32)
-        for n in tl.static_range(TOP_K):
-            best = tl.argmax(choice, axis=0)
-            chosen = tl.where(k == n, best, chosen)
-            choice = tl.where(column == best, float("-inf"), choice)
+        chosen = largest(choice, inside, column, k, TOP_K)
     picked = tl.where(there, _affinity(tl.load(logits + row * count + chosen, mask=there, other=0.0)), 0.0)
     weight = picked / (tl.sum(picked, axis=0) + 1e-20) * scale
     if SHARED:

@@ -1,0 +1,148 @@
+"""The draft layer of DeepSeek-V4 Flash and Pro (`mtp.0.*`): one block more, which guesses the token after the next.
+
+    x = e_proj(enorm(embedding of the next token)) for every stream + h_proj(hnorm(X)) of each stream
+    logits = head(norm(hc_head(block(x))))
+
+X are the decoder's streams behind its last layer, in front of its own head; embedding and head are the decoder's. The
+block attends to its window only and routes by scores. Its streams stand for the decoder's when another token is drafted
+behind. What drives it, and says which drafts are kept, is not here.
+
+The state lies in the decoder's cache (`DeepseekV4.new_cache(drafts=draft.attentions, spare=k)`): token t of the draft's
+window stands for X of position t and the token at t + 1, so draft and decoder share positions, slots and `truncate`.
+"""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from onegraph.formats.checkpoint import Checkpoint
+from onegraph.formats.weight import Quantization
+from onegraph.models.deepseek_v4 import DeepseekBlock, DeepseekV4, Hyper, build_block, build_hyper
+from onegraph.models.deepseek_v4_config import DeepseekV4Config
+from onegraph.models.deepseek_v4_names import official
+from onegraph.models.deepseek_v4_parts import draft_parts
+from onegraph.models.loader import Loader
+from onegraph.models.parts import Parts
+from onegraph.nn.deepseek_attention import Attend, DeepseekAttention
+from onegraph.nn.embedding import Embedding
+from onegraph.nn.linear import Linear
+from onegraph.ops.deepseek_hyper import hyper_head, hyper_update
+from onegraph.ops.norm import rms_norm
+
+
+class DraftFamily:
+    """The draft stages of a checkpoint, as a loader asks for them."""
+
+    def __init__(self, config: DeepseekV4Config) -> None:
+        self.config = config
+
+    @property
+    def quantization(self) -> Quantization | None:
+        return self.config.quantization
+
+    @property
+    def parts(self) -> Parts:
+        return draft_parts(self.config)
+
+    def family_name(self, name: str) -> str:
+        return official(name)
+
+
+def shared_embedding(model: DeepseekV4) -> Embedding:
+    """The decoder's embedding on its last device: a step's graph is one device's."""
+    first, last = model.devices[0], model.devices[-1]
+    return model.embed if first == last else copy.deepcopy(model.embed).to(last)
+
+
+class DeepseekDraft(nn.Module):
+    """The draft layer of a loaded decoder, on the device of its last stage. Build it with `load`.
+
+    Attributes:
+        config, dtype: the decoder's.
+    """
+
+    embedding_norm: Tensor
+    stream_norm: Tensor
+
+    def __init__(
+        self,
+        *,
+        config: DeepseekV4Config,
+        embed: Embedding,
+        lm_head: Linear,
+        block: DeepseekBlock,
+        norms: tuple[Tensor, Tensor],
+        projections: tuple[Linear, Linear],
+        head: Hyper,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.config, self.dtype = config, dtype
+        self.embed, self.lm_head, self.block, self.head = embed, lm_head, block, head
+        self.embedding_projection, self.stream_projection = projections
+        for name, norm in zip(("embedding_norm", "stream_norm"), norms, strict=True):
+            self.register_buffer(name, norm)
+        self.eval()
+
+    @classmethod
+    def load(cls, checkpoint: Checkpoint, model: DeepseekV4) -> "DeepseekDraft":
+        """Reads the draft layer that belongs to `model`, in the precision in which the checkpoint has it.
+
+        Raises ValueError (CheckpointError among them) that names what is missing or wrong; for a checkpoint without a
+        draft layer; and for DSpark's stages, which compute something else.
+        """
+        config = DeepseekV4Config.from_dict(checkpoint.config)
+        if config.dspark is not None:
+            raise ValueError(
+                f"{checkpoint.path}: mtp.* are {config.drafts} stages of DSpark; load them as "
+                "models.deepseek_v4_dspark.DSparkDraft"
+            )
+        if config.drafts != 1:
+            raise ValueError(f"{checkpoint.path}: config.json tells of {config.drafts} draft layers; supported is 1")
+        loader = Loader(checkpoint, DraftFamily(config), model.dtype)
+        loader.check()
+        device, layer = model.devices[-1], config.layer(config.layers)
+        tables = config.main.tables(config.rope_dim, model.max_context, device)
+        prefix = layer.prefix
+        with loader.reading():
+            enorm, hnorm = (loader.float32(f"{prefix}{name}.weight", device) for name in ("enorm", "hnorm"))
+            e_proj, h_proj = (loader.linear(f"{prefix}{name}", device) for name in ("e_proj", "h_proj"))
+            return cls(
+                config=config,
+                embed=shared_embedding(model),
+                lm_head=model.lm_head,
+                block=build_block(loader, config, layer, tables, device),
+                norms=(enorm, hnorm),
+                projections=(e_proj, h_proj),
+                head=build_hyper(loader, f"{prefix}hc_head_", f"{prefix}norm.weight", device),
+                dtype=model.dtype,
+            )
+
+    @property
+    def attentions(self) -> list[DeepseekAttention]:
+        """The layers whose state a cache of the decoder must hold besides its own."""
+        return [self.block.attention]
+
+    def forward(self, tokens: Tensor, streams: Tensor, cache: Attend) -> Tensor:
+        """One call over tokens that follow each other, at the cache's positions.
+
+        Args:
+            tokens: int64 [B, Q]; i is the token behind the one that streams i stand for.
+            streams: [B, Q, H, D], the decoder's behind its last layer, or what this returned.
+
+        Returns streams [B, Q, H, D], a fresh tensor.
+        """
+        e = self.embedding_projection(rms_norm(self.embed(tokens), self.embedding_norm, self.config.eps))
+        x = self.stream_projection(rms_norm(streams.contiguous(), self.stream_norm, self.config.eps)) + e.unsqueeze(2)
+        hyper_update(x, *self.block(x, tokens, cache, None))
+        return x
+
+    def leave(self, streams: Tensor) -> Tensor:
+        """What `forward` returned -> hidden states after the draft's own norm [B, Q, D]."""
+        h, c = self.head, self.config
+        return hyper_head(streams, h.fn, h.base, h.scale, h.norm, c.eps, c.hyper_eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [..., D] -> float32 [..., V] of the token behind `tokens`."""
+        return self.lm_head(hidden, float32=True)

@@ -1,0 +1,139 @@
+"""Routed experts as config.json says them: which layers have them, how tokens choose, and how files name the weights.
+
+Meaning and defaults of the fields are transformers' own (5.17). What it holds fused in memory it writes one expert at a
+time, as the published files of Qwen3-MoE and Mixtral have it; gpt-oss has all experts of a layer in one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from onegraph.formats.weight import FLOATS, Dtypes, Shape
+from onegraph.models.parts import Component, Stack
+from onegraph.models.rope import _number
+from onegraph.ops.activation import SwiGLU
+
+if TYPE_CHECKING:
+    from onegraph.models.config import _Fields
+
+# Names within a block: the router; then gate, up and down of expert {}, or gate-up and down of all in one.
+_NAMES = {
+    "qwen3_moe": ("mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
+    "mixtral": ("block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
+    "gpt_oss": ("mlp.router", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+}
+_GPT_OSS_ALPHA, _GPT_OSS_SHIFT = 1.702, 1.0  # in no config.json
+KEYS = ("num_experts", "num_local_experts", "moe_intermediate_size")  # read here; other families must not have them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routed:
+    """The experts of a model, the same in each layer that has them.
+
+    Args:
+        family: the model_type, by which files name things.
+        layers: for each layer whether it has experts; the others have an MLP.
+        count, size, top_k: experts of a layer, the width of one, and how many a token uses.
+        normalise: whether weights of the chosen sum to 1.
+        gate: what stands between the two products of an expert.
+        fused: all experts of a layer are one tensor, gate rows at even places and up rows at odd ones, with biases; so
+            has the router one.
+    """
+
+    family: str
+    layers: tuple[bool, ...]
+    count: int
+    size: int
+    top_k: int
+    normalise: bool
+    gate: SwiGLU
+    fused: bool
+
+    @classmethod
+    def parse(cls, family: str, fields: _Fields, layers: int) -> Routed | None:
+        """None for a family without experts. Raises ValueError for what makes no sense."""
+        if family not in _NAMES:
+            return None
+        given = [key for key in KEYS[:2] if fields.get(key) is not None]
+        counts = {fields.integer(key, high=65536) for key in given}
+        if len(counts) != 1:
+            got = (
+                " and ".join(f"{key} {fields.get(key)}" for key in given) or "neither num_experts nor num_local_experts"
+            )
+            raise ValueError(f"config has {got}; it must say once how many experts a layer has")
+        count = counts.pop()
+        qwen, gate = family == "qwen3_moe", SwiGLU()
+        if family == "gpt_oss":
+            limit = _number(fields.get("swiglu_limit"), "swiglu_limit", low=1e-6, high=1e9)
+            gate = SwiGLU(limit, _GPT_OSS_ALPHA, _GPT_OSS_SHIFT)
+        return cls(
+            family=family,
+            layers=_sparse(fields, layers) if qwen else (True,) * layers,
+            count=count,
+            size=fields.integer("moe_intermediate_size" if qwen else "intermediate_size", high=2**22),
+            top_k=fields.integer("num_experts_per_tok", high=count),
+            normalise=fields.flag("norm_topk_prob") if qwen else True,
+            gate=gate,
+            fused=len(_NAMES[family]) == 3,
+        )
+
+    @property
+    def router(self) -> str:
+        """Its name within a block."""
+        return _NAMES[self.family][0]
+
+    @property
+    def whole(self) -> tuple[str, str]:
+        """Within a block, gate-up and down of all experts, where they are `fused`."""
+        _, gate_up, down = _NAMES[self.family]
+        return gate_up, down
+
+    @property
+    def each(self) -> tuple[list[tuple[str, str]], list[str]]:
+        """Within a block, gate and up of each expert, and down of each, where they are not `fused`."""
+        _, gate, up, down = _NAMES[self.family]
+        experts = range(self.count)
+        return [(gate.format(e), up.format(e)) for e in experts], [down.format(e) for e in experts]
+
+    def linears(self, hidden: int) -> Iterator[tuple[str, tuple[int, int, bool]]]:
+        """Name within a block and size of what may be in any format."""
+        if not self.fused:
+            for pair, down in zip(*self.each, strict=True):
+                yield from ((name, (self.size, hidden, False)) for name in pair)
+                yield down, (hidden, self.size, False)
+
+    def tensors(self, hidden: int) -> dict[str, tuple[Shape, Dtypes]]:
+        """What stays as it is in a block, by the name within it: the router."""
+        shapes: dict[str, Shape] = {f"{self.router}.weight": (self.count, hidden)}
+        shapes |= {f"{self.router}.bias": (self.count,)} if self.fused else {}
+        return {name: (shape, FLOATS) for name, shape in shapes.items()}
+
+    def stacks(self, hidden: int) -> dict[str, Stack]:
+        """Experts in one tensor, by the name within a block."""
+        if not self.fused:
+            return {}
+        gate_up, down = self.whole
+        return {
+            gate_up: Stack(self.count, 2 * self.size, hidden, transposed=True),
+            down: Stack(self.count, hidden, self.size, transposed=True),
+        }
+
+    @property
+    def components(self) -> dict[str, Component]:
+        router, *experts = (name.replace(".", r"\.").replace(r"{}", r"\d+") for name in _NAMES[self.family])
+        return {
+            "router": Component(("blocks.*.mlp.gate",), f"{router}$"),
+            "experts": Component(("blocks.*.mlp.experts",), f"({'|'.join(experts)})$"),
+        }
+
+
+def _sparse(fields: _Fields, layers: int) -> tuple[bool, ...]:
+    """Qwen3-MoE: every `decoder_sparse_step`th layer that `mlp_only_layers` does not name has experts."""
+    dense = fields.get("mlp_only_layers")
+    dense = [] if dense is None else dense
+    if not isinstance(dense, list) or not all(type(i) is int for i in dense):
+        raise ValueError(f"mlp_only_layers is {dense!r}; it must list the numbers of layers")
+    step = fields.integer("decoder_sparse_step", high=4096)
+    return tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))

@@ -1,0 +1,67 @@
+"""Routing by softmax."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
+
+
+@triton.jit
+def largest(score, inside, column, k, TOP_K: tl.constexpr):
+    """The columns of the TOP_K largest scores that are `inside`, descending, each once whatever they hold: NaN counts
+    as the largest, as it does for torch.topk, and of equal ones comes the first. In [KP]: zeros beyond TOP_K of k."""
+    score = tl.where(score != score, float("inf"), tl.maximum(score, -3.4028234663852886e38))
+    score = tl.where(inside, score, float("-inf"))
+    chosen = tl.zeros_like(k)
+    for n in tl.static_range(TOP_K):
+        best = tl.argmax(score, axis=0)
+        chosen = tl.where(k == n, best, chosen)
+        score = tl.where(column == best, float("-inf"), score)
+    return chosen
+
+
+@triton.jit
+def _route(
+    logits, bias, experts, weights, count,
+    TOP_K: tl.constexpr, WIDTH: tl.constexpr, KP: tl.constexpr, BIAS: tl.constexpr, NORMALISE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, KP)
+    there = k < TOP_K
+    column = tl.arange(0, WIDTH)
+    inside = column < count
+    if BIAS:
+        extra = tl.load(bias + column, mask=inside, other=0.0)
+    wait_for_previous(PDL)
+    score = tl.load(logits + row * count + column, mask=inside, other=float("-inf"))
+    if BIAS:
+        score += extra
+    chosen = largest(score, inside, column, k, TOP_K)
+    picked = tl.load(logits + row * count + chosen, mask=there, other=float("-inf"))
+    if BIAS:
+        picked += tl.load(bias + chosen, mask=there, other=0.0)
+    high = tl.max(picked, axis=0)
+    weight = tl.exp(picked - high)
+    total = tl.sum(weight, axis=0) if NORMALISE else tl.sum(tl.exp(score - high), axis=0)
+    tl.store(experts + row * TOP_K + k, chosen, mask=there)
+    tl.store(weights + row * TOP_K + k, weight / total, mask=there)
+
+
+def softmax_route(logits: Tensor, bias: Tensor | None, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
+    """See `onegraph.ops.route.softmax_route`."""
+    rows, count = logits.shape
+    experts = torch.empty((rows, top_k), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((rows, top_k), dtype=torch.float32, device=logits.device)
+    if rows == 0:
+        return experts, weights
+    with on_device(logits):
+        _route[(rows,)](
+            logits, logits if bias is None else bias, experts, weights, count,
+            TOP_K=top_k, WIDTH=triton.next_power_of_2(count), KP=triton.next_power_of_2(top_k), BIAS=bias is not None,
+            NORMALISE=normalise, num_warps=1 if count <= 512 else 4, **options(logits),
+        )  # fmt: skip
+    return experts, weights

@@ -1,0 +1,65 @@
+"""The ops of FP8 as a GPU runs them, from the op down to every launch, whose kernel runs on this CPU: `host.py FOLDER`,
+which holds the sources. Prints a line for each case that launched something; fails where a result is wrong."""
+
+import ctypes
+import subprocess
+import sys
+from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from h200 import H200
+from onegraph.ops import fp8 as ops
+from onegraph.ops.cuda import build, fp8
+from onegraph.ops.registry import OPS
+
+FOLDER = Path(sys.argv[1])
+launches = 0
+
+
+@cache
+def library(*defines: str) -> ctypes.CDLL:
+    path = FOLDER / f"host-{'-'.join(defines)}.so"
+    command = ["g++", "-O1", "-std=c++17", "-w", "-shared", "-fPIC", "-DHOST", *defines, FOLDER / "run.cpp", "-o", path]
+    subprocess.run(command, check=True)
+    return ctypes.CDLL(str(path))
+
+
+class Kernel:
+    def __init__(self, **defines: int) -> None:
+        self.run = library(*(f"-D{name}={value}" for name, value in defines.items())).run
+
+    def launch(self, grid, threads: int, shared: int, cluster: int, stream: int, arguments: bytes) -> None:
+        global launches
+        launches += 1
+        assert shared <= H200.shared
+        assert threads <= 512
+        assert cluster == 1
+        self.run(ctypes.c_char_p(arguments), *grid, threads)
+
+
+class Stream:
+    cuda_stream = 0
+
+
+torch.cuda.device = lambda device: nullcontext()
+torch.cuda.current_stream = Stream
+build.device = lambda index: H200
+fp8._kernel = lambda variant, half, grain, depth, device: Kernel(**variant.defines(half, grain, depth))
+fp8._dequantize_kernel = lambda dtype, device: Kernel(OUT=fp8.OUT[dtype])
+fp8.takes = fp8.takes_codes = lambda tensor: tensor.numel() > 0
+
+for name in ("fp8_dequantize", "fp8_linear", "fp8_grouped_linear", "fp8_experts"):
+    op = OPS[name]
+    kernel = getattr(ops, op.kernel.partition(":")[2])
+    for case in op.cases:
+        launches, args = 0, case.make(torch.device("cpu"), torch.bfloat16, torch.Generator().manual_seed(0))
+        got, given = kernel(*args), op.reference(*args)
+        truth = op.reference(*(a.float() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args))
+        assert (got.shape, got.dtype) == (given.shape, given.dtype), case.name
+        error = float((got.float() - truth).norm() / truth.norm()) if got.numel() else 0.0
+        assert error <= op.tolerance[torch.bfloat16], (name, case.name, error)
+        if launches:
+            print(name, case.name, launches)
