@@ -27,7 +27,7 @@ def exact(weight: tuple[Tensor, Tensor], kind: str) -> Tensor:
 def check(got: Tensor, wanted: Tensor, tolerance: float) -> None:
     assert got.shape == wanted.shape
     error = ((got.double() - wanted).norm() / wanted.norm()).item()
-    assert error < tolerance, error  # also where it is not a number
+    assert error < tolerance, (tuple(got.shape), error)  # also where it is not a number
 
 
 @pytest.mark.parametrize("kind", list(BLOCKS))
@@ -43,14 +43,17 @@ def test_linear(kind: str, dtype: torch.dtype, n: int, k: int) -> None:
     for tokens in (1, 2, 3, 4, 8, 9, 16, 17, 31, 32, 33, 64, fp8.MAX_TOKENS + 1, 200):
         x = torch.randn(tokens, k, generator=rng(tokens)).to("cuda", dtype)
         wanted = x.double() @ w.T
+        # Many tokens go through cuBLAS, whose own error on the decoded weight is the yardstick.
+        theirs = torch.nn.functional.linear(x, w.to(dtype)) if tokens > fp8.MAX_TOKENS else wanted
+        tolerance = TOLERANCE[dtype] + 1.5 * ((theirs.double() - wanted).norm() / wanted.norm()).item()
         got = fp8_linear(x, *weight, None, *BLOCKS[kind], False)
         assert got.dtype == dtype
-        check(got, wanted, TOLERANCE[dtype])
+        check(got, wanted, tolerance)
         assert torch.equal(got, fp8_linear(x, *weight, None, *BLOCKS[kind], False))
         wide = fp8_linear(x, *weight, bias, *BLOCKS[kind], True)
         assert wide.dtype == torch.float32
-        check(wide, wanted + bias, 1e-5 if tokens <= fp8.MAX_TOKENS else TOLERANCE[dtype])
-        check(fp8_linear(x, *weight, bias.to(dtype), *BLOCKS[kind], False), wanted + bias.to(dtype), TOLERANCE[dtype])
+        check(wide, wanted + bias, 1e-5 if tokens <= fp8.MAX_TOKENS else tolerance)
+        check(fp8_linear(x, *weight, bias.to(dtype), *BLOCKS[kind], False), wanted + bias.to(dtype), tolerance)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

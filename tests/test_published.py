@@ -304,11 +304,11 @@ DAMAGE: list[tuple[str, str, str, Any, str]] = [
     ("two scales", QWEN, f"{Q}.weight_scale", torch.ones(2, 2), r"unexpected: .*weight_scale'"),
     ("a scale of a dense layer", QWEN, "lm_head.weight_scale_inv", torch.ones(2, 2), r"unexpected: 'lm_head.weight_sc"),
     (
-        "int8 without E8M0",
+        "FP4 with a scale that is no power of two",
         "DeepSeek's FP4 beside FP8",
         f"{UP}.scale",
-        torch.ones(320, 6),
-        rf"'{UP}.scale' is float32, allowed is uint8 or float8_e8m0fnu",
+        torch.full((320, 6), 0.3),
+        rf"'{UP}' is in MXFP4 and has scales that are no powers of two",
     ),
 ]
 

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from onegraph.check.reconcile import VARYING
 from onegraph.check.report import CheckError, Report, merge
 
 
@@ -41,7 +42,9 @@ def check_step(
     if simulate:
         from onegraph.check.simulate import simulate_step
 
-        reports.append(simulate_step(factory, steps=steps, target=target, gpus=gpus))
+        suspect = any(finding.code in VARYING for report in reports for finding in report.findings)
+        probe = True if suspect else None
+        reports.append(simulate_step(factory, steps=steps, target=target, gpus=gpus, probe=probe))
     if live:
         from onegraph.check.live import live_step
 

@@ -1,33 +1,43 @@
-"""Source reading and running disagree: what ran has the last word."""
+"""Source reading and running disagree: what ran has the last word, but for what so few steps cannot tell."""
 
+import os
 from dataclasses import replace
 
-from onegraph.check.report import Origin, Report, Severity, ordered
+from onegraph.check.report import Finding, Origin, Report, Severity, ordered
 from onegraph.check.rules import RULES
+
+VARYING = frozenset(["CG201", "CG202", "CG203", "CG204", "CG208"])
+"""Hazards of a host value that changes: reading proves that it does, a few steps only that it did not in them."""
 
 
 def reconcile(report: Report) -> Report:
     """A merged report in which what the source alone suspects is weighed against the steps that were run.
 
     A line that ran without showing a hazard which that way of looking sees reliably is cleared: the finding goes. What
-    lies on a line that never ran stays, as a warning.
+    lies on a line that never ran stays, as a warning, and so does a value that changes by what its code says, even if
+    it did not in the steps that were run.
     """
     ran = [origin for origin in report.origins if origin is not Origin.SOURCE]
     if not ran or Origin.SOURCE not in report.origins:
         return report
-    executed = {(event.path, event.line) for event in report.timeline}
-    executed |= {(f.path, f.line) for f in report.findings if f.origin is not Origin.SOURCE}
+    told = {_line(f) for f in report.findings if f.origin is not Origin.SOURCE}
+    executed = {(os.path.realpath(event.path), event.line) for event in report.timeline} | told
     kept = []
     for finding in report.findings:
         if finding.origin is not Origin.SOURCE or finding.code.startswith("CG4"):
             kept.append(finding)
             continue
         reliable = any(RULES[finding.code].seen.get(origin) == "yes" for origin in ran)
-        if reliable and (finding.path, finding.line) in executed:
-            continue
-        if finding.severity is Severity.ERROR:
-            finding = replace(
-                finding, severity=Severity.WARNING, message=finding.message + " (not met in the steps that were run)"
-            )
+        note = "not met in the steps that were run"
+        if reliable and _line(finding) in executed:
+            if finding.code not in VARYING or _line(finding) in told:
+                continue
+            note = f"it did not differ in {report.steps} steps"
+        if finding.severity is Severity.ERROR or finding.code in VARYING:
+            finding = replace(finding, severity=Severity.WARNING, message=f"{finding.message} ({note})")
         kept.append(finding)
     return replace(report, findings=ordered(kept))
+
+
+def _line(finding: Finding) -> tuple[str, int]:
+    return os.path.realpath(finding.path), finding.line

@@ -13,7 +13,7 @@ from onegraph.check.simulate.records import Sighting, Step
 from onegraph.check.simulate.replay import Verdict
 from onegraph.check.simulate.state import assignment_of
 
-_RANK = {Severity.NOTE: 0, Severity.WARNING: 1, Severity.UNVERIFIED: 2, Severity.ERROR: 3}
+RANK = {Severity.NOTE: 0, Severity.WARNING: 1, Severity.UNVERIFIED: 2, Severity.ERROR: 3}
 _ALWAYS = {"CG401", "CG210"}
 _MOST_VALUES = 6
 
@@ -75,7 +75,7 @@ class Findings:
                     known, values=values[:_MOST_VALUES], message=f"{known.message}; its contents change{origin}"
                 )
                 continue
-            worst = max(group, key=lambda s: _RANK[s.severity])
+            worst = max(group, key=lambda s: RANK[s.severity])
             if code in ("CG202", "CG208") and place is not None and self._read_here(place, values, worst.message):
                 continue
             # Of many ops at one line (a loop, an optimizer) the first one's values are shown.
@@ -181,7 +181,7 @@ class Findings:
         key = (sighting.code, place.path, place.line)
         known = self.found.get(key)
         if known is not None:
-            worse = _RANK[sighting.severity] > _RANK[known.severity]
+            worse = RANK[sighting.severity] > RANK[known.severity]
             self._replace(
                 known,
                 count=known.count + 1,

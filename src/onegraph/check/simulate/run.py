@@ -17,7 +17,7 @@ from onegraph.check.simulate import frames
 from onegraph.check.simulate.compare import Books, differences
 from onegraph.check.simulate.cuda import machine
 from onegraph.check.simulate.device import DeviceTensor, storage_of
-from onegraph.check.simulate.findings import Findings, home_of
+from onegraph.check.simulate.findings import RANK, Findings, home_of
 from onegraph.check.simulate.records import Step, reshaped, same
 from onegraph.check.simulate.replay import Verdict, replay
 from onegraph.check.simulate.state import Snapshot, changes, methods
@@ -27,6 +27,16 @@ FEWEST_STEPS = 3
 DEFAULT_STEPS = 4
 """One warm-up, one captured, two replayed: the fewest that show a number changing more than once."""
 
+PROBES = ((40, 130), (1000, 18))
+"""Where host state changes from step to step, four neighbours may not show it: a page index is `position // 16`, a
+table grows at a power of two. (ops of a step at most, steps that it is then run): past 128, past 16."""
+
+FEWEST_PROBES = 9
+"""Steps that a larger one is run: what changes every sixth step changes in them."""
+
+LONGEST_PROBE = 2.0
+"""Seconds for the further steps, or as many as the first ones took: a guard, seldom met, for tensors of a gigabyte."""
+
 NOTHING = 'nothing of the step ran on device "cuda": there is nothing to capture; build model, buffers and inputs there'
 
 
@@ -35,21 +45,29 @@ def call_step(step: Callable[..., Any], given: tuple[Any, ...], keywords: dict[s
     return step(*given, **keywords)
 
 
-def simulate_step(factory: Callable[[], Any], *, steps: int = DEFAULT_STEPS, target: str = "", gpus: int = 1) -> Report:
+def simulate_step(
+    factory: Callable[[], Any],
+    *,
+    steps: int = DEFAULT_STEPS,
+    target: str = "",
+    gpus: int = 1,
+    probe: bool | None = None,
+) -> Report:
     """Run `factory`'s step `steps` times on a simulated GPU, replay the second one against the later ones.
 
-    `gpus` is what `torch.cuda.device_count()` gives.
+    `gpus` is what `torch.cuda.device_count()` gives. With `probe` the step is run more often (`PROBES`); None: where it
+    finds other Python values each time.
 
     Raises CheckError where the factory, the inputs or the step raise, or return something else than the interface says.
     """
     if steps < FEWEST_STEPS:
         raise CheckError(f"steps: got {steps}, allowed {FEWEST_STEPS} or more; one warms up, one is captured")
-    return _Simulation(factory, steps, target, gpus).run()
+    return _Simulation(factory, steps, target, gpus, probe).run()
 
 
 class _Simulation:
-    def __init__(self, factory: Callable[[], Any], steps: int, target: str, gpus: int) -> None:
-        self.factory, self.count, self.target = factory, steps, target
+    def __init__(self, factory: Callable[[], Any], steps: int, target: str, gpus: int, probe: bool | None) -> None:
+        self.factory, self.count, self.target, self.probing = factory, steps, target, probe
         self.roots = frames.Roots()
         self.world = World(call_step.__code__, self.roots, gpus)
         self.steps: dict[int, Step] = {}
@@ -61,6 +79,7 @@ class _Simulation:
         self.made: dict[int, tuple[str, int]] = {}
         self.handed = containers.Handed()
         self.refreshed: dict[int, set[int]] = {}
+        self.told: dict[int, str] = {}  # what Python values a step finds when it begins
         self.numbers_of: dict[int, dict[str, Any]] = {}  # Python values that the steps return, by path
 
     def run(self) -> Report:
@@ -74,10 +93,52 @@ class _Simulation:
                 for index in range(self.count):
                     self._one(step, inputs, index)
                 self.world.phase = "idle"
+                if self._should_probe(step):
+                    self._probe(step, inputs, begin)
+                    self.world.phase = "idle"
             return self._report(step, time.perf_counter() - begin)
         finally:
             torch.set_rng_state(rng)
             gc.unfreeze()
+
+    def _probe(self, step: Callable[..., Any], inputs: Callable[[int], Any], begin: float) -> None:
+        """More steps: past boundaries that so few do not reach."""
+        started = time.perf_counter()
+        allowed = max(LONGEST_PROBE, started - begin)
+        known, seen = self.count, len(self.world.sightings)
+        size = max(len(record.ops) for record in self.steps.values())
+        most = next((steps for ops, steps in PROBES if size <= ops), FEWEST_PROBES)
+        for index in range(known, most):
+            if time.perf_counter() - started > allowed:
+                break
+            try:
+                self._one(step, inputs, index)
+            except CheckError:  # a cache is full, a queue is empty: the step was not made for so many
+                del self.world.sightings[seen:]
+                self.steps.pop(index, None)
+                self.verdicts.pop(index, None)
+                break
+            for sighting in self.world.sightings[seen:]:  # it may never be captured there: whoever captures chooses
+                sighting.severity = min(sighting.severity, Severity.WARNING, key=RANK.__getitem__)
+                sighting.message += f" (in step {index}, in none of the first {known})"
+            self.count, seen = index + 1, len(self.world.sightings)
+
+    def _should_probe(self, step: Callable[..., Any]) -> bool:
+        """Where nobody said how many steps, the host tells them apart, and the first ones show no error."""
+        if self.count != DEFAULT_STEPS or not (self._host_changes() if self.probing is None else self.probing):
+            return False
+        with torch._C.DisableTorchFunction(), self.world.off():
+            try:
+                return not self._report(step, 0.0).errors
+            except CheckError:  # nothing ran on the device: more steps would not, either
+                return False
+
+    def _host_changes(self) -> bool:
+        """Whether Python values that the step can reach, or is given, are others from step to step."""
+        later = range(self.world.captured_step + 1, self.count)
+        return any(self.changed[i] for i in later) or any(
+            self.told[i] != self.told[self.world.captured_step] for i in later
+        )
 
     def _build(self) -> tuple[Callable[..., Any], Callable[[int], Any]]:
         self.world.phase, self.world.step = "build", -1
@@ -115,6 +176,7 @@ class _Simulation:
                 self.names.setdefault(tensor.record.number, name)
         self.handed.note(arguments)
         before = Snapshot(step, self.roots)
+        self.told[index] = repr((before.values, containers.numbers(arguments)))
         if index >= world.captured_step:
             self._note_storages()
         record = world.current = Step(index)

@@ -67,6 +67,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) int4_batch(const Arguments 
 #pragma unroll
   for (int i = 0; i < DEPTH; ++i) fetch();
 
+  const u32 one = ONE | (u32)count >> 31;  // the compiler is not to know it: a mask and it are then one instruction
   u32 x[TILES][8][4];
   int loaded = -1;
   auto load_x = [&](int slice) {
@@ -114,7 +115,8 @@ extern "C" __global__ void __launch_bounds__(512, 1) int4_batch(const Arguments 
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) {
           const uint2 about = rows[min((slice * SLICE + part * GROUP) >> a.shift, a.groups - 1) * 8];
-          const u32 zero[2] = {prmt(about.x, about.x, 0x4040) & 0x00FF00FFu | ONE, prmt(about.y, about.y, 0x4040) & 0x00FF00FFu | ONE};
+          const u32 zero[2] = {prmt(about.x, about.x, 0x4040) & 0x00FF00FFu | one,
+                               prmt(about.y, about.y, 0x4040) & 0x00FF00FFu | one};
           float acc[TILES][4] = {};
 #pragma unroll
           for (int word = 0; word < WORDS; ++word) {
@@ -123,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) int4_batch(const Arguments 
 #pragma unroll
             for (int half = 0; half < 2; ++half)
 #pragma unroll
-              for (int p = 0; p < 4; ++p) v[half][p] = subtract(codes[half][j] >> 4 * p & 0x000F000Fu | ONE, zero[half]);
+              for (int p = 0; p < 4; ++p) v[half][p] = subtract(codes[half][j] >> 4 * p & 0x000F000Fu | one, zero[half]);
 #pragma unroll
             for (int i = 0; i < TILES; ++i) {
               mma(acc[i], v[0][0], v[1][0], v[0][1], v[1][1], x[i][j][0], x[i][j][1]);

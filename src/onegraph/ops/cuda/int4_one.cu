@@ -92,7 +92,8 @@ extern "C" __global__ void __maxnreg__(REGISTERS) int4_one(const __grid_constant
   if (threadIdx.x < 4) zeros[threadIdx.x] = 0;
   for (int i = threadIdx.x; i < a.round * WARPS * tokens * ROWS; i += THREADS) partial[i] = 0.f;
   // Scales and zeros come nearer while the launch before ends; they and x are then waited for together.
-  const long long about = (long long)begin * ROWS * groups, numbers = (long long)min(tiles * ROWS, a.n - begin * ROWS) * groups;
+  const long long about = (long long)begin * ROWS * groups;
+  const long long numbers = (long long)min(tiles * ROWS, a.n - begin * ROWS) * groups;
   for (int i = threadIdx.x * 64; i < numbers; i += THREADS * 64) {
     prefetch(a.scale + about + i);
     if (i % 128 == 0) prefetch(a.zero + about + i);
@@ -187,7 +188,8 @@ extern "C" __global__ void __maxnreg__(REGISTERS) int4_one(const __grid_constant
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const u32 word = half ? about.y : about.x;
-          total[half] += (float)(upper[half] * 256 + lower[half] - (int)(word & 0xFF) * x_total) * scale_to_float(word >> 16);
+          const int sum = upper[half] * 256 + lower[half] - (int)(word & 0xFF) * x_total;
+          total[half] += (float)sum * scale_to_float(word >> 16);
         }
       };
 #pragma unroll
