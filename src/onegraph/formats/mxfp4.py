@@ -66,7 +66,7 @@ class MXFP4Format(WeightFormat):
             return
         first, last = FLOAT16_SCALES
         beyond = (tensors["scale"] < first) | (tensors["scale"] > last)
-        used = (tensors["codes"].unflatten(-1, (-1, GROUP // 2)) & 0x77).any(-1)
+        used = (tensors["codes"].unflatten(-1, (-1, GROUP // 2)) & 0x77).ne(0).any(-1)
         require(
             ~(beyond & used).any(),
             lambda: (
