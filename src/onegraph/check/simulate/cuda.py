@@ -2,7 +2,9 @@
 
 import builtins
 import functools
+import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -253,7 +255,9 @@ def machine(world: World) -> Iterator[None]:
             for name in ("get_rng_state", "set_rng_state"):
                 stack.enter_context(_swapped(module, name, _random_state(world, getattr(module, name))))
         stack.enter_context(_swapped(torch, "load", loading.load(torch.load)))
-        stack.enter_context(_swapped(ThreadPoolExecutor, "submit", loading.submit))
+        stack.enter_context(_swapped(ThreadPoolExecutor, "submit", loading.submit(world)))
+        stack.enter_context(_swapped(threading.Thread, "start", loading.start(world, threading.Thread.start)))
+        stack.enter_context(_swapped(os, "urandom", _noted(world, os.urandom)))
         stack.enter_context(_swapped(builtins, "print", _print(world, builtins.print)))
         backward = Backward(world)
         for module in (torch.autograd, torch.autograd.graph):
@@ -263,6 +267,17 @@ def machine(world: World) -> Iterator[None]:
         stack.enter_context(_Functions(world))
         stack.enter_context(_Dispatch(world))
         yield
+
+
+def _noted(world: World, real: Callable[..., Any]) -> Callable[..., Any]:
+    """A source of random numbers without a state to look at (`uuid4`, `secrets`), that says when a step asks it."""
+
+    def noted(*given: Any) -> Any:
+        if world.phase == "step" and not world.muted:
+            world.asked_random += 1
+        return real(*given)
+
+    return noted
 
 
 def _random_state(world: World, real: Callable[..., Any]) -> Callable[..., Any]:

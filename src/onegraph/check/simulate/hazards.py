@@ -126,6 +126,8 @@ def of_op(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], h
         return Hazard("CG101", "a device value is read on the host", NOT_PERMITTED)
     if dependent:
         return Hazard("CG101", f"{name.split('::')[1]} gives a host value computed from device data", NOT_PERMITTED)
+    if name == "aten::where" and any(not h.dim() for h in hosts):
+        return Hazard("CG102", "where copies a 0-d tensor of the host to the device, from pageable memory", PAGEABLE)
     if name in _SPACED:
         if not any(isinstance(a, Tensor) and not any(a is h for h in hosts) for a in args):
             return None

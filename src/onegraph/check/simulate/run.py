@@ -20,7 +20,7 @@ from onegraph.check.simulate.device import DeviceTensor, storage_of
 from onegraph.check.simulate.findings import RANK, Findings, home_of
 from onegraph.check.simulate.records import Step, reshaped, same
 from onegraph.check.simulate.replay import Verdict, replay
-from onegraph.check.simulate.state import Snapshot, changes, methods
+from onegraph.check.simulate.state import Snapshot, changes, methods, random_state
 from onegraph.check.simulate.world import World
 
 FEWEST_STEPS = 3
@@ -176,7 +176,7 @@ class _Simulation:
                 self.names.setdefault(tensor.record.number, name)
         self.handed.note(arguments)
         before = Snapshot(step, self.roots)
-        self.told[index] = repr((before.values, containers.numbers(arguments)))
+        self.told[index] = repr((before.values, containers.numbers(arguments), random_state(), world.asked_random))
         if index >= world.captured_step:
             self._note_storages()
         record = world.current = Step(index)

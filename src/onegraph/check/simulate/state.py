@@ -1,6 +1,9 @@
 """The Python state that a step can reach: names for its storages, and what it changes that a replay would not."""
 
 import ast
+import os
+import random
+import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -43,6 +46,9 @@ class Snapshot:
         if id(value) in self.seen:
             return
         self.seen.add(id(value))
+        if (state := _state_of(value)) is not None:
+            self.values[f"{name} (random state)"] = state
+            return
         if isinstance(value, DeviceTensor):
             self.storages.setdefault(value.record.number, name)
             return
@@ -90,6 +96,22 @@ class Snapshot:
         for key in _slots(type(value)):
             if hasattr(value, key) and _of_user(type(value), roots):
                 yield f"{name}.{key}", getattr(value, key)
+
+
+def random_state() -> int:
+    """What tells whether the host's random numbers went on: those of `random` and of numpy, where it is loaded."""
+    numpy = sys.modules.get("numpy")
+    drawn = numpy.random.get_state(legacy=True) if numpy is not None else ()
+    return hash((random.getstate(), drawn[1].tobytes() if drawn else b"", drawn[2:] if drawn else ()))
+
+
+def _state_of(value: Any) -> int | None:
+    """The same of a generator of one's own."""
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return hash(value.getstate())
+    if type(value).__module__.startswith("numpy.random") and hasattr(value, "bit_generator"):
+        return hash(repr(value.bit_generator.state))
+    return None
 
 
 def changes(before: Snapshot, after: Snapshot) -> dict[str, tuple[Any, Any]]:
@@ -147,13 +169,13 @@ def _of_user(cls: type, roots: frames.Roots) -> bool:
     path = _file(cls)
     if path is None:
         return cls.__module__ in ("types", "__main__") or cls.__module__.startswith("onegraph_target_")
+    if path.startswith(frames.HERE + os.sep):
+        return False  # a stand-in of the checker's own for a stream or an event
     package = frames.package_of(path)
     return package is None or package in roots.packages
 
 
 def _file(cls: type) -> str | None:
-    import sys
-
     return getattr(sys.modules.get(cls.__module__), "__file__", None)
 
 

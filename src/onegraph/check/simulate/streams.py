@@ -24,10 +24,11 @@ class Streams:
         self.reached: set[int] = set()
         self.open: dict[int, frames.Chain] = {}
         self.main: int | None = None
+        self.strayed: set[int] = set()  # streams that the capture does not see and that the step works on: told already
 
     def begin(self, main: int) -> None:
         """A step starts on stream `main`."""
-        self.reached, self.open, self.main = {main}, {}, main
+        self.reached, self.open, self.main, self.strayed = {main}, {}, main, set()
 
     def launch(self, world: "World", chain: frames.Chain, index: int) -> bool:
         """An op is launched on the current stream of GPU `index`: does the capture see it?"""
@@ -43,6 +44,7 @@ class Streams:
         if stream.id in self.reached:
             self.open[stream.id] = chain
             return True
+        self.strayed.add(stream.id)
         if stream.id == 0:
             text = "work is launched on the default stream inside the step: it runs once, at capture"
             world.see("CG304", text, SILENT, chain=chain)
@@ -53,8 +55,10 @@ class Streams:
             )  # fmt: skip
         return False
 
-    def wait(self, waiter: int, reached: bool, source: int) -> None:
+    def wait(self, world: "World", waiter: int, reached: bool, source: int, what: str) -> None:
         """`waiter` waits for work of `source`, which the capture had reached or not."""
+        if waiter in self.reached and not reached and source not in self.strayed:
+            world.see("CG305", f"the step waits for {what}, which is not part of the capture", UNCAPTURED)
         if reached:
             self.reached.add(waiter)
         if waiter == self.main or waiter in self.reached:
@@ -86,10 +90,13 @@ def make(world: "World") -> dict[str, Any]:
             return True
 
         def wait_stream(self, other: "Stream") -> None:
-            streams.wait(self.id, other.id in streams.reached, other.id)
+            if other.id != self.id:
+                streams.wait(world, self.id, other.id in streams.reached, other.id, "work of another stream")
 
         def wait_event(self, event: "Event") -> None:
-            streams.wait(self.id, event.reached, event.stream)
+            if event.stream >= 0:  # one that was never recorded is waited for by nobody
+                now = event.reached and event.step == world.step and event.phase == world.phase
+                streams.wait(world, self.id, now, event.stream, "an event recorded before it")
 
         def record_event(self, event: "Event | None" = None) -> "Event":
             event = event or Event()
@@ -112,12 +119,13 @@ def make(world: "World") -> dict[str, Any]:
 
     class Event:
         def __init__(self, enable_timing: bool = False, **_: Any) -> None:
-            self.reached, self.stream = False, -1
+            self.reached, self.stream, self.step, self.phase = False, -1, -1, ""
             self.cuda_event = 1
 
         def record(self, stream: Stream | None = None) -> None:
             stream = stream or current_stream()
             self.reached, self.stream = stream.id in streams.reached, stream.id
+            self.step, self.phase = world.step, world.phase
 
         def wait(self, stream: Stream | None = None) -> None:
             (stream or current_stream()).wait_event(self)

@@ -1,5 +1,6 @@
 """The simulated machine: runs every op on the CPU, keeps the books that a GPU and its allocator would keep."""
 
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from onegraph.check.declared import capturable
-from onegraph.check.report import CheckError, Severity
+from onegraph.check.report import SILENT, CheckError, Severity
 from onegraph.check.simulate import frames, hazards, recording
 from onegraph.check.simulate.device import DeviceTensor, StorageRecord, block, refuse, storage_of, weak
 from onegraph.check.simulate.perform import Unavailable, perform
@@ -50,6 +51,8 @@ class World:
         self.streams = Streams()
         self.streams_main: Any = None  # the stream that captures, once there are stand-ins for streams
         self.device_index = 0
+        self.started: weakref.WeakKeyDictionary[threading.Thread, frames.Chain] = weakref.WeakKeyDictionary()
+        self.asked_random = 0  # how often steps asked the system for random bytes
         self.random_states: list[Tensor] = []  # of the generator, as the running step has read them
         self.generators: list[Any] = []
         self.numbers = 0
@@ -236,6 +239,10 @@ class World:
             self._sight(hazard, chain)
         if live:
             self._trust(func, name, chain)
+            starter = self.started.get(threading.current_thread()) if self.started else None
+            if starter is not None:
+                text = "work is launched by another thread, whose stream is not captured"
+                self.see("CG309", text, SILENT, chain=starter)
         mine = {id(t.inner): t for t in virtual}
         if live and writes and self.current is not None and self.step > self.captured_step:
             recording.keep(self, args, kwargs, writes)
