@@ -43,9 +43,12 @@ def test_linear(k: int, n: int, float32: bool, dtype: torch.dtype) -> None:
     dense, bias = mxfp4_dequantize(codes, scale).double(), torch.randn(n, generator=rng(1)).cuda()
     for tokens in TOKENS:
         x = torch.randn(tokens, k, generator=rng(tokens)).to("cuda", dtype)
-        got = mxfp4_linear(x, codes, scale, bias, float32)
+        got, wanted = mxfp4_linear(x, codes, scale, bias, float32), x.double() @ dense.T + bias.double()
         assert got.dtype == (torch.float32 if float32 else dtype)
-        close(got, x.double() @ dense.T + bias.double(), 3e-4 if float32 else TOLERANCE[dtype])
+        # Where no kernel takes the shape, cuBLAS multiplies: its own error is the yardstick.
+        theirs = torch.nn.functional.linear(x, dense.to(dtype), bias.to(dtype)) if n * k % 128 else wanted
+        own = float((theirs.double() - wanted).norm() / wanted.norm())
+        close(got, wanted, (3e-4 if float32 else TOLERANCE[dtype]) + 1.5 * own)
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -222,7 +222,7 @@ def run(
 # Linears of up to so many tokens: how, and the depths to try, where a block has row tiles enough, and where it has few.
 # Longer rings are no quicker where activations are loaded: they queue behind the ring's first filling.
 LINEARS = {
-    8: ((Variant(LINEAR), (3, 2)), (Variant(LINEAR), (3, 2))),
+    8: ((Variant(LINEAR, slice=256, early=2), (2,)), (Variant(LINEAR, ring_x=True, warps=8, slice=256, early=2), (2,))),
     16: ((Variant(LINEAR, 2), (3, 2)), (Variant(LINEAR, 2, ring_x=True, warps=8), (4, 3, 2))),
     MAX_TOKENS: ((Variant(LINEAR, 4, warps=8), (4, 3, 2)), (Variant(LINEAR, 4, ring_x=True, warps=8), (4, 3, 2))),
 }
