@@ -100,9 +100,9 @@ def test_what_a_gpu_reads_is_what_a_cpu_reads(layout: str, act_order: bool, tmp_
         if "proj" not in layer or kind == "bias":
             tensors[name] = parameter.detach()
             continue
-        t = truth(*parameter.shape, 64, seed, act_order=act_order, zero=8 if layout == "packed" else None)
+        t = truth(*parameter.shape, 32, seed, act_order=act_order, zero=8 if layout == "packed" else None)
         tensors |= packed(layout, layer, t)
-    told = {"quantization_config": config(layout, 64, act_order=act_order)}
+    told = {"quantization_config": config(layout, 32, act_order=act_order)}
     (tmp_path / "config.json").write_text(json.dumps(hf.config.to_dict() | told, default=str))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
     with Checkpoint.open(tmp_path) as checkpoint:
