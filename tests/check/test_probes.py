@@ -120,7 +120,9 @@ def test_steps_that_were_asked_for_are_the_steps_that_run() -> None:
     assert simulate_step(factory, probe=False).steps == len(calls) == 4
 
 
-def test_a_large_step_is_run_a_few_times_more() -> None:
+def test_a_large_step_is_run_a_few_times_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onegraph.check.simulate.run.LONGEST_PROBE", float("inf"))
+
     def factory(ops: int) -> Any:
         seen = []
 
@@ -133,6 +135,12 @@ def test_a_large_step_is_run_a_few_times_more() -> None:
         return step, lambda i: (x(i),)
 
     assert [check_step(lambda ops=ops: factory(ops)).steps for ops in (40, 41, 1001)] == [130, 18, 9]  # type: ignore[misc]
+
+
+def test_a_slow_step_ends_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onegraph.check.simulate.run.LONGEST_PROBE", 0.0)
+    _, factory = counted(limit=100)
+    assert check_step(factory).steps == 4
 
 
 def test_what_only_a_later_step_reads_is_a_warning() -> None:

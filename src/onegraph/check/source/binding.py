@@ -9,6 +9,7 @@ from onegraph.check.source.expressions import evaluate, iterate
 from onegraph.check.source.machine import Machine, short
 from onegraph.check.source.values import (
     UNKNOWN,
+    Class,
     Const,
     Dict,
     ExtObj,
@@ -81,6 +82,8 @@ def set_attribute(
             )
         elif machine.between:
             machine.swapped.add(part.serial)
+    if isinstance(obj, Class) and machine.in_step and not machine.presume:
+        _set_on_class(machine, node, obj, name, value, moved)
     if not isinstance(obj, Obj):
         return
     old = obj.attributes.get(name, UNKNOWN)
@@ -97,6 +100,18 @@ def set_attribute(
     if machine.conditions and machine.in_step and name in obj.attributes:
         value = join(old, value)
     obj.attributes[name] = value
+
+
+def _set_on_class(machine: Machine, node: ast.expr, cls: Class, name: str, value: Value, moved: bool) -> None:
+    """`Step.count = ...`: a class outlives the step."""
+    key = (id(cls.node), name)
+    old = machine.class_values.get(key) or names.member_value(machine, cls, cls, name) or UNKNOWN
+
+    def setter(new: Value) -> None:
+        machine.class_values[key] = new
+
+    machine.stored(("attribute", *key), node, old, value, setter, cls.node, moved)
+    machine.class_values[key] = value
 
 
 def set_item(machine: Machine, target: ast.Subscript, value: Value, *, moved: bool = False) -> None:

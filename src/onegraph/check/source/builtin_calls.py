@@ -76,7 +76,7 @@ def call(machine: Machine, name: str, args: list[Value], keywords: dict[str, Val
                 return Seq("iterator", rows, in_step=True)
             return Seq("iterator", None, Seq("tuple", tuple(iterate(machine, a) for a in args), in_step=True), True)
         case "next":
-            return first.any if isinstance(first, Seq) else UNKNOWN
+            return _next(machine, first)
         case "dict":
             return Dict(tuple(keywords.items()), in_step=machine.in_step) if not args else UNKNOWN
         case "isinstance":
@@ -138,6 +138,21 @@ def _sequence(machine: Machine, name: str, args: list[Value]) -> Value:
     if isinstance(first, Unknown):
         return UNKNOWN
     return Seq(kind, None, iterate(machine, first), machine.in_step)
+
+
+def _next(machine: Machine, iterator: Value) -> Value:
+    """What the step takes from an iterator that outlives it is another value in each step."""
+    lasting = machine.in_step and not machine.presume
+    if isinstance(iterator, ExtObj) and iterator.kind == "itertools.count":
+        return Plain("int", varying=lasting and not iterator.in_step)
+    if not isinstance(iterator, Seq):
+        return UNKNOWN
+    value = iterator.any
+    if lasting and iterator.kind == "iterator" and not iterator.in_step and isinstance(value, Const | Plain):
+        several = iterator.items is None or len(set(map(repr, iterator.items))) > 1
+        kind = type(value.value).__name__ if isinstance(value, Const) else value.kind
+        return Plain(kind, varying=True) if several else value
+    return value
 
 
 def _isinstance(machine: Machine, args: list[Value]) -> Value:

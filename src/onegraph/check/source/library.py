@@ -331,6 +331,11 @@ VARYING = frozenset(
         "random.randrange",
         "random.uniform",
         "random.choice",
+        "random.getrandbits",
+        "random.gauss",
+        "random.normalvariate",
+        "secrets.randbelow",
+        "secrets.randbits",
         "datetime.datetime.now",
     ]
 )

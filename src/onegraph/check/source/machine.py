@@ -83,6 +83,7 @@ class Machine:
     resolving: set[tuple[str, str]] = field(default_factory=set)
     memo: dict[tuple, tuple[Value, int]] = field(default_factory=dict)
     summaries: dict[int, Value] = field(default_factory=dict)
+    class_values: dict[tuple[int, str], Value] = field(default_factory=dict)  # what the step binds on classes
     bases: dict[int, list[Value]] = field(default_factory=dict)
     ancestors: dict[int, list[Value]] = field(default_factory=dict)
     tables: dict[int, dict[str, ast.stmt]] = field(default_factory=dict)

@@ -264,6 +264,9 @@ def decorators(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> s
 
 def member_value(machine: Machine, obj: Value, cls: Class, name: str, after: Class | None = None) -> Value | None:
     """A class member as seen from an instance (or from the class itself, where `obj` is that class)."""
+    for known in ancestry(machine, cls) if machine.class_values else ():
+        if isinstance(known, Class) and (id(known.node), name) in machine.class_values:
+            return machine.class_values[id(known.node), name]
     from onegraph.check.source import calls, expressions
 
     found = find_member(machine, cls, name, after)

@@ -66,8 +66,8 @@ def _other(machine: Machine, name: str, args: list[Value], node: ast.AST) -> Val
         return ExtObj(name)
     if name in ("collections.OrderedDict", "collections.defaultdict"):
         return Dict(None, in_step=machine.in_step)
-    if name == "contextlib.ExitStack":
-        return ExtObj(name)
+    if name in ("contextlib.ExitStack", "itertools.count"):
+        return ExtObj(name, in_step=machine.in_step)
     if name == "collections.deque":
         return Seq("list", None, UNKNOWN, machine.in_step)
     if name in ("copy.copy", "copy.deepcopy", "typing.cast") and args:
