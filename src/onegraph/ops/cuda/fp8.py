@@ -16,7 +16,6 @@ ROWS, PAIRS = 16, 255  # as in fp8.cu, routes.cuh
 SLICE = 128  # columns that a warp takes at a time
 WARPS = 16  # of a block at most
 PASS, FEW_PASS = 16, 8  # tokens of experts that share a reading: where those of an expert are moved together, and not
-DEPTHS = (4, 3, 2)  # of experts: units that a warp has under way, the first that fits
 MOST_EARLY = 6  # units requested before activations: all
 FEW_TILES = 4  # row tiles of a block, below which activations of more than 8 tokens come through the ring
 MAX_TOKENS = 64  # of a linear; above, decoding once is cheaper than reading the codes again for every pass
@@ -226,6 +225,8 @@ LINEARS = {
     16: ((Variant(LINEAR, 2), (3, 2)), (Variant(LINEAR, 2, ring_x=True, warps=8), (4, 3, 2))),
     MAX_TOKENS: ((Variant(LINEAR, 4, warps=8), (4, 3, 2)), (Variant(LINEAR, 4, ring_x=True, warps=8), (4, 3, 2))),
 }
+# Experts of one token, and of more: what differs from `Variant`'s own, and the depths to try.
+EXPERTS: dict[int, tuple[dict[str, int], tuple[int, ...]]] = {1: ({}, (4, 3, 2)), 2: ({}, (4, 3, 2))}
 
 
 @cache
@@ -310,9 +311,10 @@ def experts(
     together = tokens > FEW_PASS and top_k * PASS <= PAIRS
     most = min(min(tokens, PASS if together else FEW_PASS) * top_k, matrices * (1 + together))  # readings of a pass
     sms, room, grain = build.device(x.device.index).sms, _room(x.device.index), scaled.grain
-    first_variant, second_variant = (Variant(mode, together=together) for mode in (GATE_UP, DOWN))
-    first = plan(most * (wide // 8), dim, 1, first_variant, grain, sms, DEPTHS, room)
-    second = plan(-(-dim // ROWS), wide, most, second_variant, grain, sms, DEPTHS, room)
+    settings, depths = EXPERTS[min(tokens, 2)]
+    first_variant, second_variant = (Variant(mode, together=together, **settings) for mode in (GATE_UP, DOWN))
+    first = plan(most * (wide // 8), dim, 1, first_variant, grain, sms, depths, room)
+    second = plan(-(-dim // ROWS), wide, most, second_variant, grain, sms, depths, room)
     if first is None or second is None:
         return None
     # Every copy comes before the first launch: the second reads the experts while the first may still run.
