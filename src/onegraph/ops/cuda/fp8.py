@@ -220,13 +220,17 @@ def run(
 
 # Linears of up to so many tokens: how, and the depths to try, where a block has row tiles enough, and where it has few.
 # Longer rings are no quicker where activations are loaded: they queue behind the ring's first filling.
+ONE_PASS = Variant(LINEAR, ring_x=True, warps=8, slice=256, early=2), (2,)
 LINEARS = {
-    8: ((Variant(LINEAR, slice=256, early=2), (2,)), (Variant(LINEAR, ring_x=True, warps=8, slice=256, early=2), (2,))),
+    8: (ONE_PASS, ONE_PASS),
     16: ((Variant(LINEAR, 2), (3, 2)), (Variant(LINEAR, 2, ring_x=True, warps=8), (4, 3, 2))),
     MAX_TOKENS: ((Variant(LINEAR, 4, warps=8), (4, 3, 2)), (Variant(LINEAR, 4, ring_x=True, warps=8), (4, 3, 2))),
 }
 # Experts of one token, and of more: what differs from `Variant`'s own, and the depths to try.
-EXPERTS: dict[int, tuple[dict[str, int], tuple[int, ...]]] = {1: ({}, (4, 3, 2)), 2: ({}, (4, 3, 2))}
+EXPERTS: dict[int, tuple[dict[str, int], tuple[int, ...]]] = {
+    1: ({"warps": 8, "slice": 256}, (2,)),
+    2: ({}, (4, 3, 2)),
+}
 
 
 @cache
