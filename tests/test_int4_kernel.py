@@ -172,7 +172,8 @@ def test_a_cut_for_few_tokens_covers_its_shape_and_fits(n: int, k: int, tokens: 
     assert 1 <= cut.round <= cut.hold
     assert 1 <= cut.tokens <= tokens
     if k <= 4096 and n < 128256:
-        assert (cut.tokens, cut.depth) == (tokens, int4.ONE_DEPTHS[0])
+        assert cut.tokens == tokens
+        assert cut.depth >= 4
     assert int4.one_plan(tokens, n, k + 64, groups, H200) is None
 
 
