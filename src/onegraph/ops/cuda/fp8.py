@@ -4,7 +4,7 @@ Few tokens run straight from the codes, in one launch of `fp8.cu` (experts: two)
 and multiply through cuBLAS, two launches. What runs how follows from shape, dtype and device alone.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -226,10 +226,10 @@ LINEARS = {
     16: ((Variant(LINEAR, 2), (3, 2)), (Variant(LINEAR, 2, ring_x=True, warps=8), (4, 3, 2))),
     MAX_TOKENS: ((Variant(LINEAR, 4, warps=8), (4, 3, 2)), (Variant(LINEAR, 4, ring_x=True, warps=8), (4, 3, 2))),
 }
-# Experts of one token, and of more: what differs from `Variant`'s own, and the depths to try.
-EXPERTS: dict[int, tuple[dict[str, int], tuple[int, ...]]] = {
-    1: ({"warps": 8, "slice": 256}, (2,)),
-    2: ({}, (4, 3, 2)),
+# Experts of one token, and of more: how, and the depths to try.
+EXPERTS = {
+    1: (Variant(GATE_UP, warps=8, slice=256), (2,)),
+    2: (Variant(GATE_UP), (4, 3, 2)),
 }
 
 
@@ -315,8 +315,8 @@ def experts(
     together = tokens > FEW_PASS and top_k * PASS <= PAIRS
     most = min(min(tokens, PASS if together else FEW_PASS) * top_k, matrices * (1 + together))  # readings of a pass
     sms, room, grain = build.device(x.device.index).sms, _room(x.device.index), scaled.grain
-    settings, depths = EXPERTS[min(tokens, 2)]
-    first_variant, second_variant = (Variant(mode, together=together, **settings) for mode in (GATE_UP, DOWN))
+    like, depths = EXPERTS[min(tokens, 2)]
+    first_variant, second_variant = (replace(like, mode=mode, together=together) for mode in (GATE_UP, DOWN))
     first = plan(most * (wide // 8), dim, 1, first_variant, grain, sms, depths, room)
     second = plan(-(-dim // ROWS), wide, most, second_variant, grain, sms, depths, room)
     if first is None or second is None:
