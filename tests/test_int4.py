@@ -389,6 +389,14 @@ def test_a_model_in_each_layout_is_transformers_with_the_same_numbers(
     told = {"quantization_config": config(layout, columns, act_order=act_order)}
     (tmp_path / "config.json").write_text(json.dumps(hf.config.to_dict() | told, default=str))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    if layout == "gptq":
+        spare = "model.layers.0.self_attn.o_proj.bias"
+        (tmp_path / "bias").mkdir()
+        (tmp_path / "bias" / "config.json").write_text((tmp_path / "config.json").read_text())
+        changed = tensors | {spare: torch.ones_like(tensors[spare])}
+        save_file({name: t.contiguous() for name, t in changed.items()}, tmp_path / "bias" / "model.safetensors")
+        with Checkpoint.open(tmp_path / "bias") as checkpoint, pytest.raises(CheckpointError, match="bias is not zero"):
+            Llama.load(checkpoint)
     row = torch.randint(0, 131, (24,), generator=rng(3))
     with torch.no_grad():
         want = hf(row.unsqueeze(0)).logits[0]

@@ -130,6 +130,31 @@ def test_what_was_not_asked_for_is_dropped_with_its_unit(tmp_path: Path) -> None
         ahead.close()
 
 
+def test_a_tensor_that_began_to_land_for_another_device_moves_before_the_rest_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block is used again once the copies on the device that asked are done: none may go to another one."""
+    monkeypatch.setattr(prefetch, "AHEAD_BYTES", 0)  # nothing lands but what is asked for
+    made = {"layers.0.a": torch.zeros(64, dtype=torch.uint8), "layers.1.b": torch.ones(400, dtype=torch.uint8)}
+    made["layers.1.c"] = torch.ones(64, dtype=torch.uint8)
+    checkpoint = open_checkpoint(tmp_path / "m", made)
+    spans = {name: checkpoint.info(name) for name in checkpoint.names}
+    units = [["layers.0.a"], ["layers.1.b", "layers.1.c"]]
+    ahead = Prefetch(spans, units, pinned=False, block_bytes=128, threads=1)
+    try:
+        ahead.take("layers.0.a", CPU)
+        while "layers.1.b" not in ahead._landing:
+            ahead._land(CPU)
+        assert ahead._landing["layers.1.b"].missing
+        meta = torch.device("meta")
+        while ahead._landing["layers.1.b"].missing:
+            ahead._land(meta)
+        assert ahead._landing["layers.1.b"].target.device == meta
+        assert ahead.take("layers.1.c", meta) is not None
+    finally:
+        ahead.close()
+
+
 def test_the_host_holds_no_more_blocks_than_the_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody takes: the threads stop at the last slot."""
     (tmp_path / "f").write_bytes(bytes(range(256)) * 40)
@@ -278,6 +303,7 @@ PROGRAM = r"""
 import os, sys, threading, time
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.llama import Llama
+from onegraph.models import prefetch
 from onegraph.models.prefetch import Prefetch
 
 Prefetch.__init__.__kwdefaults__.update(block_bytes=2048, threads=2)

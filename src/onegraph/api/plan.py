@@ -17,9 +17,8 @@ from onegraph.api.cost import Work, available_memory, estimate
 from onegraph.api.device import pick_device
 from onegraph.api.hub import locate
 from onegraph.api.size import Size, human_bytes, size_of
-from onegraph.formats.checkpoint import Checkpoint, TensorInfo
+from onegraph.formats.checkpoint import Checkpoint, TensorInfo, read_config
 from onegraph.formats.e8p import E8P, KEEP, E8PConfig, E8PFormat, fits, resolve_rates
-from onegraph.formats.files import read_json
 from onegraph.formats.nvfp4 import NVFP4, written_config
 from onegraph.formats.weight import WeightFormat
 from onegraph.models.config import LlamaConfig
@@ -165,7 +164,7 @@ def _described(path: Path) -> Checkpoint:
     """The checkpoint at a path; where only its config.json is there, one that has the tensors it asks for."""
     if not (path / "config.json").is_file() or next(path.glob("*.safetensors"), None) is not None:
         return Checkpoint.open(path)
-    config = read_json(path / "config.json")
+    config = read_config(path)
     stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
     dtype = stored if isinstance(stored, torch.dtype) else torch.bfloat16
     parsed = parse_config(config)

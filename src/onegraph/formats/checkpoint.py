@@ -34,7 +34,7 @@ from onegraph.formats.files import (
 )
 from onegraph.formats.weight import check_conversion
 
-__all__ = ["Checkpoint", "CheckpointError", "TensorInfo", "write_checkpoint"]
+__all__ = ["Checkpoint", "CheckpointError", "TensorInfo", "read_config", "write_checkpoint"]
 
 DTYPES = {
     "F64": torch.float64,
@@ -112,7 +112,7 @@ class Checkpoint:
                     f"{path}: no such model; give a directory that holds config.json and model.safetensors, "
                     "or a .gguf file"
                 )
-            return Checkpoint(path, _config(path), _directory(path))
+            return Checkpoint(path, read_config(path), _directory(path))
         except (OSError, ValueError) as error:
             if isinstance(error, CheckpointError):
                 raise
@@ -228,11 +228,12 @@ def finite(value: torch.Tensor) -> torch.Tensor | None:
     return low * 0 == high * 0
 
 
-def _config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
     """config.json; where it says nothing of quantization, hf_quant_config.json does, as NVIDIA publishes many.
     compression_config is what compressed-tensors called it once."""
     config = read_json(member(path, "config.json") or path / "config.json")
-    told = config.get("quantization_config", config.get("compression_config"))
+    told = config.get("quantization_config")
+    told = config.get("compression_config") if told is None else told
     if told is None and (apart := member(path, "hf_quant_config.json")) is not None:
         told = read_json(apart)
     return config if told is None else config | {"quantization_config": told}

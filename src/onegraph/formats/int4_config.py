@@ -77,7 +77,7 @@ class INT4Config:
 
     def ignored(self, name: str) -> bool:
         """Scales of an FP8 KV cache, which ours has no use for; the zeros that older versions of AutoGPTQ write as the
-        bias of linears that have none."""
+        bias of linears that have none (the loader looks whether they are)."""
         return name.endswith((".k_scale", ".v_scale")) or (self.method == "gptq" and name.endswith("_proj.bias"))
 
     def renamed(self, rename: Callable[[dict[str, Any]], dict[str, Any]]) -> "INT4Config":

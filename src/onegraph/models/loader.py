@@ -26,6 +26,7 @@ from onegraph.nn.embedding import Embedding
 from onegraph.nn.experts import Experts
 from onegraph.nn.linear import GroupedLinear, Linear, Siblings, Weight, join
 from onegraph.ops.activation import SwiGLU
+from onegraph.ops.weight import weight_ops
 
 _BLOCK = re.compile(r"(.*?)\b(\d+)\.")  # of the decoder: what stands before its number, and the number
 
@@ -163,6 +164,10 @@ class Loader:
             n, k, _ = self.layers()[layer]
             format.check_part(n, k, part)
         tensors = format.read(_Reader(self, device), layer, part)
+        spare = f"{layer}.bias"  # of a linear that has none, as older tools write it: passed over only where it is 0
+        if spare in self and not self.parts.linears.get(layer, (0, 0, True))[2]:
+            zero = (self.float32(spare, device) == 0).all()
+            self.require(zero, lambda: f"{spare} is not zero, and config.json gives {layer} no bias")
         format.check_dtype(layer, tensors, self.dtype, self.require)
         return format, tensors
 
@@ -255,6 +260,10 @@ class Loader:
         Raises CheckpointError that names the first expert of another format.
         """
         format = self.format_of(down[0])
+        if weight_ops(format).experts is None:
+            raise CheckpointError(
+                f"{down[0]} is {format}, which routed experts cannot be run in; load another form of it"
+            )
         for layer in (name for names in zip(gate_up, down, strict=True) for name in (*names[0], names[1])):
             if self.format_of(layer) is not format:
                 raise CheckpointError(
@@ -322,7 +331,8 @@ class Loader:
                 one = format.join([self.weight(name, device)[1] for name in names])
                 if one is None:
                     raise CheckpointError(
-                        f"{names[0]} and {names[-1]} differ in what {format} shares; they cannot be one"
+                        f"{names[0]} and {names[-1]} cannot be one layer of {format}: they differ in what its rows "
+                        "share, or the first ends within a block"
                     )
                 yield one
 

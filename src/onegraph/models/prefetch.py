@@ -291,6 +291,8 @@ class Prefetch:
                 self._landing[name] = _Landing(torch.empty(nbytes, dtype=torch.uint8, device=device), nbytes)
                 self._held += nbytes
             landing = self._landing[name]
+            if landing.target.device != device:  # it began to land for another: the slot is told when this one is done
+                landing.target = landing.target.to(device)
             landing.target[first : first + size].copy_(slot.memory[start : start + size], non_blocking=gpu)
             landing.missing -= size
         if gpu:
