@@ -61,6 +61,16 @@ def test_sizes_are_those_that_are_written(model: Path, tmp_path: Path, kind: str
     assert found.disk >= sum(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors")) * 0.8
 
 
+def test_what_hf_quant_config_says_is_seen_without_weights(model: Path, tmp_path: Path) -> None:
+    """As `quantize` sees it once they are there."""
+    (tmp_path / "config.json").write_text((model / "config.json").read_text())
+    plan(tmp_path, device="cpu")
+    told = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(told))
+    with pytest.raises(ValueError, match="is quantized already"):
+        plan(tmp_path, device="cpu")
+
+
 def test_patterns_are_counted(model: Path, tmp_path: Path) -> None:
     command = ["quantize", model, tmp_path / "out", "--dry-run", "--device", "cpu", "--layer", "*.down_proj=2"]
     command += ["--layer", "model.layers.1.self_attn.*=16"]

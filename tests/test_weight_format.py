@@ -266,6 +266,18 @@ def test_an_embedding_needs_a_look_up(format: WeightFormat) -> None:
         Embedding(format, made(format, 64, 96).tensors, torch.float32)
 
 
+@pytest.mark.parametrize("format", [E8P[2], INT4], ids=str)
+def test_experts_need_a_format_that_has_them(
+    format: WeightFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Said before anything of them is read: there is nothing to read here."""
+    config = LlamaConfig.from_dict(hf_model("qwen2", hidden_size=96).config.to_dict())
+    loader = Loader(Checkpoint(tmp_path, {}, {}), config, torch.float32)
+    monkeypatch.setattr(loader, "format_of", lambda layer: format)
+    with pytest.raises(CheckpointError, match=r"experts.0.w2 is .*, which routed experts cannot be run in"):
+        loader.experts([("experts.0.w1", "experts.0.w3")], ["experts.0.w2"], SwiGLU(), CPU)
+
+
 CONFIGS: dict[WeightFormat, Any] = {
     E8P[2]: E8PConfig(bits=2).to_dict(),
     E8P[4]: E8PConfig(bits=4).to_dict(),
