@@ -39,6 +39,8 @@ def checked(folder: Path, text: str) -> Report:
 CHANGES = {
     "page of 16": ("return Counting(lambda x, n: x * (n // 16)), lambda i: (X(i),)", "CG202"),
     "page of 128": ("return Counting(lambda x, n: x * (n // 128)), lambda i: (X(i),)", "CG202"),
+    "page of 128 of a layer": ("layer = torch.nn.Linear(4, 4, device='cuda')\n"
+             "    return Counting(lambda x, n: layer(x) * (n // 128)), lambda i: (X(i),)", "CG202"),
     "every sixth": ("return Counting(lambda x, n: x * 2 if n % 6 == 0 else x), lambda i: (X(i),)", "CG201"),
     "an input": ("return (lambda x, position: x * (position // 16)), lambda i: (X(i), position(i))", "CG202"),
     "power of two": ("return (lambda x, n: x * n.bit_length()), lambda i: (X(i), i + 4)", "CG202"),
@@ -158,3 +160,15 @@ def test_what_only_a_later_step_reads_is_a_warning() -> None:
     (read,) = [f for f in check_step(factory).findings if f.code == "CG101"]
     assert read.severity == "warning"
     assert read.message.endswith("(in step 8, in none of the first 4)")
+
+
+def test_inputs_that_the_checker_holds_are_not_collected_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    collected = []
+    monkeypatch.setattr("onegraph.check.simulate.run.gc.collect", lambda: collected.append(1))
+
+    def factory() -> Any:
+        linear = torch.nn.Linear(4, 4, device="cuda")
+        return (lambda t: linear(t)), lambda i: (x(i),)
+
+    simulate_step(factory, probe=True)
+    assert not collected

@@ -280,7 +280,9 @@ class _Simulation:
         """Storages that the captured step read and that no tensor of the user refers to any more."""
         outside = {n for op in captured.ops for n in op.externals if n != -1}
         dead = outside - self._alive()
-        if not dead and any(self.made.get(n, ("build", -1))[1] >= 0 for n in outside):
+        # Only what was made since the build can be in a cycle that nobody refers to, and inputs are held here anyway:
+        # to collect takes longer than a small step.
+        if not dead and any(self.made.get(n, ("build", -1))[1] >= 0 for n in outside - captured.inputs.keys()):
             gc.collect()
             dead = outside - self._alive()
         return dead
