@@ -225,6 +225,21 @@ z = x.tolist()
 """,
         "CG101 error 5",
     ),
+    "exitstack_closed": (
+        """\
+import torch, contextlib
+x = torch.zeros(4, device="cuda")
+stack = contextlib.ExitStack()
+stack.enter_context(torch.cuda.graph(torch.cuda.CUDAGraph()))
+with contextlib.ExitStack() as inner:
+    inner.enter_context(torch.no_grad())
+    inner.close()
+y = x.tolist()
+stack.pop_all().close()
+z = x.tolist()
+""",
+        "CG101 error 8",
+    ),
     "named": (
         """\
 import torch

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from onegraph.check import check_step
+from onegraph.check.deadline import deadline
+from onegraph.check.report import CheckError
 
 
 def x(i: int) -> torch.Tensor:
@@ -160,3 +162,17 @@ def test_randomness_that_decides_nothing_is_no_error() -> None:
         return given * 2
 
     assert codes(stepping(step)) == set()
+
+
+def test_endless_work_of_a_pool_ends_at_the_deadline() -> None:
+    def factory() -> Any:
+        def endless() -> None:
+            while True:
+                pass
+
+        with deadline(0.3, "target"):
+            ThreadPoolExecutor(1).submit(endless)
+        return (lambda given: given * 2), lambda i: (x(i),)
+
+    with pytest.raises(CheckError, match="still running"):
+        check_step(factory)

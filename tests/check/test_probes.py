@@ -1,12 +1,15 @@
 """Values that change, but not between four neighbouring steps: found by running on, or kept as the source told them."""
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
 from onegraph.check import check_step
+from onegraph.check.output.text import render
 from onegraph.check.reconcile import reconcile
 from onegraph.check.report import Report
 from onegraph.check.simulate import simulate_step
@@ -39,6 +42,8 @@ def checked(folder: Path, text: str) -> Report:
 CHANGES = {
     "page of 16": ("return Counting(lambda x, n: x * (n // 16)), lambda i: (X(i),)", "CG202"),
     "page of 128": ("return Counting(lambda x, n: x * (n // 128)), lambda i: (X(i),)", "CG202"),
+    "page of 128 of a layer": ("layer = torch.nn.Linear(4, 4, device='cuda')\n"
+             "    return Counting(lambda x, n: layer(x) * (n // 128)), lambda i: (X(i),)", "CG202"),
     "every sixth": ("return Counting(lambda x, n: x * 2 if n % 6 == 0 else x), lambda i: (X(i),)", "CG201"),
     "an input": ("return (lambda x, position: x * (position // 16)), lambda i: (X(i), position(i))", "CG202"),
     "power of two": ("return (lambda x, n: x * n.bit_length()), lambda i: (X(i), i + 4)", "CG202"),
@@ -64,7 +69,7 @@ def test_a_value_that_does_not_change_in_all_of_them_stays_a_warning(tmp_path: P
     assert report.errors == ()
     (kept,) = [f for f in report.findings if f.code == "CG202"]
     assert kept.severity == "warning"
-    assert kept.message.endswith(f"(it did not differ in {report.steps} steps)")
+    assert kept.message.endswith(f"(in none of the {report.steps} steps that were run did it differ)")
     assert report.steps == 130
 
 
@@ -77,6 +82,17 @@ def test_a_switch_that_the_caller_turns_late_is_probed_because_the_source_tells_
         "    return step, inputs\n",
     )
     assert {f.code for f in report.errors} == {"CG201"}
+
+
+def test_a_condition_that_ran_is_not_said_to_be_unmet(tmp_path: Path) -> None:
+    report = checked(
+        tmp_path,
+        "def factory():\n    st = {'n': 0}\n    def step(x):\n        st['n'] += 1\n"
+        "        if st['n'] % 1000 == 999:\n            x = x + 1\n"
+        "        return x * 2\n    return step, lambda i: (X(i),)\n",
+    )
+    (kept,) = [f for f in report.findings if f.code == "CG201"]
+    assert kept.message.endswith(f"(in none of the {report.steps} steps that were run did it differ)")
 
 
 def x(i: int) -> torch.Tensor:
@@ -110,6 +126,29 @@ def test_a_step_that_was_not_made_for_so_many_ends_the_probe() -> None:
     assert report.steps == 12
     assert len(calls) == 13
     assert {f.code for f in report.findings} == {"CG210"}
+    ended = report.facts["probe ended"]
+    assert ended.startswith("step 12 raised IndexError: the cache is full")
+    assert ended.endswith("judged on the first 12 steps")
+    assert ended in render(report)
+
+
+def test_random_numbers_count_where_the_step_draws_them() -> None:
+    """Those that `inputs` fills its tensors with are no host state of the step's, whatever generator they come from."""
+
+    def drawn(i: int) -> tuple[torch.Tensor]:
+        return (x(i) * random.random() + float(numpy.random.random()),)
+
+    def step(t: torch.Tensor) -> torch.Tensor:
+        return t * 2 if random.random() < 2.0 and numpy.random.random() < 2.0 else t
+
+    before = numpy.random.get_bit_generator()
+    try:
+        for generator in (before, numpy.random.PCG64()):
+            numpy.random.set_bit_generator(generator)
+            assert simulate_step(lambda: ((lambda t: t * 2), drawn)).steps == 4
+            assert simulate_step(lambda: (step, lambda i: (x(i),))).steps == 130
+    finally:
+        numpy.random.set_bit_generator(before)
 
 
 def test_steps_that_were_asked_for_are_the_steps_that_run() -> None:
@@ -158,3 +197,15 @@ def test_what_only_a_later_step_reads_is_a_warning() -> None:
     (read,) = [f for f in check_step(factory).findings if f.code == "CG101"]
     assert read.severity == "warning"
     assert read.message.endswith("(in step 8, in none of the first 4)")
+
+
+def test_inputs_that_the_checker_holds_are_not_collected_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    collected = []
+    monkeypatch.setattr("onegraph.check.simulate.run.gc.collect", lambda: collected.append(1))
+
+    def factory() -> Any:
+        linear = torch.nn.Linear(4, 4, device="cuda")
+        return (lambda t: linear(t)), lambda i: (x(i),)
+
+    simulate_step(factory, probe=True)
+    assert not collected

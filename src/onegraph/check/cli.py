@@ -87,7 +87,8 @@ def run_with(make: Callable[[argparse.Namespace], Report], args: argparse.Namesp
             print(f"onegraph: not read: {line}", file=sys.stderr)
         if report.facts.get("steps found") == 0 and report.steps == 0 and not args.allow_no_steps:
             raise CheckError(
-                f"{report.target}: 0 steps found: nothing captures, no forward, no function of a step's name; "
+                f"{report.target}: 0 steps found: nothing captures, no forward of a module, and nothing in functions "
+                "named as steps is known to be a tensor (annotate `x: torch.Tensor`); "
                 "name the step as file.py:factory, or say --allow-no-steps"
             )
         report = report.select(select, ignore)

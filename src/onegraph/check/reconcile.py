@@ -28,11 +28,11 @@ def reconcile(report: Report) -> Report:
             kept.append(finding)
             continue
         reliable = any(RULES[finding.code].seen.get(origin) == "yes" for origin in ran)
-        note = "not met in the steps that were run"
-        if reliable and _line(finding) in executed:
-            if finding.code not in VARYING or _line(finding) in told:
-                continue
-            note = f"it did not differ in {report.steps} steps"
+        note = f"not seen in the {report.steps} steps that were run"
+        if reliable and _line(finding) in executed and (finding.code not in VARYING or _line(finding) in told):
+            continue
+        if reliable and finding.code in VARYING:  # its line may have run without an op: a condition, an index
+            note = f"in none of the {report.steps} steps that were run did it differ"
         if finding.severity is Severity.ERROR or finding.code in VARYING:
             finding = replace(finding, severity=Severity.WARNING, message=f"{finding.message} ({note})")
         kept.append(finding)

@@ -70,6 +70,8 @@ def summary(report: Report, *, color: bool = False) -> str:
     tail = [f"  {said}"] if said else []
     if "source" in report.facts:
         tail.append(f"  source: {report.facts['source']}")
+    if "probe ended" in report.facts:
+        tail.append("  " + " ".join(report.facts["probe ended"].split()))
     if report.facts.get("allowed"):
         tail.append(f"  {report.facts['allowed']} allowed in the source")
     return "\n".join([line, *tail]) + "\n"

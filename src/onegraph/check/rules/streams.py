@@ -108,7 +108,8 @@ class DefaultStreamCapture(Rule):
 class UnjoinedFork(Rule):
     """
     ## What it does
-    Finds work that the step sends to another stream without waiting for it.
+    Finds work that the step sends to another stream without waiting for it, and waits for an event or stream from
+    outside of the capture.
 
     ## Why is this bad
     A side stream joins the capture only by waiting for the captured stream, and must be waited for before capture ends:
@@ -163,7 +164,7 @@ class UnjoinedFork(Rule):
 class OtherThreadCall(Rule):
     """
     ## What it does
-    Finds threads that the step starts.
+    Finds threads that the step starts, and work that a thread or pool launches for it.
 
     ## Why is this bad
     In the default capture mode, an unsafe CUDA call of any other thread (an allocation, a synchronisation) breaks the
@@ -202,7 +203,7 @@ class OtherThreadCall(Rule):
 
     hazards = (29,)
     severity = Severity.WARNING
-    happens = "operation failed due to a previous error during capture"
+    happens = "operation failed due to a previous error during capture, or silently stale"
     fix = "start threads outside the step, or capture with capture_error_mode='thread_local'"
-    seen = ways("partly", "no", "yes")
+    seen = ways("partly", "partly", "yes")
     shown_by = (Origin.SOURCE,)

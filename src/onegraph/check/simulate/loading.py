@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from onegraph.check.deadline import Overdue
 from onegraph.check.report import SILENT
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ def submit(world: "World") -> Callable[..., Any]:
         before = len(world.current.ops) if world.current is not None else 0
         try:
             done.set_result(function(*args, **kwargs))
+        except (Overdue, KeyboardInterrupt):  # to whoever checks, not to whoever waits for the work
+            raise
         except BaseException as error:
             done.set_exception(error)
         if world.current is not None and len(world.current.ops) > before:

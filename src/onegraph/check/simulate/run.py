@@ -80,6 +80,8 @@ class _Simulation:
         self.handed = containers.Handed()
         self.refreshed: dict[int, set[int]] = {}
         self.told: dict[int, str] = {}  # what Python values a step finds when it begins
+        self.drew: dict[int, bool] = {}  # whether a step itself took random numbers of the host's
+        self.probe_ended = ""  # what a step raised that the factory was not made for
         self.numbers_of: dict[int, dict[str, Any]] = {}  # Python values that the steps return, by path
 
     def run(self) -> Report:
@@ -112,7 +114,8 @@ class _Simulation:
                 break
             try:
                 self._one(step, inputs, index)
-            except CheckError:  # a cache is full, a queue is empty: the step was not made for so many
+            except CheckError as error:  # a cache is full, a queue is empty: the step was not made for so many
+                self.probe_ended = f"{error}; judged on the first {self.count} steps"
                 del self.world.sightings[seen:]
                 self.steps.pop(index, None)
                 self.verdicts.pop(index, None)
@@ -133,11 +136,10 @@ class _Simulation:
                 return False
 
     def _host_changes(self) -> bool:
-        """Whether Python values that the step can reach, or is given, are others from step to step."""
-        later = range(self.world.captured_step + 1, self.count)
-        return any(self.changed[i] for i in later) or any(
-            self.told[i] != self.told[self.world.captured_step] for i in later
-        )
+        """Whether Python values that the step can reach, is given or draws are others from step to step."""
+        captured = self.world.captured_step
+        later = range(captured + 1, self.count)
+        return any(self.changed[i] or self.drew[i] or self.told[i] != self.told[captured] for i in later)
 
     def _build(self) -> tuple[Callable[..., Any], Callable[[int], Any]]:
         self.world.phase, self.world.step = "build", -1
@@ -175,7 +177,7 @@ class _Simulation:
                 self.names.setdefault(tensor.record.number, name)
         self.handed.note(arguments)
         before = Snapshot(step, self.roots)
-        self.told[index] = repr((before.values, containers.numbers(arguments), random_state(), world.asked_random))
+        self.told[index] = repr((before.values, containers.numbers(arguments)))
         if index >= world.captured_step:
             self._note_storages()
         record = world.current = Step(index)
@@ -188,8 +190,10 @@ class _Simulation:
         rng = torch.get_rng_state()
         world.streams.begin(world.streams_main.id)
         world.first_node = torch._C._autograd._get_sequence_nr()
+        drawn = random_state(), world.asked_random
         world.phase = "step"
         result = self._guarded(f"step {index}", call_step, step, *arguments)
+        self.drew[index] = drawn != (random_state(), world.asked_random)
         world.streams.end(world)
         for code, text, chain, values in reshaped(list(leaves.values()), shapes, world.reshaped):
             world.see(code, text, SILENT, chain=chain, values=values)
@@ -280,7 +284,9 @@ class _Simulation:
         """Storages that the captured step read and that no tensor of the user refers to any more."""
         outside = {n for op in captured.ops for n in op.externals if n != -1}
         dead = outside - self._alive()
-        if not dead and any(self.made.get(n, ("build", -1))[1] >= 0 for n in outside):
+        # Only what was made since the build can be in a cycle that nobody refers to, and inputs are held here anyway:
+        # to collect takes longer than a small step.
+        if not dead and any(self.made.get(n, ("build", -1))[1] >= 0 for n in outside - captured.inputs.keys()):
             gc.collect()
             dead = outside - self._alive()
         return dead
@@ -312,6 +318,8 @@ class _Simulation:
                 "simulation seconds": round(seconds, 3),
             }
         )
+        if self.probe_ended:
+            report.facts["probe ended"] = self.probe_ended
         return report
 
 

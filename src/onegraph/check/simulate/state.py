@@ -101,8 +101,15 @@ class Snapshot:
 def random_state() -> int:
     """What tells whether the host's random numbers went on: those of `random` and of numpy, where it is loaded."""
     numpy = sys.modules.get("numpy")
-    drawn = numpy.random.get_state(legacy=True) if numpy is not None else ()
-    return hash((random.getstate(), drawn[1].tobytes() if drawn else b"", drawn[2:] if drawn else ()))
+    drawn = _hashable(numpy.random.get_state(legacy=False)) if numpy is not None else ()
+    return hash((random.getstate(), drawn))
+
+
+def _hashable(state: Any) -> Any:
+    """The state of one of numpy's bit generators: nested dicts, of whatever the generator keeps."""
+    if isinstance(state, dict):
+        return tuple((key, _hashable(value)) for key, value in state.items())
+    return state.tobytes() if hasattr(state, "tobytes") else state
 
 
 def _state_of(value: Any) -> int | None:

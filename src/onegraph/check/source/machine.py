@@ -65,6 +65,7 @@ class Machine:
     defined: list[Func] = field(default_factory=list)
     entered: set[int] = field(default_factory=set)
     explicit: bool = False  # in a capture that the code asks for by name
+    stacked: str = ""  # where the ExitStack was made that holds that capture open
     # where the interpreter is: in the step, or in the caller between two; behind how many conditions; in which run
     stack: list[Call] = field(default_factory=list)
     in_step: bool = False

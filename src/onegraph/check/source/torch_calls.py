@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from onegraph.check.source import library as lib
 from onegraph.check.source import tensor_methods
-from onegraph.check.source.machine import Machine, short
+from onegraph.check.source.machine import Machine, place, short
 from onegraph.check.source.tensor_methods import device_argument, device_of, rank_of, split_result
 from onegraph.check.source.tensors import cpu_operand, scalar
 from onegraph.check.source.values import (
@@ -66,7 +66,10 @@ def _other(machine: Machine, name: str, args: list[Value], node: ast.AST) -> Val
         return ExtObj(name)
     if name in ("collections.OrderedDict", "collections.defaultdict"):
         return Dict(None, in_step=machine.in_step)
-    if name in ("contextlib.ExitStack", "itertools.count"):
+    if name == "contextlib.ExitStack":
+        line, column = place(node)
+        return ExtObj(name, f"{machine.file.path}:{line}:{column}", machine.in_step)
+    if name == "itertools.count":
         return ExtObj(name, in_step=machine.in_step)
     if name == "collections.deque":
         return Seq("list", None, UNKNOWN, machine.in_step)
@@ -350,8 +353,17 @@ def method(machine: Machine, receiver: Value, name: str, args: list[Value], keyw
             return Const(None)
         case ExtObj(kind="contextlib.ExitStack") if name == "enter_context" and args:
             if isinstance(args[0], ExtObj) and args[0].kind == "torch.cuda.graph":
+                if not machine.in_step:
+                    machine.stacked = receiver.note
                 machine.capture(node, begins=True)
             return args[0]
+        case ExtObj(kind="contextlib.ExitStack") if name == "pop_all":
+            return receiver  # whoever closes that one ends what was entered here
+        case ExtObj(kind="contextlib.ExitStack") if name in ("close", "__exit__"):
+            if machine.stacked == receiver.note:
+                machine.stacked = ""
+                machine.capture(node, begins=False)
+            return Const(None)
         case ExtObj(kind="torch.Generator"):
             if name in lib.RNG_STATE:  # it may be a generator that no captured op draws from
                 text = f"`{short(node)}` touches the generator's state in the step"
