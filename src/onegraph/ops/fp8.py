@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onegraph.formats.fp8 import E4M3_RMS, NAN, FP8Format
 from onegraph.formats.nvfp4 import E4M3
-from onegraph.ops.activation import SwiGLU
+from onegraph.ops.activation import SwiGLU, check_gate, swiglu
 from onegraph.ops.checks import FLOATS
 from onegraph.ops.registry import Case, Op, nbytes, register
 from onegraph.ops.weight import Given, WeightOps
@@ -42,12 +42,6 @@ def _grouped_linear(x: Tensor, codes: Tensor, scale: Tensor, rows: int, columns:
     return torch.einsum("...gk,gnk->...gn", x.float(), weight).to(x.dtype).contiguous()
 
 
-def _swiglu(gate_up: Tensor, limit: float, alpha: float, shift: float) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    gate = gate.clamp(max=limit)
-    return gate * torch.sigmoid(alpha * gate) * (up.clamp(-limit, limit) + shift)
-
-
 def _experts(
     x: Tensor,
     experts: Tensor,
@@ -67,7 +61,7 @@ def _experts(
         (tokens, top_k), chosen = experts.shape, experts.flatten()
         first = _dequantize(gate_up.index_select(0, chosen), gate_up_scale.index_select(0, chosen), rows, columns)
         hidden = torch.einsum("pfd,pd->pf", first, wide.repeat_interleave(top_k, 0))
-        hidden = _swiglu(hidden, limit, alpha, shift).to(x.dtype).float()  # as between two launches
+        hidden = swiglu.reference(hidden, limit, alpha, shift).to(x.dtype).float()  # as between two launches
         second = _dequantize(down.index_select(0, chosen), down_scale.index_select(0, chosen), rows, columns)
         out = torch.einsum("pdf,pf->pd", second, hidden).unflatten(0, (tokens, top_k))
         return (out * weights.unsqueeze(-1)).sum(1).to(x.dtype)
@@ -75,7 +69,7 @@ def _experts(
     for e in range(gate_up.shape[0]):  # many: every expert on all tokens, weighted by zero where not chosen
         gain = torch.where(experts == e, weights, 0.0).sum(1, keepdim=True)
         hidden = wide @ _dequantize(gate_up[e], gate_up_scale[e], rows, columns).T
-        hidden = _swiglu(hidden, limit, alpha, shift).to(x.dtype).float()
+        hidden = swiglu.reference(hidden, limit, alpha, shift).to(x.dtype).float()
         total += gain * (hidden @ _dequantize(down[e], down_scale[e], rows, columns).T)
     return total.to(x.dtype)
 
@@ -196,8 +190,7 @@ def _check_experts(
         )
     if not (experts.is_contiguous() and weights.is_contiguous()):
         raise ValueError("experts and weights must be contiguous: call .contiguous()")
-    if not limit > 0:
-        raise ValueError(f"limit is {limit}; it must be above 0")
+    check_gate("fp8_experts", limit, alpha, shift)
 
 
 # -------------------------------------------------------------------------------------------------------------- cases
