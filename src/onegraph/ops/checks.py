@@ -40,3 +40,15 @@ def check_query(op: str, q: Tensor) -> None:
 def check_grouped(op: str, heads: int, kv_heads: int) -> None:
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"{op}: there are {heads} heads and {kv_heads} kv heads; heads must be a multiple of kv heads")
+
+
+def check_routes(x: Tensor, experts: Tensor, weights: Tensor) -> None:
+    """x [T, D], the experts of each token int32 [T, K] and their weights float32 [T, K], both contiguous."""
+    if experts.dim() != 2 or experts.shape[0] != x.shape[0] or experts.dtype != torch.int32:
+        raise ValueError(f"experts is {experts.dtype} {tuple(experts.shape)}; it must be int32 [{x.shape[0]}, K]")
+    if weights.shape != experts.shape or weights.dtype != torch.float32:
+        raise ValueError(
+            f"weights is {weights.dtype} {tuple(weights.shape)}; it must be float32 {tuple(experts.shape)}"
+        )
+    if not (experts.is_contiguous() and weights.is_contiguous()):
+        raise ValueError("experts and weights must be contiguous: call .contiguous()")

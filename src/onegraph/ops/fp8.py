@@ -12,7 +12,7 @@ from torch import Tensor
 from onegraph.formats.fp8 import E4M3_RMS, NAN, FP8Format
 from onegraph.formats.nvfp4 import E4M3
 from onegraph.ops.activation import SwiGLU, check_gate, swiglu
-from onegraph.ops.checks import FLOATS
+from onegraph.ops.checks import FLOATS, check_routes
 from onegraph.ops.registry import Case, Op, nbytes, register
 from onegraph.ops.weight import Given, WeightOps
 
@@ -182,14 +182,7 @@ def _check_experts(
     wanted = (gate_up.shape[0], x.shape[1], gate_up.shape[1] // 2)
     if gate_up.shape[1] % 2 or tuple(down.shape) != wanted:
         raise ValueError(f"down is {tuple(down.shape)}; gate_up {tuple(gate_up.shape)} asks for {wanted}")
-    if experts.dim() != 2 or experts.shape[0] != x.shape[0] or experts.dtype != torch.int32:
-        raise ValueError(f"experts is {experts.dtype} {tuple(experts.shape)}; it must be int32 [{x.shape[0]}, K]")
-    if weights.shape != experts.shape or weights.dtype != torch.float32:
-        raise ValueError(
-            f"weights is {weights.dtype} {tuple(weights.shape)}; it must be float32 {tuple(experts.shape)}"
-        )
-    if not (experts.is_contiguous() and weights.is_contiguous()):
-        raise ValueError("experts and weights must be contiguous: call .contiguous()")
+    check_routes(x, experts, weights)
     check_gate("fp8_experts", limit, alpha, shift)
 
 
