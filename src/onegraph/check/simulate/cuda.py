@@ -17,13 +17,14 @@ from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from onegraph.check.deadline import Overdue
 from onegraph.check.declared import capturable
 from onegraph.check.report import SILENT, CheckError, Severity
 from onegraph.check.simulate import frames, hazards, loading, recording, streams
 from onegraph.check.simulate.backward import Backward
 from onegraph.check.simulate.device import DeviceTensor, swap
 from onegraph.check.simulate.guard import device_guard
-from onegraph.check.simulate.records import body_of, composed, eagerly
+from onegraph.check.simulate.records import body_of, composed, eagerly, for_cuda_alone
 from onegraph.check.simulate.world import World
 
 _H200 = {
@@ -55,15 +56,33 @@ class _Dispatch(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **(kwargs or {}))
         body = body_of(func)
-        if body is not None:  # Python as any other: it is looked into
-            kept, name = len(self.world.sightings), func._schema.name
-            with self:
-                out = body(*args, **(kwargs or {}))
-            if capturable(name) is not None:  # its author's word counts for more
-                del self.world.sightings[kept:]
-                self.world.opaque(name, f"custom op {name}", self.world.chain())
-            return out
+        if body is not None:
+            done, out = self._inside(func, body, args, kwargs or {})
+            if done:
+                return out
         return self.world.dispatch(func, args, kwargs or {})
+
+    def _inside(self, func: Any, body: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, Any]:
+        """(whether a custom op's Python could be run, its result): Python as any other, it is looked into. One for CUDA
+        alone may want a driver or a compiler; then nothing of it counts, and the op is one that cannot be computed."""
+        world, name = self.world, func._schema.name
+        kept, ops = len(world.sightings), len(world.current.ops) if world.current is not None else 0
+        try:
+            with self:
+                out = body(*args, **kwargs)
+        except (Overdue, CheckError):
+            raise
+        except Exception:
+            if not for_cuda_alone(func):
+                raise
+            del world.sightings[kept:]
+            if world.current is not None:
+                del world.current.ops[ops:]
+            return False, None
+        if capturable(name) is not None:  # its author's word counts for more
+            del world.sightings[kept:]
+            world.opaque(name, f"custom op {name}", world.chain())
+        return True, out
 
 
 class _Functions(TorchFunctionMode):

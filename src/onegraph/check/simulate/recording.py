@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 def launch(world: "World", kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grid: Any) -> None:
     """A Triton launch: its arguments and grid are compared over the steps, the kernel is not run."""
-    if world.phase != "step":
-        return
     chain = world.chain(3)
     name = name_of(kernel)
     virtual: list[DeviceTensor] = []
@@ -29,22 +27,35 @@ def launch(world: "World", kernel: Any, args: tuple[Any, ...], kwargs: dict[str,
         names = getattr(kernel, "arg_names", [])
         grid = grid({**dict(zip(names, args, strict=False)), **kwargs})
     scalars.append(("grid", tuple(grid) if isinstance(grid, list | tuple) else grid))
-    world.opaque(name, f"Triton kernel {name.removeprefix('triton:')}", chain)
-    if world.current is None:
+    what = f"Triton kernel {name.removeprefix('triton:')}"
+    world.opaque(name, what, chain)
+    launched(world, kernel, name, chain, virtual, tuple(s for s in scalars if isinstance(s, int | float | bool | tuple)))
+    world.unknown([t.inner for t in virtual], what, chain)
+
+
+def launched(
+    world: "World", func: Any, name: str, chain: frames.Chain, virtual: list[DeviceTensor], scalars: tuple[Any, ...]
+) -> None:
+    """Write down a launch that cannot be run: whatever it was given, it may have written."""
+    if world.current is None or world.phase != "step":
         return
     op = OpRecord(
-        func=kernel,
+        func=func,
         name=name,
         kind="launch",
         chain=chain,
-        scalars=tuple(s for s in scalars if isinstance(s, int | float | bool | tuple)),
+        scalars=scalars,
         shapes=tuple(tuple(t.inner.shape) for t in virtual),
         externals=tuple(
             -1 if t.record.born == world.step and t.record.phase == "step" else t.record.number for t in virtual
         ),
         captured=world.streams.launch(world, chain, virtual[0].device.index if virtual else world.device_index),
         reads=tuple(dict.fromkeys(t.record.number for t in virtual)),
+        opaque=True,
+        given=world.given(virtual),
     )
+    if world.step == world.captured_step:
+        op.tensors = tuple(t.inner for t in virtual)
     if world.step != world.captured_step and world.reference is not None and not world.current.parted:
         _compare(world, op, world.current, [])
     world.current.ops.append(op)

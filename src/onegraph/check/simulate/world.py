@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import CodeType
@@ -18,8 +18,17 @@ from onegraph.check.simulate import frames, hazards, recording
 from onegraph.check.simulate.device import DeviceTensor, StorageRecord, block, refuse, storage_of, weak
 from onegraph.check.simulate.perform import Unavailable, perform
 from onegraph.check.simulate.recording import convert
-from onegraph.check.simulate.records import UNWRITTEN, Sighting, Step, map_tensors, written
+from onegraph.check.simulate.records import (
+    UNWRITTEN,
+    Sighting,
+    Step,
+    map_tensors,
+    results_said,
+    tensors_in,
+    written,
+)
 from onegraph.check.simulate.streams import Streams
+from onegraph.check.simulate.unknown import ESCAPE, Given, Unknowns, given_of, split
 
 BUILTIN = {
     "aten",
@@ -59,6 +68,7 @@ class World:
         self.muted = 0
         self.compiled = 0  # how many functions that torch would compile are running
         self.first_node = 0  # sequence number of autograd from which on nodes belong to the running step
+        self.unknowns = Unknowns()
         self.reshaped: dict[int, tuple[str, frames.Chain]] = {}  # tensors whose shape the step changed in place
 
     # books
@@ -155,9 +165,40 @@ class World:
                 self.current.rng.append((position, index))
                 return
 
-    def pointer_escapes(self) -> None:
+    def unknown(self, tensors: Iterable[Tensor], source: str, chain: frames.Chain = ()) -> None:
+        """Nothing here can tell what `tensors` hold from now on, nor anything else in their storages.
+
+        Args:
+            tensors: of the simulated device, or the plain ones inside of them: all that was written.
+            source: what wrote them, as the verdict names it: "Triton kernel double", "mylib::scale".
+            chain: the calls to it; those to here where none are given.
+        """
+        inner = [t.inner if isinstance(t, DeviceTensor) else t for t in tensors]
+        self.unknowns.mark(inner)
+        self._note_unknown(inner)
+        self.unknowns.sources.setdefault(source, chain or self.chain())
+
+    def _note_unknown(self, tensors: Iterable[Tensor]) -> None:
+        """Where in the running step storages became unknown, which tells what it made from step to step."""
+        if self.current is None or self.phase != "step":
+            return
+        for index, tensor in enumerate(tensors):
+            record = self.records.get(storage_of(tensor))
+            if record is not None:
+                self.current.marked.setdefault(record.number, (len(self.current.ops), index))
+
+    def given(self, tensors: Iterable[DeviceTensor]) -> tuple[Given, ...]:
+        """What an op of the running step is about to be given, for a replay to compare with (`unknown.Doubts`)."""
+        if self.phase != "step" or self.muted or self.current is None:
+            return ()
+        return given_of(self.unknowns, self.current, tensors, self.step, self.step > self.captured_step)
+
+    def pointer_escapes(self, tensor: DeviceTensor) -> None:
+        """An address was asked for: by the step itself, to hand it to what nothing here sees."""
         chain = self.chain()
         if chain and self.roots.owns(chain[0][0]):
+            recording.launched(self, ESCAPE, "data_ptr", chain, [tensor], ())
+            self.unknowns.mark([tensor.inner], exposed=True)
             self.see(
                 "CG401",
                 "the address of a device tensor is handed out: whatever uses it (ctypes, a raw kernel) is not seen",
@@ -199,6 +240,8 @@ class World:
             return self.pin(hosts[0].clone())
         pinned = bool(kwargs.pop("pin_memory", False))
         out = func(*args, **kwargs)
+        if self.unknowns:
+            self.unknowns.flow(func, args, kwargs, list(tensors_in(out)))
         return self.pin(out) if pinned else out
 
     def _device_op(
@@ -248,7 +291,11 @@ class World:
             recording.keep(self, args, kwargs, writes)
         if live and recording.turns(func) and self.current is not None:
             recording.freeze(self.current, virtual[0].inner)
-        out = self._run(func, name, args, kwargs, chain)
+        met = live and self.unknowns.among([*(t.inner for t in virtual), *hosts])
+        given = self.given(virtual) if met else ()
+        out, opaque = self._run(func, name, args, kwargs, chain)
+        if opaque and not met:
+            given = self.given(virtual)
         told = hazard is not None and hazard.code == "CG101" and isinstance(out, bool | int | float)
         if told and self.current is not None:  # .item(), torch.equal
             self.current.reads.append((chain, out, len(self.current.ops)))
@@ -265,6 +312,10 @@ class World:
             outs = [out]
             if kwargs.get("non_blocking"):
                 self.pin(out)
+        if opaque:
+            self.unknown([*split(func, args, kwargs)[0], *outs], name, chain)
+        elif self.unknowns:
+            self._note_unknown(self.unknowns.flow(func, args, kwargs, outs))
         if writes and torch.Tag.inplace_view in func.tags:
             for tensor in virtual:
                 if tensor.shape != tensor.inner.shape and live:
@@ -274,6 +325,8 @@ class World:
                 tensor.record = self.record_of(tensor.inner)
         if live and self.current is not None:
             recording.record(self, func, kind, chain, scalars, args, kwargs, virtual, hosts, outs, known, hazard)
+            op = self.current.ops[-1]
+            op.opaque, op.given = opaque, given
         return result
 
     def _copy(
@@ -346,7 +399,10 @@ class World:
             "RuntimeError: Attempt to increase offset for a CUDA generator not in capture mode",
         )
 
-    def _run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], chain: frames.Chain) -> Any:
+    def _run(
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], chain: frames.Chain
+    ) -> tuple[Any, bool]:
+        """(what an op gives, whether that had to be invented)."""
         try:
             out = perform(func, args, kwargs)
         except Unavailable:
@@ -354,16 +410,12 @@ class World:
         else:
             if name in UNWRITTEN:
                 out.zero_()  # the same contents in every run: opaque kernels that would write them do not
-            return out
-        out = self._faked(func, name, args, kwargs, chain)
-        self.see(
-            "CG401",
-            f"{name} has no CPU implementation: its results were taken as zeros",
-            "",
-            chain=chain,
-            severity=Severity.UNVERIFIED,
-        )
-        return _zeros(out)
+            return out, False
+        if capturable(name) is None:
+            text = f"{name} has no CPU implementation: what it gives is unknown"
+            self.see("CG401", text, "", chain=chain, severity=Severity.UNVERIFIED)
+        known, out = results_said(func, args, kwargs)
+        return (out if known else _zeros(self._faked(func, name, args, kwargs, chain))), True
 
     def _faked(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], chain: frames.Chain) -> Any:
         """Shapes and dtypes of the op's results, from its fake. Raises CheckError where it has none."""
