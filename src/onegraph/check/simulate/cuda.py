@@ -17,7 +17,6 @@ from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from onegraph.check.deadline import Overdue
 from onegraph.check.declared import capturable
 from onegraph.check.report import SILENT, CheckError, Severity
 from onegraph.check.simulate import frames, hazards, loading, recording, streams
@@ -64,25 +63,23 @@ class _Dispatch(TorchDispatchMode):
 
     def _inside(self, func: Any, body: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, Any]:
         """(whether a custom op's Python could be run, its result): Python as any other, it is looked into. One for CUDA
-        alone may want a driver or a compiler; then nothing of it counts, and the op is one that cannot be computed."""
+        alone may want a driver or a compiler; then what it gives cannot be computed."""
         world, name = self.world, func._schema.name
-        kept, ops = len(world.sightings), len(world.current.ops) if world.current is not None else 0
+        kept, out, done = len(world.sightings), None, True
         try:
             with self:
                 out = body(*args, **kwargs)
-        except (Overdue, CheckError):
+        except CheckError:
             raise
         except Exception:
             if not for_cuda_alone(func):
                 raise
-            del world.sightings[kept:]
-            if world.current is not None:
-                del world.current.ops[ops:]
-            return False, None
+            done = False
         if capturable(name) is not None:  # its author's word counts for more
             del world.sightings[kept:]
-            world.opaque(name, f"custom op {name}", world.chain())
-        return True, out
+            if done:
+                world.opaque(name, f"custom op {name}", world.chain())
+        return done, out
 
 
 class _Functions(TorchFunctionMode):

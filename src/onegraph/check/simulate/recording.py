@@ -1,5 +1,6 @@
 """Writes down what an op did: for the captured step everything that a replay needs, for later ones what differs."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from onegraph.check.declared import name_of
 from onegraph.check.simulate import frames, hazards
 from onegraph.check.simulate.device import DeviceTensor, block, flat_bytes, storage_of, weak
-from onegraph.check.simulate.records import OpRecord, Step, Writes, map_tensors, same, tensors_in, written
+from onegraph.check.simulate.records import OpRecord, Step, Writes, map_tensors, same, split, tensors_in, written
 
 if TYPE_CHECKING:
     from onegraph.check.simulate.world import World
@@ -29,7 +30,8 @@ def launch(world: "World", kernel: Any, args: tuple[Any, ...], kwargs: dict[str,
     scalars.append(("grid", tuple(grid) if isinstance(grid, list | tuple) else grid))
     what = f"Triton kernel {name.removeprefix('triton:')}"
     world.opaque(name, what, chain)
-    launched(world, kernel, name, chain, virtual, tuple(s for s in scalars if isinstance(s, int | float | bool | tuple)))
+    numbers = tuple(s for s in scalars if isinstance(s, int | float | bool | tuple))
+    launched(world, kernel, name, chain, virtual, numbers)
     world.unknown([t.inner for t in virtual], what, chain)
 
 
@@ -52,10 +54,12 @@ def launched(
         captured=world.streams.launch(world, chain, virtual[0].device.index if virtual else world.device_index),
         reads=tuple(dict.fromkeys(t.record.number for t in virtual)),
         opaque=True,
-        given=world.given(virtual),
+        given=world.given(virtual, [t.inner for t in virtual]),
     )
     if world.step == world.captured_step:
         op.tensors = tuple(t.inner for t in virtual)
+    if op.captured:  # what it writes nobody knows: as a reader it meets those that are known to write
+        world.streams.use(world, chain, ((t.record.number, False, t.inner) for t in virtual))
     if world.step != world.captured_step and world.reference is not None and not world.current.parted:
         _compare(world, op, world.current, [])
     world.current.ops.append(op)
@@ -111,6 +115,8 @@ def record(
     if kind != "view":
         index = virtual[0].device.index if virtual else world.device_index
         op.captured = world.streams.launch(world, chain, index)
+        if op.captured and world.streams.order.forked:
+            world.streams.use(world, chain, uses(world, func, args, kwargs, virtual, outs, fresh))
     if kind == "h2d":
         source = hosts[0].detach()
         op.source, op.contents = weak(source), source.clone()
@@ -127,6 +133,20 @@ def record(
 def turns(func: Any) -> bool:
     """Whether an op changes shape or strides of a tensor in place and nothing else (transpose_, squeeze_, ...)."""
     return torch.Tag.inplace_view in func.tags and func._schema.name not in _REPLACED
+
+
+def uses(
+    world: "World", func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], virtual: list[DeviceTensor],
+    outs: list[Tensor], fresh: tuple[bool, ...],
+) -> Iterator[tuple[int, bool, Tensor]]:  # fmt: skip
+    """(storage number, whether it is written, the part of it) of all on the device that an op reads or writes."""
+    targets = {id(t) for t in split(func, args, kwargs)[0]}
+    for tensor in virtual:
+        yield tensor.record.number, id(tensor.inner) in targets, tensor.inner
+    for out, new in zip(outs, fresh, strict=True):
+        record = world.records.get(storage_of(out))
+        if new and record is not None:
+            yield record.number, True, out
 
 
 _REPLACED = ("aten::set_", "aten::resize_", "aten::resize_as_", "aten::resize_as_sparse_")

@@ -149,6 +149,15 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
+def split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """(tensors that the op writes, the other ones that it is given)."""
+    writes = written(func)
+    found = [args[i] for i in writes.positions if i < len(args)] + [kwargs[n] for n in writes.names if n in kwargs]
+    targets = list(tensors_in(found))
+    ids = {id(t) for t in targets}
+    return targets, [t for t in tensors_in([args, list(kwargs.values())]) if id(t) not in ids]
+
+
 def map_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
     if isinstance(tree, Tensor):
         return change(tree)

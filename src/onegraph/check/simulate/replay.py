@@ -13,6 +13,7 @@ from onegraph.check.simulate.records import UNWRITTEN, OpRecord, Step, close, te
 from onegraph.check.simulate.unknown import Doubts
 from onegraph.check.simulate.world import World
 
+
 @dataclass(slots=True)
 class Verdict:
     """How one replay compares. differing: positions of ops whose result is not eager's (of those that were kept).
@@ -79,9 +80,10 @@ def replay(
             _poison(block(out))
     torch.set_rng_state(rng_before)
     _poison_dead(captured, dead, keep)
-    doubts = Doubts(captured, eager) if _any_unknown(captured, eager) else None
-    for static, new in inputs if doubts is not None else ():
-        doubts.static_input(static, new)
+    doubts = Doubts(captured, eager, made) if _any_unknown(captured, eager) else None
+    if doubts is not None:
+        for static, new in inputs:
+            doubts.static_input(static, new)
     states: list[Tensor] = []
     moves = iter(captured.rng)
     move = next(moves, None)
@@ -131,7 +133,7 @@ def replay(
             touched.append(storage_of(static))
     verdict.state = tuple(touched)
     if doubts is not None:
-        verdict.doubtful = (*unsure, *("state" for _ in doubts.lasting(made)))
+        verdict.doubtful = (*unsure, *(["state"] if doubts.lasting() else []))
     for whole, value in after.values():
         whole.copy_(value)
     torch.set_rng_state(rng_after)

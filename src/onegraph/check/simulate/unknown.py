@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from onegraph.check.simulate import frames
-from onegraph.check.simulate.device import DeviceTensor, block, storage_of, weak
+from onegraph.check.simulate.device import DeviceTensor, block, flat_bytes, storage_of, weak
 from onegraph.check.simulate.perform import Unavailable, perform
-from onegraph.check.simulate.records import OpRecord, Step, close, map_tensors, tensors_in, written
-
+from onegraph.check.simulate.records import OpRecord, Step, close, map_tensors, split
 
 ESCAPE = DeviceTensor.data_ptr
 """What stands for the op in the record of an address that was handed out."""
@@ -32,12 +31,14 @@ class Given(NamedTuple):
         whose: what the storage is in this step, the same for the same role in every step: see `whose`.
         view: shape, strides and offset within the storage.
         unknown: whether its contents were.
-        value: a copy of them, for a replay to compare with; None where unknown, or in the captured step.
+        whole: whether it may be written, so that all of its storage counts.
+        value: a copy of what counts, for a replay to compare with; None where unknown, or in the captured step.
     """
 
     whose: Any
     view: tuple[Any, ...]
     unknown: bool
+    whole: bool
     value: Tensor | None
 
 
@@ -95,15 +96,6 @@ class Unknowns:
         return storage_of(tensor) in self._exposed
 
 
-def split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """(tensors that the op writes, the other ones that it is given)."""
-    writes = written(func)
-    found = [args[i] for i in writes.positions if i < len(args)] + [kwargs[n] for n in writes.names if n in kwargs]
-    targets = list(tensors_in(found))
-    ids = {id(t) for t in targets}
-    return targets, [t for t in tensors_in([args, list(kwargs.values())]) if id(t) not in ids]
-
-
 def makes_new(func: Any) -> bool:
     """Whether an op takes nothing but shape and dtype from its argument; ATen's names say so (zeros_like, new_full)."""
     name = func._schema.name
@@ -149,18 +141,31 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8)
 
 
-def given_of(unknowns: Unknowns, step: Step, tensors: Iterable[Any], made_in: int, keep: bool) -> tuple[Given, ...]:
-    """What an op is about to be given: device tensors of the step number `made_in`. keep: with copies of what is known,
-    but for what lies outside of the step and was not written by it, which a replay finds as it is."""
+def given_of(
+    unknowns: Unknowns, step: Step, tensors: Iterable[DeviceTensor], targets: Iterable[Tensor], made_in: int, keep: bool
+) -> tuple[Given, ...]:
+    """What an op is about to be given: device tensors of the step number `made_in`, of which it may write `targets`.
+    keep: with copies of what is known, but for what lies outside of the step and was not written by it, which a replay
+    finds as it is."""
     found = []
+    written_to = {id(t) for t in targets}
     for tensor in tensors:
         inner, record = tensor.inner, tensor.record
         outside = not (record.born == made_in and record.phase == "step")
         unknown = inner in unknowns
         still = outside and record.number not in step.inputs and storage_of(inner) not in step.before
-        value = inner.detach().clone() if keep and not unknown and not still else None
-        found.append(Given(whose(step, record.number, outside), view_of(inner), unknown, value))
+        whole = id(inner) in written_to
+        value = _counts(inner, whole).clone() if keep and not unknown and not still else None
+        found.append(Given(whose(step, record.number, outside), view_of(inner), unknown, whole, value))
     return tuple(found)
+
+
+def _counts(tensor: Tensor, whole: bool) -> Tensor:
+    """A tensor; or its whole storage, in its own dtype where the bytes allow that."""
+    if not whole or tensor.layout is not torch.strided:
+        return tensor.detach()
+    flat = flat_bytes(tensor)
+    return flat.view(tensor.dtype) if flat.numel() % tensor.element_size() == 0 else flat
 
 
 def whose(step: Step, number: int, outside: bool) -> Any:
@@ -180,17 +185,18 @@ def view_of(tensor: Tensor) -> tuple[Any, ...]:
 @dataclass(slots=True)
 class Doubts:
     """Follows one replay of `captured`: which storages are unknown in it, and in which of them it may differ from
-    `eager`. It begins with what was unknown when the eager step began."""
+    `eager`. It begins with what was unknown when the eager step began, but for what the graph itself makes (`made`)."""
 
     captured: Step
     eager: Step
+    made: set[int]
     unknown: set[int] = field(default_factory=set)
     doubtful: set[int] = field(default_factory=set)
     exposed: set[int] = field(default_factory=set)
     inputs: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.unknown, self.exposed = set(self.eager.unknown), set(self.eager.exposed)
+        self.unknown, self.exposed = set(self.eager.unknown - self.made), set(self.eager.exposed - self.made)
 
     def static_input(self, static: Tensor, new: Tensor) -> None:
         """The caller copies an input into its static buffer."""
@@ -202,7 +208,7 @@ class Doubts:
         """The captured step's op is about to run again: None where what it gives is known, otherwise whether that may
         differ from what eager's gave."""
         if op.kind == "launch":
-            targets, rest = list(op.tensors), []
+            targets, rest = list(op.tensors), list[Tensor]()
         else:
             targets, rest = split(op.func, op.args, op.kwargs)
         met = op.opaque or any(storage_of(t) in self.unknown for t in (*targets, *rest))
@@ -244,7 +250,7 @@ class Doubts:
             return key in self.doubtful or (mine.whose, mine.view) != (theirs.whose, theirs.view)
         if theirs.value is None:
             return (mine.whose, mine.view) != (theirs.whose, theirs.view)
-        return not close(tensor, theirs.value)[0]
+        return not close(_counts(tensor, theirs.whole), theirs.value)[0]
 
     def result(self, ours: Tensor, theirs: Tensor) -> bool | None:
         """Of an output: None where both are known; otherwise whether the replay's may differ from eager's."""
@@ -253,9 +259,9 @@ class Doubts:
             return None
         return mine != other or storage_of(ours) in self.doubtful or view_of(ours) != view_of(theirs)
 
-    def lasting(self, made: set[int]) -> list[int]:
+    def lasting(self) -> list[int]:
         """Storages from outside of the graph in which the replay may differ."""
-        inside = made | {storage_of(t) for op in self.captured.ops for t in op.outs if op.kind == "d2h"}
+        inside = self.made | {storage_of(t) for op in self.captured.ops for t in op.outs if op.kind == "d2h"}
         shared = (self.unknown | self.eager.unknown) - self.inputs
         apart = {key for key in shared if (key in self.unknown) != (key in self.eager.unknown_after)}
         return sorted((self.doubtful | apart) - inside)
@@ -267,4 +273,4 @@ def told(sources: dict[str, str]) -> str:
         return ""
     named = [f"{name} ({place})" if place else name for name, place in list(sources.items())[:3]]
     more = f" and {len(sources) - 3} more" if len(sources) > 3 else ""
-    return f"unknown to the simulation: what comes from {', '.join(named)}{more}; nothing that flows from it is compared"
+    return f"unknown to the simulation: what comes from {', '.join(named)}{more}; nothing of it is compared"

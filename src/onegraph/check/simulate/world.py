@@ -24,11 +24,12 @@ from onegraph.check.simulate.records import (
     Step,
     map_tensors,
     results_said,
+    split,
     tensors_in,
     written,
 )
 from onegraph.check.simulate.streams import Streams
-from onegraph.check.simulate.unknown import ESCAPE, Given, Unknowns, given_of, split
+from onegraph.check.simulate.unknown import ESCAPE, Given, Unknowns, given_of
 
 BUILTIN = {
     "aten",
@@ -165,16 +166,19 @@ class World:
                 self.current.rng.append((position, index))
                 return
 
-    def unknown(self, tensors: Iterable[Tensor], source: str, chain: frames.Chain = ()) -> None:
+    def unknown(
+        self, tensors: Iterable[Tensor], source: str, chain: frames.Chain = (), *, exposed: bool = False
+    ) -> None:
         """Nothing here can tell what `tensors` hold from now on, nor anything else in their storages.
 
         Args:
             tensors: of the simulated device, or the plain ones inside of them: all that was written.
             source: what wrote them, as the verdict names it: "Triton kernel double", "mylib::scale".
             chain: the calls to it; those to here where none are given.
+            exposed: they may be written at any time from now on: known contents do not stay known.
         """
         inner = [t.inner if isinstance(t, DeviceTensor) else t for t in tensors]
-        self.unknowns.mark(inner)
+        self.unknowns.mark(inner, exposed=exposed)
         self._note_unknown(inner)
         self.unknowns.sources.setdefault(source, chain or self.chain())
 
@@ -187,18 +191,20 @@ class World:
             if record is not None:
                 self.current.marked.setdefault(record.number, (len(self.current.ops), index))
 
-    def given(self, tensors: Iterable[DeviceTensor]) -> tuple[Given, ...]:
-        """What an op of the running step is about to be given, for a replay to compare with (`unknown.Doubts`)."""
+    def given(self, tensors: Iterable[DeviceTensor], targets: Iterable[Tensor]) -> tuple[Given, ...]:
+        """What an op of the running step is about to be given, for a replay to compare with (`unknown.Doubts`).
+        `targets`: the plain tensors of those that it may write."""
         if self.phase != "step" or self.muted or self.current is None:
             return ()
-        return given_of(self.unknowns, self.current, tensors, self.step, self.step > self.captured_step)
+        keep = self.step > self.captured_step
+        return given_of(self.unknowns, self.current, tensors, targets, self.step, keep)
 
     def pointer_escapes(self, tensor: DeviceTensor) -> None:
         """An address was asked for: by the step itself, to hand it to what nothing here sees."""
         chain = self.chain()
         if chain and self.roots.owns(chain[0][0]):
             recording.launched(self, ESCAPE, "data_ptr", chain, [tensor], ())
-            self.unknowns.mark([tensor.inner], exposed=True)
+            self.unknown([tensor], "a pointer that is handed out", chain, exposed=True)
             self.see(
                 "CG401",
                 "the address of a device tensor is handed out: whatever uses it (ctypes, a raw kernel) is not seen",
@@ -292,10 +298,10 @@ class World:
         if live and recording.turns(func) and self.current is not None:
             recording.freeze(self.current, virtual[0].inner)
         met = live and self.unknowns.among([*(t.inner for t in virtual), *hosts])
-        given = self.given(virtual) if met else ()
+        given = self.given(virtual, split(func, args, kwargs)[0]) if met else ()
         out, opaque = self._run(func, name, args, kwargs, chain)
         if opaque and not met:
-            given = self.given(virtual)
+            given = self.given(virtual, split(func, args, kwargs)[0])
         told = hazard is not None and hazard.code == "CG101" and isinstance(out, bool | int | float)
         if told and self.current is not None:  # .item(), torch.equal
             self.current.reads.append((chain, out, len(self.current.ops)))
