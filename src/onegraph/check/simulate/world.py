@@ -61,6 +61,9 @@ class World:
         self.streams = Streams()
         self.streams_main: Any = None  # the stream that captures, once there are stand-ins for streams
         self.device_index = 0
+        self.thread = threading.get_ident()  # that runs the steps
+        self.lock = threading.RLock()
+        self.closed = False
         self.started: weakref.WeakKeyDictionary[threading.Thread, frames.Chain] = weakref.WeakKeyDictionary()
         self.asked_random = 0  # how often steps asked the system for random bytes
         self.random_states: list[Tensor] = []  # of the generator, as the running step has read them
@@ -112,7 +115,24 @@ class World:
         return tensor
 
     def chain(self, depth: int = 2) -> frames.Chain:
-        return frames.chain(self.stop, depth + 1) if self.phase == "step" else ()
+        """The user's calls to here, innermost first; in a thread those that gave it the work, or what the step is at;
+        empty outside of steps."""
+        if self.phase != "step":
+            return ()
+        if threading.get_ident() == self.thread:
+            return frames.chain(self.stop, depth + 1)
+        return self.started.get(threading.current_thread()) or frames.chain_of_thread(self.thread, self.stop)
+
+    @contextmanager
+    def working_for(self, chain: frames.Chain) -> Iterator[None]:
+        """The running thread does what `chain` asked for."""
+        thread = threading.current_thread()
+        before = self.started.get(thread, ())
+        self.started[thread] = chain
+        try:
+            yield
+        finally:
+            self.started[thread] = before
 
     def see(
         self,
@@ -217,7 +237,7 @@ class World:
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one op: on the host as it is; for the device on the inner tensors, with the result wrapped again."""
-        with torch._C.DisableTorchFunction():
+        with self.lock, torch._C.DisableTorchFunction():
             virtual: list[DeviceTensor] = []
             hosts: list[Tensor] = []
             scalars: list[Any] = []
@@ -265,7 +285,8 @@ class World:
             raise CheckError(f"nested tensors are not simulated ({name}): pad the rows, or check with --live")
         kwargs.pop("pin_memory", None)
         live = self.phase == "step" and not self.muted
-        chain = frames.chain(self.stop, 3) if live else ()
+        chain = self.chain(3) if live else ()
+        inside = threading.get_ident() == self.thread
         writes = written(func)
         kind = "op"
         hazard = None
@@ -288,10 +309,9 @@ class World:
             self._sight(hazard, chain)
         if live:
             self._trust(func, name, chain)
-            starter = self.started.get(threading.current_thread()) if self.started else None
-            if starter is not None:
+            if not inside:
                 text = "work is launched by another thread, whose stream is not captured"
-                self.see("CG309", text, SILENT, chain=starter)
+                self.see("CG309", text, SILENT, chain=chain)
         mine = {id(t.inner): t for t in virtual}
         if live and writes and self.current is not None and self.step > self.captured_step:
             recording.keep(self, args, kwargs, writes)
@@ -329,7 +349,7 @@ class World:
                 if tensor.shape != tensor.inner.shape or tensor.stride() != tensor.inner.stride():
                     Tensor.data.__set__(tensor, self.wrap(tensor.inner, tensor.device.index))  # type: ignore[attr-defined]
                 tensor.record = self.record_of(tensor.inner)
-        if live and self.current is not None:
+        if live and inside and self.current is not None:  # what a thread does is no part of the graph
             recording.record(self, func, kind, chain, scalars, args, kwargs, virtual, hosts, outs, known, hazard)
             op = self.current.ops[-1]
             op.opaque, op.given = opaque, given
