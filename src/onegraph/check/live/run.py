@@ -22,8 +22,8 @@ from onegraph.check.report import SILENT, CheckError, Origin, Report, Severity
 from onegraph.check.simulate import frames
 from onegraph.check.simulate.compare import Books, differences
 from onegraph.check.simulate.findings import Findings, home_of
-from onegraph.check.simulate.records import Sighting, Step, reshaped
-from onegraph.check.simulate.replay import Verdict, close
+from onegraph.check.simulate.records import Sighting, Step, close, reshaped
+from onegraph.check.simulate.replay import Verdict
 from onegraph.check.simulate.run import NOTHING, _kind, _line, _where, changed_numbers, given_of, internal
 from onegraph.check.simulate.state import Snapshot, changes, methods
 

@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from onegraph.check.declared import capturable
 from onegraph.check.report import SILENT, CheckError, Severity
-from onegraph.check.simulate import frames, hazards, loading, recording, streams
+from onegraph.check.simulate import aliases, frames, hazards, loading, recording, streams, threads
 from onegraph.check.simulate.backward import Backward
 from onegraph.check.simulate.device import DeviceTensor, swap
 from onegraph.check.simulate.guard import device_guard
-from onegraph.check.simulate.records import body_of, composed, eagerly
+from onegraph.check.simulate.records import body_of, composed, eagerly, for_cuda_alone
 from onegraph.check.simulate.world import World
 
 _H200 = {
@@ -44,6 +44,8 @@ class _Dispatch(TorchDispatchMode):
         self.world = world
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.world.closed:
+            return func(*args, **(kwargs or {}))
         if isinstance(func, HigherOrderOperator):
             kept = len(self.world.sightings)
             with self:
@@ -55,15 +57,31 @@ class _Dispatch(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **(kwargs or {}))
         body = body_of(func)
-        if body is not None:  # Python as any other: it is looked into
-            kept, name = len(self.world.sightings), func._schema.name
-            with self:
-                out = body(*args, **(kwargs or {}))
-            if capturable(name) is not None:  # its author's word counts for more
-                del self.world.sightings[kept:]
-                self.world.opaque(name, f"custom op {name}", self.world.chain())
-            return out
+        if body is not None:
+            done, out = self._inside(func, body, args, kwargs or {})
+            if done:
+                return out
         return self.world.dispatch(func, args, kwargs or {})
+
+    def _inside(self, func: Any, body: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, Any]:
+        """(whether a custom op's Python could be run, its result): Python as any other, it is looked into. One for CUDA
+        alone may want a driver or a compiler; then what it gives cannot be computed."""
+        world, name = self.world, func._schema.name
+        kept, out, done = len(world.sightings), None, True
+        try:
+            with self:
+                out = body(*args, **kwargs)
+        except CheckError:
+            raise
+        except Exception:
+            if not for_cuda_alone(func):
+                raise
+            done = False
+        if capturable(name) is not None:  # its author's word counts for more
+            del world.sightings[kept:]
+            if done:
+                world.opaque(name, f"custom op {name}", world.chain())
+        return done, out
 
 
 class _Functions(TorchFunctionMode):
@@ -90,6 +108,8 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.world.closed:
+            return func(*args, **kwargs)
         if "device" in kwargs:
             kwargs = {**kwargs, "device": self.device(kwargs["device"])}
         if isinstance(kwargs.get("generator"), self.generator):
@@ -238,8 +258,10 @@ def machine(world: World) -> Iterator[None]:
         # What is compiled already runs as it is written, and torch does not learn to leave it uncompiled for good.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stand_ins = _stand_ins(world)
+        taken = []
         for name, value in stand_ins.items():
             if hasattr(torch.cuda, name):
+                taken.append((getattr(torch.cuda, name), value))
                 stack.enter_context(_swapped(torch.cuda, name, value))
         for name in ("synchronize", "current_stream", "set_stream"):
             if hasattr(torch, "accelerator") and hasattr(torch.accelerator, name):
@@ -249,14 +271,18 @@ def machine(world: World) -> Iterator[None]:
             stack.enter_context(_swapped(torch.cuda.graphs, "is_current_stream_capturing", capturing))
         stack.enter_context(_swapped(torch.cuda.nvtx, "_nvtx", _NoRanges()))
         stack.enter_context(_swapped(torch, "Generator", _generator_class(world)))
-        stack.enter_context(_swapped(torch, "compile", _compile(world, torch.compile)))
+        compile = _compile(world, torch.compile)
+        taken.append((torch.compile, compile))
+        stack.enter_context(_swapped(torch, "compile", compile))
+        stack.enter_context(aliases.rebound(taken))
         stack.enter_context(_swapped(torch.jit, "trace", lambda function, *_, **__: function))
         for module in (torch, torch.random):
             for name in ("get_rng_state", "set_rng_state"):
                 stack.enter_context(_swapped(module, name, _random_state(world, getattr(module, name))))
         stack.enter_context(_swapped(torch, "load", loading.load(torch.load)))
-        stack.enter_context(_swapped(ThreadPoolExecutor, "submit", loading.submit(world)))
-        stack.enter_context(_swapped(threading.Thread, "start", loading.start(world, threading.Thread.start)))
+        stack.enter_context(_swapped(ThreadPoolExecutor, "submit", threads.submit(world, ThreadPoolExecutor.submit)))
+        start = threads.start(world, threading.Thread.start, functools.partial(_modes, world))
+        stack.enter_context(_swapped(threading.Thread, "start", start))
         stack.enter_context(_swapped(os, "urandom", _noted(world, os.urandom)))
         stack.enter_context(_swapped(builtins, "print", _print(world, builtins.print)))
         backward = Backward(world)
@@ -264,8 +290,17 @@ def machine(world: World) -> Iterator[None]:
             stack.enter_context(_swapped(module, "_engine_run_backward", backward))
         stack.enter_context(_triton(world))
         stack.enter_context(_only_lift_cpu_tensors())
-        stack.enter_context(_Functions(world))
-        stack.enter_context(_Dispatch(world))
+        stack.enter_context(_modes(world))
+        try:
+            yield
+        finally:
+            world.closed = True  # for threads that live on
+
+
+@contextmanager
+def _modes(world: World) -> Iterator[None]:
+    """The machine for the running thread."""
+    with _Functions(world), _Dispatch(world):
         yield
 
 

@@ -96,7 +96,7 @@ class DeviceTensor(Tensor):
         return format(self.item(), spec) if self.dim() == 0 else super().__format__(spec)
 
     def data_ptr(self) -> int:
-        self.world.pointer_escapes()
+        self.world.pointer_escapes(self)
         return self.inner.data_ptr()
 
     def untyped_storage(self) -> Any:

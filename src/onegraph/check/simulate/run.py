@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from onegraph.check import containers
-from onegraph.check.report import SILENT, CheckError, Report, Severity
+from onegraph.check.report import SILENT, CheckError, Report, Severity, relative
 from onegraph.check.simulate import frames
 from onegraph.check.simulate.compare import Books, differences
 from onegraph.check.simulate.cuda import machine
@@ -21,6 +21,7 @@ from onegraph.check.simulate.findings import RANK, Findings, home_of
 from onegraph.check.simulate.records import Step, reshaped, same
 from onegraph.check.simulate.replay import Verdict, replay
 from onegraph.check.simulate.state import Snapshot, changes, methods, random_state
+from onegraph.check.simulate.unknown import told
 from onegraph.check.simulate.world import World
 
 FEWEST_STEPS = 3
@@ -185,6 +186,7 @@ class _Simulation:
         if index > world.captured_step:
             self._refresh(leaves, pinned_before, index)
         shapes = [list(leaf.shape) for leaf in leaves.values()]
+        record.unknown, record.exposed = world.unknowns.begin()
         world.reshaped.clear()
         world.random_states.clear()
         rng = torch.get_rng_state()
@@ -194,6 +196,7 @@ class _Simulation:
         world.phase = "step"
         result = self._guarded(f"step {index}", call_step, step, *arguments)
         self.drew[index] = drawn != (random_state(), world.asked_random)
+        record.unknown_after = world.unknowns.end()
         world.streams.end(world)
         for code, text, chain, values in reshaped(list(leaves.values()), shapes, world.reshaped):
             world.see(code, text, SILENT, chain=chain, values=values)
@@ -226,6 +229,15 @@ class _Simulation:
                     self._dead(captured), rng,
                 )  # fmt: skip
             record.before.clear()
+            for op in record.ops:
+                op.given = ()  # copies of what it was given
+
+    def _place(self, chain: frames.Chain) -> str:
+        where = self.roots.where(chain)
+        if where is None:
+            return ""
+        place = frames.place(*where)
+        return f"{relative(place.path)}:{place.line}"
 
     # pinned memory: a captured copy reads it again at every replay
 
@@ -318,6 +330,8 @@ class _Simulation:
                 "simulation seconds": round(seconds, 3),
             }
         )
+        if unknown := told({source: self._place(chain) for source, chain in world.unknowns.sources.items()}):
+            report.facts["unknown"] = unknown
         if self.probe_ended:
             report.facts["probe ended"] = self.probe_ended
         return report
