@@ -144,7 +144,7 @@ e8p_experts = register(
         schema="-> Tensor",
         reference=_experts,
         fake=lambda call: torch.empty_like(call.x),
-        kernel="onegraph.ops.triton.e8p_experts:experts",
+        kernel="onegraph.ops.cuda.e8p_experts:experts",
         check=_check,
         cases=(
             *(_case(1, 8, 16, 256, 128, bits) for bits in BITS),
@@ -152,6 +152,8 @@ e8p_experts = register(
             *(_case(5, 3, 7, 192, 256, bits, crowded=True) for bits in BITS),
             _case(17, 2, 3, 320, 64, 2, gate=GPT_OSS, biases=True, crowded=True),
             _case(64, 4, 24, 128, 64, 3, crowded=True),
+            _case(3, 2, 5, 576, 256, 3),
+            _case(1, 2, 4, 1088, 640, 2, gate=GPT_OSS, biases=True),
             _case(3, 2, 4, 72, 40, 4),
             _case(0, 2, 4, 64, 64, 2),
         ),
