@@ -82,7 +82,7 @@ struct Chunks {
 constexpr int BESIDE = BARRIERS + (ONE ? 0 : (sizeof(Chunks) + 127) / 128 * 128);
 static_assert(ONE || BESIDE == BARRIERS + 9344, "CHUNKS of e8p_experts.py");
 
-// The order within an expert is that of arrival: a pair's result does not depend on its column.
+// Pairs of an expert stand in rising order: which of them make a chunk every block must find alike.
 __device__ __forceinline__ void find_chunks(const Arguments& a) {
   const int pairs = a.tokens * a.top_k;
   for (int e = threadIdx.x; e < a.matrices; e += WARPS * 32) chunks.pairs[e] = 0;
@@ -122,7 +122,23 @@ __device__ __forceinline__ void find_chunks(const Arguments& a) {
   for (int i = 0; i < EACH; i++) {
     const int pair = threadIdx.x + i * WARPS * 32;
     if (pair >= pairs) break;
-    chunks.order[chunks.pairs[expert[i]] + place[i]] = pair;
+    chunks.order[chunks.pairs[expert[i]] + place[i]] = pair;  // as they arrived
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    const int pair = threadIdx.x + i * WARPS * 32;
+    if (pair >= pairs) break;
+    const int e = expert[i], begin = chunks.pairs[e], end = e + 1 < a.matrices ? chunks.pairs[e + 1] : pairs;
+    place[i] = begin;
+    for (int at = begin; at < end; at++) place[i] += chunks.order[at] < pair;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    const int pair = threadIdx.x + i * WARPS * 32;
+    if (pair >= pairs) break;
+    chunks.order[place[i]] = pair;
   }
   __syncthreads();
 }
