@@ -12,7 +12,7 @@ pairs of a token and an expert or `MAX_EXPERTS` experts, and all for which nothi
 from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -274,7 +274,8 @@ def compute(call: E8PExperts) -> Tensor | None:
     if found is None:
         return None
     e8p_decode.have_tables(call.codebook)
-    call = E8PExperts(*(_aligned(each) if isinstance(each, Tensor) else each for each in call))
+    values: list[Any] = [_aligned(each) if isinstance(each, Tensor) else each for each in call]
+    call = E8PExperts(*values)
     with torch.cuda.device(call.x.device):  # the driver launches in the current context
         return _run(_Call(call), found)
 
