@@ -52,14 +52,16 @@ def error(got: Tensor, wanted: Tensor) -> float:
     return ((got.float() - wanted).norm() / wanted.norm()).item()
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "bits"),
+    [*(("qwen3", bits) for bits in BITS), ("mixtral", 2), ("gpt-oss", 4), ("nine of many", 3), ("small", 3)],
+)
 def test_experts(shape: str, bits: int) -> None:
     """Of each count that is launched otherwise, and twice the same bits."""
     _, _, dim, _, gate, _ = SHAPES[shape]
     rest = [codebook("cuda"), *layers(shape, bits), bits, *gate]
-    for tokens in (1, 2, 4, 5, 16, 33, 64, 70):
-        for dtype in (torch.bfloat16, torch.float16) if tokens in (1, 4, 16) else (torch.bfloat16,):
+    for tokens in (1, 3, 16, 64, 70):
+        for dtype in (torch.bfloat16, torch.float16) if tokens in (1, 16) else (torch.bfloat16,):
             x = torch.randn(tokens, dim, generator=rng(tokens)).to("cuda", dtype)
             routes = routed(shape, tokens, tokens)
             got = e8p_experts(x, *routes, *rest)

@@ -18,9 +18,10 @@
 // order: the same bits whatever the timing.
 //
 // Set when compiled: BITS, HALF (1: x and the result are float16, 0: bfloat16), MODE, ONE, SOURCE (0: prepared bytes, 1: x,
-// 2: what MODE 1 gives), SILU (prepare: x is gate | up, float32), GROUPS (chunks are of 4 * GROUPS), DEPTH (row tiles of
+// 2: what MODE 1 gives), SILU (prepare: x is gate | up, float32), GROUPS (chunks are of 4 * GROUPS; ONE: of one), DEPTH (row tiles of
 // codes that a warp has under way), ACROSS and DOWN (warps side by side in k, and in rows), BLOCKS (of 128 rows, of a
-// tile), PARTS (of k), SLOTS (experts of a cluster), EARLY (experts were there before the launch in front), and N, K.
+// tile), PARTS (of k), SLOTS (experts of a cluster), PER_SM (blocks
+// that an SM is to hold), EARLY (experts were there before the launch in front), and N, K.
 
 #include "e8p_common.cuh"
 #include "e8p_codes.cuh"
@@ -30,7 +31,7 @@ constexpr float LEVELS = 32512.f;  // of the largest activation; 127 * 256: both
 
 constexpr int PLAIN = 0, GATED = 1, SUMMED = 2;
 constexpr int PREPARED = 0, FROM_X = 1, FROM_GATED = 2;
-constexpr int WARPS = ACROSS * DOWN, CHUNK = 4 * GROUPS, CLUSTER = PARTS * SLOTS;
+constexpr int WARPS = ACROSS * DOWN, CHUNK = ONE ? 1 : 4 * GROUPS, CLUSTER = PARTS * SLOTS;
 constexpr int ROW_TILES = BLOCKS * 8, MINE = ROW_TILES / DOWN, PITCH = BLOCKS * ROWS + 8;
 constexpr int SLICES = (K + SLICE - 1) / SLICE, PER_PART = (SLICES + PARTS - 1) / PARTS;
 constexpr int TURNS = (PER_PART + ACROSS - 1) / ACROSS;
@@ -334,7 +335,7 @@ __device__ __forceinline__ void store_gated(const float4& gate_sum, const float4
 
 // Shared memory: tables, barriers, chunks, ring [WARPS][DEPTH][SLOT], sums [ACROSS][CHUNK][PITCH], what the cluster sends
 // [CLUSTER][SENT][128], and where nothing was prepared 512 bytes a warp.
-extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) e8p_experts(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) e8p_experts(const __grid_constant__ Arguments a) {
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int row_warp = warp / ACROSS, column_warp = warp % ACROSS;
   const int rank = CLUSTER > 1 ? cluster_rank() : 0, slot = rank / PARTS, part = rank % PARTS;

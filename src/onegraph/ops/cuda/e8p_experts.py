@@ -12,7 +12,7 @@ pairs of a token and an expert or `MAX_EXPERTS` experts, and all for which nothi
 from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,6 +59,7 @@ class Cut:
     blocks: int
     parts: int
     slots: int
+    per_sm: int
     early: bool
     across: int
     down: int
@@ -96,15 +97,20 @@ class Cut:
     def shared(self, bits: int) -> int:
         """Bytes of shared memory of a block."""
         ring = self.warps * self.depth * SLOT[bits]
-        sums = self.across * 4 * self.groups * (self.blocks * ROWS + 8) * 4
+        sums = self.across * (1 if self.one else 4 * self.groups) * (self.blocks * ROWS + 8) * 4
         sent = self.cluster * (2 if self.mode == GATED else 1) * ROWS * 4 if self.cluster > 1 else 0
         exchange = 0 if self.source == PREPARED else self.warps * 512
         return TABLES[bits] + BARRIERS + (0 if self.one else CHUNKS) + ring + sums + sent + exchange
 
+    def fits(self, bits: int, device: build.Device) -> bool:
+        shared = self.shared(bits)
+        return shared <= device.shared and self.per_sm * (shared + build.RESERVED) <= device.sm_shared
+
     def cost(self, bits: int, device: build.Device, experts: int) -> float:
         """Estimated microseconds of one token on an H200, up to what all cuts have in common."""
         clusters = self.tiles * (experts if self.mode == GATED else 1)
-        waves = -(-clusters // (device.sms if self.cluster == 1 else device.at_once(self.cluster)))
+        at_once = device.sms if self.cluster == 1 else device.at_once(self.cluster, self.per_sm)
+        waves = -(-clusters // max(1, at_once))
         issue = self.slices * self.blocks * ROWS / 16 * 0.02
         latency = self.turns * 0.16
         return waves * (max(issue, latency) * (1 if bits == 2 else 1.8) + 1.5) + 0.1 * self.cluster
@@ -117,14 +123,14 @@ def _slices(k: int) -> int:
     return -(-k // SLICE)
 
 
-def _warps(slices: int, row_tiles: int, most: int) -> tuple[int, int]:
-    """Warps side by side in k, `most` of them, and in rows: what makes each warp's way shortest. Activations of a slice
-    take a warp about as long as a row tile of it."""
+def _warps(slices: int, row_tiles: int, most: int, warps: int) -> tuple[int, int]:
+    """Warps side by side in k, `most` of them, and in rows, of `warps` at most: what makes each warp's way shortest.
+    Activations of a slice take a warp about as long as a row tile of it."""
     found = []
     for turns in range(1, slices + 1):
         across = -(-slices // turns)
         if across <= most:
-            down = max(d for d in (1, 2, 4, 8, 16) if d <= min(WARPS // across, row_tiles))
+            down = max(d for d in (1, 2, 4, 8, 16) if d <= min(warps // across, row_tiles))
             found.append((turns * (row_tiles // down + 1), turns, across, down))
     return min(found)[2:]
 
@@ -142,9 +148,11 @@ def cuts(
         per_part = -(-slices // parts)
         if (parts - 1) * per_part >= slices:
             continue  # a block would have nothing to do
-        for most, depth in product((ACROSS, ACROSS // 2), DEPTHS[bits]):
-            across, down = _warps(per_part, blocks * ROWS // 16, most)
-            cut = Cut(mode, one, source, silu, groups, blocks, parts, slots, early, across, down, depth, n, k)
+        # A GPU holds few clusters of eight at a time; two blocks an SM make room for more.
+        sides = ((WARPS, 1), (WARPS, 2), (WARPS // 2, 2)) if mode == SUMMED else ((WARPS, 1),)
+        for most, depth, (warps, per_sm) in product((ACROSS, ACROSS // 2), DEPTHS[bits], sides):
+            across, down = _warps(per_part, blocks * ROWS // 16, most, warps)
+            cut = Cut(mode, one, source, silu, groups, blocks, parts, slots, per_sm, early, across, down, depth, n, k)
             if depth <= max(2, cut.turns):
                 found.append(cut)
     return found
@@ -153,7 +161,7 @@ def cuts(
 @lru_cache(maxsize=1024)
 def choose(bits: int, device: build.Device, top_k: int, options: tuple[Cut, ...]) -> Cut | None:
     """The cut that costs least, None where none fits."""
-    fitting = [cut for cut in options if cut.shared(bits) <= device.shared]
+    fitting = [cut for cut in options if cut.fits(bits, device)]
     return min(fitting, key=lambda cut: (cut.cost(bits, device, top_k), cut.passes, -cut.depth, cut), default=None)
 
 
@@ -162,7 +170,7 @@ KERNELS = build.Source(
     functions=("e8p_experts", "e8p_experts_prepare", "e8p_experts_combine"),
     arguments=ARGUMENTS,
     capabilities=build.CLUSTERS,
-    example=Cut(GATED, True, FROM_X, False, 1, 2, 2, 1, False, 4, 4, 4, 1536, 2048).defines(2, False),
+    example=Cut(GATED, True, FROM_X, False, 1, 2, 2, 1, 1, False, 4, 4, 4, 1536, 2048).defines(2, False),
 )
 
 
@@ -274,7 +282,8 @@ def compute(call: E8PExperts) -> Tensor | None:
     if found is None:
         return None
     e8p_decode.have_tables(call.codebook)
-    call = E8PExperts(*(_aligned(each) if isinstance(each, Tensor) else each for each in call))
+    values: list[Any] = [_aligned(each) if isinstance(each, Tensor) else each for each in call]
+    call = E8PExperts(*values)
     with torch.cuda.device(call.x.device):  # the driver launches in the current context
         return _run(_Call(call), found)
 
