@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from onegraph.check import compat
 from onegraph.check.declared import capturable
 from onegraph.check.report import SILENT, CheckError, Severity
 from onegraph.check.simulate import aliases, frames, hazards, loading, recording, streams, threads, traced
@@ -36,7 +35,7 @@ _OWN_GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes of torch.compile that capture CUDA graphs themselves."""
 
 
-class _Dispatch(TorchDispatchMode):
+class _Dispatch(compat.TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, world: World) -> None:
@@ -46,7 +45,7 @@ class _Dispatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.world.closed:
             return func(*args, **(kwargs or {}))
-        if isinstance(func, HigherOrderOperator):
+        if isinstance(func, compat.HigherOrderOperator):
             kept = len(self.world.sightings)
             with self:
                 out = eagerly(func)(*args, **(kwargs or {}))
@@ -222,7 +221,7 @@ def _stand_ins(world: World) -> dict[str, Any]:
 
     properties = SimpleNamespace(**_H200)
     return made | {
-        "_lazy_init": lambda: None,
+        compat.LAZY_INIT: lambda: None,
         "init": lambda: None,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -269,7 +268,7 @@ def machine(world: World) -> Iterator[None]:
         if hasattr(torch.cuda, "graphs"):
             capturing = stand_ins["is_current_stream_capturing"]
             stack.enter_context(_swapped(torch.cuda.graphs, "is_current_stream_capturing", capturing))
-        stack.enter_context(_swapped(torch.cuda.nvtx, "_nvtx", _NoRanges()))
+        stack.enter_context(_swapped(torch.cuda.nvtx, compat.NVTX, _NoRanges()))
         stack.enter_context(_swapped(torch, "Generator", _generator_class(world)))
         compile = _compile(world, torch.compile)
         taken.append((torch.compile, compile))
@@ -287,7 +286,7 @@ def machine(world: World) -> Iterator[None]:
         stack.enter_context(_swapped(builtins, "print", _print(world, builtins.print)))
         backward = Backward(world)
         for module in (torch.autograd, torch.autograd.graph):
-            stack.enter_context(_swapped(module, "_engine_run_backward", backward))
+            stack.enter_context(_swapped(module, compat.RUN_BACKWARD, backward))
         stack.enter_context(_triton(world))
         stack.enter_context(_only_lift_cpu_tensors())
         stack.enter_context(_modes(world))
@@ -321,7 +320,7 @@ def _random_state(world: World, real: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(real)
     def state(*given: Tensor) -> Any:
         out = real(*given)
-        with torch._C.DisableTorchFunction(), torch.utils._python_dispatch._disable_current_modes():
+        with compat.no_torch_function(), compat.no_modes():
             world.random_state(given[0] if given else out, read=not given)
         return out
 
@@ -348,17 +347,17 @@ def _swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
 @contextmanager
 def _only_lift_cpu_tensors() -> Iterator[None]:
     """`torch.tensor(..., device="cuda")` makes its values on the CPU and then copies them, where we can see it."""
-    before = torch._C._only_lift_cpu_tensors()
-    torch._C._set_only_lift_cpu_tensors(True)
+    before = compat.only_lifts_cpu_tensors()
+    compat.set_only_lift_cpu_tensors(True)
     try:
         yield
     finally:
-        torch._C._set_only_lift_cpu_tensors(before)
+        compat.set_only_lift_cpu_tensors(before)
 
 
 def _new_generator(cls: Any) -> Any:
     """A generator of the CPU of a class derived from torch's own, whatever stands in for that now."""
-    return torch._C.Generator.__new__(cls, "cpu")  # type: ignore[call-arg]
+    return compat.GeneratorBase.__new__(cls, "cpu")
 
 
 def _generator_class(world: World) -> type:

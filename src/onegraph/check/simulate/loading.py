@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+
+from onegraph.check import compat
 
 
 def load(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,7 +32,7 @@ def load(real: Callable[..., Any]) -> Callable[..., Any]:
             there = value.detach().to(device)
             return nn.Parameter(there, value.requires_grad) if isinstance(value, nn.Parameter) else there
 
-        return tree_map(moved, real(f, here, *args, **kwargs))
+        return compat.tree_map(moved, real(f, here, *args, **kwargs))
 
     return load
 

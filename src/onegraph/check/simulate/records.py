@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey
-from torch._library.custom_ops import OPDEFS
-from torch._ops import HigherOrderOperator
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
+from onegraph.check import compat
 from onegraph.check.report import CheckError, Severity
 from onegraph.check.simulate import frames
 
@@ -172,28 +170,21 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
 def composed(func: Any) -> bool:
     """Whether an op is made of others (item, where, to, ...): in inference mode torch hands it over as a whole."""
     try:
-        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
+        return compat.is_composed(func.name())
     except RuntimeError:  # a property (dim, size) of a tensor written in Python, which is no op of the dispatcher
         return False
 
 
-def eagerly(func: HigherOrderOperator) -> Callable[..., Any]:
+def eagerly(func: compat.HigherOrderOperator) -> Callable[..., Any]:
     """What an op that calls functions (cond, flex_attention, ...) does where nothing is compiled."""
-    kernel: Callable[..., Any] | None = func.py_kernels.get(DispatchKey.CompositeExplicitAutograd)
+    kernel: Callable[..., Any] | None = func.py_kernels.get(compat.DispatchKey.CompositeExplicitAutograd)
     if kernel is None:
         raise CheckError(f"{func.name()} calls functions in a way that is not followed: torch has no eager form of it")
-    names = inspect.unwrap(kernel).__globals__
 
     def run(*args: Any, **kwargs: Any) -> Any:
         """The kernel as it is; some refuse where a mode listens, which is what they are asked for here."""
-        asks = names.get("_get_current_dispatch_mode")
-        if asks is None:
+        with compat.no_mode_asked(inspect.unwrap(kernel)):
             return kernel(*args, **kwargs)
-        names["_get_current_dispatch_mode"] = lambda: None
-        try:
-            return kernel(*args, **kwargs)
-        finally:
-            names["_get_current_dispatch_mode"] = asks
 
     return run
 
@@ -201,21 +192,21 @@ def eagerly(func: HigherOrderOperator) -> Callable[..., Any]:
 def body_of(func: Any) -> Callable[..., Any] | None:
     """The Python function behind a custom op: one for every device, or for CUDA where the op has none for the CPU."""
     name = func._schema.name
-    definition = OPDEFS.get(name)
+    definition = compat.OPDEFS.get(name)
     if definition is not None:
         bodies = definition._backend_fns
         device = None if "cuda" not in bodies else "cuda" if "cpu" not in bodies else "none"
         body: Callable[..., Any] | None = bodies.get(device)
         return body
     kernel = f"{name.replace('::', '/')}{'.' * bool(func._schema.overload_name)}{func._schema.overload_name}/CUDA"
-    if kernel not in torch.library._impls or func.has_kernel_for_dispatch_key(DispatchKey.CPU):
+    if kernel not in compat.LIBRARY_KERNELS or func.has_kernel_for_dispatch_key(compat.DispatchKey.CPU):
         return None
-    return functools.partial(func.redispatch, torch._C.DispatchKeySet(DispatchKey.CUDA))
+    return functools.partial(func.redispatch, compat.DispatchKeySet(compat.DispatchKey.CUDA))
 
 
 def for_cuda_alone(func: Any) -> bool:
     """Whether a custom op with a Python function has none that its author wrote for any device."""
-    definition = OPDEFS.get(func._schema.name)
+    definition = compat.OPDEFS.get(func._schema.name)
     return definition is None or "cuda" in definition._backend_fns
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.check import containers
+from onegraph.check import compat, containers
 from onegraph.check.report import SILENT, CheckError, Report, Severity, relative
 from onegraph.check.simulate import frames
 from onegraph.check.simulate.compare import Books, differences
@@ -130,7 +130,7 @@ class _Simulation:
         """Where nobody said how many steps, the host tells them apart, and the first ones show no error."""
         if self.count != DEFAULT_STEPS or not (self._host_changes() if self.probing is None else self.probing):
             return False
-        with torch._C.DisableTorchFunction(), self.world.off():
+        with compat.no_torch_function(), self.world.off():
             try:
                 return not self._report(step, 0.0).errors
             except CheckError:  # nothing ran on the device: more steps would not, either
@@ -191,7 +191,7 @@ class _Simulation:
         world.random_states.clear()
         rng = torch.get_rng_state()
         world.streams.begin(world.streams_main.id)
-        world.first_node = torch._C._autograd._get_sequence_nr()
+        world.first_node = compat.next_node_number()
         drawn = random_state(), world.asked_random
         world.phase = "step"
         result = self._guarded(f"step {index}", call_step, step, *arguments)
@@ -223,7 +223,7 @@ class _Simulation:
             del result, outputs, arguments, before, after
             captured = self.steps[world.captured_step]
             # Inference mode may write every tensor; outside of it, those that were made in it cannot be written.
-            with torch._C.DisableTorchFunction(), world.off(), torch.inference_mode():
+            with compat.no_torch_function(), world.off(), torch.inference_mode():
                 self.verdicts[index] = replay(
                     world, captured, record, self.captured_outputs, self.static_inputs, inner_leaves, plain,
                     self._dead(captured), rng,
@@ -368,7 +368,7 @@ def _codes(steps: dict[int, Step]) -> list[CodeType]:
 
 
 def _alive(source: Any) -> Any:
-    return torch.UntypedStorage._new_with_weak_ptr(source.cdata)
+    return compat.storage_by_address(source.cdata)
 
 
 def _view(storage: Any, op: Any) -> Tensor:

@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from onegraph.check import compat
 from onegraph.check.report import CheckError
+from onegraph.check.simulate.records import written
 
 
-class _Tape(TorchDispatchMode):
-    """Writes down every op: (op, arguments, keywords, what it gave)."""
+class _Tape(compat.TorchDispatchMode):
+    """Writes down the ops that give or write tensors: (op, arguments, keywords, what it gave)."""
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +27,10 @@ class _Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.ops.append((func, args, kwargs or {}, out))
+        if _tensors(out) or (
+            hasattr(func, "_schema") and written(func)
+        ):  # a number that Python read is a constant of the trace from now on
+            self.ops.append((func, args, kwargs or {}, out))
         return out
 
 
@@ -33,13 +38,13 @@ class _Traced:
     """The ops of one run of `function` on `examples`, with other inputs in their place."""
 
     def __init__(self, function: Callable[..., Any], examples: tuple[Any, ...]) -> None:
-        self.examples = [leaf for leaf in tree_leaves(examples) if isinstance(leaf, Tensor)]
+        self.examples = _tensors(examples)
         with _Tape() as tape, torch.no_grad():
             self.result = function(*examples)
         self.ops = tape.ops
 
     def __call__(self, *given: Any) -> Any:
-        inputs = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+        inputs = _tensors(given)
         if len(inputs) != len(self.examples):
             raise CheckError(
                 f"a traced function: got {len(inputs)} tensors, allowed {len(self.examples)} as it was traced"
@@ -50,11 +55,24 @@ class _Traced:
             return now.get(id(tensor), tensor)
 
         for func, args, kwargs, out in self.ops:
-            again = func(*tree_map_only(Tensor, current, args), **tree_map_only(Tensor, current, kwargs))
-            for before, after in zip(tree_leaves(out), tree_leaves(again), strict=True):
-                if isinstance(before, Tensor):
-                    now[id(before)] = after
-        return tree_map_only(Tensor, current, self.result)
+            again = func(*_map(current, args), **_map(current, kwargs))
+            now.update((id(before), after) for before, after in zip(_tensors(out), _tensors(again), strict=True))
+        return _map(current, self.result)
+
+
+def _map(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    return compat.tree_map(lambda value: change(value) if isinstance(value, Tensor) else value, tree)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _map(note, tree)
+    return found
 
 
 def trace(function: Any, example_inputs: Any = None, *_: Any, **keywords: Any) -> Any:

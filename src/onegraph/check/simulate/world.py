@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from onegraph.check import compat
 from onegraph.check.declared import capturable
 from onegraph.check.report import SILENT, CheckError, Severity
 from onegraph.check.simulate import frames, hazards, recording
@@ -156,7 +157,7 @@ class World:
         """Work of the checker itself: nothing is seen, nothing recorded."""
         self.muted += 1
         try:
-            with torch.utils._python_dispatch._disable_current_modes():
+            with compat.no_modes():
                 yield
         finally:
             self.muted -= 1
@@ -237,7 +238,7 @@ class World:
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one op: on the host as it is; for the device on the inner tensors, with the result wrapped again."""
-        with self.lock, torch._C.DisableTorchFunction():
+        with self.lock, compat.no_torch_function():
             virtual: list[DeviceTensor] = []
             hosts: list[Tensor] = []
             scalars: list[Any] = []
@@ -445,19 +446,15 @@ class World:
 
     def _faked(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], chain: frames.Chain) -> Any:
         """Shapes and dtypes of the op's results, from its fake. Raises CheckError where it has none."""
-        from torch._subclasses.fake_tensor import (  # half a second to import, seldom needed
-            DynamicOutputShapeException,
-            FakeTensorMode,
-        )
 
         def run(env: Any) -> Any:
-            with FakeTensorMode(allow_non_fake_inputs=True, shape_env=env) as fake:
+            with compat.fake_mode(env) as fake:
                 plain = partial(fake.from_tensor, static_shapes=True)
                 return func(*map_tensors(args, plain), **map_tensors(kwargs, plain))
 
         try:
             return run(None)
-        except DynamicOutputShapeException:
+        except compat.size_depends_on_values():
             from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
             text = f"the size of what {name} gives depends on device values, says its fake"
