@@ -129,13 +129,14 @@ def print_report(report: Report, args: argparse.Namespace) -> None:
 def check(target: str, args: argparse.Namespace) -> Report:
     """One target or folder. Raises CheckError where it cannot be checked."""
     from onegraph.check.allow import apply
+    from onegraph.check.causes import fold
 
     if ":" not in os.path.basename(target) and (os.path.exists(target) or target.endswith(".py") or os.sep in target):
         if args.live or args.all:
             raise CheckError(f"{target}: --live and --all need a factory; allowed {target}:factory")
         from onegraph.check.source import check_tree
 
-        return finished(apply(check_tree(target)))
+        return finished(fold(apply(check_tree(target))))
     from onegraph.check.api import check_step
     from onegraph.check.deadline import deadline
     from onegraph.check.reconcile import reconcile
@@ -152,7 +153,7 @@ def check(target: str, args: argparse.Namespace) -> Report:
             gpus=args.gpus,
             target=target,
         )
-    return finished(apply(reconcile(report)))
+    return finished(fold(apply(reconcile(report))))
 
 
 def finished(report: Report) -> Report:

@@ -334,7 +334,8 @@ class World:
         """Something the simulation cannot look into: unverified unless its author has spoken."""
         word = capturable(name)
         if word is None:
-            self.see("CG401", f"{what} is opaque to the simulation", "", chain=chain, severity=Severity.UNVERIFIED)
+            text = f"{what} is opaque to the simulation"
+            self.see("CG401", text, "", chain=chain, severity=Severity.UNVERIFIED, note=name)
         elif not word:
             self.see("CG401", f"{what} is declared not capturable", hazards.NOT_PERMITTED, chain=chain)
 
@@ -362,6 +363,7 @@ class World:
             "",
             chain=chain,
             severity=Severity.UNVERIFIED,
+            note=name,
         )
         return _zeros(out)
 

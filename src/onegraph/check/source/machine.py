@@ -4,6 +4,7 @@ import ast
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from onegraph.check.advice import fix
 from onegraph.check.report import Finding, Frame, Origin, Severity
 from onegraph.check.rules import RULES
 from onegraph.check.source.files import Project, SourceFile
@@ -176,7 +177,7 @@ class Machine:
             happens=rule.happens,
             values=values,
             calls=self.chain(node),
-            fix=rule.fix,
+            fix=fix(code, file.path, line, column),
         )
 
     def chain(self, node: ast.AST) -> tuple[Frame, ...]:
