@@ -56,8 +56,12 @@ def found(constructs: tuple[str, ...], code: str, path: str, line: int, column: 
 def at(path: str, line: int, column: int) -> Spot | None:
     """The nodes at a place; None where the file cannot be read or has no code there."""
     linecache.checkcache(path)
-    lines = linecache.getlines(path)
-    module = parsed("".join(lines))
+    return within("".join(linecache.getlines(path)), line, column)
+
+
+def within(text: str, line: int, column: int) -> Spot | None:
+    """The same of a file's text."""
+    module, lines = parsed(text), text.splitlines(keepends=True)
     if module is None or not 0 < line <= len(lines):
         return None
     offset = len(lines[line - 1][: column - 1].encode())  # the tree counts bytes
