@@ -42,7 +42,11 @@ def render(report: Report, root: str | None = None) -> str:
                 "columnKind": "unicodeCodePoints",
                 "results": [_result(f, root, codes, report.following(f)) for f in report.counted],
                 "invocations": [{"executionSuccessful": True, "exitCode": report.exit_code()}],
-                "properties": {"target": report.target, "verdict": report.verdict.value},
+                "properties": {
+                    "target": report.target,
+                    "verdict": report.verdict.value,
+                    **{key: report.facts[key] for key in ("unknown",) if key in report.facts},
+                },
             }
         ],
     }
