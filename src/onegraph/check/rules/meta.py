@@ -68,7 +68,6 @@ class UnverifiedLaunch(Rule):
 
     severity = Severity.UNVERIFIED
     happens = ""
-    fix = "check it with --live on a GPU, give the op a fake, or declare it with onegraph.check.declare"
     seen = ways("no", "yes", "yes")
     shown_by = (Origin.SIMULATE,)
 
@@ -120,7 +119,6 @@ class AllowanceWithoutReason(Rule):
 
     severity = Severity.ERROR
     happens = ""
-    fix = "say after the bracket why the code is right all the same"
     seen = ways("yes", "yes", "yes")
     shown_by = (Origin.SOURCE,)
 
@@ -160,6 +158,5 @@ class UnusedAllowance(Rule):
 
     severity = Severity.WARNING
     happens = ""
-    fix = "remove the comment"
     seen = ways("yes", "yes", "yes")
     shown_by = (Origin.SOURCE,)

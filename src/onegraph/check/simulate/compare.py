@@ -82,6 +82,7 @@ def _follows(sighting: Sighting, chain: frames.Chain) -> None:
     sighting.severity = Severity.WARNING
     if chain:
         at = frames.place(*chain[0])
+        sighting.cause = chain
         sighting.message += f"; it follows from the device value read at {relative(at.path)}:{at.line}"
 
 

@@ -98,6 +98,7 @@ class _Functions(TorchFunctionMode):
             Tensor.data.__set__: self.set_data,  # type: ignore[attr-defined]
             Tensor.type: self.type,
             Tensor.new_tensor: self.new_tensor,
+            torch.tensor: self.tensor,
             torch.manual_seed: self.seed,
             torch.random.manual_seed: self.seed,
             torch.seed: self.seed,
@@ -167,6 +168,18 @@ class _Functions(TorchFunctionMode):
             return func(*args, **kwargs)
         made = torch.tensor(data, dtype=kwargs.get("dtype") or like.dtype)
         return made.to(kwargs.get("device") or like.device).requires_grad_(kwargs.get("requires_grad", False))
+
+    def tensor(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """torch.tensor of a list of device tensors asks each for its number, past the dispatcher."""
+
+        def numbers(data: Any) -> Any:
+            if isinstance(data, list | tuple):
+                return [numbers(item) for item in data]
+            return data.item() if isinstance(data, DeviceTensor) and not data.dim() else data
+
+        if args and isinstance(args[0], list | tuple):
+            args = numbers(args[0]), *args[1:]
+        return func(*args, **kwargs)
 
     def seed(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.world.see("CG302", "the random seed is set inside the step, once, at capture", SILENT)

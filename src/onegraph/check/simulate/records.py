@@ -70,6 +70,7 @@ class Sighting:
     values: tuple[str, ...] = ()
     note: Any = None
     position: int = -1  # of the captured step's op, where two steps were compared
+    cause: frames.Chain = ()  # of the host read that this one follows from
 
 
 @dataclass(slots=True)

@@ -414,7 +414,8 @@ class World:
         """Something the simulation cannot look into: unverified unless its author has spoken."""
         word = capturable(name)
         if word is None:
-            self.see("CG401", f"{what} is opaque to the simulation", "", chain=chain, severity=Severity.UNVERIFIED)
+            text = f"{what} is opaque to the simulation"
+            self.see("CG401", text, "", chain=chain, severity=Severity.UNVERIFIED, note=name)
         elif not word:
             self.see("CG401", f"{what} is declared not capturable", hazards.NOT_PERMITTED, chain=chain)
 
@@ -440,7 +441,7 @@ class World:
             return out, False
         if capturable(name) is None:
             text = f"{name} has no CPU implementation: what it gives is unknown"
-            self.see("CG401", text, "", chain=chain, severity=Severity.UNVERIFIED)
+            self.see("CG401", text, "", chain=chain, severity=Severity.UNVERIFIED, note=name)
         known, out = results_said(func, args, kwargs)
         return (out if known else _zeros(self._faked(func, name, args, kwargs, chain))), True
 
