@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from onegraph.check.declared import name_of
 from onegraph.check.simulate import frames, hazards
 from onegraph.check.simulate.device import DeviceTensor, block, flat_bytes, storage_of, weak
 from onegraph.check.simulate.records import OpRecord, Step, Writes, map_tensors, same, tensors_in, written
@@ -14,54 +13,24 @@ if TYPE_CHECKING:
     from onegraph.check.simulate.world import World
 
 
-def launch(world: "World", kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grid: Any) -> None:
-    """A Triton launch: its arguments and grid are compared over the steps, the kernel is not run."""
-    if world.phase != "step":
-        return
-    chain = world.chain(3)
-    name = name_of(kernel)
-    virtual: list[DeviceTensor] = []
-    hosts: list[Tensor] = []
-    scalars: list[Any] = []
-    convert(list(args), virtual, hosts, scalars)
-    convert(list(kwargs.values()), virtual, hosts, scalars)
-    if callable(grid):
-        names = getattr(kernel, "arg_names", [])
-        grid = grid({**dict(zip(names, args, strict=False)), **kwargs})
-    scalars.append(("grid", tuple(grid) if isinstance(grid, list | tuple) else grid))
-    world.opaque(name, f"Triton kernel {name.removeprefix('triton:')}", chain)
-    if world.current is None:
-        return
-    op = OpRecord(
-        func=kernel,
-        name=name,
-        kind="launch",
-        chain=chain,
-        scalars=tuple(s for s in scalars if isinstance(s, int | float | bool | tuple)),
-        shapes=tuple(tuple(t.inner.shape) for t in virtual),
-        externals=tuple(
-            -1 if t.record.born == world.step and t.record.phase == "step" else t.record.number for t in virtual
-        ),
-        captured=world.streams.launch(world, chain, virtual[0].device.index if virtual else world.device_index),
-        reads=tuple(dict.fromkeys(t.record.number for t in virtual)),
-    )
-    if world.step != world.captured_step and world.reference is not None and not world.current.parted:
-        _compare(world, op, world.current, [])
-    world.current.ops.append(op)
-
-
 def keep(world: "World", args: tuple[Any, ...], kwargs: dict[str, Any], writes: Writes) -> None:
     """Copy on write: what an older storage held before this step, for the referee to go back to."""
     assert world.current is not None
     targets = [args[i] for i in writes.positions if i < len(args)]
     targets += [kwargs[n] for n in writes.names if n in kwargs]
     for target in tensors_in(targets):
-        key = storage_of(target)
-        record = world.records.get(key)
-        if record is None or (record.born == world.step and record.phase == "step") or key in world.current.before:
-            continue
-        whole = flat_bytes(target)
-        world.current.before[key] = (whole, whole.clone())
+        keep_one(world, target)
+
+
+def keep_one(world: "World", target: Tensor) -> None:
+    """The same of one tensor that is about to be written."""
+    assert world.current is not None
+    key = storage_of(target)
+    record = world.records.get(key)
+    if record is None or (record.born == world.step and record.phase == "step") or key in world.current.before:
+        return
+    whole = flat_bytes(target)
+    world.current.before[key] = (whole, whole.clone())
 
 
 def record(
@@ -109,7 +78,7 @@ def record(
     if world.step == world.captured_step:
         _remember(world, op, args, kwargs, virtual, hosts, outs, fresh)
     elif world.reference is not None and not step.parted:
-        _compare(world, op, step, outs)
+        compare(world, op, step, outs)
     step.ops.append(op)
 
 
@@ -159,7 +128,7 @@ def _remember(
         )
 
 
-def _compare(world: "World", op: OpRecord, step: Step, outs: list[Tensor]) -> None:
+def compare(world: "World", op: OpRecord, step: Step, outs: list[Tensor]) -> None:
     """Keep this op's results if it differs from the captured step's op at the same position."""
     assert world.reference is not None
     at = len(step.ops)
