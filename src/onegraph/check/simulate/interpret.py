@@ -22,6 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
+from onegraph.check.simulate import narrow
 from onegraph.check.simulate.device import flat_bytes
 from onegraph.check.simulate.libdevice import Libdevice, is_libdevice
 
@@ -187,10 +188,13 @@ class _Session:
             (jit.JITFunction, "__call__", call),
             (jit.JITFunction, "__get__", bound),
             (interpreter.InterpretedFunction, "__call__", call),
-            (interpreter.interpreter_builder, "create_print", lambda *_, **__: None),
+            (interpreter.interpreter_builder, "create_print", _quiet),
+            *narrow.changes(interpreter, self.language),
             *((owner, name, new) for owner, name, _, new in self.patches),
         ]
-        with changed(changes):
+        import numpy
+
+        with changed(changes), numpy.errstate(all="ignore"):
             yield
 
     def run(self, function: FunctionType, arguments: dict[str, Any], grid: tuple[int, ...]) -> None:
@@ -330,8 +334,8 @@ def _language_patches(interpreter: Any, language: Any) -> list[tuple[Any, str, A
             delattr(owner, name)
         else:
             setattr(owner, name, value)
-    silent = [(language, "static_print"), (core, "static_print")]
-    found = [(o, n, old, _quiet if (o, n) in silent else new) for o, n, old, new in found]
+    ours = {"static_print": _quiet, "__index__": _index}
+    found = [(o, n, old, ours.get(n, new)) for o, n, old, new in found]
     for owner in _extras(language):
         old = vars(owner)["libdevice"]
         found.append((owner, "libdevice", old, Libdevice(language, interpreter, old)))
@@ -343,26 +347,17 @@ def _quiet(*_: Any, **__: Any) -> None:
     """A kernel's prints: it runs many times here."""
 
 
+def _index(tensor: Any) -> int:
+    """A scalar where Python wants a number, as `range` does: it is an array of one, which numpy 2.4 does not convert."""
+    return int(tensor.handle.data.item())
+
+
 def _extras(language: Any) -> Iterator[ModuleType]:
     """`tl.extra` and `tl.extra.cuda`, which have libdevice."""
     extra = getattr(language, "extra", None)
     for module in (extra, getattr(extra, "cuda", None)):
         if isinstance(module, ModuleType) and "libdevice" in vars(module):
             yield module
-
-
-class _OneTarget(ast.NodeTransformer):
-    """`a = b = c` as two assignments, which is what Triton's own rewriting of them knows."""
-
-    def visit_Assign(self, node: ast.Assign) -> Any:
-        first, *others = node.targets
-        if not others or not isinstance(first, ast.Name):
-            return node
-        again = [
-            ast.copy_location(ast.Assign(targets=[t], value=ast.Name(id=first.id, ctx=ast.Load())), node)
-            for t in others
-        ]
-        return [ast.copy_location(ast.Assign(targets=[first], value=node.value), node), *again]
 
 
 _CODES: "weakref.WeakKeyDictionary[Any, CodeType | None]" = weakref.WeakKeyDictionary()
@@ -389,6 +384,6 @@ def _rewrite(function: Any, transformer: type[ast.NodeTransformer]) -> CodeType 
     given.defaults, given.kw_defaults = [], [None] * len(given.kwonlyargs)  # evaluated already, maybe from local names
     for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs):
         argument.annotation = None
-    tree = transformer().visit(_OneTarget().visit(tree))
+    tree = transformer().visit(tree)
     ast.increment_lineno(tree, first - 1)
     return compile(ast.fix_missing_locations(tree), function.__code__.co_filename, "exec")

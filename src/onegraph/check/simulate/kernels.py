@@ -29,27 +29,32 @@ class Kernels:
     """What a simulated machine knows of Triton kernels.
 
     refused: why a kernel is not interpreted. proven: kernels that were interpreted to their end. seen: one object per
-    code and closure, so that a kernel made anew in each step is the same one in all of them.
+    code and closure, so that a kernel made anew in each step is the same one in all of them. Kernels are known by `id`:
+    to hash one, Triton reads its source and all that it calls.
     """
 
-    refused: dict[Any, str] = field(default_factory=dict)
-    proven: set[Any] = field(default_factory=set)
-    seen: dict[Any, Any] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)
+    proven: set[int] = field(default_factory=set)
+    seen: dict[tuple[Any, ...], tuple[Any, ...]] = field(default_factory=dict)
     spent: dict[int, float] = field(default_factory=dict)  # seconds, by step
     books: compiled.Compiled = field(default_factory=compiled.Compiled)
 
     def same(self, kernel: Any) -> Any:
         """The first kernel that was launched with this one's code and closure."""
         function = kernel.fn
-        cells = tuple(_cell(c) for c in getattr(function, "__closure__", None) or ())
-        return self.seen.setdefault((function.__code__, *map(id, cells)), (kernel, cells))[0]
+        cells = [_cell(c) for c in getattr(function, "__closure__", None) or ()]
+        key = (function.__code__, function.__code__.co_filename, *(known for known, _ in cells))
+        return self.seen.setdefault(key, (kernel, cells))[0]
 
 
-def _cell(cell: Any) -> Any:
+def _cell(cell: Any) -> tuple[Any, Any]:
+    """(what tells a closure's variable from another, the variable)."""
     try:
-        return cell.cell_contents
+        value = cell.cell_contents
     except ValueError:
-        return None
+        return None, None
+    told = value.value if type(value).__name__ == "constexpr" else value
+    return (told if isinstance(told, _PLAIN) else id(value)), value
 
 
 @dataclass
@@ -128,7 +133,7 @@ def _sorted(
 def _memory(world: "World", made: _Launch) -> interpret.Memory:
     """Storages that were there before this step are kept as they were, for the referee to go back to."""
     replayed = world.phase == "step" and world.current is not None and world.step > world.captured_step
-    undo = made.kernel not in world.kernels.proven
+    undo = id(made.kernel) not in world.kernels.proven
 
     def first_write(whole: Tensor) -> None:
         if replayed:
@@ -166,17 +171,17 @@ def _owner(world: "World", address: int) -> Tensor | None:
 def _interpreted(world: "World", made: _Launch, memory: interpret.Memory) -> str:
     """Run it; why that could not be, or "". What it had written until then is put back."""
     kernels = world.kernels
-    if made.kernel in kernels.refused:
-        return kernels.refused[made.kernel]
+    if id(made.kernel) in kernels.refused:
+        return kernels.refused[id(made.kernel)]
     try:
         with torch._C.DisableTorchFunction(), world.off():
             interpret.run(made.kernel.fn, made.inner, made.grid, memory)
     except interpret.Cannot as error:
         for whole, before in memory.kept:
             whole.copy_(before)
-        kernels.refused[made.kernel] = str(error)
+        kernels.refused[id(made.kernel)] = str(error)
         return str(error)
-    kernels.proven.add(made.kernel)
+    kernels.proven.add(id(made.kernel))
     kernels.spent[world.step] = kernels.spent.get(world.step, 0.0) + memory.seconds()
     return ""
 

@@ -4,6 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -173,16 +174,27 @@ def eagerly(func: HigherOrderOperator) -> Callable[..., Any]:
 
 
 def body_of(func: Any) -> Callable[..., Any] | None:
-    """The Python function behind a custom op that has one for every device (`torch.library.custom_op`)."""
+    """The Python function that a GPU would run for a custom op (`torch.library.custom_op`, `torch.library.impl`)."""
     definition = OPDEFS.get(func._schema.name)
-    if definition is None or "cuda" in definition._backend_fns:
-        return None
-    body: Callable[..., Any] | None = definition._backend_fns.get(None)
-    return body
+    if definition is not None:
+        body: Callable[..., Any] | None = definition._backend_fns.get("cuda", definition._backend_fns.get(None))
+        return body
+    return partial(func._op_dk, DispatchKey.CUDA) if _in_python(func, "CUDA") else None
+
+
+@functools.cache
+def _in_python(func: Any, key: str) -> bool:
+    """Whether an op's kernel for a dispatch key was registered by Python code, says the dispatcher's own listing."""
+    if func.namespace in ("aten", "prim", "prims") or not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
+        return False
+    lines = torch._C._dispatch_dump(func.name()).splitlines()
+    return any(line.startswith(f"{key}: registered at ") and ".py:" in line for line in lines)
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """What a sparse tensor says, to compare it with another one."""
+    """What a tensor says in a form that torch can compare: of a sparse one, of one of eight bits."""
+    if tensor.is_floating_point() and tensor.element_size() == 1:
+        return tensor.float()
     return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 
