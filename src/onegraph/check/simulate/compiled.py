@@ -25,7 +25,7 @@ class Compiled:
     """Kernels by what they were compiled for, autotuners by the keys that they were tuned for."""
 
     def __init__(self) -> None:
-        self.kernels: dict[int, list[Key]] = {}  # by `id`, see `Kernels`
+        self.kernels: dict[int, tuple[Any, list[Key]]] = {}  # by `id`, see `Kernels`; the kernel is kept for its `id`
         self.tuned: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
     def launched(
@@ -34,7 +34,7 @@ class Compiled:
     ) -> None:  # fmt: skip
         """Note a launch; a finding where the captured step is the first to want this code."""
         key = specialization(kernel, arguments, options)
-        known = self.kernels.setdefault(id(kernel), [])
+        _, known = self.kernels.setdefault(id(kernel), (kernel, []))
         if key in known:
             return
         short = name.removeprefix("triton:")

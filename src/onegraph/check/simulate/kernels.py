@@ -72,10 +72,9 @@ class _Launch:
 
 def launch(world: "World", kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grid: Any) -> None:
     """Run one launch on the simulated device. Raises what Triton raises for wrong arguments."""
-    kernel = world.kernels.same(kernel)
     chain = world.chain(3)
     arguments, options = bound(kernel, args, kwargs)
-    made = _sorted(world, kernel, arguments, _sizes(grid, arguments), chain)
+    made = _sorted(world, world.kernels.same(kernel), arguments, _sizes(grid, arguments), chain)
     world.kernels.books.launched(world, kernel, made.name, arguments, options, chain)
     for hook in getattr(kernel, "pre_run_hooks", ()):
         hook(*args, **kwargs)

@@ -35,7 +35,7 @@ def changes(interpreter: Any, language: Any) -> list[tuple[Any, str, Any]]:
 
     def wide(value: Any) -> Any:
         """The value in float32, if it is of a narrow dtype."""
-        if not isinstance(value, kind) or str(scalar(value)) not in _TORCH:
+        if not isinstance(value, kind) or value.data.dtype == bool or str(scalar(value)) not in _TORCH:
             return value
         dtype = _TORCH[str(scalar(value))]
         bits = torch.from_numpy(value.data.copy()).view(dtype)
