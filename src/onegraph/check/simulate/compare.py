@@ -198,7 +198,7 @@ def _op(
             return "CG203", text, (f"{at[0]}: {mine[1]}", f"{at[1]}: {other[1]}")
         if isinstance(mine, Argument) and isinstance(other, Argument):
             what = "the grid" if mine.name == "grid" else f"argument {mine.name}"
-            text = f"{what} of Triton kernel {_short(ours.name)} changes: it is baked into the launch"
+            text = f"{what} of kernel {_short(ours.name)} changes: it is baked into the launch"
             return "CG202", text, (f"{at[0]}: {_text(mine.value)}", f"{at[1]}: {_text(other.value)}")
         text = f"a Python number is baked into {_short(ours.name)}"
         return "CG202", text, (f"{at[0]}: {_text(mine)}", f"{at[1]}: {_text(other)}")

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from onegraph.check.declared import capturable
 from onegraph.check.report import SILENT, CheckError, Severity
-from onegraph.check.simulate import frames, hazards, loading, streams, triton
+from onegraph.check.simulate import foreign, frames, hazards, loading, streams, triton
 from onegraph.check.simulate.backward import Backward
 from onegraph.check.simulate.device import DeviceTensor, swap
 from onegraph.check.simulate.guard import device_guard
@@ -262,6 +262,7 @@ def machine(world: World) -> Iterator[None]:
         for module in (torch.autograd, torch.autograd.graph):
             stack.enter_context(_swapped(module, "_engine_run_backward", backward))
         stack.enter_context(triton.stand_ins(world, _H200))
+        stack.enter_context(foreign.stand_ins(world))
         stack.enter_context(_only_lift_cpu_tensors())
         stack.enter_context(_Functions(world))
         stack.enter_context(_Dispatch(world))

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from onegraph.check.declared import capturable, name_of
 from onegraph.check.simulate import compiled, frames, interpret, recording
-from onegraph.check.simulate.device import DeviceTensor, block, flat_bytes, refuse, storage_of
+from onegraph.check.simulate.device import DeviceTensor, flat_bytes, refuse
 from onegraph.check.simulate.records import Argument, OpRecord, Step
 
 if TYPE_CHECKING:
@@ -190,6 +189,20 @@ def opaque(world: "World", made: _Launch, reason: str) -> None:
     world.opaque(made.name, f"Triton kernel {_short(made.name)} ({reason})", made.chain)
 
 
+def foreign(world: "World", kernel: Any, name: str, given: tuple[Any, ...]) -> None:
+    """A launch of a kernel that is not Triton's, where it was given tensors of the device: nothing looks into it."""
+    virtual: list[DeviceTensor] = []
+    scalars: list[Any] = []
+    recording.convert(list(given), virtual, [], scalars)
+    if not virtual or world.phase != "step" or world.muted:
+        return
+    numbers = {f"{index}": value for index, value in enumerate(scalars) if isinstance(value, _PLAIN)}
+    made = _Launch(kernel, name, (), numbers, {}, virtual, world.chain(3))
+    world.opaque(name, f"kernel {name} (no Triton kernel: it cannot be interpreted)", made.chain)
+    if world.current is not None:
+        _record(world, made, _memory(world, made), again=False)
+
+
 def _record(world: "World", made: _Launch, memory: interpret.Memory, *, again: bool) -> None:
     step = world.current
     assert step is not None
@@ -202,7 +215,7 @@ def _record(world: "World", made: _Launch, memory: interpret.Memory, *, again: b
         name=made.name,
         kind="launch",
         chain=made.chain,
-        scalars=(*_scalars(made), Argument("grid", made.grid)),
+        scalars=(*_scalars(made), *([Argument("grid", made.grid)] if made.grid else [])),
         shapes=tuple(tuple(t.inner.shape) for t in virtual),
         externals=(*(_external(world, t) for t in virtual), *touched),
         derived=tuple(t.made == world.step for t in virtual),

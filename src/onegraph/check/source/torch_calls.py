@@ -4,7 +4,7 @@ import ast
 from dataclasses import replace
 
 from onegraph.check.source import library as lib
-from onegraph.check.source import tensor_methods
+from onegraph.check.source import launches, tensor_methods
 from onegraph.check.source.machine import Machine, place, short
 from onegraph.check.source.tensor_methods import device_argument, device_of, rank_of, split_result
 from onegraph.check.source.tensors import cpu_operand, scalar
@@ -30,6 +30,10 @@ Keywords = dict[str, Value]
 
 def call(machine: Machine, func: Ext | ExtObj, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
     """Call a name outside the user's code."""
+    if launches.is_kernel(func):
+        return launches.launch(machine, func, (*args, *keywords.values()), node)
+    if isinstance(func, Ext) and (kernel := launches.made(func.name)) is not None:
+        return kernel
     if isinstance(func, ExtObj):
         return _call_object(machine, func, args, keywords, node)
     name = func.name
@@ -364,6 +368,8 @@ def method(machine: Machine, receiver: Value, name: str, args: list[Value], keyw
                 machine.stacked = ""
                 machine.capture(node, begins=False)
             return Const(None)
+        case ExtObj() if launches.is_kernel(receiver) and name in ("get_function", "get_kernel"):
+            return receiver
         case ExtObj(kind="torch.Generator"):
             if name in lib.RNG_STATE:  # it may be a generator that no captured op draws from
                 text = f"`{short(node)}` touches the generator's state in the step"
