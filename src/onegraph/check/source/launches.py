@@ -30,6 +30,7 @@ _MAKERS = {
 """What gives a kernel that is launched by calling it, or by calling what a method of it gives."""
 
 _KERNEL = "kernel of "
+TRITON = "triton.kernel"
 
 
 def made(name: str) -> ExtObj | None:
@@ -37,10 +38,20 @@ def made(name: str) -> ExtObj | None:
     return ExtObj(_KERNEL + _MAKERS[name]) if name in _MAKERS else None
 
 
+def decorated(name: str) -> ExtObj | None:
+    """The kernel that the decorator of the external `name` makes of a function; None for other decorators."""
+    last = name.rsplit(".", 1)[-1]
+    if name.startswith("triton.") and last == "jit":
+        return ExtObj(TRITON)
+    if name.startswith(("cutlass.cute.", "numba.cuda.", "cupyx.")) and last in ("jit", "rawkernel"):
+        return ExtObj(_KERNEL + _MAKERS.get(name, "CuTe DSL"))
+    return None
+
+
 def is_kernel(value: Value) -> bool:
     """Whether calling this launches; a function under somebody's `jit` that is not Triton's too."""
     if isinstance(value, ExtObj):
-        return value.kind.startswith(_KERNEL) or value.kind == "triton.kernel"
+        return value.kind.startswith(_KERNEL) or value.kind == TRITON
     return isinstance(value, Ext) and (value.name in _LAUNCHES or value.name.startswith("triton.kernel."))
 
 

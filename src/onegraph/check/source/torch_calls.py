@@ -58,6 +58,10 @@ def _other(machine: Machine, name: str, args: list[Value], node: ast.AST) -> Val
     first = args[0] if args else UNKNOWN
     if name in lib.VARYING:
         return Plain("float", varying=True)
+    if name in ("triton.autotune", "triton.heuristics"):
+        return ExtObj("triton.decorator")
+    if name == "triton.jit":
+        return ExtObj(launches.TRITON) if args else ExtObj("triton.decorator")
     if name.startswith(("math.", "numpy.")) and isinstance(first, Tensor) and first.on_device:
         machine.report("CG101", node, f"`{short(node)}` reads a device tensor on the host", sure=first.sure)
         return Plain("float")
@@ -83,6 +87,8 @@ def _other(machine: Machine, name: str, args: list[Value], node: ast.AST) -> Val
 
 
 def _call_object(machine: Machine, func: ExtObj, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
+    if func.kind == "triton.decorator" and args:
+        return ExtObj(launches.TRITON)
     if func.kind.startswith("torch.nn."):
         given = [t for a in (*args, *keywords.values()) for t in tensors(a)]
         if not given and not machine.presume:
@@ -132,6 +138,8 @@ def _torch(machine: Machine, name: str, args: list[Value], keywords: Keywords, n
     if name == "torch.compile":
         machine.report("CG307", node, "`torch.compile` is called in the step")
         return first if args else UNKNOWN
+    if name.rsplit(".", 1)[-1] in ("wrap_triton", "capture_triton") and args:
+        return first
     if name in lib.TRANSFORMS and args:
         return first  # runs it, on tensors of other shapes
     if name == "torch.cond" and isinstance(first, Tensor) and first.on_device:
@@ -382,7 +390,7 @@ def method(machine: Machine, receiver: Value, name: str, args: list[Value], keyw
                     machine.report("CG311", node, f"`.{name}()` in the step changes the mode of modules")
                 return replace(receiver, note=device or receiver.note)
             return UNKNOWN
-        case Ext() | ExtObj() if name.startswith("launch"):
+        case Ext() | ExtObj() if name.startswith("launch") or (name == "run" and launches.is_kernel(receiver)):
             moving = name == "launch-moving" or any(varies(a) for a in (*args, *keywords.values()))
             on_device = [t for a in (*args, *keywords.values()) for t in tensors(a) if t.on_device]
             if machine.in_step:
