@@ -81,10 +81,13 @@ def launch(world: "World", kernel: Any, args: tuple[Any, ...], kwargs: dict[str,
     reason = _interpreted(world, made, memory)
     if reason:
         opaque(world, made, reason)
-    elif capturable(made.name) is False:
+        return
+    if capturable(made.name) is False:
         world.opaque(made.name, f"Triton kernel {_short(made.name)}", chain)
-    if world.current is not None and world.phase == "step" and not world.muted:
-        _record(world, made, memory, again=not reason)
+    if world.unknowns.among(tensors_of(made.inner)):  # what it computed from that is as unknown
+        _unknown(world, made, f"Triton kernel {_short(made.name)}")
+    elif world.current is not None and world.phase == "step" and not world.muted:
+        _record(world, made, memory)
 
 
 def bound(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -186,7 +189,15 @@ def _interpreted(world: "World", made: _Launch, memory: interpret.Memory) -> str
 
 def opaque(world: "World", made: _Launch, reason: str) -> None:
     """A launch that nothing could look into: what it would have written is not known."""
-    world.opaque(made.name, f"Triton kernel {_short(made.name)} ({reason})", made.chain)
+    what = f"Triton kernel {_short(made.name)}"
+    world.opaque(made.name, f"{what} ({reason})", made.chain)
+    _unknown(world, made, what)
+
+
+def _unknown(world: "World", made: _Launch, what: str) -> None:
+    grid = [Argument("grid", made.grid)] if made.grid else []
+    recording.launched(world, made.kernel, made.name, made.chain, made.virtual, (*_scalars(made), *grid))
+    world.unknown([t.inner for t in made.virtual], what, made.chain)
 
 
 def foreign(world: "World", kernel: Any, name: str, given: tuple[Any, ...]) -> None:
@@ -199,36 +210,37 @@ def foreign(world: "World", kernel: Any, name: str, given: tuple[Any, ...]) -> N
     numbers = {f"{index}": value for index, value in enumerate(scalars) if isinstance(value, _PLAIN)}
     made = _Launch(kernel, name, (), numbers, {}, virtual, world.chain(3))
     world.opaque(name, f"kernel {name} (no Triton kernel: it cannot be interpreted)", made.chain)
-    if world.current is not None:
-        _record(world, made, _memory(world, made), again=False)
+    _unknown(world, made, f"kernel {name}")
 
 
-def _record(world: "World", made: _Launch, memory: interpret.Memory, *, again: bool) -> None:
+def _record(world: "World", made: _Launch, memory: interpret.Memory) -> None:
     step = world.current
     assert step is not None
     virtual = made.virtual
     touched = _numbers(world, memory.followed)
-    written = {whole.data_ptr() for whole in memory.written.values()} if again else set()
+    written = {whole.data_ptr() for whole in memory.written.values()}
     outs = [t.inner for t in virtual if flat_bytes(t.inner).data_ptr() in written]
     op = OpRecord(
         func=made.kernel,
         name=made.name,
         kind="launch",
         chain=made.chain,
-        scalars=(*_scalars(made), *([Argument("grid", made.grid)] if made.grid else [])),
+        scalars=(*_scalars(made), Argument("grid", made.grid)),
         shapes=tuple(tuple(t.inner.shape) for t in virtual),
         externals=(*(_external(world, t) for t in virtual), *touched),
         derived=tuple(t.made == world.step for t in virtual),
         captured=world.streams.launch(world, made.chain, virtual[0].device.index if virtual else world.device_index),
         reads=tuple(dict.fromkeys((*(t.record.number for t in virtual), *touched))),
     )
-    if again:
-        op.writes = tuple(_numbers(world, list(memory.written.values())))
+    op.writes = tuple(_numbers(world, list(memory.written.values())))
+    if op.captured and world.streams.order.forked:
+        used = ((t.record.number, flat_bytes(t.inner).data_ptr() in written, t.inner) for t in virtual)
+        world.streams.use(world, made.chain, used)
     if world.step == world.captured_step:
         op.kwargs = made.inner
         op.outs, op.fresh = tuple(outs), (False,) * len(outs)
         op.tensors = (*(t.inner for t in virtual), *memory.followed)
-        op.again = partial(_again, made.kernel, made.grid, memory.followed) if again else None
+        op.again = partial(_again, made.kernel, made.grid, memory.followed)
     elif world.reference is not None and not step.parted:
         recording.compare(world, op, step, outs)
     step.ops.append(op)
