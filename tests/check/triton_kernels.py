@@ -35,12 +35,15 @@ def _matmul(a, b, c, m, n, k, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constex
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     columns = tl.program_id(1) * BN + tl.arange(0, BN)
     total = tl.zeros((BM, BN), dtype=tl.float32)
-    for start in range(0, tl.cdiv(k, BK)):
+    for start in range(tl.cdiv(k, BK)):
         inner = start * BK + tl.arange(0, BK)
-        left = tl.load(a + rows[:, None] * k + inner[None, :], mask=(rows < m)[:, None] & (inner < k)[None, :], other=0.0)
-        right = tl.load(b + inner[:, None] * n + columns[None, :], mask=(inner < k)[:, None] & (columns < n)[None, :], other=0.0)
+        held = (rows < m)[:, None] & (inner < k)[None, :]
+        left = tl.load(a + rows[:, None] * k + inner[None, :], mask=held, other=0.0)
+        held = (inner < k)[:, None] & (columns < n)[None, :]
+        right = tl.load(b + inner[:, None] * n + columns[None, :], mask=held, other=0.0)
         total = tl.dot(left, right, total)
-    tl.store(c + rows[:, None] * n + columns[None, :], total.to(c.dtype.element_ty), mask=(rows < m)[:, None] & (columns < n)[None, :])
+    held = (rows < m)[:, None] & (columns < n)[None, :]
+    tl.store(c + rows[:, None] * n + columns[None, :], total.to(c.dtype.element_ty), mask=held)
 
 
 def _product(dtype):

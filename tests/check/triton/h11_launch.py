@@ -1,4 +1,4 @@
-"""What a launch bakes in: scalars, grids, metadata of the step. Kernels of norms, rotary embeddings and paged caches."""
+"""What a launch bakes in: scalars, grids, metadata of the step. Norms, rotary embeddings and paged caches."""
 
 import torch
 import triton

@@ -40,7 +40,8 @@ class UnverifiedLaunch(Rule):
 
     ## Use instead
     Check it on a GPU with `--live`, or, having read the kernel's host code, declare it. A kernel of another library is
-    declared as the custom op that launches it (`torch.library.custom_op`, `register_fake`), or by the name in the message.
+    declared as the custom op that launches it (`torch.library.custom_op`, `register_fake`), or by the name in the
+    message.
     ```python
     import torch
     import triton
@@ -73,7 +74,7 @@ class UnverifiedLaunch(Rule):
     severity = Severity.UNVERIFIED
     happens = ""
     fix = "check it with --live on a GPU, give the op a fake, or declare it with onegraph.check.declare"
-    seen = ways("no", "yes", "yes")
+    seen = ways("partly", "yes", "yes")
     shown_by = (Origin.SIMULATE,)
 
 

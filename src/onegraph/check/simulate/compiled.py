@@ -76,7 +76,9 @@ def _kind(constant: bool, value: Any, parameter: Any) -> str:
     if isinstance(value, Tensor):
         inner = value.inner if isinstance(value, DeviceTensor) else value
         aligned = inner.storage_offset() * inner.element_size() % 16 == 0
-        return f"of {str(value.dtype).removeprefix('torch.')}" + ("" if aligned or unaligned else ", not aligned to 16 bytes")
+        return f"of {str(value.dtype).removeprefix('torch.')}" + (
+            "" if aligned or unaligned else ", not aligned to 16 bytes"
+        )
     if isinstance(value, tuple):
         return f"({', '.join(_kind(False, v, parameter) for v in value)})"
     if isinstance(value, bool) or not isinstance(value, int):
@@ -116,7 +118,9 @@ def _tuned(world: "World", tuner: Any, kwargs: dict[str, Any]) -> Any:
     config = tuner.prune_configs(kwargs)[0]
     twice = kwargs.keys() & config.kwargs.keys()
     if twice:
-        raise ValueError(f"Conflicting meta-parameters: {', '.join(twice)}. Make sure that you don't re-define auto-tuned symbols.")
+        raise ValueError(
+            f"Conflicting meta-parameters: {', '.join(twice)}. Make sure that you don't re-define auto-tuned symbols."
+        )
     if world.phase == "step" and world.step == world.captured_step:
         _tuned_in_capture(world, tuner, key, list(known))
     known[key] = config
@@ -140,4 +144,10 @@ def _tuned_in_capture(world: "World", tuner: Any, key: tuple[Any, ...], known: l
     why = "no earlier step launches it" if not known else "its key is not one that an earlier step had"
     values = (f"key: {known[-1]}, now {key}",) if known else ()
     text = f"Triton kernel {name} is tuned inside the capture: {why}; tuning waits for the device"
-    world.see("CG307", text, "CUDA error: operation not permitted when stream is capturing", chain=world.chain(4), values=values)
+    world.see(
+        "CG307",
+        text,
+        "CUDA error: operation not permitted when stream is capturing",
+        chain=world.chain(4),
+        values=values,
+    )

@@ -1,4 +1,4 @@
-"""Kernels that are neither torch's nor Triton's: what launches them is stood in for, so that a step runs, unverified."""
+"""Kernels that are neither torch's nor Triton's: what launches them is stood in for, and a step runs, unverified."""
 
 import sys
 from collections.abc import Iterator

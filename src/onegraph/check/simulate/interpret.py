@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
 from functools import partial
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -231,7 +231,7 @@ class _Session:
         scope: dict[str, Any] = {}
         exec(code, names, scope)
         made: Callable[..., Any] = scope[function.__name__]
-        made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__  # type: ignore[attr-defined]
+        made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
         return made
 
     def _names(self, function: Any) -> dict[str, Any]:
@@ -276,9 +276,8 @@ def plain(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, tuple):
         items = [plain(v, change) for v in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if is_dataclass(value) and isinstance(getattr(value, "base", None), Tensor):
-        return replace(value, base=change(value.base))
-    return value
+    base = getattr(value, "base", None) if is_dataclass(value) else None
+    return replace(value, base=change(base)) if isinstance(base, Tensor) else value  # type: ignore[type-var]
 
 
 def _constant(value: Any) -> Any:
@@ -320,10 +319,7 @@ def _language_patches(interpreter: Any, language: Any) -> list[tuple[Any, str, A
     owners += [getattr(core, name) for name in ("tensor_descriptor", "tensor_descriptor_base") if hasattr(core, name)]
     before = [dict(vars(owner)) for owner in owners]
 
-    class Visible:
-        __globals__ = {"tl": language, "core": core}
-
-    interpreter._patch_lang(Visible)
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": language, "core": core}))
     found = []
     for owner, old in zip(owners, before, strict=True):
         for name, value in list(vars(owner).items()):
@@ -348,7 +344,7 @@ def _quiet(*_: Any, **__: Any) -> None:
 
 
 def _index(tensor: Any) -> int:
-    """A scalar where Python wants a number, as `range` does: it is an array of one, which numpy 2.4 does not convert."""
+    """A scalar where Python wants a number, as `range` does: an array of one, which numpy 2.4 does not convert."""
     return int(tensor.handle.data.item())
 
 

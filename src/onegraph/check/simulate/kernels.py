@@ -12,7 +12,7 @@ from torch import Tensor
 from onegraph.check.declared import capturable, name_of
 from onegraph.check.simulate import compiled, frames, interpret, recording
 from onegraph.check.simulate.device import DeviceTensor, flat_bytes, refuse
-from onegraph.check.simulate.records import Argument, OpRecord, Step
+from onegraph.check.simulate.records import Argument, OpRecord
 
 if TYPE_CHECKING:
     from onegraph.check.simulate.world import World
@@ -246,7 +246,9 @@ def _record(world: "World", made: _Launch, memory: interpret.Memory) -> None:
     step.ops.append(op)
 
 
-def _again(kernel: Any, grid: tuple[int, ...], followed: list[Tensor], op: OpRecord, keep: Callable[[Tensor], None]) -> bool:
+def _again(
+    kernel: Any, grid: tuple[int, ...], followed: list[Tensor], op: OpRecord, keep: Callable[[Tensor], None]
+) -> bool:
     """A replay: the same launch on the storages that it had."""
     given = [*tensors_of(op.kwargs), *followed]
     memory = interpret.Memory(given, lambda address: None, keep, 60.0)

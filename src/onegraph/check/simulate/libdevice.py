@@ -1,4 +1,4 @@
-"""`libdevice` for the interpreter: the device functions of NVIDIA's library, computed by torch's functions of that name."""
+"""`libdevice` for the interpreter: NVIDIA's device functions, computed by torch's functions of that name."""
 
 from collections.abc import Callable
 from types import FunctionType, ModuleType

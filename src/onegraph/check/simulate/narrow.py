@@ -70,7 +70,9 @@ def changes(interpreter: Any, language: Any) -> list[tuple[Any, str, Any]]:
 
     plain_cast = builder.cast_impl
     found = [
-        (builder, name, computing(getattr(builder, name), at)) for name, at in _DECIDES.items() if hasattr(builder, name)
+        (builder, name, computing(getattr(builder, name), at))
+        for name, at in _DECIDES.items()
+        if hasattr(builder, name)
     ]
     found += [(builder, "cast_impl", cast), (builder, "create_fp_to_fp", cast), (builder, "get_bf16", bf16)]
     return found

@@ -47,7 +47,7 @@ def _changes(world: "World", properties: dict[str, Any]) -> list[tuple[Any, str,
     def tuned(self: Any, *args: Any, **kwargs: Any) -> Any:
         return compiled.tune(world, self, args, kwargs)
 
-    found = [(jit.JITFunction, "run", run), (autotuner.Autotuner, "run", tuned)]
+    found: list[tuple[Any, str, Any]] = [(jit.JITFunction, "run", run), (autotuner.Autotuner, "run", tuned)]
     interpreter = sys.modules.get("triton.runtime.interpreter")  # only where TRITON_INTERPRET decorates with it
     if interpreter is not None:
         found.append((interpreter.InterpretedFunction, "run", run))

@@ -3,8 +3,8 @@
 import ast
 from dataclasses import replace
 
-from onegraph.check.source import library as lib
 from onegraph.check.source import launches, tensor_methods
+from onegraph.check.source import library as lib
 from onegraph.check.source.machine import Machine, place, short
 from onegraph.check.source.tensor_methods import device_argument, device_of, rank_of, split_result
 from onegraph.check.source.tensors import cpu_operand, scalar
