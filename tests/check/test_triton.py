@@ -389,9 +389,7 @@ def test_a_step_without_triton_does_not_import_its_interpreter():
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="this is the run without it")
 def test_all_of_this_holds_for_kernels_that_were_decorated_to_be_compiled():
     """The tests of this repository decorate for the interpreter; users do not."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "-k", "computes or were or autotune",
-         __file__],
-        capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "0"},
-    )  # fmt: skip
+    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", __file__]
+    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run([*command, "-k", "computes or were or autotune"], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stdout[-4000:]

@@ -277,7 +277,7 @@ def plain(value: Any, change: Callable[[Any], Any]) -> Any:
         items = [plain(v, change) for v in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     base = getattr(value, "base", None) if is_dataclass(value) else None
-    return replace(value, base=change(base)) if isinstance(base, Tensor) else value  # type: ignore[type-var]
+    return replace(value, base=change(base)) if isinstance(base, Tensor) else value
 
 
 def _constant(value: Any) -> Any:
