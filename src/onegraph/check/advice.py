@@ -147,7 +147,9 @@ ADVICE: dict[str, dict[str, str]] = {
         "": "let side streams wait for the current one; give torch.cuda.graph a stream made on the step's device"
     },
     "CG304": {"": "capture on a stream of its own, and stay on the current stream in the step"},
-    "CG305": {"": "order the streams: side.wait_stream(current) before, current.wait_stream(side) before its results are used"},
+    "CG305": {
+        "": "order the streams: side.wait_stream(current) before, current.wait_stream(side) before its results are used"
+    },
     "CG306": {"": "run forward and backward inside the capture, after a warm-up on a side stream"},
     "CG307": {
         "mode": "compile in the default mode, or in 'max-autotune-no-cudagraphs': others capture graphs of their own",

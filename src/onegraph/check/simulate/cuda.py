@@ -3,7 +3,6 @@
 import builtins
 import functools
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,17 @@ from torch.overrides import TorchFunctionMode
 from onegraph.check import compat
 from onegraph.check.declared import capturable
 from onegraph.check.report import SILENT, CheckError, Severity
-from onegraph.check.simulate import aliases, frames, hazards, loading, recording, streams, threads, traced
+from onegraph.check.simulate import (
+    aliases,
+    foreign,
+    frames,
+    hazards,
+    loading,
+    streams,
+    threads,
+    traced,
+    triton,
+)
 from onegraph.check.simulate.backward import Backward
 from onegraph.check.simulate.device import DeviceTensor, swap
 from onegraph.check.simulate.guard import device_guard
@@ -300,7 +309,8 @@ def machine(world: World) -> Iterator[None]:
         backward = Backward(world)
         for module in (torch.autograd, torch.autograd.graph):
             stack.enter_context(_swapped(module, compat.RUN_BACKWARD, backward))
-        stack.enter_context(_triton(world))
+        stack.enter_context(triton.stand_ins(world, _H200))
+        stack.enter_context(foreign.stand_ins(world))
         stack.enter_context(_only_lift_cpu_tensors())
         stack.enter_context(_modes(world))
         try:
@@ -452,24 +462,3 @@ def _print(world: World, real: Any) -> Any:
         real(*args, **kwargs)
 
     return print
-
-
-@contextmanager
-def _triton(world: World) -> Iterator[None]:
-    """Triton launches are seen, compared over the steps and reported as unverified; the kernel itself does not run."""
-    jit = sys.modules.get("triton.runtime.jit")
-    classes = [getattr(jit, "JITFunction", None)]
-    interpreter = sys.modules.get("triton.runtime.interpreter")
-    classes.append(getattr(interpreter, "InterpretedFunction", None))
-    with ExitStack() as stack:
-        for cls in classes:
-            if cls is not None and hasattr(cls, "run"):
-                stack.enter_context(_swapped(cls, "run", _launch(world)))
-        yield
-
-
-def _launch(world: World) -> Any:
-    def run(self: Any, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any) -> None:
-        recording.launch(world, self, args, kwargs, grid)
-
-    return run

@@ -85,6 +85,13 @@ class Findings:
             worst.message += origin
             self._add(worst, place)
 
+    def of_launches(self) -> None:
+        """A kernel is compiled anew because a number that it is launched with changes: that number is the cause."""
+        for (code, path, line), finding in list(self.found.items()):
+            cause = self.found.get(("CG202", path, line))
+            if code == "CG307" and cause is not None and cause.severity is Severity.ERROR and finding.values:
+                self._replace(finding, severity=Severity.WARNING)
+
     def of_branches(self, branches: Iterable[tuple[frames.Place, Sighting]]) -> None:
         asked = list(self.world.asked_capturing)
         for place, sighting in branches:

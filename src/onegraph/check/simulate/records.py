@@ -4,7 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,12 +20,21 @@ UNWRITTEN = frozenset(f"aten::{name}" for name in _EMPTY)
 """Ops whose result holds whatever was there; a simulation takes zeros."""
 
 
+class Argument(NamedTuple):
+    """A number that a kernel is launched with, under the name of its parameter; "grid" is how many programs."""
+
+    name: str
+    value: Any
+
+
 @dataclass(slots=True)
 class OpRecord:
     """One op of a step. Tensors are kept for the captured step alone, as plain CPU tensors.
 
     kind: "op", "h2d", "d2h", "launch", "view". externals: per device argument the storage number, or -1 where the
-    step made it. captured: false for work on a stream that the capture does not see.
+    step made it. captured: false for work on a stream that the capture does not see. again: runs a launch on the
+    recorded storages once more, told of each storage before it is written; false where that cannot be. A launch that
+    has none was not looked into.
     """
 
     func: Any
@@ -53,6 +62,7 @@ class OpRecord:
     allocates: tuple[int, ...] = ()
     bytes: int = 0
     codes: tuple[str, ...] = ()
+    again: Callable[["OpRecord", Callable[[Tensor], None]], bool] | None = None
     opaque: bool = False  # nothing here computes what it gives and writes
     given: tuple[Any, ...] = ()  # see `unknown.Given`; empty where nothing is unknown
 
@@ -212,7 +222,9 @@ def for_cuda_alone(func: Any) -> bool:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """What a sparse tensor says, to compare it with another one."""
+    """What a tensor says in a form that torch can compare: of a sparse one, of one of eight bits."""
+    if tensor.is_floating_point() and tensor.element_size() == 1:
+        return tensor.float()
     return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 

@@ -316,6 +316,7 @@ class _Simulation:
         findings = Findings(world, self.roots, self.steps, self.names, home_of(step, self.factory))
         findings.of_running(world.sightings)
         findings.of_comparison(at_ops)
+        findings.of_launches()
         findings.of_branches(at_branches)
         codes = _codes(self.steps) + methods(self.types)
         findings.of_state({i: c for i, c in self.changed.items() if i >= world.captured_step}, codes)

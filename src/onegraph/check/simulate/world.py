@@ -17,6 +17,7 @@ from onegraph.check.declared import capturable
 from onegraph.check.report import SILENT, CheckError, Severity
 from onegraph.check.simulate import frames, hazards, recording
 from onegraph.check.simulate.device import DeviceTensor, StorageRecord, block, refuse, storage_of, weak
+from onegraph.check.simulate.kernels import Kernels
 from onegraph.check.simulate.perform import Unavailable, perform
 from onegraph.check.simulate.recording import convert
 from onegraph.check.simulate.records import (
@@ -60,6 +61,7 @@ class World:
         self.sightings: list[Sighting] = []
         self.asked_capturing: list[frames.Chain] = []
         self.streams = Streams()
+        self.kernels = Kernels()
         self.streams_main: Any = None  # the stream that captures, once there are stand-ins for streams
         self.device_index = 0
         self.thread = threading.get_ident()  # that runs the steps
