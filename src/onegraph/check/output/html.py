@@ -76,8 +76,17 @@ def _data(report: Report) -> dict[str, Any]:
             ]
             for e in report.timeline
         ],
+        "memory": _memory(report),
         "storages": [[s.number, s.kind, s.bytes, s.name] for s in report.storages],
     }
+
+
+def _memory(report: Report) -> dict[str, Any]:
+    """What the graph's pool holds; empty where nothing was run."""
+    memory = dict(report.facts.get("memory", {}))
+    if memory.get("at the peak"):
+        memory["at the peak"] = [line | {"file": relative(line["path"])} for line in memory["at the peak"]]
+    return memory
 
 
 def _frame(call: Frame) -> dict[str, Any]:

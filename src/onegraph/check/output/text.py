@@ -4,6 +4,7 @@ import os
 import textwrap
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 from onegraph.check.output import verdict_words
 from onegraph.check.report import Finding, Report, Severity, Verdict, relative
@@ -68,6 +69,8 @@ def summary(report: Report, *, color: bool = False) -> str:
     if words:
         line += f" ({', '.join(words)})"
     tail = [f"  {said}"] if said else []
+    if memory := memory_line(report.facts.get("memory", {})):
+        tail.append(f"  {memory}")
     if "source" in report.facts:
         tail.append(f"  source: {report.facts['source']}")
     if "probe ended" in report.facts:
@@ -75,6 +78,27 @@ def summary(report: Report, *, color: bool = False) -> str:
     if report.facts.get("allowed"):
         tail.append(f"  {report.facts['allowed']} allowed in the source")
     return "\n".join([line, *tail]) + "\n"
+
+
+def memory_line(memory: dict[str, Any]) -> str:
+    """What a graph holds, in one line; nothing where it holds nothing."""
+    if not memory.get("pool"):
+        return ""
+    told = f"memory of the graph: {size(memory['pool'])}, at its peak {size(memory['peak'])} of tensors"
+    if memory.get("at the peak"):
+        worst = memory["at the peak"][0]
+        told += f" ({size(worst['bytes'])} of line {os.path.basename(worst['path'])}:{worst['line']})"
+    if "second graph of the pool" in memory:
+        told += f"; a second such graph in its pool adds {size(memory['second graph of the pool'])}"
+    return told
+
+
+def size(nbytes: int) -> str:
+    """Bytes as people read them, in powers of 1024."""
+    for unit, step in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= step:
+            return f"{nbytes / step:.1f} {unit}"
+    return f"{nbytes} B"
 
 
 def _ran(report: Report) -> list[str]:

@@ -83,6 +83,12 @@ class Step:
     before: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # storage -> (bytes, copy from before)
     rng: list[tuple[int, int]] = field(default_factory=list)  # see `World.random_state`
     inputs: dict[int, str] = field(default_factory=dict)  # storage number -> path of the input
+    memory: list[tuple[int, int, int]] = field(default_factory=list)  # storage, its bytes or -1 freed, ops before
+    memory_end: int | None = None  # how much of that was inside of the step; None: all
+
+    def freed(self, number: int) -> None:
+        """The last tensor of a storage that this step made is gone."""
+        self.memory.append((number, -1, len(self.ops)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onegraph.check import containers
 from onegraph.check.report import SILENT, CheckError, Report, Severity
-from onegraph.check.simulate import frames
+from onegraph.check.simulate import frames, memory
 from onegraph.check.simulate.compare import Books, differences
 from onegraph.check.simulate.cuda import machine
 from onegraph.check.simulate.device import DeviceTensor, storage_of
@@ -256,6 +256,7 @@ class _Simulation:
 
     def _end_of_capture(self, record: Step) -> None:
         world = self.world
+        record.memory_end = len(record.memory)
         for op in record.ops:
             if op.kind != "h2d" or op.source is None or op.codes or op.contents is None:
                 continue
@@ -318,6 +319,7 @@ class _Simulation:
                 "simulation seconds": round(seconds, 3),
             }
         )
+        report.facts["memory"] = memory.facts(captured, findings.locate)
         if self.probe_ended:
             report.facts["probe ended"] = self.probe_ended
         return report

@@ -56,6 +56,7 @@ class World:
         self.random_states: list[Tensor] = []  # of the generator, as the running step has read them
         self.generators: list[Any] = []
         self.numbers = 0
+        self.sizes: dict[int, int] = {}  # bytes of each storage, by number
         self.muted = 0
         self.compiled = 0  # how many functions that torch would compile are running
         self.first_node = 0  # sequence number of autograd from which on nodes belong to the running step
@@ -78,13 +79,18 @@ class World:
         record = self.records.get(key)
         if record is None:
             self.numbers += 1
-            nbytes = block(tensor.inner).untyped_storage().nbytes()
+            nbytes = self.sizes[self.numbers] = block(tensor.inner).untyped_storage().nbytes()
             record = self.records[key] = StorageRecord(self.numbers, nbytes, -1, "outside", None)
         tensor.world, tensor.record, tensor.made = self, record, -1
 
     def _new_record(self, nbytes: int) -> StorageRecord:
         self.numbers += 1
-        return StorageRecord(self.numbers, nbytes, self.step, self.phase, None)
+        self.sizes[self.numbers] = nbytes
+        record = StorageRecord(self.numbers, nbytes, self.step, self.phase, None)
+        if self.phase == "step" and self.step == self.captured_step and self.current is not None and not self.muted:
+            self.current.memory.append((self.numbers, nbytes, len(self.current.ops)))
+            weakref.finalize(record, self.current.freed, self.numbers).atexit = False
+        return record
 
     def wrap(self, inner: Tensor, index: int | None = None) -> DeviceTensor:
         return DeviceTensor(inner, self, self.device_index if index is None else index)
