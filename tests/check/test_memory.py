@@ -1,5 +1,6 @@
 """What a graph's pool holds: the allocator's rules, lifetimes in a step, and what reports say of both."""
 
+import itertools
 import json
 import random
 
@@ -54,7 +55,7 @@ def test_blocks_never_overlap_and_everything_comes_back() -> None:
             live.append(number)
         if number % 50 == 0:
             spans = sorted((b.segment, b.start, b.start + b.size) for b in pool.blocks.values())
-            assert all(a[0] != b[0] or a[2] <= b[1] for a, b in zip(spans, spans[1:], strict=False))
+            assert all(a[0] != b[0] or a[2] <= b[1] for a, b in itertools.pairwise(spans))
     for number in live:
         pool.release(number)
     assert pool.used == 0

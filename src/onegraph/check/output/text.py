@@ -103,7 +103,10 @@ def size(nbytes: int) -> str:
 
 def _ran(report: Report) -> list[str]:
     told = []
-    if "simulate" in report.origins:
+    captures = report.facts.get("captures")
+    if captures is not None:
+        told.append(_captured(captures))
+    elif "simulate" in report.origins:
         told.append(f"{report.steps} steps simulated")
     if "live" in report.origins:
         told.append("captured and replayed on a GPU")
@@ -111,6 +114,15 @@ def _ran(report: Report) -> list[str]:
         count = report.facts["files"]
         told.append(f"{count} file" + "s" * (count != 1))
     return told
+
+
+def _captured(captures: list[dict[str, Any]]) -> str:
+    """What a program captured and replayed, and how much of that was compared with eager."""
+    replays, compared = (sum(c[key] for c in captures) for key in ("replays", "compared"))
+    words = [f"{n} {what}{'s' * (n != 1)}" for n, what in ((len(captures), "capture"), (replays, "replay"))]
+    told = f"run on the simulated machine: {words[0]}, {words[1]}, {compared} compared with eager"
+    reasons = sorted({c["not compared"] for c in captures if "not compared" in c})
+    return f"{told} (others not: {'; '.join(reasons)})" if reasons else told
 
 
 def _note(gutter: str, label: str, text: str) -> list[str]:

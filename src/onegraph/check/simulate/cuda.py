@@ -93,7 +93,7 @@ class _Functions(TorchFunctionMode):
         if "device" in kwargs:
             kwargs = {**kwargs, "device": self.device(kwargs["device"])}
         if isinstance(kwargs.get("generator"), self.generator):
-            self.world.unregistered()
+            self.world.unregistered(kwargs["generator"])
         special = self.special.get(func)
         return func(*args, **kwargs) if special is None else special(func, args, kwargs)
 

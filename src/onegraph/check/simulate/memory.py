@@ -108,18 +108,21 @@ class Pool:
 class Need:
     """What one capture asks of its pool, in bytes. reserved: by how much the segments grow; peak: most of blocks alive
     at once; kept: blocks that live on after it (outputs); alive: storages of the peak, by number, as (ops before they
-    were made, bytes)."""
+    were made, bytes). spans: (segment, first byte, end) of every storage, by number."""
 
     reserved: int
     peak: int
     kept: int
     alive: dict[int, tuple[int, int]]
+    spans: dict[int, tuple[int, int, int]]
 
 
 def charge(pool: Pool, step: Step, shift: int = 0) -> Need:
     """Play what `step` allocated and freed into `pool`; `shift` sets its storages apart from those of another time."""
     before, base = pool.reserved, pool.used
-    peak, alive, held = 0, {}, {}
+    peak, alive = 0, {}
+    held: dict[int, tuple[int, int]] = {}
+    spans: dict[int, tuple[int, int, int]] = {}
     for number, nbytes, position in step.memory[: step.memory_end]:
         if nbytes < 0:
             pool.release(number + shift)
@@ -127,9 +130,11 @@ def charge(pool: Pool, step: Step, shift: int = 0) -> Need:
             continue
         pool.allocate(number + shift, nbytes)
         held[number] = (position, nbytes)
+        if (block := pool.blocks.get(number + shift)) is not None:
+            spans[number] = (block.segment, block.start, block.start + block.size)
         if pool.used - base > peak:
             peak, alive = pool.used - base, dict(held)
-    return Need(pool.reserved - before, peak, pool.used - base, alive)
+    return Need(pool.reserved - before, peak, pool.used - base, alive, spans)
 
 
 def facts(step: Step, locate: Callable[[frames.Chain], frames.Place | None]) -> dict[str, Any]:

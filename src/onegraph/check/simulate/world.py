@@ -344,7 +344,14 @@ class World:
         elif not word:
             self.see("CG401", f"{what} is declared not capturable", hazards.NOT_PERMITTED, chain=chain)
 
-    def unregistered(self) -> None:
+    def recorded_before(self, node: int) -> bool:
+        """Whether autograd recorded the node with this sequence number before the step began."""
+        return node < self.first_node
+
+    def first_gradient(self, variable: Tensor) -> None:
+        """`variable.grad` is about to be set where there was none: a replay writes that tensor, and adds nothing."""
+
+    def unregistered(self, generator: torch.Generator) -> None:
         """Random numbers are asked of a generator that was made by hand."""
         self.see(
             "CG301",
