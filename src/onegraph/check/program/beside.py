@@ -133,8 +133,7 @@ class Beside:
         world.streams.end(world)
         world.phase = "build"
         after = Snapshot(body, world.roots)
-        results = {path: value() for path, value in results.items()}
-        outputs = containers.tensors(results)
+        outputs = containers.tensors(_assigned(results))
         names = {**capture.names, **before.storages, **after.storages}
         alive = {r.number for r in list(world.records.values())} - dead
         with torch._C.DisableTorchFunction(), world.off(), torch.inference_mode():
@@ -175,6 +174,17 @@ def call_body(body: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return body()
 
 
+def _assigned(results: dict[str, Callable[[], Any]]) -> dict[str, Any]:
+    """What the statements left, without what they deleted again."""
+    found = {}
+    for path, value in results.items():
+        try:
+            found[path] = value()
+        except Exception:
+            continue
+    return found
+
+
 class capture_view:
     """What `Findings` asks of whatever watched a capture."""
 
@@ -197,7 +207,7 @@ def _ungraphed(body: Callable[[], Any]) -> None:
         module = cell.cell_contents
         forward = module.__dict__.get("forward") if isinstance(module, torch.nn.Module) else None
         code = getattr(forward, "__code__", None)
-        if code is not None and code.co_filename == torch.cuda.graphs.__file__:
+        if forward is not None and code is not None and code.co_filename == torch.cuda.graphs.__file__:
             names = dict(zip(code.co_freevars, forward.__closure__, strict=True))
             module.forward = names["orig_fwd"].cell_contents
 
@@ -251,7 +261,8 @@ def _child(work: Callable[[], Any], write: int) -> None:
 
 
 def _all(read: int) -> bytes:
-    parts, until = [], time.monotonic() + STUCK
+    parts: list[bytes] = []
+    until = time.monotonic() + STUCK
     while True:
         ready, _, _ = select.select([read], [], [], max(until - time.monotonic(), 0))
         if not ready:

@@ -15,7 +15,7 @@ from onegraph.check import containers
 from onegraph.check.program import region as regions
 from onegraph.check.program.beside import Beside
 from onegraph.check.program.replays import freed, replay, tell_freed
-from onegraph.check.program.world import OUTSIDE, Capture, ProgramWorld
+from onegraph.check.program.world import OUTSIDE, Capture, ProgramWorld, share_memory
 from onegraph.check.report import Severity
 from onegraph.check.simulate import frames, memory
 from onegraph.check.simulate.cuda import _swapped
@@ -145,9 +145,10 @@ class Recorder:
 
     def _pool_at_once(self, capture: Capture, frame: FrameType) -> None:
         world = self.world
-        stream = torch.cuda.current_stream().id
-        before = world.replayed.get(capture.pool)
-        if before is not None and before[1] != stream and before[2] == world.waits:
+        current: Any = torch.cuda.current_stream()
+        stream, before = current.id, world.replayed.get(capture.pool)
+        unwaited = before is not None and before[1] != stream and before[2] == world.waits
+        if before is not None and unwaited and share_memory(capture, before[0]):
             chain = _chain_from(_user_frame(frame), world)
             text = "two graphs of one pool are replayed on two streams, and nothing waits in between"
             if before[0] is capture:

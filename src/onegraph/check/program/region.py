@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from onegraph.check.simulate import frames
+from onegraph.check.simulate.device import DeviceTensor
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _LEAVING = (ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.Global, ast.Nonlocal, ast.AsyncFor, ast.AsyncWith)
@@ -92,7 +93,8 @@ class Region:
 
     def results(self, frame: FrameType) -> dict[str, Any]:
         """What the statements have assigned, read in their own frame."""
-        found, scope = {}, scope_of(frame)
+        found: dict[str, Any] = {}
+        scope = scope_of(frame)
         for text in self.targets():
             try:
                 found[text] = eval(text, frame.f_globals, scope)  # a name, attribute or element of theirs
@@ -142,9 +144,9 @@ def suite_of(frame: FrameType) -> tuple[list[ast.stmt], int] | None:
     found = None
     for suite in _suites(frame.f_code):
         for index, statement in enumerate(suite):
-            if statement.lineno <= line <= (statement.end_lineno or statement.lineno):
-                if found is None or statement.lineno >= found[0][found[1]].lineno:
-                    found = suite, index
+            here = statement.lineno <= line <= (statement.end_lineno or statement.lineno)
+            if here and (found is None or statement.lineno >= found[0][found[1]].lineno):
+                found = suite, index
     return found
 
 
@@ -197,6 +199,8 @@ def hold(value: Any, depth: int = 0) -> Callable[[], Any]:
             return functools.partial(function, *args, **keywords)
 
         return partial
+    if isinstance(value, DeviceTensor):
+        return _tensor(value)
     if type(value) in (tuple, list):
         kind, items = type(value), [hold(item, depth + 1) for item in value]
         return lambda: kind(item() for item in items)
@@ -217,6 +221,22 @@ def _weak(value: Any, depth: int) -> Callable[[], Any]:
         if found is None:
             raise Gone
         return found
+
+    return there
+
+
+def _tensor(value: DeviceTensor) -> Callable[[], Any]:
+    """A view dies with the frame that made it; the memory that it showed need not."""
+    reference, record, inner = weakref.ref(value), weakref.ref(value.record), value.inner
+    world, index, learns = value.world, value.device.index, value.requires_grad
+
+    def there() -> Any:
+        found = reference()
+        if found is not None:
+            return found
+        if record() is None or learns:
+            raise Gone
+        return DeviceTensor(inner, world, index)
 
     return there
 

@@ -1,4 +1,4 @@
-"""The simulated machine as a whole program sees it: captures come and go, and what they give is read outside of them."""
+"""The simulated machine as a whole program sees it: captures come and go, their outputs are read outside of them."""
 
 import weakref
 from dataclasses import dataclass, field
@@ -13,6 +13,7 @@ from onegraph.check.report import SILENT, Severity
 from onegraph.check.simulate import frames, memory
 from onegraph.check.simulate.device import DeviceTensor, _leaves
 from onegraph.check.simulate.records import Sighting, Step, tensors_in
+from onegraph.check.simulate.streams import Streams
 from onegraph.check.simulate.world import World
 
 OUTSIDE = -1
@@ -64,6 +65,15 @@ class Capture:
         return self.number
 
 
+class ProgramStreams(Streams):
+    """`Streams` that count what waits outside of captures, too."""
+
+    def wait(self, world: World, *given: Any) -> None:
+        if isinstance(world, ProgramWorld):
+            world.waits += 1
+        super().wait(world, *given)
+
+
 class ProgramWorld(World):
     """`World` whose phase is "step" while something is captured and "build" otherwise."""
 
@@ -76,9 +86,10 @@ class ProgramWorld(World):
         self.pools: dict[Any, memory.Pool] = {}
         self.warm: set[Any] = set()
         self.clock = 0  # replays of all graphs
+        self.streams = ProgramStreams()
         self.waits = 0  # how often the program waited for the device or a stream
         self.replayed: dict[Any, tuple[Capture, int, int]] = {}  # by pool: the last one, its stream, waits until then
-        self.derived: dict[tuple[CodeType, int], set[tuple[int, int]]] = {}  # (capture, replays) of views, by line
+        self.derived: dict[frames.Chain, set[tuple[int, int]]] = {}  # (capture, replays) of views, by line
         self.own_calls: Any = None  # listens to functions that torch compiles with graphs of their own
 
     def recorded_before(self, node: int) -> bool:
@@ -101,7 +112,7 @@ class ProgramWorld(World):
     def flag(
         self, capture: Capture, code: str, message: str, chain: frames.Chain, values: tuple[str, ...] = ()
     ) -> None:
-        """An error that the program makes outside of a capture, with what that gave; once a line."""
+        """An error that the program makes outside of a capture, with what that gave."""
         self.sightings.append(Sighting(capture.number, code, Severity.ERROR, chain, message, SILENT, values))
 
     # what the program does with outputs
@@ -184,6 +195,14 @@ class ProgramWorld(World):
             if any(_overlap(span, mine.need.spans[number]) for span in other.need.spans.values()):
                 return other
         return None
+
+
+def share_memory(one: Capture, other: Capture) -> bool:
+    """Whether two graphs of one pool use a byte of it both."""
+    if one is other or one.need is None or other.need is None:
+        return one is other
+    spans = other.need.spans.values()
+    return any(_overlap(mine, theirs) for mine in one.need.spans.values() for theirs in spans)
 
 
 def _overlap(one: tuple[int, int, int], other: tuple[int, int, int]) -> bool:
