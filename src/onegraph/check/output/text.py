@@ -105,7 +105,7 @@ def _ran(report: Report) -> list[str]:
     told = []
     captures = report.facts.get("captures")
     if captures is not None:
-        told.append(_captured(captures))
+        told.append(_captured(captures, report.facts.get("compiled calls", 0)))
     elif "simulate" in report.origins:
         told.append(f"{report.steps} steps simulated")
     if "live" in report.origins:
@@ -116,11 +116,13 @@ def _ran(report: Report) -> list[str]:
     return told
 
 
-def _captured(captures: list[dict[str, Any]]) -> str:
+def _captured(captures: list[dict[str, Any]], calls: int) -> str:
     """What a program captured and replayed, and how much of that was compared with eager."""
     replays, compared = (sum(c[key] for c in captures) for key in ("replays", "compared"))
     words = [f"{n} {what}{'s' * (n != 1)}" for n, what in ((len(captures), "capture"), (replays, "replay"))]
     told = f"run on the simulated machine: {words[0]}, {words[1]}, {compared} compared with eager"
+    if calls:
+        told += f"; {calls} call{'s' * (calls != 1)} of functions that torch compiles with graphs of its own"
     reasons = sorted({c["not compared"] for c in captures if "not compared" in c})
     return f"{told} (others not: {'; '.join(reasons)})" if reasons else told
 

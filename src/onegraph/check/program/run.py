@@ -1,5 +1,6 @@
 """`onegraph check --run`: a program against the simulated machine, and a report on everything that it captured."""
 
+import inspect
 import re
 import time
 from collections.abc import Sequence
@@ -11,11 +12,12 @@ import torch
 from onegraph.check.program import launch
 from onegraph.check.program.beside import AGAIN, Beside, capture_view
 from onegraph.check.program.graphs import Recorder, graphs
-from onegraph.check.program.world import Capture, ProgramWorld
+from onegraph.check.program.world import FUNCTIONS, Capture, ProgramWorld
 from onegraph.check.report import CheckError, Finding, Origin, Report, Severity, merge, ordered
-from onegraph.check.simulate import frames, memory
+from onegraph.check.simulate import compiled, frames, memory
 from onegraph.check.simulate.cuda import machine
 from onegraph.check.simulate.findings import RANK, Findings
+from onegraph.check.simulate.records import Step
 
 NO_CAPTURES = "0 captures found: the program captured nothing (torch.cuda.graph, CUDAGraph, make_graphed_callables, "
 MODES = "torch.compile with mode='reduce-overhead' or 'max-autotune')"
@@ -43,7 +45,7 @@ def run_program(words: Sequence[str], *, gpus: int = 1) -> Report:
                 ended = str(error)
     finally:
         torch.set_rng_state(rng)
-    if not world.captures:
+    if not (world.captures or world.calls):
         raise CheckError(f"{target}: {ended or NO_CAPTURES + MODES}")
     report = _report(target, world, beside)
     report.facts.update({"torch": torch.__version__, "simulation seconds": round(time.perf_counter() - begin, 3)})
@@ -54,10 +56,11 @@ def run_program(words: Sequence[str], *, gpus: int = 1) -> Report:
 
 def _report(target: str, world: ProgramWorld, beside: Beside) -> Report:
     reports = [_of_capture(world, capture, beside.findings.get(capture.number, [])) for capture in world.captures]
+    reports += _of_functions(world)
     merged = merge(target, reports)
     first = reports[0]
     captures = [_facts(world, capture) for capture in world.captures]
-    facts: dict[str, Any] = {"captures": captures, "memory": _memory(world)}
+    facts: dict[str, Any] = {"compiled calls": len(world.calls), "captures": captures, "memory": _memory(world)}
     findings = _together([f for report in reports for f in report.findings])
     replays = sum(capture.replays for capture in world.captures)
     return replace(merged, findings=findings, steps=replays, facts=facts, timeline=first.timeline)
@@ -74,6 +77,23 @@ def _of_capture(world: ProgramWorld, capture: Capture, beside: list[tuple[int, F
     bound = {(f.path, f.line) for f in known if f.code == "CG205" and f.severity is Severity.ERROR}
     known = [f for f in known if not (f.code == "CG206" and (f.path, f.line) in bound)]  # freed by binding it anew
     return replace(report, findings=tuple(_worded(f, capture.number) for f in _together(known)))
+
+
+def _of_functions(world: ProgramWorld) -> list[Report]:
+    """Functions that torch compiles with graphs of its own: why it leaves them out, and outputs that are read late."""
+    if not world.calls:
+        return []
+    call = world.calls[0]
+    code = getattr(inspect.unwrap(call.function), "__code__", None)
+    home = frames.place(code, 0) if code is not None else frames.Place("<compiled>", 1, 1, "")
+    step = Step(FUNCTIONS, ops=call.ops)
+    view = Capture(FUNCTIONS, step, home)
+    findings = Findings(capture_view(world, view), world.roots, {FUNCTIONS: step}, call.names, home)
+    skipped = compiled.skips(world.calls, FUNCTIONS)
+    findings.of_running(skipped)
+    if not any(s.happens == compiled.NO_GRAPH for s in skipped):  # without a graph nothing is overwritten
+        findings.of_running(replace(s, step=FUNCTIONS) for s in world.late)
+    return [findings.report("", len(world.calls))]
 
 
 def _worded(finding: Finding, number: int) -> Finding:

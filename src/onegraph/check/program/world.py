@@ -1,6 +1,7 @@
 """The simulated machine as a whole program sees it: captures come and go, their outputs are read outside of them."""
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -8,15 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onegraph.check import containers
 from onegraph.check.program.region import Region
 from onegraph.check.report import SILENT, Severity
-from onegraph.check.simulate import frames, memory
+from onegraph.check.simulate import compiled, frames, memory
 from onegraph.check.simulate.device import DeviceTensor, _leaves
 from onegraph.check.simulate.records import Sighting, Step, tensors_in
 from onegraph.check.simulate.streams import Streams
 from onegraph.check.simulate.world import World
 
 OUTSIDE = -1
+FUNCTIONS = 500_000
+"""Calls of compiled functions are steps numbered from here."""
 
 
 @dataclass(eq=False)
@@ -90,7 +94,10 @@ class ProgramWorld(World):
         self.waits = 0  # how often the program waited for the device or a stream
         self.replayed: dict[Any, tuple[Capture, int, int]] = {}  # by pool: the last one, its stream, waits until then
         self.derived: dict[frames.Chain, set[tuple[int, int]]] = {}  # (capture, replays) of views, by line
-        self.own_calls: Any = None  # listens to functions that torch compiles with graphs of their own
+        self.functions = 0  # calls of functions that torch compiles with graphs of their own
+        self.compiled_runs: dict[Any, int] = {}
+        self.compiled_outputs: dict[int, tuple[Any, int]] = {}  # storages that one returned: which, in which call
+        self.late: list[Sighting] = []  # reads of those after a later call
 
     def recorded_before(self, node: int) -> bool:
         """A node that was recorded inside of an earlier capture is part of that graph: its backward may be captured."""
@@ -115,6 +122,38 @@ class ProgramWorld(World):
         """An error that the program makes outside of a capture, with what that gave."""
         self.sightings.append(Sighting(capture.number, code, Severity.ERROR, chain, message, SILENT, values))
 
+    def own_graphs(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Outside of captures such a function is fine: what it does is looked at, and whose outputs it overwrites."""
+        if self.phase == "step":
+            return function(*args, **kwargs) if self.hosts is not None else super().own_graphs(function, args, kwargs)
+        run = self.compiled_runs.get(function, 0) + 1
+        self.compiled_runs[function] = run
+        if run > compiled.MOST_CALLS:
+            out = function(*args, **kwargs)
+        else:
+            out = self._as_step(lambda: compiled.watched(self, function, args, kwargs))
+        for tensor in containers.tensors(out).values():
+            if isinstance(tensor, DeviceTensor) and not tensor.requires_grad:  # a pending backward keeps them
+                self.compiled_outputs[tensor.record.number] = function, run
+        return out
+
+    def _as_step(self, work: Callable[[], Any]) -> Any:
+        """Run `work` recorded as a step of its own; what it would do to a capture is none of it."""
+        seen = len(self.sightings)
+        self.functions += 1
+        self.step = self.captured_step = FUNCTIONS + self.functions
+        self.current, self.reference, self.phase = Step(self.step), None, "step"
+        current: Any = torch.cuda.current_stream()
+        self.streams.begin(current.id)
+        self.first_node = 0
+        try:
+            return work()
+        finally:
+            self.phase, self.current = "build", None
+            self.step = self.captured_step = OUTSIDE
+            self.streams.main, self.streams.reached = None, set()
+            del self.sightings[seen:]
+
     # what the program does with outputs
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -123,6 +162,8 @@ class ProgramWorld(World):
         with torch._C.DisableTorchFunction():
             given = [t for t in _leaves((list(args), kwargs)) if isinstance(t, DeviceTensor)]
             graphs = [t for t in given if t.record.number in self.made_by] if self.made_by else []
+            for tensor in given if self.compiled_outputs else ():
+                self._late(tensor)
         out = super().dispatch(func, args, kwargs)
         if given:
             self.warm.add(func)
@@ -131,9 +172,21 @@ class ProgramWorld(World):
                 self._outputs_used(func, args, graphs, out)
         return out
 
+    def _late(self, tensor: DeviceTensor) -> None:
+        """An output of a compiled function is read after the function ran again, into the same memory."""
+        function, run = self.compiled_outputs.get(tensor.record.number, (None, 0))
+        if function is None or self.compiled_runs[function] <= run:
+            return
+        chain = frames.chain(self.stop, 4)
+        text = "an output of a compiled function is read after the function ran again, which overwrites it"
+        happens = "RuntimeError: accessing tensor output of CUDAGraphs that has been overwritten by a subsequent run"
+        self.late.append(Sighting(OUTSIDE, "CG209", Severity.ERROR, chain, text, happens))
+
     def host_read(self, kind: str, message: str, tensor: DeviceTensor) -> None:
         if self.phase != "step" and not self.muted and tensor.record.number in self.made_by:
             self._read(tensor, frames.chain(self.stop, 3))
+        if self.phase != "step" and not self.muted:
+            self._late(tensor)
         super().host_read(kind, message, tensor)
 
     def _outputs_used(self, func: Any, args: tuple[Any, ...], graphs: list[DeviceTensor], out: Any) -> None:

@@ -369,13 +369,9 @@ def _compile(world: World, real: Any) -> Any:
 
             @functools.wraps(function)
             def run(*args: Any, **kwargs: Any) -> Any:
-                if own:
-                    world.see(
-                        "CG307", hazards.OWN_GRAPHS, "RuntimeError: Cannot prepare for replay during capturing stage"
-                    )
                 world.compiled += 1
                 try:
-                    return function(*args, **kwargs)
+                    return world.own_graphs(function, args, kwargs) if own else function(*args, **kwargs)
                 finally:
                     world.compiled -= 1
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onegraph.check import containers
 from onegraph.check.report import SILENT, CheckError, Report, Severity
-from onegraph.check.simulate import frames, memory
+from onegraph.check.simulate import compiled, frames, memory
 from onegraph.check.simulate.compare import Books, differences
 from onegraph.check.simulate.cuda import machine
 from onegraph.check.simulate.device import DeviceTensor, storage_of
@@ -304,6 +304,7 @@ class _Simulation:
         at_ops, at_branches = differences(captured, later, self.verdicts, books, self.refreshed)
         findings = Findings(world, self.roots, self.steps, self.names, home_of(step, self.factory))
         findings.of_running(world.sightings)
+        findings.of_running(compiled.skips(world.calls, world.captured_step))
         findings.of_comparison(at_ops)
         findings.of_branches(at_branches)
         codes = _codes(self.steps) + methods(self.types)

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from onegraph.check.declared import capturable
 from onegraph.check.report import SILENT, CheckError, Severity
-from onegraph.check.simulate import frames, hazards, recording
+from onegraph.check.simulate import compiled, frames, hazards, recording
 from onegraph.check.simulate.device import DeviceTensor, StorageRecord, block, refuse, storage_of, weak
 from onegraph.check.simulate.perform import Unavailable, perform
 from onegraph.check.simulate.recording import convert
@@ -58,6 +58,8 @@ class World:
         self.numbers = 0
         self.sizes: dict[int, int] = {}  # bytes of each storage, by number
         self.muted = 0
+        self.calls: list[compiled.Call] = []  # of functions that torch compiles with graphs of their own
+        self.hosts: list[tuple[str, frames.Chain]] | None = None  # ops on the CPU, while one of them runs
         self.compiled = 0  # how many functions that torch would compile are running
         self.first_node = 0  # sequence number of autograd from which on nodes belong to the running step
         self.reshaped: dict[int, tuple[str, frames.Chain]] = {}  # tensors whose shape the step changed in place
@@ -204,6 +206,8 @@ class World:
         if name == "aten::_pin_memory":
             return self.pin(hosts[0].clone())
         pinned = bool(kwargs.pop("pin_memory", False))
+        if self.hosts is not None and not self.muted and not all(r.alias_info for r in func._schema.returns):
+            self.hosts.append((name, self.chain()))
         out = func(*args, **kwargs)
         return self.pin(out) if pinned else out
 
@@ -343,6 +347,12 @@ class World:
             self.see("CG401", f"{what} is opaque to the simulation", "", chain=chain, severity=Severity.UNVERIFIED)
         elif not word:
             self.see("CG401", f"{what} is declared not capturable", hazards.NOT_PERMITTED, chain=chain)
+
+    def own_graphs(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function that torch compiles with graphs of its own."""
+        happens = "RuntimeError: Cannot prepare for replay during capturing stage"
+        self.see("CG307", hazards.OWN_GRAPHS, happens)
+        return compiled.watched(self, function, args, kwargs)
 
     def recorded_before(self, node: int) -> bool:
         """Whether autograd recorded the node with this sequence number before the step began."""
