@@ -9,6 +9,7 @@ import pickle
 import select
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -224,7 +225,9 @@ def _modes(capture: Capture) -> ExitStack:
 def _in_a_copy(work: Callable[[], Any]) -> Any:
     """What `work` gives in a copy of this process; a text where it raises or does not end."""
     read, write = os.pipe()
-    child = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads: the copy uses none of them
+        child = os.fork()
     if child == 0:
         os.close(read)
         _child(work, write)
@@ -248,11 +251,6 @@ def _child(work: Callable[[], Any], write: int) -> None:
         try:
             answer = work()
         except BaseException as error:
-            if os.environ.get("ONEGRAPH_DEBUG_BESIDE"):
-                import traceback
-
-                with open(os.environ["ONEGRAPH_DEBUG_BESIDE"], "a") as handle:
-                    traceback.print_exc(file=handle)
             answer = f"run by themselves, its statements raise {type(error).__name__}"
         with os.fdopen(write, "wb") as out:
             out.write(pickle.dumps(answer))
