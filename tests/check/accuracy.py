@@ -1,5 +1,6 @@
-"""Precision, recall and line accuracy of source reading, simulation and live, against what the GPU measured.
+"""Precision, recall and line accuracy of the default command and of each way alone, against what the GPU measured.
 
+    python tests/check/accuracy.py --ways default                   # `onegraph check file.py:factory`, as users run it
     python tests/check/accuracy.py --ways source simulate           # on any machine
     python tests/check/accuracy.py --ways live --save live.json     # on a GPU; --load joins it elsewhere
     python tests/check/accuracy.py --folders heldout4 --by-author   # as for a set that no GPU has measured yet
@@ -33,6 +34,7 @@ NOT_CLAIMED = {
                17: "shapes", 18: "output order", 23: "streams", 26: "autograd", 27: "laziness", 31: "modes",
                6: "kernels' host code"},
     "live": {},
+    "default": {},
 }  # fmt: skip
 
 
@@ -46,6 +48,8 @@ def look(way: str, folder: str, name: str) -> dict[str, Any]:
     case = next(c for c in corpus_tools.cases(folder) if c.name == name)
     from onegraph.check.report import CheckError
 
+    if way == "default":
+        return _command(case)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             if way == "source":
@@ -61,6 +65,19 @@ def look(way: str, folder: str, name: str) -> dict[str, Any]:
     return {"findings": [[f.code, f.severity.value, f.line] for f in report.findings]}
 
 
+def _command(case: corpus_tools.Case) -> dict[str, Any]:
+    """What `onegraph check file.py:factory --json` prints, with every default; exit status 2 is an error."""
+    from onegraph.cli import main
+
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main(["check", case.target, "--gpus", str(case.gpus), "--json"])
+    if status == 2:
+        return {"error": err.getvalue().strip()}
+    found = json.loads(out.getvalue())["findings"]
+    return {"findings": [[f["code"], f["severity"], f["line"]] for f in found]}
+
+
 def by_author(folder: str) -> dict[str, Any]:
     """Rows as truth.json would hold them, if each case did what its name says."""
     replays = {"bad": "differs"}
@@ -72,11 +89,12 @@ def by_author(folder: str) -> dict[str, Any]:
 
 def score(way: str, folder: str, seen: dict[str, Any], truth: dict[str, Any]) -> dict[str, Any]:
     wrong: list[str] = []
-    found = claimed = right_line = errors = right_errors = 0
+    found = claimed = right_line = errors = right_errors = unable = 0
     for case in corpus_tools.cases(folder):
         row, result = truth.get(f"{folder}/{case.name}"), seen.get(f"{folder}/{case.name}")
         if row is None or result is None or row.get("eager") != "ok":
             continue
+        unable += "error" in result
         reported = [(c, line) for c, severity, line in result.get("findings", []) if severity == "error"]
         errors += len(reported)
         right = [r for r in reported if bad(row) and any(r[0] in e.codes and r[1] == e.line for e in case.expected)]
@@ -98,6 +116,7 @@ def score(way: str, folder: str, seen: dict[str, Any], truth: dict[str, Any]) ->
         "error findings": errors,
         "precision": round(right_errors / max(errors, 1), 3),
         "right line": round(right_line / max(found, 1), 3),
+        "could not run": unable,
         "wrong": wrong,
     }
 

@@ -88,6 +88,14 @@ def test_json_round_trip(target: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "read" not in report.facts  # the functions that were read: thousands in a tree
 
 
+def test_what_the_step_prints_is_no_part_of_the_report(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target.write_text(BAD.replace("def factory", "print('at import')\n\n\ndef factory"))
+    assert run("check", f"{target}:factory", "--json") == 1
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["verdict"] == "not capturable"
+    assert "at import" in printed.err
+
+
 def test_allowance_in_a_target(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target.write_text(BAD.replace("x.sum().item()", "x.sum().item()  # onegraph: allow[CG101,CG202] a test"))
     assert run("check", f"{target}:factory") == 0

@@ -1,6 +1,7 @@
 """`onegraph check` and `onegraph rule`. Building the parser imports no torch; simulation does, when it runs."""
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -91,7 +92,8 @@ def run_with(make: Callable[[argparse.Namespace], Report], args: argparse.Namesp
             raise CheckError(f"--gpus: got {args.gpus}, allowed 1 to {MOST_GPUS}")
         if not 0.1 <= args.timeout <= 86400:
             raise CheckError(f"--timeout: got {args.timeout:g}, allowed 0.1 to 86400 seconds")
-        report = make(args)
+        with contextlib.redirect_stdout(sys.stderr):  # what the user's own code prints is no part of the report
+            report = make(args)
         for line in report.facts.get("unread", ()):
             print(f"onegraph: not read: {line}", file=sys.stderr)
         if report.facts.get("steps found") == 0 and report.steps == 0 and not args.allow_no_steps:
