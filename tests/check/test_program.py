@@ -275,6 +275,37 @@ def test_a_loop_over_sizes_binds_its_names_anew_and_is_fine(tmp_path: Path) -> N
     assert [c["compared"] for c in report.facts["captures"]] == [1, 1, 1]
 
 
+@pytest.mark.parametrize("items", ["torch.cuda.graph(g), torch.no_grad()", "torch.no_grad(), torch.cuda.graph(g)"])
+def test_other_contexts_of_the_with_statement(tmp_path: Path, items: str) -> None:
+    text = HEAD + dedent(f"""
+    model = torch.nn.Linear(4, 4).cuda()
+    model(x)
+    g = torch.cuda.CUDAGraph()
+    with {items}:
+        y = model(x)
+        assert not y.requires_grad
+    g.replay()
+    """)
+    report = ran(tmp_path, text)
+    assert report.findings == ()
+    assert report.facts["captures"][0]["compared"] == 1
+
+
+def test_a_program_saves_and_loads_its_weights(tmp_path: Path) -> None:
+    text = HEAD + dedent(f"""
+    model = torch.nn.Linear(4, 4).cuda()
+    torch.save(model.state_dict(), {str(tmp_path / "weights.pt")!r})
+    other = torch.nn.Linear(4, 4).cuda()
+    other.load_state_dict(torch.load({str(tmp_path / "weights.pt")!r}, map_location="cuda"))
+    assert torch.equal(other.weight, model.weight)
+    model(x)
+    g = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(g):
+        y = other(x)
+    """)
+    assert ran(tmp_path, text).findings == ()
+
+
 def test_freed_before_the_replay(tmp_path: Path) -> None:
     text = HEAD + dedent("""
     def capture():

@@ -125,17 +125,35 @@ def running(identity: int, code: CodeType) -> FrameType | None:
 def of_with(frame: FrameType) -> Region | None:
     """The body of the `with` statement that `frame` is about to enter."""
     line, column = _position(frame)
-    best: ast.With | None = None
+    best: tuple[ast.With, int] | None = None
     for node in _nodes(frame.f_code):
         if not isinstance(node, ast.With):
             continue
-        for item in node.items:
+        if (node.lineno, node.col_offset) == (line, column):  # what Python 3.11 says of every item
+            best = node, min(_entered(frame), len(node.items) - 1)
+            continue
+        for index, item in enumerate(node.items):
             at = item.context_expr
             inside = at.lineno <= line <= (at.end_lineno or at.lineno)
-            whole = (node.lineno, node.col_offset) == (line, column)  # what Python 3.11 says of every item
-            if whole or (inside and (column is None or at.lineno != line or at.col_offset <= column)):
-                best = node
-    return region_of(frame, best.body) if best is not None else None
+            if inside and (column is None or at.lineno != line or at.col_offset <= column):
+                best = node, index
+    if best is None:
+        return None
+    node, index = best
+    later = node.items[index + 1 :]  # entered inside of the capture, as `no_grad()` may be
+    own: ast.stmt = ast.copy_location(ast.With(items=later, body=node.body), node)
+    return region_of(frame, [own] if later else node.body)
+
+
+def _entered(frame: FrameType) -> int:
+    """How many items of the `with` statement that `frame` is at it has entered before this one."""
+    here = _position(frame)
+    found = 0
+    for instruction in dis.get_instructions(frame.f_code):
+        at = instruction.positions
+        if instruction.offset < frame.f_lasti and instruction.opname == "BEFORE_WITH" and at is not None:
+            found += (at.lineno, at.col_offset) == here
+    return found
 
 
 def suite_of(frame: FrameType) -> tuple[list[ast.stmt], int] | None:

@@ -94,6 +94,7 @@ class ProgramWorld(World):
         self.waits = 0  # how often the program waited for the device or a stream
         self.replayed: dict[Any, tuple[Capture, int, int]] = {}  # by pool: the last one, its stream, waits until then
         self.derived: dict[frames.Chain, set[tuple[int, int]]] = {}  # (capture, replays) of views, by line
+        self.saves = True
         self.functions = 0  # calls of functions that torch compiles with graphs of their own
         self.compiled_runs: dict[Any, int] = {}
         self.compiled_outputs: dict[int, tuple[Any, int]] = {}  # storages that one returned: which, in which call

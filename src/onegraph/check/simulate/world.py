@@ -60,6 +60,7 @@ class World:
         self.muted = 0
         self.calls: list[compiled.Call] = []  # of functions that torch compiles with graphs of their own
         self.hosts: list[tuple[str, frames.Chain]] | None = None  # ops on the CPU, while one of them runs
+        self.saves = False  # whether tensors of the device may be pickled
         self.compiled = 0  # how many functions that torch would compile are running
         self.first_node = 0  # sequence number of autograd from which on nodes belong to the running step
         self.reshaped: dict[int, tuple[str, frames.Chain]] = {}  # tensors whose shape the step changed in place
