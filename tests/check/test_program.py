@@ -582,3 +582,62 @@ def test_what_cannot_be_reported_on(tmp_path: Path, text: str, words: str) -> No
 def test_no_such_program(words: list[str]) -> None:
     with pytest.raises(CheckError, match=r"^--run"):
         run_program(words)
+
+
+STATIC = """
+import torch
+
+class Object:
+    def __init__(self):
+        self.held = torch.zeros(4{device})
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = torch.nn.Linear(4, 4{device})
+        self.register_buffer("buffer", torch.zeros(4{device}))
+        self.plain = torch.zeros(4{device})
+        self.caches = [torch.zeros(4{device})]
+        self.object = Object()
+
+net, other, outside, loose = Net(), Net(), torch.zeros(4{device}), Object()
+
+def work(x, static, module):
+    net.buffer.add_(1)
+    net.plain.add_(1)
+    net.caches[0].add_(1)
+    net.object.held.add_(1)
+    module.plain.add_(1)
+    static.add_(1)
+    outside.add_(1)  # not static
+    loose.held.add_(1)  # not static
+    x.add_(1)  # not static
+    return net.lin(x)
+
+marked = torch.zeros(4{device})
+torch._dynamo.mark_static_address(marked)
+run = torch.compile(work, {how})
+with torch.no_grad():
+    run(torch.ones(4{device}), marked, other)
+"""
+
+
+def test_what_torch_takes_for_static_is_what_dynamo_says(tmp_path: Path) -> None:
+    """Written tensors: those that dynamo does not mark as static are those that inductor skips graphs for."""
+    said: dict[str, bool] = {}
+
+    def backend(module: Any, _: Any) -> Any:
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                said[node.name] = "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
+        return module
+
+    names: dict[str, Any] = {"backend": backend}
+    exec(STATIC.format(device="", how="backend=backend"), names)
+    assert len(said) == 11
+    assert sum(not static for static in said.values()) == 3, said
+    text = STATIC.format(device=", device='cuda'", how="mode='reduce-overhead'")
+    report = ran(tmp_path, text)
+    assert {(f.code, f.line) for f in report.findings} == {
+        ("CG314", i) for i, line in enumerate(text.splitlines(), 1) if line.endswith("# not static")
+    }

@@ -263,8 +263,8 @@ class SkippedGraph(Rule):
     """
     ## What it does
     Finds what makes torch leave out, split or record again the CUDA graph of a function that it compiles with
-    `mode="reduce-overhead"` or `"max-autotune"`: a written input that is no parameter or buffer of a module, an op or a
-    copy on the CPU, a device value read on the host, a shape that depends on values, an argument of changing shape.
+    `mode="reduce-overhead"` or `"max-autotune"`: a written tensor that no module holds, an op or a copy on the CPU, a
+    device value read on the host, a shape that depends on values, an argument of changing shape.
 
     ## Why is this bad
     The function is right and as slow as before. torch says so only with `TORCH_LOGS=cudagraphs` ("skipping cudagraphs
@@ -317,6 +317,6 @@ class SkippedGraph(Rule):
     hazards = (34,)
     severity = Severity.WARNING
     happens = "no error: torch runs the function without a CUDA graph, or with several"
-    fix = "keep what it writes in buffers of a module; host work, reads and changing sizes outside of the function"
+    fix = "keep what it writes in a module, as a buffer; host work, reads, changing sizes outside of the function"
     seen = ways("no", "yes", "no")
     shown_by = (Origin.SIMULATE,)

@@ -40,7 +40,7 @@ class Call:
 
     Args:
         ops: what it ran. hosts: ops on the CPU, by name, with their calls. seen: hazards met in it.
-        fixed: storages whose address torch takes as fixed: parameters and buffers of modules. names: of storages.
+        fixed: storages whose address torch takes as fixed: those that modules hold. names: of storages.
         older: storages that were there before the call.
         shapes, numbers: of its arguments, by path.
     """
@@ -59,16 +59,19 @@ class Call:
 
 
 class _Held(Snapshot):
-    """Also knows the parameters and buffers of the modules that it meets."""
+    """Also knows what is held by modules: whatever dynamo reaches through one (parameters, buffers, other tensors and
+    what is in objects of theirs) it takes for static, which other closures, globals and arguments are not."""
 
     def __init__(self, function: Callable[..., Any], roots: frames.Roots) -> None:
         self.fixed: set[int] = set()
+        self._modules: tuple[str, ...] = ()
         super().__init__(function, roots)
 
     def _visit(self, name: str, value: Any, roots: frames.Roots) -> Iterator[tuple[str, Any]]:
         if isinstance(value, nn.Module):
-            held = [*value._parameters.values(), *value._buffers.values()]
-            self.fixed.update(t.record.number for t in held if isinstance(t, DeviceTensor))
+            self._modules += (f"{name}.",)
+        elif isinstance(value, DeviceTensor) and name.startswith(self._modules):
+            self.fixed.add(value.record.number)
         yield from super()._visit(name, value, roots)
 
 
@@ -84,11 +87,11 @@ def watched(world: "World", function: Callable[..., Any], args: tuple[Any, ...],
     call.numbers = {_named(path): value for path, value in containers.numbers(given).items()}
     with world.off():
         held = _Held(function, world.roots)
-    call.fixed = held.fixed | {
-        t.record.number
-        for t in tensors.values()
-        if isinstance(t, DeviceTensor) and (isinstance(t, nn.Parameter) or hasattr(t, "_dynamo_static_input_type"))
-    }
+    modules = [m for m in (*args, *kwargs.values()) if isinstance(m, nn.Module)]
+    named_static = [t for t in tensors.values() if hasattr(t, "_dynamo_static_input_type")]
+    inside = [t for m in modules for part in m.modules() for t in (*vars(part).values(), *part._parameters.values())]
+    inside += [buffer for m in modules for buffer in m.buffers()]
+    call.fixed = held.fixed | {t.record.number for t in (*named_static, *inside) if isinstance(t, DeviceTensor)}
     named = {t.record.number: f"the argument {_named(p)}" for p, t in tensors.items() if isinstance(t, DeviceTensor)}
     call.names = {**held.storages, **named}
     begin, seen, world.hosts = len(step.ops), len(world.sightings), call.hosts

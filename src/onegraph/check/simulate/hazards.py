@@ -46,7 +46,7 @@ FIX = {
     "CG307": "compile, tune and create handles in a warm-up step",
     "CG310": "warm the communicator up before capture, and capture on every rank in the same order",
     "CG311": "set the mode once, before capture",
-    "CG314": "keep what it writes in buffers of a module; host work, reads and changing sizes outside of the function",
+    "CG314": "keep what it writes in a module, as a buffer; host work, reads, changing sizes outside of the function",
     "CG401": "declare it with onegraph.check.declare(op) once you know that it is safe, or check with --live",
 }
 
