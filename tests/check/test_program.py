@@ -382,6 +382,63 @@ def test_numbers_of_a_graphed_module_are_compared(tmp_path: Path) -> None:
     assert lines(report) == {("CG202", line_of(text, "x * self.factor"))}
 
 
+def test_an_allowance_in_the_program_counts(tmp_path: Path) -> None:
+    text = HEAD + "x + w\ng = torch.cuda.CUDAGraph()\nwith torch.cuda.graph(g):\n"
+    (tmp_path / "program.py").write_text(f"{text}    y = x * w.sum().item()  # onegraph: allow[CG101] known\n")
+    done = cli("--run", "program.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert "1 allowed in the source" in done.stdout
+
+
+def test_a_program_asks_for_times_and_memory(tmp_path: Path) -> None:
+    text = HEAD + dedent("""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    x + w
+    end.record()
+    torch.cuda.synchronize()
+    assert 1 / start.elapsed_time(end) > 0
+    assert torch.cuda.memory_stats()["allocated_bytes.all.peak"] == torch.cuda.max_memory_reserved() == 0
+    g = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(g):
+        y = x + w
+    """)
+    assert ran(tmp_path, text).findings == ()
+
+
+def test_a_stream_entered_twice_is_left_twice(tmp_path: Path) -> None:
+    text = HEAD + dedent("""
+    x + w
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        g = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(g, stream=side):
+            y = x + w
+        assert torch.cuda.current_stream() == side
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    """)
+    assert ran(tmp_path, text).findings == ()
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("@contextmanager\ndef capturing():\n    with torch.cuda.graph(g):\n        yield\n"
+         "with capturing():\n    y = x + w\n", "its statements cannot be run by themselves"),
+        ("def capture():\n    with torch.cuda.graph(g):\n        return x + w\ny = capture()\n",
+         "its statements cannot be run by themselves"),
+        ("left = [1]\nwith torch.cuda.graph(g):\n    left.pop()\n    y = x + w\n",
+         "run by themselves, its statements raise IndexError"),
+    ],
+    ids=["yield", "return", "raises"],
+)  # fmt: skip
+def test_what_cannot_be_run_again_is_said_and_still_replayed(tmp_path: Path, body: str, why: str) -> None:
+    text = f"from contextlib import contextmanager\n{HEAD}x + w\ng = torch.cuda.CUDAGraph()\n{body}"
+    report = ran(tmp_path, text + "x.fill_(5.0)\ng.replay()\nassert y.tolist() == [7.0] * 4\n")
+    (capture,) = report.facts["captures"]
+    assert (capture["replays"], capture["compared"], capture["not compared"]) == (1, 0, why)
+
+
 def test_default_stream_and_registered_generators(tmp_path: Path) -> None:
     text = HEAD + dedent("""
     x + w

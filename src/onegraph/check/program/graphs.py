@@ -3,6 +3,7 @@
 import ast
 import itertools
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
@@ -212,6 +213,19 @@ def _caller() -> FrameType:
     return frame
 
 
+_FIGURES = (
+    "max_memory_reserved", "max_memory_cached", "memory_cached", "host_memory_stats", "reset_max_memory_allocated",
+    "reset_max_memory_cached", "reset_accumulated_memory_stats", "reset_peak_host_memory_stats", "ipc_collect",
+)  # fmt: skip
+"""What a program asks of an allocator that is not there, or tells it."""
+
+_TOLD: dict[str, Any] = {
+    "memory_stats": lambda *_, **__: defaultdict(int),
+    "memory_summary": lambda *_, **__: "(simulated)",
+    "memory_snapshot": lambda *_, **__: [],
+}
+
+
 def stand_ins(recorder: Recorder) -> dict[str, Any]:
     """Stand-ins for the names of `torch.cuda` and `torch.cuda.graphs` that make graphs."""
     handles = ((0, number) for number in itertools.count(1))
@@ -284,13 +298,17 @@ def stand_ins(recorder: Recorder) -> dict[str, Any]:
     def use_mem_pool(pool: Any, device: Any = None) -> Iterator[None]:
         yield
 
-    return {
-        "CUDAGraph": CUDAGraph,
-        "graph": graph,
-        "graph_pool_handle": lambda: next(handles),
-        "MemPool": MemPool,
-        "use_mem_pool": use_mem_pool,
-    }
+    return (
+        {
+            "CUDAGraph": CUDAGraph,
+            "graph": graph,
+            "graph_pool_handle": lambda: next(handles),
+            "MemPool": MemPool,
+            "use_mem_pool": use_mem_pool,
+        }
+        | dict.fromkeys(_FIGURES, lambda *_, **__: 0)
+        | _TOLD
+    )
 
 
 @contextmanager
