@@ -257,6 +257,29 @@ def test_a_name_used_for_the_fresh_input_too_is_fine(tmp_path: Path) -> None:
     assert ran(tmp_path, text).findings == ()
 
 
+@pytest.mark.parametrize(
+    "again", ["x = torch.full((4,), 9.0, device='cuda')", "k = 3.0", "f = torch.nn.Linear(4, 4).cuda()"]
+)
+def test_a_name_used_again_for_a_second_graph_is_fine(tmp_path: Path, again: str) -> None:
+    text = HEAD + dedent(f"""
+    k, f = 2.0, torch.nn.Linear(4, 4).cuda()
+    held = x, f
+    one, two = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        f(x) * k
+        with torch.cuda.graph(one):
+            y = f(x) * k
+        {again}
+        with torch.cuda.graph(two):
+            z = f(x) * k + 1
+        one.replay()
+        two.replay()
+    """)
+    report = ran(tmp_path, text)
+    assert report.findings == ()
+    assert [c["compared"] for c in report.facts["captures"]] == [1, 1]
+
+
 def test_a_loop_over_sizes_binds_its_names_anew_and_is_fine(tmp_path: Path) -> None:
     text = HEAD + dedent("""
     graphs, outs = {}, {}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from onegraph.check import containers
-from onegraph.check.program.region import Gone, Region, twins
+from onegraph.check.program.region import Gone, Region, identity, twins
 from onegraph.check.program.replays import refreshed
 from onegraph.check.program.world import Capture, ProgramWorld
 from onegraph.check.report import Finding
@@ -78,6 +78,7 @@ class Beside:
             capture.why_not = answer
 
     def _body(self, capture: Capture, region: Region) -> Callable[[], dict[str, Any]]:
+        """The region as a function, over what its names held then or, where the program means that, hold now."""
         values = {}
         alone = sum(c.region is not None and c.region.key == region.key for c in self.world.captures) == 1
         for name, then in region.begin.items():
@@ -86,27 +87,18 @@ class Beside:
             except Gone:
                 values[name] = then()
                 continue
+            if region.identities[name] == id(now) and name not in region.stored:
+                values[name] = now
+                continue
+            free = alone and name not in region.stored and region.settled.get(name) != identity(now)
             try:
                 before = then()
-            except Gone:  # bound anew, and what it was is freed
-                before = None
-            values[name] = now if self._newer(name, before, now, region, alone) else before
-            if values[name] is None and before is None and now is not None:
-                values[name] = now
+            except Gone:
+                if not free:
+                    raise
+                before = now
+            values[name] = now if free and _newer(before, now) else before
         return region.function(values)
-
-    def _newer(self, name: str, before: Any, now: Any, region: Region, alone: bool) -> bool:
-        """Whether the program bound a name anew and means the region to see it. A name that the region itself assigns,
-        or that other captures of it were given, says nothing."""
-        if now is before:
-            return True
-        if name in region.stored or not alone:
-            return False
-        if isinstance(now, DeviceTensor) and isinstance(before, DeviceTensor):
-            if now.shape != before.shape or now.dtype is not before.dtype:
-                return False
-            return not same(before.inner.detach(), now.inner.detach())  # equal: it was copied into the static buffer
-        return type(now) is type(before)
 
     # in the copy
 
@@ -184,6 +176,15 @@ def _assigned(results: dict[str, Callable[[], Any]]) -> dict[str, Any]:
         except Exception:
             continue
     return found
+
+
+def _newer(before: Any, now: Any) -> bool:
+    """Whether a number or a tensor bound to a name since the capture is one that a replay should have seen. A tensor
+    that was copied into the one before is."""
+    if isinstance(now, DeviceTensor) and isinstance(before, DeviceTensor):
+        alike = now.shape == before.shape and now.dtype is before.dtype
+        return alike and not same(before.inner.detach(), now.inner.detach())
+    return type(now) is type(before) and isinstance(now, int | float | complex)
 
 
 class capture_view:

@@ -87,6 +87,7 @@ class Recorder:
         made = {number for number, nbytes, _ in step.memory if nbytes >= 0}
         capture.kept = made & {record.number for record in list(world.records.values())}
         world.made_by.update(dict.fromkeys(capture.kept, capture))
+        world.made_inside |= made
         self._charge(capture)
         if capture.region is None and self.suite is not None:
             body = regions.between(frame, self.suite)
@@ -94,6 +95,9 @@ class Recorder:
             if capture.region is not None:
                 regions.remember(capture.region, self.scope)
         self.suite, self.scope = None, {}
+        for other in world.captures:
+            if other is not capture and other.region is not None:
+                regions.settle(other.region)
         self._look(capture, frame)
 
     def _cold(self, capture: Capture) -> None:

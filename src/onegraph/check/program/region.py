@@ -17,14 +17,13 @@ from itertools import islice
 from types import CodeType, FrameType
 from typing import Any
 
-from torch import Tensor
-
 from onegraph.check.simulate import frames
 from onegraph.check.simulate.device import DeviceTensor
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _LEAVING = (ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.Global, ast.Nonlocal, ast.AsyncFor, ast.AsyncWith)
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
+_LOOKED_UP = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
 _DEEPEST = 8
 
 
@@ -37,7 +36,8 @@ class Region:
     """Captured statements of one frame.
 
     begin: what the names that they use held when the capture began, each behind a function that raises Gone.
-    stored: names that they assign. frame: its identity, as long as it runs.
+    identities: of these values. settled: what the names held when the last capture of the program ended, which bound
+    them for its own sake. stored: names that they assign. frame: its identity, as long as it runs.
     """
 
     code: CodeType
@@ -45,6 +45,8 @@ class Region:
     frame: int
     body: list[ast.stmt]
     begin: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    identities: dict[str, int] = field(default_factory=dict)
+    settled: dict[str, Any] = field(default_factory=dict)
     stored: frozenset[str] = frozenset()
     at_module: bool = False
 
@@ -188,16 +190,31 @@ def region_of(frame: FrameType, body: list[ast.stmt]) -> Region | None:
 
 
 def remember(region: Region, scope: dict[str, Any]) -> None:
-    """Hold what the names that the statements use hold in `scope`, weakly. Of a module's names only tensors, numbers
-    and what the statements assign: its functions and objects are looked up as the statements would."""
+    """Hold what the names that the statements use hold in `scope`, weakly. Functions, classes and imports of a module
+    are looked up as the statements would."""
     used = {n.id for statement in region.body for n in ast.walk(statement) if isinstance(n, ast.Name)}
     for name in sorted(used):
         if name not in scope:
             continue
         value = scope[name]
-        if region.at_module and name not in region.stored and not isinstance(value, (*_PLAIN, Tensor)):
+        if region.at_module and name not in region.stored and isinstance(value, _LOOKED_UP):
             continue
         region.begin[name] = hold(value)
+        region.identities[name] = id(value)
+
+
+def identity(value: Any) -> Any:
+    """What tells whether a name holds something else: a plain value, or which object it is."""
+    return value if isinstance(value, _PLAIN) else id(value)
+
+
+def settle(region: Region) -> None:
+    """Another capture has ended: what the names of this one were bound to for it means nothing to this one."""
+    for name in region.begin:
+        try:
+            region.settled[name] = identity(region.current(name))
+        except Gone:
+            region.settled.pop(name, None)
 
 
 def hold(value: Any, depth: int = 0) -> Callable[[], Any]:

@@ -14,8 +14,7 @@ def freed(world: ProgramWorld, capture: Capture) -> set[int]:
     """Storages from outside that the graph reads and that no tensor of the program's refers to any more."""
     outside = {number for op in capture.step.ops for number in op.externals if number != -1}
     alive = {record.number for record in list(world.records.values())}
-    made = {number for other in world.captures for number, nbytes, _ in other.step.memory if nbytes >= 0}
-    return outside - alive - made
+    return outside - alive - world.made_inside
 
 
 def tell_freed(world: ProgramWorld, capture: Capture, dead: set[int]) -> None:

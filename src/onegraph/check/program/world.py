@@ -87,6 +87,7 @@ class ProgramWorld(World):
         self.captures: list[Capture] = []
         self.running: Capture | None = None
         self.made_by: dict[int, Capture] = {}  # storages that a capture made and the program holds
+        self.made_inside: set[int] = set()  # all storages that captures made
         self.pools: dict[Any, memory.Pool] = {}
         self.warm: set[Any] = set()
         self.clock = 0  # replays of all graphs
