@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import HigherOrderOperator
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from onegraph.check import compat
 from onegraph.check.report import Severity
 from onegraph.check.simulate import frames, hazards
 from onegraph.check.simulate.records import (
@@ -60,7 +59,7 @@ class Numbers:
         return {number for number, reference in self.known.values() if not reference.expired()}
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(compat.TorchDispatchMode):
     """One step at a time: ops with their scalars, shapes, storages and host contents; syncs with their line."""
 
     supports_higher_order_operators = True
@@ -91,7 +90,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if isinstance(func, HigherOrderOperator):
+        if isinstance(func, compat.HigherOrderOperator):
             with self:
                 return eagerly(func)(*args, **kwargs)
         if self.step is None:
@@ -208,7 +207,7 @@ class Recorder(TorchDispatchMode):
         stream = torch.cuda.current_stream().cuda_stream
         self.streams[stream] = (name, chain)
         launches = op.kind != "view" and name not in UNWRITTEN
-        if self.capturing and launches and (stream == 0 or not torch._C._cuda_isCurrentStreamCapturing()):
+        if self.capturing and launches and (stream == 0 or not compat.capturing()):
             self.outside.setdefault(stream, chain)
 
     def note(self, code: str, message: str, happens: str, chain: frames.Chain) -> None:

@@ -41,7 +41,11 @@ def render(report: Report, root: str | None = None) -> str:
                 "columnKind": "unicodeCodePoints",
                 "results": [_result(f, root, codes) for f in report.findings],
                 "invocations": [{"executionSuccessful": True, "exitCode": report.exit_code()}],
-                "properties": {"target": report.target, "verdict": report.verdict.value},
+                "properties": {
+                    "target": report.target,
+                    "verdict": report.verdict.value,
+                    **{key: report.facts[key] for key in ("unknown",) if key in report.facts},
+                },
             }
         ],
     }

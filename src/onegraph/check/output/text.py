@@ -73,6 +73,8 @@ def summary(report: Report, *, color: bool = False) -> str:
         tail.append(f"  {memory}")
     if "source" in report.facts:
         tail.append(f"  source: {report.facts['source']}")
+    if "unknown" in report.facts:
+        tail += textwrap.wrap(report.facts["unknown"], 110, initial_indent="  ", subsequent_indent="    ")
     if "probe ended" in report.facts:
         tail.append("  " + " ".join(report.facts["probe ended"].split()))
     if report.facts.get("allowed"):

@@ -124,6 +124,7 @@ class Beside:
         with _modes(capture):
             results = call_body(body)
         world.streams.end(world)
+        record.unknown_after = world.unknowns.end()
         world.phase = "build"
         after = Snapshot(body, world.roots)
         outputs = containers.tensors(_assigned(results))
@@ -159,6 +160,7 @@ class Beside:
         world.streams.current[world.device_index] = capture.stream
         world.streams.begin(capture.stream.id)
         world.running = capture
+        record.unknown, record.exposed = world.unknowns.begin()
         world.phase = "step"
 
 

@@ -64,6 +64,7 @@ class Recorder:
         world.random_states.clear()
         world.asked_capturing = capture.asked_capturing
         world.first_node = torch._C._autograd._get_sequence_nr()
+        capture.step.unknown, capture.step.exposed = world.unknowns.begin()
         world.phase = "step"
         world.streams.begin(capture.stream.id)
         if capture.stream.id == 0:
@@ -79,6 +80,7 @@ class Recorder:
         world.streams.end(world)
         step = capture.step
         step.memory_end = len(step.memory)
+        step.unknown_after = world.unknowns.end()
         capture.nodes = world.first_node, torch._C._autograd._get_sequence_nr()
         self._cold(capture)
         world.running, world.current, world.phase = None, None, "build"

@@ -13,11 +13,12 @@ from onegraph.check.program import launch
 from onegraph.check.program.beside import AGAIN, Beside, capture_view
 from onegraph.check.program.graphs import Recorder, graphs
 from onegraph.check.program.world import FUNCTIONS, Capture, ProgramWorld
-from onegraph.check.report import CheckError, Finding, Origin, Report, Severity, merge, ordered
+from onegraph.check.report import CheckError, Finding, Origin, Report, Severity, merge, ordered, relative
 from onegraph.check.simulate import compiled, frames, memory
 from onegraph.check.simulate.cuda import machine
 from onegraph.check.simulate.findings import RANK, Findings
 from onegraph.check.simulate.records import Step
+from onegraph.check.simulate.unknown import told
 
 NO_CAPTURES = "0 captures found: the program captured nothing (torch.cuda.graph, CUDAGraph, make_graphed_callables, "
 MODES = "torch.compile with mode='reduce-overhead' or 'max-autotune')"
@@ -61,6 +62,8 @@ def _report(target: str, world: ProgramWorld, beside: Beside) -> Report:
     first = reports[0]
     captures = [_facts(world, capture) for capture in world.captures]
     facts: dict[str, Any] = {"compiled calls": len(world.calls), "captures": captures, "memory": _memory(world)}
+    if unknown := told({source: _place(world, chain) for source, chain in world.unknowns.sources.items()}):
+        facts["unknown"] = unknown
     findings = _together([f for report in reports for f in report.findings])
     replays = sum(capture.replays for capture in world.captures)
     return replace(merged, findings=findings, steps=replays, facts=facts, timeline=first.timeline)
@@ -96,6 +99,14 @@ def _of_functions(world: ProgramWorld) -> list[Report]:
     return [findings.report("", len(world.calls))]
 
 
+def _place(world: ProgramWorld, chain: frames.Chain) -> str:
+    where = world.roots.where(chain)
+    if where is None:
+        return ""
+    at = frames.place(*where)
+    return f"{relative(at.path)}:{at.line}"
+
+
 def _worded(finding: Finding, number: int) -> Finding:
     """Steps by what they were: the capture, or a replay."""
 
@@ -103,10 +114,10 @@ def _worded(finding: Finding, number: int) -> Finding:
         step = int(match.group(1))
         return "capture" if step == number else f"replay {step - AGAIN}" if step > AGAIN else match.group(0)
 
-    def told(text: str) -> str:
+    def worded(text: str) -> str:
         return re.sub(r"\bstep (\d+)", word, text.removesuffix(", made by the factory"))
 
-    return replace(finding, message=told(finding.message), values=tuple(told(v) for v in finding.values))
+    return replace(finding, message=worded(finding.message), values=tuple(worded(v) for v in finding.values))
 
 
 def _together(findings: list[Finding]) -> tuple[Finding, ...]:
@@ -150,9 +161,9 @@ def _memory(world: ProgramWorld) -> dict[str, Any]:
         where = world.roots.where(chain)
         return frames.place(*where) if where else None
 
-    pools = len(world.pools)
-    told = memory.told(need, capture.step, locate) | {"pool": sum(pool.reserved for pool in world.pools.values())}
-    return told | {"pools": pools, "graphs": len(needs)}
+    reserved = sum(pool.reserved for pool in world.pools.values())
+    needed = memory.told(need, capture.step, locate) | {"pool": reserved}
+    return needed | {"pools": len(world.pools), "graphs": len(needs)}
 
 
 __all__ = ["Origin", "Severity", "run_program"]

@@ -159,13 +159,18 @@ class Findings:
             for finding in suspects:
                 self._replace(finding, severity=Severity.ERROR)
             return
+        unsure = all(v.doubtful and not v.outputs and not v.state and not v.failed for v in stale)
+        text = "a replay gives another result than eager; no op explains it"
+        if unsure:
+            text = "a replay gives an op that cannot be computed here other arguments than eager did; no op explains it"
         values = tuple(
-            f"step {v.step}: {v.failed or ', '.join(f'result{path}' for path in v.outputs) or 'state'} differs"
+            f"step {v.step}: {', '.join(v.doubtful)} may differ"
+            if unsure
+            else f"step {v.step}: {v.failed or ', '.join(f'result{path}' for path in v.outputs) or 'state'} differs"
             for v in stale
         )
         sighting = Sighting(
-            stale[0].step, "CG212", Severity.ERROR, (), "a replay gives another result than eager; no op explains it",
-            SILENT, values[:_MOST_VALUES],
+            stale[0].step, "CG212", Severity.ERROR, (), text, SILENT, values[:_MOST_VALUES],
         )  # fmt: skip
         self._add(sighting, self.home)
 

@@ -62,7 +62,16 @@ TAILS: dict[CodeType, Chain] = {}
 
 def chain(stop: CodeType, depth: int = 1) -> Chain:
     """The calls between here and the frame whose code is `stop`, which is left out; empty outside of it."""
-    frame: FrameType | None = sys._getframe(depth)
+    return chain_from(sys._getframe(depth), stop)
+
+
+def chain_of_thread(ident: int, stop: CodeType) -> Chain:
+    """What another thread is doing now."""
+    return chain_from(sys._current_frames().get(ident), stop)
+
+
+def chain_from(frame: FrameType | None, stop: CodeType) -> Chain:
+    """The calls between `frame` and the one whose code is `stop`."""
     found: list[tuple[CodeType, int]] = []
     while frame is not None:
         code = frame.f_code

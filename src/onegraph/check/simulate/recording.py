@@ -1,5 +1,6 @@
 """Writes down what an op did: for the captured step everything that a replay needs, for later ones what differs."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from onegraph.check.declared import name_of
 from onegraph.check.simulate import frames, hazards
 from onegraph.check.simulate.device import DeviceTensor, block, flat_bytes, storage_of, weak
-from onegraph.check.simulate.records import OpRecord, Step, Writes, map_tensors, same, tensors_in, written
+from onegraph.check.simulate.records import OpRecord, Step, Writes, map_tensors, same, split, tensors_in, written
 
 if TYPE_CHECKING:
     from onegraph.check.simulate.world import World
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
 
 def launch(world: "World", kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grid: Any) -> None:
     """A Triton launch: its arguments and grid are compared over the steps, the kernel is not run."""
-    if world.phase != "step":
-        return
     chain = world.chain(3)
     name = name_of(kernel)
     virtual: list[DeviceTensor] = []
@@ -29,22 +28,38 @@ def launch(world: "World", kernel: Any, args: tuple[Any, ...], kwargs: dict[str,
         names = getattr(kernel, "arg_names", [])
         grid = grid({**dict(zip(names, args, strict=False)), **kwargs})
     scalars.append(("grid", tuple(grid) if isinstance(grid, list | tuple) else grid))
-    world.opaque(name, f"Triton kernel {name.removeprefix('triton:')}", chain)
-    if world.current is None:
+    what = f"Triton kernel {name.removeprefix('triton:')}"
+    world.opaque(name, what, chain)
+    numbers = tuple(s for s in scalars if isinstance(s, int | float | bool | tuple))
+    launched(world, kernel, name, chain, virtual, numbers)
+    world.unknown([t.inner for t in virtual], what, chain)
+
+
+def launched(
+    world: "World", func: Any, name: str, chain: frames.Chain, virtual: list[DeviceTensor], scalars: tuple[Any, ...]
+) -> None:
+    """Write down a launch that cannot be run: whatever it was given, it may have written."""
+    if world.current is None or world.phase != "step":
         return
     op = OpRecord(
-        func=kernel,
+        func=func,
         name=name,
         kind="launch",
         chain=chain,
-        scalars=tuple(s for s in scalars if isinstance(s, int | float | bool | tuple)),
+        scalars=scalars,
         shapes=tuple(tuple(t.inner.shape) for t in virtual),
         externals=tuple(
             -1 if t.record.born == world.step and t.record.phase == "step" else t.record.number for t in virtual
         ),
         captured=world.streams.launch(world, chain, virtual[0].device.index if virtual else world.device_index),
         reads=tuple(dict.fromkeys(t.record.number for t in virtual)),
+        opaque=True,
+        given=world.given(virtual, [t.inner for t in virtual]),
     )
+    if world.step == world.captured_step:
+        op.tensors = tuple(t.inner for t in virtual)
+    if op.captured:  # what it writes nobody knows: as a reader it meets those that are known to write
+        world.streams.use(world, chain, ((t.record.number, False, t.inner) for t in virtual))
     if world.step != world.captured_step and world.reference is not None and not world.current.parted:
         _compare(world, op, world.current, [])
     world.current.ops.append(op)
@@ -100,6 +115,8 @@ def record(
     if kind != "view":
         index = virtual[0].device.index if virtual else world.device_index
         op.captured = world.streams.launch(world, chain, index)
+        if op.captured and world.streams.order.forked:
+            world.streams.use(world, chain, uses(world, func, args, kwargs, virtual, outs, fresh))
     if kind == "h2d":
         source = hosts[0].detach()
         op.source, op.contents = weak(source), source.clone()
@@ -116,6 +133,20 @@ def record(
 def turns(func: Any) -> bool:
     """Whether an op changes shape or strides of a tensor in place and nothing else (transpose_, squeeze_, ...)."""
     return torch.Tag.inplace_view in func.tags and func._schema.name not in _REPLACED
+
+
+def uses(
+    world: "World", func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], virtual: list[DeviceTensor],
+    outs: list[Tensor], fresh: tuple[bool, ...],
+) -> Iterator[tuple[int, bool, Tensor]]:  # fmt: skip
+    """(storage number, whether it is written, the part of it) of all on the device that an op reads or writes."""
+    targets = {id(t) for t in split(func, args, kwargs)[0]}
+    for tensor in virtual:
+        yield tensor.record.number, id(tensor.inner) in targets, tensor.inner
+    for out, new in zip(outs, fresh, strict=True):
+        record = world.records.get(storage_of(out))
+        if new and record is not None:
+            yield record.number, True, out
 
 
 _REPLACED = ("aten::set_", "aten::resize_", "aten::resize_as_", "aten::resize_as_sparse_")

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from onegraph.check.source import expressions, names, tensors, values
 from onegraph.check.source.binding import bind
-from onegraph.check.source.expressions import capturing, condition, evaluate, iterate
+from onegraph.check.source.expressions import capturing, condition, evaluate
 from onegraph.check.source.machine import Machine, short
+from onegraph.check.source.members import iterate
 from onegraph.check.source.values import (
     UNKNOWN,
     Class,
