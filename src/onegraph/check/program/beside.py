@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.check import containers
+from onegraph.check import compat, containers
 from onegraph.check.program.region import Gone, Region, identity, twins
 from onegraph.check.program.replays import refreshed
 from onegraph.check.program.world import Capture, ProgramWorld
@@ -130,7 +130,7 @@ class Beside:
         outputs = containers.tensors(_assigned(results))
         names = {**capture.names, **before.storages, **after.storages}
         alive = {r.number for r in list(world.records.values())} - dead
-        with torch._C.DisableTorchFunction(), world.off(), torch.inference_mode():
+        with compat.no_torch_function(), world.off(), torch.inference_mode():
             for generator, state in generators:
                 generator.set_state(state)
             plain: dict[str, Tensor] = {path: _inner(t) for path, t in outputs.items() if path in capture.outputs}
@@ -156,7 +156,7 @@ class Beside:
         world.asked_capturing = []
         world.reshaped.clear()
         world.random_states.clear()
-        world.first_node = torch._C._autograd._get_sequence_nr()
+        world.first_node = compat.next_node_number()
         world.streams.current[world.device_index] = capture.stream
         world.streams.begin(capture.stream.id)
         world.running = capture

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.check import containers
+from onegraph.check import compat, containers
 from onegraph.check.program import region as regions
 from onegraph.check.program.beside import Beside
 from onegraph.check.program.replays import freed, replay, tell_freed
@@ -63,7 +63,7 @@ class Recorder:
         world.reshaped.clear()
         world.random_states.clear()
         world.asked_capturing = capture.asked_capturing
-        world.first_node = torch._C._autograd._get_sequence_nr()
+        world.first_node = compat.next_node_number()
         capture.step.unknown, capture.step.exposed = world.unknowns.begin()
         world.phase = "step"
         world.streams.begin(capture.stream.id)
@@ -81,7 +81,7 @@ class Recorder:
         step = capture.step
         step.memory_end = len(step.memory)
         step.unknown_after = world.unknowns.end()
-        capture.nodes = world.first_node, torch._C._autograd._get_sequence_nr()
+        capture.nodes = world.first_node, compat.next_node_number()
         self._cold(capture)
         world.running, world.current, world.phase = None, None, "build"
         world.step = world.captured_step = OUTSIDE

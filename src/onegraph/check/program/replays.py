@@ -2,6 +2,7 @@
 
 import torch
 
+from onegraph.check import compat
 from onegraph.check.program.world import Capture, ProgramWorld
 from onegraph.check.report import SILENT, Severity
 from onegraph.check.simulate.device import flat_bytes
@@ -45,7 +46,7 @@ def refreshed(capture: Capture) -> set[int]:
 def replay(world: ProgramWorld, capture: Capture, dead: set[int]) -> None:
     """The graph's work on the storages that it was captured with; freed ones hold whatever came next, ones here."""
     step = capture.step
-    with torch._C.DisableTorchFunction(), world.off(), torch.inference_mode():
+    with compat.no_torch_function(), world.off(), torch.inference_mode():
         if dead:
             _poison(step.ops, dead)
         states: list[torch.Tensor] = []

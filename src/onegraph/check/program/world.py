@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.check import containers
+from onegraph.check import compat, containers
 from onegraph.check.program.region import Region
 from onegraph.check.report import SILENT, Severity
 from onegraph.check.simulate import compiled, frames, memory
@@ -161,7 +161,7 @@ class ProgramWorld(World):
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.phase == "step" or self.muted:
             return super().dispatch(func, args, kwargs)
-        with torch._C.DisableTorchFunction():
+        with compat.no_torch_function():
             given = [t for t in _leaves((list(args), kwargs)) if isinstance(t, DeviceTensor)]
             graphs = [t for t in given if t.record.number in self.made_by] if self.made_by else []
             for tensor in given if self.compiled_outputs else ():
@@ -170,7 +170,7 @@ class ProgramWorld(World):
         if given:
             self.warm.add(func)
         if graphs:
-            with torch._C.DisableTorchFunction():
+            with compat.no_torch_function():
                 self._outputs_used(func, args, graphs, out)
         return out
 

@@ -89,8 +89,8 @@ def watched(world: "World", function: Callable[..., Any], args: tuple[Any, ...],
         held = _Held(function, world.roots)
     modules = [m for m in (*args, *kwargs.values()) if isinstance(m, nn.Module)]
     named_static = [t for t in tensors.values() if hasattr(t, "_dynamo_static_input_type")]
-    inside = [t for m in modules for part in m.modules() for t in (*vars(part).values(), *part._parameters.values())]
-    inside += [buffer for m in modules for buffer in m.buffers()]
+    inside = [t for m in modules for part in m.modules() for t in vars(part).values()]
+    inside += [t for m in modules for t in (*m.parameters(), *m.buffers())]
     call.fixed = held.fixed | {t.record.number for t in (*named_static, *inside) if isinstance(t, DeviceTensor)}
     named = {t.record.number: f"the argument {_named(p)}" for p, t in tensors.items() if isinstance(t, DeviceTensor)}
     call.names = {**held.storages, **named}
