@@ -15,7 +15,8 @@ Find what breaks CUDA-graph capture of a step, or captures and then replays stal
 
 A TARGET is path/to/file.py:factory or package.module:factory. factory() builds model and buffers on device "cuda" and
 returns (step, inputs); step(*inputs(i)) is the i-th step. The source is read from the step on, and the step is
-simulated on the CPU: no GPU is needed. For a folder or a file, sources alone are read.
+simulated on the CPU: no GPU is needed. For a folder or a file, sources alone are read. With --run, a program of your
+own is run as it is, and what it captures is reported.
 """
 
 EPILOG = """\
@@ -66,6 +67,14 @@ def add_parsers(subparsers: Any) -> None:
         "--fix", action="store_true", help="show mechanical rewrites as a diff; they are checked, and run, before"
     )
     check.add_argument("--write", action="store_true", help="with --fix: change the files")
+    check.add_argument(
+        "--run",
+        nargs=argparse.REMAINDER,
+        dest="run_program",
+        metavar="PROGRAM",
+        help="run `script.py args` or `-m module args` against the simulated machine, and report on what it captures; "
+        "options of check go before it",
+    )
     check.set_defaults(run=run_check)
     rule = subparsers.add_parser("rule", help="explain a rule: what, why, example, use instead")
     rule.add_argument("code", nargs="?", help="e.g. CG101 or device-value-read-on-host; none lists all")
@@ -110,6 +119,10 @@ def run_with(make: Callable[[argparse.Namespace], Report], args: argparse.Namesp
         print("onegraph: error: " + " ".join(str(error).split()), file=sys.stderr)
         return 2
     print_report(report, args)
+    if "ended" in report.facts:
+        sys.stdout.flush()
+        print(f"onegraph: error: {report.target}: {report.facts['ended']}", file=sys.stderr)
+        return 2
     return report.exit_code(strict=args.strict)
 
 
@@ -141,10 +154,27 @@ def run_fix(args: argparse.Namespace) -> int:
 
 def check_targets(args: argparse.Namespace) -> Report:
     """All targets as one report. Raises CheckError."""
+    if args.run_program is not None:
+        return check_program(args.run_program, args)
     if not args.target:
         raise CheckError("check: got no target, allowed file.py:factory, module:factory or a folder")
     reports = [check(target, args) for target in args.target]
     return reports[0] if len(reports) == 1 else together(reports)
+
+
+def check_program(words: list[str], args: argparse.Namespace) -> Report:
+    """A program of one's own, and everything that it captures. Raises CheckError."""
+    if args.target:
+        raise CheckError(f"--run and the target {args.target[0]!r}: give one of the two")
+    if args.live or args.all:
+        raise CheckError("--run simulates; on a GPU, name the step: onegraph check --live file.py:factory")
+    from onegraph.check.allow import apply
+    from onegraph.check.deadline import deadline
+    from onegraph.check.program import run_program
+
+    with deadline(args.timeout, f"program {' '.join(words)!r}"):
+        report = run_program(words, gpus=args.gpus)
+    return finished(apply(report))
 
 
 def print_report(report: Report, args: argparse.Namespace) -> None:

@@ -122,7 +122,7 @@ class _Functions(TorchFunctionMode):
         if "device" in kwargs:
             kwargs = {**kwargs, "device": self.device(kwargs["device"])}
         if isinstance(kwargs.get("generator"), self.generator):
-            self.world.unregistered()
+            self.world.unregistered(kwargs["generator"])
         special = self.special.get(func)
         return func(*args, **kwargs) if special is None else special(func, args, kwargs)
 
@@ -426,13 +426,9 @@ def _compile(world: World, real: Any) -> Any:
 
             @functools.wraps(function)
             def run(*args: Any, **kwargs: Any) -> Any:
-                if own:
-                    world.see(
-                        "CG307", hazards.OWN_GRAPHS, "RuntimeError: Cannot prepare for replay during capturing stage"
-                    )
                 world.compiled += 1
                 try:
-                    return function(*args, **kwargs)
+                    return world.own_graphs(function, args, kwargs) if own else function(*args, **kwargs)
                 finally:
                     world.compiled -= 1
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from onegraph.check.declared import capturable, name_of
-from onegraph.check.simulate import compiled, frames, interpret, recording
+from onegraph.check.simulate import frames, interpret, recording, specialized
 from onegraph.check.simulate.device import DeviceTensor, flat_bytes, refuse
 from onegraph.check.simulate.records import Argument, OpRecord
 
@@ -36,7 +36,7 @@ class Kernels:
     proven: set[int] = field(default_factory=set)
     seen: dict[tuple[Any, ...], tuple[Any, ...]] = field(default_factory=dict)
     spent: dict[int, float] = field(default_factory=dict)  # seconds, by step
-    books: compiled.Compiled = field(default_factory=compiled.Compiled)
+    books: specialized.Compiled = field(default_factory=specialized.Compiled)
 
     def same(self, kernel: Any) -> Any:
         """The first kernel that was launched with this one's code and closure."""
