@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from onegraph.formats.quantization import parse_quantization
+from onegraph.formats.quantization import parse_quantization, stacks_experts
 from onegraph.formats.weight import FLOATS, Dtypes, Quantization, Shape
 from onegraph.models.parts import Component, Parts, Stack
 from onegraph.models.rope import Rope, _number
@@ -160,7 +160,8 @@ class LlamaConfig:
             raise ValueError(f"model_type {family!r} is not supported; supported: {', '.join(_FAMILIES)}")
         fields = _Fields(config, _FAMILIES[family])
         layers = fields.integer("num_hidden_layers", high=4096)
-        routed = Routed.parse(family, fields, layers)
+        quantization = parse_quantization(config.get("quantization_config"))
+        routed = Routed.parse(family, fields, layers, stacks_experts(quantization))
         for key, neutral in _ABSENT.items():
             if (routed is None or key not in KEYS) and not any(
                 config.get(key) is value or config.get(key) == value for value in neutral
@@ -217,7 +218,7 @@ class LlamaConfig:
             ),
             routed=routed,
             eos=_eos(config.get("eos_token_id"), vocab),
-            quantization=parse_quantization(config.get("quantization_config")),
+            quantization=quantization,
         )
 
     @property

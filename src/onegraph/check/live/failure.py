@@ -48,7 +48,7 @@ def blame(recorder: Recorder, roots: frames.Roots, error: Exception, first: Base
             return
     other = [c for s, (_, c) in recorder.streams.items() if s != stream]
     where = roots.where(chain)
-    if other and where and "wait" in frames.place(*where).source:
+    if other and where and frames.called(*where) in ("wait", "wait_event", "wait_stream"):
         recorder.note(
             "CG303", "work is launched on a stream that did not wait for the capturing one", happens, other[0]
         )

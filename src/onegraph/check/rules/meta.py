@@ -10,7 +10,8 @@ class UnverifiedLaunch(Rule):
 
     ## Why is this bad
     It may be fine. But a check that says "safe" about what it has not seen is worth nothing, so it says "unverified";
-    `--strict` counts it as an error.
+    `--strict` counts it as an error. What such a launch computes is unknown: a host value that changes and meets it is
+    an error, because nothing shows it harmless.
 
     ## Example
     ```python

@@ -108,12 +108,13 @@ class DefaultStreamCapture(Rule):
 class UnjoinedFork(Rule):
     """
     ## What it does
-    Finds work that the step sends to another stream without waiting for it, and waits for an event or stream from
-    outside of the capture.
+    Finds work that the step sends to another stream without waiting for it, waits for an event or stream from outside
+    of the capture, and memory that two streams use, one writing, while no wait and no event orders them.
 
     ## Why is this bad
     A side stream joins the capture only by waiting for the captured stream, and must be waited for before capture ends:
-    otherwise "unjoined work" or a dependency on work that is not captured.
+    otherwise "unjoined work" or a dependency on work that is not captured. What two streams do between fork and join
+    runs in any order: where both use the same memory, the result depends on which was first.
 
     ## Example
     ```python
@@ -155,8 +156,8 @@ class UnjoinedFork(Rule):
     """
 
     hazards = (25,)
-    happens = "capturing stream has unjoined work; or dependency created on uncaptured work in another stream"
-    fix = "side.wait_stream(current) before, current.wait_stream(side) after"
+    happens = "capturing stream has unjoined work; dependency created on uncaptured work in another stream; or a race"
+    fix = "side.wait_stream(current) before, current.wait_stream(side) after, and before the results are used"
     seen = ways("partly", "partly", "yes")
     shown_by = (Origin.SOURCE, Origin.SIMULATE)
 

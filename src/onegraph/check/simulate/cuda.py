@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from onegraph.check import compat
 from onegraph.check.declared import capturable
 from onegraph.check.report import SILENT, CheckError, Severity
-from onegraph.check.simulate import aliases, frames, hazards, loading, recording, streams, threads
+from onegraph.check.simulate import aliases, frames, hazards, loading, recording, streams, threads, traced
 from onegraph.check.simulate.backward import Backward
 from onegraph.check.simulate.device import DeviceTensor, swap
 from onegraph.check.simulate.guard import device_guard
@@ -278,7 +278,7 @@ def machine(world: World) -> Iterator[None]:
         taken.append((torch.compile, compile))
         stack.enter_context(_swapped(torch, "compile", compile))
         stack.enter_context(aliases.rebound(taken))
-        stack.enter_context(_swapped(torch.jit, "trace", lambda function, *_, **__: function))
+        stack.enter_context(_swapped(torch.jit, "trace", _trace(world, torch.jit.trace)))
         for module in (torch, torch.random):
             for name in ("get_rng_state", "set_rng_state"):
                 stack.enter_context(_swapped(module, name, _random_state(world, getattr(module, name))))
@@ -442,6 +442,15 @@ def _compile(world: World, real: Any) -> Any:
         return compiled(args[0]) if args and args[0] is not None else compiled
 
     return compile
+
+
+def _trace(world: World, real: Any) -> Any:
+    @functools.wraps(real)
+    def trace(function: Any, *args: Any, **kwargs: Any) -> Any:
+        world.see("CG307", "torch.jit.trace is called inside the step", hazards.NOT_PERMITTED)
+        return traced.trace(function, *args, **kwargs)
+
+    return trace
 
 
 def _print(world: World, real: Any) -> Any:

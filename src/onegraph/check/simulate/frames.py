@@ -117,6 +117,21 @@ def opname(code: CodeType, lasti: int) -> str:
     return ""
 
 
+@functools.lru_cache(maxsize=65536)
+def called(code: CodeType, lasti: int) -> str:
+    """Name of the function or method that the running instruction calls, dots and all before the last one left out;
+    "" where it is no call."""
+    at = next((p for i, p in enumerate(code.co_positions()) if i * 2 == lasti), None)
+    module = tree(code.co_filename)
+    if at is None or module is None:
+        return ""
+    for node in ast.walk(module):
+        here = isinstance(node, ast.Call) and (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset) == at
+        if isinstance(node, ast.Call) and here:
+            return getattr(node.func, "attr", getattr(node.func, "id", ""))
+    return ""
+
+
 class Roots:
     """Which frames are the user's: what lies outside of installed packages, and the packages of the step's modules."""
 

@@ -42,7 +42,7 @@ FIX = {
     "CG302": "seed outside of the step, or use a counter-based generator with a device seed",
     "CG303": "launch on the capturing stream and device; pass stream= of that device to torch.cuda.graph",
     "CG304": "stay on the current stream",
-    "CG305": "join: current_stream().wait_stream(side) before the step returns",
+    "CG305": "join: current_stream().wait_stream(side) before its results are used and before the step returns",
     "CG307": "compile, tune and create handles in a warm-up step",
     "CG310": "warm the communicator up before capture, and capture on every rank in the same order",
     "CG311": "set the mode once, before capture",
