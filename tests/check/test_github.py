@@ -18,7 +18,7 @@ def test_a_finding_is_one_command_that_the_runner_reads_back(tmp_path: Path) -> 
     command, verdict = github.render(Report(target="t", findings=(finding,)), str(tmp_path)).splitlines()
     assert command == (
         "::warning file=a%2Cb%3Ac/steps.py,line=3,col=7,title=CG101 device-value-read-on-host"
-        "::100 %25 of it%0Ais read%0Astep 0: 1%0Amend: keep it"
+        "::100 %25 of it%0Ais read%0Astep 0: 1%0Afix: keep it"
     )
     assert verdict == "t: unverified (1 unverified)"
 

@@ -17,7 +17,7 @@ def render(report: Report, root: str | None = None) -> str:
     """One command a finding, then the verdict. Paths are relative to `root`, by default the checked-out repository
     (GITHUB_WORKSPACE), else the working directory."""
     root = os.path.realpath(root or os.environ.get("GITHUB_WORKSPACE") or os.getcwd())
-    lines = [_command(finding, root) for finding in report.findings]
+    lines = [_command(finding, root) for finding in report.counted]
     counts = ", ".join(f"{len(report.of(s))} {s.value}" for s in Severity if report.of(s))
     return "\n".join([*lines, f"{report.target}: {report.verdict.value}" + (f" ({counts})" if counts else "")]) + "\n"
 
@@ -41,7 +41,7 @@ def _command(f: Finding, root: str) -> str:
         f.message,
         *([f"then: {f.happens}"] if f.happens else []),
         *f.values,
-        *([f"mend: {f.fix}"] if f.fix else []),
+        *([f"fix: {f.fix}"] if f.fix else []),
     ]
     fields = ",".join(f"{key}={_property(value)}" for key, value in where.items())
     return f"::{LEVELS[f.severity]} {fields}::{_text(chr(10).join(said))}"

@@ -58,7 +58,6 @@ class WrongStreamOrDevice(Rule):
 
     hazards = (23,)
     happens = "The CUDA Graph is empty; or a part of the step is silently missing"
-    fix = "let side streams wait for the current one; give torch.cuda.graph a stream made on the device of the step"
     seen = ways("partly", "partly", "yes")
     shown_by = (Origin.SOURCE, Origin.SIMULATE)
 
@@ -100,7 +99,6 @@ class DefaultStreamCapture(Rule):
 
     hazards = (24,)
     happens = "CUDA graphs must be captured on a non-default stream"
-    fix = "capture on a stream of its own and stay on the current stream inside the step"
     seen = ways("yes", "partly", "yes")
     shown_by = (Origin.SOURCE, Origin.SIMULATE)
 
@@ -157,7 +155,6 @@ class UnjoinedFork(Rule):
 
     hazards = (25,)
     happens = "capturing stream has unjoined work; dependency created on uncaptured work in another stream; or a race"
-    fix = "side.wait_stream(current) before, current.wait_stream(side) after, and before the results are used"
     seen = ways("partly", "partly", "yes")
     shown_by = (Origin.SOURCE, Origin.SIMULATE)
 
@@ -205,6 +202,5 @@ class OtherThreadCall(Rule):
     hazards = (29,)
     severity = Severity.WARNING
     happens = "operation failed due to a previous error during capture, or silently stale"
-    fix = "start threads outside the step, or capture with capture_error_mode='thread_local'"
     seen = ways("partly", "partly", "yes")
     shown_by = (Origin.SOURCE,)

@@ -3,7 +3,6 @@
 import builtins
 import functools
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,17 @@ from torch.overrides import TorchFunctionMode
 from onegraph.check import compat
 from onegraph.check.declared import capturable
 from onegraph.check.report import SILENT, CheckError, Severity
-from onegraph.check.simulate import aliases, frames, hazards, loading, recording, streams, threads, traced
+from onegraph.check.simulate import (
+    aliases,
+    foreign,
+    frames,
+    hazards,
+    loading,
+    streams,
+    threads,
+    traced,
+    triton,
+)
 from onegraph.check.simulate.backward import Backward
 from onegraph.check.simulate.device import DeviceTensor, swap
 from onegraph.check.simulate.guard import device_guard
@@ -99,6 +108,7 @@ class _Functions(TorchFunctionMode):
             Tensor.data.__set__: self.set_data,  # type: ignore[attr-defined]
             Tensor.type: self.type,
             Tensor.new_tensor: self.new_tensor,
+            torch.tensor: self.tensor,
             torch.manual_seed: self.seed,
             torch.random.manual_seed: self.seed,
             torch.seed: self.seed,
@@ -113,7 +123,7 @@ class _Functions(TorchFunctionMode):
         if "device" in kwargs:
             kwargs = {**kwargs, "device": self.device(kwargs["device"])}
         if isinstance(kwargs.get("generator"), self.generator):
-            self.world.unregistered()
+            self.world.unregistered(kwargs["generator"])
         special = self.special.get(func)
         return func(*args, **kwargs) if special is None else special(func, args, kwargs)
 
@@ -168,6 +178,18 @@ class _Functions(TorchFunctionMode):
             return func(*args, **kwargs)
         made = torch.tensor(data, dtype=kwargs.get("dtype") or like.dtype)
         return made.to(kwargs.get("device") or like.device).requires_grad_(kwargs.get("requires_grad", False))
+
+    def tensor(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """torch.tensor of a list of device tensors asks each for its number, past the dispatcher."""
+
+        def numbers(data: Any) -> Any:
+            if isinstance(data, list | tuple):
+                return [numbers(item) for item in data]
+            return data.item() if isinstance(data, DeviceTensor) and not data.dim() else data
+
+        if args and isinstance(args[0], list | tuple):
+            args = numbers(args[0]), *args[1:]
+        return func(*args, **kwargs)
 
     def seed(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.world.see("CG302", "the random seed is set inside the step, once, at capture", SILENT)
@@ -291,7 +313,8 @@ def machine(world: World) -> Iterator[None]:
         backward = Backward(world)
         for module in (torch.autograd, torch.autograd.graph):
             stack.enter_context(_swapped(module, compat.RUN_BACKWARD, backward))
-        stack.enter_context(_triton(world))
+        stack.enter_context(triton.stand_ins(world, _H200))
+        stack.enter_context(foreign.stand_ins(world))
         stack.enter_context(_only_lift_cpu_tensors())
         stack.enter_context(_modes(world))
         try:
@@ -427,13 +450,9 @@ def _compile(world: World, real: Any) -> Any:
 
             @functools.wraps(function)
             def run(*args: Any, **kwargs: Any) -> Any:
-                if own:
-                    world.see(
-                        "CG307", hazards.OWN_GRAPHS, "RuntimeError: Cannot prepare for replay during capturing stage"
-                    )
                 world.compiled += 1
                 try:
-                    return function(*args, **kwargs)
+                    return world.own_graphs(function, args, kwargs) if own else function(*args, **kwargs)
                 finally:
                     world.compiled -= 1
 
@@ -463,26 +482,3 @@ def _print(world: World, real: Any) -> Any:
         real(*args, **kwargs)
 
     return print
-
-
-@contextmanager
-def _triton(world: World) -> Iterator[None]:
-    """Triton launches are seen, compared over the steps and reported as unverified; the kernel itself does not run."""
-    with ExitStack() as stack:
-
-        def stand_in() -> None:
-            interpreter = sys.modules.get("triton.runtime.interpreter")
-            classes = [sys.modules["triton.runtime.jit"].JITFunction, getattr(interpreter, "InterpretedFunction", None)]
-            for cls in classes:
-                if cls is not None:
-                    stack.enter_context(_swapped(cls, "run", _launch(world)))
-
-        stack.enter_context(when_imported("triton", stand_in))
-        yield
-
-
-def _launch(world: World) -> Any:
-    def run(self: Any, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any) -> None:
-        recording.launch(world, self, args, kwargs, grid)
-
-    return run

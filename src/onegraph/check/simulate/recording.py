@@ -6,33 +6,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from onegraph.check.declared import name_of
 from onegraph.check.simulate import frames, hazards
 from onegraph.check.simulate.device import DeviceTensor, block, flat_bytes, storage_of, weak
 from onegraph.check.simulate.records import OpRecord, Step, Writes, map_tensors, same, split, tensors_in, written
 
 if TYPE_CHECKING:
     from onegraph.check.simulate.world import World
-
-
-def launch(world: "World", kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grid: Any) -> None:
-    """A Triton launch: its arguments and grid are compared over the steps, the kernel is not run."""
-    chain = world.chain(3)
-    name = name_of(kernel)
-    virtual: list[DeviceTensor] = []
-    hosts: list[Tensor] = []
-    scalars: list[Any] = []
-    convert(list(args), virtual, hosts, scalars)
-    convert(list(kwargs.values()), virtual, hosts, scalars)
-    if callable(grid):
-        names = getattr(kernel, "arg_names", [])
-        grid = grid({**dict(zip(names, args, strict=False)), **kwargs})
-    scalars.append(("grid", tuple(grid) if isinstance(grid, list | tuple) else grid))
-    what = f"Triton kernel {name.removeprefix('triton:')}"
-    world.opaque(name, what, chain)
-    numbers = tuple(s for s in scalars if isinstance(s, int | float | bool | tuple))
-    launched(world, kernel, name, chain, virtual, numbers)
-    world.unknown([t.inner for t in virtual], what, chain)
 
 
 def launched(
@@ -61,7 +40,7 @@ def launched(
     if op.captured:  # what it writes nobody knows: as a reader it meets those that are known to write
         world.streams.use(world, chain, ((t.record.number, False, t.inner) for t in virtual))
     if world.step != world.captured_step and world.reference is not None and not world.current.parted:
-        _compare(world, op, world.current, [])
+        compare(world, op, world.current, [])
     world.current.ops.append(op)
 
 
@@ -71,12 +50,18 @@ def keep(world: "World", args: tuple[Any, ...], kwargs: dict[str, Any], writes: 
     targets = [args[i] for i in writes.positions if i < len(args)]
     targets += [kwargs[n] for n in writes.names if n in kwargs]
     for target in tensors_in(targets):
-        key = storage_of(target)
-        record = world.records.get(key)
-        if record is None or (record.born == world.step and record.phase == "step") or key in world.current.before:
-            continue
-        whole = flat_bytes(target)
-        world.current.before[key] = (whole, whole.clone())
+        keep_one(world, target)
+
+
+def keep_one(world: "World", target: Tensor) -> None:
+    """The same of one tensor that is about to be written."""
+    assert world.current is not None
+    key = storage_of(target)
+    record = world.records.get(key)
+    if record is None or (record.born == world.step and record.phase == "step") or key in world.current.before:
+        return
+    whole = flat_bytes(target)
+    world.current.before[key] = (whole, whole.clone())
 
 
 def record(
@@ -126,7 +111,7 @@ def record(
     if world.step == world.captured_step:
         _remember(world, op, args, kwargs, virtual, hosts, outs, fresh)
     elif world.reference is not None and not step.parted:
-        _compare(world, op, step, outs)
+        compare(world, op, step, outs)
     step.ops.append(op)
 
 
@@ -190,7 +175,7 @@ def _remember(
         )
 
 
-def _compare(world: "World", op: OpRecord, step: Step, outs: list[Tensor]) -> None:
+def compare(world: "World", op: OpRecord, step: Step, outs: list[Tensor]) -> None:
     """Keep this op's results if it differs from the captured step's op at the same position."""
     assert world.reference is not None
     at = len(step.ops)

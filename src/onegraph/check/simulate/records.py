@@ -4,7 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,12 +20,21 @@ UNWRITTEN = frozenset(f"aten::{name}" for name in _EMPTY)
 """Ops whose result holds whatever was there; a simulation takes zeros."""
 
 
+class Argument(NamedTuple):
+    """A number that a kernel is launched with, under the name of its parameter; "grid" is how many programs."""
+
+    name: str
+    value: Any
+
+
 @dataclass(slots=True)
 class OpRecord:
     """One op of a step. Tensors are kept for the captured step alone, as plain CPU tensors.
 
     kind: "op", "h2d", "d2h", "launch", "view". externals: per device argument the storage number, or -1 where the
-    step made it. captured: false for work on a stream that the capture does not see.
+    step made it. captured: false for work on a stream that the capture does not see. again: runs a launch on the
+    recorded storages once more, told of each storage before it is written; false where that cannot be. A launch that
+    has none was not looked into.
     """
 
     func: Any
@@ -53,6 +62,7 @@ class OpRecord:
     allocates: tuple[int, ...] = ()
     bytes: int = 0
     codes: tuple[str, ...] = ()
+    again: Callable[["OpRecord", Callable[[Tensor], None]], bool] | None = None
     opaque: bool = False  # nothing here computes what it gives and writes
     given: tuple[Any, ...] = ()  # see `unknown.Given`; empty where nothing is unknown
 
@@ -70,6 +80,7 @@ class Sighting:
     values: tuple[str, ...] = ()
     note: Any = None
     position: int = -1  # of the captured step's op, where two steps were compared
+    cause: frames.Chain = ()  # of the host read that this one follows from
 
 
 @dataclass(slots=True)
@@ -87,6 +98,12 @@ class Step:
     exposed: frozenset[int] = frozenset()  # those of them whose address was handed out
     unknown_after: frozenset[int] = frozenset()
     marked: dict[int, tuple[int, int]] = field(default_factory=dict)  # storage number -> where it became unknown
+    memory: list[tuple[int, int, int]] = field(default_factory=list)  # storage, its bytes or -1 freed, ops before
+    memory_end: int | None = None  # how much of that was inside of the step; None: all
+
+    def freed(self, number: int) -> None:
+        """The last tensor of a storage that this step made is gone."""
+        self.memory.append((number, -1, len(self.ops)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +228,9 @@ def for_cuda_alone(func: Any) -> bool:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """What a sparse tensor says, to compare it with another one."""
+    """What a tensor says in a form that torch can compare: of a sparse one, of one of eight bits."""
+    if tensor.is_floating_point() and tensor.element_size() == 1:
+        return tensor.float()
     return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 

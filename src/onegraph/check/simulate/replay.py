@@ -95,7 +95,10 @@ def replay(
                 torch.set_rng_state(states[move[1]])
             move = next(moves, None)
         doubtful = doubts.op(position, op) if doubts is not None else None
-        if op.captured and op.kind in ("op", "h2d"):
+        if op.captured and op.again is not None:
+            if not op.again(op, lambda t: None if storage_of(t) in made else keep(t)):
+                verdict.failed = verdict.failed or f"{op.name} cannot run again on what it was captured with"
+        elif op.captured and op.kind in ("op", "h2d"):
             _protect(op, made, keep)
             if not _again(op):
                 verdict.failed = verdict.failed or f"{op.name} gives another shape"

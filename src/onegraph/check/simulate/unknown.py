@@ -212,10 +212,11 @@ class Doubts:
         else:
             targets, rest = split(op.func, op.args, op.kwargs)
         met = op.opaque or any(storage_of(t) in self.unknown for t in (*targets, *rest))
-        if not met or (not op.opaque and makes_new(op.func)):
+        blind = op.opaque or op.kind == "launch"  # an interpreted kernel computes from what is unknown
+        if not met or (not blind and makes_new(op.func)):
             return None
-        kept = [t for t in targets if op.opaque or self._keeps(op, t)]
-        unclear = op.opaque or any(storage_of(t) in self.unknown for t in (*rest, *kept))
+        kept = [t for t in targets if blind or self._keeps(op, t)]
+        unclear = blind or any(storage_of(t) in self.unknown for t in (*rest, *kept))
         differs = unclear and self._differs(position, op, [*rest, *kept])
         given = {storage_of(t) for t in (*targets, *rest)}
         for tensor in (*targets, *(o for o in op.outs if storage_of(o) not in given)):

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from onegraph.check.advice import fix
 from onegraph.check.report import Finding, Frame, Origin, Severity
 from onegraph.check.rules import RULES
 from onegraph.check.source.files import Project, SourceFile
@@ -194,7 +195,7 @@ class Machine(ABC):
             happens=rule.happens,
             values=values,
             calls=self.chain(node),
-            fix=rule.fix,
+            fix=fix(code, file.path, line, column),
         )
 
     def chain(self, node: ast.AST) -> tuple[Frame, ...]:

@@ -277,9 +277,18 @@ def stream_hazard(machine: Machine, node: ast.expr, value: Value) -> tuple[str, 
             forked, joined = forked or waits, joined or not waits
     if not forked:
         return "CG303", f"`{stream}` has not waited for the captured stream: its work is not part of the capture"
-    if not joined:
+    if not joined and not _joined_elsewhere(machine, node.args[0]):
         return "CG305", f"nothing waits for `{stream}`: its work is not joined when capture ends"
     return None
+
+
+def _joined_elsewhere(machine: Machine, stream: ast.expr) -> bool:
+    """Whether another method of the file waits for a stream that an object keeps."""
+    if not isinstance(stream, ast.Attribute):
+        return False
+    calls = (node for node in ast.walk(machine.file.tree) if isinstance(node, ast.Call) and node.args)
+    waits = (c for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "wait_stream")
+    return any(isinstance(c.args[0], ast.Attribute) and c.args[0].attr == stream.attr for c in waits)
 
 
 def _capture(machine: Machine, node: ast.expr, value: ExtObj) -> None:
