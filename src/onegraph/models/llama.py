@@ -1,5 +1,4 @@
-"""The decoder of the Llama kind: Llama, Mistral, Qwen2, Qwen3, SmolLM2 and SmolLM3, and with routed experts Mixtral,
-Qwen3-MoE and gpt-oss, in any weight format.
+"""The decoder of the Llama kind, in any weight format: every family of `models/families.py`.
 
 A model is put together from what its config says, not from a class of its own. One forward serves prefill, decode,
 evaluation and calibration: what differs is the `cache` that attends. A decode step of it reads nothing back from the
@@ -19,25 +18,30 @@ from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import TurboQuantConfig
 from onegraph.models.config import NORM, LlamaConfig
 from onegraph.models.loader import Loader
-from onegraph.models.routed import Routed
+from onegraph.models.rope import Rope
+from onegraph.models.routed import CORRECTION, Routed
 from onegraph.nn.attention import Attend, Attention, CausalAttention, PagedCache
-from onegraph.nn.block import MLP, Normed, Stream, Summed
+from onegraph.nn.block import MLP, Bare, Norm, Normed, Scaled, Stream, Summed, WholeNorms
 from onegraph.nn.embedding import Embedding
 from onegraph.nn.linear import Linear, Siblings
-from onegraph.nn.moe import MoE
+from onegraph.nn.moe import GatedExpert, MoE
+from onegraph.nn.shared_expert import SharedExpert
 from onegraph.nn.turboquant import TurboQuantCache
+from onegraph.ops.activation import GeGLU, SwiGLU
+from onegraph.ops.attention import capped
 
-QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 OUT = "self_attn.o_proj"
-GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 DOWN = "mlp.down_proj"
 MAX_TABLE = 131072  # positions; the rotary tables of more (64 MB at head_dim 128) are made only when asked for
 
+Tables = dict[Rope | None, tuple[Tensor | None, Tensor | None]]  # cos and sin of each rope that a model has
+
 
 class Block(nn.Module):
-    """One layer of the decoder: attention, then an MLP or experts, each between a norm in front and a sum behind."""
+    """One layer of the decoder: attention, then an MLP or experts, each between a norm in front and a sum behind, or a
+    norm and a sum behind, or both."""
 
-    def __init__(self, *, qkv: Normed, attention: Attention, out: Summed, mlp: MLP | MoE) -> None:
+    def __init__(self, *, qkv: Normed | Bare, attention: Attention, out: Summed, mlp: MLP | MoE) -> None:
         super().__init__()
         self.qkv, self.attention, self.out, self.mlp = qkv, attention, out, mlp
 
@@ -123,9 +127,9 @@ class Llama(nn.Module):
         positions = _positions(config, max_context)
         loader = Loader(checkpoint, config, dtype, decode=device.type == "cpu" if decode is None else decode)
         loader.check()
-        tables = config.rope.tables(config.head_dim, positions, device)
+        tables = _tables(config, positions, device)
         with loader.reading(progress):
-            embed = loader.embedding(device)
+            embed = loader.embedding(device, embed_scale(config, dtype))
             blocks = []
             for i in range(config.layers):
                 blocks.append(build_block(loader, config, i, tables, device, fused=fused))
@@ -134,7 +138,7 @@ class Llama(nn.Module):
                 config=config,
                 embed=embed,
                 blocks=blocks,
-                norm=loader.tensor(NORM, device),
+                norm=norm_weight(loader, config, NORM, device),
                 lm_head=loader.head(embed, device),
                 dtype=dtype,
                 max_context=positions,
@@ -170,19 +174,19 @@ class Llama(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """What `forward` returned [..., D], or rows of it -> float32 [..., V]."""
-        return self.lm_head(hidden, float32=True)
+        return bounded(self.config, self.lm_head(hidden, float32=True))
 
     def new_cache(
         self, *, rows: int, pages: int, page_size: int, pages_per_row: int, kv: TurboQuantConfig | None = None
     ) -> PagedCache | TurboQuantCache:
         """A paged KV cache of this model's sizes, on its device: in its dtype, or in codes as `kv` says.
 
-        Raises ValueError for codes where attention has sinks, which nothing that reads codes knows.
+        Raises ValueError for codes where attention has what nothing that reads codes knows: `LlamaConfig.exact_cache`.
         """
-        if kv is not None and self.config.sinks:
+        if kv is not None and (what := self.config.exact_cache) is not None:
             raise ValueError(
-                f"turboquant: {self.config.model_type} has attention sinks, which a cache in codes does not know; "
-                "leave the cache in the model's dtype"
+                f"turboquant: {self.config.model_type} has {what}, which a cache in codes does not know; leave the "
+                "cache in the model's dtype"
             )
         sizes: dict[str, Any] = {
             "layers": self.config.layers,
@@ -202,7 +206,7 @@ def build_block(
     loader: Loader,
     config: LlamaConfig,
     i: int,
-    tables: tuple[Tensor, Tensor],
+    tables: Tables,
     device: torch.device,
     *,
     joined: bool = True,
@@ -213,40 +217,73 @@ def build_block(
     joined: siblings become one linear where that is exact. fused: norms, SwiGLU and sums run inside the linears that
     can.
     """
-    prefix = f"model.layers.{i}."
+    prefix, names, routed = f"model.layers.{i}.", config.norms, config.routed_at(i)
 
     def norm(name: str) -> Tensor:
-        return loader.tensor(f"{prefix}{name}.weight", device)
+        return norm_weight(loader, config, f"{prefix}{name}.weight", device)
 
-    def normed(name: str, linears: tuple[str, ...]) -> Normed:
+    def front(name: str | None, linears: tuple[str, ...], after: nn.Module | None = None) -> Normed | Bare:
         joint = loader.siblings([prefix + each for each in linears], device, joined=joined)
-        return Normed(norm(name), joint, config.eps, fused=fused)
+        if name is None:
+            return Bare(joint, after=after)
+        return Normed(norm(name), joint, config.eps, after=after, fused=fused)
+
+    def behind(name: str | None) -> nn.Module | None:
+        if name is not None:
+            return Norm(norm(name), config.eps)
+        return Scaled(config.residual_scale) if config.residual_scale != 1 else None
 
     def mlp() -> MLP:
-        down = Summed(loader.linear(prefix + DOWN, device), silu=True, fused=fused)
-        return MLP(normed("post_attention_layernorm", GATE_UP), down)
+        gate = GeGLU() if config.traits.gelu else SwiGLU()
+        down = Summed(loader.linear(prefix + DOWN, device), gate=gate, after=behind(names.mlp_out), fused=fused)
+        return MLP(front(names.mlp_in, config.gate_up), down)
 
-    routed = config.routed_at(i)
-    cos, sin = tables if config.rope_layers[i] else (None, None)
+    q_norm = k_norm = whole = None
+    if config.head_norm or config.traits.whole_norm:
+        q_norm, k_norm = norm("self_attn.q_norm"), norm("self_attn.k_norm")
+    if config.traits.whole_norm and q_norm is not None and k_norm is not None:
+        q_norm, k_norm, whole = None, None, WholeNorms(q_norm, k_norm, config.eps)
+    cos, sin = tables[config.ropes[i]]
     attention = Attention(
         index=i,
         heads=config.heads,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
-        q_norm=norm("self_attn.q_norm") if config.qk_norm else None,
-        k_norm=norm("self_attn.k_norm") if config.qk_norm else None,
+        q_norm=q_norm,
+        k_norm=k_norm,
         eps=config.eps,
         cos=cos,
         sin=sin,
         window=config.windows[i],
-        sinks=loader.float32(f"{prefix}self_attn.sinks", device) if config.sinks else None,
+        sinks=loader.float32(f"{prefix}self_attn.sinks", device) if config.traits.sinks else None,
+        scale=config.scale,
+        softcap=config.softcap,
     )
     return Block(
-        qkv=normed("input_layernorm", QKV),
+        qkv=front(names.attention_in, config.qkv, whole),
         attention=attention,
-        out=Summed(loader.linear(prefix + OUT, device), fused=fused),
+        out=Summed(loader.linear(prefix + OUT, device), after=behind(names.attention_out), fused=fused),
         mlp=mlp() if routed is None else build_experts(loader, config, routed, prefix, device),
     )
+
+
+def norm_weight(loader: Loader, config: LlamaConfig, name: str, device: torch.device) -> Tensor:
+    """The weight [D] of an RMSNorm. Where files hold it less 1, the sum is formed here in float32 and stays float32:
+    it is the number that transformers multiplies by, while bfloat16 would round 1 + w to eight bits."""
+    return 1.0 + loader.float32(name, device) if config.traits.norm_offset else loader.tensor(name, device)
+
+
+def embed_scale(config: LlamaConfig, dtype: torch.dtype) -> float:
+    """The factor of the embedding's rows: Gemma's is rounded to the dtype first (sqrt(3072) is 55.5 in bfloat16), as
+    it was when the models were trained."""
+    rounded = config.traits.scaled_embedding
+    return float(torch.tensor(config.embed_scale, dtype=dtype)) if rounded else config.embed_scale
+
+
+def bounded(config: LlamaConfig, logits: Tensor) -> Tensor:
+    """What the head gave -> the model's logits."""
+    logits = logits if config.logits_divisor == 1 else logits / config.logits_divisor
+    return capped(logits, config.logits_softcap)
 
 
 def build_experts(loader: Loader, config: LlamaConfig, routed: Routed, prefix: str, device: torch.device) -> MoE:
@@ -260,15 +297,31 @@ def build_experts(loader: Loader, config: LlamaConfig, routed: Routed, prefix: s
         pairs, downs = routed.each
         names = [(prefix + gate, prefix + up) for gate, up in pairs]
         experts = loader.experts(names, [prefix + name for name in downs], routed.gate, device)
+    bias = f"{router}.bias" if routed.fused else f"{router}.{CORRECTION}" if routed.sigmoid else None
     return MoE(
-        norm=loader.tensor(f"{prefix}post_attention_layernorm.weight", device),
+        norm=norm_weight(loader, config, f"{prefix}{config.norms.mlp_in}.weight", device),
         eps=config.eps,
         gate=loader.tensor(f"{router}.weight", device, torch.promote_types(stored, loader.dtype)),
-        bias=loader.float32(f"{router}.bias", device) if routed.fused else None,
+        bias=None if bias is None else loader.float32(bias, device),
         experts=experts,
         top_k=routed.top_k,
         normalise=routed.normalise,
+        groups=routed.sigmoid,
+        shared=build_shared(loader, routed, prefix, device),
     )
+
+
+def build_shared(loader: Loader, routed: Routed, prefix: str, device: torch.device) -> SharedExpert | None:
+    """The expert of the block of `prefix` that every token uses, if there is one."""
+    if routed.shared is None:
+        return None
+    *pair, down = (prefix + name for name in routed.shared.linears)
+    sides = loader.siblings(pair, device), loader.linear(down, device)
+    if not routed.shared.gated:
+        return SharedExpert(*sides, routed.gate)
+    name = f"{prefix}{routed.shared.name}_gate.weight"
+    wide = torch.promote_types(loader.info(name).dtype, loader.dtype)
+    return GatedExpert(*sides, routed.gate, loader.tensor(name, device, wide))
 
 
 class LlamaSource:
@@ -289,12 +342,12 @@ class LlamaSource:
         self.config = checkpoint.config
         self.device, self.dtype = torch.device(device), dtype
         self.parsed = LlamaConfig.from_dict(checkpoint.config)
-        refuse_experts(self.parsed)
+        refuse_unquantizable(self.parsed)
         if self.parsed.quantization is not None:
             raise ValueError(f"{checkpoint.path}: is quantized already; give the unquantized model")
         self._loader = Loader(checkpoint, self.parsed, dtype)
         self._loader.check()
-        self._tables = self.parsed.rope.tables(self.parsed.head_dim, _positions(self.parsed, max_context), self.device)
+        self._tables = _tables(self.parsed, _positions(self.parsed, max_context), self.device)
         self._causal = CausalAttention()
 
     @property
@@ -328,9 +381,9 @@ class LlamaSource:
         assert isinstance(qkv, Siblings)
         assert isinstance(gate_up, Siblings)
         return [
-            list(zip(QKV, qkv.parts, strict=True)),
+            list(zip(self.parsed.qkv, qkv.parts, strict=True)),
             [(OUT, block.out.linear)],
-            list(zip(GATE_UP, gate_up.parts, strict=True)),
+            list(zip(self.parsed.gate_up, gate_up.parts, strict=True)),
             [(DOWN, block.mlp.down.linear)],
         ]
 
@@ -340,28 +393,38 @@ class LlamaSource:
 
     def head(self, hidden: Tensor) -> Tensor:
         """Residual stream after the last block [..., D] -> logits float32 [..., V]."""
-        return self._head(self.final_norm(hidden), float32=True)
+        return bounded(self.parsed, self._head(self.final_norm(hidden), float32=True))
 
     @cached_property
     def _norm(self) -> Tensor:
-        return self._loader.tensor(NORM, self.device)
+        return norm_weight(self._loader, self.parsed, NORM, self.device)
 
     @cached_property
     def _embedding(self) -> Embedding:
-        return self._loader.embedding(self.device)
+        return self._loader.embedding(self.device, embed_scale(self.parsed, self.dtype))
 
     @cached_property
     def _head(self) -> Linear:
         return self._loader.head(self._embedding, self.device)
 
 
-def refuse_experts(config: object) -> None:
-    """Raises ValueError for a model of this decoder that has experts, which cannot be quantized here."""
+def refuse_unquantizable(config: object) -> None:
+    """Raises ValueError for a model of this decoder that cannot be quantized here: one with experts, or with images."""
     if isinstance(config, LlamaConfig) and config.routed is not None:
         raise ValueError(
             f"{config.model_type} has routed experts, which are not quantized; give a dense model, or load a published "
             "checkpoint of this one in FP8, NVFP4 or MXFP4 as it is"
         )
+    if isinstance(config, LlamaConfig) and config.nested:
+        raise ValueError(
+            f"this is a model of images and text around a {config.model_type}; it runs here, but only a checkpoint of "
+            f"the {config.model_type} alone can be quantized"
+        )
+
+
+def _tables(config: LlamaConfig, positions: int, device: torch.device) -> Tables:
+    found: Tables = {None: (None, None)}
+    return found | {rope: rope.tables(config.head_dim, positions, device) for rope in config.ropes if rope is not None}
 
 
 def _positions(config: LlamaConfig, max_context: int | None) -> int:

@@ -83,6 +83,7 @@ class PagedAttention(Call):
     scale: float
     window: int
     sinks: Tensor | None = None
+    softcap: float = 0.0
 
 
 @dataclass(eq=False)
@@ -97,6 +98,7 @@ class PagedDecode(Tokens):
     window: int
     early: bool = False
     sinks: Tensor | None = None
+    softcap: float = 0.0
 
 
 @dataclass(eq=False)
