@@ -19,6 +19,7 @@ from onegraph.models.rope import Rope
 from onegraph.models.routed import Routed
 
 EMBED, NORM, HEAD = "model.embed_tokens", "model.norm.weight", "lm_head"
+LOCAL = "rope_local_base_freq"  # rope_theta of layers with a window
 ROPE_KEYS = "rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings"
 # A model that also sees images: config.json has the text model's own beside the others', and files have it under a
 # prefix, as transformers wrote it before version 5 and since.
@@ -305,11 +306,11 @@ def _ropes(family: str, traits: Traits, fields: Fields, layers: int) -> tuple[Ro
     if family == "smollm3":
         rope = parse(config, theta)
         return tuple(rope if turns else None for turns in windows.rotated(fields, layers))
-    if "rope_local_base_freq" not in traits.defaults:
+    if LOCAL not in traits.defaults:
         return (parse(config, theta),) * layers
-    local_theta = fields.number("rope_local_base_freq", low=1.0, high=1e12)
+    fields.read(LOCAL)
     local, whole = _two(config)
-    near, far = parse(local, local_theta), parse(whole, theta)
+    near, far = parse(local, traits.defaults[LOCAL]), parse(whole, theta)
     return tuple(near if window else far for window in windows.five_of_six(fields, layers))
 
 
@@ -318,11 +319,17 @@ def _two(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     rope_parameters; before, rope_theta and rope_scaling were of the layers without one."""
     given = config.get("rope_parameters")
     if given is None:
-        return {}, {key: config[key] for key in ROPE_KEYS if key in config}
+        return {"rope_theta": config.get(LOCAL)}, {key: config[key] for key in ROPE_KEYS if key in config}
     kinds = windows.SLIDING, windows.FULL
     if not isinstance(given, Mapping) or any(not isinstance(given.get(kind) or {}, Mapping) for kind in kinds):
         raise ValueError(f"rope_parameters is {short(given)}; it must have an object for each of {', '.join(kinds)}")
     if unknown := sorted(set(map(str, given)) - set(kinds)):
         raise ValueError(f"rope_parameters has {', '.join(unknown)}; it must have {' and '.join(kinds)}")
-    local, whole = ({"rope_parameters": given.get(kind)} for kind in kinds)
+    near, above = (given.get(windows.SLIDING) or {}).get("rope_theta"), config.get(LOCAL)
+    if near is not None and above is not None and near != above:
+        raise ValueError(f"{LOCAL} is {above!r}, rope_parameters has {near!r} for {windows.SLIDING}; they must agree")
+    thetas = above, config.get("rope_theta")
+    local, whole = (
+        {"rope_parameters": given.get(kind), "rope_theta": theta} for kind, theta in zip(kinds, thetas, strict=True)
+    )
     return local, whole

@@ -73,15 +73,22 @@ class Rope:
             raise ValueError(
                 f"{where} has the rope type {kind!r}, which is not supported; supported: {', '.join(TYPES)}"
             )
-        theta = parameters.pop("rope_theta", None)
-        theta = config.get("rope_theta") if theta is None else theta
-        theta = number(default_theta if theta is None else theta, "rope_theta", low=1.0, high=1e12)
-        told = parameters.pop("partial_rotary_factor", None)
-        if partial is None and told not in (None, 1, 1.0):
-            raise ValueError(f"{where}.partial_rotary_factor is {told!r}; only full rotary embeddings are supported")
-        told = config.get("partial_rotary_factor") if told is None and partial is not None else told
-        told = (1.0 if partial is None else partial) if told is None else told
-        part = number(told, "partial_rotary_factor", low=0.01, high=1.0)
+        inside = parameters.get("partial_rotary_factor")
+        if partial is None and inside not in (None, 1, 1.0):
+            raise ValueError(f"{where}.partial_rotary_factor is {inside!r}; only full rotary embeddings are supported")
+
+        def once(key: str, default: float) -> Any:
+            """What is said at the top of the config, among the parameters, or alike in both."""
+            given, above = parameters.pop(key, None), config.get(key)
+            if given is not None and above is not None and given != above:
+                raise ValueError(f"{key} is {above!r} and {where}.{key} is {given!r}; they must agree")
+            found = above if given is None else given
+            return default if found is None else found
+
+        theta = number(once("rope_theta", default_theta), "rope_theta", low=1.0, high=1e12)
+        part = 1.0 if partial is None else once("partial_rotary_factor", partial)
+        part = number(part, "partial_rotary_factor", low=0.01, high=1.0)
+        parameters.pop("partial_rotary_factor", None)
         parameters = {key: value for key, value in parameters.items() if value is not None}
         if unknown := sorted(set(map(str, parameters)) - _KEYS[kind]):
             raise ValueError(
