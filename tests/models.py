@@ -176,6 +176,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+# One variant of each family beyond Llama's nearest relatives.
+FAMILIES = ["gemma2", "gemma3", "glm4_moe_groups", "qwen2_moe", "olmoe", "olmo2", "phi3", "granite"]
 
 
 def hf_model(variant: str, seed: int = 0, **changes: Any) -> Any:

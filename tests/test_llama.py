@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from models import VARIANTS, Decoder, save_e8p, save_hf, smollm2_gguf
+from models import FAMILIES, VARIANTS, Decoder, save_e8p, save_hf, smollm2_gguf
 from onegraph.check import declared
 from onegraph.check.simulate.run import simulate_step
 from onegraph.formats.checkpoint import Checkpoint
@@ -120,9 +120,6 @@ def test_a_block_can_be_tuned(variant: str, tmp_path: Path) -> None:
             assert module.weight.grad is not None, name
             assert module.weight.grad.abs().sum() > 0, name
             module.weight.grad = None
-
-
-FAMILIES = ["gemma2", "gemma3", "glm4_moe_groups", "qwen2_moe", "olmoe", "olmo2", "phi3", "granite"]
 
 
 @pytest.mark.parametrize(

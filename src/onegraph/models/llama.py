@@ -238,11 +238,11 @@ def build_block(
         down = Summed(loader.linear(prefix + DOWN, device), gate=gate, after=behind(names.mlp_out), fused=fused)
         return MLP(front(names.mlp_in, config.gate_up), down)
 
-    q_norm = k_norm = whole = None
+    norms = None
     if config.head_norm or config.traits.whole_norm:
-        q_norm, k_norm = norm("self_attn.q_norm"), norm("self_attn.k_norm")
-    if config.traits.whole_norm and q_norm is not None and k_norm is not None:
-        q_norm, k_norm, whole = None, None, WholeNorms(q_norm, k_norm, config.eps)
+        norms = norm("self_attn.q_norm"), norm("self_attn.k_norm")
+    whole = WholeNorms(*norms, config.eps) if norms is not None and config.traits.whole_norm else None
+    q_norm, k_norm = norms if norms is not None and whole is None else (None, None)
     cos, sin = tables[config.ropes[i]]
     attention = Attention(
         index=i,
