@@ -30,6 +30,7 @@ from onegraph.ops import (  # noqa: E402, F401
     deepseek_index,
     deepseek_moe,
     e8p,
+    e8p_experts,
     embedding,
     hadamard,
     linear,
@@ -45,7 +46,8 @@ from onegraph.ops.registry import OPS, Case, Op  # noqa: E402
 DEVICE = torch.device("cuda" if GPU else "cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # CUDA's kernel takes what it can, Triton's the rest; test_ops.py runs whichever it is.
-TWINS = {"paged_decode", "e8p_linear", "linear", "sample", "turboquant_write", "deepseek_index", "hyper_update_mix"}
+TWINS = {"paged_decode", "e8p_linear", "e8p_experts", "linear", "sample", "turboquant_write", "deepseek_index"}
+TWINS |= {"hyper_update_mix"}
 KERNELS = [op for op in OPS.values() if op.kernel is not None and (".ops.triton." in op.kernel or op.name in TWINS)]
 # Shapes that no record has: more tokens than one tile takes (decode once, then a dense product), 16 and 17 tokens.
 EXTRA = {
@@ -66,6 +68,7 @@ HEAVY |= {"llama3-vocabulary"}
 HEAVY |= {"2x1024->16384@2", "2x1024->16384@3", "2x1024->16384@4", "1x192->40960@4+bias"}
 HEAVY |= {"flash_window", "flash_csa", "flash_hca", "flash_index"}
 HEAVY |= {"1x576->576@2", "1x576->576@3", "4x192->1536@4"}
+HEAVY |= {"1 tokens, 2 of 4, 1088x640@2 with biases", "3 tokens, 2 of 5, 576x256@3"}
 HEAVY |= {"5x576->3072@4+bias", "3x576->1000@2+bias", "3x576->1000@3+bias", "3x576->1000@4+bias"}
 
 

@@ -44,8 +44,6 @@ def test_page_is_complete(code: str) -> None:
     for title in ("Example", "Use instead"):
         ast.parse(rule.code_of(title))
         assert "import torch" in rule.code_of(title)
-    assert rule.fix
-    assert not rule.fix.endswith(".")
     assert set(rule.seen) == set(Origin)
     assert set(rule.seen.values()) <= {"yes", "partly", "no"}
     for way in rule.shown_by:
@@ -68,7 +66,7 @@ def test_unknown_rule_lists_what_is_allowed() -> None:
 
 def test_every_hazard_of_the_table_has_a_rule(repo: Path) -> None:
     covered = {number for rule in RULES.values() for number in rule.hazards}
-    assert covered == set(range(1, 34))
+    assert covered == set(range(1, 35))
     for line in (repo / "docs/check/hazards.md").read_text().splitlines():
         row = re.match(r"\| (\d+) \|.*\| ([^|]+) \|$", line)
         if row:

@@ -15,11 +15,14 @@ Find what breaks CUDA-graph capture of a step, or captures and then replays stal
 
 A TARGET is path/to/file.py:factory or package.module:factory. factory() builds model and buffers on device "cuda" and
 returns (step, inputs); step(*inputs(i)) is the i-th step. The source is read from the step on, and the step is
-simulated on the CPU: no GPU is needed. For a folder or a file, sources alone are read.
+simulated on the CPU: no GPU is needed. For a folder or a file, sources alone are read. With --run, a program of your
+own is run as it is, and what it captures is reported.
 """
 
 EPILOG = """\
 in the source, on the line or the one above it:  # onegraph: allow[CG101] the reason
+--fix prints a unified diff and changes nothing; --fix --write changes the files. Both keep only what, checked and run
+again, has the same results.
 exit status: 0 without errors, 1 with errors, 2 the check could not run or found no step
 """
 
@@ -60,6 +63,18 @@ def add_parsers(subparsers: Any) -> None:
     form.add_argument("--json", action="store_true", help="print the report as JSON")
     form.add_argument("--sarif", action="store_true", help="print the report as SARIF 2.1.0")
     check.add_argument("--html", metavar="FILE", help="write the report as one HTML page")
+    check.add_argument(
+        "--fix", action="store_true", help="show mechanical rewrites as a diff; they are checked, and run, before"
+    )
+    check.add_argument("--write", action="store_true", help="with --fix: change the files")
+    check.add_argument(
+        "--run",
+        nargs=argparse.REMAINDER,
+        dest="run_program",
+        metavar="PROGRAM",
+        help="run `script.py args` or `-m module args` against the simulated machine, and report on what it captures; "
+        "options of check go before it",
+    )
     check.set_defaults(run=run_check)
     rule = subparsers.add_parser("rule", help="explain a rule: what, why, example, use instead")
     rule.add_argument("code", nargs="?", help="e.g. CG101 or device-value-read-on-host; none lists all")
@@ -68,6 +83,8 @@ def add_parsers(subparsers: Any) -> None:
 
 def run_check(args: argparse.Namespace) -> int:
     """Check each target, print, return 0, 1 or 2."""
+    if args.fix or args.write:
+        return run_fix(args)
     return run_with(check_targets, args)
 
 
@@ -102,15 +119,62 @@ def run_with(make: Callable[[argparse.Namespace], Report], args: argparse.Namesp
         print("onegraph: error: " + " ".join(str(error).split()), file=sys.stderr)
         return 2
     print_report(report, args)
+    if "ended" in report.facts:
+        sys.stdout.flush()
+        print(f"onegraph: error: {report.target}: {report.facts['ended']}", file=sys.stderr)
+        return 2
     return report.exit_code(strict=args.strict)
+
+
+def run_fix(args: argparse.Namespace) -> int:
+    """Show, or write, what has a mechanical fix; the status is that of the files as they are then."""
+    from onegraph.check.rewrite import Plan, plan
+
+    try:
+        unfit = [o for o in ("json", "sarif", "html", "live", "all", "select", "ignore") if getattr(args, o)]
+        if unfit or not args.fix:
+            why = f"--{unfit[0]} does not go with --fix" if unfit else "--write needs --fix"
+            raise CheckError(f"{why}; allowed --fix and --fix --write, with --steps, --gpus, --timeout and --strict")
+        if not args.target:
+            raise CheckError("check: got no target, allowed file.py:factory, module:factory or a file")
+        status = 0
+        for target in args.target:
+            made: Plan = plan(target, steps=args.steps, gpus=args.gpus, timeout=args.timeout)
+            print(made.diff(), end="")
+            if args.write:
+                made.write()
+            for line in made.told(written=args.write):
+                print(f"onegraph: {line}", file=sys.stderr)
+            status |= made.exit_code(written=args.write, strict=args.strict)
+    except CheckError as error:
+        print("onegraph: error: " + " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    return status
 
 
 def check_targets(args: argparse.Namespace) -> Report:
     """All targets as one report. Raises CheckError."""
+    if args.run_program is not None:
+        return check_program(args.run_program, args)
     if not args.target:
         raise CheckError("check: got no target, allowed file.py:factory, module:factory or a folder")
     reports = [check(target, args) for target in args.target]
     return reports[0] if len(reports) == 1 else together(reports)
+
+
+def check_program(words: list[str], args: argparse.Namespace) -> Report:
+    """A program of one's own, and everything that it captures. Raises CheckError."""
+    if args.target:
+        raise CheckError(f"--run and the target {args.target[0]!r}: give one of the two")
+    if args.live or args.all:
+        raise CheckError("--run simulates; on a GPU, name the step: onegraph check --live file.py:factory")
+    from onegraph.check.allow import apply
+    from onegraph.check.deadline import deadline
+    from onegraph.check.program import run_program
+
+    with deadline(args.timeout, f"program {' '.join(words)!r}"):
+        report = run_program(words, gpus=args.gpus)
+    return finished(apply(report))
 
 
 def print_report(report: Report, args: argparse.Namespace) -> None:
@@ -131,13 +195,14 @@ def print_report(report: Report, args: argparse.Namespace) -> None:
 def check(target: str, args: argparse.Namespace) -> Report:
     """One target or folder. Raises CheckError where it cannot be checked."""
     from onegraph.check.allow import apply
+    from onegraph.check.causes import fold
 
     if ":" not in os.path.basename(target) and (os.path.exists(target) or target.endswith(".py") or os.sep in target):
         if args.live or args.all:
             raise CheckError(f"{target}: --live and --all need a factory; allowed {target}:factory")
         from onegraph.check.source import check_tree
 
-        return finished(apply(check_tree(target)))
+        return finished(fold(apply(check_tree(target))))
     from onegraph.check.api import check_step
     from onegraph.check.deadline import deadline
     from onegraph.check.reconcile import reconcile
@@ -154,7 +219,7 @@ def check(target: str, args: argparse.Namespace) -> Report:
             gpus=args.gpus,
             target=target,
         )
-    return finished(apply(reconcile(report)))
+    return finished(fold(apply(reconcile(report))))
 
 
 def finished(report: Report) -> Report:

@@ -124,6 +124,7 @@ class E8PFormat(WeightFormat):
     ops = "onegraph.ops.e8p"
     group = 8
     fuses = frozenset(("norm", "silu", "add"))
+    mixes_rows = True
 
     def __init__(self, bits: int) -> None:
         _check_bits(bits)

@@ -113,6 +113,7 @@ class WeightFormat:
         fields: what the ops take, in this order; a tensor whose dtype is None has that of the activations.
         group: inputs that are coded together: k is a multiple of it.
         fuses: what may be computed in the launch of a linear.
+        mixes_rows: outputs are rotated, so that their order is part of the code.
     """
 
     name: str
@@ -120,6 +121,7 @@ class WeightFormat:
     fields: Mapping[str, Field]
     group: int = 1
     fuses: frozenset[Fusion] = frozenset()
+    mixes_rows: bool = False
 
     def __repr__(self) -> str:
         return self.name

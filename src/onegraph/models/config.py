@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from onegraph.formats.quantization import parse_quantization
+from onegraph.formats.quantization import parse_quantization, stacks_experts
 from onegraph.formats.weight import FLOATS, Dtypes, Quantization, Shape
 from onegraph.models import windows
 from onegraph.models.families import FAMILIES, Norms, Traits
@@ -91,7 +91,8 @@ class LlamaConfig:
         traits = FAMILIES[family]
         fields = Fields(config, traits.defaults)
         layers = fields.integer("num_hidden_layers", high=4096)
-        routed = Routed.parse(family, fields, layers)
+        quantization = parse_quantization(fields.get("quantization_config"))
+        routed = Routed.parse(family, fields, layers, stacks_experts(quantization))
         heads, kv_heads, hidden, head_dim = _sizes(fields)
         vocab = fields.integer("vocab_size", high=2**24)
         _check_activation(fields, "gelu_pytorch_tanh" if traits.gelu else "silu")
@@ -133,7 +134,7 @@ class LlamaConfig:
             ropes=_ropes(family, traits, fields, layers),
             routed=routed,
             eos=end_of_text(fields.get("eos_token_id"), vocab),
-            quantization=parse_quantization(fields.get("quantization_config")),
+            quantization=quantization,
             nested=nested,
             drafts=fields.integer("num_nextn_predict_layers", low=0, high=64) if family == "glm4_moe" else 0,
         )

@@ -290,9 +290,10 @@ def build_experts(loader: Loader, config: LlamaConfig, routed: Routed, prefix: s
     """The feed-forward half of the block of `prefix`, of routed experts."""
     router = prefix + routed.router
     stored = loader.info(f"{router}.weight").dtype
-    if routed.fused:
+    if routed.stacked:
         gate_up, down = (prefix + name for name in routed.whole)
-        experts = loader.fused_experts(gate_up, down, routed.gate, device, interleaved=True, transposed=True)
+        lie = {"interleaved": routed.fused, "transposed": routed.fused}
+        experts = loader.fused_experts(gate_up, down, routed.gate, device, **lie)
     else:
         pairs, downs = routed.each
         names = [(prefix + gate, prefix + up) for gate, up in pairs]

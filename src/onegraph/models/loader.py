@@ -81,15 +81,16 @@ class Loader:
         found: Expected = {}
         for layer, (n, k, bias) in self.layers().items():
             found |= self.format_of(layer).expected(self, layer, n, k, bias)
-        for name, (experts, n, k, transposed) in self.parts.stacks.items():
-            found |= expected_stack(self, name, experts, n, k, bias=True, transposed=transposed)
+        for name, (experts, n, k, transposed, bias) in self.parts.stacks.items():
+            found |= expected_stack(self, name, experts, n, k, bias=bias, transposed=transposed)
         return found | dict(self.parts.tensors)
 
     def check(self) -> None:
         """Raises CheckpointError that names each tensor missing, of a wrong shape or dtype, or not asked for; and
         ValueError where the config names a layer that the model does not have, or one cannot be stored so."""
         if self.quantization is not None:
-            self.quantization.check_layers([name for name in self.parts.linears if name != self.parts.head])
+            layers = [name for name in self.parts.linears if name != self.parts.head]
+            self.quantization.check_layers([*layers, *self.parts.stacks])
         expected = {self.stored.get(name, name): what for name, what in self.expected().items()}
         ignored = {stored for name, stored in self.stored.items() if self._ignored(name)}
         self.checkpoint.check(expected, optional=ignored)
@@ -288,8 +289,9 @@ class Loader:
     ) -> Experts:
         """Routed experts that a file holds in one tensor each (`formats/fused.py`), read expert by expert.
 
-        gate_up, down: names without `_blocks`; biases are beside both or neither. interleaved: rows of gate_up are
-        gate, up, gate, up and so on, as gpt-oss has them; otherwise all gate rows come first. transposed: dense ones
+        gate_up, down: names without what a format adds; biases are beside both or neither. interleaved: rows of gate_up
+        are gate, up, gate, up and so on, as gpt-oss has them, but in E8P, which mixes rows; otherwise all gate rows
+        come first. transposed: dense ones
         lie [E, k, n]. Raises CheckpointError that names what is missing, or stored in another way than its partner.
         """
         kinds = {name: stack_names(self, name)[0] for name in (gate_up, down)}
@@ -307,7 +309,7 @@ class Loader:
     def _fused(self, name: str, device: torch.device, interleaved: bool, transposed: bool) -> Weight:
         format, names = stack_names(self, name)
         matrices = self.matrices(name, device, transposed)
-        if interleaved:
+        if interleaved and not format.mixes_rows:
             matrices = ({key: _gate_first(tensor, 0) for key, tensor in one.items()} for one in matrices)
         return _stack(format, min(self.info(stored).shape[0] for stored in names.values()), matrices)
 

@@ -26,6 +26,7 @@ _NAMES = {
     "mixtral": ("block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
     "gpt_oss": ("mlp.router", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
 }
+_STACKS = {"mixtral": "block_sparse_moe.experts"}  # where all experts are one tensor: X.gate_up_proj, X.down_proj
 _GPT_OSS_ALPHA, _GPT_OSS_SHIFT = 1.702, 1.0  # in no config.json
 CORRECTION = "e_score_correction_bias"  # beside the router's weight
 _COUNTS = ("num_experts", "num_local_experts")  # keys that say how many experts a layer has; GLM has one more
@@ -63,8 +64,9 @@ class Routed:
         count, size, top_k: experts of a layer, the width of one, and how many a token uses.
         normalise: whether weights of the chosen sum to 1.
         gate: what stands between the two products of an expert.
-        fused: all experts of a layer are one tensor, gate rows at even places and up rows at odd ones, with biases; so
-            has the router one.
+        fused: the family publishes all experts of a layer as one tensor, gate rows at even places and up rows at odd
+            ones, with biases; so has the router one.
+        stacked: all experts of a layer are one tensor in this checkpoint.
         sigmoid: how tokens choose where it is not by softmax. shared: an expert beside the routed ones.
     """
 
@@ -76,12 +78,14 @@ class Routed:
     normalise: bool
     gate: SwiGLU
     fused: bool
+    stacked: bool
     sigmoid: Sigmoid | None = None
     shared: Shared | None = None
 
     @classmethod
-    def parse(cls, family: str, fields: Fields, layers: int) -> Routed | None:
-        """None for a family without experts. Raises ValueError for what makes no sense."""
+    def parse(cls, family: str, fields: Fields, layers: int, stacked: bool) -> Routed | None:
+        """None for a family without experts. `stacked`: also in families that publish them one by one. Raises
+        ValueError for what makes no sense."""
         if family not in _NAMES:
             return None
         count, qwen, glm = _count(family, fields), family in ("qwen2_moe", "qwen3_moe"), family == "glm4_moe"
@@ -105,6 +109,7 @@ class Routed:
             normalise=fields.flag("norm_topk_prob") if qwen or glm or family == "olmoe" else True,
             gate=gate,
             fused=len(_NAMES[family]) == 3,
+            stacked=stacked or len(_NAMES[family]) == 3,
             sigmoid=_sigmoid(fields, count, top_k) if glm else None,
             shared=_shared(family, fields),
         )
@@ -116,20 +121,20 @@ class Routed:
 
     @property
     def whole(self) -> tuple[str, str]:
-        """Within a block, gate-up and down of all experts, where they are `fused`."""
-        _, gate_up, down = _NAMES[self.family]
-        return gate_up, down
+        """Within a block, gate-up and down of all experts, where they are `stacked`."""
+        prefix = _STACKS.get(self.family, "mlp.experts")
+        return f"{prefix}.gate_up_proj", f"{prefix}.down_proj"
 
     @property
     def each(self) -> tuple[list[tuple[str, str]], list[str]]:
-        """Within a block, gate and up of each expert, and down of each, where they are not `fused`."""
+        """Within a block, gate and up of each expert, and down of each, where they are not `stacked`."""
         _, gate, up, down = _NAMES[self.family]
         experts = range(self.count)
         return [(gate.format(e), up.format(e)) for e in experts], [down.format(e) for e in experts]
 
     def linears(self, hidden: int) -> Iterator[tuple[str, tuple[int, int, bool]]]:
         """Name within a block and size of what may be in any format."""
-        if not self.fused:
+        if not self.stacked:
             for pair, down in zip(*self.each, strict=True):
                 yield from ((name, (self.size, hidden, False)) for name in pair)
                 yield down, (hidden, self.size, False)
@@ -148,17 +153,19 @@ class Routed:
 
     def stacks(self, hidden: int) -> dict[str, Stack]:
         """Experts in one tensor, by the name within a block."""
-        if not self.fused:
+        if not self.stacked:
             return {}
         gate_up, down = self.whole
         return {
-            gate_up: Stack(self.count, 2 * self.size, hidden, transposed=True),
-            down: Stack(self.count, hidden, self.size, transposed=True),
+            gate_up: Stack(self.count, 2 * self.size, hidden, transposed=self.fused, bias=self.fused),
+            down: Stack(self.count, hidden, self.size, transposed=self.fused, bias=self.fused),
         }
 
     @property
     def components(self) -> dict[str, Component]:
-        router, *experts = (name.replace(".", r"\.").replace(r"{}", r"\d+") for name in _NAMES[self.family])
+        router, *experts = _NAMES[self.family]
+        experts = list(self.whole) if self.stacked else experts
+        router, *experts = (name.replace(".", r"\.").replace(r"{}", r"\d+") for name in (router, *experts))
         found = {
             "router": Component(("blocks.*.mlp.gate",), f"{router}$"),
             "experts": Component(("blocks.*.mlp.experts",), f"({'|'.join(experts)})$"),

@@ -1,9 +1,10 @@
-"""A report for people at a terminal: the line, a caret, what happens, which values, the calls, how to mend it."""
+"""A report for people at a terminal: the line, a caret, what happens, which values, the calls, what to do."""
 
 import os
 import textwrap
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from onegraph.check.output import verdict_words
 from onegraph.check.report import Finding, Report, Severity, Verdict, relative
@@ -20,12 +21,12 @@ _MARKS = {
 
 def render(report: Report, *, color: bool = False) -> str:
     """The whole report, ending in the verdict."""
-    parts = [finding(f, color=color) for f in report.findings]
+    parts = [finding(f, color=color, following=report.following(f)) for f in report.counted]
     return "\n".join([*parts, summary(report, color=color)])
 
 
-def finding(f: Finding, *, color: bool = False) -> str:
-    """One finding."""
+def finding(f: Finding, *, color: bool = False, following: Sequence[Finding] = ()) -> str:
+    """One finding, with those that only follow from it."""
     paint = _painter(color)
     name = RULES[f.code].name() if f.code in RULES else ""
     gutter = " " * len(str(f.line))
@@ -53,23 +54,32 @@ def finding(f: Finding, *, color: bool = False) -> str:
     if f.count > 1:
         lines += _note(gutter, "", f"reached {f.count} times in the steps that were run")
     if f.fix:
-        lines += _note(gutter, "mend: ", f.fix)
+        lines += _note(gutter, "fix: ", f.fix)
+    for other in following:
+        place = f"line {other.line}" if other.path == f.path else f"{relative(other.path)}:{other.line}"
+        lines += _note(gutter, "follows from it: ", f"{place}: {other.code} {other.message}")
     return "\n".join(lines) + "\n"
 
 
 def summary(report: Report, *, color: bool = False) -> str:
     """The verdict and the counts in one or two lines."""
     paint = _painter(color)
-    counts = Counter(f.severity for f in report.findings)
+    counts = Counter(f.severity for f in report.counted)
     words = [f"{counts[s]} {_plural(s, counts[s])}" for s in Severity if counts[s]]
     said = "; ".join(["read in the source"] * ("source" in report.origins) + _ran(report))
     verdict = paint(verdict_words(report), _MARKS[report.verdict])
+    follow = len(report.findings) - len(report.counted)
+    words += [f"{follow} more that follow{'s' * (follow == 1)}"] * bool(follow)
     line = f"{report.target}: {verdict}"
     if words:
         line += f" ({', '.join(words)})"
     tail = [f"  {said}"] if said else []
+    if memory := memory_line(report.facts.get("memory", {})):
+        tail.append(f"  {memory}")
     if "source" in report.facts:
         tail.append(f"  source: {report.facts['source']}")
+    if "unknown" in report.facts:
+        tail += textwrap.wrap(report.facts["unknown"], 110, initial_indent="  ", subsequent_indent="    ")
     if "probe ended" in report.facts:
         tail.append("  " + " ".join(report.facts["probe ended"].split()))
     if report.facts.get("allowed"):
@@ -77,9 +87,33 @@ def summary(report: Report, *, color: bool = False) -> str:
     return "\n".join([line, *tail]) + "\n"
 
 
+def memory_line(memory: dict[str, Any]) -> str:
+    """What a graph holds, in one line; nothing where it holds nothing."""
+    if not memory.get("pool"):
+        return ""
+    told = f"memory of the graph: {size(memory['pool'])}, at its peak {size(memory['peak'])} of tensors"
+    if memory.get("at the peak"):
+        worst = memory["at the peak"][0]
+        told += f" ({size(worst['bytes'])} of line {os.path.basename(worst['path'])}:{worst['line']})"
+    if "second graph of the pool" in memory:
+        told += f"; a second such graph in its pool adds {size(memory['second graph of the pool'])}"
+    return told
+
+
+def size(nbytes: int) -> str:
+    """Bytes as people read them, in powers of 1024."""
+    for unit, step in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= step:
+            return f"{nbytes / step:.1f} {unit}"
+    return f"{nbytes} B"
+
+
 def _ran(report: Report) -> list[str]:
     told = []
-    if "simulate" in report.origins:
+    captures = report.facts.get("captures")
+    if captures is not None:
+        told.append(_captured(captures, report.facts.get("compiled calls", 0)))
+    elif "simulate" in report.origins:
         told.append(f"{report.steps} steps simulated")
     if "live" in report.origins:
         told.append("captured and replayed on a GPU")
@@ -87,6 +121,17 @@ def _ran(report: Report) -> list[str]:
         count = report.facts["files"]
         told.append(f"{count} file" + "s" * (count != 1))
     return told
+
+
+def _captured(captures: list[dict[str, Any]], calls: int) -> str:
+    """What a program captured and replayed, and how much of that was compared with eager."""
+    replays, compared = (sum(c[key] for c in captures) for key in ("replays", "compared"))
+    words = [f"{n} {what}{'s' * (n != 1)}" for n, what in ((len(captures), "capture"), (replays, "replay"))]
+    told = f"run on the simulated machine: {words[0]}, {words[1]}, {compared} compared with eager"
+    if calls:
+        told += f"; {calls} call{'s' * (calls != 1)} of functions that torch compiles with graphs of its own"
+    reasons = sorted({c["not compared"] for c in captures if "not compared" in c})
+    return f"{told} (others not: {'; '.join(reasons)})" if reasons else told
 
 
 def _note(gutter: str, label: str, text: str) -> list[str]:
