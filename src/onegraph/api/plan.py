@@ -21,8 +21,9 @@ from onegraph.formats.checkpoint import Checkpoint, TensorInfo, read_config
 from onegraph.formats.e8p import E8P, KEEP, E8PConfig, E8PFormat, fits, resolve_rates
 from onegraph.formats.nvfp4 import NVFP4, written_config
 from onegraph.formats.weight import WeightFormat
+from onegraph.models.blocks import DOWN, OUT
 from onegraph.models.config import LlamaConfig
-from onegraph.models.llama import DOWN, OUT, refuse_unquantizable
+from onegraph.models.llama import refuse_unquantizable
 from onegraph.models.load import parse_config
 from onegraph.models.loader import Loader
 from onegraph.quant.quantize import EMBED, HEAD
