@@ -33,6 +33,8 @@ MOST_STEPS = 10_000
 
 MOST_GPUS = 64
 
+FORMATS = ("text", "json", "sarif", "github")
+
 
 def add_parsers(subparsers: Any) -> None:
     """Add the commands `check` and `rule`; each sets `run`, called with the parsed arguments, which returns the exit
@@ -59,9 +61,17 @@ def add_parsers(subparsers: Any) -> None:
     check.add_argument(
         "--allow-no-steps", action="store_true", help="files in which no step is found are no error (exit status 0)"
     )
+    check.add_argument("--baseline", metavar="FILE", help="leave out the findings that are known in FILE")
+    check.add_argument("--write-baseline", action="store_true", help="write what is found now to the --baseline FILE")
+    check.add_argument(
+        "--changed-since", metavar="REV", help="only findings on lines and in functions changed since this git revision"
+    )
     form = check.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print the report as JSON")
-    form.add_argument("--sarif", action="store_true", help="print the report as SARIF 2.1.0")
+    form.add_argument("--format", choices=FORMATS, default="text", help="how to print the report (default: text)")
+    for name, what in (("json", "JSON"), ("sarif", "SARIF 2.1.0")):
+        form.add_argument(
+            f"--{name}", dest="format", action="store_const", const=name, help=f"the same as --format {name}: {what}"
+        )
     check.add_argument("--html", metavar="FILE", help="write the report as one HTML page")
     check.add_argument(
         "--fix", action="store_true", help="show mechanical rewrites as a diff; they are checked, and run, before"
@@ -92,6 +102,7 @@ def run_with(make: Callable[[argparse.Namespace], Report], args: argparse.Namesp
     """Tell the report that `make` gives in the form that was asked for; return 0, 1 or 2."""
     try:
         select, ignore = codes(args.select), codes(args.ignore)
+        narrow = narrowing(args)
         if not 3 <= args.steps <= MOST_STEPS:
             raise CheckError(
                 f"--steps: got {args.steps}, allowed 3 to {MOST_STEPS}; replay must be compared on several inputs"
@@ -110,20 +121,79 @@ def run_with(make: Callable[[argparse.Namespace], Report], args: argparse.Namesp
                 "named as steps is known to be a tensor (annotate `x: torch.Tensor`); "
                 "name the step as file.py:factory, or say --allow-no-steps"
             )
-        report = report.select(select, ignore)
+        report = narrow(report.select(select, ignore))
         if args.html:
             from onegraph.check.output import html
 
             write(args.html, html.render(report))
     except CheckError as error:
-        print("onegraph: error: " + " ".join(str(error).split()), file=sys.stderr)
+        message = " ".join(str(error).split())
+        print("onegraph: error: " + message, file=sys.stderr)
+        print_failure(message, args)
         return 2
     print_report(report, args)
     if "ended" in report.facts:
         sys.stdout.flush()
         print(f"onegraph: error: {report.target}: {report.facts['ended']}", file=sys.stderr)
         return 2
-    return report.exit_code(strict=args.strict)
+    return 0 if args.write_baseline else report.exit_code(strict=args.strict)
+
+
+def narrowing(args: argparse.Namespace) -> Callable[[Report], Report]:
+    """What --baseline, --write-baseline and --changed-since leave of a report. Raises CheckError, before anything is
+    checked, where one of them cannot work."""
+    if args.write_baseline and not args.baseline:
+        raise CheckError("--write-baseline: needs the file, --baseline FILE")
+    if args.write_baseline and args.changed_since:
+        raise CheckError("--write-baseline and --changed-since: a baseline is of everything; give one of the two")
+    from onegraph.check import baseline
+
+    known = baseline.load(args.baseline) if args.baseline and not args.write_baseline else None
+    changes = None
+    if args.changed_since:
+        from onegraph.check.changed import Changes
+
+        changes = Changes(args.changed_since)
+
+    def narrow(report: Report) -> Report:
+        if args.write_baseline:
+            write(args.baseline, baseline.dump(report, args.baseline))
+            remark(f"{len(report.findings)} findings written to {args.baseline}")
+        if known is not None:
+            whole = [t for t in args.target if os.path.exists(t)] if changes is None and not narrowed(args) else ()
+            gone = known.stale(report, whole) if not narrowed(args) else []
+            report, count = known.without_known(report)
+            remark(f"{count} findings are known in {args.baseline}" if count else "")
+            for path, code, source in gone:
+                remark(f"{args.baseline}: {code} in {path} is found no longer: {source!r}; drop it by --write-baseline")
+        if changes is not None:
+            report, count = changes.select(report)
+            remark(f"{count} findings are on lines unchanged since {args.changed_since}" if count else "")
+        return report
+
+    return narrow
+
+
+def narrowed(args: argparse.Namespace) -> bool:
+    """Whether only some rules were asked for: then nothing can be said about findings of the others."""
+    return bool(args.select or args.ignore)
+
+
+def remark(text: str) -> None:
+    if text:
+        print(f"onegraph: {text}", file=sys.stderr)
+
+
+def print_failure(message: str, args: argparse.Namespace) -> None:
+    """Tell machines, in the form that was asked for, that the check could not run."""
+    if args.format == "sarif":
+        from onegraph.check.output import sarif
+
+        print(sarif.failure(message, ", ".join(args.target)))
+    elif args.format == "github":
+        from onegraph.check.output import github
+
+        print(github.failure(message), end="")
 
 
 def run_fix(args: argparse.Namespace) -> int:
@@ -179,12 +249,16 @@ def check_program(words: list[str], args: argparse.Namespace) -> Report:
 
 def print_report(report: Report, args: argparse.Namespace) -> None:
     """Print in the form that was asked for."""
-    if args.json:
+    if args.format == "json":
         print(report.to_json())
-    elif args.sarif:
+    elif args.format == "sarif":
         from onegraph.check.output import sarif
 
-        print(sarif.render(report))
+        print(sarif.render(report, strict=args.strict))
+    elif args.format == "github":
+        from onegraph.check.output import github
+
+        print(github.render(report), end="")
     else:
         from onegraph.check.output import text
 

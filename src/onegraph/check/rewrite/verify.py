@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from onegraph.check import compat
 from onegraph.check.report import CheckError, Report
 
 STEPS = 4
@@ -143,7 +144,7 @@ def results(target: str, steps: int, gpus: int) -> list[dict[str, Any]]:
             tensors = {f"result{path}": t for path, t in containers.tensors(result).items()}
             tensors |= {f"given{path}": t for path, t in containers.tensors((arguments, keywords)).items()}
             tensors |= {f"state {name}": t for name, t in Snapshot(step, roots).tensors.items() if name in held}
-            with torch._C.DisableTorchFunction(), world.off():
+            with compat.no_torch_function(), world.off():
                 found.append({path: _inner(t).detach().clone() for path, t in tensors.items()})
     return found
 
