@@ -21,8 +21,9 @@ from onegraph.formats.checkpoint import Checkpoint, TensorInfo, read_config
 from onegraph.formats.e8p import E8P, KEEP, E8PConfig, E8PFormat, fits, resolve_rates
 from onegraph.formats.nvfp4 import NVFP4, written_config
 from onegraph.formats.weight import WeightFormat
+from onegraph.models.blocks import DOWN, OUT
 from onegraph.models.config import LlamaConfig
-from onegraph.models.llama import DOWN, GATE_UP, OUT, QKV, refuse_experts
+from onegraph.models.llama import refuse_unquantizable
 from onegraph.models.load import parse_config
 from onegraph.models.loader import Loader
 from onegraph.quant.quantize import EMBED, HEAD
@@ -168,7 +169,7 @@ def _described(path: Path) -> Checkpoint:
     stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
     dtype = stored if isinstance(stored, torch.dtype) else torch.bfloat16
     parsed = parse_config(config)
-    refuse_experts(parsed)
+    refuse_unquantizable(parsed)
     expected = Loader(Checkpoint(path, config, {}), parsed, dtype).expected()
     return Checkpoint(path, config, {name: _info(path, shape, dtype) for name, (shape, _) in expected.items()})
 
@@ -181,7 +182,7 @@ def survey(checkpoint: Checkpoint, name: str, choices: Choices) -> Plan:
     """The plan for an open checkpoint. Raises ValueError for what cannot be quantized as asked."""
     calibrated = choices.format == "e8p"
     parsed = (LlamaConfig.from_dict if calibrated else parse_config)(checkpoint.config)
-    refuse_experts(parsed)
+    refuse_unquantizable(parsed)
     if checkpoint.config.get("quantization_config") is not None:
         raise ValueError(f"{checkpoint.path}: is quantized already; give the unquantized model")
     loader = Loader(checkpoint, parsed, torch.float32)
@@ -285,7 +286,7 @@ def _work(loader: Loader, formats: Mapping[str, WeightFormat], before: Size, cho
     parsed = LlamaConfig.from_dict(loader.checkpoint.config)
     groups = []
     for i in range(parsed.layers):
-        for names in (QKV, (OUT,), GATE_UP, (DOWN,)):
+        for names in (parsed.qkv, (OUT,), parsed.gate_up, (DOWN,)):
             found = [layer for name in names if (layer := f"model.layers.{i}.{name}") in formats]
             for rate in {format.rate for layer in found if isinstance(format := formats[layer], E8PFormat)}:
                 some = [sizes[layer] for layer in found if formats[layer] is E8P[rate]]

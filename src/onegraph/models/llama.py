@@ -1,5 +1,4 @@
-"""The decoder of the Llama kind: Llama, Mistral, Qwen2, Qwen3, SmolLM2 and SmolLM3, and with routed experts Mixtral,
-Qwen3-MoE and gpt-oss, in any weight format.
+"""The decoder of the Llama kind, in any weight format: every family of `models/families.py`.
 
 A model is put together from what its config says, not from a class of its own. One forward serves prefill, decode,
 evaluation and calibration: what differs is the `cache` that attends. A decode step of it reads nothing back from the
@@ -17,39 +16,17 @@ from torch import Tensor, nn
 
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import TurboQuantConfig
+from onegraph.models.blocks import DOWN, OUT, Block, build_block, norm_weight, rotary_tables
 from onegraph.models.config import NORM, LlamaConfig
 from onegraph.models.loader import Loader
-from onegraph.models.routed import Routed
-from onegraph.nn.attention import Attend, Attention, CausalAttention, PagedCache
-from onegraph.nn.block import MLP, Normed, Stream, Summed
+from onegraph.nn.attention import Attend, CausalAttention, PagedCache
+from onegraph.nn.block import MLP, Stream
 from onegraph.nn.embedding import Embedding
 from onegraph.nn.linear import Linear, Siblings
-from onegraph.nn.moe import MoE
 from onegraph.nn.turboquant import TurboQuantCache
+from onegraph.ops.attention import capped
 
-QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-OUT = "self_attn.o_proj"
-GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
-DOWN = "mlp.down_proj"
 MAX_TABLE = 131072  # positions; the rotary tables of more (64 MB at head_dim 128) are made only when asked for
-
-
-class Block(nn.Module):
-    """One layer of the decoder: attention, then an MLP or experts, each between a norm in front and a sum behind."""
-
-    def __init__(self, *, qkv: Normed, attention: Attention, out: Summed, mlp: MLP | MoE) -> None:
-        super().__init__()
-        self.qkv, self.attention, self.out, self.mlp = qkv, attention, out, mlp
-
-    @property
-    def fused(self) -> bool:
-        """Whether norms, SwiGLU and sums all run inside the linears."""
-        return all(piece.fused for piece in (self.qkv, self.out, self.mlp))
-
-    def forward(self, stream: Stream, cache: Attend) -> Stream:
-        """The residual stream before the layer -> after it; the argument is left as it was."""
-        qkv, total = self.qkv(stream)
-        return self.mlp(self.out(cache.attend(self.attention, qkv), total))
 
 
 class Llama(nn.Module):
@@ -123,9 +100,9 @@ class Llama(nn.Module):
         positions = _positions(config, max_context)
         loader = Loader(checkpoint, config, dtype, decode=device.type == "cpu" if decode is None else decode)
         loader.check()
-        tables = config.rope.tables(config.head_dim, positions, device)
+        tables = rotary_tables(config, positions, device)
         with loader.reading(progress):
-            embed = loader.embedding(device)
+            embed = loader.embedding(device, embed_scale(config, dtype))
             blocks = []
             for i in range(config.layers):
                 blocks.append(build_block(loader, config, i, tables, device, fused=fused))
@@ -134,7 +111,7 @@ class Llama(nn.Module):
                 config=config,
                 embed=embed,
                 blocks=blocks,
-                norm=loader.tensor(NORM, device),
+                norm=norm_weight(loader, config, NORM, device),
                 lm_head=loader.head(embed, device),
                 dtype=dtype,
                 max_context=positions,
@@ -170,19 +147,19 @@ class Llama(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """What `forward` returned [..., D], or rows of it -> float32 [..., V]."""
-        return self.lm_head(hidden, float32=True)
+        return bounded(self.config, self.lm_head(hidden, float32=True))
 
     def new_cache(
         self, *, rows: int, pages: int, page_size: int, pages_per_row: int, kv: TurboQuantConfig | None = None
     ) -> PagedCache | TurboQuantCache:
         """A paged KV cache of this model's sizes, on its device: in its dtype, or in codes as `kv` says.
 
-        Raises ValueError for codes where attention has sinks, which nothing that reads codes knows.
+        Raises ValueError for codes where attention has what nothing that reads codes knows: `LlamaConfig.exact_cache`.
         """
-        if kv is not None and self.config.sinks:
+        if kv is not None and (what := self.config.exact_cache) is not None:
             raise ValueError(
-                f"turboquant: {self.config.model_type} has attention sinks, which a cache in codes does not know; "
-                "leave the cache in the model's dtype"
+                f"turboquant: {self.config.model_type} has {what}, which a cache in codes does not know; leave the "
+                "cache in the model's dtype"
             )
         sizes: dict[str, Any] = {
             "layers": self.config.layers,
@@ -198,78 +175,17 @@ class Llama(nn.Module):
         return PagedCache(**sizes, fused=self.fused) if kv is None else TurboQuantCache(kv, **sizes)
 
 
-def build_block(
-    loader: Loader,
-    config: LlamaConfig,
-    i: int,
-    tables: tuple[Tensor, Tensor],
-    device: torch.device,
-    *,
-    joined: bool = True,
-    fused: bool = True,
-) -> Block:
-    """Block `i` from its checkpoint tensors.
-
-    joined: siblings become one linear where that is exact. fused: norms, SwiGLU and sums run inside the linears that
-    can.
-    """
-    prefix = f"model.layers.{i}."
-
-    def norm(name: str) -> Tensor:
-        return loader.tensor(f"{prefix}{name}.weight", device)
-
-    def normed(name: str, linears: tuple[str, ...]) -> Normed:
-        joint = loader.siblings([prefix + each for each in linears], device, joined=joined)
-        return Normed(norm(name), joint, config.eps, fused=fused)
-
-    def mlp() -> MLP:
-        down = Summed(loader.linear(prefix + DOWN, device), silu=True, fused=fused)
-        return MLP(normed("post_attention_layernorm", GATE_UP), down)
-
-    routed = config.routed_at(i)
-    cos, sin = tables if config.rope_layers[i] else (None, None)
-    attention = Attention(
-        index=i,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        q_norm=norm("self_attn.q_norm") if config.qk_norm else None,
-        k_norm=norm("self_attn.k_norm") if config.qk_norm else None,
-        eps=config.eps,
-        cos=cos,
-        sin=sin,
-        window=config.windows[i],
-        sinks=loader.float32(f"{prefix}self_attn.sinks", device) if config.sinks else None,
-    )
-    return Block(
-        qkv=normed("input_layernorm", QKV),
-        attention=attention,
-        out=Summed(loader.linear(prefix + OUT, device), fused=fused),
-        mlp=mlp() if routed is None else build_experts(loader, config, routed, prefix, device),
-    )
+def embed_scale(config: LlamaConfig, dtype: torch.dtype) -> float:
+    """The factor of the embedding's rows: Gemma's is rounded to the dtype first (sqrt(3072) is 55.5 in bfloat16), as
+    it was when the models were trained."""
+    rounded = config.traits.scaled_embedding
+    return float(torch.tensor(config.embed_scale, dtype=dtype)) if rounded else config.embed_scale
 
 
-def build_experts(loader: Loader, config: LlamaConfig, routed: Routed, prefix: str, device: torch.device) -> MoE:
-    """The feed-forward half of the block of `prefix`, of routed experts."""
-    router = prefix + routed.router
-    stored = loader.info(f"{router}.weight").dtype
-    if routed.stacked:
-        gate_up, down = (prefix + name for name in routed.whole)
-        lie = {"interleaved": routed.fused, "transposed": routed.fused}
-        experts = loader.fused_experts(gate_up, down, routed.gate, device, **lie)
-    else:
-        pairs, downs = routed.each
-        names = [(prefix + gate, prefix + up) for gate, up in pairs]
-        experts = loader.experts(names, [prefix + name for name in downs], routed.gate, device)
-    return MoE(
-        norm=loader.tensor(f"{prefix}post_attention_layernorm.weight", device),
-        eps=config.eps,
-        gate=loader.tensor(f"{router}.weight", device, torch.promote_types(stored, loader.dtype)),
-        bias=loader.float32(f"{router}.bias", device) if routed.fused else None,
-        experts=experts,
-        top_k=routed.top_k,
-        normalise=routed.normalise,
-    )
+def bounded(config: LlamaConfig, logits: Tensor) -> Tensor:
+    """What the head gave -> the model's logits."""
+    logits = logits if config.logits_divisor == 1 else logits / config.logits_divisor
+    return capped(logits, config.logits_softcap)
 
 
 class LlamaSource:
@@ -290,12 +206,12 @@ class LlamaSource:
         self.config = checkpoint.config
         self.device, self.dtype = torch.device(device), dtype
         self.parsed = LlamaConfig.from_dict(checkpoint.config)
-        refuse_experts(self.parsed)
+        refuse_unquantizable(self.parsed)
         if self.parsed.quantization is not None:
             raise ValueError(f"{checkpoint.path}: is quantized already; give the unquantized model")
         self._loader = Loader(checkpoint, self.parsed, dtype)
         self._loader.check()
-        self._tables = self.parsed.rope.tables(self.parsed.head_dim, _positions(self.parsed, max_context), self.device)
+        self._tables = rotary_tables(self.parsed, _positions(self.parsed, max_context), self.device)
         self._causal = CausalAttention()
 
     @property
@@ -329,9 +245,9 @@ class LlamaSource:
         assert isinstance(qkv, Siblings)
         assert isinstance(gate_up, Siblings)
         return [
-            list(zip(QKV, qkv.parts, strict=True)),
+            list(zip(self.parsed.qkv, qkv.parts, strict=True)),
             [(OUT, block.out.linear)],
-            list(zip(GATE_UP, gate_up.parts, strict=True)),
+            list(zip(self.parsed.gate_up, gate_up.parts, strict=True)),
             [(DOWN, block.mlp.down.linear)],
         ]
 
@@ -341,27 +257,32 @@ class LlamaSource:
 
     def head(self, hidden: Tensor) -> Tensor:
         """Residual stream after the last block [..., D] -> logits float32 [..., V]."""
-        return self._head(self.final_norm(hidden), float32=True)
+        return bounded(self.parsed, self._head(self.final_norm(hidden), float32=True))
 
     @cached_property
     def _norm(self) -> Tensor:
-        return self._loader.tensor(NORM, self.device)
+        return norm_weight(self._loader, self.parsed, NORM, self.device)
 
     @cached_property
     def _embedding(self) -> Embedding:
-        return self._loader.embedding(self.device)
+        return self._loader.embedding(self.device, embed_scale(self.parsed, self.dtype))
 
     @cached_property
     def _head(self) -> Linear:
         return self._loader.head(self._embedding, self.device)
 
 
-def refuse_experts(config: object) -> None:
-    """Raises ValueError for a model of this decoder that has experts, which cannot be quantized here."""
+def refuse_unquantizable(config: object) -> None:
+    """Raises ValueError for a model of this decoder that cannot be quantized here: one with experts, or with images."""
     if isinstance(config, LlamaConfig) and config.routed is not None:
         raise ValueError(
             f"{config.model_type} has routed experts, which are not quantized; give a dense model, or load a published "
             "checkpoint of this one in FP8, NVFP4 or MXFP4 as it is"
+        )
+    if isinstance(config, LlamaConfig) and config.nested:
+        raise ValueError(
+            f"this is a model of images and text around a {config.model_type}; it runs here, but only a checkpoint of "
+            f"the {config.model_type} alone can be quantized"
         )
 
 
