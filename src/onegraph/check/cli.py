@@ -201,7 +201,8 @@ def run_fix(args: argparse.Namespace) -> int:
     from onegraph.check.rewrite import Plan, plan
 
     try:
-        unfit = [o for o in ("json", "sarif", "html", "live", "all", "select", "ignore") if getattr(args, o)]
+        told = ("html", "live", "all", "select", "ignore", "baseline", "changed_since", "run_program")
+        unfit = [args.format] if args.format != "text" else [o.replace("_program", "").replace("_", "-") for o in told if getattr(args, o)]
         if unfit or not args.fix:
             why = f"--{unfit[0]} does not go with --fix" if unfit else "--write needs --fix"
             raise CheckError(f"{why}; allowed --fix and --fix --write, with --steps, --gpus, --timeout and --strict")

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onegraph.check import compat
 from onegraph.check.report import CheckError, Report
 
 STEPS = 4
@@ -122,7 +121,7 @@ def results(target: str, steps: int, gpus: int) -> list[dict[str, Any]]:
     """What the first steps of a target return on the simulated machine, run eagerly, plain tensors by path."""
     import torch
 
-    from onegraph.check import containers
+    from onegraph.check import compat, containers
     from onegraph.check.simulate import frames
     from onegraph.check.simulate.cuda import machine
     from onegraph.check.simulate.run import _inner, call_step, given_of
