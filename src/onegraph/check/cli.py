@@ -201,8 +201,9 @@ def run_fix(args: argparse.Namespace) -> int:
     from onegraph.check.rewrite import Plan, plan
 
     try:
-        told = ("html", "live", "all", "select", "ignore", "baseline", "changed_since", "run_program")
-        unfit = [args.format] if args.format != "text" else [o.replace("_program", "").replace("_", "-") for o in told if getattr(args, o)]
+        others = {"html": "html", "live": "live", "all": "all", "select": "select", "ignore": "ignore"}
+        others |= {"baseline": "baseline", "changed-since": "changed_since", "run": "run_program"}
+        unfit = [args.format] if args.format != "text" else [o for o, name in others.items() if getattr(args, name)]
         if unfit or not args.fix:
             why = f"--{unfit[0]} does not go with --fix" if unfit else "--write needs --fix"
             raise CheckError(f"{why}; allowed --fix and --fix --write, with --steps, --gpus, --timeout and --strict")
