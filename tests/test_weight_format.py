@@ -266,7 +266,7 @@ def test_an_embedding_needs_a_look_up(format: WeightFormat) -> None:
         Embedding(format, made(format, 64, 96).tensors, torch.float32)
 
 
-@pytest.mark.parametrize("format", [E8P[2], INT4], ids=str)
+@pytest.mark.parametrize("format", [INT4, INT4_ROWS], ids=str)
 def test_experts_need_a_format_that_has_them(
     format: WeightFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,30 @@ class Call:
 
 
 @dataclass(eq=False)
+class E8PExperts(Call):
+    """See `ops.e8p_experts.e8p_experts`."""
+
+    x: Tensor
+    experts: Tensor
+    weights: Tensor
+    codebook: Tensor
+    gate_up: Tensor
+    gate_up_residual: Tensor | None
+    gate_up_in_scale: Tensor
+    gate_up_out_scale: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_residual: Tensor | None
+    down_in_scale: Tensor
+    down_out_scale: Tensor
+    down_bias: Tensor | None
+    bits: int
+    limit: float
+    alpha: float
+    shift: float
+
+
+@dataclass(eq=False)
 class Heads(Call):
     """Queries, keys and values as a linear gave them, and what turns them; see `ops.attention.rope_cache_write`."""
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from onegraph.formats.e8p import BITS, STAGE_RATIO, E8PFormat, codebook, hadamard_block, residual_dtype
+from onegraph.ops.activation import SwiGLU
 from onegraph.ops.hadamard import FLOATS, hadamard
 from onegraph.ops.registry import Case, Op, nbytes, register
 from onegraph.ops.weight import ChainOps, Given, WeightOps
@@ -364,6 +365,19 @@ def _look_up(format: E8PFormat, ids: Tensor, weight: Given) -> Tensor:
     )  # fmt: skip
 
 
+def _run_experts(
+    format: E8PFormat, x: Tensor, experts: Tensor, weights: Tensor, gate_up: Given, down: Given, gate: SwiGLU,
+    biases: tuple[Tensor, Tensor] | None,
+) -> Tensor:  # fmt: skip
+    from onegraph.ops.e8p_experts import e8p_experts
+
+    both = []
+    for weight, bias in zip((gate_up, down), biases or (None, None), strict=True):
+        both += [weight["codes"], weight.get("residual"), weight["in_scale"], weight["out_scale"], bias]
+    made: Tensor = e8p_experts(x, experts, weights, gate_up["codebook"], *both, format.rate, *gate.numbers)
+    return made
+
+
 def _chain_takes(format: E8PFormat, sizes: tuple[int, int, int, int]) -> bool:
     from onegraph.ops.cuda import e8p_chain as kernel
 
@@ -390,4 +404,6 @@ def _chain(
     return made
 
 
-WEIGHT = WeightOps(linear=_run, decode=_dense, embedding=_look_up, chain=ChainOps(_chain_takes, _chain))
+WEIGHT = WeightOps(
+    linear=_run, decode=_dense, embedding=_look_up, experts=_run_experts, chain=ChainOps(_chain_takes, _chain)
+)
