@@ -20,7 +20,8 @@ from onegraph.formats.dense import DENSE
 from onegraph.formats.turboquant import TurboQuantConfig
 from onegraph.models.chain import chained
 from onegraph.models.config import LlamaConfig
-from onegraph.models.llama import Llama, LlamaSource
+from onegraph.models.llama import Llama
+from onegraph.models.source import LlamaSource
 from onegraph.models.rope import Rope
 from onegraph.nn import attention
 from onegraph.nn.attention import CausalAttention

@@ -54,6 +54,9 @@ class Line:
     def linear_groups(self, block: Any) -> list[list[tuple[str, Any]]]:
         return [[("first", block[0])], [("second", block[1])]]
 
+    def expert_layers(self, block: Any) -> list[Any]:
+        return []
+
     def run_block(self, block: Any, hidden: Tensor) -> Tensor:
         return block(hidden)
 
@@ -65,7 +68,8 @@ def test_cross_moments_are_of_the_unquantized_models_inputs_with_ours() -> None:
         for layer in block:
             layer.weight.data = torch.randn(4, 4, generator=source)
     ours, theirs = (list(torch.randn(5, 3, 4, generator=source).split(2)) for _ in range(2))
-    moments, outputs = gather(Line(), blocks[0], ours, [1], (blocks[1], theirs))  # type: ignore[arg-type]
+    gathered = gather(Line(), blocks[0], ours, [1], (blocks[1], theirs))  # type: ignore[arg-type]
+    moments, outputs = gathered.moments, list(gathered.outputs)
     assert list(moments) == [1]
     pairs = zip(blocks, (ours, theirs), strict=True)
     x, reference = (block[0](torch.cat(batches)).flatten(0, 1) for block, batches in pairs)

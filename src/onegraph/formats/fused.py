@@ -5,9 +5,10 @@
 | gpt-oss                             | X_blocks uint8 [E, n, k/32, 16], X_scales uint8 (E8M0) [E, n, k/32] | MXFP4  |
 | Qwen3.5-MoE                         | X, a float [E, n, k]                                                | dense  |
 | gpt-oss dequantized, Qwen3-VL-MoE   | X, a float [E, k, n]: transposed                                    | dense  |
+| onegraph, of any family             | X.codes int16 [E, n, k/8] and the other fields of E8P, E in front   | E8P    |
 
-X_bias, a float [E, n], may lie beside either. gpt-oss's config says `quant_method: mxfp4`; which tensors are in blocks
-their names say.
+X_bias, a float [E, n], may lie beside any of them. gpt-oss's config says `quant_method: mxfp4`; which tensors are in
+blocks their names say.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -18,9 +19,10 @@ import torch
 from torch import Tensor
 
 from onegraph.formats.dense import DENSE
+from onegraph.formats.e8p import BITS, E8P, residual_dtype
 from onegraph.formats.files import CheckpointError, quote
 from onegraph.formats.mxfp4 import E8M0, GROUP, MXFP4
-from onegraph.formats.weight import FLOATS, WHOLE, Expected, Field, File, Part, Require, WeightFormat
+from onegraph.formats.weight import FLOATS, WHOLE, Dtypes, Expected, Field, File, Part, Require, WeightFormat
 
 
 def stack_names(file: File, name: str) -> tuple[WeightFormat, dict[str, str]]:
@@ -30,7 +32,16 @@ def stack_names(file: File, name: str) -> tuple[WeightFormat, dict[str, str]]:
         return MXFP4, {"codes": f"{name}_blocks", "scale": f"{name}_scales"}
     if name in file:
         return DENSE, {"weight": name}
-    raise CheckpointError(f"there is neither {quote(name)} nor {quote(name + '_blocks')}; fetch the checkpoint again")
+    if f"{name}.codes" in file:
+        rest = file.info(f"{name}.residual").dtype if f"{name}.residual" in file else None
+        rate = next((bits for bits in BITS if residual_dtype(bits) == rest), None)
+        if rate is None:
+            raise CheckpointError(f"{quote(name + '.residual')} is {rest}; E8P has it as uint8 or int16")
+        return E8P[rate], {key: f"{name}.{key}" for key in E8P[rate].stored}
+    raise CheckpointError(
+        f"there is neither {quote(name)} nor {quote(name + '_blocks')} nor {quote(name + '.codes')}; fetch the "
+        "checkpoint again"
+    )
 
 
 def expected_stack(
@@ -43,10 +54,17 @@ def expected_stack(
     found: Expected = {f"{name}_bias": ((count, n), FLOATS)} if bias else {}
     if format is DENSE:
         return found | {names["weight"]: ((count, k, n) if transposed else (count, n, k), FLOATS)}
+    if format is not MXFP4:
+        layout = {key: ((count, *each.shape(n, k)), each) for key, each in format.stored.items()}
+        return found | {names[key]: (shape, _dtypes(each)) for key, (shape, each) in layout.items()}
     return found | {
         names["codes"]: ((count, n, k // GROUP, GROUP // 2), (torch.uint8,)),
         names["scale"]: ((count, n, k // GROUP), (torch.uint8, E8M0)),
     }
+
+
+def _dtypes(each: Field) -> Dtypes:
+    return each.stored or ((each.dtype,) if each.dtype is not None else FLOATS)
 
 
 @dataclass(frozen=True)
@@ -100,6 +118,9 @@ class BlocksConfig:
 
     def check_layers(self, layers: Collection[str]) -> None:
         """`modules_to_not_convert` names modules of which most are no linears: nothing to hold against the layers."""
+
+    def stacked(self, layer: str) -> bool:
+        return False
 
     def ignored(self, name: str) -> bool:
         return False

@@ -113,6 +113,8 @@ class WeightFormat:
         fields: what the ops take, in this order; a tensor whose dtype is None has that of the activations.
         group: inputs that are coded together: k is a multiple of it.
         fuses: what may be computed in the launch of a linear.
+        mixes_rows: whether rows are coded together, so that their order cannot be changed in codes. Experts in such a
+            format lie gate rows first, however their family interleaves them.
     """
 
     name: str
@@ -120,6 +122,7 @@ class WeightFormat:
     fields: Mapping[str, Field]
     group: int = 1
     fuses: frozenset[Fusion] = frozenset()
+    mixes_rows: bool = False
 
     def __repr__(self) -> str:
         return self.name
@@ -269,6 +272,10 @@ class Quantization(Protocol):
 
     def check_layers(self, layers: Collection[str]) -> None:
         """Raises ValueError where it names a linear of a block that `layers` does not have."""
+
+    def stacked(self, layer: str) -> bool:
+        """Whether the experts `layer` (all gate-up or all down of a block) are one tensor a field, although the family
+        publishes them one by one."""
 
     def ignored(self, name: str) -> bool:
         """Whether a file may hold the tensor `name` although nothing reads it."""

@@ -249,10 +249,12 @@ class LlamaConfig:
         stacks: dict[str, Stack] = {}
         for i in range(self.layers):
             prefix, routed = f"model.layers.{i}.", self.routed_at(i)
-            half = mlp if routed is None else dict(routed.linears(d))
+            whole = routed is not None and routed.stacked(prefix, self.quantization)
+            half = mlp if routed is None else {} if whole else dict(routed.linears(d))
             linears |= {prefix + name: size for name, size in (attention | half).items()}
             others = own if routed is None else own | routed.tensors(d)
-            stacks |= {} if routed is None else {prefix + name: what for name, what in routed.stacks(d).items()}
+            if routed is not None and whole:
+                stacks |= {prefix + name: what for name, what in routed.stacks(d).items()}
             tensors |= {prefix + name: what for name, what in others.items()}
         return Parts(
             linears=linears | {HEAD: (self.vocab_size, d, False)},

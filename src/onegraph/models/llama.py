@@ -9,7 +9,6 @@ residual, gate-up behind its norm, down behind SwiGLU onto the residual.
 """
 
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from onegraph.models.routed import Routed
 from onegraph.nn.attention import Attend, Attention, CausalAttention, PagedCache
 from onegraph.nn.block import MLP, Normed, Stream, Summed
 from onegraph.nn.embedding import Embedding
-from onegraph.nn.linear import Linear, Siblings
+from onegraph.nn.linear import Linear
 from onegraph.nn.moe import MoE
 from onegraph.nn.turboquant import TurboQuantCache
 
@@ -120,7 +119,7 @@ class Llama(nn.Module):
         """
         device = torch.device(device)
         config = LlamaConfig.from_dict(checkpoint.config)
-        positions = _positions(config, max_context)
+        positions = table_positions(config, max_context)
         loader = Loader(checkpoint, config, dtype, decode=device.type == "cpu" if decode is None else decode)
         loader.check()
         tables = config.rope.tables(config.head_dim, positions, device)
@@ -253,9 +252,10 @@ def build_experts(loader: Loader, config: LlamaConfig, routed: Routed, prefix: s
     """The feed-forward half of the block of `prefix`, of routed experts."""
     router = prefix + routed.router
     stored = loader.info(f"{router}.weight").dtype
-    if routed.fused:
+    if routed.stacked(prefix, loader.quantization):
         gate_up, down = (prefix + name for name in routed.whole)
-        experts = loader.fused_experts(gate_up, down, routed.gate, device, interleaved=True, transposed=True)
+        layout = {"interleaved": routed.fused, "transposed": routed.fused}
+        experts = loader.fused_experts(gate_up, down, routed.gate, device, **layout)
     else:
         pairs, downs = routed.each
         names = [(prefix + gate, prefix + up) for gate, up in pairs]
@@ -271,100 +271,7 @@ def build_experts(loader: Loader, config: LlamaConfig, routed: Routed, prefix: s
     )
 
 
-class LlamaSource:
-    """An unquantized checkpoint as the quantizer calibrates on it: one dense block in memory at a time, besides the
-    embedding and the head once they were used.
-
-    It has the attributes and methods that `onegraph.quant` asks of a model, and holds none of its types.
-    """
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        *,
-        max_context: int | None = None,
-    ) -> None:
-        self.config = checkpoint.config
-        self.device, self.dtype = torch.device(device), dtype
-        self.parsed = LlamaConfig.from_dict(checkpoint.config)
-        refuse_experts(self.parsed)
-        if self.parsed.quantization is not None:
-            raise ValueError(f"{checkpoint.path}: is quantized already; give the unquantized model")
-        self._loader = Loader(checkpoint, self.parsed, dtype)
-        self._loader.check()
-        self._tables = self.parsed.rope.tables(self.parsed.head_dim, _positions(self.parsed, max_context), self.device)
-        self._causal = CausalAttention()
-
-    @property
-    def num_blocks(self) -> int:
-        return self.parsed.layers
-
-    def block_prefix(self, i: int) -> str:
-        return f"model.layers.{i}."
-
-    @torch.no_grad()
-    def embed(self, tokens: Tensor) -> Tensor:
-        """tokens int [B, T] -> [B, T, D]."""
-        return self._embedding(tokens.to(self.device))
-
-    def load_block(self, i: int) -> Block:
-        """Block `i`, read from disk now, its linears apart and dense; the pages of blocks before it are given back."""
-        self._loader.checkpoint.forget()
-        return build_block(self._loader, self.parsed, i, self._tables, self.device, joined=False)
-
-    def run_block(self, block: Block, hidden: Tensor) -> Tensor:
-        """Residual stream before the block -> after it, [B, T, D], causal over the whole sequence; input untouched.
-
-        Nothing is written in place, so that autograd can follow it where ops run their references.
-        """
-        return block(Stream(hidden), self._causal).total()
-
-    def linear_groups(self, block: Block) -> list[list[tuple[str, nn.Module]]]:
-        """Linears of the block by shared input, in the order they run: (name within the block, module)."""
-        assert isinstance(block.mlp, MLP)
-        qkv, gate_up = block.qkv.linear, block.mlp.gate_up.linear
-        assert isinstance(qkv, Siblings)
-        assert isinstance(gate_up, Siblings)
-        return [
-            list(zip(QKV, qkv.parts, strict=True)),
-            [(OUT, block.out.linear)],
-            list(zip(GATE_UP, gate_up.parts, strict=True)),
-            [(DOWN, block.mlp.down.linear)],
-        ]
-
-    def final_norm(self, hidden: Tensor) -> Tensor:
-        """Residual stream after the last block [..., D] -> input of the head."""
-        return Stream(hidden.contiguous()).normed(self._norm, self.parsed.eps)[0]
-
-    def head(self, hidden: Tensor) -> Tensor:
-        """Residual stream after the last block [..., D] -> logits float32 [..., V]."""
-        return self._head(self.final_norm(hidden), float32=True)
-
-    @cached_property
-    def _norm(self) -> Tensor:
-        return self._loader.tensor(NORM, self.device)
-
-    @cached_property
-    def _embedding(self) -> Embedding:
-        return self._loader.embedding(self.device)
-
-    @cached_property
-    def _head(self) -> Linear:
-        return self._loader.head(self._embedding, self.device)
-
-
-def refuse_experts(config: object) -> None:
-    """Raises ValueError for a model of this decoder that has experts, which cannot be quantized here."""
-    if isinstance(config, LlamaConfig) and config.routed is not None:
-        raise ValueError(
-            f"{config.model_type} has routed experts, which are not quantized; give a dense model, or load a published "
-            "checkpoint of this one in FP8, NVFP4 or MXFP4 as it is"
-        )
-
-
-def _positions(config: LlamaConfig, max_context: int | None) -> int:
+def table_positions(config: LlamaConfig, max_context: int | None) -> int:
     if max_context is None:
         return min(config.max_positions, MAX_TABLE)
     if not 1 <= max_context <= config.max_positions:

@@ -22,12 +22,14 @@ class Component:
 
 
 class Stack(NamedTuple):
-    """The matrices n x k of all `experts` in one tensor, biases beside it; dense ones may lie `transposed`, k x n."""
+    """The matrices n x k of all `experts` in one tensor, biases beside it where there is a `bias`; dense ones may lie
+    `transposed`, k x n."""
 
     experts: int
     n: int
     k: int
     transposed: bool
+    bias: bool
 
 
 @dataclass(frozen=True)
