@@ -76,6 +76,8 @@ class Tiny:
             raise KeyboardInterrupt
         return block(hidden)
 
+    kept = ()
+
     def shapes(self, i: int) -> dict[str, tuple[int, ...]]:
         groups = self.linear_groups(self.blocks[i])
         return {name: tuple(module.weight.shape) for group in groups for name, module in group}

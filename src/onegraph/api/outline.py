@@ -20,9 +20,10 @@ class Outline:
     """Args:
     own: whether our own decoder runs it; otherwise transformers' modules do.
     blocks: for each block its prefix and what of it may be rounded: linears [n, k] and stacks of experts [E, n, k].
-    left: layers that stay as they are, and why.
+    left: layers that stay as they are, and why; kept: the linears among them.
     layer_of: the linear or stack whose weight a tensor of the checkpoint is, or is a part of.
     published: stacks that the checkpoint has in MXFP4 already.
+    check: raises CheckpointError where tensors do not fit config.json.
     hidden, inner, vocab, positions, cached: sizes; cached: numbers that a token leaves in the KV cache.
     weights: parameters of the largest block. ends: the checkpoint's names of embedding and head.
     """
@@ -37,7 +38,9 @@ class Outline:
     cached: int
     weights: int
     left: Mapping[str, str] = field(default_factory=dict)
+    kept: frozenset[str] = frozenset()
     published: frozenset[str] = frozenset()
+    check: Callable[[Checkpoint], None]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -48,7 +51,7 @@ class Outline:
 def outline(checkpoint: Checkpoint) -> Outline:
     """Raises ValueError for a model that is quantized already, or that neither of the two can run."""
     if foreign(checkpoint.config):
-        return _modules().outline_of(checkpoint)
+        return Outline(own=False, **modules().outline_of(checkpoint))
     config = LlamaConfig.from_dict(checkpoint.config)
     refuse_quantized(checkpoint, config)
     parts = config.parts
@@ -65,6 +68,7 @@ def outline(checkpoint: Checkpoint) -> Outline:
         cached=2 * config.layers * config.kv_heads * config.head_dim,
         weights=max(sum(_count(shape) for shape in names.values()) for names in blocks.values()),
         published=frozenset(name for name in stacks if f"{name}_blocks" in checkpoint),
+        check=lambda checkpoint: Loader(checkpoint, config, torch.float32).check(),
     )
 
 
@@ -86,18 +90,10 @@ def model_of(checkpoint: Checkpoint, device: torch.device, sequence: int, *, own
     """The model as the quantizer calibrates on it."""
     if own:
         return LlamaSource(checkpoint, device, max_context=sequence)
-    return _modules().ModulesSource(checkpoint, device)
+    return modules().ModulesSource(checkpoint, device)
 
 
-def check(checkpoint: Checkpoint, own: bool) -> None:
-    """Raises CheckpointError where tensors do not fit config.json."""
-    if own:
-        Loader(checkpoint, LlamaConfig.from_dict(checkpoint.config), torch.float32).check()
-    else:
-        _modules().check(checkpoint)
-
-
-def _modules() -> Any:
+def modules() -> Any:
     from onegraph.integrations.hf import source
 
     return source
@@ -105,7 +101,7 @@ def _modules() -> Any:
 
 def _modules_have(config: Mapping[str, Any]) -> bool:
     try:
-        found: bool = _modules().has(config)
+        found: bool = modules().has(config)
     except ImportError:
         return False
     return found

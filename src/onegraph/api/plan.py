@@ -16,7 +16,7 @@ import torch
 from onegraph.api.cost import Work, available_memory, estimate, spill_bound
 from onegraph.api.device import pick_device
 from onegraph.api.hub import locate
-from onegraph.api.outline import Outline, check, foreign, outline
+from onegraph.api.outline import Outline, foreign, modules, outline
 from onegraph.api.size import Size, human_bytes, size_of, size_with
 from onegraph.formats.checkpoint import Checkpoint, TensorInfo, read_config
 from onegraph.formats.e8p import BITS, E8P, KEEP, E8PConfig, E8PFormat, fits, resolve_rates
@@ -43,7 +43,12 @@ class Choices:
     tokens: int
     sequence: int
     experts: int | None
-    activations: int
+    activations: int | None
+
+    @property
+    def held(self) -> int:
+        """Bytes of activations that may lie in memory."""
+        return spill_bound(self.device) if self.activations is None else self.activations
 
     @property
     def layers(self) -> Mapping[str, int]:
@@ -94,7 +99,7 @@ def choose(
         tokens=tokens or TOKENS[target.type],
         sequence=sequence,
         experts=experts,
-        activations=spill_bound(target) if activations is None else activations,
+        activations=activations,
     )
 
 
@@ -186,9 +191,7 @@ def _described(path: Path) -> Checkpoint:
     stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
     dtype = stored if isinstance(stored, torch.dtype) else torch.bfloat16
     if foreign(config) and config.get("model_type") not in CONFIGS:
-        from onegraph.integrations.hf.source import expected_tensors
-
-        expected = expected_tensors(config)
+        expected = modules().expected_tensors(config)
     else:
         expected = Loader(Checkpoint(path, config, {}), parse_config(config), dtype).expected()
     return Checkpoint(path, config, {name: _info(path, shape, dtype) for name, (shape, _) in expected.items()})
@@ -203,13 +206,13 @@ def survey(checkpoint: Checkpoint, name: str, choices: Choices) -> Plan:
     if choices.format == "nvfp4":
         return _survey_nvfp4(checkpoint, name, choices)
     found = outline(checkpoint)
-    check(checkpoint, found.own)
+    found.check(checkpoint)
     choices = with_experts(choices, found)
     shapes = found.shapes
     rates = resolve_rates(choices.layers, shapes, choices.levers.bits)
     formats = {layer: E8P[rate] for layer in shapes if (rate := rates.get(layer, choices.levers.bits)) != KEEP}
     _one_rate(found, formats)
-    made = _made(checkpoint, formats, rates, choices, found.layer_of, shapes)
+    made = _made(checkpoint, formats, rates | dict.fromkeys(found.kept, KEEP), choices, found.layer_of, shapes)
     before, after = (
         (size_of(checkpoint), size_of(made)) if found.own else size_with(checkpoint, made, shapes, found.layer_of)
     )
@@ -387,7 +390,7 @@ def _work(found: Outline, formats: Mapping[str, WeightFormat], before: Size, aft
         parameters=before.parameters,
         cached=found.cached,
         written=after.total_bytes,
-        activations=choices.activations,
+        activations=choices.held,
     )
 
 

@@ -251,7 +251,7 @@ class _Run:
             partial,
             outer=outer,
             progress=lambda done, total, _: self.say("quantizing", done, total),
-            spill=Spill(partial.path / ".activations.tmp", choices.activations),
+            spill=Spill(partial.path / ".activations.tmp", choices.held),
         )
         routed = {first: counts for (first, _), counts in quantized.counts.items()}
         for line in few_lines(routed, found, recipe):

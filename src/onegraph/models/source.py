@@ -50,6 +50,11 @@ class LlamaSource:
     def num_blocks(self) -> int:
         return self.parsed.layers
 
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Linears that stay as they are: none."""
+        return ()
+
     def shapes(self, i: int) -> dict[str, tuple[int, ...]]:
         """Linears of block `i` [n, k] and its stacks of experts [E, n, k], by the name within it."""
         return block_shapes(self.parsed, self._loader.parts.linears, i)
@@ -163,7 +168,7 @@ def block_shapes(
 
 
 def layer_of(config: LlamaConfig, name: str) -> str | None:
-    """The linear or stack of experts whose weight the tensor `name` of an unquantized checkpoint is, or is a part of."""
+    """The linear or stack of experts whose weight the tensor `name` of an unquantized checkpoint is (a part of)."""
     found = re.fullmatch(r"(model\.layers\.\d+\.)(.*)", name)
     local = None if found is None or config.routed is None else config.routed.owner(found[2])
     if found is not None and local is not None:

@@ -1,6 +1,6 @@
 """What the quantizer asks of a model, and text that the model itself samples to calibrate on."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +38,10 @@ class QuantizableModel(Protocol):
 
     @property
     def num_blocks(self) -> int: ...
+
+    @property
+    def kept(self) -> Collection[str]:
+        """Linears of the blocks, by full name, that are none of `shapes` and stay as they are."""
 
     def shapes(self, i: int) -> dict[str, tuple[int, ...]]:
         """What of block `i` may be rounded, by its name within the block: linears [n, k], then stacks of experts

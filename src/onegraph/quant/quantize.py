@@ -173,7 +173,7 @@ class _Job:
             for i in range(model.num_blocks)
             for name, shape in model.shapes(i).items()
         }
-        rates = resolve_rates(recipe.layers, self.shapes, recipe.bits)
+        rates = resolve_rates(recipe.layers, self.shapes, recipe.bits) | dict.fromkeys(model.kept, KEEP)
         self.config = E8PConfig(
             bits=recipe.bits, layers=rates, lm_head=recipe.lm_head, embed_tokens=recipe.embed_tokens
         )
