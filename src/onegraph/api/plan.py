@@ -211,6 +211,8 @@ def survey(checkpoint: Checkpoint, name: str, choices: Choices) -> Plan:
     shapes = found.shapes
     rates = resolve_rates(choices.layers, shapes, choices.levers.bits)
     formats = {layer: E8P[rate] for layer in shapes if (rate := rates.get(layer, choices.levers.bits)) != KEEP}
+    if not formats:
+        raise ValueError(f"{checkpoint.path}: no layer is left to be rounded; {_why_none(found)}")
     _one_rate(found, formats)
     made = _made(checkpoint, formats, rates | dict.fromkeys(found.kept, KEEP), choices, found.layer_of, shapes)
     before, after = (
@@ -281,6 +283,11 @@ def with_experts(choices: Choices, found: Outline) -> Choices:
         return choices
     patterns = {f"*.{local}": rate for local in dict.fromkeys(stacks.values())}
     return replace(choices, levers=replace(choices.levers, layers=patterns | dict(choices.layers)))
+
+
+def _why_none(found: Outline) -> str:
+    whys = dict.fromkeys(found.left.values())
+    return "; ".join(whys) if whys and not found.shapes else "`layers` keeps all of them"
 
 
 def _one_rate(found: Outline, formats: Mapping[str, WeightFormat]) -> None:

@@ -91,6 +91,7 @@ class CodedStack(_Coded):
         module: Any, which: int,
     ) -> None:  # fmt: skip
         super().__init__(format, n, k, names, stored, dtype)
+        self._is_hf_initialized = True  # transformers' mark for: draw no numbers into it, as some classes do
         self.which, self.flags = which, _Flags(module)
         self.count = module.num_experts
 

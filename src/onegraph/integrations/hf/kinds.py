@@ -1,8 +1,10 @@
 """Which of transformers' modules are linears that our formats can take the place of."""
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -12,7 +14,7 @@ GROUP = 8  # inputs that E8P codes together
 def plain_linear(module: nn.Module) -> nn.Linear | None:
     """The module as a linear, where all that it does is x W^T + b: itself, or a new one for GPT-2's Conv1D, whose
     weight lies transposed."""
-    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+    if isinstance(module, nn.Linear) and _multiplies(module):
         return module
     if isinstance(module, Conv1D):
         n, k = size_of(module)
@@ -21,6 +23,27 @@ def plain_linear(module: nn.Module) -> nn.Linear | None:
         linear.bias = nn.Parameter(module.bias.detach(), requires_grad=False)
         return linear
     return None
+
+
+def _multiplies(module: nn.Linear) -> bool:
+    """Whether a linear computes x W^T + b and no more; classes with a forward of their own are tried on a few rows."""
+    if type(module).forward is nn.Linear.forward:
+        return True
+    source = torch.Generator().manual_seed(0)
+    rows, k = min(4, module.out_features), module.in_features
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=source, device="cpu")  # transformers loads within the meta device
+
+    weight, x = drawn(rows, k), drawn(2, k)
+    bias = None if module.bias is None else drawn(rows)
+    tried = copy.copy(module)
+    tried._parameters = {"weight": nn.Parameter(weight), "bias": None if bias is None else nn.Parameter(bias)}
+    try:
+        with torch.no_grad():
+            return torch.allclose(tried(x), nn.functional.linear(x, weight, bias), atol=1e-5)
+    except (RuntimeError, AttributeError, TypeError, ValueError):  # it asks for more than a weight and an input
+        return False
 
 
 def size_of(module: Any) -> tuple[int, int]:
@@ -34,8 +57,7 @@ def why_left(name: str, module: nn.Module, experts: Mapping[str, nn.Module]) -> 
 
     experts: those of the block, by name.
     """
-    known = isinstance(module, nn.Linear | Conv1D)
-    if not known or (isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward):
+    if not isinstance(module, Conv1D) and not (isinstance(module, nn.Linear) and _multiplies(module)):
         return f"{type(module).__name__} is no plain linear"
     n, k = size_of(module)
     parents = {each.rpartition(".")[0]: each for each in experts}

@@ -122,9 +122,11 @@ def _swap_layers(model: Any, config: Quantization, tensors: _Headers, dtype: tor
     Returns the names of all linears. Raises CheckpointError that names a tensor missing or wrong.
     """
     # AutoModel without a head drops the prefix that the checkpoint's names carry
-    inner = "" if hasattr(model, model.base_model_prefix) else f"{model.base_model_prefix}."
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    bare = head is None and not hasattr(model, model.base_model_prefix)
+    inner = f"{model.base_model_prefix}." if bare else ""
     seen: set[str] = set()
+    taken: set[str] = set()
     ends_coded = False
     kind: type[CodedLinear | CodedEmbedding]
     for name, module in list(model.named_modules()):
@@ -132,7 +134,8 @@ def _swap_layers(model: Any, config: Quantization, tensors: _Headers, dtype: tor
         if module is embedding:
             (n, k), kind, layer = (module.num_embeddings, module.embedding_dim), CodedEmbedding, "embed_tokens"
         elif holds_experts(module):
-            seen |= _swap_experts(module, full, config, tensors, dtype)
+            seen |= (stacks := _swap_experts(module, full, config, tensors, dtype))
+            taken |= stacks
             continue
         elif plain_linear(module) is not None:
             (n, k), kind = size_of(module), CodedLinear
@@ -149,6 +152,12 @@ def _swap_layers(model: Any, config: Quantization, tensors: _Headers, dtype: tor
         names = {key: name.removeprefix(f"{full}.") for key, name in format.names(tensors, full).items()}
         with torch.device("meta"):
             model.set_submodule(name, kind(format, n, k, names, stored, dtype))
+        taken.add(full)
+    own = tuple(f"{inner}{child}." for child, _ in model.named_children())
+    for name in tensors:
+        if name.endswith(".codes") and name.startswith(own) and name.removesuffix(".codes") not in taken:
+            # transformers would only warn, and run on random numbers in their place
+            raise CheckpointError(f"tensor {quote(name)} is codes of a layer that this model does not have as a linear")
     if ends_coded and model.config.tie_word_embeddings:
         # Quantizing the head or the embedding unties them: the checkpoint then holds both.
         model.config.tie_word_embeddings = False
@@ -173,7 +182,6 @@ def _swap_experts(module: Any, full: str, config: Quantization, tensors: _Header
         with torch.device("meta"):
             setattr(module, leaf, CodedStack(format, n, k, suffixes, found, dtype, module, which))
         module.config._experts_implementation = IMPLEMENTATION
-        module._is_hf_initialized = True  # its class would draw numbers into the parameters that are gone
     return set(names)
 
 
