@@ -8,10 +8,10 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 TESTS  ?= tests
 COUNT  ?= 10000
 
-.PHONY: help demo test vllm hf lint mutate fuzz gpu-test clean
+.PHONY: help demo test vllm hf torch-versions lint mutate fuzz gpu-test clean
 
 help: ## this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "onegraph needs Python 3.11 or newer, got %d.%d; try: make PYTHON=python3.12" % sys.version_info[:2])'
@@ -64,6 +64,12 @@ $(VENV)/hf/.done: tests/hf/requirements.txt $(VENV)/.dev
 hf: export ONEGRAPH_SMOLLM2_4BIT ?= $(abspath $(wildcard .demo/SmolLM2-135M-Instruct-4bit))
 hf: $(VENV)/hf/.done ## the integration with the newest transformers
 	$(VENV)/hf/bin/python -m pytest -m "not gpu" -n 2 tests/hf
+
+# The oldest torch that is supported and the newest there is, beside the one that constraints.txt pins.
+TORCHES ?= 2.11.0 newest
+torch-versions: export PIP_ARGS := $(PIP_ARGS)
+torch-versions: $(VENV)/.dev ## the checker with each of TORCHES of which there is a CPU build
+	$(BIN)/python -m tests.torch_versions $(TORCHES)
 
 lint: $(VENV)/.dev ## ruff, mypy, import contracts
 	$(BIN)/ruff check .

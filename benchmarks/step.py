@@ -25,9 +25,10 @@ from onegraph.engine.bench import bench_step
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.engine.record import emit, machine
-from onegraph.formats.checkpoint import Checkpoint
-from onegraph.formats.e8p import E8PConfig
+from onegraph.formats.checkpoint import Checkpoint, TensorInfo
+from onegraph.formats.e8p import E8P, E8PConfig
 from onegraph.models.chain import chained
+from onegraph.models.config import LlamaConfig
 from onegraph.models.llama import Llama
 from onegraph.runtime.prove import prove
 
@@ -44,7 +45,26 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 8192, "rope_theta": 500000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
         "hidden_act": "silu",
     },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048,
+        "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960, "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu", "num_experts": 128,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
 }  # fmt: skip
+
+
+def _routed(config: dict[str, Any], bits: int) -> dict[str, TensorInfo]:
+    """What a loader looks up before it asks for tensors: routers, and how experts are stored."""
+    parts = LlamaConfig.from_dict(config).parts
+    found = {name: TensorInfo(shape, kinds[1], 0, Path()) for name, (shape, kinds) in parts.tensors.items()}
+    for name, stack in parts.stacks.items():
+        for key, field in E8P[bits].stored.items():
+            shape = (stack.experts, *field.shape(stack.n, stack.k))
+            found[f"{name}.{key}"] = TensorInfo(shape, field.dtype or torch.float16, 0, Path())
+    return found if parts.stacks else {}
 
 
 class RandomCheckpoint(Checkpoint):
@@ -56,10 +76,11 @@ class RandomCheckpoint(Checkpoint):
     """
 
     def __init__(self, shape: dict[str, Any], bits: int, lm_head: int | None = None, device: str = "cuda") -> None:
-        super().__init__(Path("random"), dict(shape), {})
-        self.device = device
+        config = dict(shape)
         if bits != 16:
-            self.config["quantization_config"] = E8PConfig(bits=bits, lm_head=lm_head).to_dict()
+            config["quantization_config"] = E8PConfig(bits=bits, lm_head=lm_head).to_dict()
+        super().__init__(Path("random"), config, _routed(config, bits))
+        self.device = device
         self._expected: dict[str, tuple[tuple[int, ...], Any]] = {}
 
     def check(self, expected: dict[str, tuple[tuple[int, ...], Any]], optional: Collection[str] = ()) -> None:
@@ -75,9 +96,9 @@ class RandomCheckpoint(Checkpoint):
         if name.endswith(".scale"):  # the integers have an RMS of about 3.6 * 4^(stages - 1)
             layer = name.removesuffix("scale")
             unit = 16 if self._expected.get(layer + "residual", ((), [torch.uint8]))[1][0] == torch.int16 else 4
-            width = 8 * self._expected[layer + "codes"][0][1]
+            width = 8 * self._expected[layer + "codes"][0][-1]
             return torch.full(shape, width**-0.5 / unit, device=device, dtype=dtype)
-        if len(shape) < 2:
+        if len(shape) < 2 or name.endswith("_scale"):
             return torch.ones(shape, device=device, dtype=dtype)
         return torch.randn(shape, device=device, dtype=dtype) * (1.0 if "embed" in name else shape[1] ** -0.5)
 

@@ -268,9 +268,9 @@ def test_constants_agree_with_the_source() -> None:
         assert int(re.search(rf"constexpr int {name} = (\d+);", text)[1]) == getattr(e8p_common, name)
     tables = re.search(r"TABLE_BYTES = BITS == 3 \? (\d+) : (\d+);", text)
     assert [e8p_common.TABLES[bits] for bits in (3, 2)] == list(map(int, tables.groups()))
-    ring = e8p_decode.KERNEL.path.with_name("e8p_decode_ring.cuh").read_text()
+    codes = e8p_decode.KERNEL.path.with_name("e8p_codes.cuh").read_text()
     slot = re.search(
-        r"constexpr int RESIDUAL = BITS == 2 \? (\d+) : BITS == 3 \? (\d+) : (\d+), SLOT = (\d+) \+ RESIDUAL;", ring
+        r"constexpr int RESIDUAL = BITS == 2 \? (\d+) : BITS == 3 \? (\d+) : (\d+), SLOT = (\d+) \+ RESIDUAL;", codes
     )
     *residual, first = map(int, slot.groups())
     assert {2 + i: first + size for i, size in enumerate(residual)} == e8p_common.SLOT

@@ -68,6 +68,7 @@ HEAVY |= {"llama3-vocabulary"}
 HEAVY |= {"2x1024->16384@2", "2x1024->16384@3", "2x1024->16384@4", "1x192->40960@4+bias"}
 HEAVY |= {"flash_window", "flash_csa", "flash_hca", "flash_index"}
 HEAVY |= {"1x576->576@2", "1x576->576@3", "4x192->1536@4"}
+HEAVY |= {"1 tokens, 2 of 4, 1088x640@2 with biases", "3 tokens, 2 of 5, 576x256@3"}
 HEAVY |= {"5x576->3072@4+bias", "3x576->1000@2+bias", "3x576->1000@3+bias", "3x576->1000@4+bias"}
 
 

@@ -8,12 +8,14 @@ Independent of onegraph.check: it captures with torch alone. Each case has a pro
 
 import argparse
 import contextlib
+import copy
 import gc
 import io
 import json
 import sys
 import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +55,11 @@ def _eager(torch: Any, case: Any) -> list[list[Any]]:
     for index in range(_STEPS):
         out = step(*inputs(index))
         torch.cuda.synchronize()
-        results.append([o.detach().clone() for o in _outputs(out)])
+        results.append([o.detach().clone() for o in _tensors(torch, out)])
     return results
 
 
 def _captured(torch: Any, case: Any, eager: list[list[Any]]) -> dict[str, Any]:
-    from torch.utils._pytree import tree_leaves, tree_map
-
     torch.manual_seed(0)
     step, inputs = case.factory()
     stream = torch.cuda.Stream()
@@ -69,7 +69,7 @@ def _captured(torch: Any, case: Any, eager: list[list[Any]]) -> dict[str, Any]:
         step(*arguments)
     torch.cuda.synchronize()
     arguments = inputs(1)
-    static = tree_map(lambda t: _static(torch, t), arguments)
+    static = _map(lambda v: _static(torch, v), arguments)
     del arguments
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -80,13 +80,14 @@ def _captured(torch: Any, case: Any, eager: list[list[Any]]) -> dict[str, Any]:
     except Exception as error:
         return {"capture": _line(error), "replay": "not captured", "at": _lines(error)}
     found: dict[str, Any] = {"capture": "ok", "replay": "equal", "worst": 0.0}
-    outputs = _outputs(out)
-    given = {t.untyped_storage().data_ptr() for t in tree_leaves(static) if isinstance(t, torch.Tensor)}
+    outputs = _tensors(torch, out)
+    made = [output for output in outputs if output.is_floating_point() and _of_pool(torch, output, graph)]
     for index in range(1, _STEPS):
         if index > 1:
             fresh = inputs(index)
             try:
-                tree_map(_copy, static, fresh)
+                for held, new in zip(_tensors(torch, static), _tensors(torch, fresh), strict=True):
+                    _copy(held, new)
             except Exception as error:
                 return found | {"replay": f"differs: inputs do not fit ({_line(error)})"}
             del fresh
@@ -94,18 +95,17 @@ def _captured(torch: Any, case: Any, eager: list[list[Any]]) -> dict[str, Any]:
         torch.cuda.synchronize()
         junk = [torch.full((n,), float("nan"), device="cuda") for n in (4, 16, 64, 256, 1024, 65536) for _ in range(8)]
         pinned = [torch.full((n,), float("nan")).pin_memory() for n in (1, 4, 64, 1024) for _ in range(4)]
-        for output in outputs:
-            if output.is_floating_point() and output.untyped_storage().data_ptr() not in given:
-                with torch.inference_mode():  # which may write tensors made in that mode, and all others
-                    output.fill_(float("nan"))
+        for output in made:
+            with torch.inference_mode():  # which may write tensors made in that mode, and all others
+                output.fill_(float("nan"))
         torch.cuda.synchronize()
         graph.replay()
         torch.cuda.synchronize()
         del junk, pinned
         for ours, theirs in zip(outputs, eager[index], strict=False):
-            error = _difference(torch, ours, theirs)
-            found["worst"] = max(found["worst"], error)
-            if error > 1e-3 and found["replay"] == "equal":
+            apart = _difference(torch, ours, theirs)
+            found["worst"] = max(found["worst"], apart)
+            if apart > 1e-3 and found["replay"] == "equal":
                 found["replay"] = f"differs from step {index}"
     return found
 
@@ -116,16 +116,54 @@ def _static(torch: Any, value: Any) -> Any:
     return value.clone().pin_memory() if value.device.type == "cpu" and value.is_pinned() else value.clone()
 
 
-def _copy(static: Any, fresh: Any) -> Any:
-    if hasattr(static, "copy_"):
-        if static.shape != fresh.shape:
-            raise ValueError(f"{tuple(fresh.shape)} into {tuple(static.shape)}")
-        static.copy_(fresh)
-    return static
+def _copy(static: Any, fresh: Any) -> None:
+    if static.shape != fresh.shape:
+        raise ValueError(f"{tuple(fresh.shape)} into {tuple(static.shape)}")
+    static.copy_(fresh)
 
 
-def _outputs(out: Any) -> list[Any]:
-    return list(out) if isinstance(out, tuple | list) else [out]
+def _map(change: Callable[[Any], Any], value: Any) -> Any:
+    """`value` with every leaf changed: through tuples, lists, dicts and objects that hold values."""
+    if isinstance(value, list | tuple):
+        parts = [_map(change, part) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if isinstance(value, dict):
+        return type(value)({key: _map(change, part) for key, part in value.items()})
+    if _holds(value):
+        made = copy.copy(value)
+        for key, part in vars(value).items():
+            object.__setattr__(made, key, _map(change, part))
+        return made
+    return change(value)
+
+
+def _tensors(torch: Any, value: Any) -> list[Any]:
+    """The tensors in a step's result or arguments, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        parts = list(value.values())
+    elif isinstance(value, list | tuple):
+        parts = list(value)
+    else:
+        parts = list(vars(value).values()) if _holds(value) else []
+    return [tensor for part in parts for tensor in _tensors(torch, part)]
+
+
+def _holds(value: Any) -> bool:
+    """Whether it is a plain object that carries values, as a dataclass or a batch of the user's own."""
+    ours = type(value).__module__.split(".")[0] not in ("builtins", "torch", "transformers", "numpy")
+    return hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value) and ours
+
+
+def _of_pool(torch: Any, tensor: Any, graph: Any) -> bool:
+    """Whether the graph made the tensor: it lies in its memory pool, and is no buffer of the step's."""
+    address = tensor.data_ptr()
+    return any(
+        segment["address"] <= address < segment["address"] + segment["total_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if tuple(segment["segment_pool_id"]) == tuple(graph.pool())
+    )
 
 
 def _difference(torch: Any, ours: Any, theirs: Any) -> float:

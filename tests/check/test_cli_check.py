@@ -63,7 +63,7 @@ def test_bad_target_shows_line_caret_and_cure(target: Path, capsys: pytest.Captu
     assert "CG101 error device-value-read-on-host" in lines
     shown = next(i for i, line in enumerate(lines) if line.startswith("8 | return x"))
     assert lines[shown + 1].endswith("^")
-    assert any(line.strip().startswith("= mend: ") for line in lines)
+    assert any(line.strip().startswith("= fix: ") for line in lines)
     assert any("not capturable" in line for line in lines)
 
 

@@ -5,6 +5,12 @@ import torch
 
 from onegraph.check import CheckError, Verdict, check_step, declared
 
+LIBRARY = torch.library.Library("checktests", "FRAGMENT")
+LIBRARY.define("unfinished(Tensor x) -> Tensor")
+LIBRARY.define("fills(Tensor(a!) y, Tensor x) -> ()")
+LIBRARY.define("scales(Tensor x, float by) -> Tensor")
+torch.library.register_fake("checktests::scales", lambda x, by: torch.empty_like(x), lib=LIBRARY)
+
 
 @torch.library.custom_op("checktests::reads", mutates_args=())
 def reads(x: torch.Tensor) -> torch.Tensor:
@@ -17,9 +23,25 @@ def adds(total: torch.Tensor, x: torch.Tensor, factor: float) -> None:
 
 
 def test_an_op_without_a_cpu_kernel_is_unverified():
+    def factory():
+        op = torch.ops.checktests.scales
+        return (lambda x: op(x, 2.0) + 1), (lambda i: (torch.ones(2, device="cuda") * i,))
+
+    report = check_step(factory)
+    assert report.verdict is Verdict.UNVERIFIED
+    assert report.exit_code(strict=True) == 1
+
+
+def needs_a_driver(x, by):
+    x.add_(1.0)
+    raise OSError("libcuda.so.1: cannot open shared object file")
+
+
+@pytest.mark.parametrize("body", [lambda x, by: x * by, lambda x, by: x * by * x.max().item(), needs_a_driver])
+def test_a_kernel_for_cuda_that_is_python_is_looked_into_where_it_runs(body):
     library = torch.library.Library("onegraph_test_gpu_only", "FRAGMENT")
     library.define("scale(Tensor x, float by) -> Tensor")
-    library.impl("scale", lambda x, by: x * by, "CUDA")
+    library.impl("scale", body, "CUDA")
     torch.library.register_fake("onegraph_test_gpu_only::scale", lambda x, by: torch.empty_like(x), lib=library)
 
     def factory():
@@ -27,9 +49,15 @@ def test_an_op_without_a_cpu_kernel_is_unverified():
         return (lambda x: op(x, 2.0) + 1), (lambda i: (torch.ones(2, device="cuda") * i,))
 
     report = check_step(factory)
-    assert report.verdict is Verdict.UNVERIFIED
-    assert report.exit_code(strict=True) == 1
     library._destroy()
+    read = [f.line for f in report.errors if f.code == "CG101"]
+    if body is needs_a_driver:
+        assert report.codes == {"CG401"}
+        assert "onegraph_test_gpu_only::scale" in report.facts["unknown"]
+    else:
+        assert "CG401" not in report.codes
+        assert "unknown" not in report.facts
+        assert read == ([body.__code__.co_firstlineno] if "item" in body.__code__.co_names else [])
 
 
 def test_a_custom_op_written_in_python_is_looked_into():
@@ -88,4 +116,4 @@ def test_an_op_of_cuda_alone_with_a_fake_is_unverified():
     x = torch.ones(32, 32, dtype=torch.bfloat16)
     report = check_step(lambda: (step, lambda i: (x.to("cuda") * i,)))
     assert report.codes == {"CG401"}, [(f.code, f.message) for f in report.findings]
-    assert "taken as zeros" in report.findings[0].message
+    assert "what it gives is unknown" in report.findings[0].message

@@ -1,7 +1,11 @@
 """What a step takes from outside of its capture: events and streams, other threads, host tensors, random numbers."""
 
+import multiprocessing.pool
+import queue
 import random
+import sys
 import threading
+import types
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -176,3 +180,94 @@ def test_endless_work_of_a_pool_ends_at_the_deadline() -> None:
 
     with pytest.raises(CheckError, match="still running"):
         check_step(factory)
+
+
+class Worker:
+    """A thread that lives as long as the model and does what it is given."""
+
+    def __init__(self) -> None:
+        self.work: queue.Queue[Callable[[], Any]] = queue.Queue()
+        self.done: queue.Queue[Any] = queue.Queue()
+        threading.Thread(target=self.run, daemon=True).start()
+
+    def run(self) -> None:
+        while True:
+            self.done.put(self.work.get()())
+
+
+def test_work_for_threads_that_are_older_than_the_step() -> None:
+    def handed() -> Any:
+        worker = Worker()
+
+        def step(given: torch.Tensor) -> Any:
+            worker.work.put(lambda: given * 2)
+            return worker.done.get()
+
+        return step, lambda i: (x(i),)
+
+    def mapped() -> Any:
+        pool = multiprocessing.pool.ThreadPool(1)
+        return (lambda given: pool.map(lambda by: given * by, [2.0])[0]), lambda i: (x(i),)
+
+    assert ("CG309", "error") in codes(handed)
+    assert ("CG309", "error") in codes(mapped)
+
+
+def test_a_pool_in_a_step_is_a_real_one() -> None:
+    """Work that waits for what the step does after it has submitted it; the line that submits is named."""
+
+    def factory() -> Any:
+        pool, ready = ThreadPoolExecutor(1), threading.Event()
+
+        def step(given: torch.Tensor) -> Any:
+            work = pool.submit(lambda: ready.wait(30) and given * 2)
+            ready.set()
+            return work.result()
+
+        return step, lambda i: (x(i),)
+
+    with deadline(60, "pool"):
+        report = check_step(factory)
+    (told,) = [f for f in report.errors if f.code == "CG309"]
+    assert "pool.submit" in told.source
+
+
+def test_threads_of_a_factory_build_on_the_simulated_device() -> None:
+    def factory() -> Any:
+        made: list[torch.Tensor] = []
+        worker = threading.Thread(target=lambda: made.append(torch.ones(4, device="cuda")))
+        worker.start()
+        worker.join()
+        return (lambda given: given * made[0]), lambda i: (x(i),)
+
+    assert codes(factory) == set()
+
+
+def test_names_taken_from_torch_cuda_are_the_simulated_ones() -> None:
+    module = types.ModuleType("onegraph_taken_names")
+    module.__file__ = "/taken.py"
+    late = "def later():\n    global Event\n    from torch.cuda import Event"
+    exec(f"from torch.cuda import Stream, current_stream\n{late}", module.__dict__)
+    sys.modules[module.__name__] = module
+    real = module.current_stream
+
+    def factory() -> Any:
+        module.later()
+        side = module.Stream()
+
+        def step(given: torch.Tensor) -> Any:
+            side.wait_stream(module.current_stream())
+            with side:
+                given = given * 2
+            module.current_stream().wait_stream(side)
+            return given
+
+        return step, lambda i: (x(i),)
+
+    try:
+        assert codes(factory) == set()
+        assert module.current_stream is real is torch.cuda.current_stream
+        assert module.Event is torch.cuda.Event  # imported by the factory: the stand-in does not stay
+        assert codes(factory) == set()
+    finally:
+        del sys.modules[module.__name__]

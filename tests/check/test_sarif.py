@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from onegraph.check.advice import fix
 from onegraph.check.output import sarif
 from onegraph.check.report import Finding, Frame, Origin, Report, Severity
 from onegraph.check.rules import RULES
@@ -96,7 +97,7 @@ def report(path: str) -> Report:
             message="a message",
             happens=rule.happens,
             calls=(frame, frame) if i % 2 else (),
-            fix=rule.fix,
+            fix=fix(code),
         )
         for i, (code, rule) in enumerate(RULES.items())
     ]

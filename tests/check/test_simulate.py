@@ -247,13 +247,6 @@ def test_an_error_of_the_step_is_told_as_one(body):
         check_step(lambda: (body, (lambda i: (torch.zeros(2, device="cuda"),))))
 
 
-LIBRARY = torch.library.Library("checktests", "DEF")
-LIBRARY.define("unfinished(Tensor x) -> Tensor")
-LIBRARY.impl("unfinished", lambda x: x, "CUDA")
-LIBRARY.define("fills(Tensor(a!) y, Tensor x) -> ()")
-LIBRARY.impl("fills", lambda y, x: None, "CPU")  # as a kernel that the simulation does not run
-
-
 def test_a_dtype_that_only_a_gpu_has_an_op_for_is_widened():
     def factory():
         def step(x):

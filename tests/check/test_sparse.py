@@ -1,5 +1,7 @@
 """Sparse tensors in the simulation: their books are kept by their values' storage."""
 
+import dis
+
 import pytest
 import torch
 
@@ -87,14 +89,22 @@ def test_live_numbers_no_storage_of_what_has_none():
 
 
 @pytest.mark.parametrize(
-    ("line", "code"),
+    ("line", "calls", "code"),
     [
-        ("y = torch.sparse_coo_tensor(ring, x[0], (4, 4)) @ x", "CG105"),
-        ("y = x + torch.as_tensor([1.0])", "CG102"),
-        ("y = x + x.new_tensor([1.0])", "CG102"),
+        ("y = torch.sparse_coo_tensor(ring, x[0], (4, 4)) @ x", 0, "CG105"),
+        ("y = x + torch.as_tensor([1.0])", 0, "CG102"),
+        ("y = x + x.new_tensor([1.0])", 0, "CG102"),
+        ("y = solve(x.relu(), '.item(')", 1, "CG105"),  # what a line says elsewhere is no call
+        ("y = solve(x.item(), 1)", 0, "CG101"),
+        ("y = solve(x.item(), 1)", 1, "CG105"),
+        ("y = solve(\n    x,\n    x.cpu(),\n)", 0, "CG101"),
     ],
 )
-def test_live_reads_in_the_line_what_it_asks_for(monkeypatch, line, code):
-    monkeypatch.setattr("onegraph.check.simulate.frames.linecache.getline", lambda *_: line)
-    compiled = compile("x", f"/{code}{len(line)}.py", "exec")
-    assert of_call(((compiled, 0),), Roots(), "aten::op").code == code
+def test_live_names_a_hazard_by_what_is_called(tmp_path, line, calls, code):
+    path = tmp_path / "step.py"
+    path.write_text(line + "\n")
+    compiled = compile(line + "\n", str(path), "exec")
+    at = [
+        i.offset for i in dis.get_instructions(compiled) if i.opname.startswith("CALL") and i.opname != "CALL_KW_NAMES"
+    ]
+    assert of_call(((compiled, at[calls]),), Roots(), "aten::op").code == code

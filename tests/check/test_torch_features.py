@@ -64,11 +64,43 @@ def test_threads_that_load_weights_see_the_gpu():
     assert not checked(make).findings
 
 
-def test_a_traced_function_is_simulated_as_it_is():
+def test_a_traced_function_runs_its_python_once():
+    """What its Python counts is a constant of the trace, in eager too; what it writes happens in each call."""
+    calls = []
+
     def make():
-        return torch.jit.trace(lambda x: x.relu() + 1, torch.ones(4, 4, device="cuda"))
+        held = torch.zeros(4, 4, device="cuda")
+
+        def scaled(x):
+            calls.append(1)
+            held.add_(x)
+            return {"out": x.relu() * len(calls) + held}
+
+        example = torch.ones(4, 4, device="cuda")
+        traced = torch.jit.trace(scaled, example, strict=False)
+        assert torch.equal(traced(example + 1)["out"].cpu(), (example + 1 + 3).cpu())
+        return traced
+
+    report = checked(make)
+    assert not report.findings, [(f.code, f.message) for f in report.findings]
+    assert len(calls) == 1
+
+
+def test_a_traced_module_keeps_its_parameters():
+    def make():
+        layer = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).to("cuda")
+        traced = torch.jit.trace(layer, torch.ones(4, 4, device="cuda"))
+        assert traced[0].weight is layer[0].weight
+        example = torch.randn(4, 4, device="cuda")
+        assert torch.equal(traced(example).detach().cpu(), layer(example).detach().cpu())
+        return torch.no_grad()(lambda x: traced(x))
 
     assert not checked(make).findings
+
+
+def test_tracing_in_the_step_is_lazy_work():
+    report = checked(lambda: lambda x: torch.jit.trace(lambda y: y.relu() + 1, x)(x))
+    assert [f.code for f in report.errors] == ["CG307"]
 
 
 ATTEND = torch.compile(flex_attention)

@@ -138,8 +138,10 @@ def _weights(checkpoint: Checkpoint) -> tuple[Loader, dict[str, int]]:
 
 def _owner(loader: Loader, name: str) -> tuple[str, str]:
     """The layer or stack that a tensor belongs to, and what it is of it."""
-    stack, _, suffix = name.rpartition("_")
-    if name in loader.parts.stacks or stack in loader.parts.stacks:
-        return (name, "weight") if name in loader.parts.stacks else (stack, suffix)
     layer, _, suffix = name.rpartition(".")
+    if layer in loader.parts.stacks:
+        return layer, suffix
+    stack, _, part = name.rpartition("_")
+    if name in loader.parts.stacks or stack in loader.parts.stacks:
+        return (name, "weight") if name in loader.parts.stacks else (stack, part)
     return layer, suffix

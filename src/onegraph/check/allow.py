@@ -12,6 +12,7 @@ import tokenize
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from onegraph.check.advice import fix
 from onegraph.check.report import Finding, Origin, Report, ordered
 from onegraph.check.rules import RULES
 
@@ -162,5 +163,5 @@ def _finding(code: str, allowance: Allowance, message: str, origins: tuple[Origi
         source=allowance.source,
         message=message,
         happens=rule.happens,
-        fix=rule.fix,
+        fix=fix(code),
     )

@@ -20,6 +20,8 @@ simulated on the CPU: no GPU is needed. For a folder or a file, sources alone ar
 
 EPILOG = """\
 in the source, on the line or the one above it:  # onegraph: allow[CG101] the reason
+--fix prints a unified diff and changes nothing; --fix --write changes the files. Both keep only what, checked and run
+again, has the same results.
 exit status: 0 without errors, 1 with errors, 2 the check could not run or found no step
 """
 
@@ -60,6 +62,10 @@ def add_parsers(subparsers: Any) -> None:
     form.add_argument("--json", action="store_true", help="print the report as JSON")
     form.add_argument("--sarif", action="store_true", help="print the report as SARIF 2.1.0")
     check.add_argument("--html", metavar="FILE", help="write the report as one HTML page")
+    check.add_argument(
+        "--fix", action="store_true", help="show mechanical rewrites as a diff; they are checked, and run, before"
+    )
+    check.add_argument("--write", action="store_true", help="with --fix: change the files")
     check.set_defaults(run=run_check)
     rule = subparsers.add_parser("rule", help="explain a rule: what, why, example, use instead")
     rule.add_argument("code", nargs="?", help="e.g. CG101 or device-value-read-on-host; none lists all")
@@ -68,6 +74,8 @@ def add_parsers(subparsers: Any) -> None:
 
 def run_check(args: argparse.Namespace) -> int:
     """Check each target, print, return 0, 1 or 2."""
+    if args.fix or args.write:
+        return run_fix(args)
     return run_with(check_targets, args)
 
 
@@ -105,6 +113,32 @@ def run_with(make: Callable[[argparse.Namespace], Report], args: argparse.Namesp
     return report.exit_code(strict=args.strict)
 
 
+def run_fix(args: argparse.Namespace) -> int:
+    """Show, or write, what has a mechanical fix; the status is that of the files as they are then."""
+    from onegraph.check.rewrite import Plan, plan
+
+    try:
+        unfit = [o for o in ("json", "sarif", "html", "live", "all", "select", "ignore") if getattr(args, o)]
+        if unfit or not args.fix:
+            why = f"--{unfit[0]} does not go with --fix" if unfit else "--write needs --fix"
+            raise CheckError(f"{why}; allowed --fix and --fix --write, with --steps, --gpus, --timeout and --strict")
+        if not args.target:
+            raise CheckError("check: got no target, allowed file.py:factory, module:factory or a file")
+        status = 0
+        for target in args.target:
+            made: Plan = plan(target, steps=args.steps, gpus=args.gpus, timeout=args.timeout)
+            print(made.diff(), end="")
+            if args.write:
+                made.write()
+            for line in made.told(written=args.write):
+                print(f"onegraph: {line}", file=sys.stderr)
+            status |= made.exit_code(written=args.write, strict=args.strict)
+    except CheckError as error:
+        print("onegraph: error: " + " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    return status
+
+
 def check_targets(args: argparse.Namespace) -> Report:
     """All targets as one report. Raises CheckError."""
     if not args.target:
@@ -131,13 +165,14 @@ def print_report(report: Report, args: argparse.Namespace) -> None:
 def check(target: str, args: argparse.Namespace) -> Report:
     """One target or folder. Raises CheckError where it cannot be checked."""
     from onegraph.check.allow import apply
+    from onegraph.check.causes import fold
 
     if ":" not in os.path.basename(target) and (os.path.exists(target) or target.endswith(".py") or os.sep in target):
         if args.live or args.all:
             raise CheckError(f"{target}: --live and --all need a factory; allowed {target}:factory")
         from onegraph.check.source import check_tree
 
-        return finished(apply(check_tree(target)))
+        return finished(fold(apply(check_tree(target))))
     from onegraph.check.api import check_step
     from onegraph.check.deadline import deadline
     from onegraph.check.reconcile import reconcile
@@ -154,7 +189,7 @@ def check(target: str, args: argparse.Namespace) -> Report:
             gpus=args.gpus,
             target=target,
         )
-    return finished(apply(reconcile(report)))
+    return finished(fold(apply(reconcile(report))))
 
 
 def finished(report: Report) -> Report:

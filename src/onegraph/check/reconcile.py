@@ -3,7 +3,7 @@
 import os
 from dataclasses import replace
 
-from onegraph.check.report import Finding, Origin, Report, Severity, ordered
+from onegraph.check.report import Cause, Finding, Origin, Report, Severity, ordered
 from onegraph.check.rules import RULES
 
 VARYING = frozenset(["CG201", "CG202", "CG203", "CG204", "CG208"])
@@ -15,16 +15,22 @@ def reconcile(report: Report) -> Report:
 
     A line that ran without showing a hazard which that way of looking sees reliably is cleared: the finding goes. What
     lies on a line that never ran stays, as a warning, and so does a value that changes by what its code says, even if
-    it did not in the steps that were run.
+    it did not in the steps that were run. Where a replay differed and no op told why (CG212), such a value is why.
     """
     ran = [origin for origin in report.origins if origin is not Origin.SOURCE]
     if not ran or Origin.SOURCE not in report.origins:
         return report
     told = {_line(f) for f in report.findings if f.origin is not Origin.SOURCE}
     executed = {(os.path.realpath(event.path), event.line) for event in report.timeline} | told
+    unexplained = [f for f in report.findings if f.code == "CG212"]
+    proven = [f for f in report.findings if _explains(f)] if unexplained else []
     kept = []
     for finding in report.findings:
-        if finding.origin is not Origin.SOURCE or finding.code.startswith("CG4"):
+        if finding in unexplained and proven:
+            first = proven[0]
+            kept.append(replace(finding, follows=Cause(path=first.path, line=first.line, code=first.code)))
+            continue
+        if finding.origin is not Origin.SOURCE or finding.code.startswith("CG4") or finding in proven:
             kept.append(finding)
             continue
         reliable = any(RULES[finding.code].seen.get(origin) == "yes" for origin in ran)
@@ -37,6 +43,11 @@ def reconcile(report: Report) -> Report:
             finding = replace(finding, severity=Severity.WARNING, message=f"{finding.message} ({note})")
         kept.append(finding)
     return replace(report, findings=ordered(kept))
+
+
+def _explains(finding: Finding) -> bool:
+    """Whether reading is sure of a value that changes: why a replay differs that no op explains."""
+    return finding.origin is Origin.SOURCE and finding.code in VARYING and finding.severity is Severity.ERROR
 
 
 def _line(finding: Finding) -> tuple[str, int]:

@@ -63,6 +63,19 @@ class Frame:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Cause:
+    """The finding that another one follows from: its code at `path`:`line`."""
+
+    path: str
+    line: int
+    code: str
+
+    @property
+    def place(self) -> tuple[str, int, str]:
+        return (os.path.realpath(self.path), self.line, self.code)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Finding:
     """One hazard at one place.
 
@@ -74,8 +87,9 @@ class Finding:
         happens: the error CUDA gives, or `SILENT`, or "" where nothing happens by itself (CG4xx).
         values: what differs between steps, one entry a line, e.g. "step 0: 3", "step 1: 4".
         calls: chain of calls from `step` (first) to the line itself (last); empty where unknown (source reading).
-        fix: how to mend it.
+        fix: what to do.
         count: how often the place was reached in the steps that were run.
+        follows: the finding that this one only follows from; where the report has that, this one is not counted.
     """
 
     code: str
@@ -91,6 +105,7 @@ class Finding:
     calls: tuple[Frame, ...] = ()
     fix: str = ""
     count: int = 1
+    follows: Cause | None = None
 
     @property
     def place(self) -> tuple[str, int, str]:
@@ -156,8 +171,18 @@ class Report:
     storages: tuple[StorageInfo, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def counted(self) -> tuple[Finding, ...]:
+        """Findings without those that follow from another one of the report."""
+        places = {f.place for f in self.findings}
+        return tuple(f for f in self.findings if f.follows is None or f.follows.place not in places)
+
+    def following(self, finding: Finding) -> tuple[Finding, ...]:
+        """The findings that follow from this one."""
+        return tuple(f for f in self.findings if f.follows is not None and f.follows.place == finding.place)
+
     def of(self, severity: Severity) -> tuple[Finding, ...]:
-        return tuple(f for f in self.findings if f.severity is severity)
+        return tuple(f for f in self.counted if f.severity is severity)
 
     @property
     def errors(self) -> tuple[Finding, ...]:
@@ -180,7 +205,7 @@ class Report:
     def exit_code(self, *, strict: bool = False) -> int:
         """0 without errors, 1 with; `strict` counts warnings and unverified launches as errors."""
         counted = {Severity.ERROR, Severity.WARNING, Severity.UNVERIFIED} if strict else {Severity.ERROR}
-        return int(any(f.severity in counted for f in self.findings))
+        return int(any(f.severity in counted for f in self.counted))
 
     def select(self, select: Sequence[str] = (), ignore: Sequence[str] = ()) -> "Report":
         """Only findings whose code starts with one of `select` (all, if empty) and with none of `ignore`."""
@@ -276,4 +301,5 @@ def _finding(body: dict[str, Any]) -> Finding:
     body["origin"] = Origin(body["origin"])
     body["calls"] = tuple(Frame(**frame) for frame in body["calls"])
     body["values"] = tuple(body["values"])
+    body["follows"] = Cause(**body["follows"]) if body.get("follows") else None
     return Finding(**body)

@@ -5,13 +5,15 @@
 | gpt-oss                             | X_blocks uint8 [E, n, k/32, 16], X_scales uint8 (E8M0) [E, n, k/32] | MXFP4  |
 | Qwen3.5-MoE                         | X, a float [E, n, k]                                                | dense  |
 | gpt-oss dequantized, Qwen3-VL-MoE   | X, a float [E, k, n]: transposed                                    | dense  |
-| onegraph, of any family             | X.codes int16 [E, n, k/8] and the other fields of E8P, E in front   | E8P    |
+| onegraph, of any family             | X.codes, X.residual, X.in_scale, X.out_scale, X.scale: see `e8p.py` | E8P    |
 
-X_bias, a float [E, n], may lie beside any of them. gpt-oss's config says `quant_method: mxfp4`; which tensors are in
-blocks their names say.
+X_bias, a float [E, n], may lie beside either. gpt-oss's config says `quant_method: mxfp4`; which tensors are in blocks
+their names say, and so they do with E8P and its rate. An E8P stack has what its layers have, [E] in front of each
+dimension, `scale` [E]. Its rows are gate, then up, in every family, since they are rotated together; X_bias stays as
+the family has it.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,16 +30,14 @@ from onegraph.formats.weight import FLOATS, WHOLE, Dtypes, Expected, Field, File
 def stack_names(file: File, name: str) -> tuple[WeightFormat, dict[str, str]]:
     """The format of the stack `name`, and by field the tensor that holds it. Raises CheckpointError where there is
     none."""
+    if f"{name}.codes" in file:
+        rest = file.info(f"{name}.residual").dtype if f"{name}.residual" in file else None
+        format = E8P[next((bits for bits in BITS if residual_dtype(bits) == rest), BITS[-1])]  # else its check says it
+        return format, {key: f"{name}.{key}" for key in format.stored}
     if f"{name}_blocks" in file:
         return MXFP4, {"codes": f"{name}_blocks", "scale": f"{name}_scales"}
     if name in file:
         return DENSE, {"weight": name}
-    if f"{name}.codes" in file:
-        rest = file.info(f"{name}.residual").dtype if f"{name}.residual" in file else None
-        rate = next((bits for bits in BITS if residual_dtype(bits) == rest), None)
-        if rate is None:
-            raise CheckpointError(f"{quote(name + '.residual')} is {rest}; E8P has it as uint8 or int16")
-        return E8P[rate], {key: f"{name}.{key}" for key in E8P[rate].stored}
     raise CheckpointError(
         f"there is neither {quote(name)} nor {quote(name + '_blocks')} nor {quote(name + '.codes')}; fetch the "
         "checkpoint again"
@@ -55,8 +55,10 @@ def expected_stack(
     if format is DENSE:
         return found | {names["weight"]: ((count, k, n) if transposed else (count, n, k), FLOATS)}
     if format is not MXFP4:
-        layout = {key: ((count, *each.shape(n, k)), each) for key, each in format.stored.items()}
-        return found | {names[key]: (shape, _dtypes(each)) for key, (shape, each) in layout.items()}
+        kinds = {
+            key: field.stored or ((field.dtype,) if field.dtype else FLOATS) for key, field in format.stored.items()
+        }
+        return found | {names[key]: ((count, *format.stored[key].shape(n, k)), kind) for key, kind in kinds.items()}
     return found | {
         names["codes"]: ((count, n, k // GROUP, GROUP // 2), (torch.uint8,)),
         names["scale"]: ((count, n, k // GROUP), (torch.uint8, E8M0)),
@@ -127,3 +129,18 @@ class BlocksConfig:
 
     def renamed(self, rename: Callable[[dict[str, Any]], dict[str, Any]]) -> "BlocksConfig":
         return self
+
+
+def stacked(format: WeightFormat, name: str, layers: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """What a file holds of the stack `name` of experts that were encoded one by one, by its tensors' names: the inverse
+    of `Loader.matrices`. `layers`: of each expert the tensors of `format.stored`, of one size; gate and up of an expert
+    as one layer, gate rows first. Raises ValueError where they differ in shape or dtype."""
+    for i, layer in enumerate(layers):
+        for key in format.stored:
+            one, first = layer[key], layers[0][key]
+            if one.shape != first.shape or one.dtype != first.dtype:
+                raise ValueError(
+                    f"{name}.{key} of expert {i} is {one.dtype} {tuple(one.shape)} and of expert 0 {first.dtype} "
+                    f"{tuple(first.shape)}; experts of a stack must be of one size and rate"
+                )
+    return {f"{name}.{key}": torch.stack([layer[key] for layer in layers]) for key in format.stored}

@@ -113,8 +113,7 @@ class WeightFormat:
         fields: what the ops take, in this order; a tensor whose dtype is None has that of the activations.
         group: inputs that are coded together: k is a multiple of it.
         fuses: what may be computed in the launch of a linear.
-        mixes_rows: whether rows are coded together, so that their order cannot be changed in codes. Experts in such a
-            format lie gate rows first, however their family interleaves them.
+        mixes_rows: outputs are rotated, so that their order is part of the code.
     """
 
     name: str

@@ -22,8 +22,8 @@ class Component:
 
 
 class Stack(NamedTuple):
-    """The matrices n x k of all `experts` in one tensor, biases beside it where there is a `bias`; dense ones may lie
-    `transposed`, k x n."""
+    """The matrices n x k of all `experts` in one tensor, biases beside it if `bias`; dense ones may lie `transposed`,
+    k x n."""
 
     experts: int
     n: int

@@ -41,8 +41,8 @@ class Routed:
         count, size, top_k: experts of a layer, the width of one, and how many a token uses.
         normalise: whether weights of the chosen sum to 1.
         gate: what stands between the two products of an expert.
-        fused: all experts of a layer are one tensor, gate rows at even places and up rows at odd ones, with biases; so
-            has the router one.
+        fused: the family publishes all experts of a layer as one tensor, gate rows at even places and up rows at odd
+            ones, with biases; so has the router one.
     """
 
     family: str
@@ -106,7 +106,7 @@ class Routed:
 
     @property
     def each(self) -> tuple[list[tuple[str, str]], list[str]]:
-        """Within a block, gate and up of each expert, and down of each, where they are not `fused`."""
+        """Within a block, gate and up of each expert, and down of each, where they are not `stacked`."""
         _, gate, up, down = _NAMES[self.family]
         experts = range(self.count)
         return [(gate.format(e), up.format(e)) for e in experts], [down.format(e) for e in experts]

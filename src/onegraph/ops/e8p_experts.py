@@ -24,7 +24,7 @@ def _product(
     x: Tensor, expert: Tensor, codes: Tensor, residual: Tensor | None, call: E8PExperts, in_scale: Tensor,
     out_scale: Tensor, bias: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """x float32 [k] times the matrix of `expert`, int [1] -> [n]."""
+    """x float32 [.., k] times the matrix of `expert`, int [1] -> [.., n]."""
 
     def one(tensor: Tensor) -> Tensor:
         return tensor.index_select(0, expert)[0]
@@ -36,23 +36,29 @@ def _product(
     return y if bias is None else y + one(bias)
 
 
+def _expert(x: Tensor, expert: Tensor, call: E8PExperts) -> Tensor:
+    """x float32 [.., D] through `expert`, int [1] -> [.., D]."""
+    hidden = _product(
+        x, expert, call.gate_up, call.gate_up_residual, call, call.gate_up_in_scale, call.gate_up_out_scale,
+        call.gate_up_bias,
+    )  # fmt: skip
+    hidden = swiglu.reference(hidden, call.limit, call.alpha, call.shift)
+    down = call.down, call.down_residual, call, call.down_in_scale, call.down_out_scale, call.down_bias
+    return _product(hidden, expert, *down)
+
+
 def _experts(call: E8PExperts) -> Tensor:
-    x, (tokens, top_k) = call.x.float(), call.experts.shape
-    experts = call.experts.view(-1).clamp(0, call.gate_up.shape[0] - 1)
-    rows = []
-    for pair in range(tokens * top_k):  # one at a time: the decoded weights of all would be gigabytes
-        chosen = experts[pair : pair + 1]
-        hidden = _product(
-            x[pair // top_k], chosen, call.gate_up, call.gate_up_residual, call, call.gate_up_in_scale,
-            call.gate_up_out_scale, call.gate_up_bias,
-        )  # fmt: skip
-        hidden = swiglu.reference(hidden, call.limit, call.alpha, call.shift)
-        rows.append(_product(hidden, chosen, call.down, call.down_residual, call, call.down_in_scale,
-                             call.down_out_scale, call.down_bias))  # fmt: skip
-    if not rows:
-        return torch.zeros_like(call.x)
-    out = torch.stack(rows).unflatten(0, (tokens, top_k))
-    return (out * call.weights.unsqueeze(-1)).sum(1).to(call.x.dtype)
+    x, count, (tokens, top_k) = call.x.float(), call.gate_up.shape[0], call.experts.shape
+    total, experts = torch.zeros_like(x), call.experts.clamp(0, count - 1)
+    if tokens * top_k <= count:  # few tokens: the experts that they use, one at a time: all would take gigabytes
+        for pair in range(tokens * top_k):
+            token = pair // top_k
+            total[token] += _expert(x[token], experts.view(-1)[pair : pair + 1], call) * call.weights.view(-1)[pair]
+        return total.to(call.x.dtype)
+    for expert in torch.arange(count, device=x.device).split(1):  # many: every expert on all tokens, by zero if not its
+        gain = torch.where(experts == expert, call.weights, 0.0).sum(1, keepdim=True)
+        total += gain * _expert(x, expert, call)
+    return total.to(call.x.dtype)
 
 
 def _check(call: E8PExperts) -> None:
@@ -144,7 +150,7 @@ e8p_experts = register(
         schema="-> Tensor",
         reference=_experts,
         fake=lambda call: torch.empty_like(call.x),
-        kernel="onegraph.ops.triton.e8p_experts:experts",
+        kernel="onegraph.ops.cuda.e8p_experts:experts",
         check=_check,
         cases=(
             *(_case(1, 8, 16, 256, 128, bits) for bits in BITS),
@@ -152,6 +158,8 @@ e8p_experts = register(
             *(_case(5, 3, 7, 192, 256, bits, crowded=True) for bits in BITS),
             _case(17, 2, 3, 320, 64, 2, gate=GPT_OSS, biases=True, crowded=True),
             _case(64, 4, 24, 128, 64, 3, crowded=True),
+            _case(3, 2, 5, 576, 256, 3),
+            _case(1, 2, 4, 1088, 640, 2, gate=GPT_OSS, biases=True),
             _case(3, 2, 4, 72, 40, 4),
             _case(0, 2, 4, 64, 64, 2),
         ),

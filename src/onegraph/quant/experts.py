@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from onegraph.formats.e8p import E8P
+from onegraph.formats.fused import stacked
 from onegraph.quant.calibrate import ExpertLayer
 from onegraph.quant.hessian import Moments, Seen, corrected
 from onegraph.quant.layer import Tensors, dequantize, generator, quantize_group
@@ -99,7 +101,7 @@ def quantize_experts(
         for each, tensors in zip(made, rounding.expert(expert, seen.routed(expert), shared), strict=True):
             each.append(tensors)
     return {
-        f"{prefix}{name}": {key: torch.stack([one[key] for one in each]) for key in each[0]}
+        prefix + name: {key.removeprefix("x."): t for key, t in stacked(E8P[bits], "x", each).items()}
         for name, each in zip(layer.names, made, strict=True)
     }
 

@@ -20,7 +20,7 @@ _TEXTS = (
     ("legacy stream", "CG304", "work is launched on the default stream inside the step"),
     ("current_seed", "CG302", "the generator is read or set in the step"),
     ("get_offset", "CG302", "the generator is read or set in the step"),
-    ("capturable is False", "CG202", "the optimizer counts its steps on the host: make it with capturable=True"),
+    ("capturable is False", "CG202", "the optimizer counts its steps on the host"),
     ("uncaptured free", "CG313", "a tensor made in the capture is freed outside of it"),
     ("during capturing stage", "CG307", hazards.OWN_GRAPHS),
     ("philox", "CG302", "the generator is read or set in the step"),
@@ -48,7 +48,7 @@ def blame(recorder: Recorder, roots: frames.Roots, error: Exception, first: Base
             return
     other = [c for s, (_, c) in recorder.streams.items() if s != stream]
     where = roots.where(chain)
-    if other and where and "wait" in frames.place(*where).source:
+    if other and where and frames.called(*where) in ("wait", "wait_event", "wait_stream"):
         recorder.note(
             "CG303", "work is launched on a stream that did not wait for the capturing one", happens, other[0]
         )

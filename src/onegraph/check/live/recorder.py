@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import HigherOrderOperator
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from onegraph.check import compat
 from onegraph.check.report import Severity
 from onegraph.check.simulate import frames, hazards
 from onegraph.check.simulate.records import (
@@ -58,7 +57,7 @@ class Numbers:
         return {number for number, reference in self.known.values() if not reference.expired()}
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(compat.TorchDispatchMode):
     """One step at a time: ops with their scalars, shapes, storages and host contents; syncs with their line."""
 
     supports_higher_order_operators = True
@@ -85,7 +84,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if isinstance(func, HigherOrderOperator):
+        if isinstance(func, compat.HigherOrderOperator):
             with self:
                 return eagerly(func)(*args, **kwargs)
         if self.step is None:
@@ -202,7 +201,7 @@ class Recorder(TorchDispatchMode):
         stream = torch.cuda.current_stream().cuda_stream
         self.streams[stream] = (name, chain)
         launches = op.kind != "view" and name not in UNWRITTEN
-        if self.capturing and launches and (stream == 0 or not torch._C._cuda_isCurrentStreamCapturing()):
+        if self.capturing and launches and (stream == 0 or not compat.capturing()):
             self.outside.setdefault(stream, chain)
 
     def note(self, code: str, message: str, happens: str, chain: frames.Chain) -> None:
@@ -270,18 +269,22 @@ class Recorder(TorchDispatchMode):
 
 
 _CALLS = (
-    ((".elapsed_time(", ".query("), "CG107", "an event or stream is queried inside the step"),
-    (("synchronize(",), "CG106", "the host waits for the device inside the step"),
+    (("elapsed_time", "query"), "CG107", "an event or stream is queried inside the step"),
+    (("synchronize",), "CG106", "the host waits for the device inside the step"),
     (
-        ("manual_seed(", "set_rng_state(", "set_state("),
+        ("manual_seed", "manual_seed_all", "seed", "set_rng_state", "set_state"),
         "CG302",
         "the random seed is set inside the step, once, at capture",
     ),
-    ((".backward(", "autograd.grad("), "CG306", "the backward pass touches work of another stream"),
-    (("torch.compile(",), "CG307", "something is compiled inside the step"),
-    (("print(", ".tolist(", ".numpy(", ".cpu(", ".item("), "CG101", "a device value is read on the host"),
+    (("backward", "grad"), "CG306", "the backward pass touches work of another stream"),
+    (("compile",), "CG307", "something is compiled inside the step"),
     (
-        ("tensor(", "asarray(", "from_numpy(", ".to(", ".cuda(", ".copy_("),
+        ("print", "tolist", "numpy", "cpu", "item", "int", "float", "bool"),
+        "CG101",
+        "a device value is read on the host",
+    ),
+    (
+        ("tensor", "as_tensor", "new_tensor", "asarray", "from_numpy", "to", "cuda", "copy_"),
         "CG102",
         "host data is copied to the device from pageable memory",
     ),
@@ -289,16 +292,15 @@ _CALLS = (
 
 
 def of_call(chain: frames.Chain, roots: frames.Roots, op: str) -> hazards.Hazard:
-    """The hazard that the user's line asks for by name; a sync inside of an op's own code where it does not."""
+    """The hazard of what the user's code calls there, by name; a sync inside of an op's own code where it has none."""
     where = roots.where(chain)
-    source = frames.place(*where).source if where else ""
-    source = source.replace("sparse_coo_tensor(", "(")  # is given tensors, and copies none over
+    name = frames.called(*where) if where else ""
     operation = frames.opname(*where) if where else ""
     if "SUBSCR" in operation or "SLICE" in operation:
         text = "a Python value is indexed with or assigned by index, which copies it over"
         return hazards.Hazard("CG103", text, hazards.PAGEABLE)
-    for words, code, message in _CALLS:
-        if any(word in source for word in words):
+    for names, code, message in _CALLS:
+        if name in names:
             happens = hazards.PAGEABLE if code == "CG102" else hazards.NOT_PERMITTED
             hazard = hazards.Hazard(code, message, happens)
             return hazards.branch(hazard, operation) if code == "CG101" else hazard

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.check import containers
+from onegraph.check import compat, containers
 from onegraph.check.live.buffers import junk, poison, refill
 from onegraph.check.live.buffers import static as static_of
 from onegraph.check.live.failure import blame, first_error, forget, recover
@@ -22,8 +22,8 @@ from onegraph.check.report import SILENT, CheckError, Origin, Report, Severity
 from onegraph.check.simulate import frames
 from onegraph.check.simulate.compare import Books, differences
 from onegraph.check.simulate.findings import Findings, home_of
-from onegraph.check.simulate.records import Sighting, Step, reshaped
-from onegraph.check.simulate.replay import Verdict, close
+from onegraph.check.simulate.records import Sighting, Step, close, reshaped
+from onegraph.check.simulate.replay import Verdict
 from onegraph.check.simulate.run import NOTHING, _kind, _line, _where, changed_numbers, given_of, internal
 from onegraph.check.simulate.state import Snapshot, changes, methods
 
@@ -124,7 +124,7 @@ class _Live:
             torch.cuda.synchronize()
             shapes = [list(t.shape) for t in leaves]
             recorder.reshaped.clear()
-            recorder.first_node = torch._C._autograd._get_sequence_nr()
+            recorder.first_node = compat.next_node_number()
             recorder.step = record
             with recorder.watching() if index else ExitStack(), recorded(recorder) as compiled:
                 result = self._guarded(f"step {index}", call_step, step, *arguments)
@@ -194,7 +194,7 @@ class _Live:
             lasting |= {t.untyped_storage().data_ptr() for t in containers.tensors(static).values()}
             del arguments, given
             torch.cuda.synchronize()
-            recorder.first_node = torch._C._autograd._get_sequence_nr()
+            recorder.first_node = compat.next_node_number()
             recorder.step = record = Step(1)
             recorder.last, recorder.streams, recorder.written, recorder.capturing = None, {}, [], True
             recorder.broken = None
@@ -306,7 +306,7 @@ class _Live:
         found += [t for reference in self.recorder.written if (t := reference()) is not None]
         found += [t for t in buffers.values() if t.is_cuda]
         found = [t for t in {id(t): t for t in found}.values() if stored(t)]
-        tensors = [t for t in found if torch._debug_has_internal_overlap(t) != 1]
+        tensors = [t for t in found if compat.overlaps(t) != 1]
         if 2 * sum(t.nbytes for t in tensors) > torch.cuda.mem_get_info()[0]:
             return None
         with torch.inference_mode(False):

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from onegraph.check import compat
 from onegraph.check.live.recorder import Recorder
 from onegraph.check.report import SILENT
 from onegraph.check.simulate import frames, hazards
@@ -22,22 +23,14 @@ def recorded(recorder: Recorder) -> Iterator[list[bool]]:
     """The recorder listens, and what torch would compile runs as it is written: it never compiles again what it once
     met under a mode. Gives a list that is not empty once such a function has run."""
     with torch.compiler.set_stance("force_eager"):
-        from torch._dynamo import eval_frame
-
         seen: list[bool] = []
-        real = eval_frame._callback_from_stance
 
-        def asked(callback: Any) -> Any:
+        def hear(callback: Any) -> None:
             if callable(callback):
                 seen.append(True)
-            return real(callback)
 
-        eval_frame._callback_from_stance = asked
-        try:
-            with recorder:
-                yield seen
-        finally:
-            eval_frame._callback_from_stance = real
+        with compat.compiled_calls(hear), recorder:
+            yield seen
 
 
 @contextmanager
@@ -76,10 +69,10 @@ def calls_noted(recorder: Recorder) -> Iterator[None]:
         return plainly(*args, **kwargs)
 
     plainly = torch.compile
-    engine = torch.autograd.graph._engine_run_backward
+    engine = compat.run_backward
     seeds = [(torch, "manual_seed"), *((torch.cuda, n) for n in ("manual_seed", "manual_seed_all", "set_rng_state"))]
     stand_ins = [(owner, name, seeding(getattr(owner, name))) for owner, name in seeds]
-    stand_ins += [(module, "_engine_run_backward", backward) for module in (torch.autograd, torch.autograd.graph)]
+    stand_ins += [(module, compat.RUN_BACKWARD, backward) for module in (torch.autograd, torch.autograd.graph)]
     stand_ins.append((torch, "compile", compile))
     stand_ins.append((torch.cuda, "is_current_stream_capturing", asked))
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in stand_ins]

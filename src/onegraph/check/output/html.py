@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from onegraph.check.output import verdict_words
-from onegraph.check.report import Frame, Report, plain, relative
+from onegraph.check.report import Finding, Frame, Report, plain, relative
 from onegraph.check.rules import RULES
 
 PAGE = Path(__file__).with_name("page.html")
@@ -30,6 +30,7 @@ def _escape(text: str) -> str:
 
 def _data(report: Report) -> dict[str, Any]:
     modules = {(event.path, event.line): event.module for event in report.timeline if event.module}
+    counted = {id(f) for f in report.counted}
     used = sorted({f.code for f in report.findings})
     return {
         "target": report.target,
@@ -55,6 +56,7 @@ def _data(report: Report) -> dict[str, Any]:
                 "calls": [_frame(c) for c in f.calls],
                 "fix": f.fix,
                 "count": f.count,
+                "follows": _follows(f, counted),
                 "module": modules.get((f.path, f.line), ""),
             }
             for f in report.findings
@@ -78,6 +80,13 @@ def _data(report: Report) -> dict[str, Any]:
         ],
         "storages": [[s.number, s.kind, s.bytes, s.name] for s in report.storages],
     }
+
+
+def _follows(f: Finding, counted: set[int]) -> str:
+    """Where the cause stands, "" for a finding that counts by itself."""
+    if f.follows is None or id(f) in counted:
+        return ""
+    return f"{f.follows.code} at {relative(f.follows.path)}:{f.follows.line}"
 
 
 def _frame(call: Frame) -> dict[str, Any]:

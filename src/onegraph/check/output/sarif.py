@@ -7,6 +7,7 @@ from typing import Any
 from urllib.parse import quote
 
 from onegraph import __version__
+from onegraph.check.advice import fix
 from onegraph.check.report import Finding, Report, Severity
 from onegraph.check.rules import RULES
 
@@ -39,9 +40,13 @@ def render(report: Report, root: str | None = None) -> str:
                 },
                 "originalUriBaseIds": {"ROOT": {"uri": Path(root).as_uri() + "/"}},
                 "columnKind": "unicodeCodePoints",
-                "results": [_result(f, root, codes) for f in report.findings],
+                "results": [_result(f, root, codes, report.following(f)) for f in report.counted],
                 "invocations": [{"executionSuccessful": True, "exitCode": report.exit_code()}],
-                "properties": {"target": report.target, "verdict": report.verdict.value},
+                "properties": {
+                    "target": report.target,
+                    "verdict": report.verdict.value,
+                    **{key: report.facts[key] for key in ("unknown",) if key in report.facts},
+                },
             }
         ],
     }
@@ -55,13 +60,13 @@ def _rule(code: str) -> dict[str, Any]:
         "name": rule.__name__,
         "shortDescription": {"text": rule.summary()},
         "fullDescription": {"text": rule.section("Why is this bad").replace("\n", " ")},
-        "help": {"text": rule.fix or rule.summary(), "markdown": rule.page()},
+        "help": {"text": fix(code), "markdown": rule.page()},
         "defaultConfiguration": {"level": LEVELS[rule.severity]},
     }
 
 
-def _result(f: Finding, root: str, codes: list[str]) -> dict[str, Any]:
-    text = f.message + (f". Then: {f.happens}" if f.happens else "") + (f". Mend: {f.fix}" if f.fix else "")
+def _result(f: Finding, root: str, codes: list[str], following: tuple[Finding, ...]) -> dict[str, Any]:
+    text = f.message + (f". Then: {f.happens}" if f.happens else "") + (f". Fix: {f.fix}" if f.fix else "")
     result: dict[str, Any] = {
         "ruleId": f.code,
         "level": LEVELS[f.severity],
@@ -71,6 +76,14 @@ def _result(f: Finding, root: str, codes: list[str]) -> dict[str, Any]:
     }
     if f.code in codes:
         result["ruleIndex"] = codes.index(f.code)
+    if following:
+        result["relatedLocations"] = [
+            {
+                "physicalLocation": _place(o.path, o.line, o.column, o.source, root),
+                "message": {"text": f"follows from it: {o.code} {o.message}"},
+            }
+            for o in following
+        ]
     if len(f.calls) > 1:
         steps = [
             {

@@ -1,9 +1,9 @@
-"""A report for people at a terminal: the line, a caret, what happens, which values, the calls, how to mend it."""
+"""A report for people at a terminal: the line, a caret, what happens, which values, the calls, what to do."""
 
 import os
 import textwrap
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from onegraph.check.output import verdict_words
 from onegraph.check.report import Finding, Report, Severity, Verdict, relative
@@ -20,12 +20,12 @@ _MARKS = {
 
 def render(report: Report, *, color: bool = False) -> str:
     """The whole report, ending in the verdict."""
-    parts = [finding(f, color=color) for f in report.findings]
+    parts = [finding(f, color=color, following=report.following(f)) for f in report.counted]
     return "\n".join([*parts, summary(report, color=color)])
 
 
-def finding(f: Finding, *, color: bool = False) -> str:
-    """One finding."""
+def finding(f: Finding, *, color: bool = False, following: Sequence[Finding] = ()) -> str:
+    """One finding, with those that only follow from it."""
     paint = _painter(color)
     name = RULES[f.code].name() if f.code in RULES else ""
     gutter = " " * len(str(f.line))
@@ -53,23 +53,30 @@ def finding(f: Finding, *, color: bool = False) -> str:
     if f.count > 1:
         lines += _note(gutter, "", f"reached {f.count} times in the steps that were run")
     if f.fix:
-        lines += _note(gutter, "mend: ", f.fix)
+        lines += _note(gutter, "fix: ", f.fix)
+    for other in following:
+        place = f"line {other.line}" if other.path == f.path else f"{relative(other.path)}:{other.line}"
+        lines += _note(gutter, "follows from it: ", f"{place}: {other.code} {other.message}")
     return "\n".join(lines) + "\n"
 
 
 def summary(report: Report, *, color: bool = False) -> str:
     """The verdict and the counts in one or two lines."""
     paint = _painter(color)
-    counts = Counter(f.severity for f in report.findings)
+    counts = Counter(f.severity for f in report.counted)
     words = [f"{counts[s]} {_plural(s, counts[s])}" for s in Severity if counts[s]]
     said = "; ".join(["read in the source"] * ("source" in report.origins) + _ran(report))
     verdict = paint(verdict_words(report), _MARKS[report.verdict])
+    follow = len(report.findings) - len(report.counted)
+    words += [f"{follow} more that follow{'s' * (follow == 1)}"] * bool(follow)
     line = f"{report.target}: {verdict}"
     if words:
         line += f" ({', '.join(words)})"
     tail = [f"  {said}"] if said else []
     if "source" in report.facts:
         tail.append(f"  source: {report.facts['source']}")
+    if "unknown" in report.facts:
+        tail += textwrap.wrap(report.facts["unknown"], 110, initial_indent="  ", subsequent_indent="    ")
     if "probe ended" in report.facts:
         tail.append("  " + " ".join(report.facts["probe ended"].split()))
     if report.facts.get("allowed"):

@@ -4,6 +4,7 @@ CG1xx capture fails. CG2xx capture succeeds and the replay is wrong. CG3xx gener
 about itself.
 """
 
+from onegraph.check.advice import ADVICE
 from onegraph.check.rules.base import SECTIONS, Rule
 from onegraph.check.rules.copies import HostIndex, PageableCopyInStep
 from onegraph.check.rules.host_state import (
@@ -106,5 +107,11 @@ def explain(code: str) -> str:
     head = f"# {code_of(rule)} {rule.name()}\n\n{'; '.join(facts)}.\n"
     if rule.happens:
         head += f"\nWhat happens: {rule.happens}.\n"
-    tail = f"\n\n## Fix\n{rule.fix[:1].upper()}{rule.fix[1:]}.\n" if rule.fix else "\n"
-    return f"{head}\n{rule.page()}{tail}"
+    return f"{head}\n{rule.page()}\n\n## Fix\n{_fixes(ADVICE[code_of(rule)])}\n"
+
+
+def _fixes(table: dict[str, str]) -> str:
+    """Advice as Markdown: a sentence, or a row a construct of the code."""
+    general = f"{table[''][:1].upper()}{table[''][1:]}."
+    rows = [f"| {construct} | {text.replace('|', chr(92) + '|')} |" for construct, text in table.items() if construct]
+    return "\n".join(["| at | |", "|---|---|", *rows, f"| otherwise | {table['']} |"]) if rows else general

@@ -24,7 +24,6 @@ class Rule:
         hazards: rows of the hazard table (docs/check/hazards.md) that it stands for; empty for CG4xx.
         severity: what a certain finding of it is.
         happens: CUDA's error, `SILENT`, or "".
-        fix: how to mend it, one sentence.
         seen: how well each way of looking sees it: "yes", "partly" or "no".
         shown_by: the ways of looking that must find the docstring's Example (and nothing in Use instead).
     """
@@ -32,7 +31,6 @@ class Rule:
     hazards: ClassVar[tuple[int, ...]] = ()
     severity: ClassVar[Severity] = Severity.ERROR
     happens: ClassVar[str] = NOT_PERMITTED
-    fix: ClassVar[str] = ""
     seen: ClassVar[dict[Origin, str]] = {}
     shown_by: ClassVar[tuple[Origin, ...]] = ()
 

@@ -43,7 +43,6 @@ class PageableCopyInStep(Rule):
 
     hazards = (3,)
     happens = PAGEABLE
-    fix = "make the tensor once at load as a buffer on the device; data that changes goes through a static input"
     seen = ways("partly", "yes", "yes")
     shown_by = (Origin.SOURCE, Origin.SIMULATE)
 
@@ -87,6 +86,5 @@ class HostIndex(Rule):
 
     hazards = (4,)
     happens = PAGEABLE
-    fix = "index with a device tensor made at load, or a slice; assign an element with t[i : i + 1].fill_(value)"
     seen = ways("partly", "yes", "yes")
     shown_by = (Origin.SOURCE, Origin.SIMULATE)

@@ -57,7 +57,6 @@ class HostStateBranch(Rule):
 
     hazards = (10,)
     happens = SILENT
-    fix = "let a device value decide under a mask, or make each path a bucket with a graph of its own"
     seen = ways("partly", "yes", "partly")
     shown_by = (Origin.SOURCE, Origin.SIMULATE)
 
@@ -98,7 +97,6 @@ class ChangingScalar(Rule):
 
     hazards = (11,)
     happens = SILENT
-    fix = "keep the number in a device tensor that is copied in before the replay"
     seen = ways("partly", "yes", "partly")
     shown_by = (Origin.SOURCE, Origin.SIMULATE)
 
@@ -146,7 +144,6 @@ class CpuScalarOperand(Rule):
 
     hazards = (12,)
     happens = SILENT
-    fix = "make the 0-d tensor on the device"
     seen = ways("partly", "yes", "partly")
     shown_by = (Origin.SOURCE, Origin.SIMULATE)
 
@@ -198,7 +195,6 @@ class ChangingHostContents(Rule):
 
     hazards = (13,)
     happens = SILENT
-    fix = "fill and copy before the replay, outside the step, into a static device buffer"
     seen = ways("partly", "yes", "partly")
     shown_by = (Origin.SOURCE, Origin.SIMULATE)
 
@@ -248,7 +244,6 @@ class PythonSideEffect(Rule):
     hazards = (32,)
     severity = Severity.WARNING
     happens = SILENT
-    fix = "move the effect to the caller of the replay, or count in a device tensor"
     seen = ways("partly", "yes", "yes")
     shown_by = (Origin.SOURCE, Origin.SIMULATE)
 
@@ -292,7 +287,6 @@ class CaptureDependentPath(Rule):
     hazards = (33,)
     severity = Severity.WARNING
     happens = SILENT
-    fix = "take one path in both cases; do checks and warm-up before capture"
     seen = ways("yes", "yes", "yes")
     shown_by = (Origin.SOURCE, Origin.SIMULATE)
 
@@ -343,6 +337,5 @@ class ReplayDiffersFromEager(Rule):
     """
 
     happens = SILENT
-    fix = "look for host state that the step reads: whatever changes between steps must be a device tensor"
     seen = ways("no", "yes", "yes")
     shown_by = ()

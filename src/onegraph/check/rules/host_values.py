@@ -49,9 +49,6 @@ class DeviceValueReadOnHost(Rule):
 
     hazards = (1, 2)
     happens = NOT_PERMITTED
-    fix = (
-        "keep the value on the device: index with the tensor (index_select, index_copy_, gather), mask with torch.where"
-    )
     seen = ways("partly", "yes", "yes")
     shown_by = (Origin.SOURCE, Origin.SIMULATE)
 
@@ -95,6 +92,5 @@ class BranchOnDeviceValue(Rule):
 
     hazards = (9, 1)
     happens = NOT_PERMITTED + "; then the branch of the captured step, forever"
-    fix = "compute both sides and choose on the device with torch.where, or mask the work"
     seen = ways("partly", "yes", "yes")
     shown_by = (Origin.SOURCE, Origin.SIMULATE)

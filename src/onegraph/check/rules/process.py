@@ -46,7 +46,6 @@ class StaleAutogradNode(Rule):
 
     hazards = (26,)
     happens = NOT_PERMITTED
-    fix = "run forward and backward inside the capture, after a warm-up on a side stream"
     seen = ways("no", "yes", "yes")
 
 
@@ -99,7 +98,6 @@ class LazyInitialisation(Rule):
 
     hazards = (27,)
     happens = NOT_PERMITTED
-    fix = "compile, autotune and create workspaces at load; run the step a few times before capture"
     seen = ways("partly", "partly", "yes")
     shown_by = (Origin.SOURCE, Origin.SIMULATE)
 
@@ -148,7 +146,6 @@ class RawAllocation(Rule):
 
     hazards = (28,)
     happens = NOT_PERMITTED
-    fix = "allocate with torch before capture and pass the tensor"
     seen = ways("no", "no", "yes")
     shown_by = ()
 
@@ -195,7 +192,6 @@ class CollectiveInCapture(Rule):
 
     hazards = (30,)
     happens = NOT_PERMITTED + "; or a hang"
-    fix = "use tensor collectives of NCCL inside the step, barriers and objects outside"
     seen = ways("partly", "partly", "yes")
     shown_by = (Origin.SOURCE,)
 
@@ -254,6 +250,5 @@ class AutocastOrModeFlip(Rule):
     hazards = (31,)
     severity = Severity.WARNING
     happens = "an assertion in autocast, or silently stale"
-    fix = "set mode and hooks before capture; enter autocast inside the step, or with cache_enabled=False"
     seen = ways("partly", "partly", "yes")
     shown_by = (Origin.SOURCE,)

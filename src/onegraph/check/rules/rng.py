@@ -42,7 +42,6 @@ class UnregisteredGenerator(Rule):
 
     hazards = (21,)
     happens = "RNG op during graph capture but generator is not registered"
-    fix = "call graph.register_generator_state(generator) before capture, or take seed and counter as device tensors"
     seen = ways("partly", "yes", "yes")
     shown_by = (Origin.SOURCE, Origin.SIMULATE)
 
@@ -88,6 +87,5 @@ class RngStateInStep(Rule):
 
     hazards = (22,)
     happens = "the generator's state cannot be read or set while it is being captured"
-    fix = "seed before capture and between replays, outside the step"
     seen = ways("yes", "yes", "yes")
     shown_by = (Origin.SOURCE, Origin.SIMULATE)

@@ -44,7 +44,6 @@ class DataDependentShape(Rule):
 
     hazards = (5,)
     happens = NOT_PERMITTED
-    fix = "fixed-shape, masked work: torch.where with three arguments, scatter_add_, a sort, or give output_size"
     seen = ways("partly", "yes", "yes")
     shown_by = (Origin.SOURCE, Origin.SIMULATE)
 
@@ -101,6 +100,5 @@ class ChangingShape(Rule):
 
     hazards = (17,)
     happens = SILENT
-    fix = "allocate the final shape before capture and write with index_copy_ at a device position"
     seen = ways("partly", "yes", "yes")
     shown_by = (Origin.SOURCE, Origin.SIMULATE)

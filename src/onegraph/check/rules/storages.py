@@ -53,7 +53,6 @@ class ReboundStorage(Rule):
 
     hazards = (14,)
     happens = SILENT
-    fix = "write into the existing tensor (copy_, add_, index_copy_) instead of binding the name to a new one"
     seen = ways("partly", "yes", "partly")
     shown_by = (Origin.SOURCE, Origin.SIMULATE)
 
@@ -101,7 +100,6 @@ class FreedExternalTensor(Rule):
 
     hazards = (15,)
     happens = SILENT
-    fix = "keep a reference to every tensor that the graph reads, as long as the graph"
     seen = ways("no", "partly", "yes")
     shown_by = ()
 
@@ -146,7 +144,6 @@ class FreedPinnedSource(Rule):
 
     hazards = (16,)
     happens = SILENT
-    fix = "allocate the pinned source once and keep it; record an event before refilling it"
     seen = ways("no", "partly", "yes")
     shown_by = (Origin.SIMULATE,)
 
@@ -203,7 +200,6 @@ class OutputReadLate(Rule):
 
     hazards = (18,)
     happens = SILENT
-    fix = "clone or copy the output before the next replay"
     seen = ways("partly", "partly", "yes")
     shown_by = (Origin.SIMULATE,)
 
@@ -252,7 +248,6 @@ class SharedPoolOrder(Rule):
 
     hazards = (20,)
     happens = SILENT
-    fix = "replay in the order of capture, one at a time, or give each graph a pool of its own"
     seen = ways("no", "partly", "yes")
     shown_by = ()
 
@@ -299,6 +294,5 @@ class FreedOutsideCapture(Rule):
     hazards = (19,)
     severity = Severity.ERROR
     happens = "Attempting uncaptured free of a captured allocation"
-    fix = "break the reference cycle; collect garbage before capture"
     seen = ways("no", "no", "yes")
     shown_by = ()

@@ -58,7 +58,6 @@ class WrongStreamOrDevice(Rule):
 
     hazards = (23,)
     happens = "The CUDA Graph is empty; or a part of the step is silently missing"
-    fix = "let side streams wait for the current one; give torch.cuda.graph a stream made on the device of the step"
     seen = ways("partly", "partly", "yes")
     shown_by = (Origin.SOURCE, Origin.SIMULATE)
 
@@ -100,7 +99,6 @@ class DefaultStreamCapture(Rule):
 
     hazards = (24,)
     happens = "CUDA graphs must be captured on a non-default stream"
-    fix = "capture on a stream of its own and stay on the current stream inside the step"
     seen = ways("yes", "partly", "yes")
     shown_by = (Origin.SOURCE, Origin.SIMULATE)
 
@@ -108,12 +106,13 @@ class DefaultStreamCapture(Rule):
 class UnjoinedFork(Rule):
     """
     ## What it does
-    Finds work that the step sends to another stream without waiting for it, and waits for an event or stream from
-    outside of the capture.
+    Finds work that the step sends to another stream without waiting for it, waits for an event or stream from outside
+    of the capture, and memory that two streams use, one writing, while no wait and no event orders them.
 
     ## Why is this bad
     A side stream joins the capture only by waiting for the captured stream, and must be waited for before capture ends:
-    otherwise "unjoined work" or a dependency on work that is not captured.
+    otherwise "unjoined work" or a dependency on work that is not captured. What two streams do between fork and join
+    runs in any order: where both use the same memory, the result depends on which was first.
 
     ## Example
     ```python
@@ -155,8 +154,7 @@ class UnjoinedFork(Rule):
     """
 
     hazards = (25,)
-    happens = "capturing stream has unjoined work; or dependency created on uncaptured work in another stream"
-    fix = "side.wait_stream(current) before, current.wait_stream(side) after"
+    happens = "capturing stream has unjoined work; dependency created on uncaptured work in another stream; or a race"
     seen = ways("partly", "partly", "yes")
     shown_by = (Origin.SOURCE, Origin.SIMULATE)
 
@@ -204,6 +202,5 @@ class OtherThreadCall(Rule):
     hazards = (29,)
     severity = Severity.WARNING
     happens = "operation failed due to a previous error during capture, or silently stale"
-    fix = "start threads outside the step, or capture with capture_error_mode='thread_local'"
     seen = ways("partly", "partly", "yes")
     shown_by = (Origin.SOURCE,)

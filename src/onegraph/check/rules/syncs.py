@@ -41,7 +41,6 @@ class OpThatSyncs(Rule):
 
     hazards = (6,)
     happens = NOT_PERMITTED
-    fix = "use the variant without the host check (torch.linalg.inv_ex, cholesky_ex), or do the work before capture"
     seen = ways("partly", "partly", "yes")
     shown_by = (Origin.SOURCE, Origin.SIMULATE)
 
@@ -84,7 +83,6 @@ class ExplicitSynchronize(Rule):
 
     hazards = (7,)
     happens = NOT_PERMITTED
-    fix = "remove it; the caller synchronises after the replay, wait_stream and wait_event order work inside"
     seen = ways("yes", "yes", "yes")
     shown_by = (Origin.SOURCE, Origin.SIMULATE)
 
@@ -132,6 +130,5 @@ class QueryOrPinnedAllocation(Rule):
 
     hazards = (8,)
     happens = NOT_PERMITTED
-    fix = "allocate pinned memory before capture; ask events and streams outside the step"
     seen = ways("yes", "yes", "yes")
     shown_by = (Origin.SOURCE, Origin.SIMULATE)

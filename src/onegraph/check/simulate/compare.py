@@ -7,7 +7,7 @@ from typing import Any
 
 from onegraph.check.report import SILENT, Severity, relative
 from onegraph.check.simulate import frames
-from onegraph.check.simulate.records import OpRecord, Sighting, Step, same
+from onegraph.check.simulate.records import Argument, OpRecord, Sighting, Step, same
 from onegraph.check.simulate.replay import Verdict
 
 _LONGEST = 60
@@ -82,6 +82,7 @@ def _follows(sighting: Sighting, chain: frames.Chain) -> None:
     sighting.severity = Severity.WARNING
     if chain:
         at = frames.place(*chain[0])
+        sighting.cause = chain
         sighting.message += f"; it follows from the device value read at {relative(at.path)}:{at.line}"
 
 
@@ -167,7 +168,7 @@ def _stale(verdict: Verdict | None) -> Severity:
 def _severity(position: int, op: OpRecord, verdict: Verdict | None) -> Severity:
     """An error where the referee saw another result; a warning where this op's result, or all of it, is equal."""
     if verdict is None or not verdict.stale:
-        return Severity.ERROR if op.kind == "launch" else Severity.WARNING
+        return Severity.ERROR if op.kind == "launch" and op.again is None else Severity.WARNING
     if op.kind not in ("view", "launch") and position in verdict.equal_ops and not op.writes:
         return Severity.WARNING
     return Severity.ERROR
@@ -196,8 +197,10 @@ def _op(
         if isinstance(mine, tuple) and mine and mine[0] == "cpu":
             text = "a CPU scalar tensor is passed by value"
             return "CG203", text, (f"{at[0]}: {mine[1]}", f"{at[1]}: {other[1]}")
-        if isinstance(mine, tuple) and mine and mine[0] == "grid":
-            return "CG202", f"the grid of {ours.name} changes", (f"{at[0]}: {mine[1]}", f"{at[1]}: {other[1]}")
+        if isinstance(mine, Argument) and isinstance(other, Argument):
+            what = "the grid" if mine.name == "grid" else f"argument {mine.name}"
+            text = f"{what} of kernel {_short(ours.name)} changes: it is baked into the launch"
+            return "CG202", text, (f"{at[0]}: {_text(mine.value)}", f"{at[1]}: {_text(other.value)}")
         text = f"a Python number is baked into {_short(ours.name)}"
         return "CG202", text, (f"{at[0]}: {_text(mine)}", f"{at[1]}: {_text(other)}")
     if ours.kind == "h2d":
@@ -253,7 +256,8 @@ def _sequence(ours: OpRecord, theirs: OpRecord) -> tuple[Any, Any] | None:
     """The pair of numbers that changed, for tracing them to a host read or to a Python variable."""
     for a, b in zip(ours.scalars, theirs.scalars, strict=False):
         if a != b:
-            mine, other = (a[1], b[1]) if isinstance(a, tuple) and a and a[0] in ("cpu", "grid") else (a, b)
+            told = isinstance(a, Argument) or (isinstance(a, tuple) and a and a[0] == "cpu")
+            mine, other = (a[1], b[1]) if told else (a, b)
             if isinstance(mine, list | tuple) and isinstance(other, list | tuple):
                 return next(((x, y) for x, y in zip(mine, other, strict=False) if x != y), None)
             return mine, other
@@ -293,7 +297,7 @@ def traced(
 
 
 def _short(name: str) -> str:
-    return name.removeprefix("aten.").removesuffix(".default")
+    return name.removeprefix("aten.").removeprefix("triton:").removesuffix(".default")
 
 
 def _text(value: Any) -> str:

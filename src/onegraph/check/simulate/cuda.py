@@ -3,7 +3,6 @@
 import builtins
 import functools
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,17 +12,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from onegraph.check import compat
 from onegraph.check.declared import capturable
 from onegraph.check.report import SILENT, CheckError, Severity
-from onegraph.check.simulate import frames, hazards, loading, recording, streams
+from onegraph.check.simulate import (
+    aliases,
+    foreign,
+    frames,
+    hazards,
+    loading,
+    streams,
+    threads,
+    traced,
+    triton,
+)
 from onegraph.check.simulate.backward import Backward
 from onegraph.check.simulate.device import DeviceTensor, swap
 from onegraph.check.simulate.guard import device_guard
-from onegraph.check.simulate.records import body_of, composed, eagerly
+from onegraph.check.simulate.records import body_of, composed, eagerly, for_cuda_alone
 from onegraph.check.simulate.world import World
 
 _H200 = {
@@ -36,7 +44,7 @@ _OWN_GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes of torch.compile that capture CUDA graphs themselves."""
 
 
-class _Dispatch(TorchDispatchMode):
+class _Dispatch(compat.TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, world: World) -> None:
@@ -44,7 +52,9 @@ class _Dispatch(TorchDispatchMode):
         self.world = world
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if isinstance(func, HigherOrderOperator):
+        if self.world.closed:
+            return func(*args, **(kwargs or {}))
+        if isinstance(func, compat.HigherOrderOperator):
             kept = len(self.world.sightings)
             with self:
                 out = eagerly(func)(*args, **(kwargs or {}))
@@ -55,15 +65,31 @@ class _Dispatch(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **(kwargs or {}))
         body = body_of(func)
-        if body is not None:  # Python as any other: it is looked into
-            kept, name = len(self.world.sightings), func._schema.name
-            with self:
-                out = body(*args, **(kwargs or {}))
-            if capturable(name) is not None:  # its author's word counts for more
-                del self.world.sightings[kept:]
-                self.world.opaque(name, f"custom op {name}", self.world.chain())
-            return out
+        if body is not None:
+            done, out = self._inside(func, body, args, kwargs or {})
+            if done:
+                return out
         return self.world.dispatch(func, args, kwargs or {})
+
+    def _inside(self, func: Any, body: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, Any]:
+        """(whether a custom op's Python could be run, its result): Python as any other, it is looked into. One for CUDA
+        alone may want a driver or a compiler; then what it gives cannot be computed."""
+        world, name = self.world, func._schema.name
+        kept, out, done = len(world.sightings), None, True
+        try:
+            with self:
+                out = body(*args, **kwargs)
+        except CheckError:
+            raise
+        except Exception:
+            if not for_cuda_alone(func):
+                raise
+            done = False
+        if capturable(name) is not None:  # its author's word counts for more
+            del world.sightings[kept:]
+            if done:
+                world.opaque(name, f"custom op {name}", world.chain())
+        return done, out
 
 
 class _Functions(TorchFunctionMode):
@@ -81,6 +107,7 @@ class _Functions(TorchFunctionMode):
             Tensor.data.__set__: self.set_data,  # type: ignore[attr-defined]
             Tensor.type: self.type,
             Tensor.new_tensor: self.new_tensor,
+            torch.tensor: self.tensor,
             torch.manual_seed: self.seed,
             torch.random.manual_seed: self.seed,
             torch.seed: self.seed,
@@ -90,6 +117,8 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.world.closed:
+            return func(*args, **kwargs)
         if "device" in kwargs:
             kwargs = {**kwargs, "device": self.device(kwargs["device"])}
         if isinstance(kwargs.get("generator"), self.generator):
@@ -149,6 +178,18 @@ class _Functions(TorchFunctionMode):
         made = torch.tensor(data, dtype=kwargs.get("dtype") or like.dtype)
         return made.to(kwargs.get("device") or like.device).requires_grad_(kwargs.get("requires_grad", False))
 
+    def tensor(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """torch.tensor of a list of device tensors asks each for its number, past the dispatcher."""
+
+        def numbers(data: Any) -> Any:
+            if isinstance(data, list | tuple):
+                return [numbers(item) for item in data]
+            return data.item() if isinstance(data, DeviceTensor) and not data.dim() else data
+
+        if args and isinstance(args[0], list | tuple):
+            args = numbers(args[0]), *args[1:]
+        return func(*args, **kwargs)
+
     def seed(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.world.see("CG302", "the random seed is set inside the step, once, at capture", SILENT)
         return func(*args, **kwargs)
@@ -202,7 +243,7 @@ def _stand_ins(world: World) -> dict[str, Any]:
 
     properties = SimpleNamespace(**_H200)
     return made | {
-        "_lazy_init": lambda: None,
+        compat.LAZY_INIT: lambda: None,
         "init": lambda: None,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -238,8 +279,10 @@ def machine(world: World) -> Iterator[None]:
         # What is compiled already runs as it is written, and torch does not learn to leave it uncompiled for good.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stand_ins = _stand_ins(world)
+        taken = []
         for name, value in stand_ins.items():
             if hasattr(torch.cuda, name):
+                taken.append((getattr(torch.cuda, name), value))
                 stack.enter_context(_swapped(torch.cuda, name, value))
         for name in ("synchronize", "current_stream", "set_stream"):
             if hasattr(torch, "accelerator") and hasattr(torch.accelerator, name):
@@ -247,25 +290,39 @@ def machine(world: World) -> Iterator[None]:
         if hasattr(torch.cuda, "graphs"):
             capturing = stand_ins["is_current_stream_capturing"]
             stack.enter_context(_swapped(torch.cuda.graphs, "is_current_stream_capturing", capturing))
-        stack.enter_context(_swapped(torch.cuda.nvtx, "_nvtx", _NoRanges()))
+        stack.enter_context(_swapped(torch.cuda.nvtx, compat.NVTX, _NoRanges()))
         stack.enter_context(_swapped(torch, "Generator", _generator_class(world)))
-        stack.enter_context(_swapped(torch, "compile", _compile(world, torch.compile)))
-        stack.enter_context(_swapped(torch.jit, "trace", lambda function, *_, **__: function))
+        compile = _compile(world, torch.compile)
+        taken.append((torch.compile, compile))
+        stack.enter_context(_swapped(torch, "compile", compile))
+        stack.enter_context(aliases.rebound(taken))
+        stack.enter_context(_swapped(torch.jit, "trace", _trace(world, torch.jit.trace)))
         for module in (torch, torch.random):
             for name in ("get_rng_state", "set_rng_state"):
                 stack.enter_context(_swapped(module, name, _random_state(world, getattr(module, name))))
         stack.enter_context(_swapped(torch, "load", loading.load(torch.load)))
-        stack.enter_context(_swapped(ThreadPoolExecutor, "submit", loading.submit(world)))
-        stack.enter_context(_swapped(threading.Thread, "start", loading.start(world, threading.Thread.start)))
+        stack.enter_context(_swapped(ThreadPoolExecutor, "submit", threads.submit(world, ThreadPoolExecutor.submit)))
+        start = threads.start(world, threading.Thread.start, functools.partial(_modes, world))
+        stack.enter_context(_swapped(threading.Thread, "start", start))
         stack.enter_context(_swapped(os, "urandom", _noted(world, os.urandom)))
         stack.enter_context(_swapped(builtins, "print", _print(world, builtins.print)))
         backward = Backward(world)
         for module in (torch.autograd, torch.autograd.graph):
-            stack.enter_context(_swapped(module, "_engine_run_backward", backward))
-        stack.enter_context(_triton(world))
+            stack.enter_context(_swapped(module, compat.RUN_BACKWARD, backward))
+        stack.enter_context(triton.stand_ins(world, _H200))
+        stack.enter_context(foreign.stand_ins(world))
         stack.enter_context(_only_lift_cpu_tensors())
-        stack.enter_context(_Functions(world))
-        stack.enter_context(_Dispatch(world))
+        stack.enter_context(_modes(world))
+        try:
+            yield
+        finally:
+            world.closed = True  # for threads that live on
+
+
+@contextmanager
+def _modes(world: World) -> Iterator[None]:
+    """The machine for the running thread."""
+    with _Functions(world), _Dispatch(world):
         yield
 
 
@@ -286,7 +343,7 @@ def _random_state(world: World, real: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(real)
     def state(*given: Tensor) -> Any:
         out = real(*given)
-        with torch._C.DisableTorchFunction(), torch.utils._python_dispatch._disable_current_modes():
+        with compat.no_torch_function(), compat.no_modes():
             world.random_state(given[0] if given else out, read=not given)
         return out
 
@@ -313,17 +370,17 @@ def _swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
 @contextmanager
 def _only_lift_cpu_tensors() -> Iterator[None]:
     """`torch.tensor(..., device="cuda")` makes its values on the CPU and then copies them, where we can see it."""
-    before = torch._C._only_lift_cpu_tensors()
-    torch._C._set_only_lift_cpu_tensors(True)
+    before = compat.only_lifts_cpu_tensors()
+    compat.set_only_lift_cpu_tensors(True)
     try:
         yield
     finally:
-        torch._C._set_only_lift_cpu_tensors(before)
+        compat.set_only_lift_cpu_tensors(before)
 
 
 def _new_generator(cls: Any) -> Any:
     """A generator of the CPU of a class derived from torch's own, whatever stands in for that now."""
-    return torch._C.Generator.__new__(cls, "cpu")  # type: ignore[call-arg]
+    return compat.GeneratorBase.__new__(cls, "cpu")
 
 
 def _generator_class(world: World) -> type:
@@ -386,6 +443,15 @@ def _compile(world: World, real: Any) -> Any:
     return compile
 
 
+def _trace(world: World, real: Any) -> Any:
+    @functools.wraps(real)
+    def trace(function: Any, *args: Any, **kwargs: Any) -> Any:
+        world.see("CG307", "torch.jit.trace is called inside the step", hazards.NOT_PERMITTED)
+        return traced.trace(function, *args, **kwargs)
+
+    return trace
+
+
 def _print(world: World, real: Any) -> Any:
     def print(*args: Any, **kwargs: Any) -> None:
         chain = world.chain()
@@ -396,24 +462,3 @@ def _print(world: World, real: Any) -> Any:
         real(*args, **kwargs)
 
     return print
-
-
-@contextmanager
-def _triton(world: World) -> Iterator[None]:
-    """Triton launches are seen, compared over the steps and reported as unverified; the kernel itself does not run."""
-    jit = sys.modules.get("triton.runtime.jit")
-    classes = [getattr(jit, "JITFunction", None)]
-    interpreter = sys.modules.get("triton.runtime.interpreter")
-    classes.append(getattr(interpreter, "InterpretedFunction", None))
-    with ExitStack() as stack:
-        for cls in classes:
-            if cls is not None and hasattr(cls, "run"):
-                stack.enter_context(_swapped(cls, "run", _launch(world)))
-        yield
-
-
-def _launch(world: World) -> Any:
-    def run(self: Any, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any) -> None:
-        recording.launch(world, self, args, kwargs, grid)
-
-    return run

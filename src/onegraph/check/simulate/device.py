@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from onegraph.check import compat
+
 if TYPE_CHECKING:
     from onegraph.check.simulate.world import World
 
@@ -41,14 +43,14 @@ class DeviceTensor(Tensor):
     record: StorageRecord
     world: "World"
     made: int
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = compat.no_torch_function_of_its_own
 
     @staticmethod
     def __new__(cls, inner: Tensor, world: "World", index: int) -> "DeviceTensor":
         # Never a tensor of inference mode: torch cannot make one a view of a tensor that was made outside of it, which
         # on a GPU it need not, because there its own kernels make the view.
         with torch.inference_mode(False):
-            made = Tensor._make_wrapper_subclass(
+            made = compat.make_wrapper(
                 cls,
                 inner.shape,
                 strides=inner.stride() if inner.layout is torch.strided else None,
@@ -87,7 +89,7 @@ class DeviceTensor(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         self.world.host_read("repr", "printing a device tensor copies it to the host", self)
-        with torch._C.DisableTorchFunction(), self.world.off():
+        with compat.no_torch_function(), self.world.off():
             text = repr(self.inner.detach())
         return f"{text[:-1]}, device='{self.device}')"
 
@@ -96,7 +98,7 @@ class DeviceTensor(Tensor):
         return format(self.item(), spec) if self.dim() == 0 else super().__format__(spec)
 
     def data_ptr(self) -> int:
-        self.world.pointer_escapes()
+        self.world.pointer_escapes(self)
         return self.inner.data_ptr()
 
     def untyped_storage(self) -> Any:

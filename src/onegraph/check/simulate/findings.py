@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterable
 from types import CodeType
 from typing import Any, Protocol
 
-from onegraph.check.report import SILENT, Event, Finding, Origin, Report, Severity, StorageInfo, ordered
+from onegraph.check.advice import fix
+from onegraph.check.causes import CAUSES
+from onegraph.check.report import SILENT, Cause, Event, Finding, Origin, Report, Severity, StorageInfo, ordered
 from onegraph.check.simulate import frames
 from onegraph.check.simulate.compare import traced
-from onegraph.check.simulate.hazards import FIX
 from onegraph.check.simulate.records import Sighting, Step
 from onegraph.check.simulate.replay import Verdict
 from onegraph.check.simulate.state import assignment_of
@@ -42,6 +43,7 @@ class Findings:
         self.world, self.roots, self.steps, self.names = world, roots, steps, names
         self.home = home  # where a finding stands that no line of the user's led to
         self.found: dict[tuple[str, str, int], Finding] = {}
+        self.opaque: dict[str, frames.Place] = {}  # where each op that nothing looks into was met first
 
     def of_running(self, sightings: Iterable[Sighting]) -> None:
         """Hazards of single ops. What only the warm-up does is what warm-ups are for; what only later, uncaptured steps
@@ -82,6 +84,13 @@ class Findings:
             worst.values = values[:_MOST_VALUES] if known is None else ()
             worst.message += origin
             self._add(worst, place)
+
+    def of_launches(self) -> None:
+        """A kernel is compiled anew because a number that it is launched with changes: that number is the cause."""
+        for (code, path, line), finding in list(self.found.items()):
+            cause = self.found.get(("CG202", path, line))
+            if code == "CG307" and cause is not None and cause.severity is Severity.ERROR and finding.values:
+                self._replace(finding, severity=Severity.WARNING)
 
     def of_branches(self, branches: Iterable[tuple[frames.Place, Sighting]]) -> None:
         asked = list(self.world.asked_capturing)
@@ -143,7 +152,7 @@ class Findings:
                 f"the step returns a Python value that changes, and a replay returns none: result{path}", SILENT,
                 (f"step {at}: {_show(ours)}", f"later: {_show(theirs)}"),
             )  # fmt: skip
-            self._add(sighting, self.home)
+            self._add(sighting, self.home, construct="return")
 
     def of_referee(self, verdicts: dict[int, Verdict]) -> None:
         """A replay that differs although nothing above explains it."""
@@ -155,13 +164,18 @@ class Findings:
             for finding in suspects:
                 self._replace(finding, severity=Severity.ERROR)
             return
+        unsure = all(v.doubtful and not v.outputs and not v.state and not v.failed for v in stale)
+        text = "a replay gives another result than eager; no op explains it"
+        if unsure:
+            text = "a replay gives an op that cannot be computed here other arguments than eager did; no op explains it"
         values = tuple(
-            f"step {v.step}: {v.failed or ', '.join(f'result{path}' for path in v.outputs) or 'state'} differs"
+            f"step {v.step}: {', '.join(v.doubtful)} may differ"
+            if unsure
+            else f"step {v.step}: {v.failed or ', '.join(f'result{path}' for path in v.outputs) or 'state'} differs"
             for v in stale
         )
         sighting = Sighting(
-            stale[0].step, "CG212", Severity.ERROR, (), "a replay gives another result than eager; no op explains it",
-            SILENT, values[:_MOST_VALUES],
+            stale[0].step, "CG212", Severity.ERROR, (), text, SILENT, values[:_MOST_VALUES],
         )  # fmt: skip
         self._add(sighting, self.home)
 
@@ -176,7 +190,7 @@ class Findings:
         where = self.roots.where(chain)
         return frames.place(*where) if where else None
 
-    def _add(self, sighting: Sighting, place: frames.Place | None) -> None:
+    def _add(self, sighting: Sighting, place: frames.Place | None, *, construct: str = "") -> None:
         place = place or self.home
         key = (sighting.code, place.path, place.line)
         known = self.found.get(key)
@@ -201,8 +215,18 @@ class Findings:
             happens=sighting.happens,
             values=sighting.values,
             calls=frames.frames(sighting.chain, self.roots) if sighting.chain else (),
-            fix=FIX.get(sighting.code, ""),
+            fix=fix(sighting.code, place.path, place.line, place.column, construct=construct),
+            follows=self._cause(sighting, place),
         )
+
+    def _cause(self, sighting: Sighting, place: frames.Place) -> Cause | None:
+        """The host read that simulation saw first, or the line where the same op was met as opaque before."""
+        if sighting.code == "CG401" and isinstance(sighting.note, str):
+            first = self.opaque.setdefault(sighting.note, place)
+            return Cause(path=first.path, line=first.line, code="CG401") if first[:2] != place[:2] else None
+        read = self.locate(sighting.cause) if sighting.cause else None
+        known = (self.found.get((code, read.path, read.line)) for code in sorted(CAUSES)) if read else ()
+        return next((Cause(path=f.path, line=f.line, code=f.code) for f in known if f is not None), None)
 
     def _replace(self, finding: Finding, **fields: Any) -> None:
         from dataclasses import replace

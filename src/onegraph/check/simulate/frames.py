@@ -55,7 +55,16 @@ _SKIP: dict[CodeType, bool] = {}
 
 def chain(stop: CodeType, depth: int = 1) -> Chain:
     """The calls between here and the frame whose code is `stop`, which is left out; empty outside of it."""
-    frame: FrameType | None = sys._getframe(depth)
+    return chain_from(sys._getframe(depth), stop)
+
+
+def chain_of_thread(ident: int, stop: CodeType) -> Chain:
+    """What another thread is doing now."""
+    return chain_from(sys._current_frames().get(ident), stop)
+
+
+def chain_from(frame: FrameType | None, stop: CodeType) -> Chain:
+    """The calls between `frame` and the one whose code is `stop`."""
     found: list[tuple[CodeType, int]] = []
     while frame is not None:
         code = frame.f_code
@@ -105,6 +114,21 @@ def opname(code: CodeType, lasti: int) -> str:
     for instruction in dis.get_instructions(code):
         if instruction.offset == lasti:
             return instruction.opname
+    return ""
+
+
+@functools.lru_cache(maxsize=65536)
+def called(code: CodeType, lasti: int) -> str:
+    """Name of the function or method that the running instruction calls, dots and all before the last one left out;
+    "" where it is no call."""
+    at = next((p for i, p in enumerate(code.co_positions()) if i * 2 == lasti), None)
+    module = tree(code.co_filename)
+    if at is None or module is None:
+        return ""
+    for node in ast.walk(module):
+        here = isinstance(node, ast.Call) and (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset) == at
+        if isinstance(node, ast.Call) and here:
+            return getattr(node.func, "attr", getattr(node.func, "id", ""))
     return ""
 
 

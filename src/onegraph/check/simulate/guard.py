@@ -14,10 +14,10 @@ from contextlib import contextmanager
 
 import torch
 
+from onegraph.check import compat
 from onegraph.check.report import CheckError
 
 _CPU, _CUDA = 0, 1  # c10/core/DeviceType.h, fixed for as long as checkpoints of torch are read
-_SYMBOL = "_ZN3c104impl26device_guard_impl_registryE"
 
 
 @contextmanager
@@ -25,14 +25,14 @@ def device_guard() -> Iterator[None]:
     name = "libc10.dylib" if sys.platform == "darwin" else "libc10.so"
     path = os.path.join(os.path.dirname(torch.__file__), "lib", name)
     try:
-        registry = (ctypes.c_void_p * 2).in_dll(ctypes.CDLL(path), _SYMBOL)
+        registry = (ctypes.c_void_p * 2).in_dll(ctypes.CDLL(path), compat.DEVICE_GUARDS)
     except (OSError, ValueError) as error:
         raise CheckError(
-            f"simulation: torch {torch.__version__} on {sys.platform} has no {_SYMBOL} in {name}; "
+            f"simulation: torch {torch.__version__} on {sys.platform} has no {compat.DEVICE_GUARDS} in {name}; "
             "allowed Linux and macOS builds of torch 2.11 or newer"
         ) from error
     if registry[_CUDA]:
-        torch._C._ensureCUDADeviceGuardSet()  # a CUDA build that sees no GPU gets torch's own guard that does nothing
+        compat.ensure_cuda_device_guard()  # a CUDA build that sees no GPU gets torch's own guard that does nothing
         yield
         return
     registry[_CUDA] = registry[_CPU]

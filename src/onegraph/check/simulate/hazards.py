@@ -14,40 +14,8 @@ PAGEABLE = (
 )
 OWN_GRAPHS = (
     "what is compiled with mode='reduce-overhead' or 'max-autotune' captures graphs of its own, which cannot be inside "
-    "of another: compile it in the default mode, or in 'max-autotune-no-cudagraphs'"
+    "of another"
 )
-
-FIX = {
-    "CG101": "keep the value on the device: masked or indexed device work instead of a host number",
-    "CG102": "make the tensor once at load as a buffer, or hand it to the step as an input",
-    "CG103": "index with a device tensor made at load, or use a slice; assign with fill_ or a device value",
-    "CG104": "use a form of fixed shape: torch.where, masked_fill, one_hot(...).sum(0), a padded top-k",
-    "CG105": "use an op that does not read its result on the host, or its unchecked form (e.g. *_ex)",
-    "CG106": "synchronize outside of the step",
-    "CG107": "query events, and allocate pinned memory, outside of the step",
-    "CG108": "compute both sides and choose with torch.where",
-    "CG201": "decide on the device, or capture one graph per case and choose outside of the step",
-    "CG202": "keep the number in a device tensor that the caller fills before each replay",
-    "CG203": "keep the operand on the device and update it with copy_ before each replay",
-    "CG204": "hand the contents to the step as an input, so that the caller copies them before each replay",
-    "CG205": "allocate once and update in place with copy_",
-    "CG206": "keep a reference to the tensor for as long as the graph lives",
-    "CG207": "keep the pinned buffer alive and untouched until the copy has run, or copy outside of the step",
-    "CG208": "allocate at the final shape and mask what is not used yet",
-    "CG209": "clone the output before the next replay",
-    "CG210": "do it outside of the step: Python does not run on replay",
-    "CG211": "take one path, captured or not",
-    "CG212": "look for state outside of torch: numpy arrays, C libraries, caches",
-    "CG301": "use the default generator, or register it with graph.register_generator_state before capture",
-    "CG302": "seed outside of the step, or use a counter-based generator with a device seed",
-    "CG303": "launch on the capturing stream and device; pass stream= of that device to torch.cuda.graph",
-    "CG304": "stay on the current stream",
-    "CG305": "join: current_stream().wait_stream(side) before the step returns",
-    "CG307": "compile, tune and create handles in a warm-up step",
-    "CG310": "warm the communicator up before capture, and capture on every rank in the same order",
-    "CG311": "set the mode once, before capture",
-    "CG401": "declare it with onegraph.check.declare(op) once you know that it is safe, or check with --live",
-}
 
 
 class Hazard(NamedTuple):
@@ -79,19 +47,9 @@ _NAMED_SHAPES = {
 }
 
 
-_INSTEAD = {
-    "aten::_linalg_check_errors": "torch.linalg.inv_ex, cholesky_ex, solve_ex or lu_factor_ex do not look for errors",
-    "aten::histc": "with min and max given it has nothing to read",
-    "aten::isin": "(x[..., None] == wanted).any(-1) compares on the device",
-    "aten::normal": "mean + deviation * torch.randn_like(mean) does not look for negative deviations",
-    "aten::segment_reduce": "with unsafe=True it does not look whether the lengths add up",
-}
-
-
 def waits(name: str) -> str:
-    """What is said of an op that waits: its name and, where there is one, a way without waiting."""
-    text = f"{name.split('::')[-1] or 'an op'} waits for the device inside its host code"
-    return f"{text}; {_INSTEAD[name]}" if name in _INSTEAD else text
+    """What is said of an op that waits."""
+    return f"{name.split('::')[-1] or 'an op'} waits for the device inside its host code"
 
 
 @functools.lru_cache(maxsize=1)
@@ -144,10 +102,10 @@ def of_op(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], h
     if name == "aten::_grouped_mm":
         if all(isinstance(a, Tensor) and a.dtype is torch.bfloat16 for a in args[:2]):
             return None
-        text = "_grouped_mm of another type than bfloat16 reads its offsets on the host: cast both factors"
+        text = "_grouped_mm of another type than bfloat16 reads its offsets on the host"
         return Hazard("CG105", text, PAGEABLE)
     if name in _PRODUCTS and any(isinstance(a, Tensor) and _unordered(a) for a in args):
-        text = "a product with an uncoalesced sparse matrix sorts and counts its entries first: coalesce it at load"
+        text = "a product with an uncoalesced sparse matrix sorts and counts its entries first"
         return Hazard("CG105", text, NOT_PERMITTED)
     row = table().get(str(func))
     if row and row["sync"] >= _OFTEN:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onegraph.check import compat
 from onegraph.check.simulate.records import map_tensors, tensors_in, written
 
 
@@ -15,14 +16,14 @@ class Unavailable(NotImplementedError):
 
 def perform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`func(*args, **kwargs)` on plain CPU tensors. Raises Unavailable, and whatever the op itself raises."""
-    if func is torch.ops.aten._efficientzerotensor.default:  # has no memory, which only its own kernels know
+    if func is compat.EFFICIENT_ZERO:  # has no memory, which only its own kernels know
         func = torch.ops.aten.zeros.default
     try:
         return func(*args, **kwargs)
     except NotImplementedError as error:
         if "not implemented for '" in str(error):
             return _wider(func, args, kwargs)
-        other = _BY_HAND.get(func._schema.name) or torch._decomp.decomposition_table.get(func)
+        other = _BY_HAND.get(func._schema.name) or compat.decomposition(func)
         if other is None:
             raise Unavailable(str(error)) from error
     return other(*args, **kwargs)

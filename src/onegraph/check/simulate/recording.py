@@ -1,52 +1,46 @@
 """Writes down what an op did: for the captured step everything that a replay needs, for later ones what differs."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from onegraph.check.declared import name_of
 from onegraph.check.simulate import frames, hazards
 from onegraph.check.simulate.device import DeviceTensor, block, flat_bytes, storage_of, weak
-from onegraph.check.simulate.records import OpRecord, Step, Writes, map_tensors, same, tensors_in, written
+from onegraph.check.simulate.records import OpRecord, Step, Writes, map_tensors, same, split, tensors_in, written
 
 if TYPE_CHECKING:
     from onegraph.check.simulate.world import World
 
 
-def launch(world: "World", kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grid: Any) -> None:
-    """A Triton launch: its arguments and grid are compared over the steps, the kernel is not run."""
-    if world.phase != "step":
-        return
-    chain = world.chain(3)
-    name = name_of(kernel)
-    virtual: list[DeviceTensor] = []
-    hosts: list[Tensor] = []
-    scalars: list[Any] = []
-    convert(list(args), virtual, hosts, scalars)
-    convert(list(kwargs.values()), virtual, hosts, scalars)
-    if callable(grid):
-        names = getattr(kernel, "arg_names", [])
-        grid = grid({**dict(zip(names, args, strict=False)), **kwargs})
-    scalars.append(("grid", tuple(grid) if isinstance(grid, list | tuple) else grid))
-    world.opaque(name, f"Triton kernel {name.removeprefix('triton:')}", chain)
-    if world.current is None:
+def launched(
+    world: "World", func: Any, name: str, chain: frames.Chain, virtual: list[DeviceTensor], scalars: tuple[Any, ...]
+) -> None:
+    """Write down a launch that cannot be run: whatever it was given, it may have written."""
+    if world.current is None or world.phase != "step":
         return
     op = OpRecord(
-        func=kernel,
+        func=func,
         name=name,
         kind="launch",
         chain=chain,
-        scalars=tuple(s for s in scalars if isinstance(s, int | float | bool | tuple)),
+        scalars=scalars,
         shapes=tuple(tuple(t.inner.shape) for t in virtual),
         externals=tuple(
             -1 if t.record.born == world.step and t.record.phase == "step" else t.record.number for t in virtual
         ),
         captured=world.streams.launch(world, chain, virtual[0].device.index if virtual else world.device_index),
         reads=tuple(dict.fromkeys(t.record.number for t in virtual)),
+        opaque=True,
+        given=world.given(virtual, [t.inner for t in virtual]),
     )
+    if world.step == world.captured_step:
+        op.tensors = tuple(t.inner for t in virtual)
+    if op.captured:  # what it writes nobody knows: as a reader it meets those that are known to write
+        world.streams.use(world, chain, ((t.record.number, False, t.inner) for t in virtual))
     if world.step != world.captured_step and world.reference is not None and not world.current.parted:
-        _compare(world, op, world.current, [])
+        compare(world, op, world.current, [])
     world.current.ops.append(op)
 
 
@@ -56,12 +50,18 @@ def keep(world: "World", args: tuple[Any, ...], kwargs: dict[str, Any], writes: 
     targets = [args[i] for i in writes.positions if i < len(args)]
     targets += [kwargs[n] for n in writes.names if n in kwargs]
     for target in tensors_in(targets):
-        key = storage_of(target)
-        record = world.records.get(key)
-        if record is None or (record.born == world.step and record.phase == "step") or key in world.current.before:
-            continue
-        whole = flat_bytes(target)
-        world.current.before[key] = (whole, whole.clone())
+        keep_one(world, target)
+
+
+def keep_one(world: "World", target: Tensor) -> None:
+    """The same of one tensor that is about to be written."""
+    assert world.current is not None
+    key = storage_of(target)
+    record = world.records.get(key)
+    if record is None or (record.born == world.step and record.phase == "step") or key in world.current.before:
+        return
+    whole = flat_bytes(target)
+    world.current.before[key] = (whole, whole.clone())
 
 
 def record(
@@ -100,6 +100,8 @@ def record(
     if kind != "view":
         index = virtual[0].device.index if virtual else world.device_index
         op.captured = world.streams.launch(world, chain, index)
+        if op.captured and world.streams.order.forked:
+            world.streams.use(world, chain, uses(world, func, args, kwargs, virtual, outs, fresh))
     if kind == "h2d":
         source = hosts[0].detach()
         op.source, op.contents = weak(source), source.clone()
@@ -109,13 +111,27 @@ def record(
     if world.step == world.captured_step:
         _remember(world, op, args, kwargs, virtual, hosts, outs, fresh)
     elif world.reference is not None and not step.parted:
-        _compare(world, op, step, outs)
+        compare(world, op, step, outs)
     step.ops.append(op)
 
 
 def turns(func: Any) -> bool:
     """Whether an op changes shape or strides of a tensor in place and nothing else (transpose_, squeeze_, ...)."""
     return torch.Tag.inplace_view in func.tags and func._schema.name not in _REPLACED
+
+
+def uses(
+    world: "World", func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], virtual: list[DeviceTensor],
+    outs: list[Tensor], fresh: tuple[bool, ...],
+) -> Iterator[tuple[int, bool, Tensor]]:  # fmt: skip
+    """(storage number, whether it is written, the part of it) of all on the device that an op reads or writes."""
+    targets = {id(t) for t in split(func, args, kwargs)[0]}
+    for tensor in virtual:
+        yield tensor.record.number, id(tensor.inner) in targets, tensor.inner
+    for out, new in zip(outs, fresh, strict=True):
+        record = world.records.get(storage_of(out))
+        if new and record is not None:
+            yield record.number, True, out
 
 
 _REPLACED = ("aten::set_", "aten::resize_", "aten::resize_as_", "aten::resize_as_sparse_")
@@ -159,7 +175,7 @@ def _remember(
         )
 
 
-def _compare(world: "World", op: OpRecord, step: Step, outs: list[Tensor]) -> None:
+def compare(world: "World", op: OpRecord, step: Step, outs: list[Tensor]) -> None:
     """Keep this op's results if it differs from the captured step's op at the same position."""
     assert world.reference is not None
     at = len(step.ops)

@@ -4,16 +4,14 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey
-from torch._library.custom_ops import OPDEFS
-from torch._ops import HigherOrderOperator
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
+from onegraph.check import compat
 from onegraph.check.report import CheckError, Severity
 from onegraph.check.simulate import frames
 
@@ -22,12 +20,21 @@ UNWRITTEN = frozenset(f"aten::{name}" for name in _EMPTY)
 """Ops whose result holds whatever was there; a simulation takes zeros."""
 
 
+class Argument(NamedTuple):
+    """A number that a kernel is launched with, under the name of its parameter; "grid" is how many programs."""
+
+    name: str
+    value: Any
+
+
 @dataclass(slots=True)
 class OpRecord:
     """One op of a step. Tensors are kept for the captured step alone, as plain CPU tensors.
 
     kind: "op", "h2d", "d2h", "launch", "view". externals: per device argument the storage number, or -1 where the
-    step made it. captured: false for work on a stream that the capture does not see.
+    step made it. captured: false for work on a stream that the capture does not see. again: runs a launch on the
+    recorded storages once more, told of each storage before it is written; false where that cannot be. A launch that
+    has none was not looked into.
     """
 
     func: Any
@@ -55,6 +62,9 @@ class OpRecord:
     allocates: tuple[int, ...] = ()
     bytes: int = 0
     codes: tuple[str, ...] = ()
+    again: Callable[["OpRecord", Callable[[Tensor], None]], bool] | None = None
+    opaque: bool = False  # nothing here computes what it gives and writes
+    given: tuple[Any, ...] = ()  # see `unknown.Given`; empty where nothing is unknown
 
 
 @dataclass(slots=True)
@@ -70,6 +80,7 @@ class Sighting:
     values: tuple[str, ...] = ()
     note: Any = None
     position: int = -1  # of the captured step's op, where two steps were compared
+    cause: frames.Chain = ()  # of the host read that this one follows from
 
 
 @dataclass(slots=True)
@@ -83,6 +94,10 @@ class Step:
     before: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # storage -> (bytes, copy from before)
     rng: list[tuple[int, int]] = field(default_factory=list)  # see `World.random_state`
     inputs: dict[int, str] = field(default_factory=dict)  # storage number -> path of the input
+    unknown: frozenset[int] = frozenset()  # storages with unknown contents when it began
+    exposed: frozenset[int] = frozenset()  # those of them whose address was handed out
+    unknown_after: frozenset[int] = frozenset()
+    marked: dict[int, tuple[int, int]] = field(default_factory=dict)  # storage number -> where it became unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +129,42 @@ def written(func: Any) -> Writes:
     return Writes(tuple(positions), tuple(names))
 
 
+def results_said(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+    """(whether the schema tells an op's results, the results): nothing, or arguments that it writes."""
+    schema = func._schema
+    given = {a.name: kwargs.get(a.name, args[i] if i < len(args) else None) for i, a in enumerate(schema.arguments)}
+    found = []
+    for result in schema.returns:
+        alias = result.alias_info
+        names = [
+            a.name
+            for a in schema.arguments
+            if alias is not None
+            and alias.is_write
+            and a.alias_info is not None
+            and a.alias_info.before_set & alias.before_set
+        ]
+        if not names:
+            return False, None
+        found.append(given[names[0]])
+    return True, None if not found else found[0] if len(found) == 1 else tuple(found)
+
+
 def tensors_in(tree: Any) -> Iterator[Tensor]:
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, list | tuple):
         for item in tree:
             yield from tensors_in(item)
+
+
+def split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """(tensors that the op writes, the other ones that it is given)."""
+    writes = written(func)
+    found = [args[i] for i in writes.positions if i < len(args)] + [kwargs[n] for n in writes.names if n in kwargs]
+    targets = list(tensors_in(found))
+    ids = {id(t) for t in targets}
+    return targets, [t for t in tensors_in([args, list(kwargs.values())]) if id(t) not in ids]
 
 
 def map_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
@@ -136,43 +181,50 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
 def composed(func: Any) -> bool:
     """Whether an op is made of others (item, where, to, ...): in inference mode torch hands it over as a whole."""
     try:
-        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
+        return compat.is_composed(func.name())
     except RuntimeError:  # a property (dim, size) of a tensor written in Python, which is no op of the dispatcher
         return False
 
 
-def eagerly(func: HigherOrderOperator) -> Callable[..., Any]:
+def eagerly(func: compat.HigherOrderOperator) -> Callable[..., Any]:
     """What an op that calls functions (cond, flex_attention, ...) does where nothing is compiled."""
-    kernel: Callable[..., Any] | None = func.py_kernels.get(DispatchKey.CompositeExplicitAutograd)
+    kernel: Callable[..., Any] | None = func.py_kernels.get(compat.DispatchKey.CompositeExplicitAutograd)
     if kernel is None:
         raise CheckError(f"{func.name()} calls functions in a way that is not followed: torch has no eager form of it")
-    names = inspect.unwrap(kernel).__globals__
 
     def run(*args: Any, **kwargs: Any) -> Any:
         """The kernel as it is; some refuse where a mode listens, which is what they are asked for here."""
-        asks = names.get("_get_current_dispatch_mode")
-        if asks is None:
+        with compat.no_mode_asked(inspect.unwrap(kernel)):
             return kernel(*args, **kwargs)
-        names["_get_current_dispatch_mode"] = lambda: None
-        try:
-            return kernel(*args, **kwargs)
-        finally:
-            names["_get_current_dispatch_mode"] = asks
 
     return run
 
 
 def body_of(func: Any) -> Callable[..., Any] | None:
-    """The Python function behind a custom op that has one for every device (`torch.library.custom_op`)."""
-    definition = OPDEFS.get(func._schema.name)
-    if definition is None or "cuda" in definition._backend_fns:
+    """The Python function behind a custom op: one for every device, or for CUDA where the op has none for the CPU."""
+    name = func._schema.name
+    definition = compat.OPDEFS.get(name)
+    if definition is not None:
+        bodies = definition._backend_fns
+        device = None if "cuda" not in bodies else "cuda" if "cpu" not in bodies else "none"
+        body: Callable[..., Any] | None = bodies.get(device)
+        return body
+    kernel = f"{name.replace('::', '/')}{'.' * bool(func._schema.overload_name)}{func._schema.overload_name}/CUDA"
+    if kernel not in compat.LIBRARY_KERNELS or func.has_kernel_for_dispatch_key(compat.DispatchKey.CPU):
         return None
-    body: Callable[..., Any] | None = definition._backend_fns.get(None)
-    return body
+    return functools.partial(func.redispatch, compat.DispatchKeySet(compat.DispatchKey.CUDA))
+
+
+def for_cuda_alone(func: Any) -> bool:
+    """Whether a custom op with a Python function has none that its author wrote for any device."""
+    definition = compat.OPDEFS.get(func._schema.name)
+    return definition is None or "cuda" in definition._backend_fns
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """What a sparse tensor says, to compare it with another one."""
+    """What a tensor says in a form that torch can compare: of a sparse one, of one of eight bits."""
+    if tensor.is_floating_point() and tensor.element_size() == 1:
+        return tensor.float()
     return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 
@@ -188,6 +240,30 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
         and torch.equal(ours.nan_to_num(0.123), theirs.nan_to_num(0.123))
         and torch.equal(ours.isnan(), theirs.isnan())
     )
+
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""Largest difference over largest value that two runs of the same op may show (one unit of rounding, threads)."""
+
+
+def close(ours: Tensor, theirs: Tensor) -> tuple[bool, float]:
+    """(equal up to the noise of one rounding, largest difference over largest value). NaN equals NaN alone."""
+    if ours.shape != theirs.shape:
+        return False, float("inf")
+    if ours.dtype != theirs.dtype:
+        return False, float("inf")
+    ours, theirs = dense(ours), dense(theirs)
+    if same(ours, theirs):
+        return True, 0.0
+    if not ours.is_floating_point():
+        return False, 1.0
+    a, b = ours.double(), theirs.double()
+    if not torch.equal(a.isnan(), b.isnan()):
+        return False, float("inf")
+    a, b = a.nan_to_num(), b.nan_to_num()
+    scale = max(float(b.abs().max()), 1e-30)
+    error = float((a - b).abs().max()) / scale
+    return error <= _TOLERANCE.get(ours.dtype, 0.1), error
 
 
 def reshaped(

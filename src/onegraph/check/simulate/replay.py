@@ -9,16 +9,15 @@ from torch import Tensor
 from onegraph.check import containers
 from onegraph.check.simulate.device import block, flat_bytes, storage_of
 from onegraph.check.simulate.perform import Unavailable, perform
-from onegraph.check.simulate.records import UNWRITTEN, OpRecord, Step, dense, same, tensors_in, written
+from onegraph.check.simulate.records import UNWRITTEN, OpRecord, Step, close, tensors_in, written
+from onegraph.check.simulate.unknown import Doubts
 from onegraph.check.simulate.world import World
-
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-"""Largest difference over largest value that two runs of the same op may show (one unit of rounding, threads)."""
 
 
 @dataclass(slots=True)
 class Verdict:
-    """How one replay compares. differing: positions of ops whose result is not eager's (of those that were kept)."""
+    """How one replay compares. differing: positions of ops whose result is not eager's (of those that were kept).
+    doubtful: outputs and state that are unknown, and that something which changed may reach."""
 
     step: int
     worst: float = 0.0
@@ -27,10 +26,12 @@ class Verdict:
     differing: set[int] = field(default_factory=set)
     equal_ops: set[int] = field(default_factory=set)
     failed: str = ""
+    doubtful: tuple[str, ...] = ()
 
     @property
     def stale(self) -> bool:
-        return bool(self.outputs or self.state or self.failed)
+        """Another result than eager's, or one that nobody can call the same."""
+        return bool(self.outputs or self.state or self.failed or self.doubtful)
 
 
 def replay(
@@ -79,6 +80,10 @@ def replay(
             _poison(block(out))
     torch.set_rng_state(rng_before)
     _poison_dead(captured, dead, keep)
+    doubts = Doubts(captured, eager, made) if _any_unknown(captured, eager) else None
+    if doubts is not None:
+        for static, new in inputs:
+            doubts.static_input(static, new)
     states: list[Tensor] = []
     moves = iter(captured.rng)
     move = next(moves, None)
@@ -89,18 +94,27 @@ def replay(
             else:
                 torch.set_rng_state(states[move[1]])
             move = next(moves, None)
-        if op.captured and op.kind in ("op", "h2d"):
+        doubtful = doubts.op(position, op) if doubts is not None else None
+        if op.captured and op.again is not None:
+            if not op.again(op, lambda t: None if storage_of(t) in made else keep(t)):
+                verdict.failed = verdict.failed or f"{op.name} cannot run again on what it was captured with"
+        elif op.captured and op.kind in ("op", "h2d"):
             _protect(op, made, keep)
             if not _again(op):
                 verdict.failed = verdict.failed or f"{op.name} gives another shape"
         if position < len(eager.ops) and (kept := eager.ops[position].evidence) is not None and not eager.parted:
-            differs = not all(close(a, b)[0] for a, b in zip(op.outs, kept, strict=False))
+            same = doubtful is None and all(close(a, b)[0] for a, b in zip(op.outs, kept, strict=False))
+            differs = not same and doubtful is not False
             (verdict.differing if differs else verdict.equal_ops).add(position)
     if other := containers.same_places(outputs, eager_values):
         verdict.failed = f"another result: {other}"
-    wrong = []
+    wrong, unsure = [], []
     for path, theirs in eager_values.items():
         if path in outputs:
+            doubtful = doubts.result(outputs[path], eager_outputs[path]) if doubts is not None else None
+            if doubtful is not None:
+                unsure += [f"result{path}"] * doubtful
+                continue
             fine, error = close(outputs[path], theirs)
             verdict.worst = max(verdict.worst, error)
             if not fine:
@@ -110,37 +124,27 @@ def replay(
     given = {storage_of(t) for pair in moved for t in pair}
     touched = []
     for key, (whole, value) in after.items():
+        if doubts is not None and (key in doubts.unknown or key in eager.unknown_after):
+            continue
         if key not in given and not _equal_storage(captured, key, whole, value):
             touched.append(key)
     for static, new in moved:  # what a step leaves in the buffers that it was given
         key = storage_of(new)
+        if doubts is not None and (storage_of(static) in doubts.unknown or key in eager.unknown_after):
+            continue
         if key in eager.before and static.shape == new.shape and not close(static, _view(new, after[key][1]))[0]:
             touched.append(storage_of(static))
     verdict.state = tuple(touched)
+    if doubts is not None:
+        verdict.doubtful = (*unsure, *(["state"] if doubts.lasting() else []))
     for whole, value in after.values():
         whole.copy_(value)
     torch.set_rng_state(rng_after)
     return verdict
 
 
-def close(ours: Tensor, theirs: Tensor) -> tuple[bool, float]:
-    """(equal up to the noise of one rounding, largest difference over largest value). NaN equals NaN alone."""
-    if ours.shape != theirs.shape:
-        return False, float("inf")
-    if ours.dtype != theirs.dtype:
-        return False, float("inf")
-    ours, theirs = dense(ours), dense(theirs)
-    if same(ours, theirs):
-        return True, 0.0
-    if not ours.is_floating_point():
-        return False, 1.0
-    a, b = ours.double(), theirs.double()
-    if not torch.equal(a.isnan(), b.isnan()):
-        return False, float("inf")
-    a, b = a.nan_to_num(), b.nan_to_num()
-    scale = max(float(b.abs().max()), 1e-30)
-    error = float((a - b).abs().max()) / scale
-    return error <= _TOLERANCE.get(ours.dtype, 0.1), error
+def _any_unknown(*steps: Step) -> bool:
+    return any(step.unknown or step.unknown_after for step in steps)
 
 
 def _before(tensor: Tensor, step: Step) -> Tensor:

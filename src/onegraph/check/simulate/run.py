@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.check import containers
-from onegraph.check.report import SILENT, CheckError, Report, Severity
+from onegraph.check import compat, containers
+from onegraph.check.report import SILENT, CheckError, Report, Severity, relative
 from onegraph.check.simulate import frames
 from onegraph.check.simulate.compare import Books, differences
 from onegraph.check.simulate.cuda import machine
@@ -21,6 +21,7 @@ from onegraph.check.simulate.findings import RANK, Findings, home_of
 from onegraph.check.simulate.records import Step, reshaped, same
 from onegraph.check.simulate.replay import Verdict, replay
 from onegraph.check.simulate.state import Snapshot, changes, methods, random_state
+from onegraph.check.simulate.unknown import told
 from onegraph.check.simulate.world import World
 
 FEWEST_STEPS = 3
@@ -129,7 +130,7 @@ class _Simulation:
         """Where nobody said how many steps, the host tells them apart, and the first ones show no error."""
         if self.count != DEFAULT_STEPS or not (self._host_changes() if self.probing is None else self.probing):
             return False
-        with torch._C.DisableTorchFunction(), self.world.off():
+        with compat.no_torch_function(), self.world.off():
             try:
                 return not self._report(step, 0.0).errors
             except CheckError:  # nothing ran on the device: more steps would not, either
@@ -185,15 +186,17 @@ class _Simulation:
         if index > world.captured_step:
             self._refresh(leaves, pinned_before, index)
         shapes = [list(leaf.shape) for leaf in leaves.values()]
+        record.unknown, record.exposed = world.unknowns.begin()
         world.reshaped.clear()
         world.random_states.clear()
         rng = torch.get_rng_state()
         world.streams.begin(world.streams_main.id)
-        world.first_node = torch._C._autograd._get_sequence_nr()
+        world.first_node = compat.next_node_number()
         drawn = random_state(), world.asked_random
         world.phase = "step"
         result = self._guarded(f"step {index}", call_step, step, *arguments)
         self.drew[index] = drawn != (random_state(), world.asked_random)
+        record.unknown_after = world.unknowns.end()
         world.streams.end(world)
         for code, text, chain, values in reshaped(list(leaves.values()), shapes, world.reshaped):
             world.see(code, text, SILENT, chain=chain, values=values)
@@ -220,12 +223,21 @@ class _Simulation:
             del result, outputs, arguments, before, after
             captured = self.steps[world.captured_step]
             # Inference mode may write every tensor; outside of it, those that were made in it cannot be written.
-            with torch._C.DisableTorchFunction(), world.off(), torch.inference_mode():
+            with compat.no_torch_function(), world.off(), torch.inference_mode():
                 self.verdicts[index] = replay(
                     world, captured, record, self.captured_outputs, self.static_inputs, inner_leaves, plain,
                     self._dead(captured), rng,
                 )  # fmt: skip
             record.before.clear()
+            for op in record.ops:
+                op.given = ()  # copies of what it was given
+
+    def _place(self, chain: frames.Chain) -> str:
+        where = self.roots.where(chain)
+        if where is None:
+            return ""
+        place = frames.place(*where)
+        return f"{relative(place.path)}:{place.line}"
 
     # pinned memory: a captured copy reads it again at every replay
 
@@ -304,6 +316,7 @@ class _Simulation:
         findings = Findings(world, self.roots, self.steps, self.names, home_of(step, self.factory))
         findings.of_running(world.sightings)
         findings.of_comparison(at_ops)
+        findings.of_launches()
         findings.of_branches(at_branches)
         codes = _codes(self.steps) + methods(self.types)
         findings.of_state({i: c for i, c in self.changed.items() if i >= world.captured_step}, codes)
@@ -318,6 +331,8 @@ class _Simulation:
                 "simulation seconds": round(seconds, 3),
             }
         )
+        if unknown := told({source: self._place(chain) for source, chain in world.unknowns.sources.items()}):
+            report.facts["unknown"] = unknown
         if self.probe_ended:
             report.facts["probe ended"] = self.probe_ended
         return report
@@ -354,7 +369,7 @@ def _codes(steps: dict[int, Step]) -> list[CodeType]:
 
 
 def _alive(source: Any) -> Any:
-    return torch.UntypedStorage._new_with_weak_ptr(source.cdata)
+    return compat.storage_by_address(source.cdata)
 
 
 def _view(storage: Any, op: Any) -> Tensor:

@@ -1,17 +1,21 @@
 """Streams and events of the simulated device, as far as a capture cares: who is inside it, who came back."""
 
 import itertools
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from onegraph.check.report import SILENT
+from onegraph.check.report import SILENT, relative
 from onegraph.check.simulate import frames, hazards
+from onegraph.check.simulate.races import Order, Race
 
 if TYPE_CHECKING:
     from onegraph.check.simulate.world import World
 
 UNCAPTURED = "CUDA error: dependency created on uncaptured work in another stream, or silently stale"
+RACE = "silently wrong: whichever of the two runs first decides the result, in eager too"
 UNJOINED = "CUDA error: capturing stream has unjoined work"
 
 
@@ -24,11 +28,13 @@ class Streams:
         self.reached: set[int] = set()
         self.open: dict[int, frames.Chain] = {}
         self.main: int | None = None
+        self.order = Order()
         self.strayed: set[int] = set()  # streams that the capture does not see and that the step works on: told already
 
     def begin(self, main: int) -> None:
         """A step starts on stream `main`."""
         self.reached, self.open, self.main, self.strayed = {main}, {}, main, set()
+        self.order = Order()
 
     def launch(self, world: "World", chain: frames.Chain, index: int) -> bool:
         """An op is launched on the current stream of GPU `index`: does the capture see it?"""
@@ -54,6 +60,26 @@ class Streams:
                 UNCAPTURED, chain=chain,
             )  # fmt: skip
         return False
+
+    def use(self, world: "World", chain: frames.Chain, used: Iterable[tuple[int, bool, Tensor]]) -> None:
+        """An op that the capture sees uses storages: (number, whether it writes, the part of it) each."""
+        if not self.order.forked:
+            return
+        stream = self.current.get(world.device_index)
+        for race in self.order.launch(stream.id if stream is not None else self.main or 0, used, chain):
+            self._race(world, race)
+
+    def _race(self, world: "World", race: Race) -> None:
+        lines = []
+        for use in (race.earlier, race.later):
+            where = world.roots.where(use.chain)
+            at = frames.place(*where) if where else frames.Place("", 0, 0, "")
+            lines.append(f"{relative(at.path)}:{at.line} {'writes' if use.writes else 'reads'} it")
+        text = (
+            f"work on two streams that nothing orders uses the same memory: {lines[0]} on one stream, this line "
+            f"{lines[1].split(' ', 1)[1]} on another"
+        )
+        world.see("CG305", text, RACE, chain=race.later.chain, values=tuple(lines))
 
     def wait(self, world: "World", waiter: int, reached: bool, source: int, what: str) -> None:
         """`waiter` waits for work of `source`, which the capture had reached or not."""
@@ -91,11 +117,14 @@ def make(world: "World") -> dict[str, Any]:
 
         def wait_stream(self, other: "Stream") -> None:
             if other.id != self.id:
+                streams.order.wait(self.id, streams.order.now(other.id))
                 streams.wait(world, self.id, other.id in streams.reached, other.id, "work of another stream")
 
         def wait_event(self, event: "Event") -> None:
             if event.stream >= 0:  # one that was never recorded is waited for by nobody
                 now = event.reached and event.step == world.step and event.phase == world.phase
+                if now:
+                    streams.order.wait(self.id, event.clock)
                 streams.wait(world, self.id, now, event.stream, "an event recorded before it")
 
         def record_event(self, event: "Event | None" = None) -> "Event":
@@ -121,11 +150,12 @@ def make(world: "World") -> dict[str, Any]:
         def __init__(self, enable_timing: bool = False, **_: Any) -> None:
             self.reached, self.stream, self.step, self.phase = False, -1, -1, ""
             self.cuda_event = 1
+            self.clock: dict[int, int] = {}
 
         def record(self, stream: Stream | None = None) -> None:
             stream = stream or current_stream()
             self.reached, self.stream = stream.id in streams.reached, stream.id
-            self.step, self.phase = world.step, world.phase
+            self.step, self.phase, self.clock = world.step, world.phase, streams.order.now(stream.id)
 
         def wait(self, stream: Stream | None = None) -> None:
             (stream or current_stream()).wait_event(self)

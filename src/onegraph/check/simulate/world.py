@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import CodeType
@@ -12,14 +12,26 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from onegraph.check import compat
 from onegraph.check.declared import capturable
 from onegraph.check.report import SILENT, CheckError, Severity
 from onegraph.check.simulate import frames, hazards, recording
 from onegraph.check.simulate.device import DeviceTensor, StorageRecord, block, refuse, storage_of, weak
+from onegraph.check.simulate.kernels import Kernels
 from onegraph.check.simulate.perform import Unavailable, perform
 from onegraph.check.simulate.recording import convert
-from onegraph.check.simulate.records import UNWRITTEN, Sighting, Step, map_tensors, written
+from onegraph.check.simulate.records import (
+    UNWRITTEN,
+    Sighting,
+    Step,
+    map_tensors,
+    results_said,
+    split,
+    tensors_in,
+    written,
+)
 from onegraph.check.simulate.streams import Streams
+from onegraph.check.simulate.unknown import ESCAPE, Given, Unknowns, given_of
 
 BUILTIN = {
     "aten",
@@ -49,8 +61,12 @@ class World:
         self.sightings: list[Sighting] = []
         self.asked_capturing: list[frames.Chain] = []
         self.streams = Streams()
+        self.kernels = Kernels()
         self.streams_main: Any = None  # the stream that captures, once there are stand-ins for streams
         self.device_index = 0
+        self.thread = threading.get_ident()  # that runs the steps
+        self.lock = threading.RLock()
+        self.closed = False
         self.started: weakref.WeakKeyDictionary[threading.Thread, frames.Chain] = weakref.WeakKeyDictionary()
         self.asked_random = 0  # how often steps asked the system for random bytes
         self.random_states: list[Tensor] = []  # of the generator, as the running step has read them
@@ -59,6 +75,7 @@ class World:
         self.muted = 0
         self.compiled = 0  # how many functions that torch would compile are running
         self.first_node = 0  # sequence number of autograd from which on nodes belong to the running step
+        self.unknowns = Unknowns()
         self.reshaped: dict[int, tuple[str, frames.Chain]] = {}  # tensors whose shape the step changed in place
 
     # books
@@ -101,7 +118,24 @@ class World:
         return tensor
 
     def chain(self, depth: int = 2) -> frames.Chain:
-        return frames.chain(self.stop, depth + 1) if self.phase == "step" else ()
+        """The user's calls to here, innermost first; in a thread those that gave it the work, or what the step is at;
+        empty outside of steps."""
+        if self.phase != "step":
+            return ()
+        if threading.get_ident() == self.thread:
+            return frames.chain(self.stop, depth + 1)
+        return self.started.get(threading.current_thread()) or frames.chain_of_thread(self.thread, self.stop)
+
+    @contextmanager
+    def working_for(self, chain: frames.Chain) -> Iterator[None]:
+        """The running thread does what `chain` asked for."""
+        thread = threading.current_thread()
+        before = self.started.get(thread, ())
+        self.started[thread] = chain
+        try:
+            yield
+        finally:
+            self.started[thread] = before
 
     def see(
         self,
@@ -125,7 +159,7 @@ class World:
         """Work of the checker itself: nothing is seen, nothing recorded."""
         self.muted += 1
         try:
-            with torch.utils._python_dispatch._disable_current_modes():
+            with compat.no_modes():
                 yield
         finally:
             self.muted -= 1
@@ -155,9 +189,45 @@ class World:
                 self.current.rng.append((position, index))
                 return
 
-    def pointer_escapes(self) -> None:
+    def unknown(
+        self, tensors: Iterable[Tensor], source: str, chain: frames.Chain = (), *, exposed: bool = False
+    ) -> None:
+        """Nothing here can tell what `tensors` hold from now on, nor anything else in their storages.
+
+        Args:
+            tensors: of the simulated device, or the plain ones inside of them: all that was written.
+            source: what wrote them, as the verdict names it: "Triton kernel double", "mylib::scale".
+            chain: the calls to it; those to here where none are given.
+            exposed: they may be written at any time from now on: known contents do not stay known.
+        """
+        inner = [t.inner if isinstance(t, DeviceTensor) else t for t in tensors]
+        self.unknowns.mark(inner, exposed=exposed)
+        self._note_unknown(inner)
+        self.unknowns.sources.setdefault(source, chain or self.chain())
+
+    def _note_unknown(self, tensors: Iterable[Tensor]) -> None:
+        """Where in the running step storages became unknown, which tells what it made from step to step."""
+        if self.current is None or self.phase != "step":
+            return
+        for index, tensor in enumerate(tensors):
+            record = self.records.get(storage_of(tensor))
+            if record is not None:
+                self.current.marked.setdefault(record.number, (len(self.current.ops), index))
+
+    def given(self, tensors: Iterable[DeviceTensor], targets: Iterable[Tensor]) -> tuple[Given, ...]:
+        """What an op of the running step is about to be given, for a replay to compare with (`unknown.Doubts`).
+        `targets`: the plain tensors of those that it may write."""
+        if self.phase != "step" or self.muted or self.current is None:
+            return ()
+        keep = self.step > self.captured_step
+        return given_of(self.unknowns, self.current, tensors, targets, self.step, keep)
+
+    def pointer_escapes(self, tensor: DeviceTensor) -> None:
+        """An address was asked for: by the step itself, to hand it to what nothing here sees."""
         chain = self.chain()
         if chain and self.roots.owns(chain[0][0]):
+            recording.launched(self, ESCAPE, "data_ptr", chain, [tensor], ())
+            self.unknown([tensor], "a pointer that is handed out", chain, exposed=True)
             self.see(
                 "CG401",
                 "the address of a device tensor is handed out: whatever uses it (ctypes, a raw kernel) is not seen",
@@ -170,7 +240,7 @@ class World:
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one op: on the host as it is; for the device on the inner tensors, with the result wrapped again."""
-        with torch._C.DisableTorchFunction():
+        with self.lock, compat.no_torch_function():
             virtual: list[DeviceTensor] = []
             hosts: list[Tensor] = []
             scalars: list[Any] = []
@@ -199,6 +269,8 @@ class World:
             return self.pin(hosts[0].clone())
         pinned = bool(kwargs.pop("pin_memory", False))
         out = func(*args, **kwargs)
+        if self.unknowns:
+            self.unknowns.flow(func, args, kwargs, list(tensors_in(out)))
         return self.pin(out) if pinned else out
 
     def _device_op(
@@ -216,7 +288,8 @@ class World:
             raise CheckError(f"nested tensors are not simulated ({name}): pad the rows, or check with --live")
         kwargs.pop("pin_memory", None)
         live = self.phase == "step" and not self.muted
-        chain = frames.chain(self.stop, 3) if live else ()
+        chain = self.chain(3) if live else ()
+        inside = threading.get_ident() == self.thread
         writes = written(func)
         kind = "op"
         hazard = None
@@ -239,16 +312,19 @@ class World:
             self._sight(hazard, chain)
         if live:
             self._trust(func, name, chain)
-            starter = self.started.get(threading.current_thread()) if self.started else None
-            if starter is not None:
+            if not inside:
                 text = "work is launched by another thread, whose stream is not captured"
-                self.see("CG309", text, SILENT, chain=starter)
+                self.see("CG309", text, SILENT, chain=chain)
         mine = {id(t.inner): t for t in virtual}
         if live and writes and self.current is not None and self.step > self.captured_step:
             recording.keep(self, args, kwargs, writes)
         if live and recording.turns(func) and self.current is not None:
             recording.freeze(self.current, virtual[0].inner)
-        out = self._run(func, name, args, kwargs, chain)
+        met = live and self.unknowns.among([*(t.inner for t in virtual), *hosts])
+        given = self.given(virtual, split(func, args, kwargs)[0]) if met else ()
+        out, opaque = self._run(func, name, args, kwargs, chain)
+        if opaque and not met:
+            given = self.given(virtual, split(func, args, kwargs)[0])
         told = hazard is not None and hazard.code == "CG101" and isinstance(out, bool | int | float)
         if told and self.current is not None:  # .item(), torch.equal
             self.current.reads.append((chain, out, len(self.current.ops)))
@@ -265,6 +341,10 @@ class World:
             outs = [out]
             if kwargs.get("non_blocking"):
                 self.pin(out)
+        if opaque:
+            self.unknown([*split(func, args, kwargs)[0], *outs], name, chain)
+        elif self.unknowns:
+            self._note_unknown(self.unknowns.flow(func, args, kwargs, outs))
         if writes and torch.Tag.inplace_view in func.tags:
             for tensor in virtual:
                 if tensor.shape != tensor.inner.shape and live:
@@ -272,8 +352,10 @@ class World:
                 if tensor.shape != tensor.inner.shape or tensor.stride() != tensor.inner.stride():
                     Tensor.data.__set__(tensor, self.wrap(tensor.inner, tensor.device.index))  # type: ignore[attr-defined]
                 tensor.record = self.record_of(tensor.inner)
-        if live and self.current is not None:
+        if live and inside and self.current is not None:  # what a thread does is no part of the graph
             recording.record(self, func, kind, chain, scalars, args, kwargs, virtual, hosts, outs, known, hazard)
+            op = self.current.ops[-1]
+            op.opaque, op.given = opaque, given
         return result
 
     def _copy(
@@ -334,7 +416,8 @@ class World:
         """Something the simulation cannot look into: unverified unless its author has spoken."""
         word = capturable(name)
         if word is None:
-            self.see("CG401", f"{what} is opaque to the simulation", "", chain=chain, severity=Severity.UNVERIFIED)
+            text = f"{what} is opaque to the simulation"
+            self.see("CG401", text, "", chain=chain, severity=Severity.UNVERIFIED, note=name)
         elif not word:
             self.see("CG401", f"{what} is declared not capturable", hazards.NOT_PERMITTED, chain=chain)
 
@@ -346,7 +429,10 @@ class World:
             "RuntimeError: Attempt to increase offset for a CUDA generator not in capture mode",
         )
 
-    def _run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], chain: frames.Chain) -> Any:
+    def _run(
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], chain: frames.Chain
+    ) -> tuple[Any, bool]:
+        """(what an op gives, whether that had to be invented)."""
         try:
             out = perform(func, args, kwargs)
         except Unavailable:
@@ -354,32 +440,24 @@ class World:
         else:
             if name in UNWRITTEN:
                 out.zero_()  # the same contents in every run: opaque kernels that would write them do not
-            return out
-        out = self._faked(func, name, args, kwargs, chain)
-        self.see(
-            "CG401",
-            f"{name} has no CPU implementation: its results were taken as zeros",
-            "",
-            chain=chain,
-            severity=Severity.UNVERIFIED,
-        )
-        return _zeros(out)
+            return out, False
+        if capturable(name) is None:
+            text = f"{name} has no CPU implementation: what it gives is unknown"
+            self.see("CG401", text, "", chain=chain, severity=Severity.UNVERIFIED, note=name)
+        known, out = results_said(func, args, kwargs)
+        return (out if known else _zeros(self._faked(func, name, args, kwargs, chain))), True
 
     def _faked(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], chain: frames.Chain) -> Any:
         """Shapes and dtypes of the op's results, from its fake. Raises CheckError where it has none."""
-        from torch._subclasses.fake_tensor import (  # half a second to import, seldom needed
-            DynamicOutputShapeException,
-            FakeTensorMode,
-        )
 
         def run(env: Any) -> Any:
-            with FakeTensorMode(allow_non_fake_inputs=True, shape_env=env) as fake:
+            with compat.fake_mode(env) as fake:
                 plain = partial(fake.from_tensor, static_shapes=True)
                 return func(*map_tensors(args, plain), **map_tensors(kwargs, plain))
 
         try:
             return run(None)
-        except DynamicOutputShapeException:
+        except compat.size_depends_on_values():
             from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
             text = f"the size of what {name} gives depends on device values, says its fake"

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from onegraph.check.report import CheckError, Finding, Origin, Report, ordered
 from onegraph.check.source.files import Project
-from onegraph.check.source.machine import Machine
+from onegraph.check.source.interpreter import Interpreter
 from onegraph.check.source.roots import read_factory
 from onegraph.check.source.tree import check_tree, deep_recursion
 
@@ -28,7 +28,7 @@ def check_source(path: str, factory_name: str) -> Report:
     if not path.endswith(".py"):
         raise CheckError(f"{path}: not a Python file")
     project = Project()
-    machine = Machine(project)
+    machine = Interpreter(project)
     with deep_recursion():
         problem = read_factory(machine, project.keep(project.file(path)), factory_name)
     facts: dict[str, object] = {"read": sorted(machine.read)}

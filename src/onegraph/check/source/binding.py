@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from onegraph.check.source import names, tensors
-from onegraph.check.source.expressions import evaluate, iterate
 from onegraph.check.source.machine import Machine, short
+from onegraph.check.source.members import iterate
 from onegraph.check.source.values import (
     UNKNOWN,
     Class,
@@ -35,7 +35,7 @@ def bind(machine: Machine, target: ast.expr, value: Value, *, moved: bool = Fals
         case ast.Starred():
             bind(machine, target.value, Seq("list", None, value.any if isinstance(value, Seq) else UNKNOWN))
         case ast.Attribute():
-            set_attribute(machine, target, evaluate(machine, target.value), target.attr, value, moved=moved)
+            set_attribute(machine, target, machine.evaluate(target.value), target.attr, value, moved=moved)
         case ast.Subscript():
             set_item(machine, target, value, moved=moved)
 
@@ -115,21 +115,21 @@ def _set_on_class(machine: Machine, node: ast.expr, cls: Class, name: str, value
 
 
 def set_item(machine: Machine, target: ast.Subscript, value: Value, *, moved: bool = False) -> None:
-    container = evaluate(machine, target.value)
+    container = machine.evaluate(target.value)
     match container:
         case Tensor():
             tensors.store_item(machine, target, container, value)
         case Seq() | Dict():
-            index = evaluate(machine, target.slice)
+            index = machine.evaluate(target.slice)
             if machine.in_step and not container.in_step and not machine.presume:
                 _stored_item(machine, target, container, index, value, moved)
             hold(machine, target.value, put(container, index, value))
         case ExtObj(kind="numpy.ndarray"):
-            evaluate(machine, target.slice)
+            machine.evaluate(target.slice)
             if machine.in_step and varies(value):
                 machine.host_written.add(int(container.note or 0))
         case _:
-            evaluate(machine, target.slice)
+            machine.evaluate(target.slice)
 
 
 def _stored_item(
@@ -172,14 +172,14 @@ def binding(machine: Machine, node: ast.expr) -> tuple[Callable[[], Value], Call
             scope = names.find_scope(machine.scope, node.id) or names.module_scope(machine, machine.scope.file)
             return _slot(scope.variables, node.id)
         case ast.Attribute():
-            obj = evaluate(machine, node.value)
+            obj = machine.evaluate(node.value)
             return _slot(obj.attributes, node.attr) if isinstance(obj, Obj) else None
         case ast.Subscript():
             outer = binding(machine, node.value)
             if outer is None:
                 return None
             get, set_ = outer
-            index = evaluate(machine, node.slice)
+            index = machine.evaluate(node.slice)
 
             def inner_get() -> Value:
                 now = get()

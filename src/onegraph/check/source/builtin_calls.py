@@ -2,7 +2,10 @@
 
 import ast
 
+from onegraph.check.source import binding
 from onegraph.check.source.machine import Machine, short
+from onegraph.check.source.members import attribute, iterate
+from onegraph.check.source.names import ancestry
 from onegraph.check.source.tensor_methods import moving
 from onegraph.check.source.values import (
     UNKNOWN,
@@ -61,15 +64,11 @@ def call(machine: Machine, name: str, args: list[Value], keywords: dict[str, Val
         case "list" | "tuple" | "set" | "iter" | "reversed" | "sorted" | "frozenset":
             return _sequence(machine, name, args)
         case "enumerate":
-            from onegraph.check.source.expressions import iterate
-
             if isinstance(first, Seq) and first.items is not None:
                 pairs = tuple(Seq("tuple", (Const(i), v), in_step=True) for i, v in enumerate(first.items))
                 return Seq("iterator", pairs, in_step=True)
             return Seq("iterator", None, Seq("tuple", (Plain("int"), iterate(machine, first)), in_step=True), True)
         case "zip":
-            from onegraph.check.source.expressions import iterate
-
             if args and all(isinstance(a, Seq) and a.items is not None for a in args):
                 columns = [a.items or () for a in args if isinstance(a, Seq)]
                 rows = tuple(Seq("tuple", row, in_step=True) for row in zip(*columns, strict=False))
@@ -86,13 +85,9 @@ def call(machine: Machine, name: str, args: list[Value], keywords: dict[str, Val
                 return Const(True) if args[1].value in first.attributes else Plain("bool")
             return Plain("bool")
         case "getattr" if len(args) > 1 and isinstance(args[1], Const) and isinstance(args[1].value, str):
-            from onegraph.check.source.expressions import attribute
-
             value = attribute(machine, first, args[1].value, node)
             return join(value, args[2]) if len(args) > 2 and isinstance(value, Unknown) else value
         case "setattr" if len(args) == 3 and isinstance(args[1], Const) and isinstance(node, ast.Call):
-            from onegraph.check.source import binding
-
             binding.set_attribute(machine, node, first, str(args[1].value), args[2])
             return Const(None)
         case "type" if isinstance(first, Obj):
@@ -126,8 +121,6 @@ def _extreme(machine: Machine, args: list[Value], node: ast.AST) -> Value:
 
 
 def _sequence(machine: Machine, name: str, args: list[Value]) -> Value:
-    from onegraph.check.source.expressions import iterate
-
     kind = {"iter": "iterator", "reversed": "iterator", "sorted": "list", "frozenset": "set"}.get(name, name)
     if not args:
         return Seq(kind, (), in_step=machine.in_step)
@@ -179,8 +172,6 @@ def _isinstance(machine: Machine, args: list[Value]) -> Value:
 
 
 def _obj_is(machine: Machine, obj: Obj, options: list[Value]) -> Value:
-    from onegraph.check.source.names import ancestry
-
     line = ancestry(machine, obj.cls)
     nodes = {id(v.node) for v in line if isinstance(v, Class)}
     if any(isinstance(o, Class) and id(o.node) in nodes for o in options):

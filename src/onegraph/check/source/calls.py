@@ -3,8 +3,7 @@
 import ast
 from dataclasses import replace
 
-from onegraph.check.source import builtin_calls, library, names, parameters, torch_calls
-from onegraph.check.source.expressions import evaluate
+from onegraph.check.source import binding, builtin_calls, library, names, parameters, torch_calls
 from onegraph.check.source.machine import DEPTH, TREE_DEPTH, Call, Machine, short
 from onegraph.check.source.values import (
     UNKNOWN,
@@ -32,7 +31,7 @@ MUTATORS = frozenset(["append", "extend", "insert", "pop", "clear", "remove", "u
 
 def call(machine: Machine, node: ast.Call) -> Value:
     """A call expression."""
-    func = evaluate(machine, node.func)
+    func = machine.evaluate(node.func)
     if isinstance(func, Ext) and func.name == "builtins.super":
         return _super(machine, node)
     args, keywords = arguments(machine, node)
@@ -58,16 +57,16 @@ def arguments(machine: Machine, node: ast.Call) -> tuple[list[Value], Keywords]:
     args: list[Value] = []
     for item in node.args:
         if isinstance(item, ast.Starred):
-            value = evaluate(machine, item.value)
+            value = machine.evaluate(item.value)
             if isinstance(value, Seq) and value.items is not None:
                 args.extend(value.items)
             else:
                 break  # how many follow is not known
         else:
-            args.append(evaluate(machine, item))
+            args.append(machine.evaluate(item))
     keywords: Keywords = {}
     for keyword in node.keywords:
-        value = evaluate(machine, keyword.value)
+        value = machine.evaluate(keyword.value)
         if keyword.arg is not None:
             keywords[keyword.arg] = value
         elif isinstance(value, Dict) and value.entries is not None:
@@ -174,7 +173,7 @@ def call_function(machine: Machine, func: Func, args: list[Value], keywords: Key
         if machine.in_step:
             machine.read.add((func.file.path, func.node.lineno, func.node.end_lineno or func.node.lineno))
         if isinstance(func.node, ast.Lambda):
-            result = evaluate(machine, func.node.body)
+            result = machine.evaluate(func.node.body)
         else:
             result = _body(machine, func.node, frame)
     finally:
@@ -187,9 +186,7 @@ def call_function(machine: Machine, func: Func, args: list[Value], keywords: Key
 
 
 def _body(machine: Machine, node: ast.FunctionDef | ast.AsyncFunctionDef, frame: Call) -> Value:
-    from onegraph.check.source import statements
-
-    through = statements.block(machine, node.body)
+    through = machine.block(node.body)
     if id(node) not in machine.generators:
         machine.generators[id(node)] = "yield" in frame.file.text and _yields(node)
     if machine.generators[id(node)]:
@@ -356,8 +353,6 @@ def move(value: Value, device: str, seen: set[int]) -> Value:
 
 def mutate(machine: Machine, node: ast.Call, func: Method, args: list[Value]) -> Value:
     """`things.append(x)` and its like: the name that holds the list holds another one afterwards."""
-    from onegraph.check.source import binding
-
     container = func.receiver
     assert isinstance(container, Seq | Dict)
     target = node.func.value if isinstance(node.func, ast.Attribute) else None

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from onegraph.check.source import tensors
-from onegraph.check.source.expressions import evaluate
 from onegraph.check.source.machine import Machine, short
 from onegraph.check.source.values import UNKNOWN, Const, Device, Dict, Plain, Seq, Tensor, Unknown, Value, varies
 
@@ -24,11 +23,11 @@ def compare(machine: Machine, node: ast.Compare) -> Value:
     """A chain of comparisons."""
     named = isinstance(node.left, ast.Name | ast.Attribute) and isinstance(node.ops[0], ast.Is | ast.IsNot)
     machine.quiet += named  # asking whether a name is None reads nothing
-    left = evaluate(machine, node.left)
+    left = machine.evaluate(node.left)
     machine.quiet -= named
     result: Value = UNKNOWN
     for i, (op, right_node) in enumerate(zip(node.ops, node.comparators, strict=True)):
-        right = evaluate(machine, right_node)
+        right = machine.evaluate(right_node)
         result = _compared(machine, node, left, op, right)
         if i < len(node.ops) - 1 and isinstance(result, Tensor) and result.on_device:
             machine.report("CG108", node, f"`{short(node)}` chains comparisons of a device tensor", sure=result.sure)

@@ -1,6 +1,6 @@
 """Expressions: what a piece of code evaluates to.
 
-One file of 400 lines because it is one recursion: every kind of expression of Python's grammar, by `evaluate`.
+One recursion: every kind of expression of Python's grammar, by `evaluate`.
 """
 
 import ast
@@ -8,24 +8,17 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from onegraph.check.source import names, tensors
+from onegraph.check.source import binding, calls, comparisons, names, subscripts, tensors
 from onegraph.check.source.machine import Machine, short
+from onegraph.check.source.members import attribute, iterate
 from onegraph.check.source.values import (
     UNKNOWN,
-    Class,
     Const,
-    Device,
     Dict,
-    Ext,
-    ExtObj,
     Func,
-    Method,
-    Module,
-    Obj,
     Plain,
     Scope,
     Seq,
-    Super,
     Tensor,
     Value,
     is_plain,
@@ -95,21 +88,6 @@ def _logical(values: list[Value], either: bool = False) -> Value:
     return Plain("bool", varying=any(varies(v) for v in values))
 
 
-def iterate(machine: Machine, value: Value) -> Value:
-    """One value that stands for each element of an iteration."""
-    match value:
-        case Seq():
-            return value.any
-        case Tensor():
-            rank = value.rank - 1 if value.rank else None
-            return tensors.view(machine, value, rank=rank)
-        case Dict():
-            return Plain("str") if value.entries else UNKNOWN
-        case Plain(kind="shape") | Plain(kind="range"):
-            return Plain("int", varying=value.varying)
-    return UNKNOWN
-
-
 def _constant(machine: Machine, node: ast.Constant) -> Value:
     return Const(node.value)
 
@@ -120,57 +98,6 @@ def _name(machine: Machine, node: ast.Name) -> Value:
 
 def _attribute(machine: Machine, node: ast.Attribute) -> Value:
     return attribute(machine, evaluate(machine, node.value), node.attr, node)
-
-
-def attribute(machine: Machine, owner: Value, name: str, node: ast.AST) -> Value:
-    """`owner.name`."""
-    match owner:
-        case Obj():
-            if name in owner.attributes:
-                value = owner.attributes[name]
-                if machine.in_step and not owner.in_step and isinstance(value, Tensor):
-                    machine.seen(("attribute", id(owner), name), value, node)
-                return value
-            found = names.member_value(machine, owner, owner.cls, name)
-            if found is not None:
-                return found
-            if name == "__class__":
-                return owner.cls
-            if names.is_module(machine, owner.cls):
-                return Plain("bool") if name == "training" else Method(owner, name)
-            return UNKNOWN
-        case Ext():
-            return tensors.constant(f"{owner.name}.{name}")
-        case Module():
-            value = names.module_name(machine, owner.file, name)
-            if value is UNKNOWN and owner.file.is_package:
-                inner = machine.project.module(f"{owner.file.module}.{name}", owner.file)
-                return Module(inner) if inner is not None else UNKNOWN
-            return value
-        case Tensor():
-            return tensors.attribute(machine, owner, name, node)
-        case Class():
-            found = names.member_value(machine, owner, owner, name)
-            return found if found is not None else UNKNOWN
-        case Super():
-            cls = owner.receiver.cls if isinstance(owner.receiver, Obj) else owner.owner
-            found = names.member_value(machine, owner.receiver, cls, name, after=owner.owner)
-            return found if found is not None else Method(owner, name)
-        case Device():
-            if name == "type" and owner.name:
-                return Const(owner.name.split(":")[0])
-            return Plain()
-        case Seq() if name in ("values", "indices", "keys"):
-            return owner.any if owner.kind == "result" else Method(owner, name)
-        case Seq() if owner.kind == "result":  # a named tuple of tensors
-            return owner.any if name not in ("count", "index") else Method(owner, name)
-        case Seq() | Dict() | ExtObj() | Const():
-            return Method(owner, name)
-        case Plain():
-            return Method(owner, name)
-        case Func() if name == "__wrapped__":
-            return owner
-    return UNKNOWN
 
 
 def _binary(machine: Machine, node: ast.BinOp) -> Value:
@@ -245,8 +172,6 @@ def _bool(machine: Machine, node: ast.BoolOp) -> Value:
 
 
 def _compare(machine: Machine, node: ast.Compare) -> Value:
-    from onegraph.check.source import comparisons
-
     return comparisons.compare(machine, node)
 
 
@@ -307,8 +232,6 @@ def _dict(machine: Machine, node: ast.Dict) -> Value:
 
 
 def _comprehension(machine: Machine, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> Value:
-    from onegraph.check.source import binding
-
     call = machine.stack[-1]
     outer = call.scope
     call.scope = Scope(machine.file, {}, outer, machine.in_step)
@@ -350,14 +273,10 @@ def _joined(machine: Machine, node: ast.JoinedStr) -> Value:
 
 
 def _subscript(machine: Machine, node: ast.Subscript) -> Value:
-    from onegraph.check.source import subscripts
-
     return subscripts.subscript(machine, node)
 
 
 def _call(machine: Machine, node: ast.Call) -> Value:
-    from onegraph.check.source import calls
-
     return calls.call(machine, node)
 
 

@@ -1,9 +1,11 @@
 """State of the abstract interpreter: where it is, what it has found, what the step changes from one run to the next."""
 
 import ast
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from onegraph.check.advice import fix
 from onegraph.check.report import Finding, Frame, Origin, Severity
 from onegraph.check.rules import RULES
 from onegraph.check.source.files import Project, SourceFile
@@ -52,8 +54,11 @@ Key = tuple[str, int, str]
 
 
 @dataclass
-class Machine:
-    """The interpreter's state. `presume`: parameters annotated or used as tensors are taken to lie on the device."""
+class Machine(ABC):
+    """The interpreter's state, and the three entries of its recursion, which `Interpreter` fills in.
+
+    `presume`: parameters annotated or used as tensors are taken to lie on the device.
+    """
 
     project: Project
     presume: bool = False
@@ -106,6 +111,20 @@ class Machine:
     moving: set[Key] = field(default_factory=set)
     grown: set[Key] = field(default_factory=set)
     _alive: list[object] = field(default_factory=list)
+
+    # ---- reading goes on: what a module calls that lies above it
+
+    @abstractmethod
+    def evaluate(self, node: ast.expr) -> Value:
+        """The abstract value of an expression; reports what its evaluation would do inside a step."""
+
+    @abstractmethod
+    def block(self, body: Sequence[ast.stmt]) -> bool:
+        """Execute statements in order. False where the end is never reached."""
+
+    @abstractmethod
+    def call_function(self, func: Func, args: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value:
+        """Follow a call into the user's code."""
 
     # ---- where we are
 
@@ -176,7 +195,7 @@ class Machine:
             happens=rule.happens,
             values=values,
             calls=self.chain(node),
-            fix=rule.fix,
+            fix=fix(code, file.path, line, column),
         )
 
     def chain(self, node: ast.AST) -> tuple[Frame, ...]:

@@ -2,7 +2,6 @@
 
 import ast
 import builtins
-from collections.abc import Callable
 
 from onegraph.check.source.files import SourceFile
 from onegraph.check.source.machine import Call, Machine
@@ -17,8 +16,6 @@ from onegraph.check.source.values import (
     Tensor,
     Value,
 )
-
-Evaluate = Callable[[Machine, ast.expr], Value]
 
 BUILTINS = frozenset(dir(builtins))
 
@@ -97,11 +94,9 @@ def _is_none(statement: ast.stmt) -> bool:
 
 
 def _bound(machine: Machine, statement: ast.stmt, name: str) -> Value:
-    from onegraph.check.source import statements
-
     if isinstance(statement, ast.Import | ast.ImportFrom):
         return imported(machine, statement, name)
-    statements.execute(machine, statement)
+    machine.block([statement])
     return machine.scope.variables.get(name, UNKNOWN)
 
 
@@ -143,8 +138,6 @@ def imported(machine: Machine, statement: ast.Import | ast.ImportFrom, name: str
 
 def bases(machine: Machine, cls: Class) -> list[Value]:
     """The base classes, evaluated in the scope where the class stands."""
-    from onegraph.check.source import expressions
-
     key = id(cls.node)
     if key in machine.bases:
         return machine.bases[key]
@@ -157,7 +150,7 @@ def bases(machine: Machine, cls: Class) -> list[Value]:
         for node in cls.node.bases:
             while isinstance(node, ast.Subscript):  # Generic[T]
                 node = node.value
-            result.append(expressions.evaluate(machine, node))
+            result.append(machine.evaluate(node))
     finally:
         machine.stack.pop()
         machine.quiet -= 1
@@ -267,8 +260,6 @@ def member_value(machine: Machine, obj: Value, cls: Class, name: str, after: Cla
     for known in ancestry(machine, cls) if machine.class_values else ():
         if isinstance(known, Class) and (id(known.node), name) in machine.class_values:
             return machine.class_values[id(known.node), name]
-    from onegraph.check.source import calls, expressions
-
     found = find_member(machine, cls, name, after)
     if found is None:
         return None
@@ -282,7 +273,7 @@ def member_value(machine: Machine, obj: Value, cls: Class, name: str, after: Cla
             bound = obj.cls
         func = Func(statement, owner.file, owner.scope, bound, owner)
         if marks & {"property", "cached_property"} and isinstance(obj, Obj):
-            return calls.call_function(machine, func, [], {}, machine.stack[-1].node)
+            return machine.call_function(func, [], {}, machine.stack[-1].node)
         return func
     if isinstance(statement, ast.ClassDef):
         return Class(statement, owner.file, owner.scope)
@@ -292,7 +283,7 @@ def member_value(machine: Machine, obj: Value, cls: Class, name: str, after: Cla
     machine.stack.append(Call(owner.node.name, owner.file, statement, scope=owner.scope))
     machine.quiet += 1
     try:
-        value = expressions.evaluate(machine, value_node)
+        value = machine.evaluate(value_node)
     finally:
         machine.stack.pop()
         machine.quiet -= 1

@@ -1,6 +1,7 @@
 """What a function's parameters hold: the arguments, else the defaults, else what annotations and use tell."""
 
 import ast
+from dataclasses import replace
 
 from onegraph.check.source.machine import Machine
 from onegraph.check.source.values import (
@@ -102,13 +103,11 @@ def fill(
 def _default(machine: Machine, func: Func, node: ast.expr) -> Value:
     if isinstance(node, ast.Constant):
         return Const(node.value)
-    from onegraph.check.source.expressions import evaluate
-
     call = machine.stack[-1]
     scope, call.scope = call.scope, func.scope
     machine.quiet += 1
     try:
-        return evaluate(machine, node)
+        return machine.evaluate(node)
     finally:
         machine.quiet -= 1
         call.scope = scope
@@ -154,8 +153,6 @@ def annotated(machine: Machine, node: ast.expr | None) -> Value:
 
 
 def _union(machine: Machine, parts: list[ast.expr]) -> Value:
-    from dataclasses import replace
-
     none = any(isinstance(p, ast.Constant) and p.value is None for p in parts)
     rest = [p for p in parts if not (isinstance(p, ast.Constant) and p.value is None)]
     if len(rest) != 1:

@@ -6,8 +6,9 @@ from dataclasses import replace
 from functools import partial
 
 from onegraph.check.report import CheckError
-from onegraph.check.source import calls, captures, names, parameters, statements
+from onegraph.check.source import calls, captures, names, parameters
 from onegraph.check.source.files import SourceFile
+from onegraph.check.source.interpreter import Interpreter
 from onegraph.check.source.machine import BUDGET, Call, Exhausted, Machine
 from onegraph.check.source.values import Class, Const, Dict, Func, Obj, Plain, Scope, Seq, Tensor, Unknown, Value
 
@@ -169,7 +170,7 @@ def looks_like_factory(node: captures.Function) -> bool:
 
 
 def _factory(machine: Machine, file: SourceFile, node: captures.Function) -> None:
-    reader = Machine(
+    reader = Interpreter(
         machine.project, findings=machine.findings, read=machine.read, steps=machine.steps, budget=FORWARD_BUDGET
     )
     _enter(reader, file, node)
@@ -196,7 +197,7 @@ def _forward(machine: Machine, file: SourceFile, node: ast.ClassDef, method: cap
     machine.in_step = machine.reporting = True
     machine.steps.add((file.path, method.lineno))
     func = Func(method, file, cls.scope, obj, cls)
-    calls.call_function(machine, func, parameters.presumed(machine, method), {}, method)
+    machine.call_function(func, parameters.presumed(machine, method), {}, method)
 
 
 def _module(machine: Machine, file: SourceFile, aliases: frozenset[str]) -> None:
@@ -212,7 +213,7 @@ def _module(machine: Machine, file: SourceFile, aliases: frozenset[str]) -> None
     machine.reporting = True
     scope = Scope(file, {"__name__": Const("__main__")}, None)
     machine.stack.append(Call("<module>", file, file.tree, scope=scope))
-    statements.block(machine, file.tree.body)
+    machine.block(file.tree.body)
     _uncalled(machine, file)
 
 
@@ -243,7 +244,7 @@ def _capture(machine: Machine, file: SourceFile, node: captures.Function, owner:
     made = _function(machine, file, node, owner)
     if made is None:
         return
-    calls.call_function(machine, *made, {}, node)
+    machine.call_function(*made, {}, node)
     _uncalled(machine, file)
 
 
@@ -261,7 +262,7 @@ def _uncalled(machine: Machine, file: SourceFile) -> None:
             machine.conditions = machine.quiet = 0
             machine.in_step = machine.explicit = False
             given = parameters.presumed(machine, node, bound=False, used=parameters.IN_STEPS)
-            calls.call_function(machine, func, given, {}, node)
+            machine.call_function(func, given, {}, node)
 
 
 def _named(machine: Machine, file: SourceFile, node: captures.Function, owner: ast.ClassDef | None) -> None:
@@ -273,6 +274,6 @@ def _named(machine: Machine, file: SourceFile, node: captures.Function, owner: a
     machine.stack[0].node = node
     machine.in_step = True
     machine.conditions = 1
-    calls.call_function(machine, *made, {}, node)
+    machine.call_function(*made, {}, node)
     if machine.tensor_work > work or any(isinstance(value, Tensor) for value in made[1]):
         machine.steps.add((file.path, node.lineno))

@@ -4,14 +4,16 @@ import ast
 from collections.abc import Sequence
 from dataclasses import replace
 
-from onegraph.check.source import expressions, names, tensors, values
+from onegraph.check.source import expressions, launches, names, tensors, values
 from onegraph.check.source.binding import bind
-from onegraph.check.source.expressions import capturing, condition, evaluate, iterate
+from onegraph.check.source.expressions import capturing, condition, evaluate
 from onegraph.check.source.machine import Machine, short
+from onegraph.check.source.members import iterate
 from onegraph.check.source.values import (
     UNKNOWN,
     Class,
     Const,
+    Ext,
     ExtObj,
     Func,
     Obj,
@@ -103,9 +105,11 @@ def steps_on(target: ast.expr, expression: ast.expr, value: Value) -> bool:
 
 
 def define(machine: Machine, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Value:
-    """A function definition; Triton kernels are names outside the user's code."""
-    if "jit" in names.decorators(node) and any("triton" in ast.unparse(d) for d in node.decorator_list):
-        return ExtObj("triton.kernel", node.name)
+    """A function definition; what a compiler of kernels takes is device code, and a name outside the user's own."""
+    for mark in node.decorator_list if "jit" in names.decorators(node) or "rawkernel" in names.decorators(node) else ():
+        compiler = evaluate(machine, mark.func if isinstance(mark, ast.Call) else mark)
+        if isinstance(compiler, Ext) and (kernel := launches.decorated(compiler.name)) is not None:
+            return kernel
     made = Func(node, machine.file, machine.scope)
     machine.defined.append(made)
     return made

@@ -4,7 +4,6 @@ import ast
 from dataclasses import replace
 
 from onegraph.check.source import names, tensors
-from onegraph.check.source.expressions import evaluate
 from onegraph.check.source.machine import Machine, short
 from onegraph.check.source.values import (
     UNKNOWN,
@@ -26,12 +25,12 @@ from onegraph.check.source.values import tensors as tensors_in
 
 def subscript(machine: Machine, node: ast.Subscript) -> Value:
     """`owner[index]`."""
-    owner = evaluate(machine, node.value)
+    owner = machine.evaluate(node.value)
     if isinstance(owner, Tensor):
         return tensors.load_item(machine, node, owner)
     if isinstance(owner, Ext | ExtObj) and "triton" in getattr(owner, "name", getattr(owner, "kind", "")):
-        return Method(owner, "launch-moving" if varies(evaluate(machine, node.slice)) else "launch")
-    index = evaluate(machine, node.slice) if not isinstance(node.slice, ast.Slice) else _slice(machine, node.slice)
+        return Method(owner, "launch-moving" if varies(machine.evaluate(node.slice)) else "launch")
+    index = machine.evaluate(node.slice) if not isinstance(node.slice, ast.Slice) else _slice(machine, node.slice)
     value = _element(machine, node, owner, index)
     if machine.in_step and isinstance(owner, Seq | Dict) and not owner.in_step and tensors_in(value):
         machine.seen(("item", 0, short(node)), value, node)
@@ -66,16 +65,14 @@ def _element(machine: Machine, node: ast.Subscript, owner: Value, index: Value) 
         case (Obj(), _):
             found = names.member_value(machine, owner, owner.cls, "__getitem__")
             if isinstance(found, Func):
-                from onegraph.check.source import calls
-
-                return calls.call_function(machine, found, [index], {}, node)
+                return machine.call_function(found, [index], {}, node)
     return UNKNOWN
 
 
 def _slice(machine: Machine, node: ast.Slice) -> Value:
     for part in (node.lower, node.upper, node.step):
         if part is not None:
-            value = evaluate(machine, part)
+            value = machine.evaluate(part)
             if isinstance(value, Tensor) and value.on_device:
                 machine.report("CG101", part, "a device tensor as slice bound is read on the host", sure=value.sure)
     return UNKNOWN

@@ -150,26 +150,22 @@ def store_item(machine: Machine, node: ast.Subscript, tensor: Tensor, value: Val
 
 def _gathers(machine: Machine, node: ast.Subscript, tensor: Tensor) -> bool:
     """True where the index holds an integer tensor: the number is then copied to the device for index_put_."""
-    from onegraph.check.source.expressions import evaluate
-
     machine.quiet += 1
     parts = list(node.slice.elts) if isinstance(node.slice, ast.Tuple) else [node.slice]
-    values = [evaluate(machine, part) for part in parts if not isinstance(part, ast.Slice)]
+    values = [machine.evaluate(part) for part in parts if not isinstance(part, ast.Slice)]
     machine.quiet -= 1
     return any(isinstance(v, Tensor) and v.on_device and not v.boolean and v.rank != 0 and v.integer for v in values)
 
 
 def _index(machine: Machine, node: ast.Subscript, tensor: Tensor, store: Value | None) -> tuple[int | None, bool]:
     """Check every part of an index. Returns the rank of the result where known, and whether it is a view."""
-    from onegraph.check.source.expressions import evaluate
-
     parts = list(node.slice.elts) if isinstance(node.slice, ast.Tuple) else [node.slice]
     rank, basic = tensor.rank, True
     for part in parts:
         if isinstance(part, ast.Slice):
             _slice(machine, part, tensor)
             continue
-        value = evaluate(machine, part)
+        value = machine.evaluate(part)
         match value:
             case Const(value=None):
                 rank = None if rank is None else rank + 1
@@ -199,13 +195,11 @@ def _index(machine: Machine, node: ast.Subscript, tensor: Tensor, store: Value |
 
 
 def _slice(machine: Machine, part: ast.Slice, tensor: Tensor) -> None:
-    from onegraph.check.source.expressions import evaluate
-
     moving = []
     for bound in (part.lower, part.upper, part.step):
         if bound is None:
             continue
-        value = evaluate(machine, bound)
+        value = machine.evaluate(bound)
         if isinstance(value, Tensor) and value.on_device:
             text = f"slice bound `{short(bound)}` is a device tensor, read on the host"
             machine.report("CG101", bound, text, sure=value.sure)
@@ -283,9 +277,18 @@ def stream_hazard(machine: Machine, node: ast.expr, value: Value) -> tuple[str, 
             forked, joined = forked or waits, joined or not waits
     if not forked:
         return "CG303", f"`{stream}` has not waited for the captured stream: its work is not part of the capture"
-    if not joined:
+    if not joined and not _joined_elsewhere(machine, node.args[0]):
         return "CG305", f"nothing waits for `{stream}`: its work is not joined when capture ends"
     return None
+
+
+def _joined_elsewhere(machine: Machine, stream: ast.expr) -> bool:
+    """Whether another method of the file waits for a stream that an object keeps."""
+    if not isinstance(stream, ast.Attribute):
+        return False
+    calls = (node for node in ast.walk(machine.file.tree) if isinstance(node, ast.Call) and node.args)
+    waits = (c for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "wait_stream")
+    return any(isinstance(c.args[0], ast.Attribute) and c.args[0].attr == stream.attr for c in waits)
 
 
 def _capture(machine: Machine, node: ast.expr, value: ExtObj) -> None:

@@ -3,8 +3,8 @@
 import ast
 from dataclasses import replace
 
+from onegraph.check.source import launches, tensor_methods
 from onegraph.check.source import library as lib
-from onegraph.check.source import tensor_methods
 from onegraph.check.source.machine import Machine, place, short
 from onegraph.check.source.tensor_methods import device_argument, device_of, rank_of, split_result
 from onegraph.check.source.tensors import cpu_operand, scalar
@@ -30,6 +30,10 @@ Keywords = dict[str, Value]
 
 def call(machine: Machine, func: Ext | ExtObj, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
     """Call a name outside the user's code."""
+    if launches.is_kernel(func):
+        return launches.launch(machine, func, (*args, *keywords.values()), node)
+    if isinstance(func, Ext) and (kernel := launches.made(func.name)) is not None:
+        return kernel
     if isinstance(func, ExtObj):
         return _call_object(machine, func, args, keywords, node)
     name = func.name
@@ -54,6 +58,10 @@ def _other(machine: Machine, name: str, args: list[Value], node: ast.AST) -> Val
     first = args[0] if args else UNKNOWN
     if name in lib.VARYING:
         return Plain("float", varying=True)
+    if name in ("triton.autotune", "triton.heuristics"):
+        return ExtObj("triton.decorator")
+    if name == "triton.jit":
+        return ExtObj(launches.TRITON) if args else ExtObj("triton.decorator")
     if name.startswith(("math.", "numpy.")) and isinstance(first, Tensor) and first.on_device:
         machine.report("CG101", node, f"`{short(node)}` reads a device tensor on the host", sure=first.sure)
         return Plain("float")
@@ -79,6 +87,8 @@ def _other(machine: Machine, name: str, args: list[Value], node: ast.AST) -> Val
 
 
 def _call_object(machine: Machine, func: ExtObj, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
+    if func.kind == "triton.decorator" and args:
+        return ExtObj(launches.TRITON)
     if func.kind.startswith("torch.nn."):
         given = [t for a in (*args, *keywords.values()) for t in tensors(a)]
         if not given and not machine.presume:
@@ -128,6 +138,8 @@ def _torch(machine: Machine, name: str, args: list[Value], keywords: Keywords, n
     if name == "torch.compile":
         machine.report("CG307", node, "`torch.compile` is called in the step")
         return first if args else UNKNOWN
+    if name.rsplit(".", 1)[-1] in ("wrap_triton", "capture_triton") and args:
+        return first
     if name in lib.TRANSFORMS and args:
         return first  # runs it, on tensors of other shapes
     if name == "torch.cond" and isinstance(first, Tensor) and first.on_device:
@@ -364,6 +376,8 @@ def method(machine: Machine, receiver: Value, name: str, args: list[Value], keyw
                 machine.stacked = ""
                 machine.capture(node, begins=False)
             return Const(None)
+        case ExtObj() if launches.is_kernel(receiver) and name in ("get_function", "get_kernel"):
+            return receiver
         case ExtObj(kind="torch.Generator"):
             if name in lib.RNG_STATE:  # it may be a generator that no captured op draws from
                 text = f"`{short(node)}` touches the generator's state in the step"
@@ -376,7 +390,7 @@ def method(machine: Machine, receiver: Value, name: str, args: list[Value], keyw
                     machine.report("CG311", node, f"`.{name}()` in the step changes the mode of modules")
                 return replace(receiver, note=device or receiver.note)
             return UNKNOWN
-        case Ext() | ExtObj() if name.startswith("launch"):
+        case Ext() | ExtObj() if name.startswith("launch") or (name == "run" and launches.is_kernel(receiver)):
             moving = name == "launch-moving" or any(varies(a) for a in (*args, *keywords.values()))
             on_device = [t for a in (*args, *keywords.values()) for t in tensors(a) if t.on_device]
             if machine.in_step:

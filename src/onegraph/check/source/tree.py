@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from onegraph.check.report import CheckError, Finding, Origin, Report, ordered
 from onegraph.check.source.files import Project, SourceFile, Unreadable, open_regular
-from onegraph.check.source.machine import Machine
+from onegraph.check.source.interpreter import Interpreter
 from onegraph.check.source.roots import read_file
 
 SKIPPED = frozenset(
@@ -135,7 +135,7 @@ def read_files(files: list[str]) -> Batch:
     """Read some files one after another. Whatever a file holds, the others are read."""
     if not _PROJECT:
         _PROJECT.append(Project())
-    machine = Machine(_PROJECT[0], presume=True)
+    machine = Interpreter(_PROJECT[0], presume=True)
     unread: list[str] = []
     alive: list[SourceFile] = []  # what the machine remembers of a tree goes by its nodes' identity
     with deep_recursion(), no_collection():

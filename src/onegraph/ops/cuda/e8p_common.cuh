@@ -181,17 +181,9 @@ __device__ __forceinline__ void check_start(u32 base) {
   if ((base & 0xFFFFu) != SMEM_START) __trap();
 }
 // The high half of the tables' address and the lane's bank. Opaque, so that no lookup is moved before it.
-__device__ __forceinline__ u32 bank_of(u32 base, int lane) {
-  u32 bank;
-  asm volatile("or.b32 %0, %1, %2;" : "=r"(bank) : "r"(base & 0xFFFF0000u), "r"(lane * 4) : "memory");
-  return bank;
-}
+__device__ __forceinline__ u32 bank_of(u32 base, int lane) { return hidden_or(base & 0xFFFF0000u, lane * 4); }
 // `bank` as of `bank_of`; AT, the low half of the address, is an immediate.
-template <int AT> __device__ __forceinline__ u32 lookup(u32 address) {
-  u32 v;
-  asm("ld.shared.u32 %0, [%1+%2];" : "=r"(v) : "r"(address), "n"(SMEM_START + AT));
-  return v;
-}
+template <int AT> __device__ __forceinline__ u32 lookup(u32 address) { return load_shared<SMEM_START + AT>(address); }
 // The I-th of two codes in a word. The index byte becomes byte 1 of the address.
 template <int I> __device__ __forceinline__ u32 decode(u32 codes, u32 bank) {
   return lookup<0>(prmt(codes, bank, I ? 0x7634 : 0x7614)) ^ lookup<128>(prmt(codes, bank, I ? 0x7624 : 0x7604));

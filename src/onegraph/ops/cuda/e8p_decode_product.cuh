@@ -1,5 +1,5 @@
 // The product of e8p_decode.cu, which tells how it decodes: what activations look like to it (`to_bytes`), and a row tile
-// of codes times a slice of them (`Product`). Included there alone.
+// of codes times a slice of them (`Product`). e8p_experts.cu has it too.
 
 #include "e8p_activations.cuh"
 

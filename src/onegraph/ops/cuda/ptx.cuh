@@ -27,6 +27,16 @@ PTX u32 hidden_zero() {  // the compiler is not to know
   asm("mov.u32 %0, 0;" : "=r"(d));
   return d;
 }
+PTX u32 hidden_or(u32 a, u32 b) {  // no use of it is moved before it
+  u32 d;
+  asm volatile("or.b32 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b) : "memory");
+  return d;
+}
+template <int AT> PTX u32 load_shared(u32 address) {  // AT, added to it, is an immediate
+  u32 v;
+  asm("ld.shared.u32 %0, [%1+%2];" : "=r"(v) : "r"(address), "n"(AT));
+  return v;
+}
 PTX float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

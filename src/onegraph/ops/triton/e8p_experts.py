@@ -16,7 +16,9 @@ from onegraph.ops.triton.e8p import MIN_TILE, _as_rows, _block, _rotate, _weight
 from onegraph.ops.triton.hadamard import hadamard_matrix
 from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
 
-MAX_COLUMNS = 64  # pairs that share a decoding; more of an expert decode again
+# Pairs that share a decoding; more of an expert decode again. From 64 on Triton would multiply by wgmma, which it got
+# wrong in the linear (`MAX_TILES` of e8p.py tells how).
+MAX_COLUMNS = 32
 ROWS = 16  # pairs that are rotated together
 
 

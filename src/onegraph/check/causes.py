@@ -1,0 +1,239 @@
+"""Consequences folded into their cause: what a step does with a number follows from the line that read it.
+
+The way is the one that the calls of both findings took: in the innermost function that they share, the names that the
+cause's statement binds are followed to the other's statement, and from there into the functions that it calls. A name
+that is bound to something else on the way is followed no further, nor is a number into the tensor that an op makes with
+it. Simulation tells of some consequences itself.
+"""
+
+import ast
+import linecache
+from collections.abc import Iterator
+from dataclasses import replace
+
+from onegraph.check import constructs
+from onegraph.check.report import Cause, Finding, Frame, Report, Severity
+
+Ops = frozenset[tuple[str, int]]
+
+CAUSES = frozenset(["CG101", "CG104", "CG108"])
+"""A device value, or a shape that depends on one, comes to the host here."""
+
+FOLLOWING = frozenset(["CG201", "CG202", "CG203", "CG204", "CG208", "CG210"])
+"""What a host number can lead to."""
+
+
+def fold(report: Report) -> Report:
+    """The report with each consequence marked by its cause (`Finding.follows`)."""
+    causes = [f for f in report.findings if f.code in CAUSES and f.severity is Severity.ERROR and f.follows is None]
+    ops = frozenset((event.path, event.line) for event in report.timeline)
+    folded = [_marked(f, causes, ops) for f in report.findings]
+    return replace(report, findings=tuple(folded))
+
+
+def _marked(finding: Finding, causes: list[Finding], ops: Ops) -> Finding:
+    if finding.follows is not None or finding.code not in FOLLOWING:
+        return finding
+    cause = next((c for c in causes if _here(c, finding) or leads(c.calls, finding.calls, ops)), None)
+    return (
+        finding if cause is None else replace(finding, follows=Cause(path=cause.path, line=cause.line, code=cause.code))
+    )
+
+
+def _here(cause: Finding, finding: Finding) -> bool:
+    """Python state that is bound to what the same line reads."""
+    return finding.code == "CG210" and (cause.path, cause.line) == (finding.path, finding.line)
+
+
+def leads(source: tuple[Frame, ...], target: tuple[Frame, ...], ops: Ops = frozenset()) -> bool:
+    """Whether a value read at the end of the calls `source` reaches the line at the end of the calls `target`.
+
+    `ops`: places of lines that ran ops: what they bind are tensors, no numbers of the host.
+    """
+    shared = 0
+    for ours, theirs in zip(source, target, strict=False):
+        if (ours.path, _own(ours)) != (theirs.path, _own(theirs)):
+            break
+        shared += 1
+        if ours.line != theirs.line:
+            break
+    if not shared:
+        return False
+    here, there = source[shared - 1], target[shared - 1]
+    module = _module(here.path)
+    body = _function(module, here.line, there.line) if module is not None else None
+    first, last = (_statement(body, f.line) if body is not None else None for f in (here, there))
+    if body is None or first is None or last is None:
+        return False
+    if first is last:
+        return not isinstance(first, ast.For | ast.While | ast.If | ast.With)
+    names = _bound(first) | _attributes(source[shared:])
+    tensors = frozenset(line for path, line in ops if path == here.path)
+    names = _flow(body, names, tensors, after=first, before=last)
+    return _reaches(last, names, target[shared:], ops)
+
+
+def _own(frame: Frame) -> str:
+    """A function's name, which reading gives without those of the functions around it."""
+    return frame.function.rsplit(".", 1)[-1]
+
+
+def _reaches(statement: ast.stmt, names: set[str], calls: tuple[Frame, ...], ops: Ops) -> bool:
+    """Whether a statement reads one of the names, or hands one to the functions that lead to the line in question."""
+    if not calls:
+        return bool(_read(statement) & names)
+    module = _module(calls[0].path)
+    body = _function(module, calls[0].line, calls[0].line) if module is not None else None
+    last = _statement(body, calls[0].line) if body is not None else None
+    if not isinstance(body, ast.FunctionDef | ast.AsyncFunctionDef) or last is None:
+        return False
+    handed = _handed(statement, body, names) | {n for n in names if n.startswith(".")}
+    tensors = frozenset(line for path, line in ops if path == calls[0].path)
+    return _reaches(last, _flow(body, handed, tensors, after=None, before=last), calls[1:], ops)
+
+
+def _handed(statement: ast.stmt, function: ast.FunctionDef | ast.AsyncFunctionDef, names: set[str]) -> set[str]:
+    """Parameters of `function` that its call in `statement` fills with one of the names."""
+    parameters = [a.arg for a in (*function.args.posonlyargs, *function.args.args)]
+    found = set()
+    for call in ast.walk(statement):
+        if not isinstance(call, ast.Call):
+            continue
+        own = constructs.last_name(call.func) == function.name
+        if parameters[:1] == ["self"] and (own or function.name in ("forward", "__call__")):
+            given = parameters[1:]
+        elif own:
+            given = parameters
+        else:
+            continue
+        pairs = [*zip(given, call.args, strict=False), *((k.arg or "", k.value) for k in call.keywords)]
+        found |= {name for name, value in pairs if _names(value) & names}
+    return found
+
+
+def _flow(
+    body: ast.AST, names: set[str], tensors: frozenset[int], *, after: ast.stmt | None, before: ast.stmt
+) -> set[str]:
+    """What holds the value when `before` begins, if `names` held it after the statement `after`.
+
+    Statements are read in their order, those of a loop around both twice. `tensors`: lines that bind what ops made.
+    """
+    names = set(names)
+    around = any(isinstance(n, ast.For | ast.While) and _inside(n, before) and (after is None or _inside(n, after))
+                 for n in ast.walk(body))  # fmt: skip
+    statements = list(_statements(body))
+    for _ in range(2 if around else 1):
+        for statement in statements:
+            if not around and after is not None and statement.lineno <= after.lineno:
+                continue
+            if not around and statement.lineno >= before.lineno:
+                break
+            bound = _bound(statement)
+            made = isinstance(statement, ast.Assign | ast.AugAssign | ast.AnnAssign) and not tensors.isdisjoint(
+                range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
+            )
+            if _read(statement) & names and not made:
+                names |= bound | (_changed(statement) if isinstance(statement, ast.If | ast.While | ast.For) else set())
+            elif isinstance(statement, ast.Assign) and not around:
+                names -= bound
+    return names
+
+
+def _inside(node: ast.AST, statement: ast.stmt) -> bool:
+    return any(child is statement for child in ast.walk(node))
+
+
+def _statements(body: ast.AST) -> Iterator[ast.stmt]:
+    """Statements of a function in their order, without those of functions in it."""
+    for child in ast.iter_child_nodes(body):
+        if isinstance(child, ast.stmt):
+            yield child
+        if not isinstance(child, constructs.Functions | ast.ClassDef):
+            yield from _statements(child)
+
+
+def _module(path: str) -> ast.Module | None:
+    linecache.checkcache(path)
+    return constructs.parsed("".join(linecache.getlines(path)))
+
+
+def _function(module: ast.AST, first: int, last: int) -> ast.AST | None:
+    """The innermost function that holds both lines."""
+    found = None
+    for node in ast.walk(module):
+        holds = isinstance(node, constructs.Functions) and node.lineno <= min(first, last)
+        if holds and max(first, last) <= (getattr(node, "end_lineno", 0) or 0):
+            found = node
+    return found
+
+
+def _statement(body: ast.AST, line: int) -> ast.stmt | None:
+    """The innermost statement at a line."""
+    found = None
+    for statement in _statements(body):
+        if statement.lineno <= line <= (statement.end_lineno or 0):
+            found = statement
+    return found
+
+
+def _expressions(statement: ast.stmt) -> Iterator[ast.AST]:
+    """What a statement itself evaluates: of a branch its test, of a loop what it goes through."""
+    for child in ast.iter_child_nodes(statement):
+        if not isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
+            yield child
+
+
+def _names(node: ast.AST) -> set[str]:
+    """Names that an expression reads; of attributes `.name`, whosever they are."""
+    found = set()
+    for part in ast.walk(node):
+        if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load):
+            found.add(part.id)
+        elif isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Load):
+            found.add(f".{part.attr}")
+    return found
+
+
+def _read(statement: ast.stmt) -> set[str]:
+    found = {name for node in _expressions(statement) for name in _names(node)}
+    if isinstance(statement, ast.AugAssign):
+        found |= _targets(statement.target)
+    return found
+
+
+def _targets(node: ast.AST | None) -> set[str]:
+    if isinstance(node, ast.Tuple | ast.List):
+        return {name for item in node.elts for name in _targets(item)}
+    if isinstance(node, ast.Starred | ast.Subscript):
+        return _targets(node.value)
+    return {f".{node.attr}"} if isinstance(node, ast.Attribute) else {node.id} if isinstance(node, ast.Name) else set()
+
+
+def _bound(statement: ast.stmt) -> set[str]:
+    """Names and attributes that a statement itself binds."""
+    found = {n.target.id for e in _expressions(statement) for n in ast.walk(e) if isinstance(n, ast.NamedExpr)}
+    match statement:
+        case ast.Assign():
+            found |= {name for target in statement.targets for name in _targets(target)}
+        case ast.AugAssign() | ast.AnnAssign() | ast.For() | ast.AsyncFor():
+            found |= _targets(statement.target)
+        case ast.With() | ast.AsyncWith():
+            found |= {name for item in statement.items for name in _targets(item.optional_vars)}
+    return found
+
+
+def _changed(statement: ast.stmt) -> set[str]:
+    """Everything that is bound below a branch or loop: which of it is, its condition decides."""
+    return {name for n in ast.walk(statement) if isinstance(n, ast.stmt) for name in _bound(n)}
+
+
+def _attributes(calls: tuple[Frame, ...]) -> set[str]:
+    """Attributes that the functions on the way to a read bind to what they read."""
+    found = set()
+    for frame in calls:
+        module = _module(frame.path)
+        body = _function(module, frame.line, frame.line) if module is not None else None
+        statement = _statement(body, frame.line) if body is not None else None
+        if statement is not None:
+            found |= {name for name in _bound(statement) if name.startswith(".")}
+    return found

@@ -1,0 +1,471 @@
+"""Which construct of the code a finding stands at: a slice bound, a branch, a print, recognised in the syntax tree.
+
+Standard library only. A value that is bound to a name is followed to what the function does with that name.
+"""
+
+import ast
+import functools
+import linecache
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+_DEEPEST = 3
+"""Names followed one into the other: `n = t.item(); m = n + 1; x[:m]`."""
+
+Functions = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A place in a file: the nodes around it, innermost first, up to its statement."""
+
+    module: ast.Module
+    nodes: tuple[ast.AST, ...]
+
+    @property
+    def statement(self) -> ast.AST:
+        return self.nodes[-1]
+
+    @property
+    def home(self) -> ast.AST:
+        """The definition at the top level of the file that holds the place."""
+        line = self.statement.lineno  # type: ignore[attr-defined]
+        return next((n for n in self.module.body if n.lineno <= line <= (n.end_lineno or 0)), self.module)
+
+    def calls(self) -> Iterator[tuple[str, ast.Call]]:
+        """Calls around the place with the last part of their names."""
+        for node in self.nodes:
+            if isinstance(node, ast.Call):
+                yield last_name(node.func), node
+
+    def inside(self, kind: type[ast.AST] | tuple[type[ast.AST], ...]) -> bool:
+        return any(isinstance(node, kind) for node in self.nodes)
+
+    def below(self, parent: ast.AST, *fields: str) -> bool:
+        """Whether the place lies in one of these fields of a node around it."""
+        held = {id(child) for name in fields for child in _listed(getattr(parent, name, None))}
+        return any(id(node) in held for node in self.nodes)
+
+
+def found(constructs: tuple[str, ...], code: str, path: str, line: int, column: int) -> str:
+    """The first of `constructs` that stands at a place (line and column from 1); "" where none does."""
+    spot = at(path, line, column)
+    return _first(constructs, spot, code, _DEEPEST) if spot is not None else ""
+
+
+def at(path: str, line: int, column: int) -> Spot | None:
+    """The nodes at a place; None where the file cannot be read or has no code there."""
+    linecache.checkcache(path)
+    return within("".join(linecache.getlines(path)), line, column)
+
+
+def within(text: str, line: int, column: int) -> Spot | None:
+    """The same of a file's text."""
+    module, lines = parsed(text), text.splitlines(keepends=True)
+    if module is None or not 0 < line <= len(lines):
+        return None
+    offset = len(lines[line - 1][: column - 1].encode())  # the tree counts bytes
+    nodes = list(_around(module, (line, offset)))
+    statement = max((i for i, node in enumerate(nodes) if isinstance(node, ast.stmt)), default=None)
+    return Spot(module, tuple(reversed(nodes[statement:]))) if statement is not None else None
+
+
+@functools.lru_cache(maxsize=256)
+def parsed(text: str) -> ast.Module | None:
+    """The tree of a file's text, None where it is no Python."""
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+
+
+def _around(node: ast.AST, position: tuple[int, int]) -> Iterator[ast.AST]:
+    """Nodes that hold a position, outermost first."""
+    inner: ast.AST | None = node
+    while inner is not None:
+        if hasattr(inner, "lineno"):
+            yield inner
+        inner = next((child for child in _placed(inner) if _holds(child, position)), None)
+
+
+def _placed(node: ast.AST) -> Iterator[ast.AST]:
+    """Children that have a place; of those that have none (arguments, comprehensions), theirs."""
+    for child in ast.iter_child_nodes(node):
+        if hasattr(child, "lineno"):
+            yield child
+        else:
+            yield from _placed(child)
+
+
+def _holds(node: ast.AST, position: tuple[int, int]) -> bool:
+    begin = node.lineno, node.col_offset  # type: ignore[attr-defined]
+    end = node.end_lineno, node.end_col_offset  # type: ignore[attr-defined]
+    return begin <= position < end
+
+
+def _listed(value: object) -> list[object]:
+    return list(value) if isinstance(value, list) else [value]
+
+
+def last_name(node: ast.AST) -> str:
+    """`zeros` of `torch.zeros`; "" of what is no name."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def dotted(node: ast.AST) -> str:
+    """`torch.cuda.graph`; "" of what is no chain of names."""
+    if isinstance(node, ast.Attribute):
+        owner = dotted(node.value)
+        return f"{owner}.{node.attr}" if owner else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def bindings(spot: Spot, name: str) -> list[ast.expr]:
+    """Every value bound to a name or an attribute called `name`: around the place, else in the file."""
+    return _bound(spot.home, name) or _bound(spot.module, name) if name else []
+
+
+def _bound(root: ast.AST, name: str) -> list[ast.expr]:
+    values = []
+    for node in ast.walk(root):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(last_name(target) == name for target in targets):
+                values.append(node.value)
+    return values
+
+
+def function_of(module: ast.Module, node: ast.AST) -> ast.AST:
+    """The innermost function around a node, or the file."""
+    around = [n for n in _around(module, (node.lineno, node.col_offset)) if isinstance(n, Functions)]  # type: ignore[attr-defined]
+    return around[-1] if around else module
+
+
+def _first(constructs: tuple[str, ...], spot: Spot, code: str, depth: int) -> str:
+    here = next((c for c in constructs if c and TESTS[c](spot, code)), "")
+    if here or not depth:
+        return here
+    uses = [_first(constructs, use, code, depth - 1) for use in _uses(spot)]
+    return min((u for u in uses if u), key=constructs.index, default="")
+
+
+def _uses(spot: Spot) -> Iterator[Spot]:
+    """Where the function reads the name that the statement binds to the value."""
+    statement = spot.statement
+    if not (isinstance(statement, ast.Assign) and all(isinstance(target, ast.Name) for target in statement.targets)):
+        return
+    names = {target.id for target in statement.targets if isinstance(target, ast.Name)}
+    if spot.below(statement, "targets"):
+        return
+    for node in ast.walk(function_of(spot.module, statement)):
+        if isinstance(node, ast.Name) and node.id in names and isinstance(node.ctx, ast.Load):
+            nodes = list(_around(spot.module, (node.lineno, node.col_offset)))
+            start = max(i for i, n in enumerate(nodes) if isinstance(n, ast.stmt))
+            yield Spot(spot.module, tuple(reversed(nodes[start:])))
+
+
+# ---- what each construct looks like
+
+_LOGS = {"print", "debug", "info", "warning", "error", "critical", "exception", "log", "pprint", "add_scalar", "write"}
+_SIZED = {
+    *("arange", "zeros", "ones", "empty", "full", "rand", "randn", "linspace", "new_zeros", "new_ones", "new_empty"),
+    *("new_full", "narrow", "split", "chunk", "expand", "repeat", "view", "reshape", "topk", "unfold", "tensor_split"),
+}
+_HOST_RANDOM = {"random", "randint", "uniform", "gauss", "choice", "randrange", "normal", "rand", "randn", "uuid4",
+                "integers", "betavariate", "shuffle", "token_bytes", "urandom", "getrandbits"}  # fmt: skip
+_REDUCTIONS = {"max", "min", "sum", "any", "all", "sorted", "list", "tuple", "set"}
+_PRODUCTS = {"mm", "matmul", "addmm", "mv", "spmm", "bmm"}
+
+
+def _called(*names: str) -> Callable[[Spot, str], bool]:
+    return lambda spot, code: any(name in names for name, _ in spot.calls())
+
+
+def _named(name: str) -> Callable[[Spot, str], bool]:
+    return _called(name, f"{name}_", f"_{name}")
+
+
+def _logged(spot: Spot, code: str) -> bool:
+    logs = any(n in _LOGS and (isinstance(c.func, ast.Name) or n != "write") for n, c in spot.calls())
+    return logs or spot.inside((ast.JoinedStr, ast.FormattedValue))
+
+
+def _header(kinds: type[ast.AST] | tuple[type[ast.AST], ...], *fields: str) -> Callable[[Spot, str], bool]:
+    """In the test of a branch, the iterable of a loop."""
+    return lambda spot, code: any(isinstance(n, kinds) and spot.below(n, *fields) for n in spot.nodes)
+
+
+def _loop(spot: Spot, code: str) -> bool:
+    if isinstance(spot.statement, ast.For) and (len(spot.nodes) == 1 or spot.below(spot.statement, "iter")):
+        return True
+    return any(name == "range" for name, _ in spot.calls())
+
+
+def _branch(spot: Spot, code: str) -> bool:
+    tested = _header((ast.If, ast.While, ast.IfExp, ast.Match), "test", "subject")
+    return tested(spot, code)
+
+
+def _subscripts(spot: Spot, *, write: bool, sliced: bool) -> bool:
+    for node in spot.nodes:
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) == write:
+            parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+            bounds = any(isinstance(p, ast.Slice) and (_moves(p.lower) or _moves(p.upper)) for p in parts)
+            single = any(not isinstance(p, ast.Slice | ast.Constant) for p in parts)
+            if bounds if sliced else single:
+                return True
+    return False
+
+
+def _moves(bound: ast.expr | None) -> bool:
+    return bound is not None and not isinstance(bound, ast.Constant)
+
+
+def _subscript(*, write: bool, sliced: bool) -> Callable[[Spot, str], bool]:
+    return lambda spot, code: _subscripts(spot, write=write, sliced=sliced)
+
+
+def _list_index(spot: Spot, code: str) -> bool:
+    """The index of a Python list: for CG103 a list as index, else a list of tensors that is indexed."""
+    for node in spot.nodes:
+        if not isinstance(node, ast.Subscript):
+            continue
+        if code == "CG103":
+            return isinstance(node.slice, ast.List) or any(
+                isinstance(value, ast.List) for value in bindings(spot, last_name(node.slice))
+            )
+        for value in [node.value, *bindings(spot, last_name(node.value))]:
+            if isinstance(value, ast.List | ast.ListComp | ast.Tuple):
+                return True
+            if isinstance(value, ast.Call) and last_name(value.func) in (
+                "list",
+                "tuple",
+                "ModuleList",
+                "ParameterList",
+            ):
+                return True
+    return False
+
+
+def _write(spot: Spot, code: str) -> bool:
+    return any(isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store) for n in spot.nodes) or (
+        isinstance(spot.statement, ast.Assign)
+        and any(isinstance(target, ast.Subscript) for target in spot.statement.targets)
+    )
+
+
+def _nonfinite(spot: Spot, code: str) -> bool:
+    return any(k.arg == "error_if_nonfinite" for name, call in spot.calls() for k in call.keywords if "clip" in name)
+
+
+def _scaler(spot: Spot, code: str) -> bool:
+    """`scaler.step(optimizer)`: a step of something that is given what it steps."""
+    return any(name == "step" and call.args and _is_made_by(spot, call, "GradScaler") for name, call in spot.calls())
+
+
+def _optimizer(spot: Spot, code: str) -> bool:
+    return any(
+        name == "step" and (not call.args or _is_made_by(spot, call, "GradScaler"))
+        and isinstance(call.func, ast.Attribute)
+        for name, call in spot.calls()
+    )  # fmt: skip
+
+
+def _is_made_by(spot: Spot, call: ast.Call, maker: str) -> bool:
+    owner = last_name(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+    made = [v for v in bindings(spot, owner) if isinstance(v, ast.Call)]
+    return any(last_name(v.func) == maker for v in made) or maker.lower().removeprefix("grad") in owner.lower()
+
+
+def _literal(spot: Spot, code: str) -> bool:
+    """A tensor made of numbers that stand in the code."""
+    for name, call in spot.calls():
+        if name in ("tensor", "as_tensor", "asarray") and call.args:
+            return _constant(call.args[0])
+    return False
+
+
+def _constant(node: ast.AST) -> bool:
+    return not any(isinstance(n, ast.Name | ast.Attribute | ast.Call) for n in ast.walk(node))
+
+
+def _pinned(spot: Spot, code: str) -> bool:
+    for name, call in spot.calls():
+        if name in ("to", "cuda", "copy_") and isinstance(call.func, ast.Attribute):
+            source = call.args[0] if name == "copy_" and call.args else call.func.value
+            made = [source, *bindings(spot, last_name(source))]
+            return any("pin_memory" in ast.dump(value) for value in made)
+    return False
+
+
+def _random(spot: Spot, code: str) -> bool:
+    """A random number of the host's in the statement."""
+    for node in ast.walk(spot.statement):
+        if isinstance(node, ast.Call) and last_name(node.func) in _HOST_RANDOM and "torch" not in dotted(node.func):
+            return True
+    return any(
+        isinstance(value, ast.Call) and last_name(value.func) in _HOST_RANDOM and "torch" not in dotted(value.func)
+        for node in ast.walk(spot.statement)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+        for value in bindings(spot, node.id)
+    )
+
+
+def _counter(spot: Spot, code: str) -> bool:
+    """A number that the file counts up: at its `+=`, or where an op takes it."""
+    if isinstance(spot.statement, ast.AugAssign):
+        return True
+    counted = {last_name(n.target) for n in ast.walk(spot.home) if isinstance(n, ast.AugAssign)}
+    read = {last_name(n) for n in ast.walk(spot.statement) if isinstance(n, ast.Name | ast.Attribute)}
+    return bool((counted - {""}) & read)
+
+
+def _rebinding(spot: Spot, code: str) -> bool:
+    """An attribute that is read here, or bound here, and bound to a new tensor by a method or function."""
+    held = (ast.Attribute, ast.Subscript)
+    bound = {
+        last_name(t.value if isinstance(t, ast.Subscript) else t)
+        for node in ast.walk(spot.home)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        for t in (target.elts if isinstance(target, ast.Tuple) else [target])
+        if isinstance(t, held) or _outlives(spot.home, t)
+    }
+    read = {last_name(n) for n in ast.walk(spot.statement) if isinstance(n, ast.Name | ast.Attribute)}
+    return bool((bound - {""}) & read)
+
+
+def _outlives(home: ast.AST, target: ast.AST) -> bool:
+    """Whether a plain name is one that a function declares global or nonlocal."""
+    name = last_name(target)
+    return any(isinstance(n, ast.Global | ast.Nonlocal) and name in n.names for n in ast.walk(home))
+
+
+def _product(spot: Spot, code: str) -> bool:
+    return any(isinstance(n, ast.BinOp) and isinstance(n.op, ast.MatMult) for n in spot.nodes) or _called(*_PRODUCTS)(
+        spot, code
+    )
+
+
+def _host_data(spot: Spot, code: str) -> bool:
+    return _called("tensor", "as_tensor", "asarray", "from_numpy", "FloatTensor", "LongTensor")(spot, code)
+
+
+def _waits(spot: Spot, code: str) -> bool:
+    """`event.synchronize()`, `stream.synchronize()`; torch.cuda.synchronize() waits for the whole device."""
+    return any(
+        name == "synchronize" and not dotted(call.func).endswith("cuda.synchronize") for name, call in spot.calls()
+    )
+
+
+def _autocast(spot: Spot, code: str) -> bool:
+    return any("autocast" in last_name(n) for n in ast.walk(spot.statement) if isinstance(n, ast.Attribute | ast.Name))
+
+
+def _compile_mode(spot: Spot, code: str) -> bool:
+    compiles = [n for n in ast.walk(spot.home) if isinstance(n, ast.Call) and last_name(n.func) == "compile"]
+    own = {"reduce-overhead", "max-autotune"}
+    modes = {k.value.value for c in compiles for k in c.keywords if isinstance(k.value, ast.Constant)}
+    return bool(own & modes)
+
+
+def _converted(spot: Spot, code: str) -> bool:
+    return _called("numpy", "cpu", "tolist", "asarray", "array")(spot, code) or any(
+        name == "to" and any(isinstance(a, ast.Constant) and a.value == "cpu" for a in call.args)
+        for name, call in spot.calls()
+    )
+
+
+def _of_tensors(spot: Spot, code: str) -> bool:
+    return any(name in ("tensor", "as_tensor") and call.args for name, call in spot.calls()) and not _literal(
+        spot, code
+    )
+
+
+def _reduced(spot: Spot, code: str) -> bool:
+    named = any(isinstance(call.func, ast.Name) and name in _REDUCTIONS for name, call in spot.calls())
+    within = any(isinstance(n, ast.Compare) and isinstance(n.ops[0], ast.In | ast.NotIn) for n in spot.nodes)
+    return named or within
+
+
+def _hooked(spot: Spot, code: str) -> bool:
+    return any("hook" in name for name, _ in spot.calls())
+
+
+def _boolean(spot: Spot, code: str) -> bool:
+    return any(
+        isinstance(n, ast.BoolOp) or (isinstance(n, ast.UnaryOp) and isinstance(n.op, ast.Not)) for n in spot.nodes
+    )
+
+
+def _mask_write(spot: Spot, code: str) -> bool:
+    return any(
+        isinstance(n, ast.Subscript) and (isinstance(n.ctx, ast.Store) or _target(spot.statement, n))
+        for n in spot.nodes
+    ) or _called("masked_scatter_", "index_put_")(spot, code)  # fmt: skip
+
+
+def _target(statement: ast.AST, node: ast.AST) -> bool:
+    return isinstance(statement, ast.AugAssign) and statement.target is node
+
+
+_mask_read = _subscript(write=False, sliced=False)
+
+TESTS: dict[str, Callable[[Spot, str], bool]] = {
+    "print or log": _logged,
+    "assert": lambda spot, code: isinstance(spot.statement, ast.Assert),
+    "clip_grad_norm_": _nonfinite,
+    "GradScaler": _scaler,
+    "one_hot": _called("one_hot"),
+    "loop count": _loop,
+    "branch": _branch,
+    "while": _header(ast.While, "test"),
+    "and, or, not": _boolean,
+    "slice write": _subscript(write=True, sliced=True),
+    "slice bound": _subscript(write=False, sliced=True),
+    "list index": _list_index,
+    "index write": _subscript(write=True, sliced=False),
+    "index": _subscript(write=False, sliced=False),
+    "write": _write,
+    "size": _called(*_SIZED),
+    "tensor of tensors": _of_tensors,
+    "Python reduction": _reduced,
+    "comparison": _called("equal", "allclose"),
+    "operand": lambda spot, code: spot.inside((ast.BinOp, ast.Compare, ast.AugAssign)),
+    "return": lambda spot, code: isinstance(spot.statement, ast.Return),
+    "numpy": _converted,
+    "where": _called("where"),
+    "literal": _literal,
+    "host data": _host_data,
+    "pinned": _pinned,
+    "copy_": _called("copy_"),
+    "move": _called("to", "cuda"),
+    "repeat_interleave": _named("repeat_interleave"),
+    "unique": _called("unique", "unique_consecutive"),
+    "bincount": _named("bincount"),
+    "nonzero": _called("nonzero", "argwhere", "where"),
+    "mask write": _mask_write,
+    "mask": lambda spot, code: _mask_read(spot, code) or _called("masked_select")(spot, code),
+    "inv": _named("inv"),
+    "cholesky": _named("cholesky"),
+    "solve": _named("solve"),
+    "histc": _named("histc"),
+    "isin": _named("isin"),
+    "normal": _named("normal"),
+    "segment_reduce": _named("segment_reduce"),
+    "grouped_mm": _named("grouped_mm"),
+    "product": _product,
+    "event or stream": _waits,
+    "pinned allocation": lambda spot, code: "pin_memory" in ast.dump(spot.statement),
+    "optimizer": _optimizer,
+    "random": _random,
+    "counter": _counter,
+    "rebinding": _rebinding,
+    "cat": _called("cat", "concat", "concatenate", "hstack", "vstack"),
+    "append": _called("append", "extend", "appendleft", "add"),
+    "mode": _compile_mode,
+    "compile": _called("compile"),
+    "hook": _hooked,
+    "autocast": _autocast,
+}
+"""What tells each construct that `advice` knows, given the place and the code of the finding."""

@@ -1,0 +1,91 @@
+"""Kernels that are neither torch's nor Triton's: what launches them is stood in for, and a step runs, unverified."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from onegraph.check.simulate import frames, kernels
+from onegraph.check.simulate.interpret import changed
+
+if TYPE_CHECKING:
+    from onegraph.check.simulate.world import World
+
+_LAUNCHES = {
+    "cuda.core": ("launch",),
+    "cuda.core.experimental": ("launch",),
+    "cuda.bindings.driver": ("cuLaunchKernel", "cuLaunchKernelEx", "cuLaunchCooperativeKernel"),
+    "cuda.bindings.runtime": ("cudaLaunchKernel", "cudaLaunchKernelExC"),
+}
+"""Functions that launch, by module."""
+
+_MAKERS = {
+    "torch.cuda": ("_compile_kernel",),
+    "cupy": ("RawKernel", "RawModule", "ElementwiseKernel", "ReductionKernel"),
+    "cutlass.cute": ("compile",),
+    "cuda.core": ("Device", "Program", "ProgramOptions", "LaunchConfig"),
+    "cuda.core.experimental": ("Device", "Program", "ProgramOptions", "LaunchConfig"),
+}
+"""What compiles a kernel, or leads to one: each wants a driver."""
+
+
+@contextmanager
+def stand_ins(world: "World") -> Iterator[None]:
+    """While this lasts, the launches of libraries that are imported already go to `world`."""
+    changes = []
+    for table, make in ((_LAUNCHES, _launcher), (_MAKERS, _maker)):
+        for module, names in table.items():
+            owner = sys.modules.get(module)
+            for name in names:
+                real = getattr(owner, name, None)
+                if real is not None:
+                    stand_in = make(world, f"{module}.{name}")
+                    changes += [(owner, name, stand_in), *_imported(real, stand_in)]
+    with changed(changes):
+        yield
+
+
+def _imported(real: Any, stand_in: Any) -> Iterator[tuple[Any, str, Any]]:
+    """`from cuda.core import launch` in modules of the user's."""
+    for module in list(sys.modules.values()):
+        path = getattr(module, "__file__", None)
+        if isinstance(path, str) and frames.package_of(path) is None:
+            yield from ((module, name, stand_in) for name, value in list(vars(module).items()) if value is real)
+
+
+def _launcher(world: "World", name: str) -> Any:
+    def launch(*args: Any, **kwargs: Any) -> tuple[int]:
+        kernels.foreign(world, name, name, (*args, *kwargs.values()))
+        return (0,)  # what the driver's own functions give: an error code, in a tuple
+
+    return launch
+
+
+def _maker(world: "World", name: str) -> Any:
+    def make(*args: Any, **_: Any) -> "_Kernel":
+        told = next((a for a in reversed(args) if isinstance(a, str) and a.isidentifier()), "")
+        return _Kernel(world, f"{name}:{told}" if told else name)
+
+    return make
+
+
+class _Kernel:
+    """A compiled kernel, or what leads to one: its attributes and items are such, to call it is a launch."""
+
+    def __init__(self, world: "World", name: str) -> None:
+        self._world, self._name = world, name
+
+    def __getattr__(self, name: str) -> "_Kernel":
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Kernel(self._world, f"{self._name}.{name}")
+
+    def __getitem__(self, grid: Any) -> "_Kernel":
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> "_Kernel":
+        named = [a for a in args if isinstance(a, str) and a.isidentifier()]
+        if self._name.endswith(("get_function", "get_kernel")) and named:
+            return _Kernel(self._world, f"{self._name.rsplit('.', 1)[0]}:{named[0]}")
+        kernels.foreign(self._world, self._name, self._name, (*args, *kwargs.values()))
+        return self

@@ -1,0 +1,71 @@
+"""Kernels that are neither torch's nor Triton's, known by the names that launch them: CUDA, CuPy, CuTe, numba."""
+
+import ast
+from collections.abc import Iterable
+
+from onegraph.check.source.machine import Machine, short
+from onegraph.check.source.values import UNKNOWN, Const, Ext, ExtObj, Value, tensors
+
+_CUDA = ("cuda.bindings.driver", "cuda.cuda", "cuda.bindings.runtime", "cuda.cudart")
+_LAUNCHES = {
+    "cuda.core.launch": "cuda.core",
+    "cuda.core.experimental.launch": "cuda.core",
+    **{f"{module}.{name}": "CUDA" for module in _CUDA for name in (
+        "cuLaunchKernel", "cuLaunchKernelEx", "cuLaunchCooperativeKernel", "cudaLaunchKernel", "cudaLaunchKernelExC")},
+}  # fmt: skip
+"""Functions that launch, by whose they are."""
+
+_MAKERS = {
+    "cupy.RawKernel": "CuPy",
+    "cupy.RawModule": "CuPy",
+    "cupy.ElementwiseKernel": "CuPy",
+    "cupy.ReductionKernel": "CuPy",
+    "cupyx.jit.rawkernel": "CuPy",
+    "cutlass.cute.compile": "CuTe DSL",
+    "torch.cuda._compile_kernel": "NVRTC",
+    "torch.cuda.compile_kernel": "NVRTC",
+    "torch.cuda.jiterator._create_jit_fn": "NVRTC",
+    "numba.cuda.jit": "numba",
+}
+"""What gives a kernel that is launched by calling it, or by calling what a method of it gives."""
+
+_KERNEL = "kernel of "
+TRITON = "triton.kernel"
+
+
+def made(name: str) -> ExtObj | None:
+    """The kernel that a call of the external `name` makes; None for other functions."""
+    return ExtObj(_KERNEL + _MAKERS[name]) if name in _MAKERS else None
+
+
+def decorated(name: str) -> ExtObj | None:
+    """The kernel that the decorator of the external `name` makes of a function; None for other decorators."""
+    last = name.rsplit(".", 1)[-1]
+    if name.startswith("triton.") and last == "jit":
+        return ExtObj(TRITON)
+    if name.startswith(("cutlass.cute.", "numba.cuda.", "cupyx.")) and last in ("jit", "rawkernel"):
+        return ExtObj(_KERNEL + _MAKERS.get(name, "CuTe DSL"))
+    return None
+
+
+def is_kernel(value: Value) -> bool:
+    """Whether calling this launches; a function under somebody's `jit` that is not Triton's too."""
+    if isinstance(value, ExtObj):
+        return value.kind.startswith(_KERNEL) or value.kind == TRITON
+    return isinstance(value, Ext) and (value.name in _LAUNCHES or value.name.startswith("triton.kernel."))
+
+
+def launch(machine: Machine, func: Value, given: Iterable[Value], node: ast.AST) -> Value:
+    """A call of such a kernel: nothing here knows what it does."""
+    whose = "compiled"
+    if isinstance(func, ExtObj) and func.kind.startswith(_KERNEL):
+        whose = func.kind.removeprefix(_KERNEL)
+    elif isinstance(func, Ext):
+        whose = _LAUNCHES.get(func.name, whose)
+    if machine.in_step:
+        machine.tensor_work += 1
+    if whose != "compiled" or any(t.on_device for v in given for t in tensors(v)):
+        text = f"`{short(node)}` launches a {whose} kernel, which is not looked into"
+        machine.report("CG401", node, text)
+        return UNKNOWN
+    return Const(None)

@@ -1,0 +1,313 @@
+"""Routed experts in E8P for 1 to 64 tokens on a GPU: how `e8p_experts.cu` is cut, and which launches a call takes.
+
+    one token                    gate-up, down: two launches, whose clusters hold all that is added up
+    2 to `FRESH` tokens          gate-up, down, combine
+    more                         prepare, gate-up, down, combine
+    F no multiple of 128         prepare, gate-up, prepare (SwiGLU), down, combine, for any number of tokens
+
+Triton's kernels take the rest: float32, more tokens, dimensions that are no multiples of 64, more than `MAX_PAIRS`
+pairs of a token and an expert or `MAX_EXPERTS` experts, and all for which nothing here can be built.
+"""
+
+from dataclasses import asdict, dataclass
+from functools import cache, lru_cache
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onegraph.ops.calls import E8PExperts
+from onegraph.ops.cuda import build, e8p_decode
+from onegraph.ops.cuda.e8p import ALIGNMENT
+from onegraph.ops.cuda.e8p_common import ROWS, SLICE, SLOT, TABLES, block
+
+PLAIN, GATED, SUMMED = 0, 1, 2  # MODE
+PREPARED, FROM_X, FROM_GATED = 0, 1, 2  # SOURCE
+MAX_TOKENS, MAX_PAIRS, MAX_EXPERTS = 64, 1024, 512
+CHUNKS = 9344  # bytes of `Chunks` of e8p_experts.cu, rounded up
+BARRIERS = 128
+WARPS, ACROSS = 16, 8  # of a block at most; side by side in k
+CLUSTER = 8  # blocks at most
+DEPTHS = {2: (4, 3, 2), 3: (3, 2), 4: (3, 2)}  # row tiles of codes that a warp has under way, by bits: what fits first
+FRESH = 4  # tokens up to which every block rotates them for itself
+CROWDED = 2  # pairs of an expert on average, above which chunks are of 8 in place of 4
+
+ARGUMENTS = build.Arguments(
+    pointers=(
+        "x", "bytes", "scales", "experts", "weights", "codes", "residual", "tables", "in_scale", "out_scale", "bias",
+        "next_scale", "y",
+    ),
+    ints=("tokens", "top_k", "matrices"),
+    floats=("norm", "limit", "alpha", "shift"),
+)  # fmt: skip
+
+
+GIVEN = "x", "bytes", "scales", "codes", "residual", "in_scale", "out_scale", "bias", "next_scale", "y"  # by a launch
+
+
+@dataclass(frozen=True, order=True)
+class Cut:
+    """How one matrix is cut, by the names of e8p_experts.cu, which tells what they are; `silu`, `one` and `early` are
+    flags."""
+
+    mode: int
+    one: bool
+    source: int
+    silu: bool
+    groups: int
+    blocks: int
+    parts: int
+    slots: int
+    per_sm: int
+    early: bool
+    across: int
+    down: int
+    depth: int
+    n: int
+    k: int
+
+    @property
+    def cluster(self) -> int:
+        return self.parts * self.slots
+
+    @property
+    def warps(self) -> int:
+        return self.across * self.down
+
+    @property
+    def slices(self) -> int:
+        """Of k, of a part."""
+        return -(-_slices(self.k) // self.parts)
+
+    @property
+    def passes(self) -> int:
+        """Slices that a warp takes of an item, one after the other."""
+        return -(-self.slices // self.across)
+
+    @property
+    def turns(self) -> int:
+        """Row tiles that a warp takes of an item."""
+        return self.passes * (self.blocks * ROWS // 16 // self.down)
+
+    @property
+    def tiles(self) -> int:
+        return self.n // 2 // ROWS if self.mode == GATED else -(-self.n // (self.blocks * ROWS))
+
+    def shared(self, bits: int) -> int:
+        """Bytes of shared memory of a block."""
+        ring = self.warps * self.depth * SLOT[bits]
+        sums = self.across * (1 if self.one else 4 * self.groups) * (self.blocks * ROWS + 8) * 4
+        sent = self.cluster * (2 if self.mode == GATED else 1) * ROWS * 4 if self.cluster > 1 else 0
+        exchange = 0 if self.source == PREPARED else self.warps * 512
+        return TABLES[bits] + BARRIERS + (0 if self.one else CHUNKS) + ring + sums + sent + exchange
+
+    def fits(self, bits: int, device: build.Device) -> bool:
+        shared = self.shared(bits)
+        return shared <= device.shared and self.per_sm * (shared + build.RESERVED) <= device.sm_shared
+
+    def cost(self, bits: int, device: build.Device, experts: int) -> float:
+        """Estimated microseconds of one token on an H200, up to what all cuts have in common."""
+        clusters = self.tiles * (experts if self.mode == GATED else 1)
+        at_once = device.sms if self.cluster == 1 else device.at_once(self.cluster, self.per_sm)
+        waves = -(-clusters // max(1, at_once))
+        issue = self.slices * self.blocks * ROWS / 16 * 0.02
+        latency = self.turns * 0.16
+        return waves * (max(issue, latency) * (1 if bits == 2 else 1.8) + 1.5) + 0.1 * self.cluster
+
+    def defines(self, bits: int, half: bool) -> dict[str, int]:
+        return {"BITS": bits, "HALF": int(half)} | {name.upper(): int(value) for name, value in asdict(self).items()}
+
+
+def _slices(k: int) -> int:
+    return -(-k // SLICE)
+
+
+def _warps(slices: int, row_tiles: int, most: int, warps: int) -> tuple[int, int]:
+    """Warps side by side in k, `most` of them, and in rows, of `warps` at most: what makes each warp's way shortest.
+    Activations of a slice take a warp about as long as a row tile of it."""
+    found = []
+    for turns in range(1, slices + 1):
+        across = -(-slices // turns)
+        if across <= most:
+            down = max(d for d in (1, 2, 4, 8, 16) if d <= min(warps // across, row_tiles))
+            found.append((turns * (row_tiles // down + 1), turns, across, down))
+    return min(found)[2:]
+
+
+@lru_cache(maxsize=1024)
+def cuts(
+    n: int, k: int, bits: int, mode: int, source: int, *, one: bool, silu: bool, groups: int, top_k: int, early: bool
+) -> list[Cut]:
+    """Every cut of one matrix."""
+    found = []
+    slots = top_k if mode == SUMMED else 1
+    blocks = 1 if mode == SUMMED or n <= ROWS else 2
+    slices = _slices(k)
+    for parts in range(1, CLUSTER // slots + 1) if one else (1,):
+        per_part = -(-slices // parts)
+        if (parts - 1) * per_part >= slices:
+            continue  # a block would have nothing to do
+        # A GPU holds few clusters of eight at a time; two blocks an SM make room for more.
+        sides = ((WARPS, 1), (WARPS, 2), (WARPS // 2, 2)) if mode == SUMMED else ((WARPS, 1),)
+        for most, depth, (warps, per_sm) in product((ACROSS, ACROSS // 2), DEPTHS[bits], sides):
+            across, down = _warps(per_part, blocks * ROWS // 16, most, warps)
+            cut = Cut(mode, one, source, silu, groups, blocks, parts, slots, per_sm, early, across, down, depth, n, k)
+            if depth <= max(2, cut.turns):
+                found.append(cut)
+    return found
+
+
+@lru_cache(maxsize=1024)
+def choose(bits: int, device: build.Device, top_k: int, options: tuple[Cut, ...]) -> Cut | None:
+    """The cut that costs least, None where none fits."""
+    fitting = [cut for cut in options if cut.fits(bits, device)]
+    return min(fitting, key=lambda cut: (cut.cost(bits, device, top_k), cut.passes, -cut.depth, cut), default=None)
+
+
+KERNELS = build.Source(
+    "e8p_experts",
+    functions=("e8p_experts", "e8p_experts_prepare", "e8p_experts_combine"),
+    arguments=ARGUMENTS,
+    capabilities=build.CLUSTERS,
+    example=Cut(GATED, True, FROM_X, False, 1, 2, 2, 1, 1, False, 4, 4, 4, 1536, 2048).defines(2, False),
+)
+
+
+@cache
+def available(device: int) -> bool:
+    """Whether the kernels can be built for this GPU; warns once where not."""
+    return KERNELS.usable(device, "Triton's run experts in E8P")
+
+
+@cache
+def _kernels(cut: Cut, bits: int, half: bool, device: int) -> tuple[build.Kernel, ...]:
+    return KERNELS.load(cut.defines(bits, half), device, cut.shared(bits))
+
+
+def takes(call: E8PExperts) -> bool:
+    """Whether the kernels here compute it."""
+    (tokens, dim), experts, pairs = call.x.shape, call.gate_up.shape[0], call.experts.numel()
+    if call.x.dtype not in (torch.bfloat16, torch.float16) or not 0 < pairs <= MAX_PAIRS:
+        return False
+    wide = call.gate_up.shape[1] // 2
+    return tokens <= MAX_TOKENS and experts <= MAX_EXPERTS and dim % 64 == 0 and wide % 64 == 0
+
+
+class Way(NamedTuple):
+    """The cuts of a call's two matrices."""
+
+    gate_up: Cut
+    down: Cut
+
+
+@lru_cache(maxsize=1024)
+def way(tokens: int, top_k: int, experts: int, dim: int, wide: int, bits: int, device: build.Device) -> Way | None:
+    """None where no cut fits into shared memory."""
+    gated = wide % ROWS == 0
+    one = tokens == 1 and gated and top_k <= CLUSTER
+    groups = 2 if tokens * top_k > CROWDED * experts and tokens > 4 else 1
+    first = FROM_X if gated and tokens <= FRESH else PREPARED
+    more = {"one": one, "groups": groups, "top_k": top_k}
+    gate_up = cuts(2 * wide, dim, bits, GATED if gated else PLAIN, first, silu=False, early=first == PREPARED, **more)
+    second = FROM_GATED if gated else PREPARED
+    down = cuts(dim, wide, bits, SUMMED if one else PLAIN, second, silu=not gated, early=True, **more)
+    both = [choose(bits, device, top_k, tuple(options)) for options in (gate_up, down)]
+    return None if both[0] is None or both[1] is None else Way(both[0], both[1])
+
+
+class _Call:
+    """One call on its way through the launches."""
+
+    def __init__(self, call: E8PExperts) -> None:
+        self.call, self.device = call, call.x.device.index
+        self.tokens, self.top_k = call.experts.shape
+        self.pairs, self.half = self.tokens * self.top_k, call.x.dtype == torch.float16
+
+    def launch(self, function: int, cut: Cut, grid: tuple[int, int, int], **given: Tensor | None) -> None:
+        """`function` of `KERNELS` with the tensors `given`."""
+        call = self.call
+        whole = function == 0
+        arguments = ARGUMENTS.pack(
+            **dict.fromkeys(GIVEN, 0) | build.addresses(**given),
+            **build.addresses(experts=call.experts, weights=call.weights),
+            tables=e8p_decode._TABLES[self.device],
+            tokens=self.tokens,
+            top_k=self.top_k,
+            matrices=call.gate_up.shape[0],
+            norm=float((block(cut.n) * block(cut.k)) ** -0.5),
+            limit=call.limit,
+            alpha=call.alpha,
+            shift=call.shift,
+        )  # fmt: skip
+        kernel = _kernels(cut, call.bits, self.half, self.device)[function]
+        threads, shared = (cut.warps * 32, cut.shared(call.bits)) if whole else (256, 0)
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        kernel.launch(grid, threads, shared, cut.cluster if whole else 1, stream, arguments)
+
+    def prepared(self, cut: Cut, x: Tensor, in_scale: Tensor) -> dict[str, Tensor]:
+        """`x`, of which a pair's row is its token's or its own, as the product takes it."""
+        slices = _slices(cut.k)
+        made = {
+            "bytes": torch.empty(self.pairs * slices * 512, dtype=torch.uint8, device=x.device),
+            "scales": torch.empty(self.pairs * slices * 2, dtype=torch.float32, device=x.device),
+        }
+        self.launch(1, cut, (-(-self.pairs * slices // 8), 1, 1), x=x, in_scale=in_scale, **made)
+        return made
+
+    def product(self, cut: Cut, x: Tensor, in_scale: Tensor, y: Tensor, **weight: Tensor | None) -> Tensor:
+        given = {"x": x} if cut.source != PREPARED else self.prepared(cut, x, in_scale)
+        if cut.one:
+            blocks = cut.tiles * cut.cluster * (self.top_k if cut.mode == GATED else 1)
+        else:
+            blocks = min(self.pairs * cut.tiles, build.device(self.device).sms)
+        self.launch(0, cut, (blocks, 1, 1), in_scale=in_scale, y=y, **given, **weight)
+        return y
+
+
+def experts(call: E8PExperts) -> Tensor:
+    """See `onegraph.ops.e8p_experts.e8p_experts`."""
+    out = compute(call) if call.x.is_cuda and takes(call) and available(call.x.device.index) else None
+    if out is not None:
+        return out
+    from onegraph.ops.triton.e8p_experts import experts as fallback  # compiled or interpreted as of their import
+
+    return fallback(call)
+
+
+def compute(call: E8PExperts) -> Tensor | None:
+    """`call`, which is taken. None where no cut fits into shared memory."""
+    sizes = *call.experts.shape, call.gate_up.shape[0], call.x.shape[1], call.gate_up.shape[1] // 2
+    found = way(*sizes, call.bits, build.device(call.x.device.index))
+    if found is None:
+        return None
+    e8p_decode.have_tables(call.codebook)
+    values: list[Any] = [_aligned(each) if isinstance(each, Tensor) else each for each in call]
+    call = E8PExperts(*values)
+    with torch.cuda.device(call.x.device):  # the driver launches in the current context
+        return _run(_Call(call), found)
+
+
+def _run(run: _Call, way: Way) -> Tensor:
+    call, (tokens, dim) = run.call, run.call.x.shape
+    width, cut, last = call.gate_up.shape[1], way.gate_up, way.down
+    hidden = torch.empty(
+        run.pairs, width // 2 if cut.mode == GATED else width, dtype=torch.float32, device=call.x.device
+    )
+    run.product(
+        cut, call.x, call.gate_up_in_scale, hidden, codes=call.gate_up, residual=call.gate_up_residual,
+        out_scale=call.gate_up_out_scale, bias=call.gate_up_bias, next_scale=call.down_in_scale,
+    )  # fmt: skip
+    out = torch.empty_like(call.x)
+    y = out if last.one else torch.empty(run.pairs, dim, dtype=torch.float32, device=call.x.device)
+    run.product(
+        last, hidden, call.down_in_scale, y, codes=call.down, residual=call.down_residual,
+        out_scale=call.down_out_scale, bias=call.down_bias,
+    )  # fmt: skip
+    if not last.one:
+        run.launch(2, last, (-(-dim // 1024), tokens, 1), x=y, y=out)
+    return out
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor

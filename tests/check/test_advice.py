@@ -1,0 +1,65 @@
+"""Advice is followed: a step with the hazard shows the text, the same step with the text applied is found clean."""
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+
+from onegraph.check import cli
+from onegraph.check.advice import ADVICE, fix
+from onegraph.check.report import Report
+from onegraph.check.rules import RULES
+from onegraph.check.source import check_source
+
+FOLDER = Path(__file__).parent / "advice"
+PAIRS = {
+    (code, words or ""): path
+    for path in sorted(FOLDER.glob("*.py"))
+    for code, words in re.findall(r"^def bad_(CG\d+)(?:_(\w+))?\(", path.read_text(), re.M)
+}
+ONLY_ON_A_GPU = {("CG311", "autocast")}
+"""What neither reading nor simulation sees: the text stands on the rule's page alone."""
+
+
+def default_command(target: str) -> Report:
+    """The report of `onegraph check target`."""
+    parser = argparse.ArgumentParser()
+    cli.add_parsers(parser.add_subparsers(dest="command"))
+    return cli.check(target, parser.parse_args(["check", target]))
+
+
+def spelled(construct: str) -> str:
+    return construct.replace(", ", "_").replace(" ", "_")
+
+
+def name(code: str, words: str) -> str:
+    return f"{code}_{words}".removesuffix("_") if not words.endswith("_") else f"{code}_{words}"
+
+
+@pytest.mark.parametrize(("code", "words"), PAIRS)
+def test_advice_is_shown_at_its_construct(code, words):
+    report = default_command(f"{PAIRS[code, words]}:bad_{name(code, words)}")
+    construct = next(c for c in ADVICE[code] if spelled(c) == words)
+    read = check_source(str(PAIRS[code, words]), f"bad_{name(code, words)}")  # what files alone are checked by
+    shown = [(f.code, f.fix) for r in (report, read) for f in r.findings]
+    assert (code, ADVICE[code][construct]) in shown
+
+
+@pytest.mark.parametrize(("code", "words"), PAIRS)
+def test_advice_that_is_followed_leaves_nothing(code, words):
+    report = default_command(f"{PAIRS[code, words]}:good_{name(code, words)}")
+    assert report.findings == ()
+    assert report.exit_code(strict=True) == 0
+
+
+def test_every_construct_has_a_pair():
+    wanted = {(code, spelled(construct)) for code, table in ADVICE.items() for construct in table if construct}
+    assert wanted - set(PAIRS) == ONLY_ON_A_GPU
+
+
+def test_every_rule_has_advice_and_no_other_table():
+    assert set(ADVICE) == set(RULES)
+    for code, table in ADVICE.items():
+        assert fix(code) == table[""]
+        assert not any(text.endswith(".") or "\n" in text for text in table.values())

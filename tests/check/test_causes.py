@@ -1,0 +1,162 @@
+"""Consequences stand under their cause, and only they do."""
+
+import json
+from pathlib import Path
+from textwrap import dedent, indent
+
+import pytest
+
+from onegraph.check import check_step
+from onegraph.check.output import html, sarif, text
+from onegraph.check.reconcile import reconcile
+from onegraph.check.report import Finding, Origin, Report, Severity
+from onegraph.check.target import load
+
+HEAD = """\
+import torch
+
+
+class Host:
+    n = 0
+
+
+def read(t):
+    return t.item()
+
+
+def keep(t):
+    HOST.n = t.item()
+
+
+def scaled(x, by, unused=0):
+    y = x + 1
+    return y * by
+
+
+HOST = Host()
+COUNT = [0]
+"""
+TAIL = """
+    def inputs(i):
+        return torch.ones(4, device="cuda"), torch.full((), i * i + i + 2, device="cuda")
+
+    return step, inputs
+"""
+
+
+def checked(body: str, folder: Path) -> Report:
+    path = folder / "steps.py"
+    step = "def factory():\n    def step(x, at):\n" + indent(dedent(body), " " * 8)
+    path.write_text(f"{HEAD}\n\n{step}\n{TAIL}")
+    return check_step(load(f"{path}:factory").factory)
+
+
+def codes(findings) -> list[str]:
+    return sorted(f.code for f in findings)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "n = at.item()\nreturn x * n",
+        "n = at.item()\nm = 3 * n + 1\nreturn x * m",
+        "n = read(at)\nreturn scaled(x, n)",
+        "n = read(at)\nreturn scaled(x, by=n % 7)",
+        "keep(at)\nreturn x * HOST.n",
+        "n, m = 1, at.item()\nreturn x * m",
+        "if (n := at.item()) == 0:\n    x = x + 1\nreturn x * n",
+        "return scaled(x, at.item())",
+    ],
+)
+def test_what_a_read_number_does_follows_from_the_read(body, tmp_path):
+    report = checked(body, tmp_path)
+    assert codes(report.counted) == ["CG101"]
+    (cause,) = report.counted
+    assert "CG202" in codes(report.following(cause)) or "baked into" in cause.message
+    assert json.loads(report.to_json())["counts"]["error"] == 1
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "COUNT[0] += 1\nn = at.item()\ny = x + n\nreturn x * COUNT[0], y",
+        "COUNT[0] += 1\nn = at.item()\ny = x + n\nn = COUNT[0]\nreturn y * n",
+        "COUNT[0] += 1\nn = read(at)\ny = x + n\nreturn scaled(y, COUNT[0], n)",
+    ],
+)
+def test_another_number_stands_on_its_own(body, tmp_path):
+    errors = codes(checked(body, tmp_path).errors)
+    assert errors == ["CG101", "CG202"]
+
+
+def test_a_branch_on_a_read_number_follows_from_it(tmp_path):
+    report = checked("n = read(at)\nif n > 5:\n    x = x + 1\nreturn x * 2", tmp_path)
+    assert codes(report.counted) == ["CG101"]
+    assert codes(report.findings) == ["CG101", "CG201"]
+
+
+def test_an_op_that_nothing_looks_into_counts_once(tmp_path):
+    path = tmp_path / "ops.py"
+    path.write_text(
+        dedent(
+            """
+            import torch
+
+            lib = torch.library.Library("onegraph_causes", "FRAGMENT")
+            lib.define("twice(Tensor x) -> Tensor")
+            lib.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+
+
+            def factory():
+                def step(x):
+                    y = torch.ops.onegraph_causes.twice(x)
+                    return torch.ops.onegraph_causes.twice(y)
+
+                return step, lambda i: (torch.full((4,), float(i), device="cuda"),)
+            """
+        )
+    )
+    report = check_step(load(f"{path}:factory").factory)
+    assert codes(report.findings) == ["CG401", "CG401"]
+    (first,) = report.counted
+    assert [f.line for f in report.following(first)] == [first.line + 1]
+
+
+def test_a_consequence_counts_where_its_cause_is_gone(tmp_path):
+    report = checked("n = at.item()\nm = n + 1\nreturn x * m", tmp_path)
+    assert report.select(ignore=["CG101"]).exit_code() == 1
+    assert codes(report.select(ignore=["CG101"]).errors) == ["CG202"]
+
+
+def test_every_form_shows_consequences_under_the_cause(tmp_path):
+    report = checked("n = at.item()\nm = n + 1\nreturn x * m", tmp_path)
+    (cause,) = report.counted
+    (other,) = report.following(cause)
+    shown = text.render(report)
+    assert f"follows from it: line {other.line}: CG202" in " ".join(shown.split())
+    assert "(1 error, 1 more that follows)" in shown
+    (result,) = json.loads(sarif.render(report))["runs"][0]["results"]
+    assert result["relatedLocations"][0]["physicalLocation"]["region"]["startLine"] == other.line
+    assert f'"follows":"CG101 at {cause.path}:{cause.line}"' in html.render(report)
+    assert Report.from_json(report.to_json()).findings == report.findings
+
+
+def finding(code: str, origin: Origin, line: int) -> Finding:
+    return Finding(
+        code=code,
+        severity=Severity.ERROR,
+        origin=origin,
+        path="/a.py",
+        line=line,
+        message="m",
+        happens="silently stale",
+    )
+
+
+def test_what_reading_proves_to_change_explains_a_replay_that_differs():
+    found = finding("CG202", Origin.SOURCE, 3), finding("CG212", Origin.SIMULATE, 1)
+    report = Report(target="t", findings=found, origins=(Origin.SOURCE, Origin.SIMULATE), steps=4)
+    told = reconcile(report)
+    assert [(f.code, f.severity) for f in told.counted] == [("CG202", Severity.ERROR)]
+    alone = reconcile(Report(target="t", findings=found[1:], origins=report.origins, steps=4))
+    assert codes(alone.errors) == ["CG212"]

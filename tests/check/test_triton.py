@@ -1,0 +1,395 @@
+"""Triton kernels in a simulation: they run, they are replayed, and what a launch bakes in or compiles is told."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import corpus_tools
+import pytest
+
+pytest.importorskip("triton")
+import torch
+import triton
+import triton.language as tl
+import triton_kernels as kernels
+
+from onegraph.check import CheckError, Severity, Verdict, check_step, declared
+from onegraph.check.simulate import kernels as launches
+from onegraph.check.simulate import simulate_step
+from onegraph.check.source import check_source
+
+HERE = Path(__file__).parent
+CASES = list(corpus_tools.cases("triton"))
+
+
+def _inputs(i):
+    return (torch.linspace(-1.0, 1.0, 16).to("cuda") * (i + 1),)
+
+
+def _told(report):
+    return [(f.code, f.severity.value, f.line, f.message) for f in report.findings]
+
+
+@pytest.mark.parametrize("form", kernels.FORMS, ids=lambda form: form.__name__)
+def test_a_kernel_computes_what_it_says(form):
+    results = {}
+
+    def factory():
+        def step(x):
+            results["got"], results["wanted"] = (t.inner.clone() for t in form())
+            return x + 1.0
+
+        return step, _inputs
+
+    report = simulate_step(factory, steps=3)
+    assert "CG401" not in report.codes, _told(report)
+    torch.testing.assert_close(results["got"], results["wanted"], rtol=1e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_findings_stand_on_the_expected_lines(case):
+    report = check_step(case.factory, source=True)
+    found = {(f.line, f.code) for f in report.findings}
+    for expected in case.expected:
+        assert expected.optional or any((expected.line, c) in found for c in expected.codes), _told(report)
+    errors = {(f.line, f.code) for f in report.errors}
+    assert not [p for p in errors if not any(e.line == p[0] and p[1] in e.codes for e in case.expected)], _told(report)
+    assert bool(report.errors) == (case.kind == "bad")
+
+
+def test_there_are_enough_cases():
+    assert len(CASES) >= 30
+
+
+def test_a_clean_kernel_is_capturable_and_its_launch_is_an_op_with_reads_and_writes():
+    def factory():
+        y = torch.zeros(16, device="cuda")
+
+        def step(x):
+            kernels.double[(2,)](x, y, 16, BLOCK=8)
+            return y
+
+        return step, _inputs
+
+    report = check_step(factory)
+    assert report.verdict is Verdict.CAPTURABLE
+    (launch,) = [e for e in report.timeline if e.kind == "launch"]
+    assert launch.name == "triton:double"
+    assert len(launch.reads) == 2
+    assert len(launch.writes) == 1
+    assert set(launch.writes) < set(launch.reads)
+
+
+def test_a_number_that_follows_a_kernel_is_stale():
+    """What a kernel wrote is not zero: a stale factor on it shows."""
+
+    def factory():
+        turns = [0.0]
+
+        def step(x):
+            turns[0] += 1.0
+            y = torch.empty_like(x)
+            kernels.double[(2,)](x, y, 16, BLOCK=8)
+            return y * turns[0]
+
+        return step, _inputs
+
+    assert {f.code for f in check_step(factory).errors} == {"CG202"}
+
+
+def test_a_launch_of_a_stale_branch_is_seen_by_the_referee():
+    def factory():
+        buffers = [torch.zeros(16, device="cuda") for _ in range(2)]
+        turns = [0]
+
+        def step(x):
+            turns[0] += 1
+            kernels.add_into[(2,)](x, buffers[turns[0] % 2], 16, BLOCK=8)
+            return buffers[0] + 0.0
+
+        return step, _inputs
+
+    assert {f.code for f in check_step(factory).errors} == {"CG205"}
+
+
+def test_a_changing_argument_without_effect_is_a_warning():
+    def factory():
+        turns = [16]
+
+        def step(x):
+            turns[0] += 1
+            y = torch.zeros_like(x)
+            kernels.double[(1,)](x, y, min(turns[0], 19), BLOCK=16)
+            return y
+
+        return step, _inputs
+
+    report = check_step(factory)
+    assert not report.errors, _told(report)
+    assert [f.severity for f in report.findings if f.code == "CG202"] == [Severity.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "reason"),
+    [(kernels.assembly, "inline_asm"), (kernels.without_a_mask, "memory outside of every tensor")],
+)
+def test_what_cannot_be_interpreted_is_unverified_and_leaves_memory_as_it_was(kernel, reason):
+    seen = []
+
+    def factory():
+        y = torch.ones(16, device="cuda")
+
+        def step(x):
+            kernel[(1,)](x, y, BLOCK=16)
+            seen.append(y.inner.clone())
+            return x + 1.0
+
+        return step, _inputs
+
+    report = check_step(factory)
+    assert report.verdict is Verdict.UNVERIFIED
+    (finding,) = [f for f in report.findings if f.code == "CG401"]
+    assert reason in finding.message
+    assert all(bool((y == 1).all()) for y in seen)
+    with declared(kernel):
+        assert not check_step(factory).codes & {"CG401", "CG202", "CG212"}
+
+
+def test_a_kernel_that_takes_too_long_is_unverified(monkeypatch):
+    monkeypatch.setattr(launches, "LONGEST", -1.0)
+
+    def factory():
+        def step(x):
+            y = torch.zeros_like(x)
+            for _ in range(100):
+                kernels.double[(400,)](x, y, 16, BLOCK=8)
+            return x + 1.0
+
+        return step, _inputs
+
+    report = check_step(factory)
+    (finding,) = [f for f in report.findings if f.code == "CG401"]
+    assert "to interpret" in finding.message
+
+
+def test_an_interpreted_kernel_declared_not_capturable_is_said():
+    def factory():
+        def step(x):
+            y = torch.empty_like(x)
+            kernels.double[(2,)](x, y, 16, BLOCK=8)
+            return y
+
+        return step, _inputs
+
+    with declared(kernels.double, capturable=False):
+        assert "CG401" in check_step(factory).codes
+    assert check_step(factory).codes == set()
+
+
+def test_a_tensor_of_the_host_is_refused_as_on_a_gpu():
+    def factory():
+        table = torch.ones(16)
+
+        def step(x):
+            y = torch.empty_like(x)
+            kernels.double[(2,)](table, y, 16, BLOCK=8)
+            return y
+
+        return step, _inputs
+
+    with pytest.raises(CheckError, match=r"Pointer argument \(at 0\) cannot be accessed from Triton \(cpu tensor\?\)"):
+        check_step(factory)
+
+
+def test_pinned_memory_is_accepted():
+    def factory():
+        table = torch.ones(16).pin_memory()
+
+        def step(x):
+            y = torch.empty_like(x)
+            kernels.double[(2,)](table, y, 16, BLOCK=8)
+            return y + x
+
+        return step, _inputs
+
+    assert not check_step(factory).errors
+
+
+def test_triton_and_the_users_modules_are_as_they_were():
+    owners = [tl, tl.core, tl.core.tensor, tl.core.dtype, kernels, triton.runtime.driver]
+    owners += [triton.runtime.jit.JITFunction, triton.runtime.autotuner.Autotuner]
+    before = [dict(vars(owner)) for owner in owners]
+
+    def factory():
+        def step(x):
+            y = torch.empty_like(x)
+            kernels.double[(2,)](x, y, 16, BLOCK=8)
+            return y + kernels.libdevice_functions()[0]
+
+        return step, _inputs
+
+    check_step(factory)
+    for owner, old in zip(owners, before, strict=True):
+        now = dict(vars(owner))
+        assert now.keys() == old.keys(), owner
+        assert all(now[name] is value for name, value in old.items()), owner
+
+
+def test_autotune_takes_the_first_config_that_pruning_keeps_and_leaves_its_cache_alone():
+    chosen = []
+
+    def last(configs, named, **_):
+        return configs[1:]
+
+    tuned = triton.autotune(
+        [triton.Config({"BLOCK": b}, pre_hook=lambda given: chosen.append(given["BLOCK"])) for b in (4, 8, 16)],
+        key=["n"], prune_configs_by={"early_config_prune": last}, reset_to_zero=["y"],
+    )(kernels.add_into)  # fmt: skip
+    starts = []
+
+    def factory():
+        y = torch.full((16,), 5.0, device="cuda")
+
+        def step(x):
+            tuned[lambda meta: (triton.cdiv(16, meta["BLOCK"]),)](x, y, 16)
+            starts.append((y - x).inner.clone())
+            return y
+
+        return step, _inputs
+
+    report = check_step(factory)
+    assert report.codes <= {"CG210"}, _told(report)  # the lists of this test
+    assert set(chosen) == {8}
+    assert bool((starts[0] == 0).all())  # tuning set it to zero, and no later launch does
+    assert not bool((starts[1] == 0).all())
+    assert not tuned.cache
+
+
+def test_the_driver_of_the_simulated_gpu_answers():
+    def factory():
+        active = triton.runtime.driver.active
+        assert active.get_active_torch_device() == torch.device("cuda", 0)
+        assert active.get_current_target().backend == "cuda"
+        count = active.utils.get_device_properties(0)["multiprocessor_count"]
+
+        def step(x):
+            y = torch.empty_like(x)
+            kernel = kernels.double.warmup(x, y, 16, BLOCK=8, grid=(1,))
+            kernel._init_handles()
+            kernel[(min(2, count // kernel.n_regs),)](x, y, 16, BLOCK=8)
+            return y
+
+        return step, _inputs
+
+    assert check_step(factory).verdict is Verdict.CAPTURABLE
+
+
+def test_what_is_compiled_in_the_capture_says_what_is_new():
+    case = next(c for c in CASES if c.name.endswith("bad_divisible_by_16"))
+    report = check_step(case.factory)
+    (finding,) = [f for f in report.findings if f.code == "CG307"]
+    assert "no earlier step launches it with by of 32 bits, divisible by 16" in finding.message
+    assert finding.happens.startswith("RuntimeError: Triton Error [CUDA]")
+
+
+def test_an_nvrtc_kernel_is_recognised():
+    def factory():
+        kernel = torch.cuda._compile_kernel('extern "C" __global__ void f(float* x) {}', "f")
+
+        def step(x):
+            y = torch.empty_like(x)
+            kernel(grid=(1, 1, 1), block=(32, 1, 1), args=[x, y, x.numel()])
+            return x + 1.0
+
+        return step, _inputs
+
+    report = check_step(factory)
+    assert report.verdict is Verdict.UNVERIFIED
+    assert "torch.cuda._compile_kernel:f" in report.findings[0].message
+    with declared("torch.cuda._compile_kernel:f"):
+        assert check_step(factory).verdict is Verdict.CAPTURABLE
+
+
+LAUNCHES = {
+    "cupy": ("import cupy\nk = cupy.RawKernel('', 'f')", "k((1,), (32,), (x,))"),
+    "module": ("import cupy\nk = cupy.RawModule(code='').get_function('f')", "k((1,), (32,), (x,))"),
+    "cute": ("import cutlass.cute as cute\n@cute.jit\ndef k(x):\n    if x[0] > 1:\n        x.item()", "k(x)"),
+    "cuda_core": ("from cuda.core import launch", "launch(stream, config, kernel, x.data_ptr())"),
+    "driver": ("from cuda.bindings import driver", "driver.cuLaunchKernel(None, 1, 1, 1, x.data_ptr())"),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_the_reader_names_kernels_of_other_libraries(tmp_path, name):
+    before, call = LAUNCHES[name]
+    path = tmp_path / "steps.py"
+    path.write_text(
+        f"import torch\n{before}\n\n\ndef factory():\n    def step(x):\n        {call}\n        return x + 1\n\n"
+        '    return step, lambda i: (torch.ones(8, device="cuda"),)\n'
+    )
+    report = check_source(str(path), "factory")
+    assert report.codes == {"CG401"}, _told(report)
+    assert report.findings[0].line == path.read_text().splitlines().index(f"        {call}") + 1
+
+
+def test_the_reader_takes_kernels_for_device_code(tmp_path):
+    path = tmp_path / "steps.py"
+    path.write_text(
+        "import torch\nfrom triton import jit, autotune\nimport triton.language as tl\n\n\n@jit\ndef k(x, y, n):\n"
+        "    v = tl.load(x)\n    if v > 0:\n        v = float(v)\n    tl.store(y, v)\n\n\n"
+        "def factory():\n    n = [0]\n\n"
+        "    def step(x):\n        y = torch.empty_like(x)\n        k[(1,)](x, y, 8)\n        n[0] += 1\n"
+        "        k.run(x, y, n[0], grid=(1,), warmup=False)\n        return y\n\n"
+        '    return step, lambda i: (torch.ones(8, device="cuda"),)\n'
+    )
+    report = check_source(str(path), "factory")
+    assert [f.line for f in report.errors] == [21], _told(report)
+
+
+SCRIPT = """
+import sys
+import torch
+from onegraph.check import check_step
+{before}
+
+def factory():
+{inside}
+    return step, lambda i: (torch.ones(16, device="cuda") * i,)
+
+report = check_step(factory)
+print(report.verdict.value, "triton.runtime.interpreter" in sys.modules)
+"""
+INSIDE = """    from triton_kernels import double
+    def step(x):
+        y = torch.empty_like(x)
+        double[(2,)](x, y, 16, BLOCK=8)
+        return y
+"""
+
+
+def _run(before, inside, interpreted="0"):
+    text = SCRIPT.format(before=before, inside=inside)
+    paths = os.pathsep.join((str(HERE), os.environ.get("PYTHONPATH", "")))
+    env = {**os.environ, "PYTHONPATH": paths, "TRITON_INTERPRET": interpreted}
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_triton_may_be_imported_by_the_factory_or_decorate_for_its_interpreter():
+    assert _run("", INSIDE) == ["capturable", "True"]
+    assert _run("import triton_kernels", INSIDE, interpreted="1") == ["capturable", "True"]
+
+
+def test_a_step_without_triton_does_not_import_its_interpreter():
+    assert _run("", "    step = lambda x: x + 1\n") == ["capturable", "False"]
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="this is the run without it")
+def test_all_of_this_holds_for_kernels_that_were_decorated_to_be_compiled():
+    """The tests of this repository decorate for the interpreter; users do not."""
+    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", __file__]
+    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run([*command, "-k", "computes or were or autotune"], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stdout[-4000:]

@@ -1,0 +1,74 @@
+"""Experts in E8P as a GPU runs them, from the op down to every launch, whose kernel runs on this CPU: `host.py FOLDER`,
+which holds the sources. Prints a line for each case; fails where a result is wrong."""
+
+import ctypes
+import subprocess
+import sys
+from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from h200 import H200
+from onegraph.formats.e8p import codebook
+from onegraph.ops import e8p_experts as ops
+from onegraph.ops.cuda import build, e8p_decode, e8p_experts
+
+FOLDER = Path(sys.argv[1])
+launches: list[str] = []
+
+
+@cache
+def library(*defines: str) -> ctypes.CDLL:
+    path = FOLDER / f"host-{abs(hash(defines))}.so"
+    command = ["g++", "-O1", "-std=c++17", "-w", "-shared", "-fPIC", *defines, FOLDER / "run.cpp", "-o", path]
+    subprocess.run(command, check=True)
+    return ctypes.CDLL(str(path))
+
+
+class Kernel:
+    def __init__(self, function: int, **defines: int) -> None:
+        self.function, self.run = function, library(*(f"-D{name}={value}" for name, value in defines.items())).run
+
+    def launch(
+        self, grid: tuple[int, int, int], threads: int, shared: int, cluster: int, stream: int, arguments: bytes
+    ) -> None:
+        launches.append(("product", "prepare", "combine")[self.function])
+        assert shared <= H200.shared
+        assert threads <= 512
+        assert grid[0] % cluster == 0
+        self.run(ctypes.c_char_p(arguments), self.function, grid[0], grid[1], threads, cluster)
+
+
+def kernels(cut: e8p_experts.Cut, bits: int, half: bool, device: int) -> tuple[Kernel, ...]:
+    return tuple(Kernel(i, **cut.defines(bits, half)) for i in range(3))
+
+
+torch.cuda.device = lambda device: nullcontext()  # type: ignore[assignment,misc]
+torch._C._cuda_getCurrentRawStream = lambda device: 0
+build.device = lambda index: H200
+e8p_experts._kernels = kernels
+e8p_experts.available = lambda device: True
+TABLES = e8p_decode.tables(codebook())
+e8p_decode.have_tables = lambda book: None
+e8p_decode._TABLES = {None: TABLES.data_ptr()}  # a CPU has no index
+
+
+def check(case: Any, dtype: torch.dtype) -> None:
+    launches.clear()
+    args = case.make(torch.device("cpu"), dtype, torch.Generator().manual_seed(0))
+    call = ops.E8PExperts(*args)
+    if not e8p_experts.takes(call):
+        return
+    got, truth = e8p_experts.compute(call), ops.e8p_experts.reference(args[0].float(), *args[1:])
+    assert got is not None
+    assert (got.shape, got.dtype) == (call.x.shape, call.x.dtype), case.name
+    error = float((got.float() - truth).norm() / truth.norm())
+    assert error <= ops.e8p_experts.tolerance[dtype] / 2, (case.name, error)  # most of it the result's own rounding
+    print(case.name, str(dtype).removeprefix("torch."), *launches, flush=True)
+
+
+for i, each in enumerate(ops.e8p_experts.cases):
+    check(each, (torch.bfloat16, torch.float16)[i % 3 == 0])
