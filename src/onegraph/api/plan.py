@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from onegraph.models.loader import Loader
 from onegraph.quant.quantize import EMBED, HEAD
 from onegraph.quant.recipe import Recipe
 
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a block or an expert
 RECIPES = {"cpu": "quick", "cuda": "good"}  # where none is asked for
 TOKENS = {"cpu": 8192, "cuda": 16384}  # likewise; of a text, as many as it has
 
@@ -67,6 +69,7 @@ def choose(
     lm_head: int | None = None,
     embed_tokens: int | None = None,
     experts: int | None = None,
+    expert_prior: float | None = None,
     seed: int = 0,
     activations: int | None = None,
     device: str | torch.device = "auto",
@@ -89,7 +92,8 @@ def choose(
         if not (type(value) is int and value >= 1) and not (name == "tokens" and value is None):
             raise ValueError(f"{name}: got {value!r}; allowed is a count of 1 and more")
     recipe = recipe or (RECIPES[target.type] if format == "e8p" else "good")
-    rates = {"bits": bits, "lm_head": lm_head, "embed_tokens": embed_tokens, "seed": seed}
+    rates: dict[str, Any] = {"bits": bits, "lm_head": lm_head, "embed_tokens": embed_tokens, "seed": seed}
+    rates |= {} if expert_prior is None else {"expert_prior": expert_prior}
     return Choices(
         device=target,
         format=format,
@@ -140,6 +144,15 @@ class Plan:
     disk: int
     hessians: int
 
+    @property
+    def left_lines(self) -> list[str]:
+        """A line for each kind of layer that is left as it is, with why: numbers of blocks and experts as *."""
+        kinds: dict[tuple[str, str], int] = {}
+        for name, why in self.left.items():
+            key = NUMBER.sub("*", name), why
+            kinds[key] = kinds.get(key, 0) + 1
+        return [f"left as it is: {name} ({count} of them): {why}" for (name, why), count in kinds.items()]
+
     def __str__(self) -> str:
         """In a line: what is done, and what it costs."""
         weights = f"{self.before.linear_parameters / 1e6:.4g}M weights in {self.linears} linears"
@@ -159,6 +172,7 @@ class Plan:
         told = {name: getattr(self, name) for name in ("source", "device", "format", "bits", "recipe", "calibration")}
         told |= {"tokens": self.tokens, "linears": self.linears}
         told |= {"layers": {pattern: len(names) for pattern, names in self.matched.items()}}
+        told |= {"left": dict(self.left)}
         told |= {"before": self.before.as_dict(), "after": self.after.as_dict()}
         return told | {"seconds": round(self.seconds, 1), "memory": self.memory, "disk": self.disk}
 

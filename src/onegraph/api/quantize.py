@@ -33,7 +33,6 @@ from onegraph.api.provenance import digest_of, source_of, versions
 from onegraph.api.size import Size
 from onegraph.api.text import read_text
 from onegraph.api.tokenizer import Tokenizer
-from onegraph.api.verify import NUMBER
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
@@ -87,6 +86,7 @@ def quantize(
     lm_head: int | None = None,
     embed_tokens: int | None = None,
     experts: int | None = None,
+    expert_prior: float | None = None,
     seed: int = 0,
     activations: int | None = None,
     device: str | torch.device = "auto",
@@ -111,7 +111,7 @@ def quantize(
         layers: {pattern: bits} of linears that differ, {"*.down_proj": 4}; 16 keeps a layer; the last match wins.
         lm_head, embed_tokens: bits of the output head and of the embedding; None leaves them as they are.
         experts: bits of routed experts, 16 to keep them; None is `bits`, but experts that are published in MXFP4
-            (gpt-oss) stay so.
+            (gpt-oss) stay so. expert_prior: see `quant/experts.py`; None for the recipe's.
         seed: the same one gives the same bytes.
         activations: bytes of activations to hold in memory, the rest goes to disk; None: a quarter of what is free.
         device: "cpu", "cuda", "cuda:N", or "auto" for the GPU where there is one.
@@ -134,6 +134,7 @@ def quantize(
         lm_head=lm_head,
         embed_tokens=embed_tokens,
         experts=experts,
+        expert_prior=expert_prior,
         seed=seed,
         activations=activations,
         device=device,
@@ -145,7 +146,7 @@ def quantize(
         found = survey(checkpoint, located.name, choices)
         check_room(found, run.out)
         tell(f"quantizing {found}")
-        for line in left_lines(found):
+        for line in found.left_lines:
             tell(line)
         with Partial(
             run.out.with_name(run.out.name + ".partial"),
@@ -175,15 +176,6 @@ def quantize(
         left=dict(found.left),
         experts=routed,
     )
-
-
-def left_lines(found: Plan) -> list[str]:
-    """A line for each kind of layer that is left as it is, with why: numbers of blocks and experts as *."""
-    kinds: dict[tuple[str, str], int] = {}
-    for name, why in found.left.items():
-        key = NUMBER.sub("*", name), why
-        kinds[key] = kinds.get(key, 0) + 1
-    return [f"left as it is: {name} ({count} of them): {why}" for (name, why), count in kinds.items()]
 
 
 def few_lines(routed: Mapping[str, list[int]], found: Plan, recipe: Recipe) -> list[str]:
