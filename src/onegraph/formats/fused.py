@@ -121,8 +121,8 @@ class BlocksConfig:
     def check_layers(self, layers: Collection[str]) -> None:
         """`modules_to_not_convert` names modules of which most are no linears: nothing to hold against the layers."""
 
-    def stacked(self, layer: str) -> bool:
-        return False
+    def stacked(self, layer: str) -> None:
+        """As the family publishes them."""
 
     def ignored(self, name: str) -> bool:
         return False

@@ -272,9 +272,9 @@ class Quantization(Protocol):
     def check_layers(self, layers: Collection[str]) -> None:
         """Raises ValueError where it names a linear of a block that `layers` does not have."""
 
-    def stacked(self, layer: str) -> bool:
-        """Whether the experts `layer` (all gate-up or all down of a block) are one tensor a field, although the family
-        publishes them one by one."""
+    def stacked(self, layer: str) -> bool | None:
+        """Whether the experts `layer` (all gate-up or all down of a block) are in codes, one tensor a field whatever the
+        family does, or dense as it publishes them; None: in any format, as it publishes them."""
 
     def ignored(self, name: str) -> bool:
         """Whether a file may hold the tensor `name` although nothing reads it."""

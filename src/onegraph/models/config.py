@@ -247,24 +247,35 @@ class LlamaConfig:
         linears: dict[str, tuple[int, int, bool]] = {}
         tensors: dict[str, tuple[Shape, Dtypes]] = {}
         stacks: dict[str, Stack] = {}
+        single: list[str] = []
         for i in range(self.layers):
             prefix, routed = f"model.layers.{i}.", self.routed_at(i)
             whole = routed is not None and routed.stacked(prefix, self.quantization)
             half = mlp if routed is None else {} if whole else dict(routed.linears(d))
+            if routed is not None and not whole and self._keeps(prefix + routed.whole[0]):
+                tensors |= {f"{prefix}{name}.weight": ((n, k), FLOATS) for name, (n, k, _) in half.items()}
+                half = {}
             linears |= {prefix + name: size for name, size in (attention | half).items()}
             others = own if routed is None else own | routed.tensors(d)
             if routed is not None and whole:
                 stacks |= {prefix + name: what for name, what in routed.stacks(d).items()}
+            elif routed is not None:
+                single += (prefix + name for name in routed.whole)
             tensors |= {prefix + name: what for name, what in others.items()}
         return Parts(
             linears=linears | {HEAD: (self.vocab_size, d, False)},
             embedding=(EMBED, (self.vocab_size, d)),
             stacks=stacks,
+            single=tuple(single),
             tensors=tensors | {NORM: ((d,), FLOATS)},
             head=HEAD,
             tied=self.tied,
             components=self._components,
         )
+
+    def _keeps(self, stack: str) -> bool:
+        """Whether what onegraph wrote keeps these experts as the source had them: dense, one by one."""
+        return self.quantization is not None and self.quantization.stacked(stack) is False
 
     @property
     def _components(self) -> dict[str, Component]:

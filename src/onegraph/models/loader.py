@@ -70,7 +70,9 @@ class Loader:
         return self.checkpoint.info(self.stored.get(name, name))
 
     def format_of(self, layer: str) -> WeightFormat:
-        return DENSE if self.quantization is None else self.quantization.format_of(layer, self)
+        if self.quantization is None or f"{layer}.weight" in self.parts.tensors:
+            return DENSE
+        return self.quantization.format_of(layer, self)
 
     @property
     def tied(self) -> bool:
@@ -99,7 +101,7 @@ class Loader:
         ValueError where the config names a layer that the model does not have, or one cannot be stored so."""
         if self.quantization is not None:
             inside = [name for name in self.parts.linears if name != self.parts.head]
-            self.quantization.check_layers([*inside, *self.parts.stacks])
+            self.quantization.check_layers([*inside, *self.parts.stacks, *self.parts.single])
         expected = {self.stored.get(name, name): what for name, what in self.expected().items()}
         ignored = {stored for name, stored in self.stored.items() if self._ignored(name)}
         self.checkpoint.check(expected, optional=ignored)
