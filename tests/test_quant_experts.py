@@ -1,6 +1,9 @@
 """Routed experts rounded to E8P: the decoder, transformers and the codes agree; counts, shrinkage, resuming."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +32,10 @@ TOKENS = torch.randint(0, WORDS, (1, 40), generator=torch.Generator().manual_see
 TEXT = " ".join(f"w{i}" for i in torch.randint(0, WORDS, (2000,), generator=torch.Generator().manual_seed(0)).tolist())
 
 
-def source(variant: str, path: Path) -> Any:
+def source(variant: str, path: Path, **sizes: Any) -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    hf = save_hf(variant, path, **SIZES)
+    hf = save_hf(variant, path, **SIZES | sizes)
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(WORDS)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(path / "tokenizer.json"))
@@ -260,3 +263,50 @@ def test_scales_are_tuned_beside_experts(tmp_path: Path) -> None:
 def test_the_prior_is_bounded() -> None:
     with pytest.raises(ValueError, match="expert_prior is -1"):
         Recipe(expert_prior=-1)
+
+
+LIMITED = """
+import resource, sys
+import torch
+from onegraph.api import quantize as api
+from onegraph.formats.e8p import E8P
+from onegraph.quant import experts, quantize as driver
+
+def rounded(weights, h, bits, recipe, source):  # as large as the real thing, without its minutes on a CPU
+    shapes = [E8P[rate].layout(*w.shape) for w, rate in zip(weights, bits)]
+    return [{key: torch.ones(shape).to(dtype) for key, (shape, dtype) in layer.items()} for layer in shapes]
+
+def decoded(tensors, bits):
+    return torch.ones(len(tensors["codes"]), 8 * tensors["codes"].shape[1])
+
+for module in (driver, experts):
+    module.quantize_group, module.dequantize = rounded, decoded
+model, out, held, extra = sys.argv[1:]
+options = dict(tokens=16384, sequence=512, recipe="quick", device="cpu", activations=int(held))
+words = " ".join(f"w{i % 131}" for i in range(16384))
+found = api.survey(api.Checkpoint.open(model), model, api.choose(**options, calibration=words))
+used = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData"))
+resource.setrlimit(resource.RLIMIT_DATA, (1024 * used + found.memory + int(extra), -1))
+api.check_room = lambda found, out: None
+try:
+    api.quantize(model, out, calibration=words, **options)
+except (MemoryError, RuntimeError, OSError, ValueError) as error:
+    sys.exit(3 if "memory" in repr(error).lower() else repr(error))
+"""
+
+
+@pytest.mark.slow
+def test_the_memory_that_was_said_is_kept(tmp_path: Path) -> None:
+    """Under a limit of the memory planned with all activations on disk, and 24 MB for what Python takes meanwhile; the
+    streams of 16384 tokens would be 50 MB more."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 4}
+    source("qwen3_moe", tmp_path / "model", **sizes, max_position_embeddings=512)
+
+    def run(out: str, held: int, extra: int) -> subprocess.CompletedProcess[str]:
+        words = [sys.executable, "-c", LIMITED, str(tmp_path / "model"), str(tmp_path / out), str(held), str(extra)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+        return subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment)
+
+    done = run("disk", 0, 24 << 20)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "disk/model.safetensors").exists()

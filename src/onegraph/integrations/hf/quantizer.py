@@ -169,7 +169,12 @@ def _swap_experts(module: Any, full: str, config: Quantization, tensors: _Header
     """Puts stacks in codes where a layer of experts has parameters; the names of both stacks."""
     names = [f"{full}.{name}" for name in stack_names(module)]
     for which, (name, leaf) in enumerate(zip(names, stack_names(module), strict=True)):
-        if not config.stacked(name) and f"{name}_blocks" not in tensors:
+        if f"{name}_blocks" in tensors:
+            raise CheckpointError(
+                f"{quote(name)} is kept in MXFP4 blocks, which transformers does not read beside codes; run it in "
+                "onegraph, or quantize with --experts BITS"
+            )
+        if not config.stacked(name):
             continue
         held = getattr(module, leaf)
         count, n, k = (held.transpose(1, 2) if module.is_transposed else held).shape
