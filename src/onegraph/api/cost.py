@@ -160,6 +160,8 @@ def _memory(work: Work, levers: Recipe, device: torch.device) -> int:
         rounding += 4 * both * widest * (work.tokens + min(work.tokens, SHARED_ROWS)) + work.block // 2
     kept = 2 if levers.correct or levers.tune else 1
     base = 4 * work.vocab * work.hidden + 4 * work.block * kept + work.streams - work.spilled
+    if work.spilled:  # batches on their way from and to the disk
+        base += 4 * 4 * batch * work.hidden
     peak = base + max(gathering, rounding)
     if device.type == "cpu":
         peak = max(peak, min(work.written, SHARD_BYTES))

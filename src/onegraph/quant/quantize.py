@@ -352,7 +352,7 @@ class _Job:
                 seen[at] = Seen(x, [found[f"{at}.{j}.chosen"].to(device) for j in range(len(stream))], None)
             return {at: Moments(found[str(at)].to(device), None) for at in range(len(groups))}, seen, outputs
         gathered = gather(self.model, block, stream, range(len(groups)), experts=wanted, spill=self.spill)
-        if self.partial is not None and self.partial.keep_inputs:
+        if self.partial is not None and self.partial.keep_inputs and not self.spill.used:  # a piece is made in memory
             kept = {str(at): moment.h for at, moment in gathered.moments.items()}
             for at, one in gathered.experts.items():
                 for j, (given, chosen) in enumerate(zip(one.x, one.chosen, strict=True)):

@@ -27,6 +27,11 @@ class Spill:
         self._names = count()
         self.close()
 
+    @property
+    def used(self) -> bool:
+        """Whether there is a file."""
+        return self.directory is not None and self.directory.exists()
+
     def batches(self, tensors: Iterable[Tensor] = ()) -> Batches:
         made = Batches(self)
         for tensor in tensors:
