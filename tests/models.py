@@ -88,7 +88,96 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt_oss": ("GptOss", {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 11}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 11,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 4.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        {
+            "num_hidden_layers": 7,
+            "sliding_window": 11,
+            "query_pre_attn_scalar": 40,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 3000.0, "factor": 8.0},
+            },
+        },
+    ),
+    "gemma3_256": (
+        "Gemma3Text",
+        {
+            "head_dim": 256,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 2,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 2.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+        },
+    ),
+    "glm4_moe_groups": (
+        "Glm4Moe",
+        {
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": False,
+            "first_k_dense_replace": 2,
+            "partial_rotary_factor": 0.75,
+            "num_nextn_predict_layers": 0,
+        },
+    ),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 56,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "olmoe": (
+        "Olmoe",
+        {"num_experts": 7, "num_experts_per_tok": 3, "hidden_size": 96, "head_dim": None, "norm_topk_prob": True},
+    ),
+    "olmo2": ("Olmo2", {"attention_bias": True}),
+    "phi3": ("Phi3", {"sliding_window": 11, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 5.0,
+            "mlp_bias": True,
+        },
+    ),
 }
+# One variant of each family beyond Llama's nearest relatives.
+FAMILIES = ["gemma2", "gemma3", "glm4_moe_groups", "qwen2_moe", "olmoe", "olmo2", "phi3", "granite"]
 
 
 def hf_model(variant: str, seed: int = 0, **changes: Any) -> Any:
@@ -96,14 +185,18 @@ def hf_model(variant: str, seed: int = 0, **changes: Any) -> Any:
     import transformers
 
     family, differs = VARIANTS[variant]
+    causal = "Gemma3" if family == "Gemma3Text" else family
     settings = {**SIZES, **differs, **changes}
     config = getattr(transformers, f"{family}Config")(
         **{k: v for k, v in settings.items() if v is not None or k != "head_dim"}
     )
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+    model = getattr(transformers, f"{causal}ForCausalLM")(config).float().eval()
     with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.2)
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1 or name.endswith("bias"):
                 parameter.copy_(torch.randn_like(parameter) * 0.3 + (0.0 if name.endswith("bias") else 1.0))

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from models import save_e8p, save_hf
+from models import FAMILIES, save_e8p, save_hf
 from onegraph.engine import generate
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
@@ -33,7 +33,9 @@ def transformers_tokens(hf, prompt):
     return tokens[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("variant", ["smollm2", "mistral_window", "smollm3", "mixtral", "qwen3_moe", "gpt_oss", "e8p"])
+@pytest.mark.parametrize(
+    "variant", ["smollm2", "mistral_window", "smollm3", "mixtral", "qwen3_moe", "gpt_oss", "e8p", *FAMILIES]
+)
 def test_tokens_are_those_of_transformers(variant, tmp_path, monkeypatch):
     path = tmp_path / "model"
     hf = save_e8p("smollm2", path, rates={"bits": 3}) if variant == "e8p" else save_hf(variant, path)
@@ -49,7 +51,10 @@ def test_tokens_are_those_of_transformers(variant, tmp_path, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     "variant",
-    ["smollm2", "qwen3_window_bias", "smollm3", "mixtral", "qwen3_moe", "gpt_oss", "e8p2", "e8p3", "e8p4", *PUBLISHED],
+    [
+        *("smollm2", "qwen3_window_bias", "smollm3", "mixtral", "qwen3_moe", "gpt_oss", "gemma3_256", *FAMILIES),
+        *("e8p2", "e8p3", "e8p4", *PUBLISHED),
+    ],
 )
 def test_the_captured_step_is_proven(variant, dtype, tmp_path):
     """Bit for bit: outputs, row state and KV cache, in full and split graphs, at every bucket."""
@@ -99,7 +104,7 @@ def test_the_captured_step_is_proven(variant, dtype, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("variant", ["smollm2", "qwen3_moe", "gpt_oss", "e8p3"])
+@pytest.mark.parametrize("variant", ["smollm2", "qwen3_moe", "gpt_oss", "e8p3", "gemma3_256", *FAMILIES])
 def test_captured_text_is_eager_text_at_near_ties_too(variant, tmp_path):
     """A random model in bfloat16 has near-ties at every token, and a context of 4096 splits attention: an eager step of
     another shape (fewer pages, a shorter chunk) would round in another order and write another text."""

@@ -164,7 +164,8 @@ def test_documented_commands_are_accepted(repo: Path) -> None:
 
 
 def test_documented_scripts_have_their_options(repo: Path) -> None:
-    lines = [(name, words) for name, words in commands(repo) if any(word.endswith(".py") for word in words)]
+    ours = [(name, words) for name, words in commands(repo) if "--run" not in words]  # behind it is a user's program
+    lines = [(name, words) for name, words in ours if any(word.endswith(".py") for word in words)]
     assert len(lines) > 15
     for name, words in lines:
         script = next(word for word in words if word.endswith(".py"))

@@ -23,9 +23,9 @@ def parse(**changes: Any) -> LlamaConfig:
 
 REFUSED = [
     (
-        {"model_type": "gemma2"},
-        "model_type 'gemma2' is not supported; supported: llama, mistral, qwen2, qwen3, smollm3, mixtral, qwen3_moe, "
-        "gpt_oss",
+        {"model_type": "gemma"},
+        "model_type 'gemma' is not supported; supported: llama, mistral, qwen2, qwen3, smollm3, mixtral, qwen3_moe, "
+        "gpt_oss, gemma2, gemma3_text, glm4_moe, qwen2_moe, olmoe, olmo2, phi3, granite, gemma3",
     ),
     ({"model_type": None}, "model_type None"),
     ({"model_type": ["llama"]}, "model_type \\['llama'\\]"),
@@ -118,17 +118,17 @@ def test_keys_that_say_nothing_here_are_accepted() -> None:
         eos_token_id=[2, 7],
     )
     assert config.eos == (2, 7)
-    assert config.rope == Rope(theta=10000.0)
+    assert config.ropes[0] == Rope(theta=10000.0)
 
 
 @pytest.mark.parametrize(
     "scaling", [YARN, LLAMA3, {"rope_type": "linear", "factor": 2.0}], ids=lambda s: s["rope_type"]
 )
 def test_all_forms_of_rope_scaling_say_the_same(scaling: dict[str, Any]) -> None:
-    new = parse(rope_parameters=scaling | {"rope_theta": 5e5}).rope
-    assert parse(rope_theta=5e5, rope_scaling=scaling).rope == new
+    new = parse(rope_parameters=scaling | {"rope_theta": 5e5}).ropes[0]
+    assert parse(rope_theta=5e5, rope_scaling=scaling).ropes[0] == new
     older = {"type" if key == "rope_type" else key: value for key, value in scaling.items()}
-    assert parse(rope_theta=5e5, rope_scaling=older).rope == new
+    assert parse(rope_theta=5e5, rope_scaling=older).ropes[0] == new
     assert new.theta == 5e5
 
 
@@ -139,10 +139,10 @@ def test_windows_and_layers_without_rope_follow_transformers() -> None:
     assert parse(model_type="mistral").windows == (4096,) * 3, "transformers' own default"
     assert parse(model_type="mistral", sliding_window=None).windows == (0,) * 3
     smollm3 = parse(model_type="smollm3", num_hidden_layers=5, **sliding)
-    assert smollm3.rope_layers == (True, True, True, False, True)
+    assert tuple(rope is not None for rope in smollm3.ropes) == (True, True, True, False, True)
     assert smollm3.windows == (0, 0, 0, 5, 0)
     assert smollm3.tied
-    assert smollm3.rope.theta == 2e6
+    assert smollm3.ropes[0].theta == 2e6
 
 
 def test_defaults_are_those_of_transformers() -> None:
@@ -165,7 +165,7 @@ def test_defaults_are_those_of_transformers() -> None:
         assert ours.max_positions == theirs.max_position_embeddings
         assert ours.eps == theirs.rms_norm_eps
         assert ours.tied == theirs.tie_word_embeddings
-        assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+        assert ours.ropes[0].theta == theirs.rope_parameters["rope_theta"]
 
 
 def test_tensors_that_do_not_fit_the_config_are_named(tmp_path: Path) -> None:

@@ -41,7 +41,12 @@ CASES = [
     ("qwen2", {"bits": 3}),
     ("qwen3", {"bits": 2, "lm_head": 4, "embed_tokens": 4}),
     ("llama_bias_mha", {"bits": 4, "layers": {"*.down_proj": 2, "*.1.mlp.up_proj": 16}}),
+    ("gemma3", {"bits": 4, "lm_head": 4, "embed_tokens": 4}),
+    ("olmo2", {"bits": 3}),
+    ("phi3", {"bits": 4}),
+    ("granite", {"bits": 3}),
 ]
+BEHIND = ("gemma3", "olmo2", "granite")  # a norm or a factor stands between a sublayer and the sum
 MSE = {2: 0.0916, 3: 0.0297, 4: 0.0084, 16: 0.0}  # of E8P on Gaussian weights, relative
 
 
@@ -115,8 +120,9 @@ def test_fused_layers_are_the_composition_of_their_parts(variant: str, recipe: d
     for dtype in (torch.float32, torch.bfloat16):
         for fused in (True, False):
             model = Llama.load(coded, "cpu", dtype, decode=False, fused=fused)
-            assert [block.fused for block in model.blocks] == [fused, fused and "layers" not in recipe]
-            assert all(block.out.fused == fused for block in model.blocks)
+            joins = fused and variant not in BEHIND
+            assert [block.fused for block in model.blocks] == [joins, joins and "layers" not in recipe]
+            assert all(block.out.fused == joins for block in model.blocks)
             if dtype == torch.float32:
                 engine = Engine(model, max_batch=2, max_context=80, page_size=16, chunk=16)
                 texts.append(engine.generate(prompts, SamplingParams(max_tokens=24)))

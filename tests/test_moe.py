@@ -260,7 +260,7 @@ def extreme(sink: float) -> Callable[[Any], tuple[Tensor, Tensor]]:
     def run(op: Any) -> tuple[Tensor, Tensor]:
         case = next(case for case in op.cases if case.name == "gpt_oss")
         with_sinks, without = (list(case.make(DEVICE, torch.float32, rng())) for _ in range(2))
-        with_sinks[-1], without[-1] = torch.full_like(with_sinks[-1], sink), None
+        with_sinks[-2], without[-2] = torch.full_like(with_sinks[-2], sink), None
         module, _, name = op.kernel.replace(".ops.cuda.", ".ops.triton.").partition(":")
         run = op.unpacked(getattr(importlib.import_module(module), name))
         return run(*with_sinks), run(*without)
@@ -319,7 +319,7 @@ QWEN: dict[str, Any] = SIZES | {"model_type": "qwen3_moe", "num_experts": 8, "nu
                 QWEN | {"model_type": kind},
                 f"model_type '{kind}' is not supported; supported: .*mixtral, qwen3_moe, gpt_oss",
             )
-            for kind in ("qwen3_next", "glm4_moe", "qwen2_moe", "gemma3_text", "olmoe")
+            for kind in ("qwen3_next", "glm4_moe_lite", "granitemoe", "gemma4", "deepseek_v3")
         ),
     ],
 )
@@ -359,14 +359,14 @@ def test_defaults_are_those_of_transformers() -> None:
         assert ours.max_positions == theirs.max_position_embeddings
         assert ours.eps == theirs.rms_norm_eps
         assert ours.tied == theirs.tie_word_embeddings
-        assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+        assert ours.ropes[0].theta == theirs.rope_parameters["rope_theta"]
         assert ours.windows == ((128, 0, 128) if family == "gpt_oss" else (0, 0, 0))
         if family != "gpt_oss":
             continue
         assert ours.qkv_bias
         assert ours.out_bias
         told = {"rope_parameters": theirs.rope_parameters}
-        assert ours.rope == Rope.from_dict(told, default_theta=0.0, max_positions=theirs.max_position_embeddings)
+        assert ours.ropes[0] == Rope.from_dict(told, default_theta=0.0, max_positions=theirs.max_position_embeddings)
 
 
 def test_published_configs_are_read() -> None:
@@ -418,9 +418,9 @@ def test_published_configs_are_read() -> None:
         }
     )  # fmt: skip
     assert oss.windows == (128, 0) * 12
-    assert oss.sinks
-    assert oss.rope.attention_factor == pytest.approx(0.1 * math.log(32) + 1)
-    assert not oss.rope.truncate
+    assert oss.traits.sinks
+    assert oss.ropes[0].attention_factor == pytest.approx(0.1 * math.log(32) + 1)
+    assert not oss.ropes[0].truncate
     assert oss.routed is not None
     assert oss.routed.gate == SwiGLU(7.0, 1.702, 1.0)
     assert oss.parts.tensors["model.layers.23.self_attn.sinks"][0] == (64,)

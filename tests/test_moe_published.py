@@ -63,7 +63,7 @@ def nvfp4(layer: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 def published(variant: str, path: Path, code: Any, said: dict[str, Any]) -> Any:
     """All linears of a tiny model but its head as `code` writes them, under `path` / "coded", what is `said` of it in
     config.json or, where that is not its place, beside it; and the transformers model of what the codes stand for."""
-    wide = {"moe_intermediate_size": 128} if variant == "qwen3_moe" else {}
+    wide = {"moe_intermediate_size": 128} if variant in ("qwen3_moe", "glm4_moe") else {}
     hf = save_hf(variant, path / "dense", **SIZED, **wide)
     source = Checkpoint.open(path / "dense")
     linears = [f"{name}.weight" for name in LlamaConfig.from_dict(source.config).parts.linears if name != "lm_head"]
@@ -81,13 +81,13 @@ def published(variant: str, path: Path, code: Any, said: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("decode", [True, False])
 @pytest.mark.parametrize(("code", "said"), [(fp8, FP8_SAID), (nvfp4, NVFP4_SAID)], ids=["fp8", "nvfp4"])
-@pytest.mark.parametrize("variant", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("variant", ["mixtral", "qwen3_moe", "glm4_moe"])
 def test_published_checkpoints_are_what_their_codes_stand_for(
     variant: str, code: Any, said: dict[str, Any], decode: bool, tmp_path: Path
 ) -> None:
     hf = published(variant, tmp_path, code, said)
     model = load(tmp_path / "coded", decode=decode)
-    assert model.blocks[0].mlp.experts.gate_up.format.name.startswith(code.__name__)
+    assert model.blocks[2].mlp.experts.gate_up.format.name.startswith(code.__name__)
     row = tokens(1, 30)[0].tolist()
     torch.testing.assert_close(logits_of(model, row), truth(hf, row), rtol=1e-3, atol=1e-3)
 

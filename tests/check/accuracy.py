@@ -75,7 +75,7 @@ def _command(case: corpus_tools.Case) -> dict[str, Any]:
     if status == 2:
         return {"error": err.getvalue().strip()}
     found = json.loads(out.getvalue())["findings"]
-    return {"findings": [[f["code"], f["severity"], f["line"]] for f in found]}
+    return {"findings": [[f["code"], f["severity"], f["line"]] for f in found if not f.get("follows")]}
 
 
 def by_author(folder: str) -> dict[str, Any]:

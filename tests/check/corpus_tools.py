@@ -10,7 +10,20 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-FOLDERS = ("corpus", "heldout", "heldout2", "heldout3", "heldout4", "heldout5", "heldout6")
+FOLDERS = (
+    "corpus",
+    "heldout",
+    "heldout2",
+    "heldout3",
+    "heldout4",
+    "heldout5",
+    "heldout6",
+    "heldout7",
+    "heldout8",
+    "heldout9",
+    "triton",
+    "triton_users",
+)
 _EXPECT = re.compile(r"#\s*expect:\s*(.+)$")
 
 

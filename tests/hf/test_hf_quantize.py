@@ -146,21 +146,21 @@ def test_codes_that_no_layer_takes_are_an_error(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_run_block_by_block_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source("Olmo2", tmp_path / "model")
-    from transformers.models.olmo2 import modeling_olmo2
+    source("StableLm", tmp_path / "model")
+    from transformers.models.stablelm import modeling_stablelm
 
-    forward = modeling_olmo2.Olmo2Model.forward
+    forward = modeling_stablelm.StableLmModel.forward
 
     def with_text(self: Any, input_ids: Any = None, **kwargs: Any) -> Any:
         return forward(self, input_ids=input_ids, text=input_ids, **kwargs)
 
-    monkeypatch.setattr(modeling_olmo2.Olmo2Model, "forward", with_text)
-    with pytest.raises(ValueError, match="olmo2: blocks are given more of the text than the residual stream"):
+    monkeypatch.setattr(modeling_stablelm.StableLmModel, "forward", with_text)
+    with pytest.raises(ValueError, match="stablelm: blocks are given more of the text than the residual stream"):
         made(tmp_path)
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
-    source("Olmo2", tmp_path / "model")
+    source("StableLm", tmp_path / "model")
     from onegraph.formats.checkpoint import write_checkpoint
 
     with Checkpoint.open(tmp_path / "model") as checkpoint:

@@ -166,6 +166,9 @@ ADVICE: dict[str, dict[str, str]] = {
     },
     "CG312": {"": "replay in the order of capture, one at a time, or give each graph a pool of its own"},
     "CG313": {"": "break the reference cycle; collect garbage before capture"},
+    "CG314": {
+        "": "keep what it writes in a module, as a buffer; host work, reads, changing sizes outside of the function"
+    },
     "CG401": {"": "check it with --live on a GPU, give the op a fake, or declare it with onegraph.check.declare"},
     "CG402": {"": "say after the bracket why the code is right all the same"},
     "CG403": {"": "remove the comment"},

@@ -15,7 +15,8 @@ Find what breaks CUDA-graph capture of a step, or captures and then replays stal
 
 A TARGET is path/to/file.py:factory or package.module:factory. factory() builds model and buffers on device "cuda" and
 returns (step, inputs); step(*inputs(i)) is the i-th step. The source is read from the step on, and the step is
-simulated on the CPU: no GPU is needed. For a folder or a file, sources alone are read.
+simulated on the CPU: no GPU is needed. For a folder or a file, sources alone are read. With --run, a program of your
+own is run as it is, and what it captures is reported.
 """
 
 EPILOG = """\
@@ -31,6 +32,8 @@ MOST_STEPS = 10_000
 
 
 MOST_GPUS = 64
+
+FORMATS = ("text", "json", "sarif", "github")
 
 
 def add_parsers(subparsers: Any) -> None:
@@ -58,14 +61,30 @@ def add_parsers(subparsers: Any) -> None:
     check.add_argument(
         "--allow-no-steps", action="store_true", help="files in which no step is found are no error (exit status 0)"
     )
+    check.add_argument("--baseline", metavar="FILE", help="leave out the findings that are known in FILE")
+    check.add_argument("--write-baseline", action="store_true", help="write what is found now to the --baseline FILE")
+    check.add_argument(
+        "--changed-since", metavar="REV", help="only findings on lines and in functions changed since this git revision"
+    )
     form = check.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print the report as JSON")
-    form.add_argument("--sarif", action="store_true", help="print the report as SARIF 2.1.0")
+    form.add_argument("--format", choices=FORMATS, default="text", help="how to print the report (default: text)")
+    for name, what in (("json", "JSON"), ("sarif", "SARIF 2.1.0")):
+        form.add_argument(
+            f"--{name}", dest="format", action="store_const", const=name, help=f"the same as --format {name}: {what}"
+        )
     check.add_argument("--html", metavar="FILE", help="write the report as one HTML page")
     check.add_argument(
         "--fix", action="store_true", help="show mechanical rewrites as a diff; they are checked, and run, before"
     )
     check.add_argument("--write", action="store_true", help="with --fix: change the files")
+    check.add_argument(
+        "--run",
+        nargs=argparse.REMAINDER,
+        dest="run_program",
+        metavar="PROGRAM",
+        help="run `script.py args` or `-m module args` against the simulated machine, and report on what it captures; "
+        "options of check go before it",
+    )
     check.set_defaults(run=run_check)
     rule = subparsers.add_parser("rule", help="explain a rule: what, why, example, use instead")
     rule.add_argument("code", nargs="?", help="e.g. CG101 or device-value-read-on-host; none lists all")
@@ -83,6 +102,7 @@ def run_with(make: Callable[[argparse.Namespace], Report], args: argparse.Namesp
     """Tell the report that `make` gives in the form that was asked for; return 0, 1 or 2."""
     try:
         select, ignore = codes(args.select), codes(args.ignore)
+        narrow = narrowing(args)
         if not 3 <= args.steps <= MOST_STEPS:
             raise CheckError(
                 f"--steps: got {args.steps}, allowed 3 to {MOST_STEPS}; replay must be compared on several inputs"
@@ -101,16 +121,79 @@ def run_with(make: Callable[[argparse.Namespace], Report], args: argparse.Namesp
                 "named as steps is known to be a tensor (annotate `x: torch.Tensor`); "
                 "name the step as file.py:factory, or say --allow-no-steps"
             )
-        report = report.select(select, ignore)
+        report = narrow(report.select(select, ignore))
         if args.html:
             from onegraph.check.output import html
 
             write(args.html, html.render(report))
     except CheckError as error:
-        print("onegraph: error: " + " ".join(str(error).split()), file=sys.stderr)
+        message = " ".join(str(error).split())
+        print("onegraph: error: " + message, file=sys.stderr)
+        print_failure(message, args)
         return 2
     print_report(report, args)
-    return report.exit_code(strict=args.strict)
+    if "ended" in report.facts:
+        sys.stdout.flush()
+        print(f"onegraph: error: {report.target}: {report.facts['ended']}", file=sys.stderr)
+        return 2
+    return 0 if args.write_baseline else report.exit_code(strict=args.strict)
+
+
+def narrowing(args: argparse.Namespace) -> Callable[[Report], Report]:
+    """What --baseline, --write-baseline and --changed-since leave of a report. Raises CheckError, before anything is
+    checked, where one of them cannot work."""
+    if args.write_baseline and not args.baseline:
+        raise CheckError("--write-baseline: needs the file, --baseline FILE")
+    if args.write_baseline and args.changed_since:
+        raise CheckError("--write-baseline and --changed-since: a baseline is of everything; give one of the two")
+    from onegraph.check import baseline
+
+    known = baseline.load(args.baseline) if args.baseline and not args.write_baseline else None
+    changes = None
+    if args.changed_since:
+        from onegraph.check.changed import Changes
+
+        changes = Changes(args.changed_since)
+
+    def narrow(report: Report) -> Report:
+        if args.write_baseline:
+            write(args.baseline, baseline.dump(report, args.baseline))
+            remark(f"{len(report.findings)} findings written to {args.baseline}")
+        if known is not None:
+            whole = [t for t in args.target if os.path.exists(t)] if changes is None and not narrowed(args) else ()
+            gone = known.stale(report, whole) if not narrowed(args) else []
+            report, count = known.without_known(report)
+            remark(f"{count} findings are known in {args.baseline}" if count else "")
+            for path, code, source in gone:
+                remark(f"{args.baseline}: {code} in {path} is found no longer: {source!r}; drop it by --write-baseline")
+        if changes is not None:
+            report, count = changes.select(report)
+            remark(f"{count} findings are on lines unchanged since {args.changed_since}" if count else "")
+        return report
+
+    return narrow
+
+
+def narrowed(args: argparse.Namespace) -> bool:
+    """Whether only some rules were asked for: then nothing can be said about findings of the others."""
+    return bool(args.select or args.ignore)
+
+
+def remark(text: str) -> None:
+    if text:
+        print(f"onegraph: {text}", file=sys.stderr)
+
+
+def print_failure(message: str, args: argparse.Namespace) -> None:
+    """Tell machines, in the form that was asked for, that the check could not run."""
+    if args.format == "sarif":
+        from onegraph.check.output import sarif
+
+        print(sarif.failure(message, ", ".join(args.target)))
+    elif args.format == "github":
+        from onegraph.check.output import github
+
+        print(github.failure(message), end="")
 
 
 def run_fix(args: argparse.Namespace) -> int:
@@ -118,7 +201,9 @@ def run_fix(args: argparse.Namespace) -> int:
     from onegraph.check.rewrite import Plan, plan
 
     try:
-        unfit = [o for o in ("json", "sarif", "html", "live", "all", "select", "ignore") if getattr(args, o)]
+        others = {"html": "html", "live": "live", "all": "all", "select": "select", "ignore": "ignore"}
+        others |= {"baseline": "baseline", "changed-since": "changed_since", "run": "run_program"}
+        unfit = [args.format] if args.format != "text" else [o for o, name in others.items() if getattr(args, name)]
         if unfit or not args.fix:
             why = f"--{unfit[0]} does not go with --fix" if unfit else "--write needs --fix"
             raise CheckError(f"{why}; allowed --fix and --fix --write, with --steps, --gpus, --timeout and --strict")
@@ -141,20 +226,41 @@ def run_fix(args: argparse.Namespace) -> int:
 
 def check_targets(args: argparse.Namespace) -> Report:
     """All targets as one report. Raises CheckError."""
+    if args.run_program is not None:
+        return check_program(args.run_program, args)
     if not args.target:
         raise CheckError("check: got no target, allowed file.py:factory, module:factory or a folder")
     reports = [check(target, args) for target in args.target]
     return reports[0] if len(reports) == 1 else together(reports)
 
 
+def check_program(words: list[str], args: argparse.Namespace) -> Report:
+    """A program of one's own, and everything that it captures. Raises CheckError."""
+    if args.target:
+        raise CheckError(f"--run and the target {args.target[0]!r}: give one of the two")
+    if args.live or args.all:
+        raise CheckError("--run simulates; on a GPU, name the step: onegraph check --live file.py:factory")
+    from onegraph.check.allow import apply
+    from onegraph.check.deadline import deadline
+    from onegraph.check.program import run_program
+
+    with deadline(args.timeout, f"program {' '.join(words)!r}"):
+        report = run_program(words, gpus=args.gpus)
+    return finished(apply(report))
+
+
 def print_report(report: Report, args: argparse.Namespace) -> None:
     """Print in the form that was asked for."""
-    if args.json:
+    if args.format == "json":
         print(report.to_json())
-    elif args.sarif:
+    elif args.format == "sarif":
         from onegraph.check.output import sarif
 
-        print(sarif.render(report))
+        print(sarif.render(report, strict=args.strict))
+    elif args.format == "github":
+        from onegraph.check.output import github
+
+        print(github.render(report), end="")
     else:
         from onegraph.check.output import text
 

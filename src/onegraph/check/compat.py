@@ -106,6 +106,16 @@ LAZY_INIT = "_lazy_init"
 NVTX = "_nvtx"
 """The C functions behind torch.cuda.nvtx, which a CPU build has not got."""
 
+
+class PlainDispatchMode(TorchDispatchMode):
+    """A mode of which the compiler is not kept out: torch imports all of dynamo to do that, longer than torch itself
+    takes. For modes under which nothing is compiled."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 ATTRIBUTES = {
     "_schema": "of an op: its name, and which arguments it writes",
     "_cdata": "of a storage: its C address, the identity that views share",

@@ -16,8 +16,8 @@ from onegraph.check.report import Report
 
 MARK = "capturable"
 LINE = (
-    "capturable(steps=4, live=False, strict=False, gpus=1, ignore=()): the test function returns (step, inputs); "
-    "it passes if the step can be captured in a CUDA graph and replays what eager computes"
+    "capturable(steps=4, live=False, strict=False, gpus=1, ignore=(), baseline=''): the test function returns "
+    "(step, inputs); it passes if the step can be captured in a CUDA graph and replays what eager computes"
 )
 
 
@@ -29,6 +29,7 @@ def assert_capturable(
     strict: bool = False,
     gpus: int = 1,
     ignore: Sequence[str] = (),
+    baseline: str = "",
 ) -> Report:
     """Assert that the step which `factory` builds can be captured and replays what eager computes.
 
@@ -39,6 +40,7 @@ def assert_capturable(
         strict: count warnings and unverified launches too.
         gpus: GPUs of the simulated machine.
         ignore: codes or prefixes left out, e.g. ("CG401",). Allowances in the source are honoured.
+        baseline: a file as `onegraph check --write-baseline` writes it, whose findings are left out.
 
     Returns the report. Raises AssertionError with the findings, as `onegraph check` prints them; CheckError where the
     check could not run.
@@ -51,6 +53,10 @@ def assert_capturable(
     report = apply(check_step(factory, simulate=True, live=live, steps=steps, gpus=gpus, target=name)).select(
         (), tuple(ignore)
     )
+    if baseline:
+        from onegraph.check.baseline import load
+
+        report, _ = load(baseline).without_known(report)
     if report.exit_code(strict=strict):
         raise AssertionError("the step cannot be captured as it is\n\n" + text.render(report))
     return report

@@ -126,13 +126,21 @@ _LOADED: dict[str, tuple[bytes, Any]] = {}
 
 def _imported(path: str) -> Any:
     """The module that an ordinary import made of this file, None where there is none that is complete."""
+    wanted = os.stat(path)
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if name == "__main__" or not isinstance(file, str) or os.path.realpath(file) != path:
+        if name == "__main__" or not isinstance(file, str) or not _is(file, wanted):
             continue
         if not getattr(getattr(module, "__spec__", None), "_initializing", False):
             return module
     return None
+
+
+def _is(file: str, wanted: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(os.stat(file), wanted)  # one question to the system; a real path takes one a folder
+    except OSError:
+        return False
 
 
 def _from_name(name: str) -> Any:

@@ -64,10 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # OpenMP's threads spin while they wait: on two cores that others use as well, a run takes ten times as long
         # (quantizing a block of SmolLM2 at load 4: 37 s spinning, 3.5 s passive). Read once, when torch is loaded.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    debug = "--debug" in words
+    ours = words.index("--run") if words[:1] == ["check"] and "--run" in words else len(words)  # then a program's own
+    debug = "--debug" in words[:ours]
     try:
         with checked():
-            return _run([word for word in words if word != "--debug"])
+            return _run([word for word in words[:ours] if word != "--debug"] + words[ours:])
     except KeyboardInterrupt:
         _say("interrupted" + (_resume_hint(words) if words else ""))
         return INTERRUPTED

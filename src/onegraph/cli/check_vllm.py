@@ -33,8 +33,9 @@ def check_model(args: argparse.Namespace) -> Report:
     from onegraph.check.report import CheckError
     from onegraph.integrations.vllm.check import check_decode_step
 
-    if args.target:
-        raise CheckError(f"--vllm and the target {args.target[0]!r}: give one of the two")
+    if args.target or args.run_program is not None:
+        other = f"the target {args.target[0]!r}" if args.target else "--run"
+        raise CheckError(f"--vllm and {other}: give one of the two")
     if args.live or args.all:
         raise CheckError("--vllm captures and replays wherever there is a GPU; leave out --live and --all")
     report = check_decode_step(args.vllm, steps=args.steps)

@@ -41,8 +41,9 @@ class Parser(argparse.ArgumentParser):
         if self._subparsers is None:
             for word in args or ():
                 name = word.partition("=")[0]
-                if word == "--":
-                    break
+                known = self._option_string_actions.get(name)
+                if word == "--" or (known is not None and known.nargs == argparse.REMAINDER):
+                    break  # what follows is somebody else's
                 if word.startswith("--") and " " not in word and name not in self._option_string_actions:
                     self.error(f"unrecognized arguments: {word}{suggestion(name, self._option_string_actions)}")
         return super().parse_known_args(args, namespace)

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from onegraph.models.llama import Block, Llama
+from onegraph.models.blocks import Block
+from onegraph.models.llama import Llama
 from onegraph.nn.attention import Attend
 from onegraph.nn.block import MLP, Stream
 from onegraph.nn.linear import Linear

@@ -3,121 +3,41 @@
 Meaning and defaults of the fields are transformers' own (5.17), which is the oracle of the tests.
 """
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from onegraph.formats.quantization import parse_quantization
 from onegraph.formats.weight import FLOATS, Dtypes, Quantization, Shape
+from onegraph.models import windows
+from onegraph.models.families import FAMILIES, Norms, Traits
+from onegraph.models.fields import Fields, end_of_text, short
 from onegraph.models.parts import Component, Parts, Stack
-from onegraph.models.rope import Rope, _number
-from onegraph.models.routed import KEYS, Routed
+from onegraph.models.rope import Rope
+from onegraph.models.routed import Routed
 
 EMBED, NORM, HEAD = "model.embed_tokens", "model.norm.weight", "lm_head"
-
-# transformers' class defaults, for keys that a config.json leaves out. None: as many as attention heads.
-_FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"num_key_value_heads": None, "max_position_embeddings": 2048},
-    "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
-    "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096},
-    "qwen3": {
-        "num_key_value_heads": 32,
-        "max_position_embeddings": 32768,
-        "sliding_window": 4096,
-        "head_dim": 128,
-    },
-    "smollm3": {
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 32768,
-        "tie_word_embeddings": True,
-        "rope_theta": 2e6,
-    },
-    "mixtral": {
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6,
-        "num_experts_per_tok": 2,
-    },
-    "qwen3_moe": {
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 32768,
-        "sliding_window": 4096,
-        "moe_intermediate_size": 768,
-        "num_experts_per_tok": 8,
-        "decoder_sparse_step": 1,
-    },
-    "gpt_oss": {
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 150000.0,
-        "sliding_window": 128,
-        "attention_bias": True,
-        "num_experts_per_tok": 4,
-        "swiglu_limit": 7.0,
-    },
-}
-_GPT_OSS_ROPE = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
-}
-_UNIFORM = ("llama", "mistral", "mixtral", "qwen3_moe")  # all layers have the same window, or none
-
-# Features of relatives that this decoder does not have: key -> values that mean "not used".
-_ABSENT: dict[str, tuple[object, ...]] = {
-    "partial_rotary_factor": (None, 1),
-    "rotary_pct": (None, 1),
-    "rope_interleaved": (None, False),
-    "mrope_section": (None,),
-    "use_mrope": (None, False),
-    "num_experts": (None, 0),
-    "num_local_experts": (None, 0),
-    "n_routed_experts": (None, 0),
-    "moe_intermediate_size": (None, 0),
-    "n_shared_experts": (None, 0),
-    "num_shared_experts": (None, 0),
-    "shared_expert_intermediate_size": (None, 0),
-    "routed_scaling_factor": (None, 1),
-    "scoring_func": (None, "softmax"),
-    "n_group": (None, 1),
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
-    "logit_scale": (None, 1),
-    "logits_scaling": (None, 1),
-    "embedding_multiplier": (None, 1),
-    "residual_multiplier": (None, 1),
-    "attention_multiplier": (None,),
-    "query_pre_attn_scalar": (None,),
-    "clip_qkv": (None,),
-    "attention_chunk_size": (None,),
-    "attn_temperature_tuning": (None, False),
-    "use_qk_norm": (None, False),
-    "qk_layernorm": (None, False),
-    "parallel_attn": (None, False),
-    "use_parallel_residual": (None, False),
-    "is_encoder_decoder": (None, False),
-    "add_cross_attention": (None, False),
-    "vision_config": (None,),
-    "text_config": (None,),
-    "auto_map": (None,),
-}
-
-_MAX_POSITIONS = 2**24
+LOCAL = "rope_local_base_freq"  # rope_theta of layers with a window
+ROPE_KEYS = "rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings"
+# A model that also sees images: config.json has the text model's own beside the others', and files have it under a
+# prefix, as transformers wrote it before version 5 and since.
+NESTED = {"gemma3": "gemma3_text"}
+_PREFIX = re.compile(r"^(language_model\.model\.|model\.language_model\.|language_model\.(?=lm_head\.))")
+_SIGHT = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
     """A decoder of the Llama kind. Build it with `from_dict`, which validates; sizes are counts of elements.
 
-    `windows` has one entry a layer: how many latest keys a query sees, 0 for all. `rope_layers` says which layers
-    rotate. `sinks`: each head has one more logit. `routed` are the experts that stand for the MLP in some layers or in
-    all. `eos` lists the tokens that end a text.
+    `windows` has one entry a layer: how many latest keys a query sees, 0 for all; so has `ropes`, with None for a layer
+    that does not rotate. `scale` and `softcap` (0: none) are those of attention scores. `embed_scale` multiplies rows
+    of the embedding, `embed_rounded` to the activations' dtype; `residual_scale` what a sublayer adds; logits are
+    divided by `logits_divisor`, then bounded by `logits_softcap` (0: not). `routed` are the experts that stand for the
+    MLP in some layers or in all. `eos` lists the tokens that end a text. `nested`: see `NESTED`. `drafts` counts the
+    layers behind the last that only predict further tokens: files may hold them, and nothing reads them.
     """
 
     model_type: str
@@ -134,14 +54,20 @@ class LlamaConfig:
     qkv_bias: bool
     out_bias: bool
     mlp_bias: bool
-    qk_norm: bool
-    sinks: bool
+    head_norm: bool
+    scale: float
+    softcap: float
+    embed_scale: float
+    residual_scale: float
+    logits_divisor: float
+    logits_softcap: float
     windows: tuple[int, ...]
-    rope_layers: tuple[bool, ...]
-    rope: Rope
+    ropes: tuple[Rope | None, ...]
     routed: Routed | None
     eos: tuple[int, ...]
     quantization: Quantization | None
+    nested: bool
+    drafts: int
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "LlamaConfig":
@@ -155,43 +81,34 @@ class LlamaConfig:
     def _parse(cls, config: Mapping[str, Any]) -> "LlamaConfig":
         if not isinstance(config, Mapping):
             raise ValueError(f"is {type(config).__name__}; it must be an object")
+        nested = str(config.get("model_type")) in NESTED
+        if nested:
+            config = _text_of(config)
         family = config.get("model_type")
-        if not isinstance(family, str) or family not in _FAMILIES:
-            raise ValueError(f"model_type {family!r} is not supported; supported: {', '.join(_FAMILIES)}")
-        fields = _Fields(config, _FAMILIES[family])
+        if not isinstance(family, str) or family not in FAMILIES:
+            known = ", ".join([*FAMILIES, *NESTED])
+            raise ValueError(f"model_type {short(family)} is not supported; supported: {known}")
+        traits = FAMILIES[family]
+        fields = Fields(config, traits.defaults)
         layers = fields.integer("num_hidden_layers", high=4096)
+        quantization = parse_quantization(fields.get("quantization_config"))
         routed = Routed.parse(family, fields, layers)
-        for key, neutral in _ABSENT.items():
-            if (routed is None or key not in KEYS) and not any(
-                config.get(key) is value or config.get(key) == value for value in neutral
-            ):
-                raise ValueError(f"{key} is {_short(config[key])}; this feature is not supported")
-        for key in ("hidden_act", "hidden_activation"):
-            if config.get(key) not in (None, "silu", "swish"):
-                raise ValueError(f"{key} {_short(config[key])} is not supported; supported: silu")
-
-        heads = fields.integer("num_attention_heads", high=4096)
-        kv_heads = (
-            heads if fields.get("num_key_value_heads") is None else fields.integer("num_key_value_heads", high=4096)
-        )
-        if heads % kv_heads:
-            raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-        hidden = fields.integer("hidden_size", high=2**18)
-        if fields.get("head_dim") is None:
-            if hidden % heads:
-                raise ValueError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
-            head_dim = hidden // heads
-        else:
-            head_dim = fields.integer("head_dim", high=1024)
-        if head_dim % 2:
-            raise ValueError(f"head_dim is {head_dim}; rotary embeddings need an even one")
-        max_positions = fields.integer("max_position_embeddings", high=_MAX_POSITIONS)
+        heads, kv_heads, hidden, head_dim = _sizes(fields)
         vocab = fields.integer("vocab_size", high=2**24)
-        biased = ("llama", "qwen3", "qwen3_moe", "smollm3", "gpt_oss")
-        attention_bias = fields.flag("attention_bias") if family in biased else False
-        rotated = any(config.get(key) is not None for key in ("rope_parameters", "rope_scaling"))
-        rope_layers = _rope_layers(fields, layers) if family == "smollm3" else (True,) * layers
-        return cls(
+        _check_activation(fields, "gelu_pytorch_tanh" if traits.gelu else "silu")
+
+        def says(what: bool | str) -> bool:
+            return fields.flag(what) if isinstance(what, str) else what
+
+        def factor(key: str, default: float) -> float:
+            return fields.number(key, low=1e-6, high=1e6, default=default) if traits.multipliers else default
+
+        def softcap(key: str) -> float:
+            given = traits.softcaps and fields.get(key) is not None
+            return fields.number(key, low=1e-3, high=1e6) if given else 0.0
+
+        scalar = fields.number("query_pre_attn_scalar", low=1e-3, high=1e6) if traits.query_scalar else head_dim
+        parsed = cls(
             model_type=family,
             vocab_size=vocab,
             hidden_size=hidden,
@@ -200,25 +117,62 @@ class LlamaConfig:
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            eps=_number(fields.get("rms_norm_eps", 1e-6), "rms_norm_eps", low=1e-12, high=1.0),
-            max_positions=max_positions,
+            eps=fields.number("rms_norm_eps", low=1e-12, high=1.0, default=1e-6),
+            max_positions=fields.integer("max_position_embeddings", high=windows.MAX_POSITIONS),
             tied=fields.flag("tie_word_embeddings"),
-            qkv_bias=attention_bias or family == "qwen2",
-            out_bias=attention_bias,
-            mlp_bias=fields.flag("mlp_bias") if family in ("llama", "smollm3") else False,
-            qk_norm=family in ("qwen3", "qwen3_moe"),
-            sinks=family == "gpt_oss",
-            windows=_windows(family, fields, layers, rope_layers),
-            rope_layers=rope_layers,
-            rope=Rope.from_dict(
-                config if family != "gpt_oss" or rotated else {**config, "rope_parameters": _GPT_OSS_ROPE},
-                default_theta=_FAMILIES[family].get("rope_theta", 10000.0),
-                max_positions=max_positions,
-            ),
+            qkv_bias=says(traits.qkv_bias),
+            out_bias=says(traits.out_bias),
+            mlp_bias=says(traits.mlp_bias),
+            head_norm=says(traits.head_norm),
+            scale=factor("attention_multiplier", 1.0) if traits.multipliers else scalar**-0.5,
+            softcap=softcap("attn_logit_softcapping"),
+            embed_scale=math.sqrt(hidden) if traits.scaled_embedding else factor("embedding_multiplier", 1.0),
+            residual_scale=factor("residual_multiplier", 1.0),
+            logits_divisor=factor("logits_scaling", 1.0),
+            logits_softcap=softcap("final_logit_softcapping"),
+            windows=traits.windows(fields, layers),
+            ropes=_ropes(family, traits, fields, layers),
             routed=routed,
-            eos=_eos(config.get("eos_token_id"), vocab),
-            quantization=parse_quantization(config.get("quantization_config")),
+            eos=end_of_text(fields.get("eos_token_id"), vocab),
+            quantization=quantization,
+            nested=nested,
+            drafts=fields.integer("num_nextn_predict_layers", low=0, high=64) if family == "glm4_moe" else 0,
         )
+        fields.check_unread(family)
+        for rope in filter(None, parsed.ropes):
+            rope.turned(head_dim)
+        return parsed
+
+    @property
+    def traits(self) -> Traits:
+        """What its family is made of."""
+        return FAMILIES[self.model_type]
+
+    @property
+    def norms(self) -> Norms:
+        """RMSNorms of a block."""
+        return self.traits.norms
+
+    @property
+    def qkv(self) -> tuple[str, ...]:
+        """Within a block, the linears whose results side by side are queries, keys and values."""
+        joined = self.traits.joined
+        return ("self_attn.qkv_proj",) if joined else tuple(f"self_attn.{each}_proj" for each in "qkv")
+
+    @property
+    def gate_up(self) -> tuple[str, ...]:
+        """Within a block, the linears whose results side by side are the MLP's gate and up."""
+        return ("mlp.gate_up_proj",) if self.traits.joined else ("mlp.gate_proj", "mlp.up_proj")
+
+    @property
+    def exact_cache(self) -> str | None:
+        """What of its attention a KV cache in codes does not know; None: nothing."""
+        if self.traits.sinks:
+            return "attention sinks"
+        if self.softcap:
+            return "a bound of attention scores"
+        partial = any(rope is not None and rope.turned(self.head_dim) < self.head_dim for rope in self.ropes)
+        return "heads of which a part rotates" if partial else None
 
     @property
     def parts(self) -> Parts:
@@ -229,21 +183,18 @@ class LlamaConfig:
             self.heads * self.head_dim,
             self.kv_heads * self.head_dim,
         )
-        attention = {
-            "self_attn.q_proj": (q, d, self.qkv_bias),
-            "self_attn.k_proj": (kv, d, self.qkv_bias),
-            "self_attn.v_proj": (kv, d, self.qkv_bias),
-            "self_attn.o_proj": (d, q, self.out_bias),
-        }
-        mlp = {
-            "mlp.gate_proj": (wide, d, self.mlp_bias),
-            "mlp.up_proj": (wide, d, self.mlp_bias),
-            "mlp.down_proj": (d, wide, self.mlp_bias),
-        }
-        norms = {"input_layernorm": d, "post_attention_layernorm": d}
-        norms |= {"self_attn.q_norm": self.head_dim, "self_attn.k_norm": self.head_dim} if self.qk_norm else {}
+        joined = self.traits.joined
+        sides = zip(self.qkv, (q + 2 * kv,) if joined else (q, kv, kv), strict=True)
+        attention = {name: (n, d, self.qkv_bias) for name, n in sides}
+        attention["self_attn.o_proj"] = d, q, self.out_bias
+        mlp = dict.fromkeys(self.gate_up, (2 * wide if joined else wide, d, self.mlp_bias))
+        mlp["mlp.down_proj"] = d, wide, self.mlp_bias
+        norms = {name: d for name in self.norms if name is not None}
+        if self.head_norm or self.traits.whole_norm:
+            both = (self.head_dim, self.head_dim) if self.head_norm else (q, kv)
+            norms |= dict(zip(("self_attn.q_norm", "self_attn.k_norm"), both, strict=True))
         own = {f"{norm}.weight": ((size,), FLOATS) for norm, size in norms.items()}
-        own |= {"self_attn.sinks": ((self.heads,), FLOATS)} if self.sinks else {}
+        own |= {"self_attn.sinks": ((self.heads,), FLOATS)} if self.traits.sinks else {}
         linears: dict[str, tuple[int, int, bool]] = {}
         tensors: dict[str, tuple[Shape, Dtypes]] = {}
         stacks: dict[str, Stack] = {}
@@ -255,6 +206,7 @@ class LlamaConfig:
             if routed is not None and not whole and self._keeps(prefix + routed.whole[0]):
                 tensors |= {f"{prefix}{name}.weight": ((n, k), FLOATS) for name, (n, k, _) in half.items()}
                 half = {}
+            half = half | ({} if routed is None else dict(routed.shared_linears(d)))
             linears |= {prefix + name: size for name, size in (attention | half).items()}
             others = own if routed is None else own | routed.tensors(d)
             if routed is not None and whole:
@@ -271,6 +223,7 @@ class LlamaConfig:
             head=HEAD,
             tied=self.tied,
             components=self._components,
+            ignored=self._ignored,
         )
 
     def _keeps(self, stack: str) -> bool:
@@ -281,12 +234,12 @@ class LlamaConfig:
     def _components(self) -> dict[str, Component]:
         found = {
             "embedding": Component(("embed",), r"embed_tokens$"),
-            "attention qkv": Component(("blocks.*.qkv.linear",), r"self_attn\.[qkv]_proj$"),
+            "attention qkv": Component(("blocks.*.qkv.linear",), r"self_attn\.(q|k|v|qkv)_proj$"),
             "attention out": Component(("blocks.*.out.linear",), r"self_attn\.o_proj$"),
         }
         if self.routed is None or not all(self.routed.layers):
             found |= {
-                "mlp gate up": Component(("blocks.*.mlp.gate_up.linear",), r"mlp\.(gate|up)_proj$"),
+                "mlp gate up": Component(("blocks.*.mlp.gate_up.linear",), r"mlp\.(gate|up|gate_up)_proj$"),
                 "mlp down": Component(("blocks.*.mlp.down.linear",), r"mlp\.down_proj$"),
             }
         found |= {} if self.routed is None else self.routed.components
@@ -297,97 +250,101 @@ class LlamaConfig:
         return self.routed if self.routed is not None and self.routed.layers[layer] else None
 
     def family_name(self, name: str) -> str:
-        return name
+        """The text model's own name of a tensor."""
+        if not self.nested:
+            return name
+        return _PREFIX.sub(lambda found: "" if found[0] == "language_model." else "model.", name)
 
-
-class _Fields:
-    """The config over the defaults of its family, each value checked for its type and range."""
-
-    def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        self.config, self.defaults = config, defaults
-
-    def get(self, key: str, default: object = None) -> Any:
-        return self.config[key] if key in self.config else self.defaults.get(key, default)
-
-    def integer(self, key: str, *, low: int = 1, high: int) -> int:
-        value = self.get(key)
-        if type(value) is not int or not low <= value <= high:
-            got = "missing" if value is None else f"{_short(value)}"
-            raise ValueError(f"{key} is {got}; it must be an integer from {low} to {high}")
-        return value
-
-    def flag(self, key: str) -> bool:
-        value = self.get(key, False)
-        if value is None:
-            return False
-        if not isinstance(value, bool):
-            raise ValueError(f"{key} is {_short(value)}; it must be true or false")
-        return value
-
-
-def _windows(family: str, fields: _Fields, layers: int, rope_layers: tuple[bool, ...]) -> tuple[int, ...]:
-    kinds = fields.get("layer_types")
-    if kinds is not None:
-        allowed = ("full_attention", "sliding_attention")
-        if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in allowed for kind in kinds):
-            raise ValueError(f"layer_types is {_short(kinds)}; it must list {layers} of {', '.join(allowed)}")
-    if family in _UNIFORM:
-        # transformers' Llama knows no window, the others one for all layers; relatives that differ are refused.
-        off = family == "qwen3_moe" and not fields.flag("use_sliding_window")
-        given = None if off else fields.get("sliding_window")
-        window = 0 if given is None else fields.integer("sliding_window", high=_MAX_POSITIONS)
-        if family == "llama" and window:
-            raise ValueError(f"sliding_window is {window}; llama with a sliding window is not supported")
-        wrong = "full_attention" if window else "sliding_attention"
-        if kinds is not None and wrong in kinds:
-            raise ValueError(
-                f"layer_types with {wrong} is not supported for {family} and sliding_window {window or None}"
-            )
-        return (window,) * layers
-    if family == "gpt_oss":
-        window = fields.integer("sliding_window", high=_MAX_POSITIONS)
-        kinds = kinds or ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
-        return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
-    if not fields.flag("use_sliding_window") or fields.get("sliding_window") is None:
-        if kinds is not None and "sliding_attention" in kinds:
-            raise ValueError(
-                "layer_types has sliding_attention, but use_sliding_window is off or sliding_window missing"
-            )
-        return (0,) * layers
-    window = fields.integer("sliding_window", high=_MAX_POSITIONS)
-    if kinds is not None:
-        return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
-    if family == "smollm3":
-        return tuple(0 if rotates else window for rotates in rope_layers)
-    full = 28 if fields.get("max_window_layers") is None else fields.integer("max_window_layers", low=0, high=4096)
-    return tuple(window if i >= full else 0 for i in range(layers))
-
-
-def _rope_layers(fields: _Fields, layers: int) -> tuple[bool, ...]:
-    """SmolLM3: `no_rope_layers` holds 1 where a layer rotates and 0 where it does not."""
-    given = fields.get("no_rope_layers")
-    if given is None:
-        every = (
-            4 if fields.get("no_rope_layer_interval") is None else fields.integer("no_rope_layer_interval", high=4096)
+    def _ignored(self, name: str) -> bool:
+        spare = range(self.layers, self.layers + self.drafts)
+        return (self.nested and _SIGHT.match(name) is not None) or any(
+            name.startswith(f"model.layers.{i}.") for i in spare
         )
-        return tuple((i + 1) % every != 0 for i in range(layers))
-    if (
-        not isinstance(given, list)
-        or len(given) < layers
-        or not all(type(x) in (int, bool) and x in (0, 1) for x in given)
-    ):
-        raise ValueError(f"no_rope_layers is {_short(given)}; it must list a 0 or 1 for each of {layers} layers")
-    return tuple(bool(x) for x in given[:layers])
 
 
-def _eos(value: object, vocab: int) -> tuple[int, ...]:
-    tokens = [] if value is None else value if isinstance(value, list) else [value]
-    for token in tokens:
-        if type(token) is not int or not 0 <= token < vocab:
-            raise ValueError(f"eos_token_id is {_short(value)}; it must be one or a list of tokens below {vocab}")
-    return tuple(tokens)
+def _text_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The text model's config of one that also sees images."""
+    family, text = config["model_type"], config.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ValueError(f"text_config is {short(text)}; {family} must have its text model's config there")
+    if any(part.get("quantization_config") is not None for part in (config, text)):
+        raise ValueError(f"quantization_config of {family} is not supported; give its text model ({NESTED[family]})")
+    if text.get("model_type") not in (None, NESTED[family]):
+        raise ValueError(f"text_config.model_type is {short(text['model_type'])}; of {family} it is {NESTED[family]}")
+    above = {key: config[key] for key in ("eos_token_id", "tie_word_embeddings") if config.get(key) is not None}
+    return {**above, **text, **above, "model_type": NESTED[family]}
 
 
-def _short(value: object) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 80 else shown[:77] + "..."
+def _sizes(fields: Fields) -> tuple[int, int, int, int]:
+    """Heads, key-value heads, hidden size and head_dim."""
+    heads = fields.integer("num_attention_heads", high=4096)
+    grouped = fields.get("num_key_value_heads") is not None
+    kv_heads = fields.integer("num_key_value_heads", high=4096) if grouped else heads
+    if heads % kv_heads:
+        raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    hidden = fields.integer("hidden_size", high=2**18)
+    if fields.get("head_dim") is not None:
+        head_dim = fields.integer("head_dim", high=1024)
+    elif hidden % heads:
+        raise ValueError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    else:
+        head_dim = hidden // heads
+    if head_dim % 2:
+        raise ValueError(f"head_dim is {head_dim}; rotary embeddings need an even one")
+    return heads, kv_heads, hidden, head_dim
+
+
+def _check_activation(fields: Fields, known: str) -> None:
+    allowed = (None, "silu", "swish") if known == "silu" else (None, known)
+    for key in ("hidden_act", "hidden_activation"):
+        if (given := fields.get(key)) not in allowed:
+            raise ValueError(f"{key} {short(given)} is not supported; supported: {known}")
+
+
+def _ropes(family: str, traits: Traits, fields: Fields, layers: int) -> tuple[Rope | None, ...]:
+    """Of each layer."""
+    fields.read(*ROPE_KEYS)
+    config = fields.config
+    if all(config.get(key) is None for key in ROPE_KEYS[:2]) and "rope_parameters" in traits.defaults:
+        config = {**config, "rope_parameters": traits.defaults["rope_parameters"]}
+    if traits.partial is not None:
+        fields.read("partial_rotary_factor")
+    theta = traits.defaults.get("rope_theta", 10000.0)
+
+    def parse(config: Mapping[str, Any], theta: float) -> Rope:
+        limit = fields.integer("max_position_embeddings", high=windows.MAX_POSITIONS)
+        rope = Rope.from_dict(config, default_theta=theta, max_positions=limit, partial=traits.partial)
+        if traits.rope_kinds is not None and rope.kind not in traits.rope_kinds:
+            raise ValueError(f"rope type {rope.kind!r} is not supported for {family}; give {traits.rope_kinds[0]!r}")
+        return rope
+
+    if family == "smollm3":
+        rope = parse(config, theta)
+        return tuple(rope if turns else None for turns in windows.rotated(fields, layers))
+    if LOCAL not in traits.defaults:
+        return (parse(config, theta),) * layers
+    fields.read(LOCAL)
+    local, whole = _two(config)
+    near, far = parse(local, traits.defaults[LOCAL]), parse(whole, theta)
+    return tuple(near if window else far for window in windows.five_of_six(fields, layers))
+
+
+def _two(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What says the rope of layers with a window, and of the others: transformers 5 writes one object for each into
+    rope_parameters; before, rope_theta and rope_scaling were of the layers without one."""
+    given = config.get("rope_parameters")
+    if given is None:
+        return {"rope_theta": config.get(LOCAL)}, {key: config[key] for key in ROPE_KEYS if key in config}
+    kinds = windows.SLIDING, windows.FULL
+    if not isinstance(given, Mapping) or any(not isinstance(given.get(kind) or {}, Mapping) for kind in kinds):
+        raise ValueError(f"rope_parameters is {short(given)}; it must have an object for each of {', '.join(kinds)}")
+    if unknown := sorted(set(map(str, given)) - set(kinds)):
+        raise ValueError(f"rope_parameters has {', '.join(unknown)}; it must have {' and '.join(kinds)}")
+    near, above = (given.get(windows.SLIDING) or {}).get("rope_theta"), config.get(LOCAL)
+    if near is not None and above is not None and near != above:
+        raise ValueError(f"{LOCAL} is {above!r}, rope_parameters has {near!r} for {windows.SLIDING}; they must agree")
+    thetas = above, config.get("rope_theta")
+    local, whole = (
+        {"rope_parameters": given.get(kind), "rope_theta": theta} for kind, theta in zip(kinds, thetas, strict=True)
+    )
+    return local, whole

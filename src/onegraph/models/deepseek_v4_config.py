@@ -6,11 +6,11 @@ from typing import Any
 
 from onegraph.formats.quantization import parse_quantization
 from onegraph.formats.weight import Quantization
-from onegraph.models.config import _eos, _Fields, _short
 from onegraph.models.deepseek_v4_names import official
 from onegraph.models.deepseek_v4_parts import decoder_parts
+from onegraph.models.fields import Fields, end_of_text, number, short
 from onegraph.models.parts import Parts
-from onegraph.models.rope import Rope, _number
+from onegraph.models.rope import Rope
 
 SLIDING, CSA, HCA = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 HASH, TOP_K = "hash_moe", "moe"
@@ -137,8 +137,8 @@ class DeepseekV4Config:
             raise ValueError(f"model_type {config.get('model_type')!r} is not deepseek_v4")
         for key, (neutral, why) in _ABSENT.items():
             if not any(config.get(key) is value or config.get(key) == value for value in neutral):
-                raise ValueError(f"{key} is {_short(config[key])}: {why}")
-        fields = _Fields(config, _DEFAULTS)
+                raise ValueError(f"{key} is {short(config[key])}: {why}")
+        fields = Fields(config, _DEFAULTS)
         layers = fields.integer("num_hidden_layers", high=4096)
         heads, head_dim = fields.integer("num_attention_heads", high=4096), fields.integer("head_dim", high=4096)
         groups = fields.integer("o_groups", high=4096)
@@ -171,19 +171,19 @@ class DeepseekV4Config:
             index_top_k=fields.integer("index_topk", high=2**20),
             streams=fields.integer("hc_mult", high=64),
             sinkhorn=fields.integer("hc_sinkhorn_iters", high=1000),
-            hyper_eps=_number(fields.get("hc_eps"), "hc_eps", low=0.0, high=1.0),
+            hyper_eps=number(fields.get("hc_eps"), "hc_eps", low=0.0, high=1.0),
             experts=experts,
             top_k=fields.integer("num_experts_per_tok", high=experts),
             expert_size=fields.integer("moe_intermediate_size", high=2**20),
-            route_scale=_number(fields.get("routed_scaling_factor"), "routed_scaling_factor", low=1e-6, high=1e6),
-            limit=_number(fields.get("swiglu_limit"), "swiglu_limit", low=1e-6, high=1e9),
-            eps=_number(fields.get("rms_norm_eps"), "rms_norm_eps", low=1e-12, high=1.0),
+            route_scale=number(fields.get("routed_scaling_factor"), "routed_scaling_factor", low=1e-6, high=1e6),
+            limit=number(fields.get("swiglu_limit"), "swiglu_limit", low=1e-6, high=1e9),
+            eps=number(fields.get("rms_norm_eps"), "rms_norm_eps", low=1e-12, high=1.0),
             max_positions=max_positions,
             main=main,
             compress=compress,
             drafts=_drafts(fields, layers),
             dspark=_dspark(fields, layers, vocabulary),
-            eos=_eos(config.get("eos_token_id"), vocabulary),
+            eos=end_of_text(config.get("eos_token_id"), vocabulary),
             quantization=parse_quantization(config.get("quantization_config")),
         )
 
@@ -202,31 +202,31 @@ class DeepseekV4Config:
         return official(name)
 
 
-def _attention(fields: _Fields, layers: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def _attention(fields: Fields, layers: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Kind and ratio of each layer, from layer_types (transformers) or compress_ratios (DeepSeek)."""
     rates: dict[str, int] = {CSA: 4, HCA: 128}
     given = fields.get("compress_rates")
     if given is not None:
         if not isinstance(given, Mapping) or not set(given) <= set(rates):
-            raise ValueError(f"compress_rates is {_short(given)}; it must give a ratio for {CSA} and {HCA}")
+            raise ValueError(f"compress_rates is {short(given)}; it must give a ratio for {CSA} and {HCA}")
         rates |= dict(given)
     for kind, rate in rates.items():
         if type(rate) is not int or not 1 <= rate <= 65536:
-            raise ValueError(f"compress_rates of {kind} is {_short(rate)}; it must be an integer from 1 to 65536")
+            raise ValueError(f"compress_rates of {kind} is {short(rate)}; it must be an integer from 1 to 65536")
     kinds, ratios = fields.get("layer_types"), fields.get("compress_ratios")
     if kinds is None and isinstance(ratios, list):
         if not all(type(ratio) is int and ratio in _RATIOS for ratio in ratios):
-            raise ValueError(f"compress_ratios is {_short(ratios)}; allowed are {', '.join(map(str, _RATIOS))}")
+            raise ValueError(f"compress_ratios is {short(ratios)}; allowed are {', '.join(map(str, _RATIOS))}")
         kinds = [_RATIOS[ratio] for ratio in ratios]
     elif kinds is None:
         kinds = [HCA if i < 2 or i % 2 == 0 else CSA for i in range(layers)]
     if not isinstance(kinds, list) or len(kinds) < layers or not all(kind in (SLIDING, CSA, HCA) for kind in kinds):
-        raise ValueError(f"layer_types is {_short(kinds)}; it must list {layers} of {SLIDING}, {CSA} and {HCA}")
+        raise ValueError(f"layer_types is {short(kinds)}; it must list {layers} of {SLIDING}, {CSA} and {HCA}")
     kinds = tuple(kinds[:layers])  # what follows is the MTP layer's
     return kinds, tuple(rates.get(kind, 0) for kind in kinds)
 
 
-def _drafts(fields: _Fields, layers: int) -> int:
+def _drafts(fields: Fields, layers: int) -> int:
     """Draft stages: DSpark's checkpoints have three and say so in the tail of compress_ratios alone."""
     ratios = fields.get("compress_ratios")
     if isinstance(ratios, list) and len(ratios) > layers:
@@ -238,12 +238,12 @@ def _drafts(fields: _Fields, layers: int) -> int:
     )
 
 
-def _dspark(fields: _Fields, layers: int, vocabulary: int) -> DSpark | None:
+def _dspark(fields: Fields, layers: int, vocabulary: int) -> DSpark | None:
     if fields.get("dspark_block_size") is None:
         return None
     taps = fields.get("dspark_target_layer_ids")
     if not isinstance(taps, list) or not taps or not all(type(i) is int and 0 <= i < layers for i in taps):
-        raise ValueError(f"dspark_target_layer_ids is {_short(taps)}; it must list layers below {layers}")
+        raise ValueError(f"dspark_target_layer_ids is {short(taps)}; it must list layers below {layers}")
     return DSpark(
         layers=tuple(taps),
         block=fields.integer("dspark_block_size", high=64),
@@ -252,20 +252,20 @@ def _dspark(fields: _Fields, layers: int, vocabulary: int) -> DSpark | None:
     )
 
 
-def _hashed(fields: _Fields, layers: int) -> tuple[bool, ...]:
+def _hashed(fields: Fields, layers: int) -> tuple[bool, ...]:
     kinds = fields.get("mlp_layer_types")
     if kinds is None:
         count = fields.integer("num_hash_layers", low=0, high=4096)
         return tuple(i < count for i in range(layers))
     if not isinstance(kinds, list) or len(kinds) < layers or not all(kind in (HASH, TOP_K) for kind in kinds):
-        raise ValueError(f"mlp_layer_types is {_short(kinds)}; it must list {layers} of {HASH} and {TOP_K}")
+        raise ValueError(f"mlp_layer_types is {short(kinds)}; it must list {layers} of {HASH} and {TOP_K}")
     return tuple(kind == HASH for kind in kinds[:layers])
 
 
-def _rope_dim(fields: _Fields, head_dim: int) -> int:
+def _rope_dim(fields: Fields, head_dim: int) -> int:
     factor = fields.get("partial_rotary_factor")
     if factor is not None:
-        dim = int(head_dim * _number(factor, "partial_rotary_factor", low=0.0, high=1.0))
+        dim = int(head_dim * number(factor, "partial_rotary_factor", low=0.0, high=1.0))
     elif fields.get("qk_rope_head_dim") is not None:
         dim = fields.integer("qk_rope_head_dim", high=head_dim)
     else:
@@ -275,12 +275,12 @@ def _rope_dim(fields: _Fields, head_dim: int) -> int:
     return dim
 
 
-def _ropes(fields: _Fields, max_positions: int) -> tuple[Rope, Rope]:
+def _ropes(fields: Fields, max_positions: int) -> tuple[Rope, Rope]:
     """Plain RoPE for layers without compression; the others have their own base, and YaRN without its magnitude."""
     given = fields.get("rope_parameters")
     given = fields.get("rope_scaling") if given is None else given
     if given is not None and not isinstance(given, Mapping):
-        raise ValueError(f"rope_parameters is {_short(given)}; it must be an object")
+        raise ValueError(f"rope_parameters is {short(given)}; it must be an object")
     given = dict(given or {})
     main, compress = given.pop("main", None), given.pop("compress", None)
     if not isinstance(main, Mapping) or not isinstance(compress, Mapping):

@@ -7,9 +7,10 @@ from onegraph.formats.weight import WeightFormat
 from onegraph.models.deepseek_v4_config import DeepseekV4Config, Layer
 from onegraph.models.loader import Loader
 from onegraph.nn.deepseek_attention import Compressor, DeepseekAttention
-from onegraph.nn.deepseek_moe import DeepseekMoE, SharedExpert
+from onegraph.nn.deepseek_moe import DeepseekMoE
 from onegraph.nn.experts import Experts
 from onegraph.nn.linear import Linear, dense
+from onegraph.nn.shared_expert import SharedExpert
 from onegraph.ops.activation import SwiGLU
 
 

@@ -1,5 +1,4 @@
-"""The decoder of the Llama kind: Llama, Mistral, Qwen2, Qwen3, SmolLM2 and SmolLM3, and with routed experts Mixtral,
-Qwen3-MoE and gpt-oss, in any weight format.
+"""The decoder of the Llama kind, in any weight format: every family of `models/families.py`.
 
 A model is put together from what its config says, not from a class of its own. One forward serves prefill, decode,
 evaluation and calibration: what differs is the `cache` that attends. A decode step of it reads nothing back from the
@@ -16,39 +15,17 @@ from torch import Tensor, nn
 
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import TurboQuantConfig
+from onegraph.models.blocks import Block, build_block, norm_weight, rotary_tables
 from onegraph.models.config import NORM, LlamaConfig
 from onegraph.models.loader import Loader
-from onegraph.models.routed import Routed
-from onegraph.nn.attention import Attend, Attention, CausalAttention, PagedCache
-from onegraph.nn.block import MLP, Normed, Stream, Summed
+from onegraph.nn.attention import Attend, CausalAttention, PagedCache
+from onegraph.nn.block import Stream
 from onegraph.nn.embedding import Embedding
 from onegraph.nn.linear import Linear
-from onegraph.nn.moe import MoE
 from onegraph.nn.turboquant import TurboQuantCache
+from onegraph.ops.attention import capped
 
-QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-OUT = "self_attn.o_proj"
-GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
-DOWN = "mlp.down_proj"
 MAX_TABLE = 131072  # positions; the rotary tables of more (64 MB at head_dim 128) are made only when asked for
-
-
-class Block(nn.Module):
-    """One layer of the decoder: attention, then an MLP or experts, each between a norm in front and a sum behind."""
-
-    def __init__(self, *, qkv: Normed, attention: Attention, out: Summed, mlp: MLP | MoE) -> None:
-        super().__init__()
-        self.qkv, self.attention, self.out, self.mlp = qkv, attention, out, mlp
-
-    @property
-    def fused(self) -> bool:
-        """Whether norms, SwiGLU and sums all run inside the linears."""
-        return all(piece.fused for piece in (self.qkv, self.out, self.mlp))
-
-    def forward(self, stream: Stream, cache: Attend) -> Stream:
-        """The residual stream before the layer -> after it; the argument is left as it was."""
-        qkv, total = self.qkv(stream)
-        return self.mlp(self.out(cache.attend(self.attention, qkv), total))
 
 
 class Llama(nn.Module):
@@ -122,9 +99,9 @@ class Llama(nn.Module):
         positions = table_positions(config, max_context)
         loader = Loader(checkpoint, config, dtype, decode=device.type == "cpu" if decode is None else decode)
         loader.check()
-        tables = config.rope.tables(config.head_dim, positions, device)
+        tables = rotary_tables(config, positions, device)
         with loader.reading(progress):
-            embed = loader.embedding(device)
+            embed = loader.embedding(device, embed_scale(config, dtype))
             blocks = []
             for i in range(config.layers):
                 blocks.append(build_block(loader, config, i, tables, device, fused=fused))
@@ -133,7 +110,7 @@ class Llama(nn.Module):
                 config=config,
                 embed=embed,
                 blocks=blocks,
-                norm=loader.tensor(NORM, device),
+                norm=norm_weight(loader, config, NORM, device),
                 lm_head=loader.head(embed, device),
                 dtype=dtype,
                 max_context=positions,
@@ -169,19 +146,19 @@ class Llama(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """What `forward` returned [..., D], or rows of it -> float32 [..., V]."""
-        return self.lm_head(hidden, float32=True)
+        return bounded(self.config, self.lm_head(hidden, float32=True))
 
     def new_cache(
         self, *, rows: int, pages: int, page_size: int, pages_per_row: int, kv: TurboQuantConfig | None = None
     ) -> PagedCache | TurboQuantCache:
         """A paged KV cache of this model's sizes, on its device: in its dtype, or in codes as `kv` says.
 
-        Raises ValueError for codes where attention has sinks, which nothing that reads codes knows.
+        Raises ValueError for codes where attention has what nothing that reads codes knows: `LlamaConfig.exact_cache`.
         """
-        if kv is not None and self.config.sinks:
+        if kv is not None and (what := self.config.exact_cache) is not None:
             raise ValueError(
-                f"turboquant: {self.config.model_type} has attention sinks, which a cache in codes does not know; "
-                "leave the cache in the model's dtype"
+                f"turboquant: {self.config.model_type} has {what}, which a cache in codes does not know; leave the "
+                "cache in the model's dtype"
             )
         sizes: dict[str, Any] = {
             "layers": self.config.layers,
@@ -197,78 +174,17 @@ class Llama(nn.Module):
         return PagedCache(**sizes, fused=self.fused) if kv is None else TurboQuantCache(kv, **sizes)
 
 
-def build_block(
-    loader: Loader,
-    config: LlamaConfig,
-    i: int,
-    tables: tuple[Tensor, Tensor],
-    device: torch.device,
-    *,
-    joined: bool = True,
-    fused: bool = True,
-) -> Block:
-    """Block `i` from its checkpoint tensors.
-
-    joined: siblings become one linear where that is exact. fused: norms, SwiGLU and sums run inside the linears that
-    can.
-    """
-    prefix = f"model.layers.{i}."
-
-    def norm(name: str) -> Tensor:
-        return loader.tensor(f"{prefix}{name}.weight", device)
-
-    def normed(name: str, linears: tuple[str, ...]) -> Normed:
-        joint = loader.siblings([prefix + each for each in linears], device, joined=joined)
-        return Normed(norm(name), joint, config.eps, fused=fused)
-
-    def mlp() -> MLP:
-        down = Summed(loader.linear(prefix + DOWN, device), silu=True, fused=fused)
-        return MLP(normed("post_attention_layernorm", GATE_UP), down)
-
-    routed = config.routed_at(i)
-    cos, sin = tables if config.rope_layers[i] else (None, None)
-    attention = Attention(
-        index=i,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        q_norm=norm("self_attn.q_norm") if config.qk_norm else None,
-        k_norm=norm("self_attn.k_norm") if config.qk_norm else None,
-        eps=config.eps,
-        cos=cos,
-        sin=sin,
-        window=config.windows[i],
-        sinks=loader.float32(f"{prefix}self_attn.sinks", device) if config.sinks else None,
-    )
-    return Block(
-        qkv=normed("input_layernorm", QKV),
-        attention=attention,
-        out=Summed(loader.linear(prefix + OUT, device), fused=fused),
-        mlp=mlp() if routed is None else build_experts(loader, config, routed, prefix, device),
-    )
+def embed_scale(config: LlamaConfig, dtype: torch.dtype) -> float:
+    """The factor of the embedding's rows: Gemma's is rounded to the dtype first (sqrt(3072) is 55.5 in bfloat16), as
+    it was when the models were trained."""
+    rounded = config.traits.scaled_embedding
+    return float(torch.tensor(config.embed_scale, dtype=dtype)) if rounded else config.embed_scale
 
 
-def build_experts(loader: Loader, config: LlamaConfig, routed: Routed, prefix: str, device: torch.device) -> MoE:
-    """The feed-forward half of the block of `prefix`, of routed experts."""
-    router = prefix + routed.router
-    stored = loader.info(f"{router}.weight").dtype
-    if routed.stacked(prefix, loader.quantization):
-        gate_up, down = (prefix + name for name in routed.whole)
-        layout = {"interleaved": routed.fused, "transposed": routed.fused}
-        experts = loader.fused_experts(gate_up, down, routed.gate, device, **layout)
-    else:
-        pairs, downs = routed.each
-        names = [(prefix + gate, prefix + up) for gate, up in pairs]
-        experts = loader.experts(names, [prefix + name for name in downs], routed.gate, device)
-    return MoE(
-        norm=loader.tensor(f"{prefix}post_attention_layernorm.weight", device),
-        eps=config.eps,
-        gate=loader.tensor(f"{router}.weight", device, torch.promote_types(stored, loader.dtype)),
-        bias=loader.float32(f"{router}.bias", device) if routed.fused else None,
-        experts=experts,
-        top_k=routed.top_k,
-        normalise=routed.normalise,
-    )
+def bounded(config: LlamaConfig, logits: Tensor) -> Tensor:
+    """What the head gave -> the model's logits."""
+    logits = logits if config.logits_divisor == 1 else logits / config.logits_divisor
+    return capped(logits, config.logits_softcap)
 
 
 def table_positions(config: LlamaConfig, max_context: int | None) -> int:

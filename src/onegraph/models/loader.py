@@ -358,9 +358,9 @@ class Loader:
 
         return _stack(format, len(layers), matrices())
 
-    def embedding(self, device: torch.device) -> Embedding:
+    def embedding(self, device: torch.device, scale: float = 1.0) -> Embedding:
         format, tensors = self.weight(self.parts.embedding[0], device)
-        return Embedding(format, tensors, self.dtype)
+        return Embedding(format, tensors, self.dtype, scale=scale)
 
     def head(self, embedding: Embedding, device: torch.device) -> Linear:
         """The linear to logits; shares the embedding's weight where the two are tied."""

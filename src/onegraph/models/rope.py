@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onegraph.models.fields import number
+
 TYPES = ("default", "linear", "llama3", "yarn")
 _KEYS = {
     "default": {"factor"},  # some configs carry a factor that the default type does not read
@@ -45,10 +47,16 @@ class Rope:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    partial: float = 1.0
 
     @classmethod
-    def from_dict(cls, config: Mapping[str, Any], *, default_theta: float, max_positions: int) -> "Rope":
+    def from_dict(
+        cls, config: Mapping[str, Any], *, default_theta: float, max_positions: int, partial: float | None = None
+    ) -> "Rope":
         """From the whole config.json: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling`.
+
+        partial: the part of each head that rotates where the config does not say; None: all of it, and whatever else
+        the config says is refused.
 
         Raises ValueError on a type or key that is not known, and on numbers that make no sense.
         """
@@ -65,12 +73,22 @@ class Rope:
             raise ValueError(
                 f"{where} has the rope type {kind!r}, which is not supported; supported: {', '.join(TYPES)}"
             )
-        theta = parameters.pop("rope_theta", None)
-        theta = config.get("rope_theta") if theta is None else theta
-        theta = _number(default_theta if theta is None else theta, "rope_theta", low=1.0, high=1e12)
-        partial = parameters.pop("partial_rotary_factor", None)
-        if partial not in (None, 1, 1.0):
-            raise ValueError(f"{where}.partial_rotary_factor is {partial!r}; only full rotary embeddings are supported")
+        inside = parameters.get("partial_rotary_factor")
+        if partial is None and inside not in (None, 1, 1.0):
+            raise ValueError(f"{where}.partial_rotary_factor is {inside!r}; only full rotary embeddings are supported")
+
+        def once(key: str, default: float) -> Any:
+            """What is said at the top of the config, among the parameters, or alike in both."""
+            given, above = parameters.pop(key, None), config.get(key)
+            if given is not None and above is not None and given != above:
+                raise ValueError(f"{key} is {above!r} and {where}.{key} is {given!r}; they must agree")
+            found = above if given is None else given
+            return default if found is None else found
+
+        theta = number(once("rope_theta", default_theta), "rope_theta", low=1.0, high=1e12)
+        part = 1.0 if partial is None else once("partial_rotary_factor", partial)
+        part = number(part, "partial_rotary_factor", low=0.01, high=1.0)
+        parameters.pop("partial_rotary_factor", None)
         parameters = {key: value for key, value in parameters.items() if value is not None}
         if unknown := sorted(set(map(str, parameters)) - _KEYS[kind]):
             raise ValueError(
@@ -81,25 +99,27 @@ class Rope:
             if key not in parameters:
                 raise ValueError(f"{where} of type {kind!r} has no {key}")
         if kind == "default":
-            return cls(theta=theta)
+            return cls(theta=theta, partial=part)
 
-        def number(key: str, default: float, low: float, high: float) -> float:
-            return _number(parameters.get(key, default), f"{where}.{key}", low=low, high=high)
+        def value(key: str, default: float, low: float, high: float) -> float:
+            return number(parameters.get(key, default), f"{where}.{key}", low=low, high=high)
 
         # transformers: an original length beside rope_scaling, at the top of the config, comes first
         original = config.get("original_max_position_embeddings")
         original = parameters.get("original_max_position_embeddings", max_positions) if original is None else original
         if type(original) is not int or not 1 <= original <= 2**24:
             raise ValueError(f"{where}.original_max_position_embeddings is {original!r}; it must be an integer from 1")
-        factor = number("factor", max(1.0, max_positions / original), 1.0, 1e6)
+        factor = value("factor", max(1.0, max_positions / original), 1.0, 1e6)
         if kind == "linear":
-            return cls(kind=kind, theta=theta, factor=factor)
+            return cls(kind=kind, theta=theta, factor=factor, partial=part)
         if kind == "llama3":
-            low, high = number("low_freq_factor", 1.0, 1e-6, 1e6), number("high_freq_factor", 4.0, 1e-6, 1e6)
+            low, high = value("low_freq_factor", 1.0, 1e-6, 1e6), value("high_freq_factor", 4.0, 1e-6, 1e6)
             if not low < high:
                 raise ValueError(f"{where}: low_freq_factor {low} must be below high_freq_factor {high}")
-            return cls(kind=kind, theta=theta, factor=factor, original=original, low_freq=low, high_freq=high)
-        fast, slow = number("beta_fast", 32.0, 1e-6, 1e6), number("beta_slow", 1.0, 1e-6, 1e6)
+            return cls(
+                kind=kind, theta=theta, factor=factor, original=original, low_freq=low, high_freq=high, partial=part
+            )  # fmt: skip
+        fast, slow = value("beta_fast", 32.0, 1e-6, 1e6), value("beta_slow", 1.0, 1e-6, 1e6)
         if not slow < fast:
             raise ValueError(f"{where}: beta_slow {slow} must be below beta_fast {fast}")
         if theta <= 1.0:
@@ -107,17 +127,18 @@ class Rope:
         truncate = parameters.get("truncate", True)
         if not isinstance(truncate, bool):
             raise ValueError(f"{where}.truncate is {truncate!r}; it must be true or false")
-        scale, scale_all = number("mscale", 0.0, 0.0, 1e3), number("mscale_all_dim", 0.0, 0.0, 1e3)
+        scale, scale_all = value("mscale", 0.0, 0.0, 1e3), value("mscale_all_dim", 0.0, 0.0, 1e3)
         inferred = _mscale(factor, scale) / _mscale(factor, scale_all) if scale and scale_all else _mscale(factor, 1.0)
         return cls(
             kind=kind,
             theta=theta,
             factor=factor,
             original=original,
-            attention_factor=number("attention_factor", inferred, 1e-3, 1e3),
+            attention_factor=value("attention_factor", inferred, 1e-3, 1e3),
             beta_fast=fast,
             beta_slow=slow,
             truncate=truncate,
+            partial=part,
         )
 
     def frequencies(self, dim: int) -> Tensor:
@@ -145,17 +166,19 @@ class Rope:
         """The coordinate that makes `turns` full turns over the original context."""
         return dim * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
+    def turned(self, dim: int) -> int:
+        """How many of the coordinates of a head rotate, the first ones. Raises ValueError where they are no pairs."""
+        size = int(dim * self.partial)
+        if size < 2 or size % 2:
+            raise ValueError(f"partial_rotary_factor {self.partial} of head_dim {dim} is {size}; it must be even")
+        return size
+
     def tables(self, dim: int, positions: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        """cos and sin, float32 [positions, dim / 2] each, with YaRN's attention factor multiplied in."""
-        angle = torch.outer(torch.arange(positions).float(), self.frequencies(dim))
+        """cos and sin for heads of `dim`, float32 [positions, turned / 2] each, with YaRN's attention factor multiplied
+        in."""
+        angle = torch.outer(torch.arange(positions).float(), self.frequencies(self.turned(dim)))
         return (angle.cos() * self.attention_factor).to(device), (angle.sin() * self.attention_factor).to(device)
 
 
 def _mscale(factor: float, scale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
-
-
-def _number(value: object, name: str, *, low: float, high: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise ValueError(f"{name} is {value!r}; it must be a number from {low:g} to {high:g}")
-    return float(value)

@@ -10,25 +10,50 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from onegraph.formats.weight import FLOATS, Dtypes, Quantization, Shape
+from onegraph.models.fields import Fields
 from onegraph.models.parts import Component, Stack
-from onegraph.models.rope import _number
 from onegraph.ops.activation import SwiGLU
-
-if TYPE_CHECKING:
-    from onegraph.models.config import _Fields
+from onegraph.ops.route import check_groups
 
 # Names within a block: the router; then gate, up and down of expert {}, or gate-up and down of all in one.
+_USUAL = ("mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")
 _NAMES = {
-    "qwen3_moe": ("mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
+    "qwen3_moe": _USUAL,
+    "qwen2_moe": _USUAL,
+    "olmoe": _USUAL,
+    "glm4_moe": _USUAL,
     "mixtral": ("block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
     "gpt_oss": ("mlp.router", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
 }
 _NOTHING: Any = ()  # no file is asked which format a stack has: only its quantization_config is
 _GPT_OSS_ALPHA, _GPT_OSS_SHIFT = 1.702, 1.0  # in no config.json
-KEYS = ("num_experts", "num_local_experts", "moe_intermediate_size")  # read here; other families must not have them
+CORRECTION = "e_score_correction_bias"  # beside the router's weight
+_COUNTS = ("num_experts", "num_local_experts")  # keys that say how many experts a layer has; GLM has one more
+_SHARED = {"qwen2_moe": "mlp.shared_expert", "glm4_moe": "mlp.shared_experts"}
+
+
+class Sigmoid(NamedTuple):
+    """Scores by sigmoid, each expert's choice with a bias of its own: see `ops.route.sigmoid_route`."""
+
+    groups: int
+    top_groups: int
+    scale: float
+
+
+class Shared(NamedTuple):
+    """An expert that every token uses: its name within a block, its width, and whether a token's sigmoid scales it."""
+
+    name: str
+    size: int
+    gated: bool
+
+    @property
+    def linears(self) -> tuple[str, str, str]:
+        """Gate, up and down."""
+        return f"{self.name}.gate_proj", f"{self.name}.up_proj", f"{self.name}.down_proj"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +68,7 @@ class Routed:
         gate: what stands between the two products of an expert.
         fused: the family publishes all experts of a layer as one tensor, gate rows at even places and up rows at odd
             ones, with biases; so has the router one.
+        sigmoid: how tokens choose where it is not by softmax. shared: an expert beside the routed ones.
     """
 
     family: str
@@ -53,33 +79,37 @@ class Routed:
     normalise: bool
     gate: SwiGLU
     fused: bool
+    sigmoid: Sigmoid | None = None
+    shared: Shared | None = None
 
     @classmethod
-    def parse(cls, family: str, fields: _Fields, layers: int) -> Routed | None:
+    def parse(cls, family: str, fields: Fields, layers: int) -> Routed | None:
         """None for a family without experts. Raises ValueError for what makes no sense."""
         if family not in _NAMES:
             return None
-        given = [key for key in KEYS[:2] if fields.get(key) is not None]
-        counts = {fields.integer(key, high=65536) for key in given}
-        if len(counts) != 1:
-            got = (
-                " and ".join(f"{key} {fields.get(key)}" for key in given) or "neither num_experts nor num_local_experts"
-            )
-            raise ValueError(f"config has {got}; it must say once how many experts a layer has")
-        count = counts.pop()
-        qwen, gate = family == "qwen3_moe", SwiGLU()
+        count, qwen, glm = _count(family, fields), family in ("qwen2_moe", "qwen3_moe"), family == "glm4_moe"
+        top_k, gate = fields.integer("num_experts_per_tok", high=count), SwiGLU()
         if family == "gpt_oss":
-            limit = _number(fields.get("swiglu_limit"), "swiglu_limit", low=1e-6, high=1e9)
+            limit = fields.number("swiglu_limit", low=1e-6, high=1e9)
             gate = SwiGLU(limit, _GPT_OSS_ALPHA, _GPT_OSS_SHIFT)
+            fields.read("experts_per_token", "initial_context_length")  # what the others say already
+        sparse = (True,) * layers
+        if qwen:
+            sparse = _sparse(fields, layers)
+        elif glm:
+            dense = fields.integer("first_k_dense_replace", low=0, high=4096)
+            sparse = tuple(i >= dense for i in range(layers))
         return cls(
             family=family,
-            layers=_sparse(fields, layers) if qwen else (True,) * layers,
+            layers=sparse,
             count=count,
-            size=fields.integer("moe_intermediate_size" if qwen else "intermediate_size", high=2**22),
-            top_k=fields.integer("num_experts_per_tok", high=count),
-            normalise=fields.flag("norm_topk_prob") if qwen else True,
+            size=fields.integer("moe_intermediate_size" if qwen or glm else "intermediate_size", high=2**22),
+            top_k=top_k,
+            normalise=fields.flag("norm_topk_prob") if qwen or glm or family == "olmoe" else True,
             gate=gate,
             fused=len(_NAMES[family]) == 3,
+            sigmoid=_sigmoid(fields, count, top_k) if glm else None,
+            shared=_shared(family, fields),
         )
 
     @property
@@ -117,10 +147,19 @@ class Routed:
             yield from ((name, (self.size, hidden, False)) for name in pair)
             yield down, (hidden, self.size, False)
 
+    def shared_linears(self, hidden: int) -> Iterator[tuple[str, tuple[int, int, bool]]]:
+        """Likewise of the expert beside them, if there is one."""
+        if self.shared is not None:
+            gate, up, down = self.shared.linears
+            yield from ((name, (self.shared.size, hidden, False)) for name in (gate, up))
+            yield down, (hidden, self.shared.size, False)
+
     def tensors(self, hidden: int) -> dict[str, tuple[Shape, Dtypes]]:
-        """What stays as it is in a block, by the name within it: the router."""
+        """What stays as it is in a block, by the name within it: the router, and the shared expert's gate."""
         shapes: dict[str, Shape] = {f"{self.router}.weight": (self.count, hidden)}
         shapes |= {f"{self.router}.bias": (self.count,)} if self.fused else {}
+        shapes |= {f"{self.router}.{CORRECTION}": (self.count,)} if self.sigmoid else {}
+        shapes |= {f"{self.shared.name}_gate.weight": (1, hidden)} if self.shared and self.shared.gated else {}
         return {name: (shape, FLOATS) for name, shape in shapes.items()}
 
     def stacks(self, hidden: int) -> dict[str, Stack]:
@@ -145,14 +184,43 @@ class Routed:
     def components(self) -> dict[str, Component]:
         router, *experts = (name.replace(".", r"\.").replace(r"{}", r"\d+") for name in _NAMES[self.family])
         stacked = () if self.fused else (re.escape(name) for name in self.whole)
-        return {
+        found = {
             "router": Component(("blocks.*.mlp.gate",), f"{router}$"),
             "experts": Component(("blocks.*.mlp.experts",), f"({'|'.join([*experts, *stacked])})$"),
         }
+        if self.shared is not None:
+            paths = "blocks.*.mlp.shared.gate_up", "blocks.*.mlp.shared.down"
+            found["shared expert"] = Component(paths, r"mlp\.shared_experts?\.(gate|up|down)_proj$")
+        return found
 
 
-def _sparse(fields: _Fields, layers: int) -> tuple[bool, ...]:
-    """Qwen3-MoE: every `decoder_sparse_step`th layer that `mlp_only_layers` does not name has experts."""
+def _count(family: str, fields: Fields) -> int:
+    keys = ("n_routed_experts", *_COUNTS) if family == "glm4_moe" else _COUNTS
+    given = [key for key in keys if fields.get(key) is not None]
+    counts = {fields.integer(key, high=65536) for key in given}
+    if len(counts) != 1:
+        got = " and ".join(f"{key} {fields.get(key)}" for key in given) or "neither num_experts nor num_local_experts"
+        raise ValueError(f"config has {got}; it must say once how many experts a layer has")
+    return counts.pop()
+
+
+def _sigmoid(fields: Fields, count: int, top_k: int) -> Sigmoid:
+    groups, top_groups = (fields.integer(key, high=count) for key in ("n_group", "topk_group"))
+    check_groups("n_group and topk_group", count, top_k, groups, top_groups)
+    return Sigmoid(groups, top_groups, fields.number("routed_scaling_factor", low=1e-6, high=1e6))
+
+
+def _shared(family: str, fields: Fields) -> Shared | None:
+    if family == "qwen2_moe":
+        return Shared(_SHARED[family], fields.integer("shared_expert_intermediate_size", high=2**22), True)
+    if family == "glm4_moe":
+        size = fields.integer("n_shared_experts", high=4096) * fields.integer("moe_intermediate_size", high=2**22)
+        return Shared(_SHARED[family], size, False)
+    return None
+
+
+def _sparse(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """Qwen2-MoE, Qwen3-MoE: every `decoder_sparse_step`th layer that `mlp_only_layers` does not name has experts."""
     dense = fields.get("mlp_only_layers")
     dense = [] if dense is None else dense
     if not isinstance(dense, list) or not all(type(i) is int for i in dense):

@@ -1,7 +1,7 @@
 """A checkpoint of this decoder's families as the quantizer calibrates on it."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.fused import BlocksConfig
+from onegraph.models.blocks import DOWN, OUT, Block, build_block, norm_weight, rotary_tables
 from onegraph.models.config import EMBED, NORM, LlamaConfig
-from onegraph.models.llama import DOWN, GATE_UP, OUT, QKV, Block, build_block, table_positions
+from onegraph.models.llama import bounded, embed_scale, table_positions
 from onegraph.models.loader import Loader
 from onegraph.nn.attention import CausalAttention
 from onegraph.nn.block import Stream
@@ -18,6 +19,8 @@ from onegraph.nn.embedding import Embedding
 from onegraph.nn.experts import Experts
 from onegraph.nn.linear import Linear, Siblings
 from onegraph.nn.moe import MoE
+
+Groups = list[list[tuple[str, nn.Module]]]
 
 
 class LlamaSource:
@@ -41,9 +44,7 @@ class LlamaSource:
         refuse_quantized(checkpoint, self.parsed)
         self._loader = Loader(checkpoint, self.parsed, dtype, decode_experts=True)
         self._loader.check()
-        self._tables = self.parsed.rope.tables(
-            self.parsed.head_dim, table_positions(self.parsed, max_context), self.device
-        )
+        self._tables = rotary_tables(self.parsed, table_positions(self.parsed, max_context), self.device)
         self._causal = CausalAttention()
 
     @property
@@ -96,17 +97,19 @@ class LlamaSource:
 
     def linear_groups(self, block: Block) -> list[list[tuple[str, nn.Module]]]:
         """Linears of the block by shared input, in the order they run: (name within the block, module)."""
-        qkv = block.qkv.linear
-        assert isinstance(qkv, Siblings)
-        attention: list[list[tuple[str, nn.Module]]] = [
-            list(zip(QKV, qkv.parts, strict=True)),
-            [(OUT, block.out.linear)],
-        ]
-        if isinstance(block.mlp, MoE):
+        qkv = _siblings(self.parsed.qkv, block.qkv.linear)
+        attention: Groups = [qkv, [(OUT, block.out.linear)]]
+        if not isinstance(block.mlp, MoE):
+            return [
+                *attention,
+                _siblings(self.parsed.gate_up, block.mlp.gate_up.linear),
+                [(DOWN, block.mlp.down.linear)],
+            ]
+        routed, shared = self.parsed.routed, block.mlp.shared
+        if routed is None or routed.shared is None or shared is None:
             return attention
-        gate_up = block.mlp.gate_up.linear
-        assert isinstance(gate_up, Siblings)
-        return [*attention, list(zip(GATE_UP, gate_up.parts, strict=True)), [(DOWN, block.mlp.down.linear)]]
+        gate, up, down = routed.shared.linears
+        return [*attention, _siblings((gate, up), shared.gate_up), [(down, shared.down)]]
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """Residual stream after the last block [..., D] -> input of the head."""
@@ -114,19 +117,25 @@ class LlamaSource:
 
     def head(self, hidden: Tensor) -> Tensor:
         """Residual stream after the last block [..., D] -> logits float32 [..., V]."""
-        return self._head(self.final_norm(hidden), float32=True)
+        return bounded(self.parsed, self._head(self.final_norm(hidden), float32=True))
 
     @cached_property
     def _norm(self) -> Tensor:
-        return self._loader.tensor(NORM, self.device)
+        return norm_weight(self._loader, self.parsed, NORM, self.device)
 
     @cached_property
     def _embedding(self) -> Embedding:
-        return self._loader.embedding(self.device)
+        return self._loader.embedding(self.device, embed_scale(self.parsed, self.dtype))
 
     @cached_property
     def _head(self) -> Linear:
         return self._loader.head(self._embedding, self.device)
+
+
+def _siblings(names: Sequence[str], linear: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Linears of one input by name; of one name the linear itself, which files hold as one."""
+    parts = linear.parts if isinstance(linear, Siblings) else [linear]
+    return list(zip(names, parts, strict=True))
 
 
 class DenseExperts:
@@ -152,6 +161,11 @@ def refuse_quantized(checkpoint: Checkpoint, parsed: object) -> None:
     quantization = getattr(parsed, "quantization", None)
     if quantization is not None and not isinstance(quantization, BlocksConfig):
         raise ValueError(f"{checkpoint.path}: is quantized already; give the unquantized model")
+    if isinstance(parsed, LlamaConfig) and parsed.nested:
+        raise ValueError(
+            f"this is a model of images and text around a {parsed.model_type}; it runs here, but only a checkpoint of "
+            f"the {parsed.model_type} alone can be quantized"
+        )
 
 
 def block_shapes(
@@ -161,7 +175,10 @@ def block_shapes(
     linears: those of `config.parts`."""
     prefix = f"model.layers.{i}."
     routed = config.routed_at(i)
-    names = QKV + (OUT,) + ((*GATE_UP, DOWN) if routed is None else ())
+    half = (
+        (*config.gate_up, DOWN) if routed is None else (name for name, _ in routed.shared_linears(config.hidden_size))
+    )
+    names = (*config.qkv, OUT, *half)
     shapes: dict[str, tuple[int, ...]] = {name: linears[prefix + name][:2] for name in names}
     stacks = {} if routed is None else routed.stacks(config.hidden_size)
     return shapes | {name: (stack.experts, stack.n, stack.k) for name, stack in stacks.items()}

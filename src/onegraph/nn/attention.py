@@ -12,11 +12,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from onegraph.ops.attention import paged_attention, rope_cache_write, rotate_half
+from onegraph.ops.attention import capped, paged_attention, rope_cache_write, rotate_half
 from onegraph.ops.decode_attention import paged_decode
 from onegraph.ops.norm import rms_norm
 
-AT_ONCE = 512  # queries whose scores exist at once where sinks ask for a softmax of our own
+AT_ONCE = 512  # queries whose scores exist at once where sinks or bounds ask for a softmax of our own
 
 
 class Attend(Protocol):
@@ -33,9 +33,11 @@ class Attention(nn.Module):
         index: number of the layer, by which a cache finds its part.
         heads, kv_heads, head_dim: sizes; heads is a multiple of kv_heads.
         q_norm, k_norm: per-head RMSNorm weights [head_dim] (Qwen3) or None; eps: theirs.
-        cos, sin: RoPE tables float32 [positions, head_dim / 2], shared by all layers; None for a layer without RoPE.
+        cos, sin: RoPE tables float32 [positions, R / 2] that layers share, R coordinates of each head rotate; None for
+            a layer without RoPE.
         window: number of latest keys that a query sees, 0 for all.
         sinks: a logit of each head that takes part in softmax and has no value (gpt-oss), [heads]; kept as float32.
+        scale: of scores, head_dim to the power of -1/2 unless given. softcap: bounds them (Gemma 2), 0 for not.
 
     Attributes:
         chained: what follows a call of one token is the one launch of a `Chain`, which sets this and gains from being
@@ -62,10 +64,13 @@ class Attention(nn.Module):
         sin: Tensor | None = None,
         window: int = 0,
         sinks: Tensor | None = None,
+        scale: float | None = None,
+        softcap: float = 0.0,
     ) -> None:
         super().__init__()
         self.index, self.heads, self.kv_heads, self.head_dim = index, heads, kv_heads, head_dim
-        self.eps, self.window, self.scale = eps, window, head_dim**-0.5
+        self.eps, self.window, self.softcap = eps, window, softcap
+        self.scale = head_dim**-0.5 if scale is None else scale
         self.chained = False
         self.register_buffer("q_norm", q_norm)
         self.register_buffer("k_norm", k_norm)
@@ -168,12 +173,14 @@ class PagedCache:
             return paged_decode(
                 qkv, a.q_norm, a.k_norm, a.eps, a.cos, a.sin, self.positions, self.counts, self.block_table,
                 keys, values, self.tickets, a.heads, a.scale, a.window, a.chained and qkv.shape[0] == 1, a.sinks,
+                a.softcap,
             ).flatten(2)  # fmt: skip
         q = rope_cache_write(
             qkv, a.q_norm, a.k_norm, a.eps, a.cos, a.sin,
             self.positions, self.counts, self.block_table, keys, values, a.heads,
         )  # fmt: skip
-        out = paged_attention(q, keys, values, self.block_table, self.positions, a.scale, a.window, a.sinks)
+        how = a.scale, a.window, a.sinks, a.softcap
+        out = paged_attention(q, keys, values, self.block_table, self.positions, *how)
         return out.flatten(2)
 
 
@@ -200,8 +207,8 @@ class CausalAttention:
             step = torch.arange(length, device=qkv.device)
             behind = step.unsqueeze(1) - step
             mask = (behind >= 0) & (behind < a.window)
-        if a.sinks is not None:
-            return _with_sinks(q, k, v, mask, a.sinks, a.scale).flatten(2)
+        if a.sinks is not None or a.softcap:
+            return _attended(a, q, k, v, mask).flatten(2)
         out = nn.functional.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
             attn_mask=mask, is_causal=mask is None, scale=a.scale, enable_gqa=a.heads != a.kv_heads,
@@ -209,8 +216,9 @@ class CausalAttention:
         return out.transpose(1, 2).flatten(2)
 
 
-def _with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor, scale: float) -> Tensor:
-    """Causal attention of q [B, T, heads, D] to k, v [B, T, kv_heads, D] with a sink a head, in float32 -> as q.
+def _attended(a: Attention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Causal attention of q [B, T, heads, D] to k, v [B, T, kv_heads, D] where scores are bounded, or each head has a
+    sink; in float32 -> as q.
 
     `mask` [T, T] is the causal one with a window, None without. Some queries at a time: scores of all of them would be
     T numbers a query and head.
@@ -222,8 +230,9 @@ def _with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Ten
     parts = []
     for start in range(0, length, AT_ONCE):
         some = slice(start, start + AT_ONCE)
-        scores = (q[:, some].float() * scale).transpose(1, 2) @ keys.transpose(2, 3)
+        scores = capped((q[:, some].float() * a.scale).transpose(1, 2) @ keys.transpose(2, 3), a.softcap)
         scores = scores.masked_fill(~mask[some], float("-inf"))
-        scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(*scores.shape[:3], 1)), dim=-1)
-        parts.append((scores.softmax(-1)[..., :-1] @ values).transpose(1, 2).to(q.dtype))
+        if a.sinks is not None:
+            scores = torch.cat((scores, a.sinks.view(-1, 1, 1).expand(*scores.shape[:3], 1)), dim=-1)
+        parts.append((scores.softmax(-1)[..., :length] @ values).transpose(1, 2).to(q.dtype))
     return torch.cat(parts, dim=1)

@@ -2,16 +2,17 @@
 
 A block is `Normed`, attention, `Summed`, and a feed-forward half: `MLP`, or the routed experts of `nn/moe.py`; between
 them runs the residual stream. Which of norm, SwiGLU and sum run inside a linear follows from its format and is settled
-when the piece is built, so that one forward serves dense and quantized layers.
+when the piece is built, and so is what a family has in front of a linear or behind it: one forward serves them all.
 """
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from onegraph.formats.weight import WeightFormat
 from onegraph.nn.linear import Linear, Siblings
-from onegraph.ops.activation import swiglu
+from onegraph.ops.activation import GeGLU, SwiGLU
 from onegraph.ops.norm import add_rms_norm, rms_norm
 
 
@@ -43,48 +44,126 @@ def sum_inside(format: WeightFormat, silu: bool) -> bool:
     return "add" in format.fuses and (not silu or "silu" in format.fuses)
 
 
+class Norm(nn.Module):
+    """RMSNorm with weight [D] of what a sublayer gave."""
+
+    weight: Tensor
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.register_buffer("weight", weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class Scaled(nn.Module):
+    """A factor of what a sublayer gave."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+class WholeNorms(nn.Module):
+    """RMSNorm of all queries of a token together, with weight [heads * head_dim], and of all keys; qkv [..., n]."""
+
+    q: Tensor
+    k: Tensor
+
+    def __init__(self, q: Tensor, k: Tensor, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.register_buffer("q", q)
+        self.register_buffer("k", k)
+
+    def forward(self, qkv: Tensor) -> Tensor:
+        rows = qkv.flatten(0, -2)
+        q, k, v = rows.split((len(self.q), len(self.k), rows.shape[-1] - len(self.q) - len(self.k)), dim=-1)
+        normed = rms_norm(q, self.q, self.eps), rms_norm(k, self.k, self.eps), v
+        return torch.cat(normed, dim=-1).view_as(qkv)
+
+
 class Normed(nn.Module):
-    """RMSNorm with weight [D], then a linear.
+    """RMSNorm with weight [D], then a linear, then `after`, if there is one.
 
     fused: False keeps the norm an op of its own, the other side of an A/B comparison.
+
+    Attributes:
+        fused: whether the whole is the linear's launch.
     """
 
     norm: Tensor | None
 
-    def __init__(self, norm: Tensor, linear: Linear | Siblings, eps: float, *, fused: bool = True) -> None:
+    def __init__(
+        self, norm: Tensor, linear: Linear | Siblings, eps: float, *, after: nn.Module | None = None, fused: bool = True
+    ) -> None:
         super().__init__()
         self.eps = eps
-        self.fused = fused and isinstance(linear, Linear) and norm_inside(linear.format)
-        self.linear = linear.after_norm(norm) if self.fused and isinstance(linear, Linear) else linear
-        self.register_buffer("norm", None if self.fused else norm)
+        inside = fused and isinstance(linear, Linear) and norm_inside(linear.format)
+        self.fused, self.after = inside and after is None, after or nn.Identity()
+        self.linear = linear.after_norm(norm) if inside and isinstance(linear, Linear) else linear
+        self.register_buffer("norm", None if inside else norm)
 
     def forward(self, stream: Stream) -> tuple[Tensor, Tensor]:
-        """The linear's result [..., n], and the stream added up [..., D]."""
+        """What comes out [..., n], and the stream added up [..., D]."""
         if self.norm is None:
             total = stream.total()
-            return self.linear(total, eps=self.eps), total
+            return self.after(self.linear(total, eps=self.eps)), total
         x, total = stream.normed(self.norm, self.eps)
-        return self.linear(x), total
+        return self.after(self.linear(x)), total
+
+
+class Bare(nn.Module):
+    """A linear of the stream as it is, then `after`; stands where `Normed` does in blocks that norm behind only."""
+
+    fused = False
+
+    def __init__(self, linear: Linear | Siblings, *, after: nn.Module | None = None) -> None:
+        super().__init__()
+        self.linear, self.after = linear, after or nn.Identity()
+
+    def forward(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        """As `Normed`."""
+        total = stream.total()
+        return self.after(self.linear(total)), total
 
 
 class Summed(nn.Module):
-    """A linear whose result joins the stream; with `silu` behind SwiGLU, of x [..., 2k] = gate | up."""
+    """A linear whose result joins the stream.
 
-    def __init__(self, linear: Linear, *, silu: bool = False, fused: bool = True) -> None:
+    gate: what is in front of the linear, of x [..., 2k] = gate | up. after: what its result goes through before it
+    joins, a norm or a factor.
+    """
+
+    def __init__(
+        self,
+        linear: Linear,
+        *,
+        gate: SwiGLU | GeGLU | None = None,
+        after: nn.Module | None = None,
+        fused: bool = True,
+    ) -> None:
         super().__init__()
-        self.linear, self.silu = linear, silu
-        self.fused = fused and sum_inside(linear.format, silu)
+        self.silu = isinstance(gate, SwiGLU) and gate.plain
+        self.linear, self.gate, self.after = linear, gate or nn.Identity(), after or nn.Identity()
+        known = (gate is None or self.silu) and after is None
+        self.fused = fused and known and sum_inside(linear.format, self.silu)
 
     def forward(self, x: Tensor, total: Tensor) -> Stream:
         if self.fused:
             return Stream(self.linear(x, add=total, silu=self.silu))
-        return Stream(total, self.linear(swiglu(x) if self.silu else x))
+        return Stream(total, self.after(self.linear(self.gate(x))))
 
 
 class MLP(nn.Module):
-    """The feed-forward half of a block: a norm, gate and up, SwiGLU, down, the sum."""
+    """The feed-forward half of a block: a norm, gate and up, what stands between, down, the sum."""
 
-    def __init__(self, gate_up: Normed, down: Summed) -> None:
+    def __init__(self, gate_up: Normed | Bare, down: Summed) -> None:
         super().__init__()
         self.gate_up, self.down = gate_up, down
 

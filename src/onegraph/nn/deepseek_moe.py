@@ -4,39 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from onegraph.nn.experts import Experts
-from onegraph.nn.linear import Linear
-from onegraph.ops.activation import SwiGLU
+from onegraph.nn.shared_expert import FEW
 from onegraph.ops.deepseek_moe import deepseek_route
 from onegraph.ops.linear import linear
-from onegraph.ops.weight import weight_ops
-
-FEW = 16  # tokens: so many share one launch of routed and shared experts, sooner than by launches of its own
-
-
-class SharedExpert(nn.Module):
-    """The expert that every token uses: two linears around SwiGLU. Few tokens run it as experts of which there is one,
-    where its format has experts: SwiGLU is then in the first product's launch."""
-
-    first: Tensor
-    ones: Tensor
-
-    def __init__(self, gate_up: nn.Module, down: nn.Module, gate: SwiGLU) -> None:
-        super().__init__()
-        self.gate_up, self.down, self.gate = gate_up, down, gate
-        device = next(down.buffers()).device
-        self.register_buffer("first", torch.zeros(FEW, 1, dtype=torch.int32, device=device), persistent=False)
-        self.register_buffer("ones", torch.ones(FEW, 1, device=device), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        flat, gate_up, down = x.flatten(0, -2), self.gate_up, self.down
-        tokens = flat.shape[0]
-        if tokens <= FEW and isinstance(gate_up, Linear) and isinstance(down, Linear):
-            format, plain = gate_up.format, gate_up.bias is None and down.bias is None
-            run = weight_ops(format).experts if format.coded and format is down.format and plain else None
-            if run is not None:
-                both = ({key: t.unsqueeze(0) for key, t in layer.tensors.items()} for layer in (gate_up, down))
-                return run(format, flat, self.first[:tokens], self.ones[:tokens], *both, self.gate, None).view_as(x)
-        return down(self.gate(gate_up(x)))
 
 
 class DeepseekMoE(nn.Module):

@@ -12,14 +12,20 @@ from onegraph.ops.weight import weight_ops
 
 class Embedding(Weight):
     """ids [...] int32 or int64 -> rows [..., D] of a weight [V, D] in `dtype`: a fresh tensor that the caller may write
-    to. Raises ValueError for a format without a look-up."""
+    to. Raises ValueError for a format without a look-up.
 
-    def __init__(self, format: WeightFormat, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    scale: of the rows, which are rounded to `dtype` before and after.
+    """
+
+    def __init__(
+        self, format: WeightFormat, tensors: Mapping[str, Tensor], dtype: torch.dtype, *, scale: float = 1.0
+    ) -> None:
         super().__init__(format, tensors)
-        self.dtype, self._look_up = dtype, weight_ops(format).embedding
+        self.dtype, self.scale, self._look_up = dtype, scale, weight_ops(format).embedding
         if self._look_up is None:
             raise ValueError(f"an embedding cannot be stored as {format}; keep it dense")
 
     def forward(self, ids: Tensor) -> Tensor:
         assert self._look_up is not None
-        return self._look_up(self.format, ids, self.given).to(self.dtype)
+        rows = self._look_up(self.format, ids, self.given).to(self.dtype)
+        return rows if self.scale == 1 else rows * self.scale

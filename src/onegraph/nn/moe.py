@@ -1,12 +1,28 @@
-"""The feed-forward half of a block whose tokens choose among experts: Qwen3-MoE, Mixtral, gpt-oss."""
+"""The feed-forward half of a block whose tokens choose among experts: Qwen-MoE, Mixtral, gpt-oss, GLM, OLMoE."""
 
 import torch
 from torch import Tensor, nn
 
 from onegraph.nn.block import Stream
 from onegraph.nn.experts import Experts
+from onegraph.nn.linear import Linear, Siblings
+from onegraph.nn.shared_expert import SharedExpert
+from onegraph.ops.activation import SwiGLU
 from onegraph.ops.linear import linear
-from onegraph.ops.route import softmax_route
+from onegraph.ops.route import check_groups, sigmoid_route, softmax_route
+
+
+class GatedExpert(SharedExpert):
+    """A shared expert whose result each token scales by the sigmoid of its product with `scale` [1, D] (Qwen2-MoE)."""
+
+    scale: Tensor
+
+    def __init__(self, gate_up: Linear | Siblings, down: Linear, gate: SwiGLU, scale: Tensor) -> None:
+        super().__init__(gate_up, down, gate)
+        self.register_buffer("scale", scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * linear(x.to(self.scale.dtype), self.scale, True).sigmoid().to(x.dtype)
 
 
 class MoE(nn.Module):
@@ -18,6 +34,9 @@ class MoE(nn.Module):
             float32 [E] or None.
         top_k: experts that a token uses. normalise: their weights sum to 1, rather than to what softmax over all
             experts gives them.
+        groups: (of how many, how many are chosen, sum of weights) where scores are by sigmoid and `bias` is for the
+            choice alone: see `ops.route.sigmoid_route`. None: by softmax.
+        shared: an expert that every token uses besides.
 
     Attributes:
         fused: False: norm and sum are ops of their own, whatever the experts are stored in.
@@ -38,14 +57,21 @@ class MoE(nn.Module):
         experts: Experts,
         top_k: int,
         normalise: bool,
+        groups: tuple[int, int, float] | None = None,
+        shared: SharedExpert | None = None,
     ) -> None:
         super().__init__()
+        if groups is not None:
+            if bias is None:
+                raise ValueError("groups are given and no bias; scores by sigmoid need one for the choice: give zeros")
+            check_groups("groups", experts.count, top_k, *groups[:2])
         if gate.dim() != 2 or gate.shape[0] != experts.count or not 1 <= top_k <= experts.count:
             raise ValueError(
                 f"the router is {tuple(gate.shape)} and chooses {top_k} of {experts.count} experts; it must be [E, D] "
                 "with a row for each, and choose at least one and no more than there are"
             )
         self.eps, self.experts, self.top_k, self.normalise = eps, experts, top_k, normalise
+        self.groups, self.shared = groups, shared
         self.register_buffer("norm", norm)
         self.register_buffer("gate", gate)
         self.register_buffer("bias", None if bias is None else bias.to(torch.float32))
@@ -54,5 +80,13 @@ class MoE(nn.Module):
         x, total = stream.normed(self.norm, self.eps)
         flat = x.flatten(0, -2)
         logits = linear(flat.to(self.gate.dtype), self.gate, True)
-        experts, weights = softmax_route(logits, self.bias, self.top_k, self.normalise)
-        return Stream(total, self.experts(flat, experts, weights).view_as(x))
+        out = self.experts(flat, *self.choose(logits)).view_as(x)
+        return Stream(total, out if self.shared is None else out + self.shared(x))
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """float32 [T, E] -> which experts each token uses, int32 [T, k], and their weights, float32 [T, k]."""
+        if self.groups is None:
+            return softmax_route(logits, self.bias, self.top_k, self.normalise)
+        assert self.bias is not None
+        groups, top_groups, scale = self.groups
+        return sigmoid_route(logits, self.bias, self.top_k, groups, top_groups, self.normalise, scale)

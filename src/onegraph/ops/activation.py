@@ -1,4 +1,4 @@
-"""SwiGLU's elementwise part, and which one a model has."""
+"""The elementwise part of SwiGLU and GeGLU (Shazeer, arXiv 2002.05202), and which of them a model has."""
 
 import math
 from dataclasses import dataclass
@@ -25,16 +25,27 @@ def check_gate(op: str, limit: float, alpha: float, shift: float) -> None:
         raise ValueError(f"{op}: alpha is {alpha} and shift {shift}; both must be finite, alpha above 0")
 
 
-def _check(gate_up: Tensor, limit: float | None = None, alpha: float = 1.0, shift: float = 0.0) -> None:
+def _check_halves(op: str, gate_up: Tensor) -> None:
     if gate_up.dtype not in FLOATS:
-        raise ValueError(f"swiglu: gate_up is {gate_up.dtype}; allowed are float32, bfloat16 and float16")
+        raise ValueError(f"{op}: gate_up is {gate_up.dtype}; allowed are float32, bfloat16 and float16")
     if gate_up.dim() == 0 or gate_up.shape[-1] % 2:
         raise ValueError(
-            f"swiglu: gate_up has shape {tuple(gate_up.shape)}; its last dimension must be even, gate then up"
+            f"{op}: gate_up has shape {tuple(gate_up.shape)}; its last dimension must be even, gate then up"
         )
     if not gate_up.is_contiguous():
-        raise ValueError("swiglu: gate_up must be contiguous; call .contiguous() on it first")
+        raise ValueError(f"{op}: gate_up must be contiguous; call .contiguous() on it first")
+
+
+def _check(gate_up: Tensor, limit: float | None = None, alpha: float = 1.0, shift: float = 0.0) -> None:
+    _check_halves("swiglu", gate_up)
     check_gate("swiglu", math.inf if limit is None else limit, alpha, shift)
+
+
+def _halves_case(shape: tuple[int, ...], spread: float = 2.0) -> Case:
+    def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
+        return ((spread * torch.randn(shape, generator=generator)).to(device, dtype),)
+
+    return Case(name="x".join(map(str, shape)) + ("_wide" if spread > 10 else ""), make=make)
 
 
 def _case(
@@ -71,6 +82,45 @@ swiglu = register(
 float32 inside, rounded once. Without the other arguments silu(gate) * up."""
 
 
+def _geglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (torch.nn.functional.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+
+
+def _check_geglu(gate_up: Tensor) -> None:
+    _check_halves("geglu", gate_up)
+
+
+geglu = register(
+    Op(
+        name="geglu",
+        schema="(Tensor gate_up) -> Tensor",
+        reference=_geglu,
+        fake=lambda gate_up: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)),
+        kernel="onegraph.ops.triton.activation:geglu",
+        check=_check_geglu,
+        cases=(
+            _halves_case((1, 1, 3072)), _halves_case((3, 5, 82)), _halves_case((2, 1, 20480)),
+            _halves_case((4, 96), 60.0),
+        ),
+        tolerance={torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4},
+        bytes_moved=lambda gate_up: nbytes(gate_up) * 3 // 2,
+        flops=lambda gate_up: 6 * gate_up.numel(),
+    )
+)  # fmt: skip
+"""gate_up [..., 2F] -> gelu(gate) * up of its halves, gelu by tanh (Gemma), float32 inside, rounded once."""
+
+
+@dataclass(frozen=True)
+class GeGLU:
+    """The gate of Gemma's MLP: gelu(gate) * up, gelu by tanh."""
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        """[..., 2F], gate then up -> [..., F], in its dtype."""
+        out: Tensor = geglu(gate_up)
+        return out
+
+
 @dataclass(frozen=True)
 class SwiGLU:
     """Which gate a model's experts have: g * sigmoid(alpha * g) * (u + shift) with g = min(gate, limit) and u = up
@@ -85,6 +135,11 @@ class SwiGLU:
 
     def __post_init__(self) -> None:
         check_gate("SwiGLU", *self.numbers)
+
+    @property
+    def plain(self) -> bool:
+        """silu(gate) * up, which a linear may have in its launch."""
+        return self == SwiGLU()
 
     @property
     def numbers(self) -> tuple[float, float, float]:

@@ -6,6 +6,7 @@ live on the device and change between replays of one graph, so both ops have sha
 them.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -19,9 +20,16 @@ from onegraph.ops.strides import row_stride
 
 
 def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate-half RoPE (Su et al., arXiv 2104.09864; GPT-NeoX's layout): x [..., H, D], tables [..., 1, D/2]."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    """Rotate-half RoPE (Su et al., arXiv 2104.09864; GPT-NeoX's layout): x [..., H, D], tables [..., 1, R/2]. What
+    comes after the first R <= D coordinates of a head stays as it is."""
+    half = cos.shape[-1]
+    first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def capped(scores: Tensor, softcap: float) -> Tensor:
+    """softcap * tanh(scores / softcap), which bounds them (Gemma 2, arXiv 2408.00118, section 2); as they are for 0."""
+    return scores if softcap == 0 else softcap * torch.tanh(scores / softcap)
 
 
 def _head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -39,7 +47,7 @@ def turned(call: Heads, heads: int, kv_heads: int, dim: int) -> tuple[Tensor, Te
         both = torch.cat((_head_norm(q, call.q_norm, call.eps), _head_norm(k, call.k_norm, call.eps)), dim=2)
     token = call.positions.unsqueeze(1) + torch.arange(length, dtype=call.positions.dtype, device=call.qkv.device)
     if call.cos is not None and call.sin is not None:
-        row, shape = token.flatten().clamp(0, call.cos.shape[0] - 1), (batch, length, 1, dim // 2)
+        row, shape = token.flatten().clamp(0, call.cos.shape[0] - 1), (batch, length, 1, call.cos.shape[1])
         both = rotate_half(both, *(t.index_select(0, row).view(shape) for t in (call.cos, call.sin)))
     return both, values, token
 
@@ -92,7 +100,8 @@ def _paged_attention(call: PagedAttention) -> Tensor:
         hidden = hidden | (key <= token - window)
 
     grouped = (q.float() * call.scale).view(batch, length, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
-    scores = grouped.reshape(batch, kv_heads, group * length, dim) @ keys.float().permute(0, 2, 3, 1)
+    products = grouped.reshape(batch, kv_heads, group * length, dim) @ keys.float().permute(0, 2, 3, 1)
+    scores = capped(products, call.softcap)
     by_query = scores.view(batch, kv_heads, group, length, capacity)
     by_query.masked_fill_(hidden.view(batch, 1, 1, length, capacity), float("-inf"))
     if call.sinks is not None:
@@ -104,8 +113,8 @@ def _paged_attention(call: PagedAttention) -> Tensor:
     return out.to(q.dtype, memory_format=torch.contiguous_format, copy=True)
 
 
-def check_heads(op: str, call: Heads, heads: int, kv_heads: int, dim: int) -> None:
-    """qkv and what turns its heads."""
+def check_heads(op: str, call: Heads, heads: int, kv_heads: int, dim: int, *, partial: bool = False) -> None:
+    """qkv and what turns its heads, the whole of each unless `partial`."""
     qkv = call.qkv
     if qkv.dim() != 3 or qkv.dtype not in FLOATS or row_stride(qkv) is None:
         raise ValueError(
@@ -127,11 +136,13 @@ def check_heads(op: str, call: Heads, heads: int, kv_heads: int, dim: int) -> No
                 f"{op}: {name} is {tuple(weight.shape)} {weight.dtype} on {weight.device}; it must be [{dim}]"
             )
     for name, table in (("cos", cos), ("sin", sin)):
-        if table is not None and (table.dim() != 2 or table.shape[1] != dim // 2 or table.dtype != torch.float32):
-            raise ValueError(
-                f"{op}: {name} is {tuple(table.shape)} {table.dtype}; it must be float32 [max, {dim // 2}]"
-            )
-        if table is not None and (table.stride(1) != 1 or table.device != qkv.device):
+        if table is None:
+            continue
+        fits = table.dim() == 2 and (1 <= table.shape[1] <= dim // 2 if partial else table.shape[1] == dim // 2)
+        if not fits or table.dtype != torch.float32:
+            width = f"1 to {dim // 2}" if partial else f"{dim // 2}"
+            raise ValueError(f"{op}: {name} is {tuple(table.shape)} {table.dtype}; it must be float32 [max, {width}]")
+        if table.stride(1) != 1 or table.device != qkv.device:
             raise ValueError(
                 f"{op}: {name} is on {table.device}, of strides {table.stride()}; it must be on {qkv.device}, of "
                 "contiguous rows"
@@ -142,9 +153,9 @@ def check_heads(op: str, call: Heads, heads: int, kv_heads: int, dim: int) -> No
         )
 
 
-def check_tokens(op: str, call: Tokens, heads: int, kv_heads: int, dim: int) -> None:
+def check_tokens(op: str, call: Tokens, heads: int, kv_heads: int, dim: int, *, partial: bool = False) -> None:
     """`check_heads`, and the rows of the step."""
-    check_heads(op, call, heads, kv_heads, dim)
+    check_heads(op, call, heads, kv_heads, dim, partial=partial)
     rows = call.qkv.shape[0]
     check_tensors(
         op, call.qkv.device, positions=(call.positions, torch.int32, (rows,)),
@@ -176,12 +187,13 @@ def check_caches(op: str, like: Tensor, k_cache: Tensor, v_cache: Tensor) -> Non
 def _check_write(call: RopeCacheWrite) -> None:
     op, qkv, slots = "rope_cache_write", call.qkv, call.slots
     check_caches(op, qkv, call.k_cache, call.v_cache)
-    check_heads(op, call, call.heads, *call.k_cache.shape[2:])
+    check_heads(op, call, call.heads, *call.k_cache.shape[2:], partial=True)
     rows = qkv.shape[0]
     if slots is None:
         if call.counts is None or call.block_table is None:
             raise ValueError(f"{op}: neither slots nor counts and a block_table are given; tokens need either")
-        check_tokens(op, call, call.heads, *call.k_cache.shape[2:])  # type: ignore[arg-type]  # has what Tokens has
+        sizes = call.heads, *call.k_cache.shape[2:]
+        check_tokens(op, call, *sizes, partial=True)  # type: ignore[arg-type]  # has what Tokens has
         return
     if qkv.shape[1] != 1 or slots.dim() != 1 or len(slots) > rows:
         raise ValueError(
@@ -211,15 +223,22 @@ def _check_attention(call: PagedAttention) -> None:
         raise ValueError(
             f"{op}: window is {call.window}; it must be 0 (no window) or the number of keys that a query sees"
         )
+    if not 0 <= call.softcap < math.inf:
+        raise ValueError(f"{op}: softcap is {call.softcap}; it must be 0 (none) or a bound of the scores above it")
 
 
 def _write_case(
     name: str, *, tokens: int, heads: int, kv_heads: int, dim: int, page_size: int, positions: list[int],
-    counts: list[int], norm: bool = False, rope: bool = True,
+    counts: list[int], norm: bool = False, rope: bool = True, turned: int | None = None,
 ) -> Case:  # fmt: skip
+    """turned: coordinates of a head that rotate, all of them unless said; fewer come with norms in float32."""
+
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
         draw = Draw(device, dtype, generator)
-        brought = draw.tokens(heads, kv_heads, dim, tokens, positions, counts, page_size, norm, rope)
+        brought = list(draw.tokens(heads, kv_heads, dim, tokens, positions, counts, page_size, norm, rope))
+        if turned is not None:
+            brought[1:3] = (t if t is None else t.float() for t in brought[1:3])
+            brought[4:6] = (t[:, : turned // 2].contiguous() for t in brought[4:6])
         cache = 1 + brought[8].numel(), page_size, kv_heads, dim
         return *brought, draw.randn(*cache), draw.randn(*cache), heads, None
 
@@ -243,14 +262,15 @@ def _slots_case(name: str, *, tokens: int, heads: int, kv_heads: int, dim: int, 
 
 def _attention_case(
     name: str, *, tokens: int, heads: int, kv_heads: int, dim: int, page_size: int, positions: list[int],
-    window: int = 0, spare_pages: int = 1, sinks: bool = False,
+    window: int = 0, spare_pages: int = 1, sinks: bool = False, softcap: float = 0.0,
 ) -> Case:  # fmt: skip
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
         draw, rows = Draw(device, dtype, generator), len(positions)
         table = draw.pages(rows, -(-(max(positions) + tokens) // page_size) + spare_pages)
         q, cache = draw.randn(rows, tokens, heads, dim), (1 + table.numel(), page_size, kv_heads, dim)
         caches = draw.randn(*cache), draw.randn(*cache)
-        return q, *caches, table, draw.ints(positions), dim**-0.5, window, draw.sinks(heads) if sinks else None
+        logits = draw.sinks(heads) if sinks else None
+        return q, *caches, table, draw.ints(positions), dim**-0.5, window, logits, softcap
 
     return Case(name=name, make=make)
 
@@ -270,6 +290,16 @@ _WRITE_CASES = (
     _write_case(
         "norm_nope", tokens=1, heads=2, kv_heads=2, dim=32, page_size=16, positions=[3], counts=[1], norm=True,
         rope=False,
+    ),
+    _write_case(
+        "gemma_256", tokens=3, heads=4, kv_heads=1, dim=256, page_size=16, positions=[9], counts=[3], norm=True
+    ),
+    _write_case(
+        "half_turned", tokens=2, heads=4, kv_heads=2, dim=128, page_size=16, positions=[70, 3], counts=[2, 1],
+        norm=True, turned=64,
+    ),
+    _write_case(
+        "turned_24_of_80", tokens=5, heads=3, kv_heads=3, dim=80, page_size=8, positions=[2], counts=[5], turned=24
     ),
     _slots_case("slots_llama", tokens=1, heads=8, kv_heads=2, dim=128, slots=[17]),
     _slots_case("slots_padded", tokens=5, slots=[63, -1, 0, 20], **_SMOL),
@@ -292,6 +322,12 @@ _ATTENTION_CASES = (
     _attention_case("sinks", tokens=1, heads=6, kv_heads=3, dim=80, page_size=16, positions=[0, 300], sinks=True),
     _attention_case(
         "sinks_chunk", tokens=21, heads=8, kv_heads=1, dim=64, page_size=16, positions=[0, 50], window=7, sinks=True
+    ),
+    _attention_case("gemma_256", tokens=1, heads=8, kv_heads=4, dim=256, page_size=16, positions=[0, 300], window=100),
+    _attention_case("gemma_256_chunk", tokens=19, heads=4, kv_heads=1, dim=256, page_size=16, positions=[0, 50]),
+    _attention_case("capped", tokens=1, heads=4, kv_heads=2, dim=96, page_size=16, positions=[3, 300], softcap=0.7),
+    _attention_case(
+        "capped_chunk", tokens=21, heads=8, kv_heads=2, dim=64, page_size=16, positions=[0, 50], window=7, softcap=2.0
     ),
 )
 _TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -321,11 +357,11 @@ rope_cache_write = register(
 """qkv [B, Q, (heads + 2 kv_heads) D] -> q [B, Q, heads, D]; keys and values go to the caches [pages, page_size,
 kv_heads, D].
 
-Per head an optional RMSNorm of q and k (Qwen3), then rotate-half RoPE from the float32 tables [max_pos, D/2] (None:
-none of it); float32 inside, rounded once. Row b's tokens stand at positions[b] + i; only the first counts[b] are real.
-The other tokens' q is unspecified. Positions are clamped into the tables; a real token beyond block_table's reach
-(P * page_size) is treated as padding, never written over another's page. Rows of block_table may be apart
-(stride(0) >= P), so that a caller can pass its first columns.
+Per head an optional RMSNorm of q and k (Qwen3), then rotate-half RoPE from the float32 tables [max_pos, R/2] of the
+first R <= D coordinates of a head (None: of none); float32 inside, rounded once. Row b's tokens stand at positions[b]
++ i; only the first counts[b] are real. The other tokens' q is unspecified. Positions are clamped into the tables; a
+real token beyond block_table's reach (P * page_size) is treated as padding, never written over another's page. Rows of
+block_table may be apart (stride(0) >= P), so that a caller can pass its first columns.
 
 Another engine says instead which slot of its cache each token has: slots int64 [S], S <= B, of one token a row (Q = 1)
 at positions int64 [B]; the places of the first S tokens, page * page_size + place, a negative one for none. Neither
@@ -355,4 +391,5 @@ j % page_size]. The grid depends on shapes only; lengths are read on the device.
 may be anything, NaN included. Rows of block_table may be apart.
 
 sinks: float32 [H], a logit of each head that counts in the softmax beside the scores and that no value belongs to
-(gpt-oss): what a query gives to it, its result lacks."""
+(gpt-oss): what a query gives to it, its result lacks. softcap: scores s, scaled, become softcap * tanh(s / softcap)
+(Gemma 2); 0: they stay."""

@@ -107,6 +107,7 @@ class PagedAttention(Call):
     scale: float
     window: int
     sinks: Tensor | None = None
+    softcap: float = 0.0
 
 
 @dataclass(eq=False)
@@ -121,6 +122,7 @@ class PagedDecode(Tokens):
     window: int
     early: bool = False
     sinks: Tensor | None = None
+    softcap: float = 0.0
 
 
 @dataclass(eq=False)

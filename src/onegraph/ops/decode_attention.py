@@ -13,10 +13,11 @@ from onegraph.ops.registry import Case, Op, nbytes, register
 
 def _parts(call: PagedDecode, q: Tensor | None = None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Arguments of `rope_cache_write`, and of `paged_attention` for the queries that it returns."""
-    *tokens, _, heads, scale, window, _, sinks = call
+    *tokens, _, heads, scale, window, _, sinks, softcap = call
     if q is None:
         q = call.qkv.new_empty(call.qkv.shape[0], 1, heads, call.k_cache.shape[3])  # never filled, for the check
-    return (*tokens, heads), (q, call.k_cache, call.v_cache, call.block_table, call.positions, scale, window, sinks)
+    cache = call.k_cache, call.v_cache, call.block_table, call.positions
+    return (*tokens, heads), (q, *cache, scale, window, sinks, softcap)
 
 
 def _paged_decode(call: PagedDecode) -> Tensor:
@@ -49,7 +50,9 @@ def _check(call: PagedDecode) -> None:
         )
 
 
-def _case(name: str, window: int = 0, early: bool = False, sinks: bool = False, **options: Any) -> Case:
+def _case(
+    name: str, window: int = 0, early: bool = False, sinks: bool = False, softcap: float = 0.0, **options: Any
+) -> Case:
     """The write's case, its caches as long as the positions reach, and what attention needs besides."""
     write = _write_case(name, tokens=1, **options)
 
@@ -58,7 +61,7 @@ def _case(name: str, window: int = 0, early: bool = False, sinks: bool = False, 
         batch, (_, _, kv_heads, dim) = tensors[0].shape[0], tensors[-1].shape
         tickets = torch.zeros(batch, kv_heads, dtype=torch.int32, device=device)
         logits = Draw(device, dtype, generator).sinks(heads) if sinks else None
-        return *tensors, tickets, heads, dim**-0.5, window, early, logits
+        return *tensors, tickets, heads, dim**-0.5, window, early, logits, softcap
 
     return Case(name=name, make=make)
 
@@ -104,6 +107,21 @@ paged_decode = register(
                 window=128, sinks=True,
             ),
             _case("sinks", positions=[1, 300], counts=[1, 1], heads=6, kv_heads=3, dim=80, page_size=16, sinks=True),
+            _case(
+                "gemma3", positions=[1, 300], counts=[1, 1], heads=8, kv_heads=4, dim=256, page_size=16, norm=True,
+                window=100,
+            ),
+            _case("gemma3_1b", positions=[700], counts=[1], heads=4, kv_heads=1, dim=256, page_size=16, norm=True),
+            _case(
+                "gemma2", positions=[70, 800], counts=[1, 1], heads=8, kv_heads=4, dim=256, page_size=16, softcap=0.7
+            ),
+            _case(
+                "half_turned", positions=[0, 300], counts=[1, 1], heads=12, kv_heads=1, dim=128, page_size=16,
+                norm=True, turned=64,
+            ),
+            _case(
+                "turned_24_of_80", positions=[61], counts=[1], heads=4, kv_heads=4, dim=80, page_size=8, turned=24
+            ),
         ),
         tolerance=_TOLERANCE,
         bytes_moved=lambda call: (

@@ -33,7 +33,7 @@ def factory_ok_warm():
     return step, _row
 
 
-def factory_bad_first_launch():
+def factory_quiet_first_launch():
     shift = _kernel()
     calls = [0]
 
@@ -47,7 +47,7 @@ def factory_bad_first_launch():
     return step, _row
 
 
-def factory_bad_new_constant():
+def factory_quiet_new_constant():
     shift = _kernel()
     calls = [0]
 
@@ -73,7 +73,7 @@ def factory_bad_divisible_by_16():
     return step, _row
 
 
-def factory_bad_other_dtype():
+def factory_quiet_other_dtype():
     shift = _kernel()
     calls = [0]
 
@@ -86,7 +86,7 @@ def factory_bad_other_dtype():
     return step, _row
 
 
-def factory_bad_kernel_made_in_the_step():
+def factory_quiet_kernel_made_in_the_step():
     def step(x):
         y = torch.empty_like(x)
         _kernel()[(4,)](x, y, 64, 3, BLOCK=16, TWICE=False)  # expect: CG307

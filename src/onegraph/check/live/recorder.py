@@ -41,6 +41,7 @@ class Numbers:
     def __init__(self) -> None:
         self.known: dict[int, tuple[int, StorageWeakRef]] = {}
         self.made: dict[int, tuple[str, int]] = {}
+        self.sizes: dict[int, int] = {}
         self.count = 0
 
     def of(self, tensor: Tensor, phase: str, step: int) -> int:
@@ -51,6 +52,7 @@ class Numbers:
         self.count += 1
         self.known[storage._cdata] = (self.count, StorageWeakRef(storage))
         self.made[self.count] = (phase, step)
+        self.sizes[self.count] = storage.nbytes()
         return self.count
 
     def alive(self) -> set[int]:
@@ -81,6 +83,10 @@ class Recorder(compat.TorchDispatchMode):
         self.devices: dict[int, frames.Chain] = {}
         self.written: list[weakref.ref[Tensor]] = []  # what the captured step writes
         self.reshaped: dict[int, tuple[str, frames.Chain]] = {}  # tensors whose shape the step changed in place
+
+    @property
+    def sizes(self) -> dict[int, int]:
+        return self.numbers.sizes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

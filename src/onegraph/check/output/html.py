@@ -78,6 +78,7 @@ def _data(report: Report) -> dict[str, Any]:
             ]
             for e in report.timeline
         ],
+        "memory": _memory(report),
         "storages": [[s.number, s.kind, s.bytes, s.name] for s in report.storages],
     }
 
@@ -87,6 +88,14 @@ def _follows(f: Finding, counted: set[int]) -> str:
     if f.follows is None or id(f) in counted:
         return ""
     return f"{f.follows.code} at {relative(f.follows.path)}:{f.follows.line}"
+
+
+def _memory(report: Report) -> dict[str, Any]:
+    """What the graph's pool holds; empty where nothing was run."""
+    memory = dict(report.facts.get("memory", {}))
+    if memory.get("at the peak"):
+        memory["at the peak"] = [line | {"file": relative(line["path"])} for line in memory["at the peak"]]
+    return memory
 
 
 def _frame(call: Frame) -> dict[str, Any]:

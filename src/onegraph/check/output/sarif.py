@@ -21,10 +21,34 @@ LEVELS = {
 }
 
 
-def render(report: Report, root: str | None = None) -> str:
-    """The report as a SARIF log; paths below `root` (default: the working directory) are relative to it."""
+def render(report: Report, root: str | None = None, *, strict: bool = False) -> str:
+    """The report as a SARIF log; paths below `root` (default: the working directory) are relative to it.
+
+    `strict`: as `Report.exit_code` takes it.
+    """
     root = os.path.abspath(root or os.getcwd())
     codes = sorted(RULES)
+    properties = {
+        "target": report.target,
+        "verdict": report.verdict.value,
+        **{key: report.facts[key] for key in ("unknown",) if key in report.facts},
+    }
+    invocation = {"executionSuccessful": True, "exitCode": report.exit_code(strict=strict)}
+    results = [_result(f, root, codes, report.following(f)) for f in report.counted]
+    return _log(root, results, invocation, properties)
+
+
+def failure(message: str, target: str) -> str:
+    """The SARIF log of a check that could not run: no results, and why."""
+    invocation = {
+        "executionSuccessful": False,
+        "exitCode": 2,
+        "toolExecutionNotifications": [{"level": "error", "message": {"text": message}}],
+    }
+    return _log(os.getcwd(), [], invocation, {"target": target})
+
+
+def _log(root: str, results: list[Any], invocation: dict[str, Any], properties: dict[str, Any]) -> str:
     log = {
         "$schema": SCHEMA,
         "version": "2.1.0",
@@ -35,18 +59,14 @@ def render(report: Report, root: str | None = None) -> str:
                         "name": "onegraph check",
                         "version": __version__,
                         "semanticVersion": __version__,
-                        "rules": [_rule(code) for code in codes],
+                        "rules": [_rule(code) for code in sorted(RULES)],
                     }
                 },
                 "originalUriBaseIds": {"ROOT": {"uri": Path(root).as_uri() + "/"}},
                 "columnKind": "unicodeCodePoints",
-                "results": [_result(f, root, codes, report.following(f)) for f in report.counted],
-                "invocations": [{"executionSuccessful": True, "exitCode": report.exit_code()}],
-                "properties": {
-                    "target": report.target,
-                    "verdict": report.verdict.value,
-                    **{key: report.facts[key] for key in ("unknown",) if key in report.facts},
-                },
+                "results": results,
+                "invocations": [invocation],
+                "properties": properties,
             }
         ],
     }

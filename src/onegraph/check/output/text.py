@@ -4,6 +4,7 @@ import os
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from onegraph.check.output import verdict_words
 from onegraph.check.report import Finding, Report, Severity, Verdict, relative
@@ -73,6 +74,8 @@ def summary(report: Report, *, color: bool = False) -> str:
     if words:
         line += f" ({', '.join(words)})"
     tail = [f"  {said}"] if said else []
+    if memory := memory_line(report.facts.get("memory", {})):
+        tail.append(f"  {memory}")
     if "source" in report.facts:
         tail.append(f"  source: {report.facts['source']}")
     if "unknown" in report.facts:
@@ -84,9 +87,33 @@ def summary(report: Report, *, color: bool = False) -> str:
     return "\n".join([line, *tail]) + "\n"
 
 
+def memory_line(memory: dict[str, Any]) -> str:
+    """What a graph holds, in one line; nothing where it holds nothing."""
+    if not memory.get("pool"):
+        return ""
+    told = f"memory of the graph: {size(memory['pool'])}, at its peak {size(memory['peak'])} of tensors"
+    if memory.get("at the peak"):
+        worst = memory["at the peak"][0]
+        told += f" ({size(worst['bytes'])} of line {os.path.basename(worst['path'])}:{worst['line']})"
+    if "second graph of the pool" in memory:
+        told += f"; a second such graph in its pool adds {size(memory['second graph of the pool'])}"
+    return told
+
+
+def size(nbytes: int) -> str:
+    """Bytes as people read them, in powers of 1024."""
+    for unit, step in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= step:
+            return f"{nbytes / step:.1f} {unit}"
+    return f"{nbytes} B"
+
+
 def _ran(report: Report) -> list[str]:
     told = []
-    if "simulate" in report.origins:
+    captures = report.facts.get("captures")
+    if captures is not None:
+        told.append(_captured(captures, report.facts.get("compiled calls", 0)))
+    elif "simulate" in report.origins:
         told.append(f"{report.steps} steps simulated")
     if "live" in report.origins:
         told.append("captured and replayed on a GPU")
@@ -94,6 +121,17 @@ def _ran(report: Report) -> list[str]:
         count = report.facts["files"]
         told.append(f"{count} file" + "s" * (count != 1))
     return told
+
+
+def _captured(captures: list[dict[str, Any]], calls: int) -> str:
+    """What a program captured and replayed, and how much of that was compared with eager."""
+    replays, compared = (sum(c[key] for c in captures) for key in ("replays", "compared"))
+    words = [f"{n} {what}{'s' * (n != 1)}" for n, what in ((len(captures), "capture"), (replays, "replay"))]
+    told = f"run on the simulated machine: {words[0]}, {words[1]}, {compared} compared with eager"
+    if calls:
+        told += f"; {calls} call{'s' * (calls != 1)} of functions that torch compiles with graphs of its own"
+    reasons = sorted({c["not compared"] for c in captures if "not compared" in c})
+    return f"{told} (others not: {'; '.join(reasons)})" if reasons else told
 
 
 def _note(gutter: str, label: str, text: str) -> list[str]:

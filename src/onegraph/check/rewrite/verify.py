@@ -121,7 +121,7 @@ def results(target: str, steps: int, gpus: int) -> list[dict[str, Any]]:
     """What the first steps of a target return on the simulated machine, run eagerly, plain tensors by path."""
     import torch
 
-    from onegraph.check import containers
+    from onegraph.check import compat, containers
     from onegraph.check.simulate import frames
     from onegraph.check.simulate.cuda import machine
     from onegraph.check.simulate.run import _inner, call_step, given_of
@@ -143,7 +143,7 @@ def results(target: str, steps: int, gpus: int) -> list[dict[str, Any]]:
             tensors = {f"result{path}": t for path, t in containers.tensors(result).items()}
             tensors |= {f"given{path}": t for path, t in containers.tensors((arguments, keywords)).items()}
             tensors |= {f"state {name}": t for name, t in Snapshot(step, roots).tensors.items() if name in held}
-            with torch._C.DisableTorchFunction(), world.off():
+            with compat.no_torch_function(), world.off():
                 found.append({path: _inner(t).detach().clone() for path, t in tensors.items()})
     return found
 

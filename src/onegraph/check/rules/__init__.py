@@ -23,6 +23,7 @@ from onegraph.check.rules.process import (
     CollectiveInCapture,
     LazyInitialisation,
     RawAllocation,
+    SkippedGraph,
     StaleAutogradNode,
 )
 from onegraph.check.rules.rng import RngStateInStep, UnregisteredGenerator
@@ -72,6 +73,7 @@ RULES: dict[str, type[Rule]] = {
     "CG311": AutocastOrModeFlip,
     "CG312": SharedPoolOrder,
     "CG313": FreedOutsideCapture,
+    "CG314": SkippedGraph,
     "CG401": UnverifiedLaunch,
     "CG402": AllowanceWithoutReason,
     "CG403": UnusedAllowance,

@@ -252,3 +252,65 @@ class AutocastOrModeFlip(Rule):
     happens = "an assertion in autocast, or silently stale"
     seen = ways("partly", "partly", "yes")
     shown_by = (Origin.SOURCE,)
+
+
+class SkippedGraph(Rule):
+    """
+    ## What it does
+    Finds what makes torch leave out, split or record again the CUDA graph of a function that it compiles with
+    `mode="reduce-overhead"` or `"max-autotune"`: a written tensor that no module holds, an op or a copy on the CPU, a
+    device value read on the host, a shape that depends on values, an argument of changing shape.
+
+    ## Why is this bad
+    The function is right and as slow as before. torch says so only with `TORCH_LOGS=cudagraphs` ("skipping cudagraphs
+    due to mutated inputs").
+
+    ## Example
+    ```python
+    import torch
+
+
+    def count(x, seen):
+        seen.add_(x)
+        return x * 2
+
+
+    def factory():
+        compiled = torch.compile(count, mode="reduce-overhead")
+        seen = torch.zeros(4, device="cuda")
+
+        def step(x):
+            return compiled(x, seen)
+
+        return step, lambda i: (torch.full((4,), float(i), device="cuda"),)
+    ```
+
+    ## Use instead
+    Return the new value, and write it where no graph of torch's is in the way. (In a step that is captured itself, the
+    function is compiled without graphs of its own.)
+    ```python
+    import torch
+
+
+    def count(x, seen):
+        return x * 2, seen + x
+
+
+    def factory():
+        compiled = torch.compile(count, mode="max-autotune-no-cudagraphs")
+        seen = torch.zeros(4, device="cuda")
+
+        def step(x):
+            y, now = compiled(x, seen)
+            seen.copy_(now)
+            return y
+
+        return step, lambda i: (torch.full((4,), float(i), device="cuda"),)
+    ```
+    """
+
+    hazards = (34,)
+    severity = Severity.WARNING
+    happens = "no error: torch runs the function without a CUDA graph, or with several"
+    seen = ways("no", "yes", "no")
+    shown_by = (Origin.SIMULATE,)

@@ -72,6 +72,8 @@ class Backward:
     def _run(self, node: Any, given: dict[int, Tensor], accumulate: bool) -> tuple[Any, ...]:
         if hasattr(node, "variable"):
             if accumulate and 0 in given:
+                if node.variable.grad is None:
+                    self.world.first_gradient(node.variable)
                 _accumulate(node.variable, given[0])
             return ()
         if not given:
@@ -85,7 +87,7 @@ class Backward:
 
     def _stale(self, node: Any) -> None:
         world = self.world
-        if world.phase == "step" and node._sequence_nr() != _LEAF and node._sequence_nr() < world.first_node:
+        if world.phase == "step" and node._sequence_nr() != _LEAF and world.recorded_before(node._sequence_nr()):
             text = f"the backward pass goes through {node.name()}, whose forward ran before the step"
             happens = "CUDA error: operation would make the capture depend on work outside of it"
             world.see("CG306", text, happens, severity=Severity.ERROR)

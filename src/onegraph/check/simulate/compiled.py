@@ -1,153 +1,182 @@
-"""What Triton has compiled and tuned so far: what the captured step is the first to need is compiled in the capture."""
+"""Why torch leaves out, splits or records again the CUDA graphs of a function that it compiles with graphs of its own.
 
-import inspect
-import weakref
+`torch.compile(mode="reduce-overhead")` captures what it can and goes on without a word where it cannot (only
+`TORCH_LOGS=cudagraphs` shows "skipping cudagraphs due to ..."). The reasons are inductor's own
+(torch/_inductor/cudagraph_utils.py, `should_partition` of scheduler.py), applied to the ops that the function runs, so
+that each has its line: a written input whose address is not fixed, an op or a copy on the CPU, a result whose shape
+depends on values, a value read on the host, where one compiled graph ends and another begins; other shapes or numbers
+in other calls, each of which is recorded as a graph of its own.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import nn
 
+from onegraph.check import containers
+from onegraph.check.report import Severity
 from onegraph.check.simulate import frames
 from onegraph.check.simulate.device import DeviceTensor
-from onegraph.check.simulate.interpret import constexprs
+from onegraph.check.simulate.records import OpRecord, Sighting
+from onegraph.check.simulate.state import Snapshot
 
 if TYPE_CHECKING:
     from onegraph.check.simulate.world import World
 
-LOADS = "RuntimeError: Triton Error [CUDA]: operation not permitted when stream is capturing"
-"""What `cuModuleLoadData` says in a capture of the default (global) mode."""
+MOST_CALLS = 8
+"""Calls of one function that are looked at."""
 
-_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
-
-Key = tuple[tuple[str, str], ...]
-
-
-class Compiled:
-    """Kernels by what they were compiled for, autotuners by the keys that they were tuned for."""
-
-    def __init__(self) -> None:
-        self.kernels: dict[int, tuple[Any, list[Key]]] = {}  # by `id`, see `Kernels`; the kernel is kept for its `id`
-        self.tuned: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
-
-    def launched(
-        self, world: "World", kernel: Any, name: str, arguments: dict[str, Any], options: dict[str, Any],
-        chain: frames.Chain,
-    ) -> None:  # fmt: skip
-        """Note a launch; a finding where the captured step is the first to want this code."""
-        key = specialization(kernel, arguments, options)
-        _, known = self.kernels.setdefault(id(kernel), (kernel, []))
-        if key in known:
-            return
-        short = name.removeprefix("triton:")
-        if world.phase == "step" and world.step == world.captured_step:
-            text = f"Triton kernel {short} is compiled and loaded inside the capture: "
-            if not known:
-                text += "no earlier step launches it"
-                world.see("CG307", text, LOADS, chain=chain)
-            else:
-                parts = _difference(known[-1], key)
-                text += f"no earlier step launches it with {', '.join(f'{n} {new}' for n, _, new in parts)}"
-                values = tuple(f"{n}: {old}, now {new}" for n, old, new in parts)
-                world.see("CG307", text, LOADS, chain=chain, values=values)
-        known.append(key)
+NO_GRAPH = "no error: torch runs the function without a CUDA graph"
+SPLIT = "no error: torch captures the parts before and after it, and runs this part without a graph"
+AGAIN = "no error: torch records another graph"
+_BREAKS = {"CG101": "a device value is read on the host", "CG108": "a branch is taken on a device value"}
+_SHAPES = {"CG104": "the shape of a result depends on device values"}
 
 
-def _difference(old: Key, new: Key) -> list[tuple[str, str, str]]:
-    before = dict(old)
-    return [(name, before.get(name, "(absent)"), value) for name, value in new if before.get(name) != value]
+@dataclass(eq=False)
+class Call:
+    """One call of a function that torch compiles with graphs of its own.
 
-
-def specialization(kernel: Any, arguments: dict[str, Any], options: dict[str, Any]) -> Key:
-    """What Triton compiles for: constants by value, tensors by dtype and alignment, integers by width and whether they
-    are 1 or divisible by 16, unless the kernel asks it not to."""
-    constants = constexprs(kernel.fn)
-    parameters = {p.name: p for p in getattr(kernel, "params", ())}
-    key = [(name, _kind(name in constants, value, parameters.get(name))) for name, value in arguments.items()]
-    key += [(name, repr(value)) for name, value in options.items() if name in _OPTIONS]
-    return tuple(key)
-
-
-def _kind(constant: bool, value: Any, parameter: Any) -> str:
-    if type(value).__name__ == "constexpr":
-        constant, value = True, value.value
-    if constant or value is None:
-        return f"= {getattr(value, '__name__', value)}"
-    loose = getattr(parameter, "do_not_specialize", False)
-    unaligned = loose or getattr(parameter, "do_not_specialize_on_alignment", False)
-    if isinstance(value, Tensor):
-        inner = value.inner if isinstance(value, DeviceTensor) else value
-        aligned = inner.storage_offset() * inner.element_size() % 16 == 0
-        return f"of {str(value.dtype).removeprefix('torch.')}" + (
-            "" if aligned or unaligned else ", not aligned to 16 bytes"
-        )
-    if isinstance(value, tuple):
-        return f"({', '.join(_kind(False, v, parameter) for v in value)})"
-    if isinstance(value, bool) or not isinstance(value, int):
-        return f"of type {type(value).__name__}"
-    width = "32 bits" if -(2**31) <= value < 2**31 else "64 bits"
-    if loose:
-        return f"of {width}"
-    if value == 1:
-        return "= 1"
-    return f"of {width}" + (", divisible by 16" if value % 16 == 0 and not unaligned else ", not divisible by 16")
-
-
-def tune(world: "World", tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`Autotuner.run` without a GPU to time on: the first config that its pruning keeps stands for the fastest.
-
-    The arguments are left as tuning leaves them (`reset_to_zero`), without the runs in between.
+    Args:
+        ops: what it ran. hosts: ops on the CPU, by name, with their calls. seen: hazards met in it.
+        fixed: storages whose address torch takes as fixed: those that modules hold. names: of storages.
+        older: storages that were there before the call.
+        shapes, numbers: of its arguments, by path.
     """
-    tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
-    config = tuner.configs[0]
-    if len(tuner.configs) > 1:
-        config = _tuned(world, tuner, kwargs)
-    tuner.best_config = config
-    if config.pre_hook is not None:
-        config.pre_hook({**tuner.nargs, **kwargs, **config.all_kwargs()})
-    out = tuner.fn.run(*args, **kwargs, **config.all_kwargs())
-    tuner.nargs = None
-    return out
+
+    function: Any
+    chain: frames.Chain
+    step: int
+    ops: list[OpRecord] = field(default_factory=list)
+    hosts: list[tuple[str, frames.Chain]] = field(default_factory=list)
+    seen: list[Sighting] = field(default_factory=list)
+    fixed: set[int] = field(default_factory=set)
+    names: dict[int, str] = field(default_factory=dict)
+    older: int = 0
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    numbers: dict[str, Any] = field(default_factory=dict)
 
 
-def _tuned(world: "World", tuner: Any, kwargs: dict[str, Any]) -> Any:
-    key = _tuning_key(tuner, kwargs)
-    if key in tuner.cache:  # as the user filled it
-        return tuner.cache[key]
-    known = world.kernels.books.tuned.setdefault(tuner, {})
-    if key in known:
-        return known[key]
-    config = tuner.prune_configs(kwargs)[0]
-    twice = kwargs.keys() & config.kwargs.keys()
-    if twice:
-        raise ValueError(
-            f"Conflicting meta-parameters: {', '.join(twice)}. Make sure that you don't re-define auto-tuned symbols."
-        )
-    if world.phase == "step" and world.step == world.captured_step:
-        _tuned_in_capture(world, tuner, key, list(known))
-    known[key] = config
-    full = {**tuner.nargs, **kwargs, **config.all_kwargs()}
-    if "reset_only" in inspect.signature(tuner.pre_hook).parameters:
-        tuner.pre_hook(full, reset_only=True)
-    else:
-        tuner.pre_hook(full)
-    return config
+class _Held(Snapshot):
+    """Also knows what is held by modules: whatever dynamo reaches through one (parameters, buffers, other tensors and
+    what is in objects of theirs) it takes for static, which other closures, globals and arguments are not."""
+
+    def __init__(self, function: Callable[..., Any], roots: frames.Roots) -> None:
+        self.fixed: set[int] = set()
+        self._modules: tuple[str, ...] = ()
+        super().__init__(function, roots)
+
+    def _visit(self, name: str, value: Any, roots: frames.Roots) -> Iterator[tuple[str, Any]]:
+        if isinstance(value, nn.Module):
+            self._modules += (f"{name}.",)
+        elif isinstance(value, DeviceTensor) and name.startswith(self._modules):
+            self.fixed.add(value.record.number)
+        yield from super()._visit(name, value, roots)
 
 
-def _tuning_key(tuner: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    given = {name: value for name, value in {**tuner.nargs, **kwargs}.items() if name in tuner.arg_names}
-    names = getattr(tuner, "keys", None) or [tuner.arg_names[i] for i in getattr(tuner, "key_idx", ())]
-    key = [given[name] for name in names if name in given]
-    return (*key, *(str(value.dtype) for value in given.values() if hasattr(value, "dtype")))
+def watched(world: "World", function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`function(*args, **kwargs)` in a running step, noted in `world.calls` for `skips`."""
+    step = world.current
+    if step is None or world.hosts is not None or sum(c.function is function for c in world.calls) >= MOST_CALLS:
+        return function(*args, **kwargs)
+    call = Call(function, world.chain(3), world.step, older=world.numbers)
+    given = {"args": args, "kwargs": kwargs}
+    tensors = containers.tensors(given)
+    call.shapes = {_named(path): tuple(t.shape) for path, t in tensors.items()}
+    call.numbers = {_named(path): value for path, value in containers.numbers(given).items()}
+    with world.off():
+        held = _Held(function, world.roots)
+    modules = [m for m in (*args, *kwargs.values()) if isinstance(m, nn.Module)]
+    named_static = [t for t in tensors.values() if hasattr(t, "_dynamo_static_input_type")]
+    inside = [t for m in modules for part in m.modules() for t in vars(part).values()]
+    inside += [t for m in modules for t in (*m.parameters(), *m.buffers())]
+    call.fixed = held.fixed | {t.record.number for t in (*named_static, *inside) if isinstance(t, DeviceTensor)}
+    named = {t.record.number: f"the argument {_named(p)}" for p, t in tensors.items() if isinstance(t, DeviceTensor)}
+    call.names = {**held.storages, **named}
+    begin, seen, world.hosts = len(step.ops), len(world.sightings), call.hosts
+    try:
+        return function(*args, **kwargs)
+    finally:
+        world.hosts = None
+        call.ops, call.seen = step.ops[begin:], world.sightings[seen:]
+        world.calls.append(call)
 
 
-def _tuned_in_capture(world: "World", tuner: Any, key: tuple[Any, ...], known: list[tuple[Any, ...]]) -> None:
-    name = tuner.base_fn.__name__
-    why = "no earlier step launches it" if not known else "its key is not one that an earlier step had"
-    values = (f"key: {known[-1]}, now {key}",) if known else ()
-    text = f"Triton kernel {name} is tuned inside the capture: {why}; tuning waits for the device"
-    world.see(
-        "CG307",
-        text,
-        "CUDA error: operation not permitted when stream is capturing",
-        chain=world.chain(4),
-        values=values,
-    )
+def _named(path: str) -> str:
+    return path.replace("['args']", "args", 1).replace("['kwargs']", "kwargs", 1)
+
+
+def skips(calls: list[Call], at: int | None = None) -> list[Sighting]:
+    """What keeps torch from one graph for each function, each reason once a line, as warnings at the user's lines.
+
+    Args:
+        calls: as `watched` notes them.
+        at: step that the warnings belong to; None: that of the call.
+    """
+    found: dict[tuple[str, frames.Chain], Sighting] = {}
+    for call in calls:
+        for message, happens, chain, values in (*_written(call), *_outside(call), *_broken(call)):
+            number = call.step if at is None else at
+            made = Sighting(number, "CG314", Severity.WARNING, chain, message, happens, values)
+            found.setdefault((message, chain), made)
+    for sighting in _many(calls, at):
+        found.setdefault((sighting.message, sighting.chain), sighting)
+    return list(found.values())
+
+
+Reason = tuple[str, str, frames.Chain, tuple[str, ...]]
+
+
+def _written(call: Call) -> Iterator[Reason]:
+    """`check_for_mutation`: an input is written whose address torch does not take as fixed."""
+    for op in call.ops:
+        for number in op.writes:
+            if number <= call.older and number not in call.fixed:
+                name = call.names.get(number, "a tensor from outside of it")
+                text = f"the compiled function writes {name}, whose address torch does not know to be fixed"
+                yield text, NO_GRAPH, op.chain, ("torch: skipping cudagraphs due to mutated inputs",)
+
+
+def _outside(call: Call) -> Iterator[Reason]:
+    """`check_multiple_devices_or_any_cpu_nodes`, `should_partition`: work on the CPU, or a copy from or to it."""
+    for name, chain in call.hosts:
+        short = name.removeprefix("aten::")
+        yield f"{short} runs on the CPU inside of the compiled function", SPLIT, chain, ("torch: cpu device",)
+    for op in call.ops:
+        if op.kind in ("h2d", "d2h"):
+            ways = "to the device" if op.kind == "h2d" else "to the host"
+            yield f"a copy {ways} inside of the compiled function", SPLIT, op.chain, ("torch: DeviceCopy ops",)
+
+
+def _broken(call: Call) -> Iterator[Reason]:
+    """Graph breaks of dynamo, and ops that inductor keeps out of graphs."""
+    for sighting in call.seen:
+        what = sighting.message
+        if sighting.code in _BREAKS:
+            text = f"{what} ({sighting.code}): the compiled graph ends here and a second one begins"
+            yield text, "no error: two graphs, with the host in between", sighting.chain, ()
+        elif sighting.code in _SHAPES:
+            yield f"{what} (CG104): no graph can hold it", SPLIT, sighting.chain, ("torch: unbacked binding ops",)
+        elif sighting.code == "CG105":
+            yield f"{what} (CG105): no graph can hold it", SPLIT, sighting.chain, ("torch: CUDAGraph-unsafe ops",)
+
+
+def _many(calls: list[Call], at: int | None) -> Iterator[Sighting]:
+    """A function whose arguments change: torch compiles it for any size, and records a graph for each."""
+    by: dict[int, list[Call]] = {}
+    for call in calls:
+        by.setdefault(id(call.function), []).append(call)
+    for group in by.values():
+        last = group[-1]
+        for what, kind in (("shapes", "shape"), ("numbers", "number")):
+            for path in getattr(last, what):
+                values = dict.fromkeys(getattr(c, what).get(path) for c in group)
+                if len(values) > 1:
+                    shown = tuple(f"{path}: {list(v) if isinstance(v, tuple) else v}" for v in values)
+                    yield Sighting(
+                        last.step if at is None else at, "CG314", Severity.WARNING, last.chain,
+                        f"the {kind} of an argument of the compiled function changes: each is a graph of its own",
+                        AGAIN, shown[:6],
+                    )  # fmt: skip
+                    break

@@ -31,6 +31,7 @@ from onegraph.check.simulate import (
 from onegraph.check.simulate.backward import Backward
 from onegraph.check.simulate.device import DeviceTensor, swap
 from onegraph.check.simulate.guard import device_guard
+from onegraph.check.simulate.imports import when_imported
 from onegraph.check.simulate.records import body_of, composed, eagerly, for_cuda_alone
 from onegraph.check.simulate.world import World
 
@@ -44,7 +45,7 @@ _OWN_GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes of torch.compile that capture CUDA graphs themselves."""
 
 
-class _Dispatch(compat.TorchDispatchMode):
+class _Dispatch(compat.PlainDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, world: World) -> None:
@@ -122,7 +123,7 @@ class _Functions(TorchFunctionMode):
         if "device" in kwargs:
             kwargs = {**kwargs, "device": self.device(kwargs["device"])}
         if isinstance(kwargs.get("generator"), self.generator):
-            self.world.unregistered()
+            self.world.unregistered(kwargs["generator"])
         special = self.special.get(func)
         return func(*args, **kwargs) if special is None else special(func, args, kwargs)
 
@@ -277,7 +278,10 @@ def machine(world: World) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(device_guard())
         # What is compiled already runs as it is written, and torch does not learn to leave it uncompiled for good.
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        eager = stack.enter_context(ExitStack())
+        stance = functools.partial(torch.compiler.set_stance, "force_eager")
+        compiler = when_imported("torch._dynamo", lambda: eager.enter_context(stance()), lambda: _as_it_is(world))
+        stack.enter_context(compiler)
         stand_ins = _stand_ins(world)
         taken = []
         for name, value in stand_ins.items():
@@ -357,14 +361,34 @@ class _NoRanges:
         return lambda *_: 0
 
 
+_SWAPPED: list[tuple[Any, str, Any, Any]] = []
+"""What is stood in for now: (owner, name, what it is, what stands in for it)."""
+
+
 @contextmanager
 def _swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
     before = getattr(owner, name)
     setattr(owner, name, value)
+    _SWAPPED.append((owner, name, before, value))
     try:
         yield
     finally:
+        _SWAPPED.pop()
         setattr(owner, name, before)
+
+
+@contextmanager
+def _as_it_is(world: World) -> Iterator[None]:
+    """torch without the simulation: for a module of its own that takes names from it while it is imported."""
+    swapped = list(_SWAPPED)
+    for owner, name, before, _ in reversed(swapped):
+        setattr(owner, name, before)
+    try:
+        with compat.no_torch_function(), world.off():
+            yield
+    finally:
+        for owner, name, _, value in swapped:
+            setattr(owner, name, value)
 
 
 @contextmanager
@@ -426,13 +450,9 @@ def _compile(world: World, real: Any) -> Any:
 
             @functools.wraps(function)
             def run(*args: Any, **kwargs: Any) -> Any:
-                if own:
-                    world.see(
-                        "CG307", hazards.OWN_GRAPHS, "RuntimeError: Cannot prepare for replay during capturing stage"
-                    )
                 world.compiled += 1
                 try:
-                    return function(*args, **kwargs)
+                    return world.own_graphs(function, args, kwargs) if own else function(*args, **kwargs)
                 finally:
                     world.compiled -= 1
 

@@ -121,6 +121,8 @@ class DeviceTensor(Tensor):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.world.saves:  # a checkpoint holds the values
+            return self.inner.detach().__reduce_ex__(protocol)
         raise TypeError("a tensor of the simulated device cannot be pickled; build it inside the factory instead")
 
     @property

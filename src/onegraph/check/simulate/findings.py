@@ -25,6 +25,10 @@ class Watched(Protocol):
     captured_step: int
     asked_capturing: list[frames.Chain]
 
+    @property
+    def sizes(self) -> dict[int, int]:
+        """Bytes of each storage, by number."""
+
 
 class Findings:
     """Collects findings; `report` gives them in reading order with the timeline of the captured step."""
@@ -253,7 +257,8 @@ class Findings:
             for number in (*op.reads, *op.writes, *op.allocates):
                 kind = "input" if number in captured.inputs else "external" if number in op.externals else "graph"
                 if number not in seen:
-                    seen[number] = StorageInfo(number=number, kind=kind, bytes=0, name=self.names.get(number, ""))
+                    size = self.world.sizes.get(number, 0)
+                    seen[number] = StorageInfo(number=number, kind=kind, bytes=size, name=self.names.get(number, ""))
         return Report(
             target=target,
             findings=ordered(self.found.values()),

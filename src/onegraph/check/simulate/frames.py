@@ -53,6 +53,13 @@ def package_of(filename: str) -> str | None:
 _SKIP: dict[CodeType, bool] = {}
 
 
+TWINS: dict[CodeType, tuple[CodeType, dict[int, int]]] = {}
+"""Copies of the user's code that run in its place: the code itself, and its instruction for each of the copy's."""
+
+TAILS: dict[CodeType, Chain] = {}
+"""Calls that lead to a frame at which chains end, where they are not on the stack."""
+
+
 def chain(stop: CodeType, depth: int = 1) -> Chain:
     """The calls between here and the frame whose code is `stop`, which is left out; empty outside of it."""
     return chain_from(sys._getframe(depth), stop)
@@ -69,12 +76,13 @@ def chain_from(frame: FrameType | None, stop: CodeType) -> Chain:
     while frame is not None:
         code = frame.f_code
         if code is stop:
-            return tuple(found)
+            return (*found, *TAILS.get(stop, ()))
         skip = _SKIP.get(code)
         if skip is None:
             skip = _SKIP[code] = _skipped(code.co_filename)
         if not skip:
-            found.append((code, frame.f_lasti))
+            twin = TWINS.get(code) if TWINS else None
+            found.append((code, frame.f_lasti) if twin is None else (twin[0], twin[1].get(frame.f_lasti, -1)))
         frame = frame.f_back
     return ()
 

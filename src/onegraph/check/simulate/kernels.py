@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from onegraph.check import compat
 from onegraph.check.declared import capturable, name_of
-from onegraph.check.simulate import compiled, frames, interpret, recording
+from onegraph.check.simulate import frames, interpret, recording, specialized
 from onegraph.check.simulate.device import DeviceTensor, flat_bytes, refuse
 from onegraph.check.simulate.records import Argument, OpRecord
 
@@ -36,7 +37,7 @@ class Kernels:
     proven: set[int] = field(default_factory=set)
     seen: dict[tuple[Any, ...], tuple[Any, ...]] = field(default_factory=dict)
     spent: dict[int, float] = field(default_factory=dict)  # seconds, by step
-    books: compiled.Compiled = field(default_factory=compiled.Compiled)
+    books: specialized.Compiled = field(default_factory=specialized.Compiled)
 
     def same(self, kernel: Any) -> Any:
         """The first kernel that was launched with this one's code and closure."""
@@ -163,7 +164,7 @@ def tensors_of(arguments: dict[str, Any]) -> list[Tensor]:
 def _owner(world: "World", address: int) -> Tensor | None:
     """A tensor of the living storage that holds `address`."""
     for key in list(world.records):
-        storage = torch.UntypedStorage._new_with_weak_ptr(key)
+        storage = compat.storage_by_address(key)
         if storage is not None and storage.data_ptr() <= address < storage.data_ptr() + storage.nbytes():
             return torch.empty(0, dtype=torch.uint8).set_(storage)
     return None
@@ -175,7 +176,7 @@ def _interpreted(world: "World", made: _Launch, memory: interpret.Memory) -> str
     if id(made.kernel) in kernels.refused:
         return kernels.refused[id(made.kernel)]
     try:
-        with torch._C.DisableTorchFunction(), world.off():
+        with compat.no_torch_function(), world.off():
             interpret.run(made.kernel.fn, made.inner, made.grid, memory)
     except interpret.Cannot as error:
         for whole, before in memory.kept:
@@ -267,7 +268,7 @@ def _external(world: "World", tensor: DeviceTensor) -> int:
 def _numbers(world: "World", tensors: list[Tensor]) -> list[int]:
     by_address = {}
     for key, record in list(world.records.items()):
-        storage = torch.UntypedStorage._new_with_weak_ptr(key)
+        storage = compat.storage_by_address(key)
         if storage is not None:
             by_address[storage.data_ptr()] = record.number
     return [by_address[t.data_ptr()] for t in tensors if t.data_ptr() in by_address]

@@ -98,6 +98,12 @@ class Step:
     exposed: frozenset[int] = frozenset()  # those of them whose address was handed out
     unknown_after: frozenset[int] = frozenset()
     marked: dict[int, tuple[int, int]] = field(default_factory=dict)  # storage number -> where it became unknown
+    memory: list[tuple[int, int, int]] = field(default_factory=list)  # storage, its bytes or -1 freed, ops before
+    memory_end: int | None = None  # how much of that was inside of the step; None: all
+
+    def freed(self, number: int) -> None:
+        """The last tensor of a storage that this step made is gone."""
+        self.memory.append((number, -1, len(self.ops)))
 
 
 @dataclass(frozen=True, slots=True)

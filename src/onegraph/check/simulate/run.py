@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onegraph.check import compat, containers
 from onegraph.check.report import SILENT, CheckError, Report, Severity, relative
-from onegraph.check.simulate import frames
+from onegraph.check.simulate import compiled, frames, memory
 from onegraph.check.simulate.compare import Books, differences
 from onegraph.check.simulate.cuda import machine
 from onegraph.check.simulate.device import DeviceTensor, storage_of
@@ -268,6 +268,7 @@ class _Simulation:
 
     def _end_of_capture(self, record: Step) -> None:
         world = self.world
+        record.memory_end = len(record.memory)
         for op in record.ops:
             if op.kind != "h2d" or op.source is None or op.codes or op.contents is None:
                 continue
@@ -315,6 +316,7 @@ class _Simulation:
         at_ops, at_branches = differences(captured, later, self.verdicts, books, self.refreshed)
         findings = Findings(world, self.roots, self.steps, self.names, home_of(step, self.factory))
         findings.of_running(world.sightings)
+        findings.of_running(compiled.skips(world.calls, world.captured_step))
         findings.of_comparison(at_ops)
         findings.of_launches()
         findings.of_branches(at_branches)
@@ -331,6 +333,7 @@ class _Simulation:
                 "simulation seconds": round(seconds, 3),
             }
         )
+        report.facts["memory"] = memory.facts(captured, findings.locate)
         if unknown := told({source: self._place(chain) for source, chain in world.unknowns.sources.items()}):
             report.facts["unknown"] = unknown
         if self.probe_ended:

@@ -1,6 +1,7 @@
 """Streams and events of the simulated device, as far as a capture cares: who is inside it, who came back."""
 
 import itertools
+import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +108,7 @@ def make(world: "World") -> dict[str, Any]:
             self.device_index = self.device.index
             self.cuda_stream = self.stream_id = self.id
             self.priority = priority
+            self._before: list[Any] = []  # what was current when it was entered, once for each time
 
         def synchronize(self) -> None:
             world.see("CG106", "the host waits for a stream inside the step", hazards.NOT_PERMITTED)
@@ -139,23 +141,25 @@ def make(world: "World") -> dict[str, Any]:
             return hash(self.id)
 
         def __enter__(self) -> "Stream":
-            self._before = streams.current.get(self.device_index, default)
+            self._before.append(streams.current.get(self.device_index, default))
             streams.current[self.device_index] = self
             return self
 
         def __exit__(self, *_: object) -> None:
-            streams.current[self.device_index] = self._before
+            streams.current[self.device_index] = self._before.pop()
 
     class Event:
         def __init__(self, enable_timing: bool = False, **_: Any) -> None:
             self.reached, self.stream, self.step, self.phase = False, -1, -1, ""
             self.cuda_event = 1
+            self.time = 0.0
             self.clock: dict[int, int] = {}
 
         def record(self, stream: Stream | None = None) -> None:
             stream = stream or current_stream()
             self.reached, self.stream = stream.id in streams.reached, stream.id
             self.step, self.phase, self.clock = world.step, world.phase, streams.order.now(stream.id)
+            self.time = time.perf_counter()
 
         def wait(self, stream: Stream | None = None) -> None:
             (stream or current_stream()).wait_event(self)
@@ -169,7 +173,7 @@ def make(world: "World") -> dict[str, Any]:
 
         def elapsed_time(self, end: "Event") -> float:
             world.see("CG107", "the time between events is read inside the step", hazards.NOT_PERMITTED)
-            return 0.0
+            return max(end.time - self.time, 1e-6) * 1e3  # of this machine: a program divides by it
 
     class stream_context:
         def __init__(self, stream: Stream | None) -> None:

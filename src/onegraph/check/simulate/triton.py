@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from onegraph.check.simulate import compiled, kernels
+from onegraph.check.simulate import kernels, specialized
 from onegraph.check.simulate.interpret import changed
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def _changes(world: "World", properties: dict[str, Any]) -> list[tuple[Any, str,
         return _Compiled(world, self)
 
     def tuned(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return compiled.tune(world, self, args, kwargs)
+        return specialized.tune(world, self, args, kwargs)
 
     found: list[tuple[Any, str, Any]] = [(jit.JITFunction, "run", run), (autotuner.Autotuner, "run", tuned)]
     interpreter = sys.modules.get("triton.runtime.interpreter")  # only where TRITON_INTERPRET decorates with it

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from onegraph.check import compat
 from onegraph.check.declared import capturable
 from onegraph.check.report import SILENT, CheckError, Severity
-from onegraph.check.simulate import frames, hazards, recording
+from onegraph.check.simulate import compiled, frames, hazards, recording
 from onegraph.check.simulate.device import DeviceTensor, StorageRecord, block, refuse, storage_of, weak
 from onegraph.check.simulate.kernels import Kernels
 from onegraph.check.simulate.perform import Unavailable, perform
@@ -72,7 +72,11 @@ class World:
         self.random_states: list[Tensor] = []  # of the generator, as the running step has read them
         self.generators: list[Any] = []
         self.numbers = 0
+        self.sizes: dict[int, int] = {}  # bytes of each storage, by number
         self.muted = 0
+        self.calls: list[compiled.Call] = []  # of functions that torch compiles with graphs of their own
+        self.hosts: list[tuple[str, frames.Chain]] | None = None  # ops on the CPU, while one of them runs
+        self.saves = False  # whether tensors of the device may be pickled
         self.compiled = 0  # how many functions that torch would compile are running
         self.first_node = 0  # sequence number of autograd from which on nodes belong to the running step
         self.unknowns = Unknowns()
@@ -95,13 +99,18 @@ class World:
         record = self.records.get(key)
         if record is None:
             self.numbers += 1
-            nbytes = block(tensor.inner).untyped_storage().nbytes()
+            nbytes = self.sizes[self.numbers] = block(tensor.inner).untyped_storage().nbytes()
             record = self.records[key] = StorageRecord(self.numbers, nbytes, -1, "outside", None)
         tensor.world, tensor.record, tensor.made = self, record, -1
 
     def _new_record(self, nbytes: int) -> StorageRecord:
         self.numbers += 1
-        return StorageRecord(self.numbers, nbytes, self.step, self.phase, None)
+        self.sizes[self.numbers] = nbytes
+        record = StorageRecord(self.numbers, nbytes, self.step, self.phase, None)
+        if self.phase == "step" and self.step == self.captured_step and self.current is not None and not self.muted:
+            self.current.memory.append((self.numbers, nbytes, len(self.current.ops)))
+            weakref.finalize(record, self.current.freed, self.numbers).atexit = False
+        return record
 
     def wrap(self, inner: Tensor, index: int | None = None) -> DeviceTensor:
         return DeviceTensor(inner, self, self.device_index if index is None else index)
@@ -268,6 +277,8 @@ class World:
         if name == "aten::_pin_memory":
             return self.pin(hosts[0].clone())
         pinned = bool(kwargs.pop("pin_memory", False))
+        if self.hosts is not None and not self.muted and not all(r.alias_info for r in func._schema.returns):
+            self.hosts.append((name, self.chain()))
         out = func(*args, **kwargs)
         if self.unknowns:
             self.unknowns.flow(func, args, kwargs, list(tensors_in(out)))
@@ -421,7 +432,20 @@ class World:
         elif not word:
             self.see("CG401", f"{what} is declared not capturable", hazards.NOT_PERMITTED, chain=chain)
 
-    def unregistered(self) -> None:
+    def own_graphs(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function that torch compiles with graphs of its own."""
+        happens = "RuntimeError: Cannot prepare for replay during capturing stage"
+        self.see("CG307", hazards.OWN_GRAPHS, happens)
+        return compiled.watched(self, function, args, kwargs)
+
+    def recorded_before(self, node: int) -> bool:
+        """Whether autograd recorded the node with this sequence number before the step began."""
+        return node < self.first_node
+
+    def first_gradient(self, variable: Tensor) -> None:
+        """`variable.grad` is about to be set where there was none: a replay writes that tensor, and adds nothing."""
+
+    def unregistered(self, generator: torch.Generator) -> None:
         """Random numbers are asked of a generator that was made by hand."""
         self.see(
             "CG301",

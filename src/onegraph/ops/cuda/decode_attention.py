@@ -102,14 +102,15 @@ def share(groups: int, device: build.Device) -> tuple[int, int]:
 def paged_decode(call: PagedDecode) -> Tensor:
     """See `onegraph.ops.decode_attention.paged_decode`."""
     qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table, k_cache, v_cache, _, *numbers = call
-    heads, scale, window, early, sinks = numbers
+    heads, scale, window, early, sinks, softcap = numbers
     rows = qkv.shape[0]
     kv_heads, dim = k_cache.shape[2:]
     group = heads // kv_heads
     norms = [t for t in (q_norm, k_norm) if t is not None]
     read = [t for t in (qkv, *norms, cos, sin, k_cache, v_cache) if t is not None]
-    # The kernel knows no sinks; they are one load and one exponential a head, for Triton's kernel to do.
-    usable = qkv.is_cuda and rows > 0 and sinks is None and takes(qkv.dtype, dim, group, k_cache.shape[1], *read)
+    # The kernel knows neither sinks nor bounds of scores, and turns whole heads: the others are for Triton's.
+    plain = sinks is None and softcap == 0 and (cos is None or 2 * cos.shape[1] == dim)
+    usable = qkv.is_cuda and rows > 0 and plain and takes(qkv.dtype, dim, group, k_cache.shape[1], *read)
     if not usable or any(t.dtype != qkv.dtype for t in norms) or not available(qkv.device.index):
         from onegraph.ops.triton.decode_attention import paged_decode as fallback  # compiled as of its import
 

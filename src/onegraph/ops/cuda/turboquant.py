@@ -53,7 +53,8 @@ def turboquant_write(call: TurboQuantWrite) -> tuple[Tensor, Tensor]:
     dim, group, tokens, device = turn.shape[0], heads // kv_heads, batch * length, qkv.device.index
     kernel = None
     sizes_fit = dim <= MAX_DIM and group <= MAX_GROUP and length <= MAX_LENGTH and 0 < tokens <= MAX_TOKENS
-    if qkv.is_cuda and qkv.dtype in DTYPES and sizes_fit and not exact:
+    alike = all(norm is None or norm.dtype == qkv.dtype for norm in (q_norm, k_norm))  # as the kernel reads them
+    if qkv.is_cuda and qkv.dtype in DTYPES and alike and sizes_fit and not exact:
         kernel = _kernel(dim, k_bits, v_bits, group, SCALES[kind], DTYPES[qkv.dtype], device)
     if kernel is None:
         from onegraph.ops.triton.turboquant import turboquant_write as fallback  # compiled as of its import

@@ -57,6 +57,7 @@ def plan_of(call: TurboQuantDecode) -> tuple[Plan, int] | None:
         and length == 1
         and 0 < batch <= MAX_BATCH
         and qkv.dtype in (torch.bfloat16, torch.float16)
+        and all(norm is None or norm.dtype == qkv.dtype for norm in (call.q_norm, call.k_norm))
         and dim in DIMS
         and group <= MAX_GROUP
         and reach <= SHORT

@@ -1,4 +1,4 @@
-"""SwiGLU's elementwise part."""
+"""The elementwise part of SwiGLU and GeGLU."""
 
 import triton
 import triton.language as tl
@@ -35,4 +35,34 @@ def swiglu(gate_up: Tensor, limit: float | None = None, alpha: float = 1.0, shif
             gate_up, out, width, limit or 0.0, alpha, shift, LIMIT=limit is not None, TILE=tile, num_warps=4,
             **options(gate_up),
         )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _geglu(gate_up, out, width, TILE: tl.constexpr, PDL: tl.constexpr):
+    let_next_start(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = column < width
+    wait_for_previous(PDL)
+    gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    # gelu(x) = x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3), which is x / (1 + exp(-2 u)); exp may
+    # overflow to infinity, for which the quotient is the right zero.
+    u = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+    hidden = gate / (1.0 + tl.exp(-2.0 * u)) * up
+    tl.store(out + row * width + column, hidden.to(out.dtype.element_ty), mask=inside)
+
+
+def geglu(gate_up: Tensor) -> Tensor:
+    """See `onegraph.ops.activation.geglu`."""
+    width = gate_up.shape[-1] // 2
+    out = gate_up.new_empty((*gate_up.shape[:-1], width))
+    if out.numel() == 0:
+        return out
+    tile = min(1024, triton.next_power_of_2(width))
+    with on_device(gate_up):
+        _geglu[(out.numel() // width, triton.cdiv(width, tile))](
+            gate_up, out, width, TILE=tile, num_warps=4, **options(gate_up)
+        )
     return out

@@ -23,18 +23,20 @@ MIN_SHARE = 64  # keys: a program's share is a multiple of it, so that short con
 def _rope_cache_write(
     qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table, slots, k_cache, v_cache, out,
     length, row, turn_stride, table_stride, reach, max_position, given, page_stride, place_stride, head_stride,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
-    NORM: tl.constexpr, ROPE: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TURNED: tl.constexpr, HALF: tl.constexpr,
+    REST: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, SLOTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a token and head: heads of q, then of k, then of v, as qkv has them. With SLOTS positions and slots
-    are made before a step begins, and are read before the wait."""
+    """One program a token and head: heads of q, then of k, then of v, as qkv has them. The first TURNED of the DIM
+    coordinates rotate; REST is 0 where that is all of them. With SLOTS positions and slots are made before a step
+    begins, and are read before the wait."""
     let_next_start(PDL)
     index = tl.program_id(0)
     head = tl.program_id(1)
     batch = index // length
     step = index % length
     half = tl.arange(0, HALF)
-    inside = half < DIM // 2
+    inside = half < TURNED // 2
     rotated = head < HEADS + KV_HEADS
     if not SLOTS:
         wait_for_previous(PDL)
@@ -48,13 +50,20 @@ def _rope_cache_write(
         wait_for_previous(PDL)
     source = qkv + index.to(tl.int64) * row + head * DIM
     first = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(source + DIM // 2 + half, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + TURNED // 2 + half, mask=inside, other=0.0).to(tl.float32)
+    if REST > 0:
+        beyond = TURNED + tl.arange(0, REST)
+        rest = tl.load(source + beyond, mask=beyond < DIM, other=0.0).to(tl.float32)
     if NORM and rotated:
         weight = q_norm if head < HEADS else k_norm
-        mean = (tl.sum(first * first, axis=0) + tl.sum(second * second, axis=0)) / DIM
-        scale = 1.0 / tl.sqrt_rn(mean + eps)
+        squares = tl.sum(first * first, axis=0) + tl.sum(second * second, axis=0)
+        if REST > 0:
+            squares += tl.sum(rest * rest, axis=0)
+        scale = 1.0 / tl.sqrt_rn(squares / DIM + eps)
         first = first * scale * tl.load(weight + half, mask=inside, other=0.0).to(tl.float32)
-        second = second * scale * tl.load(weight + DIM // 2 + half, mask=inside, other=0.0).to(tl.float32)
+        second = second * scale * tl.load(weight + TURNED // 2 + half, mask=inside, other=0.0).to(tl.float32)
+        if REST > 0:
+            rest = rest * scale * tl.load(weight + beyond, mask=beyond < DIM, other=0.0).to(tl.float32)
     if ROPE and rotated:
         turned = first * c - second * s
         second = second * c + first * s
@@ -63,7 +72,9 @@ def _rope_cache_write(
     if head < HEADS:
         place = out + (index.to(tl.int64) * HEADS + head) * DIM
         tl.store(place + half, first.to(dtype), mask=inside)
-        tl.store(place + DIM // 2 + half, second.to(dtype), mask=inside)
+        tl.store(place + TURNED // 2 + half, second.to(dtype), mask=inside)
+        if REST > 0:
+            tl.store(place + beyond, rest.to(dtype), mask=beyond < DIM)
     else:
         # Padding and what lies beyond the block table is not written at all: the sentinel page stays as it is.
         if SLOTS:
@@ -78,7 +89,9 @@ def _rope_cache_write(
         else:
             place = v_cache + offset + (head - HEADS - KV_HEADS) * head_stride
         tl.store(place + half, first.to(dtype), mask=inside & real)
-        tl.store(place + DIM // 2 + half, second.to(dtype), mask=inside & real)
+        tl.store(place + TURNED // 2 + half, second.to(dtype), mask=inside & real)
+        if REST > 0:
+            tl.store(place + beyond, rest.to(dtype), mask=(beyond < DIM) & real)
 
 
 def rope_cache_write(call: RopeCacheWrite) -> Tensor:
@@ -89,6 +102,7 @@ def rope_cache_write(call: RopeCacheWrite) -> Tensor:
     if batch * length == 0:
         return out
     norm, rope, paged = call.q_norm is not None, cos is not None, slots is None
+    turned = 2 * cos.shape[1] if rope else dim
     given = (call.counts, table, call.positions) if paged else (call.positions, call.positions, slots)
     with on_device(qkv):
         _rope_cache_write[(batch * length, call.heads + 2 * kv_heads)](
@@ -97,8 +111,9 @@ def rope_cache_write(call: RopeCacheWrite) -> Tensor:
             length, row_stride(qkv), cos.stride(0) if rope else 0, table.stride(0) if paged else 0,
             table.shape[1] * page_size if paged else 0, cos.shape[0] - 1 if rope else 0,
             0 if paged else slots.shape[0], *call.k_cache.stride()[:3],
-            HEADS=call.heads, KV_HEADS=kv_heads, DIM=dim, HALF=triton.next_power_of_2(dim // 2), PAGE=page_size,
-            NORM=norm, ROPE=rope, SLOTS=not paged, num_warps=1, **options(qkv),
+            HEADS=call.heads, KV_HEADS=kv_heads, DIM=dim, TURNED=turned, HALF=triton.next_power_of_2(turned // 2),
+            REST=triton.next_power_of_2(dim - turned) if turned < dim else 0, PAGE=page_size, NORM=norm, ROPE=rope,
+            SLOTS=not paged, num_warps=1, **options(qkv),
         )  # fmt: skip
     return out
 
@@ -116,6 +131,12 @@ def _share(position, length, reach, WINDOW: tl.constexpr, SPLITS: tl.constexpr, 
 
 
 @triton.jit
+def capped(scores, softcap):
+    """softcap * tanh(scores / softcap). exp2 may overflow to infinity, for which the quotient is the right zero."""
+    return softcap * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * 1.4426950408889634) / softcap)))
+
+
+@triton.jit
 def with_sink(best, total, sink):
     """(maximum, sum, what the sum before is to be multiplied by) of a softmax once a head's sink is counted; log2
     domain. A query without keys has best = -inf and sum = 0."""
@@ -128,10 +149,10 @@ def with_sink(best, total, sink):
 @triton.jit(do_not_specialize=["length", "table_stride", "reach", "pages"])
 def _attend(
     q, k_cache, v_cache, block_table, positions, sinks, out, part, part_max, part_sum,
-    scale, length, table_stride, reach, pages,
+    scale, softcap, length, table_stride, reach, pages,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, MIN_SHARE: tl.constexpr,
-    SINKS: tl.constexpr, PDL: tl.constexpr,
+    SINKS: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of ROWS (token, head of the group) pairs, token by token, against a split of the row's keys."""
     let_next_start(PDL)
@@ -169,7 +190,11 @@ def _attend(
         valid = there[:, None] & (column < DIM)[None, :]
         keys = tl.load(k_cache + slot[:, None] + column[None, :], mask=valid, other=0.0)
         values = tl.load(v_cache + slot[:, None] + column[None, :], mask=valid, other=0.0)
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * (scale * 1.4426950408889634)
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+        if CAPPED:
+            scores = capped(scores * scale, softcap) * 1.4426950408889634
+        else:
+            scores = scores * (scale * 1.4426950408889634)
         seen = there[None, :] & (key[None, :] <= token[:, None])
         if WINDOW > 0:
             seen = seen & (key[None, :] > token[:, None] - WINDOW)
@@ -222,7 +247,7 @@ def _merge(
 
 def paged_attention(call: PagedAttention) -> Tensor:
     """See `onegraph.ops.attention.paged_attention`."""
-    q, k_cache, v_cache, block_table, positions, scale, window, sinks = call
+    q, k_cache, v_cache, block_table, positions, scale, window, sinks, softcap = call
     batch, length, heads, dim = q.shape
     pages, page_size, kv_heads, _ = k_cache.shape
     out = torch.empty_like(q)
@@ -233,6 +258,7 @@ def paged_attention(call: PagedAttention) -> Tensor:
     rows = min(64, max(16, triton.next_power_of_2(length * group)))
     tiles = triton.cdiv(length * group, rows)
     width = max(16, triton.next_power_of_2(dim))
+    keys = 64 if width <= 128 else 64 // q.element_size()  # two tiles of keys and values in shared memory
     # Keys that a row of tiles can see at most, from shapes; a prefill chunk has tiles enough without splitting.
     span = reach if window == 0 else min(reach, window + length + MIN_SHARE)
     splits = 1 if tiles > 1 else min(SPLITS, triton.next_power_of_2(triton.cdiv(span, MIN_SHARE)))
@@ -243,10 +269,10 @@ def paged_attention(call: PagedAttention) -> Tensor:
         opts = options(q)
         _attend[(tiles * splits, kv_heads, batch)](
             q, k_cache, v_cache, block_table, positions, out if sinks is None else sinks, out, part, sums[0], sums[1],
-            scale, length, block_table.stride(0), reach, pages,
-            KV_HEADS=kv_heads, GROUP=group, DIM=dim, WIDTH=width, PAGE=page_size, ROWS=rows, KEYS=64,
-            WINDOW=window, SPLITS=splits, MIN_SHARE=MIN_SHARE, SINKS=sinks is not None, num_warps=4, num_stages=2,
-            **opts,
+            scale, softcap, length, block_table.stride(0), reach, pages,
+            KV_HEADS=kv_heads, GROUP=group, DIM=dim, WIDTH=width, PAGE=page_size, ROWS=rows, KEYS=keys,
+            WINDOW=window, SPLITS=splits, MIN_SHARE=MIN_SHARE, SINKS=sinks is not None, CAPPED=softcap > 0,
+            num_warps=4 if width <= 128 else 8, num_stages=2, **opts,
         )  # fmt: skip
         if split:
             _merge[(q.numel() // dim,)](

@@ -12,12 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from onegraph.ops.calls import PagedDecode
-from onegraph.ops.triton.attention import with_sink
+from onegraph.ops.triton.attention import capped, with_sink
 from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
 
-KEYS = 64  # of a tile
+KEYS = 64  # of a tile; half as many where a key has more than 128 numbers
 STAGES = 5  # of Triton's pipeline, two of which hold tiles of keys and values
 WARPS = 4
+MERGED = 16384  # numbers of all splits that the last program merges: more than these do not stay in registers
 PROGRAMS = 256  # wanted: two for each SM of a large GPU
 SHARED_BYTES = 160 << 10  # that two tiles of keys and values may take
 SPLITS = 4, 32  # of a row's keys, at least and at most
@@ -35,10 +36,12 @@ def _prefetch(address):
 @triton.jit
 def _turned(source, weight, cos, sin, eps, half, DIM: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
             WIDTH: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
-    """Heads `source` + DIM * row [ROWS, WIDTH] in float32, normed and rotated; zeros beyond GROUP rows."""
+    """Heads `source` + DIM * row [ROWS, WIDTH] in float32, normed, their first 2 * half coordinates rotated; zeros
+    beyond GROUP rows."""
     row = tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     partner = tl.where(column < half, column + half, column - half)
+    turns = column < 2 * half
     inside = (row < GROUP)[:, None] & (column < DIM)[None, :]
     x = tl.load(source + row[:, None] * DIM + column[None, :], mask=inside, other=0.0).to(tl.float32)
     if NORM:
@@ -48,8 +51,8 @@ def _turned(source, weight, cos, sin, eps, half, DIM: tl.constexpr, NORM: tl.con
         y = tl.load(source + row[:, None] * DIM + partner[None, :], mask=inside, other=0.0).to(tl.float32)
         if NORM:
             y = y * norm[:, None] * tl.load(weight + partner, mask=column < DIM, other=0.0).to(tl.float32)[None, :]
-        c = tl.load(cos + column % half, mask=column < DIM, other=0.0)
-        s = tl.load(sin + column % half, mask=column < DIM, other=0.0)
+        c = tl.load(cos + column % half, mask=turns, other=1.0)
+        s = tl.load(sin + column % half, mask=turns, other=0.0)
         x = x * c[None, :] + y * tl.where(column < half, -s, s)[None, :]
     return x
 
@@ -57,10 +60,11 @@ def _turned(source, weight, cos, sin, eps, half, DIM: tl.constexpr, NORM: tl.con
 @triton.jit(do_not_specialize=["table_stride", "reach", "max_position", "pages"])
 def _decode(
     qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table, k_cache, v_cache, tickets, sinks, out, part,
-    sums, scale, table_stride, reach, max_position, pages, sum_stride,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-    ROWS: tl.constexpr, HEADS_P2: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
-    LINES: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
+    sums, scale, softcap, table_stride, reach, max_position, pages, sum_stride,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, TURNED: tl.constexpr, WIDTH: tl.constexpr,
+    PAGE: tl.constexpr, ROWS: tl.constexpr, HEADS_P2: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
+    SPLITS: tl.constexpr, LINES: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, SINKS: tl.constexpr,
+    CAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a split of the keys, kv head and row of the batch. The last one to end merges the splits."""
     let_next_start(PDL)
@@ -91,7 +95,7 @@ def _decode(
     wait_for_previous(PDL)
     if split < active:
         real = (tl.load(counts + batch) > 0) & (position == last)
-        half: tl.constexpr = DIM // 2
+        half: tl.constexpr = TURNED // 2
         turn = tl.minimum(tl.maximum(position, 0), max_position).to(tl.int64) * half
         heads = qkv + batch * ((GROUP + 2) * KV_HEADS * DIM)
         dtype: tl.constexpr = k_cache.dtype.element_ty
@@ -110,7 +114,11 @@ def _decode(
             own_slot = ((own_page * PAGE + last % PAGE) * KV_HEADS + kv_head) * DIM + column
             tl.store(k_cache + own_slot, new_key, mask=real & (column < DIM))
             tl.store(v_cache + own_slot, new_value, mask=real & (column < DIM))
-            best = tl.sum(queries.to(tl.float32) * new_key.to(tl.float32)[None, :], axis=1) * (scale * LOG2_E)
+            own_score = tl.sum(queries.to(tl.float32) * new_key.to(tl.float32)[None, :], axis=1)
+            if CAPPED:
+                best = capped(own_score * scale, softcap) * LOG2_E
+            else:
+                best = own_score * (scale * LOG2_E)
             total = total + 1.0
             acc = acc + new_value.to(tl.float32)[None, :]
 
@@ -122,7 +130,11 @@ def _decode(
             valid = (key < stop)[:, None] & (column < DIM)[None, :]
             keys = tl.load(k_cache + slot[:, None] + column[None, :], mask=valid, other=0.0)
             values = tl.load(v_cache + slot[:, None] + column[None, :], mask=valid, other=0.0)
-            scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * (scale * LOG2_E)
+            scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+            if CAPPED:
+                scores = capped(scores * scale, softcap) * LOG2_E
+            else:
+                scores = scores * (scale * LOG2_E)
             seen = key < stop
             if WINDOW > 0:
                 seen = seen & (key > position - WINDOW)
@@ -182,7 +194,7 @@ def _decode(
 def paged_decode(call: PagedDecode) -> Tensor:
     """See `onegraph.ops.decode_attention.paged_decode`. Its launches let the next go where they always do."""
     qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table, k_cache, v_cache, tickets, *numbers = call
-    heads, scale, window, _, sinks = numbers
+    heads, scale, window, _, sinks, softcap = numbers
     batch = qkv.shape[0]
     pages, page_size, kv_heads, dim = k_cache.shape
     out = torch.empty((batch, 1, heads, dim), dtype=qkv.dtype, device=qkv.device)
@@ -192,9 +204,12 @@ def paged_decode(call: PagedDecode) -> Tensor:
     group = heads // kv_heads
     width = max(16, triton.next_power_of_2(dim))
     reach = block_table.shape[1] * page_size
-    span = reach if window == 0 else min(reach, window + KEYS)
+    keys = KEYS if width <= 128 else KEYS // 2
+    span = reach if window == 0 else min(reach, window + keys)
     splits = min(max(PROGRAMS // triton.next_power_of_2(batch * kv_heads), SPLITS[0]), SPLITS[1])
-    splits = min(splits, triton.next_power_of_2(triton.cdiv(span, KEYS)))
+    splits = min(splits, triton.next_power_of_2(triton.cdiv(span, keys)))
+    if width > 128:
+        splits = min(splits, max(SPLITS[0], MERGED // (triton.next_power_of_2(group) * width)))
     cut = batch * heads * splits
     lines = triton.next_power_of_2(triton.cdiv(dim * k_cache.element_size(), 128))  # of a key, as the L2 has them
     part = torch.empty((cut, width), dtype=torch.float32, device=qkv.device)
@@ -203,11 +218,11 @@ def paged_decode(call: PagedDecode) -> Tensor:
         _decode[(splits, kv_heads, batch)](
             qkv, q_norm if norm else qkv, k_norm if norm else qkv, eps, cos if rope else qkv, sin if rope else qkv,
             positions, counts, block_table, k_cache, v_cache, tickets, out if sinks is None else sinks, out, part,
-            sums, scale, block_table.stride(0), reach, cos.shape[0] - 1 if rope else 0, pages, cut,
-            KV_HEADS=kv_heads, GROUP=group, DIM=dim, WIDTH=width, PAGE=page_size,
-            ROWS=max(16, triton.next_power_of_2(group)), HEADS_P2=triton.next_power_of_2(group), KEYS=KEYS,
-            WINDOW=window, SPLITS=splits, LINES=lines, NORM=norm, ROPE=rope, SINKS=sinks is not None,
-            num_warps=WARPS,
-            num_stages=STAGES if 4 * KEYS * width * k_cache.element_size() <= SHARED_BYTES else 3, **options(qkv),
+            sums, scale, softcap, block_table.stride(0), reach, cos.shape[0] - 1 if rope else 0, pages, cut,
+            KV_HEADS=kv_heads, GROUP=group, DIM=dim, TURNED=2 * cos.shape[1] if rope else dim, WIDTH=width,
+            PAGE=page_size, ROWS=max(16, triton.next_power_of_2(group)), HEADS_P2=triton.next_power_of_2(group),
+            KEYS=keys, WINDOW=window, SPLITS=splits, LINES=lines, NORM=norm, ROPE=rope, SINKS=sinks is not None,
+            CAPPED=softcap > 0, num_warps=WARPS,
+            num_stages=STAGES if 4 * keys * width * k_cache.element_size() <= SHARED_BYTES else 3, **options(qkv),
         )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""Routing by softmax."""
+"""Routing by softmax, and by sigmoid with a bias."""
 
 import torch
 import triton
@@ -63,5 +63,63 @@ def softmax_route(logits: Tensor, bias: Tensor | None, top_k: int, normalise: bo
             logits, logits if bias is None else bias, experts, weights, count,
             TOP_K=top_k, WIDTH=triton.next_power_of_2(count), KP=triton.next_power_of_2(top_k), BIAS=bias is not None,
             NORMALISE=normalise, num_warps=1 if count <= 512 else 4, **options(logits),
+        )  # fmt: skip
+    return experts, weights
+
+
+@triton.jit
+def _sigmoid(
+    logits, bias, experts, weights, count, scale,
+    TOP_K: tl.constexpr, WIDTH: tl.constexpr, KP: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    GP: tl.constexpr, NORMALISE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, KP)
+    there = k < TOP_K
+    column = tl.arange(0, WIDTH)
+    inside = column < count
+    extra = tl.load(bias + column, mask=inside, other=0.0)
+    wait_for_previous(PDL)
+    score = tl.load(logits + row * count + column, mask=inside, other=0.0)
+    choice = 1.0 / (1.0 + tl.exp(-score)) + extra
+    if TOP_GROUPS < GROUPS:
+        group = tl.arange(0, GP)
+        mine = column // (count // GROUPS)
+        best = tl.zeros((GP,), dtype=tl.float32)
+        for g in tl.static_range(GROUPS):
+            own = tl.where(inside & (mine == g), choice, float("-inf"))
+            two = tl.max(own, axis=0) + tl.max(tl.where(column == tl.argmax(own, axis=0), float("-inf"), own), axis=0)
+            best = tl.where(group == g, two, best)
+        # Places beyond TOP_GROUPS hold 0, which is a group of its own: they must not count.
+        kept = largest(best, group < GROUPS, group, group, TOP_GROUPS)
+        kept = tl.where(group < TOP_GROUPS, kept, -1)
+        allowed = tl.max((mine[:, None] == kept[None, :]).to(tl.int32), axis=1) > 0
+        # What is shut out must stay below all that is not, -inf included: `largest` takes those that are inside.
+        inside = inside & allowed
+    chosen = largest(choice, inside, column, k, TOP_K)
+    picked = tl.load(logits + row * count + chosen, mask=there, other=float("-inf"))
+    weight = tl.where(there, 1.0 / (1.0 + tl.exp(-picked)), 0.0)
+    if NORMALISE:
+        weight = weight / (tl.sum(weight, axis=0) + 1e-20)
+    tl.store(experts + row * TOP_K + k, chosen, mask=there)
+    tl.store(weights + row * TOP_K + k, weight * scale, mask=there)
+
+
+def sigmoid_route(
+    logits: Tensor, bias: Tensor, top_k: int, groups: int, top_groups: int, normalise: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """See `onegraph.ops.route.sigmoid_route`."""
+    rows, count = logits.shape
+    experts = torch.empty((rows, top_k), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((rows, top_k), dtype=torch.float32, device=logits.device)
+    if rows == 0:
+        return experts, weights
+    with on_device(logits):
+        _sigmoid[(rows,)](
+            logits, bias, experts, weights, count, scale,
+            TOP_K=top_k, WIDTH=triton.next_power_of_2(count), KP=triton.next_power_of_2(top_k), GROUPS=groups,
+            TOP_GROUPS=top_groups, GP=triton.next_power_of_2(groups), NORMALISE=normalise,
+            num_warps=1 if count <= 512 else 4, **options(logits),
         )  # fmt: skip
     return experts, weights

@@ -1,0 +1,104 @@
+"""What a git revision and the working tree differ in: the lines, and the functions that they are part of."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+from onegraph.check.report import CheckError, Finding, Report
+
+_HUNK = re.compile(r"^@@ -\S+ \+(\d+)(?:,(\d+))? @@", re.MULTILINE)
+
+
+class Changes:
+    """Lines changed since `revision` in the repository of the working directory: committed since, staged or not.
+
+    Counted from where the branch left that revision, so that what others did there meanwhile is no change of ours.
+    """
+
+    def __init__(self, revision: str) -> None:
+        """Raises CheckError without git, outside of a repository, and for an unknown revision."""
+        self.asked = revision
+        self.root = os.path.realpath(self._git("rev-parse", "--show-toplevel").rstrip("\n"))
+        commit = self._git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}").strip()
+        try:
+            self.base = self._git("merge-base", commit, "HEAD").strip()
+        except CheckError:  # no commit in common, or a shallow clone that has not got it
+            self.base = commit
+        self._known: dict[str, tuple[list[range], list[range]]] = {}
+
+    def select(self, report: Report) -> tuple[Report, int]:
+        """The report with findings on changed lines and in changed functions alone, and how many were left out."""
+        kept = tuple(f for f in report.findings if self.has(f))
+        return replace(report, findings=kept), len(report.findings) - len(kept)
+
+    def has(self, finding: Finding) -> bool:
+        """Whether the finding's line changed, a line of the innermost function around it, or a call to it."""
+        _, spans = self._of(finding.path)
+        return any(finding.line in span for span in spans) or any(
+            frame.line in lines for frame in finding.calls for lines in self._of(frame.path)[0]
+        )
+
+    def _of(self, path: str) -> tuple[list[range], list[range]]:
+        """The changed lines of a file, and these widened to the functions that they are part of."""
+        path = os.path.realpath(path)
+        if path not in self._known:
+            lines = self._lines(path)
+            self._known[path] = lines, [*lines, *_functions(path, lines)]
+        return self._known[path]
+
+    def _lines(self, path: str) -> list[range]:
+        if not path.startswith(self.root + os.sep) or not os.path.isfile(path):
+            return []
+        inside = os.path.relpath(path, self.root)
+        if not self._git("ls-files", "-z", "--", inside, folder=self.root):
+            return [range(1, sys.maxsize)]  # not tracked yet: all of it is new
+        plain = ("--no-color", "--no-ext-diff", "--no-textconv", "--unified=0")
+        diff = self._git("diff", *plain, self.base, "--", inside, folder=self.root)
+        # Where lines were only taken out, a range without a line marks the seam: it begins at the line behind it.
+        hunks = ((int(m[1]), int(m[2]) if m[2] is not None else 1) for m in _HUNK.finditer(diff))
+        return [range(first, first + count) if count else range(first + 1, first + 1) for first, count in hunks]
+
+    def _git(self, *args: str, folder: str | None = None) -> str:
+        command = ["git", "--no-pager", "-c", "core.fsmonitor=false", "--literal-pathspecs", *args]
+        try:
+            done = subprocess.run(
+                command, cwd=folder, capture_output=True, encoding="utf-8", errors="replace", stdin=subprocess.DEVNULL
+            )
+        except FileNotFoundError:
+            raise CheckError(f"--changed-since {self.asked}: needs git, which is not on the PATH") from None
+        if done.returncode:
+            said = done.stderr.strip().splitlines()
+            why = said[-1] if said else "unknown revision; allowed a commit, branch or tag of this repository"
+            raise CheckError(f"--changed-since {self.asked}: {why}")
+        return done.stdout
+
+
+def _functions(path: str, lines: list[range]) -> list[range]:
+    """The innermost functions around changed lines, with the functions inside of them: a step sees its factory's names.
+    A seam belongs to the function that has lines on both sides of it."""
+    try:
+        with open(path, "rb") as handle:
+            tree = ast.parse(handle.read())
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return []
+    spans = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            spans.add(range(first, (node.end_lineno or node.lineno) + 1))
+    found = set()
+    for change in lines:
+        for at in {change.start} if not change else _within(change, spans):
+            around = [s for s in spans if at in s and (change or at > s.start)]
+            if around:
+                found.add(min(around, key=len))
+    return sorted(found, key=lambda s: s.start)
+
+
+def _within(change: range, spans: set[range]) -> set[int]:
+    """Lines that stand for all of a change: its own first one, and where a function begins or has just ended in it."""
+    borders = {edge for span in spans for edge in (span.start, span.stop)}
+    return {change.start, *(edge for edge in borders if edge in change)}

@@ -1,0 +1,283 @@
+"""A replay beside eager: the captured statements run again in a copy of the process, which then replays and compares.
+
+Python state that they change, files that they write to in memory, tensors: all of it belongs to the copy, which ends.
+The program itself goes on with what a replay gives.
+"""
+
+import os
+import pickle
+import select
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onegraph.check import compat, containers
+from onegraph.check.program.region import Gone, Region, identity, twins
+from onegraph.check.program.replays import refreshed
+from onegraph.check.program.world import Capture, ProgramWorld
+from onegraph.check.report import Finding
+from onegraph.check.simulate import frames
+from onegraph.check.simulate.compare import Books, differences
+from onegraph.check.simulate.device import DeviceTensor
+from onegraph.check.simulate.findings import Findings
+from onegraph.check.simulate.records import Step, same
+from onegraph.check.simulate.replay import replay
+from onegraph.check.simulate.run import _codes, _inner
+from onegraph.check.simulate.state import Snapshot, changes, methods
+
+ALWAYS = 2
+"""Replays of each graph that are compared whatever it takes."""
+
+LONGEST = 10.0
+"""Seconds for the comparisons of one graph, then for all of them ten times as much."""
+
+STUCK = 120.0
+"""Seconds after which a copy that does not end is ended."""
+
+AGAIN = 1_000_000
+"""Steps that are run beside replays are numbered from here."""
+
+
+class Beside:
+    """Compares replays; `findings` by capture, each as (number of the replay, finding)."""
+
+    def __init__(self, world: ProgramWorld) -> None:
+        self.world = world
+        self.findings: dict[int, list[tuple[int, Finding]]] = {}
+        self.spent = 0.0
+        self.regions: dict[Any, int] = {}
+
+    def compare(self, capture: Capture, dead: set[int]) -> None:
+        """One replay against the region run again, if it can be and there is time for it."""
+        pinned = refreshed(capture)
+        if capture.region is None or not hasattr(os, "fork"):
+            capture.why_not = capture.why_not or "its statements cannot be run by themselves"
+            return
+        if capture.replays >= ALWAYS and (capture.seconds > LONGEST or self.spent > 10 * LONGEST):
+            return
+        begin = time.perf_counter()
+        try:
+            body = self._body(capture, capture.region)
+        except (Gone, SyntaxError) as error:
+            gone = isinstance(error, Gone)
+            capture.why_not = "what its statements use is no more" if gone else "its statements cannot stand alone"
+            return
+        answer = _in_a_copy(lambda: self._look(capture, body, dead, pinned))
+        capture.seconds += time.perf_counter() - begin
+        self.spent += time.perf_counter() - begin
+        if isinstance(answer, list):
+            capture.compared += 1
+            self.findings.setdefault(capture.number, []).extend((capture.replays + 1, f) for f in answer)
+        else:
+            capture.why_not = answer
+
+    def _body(self, capture: Capture, region: Region) -> Callable[[], dict[str, Any]]:
+        """The region as a function, over what its names held then or, where the program means that, hold now."""
+        values = {}
+        alone = sum(c.region is not None and c.region.key == region.key for c in self.world.captures) == 1
+        for name, then in region.begin.items():
+            try:
+                now = region.current(name)
+            except Gone:
+                values[name] = then()
+                continue
+            if region.identities[name] == id(now) and name not in region.stored:
+                values[name] = now
+                continue
+            free = alone and name not in region.stored and region.settled.get(name) != identity(now)
+            try:
+                before = then()
+            except Gone:
+                if not free:
+                    raise
+                before = now
+            values[name] = now if free and _newer(before, now) else before
+        return region.function(values)
+
+    # in the copy
+
+    def _look(self, capture: Capture, body: Callable[[], dict[str, Any]], dead: set[int], pinned: set[int]) -> Any:
+        world, region = self.world, capture.region
+        assert region is not None
+        torch.set_num_threads(1)  # the threads of the pool are not in the copy
+        captured, number = capture.step, AGAIN + capture.replays + 1
+        code = body.__code__
+        frames.TWINS.update(twins(region.code, code))
+        own = next((i for i, (known, _) in enumerate(capture.chain) if known is region.code), None)
+        frames.TAILS[call_body.__code__] = capture.chain if own is None else capture.chain[own + 1 :]
+        world.stop = call_body.__code__
+        _without_gradients(capture)
+        _ungraphed(body)
+        before = Snapshot(body, world.roots)
+        made = dict.fromkeys([r.number for r in list(world.records.values())], ("build", -1))
+        record = Step(number)
+        self._enter(capture, record)
+        seen = len(world.sightings)
+        rng = torch.get_rng_state()
+        generators = [(g, g.get_state()) for g in world.generators]
+        with _modes(capture):
+            results = call_body(body)
+        world.streams.end(world)
+        record.unknown_after = world.unknowns.end()
+        world.phase = "build"
+        after = Snapshot(body, world.roots)
+        outputs = containers.tensors(_assigned(results))
+        names = {**capture.names, **before.storages, **after.storages}
+        alive = {r.number for r in list(world.records.values())} - dead
+        with compat.no_torch_function(), world.off(), torch.inference_mode():
+            for generator, state in generators:
+                generator.set_state(state)
+            plain: dict[str, Tensor] = {path: _inner(t) for path, t in outputs.items() if path in capture.outputs}
+            verdict = replay(world, captured, record, capture.outputs, {}, {}, plain, dead, rng)
+        books = Books(names, alive, made, {})
+        verdicts = {number: verdict}
+        at_ops, at_branches = differences(captured, [record], verdicts, books, {number: pinned})
+        findings = Findings(capture_view(world, capture), world.roots, {capture.number: captured, number: record},
+                            names, capture.place)  # fmt: skip
+        findings.of_running(world.sightings[seen:])
+        findings.of_comparison(at_ops)
+        findings.of_branches(at_branches)
+        changed = changes(before, after)
+        codes = _codes({capture.number: captured}) + methods(after.types)
+        findings.of_state({number: {n: c for n, c in changed.items() if n not in region.stored}}, codes)
+        findings.of_referee(verdicts)
+        return list(findings.found.values())
+
+    def _enter(self, capture: Capture, record: Step) -> None:
+        world = self.world
+        world.captured_step, world.step = capture.number, record.index
+        world.current, world.reference = record, capture.step
+        world.asked_capturing = []
+        world.reshaped.clear()
+        world.random_states.clear()
+        world.first_node = compat.next_node_number()
+        world.streams.current[world.device_index] = capture.stream
+        world.streams.begin(capture.stream.id)
+        world.running = capture
+        record.unknown, record.exposed = world.unknowns.begin()
+        world.phase = "step"
+
+
+def call_body(body: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Call chains end at this frame; the captured ones' own outer calls are put behind it."""
+    return body()
+
+
+def _assigned(results: dict[str, Callable[[], Any]]) -> dict[str, Any]:
+    """What the statements left, without what they deleted again."""
+    found = {}
+    for path, value in results.items():
+        try:
+            found[path] = value()
+        except Exception:
+            continue
+    return found
+
+
+def _newer(before: Any, now: Any) -> bool:
+    """Whether a number or a tensor bound to a name since the capture is one that a replay should have seen. A tensor
+    that was copied into the one before is."""
+    if isinstance(now, DeviceTensor) and isinstance(before, DeviceTensor):
+        alike = now.shape == before.shape and now.dtype is before.dtype
+        return alike and not same(before.inner.detach(), now.inner.detach())
+    return type(now) is type(before) and isinstance(now, int | float | complex)
+
+
+class capture_view:
+    """What `Findings` asks of whatever watched a capture."""
+
+    def __init__(self, world: ProgramWorld, capture: Capture) -> None:
+        self.captured_step, self.sizes = capture.number, world.sizes
+        self.asked_capturing = capture.asked_capturing
+
+
+def _without_gradients(capture: Capture) -> None:
+    """Where the capture found no gradient it set one, and a replay sets it again: eager must not add to that."""
+    for reference in capture.fresh:
+        leaf = reference()
+        if leaf is not None and isinstance(leaf.grad, DeviceTensor) and leaf.grad.record.number in capture.kept:
+            leaf.grad = None
+
+
+def _ungraphed(body: Callable[[], Any]) -> None:
+    """`make_graphed_callables` puts the graph in place of a module's forward: here it is the forward that is wanted."""
+    for cell in getattr(body, "__closure__", None) or ():
+        module = cell.cell_contents
+        forward = module.__dict__.get("forward") if isinstance(module, torch.nn.Module) else None
+        code = getattr(forward, "__code__", None)
+        if forward is not None and code is not None and code.co_filename == torch.cuda.graphs.__file__:
+            names = dict(zip(code.co_freevars, forward.__closure__, strict=True))
+            module.forward = names["orig_fwd"].cell_contents
+
+
+def _modes(capture: Capture) -> ExitStack:
+    modes, stack = capture.modes, ExitStack()
+    stack.enter_context(torch.inference_mode(modes["inference"]))
+    if not modes["inference"]:
+        stack.enter_context(torch.set_grad_enabled(modes["grad"]))
+    stack.enter_context(torch.autocast("cuda", modes["dtype"], modes["autocast"], modes["cache"]))
+    return stack
+
+
+def _in_a_copy(work: Callable[[], Any]) -> Any:
+    """What `work` gives in a copy of this process; a text where it raises or does not end."""
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads: the copy uses none of them
+        child = os.fork()
+    if child == 0:
+        os.close(read)
+        _child(work, write)
+    os.close(write)
+    try:
+        data = _all(read)
+    finally:
+        os.close(read)
+        if not _ended(child):
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    return pickle.loads(data) if data else "its copy did not end"
+
+
+def _child(work: Callable[[], Any], write: int) -> None:
+    """Runs in the copy, and never returns: nothing of the program's own endings runs twice."""
+    try:
+        quiet = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(quiet, 1)
+        os.dup2(quiet, 2)
+        try:
+            answer = work()
+        except BaseException as error:
+            answer = f"run by themselves, its statements raise {type(error).__name__}"
+        with os.fdopen(write, "wb") as out:
+            out.write(pickle.dumps(answer))
+    finally:
+        os._exit(0)
+
+
+def _all(read: int) -> bytes:
+    parts: list[bytes] = []
+    until = time.monotonic() + STUCK
+    while True:
+        ready, _, _ = select.select([read], [], [], max(until - time.monotonic(), 0))
+        if not ready:
+            return b""
+        part = os.read(read, 1 << 16)
+        if not part:
+            return b"".join(parts)
+        parts.append(part)
+
+
+def _ended(child: int) -> bool:
+    """Whether it has; one that has told everything is about to."""
+    for _ in range(200):
+        if os.waitpid(child, os.WNOHANG)[0]:
+            return True
+        time.sleep(0.005)
+    return False

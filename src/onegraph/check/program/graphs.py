@@ -1,0 +1,331 @@
+"""`torch.cuda.CUDAGraph`, `graph` and memory pools of the simulated machine."""
+
+import ast
+import itertools
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onegraph.check import compat, containers
+from onegraph.check.program import region as regions
+from onegraph.check.program.beside import Beside
+from onegraph.check.program.replays import freed, replay, tell_freed
+from onegraph.check.program.world import OUTSIDE, Capture, ProgramWorld, share_memory
+from onegraph.check.report import Severity
+from onegraph.check.simulate import frames, memory
+from onegraph.check.simulate.cuda import _swapped
+from onegraph.check.simulate.device import DeviceTensor
+from onegraph.check.simulate.records import UNWRITTEN, Step
+from onegraph.check.simulate.state import Snapshot
+
+NO_GRAPH = "replay() of a graph that was not captured: call capture_begin() and capture_end(), or torch.cuda.graph"
+ON_DEFAULT = "RuntimeError: CUDA graphs must be captured on a non-default stream"
+
+
+class Recorder:
+    """Begins and ends captures in the world, and replays them."""
+
+    def __init__(self, world: ProgramWorld, beside: Beside) -> None:
+        self.world, self.beside = world, beside
+        self.suite: Any = None
+
+    def begin(self, pool: Any, generators: list[Any], frame: FrameType) -> Capture:
+        """A capture starts in `frame`, on its current stream."""
+        world = self.world
+        if world.running is not None:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing (a capture in a capture)")
+        number = len(world.captures) + 1
+        home = _user_frame(frame)
+        at = frames.place(home.f_code, home.f_lasti)
+        capture = Capture(number, Step(number), at, pool=pool, generators=generators)
+        capture.chain = _chain_from(home, world)
+        capture.stream = torch.cuda.current_stream()
+        capture.modes = _modes()
+        found = regions.of_with(frame)
+        self.suite = None if found is not None else regions.suite_of(frame)
+        self.scope = regions.scope_of(frame)
+        if found is not None and _backward(found):
+            found, self.suite, capture.why_not = None, None, "the backward of a graphed callable"
+        elif found is not None:
+            regions.remember(found, self.scope)
+            self.scope = {}
+        capture.region = found
+        world.captures.append(capture)
+        world.running, world.current = capture, capture.step
+        world.step = world.captured_step = number
+        world.reference = None
+        world.reshaped.clear()
+        world.random_states.clear()
+        world.asked_capturing = capture.asked_capturing
+        world.first_node = compat.next_node_number()
+        capture.step.unknown, capture.step.exposed = world.unknowns.begin()
+        world.phase = "step"
+        world.streams.begin(capture.stream.id)
+        if capture.stream.id == 0:
+            world.see("CG304", "a capture begins on the default stream", ON_DEFAULT, chain=capture.chain)
+        return capture
+
+    def end(self, frame: FrameType) -> None:
+        """The capture ends: what it made that is still held is its output, and memory of its pool."""
+        world = self.world
+        capture = world.running
+        if capture is None:
+            raise RuntimeError("capture_end() without a capture that began")
+        world.streams.end(world)
+        step = capture.step
+        step.memory_end = len(step.memory)
+        step.unknown_after = world.unknowns.end()
+        capture.nodes = world.first_node, compat.next_node_number()
+        self._cold(capture)
+        world.running, world.current, world.phase = None, None, "build"
+        world.step = world.captured_step = OUTSIDE
+        world.streams.main, world.streams.reached = None, set()
+        made = {number for number, nbytes, _ in step.memory if nbytes >= 0}
+        capture.kept = made & {record.number for record in list(world.records.values())}
+        world.made_by.update(dict.fromkeys(capture.kept, capture))
+        world.made_inside |= made
+        self._charge(capture)
+        if capture.region is None and self.suite is not None:
+            body = regions.between(frame, self.suite)
+            capture.region = regions.region_of(frame, body) if body else None
+            if capture.region is not None:
+                regions.remember(capture.region, self.scope)
+        self.suite, self.scope = None, {}
+        for other in world.captures:
+            if other is not capture and other.region is not None:
+                regions.settle(other.region)
+        self._look(capture, frame)
+
+    def _cold(self, capture: Capture) -> None:
+        """A region none of whose kernels ran before was captured without a warm-up."""
+        ran = [op for op in capture.step.ops if op.kind == "op" and op.func._schema.name not in UNWRITTEN]
+        if ran and not any(op.func in self.world.warm for op in ran):
+            self.world.see(
+                "CG307", "captured without a warm-up: nothing of it ran before",
+                "what is made at first use (handles, workspaces, compiled kernels) is made inside of the capture",
+                chain=ran[0].chain, severity=Severity.WARNING,
+            )  # fmt: skip
+
+    def _charge(self, capture: Capture) -> None:
+        """Play its allocations into the pool, after what earlier graphs of it have freed since."""
+        pool = self.world.pools.setdefault(capture.pool, memory.Pool())
+        for other in self.world.captures:
+            if other is not capture and other.pool == capture.pool and other.need is not None:
+                for number, nbytes, _ in other.step.memory[other.charged :]:
+                    if nbytes < 0:
+                        pool.release(number)
+                other.charged = len(other.step.memory)
+        capture.need = memory.charge(pool, capture.step)
+        capture.charged = capture.step.memory_end or 0
+
+    def _look(self, capture: Capture, frame: FrameType) -> None:
+        """What the region assigned, and names for the storages that it reads."""
+        found = capture.region
+        if found is None:
+            return
+        results = found.results(frame)
+        capture.outputs = {path: _inner(t) for path, t in containers.tensors(results).items()}
+        try:
+            function = found.function({name: value() for name, value in found.begin.items()})
+        except (regions.Gone, SyntaxError):
+            return
+        capture.names = Snapshot(function, self.world.roots).storages
+
+    def replay(self, capture: Capture, frame: FrameType) -> None:
+        """Compare with the region run again, then do what the graph does."""
+        world = self.world
+        self._pool_at_once(capture, frame)
+        dead = freed(world, capture)
+        if dead:
+            tell_freed(world, capture, dead)
+        world.clock += 1
+        self.beside.compare(capture, dead)
+        replay(world, capture, dead)
+        capture.replays += 1
+        capture.last = world.clock
+
+    def _pool_at_once(self, capture: Capture, frame: FrameType) -> None:
+        world = self.world
+        current: Any = torch.cuda.current_stream()
+        stream, before = current.id, world.replayed.get(capture.pool)
+        unwaited = before is not None and before[1] != stream and before[2] == world.waits
+        if before is not None and unwaited and share_memory(capture, before[0]):
+            chain = _chain_from(_user_frame(frame), world)
+            text = "two graphs of one pool are replayed on two streams, and nothing waits in between"
+            if before[0] is capture:
+                text = "a graph is replayed on a second stream before its last replay is waited for"
+            world.flag(capture, "CG312", text, chain)
+        world.replayed[capture.pool] = capture, stream, world.waits
+        for op in capture.step.ops:
+            for number in op.externals:
+                over = world.overwritten(number) if number in world.made_by else None
+                if over is not None and over is not capture and "CG312" not in capture.told:
+                    capture.told.add("CG312")
+                    where = f"{frames.os.path.basename(over.place.path)}:{over.place.line}"
+                    text = f"the graph reads memory of its pool that the graph captured at {where} ran over since"
+                    world.flag(capture, "CG312", text, op.chain)
+
+
+def _backward(region: regions.Region) -> bool:
+    """The statements of `make_graphed_callables` that capture a backward pass, which cannot be run a second time."""
+    ours = region.code.co_filename == torch.cuda.graphs.__file__
+    return ours and any(isinstance(n, ast.Attribute) and n.attr == "autograd" for n in regions.own_nodes(region.body))
+
+
+def _inner(tensor: Tensor) -> Tensor:
+    return tensor.inner if isinstance(tensor, DeviceTensor) else tensor
+
+
+def _user_frame(frame: FrameType) -> FrameType:
+    """The innermost frame that people see, from `frame` on outwards."""
+    found: FrameType | None = frame
+    while found is not None and frames._skipped(found.f_code.co_filename):
+        found = found.f_back
+    return found or frame
+
+
+def _chain_from(frame: FrameType, world: ProgramWorld) -> frames.Chain:
+    found: list[Any] = []
+    at: FrameType | None = frame
+    while at is not None and at.f_code is not world.stop:
+        if not frames._skipped(at.f_code.co_filename):
+            found.append((at.f_code, at.f_lasti))
+        at = at.f_back
+    return tuple(found)
+
+
+def _modes() -> dict[str, Any]:
+    return {
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "autocast": torch.is_autocast_enabled("cuda"),
+        "dtype": torch.get_autocast_dtype("cuda"),
+        "cache": torch.is_autocast_cache_enabled(),
+    }
+
+
+def _caller() -> FrameType:
+    """The frame outside of this package that called."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(frames.HERE):
+        frame = frame.f_back
+    assert frame is not None
+    return frame
+
+
+_FIGURES = (
+    "max_memory_reserved", "max_memory_cached", "memory_cached", "host_memory_stats", "reset_max_memory_allocated",
+    "reset_max_memory_cached", "reset_accumulated_memory_stats", "reset_peak_host_memory_stats", "ipc_collect",
+)  # fmt: skip
+"""What a program asks of an allocator that is not there, or tells it."""
+
+_TOLD: dict[str, Any] = {
+    "memory_stats": lambda *_, **__: defaultdict(int),
+    "memory_summary": lambda *_, **__: "(simulated)",
+    "memory_snapshot": lambda *_, **__: [],
+}
+
+
+def stand_ins(recorder: Recorder) -> dict[str, Any]:
+    """Stand-ins for the names of `torch.cuda` and `torch.cuda.graphs` that make graphs."""
+    handles = ((0, number) for number in itertools.count(1))
+
+    class CUDAGraph:
+        def __init__(self, keep_graph: bool = False) -> None:
+            self._capture: Capture | None = None
+            self._pool: Any = None
+            self._generators: list[Any] = []
+
+        def capture_begin(self, pool: Any = None, capture_error_mode: str = "global", **_: Any) -> None:
+            self._pool = next(handles) if pool is None else getattr(pool, "id", pool)
+            self._capture = recorder.begin(self._pool, self._generators, _caller())
+
+        def capture_end(self) -> None:
+            recorder.end(_caller())
+
+        def replay(self) -> None:
+            if self._capture is None:
+                raise RuntimeError(NO_GRAPH)
+            caller = _caller()
+            self._capture.callable |= caller.f_code.co_filename == torch.cuda.graphs.__file__
+            recorder.replay(self._capture, caller)
+
+        def pool(self) -> Any:
+            if self._pool is None:
+                self._pool = next(handles)
+            return self._pool
+
+        def reset(self) -> None:
+            self._capture = None
+
+        def register_generator_state(self, generator: Any) -> None:
+            self._generators.append(generator)
+
+        def instantiate(self) -> None:
+            """A graph that is simulated is ready once it is captured."""
+
+        def enable_debug_mode(self) -> None:
+            """Nothing of the driver's is there to be written out."""
+
+        def debug_dump(self, debug_path: str) -> None:
+            """Likewise."""
+
+    class graph:
+        default_capture_stream: Any = None
+
+        def __init__(self, cuda_graph: Any, pool: Any = None, stream: Any = None, **_: Any) -> None:
+            if stream is None:
+                if graph.default_capture_stream is None:
+                    graph.default_capture_stream = torch.cuda.Stream()
+                stream = graph.default_capture_stream
+            self.cuda_graph, self.pool, self.capture_stream = cuda_graph, pool, stream
+            self.context = torch.cuda.stream(stream)
+
+        def __enter__(self) -> None:
+            torch.cuda.synchronize()
+            self.context.__enter__()
+            self.cuda_graph.capture_begin(self.pool)
+
+        def __exit__(self, *raised: Any) -> None:
+            self.cuda_graph.capture_end()
+            self.context.__exit__(*raised)
+
+    class MemPool:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            self.id = next(handles)
+
+    @contextmanager
+    def use_mem_pool(pool: Any, device: Any = None) -> Iterator[None]:
+        yield
+
+    return (
+        {
+            "CUDAGraph": CUDAGraph,
+            "graph": graph,
+            "graph_pool_handle": lambda: next(handles),
+            "MemPool": MemPool,
+            "use_mem_pool": use_mem_pool,
+        }
+        | dict.fromkeys(_FIGURES, lambda *_, **__: 0)
+        | _TOLD
+    )
+
+
+@contextmanager
+def graphs(recorder: Recorder) -> Iterator[None]:
+    """Inside of `machine`: graphs can be captured, and work outside of them goes to the default stream."""
+    world = recorder.world
+    default = torch.cuda.default_stream()
+    world.streams.current = dict.fromkeys(range(64), default)
+    with ExitStack() as stack:
+        for name, value in stand_ins(recorder).items():
+            for module in (torch.cuda, torch.cuda.graphs, getattr(torch.cuda, "memory", None)):
+                if module is not None and hasattr(module, name):
+                    stack.enter_context(_swapped(module, name, value))
+        yield

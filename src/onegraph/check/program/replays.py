@@ -1,0 +1,70 @@
+"""What a replay does, as far as a CPU can: the recorded ops again, with frozen arguments, into the same storages."""
+
+import torch
+
+from onegraph.check import compat
+from onegraph.check.program.world import Capture, ProgramWorld
+from onegraph.check.report import SILENT, Severity
+from onegraph.check.simulate.device import flat_bytes
+from onegraph.check.simulate.records import OpRecord, Sighting
+from onegraph.check.simulate.replay import _again
+from onegraph.check.simulate.run import _alive, _view
+
+
+def freed(world: ProgramWorld, capture: Capture) -> set[int]:
+    """Storages from outside that the graph reads and that no tensor of the program's refers to any more."""
+    outside = {number for op in capture.step.ops for number in op.externals if number != -1}
+    alive = {record.number for record in list(world.records.values())}
+    return outside - alive - world.made_inside
+
+
+def tell_freed(world: ProgramWorld, capture: Capture, dead: set[int]) -> None:
+    """A graph that is replayed after what it reads was freed; once for each storage, at the op that reads it."""
+    for number in sorted(dead):
+        if f"freed {number}" in capture.told:
+            continue
+        capture.told.add(f"freed {number}")
+        op = next(op for op in capture.step.ops if number in op.externals)
+        name = capture.names.get(number) or "a tensor from outside of the graph"
+        text = f"{name} is freed before the replay, which reads its memory"
+        world.sightings.append(Sighting(capture.number, "CG206", Severity.ERROR, op.chain, text, SILENT))
+
+
+def refreshed(capture: Capture) -> set[int]:
+    """Positions of copies from pinned memory that is still there: a replay reads it again."""
+    found = set()
+    for position, op in enumerate(capture.step.ops):
+        if op.kind != "h2d" or op.source is None or op.codes or op.contents is None:
+            continue
+        storage = _alive(op.source)
+        if storage is not None:
+            op.frozen = _view(storage, op).clone()
+            found.add(position)
+    return found
+
+
+def replay(world: ProgramWorld, capture: Capture, dead: set[int]) -> None:
+    """The graph's work on the storages that it was captured with; freed ones hold whatever came next, ones here."""
+    step = capture.step
+    with compat.no_torch_function(), world.off(), torch.inference_mode():
+        if dead:
+            _poison(step.ops, dead)
+        states: list[torch.Tensor] = []
+        moves = iter(step.rng)
+        move = next(moves, None)
+        for position, op in enumerate(step.ops):
+            while move is not None and move[0] <= position:
+                if move[1] < 0:
+                    states.append(torch.get_rng_state())
+                else:
+                    torch.set_rng_state(states[move[1]])
+                move = next(moves, None)
+            if op.captured and op.kind in ("op", "h2d"):
+                _again(op)
+
+
+def _poison(ops: list[OpRecord], dead: set[int]) -> None:
+    for op in ops:
+        for tensor, number in zip(op.tensors, op.externals, strict=False):
+            if number in dead:
+                flat_bytes(tensor).fill_(255)

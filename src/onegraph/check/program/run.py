@@ -1,0 +1,169 @@
+"""`onegraph check --run`: a program against the simulated machine, and a report on everything that it captured."""
+
+import inspect
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from onegraph.check.program import launch
+from onegraph.check.program.beside import AGAIN, Beside, capture_view
+from onegraph.check.program.graphs import Recorder, graphs
+from onegraph.check.program.world import FUNCTIONS, Capture, ProgramWorld
+from onegraph.check.report import CheckError, Finding, Origin, Report, Severity, merge, ordered, relative
+from onegraph.check.simulate import compiled, frames, memory
+from onegraph.check.simulate.cuda import machine
+from onegraph.check.simulate.findings import RANK, Findings
+from onegraph.check.simulate.records import Step
+from onegraph.check.simulate.unknown import told
+
+NO_CAPTURES = "0 captures found: the program captured nothing (torch.cuda.graph, CUDAGraph, make_graphed_callables, "
+MODES = "torch.compile with mode='reduce-overhead' or 'max-autotune')"
+_MOST_VALUES = 6
+
+
+def run_program(words: Sequence[str], *, gpus: int = 1) -> Report:
+    """Run `script.py args` or `-m module args` on the CPU as if on a GPU, and say what is wrong with what it captures.
+
+    `Report.facts["ended"]` says why where the program did not run to its end. Raises CheckError where it cannot be run,
+    or nothing was captured.
+    """
+    target = launch.named(words)
+    begin = time.perf_counter()
+    roots = frames.Roots()
+    world = ProgramWorld(launch.call_program.__code__, roots, gpus)
+    beside = Beside(world)
+    rng, ended = torch.get_rng_state(), ""
+    try:
+        with launch.as_program(words), machine(world), graphs(Recorder(world, beside)):
+            torch.default_generator.manual_seed(0)
+            try:
+                launch.call_program(words)
+            except launch.Ended as error:
+                ended = str(error)
+    finally:
+        torch.set_rng_state(rng)
+    if not (world.captures or world.calls):
+        raise CheckError(f"{target}: {ended or NO_CAPTURES + MODES}")
+    report = _report(target, world, beside)
+    report.facts.update({"torch": torch.__version__, "simulation seconds": round(time.perf_counter() - begin, 3)})
+    if ended:
+        report.facts["ended"] = ended
+    return report
+
+
+def _report(target: str, world: ProgramWorld, beside: Beside) -> Report:
+    reports = [_of_capture(world, capture, beside.findings.get(capture.number, [])) for capture in world.captures]
+    reports += _of_functions(world)
+    merged = merge(target, reports)
+    first = reports[0]
+    captures = [_facts(world, capture) for capture in world.captures]
+    facts: dict[str, Any] = {"compiled calls": len(world.calls), "captures": captures, "memory": _memory(world)}
+    if unknown := told({source: _place(world, chain) for source, chain in world.unknowns.sources.items()}):
+        facts["unknown"] = unknown
+    findings = _together([f for report in reports for f in report.findings])
+    replays = sum(capture.replays for capture in world.captures)
+    return replace(merged, findings=findings, steps=replays, facts=facts, timeline=first.timeline)
+
+
+def _of_capture(world: ProgramWorld, capture: Capture, beside: list[tuple[int, Finding]]) -> Report:
+    """What its own run, its replays and comparisons show."""
+    findings = Findings(
+        capture_view(world, capture), world.roots, {capture.number: capture.step}, capture.names, capture.place
+    )
+    findings.of_running(s for s in world.sightings if s.step == capture.number)
+    report = findings.report("", capture.replays)
+    known = [*report.findings, *(f for _, f in beside)]
+    bound = {(f.path, f.line) for f in known if f.code == "CG205" and f.severity is Severity.ERROR}
+    known = [f for f in known if not (f.code == "CG206" and (f.path, f.line) in bound)]  # freed by binding it anew
+    return replace(report, findings=tuple(_worded(f, capture.number) for f in _together(known)))
+
+
+def _of_functions(world: ProgramWorld) -> list[Report]:
+    """Functions that torch compiles with graphs of its own: why it leaves them out, and outputs that are read late."""
+    if not world.calls:
+        return []
+    call = world.calls[0]
+    code = getattr(inspect.unwrap(call.function), "__code__", None)
+    home = frames.place(code, 0) if code is not None else frames.Place("<compiled>", 1, 1, "")
+    step = Step(FUNCTIONS, ops=call.ops)
+    view = Capture(FUNCTIONS, step, home)
+    findings = Findings(capture_view(world, view), world.roots, {FUNCTIONS: step}, call.names, home)
+    skipped = compiled.skips(world.calls, FUNCTIONS)
+    findings.of_running(skipped)
+    if not any(s.happens == compiled.NO_GRAPH for s in skipped):  # without a graph nothing is overwritten
+        findings.of_running(replace(s, step=FUNCTIONS) for s in world.late)
+    return [findings.report("", len(world.calls))]
+
+
+def _place(world: ProgramWorld, chain: frames.Chain) -> str:
+    where = world.roots.where(chain)
+    if where is None:
+        return ""
+    at = frames.place(*where)
+    return f"{relative(at.path)}:{at.line}"
+
+
+def _worded(finding: Finding, number: int) -> Finding:
+    """Steps by what they were: the capture, or a replay."""
+
+    def word(match: re.Match[str]) -> str:
+        step = int(match.group(1))
+        return "capture" if step == number else f"replay {step - AGAIN}" if step > AGAIN else match.group(0)
+
+    def worded(text: str) -> str:
+        return re.sub(r"\bstep (\d+)", word, text.removesuffix(", made by the factory"))
+
+    return replace(finding, message=worded(finding.message), values=tuple(worded(v) for v in finding.values))
+
+
+def _together(findings: list[Finding]) -> tuple[Finding, ...]:
+    """One finding for each place and code, with the worst severity and the values of all."""
+    best: dict[tuple[str, int, str], Finding] = {}
+    for finding in findings:
+        known = best.get(finding.place)
+        if known is None:
+            best[finding.place] = finding
+            continue
+        values = tuple(dict.fromkeys((*known.values, *finding.values)))[:_MOST_VALUES]
+        worse = finding if RANK[finding.severity] > RANK[known.severity] else known
+        best[finding.place] = replace(worse, values=values, count=max(known.count, finding.count))
+    return ordered(best.values())
+
+
+def _facts(world: ProgramWorld, capture: Capture) -> dict[str, Any]:
+    need = capture.need
+    found = {
+        "path": capture.place.path,
+        "line": capture.place.line,
+        "ops": len(capture.step.ops),
+        "replays": capture.replays,
+        "compared": capture.compared,
+        "adds to its pool": need.reserved if need else 0,
+        "peak": need.peak if need else 0,
+    }
+    if capture.replays and capture.why_not and not capture.compared:
+        found["not compared"] = capture.why_not
+    return found
+
+
+def _memory(world: ProgramWorld) -> dict[str, Any]:
+    """All pools together, and the lines of the capture that asks the most."""
+    needs = [(c, c.need) for c in world.captures if c.need is not None]
+    if not needs:
+        return {}
+    capture, need = max(needs, key=lambda pair: pair[1].peak)
+
+    def locate(chain: frames.Chain) -> frames.Place | None:
+        where = world.roots.where(chain)
+        return frames.place(*where) if where else None
+
+    reserved = sum(pool.reserved for pool in world.pools.values())
+    needed = memory.told(need, capture.step, locate) | {"pool": reserved}
+    return needed | {"pools": len(world.pools), "graphs": len(needs)}
+
+
+__all__ = ["Origin", "Severity", "run_program"]

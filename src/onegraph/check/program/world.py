@@ -1,0 +1,264 @@
+"""The simulated machine as a whole program sees it: captures come and go, their outputs are read outside of them."""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onegraph.check import compat, containers
+from onegraph.check.program.region import Region
+from onegraph.check.report import SILENT, Severity
+from onegraph.check.simulate import compiled, frames, memory
+from onegraph.check.simulate.device import DeviceTensor, _leaves
+from onegraph.check.simulate.records import Sighting, Step, tensors_in
+from onegraph.check.simulate.streams import Streams
+from onegraph.check.simulate.world import World
+
+OUTSIDE = -1
+FUNCTIONS = 500_000
+"""Calls of compiled functions are steps numbered from here."""
+
+
+@dataclass(eq=False)
+class Capture:
+    """One captured graph.
+
+    Args:
+        number: of its step, which no other capture has.
+        place, chain: where it begins, and the calls that led there from the program's start.
+        outputs: what the region assigned, as plain tensors, by the target's text.
+        kept: numbers of the storages that it made and that outlived it.
+        spans: where its storages lay in the pool.
+        modes: what torch's modes were, to run the region again as it ran.
+        nodes: sequence numbers of the nodes that autograd recorded in it, from and to.
+        fresh: leaves whose `.grad` the capture made.
+        callable: made by `make_graphed_callables`, each of whose calls hands out new tensors of old memory.
+    """
+
+    number: int
+    step: Step
+    place: frames.Place
+    chain: frames.Chain = ()
+    region: Region | None = None
+    stream: Any = None
+    pool: Any = None
+    modes: dict[str, Any] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
+    kept: set[int] = field(default_factory=set)
+    need: memory.Need | None = None
+    charged: int = 0
+    fresh: list[weakref.ref[Tensor]] = field(default_factory=list)
+    asked_capturing: list[frames.Chain] = field(default_factory=list)
+    generators: list[Any] = field(default_factory=list)
+    nodes: tuple[int, int] = (0, 0)
+    callable: bool = False
+    replays: int = 0
+    last: int = 0
+    compared: int = 0
+    seconds: float = 0.0
+    why_not: str = ""
+    told: set[str] = field(default_factory=set)
+
+    @property
+    def captured_step(self) -> int:
+        return self.number
+
+
+class ProgramStreams(Streams):
+    """`Streams` that count what waits outside of captures, too."""
+
+    def wait(self, world: World, *given: Any) -> None:
+        if isinstance(world, ProgramWorld):
+            world.waits += 1
+        super().wait(world, *given)
+
+
+class ProgramWorld(World):
+    """`World` whose phase is "step" while something is captured and "build" otherwise."""
+
+    def __init__(self, stop: CodeType, roots: frames.Roots, gpus: int) -> None:
+        super().__init__(stop, roots, gpus)
+        self.captured_step = OUTSIDE
+        self.captures: list[Capture] = []
+        self.running: Capture | None = None
+        self.made_by: dict[int, Capture] = {}  # storages that a capture made and the program holds
+        self.made_inside: set[int] = set()  # all storages that captures made
+        self.pools: dict[Any, memory.Pool] = {}
+        self.warm: set[Any] = set()
+        self.clock = 0  # replays of all graphs
+        self.streams = ProgramStreams()
+        self.waits = 0  # how often the program waited for the device or a stream
+        self.replayed: dict[Any, tuple[Capture, int, int]] = {}  # by pool: the last one, its stream, waits until then
+        self.derived: dict[frames.Chain, set[tuple[int, int]]] = {}  # (capture, replays) of views, by line
+        self.saves = True
+        self.functions = 0  # calls of functions that torch compiles with graphs of their own
+        self.compiled_runs: dict[Any, int] = {}
+        self.compiled_outputs: dict[int, tuple[Any, int]] = {}  # storages that one returned: which, in which call
+        self.late: list[Sighting] = []  # reads of those after a later call
+
+    def recorded_before(self, node: int) -> bool:
+        """A node that was recorded inside of an earlier capture is part of that graph: its backward may be captured."""
+        return node < self.first_node and not any(c.nodes[0] <= node < c.nodes[1] for c in self.captures)
+
+    def first_gradient(self, variable: Tensor) -> None:
+        if self.running is not None:
+            self.running.fresh.append(weakref.ref(variable))
+
+    def unregistered(self, generator: torch.Generator) -> None:
+        if self.running is None or not any(known is generator for known in self.running.generators):
+            super().unregistered(generator)
+
+    def see(self, code: str, message: str, happens: str, **more: Any) -> None:
+        if code == "CG106" and self.phase != "step":
+            self.waits += 1  # every wait of the host comes through here
+        super().see(code, message, happens, **more)
+
+    def flag(
+        self, capture: Capture, code: str, message: str, chain: frames.Chain, values: tuple[str, ...] = ()
+    ) -> None:
+        """An error that the program makes outside of a capture, with what that gave."""
+        self.sightings.append(Sighting(capture.number, code, Severity.ERROR, chain, message, SILENT, values))
+
+    def own_graphs(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Outside of captures such a function is fine: what it does is looked at, and whose outputs it overwrites."""
+        if self.phase == "step":
+            return function(*args, **kwargs) if self.hosts is not None else super().own_graphs(function, args, kwargs)
+        run = self.compiled_runs.get(function, 0) + 1
+        self.compiled_runs[function] = run
+        if run > compiled.MOST_CALLS:
+            out = function(*args, **kwargs)
+        else:
+            out = self._as_step(lambda: compiled.watched(self, function, args, kwargs))
+        for tensor in containers.tensors(out).values():
+            if isinstance(tensor, DeviceTensor) and not tensor.requires_grad:  # a pending backward keeps them
+                self.compiled_outputs[tensor.record.number] = function, run
+        return out
+
+    def _as_step(self, work: Callable[[], Any]) -> Any:
+        """Run `work` recorded as a step of its own; what it would do to a capture is none of it."""
+        seen = len(self.sightings)
+        self.functions += 1
+        self.step = self.captured_step = FUNCTIONS + self.functions
+        self.current, self.reference, self.phase = Step(self.step), None, "step"
+        current: Any = torch.cuda.current_stream()
+        self.streams.begin(current.id)
+        self.first_node = 0
+        try:
+            return work()
+        finally:
+            self.phase, self.current = "build", None
+            self.step = self.captured_step = OUTSIDE
+            self.streams.main, self.streams.reached = None, set()
+            del self.sightings[seen:]
+
+    # what the program does with outputs
+
+    def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.phase == "step" or self.muted:
+            return super().dispatch(func, args, kwargs)
+        with compat.no_torch_function():
+            given = [t for t in _leaves((list(args), kwargs)) if isinstance(t, DeviceTensor)]
+            graphs = [t for t in given if t.record.number in self.made_by] if self.made_by else []
+            for tensor in given if self.compiled_outputs else ():
+                self._late(tensor)
+        out = super().dispatch(func, args, kwargs)
+        if given:
+            self.warm.add(func)
+        if graphs:
+            with compat.no_torch_function():
+                self._outputs_used(func, args, graphs, out)
+        return out
+
+    def _late(self, tensor: DeviceTensor) -> None:
+        """An output of a compiled function is read after the function ran again, into the same memory."""
+        function, run = self.compiled_outputs.get(tensor.record.number, (None, 0))
+        if function is None or self.compiled_runs[function] <= run:
+            return
+        chain = frames.chain(self.stop, 4)
+        text = "an output of a compiled function is read after the function ran again, which overwrites it"
+        happens = "RuntimeError: accessing tensor output of CUDAGraphs that has been overwritten by a subsequent run"
+        self.late.append(Sighting(OUTSIDE, "CG209", Severity.ERROR, chain, text, happens))
+
+    def host_read(self, kind: str, message: str, tensor: DeviceTensor) -> None:
+        if self.phase != "step" and not self.muted and tensor.record.number in self.made_by:
+            self._read(tensor, frames.chain(self.stop, 3))
+        if self.phase != "step" and not self.muted:
+            self._late(tensor)
+        super().host_read(kind, message, tensor)
+
+    def _outputs_used(self, func: Any, args: tuple[Any, ...], graphs: list[DeviceTensor], out: Any) -> None:
+        """An op outside of captures is given tensors of a graph's memory: a view takes on when that was, all else
+        reads it."""
+        chain = frames.chain(self.stop, 4)
+        views = [t for t in tensors_in(out) if isinstance(t, DeviceTensor) and t.record.number in self.made_by]
+        for view in views:
+            if all(view is not t for t in graphs):
+                capture = self.made_by[view.record.number]
+                older = [t.__dict__["generation"] for t in graphs if "generation" in t.__dict__]
+                view.__dict__["generation"] = min(older, default=capture.replays)
+                view.__dict__["line"] = chain[:1]
+                self.derived.setdefault(chain[:1], set()).add((capture.number, capture.replays))
+        if views:
+            return
+        for tensor in {id(t): t for t in graphs}.values():
+            self._read(tensor, chain)
+        for held in (a for a in args if isinstance(a, list | tuple)):
+            self._twice(held, chain)
+
+    def _read(self, tensor: DeviceTensor, chain: frames.Chain) -> None:
+        capture = self.made_by[tensor.record.number]
+        generation, line = tensor.__dict__.get("generation", capture.replays), tensor.__dict__.get("line", ())
+        rounds = {r for number, r in self.derived.get(line, ()) if number == capture.number}
+        if generation < capture.replays and (capture.callable or (generation > 0 and len(rounds) > 1)):
+            since = capture.replays - generation
+            self.flag(
+                capture, "CG209", "an output of an earlier replay is read after a later one has overwritten it", chain,
+                (f"taken after replay {generation}, overwritten {since} time" + "s" * (since > 1),),
+            )  # fmt: skip
+        over = self.overwritten(tensor.record.number)
+        if over is not None:
+            where = f"{frames.os.path.basename(over.place.path)}:{over.place.line}"
+            text = f"an output is read after another graph of its pool, captured earlier ({where}), ran over its memory"
+            self.flag(capture, "CG312", text, chain)
+
+    def _twice(self, held: Any, chain: frames.Chain) -> None:
+        """A list that has one output several times was meant to have several outputs."""
+        counts: dict[int, int] = {}
+        for item in held:
+            if isinstance(item, DeviceTensor) and item.record.number in self.made_by:
+                counts[id(item)] = counts.get(id(item), 0) + 1
+        for item in held:
+            if counts.pop(id(item), 0) > 1:
+                capture = self.made_by[item.record.number]
+                if capture.replays > 1:
+                    text = "several outputs of a graph are one tensor, which holds the last replay's"
+                    self.flag(capture, "CG209", text, chain)
+
+    def overwritten(self, number: int) -> Capture | None:
+        """The graph of the same pool that ran over a storage since its own graph did, by the allocator's rules."""
+        mine = self.made_by.get(number)
+        if mine is None or mine.need is None or number not in mine.need.spans:
+            return None
+        for other in self.captures:
+            if other is mine or other.pool != mine.pool or other.last <= mine.last or other.need is None:
+                continue
+            if any(_overlap(span, mine.need.spans[number]) for span in other.need.spans.values()):
+                return other
+        return None
+
+
+def share_memory(one: Capture, other: Capture) -> bool:
+    """Whether two graphs of one pool use a byte of it both."""
+    if one is other or one.need is None or other.need is None:
+        return one is other
+    spans = other.need.spans.values()
+    return any(_overlap(mine, theirs) for mine in one.need.spans.values() for theirs in spans)
+
+
+def _overlap(one: tuple[int, int, int], other: tuple[int, int, int]) -> bool:
+    return one[0] == other[0] and one[1] < other[2] and other[1] < one[2]

@@ -1,0 +1,154 @@
+"""The blocks of the Llama kind of decoder, put together from parts: which ones, the config and the files say."""
+
+import torch
+from torch import Tensor, nn
+
+from onegraph.models.config import LlamaConfig
+from onegraph.models.loader import Loader
+from onegraph.models.rope import Rope
+from onegraph.models.routed import CORRECTION, Routed
+from onegraph.nn.attention import Attend, Attention
+from onegraph.nn.block import MLP, Bare, Norm, Normed, Scaled, Stream, Summed, WholeNorms
+from onegraph.nn.moe import GatedExpert, MoE
+from onegraph.nn.shared_expert import SharedExpert
+from onegraph.ops.activation import GeGLU, SwiGLU
+
+OUT = "self_attn.o_proj"
+DOWN = "mlp.down_proj"
+
+Tables = dict[Rope | None, tuple[Tensor | None, Tensor | None]]  # cos and sin of each rope that a model has
+
+
+class Block(nn.Module):
+    """One layer of the decoder: attention, then an MLP or experts, each between a norm in front and a sum behind, or a
+    norm and a sum behind, or both."""
+
+    def __init__(self, *, qkv: Normed | Bare, attention: Attention, out: Summed, mlp: MLP | MoE) -> None:
+        super().__init__()
+        self.qkv, self.attention, self.out, self.mlp = qkv, attention, out, mlp
+
+    @property
+    def fused(self) -> bool:
+        """Whether norms, SwiGLU and sums all run inside the linears."""
+        return all(piece.fused for piece in (self.qkv, self.out, self.mlp))
+
+    def forward(self, stream: Stream, cache: Attend) -> Stream:
+        """The residual stream before the layer -> after it; the argument is left as it was."""
+        qkv, total = self.qkv(stream)
+        return self.mlp(self.out(cache.attend(self.attention, qkv), total))
+
+
+def build_block(
+    loader: Loader,
+    config: LlamaConfig,
+    i: int,
+    tables: Tables,
+    device: torch.device,
+    *,
+    joined: bool = True,
+    fused: bool = True,
+) -> Block:
+    """Block `i` from its checkpoint tensors.
+
+    joined: siblings become one linear where that is exact. fused: norms, SwiGLU and sums run inside the linears that
+    can.
+    """
+    prefix, names, routed = f"model.layers.{i}.", config.norms, config.routed_at(i)
+
+    def norm(name: str) -> Tensor:
+        return norm_weight(loader, config, f"{prefix}{name}.weight", device)
+
+    def front(name: str | None, linears: tuple[str, ...], after: nn.Module | None = None) -> Normed | Bare:
+        joint = loader.siblings([prefix + each for each in linears], device, joined=joined)
+        if name is None:
+            return Bare(joint, after=after)
+        return Normed(norm(name), joint, config.eps, after=after, fused=fused)
+
+    def behind(name: str | None) -> nn.Module | None:
+        if name is not None:
+            return Norm(norm(name), config.eps)
+        return Scaled(config.residual_scale) if config.residual_scale != 1 else None
+
+    def mlp() -> MLP:
+        gate = GeGLU() if config.traits.gelu else SwiGLU()
+        down = Summed(loader.linear(prefix + DOWN, device), gate=gate, after=behind(names.mlp_out), fused=fused)
+        return MLP(front(names.mlp_in, config.gate_up), down)
+
+    norms = None
+    if config.head_norm or config.traits.whole_norm:
+        norms = norm("self_attn.q_norm"), norm("self_attn.k_norm")
+    whole = WholeNorms(*norms, config.eps) if norms is not None and config.traits.whole_norm else None
+    q_norm, k_norm = norms if norms is not None and whole is None else (None, None)
+    cos, sin = tables[config.ropes[i]]
+    attention = Attention(
+        index=i,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        eps=config.eps,
+        cos=cos,
+        sin=sin,
+        window=config.windows[i],
+        sinks=loader.float32(f"{prefix}self_attn.sinks", device) if config.traits.sinks else None,
+        scale=config.scale,
+        softcap=config.softcap,
+    )
+    return Block(
+        qkv=front(names.attention_in, config.qkv, whole),
+        attention=attention,
+        out=Summed(loader.linear(prefix + OUT, device), after=behind(names.attention_out), fused=fused),
+        mlp=mlp() if routed is None else build_experts(loader, config, routed, prefix, device),
+    )
+
+
+def norm_weight(loader: Loader, config: LlamaConfig, name: str, device: torch.device) -> Tensor:
+    """The weight [D] of an RMSNorm. Where files hold it less 1, the sum is formed here in float32 and stays float32:
+    it is the number that transformers multiplies by, while bfloat16 would round 1 + w to eight bits."""
+    return 1.0 + loader.float32(name, device) if config.traits.norm_offset else loader.tensor(name, device)
+
+
+def build_experts(loader: Loader, config: LlamaConfig, routed: Routed, prefix: str, device: torch.device) -> MoE:
+    """The feed-forward half of the block of `prefix`, of routed experts."""
+    router = prefix + routed.router
+    stored = loader.info(f"{router}.weight").dtype
+    if routed.stacked(prefix, loader.quantization):
+        gate_up, down = (prefix + name for name in routed.whole)
+        lie = {"interleaved": routed.fused, "transposed": routed.fused}
+        experts = loader.fused_experts(gate_up, down, routed.gate, device, **lie)
+    else:
+        pairs, downs = routed.each
+        names = [(prefix + gate, prefix + up) for gate, up in pairs]
+        experts = loader.experts(names, [prefix + name for name in downs], routed.gate, device)
+    bias = f"{router}.bias" if routed.fused else f"{router}.{CORRECTION}" if routed.sigmoid else None
+    return MoE(
+        norm=norm_weight(loader, config, f"{prefix}{config.norms.mlp_in}.weight", device),
+        eps=config.eps,
+        gate=loader.tensor(f"{router}.weight", device, torch.promote_types(stored, loader.dtype)),
+        bias=None if bias is None else loader.float32(bias, device),
+        experts=experts,
+        top_k=routed.top_k,
+        normalise=routed.normalise,
+        groups=routed.sigmoid,
+        shared=build_shared(loader, routed, prefix, device),
+    )
+
+
+def build_shared(loader: Loader, routed: Routed, prefix: str, device: torch.device) -> SharedExpert | None:
+    """The expert of the block of `prefix` that every token uses, if there is one."""
+    if routed.shared is None:
+        return None
+    *pair, down = (prefix + name for name in routed.shared.linears)
+    sides = loader.siblings(pair, device), loader.linear(down, device)
+    if not routed.shared.gated:
+        return SharedExpert(*sides, routed.gate)
+    name = f"{prefix}{routed.shared.name}_gate.weight"
+    wide = torch.promote_types(loader.info(name).dtype, loader.dtype)
+    return GatedExpert(*sides, routed.gate, loader.tensor(name, device, wide))
+
+
+def rotary_tables(config: LlamaConfig, positions: int, device: torch.device) -> Tables:
+    """Those that `build_block` takes, of so many positions."""
+    found: Tables = {None: (None, None)}
+    return found | {rope: rope.tables(config.head_dim, positions, device) for rope in config.ropes if rope is not None}

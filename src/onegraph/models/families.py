@@ -1,0 +1,206 @@
+"""What sets the families of the one decoder apart, beyond the numbers in their config.json: one record each.
+
+Meaning and defaults of the fields are transformers' own (5.17), which is the oracle of the tests.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from onegraph.models import windows
+from onegraph.models.fields import Fields
+
+Says = bool | str  # whether something is there, or the key of config.json that says so
+
+
+class Norms(NamedTuple):
+    """RMSNorms of a block by name: in front of attention and behind it, in front of the MLP and behind it; None: none.
+    What is behind a sublayer norms its result before that joins the residual stream."""
+
+    attention_in: str | None
+    attention_out: str | None
+    mlp_in: str | None
+    mlp_out: str | None
+
+
+BEFORE = Norms("input_layernorm", None, "post_attention_layernorm", None)
+BOTH = Norms(
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)  # fmt: skip
+AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """A family, as the parts of its decoder are chosen by.
+
+    Args:
+        defaults: transformers' class defaults, for keys that a config.json leaves out. num_key_value_heads None: as
+            many as attention heads.
+        windows: (fields, layers) -> how many latest keys each layer sees, 0 for all; reads whatever keys say it.
+        qkv_bias, out_bias, mlp_bias: biases of linears.
+        norms: of a block. norm_offset: files hold their weights less 1, q_norm's and k_norm's too.
+        head_norm: RMSNorm of each head of q and k; whole_norm: of all heads of q together, and of k.
+        sinks: each head has one more logit.
+        gelu: the MLP's gate is GeLU by tanh, not SiLU.
+        joined: files hold q, k and v as one linear, and gate and up as one.
+        rope_kinds: types of RoPE that mean for this family what their names say; None: all that are known.
+        partial: the part of a head that rotates unless the config says; None: the whole, whatever happens.
+        scaled_embedding: rows of the embedding are multiplied by the root of the hidden size, rounded to the dtype.
+        query_scalar: query_pre_attn_scalar to the power of -1/2 scales attention scores, not head_dim.
+        softcaps: scores and logits may be bounded. multipliers: those of Granite.
+    """
+
+    defaults: Mapping[str, Any]
+    windows: Callable[[Fields, int], tuple[int, ...]] = windows.none
+    qkv_bias: Says = False
+    out_bias: Says = False
+    mlp_bias: Says = False
+    norms: Norms = BEFORE
+    norm_offset: bool = False
+    head_norm: Says = False
+    whole_norm: bool = False
+    sinks: bool = False
+    gelu: bool = False
+    joined: bool = False
+    rope_kinds: tuple[str, ...] | None = None
+    partial: float | None = None
+    scaled_embedding: bool = False
+    query_scalar: bool = False
+    softcaps: bool = False
+    multipliers: bool = False
+
+
+_GEMMA: dict[str, Any] = {
+    "norms": BOTH, "norm_offset": True, "gelu": True, "scaled_embedding": True, "query_scalar": True, "softcaps": True,
+    "qkv_bias": "attention_bias", "out_bias": "attention_bias",
+}  # fmt: skip
+_GEMMA_SIZES: dict[str, Any] = {
+    "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True, "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}  # fmt: skip
+_BIASED: dict[str, Any] = {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}
+
+FAMILIES: dict[str, Traits] = {
+    "llama": Traits(
+        defaults={"num_key_value_heads": None, "max_position_embeddings": 2048}, mlp_bias="mlp_bias", **_BIASED
+    ),
+    "mistral": Traits(
+        defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+        windows=windows.uniform,
+    ),
+    "qwen2": Traits(
+        defaults={"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096},
+        windows=windows.upper,
+        qkv_bias=True,
+    ),
+    "qwen3": Traits(
+        defaults={
+            "num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "head_dim": 128,
+        },
+        windows=windows.upper,
+        head_norm=True,
+        **_BIASED,
+    ),
+    "smollm3": Traits(
+        defaults={
+            "num_key_value_heads": 4, "max_position_embeddings": 32768, "tie_word_embeddings": True, "rope_theta": 2e6,
+        },
+        windows=windows.unrotated,
+        mlp_bias="mlp_bias",
+        **_BIASED,
+    ),
+    "mixtral": Traits(
+        defaults={
+            "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+            "num_experts_per_tok": 2,
+        },
+        windows=windows.uniform,
+    ),
+    "qwen3_moe": Traits(
+        defaults={
+            "num_key_value_heads": 4, "max_position_embeddings": 32768, "sliding_window": 4096,
+            "moe_intermediate_size": 768, "num_experts_per_tok": 8, "decoder_sparse_step": 1,
+        },
+        windows=windows.uniform_if_used,
+        head_norm=True,
+        **_BIASED,
+    ),
+    "gpt_oss": Traits(
+        defaults={
+            "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0, "sliding_window": 128, "attention_bias": True, "num_experts_per_tok": 4,
+            "swiglu_limit": 7.0, "rope_parameters": {
+                "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+        windows=windows.every_other,
+        sinks=True,
+        **_BIASED,
+    ),
+    "gemma2": Traits(
+        defaults=_GEMMA_SIZES | {
+            "vocab_size": 256000, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        windows=windows.every_other,
+        **_GEMMA,
+    ),
+    "gemma3_text": Traits(
+        defaults=_GEMMA_SIZES | {
+            "vocab_size": 262208, "max_position_embeddings": 131072, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+        },
+        windows=windows.five_of_six,
+        head_norm=True,
+        **_GEMMA,
+    ),
+    "glm4_moe": Traits(
+        defaults={
+            "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+            "moe_intermediate_size": 1408, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_routed_experts": 128,
+            "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+            "norm_topk_prob": True, "num_nextn_predict_layers": 1,
+        },
+        qkv_bias="attention_bias",
+        head_norm="use_qk_norm",
+        partial=0.5,
+    ),
+    "qwen2_moe": Traits(
+        defaults={
+            "num_key_value_heads": 16, "max_position_embeddings": 32768, "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4, "num_experts": 60,
+            "decoder_sparse_step": 1, "qkv_bias": True,
+        },
+        windows=windows.off,
+        qkv_bias="qkv_bias",
+    ),
+    "olmoe": Traits(
+        defaults={
+            "num_key_value_heads": None, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+            "num_experts_per_tok": 8, "num_experts": 64,
+        },
+        whole_norm=True,
+        **_BIASED,
+    ),
+    "olmo2": Traits(
+        defaults={"num_key_value_heads": None, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+        norms=AFTER,
+        whole_norm=True,
+        **_BIASED,
+    ),
+    "phi3": Traits(
+        defaults={"num_key_value_heads": None, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        windows=windows.uniform,
+        joined=True,
+        rope_kinds=("default",),  # transformers takes its "yarn" for longrope
+        partial=1.0,
+    ),
+    "granite": Traits(
+        defaults={"num_key_value_heads": None, "max_position_embeddings": 2048},
+        mlp_bias="mlp_bias",
+        multipliers=True,
+        **_BIASED,
+    ),
+}  # fmt: skip

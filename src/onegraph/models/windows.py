@@ -1,0 +1,125 @@
+"""How many latest keys each layer sees: the ways in which families say so. (fields, layers) -> one number a layer, 0
+for all keys. Each raises ValueError where the config says what its family in transformers does not do."""
+
+from onegraph.models.fields import Fields, short
+
+MAX_POSITIONS = 2**24
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def none(fields: Fields, layers: int) -> tuple[int, ...]:
+    """No layer has a window."""
+    if window := fields.get("sliding_window"):
+        raise ValueError(f"sliding_window is {short(window)}; {_family(fields)} with a sliding window is not supported")
+    return _all_alike(fields, layers, 0)
+
+
+def uniform(fields: Fields, layers: int) -> tuple[int, ...]:
+    """All layers have the window that sliding_window says, if any."""
+    given = fields.get("sliding_window")
+    return _all_alike(fields, layers, 0 if given is None else fields.integer("sliding_window", high=MAX_POSITIONS))
+
+
+def uniform_if_used(fields: Fields, layers: int) -> tuple[int, ...]:
+    """As `uniform` where use_sliding_window is set (Qwen3-MoE)."""
+    if fields.flag("use_sliding_window"):
+        fields.read("max_window_layers")
+        return uniform(fields, layers)
+    fields.read("sliding_window", "max_window_layers")
+    return _all_alike(fields, layers, 0)
+
+
+def off(fields: Fields, layers: int) -> tuple[int, ...]:
+    """No layer has a window; whatever else is said of one says nothing (Qwen2-MoE)."""
+    if fields.flag("use_sliding_window"):
+        raise ValueError(f"use_sliding_window is true; {_family(fields)} with a sliding window is not supported")
+    fields.read("sliding_window", "max_window_layers")
+    return _all_alike(fields, layers, 0)
+
+
+def upper(fields: Fields, layers: int) -> tuple[int, ...]:
+    """Layers from max_window_layers on, or as layer_types says, where use_sliding_window is set (Qwen2, Qwen3)."""
+    window = _used(fields, layers)
+    kinds = _kinds(fields, layers)
+    given = fields.get("max_window_layers")
+    first = 28 if given is None or not window else fields.integer("max_window_layers", low=0, high=4096)
+    return _of(kinds or [SLIDING if i >= first else FULL for i in range(layers)], window)
+
+
+def unrotated(fields: Fields, layers: int) -> tuple[int, ...]:
+    """Layers without RoPE, or as layer_types says, where use_sliding_window is set (SmolLM3)."""
+    window = _used(fields, layers)
+    fields.read("max_window_layers")
+    return _of(_kinds(fields, layers) or [FULL if on else SLIDING for on in rotated(fields, layers)], window)
+
+
+def every_other(fields: Fields, layers: int) -> tuple[int, ...]:
+    """Layers 0, 2, 4 and so on, or as layer_types says (gpt-oss, Gemma 2)."""
+    kinds = _kinds(fields, layers) or [FULL if i % 2 else SLIDING for i in range(layers)]
+    return _of(kinds, _needed(fields, kinds))
+
+
+def five_of_six(fields: Fields, layers: int) -> tuple[int, ...]:
+    """All but each sixth layer, or as sliding_window_pattern or layer_types says (Gemma 3)."""
+    key = "sliding_window_pattern"
+    every = 6 if fields.get(key) is None else fields.integer(key, high=4096)
+    fields.read("_sliding_window_pattern")  # transformers writes it beside layer_types, which decides
+    kinds = _kinds(fields, layers) or [SLIDING if (i + 1) % every else FULL for i in range(layers)]
+    return _of(kinds, _needed(fields, kinds))
+
+
+def rotated(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """SmolLM3: `no_rope_layers` holds 1 where a layer rotates and 0 where it does not."""
+    given = fields.get("no_rope_layers")
+    interval = fields.get("no_rope_layer_interval")
+    if given is None:
+        every = 4 if interval is None else fields.integer("no_rope_layer_interval", high=4096)
+        return tuple((i + 1) % every != 0 for i in range(layers))
+    if (
+        not isinstance(given, list)
+        or len(given) < layers
+        or not all(type(x) in (int, bool) and x in (0, 1) for x in given)
+    ):
+        raise ValueError(f"no_rope_layers is {short(given)}; it must list a 0 or 1 for each of {layers} layers")
+    return tuple(bool(x) for x in given[:layers])
+
+
+def _kinds(fields: Fields, layers: int) -> list[str] | None:
+    kinds = fields.get("layer_types")
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in (FULL, SLIDING) for kind in kinds):
+        raise ValueError(f"layer_types is {short(kinds)}; it must list {layers} of {FULL}, {SLIDING}")
+    return kinds
+
+
+def _all_alike(fields: Fields, layers: int, window: int) -> tuple[int, ...]:
+    kinds, wrong = _kinds(fields, layers), FULL if window else SLIDING
+    if kinds is not None and wrong in kinds:
+        raise ValueError(
+            f"layer_types with {wrong} is not supported for {_family(fields)} and sliding_window {window or None}"
+        )
+    return (window,) * layers
+
+
+def _used(fields: Fields, layers: int) -> int:
+    """sliding_window where use_sliding_window is set, else 0."""
+    given, kinds = fields.get("sliding_window"), _kinds(fields, layers)
+    if fields.flag("use_sliding_window") and given is not None:
+        return fields.integer("sliding_window", high=MAX_POSITIONS)
+    if kinds is not None and SLIDING in kinds:
+        raise ValueError("layer_types has sliding_attention, but use_sliding_window is off or sliding_window missing")
+    return 0
+
+
+def _needed(fields: Fields, kinds: list[str]) -> int:
+    fields.read("sliding_window")
+    return fields.integer("sliding_window", high=MAX_POSITIONS) if SLIDING in kinds else 0
+
+
+def _of(kinds: list[str], window: int) -> tuple[int, ...]:
+    return tuple(window if kind == SLIDING else 0 for kind in kinds)
+
+
+def _family(fields: Fields) -> str:
+    return str(fields.config.get("model_type"))

@@ -1,0 +1,411 @@
+"""Families of the one decoder: what their configs say is known or refused, and parts that only some of them have."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models import SIZES, VARIANTS, Decoder, hf_model, save_e8p, save_hf
+from onegraph.api.plan import plan
+from onegraph.engine.ab import components_of, in_nvfp4
+from onegraph.formats.checkpoint import Checkpoint, CheckpointError, write_checkpoint
+from onegraph.formats.turboquant import TurboQuantConfig
+from onegraph.models.config import LlamaConfig
+from onegraph.models.fields import INERT, NEUTRAL
+from onegraph.models.llama import Llama
+from onegraph.models.rope import Rope
+from onegraph.nn.block import Bare, Norm, Normed, WholeNorms
+from onegraph.ops.route import sigmoid_route
+
+NEW = [
+    "gemma2",
+    "gemma3",
+    "gemma3_256",
+    "glm4_moe",
+    "glm4_moe_groups",
+    "qwen2_moe",
+    "olmoe",
+    "olmo2",
+    "phi3",
+    "granite",
+]
+
+
+def tokens(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(0, 131, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def told(variant: str) -> dict[str, Any]:
+    """config.json of a variant, as transformers writes it."""
+    found: dict[str, Any] = json.loads(hf_model(variant).config.to_json_string(use_diff=False))
+    return found
+
+
+@torch.inference_mode()
+def logits_of(path: Path, row: list[int], **options: Any) -> torch.Tensor:
+    """Prefill of half of the row, then token by token."""
+    with Checkpoint.open(path) as checkpoint:
+        decoder, half = Decoder(Llama.load(checkpoint, **options), rows=1, max_context=len(row)), len(row) // 2
+    return torch.cat([decoder.feed([part])[0] for part in (row[:half], *([token] for token in row[half:]))])
+
+
+@torch.inference_mode()
+def truth(hf: Any, row: list[int]) -> torch.Tensor:
+    logits: torch.Tensor = hf(torch.tensor([row]), use_cache=False).logits[0].float()
+    return logits
+
+
+# ------------------------------------------------------------------------------------------- a config's keys and values
+
+# Keys without a meaning beside the others' values: variants whose config has them -> why.
+IDLE = {
+    "sliding_window": {"qwen2", "qwen3", "smollm3", "qwen3_moe", "qwen2_moe"},  # use_sliding_window is off
+    "use_sliding_window": {"qwen2", "qwen3", "smollm3", "qwen3_moe"},  # there is no sliding_window
+    "max_window_layers": {*VARIANTS},  # one of the two, or layer_types says which layers
+    "no_rope_layer_interval": {"smollm3", "smollm3_listed"},  # no_rope_layers says which layers
+    "_sliding_window_pattern": {"gemma3", "gemma3_256"},  # layer_types says which layers
+    "original_max_position_embeddings": {"phi3"},  # of RoPE types that phi3 may not have
+}
+
+
+def changed(value: Any) -> Iterator[Any]:
+    """Other values of the kind."""
+    if isinstance(value, bool):
+        yield not value
+    elif isinstance(value, int | float):
+        yield from (value * 2, value + 1, value + 0.37)
+    elif isinstance(value, str):
+        yield "another"
+    elif isinstance(value, list):
+        yield from (value[1:], ["another"])
+    elif isinstance(value, dict):
+        yield {**value, "another": 3}
+        yield from ({**value, key: other} for key, old in value.items() for other in changed(old))
+    else:
+        yield from (True, 3, 0.5, "another", [1], {"another": 3})
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_value_that_changes_is_seen_or_refused(variant: str) -> None:
+    """No key of any family's config is passed over: with another value the model is another, or refused."""
+    config = told(variant)
+    plain = LlamaConfig.from_dict(config)
+    unseen = []
+    for key in sorted(set(config) - INERT):
+        if variant in IDLE.get(key, ()):
+            continue
+        for value in changed(config[key]):
+            try:
+                other = LlamaConfig.from_dict({**config, key: value})
+            except ValueError:
+                continue
+            if other == plain and value != config[key]:
+                unseen.append((key, config[key], value))
+    assert not unseen
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_feature_of_others_is_read_or_refused(variant: str) -> None:
+    """Each family's config with a key of another family, or with one that nobody knows, at a value that says "used"."""
+    config = told(variant)
+    plain, passed_over = LlamaConfig.from_dict(config), []
+    for key in (*NEUTRAL, "a_key_of_tomorrow"):
+        if key in config or variant in IDLE.get(key, ()):
+            continue
+        refusal = refused(config | {key: 3.25})
+        if refusal is None and LlamaConfig.from_dict(config | {key: 3.25}) == plain:
+            passed_over.append(key)
+        assert refusal is None or (key in refusal and "\n" not in refusal)
+    assert not passed_over
+
+
+def refused(config: dict[str, Any]) -> str | None:
+    try:
+        LlamaConfig.from_dict(config)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("variant", "change", "message"),
+    [
+        ("gemma3", {"hidden_activation": "gelu"}, "hidden_activation 'gelu' is not supported; supported: gelu_pytorch"),
+        ("gemma3", {"hidden_activation": "silu"}, "hidden_activation 'silu'"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True; this feature is not"),
+        (
+            "gemma3",
+            {"rope_parameters": {"rope_type": "default"}},
+            "rope_parameters has rope_type; it must have sliding",
+        ),
+        (
+            "gemma3",
+            {"rope_parameters": {"full_attention": 3}},
+            "must have an object for each of sliding_attention, full",
+        ),
+        ("gemma3", {"layer_types": ["full_attention"] * 6 + ["chunked_attention"]}, "layer_types is"),
+        ("gemma3", {"sliding_window": None}, "sliding_window is missing"),
+        ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0; it must be a number"),
+        ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping is -1.0; it must be a number"),
+        ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0; this feature is not supported"),
+        ("qwen3", {"query_pre_attn_scalar": 256}, "query_pre_attn_scalar is 256; this feature is not supported"),
+        ("qwen2", {"attention_bias": True}, "attention_bias is True; this feature is not supported for qwen2"),
+        ("mistral_full", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; this feature is not supported"),
+        ("glm4_moe", {"partial_rotary_factor": 0.3, "rope_parameters": None}, "of head_dim 16 is 4"),
+        ("glm4_moe", {"n_group": 3}, "1 of 3 groups of 8 experts"),
+        ("glm4_moe_groups", {"topk_group": 5}, "5 of 4 groups"),
+        ("glm4_moe_groups", {"topk_group": 1, "num_experts_per_tok": 4}, "1 groups of 3 experts are fewer than the 4"),
+        ("glm4_moe", {"n_shared_experts": 0}, "n_shared_experts is 0"),
+        ("glm4_moe", {"routed_scaling_factor": 0}, "routed_scaling_factor is 0"),
+        ("qwen2_moe", {"use_sliding_window": True}, "qwen2_moe with a sliding window is not supported"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0; this feature is not supported for olmoe"),
+        ("olmo2", {"sliding_window": 8}, "olmo2 with a sliding window is not supported"),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, "rope type 'longrope'"),
+        (
+            "phi3",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+            "rope type 'linear' is not supported for phi3; give 'default'",
+        ),
+        ("granite", {"residual_multiplier": 0}, "residual_multiplier is 0; it must be a number"),
+        (
+            "llama",
+            {"mup_width_multiplier": 8.0},
+            "llama is not known to have this key, which may change what the model",
+        ),
+    ],
+)
+def test_refused_by_name(variant: str, change: dict[str, Any], message: str) -> None:
+    if message.endswith("of head_dim 16 is 4"):
+        change = change | {"partial_rotary_factor": 0.2}
+        message = "partial_rotary_factor 0.2 of head_dim 16 is 3; it must be even"
+    with pytest.raises(ValueError, match=message):
+        LlamaConfig.from_dict(told(variant) | change)
+
+
+def test_published_configs_are_read() -> None:
+    """Gemma-3-1b and 4b (around its text model), GLM-4.5-Air and Phi-4, their keys as the hub has them."""
+    gemma = LlamaConfig.from_dict(
+        {
+            "architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "attn_logit_softcapping": None, "bos_token_id": 2, "cache_implementation": "hybrid",
+            "eos_token_id": [1, 106], "final_logit_softcapping": None, "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "initializer_range": 0.02,
+            "intermediate_size": 6912, "max_position_embeddings": 32768, "model_type": "gemma3_text",
+            "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1, "pad_token_id": 0,
+            "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000, "rope_scaling": None,
+            "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6, "torch_dtype": "bfloat16",
+            "transformers_version": "4.50.0.dev0", "use_cache": True, "vocab_size": 262144,
+        }
+    )  # fmt: skip
+    assert gemma.windows[:7] == (512, 512, 512, 512, 512, 0, 512)
+    assert gemma.ropes[:6] == (Rope(theta=10000.0),) * 5 + (Rope(theta=1e6),)
+    assert gemma.scale == 1 / 16
+    assert gemma.tied
+    sighted = LlamaConfig.from_dict(
+        {
+            "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999, "eoi_token_index": 256000,
+            "eos_token_id": [1, 106], "image_token_index": 262144, "initializer_range": 0.02,
+            "mm_tokens_per_image": 256, "model_type": "gemma3", "text_config": {
+                "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+            }, "torch_dtype": "bfloat16", "vision_config": {"hidden_size": 1152},
+        }
+    )  # fmt: skip
+    assert sighted.nested
+    assert (sighted.heads, sighted.kv_heads, sighted.head_dim, sighted.vocab_size) == (8, 4, 256, 262208)
+    assert sighted.ropes[5] == Rope(kind="linear", theta=1e6, factor=8.0)
+    assert sighted.ropes[4] == Rope(theta=10000.0)
+    assert sighted.eos == (1, 106)
+    air = LlamaConfig.from_dict(
+        {
+            "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+            "eos_token_id": [151329, 151336, 151338], "first_k_dense_replace": 1, "head_dim": 128, "hidden_act": "silu",
+            "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 10944,
+            "max_position_embeddings": 131072, "model_type": "glm4_moe", "moe_intermediate_size": 1408, "n_group": 1,
+            "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 96,
+            "num_experts_per_tok": 8, "num_hidden_layers": 46, "num_key_value_heads": 8, "num_nextn_predict_layers": 1,
+            "pad_token_id": 151329, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_scaling": None,
+            "rope_theta": 1000000, "routed_scaling_factor": 1.0, "tie_word_embeddings": False, "topk_group": 1,
+            "torch_dtype": "bfloat16", "transformers_version": "4.54.0", "use_cache": True, "use_qk_norm": False,
+            "vocab_size": 151552,
+        }
+    )  # fmt: skip
+    assert air.ropes[0] == Rope(theta=1e6, partial=0.5)
+    assert air.routed is not None
+    assert air.routed.layers == (False,) + (True,) * 45
+    assert air.parts.linears["model.layers.45.mlp.shared_experts.down_proj"] == (4096, 1408, False)
+    assert air.parts.ignored("model.layers.46.eh_proj.weight")
+    assert not air.parts.ignored("model.layers.45.eh_proj.weight")
+    phi = LlamaConfig.from_dict(
+        {
+            "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "bos_token_id": 100257, "embd_pdrop": 0.0, "eos_token_id": 100257, "hidden_act": "silu",
+            "hidden_size": 5120, "initializer_range": 0.02, "intermediate_size": 17920,
+            "max_position_embeddings": 16384, "model_type": "phi3", "num_attention_heads": 40, "num_hidden_layers": 40,
+            "num_key_value_heads": 10, "original_max_position_embeddings": 16384, "pad_token_id": 100257,
+            "resid_pdrop": 0.0, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 250000,
+            "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+            "transformers_version": "4.47.0", "use_cache": True, "vocab_size": 100352,
+        }
+    )  # fmt: skip
+    assert phi.parts.linears["model.layers.0.self_attn.qkv_proj"] == (60 * 128, 5120, False)
+
+
+def test_defaults_are_those_of_transformers() -> None:
+    """What a config.json leaves out is what the transformers class of the family would take."""
+    import transformers
+
+    left_out = ("max_position_embeddings", "rms_norm_eps", "num_key_value_heads", "head_dim")
+    given = {k: v for k, v in SIZES.items() if k not in left_out} | {"num_attention_heads": 16, "hidden_size": 4096}
+    for variant in NEW:
+        theirs = getattr(transformers, f"{VARIANTS[variant][0]}Config")(**given)
+        ours = LlamaConfig.from_dict(given | {"model_type": theirs.model_type})
+        whole = LlamaConfig.from_dict(json.loads(theirs.to_json_string(use_diff=False)))
+        assert dataclasses.replace(ours, drafts=whole.drafts) == whole, variant
+
+
+# ------------------------------------------------------------------------------------------------------------- parts
+
+
+def test_parts_are_chosen_by_the_family(tmp_path: Path) -> None:
+    made = {}
+    for variant in ("gemma3", "olmo2", "phi3", "qwen3"):
+        save_hf(variant, tmp_path / variant)
+        made[variant] = Llama.load(Checkpoint.open(tmp_path / variant)).blocks[0]
+    assert isinstance(made["gemma3"].qkv, Normed)
+    assert isinstance(made["gemma3"].out.after, Norm)
+    assert isinstance(made["olmo2"].qkv, Bare)
+    assert isinstance(made["olmo2"].qkv.after, WholeNorms)
+    assert not made["olmo2"].fused
+    assert made["phi3"].attention.cos.shape[1] == 4
+    assert made["phi3"].qkv.linear.weight.shape == (160, 72)
+    assert isinstance(made["qwen3"].out.after, torch.nn.Identity)
+
+
+def test_a_norm_stored_less_one_is_the_exact_sum(tmp_path: Path) -> None:
+    """In bfloat16 1 + w has eight bits; what transformers multiplies by has float32's."""
+    hf = save_hf("gemma3", tmp_path).bfloat16()
+    hf.save_pretrained(tmp_path)
+    model = Llama.load(Checkpoint.open(tmp_path), dtype=torch.bfloat16)
+    own = hf.model.layers[0]
+    for ours, theirs in (
+        (model.norm, hf.model.norm),
+        (model.blocks[0].qkv.norm, own.input_layernorm),
+        (model.blocks[0].out.after.weight, own.post_attention_layernorm),
+        (model.blocks[0].attention.q_norm, own.self_attn.q_norm),
+    ):
+        assert ours.dtype == torch.float32
+        assert torch.equal(ours, 1.0 + theirs.weight.float())
+        assert not torch.equal(ours, ours.bfloat16().float())
+
+
+@pytest.mark.parametrize("variant", ["gemma3", "gemma2", "granite", "olmo2", "phi3"])
+def test_low_precision_stays_near_float32(variant: str, tmp_path: Path) -> None:
+    """No further from the truth than transformers in bfloat16; the embedding's rows are transformers' to the bit."""
+    hf, row = save_hf(variant, tmp_path), tokens(40)
+    got, want = logits_of(tmp_path, row, dtype=torch.bfloat16), truth(hf, row)
+    low = hf.bfloat16()
+    assert (got - want).norm() <= 1.2 * (truth(low, row) - want).norm()
+    if variant == "gemma3":
+        rows = torch.tensor([row])
+        embed = Llama.load(Checkpoint.open(tmp_path), dtype=torch.bfloat16).embed
+        assert torch.equal(embed(rows), low.model.embed_tokens(rows))
+        assert embed.scale == 8.5, "sqrt(72), rounded to bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("variant", "what"), [("gemma2", "a bound of attention scores"), ("glm4_moe", "heads of which")]
+)
+def test_a_cache_in_codes_is_refused(variant: str, what: str, tmp_path: Path) -> None:
+    save_hf(variant, tmp_path)
+    model = Llama.load(Checkpoint.open(tmp_path))
+    with pytest.raises(ValueError, match=f"{what}.*which a cache in codes does not know"):
+        model.new_cache(rows=1, pages=4, page_size=16, pages_per_row=3, kv=TurboQuantConfig(k_bits=4, v_bits=4))
+
+
+def test_a_layer_that_only_drafts_is_passed_over(tmp_path: Path) -> None:
+    hf = save_hf("glm4_moe", tmp_path / "plain")
+    source = Checkpoint.open(tmp_path / "plain")
+    tensors = {name: source.tensor(name).clone() for name in source.names}
+    more = {"model.layers.3.eh_proj.weight": torch.zeros(72, 144)}
+    write_checkpoint(tmp_path / "drafts", source.config, (tensors | more).items())
+    row = tokens(12)
+    assert (logits_of(tmp_path / "drafts", row) - truth(hf, row)).abs().max() < 1e-4
+    write_checkpoint(tmp_path / "none", source.config | {"num_nextn_predict_layers": 0}, (tensors | more).items())
+    with pytest.raises(CheckpointError, match=r"unexpected: 'model.layers.3.eh_proj.weight'"):
+        logits_of(tmp_path / "none", row)
+
+
+def test_experts_of_groups_that_are_not_chosen_are_not(tmp_path: Path) -> None:
+    """The best expert alone does not make its group: two of another together do."""
+    scores = torch.tensor([[0.9, 0.1, 0.2, 0.6, 0.6, 0.5, 0.1, 0.3, 0.2]])
+    logits = torch.logit(scores)
+    experts, weights = sigmoid_route(logits, torch.zeros(9), 2, 3, 1, True, 2.5)
+    assert sorted(experts[0].tolist()) == [3, 4]
+    torch.testing.assert_close(weights, torch.full((1, 2), 1.25))
+    experts, weights = sigmoid_route(logits, torch.tensor([0.5, 0.5, 0, 0, 0, 0, 0, 0, 0]), 2, 3, 1, False, 1.0)
+    assert experts[0].tolist() == [0, 1]
+    torch.testing.assert_close(weights, torch.tensor([[0.9, 0.1]]), msg="the bias is for the choice alone")
+
+
+@pytest.mark.parametrize("variant", ["glm4_moe", "qwen2_moe"])
+def test_a_shared_expert_is_a_component(variant: str, tmp_path: Path) -> None:
+    changes = {"hidden_size": 96, "moe_intermediate_size": 32, "intermediate_size": 64}
+    changes |= {"shared_expert_intermediate_size": 64} if variant == "qwen2_moe" else {}
+    save_hf(variant, tmp_path, **changes)
+    model = Llama.load(Checkpoint.open(tmp_path), fused=False)
+    changed = in_nvfp4(model)
+    assert list(changed) == list(components_of(model))
+    routed = [i for i, on in enumerate(model.config.routed.layers) if on]
+    paths = {f"blocks.{i}.mlp.shared.{part}" for i in routed for part in ("gate_up", "down")}
+    assert set(changed["shared expert"]()) == paths
+
+
+# ------------------------------------------------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_the_text_of_a_model_that_sees_is_read(older: bool, tmp_path: Path) -> None:
+    """Gemma3ForConditionalGeneration as transformers writes it, and under the names of the published files."""
+    import transformers
+
+    text = hf_model("gemma3")
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=text.config.to_dict(), vision_config=vision | {"image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+    )  # fmt: skip
+    both = transformers.Gemma3ForConditionalGeneration(config)
+    both.model.language_model.load_state_dict(text.model.state_dict())
+    both.save_pretrained(tmp_path / "m")
+    if older:
+        source = Checkpoint.open(tmp_path / "m")
+        state = {name: both.state_dict()[name] for name in both.state_dict() if name != "lm_head.weight"}
+        names = {
+            name: name.removeprefix("model.").replace("language_model.", "language_model.model.") for name in state
+        }
+        write_checkpoint(tmp_path / "o", source.config, ((names[k], v.contiguous()) for k, v in state.items()))
+    path, row = tmp_path / ("o" if older else "m"), tokens(24)
+    assert any("vision_tower" in name for name in Checkpoint.open(path).names)
+    assert (logits_of(path, row) - truth(text, row)).abs().max() < 1e-4
+    with pytest.raises(ValueError, match="a model of images and text around a gemma3_text"):
+        plan(path)
+
+
+@pytest.mark.parametrize("change", [{"text_config": None}, {"text_config": {"model_type": "gemma2"}}])
+def test_what_stands_around_no_text_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="text_config"):
+        LlamaConfig.from_dict({"model_type": "gemma3"} | change)
+
+
+@pytest.mark.parametrize("variant", ["gemma3", "gemma2", "olmo2", "phi3", "granite"])
+def test_e8p_is_the_model_of_the_weights_that_codes_stand_for(variant: str, tmp_path: Path) -> None:
+    hf = save_e8p(variant, tmp_path / "m", rates={"bits": 3, "lm_head": 4, "embed_tokens": 4})
+    row = tokens(24)
+    for options in ({}, {"decode": False}, {"decode": False, "fused": False}):
+        got, want = logits_of(tmp_path / "m", row, **options), truth(hf, row)
+        assert (got - want).abs().max() < 3e-4 * max(1.0, float(want.abs().max()))
