@@ -20,7 +20,7 @@ from torch import Tensor
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.record import machine, with_id
 from onegraph.formats.checkpoint import Checkpoint
-from onegraph.models.llama import LlamaSource
+from onegraph.models.source import LlamaSource
 from onegraph.quant.layer import dequantize
 from onegraph.quant.partial import Partial
 from onegraph.quant.quantize import Quantized, quantize

@@ -9,7 +9,8 @@ from torch import Tensor
 from models import Decoder, e8p_tensors, save_e8p
 from onegraph.formats.checkpoint import Checkpoint, CheckpointError
 from onegraph.formats.e8p import E8P
-from onegraph.models.llama import Llama, LlamaSource
+from onegraph.models.llama import Llama
+from onegraph.models.source import LlamaSource
 from onegraph.nn.linear import Linear, Siblings, dense, join
 from onegraph.ops.activation import swiglu
 from onegraph.ops.norm import rms_norm

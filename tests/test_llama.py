@@ -12,7 +12,8 @@ from models import FAMILIES, VARIANTS, Decoder, save_e8p, save_hf, smollm2_gguf
 from onegraph.check import declared
 from onegraph.check.simulate.run import simulate_step
 from onegraph.formats.checkpoint import Checkpoint
-from onegraph.models.llama import Llama, LlamaSource
+from onegraph.models.llama import Llama
+from onegraph.models.source import LlamaSource
 from onegraph.nn.attention import CausalAttention
 from onegraph.nn.linear import Linear
 from onegraph.ops.registry import reference_ops

@@ -12,7 +12,8 @@ from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
 from onegraph.formats.dense import DENSE
 from onegraph.formats.e8p import E8P
-from onegraph.models.llama import Llama, LlamaSource
+from onegraph.models.llama import Llama
+from onegraph.models.source import LlamaSource
 from onegraph.quant.quantize import quantize
 from onegraph.quant.recipe import Recipe
 

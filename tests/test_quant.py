@@ -76,6 +76,15 @@ class Tiny:
             raise KeyboardInterrupt
         return block(hidden)
 
+    kept = ()
+
+    def shapes(self, i: int) -> dict[str, tuple[int, ...]]:
+        groups = self.linear_groups(self.blocks[i])
+        return {name: tuple(module.weight.shape) for group in groups for name, module in group}
+
+    def expert_layers(self, block: Mix) -> list[Any]:
+        return []
+
     def linear_groups(self, block: Mix) -> list[list[tuple[str, nn.Module]]]:
         return [[("k", block.k), ("v", block.v)], [("o", block.o)], [("up", block.up)], [("down", block.down)]]
 
@@ -256,12 +265,13 @@ def test_moments_are_those_of_the_inputs(tokens: Tensor) -> None:
     model = Tiny()
     block = model.load_block(0)
     x = model.embed(tokens)
-    moments, outputs = gather(model, block, list(x.split(5)), [0, 3])
+    gathered = gather(model, block, list(x.split(5)), [0, 3])
     y = nn.functional.rms_norm(x, (DIM,)).flatten(0, 1)
+    moments = gathered.moments
     assert sorted(moments) == [0, 3]
     assert torch.allclose(moments[0].h, y.T @ y / y.shape[0], atol=1e-5)
     assert moments[0].cross is None
-    assert torch.allclose(torch.cat(outputs), model.run_block(block, x), atol=1e-5)
+    assert torch.allclose(torch.cat(list(gathered.outputs)), model.run_block(block, x), atol=1e-5)
 
 
 # -------------------------------------------------------------------------------------------------------- driver

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import torch
 
+from onegraph.formats.checkpoint import SHARD_BYTES
 from onegraph.quant.e8p import encode
+from onegraph.quant.experts import SHARED_ROWS
 from onegraph.quant.nvfp4 import quantize_weight
 from onegraph.quant.recipe import Recipe
 
@@ -32,6 +34,8 @@ class Work:
         groups: linears that are rounded side by side: outputs in all, inputs, rate.
         block: weights of a block, of `blocks`. tokens: of calibration, in rows of `sequence`; sampled: by the model
             first, which has `parameters` and keeps `cached` numbers a token.
+        experts: matrices that are rounded one by one, as `groups`; routed: layers that have some.
+        written: bytes of the result. activations: bytes of residual streams that may lie in memory.
     """
 
     levers: Recipe | None
@@ -47,11 +51,34 @@ class Work:
     sampled: bool = False
     parameters: int = 0
     cached: int = 0
+    experts: Sequence[tuple[int, int, int]] = ()
+    routed: int = 0
+    written: int = 0
+    activations: int = 1 << 62
 
     @property
     def hessians(self) -> int:
-        """Bytes of the Hessians of all groups."""
-        return sum(4 * k * k for _, k, _ in self.groups)
+        """Bytes of the Hessians of all groups, and of what layers of experts keep in their place."""
+        return sum(4 * k * k for _, k, _ in self.groups) + self.routed * self.stream
+
+    @property
+    def stream(self) -> int:
+        """Bytes of the text's residual stream."""
+        return 4 * self.tokens * self.hidden
+
+    @property
+    def streams(self) -> int:
+        """Bytes of all residual streams that are held at once: before and after a block, the unquantized model's, and
+        what experts saw of them."""
+        if self.levers is None:
+            return 0
+        kept = 2 if self.levers.correct or self.levers.tune else 1
+        return self.stream * (kept + 1 + (2 if self.levers.correct else 1) * (self.routed > 0))
+
+    @property
+    def spilled(self) -> int:
+        """Bytes of them that lie on disk at most."""
+        return max(0, self.streams - self.activations)
 
 
 def estimate(work: Work, device: torch.device) -> tuple[float, int]:
@@ -74,22 +101,25 @@ def _seconds(work: Work, levers: Recipe, device: torch.device) -> float:
     # unquantized model runs beside it.
     runs = {"reference": 1, "block": 2, "group": 5}[levers.inputs] * (2 if levers.correct else 1)
     work_done = 2.0 * work.block * work.blocks * work.tokens * runs
+    rounded = [*work.groups, *work.experts]
     work_done += sum(2 * k * k * work.tokens * (2 if levers.correct else 1) for _, k, _ in work.groups)
-    work_done += sum(n * k * k * (1 + 2 * levers.descent) + 6 * k**3 for n, k, _ in work.groups)
+    shared = min(work.tokens, SHARED_ROWS) * (2 if levers.correct else 1)  # each expert on all of the layer's tokens
+    work_done += sum(2 * k * (n + k) * shared for n, k, _ in work.experts)
+    work_done += sum(n * k * k * (1 + 2 * levers.descent) + 6 * k**3 for n, k, _ in rounded)
     if levers.tune is not None:  # forward, again for its gradients, and twice as much backwards; the head likewise
         work_done += 8.0 * levers.tune.epochs * work.tokens * (work.block * work.blocks + work.vocab * work.hidden)
     seconds = work_done / rate
     if device.type == "cpu":
-        rates = {bits for _, _, bits in work.groups}
+        rates = {bits for _, _, bits in rounded}
         vectors = _normal(8, 1024, device)
         metric = torch.eye(8)
         each = {
             bits: _timed(lambda bits=bits: encode(vectors, bits, metric, wide=levers.wide), device) / vectors.shape[1]  # type: ignore[misc]
             for bits in rates
         }
-        seconds += sum(n * k / 8 * passes * each[bits] for n, k, bits in work.groups)
+        seconds += sum(n * k / 8 * passes * each[bits] for n, k, bits in rounded)
     else:
-        seconds += sum(k / 8 * passes * STEP[bits] for _, k, bits in work.groups) * (WIDE_STEP if levers.wide else 1)
+        seconds += sum(k / 8 * passes * STEP[bits] for _, k, bits in rounded) * (WIDE_STEP if levers.wide else 1)
     if work.sampled:  # a step reads every weight once, whatever the rows beside it
         steps = work.sequence * -(-work.tokens // (64 * work.sequence))
         seconds += steps * work.parameters * 4 / 1e10 if device.type == "cpu" else steps * (2e-3 * work.blocks)
@@ -117,25 +147,37 @@ def _timed(run: Callable[[], object], device: torch.device) -> float:
 
 
 def _memory(work: Work, levers: Recipe, device: torch.device) -> int:
-    """Embedding, one block (two beside an unquantized one), the text's residual streams, and the larger one of what
-    gathering and rounding hold besides."""
+    """Embedding, one block (two beside an unquantized one), the text's residual streams as far as they may lie in
+    memory, and the larger one of what gathering and rounding hold besides; on a CPU also a file of the result."""
     batch = min(levers.batch_tokens, work.tokens)
-    stream = 4 * work.tokens * work.hidden
     both = 2 if levers.correct else 1
     squares = [k * k for _, k, _ in work.groups[:4]] or [0]
     held = sum(squares) if levers.inputs != "group" else max(squares)
     gathering = 8 * both * held + 12 * max(squares) + 4 * batch * (3 * work.inner + 4 * work.hidden)
-    rounding = max((24 * k * k + 20 * n * k for n, k, _ in work.groups), default=0)
+    rounding = max((24 * k * k + 20 * n * k for n, k, _ in (*work.groups, *work.experts)), default=0)
+    if work.experts:  # inputs of an expert that all tokens chose, and of the shared ones, before and after gate-up
+        widest = max(k for _, k, _ in work.experts) + max(n for n, _, _ in work.experts)
+        rounding += 4 * both * widest * (work.tokens + min(work.tokens, SHARED_ROWS)) + work.block // 2
     kept = 2 if levers.correct or levers.tune else 1
-    base = 4 * work.vocab * work.hidden + 4 * work.block * kept + stream * (kept + 1)
+    base = 4 * work.vocab * work.hidden + 4 * work.block * kept + work.streams - work.spilled
+    if work.spilled:  # batches on their way from and to the disk
+        base += 4 * 4 * batch * work.hidden
     peak = base + max(gathering, rounding)
+    if device.type == "cpu":
+        peak = max(peak, min(work.written, SHARD_BYTES))
     if levers.tune is not None:
-        peak = max(peak, 4 * (work.block * work.blocks + 2 * work.vocab * work.hidden) + stream)
+        peak = max(peak, 4 * (work.block * work.blocks + 2 * work.vocab * work.hidden) + work.stream)
     if work.sampled:
         wide = 4 if device.type == "cpu" else 2
         rows = min(64, -(-work.tokens // work.sequence))
         peak = max(peak, wide * (work.parameters + rows * work.sequence * work.cached))
     return peak
+
+
+def spill_bound(device: torch.device) -> int:
+    """Bytes of residual streams that `quantize` holds in memory: a quarter of what is free, and 256 MB at least."""
+    free = available_memory(device)
+    return 1 << 62 if free is None else max(256 << 20, free // 4)
 
 
 def available_memory(device: torch.device) -> int | None:

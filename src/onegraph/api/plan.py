@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from onegraph.api.cost import Work, available_memory, estimate
+from onegraph.api.cost import Work, available_memory, estimate, spill_bound
 from onegraph.api.device import pick_device
 from onegraph.api.hub import locate
-from onegraph.api.size import Size, human_bytes, size_of
+from onegraph.api.outline import Outline, foreign, modules, outline
+from onegraph.api.size import Size, human_bytes, size_of, size_with
 from onegraph.formats.checkpoint import Checkpoint, TensorInfo, read_config
-from onegraph.formats.e8p import E8P, KEEP, E8PConfig, E8PFormat, fits, resolve_rates
+from onegraph.formats.e8p import BITS, E8P, KEEP, E8PConfig, E8PFormat, fits, resolve_rates
 from onegraph.formats.nvfp4 import NVFP4, written_config
 from onegraph.formats.weight import WeightFormat
-from onegraph.models.blocks import DOWN, OUT
-from onegraph.models.config import LlamaConfig
-from onegraph.models.llama import refuse_unquantizable
-from onegraph.models.load import parse_config
+from onegraph.models.load import CONFIGS, parse_config
 from onegraph.models.loader import Loader
 from onegraph.quant.quantize import EMBED, HEAD
 from onegraph.quant.recipe import Recipe
 
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a block or an expert
 RECIPES = {"cpu": "quick", "cuda": "good"}  # where none is asked for
 TOKENS = {"cpu": 8192, "cuda": 16384}  # likewise; of a text, as many as it has
 
@@ -44,6 +44,13 @@ class Choices:
     calibration: str | Path
     tokens: int
     sequence: int
+    experts: int | None
+    activations: int | None
+
+    @property
+    def held(self) -> int:
+        """Bytes of activations that may lie in memory."""
+        return spill_bound(self.device) if self.activations is None else self.activations
 
     @property
     def layers(self) -> Mapping[str, int]:
@@ -61,23 +68,32 @@ def choose(
     layers: Mapping[str, int] | None = None,
     lm_head: int | None = None,
     embed_tokens: int | None = None,
+    experts: int | None = None,
+    expert_prior: float | None = None,
     seed: int = 0,
+    activations: int | None = None,
     device: str | torch.device = "auto",
 ) -> Choices:
     """Raises ValueError for an option that is not allowed; the rest is in `quantize`."""
     target = pick_device(device)
-    if format == "nvfp4" and (bits != 4 or lm_head or embed_tokens or any(r != KEEP for r in (layers or {}).values())):
+    ends = lm_head or embed_tokens or experts
+    if format == "nvfp4" and (bits != 4 or ends or any(r != KEEP for r in (layers or {}).values())):
         raise ValueError(
-            "nvfp4 has one rate and keeps both ends: it takes no other bits, no lm_head or embed_tokens, and "
+            "nvfp4 has one rate and keeps both ends: it takes no other bits, no lm_head, embed_tokens or experts, and "
             "layers may only keep a linear ({pattern: 16})"
         )
+    if experts not in (None, *BITS, KEEP):
+        raise ValueError(f"experts: got {experts!r}; allowed are 2, 3, 4, and 16 to keep them as they are")
+    if activations is not None and activations < 0:
+        raise ValueError(f"activations: got {activations!r}; it is a number of bytes")
     if format not in ("e8p", "nvfp4"):
         raise ValueError(f"format: got {format!r}; allowed are 'e8p' and 'nvfp4'")
     for name, value in (("tokens", tokens), ("sequence", sequence)):
         if not (type(value) is int and value >= 1) and not (name == "tokens" and value is None):
             raise ValueError(f"{name}: got {value!r}; allowed is a count of 1 and more")
     recipe = recipe or (RECIPES[target.type] if format == "e8p" else "good")
-    rates = {"bits": bits, "lm_head": lm_head, "embed_tokens": embed_tokens, "seed": seed}
+    rates: dict[str, Any] = {"bits": bits, "lm_head": lm_head, "embed_tokens": embed_tokens, "seed": seed}
+    rates |= {} if expert_prior is None else {"expert_prior": expert_prior}
     return Choices(
         device=target,
         format=format,
@@ -86,6 +102,8 @@ def choose(
         calibration=calibration,
         tokens=tokens or TOKENS[target.type],
         sequence=sequence,
+        experts=experts,
+        activations=activations,
     )
 
 
@@ -94,8 +112,11 @@ class Plan:
     """What `quantize` would make of a model, and what that costs on a device.
 
     Args:
-        source: the path, or org/name@commit of the hub. matched: the linears of each pattern of `layers`.
-        linears: how many linears are quantized. before, after: sizes on disk, `after` exact.
+        source: the path, or org/name@commit of the hub. matched: the linears of each pattern of `layers`. rates: the
+            patterns that `quantize` goes by, those for `experts` among them. own: whether our own decoder runs it;
+            positions: that it has; expert_inputs: of each stack of experts.
+        linears: how many linears are quantized, each expert's two counted. left: layers that stay as they are, and why.
+        before, after: sizes on disk, `after` exact.
         seconds: an estimate, on a CPU right within a factor of two or so. memory: bytes on the device, at the least.
         disk: bytes of OUT and of finished blocks beside it. hessians: what they add where there is room to keep them.
         recipe, calibration, tokens: None for a format that is not calibrated; calibration is "bundled", "self" or
@@ -111,12 +132,26 @@ class Plan:
     tokens: int | None
     matched: Mapping[str, list[str]]
     linears: int
+    left: Mapping[str, str]
+    rates: Mapping[str, int]
+    own: bool
+    positions: int
+    expert_inputs: Mapping[str, int]
     before: Size
     after: Size
     seconds: float
     memory: int
     disk: int
     hessians: int
+
+    @property
+    def left_lines(self) -> list[str]:
+        """A line for each kind of layer that is left as it is, with why: numbers of blocks and experts as *."""
+        kinds: dict[tuple[str, str], int] = {}
+        for name, why in self.left.items():
+            key = NUMBER.sub("*", name), why
+            kinds[key] = kinds.get(key, 0) + 1
+        return [f"left as it is: {name} ({count} of them): {why}" for (name, why), count in kinds.items()]
 
     def __str__(self) -> str:
         """In a line: what is done, and what it costs."""
@@ -137,6 +172,7 @@ class Plan:
         told = {name: getattr(self, name) for name in ("source", "device", "format", "bits", "recipe", "calibration")}
         told |= {"tokens": self.tokens, "linears": self.linears}
         told |= {"layers": {pattern: len(names) for pattern, names in self.matched.items()}}
+        told |= {"left": dict(self.left)}
         told |= {"before": self.before.as_dict(), "after": self.after.as_dict()}
         return told | {"seconds": round(self.seconds, 1), "memory": self.memory, "disk": self.disk}
 
@@ -168,9 +204,10 @@ def _described(path: Path) -> Checkpoint:
     config = read_config(path)
     stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
     dtype = stored if isinstance(stored, torch.dtype) else torch.bfloat16
-    parsed = parse_config(config)
-    refuse_unquantizable(parsed)
-    expected = Loader(Checkpoint(path, config, {}), parsed, dtype).expected()
+    if foreign(config) and config.get("model_type") not in CONFIGS:
+        expected = modules().expected_tensors(config)
+    else:
+        expected = Loader(Checkpoint(path, config, {}), parse_config(config), dtype).expected()
     return Checkpoint(path, config, {name: _info(path, shape, dtype) for name, (shape, _) in expected.items()})
 
 
@@ -180,25 +217,49 @@ def _info(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> TensorInfo:
 
 def survey(checkpoint: Checkpoint, name: str, choices: Choices) -> Plan:
     """The plan for an open checkpoint. Raises ValueError for what cannot be quantized as asked."""
-    calibrated = choices.format == "e8p"
-    parsed = (LlamaConfig.from_dict if calibrated else parse_config)(checkpoint.config)
-    refuse_unquantizable(parsed)
+    if choices.format == "nvfp4":
+        return _survey_nvfp4(checkpoint, name, choices)
+    found = outline(checkpoint)
+    found.check(checkpoint)
+    choices = with_experts(choices, found)
+    shapes = found.shapes
+    rates = resolve_rates(choices.layers, shapes, choices.levers.bits)
+    formats = {layer: E8P[rate] for layer in shapes if (rate := rates.get(layer, choices.levers.bits)) != KEEP}
+    if not formats:
+        raise ValueError(f"{checkpoint.path}: no layer is left to be rounded; {_why_none(found)}")
+    _one_rate(found, formats)
+    made = _made(checkpoint, formats, rates | dict.fromkeys(found.kept, KEEP), choices, found.layer_of, shapes)
+    before, after = (
+        (size_of(checkpoint), size_of(made)) if found.own else size_with(checkpoint, made, shapes, found.layer_of)
+    )
+    work = _work(found, formats, before, after, choices)
+    return _plan(name, choices, formats, shapes, before, after, work, found)
+
+
+def _survey_nvfp4(checkpoint: Checkpoint, name: str, choices: Choices) -> Plan:
+    parsed = parse_config(checkpoint.config)
     if checkpoint.config.get("quantization_config") is not None:
         raise ValueError(f"{checkpoint.path}: is quantized already; give the unquantized model")
     loader = Loader(checkpoint, parsed, torch.float32)
-    if calibrated:
-        loader.check()
-    names = rounded_layers(loader, choices.format)
-    rates = resolve_rates(choices.layers, names, choices.levers.bits)
-    formats: dict[str, WeightFormat] = {
-        layer: E8P[rate] if calibrated else NVFP4
-        for layer in names
-        if (rate := rates.get(layer, choices.levers.bits)) != KEEP
-    }
-    made = _made(checkpoint, formats, rates, choices)
-    before, after = size_of(checkpoint), size_of(made)
-    work = _work(loader, formats, before, choices)
+    if loader.parts.stacks:
+        stack = next(iter(loader.parts.stacks))
+        raise ValueError(f"{stack} and others hold all experts in one tensor, which nvfp4 has no form for; choose e8p")
+    shapes: dict[str, tuple[int, ...]] = {each: checkpoint.shape(f"{each}.weight") for each in rounded_layers(loader)}
+    kept = resolve_rates(choices.layers, shapes, 4)
+    formats: dict[str, WeightFormat] = {each: NVFP4 for each in shapes if each not in kept}
+    made = _made(checkpoint, formats, {}, choices, lambda name: name.removesuffix(".weight"), shapes)
+    sizes = [(n, k, 4) for n, k in (shapes[each] for each in formats)]
+    work = Work(levers=None, search=choices.recipe != "quick", groups=sizes)
+    return _plan(name, choices, formats, shapes, size_of(checkpoint), size_of(made), work, None)
+
+
+def _plan(
+    name: str, choices: Choices, formats: Mapping[str, WeightFormat], shapes: Mapping[str, tuple[int, ...]],
+    before: Size, after: Size, work: Work, found: Outline | None,
+) -> Plan:  # fmt: skip
+    calibrated = choices.format == "e8p"
     seconds, memory = estimate(work, choices.device)
+    kept = {layer: "kept: its rate is 16" for layer in shapes if layer not in formats}
     return Plan(
         source=name,
         device=str(choices.device),
@@ -207,15 +268,49 @@ def survey(checkpoint: Checkpoint, name: str, choices: Choices) -> Plan:
         recipe=choices.recipe if calibrated else None,
         calibration=kind_of(choices.calibration) if calibrated else None,
         tokens=choices.tokens if calibrated else None,
-        matched={pattern: [layer for layer in names if fits(layer, pattern)] for pattern in choices.layers},
-        linears=len(formats),
+        matched={pattern: [layer for layer in shapes if fits(layer, pattern)] for pattern in choices.layers},
+        linears=sum(shapes[layer][0] if len(shapes[layer]) == 3 else 1 for layer in formats),
+        left=kept | dict(found.left if found is not None else {}),
+        rates=dict(choices.layers),
+        own=found is None or found.own,
+        positions=0 if found is None else found.positions,
+        expert_inputs={layer: shape[2] for layer, shape in shapes.items() if len(shape) == 3},
         before=before,
         after=after,
         seconds=seconds,
         memory=memory,
-        disk=after.total_bytes + (after.linear_bytes if calibrated else 0),
+        disk=after.total_bytes + (after.linear_bytes + work.spilled if calibrated else 0),
         hessians=work.hessians if calibrated and choices.levers.inputs == "reference" else 0,
     )
+
+
+def with_experts(choices: Choices, found: Outline) -> Choices:
+    """The choices with a rate for experts, in front of what `layers` says: the one asked for; else those that the
+    checkpoint has in MXFP4 stay so. Raises ValueError where there are none to have one."""
+    stacks = {
+        prefix + name: name for prefix, names in found.blocks.items() for name, shape in names.items() if shape[2:]
+    }
+    if choices.experts is not None and not stacks:
+        raise ValueError(f"experts: got {choices.experts}, and this model has no routed experts")
+    rate = KEEP if choices.experts is None and found.published else choices.experts
+    if rate is None:
+        return choices
+    patterns = {f"*.{local}": rate for local in dict.fromkeys(stacks.values())}
+    return replace(choices, levers=replace(choices.levers, layers=patterns | dict(choices.layers)))
+
+
+def _why_none(found: Outline) -> str:
+    whys = dict.fromkeys(found.left.values())
+    return "; ".join(whys) if whys and not found.shapes else "`layers` keeps all of them"
+
+
+def _one_rate(found: Outline, formats: Mapping[str, WeightFormat]) -> None:
+    """Raises ValueError where the two matrices of a layer's experts have two rates."""
+    for prefix, names in found.blocks.items():
+        stacks = [prefix + name for name, shape in names.items() if len(shape) == 3]
+        for first, second in zip(stacks[::2], stacks[1::2], strict=True):
+            if formats.get(first) is not formats.get(second):
+                raise ValueError(f"{first} and {second} have two rates; experts of a layer must have one")
 
 
 def kind_of(calibration: str | Path) -> str:
@@ -223,19 +318,23 @@ def kind_of(calibration: str | Path) -> str:
     return str(calibration) if calibration in ("self", "bundled") else "text"
 
 
-def rounded_layers(loader: Loader, format: str) -> list[str]:
-    """The checkpoint's names of the linears that may be rounded: all but the head, and to NVFP4 only those whose inputs
-    come in its groups."""
-    group = NVFP4.group if format == "nvfp4" else 1
+def rounded_layers(loader: Loader) -> list[str]:
+    """The checkpoint's names of the linears that may be rounded to NVFP4: all but the head whose inputs come in its
+    groups."""
     return [
         loader.stored[f"{name}.weight"].removesuffix(".weight")
         for name, (_, k, _) in loader.parts.linears.items()
-        if name != loader.parts.head and k % group == 0 and f"{name}.weight" in loader
+        if name != loader.parts.head and k % NVFP4.group == 0 and f"{name}.weight" in loader
     ]
 
 
 def _made(
-    checkpoint: Checkpoint, formats: Mapping[str, WeightFormat], rates: Mapping[str, int], choices: Choices
+    checkpoint: Checkpoint,
+    formats: Mapping[str, WeightFormat],
+    rates: Mapping[str, int],
+    choices: Choices,
+    layer_of: Callable[[str], str | None],
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> Checkpoint:
     """The table of tensors that `quantize` would write; there is no file behind it."""
     recipe, e8p = choices.levers, choices.format == "e8p"
@@ -248,23 +347,26 @@ def _made(
     tensors: dict[str, TensorInfo] = {}
 
     def put(layer: str, shape: tuple[int, ...]) -> None:
-        n, k = shape
+        *lead, n, k = shape
         try:
             layout = formats[layer].layout(n, k)
         except ValueError as error:
             local = ".".join(layer.split(".")[-2:])
             raise ValueError(f"{layer}: {error}; keep it with the rate 16 for '*{local}'") from None
         files = formats[layer].names((), layer)
-        tensors.update({files[key]: _info(checkpoint.path, *found) for key, found in layout.items()})
+        found = {files[key]: ((*lead, *shape), dtype) for key, (shape, dtype) in layout.items()}
+        tensors.update({name: _info(checkpoint.path, *what) for name, what in found.items()})
 
     for name in checkpoint.names:
-        layer, _, kind = name.rpartition(".")
+        owner, _, kind = name.rpartition(".")
         info = checkpoint.info(name)
-        if layer in formats and kind == "weight":
-            put(layer, info.shape)
+        layer = layer_of(f"{owner}.weight" if kind == "bias" else name)
+        if layer not in formats:
+            tensors[name] = _info(checkpoint.path, info.shape, info.dtype)
+        elif kind == "bias":
+            tensors[f"{layer}.bias"] = _info(checkpoint.path, info.shape, torch.float32 if e8p else info.dtype)
         else:
-            wide = e8p and layer in formats and kind == "bias"
-            tensors[name] = _info(checkpoint.path, info.shape, torch.float32 if wide else info.dtype)
+            put(layer, shapes.get(layer, info.shape))
     if f"{HEAD}.weight" not in checkpoint and HEAD in formats:
         put(HEAD, checkpoint.shape(f"{EMBED}.weight"))
     elif f"{HEAD}.weight" not in checkpoint and EMBED in formats:
@@ -279,32 +381,37 @@ def nvfp4_config(checkpoint: Checkpoint, chosen: Collection[str]) -> dict[str, A
     return written_config({*wide, HEAD} - set(chosen))
 
 
-def _work(loader: Loader, formats: Mapping[str, WeightFormat], before: Size, choices: Choices) -> Work:
-    sizes = {layer: loader.checkpoint.shape(f"{layer}.weight") for layer in formats}
-    if choices.format == "nvfp4":
-        return Work(levers=None, search=choices.recipe != "quick", groups=[(n, k, 4) for n, k in sizes.values()])
-    parsed = LlamaConfig.from_dict(loader.checkpoint.config)
-    groups = []
-    for i in range(parsed.layers):
-        for names in (parsed.qkv, (OUT,), parsed.gate_up, (DOWN,)):
-            found = [layer for name in names if (layer := f"model.layers.{i}.{name}") in formats]
-            for rate in {format.rate for layer in found if isinstance(format := formats[layer], E8PFormat)}:
-                some = [sizes[layer] for layer in found if formats[layer] is E8P[rate]]
-                groups.append((sum(n for n, _ in some), some[0][1], rate))
-    block = [n * k for name, (n, k, _) in loader.parts.linears.items() if name.startswith("model.layers.0.")]
+def _work(found: Outline, formats: Mapping[str, WeightFormat], before: Size, after: Size, choices: Choices) -> Work:
+    groups: dict[tuple[str, str, int], tuple[int, int, int]] = {}
+    experts = []
+    for prefix, names in found.blocks.items():
+        for name, shape in names.items():
+            format = formats.get(prefix + name)
+            if not isinstance(format, E8PFormat):
+                continue
+            *lead, n, k = shape
+            if lead:
+                experts += [(n, k, format.rate)] * lead[0]
+            else:  # siblings share an input, and nearly always a parent and its number of inputs
+                key = prefix + name.rpartition(".")[0], "o_proj" * name.endswith("o_proj"), k
+                groups[key] = groups.get(key, (0, 0, 0))[0] + n, k, format.rate
     return Work(
         levers=choices.levers,
-        groups=groups,
-        block=sum(block),
-        blocks=parsed.layers,
-        hidden=parsed.hidden_size,
-        inner=parsed.intermediate_size,
-        vocab=parsed.vocab_size,
+        groups=list(groups.values()),
+        experts=experts,
+        routed=sum(len(shape) == 3 for names in found.blocks.values() for shape in names.values()) // 2,
+        block=found.weights,
+        blocks=len(found.blocks),
+        hidden=found.hidden,
+        inner=found.inner,
+        vocab=found.vocab,
         tokens=choices.tokens,
-        sequence=min(choices.sequence, choices.tokens, parsed.max_positions),
+        sequence=min(choices.sequence, choices.tokens, found.positions),
         sampled=choices.calibration == "self",
         parameters=before.parameters,
-        cached=2 * parsed.layers * parsed.kv_heads * parsed.head_dim,
+        cached=found.cached,
+        written=after.total_bytes,
+        activations=choices.held,
     )
 
 

@@ -7,7 +7,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,10 @@ import torch
 from onegraph.api import Progress
 from onegraph.api.device import pick_dtype
 from onegraph.api.hub import locate
+from onegraph.api.outline import model_of
 from onegraph.api.plan import (
     Choices,
+    Plan,
     check_room,
     choose,
     existing,
@@ -28,21 +30,22 @@ from onegraph.api.plan import (
     survey,
 )
 from onegraph.api.provenance import digest_of, source_of, versions
-from onegraph.api.size import Size, size_of
+from onegraph.api.size import Size
 from onegraph.api.text import read_text
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
 from onegraph.formats.e8p import resolve_rates
-from onegraph.models.config import LlamaConfig
-from onegraph.models.llama import Llama, LlamaSource
+from onegraph.models.llama import Llama
 from onegraph.models.load import parse_config
 from onegraph.models.loader import Loader
 from onegraph.quant import nvfp4
 from onegraph.quant.calibrate import packed_tokens, sampled_tokens
 from onegraph.quant.partial import Partial, key_of
 from onegraph.quant.quantize import quantize as quantize_blocks
+from onegraph.quant.recipe import Recipe
+from onegraph.quant.spill import Spill
 
 BUNDLED = Path(__file__).parents[1] / "data" / "calibration.txt"
 
@@ -51,7 +54,8 @@ BUNDLED = Path(__file__).parents[1] / "data" / "calibration.txt"
 class Quantization:
     """What `quantize` made. `source` is the path, or org/name@commit of the hub; sizes are of the checkpoints on disk;
     `config` is the quantization_config that was written; `recipe`, `seed` and `calibration_tokens` are None for a
-    format that is not calibrated."""
+    format that is not calibrated. `left` are the layers that stay as they were, and why; `experts` the calibration
+    tokens that chose each expert, by layer."""
 
     source: str
     output: str
@@ -64,6 +68,8 @@ class Quantization:
     recipe: str | None = None
     seed: int | None = None
     calibration_tokens: int | None = None
+    left: Mapping[str, str] = field(default_factory=dict)
+    experts: Mapping[str, list[int]] = field(default_factory=dict)
 
 
 def quantize(
@@ -79,7 +85,10 @@ def quantize(
     layers: Mapping[str, int] | None = None,
     lm_head: int | None = None,
     embed_tokens: int | None = None,
+    experts: int | None = None,
+    expert_prior: float | None = None,
     seed: int = 0,
+    activations: int | None = None,
     device: str | torch.device = "auto",
     progress: Progress | None = None,
     remark: Callable[[str], None] | None = None,
@@ -101,7 +110,10 @@ def quantize(
             most (default: 8192 on a CPU, 16384 on a GPU). sequence: tokens of a row of it.
         layers: {pattern: bits} of linears that differ, {"*.down_proj": 4}; 16 keeps a layer; the last match wins.
         lm_head, embed_tokens: bits of the output head and of the embedding; None leaves them as they are.
+        experts: bits of routed experts, 16 to keep them; None is `bits`, but experts that are published in MXFP4
+            (gpt-oss) stay so. expert_prior: see `quant/experts.py`; None for the recipe's.
         seed: the same one gives the same bytes.
+        activations: bytes of activations to hold in memory, the rest goes to disk; None: a quarter of what is free.
         device: "cpu", "cuda", "cuda:N", or "auto" for the GPU where there is one.
         progress: called as progress(what, done, total); total is 0 while it is not known.
         remark: called with a line of text: what it will take, what of earlier work is gone on with.
@@ -121,7 +133,10 @@ def quantize(
         layers=layers,
         lm_head=lm_head,
         embed_tokens=embed_tokens,
+        experts=experts,
+        expert_prior=expert_prior,
         seed=seed,
+        activations=activations,
         device=device,
     )
     refuse_existing(run.out)
@@ -131,6 +146,8 @@ def quantize(
         found = survey(checkpoint, located.name, choices)
         check_room(found, run.out)
         tell(f"quantizing {found}")
+        for line in found.left_lines:
+            tell(line)
         with Partial(
             run.out.with_name(run.out.name + ".partial"),
             identity(checkpoint),
@@ -139,12 +156,10 @@ def quantize(
         ) as partial:
             refuse_existing(run.out)  # by a process that held the directory until now
             if format == "nvfp4":
-                config, count = run.nvfp4(checkpoint, choices), None
+                config, count, routed = run.nvfp4(checkpoint, choices), None, dict[str, list[int]]()
             else:
-                config, count = run.e8p(checkpoint, choices, text, partial)
+                config, count, routed = run.e8p(checkpoint, choices, found, text, partial)
             partial.remove()
-    with Checkpoint.open(run.out) as made:
-        after = size_of(made)
     calibrated = format == "e8p"
     return Quantization(
         source=found.source,
@@ -152,13 +167,32 @@ def quantize(
         format=format,
         seconds=round(time.perf_counter() - run.started, 1),
         before=found.before,
-        after=after,
+        after=found.after,
         config=config,
         bits=bits,
         recipe=choices.recipe if calibrated else None,
         seed=seed if calibrated else None,
         calibration_tokens=count,
+        left=dict(found.left),
+        experts=routed,
     )
+
+
+def few_lines(routed: Mapping[str, list[int]], found: Plan, recipe: Recipe) -> list[str]:
+    """How many tokens chose the experts of each layer, and by name those in whose Hessian the layer's shared inputs
+    outweigh their own."""
+    lines = []
+    for stack, counts in routed.items():
+        wanted = recipe.expert_prior * found.expert_inputs[stack]
+        few = [f"{expert} ({count})" for expert, count in enumerate(counts) if count < wanted]
+        middle = sorted(counts)[len(counts) // 2]
+        lines.append(f"{stack}: {min(counts)} to {max(counts)} tokens an expert, {middle} in the middle")
+        if few:
+            lines.append(
+                f"warning: {stack}: fewer than {wanted:.0f} tokens chose expert {', '.join(few)}; they are rounded "
+                "mostly under the layer's shared inputs; give more --tokens, or text that reaches them"
+            )
+    return lines
 
 
 def _text(calibration: str | Path) -> str | None:
@@ -178,12 +212,13 @@ class _Run:
     started: float
 
     def e8p(
-        self, checkpoint: Checkpoint, choices: Choices, text: str | None, partial: Partial
-    ) -> tuple[dict[str, Any], int]:
-        """Writes `out`; returns its quantization_config and how many tokens it was calibrated on."""
-        recipe, tokens = choices.levers, choices.tokens
-        sequence = min(choices.sequence, LlamaConfig.from_dict(checkpoint.config).max_positions, tokens)
-        model = LlamaSource(checkpoint, choices.device, max_context=sequence)
+        self, checkpoint: Checkpoint, choices: Choices, found: Plan, text: str | None, partial: Partial
+    ) -> tuple[dict[str, Any], int, dict[str, list[int]]]:
+        """Writes `out`; returns its quantization_config, how many tokens it was calibrated on, and how many of them
+        chose each expert."""
+        recipe, tokens = replace(choices.levers, layers=found.rates), choices.tokens
+        sequence = min(choices.sequence, found.positions, tokens)
+        model = model_of(checkpoint, choices.device, sequence, own=found.own)
         tokenizer = Tokenizer(checkpoint)
         if text is None:
             count = -(-tokens // sequence)
@@ -198,7 +233,7 @@ class _Run:
             rows = packed_tokens(tokenizer.encode(text), length=sequence, limit=tokens)
 
         def outer(name: str) -> torch.Tensor:  # a tied head is the embedding
-            return checkpoint.tensor(name if name in checkpoint else "model.embed_tokens.weight")
+            return checkpoint.tensor(model.end_name(name))
 
         self.say("quantizing", 0, 0)
         quantized = quantize_blocks(
@@ -208,7 +243,11 @@ class _Run:
             partial,
             outer=outer,
             progress=lambda done, total, _: self.say("quantizing", done, total),
+            spill=Spill(partial.path / ".activations.tmp", choices.held),
         )
+        routed = {first: counts for (first, _), counts in quantized.counts.items()}
+        for line in few_lines(routed, found, recipe):
+            self.tell(line)
         config = quantized.config.to_dict()
         about = {
             "recipe": {"name": choices.recipe} | recipe.to_dict(),
@@ -221,12 +260,15 @@ class _Run:
                 "sha256": digest_of(rows),
             },
         }
-        self.write(checkpoint, config, quantized.tensors(checkpoint.names, checkpoint.tensor), "e8p", about)
-        return config, rows.numel()
+        if routed:
+            about["experts"] = {"calibration_tokens": routed}
+        tensors = quantized.tensors(checkpoint.names, checkpoint.tensor, model.layer_of)
+        self.write(checkpoint, config, tensors, "e8p", about)
+        return config, rows.numel(), routed
 
     def nvfp4(self, checkpoint: Checkpoint, choices: Choices) -> dict[str, Any]:
         """Writes `out`; returns its quantization_config."""
-        names = rounded_layers(Loader(checkpoint, parse_config(checkpoint.config), torch.float32), "nvfp4")
+        names = rounded_layers(Loader(checkpoint, parse_config(checkpoint.config), torch.float32))
         kept = resolve_rates(choices.layers, names, bits=4)
         chosen = [name for name in names if name not in kept]
         config = nvfp4_config(checkpoint, chosen)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -76,6 +77,26 @@ def size_of(checkpoint: Checkpoint) -> Size:
         parameters=parameters,
         linear_parameters=sum(count for layer, count in counts.items() if layer not in ends),
     )
+
+
+def size_with(
+    before: Checkpoint, after: Checkpoint, shapes: Mapping[str, tuple[int, ...]], layer_of: Callable[[str], str | None]
+) -> tuple[Size, Size]:
+    """Sizes of a model that no decoder of ours runs, unquantized and quantized; `shapes` are those of its layers."""
+    parameters = sum(math.prod(before.shape(name)) for name in before.names)
+    weights = sum(math.prod(shape) for shape in shapes.values())
+
+    def of(checkpoint: Checkpoint) -> Size:
+        inside = 0
+        for name in checkpoint.names:
+            layer, _, suffix = name.rpartition(".")
+            if layer_of(name) in shapes or (layer in shapes and suffix != "bias"):
+                inside += checkpoint.info(name).nbytes
+        return Size(
+            total_bytes=checkpoint.nbytes, linear_bytes=inside, parameters=parameters, linear_parameters=weights
+        )
+
+    return of(before), of(after)
 
 
 def component_bits(checkpoint: Checkpoint) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""`onegraph quantize`: a checkpoint of the Llama family to E8P-RVQ at 2, 3 or 4 bits, or to NVFP4."""
+"""`onegraph quantize`: a causal language model to E8P-RVQ at 2, 3 or 4 bits, or to NVFP4."""
 
 from __future__ import annotations
 
@@ -30,16 +30,22 @@ examples:
   onegraph quantize models/SmolLM2-135M-Instruct out/4bit --bits 4 --calibration text.txt
   onegraph quantize models/SmolLM2-135M-Instruct out/mixed --bits 2 --layer '*.down_proj=4' --layer '*.v_proj=3'
   onegraph quantize SmolLM2.gguf out/3bit --bits 3 --calibration self --recipe good --device cuda
+  onegraph quantize models/gpt-oss-20b out/gpt-oss-3bit --bits 3 --experts 3
   onegraph quantize models/SmolLM2-135M-Instruct out/nvfp4 --format nvfp4
 
 A linear stores codes of 2, 3 or 4 bits a weight and a float16 scale for each row and column: 4.01 bits in all for
 4096 x 4096. --map reads the same patterns as --layer from a JSON object, {"*.down_proj": 4}; 16 keeps a layer
 unquantized; the last pattern that matches wins.
 
-Works block by block, so memory holds one block, the calibration text's activations, and at the end one file of OUT (at
-most 4 GB). Finished blocks lie in OUT.partial: the same command resumes after a crash or Ctrl-C and ends with the same
-bytes; a corrected one goes on with what it leaves as it was (sampled text, Hessians, blocks), and says what it drops.
-OUT appears whole, at the end.
+Models that onegraph's own decoder runs (docs/models.md) need nothing else; any other causal language model is taken
+through transformers' modules, where that is installed, and OUT then runs in transformers. Routed experts are rounded
+too, each under the tokens that chose it; how many those were is said, by name where they are few. What is left as it is
+(routers, convolutions) is said with the reason.
+
+Works block by block, so memory holds one block, the calibration text's activations (--activation-memory bounds them),
+and at the end one file of OUT (at most 4 GB). Finished blocks lie in OUT.partial: the same command resumes after a
+crash or Ctrl-C and ends with the same bytes; a corrected one goes on with what it leaves as it was (sampled text,
+Hessians, blocks), and says what it drops. OUT appears whole, at the end.
 
 Without --calibration, a text of some 8,600 tokens that comes with onegraph is read. That is for a quick result: for 2
 and 3 bits, and wherever quality counts, give a text of the kind that the model will see, and 16,000 tokens of it or
@@ -56,7 +62,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "quantize",
         help="make a checkpoint smaller: E8P-RVQ weights of 2, 3 or 4 bits, or NVFP4",
-        description="Quantizes a checkpoint of the Llama family to E8P-RVQ weights of 2, 3 or 4 bits, or to NVFP4.",
+        description="Quantizes a causal language model to E8P-RVQ weights of 2, 3 or 4 bits, or to NVFP4.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -86,6 +92,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--lm-head", help="quantize the output head as well", **bits)
     parser.add_argument("--embed-tokens", help="quantize the embedding as well", **bits)
     parser.add_argument(
+        "--experts",
+        type=int,
+        choices=(2, 3, 4, 16),
+        help="of routed experts, 16 to keep them (default: as --bits; experts published in MXFP4 are kept)",
+    )
+    parser.add_argument(
         "--calibration",
         default="bundled",
         metavar="FILE",
@@ -106,6 +118,12 @@ def add_parser(commands: Any) -> None:
         choices=RECIPES,
         help="how hard to try: quick (one pass; default on a CPU), good (default on a GPU), best (also tunes scales; "
         "holds the whole model)",
+    )
+    parser.add_argument(
+        "--activation-memory",
+        type=number(int, 0, 1 << 20),
+        metavar="MB",
+        help="activations to hold in memory; the rest goes to disk beside OUT (default: a quarter of what is free)",
     )
     parser.add_argument("--seed", type=number(int, 0, 2**31 - 1), default=0, metavar="N", help="same seed, same bytes")
     parser.add_argument(
@@ -156,6 +174,8 @@ def run(args: argparse.Namespace) -> int:
         "layers": rates_of(args.map, args.layer),
         "lm_head": args.lm_head,
         "embed_tokens": args.embed_tokens,
+        "experts": args.experts,
+        "activations": None if args.activation_memory is None else args.activation_memory * 10**6,
         "seed": args.seed,
         "device": pick_device(args.device),
     }
@@ -163,7 +183,7 @@ def run(args: argparse.Namespace) -> int:
         return tell(plan(args.source, args.output, **options), args.json)
     if args.calibration not in ("self", "bundled"):
         options["calibration"] = read_text(args.calibration)
-    with Progress(sampling_text="token", quantizing="linear" if args.format == "nvfp4" else "group") as shown:
+    with Progress(sampling_text="token", quantizing="linear" if args.format == "nvfp4" else "layer") as shown:
         made = quantize(args.source, args.output, progress=shown, remark=remark, **options)
     if args.json:
         told: dict[str, Any] = {"source": made.source, "output": args.output}
@@ -171,7 +191,8 @@ def run(args: argparse.Namespace) -> int:
             told |= {"format": "nvfp4"}
         else:
             told |= {"bits": made.bits, "recipe": made.recipe, "seed": made.seed}
-            told |= {"calibration_tokens": made.calibration_tokens}
+            told |= {"calibration_tokens": made.calibration_tokens, "left": dict(made.left)}
+            told |= {"experts": dict(made.experts)} if made.experts else {}
         print_json(told | {"seconds": made.seconds, "before": made.before.as_dict(), "after": made.after.as_dict()})
     else:
         print(
@@ -194,6 +215,8 @@ def tell(found: Plan, json: bool) -> int:
     for pattern, names in found.matched.items():
         print(f"{one_line(pattern, 80)}: {len(names)} linears, {names[0]}{' to ' + names[-1] if names[1:] else ''}")
     after = found.after
+    for line in found.left_lines:
+        print(one_line(line, 400))
     print(f"{found.source}: {found}")
     print(
         f"{after.linear_bits:.2f} bits a weight in the linears, {after.bits:.2f} over the whole model; nothing written"

@@ -189,8 +189,9 @@ class E8PConfig:
     """`quantization_config` of a checkpoint's config.json.
 
     Args:
-        bits: rate of every linear inside the blocks that `layers` does not name.
-        layers: full module name -> rate, only where it differs; 16 keeps the layer unquantized.
+        bits: rate of every linear inside the blocks that `layers` does not name, and of experts.
+        layers: full module name -> rate, only where it differs; 16 keeps the layer as the source has it. Experts are
+            one layer a block and matrix: "model.layers.0.mlp.experts.gate_up_proj".
         lm_head, embed_tokens: their rate, None for unquantized. Quantizing either unties tied embeddings: the head is a
             linear like any other; the embedding is looked up by row, so its output side is not rotated (H_n = 1).
     """
@@ -226,6 +227,9 @@ class E8PConfig:
         """Raises ValueError where the rate map names a linear that is none of `layers`, those of the blocks."""
         if unknown := [name for name in self.layers if name not in layers]:
             raise ValueError(f"quantization_config.layers names {unknown[0]!r}, which is no linear of a block here")
+
+    def stacked(self, layer: str) -> bool:
+        return self.bits_of(layer) != KEEP
 
     def ignored(self, name: str) -> bool:
         return False

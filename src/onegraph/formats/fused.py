@@ -24,7 +24,7 @@ from onegraph.formats.dense import DENSE
 from onegraph.formats.e8p import BITS, E8P, residual_dtype
 from onegraph.formats.files import CheckpointError, quote
 from onegraph.formats.mxfp4 import E8M0, GROUP, MXFP4
-from onegraph.formats.weight import FLOATS, WHOLE, Expected, Field, File, Part, Require, WeightFormat
+from onegraph.formats.weight import FLOATS, WHOLE, Dtypes, Expected, Field, File, Part, Require, WeightFormat
 
 
 def stack_names(file: File, name: str) -> tuple[WeightFormat, dict[str, str]]:
@@ -63,6 +63,10 @@ def expected_stack(
         names["codes"]: ((count, n, k // GROUP, GROUP // 2), (torch.uint8,)),
         names["scale"]: ((count, n, k // GROUP), (torch.uint8, E8M0)),
     }
+
+
+def _dtypes(each: Field) -> Dtypes:
+    return each.stored or ((each.dtype,) if each.dtype is not None else FLOATS)
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,9 @@ class BlocksConfig:
 
     def check_layers(self, layers: Collection[str]) -> None:
         """`modules_to_not_convert` names modules of which most are no linears: nothing to hold against the layers."""
+
+    def stacked(self, layer: str) -> None:
+        """As the family publishes them."""
 
     def ignored(self, name: str) -> bool:
         return False

@@ -75,6 +75,9 @@ class INT4Config:
     def check_layers(self, layers: Collection[str]) -> None:
         """`ignore` may name patterns and modules that are no linears: nothing to hold against the layers."""
 
+    def stacked(self, layer: str) -> None:
+        """As the family publishes them."""
+
     def ignored(self, name: str) -> bool:
         """Scales of an FP8 KV cache, which ours has no use for; the zeros that older versions of AutoGPTQ write as the
         bias of linears that have none (the loader looks whether they are)."""

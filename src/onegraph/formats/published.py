@@ -111,6 +111,9 @@ class Published:
     def check_layers(self, layers: Collection[str]) -> None:
         """What the config names may be patterns, and no linears: nothing to hold against the layers."""
 
+    def stacked(self, layer: str) -> None:
+        """As the family publishes them."""
+
     def ignored(self, name: str) -> bool:
         """Scales of activations and of a KV cache."""
         return name.endswith(UNREAD)

@@ -21,11 +21,6 @@ class _Parser(Protocol):
 CONFIGS: tuple[type[_Parser], ...] = (E8PConfig, INT4Config, BlocksConfig, Published)  # registration
 
 
-def stacks_experts(quantization: Quantization | None) -> bool:
-    """Whether all experts of a layer are one tensor in any family: in what onegraph writes itself."""
-    return isinstance(quantization, E8PConfig)
-
-
 def parse_quantization(data: object) -> Quantization | None:
     """The `quantization_config` of a config.json; None where there is none.
 

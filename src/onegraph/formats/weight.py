@@ -272,6 +272,10 @@ class Quantization(Protocol):
     def check_layers(self, layers: Collection[str]) -> None:
         """Raises ValueError where it names a linear of a block that `layers` does not have."""
 
+    def stacked(self, layer: str) -> bool | None:
+        """Whether the experts `layer` (all gate-up or all down of a block) are in codes, one tensor a field whatever
+        the family does, or dense as it has them; None: in any format, as it has them."""
+
     def ignored(self, name: str) -> bool:
         """Whether a file may hold the tensor `name` although nothing reads it."""
 

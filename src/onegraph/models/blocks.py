@@ -113,7 +113,7 @@ def build_experts(loader: Loader, config: LlamaConfig, routed: Routed, prefix: s
     """The feed-forward half of the block of `prefix`, of routed experts."""
     router = prefix + routed.router
     stored = loader.info(f"{router}.weight").dtype
-    if routed.stacked:
+    if routed.stacked(prefix, loader.quantization):
         gate_up, down = (prefix + name for name in routed.whole)
         lie = {"interleaved": routed.fused, "transposed": routed.fused}
         experts = loader.fused_experts(gate_up, down, routed.gate, device, **lie)

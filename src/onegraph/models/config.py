@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from onegraph.formats.quantization import parse_quantization, stacks_experts
+from onegraph.formats.quantization import parse_quantization
 from onegraph.formats.weight import FLOATS, Dtypes, Quantization, Shape
 from onegraph.models import windows
 from onegraph.models.families import FAMILIES, Norms, Traits
@@ -92,7 +92,7 @@ class LlamaConfig:
         fields = Fields(config, traits.defaults)
         layers = fields.integer("num_hidden_layers", high=4096)
         quantization = parse_quantization(fields.get("quantization_config"))
-        routed = Routed.parse(family, fields, layers, stacks_experts(quantization))
+        routed = Routed.parse(family, fields, layers)
         heads, kv_heads, hidden, head_dim = _sizes(fields)
         vocab = fields.integer("vocab_size", high=2**24)
         _check_activation(fields, "gelu_pytorch_tanh" if traits.gelu else "silu")
@@ -198,23 +198,37 @@ class LlamaConfig:
         linears: dict[str, tuple[int, int, bool]] = {}
         tensors: dict[str, tuple[Shape, Dtypes]] = {}
         stacks: dict[str, Stack] = {}
+        single: list[str] = []
         for i in range(self.layers):
             prefix, routed = f"model.layers.{i}.", self.routed_at(i)
-            half = mlp if routed is None else dict(routed.linears(d))
+            whole = routed is not None and routed.stacked(prefix, self.quantization)
+            half = mlp if routed is None else {} if whole else dict(routed.linears(d))
+            if routed is not None and not whole and self._keeps(prefix + routed.whole[0]):
+                tensors |= {f"{prefix}{name}.weight": ((n, k), FLOATS) for name, (n, k, _) in half.items()}
+                half = {}
+            half = half | ({} if routed is None else dict(routed.shared_linears(d)))
             linears |= {prefix + name: size for name, size in (attention | half).items()}
             others = own if routed is None else own | routed.tensors(d)
-            stacks |= {} if routed is None else {prefix + name: what for name, what in routed.stacks(d).items()}
+            if routed is not None and whole:
+                stacks |= {prefix + name: what for name, what in routed.stacks(d).items()}
+            elif routed is not None:
+                single += (prefix + name for name in routed.whole)
             tensors |= {prefix + name: what for name, what in others.items()}
         return Parts(
             linears=linears | {HEAD: (self.vocab_size, d, False)},
             embedding=(EMBED, (self.vocab_size, d)),
             stacks=stacks,
+            single=tuple(single),
             tensors=tensors | {NORM: ((d,), FLOATS)},
             head=HEAD,
             tied=self.tied,
             components=self._components,
             ignored=self._ignored,
         )
+
+    def _keeps(self, stack: str) -> bool:
+        """Whether what onegraph wrote keeps these experts as the source had them: dense, one by one."""
+        return self.quantization is not None and self.quantization.stacked(stack) is False
 
     @property
     def _components(self) -> dict[str, Component]:

@@ -8,7 +8,6 @@ residual, gate-up behind its norm, down behind SwiGLU onto the residual.
 """
 
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,13 +15,13 @@ from torch import Tensor, nn
 
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import TurboQuantConfig
-from onegraph.models.blocks import DOWN, OUT, Block, build_block, norm_weight, rotary_tables
+from onegraph.models.blocks import Block, build_block, norm_weight, rotary_tables
 from onegraph.models.config import NORM, LlamaConfig
 from onegraph.models.loader import Loader
 from onegraph.nn.attention import Attend, CausalAttention, PagedCache
-from onegraph.nn.block import MLP, Stream
+from onegraph.nn.block import Stream
 from onegraph.nn.embedding import Embedding
-from onegraph.nn.linear import Linear, Siblings
+from onegraph.nn.linear import Linear
 from onegraph.nn.turboquant import TurboQuantCache
 from onegraph.ops.attention import capped
 
@@ -97,7 +96,7 @@ class Llama(nn.Module):
         """
         device = torch.device(device)
         config = LlamaConfig.from_dict(checkpoint.config)
-        positions = _positions(config, max_context)
+        positions = table_positions(config, max_context)
         loader = Loader(checkpoint, config, dtype, decode=device.type == "cpu" if decode is None else decode)
         loader.check()
         tables = rotary_tables(config, positions, device)
@@ -188,105 +187,7 @@ def bounded(config: LlamaConfig, logits: Tensor) -> Tensor:
     return capped(logits, config.logits_softcap)
 
 
-class LlamaSource:
-    """An unquantized checkpoint as the quantizer calibrates on it: one dense block in memory at a time, besides the
-    embedding and the head once they were used.
-
-    It has the attributes and methods that `onegraph.quant` asks of a model, and holds none of its types.
-    """
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        *,
-        max_context: int | None = None,
-    ) -> None:
-        self.config = checkpoint.config
-        self.device, self.dtype = torch.device(device), dtype
-        self.parsed = LlamaConfig.from_dict(checkpoint.config)
-        refuse_unquantizable(self.parsed)
-        if self.parsed.quantization is not None:
-            raise ValueError(f"{checkpoint.path}: is quantized already; give the unquantized model")
-        self._loader = Loader(checkpoint, self.parsed, dtype)
-        self._loader.check()
-        self._tables = rotary_tables(self.parsed, _positions(self.parsed, max_context), self.device)
-        self._causal = CausalAttention()
-
-    @property
-    def num_blocks(self) -> int:
-        return self.parsed.layers
-
-    def block_prefix(self, i: int) -> str:
-        return f"model.layers.{i}."
-
-    @torch.no_grad()
-    def embed(self, tokens: Tensor) -> Tensor:
-        """tokens int [B, T] -> [B, T, D]."""
-        return self._embedding(tokens.to(self.device))
-
-    def load_block(self, i: int) -> Block:
-        """Block `i`, read from disk now, its linears apart and dense; the pages of blocks before it are given back."""
-        self._loader.checkpoint.forget()
-        return build_block(self._loader, self.parsed, i, self._tables, self.device, joined=False)
-
-    def run_block(self, block: Block, hidden: Tensor) -> Tensor:
-        """Residual stream before the block -> after it, [B, T, D], causal over the whole sequence; input untouched.
-
-        Nothing is written in place, so that autograd can follow it where ops run their references.
-        """
-        return block(Stream(hidden), self._causal).total()
-
-    def linear_groups(self, block: Block) -> list[list[tuple[str, nn.Module]]]:
-        """Linears of the block by shared input, in the order they run: (name within the block, module)."""
-        assert isinstance(block.mlp, MLP)
-        qkv, gate_up = block.qkv.linear, block.mlp.gate_up.linear
-        assert isinstance(qkv, Siblings)
-        assert isinstance(gate_up, Siblings)
-        return [
-            list(zip(self.parsed.qkv, qkv.parts, strict=True)),
-            [(OUT, block.out.linear)],
-            list(zip(self.parsed.gate_up, gate_up.parts, strict=True)),
-            [(DOWN, block.mlp.down.linear)],
-        ]
-
-    def final_norm(self, hidden: Tensor) -> Tensor:
-        """Residual stream after the last block [..., D] -> input of the head."""
-        return Stream(hidden.contiguous()).normed(self._norm, self.parsed.eps)[0]
-
-    def head(self, hidden: Tensor) -> Tensor:
-        """Residual stream after the last block [..., D] -> logits float32 [..., V]."""
-        return bounded(self.parsed, self._head(self.final_norm(hidden), float32=True))
-
-    @cached_property
-    def _norm(self) -> Tensor:
-        return norm_weight(self._loader, self.parsed, NORM, self.device)
-
-    @cached_property
-    def _embedding(self) -> Embedding:
-        return self._loader.embedding(self.device, embed_scale(self.parsed, self.dtype))
-
-    @cached_property
-    def _head(self) -> Linear:
-        return self._loader.head(self._embedding, self.device)
-
-
-def refuse_unquantizable(config: object) -> None:
-    """Raises ValueError for a model of this decoder that cannot be quantized here: one with experts, or with images."""
-    if isinstance(config, LlamaConfig) and config.routed is not None:
-        raise ValueError(
-            f"{config.model_type} has routed experts, which are not quantized; give a dense model, or load a published "
-            "checkpoint of this one in FP8, NVFP4 or MXFP4 as it is"
-        )
-    if isinstance(config, LlamaConfig) and config.nested:
-        raise ValueError(
-            f"this is a model of images and text around a {config.model_type}; it runs here, but only a checkpoint of "
-            f"the {config.model_type} alone can be quantized"
-        )
-
-
-def _positions(config: LlamaConfig, max_context: int | None) -> int:
+def table_positions(config: LlamaConfig, max_context: int | None) -> int:
     if max_context is None:
         return min(config.max_positions, MAX_TABLE)
     if not 1 <= max_context <= config.max_positions:

@@ -38,12 +38,21 @@ class Loader:
         config: see `Family`.
         dtype: of activations and dense weights.
         decode: make dense layers of quantized ones, for a device whose time would go into reading codes.
+        decode_experts: likewise of experts in one tensor, to quantize them anew.
     """
 
-    def __init__(self, checkpoint: Checkpoint, config: Family, dtype: torch.dtype, *, decode: bool = False) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: Family,
+        dtype: torch.dtype,
+        *,
+        decode: bool = False,
+        decode_experts: bool = False,
+    ) -> None:
         if dtype not in FLOATS:
             raise ValueError(f"dtype is {dtype}; allowed are float32, bfloat16 and float16")
-        self.checkpoint, self.dtype, self.decode = checkpoint, dtype, decode
+        self.checkpoint, self.dtype, self.decode, self.decode_experts = checkpoint, dtype, decode, decode_experts
         self.parts, self.quantization = config.parts, config.quantization
         self.stored = {config.family_name(name): name for name in checkpoint.names}
         self._streams: dict[torch.device, Stream] = {}
@@ -61,7 +70,9 @@ class Loader:
         return self.checkpoint.info(self.stored.get(name, name))
 
     def format_of(self, layer: str) -> WeightFormat:
-        return DENSE if self.quantization is None else self.quantization.format_of(layer, self)
+        if self.quantization is None or f"{layer}.weight" in self.parts.tensors:
+            return DENSE
+        return self.quantization.format_of(layer, self)
 
     @property
     def tied(self) -> bool:
@@ -89,8 +100,8 @@ class Loader:
         """Raises CheckpointError that names each tensor missing, of a wrong shape or dtype, or not asked for; and
         ValueError where the config names a layer that the model does not have, or one cannot be stored so."""
         if self.quantization is not None:
-            layers = [name for name in self.parts.linears if name != self.parts.head]
-            self.quantization.check_layers([*layers, *self.parts.stacks])
+            inside = [name for name in self.parts.linears if name != self.parts.head]
+            self.quantization.check_layers([*inside, *self.parts.stacks, *self.parts.single])
         expected = {self.stored.get(name, name): what for name, what in self.expected().items()}
         ignored = {stored for name, stored in self.stored.items() if self._ignored(name)}
         self.checkpoint.check(expected, optional=ignored)
@@ -289,10 +300,10 @@ class Loader:
     ) -> Experts:
         """Routed experts that a file holds in one tensor each (`formats/fused.py`), read expert by expert.
 
-        gate_up, down: names without what a format adds; biases are beside both or neither. interleaved: rows of gate_up
-        are gate, up, gate, up and so on, as gpt-oss has them, but in E8P, which mixes rows; otherwise all gate rows
-        come first. transposed: dense ones
-        lie [E, k, n]. Raises CheckpointError that names what is missing, or stored in another way than its partner.
+        gate_up, down: names without `_blocks`; biases are beside both or neither. interleaved: rows of gate_up are
+        gate, up, gate, up and so on, as gpt-oss has them, unless the format mixes rows; otherwise all gate rows come
+        first. transposed: dense ones lie [E, k, n]. Raises CheckpointError that names what is missing, or stored in
+        another way than its partner.
         """
         kinds = {name: stack_names(self, name)[0] for name in (gate_up, down)}
         biased = [f"{name}_bias" in self for name in kinds]
@@ -309,9 +320,16 @@ class Loader:
     def _fused(self, name: str, device: torch.device, interleaved: bool, transposed: bool) -> Weight:
         format, names = stack_names(self, name)
         matrices = self.matrices(name, device, transposed)
+        if self.decode_experts and format.coded:
+            matrices = (self._decoded(format, one) for one in matrices)
         if interleaved and not format.mixes_rows:
             matrices = ({key: _gate_first(tensor, 0) for key, tensor in one.items()} for one in matrices)
-        return _stack(format, min(self.info(stored).shape[0] for stored in names.values()), matrices)
+        made = DENSE if self.decode_experts else format
+        return _stack(made, min(self.info(stored).shape[0] for stored in names.values()), matrices)
+
+    def _decoded(self, format: WeightFormat, tensors: Tensors) -> Tensors:
+        given = tensors | format.constants(next(iter(tensors.values())).device)
+        return {"weight": weight_ops(format).decode(format, given).to(self.dtype)}
 
     def matrices(self, name: str, device: torch.device, transposed: bool) -> Iterator[Tensors]:
         """Those of a stack of experts, one at a time. Raises CheckpointError for values that no layer has."""

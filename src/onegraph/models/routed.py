@@ -1,16 +1,18 @@
 """Routed experts as config.json says them: which layers have them, how tokens choose, and how files name the weights.
 
 Meaning and defaults of the fields are transformers' own (5.17). What it holds fused in memory it writes one expert at a
-time, as the published files of Qwen, GLM, OLMoE and Mixtral have it; gpt-oss has all experts of a layer in one tensor.
+time, as the published files of Qwen3-MoE and Mixtral have it; gpt-oss has all experts of a layer in one tensor. So
+has whatever `onegraph quantize` wrote in E8P: `gate_up_proj` and `down_proj` beside where the single ones would be.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from onegraph.formats.weight import FLOATS, Dtypes, Shape
+from onegraph.formats.weight import FLOATS, Dtypes, Quantization, Shape
 from onegraph.models.fields import Fields
 from onegraph.models.parts import Component, Stack
 from onegraph.ops.activation import SwiGLU
@@ -26,7 +28,7 @@ _NAMES = {
     "mixtral": ("block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
     "gpt_oss": ("mlp.router", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
 }
-_STACKS = {"mixtral": "block_sparse_moe.experts"}  # where all experts are one tensor: X.gate_up_proj, X.down_proj
+_NOTHING: Any = ()  # no file is asked which format a stack has: only its quantization_config is
 _GPT_OSS_ALPHA, _GPT_OSS_SHIFT = 1.702, 1.0  # in no config.json
 CORRECTION = "e_score_correction_bias"  # beside the router's weight
 _COUNTS = ("num_experts", "num_local_experts")  # keys that say how many experts a layer has; GLM has one more
@@ -66,7 +68,6 @@ class Routed:
         gate: what stands between the two products of an expert.
         fused: the family publishes all experts of a layer as one tensor, gate rows at even places and up rows at odd
             ones, with biases; so has the router one.
-        stacked: all experts of a layer are one tensor in this checkpoint.
         sigmoid: how tokens choose where it is not by softmax. shared: an expert beside the routed ones.
     """
 
@@ -78,14 +79,12 @@ class Routed:
     normalise: bool
     gate: SwiGLU
     fused: bool
-    stacked: bool
     sigmoid: Sigmoid | None = None
     shared: Shared | None = None
 
     @classmethod
-    def parse(cls, family: str, fields: Fields, layers: int, stacked: bool) -> Routed | None:
-        """None for a family without experts. `stacked`: also in families that publish them one by one. Raises
-        ValueError for what makes no sense."""
+    def parse(cls, family: str, fields: Fields, layers: int) -> Routed | None:
+        """None for a family without experts. Raises ValueError for what makes no sense."""
         if family not in _NAMES:
             return None
         count, qwen, glm = _count(family, fields), family in ("qwen2_moe", "qwen3_moe"), family == "glm4_moe"
@@ -109,7 +108,6 @@ class Routed:
             normalise=fields.flag("norm_topk_prob") if qwen or glm or family == "olmoe" else True,
             gate=gate,
             fused=len(_NAMES[family]) == 3,
-            stacked=stacked or len(_NAMES[family]) == 3,
             sigmoid=_sigmoid(fields, count, top_k) if glm else None,
             shared=_shared(family, fields),
         )
@@ -121,9 +119,20 @@ class Routed:
 
     @property
     def whole(self) -> tuple[str, str]:
-        """Within a block, gate-up and down of all experts, where they are `stacked`."""
-        prefix = _STACKS.get(self.family, "mlp.experts")
-        return f"{prefix}.gate_up_proj", f"{prefix}.down_proj"
+        """Within a block, gate-up and down of all experts, where they are one tensor each."""
+        above = _NAMES[self.family][1].removesuffix(".gate_up_proj").partition(".{}")[0]
+        return f"{above}.gate_up_proj", f"{above}.down_proj"
+
+    def stacked(self, prefix: str, quantization: Quantization | None) -> bool:
+        """Whether a file has the experts of the block `prefix` in one tensor each. Raises ValueError where gate-up and
+        down are at two rates, which no op takes."""
+        if quantization is None:
+            return self.fused
+        both = [prefix + name for name in self.whole]
+        kinds = {quantization.format_of(name, _NOTHING) if quantization.stacked(name) else None for name in both}
+        if len(kinds) > 1:
+            raise ValueError(f"{both[0]} and {both[1]} have two rates; experts of a layer must have one")
+        return self.fused or kinds != {None}
 
     @property
     def each(self) -> tuple[list[tuple[str, str]], list[str]]:
@@ -133,11 +142,13 @@ class Routed:
         return [(gate.format(e), up.format(e)) for e in experts], [down.format(e) for e in experts]
 
     def linears(self, hidden: int) -> Iterator[tuple[str, tuple[int, int, bool]]]:
-        """Name within a block and size of what may be in any format."""
-        if not self.stacked:
-            for pair, down in zip(*self.each, strict=True):
-                yield from ((name, (self.size, hidden, False)) for name in pair)
-                yield down, (hidden, self.size, False)
+        """Name within a block and size of experts that are not stacked: they may be in any format."""
+        for pair, down in zip(*self.each, strict=True):
+            yield from ((name, (self.size, hidden, False)) for name in pair)
+            yield down, (hidden, self.size, False)
+
+    def shared_linears(self, hidden: int) -> Iterator[tuple[str, tuple[int, int, bool]]]:
+        """Likewise of the expert beside them, if there is one."""
         if self.shared is not None:
             gate, up, down = self.shared.linears
             yield from ((name, (self.shared.size, hidden, False)) for name in (gate, up))
@@ -152,23 +163,30 @@ class Routed:
         return {name: (shape, FLOATS) for name, shape in shapes.items()}
 
     def stacks(self, hidden: int) -> dict[str, Stack]:
-        """Experts in one tensor, by the name within a block."""
-        if not self.stacked:
-            return {}
+        """Experts in one tensor each, by the name within a block."""
         gate_up, down = self.whole
         return {
             gate_up: Stack(self.count, 2 * self.size, hidden, transposed=self.fused, bias=self.fused),
             down: Stack(self.count, hidden, self.size, transposed=self.fused, bias=self.fused),
         }
 
+    def owner(self, name: str) -> str | None:
+        """The stack, by its name within a block, that the tensor `name` of an unquantized file becomes a part of."""
+        layer = next((s for s in (".weight", "_blocks", "_scales") if name.endswith(s)), "")
+        layer = name.removesuffix(layer)
+        if layer in self.whole:
+            return layer
+        patterns = [re.escape(each).replace(r"\{\}", r"\d+") for each in _NAMES[self.family][1:]]
+        found = [re.fullmatch(pattern, layer) is not None for pattern in patterns]
+        return (self.whole[1] if found[-1] else self.whole[0]) if any(found) else None
+
     @property
     def components(self) -> dict[str, Component]:
-        router, *experts = _NAMES[self.family]
-        experts = list(self.whole) if self.stacked else experts
-        router, *experts = (name.replace(".", r"\.").replace(r"{}", r"\d+") for name in (router, *experts))
+        router, *experts = (name.replace(".", r"\.").replace(r"{}", r"\d+") for name in _NAMES[self.family])
+        stacked = () if self.fused else (re.escape(name) for name in self.whole)
         found = {
             "router": Component(("blocks.*.mlp.gate",), f"{router}$"),
-            "experts": Component(("blocks.*.mlp.experts",), f"({'|'.join(experts)})$"),
+            "experts": Component(("blocks.*.mlp.experts",), f"({'|'.join([*experts, *stacked])})$"),
         }
         if self.shared is not None:
             paths = "blocks.*.mlp.shared.gate_up", "blocks.*.mlp.shared.down"

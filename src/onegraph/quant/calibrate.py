@@ -1,10 +1,31 @@
 """What the quantizer asks of a model, and text that the model itself samples to calibrate on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+
+
+class ExpertLayer(Protocol):
+    """The routed experts of a block, dense, as the quantizer sees them.
+
+    `names` are those of gate-up and down within the block, `module` is called with x [..., D] and the experts that each
+    token chose, int [..., K].
+    """
+
+    names: tuple[str, str]
+    module: nn.Module
+    count: int
+
+    def weight(self, which: int, expert: int) -> Tensor:
+        """float32 gate-up [2F, D], gate rows first (`which` 0), or down [D, F] (1)."""
+
+    def put(self, which: int, expert: int, weight: Tensor) -> None:
+        """Replace a weight."""
+
+    def inner(self, expert: int, x: Tensor) -> Tensor:
+        """What down of the expert reads for x [T, D], by the weights as they are: float32 [T, F]."""
 
 
 class QuantizableModel(Protocol):
@@ -18,6 +39,14 @@ class QuantizableModel(Protocol):
     @property
     def num_blocks(self) -> int: ...
 
+    @property
+    def kept(self) -> Collection[str]:
+        """Linears of the blocks, by full name, that are none of `shapes` and stay as they are."""
+
+    def shapes(self, i: int) -> dict[str, tuple[int, ...]]:
+        """What of block `i` may be rounded, by its name within the block: linears [n, k], then stacks of experts
+        [E, n, k], those of a layer's gate-up and down one after the other."""
+
     def embed(self, tokens: Tensor) -> Tensor:
         """int [B, T] -> [B, T, D]."""
 
@@ -30,6 +59,9 @@ class QuantizableModel(Protocol):
 
     def linear_groups(self, block: Any) -> list[list[tuple[str, Any]]]:
         """Linears by shared input, in the order they run: (name within the block, module with .weight [n, k])."""
+
+    def expert_layers(self, block: Any) -> Sequence["ExpertLayer"]:
+        """The routed experts of the block."""
 
     def block_prefix(self, i: int) -> str:
         """What the names of block `i` begin with, e.g. "model.layers.0."."""

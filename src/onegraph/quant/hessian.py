@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onegraph.quant.calibrate import QuantizableModel
+from onegraph.quant.calibrate import ExpertLayer, QuantizableModel
+from onegraph.quant.spill import Batches, Spill
 
 Groups = list[list[tuple[str, Any]]]
 
@@ -21,6 +22,50 @@ class Moments:
 
     h: Tensor
     cross: Tensor | None
+
+
+@dataclass
+class Seen:
+    """What a layer of experts was given over the text: inputs x [T, D] and choices int [T, K] by batch, and the inputs
+    that the unquantized model has for the same tokens (None where that is not tracked)."""
+
+    x: Batches
+    chosen: list[Tensor]
+    reference: Batches | None
+
+    def routed(self, expert: int) -> tuple[Tensor, Tensor | None]:
+        """Inputs [n, D] of the tokens that chose the expert, and the unquantized model's."""
+        rows = [(chosen == expert).any(-1) for chosen in self.chosen]
+
+        def those(batches: Batches) -> Tensor:
+            return torch.cat([batch[at] for batch, at in zip(batches, rows, strict=True)])
+
+        return those(self.x), None if self.reference is None else those(self.reference)
+
+    def spread(self, rows: int) -> tuple[Tensor, Tensor | None]:
+        """Inputs of all tokens, or of about so many of them, evenly spread."""
+        step = max(1, sum(len(chosen) for chosen in self.chosen) // rows)
+        x = torch.cat([batch[::step] for batch in self.x])
+        return x, None if self.reference is None else torch.cat([batch[::step] for batch in self.reference])
+
+    def counts(self, experts: int) -> Tensor:
+        """Tokens that chose each expert, int64 [E] on the CPU."""
+        hits = [torch.stack([(chosen == e).any(-1).sum() for e in range(experts)]) for chosen in self.chosen]
+        return torch.stack(hits).sum(0).cpu()
+
+    def clear(self) -> None:
+        self.x.clear()
+        if self.reference is not None:
+            self.reference.clear()
+
+
+@dataclass
+class Gathered:
+    """Moments by index of the linear group, what expert layers saw by their index, and what the block made."""
+
+    moments: dict[int, Moments]
+    experts: dict[int, Seen]
+    outputs: Batches
 
 
 @contextmanager
@@ -42,29 +87,64 @@ def _inputs(groups: Groups) -> Iterator[list[Tensor | None]]:
             handle.remove()
 
 
+@contextmanager
+def _choices(layers: Sequence[ExpertLayer]) -> Iterator[list[tuple[Tensor, Tensor] | None]]:
+    """While open, the latest input of each expert layer as float32 [T, D], and its choices int [T, K]."""
+    seen: list[tuple[Tensor, Tensor] | None] = [None] * len(layers)
+
+    def hook(i: int) -> Any:
+        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x, chosen = (*args, *kwargs.values())[:2]
+            seen[i] = x.detach().reshape(-1, x.shape[-1]).float(), chosen.reshape(-1, chosen.shape[-1])
+
+        return keep
+
+    handles = [layer.module.register_forward_pre_hook(hook(i), with_kwargs=True) for i, layer in enumerate(layers)]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 @torch.no_grad()
 def gather(
     model: QuantizableModel,
     block: nn.Module,
-    hidden: Sequence[Tensor],
+    hidden: Batches | Sequence[Tensor],
     wanted: Sequence[int],
-    reference: tuple[nn.Module, Sequence[Tensor]] | None = None,
-) -> tuple[dict[int, Moments], list[Tensor]]:
-    """Moments of the groups `wanted` (indices into `linear_groups`) while `block` runs over the batches of `hidden`,
-    and what the block made of them.
+    reference: tuple[nn.Module, Batches] | None = None,
+    *,
+    experts: Sequence[int] = (),
+    spill: Spill | None = None,
+) -> Gathered:
+    """Moments of the groups `wanted` (indices into `linear_groups`) and what `experts` (indices into `expert_layers`)
+    saw while `block` ran over the batches of `hidden`, and what the block made of them.
 
     `reference` is the unquantized block and its own stream; with it the cross moments are gathered too.
     """
-    groups = model.linear_groups(block)
+    spill = spill or Spill()
+    groups, layers = model.linear_groups(block), [model.expert_layers(block)[i] for i in experts]
     sums: dict[int, tuple[Tensor, Tensor | None]] = {}
-    rows, outputs = 0, []
-    with _inputs(groups) as seen:
+    rows, outputs = 0, spill.batches()
+    seen_by = {i: Seen(spill.batches(), [], None if reference is None else spill.batches()) for i in experts}
+    with _inputs(groups) as seen, _choices(layers) as routed:
         for at, batch in enumerate(hidden):
             others: list[Tensor | None] = [None] * len(groups)
             if reference is not None:
-                with _inputs(model.linear_groups(reference[0])) as others:
+                twins = [model.expert_layers(reference[0])[i] for i in experts]
+                with _inputs(model.linear_groups(reference[0])) as others, _choices(twins) as there:
                     model.run_block(reference[0], reference[1][at])
+                for i, twin in zip(experts, there, strict=True):
+                    kept = seen_by[i].reference
+                    assert kept is not None
+                    assert twin is not None
+                    kept.append(twin[0])
             outputs.append(model.run_block(block, batch))
+            for i, given in zip(experts, routed, strict=True):
+                assert given is not None
+                seen_by[i].x.append(given[0])
+                seen_by[i].chosen.append(given[1])
             for i in wanted:
                 x, other = seen[i], others[i]
                 assert x is not None
@@ -80,7 +160,7 @@ def gather(
         i: Moments((h / rows).float(), None if cross is None else (cross / rows).float())
         for i, (h, cross) in sums.items()
     }
-    return moments, outputs
+    return Gathered(moments, seen_by, outputs)
 
 
 def corrected(weight: Tensor, moments: Moments, damping: float, strength: float) -> Tensor:

@@ -1,15 +1,15 @@
 """Quantize a model block by block: gather, round, put the rounded weights in place, go on.
 
 Memory holds one block (two where earlier layers' error is corrected for) and the residual stream of the calibration
-text. Each finished block is a piece on disk, and is read from there when the checkpoint is written. A job that was
-killed runs the stream through its pieces and goes on, and ends with the same bytes: nothing random depends on what ran
-before. Each piece is kept under the name of all that it depends on, so that a job with other rates for some layers
-takes over what they do not touch.
+text, or the part of it that its bound allows (`quant/spill.py`). Each finished block is a piece on disk, and is read
+from there when the checkpoint is written. A job that was killed runs the stream through its pieces and goes on, and
+ends with the same bytes: nothing random depends on what ran before. Each piece is kept under the name of all that it
+depends on, so that a job with other rates for some layers takes over what they do not touch.
 """
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,10 +17,12 @@ from torch import Tensor, nn
 
 from onegraph.formats.e8p import KEEP, E8PConfig, resolve_rates
 from onegraph.quant.calibrate import QuantizableModel
-from onegraph.quant.hessian import Moments, corrected, gather
+from onegraph.quant.experts import put_stacks, quantize_experts
+from onegraph.quant.hessian import Moments, Seen, corrected, gather
 from onegraph.quant.layer import Tensors, dequantize, generator, quantize_embedding, quantize_group
 from onegraph.quant.partial import Partial, key_of
 from onegraph.quant.recipe import Recipe
+from onegraph.quant.spill import Batches, Spill
 from onegraph.quant.tune import tune
 
 Progress = Callable[[int, int, str], None]  # (steps done, steps in all, what is next)
@@ -79,31 +81,45 @@ def load_piece(partial: Partial | None, name: str, key: str) -> dict[str, Tensor
 
 @dataclass(frozen=True)
 class Quantized:
-    """What `quantize` made: the config for config.json and, per linear, its checkpoint tensors on the CPU.
+    """What `quantize` made: the config for config.json and, per linear or stack of experts, its checkpoint tensors on
+    the CPU.
 
-    Where finished blocks are kept on disk, so are `layers`: they can be read until the `Partial` is removed.
+    Where finished blocks are kept on disk, so are `layers`: they can be read until the `Partial` is removed. `counts`
+    are the calibration tokens that chose each expert, by the names of the stacks that share them.
     """
 
     config: E8PConfig
     layers: Mapping[str, Tensors]
+    counts: Mapping[tuple[str, str], list[int]] = field(default_factory=dict)
 
-    def tensors(self, names: Iterable[str], read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def tensors(
+        self,
+        names: Iterable[str],
+        read: Callable[[str], Tensor],
+        layer_of: Callable[[str], str | None] = lambda name: name.removesuffix(".weight"),
+    ) -> Iterator[tuple[str, Tensor]]:
         """All tensors of the new checkpoint, from those of the source: `names`, and `read` to get one.
 
         Weights of quantized linears are replaced; everything else goes through as it is. Quantizing the embedding alone
         of a tied model leaves its head the old weight, under the head's own name.
+
+        Args:
+            layer_of: the linear or stack of experts whose weight a tensor of the source is, or is a part of.
         """
         names = list(names)
+        written: set[str] = set()
         for name in names:
             owner, _, kind = name.rpartition(".")
-            if owner not in self.layers:
+            layer = layer_of(f"{owner}.weight" if kind == "bias" else name)
+            if layer is None or layer not in self.layers:
+                if owner in self.layers:
+                    raise ValueError(f"the source has the tensor {name!r}, which a quantized linear cannot keep")
                 yield name, read(name)
-            elif kind == "weight":
-                yield from ((f"{owner}.{suffix}", tensor) for suffix, tensor in self.layers[owner].items())
             elif kind == "bias":
-                yield name, read(name).float()
-            else:
-                raise ValueError(f"the source has the tensor {name!r}, which a quantized linear cannot keep")
+                yield f"{layer}.bias", read(name).float()
+            elif layer not in written:
+                written.add(layer)
+                yield from ((f"{layer}.{suffix}", tensor) for suffix, tensor in self.layers[layer].items())
         tied = f"{HEAD}.weight" not in names
         if tied and HEAD in self.layers:
             yield from ((f"{HEAD}.{suffix}", tensor) for suffix, tensor in self.layers[HEAD].items())
@@ -119,20 +135,22 @@ def quantize(
     *,
     outer: Callable[[str], Tensor] | None = None,
     progress: Progress | None = None,
+    spill: Spill | None = None,
 ) -> Quantized:
     """Quantize `model` on calibration `tokens` int [N, T].
 
     Args:
         partial: where finished blocks are kept, and the result lies; None keeps them in memory only.
         outer: reads "model.embed_tokens.weight" or "lm_head.weight"; needed to quantize those.
-        progress: called after every group of linears and every step of tuning.
+        progress: called after every group of linears, every layer of experts and every step of tuning.
+        spill: where activations go that do not fit; None keeps them in memory.
 
     Raises ValueError for a rate map that matches nothing, tokens of a wrong kind, or a Hessian that is not finite.
     Deterministic on one machine: the same model, tokens, recipe and number of threads give the same bytes.
     """
     if tokens.dim() != 2 or tokens.dtype not in (torch.int32, torch.int64) or not tokens.numel():
         raise ValueError(f"tokens is {tokens.dtype} {tuple(tokens.shape)}; it must be an integer tensor [N, T]")
-    return _Job(model, tokens, recipe, partial, outer, progress).run()
+    return _Job(model, tokens, recipe, partial, outer, progress, spill or Spill()).run()
 
 
 class _Job:
@@ -144,26 +162,30 @@ class _Job:
         partial: Partial | None,
         outer: Callable[[str], Tensor] | None,
         progress: Progress | None,
+        spill: Spill,
     ) -> None:
+        self.spill, self.counts = spill, dict[tuple[str, str], list[int]]()
         self.model, self.recipe, self.partial, self.outer, self.progress = model, recipe, partial, outer, progress
         if (recipe.lm_head or recipe.embed_tokens) and outer is None:
             raise ValueError("to quantize lm_head or embed_tokens, quantize() must be given `outer` to read them")
-        first = model.linear_groups(model.load_block(0))
-        shapes = {name: tuple(module.weight.shape) for group in first for name, module in group}
-        prefixes = [model.block_prefix(i) for i in range(model.num_blocks)]
-        rates = resolve_rates(recipe.layers, [p + n for p in prefixes for n in shapes], recipe.bits)
+        self.shapes = {
+            model.block_prefix(i) + name: shape
+            for i in range(model.num_blocks)
+            for name, shape in model.shapes(i).items()
+        }
+        rates = resolve_rates(recipe.layers, self.shapes, recipe.bits) | dict.fromkeys(model.kept, KEEP)
         self.config = E8PConfig(
             bits=recipe.bits, layers=rates, lm_head=recipe.lm_head, embed_tokens=recipe.embed_tokens
         )
-        for name, (n, k) in shapes.items():
-            for prefix in prefixes:
+        for i in range(model.num_blocks):
+            for name, shape in model.shapes(i).items():
                 try:
-                    self.config.format_of(prefix + name).check_size(n, k)
+                    self.config.format_of(model.block_prefix(i) + name).check_size(*shape[-2:])
                 except ValueError as error:
                     raise ValueError(f"{name}: {error}; keep it with the rate 16 for '*{name}'") from None
-        self.done, self.total = 0, len(first) * model.num_blocks
+        self.done, self.total = 0, len(self.shapes)
         self.batch = max(1, recipe.batch_tokens // tokens.shape[1])
-        self.tokens, self.names, self.layers = tokens, list(shapes), Layers(partial)
+        self.tokens, self.layers = tokens, Layers(partial)
         self.keys = self.piece_keys()
         if partial is not None:
             partial.keep(self.keys)
@@ -188,12 +210,12 @@ class _Job:
         keys: dict[str, str] = {}
         for i in range(model.num_blocks):
             prefix = model.block_prefix(i)
-            made = key_of(chain, i, {name: self.config.bits_of(prefix + name) for name in self.names})
+            made = key_of(chain, i, {name: self.config.bits_of(prefix + name) for name in model.shapes(i)})
             if recipe.inputs == "reference":
                 keys[f"inputs-{i:05d}"] = key_of(text, "inputs", i)
             else:
                 chain = made
-            keys[f"block-{i:05d}"] = made
+            keys[f"block-{i:05d}"] = keys[f"counts-{i:05d}"] = made
         keys["tuned"] = key_of([keys[f"block-{i:05d}"] for i in range(model.num_blocks)], recipe.to_dict())
         keys["embed"] = key_of(levers, recipe.embed_tokens)
         keys["head"] = key_of(chain, recipe.lm_head)
@@ -202,23 +224,24 @@ class _Job:
     @torch.no_grad()
     def run(self) -> Quantized:
         model, recipe = self.model, self.recipe
-        stream = [model.embed(part) for part in self.tokens.split(self.batch)]
-        reference = list(stream) if recipe.correct or recipe.tune else None
+        stream = self.spill.batches(model.embed(part) for part in self.tokens.split(self.batch))
+        reference = self.spill.batches(stream) if recipe.correct or recipe.tune else None
         for i in range(model.num_blocks):
             self.block(i, stream, reference)
         if recipe.tune is not None:
             assert reference is not None
             self.kept("tuned", lambda: self.tuned(reference))
         self.ends(stream)
-        return Quantized(self.config, self.layers)
+        self.spill.close()
+        return Quantized(self.config, self.layers, self.counts)
 
-    def tuned(self, reference: list[Tensor]) -> dict[str, Tensors]:
+    def tuned(self, reference: Batches) -> dict[str, Tensors]:
         def show(step: int, steps: int, loss: float) -> None:
             self.total = blocks + steps
             self.step(f"tuning, KL {loss:.4f}")
 
         blocks = self.done
-        return tune(self.model, self.tokens, reference, self.layers, self.config, self.recipe, show)
+        return tune(self.model, self.tokens, list(reference), self.layers, self.config, self.recipe, show)
 
     def kept(self, name: str, make: Callable[[], dict[str, Tensors]]) -> dict[str, Tensors] | None:
         """The piece `name` from disk; or made now and put there, and None."""
@@ -230,53 +253,112 @@ class _Job:
         self.layers.put(name, self.keys[name], made)
         return found
 
-    def block(self, i: int, stream: list[Tensor], reference: list[Tensor] | None) -> None:
+    def block(self, i: int, stream: Batches, reference: Batches | None) -> None:
         """Quantize block `i` (or read it) and take `stream`, and `reference`, through it."""
         model, inputs = self.model, self.recipe.inputs
         block = model.load_block(i)
         plain = copy.deepcopy(block) if reference is not None else None
         groups, prefix = model.linear_groups(block), model.block_prefix(i)
-        outputs: list[Tensor] | None = None  # of the unquantized block, where that is what the stream goes through
+        wanted = self.wanted(prefix, block)
+        counts: dict[int, Tensor] = {}
+        outputs: Batches | None = None  # of the unquantized block, where that is what the stream goes through
 
         def make() -> dict[str, Tensors]:
             nonlocal outputs
             made: dict[str, Tensors] = {}
             pair = None if plain is None or reference is None or not self.recipe.correct else (plain, reference)
             moments: dict[int, Moments] = {}
+            seen: dict[int, Seen] = {}
             if inputs == "reference":
-                moments, outputs = self.inputs(i, block, stream)
+                moments, seen, outputs = self.inputs(i, block, stream, wanted)
             elif inputs == "block":
-                moments, _ = gather(model, block, stream, range(len(groups)), pair)
+                gathered = gather(model, block, stream, range(len(groups)), pair, experts=wanted, spill=self.spill)
+                moments, seen = gathered.moments, gathered.experts
+                gathered.outputs.clear()
             for at, group in enumerate(groups):
                 if inputs == "group":
-                    moments, _ = gather(model, block, stream, [at], pair)
+                    gathered = gather(model, block, stream, [at], pair, spill=self.spill)
+                    moments = gathered.moments
+                    gathered.outputs.clear()
                 made |= self.group(prefix, group, moments[at])
-                self.step(f"{prefix}{group[0][0]}")
+                self.step(f"{prefix}{group[0][0]}", len(group))
+            for at in wanted:
+                if inputs == "group":
+                    gathered = gather(model, block, stream, [], pair, experts=[at], spill=self.spill)
+                    seen = gathered.experts
+                    gathered.outputs.clear()
+                made |= self.experts(prefix, block, None if pair is None else plain, at, seen[at])
+                counts[at] = seen[at].counts(model.expert_layers(block)[at].count)
+                seen[at].clear()
             return made
 
         found = self.kept(f"block-{i:05d}", make)
         if found is not None:
             if inputs != "reference":
-                self.put(prefix, groups, found)
-            self.step(f"block {i} was done before", len(groups))
+                self.put(prefix, block, found)
+            self.step(f"block {i} was done before", len(model.shapes(i)))
+        self.count(i, prefix, block, counts)
         if outputs is not None:
-            stream[:] = outputs
+            stream.take(outputs)
         else:
             _advance(model, block, stream)
         if plain is not None and reference is not None:
             _advance(model, plain, reference)
 
-    def inputs(self, i: int, block: nn.Module, stream: list[Tensor]) -> tuple[dict[int, Moments], list[Tensor]]:
-        """Moments of the unquantized block `i`, from disk where an earlier job left them there, and its outputs."""
+    def wanted(self, prefix: str, block: nn.Module) -> list[int]:
+        """The expert layers that are rounded. Raises ValueError for one whose two matrices have two rates."""
+        found = []
+        for at, layer in enumerate(self.model.expert_layers(block)):
+            first, second = (prefix + name for name in layer.names)
+            if self.config.bits_of(first) != self.config.bits_of(second):
+                raise ValueError(f"{first} and {second} have two rates; experts of a layer must have one")
+            found += [at] if self.config.bits_of(first) != KEEP else []
+        return found
+
+    def count(self, i: int, prefix: str, block: nn.Module, counts: Mapping[int, Tensor]) -> None:
+        """Keep the tokens of each expert, or read what an earlier job counted."""
+        name = f"counts-{i:05d}"
+        if counts and self.partial is not None:
+            self.partial.save(name, self.keys[name], {str(at): count for at, count in counts.items()})
+        elif not counts and self.partial is not None and (kept := self.partial.load(name, self.keys[name])) is not None:
+            counts = {int(at): count for at, count in kept.items()}
+        for at, count in counts.items():
+            first, second = self.model.expert_layers(block)[at].names
+            self.counts[prefix + first, prefix + second] = count.tolist()
+
+    def experts(
+        self, prefix: str, block: nn.Module, plain: nn.Module | None, at: int, seen: Seen
+    ) -> dict[str, Tensors]:
+        layer = self.model.expert_layers(block)[at]
+        twin = None if plain is None else self.model.expert_layers(plain)[at]
+        bits = self.config.bits_of(prefix + layer.names[0])
+        made = quantize_experts(layer, twin, seen, bits, self.recipe, prefix)
+        self.step(f"{prefix}{layer.names[0]}", 2)
+        return made
+
+    def inputs(
+        self, i: int, block: nn.Module, stream: Batches, wanted: list[int]
+    ) -> tuple[dict[int, Moments], dict[int, Seen], Batches]:
+        """Moments of the unquantized block `i` and what its experts saw, from disk where an earlier job left them
+        there, and its outputs."""
         name, groups = f"inputs-{i:05d}", self.model.linear_groups(block)
         found = None if self.partial is None else self.partial.load(name, self.keys[name])
-        if found is not None:
-            outputs = [self.model.run_block(block, batch) for batch in stream]
-            return {at: Moments(found[str(at)].to(stream[0].device), None) for at in range(len(groups))}, outputs
-        moments, outputs = gather(self.model, block, stream, range(len(groups)))
-        if self.partial is not None and self.partial.keep_inputs:
-            self.partial.save(name, self.keys[name], {str(at): moment.h for at, moment in moments.items()})
-        return moments, outputs
+        if found is not None and all(f"{at}.0.x" in found for at in wanted):
+            outputs = self.spill.batches(self.model.run_block(block, batch) for batch in stream)
+            device = stream[0].device
+            seen = {}
+            for at in wanted:
+                x = self.spill.batches(found[f"{at}.{j}.x"].to(device) for j in range(len(stream)))
+                seen[at] = Seen(x, [found[f"{at}.{j}.chosen"].to(device) for j in range(len(stream))], None)
+            return {at: Moments(found[str(at)].to(device), None) for at in range(len(groups))}, seen, outputs
+        gathered = gather(self.model, block, stream, range(len(groups)), experts=wanted, spill=self.spill)
+        if self.partial is not None and self.partial.keep_inputs and not self.spill.used:  # a piece is made in memory
+            kept = {str(at): moment.h for at, moment in gathered.moments.items()}
+            for at, one in gathered.experts.items():
+                for j, (given, chosen) in enumerate(zip(one.x, one.chosen, strict=True)):
+                    kept |= {f"{at}.{j}.x": given, f"{at}.{j}.chosen": chosen}
+            self.partial.save(name, self.keys[name], kept)
+        return gathered.moments, gathered.experts, gathered.outputs
 
     def group(self, prefix: str, group: list[tuple[str, Any]], moments: Moments) -> dict[str, Tensors]:
         chosen = [(prefix + name, module, self.config.bits_of(prefix + name)) for name, module in group]
@@ -297,16 +379,18 @@ class _Job:
             module.weight.copy_(dequantize(tensors, bits))
         return {name: tensors for (name, _, _), tensors in zip(chosen, made, strict=True)}
 
-    def put(self, prefix: str, groups: list[list[tuple[str, Any]]], layers: Mapping[str, Tensors]) -> None:
+    def put(self, prefix: str, block: nn.Module, layers: Mapping[str, Tensors]) -> None:
         """Replace the block's weights by what `layers` stand for."""
-        for group in groups:
+        for layer in self.model.expert_layers(block):
+            put_stacks(layer, prefix, layers, self.config.bits_of(prefix + layer.names[0]))
+        for group in self.model.linear_groups(block):
             for name, module in group:
                 if (tensors := layers.get(prefix + name)) is not None:
                     bits = self.config.bits_of(prefix + name)
                     on_device = {key: tensor.to(module.weight.device) for key, tensor in tensors.items()}
                     module.weight.copy_(dequantize(on_device, bits))
 
-    def ends(self, stream: list[Tensor]) -> None:
+    def ends(self, stream: Batches) -> None:
         """Head and embedding, if asked for."""
         recipe = self.recipe
         if recipe.embed_tokens is not None:
@@ -333,6 +417,6 @@ class _Job:
         return self.outer(f"{name}.weight")
 
 
-def _advance(model: QuantizableModel, block: nn.Module, stream: list[Tensor]) -> None:
-    for at, batch in enumerate(stream):
-        stream[at] = model.run_block(block, batch)
+def _advance(model: QuantizableModel, block: nn.Module, stream: Batches) -> None:
+    for at in range(len(stream)):
+        stream[at] = model.run_block(block, stream[at])

@@ -46,6 +46,8 @@ class Recipe:
     correct: strength of the correction of the target for the error of earlier layers, 0 to 1.
     tune: fine-tuning at the end, None for none.
     batch_tokens: calibration tokens that run at once.
+    expert_prior: how many tokens' worth of the layer's shared inputs an expert's own Hessian is mixed with, for each of
+        its inputs (`quant/experts.py`).
     """
 
     bits: int = 4
@@ -64,6 +66,7 @@ class Recipe:
     correct: float = 0.0
     tune: Tune | None = None
     batch_tokens: int = 8192
+    expert_prior: float = 0.25
 
     def __post_init__(self) -> None:
         for name in ("bits", "lm_head", "embed_tokens"):
@@ -74,6 +77,7 @@ class Recipe:
             if rate not in (*BITS, KEEP):
                 raise ValueError(f"layers has {rate!r} for {pattern!r}; allowed: 2, 3, 4, or 16 to keep it")
         bounds = {"damping": (1e-8, 10), "correct": (0, 1), "channel_scale": (0, 2), "row_scale": (0, 2)}
+        bounds |= {"expert_prior": (0, 1000)}
         for name, (low, high) in bounds.items():
             if not (math.isfinite(getattr(self, name)) and low <= getattr(self, name) <= high):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be from {low} to {high}")

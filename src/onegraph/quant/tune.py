@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from onegraph.formats.e8p import KEEP, E8PConfig
 from onegraph.ops.registry import reference_ops
 from onegraph.quant.calibrate import QuantizableModel
+from onegraph.quant.experts import put_stacks
 from onegraph.quant.layer import Tensors, dequantize, generator
 from onegraph.quant.recipe import TUNE_RATE, Recipe
 
@@ -76,6 +77,9 @@ class _Student:
         self.inside: dict[str, Tensor] = {}
         self.outside: dict[str, Tensor] = {}
         for i, block in enumerate(blocks):
+            for experts in model.expert_layers(block):  # as they were rounded; what learns are scales of linears
+                name = model.block_prefix(i) + experts.names[0]
+                put_stacks(experts, model.block_prefix(i), layers, config.bits_of(name))
             for group in model.linear_groups(block):
                 shared: Tensor | None = None
                 for local, module in group:
@@ -126,6 +130,9 @@ class _Student:
     def layers(self) -> dict[str, Tensors]:
         made = {}
         for name, tensors in self.before.items():
+            if name not in self.inside:
+                made[name] = dict(tensors)
+                continue
             changed = dict(tensors)
             for key, delta in (("in_scale", self.inside[name]), ("out_scale", self.outside[name])):
                 changed[key] = (tensors[key].float() * (1 + delta.cpu())).half()

@@ -11,7 +11,7 @@ from transformers.quantizers.auto import (
     register_quantizer,
 )
 
-from onegraph.integrations.hf import cache
+from onegraph.integrations.hf import cache, experts
 from onegraph.integrations.hf.cache import TurboQuantCache
 from onegraph.integrations.hf.quantizer import METHOD, OnegraphConfig, OnegraphQuantizer
 
@@ -24,6 +24,7 @@ def _register() -> None:
     if METHOD not in AUTO_QUANTIZER_MAPPING:
         register_quantizer(METHOD)(OnegraphQuantizer)
     cache.register()
+    experts.register()
 
 
 _register()

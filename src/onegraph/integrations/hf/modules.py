@@ -110,6 +110,15 @@ class CodedLinear(_Coded):
             return nn.functional.linear(x, self.dense, bias)
         return self._ops.linear(self.format, x, self.given, self.bias, None, None, False, False)
 
+    @property
+    def weight(self) -> Tensor:
+        """Dense [n, k]: some models read it past the layer's call, or draw numbers into it before it is loaded."""
+        if not self.ready:
+            nothing = torch.empty(0, self.in_features)
+            nothing._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' mark for: leave it
+            return nothing
+        return self._ops.decode(self.format, self.given).to(self.dtype) if self.dense is None else self.dense
+
     def plain(self, dtype: torch.dtype) -> nn.Linear:
         """transformers' own layer with the decoded weight."""
         linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta", dtype=dtype)

@@ -1,17 +1,23 @@
 """How transformers loads an onegraph checkpoint: its quantization config, and the quantizer that swaps layers."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.quantizers import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from onegraph.formats.checkpoint import TensorInfo, read_header
 from onegraph.formats.files import CheckpointError, quote
+from onegraph.formats.fused import expected_stack
+from onegraph.formats.fused import stack_names as stored_names
 from onegraph.formats.quantization import parse_quantization
 from onegraph.formats.weight import Expected, Quantization
+from onegraph.integrations.hf.experts import IMPLEMENTATION, CodedStack, holds_experts, stack_names, swiglu_of
+from onegraph.integrations.hf.kinds import plain_linear, size_of
 from onegraph.integrations.hf.modules import CodedEmbedding, CodedLinear
 
 METHOD = "onegraph"
@@ -57,22 +63,32 @@ class OnegraphQuantizer(HfQuantizer):
         files = [Path(file) for file in checkpoint_files or ()]
         if not files or any(file.suffix != ".safetensors" for file in files):
             raise CheckpointError(f"{model.config.name_or_path}: a checkpoint of onegraph is model.safetensors files")
-        tensors = _Headers()
+        tensors, renamed = _Headers(), _renaming(model)
         for file in files:
-            tensors |= read_header(file)
-        quantization = self.quantization_config.quantization
+            tensors |= {renamed(name): info for name, info in read_header(file).items()}
+        quantization = self.quantization_config.quantization.renamed(
+            lambda layers: {renamed(name): rate for name, rate in layers.items()}
+        )
         quantization.check_layers(_swap_layers(model, quantization, tensors, dtype or torch.get_default_dtype()))
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         for module in model.modules():
-            if isinstance(module, CodedLinear | CodedEmbedding):
+            if isinstance(module, CodedLinear | CodedEmbedding | CodedStack):
                 module.prepare()
+            if any(isinstance(child, CodedStack) for child in module.children()):
+                module._onegraph_gate = swiglu_of(module)
         return model
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a config loaded from JSON has its name
         for name, module in list(model.named_modules()):
             if isinstance(module, CodedLinear | CodedEmbedding):
                 model.set_submodule(name, module.plain(dtype or module.dtype))
+            elif isinstance(module, CodedStack):
+                above, _, leaf = name.rpartition(".")
+                owner = model.get_submodule(above)
+                delattr(owner, leaf)
+                owner.register_parameter(leaf, module.plain(dtype or module.dtype))
         return model
 
     def is_serializable(self) -> bool:
@@ -85,6 +101,12 @@ class OnegraphQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def _renaming(model: Any) -> Callable[[str], str]:
+    """From a checkpoint's names to those of the model's modules, which are others in some families."""
+    renamings = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
+    return lambda name: str(rename_source_key(name, renamings, [])[0])
 
 
 class _Headers(dict[str, TensorInfo]):
@@ -100,17 +122,23 @@ def _swap_layers(model: Any, config: Quantization, tensors: _Headers, dtype: tor
     Returns the names of all linears. Raises CheckpointError that names a tensor missing or wrong.
     """
     # AutoModel without a head drops the prefix that the checkpoint's names carry
-    inner = "" if hasattr(model, model.base_model_prefix) else f"{model.base_model_prefix}."
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    bare = head is None and not hasattr(model, model.base_model_prefix)
+    inner = f"{model.base_model_prefix}." if bare else ""
     seen: set[str] = set()
+    taken: set[str] = set()
     ends_coded = False
     kind: type[CodedLinear | CodedEmbedding]
     for name, module in list(model.named_modules()):
         full = inner + name
         if module is embedding:
             (n, k), kind, layer = (module.num_embeddings, module.embedding_dim), CodedEmbedding, "embed_tokens"
-        elif isinstance(module, nn.Linear):
-            (n, k), kind = (module.out_features, module.in_features), CodedLinear
+        elif holds_experts(module):
+            seen |= (stacks := _swap_experts(module, full, config, tensors, dtype))
+            taken |= stacks
+            continue
+        elif plain_linear(module) is not None:
+            (n, k), kind = size_of(module), CodedLinear
             layer = "lm_head" if module is head else full
             seen.add(full)
         else:
@@ -124,11 +152,42 @@ def _swap_layers(model: Any, config: Quantization, tensors: _Headers, dtype: tor
         names = {key: name.removeprefix(f"{full}.") for key, name in format.names(tensors, full).items()}
         with torch.device("meta"):
             model.set_submodule(name, kind(format, n, k, names, stored, dtype))
+        taken.add(full)
+    own = tuple(f"{inner}{child}." for child, _ in model.named_children())
+    for name in tensors:
+        if name.endswith(".codes") and name.startswith(own) and name.removesuffix(".codes") not in taken:
+            # transformers would only warn, and run on random numbers in their place
+            raise CheckpointError(f"tensor {quote(name)} is codes of a layer that this model does not have as a linear")
     if ends_coded and model.config.tie_word_embeddings:
         # Quantizing the head or the embedding unties them: the checkpoint then holds both.
         model.config.tie_word_embeddings = False
         model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
     return seen
+
+
+def _swap_experts(module: Any, full: str, config: Quantization, tensors: _Headers, dtype: torch.dtype) -> set[str]:
+    """Puts stacks in codes where a layer of experts has parameters; the names of both stacks."""
+    names = [f"{full}.{name}" for name in stack_names(module)]
+    for which, (name, leaf) in enumerate(zip(names, stack_names(module), strict=True)):
+        if f"{name}_blocks" in tensors:
+            raise CheckpointError(
+                f"{quote(name)} is kept in MXFP4 blocks, which transformers does not read beside codes; run it in "
+                "onegraph, or quantize with --experts BITS"
+            )
+        if not config.stacked(name):
+            continue
+        held = getattr(module, leaf)
+        count, n, k = (held.transpose(1, 2) if module.is_transposed else held).shape
+        wanted = expected_stack(tensors, name, count, n, k, bias=False)
+        _check(wanted, tensors)
+        format, stored = stored_names(tensors, name)
+        suffixes = {key: each.removeprefix(f"{name}.") for key, each in stored.items()}
+        found = {each.removeprefix(f"{name}."): (shape, tensors[each].dtype) for each, (shape, _) in wanted.items()}
+        delattr(module, leaf)
+        with torch.device("meta"):
+            setattr(module, leaf, CodedStack(format, n, k, suffixes, found, dtype, module, which))
+        module.config._experts_implementation = IMPLEMENTATION
+    return set(names)
 
 
 def _check(wanted: Expected, tensors: _Headers) -> None:

@@ -1,0 +1,193 @@
+"""A checkpoint of this decoder's families as the quantizer calibrates on it."""
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from onegraph.formats.checkpoint import Checkpoint
+from onegraph.formats.fused import BlocksConfig
+from onegraph.models.blocks import DOWN, OUT, Block, build_block, norm_weight, rotary_tables
+from onegraph.models.config import EMBED, NORM, LlamaConfig
+from onegraph.models.llama import bounded, embed_scale, table_positions
+from onegraph.models.loader import Loader
+from onegraph.nn.attention import CausalAttention
+from onegraph.nn.block import Stream
+from onegraph.nn.embedding import Embedding
+from onegraph.nn.experts import Experts
+from onegraph.nn.linear import Linear, Siblings
+from onegraph.nn.moe import MoE
+
+Groups = list[list[tuple[str, nn.Module]]]
+
+
+class LlamaSource:
+    """An unquantized checkpoint as the quantizer calibrates on it: one dense block in memory at a time, besides the
+    embedding and the head once they were used.
+
+    It has the attributes and methods that `onegraph.quant` asks of a model, and holds none of its types.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        *,
+        max_context: int | None = None,
+    ) -> None:
+        self.config = checkpoint.config
+        self.device, self.dtype = torch.device(device), dtype
+        self.parsed = LlamaConfig.from_dict(checkpoint.config)
+        refuse_quantized(checkpoint, self.parsed)
+        self._loader = Loader(checkpoint, self.parsed, dtype, decode_experts=True)
+        self._loader.check()
+        self._tables = rotary_tables(self.parsed, table_positions(self.parsed, max_context), self.device)
+        self._causal = CausalAttention()
+
+    @property
+    def num_blocks(self) -> int:
+        return self.parsed.layers
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Linears that stay as they are: none."""
+        return ()
+
+    def shapes(self, i: int) -> dict[str, tuple[int, ...]]:
+        """Linears of block `i` [n, k] and its stacks of experts [E, n, k], by the name within it."""
+        return block_shapes(self.parsed, self._loader.parts.linears, i)
+
+    def end_name(self, name: str) -> str:
+        """The checkpoint's tensor for "lm_head.weight" or "model.embed_tokens.weight"; a tied head is the embedding."""
+        return name if name in self._loader else f"{EMBED}.weight"
+
+    def layer_of(self, name: str) -> str | None:
+        """The linear or stack of experts whose weight the tensor `name` of the checkpoint is, or is a part of."""
+        return layer_of(self.parsed, name)
+
+    def expert_layers(self, block: Block) -> list["DenseExperts"]:
+        """The routed experts of the block."""
+        routed = self.parsed.routed
+        if routed is None or not isinstance(block.mlp, MoE):
+            return []
+        return [DenseExperts(routed.whole, block.mlp.experts)]
+
+    def block_prefix(self, i: int) -> str:
+        return f"model.layers.{i}."
+
+    @torch.no_grad()
+    def embed(self, tokens: Tensor) -> Tensor:
+        """tokens int [B, T] -> [B, T, D]."""
+        return self._embedding(tokens.to(self.device))
+
+    def load_block(self, i: int) -> Block:
+        """Block `i`, read from disk now, its linears apart and dense; the pages of blocks before it are given back."""
+        self._loader.checkpoint.forget()
+        return build_block(self._loader, self.parsed, i, self._tables, self.device, joined=False)
+
+    def run_block(self, block: Block, hidden: Tensor) -> Tensor:
+        """Residual stream before the block -> after it, [B, T, D], causal over the whole sequence; input untouched.
+
+        Nothing is written in place, so that autograd can follow it where ops run their references.
+        """
+        return block(Stream(hidden), self._causal).total()
+
+    def linear_groups(self, block: Block) -> list[list[tuple[str, nn.Module]]]:
+        """Linears of the block by shared input, in the order they run: (name within the block, module)."""
+        qkv = _siblings(self.parsed.qkv, block.qkv.linear)
+        attention: Groups = [qkv, [(OUT, block.out.linear)]]
+        if not isinstance(block.mlp, MoE):
+            return [
+                *attention,
+                _siblings(self.parsed.gate_up, block.mlp.gate_up.linear),
+                [(DOWN, block.mlp.down.linear)],
+            ]
+        routed, shared = self.parsed.routed, block.mlp.shared
+        if routed is None or routed.shared is None or shared is None:
+            return attention
+        gate, up, down = routed.shared.linears
+        return [*attention, _siblings((gate, up), shared.gate_up), [(down, shared.down)]]
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """Residual stream after the last block [..., D] -> input of the head."""
+        return Stream(hidden.contiguous()).normed(self._norm, self.parsed.eps)[0]
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Residual stream after the last block [..., D] -> logits float32 [..., V]."""
+        return bounded(self.parsed, self._head(self.final_norm(hidden), float32=True))
+
+    @cached_property
+    def _norm(self) -> Tensor:
+        return norm_weight(self._loader, self.parsed, NORM, self.device)
+
+    @cached_property
+    def _embedding(self) -> Embedding:
+        return self._loader.embedding(self.device, embed_scale(self.parsed, self.dtype))
+
+    @cached_property
+    def _head(self) -> Linear:
+        return self._loader.head(self._embedding, self.device)
+
+
+def _siblings(names: Sequence[str], linear: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Linears of one input by name; of one name the linear itself, which files hold as one."""
+    parts = linear.parts if isinstance(linear, Siblings) else [linear]
+    return list(zip(names, parts, strict=True))
+
+
+class DenseExperts:
+    """Dense routed experts as the quantizer sees them (`onegraph.quant.calibrate.ExpertLayer`)."""
+
+    def __init__(self, names: tuple[str, str], module: Experts) -> None:
+        self.names, self.module, self.count = names, module, module.count
+        self._weights = module.gate_up.tensors["weight"], module.down.tensors["weight"]
+
+    def weight(self, which: int, expert: int) -> Tensor:
+        return self._weights[which][expert].float()
+
+    def put(self, which: int, expert: int, weight: Tensor) -> None:
+        self._weights[which][expert].copy_(weight)
+
+    def inner(self, expert: int, x: Tensor) -> Tensor:
+        weight, biases = self.weight(0, expert), self.module.biases
+        return self.module.gate(nn.functional.linear(x, weight, None if biases is None else biases[0][expert]))
+
+
+def refuse_quantized(checkpoint: Checkpoint, parsed: object) -> None:
+    """Raises ValueError for a checkpoint whose linears are in codes; gpt-oss's experts, published in MXFP4, may be."""
+    quantization = getattr(parsed, "quantization", None)
+    if quantization is not None and not isinstance(quantization, BlocksConfig):
+        raise ValueError(f"{checkpoint.path}: is quantized already; give the unquantized model")
+    if isinstance(parsed, LlamaConfig) and parsed.nested:
+        raise ValueError(
+            f"this is a model of images and text around a {parsed.model_type}; it runs here, but only a checkpoint of "
+            f"the {parsed.model_type} alone can be quantized"
+        )
+
+
+def block_shapes(
+    config: LlamaConfig, linears: Mapping[str, tuple[int, int, bool]], i: int
+) -> dict[str, tuple[int, ...]]:
+    """What `quantize` may round of block `i`, by the name within it: linears [n, k], stacks of experts [E, n, k].
+    linears: those of `config.parts`."""
+    prefix = f"model.layers.{i}."
+    routed = config.routed_at(i)
+    half = (
+        (*config.gate_up, DOWN) if routed is None else (name for name, _ in routed.shared_linears(config.hidden_size))
+    )
+    names = (*config.qkv, OUT, *half)
+    shapes: dict[str, tuple[int, ...]] = {name: linears[prefix + name][:2] for name in names}
+    stacks = {} if routed is None else routed.stacks(config.hidden_size)
+    return shapes | {name: (stack.experts, stack.n, stack.k) for name, stack in stacks.items()}
+
+
+def layer_of(config: LlamaConfig, name: str) -> str | None:
+    """The linear or stack of experts whose weight the tensor `name` of an unquantized checkpoint is (a part of)."""
+    found = re.fullmatch(r"(model\.layers\.\d+\.)(.*)", name)
+    local = None if found is None or config.routed is None else config.routed.owner(found[2])
+    if found is not None and local is not None:
+        return found[1] + local
+    return name.removesuffix(".weight") if name.endswith(".weight") else None

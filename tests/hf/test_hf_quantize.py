@@ -1,0 +1,170 @@
+"""`onegraph quantize` through transformers' own modules: models that our decoder does not run."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+import onegraph.integrations.hf  # registers the method
+from onegraph.api.plan import plan
+from onegraph.api.quantize import Quantization, quantize
+from onegraph.formats.checkpoint import Checkpoint
+from onegraph.formats.files import CheckpointError
+from onegraph.integrations.hf.experts import CodedStack
+from onegraph.integrations.hf.modules import CodedLinear
+from onegraph.integrations.hf.source import ModulesSource
+
+assert onegraph.integrations.hf is not None
+WORDS = 128
+TOKENS = torch.randint(0, WORDS, (1, 40), generator=torch.Generator().manual_seed(1))
+TEXT = " ".join(f"w{i}" for i in torch.randint(0, WORDS, (600,), generator=torch.Generator().manual_seed(0)).tolist())
+SIZES: dict[str, Any] = {
+    "vocab_size": WORDS, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": None,
+    "pad_token_id": None,
+}  # fmt: skip
+MOE = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+       "moe_intermediate_size": 24, "n_shared_experts": 1, "first_k_dense_replace": 1}  # fmt: skip
+MLA = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+       "n_group": 1, "topk_group": 1, "num_key_value_heads": 4}  # fmt: skip
+GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
+# family -> what differs from SIZES
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Olmoe": MOE, "Qwen2Moe": MOE | {"shared_expert_intermediate_size": 32}, "GraniteMoe": MOE,
+    "DeepseekV2": MOE | MLA, "DeepseekV3": MOE | MLA | {"q_lora_rank": 24}, "Gemma2": {"head_dim": 16},
+    "Gemma3": {"head_dim": 16, "sliding_window": 16}, "GPTNeoX": {}, "Olmo2": {}, "Phi3": {}, "Granite": {},
+    "Cohere": {}, "Falcon": {"new_decoder_architecture": True, "num_kv_heads": 2}, "StableLm": {}, "GPT2": GPT2,
+}  # fmt: skip
+ROUTERS = {"Olmoe", "Qwen2Moe", "GraniteMoe", "DeepseekV2", "DeepseekV3"}
+
+
+def source(family: str, path: Path) -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    names = [f"{family}ForCausalLM", f"{family}LMHeadModel"]
+    kind = next(found for name in names if (found := getattr(transformers, name, None)) is not None)
+    torch.manual_seed(0)
+    model = kind(kind.config_class(**SIZES | FAMILIES[family])).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(torch.randn_like(parameter) * (1.2 / parameter.shape[-1] ** 0.5))
+    model.save_pretrained(path)
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(WORDS)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(path / "tokenizer.json"))
+    return model
+
+
+def made(path: Path, **options: Any) -> Quantization:
+    options = {"bits": 4, "recipe": "quick", "tokens": 128, "sequence": 32} | options
+    return quantize(path / "model", path / "out", calibration=TEXT, device="cpu", **options)
+
+
+def load(path: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    return model(TOKENS).logits[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_checkpoint_is_the_model_with_its_weights_rounded(family: str, tmp_path: Path) -> None:
+    hf = source(family, tmp_path / "model")
+    told = made(tmp_path)
+    quantized = load(tmp_path / "out")
+    got = logits(quantized)
+    rounded, left = set(), set()
+    head = quantized.get_output_embeddings()
+    with torch.no_grad():  # the oracle: the model itself, each weight replaced by what the codes stand for
+        for name, module in quantized.named_modules():
+            if isinstance(module, CodedLinear):
+                twin = hf.get_submodule(name)
+                weight = module.plain(torch.float32).weight
+                twin.weight.copy_(weight.T if isinstance(twin, Conv1D) else weight)
+                rounded.add(f"{name}.weight")
+            elif isinstance(module, CodedStack):
+                hf.get_parameter(name).copy_(module.plain(torch.float32))
+                rounded.add(name)
+            elif isinstance(module, nn.Linear | Conv1D) and module is not head:
+                left.add(name)
+    torch.testing.assert_close(got, logits(hf), atol=1e-4, rtol=0)
+    # every matrix is rounded, or said to be left
+    ends = ("embed", "lm_head", "wte")
+    for name, parameter in hf.named_parameters():
+        if parameter.dim() > 1 and name not in rounded and not any(end in name for end in ends):
+            assert name in told.left or name.removesuffix(".weight") in told.left, name
+    assert left <= set(told.left)
+    assert bool(told.experts) == (family in ROUTERS)
+    quantized.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(load(tmp_path / "again")), got)
+    torch.testing.assert_close(logits(load(tmp_path / "out").dequantize()), got, atol=1e-4, rtol=0)
+    found = plan(tmp_path / "model", bits=4, recipe="quick", device="cpu")
+    assert found.after.total_bytes == Checkpoint.open(tmp_path / "out").nbytes
+
+
+@pytest.mark.parametrize("family", ["Gemma2", "Olmoe", "GPT2"])
+def test_running_block_by_block_is_running_the_model(family: str, tmp_path: Path) -> None:
+    hf = source(family, tmp_path / "model")
+    model = ModulesSource(Checkpoint.open(tmp_path / "model"))
+    hidden = model.embed(TOKENS)
+    for i in range(model.num_blocks):
+        hidden = model.run_block(model.load_block(i), hidden)
+    with torch.no_grad():
+        torch.testing.assert_close(model.head(hidden)[0], logits(hf), atol=1e-4, rtol=0)
+        torch.testing.assert_close(hf.get_output_embeddings()(model.final_norm(hidden))[0].softmax(-1),
+                                   model.head(hidden)[0].softmax(-1), atol=0.2, rtol=0)  # fmt: skip
+    assert all(parameter.is_meta for parameter in model.skeleton.blocks.parameters())  # none is kept
+
+
+def test_linears_that_share_an_input_are_one_group(tmp_path: Path) -> None:
+    source("Qwen2Moe", tmp_path / "model")
+    model = ModulesSource(Checkpoint.open(tmp_path / "model"))
+    groups = [[name for name, _ in group] for group in model.linear_groups(model.load_block(0))]
+    assert ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"] in groups
+    assert ["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"] in groups
+    assert not any("shared_expert_gate" in name for group in groups for name in group)
+
+
+def test_codes_that_no_layer_takes_are_an_error(tmp_path: Path) -> None:
+    source("Olmo2", tmp_path / "model")
+    made(tmp_path)
+    from onegraph.formats.checkpoint import write_checkpoint
+
+    with Checkpoint.open(tmp_path / "out") as checkpoint:
+        extra = ("model.layers.0.mlp.side_proj.codes", torch.zeros(8, 8, dtype=torch.int16))
+        every = [(name, checkpoint.tensor(name)) for name in checkpoint.names]
+        write_checkpoint(tmp_path / "odd", checkpoint.config, [*every, extra])
+    with pytest.raises(CheckpointError, match=r"side_proj\.codes.* is codes of a layer that this model does not have"):
+        load(tmp_path / "odd")
+
+
+def test_what_cannot_be_run_block_by_block_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source("StableLm", tmp_path / "model")
+    from transformers.models.stablelm import modeling_stablelm
+
+    forward = modeling_stablelm.StableLmModel.forward
+
+    def with_text(self: Any, input_ids: Any = None, **kwargs: Any) -> Any:
+        return forward(self, input_ids=input_ids, text=input_ids, **kwargs)
+
+    monkeypatch.setattr(modeling_stablelm.StableLmModel, "forward", with_text)
+    with pytest.raises(ValueError, match="stablelm: blocks are given more of the text than the residual stream"):
+        made(tmp_path)
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    source("StableLm", tmp_path / "model")
+    from onegraph.formats.checkpoint import write_checkpoint
+
+    with Checkpoint.open(tmp_path / "model") as checkpoint:
+        names = [name for name in checkpoint.names if "layers.1.mlp.up_proj" not in name]
+        write_checkpoint(tmp_path / "less", checkpoint.config, [(n, checkpoint.tensor(n)) for n in names])
+    with pytest.raises(CheckpointError, match=r"1 missing: .*layers\.1\.mlp\.up_proj"):
+        plan(tmp_path / "less", device="cpu")
