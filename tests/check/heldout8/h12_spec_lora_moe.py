@@ -495,8 +495,8 @@ class KVScaleAttention:
         return self.seen < self.cfg.calibrate
 
     def maybe_calibrate(self, k):
-        if self.calculate_kv_scales:
-            torch.maximum(self.k_scale, k.abs().amax() / 64, out=self.k_scale)  # expect: CG201 @kv_scale_calibration
+        if self.calculate_kv_scales:  # expect: CG201 @kv_scale_calibration
+            torch.maximum(self.k_scale, k.abs().amax() / 64, out=self.k_scale)  # expect: CG201 @kv_scale_calibration optional
             self.seen += 1
 
     @torch.inference_mode()
