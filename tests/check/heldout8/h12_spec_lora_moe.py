@@ -176,8 +176,8 @@ class EagleDrafter:
 
     def propose(self, hidden):
         h, drafts = hidden, []
-        for _ in range(self.ctl.k):  # expect: CG201 @adaptive_draft_length optional
-            h = torch.tanh(h @ self.w)  # expect: CG201 @adaptive_draft_length
+        for _ in range(self.ctl.k):  # expect: CG201 @adaptive_draft_length
+            h = torch.tanh(h @ self.w)  # expect: CG201 @adaptive_draft_length optional
             drafts.append(h)
         return drafts
 

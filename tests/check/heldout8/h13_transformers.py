@@ -157,13 +157,13 @@ def warped_sampling(processors, seed):
     @torch.no_grad()
     def step(input_ids):
         logits = model(input_ids=input_ids, position_ids=pos, use_cache=False).logits[:, -1].float()
-        scores = processors(input_ids, logits)  # expect: CG101 @gemma_no_repeat_ngram
+        scores = processors(input_ids, logits)
         return {"probs": scores.softmax(-1), "next": scores.argmax(-1)}
 
     return step, lambda i: (toks(160 + i, 2, 8, high=9),)
 
 
-def factory_bad_gemma_no_repeat_ngram():  # hazard: 2
+def factory_ok_gemma_no_repeat_ngram():  # hazard: 2
     return warped_sampling(LogitsProcessorList([TemperatureLogitsWarper(0.8), NoRepeatNGramLogitsProcessor(2)]), 7)
 
 

@@ -382,12 +382,12 @@ class CausalConv(nn.Module):
         self.register_buffer("tail", torch.zeros(2, channels, self.pad), persistent=False)
 
     def forward(self, x):
-        padded = torch.cat([self.tail, x], dim=-1)  # expect: CG205|CG206 optional @streaming_tail_rebound
+        padded = torch.cat([self.tail, x], dim=-1)  # expect: CG205|CG206 @streaming_tail_rebound
         self.keep(padded[..., -self.pad:])
         return x + torch.tanh(self.conv(padded))
 
     def keep(self, tail):
-        self.tail = tail.contiguous()  # expect: CG205 @streaming_tail_rebound
+        self.tail = tail.contiguous()  # expect: CG205 optional @streaming_tail_rebound
 
 
 class InPlaceCausalConv(CausalConv):

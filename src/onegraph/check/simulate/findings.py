@@ -108,7 +108,7 @@ class Findings:
         parted: dict[frames.Place, set[int]] = {}
         for place, sighting in branches:
             parted.setdefault(place, set()).add(sighting.step)
-        # Where a step that is not captured takes the captured path, the capture does not decide: what does is told first.
+        # Where a step that is not captured takes the captured path, the capture does not decide; what does comes first.
         for place, sighting in sorted(branches, key=lambda b: parted[b[0]] == later):
             if asked and parted[place] == later:
                 sighting.code, sighting.message = "CG211", "the step takes another path while it is captured"
