@@ -160,3 +160,54 @@ def test_what_reading_proves_to_change_explains_a_replay_that_differs():
     assert [(f.code, f.severity) for f in told.counted] == [("CG202", Severity.ERROR)]
     alone = reconcile(Report(target="t", findings=found[1:], origins=report.origins, steps=4))
     assert codes(alone.errors) == ["CG212"]
+
+
+BEFORE = "state = torch.ones(9, device='cuda')\nkept = {'n': 0, 'h': torch.zeros(4, device='cuda')}\n"
+
+
+def built(body: str, folder: Path, before: str = BEFORE) -> Report:
+    """As `checked`, with state that the factory makes: `kept`, and a module `net`."""
+    path = folder / "steps.py"
+    made = before + "net = torch.nn.Linear(4, 4).to('cuda')\n\n\ndef step(x, at):\n" + indent(dedent(body), " " * 4)
+    path.write_text(f"{HEAD}\n\ndef factory():\n{indent(made, ' ' * 4)}\n{TAIL}")
+    return check_step(load(f"{path}:factory").factory)
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "line", "other"),
+    [
+        pytest.param(
+            "kept['n'] += 1\nt = state[: kept['n']]\nn = len(t)\nreturn torch.arange(n, device='cuda').sum() + t.sum()",
+            "CG202", "t = state[: kept['n']]", "return torch.arange", id="size-of-what-changed",
+        ),
+        pytest.param(
+            "kept['n'] += 1\nloss = (net(x) * (kept['n'] * 0.3)).sum()\nloss.backward()\nreturn loss.detach()",
+            "CG202", "loss = (net", "loss.backward()", id="backward",
+        ),
+        pytest.param(
+            "y = x * 2\nfor i in range(2):\n    if at > 5 * i:\n        y = y + 1\n    y = y * 2\nreturn y",
+            "CG108", "if at >", "for i in", id="loop-around-a-branch",
+        ),
+    ],
+)  # fmt: skip
+def test_what_ops_and_branches_explain_is_no_error_of_its_own(body, code, line, other, tmp_path):
+    report = built(body, tmp_path)
+    assert [(f.code, f.source.strip().startswith(line)) for f in report.errors] == [(code, True)]
+    assert all(f.follows is None or f.follows.code == code for f in report.findings)
+    if other != "for i in":
+        assert other in {f.source.strip()[: len(other)] for f in report.findings if f.follows is not None}
+
+
+def test_a_number_of_the_host_beside_a_changed_shape_stands_on_its_own(tmp_path):
+    report = built("kept['n'] += 1\nt = state[: kept['n']]\nreturn t.sum() * (kept['n'] + 0.5)", tmp_path)
+    assert codes(report.errors) == ["CG202", "CG202"]
+
+
+def test_one_storage_bound_anew_is_one_error_at_the_line_that_binds_it(tmp_path):
+    report = built(
+        "y = x + HOST.h\nHOST.h = HOST.h * 2 + x\nreturn y", tmp_path, before="HOST.h = torch.zeros(4, device='cuda')\n"
+    )
+    (error,) = report.errors
+    assert error.code in ("CG205", "CG206", "CG209")
+    assert error.source.strip().startswith("HOST.h =")
+    assert [f.source.strip() for f in report.following(error)] == ["y = x + HOST.h"]

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from onegraph.check.places import package_of
 from onegraph.check.simulate import frames
 
 TORCH = str(Path(torch.__file__).parent)
@@ -36,7 +37,7 @@ def test_frames_of_torch_and_of_this_package_are_left_out(path, skipped):
     ],
 )
 def test_an_installed_file_belongs_to_the_package_below_site_packages(path, package):
-    assert frames.package_of(path) == package
+    assert package_of(path) == package
 
 
 def test_a_question_of_torch_s_own_is_not_the_user_s():

@@ -185,3 +185,21 @@ def test_parts_of_a_storage(first, second, meet):
     parts = Part.of(first(matrix)), Part.of(second(matrix))
     assert parts[0].meets(parts[1]) is meet
     assert parts[1].meets(parts[0]) is meet
+
+
+@pytest.mark.parametrize("wait", ["stream", "event", "device"])
+def test_a_host_that_waits_orders_what_it_launches_later(wait):
+    def factory():
+        side, done = torch.cuda.Stream(), torch.cuda.Event()
+
+        def step(x):
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                y = x * 2
+                done.record()
+            {"stream": side.synchronize, "event": done.synchronize, "device": torch.cuda.synchronize}[wait]()
+            return y + 1
+
+        return step, given
+
+    assert [f.code for f in check_step(factory).errors] == ["CG106"]

@@ -346,3 +346,47 @@ def test_a_tensor_that_an_earlier_simulation_left_in_a_cache_is_alive():
 
     for _ in range(2):
         assert not check_step(factory).findings
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.tensor([1.0, 2.0], pin_memory=True),
+        lambda: torch.zeros(2, pin_memory=True),
+        lambda: torch.empty(2, dtype=torch.float32, pin_memory=True),
+        lambda: torch.full((2,), 3.0, pin_memory=True),
+        lambda: torch.zeros(1).new_ones(2, pin_memory=True),
+        lambda: torch.arange(2.0, pin_memory=True),
+        lambda: torch.ones_like(torch.zeros(2), pin_memory=True),
+    ],
+)
+def test_factories_make_pinned_memory(make):
+    def factory():
+        staging = make()
+        assert staging.is_pinned()
+        return lambda x: x + staging.to("cuda", non_blocking=True), lambda i: (
+            torch.full((2,), 1.0 + i, device="cuda"),
+        )
+
+    assert not check_step(factory).findings
+
+
+def test_a_branch_of_the_step_s_own_is_not_blamed_on_a_question_about_the_capture():
+    """A library asks whether it is being captured; the path of one later step is another one for another reason."""
+
+    def factory():
+        state = {"n": 0}
+
+        def step(x):
+            if not torch.cuda.is_current_stream_capturing():
+                x = x * 1
+            x = x + 0.5
+            if state["n"] % 3 == 0:
+                x = x + 1
+            state["n"] += 1
+            return x * 2
+
+        return step, lambda i: (torch.full((2,), 1.0 + i, device="cuda"),)
+
+    report = check_step(factory)
+    assert [(f.code, 'state["n"] % 3' in f.source) for f in report.errors] == [("CG201", True)]

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from onegraph.check.causes import fold
+from onegraph.check.places import users
 from onegraph.check.reconcile import VARYING
 from onegraph.check.report import CheckError, Report, merge
 
@@ -50,7 +51,7 @@ def check_step(
         from onegraph.check.live import live_step
 
         reports.append(live_step(factory, steps=steps, target=target))
-    return fold(reports[0] if len(reports) == 1 else merge(target, reports))
+    return users(fold(reports[0] if len(reports) == 1 else merge(target, reports)))
 
 
 def _read(factory: Callable[[], Any], target: str, *, alone: bool) -> Report:

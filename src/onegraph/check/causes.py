@@ -22,22 +22,75 @@ CAUSES = frozenset(["CG101", "CG104", "CG108"])
 FOLLOWING = frozenset(["CG201", "CG202", "CG203", "CG204", "CG208", "CG210"])
 """What a host number can lead to."""
 
+KEPT = frozenset(["CG205", "CG206", "CG209"])
+"""A tensor that lives across steps is another one: a branch may decide whether it is bound anew."""
+
+INSIDE = frozenset(["CG202", "CG204", "CG205", "CG206", "CG208", "CG209"])
+"""What a stretch of code that only some steps run may do: whoever mends the branch decides about it."""
+
 
 def fold(report: Report) -> Report:
     """The report with each consequence marked by its cause (`Finding.follows`)."""
-    causes = [f for f in report.findings if f.code in CAUSES and f.severity is Severity.ERROR and f.follows is None]
+    first = [f for f in report.findings if f.severity is Severity.ERROR and f.follows is None]
+    causes = [f for f in first if f.code in CAUSES]
+    branches = [f for f in first if f.code == "CG201"]
     ops = frozenset((event.path, event.line) for event in report.timeline)
-    folded = [_marked(f, causes, ops) for f in report.findings]
+    folded = [_marked(f, causes, branches, ops) for f in report.findings]
     return replace(report, findings=tuple(folded))
 
 
-def _marked(finding: Finding, causes: list[Finding], ops: Ops) -> Finding:
-    if finding.follows is not None or finding.code not in FOLLOWING:
+def _marked(finding: Finding, causes: list[Finding], branches: list[Finding], ops: Ops) -> Finding:
+    if finding.follows is not None:
         return finding
-    cause = next((c for c in causes if _here(c, finding) or leads(c.calls, finding.calls, ops)), None)
+    cause = next((c for c in causes if _follows(c, finding, ops)), None)
+    if cause is None and finding.code in INSIDE:
+        cause = next((b for b in branches if _inside_of(b, finding)), None)
     return (
         finding if cause is None else replace(finding, follows=Cause(path=cause.path, line=cause.line, code=cause.code))
     )
+
+
+def _follows(cause: Finding, finding: Finding, ops: Ops) -> bool:
+    if finding.code in KEPT:
+        return _rebinds(cause, finding)
+    if finding.code not in FOLLOWING:
+        return False
+    return _here(cause, finding) or _parts(cause, finding) or leads(cause.calls, finding.calls, ops)
+
+
+def _rebinds(cause: Finding, finding: Finding) -> bool:
+    """A branch on a device value binds the attribute that a later step reads at this line."""
+    branch, statement = (_statement_at(f.calls[-1]) if f.calls else None for f in (cause, finding))
+    if not isinstance(branch, ast.If | ast.While) or statement is None:
+        return False
+    return any(name.startswith(".") for name in _changed(branch) & _read(statement))
+
+
+def _parts(cause: Finding, finding: Finding) -> bool:
+    """Two runs of a loop part where its body takes a branch on a device value: the loop goes round as often."""
+    if finding.code != "CG201" or not cause.calls or cause.path != finding.path:
+        return False
+    module = _module(finding.path)
+    body = _function(module, finding.line, cause.line) if module is not None else None
+    loop, branch = (_statement(body, f.line) if body is not None else None for f in (finding, cause))
+    return isinstance(loop, ast.For) and isinstance(branch, ast.If | ast.While) and _inside(loop, branch)
+
+
+def _inside_of(branch: Finding, finding: Finding) -> bool:
+    """Whether one of the finding's calls stands inside of the `if` at which the path parts."""
+    module = _module(branch.path)
+    body = _function(module, branch.line, branch.line) if module is not None else None
+    at = _statement(body, branch.line) if body is not None else None
+    if not isinstance(at, ast.If):
+        return False
+    lines = [frame.line for frame in finding.calls if frame.path == branch.path]
+    return any(at.body[0].lineno <= line <= (at.end_lineno or 0) for line in lines)
+
+
+def _statement_at(frame: Frame) -> ast.stmt | None:
+    module = _module(frame.path)
+    body = _function(module, frame.line, frame.line) if module is not None else None
+    return _statement(body, frame.line) if body is not None else None
 
 
 def _here(cause: Finding, finding: Finding) -> bool:
@@ -66,7 +119,8 @@ def leads(source: tuple[Frame, ...], target: tuple[Frame, ...], ops: Ops = froze
     if body is None or first is None or last is None:
         return False
     if first is last:
-        return not isinstance(first, ast.For | ast.While | ast.If | ast.With)
+        plain = not isinstance(first, ast.For | ast.While | ast.If | ast.With)
+        return plain or len(source) > shared == len(target)  # the header calls what reads, and runs the op with it
     names = _bound(first) | _attributes(source[shared:])
     tensors = frozenset(line for path, line in ops if path == here.path)
     names = _flow(body, names, tensors, after=first, before=last)
@@ -122,6 +176,10 @@ def _flow(
     around = any(isinstance(n, ast.For | ast.While) and _inside(n, before) and (after is None or _inside(n, after))
                  for n in ast.walk(body))  # fmt: skip
     statements = list(_statements(body))
+    for loop in statements:
+        around_read = isinstance(loop, ast.While) and after is not None and _inside(loop, after)
+        if around_read and _read(loop) & names:
+            names |= _changed(loop)
     for _ in range(2 if around else 1):
         for statement in statements:
             if not around and after is not None and statement.lineno <= after.lineno:
@@ -137,6 +195,33 @@ def _flow(
             elif isinstance(statement, ast.Assign) and not around:
                 names -= bound
     return names
+
+
+def rebinds(frame: Frame) -> bool:
+    """Whether a line binds an attribute to something new that is made of what it was."""
+    statement = _statement_at(frame)
+    return isinstance(statement, ast.Assign) and any(n.startswith(".") for n in _bound(statement) & _read(statement))
+
+
+def sized(frame: Frame, ops: Ops = frozenset()) -> bool:
+    """Whether a line computes with the size of a tensor: it, or what it reads, asks for a shape or a length."""
+    module = _module(frame.path)
+    body = _function(module, frame.line, frame.line) if module is not None else None
+    last = _statement(body, frame.line) if body is not None else None
+    if body is None or last is None:
+        return False
+    if _asks_size(last):
+        return True
+    tensors = frozenset(line for path, line in ops if path == frame.path)
+    asked = [s for s in _statements(body) if s.lineno < last.lineno and s.lineno not in tensors and _asks_size(s)]
+    return any(_flow(body, _bound(s), tensors, after=s, before=last) & _read(last) for s in asked)
+
+
+def _asks_size(statement: ast.stmt) -> bool:
+    parts = [n for e in _expressions(statement) for n in ast.walk(e)]
+    calls = {constructs.last_name(n.func) for n in parts if isinstance(n, ast.Call)}
+    shapes = any(isinstance(n, ast.Attribute) and n.attr == "shape" for n in parts)
+    return shapes or bool(calls & {"size", "numel", "len"})
 
 
 def _inside(node: ast.AST, statement: ast.stmt) -> bool:
@@ -223,8 +308,14 @@ def _bound(statement: ast.stmt) -> set[str]:
 
 
 def _changed(statement: ast.stmt) -> set[str]:
-    """Everything that is bound below a branch or loop: which of it is, its condition decides."""
-    return {name for n in ast.walk(statement) if isinstance(n, ast.stmt) for name in _bound(n)}
+    """Everything that is bound, or told to change, below a branch or loop: which of it is, its condition decides."""
+    told = {
+        name
+        for n in ast.walk(statement)
+        if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call) and isinstance(n.value.func, ast.Attribute)
+        for name in _targets(n.value.func.value)
+    }
+    return told | {name for n in ast.walk(statement) if isinstance(n, ast.stmt) for name in _bound(n)}
 
 
 def _attributes(calls: tuple[Frame, ...]) -> set[str]:

@@ -242,10 +242,11 @@ def check_program(words: list[str], args: argparse.Namespace) -> Report:
         raise CheckError("--run simulates; on a GPU, name the step: onegraph check --live file.py:factory")
     from onegraph.check.allow import apply
     from onegraph.check.deadline import deadline
+    from onegraph.check.places import users
     from onegraph.check.program import run_program
 
     with deadline(args.timeout, f"program {' '.join(words)!r}"):
-        report = run_program(words, gpus=args.gpus)
+        report = users(run_program(words, gpus=args.gpus))
     return finished(apply(report))
 
 

@@ -361,8 +361,8 @@ class MultiStepWorker:
         return self.current % self.num_steps == 0
 
     def advance(self, scheduled):
-        if self.is_first_multi_step:
-            self.positions.copy_(scheduled)  # expect: CG201 @multi_step_refresh
+        if self.is_first_multi_step:  # expect: CG201 @multi_step_refresh
+            self.positions.copy_(scheduled)  # expect: CG201 @multi_step_refresh optional
         else:
             self.positions.add_(1)  # expect: CG201 @multi_step_refresh optional
         self.current += 1

@@ -400,8 +400,8 @@ class MinTokensProcessor:
 
     def apply(self, logits):
         pending = [r for r, out in self.output_ids.items() if len(out) < self.min_tokens + r]
-        for r in pending:  # expect: CG201 @min_tokens_pending optional
-            logits[r].index_fill_(0, self.eos, -25.0)  # expect: CG201 @min_tokens_pending
+        for r in pending:  # expect: CG201 @min_tokens_pending
+            logits[r].index_fill_(0, self.eos, -25.0)  # expect: CG201 @min_tokens_pending optional
         return logits
 
     def update_state(self):

@@ -176,8 +176,8 @@ class EagleDrafter:
 
     def propose(self, hidden):
         h, drafts = hidden, []
-        for _ in range(self.ctl.k):  # expect: CG201 @adaptive_draft_length optional
-            h = torch.tanh(h @ self.w)  # expect: CG201 @adaptive_draft_length
+        for _ in range(self.ctl.k):  # expect: CG201 @adaptive_draft_length
+            h = torch.tanh(h @ self.w)  # expect: CG201 @adaptive_draft_length optional
             drafts.append(h)
         return drafts
 
@@ -495,8 +495,8 @@ class KVScaleAttention:
         return self.seen < self.cfg.calibrate
 
     def maybe_calibrate(self, k):
-        if self.calculate_kv_scales:
-            torch.maximum(self.k_scale, k.abs().amax() / 64, out=self.k_scale)  # expect: CG201 @kv_scale_calibration
+        if self.calculate_kv_scales:  # expect: CG201 @kv_scale_calibration
+            torch.maximum(self.k_scale, k.abs().amax() / 64, out=self.k_scale)  # expect: CG201 @kv_scale_calibration optional
             self.seen += 1
 
     @torch.inference_mode()

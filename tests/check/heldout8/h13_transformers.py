@@ -143,7 +143,7 @@ def factory_bad_mixtral_eager_experts():  # hazard: 5
 
     @torch.no_grad()
     def step(input_ids):
-        hidden = model.model(input_ids=input_ids, position_ids=pos, use_cache=False).last_hidden_state  # expect: CG104|CG101
+        hidden = model.model(input_ids=input_ids, position_ids=pos, use_cache=False).last_hidden_state  # expect: CG104|CG101|CG108
         return model.lm_head(hidden[:, -1:])
 
     return step, lambda i: (toks(150 + i, 2, 5),)
@@ -157,13 +157,13 @@ def warped_sampling(processors, seed):
     @torch.no_grad()
     def step(input_ids):
         logits = model(input_ids=input_ids, position_ids=pos, use_cache=False).logits[:, -1].float()
-        scores = processors(input_ids, logits)  # expect: CG101 @gemma_no_repeat_ngram
+        scores = processors(input_ids, logits)
         return {"probs": scores.softmax(-1), "next": scores.argmax(-1)}
 
     return step, lambda i: (toks(160 + i, 2, 8, high=9),)
 
 
-def factory_bad_gemma_no_repeat_ngram():  # hazard: 2
+def factory_ok_gemma_no_repeat_ngram():  # hazard: 2
     return warped_sampling(LogitsProcessorList([TemperatureLogitsWarper(0.8), NoRepeatNGramLogitsProcessor(2)]), 7)
 
 
@@ -233,8 +233,8 @@ class CrossCacheDecoder:
         self.cache = self.make_cache()
 
     def begin_step(self):
-        if self.n % self.request_length == 0:
-            self.cache.reset()  # expect: CG201 @bart_cross_cache_reset
+        if self.n % self.request_length == 0:  # expect: CG201 @bart_cross_cache_reset
+            self.cache.reset()  # expect: CG201 @bart_cross_cache_reset optional
         self.n += 1
 
     @torch.no_grad()

@@ -33,7 +33,7 @@ class AuxStreamMoE:
 
     def record_load(self, x):
         with torch.cuda.stream(self.side):
-            self.load.add_(x.abs().mean(0))
+            self.load.add_(x.abs().mean(0))  # expect: CG305 @load_stats_not_joined
 
     def forward_joined(self, x):
         main = torch.cuda.current_stream()
@@ -48,7 +48,7 @@ class AuxStreamMoE:
         return r + s, self.load.clone()
 
     def forward_forgotten(self, x):
-        self.side.wait_stream(torch.cuda.current_stream())  # expect: CG305 @load_stats_not_joined
+        self.side.wait_stream(torch.cuda.current_stream())  # expect: CG305 @load_stats_not_joined optional
         self.record_load(x)  # expect: CG305 @load_stats_not_joined optional
         return torch.tanh(x @ self.routed)
 
@@ -490,8 +490,8 @@ class NTKRotary:
         self.cos, self.sin = f.cos(), f.sin()  # expect: CG201|CG205 @ntk_table_regrown optional
 
     def __call__(self, q, pos, seq_len):
-        if seq_len > self.max_cached:
-            self.update(2 * seq_len)  # expect: CG201|CG205|CG202 @ntk_table_regrown
+        if seq_len > self.max_cached:  # expect: CG201 @ntk_table_regrown
+            self.update(2 * seq_len)  # expect: CG201|CG205|CG202 @ntk_table_regrown optional
         c, s = self.cos[pos], self.sin[pos]  # expect: CG205|CG201 @ntk_table_regrown optional
         a, b = q.chunk(2, -1)
         return torch.cat([a * c - b * s, b * c + a * s], -1)

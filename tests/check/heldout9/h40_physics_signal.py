@@ -97,8 +97,8 @@ class WaveGrid:
 
     def advance(self, source):
         nxt = self.before  # the oldest one is written over
-        nxt.mul_(-1).add_(self.now, alpha=2).add_(self.laplacian(self.now), alpha=self.c2).add_(source, alpha=0.01)  # expect: CG205 optional @wave_ping_pong
-        self.before, self.now = self.now, nxt  # expect: CG205 @wave_ping_pong
+        nxt.mul_(-1).add_(self.now, alpha=2).add_(self.laplacian(self.now), alpha=self.c2).add_(source, alpha=0.01)  # expect: CG205 @wave_ping_pong
+        self.before, self.now = self.now, nxt  # expect: CG205 optional @wave_ping_pong
 
 
 class DeviceWaveGrid(WaveGrid):
@@ -364,7 +364,7 @@ class MaskingEnhancer(nn.Module):
     def forward(self, x):
         spec = spectrogram(x, self.n_fft, self.hop)
         mask = self.gru(spec.abs().transpose(1, 2)).transpose(1, 2)
-        return torch.istft(spec * mask, self.n_fft, self.hop, window=hann(self.n_fft, x), length=x.shape[-1])  # expect: CG105 @enhancer_istft
+        return torch.istft(spec * mask, self.n_fft, self.hop, window=hann(self.n_fft, x), length=x.shape[-1])  # expect: CG101 @enhancer_istft
 
 
 def factory_bad_enhancer_istft():  # hazard: 6
@@ -382,12 +382,12 @@ class CausalConv(nn.Module):
         self.register_buffer("tail", torch.zeros(2, channels, self.pad), persistent=False)
 
     def forward(self, x):
-        padded = torch.cat([self.tail, x], dim=-1)  # expect: CG205|CG206 optional @streaming_tail_rebound
+        padded = torch.cat([self.tail, x], dim=-1)  # expect: CG205|CG206 @streaming_tail_rebound
         self.keep(padded[..., -self.pad:])
         return x + torch.tanh(self.conv(padded))
 
     def keep(self, tail):
-        self.tail = tail.contiguous()  # expect: CG205 @streaming_tail_rebound
+        self.tail = tail.contiguous()  # expect: CG205 optional @streaming_tail_rebound
 
 
 class InPlaceCausalConv(CausalConv):
@@ -473,8 +473,8 @@ class PersistentLIF(nn.Module):
 
     def forward(self, cur):
         s = self.state
-        mem = self.beta * s["mem"] + cur - s["spk"]  # expect: CG205|CG206 optional @snn_state_dict_rebound
-        self.state = {"mem": mem, "spk": (mem > 1).float()}  # expect: CG205 @snn_state_dict_rebound
+        mem = self.beta * s["mem"] + cur - s["spk"]  # expect: CG205|CG206|CG209 @snn_state_dict_rebound
+        self.state = {"mem": mem, "spk": (mem > 1).float()}  # expect: CG205 optional @snn_state_dict_rebound
         return self.state["spk"], mem
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from onegraph.check.report import SILENT, Severity, relative
 from onegraph.check.simulate import frames
+from onegraph.check.simulate.follow import KEPT
 from onegraph.check.simulate.records import Argument, OpRecord, Sighting, Step, same
 from onegraph.check.simulate.replay import Verdict
 
@@ -49,6 +50,9 @@ def differences(
             severity = _severity(position, ours, verdict)
             pair = _sequence(ours, theirs)
             sighting = Sighting(step.index, code, severity, ours.chain, message, SILENT, values, pair, position)
+            if code in KEPT:
+                pairs_ = zip(ours.externals, theirs.externals, strict=False)
+                sighting.storages = frozenset(n for pair in pairs_ if pair[0] != pair[1] for n in pair if n != -1)
             chosen = code == "CG205" and _chosen(ours, theirs, books)
             if decided is not None and position >= decided[0] and (chosen or (step.parted and code != "CG208")):
                 _follows(sighting, decided[1])

@@ -124,8 +124,13 @@ class _Functions(TorchFunctionMode):
             kwargs = {**kwargs, "device": self.device(kwargs["device"])}
         if isinstance(kwargs.get("generator"), self.generator):
             self.world.unregistered(kwargs["generator"])
+        pinned = kwargs.get("pin_memory") is True
+        if pinned:  # some ask the driver for the memory themselves, past the dispatcher
+            kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
         special = self.special.get(func)
-        return func(*args, **kwargs) if special is None else special(func, args, kwargs)
+        out = func(*args, **kwargs) if special is None else special(func, args, kwargs)
+        host = pinned and isinstance(out, Tensor) and not isinstance(out, DeviceTensor)
+        return self.world.pin(out) if host else out
 
     def device(self, value: Any) -> Any:
         if isinstance(value, int) and not isinstance(value, bool):
@@ -205,6 +210,8 @@ def _stand_ins(world: World) -> dict[str, Any]:
 
     def synchronize(device: Any = None) -> None:
         world.see("CG106", "the host waits for the device inside the step", hazards.NOT_PERMITTED)
+        for stream in list(world.streams.order.clocks):
+            world.streams.host_waits(stream, world.streams.order.now(stream))
 
     def capturing() -> bool:
         if world.phase != "step":

@@ -1,7 +1,7 @@
 """From what was seen while running to findings at the user's lines: one per code and place."""
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import CodeType
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ from onegraph.check.causes import CAUSES
 from onegraph.check.report import SILENT, Cause, Event, Finding, Origin, Report, Severity, StorageInfo, ordered
 from onegraph.check.simulate import frames
 from onegraph.check.simulate.compare import traced
+from onegraph.check.simulate.follow import Trace, link
 from onegraph.check.simulate.records import Sighting, Step
 from onegraph.check.simulate.replay import Verdict
 from onegraph.check.simulate.state import assignment_of
@@ -47,6 +48,7 @@ class Findings:
         self.world, self.roots, self.steps, self.names = world, roots, steps, names
         self.home = home  # where a finding stands that no line of the user's led to
         self.found: dict[tuple[str, str, int], Finding] = {}
+        self.traces: dict[tuple[str, str, int], Trace] = {}
         self.opaque: dict[str, frames.Place] = {}  # where each op that nothing looks into was met first
 
     def of_running(self, sightings: Iterable[Sighting]) -> None:
@@ -84,6 +86,10 @@ class Findings:
             worst = max(group, key=lambda s: RANK[s.severity])
             if code in ("CG202", "CG208") and place is not None and self._read_here(place, values, worst.message):
                 continue
+            at = place or self.home
+            trace = self.traces.setdefault((code, at.path, at.line), Trace())
+            for sighting in group:
+                trace.add(sighting, self.roots.where(chain))
             # Of many ops at one line (a loop, an optimizer) the first one's values are shown.
             worst.values = values[:_MOST_VALUES] if known is None else ()
             worst.message += origin
@@ -96,10 +102,15 @@ class Findings:
             if code == "CG307" and cause is not None and cause.severity is Severity.ERROR and finding.values:
                 self._replace(finding, severity=Severity.WARNING)
 
-    def of_branches(self, branches: Iterable[tuple[frames.Place, Sighting]]) -> None:
+    def of_branches(self, branches: Sequence[tuple[frames.Place, Sighting]]) -> None:
         asked = list(self.world.asked_capturing)
+        later = {index for index in self.steps if index > self.world.captured_step}
+        parted: dict[frames.Place, set[int]] = {}
         for place, sighting in branches:
-            if asked:
+            parted.setdefault(place, set()).add(sighting.step)
+        # Where a step that is not captured takes the captured path, the capture does not decide; what does comes first.
+        for place, sighting in sorted(branches, key=lambda b: parted[b[0]] == later):
+            if asked and parted[place] == later:
                 sighting.code, sighting.message = "CG211", "the step takes another path while it is captured"
                 sighting.values = ()  # what it did in other steps is no part of it
                 if any(f.severity is Severity.ERROR for f in self.found.values()):
@@ -239,6 +250,9 @@ class Findings:
 
     def report(self, target: str, steps: int) -> Report:
         captured = self.steps[self.world.captured_step]
+        places = (self.locate(op.chain) for op in captured.ops)
+        ran = frozenset((at.path, at.line) for at in places if at is not None)
+        link(self.found, self.traces, self.steps, self.world.captured_step, ran)
         timeline = []
         seen: dict[int, StorageInfo] = {}
         by_place: dict[tuple[str, int], list[str]] = {}

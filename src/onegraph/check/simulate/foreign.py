@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from onegraph.check.simulate import frames, kernels
+from onegraph.check.places import package_of
+from onegraph.check.simulate import kernels
 from onegraph.check.simulate.interpret import changed
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def _imported(real: Any, stand_in: Any) -> Iterator[tuple[Any, str, Any]]:
     """`from cuda.core import launch` in modules of the user's."""
     for module in list(sys.modules.values()):
         path = getattr(module, "__file__", None)
-        if isinstance(path, str) and frames.package_of(path) is None:
+        if isinstance(path, str) and package_of(path) is None:
             yield from ((module, name, stand_in) for name, value in list(vars(module).items()) if value is real)
 
 

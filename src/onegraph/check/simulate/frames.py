@@ -6,19 +6,17 @@ import functools
 import linecache
 import os
 import sys
-import sysconfig
 import warnings
 from types import CodeType, FrameType
 from typing import NamedTuple
 
 import torch
 
+from onegraph.check.places import package_of
 from onegraph.check.report import Frame
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
-_STDLIB = os.path.realpath(sysconfig.get_paths()["stdlib"])
-_SITE = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep)
 
 Chain = tuple[tuple[CodeType, int], ...]
 """Frames of torch left out, innermost first: (code object, index of the instruction)."""
@@ -38,16 +36,6 @@ def _skipped(filename: str) -> bool:
     if cache := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
         ours += (os.path.abspath(cache) + os.sep,)
     return filename.startswith(ours) or filename == warnings.__file__ or os.sep + "torchinductor_" in filename
-
-
-@functools.cache
-def package_of(filename: str) -> str | None:
-    """The installed package that a file belongs to ("" for the standard library), None for the user's own code."""
-    for site in _SITE:
-        if site in filename:
-            return filename.rsplit(site, 1)[1].split(os.sep)[0]
-    real = os.path.realpath(filename)
-    return "" if real.startswith(_STDLIB + os.sep) else None
 
 
 _SKIP: dict[CodeType, bool] = {}

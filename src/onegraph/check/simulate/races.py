@@ -79,25 +79,32 @@ class Order:
     clocks: dict[int, Clock] = field(default_factory=dict)
     uses: dict[int, list[Use]] = field(default_factory=dict)
     forked: bool = False
+    over: Clock = field(default_factory=dict)  # what the host has waited for: all that is launched later runs after it
 
     def wait(self, waiter: int, until: Clock) -> None:
         """What `waiter` is given from now on runs after what `until` covers."""
         self.forked = True
-        mine = self.clocks.setdefault(waiter, {})
+        mine = self.clocks.setdefault(waiter, dict(self.over))
         for stream, time in until.items():
             mine[stream] = max(mine.get(stream, 0), time)
+
+    def host_waits(self, until: Clock) -> None:
+        """The host goes on, and launches more, only when what `until` covers is over."""
+        for clock in (self.over, *self.clocks.values()):
+            for stream, time in until.items():
+                clock[stream] = max(clock.get(stream, 0), time)
 
     def now(self, stream: int) -> Clock:
         """What an event that is recorded now on `stream` stands for."""
         self.forked = True
-        return dict(self.clocks.setdefault(stream, {}))
+        return dict(self.clocks.setdefault(stream, dict(self.over)))
 
     def launch(self, stream: int, used: Iterable[tuple[int, bool, Tensor]], chain: frames.Chain) -> list[Race]:
         """One op goes to `stream`; its races with earlier ones. used: (storage number, whether it is written, the part
         of it, a plain tensor)."""
         if not self.forked:
             return []
-        clock = self.clocks.setdefault(stream, {})
+        clock = self.clocks.setdefault(stream, dict(self.over))
         clock[stream] = time = clock.get(stream, 0) + 1
         races = []
         for number, writes, tensor in used:

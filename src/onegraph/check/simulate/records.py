@@ -81,6 +81,7 @@ class Sighting:
     note: Any = None
     position: int = -1  # of the captured step's op, where two steps were compared
     cause: frames.Chain = ()  # of the host read that this one follows from
+    storages: frozenset[int] = frozenset()  # that differ between the two steps
 
 
 @dataclass(slots=True)

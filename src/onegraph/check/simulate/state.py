@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onegraph.check.places import package_of
 from onegraph.check.simulate import frames
 from onegraph.check.simulate.device import DeviceTensor, block
 
@@ -178,7 +179,7 @@ def _of_user(cls: type, roots: frames.Roots) -> bool:
         return cls.__module__ in ("types", "__main__") or cls.__module__.startswith("onegraph_target_")
     if path.startswith(frames.HERE + os.sep):
         return False  # a stand-in of the checker's own for a stream or an event
-    package = frames.package_of(path)
+    package = package_of(path)
     return package is None or package in roots.packages
 
 

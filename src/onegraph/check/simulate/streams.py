@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onegraph.check.report import SILENT, relative
 from onegraph.check.simulate import frames, hazards
-from onegraph.check.simulate.races import Order, Race
+from onegraph.check.simulate.races import Clock, Order, Race
 
 if TYPE_CHECKING:
     from onegraph.check.simulate.world import World
@@ -91,6 +91,11 @@ class Streams:
         if waiter == self.main or waiter in self.reached:
             self.open.pop(source, None)
 
+    def host_waits(self, source: int, until: Clock) -> None:
+        """The host waits for work of `source`: a hazard of its own, and the join that eager has."""
+        self.order.host_waits(until)
+        self.open.pop(source, None)
+
     def end(self, world: "World") -> None:
         """The step is over: work on a side stream that nobody waited for breaks the capture."""
         for chain in self.open.values():
@@ -112,6 +117,7 @@ def make(world: "World") -> dict[str, Any]:
 
         def synchronize(self) -> None:
             world.see("CG106", "the host waits for a stream inside the step", hazards.NOT_PERMITTED)
+            streams.host_waits(self.id, streams.order.now(self.id))
 
         def query(self) -> bool:
             world.see("CG107", "a stream is queried inside the step", hazards.NOT_PERMITTED)
@@ -170,6 +176,8 @@ def make(world: "World") -> dict[str, Any]:
 
         def synchronize(self) -> None:
             world.see("CG106", "the host waits for an event inside the step", hazards.NOT_PERMITTED)
+            if self.step == world.step and self.phase == world.phase:
+                streams.host_waits(self.stream, self.clock)
 
         def elapsed_time(self, end: "Event") -> float:
             world.see("CG107", "the time between events is read inside the step", hazards.NOT_PERMITTED)
