@@ -6,7 +6,7 @@ import torch
 from onegraph.check.report import Severity
 from onegraph.check.simulate import frames
 from onegraph.check.simulate.compare import Books, differences, traced
-from onegraph.check.simulate.records import OpRecord, Step
+from onegraph.check.simulate.records import Argument, OpRecord, Step
 from onegraph.check.simulate.replay import Verdict
 
 
@@ -85,9 +85,16 @@ def test_what_is_equal_is_no_finding():
             *("CG203", "a CPU scalar tensor is passed by value", ("step 1: 0.5", "step 3: 0.25")),
         ),
         (
-            {"scalars": (("grid", (4, 1)),)},
-            {"scalars": (("grid", (8, 1)),)},
-            *("CG202", "the grid of aten.mul.Tensor changes", ("step 1: (4, 1)", "step 3: (8, 1)")),
+            {"scalars": (Argument("grid", (4, 1)),)},
+            {"scalars": (Argument("grid", (8, 1)),)},
+            *("CG202", "the grid of kernel mul.Tensor changes: it is baked into the launch"),
+            ("step 1: (4, 1)", "step 3: (8, 1)"),
+        ),
+        (
+            {"scalars": (Argument("n", 4), Argument("grid", (4, 1)))},
+            {"scalars": (Argument("n", 5), Argument("grid", (4, 1)))},
+            *("CG202", "argument n of kernel mul.Tensor changes: it is baked into the launch"),
+            ("step 1: 4", "step 3: 5"),
         ),
         (
             {"kind": "h2d", "contents": torch.tensor([1, 2])},
@@ -143,7 +150,7 @@ def test_a_copy_that_the_caller_makes_anew_for_each_replay_is_none():
     [
         ({"scalars": (1, 5, 7)}, {"scalars": (1, 6, 8)}, (5, 6)),
         ({"scalars": (("cpu", 0.5),)}, {"scalars": (("cpu", 0.25),)}, (0.5, 0.25)),
-        ({"scalars": (("grid", (4, 1)),)}, {"scalars": (("grid", (4, 2)),)}, (1, 2)),
+        ({"scalars": (Argument("grid", (4, 1)),)}, {"scalars": (Argument("grid", (4, 2)),)}, (1, 2)),
         ({"scalars": ((3, 4),)}, {"scalars": ((3, 5),)}, (4, 5)),
         ({"scalars": (1,)}, {"scalars": (1, 2)}, None),
         ({"kind": "h2d", "contents": torch.tensor([1, 2])}, {"kind": "h2d", "contents": torch.tensor([1, 3])}, (2, 3)),

@@ -126,7 +126,7 @@ class GrowingWorkspace:
     def get(self, rows, cols):
         if self.buf.numel() < rows * cols:
             self.buf = torch.empty(2 * rows * cols, device="cuda")  # expect: CG205|CG208 optional @context_workspace
-        return self.buf[: rows * cols].view(rows, cols)
+        return self.buf[: rows * cols].view(rows, cols)  # expect: CG202 optional @context_workspace
 
 
 def factory_bad_context_workspace():  # hazard: 17

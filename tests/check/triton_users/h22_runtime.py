@@ -228,7 +228,7 @@ class PrefixWindow:
         self.age = 1
 
     def __call__(self, x):
-        for offset in _passes(min(2 ** self.age, self.limit)):
+        for offset in _passes(min(2 ** self.age, self.limit)):  # expect: CG201 optional @widening_scan
             y = torch.empty_like(x)
             _scan_pass_kernel[(x.shape[0],)](x, y, offset, x.shape[1], BLOCK=32)  # expect: CG201|CG202|CG307 @widening_scan
             x = y

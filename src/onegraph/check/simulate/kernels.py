@@ -12,7 +12,7 @@ from torch import Tensor
 from onegraph.check import compat
 from onegraph.check.declared import capturable, name_of
 from onegraph.check.simulate import frames, interpret, recording, specialized
-from onegraph.check.simulate.device import DeviceTensor, flat_bytes, refuse
+from onegraph.check.simulate.device import DeviceTensor, StorageRecord, flat_bytes, refuse
 from onegraph.check.simulate.records import Argument, OpRecord
 
 if TYPE_CHECKING:
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 LONGEST = 3.0
 """Seconds of this thread that a step's kernels may take to interpret; one that does not fit is opaque from then on."""
+
+LEAST = 0.1
+"""Seconds that a kernel which was not interpreted yet may take, whatever others of the step took."""
 
 _PLAIN = (int, float, complex, bool, str, type(None))
 
@@ -144,7 +147,7 @@ def _memory(world: "World", made: _Launch) -> interpret.Memory:
             memory.kept.append((whole, whole.clone()))
 
     spent = world.kernels.spent.get(world.step, 0.0)
-    limit = max(LONGEST - spent, 0.1) if undo else 60.0
+    limit = max(LONGEST - spent, LEAST) if undo else 60.0
     memory = interpret.Memory(tensors_of(made.inner), partial(_owner, world), first_write, limit)
     return memory
 
@@ -218,7 +221,7 @@ def _record(world: "World", made: _Launch, memory: interpret.Memory) -> None:
     step = world.current
     assert step is not None
     virtual = made.virtual
-    touched = _numbers(world, memory.followed)
+    touched = _records(world, memory.followed)
     written = {whole.data_ptr() for whole in memory.written.values()}
     outs = [t.inner for t in virtual if flat_bytes(t.inner).data_ptr() in written]
     op = OpRecord(
@@ -226,14 +229,14 @@ def _record(world: "World", made: _Launch, memory: interpret.Memory) -> None:
         name=made.name,
         kind="launch",
         chain=made.chain,
-        scalars=(*_scalars(made), Argument("grid", made.grid)),
+        scalars=world.addresses.named((*_scalars(made), Argument("grid", made.grid))),
         shapes=tuple(tuple(t.inner.shape) for t in virtual),
-        externals=(*(_external(world, t) for t in virtual), *touched),
+        externals=tuple(_external(world, r) for r in (*(t.record for t in virtual), *touched)),
         derived=tuple(t.made == world.step for t in virtual),
         captured=world.streams.launch(world, made.chain, virtual[0].device.index if virtual else world.device_index),
-        reads=tuple(dict.fromkeys((*(t.record.number for t in virtual), *touched))),
+        reads=tuple(dict.fromkeys(r.number for r in (*(t.record for t in virtual), *touched))),
     )
-    op.writes = tuple(_numbers(world, list(memory.written.values())))
+    op.writes = tuple(r.number for r in _records(world, list(memory.written.values())))
     if op.captured and world.streams.order.forked:
         used = ((t.record.number, flat_bytes(t.inner).data_ptr() in written, t.inner) for t in virtual)
         world.streams.use(world, made.chain, used)
@@ -260,17 +263,17 @@ def _again(
     return True
 
 
-def _external(world: "World", tensor: DeviceTensor) -> int:
-    record = tensor.record
+def _external(world: "World", record: StorageRecord) -> int:
+    """Its number, or -1 where the running step made it."""
     return -1 if record.born == world.step and record.phase == "step" else record.number
 
 
-def _numbers(world: "World", tensors: list[Tensor]) -> list[int]:
+def _records(world: "World", tensors: list[Tensor]) -> list[StorageRecord]:
     by_address = {}
     for key, record in list(world.records.items()):
         storage = compat.storage_by_address(key)
         if storage is not None:
-            by_address[storage.data_ptr()] = record.number
+            by_address[storage.data_ptr()] = record
     return [by_address[t.data_ptr()] for t in tensors if t.data_ptr() in by_address]
 
 
