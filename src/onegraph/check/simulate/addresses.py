@@ -7,6 +7,12 @@ the step it is an address of.
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
+_MOST = 4096
+"""Numbers of a table that are looked at."""
+
 
 @dataclass(frozen=True, slots=True)
 class Address:
@@ -20,7 +26,7 @@ class Address:
 
 
 class Addresses:
-    """What the running step was told of where its own storages lie."""
+    """What a step was told of where the storages lie that it made."""
 
     def __init__(self) -> None:
         self._first = 0
@@ -30,6 +36,9 @@ class Addresses:
         """A step begins; `numbers` storages were made before it."""
         self._first = numbers
         self._spans.clear()
+
+    def __bool__(self) -> bool:
+        return bool(self._spans)
 
     def told(self, number: int, start: int, nbytes: int) -> None:
         """The step asked for an address of storage `number`, which it made itself and which begins at `start`."""
@@ -46,3 +55,12 @@ class Addresses:
             items = [self.named(item) for item in value]
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         return value
+
+
+def point_alike(ours: Tensor, mine: Addresses, theirs: Tensor, other: Addresses) -> bool:
+    """Whether two tables of int64, of two steps, say the same where an address counts as the tensor that it is of."""
+    if not (mine and other) or ours.dtype is not torch.int64 or theirs.dtype is not torch.int64:
+        return False
+    if ours.shape != theirs.shape or ours.numel() > _MOST:
+        return False
+    return bool(mine.named(ours.flatten().tolist()) == other.named(theirs.flatten().tolist()))

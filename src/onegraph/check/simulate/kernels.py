@@ -229,7 +229,7 @@ def _record(world: "World", made: _Launch, memory: interpret.Memory) -> None:
         name=made.name,
         kind="launch",
         chain=made.chain,
-        scalars=world.addresses.named((*_scalars(made), Argument("grid", made.grid))),
+        scalars=step.addresses.named((*_scalars(made), Argument("grid", made.grid))),
         shapes=tuple(tuple(t.inner.shape) for t in virtual),
         externals=tuple(_external(world, r) for r in (*(t.record for t in virtual), *touched)),
         derived=tuple(t.made == world.step for t in virtual),

@@ -25,7 +25,7 @@ def launched(
         name=name,
         kind="launch",
         chain=chain,
-        scalars=world.addresses.named(scalars),
+        scalars=world.current.addresses.named(scalars),
         shapes=tuple(tuple(t.inner.shape) for t in virtual),
         externals=tuple(
             -1 if t.record.born == world.step and t.record.phase == "step" else t.record.number for t in virtual
@@ -88,7 +88,7 @@ def record(
         name=str(func),
         kind=kind,
         chain=chain,
-        scalars=world.addresses.named(tuple(scalars)),
+        scalars=step.addresses.named(tuple(scalars)),
         shapes=tuple(tuple(t.inner.shape) for t in virtual),
         externals=tuple(
             -1 if t.record.born == world.step and t.record.phase == "step" else t.record.number for t in virtual
