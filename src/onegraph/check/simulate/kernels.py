@@ -14,6 +14,7 @@ from onegraph.check.declared import capturable, name_of
 from onegraph.check.simulate import frames, interpret, recording, specialized
 from onegraph.check.simulate.device import DeviceTensor, StorageRecord, flat_bytes, refuse
 from onegraph.check.simulate.records import Argument, OpRecord
+from onegraph.check.simulate.unknown import Given
 
 if TYPE_CHECKING:
     from onegraph.check.simulate.world import World
@@ -62,7 +63,8 @@ def _cell(cell: Any) -> tuple[Any, Any]:
 
 @dataclass
 class _Launch:
-    """One launch, its arguments sorted: `arguments` by parameter as the user gave them, `inner` on CPU tensors."""
+    """One launch, its arguments sorted: `arguments` by parameter as the user gave them, `inner` on CPU tensors; `given`
+    is what its tensors held before it, where something is unknown."""
 
     kernel: Any
     name: str
@@ -71,6 +73,7 @@ class _Launch:
     inner: dict[str, Any]
     virtual: list[DeviceTensor]
     chain: frames.Chain
+    given: tuple[Given, ...] | None = None
 
 
 def launch(world: "World", kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grid: Any) -> None:
@@ -81,6 +84,8 @@ def launch(world: "World", kernel: Any, args: tuple[Any, ...], kwargs: dict[str,
     world.kernels.books.launched(world, kernel, made.name, arguments, options, chain)
     for hook in getattr(kernel, "pre_run_hooks", ()):
         hook(*args, **kwargs)
+    if world.unknowns:  # looked at before the kernel writes there
+        made.given = world.given(made.virtual, [t.inner for t in made.virtual])
     memory = _memory(world, made)
     reason = _interpreted(world, made, memory)
     if reason:
@@ -88,7 +93,8 @@ def launch(world: "World", kernel: Any, args: tuple[Any, ...], kwargs: dict[str,
         return
     if capturable(made.name) is False:
         world.opaque(made.name, f"Triton kernel {_short(made.name)}", chain)
-    if world.unknowns.among(tensors_of(made.inner)):  # what it computed from that is as unknown
+    used = [*tensors_of(made.inner), *memory.followed]
+    if world.unknowns.among(used):  # what it computed from that is as unknown
         _unknown(world, made, f"Triton kernel {_short(made.name)}")
     elif world.current is not None and world.phase == "step" and not world.muted:
         _record(world, made, memory)
@@ -200,7 +206,7 @@ def opaque(world: "World", made: _Launch, reason: str) -> None:
 
 def _unknown(world: "World", made: _Launch, what: str) -> None:
     grid = [Argument("grid", made.grid)] if made.grid else []
-    recording.launched(world, made.kernel, made.name, made.chain, made.virtual, (*_scalars(made), *grid))
+    recording.launched(world, made.kernel, made.name, made.chain, made.virtual, (*_scalars(made), *grid), made.given)
     world.unknown([t.inner for t in made.virtual], what, made.chain)
 
 
