@@ -19,6 +19,7 @@ from onegraph.check.reconcile import reconcile
 from onegraph.check.simulate import kernels as launches
 from onegraph.check.simulate import simulate_step, specialized
 from onegraph.check.source import check_source
+from onegraph.cli import main
 
 HERE = Path(__file__).parent
 CASES = list(corpus_tools.cases("triton"))
@@ -284,6 +285,51 @@ def test_the_driver_of_the_simulated_gpu_answers():
         return step, _inputs
 
     assert check_step(factory).verdict is Verdict.CAPTURABLE
+
+
+TUTORIAL = """
+import torch
+import triton
+import triton.language as tl
+
+active = triton.runtime.driver.active
+DEVICE = active.get_active_torch_device()
+PROCESSORS = active.utils.get_device_properties(DEVICE.index)["multiprocessor_count"]
+
+
+@triton.jit
+def copy(x, y, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(y + at, tl.load(x + at))
+
+
+{after}
+def factory():
+    def step(x):
+        y = torch.empty_like(x)
+        copy[(min(PROCESSORS, 1),)](x, y, BLOCK=16)
+        return y
+
+    return step, lambda i: (torch.ones(16, device=DEVICE),)
+"""
+
+
+def test_a_module_may_ask_the_driver_when_it_is_imported(tmp_path, capsys):
+    """As the modules of Triton's tutorials do."""
+    path = tmp_path / "tutorial.py"
+    path.write_text(TUTORIAL.format(after=""))
+    before = dict(vars(triton.runtime.driver)), triton.runtime.jit.JITFunction.run
+    assert main(["check", f"{path}:factory"]) == 0, capsys.readouterr()
+    assert "capturable" in capsys.readouterr().out
+    assert (dict(vars(triton.runtime.driver)), triton.runtime.jit.JITFunction.run) == before
+
+
+def test_a_launch_by_the_import_is_refused_in_one_line(tmp_path, capsys):
+    path = tmp_path / "launching.py"
+    path.write_text(TUTORIAL.format(after="triton.JITFunction(copy.fn).run(1, 2, BLOCK=16, grid=(1,), warmup=False)"))
+    assert main(["check", f"{path}:factory"]) == 2
+    error = capsys.readouterr().err
+    assert "Triton kernel copy is launched by the import; launch it in the factory" in error
 
 
 def test_what_is_compiled_in_the_capture_says_what_is_new():
