@@ -115,6 +115,36 @@ def test_a_launch_of_a_stale_branch_is_seen_by_the_referee():
     assert {f.code for f in check_step(factory).errors} == {"CG205"}
 
 
+def _table_of(which):
+    """A kernel that reads, by its address, what this step (which = 1) or the one before it (0) made."""
+
+    def factory():
+        table = torch.zeros(1, dtype=torch.int64, device="cuda")
+        held = [torch.ones(16, device="cuda"), torch.ones(16, device="cuda")]
+
+        def step(x):
+            held[:] = held[1], x * 2.0
+            table.fill_(held[which].data_ptr())
+            out = torch.empty_like(x)
+            kernels.through_a_table[(1,)](table, out, BLOCK=16)
+            return out
+
+        return step, _inputs
+
+    return factory
+
+
+def test_an_address_of_what_the_step_made_is_the_same_in_every_replay():
+    report = check_step(_table_of(1))
+    assert not report.errors, _told(report)
+    assert report.verdict is Verdict.UNVERIFIED  # an address was handed out
+
+
+def test_an_address_of_what_an_earlier_step_made_changes():
+    report = check_step(_table_of(0))
+    assert any(f.code == "CG202" and "fill_" in f.message for f in report.errors), _told(report)
+
+
 def test_a_changing_argument_without_effect_is_a_warning():
     def factory():
         turns = [16]

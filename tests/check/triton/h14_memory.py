@@ -123,20 +123,6 @@ def factory_bad_new_cache():
     return step, _row
 
 
-def factory_bad_table_of_memory_of_the_last_step():
-    table = torch.zeros(1, dtype=torch.int64, device="cuda")
-    held = [torch.ones(16, device="cuda"), torch.ones(16, device="cuda")]
-
-    def step(x):
-        held[:] = held[1], x * 2.0
-        table.fill_(held[0].data_ptr())  # expect: CG202, CG401|CG205 optional
-        out = torch.empty_like(x)
-        gather[(1,)](table, out, 16, COUNT=1, BLOCK=16)  # expect: CG206|CG205|CG212 optional
-        return out
-
-    return step, _row
-
-
 def factory_bad_rebound_scale():
     class Scaler:
         by = torch.ones(1, device="cuda")

@@ -334,9 +334,9 @@ class AsyncObserver:
 
     def watch(self, x):
         n = x.numel()
-        self.stream.wait_stream(torch.cuda.current_stream())  # expect: CG305 @unjoined_observer
+        self.stream.wait_stream(torch.cuda.current_stream())  # expect: CG305 optional @unjoined_observer
         with torch.cuda.stream(self.stream):  # expect: CG305 optional @unjoined_observer
-            _running_amax_kernel[(triton.cdiv(n, 32),)](x, self.amax, n, BLOCK=32)  # expect: CG305 optional @unjoined_observer
+            _running_amax_kernel[(triton.cdiv(n, 32),)](x, self.amax, n, BLOCK=32)  # expect: CG305 @unjoined_observer
 
     def settle(self):
         if self.join:
