@@ -267,3 +267,25 @@ def test_a_number_is_traced_to_the_read_that_gave_it_or_it_but_for_an_offset(rea
     steps = {i: Step(i, reads=r) for i, r in enumerate(reads, 1)}
     text = traced(dict(enumerate(numbers, 1)), steps, place)
     assert text == ("; the number comes from the device value read at /a/b.py:7 (n = x.item())" if told else "")
+
+
+@pytest.mark.parametrize(
+    ("second", "severity", "cause"),
+    [
+        (((5, 6),), Severity.WARNING, HERE),
+        (((6, 5),), Severity.ERROR, ()),
+        (((5, 6), (7, 8)), Severity.ERROR, ()),
+    ],
+)
+def test_a_rebound_tensor_is_an_error_where_it_is_used_first(second, severity, cause):
+    """Later uses of the same one follow from it; another binding does not."""
+    runs = [
+        [op(externals=(pair,)), op(chain=THERE, externals=tuple(s[which] for s in second))]
+        for which, pair in enumerate((5, 6))
+    ]
+    steps = [Step(i, ops=ops) for i, ops in zip((1, 3), runs, strict=True)]
+    found, _ = differences(steps[0], steps[1:], {3: WRONG}, Books({}, {5, 6, 7, 8}, {}, {}), {3: set()})
+    assert [(f.code, f.severity, f.cause) for f in found] == [
+        ("CG205", Severity.ERROR, ()),
+        ("CG205", severity, cause),
+    ]

@@ -53,7 +53,7 @@ def differences(
             chosen = code == "CG205" and _chosen(ours, theirs, books)
             if decided is not None and position >= decided[0] and (chosen or (step.parted and code != "CG208")):
                 _follows(sighting, decided[1])
-            elif code == "CG205":
+            elif code == "CG205" and severity is Severity.ERROR:  # where it does no harm it stands for no other
                 _again(sighting, ours, theirs, rebound)
             found.append(sighting)
     return found, branches
@@ -89,9 +89,7 @@ def _follows(sighting: Sighting, chain: frames.Chain) -> None:
         sighting.message += f"; it follows from the device value read at {relative(at.path)}:{at.line}"
 
 
-def _again(
-    sighting: Sighting, ours: OpRecord, theirs: OpRecord, rebound: dict[tuple[int, int], frames.Chain]
-) -> None:
+def _again(sighting: Sighting, ours: OpRecord, theirs: OpRecord, rebound: dict[tuple[int, int], frames.Chain]) -> None:
     """Of the lines that use a tensor which was rebound, the first one is told as an error: one binding is the cause.
 
     Args:
