@@ -6,7 +6,7 @@ import torch
 from onegraph.check.report import Severity
 from onegraph.check.simulate import frames
 from onegraph.check.simulate.compare import Books, differences, traced
-from onegraph.check.simulate.records import OpRecord, Step
+from onegraph.check.simulate.records import Argument, OpRecord, Step
 from onegraph.check.simulate.replay import Verdict
 
 
@@ -85,9 +85,16 @@ def test_what_is_equal_is_no_finding():
             *("CG203", "a CPU scalar tensor is passed by value", ("step 1: 0.5", "step 3: 0.25")),
         ),
         (
-            {"scalars": (("grid", (4, 1)),)},
-            {"scalars": (("grid", (8, 1)),)},
-            *("CG202", "the grid of aten.mul.Tensor changes", ("step 1: (4, 1)", "step 3: (8, 1)")),
+            {"scalars": (Argument("grid", (4, 1)),)},
+            {"scalars": (Argument("grid", (8, 1)),)},
+            *("CG202", "the grid of kernel mul.Tensor changes: it is baked into the launch"),
+            ("step 1: (4, 1)", "step 3: (8, 1)"),
+        ),
+        (
+            {"scalars": (Argument("n", 4), Argument("grid", (4, 1)))},
+            {"scalars": (Argument("n", 5), Argument("grid", (4, 1)))},
+            *("CG202", "argument n of kernel mul.Tensor changes: it is baked into the launch"),
+            ("step 1: 4", "step 3: 5"),
         ),
         (
             {"kind": "h2d", "contents": torch.tensor([1, 2])},
@@ -143,7 +150,7 @@ def test_a_copy_that_the_caller_makes_anew_for_each_replay_is_none():
     [
         ({"scalars": (1, 5, 7)}, {"scalars": (1, 6, 8)}, (5, 6)),
         ({"scalars": (("cpu", 0.5),)}, {"scalars": (("cpu", 0.25),)}, (0.5, 0.25)),
-        ({"scalars": (("grid", (4, 1)),)}, {"scalars": (("grid", (4, 2)),)}, (1, 2)),
+        ({"scalars": (Argument("grid", (4, 1)),)}, {"scalars": (Argument("grid", (4, 2)),)}, (1, 2)),
         ({"scalars": ((3, 4),)}, {"scalars": ((3, 5),)}, (4, 5)),
         ({"scalars": (1,)}, {"scalars": (1, 2)}, None),
         ({"kind": "h2d", "contents": torch.tensor([1, 2])}, {"kind": "h2d", "contents": torch.tensor([1, 3])}, (2, 3)),
@@ -260,3 +267,25 @@ def test_a_number_is_traced_to_the_read_that_gave_it_or_it_but_for_an_offset(rea
     steps = {i: Step(i, reads=r) for i, r in enumerate(reads, 1)}
     text = traced(dict(enumerate(numbers, 1)), steps, place)
     assert text == ("; the number comes from the device value read at /a/b.py:7 (n = x.item())" if told else "")
+
+
+@pytest.mark.parametrize(
+    ("second", "severity", "cause"),
+    [
+        (((5, 6),), Severity.WARNING, HERE),
+        (((6, 5),), Severity.ERROR, ()),
+        (((5, 6), (7, 8)), Severity.ERROR, ()),
+    ],
+)
+def test_a_rebound_tensor_is_an_error_where_it_is_used_first(second, severity, cause):
+    """Later uses of the same one follow from it; another binding does not."""
+    runs = [
+        [op(externals=(pair,)), op(chain=THERE, externals=tuple(s[which] for s in second))]
+        for which, pair in enumerate((5, 6))
+    ]
+    steps = [Step(i, ops=ops) for i, ops in zip((1, 3), runs, strict=True)]
+    found, _ = differences(steps[0], steps[1:], {3: WRONG}, Books({}, {5, 6, 7, 8}, {}, {}), {3: set()})
+    assert [(f.code, f.severity, f.cause) for f in found] == [
+        ("CG205", Severity.ERROR, ()),
+        ("CG205", severity, cause),
+    ]

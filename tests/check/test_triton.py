@@ -15,9 +15,11 @@ import triton.language as tl
 import triton_kernels as kernels
 
 from onegraph.check import CheckError, Severity, Verdict, check_step, declared
+from onegraph.check.reconcile import reconcile
 from onegraph.check.simulate import kernels as launches
-from onegraph.check.simulate import simulate_step
+from onegraph.check.simulate import simulate_step, specialized
 from onegraph.check.source import check_source
+from onegraph.cli import main
 
 HERE = Path(__file__).parent
 CASES = list(corpus_tools.cases("triton"))
@@ -49,7 +51,7 @@ def test_a_kernel_computes_what_it_says(form):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_findings_stand_on_the_expected_lines(case):
-    report = check_step(case.factory, source=True)
+    report = reconcile(check_step(case.factory, source=True))  # as the command does
     found = {(f.line, f.code) for f in report.findings}
     for expected in case.expected:
         assert expected.optional or any((expected.line, c) in found for c in expected.codes), _told(report)
@@ -113,6 +115,36 @@ def test_a_launch_of_a_stale_branch_is_seen_by_the_referee():
     assert {f.code for f in check_step(factory).errors} == {"CG205"}
 
 
+def _table_of(which):
+    """A kernel that reads, by its address, what this step (which = 1) or the one before it (0) made."""
+
+    def factory():
+        table = torch.zeros(1, dtype=torch.int64, device="cuda")
+        held = [torch.ones(16, device="cuda"), torch.ones(16, device="cuda")]
+
+        def step(x):
+            held[:] = held[1], x * 2.0
+            table.fill_(held[which].data_ptr())
+            out = torch.empty_like(x)
+            kernels.through_a_table[(1,)](table, out, BLOCK=16)
+            return out
+
+        return step, _inputs
+
+    return factory
+
+
+def test_an_address_of_what_the_step_made_is_the_same_in_every_replay():
+    report = check_step(_table_of(1))
+    assert not report.errors, _told(report)
+    assert report.verdict is Verdict.UNVERIFIED  # an address was handed out
+
+
+def test_an_address_of_what_an_earlier_step_made_changes():
+    report = check_step(_table_of(0))
+    assert any(f.code == "CG202" and "fill_" in f.message for f in report.errors), _told(report)
+
+
 def test_a_changing_argument_without_effect_is_a_warning():
     def factory():
         turns = [16]
@@ -157,13 +189,13 @@ def test_what_cannot_be_interpreted_is_unverified_and_leaves_memory_as_it_was(ke
 
 
 def test_a_kernel_that_takes_too_long_is_unverified(monkeypatch):
-    monkeypatch.setattr(launches, "LONGEST", -1.0)
+    for name in ("LONGEST", "LEAST"):
+        monkeypatch.setattr(launches, name, -1.0)
 
     def factory():
         def step(x):
             y = torch.zeros_like(x)
-            for _ in range(100):
-                kernels.double[(400,)](x, y, 16, BLOCK=8)
+            kernels.double[(2,)](x, y, 16, BLOCK=8)
             return x + 1.0
 
         return step, _inputs
@@ -285,12 +317,58 @@ def test_the_driver_of_the_simulated_gpu_answers():
     assert check_step(factory).verdict is Verdict.CAPTURABLE
 
 
+TUTORIAL = """
+import torch
+import triton
+import triton.language as tl
+
+active = triton.runtime.driver.active
+DEVICE = active.get_active_torch_device()
+PROCESSORS = active.utils.get_device_properties(DEVICE.index)["multiprocessor_count"]
+
+
+@triton.jit
+def copy(x, y, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(y + at, tl.load(x + at))
+
+
+{after}
+def factory():
+    def step(x):
+        y = torch.empty_like(x)
+        copy[(min(PROCESSORS, 1),)](x, y, BLOCK=16)
+        return y
+
+    return step, lambda i: (torch.ones(16, device=DEVICE),)
+"""
+
+
+def test_a_module_may_ask_the_driver_when_it_is_imported(tmp_path, capsys):
+    """As the modules of Triton's tutorials do."""
+    path = tmp_path / "tutorial.py"
+    path.write_text(TUTORIAL.format(after=""))
+    before = dict(vars(triton.runtime.driver)), triton.runtime.jit.JITFunction.run
+    assert main(["check", f"{path}:factory"]) == 0, capsys.readouterr()
+    assert "capturable" in capsys.readouterr().out
+    assert (dict(vars(triton.runtime.driver)), triton.runtime.jit.JITFunction.run) == before
+
+
+def test_a_launch_by_the_import_is_refused_in_one_line(tmp_path, capsys):
+    path = tmp_path / "launching.py"
+    path.write_text(TUTORIAL.format(after="triton.JITFunction(copy.fn).run(1, 2, BLOCK=16, grid=(1,), warmup=False)"))
+    assert main(["check", f"{path}:factory"]) == 2
+    error = capsys.readouterr().err
+    assert "Triton kernel copy is launched by the import; launch it in the factory" in error
+
+
 def test_what_is_compiled_in_the_capture_says_what_is_new():
     case = next(c for c in CASES if c.name.endswith("bad_divisible_by_16"))
     report = check_step(case.factory)
     (finding,) = [f for f in report.findings if f.code == "CG307"]
     assert "no earlier step launches it with by of 32 bits, divisible by 16" in finding.message
-    assert finding.happens.startswith("RuntimeError: Triton Error [CUDA]")
+    assert finding.severity is Severity.WARNING  # it is loaded all the same; the number that changes is the error
+    assert finding.happens == specialized.LOADS
 
 
 def test_an_nvrtc_kernel_is_recognised():

@@ -259,3 +259,10 @@ def double(x, y, n, BLOCK: tl.constexpr):
 def add_into(x, y, n, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(y + at, tl.load(y + at, mask=at < n) + tl.load(x + at, mask=at < n), mask=at < n)
+
+
+@triton.jit
+def through_a_table(table, y, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    x = tl.load(table).to(tl.pointer_type(tl.float32))
+    tl.store(y + at, tl.load(x + at))

@@ -286,7 +286,7 @@ def check(target: str, args: argparse.Namespace) -> Report:
     from onegraph.check.target import load
 
     with deadline(args.timeout, f"target {target!r}"):
-        loaded = load(target)
+        loaded = load(target, live=args.live or args.all)
         report = check_step(
             loaded.factory,
             source=True,

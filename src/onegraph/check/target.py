@@ -5,6 +5,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,12 +53,18 @@ def split(spec: str) -> tuple[str, str]:
     return os.path.abspath(found.origin), name
 
 
-def load(spec: str) -> Target:
-    """Import the target's module and find its factory, which is not called. Raises CheckError with one line."""
+def load(spec: str, *, live: bool = False) -> Target:
+    """Import the target's module and find its factory, which is not called. Raises CheckError with one line.
+
+    live: it will run on this machine's GPU; otherwise Triton's driver stands for the simulated one.
+    """
+    from onegraph.check.simulate.cuda import importing
+
     path, name = split(spec)
     where = spec.rpartition(":")[0]
     try:
-        module = _from_file(path) if where.endswith(".py") or os.sep in where else _from_name(where)
+        with nullcontext() if live else importing():
+            module = _from_file(path) if where.endswith(".py") or os.sep in where else _from_name(where)
     except CheckError:
         raise
     except SyntaxError as error:

@@ -126,7 +126,7 @@ class GrowingWorkspace:
     def get(self, rows, cols):
         if self.buf.numel() < rows * cols:
             self.buf = torch.empty(2 * rows * cols, device="cuda")  # expect: CG205|CG208 optional @context_workspace
-        return self.buf[: rows * cols].view(rows, cols)
+        return self.buf[: rows * cols].view(rows, cols)  # expect: CG202 @context_workspace
 
 
 def factory_bad_context_workspace():  # hazard: 17
@@ -139,7 +139,7 @@ def factory_bad_context_workspace():  # hazard: 17
         n = len(transcript) - 1
         splits = triton.cdiv(n, 2)
         part = ws.get(splits, 16)
-        _score_chunk_kernel[(splits,)](q, hist, part, n, D=16, CHUNK=2)  # expect: CG202|CG208
+        _score_chunk_kernel[(splits,)](q, hist, part, n, D=16, CHUNK=2)  # expect: CG202|CG208 optional
         return part.sum(0)
 
     def step(q):

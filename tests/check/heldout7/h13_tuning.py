@@ -198,7 +198,7 @@ def factory_ok_prune_reads_lengths():  # hazard: 1
 
 
 # --------------------------------------------------------------------------- a constexpr that is new at the second call
-def factory_bad_has_state_flag():  # hazard: 27
+def factory_quiet_has_state_flag():  # hazard: 27
     @triton.jit
     def ssm_update_kernel(x_ptr, a_ptr, h_ptr, y_ptr, D, HAS_STATE: tl.constexpr, BLOCK: tl.constexpr):
         b = tl.program_id(0)

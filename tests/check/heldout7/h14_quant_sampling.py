@@ -366,7 +366,7 @@ def factory_bad_mixup_host_generator():  # hazard: 11
 
         def draw(self):
             # a CPU generator: nothing waits for the device
-            return int(torch.randint(0, 2 ** 31 - 1, (1,), generator=self.rng))
+            return int(torch.randint(0, 2 ** 31 - 1, (1,), generator=self.rng))  # expect: CG301 optional
 
         def forward(self, a, b):
             y = torch.empty_like(a)

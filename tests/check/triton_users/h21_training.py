@@ -293,7 +293,7 @@ def _sr_dev_kernel(x_ptr, y_ptr, seed_ptr, step, n, BLOCK: tl.constexpr):
 @torch.library.custom_op("blindtrdev::stochastic_round", mutates_args=())
 def stochastic_round(x: torch.Tensor, seed: int, step: float) -> torch.Tensor:
     y = torch.empty_like(x)
-    _sr_kernel[(triton.cdiv(x.numel(), 64),)](x, y, seed, step, x.numel(), BLOCK=64)
+    _sr_kernel[(triton.cdiv(x.numel(), 64),)](x, y, seed, step, x.numel(), BLOCK=64)  # expect: CG202 @numpy_rounding_seed
     return y
 
 
@@ -310,7 +310,7 @@ class LowPrecisionEMA:
     def update(self, x):
         mixed = self.value * 0.75 + x * 0.25
         seed = int(self.rng.integers(1 << 31))
-        self.value.copy_(torch.ops.blindtrdev.stochastic_round(mixed, seed, 0.125))  # expect: CG202 @numpy_rounding_seed
+        self.value.copy_(torch.ops.blindtrdev.stochastic_round(mixed, seed, 0.125))  # expect: CG202 optional @numpy_rounding_seed
         return self.value
 
 

@@ -161,6 +161,7 @@ class Beside:
         world.streams.begin(capture.stream.id)
         world.running = capture
         record.unknown, record.exposed = world.unknowns.begin()
+        record.addresses.begin(world.numbers)
         world.phase = "step"
 
 

@@ -65,6 +65,7 @@ class Recorder:
         world.asked_capturing = capture.asked_capturing
         world.first_node = compat.next_node_number()
         capture.step.unknown, capture.step.exposed = world.unknowns.begin()
+        capture.step.addresses.begin(world.numbers)
         world.phase = "step"
         world.streams.begin(capture.stream.id)
         if capture.stream.id == 0:

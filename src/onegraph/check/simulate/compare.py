@@ -40,6 +40,7 @@ def differences(
                 _follows(sighting, decided[1])
             branches.append((place, sighting))
         swapped = _swapped(captured, step) if parted else lambda ours, theirs: False
+        rebound: dict[tuple[int, int], frames.Chain] = {}
         for position, ours, theirs in pairs(captured, step):
             if swapped(ours, theirs):
                 continue
@@ -56,6 +57,8 @@ def differences(
             chosen = code == "CG205" and _chosen(ours, theirs, books)
             if decided is not None and position >= decided[0] and (chosen or (step.parted and code != "CG208")):
                 _follows(sighting, decided[1])
+            elif code == "CG205" and severity is Severity.ERROR:  # where it does no harm it stands for no other
+                _again(sighting, ours, theirs, rebound)
             found.append(sighting)
     return found, branches
 
@@ -88,6 +91,20 @@ def _follows(sighting: Sighting, chain: frames.Chain) -> None:
         at = frames.place(*chain[0])
         sighting.cause = chain
         sighting.message += f"; it follows from the device value read at {relative(at.path)}:{at.line}"
+
+
+def _again(sighting: Sighting, ours: OpRecord, theirs: OpRecord, rebound: dict[tuple[int, int], frames.Chain]) -> None:
+    """Of the lines that use a tensor which was rebound, the first one is told as an error: one binding is the cause.
+
+    Args:
+        rebound: (storage at capture, storage now) of the ops before this one, and where the first of them was.
+    """
+    swaps = [(a, b) for a, b in zip(ours.externals, theirs.externals, strict=False) if a != b]
+    first = next((rebound[s] for s in swaps if s in rebound), ())
+    if first and first != sighting.chain and all(s in rebound for s in swaps):
+        sighting.severity, sighting.cause = Severity.WARNING, first
+    for swap in swaps:
+        rebound.setdefault(swap, sighting.chain)
 
 
 def _chosen(ours: OpRecord, theirs: OpRecord, books: Books) -> bool:

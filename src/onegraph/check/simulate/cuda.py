@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -328,6 +328,11 @@ def machine(world: World) -> Iterator[None]:
             yield
         finally:
             world.closed = True  # for threads that live on
+
+
+def importing() -> AbstractContextManager[None]:
+    """For the import of what will be simulated: modules that ask Triton's driver for the GPU are answered."""
+    return triton.driver_while_importing(_H200)
 
 
 @contextmanager

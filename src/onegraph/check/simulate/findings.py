@@ -17,6 +17,8 @@ from onegraph.check.simulate.state import assignment_of
 
 RANK = {Severity.NOTE: 0, Severity.WARNING: 1, Severity.UNVERIFIED: 2, Severity.ERROR: 3}
 _ALWAYS = {"CG401", "CG210"}
+_REPEATED = {"CG205"}
+"""Where one cause shows at several lines, the first of them stands for the others."""
 _MOST_VALUES = 6
 
 
@@ -215,6 +217,7 @@ class Findings:
                 known,
                 count=known.count + 1,
                 severity=sighting.severity if worse else known.severity,
+                follows=known.follows if known.follows and self._cause(sighting, place) else None,
                 values=tuple(dict.fromkeys(known.values + sighting.values))[:_MOST_VALUES],
             )
             return
@@ -235,12 +238,18 @@ class Findings:
         )
 
     def _cause(self, sighting: Sighting, place: frames.Place) -> Cause | None:
-        """The host read that simulation saw first, or the line where the same op was met as opaque before."""
+        """The host read that simulation saw first, the line that used a rebound tensor first, or the one where the same
+        op was met as opaque before."""
         if sighting.code == "CG401" and isinstance(sighting.note, str):
             first = self.opaque.setdefault(sighting.note, place)
             return Cause(path=first.path, line=first.line, code="CG401") if first[:2] != place[:2] else None
         read = self.locate(sighting.cause) if sighting.cause else None
-        known = (self.found.get((code, read.path, read.line)) for code in sorted(CAUSES)) if read else ()
+        if read is None:
+            return None
+        codes = sorted(CAUSES)
+        if sighting.code in _REPEATED and read[:2] != place[:2]:
+            codes.append(sighting.code)
+        known = (self.found.get((code, read.path, read.line)) for code in codes)
         return next((Cause(path=f.path, line=f.line, code=f.code) for f in known if f is not None), None)
 
     def _replace(self, finding: Finding, **fields: Any) -> None:

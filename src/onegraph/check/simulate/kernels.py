@@ -12,14 +12,18 @@ from torch import Tensor
 from onegraph.check import compat
 from onegraph.check.declared import capturable, name_of
 from onegraph.check.simulate import frames, interpret, recording, specialized
-from onegraph.check.simulate.device import DeviceTensor, flat_bytes, refuse
+from onegraph.check.simulate.device import DeviceTensor, StorageRecord, flat_bytes, refuse
 from onegraph.check.simulate.records import Argument, OpRecord
+from onegraph.check.simulate.unknown import Given
 
 if TYPE_CHECKING:
     from onegraph.check.simulate.world import World
 
 LONGEST = 3.0
 """Seconds of this thread that a step's kernels may take to interpret; one that does not fit is opaque from then on."""
+
+LEAST = 0.1
+"""Seconds that a kernel which was not interpreted yet may take, whatever others of the step took."""
 
 _PLAIN = (int, float, complex, bool, str, type(None))
 
@@ -59,7 +63,8 @@ def _cell(cell: Any) -> tuple[Any, Any]:
 
 @dataclass
 class _Launch:
-    """One launch, its arguments sorted: `arguments` by parameter as the user gave them, `inner` on CPU tensors."""
+    """One launch, its arguments sorted: `arguments` by parameter as the user gave them, `inner` on CPU tensors; `given`
+    is what its tensors held before it, where something is unknown."""
 
     kernel: Any
     name: str
@@ -68,6 +73,7 @@ class _Launch:
     inner: dict[str, Any]
     virtual: list[DeviceTensor]
     chain: frames.Chain
+    given: tuple[Given, ...] | None = None
 
 
 def launch(world: "World", kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grid: Any) -> None:
@@ -78,6 +84,8 @@ def launch(world: "World", kernel: Any, args: tuple[Any, ...], kwargs: dict[str,
     world.kernels.books.launched(world, kernel, made.name, arguments, options, chain)
     for hook in getattr(kernel, "pre_run_hooks", ()):
         hook(*args, **kwargs)
+    if world.unknowns:  # looked at before the kernel writes there
+        made.given = world.given(made.virtual, [t.inner for t in made.virtual])
     memory = _memory(world, made)
     reason = _interpreted(world, made, memory)
     if reason:
@@ -85,7 +93,8 @@ def launch(world: "World", kernel: Any, args: tuple[Any, ...], kwargs: dict[str,
         return
     if capturable(made.name) is False:
         world.opaque(made.name, f"Triton kernel {_short(made.name)}", chain)
-    if world.unknowns.among(tensors_of(made.inner)):  # what it computed from that is as unknown
+    used = [*tensors_of(made.inner), *memory.followed]
+    if world.unknowns.among(used):  # what it computed from that is as unknown
         _unknown(world, made, f"Triton kernel {_short(made.name)}")
     elif world.current is not None and world.phase == "step" and not world.muted:
         _record(world, made, memory)
@@ -144,7 +153,7 @@ def _memory(world: "World", made: _Launch) -> interpret.Memory:
             memory.kept.append((whole, whole.clone()))
 
     spent = world.kernels.spent.get(world.step, 0.0)
-    limit = max(LONGEST - spent, 0.1) if undo else 60.0
+    limit = max(LONGEST - spent, LEAST) if undo else 60.0
     memory = interpret.Memory(tensors_of(made.inner), partial(_owner, world), first_write, limit)
     return memory
 
@@ -197,7 +206,7 @@ def opaque(world: "World", made: _Launch, reason: str) -> None:
 
 def _unknown(world: "World", made: _Launch, what: str) -> None:
     grid = [Argument("grid", made.grid)] if made.grid else []
-    recording.launched(world, made.kernel, made.name, made.chain, made.virtual, (*_scalars(made), *grid))
+    recording.launched(world, made.kernel, made.name, made.chain, made.virtual, (*_scalars(made), *grid), made.given)
     world.unknown([t.inner for t in made.virtual], what, made.chain)
 
 
@@ -218,7 +227,7 @@ def _record(world: "World", made: _Launch, memory: interpret.Memory) -> None:
     step = world.current
     assert step is not None
     virtual = made.virtual
-    touched = _numbers(world, memory.followed)
+    touched = _records(world, memory.followed)
     written = {whole.data_ptr() for whole in memory.written.values()}
     outs = [t.inner for t in virtual if flat_bytes(t.inner).data_ptr() in written]
     op = OpRecord(
@@ -226,14 +235,14 @@ def _record(world: "World", made: _Launch, memory: interpret.Memory) -> None:
         name=made.name,
         kind="launch",
         chain=made.chain,
-        scalars=(*_scalars(made), Argument("grid", made.grid)),
+        scalars=step.addresses.named((*_scalars(made), Argument("grid", made.grid))),
         shapes=tuple(tuple(t.inner.shape) for t in virtual),
-        externals=(*(_external(world, t) for t in virtual), *touched),
+        externals=tuple(_external(world, r) for r in (*(t.record for t in virtual), *touched)),
         derived=tuple(t.made == world.step for t in virtual),
         captured=world.streams.launch(world, made.chain, virtual[0].device.index if virtual else world.device_index),
-        reads=tuple(dict.fromkeys((*(t.record.number for t in virtual), *touched))),
+        reads=tuple(dict.fromkeys(r.number for r in (*(t.record for t in virtual), *touched))),
     )
-    op.writes = tuple(_numbers(world, list(memory.written.values())))
+    op.writes = tuple(r.number for r in _records(world, list(memory.written.values())))
     if op.captured and world.streams.order.forked:
         used = ((t.record.number, flat_bytes(t.inner).data_ptr() in written, t.inner) for t in virtual)
         world.streams.use(world, made.chain, used)
@@ -260,17 +269,17 @@ def _again(
     return True
 
 
-def _external(world: "World", tensor: DeviceTensor) -> int:
-    record = tensor.record
+def _external(world: "World", record: StorageRecord) -> int:
+    """Its number, or -1 where the running step made it."""
     return -1 if record.born == world.step and record.phase == "step" else record.number
 
 
-def _numbers(world: "World", tensors: list[Tensor]) -> list[int]:
+def _records(world: "World", tensors: list[Tensor]) -> list[StorageRecord]:
     by_address = {}
     for key, record in list(world.records.items()):
         storage = compat.storage_by_address(key)
         if storage is not None:
-            by_address[storage.data_ptr()] = record.number
+            by_address[storage.data_ptr()] = record
     return [by_address[t.data_ptr()] for t in tensors if t.data_ptr() in by_address]
 
 

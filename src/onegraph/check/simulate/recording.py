@@ -11,13 +11,16 @@ from onegraph.check.simulate.device import DeviceTensor, block, flat_bytes, stor
 from onegraph.check.simulate.records import OpRecord, Step, Writes, map_tensors, same, split, tensors_in, written
 
 if TYPE_CHECKING:
+    from onegraph.check.simulate.unknown import Given
     from onegraph.check.simulate.world import World
 
 
 def launched(
-    world: "World", func: Any, name: str, chain: frames.Chain, virtual: list[DeviceTensor], scalars: tuple[Any, ...]
-) -> None:
-    """Write down a launch that cannot be run: whatever it was given, it may have written."""
+    world: "World", func: Any, name: str, chain: frames.Chain, virtual: list[DeviceTensor], scalars: tuple[Any, ...],
+    given: tuple["Given", ...] | None = None,
+) -> None:  # fmt: skip
+    """Write down a launch that cannot be run: whatever it was given, it may have written. `given`: as `World.given`
+    told before it; None: as it is now."""
     if world.current is None or world.phase != "step":
         return
     op = OpRecord(
@@ -25,7 +28,7 @@ def launched(
         name=name,
         kind="launch",
         chain=chain,
-        scalars=scalars,
+        scalars=world.current.addresses.named(scalars),
         shapes=tuple(tuple(t.inner.shape) for t in virtual),
         externals=tuple(
             -1 if t.record.born == world.step and t.record.phase == "step" else t.record.number for t in virtual
@@ -33,7 +36,7 @@ def launched(
         captured=world.streams.launch(world, chain, virtual[0].device.index if virtual else world.device_index),
         reads=tuple(dict.fromkeys(t.record.number for t in virtual)),
         opaque=True,
-        given=world.given(virtual, [t.inner for t in virtual]),
+        given=world.given(virtual, [t.inner for t in virtual]) if given is None else given,
     )
     if world.step == world.captured_step:
         op.tensors = tuple(t.inner for t in virtual)
@@ -88,7 +91,7 @@ def record(
         name=str(func),
         kind=kind,
         chain=chain,
-        scalars=tuple(scalars),
+        scalars=step.addresses.named(tuple(scalars)),
         shapes=tuple(tuple(t.inner.shape) for t in virtual),
         externals=tuple(
             -1 if t.record.born == world.step and t.record.phase == "step" else t.record.number for t in virtual

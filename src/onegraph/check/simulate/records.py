@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from onegraph.check import compat
 from onegraph.check.report import CheckError, Severity
 from onegraph.check.simulate import frames
+from onegraph.check.simulate.addresses import Addresses
 
 _EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 UNWRITTEN = frozenset(f"aten::{name}" for name in _EMPTY)
@@ -98,6 +99,7 @@ class Step:
     unknown: frozenset[int] = frozenset()  # storages with unknown contents when it began
     exposed: frozenset[int] = frozenset()  # those of them whose address was handed out
     unknown_after: frozenset[int] = frozenset()
+    addresses: Addresses = field(default_factory=Addresses)
     marked: dict[int, tuple[int, int]] = field(default_factory=dict)  # storage number -> where it became unknown
     memory: list[tuple[int, int, int]] = field(default_factory=list)  # storage, its bytes or -1 freed, ops before
     memory_end: int | None = None  # how much of that was inside of the step; None: all

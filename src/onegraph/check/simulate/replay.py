@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from onegraph.check import containers
+from onegraph.check.simulate.addresses import point_alike
 from onegraph.check.simulate.device import block, flat_bytes, storage_of
 from onegraph.check.simulate.perform import Unavailable, perform
 from onegraph.check.simulate.records import UNWRITTEN, OpRecord, Step, close, tensors_in, written
@@ -126,7 +127,7 @@ def replay(
     for key, (whole, value) in after.items():
         if doubts is not None and (key in doubts.unknown or key in eager.unknown_after):
             continue
-        if key not in given and not _equal_storage(captured, key, whole, value):
+        if key not in given and not _equal_storage(captured, eager, key, whole, value):
             touched.append(key)
     for static, new in moved:  # what a step leaves in the buffers that it was given
         key = storage_of(new)
@@ -235,7 +236,7 @@ def _again(op: OpRecord) -> bool:
     return True
 
 
-def _equal_storage(captured: Step, key: int, whole: Tensor, value: Tensor) -> bool:
+def _equal_storage(captured: Step, eager: Step, key: int, whole: Tensor, value: Tensor) -> bool:
     """State is compared bit for bit first, then as the type that an op last used it as."""
     if torch.equal(whole, value):
         return True
@@ -246,5 +247,6 @@ def _equal_storage(captured: Step, key: int, whole: Tensor, value: Tensor) -> bo
                 and tensor.dtype is not torch.uint8
                 and whole.numel() % tensor.element_size() == 0
             ):
-                return close(whole.view(tensor.dtype), value.view(tensor.dtype))[0]
+                now, then = whole.view(tensor.dtype), value.view(tensor.dtype)
+                return close(now, then)[0] or point_alike(now, captured.addresses, then, eager.addresses)
     return False

@@ -187,6 +187,7 @@ class _Simulation:
             self._refresh(leaves, pinned_before, index)
         shapes = [list(leaf.shape) for leaf in leaves.values()]
         record.unknown, record.exposed = world.unknowns.begin()
+        record.addresses.begin(world.numbers)
         world.reshaped.clear()
         world.random_states.clear()
         rng = torch.get_rng_state()

@@ -24,20 +24,45 @@ def stand_ins(world: "World", properties: dict[str, Any]) -> Iterator[None]:
     Args:
         properties: of the simulated GPU, as torch names them.
     """
+    with _once_imported(lambda: _changes(world, properties)):
+        yield
+
+
+@contextmanager
+def driver_while_importing(properties: dict[str, Any]) -> Iterator[None]:
+    """While this lasts, Triton's driver says what the simulated GPU is, and a launch raises.
+
+    Modules ask it when they are imported (`DEVICE = triton.runtime.driver.active.get_active_torch_device()`).
+    """
+
+    def run(self: Any, *args: Any, warmup: bool = False, **kwargs: Any) -> Any:
+        raise RuntimeError(f"Triton kernel {self.fn.__name__} is launched by the import; launch it in the factory")
+
+    stand_in = _Driver(SimpleNamespace(device_index=0), properties)
+    with _once_imported(lambda: [(sys.modules["triton.runtime.jit"].JITFunction, "run", run), _driver(stand_in)]):
+        yield
+
+
+@contextmanager
+def _once_imported(changes: Callable[[], list[tuple[Any, str, Any]]]) -> Iterator[None]:
     with ExitStack() as stack:
         if "triton.runtime.jit" in sys.modules:
-            stack.enter_context(changed(_changes(world, properties)))
+            stack.enter_context(changed(changes()))
         else:
-            hook = _WhenImported(lambda: stack.enter_context(changed(_changes(world, properties))))
+            hook = _WhenImported(lambda: stack.enter_context(changed(changes())))
             sys.meta_path.insert(0, hook)
             stack.callback(sys.meta_path.remove, hook)
         yield
 
 
+def _driver(stand_in: "_Driver") -> tuple[Any, str, Any]:
+    driver = importlib.import_module("triton.runtime.driver").driver
+    return driver, "_active" if "_active" in vars(driver) else "active", stand_in
+
+
 def _changes(world: "World", properties: dict[str, Any]) -> list[tuple[Any, str, Any]]:
     jit = sys.modules["triton.runtime.jit"]
     autotuner = sys.modules["triton.runtime.autotuner"]
-    driver = importlib.import_module("triton.runtime.driver").driver
 
     def run(self: Any, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any) -> Any:
         if not warmup:
@@ -51,7 +76,7 @@ def _changes(world: "World", properties: dict[str, Any]) -> list[tuple[Any, str,
     interpreter = sys.modules.get("triton.runtime.interpreter")  # only where TRITON_INTERPRET decorates with it
     if interpreter is not None:
         found.append((interpreter.InterpretedFunction, "run", run))
-    found.append((driver, "_active" if "_active" in vars(driver) else "active", _Driver(world, properties)))
+    found.append(_driver(_Driver(world, properties)))
     return found
 
 
@@ -105,9 +130,9 @@ class _Compiled:
 
 
 class _Driver:
-    """`triton.runtime.driver.active` of the simulated GPU."""
+    """`triton.runtime.driver.active` of the simulated GPU; of `world` it knows the current device."""
 
-    def __init__(self, world: "World", properties: dict[str, Any]) -> None:
+    def __init__(self, world: "World | SimpleNamespace", properties: dict[str, Any]) -> None:
         self._world = world
         self.utils = SimpleNamespace(get_device_properties=lambda index=0: _named(properties))
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from onegraph.check.simulate import frames
+from onegraph.check.simulate.addresses import point_alike
 from onegraph.check.simulate.device import DeviceTensor, block, flat_bytes, storage_of, weak
 from onegraph.check.simulate.perform import Unavailable, perform
 from onegraph.check.simulate.records import OpRecord, Step, close, map_tensors, split
@@ -251,7 +252,9 @@ class Doubts:
             return key in self.doubtful or (mine.whose, mine.view) != (theirs.whose, theirs.view)
         if theirs.value is None:
             return (mine.whose, mine.view) != (theirs.whose, theirs.view)
-        return not close(_counts(tensor, theirs.whole), theirs.value)[0]
+        now = _counts(tensor, theirs.whole)
+        same = close(now, theirs.value)[0]
+        return not (same or point_alike(now, self.captured.addresses, theirs.value, self.eager.addresses))
 
     def result(self, ours: Tensor, theirs: Tensor) -> bool | None:
         """Of an output: None where both are known; otherwise whether the replay's may differ from eager's."""

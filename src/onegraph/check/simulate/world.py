@@ -16,7 +16,7 @@ from onegraph.check import compat
 from onegraph.check.declared import capturable
 from onegraph.check.report import SILENT, CheckError, Severity
 from onegraph.check.simulate import compiled, frames, hazards, recording
-from onegraph.check.simulate.device import DeviceTensor, StorageRecord, block, refuse, storage_of, weak
+from onegraph.check.simulate.device import DeviceTensor, StorageRecord, block, flat_bytes, refuse, storage_of, weak
 from onegraph.check.simulate.kernels import Kernels
 from onegraph.check.simulate.perform import Unavailable, perform
 from onegraph.check.simulate.recording import convert
@@ -233,6 +233,9 @@ class World:
 
     def pointer_escapes(self, tensor: DeviceTensor) -> None:
         """An address was asked for: by the step itself, to hand it to what nothing here sees."""
+        record = tensor.record
+        if self.current is not None and record.born == self.step and record.phase == self.phase == "step":
+            self.current.addresses.told(record.number, flat_bytes(tensor.inner).data_ptr(), record.nbytes)
         chain = self.chain()
         if chain and self.roots.owns(chain[0][0]):
             recording.launched(self, ESCAPE, "data_ptr", chain, [tensor], ())
