@@ -190,8 +190,8 @@ class _Live:
             buffers = containers.tensors(static, handed)
             handed.note(given)
             # What the step can reach before it is captured is state, whoever returns it: never to be poisoned.
-            lasting = {t.untyped_storage().data_ptr() for t in _tensors(step, self.roots).values()}
-            lasting |= {t.untyped_storage().data_ptr() for t in containers.tensors(static).values()}
+            reached = [*_tensors(step, self.roots).values(), *containers.tensors(static).values()]
+            lasting = {_memory(tensor) for tensor in reached}
             del arguments, given
             torch.cuda.synchronize()
             recorder.first_node = compat.next_node_number()
@@ -254,7 +254,7 @@ class _Live:
             gc.collect()
             torch.cuda.synchronize()
             for output in outputs.values():
-                if output.untyped_storage().data_ptr() not in lasting:
+                if _memory(output) not in lasting:
                     poison(output)
             held = self._held(step, buffers) if index == self.count - 1 else None
             garbage = junk()
@@ -404,6 +404,14 @@ class _Live:
 def _tensors(step: Any, roots: frames.Roots) -> dict[str, Tensor]:
     """Device tensors that the step can reach, by name."""
     return {name: t for name, t in Snapshot(step, roots).tensors.items() if t.is_cuda}
+
+
+def _memory(tensor: Tensor) -> int | None:
+    """Address of a tensor's storage; None for a subclass that wraps others and has no memory of its own."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return None
 
 
 def _version(tensor: Tensor) -> tuple[int, float]:

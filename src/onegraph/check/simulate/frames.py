@@ -173,11 +173,12 @@ def parted(common: Chain | None, ours: Chain | None, theirs: Chain | None) -> Pl
 
     Args:
         common: chain of the last op that both runs did; None at the start of the step.
-        ours, theirs: chains of the next op of each run; None where a run had ended.
+        ours, theirs: chains of the next op of each run; None where a run had ended, empty for an op of torch's own (a
+            thread of the backward pass).
     """
-    if ours is None:
+    if not ours:
         ours, theirs = theirs, ours
-    if ours is None:
+    if not ours:
         return None
     mine = ours[::-1]
     other = theirs[::-1] if theirs is not None else None
