@@ -129,12 +129,16 @@ def look(name: str, live: bool) -> dict[str, Any]:
     """What the check says: {"errors": [[code, [file, line], ...], ...]} or {"error": why it could not run}."""
     from measure_truth import short
 
-    from onegraph.check import CheckError, check_step
+    from onegraph.check import CheckError
+    from onegraph.check.causes import fold
+    from onegraph.check.live import live_step
+    from onegraph.check.simulate import simulate_step
 
     warnings.filterwarnings("ignore")
+    run = live_step if live else simulate_step  # each line of transformers, not the call that leads to it
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            report = check_step(lambda: factory(name), simulate=not live, live=live)
+            report = fold(run(lambda: factory(name)))
     except CheckError as error:
         return {"error": str(error)}
     chains = [[f.code, *([short(c.path), c.line] for c in (*f.calls, f))] for f in report.errors]
