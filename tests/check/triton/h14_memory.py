@@ -112,17 +112,6 @@ def factory_ok_cache():
     return Cache().step, _row
 
 
-def factory_bad_new_cache():
-    cache = Cache()
-
-    def step(x):
-        cache.keys = cache.keys * 0.5  # expect: CG205|CG206
-        out = cache.step(x)
-        return out, cache.keys.clone()
-
-    return step, _row
-
-
 def factory_bad_rebound_scale():
     class Scaler:
         by = torch.ones(1, device="cuda")

@@ -240,7 +240,7 @@ class _Live:
 
     def _replays(
         self, step: Any, inputs: Any, buffers: dict[str, Tensor], handed: containers.Handed, graph: Any,
-        outputs: dict[str, Tensor], lasting: set[int], stream: Any,
+        outputs: dict[str, Tensor], lasting: set[int | None], stream: Any,
     ) -> None:  # fmt: skip
         for index in range(1, self.count):
             if index > 1:
@@ -409,9 +409,10 @@ def _tensors(step: Any, roots: frames.Roots) -> dict[str, Tensor]:
 def _memory(tensor: Tensor) -> int | None:
     """Address of a tensor's storage; None for a subclass that wraps others and has no memory of its own."""
     try:
-        return tensor.untyped_storage().data_ptr()
+        address: int = tensor.untyped_storage().data_ptr()
     except RuntimeError:
         return None
+    return address
 
 
 def _version(tensor: Tensor) -> tuple[int, float]:
