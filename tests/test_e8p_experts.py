@@ -14,6 +14,9 @@ from onegraph.formats.e8p import BITS, E8P, E8PConfig, codebook
 from onegraph.formats.files import CheckpointError
 from onegraph.formats.fused import stacked
 from onegraph.models.llama import Llama
+from onegraph.nn.linear import Linear
+from onegraph.nn.shared_expert import SharedExpert
+from onegraph.ops.activation import SwiGLU
 from onegraph.ops.e8p_experts import e8p_experts, random_weight
 
 
@@ -100,6 +103,16 @@ def test_many_tokens_are_the_tokens_one_by_one() -> None:
     whole = e8p_experts(x, chosen, gains, *rest)
     each = [e8p_experts(x[i : i + 1], chosen[i : i + 1], gains[i : i + 1], *rest) for i in range(9)]
     torch.testing.assert_close(whole, torch.cat(each), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("bits", BITS)
+def test_a_shared_expert_in_codes_is_its_dense_one(bits: int, tokens: int) -> None:
+    gate_up, down = (Linear(E8P[bits], E8P[bits].fold(e8p_tensors(n, 64, bits, n)[0])) for n in (128, 64))
+    x = torch.randn(tokens, 2, 64, generator=torch.Generator().manual_seed(tokens))
+    want = down.dense()(SwiGLU()(gate_up.dense()(x)))
+    got = SharedExpert(gate_up, down, SwiGLU())(x)
+    torch.testing.assert_close(got, want, atol=1e-4 * float(want.abs().max()), rtol=0)
 
 
 def test_what_is_wrong_with_a_call_is_said() -> None:

@@ -31,6 +31,10 @@ class SharedExpert(nn.Module):
             format, plain = gate_up.format, gate_up.bias is None and down.bias is None
             run = weight_ops(format).experts if format.coded and format is down.format and plain else None
             if run is not None:
-                both = ({key: t.unsqueeze(0) for key, t in layer.tensors.items()} for layer in (gate_up, down))
+                # constants of the format are of all experts: only the fields get a dimension in front
+                both = (
+                    {**layer.given, **{key: t.unsqueeze(0) for key, t in layer.tensors.items()}}
+                    for layer in (gate_up, down)
+                )
                 return run(format, flat, self.first[:tokens], self.ones[:tokens], *both, self.gate, None).view_as(x)
         return down(self.gate(gate_up(x)))
