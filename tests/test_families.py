@@ -255,6 +255,20 @@ def test_published_configs_are_read() -> None:
     assert phi.parts.linears["model.layers.0.self_attn.qkv_proj"] == (60 * 128, 5120, False)
 
 
+def test_published_configs_with_keys_of_their_own_code_are_read() -> None:
+    """Phi-3-mini-4k and Gemma-2-9B: auto_map is of code that is not run, and the window has two names."""
+    mini = told("phi3") | {
+        "_name_or_path": "Phi-3-mini-4k-instruct", "auto_map": {
+            "AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+        },
+    }  # fmt: skip
+    assert LlamaConfig.from_dict(mini) == LlamaConfig.from_dict(told("phi3"))
+    gemma = told("gemma2") | {"sliding_window": 4096}
+    assert LlamaConfig.from_dict(gemma | {"sliding_window_size": 4096}) == LlamaConfig.from_dict(gemma)
+    with pytest.raises(ValueError, match="sliding_window_size is 512 and sliding_window 4096; where both"):
+        LlamaConfig.from_dict(gemma | {"sliding_window_size": 512})
+
+
 def test_defaults_are_those_of_transformers() -> None:
     """What a config.json leaves out is what the transformers class of the family would take."""
     import transformers

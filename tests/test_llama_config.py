@@ -34,7 +34,6 @@ REFUSED = [
     ({"num_local_experts": 8}, "num_local_experts is 8; this feature is not supported"),
     ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
     ({"rope_interleaved": True}, "rope_interleaved is True"),
-    ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
     ({"sliding_window": 128}, "llama with a sliding window is not supported"),
     ({"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "layer_types"),
     ({"layer_types": ["full_attention"]}, "layer_types is .* it must list 3"),

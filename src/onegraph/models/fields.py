@@ -8,10 +8,11 @@ ignored would give text that is only a little wrong. What never matters stands i
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# Bookkeeping, training and defaults of generation: of no model's logits.
+# Bookkeeping, training and defaults of generation: of no model's logits. auto_map names code beside the weights (Phi-3
+# has it), which is never run: a model_type that is read here is the one that transformers knows by that name.
 INERT = frozenset((
     "architectures", "model_type", "transformers_version", "_name_or_path", "torch_dtype", "dtype", "license",
-    "unsloth_version", "unsloth_fixed", "is_llama_config", "transformers.js_config", "model_max_length",
+    "unsloth_version", "unsloth_fixed", "is_llama_config", "transformers.js_config", "model_max_length", "auto_map",
     "tokenizer_class", "tokenizer_model_max_length", "prefix", "use_cache", "cache_implementation", "return_dict",
     "output_attentions", "output_hidden_states", "output_router_logits", "torchscript", "use_bfloat16",
     "use_return_dict", "chunk_size_feed_forward", "pretraining_tp", "_attn_implementation", "attn_implementation",
@@ -75,7 +76,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "add_cross_attention": (),
     "vision_config": (),
     "text_config": (),
-    "auto_map": (),
 }
 
 

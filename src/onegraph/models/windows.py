@@ -56,7 +56,14 @@ def unrotated(fields: Fields, layers: int) -> tuple[int, ...]:
 def every_other(fields: Fields, layers: int) -> tuple[int, ...]:
     """Layers 0, 2, 4 and so on, or as layer_types says (gpt-oss, Gemma 2)."""
     kinds = _kinds(fields, layers) or [FULL if i % 2 else SLIDING for i in range(layers)]
-    return _of(kinds, _needed(fields, kinds))
+    window, again = _needed(fields, kinds), fields.get("sliding_window_size")
+    # Gemma-2-9B is published with the window under both names; transformers reads the first alone
+    if again not in (None, fields.get("sliding_window")):
+        raise ValueError(
+            f"sliding_window_size is {short(again)} and sliding_window {short(fields.get('sliding_window'))}; where "
+            "both are given they must be the same"
+        )
+    return _of(kinds, window)
 
 
 def five_of_six(fields: Fields, layers: int) -> tuple[int, ...]:
