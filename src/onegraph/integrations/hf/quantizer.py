@@ -145,6 +145,8 @@ def _swap_layers(model: Any, config: Quantization, tensors: _Headers, dtype: tor
             continue
         if not (format := config.format_of(layer, tensors)).coded:
             continue
+        if layer == full and f"{full}.weight" in tensors and f"{full}.codes" not in tensors:
+            continue  # the gate of a shared expert: no linear to our decoder, whose config has no rate for it
         ends_coded |= module is embedding or module is head
         wanted = format.expected(tensors, full, n, k, getattr(module, "bias", None) is not None)
         _check(wanted, tensors)
