@@ -10,6 +10,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import onegraph.integrations.hf  # registers the method
+from models import Decoder, hf_model
 from onegraph.api.plan import plan
 from onegraph.api.quantize import Quantization, quantize
 from onegraph.formats.checkpoint import Checkpoint
@@ -17,6 +18,7 @@ from onegraph.formats.files import CheckpointError
 from onegraph.integrations.hf.experts import CodedStack
 from onegraph.integrations.hf.modules import CodedLinear
 from onegraph.integrations.hf.source import ModulesSource
+from onegraph.models.llama import Llama
 
 assert onegraph.integrations.hf is not None
 WORDS = 128
@@ -130,6 +132,22 @@ def test_linears_that_share_an_input_are_one_group(tmp_path: Path) -> None:
     assert ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"] in groups
     assert ["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"] in groups
     assert not any("shared_expert_gate" in name for group in groups for name in group)
+
+
+def test_what_our_decoder_quantizes_loads_with_its_gates_as_they_were(tmp_path: Path) -> None:
+    """A shared expert's gate is a linear to transformers and none to our decoder: the rate map does not name it."""
+    source("Qwen2Moe", tmp_path / "model")
+    hf = hf_model("qwen2_moe", vocab_size=WORDS)
+    hf.save_pretrained(tmp_path / "model")
+    assert plan(tmp_path / "model", bits=4, device="cpu").own
+    made(tmp_path)
+    quantized = load(tmp_path / "out")
+    with Checkpoint.open(tmp_path / "out") as checkpoint:
+        ours = Decoder(Llama.load(checkpoint), rows=1, max_context=64).feed([TOKENS[0].tolist()])[0]
+    torch.testing.assert_close(logits(quantized), ours, atol=1e-4, rtol=0)
+    gate = "model.layers.0.mlp.shared_expert_gate"
+    assert torch.equal(quantized.get_parameter(f"{gate}.weight"), hf.get_parameter(f"{gate}.weight"))
+    assert isinstance(quantized.get_submodule("model.layers.0.mlp.shared_expert.up_proj"), CodedLinear)
 
 
 def test_codes_that_no_layer_takes_are_an_error(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def build_block(
         qkv=front(names.attention_in, config.qkv, whole),
         attention=attention,
         out=Summed(loader.linear(prefix + OUT, device), after=behind(names.attention_out), fused=fused),
-        mlp=mlp() if routed is None else build_experts(loader, config, routed, prefix, device),
+        mlp=mlp() if routed is None else build_experts(loader, config, routed, prefix, device, joined),
     )
 
 
@@ -109,8 +109,10 @@ def norm_weight(loader: Loader, config: LlamaConfig, name: str, device: torch.de
     return 1.0 + loader.float32(name, device) if config.traits.norm_offset else loader.tensor(name, device)
 
 
-def build_experts(loader: Loader, config: LlamaConfig, routed: Routed, prefix: str, device: torch.device) -> MoE:
-    """The feed-forward half of the block of `prefix`, of routed experts."""
+def build_experts(
+    loader: Loader, config: LlamaConfig, routed: Routed, prefix: str, device: torch.device, joined: bool
+) -> MoE:
+    """The feed-forward half of the block of `prefix`, of routed experts; `joined` as for `build_block`."""
     router = prefix + routed.router
     stored = loader.info(f"{router}.weight").dtype
     if routed.stacked(prefix, loader.quantization):
@@ -131,16 +133,18 @@ def build_experts(loader: Loader, config: LlamaConfig, routed: Routed, prefix: s
         top_k=routed.top_k,
         normalise=routed.normalise,
         groups=routed.sigmoid,
-        shared=build_shared(loader, routed, prefix, device),
+        shared=build_shared(loader, routed, prefix, device, joined),
     )
 
 
-def build_shared(loader: Loader, routed: Routed, prefix: str, device: torch.device) -> SharedExpert | None:
+def build_shared(
+    loader: Loader, routed: Routed, prefix: str, device: torch.device, joined: bool
+) -> SharedExpert | None:
     """The expert of the block of `prefix` that every token uses, if there is one."""
     if routed.shared is None:
         return None
     *pair, down = (prefix + name for name in routed.shared.linears)
-    sides = loader.siblings(pair, device), loader.linear(down, device)
+    sides = loader.siblings(pair, device, joined=joined), loader.linear(down, device)
     if not routed.shared.gated:
         return SharedExpert(*sides, routed.gate)
     name = f"{prefix}{routed.shared.name}_gate.weight"
