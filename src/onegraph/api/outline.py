@@ -25,7 +25,7 @@ class Outline:
     published: stacks that the checkpoint has in MXFP4 already.
     check: raises CheckpointError where tensors do not fit config.json.
     hidden, inner, vocab, positions, cached: sizes; cached: numbers that a token leaves in the KV cache.
-    weights: parameters of the largest block. ends: the checkpoint's names of embedding and head.
+    weights: parameters of the largest block.
     """
 
     own: bool

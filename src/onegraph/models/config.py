@@ -34,10 +34,10 @@ class LlamaConfig:
 
     `windows` has one entry a layer: how many latest keys a query sees, 0 for all; so has `ropes`, with None for a layer
     that does not rotate. `scale` and `softcap` (0: none) are those of attention scores. `embed_scale` multiplies rows
-    of the embedding, `embed_rounded` to the activations' dtype; `residual_scale` what a sublayer adds; logits are
-    divided by `logits_divisor`, then bounded by `logits_softcap` (0: not). `routed` are the experts that stand for the
-    MLP in some layers or in all. `eos` lists the tokens that end a text. `nested`: see `NESTED`. `drafts` counts the
-    layers behind the last that only predict further tokens: files may hold them, and nothing reads them.
+    of the embedding; `residual_scale` what a sublayer adds; logits are divided by `logits_divisor`, then bounded by
+    `logits_softcap` (0: not). `routed` are the experts that stand for the MLP in some layers or in all. `eos` lists the
+    tokens that end a text. `nested`: see `NESTED`. `drafts` counts the layers behind the last that only predict further
+    tokens: files may hold them, and nothing reads them.
     """
 
     model_type: str
