@@ -91,7 +91,7 @@ class OnegraphConfig(QuantizationConfig):
         return [f"{parent}.{part}" if parent else part for part in names]
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """The method of a layer; None leaves it to vLLM. Raises ValueError for experts, which no checkpoint has."""
+        """The method of a layer; None leaves it to vLLM. Raises ValueError for experts, in codes or not."""
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
@@ -109,5 +109,8 @@ class OnegraphConfig(QuantizationConfig):
                 return OnegraphLinearMethod(parts)
             return UnquantizedLinearMethod()
         if any(kind.__name__ in ("FusedMoE", "RoutedExperts") for kind in type(layer).__mro__):
-            raise ValueError(f"{prefix}: onegraph's checkpoints hold no experts; serve the unquantized model")
+            raise ValueError(
+                f"{prefix}: experts in codes run in onegraph and transformers, not in vLLM yet; serve the unquantized "
+                "model there"
+            )
         return None
