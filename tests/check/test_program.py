@@ -608,6 +608,33 @@ def test_an_output_of_compiled_code_is_read_late(tmp_path: Path) -> None:
     assert lines(ran(tmp_path, text)) == {("CG209", line_of(text, "print(first)"))}
 
 
+def test_a_replay_launches_kernels_again_and_copies_to_the_host(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    text = """
+    import torch, triton
+    import triton.language as tl
+
+    @triton.jit
+    def double(x, y, n, B: tl.constexpr):
+        at = tl.arange(0, B)
+        tl.store(y + at, tl.load(x + at, mask=at < n) * 2, mask=at < n)
+
+    x, y = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
+    host = torch.zeros(4, pin_memory=True)
+    double[(1,)](x, y, 4, B=4)
+    host.copy_(y, non_blocking=True)
+    g = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(g):
+        double[(1,)](x, y, 4, B=4)
+        host.copy_(y, non_blocking=True)
+    x.fill_(5)
+    g.replay()
+    torch.cuda.synchronize()
+    assert y.tolist() == host.tolist() == [10.0] * 4, (y, host)
+    """
+    assert not ran(tmp_path, text).findings
+
+
 def cli(*words: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "onegraph", "check", *words]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
