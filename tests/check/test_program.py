@@ -653,6 +653,17 @@ def test_json_is_alone_on_stdout_and_the_program_has_its_arguments(tmp_path: Pat
     assert "shouted" in done.stderr
 
 
+def test_what_follows_from_another_finding_is_counted_apart(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        HEAD + "s = x.sum().item()\ng = torch.cuda.CUDAGraph()\nwith torch.cuda.graph(g):\n"
+        "    s = x.sum().item()\n    y = x * s\nfor i in (2, 3):\n    x.fill_(i)\n    g.replay()\n"
+    )
+    done = cli("--json", "--run", "program.py", cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    found = {f["code"]: f["follows"] and f["follows"]["code"] for f in json.loads(done.stdout)["findings"]}
+    assert found == {"CG101": None, "CG202": "CG101"}
+
+
 def test_a_module_that_raises_shows_its_traceback_and_its_findings(tmp_path: Path) -> None:
     package = tmp_path / "package"
     package.mkdir()

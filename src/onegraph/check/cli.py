@@ -241,13 +241,14 @@ def check_program(words: list[str], args: argparse.Namespace) -> Report:
     if args.live or args.all:
         raise CheckError("--run simulates; on a GPU, name the step: onegraph check --live file.py:factory")
     from onegraph.check.allow import apply
+    from onegraph.check.causes import fold
     from onegraph.check.deadline import deadline
     from onegraph.check.places import users
     from onegraph.check.program import run_program
 
     with deadline(args.timeout, f"program {' '.join(words)!r}"):
         report = users(run_program(words, gpus=args.gpus))
-    return finished(apply(report))
+    return finished(fold(apply(report)))
 
 
 def print_report(report: Report, args: argparse.Namespace) -> None:
