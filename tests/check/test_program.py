@@ -1,6 +1,9 @@
 """`onegraph check --run`: programs as people write them, run as they are; the docs of torch give the clean ones."""
 
+import errno
 import json
+import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +13,7 @@ from typing import Any
 import pytest
 
 from onegraph.check import CheckError, Report, Severity
-from onegraph.check.program import run_program
+from onegraph.check.program import beside, run_program
 
 WHOLE_NETWORK = """
 import torch
@@ -460,6 +463,20 @@ def test_what_cannot_be_run_again_is_said_and_still_replayed(tmp_path: Path, bod
     report = ran(tmp_path, text + "x.fill_(5.0)\ng.replay()\nassert y.tolist() == [7.0] * 4\n")
     (capture,) = report.facts["captures"]
     assert (capture["replays"], capture["compared"], capture["not compared"]) == (1, 0, why)
+
+
+def test_a_copy_that_cannot_be_made_or_dies_is_a_reason_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> int:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    opened = len(os.listdir("/proc/self/fd"))
+    assert beside._in_a_copy(lambda: [1]) == [1]
+    with monkeypatch.context() as patch:
+        patch.setattr(beside.pickle, "dumps", lambda answer, dumps=pickle.dumps: dumps(answer)[:-3])
+        assert beside._in_a_copy(lambda: [1]) == "its copy did not end"
+    monkeypatch.setattr(beside.os, "fork", refused)
+    assert "Resource temporarily unavailable" in beside._in_a_copy(lambda: [1])
+    assert len(os.listdir("/proc/self/fd")) == opened
 
 
 def test_default_stream_and_registered_generators(tmp_path: Path) -> None:
