@@ -323,7 +323,7 @@ def test_the_process_that_checks_again_has_the_same_time(tmp_path, monkeypatch, 
         raise subprocess.TimeoutExpired(command, options["timeout"])
 
     monkeypatch.setattr(verify.subprocess, "run", started)
-    with pytest.raises(CheckError, match="longer than 0.5 seconds"):
+    with pytest.raises(CheckError, match=r"longer than 0\.5 seconds"):
         verify.look(f"{path}:factory", {}, str(tmp_path), steps=4, gpus=1, timeout=0.5)
     assert verify.main(f"{path}:factory", str(tmp_path / "out"), 4, 1, float(commands[0][-1])) == 2
     assert "after 0.5 s" in capsys.readouterr().err

@@ -16,8 +16,8 @@ import triton_kernels as kernels
 
 from onegraph.check import CheckError, Severity, Verdict, check_step, declared
 from onegraph.check.reconcile import reconcile
-from onegraph.check.simulate import kernels as launches
 from onegraph.check.simulate import interpret, simulate_step, specialized
+from onegraph.check.simulate import kernels as launches
 from onegraph.check.source import check_source
 from onegraph.cli import main
 

@@ -1,6 +1,7 @@
 """Whether edited files still mean what they meant: checked and run again, in a process and a folder of their own.
 
-`python -m onegraph.check.rewrite.verify TARGET OUT STEPS GPUS TIMEOUT` writes the report of a target and what its steps give.
+`python -m onegraph.check.rewrite.verify TARGET OUT STEPS GPUS TIMEOUT` writes the report of a target and what its
+steps give.
 """
 
 import os
