@@ -62,6 +62,13 @@ def test_what_is_known_is_left_out_wherever_its_line_has_gone(steps: Path, capsy
     assert out.err == "onegraph: 2 findings are known in known.json\n"
 
 
+def test_a_program_that_raises_halfway_leaves_the_baseline_as_it_was(steps: Path) -> None:
+    steps.write_text(CAPTURE + "\nraise KeyError('lost')\n")
+    Path("known.json").write_text("as it was")
+    assert run("check", "--baseline", "known.json", "--write-baseline", "--run", "steps.py") == 2
+    assert Path("known.json").read_text() == "as it was"
+
+
 def test_as_many_as_are_known_and_no_more(steps: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("check", "steps.py", "--baseline", "known.json", "--write-baseline")
     steps.write_text(CAPTURE.replace("x.tolist()", "x.item()"))

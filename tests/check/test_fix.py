@@ -314,6 +314,21 @@ def test_a_step_that_raises_is_one_line(tmp_path, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_the_process_that_checks_again_has_the_same_time(tmp_path, monkeypatch, capsys):
+    path = target(tmp_path, "", "while True:\n    pass")
+    commands = []
+
+    def started(command, **options):
+        commands.append(command)
+        raise subprocess.TimeoutExpired(command, options["timeout"])
+
+    monkeypatch.setattr(verify.subprocess, "run", started)
+    with pytest.raises(CheckError, match=r"longer than 0\.5 seconds"):
+        verify.look(f"{path}:factory", {}, str(tmp_path), steps=4, gpus=1, timeout=0.5)
+    assert verify.main(f"{path}:factory", str(tmp_path / "out"), 4, 1, float(commands[0][-1])) == 2
+    assert "after 0.5 s" in capsys.readouterr().err
+
+
 def test_reading_alone_imports_no_torch():
     program = "import sys, onegraph.check.rewrite; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,6 +1,9 @@
 """`onegraph check --run`: programs as people write them, run as they are; the docs of torch give the clean ones."""
 
+import errno
 import json
+import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +13,7 @@ from typing import Any
 import pytest
 
 from onegraph.check import CheckError, Report, Severity
-from onegraph.check.program import run_program
+from onegraph.check.program import beside, run_program
 
 WHOLE_NETWORK = """
 import torch
@@ -462,6 +465,20 @@ def test_what_cannot_be_run_again_is_said_and_still_replayed(tmp_path: Path, bod
     assert (capture["replays"], capture["compared"], capture["not compared"]) == (1, 0, why)
 
 
+def test_a_copy_that_cannot_be_made_or_dies_is_a_reason_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> int:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    opened = len(os.listdir("/proc/self/fd"))
+    assert beside._in_a_copy(lambda: [1]) == [1]
+    with monkeypatch.context() as patch:
+        patch.setattr(beside.pickle, "dumps", lambda answer, dumps=pickle.dumps: dumps(answer)[:-3])
+        assert beside._in_a_copy(lambda: [1]) == "its copy did not end"
+    monkeypatch.setattr(beside.os, "fork", refused)
+    assert "Resource temporarily unavailable" in beside._in_a_copy(lambda: [1])
+    assert len(os.listdir("/proc/self/fd")) == opened
+
+
 def test_default_stream_and_registered_generators(tmp_path: Path) -> None:
     text = HEAD + dedent("""
     x + w
@@ -608,6 +625,33 @@ def test_an_output_of_compiled_code_is_read_late(tmp_path: Path) -> None:
     assert lines(ran(tmp_path, text)) == {("CG209", line_of(text, "print(first)"))}
 
 
+def test_a_replay_launches_kernels_again_and_copies_to_the_host(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    text = """
+    import torch, triton
+    import triton.language as tl
+
+    @triton.jit
+    def double(x, y, n, B: tl.constexpr):
+        at = tl.arange(0, B)
+        tl.store(y + at, tl.load(x + at, mask=at < n) * 2, mask=at < n)
+
+    x, y = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
+    host = torch.zeros(4, pin_memory=True)
+    double[(1,)](x, y, 4, B=4)
+    host.copy_(y, non_blocking=True)
+    g = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(g):
+        double[(1,)](x, y, 4, B=4)
+        host.copy_(y, non_blocking=True)
+    x.fill_(5)
+    g.replay()
+    torch.cuda.synchronize()
+    assert y.tolist() == host.tolist() == [10.0] * 4, (y, host)
+    """
+    assert not ran(tmp_path, text).findings
+
+
 def cli(*words: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "onegraph", "check", *words]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
@@ -624,6 +668,17 @@ def test_json_is_alone_on_stdout_and_the_program_has_its_arguments(tmp_path: Pat
     assert body["facts"]["captures"][0]["line"] == 7
     assert "said ['program.py', '--json', '--debug', '-m']" in done.stderr
     assert "shouted" in done.stderr
+
+
+def test_what_follows_from_another_finding_is_counted_apart(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        HEAD + "s = x.sum().item()\ng = torch.cuda.CUDAGraph()\nwith torch.cuda.graph(g):\n"
+        "    s = x.sum().item()\n    y = x * s\nfor i in (2, 3):\n    x.fill_(i)\n    g.replay()\n"
+    )
+    done = cli("--json", "--run", "program.py", cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    found = {f["code"]: f["follows"] and f["follows"]["code"] for f in json.loads(done.stdout)["findings"]}
+    assert found == {"CG101": None, "CG202": "CG101"}
 
 
 def test_a_module_that_raises_shows_its_traceback_and_its_findings(tmp_path: Path) -> None:

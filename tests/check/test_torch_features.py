@@ -77,7 +77,7 @@ def test_a_traced_function_runs_its_python_once():
             return {"out": x.relu() * len(calls) + held}
 
         example = torch.ones(4, 4, device="cuda")
-        traced = torch.jit.trace(scaled, example, strict=False)
+        traced = torch.jit.trace(func=scaled, example_inputs=example, strict=False)
         assert torch.equal(traced(example + 1)["out"].cpu(), (example + 1 + 3).cpu())
         return traced
 

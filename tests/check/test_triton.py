@@ -16,8 +16,8 @@ import triton_kernels as kernels
 
 from onegraph.check import CheckError, Severity, Verdict, check_step, declared
 from onegraph.check.reconcile import reconcile
+from onegraph.check.simulate import interpret, simulate_step, specialized
 from onegraph.check.simulate import kernels as launches
-from onegraph.check.simulate import simulate_step, specialized
 from onegraph.check.source import check_source
 from onegraph.cli import main
 
@@ -453,6 +453,25 @@ def _run(before, inside, interpreted="0"):
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
+
+
+def test_an_interpreter_that_fails_halfway_leaves_the_language_as_it_was(monkeypatch):
+    from triton.runtime import interpreter
+
+    before = tl.load
+
+    def fail(_):
+        tl.load = None
+        raise AttributeError("no such name")
+
+    monkeypatch.setattr(interpret, "_PATCHES", [])
+    monkeypatch.setattr(interpreter, "_patch_lang", fail)
+    try:
+        with pytest.raises(AttributeError):
+            interpret._language_patches(interpreter, tl)
+        assert tl.load is before
+    finally:
+        tl.load = before
 
 
 def test_triton_may_be_imported_by_the_factory_or_decorate_for_its_interpreter():

@@ -115,6 +115,8 @@ def leads(source: tuple[Frame, ...], target: tuple[Frame, ...], ops: Ops = froze
     here, there = source[shared - 1], target[shared - 1]
     module = _module(here.path)
     body = _function(module, here.line, there.line) if module is not None else None
+    if body is None and here.function == "<module>":  # a script's own lines
+        body = module
     first, last = (_statement(body, f.line) if body is not None else None for f in (here, there))
     if body is None or first is None or last is None:
         return False

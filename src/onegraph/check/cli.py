@@ -156,7 +156,7 @@ def narrowing(args: argparse.Namespace) -> Callable[[Report], Report]:
         changes = Changes(args.changed_since)
 
     def narrow(report: Report) -> Report:
-        if args.write_baseline:
+        if args.write_baseline and "ended" not in report.facts:  # halfway: what comes later would be missing
             write(args.baseline, baseline.dump(report, args.baseline))
             remark(f"{len(report.findings)} findings written to {args.baseline}")
         if known is not None:
@@ -241,13 +241,14 @@ def check_program(words: list[str], args: argparse.Namespace) -> Report:
     if args.live or args.all:
         raise CheckError("--run simulates; on a GPU, name the step: onegraph check --live file.py:factory")
     from onegraph.check.allow import apply
+    from onegraph.check.causes import fold
     from onegraph.check.deadline import deadline
     from onegraph.check.places import users
     from onegraph.check.program import run_program
 
     with deadline(args.timeout, f"program {' '.join(words)!r}"):
         report = users(run_program(words, gpus=args.gpus))
-    return finished(apply(report))
+    return finished(fold(apply(report)))
 
 
 def print_report(report: Report, args: argparse.Namespace) -> None:

@@ -227,11 +227,19 @@ def _modes(capture: Capture) -> ExitStack:
 
 
 def _in_a_copy(work: Callable[[], Any]) -> Any:
-    """What `work` gives in a copy of this process; a text where it raises or does not end."""
-    read, write = os.pipe()
+    """What `work` gives in a copy of this process; a text where there is none, it raises or does not end."""
+    try:
+        read, write = os.pipe()
+    except OSError as error:
+        return f"this machine cannot copy the process ({error.strerror or error})"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads: the copy uses none of them
-        child = os.fork()
+        try:
+            child = os.fork()
+        except OSError as error:
+            os.close(read)
+            os.close(write)
+            return f"this machine cannot copy the process ({error.strerror or error})"
     if child == 0:
         os.close(read)
         _child(work, write)
@@ -243,7 +251,10 @@ def _in_a_copy(work: Callable[[], Any]) -> Any:
         if not _ended(child):
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-    return pickle.loads(data) if data else "its copy did not end"
+    try:
+        return pickle.loads(data)
+    except (EOFError, pickle.UnpicklingError):  # nothing, or the half that was written when it died
+        return "its copy did not end"
 
 
 def _child(work: Callable[[], Any], write: int) -> None:

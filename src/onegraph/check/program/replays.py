@@ -59,7 +59,9 @@ def replay(world: ProgramWorld, capture: Capture, dead: set[int]) -> None:
                 else:
                     torch.set_rng_state(states[move[1]])
                 move = next(moves, None)
-            if op.captured and op.kind in ("op", "h2d"):
+            if op.captured and op.again is not None:
+                op.again(op, lambda _: None)
+            elif op.captured and op.kind in ("op", "h2d", "d2h"):
                 _again(op)
 
 

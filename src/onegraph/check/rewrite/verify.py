@@ -1,6 +1,7 @@
 """Whether edited files still mean what they meant: checked and run again, in a process and a folder of their own.
 
-`python -m onegraph.check.rewrite.verify TARGET OUT STEPS GPUS` writes the report of a target and what its steps give.
+`python -m onegraph.check.rewrite.verify TARGET OUT STEPS GPUS TIMEOUT` writes the report of a target and what its
+steps give.
 """
 
 import os
@@ -47,6 +48,7 @@ def look(target: str, edited: dict[str, bytes], root: str, *, steps: int, gpus: 
             out,
             str(steps),
             str(gpus),
+            str(timeout),
         ]
         path = os.pathsep.join(dict.fromkeys(["", *filter(None, sys.path)]))
         environment = {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
@@ -148,7 +150,7 @@ def results(target: str, steps: int, gpus: int) -> list[dict[str, Any]]:
     return found
 
 
-def main(target: str, out: str, steps: int, gpus: int) -> int:
+def main(target: str, out: str, steps: int, gpus: int, timeout: float) -> int:
     """See the module; the exit status is 2 where the target cannot be checked."""
     import argparse
     import contextlib
@@ -159,7 +161,8 @@ def main(target: str, out: str, steps: int, gpus: int) -> int:
 
     parser = argparse.ArgumentParser()
     cli.add_parsers(parser.add_subparsers(dest="command"))
-    args = parser.parse_args(["check", target, "--steps", str(steps), "--gpus", str(gpus)])
+    options = ["--steps", str(steps), "--gpus", str(gpus), "--timeout", str(timeout)]
+    args = parser.parse_args(["check", target, *options])
     try:
         with contextlib.redirect_stdout(sys.stderr):
             report = cli.check(target, args)
@@ -172,4 +175,4 @@ def main(target: str, out: str, steps: int, gpus: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
+    sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5])))

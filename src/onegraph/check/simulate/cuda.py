@@ -477,9 +477,9 @@ def _compile(world: World, real: Any) -> Any:
 
 def _trace(world: World, real: Any) -> Any:
     @functools.wraps(real)
-    def trace(function: Any, *args: Any, **kwargs: Any) -> Any:
+    def trace(func: Any, *args: Any, **kwargs: Any) -> Any:
         world.see("CG307", "torch.jit.trace is called inside the step", hazards.NOT_PERMITTED)
-        return traced.trace(function, *args, **kwargs)
+        return traced.trace(func, *args, **kwargs)
 
     return trace
 

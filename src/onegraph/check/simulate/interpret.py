@@ -319,17 +319,19 @@ def _language_patches(interpreter: Any, language: Any) -> list[tuple[Any, str, A
     owners += [getattr(core, name) for name in ("tensor_descriptor", "tensor_descriptor_base") if hasattr(core, name)]
     before = [dict(vars(owner)) for owner in owners]
 
-    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": language, "core": core}))
     found = []
-    for owner, old in zip(owners, before, strict=True):
-        for name, value in list(vars(owner).items()):
-            if old.get(name, _ABSENT) is not value:
-                found.append((owner, name, old.get(name, _ABSENT), value))
-    for owner, name, value, _ in found:
-        if value is _ABSENT:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, value)
+    try:
+        interpreter._patch_lang(SimpleNamespace(__globals__={"tl": language, "core": core}))
+    finally:  # an interpreter that raises halfway leaves a language that compiles no more
+        for owner, old in zip(owners, before, strict=True):
+            for name, value in list(vars(owner).items()):
+                if old.get(name, _ABSENT) is not value:
+                    found.append((owner, name, old.get(name, _ABSENT), value))
+        for owner, name, value, _ in found:
+            if value is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
     ours = {"static_print": _quiet, "__index__": _index}
     found = [(o, n, old, ours.get(n, new)) for o, n, old, new in found]
     for owner in _extras(language):

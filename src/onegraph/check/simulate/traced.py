@@ -75,15 +75,15 @@ def _tensors(tree: Any) -> list[Tensor]:
     return found
 
 
-def trace(function: Any, example_inputs: Any = None, *_: Any, **keywords: Any) -> Any:
+def trace(func: Any, example_inputs: Any = None, *_: Any, **keywords: Any) -> Any:
     """`torch.jit.trace`: a function of the same tensors; of a module a copy that shares its parameters."""
     examples = keywords.get("example_kwarg_inputs") or example_inputs
     if isinstance(examples, dict):
-        return function  # by keywords: as it is written
+        return func  # by keywords: as it is written
     examples = examples if isinstance(examples, tuple | list) else (examples,)
-    traced = _Traced(function, tuple(examples))
-    if not isinstance(function, nn.Module):
+    traced = _Traced(func, tuple(examples))
+    if not isinstance(func, nn.Module):
         return traced
-    module = copy.copy(function)
+    module = copy.copy(func)
     module.forward = traced
     return module
