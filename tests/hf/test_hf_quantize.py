@@ -1,5 +1,6 @@
 """`onegraph quantize` through transformers' own modules: models that our decoder does not run."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import onegraph.integrations.hf  # registers the method
+from onegraph.api.outline import outline
 from onegraph.api.plan import plan
 from onegraph.api.quantize import Quantization, quantize
 from onegraph.formats.checkpoint import Checkpoint
@@ -168,3 +170,29 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
         write_checkpoint(tmp_path / "less", checkpoint.config, [(n, checkpoint.tensor(n)) for n in names])
     with pytest.raises(CheckpointError, match=r"1 missing: .*layers\.1\.mlp\.up_proj"):
         plan(tmp_path / "less", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("hidden_size", "abc"), ("num_hidden_layers", None), ("rope_scaling", [1]), ("num_attention_heads", 0),
+     ("hidden_act", "nosuch"), ("vocab_size", -1)],
+)  # fmt: skip
+def test_a_damaged_config_is_told_in_a_line_that_names_the_field(field: str, value: Any, tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(**SIZES).to_dict() | {"architectures": ["LlamaForCausalLM"], field: value}
+    del config["rope_parameters"]  # which would go before rope_scaling
+    with pytest.raises(ValueError, match=field) as caught:
+        outline(Checkpoint(tmp_path, config, {}))
+    assert "transformers, which could run it instead, cannot build it: " in str(caught.value)
+    assert "\n" not in str(caught.value)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=field):
+        plan(tmp_path, device="cpu")
+
+
+def test_no_memory_for_the_modules_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(checkpoint: Checkpoint) -> Any:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr("onegraph.integrations.hf.source.outline_of", refuse)
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        outline(Checkpoint(tmp_path, {"model_type": "gpt_neox"}, {}))

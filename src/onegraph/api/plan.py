@@ -17,7 +17,7 @@ import torch
 from onegraph.api.cost import Work, available_memory, estimate, spill_bound
 from onegraph.api.device import pick_device
 from onegraph.api.hub import locate
-from onegraph.api.outline import Outline, foreign, modules, outline
+from onegraph.api.outline import Outline, foreign, foreign_tensors, outline
 from onegraph.api.size import Size, human_bytes, size_of, size_with
 from onegraph.formats.checkpoint import Checkpoint, TensorInfo, read_config
 from onegraph.formats.e8p import BITS, E8P, KEEP, E8PConfig, E8PFormat, fits, resolve_rates
@@ -205,7 +205,7 @@ def _described(path: Path) -> Checkpoint:
     stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
     dtype = stored if isinstance(stored, torch.dtype) else torch.bfloat16
     if foreign(config) and config.get("model_type") not in CONFIGS:
-        expected = modules().expected_tensors(config)
+        expected = foreign_tensors(config)
     else:
         expected = Loader(Checkpoint(path, config, {}), parse_config(config), dtype).expected()
     return Checkpoint(path, config, {name: _info(path, shape, dtype) for name, (shape, _) in expected.items()})
