@@ -1,6 +1,7 @@
 """`onegraph quantize` through transformers' own modules: models that our decoder does not run."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import onegraph.integrations.hf  # registers the method
 from onegraph.api.outline import outline
 from onegraph.api.plan import plan
 from onegraph.api.quantize import Quantization, quantize
+from onegraph.cli import main
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.files import CheckpointError
 from onegraph.integrations.hf.experts import CodedStack
@@ -196,3 +198,30 @@ def test_no_memory_for_the_modules_is_told_as_such(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("onegraph.integrations.hf.source.outline_of", refuse)
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         outline(Checkpoint(tmp_path, {"model_type": "gpt_neox"}, {}))
+
+
+def test_that_only_transformers_will_run_it_is_told_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = transformers.LlamaConfig(**SIZES).to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    odd = own | {"hidden_act": "gelu"}
+    for name, config in (("own", own), ("odd", odd)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    assert main(["quantize", str(tmp_path / "odd"), str(tmp_path / "out"), "--dry-run", "--device", "cpu"]) == 0
+    told = r"; onegraph's own decoder does not run this \(.*gelu.*\): OUT will run in transformers only\n"
+    assert re.search(told, capsys.readouterr().out)
+    found = plan(tmp_path / "odd", device="cpu").as_dict()
+    assert not found["own"]
+    assert "gelu" in found["why"]
+    found = plan(tmp_path / "own", device="cpu").as_dict()
+    assert found["own"]
+    assert found["why"] == ""
+    assert "own decoder" not in str(plan(tmp_path / "own", device="cpu"))
+
+
+def test_a_run_tells_that_only_transformers_will_run_it(tmp_path: Path) -> None:
+    source("StableLm", tmp_path / "model")
+    said: list[str] = []
+    made(tmp_path, remark=said.append)
+    assert any("OUT will run in transformers only" in line and "stablelm" in line for line in said)

@@ -20,7 +20,7 @@ from onegraph.models.source import LlamaSource, block_shapes, layer_of, refuse_q
 @dataclass(frozen=True, kw_only=True)
 class Outline:
     """Args:
-    own: whether our own decoder runs it; otherwise transformers' modules do.
+    own: whether our own decoder runs it; otherwise transformers' modules do, and `why` is what ours says against it.
     blocks: for each block its prefix and what of it may be rounded: linears [n, k] and stacks of experts [E, n, k].
     left: layers that stay as they are, and why; kept: the linears among them.
     layer_of: the linear or stack whose weight a tensor of the checkpoint is, or is a part of.
@@ -31,6 +31,7 @@ class Outline:
     """
 
     own: bool
+    why: str = ""
     blocks: Mapping[str, Mapping[str, tuple[int, ...]]]
     layer_of: Callable[[str], str | None]
     hidden: int
@@ -54,7 +55,7 @@ def outline(checkpoint: Checkpoint) -> Outline:
     """Raises ValueError for a model that is quantized already, or that neither of the two can run."""
     if why := foreign(checkpoint.config):
         with _refused(why):
-            return Outline(own=False, **modules().outline_of(checkpoint))
+            return Outline(own=False, why=why, **modules().outline_of(checkpoint))
     config = LlamaConfig.from_dict(checkpoint.config)
     refuse_quantized(checkpoint, config)
     parts = config.parts

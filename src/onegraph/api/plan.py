@@ -113,8 +113,8 @@ class Plan:
 
     Args:
         source: the path, or org/name@commit of the hub. matched: the linears of each pattern of `layers`. rates: the
-            patterns that `quantize` goes by, those for `experts` among them. own: whether our own decoder runs it;
-            positions: that it has; expert_inputs: of each stack of experts.
+            patterns that `quantize` goes by, those for `experts` among them. own: whether our own decoder runs it,
+            `why` not; positions: that it has; expert_inputs: of each stack of experts.
         linears: how many linears are quantized, each expert's two counted. left: layers that stay as they are, and why.
         before, after: sizes on disk, `after` exact.
         seconds: an estimate, on a CPU right within a factor of two or so. memory: bytes on the device, at the least.
@@ -135,6 +135,7 @@ class Plan:
     left: Mapping[str, str]
     rates: Mapping[str, int]
     own: bool
+    why: str
     positions: int
     expert_inputs: Mapping[str, int]
     before: Size
@@ -164,15 +165,21 @@ class Plan:
         minutes = f"{self.seconds:.0f} s" if self.seconds < 90 else f"{self.seconds / 60:.0f} min"
         return (
             f"{weights} ({how}) on {self.device}: {size}, some {minutes}, {human_bytes(self.memory)} of memory there, "
-            f"{human_bytes(self.disk)} of disk"
+            f"{human_bytes(self.disk)} of disk{self._where}"
         )
 
+    @property
+    def _where(self) -> str:
+        if self.own:
+            return ""
+        return f"; onegraph's own decoder does not run this ({self.why}): OUT will run in transformers only"
+
     def as_dict(self) -> dict[str, Any]:
-        """As JSON; the linears of a pattern are counted."""
+        """As JSON; the linears of a pattern are counted. own: whether onegraph's own decoder runs it, why: if not."""
         told = {name: getattr(self, name) for name in ("source", "device", "format", "bits", "recipe", "calibration")}
         told |= {"tokens": self.tokens, "linears": self.linears}
         told |= {"layers": {pattern: len(names) for pattern, names in self.matched.items()}}
-        told |= {"left": dict(self.left)}
+        told |= {"left": dict(self.left), "own": self.own, "why": self.why}
         told |= {"before": self.before.as_dict(), "after": self.after.as_dict()}
         return told | {"seconds": round(self.seconds, 1), "memory": self.memory, "disk": self.disk}
 
@@ -273,6 +280,7 @@ def _plan(
         left=kept | dict(found.left if found is not None else {}),
         rates=dict(choices.layers),
         own=found is None or found.own,
+        why="" if found is None else found.why,
         positions=0 if found is None else found.positions,
         expert_inputs={layer: shape[2] for layer, shape in shapes.items() if len(shape) == 3},
         before=before,
