@@ -225,3 +225,21 @@ def test_a_run_tells_that_only_transformers_will_run_it(tmp_path: Path) -> None:
     said: list[str] = []
     made(tmp_path, remark=said.append)
     assert any("OUT will run in transformers only" in line and "stablelm" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [({"lm_head": 4}, "lm_head: got 4, and this model runs in transformers only"),
+     ({"embed_tokens": 3}, "embed_tokens: got 3, and this model runs in transformers only"),
+     ({"calibration": "self"}, "calibration 'self' needs onegraph's own decoder, and .*; give a text")],
+)  # fmt: skip
+def test_what_needs_our_own_decoder_is_refused_before_anything_is_read(
+    option: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    config = transformers.LlamaConfig(**SIZES).to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plan(tmp_path, device="cpu", **option)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
+    with pytest.raises(ValueError, match=words) as caught:
+        plan(tmp_path, device="cpu", **option)
+    assert "\n" not in str(caught.value)

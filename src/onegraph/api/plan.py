@@ -227,6 +227,8 @@ def survey(checkpoint: Checkpoint, name: str, choices: Choices) -> Plan:
     if choices.format == "nvfp4":
         return _survey_nvfp4(checkpoint, name, choices)
     found = outline(checkpoint)
+    if not found.own:
+        _refuse_foreign(choices, found.why)
     found.check(checkpoint)
     choices = with_experts(choices, found)
     shapes = found.shapes
@@ -241,6 +243,17 @@ def survey(checkpoint: Checkpoint, name: str, choices: Choices) -> Plan:
     )
     work = _work(found, formats, before, after, choices)
     return _plan(name, choices, formats, shapes, before, after, work, found)
+
+
+def _refuse_foreign(choices: Choices, why: str) -> None:
+    """Raises ValueError for options that only models of our own decoder have."""
+    told = f"this model runs in transformers only ({why})"
+    ends = {"lm_head": choices.levers.lm_head, "embed_tokens": choices.levers.embed_tokens}
+    for name, bits in ends.items():
+        if bits is not None:
+            raise ValueError(f"{name}: got {bits}, and {told}, where it stays as it is; leave the option out")
+    if kind_of(choices.calibration) == "self":
+        raise ValueError(f"calibration 'self' needs onegraph's own decoder, and {told}; give a text")
 
 
 def _survey_nvfp4(checkpoint: Checkpoint, name: str, choices: Choices) -> Plan:

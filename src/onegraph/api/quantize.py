@@ -109,7 +109,8 @@ def quantize(
             with onegraph, or "self" for text that the model samples (holds the whole model). tokens: of it to use, at
             most (default: 8192 on a CPU, 16384 on a GPU). sequence: tokens of a row of it.
         layers: {pattern: bits} of linears that differ, {"*.down_proj": 4}; 16 keeps a layer; the last match wins.
-        lm_head, embed_tokens: bits of the output head and of the embedding; None leaves them as they are.
+        lm_head, embed_tokens: bits of the output head and of the embedding; None leaves them as they are. Of a model
+            that only transformers runs neither can be quantized, nor can it sample its own text.
         experts: bits of routed experts, 16 to keep them; None is `bits`, but experts that are published in MXFP4
             (gpt-oss) stay so. expert_prior: see `quant/experts.py`; None for the recipe's.
         seed: the same one gives the same bytes.
