@@ -20,7 +20,7 @@ from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.files import CheckpointError
 from onegraph.integrations.hf.experts import CodedStack
 from onegraph.integrations.hf.modules import CodedLinear
-from onegraph.integrations.hf.source import ModulesSource
+from onegraph.integrations.hf.source import ModulesSource, Skeleton
 
 assert onegraph.integrations.hf is not None
 WORDS = 128
@@ -243,3 +243,11 @@ def test_what_needs_our_own_decoder_is_refused_before_anything_is_read(
     with pytest.raises(ValueError, match=words) as caught:
         plan(tmp_path, device="cpu", **option)
     assert "\n" not in str(caught.value)
+
+
+def test_the_checkpoints_config_is_left_as_it_is() -> None:
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    config = {"model_type": "stablelm", **SIZES, "rope_theta": 5000.0, "rope_scaling": scaling}
+    before = json.dumps(config)
+    Skeleton(config)
+    assert json.dumps(config) == before

@@ -53,7 +53,8 @@ class Skeleton:
     def __init__(self, config: Mapping[str, Any]) -> None:
         if config.get("quantization_config") is not None:
             raise CheckpointError("config.json: the model is quantized already; give the unquantized model")
-        settings = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
+        kept = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
+        settings = copy.deepcopy(kept)  # transformers writes into it: rope_theta into rope_scaling
         parsed = CONFIG_MAPPING[config["model_type"]].from_dict(settings)
         with _without_weights():
             self.model: Any = AutoModelForCausalLM.from_config(
