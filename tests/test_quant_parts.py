@@ -17,6 +17,7 @@ from onegraph.quant.ldlq import damped, loss
 from onegraph.quant.partial import Partial, key_of
 from onegraph.quant.quantize import quantize
 from onegraph.quant.recipe import RHO, Recipe, Tune
+from onegraph.quant.spill import Spill
 from test_quant import BLOCKS, VOCAB, Tiny
 
 # ------------------------------------------------------------------------------------------------------ Hessians
@@ -261,6 +262,19 @@ def test_progress_names_every_group_and_what_was_done_before(tokens: Tensor, tmp
     (work.path / "block-00001.safetensors").unlink()
     quantize(Tiny(), tokens, Recipe(bits=2), work, progress=lambda *step: told.append(step))
     assert told == [(5, 10, "block 0 was done before"), *steps[4:]]
+
+
+def test_a_job_that_fails_leaves_no_activations(tokens: Tensor, tmp_path: Any) -> None:
+    spill, seen = Spill(tmp_path / "spilled"), []
+
+    def stop(*_: Any) -> None:
+        seen.append(spill.used)
+        raise RuntimeError("stopped")
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        quantize(Tiny(), tokens, Recipe(bits=2), progress=stop, spill=spill)
+    assert seen == [True]
+    assert not (tmp_path / "spilled").exists()
 
 
 @pytest.mark.parametrize(("batch_tokens", "rows"), [(1, 1), (63, 1), (64, 2), (8192, 24)])

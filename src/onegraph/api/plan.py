@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -28,6 +29,7 @@ from onegraph.models.loader import Loader
 from onegraph.quant.quantize import EMBED, HEAD
 from onegraph.quant.recipe import Recipe
 
+SPILLED = ".activations.tmp"  # in the directory of unfinished work: activations that do not fit in memory
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a block or an expert
 RECIPES = {"cpu": "quick", "cuda": "good"}  # where none is asked for
 TOKENS = {"cpu": 8192, "cuda": 16384}  # likewise; of a text, as many as it has
@@ -447,6 +449,19 @@ def existing(out: Path) -> Path:
     return next(folder for folder in out.absolute().parents if folder.exists())
 
 
+def unfinished(out: Path) -> Path:
+    """The directory of finished blocks beside `out`."""
+    return out.with_name(out.name + ".partial")
+
+
+def _bytes_in(folder: Path) -> int:
+    total = 0
+    for file in folder.glob("*"):
+        with suppress(FileNotFoundError):  # a job that still runs drops its files meanwhile
+            total += file.stat().st_size
+    return total
+
+
 def check_room(found: Plan, out: Path) -> None:
     """Raises ValueError where `out` cannot be written, or memory or disk would not do: now, not after hours of work."""
     refuse_existing(out)
@@ -455,7 +470,8 @@ def check_room(found: Plan, out: Path) -> None:
         raise ValueError(f"{out}: {parent} is no directory; choose another output directory")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise ValueError(f"{out}: {parent} cannot be written to; choose another output directory")
-    free = shutil.disk_usage(parent).free
+    stale = unfinished(out) / SPILLED  # of a job that was killed; it is removed where this one begins
+    free = shutil.disk_usage(parent).free + _bytes_in(stale)
     if found.disk > free:
         raise ValueError(
             f"{out}: needs {human_bytes(found.disk)} of this disk and {human_bytes(free)} are free; make room, or "

@@ -223,6 +223,14 @@ class _Job:
 
     @torch.no_grad()
     def run(self) -> Quantized:
+        try:
+            self.blocks()
+        finally:
+            self.spill.close()
+        return Quantized(self.config, self.layers, self.counts)
+
+    def blocks(self) -> None:
+        """All that the recipe asks for, into `layers` and `counts`."""
         model, recipe = self.model, self.recipe
         stream = self.spill.batches(model.embed(part) for part in self.tokens.split(self.batch))
         reference = self.spill.batches(stream) if recipe.correct or recipe.tune else None
@@ -232,8 +240,6 @@ class _Job:
             assert reference is not None
             self.kept("tuned", lambda: self.tuned(reference))
         self.ends(stream)
-        self.spill.close()
-        return Quantized(self.config, self.layers, self.counts)
 
     def tuned(self, reference: Batches) -> dict[str, Tensors]:
         def show(step: int, steps: int, loss: float) -> None:
