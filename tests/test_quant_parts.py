@@ -81,6 +81,30 @@ def test_cross_moments_are_of_the_unquantized_models_inputs_with_ours() -> None:
     assert not any(layer._forward_pre_hooks for block in blocks for layer in block)
 
 
+def test_a_batch_that_does_not_reach_a_linear_is_not_counted_for_it() -> None:
+    class Sometimes(Line):
+        def run_block(self, block: Any, hidden: Tensor) -> Tensor:
+            return block(hidden) if hidden[0, 0, 0] > 0 else block[0](hidden)
+
+    block = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).requires_grad_(False)
+    there = torch.ones(1, 3, 4)
+    moments = gather(Sometimes(), block, [there, -there], [0, 1]).moments  # type: ignore[arg-type]
+    x = block[0](there)[0]
+    assert torch.allclose(moments[0].h, torch.ones(4, 4))
+    assert torch.allclose(moments[1].h, x.T @ x / 6, atol=1e-6)
+    assert list(gather(Sometimes(), block, [-there], [0, 1]).moments) == [0]  # type: ignore[arg-type]
+
+
+def test_a_linear_that_no_text_reaches_is_named_unless_it_is_kept(tokens: Tensor) -> None:
+    class Unreached(Tiny):
+        def linear_groups(self, block: Any) -> Any:
+            return [*super().linear_groups(block)[:-1], [("down", nn.Linear(*block.down.weight.shape[::-1]))]]
+
+    with pytest.raises(ValueError, match=r"blocks\.0\.down: no row of the calibration text reaches it"):
+        quantize(Unreached(), tokens, Recipe(bits=2))  # type: ignore[arg-type]
+    quantize(Unreached(), tokens, Recipe(bits=2, layers={"*.down": 16}))  # type: ignore[arg-type]
+
+
 def test_a_correction_is_damped_and_of_the_strength_that_is_asked() -> None:
     h, weight = 4 * torch.eye(2), torch.tensor([[1.0, 2.0]])
     moments = Moments(h, 2 * h)
