@@ -173,6 +173,22 @@ def test_nothing_is_sampled_for_a_command_that_cannot_end_well(
     refused(r"takes at least .* of memory on cpu and 400\.0 kB are free", model, tmp_path / "out", calibration=TEXT)
 
 
+def test_activations_of_a_killed_job_count_as_free(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    stale = tmp_path / "out.partial" / ".activations.tmp"
+    monkeypatch.setattr(planned.shutil, "disk_usage", lambda _: SimpleNamespace(free=plan(model, **SMALL).disk - 8))
+    with pytest.raises(ValueError, match="of this disk and"):
+        plan(model, out, **SMALL)
+    stale.mkdir(parents=True)
+    (stale / "0").write_bytes(bytes(8))
+    plan(model, out, **SMALL)
+    monkeypatch.undo()
+    quantize(model, out, **SMALL)
+    assert not stale.exists()
+
+
 def test_available_memory_heeds_the_limits_of_the_process() -> None:
     code = "import resource, sys, torch; from onegraph.api.cost import available_memory as free\n"
     code += "resource.setrlimit(resource.RLIMIT_DATA, (3 << 30, -1)); print(free(torch.device('cpu')))"

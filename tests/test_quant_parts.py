@@ -17,6 +17,7 @@ from onegraph.quant.ldlq import damped, loss
 from onegraph.quant.partial import Partial, key_of
 from onegraph.quant.quantize import quantize
 from onegraph.quant.recipe import RHO, Recipe, Tune
+from onegraph.quant.spill import Spill
 from test_quant import BLOCKS, VOCAB, Tiny
 
 # ------------------------------------------------------------------------------------------------------ Hessians
@@ -78,6 +79,30 @@ def test_cross_moments_are_of_the_unquantized_models_inputs_with_ours() -> None:
     assert torch.allclose(moments[1].cross, reference.T @ x / 15, atol=1e-5)
     assert torch.allclose(torch.cat(outputs), blocks[0](torch.cat(ours)), atol=1e-5)
     assert not any(layer._forward_pre_hooks for block in blocks for layer in block)
+
+
+def test_a_batch_that_does_not_reach_a_linear_is_not_counted_for_it() -> None:
+    class Sometimes(Line):
+        def run_block(self, block: Any, hidden: Tensor) -> Tensor:
+            return block(hidden) if hidden[0, 0, 0] > 0 else block[0](hidden)
+
+    block = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).requires_grad_(False)
+    there = torch.ones(1, 3, 4)
+    moments = gather(Sometimes(), block, [there, -there], [0, 1]).moments  # type: ignore[arg-type]
+    x = block[0](there)[0]
+    assert torch.allclose(moments[0].h, torch.ones(4, 4))
+    assert torch.allclose(moments[1].h, x.T @ x / 6, atol=1e-6)
+    assert list(gather(Sometimes(), block, [-there], [0, 1]).moments) == [0]  # type: ignore[arg-type]
+
+
+def test_a_linear_that_no_text_reaches_is_named_unless_it_is_kept(tokens: Tensor) -> None:
+    class Unreached(Tiny):
+        def linear_groups(self, block: Any) -> Any:
+            return [*super().linear_groups(block)[:-1], [("down", nn.Linear(*block.down.weight.shape[::-1]))]]
+
+    with pytest.raises(ValueError, match=r"blocks\.0\.down: no row of the calibration text reaches it"):
+        quantize(Unreached(), tokens, Recipe(bits=2))  # type: ignore[arg-type]
+    quantize(Unreached(), tokens, Recipe(bits=2, layers={"*.down": 16}))  # type: ignore[arg-type]
 
 
 def test_a_correction_is_damped_and_of_the_strength_that_is_asked() -> None:
@@ -261,6 +286,19 @@ def test_progress_names_every_group_and_what_was_done_before(tokens: Tensor, tmp
     (work.path / "block-00001.safetensors").unlink()
     quantize(Tiny(), tokens, Recipe(bits=2), work, progress=lambda *step: told.append(step))
     assert told == [(5, 10, "block 0 was done before"), *steps[4:]]
+
+
+def test_a_job_that_fails_leaves_no_activations(tokens: Tensor, tmp_path: Any) -> None:
+    spill, seen = Spill(tmp_path / "spilled"), []
+
+    def stop(*_: Any) -> None:
+        seen.append(spill.used)
+        raise RuntimeError("stopped")
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        quantize(Tiny(), tokens, Recipe(bits=2), progress=stop, spill=spill)
+    assert seen == [True]
+    assert not (tmp_path / "spilled").exists()
 
 
 @pytest.mark.parametrize(("batch_tokens", "rows"), [(1, 1), (63, 1), (64, 2), (8192, 24)])

@@ -1,5 +1,7 @@
 """`onegraph quantize` through transformers' own modules: models that our decoder does not run."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,15 @@ from transformers.pytorch_utils import Conv1D
 
 import onegraph.integrations.hf  # registers the method
 from models import Decoder, hf_model
+from onegraph.api.outline import outline
 from onegraph.api.plan import plan
 from onegraph.api.quantize import Quantization, quantize
+from onegraph.cli import main
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.files import CheckpointError
 from onegraph.integrations.hf.experts import CodedStack
 from onegraph.integrations.hf.modules import CodedLinear
-from onegraph.integrations.hf.source import ModulesSource
+from onegraph.integrations.hf.source import ModulesSource, Skeleton
 from onegraph.models.llama import Llama
 
 assert onegraph.integrations.hf is not None
@@ -186,3 +190,82 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
         write_checkpoint(tmp_path / "less", checkpoint.config, [(n, checkpoint.tensor(n)) for n in names])
     with pytest.raises(CheckpointError, match=r"1 missing: .*layers\.1\.mlp\.up_proj"):
         plan(tmp_path / "less", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("hidden_size", "abc"), ("num_hidden_layers", None), ("rope_scaling", [1]), ("num_attention_heads", 0),
+     ("hidden_act", "nosuch"), ("vocab_size", -1)],
+)  # fmt: skip
+def test_a_damaged_config_is_told_in_a_line_that_names_the_field(field: str, value: Any, tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(**SIZES).to_dict() | {"architectures": ["LlamaForCausalLM"], field: value}
+    del config["rope_parameters"]  # which would go before rope_scaling
+    with pytest.raises(ValueError, match=field) as caught:
+        outline(Checkpoint(tmp_path, config, {}))
+    assert "transformers, which could run it instead, cannot build it: " in str(caught.value)
+    assert "\n" not in str(caught.value)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=field):
+        plan(tmp_path, device="cpu")
+
+
+def test_no_memory_for_the_modules_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(checkpoint: Checkpoint) -> Any:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr("onegraph.integrations.hf.source.outline_of", refuse)
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        outline(Checkpoint(tmp_path, {"model_type": "gpt_neox"}, {}))
+
+
+def test_that_only_transformers_will_run_it_is_told_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = transformers.LlamaConfig(**SIZES).to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    odd = own | {"hidden_act": "gelu"}
+    for name, config in (("own", own), ("odd", odd)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    assert main(["quantize", str(tmp_path / "odd"), str(tmp_path / "out"), "--dry-run", "--device", "cpu"]) == 0
+    told = r"; onegraph's own decoder does not run this \(.*gelu.*\): OUT will run in transformers only\n"
+    assert re.search(told, capsys.readouterr().out)
+    found = plan(tmp_path / "odd", device="cpu").as_dict()
+    assert not found["own"]
+    assert "gelu" in found["why"]
+    found = plan(tmp_path / "own", device="cpu").as_dict()
+    assert found["own"]
+    assert found["why"] == ""
+    assert "own decoder" not in str(plan(tmp_path / "own", device="cpu"))
+
+
+def test_a_run_tells_that_only_transformers_will_run_it(tmp_path: Path) -> None:
+    source("StableLm", tmp_path / "model")
+    said: list[str] = []
+    made(tmp_path, remark=said.append)
+    assert any("OUT will run in transformers only" in line and "stablelm" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [({"lm_head": 4}, "lm_head: got 4, and this model runs in transformers only"),
+     ({"embed_tokens": 3}, "embed_tokens: got 3, and this model runs in transformers only"),
+     ({"calibration": "self"}, "calibration 'self' needs onegraph's own decoder, and .*; give a text")],
+)  # fmt: skip
+def test_what_needs_our_own_decoder_is_refused_before_anything_is_read(
+    option: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    config = transformers.LlamaConfig(**SIZES).to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plan(tmp_path, device="cpu", **option)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
+    with pytest.raises(ValueError, match=words) as caught:
+        plan(tmp_path, device="cpu", **option)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_checkpoints_config_is_left_as_it_is() -> None:
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    config = {"model_type": "stablelm", **SIZES, "rope_theta": 5000.0, "rope_scaling": scaling}
+    before = json.dumps(config)
+    Skeleton(config)
+    assert json.dumps(config) == before

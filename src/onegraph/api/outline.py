@@ -3,13 +3,15 @@ config.json, of any other that transformers has from its modules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from onegraph.formats.checkpoint import Checkpoint
+from onegraph.formats.files import CheckpointError, out_of_memory, quote
 from onegraph.models.config import LlamaConfig
 from onegraph.models.loader import Loader
 from onegraph.models.source import LlamaSource, block_shapes, layer_of, refuse_quantized
@@ -18,7 +20,7 @@ from onegraph.models.source import LlamaSource, block_shapes, layer_of, refuse_q
 @dataclass(frozen=True, kw_only=True)
 class Outline:
     """Args:
-    own: whether our own decoder runs it; otherwise transformers' modules do.
+    own: whether our own decoder runs it; otherwise transformers' modules do, and `why` is what ours says against it.
     blocks: for each block its prefix and what of it may be rounded: linears [n, k] and stacks of experts [E, n, k].
     left: layers that stay as they are, and why; kept: the linears among them.
     layer_of: the linear or stack whose weight a tensor of the checkpoint is, or is a part of.
@@ -29,6 +31,7 @@ class Outline:
     """
 
     own: bool
+    why: str = ""
     blocks: Mapping[str, Mapping[str, tuple[int, ...]]]
     layer_of: Callable[[str], str | None]
     hidden: int
@@ -50,8 +53,9 @@ class Outline:
 
 def outline(checkpoint: Checkpoint) -> Outline:
     """Raises ValueError for a model that is quantized already, or that neither of the two can run."""
-    if foreign(checkpoint.config):
-        return Outline(own=False, **modules().outline_of(checkpoint))
+    if why := foreign(checkpoint.config):
+        with _refused(why):
+            return Outline(own=False, why=why, **modules().outline_of(checkpoint))
     config = LlamaConfig.from_dict(checkpoint.config)
     refuse_quantized(checkpoint, config)
     parts = config.parts
@@ -72,9 +76,9 @@ def outline(checkpoint: Checkpoint) -> Outline:
     )
 
 
-def foreign(config: Mapping[str, Any]) -> bool:
-    """Whether transformers' modules have to run the model: our own decoder does not. Raises ValueError, ours, where
-    transformers is not installed or does not have it either."""
+def foreign(config: Mapping[str, Any]) -> str:
+    """Why transformers' modules have to run the model: what our own decoder says against it; "" where it runs it.
+    Raises ValueError, ours, where transformers is not installed or does not have it either."""
     try:
         LlamaConfig.from_dict(config)
     except ValueError as error:
@@ -82,8 +86,33 @@ def foreign(config: Mapping[str, Any]) -> bool:
             raise ValueError(
                 f"{error}; and transformers, which could run it instead, is not installed or has no such model"
             ) from None
-        return True
-    return False
+        return str(error)
+    return ""
+
+
+def foreign_tensors(config: Mapping[str, Any]) -> Mapping[str, tuple[tuple[int, ...], Any]]:
+    """Names and shapes of the tensors of a `foreign` model. Raises ValueError where transformers cannot build it."""
+    with _refused(foreign(config)):
+        found: Mapping[str, tuple[tuple[int, ...], Any]] = modules().expected_tensors(config)
+    return found
+
+
+@contextmanager
+def _refused(why: str) -> Iterator[None]:
+    """What transformers raises for a config.json that it cannot build a model of, which is anything, as a ValueError of
+    one line behind `why`."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        first = next(iter(str(error).splitlines()), "")
+        raise ValueError(
+            f"{why}; and transformers, which could run it instead, cannot build it: {type(error).__name__}: "
+            f"{quote(first)}"
+        ) from None
 
 
 def model_of(checkpoint: Checkpoint, device: torch.device, sequence: int, *, own: bool) -> Any:

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 from onegraph.api.cost import Work, available_memory, estimate, spill_bound
 from onegraph.api.device import pick_device
 from onegraph.api.hub import locate
-from onegraph.api.outline import Outline, foreign, modules, outline
+from onegraph.api.outline import Outline, foreign, foreign_tensors, outline
 from onegraph.api.size import Size, human_bytes, size_of, size_with
 from onegraph.formats.checkpoint import Checkpoint, TensorInfo, read_config
 from onegraph.formats.e8p import BITS, E8P, KEEP, E8PConfig, E8PFormat, fits, resolve_rates
@@ -28,6 +29,7 @@ from onegraph.models.loader import Loader
 from onegraph.quant.quantize import EMBED, HEAD
 from onegraph.quant.recipe import Recipe
 
+SPILLED = ".activations.tmp"  # in the directory of unfinished work: activations that do not fit in memory
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a block or an expert
 RECIPES = {"cpu": "quick", "cuda": "good"}  # where none is asked for
 TOKENS = {"cpu": 8192, "cuda": 16384}  # likewise; of a text, as many as it has
@@ -113,8 +115,8 @@ class Plan:
 
     Args:
         source: the path, or org/name@commit of the hub. matched: the linears of each pattern of `layers`. rates: the
-            patterns that `quantize` goes by, those for `experts` among them. own: whether our own decoder runs it;
-            positions: that it has; expert_inputs: of each stack of experts.
+            patterns that `quantize` goes by, those for `experts` among them. own: whether our own decoder runs it,
+            `why` not; positions: that it has; expert_inputs: of each stack of experts.
         linears: how many linears are quantized, each expert's two counted. left: layers that stay as they are, and why.
         before, after: sizes on disk, `after` exact.
         seconds: an estimate, on a CPU right within a factor of two or so. memory: bytes on the device, at the least.
@@ -135,6 +137,7 @@ class Plan:
     left: Mapping[str, str]
     rates: Mapping[str, int]
     own: bool
+    why: str
     positions: int
     expert_inputs: Mapping[str, int]
     before: Size
@@ -164,15 +167,21 @@ class Plan:
         minutes = f"{self.seconds:.0f} s" if self.seconds < 90 else f"{self.seconds / 60:.0f} min"
         return (
             f"{weights} ({how}) on {self.device}: {size}, some {minutes}, {human_bytes(self.memory)} of memory there, "
-            f"{human_bytes(self.disk)} of disk"
+            f"{human_bytes(self.disk)} of disk{self._where}"
         )
 
+    @property
+    def _where(self) -> str:
+        if self.own:
+            return ""
+        return f"; onegraph's own decoder does not run this ({self.why}): OUT will run in transformers only"
+
     def as_dict(self) -> dict[str, Any]:
-        """As JSON; the linears of a pattern are counted."""
+        """As JSON; the linears of a pattern are counted. own: whether onegraph's own decoder runs it, why: if not."""
         told = {name: getattr(self, name) for name in ("source", "device", "format", "bits", "recipe", "calibration")}
         told |= {"tokens": self.tokens, "linears": self.linears}
         told |= {"layers": {pattern: len(names) for pattern, names in self.matched.items()}}
-        told |= {"left": dict(self.left)}
+        told |= {"left": dict(self.left), "own": self.own, "why": self.why}
         told |= {"before": self.before.as_dict(), "after": self.after.as_dict()}
         return told | {"seconds": round(self.seconds, 1), "memory": self.memory, "disk": self.disk}
 
@@ -205,7 +214,7 @@ def _described(path: Path) -> Checkpoint:
     stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
     dtype = stored if isinstance(stored, torch.dtype) else torch.bfloat16
     if foreign(config) and config.get("model_type") not in CONFIGS:
-        expected = modules().expected_tensors(config)
+        expected = foreign_tensors(config)
     else:
         expected = Loader(Checkpoint(path, config, {}), parse_config(config), dtype).expected()
     return Checkpoint(path, config, {name: _info(path, shape, dtype) for name, (shape, _) in expected.items()})
@@ -220,6 +229,8 @@ def survey(checkpoint: Checkpoint, name: str, choices: Choices) -> Plan:
     if choices.format == "nvfp4":
         return _survey_nvfp4(checkpoint, name, choices)
     found = outline(checkpoint)
+    if not found.own:
+        _refuse_foreign(choices, found.why)
     found.check(checkpoint)
     choices = with_experts(choices, found)
     shapes = found.shapes
@@ -234,6 +245,17 @@ def survey(checkpoint: Checkpoint, name: str, choices: Choices) -> Plan:
     )
     work = _work(found, formats, before, after, choices)
     return _plan(name, choices, formats, shapes, before, after, work, found)
+
+
+def _refuse_foreign(choices: Choices, why: str) -> None:
+    """Raises ValueError for options that only models of our own decoder have."""
+    told = f"this model runs in transformers only ({why})"
+    ends = {"lm_head": choices.levers.lm_head, "embed_tokens": choices.levers.embed_tokens}
+    for name, bits in ends.items():
+        if bits is not None:
+            raise ValueError(f"{name}: got {bits}, and {told}, where it stays as it is; leave the option out")
+    if kind_of(choices.calibration) == "self":
+        raise ValueError(f"calibration 'self' needs onegraph's own decoder, and {told}; give a text")
 
 
 def _survey_nvfp4(checkpoint: Checkpoint, name: str, choices: Choices) -> Plan:
@@ -273,6 +295,7 @@ def _plan(
         left=kept | dict(found.left if found is not None else {}),
         rates=dict(choices.layers),
         own=found is None or found.own,
+        why="" if found is None else found.why,
         positions=0 if found is None else found.positions,
         expert_inputs={layer: shape[2] for layer, shape in shapes.items() if len(shape) == 3},
         before=before,
@@ -426,6 +449,19 @@ def existing(out: Path) -> Path:
     return next(folder for folder in out.absolute().parents if folder.exists())
 
 
+def unfinished(out: Path) -> Path:
+    """The directory of finished blocks beside `out`."""
+    return out.with_name(out.name + ".partial")
+
+
+def _bytes_in(folder: Path) -> int:
+    total = 0
+    for file in folder.glob("*"):
+        with suppress(FileNotFoundError):  # a job that still runs drops its files meanwhile
+            total += file.stat().st_size
+    return total
+
+
 def check_room(found: Plan, out: Path) -> None:
     """Raises ValueError where `out` cannot be written, or memory or disk would not do: now, not after hours of work."""
     refuse_existing(out)
@@ -434,7 +470,8 @@ def check_room(found: Plan, out: Path) -> None:
         raise ValueError(f"{out}: {parent} is no directory; choose another output directory")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise ValueError(f"{out}: {parent} cannot be written to; choose another output directory")
-    free = shutil.disk_usage(parent).free
+    stale = unfinished(out) / SPILLED  # of a job that was killed; it is removed where this one begins
+    free = shutil.disk_usage(parent).free + _bytes_in(stale)
     if found.disk > free:
         raise ValueError(
             f"{out}: needs {human_bytes(found.disk)} of this disk and {human_bytes(free)} are free; make room, or "

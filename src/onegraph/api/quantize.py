@@ -19,6 +19,7 @@ from onegraph.api.device import pick_dtype
 from onegraph.api.hub import locate
 from onegraph.api.outline import model_of
 from onegraph.api.plan import (
+    SPILLED,
     Choices,
     Plan,
     check_room,
@@ -28,6 +29,7 @@ from onegraph.api.plan import (
     refuse_existing,
     rounded_layers,
     survey,
+    unfinished,
 )
 from onegraph.api.provenance import digest_of, source_of, versions
 from onegraph.api.size import Size
@@ -109,7 +111,8 @@ def quantize(
             with onegraph, or "self" for text that the model samples (holds the whole model). tokens: of it to use, at
             most (default: 8192 on a CPU, 16384 on a GPU). sequence: tokens of a row of it.
         layers: {pattern: bits} of linears that differ, {"*.down_proj": 4}; 16 keeps a layer; the last match wins.
-        lm_head, embed_tokens: bits of the output head and of the embedding; None leaves them as they are.
+        lm_head, embed_tokens: bits of the output head and of the embedding; None leaves them as they are. Of a model
+            that only transformers runs neither can be quantized, nor can it sample its own text.
         experts: bits of routed experts, 16 to keep them; None is `bits`, but experts that are published in MXFP4
             (gpt-oss) stay so. expert_prior: see `quant/experts.py`; None for the recipe's.
         seed: the same one gives the same bytes.
@@ -149,12 +152,13 @@ def quantize(
         for line in found.left_lines:
             tell(line)
         with Partial(
-            run.out.with_name(run.out.name + ".partial"),
+            unfinished(run.out),
             identity(checkpoint),
             remark=tell,
             keep_inputs=shutil.disk_usage(existing(run.out)).free > found.disk + 2 * found.hessians,
         ) as partial:
             refuse_existing(run.out)  # by a process that held the directory until now
+            shutil.rmtree(partial.path / SPILLED, ignore_errors=True)
             if format == "nvfp4":
                 config, count, routed = run.nvfp4(checkpoint, choices), None, dict[str, list[int]]()
             else:
@@ -243,7 +247,7 @@ class _Run:
             partial,
             outer=outer,
             progress=lambda done, total, _: self.say("quantizing", done, total),
-            spill=Spill(partial.path / ".activations.tmp", choices.held),
+            spill=Spill(partial.path / SPILLED, choices.held),
         )
         routed = {first: counts for (first, _), counts in quantized.counts.items()}
         for line in few_lines(routed, found, recipe):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import importlib
 import importlib.util
 import os
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 from onegraph import __version__
 from onegraph.cli.common import Parser, UsageError, human_bytes, one_line
 from onegraph.cli.streams import STDOUT, abandon_stdout, as_utf8, checked
+from onegraph.formats.files import out_of_memory
 
 COMMANDS = ("quantize", "verify", "generate", "eval", "bench", "soak", "env", "demo")
 USER_ERROR, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 70, 130, 141
@@ -101,7 +101,7 @@ def _run(words: list[str]) -> int:
 
 def _report(error: BaseException) -> int:
     kind = type(error).__name__
-    if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or _no_memory(error):
+    if out_of_memory(error):
         _say(f"error: out of memory: {one_line(error)}; {_memory_advice(on_gpu=kind == 'OutOfMemoryError')}")
         return USER_ERROR
     if isinstance(error, UsageError | ValueError):
@@ -116,12 +116,6 @@ def _report(error: BaseException) -> int:
         return USER_ERROR
     _say(f"internal error: {kind}: {one_line(error)}; please report it with the output of the same command and --debug")
     return INTERNAL_ERROR
-
-
-def _no_memory(error: BaseException) -> bool:
-    """Whether the system refused memory: torch, the dynamic linker and threads each say it in their own way."""
-    words = ("can't allocate memory", "annot allocate memory", "failed to map segment", "can't start new thread")
-    return getattr(error, "errno", None) == errno.ENOMEM or any(word in str(error) for word in (*words, "bad_alloc"))
 
 
 def _memory_advice(on_gpu: bool) -> str:

@@ -23,6 +23,17 @@ class CheckpointError(ValueError):
     """What is wrong with a checkpoint, in one line that names the file or tensor, what was got and what is allowed."""
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether memory was refused: torch, the dynamic linker and threads each say it in their own way."""
+    words = ("can't allocate memory", "annot allocate memory", "failed to map segment", "can't start new thread")
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or getattr(error, "errno", None) == errno.ENOMEM
+        or any(word in str(error) for word in (*words, "bad_alloc"))
+    )
+
+
 def quote(text: object, limit: int = 100) -> str:
     """Text from a file, fit for one line of a message: quoted, control characters escaped, long text cut."""
     shown = repr(text)

@@ -61,7 +61,8 @@ class Seen:
 
 @dataclass
 class Gathered:
-    """Moments by index of the linear group, what expert layers saw by their index, and what the block made."""
+    """Moments by index of the linear group (none of one that no batch reached), what expert layers saw by their
+    index, and what the block made."""
 
     moments: dict[int, Moments]
     experts: dict[int, Seen]
@@ -140,14 +141,19 @@ def gather(
                     assert kept is not None
                     assert twin is not None
                     kept.append(twin[0])
+            seen[:], routed[:] = [None] * len(groups), [None] * len(layers)  # a batch need not reach all of them
             outputs.append(model.run_block(block, batch))
-            for i, given in zip(experts, routed, strict=True):
-                assert given is not None
+            for i, layer, given in zip(experts, layers, routed, strict=True):
+                if given is None:
+                    raise ValueError(
+                        f"{layer.names[0]}: rows of the calibration text do not reach it; keep it with the rate 16"
+                    )
                 seen_by[i].x.append(given[0])
                 seen_by[i].chosen.append(given[1])
             for i in wanted:
                 x, other = seen[i], others[i]
-                assert x is not None
+                if x is None or (reference is not None and other is None):
+                    continue
                 h = (x.T @ x).double()
                 cross = None if other is None else (other.T @ x).double()
                 before = sums.get(i, (None, None))

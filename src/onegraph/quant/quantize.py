@@ -223,6 +223,14 @@ class _Job:
 
     @torch.no_grad()
     def run(self) -> Quantized:
+        try:
+            self.blocks()
+        finally:
+            self.spill.close()
+        return Quantized(self.config, self.layers, self.counts)
+
+    def blocks(self) -> None:
+        """All that the recipe asks for, into `layers` and `counts`."""
         model, recipe = self.model, self.recipe
         stream = self.spill.batches(model.embed(part) for part in self.tokens.split(self.batch))
         reference = self.spill.batches(stream) if recipe.correct or recipe.tune else None
@@ -232,8 +240,6 @@ class _Job:
             assert reference is not None
             self.kept("tuned", lambda: self.tuned(reference))
         self.ends(stream)
-        self.spill.close()
-        return Quantized(self.config, self.layers, self.counts)
 
     def tuned(self, reference: Batches) -> dict[str, Tensors]:
         def show(step: int, steps: int, loss: float) -> None:
@@ -280,7 +286,7 @@ class _Job:
                     gathered = gather(model, block, stream, [at], pair, spill=self.spill)
                     moments = gathered.moments
                     gathered.outputs.clear()
-                made |= self.group(prefix, group, moments[at])
+                made |= self.group(prefix, group, moments.get(at))
                 self.step(f"{prefix}{group[0][0]}", len(group))
             for at in wanted:
                 if inputs == "group":
@@ -346,11 +352,12 @@ class _Job:
         if found is not None and all(f"{at}.0.x" in found for at in wanted):
             outputs = self.spill.batches(self.model.run_block(block, batch) for batch in stream)
             device = stream[0].device
+            reached = [at for at in range(len(groups)) if str(at) in found]
             seen = {}
             for at in wanted:
                 x = self.spill.batches(found[f"{at}.{j}.x"].to(device) for j in range(len(stream)))
                 seen[at] = Seen(x, [found[f"{at}.{j}.chosen"].to(device) for j in range(len(stream))], None)
-            return {at: Moments(found[str(at)].to(device), None) for at in range(len(groups))}, seen, outputs
+            return {at: Moments(found[str(at)].to(device), None) for at in reached}, seen, outputs
         gathered = gather(self.model, block, stream, range(len(groups)), experts=wanted, spill=self.spill)
         if self.partial is not None and self.partial.keep_inputs and not self.spill.used:  # a piece is made in memory
             kept = {str(at): moment.h for at, moment in gathered.moments.items()}
@@ -360,11 +367,17 @@ class _Job:
             self.partial.save(name, self.keys[name], kept)
         return gathered.moments, gathered.experts, gathered.outputs
 
-    def group(self, prefix: str, group: list[tuple[str, Any]], moments: Moments) -> dict[str, Tensors]:
+    def group(self, prefix: str, group: list[tuple[str, Any]], moments: Moments | None) -> dict[str, Tensors]:
         chosen = [(prefix + name, module, self.config.bits_of(prefix + name)) for name, module in group]
         chosen = [item for item in chosen if item[2] != KEEP]
         if not chosen:
             return {}
+        if moments is None:
+            name = chosen[0][0]
+            raise ValueError(
+                f"{name}: no row of the calibration text reaches it; give more text, or keep it with the rate 16 for "
+                f"'{name}'"
+            )
         for name, module, _ in chosen:
             if not torch.isfinite(module.weight).all():
                 raise ValueError(f"{name}: the weight is not finite; the checkpoint is damaged")

@@ -46,13 +46,15 @@ def has(config: Mapping[str, Any]) -> bool:
 class Skeleton:
     """The modules of a model without its weights, and how a checkpoint names what is in them.
 
-    Raises ValueError for a model that is quantized already, or whose blocks are not one list.
+    Raises CheckpointError for a model that is quantized already, or whose blocks are not one list; what transformers
+    says of a config that it cannot take comes as it is.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         if config.get("quantization_config") is not None:
-            raise ValueError("config.json: the model is quantized already; give the unquantized model")
-        settings = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
+            raise CheckpointError("config.json: the model is quantized already; give the unquantized model")
+        kept = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
+        settings = copy.deepcopy(kept)  # transformers writes into it: rope_theta into rope_scaling
         parsed = CONFIG_MAPPING[config["model_type"]].from_dict(settings)
         with _without_weights():
             self.model: Any = AutoModelForCausalLM.from_config(
@@ -409,7 +411,7 @@ def _blocks_of(model: Any) -> str:
         if isinstance(module, nn.ModuleList) and len(module) == count
     }
     if not found:
-        raise ValueError(f"{model.config.model_type}: its {count} blocks are not one list of modules")
+        raise CheckpointError(f"{model.config.model_type}: its {count} blocks are not one list of modules")
     return max(found, key=lambda name: (found[name], -len(name)))
 
 
