@@ -24,7 +24,7 @@ def slot(table: Tensor, row: int, position: int, page_size: int) -> tuple[int, i
 @pytest.mark.parametrize("case", paged_attention.cases, ids=lambda case: case.name)
 def test_attention_is_softmax_over_the_keys_seen(case: Case) -> None:
     """Query by query, head by head; unseen slots hold NaN, so that reading one is not forgiven."""
-    q, k_cache, v_cache, table, positions, scale, window, sinks = make(case)
+    q, k_cache, v_cache, table, positions, scale, window, sinks, softcap = make(case)
     rows, length, heads, _ = q.shape
     page_size, kv_heads = k_cache.shape[1:3]
     seen = torch.zeros(k_cache.shape[:2], dtype=torch.bool)
@@ -32,7 +32,7 @@ def test_attention_is_softmax_over_the_keys_seen(case: Case) -> None:
         for j in range(int(positions[b]) + length):
             seen[slot(table, b, j, page_size)] = True
     k_cache[~seen], v_cache[~seen] = float("nan"), float("nan")
-    got = paged_attention(q, k_cache, v_cache, table, positions, scale, window, sinks)
+    got = paged_attention(q, k_cache, v_cache, table, positions, scale, window, sinks, softcap)
     for b in range(rows):
         reach = int(positions[b]) + length
         where = [slot(table, b, j, page_size) for j in range(reach)]
@@ -44,6 +44,7 @@ def test_attention_is_softmax_over_the_keys_seen(case: Case) -> None:
             for h in range(0, heads, max(1, heads // 3)):
                 kv = h // (heads // kv_heads)
                 scores = keys[first : at + 1, kv] @ q[b, i, h].double() * scale
+                scores = softcap * (scores / softcap).tanh() if softcap else scores
                 weights = scores.exp() / (scores.exp().sum() + (0.0 if sinks is None else sinks[h].double().exp()))
                 assert (got[b, i, h] - weights @ values[first : at + 1, kv]).abs().max() < 1e-5
 
@@ -61,16 +62,17 @@ def test_keys_and_values_land_in_their_pages_and_nowhere_else(case: Case) -> Non
     vectors = qkv.view(rows, length, heads + 2 * kv_heads, dim).double()
 
     def turned(x: Tensor, norm: Tensor | None, at: int) -> Tensor:
-        """RMSNorm and RoPE of a token's heads [H, D]: each pair (j, j + D/2) as a complex number times e^(i angle)."""
+        """RMSNorm and RoPE of a token's heads [H, D]: of the n coordinates that rotate each pair (j, j + n/2) as a
+        complex number times e^(i angle)."""
         if norm is not None:
             x = x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * norm.double()
         if cos is None:
             return x
-        pairs = torch.complex(x[:, : dim // 2], x[:, dim // 2 :])
-        pairs = pairs * torch.polar(
-            torch.ones(dim // 2).double(), at * 10000.0 ** -(torch.arange(0, dim, 2) / dim).double()
-        )
-        return torch.cat((pairs.real, pairs.imag), dim=-1)
+        half = cos.shape[1]
+        pairs = torch.complex(x[:, :half], x[:, half : 2 * half])
+        angles = at * 10000.0 ** -(torch.arange(0, dim, 2) / dim).double()[:half]
+        pairs = pairs * torch.polar(torch.ones(half).double(), angles)
+        return torch.cat((pairs.real, pairs.imag, x[:, 2 * half :]), dim=-1)
 
     for b in range(rows):
         for i in range(int(counts[b]) if slots is None else int(b < len(slots) and slots[b] >= 0)):
@@ -118,7 +120,7 @@ def test_rows_of_a_block_table_may_be_apart() -> None:
 
 
 def test_results_do_not_depend_on_batch_or_spare_pages() -> None:
-    q, k, v, table, positions, scale, window, _ = make(paged_attention.cases[1])
+    q, k, v, table, positions, scale, window, *_ = make(paged_attention.cases[1])
     together = paged_attention(q, k, v, table, positions, scale, window)
     for b in range(4):
         pages = int(positions[b]) // k.shape[1] + 1
@@ -202,12 +204,12 @@ def test_paged_attention_refuses(index: int, value: Any, message: str) -> None:
         (0, torch.zeros(1, 1, 959), "must hold 960"),
         (1, torch.ones(64), "go together"),
         (4, None, "go together"),
-        (5, torch.zeros(38, 31), r"sin is .* must be float32 \[max, 32\]"),
+        (5, torch.zeros(38, 31), r"cos is \[38, 32\] and sin \[38, 31\]; .* must agree"),
         (6, torch.zeros(1).long(), "positions is"),
         (7, None, "neither slots nor counts"),
         (10, torch.zeros(4, 16, 3, 64).half(), "make them in that dtype"),
         (12, torch.zeros(2).long(), "of at most 1 rows"),
-        (5, torch.zeros(10, 32), "cos has 38 positions, sin 10"),
+        (5, torch.zeros(10, 32), r"cos is \[38, 32\] and sin \[10, 32\]"),
         (7, torch.zeros(2).int(), "counts is"),
         (11, 8, "multiple of kv heads"),
         (11, 0, "multiple of kv heads"),

@@ -1,4 +1,4 @@
-"""Kernels for test_triton.py: each function launches one and gives (what it wrote, what it should have written)."""
+"""Kernels for test_triton_steps.py: each launches one and gives (what it wrote, what it should have written)."""
 
 import torch
 import triton

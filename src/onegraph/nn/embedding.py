@@ -21,11 +21,11 @@ class Embedding(Weight):
         self, format: WeightFormat, tensors: Mapping[str, Tensor], dtype: torch.dtype, *, scale: float = 1.0
     ) -> None:
         super().__init__(format, tensors)
-        self.dtype, self.scale, self._look_up = dtype, scale, weight_ops(format).embedding
+        self.dtype, self.factor, self._look_up = dtype, scale, weight_ops(format).embedding
         if self._look_up is None:
             raise ValueError(f"an embedding cannot be stored as {format}; keep it dense")
 
     def forward(self, ids: Tensor) -> Tensor:
         assert self._look_up is not None
         rows = self._look_up(self.format, ids, self.given).to(self.dtype)
-        return rows if self.scale == 1 else rows * self.scale
+        return rows if self.factor == 1 else rows * self.factor  # `scale` may be a tensor of the format

@@ -149,7 +149,7 @@ def check_heads(op: str, call: Heads, heads: int, kv_heads: int, dim: int, *, pa
             )
     if cos is not None and sin is not None and (cos.shape != sin.shape or cos.stride() != sin.stride()):
         raise ValueError(
-            f"{op}: cos has {cos.shape[0]} positions, sin {sin.shape[0]}; they must agree, and so must their strides"
+            f"{op}: cos is {list(cos.shape)} and sin {list(sin.shape)}; shapes and strides of the two must agree"
         )
 
 
