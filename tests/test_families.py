@@ -328,7 +328,7 @@ def test_low_precision_stays_near_float32(variant: str, tmp_path: Path) -> None:
         rows = torch.tensor([row])
         embed = Llama.load(Checkpoint.open(tmp_path), dtype=torch.bfloat16).embed
         assert torch.equal(embed(rows), low.model.embed_tokens(rows))
-        assert embed.scale == 8.5, "sqrt(72), rounded to bfloat16"
+        assert embed.factor == 8.5, "sqrt(72), rounded to bfloat16"
 
 
 @pytest.mark.parametrize(

@@ -319,15 +319,21 @@ def _language_patches(interpreter: Any, language: Any) -> list[tuple[Any, str, A
     owners += [getattr(core, name) for name in ("tensor_descriptor", "tensor_descriptor_base") if hasattr(core, name)]
     before = [dict(vars(owner)) for owner in owners]
 
-    found = []
+    scope = None
     try:
-        interpreter._patch_lang(SimpleNamespace(__globals__={"tl": language, "core": core}))
-    finally:  # an interpreter that raises halfway leaves a language that compiles no more
-        for owner, old in zip(owners, before, strict=True):
-            for name, value in list(vars(owner).items()):
-                if old.get(name, _ABSENT) is not value:
-                    found.append((owner, name, old.get(name, _ABSENT), value))
-        for owner, name, value, _ in found:
+        scope = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": language, "core": core}))
+    finally:
+        found = [
+            (owner, name, old.get(name, _ABSENT), value)
+            for owner, old in zip(owners, before, strict=True)
+            for name, value in vars(owner).items()
+            if old.get(name, _ABSENT) is not value
+        ]
+        if scope is not None:
+            scope.restore()
+        for owner, name, value, _ in found:  # an interpreter that raises halfway leaves a language that compiles no more
+            if vars(owner).get(name, _ABSENT) is value:
+                continue
             if value is _ABSENT:
                 delattr(owner, name)
             else:
