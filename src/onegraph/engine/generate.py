@@ -2,11 +2,10 @@
 
 Everything that a step changes lives on the device and is advanced inside the step, so replays chain without host work:
 position and last token of each row, and by `limits` also when a row is to stand still. The host decides only which
-sequence sits in which row, and writes the rows anew when that changes.
+sequence sits in which row (`engine/schedule.py`), and writes the rows anew when that changes.
 """
 
-from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, closing
 from functools import partial
@@ -19,6 +18,7 @@ from torch import Tensor
 from onegraph.engine.decoder import Breakable, Decoder
 from onegraph.engine.pages import PageAllocator
 from onegraph.engine.params import SamplingParams, Stats
+from onegraph.engine.schedule import Scheduler
 from onegraph.engine.sequence import Sequence, make_sequences
 from onegraph.formats.turboquant import TurboQuantConfig, parse_kv
 from onegraph.ops.sampling import greedy, sample
@@ -52,7 +52,7 @@ class Engine:
     A batch gives each prompt the tokens that it would get alone, up to the last bit of the matrix products (a GEMM
     of another batch size may round a near-tie the other way); draws never depend on the batch.
 
-    Not thread-safe: one `generate` or `stream` at a time. Raises ValueError where a peer link between devices is
+    Not thread-safe: one `generate`, `stream` or `Scheduler` at a time. Raises ValueError where a peer link between devices is
     missing; a device that fails while running comes out as a DeviceError that names it.
     """
 
@@ -86,7 +86,7 @@ class Engine:
         captured = self.devices[0].type == "cuda" if capture is None else bool(capture)
         self.mode = "split" if capture == "split" else "captured" if captured else "eager"
         self._pools = [GraphPool(device) for device in self.devices] if captured else []
-        self._ahead = 1 if captured else 0  # steps launched before the tokens of one are read
+        self.ahead = 1 if captured else 0  # steps launched before the tokens of one are read
 
         self._per_row = -(-self.max_context // page_size)
         total = 1 + max_batch * self._per_row if pages is None else pages
@@ -97,8 +97,9 @@ class Engine:
         self._allocator = PageAllocator(total, page_size)
         self._slots = list(range(max_batch, 0, -1))  # of state that does not grow; slot 0 belongs to nobody
         self._runners: dict[tuple[str, bool], Pipeline] = {}
+        self._loaded: tuple[Pipeline, int | None, int]  # of the decode step: its runner, bucket and rows
         self._download = Download(
-            torch.zeros(max_batch, dtype=torch.int64, device=self.devices[-1]), depth=self._ahead + 1
+            torch.zeros(max_batch, dtype=torch.int64, device=self.devices[-1]), depth=self.ahead + 1
         )
         # What a step on a CPU need not look at, where the reference reads all that it may: see `_trim`.
         self._trims = not captured and [device.type for device in self.devices] == ["cpu"]
@@ -137,6 +138,25 @@ class Engine:
         `generate` raises.
         """
         return self._stream(self._sequences(prompts, params))
+
+    def request(self, prompt: Seq[int], params: SamplingParams) -> Sequence:
+        """What a `Scheduler` of this engine takes. Raises ValueError for what cannot run."""
+        return self._sequences([prompt], params)[0]
+
+    def claim(self) -> None:
+        """For a Scheduler, which is the only one until it calls `release`. Raises ValueError where another is."""
+        if self._busy:
+            raise ValueError("the engine is generating already; exhaust or close the stream that is open first")
+        self._busy = True
+        self.stats = Stats(mode=self.mode)
+
+    def release(self) -> None:
+        self._busy = False
+
+    def reset_cache(self) -> None:
+        """Clear it after a NaN: the next owner of a page masks what it finds there, and 0 * NaN is NaN."""
+        self._cache.reset()
+        self._allocator.forget()
 
     def running(self) -> AbstractContextManager[None]:
         """The devices' streams; wrap a loop over a step's `replay` in it once."""
@@ -229,103 +249,63 @@ class Engine:
             steps.close()
 
     def _run(self, sequences: list[Sequence]) -> Generator[Tokens, None, None]:
-        """Prefill and decode until all sequences are done, what each step gave at a time."""
-        if self._busy:
-            raise ValueError("the engine is generating already; exhaust or close the stream that is open first")
-        self._busy = True
-        waiting = deque(sequences)
-        active: list[Sequence] = []
-        self.stats = Stats(mode=self.mode)
-        try:
-            while waiting or active:
-                while waiting and len(active) < self.max_batch and self._take_pages(waiting[0]):
-                    active.append(waiting.popleft())
-                    active[-1].slot = self._slots.pop()
-                    yield self._prefill(active[-1])
-                    active = self._release_finished(active)
-                if active:
-                    yield from self._decode(active)
-                    active = self._release_finished(active)
-        except FloatingPointError:
-            self._cache.reset()  # the next owner of a page masks what it finds there, and 0 * NaN is NaN
-            raise
-        finally:
-            for sequence in active:  # after an error, an interrupt or a close; the engine stays usable
-                self._give_back(sequence)
-            self._busy = False
+        """All prompts first, then steps until all sequences are done: what each step gave at a time."""
+        with closing(Scheduler(self, interleave=False, share=False)) as scheduler:
+            for sequence in sequences:
+                scheduler.add(sequence)
+            while not scheduler.idle:
+                new = scheduler.step()
+                for sequence, _ in new:
+                    if sequence.error is not None:
+                        raise sequence.error
+                yield [(sequence.index, token) for sequence, token in new]
 
-    def _prefill(self, sequence: Sequence) -> Tokens:
+    # What the scheduler has done on the devices. It works inside of `running()`.
+
+    def prefill(self, sequence: Sequence, end: int) -> Tensor:
+        """Launch a pass over a sequence's tokens from `read` to `end`; the token drawn behind them, int64 [1]."""
         runner = self.runner("prefill", sampling=sequence.params.temperature > 0)
-        started = perf_counter()
-        report = None
-        for start in range(0, len(sequence.prompt), self.chunk):
-            part = sequence.prompt[start : start + self.chunk]
-            rows = self._rows([sequence], [start], limits=[start + len(part)])
-            tokens = torch.zeros(1, self.chunk, dtype=torch.int64)
-            tokens[0, : len(part)] = torch.tensor(part)
-            runner.load(tokens=tokens, **rows)
-            self._trim(len(part), start + len(part))
-            report = runner.replay()
-        assert report is not None
-        new = self._collect([sequence], self._download.start(report))
-        self.stats.prefill_tokens += len(sequence.prompt)
-        self.stats.prefill_seconds += perf_counter() - started
-        return new
+        part = sequence.tokens(sequence.read, end)
+        tokens = torch.zeros(1, self.chunk, dtype=torch.int64)
+        tokens[0, : len(part)] = torch.tensor(part)
+        runner.load(tokens=tokens, **self._rows([sequence], limits=[end]))
+        self._trim(len(part), end)
+        report: Tensor = runner.replay()
+        return report
 
-    def _decode(self, active: list[Sequence]) -> Iterator[Tokens]:
-        """Step all rows until a sequence ends; captured, the next step is launched before the last tokens are read.
+    def load(self, rows: list[Sequence]) -> None:
+        """From now on decode steps are of these sequences, from where each one's `read` stands."""
+        runner = self.runner("decode", sampling=any(s.params.temperature > 0 for s in rows))
+        drawn = torch.tensor([s.tokens(s.read, s.read + 1)[0] for s in rows])
+        _, bucket = runner.load(drawn=drawn, **self._rows(rows, limits=[s.limit for s in rows]))
+        self._loaded = runner, bucket, len(rows)
 
-        So at most one step too many runs for a row that met a stop token; it writes to the row's own pages, which are
-        given back only afterwards, and what it drew is dropped.
-        """
-        runner = self.runner("decode", sampling=any(s.params.temperature > 0 for s in active))
-        started = perf_counter()
-        positions = [len(s.prompt) + len(s.output) - 1 for s in active]
-        rows = self._rows(active, positions, limits=[s.limit for s in active])
-        _, bucket = runner.load(drawn=torch.tensor([s.output[-1] for s in active]), **rows)
-        under_way: deque[Callable[[], Tensor]] = deque()
-        reach, left = max(positions), min(s.left for s in active)
-        while left or under_way:
-            if left:
-                left, reach = left - 1, reach + 1
-                self._trim(1, reach)
-                under_way.append(self._download.start(runner.replay(bucket)[: len(active)]))
-                self.stats.decode_steps += 1
-            if len(under_way) > self._ahead or not left:
-                new = self._collect(active, under_way.popleft())
-                self.stats.decode_tokens += len(new)
-                now = perf_counter()
-                self.stats.decode_seconds += now - started
-                yield new
-                started = perf_counter()  # what the caller does with the tokens is not counted
-                if any(s.done for s in active):
-                    left = 0
+    def load_tables(self, rows: list[Sequence]) -> None:
+        """Pages that loaded rows got since; their tokens and positions stay as the device has them."""
+        self._loaded[0].load(table=self._table(rows))
 
-    def _collect(self, active: list[Sequence], tokens: Callable[[], Tensor]) -> Tokens:
-        """Wait for a step's tokens and hand out those of sequences that still run."""
-        new = []
-        for sequence, token in zip(active, tokens().tolist(), strict=True):
-            if sequence.done:
-                continue
-            if token < 0:
-                at = len(sequence.prompt) + len(sequence.output)
-                raise FloatingPointError(
-                    f"prompt {sequence.index}: the model gives NaN at position {at}: its weights hold NaN or "
-                    "infinities, or activations overflow its dtype; check the checkpoint, or load it in float32"
-                )
-            sequence.output.append(token)
-            new.append((sequence.index, token))
-        return new
+    def decode(self, reach: int) -> Callable[[], Tensor]:
+        """Launch a step of the loaded rows, of which the longest then has `reach` tokens; what is returned waits."""
+        runner, bucket, rows = self._loaded
+        self._trim(1, reach)
+        return self.fetch(runner.replay(bucket)[:rows])
 
-    def _rows(self, active: list[Sequence], positions: list[int], *, limits: list[int]) -> dict[str, Tensor]:
-        """The host's side of `_row_inputs`."""
-        table = torch.zeros(len(active), self._per_row, dtype=torch.int32)
-        for row, sequence in zip(table, active, strict=True):
+    def fetch(self, report: Tensor) -> Callable[[], Tensor]:
+        """Copy what a step drew to the host without waiting; what is returned waits. One more than `ahead` at once."""
+        return self._download.start(report)
+
+    def _table(self, rows: list[Sequence]) -> Tensor:
+        table = torch.zeros(len(rows), self._per_row, dtype=torch.int32)
+        for row, sequence in zip(table, rows, strict=True):
             row[: len(sequence.pages)] = torch.tensor(sequence.pages, dtype=torch.int32)
+        return table
+
+    def _rows(self, active: list[Sequence], *, limits: list[int]) -> dict[str, Tensor]:
+        """The host's side of `_row_inputs`."""
         return {
-            "positions": torch.tensor(positions, dtype=torch.int32),
+            "positions": torch.tensor([s.read for s in active], dtype=torch.int32),
             "limits": torch.tensor(limits, dtype=torch.int32),
-            "table": table,
+            "table": self._table(active),
             "slots": torch.tensor([s.slot for s in active], dtype=torch.int32),
             "temperature": torch.tensor([s.params.temperature for s in active], dtype=torch.float32),
             "top_k": torch.tensor([s.params.top_k for s in active], dtype=torch.int32),
@@ -370,21 +350,6 @@ class Engine:
         """
         if self._trims:
             self._length, self._width = length, self._allocator.needed(reach)
-
-    def _take_pages(self, sequence: Sequence) -> bool:
-        pages = self._allocator.take(sequence.limit)
-        sequence.pages = pages or []
-        return pages is not None
-
-    def _release_finished(self, active: list[Sequence]) -> list[Sequence]:
-        for sequence in active:
-            if sequence.done:
-                self._give_back(sequence)
-        return [sequence for sequence in active if not sequence.done]
-
-    def _give_back(self, sequence: Sequence) -> None:
-        self._allocator.give_back(sequence.pages)
-        self._slots.append(sequence.slot)
 
 
 def _buckets(largest: int) -> list[int]:

@@ -59,7 +59,8 @@ def _is_index(value: object) -> bool:
 class Stats:
     """What the last `generate` did. Times exclude building graphs, which `build_seconds` holds.
 
-    The first token of a sequence comes out of its prefill, so `decode_tokens` counts the others.
+    The first token of a sequence comes out of its prefill, so `decode_tokens` counts the others. `shared_tokens` were
+    found in pages of other sequences and not computed again; `preemptions`: times that a sequence gave up its pages.
     """
 
     mode: str
@@ -69,6 +70,8 @@ class Stats:
     decode_steps: int = 0
     decode_seconds: float = 0.0
     build_seconds: float = 0.0
+    shared_tokens: int = 0
+    preemptions: int = 0
 
     @property
     def prefill_tokens_per_second(self) -> float:

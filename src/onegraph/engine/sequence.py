@@ -11,7 +11,11 @@ from onegraph.engine.params import SamplingParams
 
 @dataclass(eq=False)
 class Sequence:
-    """The host's view of a row: what came in, what was generated, which pages and which slot hold it."""
+    """The host's view of a row: what came in, what was generated, which pages and which slot hold it.
+
+    read: tokens of prompt and output that are in the cache. to_prefill: how many of them prefill reads, set when the
+    sequence is admitted. digests: of its full pages, as far as they were needed. error: why it ended before its time.
+    """
 
     index: int
     prompt: list[int]
@@ -20,6 +24,16 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     slot: int = 0
     output: list[int] = field(default_factory=list)
+    read: int = 0
+    to_prefill: int = 0
+    digests: list[bytes] = field(default_factory=list)
+    cancelled: bool = False
+    error: FloatingPointError | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens known so far, of prompt and output."""
+        return len(self.prompt) + len(self.output)
 
     @property
     def limit(self) -> int:
@@ -32,7 +46,24 @@ class Sequence:
 
     @property
     def done(self) -> bool:
-        return not self.left or (bool(self.output) and self.output[-1] in self.params.stop)
+        if self.cancelled or self.error is not None or not self.left:
+            return True
+        return bool(self.output) and self.output[-1] in self.params.stop
+
+    @property
+    def decoding(self) -> bool:
+        """Whether prefill is through with it."""
+        return bool(self.to_prefill) and self.read >= self.to_prefill
+
+    @property
+    def repeating(self) -> bool:
+        """Whether the next decode step reads a token that is not the newest: it was preempted, and catches up."""
+        return self.read + 1 < self.length
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Tokens `start` to `end` of prompt and output together."""
+        split = len(self.prompt)
+        return self.prompt[start:end] + self.output[max(0, start - split) : max(0, end - split)]
 
 
 def make_sequences(
