@@ -58,10 +58,12 @@ class LLM:
             "fp8" for DeepSeek-V4.
         max_batch: prompts that are computed at once; more of them wait their turn.
         max_context: tokens of a prompt and its continuation together (default: the model's, at most 4096). The KV cache
-            for max_batch x max_context tokens is made now.
+            is made now.
         dtype: of activations and unquantized weights: "bfloat16", "float16", "float32", or "auto" for bfloat16 on a GPU
             and float32 on a CPU.
         device: "cpu", "cuda", "cuda:N", or "auto" for the GPU where there is one.
+        cache_tokens: that the KV cache holds, of all sequences together (default: max_batch x max_context). With fewer,
+            the youngest sequence makes room where they run short, and goes on later.
         capture: True runs the decode step as one CUDA graph, False eagerly, "split" breaks the graph around attention;
             None captures where there is a GPU.
         tokenizer: the checkpoint's own, where it was read already.
@@ -81,6 +83,7 @@ class LLM:
         kv: str = "exact",
         max_batch: int = 8,
         max_context: int | None = None,
+        cache_tokens: int | None = None,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
         capture: bool | Literal["split"] | None = None,
@@ -107,8 +110,14 @@ class LLM:
                 fp8_kv=kv == "fp8",
                 progress=None if progress is None else partial(progress, "loading"),
             )
+        if cache_tokens is not None and cache_tokens < max_context:
+            raise ValueError(
+                f"cache_tokens: got {cache_tokens}; one sequence may have max_context {max_context}: allowed is that and "
+                "more, or a smaller max_context"
+            )
+        pages = None if cache_tokens is None else 1 + -(-cache_tokens // model.page_size)
         self._engine: Engine | None = Engine(
-            model, max_batch=max_batch, max_context=max_context, kv=setting, capture=capture
+            model, max_batch=max_batch, max_context=max_context, pages=pages, kv=setting, capture=capture
         )
         self.max_context = self._engine.max_context
         self._streams: weakref.WeakSet[Generator[tuple[int, int], None, None]] = weakref.WeakSet()
