@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fuzz import tiny
@@ -32,7 +32,7 @@ from onegraph.serve.worker import Full, Worker
 
 KEY = "sesame"
 # Rows, pages and the queue are few, so that requests wait, make room for each other, and are refused.
-OPTIONS = "--max-batch 6 --max-context 96 --cache-tokens 256 --queue 74 --max-body 20000 --device cpu --grace 1".split()
+OPTIONS = ["--max-batch=6", "--max-context=96", "--cache-tokens=256", "--queue=74", "--max-body=20000", "--grace=1"]
 PROMPTS = ["the thing", "in the inn", "a", "12 hats and the thing in the inn"]
 DEADLINE = 60.0
 
@@ -40,8 +40,8 @@ DEADLINE = 60.0
 class Running:
     """A server in a process of its own."""
 
-    def __init__(self, model: Path, *options: str, port: int = 0) -> None:
-        command = [sys.executable, "-m", "onegraph", "serve", str(model), *OPTIONS, *options, "--port", str(port)]
+    def __init__(self, model: Path, port: int = 0) -> None:
+        command = [sys.executable, "-m", "onegraph", "serve", str(model), *OPTIONS, "--device=cpu", f"--port={port}"]
         environment = os.environ | {"ONEGRAPH_API_KEY": KEY}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         assert self.process.stderr is not None
@@ -57,7 +57,7 @@ class Running:
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 
     def post(self, body: Any, path: str = "completions", **headers: str) -> httpx.Response:
-        content = body if isinstance(body, bytes) or hasattr(body, "__iter__") and not isinstance(body, dict | list | str) else json.dumps(body)  # fmt: skip
+        content = json.dumps(body) if isinstance(body, dict | list) else body
         headers = {"authorization": f"Bearer {KEY}"} | headers
         return httpx.post(f"{self.url}/{path}", content=content, headers=headers, timeout=DEADLINE)
 
@@ -91,7 +91,7 @@ def llm(model: Path) -> Iterator[LLM]:
         yield found
 
 
-# ----------------------------------------------------------------------------------------------------------- same tokens
+# ------------------------------------------------------------------------------------------------------ same tokens
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -117,9 +117,7 @@ def test_a_chat_is_that_of_chat_streamed_or_not(server: Running, llm: LLM) -> No
     made = server.client.chat.completions.create(max_completion_tokens=16, **how)
     assert (made.choices[0].message.content, made.choices[0].message.role) == (wanted.text, "assistant")
     chunks = list(
-        server.client.chat.completions.create(
-            max_tokens=16, stream=True, stream_options={"include_usage": True}, **how
-        )
+        server.client.chat.completions.create(max_tokens=16, stream=True, stream_options={"include_usage": True}, **how)
     )
     assert chunks[0].choices[0].delta.role == "assistant"
     pieces = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
@@ -145,7 +143,7 @@ def test_a_stop_string_ends_the_text_in_front_of_it(server: Running, llm: LLM, s
     how: dict[str, Any] = {"max_tokens": 40, "temperature": 0.9, "seed": 5}
     whole = llm.generate("the thing", **how).text
     stop = next(whole[i : i + 3] for i in range(6, 30) if whole.find(whole[i : i + 3]) == i)
-    made = server.client.completions.create(model="plain", prompt="the thing", stop=["never", stop], stream=stream, **how)
+    made = server.client.completions.create(model="plain", prompt="the thing", stop=["no", stop], stream=stream, **how)
     choices = [chunk.choices[0] for chunk in made] if stream else made.choices
     assert "".join(choice.text for choice in choices) == whole[: whole.find(stop)]
     assert choices[-1].finish_reason == "stop"
@@ -154,9 +152,7 @@ def test_a_stop_string_ends_the_text_in_front_of_it(server: Running, llm: LLM, s
 def test_64_requests_at_once_each_as_if_alone(server: Running, llm: LLM) -> None:
     """Six rows, and pages for fewer: they queue, join, leave, make room and are resumed."""
     prompts = [PROMPTS[i % 4] + " in" * (i % 9) for i in range(64)]
-    params = [
-        SamplingParams(max_tokens=10 + i % 50, temperature=0.7 * (i % 2), seed=i) for i in range(64)
-    ]
+    params = [SamplingParams(max_tokens=10 + i % 50, temperature=0.7 * (i % 2), seed=i) for i in range(64)]
     wanted = [made.text for made in llm.generate(prompts, params)]
     before = server.metrics()
 
@@ -197,7 +193,7 @@ def test_a_prompt_with_a_known_beginning_is_not_read_twice(server: Running, llm:
     assert second < 16 < first
 
 
-# ------------------------------------------------------------------------------------------------ leaving and slow clients
+# ------------------------------------------------------------------------------------------- leaving and slow clients
 
 
 def test_who_leaves_gives_rows_and_pages_back(server: Running) -> None:
@@ -251,7 +247,7 @@ def test_who_does_not_read_holds_up_nobody(model: Path) -> None:
         assert worker.pages[0] == 0
 
 
-# ---------------------------------------------------------------------------------------------------------------- refusals
+# ----------------------------------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(
@@ -332,9 +328,9 @@ def test_100_megabytes_are_refused_and_not_kept(server: Running) -> None:
 
 @pytest.mark.parametrize("path", ["models", "completions", "chat/completions"])
 def test_without_the_key_nothing_is_told(server: Running, path: str) -> None:
-    for headers in ({"authorization": "Bearer wrong"}, {"authorization": ""}, {"authorization": "Bearer sésame".encode()}):
+    for key in (b"Bearer wrong", b"", "Bearer sésame".encode()):
         method = "GET" if path == "models" else "POST"
-        response = httpx.request(method, f"{server.url}/{path}", headers=headers, content=b"" if method == "POST" else None)
+        response = httpx.request(method, f"{server.url}/{path}", headers={b"authorization": key})
         assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(**server.options | {"api_key": "no"}).models.list()
@@ -351,10 +347,10 @@ def test_models_health_and_what_is_not_there(server: Running) -> None:
     assert httpx.get(root + "v1/completions").status_code == 405
 
 
-# ------------------------------------------------------------------------------------------------------- beginning and end
+# -------------------------------------------------------------------------------------------------- beginning and end
 
 
-def test_killed_restarted_and_interrupted(model: Path) -> None:
+def test_killed_restarted_and_interrupted(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ask: dict[str, Any] = {"model": "plain", "prompt": "the", "max_tokens": 90, "stream": True}
     first = Running(model)
     try:
@@ -366,14 +362,8 @@ def test_killed_restarted_and_interrupted(model: Path) -> None:
         first.end()
     try:
         assert second.client.completions.create(**ask | {"stream": False, "max_tokens": 2}).choices
-        other = subprocess.run(
-            [sys.executable, "-m", "onegraph", "serve", str(model), "--port", str(second.port)],
-            capture_output=True, text=True,
-        )  # fmt: skip
-        assert other.returncode == 2
-        assert other.stderr == (
-            f"onegraph: error: cannot listen at 127.0.0.1:{second.port}: Address already in use\n"
-        )
+        assert main(["serve", str(model), "--port", str(second.port)]) == 2
+        assert f"cannot listen at 127.0.0.1:{second.port}: Address already in use" in capsys.readouterr().err
         streams = [iter(second.client.completions.create(**ask | {"n": 6})) for _ in range(10)]
         next(streams[0])
         second.process.send_signal(signal.SIGINT)
@@ -389,16 +379,17 @@ def test_mistakes_on_the_command_line(model: Path, capsys: pytest.CaptureFixture
     for words, says in (
         (["--api-key", ""], "--api-key: it is empty or not ASCII"),
         (["--host", "nowhere.invalid"], "cannot listen at nowhere.invalid:0"),
-        (["--cache-tokens", "100", "--max-context", "200"], "--cache_tokens: got 100; one sequence may have"),
+        (["--cache-tokens", "100", "--max-context", "200"], "cache_tokens: got 100; a sequence may have"),
         (["--max-batch", "0"], "argument --max-batch: '0' is not an integer from 1"),
     ):
         assert main(["serve", str(model), "--port", "0", "--device", "cpu", *words]) == 2
         assert says in capsys.readouterr().err
 
 
-# -------------------------------------------------------------------------------------------------------------- small parts
+# --------------------------------------------------------------------------------------------------------- small parts
 
 
+@settings(deadline=None)
 @given(st.text("ab\n", max_size=30), st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3), st.data())
 def test_stop_texts_are_found_wherever_the_text_is_cut(text: str, stops: list[str], data: st.DataObject) -> None:
     watch, shown, rest, met = StopTexts(stops), "", text, False
@@ -419,12 +410,14 @@ JSON = st.recursive(
 NAMES = ("model", "prompt", "messages", "max_tokens", "stop", "n", "seed", "stream", "stream_options", "top_k", "tools")
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=60)
 @given(st.dictionaries(st.sampled_from(NAMES), JSON), st.booleans())
 def test_whatever_the_body_is_it_is_understood_or_refused(body: dict[str, Any], chat: bool) -> None:
     try:
         asked = parse(json.dumps(body).encode(), chat=chat)
     except Refused as refused:
-        assert refused.status == 400
-        assert str(refused)
+        found: Refused | None = refused
     else:
+        found = None
         assert asked.prompts if not chat else asked.messages
+    assert found is None or (found.status == 400 and str(found))

@@ -112,8 +112,8 @@ class LLM:
             )
         if cache_tokens is not None and cache_tokens < max_context:
             raise ValueError(
-                f"cache_tokens: got {cache_tokens}; one sequence may have max_context {max_context}: allowed is that and "
-                "more, or a smaller max_context"
+                f"cache_tokens: got {cache_tokens}; a sequence may have max_context {max_context} tokens: allowed is "
+                "that and more, or a smaller max_context"
             )
         pages = None if cache_tokens is None else 1 + -(-cache_tokens // model.page_size)
         self._engine: Engine | None = Engine(

@@ -56,7 +56,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--name", help="the model's name for clients (default: the last part of MODEL)")
     parser.add_argument("--max-batch", type=BATCH, default=16, metavar="N", help="answers at once (default 16)")
     parser.add_argument(
-        "--max-context", type=CONTEXT, metavar="N", help="tokens of a prompt and its answer (default: the model's, <= 4096)"
+        "--max-context", type=CONTEXT, metavar="N", help="of a prompt and its answer (default: the model's, <= 4096)"
     )
     parser.add_argument(
         "--cache-tokens",
@@ -69,7 +69,11 @@ def add_parser(commands: Any) -> None:
         "--queue", type=number(int, 0, 1 << 16), default=256, metavar="N", help="answers that may wait (default 256)"
     )
     parser.add_argument(
-        "--max-body", type=number(int, 1, 1 << 30), default=4 << 20, metavar="BYTES", help="of a request (default 4 MiB)"
+        "--max-body",
+        type=number(int, 1, 1 << 30),
+        default=4 << 20,
+        metavar="N",
+        help="bytes of a request (default 4 MiB)",
     )
     parser.add_argument(
         "--grace", type=number(int, 0, 3600), default=5, metavar="S", help="seconds to finish answers in, at the end"
@@ -98,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     socket = bind(args.host, args.port)
     with open_model(args.model) as checkpoint:
         writer = Tokenizer(checkpoint)
-    with options("gpus", "kv", "max_context", "cache_tokens"):
+    with options("gpus", "kv"):
         llm = LLM(
             args.model,
             gpus=args.gpus or 1,

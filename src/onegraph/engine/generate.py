@@ -52,8 +52,8 @@ class Engine:
     A batch gives each prompt the tokens that it would get alone, up to the last bit of the matrix products (a GEMM
     of another batch size may round a near-tie the other way); draws never depend on the batch.
 
-    Not thread-safe: one `generate`, `stream` or `Scheduler` at a time. Raises ValueError where a peer link between devices is
-    missing; a device that fails while running comes out as a DeviceError that names it.
+    Not thread-safe: one `generate`, `stream` or `Scheduler` at a time. Raises ValueError where a peer link between
+    devices is missing; a device that fails while running comes out as a DeviceError that names it.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Which sequence does what next: requests join and leave between steps, prompts are read beside decoding rows.
 
 A step is one chunk of a prompt or one decode step of all rows; each is a replay, launched and not waited for. Captured,
-one decode step is launched before the tokens of the one before are read, and rows are written anew only when who sits in
-them changes: then, and only then, all that was launched is read first.
+one decode step is launched before the tokens of the one before are read, and rows are written anew only when who sits
+in them changes: then, and only then, all that was launched is read first.
 """
 
 from __future__ import annotations
@@ -115,14 +115,15 @@ class Scheduler:
             self.running.append(sequence)
 
     def _take_pages(self, sequence: Sequence) -> bool:
-        """For all its tokens and the next, if as many stay free as there are others, which may soon need one each."""
+        """For all its tokens and the next, if one stays free for each of the others that will need one."""
         size = self._allocator.page_size
+        growing = sum(len(s.pages) < self._allocator.needed(s.limit) for s in self.running)
         shared: list[int] = []
         if self._share:
             self._extend_digests(sequence, sequence.length)
             shared = self._allocator.share(sequence.digests[: (sequence.length - 1) // size])  # one token is read
         count = self._allocator.needed(min(sequence.length + 1, sequence.limit)) - len(shared)
-        more = self._allocator.take(count) if count + len(self.running) <= self._allocator.free else None
+        more = self._allocator.take(count) if count + growing <= self._allocator.free else None
         if more is None:
             self._allocator.give_back(shared)
             return False

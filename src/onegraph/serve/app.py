@@ -177,7 +177,7 @@ class Server:
                 wanted = asked.max_tokens or max(room, 1)
                 if wanted > room:
                     raise Refused(
-                        f"the prompt has {len(prompt)} tokens, and {wanted} more were asked for; the context is {context}",
+                        f"the prompt has {len(prompt)} tokens, {wanted} more were asked for; the context is {context}",
                         param="max_tokens",
                         code="context_length_exceeded",
                     )

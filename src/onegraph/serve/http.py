@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Callable
 
@@ -9,6 +10,8 @@ import uvicorn
 
 from onegraph.serve.app import Server, Settings
 from onegraph.serve.worker import Stopped, Worker
+
+LATE = 3  # seconds more, in which answers that were cut off are sent
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -39,7 +42,22 @@ def listen(found: socket.socket, worker: Worker, settings: Settings, *, grace: i
         log_level="warning",
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=grace,
+        timeout_graceful_shutdown=grace + LATE,
     )
     ready()
-    uvicorn.Server(config).run(sockets=[found])
+    _Uvicorn(config, worker, grace).run(sockets=[found])
+
+
+class _Uvicorn(uvicorn.Server):
+    """After `grace` seconds answers that still run end with an error of ours; uvicorn would cut their tasks off."""
+
+    def __init__(self, config: uvicorn.Config, worker: Worker, grace: int) -> None:
+        super().__init__(config)
+        self._worker, self._grace = worker, grace
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.get_running_loop().call_later(self._grace, self._worker.stop)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()

@@ -121,15 +121,15 @@ def _is_number(value: Json) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and -1e9 < value < 1e9
 
 
+def _is_ids(value: Json) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_int, value))
+
+
 def _is_prompt(value: Json) -> bool:
-    """A text, token ids, or a list of either."""
-    if isinstance(value, str) or (isinstance(value, list) and value and all(map(_is_int, value))):
+    if isinstance(value, str) or _is_ids(value):
         return True
-    return (
-        isinstance(value, list)
-        and 0 < len(value) <= MAX_CHOICES
-        and all(isinstance(each, str) or (isinstance(each, list) and each and all(map(_is_int, each))) for each in value)
-    )
+    several = isinstance(value, list) and 0 < len(value) <= MAX_CHOICES
+    return several and all(isinstance(each, str) or _is_ids(each) for each in value)
 
 
 def _is_stop(value: Json) -> bool:

@@ -88,9 +88,13 @@ class Worker:
         """No more tokens: rows and pages are free in the engine's next step. Nothing for answers that are over."""
         self._commands.put("cancel", answers)
 
-    def close(self, seconds: float = 5.0) -> None:
-        """End; whoever still waits gets an error. Returns after some `seconds` at the latest."""
+    def stop(self) -> None:
+        """End after this step; whoever still waits gets an error."""
         self._commands.put("close", ())
+
+    def close(self, seconds: float = 5.0) -> None:
+        """`stop`, and wait for the end, `seconds` at most: a step that hangs holds up nobody."""
+        self.stop()
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(seconds / len(self._threads))
@@ -203,7 +207,7 @@ class _Commands:
 
     def late(self) -> list[Answer]:
         """What was to be added when nobody read any more."""
-        found = []
+        found: list[Answer] = []
         while command := self.next(wait=False):
             found += command[1] if command[0] == "add" else ()
         return found
