@@ -18,18 +18,18 @@ class SamplingParams:
         temperature: 0 takes the likeliest token; otherwise logits are divided by it.
         top_k: draw among the k likeliest, 0 for all. top_p: draw among the likeliest that reach this mass, 1 for all.
         min_p: draw among those at least this fraction as likely as the likeliest, 0 for all.
-        repetition_penalty: logits of tokens that the prompt or the answer has are divided by it where positive, times it
-            where negative (transformers'), 1 for off.
-        presence_penalty: taken off the logits of tokens that the answer has. frequency_penalty: taken off once for each
-            time that it has them. Both OpenAI's: -2 to 2, 0 for off.
+        repetition_penalty: logits of tokens that the prompt or the answer has are divided by it where positive, times
+            it where negative (transformers'), 1 for off.
+        presence_penalty: taken off the logits of tokens that the answer has. frequency_penalty: taken off once for
+            each time that it has them. Both OpenAI's: -2 to 2, 0 for off.
         seed: the same seed, prompt and model give the same tokens, in any batch; None draws a seed.
         stop: what ends the sequence, token ids and texts. The id that did is the last of the tokens; a text that did,
             and what follows it, is not in the answer's text.
         n: answers to write; the i-th draws with seed + i, from i = 0 on.
-        logprobs: None for none; else the log-probability of each token, and of so many likeliest ones in its place, by
-            the model's own logits: before penalties, constraints and temperature (OpenAI's and vLLM's default).
-        json_schema: the answer is JSON that this schema allows (the schema, or its JSON text). regex: the answer matches
-            this regular expression. At most one of the two; needs llguidance.
+        logprobs: None for none; else the log-probability of each token, and of so many likeliest ones in its place,
+            by the model's own logits: before penalties, constraints and temperature (OpenAI's and vLLM's default).
+        json_schema: the answer is JSON that this schema allows (the schema, or its JSON text). regex: the answer
+            matches this regular expression. At most one of the two; needs llguidance.
     """
 
     max_tokens: int = 128

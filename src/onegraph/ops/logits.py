@@ -160,8 +160,8 @@ adjust_logits = register(
 Row b owns `slots[b]` (int32 [B], each at most once but for rows that count nothing) of the state: `seen` int32 [S, V]
 has bit 0 for a token of the prompt and the times that the answer has it above that; `allowed` int32 [S, ceil(V / 32)]
 a bit a token, the lowest first. `last` int64 [B]: a token that `seen` counts once more before anything else, or -1.
-`repetition` float32 [B] as transformers' RepetitionPenaltyLogitsProcessor has it (over prompt and answer), `presence` and
-`frequency` float32 [B] as OpenAI's API (over the answer). `constrained` int32 [B]: 0 ignores `allowed`, else tokens
+`repetition` float32 [B] as transformers' RepetitionPenaltyLogitsProcessor has it (over prompt and answer), `presence`
+and `frequency` float32 [B] as OpenAI's API (over the answer). `constrained` int32 [B]: 0 ignores `allowed`, else tokens
 without their bit get -inf."""
 
 min_p = register(
@@ -178,8 +178,8 @@ min_p = register(
         flops=lambda logits, *rows: 40 * logits.numel(),
     )
 )
-"""-inf into logits float32 [B, V] where a token is less than `min_p` float32 [B] (0 is off) times as likely as the row's
-likeliest at its temperature; returns the top_p float32 [B] that `sample` then needs.
+"""-inf into logits float32 [B, V] where a token is less than `min_p` float32 [B] (0 is off) times as likely as the
+row's likeliest at its temperature; returns the top_p float32 [B] that `sample` then needs.
 
 What min-p keeps and what top-p keeps are both the likeliest tokens down to some one, so which of the two cuts first
 matters only to the mass that top_p is a fraction of: it is that of what top-k keeps, and min-p would take of it. The

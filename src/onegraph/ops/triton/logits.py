@@ -1,8 +1,8 @@
 """Penalties, constraint and min-p, in launches whose grids depend on the shape only.
 
-`adjust_logits` is elementwise; the program that holds the token to count counts it. `min_p` has one program a row, which
-reads the row from the L2 as often as it must: three times, and 33 times more where top-k and top-p are on as well and
-min-p keeps fewer than top-k would, to find the k-th largest logit by its bits. Rows that want nothing cost nothing.
+`adjust_logits` is elementwise; the program that holds the token to count counts it. `min_p` has one program a row,
+which reads the row from the L2 as often as it must: three times, and 33 times more where top-k and top-p are on as well
+and min-p keeps fewer than top-k would, to find the k-th largest logit by its bits. Rows without min-p cost nothing.
 """
 
 import torch
@@ -127,13 +127,12 @@ def _min_p(logits, temperature, top_k, top_p, min_p, out, width, CHUNK: tl.const
             count += fine.to(tl.int32)
             kept += tl.where(fine, units, 0)
             total += units
-        if p < 1.0:
-            if tl.sum(count, axis=0) < k:
-                mass = tl.sum(total, axis=0)
-                if k < width:
-                    mass = _mass_of_largest(logits, high, heat, k, width, CHUNK)
-                share = mass.to(tl.float64) / tl.sum(kept, axis=0).to(tl.float64)
-                p = tl.minimum(p.to(tl.float64) * share, 1.0).to(tl.float32)
+        if (p < 1.0) & (tl.sum(count, axis=0) < k):
+            mass = tl.sum(total, axis=0)
+            if k < width:
+                mass = _mass_of_largest(logits, high, heat, k, width, CHUNK)
+            share = mass.to(tl.float64) / tl.sum(kept, axis=0).to(tl.float64)
+            p = tl.minimum(p.to(tl.float64) * share, 1.0).to(tl.float32)
         for start in range(0, width, CHUNK):
             token = start + tl.arange(0, CHUNK)
             x = tl.load(logits + token, mask=token < width, other=float("-inf"))
