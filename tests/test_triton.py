@@ -34,11 +34,11 @@ from onegraph.ops import (  # noqa: E402, F401
     embedding,
     hadamard,
     linear,
-    logits,
     norm,
     recent_attention,
     route,
     sampling,
+    shaping,
     step,
     turboquant,
 )

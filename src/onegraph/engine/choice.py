@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from onegraph.engine.params import MAX_LOGPROBS, SamplingParams, TokenLogprob
-from onegraph.ops.logits import OUTPUT, PROMPT, adjust_logits, mask_words, min_p
 from onegraph.ops.sampling import greedy, sample
+from onegraph.ops.shaping import OUTPUT, PROMPT, adjust_logits, mask_words, min_p
 from onegraph.runtime.transfer import Download, Upload
 
 
@@ -70,7 +70,7 @@ def row_values(params: Seq[SamplingParams], choice: Choice) -> dict[str, Tensor]
 def row_buffers(rows: int, choice: Choice, device: torch.device) -> dict[str, Tensor]:
     """The static buffers of `row_values`. A padding row has zeros: it has seen no token that they could change."""
     values = row_values([SamplingParams()] * rows, choice)
-    return {name: torch.zeros_like(value, device=device) for name, value in values.items()}
+    return {name: torch.zeros(rows, dtype=value.dtype, device=device) for name, value in values.items()}
 
 
 def draw(logits: Tensor, after: Tensor, inputs: Mapping[str, Tensor], *, sampling: bool) -> Tensor:

@@ -40,7 +40,7 @@ class Call:
 
 @dataclass(eq=False)
 class AdjustLogits(Call):
-    """See `ops.logits.adjust_logits`."""
+    """See `ops.shaping.adjust_logits`."""
 
     logits: Tensor
     last: Tensor

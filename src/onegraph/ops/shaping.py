@@ -142,7 +142,7 @@ adjust_logits = register(
         call=AdjustLogits,
         reference=_adjust,
         fake=lambda call: torch.empty_like(call.logits, dtype=torch.float32),
-        kernel="onegraph.ops.triton.logits:adjust_logits",
+        kernel="onegraph.ops.triton.shaping:adjust_logits",
         check=_check_adjust,
         cases=(
             _adjust_case("one-row", 1, 4999),
@@ -170,7 +170,7 @@ min_p = register(
         schema="(Tensor(a!) logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p) -> Tensor",
         reference=_min_p,
         fake=lambda logits, temperature, top_k, top_p, min_p: torch.empty_like(top_p),
-        kernel="onegraph.ops.triton.logits:min_p",
+        kernel="onegraph.ops.triton.shaping:min_p",
         check=_check_min_p,
         cases=(_min_p_case("one-row", 1, 4999), _min_p_case("odd-vocabulary", 24, 1009)),
         tolerance={torch.float32: 1e-6},

@@ -14,7 +14,7 @@ from onegraph.ops.calls import AdjustLogits
 from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
 
 CHUNK = 2048
-UNIT = tl.constexpr(2.0**40)  # as in ops/logits.py
+UNIT = tl.constexpr(2.0**40)  # as in ops/shaping.py
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def _adjust(
 
 
 def adjust_logits(call: AdjustLogits) -> Tensor:
-    """See `onegraph.ops.logits.adjust_logits`."""
+    """See `onegraph.ops.shaping.adjust_logits`."""
     logits = call.logits
     rows, width = logits.shape
     out = torch.empty_like(logits, dtype=torch.float32)
@@ -142,7 +142,7 @@ def _min_p(logits, temperature, top_k, top_p, min_p, out, width, CHUNK: tl.const
 
 
 def min_p(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """See `onegraph.ops.logits.min_p`."""
+    """See `onegraph.ops.shaping.min_p`."""
     out = torch.empty_like(top_p)
     rows, width = logits.shape
     if rows:
