@@ -48,6 +48,8 @@ def make(request, model, monkeypatch):
 class Parity:
     """A constraint that depends on every token: after an even sum only the tokens with the remainder 1 of 3, else 2."""
 
+    problem = ""
+
     def __init__(self, params):
         self.taken, self.length = [], int(params.regex)
 

@@ -21,6 +21,9 @@ from onegraph.runtime.transfer import Download, Upload
 class Constraint(Protocol):
     """What decides, from the tokens so far, which may follow."""
 
+    problem: str
+    """Why it ended before its time, empty where it did not."""
+
     @property
     def done(self) -> bool:
         """Whether nothing may follow."""

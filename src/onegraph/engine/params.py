@@ -3,7 +3,7 @@
 import json
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_LOGPROBS = 20  # likeliest tokens that may be asked for, as OpenAI's API has it
@@ -44,7 +44,7 @@ class SamplingParams:
     stop: Sequence[int | str] = ()
     n: int = 1
     logprobs: int | None = None
-    json_schema: Mapping[str, object] | str | None = None
+    json_schema: dict[str, object] | str | None = None
     regex: str | None = None
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ class SamplingParams:
         top = self.logprobs
         require("logprobs", top is None or (_is_index(top) and 0 <= top <= MAX_LOGPROBS), f"0 to {MAX_LOGPROBS}")
         require("regex", self.regex is None or isinstance(self.regex, str), "a regular expression")
-        require("json_schema", _is_schema(self.json_schema), "a JSON schema: an object, or its text")
+        require("json_schema", _is_schema(self.json_schema), "a JSON schema: a dict, or its text")
         if self.json_schema is not None and self.regex is not None:
             raise ValueError("regex: got one beside json_schema; allowed is one of the two")
 
@@ -117,7 +117,7 @@ def _is_schema(value: object) -> bool:
         except (ValueError, RecursionError):
             return False
         return isinstance(value, dict | bool)
-    return value is None or isinstance(value, Mapping)
+    return value is None or isinstance(value, dict)
 
 
 def _is_index(value: object) -> bool:
