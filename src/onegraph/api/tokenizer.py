@@ -75,7 +75,7 @@ class Tokenizer:
         Raises CheckpointError where the tokenizer's decoder is of a kind whose tokens' bytes are not known.
         """
         found = self._call("token_bytes", "has no bytes for its tokens", self._size)
-        return {i: bytes.fromhex(data) for i, data, _ in found}, [i for i, _, special in found if special]
+        return {i: bytes.fromhex(data) for i, data, _ in found}, sorted(i for i, _, special in found if special)
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Ids of a conversation, ready for the assistant's answer.
