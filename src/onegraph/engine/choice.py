@@ -52,6 +52,9 @@ class Choice(NamedTuple):
         return cls(*(any(column) for column in zip(*found, strict=True))) if found else cls()
 
 
+PLAIN = Choice()
+
+
 def row_values(params: Seq[SamplingParams], choice: Choice) -> dict[str, Tensor]:
     """The inputs that a step with `choice` has for each row, [B] each, on the host."""
     values = {

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from onegraph.engine.choice import Choice, ChoiceState, Constrain, draw, row_buffers, row_values
+from onegraph.engine.choice import PLAIN, Choice, ChoiceState, Constrain, draw, row_buffers, row_values
 from onegraph.engine.decoder import Breakable, Decoder
 from onegraph.engine.pages import PageAllocator
 from onegraph.engine.params import SamplingParams, Stats
@@ -398,7 +398,7 @@ class Engine:
             inputs["stream"] = torch.zeros(self.model.stream_shape(rows, length), dtype=self.model.dtype, device=device)
         return inputs
 
-    def _row_inputs(self, rows: int, device: torch.device, choice: Choice) -> dict[str, Tensor]:
+    def _row_inputs(self, rows: int, device: torch.device, choice: Choice = PLAIN) -> dict[str, Tensor]:
         def tensor(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros(rows, *shape, dtype=dtype, device=device)
 
