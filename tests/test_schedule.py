@@ -123,7 +123,7 @@ def test_the_youngest_makes_room_and_goes_on_with_the_same_tokens(ahead, kv):
     """Three texts that fit together at first and not to their end."""
     options = {"pages": 1 + 10} if kv is None else TURBO | {"pages": 1 + 5}
     e = engine(ahead, **options)
-    params = SamplingParams(max_tokens=20 if kv is None else 40, temperature=1.0, seed=3)
+    params = SamplingParams(max_tokens=20 if kv is None else 40, temperature=1.0, seed=3, frequency_penalty=0.5)
     with closing(Scheduler(e)) as scheduler:
         requests = [e.request(prompt, params) for prompt in PROMPTS[:3]]
         for request in requests:

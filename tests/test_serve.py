@@ -22,12 +22,12 @@ from hypothesis import strategies as st
 
 from fuzz import tiny
 from onegraph import LLM
+from onegraph.api.completion import AnswerText
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.cli import main
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.serve.protocol import Refused, parse
-from onegraph.serve.text import StopTexts
 from onegraph.serve.worker import Full, Worker
 
 KEY = "sesame"
@@ -138,6 +138,31 @@ def test_several_answers_draw_with_seeds_in_a_row(server: Running, llm: LLM) -> 
     assert len({choice.text for choice in free.choices}) > 1
 
 
+def test_penalties_constraints_and_logprobs_are_those_of_generate(server: Running, llm: LLM) -> None:
+    how: dict[str, Any] = {"max_tokens": 12, "temperature": 0.9, "seed": 2, "frequency_penalty": 1.5}
+    own: dict[str, Any] = {"min_p": 0.01, "repetition_penalty": 1.2}
+    wanted = llm.generate("the thing", logprobs=2, **how, **own)
+    (made,) = server.client.completions.create(
+        model="plain", prompt="the thing", logprobs=2, extra_body=own, **how
+    ).choices
+    assert made.text == wanted.text
+    assert wanted.logprobs is not None
+    assert made.logprobs is not None
+    assert made.logprobs.token_logprobs == pytest.approx([each.logprob for each in wanted.logprobs], abs=1e-5)
+    message: Any = [{"role": "user", "content": "Hi"}]
+    shape: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["yes", "no"]}}}
+    chunks = list(
+        server.client.chat.completions.create(
+            model="plain", messages=message, response_format=shape, logprobs=True, top_logprobs=3, seed=1, stream=True
+        )
+    )
+    assert json.loads("".join(chunk.choices[0].delta.content or "" for chunk in chunks)) in ("yes", "no")
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    told = [each for chunk in chunks if chunk.choices[0].logprobs for each in chunk.choices[0].logprobs.content or ()]
+    assert [len(each.top_logprobs) for each in told] == [3] * len(told)
+    assert told[0].logprob < 0
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_ends_the_text_in_front_of_it(server: Running, llm: LLM, stream: bool) -> None:
     how: dict[str, Any] = {"max_tokens": 40, "temperature": 0.9, "seed": 5}
@@ -230,10 +255,10 @@ def test_who_does_not_read_holds_up_nobody(model: Path) -> None:
         prompt, params = llm.tokenizer.encode("the"), SamplingParams(max_tokens=30)
 
         async def use() -> None:
-            _, unread = worker.submit([prompt], [params], ())
-            _, pieces = worker.submit([prompt] * 3, [params] * 3, ())
+            _, unread = worker.submit([llm.engine.request(prompt, params)], ())
+            _, pieces = worker.submit([llm.engine.request(prompt, params) for _ in range(3)], ())
             with pytest.raises(Full):
-                worker.submit([prompt], [params], ())
+                worker.submit([llm.engine.request(prompt, params)], ())
             ended = 0
             while ended < 3:
                 ended += (await pieces.get()).last
@@ -275,9 +300,20 @@ def test_who_does_not_read_holds_up_nobody(model: Path) -> None:
         ({"model": "plain", "prompt": "a", "seed": 2**63}, 400, "seed: got 9223372036854775808"),
         ({"model": "plain", "prompt": "a", "stop": [""]}, 400, 'stop: got [""]'),
         ({"model": "plain", "prompt": "a", "tools": [{}]}, 400, "tools is not supported"),
-        ({"model": "plain", "prompt": "a", "logprobs": 0}, 400, "logprobs is not supported"),
+        ({"model": "plain", "prompt": "a", "logprobs": 21}, 400, "logprobs: got 21; allowed is 0 to 20"),
+        (
+            {"model": "plain", "prompt": "a", "frequency_penalty": 3},
+            400,
+            "frequency_penalty: got 3; allowed is -2 to 2",
+        ),
+        ({"model": "plain", "prompt": "a", "regex": "("}, 400, "regex: "),
+        ({"model": "plain", "prompt": "a", "response_format": {"type": "xml"}}, 400, "response_format: got"),
         ({"model": "plain", "prompt": "a", "stream_options": {}, "best_of": 3}, 400, "best_of is not supported"),
-        ({"model": "plain", "prompt": "a", "wat": 1}, 400, "wat is not known here; allowed are max_tokens, model, n,"),
+        (
+            {"model": "plain", "prompt": "a", "wat": 1},
+            400,
+            "wat is not known here; allowed are frequency_penalty, logprobs,",
+        ),
         ({"model": "plain", "prompt": "a" * 200}, 400, "more were asked for; the context is 96"),
         ({"model": "plain", "prompt": "a", "max_tokens": 96}, 400, "96 more were asked for; the context is 96"),
         ({"model": "plain", "prompt": "a", "n": 100}, 429, "too many requests wait"),
@@ -392,15 +428,14 @@ def test_mistakes_on_the_command_line(model: Path, capsys: pytest.CaptureFixture
 @settings(deadline=None)
 @given(st.text("ab\n", max_size=30), st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3), st.data())
 def test_stop_texts_are_found_wherever_the_text_is_cut(text: str, stops: list[str], data: st.DataObject) -> None:
-    watch, shown, rest, met = StopTexts(stops), "", text, False
-    while rest and not met:
+    watch, shown, rest = AnswerText(None, stops), "", text  # type: ignore[arg-type]  # its stream is not asked
+    while rest and not watch.ended:
         size = data.draw(st.integers(1, len(rest)))
         piece, rest = rest[:size], rest[size:]
-        safe, met = watch.push(piece, final=not rest)
-        shown += safe
+        shown += watch.take(piece, final=not rest)
     first = min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
     assert shown == text[:first]
-    assert met == (first is not None)
+    assert watch.ended == (first is not None)
 
 
 JSON = st.recursive(

@@ -15,19 +15,20 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from onegraph.engine.choice import PLAIN, Choice, ChoiceState, Constrain, draw, row_buffers, row_values
 from onegraph.engine.decoder import Breakable, Decoder
 from onegraph.engine.pages import PageAllocator
-from onegraph.engine.params import SamplingParams, Stats
+from onegraph.engine.params import SamplingParams, Stats, TokenLogprob
 from onegraph.engine.schedule import Scheduler
 from onegraph.engine.sequence import Sequence, make_sequences
 from onegraph.formats.turboquant import TurboQuantConfig, parse_kv
-from onegraph.ops.sampling import greedy, sample
 from onegraph.ops.step import begin_step, finish_step
 from onegraph.runtime.graph import GraphPool, Runner
 from onegraph.runtime.pipeline import Pipeline, check_links, running
 from onegraph.runtime.transfer import Download
 
 Tokens = list[tuple[int, int]]  # (prompt's number, token), of a step
+Report = tuple[Callable[[], Tensor], Callable[[], Tensor] | None]  # what waits for a step's tokens, log-probabilities
 
 
 class Engine:
@@ -96,8 +97,10 @@ class Engine:
         )
         self._allocator = PageAllocator(total, page_size)
         self._slots = list(range(max_batch, 0, -1))  # of state that does not grow; slot 0 belongs to nobody
-        self._runners: dict[tuple[str, bool], Pipeline] = {}
-        self._loaded: tuple[Pipeline, int | None, int]  # of the decode step: its runner, bucket and rows
+        self._runners: dict[tuple[str, Choice], Pipeline] = {}
+        self._loaded: tuple[Pipeline, int | None, Choice, list[Sequence]]  # of the decode step
+        self._choices: ChoiceState | None = None  # made when a row first asks for more than temperature, top-k, top-p
+        self.constrain: Constrain | None = None  # who makes a row's constraint; that takes a tokenizer
         self._download = Download(
             torch.zeros(max_batch, dtype=torch.int64, device=self.devices[-1]), depth=self.ahead + 1
         )
@@ -111,23 +114,33 @@ class Engine:
         self,
         prompts: Seq[Seq[int]],
         params: SamplingParams | Seq[SamplingParams] | None = None,
-        on_token: Callable[[int, int], None] | None = None,
+        on_token: Callable[[int, int], object] | None = None,
     ) -> list[list[int]]:
         """Continue each prompt (a list of token ids) and return the new tokens of each.
 
         Args:
             params: for all prompts, or one for each.
-            on_token: called as on_token(prompt's number, token) as soon as the host has it.
+            on_token: called as on_token(prompt's number, token) as soon as the host has it; True ends that prompt.
 
         Raises ValueError for what cannot run (before anything does), FloatingPointError where the model gives NaN.
         """
+        return [sequence.output for sequence in self.complete(prompts, params, on_token)]
+
+    def complete(
+        self,
+        prompts: Seq[Seq[int]],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        on_token: Callable[[int, int], object] | None = None,
+    ) -> list[Sequence]:
+        """`generate`, but all that is known of each: output, seed, log-probabilities."""
         sequences = self._sequences(prompts, params)
         with self.running(), closing(self._run(sequences)) as steps:
             for tokens in steps:
                 if on_token is not None:
                     for index, token in tokens:
-                        on_token(index, token)
-        return [sequence.output for sequence in sequences]
+                        if on_token(index, token) is True:
+                            sequences[index].cancelled = True
+        return sequences
 
     def stream(
         self, prompts: Seq[Seq[int]], params: SamplingParams | Seq[SamplingParams] | None = None
@@ -162,17 +175,28 @@ class Engine:
         """The devices' streams; wrap a loop over a step's `replay` in it once."""
         return running(self._pools)
 
-    def runner(self, kind: Literal["decode", "prefill"], *, sampling: bool = False) -> Pipeline:
-        """A step, built when first asked for: greedy or sampling, one graph for each device and bucket."""
-        key = (kind, sampling)
+    def runner(
+        self,
+        kind: Literal["decode", "prefill"],
+        *,
+        sampling: bool = False,
+        shaping: bool = False,
+        logprobs: bool = False,
+    ) -> Pipeline:
+        """A step, built when first asked for, one graph for each device and bucket: greedy or sampling, with or without
+        what changes logits before, with log-probabilities or without."""
+        choice = Choice(sampling, shaping, logprobs)
+        key = (kind, choice)
         if key not in self._runners:
             started = perf_counter()
             decoding = kind == "decode"
+            if shaping or logprobs:
+                self._choice_state()
             # Zeros in all inputs: no row has a sequence, so that warm-up touches nothing but the sentinel page.
             stages = [
                 Runner(
-                    partial(self._step, stage, sampling),
-                    self._inputs(stage, decoding),
+                    partial(self._step, stage, choice),
+                    self._inputs(stage, decoding, choice),
                     _buckets(self.max_batch) if decoding else None,
                     capture=bool(self._pools),
                     pool=self._pools[stage] if self._pools else None,
@@ -187,7 +211,7 @@ class Engine:
     # The steps: the capture contract holds here.
 
     def _step(
-        self, stage: int, sampling: bool, positions: Tensor, limits: Tensor, table: Tensor, **inputs: Tensor
+        self, stage: int, choice: Choice, positions: Tensor, limits: Tensor, table: Tensor, **inputs: Tensor
     ) -> Tensor:
         """One stage's part of a step: what the next stage takes, or from the last what the host reads, int64 [B].
 
@@ -206,23 +230,22 @@ class Engine:
         if stage < len(self.devices) - 1:
             positions.copy_(after)
             return stream
-        new, logits = self._draw(self.model.leave(stream), counts, after, inputs, sampling)
+        new, logits = self._draw(self.model.leave(stream), counts, after, inputs, choice)
         return finish_step(new, logits, after, inputs["drawn"] if decoding else torch.empty_like(new), positions)
 
     def _draw(
-        self, hidden: Tensor, counts: Tensor, after: Tensor, choice: dict[str, Tensor], sampling: bool
+        self, hidden: Tensor, counts: Tensor, after: Tensor, inputs: dict[str, Tensor], choice: Choice
     ) -> tuple[Tensor, Tensor]:
-        """From hidden states [B, Q, D]: the token behind each row's last one, and the logits that it was drawn from."""
+        """From hidden states [B, Q, D]: the token behind each row's last one, and the model's logits there."""
         if hidden.shape[1] == 1:
             hidden = hidden.squeeze(1)
         else:
             last = (counts.long() - 1).clamp(min=0)
             hidden = hidden.gather(1, last.view(-1, 1, 1).expand(-1, 1, hidden.shape[2])).squeeze(1)
         logits = self.model.logits(hidden)
-        if sampling:
-            row = (choice[name] for name in ("temperature", "top_k", "top_p", "seed"))
-            return sample(logits, *row, after), logits
-        return greedy(logits), logits
+        if self._choices is None or not (choice.shaping or choice.logprobs):
+            return draw(logits, after, inputs, sampling=choice.sampling), logits
+        return self._choices.choose(logits, counts, after, inputs, choice), logits
 
     # The host's part.
 
@@ -233,6 +256,7 @@ class Engine:
             vocabulary=self.model.config.vocab_size,
             max_context=self.max_context,
             allocator=self._allocator,
+            constrain=self.constrain,
         )
 
     def _stream(self, sequences: list[Sequence]) -> Generator[tuple[int, int], None, None]:
@@ -259,40 +283,70 @@ class Engine:
                     if sequence.error is not None:
                         raise sequence.error
                 yield [(sequence.index, token) for sequence, token in new]
+                for sequence, _ in new:
+                    if sequence.cancelled:  # by who took the tokens
+                        scheduler.cancel(sequence)
 
     # What the scheduler has done on the devices. It works inside of `running()`.
 
-    def prefill(self, sequence: Sequence, end: int) -> Tensor:
-        """Launch a pass over a sequence's tokens from `read` to `end`; the token drawn behind them, int64 [1]."""
-        runner = self.runner("prefill", sampling=sequence.params.temperature > 0)
+    def begin(self, sequence: Sequence) -> None:
+        """Before the first pass over a sequence in its slot: what penalties count and no decode step reads."""
+        if sequence.params.shaping:
+            count = sequence.to_prefill - len(sequence.prompt)
+            self._choice_state().begin(sequence.slot, sequence.prompt, sequence.output[:count])
+
+    def prefill(self, sequence: Sequence, end: int) -> Callable[[], Report]:
+        """Launch a pass over a sequence's tokens from `read` to `end`; what is returned fetches what it drew."""
+        choice = Choice.of([sequence.params])
+        runner = self.runner("prefill", **choice._asdict())
         part = sequence.tokens(sequence.read, end)
         tokens = torch.zeros(1, self.chunk, dtype=torch.int64)
         tokens[0, : len(part)] = torch.tensor(part)
-        runner.load(tokens=tokens, **self._rows([sequence], limits=[end]))
+        runner.load(tokens=tokens, **self._rows([sequence], limits=[end], choice=choice))
         self._trim(len(part), end)
+        if end == sequence.to_prefill:
+            self._constrain([sequence])
         report: Tensor = runner.replay()
-        return report
+        return lambda: self._fetch(report, choice)
 
     def load(self, rows: list[Sequence]) -> None:
         """From now on decode steps are of these sequences, from where each one's `read` stands."""
-        runner = self.runner("decode", sampling=any(s.params.temperature > 0 for s in rows))
+        choice = Choice.of(s.params for s in rows)
+        runner = self.runner("decode", **choice._asdict())
         drawn = torch.tensor([s.tokens(s.read, s.read + 1)[0] for s in rows])
-        _, bucket = runner.load(drawn=drawn, **self._rows(rows, limits=[s.limit for s in rows]))
-        self._loaded = runner, bucket, len(rows)
+        _, bucket = runner.load(drawn=drawn, **self._rows(rows, limits=[s.limit for s in rows], choice=choice))
+        self._loaded = runner, bucket, choice, rows
 
     def load_tables(self, rows: list[Sequence]) -> None:
         """Pages that loaded rows got since; their tokens and positions stay as the device has them."""
         self._loaded[0].load(table=self._table(rows))
 
-    def decode(self, reach: int) -> Callable[[], Tensor]:
-        """Launch a step of the loaded rows, of which the longest then has `reach` tokens; what is returned waits."""
-        runner, bucket, rows = self._loaded
+    def decode(self, reach: int) -> Report:
+        """Launch a step of the loaded rows, of which the longest then has `reach` tokens, and fetch what it draws."""
+        runner, bucket, choice, rows = self._loaded
         self._trim(1, reach)
-        return self.fetch(runner.replay(bucket)[:rows])
+        self._constrain(rows)
+        return self._fetch(runner.replay(bucket)[: len(rows)], choice)
 
-    def fetch(self, report: Tensor) -> Callable[[], Tensor]:
-        """Copy what a step drew to the host without waiting; what is returned waits. One more than `ahead` at once."""
-        return self._download.start(report)
+    def _constrain(self, rows: list[Sequence]) -> None:
+        """Upload what may follow in rows that are constrained; their last tokens must have been taken."""
+        if found := {s.slot: s.constraint for s in rows if s.constraint is not None}:
+            self._choice_state().constrain(found)
+
+    def _fetch(self, report: Tensor, choice: Choice) -> Report:
+        """Begin to copy what a step tells the host: `ahead` + 1 at once at most."""
+        told = self._choices.fetch(len(report)) if choice.logprobs and self._choices is not None else None
+        return self._download.start(report), told
+
+    def logprob(self, told: Tensor, token: int, wanted: int) -> TokenLogprob:
+        """A row of a report's second part, with `wanted` of the likeliest."""
+        return self._choice_state().logprob(told, token, wanted)
+
+    def _choice_state(self) -> ChoiceState:
+        if self._choices is None:
+            slots, vocabulary = self.max_batch + 1, self.model.config.vocab_size
+            self._choices = ChoiceState(slots, self.max_batch, vocabulary, self.devices[-1], depth=self.ahead + 1)
+        return self._choices
 
     def _table(self, rows: list[Sequence]) -> Tensor:
         table = torch.zeros(len(rows), self._per_row, dtype=torch.int32)
@@ -300,24 +354,22 @@ class Engine:
             row[: len(sequence.pages)] = torch.tensor(sequence.pages, dtype=torch.int32)
         return table
 
-    def _rows(self, active: list[Sequence], *, limits: list[int]) -> dict[str, Tensor]:
+    def _rows(self, active: list[Sequence], *, limits: list[int], choice: Choice) -> dict[str, Tensor]:
         """The host's side of `_row_inputs`."""
         return {
             "positions": torch.tensor([s.read for s in active], dtype=torch.int32),
             "limits": torch.tensor(limits, dtype=torch.int32),
             "table": self._table(active),
             "slots": torch.tensor([s.slot for s in active], dtype=torch.int32),
-            "temperature": torch.tensor([s.params.temperature for s in active], dtype=torch.float32),
-            "top_k": torch.tensor([s.params.top_k for s in active], dtype=torch.int32),
-            "top_p": torch.tensor([s.params.top_p for s in active], dtype=torch.float32),
             "seed": torch.tensor([s.seed for s in active], dtype=torch.int64),
+            **row_values([s.params for s in active], choice),
         }
 
-    def _inputs(self, stage: int, decoding: bool) -> dict[str, Tensor]:
+    def _inputs(self, stage: int, decoding: bool, choice: Choice) -> dict[str, Tensor]:
         """The static buffers of one stage's step."""
         device = self.devices[stage]
         rows, length = (self.max_batch, 1) if decoding else (1, self.chunk)
-        inputs = self._row_inputs(rows, device)
+        inputs = self._row_inputs(rows, device, choice)
         if decoding:
             inputs["drawn"] = torch.zeros(rows, dtype=torch.int64, device=device)
         else:
@@ -326,7 +378,7 @@ class Engine:
             inputs["stream"] = torch.zeros(self.model.stream_shape(rows, length), dtype=self.model.dtype, device=device)
         return inputs
 
-    def _row_inputs(self, rows: int, device: torch.device) -> dict[str, Tensor]:
+    def _row_inputs(self, rows: int, device: torch.device, choice: Choice = PLAIN) -> dict[str, Tensor]:
         def tensor(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros(rows, *shape, dtype=dtype, device=device)
 
@@ -335,10 +387,8 @@ class Engine:
             "limits": tensor(torch.int32),  # where the row stops: a padding row has 0
             "table": tensor(torch.int32, self._per_row),
             "slots": tensor(torch.int32),  # which state of fixed size is the row's: a padding row has 0
-            "temperature": tensor(torch.float32),
-            "top_k": tensor(torch.int32),
-            "top_p": tensor(torch.float32),
             "seed": tensor(torch.int64),
+            **row_buffers(rows, choice, device),
         }
 
     def _trim(self, length: int, reach: int) -> None:

@@ -8,7 +8,6 @@ in them changes: then, and only then, all that was launched is read first.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ from onegraph.engine.pages import extend_digests
 from onegraph.engine.sequence import Sequence
 
 if TYPE_CHECKING:
-    from onegraph.engine.generate import Engine
+    from onegraph.engine.generate import Engine, Report
 
 GROWTH = 64  # tokens that rows get pages for at a time, where there are enough: a block table changes once in so many
 
@@ -49,10 +48,11 @@ class Scheduler:
         self._share = share and self._pure
         self._allocator, self._slots = engine._allocator, engine._slots
         self._rows: list[Sequence] = []  # that are loaded
-        self._under_way: deque[tuple[list[Sequence], Callable[[], Tensor]]] = deque()
+        self._under_way: deque[tuple[list[Sequence], Report]] = deque()
         self._stale = True  # the loaded rows are not those that should run
         self._ended = self._poisoned = False  # a sequence is done; one gave NaN
         self._room = 0  # steps until a row's budget is used up
+        self._ahead = 0  # steps that may be under way when another is launched
         self._decoded = True  # whether the last step was a decode step
         self._new: list[tuple[Sequence, int]] = []
 
@@ -113,6 +113,7 @@ class Scheduler:
             sequence.slot = self._slots.pop()
             sequence.to_prefill = sequence.length if self._pure else len(sequence.prompt)
             self.running.append(sequence)
+            self.engine.begin(sequence)
 
     def _take_pages(self, sequence: Sequence) -> bool:
         """For all its tokens and the next, if one stays free for each of the others that will need one."""
@@ -180,16 +181,16 @@ class Scheduler:
 
     def _prefill(self, sequence: Sequence) -> None:
         end = min(sequence.read + self.engine.chunk, sequence.to_prefill)
-        report = self.engine.prefill(sequence, end)
+        fetch = self.engine.prefill(sequence, end)
         self.stats.prefill_tokens += end - sequence.read
         sequence.read = end
         self._remember(sequence)
         if sequence.decoding:
             self._stale = True
             if end == sequence.length:
-                first = self.engine.fetch(report)
+                tokens, told = fetch()
                 self._read_all()
-                self._hand_out(sequence, int(first()))
+                self._hand_out(sequence, int(tokens()), None if told is None else told()[0])
 
     def _decode(self) -> None:
         if self._stale or not self._room or not self._covered():
@@ -200,7 +201,7 @@ class Scheduler:
         reach = max(s.read for s in self._rows) + len(self._under_way) + 1
         self._under_way.append((self._rows, self.engine.decode(reach)))
         self.stats.decode_steps += 1
-        if len(self._under_way) > self.engine.ahead:
+        if len(self._under_way) > self._ahead:
             self._read()
 
     def _reload(self) -> None:
@@ -213,6 +214,8 @@ class Scheduler:
             self.engine.load(self._rows)
             # A row that repeats is told each token: what it draws is what it knows but for a near-tie's rounding.
             self._room = 1 if any(s.repeating for s in self._rows) else min(s.left for s in self._rows)
+            # What may follow a token is known when the host has it: the next step waits for the last.
+            self._ahead = 0 if any(s.constraint for s in self._rows) else self.engine.ahead
         self._stale = False
 
     def _covered(self) -> bool:
@@ -250,13 +253,14 @@ class Scheduler:
 
     def _read(self) -> None:
         """Wait for the oldest step under way. A row that was done before has run one too many, in its own pages."""
-        rows, tokens = self._under_way.popleft()
-        for sequence, token in zip(rows, tokens().tolist(), strict=True):
+        rows, (tokens, told) = self._under_way.popleft()
+        drawn, known = tokens().tolist(), None if told is None else told()
+        for row, (sequence, token) in enumerate(zip(rows, drawn, strict=True)):
             if not sequence.done:
                 sequence.read += 1
-                self.stats.decode_tokens += self._hand_out(sequence, token)
+                self.stats.decode_tokens += self._hand_out(sequence, token, None if known is None else known[row])
 
-    def _hand_out(self, sequence: Sequence, token: int) -> bool:
+    def _hand_out(self, sequence: Sequence, token: int, told: Tensor | None) -> bool:
         """The token behind all that a sequence has read; False where it was known."""
         if token < 0:
             self._poisoned = True
@@ -267,7 +271,9 @@ class Scheduler:
         elif sequence.read < sequence.length:
             return False
         else:
-            sequence.output.append(token)
+            sequence.take(token)
+            if told is not None and (wanted := sequence.params.logprobs) is not None:
+                sequence.logprobs.append(self.engine.logprob(told, token, wanted))
         self._new.append((sequence, token))
         self._ended |= sequence.done
         return token >= 0

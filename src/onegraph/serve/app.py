@@ -20,9 +20,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from onegraph.api.completion import copies
 from onegraph.engine.params import SamplingParams
+from onegraph.engine.sequence import Sequence as EngineSequence
 from onegraph.serve.metrics import Metrics
-from onegraph.serve.protocol import Asked, Refused, parse
+from onegraph.serve.protocol import Asked, Refused, chat_logprobs, completion_logprobs, parse
 from onegraph.serve.text import Answer, Piece
 from onegraph.serve.worker import Full, Stopped, Worker
 
@@ -129,10 +131,15 @@ class Server:
         self._check_name(asked.model)
         if self.worker.full:  # before any work is done for it
             raise _overloaded()
-        prompts = await self._encoded(asked)
+        sequences, prompt_tokens = await asyncio.to_thread(self._sequences, asked)  # a long prompt takes a while
         started = time.perf_counter()
-        answers, pieces = self._submit(asked, prompts)
-        reply = _Reply(asked, chat, self.settings.name, sum(map(len, prompts)))
+        try:
+            answers, pieces = self.worker.submit(sequences, asked.stops)
+        except Full:
+            raise _overloaded() from None
+        except Stopped as stopped:
+            raise Refused(str(stopped), status=503) from None
+        reply = _Reply(asked, chat, self.settings.name, prompt_tokens)
         timed = self.metrics.timed(_until_over(pieces, len(answers)), started)
         if asked.stream:
             return _EventStream(reply.events(timed), lambda: self.worker.cancel(answers))
@@ -154,45 +161,35 @@ class Server:
             raise Refused(f"the body has more than {limit} bytes (--max-body)", status=413)
         return b"".join(parts)
 
-    async def _encoded(self, asked: Asked) -> list[list[int]]:
-        """Token ids of the prompts; in a thread, since a long one takes a while."""
-        tokenizer = self.worker.llm.tokenizer
-
-        def encode() -> list[list[int]]:
+    def _sequences(self, asked: Asked) -> tuple[list[EngineSequence], int]:
+        """What the engine is to do, and how many tokens the prompts have."""
+        llm = self.worker.llm
+        name = "prompt" if asked.messages is None else "messages"
+        try:
             if asked.messages is not None:
-                return [tokenizer.chat(asked.messages)]
-            return [tokenizer.encode(each) if isinstance(each, str) else each for each in asked.prompts]
-
-        try:
-            return await asyncio.to_thread(encode)
+                prompts = [llm.tokenizer.chat(asked.messages)]
+            else:
+                prompts = [llm.tokenizer.encode(p) if isinstance(p, str) else p for p in asked.prompts]
+            name = ""
+            base = SamplingParams(stop=sorted(llm.tokenizer.stops), **asked.sampling)
+            rows = [
+                (prompt, replace(params, max_tokens=self._length(asked, prompt)))
+                for prompt in prompts
+                for params in copies(base)
+            ]
+            return [llm.engine.request(*row) for row in rows], sum(map(len, prompts))
         except ValueError as error:  # a TemplateError or CheckpointError, too
-            raise Refused(str(error), param="prompt" if asked.messages is None else "messages") from None
+            found = str(error).partition(":")[0]
+            raise Refused(str(error), param=name or (found if found in asked.sampling else None)) from None
 
-    def _submit(self, asked: Asked, prompts: list[list[int]]) -> tuple[list[Answer], asyncio.Queue[Piece]]:
+    def _length(self, asked: Asked, prompt: list[int]) -> int:
         context = self.worker.llm.max_context
-        params: list[SamplingParams] = []
-        try:
-            for prompt in prompts:
-                room = context - len(prompt)
-                wanted = asked.max_tokens or max(room, 1)
-                if wanted > room:
-                    raise Refused(
-                        f"the prompt has {len(prompt)} tokens, {wanted} more were asked for; the context is {context}",
-                        param="max_tokens",
-                        code="context_length_exceeded",
-                    )
-                stops = sorted(self.worker.llm.tokenizer.stops)
-                base = SamplingParams(max_tokens=wanted, stop=stops, **asked.sampling)
-                seeds = [None if base.seed is None else base.seed + i for i in range(asked.n)]
-                params += [replace(base, seed=seed) for seed in seeds]
-            return self.worker.submit([prompt for prompt in prompts for _ in range(asked.n)], params, asked.stops)
-        except Full:
-            raise _overloaded() from None
-        except Stopped as stopped:
-            raise Refused(str(stopped), status=503) from None
-        except ValueError as error:
-            name = str(error).partition(":")[0]
-            raise Refused(str(error), param=name if name in asked.sampling else "prompt") from None
+        room = context - len(prompt)
+        wanted = asked.max_tokens or max(room, 1)
+        if wanted > room:
+            message = f"the prompt has {len(prompt)} tokens, {wanted} more were asked for; the context is {context}"
+            raise Refused(message, param="max_tokens", code="context_length_exceeded")
+        return wanted
 
     async def _whole(
         self, request: Request, reply: _Reply, pieces: AsyncIterator[Piece], answers: Sequence[Answer]
@@ -224,38 +221,39 @@ class _Reply:
 
     async def whole(self, pieces: AsyncIterator[Piece]) -> dict[str, Any]:
         """Raises Refused where an answer failed."""
-        texts: dict[int, str] = {}
-        finish: dict[int, str | None] = {}
+        found: dict[int, list[Piece]] = {}
         async for piece in pieces:
             if piece.error is not None:
-                raise Refused(piece.error, status=503 if "server is shutting down" in piece.error else 500)
+                raise Refused(piece.error, status=500)
             self.tokens += piece.tokens
-            texts[piece.index] = texts.get(piece.index, "") + piece.text
-            finish[piece.index] = piece.finish
-        choices = [self._choice(i, texts[i], finish[i], "message") for i in sorted(texts)]
+            found.setdefault(piece.index, []).append(piece)
+        choices = [self._choice(found[i], "message") for i in sorted(found)]
         return self.head | {"choices": choices, "usage": self._usage()}
 
     async def events(self, pieces: AsyncIterator[Piece]) -> AsyncIterator[bytes]:
         """Server-sent events: of each choice its role (in a chat), text as it is written, and why it ended."""
         if self.chat:
             self.head["object"] = "chat.completion.chunk"
-            for i in range(self.asked.n):
-                yield self._event([self._choice(i, "", None, "delta")])
+            for i in range(self.asked.sampling.get("n", 1)):
+                yield self._event([self._choice([Piece(i)], "delta")])
         async for piece in pieces:
             if piece.error is not None:
                 yield _event(Refused(piece.error, status=500).body())
                 return
             self.tokens += piece.tokens
-            if piece.text or piece.finish is not None:
-                yield self._event([self._choice(piece.index, piece.text, piece.finish, "delta", role=False)])
+            if piece.text or piece.logprobs or piece.last:
+                yield self._event([self._choice([piece], "delta", role=False)])
         if self.asked.usage:
             yield self._event([], usage=self._usage())
         yield b"data: [DONE]\n\n"
 
-    def _choice(self, index: int, text: str, finish: str | None, key: str, role: bool = True) -> dict[str, Any]:
+    def _choice(self, pieces: list[Piece], key: str, role: bool = True) -> dict[str, Any]:
+        text = "".join(piece.text for piece in pieces)
         said = {"role": "assistant"} if role else {}
         content = {key: said | {"content": text}} if self.chat else {"text": text}
-        return {"index": index, **content, "logprobs": None, "finish_reason": finish}
+        tokens = [token for piece in pieces for token in piece.logprobs]
+        told = (chat_logprobs if self.chat else completion_logprobs)(tokens) if tokens else None
+        return {"index": pieces[0].index, **content, "logprobs": told, "finish_reason": pieces[-1].finish}
 
     def _event(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> bytes:
         return _event(self.head | {"choices": choices} | ({"usage": usage} if self.asked.usage else {}))

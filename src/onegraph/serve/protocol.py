@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
+
+from onegraph.engine.params import MAX_LOGPROBS
+from onegraph.serve.text import TokenText
 
 Json = Any  # what json.loads gives
 MAX_CHOICES, MAX_STOPS, MAX_STOP = 128, 16, 1024  # answers and stop strings of a request, characters of one
@@ -28,7 +32,7 @@ class Refused(Exception):
 class Asked:
     """A request: `prompts` of /v1/completions, texts or token ids, or the `messages` of a chat.
 
-    sampling: fields of SamplingParams. n: answers to each prompt. usage: whether a stream ends with token counts.
+    sampling: fields of SamplingParams. usage: whether a stream ends with token counts.
     """
 
     model: str | None
@@ -37,7 +41,6 @@ class Asked:
     sampling: dict[str, Any]
     max_tokens: int | None
     stops: tuple[str, ...]
-    n: int
     stream: bool
     usage: bool
 
@@ -66,6 +69,27 @@ def parse(body: bytes, *, chat: bool) -> Asked:
     return _asked(fields, chat)
 
 
+def chat_logprobs(tokens: Sequence[TokenText]) -> Json:
+    """As a choice of a chat has them."""
+
+    def one(text: str, logprob: float) -> Json:
+        whole = "\ufffd" not in text  # a part of a character has no text of its own
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}
+
+    return {"content": [one(t.text, t.logprob) | {"top_logprobs": [one(*each) for each in t.top]} for t in tokens]}
+
+
+def completion_logprobs(tokens: Sequence[TokenText]) -> Json:
+    """As a choice of /v1/completions has them."""
+    ends = list(accumulate(len(token.text) for token in tokens))
+    return {
+        "tokens": [token.text for token in tokens],
+        "token_logprobs": [token.logprob for token in tokens],
+        "top_logprobs": [dict(token.top) for token in tokens],
+        "text_offset": [0, *ends[:-1]],
+    }
+
+
 def _asked(fields: dict[str, Json], chat: bool) -> Asked:
     if (name := "messages" if chat else "prompt") not in fields:
         raise Refused(f"{name} is missing", param=name)
@@ -81,10 +105,9 @@ def _asked(fields: dict[str, Json], chat: bool) -> Asked:
         model=fields.get("model"),
         prompts=prompt if prompt and isinstance(prompt, list) and not _is_int(prompt[0]) else [prompt],
         messages=[_message(i, message) for i, message in enumerate(fields["messages"])] if chat else None,
-        sampling={"temperature": 1.0} | {name: fields[name] for name in _SAMPLING if name in fields},
+        sampling=_sampling(fields, chat),
         max_tokens=length if chat or length is not None else DEFAULT_TOKENS,
         stops=(stop,) if isinstance(stop, str) else tuple(stop),
-        n=fields.get("n", 1),
         stream=fields.get("stream", False),
         usage=bool(options.get("include_usage")),
     )
@@ -141,6 +164,29 @@ def _is_stop(value: Json) -> bool:
     )
 
 
+def _is_format(value: Json) -> bool:
+    if not isinstance(value, dict):
+        return False
+    if value.get("type") != "json_schema":
+        return value in ({"type": "text"}, {"type": "json_object"})
+    return isinstance(value.get("json_schema"), dict) and isinstance(value["json_schema"].get("schema"), dict)
+
+
+def _sampling(fields: dict[str, Json], chat: bool) -> dict[str, Json]:
+    """Fields of SamplingParams."""
+    found = {"temperature": 1.0} | {name: fields[name] for name in _SAMPLING if name in fields}
+    if chat and fields.get("logprobs"):
+        found["logprobs"] = fields.get("top_logprobs", 0)
+    elif chat and fields.get("top_logprobs"):
+        raise Refused("top_logprobs is for logprobs: true alone", param="top_logprobs")
+    elif not chat and "logprobs" in fields:
+        found["logprobs"] = fields["logprobs"]
+    wanted = fields.get("response_format", {"type": "text"})
+    if wanted["type"] != "text":
+        found["json_schema"] = wanted["json_schema"]["schema"] if "json_schema" in wanted else {"type": "object"}
+    return found
+
+
 def _shown(value: Json) -> str:
     text = json.dumps(value)
     return text if len(text) < 80 else text[:77] + "..."
@@ -155,6 +201,12 @@ _FIELDS: Mapping[str, _Check] = {
     "max_tokens": _COUNT,
     "temperature": _NUMBER,
     "top_p": _NUMBER,
+    "min_p": _NUMBER,
+    "presence_penalty": _NUMBER,
+    "frequency_penalty": _NUMBER,
+    "repetition_penalty": _NUMBER,
+    "response_format": (_is_format, "an object with type text, json_object or json_schema (and its schema)"),
+    "regex": (lambda v: isinstance(v, str), "a regular expression"),
     "top_k": (lambda v: _is_int(v) and 0 <= v < 1 << 31, "a whole number, 0 for all tokens"),
     "seed": (lambda v: _is_int(v) and -(1 << 63) <= v < (1 << 63) - MAX_CHOICES, "a 64-bit integer"),
     "stop": (_is_stop, f"a text, or up to {MAX_STOPS} texts of at most {MAX_STOP} characters"),
@@ -162,19 +214,22 @@ _FIELDS: Mapping[str, _Check] = {
     "stream": _FLAG,
     "stream_options": (lambda v: isinstance(v, dict), "an object"),
 }
-_COMPLETION: Mapping[str, _Check] = {"prompt": (_is_prompt, "a text or a list of token ids, or a list of those")}
+_TOP: _Check = (lambda v: _is_int(v) and 0 <= v <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}")
+_COMPLETION: Mapping[str, _Check] = {
+    "prompt": (_is_prompt, "a text or a list of token ids, or a list of those"),
+    "logprobs": _TOP,
+}
 _CHAT: Mapping[str, _Check] = {
     "messages": (lambda v: isinstance(v, list) and len(v) > 0, "a list of messages"),
     "max_completion_tokens": _COUNT,
+    "logprobs": _FLAG,
+    "top_logprobs": _TOP,
 }
-_SAMPLING = ("temperature", "top_p", "top_k", "seed")
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", *_PENALTIES, "seed", "n", "regex")
 _ROLES = ("system", "developer", "user", "assistant")
 # What we do not do, and the values that ask for nothing; clients send those of their own accord.
 _OFF: Mapping[str, tuple[Json, ...]] = {
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
     "logit_bias": ({},),
     "best_of": (1,),
     "echo": (False,),
@@ -182,7 +237,6 @@ _OFF: Mapping[str, tuple[Json, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "store": (False,),
 }

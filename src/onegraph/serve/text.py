@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from onegraph.api.tokenizer import TextStream, Tokenizer, advance
+from onegraph.api.completion import AnswerText
+from onegraph.api.tokenizer import Tokenizer, advance
 from onegraph.engine.sequence import Sequence as EngineSequence
 from onegraph.formats.files import CheckpointError
 
@@ -17,37 +18,29 @@ TOGETHER = 8  # tokens of one answer that become text in one call
 
 
 @dataclass(frozen=True)
+class TokenText:
+    """A token's text and log-probability, and those of the likeliest in its place."""
+
+    text: str
+    logprob: float
+    top: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)
 class Piece:
-    """What an answer got: text, and from how many tokens; the last one says why it ended."""
+    """What an answer got: text, and from how many tokens; the last one says why it ended. logprobs: of these tokens,
+    where they are asked for."""
 
     index: int
     text: str = ""
     tokens: int = 0
     finish: Literal["stop", "length"] | None = None
     error: str | None = None
+    logprobs: tuple[TokenText, ...] = ()
 
     @property
     def last(self) -> bool:
         return self.finish is not None or self.error is not None
-
-
-class StopTexts:
-    """Passes text on up to the first of `stops`, holding back what may be the beginning of one."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self.stops = tuple(stops)
-        self._held = ""
-
-    def push(self, text: str, final: bool) -> tuple[str, bool]:
-        """The text that may be shown, and whether a stop was met."""
-        text = self._held + text
-        if found := [at for stop in self.stops if (at := text.find(stop)) >= 0]:
-            return text[: min(found)], True
-        longest = 0 if final else max(map(len, self.stops), default=1) - 1
-        ends = (n for n in range(min(longest, len(text)), 0, -1) if any(s.startswith(text[-n:]) for s in self.stops))
-        keep = next(ends, 0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], False
 
 
 @dataclass(eq=False)
@@ -59,13 +52,13 @@ class Answer:
 
     index: int
     sequence: EngineSequence
-    text: TextStream
-    stops: StopTexts
+    text: AnswerText
     pieces: asyncio.Queue[Piece]
     loop: asyncio.AbstractEventLoop
     pending: list[int] = field(default_factory=list)  # tokens that are not text yet
     complete: bool = False  # no token comes behind those
     ended: bool = False  # its last piece is out
+    told: int = 0  # tokens whose log-probabilities are out
 
     def deliver(self, piece: Piece) -> None:
         """From any thread; nothing behind the last piece."""
@@ -110,28 +103,39 @@ class Writer:
         moves = []
         for answer in answers:
             # With stop strings one by one: how many tokens an answer has must not depend on how fast text is made.
-            count = 1 if answer.stops.stops else TOGETHER
+            count = 1 if answer.text.stop else TOGETHER
             tokens, answer.pending = answer.pending[:count], answer.pending[count:]
-            moves.append((answer.text, tokens, answer.complete and not answer.pending))
+            moves.append((answer.text.stream, tokens, answer.complete and not answer.pending))
         try:
-            texts: list[str | CheckpointError] = [*advance(self.tokenizer, moves)]
-        except CheckpointError:  # one of them cannot be decoded in bounded time and memory: which?
-            texts = [self._alone(move) for move in moves]
-        for answer, text, (_, tokens, final) in zip(answers, texts, moves, strict=True):
-            if isinstance(text, CheckpointError):
-                answer.deliver(Piece(answer.index, error=str(text)))
+            texts: list[str | None] = [*advance(self.tokenizer, moves)]
+        except (CheckpointError, OSError):  # one of them cannot be decoded in bounded time and memory: which?
+            texts = [None] * len(moves)
+        for answer, text, move in zip(answers, texts, moves, strict=True):
+            try:
+                shown = answer.text.take(advance(self.tokenizer, [move])[0] if text is None else text, move[2])
+                logprobs = self._logprobs(answer, len(move[1]))
+            except (CheckpointError, OSError) as error:
+                answer.deliver(Piece(answer.index, error=str(error)))
                 self._on_stop(answer)
                 continue
-            shown, met = answer.stops.push(text, final)
-            finish: Literal["stop", "length"] | None = "stop" if met else None
-            if final and not met:
-                finish = "stop" if tokens[-1] in answer.sequence.params.stop else "length"
-            answer.deliver(Piece(answer.index, shown, len(tokens), finish))
-            if met and not final:
+            _, tokens, final = move
+            finish: Literal["stop", "length"] | None = "stop" if answer.text.ended else None
+            if final and finish is None:
+                finish = "stop" if _stopped(answer.sequence, tokens[-1]) else "length"
+            answer.deliver(Piece(answer.index, shown, len(tokens), finish, logprobs=logprobs))
+            if answer.text.ended and not final:
                 self._on_stop(answer)
 
-    def _alone(self, move: tuple[TextStream, list[int], bool]) -> str | CheckpointError:
-        try:
-            return advance(self.tokenizer, [move])[0]
-        except CheckpointError as error:
-            return error
+    def _logprobs(self, answer: Answer, count: int) -> tuple[TokenText, ...]:
+        if answer.sequence.params.logprobs is None:
+            return ()
+        found = answer.sequence.logprobs[answer.told : answer.told + count]
+        answer.told += count
+        ids = [i for each in found for i in (each.token, *(token for token, _ in each.top))]
+        texts = iter(self.tokenizer.decode_all([[i] for i in ids], special=True))
+        return tuple(TokenText(next(texts), e.logprob, tuple((next(texts), p) for _, p in e.top)) for e in found)
+
+
+def _stopped(sequence: EngineSequence, last: int) -> bool:
+    """Whether a sequence that is done ended of its own accord."""
+    return last in sequence.params.stop or (sequence.constraint is not None and sequence.constraint.done)

@@ -12,12 +12,13 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 
+from onegraph.api.completion import AnswerText
 from onegraph.api.llm import LLM
 from onegraph.api.tokenizer import Tokenizer
-from onegraph.engine.params import SamplingParams, Stats
+from onegraph.engine.params import Stats
 from onegraph.engine.schedule import Scheduler
 from onegraph.engine.sequence import Sequence as EngineSequence
-from onegraph.serve.text import Answer, Piece, StopTexts, Writer
+from onegraph.serve.text import Answer, Piece, Writer
 
 
 class Full(Exception):
@@ -62,17 +63,16 @@ class Worker:
             raise Stopped(self.failure)
 
     def submit(
-        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], stops: Sequence[str]
+        self, sequences: Sequence[EngineSequence], stops: Sequence[str]
     ) -> tuple[list[Answer], asyncio.Queue[Piece]]:
-        """Begin an answer to each prompt, all or none; their pieces come through one queue of the running event loop.
+        """Begin an answer to each (`Engine.request`), all or none, up to the first of `stops`.
 
-        Raises Full, Stopped, and ValueError for what cannot run.
+        Their pieces come through one queue of the running event loop. Raises Full, Stopped.
         """
         pieces: asyncio.Queue[Piece] = asyncio.Queue()
-        loop, engine, stream = asyncio.get_running_loop(), self.llm.engine, self._writer.tokenizer.stream
+        loop, stream = asyncio.get_running_loop(), self._writer.tokenizer.stream
         answers = [
-            Answer(i, engine.request(prompt, asked), stream(), StopTexts(stops), pieces, loop)
-            for i, (prompt, asked) in enumerate(zip(prompts, params, strict=True))
+            Answer(i, sequence, AnswerText(stream(), stops), pieces, loop) for i, sequence in enumerate(sequences)
         ]
         with self._lock:
             if self.failure is not None:
@@ -172,14 +172,15 @@ class Worker:
         drawn = []
         for sequence, own in tokens.items():
             answer = self._answers[sequence]
-            if sequence.error is not None:
-                answer.deliver(Piece(answer.index, error=str(sequence.error)))
+            failed = sequence.error or (sequence.constraint.problem if sequence.constraint is not None else "")
+            if failed:
+                answer.deliver(Piece(answer.index, error=str(failed)))
             else:
                 self.counts["tokens"] += len(own)
                 drawn.append((answer, own, sequence.done))
             if sequence.done:
                 del self._answers[sequence]
-                self._over(1, "finished" if sequence.error is None else "failed")
+                self._over(1, "failed" if failed else "finished")
         if drawn:
             self._writer.put(drawn)
 
