@@ -18,7 +18,7 @@ from torch import Tensor
 from onegraph.engine.choice import PLAIN, Choice, ChoiceState, Constrain, draw, row_buffers, row_values
 from onegraph.engine.decoder import Breakable, Decoder
 from onegraph.engine.pages import PageAllocator
-from onegraph.engine.params import SamplingParams, Stats, TokenLogprob
+from onegraph.engine.params import SamplingParams, Stats
 from onegraph.engine.schedule import Scheduler
 from onegraph.engine.sequence import Sequence, make_sequences
 from onegraph.formats.turboquant import TurboQuantConfig, parse_kv
@@ -166,11 +166,6 @@ class Engine:
     def release(self) -> None:
         self._busy = False
 
-    def reset_cache(self) -> None:
-        """Clear it after a NaN: the next owner of a page masks what it finds there, and 0 * NaN is NaN."""
-        self._cache.reset()
-        self._allocator.forget()
-
     def running(self) -> AbstractContextManager[None]:
         """The devices' streams; wrap a loop over a step's `replay` in it once."""
         return running(self._pools)
@@ -191,7 +186,7 @@ class Engine:
             started = perf_counter()
             decoding = kind == "decode"
             if shaping or logprobs:
-                self._choice_state()
+                self.choice_state()
             # Zeros in all inputs: no row has a sequence, so that warm-up touches nothing but the sentinel page.
             stages = [
                 Runner(
@@ -293,7 +288,7 @@ class Engine:
         """Before the first pass over a sequence in its slot: what penalties count and no decode step reads."""
         if sequence.params.shaping:
             count = sequence.to_prefill - len(sequence.prompt)
-            self._choice_state().begin(sequence.slot, sequence.prompt, sequence.output[:count])
+            self.choice_state().begin(sequence.slot, sequence.prompt, sequence.output[:count])
 
     def prefill(self, sequence: Sequence, end: int) -> Callable[[], Report]:
         """Launch a pass over a sequence's tokens from `read` to `end`; what is returned fetches what it drew."""
@@ -331,18 +326,15 @@ class Engine:
     def _constrain(self, rows: list[Sequence]) -> None:
         """Upload what may follow in rows that are constrained; their last tokens must have been taken."""
         if found := {s.slot: s.constraint for s in rows if s.constraint is not None}:
-            self._choice_state().constrain(found)
+            self.choice_state().constrain(found)
 
     def _fetch(self, report: Tensor, choice: Choice) -> Report:
         """Begin to copy what a step tells the host: `ahead` + 1 at once at most."""
         told = self._choices.fetch(len(report)) if choice.logprobs and self._choices is not None else None
         return self._download.start(report), told
 
-    def logprob(self, told: Tensor, token: int, wanted: int) -> TokenLogprob:
-        """A row of a report's second part, with `wanted` of the likeliest."""
-        return self._choice_state().logprob(told, token, wanted)
-
-    def _choice_state(self) -> ChoiceState:
+    def choice_state(self) -> ChoiceState:
+        """Made when first asked for."""
         if self._choices is None:
             slots, vocabulary = self.max_batch + 1, self.model.config.vocab_size
             self._choices = ChoiceState(slots, self.max_batch, vocabulary, self.devices[-1], depth=self.ahead + 1)

@@ -102,7 +102,7 @@ class Scheduler:
         self.waiting.clear()
         self._under_way.clear()
         if self._poisoned:
-            self.engine.reset_cache()
+            self._clear_cache()
         self.engine.release()
 
     # Who runs.
@@ -140,9 +140,14 @@ class Scheduler:
         if self._poisoned:
             for sequence in self.running[::-1]:
                 self._preempt(sequence)
-            self.engine.reset_cache()
+            self._clear_cache()
         self._ended = self._poisoned = False
         self._stale = True
+
+    def _clear_cache(self) -> None:
+        """The next owner of a page masks what it finds there, and 0 * NaN is NaN."""
+        self.engine._cache.reset()
+        self._allocator.forget()
 
     def _preempt(self, sequence: Sequence) -> None:
         self._leave(sequence)
@@ -273,7 +278,7 @@ class Scheduler:
         else:
             sequence.take(token)
             if told is not None and (wanted := sequence.params.logprobs) is not None:
-                sequence.logprobs.append(self.engine.logprob(told, token, wanted))
+                sequence.logprobs.append(self.engine.choice_state().logprob(told, token, wanted))
         self._new.append((sequence, token))
         self._ended |= sequence.done
         return token >= 0

@@ -170,7 +170,11 @@ class Server:
                 prompts = [llm.tokenizer.chat(asked.messages)]
             else:
                 prompts = [llm.tokenizer.encode(p) if isinstance(p, str) else p for p in asked.prompts]
-            name = ""
+            name, most = "", self.worker.limit
+            if (count := len(prompts) * asked.sampling.get("n", 1)) > most:
+                raise Refused(
+                    f"the request asks for {count} answers; {most} can be computed or wait at once", param="n"
+                )
             base = SamplingParams(stop=sorted(llm.tokenizer.stops), **asked.sampling)
             rows = [
                 (prompt, replace(params, max_tokens=self._length(asked, prompt)))
