@@ -50,39 +50,52 @@ def for_engine(params: SamplingParams) -> SamplingParams:
     return replace(params, stop=sorted(params.stop_tokens))
 
 
-class AnswerText:
-    """Tokens in, text out as soon as it is sure to be shown: up to the first stop text, never a part of one.
+class StopTexts:
+    """Passes text on up to the first of `stops`, holding back what may be the beginning of one.
 
-    ended: whether a stop text was met; nothing comes out any more.
+    The first is the one that is complete first: then how the text is cut makes no difference.
     """
 
-    def __init__(self, stream: TextStream, stop: Sequence[str]) -> None:
-        self.stream, self.stop = stream, tuple(stop)
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops = tuple(stops)
         self._held = ""
-        self.ended = False
 
-    def push(self, token: int) -> str:
-        """What `token` adds to the text shown, often nothing yet."""
-        return self.take(self.stream.push(token))
-
-    def finish(self) -> str:
-        """What is left where no further token comes."""
-        return self.take(self.stream.finish(), final=True)
-
-    def take(self, piece: str, final: bool = False) -> str:
-        """What `piece` of the stream's text adds to the text shown; `final`: nothing comes behind it."""
-        if self.ended:
-            return ""
-        text = self._held + piece
-        if found := [at for at in map(text.find, self.stop) if at >= 0]:
-            self.ended = True
-            return text[: min(found)]
-        held = 0 if final else max((_overlap(text, stop) for stop in self.stop), default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+    def push(self, text: str, final: bool) -> tuple[str, bool]:
+        """The text that may be shown, and whether a stop was met."""
+        text = self._held + text
+        if found := [(at + len(stop), at) for stop in self.stops if (at := text.find(stop)) >= 0]:
+            return text[: min(found)[1]], True
+        keep = 0 if final else max((_overlap(text, stop) for stop in self.stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], False
 
 
 def _overlap(text: str, stop: str) -> int:
     """Characters at the end of `text` that may be the beginning of `stop`."""
     sizes = range(min(len(text), len(stop) - 1), 0, -1)
     return next((size for size in sizes if text.endswith(stop[:size])), 0)
+
+
+class AnswerText:
+    """Tokens in, text out as soon as it is sure to be shown: up to the first stop text, never a part of one.
+
+    ended: whether a stop text was met; nothing comes out any more.
+    """
+
+    def __init__(self, stream: TextStream, stops: Sequence[str]) -> None:
+        self._stream, self._stops = stream, StopTexts(stops)
+        self.ended = False
+
+    def push(self, token: int) -> str:
+        """What `token` adds to the text shown, often nothing yet."""
+        return self._show(self._stream.push(token), final=False)
+
+    def finish(self) -> str:
+        """What is left where no further token comes."""
+        return self._show(self._stream.finish(), final=True)
+
+    def _show(self, text: str, *, final: bool) -> str:
+        if self.ended:
+            return ""
+        shown, self.ended = self._stops.push(text, final)
+        return shown

@@ -130,11 +130,11 @@ class ChoiceState:
         return tokens
 
     def _tell(self, logits: Tensor, tokens: Tensor) -> None:
-        """The drawn token's log-probability, those of the likeliest, and their ids, which float64 holds exactly."""
+        """The drawn token's log-probability, those of the likeliest, and their ids: float64, which holds all three."""
         drawn = logits.gather(1, tokens.unsqueeze(1))
         values, ids = logits.topk(self.top, dim=1)
         norm = logits.logsumexp(dim=1, keepdim=True)
-        self.told[: len(logits)].copy_(torch.cat((drawn - norm, values - norm, ids), dim=1))
+        self.told[: len(logits)].copy_(torch.cat((drawn - norm, values - norm, ids.double()), dim=1))
 
     # The host's part, between steps.
 

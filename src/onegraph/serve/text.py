@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from onegraph.api.completion import AnswerText
-from onegraph.api.tokenizer import Tokenizer, advance
+from onegraph.api.completion import StopTexts
+from onegraph.api.tokenizer import TextStream, Tokenizer, advance
 from onegraph.engine.sequence import Sequence as EngineSequence
 from onegraph.formats.files import CheckpointError
 
@@ -52,7 +52,8 @@ class Answer:
 
     index: int
     sequence: EngineSequence
-    text: AnswerText
+    text: TextStream
+    stops: StopTexts
     pieces: asyncio.Queue[Piece]
     loop: asyncio.AbstractEventLoop
     pending: list[int] = field(default_factory=list)  # tokens that are not text yet
@@ -103,27 +104,27 @@ class Writer:
         moves = []
         for answer in answers:
             # With stop strings one by one: how many tokens an answer has must not depend on how fast text is made.
-            count = 1 if answer.text.stop else TOGETHER
+            count = 1 if answer.stops.stops else TOGETHER
             tokens, answer.pending = answer.pending[:count], answer.pending[count:]
-            moves.append((answer.text.stream, tokens, answer.complete and not answer.pending))
+            moves.append((answer.text, tokens, answer.complete and not answer.pending))
         try:
             texts: list[str | None] = [*advance(self.tokenizer, moves)]
         except (CheckpointError, OSError):  # one of them cannot be decoded in bounded time and memory: which?
             texts = [None] * len(moves)
         for answer, text, move in zip(answers, texts, moves, strict=True):
             try:
-                shown = answer.text.take(advance(self.tokenizer, [move])[0] if text is None else text, move[2])
+                shown, met = answer.stops.push(advance(self.tokenizer, [move])[0] if text is None else text, move[2])
                 logprobs = self._logprobs(answer, len(move[1]))
             except (CheckpointError, OSError) as error:
                 answer.deliver(Piece(answer.index, error=str(error)))
                 self._on_stop(answer)
                 continue
             _, tokens, final = move
-            finish: Literal["stop", "length"] | None = "stop" if answer.text.ended else None
+            finish: Literal["stop", "length"] | None = "stop" if met else None
             if final and finish is None:
                 finish = "stop" if _stopped(answer.sequence, tokens[-1]) else "length"
             answer.deliver(Piece(answer.index, shown, len(tokens), finish, logprobs=logprobs))
-            if answer.text.ended and not final:
+            if met and not final:
                 self._on_stop(answer)
 
     def _logprobs(self, answer: Answer, count: int) -> tuple[TokenText, ...]:

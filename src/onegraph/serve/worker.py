@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 
-from onegraph.api.completion import AnswerText
+from onegraph.api.completion import StopTexts
 from onegraph.api.llm import LLM
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.params import Stats
@@ -72,7 +72,7 @@ class Worker:
         pieces: asyncio.Queue[Piece] = asyncio.Queue()
         loop, stream = asyncio.get_running_loop(), self._writer.tokenizer.stream
         answers = [
-            Answer(i, sequence, AnswerText(stream(), stops), pieces, loop) for i, sequence in enumerate(sequences)
+            Answer(i, sequence, stream(), StopTexts(stops), pieces, loop) for i, sequence in enumerate(sequences)
         ]
         with self._lock:
             if self.failure is not None:
