@@ -18,6 +18,7 @@ from onegraph.check.simulate.compare import Books, differences
 from onegraph.check.simulate.cuda import machine
 from onegraph.check.simulate.device import DeviceTensor, storage_of
 from onegraph.check.simulate.findings import RANK, Findings, home_of
+from onegraph.check.simulate.kernels import Code
 from onegraph.check.simulate.records import Step, reshaped, same
 from onegraph.check.simulate.replay import Verdict, replay
 from onegraph.check.simulate.state import Snapshot, changes, methods, random_state
@@ -37,6 +38,9 @@ FEWEST_PROBES = 9
 
 LONGEST_PROBE = 4.0
 """Seconds of this thread for the further steps: a guard, seldom met, for tensors of a gigabyte."""
+
+TRIES = 3
+"""How often a simulation may begin again without the kernels that it had to give up too late."""
 
 NOTHING = 'nothing of the step ran on device "cuda": there is nothing to capture; build model, buffers and inputs there'
 
@@ -63,7 +67,15 @@ def simulate_step(
     """
     if steps < FEWEST_STEPS:
         raise CheckError(f"steps: got {steps}, allowed {FEWEST_STEPS} or more; one warms up, one is captured")
-    return _Simulation(factory, steps, target, gpus, probe).run()
+    barred: dict[Code, str] = {}
+    for tries in range(TRIES, 0, -1):
+        simulation = _Simulation(factory, steps, target, gpus, probe)
+        simulation.world.kernels.barred |= barred
+        report = simulation.run(last=tries == 1)
+        if report is not None:
+            return report
+        barred |= simulation.world.kernels.late
+    raise AssertionError("the last try ends with a report")
 
 
 class _Simulation:
@@ -85,7 +97,8 @@ class _Simulation:
         self.probe_ended = ""  # what a step raised that the factory was not made for
         self.numbers_of: dict[int, dict[str, Any]] = {}  # Python values that the steps return, by path
 
-    def run(self) -> Report:
+    def run(self, *, last: bool) -> Report | None:
+        """The report; None where a kernel of the captured step could not be run again, unless this try is the last."""
         begin = time.perf_counter()
         rng = torch.get_rng_state()
         gc.freeze()  # what exists already is no part of the step: collections, the report's too, need not walk it
@@ -95,6 +108,8 @@ class _Simulation:
                 step, inputs = self._build()
                 for index in range(self.count):
                     self._one(step, inputs, index)
+                    if self.world.kernels.late and not last:
+                        return None
                 self.world.phase = "idle"
                 if self._should_probe(step):
                     self._probe(step, inputs)
@@ -115,8 +130,11 @@ class _Simulation:
                 break
             try:
                 self._one(step, inputs, index)
+                ended = "; ".join(self.world.kernels.late.values())
             except CheckError as error:  # a cache is full, a queue is empty: the step was not made for so many
-                self.probe_ended = f"{error}; judged on the first {self.count} steps"
+                ended = str(error)
+            if ended:
+                self.probe_ended = f"{ended}; judged on the first {self.count} steps"
                 del self.world.sightings[seen:]
                 self.steps.pop(index, None)
                 self.verdicts.pop(index, None)
