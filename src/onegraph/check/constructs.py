@@ -9,6 +9,8 @@ import linecache
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from onegraph.check import entropy
+
 _DEEPEST = 3
 """Names followed one into the other: `n = t.item(); m = n + 1; x[:m]`."""
 
@@ -171,8 +173,6 @@ _SIZED = {
     *("arange", "zeros", "ones", "empty", "full", "rand", "randn", "linspace", "new_zeros", "new_ones", "new_empty"),
     *("new_full", "narrow", "split", "chunk", "expand", "repeat", "view", "reshape", "topk", "unfold", "tensor_split"),
 }
-_HOST_RANDOM = {"random", "randint", "uniform", "gauss", "choice", "randrange", "normal", "rand", "randn", "uuid4",
-                "integers", "betavariate", "shuffle", "token_bytes", "urandom", "getrandbits"}  # fmt: skip
 _REDUCTIONS = {"max", "min", "sum", "any", "all", "sorted", "list", "tuple", "set"}
 _PRODUCTS = {"mm", "matmul", "addmm", "mv", "spmm", "bmm"}
 
@@ -299,16 +299,23 @@ def _pinned(spot: Spot, code: str) -> bool:
 
 
 def _random(spot: Spot, code: str) -> bool:
-    """A random number of the host's in the statement."""
-    for node in ast.walk(spot.statement):
-        if isinstance(node, ast.Call) and last_name(node.func) in _HOST_RANDOM and "torch" not in dotted(node.func):
-            return True
-    return any(
-        isinstance(value, ast.Call) and last_name(value.func) in _HOST_RANDOM and "torch" not in dotted(value.func)
-        for node in ast.walk(spot.statement)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
-        for value in bindings(spot, node.id)
-    )
+    """A random number of the host's, or the time, in the statement or in what is bound to a name that it reads."""
+    names = entropy.imported(spot.module)
+    parts = list(ast.walk(spot.statement))
+    read = {n.id for n in parts if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    bound = [value for name in read for value in bindings(spot, name)]
+    return any(_draws(spot, names, node) for node in (*parts, *bound))
+
+
+def _draws(spot: Spot, names: dict[str, str], node: ast.AST, depth: int = _DEEPEST) -> bool:
+    """A call of a module that draws, or of a generator that such a one made."""
+    if not isinstance(node, ast.Call):
+        return False
+    root, _, rest = dotted(node.func).partition(".")
+    if entropy.draws(".".join([names.get(root, root), *filter(None, [rest])])):
+        return True
+    owner = last_name(node.func.value) if isinstance(node.func, ast.Attribute) else ""
+    return depth > 0 and any(_draws(spot, names, value, depth - 1) for value in bindings(spot, owner))
 
 
 def _counter(spot: Spot, code: str) -> bool:

@@ -3,7 +3,7 @@
 import ast
 from dataclasses import replace
 
-from onegraph.check.source import binding, builtin_calls, library, names, parameters, torch_calls
+from onegraph.check.source import binding, builtin_calls, entropy, library, names, parameters, torch_calls
 from onegraph.check.source.machine import DEPTH, TREE_DEPTH, Call, Machine, short
 from onegraph.check.source.values import (
     UNKNOWN,
@@ -16,6 +16,7 @@ from onegraph.check.source.values import (
     Method,
     Obj,
     Partial,
+    Plain,
     Scope,
     Seq,
     Super,
@@ -106,6 +107,8 @@ def apply(machine: Machine, func: Value, args: list[Value], keywords: Keywords, 
             return func.receiver
         case Method():
             return torch_calls.method(machine, func.receiver, func.name, args, keywords, node)
+        case Plain(kind=entropy.DRAWN):
+            return func  # a method of what was drawn
         case Obj():
             for name in ("__call__", "forward"):
                 found = names.member_value(machine, func, func.cls, name)

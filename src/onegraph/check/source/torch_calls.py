@@ -3,7 +3,7 @@
 import ast
 from dataclasses import replace
 
-from onegraph.check.source import launches, tensor_methods
+from onegraph.check.source import entropy, launches, tensor_methods
 from onegraph.check.source import library as lib
 from onegraph.check.source.machine import Machine, place, short
 from onegraph.check.source.tensor_methods import device_argument, device_of, rank_of, split_result
@@ -51,13 +51,14 @@ def call(machine: Machine, func: Ext | ExtObj, args: list[Value], keywords: Keyw
         return args[0] if args and isinstance(args[0], Tensor) else UNKNOWN
     if name.startswith("torch."):
         return _torch(machine, name, args, keywords, node)
-    return _other(machine, name, args, node)
+    return _other(machine, name, args, keywords, node)
 
 
-def _other(machine: Machine, name: str, args: list[Value], node: ast.AST) -> Value:
+def _other(machine: Machine, name: str, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
     first = args[0] if args else UNKNOWN
-    if name in lib.VARYING:
-        return Plain("float", varying=True)
+    drawn = entropy.call(machine, name, args, keywords)
+    if drawn is not None:
+        return drawn
     if name in ("triton.autotune", "triton.heuristics"):
         return ExtObj("triton.decorator")
     if name == "triton.jit":
@@ -218,7 +219,10 @@ def _from_host(machine: Machine, last: str, args: list[Value], keywords: Keyword
     if device.startswith("cuda") and not empty:
         text = f"`{short(node)}` builds a device tensor from host data in the step"
         machine.report("CG102", node, text, sure=not presumed)
-    rank = 0 if is_plain(data) else rank_of("tensor", [data])
+    if is_plain(data):  # of numpy it is an array, or numpy's own function would refuse it
+        rank = None if last in ("from_numpy", "frombuffer") else 0
+    else:
+        rank = rank_of("tensor", [data])
     moving = device == "cpu" and varies(data)
     whole = isinstance(data, Seq) and bool(data.items) and all(_is_int(v) for v in data.items or ())
     return machine.tensor(device, sure=not presumed, rank=rank, varying=moving, integer=whole or _is_int(data))
@@ -378,6 +382,8 @@ def method(machine: Machine, receiver: Value, name: str, args: list[Value], keyw
             return Const(None)
         case ExtObj() if launches.is_kernel(receiver) and name in ("get_function", "get_kernel"):
             return receiver
+        case ExtObj(kind=entropy.GENERATOR):
+            return entropy.method(machine, receiver, name, args, keywords)
         case ExtObj(kind="torch.Generator"):
             if name in lib.RNG_STATE:  # it may be a generator that no captured op draws from
                 text = f"`{short(node)}` touches the generator's state in the step"
