@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from onegraph.check import CheckError, check_step
 from onegraph.check.source import check_source
+from onegraph.check.target import load
 
 DRAWS = [
     ("import random", "random.random()"),
@@ -83,6 +85,26 @@ def test_drawn_rows_index_as_an_array_does(tmp_path):
     before = "rng, table = np.random.default_rng(1), torch.ones(16, 4, device='cuda')"
     body = "return table[torch.from_numpy(rng.integers(0, 16, 5))] + x"
     assert _codes(tmp_path, "import numpy as np", before=before, body=body) == ["CG103 error"]
+
+
+@pytest.mark.parametrize(
+    ("generator", "draw", "code"),
+    [
+        ("torch.Generator()", "x * int(torch.randint(0, 9, (1,), generator=g))", "CG202"),
+        ("torch.Generator(device='cuda')", "x + torch.rand(4, device='cuda', generator=g)", "CG301"),
+    ],
+)
+def test_a_graph_need_not_know_a_generator_of_the_host_but_bakes_in_what_it_draws(tmp_path, generator, draw, code):
+    text = f"g = {generator}"
+    assert _codes(tmp_path, "", before=text, body=f"return {draw}") == [f"{code} error"]
+    report = check_step(load(f"{tmp_path}/steps.py:factory").factory)
+    assert {f.code for f in report.errors} == {code}
+
+
+def test_a_generator_of_the_host_draws_nothing_on_the_device(tmp_path):
+    _codes(tmp_path, "", before="g = torch.Generator()", body="return x.normal_(generator=g)")
+    with pytest.raises(CheckError, match="Expected a 'cuda' device type for generator but found 'cpu'"):
+        check_step(load(f"{tmp_path}/steps.py:factory").factory)
 
 
 def test_a_tensor_that_is_chosen_lies_somewhere_else_in_every_step(tmp_path):

@@ -162,6 +162,29 @@ def test_a_changing_argument_without_effect_is_a_warning():
     assert [f.severity for f in report.findings if f.code == "CG202"] == [Severity.WARNING]
 
 
+@pytest.mark.parametrize(("own", "counted"), [(True, 2), (False, 1)], ids=["a number of its own", "a size"])
+def test_a_launch_beside_a_changed_shape_tells_its_number_and_a_size_as_what_follows(own, counted):
+    def factory():
+        table, turns = torch.ones(64, device="cuda"), [0]
+
+        def step(x):
+            turns[0] += 1
+            part = table[: turns[0]]
+            y = torch.empty_like(part)
+            if own:
+                kernels.double[(1,)](part, y, turns[0], BLOCK=16)
+            else:
+                kernels.double[(1,)](part, y, part.shape[0], BLOCK=16)
+            return y
+
+        return step, _inputs
+
+    report = check_step(factory)
+    told = [f for f in report.findings if f.code == "CG202"]
+    assert ["slice" in f.message for f in told] == [True, False], _told(report)
+    assert len(report.errors) == counted
+
+
 @pytest.mark.parametrize(
     ("kernel", "reason"),
     [(kernels.assembly, "inline_asm"), (kernels.without_a_mask, "memory outside of every tensor")],

@@ -16,22 +16,25 @@ _DEEPEST = 3
 
 Functions = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
+Placed = ast.stmt | ast.expr | ast.excepthandler | ast.arg | ast.keyword | ast.alias | ast.pattern
+"""Nodes that have a place in the file."""
+
 
 @dataclass(frozen=True)
 class Spot:
     """A place in a file: the nodes around it, innermost first, up to its statement."""
 
     module: ast.Module
-    nodes: tuple[ast.AST, ...]
+    nodes: tuple[Placed, ...]
 
     @property
-    def statement(self) -> ast.AST:
+    def statement(self) -> Placed:
         return self.nodes[-1]
 
     @property
     def home(self) -> ast.AST:
         """The definition at the top level of the file that holds the place."""
-        line = self.statement.lineno  # type: ignore[attr-defined]
+        line = self.statement.lineno
         return next((n for n in self.module.body if n.lineno <= line <= (n.end_lineno or 0)), self.module)
 
     def calls(self) -> Iterator[tuple[str, ast.Call]]:
@@ -81,28 +84,31 @@ def parsed(text: str) -> ast.Module | None:
         return None
 
 
-def _around(node: ast.AST, position: tuple[int, int]) -> Iterator[ast.AST]:
+def _around(node: ast.AST, position: tuple[int, int]) -> Iterator[Placed]:
     """Nodes that hold a position, outermost first."""
     inner: ast.AST | None = node
     while inner is not None:
-        if hasattr(inner, "lineno"):
+        if isinstance(inner, Placed):
             yield inner
         inner = next((child for child in _placed(inner) if _holds(child, position)), None)
 
 
-def _placed(node: ast.AST) -> Iterator[ast.AST]:
+def _placed(node: ast.AST) -> Iterator[Placed]:
     """Children that have a place; of those that have none (arguments, comprehensions), theirs."""
     for child in ast.iter_child_nodes(node):
-        if hasattr(child, "lineno"):
+        if isinstance(child, Placed):
             yield child
         else:
             yield from _placed(child)
 
 
-def _holds(node: ast.AST, position: tuple[int, int]) -> bool:
-    begin = node.lineno, node.col_offset  # type: ignore[attr-defined]
-    end = node.end_lineno, node.end_col_offset  # type: ignore[attr-defined]
-    return begin <= position < end
+def _holds(node: Placed, position: tuple[int, int]) -> bool:
+    return (node.lineno, node.col_offset) <= position < end_of(node)
+
+
+def end_of(node: Placed) -> tuple[int, int]:
+    """Line and column behind a node; those of its begin where its maker left them out, which a parser never does."""
+    return node.end_lineno or node.lineno, node.end_col_offset or node.col_offset
 
 
 def _listed(value: object) -> list[object]:
@@ -137,9 +143,9 @@ def _bound(root: ast.AST, name: str) -> list[ast.expr]:
     return values
 
 
-def function_of(module: ast.Module, node: ast.AST) -> ast.AST:
+def function_of(module: ast.Module, node: Placed) -> ast.AST:
     """The innermost function around a node, or the file."""
-    around = [n for n in _around(module, (node.lineno, node.col_offset)) if isinstance(n, Functions)]  # type: ignore[attr-defined]
+    around = [n for n in _around(module, (node.lineno, node.col_offset)) if isinstance(n, Functions)]
     return around[-1] if around else module
 
 

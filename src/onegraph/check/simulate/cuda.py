@@ -29,7 +29,7 @@ from onegraph.check.simulate import (
     triton,
 )
 from onegraph.check.simulate.backward import Backward
-from onegraph.check.simulate.device import DeviceTensor, swap
+from onegraph.check.simulate.device import DeviceTensor, refuse, swap
 from onegraph.check.simulate.guard import device_guard
 from onegraph.check.simulate.imports import when_imported
 from onegraph.check.simulate.records import body_of, composed, eagerly, for_cuda_alone
@@ -123,7 +123,7 @@ class _Functions(TorchFunctionMode):
         if "device" in kwargs:
             kwargs = {**kwargs, "device": self.device(kwargs["device"])}
         if isinstance(kwargs.get("generator"), self.generator):
-            self.world.unregistered(kwargs["generator"])
+            self.draws(kwargs["generator"], args, kwargs)
         pinned = kwargs.get("pin_memory") is True
         if pinned:  # some ask the driver for the memory themselves, past the dispatcher
             kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
@@ -131,6 +131,15 @@ class _Functions(TorchFunctionMode):
         out = func(*args, **kwargs) if special is None else special(func, args, kwargs)
         host = pinned and isinstance(out, Tensor) and not isinstance(out, DeviceTensor)
         return self.world.pin(out) if host else out
+
+    def draws(self, generator: torch.Generator, args: Any, kwargs: Any) -> None:
+        """A generator of the device is one that a graph must know; what one of the host draws is a number like any."""
+        if any(generator is known for known in self.world.generators):
+            self.world.unregistered(generator)
+            return
+        device = kwargs.get("device")
+        if getattr(device, "type", "") == "cuda" or (device is None and any(isinstance(a, DeviceTensor) for a in args)):
+            refuse("Expected a 'cuda' device type for generator but found 'cpu'")
 
     def device(self, value: Any) -> Any:
         if isinstance(value, int) and not isinstance(value, bool):

@@ -131,7 +131,8 @@ def _torch(machine: Machine, name: str, args: list[Value], keywords: Keywords, n
     if name in ("torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast", "torch.amp.autocast_mode.autocast"):
         return ExtObj("torch.autocast")
     if name == "torch.Generator":
-        return ExtObj(name, in_step=machine.in_step)
+        device = first if args else keywords.get("device")
+        return ExtObj(name, "cpu" if device is None else device_of(device), machine.in_step)
     if last in lib.RNG_STATE and (name.count(".") == 1 or name.startswith("torch.random.")):
         sets = last in lib.RNG_SETS
         machine.report("CG302", node, f"`{short(node)}` touches the generator's state in the step", sure=sets)
@@ -192,7 +193,7 @@ def _factory(machine: Machine, last: str, args: list[Value], keywords: Keywords,
         sure=sure,
         pinned=is_pinned,
         rank=rank_of(last, args),
-        varying=_host_varies(device, args),
+        varying=_host_varies(device, args) or (device == "cpu" and last in lib.RANDOM and machine.in_step),
         ragged=not machine.in_step and any(varies(a) for a in shape),
         integer=last in ("arange", "randint", "randperm"),
     )
@@ -241,7 +242,7 @@ def _is_int(value: Value) -> bool:
 
 def _generator(machine: Machine, last: str, keywords: Keywords, node: ast.AST) -> None:
     generator = keywords.get("generator")
-    if last in lib.RANDOM and isinstance(generator, ExtObj) and generator.kind == "torch.Generator":
+    if last in lib.RANDOM and isinstance(generator, ExtObj) and generator.note != "cpu":
         machine.report("CG301", node, f"`{short(node)}` draws from a generator that the graph must be told of")
 
 
