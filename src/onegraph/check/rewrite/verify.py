@@ -133,8 +133,9 @@ def results(target: str, steps: int, gpus: int) -> list[dict[str, Any]]:
 
     from onegraph.check import compat, containers
     from onegraph.check.simulate import frames
+    from onegraph.check.simulate.calling import call_step, given_of
     from onegraph.check.simulate.cuda import machine
-    from onegraph.check.simulate.run import _inner, call_step, given_of
+    from onegraph.check.simulate.run import _inner
     from onegraph.check.simulate.state import Snapshot
     from onegraph.check.simulate.world import World
     from onegraph.check.target import load

@@ -3,7 +3,17 @@
 import ast
 from dataclasses import replace
 
-from onegraph.check.source import binding, builtin_calls, entropy, library, names, parameters, torch_calls
+from onegraph.check.source import (
+    binding,
+    builtin_calls,
+    entropy,
+    library,
+    methods,
+    names,
+    parameters,
+    tensor_methods,
+    torch_calls,
+)
 from onegraph.check.source.machine import DEPTH, TREE_DEPTH, Call, Machine, short
 from onegraph.check.source.values import (
     UNKNOWN,
@@ -101,12 +111,12 @@ def apply(machine: Machine, func: Value, args: list[Value], keywords: Keywords, 
         case Method(receiver=Super()):
             return UNKNOWN
         case Method(receiver=Seq(kind="modules"), name="to" | "cuda"):
-            device = torch_calls.device_argument(args, keywords) if func.name == "to" else "cuda"
+            device = tensor_methods.device_argument(args, keywords) if func.name == "to" else "cuda"
             return move(func.receiver, device, set()) if device else func.receiver
         case Method(receiver=Seq(kind="modules"), name="eval" | "half" | "bfloat16" | "float" | "requires_grad_"):
             return func.receiver
         case Method():
-            return torch_calls.method(machine, func.receiver, func.name, args, keywords, node)
+            return methods.method(machine, func.receiver, func.name, args, keywords, node)
         case Plain(kind=entropy.DRAWN):
             return func  # a method of what was drawn
         case Obj():
@@ -315,7 +325,7 @@ def _module_method(machine: Machine, obj: Value, name: str, args: list[Value], k
             return Const(None)
         case "to" | "cuda" | "cpu":
             device = (
-                torch_calls.device_argument(args, keywords) if name == "to" else "cuda" if name == "cuda" else "cpu"
+                tensor_methods.device_argument(args, keywords) if name == "to" else "cuda" if name == "cuda" else "cpu"
             )
             if device:
                 move(obj, device, set())
