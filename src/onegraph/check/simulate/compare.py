@@ -300,8 +300,9 @@ def _contents(
     position: int, ours: OpRecord, theirs: OpRecord, at: tuple[str, str], refreshed: set[int]
 ) -> tuple[str, str, Values] | None:
     """What a copy from the host brings is another thing, and the caller does not bring it to the replay."""
-    known = position in refreshed or ours.contents is None or theirs.contents is None
-    if known or same(ours.contents, theirs.contents):
+    if position in refreshed or ours.contents is None or theirs.contents is None:
+        return None
+    if same(ours.contents, theirs.contents):
         return None
     values = f"{at[0]}: {_text(ours.contents.tolist())}", f"{at[1]}: {_text(theirs.contents.tolist())}"
     if "CG102" in ours.codes or "CG103" in ours.codes:
