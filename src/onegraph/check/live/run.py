@@ -20,7 +20,7 @@ from onegraph.check.live.recorder import Numbers, Recorder, stored
 from onegraph.check.live.watch import call_step, calls_noted, recorded
 from onegraph.check.report import SILENT, CheckError, Origin, Report, Severity
 from onegraph.check.simulate import frames
-from onegraph.check.simulate.calling import NOTHING, build, given_of, guarded, line
+from onegraph.check.simulate.calling import NOTHING, build, given_by, guarded, line
 from onegraph.check.simulate.compare import Books, differences
 from onegraph.check.simulate.findings import Findings, home_of
 from onegraph.check.simulate.records import Sighting, Step, close, reshaped
@@ -88,14 +88,11 @@ class _Live:
         torch.manual_seed(_SEED)
         return build(self.factory)
 
-    def _given(self, inputs: Callable[[int], Any], index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return given_of(index, guarded(f"inputs({index})", inputs, index))
-
     def _eager(self) -> None:
         step, inputs = self._build()
         recorder, handed = self.recorder, containers.Handed()
         for index in range(self.count):
-            arguments = self._given(inputs, index)
+            arguments = given_by(inputs, index)
             given = containers.tensors(arguments, handed)
             leaves, marks = list(given.values()), {path: _version(t) for path, t in given.items()}
             before = Snapshot(step, self.roots)
@@ -149,7 +146,7 @@ class _Live:
         """What the steps give in their compiled form, whose roundings are not those of eager's ops."""
         step, inputs = self._build()
         for index in range(self.count):
-            result = guarded(f"step {index}", call_step, step, *self._given(inputs, index))
+            result = guarded(f"step {index}", call_step, step, *given_by(inputs, index))
             torch.cuda.synchronize()
             self.truth[index] = {path: o.detach().clone() for path, o in containers.tensors(result).items()}
             now = _tensors(step, self.roots)
@@ -163,13 +160,13 @@ class _Live:
         recorder = self.recorder
         with torch.cuda.device(device):
             stream, before = torch.cuda.Stream(), torch.cuda.current_stream()
-            arguments, handed = self._given(inputs, 0), containers.Handed()
+            arguments, handed = given_by(inputs, 0), containers.Handed()
             handed.note(arguments)
             torch.cuda.synchronize()
             with torch.cuda.stream(stream):
                 guarded("step 0", call_step, step, *arguments)
             torch.cuda.synchronize()
-            given = self._given(inputs, 1)
+            given = given_by(inputs, 1)
             static = containers.mapped(given, static_of, handed)
             buffers = containers.tensors(static, handed)
             handed.note(given)
@@ -228,7 +225,7 @@ class _Live:
     ) -> None:  # fmt: skip
         for index in range(1, self.count):
             if index > 1:
-                fresh = self._given(inputs, index)
+                fresh = given_by(inputs, index)
                 try:
                     refill(buffers, containers.tensors(fresh, handed))
                 except (ValueError, RuntimeError) as error:
@@ -317,7 +314,7 @@ class _Live:
     def _without_stream(self, home: int) -> None:
         """What most people write, `torch.cuda.graph(g)`: its stream belongs to the device that was current first."""
         step, inputs = self._build()
-        arguments = self._given(inputs, 0)
+        arguments = given_by(inputs, 0)
         call_step(step, *arguments)
         torch.cuda.synchronize()
         chain = next((c for d, c in self.recorder.devices.items() if d != home), ())

@@ -50,6 +50,11 @@ def guarded(what: str, function: Callable[..., Any], *args: Any) -> Any:
         raise CheckError(f"{what} raised {type(error).__name__}: {line(error)}{where(error)}") from error
 
 
+def given_by(inputs: Callable[[int], Any], index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(arguments, keywords) that the user's `inputs` makes for step `index`. Raises CheckError."""
+    return given_of(index, guarded(f"inputs({index})", inputs, index))
+
+
 def given_of(index: int, made: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """(arguments, keywords) of step `index`. Raises CheckError."""
     given = containers.arguments(made)

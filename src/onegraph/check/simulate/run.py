@@ -12,7 +12,7 @@ from torch import Tensor
 from onegraph.check import compat, containers
 from onegraph.check.report import SILENT, CheckError, Report, Severity, relative
 from onegraph.check.simulate import compiled, frames, memory
-from onegraph.check.simulate.calling import NOTHING, build, call_step, given_of, guarded
+from onegraph.check.simulate.calling import NOTHING, build, call_step, given_by, guarded
 from onegraph.check.simulate.compare import Books, differences
 from onegraph.check.simulate.cuda import machine
 from onegraph.check.simulate.device import DeviceTensor, storage_of
@@ -160,7 +160,7 @@ class _Simulation:
         world = self.world
         world.step, world.phase, world.current = index, "inputs", None
         pinned_before = self._pinned_contents()
-        arguments = given_of(index, guarded(f"inputs({index})", inputs, index))
+        arguments = given_by(inputs, index)
         leaves = containers.tensors(arguments, self.handed)
         for path, tensor in containers.tensors(arguments).items():
             if path not in leaves and isinstance(tensor, DeviceTensor) and tensor.record.phase == "inputs":

@@ -167,7 +167,7 @@ def call_function(machine: Machine, func: Func, args: list[Value], keywords: Key
             machine.in_step,
             id(func.node),
             id(func.receiver) if isinstance(func.receiver, Obj) else 0,
-            signature(args, keywords),
+            parameters.signature(args, keywords),
         )
         if key in machine.memo:
             value, work = machine.memo[key]
@@ -223,27 +223,6 @@ def _yields(node: ast.AST) -> bool:
 def id_name(func: Func) -> str:
     name = getattr(func.node, "name", "<lambda>")
     return f"{func.owner.node.name}.{name}" if func.owner is not None else name
-
-
-def signature(args: list[Value], keywords: Keywords) -> tuple:
-    """What two calls must share for one reading to stand for both: the kinds of the arguments, not their storages."""
-    return (*map(_kind, args), *((k, _kind(v)) for k, v in sorted(keywords.items())))
-
-
-def _kind(value: Value) -> object:
-    match value:
-        case Tensor():
-            return (value.device, value.sure, value.pinned, value.boolean, value.rank, value.varying, value.optional)
-        case Obj() | Func() | Class():
-            return id(value)
-        case Seq():
-            items = value.items if value.items is not None else (value.element,)
-            return ("seq", value.kind, value.items is None, *map(_kind, items[:8]))
-        case Dict():
-            return ("dict", *((str(k), _kind(v)) for k, v in (value.entries or ())[:8]))
-        case Const():
-            return ("const", repr(value.value)[:40])
-    return value if not isinstance(value, Method | Partial | Super) else type(value).__name__
 
 
 # ---- classes
