@@ -111,12 +111,17 @@ class Loader:
         return spare or self.parts.ignored(name) or (self.quantization is not None and self.quantization.ignored(name))
 
     def device_bytes(self) -> dict[str, int]:
-        """Bytes on the device of every tensor, by the family's name."""
+        """Bytes on the device of every layer, stack of experts and other tensor, by the family's name."""
         found = {}
-        for name in self.expected():
-            info = self.info(name)
-            wide = self.dtype.itemsize if info.dtype in FLOATS else info.dtype.itemsize
-            found[name] = info.nbytes // info.dtype.itemsize * wide
+        for name in self.parts.tensors:
+            info = self.info(name)  # some are kept in a wider dtype of the file's
+            wide = torch.promote_types(info.dtype, self.dtype) if info.dtype in FLOATS else info.dtype
+            found[name] = info.nbytes // info.dtype.itemsize * wide.itemsize
+        for layer, (n, k, bias) in self.layers().items():
+            found[layer] = self.format_of(layer).device_bytes(n, k, self.dtype, bias)
+        for name, (experts, n, k, _, bias) in self.parts.stacks.items():
+            format = stack_names(self, name)[0]
+            found[name] = experts * (format.device_bytes(n, k, self.dtype) + 4 * n * bias)
         return found
 
     # -------------------------------------------------------------------------------------------------------- reading
