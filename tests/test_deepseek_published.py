@@ -243,7 +243,9 @@ def test_bytes_on_a_device_are_those_of_the_loaded_model(form):
     with Checkpoint.open(path) as checkpoint:
         loader = Loader(checkpoint, parse_config(checkpoint.config), torch.float32)
         counted = sum(loader.device_bytes().values())
-    stores = [b.untyped_storage() for name, b in load(path).named_buffers() if not name.endswith(("cos", "sin", "table"))]
+    stores = [
+        b.untyped_storage() for name, b in load(path).named_buffers() if not name.endswith(("cos", "sin", "table"))
+    ]
     once = {store.data_ptr(): store.nbytes() for store in stores}  # a shared expert may be one more of the routed ones
     assert sum(once.values()) == pytest.approx(counted, rel=1e-3)
 

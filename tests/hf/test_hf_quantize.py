@@ -21,7 +21,8 @@ from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.files import CheckpointError
 from onegraph.integrations.hf.experts import CodedStack
 from onegraph.integrations.hf.modules import CodedLinear
-from onegraph.integrations.hf.source import ModulesSource, Skeleton
+from onegraph.integrations.hf.skeleton import Skeleton
+from onegraph.integrations.hf.source import ModulesSource
 from onegraph.models.llama import Llama
 
 assert onegraph.integrations.hf is not None
@@ -213,7 +214,7 @@ def test_no_memory_for_the_modules_is_told_as_such(tmp_path: Path, monkeypatch: 
     def refuse(checkpoint: Checkpoint) -> Any:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr("onegraph.integrations.hf.source.outline_of", refuse)
+    monkeypatch.setattr("onegraph.integrations.hf.skeleton.outline_of", refuse)
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         outline(Checkpoint(tmp_path, {"model_type": "gpt_neox"}, {}))
 
