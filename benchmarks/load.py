@@ -211,7 +211,7 @@ def host(path: Path) -> float:
 
 
 def peak_bytes() -> int:
-    return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10  # type: ignore[index]
+    return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
 
 
 def load(path: Path, devices: list[torch.device], context: int) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def load(path: Path, file: dict[str, Tensor]) -> Loader:
         parts=Parts(linears={}, embedding=("e", (1, 1)), head="h", tensors={}), quantization=None,
         family_name=lambda name: name,
     )  # fmt: skip
-    return Loader(Checkpoint.open(path / "model"), config, torch.float32)  # type: ignore[arg-type]
+    return Loader(Checkpoint.open(path / "model"), config, torch.float32)
 
 
 def truth(x: Tensor, chosen: Tensor, gains: Tensor, gate_up: Tensor, first: Tensor, down: Tensor, second: Tensor):
@@ -162,5 +162,5 @@ def test_gpt_oss_says_mxfp4() -> None:
     config = parse_quantization(GPT_OSS)
     assert isinstance(config, BlocksConfig)
     assert config.to_dict() == GPT_OSS
-    layer = config.format_of("model.layers.0.self_attn.q_proj", None)  # type: ignore[arg-type]
+    layer = config.format_of("model.layers.0.self_attn.q_proj", None)
     assert layer.name == "dense"

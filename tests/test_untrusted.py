@@ -235,7 +235,7 @@ def test_what_a_template_is_given_leads_nowhere() -> None:
 
             return super().render(template, messages, variables | {"look": look})
 
-    Given().render("{{ look(raise_exception) }}{{ look(strftime_now) }}", CHAT, {})  # type: ignore[arg-type]
+    Given().render("{{ look(raise_exception) }}{{ look(strftime_now) }}", CHAT, {})
     assert len(seen) == 2
     todo = list(seen.values())
     known: set[str] = set()
