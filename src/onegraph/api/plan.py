@@ -16,7 +16,7 @@ from onegraph.api.cost import Work, estimate
 from onegraph.api.hub import locate
 from onegraph.api.outline import Outline, described, outline, table_entry
 from onegraph.api.room import check_room
-from onegraph.api.size import Size, human_bytes, size_of, size_with
+from onegraph.api.size import Size, human_bytes, human_count, size_of, size_with
 from onegraph.formats.checkpoint import Checkpoint, TensorInfo
 from onegraph.formats.e8p import E8P, KEEP, E8PConfig, E8PFormat, fits, resolve_rates
 from onegraph.formats.nvfp4 import NVFP4, written_config
@@ -77,7 +77,7 @@ class Plan:
 
     def __str__(self) -> str:
         """In a line: what is done, and what it costs."""
-        weights = f"{self.before.linear_parameters / 1e6:.4g}M weights in {self.linears} linears"
+        weights = f"{human_count(self.before.linear_parameters)} weights in {self.linears} linears"
         how = f"{self.format}, {self.bits} bits"
         if self.recipe is not None:
             text = {"self": "text that the model samples", "bundled": "the bundled text", "text": "the text"}
@@ -219,8 +219,9 @@ def with_experts(choices: Choices, found: Outline) -> Choices:
     rate = KEEP if choices.experts is None and found.published else choices.experts
     if rate is None:
         return choices
-    patterns = {f"*.{local}": rate for local in dict.fromkeys(stacks.values())}
-    return replace(choices, levers=replace(choices.levers, layers=patterns | dict(choices.layers)))
+    asked = dict(choices.layers)  # a pattern of its own keeps its place there: the last match wins
+    patterns = {pattern: rate for local in stacks.values() if (pattern := f"*.{local}") not in asked}
+    return replace(choices, levers=replace(choices.levers, layers=patterns | asked))
 
 
 def _why_none(found: Outline) -> str:
