@@ -28,7 +28,8 @@ import torch
 
 from deepseek import FLASH, PRO, YARN
 from onegraph.engine.record import emit, machine
-from onegraph.formats.checkpoint import DTYPES, Checkpoint
+from onegraph.formats.checkpoint import Checkpoint
+from onegraph.formats.table import DTYPES
 from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.models.deepseek_v4_published import Table, nbytes, published
 from onegraph.models.load import parse_config

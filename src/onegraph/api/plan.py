@@ -23,7 +23,7 @@ from onegraph.formats.nvfp4 import NVFP4, written_config
 from onegraph.formats.weight import WeightFormat
 from onegraph.models.load import parse_config
 from onegraph.models.loader import Loader
-from onegraph.quant.quantize import EMBED, HEAD
+from onegraph.quant.result import EMBED, HEAD
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a block or an expert
 
