@@ -23,6 +23,7 @@ from onegraph.formats.nvfp4 import E4M3, NVFP4, NVFP4Format, written_config
 from onegraph.formats.quantization import parse_quantization
 from onegraph.formats.weight import Part, WeightFormat
 from onegraph.models.config import LlamaConfig
+from onegraph.models.experts import read_experts
 from onegraph.models.llama import Llama
 from onegraph.models.loader import Loader
 from onegraph.nn.embedding import Embedding
@@ -286,7 +287,7 @@ def test_experts_need_a_format_that_has_them(
     loader = Loader(Checkpoint(tmp_path, {}, {}), config, torch.float32)
     monkeypatch.setattr(loader, "format_of", lambda layer: format)
     with pytest.raises(CheckpointError, match=r"experts.0.w2 is .*, which routed experts cannot be run in"):
-        loader.experts([("experts.0.w1", "experts.0.w3")], ["experts.0.w2"], SwiGLU(), CPU)
+        read_experts(loader, [("experts.0.w1", "experts.0.w3")], ["experts.0.w2"], SwiGLU(), CPU)
 
 
 CONFIGS: dict[WeightFormat, Any] = {
