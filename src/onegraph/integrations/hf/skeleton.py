@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -169,17 +170,32 @@ def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, shape in skeleton.parameters.items() if name not in skeleton.spare}
 
 
+class _NoMemory(TorchFunctionMode):
+    """Within it `torch.empty` makes tensors on the meta device: what classes make parameters of."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        if func is torch.empty and given.get("device") is None:
+            given["device"] = "meta"
+        return func(*args, **given)
+
+
 def _without_weights(config: Any) -> Any:
-    """The modules of a config with parameters on the meta device. Buffers, which files need not hold, are computed as
-    `from_pretrained` computes them, which builds models in this way too."""
-    with torch.device("meta"):
+    """The modules of a config with parameters on the meta device, and buffers, which files need not hold, as their code
+    computes them."""
+    with _NoMemory():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager").eval()
+    unset = []
     for module in model.modules():
-        module._buffers |= {
-            name: torch.empty_like(buffer, device="cpu")
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        }
+        for name, parameter in module.named_parameters(recurse=False):
+            if not parameter.is_meta:
+                module.register_parameter(name, nn.Parameter(parameter.to("meta")))
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+                unset.append(module)
+    for module in unset:
+        module._is_hf_initialized = False  # transformers' mark, by which it sets what was made by `torch.empty`
     model.initialize_weights()
     return model.requires_grad_(False)
 
