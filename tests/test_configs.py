@@ -1,4 +1,8 @@
-"""config.json of published models, key by key as the hub has them (`tests/configs`), read as the family each is of."""
+"""Configs of published models (`tests/configs`) are read as the family each is of.
+
+Their keys and values are those of the hub's files, written down and not fetched: what holds them to the models is that
+the weights they ask for are as many as were published.
+"""
 
 import json
 from collections.abc import Callable
