@@ -122,7 +122,7 @@ def _is_schema(value: object) -> bool:
 
 def _is_index(value: object) -> bool:
     try:
-        operator.index(value)  # type: ignore[arg-type]
+        operator.index(value)  # type: ignore[arg-type]  # whether it is one is asked
     except TypeError:
         return False
     return True

@@ -4,7 +4,6 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import CodeType
 from typing import Any
 
@@ -15,17 +14,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from onegraph.check import compat
 from onegraph.check.declared import capturable
 from onegraph.check.report import SILENT, CheckError, Severity
-from onegraph.check.simulate import compiled, frames, hazards, recording
+from onegraph.check.simulate import compiled, frames, hazards, invented, recording
 from onegraph.check.simulate.device import DeviceTensor, StorageRecord, block, flat_bytes, refuse, storage_of, weak
 from onegraph.check.simulate.kernels import Kernels
-from onegraph.check.simulate.perform import Unavailable, perform
 from onegraph.check.simulate.recording import convert
 from onegraph.check.simulate.records import (
-    UNWRITTEN,
     Sighting,
     Step,
-    map_tensors,
-    results_said,
     split,
     tensors_in,
     written,
@@ -336,7 +331,7 @@ class World:
             recording.freeze(self.current, virtual[0].inner)
         met = live and self.unknowns.among([*(t.inner for t in virtual), *hosts])
         given = self.given(virtual, split(func, args, kwargs)[0]) if met else ()
-        out, opaque = self._run(func, name, args, kwargs, chain)
+        out, opaque = invented.result(self, func, args, kwargs, chain)
         if opaque and not met:
             given = self.given(virtual, split(func, args, kwargs)[0])
         told = hazard is not None and hazard.code == "CG101" and isinstance(out, bool | int | float)
@@ -456,46 +451,6 @@ class World:
             "RuntimeError: Attempt to increase offset for a CUDA generator not in capture mode",
         )
 
-    def _run(
-        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], chain: frames.Chain
-    ) -> tuple[Any, bool]:
-        """(what an op gives, whether that had to be invented)."""
-        try:
-            out = perform(func, args, kwargs)
-        except Unavailable:
-            pass
-        else:
-            if name in UNWRITTEN:
-                out.zero_()  # the same contents in every run: opaque kernels that would write them do not
-            return out, False
-        if capturable(name) is None:
-            text = f"{name} has no CPU implementation: what it gives is unknown"
-            self.see("CG401", text, "", chain=chain, severity=Severity.UNVERIFIED, note=name)
-        known, out = results_said(func, args, kwargs)
-        return (out if known else _zeros(self._faked(func, name, args, kwargs, chain))), True
-
-    def _faked(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], chain: frames.Chain) -> Any:
-        """Shapes and dtypes of the op's results, from its fake. Raises CheckError where it has none."""
-
-        def run(env: Any) -> Any:
-            with compat.fake_mode(env) as fake:
-                plain = partial(fake.from_tensor, static_shapes=True)
-                return func(*map_tensors(args, plain), **map_tensors(kwargs, plain))
-
-        try:
-            return run(None)
-        except compat.size_depends_on_values():
-            from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-            text = f"the size of what {name} gives depends on device values, says its fake"
-            self.see("CG104", text, hazards.NOT_PERMITTED, chain=chain)
-            return run(ShapeEnv())
-        except Exception as error:
-            raise CheckError(
-                f"{name} has neither a CPU implementation nor a fake one: the step cannot be simulated "
-                f"({type(error).__name__}: {error}); register one with register_fake, or check with --live"
-            ) from error
-
     def _wrap(self, out: Any, mine: dict[int, DeviceTensor], index: int, outs: list[Tensor]) -> Any:
         if isinstance(out, Tensor):
             outs.append(out)
@@ -516,12 +471,3 @@ _MIXED = (
     | {"aten::set_", "aten::tensor_split", "aten::lift_fresh", "aten::_pin_memory"}
     | _PACKED
 )
-
-
-def _zeros(tree: Any) -> Any:
-    return map_tensors(tree, lambda t: torch.zeros([_size(s) for s in t.shape], dtype=t.dtype))
-
-
-def _size(size: Any) -> int:
-    """A size that a fake gives; 1 where only the op's values would tell."""
-    return size if isinstance(size, int) else int(size.node.hint) if size.node.has_hint() else 1
