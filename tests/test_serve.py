@@ -32,7 +32,7 @@ from onegraph.serve.worker import Full, Worker
 
 KEY = "sesame"
 # Rows, pages and the queue are few, so that requests wait, make room for each other, and are refused.
-OPTIONS = ["--max-batch=6", "--max-context=96", "--cache-tokens=256", "--queue=74", "--max-body=20000", "--grace=1"]
+OPTIONS = ["--max-batch=6", "--max-context=96", "--cache-tokens=160", "--queue=74", "--max-body=20000", "--grace=1"]
 PROMPTS = ["the thing", "in the inn", "a", "12 hats and the thing in the inn"]
 DEADLINE = 60.0
 
@@ -121,7 +121,7 @@ def test_a_chat_is_that_of_chat_streamed_or_not(server: Running, llm: LLM) -> No
     )
     assert chunks[0].choices[0].delta.role == "assistant"
     pieces = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
-    assert len([piece for piece in pieces if piece]) > 3, "piece by piece"
+    assert len([piece for piece in pieces if piece]) > 1, "piece by piece"
     assert "".join(pieces) == wanted.text
     assert chunks[-2].choices[0].finish_reason == wanted.finish_reason
     assert chunks[-1].usage is not None
@@ -177,7 +177,7 @@ def test_a_stop_string_ends_the_text_in_front_of_it(server: Running, llm: LLM, s
 def test_64_requests_at_once_each_as_if_alone(server: Running, llm: LLM) -> None:
     """Six rows, and pages for fewer: they queue, join, leave, make room and are resumed."""
     prompts = [PROMPTS[i % 4] + " in" * (i % 9) for i in range(64)]
-    params = [SamplingParams(max_tokens=12 + i % 24, temperature=0.7 * (i % 2), seed=i) for i in range(64)]
+    params = [SamplingParams(max_tokens=10 + i % 50, temperature=0.7 * (i % 2), seed=i) for i in range(64)]
     wanted = [made.text for made in llm.generate(prompts, params)]
     before = server.metrics()
 
