@@ -304,7 +304,7 @@ class World:
         hazard = None
         if name in ("aten::_to_copy", "aten::copy_"):
             kind, hazard = self._copy(name, args, kwargs, device, virtual, hosts, chain)
-        else:
+        elif virtual:  # without one a tensor of the host lends its shape, as in zeros_like(host, device="cuda")
             for host in hosts:
                 if host.dim() and name not in _MIXED and kind == "op" and not name.startswith("aten::_foreach"):
                     refuse(
