@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from onegraph.check import compat, containers
-from onegraph.check.program.region import Gone, Region, identity, twins
+from onegraph.check.program.held import Gone
+from onegraph.check.program.region import Region, identity
 from onegraph.check.program.replays import refreshed
+from onegraph.check.program.statements import twins
 from onegraph.check.program.world import Capture, ProgramWorld
 from onegraph.check.report import Finding
 from onegraph.check.simulate import frames
@@ -43,6 +45,8 @@ STUCK = 120.0
 AGAIN = 1_000_000
 """Steps that are run beside replays are numbered from here."""
 
+GONE = "what its statements use is no more"
+
 
 class Beside:
     """Compares replays; `findings` by capture, each as (number of the replay, finding)."""
@@ -65,8 +69,7 @@ class Beside:
         try:
             body = self._body(capture, capture.region)
         except (Gone, SyntaxError) as error:
-            gone = isinstance(error, Gone)
-            capture.why_not = "what its statements use is no more" if gone else "its statements cannot stand alone"
+            capture.why_not = GONE if isinstance(error, Gone) else "its statements cannot stand alone"
             return
         answer = _in_a_copy(lambda: self._look(capture, body, dead, pinned))
         capture.seconds += time.perf_counter() - begin
@@ -81,23 +84,12 @@ class Beside:
         """The region as a function, over what its names held then or, where the program means that, hold now."""
         values = {}
         alone = sum(c.region is not None and c.region.key == region.key for c in self.world.captures) == 1
-        for name, then in region.begin.items():
+        for name in region.begin:
             try:
-                now = region.current(name)
+                values[name] = _value(region, name, alone=alone)
             except Gone:
-                values[name] = then()
-                continue
-            if region.identities[name] == id(now) and name not in region.stored:
-                values[name] = now
-                continue
-            free = alone and name not in region.stored and region.settled.get(name) != identity(now)
-            try:
-                before = then()
-            except Gone:
-                if not free:
+                if name not in region.stored:  # else what the warm-up bound it to, which the capture did away with
                     raise
-                before = now
-            values[name] = now if free and _newer(before, now) else before
         return region.function(values)
 
     # in the copy
@@ -122,7 +114,12 @@ class Beside:
         rng = torch.get_rng_state()
         generators = [(g, g.get_state()) for g in world.generators]
         with _modes(capture):
-            results = call_body(body)
+            try:
+                results = call_body(body)
+            except UnboundLocalError:
+                if region.begin.keys() <= set(code.co_freevars):
+                    raise
+                return GONE  # it is read before it is bound, after all
         world.streams.end(world)
         record.unknown_after = world.unknowns.end()
         world.phase = "build"
@@ -163,6 +160,25 @@ class Beside:
         record.unknown, record.exposed = world.unknowns.begin()
         record.addresses.begin(world.numbers)
         world.phase = "step"
+
+
+def _value(region: Region, name: str, *, alone: bool) -> Any:
+    """What a replay should find under a name. `alone`: nothing else captures these statements. Raises Gone."""
+    then = region.begin[name]
+    try:
+        now = region.current(name)
+    except Gone:
+        return then()
+    if region.identities[name] == id(now) and name not in region.stored:
+        return now
+    free = alone and name not in region.stored and region.settled.get(name) != identity(now)
+    try:
+        before = then()
+    except Gone:
+        if not free:
+            raise
+        return now
+    return now if free and _newer(before, now) else before
 
 
 def call_body(body: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -15,7 +15,9 @@ from torch import Tensor
 from onegraph.check import compat, containers
 from onegraph.check.program import region as regions
 from onegraph.check.program.beside import Beside
+from onegraph.check.program.held import Gone, let_go
 from onegraph.check.program.replays import freed, replay, tell_freed
+from onegraph.check.program.statements import own_nodes
 from onegraph.check.program.world import OUTSIDE, Capture, ProgramWorld, share_memory
 from onegraph.check.report import Severity
 from onegraph.check.simulate import frames, memory
@@ -133,8 +135,8 @@ class Recorder:
         results = found.results(frame)
         capture.outputs = {path: _inner(t) for path, t in containers.tensors(results).items()}
         try:
-            function = found.function({name: value() for name, value in found.begin.items()})
-        except (regions.Gone, SyntaxError):
+            function = found.function(found.held())
+        except (Gone, SyntaxError):
             return
         capture.names = Snapshot(function, self.world.roots).storages
 
@@ -142,6 +144,7 @@ class Recorder:
         """Compare with the region run again, then do what the graph does."""
         world = self.world
         self._pool_at_once(capture, frame)
+        let_go()
         dead = freed(world, capture)
         if dead:
             tell_freed(world, capture, dead)
@@ -176,7 +179,7 @@ class Recorder:
 def _backward(region: regions.Region) -> bool:
     """The statements of `make_graphed_callables` that capture a backward pass, which cannot be run a second time."""
     ours = region.code.co_filename == torch.cuda.graphs.__file__
-    return ours and any(isinstance(n, ast.Attribute) and n.attr == "autograd" for n in regions.own_nodes(region.body))
+    return ours and any(isinstance(n, ast.Attribute) and n.attr == "autograd" for n in own_nodes(region.body))
 
 
 def _inner(tensor: Tensor) -> Tensor:
