@@ -10,6 +10,7 @@ import select
 import signal
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -55,7 +56,7 @@ class Beside:
         self.world = world
         self.findings: dict[int, list[tuple[int, Finding]]] = {}
         self.spent = 0.0
-        self.regions: dict[Any, int] = {}
+        self.regions: Counter[Any] = Counter()  # how often the same statements were captured
 
     def compare(self, capture: Capture, dead: set[int]) -> None:
         """One replay against the region run again, if it can be and there is time for it."""
@@ -64,6 +65,8 @@ class Beside:
             capture.why_not = capture.why_not or "its statements cannot be run by themselves"
             return
         if capture.replays >= ALWAYS and (capture.seconds > LONGEST or self.spent > 10 * LONGEST):
+            return
+        if capture.seconds >= STUCK:  # a second copy would not end either
             return
         begin = time.perf_counter()
         try:
@@ -83,7 +86,7 @@ class Beside:
     def _body(self, capture: Capture, region: Region) -> Callable[[], dict[str, Any]]:
         """The region as a function, over what its names held then or, where the program means that, hold now."""
         values = {}
-        alone = sum(c.region is not None and c.region.key == region.key for c in self.world.captures) == 1
+        alone = self.regions[region.key] == 1
         for name in region.begin:
             try:
                 values[name] = _value(region, name, alone=alone)
@@ -148,18 +151,13 @@ class Beside:
 
     def _enter(self, capture: Capture, record: Step) -> None:
         world = self.world
-        world.captured_step, world.step = capture.number, record.index
-        world.current, world.reference = record, capture.step
-        world.asked_capturing = []
-        world.reshaped.clear()
-        world.random_states.clear()
-        world.first_node = compat.next_node_number()
+        world.alone()
         world.streams.current[world.device_index] = capture.stream
-        world.streams.begin(capture.stream.id)
+        world.take()
+        world.begin(record, capture.stream.id)
+        world.captured_step, world.reference = capture.number, capture.step
+        world.asked_capturing = []
         world.running = capture
-        record.unknown, record.exposed = world.unknowns.begin()
-        record.addresses.begin(world.numbers)
-        world.phase = "step"
 
 
 def _value(region: Region, name: str, *, alone: bool) -> Any:

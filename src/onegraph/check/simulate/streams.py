@@ -1,6 +1,7 @@
 """Streams and events of the simulated device, as far as a capture cares: who is inside it, who came back."""
 
 import itertools
+import threading
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -25,12 +26,26 @@ class Streams:
 
     def __init__(self) -> None:
         self.ids = itertools.count(1)
-        self.current: dict[int, Any] = {}
+        self.first: dict[int, Any] = {}  # the current stream of each GPU, for a thread that begins
+        self._local = threading.local()
         self.reached: set[int] = set()
         self.open: dict[int, frames.Chain] = {}
         self.main: int | None = None
         self.order = Order()
         self.strayed: set[int] = set()  # streams that the capture does not see and that the step works on: told already
+
+    @property
+    def current(self) -> dict[int, Any]:
+        """The current stream of each GPU, which every thread has for itself."""
+        mine: dict[int, Any] | None = getattr(self._local, "current", None)
+        if mine is None:
+            mine = self._local.current = dict(self.first)
+        return mine
+
+    def start_on(self, stream: Any, gpus: int) -> None:
+        """`stream` is the current one of every GPU, wherever none was chosen."""
+        self.first = dict.fromkeys(range(gpus), stream)
+        self.current.update(self.first)
 
     def begin(self, main: int) -> None:
         """A step starts on stream `main`."""
@@ -197,7 +212,7 @@ def make(world: "World") -> dict[str, Any]:
 
     default = Stream(_id=0)
     main = Stream()
-    streams.current = dict.fromkeys(range(8), main)
+    streams.start_on(main, 8)
 
     def current_stream(device: Any = None) -> Stream:
         return streams.current.get(_index(device, world), main)
