@@ -140,7 +140,7 @@ class Recorder:
         capture.names = Snapshot(function, self.world.roots).storages
 
     def replay(self, capture: Capture, frame: FrameType) -> None:
-        """Compare with the region run again, then do what the graph does; other threads' work is done before or after."""
+        """Compare with the region run again, then do what the graph does. Other threads wait."""
         with self.world.lock:
             self._replay(capture, frame)
 

@@ -115,8 +115,8 @@ class _Spelled(ast.NodeTransformer):
 
 
 def _names(node: ast.AST) -> Iterator[tuple[str, str]]:
-    """(field, name) of what a node calls by a name that the compiler may spell in another way."""
-    for field in () if isinstance(node, ast.alias) else ("id", "attr", "arg", "name"):
+    """(field, name) of what a node calls by a name that the compiler may spell in another way; keywords it leaves."""
+    for field in () if isinstance(node, ast.alias | ast.keyword) else ("id", "attr", "arg", "name"):
         value = getattr(node, field, None)
         if isinstance(value, str):
             yield field, value

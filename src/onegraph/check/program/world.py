@@ -140,7 +140,7 @@ class ProgramWorld(World):
         return super()._new_record(nbytes)
 
     def _forget(self) -> None:
-        """Drop what is kept of storages that are gone and of which no report will speak: a program may make millions."""
+        """Drop what is kept of storages that are gone and that no report speaks of: a program may make millions."""
         known = {record.number for record in list(self.records.values())}
         for step in (*(c.step for c in self.captures), *self.calls):
             known.update(n for op in step.ops for n in (*op.reads, *op.writes, *op.allocates))

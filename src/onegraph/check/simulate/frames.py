@@ -68,10 +68,14 @@ def chain_of_thread(ident: int, stop: CodeType) -> Chain:
     return chain_from(sys._current_frames().get(ident), stop)
 
 
+_WAITS = ("Condition.wait", "Thread.join", "Thread._wait_for_tstate_lock")
+"""What all of Python's waits for a thread end in: events, queues, futures, pools."""
+
+
 def waits_for_thread(ident: int) -> bool:
     """Whether a thread is in one of Python's waits for another one: for a lock, an event, a queue, a result."""
     frame = sys._current_frames().get(ident)
-    return frame is not None and frame.f_code.co_filename == threading.__file__
+    return frame is not None and frame.f_code.co_filename == threading.__file__ and frame.f_code.co_qualname in _WAITS
 
 
 def chain_from(frame: FrameType | None, stop: CodeType) -> Chain:

@@ -82,7 +82,7 @@ def submit(world: "World", real: Callable[..., Any]) -> Any:
 
 
 def finish(world: "World") -> None:
-    """What Python does after the last line of a program: pools do what they were given, and threads end, but daemons."""
+    """What Python does after a program's last line: pools do what they were given, and threads end, but daemons."""
     with world.lock:
         world.ended = True
         executors = list(world.executors)
