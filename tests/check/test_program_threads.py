@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from programs import HEAD, cli, line_of, lines, ran
 
-from onegraph.check import Severity
+from onegraph.check import CheckError, Severity
 
 WORKER = (
     HEAD
@@ -254,3 +254,16 @@ threading.Thread(target=endless).start()
     assert time.monotonic() - begin < 100
     assert done.returncode == 2
     assert f"still running at {tmp_path / 'program.py'}:{line_of(text, '# here')} after 4 s" in done.stderr
+
+
+def test_what_cannot_be_checked_in_a_thread_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    text = (
+        HEAD
+        + """
+import threading
+threading.Thread(target=torch.nn.LazyLinear(4).cuda).start()
+"""
+    )
+    with pytest.raises(CheckError, match="a lazy module"):
+        ran(tmp_path, text)
+    assert "Traceback" not in capfd.readouterr().err

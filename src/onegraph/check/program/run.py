@@ -45,6 +45,8 @@ def run_program(words: Sequence[str], *, gpus: int = 1) -> Report:
             except launch.Ended as error:
                 ended = str(error)
             threads.finish(world)
+            if world.refused is not None:
+                raise world.refused
     finally:
         torch.set_rng_state(rng)
     if not (world.captures or world.calls):

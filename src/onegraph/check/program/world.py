@@ -142,8 +142,8 @@ class ProgramWorld(World):
     def _forget(self) -> None:
         """Drop what is kept of storages that are gone and that no report speaks of: a program may make millions."""
         known = {record.number for record in list(self.records.values())}
-        for step in (*(c.step for c in self.captures), *self.calls):
-            known.update(n for op in step.ops for n in (*op.reads, *op.writes, *op.allocates))
+        for ops in (*(capture.step.ops for capture in self.captures), *(call.ops for call in self.calls)):
+            known.update(n for op in ops for n in (*op.reads, *op.writes, *op.allocates))
         self.sizes = {number: nbytes for number, nbytes in self.sizes.items() if number in known}
         self.pinned = {key: storage for key, storage in self.pinned.items() if not storage.expired()}
         self.most_sizes = max(MOST_SIZES, 2 * len(self.sizes))

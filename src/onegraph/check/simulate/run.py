@@ -156,7 +156,10 @@ class _Simulation:
 
     def _guarded(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
         try:
-            return function(*args)
+            result = function(*args)
+            if self.world.refused is not None:
+                raise self.world.refused
+            return result
         except CheckError:
             raise
         except SystemExit as error:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from onegraph.check.deadline import Overdue
+from onegraph.check.report import CheckError
 from onegraph.check.simulate import frames
 
 if TYPE_CHECKING:
@@ -45,8 +46,11 @@ def start(world: "World", real: Callable[..., Any], modes: Callable[[], Abstract
         run = thread.run
 
         def inside() -> None:
-            with modes():
-                frames.in_thread(run)
+            try:
+                with modes():
+                    frames.in_thread(run)
+            except CheckError as error:  # to whoever checks: the thread's own end is not the user's fault
+                world.refused = world.refused or error
 
         thread.run = inside
         return real(thread)

@@ -74,6 +74,7 @@ class World:
         self.thread = threading.get_ident()  # that runs the steps
         self.lock = threading.RLock()
         self.closed = self.ended = False
+        self.refused: CheckError | None = None  # what cannot be checked, met in a thread of the user's
         self.copied = False  # whether this is a copy of the process, with one thread
         self.started: weakref.WeakKeyDictionary[threading.Thread, Errand] = weakref.WeakKeyDictionary()  # by a step
         self.threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # all that were started
