@@ -78,16 +78,28 @@ def test_each_thread_has_its_stream_and_its_gpu(tmp_path: Path) -> None:
         + """
 import threading
 side, seen = torch.cuda.Stream(), []
+entered, left = threading.Event(), threading.Event()
 def look():
-    seen.append((torch.cuda.current_stream().id, torch.cuda.current_device()))
+    seen.append(torch.cuda.current_stream())
+    with torch.cuda.stream(own):
+        with torch.cuda.stream(side):  # the one that the main thread is in
+            entered.set()
+            left.wait(60)
+        seen.append(torch.cuda.current_stream())
+own, default = torch.cuda.Stream(), torch.cuda.default_stream()
 torch.cuda.set_device(1)
+thread = threading.Thread(target=lambda: seen.append(torch.cuda.current_device()))
+thread.start()
+thread.join()
+torch.cuda.set_device(0)
 with torch.cuda.stream(side):
     thread = threading.Thread(target=look)
     thread.start()
-    thread.join()
-    assert torch.cuda.current_device() == 1
-torch.cuda.set_device(0)
-assert seen == [(torch.cuda.default_stream().id, 0)], seen
+    entered.wait(60)
+assert torch.cuda.current_stream() == default
+left.set()
+thread.join()
+assert seen == [0, default, own], seen
 x + w
 g = torch.cuda.CUDAGraph()
 with torch.cuda.graph(g):
@@ -212,7 +224,7 @@ def test_threads_and_pools_are_waited_for_as_python_does(tmp_path: Path) -> None
     text = (
         HEAD
         + f"""
-import threading
+import threading, time
 from concurrent.futures import ThreadPoolExecutor
 pool, ended = ThreadPoolExecutor(1), threading.Event()
 def submitted():
@@ -223,8 +235,10 @@ def submitted():
 def started():
     ended.set()
     work.result(60)
+    until = time.monotonic() + 60
     try:
-        pool.submit(print)
+        while time.monotonic() < until:  # the last line has not run yet
+            pool.submit(int)
     except RuntimeError as error:
         open({str(tmp_path / "refused")!r}, "w").write(str(error))
 work = pool.submit(submitted)

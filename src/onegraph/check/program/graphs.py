@@ -42,6 +42,23 @@ class Recorder:
         """A capture starts in `frame`, on its current stream, when no other thread captures."""
         world = self.world
         world.take()
+        try:
+            with world.lock:
+                capture = self._found(pool, generators, mode, frame)
+                world.captures.append(capture)
+                world.asked_capturing = capture.asked_capturing
+                world.begin(capture.step, capture.stream.id)
+                world.running = capture
+        except BaseException:
+            world.leave()
+            raise
+        if capture.stream.id == 0:
+            world.see("CG304", "a capture begins on the default stream", ON_DEFAULT, chain=capture.chain)
+        return capture
+
+    def _found(self, pool: Any, generators: list[Any], mode: str, frame: FrameType) -> Capture:
+        """The capture that starts in `frame`, with the statements that it will hold."""
+        world = self.world
         number = len(world.captures) + 1
         home = _user_frame(frame)
         at = frames.place(home.f_code, home.f_lasti)
@@ -58,12 +75,6 @@ class Recorder:
             regions.remember(found, self.scope)
             self.scope = {}
         capture.region = found
-        world.captures.append(capture)
-        world.asked_capturing = capture.asked_capturing
-        world.begin(capture.step, capture.stream.id)
-        world.running = capture
-        if capture.stream.id == 0:
-            world.see("CG304", "a capture begins on the default stream", ON_DEFAULT, chain=capture.chain)
         return capture
 
     def end(self, frame: FrameType) -> None:
@@ -245,9 +256,10 @@ def stand_ins(recorder: Recorder) -> dict[str, Any]:
             if capture_error_mode not in _ERROR_MODES:
                 raise RuntimeError(f"capture_error_mode: got {capture_error_mode!r}, allowed {', '.join(_ERROR_MODES)}")
             self._pool = next(handles) if pool is None else getattr(pool, "id", pool)
+            capture = recorder.begin(self._pool, self._generators, capture_error_mode, _caller())
             self.reset()
-            self._capture = recorder.begin(self._pool, self._generators, capture_error_mode, _caller())
-            weakref.finalize(self, self._capture.release).atexit = False
+            self._capture = capture
+            weakref.finalize(self, capture.release).atexit = False
 
         def capture_end(self) -> None:
             recorder.end(_caller())

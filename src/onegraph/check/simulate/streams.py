@@ -3,6 +3,7 @@
 import itertools
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -128,7 +129,8 @@ def make(world: "World") -> dict[str, Any]:
             self.device_index = self.device.index
             self.cuda_stream = self.stream_id = self.id
             self.priority = priority
-            self._before: list[Any] = []  # what was current when it was entered, once for each time
+            # What was current when it was entered, once for each time, by thread.
+            self._before: defaultdict[int, list[Any]] = defaultdict(list)
 
         def synchronize(self) -> None:
             world.see("CG106", "the host waits for a stream inside the step", hazards.NOT_PERMITTED)
@@ -162,12 +164,12 @@ def make(world: "World") -> dict[str, Any]:
             return hash(self.id)
 
         def __enter__(self) -> "Stream":
-            self._before.append(streams.current.get(self.device_index, default))
+            self._before[threading.get_ident()].append(streams.current.get(self.device_index, default))
             streams.current[self.device_index] = self
             return self
 
         def __exit__(self, *_: object) -> None:
-            streams.current[self.device_index] = self._before.pop()
+            streams.current[self.device_index] = self._before[threading.get_ident()].pop()
 
     class Event:
         def __init__(self, enable_timing: bool = False, **_: Any) -> None:
