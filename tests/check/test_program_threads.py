@@ -113,11 +113,13 @@ MEANWHILE = (
     HEAD
     + """
 import threading
-go, done = threading.Event(), threading.Event()
+go, done, both = threading.Event(), threading.Event(), threading.Condition()
 def other():
     go.wait(60)
-    x * 3  # of the other thread
-    done.set()
+    with both:
+        x * 3  # of the other thread
+        done.set()
+        both.notify()
 threading.Thread(target=other).start()
 x + w
 g = torch.cuda.CUDAGraph()
@@ -134,7 +136,7 @@ with torch.cuda.graph(g, capture_error_mode="{mode}"):
         # Nothing of the capture waits for it: it breaks the capture only by what it allocates.
         ("global", "go.set()\n    while not done.is_set(): pass", ("CG309", Severity.WARNING, "# of the other thread")),
         ("thread_local", "go.set()\n    while not done.is_set(): pass", None),
-        ("global", "go.set(); done.wait(60)", ("CG309", Severity.ERROR, "done.wait(60)")),
+        ("global", "with both:\n        go.set()\n        both.wait(60)", ("CG309", Severity.ERROR, "both.wait")),
     ],
 )
 def test_another_thread_works_during_the_capture(
