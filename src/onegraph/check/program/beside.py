@@ -43,6 +43,9 @@ LONGEST = 10.0
 STUCK = 120.0
 """Seconds after which a copy that does not end is ended."""
 
+PATIENCE = 1.0
+"""Seconds that a thread of the copy has, which the statements started and did not wait for."""
+
 AGAIN = 1_000_000
 """Steps that are run beside replays are numbered from here."""
 
@@ -123,6 +126,8 @@ class Beside:
                 if region.begin.keys() <= set(code.co_freevars):
                     raise
                 return GONE  # it is read before it is bound, after all
+        for thread in world.apart:  # what they do counts, and must not come in between the comparison
+            thread.join(PATIENCE)
         world.streams.end(world)
         record.unknown_after = world.unknowns.end()
         world.phase = "build"

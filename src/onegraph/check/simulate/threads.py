@@ -66,7 +66,7 @@ def submit(world: "World", real: Callable[..., Any]) -> Any:
         if world.phase == "step":
             work = _told(world, function)
             if world.copied:
-                return _apart(work, args, kwargs)
+                return _apart(world, work, args, kwargs)
             world.submitting += 1
             try:
                 given: Future[Any] = real(pool, work, *args, **kwargs)
@@ -107,7 +107,9 @@ def _now(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return done
 
 
-def _apart(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Future[Any]":
+def _apart(
+    world: "World", function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> "Future[Any]":
     """Work in a thread of its own: those of the pool are not in a copy of the process."""
     done: Future[Any] = Future()
 
@@ -117,7 +119,9 @@ def _apart(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         except BaseException as error:
             done.set_exception(error)
 
-    threading.Thread(target=run, daemon=True).start()
+    thread = threading.Thread(target=run, daemon=True)
+    world.apart.append(thread)
+    thread.start()
     return done
 
 

@@ -78,6 +78,7 @@ class World:
         self.copied = False  # whether this is a copy of the process, with one thread
         self.started: weakref.WeakKeyDictionary[threading.Thread, Errand] = weakref.WeakKeyDictionary()  # by a step
         self.threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # all that were started
+        self.apart: list[threading.Thread] = []  # in a copy: what does the work of a pool's
         self.executors: weakref.WeakSet[Any] = weakref.WeakSet()
         self.asked_random = 0  # how often steps asked the system for random bytes
         self.random_states: list[Tensor] = []  # of the generator, as the running step has read them
