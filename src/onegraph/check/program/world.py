@@ -80,10 +80,6 @@ class Capture:
     why_not: str = ""
     told: set[str] = field(default_factory=set)
 
-    @property
-    def captured_step(self) -> int:
-        return self.number
-
     def release(self) -> None:
         """The graph is gone: nothing will be replayed, and what it held is free. The report needs its ops alone."""
         self.region = None
