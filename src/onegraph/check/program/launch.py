@@ -83,11 +83,11 @@ def _theirs(path: str) -> bool:
 def _show(error: BaseException) -> None:
     """The program's own traceback, without the frames that stand in for torch and for Python's start."""
     told = traceback.TracebackException.from_exception(error)
-    seen = told
+    seen: traceback.TracebackException | None = told
     while seen is not None:
         kept = [frame for frame in seen.stack if _theirs(frame.filename)]
         seen.stack = traceback.StackSummary.from_list(kept)
-        seen = seen.__cause__ or seen.__context__  # type: ignore[assignment]
+        seen = seen.__cause__ or seen.__context__
     print("".join(told.format()), end="", file=sys.stderr)
 
 

@@ -90,12 +90,7 @@ def internal(error: BaseException) -> bool:
     if trace is None or trace.tb_frame.f_code.co_name in ("call_step", "guarded"):
         return False  # the call itself: wrong arguments
     path = trace.tb_frame.f_code.co_filename
-    return path.startswith(frames.HERE) and os.path.basename(path) not in (
-        "device.py",
-        "cuda.py",
-        "modes.py",
-        "backward.py",
-    )
+    return path.startswith(frames.HERE) and os.path.basename(path) not in _STAND_INS
 
 
 def where(error: BaseException) -> str:

@@ -259,7 +259,7 @@ def _generator_class(world: World) -> type:
             virtual = torch.device(device).type == "cuda"
             made: Any = _new_generator(cls if virtual else Plain)
             if virtual:
-                world.generators.append(made)
+                world.generators.add(made)
             return made
 
         def manual_seed(self, seed: int) -> Any:

@@ -154,7 +154,9 @@ class _Simulation:
 
     def _build(self) -> tuple[Callable[..., Any], Callable[[int], Any]]:
         self.world.phase, self.world.step = "build", -1
-        return build(self.factory)
+        built = build(self.factory)
+        self.world.raise_refused()
+        return built
 
     def _one(self, step: Callable[..., Any], inputs: Callable[[int], Any], index: int) -> None:
         world = self.world
@@ -186,6 +188,7 @@ class _Simulation:
         drawn = random_state(), world.asked_random
         world.phase = "step"
         result = guarded(f"step {index}", call_step, step, *arguments)
+        world.raise_refused()
         self.drew[index] = drawn != (random_state(), world.asked_random)
         record.unknown_after = world.unknowns.end()
         world.streams.end(world)

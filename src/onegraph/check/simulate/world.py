@@ -26,6 +26,7 @@ from onegraph.check.simulate.records import (
     written,
 )
 from onegraph.check.simulate.streams import Streams
+from onegraph.check.simulate.threads import Errand, PerThread
 from onegraph.check.simulate.unknown import ESCAPE, Given, Unknowns, given_of
 
 BUILTIN = {
@@ -45,7 +46,14 @@ BUILTIN = {
 class World:
     """See the module. `stop`: code of the frame that calls the step, where call chains end."""
 
+    device_index = PerThread()
+    muted = PerThread()  # how many blocks of the checker's own work the thread is in
+    compiled = PerThread()  # how many functions that torch would compile are running
+    submitting = PerThread()  # to a pool: a thread that it starts for that does other work later
+    builds_at_once = True  # whether work that a pool is given outside of steps is done at once
+
     def __init__(self, stop: CodeType, roots: frames.Roots, gpus: int = 1) -> None:
+        self.local = threading.local()
         self.stop, self.roots, self.gpus = stop, roots, gpus
         self.phase, self.step = "build", -1
         self.captured_step = 1
@@ -58,21 +66,23 @@ class World:
         self.streams = Streams()
         self.kernels = Kernels()
         self.streams_main: Any = None  # the stream that captures, once there are stand-ins for streams
-        self.device_index = 0
         self.thread = threading.get_ident()  # that runs the steps
         self.lock = threading.RLock()
-        self.closed = False
-        self.started: weakref.WeakKeyDictionary[threading.Thread, frames.Chain] = weakref.WeakKeyDictionary()
+        self.closed = self.ended = False
+        self.refused: CheckError | None = None  # what cannot be checked, met in a thread of the user's
+        self.copied = False  # whether this is a copy of the process, with one thread
+        self.started: weakref.WeakKeyDictionary[threading.Thread, Errand] = weakref.WeakKeyDictionary()  # by a step
+        self.threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # all that were started
+        self.apart: list[threading.Thread] = []  # in a copy: what does the work of a pool's
+        self.executors: weakref.WeakSet[Any] = weakref.WeakSet()
         self.asked_random = 0  # how often steps asked the system for random bytes
         self.random_states: list[Tensor] = []  # of the generator, as the running step has read them
-        self.generators: list[Any] = []
+        self.generators: weakref.WeakSet[Any] = weakref.WeakSet()  # of the device
         self.numbers = 0
         self.sizes: dict[int, int] = {}  # bytes of each storage, by number
-        self.muted = 0
         self.calls: list[compiled.Call] = []  # of functions that torch compiles with graphs of their own
         self.hosts: list[tuple[str, frames.Chain]] | None = None  # ops on the CPU, while one of them runs
         self.saves = False  # whether tensors of the device may be pickled
-        self.compiled = 0  # how many functions that torch would compile are running
         self.first_node = 0  # sequence number of autograd from which on nodes belong to the running step
         self.unknowns = Unknowns()
         self.reshaped: dict[int, tuple[str, frames.Chain]] = {}  # tensors whose shape the step changed in place
@@ -128,18 +138,21 @@ class World:
             return ()
         if threading.get_ident() == self.thread:
             return frames.chain(self.stop, depth + 1)
-        return self.started.get(threading.current_thread()) or frames.chain_of_thread(self.thread, self.stop)
+        errand = self.started.get(threading.current_thread())
+        return (errand.chain if errand else ()) or frames.chain_of_thread(self.thread, self.stop)
 
     @contextmanager
-    def working_for(self, chain: frames.Chain) -> Iterator[None]:
-        """The running thread does what `chain` asked for."""
+    def working_for(self, errand: Errand) -> Iterator[None]:
+        """The running thread does what a step asked for."""
         thread = threading.current_thread()
-        before = self.started.get(thread, ())
-        self.started[thread] = chain
+        before = self.started.get(thread)
+        self.started[thread] = errand
         try:
             yield
         finally:
-            self.started[thread] = before
+            del self.started[thread]
+            if before is not None:
+                self.started[thread] = before
 
     def see(
         self,
@@ -275,7 +288,8 @@ class World:
         if name == "aten::_pin_memory":
             return self.pin(hosts[0].clone())
         pinned = bool(kwargs.pop("pin_memory", False))
-        if self.hosts is not None and not self.muted and not all(r.alias_info for r in func._schema.returns):
+        live = self.phase == "step" and not self.muted
+        if self.hosts is not None and live and not all(r.alias_info for r in func._schema.returns):
             self.hosts.append((name, self.chain()))
         out = func(*args, **kwargs)
         if self.unknowns:
@@ -304,7 +318,7 @@ class World:
         hazard = None
         if name in ("aten::_to_copy", "aten::copy_"):
             kind, hazard = self._copy(name, args, kwargs, device, virtual, hosts, chain)
-        else:
+        elif virtual:  # without one a tensor of the host lends its shape, as in zeros_like(host, device="cuda")
             for host in hosts:
                 if host.dim() and name not in _MIXED and kind == "op" and not name.startswith("aten::_foreach"):
                     refuse(
@@ -420,6 +434,11 @@ class World:
             self.see("CG105", text, hazards.NOT_PERMITTED, chain=chain)
         elif namespace not in BUILTIN:
             self.opaque(name, f"custom op {name}", chain)
+
+    def raise_refused(self) -> None:
+        """What cannot be checked, met in a thread of the user's, ends the check in this one."""
+        if self.refused is not None:
+            raise self.refused
 
     def opaque(self, name: str, what: str, chain: frames.Chain) -> None:
         """Something the simulation cannot look into: unverified unless its author has spoken."""
