@@ -69,6 +69,14 @@ class Tokenizer:
         texts: list[str] = self._call("decode", "cannot decode", 8 * sum(map(len, lists)), rows=lists, special=special)
         return texts
 
+    def token_bytes(self) -> tuple[dict[int, bytes], list[int]]:
+        """The bytes of every token by its id, and which are control tokens.
+
+        Raises CheckpointError where the tokenizer's decoder is of a kind whose tokens' bytes are not known.
+        """
+        found = self._call("token_bytes", "has no bytes for its tokens", self._size)
+        return {i: bytes.fromhex(data) for i, data, _ in found}, sorted(i for i, _, special in found if special)
+
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Ids of a conversation, ready for the assistant's answer.
 
@@ -171,19 +179,36 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """The text that `token` completes, often of the token alone, empty while a character is unfinished."""
-        self._ids.append(token)
-        return self._take(final=len(self._ids) - self._read > MAX_PENDING)
+        return advance(self._tokenizer, [(self, [token], False)])[0]
 
     def finish(self) -> str:
         """What is left; an unfinished character comes as U+FFFD."""
-        return self._take(final=True)
+        return advance(self._tokenizer, [(self, [], True)])[0]
 
-    def _take(self, final: bool) -> str:
-        before, after = self._tokenizer.decode_all([self._ids[self._start : self._read], self._ids[self._start :]])
+    def _rows(self, tokens: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Whose texts differ by what `tokens` complete."""
+        return self._ids[self._start : self._read], [*self._ids[self._start :], *tokens]
+
+    def _take(self, tokens: Sequence[int], before: str, after: str, final: bool) -> str:
+        final = final or len(self._ids) - self._read >= MAX_PENDING
+        self._ids += tokens
         if after.endswith("\ufffd") and not final:
             return ""
         self._start, self._read = self._read, len(self._ids)
         return after[len(before) :]
+
+
+def advance(tokenizer: Tokenizer, moves: Sequence[tuple[TextStream, Sequence[int], bool]]) -> list[str]:
+    """Of each stream the text that its next tokens complete, all in one call to the tokenizer's process.
+
+    moves: a stream, its next tokens, and whether they are its last. A call that raises changes no stream.
+    """
+    texts = tokenizer.decode_all([row for stream, tokens, _ in moves for row in stream._rows(tokens)])
+    pairs = zip(texts[::2], texts[1::2], strict=True)
+    return [
+        stream._take(tokens, before, after, final)
+        for (stream, tokens, final), (before, after) in zip(moves, pairs, strict=True)
+    ]
 
 
 def _content(token: object) -> str | None:

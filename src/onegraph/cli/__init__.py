@@ -16,7 +16,7 @@ from onegraph.cli.common import Parser, UsageError, human_bytes, one_line
 from onegraph.cli.streams import STDOUT, abandon_stdout, as_utf8, checked
 from onegraph.formats.files import out_of_memory
 
-COMMANDS = ("quantize", "verify", "generate", "eval", "bench", "soak", "env", "demo")
+COMMANDS = ("quantize", "verify", "generate", "serve", "eval", "bench", "soak", "env", "demo")
 USER_ERROR, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 70, 130, 141
 
 DESCRIPTION = "Run the whole decode step of a low-bit LLM as one CUDA graph, and prove that it may."

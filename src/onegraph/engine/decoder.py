@@ -13,7 +13,13 @@ from onegraph.runtime.graph import split_point
 class Cache(Protocol):
     """The state of all sequences: what `Decoder.new_cache` makes. Each of `parts` lies on one stage's device, and a
     `view` of it has `block_table`, `positions`, `counts` and `slots` to set before a pass (`nn.attention.PagedCache`).
+
+    pure_pages: whether all state is in pages, and a page's content a function of the tokens up to its end alone,
+    whichever sequence and pass wrote it. Such pages may be shared, and a prefill writes what decoding would have.
     """
+
+    @property
+    def pure_pages(self) -> bool: ...
 
     @property
     def parts(self) -> list[Any]: ...

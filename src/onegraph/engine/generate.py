@@ -2,11 +2,10 @@
 
 Everything that a step changes lives on the device and is advanced inside the step, so replays chain without host work:
 position and last token of each row, and by `limits` also when a row is to stand still. The host decides only which
-sequence sits in which row, and writes the rows anew when that changes.
+sequence sits in which row (`engine/schedule.py`), and writes the rows anew when that changes.
 """
 
-from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, closing
 from functools import partial
@@ -16,18 +15,20 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from onegraph.engine.choice import PLAIN, Choice, ChoiceState, Constrain, draw, row_buffers, row_values
 from onegraph.engine.decoder import Breakable, Decoder
 from onegraph.engine.pages import PageAllocator
 from onegraph.engine.params import SamplingParams, Stats
+from onegraph.engine.schedule import Scheduler
 from onegraph.engine.sequence import Sequence, make_sequences
 from onegraph.formats.turboquant import TurboQuantConfig, parse_kv
-from onegraph.ops.sampling import greedy, sample
 from onegraph.ops.step import begin_step, finish_step
 from onegraph.runtime.graph import GraphPool, Runner
 from onegraph.runtime.pipeline import Pipeline, check_links, running
 from onegraph.runtime.transfer import Download
 
 Tokens = list[tuple[int, int]]  # (prompt's number, token), of a step
+Report = tuple[Callable[[], Tensor], Callable[[], Tensor] | None]  # what waits for a step's tokens, log-probabilities
 
 
 class Engine:
@@ -52,8 +53,8 @@ class Engine:
     A batch gives each prompt the tokens that it would get alone, up to the last bit of the matrix products (a GEMM
     of another batch size may round a near-tie the other way); draws never depend on the batch.
 
-    Not thread-safe: one `generate` or `stream` at a time. Raises ValueError where a peer link between devices is
-    missing; a device that fails while running comes out as a DeviceError that names it.
+    Not thread-safe: one `generate`, `stream` or `Scheduler` at a time. Raises ValueError where a peer link between
+    devices is missing; a device that fails while running comes out as a DeviceError that names it.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Engine:
         captured = self.devices[0].type == "cuda" if capture is None else bool(capture)
         self.mode = "split" if capture == "split" else "captured" if captured else "eager"
         self._pools = [GraphPool(device) for device in self.devices] if captured else []
-        self._ahead = 1 if captured else 0  # steps launched before the tokens of one are read
+        self.ahead = 1 if captured else 0  # steps launched before the tokens of one are read
 
         self._per_row = -(-self.max_context // page_size)
         total = 1 + max_batch * self._per_row if pages is None else pages
@@ -96,9 +97,12 @@ class Engine:
         )
         self._allocator = PageAllocator(total, page_size)
         self._slots = list(range(max_batch, 0, -1))  # of state that does not grow; slot 0 belongs to nobody
-        self._runners: dict[tuple[str, bool], Pipeline] = {}
+        self._runners: dict[tuple[str, Choice], Pipeline] = {}
+        self._loaded: tuple[Pipeline, int | None, Choice, list[Sequence]]  # of the decode step
+        self._choices: ChoiceState | None = None  # made when a row first asks for more than temperature, top-k, top-p
+        self.constrain: Constrain | None = None  # who makes a row's constraint; that takes a tokenizer
         self._download = Download(
-            torch.zeros(max_batch, dtype=torch.int64, device=self.devices[-1]), depth=self._ahead + 1
+            torch.zeros(max_batch, dtype=torch.int64, device=self.devices[-1]), depth=self.ahead + 1
         )
         # What a step on a CPU need not look at, where the reference reads all that it may: see `_trim`.
         self._trims = not captured and [device.type for device in self.devices] == ["cpu"]
@@ -110,23 +114,33 @@ class Engine:
         self,
         prompts: Seq[Seq[int]],
         params: SamplingParams | Seq[SamplingParams] | None = None,
-        on_token: Callable[[int, int], None] | None = None,
+        on_token: Callable[[int, int], object] | None = None,
     ) -> list[list[int]]:
         """Continue each prompt (a list of token ids) and return the new tokens of each.
 
         Args:
             params: for all prompts, or one for each.
-            on_token: called as on_token(prompt's number, token) as soon as the host has it.
+            on_token: called as on_token(prompt's number, token) as soon as the host has it; True ends that prompt.
 
         Raises ValueError for what cannot run (before anything does), FloatingPointError where the model gives NaN.
         """
+        return [sequence.output for sequence in self.complete(prompts, params, on_token)]
+
+    def complete(
+        self,
+        prompts: Seq[Seq[int]],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        on_token: Callable[[int, int], object] | None = None,
+    ) -> list[Sequence]:
+        """`generate`, but all that is known of each: output, seed, log-probabilities."""
         sequences = self._sequences(prompts, params)
         with self.running(), closing(self._run(sequences)) as steps:
             for tokens in steps:
                 if on_token is not None:
                     for index, token in tokens:
-                        on_token(index, token)
-        return [sequence.output for sequence in sequences]
+                        if on_token(index, token) is True:
+                            sequences[index].cancelled = True
+        return sequences
 
     def stream(
         self, prompts: Seq[Seq[int]], params: SamplingParams | Seq[SamplingParams] | None = None
@@ -138,21 +152,46 @@ class Engine:
         """
         return self._stream(self._sequences(prompts, params))
 
+    def request(self, prompt: Seq[int], params: SamplingParams) -> Sequence:
+        """What a `Scheduler` of this engine takes. Raises ValueError for what cannot run."""
+        return self._sequences([prompt], params)[0]
+
+    def claim(self) -> None:
+        """For a Scheduler, which is the only one until it calls `release`. Raises ValueError where another is."""
+        if self._busy:
+            raise ValueError("the engine is generating already; exhaust or close the stream that is open first")
+        self._busy = True
+        self.stats = Stats(mode=self.mode)
+
+    def release(self) -> None:
+        self._busy = False
+
     def running(self) -> AbstractContextManager[None]:
         """The devices' streams; wrap a loop over a step's `replay` in it once."""
         return running(self._pools)
 
-    def runner(self, kind: Literal["decode", "prefill"], *, sampling: bool = False) -> Pipeline:
-        """A step, built when first asked for: greedy or sampling, one graph for each device and bucket."""
-        key = (kind, sampling)
+    def runner(
+        self,
+        kind: Literal["decode", "prefill"],
+        *,
+        sampling: bool = False,
+        shaping: bool = False,
+        logprobs: bool = False,
+    ) -> Pipeline:
+        """A step, built when first asked for, one graph for each device and bucket: greedy or sampling, with or without
+        what changes logits before, with log-probabilities or without."""
+        choice = Choice(sampling, shaping, logprobs)
+        key = (kind, choice)
         if key not in self._runners:
             started = perf_counter()
             decoding = kind == "decode"
+            if shaping or logprobs:
+                self.choice_state()
             # Zeros in all inputs: no row has a sequence, so that warm-up touches nothing but the sentinel page.
             stages = [
                 Runner(
-                    partial(self._step, stage, sampling),
-                    self._inputs(stage, decoding),
+                    partial(self._step, stage, choice),
+                    self._inputs(stage, decoding, choice),
                     _buckets(self.max_batch) if decoding else None,
                     capture=bool(self._pools),
                     pool=self._pools[stage] if self._pools else None,
@@ -167,7 +206,7 @@ class Engine:
     # The steps: the capture contract holds here.
 
     def _step(
-        self, stage: int, sampling: bool, positions: Tensor, limits: Tensor, table: Tensor, **inputs: Tensor
+        self, stage: int, choice: Choice, positions: Tensor, limits: Tensor, table: Tensor, **inputs: Tensor
     ) -> Tensor:
         """One stage's part of a step: what the next stage takes, or from the last what the host reads, int64 [B].
 
@@ -186,23 +225,22 @@ class Engine:
         if stage < len(self.devices) - 1:
             positions.copy_(after)
             return stream
-        new, logits = self._draw(self.model.leave(stream), counts, after, inputs, sampling)
+        new, logits = self._draw(self.model.leave(stream), counts, after, inputs, choice)
         return finish_step(new, logits, after, inputs["drawn"] if decoding else torch.empty_like(new), positions)
 
     def _draw(
-        self, hidden: Tensor, counts: Tensor, after: Tensor, choice: dict[str, Tensor], sampling: bool
+        self, hidden: Tensor, counts: Tensor, after: Tensor, inputs: dict[str, Tensor], choice: Choice
     ) -> tuple[Tensor, Tensor]:
-        """From hidden states [B, Q, D]: the token behind each row's last one, and the logits that it was drawn from."""
+        """From hidden states [B, Q, D]: the token behind each row's last one, and the model's logits there."""
         if hidden.shape[1] == 1:
             hidden = hidden.squeeze(1)
         else:
             last = (counts.long() - 1).clamp(min=0)
             hidden = hidden.gather(1, last.view(-1, 1, 1).expand(-1, 1, hidden.shape[2])).squeeze(1)
         logits = self.model.logits(hidden)
-        if sampling:
-            row = (choice[name] for name in ("temperature", "top_k", "top_p", "seed"))
-            return sample(logits, *row, after), logits
-        return greedy(logits), logits
+        if self._choices is None or not (choice.shaping or choice.logprobs):
+            return draw(logits, after, inputs, sampling=choice.sampling), logits
+        return self._choices.choose(logits, counts, after, inputs, choice), logits
 
     # The host's part.
 
@@ -213,6 +251,7 @@ class Engine:
             vocabulary=self.model.config.vocab_size,
             max_context=self.max_context,
             allocator=self._allocator,
+            constrain=self.constrain,
         )
 
     def _stream(self, sequences: list[Sequence]) -> Generator[tuple[int, int], None, None]:
@@ -229,115 +268,100 @@ class Engine:
             steps.close()
 
     def _run(self, sequences: list[Sequence]) -> Generator[Tokens, None, None]:
-        """Prefill and decode until all sequences are done, what each step gave at a time."""
-        if self._busy:
-            raise ValueError("the engine is generating already; exhaust or close the stream that is open first")
-        self._busy = True
-        waiting = deque(sequences)
-        active: list[Sequence] = []
-        self.stats = Stats(mode=self.mode)
-        try:
-            while waiting or active:
-                while waiting and len(active) < self.max_batch and self._take_pages(waiting[0]):
-                    active.append(waiting.popleft())
-                    active[-1].slot = self._slots.pop()
-                    yield self._prefill(active[-1])
-                    active = self._release_finished(active)
-                if active:
-                    yield from self._decode(active)
-                    active = self._release_finished(active)
-        except FloatingPointError:
-            self._cache.reset()  # the next owner of a page masks what it finds there, and 0 * NaN is NaN
-            raise
-        finally:
-            for sequence in active:  # after an error, an interrupt or a close; the engine stays usable
-                self._give_back(sequence)
-            self._busy = False
+        """All prompts first, then steps until all sequences are done: what each step gave at a time."""
+        with closing(Scheduler(self, interleave=False, share=False)) as scheduler:
+            for sequence in sequences:
+                scheduler.add(sequence)
+            while not scheduler.idle:
+                new = scheduler.step()
+                for sequence, _ in new:
+                    if sequence.error is not None:
+                        raise sequence.error
+                yield [(sequence.index, token) for sequence, token in new]
+                for sequence, _ in new:
+                    if sequence.cancelled:  # by who took the tokens
+                        scheduler.cancel(sequence)
 
-    def _prefill(self, sequence: Sequence) -> Tokens:
-        runner = self.runner("prefill", sampling=sequence.params.temperature > 0)
-        started = perf_counter()
-        report = None
-        for start in range(0, len(sequence.prompt), self.chunk):
-            part = sequence.prompt[start : start + self.chunk]
-            rows = self._rows([sequence], [start], limits=[start + len(part)])
-            tokens = torch.zeros(1, self.chunk, dtype=torch.int64)
-            tokens[0, : len(part)] = torch.tensor(part)
-            runner.load(tokens=tokens, **rows)
-            self._trim(len(part), start + len(part))
-            report = runner.replay()
-        assert report is not None
-        new = self._collect([sequence], self._download.start(report))
-        self.stats.prefill_tokens += len(sequence.prompt)
-        self.stats.prefill_seconds += perf_counter() - started
-        return new
+    # What the scheduler has done on the devices. It works inside of `running()`.
 
-    def _decode(self, active: list[Sequence]) -> Iterator[Tokens]:
-        """Step all rows until a sequence ends; captured, the next step is launched before the last tokens are read.
+    def begin(self, sequence: Sequence) -> None:
+        """Before the first pass over a sequence in its slot: what penalties count and no decode step reads."""
+        if sequence.params.shaping:
+            count = sequence.to_prefill - len(sequence.prompt)
+            self.choice_state().begin(sequence.slot, sequence.prompt, sequence.output[:count])
 
-        So at most one step too many runs for a row that met a stop token; it writes to the row's own pages, which are
-        given back only afterwards, and what it drew is dropped.
-        """
-        runner = self.runner("decode", sampling=any(s.params.temperature > 0 for s in active))
-        started = perf_counter()
-        positions = [len(s.prompt) + len(s.output) - 1 for s in active]
-        rows = self._rows(active, positions, limits=[s.limit for s in active])
-        _, bucket = runner.load(drawn=torch.tensor([s.output[-1] for s in active]), **rows)
-        under_way: deque[Callable[[], Tensor]] = deque()
-        reach, left = max(positions), min(s.left for s in active)
-        while left or under_way:
-            if left:
-                left, reach = left - 1, reach + 1
-                self._trim(1, reach)
-                under_way.append(self._download.start(runner.replay(bucket)[: len(active)]))
-                self.stats.decode_steps += 1
-            if len(under_way) > self._ahead or not left:
-                new = self._collect(active, under_way.popleft())
-                self.stats.decode_tokens += len(new)
-                now = perf_counter()
-                self.stats.decode_seconds += now - started
-                yield new
-                started = perf_counter()  # what the caller does with the tokens is not counted
-                if any(s.done for s in active):
-                    left = 0
+    def prefill(self, sequence: Sequence, end: int) -> Callable[[], Report]:
+        """Launch a pass over a sequence's tokens from `read` to `end`; what is returned fetches what it drew."""
+        choice = Choice.of([sequence.params])
+        runner = self.runner("prefill", **choice._asdict())
+        part = sequence.tokens(sequence.read, end)
+        tokens = torch.zeros(1, self.chunk, dtype=torch.int64)
+        tokens[0, : len(part)] = torch.tensor(part)
+        runner.load(tokens=tokens, **self._rows([sequence], limits=[end], choice=choice))
+        self._trim(len(part), end)
+        if end == sequence.to_prefill:
+            self._constrain([sequence])
+        report: Tensor = runner.replay()
+        return lambda: self._fetch(report, choice)
 
-    def _collect(self, active: list[Sequence], tokens: Callable[[], Tensor]) -> Tokens:
-        """Wait for a step's tokens and hand out those of sequences that still run."""
-        new = []
-        for sequence, token in zip(active, tokens().tolist(), strict=True):
-            if sequence.done:
-                continue
-            if token < 0:
-                at = len(sequence.prompt) + len(sequence.output)
-                raise FloatingPointError(
-                    f"prompt {sequence.index}: the model gives NaN at position {at}: its weights hold NaN or "
-                    "infinities, or activations overflow its dtype; check the checkpoint, or load it in float32"
-                )
-            sequence.output.append(token)
-            new.append((sequence.index, token))
-        return new
+    def load(self, rows: list[Sequence]) -> None:
+        """From now on decode steps are of these sequences, from where each one's `read` stands."""
+        choice = Choice.of(s.params for s in rows)
+        runner = self.runner("decode", **choice._asdict())
+        drawn = torch.tensor([s.tokens(s.read, s.read + 1)[0] for s in rows])
+        _, bucket = runner.load(drawn=drawn, **self._rows(rows, limits=[s.limit for s in rows], choice=choice))
+        self._loaded = runner, bucket, choice, rows
 
-    def _rows(self, active: list[Sequence], positions: list[int], *, limits: list[int]) -> dict[str, Tensor]:
-        """The host's side of `_row_inputs`."""
-        table = torch.zeros(len(active), self._per_row, dtype=torch.int32)
-        for row, sequence in zip(table, active, strict=True):
+    def load_tables(self, rows: list[Sequence]) -> None:
+        """Pages that loaded rows got since; their tokens and positions stay as the device has them."""
+        self._loaded[0].load(table=self._table(rows))
+
+    def decode(self, reach: int) -> Report:
+        """Launch a step of the loaded rows, of which the longest then has `reach` tokens, and fetch what it draws."""
+        runner, bucket, choice, rows = self._loaded
+        self._trim(1, reach)
+        self._constrain(rows)
+        return self._fetch(runner.replay(bucket)[: len(rows)], choice)
+
+    def _constrain(self, rows: list[Sequence]) -> None:
+        """Upload what may follow in rows that are constrained; their last tokens must have been taken."""
+        if found := {s.slot: s.constraint for s in rows if s.constraint is not None}:
+            self.choice_state().constrain(found)
+
+    def _fetch(self, report: Tensor, choice: Choice) -> Report:
+        """Begin to copy what a step tells the host: `ahead` + 1 at once at most."""
+        told = self._choices.fetch(len(report)) if choice.logprobs and self._choices is not None else None
+        return self._download.start(report), told
+
+    def choice_state(self) -> ChoiceState:
+        """Made when first asked for."""
+        if self._choices is None:
+            slots, vocabulary = self.max_batch + 1, self.model.config.vocab_size
+            self._choices = ChoiceState(slots, self.max_batch, vocabulary, self.devices[-1], depth=self.ahead + 1)
+        return self._choices
+
+    def _table(self, rows: list[Sequence]) -> Tensor:
+        table = torch.zeros(len(rows), self._per_row, dtype=torch.int32)
+        for row, sequence in zip(table, rows, strict=True):
             row[: len(sequence.pages)] = torch.tensor(sequence.pages, dtype=torch.int32)
+        return table
+
+    def _rows(self, active: list[Sequence], *, limits: list[int], choice: Choice) -> dict[str, Tensor]:
+        """The host's side of `_row_inputs`."""
         return {
-            "positions": torch.tensor(positions, dtype=torch.int32),
+            "positions": torch.tensor([s.read for s in active], dtype=torch.int32),
             "limits": torch.tensor(limits, dtype=torch.int32),
-            "table": table,
+            "table": self._table(active),
             "slots": torch.tensor([s.slot for s in active], dtype=torch.int32),
-            "temperature": torch.tensor([s.params.temperature for s in active], dtype=torch.float32),
-            "top_k": torch.tensor([s.params.top_k for s in active], dtype=torch.int32),
-            "top_p": torch.tensor([s.params.top_p for s in active], dtype=torch.float32),
             "seed": torch.tensor([s.seed for s in active], dtype=torch.int64),
+            **row_values([s.params for s in active], choice),
         }
 
-    def _inputs(self, stage: int, decoding: bool) -> dict[str, Tensor]:
+    def _inputs(self, stage: int, decoding: bool, choice: Choice) -> dict[str, Tensor]:
         """The static buffers of one stage's step."""
         device = self.devices[stage]
         rows, length = (self.max_batch, 1) if decoding else (1, self.chunk)
-        inputs = self._row_inputs(rows, device)
+        inputs = self._row_inputs(rows, device, choice)
         if decoding:
             inputs["drawn"] = torch.zeros(rows, dtype=torch.int64, device=device)
         else:
@@ -346,7 +370,7 @@ class Engine:
             inputs["stream"] = torch.zeros(self.model.stream_shape(rows, length), dtype=self.model.dtype, device=device)
         return inputs
 
-    def _row_inputs(self, rows: int, device: torch.device) -> dict[str, Tensor]:
+    def _row_inputs(self, rows: int, device: torch.device, choice: Choice = PLAIN) -> dict[str, Tensor]:
         def tensor(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros(rows, *shape, dtype=dtype, device=device)
 
@@ -355,10 +379,8 @@ class Engine:
             "limits": tensor(torch.int32),  # where the row stops: a padding row has 0
             "table": tensor(torch.int32, self._per_row),
             "slots": tensor(torch.int32),  # which state of fixed size is the row's: a padding row has 0
-            "temperature": tensor(torch.float32),
-            "top_k": tensor(torch.int32),
-            "top_p": tensor(torch.float32),
             "seed": tensor(torch.int64),
+            **row_buffers(rows, choice, device),
         }
 
     def _trim(self, length: int, reach: int) -> None:
@@ -370,21 +392,6 @@ class Engine:
         """
         if self._trims:
             self._length, self._width = length, self._allocator.needed(reach)
-
-    def _take_pages(self, sequence: Sequence) -> bool:
-        pages = self._allocator.take(sequence.limit)
-        sequence.pages = pages or []
-        return pages is not None
-
-    def _release_finished(self, active: list[Sequence]) -> list[Sequence]:
-        for sequence in active:
-            if sequence.done:
-                self._give_back(sequence)
-        return [sequence for sequence in active if not sequence.done]
-
-    def _give_back(self, sequence: Sequence) -> None:
-        self._allocator.give_back(sequence.pages)
-        self._slots.append(sequence.slot)
 
 
 def _buckets(largest: int) -> list[int]:

@@ -1,4 +1,14 @@
-"""Which pages of the KV cache are free. Host state: it changes when a sequence comes or goes, never inside a step."""
+"""Which pages of the KV cache are free, and what is known to be in them.
+
+Host state: it changes between steps, never inside one. A full page whose content is a function of the tokens up to its
+end alone goes by the digest of those tokens; it stays findable after its last user gave it back, until its memory is
+needed.
+"""
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
 
 
 class PageAllocator:
@@ -8,22 +18,73 @@ class PageAllocator:
         self.page_size = page_size
         self.capacity = pages - 1
         self._free = list(range(pages - 1, 0, -1))
+        self._users = [0] * pages
+        self._known: dict[bytes, int] = {}  # digest -> page
+        self._digests: dict[int, bytes] = {}  # the same the other way round
+        self._unused: OrderedDict[int, None] = OrderedDict()  # known pages that nobody has, the next to go first
 
     @property
     def free(self) -> int:
-        return len(self._free)
+        """Pages that nobody has."""
+        return len(self._free) + len(self._unused)
 
     def needed(self, tokens: int) -> int:
         """Pages that hold so many tokens."""
         return -(-tokens // self.page_size)
 
-    def take(self, tokens: int) -> list[int] | None:
-        """Pages for so many tokens, or None while too few are free."""
-        count = self.needed(tokens)
-        if count > len(self._free):
+    def take(self, count: int) -> list[int] | None:
+        """So many pages, or None while too few are free. What is known to be in a page goes last."""
+        if count > self.free:
             return None
-        return [self._free.pop() for _ in range(count)]
+        return [self._take_one() for _ in range(count)]
 
-    def give_back(self, pages: list[int]) -> None:
-        self._free.extend(reversed(pages))
-        assert len(self._free) <= self.capacity, "a page was given back twice"
+    def share(self, digests: Seq[bytes]) -> list[int]:
+        """The pages of the longest known beginning of a chain of digests, with one user more."""
+        pages = []
+        for digest in digests:
+            if (page := self._known.get(digest)) is None:
+                break
+            self._unused.pop(page, None)
+            self._users[page] += 1
+            pages.append(page)
+        return pages
+
+    def remember(self, page: int, digest: bytes) -> None:
+        """From now on this page holds what `digest` stands for; where another does already, that one is found."""
+        if digest not in self._known and page not in self._digests:
+            self._known[digest], self._digests[page] = page, digest
+
+    def give_back(self, pages: Seq[int]) -> None:
+        for page in reversed(pages):  # of known ones the end of a text goes first: its beginning is likelier to return
+            self._users[page] -= 1
+            assert self._users[page] >= 0, "a page was given back twice"
+            if self._users[page] == 0 and page in self._digests:
+                self._unused[page] = None
+            elif self._users[page] == 0:
+                self._free.append(page)
+
+    def forget(self) -> None:
+        """Nothing is known any more: the cache was cleared."""
+        self._free.extend(self._unused)
+        self._unused.clear()
+        self._known.clear()
+        self._digests.clear()
+
+    def _take_one(self) -> int:
+        if self._free:
+            page = self._free.pop()
+        else:
+            page, _ = self._unused.popitem(last=False)
+            del self._known[self._digests.pop(page)]
+        self._users[page] = 1
+        return page
+
+
+def extend_digests(digests: list[bytes], tokens: Seq[int], page_size: int) -> None:
+    """Appends to `digests` so that each full page of `tokens` has its own: of all tokens up to the page's end.
+
+    SHA-256, not Python's hash: who could make two texts collide would read another's keys and values.
+    """
+    for end in range((len(digests) + 1) * page_size, len(tokens) + 1, page_size):
+        before = digests[-1] if digests else b""
+        digests.append(hashlib.sha256(before + array("q", tokens[end - page_size : end]).tobytes()).digest())

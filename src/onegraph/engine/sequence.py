@@ -5,13 +5,20 @@ import secrets
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from onegraph.engine.choice import Constrain, Constraint
 from onegraph.engine.pages import PageAllocator
-from onegraph.engine.params import SamplingParams
+from onegraph.engine.params import SamplingParams, TokenLogprob
 
 
 @dataclass(eq=False)
 class Sequence:
-    """The host's view of a row: what came in, what was generated, which pages and which slot hold it."""
+    """The host's view of a row: what came in, what was generated, which pages and which slot hold it.
+
+    read: tokens of prompt and output that are in the cache. to_prefill: how many of them prefill reads, set when the
+    sequence is admitted. digests: of its full pages, as far as they were needed. constraint: what may follow. logprobs:
+    of each token of the output, where they are asked for. cancelled: it ends before the next token. error: why it ended
+    before its time.
+    """
 
     index: int
     prompt: list[int]
@@ -20,6 +27,18 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     slot: int = 0
     output: list[int] = field(default_factory=list)
+    read: int = 0
+    to_prefill: int = 0
+    digests: list[bytes] = field(default_factory=list)
+    constraint: Constraint | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    cancelled: bool = False
+    error: FloatingPointError | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens known so far, of prompt and output."""
+        return len(self.prompt) + len(self.output)
 
     @property
     def limit(self) -> int:
@@ -32,7 +51,32 @@ class Sequence:
 
     @property
     def done(self) -> bool:
-        return not self.left or (bool(self.output) and self.output[-1] in self.params.stop)
+        if self.cancelled or self.error is not None or not self.left:
+            return True
+        if self.constraint is not None and self.constraint.done:
+            return True
+        return bool(self.output) and self.output[-1] in self.params.stop
+
+    @property
+    def decoding(self) -> bool:
+        """Whether prefill is through with it."""
+        return bool(self.to_prefill) and self.read >= self.to_prefill
+
+    @property
+    def repeating(self) -> bool:
+        """Whether the next decode step reads a token that is not the newest: it was preempted, and catches up."""
+        return self.read + 1 < self.length
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Tokens `start` to `end` of prompt and output together."""
+        split = len(self.prompt)
+        return self.prompt[start:end] + self.output[max(0, start - split) : max(0, end - split)]
+
+    def take(self, token: int) -> None:
+        """A token was drawn for it."""
+        self.output.append(token)
+        if self.constraint is not None:
+            self.constraint.take(token)
 
 
 def make_sequences(
@@ -42,6 +86,7 @@ def make_sequences(
     vocabulary: int,
     max_context: int,
     allocator: PageAllocator,
+    constrain: Constrain | None = None,
 ) -> list[Sequence]:
     """A `Sequence` for each prompt; raises ValueError (got / allowed / what to do) for the first that cannot run."""
     if params is None or isinstance(params, SamplingParams):
@@ -53,6 +98,9 @@ def make_sequences(
         seed = secrets.randbits(63) if wanted.seed is None else wanted.seed
         sequence = Sequence(index, _tokens(index, prompt, vocabulary), wanted, seed)
         _check_size(sequence, max_context, allocator)
+        _check_text(sequence, constrain)
+        if constrain is not None and wanted.constrained:
+            sequence.constraint = constrain(wanted)
         sequences.append(sequence)
     return sequences
 
@@ -72,6 +120,17 @@ def _tokens(index: int, prompt: Seq[int], vocabulary: int) -> list[int]:
     if not tokens:
         raise ValueError(f"prompt {index}: got no tokens; a prompt needs one or more, e.g. the begin-of-text token")
     return tokens
+
+
+def _check_text(sequence: Sequence, constrain: Constrain | None) -> None:
+    """What needs a tokenizer, or several sequences, is for who has them."""
+    wanted = sequence.params
+    if wanted.n != 1:
+        raise ValueError(f"n: got {wanted.n}; allowed is 1: the engine continues each prompt once, LLM takes n")
+    if wanted.stop_texts:
+        raise ValueError(f"stop: got {wanted.stop_texts[0]!r}; allowed are token ids: the engine has no text, LLM does")
+    if wanted.constrained and constrain is None:
+        raise ValueError("json_schema, regex: got one; the engine has no tokenizer: use LLM, or set its `constrain`")
 
 
 def _check_size(sequence: Sequence, max_context: int, allocator: PageAllocator) -> None:

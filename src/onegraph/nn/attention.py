@@ -94,6 +94,8 @@ class PagedCache:
         fused: attend to a decode step's single token in one launch; False is the other side of an A/B comparison.
     """
 
+    pure_pages = True  # see `engine.decoder.Cache`
+
     def __init__(
         self,
         *,

@@ -34,6 +34,8 @@ class DeepseekCache:
             stays in `dtype`.
     """
 
+    pure_pages = False  # windows and the compressors' latest tokens lie in slots
+
     def __init__(
         self,
         layers: list[DeepseekAttention],
@@ -192,6 +194,8 @@ class DeepseekCache:
 
 class PlacedCache:
     """The caches of a model that is placed over several devices, one for each stage."""
+
+    pure_pages = False
 
     def __init__(self, parts: list[DeepseekCache]) -> None:
         self.parts = parts

@@ -106,6 +106,8 @@ class TurboQuantCache:
     tokens, a window larger than the pool.
     """
 
+    pure_pages = False  # a chunk's tokens see each other exactly, later ones through codes and the slot's ring
+
     def __init__(
         self,
         config: TurboQuantConfig,

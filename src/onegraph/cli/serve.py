@@ -1,0 +1,127 @@
+"""`onegraph serve`: an OpenAI-compatible server over one model."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from onegraph.cli.common import (
+    BATCH,
+    CONTEXT,
+    UsageError,
+    add_device,
+    add_dtype,
+    add_gpus,
+    number,
+    open_model,
+    options,
+    pick_device,
+    pick_dtype,
+)
+from onegraph.cli.generate import CAPTURE
+
+EPILOG = """\
+examples:
+  onegraph serve out/smollm2-4bit
+  onegraph serve out/smollm2-4bit --host 0.0.0.0 --port 8080 --max-batch 32 --kv turboquant:4
+  ONEGRAPH_API_KEY=secret onegraph serve out/smollm2-4bit
+
+  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{"model": "smollm2-4bit", "messages": [{"role": "user", "content": "What is the capital of Japan?"}]}'
+
+Any client of OpenAI's API works with base_url http://HOST:PORT/v1 (docs/serve.md). Requests join and leave while others
+run. It needs the extra 'serve': pip install 'onegraph[serve]'.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="an OpenAI-compatible server: completions, chat, streaming, metrics",
+        description="Serves a model over HTTP, as OpenAI's API has it.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "model", metavar="MODEL", help="model directory, .gguf file, or ORG/NAME of the Hugging Face hub"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine only)")
+    parser.add_argument("--port", type=number(int, 0, 65535), default=8000, metavar="N", help="default 8000, 0: any")
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="clients must send it (default: $ONEGRAPH_API_KEY, which `ps` does not show)"
+    )
+    parser.add_argument("--name", help="the model's name for clients (default: the last part of MODEL)")
+    parser.add_argument("--max-batch", type=BATCH, default=16, metavar="N", help="answers at once (default 16)")
+    parser.add_argument(
+        "--max-context", type=CONTEXT, metavar="N", help="of a prompt and its answer (default: the model's, <= 4096)"
+    )
+    parser.add_argument(
+        "--cache-tokens",
+        type=number(int, 1, 1 << 30),
+        metavar="N",
+        help="tokens that the KV cache holds (default: max-batch x max-context)",
+    )
+    parser.add_argument("--kv", default="exact", metavar="KV", help="the KV cache: exact (default), turboquant:4, ...")
+    parser.add_argument(
+        "--queue", type=number(int, 0, 1 << 16), default=256, metavar="N", help="answers that may wait (default 256)"
+    )
+    parser.add_argument(
+        "--max-body",
+        type=number(int, 1, 1 << 30),
+        default=4 << 20,
+        metavar="N",
+        help="bytes of a request (default 4 MiB)",
+    )
+    parser.add_argument(
+        "--grace", type=number(int, 0, 3600), default=5, metavar="S", help="seconds to finish answers in, at the end"
+    )
+    parser.add_argument("--capture", choices=tuple(CAPTURE), default="auto", help="as `generate` has it")
+    add_gpus(parser)
+    add_device(parser)
+    add_dtype(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        from onegraph.serve.http import bind, listen
+    except ModuleNotFoundError as error:
+        raise UsageError(f"serve needs {error.name}, which is not installed: pip install 'onegraph[serve]'") from None
+    from onegraph.api.llm import LLM
+    from onegraph.api.tokenizer import Tokenizer
+    from onegraph.serve.app import Settings
+    from onegraph.serve.worker import Worker
+
+    device = pick_device(args.device)
+    key = os.environ.get("ONEGRAPH_API_KEY") if args.api_key is None else args.api_key
+    if key is not None and not (key and key.isascii()):
+        raise UsageError("--api-key: it is empty or not ASCII; leave it out to let everybody in")
+    socket = bind(args.host, args.port)
+    with open_model(args.model) as checkpoint:
+        writer = Tokenizer(checkpoint)
+    with options("gpus", "kv"):
+        llm = LLM(
+            args.model,
+            gpus=args.gpus or 1,
+            kv=args.kv,
+            max_batch=args.max_batch,
+            max_context=args.max_context,
+            cache_tokens=args.cache_tokens,
+            dtype=pick_dtype(args.dtype, device),
+            device=device,
+            capture=CAPTURE[args.capture],
+        )
+    name = args.name or Path(args.model.rstrip("/")).name
+    host, port = socket.getsockname()[:2]
+
+    def ready() -> None:
+        print(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1", file=sys.stderr, flush=True)
+
+    with llm:
+        worker = Worker(llm, writer, queue=args.queue)
+        settings = Settings(name=name, api_key=key, max_body=args.max_body)
+        listen(socket, worker, settings, grace=args.grace, ready=ready)
+    return 0

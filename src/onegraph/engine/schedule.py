@@ -1,0 +1,284 @@
+"""Which sequence does what next: requests join and leave between steps, prompts are read beside decoding rows.
+
+A step is one chunk of a prompt or one decode step of all rows; each is a replay, launched and not waited for. Captured,
+one decode step is launched before the tokens of the one before are read, and rows are written anew only when who sits
+in them changes: then, and only then, all that was launched is read first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from onegraph.engine.pages import extend_digests
+from onegraph.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from onegraph.engine.generate import Engine, Report
+
+GROWTH = 64  # tokens that rows get pages for at a time, where there are enough: a block table changes once in so many
+
+
+class Scheduler:
+    """Runs sequences (`Engine.request`) on an engine, which is its own until `close`.
+
+    Args:
+        interleave: a decode step between two chunks of prompts, so that nobody's text stalls behind a long prompt.
+            False: prompts first, for fewer and fuller decode steps.
+        share: pages that hold the beginning of a prompt already are used again, where the cache's pages are pure
+            (`Cache.pure_pages`: the exact cache; codes and DeepSeek-V4's windows depend on more than the tokens).
+
+    A sequence gets pages for its prompt when it is admitted, in the order of `add`, and more as it grows. Where too few
+    are free the youngest sequence gives up its own and waits; what it read is read again later, its output by prefill
+    too where pages are pure, else by decode steps that are told their tokens. So its tokens are the same.
+
+    Not thread-safe. Loops over `step` stand inside of `engine.running()`.
+    """
+
+    def __init__(self, engine: Engine, *, interleave: bool = True, share: bool = True) -> None:
+        engine.claim()
+        self.engine, self.stats = engine, engine.stats
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # the oldest first
+        self._interleave = interleave
+        self._pure = engine._cache.pure_pages
+        self._share = share and self._pure
+        self._allocator, self._slots = engine._allocator, engine._slots
+        self._rows: list[Sequence] = []  # that are loaded
+        self._under_way: deque[tuple[list[Sequence], Report]] = deque()
+        self._stale = True  # the loaded rows are not those that should run
+        self._ended = self._poisoned = False  # a sequence is done; one gave NaN
+        self._room = 0  # steps until a row's budget is used up
+        self._ahead = 0  # steps that may be under way when another is launched
+        self._decoded = True  # whether the last step was a decode step
+        self._new: list[tuple[Sequence, int]] = []
+
+    @property
+    def idle(self) -> bool:
+        return not self.waiting and not self.running
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def cancel(self, sequence: Sequence) -> None:
+        """It gets no more tokens; its row and pages are free in the next step."""
+        sequence.cancelled = True
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        self._ended = True
+
+    def step(self) -> list[tuple[Sequence, int]]:
+        """Launch a chunk of a prompt or a decode step; (sequence, token) that the host learnt meanwhile, in order.
+
+        A sequence that is `done` then has left. Token -1: the model gave NaN, `error` of the sequence says where; the
+        others go on, from what they had.
+        """
+        started, built = perf_counter(), self.stats.build_seconds
+        self._new = []
+        if self._ended or self._poisoned:
+            self._settle()
+        self._admit()
+        sequence = self._next_to_prefill()
+        if sequence is None:
+            self._decode()
+        else:
+            self._prefill(sequence)
+        self._decoded = sequence is None
+        seconds = perf_counter() - started - (self.stats.build_seconds - built)
+        if sequence is None:
+            self.stats.decode_seconds += seconds
+        else:
+            self.stats.prefill_seconds += seconds
+        return self._new
+
+    def close(self) -> None:
+        """Everybody's rows and pages are free again, also after an error or an interrupt."""
+        for sequence in self.running:
+            self._give_back(sequence)
+        self.running.clear()
+        self.waiting.clear()
+        self._under_way.clear()
+        if self._poisoned:
+            self._clear_cache()
+        self.engine.release()
+
+    # Who runs.
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.running) < self.engine.max_batch and self._take_pages(self.waiting[0]):
+            sequence = self.waiting.popleft()
+            sequence.slot = self._slots.pop()
+            sequence.to_prefill = sequence.length if self._pure else len(sequence.prompt)
+            self.running.append(sequence)
+            self.engine.begin(sequence)
+
+    def _take_pages(self, sequence: Sequence) -> bool:
+        """For all its tokens and the next, if one stays free for each of the others that will need one."""
+        size = self._allocator.page_size
+        growing = sum(len(s.pages) < self._allocator.needed(s.limit) for s in self.running)
+        shared: list[int] = []
+        if self._share:
+            self._extend_digests(sequence, sequence.length)
+            shared = self._allocator.share(sequence.digests[: (sequence.length - 1) // size])  # one token is read
+        count = self._allocator.needed(min(sequence.length + 1, sequence.limit)) - len(shared)
+        more = self._allocator.take(count) if count + growing <= self._allocator.free else None
+        if more is None:
+            self._allocator.give_back(shared)
+            return False
+        sequence.pages, sequence.read = shared + more, len(shared) * size
+        self.stats.shared_tokens += sequence.read
+        return True
+
+    def _settle(self) -> None:
+        """Read what was launched; who is done leaves. After a NaN everybody starts over in a clean cache."""
+        self._read_all()
+        for sequence in [s for s in self.running if s.done]:
+            self._leave(sequence)
+        if self._poisoned:
+            for sequence in self.running[::-1]:
+                self._preempt(sequence)
+            self._clear_cache()
+        self._ended = self._poisoned = False
+        self._stale = True
+
+    def _clear_cache(self) -> None:
+        """The next owner of a page masks what it finds there, and 0 * NaN is NaN."""
+        self.engine._cache.reset()
+        self._allocator.forget()
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._leave(sequence)
+        self.waiting.appendleft(sequence)
+        self.stats.preemptions += 1
+
+    def _leave(self, sequence: Sequence) -> None:
+        if sequence.error is None:
+            self._remember(sequence)
+        self.running.remove(sequence)
+        self._give_back(sequence)
+
+    def _give_back(self, sequence: Sequence) -> None:
+        self._allocator.give_back(sequence.pages)
+        self._slots.append(sequence.slot)
+        sequence.pages, sequence.read, sequence.to_prefill = [], 0, 0
+
+    def _remember(self, sequence: Sequence) -> None:
+        """Its full pages may be shared from now on."""
+        if self._share:
+            full = sequence.read // self._allocator.page_size
+            self._extend_digests(sequence, sequence.read)
+            for page, digest in zip(sequence.pages[:full], sequence.digests, strict=False):
+                self._allocator.remember(page, digest)
+
+    def _extend_digests(self, sequence: Sequence, length: int) -> None:
+        if len(sequence.digests) < length // self._allocator.page_size:
+            extend_digests(sequence.digests, sequence.tokens(0, length), self._allocator.page_size)
+
+    # What runs.
+
+    def _next_to_prefill(self) -> Sequence | None:
+        if self._interleave and not self._decoded and any(s.decoding for s in self.running):
+            return None
+        return next((s for s in self.running if not s.decoding), None)
+
+    def _prefill(self, sequence: Sequence) -> None:
+        end = min(sequence.read + self.engine.chunk, sequence.to_prefill)
+        fetch = self.engine.prefill(sequence, end)
+        self.stats.prefill_tokens += end - sequence.read
+        sequence.read = end
+        self._remember(sequence)
+        if sequence.decoding:
+            self._stale = True
+            if end == sequence.length:
+                tokens, told = fetch()
+                self._read_all()
+                self._hand_out(sequence, int(tokens()), None if told is None else told()[0])
+
+    def _decode(self) -> None:
+        if self._stale or not self._room or not self._covered():
+            self._reload()
+        if not self._rows:
+            return
+        self._room -= 1
+        reach = max(s.read for s in self._rows) + len(self._under_way) + 1
+        self._under_way.append((self._rows, self.engine.decode(reach)))
+        self.stats.decode_steps += 1
+        if len(self._under_way) > self._ahead:
+            self._read()
+
+    def _reload(self) -> None:
+        """The rows that decode, each with a page for its next token; the youngest make room where pages run short."""
+        self._settle()
+        while not self._grow():
+            self._preempt(self.running[-1])
+        self._rows = [s for s in self.running if s.decoding]
+        if self._rows:
+            self.engine.load(self._rows)
+            # A row that repeats is told each token: what it draws is what it knows but for a near-tie's rounding.
+            self._room = 1 if any(s.repeating for s in self._rows) else min(s.left for s in self._rows)
+            # What may follow a token is known when the host has it: the next step waits for the last.
+            self._ahead = 0 if any(s.constraint for s in self._rows) else self.engine.ahead
+        self._stale = False
+
+    def _covered(self) -> bool:
+        """Whether every loaded row has a page for its next token, or got one from those that are free."""
+        if not self._missing(1):
+            return True
+        if not self._grow():
+            return False
+        self.engine.load_tables(self._rows)
+        return True
+
+    def _grow(self) -> bool:
+        """Pages for the next GROWTH tokens of all rows that decode, or for the next one; False where there are none."""
+        for tokens in (GROWTH, 1):
+            missing = self._missing(tokens)
+            if sum(count for _, count in missing) <= self._allocator.free:
+                for sequence, count in missing:
+                    sequence.pages += self._allocator.take(count) or []
+                return True
+        return False
+
+    def _missing(self, tokens: int) -> list[tuple[Sequence, int]]:
+        """Rows that decode and how many pages each lacks for its next `tokens` tokens, behind the steps under way."""
+        ahead = len(self._under_way) + tokens
+        lacking = [
+            (s, self._allocator.needed(min(s.limit, s.read + ahead)) - len(s.pages)) for s in self.running if s.decoding
+        ]
+        return [(s, count) for s, count in lacking if count > 0]
+
+    # What came out.
+
+    def _read_all(self) -> None:
+        while self._under_way:
+            self._read()
+
+    def _read(self) -> None:
+        """Wait for the oldest step under way. A row that was done before has run one too many, in its own pages."""
+        rows, (tokens, told) = self._under_way.popleft()
+        drawn, known = tokens().tolist(), None if told is None else told()
+        for row, (sequence, token) in enumerate(zip(rows, drawn, strict=True)):
+            if not sequence.done:
+                sequence.read += 1
+                self.stats.decode_tokens += self._hand_out(sequence, token, None if known is None else known[row])
+
+    def _hand_out(self, sequence: Sequence, token: int, told: Tensor | None) -> bool:
+        """The token behind all that a sequence has read; False where it was known."""
+        if token < 0:
+            self._poisoned = True
+            sequence.error = FloatingPointError(
+                f"prompt {sequence.index}: the model gives NaN at position {sequence.read}: its weights hold NaN or "
+                "infinities, or activations overflow its dtype; check the checkpoint, or load it in float32"
+            )
+        elif sequence.read < sequence.length:
+            return False
+        else:
+            sequence.take(token)
+            if told is not None and (wanted := sequence.params.logprobs) is not None:
+                sequence.logprobs.append(self.engine.choice_state().logprob(told, token, wanted))
+        self._new.append((sequence, token))
+        self._ended |= sequence.done
+        return token >= 0

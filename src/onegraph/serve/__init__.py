@@ -1,0 +1,1 @@
+"""`onegraph serve`: OpenAI's HTTP interface over one engine, requests joining and leaving while it runs."""

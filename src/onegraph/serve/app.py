@@ -1,0 +1,338 @@
+"""The HTTP side of `onegraph serve`: OpenAI's endpoints, health and metrics, as a Starlette application."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from prometheus_client import generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from onegraph.api.completion import copies
+from onegraph.engine.params import SamplingParams
+from onegraph.engine.sequence import Sequence as EngineSequence
+from onegraph.serve.metrics import Metrics
+from onegraph.serve.protocol import Asked, Refused, chat_logprobs, completion_logprobs, parse
+from onegraph.serve.text import Answer, Piece
+from onegraph.serve.worker import Full, Stopped, Worker
+
+BODY_SECONDS = 60  # in which a body must be there
+DISCARDED = 1 << 28  # bytes of a body too large that are read and dropped, so that its sender gets to read the answer
+STALLED = 60  # seconds that a client may take to read what the sockets' buffers do not hold
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """name: of the model, as clients call it. api_key: None for none. max_body: bytes."""
+
+    name: str
+    api_key: str | None = None
+    max_body: int = 4 << 20
+
+
+class Server:
+    """What the endpoints share."""
+
+    def __init__(self, worker: Worker, settings: Settings) -> None:
+        self.worker, self.settings = worker, settings
+        self.metrics = Metrics(worker)
+        self.created = int(time.time())
+
+    def app(self) -> Starlette:
+        routes = [
+            Route("/v1/completions", self._guarded(self.completions), methods=["POST"]),
+            Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"]),
+            Route("/v1/models", self._guarded(self.models)),
+            Route("/v1/models/{name:path}", self._guarded(self.model)),
+            Route("/health", self.health),
+            Route("/metrics", self.report),
+        ]
+        handlers: dict[Any, Any] = {HTTPException: _http_error, Exception: _internal_error}
+        return Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan)
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(self.worker.close)
+
+    def _guarded(self, endpoint: Callable[[Request], Any]) -> Callable[[Request], Any]:
+        """The API key, and every refusal as OpenAI's error object."""
+
+        async def guarded(request: Request) -> Response:
+            try:
+                self._authorize(request)
+                response: Response = await endpoint(request)
+            except Refused as refused:
+                headers = {"Retry-After": "1"} if refused.status in (429, 503) else None
+                response = _json(refused.body(), refused.status, headers)
+            except ClientDisconnect:
+                response = Response(status_code=400)
+            self.metrics.responses.labels(request.scope["route"].path, str(response.status_code)).inc()
+            return response
+
+        return guarded
+
+    def _authorize(self, request: Request) -> None:
+        key = self.settings.api_key
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if key is not None and not hmac.compare_digest(given.encode(), key.encode()):
+            what = "wrong API key" if given else "no API key: send it as 'Authorization: Bearer KEY'"
+            raise Refused(what, status=401, code="invalid_api_key")
+
+    # ------------------------------------------------------------------------------------------------------- endpoints
+
+    async def health(self, request: Request) -> Response:
+        failure = self.worker.failure
+        return _json({"status": "ok" if failure is None else failure}, 200 if failure is None else 503)
+
+    async def report(self, request: Request) -> Response:
+        return Response(generate_latest(self.metrics.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def models(self, request: Request) -> Response:
+        return _json({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: Request) -> Response:
+        self._check_name(request.path_params["name"])
+        return _json(self._card())
+
+    async def completions(self, request: Request) -> Response:
+        return await self._answer(request, chat=False)
+
+    async def chat(self, request: Request) -> Response:
+        return await self._answer(request, chat=True)
+
+    def _card(self) -> dict[str, Any]:
+        about = {"id": self.settings.name, "object": "model", "created": self.created, "owned_by": "onegraph"}
+        return about | {"max_model_len": self.worker.llm.max_context}
+
+    def _check_name(self, name: str | None) -> None:
+        if name != self.settings.name:
+            message = f"the model {name!r} is not served here; this is {self.settings.name!r}"
+            raise Refused(message, status=404, param="model", code="model_not_found")
+
+    # --------------------------------------------------------------------------------------------------------- answers
+
+    async def _answer(self, request: Request, *, chat: bool) -> Response:
+        asked = parse(await self._body(request), chat=chat)
+        self._check_name(asked.model)
+        if self.worker.full:  # before any work is done for it
+            raise _overloaded()
+        sequences, prompt_tokens = await asyncio.to_thread(self._sequences, asked)  # a long prompt takes a while
+        started = time.perf_counter()
+        try:
+            answers, pieces = self.worker.submit(sequences, asked.stops)
+        except Full:
+            raise _overloaded() from None
+        except Stopped as stopped:
+            raise Refused(str(stopped), status=503) from None
+        reply = _Reply(asked, chat, self.settings.name, prompt_tokens)
+        timed = self.metrics.timed(_until_over(pieces, len(answers)), started)
+        if asked.stream:
+            return _EventStream(reply.events(timed), lambda: self.worker.cancel(answers))
+        return await self._whole(request, reply, timed, answers)
+
+    async def _body(self, request: Request) -> bytes:
+        limit, size, parts = self.settings.max_body, 0, []
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for part in request.stream():
+                    size += len(part)
+                    if size <= limit:
+                        parts.append(part)
+                    elif size > limit + DISCARDED:
+                        break
+        except TimeoutError:
+            raise Refused(f"the body did not come within {BODY_SECONDS} s", status=408) from None
+        if size > limit:
+            raise Refused(f"the body has more than {limit} bytes (--max-body)", status=413)
+        return b"".join(parts)
+
+    def _sequences(self, asked: Asked) -> tuple[list[EngineSequence], int]:
+        """What the engine is to do, and how many tokens the prompts have."""
+        llm = self.worker.llm
+        name = "prompt" if asked.messages is None else "messages"
+        try:
+            if asked.messages is not None:
+                prompts = [llm.tokenizer.chat(asked.messages)]
+            else:
+                prompts = [llm.tokenizer.encode(p) if isinstance(p, str) else p for p in asked.prompts]
+            name, most = "", self.worker.limit
+            if (count := len(prompts) * asked.sampling.get("n", 1)) > most:
+                raise Refused(
+                    f"the request asks for {count} answers; {most} can be computed or wait at once", param="n"
+                )
+            base = SamplingParams(stop=sorted(llm.tokenizer.stops), **asked.sampling)
+            rows = [
+                (prompt, replace(params, max_tokens=self._length(asked, prompt)))
+                for prompt in prompts
+                for params in copies(base)
+            ]
+            return [llm.engine.request(*row) for row in rows], sum(map(len, prompts))
+        except ValueError as error:  # a TemplateError or CheckpointError, too
+            found = str(error).partition(":")[0]
+            raise Refused(str(error), param=name or (found if found in asked.sampling else None)) from None
+
+    def _length(self, asked: Asked, prompt: list[int]) -> int:
+        context = self.worker.llm.max_context
+        room = context - len(prompt)
+        wanted = asked.max_tokens or max(room, 1)
+        if wanted > room:
+            message = f"the prompt has {len(prompt)} tokens, {wanted} more were asked for; the context is {context}"
+            raise Refused(message, param="max_tokens", code="context_length_exceeded")
+        return wanted
+
+    async def _whole(
+        self, request: Request, reply: _Reply, pieces: AsyncIterator[Piece], answers: Sequence[Answer]
+    ) -> Response:
+        gone = asyncio.create_task(_disconnected(request.receive))
+        work = asyncio.create_task(reply.whole(pieces))
+        try:
+            await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise ClientDisconnect
+            return _json(work.result())
+        finally:
+            gone.cancel()
+            work.cancel()
+            self.worker.cancel(answers)
+
+
+class _Reply:
+    """Pieces -> the JSON of a whole answer, or of a stream's events."""
+
+    def __init__(self, asked: Asked, chat: bool, model: str, prompt_tokens: int) -> None:
+        self.asked, self.chat, self.prompt_tokens, self.tokens = asked, chat, prompt_tokens, 0
+        self.head = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "object": "chat.completion" if chat else "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    async def whole(self, pieces: AsyncIterator[Piece]) -> dict[str, Any]:
+        """Raises Refused where an answer failed."""
+        found: dict[int, list[Piece]] = {}
+        async for piece in pieces:
+            if piece.error is not None:
+                raise Refused(piece.error, status=500)
+            self.tokens += piece.tokens
+            found.setdefault(piece.index, []).append(piece)
+        choices = [self._choice(found[i], "message") for i in sorted(found)]
+        return self.head | {"choices": choices, "usage": self._usage()}
+
+    async def events(self, pieces: AsyncIterator[Piece]) -> AsyncIterator[bytes]:
+        """Server-sent events: of each choice its role (in a chat), text as it is written, and why it ended."""
+        if self.chat:
+            self.head["object"] = "chat.completion.chunk"
+            for i in range(self.asked.sampling.get("n", 1)):
+                yield self._event([self._choice([Piece(i)], "delta")])
+        async for piece in pieces:
+            if piece.error is not None:
+                yield _event(Refused(piece.error, status=500).body())
+                return
+            self.tokens += piece.tokens
+            if piece.text or piece.logprobs or piece.last:
+                yield self._event([self._choice([piece], "delta", role=False)])
+        if self.asked.usage:
+            yield self._event([], usage=self._usage())
+        yield b"data: [DONE]\n\n"
+
+    def _choice(self, pieces: list[Piece], key: str, role: bool = True) -> dict[str, Any]:
+        text = "".join(piece.text for piece in pieces)
+        said = {"role": "assistant"} if role else {}
+        content = {key: said | {"content": text}} if self.chat else {"text": text}
+        tokens = [token for piece in pieces for token in piece.logprobs]
+        told = (chat_logprobs if self.chat else completion_logprobs)(tokens) if tokens else None
+        return {"index": pieces[0].index, **content, "logprobs": told, "finish_reason": pieces[-1].finish}
+
+    def _event(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> bytes:
+        return _event(self.head | {"choices": choices} | ({"usage": usage} if self.asked.usage else {}))
+
+    def _usage(self) -> dict[str, int]:
+        used = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.tokens}
+        return used | {"total_tokens": self.prompt_tokens + self.tokens}
+
+
+class _EventStream(Response):
+    """Sends events while they come; ends, and says so to `on_end`, when the client has gone or does not read."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self._events, self._on_end = events, on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gone = asyncio.create_task(_disconnected(receive))
+        work = asyncio.create_task(self._send(send))
+        try:
+            await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+        finally:
+            gone.cancel()
+            work.cancel()
+            self._on_end()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async for event in self._events:
+            async with asyncio.timeout(STALLED):
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def _until_over(pieces: asyncio.Queue[Piece], count: int) -> AsyncIterator[Piece]:
+    """What comes through the queue, until `count` answers have ended or one failed."""
+    while count:
+        piece = await pieces.get()
+        count -= piece.last
+        yield piece
+        if piece.error is not None:
+            return
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _overloaded() -> Refused:
+    return Refused("too many requests wait already; try again in a second", status=429, code="rate_limit_exceeded")
+
+
+def _dumps(value: Any) -> bytes:
+    """A lone surrogate, which a client may send as an escape, has no UTF-8: it comes back as '?'."""
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
+
+
+def _event(value: Any) -> bytes:
+    return b"data: " + _dumps(value) + b"\n\n"
+
+
+def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(_dumps(value), status, headers, media_type="application/json")
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return _json(Refused(message, status=error.status_code).body(), error.status_code)
+
+
+async def _internal_error(request: Request, error: Exception) -> Response:
+    return _json(Refused(f"a bug: {type(error).__name__}; the server's log has more", status=500).body(), 500)

@@ -1,0 +1,63 @@
+"""Listening: the socket, uvicorn, and the order in which things begin and end."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+import uvicorn
+
+from onegraph.serve.app import Server, Settings
+from onegraph.serve.worker import Stopped, Worker
+
+LATE = 3  # seconds more, in which answers that were cut off are sent
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket at this address, port 0 for a free one. Taken before the model is loaded, so that a port that is in use
+    is told at once; nobody can connect until `listen`. Raises ValueError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family, kind, protocol)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a restart need not wait for old connections
+        found.bind(address)
+    except (OSError, UnicodeError, OverflowError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise ValueError(f"cannot listen at {host}:{port}: {why}") from None
+    return found
+
+
+def listen(found: socket.socket, worker: Worker, settings: Settings, *, grace: int, ready: Callable[[], None]) -> None:
+    """Serve until SIGINT or SIGTERM: then no new connections, `grace` seconds for answers that run, and the end.
+
+    ready: called once the engine is built, before the first request. Raises Stopped where it cannot be built.
+    """
+    try:
+        worker.start()
+    except Stopped as error:
+        raise ValueError(str(error)) from None
+    config = uvicorn.Config(
+        Server(worker, settings).app(),
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=grace + LATE,
+    )
+    ready()
+    _Uvicorn(config, worker, grace).run(sockets=[found])
+
+
+class _Uvicorn(uvicorn.Server):
+    """After `grace` seconds answers that still run end with an error of ours; uvicorn would cut their tasks off."""
+
+    def __init__(self, config: uvicorn.Config, worker: Worker, grace: int) -> None:
+        super().__init__(config)
+        self._worker, self._grace = worker, grace
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.get_running_loop().call_later(self._grace, self._worker.stop)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()

@@ -1,0 +1,243 @@
+"""OpenAI's JSON: what a request asks, what cannot be asked of us, and the shape of answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from onegraph.engine.params import MAX_LOGPROBS
+from onegraph.serve.text import TokenText
+
+Json = Any  # what json.loads gives
+MAX_CHOICES, MAX_STOPS, MAX_STOP = 128, 16, 1024  # answers and stop strings of a request, characters of one
+DEFAULT_TOKENS = 16  # of /v1/completions, as OpenAI has it; a chat may fill the context
+
+
+class Refused(Exception):
+    """What the client did wrong, as OpenAI's API says it: an HTTP status, one sentence, the field, a code."""
+
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+    def body(self) -> Json:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request: `prompts` of /v1/completions, texts or token ids, or the `messages` of a chat.
+
+    sampling: fields of SamplingParams. usage: whether a stream ends with token counts.
+    """
+
+    model: str | None
+    prompts: list[str | list[int]]
+    messages: list[dict[str, str]] | None
+    sampling: dict[str, Any]
+    max_tokens: int | None
+    stops: tuple[str, ...]
+    stream: bool
+    usage: bool
+
+
+def parse(body: bytes, *, chat: bool) -> Asked:
+    """Raises Refused for what is malformed, unknown or not supported."""
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        what = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise Refused(f"the body is not JSON: {what}") from None
+    if not isinstance(fields, dict):
+        raise Refused(f"the body is a JSON {type(fields).__name__}; an object is expected")
+    fields = {name: value for name, value in fields.items() if value is not None}
+    for name in [name for name in fields if name in _OFF or name in _IGNORED]:
+        if name in _OFF and not any(_equal(fields[name], off) for off in _OFF[name]):
+            raise Refused(f"{name} is not supported; leave it out", param=name, code="unsupported_parameter")
+        del fields[name]
+    known = {**_FIELDS, **(_CHAT if chat else _COMPLETION)}
+    if unknown := sorted(fields.keys() - known.keys()):
+        raise Refused(f"{unknown[0]} is not known here; allowed are {', '.join(sorted(known))}", param=unknown[0])
+    for name, value in fields.items():
+        fine, allowed = known[name]
+        if not fine(value):
+            raise Refused(f"{name}: got {_shown(value)}; allowed is {allowed}", param=name)
+    return _asked(fields, chat)
+
+
+def chat_logprobs(tokens: Sequence[TokenText]) -> Json:
+    """As a choice of a chat has them."""
+
+    def one(text: str, logprob: float) -> Json:
+        whole = "\ufffd" not in text  # a part of a character has no text of its own
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}
+
+    return {"content": [one(t.text, t.logprob) | {"top_logprobs": [one(*each) for each in t.top]} for t in tokens]}
+
+
+def completion_logprobs(tokens: Sequence[TokenText]) -> Json:
+    """As a choice of /v1/completions has them."""
+    ends = list(accumulate(len(token.text) for token in tokens))
+    return {
+        "tokens": [token.text for token in tokens],
+        "token_logprobs": [token.logprob for token in tokens],
+        "top_logprobs": [dict(token.top) for token in tokens],
+        "text_offset": [0, *ends[:-1]],
+    }
+
+
+def _asked(fields: dict[str, Json], chat: bool) -> Asked:
+    if (name := "messages" if chat else "prompt") not in fields:
+        raise Refused(f"{name} is missing", param=name)
+    options = fields.get("stream_options", {})
+    if options and not fields.get("stream"):
+        raise Refused("stream_options is for stream: true alone", param="stream_options")
+    if unknown := sorted(options.keys() - {"include_usage", "include_obfuscation"}):
+        raise Refused(f"stream_options: {unknown[0]} is not known here", param="stream_options")
+    stop = fields.get("stop", [])
+    length = fields.get("max_completion_tokens", fields.get("max_tokens"))
+    prompt: Json = [] if chat else fields["prompt"]
+    return Asked(
+        model=fields.get("model"),
+        prompts=prompt if prompt and isinstance(prompt, list) and not _is_int(prompt[0]) else [prompt],
+        messages=[_message(i, message) for i, message in enumerate(fields["messages"])] if chat else None,
+        sampling=_sampling(fields, chat),
+        max_tokens=length if chat or length is not None else DEFAULT_TOKENS,
+        stops=(stop,) if isinstance(stop, str) else tuple(stop),
+        stream=fields.get("stream", False),
+        usage=bool(options.get("include_usage")),
+    )
+
+
+def _message(at: int, message: Json) -> dict[str, str]:
+    """Role and text; what an SDK's own message objects bring along is null and left out."""
+    where = f"messages[{at}]"
+    if not isinstance(message, dict):
+        raise Refused(f"{where}: got {_shown(message)}; an object with role and content is expected", param="messages")
+    if unknown := sorted(k for k, v in message.items() if v is not None and k not in ("role", "content", "name")):
+        raise Refused(f"{where}: {unknown[0]} is not supported; leave it out", param="messages")
+    role, content = message.get("role"), message.get("content")
+    if role not in _ROLES:
+        raise Refused(f"{where}: role is {_shown(role)}; allowed are {', '.join(_ROLES)}", param="messages")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list) or not all(
+        isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in parts
+    ):
+        raise Refused(f"{where}: content is neither a text nor a list of text parts", param="messages")
+    return {"role": "system" if role == "developer" else role, "content": "".join(part["text"] for part in parts)}
+
+
+def _equal(a: Json, b: Json) -> bool:
+    """As JSON has it, where 0 is not false."""
+    return bool(a == b) and isinstance(a, bool) == isinstance(b, bool)
+
+
+def _is_int(value: Json) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Json) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e9 < value < 1e9
+
+
+def _is_ids(value: Json) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_int, value))
+
+
+def _is_prompt(value: Json) -> bool:
+    if isinstance(value, str) or _is_ids(value):
+        return True
+    several = isinstance(value, list) and 0 < len(value) <= MAX_CHOICES
+    return several and all(isinstance(each, str) or _is_ids(each) for each in value)
+
+
+def _is_stop(value: Json) -> bool:
+    stops = [value] if isinstance(value, str) else value
+    return (
+        isinstance(stops, list)
+        and len(stops) <= MAX_STOPS
+        and all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP for stop in stops)
+    )
+
+
+def _is_format(value: Json) -> bool:
+    if not isinstance(value, dict):
+        return False
+    if value.get("type") != "json_schema":
+        return value in ({"type": "text"}, {"type": "json_object"})
+    return isinstance(value.get("json_schema"), dict) and isinstance(value["json_schema"].get("schema"), dict)
+
+
+def _sampling(fields: dict[str, Json], chat: bool) -> dict[str, Json]:
+    """Fields of SamplingParams."""
+    found = {"temperature": 1.0} | {name: fields[name] for name in _SAMPLING if name in fields}
+    if chat and fields.get("logprobs"):
+        found["logprobs"] = fields.get("top_logprobs", 0)
+    elif chat and fields.get("top_logprobs"):
+        raise Refused("top_logprobs is for logprobs: true alone", param="top_logprobs")
+    elif not chat and "logprobs" in fields:
+        found["logprobs"] = fields["logprobs"]
+    wanted = fields.get("response_format", {"type": "text"})
+    if wanted["type"] != "text":
+        found["json_schema"] = wanted["json_schema"]["schema"] if "json_schema" in wanted else {"type": "object"}
+    return found
+
+
+def _shown(value: Json) -> str:
+    text = json.dumps(value)
+    return text if len(text) < 80 else text[:77] + "..."
+
+
+_Check = tuple[Callable[[Json], bool], str]
+_COUNT: _Check = (lambda v: _is_int(v) and 1 <= v < 1 << 31, "a whole number of 1 and more")
+_NUMBER: _Check = (_is_number, "a number")
+_FLAG: _Check = (lambda v: isinstance(v, bool), "true or false")
+_FIELDS: Mapping[str, _Check] = {
+    "model": (lambda v: isinstance(v, str), "a text"),
+    "max_tokens": _COUNT,
+    "temperature": _NUMBER,
+    "top_p": _NUMBER,
+    "min_p": _NUMBER,
+    "presence_penalty": _NUMBER,
+    "frequency_penalty": _NUMBER,
+    "repetition_penalty": _NUMBER,
+    "response_format": (_is_format, "an object with type text, json_object or json_schema (and its schema)"),
+    "regex": (lambda v: isinstance(v, str), "a regular expression"),
+    "top_k": (lambda v: _is_int(v) and 0 <= v < 1 << 31, "a whole number, 0 for all tokens"),
+    "seed": (lambda v: _is_int(v) and -(1 << 63) <= v < (1 << 63) - MAX_CHOICES, "a 64-bit integer"),
+    "stop": (_is_stop, f"a text, or up to {MAX_STOPS} texts of at most {MAX_STOP} characters"),
+    "n": (lambda v: _is_int(v) and 1 <= v <= MAX_CHOICES, f"1 to {MAX_CHOICES}"),
+    "stream": _FLAG,
+    "stream_options": (lambda v: isinstance(v, dict), "an object"),
+}
+_TOP: _Check = (lambda v: _is_int(v) and 0 <= v <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}")
+_COMPLETION: Mapping[str, _Check] = {
+    "prompt": (_is_prompt, "a text or a list of token ids, or a list of those"),
+    "logprobs": _TOP,
+}
+_CHAT: Mapping[str, _Check] = {
+    "messages": (lambda v: isinstance(v, list) and len(v) > 0, "a list of messages"),
+    "max_completion_tokens": _COUNT,
+    "logprobs": _FLAG,
+    "top_logprobs": _TOP,
+}
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", *_PENALTIES, "seed", "n", "regex")
+_ROLES = ("system", "developer", "user", "assistant")
+# What we do not do, and the values that ask for nothing; clients send those of their own accord.
+_OFF: Mapping[str, tuple[Json, ...]] = {
+    "logit_bias": ({},),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "store": (False,),
+}
+_IGNORED = {"user", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key"}

@@ -1,0 +1,142 @@
+"""Tokens of all answers -> pieces of text, in a thread of its own, up to a stop string."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from onegraph.api.completion import StopTexts
+from onegraph.api.tokenizer import TextStream, Tokenizer, advance
+from onegraph.engine.sequence import Sequence as EngineSequence
+from onegraph.formats.files import CheckpointError
+
+TOGETHER = 8  # tokens of one answer that become text in one call
+
+
+@dataclass(frozen=True)
+class TokenText:
+    """A token's text and log-probability, and those of the likeliest in its place."""
+
+    text: str
+    logprob: float
+    top: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What an answer got: text, and from how many tokens; the last one says why it ended. logprobs: of these tokens,
+    where they are asked for."""
+
+    index: int
+    text: str = ""
+    tokens: int = 0
+    finish: Literal["stop", "length"] | None = None
+    error: str | None = None
+    logprobs: tuple[TokenText, ...] = ()
+
+    @property
+    def last(self) -> bool:
+        return self.finish is not None or self.error is not None
+
+
+@dataclass(eq=False)
+class Answer:
+    """One answer on its way: which choice of its request, its row in the engine, and where its pieces go.
+
+    Who does not take pieces holds up nobody: they wait in `pieces`, at most as many as the answer has tokens.
+    """
+
+    index: int
+    sequence: EngineSequence
+    text: TextStream
+    stops: StopTexts
+    pieces: asyncio.Queue[Piece]
+    loop: asyncio.AbstractEventLoop
+    pending: list[int] = field(default_factory=list)  # tokens that are not text yet
+    complete: bool = False  # no token comes behind those
+    ended: bool = False  # its last piece is out
+    told: int = 0  # tokens whose log-probabilities are out
+
+    def deliver(self, piece: Piece) -> None:
+        """From any thread; nothing behind the last piece."""
+        if not self.ended:
+            self.ended = piece.last
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self.loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
+
+
+class Writer:
+    """Makes text of what `put` brings, of all answers in one call to the tokenizer's process.
+
+    on_stop: called with an answer that met a stop string.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, on_stop: Callable[[Answer], None]) -> None:
+        self.tokenizer, self._on_stop = tokenizer, on_stop
+        self._drawn: queue.SimpleQueue[list[tuple[Answer, list[int], bool]] | None] = queue.SimpleQueue()
+
+    def put(self, drawn: list[tuple[Answer, list[int], bool]] | None) -> None:
+        """(answer, its next tokens, whether they are its last) of each; None ends `run`."""
+        self._drawn.put(drawn)
+
+    def run(self) -> None:
+        """The thread: takes all that has come meanwhile at once, so that it catches up where it falls behind."""
+        busy: dict[Answer, None] = {}
+        while True:
+            try:
+                while (drawn := self._drawn.get(block=not busy)) is not None:
+                    for answer, tokens, complete in drawn:
+                        answer.pending += tokens
+                        answer.complete = complete
+                        busy[answer] = None
+            except queue.Empty:
+                pass
+            else:
+                return
+            self._round(list(busy))
+            busy = {answer: None for answer in busy if answer.pending and not answer.ended}
+
+    def _round(self, answers: list[Answer]) -> None:
+        moves = []
+        for answer in answers:
+            # With stop strings one by one: how many tokens an answer has must not depend on how fast text is made.
+            count = 1 if answer.stops.stops else TOGETHER
+            tokens, answer.pending = answer.pending[:count], answer.pending[count:]
+            moves.append((answer.text, tokens, answer.complete and not answer.pending))
+        try:
+            texts: list[str | None] = [*advance(self.tokenizer, moves)]
+        except (CheckpointError, OSError):  # one of them cannot be decoded in bounded time and memory: which?
+            texts = [None] * len(moves)
+        for answer, text, move in zip(answers, texts, moves, strict=True):
+            try:
+                shown, met = answer.stops.push(advance(self.tokenizer, [move])[0] if text is None else text, move[2])
+                logprobs = self._logprobs(answer, len(move[1]))
+            except (CheckpointError, OSError) as error:
+                answer.deliver(Piece(answer.index, error=str(error)))
+                self._on_stop(answer)
+                continue
+            _, tokens, final = move
+            finish: Literal["stop", "length"] | None = "stop" if met else None
+            if final and finish is None:
+                finish = "stop" if _stopped(answer.sequence, tokens[-1]) else "length"
+            answer.deliver(Piece(answer.index, shown, len(tokens), finish, logprobs=logprobs))
+            if met and not final:
+                self._on_stop(answer)
+
+    def _logprobs(self, answer: Answer, count: int) -> tuple[TokenText, ...]:
+        if answer.sequence.params.logprobs is None:
+            return ()
+        found = answer.sequence.logprobs[answer.told : answer.told + count]
+        answer.told += count
+        ids = [i for each in found for i in (each.token, *(token for token, _ in each.top))]
+        texts = iter(self.tokenizer.decode_all([[i] for i in ids], special=True))
+        return tuple(TokenText(next(texts), e.logprob, tuple((next(texts), p) for _, p in e.top)) for e in found)
+
+
+def _stopped(sequence: EngineSequence, last: int) -> bool:
+    """Whether a sequence that is done ended of its own accord."""
+    return last in sequence.params.stop or (sequence.constraint is not None and sequence.constraint.done)

@@ -1,0 +1,214 @@
+"""The thread that runs the engine: requests in from anywhere, tokens out to the thread that makes text of them.
+
+It alone touches the scheduler. Commands reach it by a queue, between two steps; nothing in it waits for a client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing
+
+from onegraph.api.completion import StopTexts
+from onegraph.api.llm import LLM
+from onegraph.api.tokenizer import Tokenizer
+from onegraph.engine.params import Stats
+from onegraph.engine.schedule import Scheduler
+from onegraph.engine.sequence import Sequence as EngineSequence
+from onegraph.serve.text import Answer, Piece, Writer
+
+
+class Full(Exception):
+    """As many answers wait as may."""
+
+
+class Stopped(Exception):
+    """The engine failed, or the server is ending."""
+
+
+class Worker:
+    """Writes answers on an LLM's engine, which is its own from `start` to `close`.
+
+    Args:
+        tokenizer: beside the LLM's own, for what is generated: reading a long prompt holds up nobody's text.
+        queue: answers that may wait besides the `max_batch` that are computed.
+
+    counts: of answers "submitted", "finished", "cancelled" and "failed", and of generated "tokens".
+    failure: why the engine's thread is not running.
+    """
+
+    def __init__(self, llm: LLM, tokenizer: Tokenizer, *, queue: int) -> None:
+        self.llm, self.limit = llm, llm.engine.max_batch + queue
+        self.counts: Counter[str] = Counter()
+        self.failure: str | None = None
+        self._scheduler: Scheduler | None = None
+        self._writer = Writer(tokenizer, lambda answer: self.cancel([answer]))
+        self._commands = _Commands()
+        self._answers: dict[EngineSequence, Answer] = {}  # that the engine has
+        self._live, self._lock = 0, threading.Lock()  # answers that are not over
+        self._ready = threading.Event()
+        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._run, self._writer.run)]
+
+    # Called from other threads.
+
+    def start(self) -> None:
+        """Returns when every graph is built. Raises Stopped where one cannot be."""
+        for thread in self._threads:
+            thread.start()
+        self._ready.wait()
+        if self.failure is not None:
+            raise Stopped(self.failure)
+
+    def submit(
+        self, sequences: Sequence[EngineSequence], stops: Sequence[str]
+    ) -> tuple[list[Answer], asyncio.Queue[Piece]]:
+        """Begin an answer to each (`Engine.request`), all or none, up to the first of `stops`.
+
+        Their pieces come through one queue of the running event loop. Raises Full, Stopped.
+        """
+        pieces: asyncio.Queue[Piece] = asyncio.Queue()
+        loop, stream = asyncio.get_running_loop(), self._writer.tokenizer.stream
+        answers = [
+            Answer(i, sequence, stream(), StopTexts(stops), pieces, loop) for i, sequence in enumerate(sequences)
+        ]
+        with self._lock:
+            if self.failure is not None:
+                raise Stopped(self.failure)
+            if self._live + len(answers) > self.limit:
+                raise Full
+            self._live += len(answers)
+            self.counts["submitted"] += len(answers)
+            self._commands.put("add", answers)
+        return answers, pieces
+
+    def cancel(self, answers: Sequence[Answer]) -> None:
+        """No more tokens: rows and pages are free in the engine's next step. Nothing for answers that are over."""
+        self._commands.put("cancel", answers)
+
+    def stop(self) -> None:
+        """End after this step; whoever still waits gets an error."""
+        self._commands.put("close", ())
+
+    def close(self, seconds: float = 5.0) -> None:
+        """`stop`, and wait for the end, `seconds` at most: a step that hangs holds up nobody."""
+        self.stop()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(seconds / len(self._threads))
+
+    @property
+    def full(self) -> bool:
+        return self._live >= self.limit
+
+    @property
+    def running(self) -> int:
+        """Answers that have a row."""
+        return 0 if self._scheduler is None else len(self._scheduler.running)
+
+    @property
+    def waiting(self) -> int:
+        return max(0, self._live - self.running)
+
+    @property
+    def pages(self) -> tuple[int, int]:
+        """Pages of the cache that somebody has, and all."""
+        allocator = self.llm.engine._allocator
+        return allocator.capacity - allocator.free, allocator.capacity
+
+    @property
+    def stats(self) -> Stats:
+        """The engine's, since `start`."""
+        return self.llm.engine.stats
+
+    # The engine's thread.
+
+    def _run(self) -> None:
+        engine = self.llm.engine
+        why = "the server is shutting down"
+        try:
+            with engine.running(), closing(Scheduler(engine)) as scheduler:
+                for sampling in (False, True):  # captured before anybody waits for it
+                    engine.runner("decode", sampling=sampling)
+                    engine.runner("prefill", sampling=sampling)
+                self._scheduler = scheduler
+                self._ready.set()
+                while self._obey(scheduler):
+                    self._pass_on(scheduler.step())
+        except Exception as error:  # a device, or a bug: what the sequences had computed is lost
+            why = f"the engine failed, restart the server: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        with self._lock:
+            self.failure = why
+        self._ready.set()
+        lost = [*self._answers.values(), *self._commands.late()]
+        for answer in lost:
+            answer.deliver(Piece(answer.index, error=why))
+        self._over(len(lost), "failed")
+        self._writer.put(None)
+
+    def _obey(self, scheduler: Scheduler) -> bool:
+        """Do what was asked meanwhile, and wait for more where there is nothing to compute. False: to end."""
+        while command := self._commands.next(wait=scheduler.idle):
+            what, answers = command
+            if what == "close":
+                return False
+            for answer in answers:
+                if what == "add":
+                    self._answers[answer.sequence] = answer
+                    scheduler.add(answer.sequence)
+                elif self._answers.pop(answer.sequence, None) is not None:
+                    scheduler.cancel(answer.sequence)
+                    self._over(1, "finished" if answer.ended else "cancelled")  # a stop string is an end
+        return True
+
+    def _pass_on(self, new: list[tuple[EngineSequence, int]]) -> None:
+        """A step's tokens to the writer, each answer's together."""
+        tokens: dict[EngineSequence, list[int]] = {}
+        for sequence, token in new:
+            if sequence in self._answers:
+                tokens.setdefault(sequence, []).append(token)
+        drawn = []
+        for sequence, own in tokens.items():
+            answer = self._answers[sequence]
+            failed = sequence.error or (sequence.constraint.problem if sequence.constraint is not None else "")
+            if failed:
+                answer.deliver(Piece(answer.index, error=str(failed)))
+            else:
+                self.counts["tokens"] += len(own)
+                drawn.append((answer, own, sequence.done))
+            if sequence.done:
+                del self._answers[sequence]
+                self._over(1, "failed" if failed else "finished")
+        if drawn:
+            self._writer.put(drawn)
+
+    def _over(self, count: int, how: str) -> None:
+        with self._lock:
+            self._live -= count
+            self.counts[how] += count
+
+
+class _Commands:
+    """What the engine's thread is to do."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[str, Sequence[Answer]]] = queue.SimpleQueue()
+
+    def put(self, what: str, answers: Sequence[Answer]) -> None:
+        """what: "add", "cancel" or "close"."""
+        self._queue.put((what, answers))
+
+    def next(self, wait: bool) -> tuple[str, Sequence[Answer]] | None:
+        try:
+            return self._queue.get(block=wait)
+        except queue.Empty:
+            return None
+
+    def late(self) -> list[Answer]:
+        """What was to be added when nobody read any more."""
+        found: list[Answer] = []
+        while command := self.next(wait=False):
+            found += command[1] if command[0] == "add" else ()
+        return found

@@ -1,0 +1,227 @@
+"""Requests that join and leave between steps: each gets the tokens that it gets alone, and no page is lost."""
+
+from collections import Counter
+from contextlib import closing
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from onegraph.engine.generate import Engine
+from onegraph.engine.params import SamplingParams
+from onegraph.engine.schedule import GROWTH, Scheduler
+from tiny_decoder import TinyDecoder
+
+OPTIONS = {"max_batch": 3, "max_context": 40, "page_size": 4, "chunk": 8}
+TURBO = {"page_size": 16, "max_context": 96, "kv": "turboquant:4,window=16"}
+START = [7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9]
+PROMPTS = [START, [*START, 3, 6], [*START[:8], 50, 51, 52, 53, 54], [2], [*START, *START[:9]]]
+
+
+@cache
+def model(head_dim=16):
+    return TinyDecoder(head_dim=head_dim)
+
+
+def engine(ahead=0, **options):
+    made = Engine(model(64 if "kv" in options else 16), **OPTIONS | options)
+    made.ahead = ahead  # of eager steps, too, the tokens may be read later
+    return made
+
+
+@cache
+def alone(prompt, params, kv=None):
+    return engine(**({} if kv is None else TURBO)).generate([list(prompt)], params)[0]
+
+
+def run(scheduler):
+    seen = []
+    while not scheduler.idle:
+        seen += scheduler.step()
+    return seen
+
+
+def whole(e):
+    """Whether nobody holds a page, a slot or the engine."""
+    return e._allocator.free == e._allocator.capacity and sorted(e._slots) == [1, 2, 3]
+
+
+class Machine(RuleBasedStateMachine):
+    """Requests at any moment, cancelled at any moment, in a cache that holds one long sequence and little more."""
+
+    ahead, share, interleave = 0, True, True
+    options: dict[str, object] = {"pages": 1 + 11}  # noqa: RUF012
+
+    def __init__(self):
+        super().__init__()
+        self.engine = engine(self.ahead, **self.options)
+        self.scheduler = Scheduler(self.engine, interleave=self.interleave, share=self.share)
+        self.requests = []
+
+    @rule(
+        prompt=st.sampled_from(PROMPTS),
+        count=st.integers(1, 18),
+        seed=st.none() | st.integers(0, 3),
+        stop=st.booleans(),
+    )
+    def add(self, prompt, count, seed, stop):
+        warm = {} if seed is None else {"temperature": 1.2, "seed": seed}
+        params = SamplingParams(max_tokens=count, stop=tuple(range(0, 101, 9)) if stop else (), **warm)
+        self.requests.append(self.engine.request(prompt, params))
+        self.scheduler.add(self.requests[-1])
+
+    @rule(times=st.integers(1, 6))
+    def step(self, times):
+        for _ in range(times):
+            self.scheduler.step()
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def cancel(self, data):
+        self.scheduler.cancel(data.draw(st.sampled_from(self.requests)))
+
+    @invariant()
+    def pages_are_counted(self):
+        held = Counter(page for s in self.scheduler.running for page in s.pages)
+        allocator = self.engine._allocator
+        assert {page: n for page, n in enumerate(allocator._users) if n} == held
+        assert allocator.free == allocator.capacity - len(held)
+        assert len({s.slot for s in self.scheduler.running}) == len(self.scheduler.running)
+
+    def teardown(self):
+        run(self.scheduler)
+        self.scheduler.step()
+        for request in self.requests:
+            wanted = alone(tuple(request.prompt), request.params, self.options.get("kv"))
+            assert request.output == wanted[: len(request.output)]
+            assert request.cancelled or request.output == wanted
+        self.scheduler.close()
+        assert whole(self.engine)
+
+
+class MachineAhead(Machine):
+    ahead = 1
+
+
+class MachineTurboquant(Machine):
+    ahead, interleave = 1, False
+    options = TURBO | {"pages": 1 + 6}
+
+
+few = settings(max_examples=25, stateful_step_count=20, deadline=None)
+TestMachine, TestMachineAhead, TestMachineTurboquant = (m.TestCase for m in (Machine, MachineAhead, MachineTurboquant))
+TestMachine.settings = TestMachineAhead.settings = few
+TestMachineTurboquant.settings = settings(few, max_examples=5)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("kv", [None, TURBO["kv"]])
+def test_the_youngest_makes_room_and_goes_on_with_the_same_tokens(ahead, kv):
+    """Three texts that fit together at first and not to their end."""
+    options = {"pages": 1 + 10} if kv is None else TURBO | {"pages": 1 + 5}
+    e = engine(ahead, **options)
+    params = SamplingParams(max_tokens=20 if kv is None else 40, temperature=1.0, seed=3, frequency_penalty=0.5)
+    with closing(Scheduler(e)) as scheduler:
+        requests = [e.request(prompt, params) for prompt in PROMPTS[:3]]
+        for request in requests:
+            scheduler.add(request)
+        finished = [request for request, _ in run(scheduler) if not request.left]
+    assert e.stats.preemptions
+    assert finished[0] is requests[0], "the oldest is never the one to go"
+    assert [r.output for r in requests] == [alone(tuple(r.prompt), params, kv) for r in requests]
+    assert whole(e)
+
+
+def test_more_fit_than_pages_for_their_full_length():
+    e = engine(pages=1 + 14)
+    params = SamplingParams(max_tokens=20, stop=tuple(range(0, 101, 9)))
+    with closing(Scheduler(e, share=False)) as scheduler:
+        for prompt in PROMPTS[:3]:
+            scheduler.add(e.request(prompt, params))
+        scheduler.step()
+        assert len(scheduler.running) == 3, "25 pages hold their full length, 12 their prompts and a token"
+
+
+def test_pages_that_nobody_will_need_are_not_kept_back():
+    e = engine(pages=1 + 2 * 8)
+    with closing(Scheduler(e, interleave=False)) as scheduler:
+        for prompt in PROMPTS[:2]:
+            scheduler.add(e.request(prompt, SamplingParams(max_tokens=20 - (len(prompt) - 12))))
+        run(scheduler)
+    assert e.stats.decode_steps == 19, "both together all the way"
+
+
+def test_prompts_with_the_same_beginning_read_it_once():
+    e = engine(max_batch=3)
+    params = SamplingParams(max_tokens=4)
+    first, second = [*START, 1], [*START, 2, 3]
+    with closing(Scheduler(e)) as scheduler:
+        for prompt in (first, second):
+            scheduler.add(e.request(prompt, params))
+            run(scheduler)
+        assert e.stats.shared_tokens == 12
+        assert e.stats.prefill_tokens == len(first) + len(second) - 12
+        third = e.request(second + alone(tuple(second), params), params)  # the next turn of a conversation
+        scheduler.add(third)
+        run(scheduler)
+        assert e.stats.shared_tokens == 12 + 16, "the answer's pages, too"
+        assert third.output == alone(tuple(third.prompt), params)
+    assert whole(e)
+    with closing(Scheduler(e, share=False)) as scheduler:
+        scheduler.add(e.request(first, params))
+        run(scheduler)
+    assert e.stats.shared_tokens == 0
+
+
+def test_codes_are_not_shared():
+    """Their pages depend on how a prompt was cut, and the latest tokens lie elsewhere."""
+    e = engine(**TURBO)
+    with closing(Scheduler(e)) as scheduler:
+        for _ in range(2):
+            scheduler.add(e.request(START * 3, SamplingParams(max_tokens=2)))
+            run(scheduler)
+    assert e.stats.shared_tokens == 0
+
+
+def test_rows_decode_between_the_chunks_of_a_long_prompt():
+    e = engine(1, chunk=2)
+    with closing(Scheduler(e)) as scheduler:
+        short = e.request([2], SamplingParams(max_tokens=12))
+        scheduler.add(short)
+        scheduler.step()
+        scheduler.add(e.request([5] * 20, SamplingParams(max_tokens=1)))
+        for _ in range(20):
+            scheduler.step()
+        assert len(short.output) >= 9, "ten chunks, a decode step between each two"
+
+
+def test_a_block_table_changes_seldom(monkeypatch):
+    """Rows get pages ahead, so that steps chain on the device: one rewriting in GROWTH steps and none of all rows."""
+    e = engine(1, max_context=256, chunk=64)
+    calls = []
+    for name in ("load", "load_tables"):
+        method = getattr(e, name)
+        monkeypatch.setattr(e, name, lambda rows, name=name, method=method: (calls.append(name), method(rows)))
+    e.generate([[2], [3, 4]], SamplingParams(max_tokens=200))
+    assert calls == ["load", *["load_tables"] * (200 // GROWTH)]
+
+
+def test_a_nan_ends_its_own_request_and_no_other():
+    damaged = TinyDecoder()
+    e = Engine(damaged, **OPTIONS)
+    params = SamplingParams(max_tokens=12)
+    wanted = [alone(tuple(prompt), params) for prompt in PROMPTS[:2]]
+    bad = next(t for t in range(101) if not any(t in p + w for p, w in zip(PROMPTS, wanted, strict=False)))
+    damaged.embed.weight[bad] = torch.nan
+    with closing(Scheduler(e)) as scheduler:
+        sound = [e.request(prompt, params) for prompt in PROMPTS[:2]]
+        for request in (sound[0], lost := e.request([bad, 1], params), sound[1]):
+            scheduler.add(request)
+        events = run(scheduler)
+    assert (lost, -1) in events
+    assert "NaN at position 2" in str(lost.error)
+    assert [request.output for request in sound] == wanted
+    assert whole(e)

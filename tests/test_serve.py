@@ -1,0 +1,489 @@
+"""`onegraph serve` as its users meet it: the real `openai` client against a real server on a free port."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fuzz import tiny
+from onegraph import LLM
+from onegraph.api.completion import StopTexts
+from onegraph.api.tokenizer import Tokenizer
+from onegraph.cli import main
+from onegraph.engine.params import SamplingParams
+from onegraph.formats.checkpoint import Checkpoint
+from onegraph.serve.protocol import Refused, parse
+from onegraph.serve.worker import Full, Worker
+
+KEY = "sesame"
+# Rows, pages and the queue are few, so that requests wait, make room for each other, and are refused.
+OPTIONS = ["--max-batch=6", "--max-context=96", "--cache-tokens=160", "--queue=74", "--max-body=20000", "--grace=1"]
+PROMPTS = ["the thing", "in the inn", "a", "12 hats and the thing in the inn"]
+DEADLINE = 60.0
+
+
+class Running:
+    """A server in a process of its own."""
+
+    def __init__(self, model: Path, port: int = 0) -> None:
+        command = [sys.executable, "-m", "onegraph", "serve", str(model), *OPTIONS, "--device=cpu", f"--port={port}"]
+        environment = os.environ | {"ONEGRAPH_API_KEY": KEY}
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        assert self.process.stderr is not None
+        line = self.process.stderr.readline()
+        assert line.startswith("serving "), line + self.process.stderr.read()
+        self.url = line.split()[-1]
+        self.port = int(self.url.split(":")[-1].removesuffix("/v1"))
+        self.options: dict[str, Any] = {"base_url": self.url, "api_key": KEY, "max_retries": 0, "timeout": DEADLINE}
+        self.client = openai.OpenAI(**self.options)
+
+    def metrics(self) -> dict[str, float]:
+        lines = httpx.get(self.url.removesuffix("v1") + "metrics").text.splitlines()
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
+    def post(self, body: Any, path: str = "completions", **headers: str) -> httpx.Response:
+        content = json.dumps(body) if isinstance(body, dict | list) else body
+        headers = {"authorization": f"Bearer {KEY}"} | headers
+        return httpx.post(f"{self.url}/{path}", content=content, headers=headers, timeout=DEADLINE)
+
+    def until(self, fine: Any) -> dict[str, float]:
+        """Metrics, once they are `fine`."""
+        deadline = time.monotonic() + DEADLINE
+        while not fine(found := self.metrics()):
+            assert time.monotonic() < deadline, found
+        return found
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_model(tmp_path_factory.mktemp("serve") / "plain")
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[Running]:
+    found = Running(model)
+    yield found
+    found.end()
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path) -> Iterator[LLM]:
+    with LLM(model, max_context=96, device="cpu") as found:
+        yield found
+
+
+# ------------------------------------------------------------------------------------------------------ same tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_completions_are_those_of_generate(server: Running, llm: LLM, temperature: float) -> None:
+    how: dict[str, Any] = {"max_tokens": 20, "temperature": temperature, "top_p": 0.9, "seed": 5}
+    wanted = llm.generate(PROMPTS, **how)
+    made = server.client.completions.create(model="plain", prompt=PROMPTS, **how)
+    assert [(c.index, c.text, c.finish_reason) for c in made.choices] == [
+        (i, w.text, w.finish_reason) for i, w in enumerate(wanted)
+    ]
+    assert made.usage is not None
+    assert made.usage.prompt_tokens == sum(w.prompt_tokens for w in wanted)
+    assert made.usage.completion_tokens == sum(len(w.tokens) for w in wanted)
+    ids = llm.tokenizer.encode(PROMPTS[0])
+    assert server.client.completions.create(model="plain", prompt=ids, **how).choices[0].text == wanted[0].text
+
+
+def test_a_chat_is_that_of_chat_streamed_or_not(server: Running, llm: LLM) -> None:
+    messages: Any = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Why is the sky blue?"}]
+    plain = [{"role": "system", "content": "Be brief."}, messages[1]]
+    wanted = llm.chat(plain, max_tokens=16, temperature=0.8, seed=3)
+    how: dict[str, Any] = {"model": "plain", "messages": messages, "temperature": 0.8, "seed": 3}
+    made = server.client.chat.completions.create(max_completion_tokens=16, **how)
+    assert (made.choices[0].message.content, made.choices[0].message.role) == (wanted.text, "assistant")
+    chunks = list(
+        server.client.chat.completions.create(max_tokens=16, stream=True, stream_options={"include_usage": True}, **how)
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    pieces = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert len([piece for piece in pieces if piece]) > 1, "piece by piece"
+    assert "".join(pieces) == wanted.text
+    assert chunks[-2].choices[0].finish_reason == wanted.finish_reason
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == len(wanted.tokens)
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_several_answers_draw_with_seeds_in_a_row(server: Running, llm: LLM) -> None:
+    how: dict[str, Any] = {"max_tokens": 8, "temperature": 1.0}
+    made = server.client.completions.create(model="plain", prompt=PROMPTS[:2], n=3, seed=7, **how)
+    wanted = [llm.generate(prompt, seed=seed, **how).text for prompt in PROMPTS[:2] for seed in (7, 8, 9)]
+    assert [choice.text for choice in made.choices] == wanted
+    free = server.client.completions.create(model="plain", prompt="the", n=3, **how)
+    assert len({choice.text for choice in free.choices}) > 1
+
+
+def test_penalties_constraints_and_logprobs_are_those_of_generate(server: Running, llm: LLM) -> None:
+    how: dict[str, Any] = {"max_tokens": 12, "temperature": 0.9, "seed": 2, "frequency_penalty": 1.5}
+    own: dict[str, Any] = {"min_p": 0.01, "repetition_penalty": 1.2}
+    wanted = llm.generate("the thing", logprobs=2, **how, **own)
+    (made,) = server.client.completions.create(
+        model="plain", prompt="the thing", logprobs=2, extra_body=own, **how
+    ).choices
+    assert made.text == wanted.text
+    assert wanted.logprobs is not None
+    assert made.logprobs is not None
+    assert made.logprobs.token_logprobs == pytest.approx([each.logprob for each in wanted.logprobs], abs=1e-5)
+    message: Any = [{"role": "user", "content": "Hi"}]
+    shape: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["yes", "no"]}}}
+    chunks = list(
+        server.client.chat.completions.create(
+            model="plain", messages=message, response_format=shape, logprobs=True, top_logprobs=3, seed=1, stream=True
+        )
+    )
+    assert json.loads("".join(chunk.choices[0].delta.content or "" for chunk in chunks)) in ("yes", "no")
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    told = [each for chunk in chunks if chunk.choices[0].logprobs for each in chunk.choices[0].logprobs.content or ()]
+    assert [len(each.top_logprobs) for each in told] == [3] * len(told)
+    assert told[0].logprob < 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_the_text_in_front_of_it(server: Running, llm: LLM, stream: bool) -> None:
+    how: dict[str, Any] = {"max_tokens": 40, "temperature": 0.9, "seed": 5}
+    whole = llm.generate("the thing", **how).text
+    stop = next(whole[i : i + 3] for i in range(6, 30) if whole.find(whole[i : i + 3]) == i)
+    made = server.client.completions.create(model="plain", prompt="the thing", stop=["no", stop], stream=stream, **how)
+    choices = [chunk.choices[0] for chunk in made] if stream else made.choices
+    assert "".join(choice.text for choice in choices) == whole[: whole.find(stop)]
+    assert choices[-1].finish_reason == "stop"
+
+
+def test_64_requests_at_once_each_as_if_alone(server: Running, llm: LLM) -> None:
+    """Six rows, and pages for fewer: they queue, join, leave, make room and are resumed."""
+    prompts = [PROMPTS[i % 4] + " in" * (i % 9) for i in range(64)]
+    params = [SamplingParams(max_tokens=10 + i % 50, temperature=0.7 * (i % 2), seed=i) for i in range(64)]
+    wanted = [made.text for made in llm.generate(prompts, params)]
+    before = server.metrics()
+
+    async def one(client: openai.AsyncOpenAI, i: int) -> str:
+        asked = params[i]
+        how: dict[str, Any] = {"max_tokens": asked.max_tokens, "temperature": asked.temperature, "seed": asked.seed}
+        if i % 3:
+            made = await client.completions.create(model="plain", prompt=prompts[i], **how)
+            return made.choices[0].text
+        stream = await client.completions.create(model="plain", prompt=prompts[i], stream=True, **how)
+        return "".join([chunk.choices[0].text async for chunk in stream])
+
+    async def every() -> list[str]:
+        async with openai.AsyncOpenAI(**server.options) as client:
+            return await asyncio.gather(*(one(client, i) for i in range(64)))
+
+    assert asyncio.run(every()) == wanted
+    after = server.until(lambda now: now["onegraph_running"] == 0)
+    assert after["onegraph_preemptions_total"] > before["onegraph_preemptions_total"], "the case would not show it"
+    done = 'onegraph_answers_total{end="finished"}'
+    assert after[done] - before[done] == 64
+    assert after["onegraph_pages_used"] == after["onegraph_waiting"] == 0
+
+
+def test_a_prompt_with_a_known_beginning_is_not_read_twice(server: Running, llm: LLM) -> None:
+    start = "the thing in the inn and 12 hats " * 3
+    texts, costs = [], []
+    for question in ("a", "the"):
+        before = server.metrics()
+        made = server.client.completions.create(model="plain", prompt=start + question, max_tokens=4, temperature=0)
+        texts.append(made.choices[0].text)
+        after = server.until(lambda now: now["onegraph_running"] == 0)
+        names = ("onegraph_prompt_tokens_total", "onegraph_shared_tokens_total")
+        costs.append([after[name] - before[name] for name in names])
+    assert texts == [made.text for made in llm.generate([start + "a", start + "the"], max_tokens=4)]
+    (first, _), (second, shared) = costs
+    assert shared >= 16
+    assert second < 16 < first
+
+
+# ------------------------------------------------------------------------------------------- leaving and slow clients
+
+
+def test_who_leaves_gives_rows_and_pages_back(server: Running) -> None:
+    before = server.metrics()
+    streams = [
+        server.client.completions.create(model="plain", prompt="the thing", max_tokens=80, stream=True)
+        for _ in range(10)
+    ]
+    next(iter(streams[0]))
+    for stream in streams:
+        stream.close()
+    gone = 'onegraph_answers_total{end="cancelled"}'
+    after = server.until(lambda now: now["onegraph_running"] == now["onegraph_waiting"] == 0)
+    assert after["onegraph_pages_used"] == 0
+    assert after[gone] > before[gone]
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    body = json.dumps({"model": "plain", "prompt": "the thing", "max_tokens": 80}).encode()
+    connection.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer %s\r\nContent-Length: %d\r\n\r\n%s"
+        % (KEY.encode(), len(body), body)
+    )
+    server.until(lambda now: now["onegraph_running"] == 1)
+    connection.close()
+    now = server.until(lambda now: now["onegraph_running"] == now["onegraph_pages_used"] == 0)
+    assert now[gone] > after[gone], "a request that is not streamed, too"
+
+
+def test_who_does_not_read_holds_up_nobody(model: Path) -> None:
+    """Its pieces wait, as many as its answer has; the other answers, and those behind it in the queue, end."""
+    with LLM(model, max_batch=2, max_context=64, device="cpu") as llm:
+        with Checkpoint.open(model) as checkpoint:
+            worker = Worker(llm, Tokenizer(checkpoint), queue=2)
+        worker.start()
+        prompt, params = llm.tokenizer.encode("the"), SamplingParams(max_tokens=30)
+
+        async def use() -> None:
+            _, unread = worker.submit([llm.engine.request(prompt, params)], ())
+            _, pieces = worker.submit([llm.engine.request(prompt, params) for _ in range(3)], ())
+            with pytest.raises(Full):
+                worker.submit([llm.engine.request(prompt, params)], ())
+            ended = 0
+            while ended < 3:
+                ended += (await pieces.get()).last
+            tokens = 0
+            while tokens < 30:
+                tokens += (await unread.get()).tokens
+
+        asyncio.run(use())
+        worker.close()
+        assert not any(thread.is_alive() for thread in worker._threads)
+        assert worker.pages[0] == 0
+
+
+# ----------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        (b"", 400, "the body is not JSON"),
+        (b"{", 400, "the body is not JSON"),
+        (b"\xff\xfe{}", 400, "the body is not JSON"),
+        (b"[" * 15000, 400, "the body is not JSON"),
+        ([], 400, "a JSON list; an object is expected"),
+        ({"prompt": "a"}, 404, "the model None is not served here; this is 'plain'"),
+        ({"model": "gpt-4", "prompt": "a"}, 404, "the model 'gpt-4' is not served here"),
+        ({"model": "plain"}, 400, "prompt is missing"),
+        ({"model": "plain", "prompt": ""}, 400, "got no tokens"),
+        ({"model": "plain", "prompt": []}, 400, "prompt: got []"),
+        ({"model": "plain", "prompt": ["a", [1, "b"]]}, 400, "prompt: got"),
+        ({"model": "plain", "prompt": [10**9]}, 400, "got token 1000000000 at 0"),
+        ({"model": "plain", "prompt": "\ud800"}, 400, "not UTF-8"),
+        ({"model": "plain", "prompt": "a", "\ud800": 1}, 400, "is not known here"),
+        ({"model": "plain", "prompt": "a", "temperature": "hot"}, 400, 'temperature: got "hot"'),
+        ({"model": "plain", "prompt": "a", "temperature": 1e400}, 400, "temperature: got Infinity"),
+        ({"model": "plain", "prompt": "a", "temperature": -1}, 400, "temperature: got -1; allowed is 0 for greedy"),
+        ({"model": "plain", "prompt": "a", "max_tokens": 0}, 400, "max_tokens: got 0"),
+        ({"model": "plain", "prompt": "a", "max_tokens": True}, 400, "max_tokens: got true"),
+        ({"model": "plain", "prompt": "a", "seed": 2**63}, 400, "seed: got 9223372036854775808"),
+        ({"model": "plain", "prompt": "a", "stop": [""]}, 400, 'stop: got [""]'),
+        ({"model": "plain", "prompt": "a", "tools": [{}]}, 400, "tools is not supported"),
+        ({"model": "plain", "prompt": "a", "logprobs": 21}, 400, "logprobs: got 21; allowed is 0 to 20"),
+        (
+            {"model": "plain", "prompt": "a", "frequency_penalty": 3},
+            400,
+            "frequency_penalty: got 3; allowed is -2 to 2",
+        ),
+        ({"model": "plain", "prompt": "a", "regex": "("}, 400, "regex: "),
+        ({"model": "plain", "prompt": "a", "response_format": {"type": "xml"}}, 400, "response_format: got"),
+        ({"model": "plain", "prompt": "a", "stream_options": {}, "best_of": 3}, 400, "best_of is not supported"),
+        (
+            {"model": "plain", "prompt": "a", "wat": 1},
+            400,
+            "wat is not known here; allowed are frequency_penalty, logprobs,",
+        ),
+        ({"model": "plain", "prompt": "a" * 200}, 400, "more were asked for; the context is 96"),
+        ({"model": "plain", "prompt": "a", "max_tokens": 96}, 400, "96 more were asked for; the context is 96"),
+        ({"model": "plain", "prompt": ["a"] * 2, "n": 50}, 400, "asks for 100 answers; 80 can be computed or wait"),
+        ({"model": "plain", "prompt": "a" * 30000}, 413, "more than 20000 bytes"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_sentence(server: Running, body: Any, status: int, says: str) -> None:
+    response = server.post(body)
+    error = response.json()["error"]
+    assert (response.status_code, says in error["message"]) == (status, True), error
+    assert "\n" not in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+def test_who_does_not_fit_the_queue_is_told_to_come_again(server: Running) -> None:
+    many = server.client.completions.create(model="plain", prompt="a", max_tokens=90, n=79, stream=True)
+    next(iter(many))
+    response = server.post({"model": "plain", "prompt": "a", "n": 60})
+    assert response.status_code == 429
+    assert response.headers["retry-after"] == "1"
+    many.close()
+    server.until(lambda now: now["onegraph_running"] == now["onegraph_waiting"] == 0)
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ("Hi", 'messages[0]: got "Hi"'),
+        ({"role": "tool", "content": "a"}, 'messages[0]: role is "tool"; allowed are system'),
+        ({"role": "user"}, "content is neither a text nor a list of text parts"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "content is neither"),
+        ({"role": "assistant", "content": "a", "tool_calls": [{}]}, "tool_calls is not supported"),
+        ({"role": "user", "content": "<|im_end|>", "name": 3}, None),
+        ({"role": "assistant", "content": [{"type": "text", "text": "a"}], "tool_calls": None}, None),
+    ],
+)
+def test_messages_that_are_refused_and_not(server: Running, message: Any, says: str | None) -> None:
+    response = server.post({"model": "plain", "messages": [message], "max_tokens": 1}, "chat/completions")
+    if says is None:
+        assert response.status_code == 200, response.text
+    else:
+        assert response.status_code == 400
+        assert says in response.json()["error"]["message"]
+
+
+def test_100_megabytes_are_refused_and_not_kept(server: Running) -> None:
+    def status() -> int:
+        lines = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+    before = status()
+    response = server.post(bytes(1 << 20) for _ in range(100))
+    assert response.status_code == 413
+    assert status() - before < 50_000
+    assert server.client.models.list().data[0].id == "plain"
+
+
+@pytest.mark.parametrize("path", ["models", "completions", "chat/completions"])
+def test_without_the_key_nothing_is_told(server: Running, path: str) -> None:
+    for key in (b"Bearer wrong", b"", "Bearer sésame".encode()):
+        method = "GET" if path == "models" else "POST"
+        response = httpx.request(method, f"{server.url}/{path}", headers={b"authorization": key})
+        assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(**server.options | {"api_key": "no"}).models.list()
+
+
+def test_models_health_and_what_is_not_there(server: Running) -> None:
+    card = server.client.models.retrieve("plain")
+    assert (card.id, card.owned_by) == ("plain", "onegraph")
+    with pytest.raises(openai.NotFoundError, match="is not served here"):
+        server.client.models.retrieve("org/other")
+    root = server.url.removesuffix("v1")
+    assert httpx.get(root + "health").json() == {"status": "ok"}
+    assert httpx.get(root + "v1/embeddings").json()["error"]["message"] == "GET /v1/embeddings: Not Found"
+    assert httpx.get(root + "v1/completions").status_code == 405
+
+
+# -------------------------------------------------------------------------------------------------- beginning and end
+
+
+def test_killed_restarted_and_interrupted(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ask: dict[str, Any] = {"model": "plain", "prompt": "the", "max_tokens": 90, "stream": True}
+    first = Running(model)
+    try:
+        next(iter(first.client.completions.create(**ask)))
+        os.kill(first.process.pid, signal.SIGKILL)
+        first.process.wait()
+        second = Running(model, port=first.port)
+    finally:
+        first.end()
+    try:
+        assert second.client.completions.create(**ask | {"stream": False, "max_tokens": 2}).choices
+        assert main(["serve", str(model), "--port", str(second.port)]) == 2
+        assert f"cannot listen at 127.0.0.1:{second.port}: Address already in use" in capsys.readouterr().err
+        streams = [iter(second.client.completions.create(**ask | {"n": 6})) for _ in range(10)]
+        next(streams[0])
+        second.process.send_signal(signal.SIGINT)
+        _, errors = second.process.communicate(timeout=20)
+        assert second.process.returncode == 130
+        assert errors.splitlines()[-1] == "onegraph: interrupted"
+        assert "Traceback" not in errors
+    finally:
+        second.end()
+
+
+def test_mistakes_on_the_command_line(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for words, says in (
+        (["--api-key", ""], "--api-key: it is empty or not ASCII"),
+        (["--host", "nowhere.invalid"], "cannot listen at nowhere.invalid:0"),
+        (["--cache-tokens", "100", "--max-context", "200"], "cache_tokens: got 100; a sequence may have"),
+        (["--max-batch", "0"], "argument --max-batch: '0' is not an integer from 1"),
+    ):
+        assert main(["serve", str(model), "--port", "0", "--device", "cpu", *words]) == 2
+        assert says in capsys.readouterr().err
+    monkeypatch.delitem(sys.modules, "onegraph.serve.http")
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert main(["serve", str(model)]) == 2
+    assert "serve needs uvicorn, which is not installed: pip install 'onegraph[serve]'" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not os.environ.get("ONEGRAPH_SMOLLM2_4BIT"), reason="needs SmolLM2 in 4 bits: `make demo` makes it")
+def test_a_real_model() -> None:
+    path = Path(os.environ["ONEGRAPH_SMOLLM2_4BIT"])
+    found = Running(path)
+    try:
+        messages: Any = [{"role": "user", "content": "What is the capital of Japan?"}]
+        made = found.client.chat.completions.create(
+            model=path.name, messages=messages, max_tokens=8, temperature=0, stream=True
+        )
+        assert "Tokyo" in "".join(chunk.choices[0].delta.content or "" for chunk in made)
+    finally:
+        found.end()
+
+
+# --------------------------------------------------------------------------------------------------------- small parts
+
+
+@settings(deadline=None)
+@given(st.text("ab\n", max_size=30), st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3), st.data())
+def test_stop_texts_are_found_wherever_the_text_is_cut(text: str, stops: list[str], data: st.DataObject) -> None:
+    """The one that is complete first."""
+    watch, shown, rest, met = StopTexts(stops), "", text, False
+    while rest and not met:
+        size = data.draw(st.integers(1, len(rest)))
+        piece, rest = rest[:size], rest[size:]
+        safe, met = watch.push(piece, final=not rest)
+        shown += safe
+    ends = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
+    assert shown == (text[: min(ends)[1]] if ends else text)
+    assert met == bool(ends)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+)
+NAMES = ("model", "prompt", "messages", "max_tokens", "stop", "n", "seed", "stream", "stream_options", "top_k", "tools")
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=60)
+@given(st.dictionaries(st.sampled_from(NAMES), JSON), st.booleans())
+def test_whatever_the_body_is_it_is_understood_or_refused(body: dict[str, Any], chat: bool) -> None:
+    try:
+        asked = parse(json.dumps(body).encode(), chat=chat)
+    except Refused as refused:
+        found: Refused | None = refused
+    else:
+        found = None
+        assert asked.prompts if not chat else asked.messages
+    assert found is None or (found.status == 400 and str(found))
