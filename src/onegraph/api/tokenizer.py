@@ -69,8 +69,8 @@ class Tokenizer:
         texts: list[str] = self._call("decode", "cannot decode", 8 * sum(map(len, lists)), rows=lists, special=special)
         return texts
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Ids of a conversation, ready for the assistant's answer.
+    def chat(self, messages: Sequence[Mapping[str, str]], thinking: bool | None = None) -> list[int]:
+        """Ids of a conversation, ready for the assistant's answer; `thinking` as `ChatTemplate.render` takes it.
 
         Control tokens are those that the template writes: the name of one in a message is text like any other. Raises
         TemplateError without a chat template, ValueError where a message holds such a name and the template or the
@@ -82,8 +82,8 @@ class Tokenizer:
         found = set(self.encode("".join(message["content"] for message in messages), special=False))
         names = [name for name, i in self._special.items() if i in found]
         if not names:
-            return self.encode(self.template.render(messages), special=False)
-        parts = self.template.parts(messages)
+            return self.encode(self.template.render(messages, thinking), special=False)
+        parts = self.template.parts(messages, thinking)
         if parts is None:
             raise ValueError(
                 f"a message holds {quote(names[0])}, a control token of this model, and the chat template rewrites "

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from onegraph.cli.common import (
     SEED,
@@ -25,6 +25,12 @@ from onegraph.cli.common import (
     read_text,
     shown,
 )
+
+if TYPE_CHECKING:
+    import torch
+
+    from onegraph.api.llm import LLM
+    from onegraph.engine.params import Stats
 
 EPILOG = """\
 examples:
@@ -66,6 +72,14 @@ def add_parser(commands: Any) -> None:
         metavar="N",
         help=f"generate at most N tokens (default: {DEFAULT_TOKENS}, or what the context leaves)",
     )
+    add_sampling(parser)
+    add_engine(parser)
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """How tokens are drawn: what `sampling` reads."""
     parser.add_argument(
         "--temperature", type=number(float, 0, 100), default=0.0, metavar="T", help="0 takes the likeliest (default)"
     )
@@ -80,6 +94,15 @@ def add_parser(commands: Any) -> None:
         help="draw among the likeliest that reach mass P (1: all)",
     )
     parser.add_argument("--seed", type=SEED, metavar="N", help="of the draws (default: a new one)")
+
+
+def sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of SamplingParams that `add_sampling`'s options name."""
+    return {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p, "seed": args.seed}
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """Where and how the model runs: what `engine` reads."""
     parser.add_argument(
         "--capture",
         choices=tuple(CAPTURE),
@@ -95,21 +118,37 @@ def add_parser(commands: Any) -> None:
     add_gpus(parser)
     add_device(parser)
     add_dtype(parser)
-    add_json(parser)
-    parser.set_defaults(run=run)
+
+
+def engine(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of LLM that `add_engine`'s options name. Raises ValueError for what this machine cannot do."""
+    from onegraph.formats.turboquant import parse_kv
+
+    device = pick_device(args.device)
+    if args.capture in ("on", "split") and device.type != "cuda":
+        raise UsageError(f"--capture {args.capture} needs a GPU, the device is {device}; use --capture off or auto")
+    if args.kv != "fp8":
+        parse_kv(args.kv)
+    chosen = {"device": device, "dtype": pick_dtype(args.dtype, device), "kv": args.kv}
+    return chosen | {"gpus": args.gpus or 1, "capture": CAPTURE[args.capture]}
+
+
+def load(args: argparse.Namespace, **chosen: Any) -> LLM:
+    """The model of a command, with a bar for who waits, and none in logs: what was asked for is text."""
+    from onegraph.api.llm import LLM
+
+    bar = Progress(loading="byte") if sys.stderr.isatty() else contextlib.nullcontext()
+    with options("gpus", "kv"), bar as loading:
+        return LLM(args.model, progress=loading, **chosen)
 
 
 def run(args: argparse.Namespace) -> int:
-    from onegraph.api.llm import LLM
     from onegraph.api.tokenizer import Tokenizer
     from onegraph.engine.params import SamplingParams
     from onegraph.formats.turboquant import parse_kv
     from onegraph.models.load import parse_config
 
-    device = pick_device(args.device)
-    dtype = pick_dtype(args.dtype, device)
-    if args.capture in ("on", "split") and device.type != "cuda":
-        raise UsageError(f"--capture {args.capture} needs a GPU, the device is {device}; use --capture off or auto")
+    chosen = engine(args)
     kv = None if args.kv == "fp8" else parse_kv(args.kv)
     texts = prompts_of(args)
     with open_model(args.model) as checkpoint:
@@ -117,31 +156,12 @@ def run(args: argparse.Namespace) -> int:
         tokenizer = Tokenizer(checkpoint)
     prompts = encoded(tokenizer, texts, args.chat or (tokenizer.template is not None and not args.raw))
     budgets = [budget(i, len(prompt), args.max_tokens, context) for i, prompt in enumerate(prompts)]
-    params = [
-        SamplingParams(
-            max_tokens=tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed
-        )
-        for tokens in budgets
-    ]
+    params = [SamplingParams(max_tokens=tokens, **sampling(args)) for tokens in budgets]
     needed = max(len(prompt) + tokens for prompt, tokens in zip(prompts, budgets, strict=True))
     if kv is not None:  # a short answer shall not make the window of exact tokens an error
         needed = max(needed, min(kv.window, context))
     live = len(prompts) == 1 and not args.json
-    # A bar for who waits, and none in logs: what was asked for is text
-    bar = Progress(loading="byte") if sys.stderr.isatty() else contextlib.nullcontext()
-    with options("gpus", "kv"), bar as loading:
-        llm = LLM(
-            args.model,
-            gpus=args.gpus or 1,
-            kv=args.kv,
-            max_batch=min(len(prompts), 64),
-            max_context=needed,
-            dtype=dtype,
-            device=device,
-            capture=CAPTURE[args.capture],
-            tokenizer=tokenizer,
-            progress=loading,
-        )
+    llm = load(args, max_batch=min(len(prompts), 64), max_context=needed, tokenizer=tokenizer, **chosen)
     with llm:
         if live:
             show(llm.stream(prompts[0], params[0]))
@@ -152,8 +172,8 @@ def run(args: argparse.Namespace) -> int:
         print_json(
             {
                 "model": args.model,
-                "device": str(device),
-                "dtype": str(dtype).removeprefix("torch."),
+                "device": str(chosen["device"]),
+                "dtype": str(chosen["dtype"]).removeprefix("torch."),
                 "kv": args.kv if kv is None else str(kv),
                 "mode": stats.mode,
                 "prefill_tokens_per_second": round(stats.prefill_tokens_per_second, 1),
@@ -174,13 +194,19 @@ def run(args: argparse.Namespace) -> int:
     if not live:
         for text, made in zip(texts, completions, strict=True):
             print(shown(f"> {text}\n{made.text.strip()}\n"))
+    report(stats, len(prompts), chosen["device"])
+    return 0
+
+
+def report(stats: Stats, prompts: int, device: torch.device) -> None:
+    """The line behind what was generated: tokens read, written, and written per second."""
     sys.stdout.flush()
     print(
-        f"[{stats.prefill_tokens} prompt tokens, {len(prompts) + stats.decode_tokens} new, "
+        f"[{stats.prefill_tokens} prompt tokens, {prompts + stats.decode_tokens} new, "
         f"{stats.decode_tokens_per_second:.1f} tokens/s, {stats.mode} on {device}]",
         file=sys.stderr,
+        flush=True,
     )
-    return 0
 
 
 def encoded(tokenizer: Any, texts: list[str], chat: bool) -> list[list[int]]:
