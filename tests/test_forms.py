@@ -22,7 +22,7 @@ WRITTEN = sorted(path.name for path in forms.FOLDER.iterdir())
 
 
 def test_every_form_that_is_written_has_a_file_and_every_file_a_form() -> None:
-    assert WRITTEN == sorted(forms.FORMS)
+    assert sorted(forms.FORMS) == WRITTEN
 
 
 @pytest.mark.parametrize("name", WRITTEN)

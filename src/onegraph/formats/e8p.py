@@ -265,8 +265,8 @@ class E8PConfig:
         version = data.get("format_version")
         if type(version) is int and version > FORMAT_VERSION:
             raise ValueError(
-                f"quantization_config.format_version is {version}; this version reads {FORMAT_VERSION}: a newer onegraph "
-                "wrote it, onegraph.json beside it says which; install that one or a later one"
+                f"quantization_config.format_version is {version}; this version reads {FORMAT_VERSION}: a newer "
+                "onegraph wrote it, onegraph.json beside it says which; install that one or a later one"
             )
         for key, value in fixed.items():
             if data.get(key) != value:
