@@ -89,6 +89,7 @@ def test_the_license_of_a_gguf_file(tmp_path: Path) -> None:
         ("---\nlicense: mit\n", {}),
         ("---\nlicense: [mit, apache-2.0]\nlicense_name: {{a}}\n---\n", {}),
         ("---\nlicense: mit\u2028evil: yes\n---\n", {"license": "mit"}),
+        ("---\nlicense: -\nlicense_name: a:\nlicense_link: https://a.b/c?d\n---\n", {}),
         ("---\nlicense: &a !!python/object:os.system x\n---\n", {}),
         ("---\n" + "x: y\n" * 20_000 + "license: mit\n---\n", {}),
         (b"\xff---\nlicense: mit\n---\n", {}),

@@ -16,7 +16,9 @@ from onegraph.api.size import human_bytes
 from onegraph.formats.checkpoint import CARD, LICENSE, SIDECARS, Checkpoint
 
 # What may stand in the front matter of a base model that somebody else wrote, and so in ours
-_ENTRY = re.compile(rf"""({"|".join(LICENSE)}):[ \t]*(["']?)([\w.+/:-]{{1,200}})\2[ \t]*""", re.ASCII)
+_ENTRY = re.compile(
+    rf"""({"|".join(LICENSE)}):[ \t]*(["']?)((?:https://)?\w[\w.+/-]{{0,200}})\2[ \t]*""", re.ASCII
+)
 _MAX_FRONT = 64 << 10  # bytes of a card in which the front matter ends
 
 ONEGRAPH = """\
@@ -57,7 +59,7 @@ class Card:
     """What a model card is made from.
 
     plan: of the run. config: the quantization_config that was written. about: onegraph.json. license: `license_of` the
-    source. model_type: of config.json. experts: whether experts are in codes.
+    source. model_type: of config.json.
     """
 
     plan: Plan
