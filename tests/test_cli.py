@@ -245,6 +245,66 @@ def test_a_batch_gives_each_prompt_what_it_gets_alone(model: Path, tmp_path: Pat
     assert [line for line in plain.splitlines() if line.startswith("> ")] == [f"> {prompt}" for prompt in prompts]
 
 
+def test_a_batch_of_json_lines(model: Path, tmp_path: Path) -> None:
+    """Fields of a line go over the options; answers are a line each, in order, with the seed that gives them again."""
+    conversation = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    requests = [
+        {"id": "a", "prompt": "the", "n": 2, "temperature": 1.0},
+        {"messages": conversation, "max_tokens": 3, "logprobs": 1},
+        {"prompt": "in", "stop": ["é", 2], "seed": 3, "min_p": 0.1},
+    ]
+    file = tmp_path / "r.jsonl"
+    file.write_text("\n\n".join(map(json.dumps, requests)))
+    command = ["generate", model, "--raw", "--max-tokens", 5, "--repetition-penalty", 1.2, "--batch", file]
+    status, out, errors = invoke(list(command))
+    assert status == 0
+    assert "18 new" in errors
+    first, second, chat, last = map(json.loads, out.splitlines())
+    assert (first["id"], first["prompt"], second["id"]) == ("a", "the", "a")
+    assert second["seed"] == first["seed"] + 1
+    assert chat["messages"] == conversation
+    assert len(chat["tokens"]) == len(chat["logprobs"]) == 3
+    assert last["seed"] is None, "greedy"
+    assert json.loads(invoke([*command, "--json"])[1])["outputs"][2:] == [chat, last]
+    alone = ["generate", model, "--raw", "--max-tokens", 5, "--repetition-penalty", 1.2, "--temperature", 1, "--json"]
+    again = json.loads(invoke([*alone, "--seed", first["seed"], "--prompt", "the", "--n", 2])[1])["outputs"]
+    assert [each["tokens"] for each in again] == [first["tokens"], second["tokens"]]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{", "line 2: "),
+        ("5", 'line 2: an object with "prompt" or "messages"'),
+        ('{"prompt": "a", "messages": []}', 'line 2: an object with "prompt" or "messages"'),
+        ('{"prompt": ""}', "line 2: a text, or a list of"),
+        ('{"messages": [{"role": "user"}]}', "line 2: a text, or a list of"),
+        ('{"prompt": "a", "temprature": 1}', "line 2: got temprature; allowed are prompt, messages, id, max_tokens"),
+        ('{"prompt": "a", "top_p": 2}', "line 2: top_p: got 2; allowed is"),
+        ('{"prompt": "a", "stop": 5}', "line 2: "),
+        ('{"prompt": "a", "max_tokens": 300}', "prompt 2 has 1 tokens and --max-tokens 300 does not fit"),
+    ],
+)
+def test_a_wrong_line_is_named(model: Path, tmp_path: Path, line: str, says: str) -> None:
+    file = tmp_path / "r.jsonl"
+    file.write_text('{"prompt": "a"}\n' + line)
+    fails("generate", model, "--raw", "--batch", file, says=says)
+
+
+def test_sampling_options_reach_the_model(model: Path, tmp_path: Path) -> None:
+    command: list[object] = ["generate", model, "--raw", "--prompt", "the", "--max-tokens", 12, "--json"]
+    plain = json.loads(invoke(list(command))[1])["outputs"][0]
+    other: list[list[object]] = [["--repetition-penalty", 1.7], ["--frequency-penalty", 2], ["--presence-penalty", -2]]
+    for option in other:
+        assert json.loads(invoke([*command, *option])[1])["outputs"][0]["tokens"] != plain["tokens"], option
+    stopped = json.loads(invoke([*command, "--stop", plain["text"][2:4]])[1])["outputs"][0]
+    assert (stopped["text"], stopped["finish"]) == (plain["text"][:2], "stop")
+    cold: list[object] = [*command, "--temperature", 2, "--min-p", 1]
+    assert json.loads(invoke(cold)[1])["outputs"][0]["tokens"] == plain["tokens"]
+    fails(*command, "--json-schema", tmp_path / "none", says="no such file")
+    fails(*command, "--json-schema", "a", "--regex", "b", says="not allowed with argument")
+
+
 def test_chat_is_the_default_where_there_is_a_template(model: Path) -> None:
     counts = {}
     for style in ("--chat", "--raw", None):

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -55,7 +56,11 @@ def test_sampling_and_stops_too(folder, recorded):
     one, three = load(folder, "cpu"), load(folder, ["cpu"] * 3)
     warm = SamplingParams(max_tokens=20, temperature=0.9, top_k=40, top_p=0.9, seed=3, stop=[5, 6, 7])
     expected = generate.Engine(one, **SMALL, capture=False).generate(prompts(), warm)
-    assert generate.Engine(three, **SMALL, capture=True).generate(prompts(), warm) == expected
+    placed = generate.Engine(three, **SMALL, capture=True)
+    assert placed.generate(prompts(), warm) == expected
+    shaped = replace(warm, repetition_penalty=1.3, frequency_penalty=0.5, min_p=0.02)
+    expected_shaped = generate.Engine(one, **SMALL, capture=False).generate(prompts(), shaped)
+    assert placed.generate(prompts(), shaped) == expected_shaped != expected
 
 
 def test_evaluation_too(folder):

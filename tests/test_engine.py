@@ -364,7 +364,9 @@ def test_capture_needs_a_gpu(model):
     [
         {"max_tokens": 0}, {"max_tokens": 1.5}, {"temperature": -1}, {"temperature": math.nan}, {"temperature": 1e-9},
         {"top_k": -1}, {"top_k": 2**31}, {"top_p": 0}, {"top_p": 1.1}, {"top_p": "a"}, {"seed": 2**63}, {"seed": 0.5},
-        {"stop": [-1]}, {"stop": ["a"]},
+        {"stop": [-1]}, {"stop": [""]}, {"stop": [1.5]}, {"min_p": 1.1}, {"min_p": -0.1}, {"repetition_penalty": 0},
+        {"presence_penalty": 2.1}, {"frequency_penalty": math.inf}, {"n": 0}, {"n": 1.5}, {"logprobs": 21},
+        {"logprobs": -1}, {"json_schema": "{"}, {"json_schema": 5}, {"regex": 5}, {"regex": "a", "json_schema": {}},
     ],
 )  # fmt: skip
 def test_wrong_sampling_params_name_the_field(wrong):

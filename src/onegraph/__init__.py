@@ -8,7 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from onegraph.api.llm import LLM, Completion
+    from onegraph.api.completion import Completion
+    from onegraph.api.llm import LLM
     from onegraph.api.plan import Plan, plan
     from onegraph.api.quantize import Quantization, quantize
     from onegraph.api.verify import Verification, verify
@@ -32,7 +33,7 @@ __all__ = [
 
 _HOMES = {
     "LLM": "onegraph.api.llm",
-    "Completion": "onegraph.api.llm",
+    "Completion": "onegraph.api.completion",
     "Plan": "onegraph.api.plan",
     "Quantization": "onegraph.api.quantize",
     "SamplingParams": "onegraph.engine.params",

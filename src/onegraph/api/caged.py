@@ -131,6 +131,13 @@ class Templates:
         return text
 
 
+def _byte_letters() -> list[str]:
+    """GPT-2's letter for each byte: printable ones stand for themselves, the rest move up from U+0100."""
+    plain = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    spare = iter(range(256, 512))
+    return [chr(byte if byte in plain else next(spare)) for byte in range(256)]
+
+
 class Tokenizers:
     """Holds one tokenizer.json and runs it."""
 
@@ -153,6 +160,34 @@ class Tokenizers:
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {token.content: i for i, token in added.items() if token.special and i != unknown}
         return self._special
+
+    def token_bytes(self) -> list[tuple[int, str, bool]]:
+        """(id, its bytes in hexadecimal, whether it is a control token) of every token."""
+        write = self._writer()
+        guards = set(self._guards.values())
+        added = self._tokenizer.get_added_tokens_decoder()
+        found = {i: (write(token), False) for token, i in self._tokenizer.get_vocab(with_added_tokens=False).items()}
+        found |= {i: (write(t.content), t.special) for i, t in added.items() if t.content not in guards}
+        return [(i, data.hex(), special) for i, (data, special) in found.items()]
+
+    def _writer(self) -> Callable[[str], bytes]:
+        """The bytes that a token of the vocabulary stands for, as the decoder writes them."""
+        decoder = json.loads(self._tokenizer.to_str())["decoder"] or {}
+        parts = {part["type"]: part for part in decoder.get("decoders", [decoder]) if part}
+        if "ByteLevel" in parts:
+            letters = {letter: byte for byte, letter in enumerate(_byte_letters())}
+            return lambda token: bytes(letters[c] for c in token) if letters.keys() >= set(token) else token.encode()
+        if not parts.keys() & {"Replace", "Metaspace"}:
+            raise ValueError(f"the bytes of its tokens are not known to decoders {sorted(parts)}")
+        blank = parts["Metaspace"]["replacement"] if "Metaspace" in parts else parts["Replace"]["pattern"]["String"]
+        byte = re.compile("<0x([0-9A-F]{2})>")
+
+        def write(token: str) -> bytes:
+            if "ByteFallback" in parts and (found := byte.fullmatch(token)):
+                return bytes.fromhex(found[1])
+            return token.replace(blank, " ").encode()
+
+        return write
 
     def index(self, token: str) -> int | None:
         found: int | None = self._tokenizer.token_to_id(token)

@@ -7,7 +7,6 @@ import gc
 import weakref
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from typing import Any, Literal, overload
@@ -15,11 +14,14 @@ from typing import Any, Literal, overload
 import torch
 
 from onegraph.api import Progress
+from onegraph.api.completion import AnswerText, Completion, copies, for_engine
+from onegraph.api.constraint import Constraints
 from onegraph.api.device import pick_device, pick_dtype
 from onegraph.api.hub import locate
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams, Stats
+from onegraph.engine.sequence import Sequence as EngineSequence
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import parse_kv
 from onegraph.models.load import load_decoder, parse_config
@@ -28,23 +30,6 @@ MAX_CONTEXT = 4096  # unless the caller asks for more
 Prompt = str | Sequence[int]  # a text, or its token ids
 Pieces = Generator[str, None, None]  # text as it is written; `close()` stops the model
 Message = Mapping[str, str]  # {"role": "system" | "user" | "assistant", "content": a text}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Completion:
-    """What the model wrote behind one prompt. `str()` of it is the text.
-
-    tokens: its ids, a stop token that ended it included. finish_reason: "stop" at a stop token, "length" at max_tokens.
-    prompt_tokens: how many the prompt had.
-    """
-
-    text: str
-    tokens: list[int]
-    finish_reason: Literal["stop", "length"]
-    prompt_tokens: int
-
-    def __str__(self) -> str:
-        return self.text
 
 
 class LLM:
@@ -110,6 +95,7 @@ class LLM:
         self._engine: Engine | None = Engine(
             model, max_batch=max_batch, max_context=max_context, kv=setting, capture=capture
         )
+        self._engine.constrain = Constraints(self.tokenizer, model.config.vocab_size)
         self.max_context = self._engine.max_context
         self._streams: weakref.WeakSet[Generator[tuple[int, int], None, None]] = weakref.WeakSet()
 
@@ -147,10 +133,11 @@ class LLM:
 
         Args:
             params: for all prompts, or one for each.
-            sampling: fields of SamplingParams by name (max_tokens, temperature, top_k, top_p, seed, stop), which go
-                over those of `params`. max_tokens is 128, or what the context leaves, where nobody says otherwise.
+            sampling: fields of SamplingParams by name (max_tokens, temperature, top_p, seed, stop, ...), which go over
+                those of `params`. max_tokens is 128, or what the context leaves, where nobody says otherwise.
 
-        The model's own stop tokens always end a text. Raises ValueError for what cannot run, FloatingPointError where
+        The model's own stop tokens always end a text. Where `n` asks for several answers, a prompt's completion is the
+        first and has the rest in `others`. Raises ValueError for what cannot run, FloatingPointError where
         the model gives NaN.
         """
         if isinstance(prompts, str):
@@ -161,7 +148,7 @@ class LLM:
         return self._complete([self._encode(prompt) for prompt in prompts], params, sampling)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **sampling: Any) -> Pieces:
-        """`generate` for one text, piece by piece while the model writes.
+        """`generate` for one text, piece by piece while the model writes; text alone, so without `n` and `logprobs`.
 
         Closed early (`close()` of what is returned, or leaving a loop over it), it stops the model. Until it has ended,
         no other call may begin.
@@ -276,37 +263,66 @@ class LLM:
         found = []
         for prompt, asked in zip(prompts, params, strict=True):
             wanted = dataclasses.replace(asked, **sampling)
-            changes: dict[str, Any] = {"stop": sorted({*wanted.stop, *self.tokenizer.stops})}
+            ids = sorted({*wanted.stop_tokens, *self.tokenizer.stops})
+            changes: dict[str, Any] = {"stop": [*ids, *wanted.stop_texts]}
             if free:
                 changes["max_tokens"] = max(1, min(wanted.max_tokens, self.max_context - len(prompt)))
             found.append(dataclasses.replace(wanted, **changes))
         return found
 
     def _complete(self, prompts: list[list[int]], params: Any, sampling: dict[str, Any]) -> list[Completion]:
-        chosen = self._params(prompts, params, sampling)
-        outputs = self.engine.generate(prompts, chosen)
-        texts = self.tokenizer.decode_all(outputs)
-        return [
-            Completion(
-                text=text,
-                tokens=output,
-                finish_reason="stop" if output[-1] in asked.stop else "length",
-                prompt_tokens=len(prompt),
-            )
-            for prompt, asked, output, text in zip(prompts, chosen, outputs, texts, strict=True)
-        ]
+        asked = [copies(each) for each in self._params(prompts, params, sampling)]
+        rows = [(prompt, each) for prompt, several in zip(prompts, asked, strict=True) for each in several]
+        watched = {i: AnswerText(self.tokenizer.stream(), each.stop_texts) for i, (_, each) in enumerate(rows)}
+        watched = {i: text for i, text in watched.items() if rows[i][1].stop_texts}
+        shown = {i: list[str]() for i in watched}
+
+        def watch(index: int, token: int) -> bool:
+            if index in watched:
+                shown[index].append(watched[index].push(token))
+            return index in watched and watched[index].ended
+
+        made = self.engine.complete([prompt for prompt, _ in rows], [for_engine(each) for _, each in rows], watch)
+        texts = self.tokenizer.decode_all([[] if i in watched else each.output for i, each in enumerate(made)])
+        for i, text in watched.items():
+            texts[i] = "".join(shown[i]) + text.finish()
+        ended = [i in watched and watched[i].ended for i in range(len(made))]
+        answers = map(_completion, made, texts, ended)
+        groups = [[next(answers) for _ in several] for several in asked]
+        return [dataclasses.replace(first, others=tuple(others)) for first, *others in groups]
 
     def _stream(self, prompt: list[int], params: Any, sampling: dict[str, Any]) -> Pieces:
-        steps = self.engine.stream([prompt], self._params([prompt], params, sampling))
+        (asked,) = self._params([prompt], params, sampling)
+        if asked.n != 1 or asked.logprobs is not None:
+            name = "n" if asked.n != 1 else "logprobs"
+            raise ValueError(f"{name}: got {getattr(asked, name)}; a stream is one answer's text: use generate or chat")
+        steps = self.engine.stream([prompt], [for_engine(asked)])
         self._streams.add(steps)
-        return self._pieces(steps)
+        return self._pieces(steps, AnswerText(self.tokenizer.stream(), asked.stop_texts))
 
-    def _pieces(self, steps: Generator[tuple[int, int], None, None]) -> Pieces:
-        text = self.tokenizer.stream()
+    def _pieces(self, steps: Generator[tuple[int, int], None, None], text: AnswerText) -> Pieces:
         with closing(steps):
             for _, token in steps:
                 if piece := text.push(token):
                     yield piece
+                if text.ended:
+                    return
         _ = self.engine  # raises where it was closed meanwhile: a mere end would look like the end of the text
         if piece := text.finish():
             yield piece
+
+
+def _completion(made: EngineSequence, text: str, ended: bool) -> Completion:
+    """Of a sequence that is done. `ended`: at a stop text."""
+    constraint = made.constraint
+    if constraint is not None and constraint.problem:
+        raise ValueError(constraint.problem)
+    stopped = ended or made.output[-1] in made.params.stop or (constraint is not None and constraint.done)
+    return Completion(
+        text=text,
+        tokens=made.output,
+        finish_reason="stop" if stopped else "length",
+        prompt_tokens=len(made.prompt),
+        seed=made.seed if made.params.sampling else None,
+        logprobs=made.logprobs if made.params.logprobs is not None else None,
+    )

@@ -69,6 +69,14 @@ class Tokenizer:
         texts: list[str] = self._call("decode", "cannot decode", 8 * sum(map(len, lists)), rows=lists, special=special)
         return texts
 
+    def token_bytes(self) -> tuple[dict[int, bytes], list[int]]:
+        """The bytes of every token by its id, and which are control tokens.
+
+        Raises CheckpointError where the tokenizer's decoder is of a kind whose tokens' bytes are not known.
+        """
+        found = self._call("token_bytes", "has no bytes for its tokens", self._size)
+        return {i: bytes.fromhex(data) for i, data, _ in found}, sorted(i for i, _, special in found if special)
+
     def chat(self, messages: Sequence[Mapping[str, str]], thinking: bool | None = None) -> list[int]:
         """Ids of a conversation, ready for the assistant's answer; `thinking` as `ChatTemplate.render` takes it.
 

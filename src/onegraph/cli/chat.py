@@ -15,7 +15,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from onegraph.cli.common import CONTEXT, UsageError, number, one_line, open_model, options
-from onegraph.cli.generate import add_engine, add_sampling, engine, load, report, sampling, show
+from onegraph.cli.generate import add_engine, engine, load, report, show
+from onegraph.cli.sampling import add_sampling, sampling_of
 
 if TYPE_CHECKING:
     from onegraph.api.conversation import Conversation
@@ -73,7 +74,7 @@ def add_parser(commands: Any) -> None:
         metavar="N",
         help="tokens of the conversation that the model sees (default: the model's context, at most 4096)",
     )
-    add_sampling(parser)
+    add_sampling(parser, stream=True)
     add_engine(parser)
     parser.set_defaults(run=run)
 
@@ -84,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
     chosen = engine(args)
     thinking = None if args.thinking is None else args.thinking == "on"
-    params = SamplingParams(**sampling(args))
+    params = SamplingParams(**sampling_of(args))
     lines = typed() if interactive() else piped()
     tokenizer, context = prepare(args, thinking)
     with load(args, max_batch=1, max_context=context, tokenizer=tokenizer, **chosen) as llm:

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
+from onegraph.cli.batch import Request, read_batch, rows
 from onegraph.cli.common import (
-    SEED,
     Progress,
     UsageError,
     add_device,
@@ -25,6 +25,7 @@ from onegraph.cli.common import (
     read_text,
     shown,
 )
+from onegraph.cli.sampling import add_sampling, sampling_of
 
 if TYPE_CHECKING:
     import torch
@@ -38,9 +39,13 @@ examples:
   onegraph generate out/smollm2-4bit --raw --prompt "Once upon a time" --temperature 0.8 --top-p 0.95 --seed 7
   onegraph generate out/smollm2-4bit --kv turboquant:k3v4 --prompt "Tell me a long story."
   onegraph generate out/smollm2-4bit --batch questions.txt --json > answers.json
+  onegraph generate out/smollm2-4bit --batch requests.jsonl > answers.jsonl
+  onegraph generate out/smollm2-4bit --prompt "Three colours:" --json-schema colours.json --stop "\n\n"
   git diff | onegraph generate out/smollm2-4bit --prompt -
 
 --chat (the default where the model has a chat template) asks a question, --raw continues the text as it stands.
+A line of a .jsonl file is {"prompt": TEXT} or {"messages": [...]}, with an "id" and fields of SamplingParams
+(docs/python.md) that go over the options; answers come as a JSON object a line, in the same order.
 The same seed gives the same text. On a GPU the decode step is one CUDA graph; --capture off runs the same code
 eagerly, --capture split breaks the graph around attention. --kv stores keys and values as TurboQuant codes
 (docs/turboquant.md).
@@ -62,7 +67,9 @@ def add_parser(commands: Any) -> None:
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT", help="the prompt; '-' reads it from stdin")
-    source.add_argument("--batch", metavar="FILE", help="a file with one prompt a line; all are generated together")
+    source.add_argument(
+        "--batch", metavar="FILE", help="a file with a prompt a line, or a .jsonl file; all run together"
+    )
     style = parser.add_mutually_exclusive_group()
     style.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
     style.add_argument("--raw", action="store_true", help="continue the prompt as it stands")
@@ -76,29 +83,6 @@ def add_parser(commands: Any) -> None:
     add_engine(parser)
     add_json(parser)
     parser.set_defaults(run=run)
-
-
-def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """How tokens are drawn: what `sampling` reads."""
-    parser.add_argument(
-        "--temperature", type=number(float, 0, 100), default=0.0, metavar="T", help="0 takes the likeliest (default)"
-    )
-    parser.add_argument(
-        "--top-k", type=number(int, 0, 1 << 30), default=0, metavar="K", help="draw among the K likeliest (0: all)"
-    )
-    parser.add_argument(
-        "--top-p",
-        type=number(float, 0, 1, open_low=True),
-        default=1.0,
-        metavar="P",
-        help="draw among the likeliest that reach mass P (1: all)",
-    )
-    parser.add_argument("--seed", type=SEED, metavar="N", help="of the draws (default: a new one)")
-
-
-def sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of SamplingParams that `add_sampling`'s options name."""
-    return {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p, "seed": args.seed}
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
@@ -148,20 +132,26 @@ def run(args: argparse.Namespace) -> int:
     from onegraph.formats.turboquant import parse_kv
     from onegraph.models.load import parse_config
 
-    chosen = engine(args)
+    place = engine(args)
     kv = None if args.kv == "fp8" else parse_kv(args.kv)
-    texts = prompts_of(args)
+    requests, chosen = requests_of(args), sampling_of(args)
     with open_model(args.model) as checkpoint:
         context = parse_config(checkpoint.config).max_positions
         tokenizer = Tokenizer(checkpoint)
-    prompts = encoded(tokenizer, texts, args.chat or (tokenizer.template is not None and not args.raw))
-    budgets = [budget(i, len(prompt), args.max_tokens, context) for i, prompt in enumerate(prompts)]
-    params = [SamplingParams(max_tokens=tokens, **sampling(args)) for tokens in budgets]
+    prompts = encoded(tokenizer, requests, args.chat or (tokenizer.template is not None and not args.raw))
+    asked = [{"max_tokens": args.max_tokens} | chosen | request.fields for request in requests]
+    budgets = [
+        budget(i, len(prompt), fields["max_tokens"], context)
+        for i, (prompt, fields) in enumerate(zip(prompts, asked, strict=True))
+    ]
+    params = [SamplingParams(**fields | {"max_tokens": tokens}) for fields, tokens in zip(asked, budgets, strict=True)]
     needed = max(len(prompt) + tokens for prompt, tokens in zip(prompts, budgets, strict=True))
     if kv is not None:  # a short answer shall not make the window of exact tokens an error
         needed = max(needed, min(kv.window, context))
-    live = len(prompts) == 1 and not args.json
-    llm = load(args, max_batch=min(len(prompts), 64), max_context=needed, tokenizer=tokenizer, **chosen)
+    lines = args.batch is not None and args.batch.endswith(".jsonl") and not args.json
+    live = len(prompts) == 1 and params[0].n == 1 and params[0].logprobs is None and not args.json and not lines
+    rows_at_once = min(sum(each.n for each in params), 64)
+    llm = load(args, max_batch=rows_at_once, max_context=needed, tokenizer=tokenizer, **place)
     with llm:
         if live:
             show(llm.stream(prompts[0], params[0]))
@@ -172,29 +162,21 @@ def run(args: argparse.Namespace) -> int:
         print_json(
             {
                 "model": args.model,
-                "device": str(chosen["device"]),
-                "dtype": str(chosen["dtype"]).removeprefix("torch."),
+                "device": str(place["device"]),
+                "dtype": str(place["dtype"]).removeprefix("torch."),
                 "kv": args.kv if kv is None else str(kv),
                 "mode": stats.mode,
                 "prefill_tokens_per_second": round(stats.prefill_tokens_per_second, 1),
                 "decode_tokens_per_second": round(stats.decode_tokens_per_second, 1),
                 "outputs": [
-                    {
-                        "prompt": text,
-                        "text": made.text,
-                        "tokens": made.tokens,
-                        "prompt_tokens": made.prompt_tokens,
-                        "finish": made.finish_reason,
-                    }
-                    for text, made in zip(texts, completions, strict=True)
+                    row for request, made in zip(requests, completions, strict=True) for row in rows(request, made)
                 ],
             }
         )
         return 0
     if not live:
-        for text, made in zip(texts, completions, strict=True):
-            print(shown(f"> {text}\n{made.text.strip()}\n"))
-    report(stats, len(prompts), chosen["device"])
+        print_answers(requests, completions, lines)
+    report(stats, sum(each.n for each in params), place["device"])
     return 0
 
 
@@ -209,30 +191,40 @@ def report(stats: Stats, prompts: int, device: torch.device) -> None:
     )
 
 
-def encoded(tokenizer: Any, texts: list[str], chat: bool) -> list[list[int]]:
-    """Token ids of each text, as it stands or as a question in the chat template. Raises ValueError."""
+def print_answers(requests: list[Request], completions: list[Any], lines: bool) -> None:
+    """Prompts with their answers, or `lines` of JSON."""
+    for request, made in zip(requests, completions, strict=True):
+        for row in rows(request, made):
+            if lines:
+                print_json(row)
+            else:
+                print(shown(f"> {request.prompt}\n{row['text'].strip()}\n"))
+
+
+def encoded(tokenizer: Any, requests: list[Request], chat: bool) -> list[list[int]]:
+    """Token ids of each prompt, as it stands or as a question in the chat template. Raises ValueError."""
     from onegraph.api.chat import TemplateError
 
-    if not chat:
-        return [tokenizer.encode(text) for text in texts]
+    def ids(prompt: str | list[dict[str, str]]) -> list[int]:
+        if isinstance(prompt, str) and not chat:
+            return tokenizer.encode(prompt)
+        return tokenizer.chat([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+
     try:
-        return [tokenizer.chat([{"role": "user", "content": text}]) for text in texts]
+        return [ids(request.prompt) for request in requests]
     except TemplateError as error:
         cure = "try --raw" if tokenizer.template else "use --raw to continue the prompt as it stands"
         raise UsageError(f"{error}; {cure}") from None
 
 
-def prompts_of(args: argparse.Namespace) -> list[str]:
-    """The prompts that the command line names. Raises ValueError where there is none."""
+def requests_of(args: argparse.Namespace) -> list[Request]:
+    """What the command line asks for. Raises ValueError where there is no prompt."""
     if args.batch is not None:
-        texts = [line for line in read_text(args.batch).splitlines() if line.strip()]
-        if not texts:
-            raise UsageError(f"--batch {args.batch}: holds no prompt; one a line is expected")
-        return texts
+        return read_batch(args.batch)
     text = read_text("-") if args.prompt == "-" else args.prompt
     if not text:
         raise UsageError("--prompt: the prompt is empty")
-    return [text]
+    return [Request(text, {"prompt": text})]
 
 
 def budget(index: int, length: int, asked: int | None, context: int) -> int:

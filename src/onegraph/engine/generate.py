@@ -16,18 +16,19 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from onegraph.engine.choice import PLAIN, Choice, ChoiceState, Constrain, draw, row_buffers, row_values
 from onegraph.engine.decoder import Breakable, Decoder
 from onegraph.engine.pages import PageAllocator
 from onegraph.engine.params import SamplingParams, Stats
 from onegraph.engine.sequence import Sequence, make_sequences
 from onegraph.formats.turboquant import TurboQuantConfig, parse_kv
-from onegraph.ops.sampling import greedy, sample
 from onegraph.ops.step import begin_step, finish_step
 from onegraph.runtime.graph import GraphPool, Runner
 from onegraph.runtime.pipeline import Pipeline, check_links, running
 from onegraph.runtime.transfer import Download
 
 Tokens = list[tuple[int, int]]  # (prompt's number, token), of a step
+Report = tuple[Callable[[], Tensor], Callable[[], Tensor] | None]  # what waits for a step's tokens, log-probabilities
 
 
 class Engine:
@@ -96,7 +97,9 @@ class Engine:
         )
         self._allocator = PageAllocator(total, page_size)
         self._slots = list(range(max_batch, 0, -1))  # of state that does not grow; slot 0 belongs to nobody
-        self._runners: dict[tuple[str, bool], Pipeline] = {}
+        self._runners: dict[tuple[str, Choice], Pipeline] = {}
+        self._choices: ChoiceState | None = None  # made when a row first asks for more than temperature, top-k, top-p
+        self.constrain: Constrain | None = None  # who makes a row's constraint; that takes a tokenizer
         self._download = Download(
             torch.zeros(max_batch, dtype=torch.int64, device=self.devices[-1]), depth=self._ahead + 1
         )
@@ -110,23 +113,33 @@ class Engine:
         self,
         prompts: Seq[Seq[int]],
         params: SamplingParams | Seq[SamplingParams] | None = None,
-        on_token: Callable[[int, int], None] | None = None,
+        on_token: Callable[[int, int], object] | None = None,
     ) -> list[list[int]]:
         """Continue each prompt (a list of token ids) and return the new tokens of each.
 
         Args:
             params: for all prompts, or one for each.
-            on_token: called as on_token(prompt's number, token) as soon as the host has it.
+            on_token: called as on_token(prompt's number, token) as soon as the host has it; True ends that prompt.
 
         Raises ValueError for what cannot run (before anything does), FloatingPointError where the model gives NaN.
         """
+        return [sequence.output for sequence in self.complete(prompts, params, on_token)]
+
+    def complete(
+        self,
+        prompts: Seq[Seq[int]],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        on_token: Callable[[int, int], object] | None = None,
+    ) -> list[Sequence]:
+        """`generate`, but all that is known of each: output, seed, log-probabilities."""
         sequences = self._sequences(prompts, params)
         with self.running(), closing(self._run(sequences)) as steps:
             for tokens in steps:
                 if on_token is not None:
                     for index, token in tokens:
-                        on_token(index, token)
-        return [sequence.output for sequence in sequences]
+                        if on_token(index, token) is True:
+                            sequences[index].cancelled = True
+        return sequences
 
     def stream(
         self, prompts: Seq[Seq[int]], params: SamplingParams | Seq[SamplingParams] | None = None
@@ -142,17 +155,28 @@ class Engine:
         """The devices' streams; wrap a loop over a step's `replay` in it once."""
         return running(self._pools)
 
-    def runner(self, kind: Literal["decode", "prefill"], *, sampling: bool = False) -> Pipeline:
-        """A step, built when first asked for: greedy or sampling, one graph for each device and bucket."""
-        key = (kind, sampling)
+    def runner(
+        self,
+        kind: Literal["decode", "prefill"],
+        *,
+        sampling: bool = False,
+        shaping: bool = False,
+        logprobs: bool = False,
+    ) -> Pipeline:
+        """A step, built when first asked for, one graph for each device and bucket: greedy or sampling, with or without
+        what changes logits before, with log-probabilities or without."""
+        choice = Choice(sampling, shaping, logprobs)
+        key = (kind, choice)
         if key not in self._runners:
             started = perf_counter()
             decoding = kind == "decode"
+            if (shaping or logprobs) and self._choices is None:
+                self._choices = self._new_choices()
             # Zeros in all inputs: no row has a sequence, so that warm-up touches nothing but the sentinel page.
             stages = [
                 Runner(
-                    partial(self._step, stage, sampling),
-                    self._inputs(stage, decoding),
+                    partial(self._step, stage, choice),
+                    self._inputs(stage, decoding, choice),
                     _buckets(self.max_batch) if decoding else None,
                     capture=bool(self._pools),
                     pool=self._pools[stage] if self._pools else None,
@@ -167,7 +191,7 @@ class Engine:
     # The steps: the capture contract holds here.
 
     def _step(
-        self, stage: int, sampling: bool, positions: Tensor, limits: Tensor, table: Tensor, **inputs: Tensor
+        self, stage: int, choice: Choice, positions: Tensor, limits: Tensor, table: Tensor, **inputs: Tensor
     ) -> Tensor:
         """One stage's part of a step: what the next stage takes, or from the last what the host reads, int64 [B].
 
@@ -186,23 +210,26 @@ class Engine:
         if stage < len(self.devices) - 1:
             positions.copy_(after)
             return stream
-        new, logits = self._draw(self.model.leave(stream), counts, after, inputs, sampling)
+        new, logits = self._draw(self.model.leave(stream), counts, after, inputs, choice)
         return finish_step(new, logits, after, inputs["drawn"] if decoding else torch.empty_like(new), positions)
 
     def _draw(
-        self, hidden: Tensor, counts: Tensor, after: Tensor, choice: dict[str, Tensor], sampling: bool
+        self, hidden: Tensor, counts: Tensor, after: Tensor, inputs: dict[str, Tensor], choice: Choice
     ) -> tuple[Tensor, Tensor]:
-        """From hidden states [B, Q, D]: the token behind each row's last one, and the logits that it was drawn from."""
+        """From hidden states [B, Q, D]: the token behind each row's last one, and the model's logits there."""
         if hidden.shape[1] == 1:
             hidden = hidden.squeeze(1)
         else:
             last = (counts.long() - 1).clamp(min=0)
             hidden = hidden.gather(1, last.view(-1, 1, 1).expand(-1, 1, hidden.shape[2])).squeeze(1)
         logits = self.model.logits(hidden)
-        if sampling:
-            row = (choice[name] for name in ("temperature", "top_k", "top_p", "seed"))
-            return sample(logits, *row, after), logits
-        return greedy(logits), logits
+        if self._choices is None or not (choice.shaping or choice.logprobs):
+            return draw(logits, after, inputs, sampling=choice.sampling), logits
+        return self._choices.choose(logits, counts, after, inputs, choice), logits
+
+    def _new_choices(self) -> ChoiceState:
+        slots, vocabulary = self.max_batch + 1, self.model.config.vocab_size
+        return ChoiceState(slots, self.max_batch, vocabulary, self.devices[-1], depth=self._ahead + 1)
 
     # The host's part.
 
@@ -213,6 +240,7 @@ class Engine:
             vocabulary=self.model.config.vocab_size,
             max_context=self.max_context,
             allocator=self._allocator,
+            constrain=self.constrain,
         )
 
     def _stream(self, sequences: list[Sequence]) -> Generator[tuple[int, int], None, None]:
@@ -255,19 +283,21 @@ class Engine:
             self._busy = False
 
     def _prefill(self, sequence: Sequence) -> Tokens:
-        runner = self.runner("prefill", sampling=sequence.params.temperature > 0)
+        choice = Choice.of([sequence.params])
+        runner = self.runner("prefill", **choice._asdict())
+        self._prepare([sequence], begin=True)
         started = perf_counter()
         report = None
         for start in range(0, len(sequence.prompt), self.chunk):
             part = sequence.prompt[start : start + self.chunk]
-            rows = self._rows([sequence], [start], limits=[start + len(part)])
+            rows = self._rows([sequence], [start], limits=[start + len(part)], choice=choice)
             tokens = torch.zeros(1, self.chunk, dtype=torch.int64)
             tokens[0, : len(part)] = torch.tensor(part)
             runner.load(tokens=tokens, **rows)
             self._trim(len(part), start + len(part))
             report = runner.replay()
         assert report is not None
-        new = self._collect([sequence], self._download.start(report))
+        new = self._collect([sequence], self._fetch(report, choice))
         self.stats.prefill_tokens += len(sequence.prompt)
         self.stats.prefill_seconds += perf_counter() - started
         return new
@@ -278,20 +308,24 @@ class Engine:
         So at most one step too many runs for a row that met a stop token; it writes to the row's own pages, which are
         given back only afterwards, and what it drew is dropped.
         """
-        runner = self.runner("decode", sampling=any(s.params.temperature > 0 for s in active))
+        choice = Choice.of(s.params for s in active)
+        runner = self.runner("decode", **choice._asdict())
+        # What may follow a token is known when the host has it: a constraint makes the next step wait for the last.
+        ahead = 0 if any(s.constraint for s in active) else self._ahead
         started = perf_counter()
         positions = [len(s.prompt) + len(s.output) - 1 for s in active]
-        rows = self._rows(active, positions, limits=[s.limit for s in active])
+        rows = self._rows(active, positions, limits=[s.limit for s in active], choice=choice)
         _, bucket = runner.load(drawn=torch.tensor([s.output[-1] for s in active]), **rows)
-        under_way: deque[Callable[[], Tensor]] = deque()
+        under_way: deque[Report] = deque()
         reach, left = max(positions), min(s.left for s in active)
         while left or under_way:
             if left:
                 left, reach = left - 1, reach + 1
                 self._trim(1, reach)
-                under_way.append(self._download.start(runner.replay(bucket)[: len(active)]))
+                self._prepare(active)
+                under_way.append(self._fetch(runner.replay(bucket)[: len(active)], choice))
                 self.stats.decode_steps += 1
-            if len(under_way) > self._ahead or not left:
+            if len(under_way) > ahead or not left:
                 new = self._collect(active, under_way.popleft())
                 self.stats.decode_tokens += len(new)
                 now = perf_counter()
@@ -301,10 +335,26 @@ class Engine:
                 if any(s.done for s in active):
                     left = 0
 
-    def _collect(self, active: list[Sequence], tokens: Callable[[], Tensor]) -> Tokens:
+    def _prepare(self, active: list[Sequence], *, begin: bool = False) -> None:
+        """Before a step: what its rows have said so far, where they begin, and what may follow in those constrained."""
+        if self._choices is None:
+            return
+        for sequence in active if begin else ():
+            if sequence.params.shaping:
+                self._choices.begin(sequence.slot, sequence.prompt, sequence.output)
+        self._choices.constrain({s.slot: s.constraint for s in active if s.constraint is not None})
+
+    def _fetch(self, report: Tensor, choice: Choice) -> Report:
+        """Begin to copy what a step tells the host."""
+        told = self._choices.fetch(len(report)) if choice.logprobs and self._choices is not None else None
+        return self._download.start(report), told
+
+    def _collect(self, active: list[Sequence], report: Report) -> Tokens:
         """Wait for a step's tokens and hand out those of sequences that still run."""
         new = []
-        for sequence, token in zip(active, tokens().tolist(), strict=True):
+        tokens, told = report
+        drawn, rows = tokens().tolist(), told() if told is not None else None
+        for row, (sequence, token) in enumerate(zip(active, drawn, strict=True)):
             if sequence.done:
                 continue
             if token < 0:
@@ -313,11 +363,15 @@ class Engine:
                     f"prompt {sequence.index}: the model gives NaN at position {at}: its weights hold NaN or "
                     "infinities, or activations overflow its dtype; check the checkpoint, or load it in float32"
                 )
-            sequence.output.append(token)
+            sequence.take(token)
+            if rows is not None and self._choices is not None and sequence.params.logprobs is not None:
+                sequence.logprobs.append(self._choices.logprob(rows[row], token, sequence.params.logprobs))
             new.append((sequence.index, token))
         return new
 
-    def _rows(self, active: list[Sequence], positions: list[int], *, limits: list[int]) -> dict[str, Tensor]:
+    def _rows(
+        self, active: list[Sequence], positions: list[int], *, limits: list[int], choice: Choice
+    ) -> dict[str, Tensor]:
         """The host's side of `_row_inputs`."""
         table = torch.zeros(len(active), self._per_row, dtype=torch.int32)
         for row, sequence in zip(table, active, strict=True):
@@ -327,17 +381,15 @@ class Engine:
             "limits": torch.tensor(limits, dtype=torch.int32),
             "table": table,
             "slots": torch.tensor([s.slot for s in active], dtype=torch.int32),
-            "temperature": torch.tensor([s.params.temperature for s in active], dtype=torch.float32),
-            "top_k": torch.tensor([s.params.top_k for s in active], dtype=torch.int32),
-            "top_p": torch.tensor([s.params.top_p for s in active], dtype=torch.float32),
             "seed": torch.tensor([s.seed for s in active], dtype=torch.int64),
+            **row_values([s.params for s in active], choice),
         }
 
-    def _inputs(self, stage: int, decoding: bool) -> dict[str, Tensor]:
+    def _inputs(self, stage: int, decoding: bool, choice: Choice) -> dict[str, Tensor]:
         """The static buffers of one stage's step."""
         device = self.devices[stage]
         rows, length = (self.max_batch, 1) if decoding else (1, self.chunk)
-        inputs = self._row_inputs(rows, device)
+        inputs = self._row_inputs(rows, device, choice)
         if decoding:
             inputs["drawn"] = torch.zeros(rows, dtype=torch.int64, device=device)
         else:
@@ -346,7 +398,7 @@ class Engine:
             inputs["stream"] = torch.zeros(self.model.stream_shape(rows, length), dtype=self.model.dtype, device=device)
         return inputs
 
-    def _row_inputs(self, rows: int, device: torch.device) -> dict[str, Tensor]:
+    def _row_inputs(self, rows: int, device: torch.device, choice: Choice = PLAIN) -> dict[str, Tensor]:
         def tensor(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros(rows, *shape, dtype=dtype, device=device)
 
@@ -355,10 +407,8 @@ class Engine:
             "limits": tensor(torch.int32),  # where the row stops: a padding row has 0
             "table": tensor(torch.int32, self._per_row),
             "slots": tensor(torch.int32),  # which state of fixed size is the row's: a padding row has 0
-            "temperature": tensor(torch.float32),
-            "top_k": tensor(torch.int32),
-            "top_p": tensor(torch.float32),
             "seed": tensor(torch.int64),
+            **row_buffers(rows, choice, device),
         }
 
     def _trim(self, length: int, reach: int) -> None:

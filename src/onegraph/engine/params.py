@@ -1,9 +1,12 @@
 """What a caller asks of one sequence, and what the engine tells about a run; both plain data."""
 
+import json
 import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+MAX_LOGPROBS = 20  # likeliest tokens that may be asked for, as OpenAI's API has it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,25 +17,47 @@ class SamplingParams:
         max_tokens: generate at most this many.
         temperature: 0 takes the likeliest token; otherwise logits are divided by it.
         top_k: draw among the k likeliest, 0 for all. top_p: draw among the likeliest that reach this mass, 1 for all.
+        min_p: draw among those at least this fraction as likely as the likeliest, 0 for all.
+        repetition_penalty: logits of tokens that the prompt or the answer has are divided by it where positive, times
+            it where negative (transformers'), 1 for off.
+        presence_penalty: taken off the logits of tokens that the answer has. frequency_penalty: taken off once for
+            each time that it has them. Both OpenAI's: -2 to 2, 0 for off.
         seed: the same seed, prompt and model give the same tokens, in any batch; None draws a seed.
-        stop: token ids that end the sequence; the one that did is the last of the result.
+        stop: what ends the sequence, token ids and texts. The id that did is the last of the tokens; a text that did,
+            and what follows it, is not in the answer's text.
+        n: answers to write; the i-th draws with seed + i, from i = 0 on.
+        logprobs: None for none; else the log-probability of each token, and of so many likeliest ones in its place,
+            by the model's own logits: before penalties, constraints and temperature (OpenAI's and vLLM's default).
+        json_schema: the answer is JSON that this schema allows (the schema, or its JSON text). regex: the answer
+            matches this regular expression. At most one of the two; needs llguidance.
     """
 
     max_tokens: int = 128
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     seed: int | None = None
-    stop: Sequence[int] = ()
+    stop: Sequence[int | str] = ()
+    n: int = 1
+    logprobs: int | None = None
+    json_schema: dict[str, object] | str | None = None
+    regex: str | None = None
 
     def __post_init__(self) -> None:
         def require(name: str, fine: bool, allowed: str) -> None:
             if not fine:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}; allowed is {allowed}")
 
-        for name in ("max_tokens", "top_k"):
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("max_tokens", "top_k", "n"):
             require(name, _is_index(getattr(self, name)), "a whole number")
-        for name in ("temperature", "top_p"):
+        penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        for name in ("temperature", "top_p", "min_p", *penalties):
             value = getattr(self, name)
             require(name, isinstance(value, int | float) and math.isfinite(value), "a finite number")
         require("max_tokens", self.max_tokens >= 1, "1 or more")
@@ -41,10 +66,58 @@ class SamplingParams:
         )
         require("top_k", 0 <= self.top_k < 2**31, "0 for off, or a count of tokens")
         require("top_p", 0 < self.top_p <= 1, "above 0, up to 1 for off")
+        require("min_p", 0 <= self.min_p <= 1, "0 for off, up to 1")
+        require("repetition_penalty", 1e-2 <= self.repetition_penalty <= 1e2, "0.01 to 100, 1 for off")
+        for name in penalties[1:]:
+            require(name, -2 <= getattr(self, name) <= 2, "-2 to 2, 0 for off")
         require(
             "seed", self.seed is None or (_is_index(self.seed) and -(2**63) <= self.seed < 2**63), "a 64-bit integer"
         )
-        require("stop", all(_is_index(token) and token >= 0 for token in self.stop), "a list of token ids")
+        fine = all(what != "" if isinstance(what, str) else _is_index(what) and what >= 0 for what in self.stop)
+        require("stop", fine, "a text, or a list of token ids and texts")
+        require("n", 1 <= self.n <= 1024, "1 to 1024")
+        top = self.logprobs
+        require("logprobs", top is None or (_is_index(top) and 0 <= top <= MAX_LOGPROBS), f"0 to {MAX_LOGPROBS}")
+        require("regex", self.regex is None or isinstance(self.regex, str), "a regular expression")
+        require("json_schema", _is_schema(self.json_schema), "a JSON schema: a dict, or its text")
+        if self.json_schema is not None and self.regex is not None:
+            raise ValueError("regex: got one beside json_schema; allowed is one of the two")
+
+    @property
+    def stop_tokens(self) -> frozenset[int]:
+        """The token ids of `stop`."""
+        return frozenset(what for what in self.stop if not isinstance(what, str))
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """The texts of `stop`."""
+        return tuple(what for what in self.stop if isinstance(what, str))
+
+    @property
+    def sampling(self) -> bool:
+        """Whether a token is drawn, not the likeliest taken."""
+        return self.temperature > 0
+
+    @property
+    def constrained(self) -> bool:
+        """Whether which token may follow depends on the ones before."""
+        return self.json_schema is not None or self.regex is not None
+
+    @property
+    def shaping(self) -> bool:
+        """Whether logits are changed before a token is drawn from them: penalties, min-p, a constraint."""
+        off = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) == (1, 0, 0)
+        return not off or (self.min_p > 0 and self.sampling) or self.constrained
+
+
+def _is_schema(value: object) -> bool:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return False
+        return isinstance(value, dict | bool)
+    return value is None or isinstance(value, dict)
 
 
 def _is_index(value: object) -> bool:
@@ -53,6 +126,18 @@ def _is_index(value: object) -> bool:
     except TypeError:
         return False
     return True
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """How likely a token was where it was drawn: natural logarithms of the model's own probabilities.
+
+    top: (token, log-probability) of the likeliest there, the likeliest first.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(kw_only=True)

@@ -5,13 +5,18 @@ import secrets
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from onegraph.engine.choice import Constrain, Constraint
 from onegraph.engine.pages import PageAllocator
-from onegraph.engine.params import SamplingParams
+from onegraph.engine.params import SamplingParams, TokenLogprob
 
 
 @dataclass(eq=False)
 class Sequence:
-    """The host's view of a row: what came in, what was generated, which pages and which slot hold it."""
+    """The host's view of a row: what came in, what was generated, which pages and which slot hold it.
+
+    constraint: what may follow. logprobs: of each token of the output, where they are asked for. cancelled: it ends
+    before the next token.
+    """
 
     index: int
     prompt: list[int]
@@ -20,6 +25,9 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     slot: int = 0
     output: list[int] = field(default_factory=list)
+    constraint: Constraint | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    cancelled: bool = False
 
     @property
     def limit(self) -> int:
@@ -32,7 +40,15 @@ class Sequence:
 
     @property
     def done(self) -> bool:
-        return not self.left or (bool(self.output) and self.output[-1] in self.params.stop)
+        if self.cancelled or not self.left or (self.constraint is not None and self.constraint.done):
+            return True
+        return bool(self.output) and self.output[-1] in self.params.stop
+
+    def take(self, token: int) -> None:
+        """A token was drawn for it."""
+        self.output.append(token)
+        if self.constraint is not None:
+            self.constraint.take(token)
 
 
 def make_sequences(
@@ -42,6 +58,7 @@ def make_sequences(
     vocabulary: int,
     max_context: int,
     allocator: PageAllocator,
+    constrain: Constrain | None = None,
 ) -> list[Sequence]:
     """A `Sequence` for each prompt; raises ValueError (got / allowed / what to do) for the first that cannot run."""
     if params is None or isinstance(params, SamplingParams):
@@ -53,6 +70,9 @@ def make_sequences(
         seed = secrets.randbits(63) if wanted.seed is None else wanted.seed
         sequence = Sequence(index, _tokens(index, prompt, vocabulary), wanted, seed)
         _check_size(sequence, max_context, allocator)
+        _check_text(sequence, constrain)
+        if constrain is not None and wanted.constrained:
+            sequence.constraint = constrain(wanted)
         sequences.append(sequence)
     return sequences
 
@@ -72,6 +92,17 @@ def _tokens(index: int, prompt: Seq[int], vocabulary: int) -> list[int]:
     if not tokens:
         raise ValueError(f"prompt {index}: got no tokens; a prompt needs one or more, e.g. the begin-of-text token")
     return tokens
+
+
+def _check_text(sequence: Sequence, constrain: Constrain | None) -> None:
+    """What needs a tokenizer, or several sequences, is for who has them."""
+    wanted = sequence.params
+    if wanted.n != 1:
+        raise ValueError(f"n: got {wanted.n}; allowed is 1: the engine continues each prompt once, LLM takes n")
+    if wanted.stop_texts:
+        raise ValueError(f"stop: got {wanted.stop_texts[0]!r}; allowed are token ids: the engine has no text, LLM does")
+    if wanted.constrained and constrain is None:
+        raise ValueError("json_schema, regex: got one; the engine has no tokenizer: use LLM, or set its `constrain`")
 
 
 def _check_size(sequence: Sequence, max_context: int, allocator: PageAllocator) -> None:

@@ -39,6 +39,21 @@ class Call:
 
 
 @dataclass(eq=False)
+class AdjustLogits(Call):
+    """See `ops.shaping.adjust_logits`."""
+
+    logits: Tensor
+    last: Tensor
+    slots: Tensor
+    seen: Written
+    allowed: Tensor
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+    constrained: Tensor
+
+
+@dataclass(eq=False)
 class E8PExperts(Call):
     """See `ops.e8p_experts.e8p_experts`."""
 

@@ -1,0 +1,98 @@
+"""An answer, and how the tokens of one become the text that is shown."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from onegraph.api.tokenizer import TextStream
+from onegraph.engine.params import SamplingParams, TokenLogprob
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """What the model wrote behind one prompt. `str()` of it is the text.
+
+    tokens: its ids, a stop token that ended it included, and those of a stop text. finish_reason: "stop" at a stop
+    token or a stop text, or where a constraint allows nothing more; "length" at max_tokens. prompt_tokens: how many the
+    prompt had. seed: what its draws come from, None where nothing is drawn. logprobs: of each token, where they are
+    asked for. others: the further answers where `n` asks for several.
+    """
+
+    text: str
+    tokens: list[int]
+    finish_reason: Literal["stop", "length"]
+    prompt_tokens: int
+    seed: int | None = None
+    logprobs: list[TokenLogprob] | None = None
+    others: tuple[Completion, ...] = ()
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def copies(params: SamplingParams) -> list[SamplingParams]:
+    """The `n` answers that are asked for, one each: the i-th draws with seed + i.
+
+    A seed that nobody gave is drawn small enough for `--seed` and for JSON to take it back.
+    """
+    seed = params.seed
+    if seed is None and params.sampling:
+        seed = secrets.randbelow(2**31 - 1024)
+    seeds = [None if seed is None else (seed + i + 2**63) % 2**64 - 2**63 for i in range(params.n)]
+    return [replace(params, n=1, seed=each) for each in seeds]
+
+
+def for_engine(params: SamplingParams) -> SamplingParams:
+    """Without what takes a text to see, which is the caller's: stop texts."""
+    return replace(params, stop=sorted(params.stop_tokens))
+
+
+class StopTexts:
+    """Passes text on up to the first of `stops`, holding back what may be the beginning of one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops = tuple(stops)
+        self._held = ""
+
+    def push(self, text: str, final: bool) -> tuple[str, bool]:
+        """The text that may be shown, and whether a stop was met."""
+        text = self._held + text
+        if found := [at for at in map(text.find, self.stops) if at >= 0]:
+            return text[: min(found)], True
+        keep = 0 if final else max((_overlap(text, stop) for stop in self.stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], False
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of `text` that may be the beginning of `stop`."""
+    sizes = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((size for size in sizes if text.endswith(stop[:size])), 0)
+
+
+class AnswerText:
+    """Tokens in, text out as soon as it is sure to be shown: up to the first stop text, never a part of one.
+
+    ended: whether a stop text was met; nothing comes out any more.
+    """
+
+    def __init__(self, stream: TextStream, stops: Sequence[str]) -> None:
+        self._stream, self._stops = stream, StopTexts(stops)
+        self.ended = False
+
+    def push(self, token: int) -> str:
+        """What `token` adds to the text shown, often nothing yet."""
+        return self._show(self._stream.push(token), final=False)
+
+    def finish(self) -> str:
+        """What is left where no further token comes."""
+        return self._show(self._stream.finish(), final=True)
+
+    def _show(self, text: str, *, final: bool) -> str:
+        if self.ended:
+            return ""
+        shown, self.ended = self._stops.push(text, final)
+        return shown

@@ -1,0 +1,101 @@
+"""JSON schemas and regular expressions as constraints on the next token, by llguidance."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from onegraph.api.tokenizer import Tokenizer
+from onegraph.engine.params import SamplingParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+
+class Constraints:
+    """Makes the constraints of a model's rows: `Engine.constrain`.
+
+    llguidance is given the bytes of every token, which the tokenizer's own process tells, never the checkpoint's files.
+
+    Args:
+        vocabulary: of the model, which may have more tokens than the tokenizer; those are never allowed.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary: int) -> None:
+        self._tokenizer, self._vocabulary = tokenizer, vocabulary
+        self._tokens: LLTokenizer | None = None
+
+    def __call__(self, params: SamplingParams) -> GrammarConstraint:
+        """Raises ValueError where llguidance is missing, or refuses what is asked for."""
+        try:
+            from llguidance import LLMatcher
+        except ImportError:
+            raise ValueError(
+                "json_schema and regex need llguidance; install it: pip install 'onegraph[constraints]'"
+            ) from None
+        if (schema := params.json_schema) is not None:
+            text = schema if isinstance(schema, str) else json.dumps(schema)
+            name, grammar = "json_schema", LLMatcher.grammar_from_json_schema(text)
+        else:
+            name, grammar = "regex", LLMatcher.grammar_from_regex(params.regex or "")
+        if self._tokens is None:
+            self._tokens = self._read()
+        matcher = LLMatcher(self._tokens, grammar, log_level=0)
+        if matcher.is_error():
+            raise ValueError(f"{name}: {' '.join(matcher.get_error().split())[:300]}")
+        return GrammarConstraint(name, matcher)
+
+    def _read(self) -> LLTokenizer:
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        tokens, special = self._tokenizer.token_bytes()
+        return LLTokenizer(TokenizerWrapper(_Vocabulary(self._tokenizer, tokens, special, self._vocabulary)))
+
+
+class _Vocabulary:
+    """What llguidance asks of a tokenizer. Where no token ends an answer, one beyond the vocabulary stands for it."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, tokens: Mapping[int, bytes], special: list[int], size: int) -> None:
+        self._tokenizer = tokenizer
+        self.tokens = [tokens.get(i, b"") for i in range(size)] + [b"<end>"]
+        ends = sorted(i for i in tokenizer.stops if i < size) or [size]
+        self.eos_token_id = ends[0]
+        self.special_token_ids = sorted({*special, *ends, size})
+
+    def __call__(self, text: str) -> list[int]:
+        if not isinstance(text, str):  # it tries whether bytes are taken
+            raise TypeError("text is expected")
+        return self._tokenizer.encode(text, special=False)
+
+
+class GrammarConstraint:
+    """What may follow in one row. `problem` is what ended it before its time: a grammar beyond llguidance's limits."""
+
+    def __init__(self, name: str, matcher: LLMatcher) -> None:
+        self._name, self._matcher = name, matcher
+        self.problem = ""
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing may follow: the text is whole and cannot go on."""
+        return bool(self._matcher.is_stopped())
+
+    def fill(self, allowed: Tensor) -> None:
+        """A bit a token, the lowest first, into int32 [ceil(V / 32)] on the host."""
+        words = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.int32)
+        allowed.copy_(words[: len(allowed)])
+        self._look()
+
+    def take(self, token: int) -> None:
+        self._matcher.consume_token(token)
+        self._look()
+
+    def _look(self) -> None:
+        if self._matcher.is_error():
+            self.problem = f"{self._name}: {' '.join(self._matcher.get_error().split())[:300]}"

@@ -1,0 +1,76 @@
+"""Prompts from a file: a text a line, or in JSON Lines an object a line with sampling fields of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from onegraph.cli.common import UsageError, read_text
+
+
+@dataclass(frozen=True)
+class Request:
+    """A text, or the messages of a conversation. `told`: what its output repeats; `fields`: of SamplingParams."""
+
+    prompt: str | list[dict[str, str]]
+    told: dict[str, Any]
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+def read_batch(path: str) -> list[Request]:
+    """The requests of a file, a .jsonl one or one of texts. Raises UsageError that names the line, CheckpointError."""
+    lines = [(i, line) for i, line in enumerate(read_text(path).splitlines(), 1) if line.strip()]
+    if not lines:
+        raise UsageError(f"--batch {path}: holds no prompt; one a line is expected")
+    if not path.endswith(".jsonl"):
+        return [Request(line, {"prompt": line}) for _, line in lines]
+    return [_request(line, f"--batch {path}, line {i}") for i, line in lines]
+
+
+def _request(line: str, where: str) -> Request:
+    from onegraph.engine.params import SamplingParams
+    from onegraph.formats.files import parse_json
+
+    found = parse_json(line.encode(), where)
+    names = [each.name for each in dataclasses.fields(SamplingParams)]
+    if not isinstance(found, dict) or ("prompt" in found) == ("messages" in found):
+        raise UsageError(f'{where}: an object with "prompt" or "messages" is expected')
+    if unknown := sorted(found.keys() - {"prompt", "messages", "id", *names}):
+        raise UsageError(f"{where}: got {', '.join(unknown)}; allowed are prompt, messages, id, {', '.join(names)}")
+    prompt = found["prompt"] if "prompt" in found else found["messages"]
+    if not (isinstance(prompt, str) and prompt if "prompt" in found else _is_conversation(prompt)):
+        raise UsageError(f'{where}: a text, or a list of {{"role": ..., "content": ...}}, is expected')
+    told = {name: found[name] for name in ("id", "prompt", "messages") if name in found}
+    fields = {name: found[name] for name in names if name in found}
+    try:
+        SamplingParams(**fields)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{where}: {error}") from None
+    return Request(prompt, told, fields)
+
+
+def _is_conversation(messages: object) -> bool:
+    return isinstance(messages, list) and bool(messages) and all(map(_is_message, messages))
+
+
+def _is_message(message: object) -> bool:
+    if not isinstance(message, dict) or message.keys() != {"role", "content"}:
+        return False
+    return all(isinstance(text, str) for text in message.values())
+
+
+def rows(request: Request, completion: Any) -> Iterator[dict[str, Any]]:
+    """What is told of each answer to a request, as JSON."""
+    for made in (completion, *completion.others):
+        row = request.told | {
+            "text": made.text,
+            "tokens": made.tokens,
+            "prompt_tokens": made.prompt_tokens,
+            "finish": made.finish_reason,
+            "seed": made.seed,
+        }
+        if made.logprobs is not None:
+            row["logprobs"] = [{"logprob": each.logprob, "top": each.top} for each in made.logprobs]
+        yield row

@@ -1,0 +1,167 @@
+"""How a step chooses its tokens: which of its parts the rows need, the state behind them, and the host's share.
+
+A step of which no row asks for more than temperature, top-k and top-p has none of this. Counts of tokens and masks
+belong to slots, which a sequence keeps while rows move; the host writes them when a sequence begins, the step counts
+from there.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Seq
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from onegraph.engine.params import MAX_LOGPROBS, SamplingParams, TokenLogprob
+from onegraph.ops.sampling import greedy, sample
+from onegraph.ops.shaping import OUTPUT, PROMPT, adjust_logits, mask_words, min_p
+from onegraph.runtime.transfer import Download, Upload
+
+
+class Constraint(Protocol):
+    """What decides, from the tokens so far, which may follow."""
+
+    problem: str
+    """Why it ended before its time, empty where it did not."""
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing may follow."""
+
+    def fill(self, allowed: Tensor) -> None:
+        """Write the tokens that may follow: a bit each, the lowest first, into int32 [ceil(V / 32)] on the host."""
+
+    def take(self, token: int) -> None:
+        """A token was drawn."""
+
+
+Constrain = Callable[[SamplingParams], Constraint]
+
+
+class Choice(NamedTuple):
+    """The parts of a step's end: draw or take the likeliest, change logits before, tell log-probabilities."""
+
+    sampling: bool = False
+    shaping: bool = False
+    logprobs: bool = False
+
+    @classmethod
+    def of(cls, params: Iterable[SamplingParams]) -> "Choice":
+        """What these rows need together. A row's token does not depend on what others need."""
+        found = [(p.sampling, p.shaping, p.logprobs is not None) for p in params]
+        return cls(*(any(column) for column in zip(*found, strict=True))) if found else cls()
+
+
+PLAIN = Choice()
+
+
+def row_values(params: Seq[SamplingParams], choice: Choice) -> dict[str, Tensor]:
+    """The inputs that a step with `choice` has for each row, [B] each, on the host."""
+    values = {
+        "temperature": torch.tensor([p.temperature for p in params], dtype=torch.float32),
+        "top_k": torch.tensor([p.top_k for p in params], dtype=torch.int32),
+        "top_p": torch.tensor([p.top_p for p in params], dtype=torch.float32),
+    }
+    if choice.shaping:
+        values |= {
+            "min_p": torch.tensor([p.min_p for p in params], dtype=torch.float32),
+            "repetition": torch.tensor([p.repetition_penalty for p in params], dtype=torch.float32),
+            "presence": torch.tensor([p.presence_penalty for p in params], dtype=torch.float32),
+            "frequency": torch.tensor([p.frequency_penalty for p in params], dtype=torch.float32),
+            "constrained": torch.tensor([p.constrained for p in params], dtype=torch.int32),
+        }
+    return values
+
+
+def row_buffers(rows: int, choice: Choice, device: torch.device) -> dict[str, Tensor]:
+    """The static buffers of `row_values`. A padding row has zeros: it has seen no token that they could change."""
+    values = row_values([SamplingParams()] * rows, choice)
+    return {name: torch.zeros(rows, dtype=value.dtype, device=device) for name, value in values.items()}
+
+
+def draw(logits: Tensor, after: Tensor, inputs: Mapping[str, Tensor], *, sampling: bool) -> Tensor:
+    """Tokens int64 [B] from logits [B, V]; `after` int32 [B] are their positions."""
+    if not sampling:
+        return greedy(logits)
+    return sample(logits, *(inputs[name] for name in ("temperature", "top_k", "top_p", "seed")), after)
+
+
+class ChoiceState:
+    """What steps keep between them for `Choice`, and its way to and from the host.
+
+    Args:
+        slots: of sequences, the one of padding rows included.
+        rows: of a step at most.
+        depth: steps under way whose log-probabilities the host has not read.
+    """
+
+    def __init__(self, slots: int, rows: int, vocabulary: int, device: torch.device, *, depth: int) -> None:
+        self.seen = torch.zeros(slots, vocabulary, dtype=torch.int32, device=device)
+        self.allowed = torch.zeros(slots, mask_words(vocabulary), dtype=torch.int32, device=device)
+        self.top = min(MAX_LOGPROBS, vocabulary)
+        self.told = torch.zeros(rows, 1 + 2 * self.top, dtype=torch.float64, device=device)
+        self._masks = torch.zeros(self.allowed.shape, dtype=torch.int32)  # the host's copy of `allowed`
+        self._counts = Upload(torch.zeros(vocabulary, dtype=torch.int32, device=device))
+        self._upload = Upload(self.allowed)
+        self._download = Download(self.told, depth)
+
+    # Within a step: the capture contract holds here.
+
+    def choose(
+        self, logits: Tensor, counts: Tensor, after: Tensor, inputs: dict[str, Tensor], choice: Choice
+    ) -> Tensor:
+        """`draw`, with all that `choice` asks for. counts int32 [B]: tokens that the step reads of each row."""
+        shaped = logits
+        if choice.shaping:
+            if "drawn" in inputs:  # the token that is read counts, unless the row stands still
+                last = inputs["drawn"].masked_fill(counts == 0, -1)
+            else:  # the host has counted all of the prompt
+                last = torch.full_like(counts, -1, dtype=torch.int64)
+            shaped = adjust_logits(
+                logits, last, inputs["slots"], self.seen, self.allowed, inputs["repetition"], inputs["presence"],
+                inputs["frequency"], inputs["constrained"],
+            )  # fmt: skip
+            if choice.sampling:
+                top_p = min_p(shaped, *(inputs[name] for name in ("temperature", "top_k", "top_p", "min_p")))
+                inputs = inputs | {"top_p": top_p}
+        tokens = draw(shaped, after, inputs, sampling=choice.sampling)
+        if choice.logprobs:
+            self._tell(logits.float(), tokens)
+        return tokens
+
+    def _tell(self, logits: Tensor, tokens: Tensor) -> None:
+        """The drawn token's log-probability, those of the likeliest, and their ids: float64, which holds all three."""
+        drawn = logits.gather(1, tokens.unsqueeze(1))
+        values, ids = logits.topk(self.top, dim=1)
+        norm = logits.logsumexp(dim=1, keepdim=True)
+        self.told[: len(logits)].copy_(torch.cat((drawn - norm, values - norm, ids.double()), dim=1))
+
+    # The host's part, between steps.
+
+    def begin(self, slot: int, prompt: Seq[int], output: Seq[int] = ()) -> None:
+        """Count what stands before the next token of the sequence in this slot.
+
+        output: those tokens of the answer that prefill reads (again), and no decode step will.
+        """
+        size = self.seen.shape[1]
+        row = OUTPUT * torch.bincount(torch.tensor(output, dtype=torch.int64), minlength=size)
+        row[torch.tensor(prompt, dtype=torch.int64)] += PROMPT  # once for each token, however often it is named
+        self._counts(row.int())
+        self.seen[slot].copy_(self._counts.target)
+
+    def constrain(self, constraints: Mapping[int, Constraint]) -> None:
+        """Upload what may follow in each slot that has a constraint; the last token must have been taken."""
+        for slot, constraint in constraints.items():
+            constraint.fill(self._masks[slot])
+        if constraints:
+            self._upload(self._masks[: max(constraints) + 1])
+
+    def fetch(self, rows: int) -> Callable[[], Tensor]:
+        """Begin to copy the step's log-probabilities of the first rows; what it returns waits for them."""
+        return self._download.start(self.told[:rows])
+
+    def logprob(self, told: Tensor, token: int, wanted: int) -> TokenLogprob:
+        """A row of what `fetch` gave, with `wanted` of the likeliest."""
+        drawn, *rest = told.tolist()
+        values, ids = rest[:wanted], rest[self.top : self.top + wanted]
+        return TokenLogprob(token, drawn, tuple(zip(map(int, ids), values, strict=True)))

@@ -1,0 +1,313 @@
+"""Penalties, min-p, constraints and log-probabilities: against transformers' processors, within the engine's steps."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from onegraph.check.api import check_step
+from onegraph.engine import generate
+from onegraph.engine.choice import Choice
+from onegraph.engine.generate import Engine
+from onegraph.engine.params import SamplingParams
+from onegraph.ops.registry import reference_ops
+from onegraph.ops.sampling import greedy, sample
+from onegraph.ops.shaping import OUTPUT, PROMPT, adjust_logits, mask_words, min_p
+from test_engine import PROMPTS
+from test_graph import RecordedPool
+from test_sampling import filtered
+from tiny_decoder import TinyDecoder
+
+VOCABULARY = 101
+ALL = Choice(sampling=True, shaping=True, logprobs=True)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return TinyDecoder()
+
+
+@pytest.fixture(params=["eager", "captured", "split"])
+def make(request, model, monkeypatch):
+    """Engines of each mode; the graphs are recorded ones, which replay ops and no Python (test_graph.py)."""
+    monkeypatch.setattr(generate, "GraphPool", lambda device: RecordedPool())
+    capture = {"eager": False, "captured": True, "split": "split"}[request.param]
+    return lambda **options: Engine(
+        model, **({"max_batch": 2, "max_context": 64, "page_size": 4, "chunk": 8, "capture": capture} | options)
+    )
+
+
+class Parity:
+    """A constraint that depends on every token: after an even sum only the tokens with the remainder 1 of 3, else 2."""
+
+    problem = ""
+
+    def __init__(self, params):
+        self.taken, self.length = [], int(params.regex)
+
+    @property
+    def done(self):
+        return len(self.taken) == self.length
+
+    def tokens(self):
+        return range(1 + sum(self.taken) % 2, VOCABULARY, 3)
+
+    def fill(self, allowed):
+        words = [0] * len(allowed)
+        for token in self.tokens():
+            words[token // 32] |= 1 << token % 32
+        allowed.copy_(torch.tensor(words).to(torch.int32))
+
+    def take(self, token):
+        assert token in self.tokens()
+        self.taken.append(token)
+
+
+def shaped(logits, prompt, output, params):
+    """Logits [1, V] after repetition, presence and frequency penalties, and the constraint: by the definitions."""
+    if params.repetition_penalty != 1:
+        processor = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)
+        logits = processor(torch.tensor([[*prompt, *output]]), logits)
+    counts = torch.bincount(torch.tensor(output, dtype=torch.int64), minlength=VOCABULARY)
+    logits = logits - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
+    if params.regex is not None:
+        constraint = Parity(params)
+        constraint.taken = list(output)
+        closed = torch.ones(VOCABULARY, dtype=torch.bool)
+        closed[list(constraint.tokens())] = False
+        logits = logits.masked_fill(closed, -torch.inf)
+    return logits
+
+
+def warpers(params):
+    """transformers' in its order (generation/utils.py)."""
+    found = [TemperatureLogitsWarper(params.temperature)]
+    found += [TopKLogitsWarper(params.top_k)] if params.top_k else []
+    found += [TopPLogitsWarper(params.top_p)] if params.top_p < 1 else []
+    return found + ([MinPLogitsWarper(params.min_p)] if params.min_p else [])
+
+
+def dense(model, prompt, params):
+    """(tokens, model's logits at each) that the definitions give, all of the sequence anew for each token."""
+    output, seen = [], []
+    for _ in range(params.max_tokens if params.regex is None else min(params.max_tokens, int(params.regex))):
+        seen.append(model.dense_logits([*prompt, *output]))
+        logits = shaped(seen[-1], prompt, output, params)
+        if params.temperature == 0:
+            output.append(greedy(logits).item())
+        else:
+            for warp in warpers(params):
+                logits = warp(None, logits)
+            row = [torch.ones(1), torch.zeros(1).int(), torch.ones(1), torch.tensor([params.seed])]
+            output.append(sample(logits, *row, torch.tensor([len(prompt) + len(output)]).int()).item())
+    return output, seen
+
+
+def test_the_kept_tokens_are_those_of_transformers():
+    """Random mixtures of all that filters, min-p before top-p here and behind it there."""
+    rng, g = random.Random(0), torch.Generator().manual_seed(0)
+    differs = 0
+    for _ in range(120):
+        params = SamplingParams(
+            temperature=rng.uniform(0.4, 2), top_k=rng.choice([0, 1, 3, 30]), top_p=rng.choice([1.0, 0.5, 0.9]),
+            min_p=rng.choice([0.02, 0.1, 0.4, 1.0]),
+        )  # fmt: skip
+        logits = torch.randn(1, 200, generator=g) * 2
+        expected = logits
+        for warp in warpers(params):
+            expected = warp(None, expected)
+        row = [torch.tensor([v]) for v in (params.temperature, params.top_k, params.top_p, params.min_p)]
+        mine = logits.clone()
+        top_p = min_p(mine, row[0], row[1].int(), row[2], row[3])
+        kept = filtered(mine[0], params.temperature, params.top_k, top_p.item()) > 0
+        assert kept.equal(expected[0].isfinite()), params
+        naive = filtered(mine[0], params.temperature, params.top_k, params.top_p) > 0
+        differs += not naive.equal(kept)
+    assert differs > 5, "the cases do not need another top_p"
+
+
+def test_the_repetition_penalty_is_that_of_transformers_bit_for_bit():
+    g = torch.Generator().manual_seed(1)
+    logits = torch.cat((torch.randn(8, VOCABULARY - 3, generator=g) * 5, torch.zeros(8, 1), -torch.zeros(8, 1),
+                        torch.full((8, 1), -torch.inf)), dim=1)  # fmt: skip
+    ids = torch.randint(0, VOCABULARY, (8, 60), generator=g)
+    seen = torch.zeros(8, VOCABULARY, dtype=torch.int32)
+    seen.scatter_(1, ids[:, :30], PROMPT)
+    seen.scatter_add_(1, ids[:, 30:], torch.full((8, 30), OUTPUT).int())
+    zeros, slots = torch.zeros(8), torch.arange(8).int()
+    open_ = torch.zeros(8, mask_words(VOCABULARY), dtype=torch.int32)
+    for penalty in (0.7, 1.0, 1.3, 1.1):
+        rows = (torch.full((8,), -1), slots, seen, open_, torch.full((8,), penalty), zeros, zeros, zeros.int())
+        expected = RepetitionPenaltyLogitsProcessor(penalty)(ids, logits)
+        assert adjust_logits(logits, *rows).equal(expected)
+
+
+CASES = {
+    "repetition": {"repetition_penalty": 1.8},
+    "presence": {"presence_penalty": 2.0, "temperature": 0.6},
+    "frequency": {"frequency_penalty": 0.9, "temperature": 0.8},
+    "rewarded": {"frequency_penalty": -0.4, "presence_penalty": 0.5, "temperature": 1.1, "top_k": 40},
+    "min_p": {"min_p": 0.2, "temperature": 1.4, "top_p": 0.8},
+    "all": {"repetition_penalty": 1.3, "presence_penalty": 0.4, "min_p": 0.05, "temperature": 1.2, "top_k": 30},
+    "constrained": {"regex": "9", "temperature": 1.2, "repetition_penalty": 1.2},
+    "constrained greedy": {"regex": "30"},
+    "plain": {"temperature": 0.9, "top_p": 0.9},
+    "greedy": {},
+}
+PARAMS = [SamplingParams(max_tokens=12, seed=7 + i, logprobs=3, **case) for i, case in enumerate(CASES.values())]
+
+
+def test_any_mixture_gives_each_prompt_the_tokens_of_the_definitions(make, model):
+    """Ten kinds of rows through three, so that rows and slots change owners and steps change kinds."""
+    prompts = [[n + 1, *PROMPTS[n % 4]] for n in range(len(PARAMS))]
+    expected = [dense(model, prompt, params) for prompt, params in zip(prompts, PARAMS, strict=True)]
+    plain = [dense(model, prompt, SamplingParams(max_tokens=12))[0] for prompt in prompts]
+    assert sum(tokens == other for (tokens, _), other in zip(expected, plain, strict=True)) == 1, "greedy itself"
+    for chosen in (make(max_batch=3), make(chunk=3, max_batch=1)):
+        chosen.constrain = Parity
+        for sequence, (tokens, logits) in zip(chosen.complete(prompts, PARAMS), expected, strict=True):
+            assert sequence.output == tokens
+            check_logprobs(sequence, logits)
+
+
+def check_logprobs(sequence, logits):
+    assert [told.token for told in sequence.logprobs] == sequence.output
+    for told, row in zip(sequence.logprobs, logits, strict=True):
+        law = row[0].double().log_softmax(0)
+        best = law.topk(3)
+        assert told.logprob == pytest.approx(law[told.token].item(), abs=1e-4)
+        assert [token for token, _ in told.top] == best.indices.tolist()
+        assert [value for _, value in told.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+def test_a_sequence_begins_with_what_prefill_reads(make):
+    """The whole answer so far where it resumes; another slot's counts stay."""
+    engine = make(max_batch=4)
+    engine.runner("decode", shaping=True)
+    state = engine._choices
+    state.begin(1, [9, 9, 100, 3])
+    state.begin(3, [7, 7, 5], [5, 6, 6, 6])
+    state.begin(3, [7, 7, 5], [5, 6, 6])
+    found = {slot: {i: n for i, n in enumerate(row) if n} for slot, row in enumerate(state.seen.tolist())}
+    assert found == {0: {}, 1: {9: 1, 100: 1, 3: 1}, 2: {}, 3: {7: 1, 5: 3, 6: 4}, 4: {}}
+
+
+def test_without_such_rows_there_is_no_state_and_no_other_step(make):
+    engine = make()
+    engine.generate(PROMPTS, SamplingParams(max_tokens=3, temperature=0.9, top_k=5, seed=1))
+    assert engine._choices is None
+    assert {choice for _, choice in engine._runners} == {Choice(sampling=True)}
+    assert "repetition" not in engine.runner("decode", sampling=True).stages[0].inputs
+
+
+def test_while_a_row_is_constrained_no_step_is_launched_ahead(make):
+    engine = make(max_batch=2)
+    engine.constrain = Parity
+    short, long = SamplingParams(max_tokens=4, regex="4"), SamplingParams(max_tokens=12)
+    tokens = engine.generate(PROMPTS[:2], [short, long])
+    assert [len(t) for t in tokens] == [4, 12]
+    # Rows change once, when the short one ends; without it the engine is one step ahead where it captures.
+    assert engine.stats.decode_steps == 11
+
+
+def test_true_from_the_callback_ends_a_prompt(make):
+    engine = make()
+    expected = engine.generate(PROMPTS, SamplingParams(max_tokens=12))
+    said = [[] for _ in PROMPTS]
+
+    def watch(index, token):
+        said[index].append(token)
+        return index == 1 and len(said[1]) == 3
+
+    tokens = engine.generate(PROMPTS, SamplingParams(max_tokens=12), on_token=watch)
+    assert tokens == said == [expected[0], expected[1][:3], *expected[2:]]
+    assert engine._allocator.free == engine._allocator.capacity
+
+
+@pytest.mark.parametrize(
+    ("params", "says"),
+    [
+        (SamplingParams(n=2), "n: got 2; allowed is 1: the engine continues each prompt once, LLM takes n"),
+        (SamplingParams(stop=["x"]), "stop: got 'x'; allowed are token ids"),
+        (SamplingParams(regex="a"), "json_schema, regex: got one; the engine has no tokenizer"),
+    ],
+)
+def test_what_the_engine_cannot_do_it_refuses(model, params, says):
+    with pytest.raises(ValueError, match=says):
+        Engine(model).generate([[1]], params)
+
+
+# The capture contract.
+
+ROWS = {
+    "positions": torch.tensor([3, 5, 9], dtype=torch.int32),
+    "limits": torch.tensor([40, 7, 9], dtype=torch.int32),  # one runs on, one stops on the way, one stands still
+    "table": torch.arange(1, 37, dtype=torch.int32).view(3, 12),
+    "slots": torch.tensor([3, 1, 2], dtype=torch.int32),
+    "temperature": torch.tensor([0.7, 0.0, 1.5]),
+    "top_k": torch.tensor([5, 0, 0], dtype=torch.int32),
+    "top_p": torch.tensor([0.9, 1.0, 0.5]),
+    "seed": torch.tensor([1, 2, 3]),
+    "min_p": torch.tensor([0.2, 0.0, 0.1]),
+    "repetition": torch.tensor([1.3, 1.0, 0.8]),
+    "presence": torch.tensor([0.5, 0.0, -1.0]),
+    "frequency": torch.tensor([0.5, 2.0, 0.0]),
+    "constrained": torch.tensor([1, 0, 0], dtype=torch.int32),
+}
+
+
+def decode():
+    engine = Engine(TinyDecoder(device="cuda"), max_batch=4, max_context=48, page_size=4, chunk=8, capture=False)
+    runner = engine.runner("decode", **ALL._asdict())
+    runner.load(drawn=torch.tensor([5, 6, 7]), **ROWS)
+
+    def step():
+        with reference_ops():  # the ops as plain torch, which the simulation sees into
+            return runner.replay(4)
+
+    def masks(index):
+        engine._choices.constrain({3: Parity(SamplingParams(regex="99"))})
+        return ()
+
+    return step, masks
+
+
+def prefill():
+    engine = Engine(TinyDecoder(device="cuda"), max_batch=4, max_context=48, page_size=4, chunk=8, capture=False)
+    runner = engine.runner("prefill", **ALL._asdict())
+    g = torch.Generator().manual_seed(0)
+
+    def inputs(index):
+        row = {name: tensor[:1].clone() for name, tensor in ROWS.items()}
+        row["positions"][0], row["limits"][0] = 8 * index, 8 * index + 8 - index
+        runner.load(tokens=torch.randint(0, 101, (1, 8), generator=g), **row)
+        return ()
+
+    def step():
+        with reference_ops():
+            return runner.replay()
+
+    return step, inputs
+
+
+@pytest.mark.parametrize("factory", [decode, prefill])
+def test_the_step_may_be_captured(factory):
+    report = check_step(factory)
+    assert [f"{f.code} {f.path}:{f.line} {f.message}" for f in report.findings] == []
+
+
+def test_a_parity_constraint_is_one():
+    """The tests above mean little if it always allowed the same."""
+    constraint = Parity(SamplingParams(regex="9"))
+    allowed = torch.zeros(4, dtype=torch.int32)
+    constraint.fill(allowed)
+    bits = [i for i, word in itertools.product(range(VOCABULARY), [allowed]) if word[i // 32].item() >> i % 32 & 1]
+    assert bits == [*range(1, VOCABULARY, 3)]
