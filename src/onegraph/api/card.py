@@ -16,9 +16,7 @@ from onegraph.api.size import human_bytes
 from onegraph.formats.checkpoint import CARD, LICENSE, SIDECARS, Checkpoint
 
 # What may stand in the front matter of a base model that somebody else wrote, and so in ours
-_ENTRY = re.compile(
-    rf"""({"|".join(LICENSE)}):[ \t]*(["']?)((?:https://)?\w[\w.+/-]{{0,200}})\2[ \t]*""", re.ASCII
-)
+_ENTRY = re.compile(rf"""({"|".join(LICENSE)}):[ \t]*(["']?)((?:https://)?\w[\w.+/-]{{0,200}})\2[ \t]*""", re.ASCII)
 _MAX_FRONT = 64 << 10  # bytes of a card in which the front matter ends
 
 ONEGRAPH = """\
