@@ -86,6 +86,22 @@ def test_saving_and_loading_round_trips_bit_for_bit(case: str, tmp_path: Path) -
         Llama.load(checkpoint)
 
 
+def test_what_is_not_in_codes_is_saved_in_the_dtype_of_the_model(tmp_path: Path) -> None:
+    """As transformers does with any model. Layers in codes keep every bit, biases too."""
+    save_e8p("qwen2", tmp_path / "model", rates={"bits": 3, "lm_head": 4})
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float16)
+    model.save_pretrained(tmp_path / "again")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "again"))
+    assert set(before) == set(after)
+    coded = {name.removesuffix("codes") for name in before if name.endswith(".codes")}
+    kept = {name for name in before if name.startswith(tuple(coded))}
+    assert {name for name in kept if name.endswith(".bias")}
+    for name, tensor in before.items():
+        wanted = tensor if name in kept else tensor.half()
+        assert after[name].dtype == wanted.dtype, name
+        assert torch.equal(after[name], wanted), name
+
+
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_batches_beams_and_draws_are_those_of_the_dense_model(cache: str | None, tmp_path: Path) -> None:
     dense = save_e8p("smollm2", tmp_path / "model", rates={"bits": 3, "lm_head": 4})

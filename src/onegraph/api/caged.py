@@ -70,6 +70,24 @@ def _filter_calls() -> bool:
     return bool(prctl(set_seccomp, mode_filter, ctypes.addressof(filter_), 0, 0) == 0)
 
 
+def _generation() -> type:
+    """The tag {% generation %} of published templates (SmolLM3's): transformers marks what the model wrote with it, to
+    train on that alone; the text is that of its body."""
+    import jinja2.ext
+    import jinja2.nodes
+    import jinja2.parser
+
+    class Generation(jinja2.ext.Extension):
+        tags = {"generation"}  # noqa: RUF012 (as the base class has it)
+
+        def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.Scope(body, lineno=line)
+
+    return Generation
+
+
 def _raiser() -> Callable[[str], None]:
     """raise_exception of the templates, a function that leads to nothing: no globals, no builtins, no closure."""
 
@@ -94,7 +112,7 @@ class Templates:
 
         # Set up as in transformers, so that published templates render the same
         sandbox = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _generation()]
         )
         sandbox.filters["tojson"] = to_json
         sandbox.globals["raise_exception"] = _raiser()
@@ -105,7 +123,8 @@ class Templates:
         if len(template) > MAX_TEMPLATE:
             raise ValueError(f"template of {len(template)} characters, at most {MAX_TEMPLATE} are allowed")
         # A bound method of a date leads to no function of Python, whose globals would lead to every module.
-        variables = {"strftime_now": datetime.datetime.now().strftime, "add_generation_prompt": True} | variables
+        given = {"strftime_now": datetime.datetime.now().strftime, "add_generation_prompt": True}
+        variables = given | {"tools": None, "documents": None} | variables  # "tools is not none", templates ask
         text = self._compiled(template).render(messages=messages, **variables)
         if len(text) > MAX_OUTPUT:
             raise ValueError(f"output of {len(text)} characters, at most {MAX_OUTPUT} are allowed")

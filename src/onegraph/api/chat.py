@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from onegraph.api.cage import Cage, CageError, Exhausted
 
 SECONDS = 3  # of CPU time, a rendering
 MEMORY = 1 << 30  # bytes of address space
+THINKING = ("enable_thinking", "thinking")  # what templates call the switch: Qwen, SmolLM and GLM; DeepSeek and Granite
 
 # DeepSeek-V4's checkpoints bring a Python file instead of a template: this is what it writes for text without tools,
 # in chat mode (the block of thoughts is closed at once). Users' messages in a row are one.
@@ -42,12 +44,38 @@ class ChatTemplate:
         self.source, self.variables = source, dict(variables)
         self._cage = Cage("templates", MEMORY)
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The conversation, ready for the answer. Raises TemplateError where it does not render."""
+    @cached_property
+    def switch(self) -> str | None:
+        """The variable that turns thinking on and off, None for a template whose text depends on none. Raises
+        TemplateError for a template that does not render a question."""
+        question = [{"role": "user", "content": "Hi"}]
+
+        def differs(name: str) -> bool:
+            on, off = (self._render(question, {name: value}) for value in (True, False))
+            return on != off
+
+        return next(filter(differs, THINKING), None)
+
+    def render(self, messages: Sequence[Mapping[str, str]], thinking: bool | None = None) -> str:
+        """The conversation, ready for the answer. `thinking` turns the model's thoughts on or off, None leaves it to
+        the template. Raises TemplateError where it does not render, or has no such switch."""
+        if thinking is None:
+            return self._render(messages, {})
+        if self.switch is None:
+            raise TemplateError(
+                f"thinking: got {thinking}; the checkpoint's chat template has no switch for it, leave it out"
+            )
+        return self._render(messages, {self.switch: thinking})
+
+    def _render(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, bool]) -> str:
         plain = list(map(dict, messages))
         try:
             text: str = self._cage.call(
-                "render", seconds=SECONDS, template=self.source, messages=plain, variables=self.variables
+                "render",
+                seconds=SECONDS,
+                template=self.source,
+                messages=plain,
+                variables={**self.variables, **variables},
             )
         except Exhausted as error:
             raise TemplateError(f"the checkpoint's chat template {error}") from None
@@ -55,7 +83,7 @@ class ChatTemplate:
             raise TemplateError(f"the checkpoint's chat template failed: {error}") from None
         return text
 
-    def parts(self, messages: Sequence[Mapping[str, str]]) -> list[str] | None:
+    def parts(self, messages: Sequence[Mapping[str, str]], thinking: bool | None = None) -> list[str] | None:
         """The rendered text as [template's, message's, template's, ..., template's].
 
         None where the template does more with a message than to put it somewhere, or to strip blanks from its ends.
@@ -68,7 +96,7 @@ class ChatTemplate:
                 texts[mark] = text
                 content = content.replace(text, mark)  # its blanks stay, for templates that strip them
             marked.append({**message, "content": content})
-        rendered = self.render(marked)
+        rendered = self.render(marked, thinking)
         pieces = re.split(f"({'|'.join(texts)})", rendered) if texts else [rendered]
         found = [texts[piece] if i % 2 else piece for i, piece in enumerate(pieces)]
-        return found if "".join(found) == self.render(messages) else None
+        return found if "".join(found) == self.render(messages, thinking) else None

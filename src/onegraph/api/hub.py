@@ -8,21 +8,13 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from onegraph.formats.checkpoint import CARD, SIDECARS
 from onegraph.formats.files import CheckpointError, reason
 
 NAME = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(?:@(?P<revision>[\w][\w./-]*))?", re.ASCII)
 CONFIGS = ["config.json", "hf_quant_config.json", "model.safetensors.index.json"]
 # What a checkpoint is read from; never pickles, and no code.
-PATTERNS = [
-    *CONFIGS,
-    "model*.safetensors",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "generation_config.json",
-]
+PATTERNS = [*CONFIGS, "model*.safetensors", *SIDECARS, CARD]
 
 
 @dataclass(frozen=True)

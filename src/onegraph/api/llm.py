@@ -166,13 +166,20 @@ class LLM:
 
     @overload
     def chat(
-        self, messages: str | Sequence[Message], params: SamplingParams | None = None, **sampling: Any
+        self,
+        messages: str | Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        thinking: bool | None = None,
+        **sampling: Any,
     ) -> Completion: ...
     @overload
     def chat(
         self,
         messages: Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        thinking: bool | None = None,
         **sampling: Any,
     ) -> list[Completion]: ...
 
@@ -180,23 +187,31 @@ class LLM:
         self,
         messages: str | Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        thinking: bool | None = None,
         **sampling: Any,
     ) -> Completion | list[Completion]:
         """The answer to a conversation, or to each of a list of them, in the model's chat template.
 
         messages: [{"role": "user", "content": "Hi"}, ...]; a text is one message of the user. A control token's name in
-        a content is text, not a control token. The rest as `generate`.
+        a content is text, not a control token. thinking: on or off, of a model whose template has a switch for it; None
+        leaves it to the template. The rest as `generate`.
         """
         if isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple):
-            return self._complete([self._conversation(each) for each in messages], params, sampling)
-        (completion,) = self._complete([self._conversation(messages)], params, sampling)
+            return self._complete([self._conversation(each, thinking) for each in messages], params, sampling)
+        (completion,) = self._complete([self._conversation(messages, thinking)], params, sampling)
         return completion
 
     def chat_stream(
-        self, messages: str | Sequence[Message], params: SamplingParams | None = None, **sampling: Any
+        self,
+        messages: str | Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        thinking: bool | None = None,
+        **sampling: Any,
     ) -> Pieces:
         """`chat` for one conversation, piece by piece as `stream`."""
-        return self._stream(self._conversation(messages), params, sampling)
+        return self._stream(self._conversation(messages, thinking), params, sampling)
 
     # ------------------------------------------------------------------------------------------------------- life cycle
 
@@ -227,7 +242,7 @@ class LLM:
             raise ValueError(f"prompt: got {type(prompt).__name__}; allowed is a text, or a list of token ids")
         return list(tokens)
 
-    def _conversation(self, messages: Any) -> list[int]:
+    def _conversation(self, messages: Any, thinking: bool | None) -> list[int]:
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         fine = isinstance(messages, Sequence) and all(
@@ -242,7 +257,7 @@ class LLM:
             )
         if self.tokenizer.template is None:
             raise ValueError(f"{self.path}: has no chat template; generate continues a text as it stands")
-        return self.tokenizer.chat(messages)
+        return self.tokenizer.chat(messages, thinking)
 
     def _params(self, prompts: list[list[int]], params: Any, sampling: dict[str, Any]) -> list[SamplingParams]:
         """One for each prompt, with the model's stop tokens."""

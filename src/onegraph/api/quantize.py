@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from onegraph.api import Progress
+from onegraph.api.card import Card, license_of
 from onegraph.api.choices import Choices, choose
 from onegraph.api.device import pick_dtype
 from onegraph.api.hub import locate
@@ -27,7 +28,7 @@ from onegraph.api.text import read_text
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
-from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
+from onegraph.formats.checkpoint import CARD, Checkpoint, write_checkpoint
 from onegraph.formats.e8p import resolve_rates
 from onegraph.models.llama import Llama
 from onegraph.models.load import parse_config
@@ -150,7 +151,7 @@ def quantize(
             refuse_existing(run.out)  # by a process that held the directory until now
             shutil.rmtree(partial.path / SPILLED, ignore_errors=True)
             if format == "nvfp4":
-                config, count, routed = run.nvfp4(checkpoint, choices), None, dict[str, list[int]]()
+                config, count, routed = run.nvfp4(checkpoint, choices, found), None, dict[str, list[int]]()
             else:
                 config, count, routed = run.e8p(checkpoint, choices, found, text, partial)
             partial.remove()
@@ -257,10 +258,10 @@ class _Run:
         if routed:
             about["experts"] = {"calibration_tokens": routed}
         tensors = quantized.tensors(checkpoint.names, checkpoint.tensor, model.layer_of)
-        self.write(checkpoint, config, tensors, "e8p", about)
+        self.write(checkpoint, config, tensors, found, about)
         return config, rows.numel(), routed
 
-    def nvfp4(self, checkpoint: Checkpoint, choices: Choices) -> dict[str, Any]:
+    def nvfp4(self, checkpoint: Checkpoint, choices: Choices, found: Plan) -> dict[str, Any]:
         """Writes `out`; returns its quantization_config."""
         names = rounded_layers(Loader(checkpoint, parse_config(checkpoint.config), torch.float32))
         kept = resolve_rates(choices.layers, names, bits=4)
@@ -283,7 +284,7 @@ class _Run:
             on_linear=count,
         )
         about = {"recipe": {"name": choices.recipe, "layers": dict(choices.layers)}}
-        self.write(checkpoint, config, tensors, "nvfp4", about)
+        self.write(checkpoint, config, tensors, found, about)
         return config
 
     def write(
@@ -291,16 +292,30 @@ class _Run:
         checkpoint: Checkpoint,
         config: dict[str, Any],
         tensors: Iterable[tuple[str, torch.Tensor]],
-        format: str,
+        found: Plan,
         about: dict[str, Any],
     ) -> None:
         """`about`: what onegraph.json says beside the source and the versions."""
         told = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
         told["quantization_config"] = config
-        about = {"format": format, "source": source_of(checkpoint), **about, "versions": versions()}
-        write_checkpoint(
-            self.out, told, tensors, copy_from=checkpoint, on_tensor=lambda _: checkpoint.forget(), about=about
+        about = {"format": found.format, "source": source_of(checkpoint), **about, "versions": versions()}
+        card = Card(
+            plan=found,
+            config=config,
+            about=about,
+            license=license_of(checkpoint),
+            model_type=str(checkpoint.config.get("model_type", "")),
         )
+        write_checkpoint(
+            self.out,
+            told,
+            tensors,
+            copy_from=checkpoint,
+            on_tensor=lambda _: checkpoint.forget(),
+            about=about,
+            card=str(card),
+        )
+        self.tell(f"{CARD} is a model card of its own ({card.licensed}); the base model's is not copied")
 
 
 def identity(checkpoint: Checkpoint) -> str:

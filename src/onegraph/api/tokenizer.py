@@ -77,8 +77,8 @@ class Tokenizer:
         found = self._call("token_bytes", "has no bytes for its tokens", self._size)
         return {i: bytes.fromhex(data) for i, data, _ in found}, sorted(i for i, _, special in found if special)
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Ids of a conversation, ready for the assistant's answer.
+    def chat(self, messages: Sequence[Mapping[str, str]], thinking: bool | None = None) -> list[int]:
+        """Ids of a conversation, ready for the assistant's answer; `thinking` as `ChatTemplate.render` takes it.
 
         Control tokens are those that the template writes: the name of one in a message is text like any other. Raises
         TemplateError without a chat template, ValueError where a message holds such a name and the template or the
@@ -90,8 +90,8 @@ class Tokenizer:
         found = set(self.encode("".join(message["content"] for message in messages), special=False))
         names = [name for name, i in self._special.items() if i in found]
         if not names:
-            return self.encode(self.template.render(messages), special=False)
-        parts = self.template.parts(messages)
+            return self.encode(self.template.render(messages, thinking), special=False)
+        parts = self.template.parts(messages, thinking)
         if parts is None:
             raise ValueError(
                 f"a message holds {quote(names[0])}, a control token of this model, and the chat template rewrites "

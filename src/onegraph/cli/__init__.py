@@ -16,7 +16,7 @@ from onegraph.cli.common import Parser, UsageError, human_bytes, one_line
 from onegraph.cli.streams import STDOUT, abandon_stdout, as_utf8, checked
 from onegraph.formats.files import out_of_memory
 
-COMMANDS = ("quantize", "verify", "generate", "serve", "eval", "bench", "soak", "env", "demo")
+COMMANDS = ("quantize", "verify", "generate", "chat", "serve", "eval", "bench", "soak", "env", "demo")
 USER_ERROR, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 70, 130, 141
 
 DESCRIPTION = "Run the whole decode step of a low-bit LLM as one CUDA graph, and prove that it may."
@@ -24,6 +24,7 @@ EPILOG = """\
 from a checkpoint to text:
   onegraph quantize models/SmolLM2-135M-Instruct out/smollm2-4bit --bits 4
   onegraph generate out/smollm2-4bit --prompt "What is the capital of Japan?"
+  onegraph chat out/smollm2-4bit
 
 what it cost, and what it runs on:
   onegraph eval out/smollm2-4bit --reference models/SmolLM2-135M-Instruct --text some.txt

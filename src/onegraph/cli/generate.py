@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from onegraph.cli.batch import Request, read_batch, rows
 from onegraph.cli.common import (
@@ -26,6 +26,12 @@ from onegraph.cli.common import (
     shown,
 )
 from onegraph.cli.sampling import add_sampling, sampling_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from onegraph.api.llm import LLM
+    from onegraph.engine.params import Stats
 
 EPILOG = """\
 examples:
@@ -74,6 +80,13 @@ def add_parser(commands: Any) -> None:
         help=f"generate at most N tokens (default: {DEFAULT_TOKENS}, or what the context leaves)",
     )
     add_sampling(parser)
+    add_engine(parser)
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """Where and how the model runs: what `engine` reads."""
     parser.add_argument(
         "--capture",
         choices=tuple(CAPTURE),
@@ -89,21 +102,37 @@ def add_parser(commands: Any) -> None:
     add_gpus(parser)
     add_device(parser)
     add_dtype(parser)
-    add_json(parser)
-    parser.set_defaults(run=run)
+
+
+def engine(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of LLM that `add_engine`'s options name. Raises ValueError for what this machine cannot do."""
+    from onegraph.formats.turboquant import parse_kv
+
+    device = pick_device(args.device)
+    if args.capture in ("on", "split") and device.type != "cuda":
+        raise UsageError(f"--capture {args.capture} needs a GPU, the device is {device}; use --capture off or auto")
+    if args.kv != "fp8":
+        parse_kv(args.kv)
+    chosen = {"device": device, "dtype": pick_dtype(args.dtype, device), "kv": args.kv}
+    return chosen | {"gpus": args.gpus or 1, "capture": CAPTURE[args.capture]}
+
+
+def load(args: argparse.Namespace, **chosen: Any) -> LLM:
+    """The model of a command, with a bar for who waits, and none in logs: what was asked for is text."""
+    from onegraph.api.llm import LLM
+
+    bar = Progress(loading="byte") if sys.stderr.isatty() else contextlib.nullcontext()
+    with options("gpus", "kv"), bar as loading:
+        return LLM(args.model, progress=loading, **chosen)
 
 
 def run(args: argparse.Namespace) -> int:
-    from onegraph.api.llm import LLM
     from onegraph.api.tokenizer import Tokenizer
     from onegraph.engine.params import SamplingParams
     from onegraph.formats.turboquant import parse_kv
     from onegraph.models.load import parse_config
 
-    device = pick_device(args.device)
-    dtype = pick_dtype(args.dtype, device)
-    if args.capture in ("on", "split") and device.type != "cuda":
-        raise UsageError(f"--capture {args.capture} needs a GPU, the device is {device}; use --capture off or auto")
+    place = engine(args)
     kv = None if args.kv == "fp8" else parse_kv(args.kv)
     requests, chosen = requests_of(args), sampling_of(args)
     with open_model(args.model) as checkpoint:
@@ -121,21 +150,8 @@ def run(args: argparse.Namespace) -> int:
         needed = max(needed, min(kv.window, context))
     lines = args.batch is not None and args.batch.endswith(".jsonl") and not args.json
     live = len(prompts) == 1 and params[0].n == 1 and params[0].logprobs is None and not args.json and not lines
-    # A bar for who waits, and none in logs: what was asked for is text
-    bar = Progress(loading="byte") if sys.stderr.isatty() else contextlib.nullcontext()
-    with options("gpus", "kv"), bar as loading:
-        llm = LLM(
-            args.model,
-            gpus=args.gpus or 1,
-            kv=args.kv,
-            max_batch=min(sum(each.n for each in params), 64),
-            max_context=needed,
-            dtype=dtype,
-            device=device,
-            capture=CAPTURE[args.capture],
-            tokenizer=tokenizer,
-            progress=loading,
-        )
+    rows_at_once = min(sum(each.n for each in params), 64)
+    llm = load(args, max_batch=rows_at_once, max_context=needed, tokenizer=tokenizer, **place)
     with llm:
         if live:
             show(llm.stream(prompts[0], params[0]))
@@ -146,8 +162,8 @@ def run(args: argparse.Namespace) -> int:
         print_json(
             {
                 "model": args.model,
-                "device": str(device),
-                "dtype": str(dtype).removeprefix("torch."),
+                "device": str(place["device"]),
+                "dtype": str(place["dtype"]).removeprefix("torch."),
                 "kv": args.kv if kv is None else str(kv),
                 "mode": stats.mode,
                 "prefill_tokens_per_second": round(stats.prefill_tokens_per_second, 1),
@@ -160,13 +176,19 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if not live:
         print_answers(requests, completions, lines)
+    report(stats, sum(each.n for each in params), place["device"])
+    return 0
+
+
+def report(stats: Stats, prompts: int, device: torch.device) -> None:
+    """The line behind what was generated: tokens read, written, and written per second."""
     sys.stdout.flush()
     print(
-        f"[{stats.prefill_tokens} prompt tokens, {sum(each.n for each in params) + stats.decode_tokens} new, "
+        f"[{stats.prefill_tokens} prompt tokens, {prompts + stats.decode_tokens} new, "
         f"{stats.decode_tokens_per_second:.1f} tokens/s, {stats.mode} on {device}]",
         file=sys.stderr,
+        flush=True,
     )
-    return 0
 
 
 def print_answers(requests: list[Request], completions: list[Any], lines: bool) -> None:

@@ -12,7 +12,8 @@ FIELDS = ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "prese
 FIELDS += ["seed", "n", "logprobs", "regex"]
 
 
-def add_sampling(parser: argparse.ArgumentParser) -> None:
+def add_sampling(parser: argparse.ArgumentParser, *, stream: bool = False) -> None:
+    """`stream`: without what asks for more than one answer's text."""
     group = parser.add_argument_group("how tokens are chosen")
     group.add_argument(
         "--temperature", type=number(float, 0, 100), default=0.0, metavar="T", help="0 takes the likeliest (default)"
@@ -53,13 +54,16 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated"
     )
-    group.add_argument("--n", type=number(int, 1, 1024), default=1, metavar="N", help="answers to each prompt")
-    group.add_argument(
-        "--logprobs",
-        type=number(int, 0, 20),
-        metavar="K",
-        help="tell log-probabilities, and the K likeliest tokens'",
-    )
+    if stream:
+        parser.set_defaults(n=1, logprobs=None)
+    else:
+        group.add_argument("--n", type=number(int, 1, 1024), default=1, metavar="N", help="answers to each prompt")
+        group.add_argument(
+            "--logprobs",
+            type=number(int, 0, 20),
+            metavar="K",
+            help="tell log-probabilities, and the K likeliest tokens'",
+        )
     form = group.add_mutually_exclusive_group()
     form.add_argument("--json-schema", metavar="FILE", help="answer in JSON that the schema in FILE allows")
     form.add_argument("--regex", metavar="REGEX", help="answer with a match of REGEX")

@@ -42,7 +42,15 @@ SIDECARS = (
     "added_tokens.json",
     "chat_template.jinja",
     "generation_config.json",
+    "LICENSE",  # of the base model: it holds for what is made of it, and many ask to be passed on
+    "LICENSE.txt",
+    "LICENSE.md",
+    "NOTICE",
+    "NOTICE.txt",
+    "USE_POLICY.md",
 )
+CARD = "README.md"  # the model card; one is written for each checkpoint, the base model's is not copied
+LICENSE = ("license", "license_name", "license_link")  # of the front matter of a card
 ABOUT = "onegraph.json"  # what a checkpoint was made from, how, and by which versions
 MAX_SIDECAR = 256 << 20  # bytes; the longest published tokenizer.json is some 35 MB
 SHARD_BYTES = 4 << 30
@@ -219,13 +227,14 @@ def write_checkpoint(
     shard_bytes: int = SHARD_BYTES,
     on_tensor: Callable[[str], None] | None = None,
     about: Mapping[str, Any] | None = None,
+    card: str | None = None,
 ) -> None:
     """Writes a checkpoint directory that appears whole or not at all.
 
     Everything goes into a hidden directory beside `path`, is flushed to disk, and is renamed at the end. At most one
-    shard is held in memory. Tokenizer and generation files come through from `copy_from`; `about` goes to
-    onegraph.json; SHA256SUMS holds the digest of each file. Raises CheckpointError where `path` exists already; OSError
-    (disk full) leaves nothing behind.
+    shard is held in memory. Tokenizer, generation and license files come through from `copy_from`; `about` goes to
+    onegraph.json, `card` to README.md; SHA256SUMS holds the digest of each file but README.md, which people edit.
+    Raises CheckpointError where `path` exists already; OSError (disk full) leaves nothing behind.
     """
     path = Path(path)
     if path.exists() or path.is_symlink():
@@ -243,6 +252,8 @@ def write_checkpoint(
             small[ABOUT] = _dump(dict(about))
         sums |= {name: write_bytes(temporary / name, content) for name, content in small.items()}
         write_bytes(temporary / SUMS, format_sums(sums))
+        if card is not None:
+            write_bytes(temporary / CARD, card.encode())
         sync(temporary)
         os.rename(temporary, path)
         sync(path.parent)

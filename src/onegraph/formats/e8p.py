@@ -262,6 +262,12 @@ class E8PConfig:
             raise ValueError(f"quantization_config is {type(data).__name__}; it must be an object")
         fixed = {"quant_method": "onegraph", "format": "e8p", "format_version": FORMAT_VERSION}
         free = {"bits", "layers", "lm_head", "embed_tokens"}
+        version = data.get("format_version")
+        if type(version) is int and version > FORMAT_VERSION:
+            raise ValueError(
+                f"quantization_config.format_version is {version}; this version reads {FORMAT_VERSION}: a newer "
+                "onegraph wrote it, onegraph.json beside it says which; install that one or a later one"
+            )
         for key, value in fixed.items():
             if data.get(key) != value:
                 raise ValueError(f"quantization_config.{key} is {data.get(key)!r}; this version reads {value!r}")

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from onegraph.formats.checkpoint import Checkpoint, TensorInfo
+from onegraph.formats.checkpoint import CARD, LICENSE, Checkpoint, TensorInfo
 from onegraph.formats.files import CheckpointError, quote
 from onegraph.formats.gguf_header import GGUFHeader, read_header
 
@@ -110,7 +110,12 @@ class GGUFCheckpoint(Checkpoint):
         return tensor.to(dtype or info.dtype)
 
     def sidecar(self, name: str) -> bytes | None:
-        """The tokenizer files, as the metadata gives them. Raises CheckpointError for a tokenizer not supported."""
+        """The tokenizer files and the license, as the metadata gives them. Raises CheckpointError for a tokenizer not
+        supported."""
+        if name == CARD:
+            keys = {key: self._metadata.get(f"general.{key.replace('_', '.')}") for key in LICENSE}
+            told = [f"{key}: {value}" for key, value in keys.items() if isinstance(value, str) and value.isprintable()]
+            return "\n".join(["---", *told, "---", ""]).encode() if told else None
         makers: dict[str, Callable[[], dict[str, Any]]] = {
             "tokenizer.json": self._tokenizer,
             "tokenizer_config.json": self._tokenizer_config,

@@ -1,0 +1,96 @@
+"""Turns with a model: what was said, kept within the context that the model has."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+from onegraph.engine.params import SamplingParams
+
+if TYPE_CHECKING:
+    from onegraph.api.llm import LLM, Pieces
+
+ROOM = 512  # tokens that an answer may have at the least, in a context of four times that and more
+THOUGHT = "</think>"  # what ends a model's thoughts in front of its answer
+
+
+class Conversation:
+    """A conversation with `llm`, one question and its answer after the other.
+
+    Args:
+        system: stands before everything, and stays when old turns are dropped.
+        params: how to draw; its max_tokens is not asked.
+        max_tokens: of an answer; None for what the context leaves.
+        thinking: as `LLM.chat`.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        *,
+        system: str | None = None,
+        params: SamplingParams | None = None,
+        max_tokens: int | None = None,
+        thinking: bool | None = None,
+    ) -> None:
+        self._llm, self._params, self._limit, self._thinking = llm, params or SamplingParams(), max_tokens, thinking
+        self._system = [] if system is None else [{"role": "system", "content": system}]
+        self._turns: list[dict[str, str]] = []
+        self.dropped: list[str] = []
+        self.budget = 0
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """What the model sees of what was said: the system prompt, and the turns that are kept."""
+        return [*self._system, *self._turns]
+
+    def reset(self) -> None:
+        """Forgets every turn; the system prompt stays."""
+        self._turns = []
+
+    def ask(self, text: str) -> Pieces:
+        """The answer, piece by piece; closed early, it stops the model, and what was written stays in the conversation.
+
+        Where question and answer do not fit the context any more, the oldest turns go; `dropped` holds their questions,
+        `budget` how many tokens the answer may have. An answer without text (stopped at once, or in its thoughts)
+        leaves no turn. Raises ValueError, and changes nothing, for a question that does not fit alone.
+        """
+        turns = [*self._turns, {"role": "user", "content": text}]
+        context = self._llm.max_context
+        room = min(self._limit or ROOM, ROOM, max(1, context // 4))
+        dropped = []
+        while (needed := self._tokens(turns)) + room > context:
+            if len(turns) == 1:
+                raise ValueError(
+                    f"the question makes {needed} tokens with all that stands around it, the context of {context} "
+                    f"takes {context - room} beside an answer; shorten it, or give more context"
+                )
+            dropped.append(turns[0]["content"])
+            turns = turns[2:]  # a question and its answer
+        self.dropped = dropped
+        left = context - needed
+        self.budget = left if self._limit is None else min(self._limit, left)
+        return self._answer(turns)
+
+    def _tokens(self, turns: list[dict[str, str]]) -> int:
+        return len(self._llm.tokenizer.chat([*self._system, *turns], self._thinking))
+
+    def _answer(self, turns: list[dict[str, str]]) -> Generator[str, None, None]:
+        sampling: dict[str, Any] = {"thinking": self._thinking, "max_tokens": self.budget}
+        answer = ""
+        with closing(self._llm.chat_stream([*self._system, *turns], self._params, **sampling)) as pieces:
+            try:
+                for piece in pieces:
+                    answer += piece
+                    yield piece
+            except GeneratorExit:
+                self._keep(turns, answer)
+                raise
+        self._keep(turns, answer)
+
+    def _keep(self, turns: list[dict[str, str]], answer: str) -> None:
+        """Without the thoughts, as those who train such models ask: they would fill the context."""
+        said = answer.rpartition(THOUGHT)[2].strip()
+        if said and not said.startswith("<think>"):
+            self._turns = [*turns, {"role": "assistant", "content": said}]

@@ -1,0 +1,237 @@
+"""`onegraph chat`: a conversation with a model, in a terminal or line by line through a pipe."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from itertools import takewhile
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from onegraph.cli.common import CONTEXT, UsageError, number, one_line, open_model, options
+from onegraph.cli.generate import add_engine, engine, load, report, show
+from onegraph.cli.sampling import add_sampling, sampling_of
+
+if TYPE_CHECKING:
+    from onegraph.api.conversation import Conversation
+    from onegraph.api.llm import LLM
+    from onegraph.api.tokenizer import Tokenizer
+
+EPILOG = """\
+examples:
+  onegraph chat out/smollm2-4bit
+  onegraph chat out/smollm2-4bit --system "Answer in one sentence." --temperature 0.7
+  onegraph chat Qwen/Qwen3-8B --thinking off
+  printf 'My name is Ada.\\nWhat is my name?\\n' | onegraph chat out/smollm2-4bit
+
+Ctrl-C ends an answer, and what was written of it stays in the conversation; at the prompt, Ctrl-C twice or Ctrl-D
+leaves. /help lists the commands. Where question and answer do not fit the context any more, the oldest turns are
+forgotten, and said to be; the system prompt stays. Thoughts (<think> ... </think>) are shown and then forgotten.
+Where stdin is no terminal, each line of it is a turn, and the first error ends the program.
+"""
+COMMANDS = """\
+/reset       forget what was said; the system prompt stays
+/save FILE   write the conversation to FILE, as JSON: a list of messages, which LLM.chat takes
+/help        this list
+/exit        leave, as Ctrl-D or Ctrl-C twice
+Ctrl-C ends an answer. A line that begins with / and is no command: put a blank in front."""
+PROMPT = "> "
+MAX_LINE = 64 << 20  # bytes
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "chat",
+        help="a conversation with a model",
+        description="Talks with a model (a directory or a .gguf file), quantized or not, that has a chat template.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "model", metavar="MODEL", help="model directory, .gguf file, or ORG/NAME of the Hugging Face hub"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told before everything")
+    parser.add_argument(
+        "--thinking",
+        choices=("on", "off"),
+        help="whether the model thinks before it answers, where its template has a switch (default: the template's)",
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=number(int, 1, 1 << 24),
+        metavar="N",
+        help="of an answer, at most (default: what the context leaves)",
+    )
+    parser.add_argument(
+        "--max-context",
+        type=CONTEXT,
+        metavar="N",
+        help="tokens of the conversation that the model sees (default: the model's context, at most 4096)",
+    )
+    add_sampling(parser, stream=True)
+    add_engine(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from onegraph.api.conversation import Conversation
+    from onegraph.engine.params import SamplingParams
+
+    chosen = engine(args)
+    thinking = None if args.thinking is None else args.thinking == "on"
+    params = SamplingParams(**sampling_of(args))
+    lines = typed() if interactive() else piped()
+    tokenizer, context = prepare(args, thinking)
+    with load(args, max_batch=1, max_context=context, tokenizer=tokenizer, **chosen) as llm:
+        conversation = Conversation(
+            llm, system=args.system, params=params, max_tokens=args.max_tokens, thinking=thinking
+        )
+        for line in lines:
+            try:
+                if not respond(llm, conversation, line):
+                    break
+            except ValueError as error:
+                if not interactive():
+                    raise
+                say(f"onegraph: error: {one_line(error)}")
+    return 0
+
+
+def prepare(args: argparse.Namespace, thinking: bool | None) -> tuple[Tokenizer, int]:
+    """The model's tokenizer, and the context to keep; refused before any weight is read is what no turn could do."""
+    from onegraph.api.llm import MAX_CONTEXT
+    from onegraph.api.tokenizer import Tokenizer
+    from onegraph.models.load import parse_config
+
+    with open_model(args.model) as checkpoint:
+        largest = parse_config(checkpoint.config).max_positions
+        tokenizer = Tokenizer(checkpoint)
+    if args.max_context is not None and args.max_context > largest:
+        raise UsageError(f"--max-context {args.max_context}: the model's context is {largest}, which is the most")
+    if tokenizer.template is None:
+        raise UsageError(f"{args.model}: has no chat template; 'onegraph generate' continues a text as it stands")
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    with options("thinking:"):
+        tokenizer.chat([*system, {"role": "user", "content": "Hi"}], thinking)
+    return tokenizer, args.max_context or min(largest, MAX_CONTEXT)
+
+
+def respond(llm: LLM, conversation: Conversation, line: str) -> bool:
+    """Does what a line says; False where it says to leave. Raises ValueError."""
+    if not line.strip():
+        return True
+    if not line.startswith("/"):
+        answer(llm, conversation, line)
+        return True
+    command, _, argument = line.strip().partition(" ")
+    if command == "/save":
+        save(conversation, argument.strip())
+    elif command not in ("/reset", "/help", "/exit") or argument:
+        raise UsageError(f"{one_line(line, 60)}: no such command; /help lists them, a blank in front sends it as text")
+    elif command == "/reset":
+        conversation.reset()
+        say("[a new conversation]")
+    elif command == "/help":
+        say(COMMANDS)
+    return command != "/exit"
+
+
+def answer(llm: LLM, conversation: Conversation, text: str) -> None:
+    """Asks, and shows what comes until Ctrl-C."""
+    with stoppable() as stopped, closing(conversation.ask(text)) as pieces:
+        if dropped := conversation.dropped:
+            turns = f"{len(dropped)} turn{'s' if dropped[1:] else ''}"
+            first = one_line(dropped[0], 60)
+            say(f"[the context of {llm.max_context} tokens is full: forgot {turns}, from {first!r} on]")
+        show(takewhile(lambda _: not stopped(), pieces))
+    report(llm.stats, 1, llm.device)
+    if 1 + llm.stats.decode_tokens >= conversation.budget:
+        say(f"[{conversation.budget} tokens are all that --max-tokens allows or the context leaves]")
+
+
+def save(conversation: Conversation, name: str) -> None:
+    if not name:
+        raise UsageError("/save: give a file to write")
+    content = json.dumps(conversation.messages, ensure_ascii=False, indent=2)
+    try:
+        with Path(name).open("x", encoding="utf-8") as file:
+            file.write(content + "\n")
+    except FileExistsError:
+        raise UsageError(f"{name}: exists already; give another name") from None
+    except OSError as error:
+        raise UsageError(f"{name}: {error.strerror}") from None
+    say(f"[{len(conversation.messages)} messages in {name}]")
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[Callable[[], bool]]:
+    """At a terminal, Ctrl-C makes what this gives true; another one, while that is not obeyed yet, ends the program.
+    A pipe's many turns end with the first."""
+    asked = False
+
+    def ask(signum: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked or not interactive():
+            raise KeyboardInterrupt
+        asked = True
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def interactive() -> bool:
+    if sys.stdin is None:
+        raise UsageError("standard input is closed, and questions come from it; use a terminal or a pipe")
+    return sys.stdin.isatty()
+
+
+def typed() -> Iterator[str]:
+    """Lines of the terminal, until Ctrl-D, or Ctrl-C twice."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 (the line can be edited, and earlier ones are there)
+    say("[/help lists the commands; Ctrl-D leaves]")
+    pressed = False
+    while True:
+        try:
+            if sys.stdout.isatty():
+                line = input(PROMPT)
+            else:
+                print(PROMPT, end="", file=sys.stderr, flush=True)
+                line = input()
+        except EOFError:
+            say("")
+            return
+        except KeyboardInterrupt:
+            if pressed:
+                say("")
+                return
+            pressed = True
+            say("\n[Ctrl-C again, or Ctrl-D, leaves]")
+            continue
+        pressed = False
+        yield line
+
+
+def piped() -> Iterator[str]:
+    """Lines of stdin. Raises ValueError for one that is no text."""
+    from onegraph.api.text import decode
+
+    while data := sys.stdin.buffer.readline(MAX_LINE + 1):
+        if len(data) > MAX_LINE:
+            raise UsageError(f"standard input: a line of more than {MAX_LINE} bytes; each line is a question")
+        yield decode(data, "standard input").rstrip("\r\n")
+
+
+def say(text: str) -> None:
+    """A remark, beside what the model says."""
+    sys.stdout.flush()
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,336 @@
+"""A conversation: what the model is given turn by turn, in a pipe and at a terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import select
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fuzz import tiny
+from onegraph import LLM, SamplingParams
+from onegraph.api.chat import ChatTemplate
+from onegraph.api.conversation import Conversation
+from onegraph.cli import main
+
+# As Qwen3's and SmolLM3's templates take the switch: only what is false closes the thoughts; what is not given is true.
+QWEN3 = tiny.TEMPLATE.removesuffix("{% endif %}") + (
+    "{% if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{% endif %}"
+)
+SMOLLM3 = """\
+{%- if enable_thinking is not defined -%}
+{%- set enable_thinking = true -%}
+{%- endif -%}
+{%- set mode = "/think" if enable_thinking else "/no_think" -%}
+{{- "<|im_start|>system\nReasoning Mode: " + mode + "<|im_end|>\n" -}}
+{%- for message in messages -%}
+    {%- if message.role == "user" -%}
+        {{ "<|im_start|>user\n" + message.content + "<|im_end|>\n" }}
+    {%- elif message.role == "assistant" -%}
+        {% generation %}
+        {%- set text = message.content.lstrip("\n") -%}
+        {%- if mode == "/no_think" -%}{%- set text = "<think>\n\n</think>\n" + text -%}{%- endif -%}
+        {{ "<|im_start|>assistant\n" + text + "<|im_end|>\n" }}
+        {% endgeneration %}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{ "<|im_start|>assistant\n" + ("" if mode == "/think" else "<think>\n\n</think>\n") }}
+{%- endif -%}"""
+GRANITE = "{% for m in messages %}{{ m.content }}{% endfor %}{{ 'Think.' if thinking }}"
+TURNS = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "\nHello."},
+    {"role": "user", "content": "the hat"},
+]
+WARM = SamplingParams(temperature=1.0, seed=4)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One that goes on for long: no token ends an answer."""
+    path = tiny.write_model(
+        tmp_path_factory.mktemp("chat") / "m", tiny.CONFIG | {"max_position_embeddings": 65536, "eos_token_id": None}
+    )
+    (path / "generation_config.json").unlink()
+    template = {"chat_template": tiny.TEMPLATE}
+    (path / "tokenizer_config.json").write_text(json.dumps(template))
+    return path
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path) -> LLM:
+    return LLM(model, max_batch=1, max_context=200, device="cpu")
+
+
+# ------------------------------------------------------------------------------------------------------------ templates
+
+
+@pytest.mark.parametrize("source", [QWEN3, SMOLLM3])
+def test_thinking_on_and_off_as_transformers_renders_it(source: str, model: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(model)
+    theirs.chat_template = source
+    ours = ChatTemplate(source, {})
+    assert ours.switch == "enable_thinking"
+    for thinking in (None, True, False):
+        told = {} if thinking is None else {"enable_thinking": thinking}
+        expected = theirs.apply_chat_template(TURNS, tokenize=False, add_generation_prompt=True, **told)
+        assert ours.render(TURNS, thinking) == expected
+        assert "".join(ours.parts(TURNS, thinking) or []) in (expected, ""), "or it says that it cannot tell"
+
+
+def test_the_switch_by_another_name_and_none_at_all(llm: LLM) -> None:
+    assert ChatTemplate(GRANITE, {}).render(TURNS[:1], True) == "HiThink."
+    assert ChatTemplate(GRANITE, {}).render(TURNS[:1], False) == ChatTemplate(GRANITE, {}).render(TURNS[:1]) == "Hi"
+    with pytest.raises(ValueError, match="thinking: got True; the checkpoint's chat template has no switch"):
+        llm.chat("Hi", thinking=True)
+
+
+def test_templates_see_that_there_are_no_tools() -> None:
+    """`tools is not none` is how Mistral's ask: a name that is merely undefined would be tools."""
+    assert ChatTemplate("{% if tools is not none or documents is not none %}tools{% endif %}", {}).render(TURNS) == ""
+
+
+def test_chat_and_chat_stream_take_the_switch(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    path.mkdir()
+    for file in model.iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    (path / "chat_template.jinja").write_text(QWEN3)
+    with LLM(path, max_context=200, device="cpu") as llm:
+        on, off = (llm.chat("Hi", max_tokens=4, thinking=thinking) for thinking in (True, False))
+        assert off.prompt_tokens - on.prompt_tokens == len(llm.tokenizer.encode("<think>\n\n</think>\n\n"))
+        assert "".join(llm.chat_stream("Hi", max_tokens=4, thinking=False)) == off.text
+
+
+# --------------------------------------------------------------------------------------------------------- conversation
+
+
+def ask(conversation: Conversation, text: str) -> str:
+    return "".join(conversation.ask(text))
+
+
+def test_every_turn_is_the_answer_to_all_that_was_said(llm: LLM) -> None:
+    conversation = Conversation(llm, system="Be kind.", params=WARM, max_tokens=6)
+    first = ask(conversation, "Hi")
+    said = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+    assert first == llm.chat(said, WARM, max_tokens=6).text
+    said += [{"role": "assistant", "content": first.strip()}, {"role": "user", "content": "the inn"}]
+    assert ask(conversation, "the inn") == llm.chat(said, WARM, max_tokens=6).text
+    assert conversation.messages[:4] == said
+    conversation.reset()
+    assert conversation.messages == said[:1]
+    assert ask(conversation, "Hi") == first
+
+
+def test_the_oldest_turns_go_where_the_context_is_full(llm: LLM) -> None:
+    conversation = Conversation(llm, system="Be kind.", params=WARM)
+    ask(conversation, "the first")  # takes all that the context leaves
+    assert conversation.budget > 100
+    ask(conversation, "the second")
+    assert conversation.dropped == ["the first"]
+    assert [m["content"] for m in conversation.messages][:2] == ["Be kind.", "the second"]
+    short = Conversation(llm, system="Be kind.", params=WARM, max_tokens=4)
+    dropped = []
+    for i in range(9):
+        ask(short, f"number {i}")
+        dropped += short.dropped
+        assert len(llm.tokenizer.chat(short.messages[:-1])) + short.budget <= 200
+    assert dropped == [f"number {i}" for i in range(len(dropped))] != []
+    assert short.messages[1] == {"role": "user", "content": f"number {len(dropped)}"}
+    before = short.messages
+    with pytest.raises(ValueError, match=r"the question makes \d+ tokens .* the context of 200 takes 196 beside"):
+        short.ask("x" * 200)
+    assert short.messages == before
+
+
+def test_an_answer_that_is_left_stays_as_far_as_it_came(llm: LLM) -> None:
+    conversation = Conversation(llm, params=WARM)
+    pieces = conversation.ask("Hi")
+    begun = [next(pieces) for _ in range(8)]
+    pieces.close()
+    assert conversation.messages[1:] == [{"role": "assistant", "content": "".join(begun).strip()}]
+    ask(conversation, "go on")
+    untouched = Conversation(llm, params=WARM)
+    pieces = untouched.ask("Hi")
+    pieces.close()
+    assert untouched.messages == []
+
+
+@pytest.mark.parametrize(
+    ("written", "kept"),
+    [
+        ("<think>\nhm\n</think>\n\nYes.", "Yes."),
+        ("hm</think>Yes.", "Yes."),  # the template had opened the thoughts
+        ("<think>\nhm", None),
+        ("<think>\nhm</think>\n", None),
+    ],
+)
+def test_thoughts_are_not_part_of_what_was_said(
+    written: str, kept: str | None, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LLM, "chat_stream", lambda *_, **__: (piece for piece in written))
+    conversation = Conversation(llm)
+    assert ask(conversation, "Well?") == written
+    assert [m["content"] for m in conversation.messages] == ([] if kept is None else ["Well?", kept])
+
+
+# ---------------------------------------------------------------------------------------------------------- in a pipe
+
+
+def pipe(monkeypatch: pytest.MonkeyPatch, text: str | bytes, *command: object) -> int:
+    data = text.encode() if isinstance(text, str) else text
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+    return main(["chat", *map(str, command), "--device", "cpu", "--max-context", "200", "--seed", "4"])
+
+
+def test_each_line_of_a_pipe_is_a_turn(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "said.json"
+    text = f"Hi\n\n /the inn\n/save {file}\n/reset\nHi\n/help\n/exit\nnever\n"
+    assert pipe(monkeypatch, text, model, "--max-tokens", 5, "--temperature", 1, "--system", "Be kind.") == 0
+    out, errors = capsys.readouterr()
+    said = json.loads(file.read_text())
+    assert [m["role"] for m in said] == ["system", "user", "assistant", "user", "assistant"]
+    assert [m["content"] for m in said[:4:3]] == ["Be kind.", " /the inn"]
+    assert out.startswith(said[2]["content"])
+    assert out.endswith(said[2]["content"] + "\n"), "after /reset, the first answer again"
+    assert errors.count("tokens/s, eager on cpu]") == 3
+    assert errors.count("[5 tokens are all that --max-tokens allows") == 3
+    assert "[5 messages in " in errors
+    assert "[a new conversation]" in errors
+    assert "/save FILE   write" in errors
+    assert "> " not in out + errors, "no prompt"
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "says"),
+    [
+        ("/rest\n", (), "error: /rest: no such command; /help lists them, a blank in front sends it as text"),
+        ("/save\n", (), "error: /save: give a file to write"),
+        ("/save /\n", (), "error: /: "),
+        (b"\xff\xfe\n", (), "error: standard input: not UTF-8 text at byte 0"),
+        ("x" * 300 + "\n", (), "error: the question makes"),
+        ("Hi\n", ("--thinking", "on"), "error: --thinking: got True; the checkpoint's chat template has no switch"),
+        ("Hi\n", ("--max-context", 1 << 17), "error: --max-context 131072: the model's context is 65536"),
+        ("Hi\n", ("--capture", "on"), "error: --capture on needs a GPU"),
+        ("Hi\n", ("--kv", "turbo"), "error: "),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    text: str | bytes,
+    more: tuple[Any, ...],
+    says: str,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    context = more if "--max-context" in more else ()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode() if isinstance(text, str) else text)))
+    command = ["chat", model, "--device", "cpu", *(context or ("--max-context", 200)), *(() if context else more)]
+    assert main(list(map(str, command))) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert says in line
+
+
+def test_a_file_is_not_written_over_and_a_model_without_a_template_is_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "there"
+    file.write_text("mine")
+    assert pipe(monkeypatch, f"/save {file}\n", model) == 2
+    assert "exists already; give another name" in capsys.readouterr().err
+    assert file.read_text() == "mine"
+    bare = tiny.write_model(tmp_path / "bare")
+    (bare / "tokenizer_config.json").unlink()
+    assert pipe(monkeypatch, "Hi\n", bare) == 2
+    assert "has no chat template; 'onegraph generate' continues a text" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["chat", str(model)]) == 2
+    assert "standard input is closed" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------- at a terminal
+
+
+class Terminal:
+    """`onegraph chat` at a terminal of its own, whose keys are `type` and whose screen is `screen`."""
+
+    def __init__(self, *command: object) -> None:
+        words = [sys.executable, "-m", "onegraph", "chat", *map(str, command), "--device", "cpu"]
+        self.pid, self.fd = pty.fork()
+        if self.pid == 0:
+            os.execve(sys.executable, words, os.environ | {"TERM": "dumb", "INPUTRC": "/dev/null"})
+        self.screen, self.seen = "", 0
+
+    def type(self, keys: str) -> None:
+        self.seen = len(self.screen)
+        os.write(self.fd, keys.encode())
+
+    def until(self, text: str = "", longer: int = 0, seconds: float = 120) -> str:
+        """What the screen shows since the last keys, once `text` is in it and more than `longer` characters are."""
+        end = time.monotonic() + seconds
+        while text not in (new := self.screen[self.seen :]) or len(new) <= longer:
+            if not select.select([self.fd], [], [], max(0.0, end - time.monotonic()))[0]:
+                raise AssertionError(f"{text!r} never came: {self.screen}")
+            try:
+                self.screen += os.read(self.fd, 1 << 16).decode(errors="replace").replace("\r\n", "\n")
+            except OSError:  # the terminal is closed: the program has ended
+                raise AssertionError(f"it ended before {text!r}: {self.screen}") from None
+        return new
+
+    def end(self) -> int:
+        """Its exit status."""
+        try:
+            while select.select([self.fd], [], [], 60)[0] and (data := os.read(self.fd, 1 << 16)):
+                self.screen += data.decode(errors="replace").replace("\r\n", "\n")
+        except OSError:
+            pass
+        os.close(self.fd)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def test_ctrl_c_ends_an_answer_and_then_the_program(model: Path) -> None:
+    terminal = Terminal(model, "--max-context", 60000, "--temperature", 1, "--seed", 4)
+    terminal.until("[/help lists the commands")
+    terminal.until("> ")
+    terminal.type("the hat\n")
+    terminal.until("the hat\n", longer=60)  # it writes
+    terminal.type("\x03")
+    ended = terminal.until("tokens/s, eager on cpu]\n")
+    assert int(ended.rpartition(" prompt tokens, ")[2].split()[0]) < 59000
+    terminal.until("> ")
+    terminal.type("/rest\n")
+    terminal.until("onegraph: error: /rest: no such command")
+    terminal.until("> ")
+    terminal.type("\x03")
+    terminal.until("[Ctrl-C again, or Ctrl-D, leaves]")
+    terminal.until("> ")
+    terminal.type("\x03")
+    assert terminal.end() == 0
+    assert "Traceback" not in terminal.screen
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get("ONEGRAPH_SMOLLM2_4BIT"), reason="ONEGRAPH_SMOLLM2_4BIT is not set")
+def test_the_real_smollm2_remembers_and_ctrl_d_leaves() -> None:
+    terminal = Terminal(os.environ["ONEGRAPH_SMOLLM2_4BIT"], "--max-tokens", 8, "--max-context", 512)
+    terminal.until("> ")
+    terminal.type("What is the capital of France?\n")
+    assert "Paris" in terminal.until("tokens/s")
+    terminal.until("> ")
+    terminal.type("And of Japan?\n")
+    assert "Tokyo" in terminal.until("tokens/s"), "which only makes sense after the first question"
+    terminal.until("> ")
+    terminal.type("\x04")
+    assert terminal.end() == 0
