@@ -26,6 +26,8 @@ from onegraph.formats.files import CheckpointError, quote
 from onegraph.formats.mxfp4 import E8M0, GROUP, MXFP4
 from onegraph.formats.weight import FLOATS, WHOLE, Dtypes, Expected, Field, File, Part, Require, WeightFormat
 
+STACKS = "gate_up_proj", "down_proj"  # how onegraph calls those of a layer, in any family
+
 
 def stack_names(file: File, name: str) -> tuple[WeightFormat, dict[str, str]]:
     """The format of the stack `name`, and by field the tensor that holds it. Raises CheckpointError where there is

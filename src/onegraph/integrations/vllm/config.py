@@ -7,11 +7,13 @@ import torch
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
+from onegraph.formats.fused import STACKS
 from onegraph.formats.quantization import parse_quantization
 from onegraph.formats.weight import Quantization, WeightFormat
 from onegraph.integrations.vllm import FUSED, fuses, unsupported
 
 HEAD, EMBED = "lm_head", "embed_tokens"
+PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 DRAFT = "draft_model."  # what vLLM puts before the names of a model that drafts for another
 
 
@@ -85,13 +87,16 @@ class OnegraphConfig(QuantizationConfig):
         return self.format_of(HEAD).coded or self.format_of(EMBED).coded
 
     def parts_of(self, prefix: str) -> list[str]:
-        """The linears of the checkpoint that vLLM's layer `prefix` is made of: q, k and v of a qkv_proj."""
+        """The linears of the checkpoint that vLLM's layer `prefix` is made of: q, k and v of a qkv_proj, unless the
+        model says otherwise, as Phi-3's does. Qwen3-MoE's is silent about its dense layers."""
         parent, _, name = prefix.removeprefix(DRAFT).rpartition(".")
-        names = self.packed_modules_mapping.get(name, [name])
+        names = self.packed_modules_mapping.get(name) or PACKED.get(name, [name])
         return [f"{parent}.{part}" if parent else part for part in names]
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """The method of a layer; None leaves it to vLLM. Raises ValueError for experts, in codes or not."""
+        """The method of a layer; None leaves it to vLLM. Raises ValueError for one that does not run in codes."""
+        from vllm.model_executor.layers.fused_moe import GateLinear
+        from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
@@ -103,14 +108,27 @@ class OnegraphConfig(QuantizationConfig):
             if (format := self.format_of(name)).coded:
                 return OnegraphEmbeddingMethod(prefix or name, format, head=head)
             return UntiedMethod() if self.unties else None
+        if isinstance(layer, GateLinear):
+            return UnquantizedLinearMethod()  # routers keep their file's dtype
         if isinstance(layer, LinearBase):
             parts = {name: self.format_of(name) for name in self.parts_of(prefix)}
             if any(format.coded for format in parts.values()):
                 return OnegraphLinearMethod(parts)
             return UnquantizedLinearMethod()
-        if any(kind.__name__ in ("FusedMoE", "RoutedExperts") for kind in type(layer).__mro__):
-            raise ValueError(
-                f"{prefix}: experts in codes run in onegraph and transformers, not in vLLM yet; serve the unquantized "
-                "model there"
-            )
+        if isinstance(layer, RoutedExperts):
+            return self._experts_method(layer, prefix)
         return None
+
+    def _experts_method(self, layer: Any, prefix: str) -> QuantizeMethodBase | None:
+        """That of routed experts; None leaves dense ones to vLLM, in whatever form their family has them."""
+        from onegraph.integrations.vllm.experts import OnegraphExpertsMethod
+
+        formats = {f"{prefix}.{stack}": self.format_of(f"{prefix.removeprefix(DRAFT)}.{stack}") for stack in STACKS}
+        if len(set(formats.values())) > 1:
+            gate_up, down = formats
+            raise ValueError(f"{gate_up} and {down} have two rates; experts of a layer must have one")
+        format = next(iter(formats.values()))
+        if not format.coded:
+            return None
+        moe, weighted = layer.moe_config, layer.apply_router_weight_on_input
+        return OnegraphExpertsMethod(moe, prefix.removeprefix(DRAFT), format, weighted_inputs=weighted)
