@@ -1,5 +1,6 @@
 """The quantization "onegraph" as vLLM sees it: which layer is stored in which format, and so gets which method."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,13 +8,14 @@ import torch
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
-from onegraph.formats.fused import STACKS
+from onegraph.formats.fused import STACKS, in_blocks
 from onegraph.formats.quantization import parse_quantization
 from onegraph.formats.weight import Quantization, WeightFormat
 from onegraph.integrations.vllm import FUSED, fuses, unsupported
 
 HEAD, EMBED = "lm_head", "embed_tokens"
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+BLOCK = re.compile(r".*?\.\d+\.")  # the name of a block, with what goes before it
 DRAFT = "draft_model."  # what vLLM puts before the names of a model that drafts for another
 
 
@@ -38,6 +40,8 @@ class OnegraphConfig(QuantizationConfig):
     def __init__(self, quantization: Quantization) -> None:
         super().__init__()
         self.quantization = quantization
+        self.coded: frozenset[str] = frozenset()  # layers of blocks that the checkpoint holds in codes, by vLLM's names
+        self.taken: set[str] = set()  # those that a method of ours runs
 
     def __repr__(self) -> str:
         return f"OnegraphConfig({self.quantization})"
@@ -68,7 +72,11 @@ class OnegraphConfig(QuantizationConfig):
         return cls(quantization)
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Tells vLLM's model and loader where head and embedding are two, and names our class of the model."""
+        """Tells vLLM's model and loader where head and embedding are two, and names our class of the model; notes what
+        the checkpoint holds in codes."""
+        from vllm.transformers_utils.config import get_safetensors_params_metadata
+
+        self.coded = frozenset(filter(None, map(self._coded, get_safetensors_params_metadata(model_name, revision=revision))))
         if hf_config is not None and self.unties:
             hf_config.get_text_config().tie_word_embeddings = hf_config.tie_word_embeddings = False
         names = getattr(hf_config, "architectures", None) or [""]
@@ -77,6 +85,26 @@ class OnegraphConfig(QuantizationConfig):
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         self.quantization = self.quantization.renamed(hf_to_vllm_mapper.apply_dict)
+        self.coded = frozenset(hf_to_vllm_mapper.apply_list(sorted(self.coded)))
+
+    def _coded(self, tensor: str) -> str | None:
+        """The layer within a block whose codes the tensor of this name is; None where it is none."""
+        layer = tensor.rpartition(".")[0]
+        format = self.format_of(layer)
+        found = layer if format.coded and tensor in format.names((), layer).values() else in_blocks(tensor)
+        return found if found is not None and BLOCK.match(found) else None
+
+    def check_taken(self) -> None:
+        """Once vLLM's model is built: raises ValueError that names a layer whose codes no method of ours was asked to
+        run, though others of its block were: some models build a layer by themselves and pass over what they have no
+        parameter for. Blocks of which nothing was asked for are another rank's, or a draft's."""
+        built = {block[0] for name in self.taken if (block := BLOCK.match(name))}
+        for name in sorted(self.coded - self.taken):
+            if (block := BLOCK.match(name)) and block[0] in built:
+                raise ValueError(
+                    f"{name}: the checkpoint holds it in codes, and this vLLM's model builds it without onegraph; run it "
+                    "in onegraph or transformers"
+                )
 
     def format_of(self, layer: str) -> WeightFormat:
         return self.quantization.format_of(layer, _Unread())
@@ -113,7 +141,8 @@ class OnegraphConfig(QuantizationConfig):
         if isinstance(layer, LinearBase):
             parts = {name: self.format_of(name) for name in self.parts_of(prefix)}
             if any(format.coded for format in parts.values()):
-                return OnegraphLinearMethod(parts)
+                self.taken.update(parts)
+                return OnegraphLinearMethod(parts, self.check_taken)
             return UnquantizedLinearMethod()
         if isinstance(layer, RoutedExperts):
             return self._experts_method(layer, prefix)
@@ -123,12 +152,14 @@ class OnegraphConfig(QuantizationConfig):
         """That of routed experts; None leaves dense ones to vLLM, in whatever form their family has them."""
         from onegraph.integrations.vllm.experts import OnegraphExpertsMethod
 
-        formats = {f"{prefix}.{stack}": self.format_of(f"{prefix.removeprefix(DRAFT)}.{stack}") for stack in STACKS}
+        prefix = prefix.removeprefix(DRAFT)
+        formats = {name: self.format_of(name) for name in (f"{prefix}.{stack}" for stack in STACKS)}
         if len(set(formats.values())) > 1:
             gate_up, down = formats
             raise ValueError(f"{gate_up} and {down} have two rates; experts of a layer must have one")
         format = next(iter(formats.values()))
         if not format.coded:
             return None
-        moe, weighted = layer.moe_config, layer.apply_router_weight_on_input
-        return OnegraphExpertsMethod(moe, prefix.removeprefix(DRAFT), format, weighted_inputs=weighted)
+        self.taken.update(formats)
+        weighted = layer.apply_router_weight_on_input
+        return OnegraphExpertsMethod(layer.moe_config, prefix, format, weighted_inputs=weighted)
