@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,7 +43,7 @@ def methods(llm: Any) -> list[str]:
 
 
 def _methods(model: Any) -> list[str]:
-    layers = [model.model.layers[i].mlp.experts.routed_experts for i in (0,)]
+    layers = [layer for layer in model.modules() if type(layer).__name__ == "RoutedExperts"]
     return [type(layer.quant_method).__name__ for layer in layers]
 
 
@@ -202,7 +203,7 @@ def test_a_share_that_cuts_a_rotation_block(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_the_file_must_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     def refusal(file: dict[str, Tensor]) -> str:
         method, layer = layer_of(config_of(monkeypatch))
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(ValueError, match=PREFIX) as error:
             loaded(method, layer, file)
         return str(error.value)
 
@@ -229,28 +230,35 @@ def test_what_the_file_must_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_does_not_run_is_refused_by_name(what: str, change: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=re.escape(f"{PREFIX}: experts in codes do not run with {what} in vLLM")):
         layer_of(config_of(monkeypatch, **change))
-    assert str(error.value).startswith(f"{PREFIX}: experts in codes do not run with {what} in vLLM")
+
+
+KNOWN = {"quant_method": "onegraph", "format": "e8p", "format_version": 1, "bits": 4}
 
 
 def test_nothing_in_codes_is_passed_over(tmp_path: Path) -> None:
     """A layer that vLLM's model builds without asking for our method; blocks of other ranks are nobody's concern."""
-    names = [f"model.layers.{i}.self_attn.{name}" for i in (0, 7) for name in ("q_proj", "o_proj")]
-    tensors = {f"{name}.codes": torch.zeros(8, 1, dtype=torch.int16) for name in names}
-    tensors |= {f"{PREFIX}.gate_up_proj_blocks": torch.zeros(1, dtype=torch.uint8)}
+    names = [f"model.layers.{i}.self_attn.{name}" for i in (0, 7) for name in ("o_proj", "q_proj")]
+    stack = f"{PREFIX}.{STACKS[0]}"
+    tensors = {f"{name}.codes": torch.zeros(8, 1, dtype=torch.int16) for name in (*names, stack)}
     tensors |= {"model.layers.0.mlp.gate.weight": torch.zeros(8, 8)}
     write_checkpoint(tmp_path / "m", {"model_type": "llama"}, tensors.items())
-    known = {"quant_method": "onegraph", "format": "e8p", "format_version": 1, "bits": 4}
-    known |= {"layers": {f"{PREFIX}.{stack}": 16 for stack in STACKS}}
-    config = OnegraphConfig.from_config(known)
+    config = OnegraphConfig.from_config(KNOWN)
     config.maybe_update_config(str(tmp_path / "m"))
     config.check_taken()
-    config.taken.update(names[:1])
-    with pytest.raises(ValueError, match=rf"{PREFIX}\.gate_up_proj: the checkpoint holds it in codes, and this vLLM's"):
-        config.check_taken()
-    config.taken.add(f"{PREFIX}.gate_up_proj")
-    with pytest.raises(ValueError, match=r"model\.layers\.0\.self_attn\.o_proj: the checkpoint holds it in codes"):
-        config.check_taken()
     config.taken.add(names[1])
+    for missing in (stack, names[0]):
+        with pytest.raises(ValueError, match=f"{re.escape(missing)}: the checkpoint holds it in codes, and vLLM's"):
+            config.check_taken()
+        config.taken.add(missing)
     config.check_taken()
+
+
+def test_blocks_of_mxfp4_beside_codes_are_refused_by_name(tmp_path: Path) -> None:
+    """What `onegraph quantize` makes of gpt-oss unless its experts get a rate."""
+    tensors = {f"{PREFIX}.gate_up_proj_blocks": torch.zeros(1, dtype=torch.uint8)}
+    write_checkpoint(tmp_path / "m", {"model_type": "gpt_oss"}, tensors.items())
+    config = OnegraphConfig.from_config(KNOWN | {"layers": {f"{PREFIX}.{stack}": 16 for stack in STACKS}})
+    with pytest.raises(ValueError, match=rf"{PREFIX}\.gate_up_proj: experts in MXFP4 .* serve the published"):
+        config.maybe_update_config(str(tmp_path / "m"))

@@ -111,6 +111,8 @@ def test_a_vllm_whose_layers_we_do_not_know(tmp_path: Path, monkeypatch: pytest.
 def ranks(path: Path, out: Path, **settings: Any) -> subprocess.CompletedProcess[str]:
     """Two of them, in processes of their own; their tokens go to `out`."""
     environment = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": os.pathsep.join(sys.path)}
+    # Workers that are forked import nothing; OpenMP's threads would not survive it.
+    environment |= {"VLLM_WORKER_MULTIPROC_METHOD": "fork", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", PROGRAM, str(path), str(out), json.dumps(settings)]
     return subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
 

@@ -72,11 +72,17 @@ class OnegraphConfig(QuantizationConfig):
         return cls(quantization)
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Tells vLLM's model and loader where head and embedding are two, and names our class of the model; notes what
-        the checkpoint holds in codes."""
+        """Tells vLLM's model and loader where head and embedding are two, names our class of the model, and notes what
+        the checkpoint holds in codes. Raises ValueError for gpt-oss's blocks beside linears in codes of ours: vLLM's
+        loader would take them for numbers."""
         from vllm.transformers_utils.config import get_safetensors_params_metadata
 
-        self.coded = frozenset(filter(None, map(self._coded, get_safetensors_params_metadata(model_name, revision=revision))))
+        tensors = get_safetensors_params_metadata(model_name, revision=revision)
+        if blocks := next(filter(None, map(in_blocks, tensors)), None):
+            raise ValueError(
+                f"{blocks}: experts in MXFP4 beside codes of onegraph do not run in vLLM; serve the published model"
+            )
+        self.coded = frozenset(layer for name in tensors if (layer := self._coded(name)) is not None)
         if hf_config is not None and self.unties:
             hf_config.get_text_config().tie_word_embeddings = hf_config.tie_word_embeddings = False
         names = getattr(hf_config, "architectures", None) or [""]
@@ -91,8 +97,8 @@ class OnegraphConfig(QuantizationConfig):
         """The layer within a block whose codes the tensor of this name is; None where it is none."""
         layer = tensor.rpartition(".")[0]
         format = self.format_of(layer)
-        found = layer if format.coded and tensor in format.names((), layer).values() else in_blocks(tensor)
-        return found if found is not None and BLOCK.match(found) else None
+        found = BLOCK.match(layer) and format.coded and tensor in format.names((), layer).values()
+        return layer if found else None
 
     def check_taken(self) -> None:
         """Once vLLM's model is built: raises ValueError that names a layer whose codes no method of ours was asked to
@@ -102,8 +108,8 @@ class OnegraphConfig(QuantizationConfig):
         for name in sorted(self.coded - self.taken):
             if (block := BLOCK.match(name)) and block[0] in built:
                 raise ValueError(
-                    f"{name}: the checkpoint holds it in codes, and this vLLM's model builds it without onegraph; run it "
-                    "in onegraph or transformers"
+                    f"{name}: the checkpoint holds it in codes, and vLLM's model builds it without onegraph; run this "
+                    "checkpoint in onegraph or transformers"
                 )
 
     def format_of(self, layer: str) -> WeightFormat:

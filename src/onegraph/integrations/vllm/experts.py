@@ -1,5 +1,5 @@
-"""Routed experts of our formats in vLLM's fused-MoE layer: its router chooses, its runner sums over ranks, one op of ours
-runs what was chosen.
+"""Routed experts of our formats in vLLM's fused-MoE layer: its router chooses, its runner sums over ranks, one op of
+ours runs what was chosen.
 
 A checkpoint holds all experts of a layer in two stacks (`formats/fused.py`), each tensor with the experts in front. A
 stack is loaded expert by expert into slots, as a linear is (`shards.py`): ranks of tensor parallelism cut every expert,
@@ -24,11 +24,12 @@ from onegraph.ops.weight import weight_ops
 
 
 class Stack:
-    """One matrix of all experts on this rank: parameters `{name}_{tensor}` of vLLM's layer, [E, ...] of a linear's slots.
+    """One matrix of all experts on this rank: parameters `{name}_{tensor}` of vLLM's layer, slots of a linear with the
+    experts in front.
 
     Args:
-        prefix: of the layer. name: of the stack within it. rows, k: outputs (gate and up by themselves) and inputs of an
-            expert on this rank. experts: which ones of the checkpoint's `count` it holds, in order.
+        prefix: of the layer. name: of the stack within it. rows, k: outputs (gate and up by themselves) and inputs of
+            an expert on this rank. experts: which ones of the checkpoint's `count` it holds, in order.
 
     Raises ValueError where the format does not hold such sizes.
     """

@@ -116,8 +116,8 @@ class Slots:
     float32 [n], scale float32 [parts]. Tensors of different kinds (another dtype or width) are bytes, uint8 [bytes].
 
     Args:
-        parts: the checkpoint's linears and their formats. rows: outputs of each on this rank; of one part, of each linear
-            that vLLM makes of it. k: inputs on this rank.
+        parts: the checkpoint's linears and their formats. rows: outputs of each on this rank; if there is one, of each
+            linear that vLLM makes of it. k: inputs on this rank.
         dtype: of what a format leaves in the dtype of the activations.
 
     Raises ValueError where the parts do not fit vLLM's layer.
@@ -233,8 +233,6 @@ class Slots:
             k = size(-1, field.columns, k)
             columns = self.share.columns(part.name, k, self.k)
         rows = () if spans is None or self.share.by_row else spans
-        if len(rows) > 1:  # one behind the other they are a layer where so many rows from the first on would be one
-            rows = (*rows, (0, part.rows))
         try:
             for span in rows or (None,):
                 part.format.check_part(n, k, Cut(span, columns))
