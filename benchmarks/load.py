@@ -28,7 +28,8 @@ import torch
 
 from deepseek import FLASH, PRO, YARN
 from onegraph.engine.record import emit, machine
-from onegraph.formats.checkpoint import DTYPES, Checkpoint
+from onegraph.formats.checkpoint import Checkpoint
+from onegraph.formats.table import DTYPES
 from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.models.deepseek_v4_published import Table, nbytes, published
 from onegraph.models.load import parse_config
@@ -211,7 +212,7 @@ def host(path: Path) -> float:
 
 
 def peak_bytes() -> int:
-    return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10  # type: ignore[index]
+    return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
 
 
 def load(path: Path, devices: list[torch.device], context: int) -> dict[str, Any]:

@@ -23,8 +23,9 @@ from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.source import LlamaSource
 from onegraph.quant.layer import dequantize
 from onegraph.quant.partial import Partial
-from onegraph.quant.quantize import Quantized, quantize
+from onegraph.quant.quantize import quantize
 from onegraph.quant.recipe import Recipe, Tune
+from onegraph.quant.result import Quantized
 
 # The ladder: each rung has the levers of the one before and one more.
 PLAIN: dict[str, Any] = {

@@ -100,7 +100,7 @@ class Mutant:
         matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
         spans = [span for kind, *span in matcher.get_opcodes() if kind != "equal"]
         a, b, c, d = spans[0][0], spans[-1][1], spans[0][2], spans[-1][3]
-        return tuple(" ".join(t.strip() for t in lines) for lines in (old[a:b], new[c:d]))  # type: ignore[return-value]
+        return tuple(" ".join(t.strip() for t in lines) for lines in (old[a:b], new[c:d]))
 
 
 # ------------------------------------------------------------------------------------------------- making mutants
@@ -248,7 +248,7 @@ class Watch:
 
     def pytest_sessionfinish(self) -> None:
         sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]
+        threading.settrace(None)
 
 
 class Chosen:

@@ -15,6 +15,7 @@ from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
 from onegraph.formats.dense import DENSE
 from onegraph.formats.nvfp4 import NVFP4, written_config
 from onegraph.models.load import load_decoder
+from onegraph.models.parts import Component
 from onegraph.quant.nvfp4 import quantize_weight, quantized_tensors
 from test_deepseek_nvfp4 import SIZES
 from test_deepseek_nvfp4 import quantized as packed_deepseek
@@ -79,6 +80,14 @@ def test_what_cannot_be_compared_is_said(llama: Path, tmp_path: Path) -> None:
         costs(dense, exchanged(dense, dense), TOKENS, window=WINDOW)
     with pytest.raises(ValueError, match="fused=False"):
         in_nvfp4(load_decoder(Checkpoint.open(llama / "dense"), "cpu", torch.float32))
+
+
+def test_a_path_that_no_block_has_is_no_component_left_out(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dense = load(llama / "dense")
+    wrong = {**components_of(dense), "mlp down": Component(("blocks.*.mlp.downs",), r"mlp\.down_proj$")}
+    monkeypatch.setattr(type(dense.config), "_components", wrong)
+    with pytest.raises(AssertionError, match=r"no block has blocks\.\*\.mlp\.downs"):
+        in_nvfp4(dense)
 
 
 def test_components_of_deepseek_one_by_one(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from onegraph.formats.checkpoint import DTYPES, Checkpoint, CheckpointError, read_header, write_checkpoint
+from onegraph.formats.checkpoint import Checkpoint, CheckpointError, write_checkpoint
 from onegraph.formats.files import parse_json
+from onegraph.formats.table import DTYPES, read_header
 
 WEIGHTS = {
     "a": torch.arange(24, dtype=torch.float32).reshape(4, 6) - 7.5,

@@ -197,8 +197,8 @@ def test_did_you_mean(model: Path) -> None:
 
 def test_an_option_has_one_range_in_all_commands() -> None:
     ranges: dict[str, dict[str, object]] = {}
-    commands = build_parser()._subparsers._group_actions[0].choices  # type: ignore[union-attr]
-    parsers = {name: parser for name, parser in commands.items() if name not in ("check", "rule")}  # type: ignore[union-attr]
+    commands = build_parser()._subparsers._group_actions[0].choices
+    parsers = {name: parser for name, parser in commands.items() if name not in ("check", "rule")}
     for form, parser in parsers["bench"]._subparsers._group_actions[0].choices.items():
         parsers[f"bench {form}"] = parser
     for name, parser in parsers.items():
@@ -213,7 +213,7 @@ def test_an_option_has_one_range_in_all_commands() -> None:
 
 def bounds(action: argparse.Action) -> str:
     with pytest.raises(argparse.ArgumentTypeError) as caught:
-        action.type("x")  # type: ignore[operator, misc]
+        action.type("x")
     return str(caught.value)
 
 

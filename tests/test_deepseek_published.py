@@ -237,6 +237,19 @@ def test_logits_are_those_of_transformers(form):
     assert attention.states.format is DENSE
 
 
+def test_bytes_on_a_device_are_those_of_the_loaded_model(form):
+    """By which layers are placed: all but tables that are computed; vectors may be kept wider than they are counted."""
+    _, path, _ = form
+    with Checkpoint.open(path) as checkpoint:
+        loader = Loader(checkpoint, parse_config(checkpoint.config), torch.float32)
+        counted = sum(loader.device_bytes().values())
+    stores = [
+        b.untyped_storage() for name, b in load(path).named_buffers() if not name.endswith(("cos", "sin", "table"))
+    ]
+    once = {store.data_ptr(): store.nbytes() for store in stores}  # a shared expert may be one more of the routed ones
+    assert sum(once.values()) == pytest.approx(counted, rel=1e-3)
+
+
 def test_a_repackaged_file_is_read_by_its_tensors(form, tmp_path):
     """Without expert_dtype, with scales as float32 or as the bytes of E8M0, and an index that does not list them."""
     config, _, want = form

@@ -16,7 +16,8 @@ from onegraph.formats.e8p import (
     sign_masks,
 )
 from onegraph.nn.linear import Linear
-from onegraph.ops.e8p import e8p_decode, e8p_embedding, e8p_linear
+from onegraph.ops.e8p import e8p_decode, e8p_linear
+from onegraph.ops.e8p_embedding import e8p_embedding
 from onegraph.quant.e8p import encode, nearest_per_shift
 from onegraph.quant.layer import dequantize, quantize_group
 from onegraph.quant.recipe import GAUSSIAN_RHO, Recipe

@@ -76,7 +76,7 @@ def test_tables_stay_on_the_gpu_that_asked_first(monkeypatch: pytest.MonkeyPatch
             ended.append(stream)
             return (0,)
 
-    monkeypatch.setattr(build, "_bindings", lambda: (Driver, None))
+    monkeypatch.setattr(build, "bindings", lambda: (Driver, None))
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
     monkeypatch.setattr(e8p_decode, "_TABLES", {})

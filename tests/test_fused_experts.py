@@ -11,6 +11,7 @@ from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
 from onegraph.formats.files import CheckpointError
 from onegraph.formats.fused import BlocksConfig, expected_stack
 from onegraph.formats.quantization import parse_quantization
+from onegraph.models.experts import read_stacks
 from onegraph.models.loader import Loader
 from onegraph.models.parts import Parts
 from onegraph.nn.experts import Experts
@@ -59,7 +60,7 @@ def load(path: Path, file: dict[str, Tensor]) -> Loader:
         parts=Parts(linears={}, embedding=("e", (1, 1)), head="h", tensors={}), quantization=None,
         family_name=lambda name: name,
     )  # fmt: skip
-    return Loader(Checkpoint.open(path / "model"), config, torch.float32)  # type: ignore[arg-type]
+    return Loader(Checkpoint.open(path / "model"), config, torch.float32)
 
 
 def truth(x: Tensor, chosen: Tensor, gains: Tensor, gate_up: Tensor, first: Tensor, down: Tensor, second: Tensor):
@@ -84,7 +85,7 @@ def run(experts: Experts) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
 def test_a_stack_is_its_experts(tmp_path: Path, coded: bool, mixed: bool, biases: bool) -> None:
     file, dense = blocks(coded, mixed, biases)
     loader = load(tmp_path, file)
-    experts = loader.fused_experts("x.gate_up_proj", "x.down_proj", GATE, CPU, interleaved=mixed)
+    experts = read_stacks(loader, "x.gate_up_proj", "x.down_proj", GATE, CPU, interleaved=mixed)
     assert (experts.biases is not None) == biases
     assert experts.gate_up.format.name == ("mxfp4" if coded else "dense")
     given, got = run(experts)
@@ -102,9 +103,7 @@ def test_dense_stacks_may_lie_transposed(tmp_path: Path, coded: bool) -> None:
         expected_stack(loader, "x.gate_up_proj", E, 2 * F, D, bias=True, transposed=True)
         | expected_stack(loader, "x.down_proj", E, D, F, bias=True, transposed=True)
     )
-    given, got = run(
-        loader.fused_experts("x.gate_up_proj", "x.down_proj", GATE, CPU, interleaved=True, transposed=True)
-    )
+    given, got = run(read_stacks(loader, "x.gate_up_proj", "x.down_proj", GATE, CPU, interleaved=True, transposed=True))
     torch.testing.assert_close(got, truth(*given, *dense), rtol=1e-4, atol=1e-4)
 
 
@@ -128,18 +127,18 @@ def test_stacks_of_two_kinds_are_refused(tmp_path: Path) -> None:
         name: tensor for name, tensor in dense.items() if "down" in name
     }
     with pytest.raises(CheckpointError, match=r"x.gate_up_proj is mxfp4 with biases and x.down_proj dense with biases"):
-        load(tmp_path, mixed).fused_experts("x.gate_up_proj", "x.down_proj", GATE, CPU, interleaved=True)
+        read_stacks(load(tmp_path, mixed), "x.gate_up_proj", "x.down_proj", GATE, CPU, interleaved=True)
     del coded["x.down_proj_bias"]
     (tmp_path / "other").mkdir()
     with pytest.raises(CheckpointError, match=r"mxfp4 with biases and x.down_proj mxfp4 without biases"):
-        load(tmp_path / "other", coded).fused_experts("x.gate_up_proj", "x.down_proj", GATE, CPU, interleaved=True)
+        read_stacks(load(tmp_path / "other", coded), "x.gate_up_proj", "x.down_proj", GATE, CPU, interleaved=True)
 
 
 def test_a_scale_that_is_nan_names_its_expert(tmp_path: Path) -> None:
     file, _ = blocks(True, True)
     file["x.down_proj_scales"][1, 5, 0] = 255
     with pytest.raises(CheckpointError, match=r"'x.down_proj of expert 1' has scales that are NaN"):
-        load(tmp_path, file).fused_experts("x.gate_up_proj", "x.down_proj", GATE, CPU, interleaved=True)
+        read_stacks(load(tmp_path, file), "x.gate_up_proj", "x.down_proj", GATE, CPU, interleaved=True)
 
 
 @pytest.mark.parametrize("scale", [103, 141])
@@ -147,20 +146,20 @@ def test_what_float16_does_not_hold_is_refused_in_float16(tmp_path: Path, scale:
     file, _ = blocks(True, True)
     file["x.down_proj_scales"][2, 5, 1] = scale
     loader = load(tmp_path, file)
-    loader.fused_experts("x.gate_up_proj", "x.down_proj", GATE, CPU, interleaved=True)
+    read_stacks(loader, "x.gate_up_proj", "x.down_proj", GATE, CPU, interleaved=True)
     loader.dtype = torch.float16
     with pytest.raises(CheckpointError, match=r"'x.down_proj of expert 2' has scales beyond 2\^-23 to 2\^13"):
-        loader.fused_experts("x.gate_up_proj", "x.down_proj", GATE, CPU, interleaved=True)
+        read_stacks(loader, "x.gate_up_proj", "x.down_proj", GATE, CPU, interleaved=True)
     file["x.down_proj_blocks"][2, 5, 1] = 0x80  # zeros are zeros at any scale
     (tmp_path / "other").mkdir()
     loader = load(tmp_path / "other", file)
     loader.dtype = torch.float16
-    loader.fused_experts("x.gate_up_proj", "x.down_proj", GATE, CPU, interleaved=True)
+    read_stacks(loader, "x.gate_up_proj", "x.down_proj", GATE, CPU, interleaved=True)
 
 
 def test_gpt_oss_says_mxfp4() -> None:
     config = parse_quantization(GPT_OSS)
     assert isinstance(config, BlocksConfig)
     assert config.to_dict() == GPT_OSS
-    layer = config.format_of("model.layers.0.self_attn.q_proj", None)  # type: ignore[arg-type]
+    layer = config.format_of("model.layers.0.self_attn.q_proj", None)
     assert layer.name == "dense"

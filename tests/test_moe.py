@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -367,63 +366,6 @@ def test_defaults_are_those_of_transformers() -> None:
         assert ours.out_bias
         told = {"rope_parameters": theirs.rope_parameters}
         assert ours.ropes[0] == Rope.from_dict(told, default_theta=0.0, max_positions=theirs.max_position_embeddings)
-
-
-def test_published_configs_are_read() -> None:
-    """Qwen3-30B-A3B, Mixtral-8x7B and gpt-oss-20b (but for its quantization), their keys as the hub has them."""
-    qwen = LlamaConfig.from_dict(
-        {
-            "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
-            "bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128,
-            "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 6144,
-            "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [], "model_type": "qwen3_moe",
-            "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128,
-            "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": False,
-            "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001,
-            "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True,
-            "use_sliding_window": False, "vocab_size": 151936,
-        }
-    )  # fmt: skip
-    assert qwen.routed is not None
-    assert len(qwen.parts.linears) == 48 * (4 + 128 * 3) + 1
-    assert qwen.parts.linears["model.layers.47.mlp.experts.127.down_proj"] == (2048, 768, False)
-    mixtral = LlamaConfig.from_dict(
-        {
-            "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
-            "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
-            "max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32,
-            "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8,
-            "output_router_logits": False, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02,
-            "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True,
-            "vocab_size": 32000,
-        }
-    )  # fmt: skip
-    assert mixtral.parts.linears["model.layers.31.block_sparse_moe.experts.7.w2"] == (4096, 14336, False)
-    assert mixtral.parts.tensors["model.layers.0.block_sparse_moe.gate.weight"][0] == (8, 4096)
-    assert not any(".mlp." in name for name in mixtral.parts.linears)
-    kinds = ["sliding_attention", "full_attention"] * 12
-    oss = LlamaConfig.from_dict(
-        {
-            "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
-            "eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
-            "initial_context_length": 4096, "initializer_range": 0.02, "intermediate_size": 2880, "layer_types": kinds,
-            "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64,
-            "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32,
-            "output_router_logits": False, "pad_token_id": 199999, "rms_norm_eps": 1e-05, "rope_scaling": {
-                "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
-                "rope_type": "yarn", "truncate": False,
-            }, "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
-            "tie_word_embeddings": False, "transformers_version": "4.55.0.dev0", "use_cache": True,
-            "vocab_size": 201088,
-        }
-    )  # fmt: skip
-    assert oss.windows == (128, 0) * 12
-    assert oss.traits.sinks
-    assert oss.ropes[0].attention_factor == pytest.approx(0.1 * math.log(32) + 1)
-    assert not oss.ropes[0].truncate
-    assert oss.routed is not None
-    assert oss.routed.gate == SwiGLU(7.0, 1.702, 1.0)
-    assert oss.parts.tensors["model.layers.23.self_attn.sinks"][0] == (64,)
 
 
 def test_tensors_that_do_not_fit_the_config_are_named(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from fuzz import tiny
 from fuzz.run import invoke
 from models import save_hf
 from onegraph import plan, quantize
-from onegraph.api import cost
-from onegraph.api import plan as planned
+from onegraph.api import cost, room
+from onegraph.api.choices import choose
 from onegraph.formats.checkpoint import write_checkpoint
 
 TEXT = "the thing in the inn, and a hat. " * 200
@@ -130,13 +130,13 @@ def test_models_of_8b_and_70b_from_their_config_alone(tmp_path: Path, monkeypatc
 
 
 def test_defaults_follow_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_cpu = planned.choose(device="cpu")
+    on_cpu = choose(device="cpu")
     assert (on_cpu.recipe, on_cpu.tokens, on_cpu.calibration) == ("quick", 8192, "bundled")
-    monkeypatch.setattr(planned, "pick_device", lambda name: torch.device("cuda"))
-    on_gpu = planned.choose(device="auto")
+    monkeypatch.setattr("onegraph.api.choices.pick_device", lambda name: torch.device("cuda"))
+    on_gpu = choose(device="auto")
     assert (on_gpu.recipe, on_gpu.tokens, on_gpu.calibration) == ("good", 16384, "bundled")
-    assert planned.choose(recipe="quick", tokens=100).recipe == "quick"
-    assert planned.choose(device="cpu", format="nvfp4").recipe == "good"
+    assert choose(recipe="quick", tokens=100).recipe == "quick"
+    assert choose(device="cpu", format="nvfp4").recipe == "good"
 
 
 def refused(
@@ -161,14 +161,14 @@ def test_nothing_is_sampled_for_a_command_that_cannot_end_well(
     refused("exists already", model, tmp_path, **sampled)
     (tmp_path / "file").write_text("x")
     refused(r"file is no directory", model, tmp_path / "file" / "out", **sampled)
-    monkeypatch.setattr(planned.os, "access", lambda *_: False)  # who runs as root may write anywhere
+    monkeypatch.setattr(room.os, "access", lambda *_: False)  # who runs as root may write anywhere
     refused("cannot be written to", model, tmp_path / "out", **sampled)
     monkeypatch.undo()
     monkeypatch.setattr("onegraph.api.quantize.sample_text", lambda *_: pytest.fail("it sampled"))
-    monkeypatch.setattr(planned.shutil, "disk_usage", lambda _: SimpleNamespace(free=50_000))
+    monkeypatch.setattr(room.shutil, "disk_usage", lambda _: SimpleNamespace(free=50_000))
     refused(r"needs 1\d\d\.\d kB of this disk and 50\.0 kB are free", model, tmp_path / "out", **sampled)
     monkeypatch.undo()
-    monkeypatch.setattr(planned, "available_memory", lambda _: 400_000)
+    monkeypatch.setattr(room, "available_memory", lambda _: 400_000)
     refused(r"calibration 'self' holds the whole model; give a text", model, tmp_path / "out", **sampled)
     refused(r"takes at least .* of memory on cpu and 400\.0 kB are free", model, tmp_path / "out", calibration=TEXT)
 
@@ -178,7 +178,7 @@ def test_activations_of_a_killed_job_count_as_free(
 ) -> None:
     out = tmp_path / "out"
     stale = tmp_path / "out.partial" / ".activations.tmp"
-    monkeypatch.setattr(planned.shutil, "disk_usage", lambda _: SimpleNamespace(free=plan(model, **SMALL).disk - 8))
+    monkeypatch.setattr(room.shutil, "disk_usage", lambda _: SimpleNamespace(free=plan(model, **SMALL).disk - 8))
     with pytest.raises(ValueError, match="of this disk and"):
         plan(model, out, **SMALL)
     stale.mkdir(parents=True)

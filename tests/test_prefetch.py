@@ -179,7 +179,7 @@ def test_the_host_holds_no_more_blocks_than_the_ring(tmp_path: Path, monkeypatch
 
 def until(done: object) -> None:
     for _ in range(1000):
-        if done():  # type: ignore[operator]
+        if done():
             return
         time.sleep(0.01)
     raise AssertionError("not within ten seconds")

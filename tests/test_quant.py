@@ -23,8 +23,9 @@ from onegraph.quant.hessian import Moments, corrected, gather
 from onegraph.quant.layer import dequantize, quantize_embedding, quantize_group
 from onegraph.quant.ldlq import couplings, damped, loss, sweep
 from onegraph.quant.partial import Partial, key_of
-from onegraph.quant.quantize import Quantized, quantize
+from onegraph.quant.quantize import quantize
 from onegraph.quant.recipe import Recipe, Tune
+from onegraph.quant.result import Quantized
 
 DIM, WIDE, VOCAB, BLOCKS = 64, 96, 50, 2
 

@@ -143,6 +143,16 @@ def test_rates_of_experts(tmp_path: Path) -> None:
         plan(tmp_path / "dense", experts=3, device="cpu")
 
 
+def test_a_pattern_of_the_users_own_goes_before_the_rate_of_experts(tmp_path: Path) -> None:
+    """The last match wins, among those that name experts too."""
+    source("qwen3_moe", tmp_path / "model")
+    own = {"*": 2, "*.mlp.experts.gate_up_proj": 4, "*.mlp.experts.down_proj": 4}
+    found = plan(tmp_path / "model", experts=3, layers=own, device="cpu")
+    assert list(found.rates.items()) == list(own.items())
+    found = plan(tmp_path / "model", experts=3, layers={"*.o_proj": 2}, device="cpu")
+    assert found.rates == {"*.mlp.experts.gate_up_proj": 3, "*.mlp.experts.down_proj": 3, "*.o_proj": 2}
+
+
 def test_experts_published_in_blocks_are_kept_unless_asked_for(tmp_path: Path) -> None:
     source("gpt_oss", tmp_path / "dense")
     with Checkpoint.open(tmp_path / "dense") as checkpoint:

@@ -69,7 +69,7 @@ def test_cross_moments_are_of_the_unquantized_models_inputs_with_ours() -> None:
         for layer in block:
             layer.weight.data = torch.randn(4, 4, generator=source)
     ours, theirs = (list(torch.randn(5, 3, 4, generator=source).split(2)) for _ in range(2))
-    gathered = gather(Line(), blocks[0], ours, [1], (blocks[1], theirs))  # type: ignore[arg-type]
+    gathered = gather(Line(), blocks[0], ours, [1], (blocks[1], theirs))
     moments, outputs = gathered.moments, list(gathered.outputs)
     assert list(moments) == [1]
     pairs = zip(blocks, (ours, theirs), strict=True)
@@ -88,11 +88,11 @@ def test_a_batch_that_does_not_reach_a_linear_is_not_counted_for_it() -> None:
 
     block = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).requires_grad_(False)
     there = torch.ones(1, 3, 4)
-    moments = gather(Sometimes(), block, [there, -there], [0, 1]).moments  # type: ignore[arg-type]
+    moments = gather(Sometimes(), block, [there, -there], [0, 1]).moments
     x = block[0](there)[0]
     assert torch.allclose(moments[0].h, torch.ones(4, 4))
     assert torch.allclose(moments[1].h, x.T @ x / 6, atol=1e-6)
-    assert list(gather(Sometimes(), block, [-there], [0, 1]).moments) == [0]  # type: ignore[arg-type]
+    assert list(gather(Sometimes(), block, [-there], [0, 1]).moments) == [0]
 
 
 def test_a_linear_that_no_text_reaches_is_named_unless_it_is_kept(tokens: Tensor) -> None:
@@ -101,8 +101,8 @@ def test_a_linear_that_no_text_reaches_is_named_unless_it_is_kept(tokens: Tensor
             return [*super().linear_groups(block)[:-1], [("down", nn.Linear(*block.down.weight.shape[::-1]))]]
 
     with pytest.raises(ValueError, match=r"blocks\.0\.down: no row of the calibration text reaches it"):
-        quantize(Unreached(), tokens, Recipe(bits=2))  # type: ignore[arg-type]
-    quantize(Unreached(), tokens, Recipe(bits=2, layers={"*.down": 16}))  # type: ignore[arg-type]
+        quantize(Unreached(), tokens, Recipe(bits=2))
+    quantize(Unreached(), tokens, Recipe(bits=2, layers={"*.down": 16}))
 
 
 def test_a_correction_is_damped_and_of_the_strength_that_is_asked() -> None:
@@ -167,9 +167,9 @@ def test_exceptions_of_a_recipe() -> None:
         Recipe(layers={"x": 8})
     assert Recipe(lm_head=None, embed_tokens=None) == Recipe()
     for inputs in ("reference", "block", "group"):
-        assert Recipe(inputs=inputs).inputs == inputs  # type: ignore[arg-type]
+        assert Recipe(inputs=inputs).inputs == inputs
     with pytest.raises(ValueError, match="inputs is 'all'; allowed: reference, block, group"):
-        Recipe(inputs="all")  # type: ignore[arg-type]
+        Recipe(inputs="all")
 
 
 def test_presets_and_rates() -> None:
@@ -207,7 +207,7 @@ def test_only_rows_that_are_short_are_gone_on_with() -> None:
     assert asked == [([[0, 1], [0, 1]], 6), ([[0, 1]], 2)]
     for wrong in ({"rows": 0}, {"length": 0}, {"start": []}):
         with pytest.raises(ValueError, match="each needs at least 1"):
-            sampled_tokens(generate, **({"rows": 1, "length": 1, "start": [1]} | wrong))  # type: ignore[arg-type]
+            sampled_tokens(generate, **({"rows": 1, "length": 1, "start": [1]} | wrong))
 
 
 # -------------------------------------------------------------------------------------------------- work on disk

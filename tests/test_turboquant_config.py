@@ -13,10 +13,10 @@ from onegraph.formats.turboquant import DRAFTS, TurboQuantConfig, hadamard_matri
 )
 def test_numbers_have_limits(name: str, most: int) -> None:
     for value in (1, most):
-        assert getattr(TurboQuantConfig(k_bits=4, v_bits=4, **{name: value}), name) == value  # type: ignore[arg-type]
+        assert getattr(TurboQuantConfig(k_bits=4, v_bits=4, **{name: value}), name) == value
     for value in (-1, most + 1):
         with pytest.raises(ValueError, match=rf"turboquant: {name} is {value}; allowed is 0 to {most}"):
-            TurboQuantConfig(k_bits=4, v_bits=4, **{name: value})  # type: ignore[arg-type]
+            TurboQuantConfig(k_bits=4, v_bits=4, **{name: value})
 
 
 @pytest.mark.parametrize("bits", [0, 5, 16])
@@ -79,7 +79,7 @@ def test_bytes_of_a_token_and_of_a_sequence() -> None:
 )
 def test_a_string_and_back(text: str, setting: dict[str, object]) -> None:
     found = parse_kv(text)
-    assert found == TurboQuantConfig(**({"k_bits": 4, "v_bits": 4} | setting))  # type: ignore[arg-type]
+    assert found == TurboQuantConfig(**({"k_bits": 4, "v_bits": 4} | setting))
     assert parse_kv(str(found)) == found
 
 

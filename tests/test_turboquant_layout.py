@@ -81,4 +81,4 @@ def test_a_byte_holds_pairs_of_dimensions_in_its_nibbles() -> None:
 )
 def test_settings_that_do_not_exist_are_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        TurboQuantLayout(**({"head_dim": 64, "k_bits": 4, "v_bits": 4} | settings))  # type: ignore[arg-type]
+        TurboQuantLayout(**({"head_dim": 64, "k_bits": 4, "v_bits": 4} | settings))

@@ -23,6 +23,7 @@ from onegraph.formats.nvfp4 import E4M3, NVFP4, NVFP4Format, written_config
 from onegraph.formats.quantization import parse_quantization
 from onegraph.formats.weight import Part, WeightFormat
 from onegraph.models.config import LlamaConfig
+from onegraph.models.experts import read_experts
 from onegraph.models.llama import Llama
 from onegraph.models.loader import Loader
 from onegraph.nn.embedding import Embedding
@@ -194,6 +195,17 @@ def test_a_file_holds_what_the_layout_says(format: WeightFormat) -> None:
 
 
 @each_format
+@pytest.mark.parametrize("bias", [False, True])
+def test_bytes_on_a_device_are_those_of_what_is_read(format: WeightFormat, bias: bool) -> None:
+    """Scales of a byte in the file are four in memory: of MXFP8, a tenth of the whole."""
+    held = format.read(Held(named(format, "a", stored(format, 96, 160, 0))), "a")
+    biases = 96 * (4 if format.coded else 2) if bias else 0
+    assert format.device_bytes(96, 160, torch.bfloat16, bias) == biases + sum(
+        tensor.numel() * (2 if format is DENSE else tensor.itemsize) for tensor in held.values()
+    )
+
+
+@each_format
 def test_tensors_that_disagree_are_refused(format: WeightFormat) -> None:
     good = made(format, 129 if format in FP8.values() else 64, 96).tensors  # the last block of one row
     for key, tensor in good.items():
@@ -275,7 +287,7 @@ def test_experts_need_a_format_that_has_them(
     loader = Loader(Checkpoint(tmp_path, {}, {}), config, torch.float32)
     monkeypatch.setattr(loader, "format_of", lambda layer: format)
     with pytest.raises(CheckpointError, match=r"experts.0.w2 is .*, which routed experts cannot be run in"):
-        loader.experts([("experts.0.w1", "experts.0.w3")], ["experts.0.w2"], SwiGLU(), CPU)
+        read_experts(loader, [("experts.0.w1", "experts.0.w3")], ["experts.0.w2"], SwiGLU(), CPU)
 
 
 CONFIGS: dict[WeightFormat, Any] = {

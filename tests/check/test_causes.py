@@ -211,3 +211,98 @@ def test_one_storage_bound_anew_is_one_error_at_the_first_line_that_uses_it(tmp_
     assert error.code in ("CG205", "CG206", "CG209")
     assert error.source.strip() == "y = x + HOST.h"
     assert {f.source.strip() for f in report.following(error)} <= {"HOST.h = HOST.h * 2 + x"}
+
+
+GUARDS = """\
+import torch
+
+
+class Suppress:
+    def __init__(self, rounds):
+        self.rounds, self.seen = rounds, 0
+
+    def apply(self, x):
+        if self.seen < self.rounds:
+            x = x.clone()
+            x[:2] = 0
+        return x
+
+    def update(self):
+        self.seen += 1
+
+
+class Layers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4, device="cuda") for _ in range(4))
+        self.calls = 0
+
+    def chosen(self):
+        self.calls += 1
+        for i, layer in enumerate(self.layers):
+            if (self.calls + i) % 3:
+                yield layer
+
+    def forward(self, x):
+        for layer in self.chosen():
+            x = layer(x)
+        return x
+
+
+def through_a_list():
+    guards = [Suppress(2), Suppress(100)]
+
+    def step(x):
+        for guard in guards:
+            x = guard.apply(x)
+        for guard in guards:
+            guard.update()
+        return x * 2
+
+    return step, lambda i: (torch.full((4,), 1.0 + i, device="cuda"),)
+
+
+def layers():
+    net = Layers()
+    return net, lambda i: (torch.full((4,), 1.0 + i, device="cuda"),)
+
+
+def one_number_twice():
+    count = [0]
+
+    def step(x, y):
+        count[0] += 1
+        n = count[0]
+        z = x * n
+        w = y / n
+        return z + w * (n + 1)
+
+    return step, lambda i: (torch.full((4,), 1.0 + i, device="cuda"), torch.ones(4, device="cuda"))
+"""
+
+
+@pytest.fixture
+def guards(tmp_path):
+    path = tmp_path / "guards.py"
+    path.write_text(GUARDS)
+    return lambda name: reconcile(check_step(load(f"{path}:{name}").factory, source=True))
+
+
+def test_where_a_path_parts_is_the_condition_that_changes_not_the_loop_around_its_call(guards):
+    report = guards("through_a_list")
+    (error,) = report.errors
+    assert (error.code, error.source.strip()) == ("CG201", "if self.seen < self.rounds:")
+    assert not [f for f in report.findings if "in none of the" in f.message]
+
+
+def test_tensors_of_a_loop_that_goes_through_others_follow_from_it(guards):
+    report = guards("layers")
+    (error,) = report.errors
+    assert (error.code, error.source.strip()) == ("CG201", "for layer in self.chosen():")
+    assert "CG205" in {f.code for f in report.following(error)}
+
+
+def test_one_number_in_two_ops_is_told_once_and_another_made_of_it_apart(guards):
+    report = guards("one_number_twice")
+    assert [f.source.strip() for f in report.errors] == ["z = x * n", "return z + w * (n + 1)"]
+    assert [f.source.strip() for f in report.following(report.errors[0])] == ["w = y / n"]

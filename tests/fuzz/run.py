@@ -344,16 +344,16 @@ def stopped_after(pieces: int) -> Iterator[None]:
 
     def counted(self: Partial, *args: object, **kwargs: object) -> None:
         nonlocal count
-        save(self, *args, **kwargs)  # type: ignore[arg-type]
+        save(self, *args, **kwargs)
         count += 1
         if count == pieces:
             raise KeyboardInterrupt
 
-    Partial.save = counted  # type: ignore[method-assign,assignment]
+    Partial.save = counted
     try:
         yield
     finally:
-        Partial.save = save  # type: ignore[method-assign]
+        Partial.save = save
 
 
 __all__ = ["Failure", "Fuzzer", "damage_json", "invoke", "judge", "stopped_after"]

@@ -21,7 +21,8 @@ from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.files import CheckpointError
 from onegraph.integrations.hf.experts import CodedStack
 from onegraph.integrations.hf.modules import CodedLinear
-from onegraph.integrations.hf.source import ModulesSource, Skeleton
+from onegraph.integrations.hf.skeleton import Skeleton
+from onegraph.integrations.hf.source import ModulesSource
 from onegraph.models.llama import Llama
 
 assert onegraph.integrations.hf is not None
@@ -213,7 +214,7 @@ def test_no_memory_for_the_modules_is_told_as_such(tmp_path: Path, monkeypatch: 
     def refuse(checkpoint: Checkpoint) -> Any:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr("onegraph.integrations.hf.source.outline_of", refuse)
+    monkeypatch.setattr("onegraph.integrations.hf.skeleton.outline_of", refuse)
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         outline(Checkpoint(tmp_path, {"model_type": "gpt_neox"}, {}))
 
@@ -269,3 +270,22 @@ def test_the_checkpoints_config_is_left_as_it_is() -> None:
     before = json.dumps(config)
     Skeleton(config)
     assert json.dumps(config) == before
+
+
+def test_modules_are_built_without_memory_for_their_weights() -> None:
+    """Experts of 70 TB, which no CPU would allocate; what a forward around the blocks reads is computed."""
+    sizes = {"hidden_size": 1 << 14, "num_experts": 1 << 12, "moe_intermediate_size": 1 << 17}
+    skeleton = Skeleton({"model_type": "qwen2_moe", **SIZES, **sizes, "head_dim": 64})
+    assert all(parameter.is_meta for parameter in skeleton.model.parameters())
+    rotation = dict(skeleton.model.named_buffers())["model.rotary_emb.inv_freq"]
+    torch.testing.assert_close(rotation, 10000.0 ** -(torch.arange(0, 64, 2) / 64), msg=str(rotation))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_tied_head_is_counted_once_from_the_config_alone(tied: bool, tmp_path: Path) -> None:
+    config = transformers.StableLmConfig(**SIZES, tie_word_embeddings=tied)
+    (tmp_path / "config.json").write_text(config.to_json_string())
+    hf = transformers.StableLmForCausalLM(config)
+    found = plan(tmp_path, device="cpu")
+    assert not found.own
+    assert found.before.parameters == sum(parameter.numel() for parameter in hf.parameters())

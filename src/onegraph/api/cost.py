@@ -10,6 +10,7 @@ import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -114,7 +115,7 @@ def _seconds(work: Work, levers: Recipe, device: torch.device) -> float:
         vectors = _normal(8, 1024, device)
         metric = torch.eye(8)
         each = {
-            bits: _timed(lambda bits=bits: encode(vectors, bits, metric, wide=levers.wide), device) / vectors.shape[1]  # type: ignore[misc]
+            bits: _timed(partial(encode, vectors, bits, metric, wide=levers.wide), device) / vectors.shape[1]
             for bits in rates
         }
         seconds += sum(n * k / 8 * passes * each[bits] for n, k, bits in rounded)

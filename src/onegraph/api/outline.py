@@ -6,15 +6,47 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from onegraph.formats.checkpoint import Checkpoint
+from onegraph.formats.checkpoint import Checkpoint, TensorInfo, read_config
 from onegraph.formats.files import CheckpointError, out_of_memory, quote
+from onegraph.formats.fused import BlocksConfig
 from onegraph.models.config import LlamaConfig
+from onegraph.models.load import CONFIGS, parse_config
 from onegraph.models.loader import Loader
 from onegraph.models.source import LlamaSource, block_shapes, layer_of, refuse_quantized
+
+if TYPE_CHECKING:  # it needs transformers
+    from onegraph.integrations.hf.source import ModulesSource
+
+
+def described(path: Path) -> Checkpoint:
+    """The checkpoint at a path; where only its config.json is there, one that has the tensors it asks for."""
+    if not (path / "config.json").is_file() or next(path.glob("*.safetensors"), None) is not None:
+        return Checkpoint.open(path)
+    config = read_config(path)
+    stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
+    dtype = stored if isinstance(stored, torch.dtype) else torch.bfloat16
+    if foreign(config) and config.get("model_type") not in CONFIGS:
+        shapes = foreign_tensors(config)
+        return Checkpoint(path, config, {name: table_entry(path, shape, dtype) for name, shape in shapes.items()})
+    parsed = parse_config(config)
+    suffix = "_blocks" if isinstance(parsed.quantization, BlocksConfig) else ""  # a name tells how a stack is stored
+    stacks = {f"{name}{suffix}": table_entry(path, (), dtype) for name in parsed.parts.stacks}
+    expected = Loader(Checkpoint(path, config, stacks), parsed, dtype).expected()
+    table = {
+        name: table_entry(path, shape, dtype if dtype in kinds else kinds[0])
+        for name, (shape, kinds) in expected.items()
+    }
+    return Checkpoint(path, config, table)
+
+
+def table_entry(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> TensorInfo:
+    """What a checkpoint's table says of a tensor that no file holds yet."""
+    return TensorInfo(tuple(shape), dtype, torch.Size(shape).numel() * dtype.itemsize, path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +86,10 @@ class Outline:
 def outline(checkpoint: Checkpoint) -> Outline:
     """Raises ValueError for a model that is quantized already, or that neither of the two can run."""
     if why := foreign(checkpoint.config):
+        from onegraph.integrations.hf.skeleton import outline_of
+
         with _refused(why):
-            return Outline(own=False, why=why, **modules().outline_of(checkpoint))
+            return Outline(own=False, why=why, **outline_of(checkpoint))
     config = LlamaConfig.from_dict(checkpoint.config)
     refuse_quantized(checkpoint, config)
     parts = config.parts
@@ -90,11 +124,12 @@ def foreign(config: Mapping[str, Any]) -> str:
     return ""
 
 
-def foreign_tensors(config: Mapping[str, Any]) -> Mapping[str, tuple[tuple[int, ...], Any]]:
+def foreign_tensors(config: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
     """Names and shapes of the tensors of a `foreign` model. Raises ValueError where transformers cannot build it."""
     with _refused(foreign(config)):
-        found: Mapping[str, tuple[tuple[int, ...], Any]] = modules().expected_tensors(config)
-    return found
+        from onegraph.integrations.hf.skeleton import expected_tensors
+
+        return expected_tensors(config)
 
 
 @contextmanager
@@ -115,25 +150,21 @@ def _refused(why: str) -> Iterator[None]:
         ) from None
 
 
-def model_of(checkpoint: Checkpoint, device: torch.device, sequence: int, *, own: bool) -> Any:
+def model_of(checkpoint: Checkpoint, device: torch.device, sequence: int, *, own: bool) -> LlamaSource | ModulesSource:
     """The model as the quantizer calibrates on it."""
     if own:
         return LlamaSource(checkpoint, device, max_context=sequence)
-    return modules().ModulesSource(checkpoint, device)
+    from onegraph.integrations.hf.source import ModulesSource
 
-
-def modules() -> Any:
-    from onegraph.integrations.hf import source
-
-    return source
+    return ModulesSource(checkpoint, device)
 
 
 def _modules_have(config: Mapping[str, Any]) -> bool:
     try:
-        found: bool = modules().has(config)
+        from onegraph.integrations.hf.skeleton import has
     except ImportError:
         return False
-    return found
+    return has(config)
 
 
 def _count(shape: tuple[int, ...]) -> int:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import os
 import re
-import shutil
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -15,98 +11,21 @@ from typing import Any
 
 import torch
 
-from onegraph.api.cost import Work, available_memory, estimate, spill_bound
-from onegraph.api.device import pick_device
+from onegraph.api.choices import Choices, choose, kind_of
+from onegraph.api.cost import Work, estimate
 from onegraph.api.hub import locate
-from onegraph.api.outline import Outline, foreign, foreign_tensors, outline
-from onegraph.api.size import Size, human_bytes, size_of, size_with
-from onegraph.formats.checkpoint import Checkpoint, TensorInfo, read_config
-from onegraph.formats.e8p import BITS, E8P, KEEP, E8PConfig, E8PFormat, fits, resolve_rates
+from onegraph.api.outline import Outline, described, outline, table_entry
+from onegraph.api.room import check_room
+from onegraph.api.size import Size, human_bytes, human_count, size_of, size_with
+from onegraph.formats.checkpoint import Checkpoint, TensorInfo
+from onegraph.formats.e8p import E8P, KEEP, E8PConfig, E8PFormat, fits, resolve_rates
 from onegraph.formats.nvfp4 import NVFP4, written_config
 from onegraph.formats.weight import WeightFormat
-from onegraph.models.load import CONFIGS, parse_config
+from onegraph.models.load import parse_config
 from onegraph.models.loader import Loader
-from onegraph.quant.quantize import EMBED, HEAD
-from onegraph.quant.recipe import Recipe
+from onegraph.quant.result import EMBED, HEAD
 
-SPILLED = ".activations.tmp"  # in the directory of unfinished work: activations that do not fit in memory
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a block or an expert
-RECIPES = {"cpu": "quick", "cuda": "good"}  # where none is asked for
-TOKENS = {"cpu": 8192, "cuda": 16384}  # likewise; of a text, as many as it has
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choices:
-    """The options of `quantize`, checked, with what was left open filled in for the device."""
-
-    device: torch.device
-    format: str
-    recipe: str
-    levers: Recipe
-    calibration: str | Path
-    tokens: int
-    sequence: int
-    experts: int | None
-    activations: int | None
-
-    @property
-    def held(self) -> int:
-        """Bytes of activations that may lie in memory."""
-        return spill_bound(self.device) if self.activations is None else self.activations
-
-    @property
-    def layers(self) -> Mapping[str, int]:
-        return self.levers.layers
-
-
-def choose(
-    *,
-    bits: int = 4,
-    format: str = "e8p",
-    recipe: str | None = None,
-    calibration: str | Path = "bundled",
-    tokens: int | None = None,
-    sequence: int = 512,
-    layers: Mapping[str, int] | None = None,
-    lm_head: int | None = None,
-    embed_tokens: int | None = None,
-    experts: int | None = None,
-    expert_prior: float | None = None,
-    seed: int = 0,
-    activations: int | None = None,
-    device: str | torch.device = "auto",
-) -> Choices:
-    """Raises ValueError for an option that is not allowed; the rest is in `quantize`."""
-    target = pick_device(device)
-    ends = lm_head or embed_tokens or experts
-    if format == "nvfp4" and (bits != 4 or ends or any(r != KEEP for r in (layers or {}).values())):
-        raise ValueError(
-            "nvfp4 has one rate and keeps both ends: it takes no other bits, no lm_head, embed_tokens or experts, and "
-            "layers may only keep a linear ({pattern: 16})"
-        )
-    if experts not in (None, *BITS, KEEP):
-        raise ValueError(f"experts: got {experts!r}; allowed are 2, 3, 4, and 16 to keep them as they are")
-    if activations is not None and activations < 0:
-        raise ValueError(f"activations: got {activations!r}; it is a number of bytes")
-    if format not in ("e8p", "nvfp4"):
-        raise ValueError(f"format: got {format!r}; allowed are 'e8p' and 'nvfp4'")
-    for name, value in (("tokens", tokens), ("sequence", sequence)):
-        if not (type(value) is int and value >= 1) and not (name == "tokens" and value is None):
-            raise ValueError(f"{name}: got {value!r}; allowed is a count of 1 and more")
-    recipe = recipe or (RECIPES[target.type] if format == "e8p" else "good")
-    rates: dict[str, Any] = {"bits": bits, "lm_head": lm_head, "embed_tokens": embed_tokens, "seed": seed}
-    rates |= {} if expert_prior is None else {"expert_prior": expert_prior}
-    return Choices(
-        device=target,
-        format=format,
-        recipe=recipe,
-        levers=Recipe.preset(recipe, layers=dict(layers or {}), **rates),
-        calibration=calibration,
-        tokens=tokens or TOKENS[target.type],
-        sequence=sequence,
-        experts=experts,
-        activations=activations,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +77,7 @@ class Plan:
 
     def __str__(self) -> str:
         """In a line: what is done, and what it costs."""
-        weights = f"{self.before.linear_parameters / 1e6:.4g}M weights in {self.linears} linears"
+        weights = f"{human_count(self.before.linear_parameters)} weights in {self.linears} linears"
         how = f"{self.format}, {self.bits} bits"
         if self.recipe is not None:
             text = {"self": "text that the model samples", "bundled": "the bundled text", "text": "the text"}
@@ -199,29 +118,11 @@ def plan(source: str | PathLike[str], out: str | PathLike[str] | None = None, **
     """
     choices = choose(**options)
     located = locate(source, weights=False)
-    with _described(located.path) as checkpoint:
+    with described(located.path) as checkpoint:
         found = survey(checkpoint, located.name, choices)
         if out is not None:
             check_room(found, Path(out))
     return found
-
-
-def _described(path: Path) -> Checkpoint:
-    """The checkpoint at a path; where only its config.json is there, one that has the tensors it asks for."""
-    if not (path / "config.json").is_file() or next(path.glob("*.safetensors"), None) is not None:
-        return Checkpoint.open(path)
-    config = read_config(path)
-    stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
-    dtype = stored if isinstance(stored, torch.dtype) else torch.bfloat16
-    if foreign(config) and config.get("model_type") not in CONFIGS:
-        expected = foreign_tensors(config)
-    else:
-        expected = Loader(Checkpoint(path, config, {}), parse_config(config), dtype).expected()
-    return Checkpoint(path, config, {name: _info(path, shape, dtype) for name, (shape, _) in expected.items()})
-
-
-def _info(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> TensorInfo:
-    return TensorInfo(tuple(shape), dtype, math.prod(shape) * dtype.itemsize, path)
 
 
 def survey(checkpoint: Checkpoint, name: str, choices: Choices) -> Plan:
@@ -318,8 +219,9 @@ def with_experts(choices: Choices, found: Outline) -> Choices:
     rate = KEEP if choices.experts is None and found.published else choices.experts
     if rate is None:
         return choices
-    patterns = {f"*.{local}": rate for local in dict.fromkeys(stacks.values())}
-    return replace(choices, levers=replace(choices.levers, layers=patterns | dict(choices.layers)))
+    asked = dict(choices.layers)  # a pattern of its own keeps its place there: the last match wins
+    patterns = {pattern: rate for local in stacks.values() if (pattern := f"*.{local}") not in asked}
+    return replace(choices, levers=replace(choices.levers, layers=patterns | asked))
 
 
 def _why_none(found: Outline) -> str:
@@ -334,11 +236,6 @@ def _one_rate(found: Outline, formats: Mapping[str, WeightFormat]) -> None:
         for first, second in zip(stacks[::2], stacks[1::2], strict=True):
             if formats.get(first) is not formats.get(second):
                 raise ValueError(f"{first} and {second} have two rates; experts of a layer must have one")
-
-
-def kind_of(calibration: str | Path) -> str:
-    """ "self", "bundled" or "text"."""
-    return str(calibration) if calibration in ("self", "bundled") else "text"
 
 
 def rounded_layers(loader: Loader) -> list[str]:
@@ -378,23 +275,23 @@ def _made(
             raise ValueError(f"{layer}: {error}; keep it with the rate 16 for '*{local}'") from None
         files = formats[layer].names((), layer)
         found = {files[key]: ((*lead, *shape), dtype) for key, (shape, dtype) in layout.items()}
-        tensors.update({name: _info(checkpoint.path, *what) for name, what in found.items()})
+        tensors.update({name: table_entry(checkpoint.path, *what) for name, what in found.items()})
 
     for name in checkpoint.names:
         owner, _, kind = name.rpartition(".")
         info = checkpoint.info(name)
         layer = layer_of(f"{owner}.weight" if kind == "bias" else name)
         if layer not in formats:
-            tensors[name] = _info(checkpoint.path, info.shape, info.dtype)
+            tensors[name] = table_entry(checkpoint.path, info.shape, info.dtype)
         elif kind == "bias":
-            tensors[f"{layer}.bias"] = _info(checkpoint.path, info.shape, torch.float32 if e8p else info.dtype)
+            tensors[f"{layer}.bias"] = table_entry(checkpoint.path, info.shape, torch.float32 if e8p else info.dtype)
         else:
             put(layer, shapes.get(layer, info.shape))
     if f"{HEAD}.weight" not in checkpoint and HEAD in formats:
         put(HEAD, checkpoint.shape(f"{EMBED}.weight"))
     elif f"{HEAD}.weight" not in checkpoint and EMBED in formats:
         info = checkpoint.info(f"{EMBED}.weight")
-        tensors[f"{HEAD}.weight"] = _info(checkpoint.path, info.shape, info.dtype)
+        tensors[f"{HEAD}.weight"] = table_entry(checkpoint.path, info.shape, info.dtype)
     return Checkpoint(checkpoint.path, checkpoint.config | {"quantization_config": config}, tensors)
 
 
@@ -436,53 +333,3 @@ def _work(found: Outline, formats: Mapping[str, WeightFormat], before: Size, aft
         written=after.total_bytes,
         activations=choices.held,
     )
-
-
-def refuse_existing(out: Path) -> None:
-    """Raises ValueError where `out` is there already."""
-    if out.exists() or out.is_symlink():
-        raise ValueError(f"{out}: exists already; choose another output directory or remove it")
-
-
-def existing(out: Path) -> Path:
-    """The nearest directory above `out` that is there."""
-    return next(folder for folder in out.absolute().parents if folder.exists())
-
-
-def unfinished(out: Path) -> Path:
-    """The directory of finished blocks beside `out`."""
-    return out.with_name(out.name + ".partial")
-
-
-def _bytes_in(folder: Path) -> int:
-    total = 0
-    for file in folder.glob("*"):
-        with suppress(FileNotFoundError):  # a job that still runs drops its files meanwhile
-            total += file.stat().st_size
-    return total
-
-
-def check_room(found: Plan, out: Path) -> None:
-    """Raises ValueError where `out` cannot be written, or memory or disk would not do: now, not after hours of work."""
-    refuse_existing(out)
-    parent = existing(out)
-    if not parent.is_dir():
-        raise ValueError(f"{out}: {parent} is no directory; choose another output directory")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise ValueError(f"{out}: {parent} cannot be written to; choose another output directory")
-    stale = unfinished(out) / SPILLED  # of a job that was killed; it is removed where this one begins
-    free = shutil.disk_usage(parent).free + _bytes_in(stale)
-    if found.disk > free:
-        raise ValueError(
-            f"{out}: needs {human_bytes(found.disk)} of this disk and {human_bytes(free)} are free; make room, or "
-            "choose another output directory"
-        )
-    memory = available_memory(torch.device(found.device))
-    if memory is not None and found.memory > memory:
-        whole = {"self": "calibration 'self' holds the whole model; give a text"}.get(str(found.calibration))
-        if whole is None and found.recipe == "best":
-            whole = "recipe 'best' holds the whole model; choose 'good'"
-        raise ValueError(
-            f"{found.source}: takes at least {human_bytes(found.memory)} of memory on {found.device} and "
-            f"{human_bytes(memory)} are free; {whole or 'ask for fewer tokens'}"
-        )

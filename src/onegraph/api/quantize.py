@@ -15,23 +15,13 @@ from typing import Any
 import torch
 
 from onegraph.api import Progress
+from onegraph.api.choices import Choices, choose
 from onegraph.api.device import pick_dtype
 from onegraph.api.hub import locate
 from onegraph.api.outline import model_of
-from onegraph.api.plan import (
-    SPILLED,
-    Choices,
-    Plan,
-    check_room,
-    choose,
-    existing,
-    nvfp4_config,
-    refuse_existing,
-    rounded_layers,
-    survey,
-    unfinished,
-)
+from onegraph.api.plan import Plan, nvfp4_config, rounded_layers, survey
 from onegraph.api.provenance import digest_of, source_of, versions
+from onegraph.api.room import SPILLED, check_room, existing, refuse_existing, unfinished
 from onegraph.api.size import Size
 from onegraph.api.text import read_text
 from onegraph.api.tokenizer import Tokenizer

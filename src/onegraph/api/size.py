@@ -51,6 +51,11 @@ def human_bytes(count: float) -> str:
     return f"{count:.2f} GB"
 
 
+def human_count(count: float) -> str:
+    """106.2M, 29.91B: of weights, as models are called."""
+    return f"{count / 1e6:.4g}M" if count < 1e9 else f"{count / 1e9:.4g}B"
+
+
 def size_of(checkpoint: Checkpoint) -> Size:
     """Counts a checkpoint.
 

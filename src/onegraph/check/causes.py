@@ -32,22 +32,21 @@ INSIDE = frozenset(["CG202", "CG204", "CG205", "CG206", "CG208", "CG209"])
 def fold(report: Report) -> Report:
     """The report with each consequence marked by its cause (`Finding.follows`)."""
     first = [f for f in report.findings if f.severity is Severity.ERROR and f.follows is None]
-    causes = [f for f in first if f.code in CAUSES]
-    branches = [f for f in first if f.code == "CG201"]
     ops = frozenset((event.path, event.line) for event in report.timeline)
-    folded = [_marked(f, causes, branches, ops) for f in report.findings]
-    return replace(report, findings=tuple(folded))
+    return replace(report, findings=tuple(_marked(f, first, ops) for f in report.findings))
 
 
-def _marked(finding: Finding, causes: list[Finding], branches: list[Finding], ops: Ops) -> Finding:
+def _marked(finding: Finding, first: list[Finding], ops: Ops) -> Finding:
     if finding.follows is not None:
         return finding
-    cause = next((c for c in causes if _follows(c, finding, ops)), None)
-    if cause is None and finding.code in INSIDE:
-        cause = next((b for b in branches if _inside_of(b, finding)), None)
-    return (
-        finding if cause is None else replace(finding, follows=Cause(path=cause.path, line=cause.line, code=cause.code))
+    causes = (
+        *(f for f in first if f.code in CAUSES and _follows(f, finding, ops)),
+        *(f for f in first if f.code == "CG201" and finding.code in INSIDE and _inside_of(f, finding)),
+        *(f for f in first if f.code == finding.code == "CG202" and _same_number(f, finding)),
     )
+    if not causes:
+        return finding
+    return replace(finding, follows=Cause(path=causes[0].path, line=causes[0].line, code=causes[0].code))
 
 
 def _follows(cause: Finding, finding: Finding, ops: Ops) -> bool:
@@ -56,6 +55,18 @@ def _follows(cause: Finding, finding: Finding, ops: Ops) -> bool:
     if finding.code not in FOLLOWING:
         return False
     return _here(cause, finding) or _parts(cause, finding) or leads(cause.calls, finding.calls, ops)
+
+
+def _same_number(first: Finding, finding: Finding) -> bool:
+    """One call of one function hands the same number, step by step, to an op further up."""
+    if first.line >= finding.line or not first.values or first.values != finding.values:
+        return False
+    here, there = first.calls[-1:], finding.calls[-1:]
+    return bool(here) and first.calls[:-1] == finding.calls[:-1] and _place(here[0]) == _place(there[0])
+
+
+def _place(frame: Frame) -> tuple[str, str]:
+    return frame.path, frame.function
 
 
 def _rebinds(cause: Finding, finding: Finding) -> bool:
@@ -77,14 +88,49 @@ def _parts(cause: Finding, finding: Finding) -> bool:
 
 
 def _inside_of(branch: Finding, finding: Finding) -> bool:
-    """Whether one of the finding's calls stands inside of the `if` at which the path parts."""
+    """Whether one of the finding's calls stands inside of the `if` at which the path parts; or the tensor is one of
+    those that the loop goes through."""
     module = _module(branch.path)
     body = _function(module, branch.line, branch.line) if module is not None else None
     at = _statement(body, branch.line) if body is not None else None
+    if isinstance(at, ast.For) and finding.code == "CG205":
+        loop = next((i for i, f in enumerate(branch.calls, 1) if f.path == branch.path and _holds(at, f.line)), 0)
+        to_loop = (*branch.calls[: loop - 1], replace(branch.calls[loop - 1], line=at.lineno)) if loop else ()
+        return leads(to_loop, finding.calls)
     if not isinstance(at, ast.If):
         return False
     lines = [frame.line for frame in finding.calls if frame.path == branch.path]
     return any(at.body[0].lineno <= line <= (at.end_lineno or 0) for line in lines)
+
+
+def decides(condition: Finding, parted: Finding) -> bool:
+    """Whether a condition decides about the op without which the path parted (the last of `parted`'s calls): its `if`
+    is around one of that op's calls, or it stands in what the loop at which the path parts goes through."""
+    shared = _shared(condition.calls, parted.calls)
+    if not shared:
+        return False
+    here, there = condition.calls[shared - 1], parted.calls[shared - 1]
+    if shared == len(condition.calls):
+        statement = _statement_at(here)
+        bodies = (statement.body, statement.orelse) if isinstance(statement, ast.If | ast.While) else ()
+        return any(_holds(inner, there.line) for body in bodies for inner in body)
+    return (here.path, here.line) == (parted.path, parted.line) and isinstance(_statement_at(here), ast.For)
+
+
+def _shared(source: tuple[Frame, ...], target: tuple[Frame, ...]) -> int:
+    """How many functions two ways through the calls share; in the last of them their lines may differ."""
+    shared = 0
+    for ours, theirs in zip(source, target, strict=False):
+        if (ours.path, _own(ours)) != (theirs.path, _own(theirs)):
+            break
+        shared += 1
+        if ours.line != theirs.line:
+            break
+    return shared
+
+
+def _holds(statement: ast.stmt, line: int) -> bool:
+    return statement.lineno <= line <= (statement.end_lineno or 0)
 
 
 def _statement_at(frame: Frame) -> ast.stmt | None:
@@ -103,13 +149,7 @@ def leads(source: tuple[Frame, ...], target: tuple[Frame, ...], ops: Ops = froze
 
     `ops`: places of lines that ran ops: what they bind are tensors, no numbers of the host.
     """
-    shared = 0
-    for ours, theirs in zip(source, target, strict=False):
-        if (ours.path, _own(ours)) != (theirs.path, _own(theirs)):
-            break
-        shared += 1
-        if ours.line != theirs.line:
-            break
+    shared = _shared(source, target)
     if not shared:
         return False
     here, there = source[shared - 1], target[shared - 1]
@@ -149,7 +189,7 @@ def _reaches(statement: ast.stmt, names: set[str], calls: tuple[Frame, ...], ops
 
 
 def _handed(statement: ast.stmt, function: ast.FunctionDef | ast.AsyncFunctionDef, names: set[str]) -> set[str]:
-    """Parameters of `function` that its call in `statement` fills with one of the names."""
+    """Parameters of `function` that its call in `statement` fills with one of the names; `self` of one called on it."""
     parameters = [a.arg for a in (*function.args.posonlyargs, *function.args.args)]
     found = set()
     for call in ast.walk(statement):
@@ -162,6 +202,8 @@ def _handed(statement: ast.stmt, function: ast.FunctionDef | ast.AsyncFunctionDe
             given = parameters
         else:
             continue
+        if given is not parameters and _names(call.func) & names:
+            found.add("self")
         pairs = [*zip(given, call.args, strict=False), *((k.arg or "", k.value) for k in call.keywords)]
         found |= {name for name, value in pairs if _names(value) & names}
     return found
@@ -258,7 +300,7 @@ def _statement(body: ast.AST, line: int) -> ast.stmt | None:
     """The innermost statement at a line."""
     found = None
     for statement in _statements(body):
-        if statement.lineno <= line <= (statement.end_lineno or 0):
+        if _holds(statement, line):
             found = statement
     return found
 

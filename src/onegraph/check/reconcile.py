@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 
+from onegraph.check.causes import decides
 from onegraph.check.report import Cause, Finding, Origin, Report, Severity, ordered
 from onegraph.check.rules import RULES
 
@@ -15,11 +16,13 @@ def reconcile(report: Report) -> Report:
 
     A line that ran without showing a hazard which that way of looking sees reliably is cleared: the finding goes. What
     lies on a line that never ran stays, as a warning, and so does a value that changes by what its code says, even if
-    it did not in the steps that were run. Where a replay differed and no op told why (CG212), such a value is why.
+    it did not in the steps that were run. Where a replay differed and no op told why (CG212), such a value is why, and
+    where the path parted around such a condition, the condition is the place.
     """
     ran = [origin for origin in report.origins if origin is not Origin.SOURCE]
     if not ran or Origin.SOURCE not in report.origins:
         return report
+    report = replace(report, findings=tuple(_at_its_condition(f, report.findings) for f in report.findings))
     told = {_line(f) for f in report.findings if f.origin is not Origin.SOURCE}
     executed = {(os.path.realpath(event.path), event.line) for event in report.timeline} | told
     unexplained = [f for f in report.findings if f.code == "CG212"]
@@ -43,6 +46,17 @@ def reconcile(report: Report) -> Report:
             finding = replace(finding, severity=Severity.WARNING, message=f"{finding.message} ({note})")
         kept.append(finding)
     return replace(report, findings=ordered(kept))
+
+
+def _at_its_condition(finding: Finding, findings: tuple[Finding, ...]) -> Finding:
+    """What ran shows which op is missing, and so the loop or branch around its calls; reading, which one changes."""
+    if finding.code != "CG201" or finding.origin is Origin.SOURCE:
+        return finding
+    read = (f for f in findings if f.code == "CG201" and f.origin is Origin.SOURCE)
+    at = next((f for f in read if decides(f, finding)), None)
+    if at is None:
+        return finding
+    return replace(finding, path=at.path, line=at.line, column=at.column, source=at.source, calls=at.calls, fix=at.fix)
 
 
 def _explains(finding: Finding) -> bool:

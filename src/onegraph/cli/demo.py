@@ -139,7 +139,7 @@ def extract(wheel: Path, file: Path) -> None:
 
 def evaluation_text() -> str:
     """The language reference's pages that `help()` shows, which ship with CPython: text that calibration never saw."""
-    from pydoc_data.topics import topics  # type: ignore[import-not-found, unused-ignore]
+    from pydoc_data.topics import topics  # type: ignore[import-not-found, unused-ignore]  # not in typeshed
 
     return "\n\n".join(topics[name] for name in sorted(topics))
 

@@ -89,8 +89,9 @@ def exchanged(model: Model, reference: Model) -> dict[str, Callable[[], Parts]]:
     if components_of(model) != components_of(reference):
         raise ValueError("the model and its reference are of different families; compare two forms of one model")
     found: dict[str, Callable[[], Parts]] = {}
-    for name, component in components_of(model).items():
-        mine, theirs = _parts(model, component), _parts(reference, component)
+    there = _by_component(reference)
+    for name, mine in _by_component(model).items():
+        theirs = there[name]
         if mine.keys() != theirs.keys():
             raise ValueError(
                 f"{name}: the model and its reference have different layers; compare two forms of one model"
@@ -106,7 +107,7 @@ def in_nvfp4(model: Model) -> dict[str, Callable[[], Parts]]:
     Raises ValueError where the model is fused or quantized already.
     """
     _check(model)
-    components = {name: _parts(model, component) for name, component in components_of(model).items()}
+    components = _by_component(model)
     whole = all(buffer.is_floating_point() for parts in components.values() for buffer in _tensors(parts))
     # codes that were decoded at load are floats
     if not whole or model.config.quantization is not None:
@@ -128,19 +129,33 @@ def _check(model: Model) -> None:
         raise ValueError("components are exchanged between models whose ops run alone; load them with fused=False")
 
 
-def _parts(model: Model, component: Component) -> dict[str, nn.Module | Tensor]:
-    """By path; a block that has none of a part is left out."""
+def _by_component(model: Model) -> dict[str, Parts]:
+    """The parts of each component; none of one whose layers this model does not have."""
+    parts = model.config.parts
+    layers = [*parts.linears, *parts.stacks, parts.embedding[0], *(name.rpartition(".")[0] for name in parts.tensors)]
+    has = {parts.component_of(layer) for layer in layers}
+    return {name: _parts(model, part, whole=name in has) for name, part in parts.components.items()}
+
+
+def _parts(model: Model, component: Component, *, whole: bool) -> Parts:
+    """By path; a block that has none of a part is left out. whole: each path must be met in some block, or the
+    component would be left out of what is measured."""
     found: dict[str, nn.Module | Tensor] = {}
     blocks = len(model.blocks)
     for pattern in component.paths:
-        for i in range(blocks if "*" in pattern else 1):
-            path = pattern.replace("*", str(i))
-            part: Any = model
-            for name in path.split("."):
-                part = getattr(part, name, None)
-            if part is not None:
-                found[path] = part
+        paths = [pattern.replace("*", str(i)) for i in range(blocks if "*" in pattern else 1)]
+        met = {path: part for path in paths if (part := _at(model, path)) is not None}
+        assert met or not whole, f"no block has {pattern}, which {component.layers} is said to become"
+        found |= met
     return found
+
+
+def _at(model: Model, path: str) -> Any:
+    """The module or buffer of a path; None where there is none."""
+    part: Any = model
+    for name in path.split("."):
+        part = getattr(part, name, None)
+    return part
 
 
 def _same(one: nn.Module | Tensor, other: nn.Module | Tensor) -> bool:

@@ -49,7 +49,7 @@ class SamplingParams:
 
 def _is_index(value: object) -> bool:
     try:
-        operator.index(value)  # type: ignore[arg-type]
+        operator.index(value)  # type: ignore[arg-type]  # whether it is one is asked
     except TypeError:
         return False
     return True

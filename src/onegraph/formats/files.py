@@ -45,12 +45,12 @@ def parse_json(data: bytes, where: str) -> Any:
     32 are errors: each means a damaged file or one made to hurt, and each would otherwise be silently repaired."""
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(items)
-        if len(found) != len(items):
-            seen: set[str] = set()
-            twice = next(name for name, _ in items if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-            raise CheckpointError(f"{where}: key {quote(twice)} occurs twice in one object")
-        return found
+        seen = set[str]()
+        for name, _ in items:
+            if name in seen:
+                raise CheckpointError(f"{where}: key {quote(name)} occurs twice in one object")
+            seen.add(name)
+        return dict(items)
 
     def integer(text: str) -> int:
         if len(text) > 20 or not -(2**63) <= int(text) < 2**64:

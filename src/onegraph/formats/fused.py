@@ -24,7 +24,7 @@ from onegraph.formats.dense import DENSE
 from onegraph.formats.e8p import BITS, E8P, residual_dtype
 from onegraph.formats.files import CheckpointError, quote
 from onegraph.formats.mxfp4 import E8M0, GROUP, MXFP4
-from onegraph.formats.weight import FLOATS, WHOLE, Dtypes, Expected, Field, File, Part, Require, WeightFormat
+from onegraph.formats.weight import FLOATS, WHOLE, Expected, Field, File, Part, Require, WeightFormat
 
 STACKS = "gate_up_proj", "down_proj"  # how onegraph calls those of a layer, in any family
 _BLOCKS, _SCALES = "_blocks", "_scales"
@@ -63,18 +63,13 @@ def expected_stack(
     if format is DENSE:
         return found | {names["weight"]: ((count, k, n) if transposed else (count, n, k), FLOATS)}
     if format is not MXFP4:
-        kinds = {
-            key: field.stored or ((field.dtype,) if field.dtype else FLOATS) for key, field in format.stored.items()
+        return found | {
+            names[key]: ((count, *field.shape(n, k)), field.allowed) for key, field in format.stored.items()
         }
-        return found | {names[key]: ((count, *format.stored[key].shape(n, k)), kind) for key, kind in kinds.items()}
     return found | {
         names["codes"]: ((count, n, k // GROUP, GROUP // 2), (torch.uint8,)),
         names["scale"]: ((count, n, k // GROUP), (torch.uint8, E8M0)),
     }
-
-
-def _dtypes(each: Field) -> Dtypes:
-    return each.stored or ((each.dtype,) if each.dtype is not None else FLOATS)
 
 
 @dataclass(frozen=True)

@@ -180,9 +180,10 @@ class GGUFCheckpoint(Checkpoint):
         return found
 
     def _generation_config(self) -> dict[str, Any]:
-        ids = {f"{role}_token_id": self._token_id(key) for role, key in (("bos", "bos"), ("pad", "padding"))}
+        roles = ("bos", "bos"), ("pad", "padding")
+        ids: dict[str, int | list[int] | None] = {f"{role}_token_id": self._token_id(key) for role, key in roles}
         stops = [index for index in (self._token_id("eos"), self._token_id("eot")) if index is not None]
-        ids["eos_token_id"] = None if not stops else stops[0] if len(set(stops)) == 1 else stops  # type: ignore[assignment]
+        ids["eos_token_id"] = None if not stops else stops[0] if len(set(stops)) == 1 else stops
         return {key: value for key, value in ids.items() if value is not None}
 
     def _token_id(self, role: str) -> int | None:

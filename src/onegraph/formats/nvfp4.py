@@ -96,9 +96,7 @@ class NVFP4Format(WeightFormat):
         found: Expected = {f"{layer}.bias": ((n,), FLOATS)} if bias else {}
         for key, name in self.names(file, layer).items():
             if key in ("codes", "scale"):
-                field = self.stored[key]
-                assert field.dtype is not None
-                found[name] = field.shape(n, k), field.stored or (field.dtype,)
+                found[name] = self.stored[key].shape(n, k), self.stored[key].allowed
             else:  # one number, of no dimension or of some
                 shape = file.info(name).shape if name in file else ()
                 found[name] = shape if math.prod(shape) == 1 else (), FLOATS

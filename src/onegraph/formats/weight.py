@@ -58,6 +58,11 @@ class Field:
         return tuple(-(-size // unit) for size, unit in ((n, self.rows), (k, self.columns)) if unit)
 
     @property
+    def allowed(self) -> Dtypes:
+        """The dtypes that a file may hold it in."""
+        return self.stored or ((self.dtype,) if self.dtype is not None else FLOATS)
+
+    @property
     def row_dim(self) -> int:
         """The dimension of the outputs, counted from the last."""
         return -2 if self.columns else -1
@@ -77,10 +82,6 @@ class Part:
 
     rows: tuple[int, int] | None = None
     columns: tuple[int, int] | None = None
-
-    def size(self, n: int, k: int) -> tuple[int, int]:
-        """Outputs and inputs of the part."""
-        return tuple(size if span is None else span[1] - span[0] for size, span in ((n, self.rows), (k, self.columns)))  # type: ignore[return-value]
 
 
 WHOLE = Part()
@@ -141,10 +142,7 @@ class WeightFormat:
         """The tensors of `layer` that must be in the file. Raises ValueError where n x k cannot be stored."""
         self.check_size(n, k)
         names = self.names(file, layer)
-        found: Expected = {
-            names[key]: (field.shape(n, k), field.stored or ((field.dtype,) if field.dtype else FLOATS))
-            for key, field in self.stored.items()
-        }
+        found: Expected = {names[key]: (field.shape(n, k), field.allowed) for key, field in self.stored.items()}
         return found | ({f"{layer}.bias": ((n,), FLOATS)} if bias else {})
 
     def read(self, source: Source, layer: str, part: Part = WHOLE) -> Tensors:
@@ -184,6 +182,12 @@ class WeightFormat:
     def bits(self, n: int, k: int, bias: bool = False) -> int:
         """Bits that one linear takes on disk, all scales counted."""
         return 8 * sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.layout(n, k, bias).values())
+
+    def device_bytes(self, n: int, k: int, dtype: torch.dtype, bias: bool = False) -> int:
+        """Bytes that one linear takes on a device, where `fields` may be wider than in a file (E8M0 scales are float32
+        there); dtype: of activations."""
+        found = sum(math.prod(each.shape(n, k)) * (each.dtype or dtype).itemsize for each in self.fields.values())
+        return found + n * bias * (torch.float32 if self.coded else dtype).itemsize
 
     @property
     def coded(self) -> bool:

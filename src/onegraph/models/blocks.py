@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from onegraph.models.config import LlamaConfig
+from onegraph.models.experts import read_experts, read_stacks
 from onegraph.models.loader import Loader
 from onegraph.models.rope import Rope
 from onegraph.models.routed import CORRECTION, Routed
@@ -118,11 +119,11 @@ def build_experts(
     if routed.stacked(prefix, loader.quantization):
         gate_up, down = (prefix + name for name in routed.whole)
         lie = {"interleaved": routed.fused, "transposed": routed.fused}
-        experts = loader.fused_experts(gate_up, down, routed.gate, device, **lie)
+        experts = read_stacks(loader, gate_up, down, routed.gate, device, **lie)
     else:
         pairs, downs = routed.each
         names = [(prefix + gate, prefix + up) for gate, up in pairs]
-        experts = loader.experts(names, [prefix + name for name in downs], routed.gate, device)
+        experts = read_experts(loader, names, [prefix + name for name in downs], routed.gate, device)
     bias = f"{router}.bias" if routed.fused else f"{router}.{CORRECTION}" if routed.sigmoid else None
     return MoE(
         norm=norm_weight(loader, config, f"{prefix}{config.norms.mlp_in}.weight", device),

@@ -96,6 +96,8 @@ class LlamaConfig:
         heads, kv_heads, hidden, head_dim = _sizes(fields)
         vocab = fields.integer("vocab_size", high=2**24)
         _check_activation(fields, "gelu_pytorch_tanh" if traits.gelu else "silu")
+        if traits.head_norm is True and fields.get("use_qk_norm") is not None and not fields.flag("use_qk_norm"):
+            raise ValueError(f"use_qk_norm is False; {family} norms each head of q and k, whatever its config says")
 
         def says(what: bool | str) -> bool:
             return fields.flag(what) if isinstance(what, str) else what

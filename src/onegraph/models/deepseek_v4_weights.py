@@ -5,6 +5,7 @@ from torch import Tensor
 
 from onegraph.formats.weight import WeightFormat
 from onegraph.models.deepseek_v4_config import DeepseekV4Config, Layer
+from onegraph.models.experts import read_experts
 from onegraph.models.loader import Loader
 from onegraph.nn.deepseek_attention import Compressor, DeepseekAttention
 from onegraph.nn.deepseek_moe import DeepseekMoE
@@ -58,7 +59,7 @@ def build_moe(loader: Loader, c: DeepseekV4Config, layer: Layer, device: torch.d
     format = loader.format_of(f"{routed[0]}.w1")
     together = format.coded and all(loader.format_of(f"{shared}.{w}") is format for w in ("w1", "w2", "w3"))
     names = [*routed, shared] if together else routed
-    experts = loader.experts([(f"{e}.w1", f"{e}.w3") for e in names], [f"{e}.w2" for e in names], gate, device)
+    experts = read_experts(loader, [(f"{e}.w1", f"{e}.w3") for e in names], [f"{e}.w2" for e in names], gate, device)
     return DeepseekMoE(
         gate=loader.tensor(f"{prefix}gate.weight", device),
         bias=None if layer.hashed else loader.float32(f"{prefix}gate.bias", device),

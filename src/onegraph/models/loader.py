@@ -23,10 +23,7 @@ from onegraph.models.parts import Family
 from onegraph.models.prefetch import AHEAD_BYTES, Prefetch
 from onegraph.models.stream import Stream
 from onegraph.nn.embedding import Embedding
-from onegraph.nn.experts import Experts
-from onegraph.nn.linear import GroupedLinear, Linear, Siblings, Weight, join
-from onegraph.ops.activation import SwiGLU
-from onegraph.ops.weight import weight_ops
+from onegraph.nn.linear import GroupedLinear, Linear, Siblings, join
 
 _BLOCK = re.compile(r"(.*?)\b(\d+)\.")  # of the decoder: what stands before its number, and the number
 
@@ -111,12 +108,17 @@ class Loader:
         return spare or self.parts.ignored(name) or (self.quantization is not None and self.quantization.ignored(name))
 
     def device_bytes(self) -> dict[str, int]:
-        """Bytes on the device of every tensor, by the family's name."""
+        """Bytes on the device of every layer, stack of experts and other tensor, by the family's name."""
         found = {}
-        for name in self.expected():
-            info = self.info(name)
-            wide = self.dtype.itemsize if info.dtype in FLOATS else info.dtype.itemsize
-            found[name] = info.nbytes // info.dtype.itemsize * wide
+        for name in self.parts.tensors:
+            info = self.info(name)  # some are kept in a wider dtype of the file's
+            wide = torch.promote_types(info.dtype, self.dtype) if info.dtype in FLOATS else info.dtype
+            found[name] = info.nbytes // info.dtype.itemsize * wide.itemsize
+        for layer, (n, k, bias) in self.layers().items():
+            found[layer] = self.format_of(layer).device_bytes(n, k, self.dtype, bias)
+        for name, (experts, n, k, _, bias) in self.parts.stacks.items():
+            format = stack_names(self, name)[0]
+            found[name] = experts * (format.device_bytes(n, k, self.dtype) + 4 * n * bias)
         return found
 
     # -------------------------------------------------------------------------------------------------------- reading
@@ -264,73 +266,6 @@ class Loader:
         split = {key: _ungrouped(tensors[key], field, groups) for key, field in format.fields.items()}
         return GroupedLinear(format, split)
 
-    def experts(
-        self, gate_up: Sequence[tuple[str, str]], down: Sequence[str], gate: SwiGLU, device: torch.device
-    ) -> Experts:
-        """Routed experts from the names of each one's gate, up and down; of one format, each put in place as it comes.
-
-        Raises CheckpointError that names the first expert of another format.
-        """
-        format = self.format_of(down[0])
-        if weight_ops(format).experts is None:
-            raise CheckpointError(
-                f"{down[0]} is {format}, which routed experts cannot be run in; load another form of it"
-            )
-        for layer in (name for names in zip(gate_up, down, strict=True) for name in (*names[0], names[1])):
-            if self.format_of(layer) is not format:
-                raise CheckpointError(
-                    f"{layer} is {self.format_of(layer)} and other experts of its layer are {format}; they must be of "
-                    "one kind"
-                )
-        return Experts(
-            self._stacked(format, [list(names) for names in gate_up], device),
-            self._stacked(format, [[name] for name in down], device),
-            gate,
-        )
-
-    def fused_experts(
-        self,
-        gate_up: str,
-        down: str,
-        gate: SwiGLU,
-        device: torch.device,
-        *,
-        interleaved: bool = False,
-        transposed: bool = False,
-    ) -> Experts:
-        """Routed experts that a file holds in one tensor each (`formats/fused.py`), read expert by expert.
-
-        gate_up, down: names without `_blocks`; biases are beside both or neither. interleaved: rows of gate_up are
-        gate, up, gate, up and so on, as gpt-oss has them, unless the format mixes rows; otherwise all gate rows come
-        first. transposed: dense ones lie [E, k, n]. Raises CheckpointError that names what is missing, or stored in
-        another way than its partner.
-        """
-        kinds = {name: stack_names(self, name)[0] for name in (gate_up, down)}
-        biased = [f"{name}_bias" in self for name in kinds]
-        if len(set(kinds.values())) > 1 or len(set(biased)) > 1:
-            kind = [f"{f} {'with' if b else 'without'} biases" for f, b in zip(kinds.values(), biased, strict=True)]
-            raise CheckpointError(f"{gate_up} is {kind[0]} and {down} {kind[1]}; experts must be of one kind")
-        biases = None
-        if all(biased):
-            first, second = (self.float32(f"{name}_bias", device) for name in kinds)
-            biases = _gate_first(first, 1) if interleaved else first, second
-        both = self._fused(gate_up, device, interleaved, transposed), self._fused(down, device, False, transposed)
-        return Experts(*both, gate, biases)
-
-    def _fused(self, name: str, device: torch.device, interleaved: bool, transposed: bool) -> Weight:
-        format, names = stack_names(self, name)
-        matrices = self.matrices(name, device, transposed)
-        if self.decode_experts and format.coded:
-            matrices = (self._decoded(format, one) for one in matrices)
-        if interleaved and not format.mixes_rows:
-            matrices = ({key: _gate_first(tensor, 0) for key, tensor in one.items()} for one in matrices)
-        made = DENSE if self.decode_experts else format
-        return _stack(made, min(self.info(stored).shape[0] for stored in names.values()), matrices)
-
-    def _decoded(self, format: WeightFormat, tensors: Tensors) -> Tensors:
-        given = tensors | format.constants(next(iter(tensors.values())).device)
-        return {"weight": weight_ops(format).decode(format, given).to(self.dtype)}
-
     def matrices(self, name: str, device: torch.device, transposed: bool) -> Iterator[Tensors]:
         """Those of a stack of experts, one at a time. Raises CheckpointError for values that no layer has."""
         format, names = stack_names(self, name)
@@ -343,21 +278,6 @@ class Loader:
             format.check_dtype(layer, read, self.dtype, self.require)
             yield {key: tensor.t() for key, tensor in read.items()} if turned else read
 
-    def _stacked(self, format: WeightFormat, layers: Sequence[Sequence[str]], device: torch.device) -> Weight:
-        """One weight [E, n, k] whose matrices are the joined `layers` of each expert."""
-
-        def matrices() -> Iterator[Tensors]:
-            for names in layers:
-                one = format.join([self.weight(name, device)[1] for name in names])
-                if one is None:
-                    raise CheckpointError(
-                        f"{names[0]} and {names[-1]} cannot be one layer of {format}: they differ in what its rows "
-                        "share, or the first ends within a block"
-                    )
-                yield one
-
-        return _stack(format, len(layers), matrices())
-
     def embedding(self, device: torch.device, scale: float = 1.0) -> Embedding:
         format, tensors = self.weight(self.parts.embedding[0], device)
         return Embedding(format, tensors, self.dtype, scale=scale)
@@ -365,21 +285,6 @@ class Loader:
     def head(self, embedding: Embedding, device: torch.device) -> Linear:
         """The linear to logits; shares the embedding's weight where the two are tied."""
         return Linear(embedding.format, embedding.tensors) if self.tied else self.linear(self.parts.head, device)
-
-
-def _stack(format: WeightFormat, count: int, matrices: Iterator[Tensors]) -> Weight:
-    """One weight of `count` matrices, each put in place as it comes."""
-    whole: Tensors = {}
-    for i, one in enumerate(matrices):
-        whole = whole or {key: tensor.new_empty((count, *tensor.shape)) for key, tensor in one.items()}
-        for key, tensor in one.items():
-            whole[key][i] = tensor
-    return Weight(format, whole)
-
-
-def _gate_first(tensor: Tensor, dim: int) -> Tensor:
-    """Rows gate, up, gate, up .. -> all gate rows, then all up rows."""
-    return tensor.unflatten(dim, (-1, 2)).transpose(dim, dim + 1).flatten(dim, dim + 1)
 
 
 def _ungrouped(tensor: Tensor, field: Field, groups: int) -> Tensor:

@@ -38,7 +38,7 @@ class Weight(nn.Module):
     @property
     def given(self) -> Tensors:
         """What the ops take: the fields, and the format's constants."""
-        return {key: self._buffers[key] for key in (*self.format.fields, *self._constants)}  # type: ignore[misc]
+        return {key: self._buffers[key] for key in (*self.format.fields, *self._constants)}  # type: ignore[misc]  # likewise
 
     @property
     def count(self) -> int:

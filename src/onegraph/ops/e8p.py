@@ -65,22 +65,7 @@ def _linear(
     return y if wide else y.to(x.dtype)
 
 
-def _embedding(
-    ids: Tensor,
-    codes: Tensor,
-    residual: Tensor | None,
-    codebook: Tensor,
-    in_scale: Tensor,
-    out_scale: Tensor,
-    bits: int,
-) -> Tensor:
-    flat = ids.reshape(-1)
-    q = _decode(codes[flat], None if residual is None else residual[flat], codebook, bits).float()
-    rows = hadamard.reference(q, hadamard_block(q.shape[1])) * in_scale * out_scale[flat].unsqueeze(1)
-    return rows.reshape(*ids.shape, -1)
-
-
-def _check_codes(codes: Tensor, residual: Tensor | None, codebook: Tensor, bits: int) -> None:
+def check_codes(codes: Tensor, residual: Tensor | None, codebook: Tensor, bits: int) -> None:
     if bits not in BITS:
         raise ValueError(f"bits is {bits}; allowed: 2, 3, 4")
     if codes.dtype != torch.int16 or codes.dim() != 2:
@@ -97,10 +82,10 @@ def _check_codes(codes: Tensor, residual: Tensor | None, codebook: Tensor, bits:
             f"codebook is {codebook.dtype} {tuple(codebook.shape)}; it must be int8 (512, 8): formats.e8p.codebook()"
         )
     for name, tensor in (("codes", codes), ("residual", residual), ("codebook", codebook)):
-        _check_place(name, tensor, codes.device)
+        check_place(name, tensor, codes.device)
 
 
-def _check_place(name: str, tensor: Tensor | None, device: torch.device) -> None:
+def check_place(name: str, tensor: Tensor | None, device: torch.device) -> None:
     if tensor is None:
         return
     if tensor.device != device:
@@ -109,11 +94,11 @@ def _check_place(name: str, tensor: Tensor | None, device: torch.device) -> None
         raise ValueError(f"{name} has strides {tensor.stride()}; it must be contiguous: call {name}.contiguous()")
 
 
-def _check_scales(in_scale: Tensor, out_scale: Tensor, n: int, k: int, device: torch.device) -> None:
+def check_scales(in_scale: Tensor, out_scale: Tensor, n: int, k: int, device: torch.device) -> None:
     for name, tensor, size in (("in_scale", in_scale, k), ("out_scale", out_scale, n)):
         if tensor.dtype != torch.float32 or tuple(tensor.shape) != (size,):
             raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; codes ask for float32 ({size},)")
-        _check_place(name, tensor, device)
+        check_place(name, tensor, device)
 
 
 def _check_linear(
@@ -130,7 +115,7 @@ def _check_linear(
     silu: bool = False,
     wide: bool = False,
 ) -> None:
-    _check_codes(codes, residual, codebook, bits)
+    check_codes(codes, residual, codebook, bits)
     n, k = codes.shape[0], codes.shape[1] * 8
     width = 2 * k if silu else k
     if x.dtype not in FLOATS:
@@ -140,7 +125,7 @@ def _check_linear(
         raise ValueError(
             f"x has shape {tuple(x.shape)}; {of}codes {tuple(codes.shape)} ask for a last dimension of {width}"
         )
-    _check_place("x", x, codes.device)
+    check_place("x", x, codes.device)
     if eps is not None and not (eps >= 0 and not silu):
         raise ValueError(
             f"eps is {eps} and silu {silu}; eps must be 0 or more, and a linear has one of the two in front"
@@ -149,31 +134,15 @@ def _check_linear(
         shape, dtype = (*x.shape[:-1], n), torch.float32 if wide else x.dtype
         if tuple(add.shape) != shape or add.dtype != dtype:
             raise ValueError(f"add is {add.dtype} {tuple(add.shape)}; it must be as the result, {dtype} {shape}")
-        _check_place("add", add, codes.device)
-    _check_scales(in_scale, out_scale, n, k, codes.device)
+        check_place("add", add, codes.device)
+    check_scales(in_scale, out_scale, n, k, codes.device)
     if bias is not None:
         if bias.dtype not in FLOATS or tuple(bias.shape) != (n,):
             raise ValueError(f"bias is {bias.dtype} {tuple(bias.shape)}; it must be a float tensor ({n},)")
-        _check_place("bias", bias, codes.device)
+        check_place("bias", bias, codes.device)
 
 
-def _check_embedding(
-    ids: Tensor,
-    codes: Tensor,
-    residual: Tensor | None,
-    codebook: Tensor,
-    in_scale: Tensor,
-    out_scale: Tensor,
-    bits: int,
-) -> None:
-    _check_codes(codes, residual, codebook, bits)
-    if ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"ids is {ids.dtype}; allowed: int32, int64")
-    _check_place("ids", ids, codes.device)
-    _check_scales(in_scale, out_scale, codes.shape[0], codes.shape[1] * 8, codes.device)
-
-
-def _random_codes(n: int, k: int, bits: int, device: torch.device, g: torch.Generator) -> tuple[Tensor, Tensor | None]:
+def random_codes(n: int, k: int, bits: int, device: torch.device, g: torch.Generator) -> tuple[Tensor, Tensor | None]:
     codes = torch.randint(-(2**15), 2**15, (n, k // 8), generator=g).to(device, torch.int16)
     dtype = residual_dtype(bits)
     if dtype is None:
@@ -182,7 +151,7 @@ def _random_codes(n: int, k: int, bits: int, device: torch.device, g: torch.Gene
     return codes, torch.randint(info.min, info.max + 1, (n, k // 8), generator=g).to(device, dtype)
 
 
-def _random_scales(n: int, k: int, device: torch.device, g: torch.Generator) -> tuple[Tensor, Tensor]:
+def random_scales(n: int, k: int, device: torch.device, g: torch.Generator) -> tuple[Tensor, Tensor]:
     """Scales of both signs whose product keeps y near 1."""
     in_scale = (0.5 + torch.rand(k, generator=g)) * torch.randn(k, generator=g).sign()
     out_scale = (0.5 + torch.rand(n, generator=g)) * torch.randn(n, generator=g).sign() * (0.1 * k**-0.5)
@@ -191,7 +160,7 @@ def _random_scales(n: int, k: int, device: torch.device, g: torch.Generator) -> 
 
 def _decode_case(n: int, k: int, bits: int) -> Case:
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[Any, ...]:
-        return *_random_codes(n, k, bits, device, generator), codebook(device), bits
+        return *random_codes(n, k, bits, device, generator), codebook(device), bits
 
     return Case(name=f"{n}x{k}@{bits}", make=make)
 
@@ -202,8 +171,8 @@ def _linear_case(batch: tuple[int, ...], n: int, k: int, bits: int, *with_: str,
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[Any, ...]:
         silu, wide = "silu" in with_, "wide" in with_
         x = torch.randn(*batch, 2 * k if silu else k, generator=generator).to(device, dtype)
-        codes, residual = _random_codes(n, k, bits, device, generator)
-        scales = _random_scales(n, k, device, generator)
+        codes, residual = random_codes(n, k, bits, device, generator)
+        scales = random_scales(n, k, device, generator)
         bias = torch.randn(n, generator=generator).to(device, dtype) if "bias" in with_ else None
         add = None
         if "add" in with_:
@@ -212,15 +181,6 @@ def _linear_case(batch: tuple[int, ...], n: int, k: int, bits: int, *with_: str,
 
     name = f"{'x'.join(map(str, batch))}x{k}->{n}@{bits}"
     return Case(name="+".join([name, *with_, *(["norm"] if eps is not None else [])]), make=make)
-
-
-def _embedding_case(shape: tuple[int, ...], n: int, k: int, bits: int) -> Case:
-    def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[Any, ...]:
-        ids = torch.randint(0, n, shape, generator=generator).to(device)
-        codes, residual = _random_codes(n, k, bits, device, generator)
-        return ids, codes, residual, codebook(device), *_random_scales(n, k, device, generator), bits
-
-    return Case(name=f"{'x'.join(map(str, shape))} of {n}x{k}@{bits}", make=make)
 
 
 def _fake_linear(
@@ -247,7 +207,7 @@ e8p_decode = register(
             (codes.shape[0], codes.shape[1] * 8), dtype=torch.int8
         ),
         kernel="onegraph.ops.triton.e8p:decode",
-        check=_check_codes,
+        check=check_codes,
         cases=(
             *(_decode_case(n, k, b) for n, k in ((576, 576), (192, 1536), (49, 200), (1, 8)) for b in BITS),
             _decode_case(130, 11008, 4),
@@ -306,31 +266,6 @@ makes it silu(gate) * up with x [..., 2k] = gate | up. Behind: `add` [..., n] of
 result is rounded, once. The result has x's dtype, with `wide` float32.
 """
 
-e8p_embedding = register(
-    Op(
-        name="e8p_embedding",
-        schema="(Tensor ids, Tensor codes, Tensor? residual, Tensor codebook, Tensor in_scale, Tensor out_scale, "
-        "int bits) -> Tensor",
-        reference=_embedding,
-        fake=lambda ids, codes, residual, codebook, in_scale, out_scale, bits: in_scale.new_empty(
-            (*ids.shape, codes.shape[1] * 8)
-        ),
-        kernel=None,  # a few rows a step: the reference's gathers are captured with the rest
-        check=_check_embedding,
-        cases=tuple(_embedding_case((2, 3), 1000, 576, b) for b in BITS),
-        tolerance={torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.float16: 1e-5},  # the result is float32 always
-        bytes_moved=lambda ids, codes, residual, *rest: (
-            nbytes(ids) + ids.numel() * (nbytes(codes, residual) // codes.shape[0] + codes.shape[1] * 32)
-        ),
-        flops=lambda ids, codes, *rest: ids.numel() * codes.shape[1] * 8,
-    )
-)
-"""`e8p_embedding(ids int [...], ...) -> float32 [..., k]`: rows of an embedding, whose output side is not rotated.
-
-row = out_scale[id] * in_scale * H_k(Q[id]); arguments as in `e8p_linear`.
-"""
-
-
 # --------------------------------------------------------------------------------------------------- as a weight format
 
 ROWS_AT_ONCE = 512  # when a layer is decoded: a vocabulary at once would take gigabytes, and four times as long
@@ -359,10 +294,13 @@ def _dense(format: E8PFormat, weight: Given) -> Tensor:
 
 
 def _look_up(format: E8PFormat, ids: Tensor, weight: Given) -> Tensor:
-    return e8p_embedding(
+    from onegraph.ops.e8p_embedding import e8p_embedding
+
+    rows: Tensor = e8p_embedding(
         ids, weight["codes"], weight.get("residual"), weight["codebook"], weight["in_scale"], weight["out_scale"],
         format.rate,
     )  # fmt: skip
+    return rows
 
 
 def _run_experts(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from onegraph.formats.e8p import codebook
-from onegraph.ops.e8p import _check_codes, _check_place, _check_scales, _random_codes, _random_scales, e8p_linear
+from onegraph.ops.e8p import check_codes, check_place, check_scales, e8p_linear, random_codes, random_scales
 from onegraph.ops.hadamard import FLOATS
 from onegraph.ops.registry import Case, Op, nbytes, register
 
@@ -54,15 +54,15 @@ def _check(
     if links not in (3, 4) or any(count != links for count in given.values()):
         raise ValueError(f"codes has {links} links and {given}; a chain has 3 or 4 of each, and rests none at 2 bits")
     for i in range(links):
-        _check_codes(codes[i], rests[i] if rests else None, codebook, bits)
+        check_codes(codes[i], rests[i] if rests else None, codebook, bits)
         n, k = codes[i].shape[0], codes[i].shape[1] * 8
-        _check_scales(in_scales[i], out_scales[i], n, k, codes[0].device)
-        _check_place("codes", codes[i], codes[0].device)
+        check_scales(in_scales[i], out_scales[i], n, k, codes[0].device)
+        check_place("codes", codes[i], codes[0].device)
         bias = biases[i]
         if bias is not None:
             if bias.dtype not in FLOATS or tuple(bias.shape) != (n,):
                 raise ValueError(f"bias is {bias.dtype} {tuple(bias.shape)}; it must be a float tensor ({n},)")
-            _check_place("bias", bias, codes[0].device)
+            check_place("bias", bias, codes[0].device)
     sizes = [(each.shape[0], each.shape[1] * 8) for each in codes]
     width = sizes[0][0]
     wanted = [(width, sizes[0][1]), (2 * sizes[2][1], width), (width, sizes[2][1]), (sizes[-1][0], width)][:links]
@@ -75,8 +75,8 @@ def _check(
             f"x is {tuple(x.shape)} and residual {tuple(residual.shape)}; links ask for [..., {sizes[0][1]}] and "
             f"[..., {width}]"
         )
-    _check_place("x", x, codes[0].device)
-    _check_place("residual", residual, codes[0].device)
+    check_place("x", x, codes[0].device)
+    check_place("residual", residual, codes[0].device)
     if eps < 0:
         raise ValueError(f"eps is {eps}; it must be 0 or more")
 
@@ -87,8 +87,8 @@ def _case(batch: tuple[int, ...], heads: int, width: int, inner: int, qkv: int, 
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[Any, ...]:
         sizes = [(width, heads), (2 * inner, width), (width, inner), (qkv, width)][: 4 if qkv else 3]
         x, residual = (torch.randn(*batch, size, generator=generator).to(device, dtype) for size in (heads, width))
-        stored = [_random_codes(n, k, bits, device, generator) for n, k in sizes]
-        scales = [_random_scales(n, k, device, generator) for n, k in sizes]
+        stored = [random_codes(n, k, bits, device, generator) for n, k in sizes]
+        scales = [random_scales(n, k, device, generator) for n, k in sizes]
         biases: list[Tensor | None] = [None] * len(sizes)
         if "bias" in with_:
             biases[-1] = torch.randn(sizes[-1][0], generator=generator).to(device)

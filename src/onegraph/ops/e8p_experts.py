@@ -15,7 +15,7 @@ from onegraph.formats.e8p import BITS, codebook, hadamard_block, residual_dtype
 from onegraph.ops.activation import check_gate, swiglu
 from onegraph.ops.calls import E8PExperts
 from onegraph.ops.checks import FLOATS, check_routes, check_tensors
-from onegraph.ops.e8p import _decode
+from onegraph.ops.e8p import e8p_decode
 from onegraph.ops.hadamard import hadamard
 from onegraph.ops.registry import Case, Op, nbytes, register
 
@@ -29,7 +29,7 @@ def _product(
     def one(tensor: Tensor) -> Tensor:
         return tensor.index_select(0, expert)[0]
 
-    q = _decode(one(codes), None if residual is None else one(residual), call.codebook, call.bits).float()
+    q = e8p_decode.reference(one(codes), None if residual is None else one(residual), call.codebook, call.bits).float()
     n, k = q.shape
     y = hadamard.reference(x * one(in_scale), hadamard_block(k)) @ q.T
     y = hadamard.reference(y, hadamard_block(n)) * one(out_scale)

@@ -8,15 +8,18 @@ from torch import Tensor, nn
 
 
 class ExpertLayer(Protocol):
-    """The routed experts of a block, dense, as the quantizer sees them.
+    """The routed experts of a block, dense, as the quantizer sees them."""
 
-    `names` are those of gate-up and down within the block, `module` is called with x [..., D] and the experts that each
-    token chose, int [..., K].
-    """
+    @property
+    def names(self) -> tuple[str, str]:
+        """Of gate-up and down within the block."""
 
-    names: tuple[str, str]
-    module: nn.Module
-    count: int
+    @property
+    def module(self) -> nn.Module:
+        """What is called with x [..., D] and the experts that each token chose, int [..., K]."""
+
+    @property
+    def count(self) -> int: ...
 
     def weight(self, which: int, expert: int) -> Tensor:
         """float32 gate-up [2F, D], gate rows first (`which` 0), or down [D, F] (1)."""

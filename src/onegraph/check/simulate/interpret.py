@@ -331,7 +331,7 @@ def _language_patches(interpreter: Any, language: Any) -> list[tuple[Any, str, A
         ]
         if scope is not None:
             scope.restore()
-        for owner, name, value, _ in found:  # an interpreter that raises halfway leaves a language that compiles no more
+        for owner, name, value, _ in found:  # one that raises halfway leaves a language that compiles no more
             if vars(owner).get(name, _ABSENT) is value:
                 continue
             if value is _ABSENT:

@@ -98,15 +98,13 @@ class CodedStack(_Coded):
     def prepare(self) -> None:
         stored: Any = {key: self._buffers[suffix] for key, suffix in self.names.items()}
         folded = [self.format.fold({key: tensor[e] for key, tensor in stored.items()}) for e in range(self.count)]
-        for key in folded[0]:
-            if key in stored and stored[key].dtype == folded[0][key].dtype and key in ("codes", "residual"):
+        for key, field in self.format.fields.items():
+            if self.format.stored.get(key) == field:
                 self._given[key] = self.names[key]
             else:
-                self._given[key] = f"ready_{key}"
-                self.register_buffer(f"ready_{key}", torch.stack([one[key] for one in folded]), persistent=False)
+                self._derive(key, torch.stack([one[key] for one in folded]))
         for key, tensor in self.format.constants(self.device).items():
-            self._given[key] = f"ready_{key}"
-            self.register_buffer(f"ready_{key}", tensor, persistent=False)
+            self._derive(key, tensor)
         if self.device.type == "cpu":
             self.dense = torch.stack([self.decoded(e) for e in range(self.count)])
 

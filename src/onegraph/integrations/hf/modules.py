@@ -68,8 +68,11 @@ class _Coded(nn.Module):
             if tensor is stored.get(key):
                 self._given[key] = self.names[key]
             else:
-                self._given[key] = READY + key
-                self.register_buffer(READY + key, tensor, persistent=False)
+                self._derive(key, tensor)
+
+    def _derive(self, key: str, tensor: Tensor) -> None:
+        self._given[key] = READY + key
+        self.register_buffer(READY + key, tensor, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """`.to()`, `.cuda()` and the like move the stored tensors, leave their dtypes; activations take the dtype."""

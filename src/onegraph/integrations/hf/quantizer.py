@@ -10,11 +10,11 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.quantizers import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from onegraph.formats.checkpoint import TensorInfo, read_header
 from onegraph.formats.files import CheckpointError, quote
 from onegraph.formats.fused import expected_stack
 from onegraph.formats.fused import stack_names as stored_names
 from onegraph.formats.quantization import parse_quantization
+from onegraph.formats.table import TensorInfo, read_header
 from onegraph.formats.weight import Expected, Quantization
 from onegraph.integrations.hf.experts import IMPLEMENTATION, CodedStack, holds_experts, stack_names, swiglu_of
 from onegraph.integrations.hf.kinds import plain_linear, size_of

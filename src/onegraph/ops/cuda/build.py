@@ -31,7 +31,8 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "onegraph" / "cuda"
 
 
-def _bindings() -> tuple[Any, Any]:
+def bindings() -> tuple[Any, Any]:
+    """The driver's and NVRTC's. Raises BuildError where they are not installed."""
     try:
         from cuda.bindings import driver, nvrtc
     except ImportError as error:
@@ -105,7 +106,7 @@ def compile_cubin(source: Path, defines: Mapping[str, int], capability: tuple[in
     `source` may include the .cuh files beside it. `checks`: C++ that must compile behind it.
     Raises BuildError where there is no NVRTC or it refuses; its log is in the message.
     """
-    _, nvrtc = _bindings()
+    _, nvrtc = bindings()
     arch = f"sm_{capability[0]}{capability[1]}" + ("a" if capability[0] >= 9 else "")
     options = [f"--gpu-architecture={arch}", "--std=c++17", "--device-as-default-execution-space"]
     options += [f"-D{name}={value}" for name, value in sorted(defines.items())]
@@ -161,7 +162,7 @@ class Kernel:
         self, grid: tuple[int, int, int], threads: int, shared: int, cluster: int, stream: int, arguments: bytes
     ) -> None:
         """Launches with programmatic dependent launch. `arguments`: the bytes of the kernel's one parameter."""
-        driver = _bindings()[0]
+        driver = bindings()[0]
         config = _config(grid, threads, shared, cluster, stream)
         pointer = ctypes.c_char_p(arguments)  # the launch copies the bytes before it returns
         check(driver.cuLaunchKernelEx(config, self.function, ctypes.addressof(pointer), 0))
@@ -170,13 +171,13 @@ class Kernel:
 def clusters(kernel: Kernel, threads: int, shared: int, size: int) -> int:
     """How many clusters of `size` blocks the kernel's GPU holds at a time; 0 where it holds none so large."""
     config = _config((size, 1, 1), threads, shared, size, 0)
-    code, value = _bindings()[0].cuOccupancyMaxActiveClusters(kernel.function, config)
+    code, value = bindings()[0].cuOccupancyMaxActiveClusters(kernel.function, config)
     return 0 if int(code) else int(value)
 
 
 @lru_cache(maxsize=4096)
 def _config(grid: tuple[int, int, int], threads: int, shared: int, cluster: int, stream: int) -> Any:
-    driver = _bindings()[0]
+    driver = bindings()[0]
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
@@ -195,54 +196,6 @@ def _config(grid: tuple[int, int, int], threads: int, shared: int, cluster: int,
     config.attrs = attributes
     config.numAttrs = len(attributes)
     return config
-
-
-@lru_cache(maxsize=1 << 16)
-def tensor_map(pointer: int, rows: int, row_bytes: int, box_rows: int, box_bytes: int) -> bytes:
-    """What the copy engine has to know of a matrix of bytes of which it takes boxes; beyond the matrix it reads zeros.
-
-    `pointer` and `row_bytes` are multiples of 16. The 128 bytes go into a kernel's parameter at a multiple of 64.
-    """
-    return _encode(pointer, (row_bytes, rows), (row_bytes,), (box_bytes, box_rows), swizzle=False)
-
-
-@lru_cache(maxsize=1 << 16)
-def sliced_tensor_map(pointer: int, rows: int, row_bytes: int, box: tuple[int, int, int], *, swizzle: bool) -> bytes:
-    """The same of a matrix that is seen as slices of columns behind one another, each [rows, width]. `box`: width of a
-    slice in bytes (a multiple of 16), rows, slices. `swizzle`: width is 128, and row r's pieces of 16 bytes change
-    places, to number ^ r % 8."""
-    width = box[0]
-    return _encode(pointer, (width, rows, row_bytes // width), (row_bytes, width), box, swizzle=swizzle)
-
-
-@lru_cache(maxsize=1 << 16)
-def edged_tensor_map(pointer: int, rows: int, row_bytes: int, box: tuple[int, int]) -> bytes:
-    """The same of a matrix whose rows are no multiple of a slice: one slice of all columns, boxes of `box` (128 bytes,
-    rows), swizzled; beyond a row it reads zeros."""
-    return _encode(pointer, (row_bytes, rows, 1), (row_bytes, row_bytes), (*box, 1), swizzle=True)
-
-
-def _encode(
-    pointer: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], *, swizzle: bool
-) -> bytes:
-    driver = _bindings()[0]
-    pattern = driver.CUtensorMapSwizzle
-    encoded = check(
-        driver.cuTensorMapEncodeTiled(
-            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
-            len(sizes),
-            pointer,
-            [driver.cuuint64_t(size) for size in sizes],
-            [driver.cuuint64_t(stride) for stride in strides],
-            [driver.cuuint32_t(size) for size in box],
-            [driver.cuuint32_t(1) for _ in sizes],
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            pattern.CU_TENSOR_MAP_SWIZZLE_128B if swizzle else pattern.CU_TENSOR_MAP_SWIZZLE_NONE,
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
-    )
-    return ctypes.string_at(int(encoded.getPtr()), 128)
 
 
 HOPPER = ((9, 0),)  # wgmma
@@ -311,7 +264,7 @@ def load(
         raise RuntimeError(
             f"{name} {dict(defines)} would be compiled inside a CUDA-graph capture; run the step once before"
         )
-    driver, _ = _bindings()
+    driver, _ = bindings()
     cubin = source.cubin(defines, torch.cuda.get_device_capability(device))
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # makes the device's context current
@@ -369,7 +322,7 @@ OCCUPANCY = Source("occupancy", functions=("occupancy",), capabilities=EVERY)
 def device(index: int) -> Device:
     """The GPU of this number. Not for the first time inside a capture; BuildError where it has no clusters."""
     (probe,) = OCCUPANCY.load({}, index)
-    driver, about = _bindings()[0], _bindings()[0].CUdevice_attribute
+    driver, about = bindings()[0], bindings()[0].CUdevice_attribute
     sms, shared, sm_shared = (
         check(driver.cuDeviceGetAttribute(getattr(about, f"CU_DEVICE_ATTRIBUTE_{name}"), index))
         for name in (
@@ -382,7 +335,7 @@ def device(index: int) -> Device:
 def resident(data: torch.Tensor, device: int) -> int:
     """Address of a copy of `data`, a CPU tensor, on `device`, which stays there for as long as the process lives and
     belongs to no memory pool of torch's (one that vLLM puts to sleep would be emptied). Not inside a capture."""
-    driver, _ = _bindings()
+    driver, _ = bindings()
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # makes the device's context current
         size = data.numel() * data.element_size()
@@ -395,7 +348,7 @@ def resident(data: torch.Tensor, device: int) -> int:
 def host_copy(data: torch.Tensor) -> torch.Tensor:
     """A GPU's contiguous tensor in host memory, copied by the driver: what a kernel has to know once is no host read of
     the step, which a dispatch mode or torch's sync debugging would report. Not inside a capture."""
-    driver, _ = _bindings()
+    driver, _ = bindings()
     copy = torch.empty_like(data, device="cpu")
     with torch.cuda.device(data.device):
         torch.cuda.current_stream().synchronize()

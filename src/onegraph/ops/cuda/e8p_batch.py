@@ -11,6 +11,7 @@ import torch
 
 from onegraph.ops.cuda import build
 from onegraph.ops.cuda.e8p_common import MAX_K, SLICE, SLOT, TABLES, Linear
+from onegraph.ops.cuda.tensor_map import tensor_map
 
 MAX_TOKENS = 64
 LARGEST = 8  # blocks of a cluster
@@ -124,10 +125,10 @@ def launch(call: Linear) -> None:
     batch, rotate, plan, shared = _kernels(n, k, bits, call.tokens, call.half, call.silu, call.wide, device)
     data = torch.empty(-(-k // SLICE) * plan.tokens * 512, dtype=torch.uint8, device=call.out.device)
     scales = torch.empty(call.tokens * 2, dtype=torch.float32, device=call.out.device)
-    codes_map = build.tensor_map(call.codes.data_ptr(), n, k // 4, 16, SLICE // 4)
+    codes_map = tensor_map(call.codes.data_ptr(), n, k // 4, 16, SLICE // 4)
     residual_map, width = codes_map, 8 if bits == 3 else 4  # columns that a byte of the residual stands for
     if call.residual is not None:
-        residual_map = build.tensor_map(call.residual.data_ptr(), n, k // width, 16, SLICE // width)
+        residual_map = tensor_map(call.residual.data_ptr(), n, k // width, 16, SLICE // width)
     arguments = ARGUMENTS.pack(
         codes_map=codes_map,
         residual_map=residual_map,

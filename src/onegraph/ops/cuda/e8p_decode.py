@@ -8,6 +8,7 @@ from torch import Tensor
 
 from onegraph.ops.cuda import build
 from onegraph.ops.cuda.e8p_common import ROWS, SLICE, SLOT, TABLES, Linear
+from onegraph.ops.cuda.tensor_map import sliced_tensor_map, tensor_map
 
 MAX_TOKENS = 4
 PARTS = ROWS // 16  # row tiles of 16 in ROWS
@@ -190,13 +191,13 @@ def _maps(codes: int, residual: int, bits: int, n: int, k: int, plan: Plan) -> t
     if not copy:
         return (NO_MAP,) * 4
     group, width = plan.group(bits), 8 if bits == 3 else 4  # columns that a byte of the residual stands for
-    maps = [build.tensor_map(codes, n, k // 4, 16 * group, SLICE // 4)]
-    maps.append(maps[0] if bits == 2 else build.tensor_map(residual, n, k // width, 16 * group, SLICE // width))
+    maps = [tensor_map(codes, n, k // 4, 16 * group, SLICE // 4)]
+    maps.append(maps[0] if bits == 2 else tensor_map(residual, n, k // width, 16 * group, SLICE // width))
     if copy == 2:
         rows = 16 * group * plan.down, plan.across
-        maps.append(build.sliced_tensor_map(codes, n, k // 4, (SLICE // 4, *rows), swizzle=False))
+        maps.append(sliced_tensor_map(codes, n, k // 4, (SLICE // 4, *rows), swizzle=False))
         if bits > 2:
-            maps.append(build.sliced_tensor_map(residual, n, k // width, (SLICE // width, *rows), swizzle=False))
+            maps.append(sliced_tensor_map(residual, n, k // width, (SLICE // width, *rows), swizzle=False))
     return (*maps, *[NO_MAP] * (4 - len(maps)))
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from onegraph.ops.cuda import build
+from onegraph.ops.cuda.tensor_map import sliced_tensor_map
 
 ROWS, SLICE = 16, 256  # of a unit, as in the sources
 UNIT = ROWS * SLICE // 2  # bytes of its codes
@@ -207,7 +208,7 @@ def _one(
     defines = _kind(x.dtype, scale, shift) | {"FLOAT32": int(y.dtype == torch.float32)}
     defines |= {"WARPS": WARPS, "DEPTH": plan.depth, "PACE": PACE}
     kernel = _kernel(ONE, y.device.index, *defines.items())
-    codes_map = build.sliced_tensor_map(codes.data_ptr(), n, k // 2, (SLICE // 2, ROWS, box), swizzle=True)
+    codes_map = sliced_tensor_map(codes.data_ptr(), n, k // 2, (SLICE // 2, ROWS, box), swizzle=True)
     x, y = x.view(-1, k), y.view(-1, n)
     with torch.cuda.device(y.device):  # the driver launches in the current context
         stream = torch.cuda.current_stream().cuda_stream

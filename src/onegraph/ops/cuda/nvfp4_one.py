@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from onegraph.ops.cuda import build
+from onegraph.ops.cuda.tensor_map import edged_tensor_map, sliced_tensor_map
 
 ROWS, SLICE, UNITS = 16, 256, 8  # as in nvfp4_one.cu; units of a stage
 PACE = 300  # nanoseconds between the first stages
@@ -132,13 +133,13 @@ def run(
     rows, box = ROWS // 2 if mode == GATE_UP else ROWS, 1 if edge else gcd(k // SLICE, UNITS)
     at, lines = codes.data_ptr(), matrices * n
     codes_map = (
-        build.edged_tensor_map(at, lines, k // 2, (SLICE // 2, rows))
+        edged_tensor_map(at, lines, k // 2, (SLICE // 2, rows))
         if edge
-        else build.sliced_tensor_map(at, lines, k // 2, (SLICE // 2, rows, box), swizzle=True)
+        else sliced_tensor_map(at, lines, k // 2, (SLICE // 2, rows, box), swizzle=True)
     )
     scale_map = bytes(128)
     if group == 16:
-        scale_map = build.sliced_tensor_map(scale.data_ptr(), lines, k // 16, (SLICE // 16, rows, box), swizzle=False)
+        scale_map = sliced_tensor_map(scale.data_ptr(), lines, k // 16, (SLICE // 16, rows, box), swizzle=False)
     pointers = dict(zip(("x", "global_scale", "bias", "experts", "weights"), tensors, strict=True))
     kernel = _kernel(mode, x.dtype == torch.float16, plan.depth, group, edge, y.dtype == torch.float32, y.device.index)
     arguments = ARGUMENTS.pack(

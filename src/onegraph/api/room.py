@@ -1,0 +1,69 @@
+"""Where a result and unfinished work lie, and whether there is room for them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from onegraph.api.cost import available_memory
+from onegraph.api.size import human_bytes
+
+if TYPE_CHECKING:
+    from onegraph.api.plan import Plan
+
+SPILLED = ".activations.tmp"  # in the directory of unfinished work: activations that do not fit in memory
+
+
+def refuse_existing(out: Path) -> None:
+    """Raises ValueError where `out` is there already."""
+    if out.exists() or out.is_symlink():
+        raise ValueError(f"{out}: exists already; choose another output directory or remove it")
+
+
+def existing(out: Path) -> Path:
+    """The nearest directory above `out` that is there."""
+    return next(folder for folder in out.absolute().parents if folder.exists())
+
+
+def unfinished(out: Path) -> Path:
+    """The directory of finished blocks beside `out`."""
+    return out.with_name(out.name + ".partial")
+
+
+def _bytes_in(folder: Path) -> int:
+    total = 0
+    for file in folder.glob("*"):
+        with suppress(FileNotFoundError):  # a job that still runs drops its files meanwhile
+            total += file.stat().st_size
+    return total
+
+
+def check_room(found: Plan, out: Path) -> None:
+    """Raises ValueError where `out` cannot be written, or memory or disk would not do: now, not after hours of work."""
+    refuse_existing(out)
+    parent = existing(out)
+    if not parent.is_dir():
+        raise ValueError(f"{out}: {parent} is no directory; choose another output directory")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ValueError(f"{out}: {parent} cannot be written to; choose another output directory")
+    stale = unfinished(out) / SPILLED  # of a job that was killed; it is removed where this one begins
+    free = shutil.disk_usage(parent).free + _bytes_in(stale)
+    if found.disk > free:
+        raise ValueError(
+            f"{out}: needs {human_bytes(found.disk)} of this disk and {human_bytes(free)} are free; make room, or "
+            "choose another output directory"
+        )
+    memory = available_memory(torch.device(found.device))
+    if memory is not None and found.memory > memory:
+        whole = {"self": "calibration 'self' holds the whole model; give a text"}.get(str(found.calibration))
+        if whole is None and found.recipe == "best":
+            whole = "recipe 'best' holds the whole model; choose 'good'"
+        raise ValueError(
+            f"{found.source}: takes at least {human_bytes(found.memory)} of memory on {found.device} and "
+            f"{human_bytes(memory)} are free; {whole or 'ask for fewer tokens'}"
+        )

@@ -1,0 +1,116 @@
+"""Routed experts from the tensors of a checkpoint: one by one, or all of a layer in one tensor each."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from onegraph.formats.dense import DENSE
+from onegraph.formats.files import CheckpointError
+from onegraph.formats.fused import stack_names
+from onegraph.formats.weight import Tensors, WeightFormat
+from onegraph.models.loader import Loader
+from onegraph.nn.experts import Experts
+from onegraph.nn.linear import Weight
+from onegraph.ops.activation import SwiGLU
+from onegraph.ops.weight import weight_ops
+
+
+def read_experts(
+    loader: Loader, gate_up: Sequence[tuple[str, str]], down: Sequence[str], gate: SwiGLU, device: torch.device
+) -> Experts:
+    """Routed experts from the names of each one's gate, up and down; of one format, each put in place as it comes.
+
+    Raises CheckpointError that names the first expert of another format.
+    """
+    format = loader.format_of(down[0])
+    if weight_ops(format).experts is None:
+        raise CheckpointError(f"{down[0]} is {format}, which routed experts cannot be run in; load another form of it")
+    for layer in (name for names in zip(gate_up, down, strict=True) for name in (*names[0], names[1])):
+        if loader.format_of(layer) is not format:
+            raise CheckpointError(
+                f"{layer} is {loader.format_of(layer)} and other experts of its layer are {format}; they must be of "
+                "one kind"
+            )
+    return Experts(
+        _stacked(loader, format, [list(names) for names in gate_up], device),
+        _stacked(loader, format, [[name] for name in down], device),
+        gate,
+    )
+
+
+def read_stacks(
+    loader: Loader,
+    gate_up: str,
+    down: str,
+    gate: SwiGLU,
+    device: torch.device,
+    *,
+    interleaved: bool = False,
+    transposed: bool = False,
+) -> Experts:
+    """Routed experts that a file holds in one tensor each (`formats/fused.py`), read expert by expert.
+
+    gate_up, down: names without `_blocks`; biases are beside both or neither. interleaved: rows of gate_up are
+    gate, up, gate, up and so on, as gpt-oss has them, unless the format mixes rows; otherwise all gate rows come
+    first. transposed: dense ones lie [E, k, n]. Raises CheckpointError that names what is missing, or stored in
+    another way than its partner.
+    """
+    kinds = {name: stack_names(loader, name)[0] for name in (gate_up, down)}
+    biased = [f"{name}_bias" in loader for name in kinds]
+    if len(set(kinds.values())) > 1 or len(set(biased)) > 1:
+        kind = [f"{f} {'with' if b else 'without'} biases" for f, b in zip(kinds.values(), biased, strict=True)]
+        raise CheckpointError(f"{gate_up} is {kind[0]} and {down} {kind[1]}; experts must be of one kind")
+    biases = None
+    if all(biased):
+        first, second = (loader.float32(f"{name}_bias", device) for name in kinds)
+        biases = _gate_first(first, 1) if interleaved else first, second
+    both = _fused(loader, gate_up, device, interleaved, transposed), _fused(loader, down, device, False, transposed)
+    return Experts(*both, gate, biases)
+
+
+def _fused(loader: Loader, name: str, device: torch.device, interleaved: bool, transposed: bool) -> Weight:
+    format, names = stack_names(loader, name)
+    matrices = loader.matrices(name, device, transposed)
+    if loader.decode_experts and format.coded:
+        matrices = (_decoded(loader, format, one) for one in matrices)
+    if interleaved and not format.mixes_rows:
+        matrices = ({key: _gate_first(tensor, 0) for key, tensor in one.items()} for one in matrices)
+    made = DENSE if loader.decode_experts else format
+    return _stack(made, min(loader.info(stored).shape[0] for stored in names.values()), matrices)
+
+
+def _decoded(loader: Loader, format: WeightFormat, tensors: Tensors) -> Tensors:
+    given = tensors | format.constants(next(iter(tensors.values())).device)
+    return {"weight": weight_ops(format).decode(format, given).to(loader.dtype)}
+
+
+def _stacked(loader: Loader, format: WeightFormat, layers: Sequence[Sequence[str]], device: torch.device) -> Weight:
+    """One weight [E, n, k] whose matrices are the joined `layers` of each expert."""
+
+    def matrices() -> Iterator[Tensors]:
+        for names in layers:
+            one = format.join([loader.weight(name, device)[1] for name in names])
+            if one is None:
+                raise CheckpointError(
+                    f"{names[0]} and {names[-1]} cannot be one layer of {format}: they differ in what its rows "
+                    "share, or the first ends within a block"
+                )
+            yield one
+
+    return _stack(format, len(layers), matrices())
+
+
+def _stack(format: WeightFormat, count: int, matrices: Iterator[Tensors]) -> Weight:
+    """One weight of `count` matrices, each put in place as it comes."""
+    whole: Tensors = {}
+    for i, one in enumerate(matrices):
+        whole = whole or {key: tensor.new_empty((count, *tensor.shape)) for key, tensor in one.items()}
+        for key, tensor in one.items():
+            whole[key][i] = tensor
+    return Weight(format, whole)
+
+
+def _gate_first(tensor: Tensor, dim: int) -> Tensor:
+    """Rows gate, up, gate, up .. -> all gate rows, then all up rows."""
+    return tensor.unflatten(dim, (-1, 2)).transpose(dim, dim + 1).flatten(dim, dim + 1)
