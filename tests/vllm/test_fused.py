@@ -29,10 +29,8 @@ PROGRAM = """
 import json, sys
 from test_generate import PROMPTS, serving, tokens_of
 if __name__ == "__main__":
-    found = []
-    for settings in json.loads(sys.argv[3]):
-        with serving(sys.argv[1], tensor_parallel_size=2, **settings) as llm:
-            found.append(tokens_of(llm, PROMPTS, 12))
+    with serving(sys.argv[1], tensor_parallel_size=2, **json.loads(sys.argv[3])) as llm:
+        found = tokens_of(llm, PROMPTS, 12)
     json.dump(found, open(sys.argv[2], "w"))
 """
 
@@ -110,8 +108,8 @@ def test_a_vllm_whose_layers_we_do_not_know(tmp_path: Path, monkeypatch: pytest.
     assert other.architectures == ["OlmoForCausalLM"]
 
 
-def ranks(path: Path, out: Path, *settings: dict[str, Any]) -> subprocess.CompletedProcess[str]:
-    """Two of them, in processes of their own, with each of the settings in turn; their tokens go to `out`."""
+def ranks(path: Path, out: Path, **settings: Any) -> subprocess.CompletedProcess[str]:
+    """Two of them, in processes of their own; their tokens go to `out`."""
     environment = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", PROGRAM, str(path), str(out), json.dumps(settings)]
     return subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
@@ -120,14 +118,14 @@ def ranks(path: Path, out: Path, *settings: dict[str, Any]) -> subprocess.Comple
 @pytest.mark.slow
 def test_two_ranks_give_what_one_gives(tiny_for_two: Path, tmp_path: Path) -> None:
     """Every linear cut, the residual stream added by the first rank alone."""
-    done = ranks(tiny_for_two, tmp_path / "tokens", {})
+    done = ranks(tiny_for_two, tmp_path / "tokens")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads((tmp_path / "tokens").read_text()) == [ours(tiny_for_two, PROMPTS, 12)]
+    assert json.loads((tmp_path / "tokens").read_text()) == ours(tiny_for_two, PROMPTS, 12)
 
 
 @pytest.mark.slow
 def test_a_share_that_cuts_a_rotation_block_is_refused_by_name(tiny_chat: Path, tmp_path: Path) -> None:
-    done = ranks(tiny_chat, tmp_path / "tokens", {})
+    done = ranks(tiny_chat, tmp_path / "tokens")
     assert done.returncode != 0
     told = done.stdout + done.stderr
     assert re.search(r"self_attn\.k_proj: rows (0:64|64:128) of 128 cut a rotation block", told), told[-3000:]
