@@ -139,6 +139,32 @@ def test_what_follows_from_something_else_is_no_finding(ours, theirs):
     assert compared(op(**ours), op(**theirs)) == []
 
 
+@pytest.mark.parametrize(
+    ("mine", "other", "told"),
+    [
+        ((3, 6), (6, 10), True),  # a slice's bounds
+        ((8,), (12,), False),  # the size itself
+        ((9,), (13,), False),  # and one
+        ((12,), (8,), False),  # what is left of 20
+        ((4,), (6,), False),  # half of it
+        ((0.5,), (0.75,), False),
+        ((0.5,), (0.6,), True),
+    ],
+)
+def test_a_number_beside_a_changed_shape_is_told_where_it_is_no_size_of_it(mine, other, told):
+    ours, theirs = op(shapes=((8, 2),), scalars=mine), op(shapes=((12, 2),), scalars=other)
+    assert [found.code for found in compared(ours, theirs)] == ["CG202"] * told
+
+
+def test_a_number_that_a_launch_names_is_told_beside_a_shape_that_changed_before_it():
+    ours, theirs = ({"shapes": ((n,),), "scalars": (Argument("n", n), Argument("grid", (n,)))} for n in (2, 3))
+    (found,) = compared(op(**ours), op(**theirs))
+    assert (found.code, found.values, found.note) == ("CG202", ("step 1: 2", "step 3: 3"), (2, 3))
+    outside = {"externals": (5,), "derived": (False,)}
+    (found,) = compared(op(**ours, **outside), op(**theirs, **outside))
+    assert found.code == "CG208"
+
+
 def test_a_copy_that_the_caller_makes_anew_for_each_replay_is_none():
     pair = [op(kind="h2d", contents=torch.tensor([n])) for n in (1, 2)]
     assert compared(*pair, ahead=2, refreshed=[2]) == []

@@ -30,10 +30,11 @@ def read(path: Path) -> Report:
 
 
 def simulate(path: Path) -> Report:
-    from onegraph.check import check_step
+    from onegraph.check import check_step, declared
     from onegraph.check.target import load
 
-    return allow.apply(check_step(load(f"{path}:factory").factory))
+    with declared():  # an example that declares its kernel does so for this process
+        return allow.apply(check_step(load(f"{path}:factory").factory))
 
 
 @pytest.mark.parametrize("code", CODES)

@@ -390,3 +390,17 @@ def test_a_branch_of_the_step_s_own_is_not_blamed_on_a_question_about_the_captur
 
     report = check_step(factory)
     assert [(f.code, 'state["n"] % 3' in f.source) for f in report.errors] == [("CG201", True)]
+
+
+def test_a_tensor_of_the_host_lends_its_shape():
+    host = torch.ones(3)
+
+    def factory():
+        made = torch.zeros_like(host, device="cuda") + host.new_full((3,), 2.0, device="cuda")
+
+        def step(x):
+            return x + made + torch.ones_like(host, device="cuda")
+
+        return step, lambda i: (torch.ones(3, device="cuda"),)
+
+    assert not check_step(factory).findings

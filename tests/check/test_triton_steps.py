@@ -15,9 +15,9 @@ import triton.language as tl
 import triton_kernels as kernels
 
 from onegraph.check import CheckError, Severity, Verdict, check_step, declared
+from onegraph.check.declared import capturable, key_of
 from onegraph.check.reconcile import reconcile
-from onegraph.check.simulate import interpret, simulate_step, specialized
-from onegraph.check.simulate import kernels as launches
+from onegraph.check.simulate import budget, interpret, simulate_step, specialized
 from onegraph.check.source import check_source
 from onegraph.cli import main
 
@@ -162,6 +162,29 @@ def test_a_changing_argument_without_effect_is_a_warning():
     assert [f.severity for f in report.findings if f.code == "CG202"] == [Severity.WARNING]
 
 
+@pytest.mark.parametrize(("own", "counted"), [(True, 2), (False, 1)], ids=["a number of its own", "a size"])
+def test_a_launch_beside_a_changed_shape_tells_its_number_and_a_size_as_what_follows(own, counted):
+    def factory():
+        table, turns = torch.ones(64, device="cuda"), [0]
+
+        def step(x):
+            turns[0] += 1
+            part = table[: turns[0]]
+            y = torch.empty_like(part)
+            if own:
+                kernels.double[(1,)](part, y, turns[0] + 10, BLOCK=16)
+            else:
+                kernels.double[(1,)](part, y, part.shape[0], BLOCK=16)
+            return y
+
+        return step, _inputs
+
+    report = check_step(factory)
+    told = [f for f in report.findings if f.code == "CG202"]
+    assert ["slice" in f.message for f in told] == [True, False], _told(report)
+    assert len(report.errors) == counted
+
+
 @pytest.mark.parametrize(
     ("kernel", "reason"),
     [(kernels.assembly, "inline_asm"), (kernels.without_a_mask, "memory outside of every tensor")],
@@ -188,23 +211,76 @@ def test_what_cannot_be_interpreted_is_unverified_and_leaves_memory_as_it_was(ke
         assert not check_step(factory).codes & {"CG401", "CG202", "CG212"}
 
 
-def test_a_kernel_that_takes_too_long_is_unverified(monkeypatch):
-    """One that no other test has run to its end, which would give it more time."""
-    slow = type(kernels.double)(kernels.double.fn)
-    for name in ("LONGEST", "LEAST"):
-        monkeypatch.setattr(launches, name, -1.0)
+@pytest.mark.parametrize(("first", "built"), [(0, 1), (1, 1), (2, 2)])
+def test_a_kernel_that_takes_too_long_is_unverified(monkeypatch, first, built):
+    """From step `first` on, in a loop that touches no memory. After the capture the check begins again without it."""
+    for name in ("LONGEST", "STEP"):
+        monkeypatch.setattr(budget, name, 0.2)
+    factories = []
+
+    def factory():
+        factories.append(1)
+
+        def step(rounds):
+            y = torch.zeros_like(rounds)
+            kernels.counts[(1,)](rounds, y)
+            return rounds + y
+
+        return step, lambda i: (torch.full((1,), 10**9 if i >= first else i, device="cuda"),)
+
+    report = check_step(factory)
+    (finding,) = report.findings
+    assert finding.code == "CG401"
+    assert "give the step smaller tensors" in finding.message
+    assert len(factories) == built
+
+
+def test_proven_kernels_share_the_seconds_of_a_step(monkeypatch):
+    """Each launch is short; all of them together are not."""
+    monkeypatch.setattr(budget, "STEP", 0.05)
 
     def factory():
         def step(x):
             y = torch.zeros_like(x)
-            slow[(2,)](x, y, 16, BLOCK=8)
-            return x + 1.0
+            for _ in range(200):
+                kernels.double[(1,)](x, y, 16, BLOCK=16)
+            return y
 
         return step, _inputs
 
-    report = check_step(factory)
-    (finding,) = [f for f in report.findings if f.code == "CG401"]
-    assert "to interpret" in finding.message
+    assert check_step(factory).codes == {"CG401"}
+
+
+def test_a_replay_that_takes_too_long_is_no_other_result(monkeypatch):
+    for name in ("REPLAY", "LEAST"):
+        monkeypatch.setattr(budget, name, 0.0)
+
+    def factory():
+        def step(x):
+            y = torch.zeros_like(x)
+            kernels.double[(2,)](x, y, 16, BLOCK=8)
+            return y
+
+        return step, _inputs
+
+    assert check_step(factory).codes == {"CG401"}
+
+
+def test_a_kernel_is_declared_alone_and_a_name_for_all_that_are_called_so():
+    key = key_of(kernels.double)
+    with declared(_kernel_of_the_same_name()):
+        assert capturable(key) is None
+        assert capturable(key_of(_kernel_of_the_same_name())) is True
+    with declared("triton:double"):
+        assert capturable(key) is True
+
+
+def _kernel_of_the_same_name():
+    @triton.jit
+    def double(x):
+        """Another one."""
+
+    return double
 
 
 def test_an_interpreted_kernel_declared_not_capturable_is_said():

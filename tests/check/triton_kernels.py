@@ -266,3 +266,11 @@ def through_a_table(table, y, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     x = tl.load(table).to(tl.pointer_type(tl.float32))
     tl.store(y + at, tl.load(x + at))
+
+
+@triton.jit
+def counts(rounds, y):
+    most, i = tl.load(rounds), 0
+    while i < most:
+        i += 1
+    tl.store(y, i)

@@ -9,10 +9,15 @@ import linecache
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from onegraph.check import entropy
+
 _DEEPEST = 3
 """Names followed one into the other: `n = t.item(); m = n + 1; x[:m]`."""
 
 Functions = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+
+Placed = ast.stmt | ast.expr | ast.excepthandler | ast.arg | ast.keyword | ast.alias | ast.pattern
+"""Nodes that have a place in the file."""
 
 
 @dataclass(frozen=True)
@@ -20,16 +25,16 @@ class Spot:
     """A place in a file: the nodes around it, innermost first, up to its statement."""
 
     module: ast.Module
-    nodes: tuple[ast.AST, ...]
+    nodes: tuple[Placed, ...]
 
     @property
-    def statement(self) -> ast.AST:
+    def statement(self) -> Placed:
         return self.nodes[-1]
 
     @property
     def home(self) -> ast.AST:
         """The definition at the top level of the file that holds the place."""
-        line = self.statement.lineno  # type: ignore[attr-defined]
+        line = self.statement.lineno
         return next((n for n in self.module.body if n.lineno <= line <= (n.end_lineno or 0)), self.module)
 
     def calls(self) -> Iterator[tuple[str, ast.Call]]:
@@ -79,28 +84,31 @@ def parsed(text: str) -> ast.Module | None:
         return None
 
 
-def _around(node: ast.AST, position: tuple[int, int]) -> Iterator[ast.AST]:
+def _around(node: ast.AST, position: tuple[int, int]) -> Iterator[Placed]:
     """Nodes that hold a position, outermost first."""
     inner: ast.AST | None = node
     while inner is not None:
-        if hasattr(inner, "lineno"):
+        if isinstance(inner, Placed):
             yield inner
         inner = next((child for child in _placed(inner) if _holds(child, position)), None)
 
 
-def _placed(node: ast.AST) -> Iterator[ast.AST]:
+def _placed(node: ast.AST) -> Iterator[Placed]:
     """Children that have a place; of those that have none (arguments, comprehensions), theirs."""
     for child in ast.iter_child_nodes(node):
-        if hasattr(child, "lineno"):
+        if isinstance(child, Placed):
             yield child
         else:
             yield from _placed(child)
 
 
-def _holds(node: ast.AST, position: tuple[int, int]) -> bool:
-    begin = node.lineno, node.col_offset  # type: ignore[attr-defined]
-    end = node.end_lineno, node.end_col_offset  # type: ignore[attr-defined]
-    return begin <= position < end
+def _holds(node: Placed, position: tuple[int, int]) -> bool:
+    return (node.lineno, node.col_offset) <= position < end_of(node)
+
+
+def end_of(node: Placed) -> tuple[int, int]:
+    """Line and column behind a node; those of its begin where its maker left them out, which a parser never does."""
+    return node.end_lineno or node.lineno, node.end_col_offset or node.col_offset
 
 
 def _listed(value: object) -> list[object]:
@@ -135,9 +143,9 @@ def _bound(root: ast.AST, name: str) -> list[ast.expr]:
     return values
 
 
-def function_of(module: ast.Module, node: ast.AST) -> ast.AST:
+def function_of(module: ast.Module, node: Placed) -> ast.AST:
     """The innermost function around a node, or the file."""
-    around = [n for n in _around(module, (node.lineno, node.col_offset)) if isinstance(n, Functions)]  # type: ignore[attr-defined]
+    around = [n for n in _around(module, (node.lineno, node.col_offset)) if isinstance(n, Functions)]
     return around[-1] if around else module
 
 
@@ -171,8 +179,6 @@ _SIZED = {
     *("arange", "zeros", "ones", "empty", "full", "rand", "randn", "linspace", "new_zeros", "new_ones", "new_empty"),
     *("new_full", "narrow", "split", "chunk", "expand", "repeat", "view", "reshape", "topk", "unfold", "tensor_split"),
 }
-_HOST_RANDOM = {"random", "randint", "uniform", "gauss", "choice", "randrange", "normal", "rand", "randn", "uuid4",
-                "integers", "betavariate", "shuffle", "token_bytes", "urandom", "getrandbits"}  # fmt: skip
 _REDUCTIONS = {"max", "min", "sum", "any", "all", "sorted", "list", "tuple", "set"}
 _PRODUCTS = {"mm", "matmul", "addmm", "mv", "spmm", "bmm"}
 
@@ -299,16 +305,23 @@ def _pinned(spot: Spot, code: str) -> bool:
 
 
 def _random(spot: Spot, code: str) -> bool:
-    """A random number of the host's in the statement."""
-    for node in ast.walk(spot.statement):
-        if isinstance(node, ast.Call) and last_name(node.func) in _HOST_RANDOM and "torch" not in dotted(node.func):
-            return True
-    return any(
-        isinstance(value, ast.Call) and last_name(value.func) in _HOST_RANDOM and "torch" not in dotted(value.func)
-        for node in ast.walk(spot.statement)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
-        for value in bindings(spot, node.id)
-    )
+    """A random number of the host's, or the time, in the statement or in what is bound to a name that it reads."""
+    names = entropy.imported(spot.module)
+    parts = list(ast.walk(spot.statement))
+    read = {n.id for n in parts if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    bound = [value for name in read for value in bindings(spot, name)]
+    return any(_draws(spot, names, node) for node in (*parts, *bound))
+
+
+def _draws(spot: Spot, names: dict[str, str], node: ast.AST, depth: int = _DEEPEST) -> bool:
+    """A call of a module that draws, or of a generator that such a one made."""
+    if not isinstance(node, ast.Call):
+        return False
+    root, _, rest = dotted(node.func).partition(".")
+    if entropy.draws(".".join([names.get(root, root), *filter(None, [rest])])):
+        return True
+    owner = last_name(node.func.value) if isinstance(node.func, ast.Attribute) else ""
+    return depth > 0 and any(_draws(spot, names, value, depth - 1) for value in bindings(spot, owner))
 
 
 def _counter(spot: Spot, code: str) -> bool:

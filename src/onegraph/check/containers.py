@@ -147,10 +147,18 @@ def attributes(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, _CLOSED) or type(value).__module__.split(".")[0] in ("torch", "builtins", "numpy"):
         return []
     found = list(getattr(value, "__dict__", {}).items())
-    for cls in type(value).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        names = (slots,) if isinstance(slots, str) else slots
-        found += [(n, getattr(value, n)) for n in names if not n.startswith("__") and hasattr(value, n)]
+    return found + [(name, getattr(value, name)) for name in slots(type(value)) if hasattr(value, name)]
+
+
+def slots(kind: type) -> list[str]:
+    """The names that a class's objects have slots for, private ones as they are spelled outside of their class."""
+    found = []
+    for cls in kind.__mro__:
+        named = cls.__dict__.get("__slots__", ())
+        for name in (named,) if isinstance(named, str) else named:
+            if name not in ("__dict__", "__weakref__"):
+                private = name.startswith("__") and not name.endswith("__")
+                found.append(f"_{cls.__name__.lstrip('_')}{name}" if private else name)
     return found
 
 
@@ -216,4 +224,4 @@ def same_places(ours: Collection[str], theirs: Collection[str]) -> str:
     return "" if other is None else f"{other or 'the tensor'} is there in one step and not in the other"
 
 
-__all__ = ["Handed", "arguments", "attributes", "leaves", "mapped", "numbers", "same_places", "tensors"]
+__all__ = ["Handed", "arguments", "attributes", "leaves", "mapped", "numbers", "same_places", "slots", "tensors"]

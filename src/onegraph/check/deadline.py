@@ -11,10 +11,14 @@ from types import FrameType
 from onegraph.check.report import CheckError
 
 HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_ROOT = os.path.dirname(HERE.rstrip(os.sep))
+_OWN = (HERE, os.path.join(_ROOT, "cli") + os.sep, os.path.join(_ROOT, "__main__.py"))
 AGAIN = 2.0
 """Seconds between two tries to stop code that catches everything."""
 
 TRIES = 5
+
+_missed = False
 
 
 class Overdue(BaseException):
@@ -43,19 +47,37 @@ def deadline(seconds: float, what: str) -> Iterator[None]:
     try:
         yield
     except Overdue as error:
+        global _missed
+        _missed = True
         raise CheckError(str(error)) from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, left, again)
         signal.signal(signal.SIGALRM, before)
 
 
+def leave(status: int) -> None:
+    """End the process where code under check was overdue: Python would wait for those of its threads that go on."""
+    if _missed:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
 def _overdue(what: str, seconds: float, frame: FrameType | None) -> str:
-    while frame is not None and _ours(frame.f_code.co_filename):
-        frame = frame.f_back
+    frame = _theirs(frame)
+    if frame is None:  # all of it is over but its threads
+        others = (_theirs(other) for other in sys._current_frames().values())
+        frame = next((other for other in others if other is not None), None)
     where = "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"
     return f"{what}: still running{where} after {seconds:g} s; if it is no endless loop, --timeout allows more"
 
 
+def _theirs(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and _ours(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
 def _ours(path: str) -> bool:
     """Frames of the checker and of libraries, under which the step's own line lies."""
-    return path.startswith((HERE, sys.prefix + os.sep, sys.base_prefix + os.sep, "<"))
+    return path.startswith((*_OWN, sys.prefix + os.sep, sys.base_prefix + os.sep, "<"))

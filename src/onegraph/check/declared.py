@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 _DECLARED: dict[str, bool] = {}
+_AT = " at "
 
 
 def declare(op: Any, *, capturable: bool = True) -> None:
@@ -24,8 +25,10 @@ def declare(op: Any, *, capturable: bool = True) -> None:
         op: "namespace::name" (a `*` matches anything, e.g. "mylib::*"), a torch op or overload, or a Triton kernel.
         capturable: True: no host read, no lazy work, constant launch; it is no longer reported as unverified. False: it
             is an error wherever it is launched.
+
+    A kernel or op that is given itself is meant alone; a name means every kernel that is called so.
     """
-    _DECLARED[name_of(op)] = capturable
+    _DECLARED[key_of(op)] = capturable
 
 
 @contextmanager
@@ -41,10 +44,11 @@ def declared(*ops: Any, capturable: bool = True) -> Iterator[None]:
         _DECLARED.update(before)
 
 
-def capturable(name: str) -> bool | None:
-    """What was declared about the op or kernel of this name; None where nobody said anything. The last word wins."""
+def capturable(key: str) -> bool | None:
+    """What was declared about the op or kernel of this key; None where nobody said anything. The last word wins."""
+    name = key.partition(_AT)[0]
     for pattern, value in reversed(_DECLARED.items()):
-        if pattern == name or fnmatchcase(name, pattern):
+        if pattern in (key, name) or fnmatchcase(name, pattern):
             return value
     if any(fnmatchcase(name, pattern) for pattern in _of_libraries(len(sys.modules))):
         return True
@@ -62,6 +66,14 @@ def _of_libraries(modules: int) -> tuple[str, ...]:
     return tuple(found)
 
 
+def key_of(op: Any) -> str:
+    """What a declaration is kept by: the name, of a Triton kernel with the place of its code: names of kernels are
+    common (`add`, `copy`)."""
+    name = name_of(op)
+    code = None if isinstance(op, str) else getattr(_function_of(op), "__code__", None)
+    return name if code is None else f"{name}{_AT}{code.co_qualname}{_AT}{code.co_filename}"
+
+
 def name_of(op: Any) -> str:
     """The name that a finding uses: "ns::op" of torch ops, "triton:kernel" of Triton kernels."""
     if isinstance(op, str):
@@ -73,10 +85,14 @@ def name_of(op: Any) -> str:
     schema = getattr(op, "_schema", None)  # OpOverload
     if schema is not None:
         return str(schema.name)
-    function = getattr(op, "fn", op)  # autotuner and JIT wrappers keep the function here
-    while hasattr(function, "fn"):
-        function = function.fn
-    name = getattr(function, "__name__", None)
+    name = getattr(_function_of(op), "__name__", None)
     if name is None:
         raise ValueError(f"declare: got {type(op).__name__}, allowed an op, a Triton kernel or its name as text")
     return f"triton:{name}"
+
+
+def _function_of(op: Any) -> Any:
+    """What a kernel was made of: autotuner and JIT wrappers keep it."""
+    while hasattr(op, "fn"):
+        op = op.fn
+    return op

@@ -280,7 +280,7 @@ class RotaryTable:
         end = self.position + x.shape[1]
         if end > self.length:  # expect: CG201 @rotary_table_host_position
             self.grow(2 * self.length)  # expect: CG201|CG205|CG208|CG202 optional @rotary_table_host_position
-        c, s = self.cos[self.position:end], self.sin[self.position:end]  # expect: CG202|CG205 optional @rotary_table_host_position
+        c, s = self.cos[self.position:end], self.sin[self.position:end]  # expect: CG202|CG205 @rotary_table_host_position
         self.position = end
         a, b = x.chunk(2, -1)
         return torch.cat([a * c - b * s, a * s + b * c], -1)

@@ -10,7 +10,7 @@ import torch
 from onegraph.check.live.recorder import Recorder, of_call
 from onegraph.check.live.watch import call_step
 from onegraph.check.simulate import frames, hazards
-from onegraph.check.simulate.run import _line
+from onegraph.check.simulate.calling import line
 
 _TEXTS = (
     ("generator is not registered", "CG301", "random numbers are drawn from a generator that no graph knows"),
@@ -30,7 +30,7 @@ _TEXTS = (
 def blame(recorder: Recorder, roots: frames.Roots, error: Exception, first: BaseException, stream: int) -> None:
     """Name the op and the line at which the capture broke, with `first` as its first error."""
     text = str(error)
-    happens = f"{type(first).__name__}: {_line(first)}"
+    happens = f"{type(first).__name__}: {line(first)}"
     chain = chain_of(first)
     if recorder.broken is not None:
         recorder.last, happens = recorder.broken[:3], recorder.broken[3]

@@ -5,7 +5,7 @@ import inspect
 import sys
 import time
 import warnings
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -20,11 +20,12 @@ from onegraph.check.live.recorder import Numbers, Recorder, stored
 from onegraph.check.live.watch import call_step, calls_noted, recorded
 from onegraph.check.report import SILENT, CheckError, Origin, Report, Severity
 from onegraph.check.simulate import frames
+from onegraph.check.simulate.calling import NOTHING, build, given_by, guarded, line
 from onegraph.check.simulate.compare import Books, differences
 from onegraph.check.simulate.findings import Findings, home_of
 from onegraph.check.simulate.records import Sighting, Step, close, reshaped
 from onegraph.check.simulate.replay import Verdict
-from onegraph.check.simulate.run import NOTHING, _kind, _line, _where, changed_numbers, given_of, internal
+from onegraph.check.simulate.run import changed_numbers
 from onegraph.check.simulate.state import Snapshot, changes, methods
 
 _REPLAYS = 200
@@ -85,33 +86,13 @@ class _Live:
 
     def _build(self) -> tuple[Callable[..., Any], Callable[[int], Any]]:
         torch.manual_seed(_SEED)
-        built = self._guarded("factory()", self.factory)
-        if isinstance(built, Coroutine):
-            built.close()
-        if not (isinstance(built, tuple) and len(built) == 2 and all(callable(b) for b in built)):
-            raise CheckError(f"factory(): got {_kind(built)}, allowed a tuple (step, inputs) of two callables")
-        return built
-
-    def _guarded(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return function(*args)
-        except CheckError:
-            raise
-        except SystemExit as error:
-            raise CheckError(f"{what} called sys.exit({error.code!r})") from error
-        except Exception as error:
-            if internal(error):
-                raise  # a fault of this package's: not to be read as one of the step
-            raise CheckError(f"{what} raised {type(error).__name__}: {_line(error)}{_where(error)}") from error
-
-    def _given(self, inputs: Callable[[int], Any], index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return given_of(index, self._guarded(f"inputs({index})", inputs, index))
+        return build(self.factory)
 
     def _eager(self) -> None:
         step, inputs = self._build()
         recorder, handed = self.recorder, containers.Handed()
         for index in range(self.count):
-            arguments = self._given(inputs, index)
+            arguments = given_by(inputs, index)
             given = containers.tensors(arguments, handed)
             leaves, marks = list(given.values()), {path: _version(t) for path, t in given.items()}
             before = Snapshot(step, self.roots)
@@ -127,7 +108,7 @@ class _Live:
             recorder.first_node = compat.next_node_number()
             recorder.step = record
             with recorder.watching() if index else ExitStack(), recorded(recorder) as compiled:
-                result = self._guarded(f"step {index}", call_step, step, *arguments)
+                result = guarded(f"step {index}", call_step, step, *arguments)
             self.compiled |= bool(compiled)
             for code, text, chain, values in reshaped(leaves, shapes, recorder.reshaped):
                 self.recorder.sightings.append(Sighting(index, code, Severity.ERROR, chain, text, SILENT, values))
@@ -165,7 +146,7 @@ class _Live:
         """What the steps give in their compiled form, whose roundings are not those of eager's ops."""
         step, inputs = self._build()
         for index in range(self.count):
-            result = self._guarded(f"step {index}", call_step, step, *self._given(inputs, index))
+            result = guarded(f"step {index}", call_step, step, *given_by(inputs, index))
             torch.cuda.synchronize()
             self.truth[index] = {path: o.detach().clone() for path, o in containers.tensors(result).items()}
             now = _tensors(step, self.roots)
@@ -179,13 +160,13 @@ class _Live:
         recorder = self.recorder
         with torch.cuda.device(device):
             stream, before = torch.cuda.Stream(), torch.cuda.current_stream()
-            arguments, handed = self._given(inputs, 0), containers.Handed()
+            arguments, handed = given_by(inputs, 0), containers.Handed()
             handed.note(arguments)
             torch.cuda.synchronize()
             with torch.cuda.stream(stream):
-                self._guarded("step 0", call_step, step, *arguments)
+                guarded("step 0", call_step, step, *arguments)
             torch.cuda.synchronize()
-            given = self._given(inputs, 1)
+            given = given_by(inputs, 1)
             static = containers.mapped(given, static_of, handed)
             buffers = containers.tensors(static, handed)
             handed.note(given)
@@ -216,7 +197,7 @@ class _Live:
                 first = first_error(error, outer)
                 blame(recorder, self.roots, error, first, stream.cuda_stream)
                 recorder.step = None
-                self.facts["capture error"] = _line(first)
+                self.facts["capture error"] = line(first)
                 torch.cuda.set_stream(before)  # torch leaves the other one current where the end of a capture raises
                 forget(error, outer)
                 recover(stream)
@@ -244,11 +225,11 @@ class _Live:
     ) -> None:  # fmt: skip
         for index in range(1, self.count):
             if index > 1:
-                fresh = self._given(inputs, index)
+                fresh = given_by(inputs, index)
                 try:
                     refill(buffers, containers.tensors(fresh, handed))
                 except (ValueError, RuntimeError) as error:
-                    self.verdicts[index] = Verdict(step=index, failed=_line(error))
+                    self.verdicts[index] = Verdict(step=index, failed=line(error))
                     continue
                 del fresh
             gc.collect()
@@ -266,12 +247,12 @@ class _Live:
                 graph.replay()
                 torch.cuda.synchronize()
             except RuntimeError as error:
-                verdict.failed = _line(error)
+                verdict.failed = line(error)
                 self.verdicts[index] = verdict
                 if "liveness" in str(error) or "deallocated" in str(error) or "freed" in str(error):
                     chain = self.steps[1].ops[0].chain if self.steps[1].ops else ()
                     self.sightings_add(
-                        "CG206", f"an input of the graph is freed before the replay: {_line(error)}", chain
+                        "CG206", f"an input of the graph is freed before the replay: {line(error)}", chain
                     )
                 return
             del garbage
@@ -325,7 +306,7 @@ class _Live:
                 graph.replay()
             torch.cuda.synchronize()
         except RuntimeError as error:
-            raise CheckError(f"live: the last of the replays, repeated {_REPLAYS} times: {_line(error)}") from error
+            raise CheckError(f"live: the last of the replays, repeated {_REPLAYS} times: {line(error)}") from error
         self.facts["replays for memory"] = _REPLAYS
         self.facts["bytes left by them"] = max(free - torch.cuda.mem_get_info()[0], 0)
         self.facts["tensor bytes left by them"] = torch.cuda.memory_allocated() - allocated
@@ -333,7 +314,7 @@ class _Live:
     def _without_stream(self, home: int) -> None:
         """What most people write, `torch.cuda.graph(g)`: its stream belongs to the device that was current first."""
         step, inputs = self._build()
-        arguments = self._given(inputs, 0)
+        arguments = given_by(inputs, 0)
         call_step(step, *arguments)
         torch.cuda.synchronize()
         chain = next((c for d, c in self.recorder.devices.items() if d != home), ())
@@ -347,7 +328,7 @@ class _Live:
                     "CG303", "captured without stream= the graph is empty: it works on another GPU", chain
                 )
         except RuntimeError as error:
-            self.sightings_add("CG303", f"captured without stream= it fails: {_line(error)}", chain)
+            self.sightings_add("CG303", f"captured without stream= it fails: {line(error)}", chain)
 
     def sightings_add(self, code: str, message: str, chain: frames.Chain) -> None:
         self.recorder.sightings.append(Sighting(1, code, Severity.ERROR, chain, message, SILENT))

@@ -10,6 +10,7 @@ import select
 import signal
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -18,8 +19,10 @@ import torch
 from torch import Tensor
 
 from onegraph.check import compat, containers
-from onegraph.check.program.region import Gone, Region, identity, twins
+from onegraph.check.program.held import Gone
+from onegraph.check.program.region import Region, identity
 from onegraph.check.program.replays import refreshed
+from onegraph.check.program.statements import twins
 from onegraph.check.program.world import Capture, ProgramWorld
 from onegraph.check.report import Finding
 from onegraph.check.simulate import frames
@@ -40,8 +43,13 @@ LONGEST = 10.0
 STUCK = 120.0
 """Seconds after which a copy that does not end is ended."""
 
+PATIENCE = 1.0
+"""Seconds that a thread of the copy has, which the statements started and did not wait for."""
+
 AGAIN = 1_000_000
 """Steps that are run beside replays are numbered from here."""
+
+GONE = "what its statements use is no more"
 
 
 class Beside:
@@ -51,7 +59,7 @@ class Beside:
         self.world = world
         self.findings: dict[int, list[tuple[int, Finding]]] = {}
         self.spent = 0.0
-        self.regions: dict[Any, int] = {}
+        self.regions: Counter[Any] = Counter()  # how often the same statements were captured
 
     def compare(self, capture: Capture, dead: set[int]) -> None:
         """One replay against the region run again, if it can be and there is time for it."""
@@ -61,12 +69,13 @@ class Beside:
             return
         if capture.replays >= ALWAYS and (capture.seconds > LONGEST or self.spent > 10 * LONGEST):
             return
+        if capture.seconds >= STUCK:  # a second copy would not end either
+            return
         begin = time.perf_counter()
         try:
             body = self._body(capture, capture.region)
         except (Gone, SyntaxError) as error:
-            gone = isinstance(error, Gone)
-            capture.why_not = "what its statements use is no more" if gone else "its statements cannot stand alone"
+            capture.why_not = GONE if isinstance(error, Gone) else "its statements cannot stand alone"
             return
         answer = _in_a_copy(lambda: self._look(capture, body, dead, pinned))
         capture.seconds += time.perf_counter() - begin
@@ -80,24 +89,13 @@ class Beside:
     def _body(self, capture: Capture, region: Region) -> Callable[[], dict[str, Any]]:
         """The region as a function, over what its names held then or, where the program means that, hold now."""
         values = {}
-        alone = sum(c.region is not None and c.region.key == region.key for c in self.world.captures) == 1
-        for name, then in region.begin.items():
+        alone = self.regions[region.key] == 1
+        for name in region.begin:
             try:
-                now = region.current(name)
+                values[name] = _value(region, name, alone=alone)
             except Gone:
-                values[name] = then()
-                continue
-            if region.identities[name] == id(now) and name not in region.stored:
-                values[name] = now
-                continue
-            free = alone and name not in region.stored and region.settled.get(name) != identity(now)
-            try:
-                before = then()
-            except Gone:
-                if not free:
+                if name not in region.stored:  # else what the warm-up bound it to, which the capture did away with
                     raise
-                before = now
-            values[name] = now if free and _newer(before, now) else before
         return region.function(values)
 
     # in the copy
@@ -122,7 +120,14 @@ class Beside:
         rng = torch.get_rng_state()
         generators = [(g, g.get_state()) for g in world.generators]
         with _modes(capture):
-            results = call_body(body)
+            try:
+                results = call_body(body)
+            except UnboundLocalError:
+                if region.begin.keys() <= set(code.co_freevars):
+                    raise
+                return GONE  # it is read before it is bound, after all
+        for thread in world.apart:  # what they do counts, and must not come in between the comparison
+            thread.join(PATIENCE)
         world.streams.end(world)
         record.unknown_after = world.unknowns.end()
         world.phase = "build"
@@ -151,18 +156,32 @@ class Beside:
 
     def _enter(self, capture: Capture, record: Step) -> None:
         world = self.world
-        world.captured_step, world.step = capture.number, record.index
-        world.current, world.reference = record, capture.step
-        world.asked_capturing = []
-        world.reshaped.clear()
-        world.random_states.clear()
-        world.first_node = compat.next_node_number()
+        world.alone()
         world.streams.current[world.device_index] = capture.stream
-        world.streams.begin(capture.stream.id)
+        world.take()
+        world.begin(record, capture.stream.id)
+        world.captured_step, world.reference = capture.number, capture.step
+        world.asked_capturing = []
         world.running = capture
-        record.unknown, record.exposed = world.unknowns.begin()
-        record.addresses.begin(world.numbers)
-        world.phase = "step"
+
+
+def _value(region: Region, name: str, *, alone: bool) -> Any:
+    """What a replay should find under a name. `alone`: nothing else captures these statements. Raises Gone."""
+    then = region.begin[name]
+    try:
+        now = region.current(name)
+    except Gone:
+        return then()
+    if region.identities[name] == id(now) and name not in region.stored:
+        return now
+    free = alone and name not in region.stored and region.settled.get(name) != identity(now)
+    try:
+        before = then()
+    except Gone:
+        if not free:
+            raise
+        return now
+    return now if free and _newer(before, now) else before
 
 
 def call_body(body: Callable[[], dict[str, Any]]) -> dict[str, Any]:

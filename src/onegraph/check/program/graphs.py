@@ -3,6 +3,7 @@
 import ast
 import itertools
 import sys
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,8 +16,10 @@ from torch import Tensor
 from onegraph.check import compat, containers
 from onegraph.check.program import region as regions
 from onegraph.check.program.beside import Beside
+from onegraph.check.program.held import Gone, let_go
 from onegraph.check.program.replays import freed, replay, tell_freed
-from onegraph.check.program.world import OUTSIDE, Capture, ProgramWorld, share_memory
+from onegraph.check.program.statements import own_nodes
+from onegraph.check.program.world import Capture, ProgramWorld, share_memory
 from onegraph.check.report import Severity
 from onegraph.check.simulate import frames, memory
 from onegraph.check.simulate.cuda import _swapped
@@ -35,16 +38,32 @@ class Recorder:
         self.world, self.beside = world, beside
         self.suite: Any = None
 
-    def begin(self, pool: Any, generators: list[Any], frame: FrameType) -> Capture:
-        """A capture starts in `frame`, on its current stream."""
+    def begin(self, pool: Any, generators: list[Any], mode: str, frame: FrameType) -> Capture:
+        """A capture starts in `frame`, on its current stream, when no other thread captures."""
         world = self.world
-        if world.running is not None:
-            raise RuntimeError("CUDA error: operation not permitted when stream is capturing (a capture in a capture)")
+        world.take()
+        try:
+            with world.lock:
+                capture = self._found(pool, generators, mode, frame)
+                world.captures.append(capture)
+                world.asked_capturing = capture.asked_capturing
+                world.begin(capture.step, capture.stream.id)
+                world.running = capture
+        except BaseException:
+            world.leave()
+            raise
+        if capture.stream.id == 0:
+            world.see("CG304", "a capture begins on the default stream", ON_DEFAULT, chain=capture.chain)
+        return capture
+
+    def _found(self, pool: Any, generators: list[Any], mode: str, frame: FrameType) -> Capture:
+        """The capture that starts in `frame`, with the statements that it will hold."""
+        world = self.world
         number = len(world.captures) + 1
         home = _user_frame(frame)
         at = frames.place(home.f_code, home.f_lasti)
-        capture = Capture(number, Step(number), at, pool=pool, generators=generators)
-        capture.chain = _chain_from(home, world)
+        capture = Capture(number, Step(number), at, pool=pool, generators=generators, mode=mode)
+        capture.chain = frames.chain_from(home, world.stop)
         capture.stream = torch.cuda.current_stream()
         capture.modes = _modes()
         found = regions.of_with(frame)
@@ -56,38 +75,29 @@ class Recorder:
             regions.remember(found, self.scope)
             self.scope = {}
         capture.region = found
-        world.captures.append(capture)
-        world.running, world.current = capture, capture.step
-        world.step = world.captured_step = number
-        world.reference = None
-        world.reshaped.clear()
-        world.random_states.clear()
-        world.asked_capturing = capture.asked_capturing
-        world.first_node = compat.next_node_number()
-        capture.step.unknown, capture.step.exposed = world.unknowns.begin()
-        capture.step.addresses.begin(world.numbers)
-        world.phase = "step"
-        world.streams.begin(capture.stream.id)
-        if capture.stream.id == 0:
-            world.see("CG304", "a capture begins on the default stream", ON_DEFAULT, chain=capture.chain)
         return capture
 
     def end(self, frame: FrameType) -> None:
         """The capture ends: what it made that is still held is its output, and memory of its pool."""
         world = self.world
         capture = world.running
-        if capture is None:
-            raise RuntimeError("capture_end() without a capture that began")
+        if capture is None or world.phase != "step":
+            raise RuntimeError("capture_end() without a capture that began in this thread")
         world.streams.end(world)
         step = capture.step
         step.memory_end = len(step.memory)
         step.unknown_after = world.unknowns.end()
         capture.nodes = world.first_node, compat.next_node_number()
         self._cold(capture)
-        world.running, world.current, world.phase = None, None, "build"
-        world.step = world.captured_step = OUTSIDE
-        world.streams.main, world.streams.reached = None, set()
-        made = {number for number, nbytes, _ in step.memory if nbytes >= 0}
+        with world.lock:  # until all is noted, no other thread begins
+            world.running = None
+            world.leave()
+            self._note(capture, frame)
+
+    def _note(self, capture: Capture, frame: FrameType) -> None:
+        """What the capture made, and the statements that it was."""
+        world = self.world
+        made = {number for number, nbytes, _ in capture.step.memory if nbytes >= 0}
         capture.kept = made & {record.number for record in list(world.records.values())}
         world.made_by.update(dict.fromkeys(capture.kept, capture))
         world.made_inside |= made
@@ -98,6 +108,8 @@ class Recorder:
             if capture.region is not None:
                 regions.remember(capture.region, self.scope)
         self.suite, self.scope = None, {}
+        if capture.region is not None:
+            self.beside.regions[capture.region.key] += 1
         for other in world.captures:
             if other is not capture and other.region is not None:
                 regions.settle(other.region)
@@ -133,15 +145,20 @@ class Recorder:
         results = found.results(frame)
         capture.outputs = {path: _inner(t) for path, t in containers.tensors(results).items()}
         try:
-            function = found.function({name: value() for name, value in found.begin.items()})
-        except (regions.Gone, SyntaxError):
+            function = found.function(found.held())
+        except (Gone, SyntaxError):
             return
         capture.names = Snapshot(function, self.world.roots).storages
 
     def replay(self, capture: Capture, frame: FrameType) -> None:
-        """Compare with the region run again, then do what the graph does."""
+        """Compare with the region run again, then do what the graph does. Other threads wait."""
+        with self.world.lock:
+            self._replay(capture, frame)
+
+    def _replay(self, capture: Capture, frame: FrameType) -> None:
         world = self.world
         self._pool_at_once(capture, frame)
+        let_go()
         dead = freed(world, capture)
         if dead:
             tell_freed(world, capture, dead)
@@ -157,7 +174,7 @@ class Recorder:
         stream, before = current.id, world.replayed.get(capture.pool)
         unwaited = before is not None and before[1] != stream and before[2] == world.waits
         if before is not None and unwaited and share_memory(capture, before[0]):
-            chain = _chain_from(_user_frame(frame), world)
+            chain = frames.chain_from(_user_frame(frame), world.stop)
             text = "two graphs of one pool are replayed on two streams, and nothing waits in between"
             if before[0] is capture:
                 text = "a graph is replayed on a second stream before its last replay is waited for"
@@ -176,7 +193,7 @@ class Recorder:
 def _backward(region: regions.Region) -> bool:
     """The statements of `make_graphed_callables` that capture a backward pass, which cannot be run a second time."""
     ours = region.code.co_filename == torch.cuda.graphs.__file__
-    return ours and any(isinstance(n, ast.Attribute) and n.attr == "autograd" for n in regions.own_nodes(region.body))
+    return ours and any(isinstance(n, ast.Attribute) and n.attr == "autograd" for n in own_nodes(region.body))
 
 
 def _inner(tensor: Tensor) -> Tensor:
@@ -189,16 +206,6 @@ def _user_frame(frame: FrameType) -> FrameType:
     while found is not None and frames._skipped(found.f_code.co_filename):
         found = found.f_back
     return found or frame
-
-
-def _chain_from(frame: FrameType, world: ProgramWorld) -> frames.Chain:
-    found: list[Any] = []
-    at: FrameType | None = frame
-    while at is not None and at.f_code is not world.stop:
-        if not frames._skipped(at.f_code.co_filename):
-            found.append((at.f_code, at.f_lasti))
-        at = at.f_back
-    return tuple(found)
 
 
 def _modes() -> dict[str, Any]:
@@ -219,6 +226,8 @@ def _caller() -> FrameType:
     assert frame is not None
     return frame
 
+
+_ERROR_MODES = ("global", "thread_local", "relaxed")
 
 _FIGURES = (
     "max_memory_reserved", "max_memory_cached", "memory_cached", "host_memory_stats", "reset_max_memory_allocated",
@@ -244,8 +253,13 @@ def stand_ins(recorder: Recorder) -> dict[str, Any]:
             self._generators: list[Any] = []
 
         def capture_begin(self, pool: Any = None, capture_error_mode: str = "global", **_: Any) -> None:
+            if capture_error_mode not in _ERROR_MODES:
+                raise RuntimeError(f"capture_error_mode: got {capture_error_mode!r}, allowed {', '.join(_ERROR_MODES)}")
             self._pool = next(handles) if pool is None else getattr(pool, "id", pool)
-            self._capture = recorder.begin(self._pool, self._generators, _caller())
+            capture = recorder.begin(self._pool, self._generators, capture_error_mode, _caller())
+            self.reset()
+            self._capture = capture
+            weakref.finalize(self, capture.release).atexit = False
 
         def capture_end(self) -> None:
             recorder.end(_caller())
@@ -263,6 +277,8 @@ def stand_ins(recorder: Recorder) -> dict[str, Any]:
             return self._pool
 
         def reset(self) -> None:
+            if self._capture is not None:
+                self._capture.release()
             self._capture = None
 
         def register_generator_state(self, generator: Any) -> None:
@@ -280,18 +296,20 @@ def stand_ins(recorder: Recorder) -> dict[str, Any]:
     class graph:
         default_capture_stream: Any = None
 
-        def __init__(self, cuda_graph: Any, pool: Any = None, stream: Any = None, **_: Any) -> None:
+        def __init__(
+            self, cuda_graph: Any, pool: Any = None, stream: Any = None, capture_error_mode: str = "global", **_: Any
+        ) -> None:
             if stream is None:
                 if graph.default_capture_stream is None:
                     graph.default_capture_stream = torch.cuda.Stream()
                 stream = graph.default_capture_stream
             self.cuda_graph, self.pool, self.capture_stream = cuda_graph, pool, stream
-            self.context = torch.cuda.stream(stream)
+            self.context, self.mode = torch.cuda.stream(stream), capture_error_mode
 
         def __enter__(self) -> None:
             torch.cuda.synchronize()
             self.context.__enter__()
-            self.cuda_graph.capture_begin(self.pool)
+            self.cuda_graph.capture_begin(self.pool, capture_error_mode=self.mode)
 
         def __exit__(self, *raised: Any) -> None:
             self.cuda_graph.capture_end()
@@ -323,7 +341,7 @@ def graphs(recorder: Recorder) -> Iterator[None]:
     """Inside of `machine`: graphs can be captured, and work outside of them goes to the default stream."""
     world = recorder.world
     default = torch.cuda.default_stream()
-    world.streams.current = dict.fromkeys(range(64), default)
+    world.streams.start_on(default, 64)
     with ExitStack() as stack:
         for name, value in stand_ins(recorder).items():
             for module in (torch.cuda, torch.cuda.graphs, getattr(torch.cuda, "memory", None)):

@@ -11,7 +11,7 @@ from contextlib import contextmanager, redirect_stdout
 
 from onegraph.check.report import CheckError
 from onegraph.check.simulate import frames
-from onegraph.check.simulate.run import _line, internal
+from onegraph.check.simulate.calling import internal, line
 
 FORM = "--run script.py [args] or --run -m module [args]"
 
@@ -49,9 +49,9 @@ def call_program(words: Sequence[str]) -> None:
         if internal(error):
             raise  # a fault of this package's
         if isinstance(error, ImportError) and _before_it(error):  # no such module, or one that cannot be run
-            raise CheckError(f"--run {' '.join(words[:2])}: {_line(error)}") from error
+            raise CheckError(f"--run {' '.join(words[:2])}: {line(error)}") from error
         _show(error)
-        raise Ended(f"the program raised {type(error).__name__}: {_line(error)}") from error
+        raise Ended(f"the program raised {type(error).__name__}: {line(error)}") from error
 
 
 def _run_file(path: str) -> None:
@@ -83,11 +83,11 @@ def _theirs(path: str) -> bool:
 def _show(error: BaseException) -> None:
     """The program's own traceback, without the frames that stand in for torch and for Python's start."""
     told = traceback.TracebackException.from_exception(error)
-    seen = told
+    seen: traceback.TracebackException | None = told
     while seen is not None:
         kept = [frame for frame in seen.stack if _theirs(frame.filename)]
         seen.stack = traceback.StackSummary.from_list(kept)
-        seen = seen.__cause__ or seen.__context__  # type: ignore[assignment]
+        seen = seen.__cause__ or seen.__context__
     print("".join(told.format()), end="", file=sys.stderr)
 
 

@@ -10,25 +10,18 @@ import dis
 import functools
 import sys
 import types
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from types import CodeType, FrameType
 from typing import Any
 
+from onegraph.check.program.held import PLAIN, Gone, Held, hold
+from onegraph.check.program.statements import compiled, outside_of_class, own_nodes, stored, targets
 from onegraph.check.simulate import frames
-from onegraph.check.simulate.device import DeviceTensor
 
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _LEAVING = (ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.Global, ast.Nonlocal, ast.AsyncFor, ast.AsyncWith)
-_PLAIN = (int, float, complex, str, bytes, bool, type(None))
 _LOOKED_UP = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
-_DEEPEST = 8
-
-
-class Gone(Exception):
-    """Something that the statements use is no more."""
 
 
 @dataclass(eq=False)
@@ -44,7 +37,7 @@ class Region:
     namespace: dict[str, Any]
     frame: int
     body: list[ast.stmt]
-    begin: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    begin: dict[str, Held] = field(default_factory=dict)
     identities: dict[str, int] = field(default_factory=dict)
     settled: dict[str, Any] = field(default_factory=dict)
     stored: frozenset[str] = frozenset()
@@ -68,36 +61,35 @@ class Region:
             raise Gone(name)
         return scope[name]
 
+    def held(self) -> dict[str, Any]:
+        """What the names held when the capture began. Raises Gone where that is no more and the statements do not bind
+        the name themselves."""
+        values = {}
+        for name, then in self.begin.items():
+            try:
+                values[name] = then()
+            except Gone:
+                if name not in self.stored:
+                    raise
+        return values
+
     def function(self, values: dict[str, Any]) -> Callable[[], dict[str, Any]]:
         """The statements as a function over cells of `values`; it returns what they assigned, by the target's text.
 
-        Raises SyntaxError where they cannot be one (`break` out of a loop around them).
+        A name that is not in `values` is unbound until the statements bind it. Raises SyntaxError where they cannot be
+        one (`break` out of a loop around them).
         """
-        made = _compiled(self, tuple(sorted(values)))
+        made = compiled(self.body, self.stored, tuple(sorted(values)), self.code.co_filename)
         namespace: dict[str, Any] = {}
         exec(made, self.namespace, namespace)
         body: Callable[[], dict[str, Any]] = namespace["__outer__"](**values)
         return body
 
-    def targets(self) -> dict[str, ast.expr]:
-        """What the statements assign, by its text: names, attributes and elements."""
-        found: dict[str, ast.expr] = {}
-        for node in own_nodes(self.body):
-            assigned: list[ast.expr] = []
-            if isinstance(node, ast.Assign):
-                assigned = node.targets
-            elif isinstance(node, ast.AnnAssign | ast.AugAssign):
-                assigned = [node.target]
-            for target in (t for a in assigned for t in _leaves(a)):
-                if not any(isinstance(n, ast.Call) for n in ast.walk(target)):  # which may do more than to name it
-                    found[ast.unparse(target)] = target
-        return found
-
     def results(self, frame: FrameType) -> dict[str, Any]:
         """What the statements have assigned, read in their own frame."""
         found: dict[str, Any] = {}
         scope = scope_of(frame)
-        for text in self.targets():
+        for text in targets(self.body):
             try:
                 found[text] = eval(text, frame.f_globals, scope)  # a name, attribute or element of theirs
             except Exception:  # an index that the statements changed, a property that raises
@@ -180,12 +172,11 @@ def between(frame: FrameType, begin: tuple[list[ast.stmt], int] | None) -> list[
 
 def region_of(frame: FrameType, body: list[ast.stmt]) -> Region | None:
     """These statements of `frame`, None where they cannot be run by themselves."""
-    own = list(own_nodes(body))
-    if not body or any(isinstance(node, _LEAVING) for node in own):
+    if not body or any(isinstance(node, _LEAVING) for node in own_nodes(body)):
         return None
-    region = Region(frame.f_code, frame.f_globals, id(frame), body)
+    region = Region(frame.f_code, frame.f_globals, id(frame), outside_of_class(body, frame.f_code))
     region.at_module = frame.f_locals is frame.f_globals
-    region.stored = frozenset(_stored(own))
+    region.stored = frozenset(stored(list(own_nodes(region.body))))
     return region
 
 
@@ -205,7 +196,7 @@ def remember(region: Region, scope: dict[str, Any]) -> None:
 
 def identity(value: Any) -> Any:
     """What tells whether a name holds something else: a plain value, or which object it is."""
-    return value if isinstance(value, _PLAIN) else id(value)
+    return value if isinstance(value, PLAIN) else id(value)
 
 
 def settle(region: Region) -> None:
@@ -215,87 +206,6 @@ def settle(region: Region) -> None:
             region.settled[name] = identity(region.current(name))
         except Gone:
             region.settled.pop(name, None)
-
-
-def hold(value: Any, depth: int = 0) -> Callable[[], Any]:
-    """A function that gives `value`, or raises Gone once the program holds it no more."""
-    if isinstance(value, _PLAIN) or depth > _DEEPEST:
-        return lambda: value
-    if isinstance(value, types.MethodType):
-        function, owner = value.__func__, hold(value.__self__, depth + 1)
-        return lambda: types.MethodType(function, owner())
-    if isinstance(value, types.FunctionType) and value.__closure__:
-        return _function(value, depth)
-    if isinstance(value, functools.partial):
-        inner = hold((value.func, value.args, value.keywords), depth + 1)
-
-        def partial() -> Any:
-            function, args, keywords = inner()
-            return functools.partial(function, *args, **keywords)
-
-        return partial
-    if isinstance(value, DeviceTensor):
-        return _tensor(value)
-    if type(value) in (tuple, list):
-        kind, items = type(value), [hold(item, depth + 1) for item in value]
-        return lambda: kind(item() for item in items)
-    return _weak(value, depth)
-
-
-def _weak(value: Any, depth: int) -> Callable[[], Any]:
-    if type(value) is dict:
-        pairs = [(key, hold(item, depth + 1)) for key, item in value.items()]
-        return lambda: {key: item() for key, item in pairs}
-    try:
-        reference = weakref.ref(value)
-    except TypeError:  # a slice, a size: nothing that holds a tensor of the program's
-        return lambda: value
-
-    def there() -> Any:
-        found = reference()
-        if found is None:
-            raise Gone
-        return found
-
-    return there
-
-
-def _tensor(value: DeviceTensor) -> Callable[[], Any]:
-    """A view dies with the frame that made it; the memory that it showed need not."""
-    reference, record, inner = weakref.ref(value), weakref.ref(value.record), value.inner
-    world, index, learns = value.world, value.device.index, value.requires_grad
-
-    def there() -> Any:
-        found = reference()
-        if found is not None:
-            return found
-        if record() is None or learns:
-            raise Gone
-        return DeviceTensor(inner, world, index)
-
-    return there
-
-
-def _function(value: types.FunctionType, depth: int) -> Callable[[], Any]:
-    """A function of the frame's own dies with it, what it refers to need not."""
-    reference = weakref.ref(value)
-    code, names, defaults, keywords = value.__code__, value.__globals__, value.__defaults__, value.__kwdefaults__
-    cells: list[Callable[[], Any]] = []
-    for cell in value.__closure__ or ():
-        try:
-            cells.append(hold(cell.cell_contents, depth + 1))
-        except ValueError:  # not bound yet
-            cells.append(lambda: None)
-
-    def made() -> Any:
-        known = reference()
-        if known is not None:
-            return known
-        again = types.FunctionType(code, names, code.co_name, defaults, tuple(types.CellType(c()) for c in cells))
-        again.__kwdefaults__ = keywords
-        return again
-
-    return made
 
 
 # the source
@@ -318,87 +228,6 @@ def _suites(code: CodeType) -> Iterator[list[ast.stmt]]:
                 yield suite
 
 
-def own_nodes(body: list[ast.stmt]) -> Iterator[ast.AST]:
-    """Nodes of statements, those inside of functions and classes that they define left out."""
-    queue: list[ast.AST] = list(body)
-    while queue:
-        node = queue.pop()
-        yield node
-        if not isinstance(node, _FUNCTIONS):
-            queue.extend(ast.iter_child_nodes(node))
-
-
-def _stored(nodes: list[ast.AST]) -> Iterator[str]:
-    for node in nodes:
-        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            yield node.id
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
-            yield node.name
-        elif isinstance(node, ast.alias):
-            yield (node.asname or node.name).split(".")[0]
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            yield node.name
-
-
-def _leaves(target: ast.expr) -> list[ast.expr]:
-    if isinstance(target, ast.Tuple | ast.List):
-        return [leaf for item in target.elts for leaf in _leaves(item)]
-    return [target.value] if isinstance(target, ast.Starred) else [target]
-
-
 def _position(frame: FrameType) -> tuple[int, int | None]:
     line, _, column, _ = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
     return line or frame.f_lineno, column
-
-
-def _compiled(region: Region, names: tuple[str, ...]) -> CodeType:
-    targets = region.targets()
-    told = ", ".join(f"{text!r}: (lambda: {text})" for text in targets)
-    text = f"def __outer__({', '.join(names)}):\n def __body__():\n  return {{{told}}}\n return __body__"
-    module = ast.parse(text)
-    outer = module.body[0]
-    assert isinstance(outer, ast.FunctionDef)
-    inner = outer.body[0]
-    assert isinstance(inner, ast.FunctionDef)
-    first = region.body[0]
-    for node in (inner, *ast.walk(inner.body[0])):
-        if hasattr(node, "lineno"):
-            node.lineno = node.end_lineno = first.lineno  # type: ignore[attr-defined]
-    shared = sorted(region.stored & set(names))
-    head: list[ast.stmt] = [ast.copy_location(ast.Nonlocal(names=shared), first)] if shared else []
-    inner.body = [*head, *region.body, inner.body[0]]
-    return compile(module, region.code.co_filename, "exec", dont_inherit=True)
-
-
-def twins(original: CodeType, copy: CodeType) -> dict[CodeType, tuple[CodeType, dict[int, int]]]:
-    """For `copy`, and the functions defined in it, the code of the program's own that says the same, with the index of
-    the instruction for that of each of the copy's."""
-    known: dict[Any, list[int]] = {}
-    for instruction in dis.get_instructions(original):
-        known.setdefault((instruction.opname, instruction.positions), []).append(instruction.offset)
-    pairs: dict[int, int] = {}
-    met: dict[Any, int] = {}
-    last = 0
-    for instruction in dis.get_instructions(copy, show_caches=True):
-        if instruction.opname == "CACHE":  # where a frame that calls Python code says that it is
-            if last in pairs:
-                pairs[instruction.offset] = pairs[last] + instruction.offset - last
-            continue
-        last, key = instruction.offset, (instruction.opname, instruction.positions)
-        offsets, nth = known.get(key, []), met.get(key, 0)
-        met[key] = nth + 1
-        if nth < len(offsets):
-            pairs[last] = offsets[nth]
-    found = {copy: (original, pairs)}
-    theirs = [c for c in original.co_consts if isinstance(c, CodeType)]
-    for code in (c for c in copy.co_consts if isinstance(c, CodeType)):
-        other = next((t for t in theirs if _same_place(t, code)), None)
-        if other is not None:
-            found |= twins(other, code)
-    return found
-
-
-def _same_place(one: CodeType, other: CodeType) -> bool:
-    return (one.co_name, list(one.co_positions())[:1]) == (other.co_name, list(other.co_positions())[:1]) or (
-        one.co_name == other.co_name and one.co_firstlineno == other.co_firstlineno
-    )

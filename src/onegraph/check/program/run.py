@@ -14,7 +14,7 @@ from onegraph.check.program.beside import AGAIN, Beside, capture_view
 from onegraph.check.program.graphs import Recorder, graphs
 from onegraph.check.program.world import FUNCTIONS, Capture, ProgramWorld
 from onegraph.check.report import CheckError, Finding, Origin, Report, Severity, merge, ordered, relative
-from onegraph.check.simulate import compiled, frames, memory
+from onegraph.check.simulate import compiled, frames, memory, threads
 from onegraph.check.simulate.cuda import machine
 from onegraph.check.simulate.findings import RANK, Findings
 from onegraph.check.simulate.records import Step
@@ -44,6 +44,8 @@ def run_program(words: Sequence[str], *, gpus: int = 1) -> Report:
                 launch.call_program(words)
             except launch.Ended as error:
                 ended = str(error)
+            threads.finish(world)
+            world.raise_refused()
     finally:
         torch.set_rng_state(rng)
     if not (world.captures or world.calls):

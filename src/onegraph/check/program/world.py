@@ -1,5 +1,6 @@
 """The simulated machine as a whole program sees it: captures come and go, their outputs are read outside of them."""
 
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,12 +14,25 @@ from onegraph.check import compat, containers
 from onegraph.check.program.region import Region
 from onegraph.check.report import SILENT, Severity
 from onegraph.check.simulate import compiled, frames, memory
-from onegraph.check.simulate.device import DeviceTensor, _leaves
+from onegraph.check.simulate.device import DeviceTensor, StorageRecord, _leaves, refuse
 from onegraph.check.simulate.records import Sighting, Step, tensors_in
 from onegraph.check.simulate.streams import Streams
 from onegraph.check.simulate.world import World
 
 OUTSIDE = -1
+SEVERAL = -1
+"""What stands for the replays after which a line took views of an output, where they are more than one."""
+
+MOST_VALUES = 6
+
+MOST_SIZES = 100_000
+"""Storages after which what is kept of those that are gone is dropped."""
+
+NESTED = "CUDA error: operation not permitted when stream is capturing (a capture in a capture)"
+UNSAFE = "CUDA error: operation failed due to a previous error during capture, or no error: by what else it does then"
+_LOOK_AGAIN = 0.1
+"""Seconds after which a thread that waits for the end of a capture asks whether the thread of that still lives."""
+
 FUNCTIONS = 500_000
 """Calls of compiled functions are steps numbered from here."""
 
@@ -33,6 +47,7 @@ class Capture:
         outputs: what the region assigned, as plain tensors, by the target's text.
         kept: numbers of the storages that it made and that outlived it.
         spans: where its storages lay in the pool.
+        mode: of errors, "global", "thread_local" or "relaxed": what other threads may do meanwhile.
         modes: what torch's modes were, to run the region again as it ran.
         nodes: sequence numbers of the nodes that autograd recorded in it, from and to.
         fresh: leaves whose `.grad` the capture made.
@@ -46,6 +61,7 @@ class Capture:
     region: Region | None = None
     stream: Any = None
     pool: Any = None
+    mode: str = "global"
     modes: dict[str, Any] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
@@ -64,9 +80,13 @@ class Capture:
     why_not: str = ""
     told: set[str] = field(default_factory=set)
 
-    @property
-    def captured_step(self) -> int:
-        return self.number
+    def release(self) -> None:
+        """The graph is gone: nothing will be replayed, and what it held is free. The report needs its ops alone."""
+        self.region = None
+        self.outputs.clear()
+        for op in self.step.ops:
+            op.args, op.kwargs, op.outs, op.tensors = (), {}, (), ()
+            op.frozen = op.contents = op.evidence = op.again = None
 
 
 class ProgramStreams(Streams):
@@ -79,10 +99,15 @@ class ProgramStreams(Streams):
 
 
 class ProgramWorld(World):
-    """`World` whose phase is "step" while something is captured and "build" otherwise."""
+    """`World` of many threads. One of them captures at a time; others may go on meanwhile."""
+
+    builds_at_once = False
 
     def __init__(self, stop: CodeType, roots: frames.Roots, gpus: int) -> None:
+        self.recording = False  # whether a thread captures, or runs a function that torch compiles with graphs
         super().__init__(stop, roots, gpus)
+        self.turn = threading.Condition(self.lock)
+        self.most_sizes = MOST_SIZES
         self.captured_step = OUTSIDE
         self.captures: list[Capture] = []
         self.running: Capture | None = None
@@ -94,12 +119,101 @@ class ProgramWorld(World):
         self.streams = ProgramStreams()
         self.waits = 0  # how often the program waited for the device or a stream
         self.replayed: dict[Any, tuple[Capture, int, int]] = {}  # by pool: the last one, its stream, waits until then
-        self.derived: dict[frames.Chain, set[tuple[int, int]]] = {}  # (capture, replays) of views, by line
+        self.taken: dict[tuple[frames.Chain, int], int] = {}  # by line and capture: after which replay views were made
+        self.flagged: dict[tuple[int, str, str, frames.Chain], Sighting] = {}
         self.saves = True
         self.functions = 0  # calls of functions that torch compiles with graphs of their own
-        self.compiled_runs: dict[Any, int] = {}
-        self.compiled_outputs: dict[int, tuple[Any, int]] = {}  # storages that one returned: which, in which call
+        self.compiled_runs: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        # storages that such a function returned: which one, in which call
+        self.compiled_outputs: weakref.WeakKeyDictionary[StorageRecord, tuple[Any, int]] = weakref.WeakKeyDictionary()
         self.late: list[Sighting] = []  # reads of those after a later call
+
+    # books
+
+    def _new_record(self, nbytes: int) -> StorageRecord:
+        if len(self.sizes) > self.most_sizes:
+            self._forget()
+        return super()._new_record(nbytes)
+
+    def _forget(self) -> None:
+        """Drop what is kept of storages that are gone and that no report speaks of: a program may make millions."""
+        known = {record.number for record in list(self.records.values())}
+        for ops in (*(capture.step.ops for capture in self.captures), *(call.ops for call in self.calls)):
+            known.update(n for op in ops for n in (*op.reads, *op.writes, *op.allocates))
+        self.sizes = {number: nbytes for number, nbytes in self.sizes.items() if number in known}
+        self.pinned = {key: storage for key, storage in self.pinned.items() if not storage.expired()}
+        self.most_sizes = max(MOST_SIZES, 2 * len(self.sizes))
+
+    # threads
+
+    @property
+    def phase(self) -> str:
+        """ "step" in what is captured: for the thread that captures, and those that it gives work to meanwhile."""
+        if not self.recording:
+            return "build"
+        if threading.get_ident() == self.thread:
+            return "step"
+        errand = self.started.get(threading.current_thread())
+        return "step" if errand is not None and errand.step == self.step else "build"
+
+    @phase.setter
+    def phase(self, value: str) -> None:
+        self.recording = value == "step"
+
+    def alone(self) -> None:
+        """This is a copy of the process: other threads, and whoever holds the lock, are not in it."""
+        self.copied, self.recording = True, False
+        self.lock = threading.RLock()
+        self.turn = threading.Condition(self.lock)
+
+    def take(self) -> None:
+        """Wait until no other thread captures: then this one does. Raises RuntimeError inside of a capture."""
+        with self.turn:
+            while self.recording and self.phase != "step" and _lives(self.thread):
+                self.turn.wait(_LOOK_AGAIN)
+            if self.recording:
+                refuse(NESTED)
+            self.recording, self.thread = True, threading.get_ident()
+
+    def begin(self, step: Step, stream: int) -> None:
+        """What this thread does from now on, which has taken its turn, is recorded in `step`."""
+        self.current, self.reference = step, None
+        self.step = self.captured_step = step.index
+        self.reshaped.clear()
+        self.random_states.clear()
+        self.first_node = compat.next_node_number()
+        step.unknown, step.exposed = self.unknowns.begin()
+        step.addresses.begin(self.numbers)
+        self.streams.begin(stream)
+
+    def leave(self) -> None:
+        """Nothing is recorded any more; the next thread may."""
+        with self.turn:
+            self.current, self.recording = None, False
+            self.step = self.captured_step = OUTSIDE
+            self.streams.main, self.streams.reached = None, set()
+            self.turn.notify_all()
+
+    def _meanwhile(self) -> None:
+        """A thread works on the device outside of what is captured: late for the capture that gave it that work, or
+        during that of another thread, which in mode "global" breaks where this one allocates or waits."""
+        errand = self.started.get(threading.current_thread())
+        if errand is not None:
+            if 0 < errand.step <= len(self.captures):
+                text = "work that the capture gave to another thread is launched after it has ended"
+                self.flag(self.captures[errand.step - 1], "CG309", text, errand.chain)
+            return
+        running = self.running
+        if running is None or running.mode != "global" or threading.get_ident() == self.thread:
+            return
+        if frames.waits_for_thread(self.thread):
+            chain = frames.chain_of_thread(self.thread, self.stop)
+            self.flag(running, "CG309", "work is launched by another thread, whose stream is not captured", chain)
+        else:
+            text = (
+                "another thread works on the GPU during a capture in mode 'global', in which none may allocate or wait"
+            )
+            self.flag(running, "CG309", text, frames.chain(self.stop, 3), severity=Severity.WARNING, happens=UNSAFE)
 
     def recorded_before(self, node: int) -> bool:
         """A node that was recorded inside of an earlier capture is part of that graph: its backward may be captured."""
@@ -116,13 +230,22 @@ class ProgramWorld(World):
     def see(self, code: str, message: str, happens: str, **more: Any) -> None:
         if code == "CG106" and self.phase != "step":
             self.waits += 1  # every wait of the host comes through here
+            if not self.muted:
+                self._meanwhile()
         super().see(code, message, happens, **more)
 
     def flag(
-        self, capture: Capture, code: str, message: str, chain: frames.Chain, values: tuple[str, ...] = ()
-    ) -> None:
-        """An error that the program makes outside of a capture, with what that gave."""
-        self.sightings.append(Sighting(capture.number, code, Severity.ERROR, chain, message, SILENT, values))
+        self, capture: Capture, code: str, message: str, chain: frames.Chain, values: tuple[str, ...] = (), *,
+        severity: Severity = Severity.ERROR, happens: str = SILENT,
+    ) -> None:  # fmt: skip
+        """Something that the program does outside of a capture, with what that gives: noted once, and counted."""
+        made = Sighting(capture.number, code, severity, chain, message, happens, values)
+        known = self.flagged.setdefault((capture.number, code, message, chain), made)
+        if known is made:
+            self.sightings.append(made)
+        else:
+            known.count += 1
+            known.values = tuple(dict.fromkeys(known.values + values))[:MOST_VALUES]
 
     def own_graphs(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Outside of captures such a function is fine: what it does is looked at, and whose outputs it overwrites."""
@@ -136,50 +259,53 @@ class ProgramWorld(World):
             out = self._as_step(lambda: compiled.watched(self, function, args, kwargs))
         for tensor in containers.tensors(out).values():
             if isinstance(tensor, DeviceTensor) and not tensor.requires_grad:  # a pending backward keeps them
-                self.compiled_outputs[tensor.record.number] = function, run
+                self.compiled_outputs[tensor.record] = weakref.ref(function), run
         return out
 
     def _as_step(self, work: Callable[[], Any]) -> Any:
         """Run `work` recorded as a step of its own; what it would do to a capture is none of it."""
-        seen = len(self.sightings)
-        self.functions += 1
-        self.step = self.captured_step = FUNCTIONS + self.functions
-        self.current, self.reference, self.phase = Step(self.step), None, "step"
-        current: Any = torch.cuda.current_stream()
-        self.streams.begin(current.id)
-        self.first_node = 0
+        self.take()
         try:
+            self.functions += 1
+            number, seen = FUNCTIONS + self.functions, len(self.sightings)
+            current: Any = torch.cuda.current_stream()
+            self.begin(Step(number), current.id)
+            self.first_node = 0
             return work()
         finally:
-            self.phase, self.current = "build", None
-            self.step = self.captured_step = OUTSIDE
-            self.streams.main, self.streams.reached = None, set()
-            del self.sightings[seen:]
+            self.leave()
+            self.sightings[seen:] = [s for s in self.sightings[seen:] if s.step != number]
 
     # what the program does with outputs
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.phase == "step" or self.muted:
             return super().dispatch(func, args, kwargs)
-        with compat.no_torch_function():
+        with self.lock, compat.no_torch_function():
             given = [t for t in _leaves((list(args), kwargs)) if isinstance(t, DeviceTensor)]
             graphs = [t for t in given if t.record.number in self.made_by] if self.made_by else []
             for tensor in given if self.compiled_outputs else ():
                 self._late(tensor)
+            if (self.running or self.started) and (given or _on_gpu(kwargs.get("device"))):
+                self._meanwhile()
         out = super().dispatch(func, args, kwargs)
-        if given:
-            self.warm.add(func)
-        if graphs:
-            with compat.no_torch_function():
+        with self.lock, compat.no_torch_function():
+            if given:
+                self.warm.add(func)
+            if graphs:
                 self._outputs_used(func, args, graphs, out)
         return out
 
     def _late(self, tensor: DeviceTensor) -> None:
         """An output of a compiled function is read after the function ran again, into the same memory."""
-        function, run = self.compiled_outputs.get(tensor.record.number, (None, 0))
+        known, run = self.compiled_outputs.get(tensor.record, (None, 0))
+        function = known() if known is not None else None
         if function is None or self.compiled_runs[function] <= run:
             return
         chain = frames.chain(self.stop, 4)
+        if (seen := next((s for s in self.late if s.chain == chain), None)) is not None:
+            seen.count += 1
+            return
         text = "an output of a compiled function is read after the function ran again, which overwrites it"
         happens = "RuntimeError: accessing tensor output of CUDAGraphs that has been overwritten by a subsequent run"
         self.late.append(Sighting(OUTSIDE, "CG209", Severity.ERROR, chain, text, happens))
@@ -202,7 +328,9 @@ class ProgramWorld(World):
                 older = [t.__dict__["generation"] for t in graphs if "generation" in t.__dict__]
                 view.__dict__["generation"] = min(older, default=capture.replays)
                 view.__dict__["line"] = chain[:1]
-                self.derived.setdefault(chain[:1], set()).add((capture.number, capture.replays))
+                key = chain[:1], capture.number
+                if self.taken.setdefault(key, capture.replays) != capture.replays:
+                    self.taken[key] = SEVERAL
         if views:
             return
         for tensor in {id(t): t for t in graphs}.values():
@@ -213,8 +341,8 @@ class ProgramWorld(World):
     def _read(self, tensor: DeviceTensor, chain: frames.Chain) -> None:
         capture = self.made_by[tensor.record.number]
         generation, line = tensor.__dict__.get("generation", capture.replays), tensor.__dict__.get("line", ())
-        rounds = {r for number, r in self.derived.get(line, ()) if number == capture.number}
-        if generation < capture.replays and (capture.callable or (generation > 0 and len(rounds) > 1)):
+        several = generation > 0 and self.taken.get((line, capture.number)) == SEVERAL
+        if generation < capture.replays and (capture.callable or several):
             since = capture.replays - generation
             self.flag(
                 capture, "CG209", "an output of an earlier replay is read after a later one has overwritten it", chain,
@@ -250,6 +378,14 @@ class ProgramWorld(World):
             if any(_overlap(span, mine.need.spans[number]) for span in other.need.spans.values()):
                 return other
         return None
+
+
+def _lives(ident: int) -> bool:
+    return any(thread.ident == ident for thread in threading.enumerate())
+
+
+def _on_gpu(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "cuda"
 
 
 def share_memory(one: Capture, other: Capture) -> bool:

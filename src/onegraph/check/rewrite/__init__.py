@@ -8,7 +8,7 @@ from onegraph.check.report import CheckError, Finding, Report, Severity, relativ
 from onegraph.check.rewrite import text as texts
 from onegraph.check.rewrite.mechanical import Rewrite, offered
 from onegraph.check.rewrite.text import Edit, Text
-from onegraph.check.rewrite.verify import Seen, look, same
+from onegraph.check.rewrite.verify import Options, Seen, look, same
 from onegraph.check.target import split
 
 MOST = 200
@@ -66,14 +66,14 @@ class _Work:
 
     target: str
     root: str
-    options: dict[str, float]
+    options: Options
     files: dict[str, Text] = field(default_factory=dict)
     now: dict[str, Text] = field(default_factory=dict)
     refused: set[tuple[tuple[str, str], ...]] = field(default_factory=set)
 
     def look(self, instead: dict[str, Text]) -> Seen:
         body = {path: text.encoded(text.text) for path, text in {**self.now, **instead}.items()}
-        return look(self.target, body, self.root, **self.options)  # type: ignore[arg-type]
+        return look(self.target, body, self.root, **self.options)
 
     def file(self, path: str) -> Text | None:
         """A file that may be changed: one below the root, and in no installed package."""

@@ -7,6 +7,8 @@ from onegraph.check import constructs
 from onegraph.check.constructs import Spot, last_name
 from onegraph.check.rewrite.text import Edit, Text
 
+_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
 _ONLY_READS = frozenset(
     ["add", "bucketize", "clamp", "copy_", "div", "gather", "index_add_", "index_copy_", "index_fill_", "index_select",
      "isin", "masked_fill", "masked_fill_", "matmul", "maximum", "minimum", "mul", "scatter_", "scatter_add_",
@@ -134,8 +136,8 @@ def _builder(file: Text, spot: Spot) -> tuple[ast.stmt, bool, bool] | None:
     The statement in a function that holds the step's function, before which the constant goes; or the last statement of
     the `__init__` of the step's class.
     """
-    owners = [n for n in ast.walk(spot.module) if _holds(n, spot.statement)]
-    owners.sort(key=lambda n: (n.lineno, n.col_offset))  # type: ignore[attr-defined]
+    owners = [n for n in ast.walk(spot.module) if isinstance(n, _Definition) and _holds(n, spot.statement)]
+    owners.sort(key=lambda n: (n.lineno, n.col_offset))
     function = next((i for i in reversed(range(len(owners))) if isinstance(owners[i], constructs.Functions)), None)
     if spot.inside(ast.Lambda):
         inside = owners[-1] if owners and isinstance(owners[-1], ast.FunctionDef) else None
@@ -161,9 +163,7 @@ def _first_argument(function: ast.AST) -> str:
 
 
 def _holds(node: ast.AST, statement: ast.AST) -> bool:
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or node is statement:
-        return False
-    return any(n is statement for n in ast.walk(node))
+    return node is not statement and any(n is statement for n in ast.walk(node))
 
 
 def _one_device(spot: Spot) -> str:
@@ -181,8 +181,8 @@ def _one_device(spot: Spot) -> str:
 def _free_name(file: Text, spot: Spot, node: ast.expr) -> str:
     """The name that the step gives the constant, or `constant`, with a number where the file uses it."""
     statement = spot.statement
-    plain = isinstance(statement, ast.Assign) and statement.value is node and isinstance(statement.targets[0], ast.Name)
-    stem = f"{statement.targets[0].id}_constant" if plain else "constant"  # type: ignore[attr-defined]
+    target = statement.targets[0] if isinstance(statement, ast.Assign) and statement.value is node else None
+    stem = f"{target.id}_constant" if isinstance(target, ast.Name) else "constant"
     used = {n.id for n in ast.walk(file.tree) if isinstance(n, ast.Name)}
     used |= {n.attr for n in ast.walk(file.tree) if isinstance(n, ast.Attribute)}
     used |= {n.arg for n in ast.walk(file.tree) if isinstance(n, ast.arg)}

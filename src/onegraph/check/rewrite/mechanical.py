@@ -104,7 +104,7 @@ def _read_on_host(index: ast.expr) -> ast.expr:
     return index
 
 
-def _primary(file: Text, node: ast.AST) -> str:
+def _primary(file: Text, node: ast.expr) -> str:
     """The source of an expression as what `.name` or `[...]` can follow."""
     plain = isinstance(node, ast.Name | ast.Attribute | ast.Call | ast.Subscript)
     return file.of(node) if plain else f"({file.of(node)})"

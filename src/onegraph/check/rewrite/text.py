@@ -7,6 +7,7 @@ import os
 import tokenize
 from dataclasses import dataclass, field
 
+from onegraph.check.constructs import Placed, end_of
 from onegraph.check.report import CheckError, relative
 
 
@@ -39,20 +40,20 @@ class Text:
         end = self.starts[line] if line < len(self.starts) else len(self.text)
         return begin + len(self.text[begin:end].encode()[:column].decode())
 
-    def begin(self, node: ast.AST) -> int:
-        return self.at(node.lineno, node.col_offset)  # type: ignore[attr-defined]
+    def begin(self, node: Placed) -> int:
+        return self.at(node.lineno, node.col_offset)
 
-    def end(self, node: ast.AST) -> int:
-        return self.at(node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
+    def end(self, node: Placed) -> int:
+        return self.at(*end_of(node))
 
-    def of(self, node: ast.AST) -> str:
+    def of(self, node: Placed) -> str:
         """The source of a node, as it is written."""
         return self.text[self.begin(node) : self.end(node)]
 
-    def replaced(self, node: ast.AST, text: str) -> Edit:
+    def replaced(self, node: Placed, text: str) -> Edit:
         return Edit(self.begin(node), self.end(node), text)
 
-    def after(self, node: ast.AST, text: str) -> Edit:
+    def after(self, node: Placed, text: str) -> Edit:
         return Edit(self.end(node), self.end(node), text)
 
     def line_before(self, statement: ast.stmt, text: str) -> Edit:

@@ -11,7 +11,7 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from onegraph.check.report import CheckError, Report
 
@@ -28,7 +28,15 @@ class Seen:
     results: Any
 
 
-def look(target: str, edited: dict[str, bytes], root: str, *, steps: int, gpus: int, timeout: float) -> Seen:
+class Options(TypedDict):
+    """How a target is checked: as `onegraph check` is asked to."""
+
+    steps: int
+    gpus: int
+    timeout: float
+
+
+def look(target: str, edited: dict[str, bytes], root: str, **options: Unpack[Options]) -> Seen:
     """Check `target` with the files below `root` in `edited` (by absolute path) in place of what is on the disk.
 
     The rest of `root` is linked to. Raises CheckError where the target cannot be checked.
@@ -46,20 +54,20 @@ def look(target: str, edited: dict[str, bytes], root: str, *, steps: int, gpus: 
             "onegraph.check.rewrite.verify",
             f"{where}{colon}{name}",
             out,
-            str(steps),
-            str(gpus),
-            str(timeout),
+            str(options["steps"]),
+            str(options["gpus"]),
+            str(options["timeout"]),
         ]
         path = os.pathsep.join(dict.fromkeys(["", *filter(None, sys.path)]))
         environment = {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
         try:
             done = subprocess.run(
                 command, cwd=copy if module else None, env=os.environ | environment, capture_output=True,
-                text=True, timeout=timeout, check=False,
+                text=True, timeout=options["timeout"], check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             raise CheckError(
-                f"target {target!r}: --fix took longer than {timeout:g} seconds to check it again"
+                f"target {target!r}: --fix took longer than {options['timeout']:g} seconds to check it again"
             ) from None
         if not os.path.exists(out):
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
@@ -125,8 +133,9 @@ def results(target: str, steps: int, gpus: int) -> list[dict[str, Any]]:
 
     from onegraph.check import compat, containers
     from onegraph.check.simulate import frames
+    from onegraph.check.simulate.calling import call_step, given_of
     from onegraph.check.simulate.cuda import machine
-    from onegraph.check.simulate.run import _inner, call_step, given_of
+    from onegraph.check.simulate.run import _inner
     from onegraph.check.simulate.state import Snapshot
     from onegraph.check.simulate.world import World
     from onegraph.check.target import load

@@ -1,6 +1,7 @@
 """What differs between the captured step and later ones: path, shapes, numbers, host contents, storages."""
 
 import difflib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,8 @@ from onegraph.check.simulate.records import Argument, OpRecord, Sighting, Step, 
 from onegraph.check.simulate.replay import Verdict
 
 _LONGEST = 60
+
+Values = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,23 +47,25 @@ def differences(
         for position, ours, theirs in pairs(captured, step):
             if swapped(ours, theirs):
                 continue
-            hazard = _op(position, ours, theirs, captured, step, books, refreshed.get(step.index, set()))
-            if hazard is None:
-                continue
-            code, message, values = hazard
-            severity = _severity(position, ours, verdict)
-            pair = _sequence(ours, theirs)
-            sighting = Sighting(step.index, code, severity, ours.chain, message, SILENT, values, pair, position)
-            if code in KEPT:
-                pairs_ = zip(ours.externals, theirs.externals, strict=False)
-                sighting.storages = frozenset(n for pair in pairs_ if pair[0] != pair[1] for n in pair if n != -1)
-            chosen = code == "CG205" and _chosen(ours, theirs, books)
-            if decided is not None and position >= decided[0] and (chosen or (step.parted and code != "CG208")):
-                _follows(sighting, decided[1])
-            elif code == "CG205" and severity is Severity.ERROR:  # where it does no harm it stands for no other
-                _again(sighting, ours, theirs, rebound)
-            found.append(sighting)
+            for code, message, values, pair in _op(
+                position, ours, theirs, captured, step, books, refreshed.get(step.index, set())
+            ):
+                severity = _severity(position, ours, verdict)
+                sighting = Sighting(step.index, code, severity, ours.chain, message, SILENT, values, pair, position)
+                if code in KEPT:
+                    sighting.storages = frozenset(n for swap in _swaps(ours, theirs) for n in swap if n != -1)
+                chosen = code == "CG205" and _chosen(ours, theirs, books)
+                if decided is not None and position >= decided[0] and (chosen or (step.parted and code != "CG208")):
+                    _follows(sighting, decided[1])
+                elif code == "CG205" and severity is Severity.ERROR:  # where it does no harm it stands for no other
+                    _again(sighting, ours, theirs, rebound)
+                found.append(sighting)
     return found, branches
+
+
+def _swaps(ours: OpRecord, theirs: OpRecord) -> list[tuple[int, int]]:
+    """Storages of arguments that are others in the two steps."""
+    return [(a, b) for a, b in zip(ours.externals, theirs.externals, strict=False) if a != b]
 
 
 def _common(captured: Step, step: Step) -> int:
@@ -99,7 +104,7 @@ def _again(sighting: Sighting, ours: OpRecord, theirs: OpRecord, rebound: dict[t
     Args:
         rebound: (storage at capture, storage now) of the ops before this one, and where the first of them was.
     """
-    swaps = [(a, b) for a, b in zip(ours.externals, theirs.externals, strict=False) if a != b]
+    swaps = _swaps(ours, theirs)
     first = next((rebound[s] for s in swaps if s in rebound), ())
     if first and first != sighting.chain and all(s in rebound for s in swaps):
         sighting.severity, sighting.cause = Severity.WARNING, first
@@ -109,9 +114,10 @@ def _again(sighting: Sighting, ours: OpRecord, theirs: OpRecord, rebound: dict[t
 
 def _chosen(ours: OpRecord, theirs: OpRecord, books: Books) -> bool:
     """Every storage that differs is one that the factory made and someone still owns: another one was picked."""
-    pairs_ = [(a, b) for a, b in zip(ours.externals, theirs.externals, strict=False) if a != b]
     return all(
-        n in books.alive and books.made.get(n, ("build", -1))[0] in ("build", "outside") for p in pairs_ for n in p
+        n in books.alive and books.made.get(n, ("build", -1))[0] in ("build", "outside")
+        for swap in _swaps(ours, theirs)
+        for n in swap
     )
 
 
@@ -195,56 +201,118 @@ def _severity(position: int, op: OpRecord, verdict: Verdict | None) -> Severity:
     return Severity.ERROR
 
 
+Hazard = tuple[str, str, tuple[str, ...], Any]
+"""Code, message, both values, and the pair of numbers that changed: see `_sequence`."""
+
+
 def _op(
     position: int, ours: OpRecord, theirs: OpRecord, captured: Step, step: Step, books: Books, refreshed: set[int]
-) -> tuple[str, str, tuple[str, ...]] | None:
-    """(code, message, values) of the first thing that differs at one op and is not a consequence of another."""
+) -> Iterator[Hazard]:
+    """What differs at one op and is not a consequence of another: the first such thing, and numbers beside a shape."""
     at = f"step {captured.index}", f"step {step.index}"
     if ours.shapes != theirs.shapes:
-        if len(ours.shapes) != len(theirs.shapes):
-            values = f"{at[0]}: {len(ours.shapes)} tensors", f"{at[1]}: {len(theirs.shapes)} tensors"
-            return "CG208", "the number of tensors changes", values
-        for mine, other, number, derived in zip(ours.shapes, theirs.shapes, ours.externals, ours.derived, strict=False):
-            if mine != other and number != -1 and not derived:
-                name = books.names.get(number)
-                what = f"{name} " if name else "a tensor from outside of the graph "
-                return "CG208", f"{what}has another shape", (f"{at[0]}: {list(mine)}", f"{at[1]}: {list(other)}")
-        return None
+        shape = _shape(ours, theirs, at, books)
+        if shape is not None:
+            yield (*shape, _sequence(ours, theirs))
+        yield from _beside(ours, theirs, at, shape is None)
+        return
     if ours.scalars != theirs.scalars:
-        changed = [(a, b) for a, b in zip(ours.scalars, theirs.scalars, strict=False) if a != b] or [
-            (ours.scalars, theirs.scalars)
-        ]
-        mine, other = changed[0]
-        if isinstance(mine, tuple) and mine and mine[0] == "cpu":
-            text = "a CPU scalar tensor is passed by value"
-            return "CG203", text, (f"{at[0]}: {mine[1]}", f"{at[1]}: {other[1]}")
-        if isinstance(mine, Argument) and isinstance(other, Argument):
-            what = "the grid" if mine.name == "grid" else f"argument {mine.name}"
-            text = f"{what} of kernel {_short(ours.name)} changes: it is baked into the launch"
-            return "CG202", text, (f"{at[0]}: {_text(mine.value)}", f"{at[1]}: {_text(other.value)}")
-        text = f"a Python number is baked into {_short(ours.name)}"
-        return "CG202", text, (f"{at[0]}: {_text(mine)}", f"{at[1]}: {_text(other)}")
-    if ours.kind == "h2d":
-        if (
-            position in refreshed
-            or ours.contents is None
-            or theirs.contents is None
-            or same(ours.contents, theirs.contents)
-        ):
-            return None
-        values = f"{at[0]}: {_text(ours.contents.tolist())}", f"{at[1]}: {_text(theirs.contents.tolist())}"
-        if "CG102" in ours.codes or "CG103" in ours.codes:
-            return ours.codes[0], "", values
-        return "CG204", "what the host copies to the device changes", values
-    if ours.out_shapes != theirs.out_shapes and not ours.codes:
-        values = f"{at[0]}: {_text(ours.out_shapes)}", f"{at[1]}: {_text(theirs.out_shapes)}"
-        return "CG208", "the result has another shape", values
-    return _storages(ours, theirs, captured, step, books)
+        mine, other = next(_changed(ours, theirs), (ours.scalars, theirs.scalars))
+        yield (*_number(ours, mine, other, at), _sequence(ours, theirs))
+        return
+    found = _contents(position, ours, theirs, at, refreshed) if ours.kind == "h2d" else None
+    if found is None and ours.kind != "h2d":
+        if ours.out_shapes != theirs.out_shapes and not ours.codes:
+            values = f"{at[0]}: {_text(ours.out_shapes)}", f"{at[1]}: {_text(theirs.out_shapes)}"
+            found = "CG208", "the result has another shape", values
+        else:
+            found = _storages(ours, theirs, captured, step, books)
+    if found is not None:
+        yield (*found, _sequence(ours, theirs))
+
+
+def _shape(ours: OpRecord, theirs: OpRecord, at: tuple[str, str], books: Books) -> tuple[str, str, Values] | None:
+    """An argument that comes from outside of the graph has another shape; one that the step made is told before."""
+    if len(ours.shapes) != len(theirs.shapes):
+        values = f"{at[0]}: {len(ours.shapes)} tensors", f"{at[1]}: {len(theirs.shapes)} tensors"
+        return "CG208", "the number of tensors changes", values
+    for mine, other, number, derived in zip(ours.shapes, theirs.shapes, ours.externals, ours.derived, strict=False):
+        if mine != other and number != -1 and not derived:
+            name = books.names.get(number)
+            what = f"{name} " if name else "a tensor from outside of the graph "
+            return "CG208", f"{what}has another shape", (f"{at[0]}: {list(mine)}", f"{at[1]}: {list(other)}")
+    return None
+
+
+def _changed(ours: OpRecord, theirs: OpRecord) -> Iterator[tuple[Any, Any]]:
+    return ((a, b) for a, b in zip(ours.scalars, theirs.scalars, strict=False) if a != b)
+
+
+def _number(ours: OpRecord, mine: Any, other: Any, at: tuple[str, str]) -> tuple[str, str, Values]:
+    """A Python value that an op is given, or a kernel is launched with, is another one."""
+    if isinstance(mine, tuple) and mine and mine[0] == "cpu":
+        return "CG203", "a CPU scalar tensor is passed by value", (f"{at[0]}: {mine[1]}", f"{at[1]}: {other[1]}")
+    text = f"a Python number is baked into {_short(ours.name)}"
+    if isinstance(mine, Argument) and isinstance(other, Argument):
+        what = "the grid" if mine.name == "grid" else f"argument {mine.name}"
+        text = f"{what} of kernel {_short(ours.name)} changes: it is baked into the launch"
+        mine, other = mine.value, other.value
+    return "CG202", text, (f"{at[0]}: {_text(mine)}", f"{at[1]}: {_text(other)}")
+
+
+def _beside(ours: OpRecord, theirs: OpRecord, at: tuple[str, str], before: bool) -> Iterator[Hazard]:
+    """Numbers that change where a shape does and are no sizes that changed: of a slice its bounds.
+
+    Of a launch also those that may be such sizes, unless its own argument's shape is told (not `before`): the code
+    names them, and where it asks a tensor for them they are told as what follows.
+    """
+    if len(ours.shapes) != len(theirs.shapes) or len(ours.scalars) != len(theirs.scalars):
+        return
+    sizes = _sizes(ours, theirs)
+    for mine, other in _changed(ours, theirs):
+        named = isinstance(mine, Argument) and before
+        pair = _pair(mine, other)
+        if pair is None or (isinstance(mine, Argument) and mine.name == "grid") or (not named and _of(*pair, sizes)):
+            continue
+        yield (*_number(ours, mine, other, at), pair)
+        return
+
+
+def _sizes(ours: OpRecord, theirs: OpRecord) -> set[tuple[int, int]]:
+    """(in one step, in the other) of every size that differs, numbers of elements too."""
+    shapes = [*zip(ours.shapes, theirs.shapes, strict=True), *zip(ours.out_shapes, theirs.out_shapes, strict=False)]
+    pairs_ = {pair for a, b in shapes for pair in (*zip(a, b, strict=False), (math.prod(a), math.prod(b)))}
+    return {(a, b) for a, b in pairs_ if a != b}
+
+
+def _of(mine: Any, other: Any, sizes: set[tuple[int, int]]) -> bool:
+    """Whether a number may be made of a size: a multiple or a part of it; of an integer, it and a constant (`n + 1`,
+    what is left to pad)."""
+    if not all(isinstance(n, int | float) and not isinstance(n, bool) for n in (mine, other)):
+        return False
+    whole = isinstance(mine, int) and isinstance(other, int)
+    return any(
+        mine * b == other * a or mine * a == other * b or (whole and (mine - other) in (a - b, b - a)) for a, b in sizes
+    )
+
+
+def _contents(
+    position: int, ours: OpRecord, theirs: OpRecord, at: tuple[str, str], refreshed: set[int]
+) -> tuple[str, str, Values] | None:
+    """What a copy from the host brings is another thing, and the caller does not bring it to the replay."""
+    if position in refreshed or ours.contents is None or theirs.contents is None:
+        return None
+    if same(ours.contents, theirs.contents):
+        return None
+    values = f"{at[0]}: {_text(ours.contents.tolist())}", f"{at[1]}: {_text(theirs.contents.tolist())}"
+    if "CG102" in ours.codes or "CG103" in ours.codes:
+        return ours.codes[0], "", values
+    return "CG204", "what the host copies to the device changes", values
 
 
 def _storages(
     ours: OpRecord, theirs: OpRecord, captured: Step, step: Step, books: Books
-) -> tuple[str, str, tuple[str, ...]] | None:
+) -> tuple[str, str, Values] | None:
     for mine, other in zip(ours.externals, theirs.externals, strict=False):
         if mine == other:
             continue
@@ -275,17 +343,21 @@ def _storage(number: int, books: Books) -> str:
 
 def _sequence(ours: OpRecord, theirs: OpRecord) -> tuple[Any, Any] | None:
     """The pair of numbers that changed, for tracing them to a host read or to a Python variable."""
-    for a, b in zip(ours.scalars, theirs.scalars, strict=False):
-        if a != b:
-            told = isinstance(a, Argument) or (isinstance(a, tuple) and a and a[0] == "cpu")
-            mine, other = (a[1], b[1]) if told else (a, b)
-            if isinstance(mine, list | tuple) and isinstance(other, list | tuple):
-                return next(((x, y) for x, y in zip(mine, other, strict=False) if x != y), None)
-            return mine, other
+    for mine, other in _changed(ours, theirs):
+        return _pair(mine, other)
     if ours.contents is not None and theirs.contents is not None and ours.contents.shape == theirs.contents.shape:
         flat = zip(ours.contents.flatten().tolist()[:64], theirs.contents.flatten().tolist()[:64], strict=False)
         return next(((x, y) for x, y in flat if x != y), None)
     return None
+
+
+def _pair(mine: Any, other: Any) -> tuple[Any, Any] | None:
+    """The numbers of two scalars that differ; of lists the first that do."""
+    if isinstance(mine, Argument) or (isinstance(mine, tuple) and mine and mine[0] == "cpu"):
+        mine, other = mine[1], other[1]
+    if isinstance(mine, list | tuple) and isinstance(other, list | tuple):
+        return next(((x, y) for x, y in zip(mine, other, strict=False) if x != y), None)
+    return mine, other
 
 
 def traced(

@@ -1,4 +1,4 @@
-"""`torch.cuda` for a machine without CUDA, and the two modes that route torch through the simulated world."""
+"""`torch.cuda` for a machine without CUDA, and all else of torch that asks for a driver."""
 
 import builtins
 import functools
@@ -12,11 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from onegraph.check import compat
-from onegraph.check.declared import capturable
-from onegraph.check.report import SILENT, CheckError, Severity
+from onegraph.check.report import SILENT, Severity
 from onegraph.check.simulate import (
     aliases,
     foreign,
@@ -29,10 +27,10 @@ from onegraph.check.simulate import (
     triton,
 )
 from onegraph.check.simulate.backward import Backward
-from onegraph.check.simulate.device import DeviceTensor, swap
+from onegraph.check.simulate.device import DeviceTensor
 from onegraph.check.simulate.guard import device_guard
 from onegraph.check.simulate.imports import when_imported
-from onegraph.check.simulate.records import body_of, composed, eagerly, for_cuda_alone
+from onegraph.check.simulate.modes import modes
 from onegraph.check.simulate.world import World
 
 _H200 = {
@@ -43,165 +41,6 @@ _H200 = {
 }  # fmt: skip
 _OWN_GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes of torch.compile that capture CUDA graphs themselves."""
-
-
-class _Dispatch(compat.PlainDispatchMode):
-    supports_higher_order_operators = True
-
-    def __init__(self, world: World) -> None:
-        super().__init__()
-        self.world = world
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.world.closed:
-            return func(*args, **(kwargs or {}))
-        if isinstance(func, compat.HigherOrderOperator):
-            kept = len(self.world.sightings)
-            with self:
-                out = eagerly(func)(*args, **(kwargs or {}))
-            if func.name().startswith("flex_attention") and (self.world.compiled or frames.compiled()):
-                del self.world.sightings[kept:]  # once compiled it is one kernel
-            return out
-        if composed(func):
-            with self:
-                return func.decompose(*args, **(kwargs or {}))
-        body = body_of(func)
-        if body is not None:
-            done, out = self._inside(func, body, args, kwargs or {})
-            if done:
-                return out
-        return self.world.dispatch(func, args, kwargs or {})
-
-    def _inside(self, func: Any, body: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, Any]:
-        """(whether a custom op's Python could be run, its result): Python as any other, it is looked into. One for CUDA
-        alone may want a driver or a compiler; then what it gives cannot be computed."""
-        world, name = self.world, func._schema.name
-        kept, out, done = len(world.sightings), None, True
-        try:
-            with self:
-                out = body(*args, **kwargs)
-        except CheckError:
-            raise
-        except Exception:
-            if not for_cuda_alone(func):
-                raise
-            done = False
-        if capturable(name) is not None:  # its author's word counts for more
-            del world.sightings[kept:]
-            if done:
-                world.opaque(name, f"custom op {name}", world.chain())
-        return done, out
-
-
-class _Functions(TorchFunctionMode):
-    """Gives "cuda" its index (torch asks a real guard for it), and stands in for what needs a real driver."""
-
-    def __init__(self, world: World) -> None:
-        super().__init__()
-        self.world = world
-        self.generator = torch.Generator
-        self.special: dict[Any, Callable[..., Any]] = {
-            Tensor.to: self.to,
-            Tensor.cuda: self.cuda,
-            Tensor.pin_memory: self.pin_memory,
-            Tensor.is_pinned: self.is_pinned,
-            Tensor.data.__set__: self.set_data,  # type: ignore[attr-defined]
-            Tensor.type: self.type,
-            Tensor.new_tensor: self.new_tensor,
-            torch.tensor: self.tensor,
-            torch.manual_seed: self.seed,
-            torch.random.manual_seed: self.seed,
-            torch.seed: self.seed,
-            torch.set_rng_state: self.rng_state,
-            torch.get_rng_state: self.rng_state,
-        }
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self.world.closed:
-            return func(*args, **kwargs)
-        if "device" in kwargs:
-            kwargs = {**kwargs, "device": self.device(kwargs["device"])}
-        if isinstance(kwargs.get("generator"), self.generator):
-            self.world.unregistered(kwargs["generator"])
-        pinned = kwargs.get("pin_memory") is True
-        if pinned:  # some ask the driver for the memory themselves, past the dispatcher
-            kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
-        special = self.special.get(func)
-        out = func(*args, **kwargs) if special is None else special(func, args, kwargs)
-        host = pinned and isinstance(out, Tensor) and not isinstance(out, DeviceTensor)
-        return self.world.pin(out) if host else out
-
-    def device(self, value: Any) -> Any:
-        if isinstance(value, int) and not isinstance(value, bool):
-            return torch.device("cuda", value)
-        if isinstance(value, str) and value.startswith("cuda"):
-            value = torch.device(value)
-        if isinstance(value, torch.device) and value.type == "cuda" and value.index is None:
-            return torch.device("cuda", self.world.device_index)
-        return value
-
-    def to(self, func: Any, args: Any, kwargs: Any) -> Any:
-        args = tuple(self.device(a) if isinstance(a, str | torch.device) else a for a in args)
-        return func(*args, **kwargs)
-
-    def cuda(self, func: Any, args: Any, kwargs: Any) -> Any:
-        device = args[1] if len(args) > 1 else kwargs.get("device")
-        non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
-        return args[0].to(self.device("cuda" if device is None else device), non_blocking=non_blocking)
-
-    def pin_memory(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if self.world.is_pinned(args[0]):
-            return args[0]
-        return self.world.pin(args[0].clone())
-
-    def is_pinned(self, func: Any, args: Any, kwargs: Any) -> bool:
-        return not isinstance(args[0], DeviceTensor) and self.world.is_pinned(args[0])
-
-    def set_data(self, func: Any, args: Any, kwargs: Any) -> Any:
-        target, value = args
-        if torch.nn.parameter.is_lazy(target):
-            text = "a lazy module (nn.Lazy...) cannot be simulated before it has its shapes"
-            raise CheckError(f"{text}; call it once on the CPU in the factory, or check with --live")
-        if isinstance(value, DeviceTensor) and not isinstance(target, DeviceTensor):
-            made = value.detach().requires_grad_(target.requires_grad)
-            if isinstance(target, torch.nn.Parameter):
-                made._is_param = True
-            return swap(target, made)
-        return func(*args, **kwargs)
-
-    def type(self, func: Any, args: Any, kwargs: Any) -> Any:
-        wanted = args[1] if len(args) > 1 else kwargs.get("dtype")
-        if isinstance(wanted, str) and wanted.startswith("torch.cuda."):
-            dtype = getattr(torch, wanted.rsplit(".", 1)[1].removesuffix("Tensor").lower())
-            return args[0].to(self.device("cuda"), dtype)
-        return func(*args, **kwargs)
-
-    def new_tensor(self, func: Any, args: Any, kwargs: Any) -> Any:
-        like, data = args
-        if not isinstance(like, DeviceTensor):
-            return func(*args, **kwargs)
-        made = torch.tensor(data, dtype=kwargs.get("dtype") or like.dtype)
-        return made.to(kwargs.get("device") or like.device).requires_grad_(kwargs.get("requires_grad", False))
-
-    def tensor(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """torch.tensor of a list of device tensors asks each for its number, past the dispatcher."""
-
-        def numbers(data: Any) -> Any:
-            if isinstance(data, list | tuple):
-                return [numbers(item) for item in data]
-            return data.item() if isinstance(data, DeviceTensor) and not data.dim() else data
-
-        if args and isinstance(args[0], list | tuple):
-            args = numbers(args[0]), *args[1:]
-        return func(*args, **kwargs)
-
-    def seed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        self.world.see("CG302", "the random seed is set inside the step, once, at capture", SILENT)
-        return func(*args, **kwargs)
-
-    def rng_state(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return func(*args, **kwargs)
 
 
 def _stand_ins(world: World) -> dict[str, Any]:
@@ -313,7 +152,7 @@ def machine(world: World) -> Iterator[None]:
                 stack.enter_context(_swapped(module, name, _random_state(world, getattr(module, name))))
         stack.enter_context(_swapped(torch, "load", loading.load(torch.load)))
         stack.enter_context(_swapped(ThreadPoolExecutor, "submit", threads.submit(world, ThreadPoolExecutor.submit)))
-        start = threads.start(world, threading.Thread.start, functools.partial(_modes, world))
+        start = threads.start(world, threading.Thread.start, functools.partial(modes, world))
         stack.enter_context(_swapped(threading.Thread, "start", start))
         stack.enter_context(_swapped(os, "urandom", _noted(world, os.urandom)))
         stack.enter_context(_swapped(builtins, "print", _print(world, builtins.print)))
@@ -323,7 +162,7 @@ def machine(world: World) -> Iterator[None]:
         stack.enter_context(triton.stand_ins(world, _H200))
         stack.enter_context(foreign.stand_ins(world))
         stack.enter_context(_only_lift_cpu_tensors())
-        stack.enter_context(_modes(world))
+        stack.enter_context(modes(world))
         try:
             yield
         finally:
@@ -333,13 +172,6 @@ def machine(world: World) -> Iterator[None]:
 def importing() -> AbstractContextManager[None]:
     """For the import of what will be simulated: modules that ask Triton's driver for the GPU are answered."""
     return triton.driver_while_importing(_H200)
-
-
-@contextmanager
-def _modes(world: World) -> Iterator[None]:
-    """The machine for the running thread."""
-    with _Functions(world), _Dispatch(world):
-        yield
 
 
 def _noted(world: World, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -427,7 +259,7 @@ def _generator_class(world: World) -> type:
             virtual = torch.device(device).type == "cuda"
             made: Any = _new_generator(cls if virtual else Plain)
             if virtual:
-                world.generators.append(made)
+                world.generators.add(made)
             return made
 
         def manual_seed(self, seed: int) -> Any:

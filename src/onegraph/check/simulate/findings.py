@@ -215,7 +215,7 @@ class Findings:
             worse = RANK[sighting.severity] > RANK[known.severity]
             self._replace(
                 known,
-                count=known.count + 1,
+                count=known.count + sighting.count,
                 severity=sighting.severity if worse else known.severity,
                 follows=known.follows if known.follows and self._cause(sighting, place) else None,
                 values=tuple(dict.fromkeys(known.values + sighting.values))[:_MOST_VALUES],
@@ -235,6 +235,7 @@ class Findings:
             calls=frames.frames(sighting.chain, self.roots) if sighting.chain else (),
             fix=fix(sighting.code, place.path, place.line, place.column, construct=construct),
             follows=self._cause(sighting, place),
+            count=sighting.count,
         )
 
     def _cause(self, sighting: Sighting, place: frames.Place) -> Cause | None:

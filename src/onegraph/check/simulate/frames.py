@@ -6,9 +6,11 @@ import functools
 import linecache
 import os
 import sys
+import threading
 import warnings
+from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,6 +50,14 @@ TAILS: dict[CodeType, Chain] = {}
 """Calls that lead to a frame at which chains end, where they are not on the stack."""
 
 
+def in_thread(work: Callable[[], Any]) -> None:
+    """Call chains of a thread of the user's end at this frame."""
+    work()
+
+
+_THREAD = in_thread.__code__
+
+
 def chain(stop: CodeType, depth: int = 1) -> Chain:
     """The calls between here and the frame whose code is `stop`, which is left out; empty outside of it."""
     return chain_from(sys._getframe(depth), stop)
@@ -58,13 +68,27 @@ def chain_of_thread(ident: int, stop: CodeType) -> Chain:
     return chain_from(sys._current_frames().get(ident), stop)
 
 
+_WAITS = ("Condition.wait", "Thread.join", "Thread._wait_for_tstate_lock")
+"""What all of Python's waits for a thread end in: events, queues, futures, pools."""
+
+
+def waits_for_thread(ident: int) -> bool:
+    """Whether a thread is in one of Python's waits for another one: for a lock, an event, a queue, a result."""
+    frame = sys._current_frames().get(ident)
+    return frame is not None and frame.f_code.co_filename == threading.__file__ and frame.f_code.co_qualname in _WAITS
+
+
 def chain_from(frame: FrameType | None, stop: CodeType) -> Chain:
-    """The calls between `frame` and the one whose code is `stop`."""
+    """The calls between `frame` and the one whose code is `stop`, or the begin of its thread."""
     found: list[tuple[CodeType, int]] = []
     while frame is not None:
         code = frame.f_code
         if code is stop:
             return (*found, *TAILS.get(stop, ()))
+        if code is _THREAD:
+            while found and package_of(found[-1][0].co_filename) == "":  # Python's own way to the thread's work
+                found.pop()
+            return tuple(found)
         skip = _SKIP.get(code)
         if skip is None:
             skip = _SKIP[code] = _skipped(code.co_filename)

@@ -50,5 +50,5 @@ class _Hook(importlib.abc.MetaPathFinder):
                 run(module)
                 self.then()
 
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this one loader, not of its class
         return spec

@@ -34,6 +34,10 @@ class Cannot(Exception):
     """The kernel cannot be interpreted; the text says why."""
 
 
+class NoTime(Cannot):
+    """It does not fit into the seconds that are left for it."""
+
+
 class Memory:
     """The interpreter's way to memory: what it touches is known, and nothing else can be touched.
 
@@ -89,7 +93,8 @@ class Memory:
 
     def check_time(self) -> None:
         if self.seconds() > self.limit:
-            raise Cannot(f"it takes more than {self.limit:.1f} s to interpret")
+            left = f"{max(self.limit, 0.0):.1f} s that are left to interpret it"
+            raise NoTime(f"it takes more than the {left}: give the step smaller tensors, or check with --live")
 
     def _add(self, whole: Tensor) -> None:
         start = whole.data_ptr()
@@ -244,6 +249,7 @@ class _Session:
                 names[name] = self.replaced[id(value)]
         names["interpreter_semantic"] = self.interpreter.interpreter_semantic
         names["print"] = lambda *_, **__: None
+        names[_LOOK] = self.memory.check_time
         return names
 
     def _device(self, value: Any) -> Any:
@@ -364,6 +370,9 @@ def _extras(language: Any) -> Iterator[ModuleType]:
             yield module
 
 
+_LOOK = "__onegraph_check_time"
+"""What each round of a kernel's loops calls."""
+
 _CODES: "weakref.WeakKeyDictionary[Any, CodeType | None]" = weakref.WeakKeyDictionary()
 
 
@@ -389,5 +398,8 @@ def _rewrite(function: Any, transformer: type[ast.NodeTransformer]) -> CodeType 
     for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs):
         argument.annotation = None
     tree = transformer().visit(tree)
+    for loop in ast.walk(tree):
+        if isinstance(loop, ast.For | ast.While):  # one that touches no memory may never end either
+            loop.body.insert(0, ast.Expr(ast.Call(ast.Name(_LOOK, ast.Load()), [], [])))
     ast.increment_lineno(tree, first - 1)
     return compile(ast.fix_missing_locations(tree), function.__code__.co_filename, "exec")

@@ -4,14 +4,16 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from onegraph.check import compat
-from onegraph.check.declared import capturable, name_of
+from onegraph.check.declared import capturable, key_of, name_of
 from onegraph.check.simulate import frames, interpret, recording, specialized
+from onegraph.check.simulate.budget import Budget, for_replay
 from onegraph.check.simulate.device import DeviceTensor, StorageRecord, flat_bytes, refuse
 from onegraph.check.simulate.records import Argument, OpRecord
 from onegraph.check.simulate.unknown import Given
@@ -19,11 +21,7 @@ from onegraph.check.simulate.unknown import Given
 if TYPE_CHECKING:
     from onegraph.check.simulate.world import World
 
-LONGEST = 3.0
-"""Seconds of this thread that a step's kernels may take to interpret; one that does not fit is opaque from then on."""
-
-LEAST = 0.1
-"""Seconds that a kernel which was not interpreted yet may take, whatever others of the step took."""
+Code = tuple[CodeType, str]
 
 _PLAIN = (int, float, complex, bool, str, type(None))
 
@@ -32,23 +30,46 @@ _PLAIN = (int, float, complex, bool, str, type(None))
 class Kernels:
     """What a simulated machine knows of Triton kernels.
 
-    refused: why a kernel is not interpreted. proven: kernels that were interpreted to their end. seen: one object per
-    code and closure, so that a kernel made anew in each step is the same one in all of them. Kernels are known by `id`:
-    to hash one, Triton reads its source and all that it calls.
+    barred: kernels that are not interpreted from the start, by their code, and why. refused: the same of those that
+    were tried. late: those that were refused after the captured step had run them: whoever compares steps begins again
+    without them. proven: kernels that were interpreted to their end. captured: those that the captured step ran.
+    seen: one object per code and closure, so that a kernel made anew in each step is the same one in all of them.
+    Kernels are known by `id`: to hash one, Triton reads its source and all that it calls.
     """
 
+    barred: dict[Code, str] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
+    late: dict[Code, str] = field(default_factory=dict)
     proven: set[int] = field(default_factory=set)
+    captured: set[int] = field(default_factory=set)
     seen: dict[tuple[Any, ...], tuple[Any, ...]] = field(default_factory=dict)
-    spent: dict[int, float] = field(default_factory=dict)  # seconds, by step
+    budget: Budget = field(default_factory=Budget)
     books: specialized.Compiled = field(default_factory=specialized.Compiled)
+
+    def why_not(self, kernel: Any) -> str:
+        """Why a kernel is not interpreted; "" where it is."""
+        return self.refused.get(id(kernel)) or self.barred.get(code_of(kernel), "")
+
+    def refuse(self, kernel: Any, reason: str) -> None:
+        """It is not interpreted from now on."""
+        self.refused[id(kernel)] = reason
+
+    def refuse_late(self, kernel: Any, reason: str) -> None:
+        """The same of one that the captured step has run: what that computed can be compared with nothing."""
+        self.refuse(kernel, reason)
+        self.late[code_of(kernel)] = reason
 
     def same(self, kernel: Any) -> Any:
         """The first kernel that was launched with this one's code and closure."""
-        function = kernel.fn
-        cells = [_cell(c) for c in getattr(function, "__closure__", None) or ()]
-        key = (function.__code__, function.__code__.co_filename, *(known for known, _ in cells))
+        cells = [_cell(c) for c in getattr(kernel.fn, "__closure__", None) or ()]
+        key = (*code_of(kernel), *(known for known, _ in cells))
         return self.seen.setdefault(key, (kernel, cells))[0]
+
+
+def code_of(kernel: Any) -> Code:
+    """What a kernel is known by from one run of its factory to the next. Code is equal to that of another file."""
+    code = kernel.fn.__code__
+    return code, code.co_filename
 
 
 def _cell(cell: Any) -> tuple[Any, Any]:
@@ -68,6 +89,7 @@ class _Launch:
 
     kernel: Any
     name: str
+    key: str  # what it is declared by
     grid: tuple[int, ...]
     arguments: dict[str, Any]
     inner: dict[str, Any]
@@ -91,8 +113,8 @@ def launch(world: "World", kernel: Any, args: tuple[Any, ...], kwargs: dict[str,
     if reason:
         opaque(world, made, reason)
         return
-    if capturable(made.name) is False:
-        world.opaque(made.name, f"Triton kernel {_short(made.name)}", chain)
+    if capturable(made.key) is False:
+        world.opaque(made.key, f"Triton kernel {_short(made.name)}", chain)
     used = [*tensors_of(made.inner), *memory.followed]
     if world.unknowns.among(used):  # what it computed from that is as unknown
         _unknown(world, made, f"Triton kernel {_short(made.name)}")
@@ -138,7 +160,7 @@ def _sorted(
     plain = {}
     for place, (name, value) in enumerate(arguments.items()):  # noqa: B007 - `inner` says which one it was
         plain[name] = interpret.plain(value, inner)
-    return _Launch(kernel, name_of(kernel), grid, arguments, plain, virtual, chain)
+    return _Launch(kernel, name_of(kernel), key_of(kernel), grid, arguments, plain, virtual, chain)
 
 
 def _memory(world: "World", made: _Launch) -> interpret.Memory:
@@ -152,8 +174,7 @@ def _memory(world: "World", made: _Launch) -> interpret.Memory:
         if undo:
             memory.kept.append((whole, whole.clone()))
 
-    spent = world.kernels.spent.get(world.step, 0.0)
-    limit = max(LONGEST - spent, LEAST) if undo else 60.0
+    limit = world.kernels.budget.left(world, proven=not undo)
     memory = interpret.Memory(tensors_of(made.inner), partial(_owner, world), first_write, limit)
     return memory
 
@@ -181,26 +202,28 @@ def _owner(world: "World", address: int) -> Tensor | None:
 
 def _interpreted(world: "World", made: _Launch, memory: interpret.Memory) -> str:
     """Run it; why that could not be, or "". What it had written until then is put back."""
-    kernels = world.kernels
-    if id(made.kernel) in kernels.refused:
-        return kernels.refused[id(made.kernel)]
+    kernels, kernel = world.kernels, made.kernel
+    if reason := kernels.why_not(kernel):
+        return reason
     try:
         with compat.no_torch_function(), world.off():
-            interpret.run(made.kernel.fn, made.inner, made.grid, memory)
+            interpret.run(kernel.fn, made.inner, made.grid, memory)
     except interpret.Cannot as error:
         for whole, before in memory.kept:
             whole.copy_(before)
-        kernels.refused[id(made.kernel)] = str(error)
+        late = id(kernel) in kernels.captured and world.phase == "step"
+        (kernels.refuse_late if late else kernels.refuse)(kernel, str(error))
+        kernels.budget.wasted += memory.seconds()
         return str(error)
-    kernels.proven.add(id(made.kernel))
-    kernels.spent[world.step] = kernels.spent.get(world.step, 0.0) + memory.seconds()
+    kernels.proven.add(id(kernel))
+    kernels.budget.took(world, memory.seconds())
     return ""
 
 
 def opaque(world: "World", made: _Launch, reason: str) -> None:
     """A launch that nothing could look into: what it would have written is not known."""
     what = f"Triton kernel {_short(made.name)}"
-    world.opaque(made.name, f"{what} ({reason})", made.chain)
+    world.opaque(made.key, f"{what} ({reason})", made.chain)
     _unknown(world, made, what)
 
 
@@ -218,7 +241,7 @@ def foreign(world: "World", kernel: Any, name: str, given: tuple[Any, ...]) -> N
     if not virtual or world.phase != "step" or world.muted:
         return
     numbers = {f"{index}": value for index, value in enumerate(scalars) if isinstance(value, _PLAIN)}
-    made = _Launch(kernel, name, (), numbers, {}, virtual, world.chain(3))
+    made = _Launch(kernel, name, name, (), numbers, {}, virtual, world.chain(3))
     world.opaque(name, f"kernel {name} (no Triton kernel: it cannot be interpreted)", made.chain)
     _unknown(world, made, f"kernel {name}")
 
@@ -247,26 +270,37 @@ def _record(world: "World", made: _Launch, memory: interpret.Memory) -> None:
         used = ((t.record.number, flat_bytes(t.inner).data_ptr() in written, t.inner) for t in virtual)
         world.streams.use(world, made.chain, used)
     if world.step == world.captured_step:
+        world.kernels.captured.add(id(made.kernel))
         op.kwargs = made.inner
         op.outs, op.fresh = tuple(outs), (False,) * len(outs)
         op.tensors = (*(t.inner for t in virtual), *memory.followed)
-        op.again = partial(_again, made.kernel, made.grid, memory.followed)
+        op.again = _Again(world, made.kernel, made.grid, memory.followed, for_replay(memory.seconds()))
     elif world.reference is not None and not step.parted:
         recording.compare(world, op, step, outs)
     step.ops.append(op)
 
 
-def _again(
-    kernel: Any, grid: tuple[int, ...], followed: list[Tensor], op: OpRecord, keep: Callable[[Tensor], None]
-) -> bool:
-    """A replay: the same launch on the storages that it had."""
-    given = [*tensors_of(op.kwargs), *followed]
-    memory = interpret.Memory(given, lambda address: None, keep, 60.0)
-    try:
-        interpret.run(kernel.fn, op.kwargs, grid, memory)
-    except interpret.Cannot:
-        return False
-    return True
+@dataclass
+class _Again:
+    """A replay of a launch: the same on the storages that it had, within `limit` seconds."""
+
+    world: "World"
+    kernel: Any
+    grid: tuple[int, ...]
+    followed: list[Tensor]
+    limit: float
+
+    def __call__(self, op: OpRecord, keep: Callable[[Tensor], None]) -> bool:
+        given = [*tensors_of(op.kwargs), *self.followed]
+        memory = interpret.Memory(given, lambda address: None, keep, self.limit)
+        try:
+            interpret.run(self.kernel.fn, op.kwargs, self.grid, memory)
+        except interpret.NoTime as error:
+            self.world.kernels.refuse_late(self.kernel, str(error))
+            return False
+        except interpret.Cannot:
+            return False
+        return True
 
 
 def _external(world: "World", record: StorageRecord) -> int:

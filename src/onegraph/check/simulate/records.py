@@ -83,6 +83,7 @@ class Sighting:
     position: int = -1  # of the captured step's op, where two steps were compared
     cause: frames.Chain = ()  # of the host read that this one follows from
     storages: frozenset[int] = frozenset()  # that differ between the two steps
+    count: int = 1  # how often it was seen
 
 
 @dataclass(slots=True)

@@ -1,10 +1,8 @@
 """The protocol of a simulation: build, warm up, capture, then eager and replay side by side."""
 
 import gc
-import os
 import time
-import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
@@ -14,10 +12,12 @@ from torch import Tensor
 from onegraph.check import compat, containers
 from onegraph.check.report import SILENT, CheckError, Report, Severity, relative
 from onegraph.check.simulate import compiled, frames, memory
+from onegraph.check.simulate.calling import NOTHING, build, call_step, given_by, guarded
 from onegraph.check.simulate.compare import Books, differences
 from onegraph.check.simulate.cuda import machine
 from onegraph.check.simulate.device import DeviceTensor, storage_of
 from onegraph.check.simulate.findings import RANK, Findings, home_of
+from onegraph.check.simulate.kernels import Code
 from onegraph.check.simulate.records import Step, reshaped, same
 from onegraph.check.simulate.replay import Verdict, replay
 from onegraph.check.simulate.state import Snapshot, changes, methods, random_state
@@ -38,12 +38,8 @@ FEWEST_PROBES = 9
 LONGEST_PROBE = 4.0
 """Seconds of this thread for the further steps: a guard, seldom met, for tensors of a gigabyte."""
 
-NOTHING = 'nothing of the step ran on device "cuda": there is nothing to capture; build model, buffers and inputs there'
-
-
-def call_step(step: Callable[..., Any], given: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Call chains end at this frame."""
-    return step(*given, **keywords)
+TRIES = 3
+"""How often a simulation may begin again without the kernels that it had to give up too late."""
 
 
 def simulate_step(
@@ -63,7 +59,15 @@ def simulate_step(
     """
     if steps < FEWEST_STEPS:
         raise CheckError(f"steps: got {steps}, allowed {FEWEST_STEPS} or more; one warms up, one is captured")
-    return _Simulation(factory, steps, target, gpus, probe).run()
+    barred: dict[Code, str] = {}
+    for tries in range(TRIES, 0, -1):
+        simulation = _Simulation(factory, steps, target, gpus, probe)
+        simulation.world.kernels.barred |= barred
+        report = simulation.run(last=tries == 1)
+        if report is not None:
+            return report
+        barred |= simulation.world.kernels.late
+    raise AssertionError("the last try ends with a report")
 
 
 class _Simulation:
@@ -85,7 +89,8 @@ class _Simulation:
         self.probe_ended = ""  # what a step raised that the factory was not made for
         self.numbers_of: dict[int, dict[str, Any]] = {}  # Python values that the steps return, by path
 
-    def run(self) -> Report:
+    def run(self, *, last: bool) -> Report | None:
+        """The report; None where a kernel of the captured step could not be run again, unless this try is the last."""
         begin = time.perf_counter()
         rng = torch.get_rng_state()
         gc.freeze()  # what exists already is no part of the step: collections, the report's too, need not walk it
@@ -95,6 +100,8 @@ class _Simulation:
                 step, inputs = self._build()
                 for index in range(self.count):
                     self._one(step, inputs, index)
+                    if self.world.kernels.late and not last:
+                        return None
                 self.world.phase = "idle"
                 if self._should_probe(step):
                     self._probe(step, inputs)
@@ -115,8 +122,11 @@ class _Simulation:
                 break
             try:
                 self._one(step, inputs, index)
+                ended = "; ".join(self.world.kernels.late.values())
             except CheckError as error:  # a cache is full, a queue is empty: the step was not made for so many
-                self.probe_ended = f"{error}; judged on the first {self.count} steps"
+                ended = str(error)
+            if ended:
+                self.probe_ended = f"{ended}; judged on the first {self.count} steps"
                 del self.world.sightings[seen:]
                 self.steps.pop(index, None)
                 self.verdicts.pop(index, None)
@@ -144,33 +154,15 @@ class _Simulation:
 
     def _build(self) -> tuple[Callable[..., Any], Callable[[int], Any]]:
         self.world.phase, self.world.step = "build", -1
-        built = self._guarded("factory()", self.factory)
-        if isinstance(built, Coroutine):
-            built.close()
-        if not (isinstance(built, tuple) and len(built) == 2 and all(callable(b) for b in built)):
-            raise CheckError(
-                f"factory(): got {_kind(built)}, allowed a tuple (step, inputs) of two callables; "
-                "inputs(i) gives the arguments of the i-th step"
-            )
+        built = build(self.factory)
+        self.world.raise_refused()
         return built
-
-    def _guarded(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return function(*args)
-        except CheckError:
-            raise
-        except SystemExit as error:
-            raise CheckError(f"{what} called sys.exit({error.code!r})") from error
-        except Exception as error:
-            if internal(error):
-                raise  # a fault of this package's: not to be read as one of the step
-            raise CheckError(f"{what} raised {type(error).__name__}: {_line(error)}{_where(error)}") from error
 
     def _one(self, step: Callable[..., Any], inputs: Callable[[int], Any], index: int) -> None:
         world = self.world
         world.step, world.phase, world.current = index, "inputs", None
         pinned_before = self._pinned_contents()
-        arguments = given_of(index, self._guarded(f"inputs({index})", inputs, index))
+        arguments = given_by(inputs, index)
         leaves = containers.tensors(arguments, self.handed)
         for path, tensor in containers.tensors(arguments).items():
             if path not in leaves and isinstance(tensor, DeviceTensor) and tensor.record.phase == "inputs":
@@ -195,7 +187,8 @@ class _Simulation:
         world.first_node = compat.next_node_number()
         drawn = random_state(), world.asked_random
         world.phase = "step"
-        result = self._guarded(f"step {index}", call_step, step, *arguments)
+        result = guarded(f"step {index}", call_step, step, *arguments)
+        world.raise_refused()
         self.drew[index] = drawn != (random_state(), world.asked_random)
         record.unknown_after = world.unknowns.end()
         world.streams.end(world)
@@ -342,16 +335,6 @@ class _Simulation:
         return report
 
 
-def given_of(index: int, made: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(arguments, keywords) of step `index`. Raises CheckError."""
-    given = containers.arguments(made)
-    if given is None:
-        raise CheckError(
-            f"inputs({index}): got {_kind(made)}, allowed a tuple or a dict: the arguments or keywords of step"
-        )
-    return given
-
-
 def changed_numbers(returned: dict[int, dict[str, Any]], captured: int) -> dict[str, tuple[Any, Any]]:
     """Python values that steps return, by path, that are not what they were at capture: (then, the first other one)."""
     found: dict[str, tuple[Any, Any]] = {}
@@ -380,41 +363,3 @@ def _view(storage: Any, op: Any) -> Tensor:
     assert op.contents is not None
     whole: Tensor = torch.empty(0, dtype=op.contents.dtype).set_(storage)
     return whole.as_strided(*op.source_view)
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of {len(value)} ({', '.join(type(v).__name__ for v in value[:4])})"
-    if isinstance(value, Tensor):
-        return "a tensor"
-    name = type(value).__name__
-    return "None" if value is None else f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
-
-
-def _line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return text[0] if text else "(no message)"
-
-
-def internal(error: BaseException) -> bool:
-    """Whether the checker itself raised it: innermost in this package, but not where that stands in for torch and its
-    C++ code raises through a frame of ours."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None or trace.tb_frame.f_code.co_name in ("call_step", "_guarded"):
-        return False  # the call itself: wrong arguments
-    path = trace.tb_frame.f_code.co_filename
-    return path.startswith(frames.HERE) and os.path.basename(path) not in ("device.py", "cuda.py", "backward.py")
-
-
-def _where(error: BaseException) -> str:
-    """The innermost line outside of torch and this package."""
-    found = ""
-    for frame in traceback.extract_tb(error.__traceback__):
-        if not frames._skipped(frame.filename):
-            found = f" ({frame.filename}:{frame.lineno})"
-    return found
-
-
-__all__ = ["DEFAULT_STEPS", "FEWEST_STEPS", "simulate_step"]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onegraph.check.containers import slots
 from onegraph.check.places import package_of
 from onegraph.check.simulate import frames
 from onegraph.check.simulate.device import DeviceTensor, block
@@ -61,10 +62,11 @@ class Snapshot:
             return
         if isinstance(value, list | tuple | deque):
             self.values[name + " (length)"] = len(value)
+            fields = getattr(value, "_fields", ())  # of a named tuple
             for index, item in enumerate(value):
                 if index == _LONG:
                     break
-                yield f"{name}[{index}]", item
+                yield f"{name}.{fields[index]}" if index < len(fields) else f"{name}[{index}]", item
             return
         if isinstance(value, set | frozenset):
             self.values[name + " (length)"] = len(value)
@@ -94,7 +96,7 @@ class Snapshot:
             self.types[type(value)] = None
             for key, item in vars(value).items():
                 yield f"{name}.{key}", item
-        for key in _slots(type(value)):
+        for key in slots(type(value)):
             if hasattr(value, key) and _of_user(type(value), roots):
                 yield f"{name}.{key}", getattr(value, key)
 
@@ -185,11 +187,6 @@ def _of_user(cls: type, roots: frames.Roots) -> bool:
 
 def _file(cls: type) -> str | None:
     return getattr(sys.modules.get(cls.__module__), "__file__", None)
-
-
-def _slots(cls: type) -> list[str]:
-    slots = [getattr(c, "__slots__", ()) for c in cls.__mro__]
-    return [s for group in slots for s in ((group,) if isinstance(group, str) else group) if not s.startswith("__")]
 
 
 def methods(types_: Iterable[type]) -> list[types.CodeType]:

@@ -1,7 +1,9 @@
 """Streams and events of the simulated device, as far as a capture cares: who is inside it, who came back."""
 
 import itertools
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +27,26 @@ class Streams:
 
     def __init__(self) -> None:
         self.ids = itertools.count(1)
-        self.current: dict[int, Any] = {}
+        self.first: dict[int, Any] = {}  # the current stream of each GPU, for a thread that begins
+        self._local = threading.local()
         self.reached: set[int] = set()
         self.open: dict[int, frames.Chain] = {}
         self.main: int | None = None
         self.order = Order()
         self.strayed: set[int] = set()  # streams that the capture does not see and that the step works on: told already
+
+    @property
+    def current(self) -> dict[int, Any]:
+        """The current stream of each GPU, which every thread has for itself."""
+        mine: dict[int, Any] | None = getattr(self._local, "current", None)
+        if mine is None:
+            mine = self._local.current = dict(self.first)
+        return mine
+
+    def start_on(self, stream: Any, gpus: int) -> None:
+        """`stream` is the current one of every GPU, wherever none was chosen."""
+        self.first = dict.fromkeys(range(gpus), stream)
+        self.current.update(self.first)
 
     def begin(self, main: int) -> None:
         """A step starts on stream `main`."""
@@ -113,7 +129,8 @@ def make(world: "World") -> dict[str, Any]:
             self.device_index = self.device.index
             self.cuda_stream = self.stream_id = self.id
             self.priority = priority
-            self._before: list[Any] = []  # what was current when it was entered, once for each time
+            # What was current when it was entered, once for each time, by thread.
+            self._before: defaultdict[int, list[Any]] = defaultdict(list)
 
         def synchronize(self) -> None:
             world.see("CG106", "the host waits for a stream inside the step", hazards.NOT_PERMITTED)
@@ -147,12 +164,12 @@ def make(world: "World") -> dict[str, Any]:
             return hash(self.id)
 
         def __enter__(self) -> "Stream":
-            self._before.append(streams.current.get(self.device_index, default))
+            self._before[threading.get_ident()].append(streams.current.get(self.device_index, default))
             streams.current[self.device_index] = self
             return self
 
         def __exit__(self, *_: object) -> None:
-            streams.current[self.device_index] = self._before.pop()
+            streams.current[self.device_index] = self._before[threading.get_ident()].pop()
 
     class Event:
         def __init__(self, enable_timing: bool = False, **_: Any) -> None:
@@ -197,7 +214,7 @@ def make(world: "World") -> dict[str, Any]:
 
     default = Stream(_id=0)
     main = Stream()
-    streams.current = dict.fromkeys(range(8), main)
+    streams.start_on(main, 8)
 
     def current_stream(device: Any = None) -> Stream:
         return streams.current.get(_index(device, world), main)

@@ -1,28 +1,56 @@
 """Threads of the code under check: the simulated machine is there for all of them, as a GPU is."""
 
 import functools
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from onegraph.check.deadline import Overdue
+from onegraph.check.report import CheckError
+from onegraph.check.simulate import frames
 
 if TYPE_CHECKING:
     from onegraph.check.simulate.world import World
+
+
+class Errand(NamedTuple):
+    """Work that a step gave to a thread: which step, and through which calls."""
+
+    step: int
+    chain: frames.Chain
+
+
+class PerThread:
+    """A number that each thread has for itself, as torch has the current GPU; 0 in a thread that begins."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, world: "World", owner: type) -> int:
+        found: int = getattr(world.local, self.name, 0)
+        return found
+
+    def __set__(self, world: "World", value: int) -> None:
+        setattr(world.local, self.name, value)
 
 
 def start(world: "World", real: Callable[..., Any], modes: Callable[[], AbstractContextManager[Any]]) -> Any:
     """`Thread.start` whose thread has the machine too (modes hold for one thread), and the calls that started it."""
 
     def start(thread: Any) -> Any:
-        if chain := world.chain():
-            world.started[thread] = chain
+        if not world.submitting and (chain := world.chain()):
+            world.started[thread] = Errand(world.step, chain)
+        world.threads.add(thread)
         run = thread.run
 
         def inside() -> None:
-            with modes():
-                run()
+            try:
+                with modes():
+                    frames.in_thread(run)
+            except CheckError as error:  # to whoever checks: the thread's own end is not the user's fault
+                world.refused = world.refused or error
 
         thread.run = inside
         return real(thread)
@@ -31,32 +59,79 @@ def start(world: "World", real: Callable[..., Any], modes: Callable[[], Abstract
 
 
 def submit(world: "World", real: Callable[..., Any]) -> Any:
-    """`ThreadPoolExecutor.submit`: in a step as it is, with the calls that submitted. Outside of steps, where many
-    threads read weights, the work is done at once: what is made gets the same number in every run."""
+    """`ThreadPoolExecutor.submit`: in a step with the calls that submitted. While a factory builds, where many threads
+    read weights, the work is done at once: what is made gets the same number in every run."""
 
     def submit(pool: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
         if world.phase == "step":
-            work: Future[Any] = real(pool, _told(world, function), *args, **kwargs)
-            return work
-        done: Future[Any] = Future()
-        try:
-            done.set_result(function(*args, **kwargs))
-        except (Overdue, KeyboardInterrupt):  # to whoever checks, not to whoever waits for the work
-            raise
-        except BaseException as error:
-            done.set_exception(error)
-        return done
+            work = _told(world, function)
+            if world.copied:
+                return _apart(world, work, args, kwargs)
+            world.submitting += 1
+            try:
+                given: Future[Any] = real(pool, work, *args, **kwargs)
+            finally:
+                world.submitting -= 1
+            return given
+        if world.builds_at_once:
+            return _now(function, args, kwargs)
+        with world.lock:
+            if world.ended:
+                raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+            world.executors.add(pool)
+        waiting: Future[Any] = real(pool, function, *args, **kwargs)
+        return waiting
 
     return submit
 
 
+def finish(world: "World") -> None:
+    """What Python does after a program's last line: pools do what they were given, and threads end, but daemons."""
+    with world.lock:
+        world.ended = True
+        executors = list(world.executors)
+    for pool in executors:
+        pool.shutdown()
+    while left := [t for t in threading.enumerate() if t in world.threads and not t.daemon]:
+        left[0].join()
+
+
+def _now(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Future[Any]":
+    done: Future[Any] = Future()
+    try:
+        done.set_result(function(*args, **kwargs))
+    except (Overdue, KeyboardInterrupt):  # to whoever checks, not to whoever waits for the work
+        raise
+    except BaseException as error:
+        done.set_exception(error)
+    return done
+
+
+def _apart(
+    world: "World", function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> "Future[Any]":
+    """Work in a thread of its own: those of the pool are not in a copy of the process."""
+    done: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(function(*args, **kwargs))
+        except BaseException as error:
+            done.set_exception(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    world.apart.append(thread)
+    thread.start()
+    return done
+
+
 def _told(world: "World", function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, which while it runs is known to be the work of those who submit it now."""
-    chain = world.chain()
+    errand = Errand(world.step, world.chain())
 
     @functools.wraps(function, updated=())
     def work(*args: Any, **kwargs: Any) -> Any:
-        with world.working_for(chain):
+        with world.working_for(errand):
             return function(*args, **kwargs)
 
     return work

@@ -1,7 +1,6 @@
 """Triton for a machine without a GPU: launches go to the simulated one, and its driver says what that is."""
 
-import importlib.abc
-import importlib.util
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from onegraph.check.simulate import kernels, specialized
+from onegraph.check.simulate.imports import when_imported
 from onegraph.check.simulate.interpret import changed
 
 if TYPE_CHECKING:
@@ -45,13 +45,7 @@ def driver_while_importing(properties: dict[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def _once_imported(changes: Callable[[], list[tuple[Any, str, Any]]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        if "triton.runtime.jit" in sys.modules:
-            stack.enter_context(changed(changes()))
-        else:
-            hook = _WhenImported(lambda: stack.enter_context(changed(changes())))
-            sys.meta_path.insert(0, hook)
-            stack.callback(sys.meta_path.remove, hook)
+    with ExitStack() as stack, when_imported("triton", lambda: stack.enter_context(changed(changes()))):
         yield
 
 
@@ -78,33 +72,6 @@ def _changes(world: "World", properties: dict[str, Any]) -> list[tuple[Any, str,
         found.append((interpreter.InterpretedFunction, "run", run))
     found.append(_driver(_Driver(world, properties)))
     return found
-
-
-class _WhenImported(importlib.abc.MetaPathFinder):
-    """Calls `then` once Triton has been imported."""
-
-    def __init__(self, then: Callable[[], object]) -> None:
-        self.then = then
-        self.looking = False
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != "triton" or self.looking:
-            return None
-        self.looking = True
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self.looking = False
-        if spec is None or spec.loader is None:
-            return spec
-        load = spec.loader.exec_module
-
-        def exec_module(module: Any) -> None:
-            load(module)
-            self.then()
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
 
 
 class _Compiled:

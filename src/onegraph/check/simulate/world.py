@@ -4,7 +4,6 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import CodeType
 from typing import Any
 
@@ -15,22 +14,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from onegraph.check import compat
 from onegraph.check.declared import capturable
 from onegraph.check.report import SILENT, CheckError, Severity
-from onegraph.check.simulate import compiled, frames, hazards, recording
+from onegraph.check.simulate import compiled, frames, hazards, invented, recording
 from onegraph.check.simulate.device import DeviceTensor, StorageRecord, block, flat_bytes, refuse, storage_of, weak
 from onegraph.check.simulate.kernels import Kernels
-from onegraph.check.simulate.perform import Unavailable, perform
 from onegraph.check.simulate.recording import convert
 from onegraph.check.simulate.records import (
-    UNWRITTEN,
     Sighting,
     Step,
-    map_tensors,
-    results_said,
     split,
     tensors_in,
     written,
 )
 from onegraph.check.simulate.streams import Streams
+from onegraph.check.simulate.threads import Errand, PerThread
 from onegraph.check.simulate.unknown import ESCAPE, Given, Unknowns, given_of
 
 BUILTIN = {
@@ -50,7 +46,14 @@ BUILTIN = {
 class World:
     """See the module. `stop`: code of the frame that calls the step, where call chains end."""
 
+    device_index = PerThread()
+    muted = PerThread()  # how many blocks of the checker's own work the thread is in
+    compiled = PerThread()  # how many functions that torch would compile are running
+    submitting = PerThread()  # to a pool: a thread that it starts for that does other work later
+    builds_at_once = True  # whether work that a pool is given outside of steps is done at once
+
     def __init__(self, stop: CodeType, roots: frames.Roots, gpus: int = 1) -> None:
+        self.local = threading.local()
         self.stop, self.roots, self.gpus = stop, roots, gpus
         self.phase, self.step = "build", -1
         self.captured_step = 1
@@ -63,21 +66,23 @@ class World:
         self.streams = Streams()
         self.kernels = Kernels()
         self.streams_main: Any = None  # the stream that captures, once there are stand-ins for streams
-        self.device_index = 0
         self.thread = threading.get_ident()  # that runs the steps
         self.lock = threading.RLock()
-        self.closed = False
-        self.started: weakref.WeakKeyDictionary[threading.Thread, frames.Chain] = weakref.WeakKeyDictionary()
+        self.closed = self.ended = False
+        self.refused: CheckError | None = None  # what cannot be checked, met in a thread of the user's
+        self.copied = False  # whether this is a copy of the process, with one thread
+        self.started: weakref.WeakKeyDictionary[threading.Thread, Errand] = weakref.WeakKeyDictionary()  # by a step
+        self.threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # all that were started
+        self.apart: list[threading.Thread] = []  # in a copy: what does the work of a pool's
+        self.executors: weakref.WeakSet[Any] = weakref.WeakSet()
         self.asked_random = 0  # how often steps asked the system for random bytes
         self.random_states: list[Tensor] = []  # of the generator, as the running step has read them
-        self.generators: list[Any] = []
+        self.generators: weakref.WeakSet[Any] = weakref.WeakSet()  # of the device
         self.numbers = 0
         self.sizes: dict[int, int] = {}  # bytes of each storage, by number
-        self.muted = 0
         self.calls: list[compiled.Call] = []  # of functions that torch compiles with graphs of their own
         self.hosts: list[tuple[str, frames.Chain]] | None = None  # ops on the CPU, while one of them runs
         self.saves = False  # whether tensors of the device may be pickled
-        self.compiled = 0  # how many functions that torch would compile are running
         self.first_node = 0  # sequence number of autograd from which on nodes belong to the running step
         self.unknowns = Unknowns()
         self.reshaped: dict[int, tuple[str, frames.Chain]] = {}  # tensors whose shape the step changed in place
@@ -133,18 +138,21 @@ class World:
             return ()
         if threading.get_ident() == self.thread:
             return frames.chain(self.stop, depth + 1)
-        return self.started.get(threading.current_thread()) or frames.chain_of_thread(self.thread, self.stop)
+        errand = self.started.get(threading.current_thread())
+        return (errand.chain if errand else ()) or frames.chain_of_thread(self.thread, self.stop)
 
     @contextmanager
-    def working_for(self, chain: frames.Chain) -> Iterator[None]:
-        """The running thread does what `chain` asked for."""
+    def working_for(self, errand: Errand) -> Iterator[None]:
+        """The running thread does what a step asked for."""
         thread = threading.current_thread()
-        before = self.started.get(thread, ())
-        self.started[thread] = chain
+        before = self.started.get(thread)
+        self.started[thread] = errand
         try:
             yield
         finally:
-            self.started[thread] = before
+            del self.started[thread]
+            if before is not None:
+                self.started[thread] = before
 
     def see(
         self,
@@ -280,7 +288,8 @@ class World:
         if name == "aten::_pin_memory":
             return self.pin(hosts[0].clone())
         pinned = bool(kwargs.pop("pin_memory", False))
-        if self.hosts is not None and not self.muted and not all(r.alias_info for r in func._schema.returns):
+        live = self.phase == "step" and not self.muted
+        if self.hosts is not None and live and not all(r.alias_info for r in func._schema.returns):
             self.hosts.append((name, self.chain()))
         out = func(*args, **kwargs)
         if self.unknowns:
@@ -309,7 +318,7 @@ class World:
         hazard = None
         if name in ("aten::_to_copy", "aten::copy_"):
             kind, hazard = self._copy(name, args, kwargs, device, virtual, hosts, chain)
-        else:
+        elif virtual:  # without one a tensor of the host lends its shape, as in zeros_like(host, device="cuda")
             for host in hosts:
                 if host.dim() and name not in _MIXED and kind == "op" and not name.startswith("aten::_foreach"):
                     refuse(
@@ -336,7 +345,7 @@ class World:
             recording.freeze(self.current, virtual[0].inner)
         met = live and self.unknowns.among([*(t.inner for t in virtual), *hosts])
         given = self.given(virtual, split(func, args, kwargs)[0]) if met else ()
-        out, opaque = self._run(func, name, args, kwargs, chain)
+        out, opaque = invented.result(self, func, args, kwargs, chain)
         if opaque and not met:
             given = self.given(virtual, split(func, args, kwargs)[0])
         told = hazard is not None and hazard.code == "CG101" and isinstance(out, bool | int | float)
@@ -426,6 +435,11 @@ class World:
         elif namespace not in BUILTIN:
             self.opaque(name, f"custom op {name}", chain)
 
+    def raise_refused(self) -> None:
+        """What cannot be checked, met in a thread of the user's, ends the check in this one."""
+        if self.refused is not None:
+            raise self.refused
+
     def opaque(self, name: str, what: str, chain: frames.Chain) -> None:
         """Something the simulation cannot look into: unverified unless its author has spoken."""
         word = capturable(name)
@@ -456,46 +470,6 @@ class World:
             "RuntimeError: Attempt to increase offset for a CUDA generator not in capture mode",
         )
 
-    def _run(
-        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], chain: frames.Chain
-    ) -> tuple[Any, bool]:
-        """(what an op gives, whether that had to be invented)."""
-        try:
-            out = perform(func, args, kwargs)
-        except Unavailable:
-            pass
-        else:
-            if name in UNWRITTEN:
-                out.zero_()  # the same contents in every run: opaque kernels that would write them do not
-            return out, False
-        if capturable(name) is None:
-            text = f"{name} has no CPU implementation: what it gives is unknown"
-            self.see("CG401", text, "", chain=chain, severity=Severity.UNVERIFIED, note=name)
-        known, out = results_said(func, args, kwargs)
-        return (out if known else _zeros(self._faked(func, name, args, kwargs, chain))), True
-
-    def _faked(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], chain: frames.Chain) -> Any:
-        """Shapes and dtypes of the op's results, from its fake. Raises CheckError where it has none."""
-
-        def run(env: Any) -> Any:
-            with compat.fake_mode(env) as fake:
-                plain = partial(fake.from_tensor, static_shapes=True)
-                return func(*map_tensors(args, plain), **map_tensors(kwargs, plain))
-
-        try:
-            return run(None)
-        except compat.size_depends_on_values():
-            from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-            text = f"the size of what {name} gives depends on device values, says its fake"
-            self.see("CG104", text, hazards.NOT_PERMITTED, chain=chain)
-            return run(ShapeEnv())
-        except Exception as error:
-            raise CheckError(
-                f"{name} has neither a CPU implementation nor a fake one: the step cannot be simulated "
-                f"({type(error).__name__}: {error}); register one with register_fake, or check with --live"
-            ) from error
-
     def _wrap(self, out: Any, mine: dict[int, DeviceTensor], index: int, outs: list[Tensor]) -> Any:
         if isinstance(out, Tensor):
             outs.append(out)
@@ -516,12 +490,3 @@ _MIXED = (
     | {"aten::set_", "aten::tensor_split", "aten::lift_fresh", "aten::_pin_memory"}
     | _PACKED
 )
-
-
-def _zeros(tree: Any) -> Any:
-    return map_tensors(tree, lambda t: torch.zeros([_size(s) for s in t.shape], dtype=t.dtype))
-
-
-def _size(size: Any) -> int:
-    """A size that a fake gives; 1 where only the op's values would tell."""
-    return size if isinstance(size, int) else int(size.node.hint) if size.node.has_hint() else 1

@@ -47,7 +47,8 @@ def call(machine: Machine, name: str, args: list[Value], keywords: dict[str, Val
     if name in READERS:
         if isinstance(first, Const) and name in ("int", "float", "bool") and isinstance(first.value, int | float):
             return Const({"int": int, "float": float, "bool": bool}[name](first.value))
-        return Plain(READERS[name], varying=varies(first), read=first.read if isinstance(first, Plain) else "")
+        changes = moving(machine, first) if isinstance(first, Tensor) else varies(first)
+        return Plain(READERS[name], varying=changes, read=first.read if isinstance(first, Plain) else "")
     match name:
         case "len":
             if isinstance(first, Seq) and first.items is not None:

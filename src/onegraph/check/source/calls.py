@@ -3,7 +3,17 @@
 import ast
 from dataclasses import replace
 
-from onegraph.check.source import binding, builtin_calls, library, names, parameters, torch_calls
+from onegraph.check.source import (
+    binding,
+    builtin_calls,
+    entropy,
+    library,
+    methods,
+    names,
+    parameters,
+    tensor_methods,
+    torch_calls,
+)
 from onegraph.check.source.machine import DEPTH, TREE_DEPTH, Call, Machine, short
 from onegraph.check.source.values import (
     UNKNOWN,
@@ -16,6 +26,7 @@ from onegraph.check.source.values import (
     Method,
     Obj,
     Partial,
+    Plain,
     Scope,
     Seq,
     Super,
@@ -100,12 +111,14 @@ def apply(machine: Machine, func: Value, args: list[Value], keywords: Keywords, 
         case Method(receiver=Super()):
             return UNKNOWN
         case Method(receiver=Seq(kind="modules"), name="to" | "cuda"):
-            device = torch_calls.device_argument(args, keywords) if func.name == "to" else "cuda"
+            device = tensor_methods.device_argument(args, keywords) if func.name == "to" else "cuda"
             return move(func.receiver, device, set()) if device else func.receiver
         case Method(receiver=Seq(kind="modules"), name="eval" | "half" | "bfloat16" | "float" | "requires_grad_"):
             return func.receiver
         case Method():
-            return torch_calls.method(machine, func.receiver, func.name, args, keywords, node)
+            return methods.method(machine, func.receiver, func.name, args, keywords, node)
+        case Plain(kind=entropy.DRAWN):
+            return func  # a method of what was drawn
         case Obj():
             for name in ("__call__", "forward"):
                 found = names.member_value(machine, func, func.cls, name)
@@ -154,7 +167,7 @@ def call_function(machine: Machine, func: Func, args: list[Value], keywords: Key
             machine.in_step,
             id(func.node),
             id(func.receiver) if isinstance(func.receiver, Obj) else 0,
-            signature(args, keywords),
+            parameters.signature(args, keywords),
         )
         if key in machine.memo:
             value, work = machine.memo[key]
@@ -210,27 +223,6 @@ def _yields(node: ast.AST) -> bool:
 def id_name(func: Func) -> str:
     name = getattr(func.node, "name", "<lambda>")
     return f"{func.owner.node.name}.{name}" if func.owner is not None else name
-
-
-def signature(args: list[Value], keywords: Keywords) -> tuple:
-    """What two calls must share for one reading to stand for both: the kinds of the arguments, not their storages."""
-    return (*map(_kind, args), *((k, _kind(v)) for k, v in sorted(keywords.items())))
-
-
-def _kind(value: Value) -> object:
-    match value:
-        case Tensor():
-            return (value.device, value.sure, value.pinned, value.boolean, value.rank, value.varying, value.optional)
-        case Obj() | Func() | Class():
-            return id(value)
-        case Seq():
-            items = value.items if value.items is not None else (value.element,)
-            return ("seq", value.kind, value.items is None, *map(_kind, items[:8]))
-        case Dict():
-            return ("dict", *((str(k), _kind(v)) for k, v in (value.entries or ())[:8]))
-        case Const():
-            return ("const", repr(value.value)[:40])
-    return value if not isinstance(value, Method | Partial | Super) else type(value).__name__
 
 
 # ---- classes
@@ -312,7 +304,7 @@ def _module_method(machine: Machine, obj: Value, name: str, args: list[Value], k
             return Const(None)
         case "to" | "cuda" | "cpu":
             device = (
-                torch_calls.device_argument(args, keywords) if name == "to" else "cuda" if name == "cuda" else "cpu"
+                tensor_methods.device_argument(args, keywords) if name == "to" else "cuda" if name == "cuda" else "cpu"
             )
             if device:
                 move(obj, device, set())

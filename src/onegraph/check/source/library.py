@@ -318,25 +318,3 @@ CONSTANT_FALSE = frozenset(
         "torch._C._get_tracing_state",
     ]
 )
-
-VARYING = frozenset(
-    [
-        "time.time",
-        "time.perf_counter",
-        "time.monotonic",
-        "time.time_ns",
-        "time.perf_counter_ns",
-        "random.random",
-        "random.randint",
-        "random.randrange",
-        "random.uniform",
-        "random.choice",
-        "random.getrandbits",
-        "random.gauss",
-        "random.normalvariate",
-        "secrets.randbelow",
-        "secrets.randbits",
-        "datetime.datetime.now",
-    ]
-)
-"""Host functions whose result changes from call to call."""

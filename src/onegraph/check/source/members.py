@@ -2,7 +2,7 @@
 
 import ast
 
-from onegraph.check.source import names, tensors
+from onegraph.check.source import entropy, names, tensors
 from onegraph.check.source.machine import Machine
 from onegraph.check.source.values import (
     UNKNOWN,
@@ -69,7 +69,7 @@ def attribute(machine: Machine, owner: Value, name: str, node: ast.AST) -> Value
         case Seq() | Dict() | ExtObj() | Const():
             return Method(owner, name)
         case Plain():
-            return Method(owner, name)
+            return owner if owner.kind == entropy.DRAWN else Method(owner, name)
         case Func() if name == "__wrapped__":
             return owner
     return UNKNOWN

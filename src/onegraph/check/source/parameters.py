@@ -6,11 +6,16 @@ from dataclasses import replace
 from onegraph.check.source.machine import Machine
 from onegraph.check.source.values import (
     UNKNOWN,
+    Class,
     Const,
     Dict,
     Func,
+    Method,
+    Obj,
+    Partial,
     Plain,
     Seq,
+    Super,
     Tensor,
     Unknown,
     Value,
@@ -196,3 +201,24 @@ def _used_as_tensors(node: ast.AST, used: frozenset[str]) -> set[str]:
         for inner in ast.walk(node)
         if isinstance(inner, ast.Attribute) and inner.attr in used and isinstance(inner.value, ast.Name)
     }
+
+
+def signature(args: list[Value], keywords: dict[str, Value]) -> tuple:
+    """What two calls must share for one reading to stand for both: the kinds of the arguments, not their storages."""
+    return (*map(_kind, args), *((k, _kind(v)) for k, v in sorted(keywords.items())))
+
+
+def _kind(value: Value) -> object:
+    match value:
+        case Tensor():
+            return (value.device, value.sure, value.pinned, value.boolean, value.rank, value.varying, value.optional)
+        case Obj() | Func() | Class():
+            return id(value)
+        case Seq():
+            items = value.items if value.items is not None else (value.element,)
+            return ("seq", value.kind, value.items is None, *map(_kind, items[:8]))
+        case Dict():
+            return ("dict", *((str(k), _kind(v)) for k, v in (value.entries or ())[:8]))
+        case Const():
+            return ("const", repr(value.value)[:40])
+    return value if not isinstance(value, Method | Partial | Super) else type(value).__name__

@@ -227,7 +227,7 @@ def _arguments(
                 text = f"`{short(node)}` reads a device tensor for a size"
                 machine.report("CG101", node, text, sure=inner[0].sure)
     generator = keywords.get("generator")
-    if name in lib.RANDOM_METHODS | lib.RANDOM and isinstance(generator, ExtObj):
+    if name in lib.RANDOM_METHODS | lib.RANDOM and isinstance(generator, ExtObj) and generator.note != "cpu":
         machine.report("CG301", node, f"`{short(node)}` draws from a generator that the graph must be told of")
 
 

@@ -1,12 +1,12 @@
-"""Calls of torch's functions and of the methods of tensors, streams, events, generators and modules."""
+"""Calls of names outside of the user's code: torch's functions, and what of others is known."""
 
 import ast
 from dataclasses import replace
 
-from onegraph.check.source import launches, tensor_methods
+from onegraph.check.source import entropy, launches, tensor_methods
 from onegraph.check.source import library as lib
 from onegraph.check.source.machine import Machine, place, short
-from onegraph.check.source.tensor_methods import device_argument, device_of, rank_of, split_result
+from onegraph.check.source.tensor_methods import device_of, rank_of, split_result
 from onegraph.check.source.tensors import cpu_operand, scalar
 from onegraph.check.source.values import (
     UNKNOWN,
@@ -15,7 +15,6 @@ from onegraph.check.source.values import (
     Dict,
     Ext,
     ExtObj,
-    Obj,
     Plain,
     Seq,
     Tensor,
@@ -51,13 +50,14 @@ def call(machine: Machine, func: Ext | ExtObj, args: list[Value], keywords: Keyw
         return args[0] if args and isinstance(args[0], Tensor) else UNKNOWN
     if name.startswith("torch."):
         return _torch(machine, name, args, keywords, node)
-    return _other(machine, name, args, node)
+    return _other(machine, name, args, keywords, node)
 
 
-def _other(machine: Machine, name: str, args: list[Value], node: ast.AST) -> Value:
+def _other(machine: Machine, name: str, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
     first = args[0] if args else UNKNOWN
-    if name in lib.VARYING:
-        return Plain("float", varying=True)
+    drawn = entropy.call(machine, name, args, keywords)
+    if drawn is not None:
+        return drawn
     if name in ("triton.autotune", "triton.heuristics"):
         return ExtObj("triton.decorator")
     if name == "triton.jit":
@@ -130,7 +130,8 @@ def _torch(machine: Machine, name: str, args: list[Value], keywords: Keywords, n
     if name in ("torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast", "torch.amp.autocast_mode.autocast"):
         return ExtObj("torch.autocast")
     if name == "torch.Generator":
-        return ExtObj(name, in_step=machine.in_step)
+        device = first if args else keywords.get("device")
+        return ExtObj(name, "cpu" if device is None else device_of(device), machine.in_step)
     if last in lib.RNG_STATE and (name.count(".") == 1 or name.startswith("torch.random.")):
         sets = last in lib.RNG_SETS
         machine.report("CG302", node, f"`{short(node)}` touches the generator's state in the step", sure=sets)
@@ -191,7 +192,7 @@ def _factory(machine: Machine, last: str, args: list[Value], keywords: Keywords,
         sure=sure,
         pinned=is_pinned,
         rank=rank_of(last, args),
-        varying=_host_varies(device, args),
+        varying=_host_varies(device, args) or (device == "cpu" and last in lib.RANDOM and machine.in_step),
         ragged=not machine.in_step and any(varies(a) for a in shape),
         integer=last in ("arange", "randint", "randperm"),
     )
@@ -218,7 +219,10 @@ def _from_host(machine: Machine, last: str, args: list[Value], keywords: Keyword
     if device.startswith("cuda") and not empty:
         text = f"`{short(node)}` builds a device tensor from host data in the step"
         machine.report("CG102", node, text, sure=not presumed)
-    rank = 0 if is_plain(data) else rank_of("tensor", [data])
+    if is_plain(data):  # of numpy it is an array, or numpy's own function would refuse it
+        rank = None if last in ("from_numpy", "frombuffer") else 0
+    else:
+        rank = rank_of("tensor", [data])
     moving = device == "cpu" and varies(data)
     whole = isinstance(data, Seq) and bool(data.items) and all(_is_int(v) for v in data.items or ())
     return machine.tensor(device, sure=not presumed, rank=rank, varying=moving, integer=whole or _is_int(data))
@@ -237,7 +241,7 @@ def _is_int(value: Value) -> bool:
 
 def _generator(machine: Machine, last: str, keywords: Keywords, node: ast.AST) -> None:
     generator = keywords.get("generator")
-    if last in lib.RANDOM and isinstance(generator, ExtObj) and generator.kind == "torch.Generator":
+    if last in lib.RANDOM and isinstance(generator, ExtObj) and generator.note != "cpu":
         machine.report("CG301", node, f"`{short(node)}` draws from a generator that the graph must be told of")
 
 
@@ -341,91 +345,4 @@ def _cuda(machine: Machine, name: str, args: list[Value], keywords: Keywords, no
             return machine.tensor("cuda")
         case "current_device" | "device_count" | "get_device_capability" | "get_device_properties":
             return Plain("int")
-    return UNKNOWN
-
-
-def method(machine: Machine, receiver: Value, name: str, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
-    """A method of a value that is not of the user's code."""
-    match receiver:
-        case Tensor():
-            return tensor_methods.method(machine, receiver, name, args, keywords, node)
-        case ExtObj(kind="torch.cuda.Stream" | "torch.cuda.Event"):
-            if name == "synchronize":
-                machine.report("CG106", node, f"`{short(node)}` waits for the device")
-            elif name == "query":
-                machine.report("CG107", node, f"`{short(node)}` asks captured work whether it is done")
-                return Plain("bool")
-            elif name == "record_event":
-                return ExtObj("torch.cuda.Event")
-            elif name == "elapsed_time":
-                machine.report("CG107", node, f"`{short(node)}` asks captured work for its time")
-            return UNKNOWN
-        case ExtObj(kind="torch.cuda.CUDAGraph") if name in ("capture_begin", "capture_end"):
-            machine.capture(node, begins=name == "capture_begin")
-            return Const(None)
-        case ExtObj(kind="contextlib.ExitStack") if name == "enter_context" and args:
-            if isinstance(args[0], ExtObj) and args[0].kind == "torch.cuda.graph":
-                if not machine.in_step:
-                    machine.stacked = receiver.note
-                machine.capture(node, begins=True)
-            return args[0]
-        case ExtObj(kind="contextlib.ExitStack") if name == "pop_all":
-            return receiver  # whoever closes that one ends what was entered here
-        case ExtObj(kind="contextlib.ExitStack") if name in ("close", "__exit__"):
-            if machine.stacked == receiver.note:
-                machine.stacked = ""
-                machine.capture(node, begins=False)
-            return Const(None)
-        case ExtObj() if launches.is_kernel(receiver) and name in ("get_function", "get_kernel"):
-            return receiver
-        case ExtObj(kind="torch.Generator"):
-            if name in lib.RNG_STATE:  # it may be a generator that no captured op draws from
-                text = f"`{short(node)}` touches the generator's state in the step"
-                machine.report("CG302", node, text, sure=False)
-            return receiver if name == "manual_seed" else UNKNOWN
-        case ExtObj() if receiver.kind.startswith("torch.nn."):
-            if name in ("to", "cuda", "eval", "train", "half", "requires_grad_", "bfloat16", "float"):
-                device = device_argument(args, keywords) if name == "to" else "cuda" if name == "cuda" else ""
-                if name in ("eval", "train"):
-                    machine.report("CG311", node, f"`.{name}()` in the step changes the mode of modules")
-                return replace(receiver, note=device or receiver.note)
-            return UNKNOWN
-        case Ext() | ExtObj() if name.startswith("launch") or (name == "run" and launches.is_kernel(receiver)):
-            moving = name == "launch-moving" or any(varies(a) for a in (*args, *keywords.values()))
-            on_device = [t for a in (*args, *keywords.values()) for t in tensors(a) if t.on_device]
-            if machine.in_step:
-                machine.tensor_work += 1
-            if moving and on_device:
-                scalar(machine, node, UNKNOWN, on_device[0], "a kernel's argument or grid")
-            return Const(None)
-        case Dict():
-            return _dict_method(receiver, name, args)
-        case Seq():
-            return receiver if name == "copy" else Plain("int") if name in ("index", "count") else UNKNOWN
-        case Plain() | Const():
-            return Plain(varying=varies(receiver) or any(varies(a) for a in args))
-        case Obj():
-            return UNKNOWN
-    return UNKNOWN
-
-
-def _dict_method(receiver: Dict, name: str, args: list[Value]) -> Value:
-    match name:
-        case "get" if args and isinstance(args[0], Const):
-            found = receiver.get(args[0].value)
-            if found is not None:
-                return found
-            return (args[1] if len(args) > 1 else Const(None)) if receiver.entries is not None else UNKNOWN
-        case "values":
-            entries = receiver.entries
-            return Seq("iterator", tuple(v for _, v in entries) if entries is not None else None, receiver.any)
-        case "items":
-            if receiver.entries is not None:
-                pairs = tuple(Seq("tuple", (Const(k), v), in_step=True) for k, v in receiver.entries)
-                return Seq("iterator", pairs, in_step=True)
-            return Seq("iterator", None, Seq("tuple", (Plain("str"), receiver.any), in_step=True))
-        case "keys":
-            return Seq("iterator", None, Plain("str"))
-        case "copy":
-            return receiver
     return UNKNOWN

@@ -1,0 +1,102 @@
+"""The user's part of a check, called: factory, inputs and step, with what they raise or give told in one line."""
+
+import os
+import traceback
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from torch import Tensor
+
+from onegraph.check import containers
+from onegraph.check.report import CheckError
+from onegraph.check.simulate import frames
+
+NOTHING = 'nothing of the step ran on device "cuda": there is nothing to capture; build model, buffers and inputs there'
+
+
+_STAND_INS = ("device.py", "cuda.py", "modes.py", "backward.py")
+"""Files of this package through whose frames torch's own code raises."""
+
+
+def call_step(step: Callable[..., Any], given: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """Call chains end at this frame."""
+    return step(*given, **keywords)
+
+
+def build(factory: Callable[[], Any]) -> tuple[Callable[..., Any], Callable[[int], Any]]:
+    """(step, inputs) of a factory. Raises CheckError where it gives something else."""
+    built = guarded("factory()", factory)
+    if isinstance(built, Coroutine):
+        built.close()
+    if not (isinstance(built, tuple) and len(built) == 2 and all(callable(b) for b in built)):
+        raise CheckError(
+            f"factory(): got {kind(built)}, allowed a tuple (step, inputs) of two callables; "
+            "inputs(i) gives the arguments of the i-th step"
+        )
+    return built
+
+
+def guarded(what: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Call the user's function. Raises CheckError for what it raises, but not for a fault of this package."""
+    try:
+        return function(*args)
+    except CheckError:
+        raise
+    except SystemExit as error:
+        raise CheckError(f"{what} called sys.exit({error.code!r})") from error
+    except Exception as error:
+        if internal(error):
+            raise  # not to be read as one of the step
+        raise CheckError(f"{what} raised {type(error).__name__}: {line(error)}{where(error)}") from error
+
+
+def given_by(inputs: Callable[[int], Any], index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(arguments, keywords) that the user's `inputs` makes for step `index`. Raises CheckError."""
+    return given_of(index, guarded(f"inputs({index})", inputs, index))
+
+
+def given_of(index: int, made: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(arguments, keywords) of step `index`. Raises CheckError."""
+    given = containers.arguments(made)
+    if given is None:
+        raise CheckError(
+            f"inputs({index}): got {kind(made)}, allowed a tuple or a dict: the arguments or keywords of step"
+        )
+    return given
+
+
+def kind(value: Any) -> str:
+    """What a value is, for a message: "a tuple of 2 (int, str)"."""
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)} ({', '.join(type(v).__name__ for v in value[:4])})"
+    if isinstance(value, Tensor):
+        return "a tensor"
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
+def line(error: BaseException) -> str:
+    """The first line of what an error says."""
+    text = str(error).strip().splitlines()
+    return text[0] if text else "(no message)"
+
+
+def internal(error: BaseException) -> bool:
+    """Whether the checker itself raised it: innermost in this package, but not where that stands in for torch and its
+    C++ code raises through a frame of ours."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or trace.tb_frame.f_code.co_name in ("call_step", "guarded"):
+        return False  # the call itself: wrong arguments
+    path = trace.tb_frame.f_code.co_filename
+    return path.startswith(frames.HERE) and os.path.basename(path) not in _STAND_INS
+
+
+def where(error: BaseException) -> str:
+    """The innermost line outside of torch and this package."""
+    found = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if not frames._skipped(frame.filename):
+            found = f" ({frame.filename}:{frame.lineno})"
+    return found
