@@ -54,7 +54,7 @@ $(VENV)/vllm/.done: tests/vllm/requirements.txt $(VENV)/.dev
 vllm: export ONEGRAPH_SMOLLM2 ?= $(abspath $(firstword $(wildcard .demo/*.gguf)))
 vllm: export ONEGRAPH_SMOLLM2_4BIT ?= $(abspath $(wildcard .demo/SmolLM2-135M-Instruct-4bit))
 vllm: $(VENV)/vllm/.done ## the plugin inside the real vLLM, on the CPU
-	$(VENV)/vllm/bin/python -m pytest -m "not gpu" tests/vllm
+	$(VENV)/vllm/bin/python -m pytest -m "not gpu" -n 2 --dist loadfile tests/vllm
 
 # The newest transformers likewise, over the oldest that is supported, which constraints.txt pins.
 $(VENV)/hf/.done: tests/hf/requirements.txt $(VENV)/.dev

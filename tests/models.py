@@ -311,5 +311,6 @@ def save_e8p(variant: str, path: Path, *, share: bool = True, rates: dict[str, A
         tensors |= {f"{module}.{suffix}": tensor for suffix, tensor in found.items()}
         with torch.no_grad():
             parameter.copy_(weight)
-    write_checkpoint(path, hf.config.to_dict() | {"quantization_config": config.to_dict()}, tensors.items())
+    about = {"architectures": [type(hf).__name__], "quantization_config": config.to_dict()}
+    write_checkpoint(path, hf.config.to_dict() | about, tensors.items())
     return hf

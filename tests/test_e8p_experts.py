@@ -46,8 +46,9 @@ def checkpoint_of(variant: str, path: Path, bits: int, **changes: Any) -> Any:
                 parameter.copy_(dense)
             else:
                 tensors[own] = parameter.detach().clone()
+    tensors |= {name: buffer for name, buffer in hf.named_buffers() if name.endswith("e_score_correction_bias")}
     config = hf.config.to_dict() | {"quantization_config": E8PConfig(bits=bits).to_dict()}
-    write_checkpoint(path, config, tensors.items())
+    write_checkpoint(path, config | {"architectures": [type(hf).__name__]}, tensors.items())
     return hf
 
 

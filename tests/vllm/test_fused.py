@@ -29,7 +29,7 @@ PROGRAM = """
 import json, sys
 from test_generate import PROMPTS, serving, tokens_of
 if __name__ == "__main__":
-    with serving(sys.argv[1], tensor_parallel_size=2) as llm:
+    with serving(sys.argv[1], tensor_parallel_size=2, **json.loads(sys.argv[3])) as llm:
         found = tokens_of(llm, PROMPTS, 12)
     json.dump(found, open(sys.argv[2], "w"))
 """
@@ -92,7 +92,7 @@ def test_adapters_see_what_the_norm_gives() -> None:
     assert fuse(None, SimpleNamespace(lora_config=object())) == 0
 
 
-def test_a_vllm_whose_layers_we_do_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vllm_whose_layers_we_do_not_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A newer one runs its own layers."""
     import vllm
 
@@ -102,29 +102,30 @@ def test_a_vllm_whose_layers_we_do_not_know(monkeypatch: pytest.MonkeyPatch) -> 
     for version, wanted in (((0, 32, 0), "OnegraphLlamaForCausalLM"), ((0, 99, 0), "LlamaForCausalLM")):
         monkeypatch.setattr(vllm, "__version_tuple__", version)
         given = SimpleNamespace(architectures=["LlamaForCausalLM"])
-        config.maybe_update_config("path", hf_config=given)
+        config.maybe_update_config(str(tmp_path), hf_config=given)
         assert given.architectures == [wanted]
-    config.maybe_update_config("path", hf_config=(other := SimpleNamespace(architectures=["OlmoForCausalLM"])))
+    config.maybe_update_config(str(tmp_path), hf_config=(other := SimpleNamespace(architectures=["OlmoForCausalLM"])))
     assert other.architectures == ["OlmoForCausalLM"]
 
 
-def two_ranks(path: Path, out: Path) -> subprocess.CompletedProcess[str]:
+def ranks(path: Path, out: Path, **settings: Any) -> subprocess.CompletedProcess[str]:
+    """Two of them, in processes of their own; their tokens go to `out`."""
     environment = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", PROGRAM, str(path), str(out)]
+    command = [sys.executable, "-c", PROGRAM, str(path), str(out), json.dumps(settings)]
     return subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
 
 
 @pytest.mark.slow
 def test_two_ranks_give_what_one_gives(tiny_for_two: Path, tmp_path: Path) -> None:
     """Every linear cut, the residual stream added by the first rank alone."""
-    done = two_ranks(tiny_for_two, tmp_path / "tokens")
+    done = ranks(tiny_for_two, tmp_path / "tokens")
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads((tmp_path / "tokens").read_text()) == ours(tiny_for_two, PROMPTS, 12)
 
 
 @pytest.mark.slow
 def test_a_share_that_cuts_a_rotation_block_is_refused_by_name(tiny_chat: Path, tmp_path: Path) -> None:
-    done = two_ranks(tiny_chat, tmp_path / "tokens")
+    done = ranks(tiny_chat, tmp_path / "tokens")
     assert done.returncode != 0
     told = done.stdout + done.stderr
     assert re.search(r"self_attn\.k_proj: rows (0:64|64:128) of 128 cut a rotation block", told), told[-3000:]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from models import smollm2_gguf
+from models import save_e8p, smollm2_gguf
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
@@ -82,6 +82,22 @@ def test_tokens_are_our_engines(name: str, tmp_path: Path) -> None:
     _, coded, _ = quantized(variant, tmp_path, **recipe)
     with serving(coded.path) as llm:
         assert tokens_of(llm, PROMPTS, 12) == ours(coded.path, PROMPTS, 12)
+
+
+FAMILIES = {
+    "gemma3": ({"bits": 4, "lm_head": 4, "embed_tokens": 3}, {"hidden_size": 192, "head_dim": 32}),
+    "gemma3_256": ({"bits": 2}, {"num_attention_heads": 2, "hidden_size": 128}),
+    "phi3": ({"bits": 3, "layers": {"model.layers.0.self_attn.qkv_proj": 4}}, {"hidden_size": 192, "head_dim": 32}),
+}
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_families(variant: str, tmp_path: Path) -> None:
+    """Norms and scales of Gemma's own around the linears; what Phi-3's files hold as one linear."""
+    rates, sizes = FAMILIES[variant]
+    save_e8p(variant, tmp_path / "m", rates=rates, **sizes)
+    with serving(tmp_path / "m") as llm:
+        assert tokens_of(llm, PROMPTS, 12) == ours(tmp_path / "m", PROMPTS, 12)
 
 
 def test_compiled(tmp_path: Path) -> None:

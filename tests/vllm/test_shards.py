@@ -86,6 +86,30 @@ def test_columns_of_a_fused_layer(formats: tuple[WeightFormat, ...], ranks: int)
             torch.testing.assert_close(part, want[:, first : first + part.shape[1]], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("format", [E8P[3], MXFP4, DENSE], ids=repr)
+def test_one_linear_of_the_file_where_vllm_counts_three(format: WeightFormat) -> None:
+    """Phi-3's qkv_proj: each rank has its rows of q, of k and of v, one behind the other."""
+    sizes, k = (512, 256, 256), 256
+    tensors = stored(sum(sizes), k, format, 0)
+    x = torch.randn(3, k, generator=torch.Generator().manual_seed(9))
+    want = whole(tensors, format, x).split(sizes, dim=1)
+    for rank in range(2):
+        slots = Slots({"qkv_proj": format}, [256, 128, 128], k, Share(rank, 2), torch.float32)
+        (got,) = outputs(slots, loaded(slots, [tensors], [None]), x)
+        own = [part.chunk(2, dim=1)[rank] for part in want]
+        torch.testing.assert_close(got, torch.cat(own, dim=1), rtol=1e-4, atol=1e-4)
+    slots = Slots({"qkv_proj": format}, [128, 128, 128], k, Share(0, 4), torch.float32)
+    with pytest.raises(ValueError, match=r"qkv_proj: its number of outputs is 1024 .* no share among 4 ranks"):
+        loaded(slots, [tensors], [None])
+
+
+def test_pieces_that_cut_a_rotation_block() -> None:
+    tensors = stored(384, 64, E8P[4], 0)
+    slots = Slots({"gate_up_proj": E8P[4]}, [64, 128], 64, Share(0, 2), torch.float32)
+    with pytest.raises(ValueError, match=r"gate_up_proj: rows 0:64 of 384 cut a rotation block"):
+        loaded(slots, [tensors], [None])
+
+
 @pytest.mark.parametrize("format", [*E8P.values(), MXFP4, DENSE], ids=repr)
 def test_rows_of_a_layer_add_up(format: WeightFormat) -> None:
     tensors = stored(192, 512, format, 0)
@@ -187,8 +211,8 @@ def test_what_a_checkpoint_may_not_hold() -> None:
     assert "a.residual is in the checkpoint; e8p at 2 bits has no" in refusal(
         mixed, [128, 128], 64, Share(), tensors, "q"
     )
-    with pytest.raises(ValueError, match="vLLM makes 3 linears of it, the checkpoint has 1"):
-        Slots({"qkv": E8P[4]}, [64, 64, 64], 64, Share(), torch.float32)
+    with pytest.raises(ValueError, match="vLLM makes 3 linears of it, the checkpoint has 2"):
+        Slots({"q": E8P[4], "kv": E8P[4]}, [64, 64, 64], 64, Share(), torch.float32)
     with pytest.raises(ValueError, match="groups of 8"):
         Slots({"odd": E8P[4]}, [64], 60, Share(), torch.float32)
 

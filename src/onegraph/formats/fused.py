@@ -26,6 +26,14 @@ from onegraph.formats.files import CheckpointError, quote
 from onegraph.formats.mxfp4 import E8M0, GROUP, MXFP4
 from onegraph.formats.weight import FLOATS, WHOLE, Expected, Field, File, Part, Require, WeightFormat
 
+STACKS = "gate_up_proj", "down_proj"  # how onegraph calls those of a layer, in any family
+_BLOCKS, _SCALES = "_blocks", "_scales"
+
+
+def in_blocks(tensor: str) -> str | None:
+    """The stack whose MXFP4 blocks the tensor of this name is; None where it is none."""
+    return tensor.removesuffix(_BLOCKS) if tensor.endswith(_BLOCKS) else None
+
 
 def stack_names(file: File, name: str) -> tuple[WeightFormat, dict[str, str]]:
     """The format of the stack `name`, and by field the tensor that holds it. Raises CheckpointError where there is
@@ -34,12 +42,12 @@ def stack_names(file: File, name: str) -> tuple[WeightFormat, dict[str, str]]:
         rest = file.info(f"{name}.residual").dtype if f"{name}.residual" in file else None
         format = E8P[next((bits for bits in BITS if residual_dtype(bits) == rest), BITS[-1])]  # else its check says it
         return format, {key: f"{name}.{key}" for key in format.stored}
-    if f"{name}_blocks" in file:
-        return MXFP4, {"codes": f"{name}_blocks", "scale": f"{name}_scales"}
+    if f"{name}{_BLOCKS}" in file:
+        return MXFP4, {"codes": f"{name}{_BLOCKS}", "scale": f"{name}{_SCALES}"}
     if name in file:
         return DENSE, {"weight": name}
     raise CheckpointError(
-        f"there is neither {quote(name)} nor {quote(name + '_blocks')} nor {quote(name + '.codes')}; fetch the "
+        f"there is neither {quote(name)} nor {quote(name + _BLOCKS)} nor {quote(name + '.codes')}; fetch the "
         "checkpoint again"
     )
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from onegraph.formats.fused import STACKS
 from onegraph.formats.weight import FLOATS, Dtypes, Quantization, Shape
 from onegraph.models.fields import Fields
 from onegraph.models.parts import Component, Stack
@@ -120,8 +121,9 @@ class Routed:
     @property
     def whole(self) -> tuple[str, str]:
         """Within a block, gate-up and down of all experts, where they are one tensor each."""
-        above = _NAMES[self.family][1].removesuffix(".gate_up_proj").partition(".{}")[0]
-        return f"{above}.gate_up_proj", f"{above}.down_proj"
+        gate_up, down = STACKS
+        above = _NAMES[self.family][1].removesuffix(f".{gate_up}").partition(".{}")[0]
+        return f"{above}.{gate_up}", f"{above}.{down}"
 
     def stacked(self, prefix: str, quantization: Quantization | None) -> bool:
         """Whether a file has the experts of the block `prefix` in one tensor each. Raises ValueError where gate-up and

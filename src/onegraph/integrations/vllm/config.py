@@ -1,5 +1,6 @@
 """The quantization "onegraph" as vLLM sees it: which layer is stored in which format, and so gets which method."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,11 +8,14 @@ import torch
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
+from onegraph.formats.fused import STACKS, in_blocks
 from onegraph.formats.quantization import parse_quantization
 from onegraph.formats.weight import Quantization, WeightFormat
 from onegraph.integrations.vllm import FUSED, fuses, unsupported
 
 HEAD, EMBED = "lm_head", "embed_tokens"
+PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+BLOCK = re.compile(r".*?\.\d+\.")  # the name of a block, with what goes before it
 DRAFT = "draft_model."  # what vLLM puts before the names of a model that drafts for another
 
 
@@ -36,6 +40,8 @@ class OnegraphConfig(QuantizationConfig):
     def __init__(self, quantization: Quantization) -> None:
         super().__init__()
         self.quantization = quantization
+        self.coded: frozenset[str] = frozenset()  # layers of blocks that the checkpoint holds in codes, by vLLM's names
+        self.taken: set[str] = set()  # those that a method of ours runs
 
     def __repr__(self) -> str:
         return f"OnegraphConfig({self.quantization})"
@@ -66,7 +72,17 @@ class OnegraphConfig(QuantizationConfig):
         return cls(quantization)
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Tells vLLM's model and loader where head and embedding are two, and names our class of the model."""
+        """Tells vLLM's model and loader where head and embedding are two, names our class of the model, and notes what
+        the checkpoint holds in codes. Raises ValueError for gpt-oss's blocks beside linears in codes of ours: vLLM's
+        loader would take them for numbers."""
+        from vllm.transformers_utils.config import get_safetensors_params_metadata
+
+        tensors = get_safetensors_params_metadata(model_name, revision=revision)
+        if blocks := next(filter(None, map(in_blocks, tensors)), None):
+            raise ValueError(
+                f"{blocks}: experts in MXFP4 beside codes of onegraph do not run in vLLM; serve the published model"
+            )
+        self.coded = frozenset(layer for name in tensors if (layer := self._coded(name)) is not None)
         if hf_config is not None and self.unties:
             hf_config.get_text_config().tie_word_embeddings = hf_config.tie_word_embeddings = False
         names = getattr(hf_config, "architectures", None) or [""]
@@ -75,6 +91,26 @@ class OnegraphConfig(QuantizationConfig):
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         self.quantization = self.quantization.renamed(hf_to_vllm_mapper.apply_dict)
+        self.coded = frozenset(hf_to_vllm_mapper.apply_list(sorted(self.coded)))
+
+    def _coded(self, tensor: str) -> str | None:
+        """The layer within a block whose codes the tensor of this name is; None where it is none."""
+        layer = tensor.rpartition(".")[0]
+        format = self.format_of(layer)
+        found = BLOCK.match(layer) and format.coded and tensor in format.names((), layer).values()
+        return layer if found else None
+
+    def check_taken(self) -> None:
+        """Once vLLM's model is built: raises ValueError that names a layer whose codes no method of ours was asked to
+        run, though others of its block were: some models build a layer by themselves and pass over what they have no
+        parameter for. Blocks of which nothing was asked for are another rank's, or a draft's."""
+        built = {block[0] for name in self.taken if (block := BLOCK.match(name))}
+        for name in sorted(self.coded - self.taken):
+            if (block := BLOCK.match(name)) and block[0] in built:
+                raise ValueError(
+                    f"{name}: the checkpoint holds it in codes, and vLLM's model builds it without onegraph; run this "
+                    "checkpoint in onegraph or transformers"
+                )
 
     def format_of(self, layer: str) -> WeightFormat:
         return self.quantization.format_of(layer, _Unread())
@@ -85,13 +121,16 @@ class OnegraphConfig(QuantizationConfig):
         return self.format_of(HEAD).coded or self.format_of(EMBED).coded
 
     def parts_of(self, prefix: str) -> list[str]:
-        """The linears of the checkpoint that vLLM's layer `prefix` is made of: q, k and v of a qkv_proj."""
+        """The linears of the checkpoint that vLLM's layer `prefix` is made of: q, k and v of a qkv_proj, unless the
+        model says otherwise, as Phi-3's does. Qwen3-MoE's is silent about its dense layers."""
         parent, _, name = prefix.removeprefix(DRAFT).rpartition(".")
-        names = self.packed_modules_mapping.get(name, [name])
+        names = self.packed_modules_mapping.get(name) or PACKED.get(name, [name])
         return [f"{parent}.{part}" if parent else part for part in names]
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """The method of a layer; None leaves it to vLLM. Raises ValueError for experts, in codes or not."""
+        """The method of a layer; None leaves it to vLLM. Raises ValueError for one that does not run in codes."""
+        from vllm.model_executor.layers.fused_moe import GateLinear
+        from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
@@ -103,14 +142,30 @@ class OnegraphConfig(QuantizationConfig):
             if (format := self.format_of(name)).coded:
                 return OnegraphEmbeddingMethod(prefix or name, format, head=head)
             return UntiedMethod() if self.unties else None
+        if isinstance(layer, GateLinear):
+            return UnquantizedLinearMethod()  # routers keep their file's dtype
         if isinstance(layer, LinearBase):
             parts = {name: self.format_of(name) for name in self.parts_of(prefix)}
             if any(format.coded for format in parts.values()):
-                return OnegraphLinearMethod(parts)
+                self.taken.update(parts)
+                return OnegraphLinearMethod(parts, self.check_taken)
             return UnquantizedLinearMethod()
-        if any(kind.__name__ in ("FusedMoE", "RoutedExperts") for kind in type(layer).__mro__):
-            raise ValueError(
-                f"{prefix}: experts in codes run in onegraph and transformers, not in vLLM yet; serve the unquantized "
-                "model there"
-            )
+        if isinstance(layer, RoutedExperts):
+            return self._experts_method(layer, prefix)
         return None
+
+    def _experts_method(self, layer: Any, prefix: str) -> QuantizeMethodBase | None:
+        """That of routed experts; None leaves dense ones to vLLM, in whatever form their family has them."""
+        from onegraph.integrations.vllm.experts import OnegraphExpertsMethod
+
+        prefix = prefix.removeprefix(DRAFT)
+        formats = {name: self.format_of(name) for name in (f"{prefix}.{stack}" for stack in STACKS)}
+        if len(set(formats.values())) > 1:
+            gate_up, down = formats
+            raise ValueError(f"{gate_up} and {down} have two rates; experts of a layer must have one")
+        format = next(iter(formats.values()))
+        if not format.coded:
+            return None
+        self.taken.update(formats)
+        weighted = layer.apply_router_weight_on_input
+        return OnegraphExpertsMethod(layer.moe_config, prefix, format, weighted_inputs=weighted)

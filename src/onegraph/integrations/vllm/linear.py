@@ -1,7 +1,7 @@
 """How vLLM's linears, output head and embedding run on weights of our formats: one opaque op a launch, for tracer and
 graph."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,11 +20,11 @@ class OnegraphLinearMethod(LinearMethodBase):
     """Column- and row-parallel, fused and plain linears. `parts`: the checkpoint's linears and their formats, in order.
 
     What one launch can do is done in one: parts of one format that are one layer as they lie (`WeightFormat.joins`).
-    Otherwise there is a launch a part.
+    Otherwise there is a launch a part. `check` is called once vLLM's model is built and loaded.
     """
 
-    def __init__(self, parts: Mapping[str, WeightFormat]) -> None:
-        self.parts = parts
+    def __init__(self, parts: Mapping[str, WeightFormat], check: Callable[[], None]) -> None:
+        self.parts, self._check = parts, check
 
     def create_weights(
         self,
@@ -41,6 +41,7 @@ class OnegraphLinearMethod(LinearMethodBase):
         _create(layer, Slots(self.parts, output_partition_sizes, input_size_per_partition, share, params_dtype))
 
     def process_weights_after_loading(self, layer: Any) -> None:
+        self._check()
         _finish(layer)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -28,13 +28,15 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Part:
-    """One linear of the checkpoint, or this rank's share of it: outputs first..last of the layer."""
+    """One linear of the checkpoint, or this rank's share of it: outputs first..last of the layer. `pieces`: how many of
+    them belong to each linear that vLLM counts, where files hold several as one (Phi-3's qkv_proj): ranks cut those."""
 
     name: str
     format: WeightFormat
     ops: WeightOps
     first: int
     last: int
+    pieces: tuple[int, ...]
 
     @property
     def rows(self) -> int:
@@ -55,9 +57,21 @@ class Share:
     vocabulary: Span | None = None
     by_row: bool = False
 
-    def rows(self, name: str, size: int, own: int) -> Span | None:
-        """Which of `size` outputs go into a slot of `own`; None: all of them. Raises ValueError, as `columns` does."""
-        return self.vocabulary or self._share(f"{name}: its number of outputs", size, own)
+    def rows(self, name: str, size: int, pieces: Sequence[int]) -> tuple[Span, ...] | None:
+        """Which of `size` outputs go into a slot of `pieces`, one behind the other; None: all of them. Raises
+        ValueError, as `columns` does, and where ranks would have to share one of several pieces."""
+        if self.vocabulary is not None:
+            return (self.vocabulary,)
+        what, own = f"{name}: its number of outputs", sum(pieces)
+        if len(pieces) == 1:
+            span = self._share(what, size, own)
+            return None if span is None else (span,)
+        if own == size:
+            return None
+        if own * self.ranks != size:
+            raise ValueError(f"{what} is {size} in the checkpoint, of which {own} is no share among {self.ranks} ranks")
+        firsts = [sum(pieces[:i]) * self.ranks + self.rank * piece for i, piece in enumerate(pieces)]
+        return tuple((first, first + piece) for first, piece in zip(firsts, pieces, strict=True))
 
     def columns(self, name: str, size: int, own: int) -> Span | None:
         """The same of inputs; ranks that outnumber the shares (of k and v) have the same. Raises ValueError where
@@ -102,7 +116,8 @@ class Slots:
     float32 [n], scale float32 [parts]. Tensors of different kinds (another dtype or width) are bytes, uint8 [bytes].
 
     Args:
-        parts: the checkpoint's linears and their formats. rows: outputs of each on this rank. k: inputs on this rank.
+        parts: the checkpoint's linears and their formats. rows: outputs of each on this rank; if there is one, of each
+            linear that vLLM makes of it. k: inputs on this rank.
         dtype: of what a format leaves in the dtype of the activations.
 
     Raises ValueError where the parts do not fit vLLM's layer.
@@ -112,14 +127,15 @@ class Slots:
         self, parts: Mapping[str, WeightFormat], rows: Sequence[int], k: int, share: Share, dtype: torch.dtype
     ) -> None:
         first = next(iter(parts))
-        if len(parts) != len(rows):
+        pieces = [tuple(rows)] if len(parts) == 1 else [(n,) for n in rows]
+        if len(parts) != len(pieces):
             raise ValueError(f"{first}: vLLM makes {len(rows)} linears of it, the checkpoint has {len(parts)}")
         self.k, self.share, self.parts = k, share, list[Part]()
         found = defaultdict[str, list[tuple[int, str, Field, Field]]](list)
-        for (name, format), n in zip(parts.items(), rows, strict=True):
-            format.check_size(n, k)
+        for (name, format), own in zip(parts.items(), pieces, strict=True):
+            format.check_size(sum(own), k)
             at = self.parts[-1].last if self.parts else 0
-            self.parts.append(Part(name, format, weight_ops(format), at, at + n))
+            self.parts.append(Part(name, format, weight_ops(format), at, at + sum(own), own))
             names = format.names((), name)
             for key, field in format.stored.items():
                 suffix = names[key].removeprefix(f"{name}.")
@@ -192,35 +208,39 @@ class Slots:
                 f"{part.name}.{suffix} is {tensor.dtype} of {tensor.dim()} dimensions; in {part.format} it must be "
                 f"{kinds} of {len(field.shape(1, 1))}"
             )
-        owned = self._owned(part, field, tensor)
-        tensor = field.cut(tensor, owned)
-        if field.rows and owned.rows is not None:
+        spans, columns = self._owned(part, field, tensor)
+        tensor = field.cut(tensor, Cut(columns=columns))
+        if field.rows and spans is not None:
+            tensor = torch.cat([field.cut(tensor, Cut(rows=span)) for span in spans], dim=field.row_dim)
             target.zero_()  # the padding of a vocabulary
-            target = field.cut(target, Cut(rows=(0, owned.rows[1] - owned.rows[0])))
+            target = field.cut(target, Cut(rows=(0, sum(last - first for first, last in spans))))
         target.copy_(tensor if target.is_floating_point() else tensor.view(target.dtype))
         self.loaded.add((suffix, index))
 
-    def _owned(self, part: Part, field: Field, tensor: Tensor) -> Cut:
-        """What of a layer with this tensor is this rank's. Raises ValueError where that is no layer of its own."""
+    def _owned(self, part: Part, field: Field, tensor: Tensor) -> tuple[tuple[Span, ...] | None, Span | None]:
+        """Which rows and columns of a layer with this tensor are this rank's, None for all. Raises ValueError where
+        they are no layer of their own."""
 
         def size(dim: int, unit: int, own: int) -> int:
             count = tensor.shape[dim]
             return own if count == -(-own // unit) else count * unit  # a last group may be smaller
 
-        n, k, owned = part.rows, self.k, Cut()
+        n, k, spans, columns = part.rows, self.k, None, None
         if field.rows:
             n = size(field.row_dim, field.rows, n)
-            owned = Cut(rows=self.share.rows(part.name, n, part.rows))
+            spans = self.share.rows(part.name, n, part.pieces)
         if field.columns:
             k = size(-1, field.columns, k)
-            owned = Cut(owned.rows, self.share.columns(part.name, k, self.k))
+            columns = self.share.columns(part.name, k, self.k)
+        rows = () if spans is None or self.share.by_row else spans
         try:
-            part.format.check_part(n, k, Cut(None, owned.columns) if self.share.by_row else owned)
+            for span in rows or (None,):
+                part.format.check_part(n, k, Cut(span, columns))
         except ValueError as error:
             raise ValueError(
                 f"{part.name}: {error}; choose a smaller tensor_parallel_size, or keep this layer unquantized"
             ) from None
-        return owned
+        return spans, columns
 
     # ------------------------------------------------------------------------------------------------ once it is loaded
 
@@ -256,11 +276,18 @@ class Slots:
 
         Raises ValueError that names the tensor.
         """
+        given = {suffix: getattr(layer, suffix).data for suffix in self.shapes}
+        device = next(iter(given.values())).device
+        self.settle(given, torch.Generator(device).manual_seed(0) if made_up else None)
+        self.loaded.clear()
+        self.add_constants(layer, device)
+
+    def settle(self, parameters: Tensors, made_up: torch.Generator | None) -> None:
+        """`finish` of tensors that stand where parameters do, by the parameters' names."""
         for index, part in enumerate(self.parts):
-            stored = {key: slot.view(getattr(layer, slot.suffix).data) for key, slot in self.slots[index].items()}
-            if made_up:
-                device = next(iter(stored.values())).device
-                part.format.fill(stored, self.k, torch.Generator(device).manual_seed(0))
+            stored = {key: slot.view(parameters[slot.suffix]) for key, slot in self.slots[index].items()}
+            if made_up is not None:
+                part.format.fill(stored, self.k, made_up)
             else:
                 self._check_loaded(index, stored)
             for key, tensor in part.format.fold(stored).items():
@@ -268,11 +295,14 @@ class Slots:
                     stored[key].copy_(tensor)
             for key in stored.keys() - part.format.fields.keys():
                 stored[key].fill_(1)  # folded: it counts no more
-            constants = part.format.constants(next(iter(stored.values())).device)
+
+    def add_constants(self, layer: Any, device: torch.device) -> None:
+        """Registers what the formats' ops take besides."""
+        for part in self.parts:
+            constants = part.format.constants(device)
             for key, tensor in constants.items():
                 layer.register_buffer(key, tensor, persistent=False)
             self.constants = tuple({*self.constants, *constants})
-        self.loaded.clear()
 
     def _check_loaded(self, index: int, stored: Tensors) -> None:
         for key, tensor in stored.items():
