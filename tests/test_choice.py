@@ -13,12 +13,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+import test_engine_contract
 from onegraph.check.api import check_step
 from onegraph.engine import generate
 from onegraph.engine.choice import Choice
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
-from onegraph.ops.registry import reference_ops
 from onegraph.ops.sampling import greedy, sample
 from onegraph.ops.shaping import OUTPUT, PROMPT, adjust_logits, mask_words, min_p
 from test_engine import PROMPTS
@@ -247,15 +247,8 @@ def test_what_the_engine_cannot_do_it_refuses(model, params, says):
 
 # The capture contract.
 
-ROWS = {
-    "positions": torch.tensor([3, 5, 9], dtype=torch.int32),
-    "limits": torch.tensor([40, 7, 9], dtype=torch.int32),  # one runs on, one stops on the way, one stands still
-    "table": torch.arange(1, 37, dtype=torch.int32).view(3, 12),
+ROWS = test_engine_contract.ROWS | {
     "slots": torch.tensor([3, 1, 2], dtype=torch.int32),
-    "temperature": torch.tensor([0.7, 0.0, 1.5]),
-    "top_k": torch.tensor([5, 0, 0], dtype=torch.int32),
-    "top_p": torch.tensor([0.9, 1.0, 0.5]),
-    "seed": torch.tensor([1, 2, 3]),
     "min_p": torch.tensor([0.2, 0.0, 0.1]),
     "repetition": torch.tensor([1.3, 1.0, 0.8]),
     "presence": torch.tensor([0.5, 0.0, -1.0]),
@@ -264,41 +257,18 @@ ROWS = {
 }
 
 
-def decode():
-    engine = Engine(TinyDecoder(device="cuda"), max_batch=4, max_context=48, page_size=4, chunk=8, capture=False)
-    runner = engine.runner("decode", **ALL._asdict())
-    runner.load(drawn=torch.tensor([5, 6, 7]), **ROWS)
-
-    def step():
-        with reference_ops():  # the ops as plain torch, which the simulation sees into
-            return runner.replay(4)
-
-    def masks(index):
-        engine._choices.constrain({3: Parity(SamplingParams(regex="99"))})
-        return ()
-
-    return step, masks
+def masks(engine):
+    engine._choices.constrain({3: Parity(SamplingParams(regex="99"))})
 
 
-def prefill():
-    engine = Engine(TinyDecoder(device="cuda"), max_batch=4, max_context=48, page_size=4, chunk=8, capture=False)
-    runner = engine.runner("prefill", **ALL._asdict())
-    g = torch.Generator().manual_seed(0)
-
-    def inputs(index):
-        row = {name: tensor[:1].clone() for name, tensor in ROWS.items()}
-        row["positions"][0], row["limits"][0] = 8 * index, 8 * index + 8 - index
-        runner.load(tokens=torch.randint(0, 101, (1, 8), generator=g), **row)
-        return ()
-
-    def step():
-        with reference_ops():
-            return runner.replay()
-
-    return step, inputs
-
-
-@pytest.mark.parametrize("factory", [decode, prefill])
+@pytest.mark.parametrize(
+    "factory",
+    [
+        test_engine_contract.decode(rows=ROWS, before=masks, **ALL._asdict()),
+        test_engine_contract.prefill(rows=ROWS, **ALL._asdict()),
+    ],
+    ids=["decode", "prefill"],
+)
 def test_the_step_may_be_captured(factory):
     report = check_step(factory)
     assert [f"{f.code} {f.path}:{f.line} {f.message}" for f in report.findings] == []

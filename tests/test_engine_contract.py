@@ -24,33 +24,40 @@ def engine():
     return Engine(TinyDecoder(device="cuda"), max_batch=4, max_context=48, page_size=4, chunk=8, capture=False)
 
 
-def decode(sampling, spoil=lambda e: None):
-    """Steps that chain through the device's own state; the host loads the rows once, before the first."""
+def decode(sampling, spoil=lambda e: None, rows=ROWS, before=lambda e: None, **parts):
+    """Steps that chain through the device's own state; the host loads the rows once, before the first.
+
+    before: what the host does on the engine in front of each step.
+    """
 
     def factory():
         e = engine()
         spoil(e)
-        runner = e.runner("decode", sampling=sampling)
-        runner.load(drawn=torch.tensor([5, 6, 7]), **ROWS)
+        runner = e.runner("decode", sampling=sampling, **parts)
+        runner.load(drawn=torch.tensor([5, 6, 7]), **rows)
+
+        def inputs(index):
+            before(e)
+            return ()
 
         def step():
             with reference_ops():  # the ops as plain torch, which the simulation sees into
                 return runner.replay(4)
 
-        return step, lambda index: ()
+        return step, inputs
 
     return factory
 
 
-def prefill(sampling):
+def prefill(sampling, rows=ROWS, **parts):
     """One chunk after the other: new tokens, position and limit in the same buffers."""
 
     def factory():
-        runner = engine().runner("prefill", sampling=sampling)
+        runner = engine().runner("prefill", sampling=sampling, **parts)
         g = torch.Generator().manual_seed(0)
 
         def inputs(index):
-            row = {name: tensor[:1].clone() for name, tensor in ROWS.items()}
+            row = {name: tensor[:1].clone() for name, tensor in rows.items()}
             row["positions"][0], row["limits"][0] = 8 * index, 8 * index + 8 - index
             runner.load(tokens=torch.randint(0, 101, (1, 8), generator=g), **row)
             return ()
