@@ -9,6 +9,7 @@ from torch import Tensor
 
 from onegraph.check import Verdict
 from onegraph.check.api import check_step
+from onegraph.engine.choice import PLAIN
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.ops.registry import reference_ops
@@ -144,7 +145,7 @@ def test_captured_generation_is_the_eager_one_on_a_gpu(text: str) -> None:
 def test_the_step_is_clean_live(text: str) -> None:
     def factory():
         e = engine(text, model={"device": "cuda"}, max_context=64)
-        rows = e._inputs(0, decoding=True)
+        rows = e._inputs(0, True, PLAIN)
         rows["drawn"].copy_(torch.tensor([5, 9, 2]))
         rows["limits"].copy_(torch.tensor([60, 40, 3]))
         rows["table"].copy_(torch.arange(1, 1 + rows["table"].numel()).view_as(rows["table"]))
@@ -152,7 +153,7 @@ def test_the_step_is_clean_live(text: str) -> None:
 
         @torch.no_grad()
         def one():
-            return e._step(0, False, **rows)
+            return e._step(0, PLAIN, **rows)
 
         return one, lambda index: ()
 

@@ -8,20 +8,22 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from onegraph.engine.choice import Choice
 from onegraph.engine.generate import Engine
 from tiny_decoder import TinyDecoder
 
 
 def _factory(*, sampling: bool):
     engine = Engine(TinyDecoder(device="cuda"), max_batch=3, max_context=64, page_size=8, capture=False)
-    rows = engine._inputs(0, decoding=True)
+    choice = Choice(sampling=sampling)
+    rows = engine._inputs(0, True, choice)
     rows["drawn"].copy_(torch.tensor([5, 9, 2]))
     rows["limits"].copy_(torch.tensor([60, 40, 3]))  # the last row meets its end on the way
     rows["table"].copy_(torch.arange(1, 1 + rows["table"].numel()).view_as(rows["table"]))
     rows["temperature"].fill_(0.8)
     rows["top_p"].fill_(0.9)
     rows["seed"].copy_(torch.tensor([1, 2, 3]))
-    decode = partial(engine._step, 0, sampling)
+    decode = partial(engine._step, 0, choice)
 
     @torch.no_grad()
     def step():
