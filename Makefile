@@ -35,8 +35,10 @@ demo: $(VENV)/.run ## quantize SmolLM2-135M to 4 bits and ask it a question
 # The tests on the real model run where `make demo` has fetched it.
 test: export ONEGRAPH_SMOLLM2 ?= $(abspath $(firstword $(wildcard .demo/*.gguf)))
 test: export ONEGRAPH_SMOLLM2_4BIT ?= $(abspath $(wildcard .demo/SmolLM2-135M-Instruct-4bit))
-test: $(VENV)/.dev ## everything that needs no GPU
-	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal $(TESTS)
+# `make hf` and `make vllm` run theirs, with the versions that they are about.
+test: $(VENV)/.dev ## everything that needs no GPU; the integrations have their own: hf, vllm
+	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal $(TESTS) \
+	  $(if $(filter-out tests,$(TESTS)),,--ignore=tests/hf --ignore=tests/vllm)
 
 # An environment $(1) of its own on top of the main one, with what $(2) lists and nothing that it would bring along.
 define overlay
@@ -62,8 +64,9 @@ $(VENV)/hf/.done: tests/hf/requirements.txt $(VENV)/.dev
 	@touch $@
 
 hf: export ONEGRAPH_SMOLLM2_4BIT ?= $(abspath $(wildcard .demo/SmolLM2-135M-Instruct-4bit))
-hf: $(VENV)/hf/.done ## the integration with the newest transformers
-	$(VENV)/hf/bin/python -m pytest -m "not gpu" -n 2 tests/hf
+hf: $(VENV)/hf/.done ## the integration with the oldest transformers that is supported, and with the newest
+	$(BIN)/python -m pytest -m "not gpu and not slow" -n 2 --dist worksteal tests/hf
+	$(VENV)/hf/bin/python -m pytest -m "not gpu" -n 2 --dist worksteal tests/hf
 
 # The oldest torch that is supported and the newest there is, beside the one that constraints.txt pins.
 TORCHES ?= 2.11.0 newest

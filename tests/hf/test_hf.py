@@ -186,6 +186,7 @@ def test_the_documented_example_runs(document: str, repo: Path, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("codes", [False, True], ids=["decoded at load", "codes"])
+@pytest.mark.slow
 def test_the_compiled_decode_path_is_one_graph(codes: bool, tmp_path: Path) -> None:
     """`generate` with a static cache compiles the step because the quantizer says that it may; no break in it."""
     save_e8p("smollm2", tmp_path / "model", rates={"bits": 3, "lm_head": 4, "embed_tokens": 2})

@@ -99,6 +99,7 @@ def test_attending_on_codes_is_attending_on_what_they_decode_to(kv: str, window:
 
 @pytest.mark.parametrize("implementation", [ATTENTION, "sdpa"])
 @pytest.mark.parametrize("kv", ["turboquant:4,window=8,first=1", "turboquant:k3v2,mode=full"])
+@pytest.mark.slow
 def test_the_compiled_decode_step_is_one_graph(kv: str, implementation: str) -> None:
     hf = model("llama", implementation)
     expected = greedy(hf, past_key_values=TurboQuantCache(hf.config, 64, kv))
@@ -212,6 +213,7 @@ def test_sampling_draws_what_it_draws_from_a_plain_cache() -> None:
     ("implementation", "kv"),
     [(ATTENTION, "turboquant:3,mode=full,keys=prod"), ("sdpa", "turboquant:4,window=8,first=1")],
 )
+@pytest.mark.slow
 def test_a_user_may_compile_forward_with_it(implementation: str, kv: str) -> None:
     """Without `generate`: decode after an eager prefill, with and without a mask; prefill where it was made early."""
     hf = model("llama", implementation, num_hidden_layers=2)
