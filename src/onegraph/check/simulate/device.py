@@ -39,7 +39,7 @@ class DeviceTensor(Tensor):
     storage was made, -1 outside of steps.
     """
 
-    inner: Tensor  # type: ignore[assignment]
+    inner: Tensor  # type: ignore[assignment]  # torch's stubs have a method of this name
     record: StorageRecord
     world: "World"
     made: int
@@ -69,7 +69,7 @@ class DeviceTensor(Tensor):
         super().__init__()
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]  # torch gives these by keyword and by place
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         world = next(leaf for leaf in _leaves((args, kwargs or {})) if isinstance(leaf, DeviceTensor)).world
@@ -87,7 +87,7 @@ class DeviceTensor(Tensor):
         self.world.host_read("numpy", "a device tensor is turned into a numpy array", self)
         return self.inner.detach().numpy().astype(dtype) if dtype else self.inner.detach().numpy().copy()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # as torch has it
         self.world.host_read("repr", "printing a device tensor copies it to the host", self)
         with compat.no_torch_function(), self.world.off():
             text = repr(self.inner.detach())
@@ -135,7 +135,7 @@ class DeviceTensor(Tensor):
             made = value.detach().requires_grad_(self.requires_grad)
             swap(self, torch.nn.Parameter(made, self.requires_grad) if getattr(self, "_is_param", False) else made)
             return
-        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # a C descriptor, to stubs a tensor
         self.inner, self.record = value.inner, value.record
 
 

@@ -84,7 +84,7 @@ class _Functions(TorchFunctionMode):
             Tensor.cuda: self.cuda,
             Tensor.pin_memory: self.pin_memory,
             Tensor.is_pinned: self.is_pinned,
-            Tensor.data.__set__: self.set_data,  # type: ignore[attr-defined]
+            Tensor.data.__set__: self.set_data,  # type: ignore[attr-defined]  # a C descriptor, to stubs a tensor
             Tensor.type: self.type,
             Tensor.new_tensor: self.new_tensor,
             torch.tensor: self.tensor,
