@@ -4,6 +4,7 @@ OMP_NUM_THREADS=1 python tests/check/measure_cost.py
 """
 
 import argparse
+import itertools
 import statistics
 import time
 from pathlib import Path
@@ -73,28 +74,34 @@ def measure(repeats=3):
     return min(eager), min(simulated), report
 
 
-def measure_step(repeats=3, more=6):
-    """(median CPU seconds of an eager step, those that one more simulated step takes, its replay included).
+def measure_step(steps=9):
+    """(median CPU seconds of an eager step, the same of a simulated one with its replay).
 
-    CPU seconds, because others take the machine for a while without asking.
+    CPU seconds, because others take the machine for a while without asking; from the begin of a step to that of the
+    next one, because what building a model costs differs more than steps do.
     """
-    eager, simulated = [], []
-    for _ in range(repeats):
-        step, inputs = factory("cpu")
-        step(*inputs(0))
-        times = []
-        for i in range(more):
-            begin = time.process_time()
-            step(*inputs(i))
-            times.append(time.process_time() - begin)
-        eager.append(statistics.median(times))
-        seconds = []
-        for steps in (3, 3 + more):
-            begin = time.process_time()
-            check_step(factory, steps=steps)
-            seconds.append(time.process_time() - begin)
-        simulated.append((seconds[1] - seconds[0]) / more)
-    return statistics.median(eager), statistics.median(simulated)
+    begins = []
+
+    def built(device="cuda"):
+        step, inputs = factory(device)
+
+        def noted(i):
+            begins.append(time.process_time())
+            return inputs(i)
+
+        return step, noted
+
+    def median():
+        seconds = [after - before for before, after in itertools.pairwise(begins[2:])]  # the first: warm-up, capture
+        begins.clear()
+        return statistics.median(seconds)
+
+    step, inputs = built("cpu")
+    for i in range(steps):
+        step(*inputs(i))
+    eager = median()
+    check_step(built, steps=steps)
+    return eager, median()
 
 
 def main() -> None:

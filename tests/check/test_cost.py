@@ -5,7 +5,7 @@ import measure_cost
 from onegraph.check import Verdict, check_step
 
 MOST = 8.0
-"""Times an eager step that a simulated one with its replay may take. Measured: 4.1, on two cores that others use."""
+"""Times an eager step that a simulated one with its replay may take. Measured: 4.6 to 5.5 (2026-11-23), 3.2 to 4.1 before; what the machine does beside it moves it by half."""
 
 
 def test_a_simulated_step_costs_at_most_eight_eager_ones():
@@ -13,7 +13,7 @@ def test_a_simulated_step_costs_at_most_eight_eager_ones():
     assert report.verdict is Verdict.CAPTURABLE
     tries = []
     for _ in range(3):  # another process may take the machine for one of them
-        eager, simulated = measure_cost.measure_step(repeats=1)
+        eager, simulated = measure_cost.measure_step()
         tries.append(simulated / eager)
         if tries[-1] <= MOST:
             return

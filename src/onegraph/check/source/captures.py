@@ -4,13 +4,15 @@ and functions that are named as steps are. What is found here by name is read, a
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 
+from onegraph.check.constructs import end_of
 from onegraph.check.source.files import SourceFile
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-_WORDS = ("graph", "capture_begin", "make_graphed_callables")
 _CALLS = frozenset(["graph", "capture_begin", "make_graphed_callables"])
+_WORD = re.compile(rf"\b(?:{'|'.join(sorted(_CALLS))})\b")
 
 _OF = "decode|decoding|denoise|denoising|forward|generate|generation|inference|model|prefill|sampling|train|training"
 
@@ -32,43 +34,53 @@ def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
                 yield from statements(handler.body)
 
 
-def concerns(file: SourceFile) -> bool:
-    """False where no word of the file's can be a capture."""
-    return any(word in file.text for word in _WORDS)
+@dataclass(frozen=True)
+class Captures:
+    """`names`: what stands for `torch.cuda.graph` and its like in a file, imported or bound to it; `places`: lines and
+    columns of the calls that may capture."""
+
+    names: frozenset[str]
+    places: tuple[tuple[int, int], ...]
+
+    def within(self, node: Function | ast.ClassDef) -> bool:
+        """True where something under `node`, functions in it included, may capture."""
+        first = min([node, *node.decorator_list], key=lambda n: n.lineno)
+        begin, end = (first.lineno, first.col_offset), end_of(node)
+        return any(begin <= place < end for place in self.places)
 
 
-def names(file: SourceFile) -> frozenset[str]:
-    """Names that stand for `torch.cuda.graph` and its like in a file: imported, or bound to it."""
-    found = set()
+def captures(file: SourceFile) -> Captures:
+    """Where a file may capture: nowhere, mostly, which its text tells without a look at the tree."""
+    if not _WORD.search(file.text):
+        return Captures(frozenset(), ())
+    names, calls = set(), []
     for node in ast.walk(file.tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
-            found |= {alias.asname or alias.name for alias in node.names if alias.name in _CALLS}
+        if isinstance(node, ast.Call):
+            calls.append(node)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            names |= {alias.asname or alias.name for alias in node.names if alias.name in _CALLS}
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute) and node.value.attr in _CALLS:
-            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    return frozenset(found)
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    found = frozenset(names)
+    return Captures(found, tuple((c.lineno, c.col_offset) for c in calls if _captures(c, found)))
 
 
-def within(node: ast.AST, aliases: frozenset[str]) -> bool:
-    """True where something under `node`, functions in it included, may capture."""
-    return any(_captures(inner, aliases) for inner in ast.walk(node))
-
-
-def own(body: list[ast.stmt], aliases: frozenset[str]) -> bool:
+def own(body: list[ast.stmt], names: frozenset[str]) -> bool:
     """True where these statements may capture, without what the functions and classes among them do."""
     todo: list[ast.AST] = list(body)
     while todo:
         node = todo.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
             continue
-        if _captures(node, aliases):
+        if _captures(node, names):
             return True
         todo += ast.iter_child_nodes(node)
     return False
 
 
-def _captures(node: ast.AST, aliases: frozenset[str]) -> bool:
+def _captures(node: ast.AST, names: frozenset[str]) -> bool:
     if not isinstance(node, ast.Call):
         return False
     if isinstance(node.func, ast.Attribute):
         return node.func.attr in _CALLS
-    return isinstance(node.func, ast.Name) and node.func.id in aliases
+    return isinstance(node.func, ast.Name) and node.func.id in names

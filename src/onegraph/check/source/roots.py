@@ -132,31 +132,28 @@ Root = tuple[str, Callable[[], None]]
 
 
 def _roots(machine: Machine, file: SourceFile) -> Iterator[Root]:
-    aliases = captures.names(file) if captures.concerns(file) else None
-    found = list(captures.statements(file.tree.body))
-    if aliases is not None and captures.within(file.tree, aliases):
-        yield "<module>", partial(_module, machine, file, aliases)
-    for statement in found:
+    found = captures.captures(file)
+    if found.places:
+        yield "<module>", partial(_module, machine, file, found)
+    for statement in list(captures.statements(file.tree.body)):
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
             if looks_like_factory(statement):
                 yield statement.name, partial(_factory, machine, file, statement)
-            elif aliases is not None and captures.within(statement, aliases):
-                yield statement.name, partial(_capture, machine, file, statement, None)
+            elif found.within(statement):
+                yield statement.name, partial(_capture, machine, file, found, statement, None)
             elif captures.STEP.fullmatch(statement.name):
                 yield statement.name, partial(_named, machine, file, statement, None)
         elif isinstance(statement, ast.ClassDef):
-            yield from _class_roots(machine, file, statement, aliases)
+            yield from _class_roots(machine, file, statement, found)
 
 
-def _class_roots(
-    machine: Machine, file: SourceFile, node: ast.ClassDef, aliases: frozenset[str] | None
-) -> Iterator[Root]:
+def _class_roots(machine: Machine, file: SourceFile, node: ast.ClassDef, found: captures.Captures) -> Iterator[Root]:
     methods = {s.name: s for s in node.body if isinstance(s, ast.FunctionDef | ast.AsyncFunctionDef)}
     if "forward" in methods:
         yield f"{node.name}.forward", partial(_forward, machine, file, node, methods["forward"])
     for method in methods.values():
-        if aliases is not None and captures.within(method, aliases):
-            yield f"{node.name}.{method.name}", partial(_capture, machine, file, method, node)
+        if found.within(method):
+            yield f"{node.name}.{method.name}", partial(_capture, machine, file, found, method, node)
         elif captures.STEP_METHOD.fullmatch(method.name):
             yield f"{node.name}.{method.name}", partial(_named, machine, file, method, node)
 
@@ -200,12 +197,12 @@ def _forward(machine: Machine, file: SourceFile, node: ast.ClassDef, method: cap
     machine.call_function(func, parameters.presumed(machine, method), {}, method)
 
 
-def _module(machine: Machine, file: SourceFile, aliases: frozenset[str]) -> None:
+def _module(machine: Machine, file: SourceFile, found: captures.Captures) -> None:
     """The statements of a file that captures, as running it would: a capture among them, or in what they call."""
     calling = any(
         isinstance(inner, ast.Call) for s in file.tree.body if isinstance(s, ast.Expr | ast.If) for inner in ast.walk(s)
     )
-    if not (calling or captures.own(file.tree.body, aliases)):
+    if not (calling or captures.own(file.tree.body, found.names)):
         return
     machine.presume = True
     _enter(machine, file, file.tree)
@@ -214,7 +211,7 @@ def _module(machine: Machine, file: SourceFile, aliases: frozenset[str]) -> None
     scope = Scope(file, {"__name__": Const("__main__")}, None)
     machine.stack.append(Call("<module>", file, file.tree, scope=scope))
     machine.block(file.tree.body)
-    _uncalled(machine, file)
+    _uncalled(machine, file, found)
 
 
 def _function(
@@ -239,18 +236,19 @@ def _function(
     )
 
 
-def _capture(machine: Machine, file: SourceFile, node: captures.Function, owner: ast.ClassDef | None) -> None:
+def _capture(
+    machine: Machine, file: SourceFile, found: captures.Captures, node: captures.Function, owner: ast.ClassDef | None
+) -> None:
     """A function with an explicit capture in it, or in a function in it: only what is captured is the step."""
     made = _function(machine, file, node, owner)
     if made is None:
         return
     machine.call_function(*made, {}, node)
-    _uncalled(machine, file)
+    _uncalled(machine, file, found)
 
 
-def _uncalled(machine: Machine, file: SourceFile) -> None:
+def _uncalled(machine: Machine, file: SourceFile, found: captures.Captures) -> None:
     """Functions in those that were read that capture, and that nobody called."""
-    aliases = captures.names(file)
     while machine.defined:
         func = machine.defined.pop()
         node = func.node
@@ -258,7 +256,7 @@ def _uncalled(machine: Machine, file: SourceFile) -> None:
             continue
         if node in file.tree.body:
             continue  # a root of its own
-        if captures.within(node, aliases):
+        if found.within(node):
             machine.conditions = machine.quiet = 0
             machine.in_step = machine.explicit = False
             given = parameters.presumed(machine, node, bound=False, used=parameters.IN_STEPS)

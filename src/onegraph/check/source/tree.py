@@ -38,6 +38,11 @@ def deep_recursion() -> Iterator[None]:
         sys.setrecursionlimit(old)
 
 
+TASKS = 32
+"""Batches that a process reads before another takes its place: what it never collects ends with it. Measured on
+transformers, two processes: 33 CPU seconds and at most 1.2 GB in one; 54 and 0.9 where each batch is collected."""
+
+
 @contextmanager
 def no_collection() -> Iterator[None]:
     """Trees hold few cycles while they grow. Measured on transformers: 25 CPU seconds without collecting, 36 with."""
@@ -124,7 +129,7 @@ def _map(files: list[str], processes: int | None) -> Iterable[Batch]:
     size = min(40, max(8, len(files) // (count * 12)))
     batches = [files[i : i + size] for i in range(0, len(files), size)]
     context = multiprocessing.get_context("fork")
-    with context.Pool(count) as pool:
+    with context.Pool(count, gc.disable, maxtasksperchild=TASKS) as pool:
         yield from pool.imap_unordered(read_files, batches)
 
 
