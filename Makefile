@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 TESTS  ?= tests
 COUNT  ?= 10000
 
-.PHONY: help demo test vllm hf torch-versions lint mutate fuzz gpu-test clean
+.PHONY: help demo test vllm hf torch-versions lint site mutate fuzz gpu-test clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -24,7 +24,7 @@ $(VENV)/.run: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	$(PIP) --group test --group lint
+	$(PIP) --group test --group lint --group site
 	@# CPU builds of torch bring no Triton; its interpreter runs our kernels without a GPU (CUDA builds pin their own)
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) triton==3.6.0
 	@touch $@
@@ -79,6 +79,9 @@ lint: $(VENV)/.dev ## ruff, mypy, import contracts
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+site: $(VENV)/.dev ## docs/ and the README as a site in build/site; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet -f site/mkdocs.yml
 
 # mutmut, for the mutants that it makes.
 $(VENV)/mutate/.done: tests/mutate-requirements.txt $(VENV)/.dev
