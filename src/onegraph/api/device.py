@@ -27,6 +27,22 @@ def pick_device(name: str | torch.device, option: str = "device") -> torch.devic
     return torch.device(kind, int(index)) if index and kind == "cuda" else torch.device(kind)
 
 
+def pick_precision(name: str | torch.dtype, device: torch.device, *, int8: bool) -> tuple[torch.dtype, bool]:
+    """(dtype of activations, whether weights are held in int8 by row) for `name`, which may be "int8" too, on a CPU.
+
+    int8: whether the model has that form; `auto` takes it then on a CPU, else what `pick_dtype` gives. Raises
+    ValueError for another name.
+    """
+    short = str(name).removeprefix("torch.")
+    if short == "int8" and device.type != "cpu":
+        raise ValueError(f"dtype: got int8, in which a CPU holds weights; on {device} {', '.join(DTYPES)} are allowed")
+    if short == "int8" and not int8:
+        raise ValueError(f"dtype: got int8, which this family does not have; allowed are auto, {', '.join(DTYPES)}")
+    if device.type == "cpu" and short in ("auto", "int8") and int8:
+        return torch.float32, True
+    return pick_dtype(name, device), False
+
+
 def pick_dtype(name: str | torch.dtype, device: torch.device) -> torch.dtype:
     """By name or as it is; `auto` is bfloat16 on a GPU, float32 on a CPU (faster there, and exact).
 

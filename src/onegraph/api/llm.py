@@ -16,7 +16,7 @@ import torch
 from onegraph.api import Progress
 from onegraph.api.completion import AnswerText, Completion, copies, for_engine
 from onegraph.api.constraint import Constraints
-from onegraph.api.device import pick_device, pick_dtype
+from onegraph.api.device import pick_device, pick_precision
 from onegraph.api.hub import locate
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.generate import Engine
@@ -24,6 +24,7 @@ from onegraph.engine.params import SamplingParams, Stats
 from onegraph.engine.sequence import Sequence as EngineSequence
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import parse_kv
+from onegraph.models.config import LlamaConfig
 from onegraph.models.load import load_decoder, parse_config
 
 MAX_CONTEXT = 4096  # unless the caller asks for more
@@ -44,8 +45,9 @@ class LLM:
         max_batch: prompts that are computed at once; more of them wait their turn.
         max_context: tokens of a prompt and its continuation together (default: the model's, at most 4096). The KV cache
             is made now.
-        dtype: of activations and unquantized weights: "bfloat16", "float16", "float32", or "auto" for bfloat16 on a GPU
-            and float32 on a CPU.
+        dtype: of activations and unquantized weights: "bfloat16", "float16", "float32"; "int8", on a CPU, holds all
+            linears, the embedding and the head in int8 by row and computes in float32 around them; "auto" is bfloat16
+            on a GPU and int8 on a CPU.
         device: "cpu", "cuda", "cuda:N", or "auto" for the GPU where there is one.
         cache_tokens: that the KV cache holds, of all sequences together (default: max_batch x max_context). With fewer,
             the youngest sequence makes room where they run short, and goes on later.
@@ -80,11 +82,13 @@ class LLM:
         located = locate(path)
         self.path = located.name
         self.device = pick_device(device)
-        self.dtype = pick_dtype(dtype, self.device)
         setting = None if kv == "fp8" else parse_kv(kv)
         with Checkpoint.open(located.path) as checkpoint:
+            config = parse_config(checkpoint.config)
+            self.dtype, int8 = pick_precision(dtype, self.device, int8=isinstance(config, LlamaConfig))
+            self.weights = "int8" if int8 else str(self.dtype).removeprefix("torch.")
             if max_context is None:
-                max_context = min(parse_config(checkpoint.config).max_positions, MAX_CONTEXT)
+                max_context = min(config.max_positions, MAX_CONTEXT)
             self.tokenizer = Tokenizer(checkpoint) if tokenizer is None else tokenizer
             model = load_decoder(
                 checkpoint,
@@ -93,6 +97,7 @@ class LLM:
                 max_context=max_context,
                 gpus=gpus if gpus > 1 else None,
                 fp8_kv=kv == "fp8",
+                int8=int8,
                 progress=None if progress is None else partial(progress, "loading"),
             )
         if cache_tokens is not None and cache_tokens < max_context:

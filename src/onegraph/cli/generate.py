@@ -20,7 +20,6 @@ from onegraph.cli.common import (
     open_model,
     options,
     pick_device,
-    pick_dtype,
     print_json,
     read_text,
     shown,
@@ -101,7 +100,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     )
     add_gpus(parser)
     add_device(parser)
-    add_dtype(parser)
+    add_dtype(parser, int8=True)
 
 
 def engine(args: argparse.Namespace) -> dict[str, Any]:
@@ -113,7 +112,7 @@ def engine(args: argparse.Namespace) -> dict[str, Any]:
         raise UsageError(f"--capture {args.capture} needs a GPU, the device is {device}; use --capture off or auto")
     if args.kv != "fp8":
         parse_kv(args.kv)
-    chosen = {"device": device, "dtype": pick_dtype(args.dtype, device), "kv": args.kv}
+    chosen = {"device": device, "dtype": args.dtype, "kv": args.kv}
     return chosen | {"gpus": args.gpus or 1, "capture": CAPTURE[args.capture]}
 
 
@@ -163,7 +162,7 @@ def run(args: argparse.Namespace) -> int:
             {
                 "model": args.model,
                 "device": str(place["device"]),
-                "dtype": str(place["dtype"]).removeprefix("torch."),
+                "dtype": llm.weights,
                 "kv": args.kv if kv is None else str(kv),
                 "mode": stats.mode,
                 "prefill_tokens_per_second": round(stats.prefill_tokens_per_second, 1),

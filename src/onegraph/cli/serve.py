@@ -19,7 +19,6 @@ from onegraph.cli.common import (
     open_model,
     options,
     pick_device,
-    pick_dtype,
 )
 from onegraph.cli.generate import CAPTURE
 
@@ -81,7 +80,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--capture", choices=tuple(CAPTURE), default="auto", help="as `generate` has it")
     add_gpus(parser)
     add_device(parser)
-    add_dtype(parser)
+    add_dtype(parser, int8=True)
     parser.set_defaults(run=run)
 
 
@@ -110,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
             max_batch=args.max_batch,
             max_context=args.max_context,
             cache_tokens=args.cache_tokens,
-            dtype=pick_dtype(args.dtype, device),
+            dtype=args.dtype,
             device=device,
             capture=CAPTURE[args.capture],
         )

@@ -8,6 +8,7 @@ from torch import Tensor
 from onegraph.formats.dense import DENSE
 from onegraph.formats.files import CheckpointError
 from onegraph.formats.fused import stack_names
+from onegraph.formats.int8 import INT8
 from onegraph.formats.weight import Tensors, WeightFormat
 from onegraph.models.loader import Loader
 from onegraph.nn.experts import Experts
@@ -72,17 +73,25 @@ def read_stacks(
 def _fused(loader: Loader, name: str, device: torch.device, interleaved: bool, transposed: bool) -> Weight:
     format, names = stack_names(loader, name)
     matrices = loader.matrices(name, device, transposed)
-    if loader.decode_experts and format.coded:
-        matrices = (_decoded(loader, format, one) for one in matrices)
+    made = _held(loader, format)
+    matrices = (_as(made, loader, format, one) for one in matrices)
     if interleaved and not format.mixes_rows:
         matrices = ({key: _gate_first(tensor, 0) for key, tensor in one.items()} for one in matrices)
-    made = DENSE if loader.decode_experts else format
     return _stack(made, min(loader.info(stored).shape[0] for stored in names.values()), matrices)
 
 
-def _decoded(loader: Loader, format: WeightFormat, tensors: Tensors) -> Tensors:
+def _held(loader: Loader, format: WeightFormat) -> WeightFormat:
+    """What experts are held in that are stored as `format`."""
+    return INT8 if loader.int8 else DENSE if loader.decode_experts else format
+
+
+def _as(made: WeightFormat, loader: Loader, format: WeightFormat, tensors: Tensors) -> Tensors:
+    """One expert's matrix in the format `made`."""
+    if made is format:
+        return tensors
     given = tensors | format.constants(next(iter(tensors.values())).device)
-    return {"weight": weight_ops(format).decode(format, given).to(loader.dtype)}
+    weight = weight_ops(format).decode(format, given)
+    return INT8.encode(weight) if made is INT8 else {"weight": weight.to(loader.dtype)}
 
 
 def _stacked(loader: Loader, format: WeightFormat, layers: Sequence[Sequence[str]], device: torch.device) -> Weight:
@@ -96,9 +105,10 @@ def _stacked(loader: Loader, format: WeightFormat, layers: Sequence[Sequence[str
                     f"{names[0]} and {names[-1]} cannot be one layer of {format}: they differ in what its rows "
                     "share, or the first ends within a block"
                 )
-            yield one
+            yield _as(made, loader, format, one)
 
-    return _stack(format, len(layers), matrices())
+    made = INT8 if loader.int8 else format
+    return _stack(made, len(layers), matrices())
 
 
 def _stack(format: WeightFormat, count: int, matrices: Iterator[Tensors]) -> Weight:

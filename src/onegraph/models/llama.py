@@ -77,6 +77,7 @@ class Llama(nn.Module):
         *,
         max_context: int | None = None,
         decode: bool | None = None,
+        int8: bool = False,
         fused: bool = True,
         progress: Callable[[int, int], None] | None = None,
     ) -> "Llama":
@@ -89,6 +90,7 @@ class Llama(nn.Module):
             max_context: positions to make rotary tables for; None: what the config allows, at most 131072.
             decode: turn E8P layers into dense ones of `dtype` at load. None: on a CPU, whose time would go into
                 reading codes.
+            int8: hold linears, embedding and head in int8 by row instead, a quarter of float32; for a CPU.
             fused: False runs every op of a layer alone: the other side of an A/B comparison.
             progress: called as progress(bytes read, bytes in all).
 
@@ -97,7 +99,7 @@ class Llama(nn.Module):
         device = torch.device(device)
         config = LlamaConfig.from_dict(checkpoint.config)
         positions = table_positions(config, max_context)
-        loader = Loader(checkpoint, config, dtype, decode=device.type == "cpu" if decode is None else decode)
+        loader = Loader(checkpoint, config, dtype, decode=device.type == "cpu" if decode is None else decode, int8=int8)
         loader.check()
         tables = rotary_tables(config, positions, device)
         with loader.reading(progress):

@@ -30,6 +30,7 @@ def load_decoder(
     max_context: int | None = None,
     gpus: int | None = None,
     fp8_kv: bool = False,
+    int8: bool = False,
     fused: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Llama | ChainedLlama | DeepseekV4:
@@ -37,17 +38,21 @@ def load_decoder(
 
     Args:
         gpus: place the layers over so many GPUs, from cuda:0 on. fp8_kv: keys in FP8. Both are for DeepSeek-V4; for
-            another model they are a ValueError, as are more GPUs than there are. fused: of the Llama family, see there.
+            another model they are a ValueError, as are more GPUs than there are. int8, fused: of the Llama family, see there.
         progress: called as progress(bytes read, bytes in all).
     """
     if checkpoint.config.get("model_type") in CONFIGS:
         if gpus is not None and gpus > (found := torch.cuda.device_count()):
             raise ValueError(f"gpus is {gpus}; torch sees {found} GPUs here")
         devices: Sequence[torch.device | str] = [device] if gpus is None else [f"cuda:{i}" for i in range(gpus)]
+        if int8:
+            raise ValueError("int8 holds weights of the Llama kind; DeepSeek-V4 is loaded as it is stored")
         model = DeepseekV4.load(checkpoint, devices, dtype, max_context=max_context, progress=progress)
         model.fp8_kv = fp8_kv
         return model
     if gpus is not None or fp8_kv:
         what = "gpus places layers over GPUs" if gpus is not None else "kv fp8 is a way to keep keys"
         raise ValueError(f"{what} for DeepSeek-V4; this model is {checkpoint.config.get('model_type')!r}")
-    return chained(Llama.load(checkpoint, device, dtype, max_context=max_context, fused=fused, progress=progress))
+    return chained(
+        Llama.load(checkpoint, device, dtype, max_context=max_context, int8=int8, fused=fused, progress=progress)
+    )

@@ -18,6 +18,7 @@ from onegraph.formats.checkpoint import Checkpoint, finite
 from onegraph.formats.dense import DENSE
 from onegraph.formats.files import CheckpointError
 from onegraph.formats.fused import OneOfStack, expected_stack, stack_names
+from onegraph.formats.int8 import INT8
 from onegraph.formats.weight import FLOATS, WHOLE, Expected, Field, Part, Tensors, WeightFormat, check_conversion
 from onegraph.models.parts import Family
 from onegraph.models.prefetch import AHEAD_BYTES, Prefetch
@@ -35,6 +36,7 @@ class Loader:
         config: see `Family`.
         dtype: of activations and dense weights.
         decode: make dense layers of quantized ones, for a device whose time would go into reading codes.
+        int8: hold linears, embedding and head in int8 by row, whatever they are stored as; for a CPU.
         decode_experts: likewise of experts in one tensor, to quantize them anew.
     """
 
@@ -45,11 +47,13 @@ class Loader:
         dtype: torch.dtype,
         *,
         decode: bool = False,
+        int8: bool = False,
         decode_experts: bool = False,
     ) -> None:
         if dtype not in FLOATS:
             raise ValueError(f"dtype is {dtype}; allowed are float32, bfloat16 and float16")
-        self.checkpoint, self.dtype, self.decode, self.decode_experts = checkpoint, dtype, decode, decode_experts
+        self.checkpoint, self.dtype = checkpoint, dtype
+        self.decode, self.int8, self.decode_experts = decode, int8, decode_experts
         self.parts, self.quantization = config.parts, config.quantization
         self.stored = {config.family_name(name): name for name in checkpoint.names}
         self._streams: dict[torch.device, Stream] = {}
@@ -250,6 +254,8 @@ class Loader:
             dtype = torch.float32 if format.coded else self.dtype
             bias = Field(dtype, rows=1).cut(self.tensor(f"{layer}.bias", device, dtype), part)
         made = Linear(format, tensors, bias)
+        if self.int8:
+            return made.int8()
         return made.dense(self.dtype) if self.decode and format.coded else made
 
     def siblings(self, layers: Sequence[str], device: torch.device, *, joined: bool = True) -> Linear | Siblings:
@@ -280,6 +286,8 @@ class Loader:
 
     def embedding(self, device: torch.device, scale: float = 1.0) -> Embedding:
         format, tensors = self.weight(self.parts.embedding[0], device)
+        if self.int8:
+            format, tensors = INT8, Linear(format, tensors).int8().tensors
         return Embedding(format, tensors, self.dtype, scale=scale)
 
     def head(self, embedding: Embedding, device: torch.device) -> Linear:

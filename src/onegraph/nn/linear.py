@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from onegraph.formats.dense import DENSE
+from onegraph.formats.int8 import INT8
 from onegraph.formats.weight import Part, Tensors, WeightFormat
 from onegraph.ops.weight import weight_ops
 
@@ -94,6 +95,11 @@ class Linear(Weight):
         """The layer decoded once: for CPUs, whose time goes into reading codes."""
         weight = weight_ops(self.format).decode(self.format, self.given).to(dtype)
         return dense(weight, None if self.bias is None else self.bias.to(dtype))
+
+    def int8(self) -> "Linear":
+        """The layer in int8 by row: for CPUs."""
+        weight = weight_ops(self.format).decode(self.format, self.given)
+        return Linear(INT8, INT8.encode(weight), self.bias)
 
     def part(
         self, *, rows: tuple[int, int] | None = None, columns: tuple[int, int] | None = None, keep_bias: bool = True
