@@ -133,7 +133,8 @@ def test_a_cache_that_lies_as_vllms(device: str) -> None:
     before, dim = cache.clone(), keys.shape[3]
     k, v, (cos, sin) = keys.contiguous(), values.contiguous(), (t.contiguous() for t in turns.chunk(2, dim=1))
     tickets = torch.zeros(len(lengths), keys.shape[2], dtype=torch.int32, device=device)
-    wanted = paged_decode(
+    paged = paged_decode if device == "cuda" else paged_decode.reference  # of the other's reference, bit for bit
+    wanted = paged(
         qkv.unsqueeze(1), None, None, 0.0, cos, sin, lengths - 1, lengths, table, k, v, tickets, out.shape[1], scale, 0
     )
     strided_decode(qkv, turns, lengths, table, *cache.transpose(1, 2).split(dim, dim=-1), out, scale)

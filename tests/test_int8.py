@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import VARIANTS, Decoder, save_e8p, save_hf, smollm2_gguf
+from fuzz import tiny
+from models import Decoder, save_e8p, save_hf, smollm2_gguf
+from onegraph.api.device import pick_precision
 from onegraph.api.llm import LLM
-from onegraph.formats.checkpoint import Checkpoint
-from onegraph.formats.int8 import INT8
+from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
+from onegraph.formats.int8 import INT8, turned, turned_back
 from onegraph.models.config import LlamaConfig
 from onegraph.models.llama import Llama
 from onegraph.nn.linear import dense
@@ -32,17 +34,25 @@ def decoded(weight: Tensor) -> Tensor:
 # ---- rounding
 
 
-def test_a_weight_is_off_by_half_a_step_at_most() -> None:
-    weight = randn(64, 200) * torch.logspace(-6, 6, 64).unsqueeze(1)
+@pytest.mark.parametrize("k", [200, 576, 81])
+def test_a_turned_weight_is_off_by_half_a_step_at_most(k: int) -> None:
+    weight = randn(64, k) * torch.logspace(-6, 6, 64).unsqueeze(1)
     held = INT8.encode(weight)
     assert int(held["weight"].abs().max()) <= 127
-    assert ((decoded(weight) - weight).abs() <= held["scale"].float().unsqueeze(1) * 0.5001).all()
-    assert (held["scale"].float() <= weight.abs().amax(1) / 127 * (1 + 2**-7)).all()  # no coarser than need be
+    assert (turned(decoded(weight) - weight).abs() <= held["scale"].float().unsqueeze(1) * 0.501).all()
+    assert (held["scale"].float() <= turned(weight).abs().amax(1) / 127 * (1 + 2**-7)).all()  # no coarser than need be
 
 
-def test_rows_of_zeros_and_numbers_that_it_holds_come_back() -> None:
-    weight = torch.cat([torch.zeros(1, 16), torch.arange(-127, 128, 17).float()[:16].expand(1, -1) * 2**-5])
-    assert torch.equal(decoded(weight), weight)
+def test_turning_is_orthonormal_and_evens_out_what_is_large() -> None:
+    """One large number in 512: a step of 1/127 of it by itself, a seventh of that turned."""
+    weight = randn(8, 512)
+    weight[:, 7] = 100
+    assert torch.allclose(turned_back(turned(weight)), weight, atol=1e-4)
+    assert (INT8.encode(weight)["scale"].float() < 100 / 127 / 7).all()
+
+
+def test_rows_of_zeros_stay_zeros() -> None:
+    assert torch.equal(decoded(torch.zeros(3, 64)), torch.zeros(3, 64))
 
 
 # ---- products
@@ -94,24 +104,27 @@ def test_experts_are_what_their_matrices_stand_for(tokens: int, biased: bool) ->
 def rounded(hf: Any, config: LlamaConfig) -> Any:
     """transformers' model with the weights that int8 stands for where the loader holds int8."""
     parts, parameters = config.parts, dict(hf.named_parameters())
-    names = [f"{name}.weight" for name in (*parts.linears, parts.embedding[0])]
+    names = [f"{name}.weight" for name in parts.linears if name != parts.head]
     with torch.no_grad():
         for name in names:
             if name in parameters and parameters[name].dim() == 2:
                 parameters[name].copy_(decoded(parameters[name]))
-        for name, (_, _, _, transposed, _) in parts.stacks.items():
-            for one in parameters[name]:
-                one.copy_(decoded(one.T).T if transposed else decoded(one))
+        for name, parameter in parameters.items():
+            if parameter.dim() == 3:  # the experts of a layer, which its file may hold one by one
+                transposed = name in parts.stacks and parts.stacks[name][3]
+                for one in parameter:
+                    one.copy_(decoded(one.T).T if transposed else decoded(one))
     return hf
 
 
 def exact(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     """The product of `ops/int8.py` without its roundings to bfloat16."""
-    return x.float() @ (codes.float() * scale.float().unsqueeze(-1)).T
+    return turned(x) @ (codes.float() * scale.float().unsqueeze(-1)).T
 
 
 @pytest.mark.parametrize(
-    "variant", ["smollm2", "qwen2", "qwen3", "gemma3", "olmo2", "granite", "mixtral", "qwen3_moe", "glm4_moe", "gpt_oss"]
+    "variant",
+    ["smollm2", "qwen2", "qwen3", "gemma3", "olmo2", "granite", "mixtral", "qwen3_moe", "glm4_moe", "gpt_oss"],
 )
 def test_models_are_those_of_their_rounded_weights(
     variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -127,25 +140,40 @@ def test_models_are_those_of_their_rounded_weights(
     monkeypatch.setattr(int8, "_product", exact)
     decoder = Decoder(model, rows=1, max_context=40)
     got = torch.cat([*decoder.feed([ROW[:30]]), *(decoder.feed([[token]])[0] for token in ROW[30:])])
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    assert (got - want).norm() < 2e-3 * want.norm()  # a number between two steps may fall either way
 
 
-def test_codes_become_int8_once(tmp_path: Path) -> None:
-    """A quantized model takes a byte a weight, its head and embedding too, one tensor where they are tied."""
-    save_e8p("smollm2", tmp_path / "m", rates={"bits": 4})
-    with Checkpoint.open(tmp_path / "m") as checkpoint:
-        model = Llama.load(checkpoint, int8=True)
-    assert {m.format for m in model.modules() if hasattr(m, "format")} == {INT8}
-    assert model.lm_head.tensors["weight"].data_ptr() == model.embed.tensors["weight"].data_ptr()
+def test_what_is_held_in_what(tmp_path: Path) -> None:
+    """Blocks take a byte a weight. The head's logits are float32, so its weight is; an embedding that it does not share
+    stays as it is stored."""
+    save_e8p("qwen3", tmp_path / "tied", rates={"bits": 4})
+    save_hf("llama", tmp_path / "wide")
+    wide = Checkpoint.open(tmp_path / "wide")
+    write_checkpoint(tmp_path / "apart", wide.config, ((name, wide.tensor(name).bfloat16()) for name in wide.names))
+    for name, embedding in (("tied", torch.float32), ("apart", torch.bfloat16)):
+        with Checkpoint.open(tmp_path / name) as checkpoint:
+            model = Llama.load(checkpoint, int8=True)
+        assert {m.format for m in model.blocks.modules() if hasattr(m, "format")} == {INT8}
+        assert model.lm_head.tensors["weight"].dtype == torch.float32
+        assert model.embed.tensors["weight"].dtype == embedding
+        assert model.embed(torch.tensor([3])).dtype == torch.float32
 
 
-def test_int8_is_what_a_cpu_takes(tmp_path: Path) -> None:
-    save_e8p("smollm2", tmp_path / "m", rates={"bits": 4})
-    for asked, weights, format in (("auto", "int8", INT8), ("int8", "int8", INT8), ("float32", "float32", None)):
-        with LLM(tmp_path / "m", device="cpu", dtype=asked, max_context=64) as llm:
-            assert (llm.weights, llm.dtype) == (weights, torch.float32)
-            found = llm.engine.model.blocks[0].mlp.down.linear.format
-            assert (found is INT8) == (format is INT8)
+@pytest.mark.parametrize(("asked", "weights"), [("auto", "float32"), ("int8", "int8"), ("float32", "float32")])
+def test_int8_is_asked_for(asked: str, weights: str, tmp_path: Path) -> None:
+    with LLM(tiny.write_model(tmp_path / "m"), device="cpu", dtype=asked, max_context=64) as llm:
+        assert (llm.weights, llm.dtype) == (weights, torch.float32)
+        assert (llm.engine.model.blocks[0].mlp.down.linear.format is INT8) == (weights == "int8")
+
+
+def test_int8_is_refused_where_nothing_has_it() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    with pytest.raises(ValueError, match="dtype: got int8, in which a CPU holds weights; on cuda float32"):
+        pick_precision("int8", gpu, int8=True)
+    with pytest.raises(ValueError, match="dtype: got int8, which this family does not have"):
+        pick_precision("int8", cpu, int8=False)
+    assert pick_precision("auto", cpu, int8=True) == (torch.float32, False)
+    assert pick_precision("auto", gpu, int8=True) == (torch.bfloat16, False)
 
 
 @pytest.mark.skipif(smollm2_gguf() is None, reason="needs the weights of SmolLM2")

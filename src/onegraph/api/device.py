@@ -30,17 +30,14 @@ def pick_device(name: str | torch.device, option: str = "device") -> torch.devic
 def pick_precision(name: str | torch.dtype, device: torch.device, *, int8: bool) -> tuple[torch.dtype, bool]:
     """(dtype of activations, whether weights are held in int8 by row) for `name`, which may be "int8" too, on a CPU.
 
-    int8: whether the model has that form; `auto` takes it then on a CPU, else what `pick_dtype` gives. Raises
-    ValueError for another name.
+    int8: whether the model has that form. Raises ValueError for another name.
     """
     short = str(name).removeprefix("torch.")
     if short == "int8" and device.type != "cpu":
         raise ValueError(f"dtype: got int8, in which a CPU holds weights; on {device} {', '.join(DTYPES)} are allowed")
     if short == "int8" and not int8:
         raise ValueError(f"dtype: got int8, which this family does not have; allowed are auto, {', '.join(DTYPES)}")
-    if device.type == "cpu" and short in ("auto", "int8") and int8:
-        return torch.float32, True
-    return pick_dtype(name, device), False
+    return (torch.float32, True) if short == "int8" else (pick_dtype(name, device), False)
 
 
 def pick_dtype(name: str | torch.dtype, device: torch.device) -> torch.dtype:

@@ -45,9 +45,8 @@ class LLM:
         max_batch: prompts that are computed at once; more of them wait their turn.
         max_context: tokens of a prompt and its continuation together (default: the model's, at most 4096). The KV cache
             is made now.
-        dtype: of activations and unquantized weights: "bfloat16", "float16", "float32"; "int8", on a CPU, holds all
-            linears, the embedding and the head in int8 by row and computes in float32 around them; "auto" is bfloat16
-            on a GPU and int8 on a CPU.
+        dtype: of activations and unquantized weights: "bfloat16", "float16", "float32", or "auto" for bfloat16 on a GPU
+            and float32 on a CPU. "int8", on a CPU, holds the linears of blocks in int8 by row, a quarter of float32.
         device: "cpu", "cuda", "cuda:N", or "auto" for the GPU where there is one.
         cache_tokens: that the KV cache holds, of all sequences together (default: max_batch x max_context). With fewer,
             the youngest sequence makes room where they run short, and goes on later.

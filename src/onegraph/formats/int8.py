@@ -1,16 +1,42 @@
 """Int8 by row: how a CPU holds weights of any format. It is made at load and never stored.
 
-A linear W [n, k] is held as weight int8 [n, k] and scale bfloat16 [n], W = scale[:, None] * weight: a quarter of what
-float32 takes. A row's largest number is 127, so rounding costs a weight at most half of 1/127 of it.
+A linear W [n, k] is held as weight int8 [n, k] and scale bfloat16 [n],
+
+    W = diag(scale) @ weight @ T
+
+with T an orthonormal block Hadamard with random signs (`turn`), which evens out what is large in a row: its largest
+number sets the step of all of them. Inputs are turned likewise, x @ T^t, in front of the product.
 """
 
 from collections.abc import Mapping
+from functools import cache
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from onegraph.formats.e8p import hadamard_block
+from onegraph.formats.turboquant import rotation
 from onegraph.formats.weight import Field, Tensors, WeightFormat
+
+
+@cache
+def turn(k: int) -> Tensor:
+    """float32 [b, b]: one block of T for k inputs, b the largest power of two that divides k, at most 128."""
+    block = hadamard_block(k)
+    return rotation(block) * block**-0.5
+
+
+def turned(x: Tensor) -> Tensor:
+    """x [..., k] -> x @ T^t, float32."""
+    matrix = turn(x.shape[-1])
+    return (x.float().reshape(-1, len(matrix)) @ matrix.T).view(x.shape)
+
+
+def turned_back(x: Tensor) -> Tensor:
+    """x [..., k] -> x @ T, float32."""
+    matrix = turn(x.shape[-1])
+    return (x.float().reshape(-1, len(matrix)) @ matrix).view(x.shape)
 
 
 class Int8(WeightFormat):
@@ -25,7 +51,7 @@ class Int8(WeightFormat):
     def encode(self, weight: Tensor) -> Tensors:
         """weight [n, k] of a float dtype -> the fields. The scale is rounded first, so that it costs nothing besides:
         up, since a row's largest number must stay within 127."""
-        weight = weight.float()
+        weight = turned(weight)
         scale = weight.abs().amax(1) / 127
         near = scale.bfloat16()
         up = torch.nextafter(near, torch.full_like(near, torch.inf))

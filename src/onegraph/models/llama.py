@@ -90,7 +90,7 @@ class Llama(nn.Module):
             max_context: positions to make rotary tables for; None: what the config allows, at most 131072.
             decode: turn E8P layers into dense ones of `dtype` at load. None: on a CPU, whose time would go into
                 reading codes.
-            int8: hold linears, embedding and head in int8 by row instead, a quarter of float32; for a CPU.
+            int8: hold the blocks' linears in int8 by row instead, a quarter of float32; for a CPU.
             fused: False runs every op of a layer alone: the other side of an A/B comparison.
             progress: called as progress(bytes read, bytes in all).
 

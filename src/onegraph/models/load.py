@@ -38,7 +38,8 @@ def load_decoder(
 
     Args:
         gpus: place the layers over so many GPUs, from cuda:0 on. fp8_kv: keys in FP8. Both are for DeepSeek-V4; for
-            another model they are a ValueError, as are more GPUs than there are. int8, fused: of the Llama family, see there.
+            another model they are a ValueError, as are more GPUs than there are.
+        int8, fused: of the Llama family, see there.
         progress: called as progress(bytes read, bytes in all).
     """
     if checkpoint.config.get("model_type") in CONFIGS:

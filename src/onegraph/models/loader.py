@@ -18,7 +18,6 @@ from onegraph.formats.checkpoint import Checkpoint, finite
 from onegraph.formats.dense import DENSE
 from onegraph.formats.files import CheckpointError
 from onegraph.formats.fused import OneOfStack, expected_stack, stack_names
-from onegraph.formats.int8 import INT8
 from onegraph.formats.weight import FLOATS, WHOLE, Expected, Field, Part, Tensors, WeightFormat, check_conversion
 from onegraph.models.parts import Family
 from onegraph.models.prefetch import AHEAD_BYTES, Prefetch
@@ -36,7 +35,7 @@ class Loader:
         config: see `Family`.
         dtype: of activations and dense weights.
         decode: make dense layers of quantized ones, for a device whose time would go into reading codes.
-        int8: hold linears, embedding and head in int8 by row, whatever they are stored as; for a CPU.
+        int8: hold the linears of blocks in int8 by row, whatever they are stored as; for a CPU.
         decode_experts: likewise of experts in one tensor, to quantize them anew.
     """
 
@@ -254,9 +253,9 @@ class Loader:
             dtype = torch.float32 if format.coded else self.dtype
             bias = Field(dtype, rows=1).cut(self.tensor(f"{layer}.bias", device, dtype), part)
         made = Linear(format, tensors, bias)
-        if self.int8:
+        if self.int8 and layer != self.parts.head:
             return made.int8()
-        return made.dense(self.dtype) if self.decode and format.coded else made
+        return made.dense(self.dtype) if (self.decode or self.int8) and format.coded else made
 
     def siblings(self, layers: Sequence[str], device: torch.device, *, joined: bool = True) -> Linear | Siblings:
         """Linears that read the same input: as one where that is exact, unless `joined` is False."""
@@ -285,9 +284,11 @@ class Loader:
             yield {key: tensor.t() for key, tensor in read.items()} if turned else read
 
     def embedding(self, device: torch.device, scale: float = 1.0) -> Embedding:
-        format, tensors = self.weight(self.parts.embedding[0], device)
-        if self.int8:
-            format, tensors = INT8, Linear(format, tensors).int8().tensors
+        name = self.parts.embedding[0]
+        if self.int8 and not self.tied and self.format_of(name) is DENSE:  # of which a step looks up some rows
+            stored = self._whole(f"{name}.weight", device, None)
+            return Embedding(DENSE, {"weight": stored}, self.dtype, scale=scale)
+        format, tensors = self.weight(name, device)
         return Embedding(format, tensors, self.dtype, scale=scale)
 
     def head(self, embedding: Embedding, device: torch.device) -> Linear:

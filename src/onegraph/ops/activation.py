@@ -12,8 +12,10 @@ from onegraph.ops.registry import Case, Op, nbytes, register
 
 def _swiglu(gate_up: Tensor, limit: float | None = None, alpha: float = 1.0, shift: float = 0.0) -> Tensor:
     gate, up = gate_up.float().chunk(2, dim=-1)
-    if limit is not None:
+    if limit is not None and limit < math.inf:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if alpha == 1 and shift == 0:
+        return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
     return (torch.nn.functional.silu(alpha * gate) / alpha * (up + shift)).to(gate_up.dtype)
 
 

@@ -76,6 +76,7 @@ paged_decode = register(
         reference=_paged_decode,
         fake=lambda call: call.qkv.new_empty((call.qkv.shape[0], 1, call.heads, call.k_cache.shape[3])),
         kernel="onegraph.ops.cuda.decode_attention:paged_decode",
+        cpu="onegraph.ops.cpu.attention:paged_decode",
         check=_check,
         cases=(
             _case("smollm2", positions=[137], counts=[1], early=True, **_SMOL),

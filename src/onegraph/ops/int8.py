@@ -3,12 +3,16 @@
 import torch
 from torch import Tensor
 
+from onegraph.formats.int8 import turned, turned_back
 from onegraph.formats.weight import WeightFormat
 from onegraph.ops.activation import SwiGLU
 from onegraph.ops.weight import Given, WeightOps
 
 FEW = 8
 """Rows up to which torch's kernel reads int8 faster than its bfloat16 product reads decoded rows."""
+
+VECTOR = 32
+"""torch's kernel reads whole vectors of a row, past its end where that is in the middle of one (torch 2.13)."""
 
 AT_ONCE = 1 << 23  # weights that are decoded at a time
 
@@ -18,14 +22,15 @@ def _linear(
 ) -> Tensor:
     """Activations are rounded to bfloat16 on both sides of the product, which sums in float32."""
     y = _product(x.reshape(-1, x.shape[-1]), weight["weight"], weight["scale"])
-    y = y.view(*x.shape[:-1], -1).to(torch.float32 if float32 else x.dtype)
-    return y if bias is None else y + bias
+    y = y.view(*x.shape[:-1], -1)
+    wanted = torch.float32 if float32 else x.dtype
+    return y.to(wanted) if bias is None else (y.float() + bias).to(wanted)
 
 
 def _product(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     """x [T, k], codes [n, k], scale [n] -> bfloat16 [T, n]."""
-    x = x.bfloat16()
-    if len(x) <= FEW:
+    x = turned(x).bfloat16()
+    if len(x) <= FEW and codes.shape[1] % VECTOR == 0:
         return torch._weight_int8pack_mm(x, codes, scale)
     parts = codes.split(max(1, AT_ONCE // codes.shape[1]))
     return torch.cat([x @ part.bfloat16().t() for part in parts], dim=-1) * scale
@@ -54,11 +59,11 @@ def _experts(
 
 
 def _decode(format: WeightFormat, weight: Given) -> Tensor:
-    return weight["weight"].float() * weight["scale"].float().unsqueeze(-1)
+    return turned_back(weight["weight"].float() * weight["scale"].float().unsqueeze(-1))
 
 
 def _look_up(format: WeightFormat, ids: Tensor, weight: Given) -> Tensor:
-    return weight["weight"][ids].float() * weight["scale"][ids].float().unsqueeze(-1)
+    return turned_back(weight["weight"][ids].float() * weight["scale"][ids].float().unsqueeze(-1))
 
 
 WEIGHT = WeightOps(linear=_linear, decode=_decode, experts=_experts, embedding=_look_up)

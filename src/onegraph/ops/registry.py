@@ -19,6 +19,7 @@ from onegraph.ops.calls import Call
 
 _LIBRARY = torch.library.Library("onegraph", "DEF")
 _USE_REFERENCE: ContextVar[bool] = ContextVar("onegraph_use_reference", default=False)
+_CHECKED: ContextVar[bool] = ContextVar("onegraph_checked", default=False)
 
 OPS: dict[str, "Op"] = {}
 
@@ -48,6 +49,7 @@ class Op:
         fake: shapes and dtypes of the results from those of the arguments.
         kernel: "module:function" with the reference's signature, imported on the first CUDA call; None where the
             reference is the CUDA implementation too.
+        cpu: likewise for a CPU, where values are at hand and each of torch's calls costs more than what it does.
         check: raises ValueError (got / allowed / what to do) before anything is launched; None for ops that accept
             whatever torch itself accepts.
         tolerance: largest allowed relative error ‖out − ref‖ / ‖ref‖ per dtype, against the float32 truth.
@@ -60,6 +62,7 @@ class Op:
     reference: Callable[..., Any]
     fake: Callable[..., Any]
     kernel: str | None = None
+    cpu: str | None = None
     check: Callable[..., None] | None = None
     cases: tuple[Case, ...] = ()
     tolerance: Mapping[torch.dtype, float] = field(default_factory=dict)
@@ -69,7 +72,7 @@ class Op:
     def __call__(self, *args: Any, **named: Any) -> Any:
         if torch.compiler.is_compiling():  # a tracer follows neither context variables nor messages made of shapes
             return self.overload(*args, **named)
-        if self.check is not None:
+        if self.check is not None and not _CHECKED.get():
             self.check(*args, **named)
         if _USE_REFERENCE.get():
             return self.reference(*args, **named)
@@ -94,8 +97,8 @@ def register(op: Op) -> Op:
         functions = {name: op.unpacked(function) for name, function in functions.items() if function is not None}
         op = replace(op, schema=f"({op.call.schema()}) {op.schema}", **functions)
     _LIBRARY.define(op.name + op.schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(op.name, op.reference, "CPU")
-    _LIBRARY.impl(op.name, op.reference if op.kernel is None else op.unpacked(_lazy(op.kernel)), "CUDA")
+    for key, target in (("CPU", op.cpu), ("CUDA", op.kernel)):
+        _LIBRARY.impl(op.name, op.reference if target is None else op.unpacked(_lazy(target)), key)
     torch.library.register_fake(f"onegraph::{op.name}", op.fake, lib=_LIBRARY)
     OPS[op.name] = op
     return op
@@ -122,6 +125,17 @@ def reference_ops() -> Iterator[None]:
         yield
     finally:
         _USE_REFERENCE.reset(token)
+
+
+@contextmanager
+def checked_before() -> Iterator[None]:
+    """Inside this context no op checks its arguments: those of a step whose first call, on the same buffers, did. On a
+    CPU the checks of a decode step take as long as its attention."""
+    token = _CHECKED.set(True)
+    try:
+        yield
+    finally:
+        _CHECKED.reset(token)
 
 
 def nbytes(*tensors: Tensor | None) -> int:
