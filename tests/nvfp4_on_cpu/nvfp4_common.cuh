@@ -1,19 +1,7 @@
 // What ops/cuda/nvfp4_common.cuh gives, for a CPU: a thread of the kernel is a fiber that runs until it must meet others.
 // Asynchronous copies arrive only where the kernel waits for them, and every address that it reads is checked.
 
-#undef _FORTIFY_SOURCE  // its longjmp takes another stack for a fault
-#include <setjmp.h>
-#include <ucontext.h>
-
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <functional>
-#include <map>
-#include <vector>
+#include "standard.h"
 
 using std::max;
 using std::min;
