@@ -3,13 +3,17 @@
 It multiplies bfloat16 matrices as the uint16 that it keeps them in; converts integers to that uint16 by value, and
 float32 to it by truncation; and turns a loop bound of shape (1,) into an int as numpy no longer does.
 
-And a third of its time: it patches the language anew for each call of a function inside of a kernel.
+And most of its time. It patches the language anew for each call of a function inside of a kernel; computes for each
+integer operation, in some eight others, whether it overflowed, and drops that unless it debugs; and writes the name of
+each type, wraps each shape and lists all dtypes anew for each value.
 """
 
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton._utils import validate_block_shape
 from triton.runtime import interpreter
 
 _builder = interpreter.InterpreterBuilder
@@ -17,6 +21,8 @@ _create_dot = _builder.create_dot
 _cast = _builder.cast_impl
 _patch_lang_tensor = interpreter._patch_lang_tensor
 _patch_lang = interpreter._patch_lang
+_np_dtype_of_scalar = cache(interpreter._get_np_dtype)
+_NP_ADDRESS, _NO_SHAPE, _ONE = np.dtype(np.uint64), tl.tuple([]), tl.constexpr(1)
 _of_kernel, _patched = interpreter._LangPatchScope(), set[int]()
 
 
@@ -62,6 +68,36 @@ def patch_lang(fn: Any) -> Any:
     return _of_kernel
 
 
+@cache
+def _shape_of(sizes: tuple[Any, ...]) -> tuple[Any, int, Any, Any]:
+    """The shape and size of a type, and both as its tensors have them, of constants."""
+    shape = tl.tuple(tl.core._unwrap_shape(sizes))
+    numel = validate_block_shape(shape)
+    return shape, numel, tl.tuple([tl.constexpr(size) for size in shape]), tl.constexpr(numel)
+
+
+def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+    if not len(shape):
+        raise TypeError("0d block_type is forbidden")
+    self.element_ty = element_ty
+    self.shape, self.numel, self.tensor_shape, self.tensor_numel = _shape_of(tuple(shape))
+
+
+def name_of_block(self: Any) -> str:
+    return f"<{self.shape}, {self.element_ty}>"
+
+
+def tensor(self: Any, handle: Any, type: Any) -> None:
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape, self.numel = (type.tensor_shape, type.tensor_numel) if type.is_block() else (_NO_SHAPE, _ONE)
+
+
+def np_dtype(of: Any) -> np.dtype:
+    """Blocks cannot be hashed; all pointers are numbers."""
+    of = of.scalar
+    return _NP_ADDRESS if of.is_ptr() else _np_dtype_of_scalar(of)
+
+
 _builder.create_dot = create_dot
 for _name in ("create_si_to_fp", "create_ui_to_fp", "create_fp_to_si", "create_fp_to_ui", "create_fp_ext"):
     setattr(_builder, _name, cast)
@@ -69,3 +105,8 @@ _builder.create_fp_trunc = cast
 _builder.create_fp_to_fp = cast
 interpreter._patch_lang_tensor = patch_lang_tensor
 interpreter._patch_lang = patch_lang
+interpreter._get_np_dtype = np_dtype
+interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+tl.block_type.__init__, tl.tensor.__init__ = block_type, tensor
+tl.block_type.name = cached_property(name_of_block)
+tl.block_type.name.__set_name__(tl.block_type, "name")

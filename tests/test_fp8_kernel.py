@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from h200 import H200
+from on_cpu import compile_run
 from onegraph.ops.cuda import fp8
 from onegraph.ops.fp8 import fp8_dequantize, fp8_experts, fp8_grouped_linear, random_weight
 
@@ -46,7 +47,7 @@ def build(folder: Path):
     def made(**defines: int) -> Path:
         words = [f"-D{name}={value}" for name, value in defines.items()]
         program = folder / "-".join(["run", *map(str, defines.values())])
-        subprocess.run(["g++", "-O1", "-std=c++17", "-w", *words, folder / "run.cpp", "-o", program], check=True)
+        compile_run(folder, words, program)
         return program
 
     return made

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from h200 import H200
+from on_cpu import compile_run
 from onegraph.ops.cuda import int4
 from onegraph.ops.int4 import int4_linear, random_order, random_weight
 
@@ -36,7 +37,7 @@ def build(tmp_path_factory: pytest.TempPathFactory):
     def made(**defines: int) -> Path:
         words = [f"-D{name}={value}" for name, value in defines.items()]
         program = path / "-".join(["run", *map(str, defines.values())])
-        subprocess.run(["g++", "-O1", "-std=c++17", "-w", *words, path / "run.cpp", "-o", program], check=True)
+        compile_run(path, words, program)
         return program
 
     return made

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from h200 import H200
+from on_cpu import compile_run
 from onegraph.ops import mxfp4
 from onegraph.ops.cuda import nvfp4, nvfp4_one
 from onegraph.ops.nvfp4 import random_weight
@@ -40,7 +41,7 @@ def build(tmp_path_factory: pytest.TempPathFactory):
     def made(**defines: int) -> Path:
         words = [f"-D{name}={value}" for name, value in defines.items()]
         program = path / "-".join(["run", *map(str, defines.values())])
-        subprocess.run(["g++", "-O1", "-std=c++17", "-w", *words, path / "run.cpp", "-o", program], check=True)
+        compile_run(path, words, program)
         return program
 
     return made

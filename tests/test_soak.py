@@ -45,10 +45,10 @@ def deepseek(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_deepseek(deepseek, devices, tmp_path):
+def test_deepseek_placed_over_two_devices(deepseek, tmp_path):
+    """On one: test_on_the_command_line_killed_and_started_again."""
     with Checkpoint.open(deepseek) as checkpoint:
-        model = DeepseekV4.load(checkpoint, ["cpu"] * devices)
+        model = DeepseekV4.load(checkpoint, ["cpu"] * 2)
     verdict = soak(maker(model, chunk=64), steps=400, path=tmp_path / "rounds.jsonl")
     assert verdict.passed, verdict.problems
     assert verdict.drift < 1e-4
@@ -246,8 +246,8 @@ def test_loops():
 def test_a_soak_that_was_cut_off_goes_on(tmp_path):
     """Any prefix of the file, the last line torn, gives the same rounds in the end but for memory and process."""
     path = tmp_path / "rounds.jsonl"
-    model = TinyDecoder(dim=16, layers=1)
-    soak(maker(model), steps=900, path=path)
+    make = maker(TinyDecoder(dim=16, layers=1), max_context=64)
+    soak(make, steps=180, path=path)
     whole = path.read_bytes()
 
     def rounds(data: bytes):
@@ -256,8 +256,8 @@ def test_a_soak_that_was_cut_off_goes_on(tmp_path):
 
     for cut in (0, 30, len(whole) // 3, len(whole) - 5):
         path.write_bytes(whole[:cut])
-        verdict = soak(maker(model), steps=900, path=path)
-        assert verdict.steps == 900
+        verdict = soak(make, steps=180, path=path)
+        assert verdict.steps == 180
         assert rounds(path.read_bytes()) == rounds(whole)
 
 
@@ -274,8 +274,8 @@ def test_a_file_of_another_soak_is_refused(tmp_path):
         soak(maker(TinyDecoder(), max_context=16), steps=10, path=tmp_path / "other")
 
 
-def command(model: Path, out: Path, steps: int = 400) -> list[str]:
-    options = ["--device", "cpu", "--context", "128", "--json"]
+def command(model: Path, out: Path, steps: int = 300) -> list[str]:
+    options = ["--device", "cpu", "--context", "144", "--json"]
     return ["soak", str(model), "--out", str(out), "--steps", str(steps), *options]
 
 
@@ -287,7 +287,7 @@ def test_on_the_command_line_killed_and_started_again(deepseek, tmp_path, capsys
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     path, until = tmp_path / "out" / "rounds.jsonl", time.monotonic() + 120
-    while not path.exists() or path.read_bytes().count(b"\n") < 3:
+    while not path.exists() or path.read_bytes().count(b"\n") < 2:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < until
         time.sleep(0.02)
@@ -296,7 +296,8 @@ def test_on_the_command_line_killed_and_started_again(deepseek, tmp_path, capsys
     assert main(command(deepseek, tmp_path / "out")) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["passed"]
-    assert result["steps"] == 400
+    assert result["drift"] < 1e-4
+    assert result["steps"] == 300
     found = [json.loads(line) for line in path.read_text().splitlines()[1:]]
     assert [r["number"] for r in found] == list(range(result["rounds"]))
     assert {r["run"] for r in found} == {0, 1}

@@ -2,7 +2,6 @@
 which holds the sources. Prints a line for each case; fails where a result is wrong."""
 
 import ctypes
-import subprocess
 import sys
 from contextlib import nullcontext
 from functools import cache
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from h200 import H200
+from on_cpu import compile_run
 from onegraph.formats.e8p import codebook
 from onegraph.ops import e8p_experts as ops
 from onegraph.ops.cuda import build, e8p_decode, e8p_experts
@@ -23,8 +23,7 @@ launches: list[str] = []
 @cache
 def library(*defines: str) -> ctypes.CDLL:
     path = FOLDER / f"host-{abs(hash(defines))}.so"
-    command = ["g++", "-O1", "-std=c++17", "-w", "-shared", "-fPIC", *defines, FOLDER / "run.cpp", "-o", path]
-    subprocess.run(command, check=True)
+    compile_run(FOLDER, defines, path, "-shared")
     return ctypes.CDLL(str(path))
 
 

@@ -10,7 +10,7 @@ static void thread() {
   if (function == 1) e8p_experts_prepare(arguments);
   if (function == 2) e8p_experts_combine(arguments);
   fibers[current].done = true;
-  swapcontext(&fibers[current].context, &scheduler);
+  go(fibers[current].place, scheduler);
 }
 
 extern "C" void run(const Arguments* given, int which, int x, int y, int threads, int cluster) {

@@ -2,7 +2,6 @@
 which holds the sources. Prints a line for each case that launched something; fails where a result is wrong."""
 
 import ctypes
-import subprocess
 import sys
 from contextlib import nullcontext
 from functools import cache
@@ -11,6 +10,7 @@ from pathlib import Path
 import torch
 
 from h200 import H200
+from on_cpu import compile_run
 from onegraph.ops import fp8 as ops
 from onegraph.ops.cuda import build, fp8
 from onegraph.ops.registry import OPS
@@ -22,8 +22,7 @@ launches = 0
 @cache
 def library(*defines: str) -> ctypes.CDLL:
     path = FOLDER / f"host-{'-'.join(defines)}.so"
-    command = ["g++", "-O1", "-std=c++17", "-w", "-shared", "-fPIC", "-DHOST", *defines, FOLDER / "run.cpp", "-o", path]
-    subprocess.run(command, check=True)
+    compile_run(FOLDER, ["-DHOST", *defines], path, "-shared")
     return ctypes.CDLL(str(path))
 
 

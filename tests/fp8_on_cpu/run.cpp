@@ -18,7 +18,7 @@ static void thread() {
   fp8_linear(arguments);
 #endif
   fibers[current].done = true;
-  swapcontext(&fibers[current].context, &scheduler);
+  go(fibers[current].place, scheduler);
 }
 
 static void run_blocks(int x, int y, int z, int threads) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -18,15 +19,22 @@ from fuzz.run import Failure, Fuzzer, invoke, judge
 BLOCKS, EACH = 12, 25
 FIRST_SEED = 20_000
 
-# Runs onegraph on sys.argv[2:] and dies without a word after sys.argv[1] seconds, counted from when imports are done.
+# For each line of stdin, which holds seconds and the words of a command: a process, forked when imports are done, runs
+# onegraph and dies without a word after so many seconds. Its status is a line of stdout.
 KILLED = """
-import os, signal, sys, threading, time
+import json, os, signal, sys, threading, time
 import onegraph.cli, onegraph.api.quantize
-def die():
-    time.sleep(float(sys.argv[1]))
+def die(seconds):
+    time.sleep(seconds)
     os.kill(os.getpid(), signal.SIGKILL)
-threading.Thread(target=die, daemon=True).start()
-sys.exit(onegraph.cli.main(sys.argv[2:]))
+for line in sys.stdin:
+    seconds, words = json.loads(line)
+    child = os.fork()
+    if not child:
+        os.dup2(2, 1)
+        threading.Thread(target=die, args=[seconds], daemon=True).start()
+        sys.exit(onegraph.cli.main(words))
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
@@ -91,25 +99,39 @@ def test_quantization_killed_at_random_points_resumes_to_the_same_bytes(fuzzer: 
     def content(folder: Path) -> dict[str, bytes]:
         return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
 
-    def run(output: Path, seconds: float) -> int:
-        command = ["quantize", str(fuzzer.plain), str(output), "--bits", "3", "--lm-head", "4", "--calibration"]
-        command += [str(fuzzer.text), "--tokens", "1024", "--sequence", "64", "--recipe", "good"]
-        done = subprocess.run(
-            [sys.executable, "-c", KILLED, str(seconds), *command], capture_output=True, timeout=120, env=environment
-        )
-        assert done.returncode in (0, -signal.SIGKILL), done.stderr.decode()[-500:]
-        return done.returncode
-
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    assert run(tmp_path / "whole", 1000) == 0
-    rng, killed = random.Random(7), 0
-    for _ in range(6):
-        if run(tmp_path / "killed", rng.uniform(0.05, 1.0)) == 0:
-            break
-        killed += 1
-        assert not (tmp_path / "killed").exists()
-    if not (tmp_path / "killed").exists():
-        assert run(tmp_path / "killed", 1000) == 0
+    with (
+        (tmp_path / "stderr").open("w+") as errors,
+        subprocess.Popen(
+            [sys.executable, "-c", KILLED],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=environment,
+        ) as process,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def run(output: Path, seconds: float) -> int:
+            command = ["quantize", str(fuzzer.plain), str(output), "--bits", "3", "--lm-head", "4", "--calibration"]
+            command += [str(fuzzer.text), "--tokens", "1024", "--sequence", "64", "--recipe", "good"]
+            process.stdin.write(json.dumps([seconds, command]) + "\n")
+            process.stdin.flush()
+            status = process.stdout.readline()
+            assert status in ("0\n", f"{-signal.SIGKILL}\n"), (status, errors.seek(0), errors.read()[-500:])
+            return int(status)
+
+        assert run(tmp_path / "whole", 1000) == 0
+        rng, killed = random.Random(7), 0
+        for _ in range(6):
+            if run(tmp_path / "killed", rng.uniform(0.05, 1.0)) == 0:
+                break
+            killed += 1
+            assert not (tmp_path / "killed").exists()
+        if not (tmp_path / "killed").exists():
+            assert run(tmp_path / "killed", 1000) == 0
     assert killed, "it was never killed"
     assert content(tmp_path / "killed") == content(tmp_path / "whole")
     assert not list(tmp_path.glob("*.partial"))

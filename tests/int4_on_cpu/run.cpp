@@ -18,7 +18,7 @@ static void thread() {
   int4_batch(arguments);
 #endif
   fibers[current].done = true;
-  swapcontext(&fibers[current].context, &scheduler);
+  go(fibers[current].place, scheduler);
 }
 
 int main(int, char** names) {

@@ -1,17 +1,7 @@
 // What ops/cuda/nvfp4_common.cuh gives, for a CPU: a thread of the kernel is a fiber that runs until it must meet others.
 // Asynchronous copies arrive only where the kernel waits for them, and every address that it reads is checked.
 
-#include <ucontext.h>
-
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <functional>
-#include <map>
-#include <vector>
+#include "standard.h"
 
 using std::max;
 using std::min;
@@ -39,9 +29,19 @@ static Index blockIdx, blockDim, gridDim;
 static u8 shared[232448] __attribute__((aligned(1024)));
 
 enum Wait { NONE, WARP, BLOCK, SOME };  // SOME: all threads but those of the last warp
+struct Place {  // where a fiber, or the scheduler, goes on; a ucontext begins it, since each switch of one is a system call
+  ucontext_t begin;
+  jmp_buf at;
+  bool begun = false;
+};
+static void __attribute__((noinline)) go(Place& from, Place& to) {
+  from.begun = true;
+  if (_setjmp(from.at)) return;
+  if (to.begun) _longjmp(to.at, 1);
+  setcontext(&to.begin);
+}
 struct Fiber {
-  ucontext_t context;
-  std::vector<char> stack;
+  Place place;
   bool done = false;
   Wait wait = NONE;
   std::vector<std::function<void()>> open;                 // copies since the last commit
@@ -49,7 +49,8 @@ struct Fiber {
   u32 fragments[6];
 };
 static std::vector<Fiber> fibers;
-static ucontext_t scheduler;
+static std::vector<std::vector<char>> stacks;  // of the fibers, kept from block to block
+static Place scheduler;
 static int current;
 static struct { struct { operator int() const { return current; } } x; } threadIdx;
 
@@ -66,7 +67,7 @@ static void check_read(const void* p, size_t bytes) {
 
 static void meet(Wait wait) {
   fibers[current].wait = wait;
-  swapcontext(&fibers[current].context, &scheduler);
+  go(fibers[current].place, scheduler);
 }
 static void __syncwarp() { meet(WARP); }
 static void __syncthreads() { meet(BLOCK); }
@@ -271,12 +272,13 @@ static void run_block(int threads) {
   memset(shared, 0xFF, sizeof shared);
   fibers.clear();
   fibers.resize(threads);
-  for (Fiber& f : fibers) {
-    getcontext(&f.context);
-    f.stack.resize(32768);
-    f.context.uc_stack.ss_sp = f.stack.data();
-    f.context.uc_stack.ss_size = f.stack.size();
-    makecontext(&f.context, thread, 0);
+  while ((int)stacks.size() < threads) stacks.emplace_back(32768);
+  for (int i = 0; i < threads; ++i) {
+    ucontext_t& begin = fibers[i].place.begin;
+    getcontext(&begin);
+    begin.uc_stack.ss_sp = stacks[i].data();
+    begin.uc_stack.ss_size = stacks[i].size();
+    makecontext(&begin, thread, 0);
   }
   for (int left = threads; left;) {
     bool moved = false;
@@ -288,7 +290,7 @@ static void run_block(int threads) {
       for (int i = 0; i < 32; ++i) {  // lanes in an order of the warp's own
         current = warp + (i * 7 + warp / 32) % 32;
         fibers[current].wait = NONE;
-        swapcontext(&scheduler, &fibers[current].context);
+        go(scheduler, fibers[current].place);
         left -= fibers[current].done;
       }
       const Fiber& first = fibers[warp];

@@ -19,7 +19,7 @@ static void thread() {
   nvfp4_short(arguments);
 #endif
   fibers[current].done = true;
-  swapcontext(&fibers[current].context, &scheduler);
+  go(fibers[current].place, scheduler);
 }
 
 int main(int, char** names) {

@@ -1,0 +1,19 @@
+"""CUDA sources as programs for this CPU: `standard.h` of nvfp4_on_cpu/, half of the compiler's time, is parsed once."""
+
+import shutil
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+HEADER = Path(__file__).parent / "nvfp4_on_cpu" / "standard.h"
+GCC = ["g++", "-O1", "-std=c++17", "-w", "-fPIC"]
+
+
+def compile_run(folder: Path, defines: Iterable[str], out: Path, *flags: str) -> None:
+    """`run.cpp` of the folder with these "-DNAME=VALUE" into `out`."""
+    header = folder / HEADER.name
+    if not header.exists():
+        shutil.copy(HEADER, folder)
+        subprocess.run([*GCC, "-x", "c++-header", header, "-o", f"{header}.gch"], check=True)
+    command = [*GCC, *flags, *defines, "-include", header, folder / "run.cpp", "-o", out]
+    subprocess.run(command, check=True)
