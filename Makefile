@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 TESTS  ?= tests
 COUNT  ?= 10000
 
-.PHONY: help demo test vllm hf torch-versions lint site mutate fuzz gpu-test clean
+.PHONY: help demo test vllm hf torch-versions lint site mutate fuzz kills gpu-test clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -100,6 +100,10 @@ mutate: $(VENV)/mutate/.done ## SAMPLE mutants of MODULES against their tests; w
 
 fuzz: $(VENV)/.dev ## COUNT damaged inputs (10,000)
 	$(BIN)/python -m tests.fuzz --count $(COUNT)
+
+kills: COUNT := $(if $(filter file,$(origin COUNT)),100,$(COUNT))
+kills: $(VENV)/.dev ## COUNT kills (100) of quantize, serve and soak each, and what was found
+	$(BIN)/python tests/kills.py --count $(COUNT)
 
 # On a GPU machine the torch that is installed is the one that matches its driver, so it is used where there is one.
 gpu-test: ## the tests marked gpu, with the torch of this machine or a fresh one
