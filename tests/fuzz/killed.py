@@ -96,7 +96,7 @@ class Soak(Job):
 
     name = "soak"
     phases = ("loading", "rounds", "writing")
-    steps, place, seen = 240, 0, 0
+    steps, place, seen = 192, 0, 0
 
     @property
     def out(self) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import ctypes
 import os
 import random
 import signal
@@ -19,8 +20,9 @@ from onegraph.engine.record import Row
 
 SIGNALS = (signal.SIGKILL,) * 7 + (signal.SIGTERM,) * 2 + (signal.SIGINT,)
 SECONDS = 120  # no start takes so long: what does hangs
-PROMPT = 10.0  # seconds in which a signal that can be answered must have ended the process, on a machine that is busy
-CHAIN = 6  # kills in a row, at most, before a job may come to its end
+PROMPT = 30.0  # seconds in which a signal that can be answered must have ended the process, on a machine that is busy
+SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER: whom a killed process leaves behind becomes our child
+CHAIN = 10  # kills in a row, at most, before a job may come to its end
 
 
 class Failure(AssertionError):
@@ -30,6 +32,15 @@ class Failure(AssertionError):
 def need(holds: object, says: str) -> None:
     if not holds:
         raise Failure(says)
+
+
+def children() -> set[int]:
+    """The processes whose parent this one is."""
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+            found.update(map(int, (task / "children").read_text().split()))
+    return found
 
 
 @dataclass
@@ -52,16 +63,18 @@ class Tally:
 
 
 class Process:
-    """`onegraph WORDS` in a session of its own, with its output and its temporary files in `folder`."""
+    """`onegraph WORDS`, with its output and its temporary files in `folder`."""
 
     def __init__(self, folder: Path, words: list[str]) -> None:
         self.out, self.err, temporary = folder / "stdout", folder / "stderr", folder / "tmp"
         temporary.mkdir(exist_ok=True)
+        ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
+        self._others = children()
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"}
         with self.out.open("w") as out, self.err.open("w") as err:
             command = [sys.executable, "-m", "onegraph", *words]
-            self._process = subprocess.Popen(command, stdout=out, stderr=err, env=environment, start_new_session=True)
-        self.pid, self.began = self._process.pid, time.monotonic()
+            self._process = subprocess.Popen(command, stdout=out, stderr=err, env=environment)
+        self.began = time.monotonic()
 
     @property
     def running(self) -> bool:
@@ -91,16 +104,16 @@ class Process:
         try:
             status = self._process.wait(seconds)
         except subprocess.TimeoutExpired:
-            os.killpg(self.pid, signal.SIGKILL)
+            self._process.kill()
             self._process.wait()
             raise Failure(f"still running after {seconds:.0f} s: {self.said()}") from None
         deadline = time.monotonic() + PROMPT
-        with suppress(ProcessLookupError):
-            while time.monotonic() < deadline:
-                os.killpg(self.pid, 0)
-                time.sleep(0.01)
-            os.killpg(self.pid, signal.SIGKILL)
-            raise Failure("a process that it started outlives it")
+        while left := children() - self._others:
+            need(time.monotonic() < deadline, f"processes that it started outlive it: {left}")
+            for pid in left:
+                with suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+            time.sleep(0.01)
         return status
 
     def said(self) -> str:
@@ -187,6 +200,7 @@ class Job(ABC):
         process.send(number)
         status = process.end(SECONDS if number == signal.SIGKILL else PROMPT)
         if status == 0:
+            need(here in self.phases[-2:], f"{signal.Signals(number).name} while {here}: it goes on to its end")
             return self.came_to_its_end(status, process)
         self.answered(process, number, status, time.monotonic() - sent)
         self.tally.kills += 1
