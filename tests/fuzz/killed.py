@@ -275,7 +275,8 @@ class Serve(Job):
         self.after_end()
 
     def after_end(self) -> None:
-        need([user.got for user in self.users] == self.wanted, "answers are not those of before")
+        got = [user.got for user in self.users]
+        need(got == self.wanted, f"answers are {got}; before, they were {self.wanted}")
         need(all(whole for got in self.wanted for _, whole in got), "an undisturbed run does not answer")
 
 
