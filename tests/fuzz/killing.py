@@ -68,6 +68,8 @@ class Process:
     def __init__(self, folder: Path, words: list[str]) -> None:
         self.out, self.err, temporary = folder / "stdout", folder / "stderr", folder / "tmp"
         temporary.mkdir(exist_ok=True)
+        # A shell's background job inherits that SIGINT is ignored, and would hand that on.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
         self._others = children()
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"}
