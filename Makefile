@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 TESTS  ?= tests
 COUNT  ?= 10000
 
-.PHONY: help demo test vllm hf torch-versions lint site mutate fuzz kills gpu-test clean
+.PHONY: help demo test vllm hf torch-versions python-versions lint site mutate fuzz kills gpu-test clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -73,6 +73,12 @@ TORCHES ?= 2.11.0 newest
 torch-versions: export PIP_ARGS := $(PIP_ARGS)
 torch-versions: $(VENV)/.dev ## the checker with each of TORCHES of which there is a CPU build
 	$(BIN)/python -m tests.torch_versions $(TORCHES)
+
+# The wheel where CI is not: other Pythons, and the lowest dependencies that pyproject.toml allows.
+PYTHONS ?= 3.12 3.13 3.14 lowest
+python-versions: export PIP_ARGS := $(PIP_ARGS)
+python-versions: $(VENV)/.dev ## the wheel on each of PYTHONS that this machine has
+	$(BIN)/python -m tests.python_versions $(PYTHONS)
 
 lint: $(VENV)/.dev ## ruff, mypy, import contracts
 	$(BIN)/ruff check .
