@@ -4,8 +4,8 @@
 
 Each gets an environment of its own with the wheel, what it depends on, and what tests it. Where the torch that can be
 had brings CUDA's packages along (gigabytes) it gets none, and runs the tests that need none: the source reader,
-reports, files. A Python that is not on this machine is told as not covered. "lowest" is this Python with the lowest version of
-each dependency that pyproject.toml allows. Ends with status 1 where tests fail.
+reports, files. A Python that is not on this machine is told as not covered. "lowest" is this Python with the lowest
+version of each dependency that pyproject.toml allows. Ends with status 1 where tests fail.
 """
 
 import os
