@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 TESTS  ?= tests
 COUNT  ?= 10000
 
-.PHONY: help demo test vllm hf torch-versions lint site mutate fuzz gpu-test clean
+.PHONY: help demo test vllm hf torch-versions python-versions lint site mutate fuzz kills gpu-test clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -74,6 +74,12 @@ torch-versions: export PIP_ARGS := $(PIP_ARGS)
 torch-versions: $(VENV)/.dev ## the checker with each of TORCHES of which there is a CPU build
 	$(BIN)/python -m tests.torch_versions $(TORCHES)
 
+# The wheel where CI is not: other Pythons, and the lowest dependencies that pyproject.toml allows.
+PYTHONS ?= 3.12 3.13 3.14 lowest
+python-versions: export PIP_ARGS := $(PIP_ARGS)
+python-versions: $(VENV)/.dev ## the wheel on each of PYTHONS that this machine has
+	$(BIN)/python -m tests.python_versions $(PYTHONS)
+
 lint: $(VENV)/.dev ## ruff, mypy, import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -100,6 +106,10 @@ mutate: $(VENV)/mutate/.done ## SAMPLE mutants of MODULES against their tests; w
 
 fuzz: $(VENV)/.dev ## COUNT damaged inputs (10,000)
 	$(BIN)/python -m tests.fuzz --count $(COUNT)
+
+kills: COUNT := $(if $(filter file,$(origin COUNT)),100,$(COUNT))
+kills: $(VENV)/.dev ## COUNT kills (100) of quantize, serve and soak each, and what was found
+	$(BIN)/python tests/kills.py --count $(COUNT)
 
 # On a GPU machine the torch that is installed is the one that matches its driver, so it is used where there is one.
 gpu-test: ## the tests marked gpu, with the torch of this machine or a fresh one

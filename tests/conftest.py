@@ -6,11 +6,17 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
+
+try:
+    import torch
+except ModuleNotFoundError:  # tests/python_versions.py, where of torch there is only a build for CUDA
+    GPU, torch = False, None
+else:
+    GPU = torch.cuda.is_available()
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-if not torch.cuda.is_available():
+if torch is not None and not GPU:
     # Kernels are interpreted. Triton reads this where a function is decorated, those of its own library too, and
     # torch._dynamo imports Triton (tests/hf does): so it is set before any test module.
     os.environ["TRITON_INTERPRET"] = "1"
@@ -36,7 +42,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not any("gpu" in item.keywords for item in items):
         return
-    if torch.cuda.is_available():
+    if GPU:
         return
     skip = pytest.mark.skip(reason="needs a CUDA GPU")
     for item in items:

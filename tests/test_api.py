@@ -387,7 +387,11 @@ def test_wrong_choices_are_named_and_nothing_is_written(
 
 
 def test_an_output_that_exists_is_left_alone(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="exists already"):
+    with pytest.raises(ValueError, match=r"exists already; choose another output directory or remove it$"):
+        quantize(model, tmp_path)
+    left = tmp_path.with_name(tmp_path.name + ".partial")  # by a process that was killed when the result had its name
+    left.mkdir()
+    with pytest.raises(ValueError, match=f"exists already.*; {left}, in which it was made, can be removed$"):
         quantize(model, tmp_path)
 
 

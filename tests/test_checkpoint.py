@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from onegraph.formats.checkpoint import Checkpoint, CheckpointError, write_checkpoint
-from onegraph.formats.files import parse_json
+from onegraph.formats.files import parse_json, write_bytes
 from onegraph.formats.table import DTYPES, read_header
 
 WEIGHTS = {
@@ -90,6 +90,21 @@ def test_tokenizer_files_come_through(tmp_path: Path) -> None:
     assert (tmp_path / "n" / "tokenizer.json").read_bytes() == b'{"a": 1}'
     files = {"SHA256SUMS", "config.json", "model.safetensors", "tokenizer.json"}
     assert {p.name for p in (tmp_path / "n").iterdir()} == files
+
+
+def test_what_is_not_wholly_written_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a process leaves it that is killed before any of the small files."""
+    source, before = write(tmp_path / "m"), []
+    (source / "tokenizer.json").write_bytes(b'{"a": 1}')
+
+    def watched(file: Path, content: bytes) -> str:
+        refused(file.parent, "config.json")
+        before.append(file.name)
+        return write_bytes(file, content)
+
+    monkeypatch.setattr("onegraph.formats.checkpoint.write_bytes", watched)
+    write(tmp_path / "n", copy_from=Checkpoint.open(source), about={}, card="card")
+    assert before == ["tokenizer.json", "onegraph.json", "SHA256SUMS", "README.md", "config.json"]
 
 
 def test_an_existing_output_is_left_alone(tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ from onegraph.api.tokenizer import Tokenizer
 from onegraph.cli import main
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
+from onegraph.serve.app import Settings
+from onegraph.serve.http import bind, listen
 from onegraph.serve.protocol import Refused, parse
 from onegraph.serve.worker import Full, Worker
 
@@ -418,6 +420,22 @@ def test_killed_restarted_and_interrupted(model: Path, capsys: pytest.CaptureFix
         assert "Traceback" not in errors
     finally:
         second.end()
+
+
+def test_who_reads_that_it_serves_can_connect(model: Path) -> None:
+    class Heard(Exception):
+        pass
+
+    def ready() -> None:
+        socket.create_connection(found.getsockname(), timeout=DEADLINE).close()
+        raise Heard
+
+    found = bind("127.0.0.1", 0)
+    with LLM(model, max_context=96, device="cpu") as llm, Checkpoint.open(model) as checkpoint, found:
+        worker = Worker(llm, Tokenizer(checkpoint), queue=2)
+        with pytest.raises(Heard):
+            listen(found, worker, Settings(name="plain"), grace=0, ready=ready)
+        worker.close()
 
 
 def test_mistakes_on_the_command_line(

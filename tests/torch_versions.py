@@ -25,11 +25,11 @@ def pip(*args: str) -> str:
     return subprocess.run(command, check=True, text=True, capture_output=True).stdout
 
 
-def offered(version: str) -> tuple[str, list[str]]:
-    """The version that pip would install, and what of CUDA it would bring along."""
+def offered(version: str, *options: str) -> tuple[str, list[str]]:
+    """The version that pip, called with `options`, would install, and what of CUDA it would bring along."""
     wanted = "torch" if version == "newest" else f"torch=={version}"
     args = ["install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", "-", wanted]
-    (torch,) = json.loads(pip(*args))["install"]
+    (torch,) = json.loads(pip(*options, *args))["install"]
     needs = torch["metadata"].get("requires_dist", [])
     return torch["metadata"]["version"], [n for n in needs if n.startswith(CUDA)]
 
@@ -47,6 +47,11 @@ def environment(version: str, folder: Path) -> Path:
     return python
 
 
+def why_not(error: subprocess.CalledProcessError) -> str:
+    """What pip says of its failure."""
+    return ([line for line in (error.stderr or "").splitlines() if line.startswith("ERROR")] or ["pip failed"])[-1]
+
+
 def covered(asked: str, root: Path) -> tuple[bool, str]:
     """Whether nothing failed with this version, and what to say of it."""
     try:
@@ -56,8 +61,7 @@ def covered(asked: str, root: Path) -> tuple[bool, str]:
             return True, f"torch {version}: not covered: {why}; name an index of CPU builds in PIP_ARGS"
         python = environment(version, root / f"torch-{version}")
     except subprocess.CalledProcessError as error:
-        said = [line for line in error.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
-        return True, f"torch {asked}: not covered: {said[-1]}"
+        return True, f"torch {asked}: not covered: {why_not(error)}"
     status = subprocess.run([python, "-m", "pytest", "-q", "-m", "not gpu", "-n", "2", *TESTS]).returncode
     return status == 0, f"torch {version}: {'tested' if status == 0 else 'tests FAILED'}"
 

@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import random
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from fuzz import tiny
+from fuzz.killed import kill
 from fuzz.run import Failure, Fuzzer, invoke, judge
 
 BLOCKS, EACH = 12, 25
 FIRST_SEED = 20_000
-
-# For each line of stdin, which holds seconds and the words of a command: a process, forked when imports are done, runs
-# onegraph and dies without a word after so many seconds. Its status is a line of stdout.
-KILLED = """
-import json, os, signal, sys, threading, time
-import onegraph.cli, onegraph.api.quantize
-def die(seconds):
-    time.sleep(seconds)
-    os.kill(os.getpid(), signal.SIGKILL)
-for line in sys.stdin:
-    seconds, words = json.loads(line)
-    child = os.fork()
-    if not child:
-        os.dup2(2, 1)
-        threading.Thread(target=die, args=[seconds], daemon=True).start()
-        sys.exit(onegraph.cli.main(words))
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -93,46 +70,8 @@ def test_the_judge_sees_half_written_output(tmp_path: Path) -> None:
         judge(2, "", "onegraph: error: one\n", tmp_path)
 
 
-def test_quantization_killed_at_random_points_resumes_to_the_same_bytes(fuzzer: Fuzzer, tmp_path: Path) -> None:
-    """SIGKILL, again and again, then once to the end: file by file the bytes of a run that nothing disturbed."""
-
-    def content(folder: Path) -> dict[str, bytes]:
-        return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
-
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with (
-        (tmp_path / "stderr").open("w+") as errors,
-        subprocess.Popen(
-            [sys.executable, "-c", KILLED],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env=environment,
-        ) as process,
-    ):
-        assert process.stdin is not None
-        assert process.stdout is not None
-
-        def run(output: Path, seconds: float) -> int:
-            command = ["quantize", str(fuzzer.plain), str(output), "--bits", "3", "--lm-head", "4", "--calibration"]
-            command += [str(fuzzer.text), "--tokens", "1024", "--sequence", "64", "--recipe", "good"]
-            process.stdin.write(json.dumps([seconds, command]) + "\n")
-            process.stdin.flush()
-            status = process.stdout.readline()
-            assert status in ("0\n", f"{-signal.SIGKILL}\n"), (status, errors.seek(0), errors.read()[-500:])
-            return int(status)
-
-        assert run(tmp_path / "whole", 1000) == 0
-        rng, killed = random.Random(7), 0
-        for _ in range(6):
-            if run(tmp_path / "killed", rng.uniform(0.05, 1.0)) == 0:
-                break
-            killed += 1
-            assert not (tmp_path / "killed").exists()
-        if not (tmp_path / "killed").exists():
-            assert run(tmp_path / "killed", 1000) == 0
-    assert killed, "it was never killed"
-    assert content(tmp_path / "killed") == content(tmp_path / "whole")
-    assert not list(tmp_path.glob("*.partial"))
-    assert not list(tmp_path.glob(".*"))
+def test_killed_quantization_ends_with_the_same_bytes(tmp_path: Path) -> None:
+    """A few kills; `make kills` does a hundred of each command that is to go on or start again."""
+    tally = kill("quantize", 4, seed=1, folder=tmp_path / "killed")
+    assert tally.kills == 4
+    assert tally.found == []

@@ -22,7 +22,9 @@ SPILLED = ".activations.tmp"  # in the directory of unfinished work: activations
 def refuse_existing(out: Path) -> None:
     """Raises ValueError where `out` is there already."""
     if out.exists() or out.is_symlink():
-        raise ValueError(f"{out}: exists already; choose another output directory or remove it")
+        left = unfinished(out)  # of a process that was killed when the result had its name: nobody works on one
+        also = f"; {left}, in which it was made, can be removed" if left.exists() else ""
+        raise ValueError(f"{out}: exists already; choose another output directory or remove it{also}")
 
 
 def existing(out: Path) -> Path:

@@ -6,6 +6,7 @@ is one `CheckpointError`, not a crash in a reader.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -231,9 +232,10 @@ def write_checkpoint(
 ) -> None:
     """Writes a checkpoint directory that appears whole or not at all.
 
-    Everything goes into a hidden directory beside `path`, is flushed to disk, and is renamed at the end. At most one
-    shard is held in memory. Tokenizer, generation and license files come through from `copy_from`; `about` goes to
-    onegraph.json, `card` to README.md; SHA256SUMS holds the digest of each file but README.md, which people edit.
+    Everything goes into a hidden directory beside `path`, is flushed to disk, and is renamed at the end. config.json
+    comes last: what a killed run leaves is no checkpoint to any reader. At most one shard is held in memory. Tokenizer,
+    generation and license files come through from `copy_from`; `about` goes to onegraph.json, `card` to README.md;
+    SHA256SUMS holds the digest of each file but README.md, which people edit.
     Raises CheckpointError where `path` exists already; OSError (disk full) leaves nothing behind.
     """
     path = Path(path)
@@ -245,15 +247,18 @@ def write_checkpoint(
     temporary.mkdir()
     try:
         sums = _write_tensors(temporary, tensors, shard_bytes, on_tensor)
-        small = {"config.json": _dump(dict(config))}
+        small: dict[str, bytes] = {}
         if copy_from is not None:
             small |= {name: content for name in SIDECARS if (content := copy_from.sidecar(name)) is not None}
         if about is not None:
             small[ABOUT] = _dump(dict(about))
         sums |= {name: write_bytes(temporary / name, content) for name, content in small.items()}
+        last = _dump(dict(config))
+        sums["config.json"] = hashlib.sha256(last).hexdigest()
         write_bytes(temporary / SUMS, format_sums(sums))
         if card is not None:
             write_bytes(temporary / CARD, card.encode())
+        write_bytes(temporary / "config.json", last)
         sync(temporary)
         os.rename(temporary, path)
         sync(path.parent)

@@ -31,7 +31,7 @@ def bind(host: str, port: int) -> socket.socket:
 def listen(found: socket.socket, worker: Worker, settings: Settings, *, grace: int, ready: Callable[[], None]) -> None:
     """Serve until SIGINT or SIGTERM: then no new connections, `grace` seconds for answers that run, and the end.
 
-    ready: called once the engine is built, before the first request. Raises Stopped where it cannot be built.
+    ready: called once connections are taken, before the first request. Raises Stopped where it cannot be built.
     """
     try:
         worker.start()
@@ -44,16 +44,20 @@ def listen(found: socket.socket, worker: Worker, settings: Settings, *, grace: i
         server_header=False,
         timeout_graceful_shutdown=grace + LATE,
     )
-    ready()
-    _Uvicorn(config, worker, grace).run(sockets=[found])
+    _Uvicorn(config, worker, grace, ready).run(sockets=[found])
 
 
 class _Uvicorn(uvicorn.Server):
     """After `grace` seconds answers that still run end with an error of ours; uvicorn would cut their tasks off."""
 
-    def __init__(self, config: uvicorn.Config, worker: Worker, grace: int) -> None:
+    def __init__(self, config: uvicorn.Config, worker: Worker, grace: int, ready: Callable[[], None]) -> None:
         super().__init__(config)
-        self._worker, self._grace = worker, grace
+        self._worker, self._grace, self._ready = worker, grace, ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         ending = asyncio.get_running_loop().call_later(self._grace, self._worker.stop)
