@@ -62,8 +62,4 @@ def _decode(format: WeightFormat, weight: Given) -> Tensor:
     return turned_back(weight["weight"].float() * weight["scale"].float().unsqueeze(-1))
 
 
-def _look_up(format: WeightFormat, ids: Tensor, weight: Given) -> Tensor:
-    return turned_back(weight["weight"][ids].float() * weight["scale"][ids].float().unsqueeze(-1))
-
-
-WEIGHT = WeightOps(linear=_linear, decode=_decode, experts=_experts, embedding=_look_up)
+WEIGHT = WeightOps(linear=_linear, decode=_decode, experts=_experts)

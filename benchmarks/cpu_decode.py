@@ -1,0 +1,69 @@
+"""Decoding on a CPU by how weights and keys are held: tokens per second, resident memory, and the KL to float32.
+
+    OMP_NUM_THREADS=2 python benchmarks/cpu_decode.py .demo/SmolLM2-135M-Instruct-4bit
+
+Each setting runs in a process of its own, for its memory. KL is of the next token, in nats, over the first tokens of
+the calibration text's end, which nothing here was tuned on.
+"""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from onegraph.api.llm import LLM
+from onegraph.engine.record import emit, machine
+from onegraph.nn.attention import CausalAttention
+
+SETTINGS = [(dtype, "exact") for dtype in ("float32", "int8", "bfloat16")]
+SETTINGS += [(dtype, "turboquant:4") for dtype in ("float32", "int8")]
+TEXT = Path(__file__).parents[1] / "src/onegraph/data/calibration.txt"
+
+
+def measure(model: str, dtype: str, kv: str, tokens: int, logits: Path) -> dict[str, float]:
+    import resource
+
+    with LLM(model, device="cpu", dtype=dtype, kv=kv, max_context=512) as llm:
+        loaded = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+        best = math.inf
+        for _ in range(3):
+            llm.chat("Tell me about the history of Japan, at length.", max_tokens=tokens, temperature=0.0)
+            best = min(best, llm.stats.decode_seconds / llm.stats.decode_steps)
+        ids = torch.tensor([llm.tokenizer.encode(TEXT.read_text()[-4000:])[:512]])
+        with torch.inference_mode():
+            hidden = llm.engine.model.forward(ids, CausalAttention())
+            found = llm.engine.model.logits(hidden)[0].float().log_softmax(-1)
+    if not logits.exists():
+        torch.save(found, logits)
+    truth = torch.load(logits)
+    kl = float((truth.exp() * (truth - found)).sum(-1).mean())
+    return {"tokens_per_s": round(1 / best, 1), "gb": round(loaded, 2), "kl": round(kl, 5)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--out", type=Path, help="append the lines to this file")
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        dtype, kv, logits = args.one
+        print(json.dumps(measure(args.model, dtype, kv, args.tokens, Path(logits))))
+        return
+    logits = Path("build/cpu_decode.pt")
+    logits.parent.mkdir(exist_ok=True)
+    logits.unlink(missing_ok=True)
+    for dtype, kv in SETTINGS:
+        command = [sys.executable, __file__, args.model, "--tokens", str(args.tokens), "--one", dtype, kv, str(logits)]
+        row = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        what = {"bench": "cpu-decode", "model": Path(args.model).name, "dtype": dtype, "kv": kv}
+        emit(what | row | machine("cpu"), args.out)
+
+
+if __name__ == "__main__":
+    main()
