@@ -168,6 +168,8 @@ def _places(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def _pack_plane(values: Tensor, width: int) -> Tensor:
     """uint8 [..., head_dim] of values below 2^width -> uint8 [..., head_dim * width / 8]."""
+    if width == 4:  # as `_places` says, in fewer calls
+        return values[..., 0::2] | (values[..., 1::2] << 4)
     byte, bit = _places(width, values.device)
     moved = values.unflatten(-1, (-1, 16)) << bit
     row = torch.zeros((*moved.shape[:-1], 2 * width), dtype=torch.uint8, device=values.device)
@@ -175,6 +177,8 @@ def _pack_plane(values: Tensor, width: int) -> Tensor:
 
 
 def _unpack_plane(row: Tensor, width: int) -> Tensor:
+    if width == 4:
+        return torch.stack((row & 15, row >> 4), dim=-1).flatten(-2)
     byte, bit = _places(width, row.device)
     return ((row.unflatten(-1, (-1, 2 * width)).index_select(-1, byte) >> bit) & ((1 << width) - 1)).flatten(-2)
 

@@ -32,7 +32,8 @@ def _attention(call: TurboQuantDecode, q: Tensor) -> TurboQuantHybrid:
     return TurboQuantHybrid(q, *state, call.rotation, *books, call.scale, call.window, call.limit)
 
 
-def _turboquant_decode(call: TurboQuantDecode) -> Tensor:
+def composed(call: TurboQuantDecode) -> Tensor:
+    """The two ops."""
     q, _ = turboquant_write(*_write(call))
     out: Tensor = turboquant_hybrid(*_attention(call, q))
     return out
@@ -43,7 +44,7 @@ def _on_gpu(call: TurboQuantDecode) -> Tensor:
     from onegraph.ops.cuda import turboquant_decode as kernel
 
     found = kernel.plan_of(call)
-    return _turboquant_decode(call) if found is None else kernel.decode(call, *found, DRAFTS)
+    return composed(call) if found is None else kernel.decode(call, *found, DRAFTS)
 
 
 def _check(call: TurboQuantDecode) -> None:
@@ -115,9 +116,10 @@ turboquant_decode = register(
         name="turboquant_decode",
         call=TurboQuantDecode,
         schema="-> Tensor",
-        reference=_turboquant_decode,
+        reference=composed,
         fake=_like_q,
         kernel="onegraph.ops.turboquant_decode:_on_gpu",
+        cpu="onegraph.ops.cpu.turboquant:turboquant_decode",
         check=_check,
         cases=_CASES,
         # As of the write and of attention: a code at a near-tie falls either way.

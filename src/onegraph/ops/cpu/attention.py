@@ -5,7 +5,8 @@ import itertools
 import torch
 from torch import Tensor
 
-from onegraph.ops.calls import PagedDecode
+from onegraph.ops.attention import head_norm, rotate_half
+from onegraph.ops.calls import PagedDecode, TurboQuantDecode
 
 
 def paged_decode(call: PagedDecode) -> Tensor:
@@ -19,7 +20,7 @@ def paged_decode(call: PagedDecode) -> Tensor:
     if not real:
         return out
     vectors = call.qkv.view(batch, heads + 2 * kv_heads, dim)
-    both = _turned(call, vectors[:, : heads + kv_heads].float())
+    both = turned(call, vectors[:, : heads + kv_heads].float())
     new = both[:, heads:].to(call.k_cache.dtype), vectors[:, heads + kv_heads :]
     pages = call.block_table.tolist()
     for row in real:
@@ -29,27 +30,20 @@ def paged_decode(call: PagedDecode) -> Tensor:
             cache[page, place] = vector[row]
         first = max(0, at + 1 - call.window) if call.window > 0 else 0
         keys, values = (_seen(cache, own, first, at + 1) for cache in (call.k_cache, call.v_cache))
-        out[row, 0] = _attended(call, both[row, :heads], keys, values)
+        out[row, 0] = attended(both[row, :heads], call.scale, keys, values, call.softcap, call.sinks)
     return out
 
 
-def _turned(call: PagedDecode, both: Tensor) -> Tensor:
-    """float32 [B, heads + kv_heads, D], queries and then keys -> the same after their norms and RoPE."""
+def turned(call: PagedDecode | TurboQuantDecode, both: Tensor) -> Tensor:
+    """float32 [B, heads + kv_heads, D], queries and then keys -> the same after their norms and RoPE, bit for bit what
+    the references give that write several tokens of a row."""
     if call.q_norm is not None and call.k_norm is not None:
         q, k = both.split((call.heads, both.shape[1] - call.heads), dim=1)
-        q, k = (
-            torch.nn.functional.rms_norm(t, (t.shape[-1],), weight.float(), call.eps)
-            for t, weight in ((q, call.q_norm), (k, call.k_norm))
-        )
-        both = torch.cat((q, k), dim=1)
+        both = torch.cat((head_norm(q, call.q_norm, call.eps), head_norm(k, call.k_norm, call.eps)), dim=1)
     if call.cos is None or call.sin is None:
         return both
     row = call.positions.clamp(0, call.cos.shape[0] - 1)
-    cos, sin = (table.index_select(0, row).unsqueeze(1) for table in (call.cos, call.sin))
-    half = cos.shape[-1]
-    first, second, rest = both.split((half, half, both.shape[-1] - 2 * half), dim=-1)
-    turned = torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)
-    return torch.cat(turned if rest.shape[-1] == 0 else (*turned, rest), dim=-1)
+    return rotate_half(both, *(table.index_select(0, row).unsqueeze(1) for table in (call.cos, call.sin)))
 
 
 def _seen(cache: Tensor, pages: list[int], first: int, last: int) -> Tensor:
@@ -64,14 +58,16 @@ def _seen(cache: Tensor, pages: list[int], first: int, last: int) -> Tensor:
     return held.flatten(0, 1)[first - begin * size : last - begin * size].transpose(0, 1)
 
 
-def _attended(call: PagedDecode, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def attended(
+    q: Tensor, scale: float, keys: Tensor, values: Tensor, softcap: float = 0.0, sinks: Tensor | None = None
+) -> Tensor:
     """q float32 [heads, D], keys and values [kv_heads, tokens, D] -> float32 [heads, D]."""
     heads, dim = q.shape
-    grouped = (q * call.scale).view(len(keys), -1, dim)
-    scores = torch.bmm(grouped, keys.float().transpose(1, 2))
-    if call.softcap:
-        scores = scores.div_(call.softcap).tanh_().mul_(call.softcap)
-    if call.sinks is not None:
-        scores = torch.cat((scores, call.sinks.view(len(keys), -1, 1)), dim=-1)
+    kv_heads = keys.shape[0]
+    scores = torch.bmm((q * scale).view(kv_heads, -1, dim), keys.float().transpose(1, 2))
+    if softcap:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.view(kv_heads, -1, 1)), dim=-1)
     weights = scores.softmax(-1)[..., : keys.shape[1]]
     return torch.bmm(weights, values.float()).view(heads, dim)
