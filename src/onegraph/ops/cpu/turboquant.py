@@ -73,14 +73,14 @@ def _seen(
     older = at + 1 - call.window if at >= call.window + DRAFTS else 0  # tokens before this one are in codes alone
     begin, end = max(first, older) % len(ring), at % len(ring)
     held = ring[begin : end + 1] if begin <= end else torch.cat((ring[begin:], ring[: end + 1]))
-    near = held.float().permute(1, 2, 0, 3).unbind(0)
+    keys, values = held.float().permute(1, 2, 0, 3).unbind(0)
     if older <= first:
-        return near
+        return keys, values
     size = layout.page_size
     begin = first // size
     held = call.cache.index_select(0, torch.tensor(pages[begin : -(-older // size)]))
-    both = []
-    for coded, book, recent in zip(unpack_pages(layout, held), (call.k_codebook, call.v_codebook), near, strict=True):
+    both, books = [], (call.k_codebook, call.v_codebook)
+    for coded, book, recent in zip(unpack_pages(layout, held), books, (keys, values), strict=True):
         far = dequantize(coded, eight_bit_levels(book)).transpose(0, 1).flatten(1, 2)
         both.append(torch.cat((far[:, first - begin * size : older - begin * size], recent), dim=1))
     return both[0], both[1]
