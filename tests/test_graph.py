@@ -7,12 +7,14 @@ storages, and no Python. What a captured step computes, splits, pads and breaks 
 import itertools
 import re
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from onegraph.ops.norm import rms_norm
 from onegraph.runtime.graph import CaptureError, GraphPool, Runner, split_point
 from onegraph.runtime.transfer import Download, Upload
 
@@ -171,6 +173,19 @@ def test_reset_undoes_what_warm_up_did_to_other_state():
     runner = Runner(step, {"x": torch.ones(4)}, pool=RecordedPool(), reset=written.zero_)
     assert written.sum() == 0
     assert runner(x=torch.full((4,), 2.0)).tolist() == [2.0] * 4
+
+
+def test_an_op_is_checked_in_the_first_eager_step_of_each_bucket():
+    """Its arguments are the same buffers afterwards; outside of a Runner every call is checked."""
+    checked = []
+    op = replace(rms_norm, check=lambda x, weight, eps: checked.append(len(x)))
+    weight = torch.ones(8)
+    runner = Runner(lambda x: op(x, weight, 1e-5), {"x": torch.zeros(4, 8)}, buckets=[2, 4])
+    for rows in (2, 4, 2, 4, 1):
+        runner(x=torch.ones(rows, 8))
+    assert sorted(checked) == [2, 4]
+    op(torch.ones(3, 8), weight, 1e-5)
+    assert sorted(checked) == [2, 3, 4]
 
 
 def test_no_gradients_are_recorded(pool):

@@ -214,7 +214,7 @@ class Serve(Job):
     def words(self) -> list[str]:
         few = ["--max-batch=3", "--max-context=96", "--cache-tokens=160", "--grace=1"]  # they wait and are preempted
         # Exact, since tokens are compared: in int8 a row's rounding follows from how many are computed beside it.
-        how = ["--device=cpu", "--dtype=float32", f"--port={self.port}"]
+        how = ["--device=cpu", f"--port={self.port}"]
         return ["serve", str(self.folder / "model"), *few, *how]
 
     def url(self) -> str:

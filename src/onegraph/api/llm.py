@@ -55,6 +55,10 @@ class LLM:
         tokenizer: the checkpoint's own, where it was read already.
         progress: called as progress("loading", bytes read, bytes in all).
 
+    Attributes:
+        dtype: of activations. weights: what the linears of blocks are held in, where they are not in codes: the name of
+            that dtype, or "int8".
+
     Use it in a `with` block, or call `close`: both give the GPU's memory back. One call at a time: not thread-safe.
 
     Raises ValueError (CheckpointError among them) that names what is wrong with the checkpoint, an argument or this

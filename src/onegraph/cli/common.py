@@ -131,7 +131,7 @@ def add_dtype(parser: argparse.ArgumentParser, *, int8: bool = False) -> None:
         default="auto",
         choices=("auto", "float32", "bfloat16", "float16", *(("int8",) if int8 else ())),
         help="what activations are computed in (default: bfloat16 on a GPU, float32 on a CPU)"
-        + ("; int8: weights of a CPU, quicker, in a quarter of the memory" if int8 else ""),
+        + ("; int8, on a CPU: the weights of blocks in a byte each" if int8 else ""),
     )
 
 

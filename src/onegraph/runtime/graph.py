@@ -215,7 +215,7 @@ class Runner:
         self.split = frozenset((split,) if isinstance(split, str) else split)
         self.padding = {name: tensor.clone() for name, tensor in self.inputs.items()}
         self._uploads = {name: Upload(tensor) for name, tensor in self.inputs.items()}
-        self._ran: frozenset[int | None] = frozenset()  # buckets whose step has run on the buffers, eagerly
+        self._ran: set[int | None] = set()  # buckets whose step has run on the buffers, eagerly
         self._programs: dict[int | None, tuple[list[Callable[[], None]], Any]] = {}
         self.pool = pool
         if capture or (capture is None and (pool is not None or self.device.type == "cuda")):
@@ -251,9 +251,10 @@ class Runner:
     def replay(self, bucket: int | None = None) -> Any:
         """Run the step on what the buffers hold, on the current stream, and return its outputs at the bucket's size."""
         if not self._programs:
-            ran, self._ran = bucket in self._ran, self._ran | {bucket}
-            with torch.no_grad(), checked_before() if ran else nullcontext():
-                return self.step(**self.views(bucket))
+            with torch.no_grad(), checked_before() if bucket in self._ran else nullcontext():
+                outputs = self.step(**self.views(bucket))
+            self._ran.add(bucket)
+            return outputs
         program, outputs = self._programs[bucket]
         for part in program:
             part()

@@ -49,7 +49,7 @@ class Captures:
         return any(begin <= place < end for place in self.places)
 
 
-def captures(file: SourceFile) -> Captures:
+def found_in(file: SourceFile) -> Captures:
     """Where a file may capture: nowhere, mostly, which its text tells without a look at the tree."""
     if not _WORD.search(file.text):
         return Captures(frozenset(), ())

@@ -132,7 +132,7 @@ Root = tuple[str, Callable[[], None]]
 
 
 def _roots(machine: Machine, file: SourceFile) -> Iterator[Root]:
-    found = captures.captures(file)
+    found = captures.found_in(file)
     if found.places:
         yield "<module>", partial(_module, machine, file, found)
     for statement in list(captures.statements(file.tree.body)):

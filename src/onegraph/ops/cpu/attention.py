@@ -5,8 +5,8 @@ import itertools
 import torch
 from torch import Tensor
 
-from onegraph.ops.attention import head_norm, rotate_half
-from onegraph.ops.calls import PagedDecode, TurboQuantDecode
+from onegraph.ops.attention import turned
+from onegraph.ops.calls import PagedDecode
 
 
 def paged_decode(call: PagedDecode) -> Tensor:
@@ -19,9 +19,8 @@ def paged_decode(call: PagedDecode) -> Tensor:
     out = call.qkv.new_zeros(batch, 1, heads, dim)
     if not real:
         return out
-    vectors = call.qkv.view(batch, heads + 2 * kv_heads, dim)
-    both = turned(call, vectors[:, : heads + kv_heads].float())
-    new = both[:, heads:].to(call.k_cache.dtype), vectors[:, heads + kv_heads :]
+    both, brought = (t.squeeze(1) for t in turned(call, heads, kv_heads, dim)[:2])
+    new = both[:, heads:].to(call.k_cache.dtype), brought
     pages = call.block_table.tolist()
     for row in real:
         at, own = positions[row], pages[row]
@@ -32,18 +31,6 @@ def paged_decode(call: PagedDecode) -> Tensor:
         keys, values = (_seen(cache, own, first, at + 1) for cache in (call.k_cache, call.v_cache))
         out[row, 0] = attended(both[row, :heads], call.scale, keys, values, call.softcap, call.sinks)
     return out
-
-
-def turned(call: PagedDecode | TurboQuantDecode, both: Tensor) -> Tensor:
-    """float32 [B, heads + kv_heads, D], queries and then keys -> the same after their norms and RoPE, bit for bit what
-    the references give that write several tokens of a row."""
-    if call.q_norm is not None and call.k_norm is not None:
-        q, k = both.split((call.heads, both.shape[1] - call.heads), dim=1)
-        both = torch.cat((head_norm(q, call.q_norm, call.eps), head_norm(k, call.k_norm, call.eps)), dim=1)
-    if call.cos is None or call.sin is None:
-        return both
-    row = call.positions.clamp(0, call.cos.shape[0] - 1)
-    return rotate_half(both, *(table.index_select(0, row).unsqueeze(1) for table in (call.cos, call.sin)))
 
 
 def _seen(cache: Tensor, pages: list[int], first: int, last: int) -> Tensor:
