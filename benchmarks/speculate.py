@@ -4,8 +4,8 @@
 
 Weights are random. The oracle knows the text and is right with a set chance for each token, each on its own: figures
 of its lines are synthetic. What it knows is what the model writes in rounds of the same count, of which no draft is
-right; `same_text` says that the timed run gave that very text. The n-gram drafter, which finds next to nothing in such a
-text, shows what looking costs. `round_us` is a replay of the round; prints JSON lines, --out appends them.
+right; `same_text` says that the timed run gave that very text. The n-gram drafter, which finds little in such a text,
+shows what looking costs. `round_us` is a replay of the round; prints JSON lines, --out appends them.
 """
 
 import argparse

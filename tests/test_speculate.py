@@ -133,7 +133,9 @@ def test_what_was_rejected_is_never_read(model, kind):
     """Between rounds, all that lies behind each row's tokens is poisoned: keys, values, drafts' included."""
     params = seeded(GREEDY)
     expected = [dense(model, prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
-    chosen = drafter("other" if kind == "same" else "oracle", model, [[*p, *e] for p, e in zip(PROMPTS, expected)])
+    chosen = drafter(
+        "other" if kind == "same" else "oracle", model, [[*p, *e] for p, e in zip(PROMPTS, expected, strict=True)]
+    )
     engine = Engine(model, draft=chosen, draft_tokens=5, max_batch=4, max_context=64, page_size=4, chunk=8)
     caches = [engine._cache]
     if kind == "same":
@@ -272,7 +274,10 @@ def test_codes_roll_back_too(model):
     expected = Engine(model, **options).generate(PROMPTS, params)
     texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, expected, strict=True)]
     for tokens in (1, 7):
-        for make_drafter in (partial(OracleDrafter, texts, 0.7, 101), partial(ModelDrafter, TinyDecoder(seed=5, head_dim=64))):
+        for make_drafter in (
+            partial(OracleDrafter, texts, 0.7, 101),
+            partial(ModelDrafter, TinyDecoder(seed=5, head_dim=64)),
+        ):
             engine = Engine(model, draft=make_drafter, draft_tokens=tokens, **options)
             assert engine.generate(PROMPTS, params) == expected
 
@@ -292,7 +297,7 @@ def test_auto_reads_as_many_as_pay():
 
 @pytest.mark.parametrize("tokens", [0, 8, "three", 2.5, True])
 def test_wrong_counts_say_what_is_allowed(model, tokens):
-    with pytest.raises(ValueError, match="draft_tokens: got .*; allowed are 1 to 7, and 'auto'"):
+    with pytest.raises(ValueError, match=r"draft_tokens: got .*; allowed are 1 to 7, and 'auto'"):
         Engine(model, draft=NgramDrafter, draft_tokens=tokens)
 
 

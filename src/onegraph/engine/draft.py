@@ -19,6 +19,7 @@ from onegraph.formats.turboquant import DRAFTS, TurboQuantConfig
 from onegraph.ops.draft import ngram_drafts
 from onegraph.ops.step import begin_step
 
+LONGEST, SHORTEST = 4, 2  # tokens at a text's end that n-gram drafts look for: at most and at least
 MOST = DRAFTS - 1  # drafts of a round: a cache in codes takes them with the newest token as one decode step
 
 
@@ -94,7 +95,7 @@ class NgramDrafter:
 
     def draft(self, rows: Rows) -> Tensor:
         at, slots, limits = self._place, rows.inputs["slots"], rows.inputs["limits"]
-        found: Tensor = ngram_drafts(at.history, slots, rows.positions, limits, at.drafts, at.found)
+        found: Tensor = ngram_drafts(at.history, slots, rows.positions, limits, at.drafts, at.found, LONGEST, SHORTEST)
         return found
 
     def reset(self) -> None:
@@ -138,7 +139,7 @@ class ModelDrafter:
     def draft(self, rows: Rows) -> Tensor:
         at, inputs = self._place, rows.inputs
         own, limits = inputs["slots"].long(), inputs["limits"]
-        # The token before the newest one is read with it: where all drafts were right, nobody has read the last of them.
+        # The token before the newest is read with it: where all drafts were right, nobody has read the last of them.
         before = at.history[own, (rows.positions.long() - 1).clamp(min=0)]
         tokens, places = torch.stack((before, rows.drawn), dim=1), (rows.positions - 1).clamp(min=0)
         drafts: list[Tensor] = []

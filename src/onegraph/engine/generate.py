@@ -50,8 +50,8 @@ class Engine:
         chunk: prompt tokens that one prefill step takes.
         kv: how keys and values are stored: None in the model's dtype, else a setting of
             `onegraph.formats.turboquant` or its text ("turboquant:4").
-        draft: who drafts tokens for rounds that check several at once (`engine/draft.py`), None for nobody. For models in
-            one stage. draft_tokens: how many a round checks, or "auto" for as many as pay.
+        draft: who drafts tokens for rounds that check several at once (`engine/draft.py`), None for nobody. For models
+            in one stage. draft_tokens: how many a round checks, or "auto" for as many as pay.
         capture: True captures, False runs eagerly, "split" captures around attention, None captures where the model is
             on a GPU.
 
@@ -200,7 +200,7 @@ class Engine:
         sequence, so that warm-up touches nothing but the sentinel page."""
         stages = range(len(self.devices))
         inputs = [self._inputs(stage, decoding, choice) for stage in stages]
-        counts = (0,)
+        counts: tuple[int, ...] = (0,)
         if decoding and self._speculation is not None and not (choice.shaping or choice.logprobs):
             counts = self._speculation.counts
         return {
@@ -234,7 +234,9 @@ class Engine:
         if make is None:
             return None
         if len(self.devices) > 1:
-            raise ValueError(f"draft: the model lies on {len(self.devices)} devices; drafting takes one on a single one")
+            raise ValueError(
+                f"draft: the model lies on {len(self.devices)} devices; drafting takes one on a single one"
+            )
         return Speculation(
             make, tokens, rows=self.max_batch, context=self.max_context, pages=pages, page_size=page_size,
             pages_per_row=self._per_row, kv=kv, device=self.devices[0],
@@ -354,7 +356,7 @@ class Engine:
         speculation = self._speculation
         if speculation is None:
             return lambda: report().unsqueeze(1), told
-        return lambda: speculation.learn(rows, drafts, report()), told
+        return lambda: speculation.learn(rows, drafts, report(), self.stats), told
 
     def _drafts(self, rows: list[Sequence], bucket: int | None, choice: Choice) -> int:
         """How many drafts the next step reads: none where what may follow a token depends on those before it, where
@@ -374,8 +376,12 @@ class Engine:
         self._trim(1, 1)
         for count in self._speculation.counts:
             run = partial(self.runner("decode", **choice._asdict(), drafts=count).replay, bucket)
-            self._speculation.measure(bucket, count, run, lambda: [pool.synchronize() for pool in self._pools])
+            self._speculation.measure(bucket, count, run, self._wait)
         self.stats.build_seconds += perf_counter() - started
+
+    def _wait(self) -> None:
+        for pool in self._pools:
+            pool.synchronize()
 
     def _constrain(self, rows: list[Sequence]) -> None:
         """Upload what may follow in rows that are constrained; their last tokens must have been taken."""

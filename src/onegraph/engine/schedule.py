@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onegraph.engine.pages import extend_digests
 from onegraph.engine.sequence import Sequence
-from onegraph.ops.draft import NOTHING
+from onegraph.ops.calls import NOTHING
 
 if TYPE_CHECKING:
     from onegraph.engine.generate import Engine, Report
@@ -235,7 +235,7 @@ class Scheduler:
         return True
 
     def _grow(self) -> bool:
-        """Pages for the next GROWTH tokens of all rows that decode, or for the next step; False where there are none."""
+        """Pages for the next GROWTH tokens of all rows that decode, or for the next step; False where none are left."""
         for tokens in (max(GROWTH, self.engine.span), self.engine.span):
             missing = self._missing(tokens)
             if sum(count for _, count in missing) <= self._allocator.free:

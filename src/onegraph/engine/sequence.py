@@ -17,8 +17,8 @@ class Sequence:
 
     read: tokens of prompt and output that are in the cache. to_prefill: how many of them prefill reads, set when the
     sequence is admitted. digests: of its full pages, as far as they were needed. constraint: what may follow. logprobs:
-    of each token of the output, where they are asked for. drafts: how they fare, where somebody drafts. cancelled: it ends before the next token. error: why it ended
-    before its time.
+    of each token of the output, where they are asked for. drafts: how they fare, where somebody drafts. cancelled: it
+    ends before the next token. error: why it ended before its time.
     """
 
     index: int

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from onegraph.engine.choice import draw
 from onegraph.engine.draft import MOST, Drafter, MakeDrafter, Place
+from onegraph.engine.params import Stats
 from onegraph.engine.sequence import Sequence
 from onegraph.formats.turboquant import TurboQuantConfig
 from onegraph.runtime.transfer import Upload
@@ -92,13 +93,16 @@ class Speculation:
         slots, positions = inputs["slots"][:rows].long(), inputs["positions"][:rows].long()
         self.place.history.index_put_((slots, positions), inputs["drawn"][:rows])
 
-    def learn(self, rows: list[Sequence], count: int, report: Tensor) -> Tensor:
+    def learn(self, rows: list[Sequence], count: int, report: Tensor, stats: Stats) -> Tensor:
         """From a round's report on the host, int64 [B, W + 1]: its tokens [B, W]; what else it says is remembered."""
         tokens, waiting = report[:, :-1], report[:, -1].tolist()
         taken = (tokens >= 0).sum(dim=1).tolist()
         for sequence, new, found in zip(rows, taken, waiting, strict=True):
             if new:
-                sequence.drafts.learn(min(count, sequence.drafts.waiting), new - 1)
+                drafted = min(count, sequence.drafts.waiting)
+                sequence.drafts.learn(drafted, new - 1)
+                stats.drafted_tokens += drafted
+                stats.accepted_tokens += new - 1
             sequence.drafts.waiting = found
         return tokens
 

@@ -10,13 +10,9 @@ decoding", arXiv 2408.07978).
 import torch
 from torch import Tensor
 
+from onegraph.ops.calls import NOTHING
 from onegraph.ops.checks import check_tensors
 from onegraph.ops.registry import Case, Op, nbytes, register
-
-NOTHING = -2
-"""In a report: no token. -1 says that the model gave NaN."""
-LONGEST, SHORTEST = 4, 2
-"""Tokens at the end of a text that `ngram_drafts` looks for: so many at most, and so many at least."""
 
 
 def _begin(
@@ -54,20 +50,21 @@ def _accept(
 
 
 def _ngram(
-    history: Tensor, slots: Tensor, positions: Tensor, limits: Tensor, drafts: Tensor, found: Tensor
-) -> Tensor:
+    history: Tensor, slots: Tensor, positions: Tensor, limits: Tensor, drafts: Tensor, found: Tensor, longest: int,
+    shortest: int,
+) -> Tensor:  # fmt: skip
     rows, count = len(slots), drafts.shape[1]
     own, end = slots.long(), positions.long().unsqueeze(1)
     text = history[own]
     place = torch.arange(text.shape[1], device=text.device).expand(rows, -1)
     same = (place < end).int()  # how many tokens up to each place equal those at the text's end, as far as it goes
     matched = torch.zeros_like(same)
-    for back in range(LONGEST):
+    for back in range(longest):
         inside = (place >= back) & (end >= back)
         before = text.roll(back, dims=1) == text.gather(1, (end - back).clamp(min=0))
         same = same * (before & inside)
         matched = matched + same
-    score = (matched.long() << 32 | place).masked_fill(matched < SHORTEST, -1)
+    score = (matched.long() << 32 | place).masked_fill(matched < shortest, -1)
     best = score.max(dim=1).values
     at = best & (2**32 - 1)
     period = (positions.long() - at).masked_fill(best < 0, 1)
@@ -90,7 +87,9 @@ def _check_begin(
         drafts=(drafts, torch.int64, (*state, drafts.shape[-1])),
     )  # fmt: skip
     if not 1 <= width <= 1 + drafts.shape[1]:
-        raise ValueError(f"begin_round: width is {width}; allowed is 1 to {1 + drafts.shape[1]}, a token and its drafts")
+        raise ValueError(
+            f"begin_round: width is {width}; allowed is 1 to {1 + drafts.shape[1]}, a token and its drafts"
+        )
 
 
 def _check_accept(
@@ -113,14 +112,19 @@ def _check_accept(
 
 
 def _check_ngram(
-    history: Tensor, slots: Tensor, positions: Tensor, limits: Tensor, drafts: Tensor, found: Tensor
-) -> None:
+    history: Tensor, slots: Tensor, positions: Tensor, limits: Tensor, drafts: Tensor, found: Tensor, longest: int,
+    shortest: int,
+) -> None:  # fmt: skip
     rows, state = (slots.numel(),), (len(history),)
     check_tensors(
         "ngram_drafts", history.device, history=(history, torch.int64, (*state, history.shape[-1])),
         slots=(slots, torch.int32, rows), positions=(positions, torch.int32, rows), limits=(limits, torch.int32, rows),
         drafts=(drafts, torch.int64, (*state, drafts.shape[-1])), found=(found, torch.int32, state),
     )  # fmt: skip
+    if not 1 <= shortest <= longest:
+        raise ValueError(
+            f"ngram_drafts: shortest is {shortest} and longest {longest}; allowed is 1 <= shortest <= longest"
+        )
 
 
 def _state(rows: int, count: int, length: int, generator: torch.Generator) -> tuple[Tensor, ...]:
@@ -167,16 +171,17 @@ def _accept_case(rows: int, width: int, vocabulary: int, damage: float | None = 
     return Case(name=f"{rows}x{width}x{vocabulary}{'' if damage is None else f'+{damage}'}", make=make)
 
 
-def _ngram_case(rows: int, count: int, length: int) -> Case:
+def _ngram_case(rows: int, count: int, length: int, shortest: int = 2) -> Case:
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
         positions, limits, slots, drafts, found, history = _state(rows, count, length, generator)
         if rows > 3:  # a text without repetition, one that repeats its last token, and one with a single token
             history[slots[0].long()] = torch.arange(length)
             history[slots[1].long()] = 7
             positions[2] = 0
-        return tuple(t.to(device) for t in (history, slots, positions, limits, drafts, found))
+        state = history, slots, positions, limits, drafts, found
+        return *(t.to(device) for t in state), 4, shortest
 
-    return Case(name=f"{rows}x{count}x{length}", make=make)
+    return Case(name=f"{rows}x{count}x{length}from{shortest}", make=make)
 
 
 _EXACT = {torch.float32: 0.0, torch.float16: 0.0, torch.bfloat16: 0.0}
@@ -227,26 +232,26 @@ accept_drafts = register(
 which counts int32 [B] are real -> (report int64 [B, W], taken int32 [B]): the row's new tokens, one more than drafts
 were right, NOTHING behind them, and how many they are; -1 where a token's own logit is NaN or infinite, which ends what
 is taken. A row of count 0 takes none and stays as it is. drawn int64 [B] <- the newest token; positions int32 [B] += as
-many as were taken; history int64 [S, L], of each slot the tokens of its text by position, gets them. Slot 0 is nobody's.
+many as were taken; history int64 [S, L], the tokens of each slot's text by position, gets them. Slot 0 is nobody's.
 """
 
 ngram_drafts = register(
     Op(
         name="ngram_drafts",
-        schema="(Tensor history, Tensor slots, Tensor positions, Tensor limits, Tensor(a!) drafts, Tensor(b!) found)"
-        " -> Tensor",
+        schema="(Tensor history, Tensor slots, Tensor positions, Tensor limits, Tensor(a!) drafts, Tensor(b!) found,"
+        " int longest, int shortest) -> Tensor",
         reference=_ngram,
-        fake=lambda history, slots, positions, limits, drafts, found: drafts.new_empty(slots.shape),
+        fake=lambda history, slots, positions, limits, drafts, *rest: drafts.new_empty(slots.shape),
         kernel="onegraph.ops.triton.draft:ngram_drafts",
         check=_check_ngram,
-        cases=(_ngram_case(1, 3, 40), _ngram_case(6, 7, 200), _ngram_case(9, 1, 3000)),
+        cases=(_ngram_case(1, 3, 40), _ngram_case(6, 7, 200, 3), _ngram_case(9, 1, 3000)),
         tolerance=_EXACT,
         bytes_moved=lambda history, slots, *rest: nbytes(history) * len(slots) // max(1, len(history)),
-        flops=lambda history, slots, *rest: 2 * LONGEST * len(slots) * history.shape[1],
+        flops=lambda history, slots, *rest: 8 * len(slots) * history.shape[1],
     )
 )
-"""Drafts for each row from its own text: what stood behind the latest place where the text has the same LONGEST tokens
-as at its end, or the same fewer, down to SHORTEST (prompt lookup: Saxena 2023; Yang et al., arXiv 2304.04487).
+"""Drafts for each row from its own text: what stood behind the latest place where the text has the same `longest`
+tokens as at its end, or the same fewer, down to `shortest` (prompt lookup: Saxena 2023; Yang et al., arXiv 2304.04487).
 
 history int64 [S, L] by slot and position, slots, positions, limits int32 [B]: the newest token stands at its position.
 drafts int64 [S, K] and found int32 [S] of the rows' slots are written: K tokens where there is such a place (a match

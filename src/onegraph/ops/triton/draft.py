@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onegraph.ops.draft import LONGEST, NOTHING, SHORTEST
+from onegraph.ops.calls import NOTHING
 from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
 
 
@@ -128,8 +128,9 @@ def accept_drafts(
 
 
 def ngram_drafts(
-    history: Tensor, slots: Tensor, positions: Tensor, limits: Tensor, drafts: Tensor, found: Tensor
-) -> Tensor:
+    history: Tensor, slots: Tensor, positions: Tensor, limits: Tensor, drafts: Tensor, found: Tensor, longest: int,
+    shortest: int,
+) -> Tensor:  # fmt: skip
     """See `onegraph.ops.draft.ngram_drafts`."""
     rows, count = len(slots), drafts.shape[1]
     report = drafts.new_empty((rows,))
@@ -137,7 +138,7 @@ def ngram_drafts(
         with on_device(history):
             _ngram[(rows,)](
                 history, slots, positions, limits, drafts, found, report, history.shape[1], count,
-                COUNT=triton.next_power_of_2(count), LONGEST=LONGEST, SHORTEST=SHORTEST, BLOCK=1024, num_warps=4,
+                COUNT=triton.next_power_of_2(count), LONGEST=longest, SHORTEST=shortest, BLOCK=1024, num_warps=4,
                 **options(history),
             )  # fmt: skip
     return report
