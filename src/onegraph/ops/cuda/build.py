@@ -21,6 +21,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from onegraph.ops import family
+from onegraph.ops.family import Family
+
 
 class BuildError(RuntimeError):
     """The kernel cannot be had on this machine: no NVRTC, an old GPU, or a compiler that refuses the source."""
@@ -100,14 +103,17 @@ def addresses(**tensors: torch.Tensor | None) -> dict[str, int]:
     return {name: pointer(tensor) for name, tensor in tensors.items()}
 
 
-def compile_cubin(source: Path, defines: Mapping[str, int], capability: tuple[int, int], checks: str = "") -> bytes:
+def compile_cubin(
+    source: Path, defines: Mapping[str, int], capability: tuple[int, int], checks: str = "", arch: str = ""
+) -> bytes:
     """The cubin of `source` for compute capability `capability`, from the cache or from NVRTC.
 
-    `source` may include the .cuh files beside it. `checks`: C++ that must compile behind it.
+    `source` may include the .cuh files beside it. `checks`: C++ that must compile behind it. `arch`: another architecture
+    than the one that is of this capability alone; of a virtual one ("compute_80") it is PTX, for the driver to compile.
     Raises BuildError where there is no NVRTC or it refuses; its log is in the message.
     """
     _, nvrtc = bindings()
-    arch = f"sm_{capability[0]}{capability[1]}" + ("a" if capability[0] >= 9 else "")
+    arch = arch or f"sm_{capability[0]}{capability[1]}" + ("a" if capability[0] >= 9 else "")
     options = [f"--gpu-architecture={arch}", "--std=c++17", "--device-as-default-execution-space"]
     options += [f"-D{name}={value}" for name, value in sorted(defines.items())]
     text = source.read_bytes() + checks.encode()
@@ -119,7 +125,7 @@ def compile_cubin(source: Path, defines: Mapping[str, int], capability: tuple[in
     key = hashlib.sha256(
         "\0".join([*options, repr(version)]).encode() + b"\0".join([text, *headers.values()])
     ).hexdigest()[:32]
-    cached = cache_dir() / f"{source.stem}-{key}.cubin"
+    cached = cache_dir() / f"{source.stem}-{key}.{'ptx' if arch.startswith('compute') else 'cubin'}"
     try:
         return cached.read_bytes()
     except OSError:
@@ -144,39 +150,44 @@ def _compile(nvrtc: Any, text: bytes, name: str, options: list[bytes], headers: 
             log = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))
             check(nvrtc.nvrtcGetProgramLog(program, log))
             raise BuildError(f"NVRTC refused {name}: {log.decode(errors='replace').strip()}")
-        cubin = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
-        check(nvrtc.nvrtcGetCUBIN(program, cubin))
-        return cubin
+        kind = "PTX" if b"=compute_" in options[0] else "CUBIN"
+        made = b" " * check(getattr(nvrtc, f"nvrtcGet{kind}Size")(program))
+        check(getattr(nvrtc, f"nvrtcGet{kind}")(program, made))
+        return made
     finally:
         check(nvrtc.nvrtcDestroyProgram(program))
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A function of a loaded module."""
+    """A function of a loaded module. `overlaps`: it waits for the launch before it by itself, so it may begin earlier."""
 
     function: Any
     device: int
+    overlaps: bool = True
 
     def launch(
         self, grid: tuple[int, int, int], threads: int, shared: int, cluster: int, stream: int, arguments: bytes
     ) -> None:
-        """Launches with programmatic dependent launch. `arguments`: the bytes of the kernel's one parameter."""
+        """Launches, with programmatic dependent launch if it `overlaps`. `arguments`: the bytes of the kernel's one
+        parameter."""
         driver = bindings()[0]
-        config = _config(grid, threads, shared, cluster, stream)
+        config = _config(grid, threads, shared, cluster, stream, self.overlaps)
         pointer = ctypes.c_char_p(arguments)  # the launch copies the bytes before it returns
         check(driver.cuLaunchKernelEx(config, self.function, ctypes.addressof(pointer), 0))
 
 
 def clusters(kernel: Kernel, threads: int, shared: int, size: int) -> int:
     """How many clusters of `size` blocks the kernel's GPU holds at a time; 0 where it holds none so large."""
-    config = _config((size, 1, 1), threads, shared, size, 0)
+    config = _config((size, 1, 1), threads, shared, size, 0, True)
     code, value = bindings()[0].cuOccupancyMaxActiveClusters(kernel.function, config)
     return 0 if int(code) else int(value)
 
 
 @lru_cache(maxsize=4096)
-def _config(grid: tuple[int, int, int], threads: int, shared: int, cluster: int, stream: int) -> Any:
+def _config(
+    grid: tuple[int, int, int], threads: int, shared: int, cluster: int, stream: int, overlaps: bool
+) -> Any:
     driver = bindings()[0]
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
@@ -184,10 +195,11 @@ def _config(grid: tuple[int, int, int], threads: int, shared: int, cluster: int,
     config.sharedMemBytes = shared
     config.hStream = stream
     attributes = []
-    follow = driver.CUlaunchAttribute()
-    follow.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    follow.value.programmaticStreamSerializationAllowed = 1
-    attributes.append(follow)
+    if overlaps:
+        follow = driver.CUlaunchAttribute()
+        follow.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        follow.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(follow)
     if cluster > 1:
         together = driver.CUlaunchAttribute()
         together.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
@@ -201,6 +213,9 @@ def _config(grid: tuple[int, int, int], threads: int, shared: int, cluster: int,
 HOPPER = ((9, 0),)  # wgmma
 CLUSTERS = ((9, 0), (10, 0))  # clusters of 16 blocks, 227 KB of shared memory a block
 EVERY = ((9, 0), (10, 0), (12, 0))
+PORTABLE = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (12, 1))  # no clusters, 99 KB of shared memory a block
+PORTABLE_SHARED = 99 << 10
+VIRTUAL = "compute_80"  # what portable kernels are compiled for where they stand in for a newer card's own
 
 
 class Source:
@@ -209,6 +224,7 @@ class Source:
     Attributes:
         functions: names of its kernels, which share one parameter, `arguments`; None of kernels without one.
         capabilities: compute capabilities that it is for; CI compiles the variant that `example` defines for each.
+        family: "portable" of those that every one of `PORTABLE` runs; None of what is no kernel of an op.
     """
 
     every: ClassVar[list["Source"]] = []
@@ -221,18 +237,40 @@ class Source:
         arguments: Arguments | None = None,
         capabilities: tuple[tuple[int, int], ...],
         example: Mapping[str, int] = MappingProxyType({}),
+        family: Family | None = "hopper",
     ) -> None:
         self.path = Path(__file__).with_name(f"{name}.cu")
         self.functions, self.arguments, self.capabilities, self.example = functions, arguments, capabilities, example
+        self.family = family
         Source.every.append(self)
 
-    def cubin(self, defines: Mapping[str, int], capability: tuple[int, int], checks: str = "") -> bytes:
-        """See `compile_cubin`. BuildError for a GPU that the source is not for."""
+    def refusal(self, capability: tuple[int, int]) -> str:
+        """Why a GPU of this compute capability is not to run it, before anything is compiled; empty where it may."""
+        if self.family and not family.allowed(self.family):
+            return f"{self.path.name} is of the {self.family} kernels, and {family.VARIABLE} is {family.FORCED}"
         if capability[0] not in {major for major, _ in self.capabilities}:
             known = ", ".join(f"{major}.{minor}" for major, minor in self.capabilities)
             got = "{}.{}".format(*capability)
-            raise BuildError(f"{self.path.name} is written for compute capability {known}; this GPU has {got}")
-        return compile_cubin(self.path, defines, capability, checks)
+            return f"{self.path.name} is written for compute capability {known}; this GPU has {got}"
+        return ""
+
+    def for_device(self, device: int) -> bool:
+        """Whether there is no `refusal` of this GPU; whether it can be built there is `usable`."""
+        return not self.refusal(torch.cuda.get_device_capability(device))
+
+    def virtual(self, capability: tuple[int, int]) -> bool:
+        """Whether it is compiled for 8.0 and stands in for a newer card's own: the portable kernels, where forced."""
+        return self.family == family.FORCED == "portable" and capability >= (9, 0)
+
+    def cubin(self, defines: Mapping[str, int], capability: tuple[int, int], checks: str = "") -> bytes:
+        """See `compile_cubin`. BuildError for a GPU that the source is not for."""
+        if why := self.refusal(capability):
+            raise BuildError(why)
+        if self.family != "portable":
+            return compile_cubin(self.path, defines, capability, checks)
+        arch = VIRTUAL if self.virtual(capability) else "sm_{}{}".format(*capability)
+        start = 1024 if capability >= (9, 0) else 0  # of a block's shared memory, which the source cannot ask for
+        return compile_cubin(self.path, {**defines, "START": start}, capability, checks, arch)
 
     def load(
         self, defines: Mapping[str, int], device: int, shared: int = 0, functions: tuple[str, ...] = ()
@@ -245,7 +283,9 @@ class Source:
         return load(self, defines, device, shared, functions or self.functions)
 
     def usable(self, device: int, otherwise: str, shared: int = 0) -> bool:
-        """Whether `device` can have them. Where it cannot, warns of what happens `otherwise`."""
+        """Whether `device` can have them. Where it cannot, warns of what happens `otherwise`, unless that was asked for."""
+        if self.family and not family.allowed(self.family):
+            return False
         try:
             self.load(self.example, device, shared)
         except BuildError as error:
@@ -265,7 +305,9 @@ def load(
             f"{name} {dict(defines)} would be compiled inside a CUDA-graph capture; run the step once before"
         )
     driver, _ = bindings()
-    cubin = source.cubin(defines, torch.cuda.get_device_capability(device))
+    capability = torch.cuda.get_device_capability(device)
+    cubin = source.cubin(defines, capability)
+    overlaps = capability >= (9, 0) and not source.virtual(capability)
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # makes the device's context current
         optin = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
@@ -282,8 +324,9 @@ def load(
             static = check(driver.cuFuncGetAttribute(about.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function))
             limit = about.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             check(driver.cuFuncSetAttribute(function, limit, most - static))
-            check(driver.cuFuncSetAttribute(function, about.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
-            kernels.append(Kernel(function, device))
+            if capability >= (9, 0):
+                check(driver.cuFuncSetAttribute(function, about.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
+            kernels.append(Kernel(function, device, overlaps))
     return tuple(kernels)
 
 
@@ -315,13 +358,12 @@ class Device:
 RESERVED = 1024  # bytes of an SM's shared memory that the driver takes of each block
 
 
-OCCUPANCY = Source("occupancy", functions=("occupancy",), capabilities=EVERY)
+OCCUPANCY = Source("occupancy", functions=("occupancy",), capabilities=EVERY, family=None)
 
 
 @cache
 def device(index: int) -> Device:
-    """The GPU of this number. Not for the first time inside a capture; BuildError where it has no clusters."""
-    (probe,) = OCCUPANCY.load({}, index)
+    """The GPU of this number. Not for the first time inside a capture."""
     driver, about = bindings()[0], bindings()[0].CUdevice_attribute
     sms, shared, sm_shared = (
         check(driver.cuDeviceGetAttribute(getattr(about, f"CU_DEVICE_ATTRIBUTE_{name}"), index))
@@ -329,7 +371,16 @@ def device(index: int) -> Device:
             "MULTIPROCESSOR_COUNT", "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR",
         )
     )  # fmt: skip
+    if torch.cuda.get_device_capability(index) < (9, 0):
+        return Device(sms, shared, sm_shared, (sms,) + (0,) * 15)
+    (probe,) = OCCUPANCY.load({}, index)
     return Device(sms, shared, sm_shared, (sms, *(clusters(probe, 32, shared, size) for size in range(2, 17))))
+
+
+def capture_id(stream: int) -> int:
+    """What tells the capture of a stream, which is being captured, from all others of the process."""
+    _, number, *_ = check(bindings()[0].cuStreamGetCaptureInfo(stream))
+    return int(number)
 
 
 def resident(data: torch.Tensor, device: int) -> int:
