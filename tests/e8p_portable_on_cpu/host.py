@@ -117,12 +117,15 @@ def check(case: Case) -> None:
     given = torch.randn(n, generator=g) if bias else None
     more = torch.randn(tokens, n, generator=g).to(torch.float32 if wide else dtype) if add else None
     eps = 1e-5 if norm else None
-    truth = ops.e8p_linear.reference(x.float(), codes, residual, codebook(), *scales, given, bits, more, eps, silu, True)
+    truth = ops.e8p_linear.reference(
+        x.float(), codes, residual, codebook(), *scales, given, bits, more, eps, silu, True
+    )
     run = library(case.defines).run
     e8p_portable._kernels = lambda *shape: (Kernel(run, 0), Kernel(run, 1), case.chosen)
     results = []
     blocks = case.chosen.strips * case.chosen.parts
-    for step in (1, next(s for s in range(blocks - 1, 2 * blocks + 2) if math.gcd(s, blocks) == 1)):
+    for order in (1, next(s for s in range(blocks - 1, 2 * blocks + 2) if math.gcd(s, blocks) == 1)):
+        step = order
         out = torch.full((tokens, n), float("nan"), dtype=torch.float32 if wide else dtype)
         e8p_portable.launch(
             Linear(
@@ -138,7 +141,8 @@ def check(case: Case) -> None:
     assert error < math.hypot(rounding, 1e-4), (case, error)
     plan = case.chosen
     rounds = -(-plan.most(n) // plan.hold)
-    print(f"{case.bits} bits, {tokens} tokens, {'alone' if plan.whole else f'{blocks} blocks'}, {rounds} rounds", flush=True)
+    who = "alone" if plan.whole else f"{blocks} blocks"
+    print(f"{bits} bits, {tokens} tokens, {who}, {rounds} rounds", flush=True)
 
 
 with ThreadPoolExecutor(2) as pool:

@@ -22,7 +22,7 @@ def _read(value: str | None) -> Family | None:
         return None
     for family in get_args(Family):
         if value == family:
-            return family  # type: ignore[no-any-return]  # get_args forgets what it is given
+            return family
     raise ValueError(f"{VARIABLE} is {value!r}; allowed: {', '.join(get_args(Family))}, or unset for the best there is")
 
 

@@ -108,8 +108,8 @@ def compile_cubin(
 ) -> bytes:
     """The cubin of `source` for compute capability `capability`, from the cache or from NVRTC.
 
-    `source` may include the .cuh files beside it. `checks`: C++ that must compile behind it. `arch`: another architecture
-    than the one that is of this capability alone; of a virtual one ("compute_80") it is PTX, for the driver to compile.
+    `source` may include the .cuh files beside it. `checks`: C++ that must compile behind it. `arch`: another one than
+    what is of this capability alone; of a virtual one ("compute_80") it is PTX, for the driver to compile.
     Raises BuildError where there is no NVRTC or it refuses; its log is in the message.
     """
     _, nvrtc = bindings()
@@ -160,7 +160,7 @@ def _compile(nvrtc: Any, text: bytes, name: str, options: list[bytes], headers: 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A function of a loaded module. `overlaps`: it waits for the launch before it by itself, so it may begin earlier."""
+    """A function of a loaded module. `overlaps`: it waits for the launch before it by itself, and may begin earlier."""
 
     function: Any
     device: int
@@ -185,9 +185,7 @@ def clusters(kernel: Kernel, threads: int, shared: int, size: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _config(
-    grid: tuple[int, int, int], threads: int, shared: int, cluster: int, stream: int, overlaps: bool
-) -> Any:
+def _config(grid: tuple[int, int, int], threads: int, shared: int, cluster: int, stream: int, overlaps: bool) -> Any:
     driver = bindings()[0]
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
@@ -254,10 +252,6 @@ class Source:
             return f"{self.path.name} is written for compute capability {known}; this GPU has {got}"
         return ""
 
-    def for_device(self, device: int) -> bool:
-        """Whether there is no `refusal` of this GPU; whether it can be built there is `usable`."""
-        return not self.refusal(torch.cuda.get_device_capability(device))
-
     def virtual(self, capability: tuple[int, int]) -> bool:
         """Whether it is compiled for 8.0 and stands in for a newer card's own: the portable kernels, where forced."""
         return self.family == family.FORCED == "portable" and capability >= (9, 0)
@@ -282,10 +276,15 @@ class Source:
         """
         return load(self, defines, device, shared, functions or self.functions)
 
-    def usable(self, device: int, otherwise: str, shared: int = 0) -> bool:
-        """Whether `device` can have them. Where it cannot, warns of what happens `otherwise`, unless that was asked for."""
+    def usable(self, device: int, otherwise: str, shared: int = 0, instead: "Source | None" = None) -> bool:
+        """Whether `device` can have them. Where it cannot, warns of what happens `otherwise`: but where that was asked
+        for, or the GPU is one that they are not written for and `instead` is."""
         if self.family and not family.allowed(self.family):
             return False
+        if instead is not None:
+            capability = torch.cuda.get_device_capability(device)
+            if self.refusal(capability) and not instead.refusal(capability):
+                return False
         try:
             self.load(self.example, device, shared)
         except BuildError as error:

@@ -179,8 +179,9 @@ template <int RUNS, int STEP, int RUN = 128> __device__ __forceinline__ void bui
 }
 __device__ __forceinline__ void build_block(uint2 row, int block, int lane) {  // but for T2
   const u32 word = table_word(row, place_of(block, lane));
-  if (block < PAIRED) build_runs<16, 256>(word, smem + block * 4096, lane);
-  else build_runs<32, E81B_RUN, E81B_RUN>(word, smem + 65536 + (block - PAIRED) * (32 * E81B_RUN), lane);
+  u8* const to = smem + block * 4096;
+  if (block < PAIRED) build_runs<16, 256>(word, to, lane);
+  else build_runs<32, E81B_RUN, E81B_RUN>(word, to - (block - PAIRED) * (4096 - 32 * E81B_RUN), lane);
 }
 __device__ __forceinline__ void build_tables(const uint2* codebook, const TableWords& words, int warp, int warps,
                                              int lane) {

@@ -1,4 +1,4 @@
-"""E8P linear for 1 to 16 tokens on every card from compute capability 8.0 on: how `e8p_portable.cu` is cut over the GPU."""
+"""E8P linear for 1 to 16 tokens, every card from compute capability 8.0 on: how `e8p_portable.cu` is cut over the GPU."""
 
 import math
 from dataclasses import dataclass, replace
@@ -33,9 +33,9 @@ ARGUMENTS = build.Arguments(
 
 @dataclass(frozen=True, order=True)
 class Plan:
-    """How one shape is cut: `strips` of rows, which begin at multiples of `unit` row tiles, by `parts` of k. A block has
-    `across` slices side by side and `down` such rows of warps, `ahead` row tiles of codes a warp under way, and room for
-    the sums of `hold` row tiles and `tokens`."""
+    """How one shape is cut: `strips` of rows, which begin at multiples of `unit` row tiles, by `parts` of k. A block
+    has `across` slices side by side and `down` such rows of warps, `ahead` row tiles of codes a warp under way, and room
+    for the sums of `hold` row tiles and `tokens`."""
 
     ahead: int
     tokens: int
@@ -133,7 +133,8 @@ KERNELS = build.Source(
     functions=("e8p_portable", "e8p_portable_turn"),
     arguments=ARGUMENTS,
     capabilities=build.PORTABLE,
-    example=defines(Plan(4, 4, 33, 2, 1, 8, 2, 8), 4096, 4096, 2, False, (True, False, True, True, False)) | {"START": 0},
+    example=defines(Plan(4, 4, 33, 2, 1, 8, 2, 8), 4096, 4096, 2, False, (True, False, True, True, False))
+    | {"START": 0},
     family="portable",
 )
 ARRIVED = Counters(MAX_N // ROWS)

@@ -11,8 +11,8 @@ class Counters:
     """`size` counters of 32 bits, zero between the launches that use them.
 
     Launches that may run at the same time must not share them: each stream has a set of its own, and so has each stream
-    of each capture, since a graph may be replayed on another stream than it was captured on. There are SETS a GPU, which
-    go round: two graphs share a set where so many others were captured between them.
+    of each capture, since a graph may be replayed on another stream than it was captured on. There are SETS a GPU,
+    which go round: two graphs share a set where so many others were captured between them.
     """
 
     def __init__(self, size: int) -> None:
