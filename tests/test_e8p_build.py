@@ -137,7 +137,7 @@ def test_without_a_compiler_triton_runs_after_one_warning(monkeypatch: pytest.Mo
 )
 @pytest.mark.filterwarnings("ignore:.*cannot be built")
 def test_what_cannot_be_built_falls_to_the_next(missing: str, ran: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At 1, 4, 5, 16, 17, 65, 1279 and 1280 tokens; and at 5 of 3 bits where the residual's rows are no whole pieces."""
+    """At 1, 4, 5, 16, 17, 65, 1279 and 1280 tokens; and at 5 of 3 bits with odd rows of the residual."""
 
     def load(source: build.Source, *_: object) -> None:
         if source.path.stem.removeprefix("e8p_") in missing.split():

@@ -1,4 +1,4 @@
-"""E8P linear for 1 to 16 tokens, every card from compute capability 8.0 on: how `e8p_portable.cu` is cut over the GPU."""
+"""E8P linear for 1 to 16 tokens on every card since Ampere: how `e8p_portable.cu` is cut over the GPU."""
 
 import math
 from dataclasses import dataclass, replace
@@ -34,8 +34,8 @@ ARGUMENTS = build.Arguments(
 @dataclass(frozen=True, order=True)
 class Plan:
     """How one shape is cut: `strips` of rows, which begin at multiples of `unit` row tiles, by `parts` of k. A block
-    has `across` slices side by side and `down` such rows of warps, `ahead` row tiles of codes a warp under way, and room
-    for the sums of `hold` row tiles and `tokens`."""
+    has `across` slices side by side and `down` such rows of warps, `ahead` row tiles of codes a warp under way, and
+    room for the sums of `hold` row tiles and `tokens`."""
 
     ahead: int
     tokens: int
