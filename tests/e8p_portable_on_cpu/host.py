@@ -122,7 +122,7 @@ def check(case: Case) -> None:
     e8p_portable._kernels = lambda *shape: (Kernel(run, 0), Kernel(run, 1), case.chosen)
     results = []
     blocks = case.chosen.strips * case.chosen.parts
-    for order in (1, next(s for s in range(blocks - 1, 2 * blocks + 2) if math.gcd(s, blocks) == 1)):
+    for order in (1, 7919):  # a prime, so that all come
         step = order
         out = torch.full((tokens, n), float("nan"), dtype=torch.float32 if wide else dtype)
         e8p_portable.launch(
