@@ -95,6 +95,7 @@ def defines(plan: Plan, n: int, k: int, bits: int, half: bool, silu: bool, wide:
 
 KERNELS = build.Source(
     "e8p_batch",
+    ops=("e8p_linear",),
     functions=("e8p_batch", "e8p_rotate"),
     arguments=ARGUMENTS,
     capabilities=build.HOPPER,

@@ -129,6 +129,7 @@ def defines(plan: Plan, n: int, k: int, bits: int, tokens: int, half: bool, arou
 
 KERNEL = build.Source(
     "e8p_decode",
+    ops=("e8p_linear",),
     functions=("e8p_decode",),
     arguments=ARGUMENTS,
     capabilities=build.CLUSTERS,

@@ -130,12 +130,14 @@ def defines(plan: Plan, n: int, k: int, bits: int, half: bool, around: tuple[boo
 
 KERNELS = build.Source(
     "e8p_portable",
+    ops=("e8p_linear",),
     functions=("e8p_portable", "e8p_portable_turn"),
     arguments=ARGUMENTS,
     capabilities=build.PORTABLE,
     example=defines(Plan(4, 4, 33, 2, 1, 8, 2, 8), 4096, 4096, 2, False, (True, False, True, True, False))
     | {"START": 0},
     family="portable",
+    shared=build.PORTABLE_SHARED,
 )
 ARRIVED = Counters(MAX_N // ROWS)
 
@@ -143,7 +145,7 @@ ARRIVED = Counters(MAX_N // ROWS)
 @cache
 def available(device: int) -> bool:
     """Whether the kernels can be built for this GPU; warns once where not."""
-    return KERNELS.usable(device, "Triton's runs 1 to 16 tokens of an E8P linear", build.PORTABLE_SHARED)
+    return KERNELS.usable(device, "Triton's runs 1 to 16 tokens of an E8P linear")
 
 
 @lru_cache(maxsize=4096)
