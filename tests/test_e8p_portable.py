@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import kernel_table
 from h200 import H200
 from onegraph.ops.cuda import build, e8p_portable, workspace
 from test_e8p_build import SHAPES
@@ -68,6 +69,19 @@ def test_the_work_of_a_layer_is_even(n: int, k: int) -> None:
             assert plan.strips * plan.parts <= device.sms
             share = n // 16 * (k // 256) / device.sms
             assert plan.most(n) * plan.across <= share * 7 / 6
+
+
+@pytest.mark.parametrize("tokens", e8p_portable.CLASSES)
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_nothing_spills(bits: int, tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every rate and number of tokens, with all that stands around a linear but its bias."""
+    monkeypatch.setattr(build, "cache_dir", lambda: tmp_path)
+    plan = e8p_portable.plan(14336, 4096, bits, tokens, CARDS[2])
+    made = e8p_portable.defines(plan, 14336, 4096, bits, False, (True, False, False, True, False))
+    for capability in ((8, 6), (12, 0)):
+        found = kernel_table.usage(e8p_portable.KERNELS, capability, made)
+        assert (found.spilled, found.shared) == (0, 0)
+        assert found.registers * 32 * plan.warps <= 65536
 
 
 def test_streams_and_captures_have_counters_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
