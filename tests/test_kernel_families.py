@@ -90,7 +90,7 @@ def test_without_a_compiler_nothing_of_cuda_runs(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.usefixtures("gpu")
 def test_env_names_families_and_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = env.kernels(3)
-    assert lines[0] == "cuda:3 portable: e8p_linear (e8p_portable.cu)"
+    assert lines[0] == "cuda:3 portable: e8p_chain (e8p_portable.cu), e8p_linear (e8p_portable.cu)"
     assert [line.split(":")[1].split()[-1] for line in lines[:3]] == ["portable", "triton", "reference"]
     assert any(
         line.startswith(

@@ -282,7 +282,10 @@ def load(
             raise BuildError(
                 f"a block has {most} bytes of shared memory on this GPU; {source.path.name} takes {shared}"
             )
-        module = check(driver.cuModuleLoadData(cubin))
+        try:
+            module = check(driver.cuModuleLoadData(cubin))
+        except RuntimeError as error:  # of PTX, where the driver is older than NVRTC
+            raise BuildError(f"the driver does not take what NVRTC made of {source.path.name}: {error}") from error
         kernels = []
         for name in functions:
             function = check(driver.cuModuleGetFunction(module, name.encode()))

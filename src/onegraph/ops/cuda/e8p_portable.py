@@ -130,7 +130,7 @@ def defines(plan: Plan, n: int, k: int, bits: int, half: bool, around: tuple[boo
 
 KERNELS = build.Source(
     "e8p_portable",
-    ops=("e8p_linear",),
+    ops=("e8p_linear", "e8p_chain"),  # whose linears are launches of their own without clusters
     functions=("e8p_portable", "e8p_portable_turn"),
     arguments=ARGUMENTS,
     capabilities=build.PORTABLE,
