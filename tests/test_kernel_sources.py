@@ -52,6 +52,13 @@ def test_a_source_compiles_for_what_it_is_for(name: str, capability: tuple[int, 
         assert cells[source.path.name, capability] == kernel_table.cell(found)
 
 
+@pytest.mark.skipif(not (kernel_table.TOOLS / "cuobjdump").exists(), reason="this Triton brings no cuobjdump")
+def test_the_page_counts_the_loop_of_the_portable_linear() -> None:
+    if kernel_table.written()[0] != kernel_table.version():
+        pytest.skip("the page is of another NVRTC")
+    assert kernel_table.between(kernel_table.PAGE.read_text(), kernel_table.LOOP) == kernel_table.loops()
+
+
 def test_the_page_has_every_source_and_card() -> None:
     claimed = {(SOURCES[name].path.name, capability) for name, capability in CLAIMS if SOURCES[name].ops}
     assert set(kernel_table.written()[1]) == claimed

@@ -141,13 +141,11 @@ template <class Total> __device__ __forceinline__ void finish(const Arguments& p
   if (own) s = *(const float4*)(p.out_scale + row);
   if (own && p.biased) c = *(const float4*)(p.bias + row);
   if (own && p.added) take_add(c, p, ask_add(p, at));
-  float norm = p.norm;
-  if (p.normed) {
-    float squares = 0.f;
+  float squares = 0.f;
+  if (p.normed)
     for (int slice = lane; slice < SLICES; slice += 32) squares += __ldcg(p.squares + slice * p.tokens + token);
-    norm *= rsqrtf(fmaf(over_lanes(squares), p.inverse_k, p.eps));
-  }
-  float4 v = total(row, own);
+  float4 v = total(row, own);  // behind what is waited for together
+  const float norm = p.normed ? p.norm * rsqrtf(fmaf(over_lanes(squares), p.inverse_k, p.eps)) : p.norm;
   rotate_rows(v, p.n % 128 ? 64 : 128, lane);
   if (!own) return;
   v.x = fmaf(v.x * norm, s.x, c.x), v.y = fmaf(v.y * norm, s.y, c.y);
@@ -214,6 +212,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) e8p_portable(const _
   Codes ahead[AHEAD];
 #pragma unroll
   for (int d = 0; d < AHEAD; d++) reader.next(ahead[d]);
+  // What ends the rows is near when it is wanted.
+  for (int row = begin * 16 + threadIdx.x * 32; row < end * 16; row += WARPS * 1024) {
+    prefetch(p.out_scale + row);
+    if (p.biased) prefetch(p.bias + row);
+  }
   check_start(address(smem));
   build_tables(p.codebook, words, warp, WARPS, lane);
   wait_for_previous();
@@ -279,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) e8p_portable(const _
     if (WHOLE) {
       const int blocks = (until - from + PER_BLOCK - 1) / PER_BLOCK;
       for (int job = warp; job < tokens * blocks; job += WARPS) {
-        const int block = job % blocks, token = job / blocks;
+        const int token = TOKENS == 1 ? 0 : job / blocks, block = job - token * blocks;
         finish(p, from / PER_BLOCK + block, token, lane, [&](int, bool own) {
           return own ? total(token, block * ROWS + lane * 4) : make_float4(0.f, 0.f, 0.f, 0.f);
         });
@@ -287,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) e8p_portable(const _
     } else {
       const int rows = (until - from) * 16;
       for (int i = threadIdx.x * 4; i < tokens * rows; i += WARPS * 128) {
-        const int token = i / rows, row = i % rows;
+        const int token = TOKENS == 1 ? 0 : i / rows, row = i - token * rows;
         __stcg((float4*)(p.sums + ((size_t)part * tokens + token) * p.n + from * 16 + row), total(token, row));
       }
     }
