@@ -102,8 +102,9 @@ def main() -> int:
     args = parser.parse_args()
     portable = args.kernels == "portable"
     module, made = (e8p_portable, portable_plans) if portable else (e8p_decode, hopper_plans)
-    if max(args.tokens) > module.MAX_TOKENS:
-        parser.error(f"--tokens is {max(args.tokens)}; the {args.kernels} kernel takes {module.MAX_TOKENS} at most")
+    most = e8p_portable.AT_ONCE if portable else e8p_decode.MAX_TOKENS
+    if max(args.tokens) > most:
+        parser.error(f"--tokens is {max(args.tokens)}; the {args.kernels} kernel takes {most} at once")
     about, properties = machine(DEVICE), torch.cuda.get_device_properties(DEVICE)
     device = build.device(DEVICE.index)
     with mock.patch.object(family, "FORCED", args.kernels), ThreadPoolExecutor(16) as pool:

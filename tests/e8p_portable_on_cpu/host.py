@@ -41,13 +41,17 @@ class Case:
         return tuple(name in self.with_ for name in ("norm", "silu", "bias", "add", "wide"))
 
     @property
-    def chosen(self) -> e8p_portable.Plan:
-        return self.plan or e8p_portable.plan(self.n, self.k, self.bits, self.tokens, SMALL)
+    def passes(self) -> list[int]:
+        """Tokens of each."""
+        count = -(-self.tokens // e8p_portable.AT_ONCE)
+        return [self.tokens * (i + 1) // count - self.tokens * i // count for i in range(count)]
 
-    @property
-    def defines(self) -> tuple[str, ...]:
-        made = e8p_portable.defines(self.chosen, self.n, self.k, self.bits, self.half, self.around)
-        made |= {"START": 1024, "FOLLOWS": self.tokens % 2}
+    def chosen(self, tokens: int) -> e8p_portable.Plan:
+        return self.plan or e8p_portable.plan(self.n, self.k, self.bits, tokens, SMALL)
+
+    def defines(self, tokens: int) -> tuple[str, ...]:
+        made = e8p_portable.defines(self.chosen(tokens), self.n, self.k, self.bits, self.half, self.around)
+        made |= {"START": 1024, "FOLLOWS": tokens % 2}
         return tuple(f"-D{name}={value}" for name, value in made.items())
 
 
@@ -63,6 +67,8 @@ CASES = [
     Case(8, 192, 512, 3, "silu bias"),
     Case(11, 128, 832, 4, "norm add wide"),
     Case(16, 576, 320, 3, "add", half=True),
+    # two passes
+    Case(17, 64, 320, 2, "add norm"),
     # several rounds of sums in blocks that end their rows by themselves; the last round is short
     Case(1, 640, 512, 2, "norm", PLAN(4, 1, 2, 1, 8, 2, 2, 8)),
     # the same between blocks, where strips cut blocks of rows; a warp that has no slice
@@ -118,10 +124,13 @@ def check(case: Case) -> None:
     truth = ops.e8p_linear.reference(
         x.float(), codes, residual, codebook(), *scales, given, bits, more, eps, silu, True
     )
-    run = library(case.defines).run
-    e8p_portable._kernels = lambda *shape: (Kernel(run, 0), Kernel(run, 1), case.chosen)
+
+    def kernels(n: int, k: int, bits: int, tokens: int, *_: object) -> tuple[Kernel, Kernel, e8p_portable.Plan]:
+        run = library(case.defines(tokens)).run
+        return Kernel(run, 0), Kernel(run, 1), case.chosen(tokens)
+
+    e8p_portable._kernels = kernels
     results = []
-    blocks = case.chosen.strips * case.chosen.parts
     for order in (1, 7919):  # a prime, so that all come
         step = order
         out = torch.full((tokens, n), float("nan"), dtype=torch.float32 if wide else dtype)
@@ -137,14 +146,15 @@ def check(case: Case) -> None:
     rounding = float((truth.to(dtype).float() - truth).norm() / truth.norm()) if not wide else 0.0
     error = float((results[0].float() - truth).norm() / truth.norm())
     assert error < math.hypot(rounding, 1e-4), (case, error)
-    plan = case.chosen
+    plan = case.chosen(case.passes[0])
     rounds = -(-plan.most(n) // plan.hold)
-    who = "alone" if plan.whole else f"{blocks} blocks"
-    print(f"{bits} bits, {tokens} tokens, {who}, {rounds} rounds", flush=True)
+    who = "alone" if plan.whole else f"{plan.strips * plan.parts} blocks"
+    print(f"{bits} bits, {tokens} tokens, {who}, {rounds} rounds, {len(case.passes)} passes", flush=True)
 
 
 with ThreadPoolExecutor(2) as pool:
-    library(CASES[0].defines)  # which compiles the header of all
-    list(pool.map(library, [case.defines for case in CASES[1:]]))
+    first, *others = (case.defines(tokens) for case in CASES for tokens in case.passes)
+    library(first)  # which compiles the header of all
+    list(pool.map(library, others))
 for each in CASES:
     check(each)

@@ -1,4 +1,4 @@
-"""E8P linear for 1 to 16 tokens on every card since Ampere: how `e8p_portable.cu` is cut over the GPU."""
+"""E8P linear for 1 to 64 tokens, 16 at once, on every card since Ampere: how `e8p_portable.cu` is cut over the GPU."""
 
 import math
 from dataclasses import dataclass, replace
@@ -10,7 +10,8 @@ from onegraph.ops.cuda import build
 from onegraph.ops.cuda.e8p_common import ROWS, SLICE, SLOT, Linear
 from onegraph.ops.cuda.workspace import Counters
 
-MAX_TOKENS = 16
+MAX_TOKENS = 64  # in passes over the codes
+AT_ONCE = 16  # tokens of a pass
 TURNS = 4  # tokens that the kernel rotates itself; for more, a launch before it does
 CLASSES = (1, 4, 8, 16)  # tokens that it is compiled for
 PARTS = ROWS // 16  # row tiles of 16 in ROWS
@@ -145,7 +146,7 @@ ARRIVED = Counters(MAX_N // ROWS)
 @cache
 def available(device: int) -> bool:
     """Whether the kernels can be built for this GPU; warns once where not."""
-    return KERNELS.usable(device, "Triton's runs 1 to 16 tokens of an E8P linear")
+    return KERNELS.usable(device, "another kernel runs 1 to 64 tokens of an E8P linear")
 
 
 @lru_cache(maxsize=4096)
@@ -161,6 +162,18 @@ def _kernels(
 
 def launch(call: Linear) -> None:
     """`call`, which `takes` allows, on the current device."""
+    if call.tokens <= AT_ONCE:
+        return _launch(call)
+    tokens, count = call.tokens, -(-call.tokens // AT_ONCE)
+    x, out, add = call.x.view(tokens, -1), call.out.view(tokens, -1), call.add
+    for i in range(count):
+        part = slice(tokens * i // count, tokens * (i + 1) // count)
+        more = None if add is None else add.view(tokens, -1)[part]
+        _launch(call._replace(x=x[part], add=more, out=out[part], tokens=part.stop - part.start))
+
+
+def _launch(call: Linear) -> None:
+    """`call`, of up to AT_ONCE tokens."""
     n, k, bits, tokens, device = call.n, call.k, call.bits, call.tokens, call.out.device.index
     around = call.eps >= 0, call.silu, call.bias is not None, call.add is not None, call.wide
     product, turn, plan = _kernels(n, k, bits, tokens, call.half, around, device)
