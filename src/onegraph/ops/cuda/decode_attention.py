@@ -71,10 +71,12 @@ class Plan:
 EXAMPLE = Plan(False, 128, 4, 1, 16, False, True, False, 16, 8, 8, 0, 128, 8, 1, 64)
 KERNEL = build.Source(
     "decode_attention",
+    ops=("paged_decode", "strided_decode"),
     functions=("decode_attention",),
     arguments=ARGUMENTS,
     capabilities=build.CLUSTERS,
     example=EXAMPLE.defines,
+    shared=EXAMPLE.shared,
 )
 
 
@@ -86,7 +88,7 @@ def _kernel(plan: Plan, device: int) -> build.Kernel:
 @cache
 def available(device: int) -> bool:
     """Whether the kernel can be built for this GPU; warns once where not."""
-    return KERNEL.usable(device, "Triton's computes the attention of decode steps", EXAMPLE.shared)
+    return KERNEL.usable(device, "Triton's computes the attention of decode steps")
 
 
 def share(groups: int, device: build.Device) -> tuple[int, int]:
