@@ -2,12 +2,12 @@
 
     PYTHONPATH=src python3 benchmarks/serve.py --shape llama-3-8b --bits 2 --lm-head 4
 
-Writes a checkpoint of random weights (3.5 GB for 8B at 2 bits) unless --model names one, starts `onegraph serve` on it
-(or, with --server vllm, `vllm serve`), and asks as clients do: streams of token ids, each from a connection of its
-own. A stream's tokens are counted by the server's `usage` and timed from its first piece to its last; streams of a row
-begin together, and their rates are added up (`all_tokens_per_second` is over everything, prompts too). `first_token_ms` is from the request to the first piece, of prompts that no page holds. Then the
-server ends and the same model generates in this process: `engine` rows, the rate that the server is held to.
-Prints JSON lines; --out appends them.
+Writes a checkpoint of random weights (4 GB for 8B at 2 bits) unless --model names one, starts `onegraph serve` on it
+(or, with --server vllm, `vllm serve`), and asks as clients do: streams of token ids over connections of their own. A
+stream's tokens are counted by the server's `usage` and timed from its first piece to its last; streams of a row begin
+together, and their rates are added up (`all_tokens_per_second` is over everything, prompts too). `first_token_ms` is
+from the request to the first piece, of prompts that no page holds. Then the server ends and the same model generates in
+this process: `engine` rows, the rate that the server is held to. Prints JSON lines; --out appends them.
 """
 
 import argparse
