@@ -325,3 +325,16 @@ def test_the_memory_that_was_said_is_kept(tmp_path: Path) -> None:
     assert less_taken <= less_planned + (32 << 20)
     assert planned - less_planned == 4 * 256 * (3 * 16384 - 4 * 8192)  # three streams, less four batches of 8192
     assert taken - less_taken > 10 << 20
+
+
+def test_rates_that_are_chosen_are_one_for_both_matrices_of_a_layers_experts(tmp_path: Path) -> None:
+    source("qwen3_moe", tmp_path / "model")
+    told = made(tmp_path, bits=2.5)
+    costs = json.loads((tmp_path / "out" / "onegraph.json").read_text())["allocation"]["costs"]
+    pairs = [names.split(" ") for names in costs if "experts" in names]
+    assert sorted(first for first, _ in pairs) == sorted(told.experts)
+    for first, second in pairs:
+        assert second == first.replace("gate_up_proj", "down_proj")
+        assert told.config["layers"].get(first) == told.config["layers"].get(second)
+    assert len(set(told.config["layers"].values()) | {told.config["bits"]}) > 1
+    assert verify(tmp_path / "out").ok

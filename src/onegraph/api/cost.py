@@ -9,7 +9,7 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -36,6 +36,7 @@ class Work:
         block: weights of a block, of `blocks`. tokens: of calibration, in rows of `sequence`; sampled: by the model
             first, which has `parameters` and keeps `cached` numbers a token.
         experts: matrices that are rounded one by one, as `groups`; routed: layers that have some.
+        parts: whose cost is measured before, alone and at 2 bits, on `probed` tokens.
         written: bytes of the result. activations: bytes of residual streams that may lie in memory.
     """
 
@@ -54,6 +55,8 @@ class Work:
     cached: int = 0
     experts: Sequence[tuple[int, int, int]] = ()
     routed: int = 0
+    parts: int = 0
+    probed: int = 0
     written: int = 0
     activations: int = 1 << 62
 
@@ -121,11 +124,22 @@ def _seconds(work: Work, levers: Recipe, device: torch.device) -> float:
         seconds += sum(n * k / 8 * passes * each[bits] for n, k, bits in rounded)
     else:
         seconds += sum(k / 8 * passes * STEP[bits] for _, k, bits in rounded) * (WIDE_STEP if levers.wide else 1)
+    if work.parts:
+        seconds += _measuring(work, rate, device)
     if work.sampled:  # a step reads every weight once, whatever the rows beside it
         steps = work.sequence * -(-work.tokens // (64 * work.sequence))
         seconds += steps * work.parameters * 4 / 1e10 if device.type == "cpu" else steps * (2e-3 * work.blocks)
         seconds += 2 * work.parameters * work.tokens / rate
     return seconds
+
+
+def _measuring(work: Work, rate: float, device: torch.device) -> float:
+    """Hessians of the unquantized model, one quick pass of rounding at 2 bits, and for each part half of the blocks and
+    the head, which all parts' streams go through."""
+    each = 2.0 * work.probed * (work.block * work.blocks / 2 + work.vocab * work.hidden)
+    rounded = [(n, k, 2) for n, k, _ in (*work.groups, *work.experts)]
+    once = replace(work, groups=rounded, experts=(), parts=0, sampled=False)
+    return work.parts * each / rate + _seconds(once, Recipe.preset("quick"), device)
 
 
 def _normal(rows: int, columns: int, device: torch.device) -> torch.Tensor:
