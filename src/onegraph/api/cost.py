@@ -66,6 +66,11 @@ class Work:
         return sum(4 * k * k for _, k, _ in self.groups) + self.routed * self.stream
 
     @property
+    def factors(self) -> int:
+        """Bytes of the Hessians' second factors: of siblings together, at the most."""
+        return 0 if self.levers is None or not self.levers.fisher else sum(4 * n * n for n, _, _ in self.groups)
+
+    @property
     def stream(self) -> int:
         """Bytes of the text's residual stream."""
         return 4 * self.tokens * self.hidden
@@ -77,6 +82,8 @@ class Work:
         if self.levers is None:
             return 0
         kept = 2 if self.levers.correct or self.levers.tune else 1
+        if self.levers.fisher:  # before each block, and the gradients behind it
+            return self.stream * (self.blocks + 1 + self.levers.fisher)
         return self.stream * (kept + 1 + (2 if self.levers.correct else 1) * (self.routed > 0))
 
     @property
@@ -110,6 +117,9 @@ def _seconds(work: Work, levers: Recipe, device: torch.device) -> float:
     shared = min(work.tokens, SHARED_ROWS) * (2 if levers.correct else 1)  # each expert on all of the layer's tokens
     work_done += sum(2 * k * (n + k) * shared for n, k, _ in work.experts)
     work_done += sum(n * k * k * (1 + 2 * levers.descent) + 6 * k**3 for n, k, _ in rounded)
+    if levers.fisher:  # forward twice, and backwards for each direction with the factors' products
+        work_done += 2.0 * work.tokens * (2 + levers.fisher) * (work.block * work.blocks + work.vocab * work.hidden)
+        work_done += 2.0 * work.tokens * levers.fisher * sum(n * n for n, _, _ in work.groups)
     if levers.tune is not None:  # forward, again for its gradients, and twice as much backwards; the head likewise
         work_done += 8.0 * levers.tune.epochs * work.tokens * (work.block * work.blocks + work.vocab * work.hidden)
     seconds = work_done / rate

@@ -260,7 +260,7 @@ def _plan(
         after=after,
         seconds=seconds,
         memory=memory,
-        disk=after.total_bytes + (after.linear_bytes + work.spilled if calibrated else 0),
+        disk=after.total_bytes + (after.linear_bytes + work.spilled + work.factors if calibrated else 0),
         hessians=work.hessians if calibrated and choices.levers.inputs == "reference" else 0,
     )
 

@@ -78,7 +78,6 @@ class Knapsack:
         rates = {layer: rate for option in chosen for layer, rate in option.rates.items()}
         return Allocation(rates, sum(option.cost for option in chosen), sum(option.loss for option in chosen))
 
-
     def _filled(self, chosen: list[Option], budget: int) -> list[Option]:
         """The same with what rounding up to units left over spent on the changes that gain most."""
         while True:
