@@ -6,12 +6,14 @@ from torch import Tensor
 
 from onegraph.quant import wave
 from onegraph.quant.e8p import encode
-from onegraph.quant.fisher import output_factors
+from onegraph.quant.fisher import kl_factors
+from onegraph.quant.hessian import gather
 from onegraph.quant.layer import dequantize, generator, quantize_group
 from onegraph.quant.ldlq import couplings, damped, sweep
 from onegraph.quant.partial import Partial
 from onegraph.quant.quantize import quantize
 from onegraph.quant.recipe import Recipe
+from onegraph.quant.spill import Spill
 from test_quant import VOCAB, Tiny, same
 
 
@@ -74,20 +76,42 @@ def test_scales_are_fitted_to_all_rows_together() -> None:
 def test_factors_are_the_fisher_information_of_the_models_own_predictions() -> None:
     """Behind the last block, where `down` writes, the exact one is J^T (diag p - p p^T) J with J of norm and head."""
     model, tokens = Tiny(), torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(1))
-    found = dict(output_factors(model, tokens, seed=0, draws=100))
+    found = dict(kl_factors(model, tokens, seed=0, draws=100))
     assert sorted(found) == [0, 1]
-    assert set(found[0]) == {f"blocks.0.{name}" for name in ("k", "v", "o", "up", "down")}
+    assert set(found[0].outputs) == {f"blocks.0.{name}" for name in ("k", "v", "o", "up", "down")}
     hidden = model.embed(tokens)
     for i in range(2):
         hidden = model.run_block(model.load_block(i), hidden).detach()
-    exact = torch.zeros(64, 64)
+    exact, power = torch.zeros(64, 64), []
     for x in hidden.flatten(0, 1):
         jacobian = torch.autograd.functional.jacobian(model.head, x)
         p = model.head(x).softmax(-1)
-        exact += jacobian.T @ (p.diag() - torch.outer(p, p)) @ jacobian
+        own = jacobian.T @ (p.diag() - torch.outer(p, p)) @ jacobian
+        exact += own
+        power.append(own.diagonal().sum())
     exact /= exact.diagonal().mean()
-    assert (found[1]["blocks.1.down"] - exact).norm() < 0.1 * exact.norm()
-    assert all(torch.equal(h, h.T) for factors in found.values() for h in factors.values())
+    assert (found[1].outputs["blocks.1.down"] - exact).norm() < 0.1 * exact.norm()
+    weights = torch.stack(power).view(2, 16)
+    assert torch.allclose(found[1].tokens["blocks.1.down"], weights / weights.mean(), rtol=0.3)
+    assert all(torch.equal(h, h.T) for factors in found.values() for h in factors.outputs.values())
+
+
+def test_tokens_weigh_in_the_moments_behind_quantized_blocks() -> None:
+    model, tokens = Tiny(), torch.randint(0, VOCAB, (4, 16), generator=torch.Generator().manual_seed(1))
+    hidden = list(model.embed(tokens).split(2))
+    weights = torch.rand(4, 16, generator=torch.Generator().manual_seed(2))
+    parts = {2: [part.reshape(-1, 1) for part in weights.split(2)]}
+    block = model.load_block(0)
+    found = gather(model, block, hidden, [0, 2], (block, Spill().batches(hidden)), weights=parts).moments
+    plain = gather(model, block, hidden, [0, 2]).moments
+    assert torch.equal(found[0].h, plain[0].h)
+    seen: list[Tensor] = []
+    block.up.register_forward_pre_hook(lambda module, args: seen.append(args[0].reshape(-1, 64)))
+    model.run_block(block, torch.cat(hidden))
+    exact = (seen[0] * weights.reshape(-1, 1)).T @ seen[0] / 64
+    assert torch.allclose(found[2].h, exact, atol=1e-5)
+    assert found[2].cross is not None
+    assert torch.allclose(found[2].cross, exact, atol=1e-5)
 
 
 def test_a_job_with_factors_is_resumed_to_the_same_bytes(tmp_path: object) -> None:

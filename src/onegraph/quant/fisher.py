@@ -1,19 +1,24 @@
-"""Hessians of the model's KL, not of a layer's output: factors of a linear's outputs, by one backward pass.
+"""Hessians of the model's KL, not of a layer's output: which tokens and which outputs matter, by a backward pass.
 
 For a linear of inputs x and outputs y the KL of the rounded model is, to second order, E[(d^T E x)^2] / 2 with d the
 gradient at y of the logits along a random direction whose covariance is that of softmax, diag(p) - p p^T: the true
-Fisher information of the model's own predictions (labels of the text are not asked). As a product of two factors it is
-tr(H_O E H_I E^T) with H_O = E[d d^T] (YAQA, arXiv 2505.22988, its first sketch); H_I stays what is gathered behind the
-quantized blocks, so that correction for earlier layers' error goes on working. A Gaussian direction has the covariance
-of a sampled label's gradient and lighter tails.
+Fisher information of the model's own predictions (labels of the text are not asked). A Gaussian direction has the
+covariance of a sampled label's gradient and lighter tails. Tokens count as independent: what one layer's error makes of
+KL is predicted by that within a few per cent (docs/log.md). As a product of two factors it is tr(H_O E H_I E^T), with
+
+    H_O = E[d d^T] ,     H_I = E[|d|^2 x x^T] / E[|d|^2]
+
+(one step of power iteration for either from the identity; YAQA, arXiv 2505.22988, goes on from there). Kept of H_I are
+the weights |d|^2 of tokens alone: moments of inputs are gathered under them behind the quantized blocks, as others are,
+so that the correction for earlier layers' error goes on working.
 
 The unquantized model runs forward once, its residual stream before each block put aside (`quant/spill.py`), and
 backward block by block: memory holds one block, its activations for `BATCH_TOKENS` tokens, and its factors.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,22 +31,47 @@ from onegraph.quant.layer import generator
 from onegraph.quant.spill import Batches, Spill
 
 BATCH_TOKENS = 2048
-Factors = dict[str, Tensor]  # by full name of a linear: H_O [n, n] float32, of mean diagonal 1
 
 
-def output_factors(
+@dataclass
+class Factors:
+    """By full name of a linear: H_O [n, n] float32 of mean diagonal 1, and the weights of tokens [N, T], of mean 1."""
+
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    tokens: dict[str, Tensor] = field(default_factory=dict)
+
+    def flat(self) -> dict[str, Tensor]:
+        """As a piece on disk has it."""
+        return {f"o.{k}": v for k, v in self.outputs.items()} | {f"t.{k}": v for k, v in self.tokens.items()}
+
+    @classmethod
+    def of(cls, flat: Mapping[str, Tensor]) -> "Factors":
+        outputs, tokens = ({k[2:]: v for k, v in flat.items() if k.startswith(kind)} for kind in ("o.", "t."))
+        return cls(outputs, tokens)
+
+    def of_group(self, names: Sequence[str], share: float) -> Tensor | None:
+        """Weights [N, T] of mean 1 for linears that share an input: `share` of them by gradients, the rest flat; None
+        where nothing is known of one."""
+        if any(name not in self.tokens for name in names):
+            return None
+        return 1 - share + share * torch.stack([self.tokens[name] for name in names]).mean(0)
+
+
+def kl_factors(
     model: QuantizableModel,
     tokens: Tensor,
     *,
     seed: int,
     draws: int = 1,
+    outputs: bool = True,
     spill: Spill | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Iterator[tuple[int, Factors]]:
     """The factors of each block's linears, last block first; a linear that no token reaches has none.
 
     Args:
-        tokens: int [N, T]. draws: random directions a token; each is a backward pass.
+        tokens: int [N, T]. draws: random directions a token; each is a backward pass. outputs: False for weights of
+            tokens alone, which take next to no room.
         progress: called with the number of blocks that are done.
 
     Routed experts have none: they are rounded as without. Deterministic on one machine.
@@ -59,7 +89,7 @@ def output_factors(
     gradients = [spill.batches(_at_the_end(model, batch, source) for batch in stream) for _ in range(draws)]
     stream.clear()
     for i in reversed(range(model.num_blocks)):
-        yield i, _block(model, i, before.pop(), gradients)
+        yield i, _block(model, i, before.pop(), gradients, outputs)
         if progress is not None:
             progress(model.num_blocks - i)
     spill.close()
@@ -80,27 +110,55 @@ def _at_the_end(model: QuantizableModel, hidden: Tensor, source: torch.Generator
     return found
 
 
-def _block(model: QuantizableModel, i: int, before: Batches, gradients: list[Batches]) -> Factors:
+class _Sums:
+    """What gradients at the outputs of a block's linears add up to: by name, d^T d and, batch by batch, |d|^2."""
+
+    def __init__(self, outputs: bool) -> None:
+        self.outputs = outputs
+        self.outer: dict[str, Tensor] = {}
+        self.power: dict[str, list[Tensor]] = {}
+        self.fresh = True  # the next gradients are the first ones of a batch
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        d = gradient.detach().float()
+        flat = d.reshape(-1, d.shape[-1])
+        if self.outputs:
+            outer = (flat.T @ flat).double()
+            self.outer[name] = self.outer[name] + outer if name in self.outer else outer
+        power, found = flat.square().sum(-1), self.power.setdefault(name, [])
+        if self.fresh:
+            found.append(power)
+        else:
+            found[-1] = found[-1] + power
+
+    def factors(self, rows: int, length: int) -> Factors:
+        """Of a text [rows, length]; a linear that not every token reaches has no weights of tokens."""
+        made = Factors()
+        for name, outer in self.outer.items():
+            made.outputs[name] = (outer / outer.diagonal().mean().clamp_min(1e-30)).float()
+        for name, found in self.power.items():
+            power = torch.cat(found)
+            if power.numel() == rows * length:
+                made.tokens[name] = (power / power.mean().clamp_min(1e-30)).view(rows, length)
+        return made
+
+
+def _block(model: QuantizableModel, i: int, before: Batches, gradients: list[Batches], outputs: bool) -> Factors:
     """The factors of block `i`; `gradients`, behind the block, become those before it. `before` is used up."""
     block, prefix = model.load_block(i), model.block_prefix(i)
     linears = [(prefix + name, module) for group in model.linear_groups(block) for name, module in group]
-    sums: dict[str, Tensor] = {}
-    with _outputs(linears, partial(_add, sums)):
+    sums = _Sums(outputs)
+    with _outputs(linears, sums.add):
         for at in range(len(before)):
             with torch.enable_grad(), reference_ops(), sdpa_kernel(SDPBackend.MATH):
                 x = before[at].detach().clone().requires_grad_()
                 made = model.run_block(block, x)
                 for draw, behind in enumerate(gradients):
-                    last = draw == len(gradients) - 1
+                    sums.fresh, last = draw == 0, draw == len(gradients) - 1
                     (behind[at],) = torch.autograd.grad(made, x, behind[at], retain_graph=not last)
+    rows, length = sum(len(batch) for batch in before), before[0].shape[1]
     before.clear()
-    return {name: (h / h.diagonal().mean().clamp_min(1e-30)).float() for name, h in sums.items()}
-
-
-def _add(sums: dict[str, Tensor], name: str, gradient: Tensor) -> None:
-    d = gradient.detach().reshape(-1, gradient.shape[-1]).float()
-    h = (d.T @ d).double()
-    sums[name] = sums[name] + h if name in sums else h
+    return sums.factors(rows, length)
 
 
 @contextmanager

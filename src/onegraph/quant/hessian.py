@@ -1,6 +1,6 @@
 """Second moments of the inputs of linears, gathered over calibration text."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -116,13 +116,15 @@ def gather(
     wanted: Sequence[int],
     reference: tuple[nn.Module, Batches] | None = None,
     *,
+    weights: Mapping[int, Sequence[Tensor]] | None = None,
     experts: Sequence[int] = (),
     spill: Spill | None = None,
 ) -> Gathered:
     """Moments of the groups `wanted` (indices into `linear_groups`) and what `experts` (indices into `expert_layers`)
     saw while `block` ran over the batches of `hidden`, and what the block made of them.
 
-    `reference` is the unquantized block and its own stream; with it the cross moments are gathered too.
+    `reference` is the unquantized block and its own stream; with it the cross moments are gathered too. `weights`: of
+    the tokens of each batch [B * T, 1], of mean 1, by group; 1 for a group that has none.
     """
     spill = spill or Spill()
     groups, layers = model.linear_groups(block), [model.expert_layers(block)[i] for i in experts]
@@ -154,8 +156,9 @@ def gather(
                 x, other = seen[i], others[i]
                 if x is None or (reference is not None and other is None):
                     continue
-                h = (x.T @ x).double()
-                cross = None if other is None else (other.T @ x).double()
+                weighed = x if weights is None or i not in weights else x * weights[i][at].to(x.device)
+                h = (weighed.T @ x).double()
+                cross = None if other is None else (other.T @ weighed).double()
                 before = sums.get(i, (None, None))
                 sums[i] = (
                     h if before[0] is None else h + before[0],

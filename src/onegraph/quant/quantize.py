@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from onegraph.formats.e8p import KEEP, E8PConfig, resolve_rates
 from onegraph.quant.calibrate import QuantizableModel
 from onegraph.quant.experts import put_stacks, quantize_experts
-from onegraph.quant.fisher import Factors, output_factors
+from onegraph.quant.fisher import Factors, kl_factors
 from onegraph.quant.hessian import Moments, Seen, corrected, gather
 from onegraph.quant.layer import Tensors, dequantize, generator, quantize_embedding, quantize_group
 from onegraph.quant.partial import Partial, key_of
@@ -120,7 +120,7 @@ class _Job:
                 chain = made
             keys[f"block-{i:05d}"] = keys[f"counts-{i:05d}"] = made
             if recipe.fisher:
-                keys[f"fisher-{i:05d}"] = key_of(text, "fisher", i, recipe.fisher, recipe.seed)
+                keys[f"fisher-{i:05d}"] = key_of(text, "fisher", i, recipe.fisher, recipe.seed, recipe.fisher_outputs)
         keys["tuned"] = key_of([keys[f"block-{i:05d}"] for i in range(model.num_blocks)], recipe.to_dict())
         keys["embed"] = key_of(levers, recipe.embed_tokens)
         keys["head"] = key_of(chain, recipe.lm_head)
@@ -179,7 +179,8 @@ class _Job:
         def make() -> dict[str, Tensors]:
             nonlocal outputs
             made: dict[str, Tensors] = {}
-            factors = self.factors_of(i) if self.recipe.fisher else {}
+            factors = self.factors_of(i) if self.recipe.fisher else Factors()
+            weights = self.weights(prefix, groups, factors)
             pair = None if plain is None or reference is None or not self.recipe.correct else (plain, reference)
             moments: dict[int, Moments] = {}
             seen: dict[int, Seen] = {}
@@ -191,12 +192,14 @@ class _Job:
                     for at, group in enumerate(groups)
                     if any(self.config.bits_of(prefix + name) != KEEP for name, _ in group)
                 ]
-                gathered = gather(model, block, stream, rounded, pair, experts=wanted, spill=self.spill)
+                gathered = gather(
+                    model, block, stream, rounded, pair, weights=weights, experts=wanted, spill=self.spill
+                )
                 moments, seen = gathered.moments, gathered.experts
                 gathered.outputs.clear()
             for at, group in enumerate(groups):
                 if inputs == "group":
-                    gathered = gather(model, block, stream, [at], pair, spill=self.spill)
+                    gathered = gather(model, block, stream, [at], pair, weights=weights, spill=self.spill)
                     moments = gathered.moments
                     gathered.outputs.clear()
                 made |= self.group(prefix, group, moments.get(at), factors)
@@ -235,19 +238,34 @@ class _Job:
 
         if not missing("block") or not missing("fisher"):
             return
-        found = output_factors(
-            self.model, self.tokens, seed=self.recipe.seed, draws=self.recipe.fisher, spill=self.spill
+        recipe = self.recipe
+        found = kl_factors(
+            self.model,
+            self.tokens,
+            seed=recipe.seed,
+            draws=recipe.fisher,
+            outputs=recipe.fisher_outputs,
+            spill=self.spill,
         )
         for i, factors in found:
             if there is None:
                 self.factors[i] = factors
             else:
-                there.save(f"fisher-{i:05d}", self.keys[f"fisher-{i:05d}"], factors)
+                there.save(f"fisher-{i:05d}", self.keys[f"fisher-{i:05d}"], factors.flat())
+
+    def weights(self, prefix: str, groups: list[list[tuple[str, Any]]], factors: Factors) -> dict[int, list[Tensor]]:
+        """Weights of the tokens of each batch, by the group whose inputs they are of."""
+        found = {}
+        for at, group in enumerate(groups):
+            whole = factors.of_group([prefix + name for name, _ in group], self.recipe.fisher_tokens)
+            if whole is not None:
+                found[at] = [part.reshape(-1, 1) for part in whole.split(self.batch)]
+        return found
 
     def factors_of(self, i: int) -> Factors:
         if self.partial is None:
             return self.factors.pop(i)
-        return self.partial.load(f"fisher-{i:05d}", self.keys[f"fisher-{i:05d}"]) or {}
+        return Factors.of(self.partial.load(f"fisher-{i:05d}", self.keys[f"fisher-{i:05d}"]) or {})
 
     def wanted(self, prefix: str, block: nn.Module) -> list[int]:
         """The expert layers that are rounded. Raises ValueError for one whose two matrices have two rates."""
@@ -326,8 +344,8 @@ class _Job:
         rates = [bits for _, _, bits in chosen]
         try:
             source = generator(recipe.seed, chosen[0][0])
-            if all(name in factors for name, _, _ in chosen):
-                outputs = [factors[name] for name, _, _ in chosen]
+            if all(name in factors.outputs for name, _, _ in chosen):
+                outputs = [factors.outputs[name] for name, _, _ in chosen]
                 made = quantize_group(weights, moments.h, rates, recipe, source, outputs)
             else:
                 made = quantize_group(weights, moments.h, rates, recipe, source)

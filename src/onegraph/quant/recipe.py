@@ -37,7 +37,8 @@ class Recipe:
     seed: of the random signs and the order of tuning.
     damping: added to the Hessian's diagonal, relative to its mean; output_damping: to that of its second factor.
     fisher: random directions a calibration token along which the model's KL is differentiated for the Hessians' second
-        factors (`quant/fisher.py`); 0: rows of a linear are rounded apart. Routed experts always are.
+        factors (`quant/fisher.py`); 0: rows of a linear are rounded apart. Routed experts always are. fisher_tokens:
+        how far tokens then weigh by their gradient in the first factors, 0 to 1; fisher_outputs: False for that alone.
     descent: passes of coordinate descent after LDLQ.
     wide: choose among eight first stages rather than two; a GPU hardly notices, a CPU takes three times as long.
     channel_scale: exponent of the input channels' RMS weight in in_scale; row_scale: the same for rows. 0 is off.
@@ -60,6 +61,8 @@ class Recipe:
     damping: float = 0.01
     output_damping: float = 0.3
     fisher: int = 0
+    fisher_tokens: float = 1.0
+    fisher_outputs: bool = True
     descent: int = 2
     wide: bool = False
     channel_scale: float = 0.5
@@ -87,7 +90,7 @@ class Recipe:
             "channel_scale": (0, 2),
             "row_scale": (0, 2),
         }
-        bounds |= {"expert_prior": (0, 1000)}
+        bounds |= {"expert_prior": (0, 1000), "fisher_tokens": (0, 1)}
         for name, (low, high) in bounds.items():
             if not (math.isfinite(getattr(self, name)) and low <= getattr(self, name) <= high):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be from {low} to {high}")
@@ -99,6 +102,8 @@ class Recipe:
             raise ValueError(f"inputs is {self.inputs!r}; allowed: reference, block, group")
         if self.correct and self.inputs == "reference":
             raise ValueError("correct asks for the quantized model's inputs; set inputs to block or group")
+        if self.fisher and self.inputs == "reference":
+            raise ValueError("fisher weighs the quantized model's inputs; set inputs to block or group")
         if self.batch_tokens < 1:
             raise ValueError(f"batch_tokens is {self.batch_tokens}; it must be at least 1")
 
