@@ -105,13 +105,18 @@ def test_tokens_weigh_in_the_moments_behind_quantized_blocks() -> None:
     found = gather(model, block, hidden, [0, 2], (block, Spill().batches(hidden)), weights=parts).moments
     plain = gather(model, block, hidden, [0, 2]).moments
     assert torch.equal(found[0].h, plain[0].h)
+    assert torch.equal(found[2].h, plain[2].h)
+    assert found[0].weighed is None
     seen: list[Tensor] = []
     block.up.register_forward_pre_hook(lambda module, args: seen.append(args[0].reshape(-1, 64)))
     model.run_block(block, torch.cat(hidden))
     exact = (seen[0] * weights.reshape(-1, 1)).T @ seen[0] / 64
-    assert torch.allclose(found[2].h, exact, atol=1e-5)
-    assert found[2].cross is not None
-    assert torch.allclose(found[2].cross, exact, atol=1e-5)
+    assert found[2].weighed is not None
+    assert torch.allclose(found[2].weighed, exact, atol=1e-5)
+    half = found[2].under(0.5)
+    same_trace = exact * (plain[2].h.trace() / exact.trace())
+    assert torch.allclose(half, (plain[2].h + same_trace) / 2, atol=1e-5)
+    assert torch.equal(found[0].under(0.5), plain[0].h)
 
 
 def test_a_job_with_factors_is_resumed_to_the_same_bytes(tmp_path: object) -> None:

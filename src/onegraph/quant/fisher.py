@@ -49,12 +49,11 @@ class Factors:
         outputs, tokens = ({k[2:]: v for k, v in flat.items() if k.startswith(kind)} for kind in ("o.", "t."))
         return cls(outputs, tokens)
 
-    def of_group(self, names: Sequence[str], share: float) -> Tensor | None:
-        """Weights [N, T] of mean 1 for linears that share an input: `share` of them by gradients, the rest flat; None
-        where nothing is known of one."""
+    def of_group(self, names: Sequence[str]) -> Tensor | None:
+        """Weights [N, T] of mean 1 for linears that share an input; None where nothing is known of one."""
         if any(name not in self.tokens for name in names):
             return None
-        return 1 - share + share * torch.stack([self.tokens[name] for name in names]).mean(0)
+        return torch.stack([self.tokens[name] for name in names]).mean(0)
 
 
 def kl_factors(

@@ -257,7 +257,7 @@ class _Job:
         """Weights of the tokens of each batch, by the group whose inputs they are of."""
         found = {}
         for at, group in enumerate(groups):
-            whole = factors.of_group([prefix + name for name, _ in group], self.recipe.fisher_tokens)
+            whole = factors.of_group([prefix + name for name, _ in group])
             if whole is not None:
                 found[at] = [part.reshape(-1, 1) for part in whole.split(self.batch)]
         return found
@@ -343,12 +343,12 @@ class _Job:
         weights = [corrected(module.weight.float(), moments, recipe.damping, recipe.correct) for _, module, _ in chosen]
         rates = [bits for _, _, bits in chosen]
         try:
-            source = generator(recipe.seed, chosen[0][0])
+            source, h = generator(recipe.seed, chosen[0][0]), moments.under(recipe.fisher_tokens)
             if all(name in factors.outputs for name, _, _ in chosen):
                 outputs = [factors.outputs[name] for name, _, _ in chosen]
-                made = quantize_group(weights, moments.h, rates, recipe, source, outputs)
+                made = quantize_group(weights, h, rates, recipe, source, outputs)
             else:
-                made = quantize_group(weights, moments.h, rates, recipe, source)
+                made = quantize_group(weights, h, rates, recipe, source)
         except ValueError as error:
             raise ValueError(f"{chosen[0][0]}: {error}") from None
         for (_, module, bits), tensors in zip(chosen, made, strict=True):

@@ -38,7 +38,8 @@ class Recipe:
     damping: added to the Hessian's diagonal, relative to its mean; output_damping: to that of its second factor.
     fisher: random directions a calibration token along which the model's KL is differentiated for the Hessians' second
         factors (`quant/fisher.py`); 0: rows of a linear are rounded apart. Routed experts always are. fisher_tokens:
-        how far tokens then weigh by their gradient in the first factors, 0 to 1; fisher_outputs: False for that alone.
+        share of the moments of inputs under tokens' gradients in the first factors, 0 to 1, the rest is plain; what
+        earlier layers' error is corrected under is plain. fisher_outputs: False for that alone.
     descent: passes of coordinate descent after LDLQ.
     wide: choose among eight first stages rather than two; a GPU hardly notices, a CPU takes three times as long.
     channel_scale: exponent of the input channels' RMS weight in in_scale; row_scale: the same for rows. 0 is off.
@@ -61,7 +62,7 @@ class Recipe:
     damping: float = 0.01
     output_damping: float = 0.3
     fisher: int = 0
-    fisher_tokens: float = 1.0
+    fisher_tokens: float = 0.5
     fisher_outputs: bool = True
     descent: int = 2
     wide: bool = False

@@ -108,12 +108,16 @@ class _Measuring:
         layers = model.expert_layers(block)
         experts = [at for at, layer in enumerate(layers) if self.free.get(prefix + layer.names[0])]
         groups = model.linear_groups(block)
-        gathered = gather(model, block, stream, range(len(groups)), experts=experts, spill=self.spill)
+        chosen = {
+            at: names
+            for at, group in enumerate(groups)
+            if (names := [name for name, _ in group if self.free.get(prefix + name)])
+        }
+        gathered = gather(model, block, stream, list(chosen), experts=experts, spill=self.spill)
         for found in self.swapped.values():
             found[0] = model.run_block(block, found[0])
-        for at, group in enumerate(groups):
-            if names := [name for name, _ in group if self.free.get(prefix + name)]:
-                self.group(prefix, block, at, names, gathered, probe[0])
+        for at, names in chosen.items():
+            self.group(prefix, block, at, names, gathered, probe[0])
         for at in experts:
             twin = copy.deepcopy(block)
             quantize_experts(model.expert_layers(twin)[at], None, gathered.experts[at], LOWEST, self.recipe, prefix)
