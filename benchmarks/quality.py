@@ -125,23 +125,31 @@ def bits_per_weight(model: LlamaSource, made: Quantized) -> float:
 
 def runs(wanted: list[str], changes: dict[str, Any]) -> list[tuple[str, Recipe]]:
     """NAME is a preset or a rung of the ladder, with @BITS: "+descent@3", "good@4", "ladder@2", "ladder"; of a preset
-    "best@2.5" too, for rates that are chosen by what layers cost."""
+    "best@2.5" too, for rates that are chosen by what layers cost. Levers may follow: 'best@2:{"fisher": 4}'."""
     found = []
     for name in wanted:
-        rung, _, rate = name.partition("@")
-        for bits in [float(rate)] if rate else [4, 3, 2]:
-            if bits != int(bits):
-                found.append((f"{rung}@{rate}", Recipe.preset(rung, bits=int(bits), **changes)))
-                continue
-            bits = int(bits)
-            levers: dict[str, Any] = {}
-            names = [rung_name for rung_name, _ in LADDER]
-            for key, change in LADDER:
-                levers = levers | change
-                if rung in ("ladder", key):
-                    found.append((f"{key}@{bits}", Recipe(bits=bits, **(levers | changes))))
-            if rung not in ("ladder", *names):
-                found.append((f"{rung}@{bits}", Recipe.preset(rung, bits=bits, **changes)))
+        plain, _, more = name.partition(":")
+        own = changes | json.loads(more or "{}")
+        found += [(f"{run}{more and ':'}{more}", recipe) for run, recipe in rungs(plain, own)]
+    return found
+
+
+def rungs(name: str, changes: dict[str, Any]) -> list[tuple[str, Recipe]]:
+    """Of one name of `runs`, without levers of its own."""
+    found = []
+    rung, _, rate = name.partition("@")
+    for bits in [float(rate)] if rate else [4, 3, 2]:
+        if bits != int(bits):
+            found.append((f"{rung}@{rate}", Recipe.preset(rung, bits=int(bits), **changes)))
+            continue
+        bits, levers = int(bits), dict[str, Any]()
+        names = [rung_name for rung_name, _ in LADDER]
+        for key, change in LADDER:
+            levers = levers | change
+            if rung in ("ladder", key):
+                found.append((f"{key}@{bits}", Recipe(bits=bits, **(levers | changes))))
+        if rung not in ("ladder", *names):
+            found.append((f"{rung}@{bits}", Recipe.preset(rung, bits=bits, **changes)))
     return found
 
 
@@ -228,7 +236,7 @@ def main() -> None:
         if time.time() - begun > args.limit:
             print(f"{name}: not begun, {args.limit:.0f} s are over")
             continue
-        bits = float(name.rpartition("@")[2])
+        bits = float(name.partition(":")[0].rpartition("@")[2])
         if bits != int(bits):
             recipe = chooser.recipe(recipe, bits)
         start = time.time()

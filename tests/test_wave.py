@@ -92,7 +92,13 @@ def test_factors_are_the_fisher_information_of_the_models_own_predictions() -> N
     exact /= exact.diagonal().mean()
     assert (found[1].outputs["blocks.1.down"] - exact).norm() < 0.1 * exact.norm()
     weights = torch.stack(power).view(2, 16)
-    assert torch.allclose(found[1].tokens["blocks.1.down"], weights / weights.mean(), rtol=0.3)
+    tokens_of = found[1].tokens["blocks.1.down"] / 100
+    assert torch.allclose(tokens_of, weights, rtol=0.35)
+    both = found[1].of_group(["blocks.1.k", "blocks.1.v"])
+    exact_both = (found[1].tokens["blocks.1.k"] + found[1].tokens["blocks.1.v"]).sqrt()
+    assert both is not None
+    assert torch.allclose(both, exact_both / exact_both.mean())
+    assert found[1].of_group(["blocks.1.k", "experts"]) is None
     assert all(torch.equal(h, h.T) for factors in found.values() for h in factors.outputs.values())
 
 
@@ -121,7 +127,7 @@ def test_tokens_weigh_in_the_moments_behind_quantized_blocks() -> None:
 
 def test_a_job_with_factors_is_resumed_to_the_same_bytes(tmp_path: object) -> None:
     tokens = torch.randint(0, VOCAB, (8, 32), generator=torch.Generator().manual_seed(1))
-    recipe = Recipe(bits=2, descent=0, inputs="block", correct=0.5, fisher=2)
+    recipe = Recipe(bits=2, descent=0, inputs="block", correct=0.5, fisher=2, fisher_outputs=True)
     whole = quantize(Tiny(), tokens, recipe)
     calls = Tiny()
     quantize(calls, tokens, recipe)

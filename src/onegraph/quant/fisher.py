@@ -8,9 +8,11 @@ KL is predicted by that within a few per cent (docs/log.md). As a product of two
 
     H_O = E[d d^T] ,     H_I = E[|d|^2 x x^T] / E[|d|^2]
 
-(one step of power iteration for either from the identity; YAQA, arXiv 2505.22988, goes on from there). Kept of H_I are
-the weights |d|^2 of tokens alone: moments of inputs are gathered under them behind the quantized blocks, as others are,
-so that the correction for earlier layers' error goes on working.
+(one step of power iteration for either from the identity; YAQA, arXiv 2505.22988, goes on from there). Kept of H_I is
+|d|^2 of each token alone: moments of inputs are gathered under weights behind the quantized blocks, as others are, so
+that the correction for earlier layers' error goes on working. The weights are |d|, summed in squares over linears that
+share an input: |d|^2 itself is so heavy-tailed (first tokens, which all others attend to) that one to forty per cent
+of a text would count, and rounding fits those (docs/log.md).
 
 The unquantized model runs forward once, its residual stream before each block put aside (`quant/spill.py`), and
 backward block by block: memory holds one block, its activations for `BATCH_TOKENS` tokens, and its factors.
@@ -35,7 +37,7 @@ BATCH_TOKENS = 2048
 
 @dataclass
 class Factors:
-    """By full name of a linear: H_O [n, n] float32 of mean diagonal 1, and the weights of tokens [N, T], of mean 1."""
+    """By full name of a linear: H_O [n, n] float32 of mean diagonal 1, and |d|^2 of tokens, float32 [N, T]."""
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
     tokens: dict[str, Tensor] = field(default_factory=dict)
@@ -53,7 +55,8 @@ class Factors:
         """Weights [N, T] of mean 1 for linears that share an input; None where nothing is known of one."""
         if any(name not in self.tokens for name in names):
             return None
-        return torch.stack([self.tokens[name] for name in names]).mean(0)
+        weights = torch.stack([self.tokens[name] for name in names]).sum(0).sqrt()
+        return weights / weights.mean().clamp_min(1e-30)
 
 
 def kl_factors(
@@ -138,7 +141,7 @@ class _Sums:
         for name, found in self.power.items():
             power = torch.cat(found)
             if power.numel() == rows * length:
-                made.tokens[name] = (power / power.mean().clamp_min(1e-30)).view(rows, length)
+                made.tokens[name] = power.view(rows, length)
         return made
 
 

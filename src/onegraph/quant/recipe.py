@@ -39,7 +39,7 @@ class Recipe:
     fisher: random directions a calibration token along which the model's KL is differentiated for the Hessians' second
         factors (`quant/fisher.py`); 0: rows of a linear are rounded apart. Routed experts always are. fisher_tokens:
         share of the moments of inputs under tokens' gradients in the first factors, 0 to 1, the rest is plain; what
-        earlier layers' error is corrected under is plain. fisher_outputs: False for that alone.
+        earlier layers' error is corrected under is plain. fisher_outputs: whether there are second factors.
     descent: passes of coordinate descent after LDLQ.
     wide: choose among eight first stages rather than two; a GPU hardly notices, a CPU takes three times as long.
     channel_scale: exponent of the input channels' RMS weight in in_scale; row_scale: the same for rows. 0 is off.
@@ -62,8 +62,8 @@ class Recipe:
     damping: float = 0.01
     output_damping: float = 0.3
     fisher: int = 0
-    fisher_tokens: float = 0.5
-    fisher_outputs: bool = True
+    fisher_tokens: float = 1.0
+    fisher_outputs: bool = False
     descent: int = 2
     wide: bool = False
     channel_scale: float = 0.5
