@@ -1,13 +1,19 @@
-"""Every way to cut the CUDA E8P linear of 1 to 4 tokens over a GPU, timed and checked: what `Plan.cost` was fitted to.
+"""Every way to cut the CUDA E8P linear over a GPU, timed and checked: what `Plan.cost` was fitted to.
 
     PYTHONPATH=src python3 benchmarks/e8p_cuts.py --shapes 4096x14336 14336x4096 4096x4096 --tokens 1 4 --bits 2 3 4
+    PYTHONPATH=src python3 benchmarks/e8p_cuts.py --kernels portable --most 16 --shapes 4096x14336 14336x4096 --tokens 1
 
 One JSON line a plan, the quickest first; `chosen` marks the one that the shape gets, `error` is ||y - y64|| / ||y64||
-against float64.
+against float64. `--kernels portable` cuts e8p_portable.cu, compiled for compute capability 8.0 in 99 KB, with fewer
+and more row tiles of codes under way than its plans have (`ahead`); `--most` takes so many plans, which should be best.
 """
 
 import argparse
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import cache
+from typing import Any
 from unittest import mock
 
 import torch
@@ -16,7 +22,8 @@ from torch import Tensor
 from onegraph.engine.bench import L2_TIMES, replay_us
 from onegraph.engine.record import emit, machine
 from onegraph.formats.e8p import codebook, hadamard_block, residual_dtype
-from onegraph.ops.cuda import build, e8p, e8p_decode
+from onegraph.ops import family
+from onegraph.ops.cuda import build, e8p, e8p_decode, e8p_portable
 from onegraph.ops.e8p import e8p_decode as decode_op
 
 DEVICE = torch.device("cuda", 0)
@@ -49,42 +56,75 @@ def timed(layers: list[tuple], x: Tensor) -> float:
     return replay_us(lambda: [e8p.linear(x, *layer) for layer in layers], DEVICE, len(layers), budget_ms=20)
 
 
+def hopper_plans(n: int, k: int, bits: int, tokens: int, device: build.Device) -> Iterator[tuple[float, Any]]:
+    for plan in e8p_decode.plans(n, k, bits, tokens, device):
+        yield plan.cost(bits, tokens, device), plan
+
+
+def portable_plans(n: int, k: int, bits: int, tokens: int, device: build.Device) -> Iterator[tuple[float, Any]]:
+    for ahead in range(1, e8p_portable.AHEAD[bits] + 2):
+        with mock.patch.object(e8p_portable, "AHEAD", {bits: ahead}):
+            plans = e8p_portable.plans(n, k, bits, tokens, device)
+        for plan in plans:
+            if plan.ahead == ahead:
+                yield plan.cost(n, bits, device), plan
+
+
+def measured(module: Any, plan: Any, layers: list[tuple], x: Tensor, expected: Tensor) -> tuple[float, float]:
+    """Microseconds, and the error."""
+    kernels = "_kernel" if module is e8p_decode else "_kernels"
+    fresh = cache(getattr(module, kernels).__wrapped__)  # the module's own remembers the chosen plan
+    with (
+        mock.patch.object(module, "plan", return_value=plan),
+        mock.patch.object(module, kernels, fresh),
+        mock.patch.object(e8p, "launcher", return_value=module.launch),
+    ):
+        error = ((e8p.linear(x, *layers[0]).double() - expected).norm() / expected.norm()).item()
+        return timed(layers, x), error
+
+
+def compiled(plan: e8p_portable.Plan, n: int, k: int, bits: int) -> None:
+    """Into the cache on disk."""
+    defines = e8p_portable.defines(plan, n, k, bits, False, (False,) * 5)
+    e8p_portable.KERNELS.cubin(defines, torch.cuda.get_device_capability(DEVICE))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=["4096x14336", "14336x4096", "4096x4096"], help="k x n")
-    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4], choices=[1, 2, 3, 4])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4], help="1 to 4, portable 1 to 16")
     parser.add_argument("--bits", nargs="+", type=int, default=[2, 3, 4])
+    parser.add_argument("--kernels", choices=["hopper", "portable"], default="hopper")
     parser.add_argument(
         "--within", type=float, default=1.5, help="plans that should cost at most so many times the best"
     )
+    parser.add_argument("--most", type=int, default=1000, help="plans of a shape, rate and number of tokens")
     args = parser.parse_args()
+    portable = args.kernels == "portable"
+    module, made = (e8p_portable, portable_plans) if portable else (e8p_decode, hopper_plans)
+    most = e8p_portable.AT_ONCE if portable else e8p_decode.MAX_TOKENS
+    if max(args.tokens) > most:
+        parser.error(f"--tokens is {max(args.tokens)}; the {args.kernels} kernel takes {most} at once")
     about, properties = machine(DEVICE), torch.cuda.get_device_properties(DEVICE)
     device = build.device(DEVICE.index)
-    for shape in args.shapes:
-        k, n = map(int, shape.split("x"))
-        for bits in args.bits:
-            count = max(2, -(-L2_TIMES * properties.L2_cache_size // (k * n * bits // 8)))
-            layers = [random_layer(k, n, bits) for _ in range(count)]
-            for tokens in args.tokens:
-                x = torch.randn(tokens, k, device=DEVICE, dtype=torch.bfloat16)
-                expected, chosen = truth(x, *layers[0]), e8p_decode.plan(n, k, bits, tokens, device)
-                most, rows = args.within * chosen.cost(bits, tokens, device), []
-                for plan in e8p_decode.plans(n, k, bits, tokens, device):
-                    if plan.cost(bits, tokens, device) > most:
-                        continue
-                    kernel = cache(e8p_decode._kernel.__wrapped__)  # the module's own remembers the chosen plan
-                    with (
-                        mock.patch.object(e8p_decode, "plan", lambda *_, plan=plan: plan),
-                        mock.patch.object(e8p_decode, "_kernel", kernel),
-                    ):
-                        error = ((e8p.linear(x, *layers[0]).double() - expected).norm() / expected.norm()).item()
-                        rows.append((timed(layers, x), error, plan))
-                for us, error, plan in sorted(rows):
-                    row = {"bench": "e8p_cuts", "k": k, "n": n, "tokens": tokens, "bits": bits, "us": round(us, 2)}
-                    row |= {"error": float(f"{error:.2g}"), "cost": round(plan.cost(bits, tokens, device), 1)}
-                    row |= {"chosen": plan == chosen, "ahead": plan.ahead, "tiles": plan.tiles, "cluster": plan.cluster}
-                    row |= {"blocks": plan.blocks, "across": plan.across, "down": plan.down}
-                    emit(row | about)
+    with mock.patch.object(family, "FORCED", args.kernels), ThreadPoolExecutor(16) as pool:
+        for shape in args.shapes:
+            k, n = map(int, shape.split("x"))
+            for bits in args.bits:
+                count = max(2, -(-L2_TIMES * properties.L2_cache_size // (k * n * bits // 8)))
+                layers = [random_layer(k, n, bits) for _ in range(count)]
+                for tokens in args.tokens:
+                    x = torch.randn(tokens, k, device=DEVICE, dtype=torch.bfloat16)
+                    expected, chosen = truth(x, *layers[0]), module.plan(n, k, bits, tokens, device)
+                    plans = sorted(set(made(n, k, bits, tokens, device)))
+                    plans = [each for each in plans if each[0] <= args.within * plans[0][0]][: args.most]
+                    if portable:
+                        list(pool.map(lambda each: compiled(each[1], n, k, bits), plans))  # noqa: B023  # used at once
+                    rows = [(*measured(module, plan, layers, x, expected), plan, cost) for cost, plan in plans]
+                    for us, error, plan, cost in sorted(rows, key=lambda row: row[0]):
+                        row = {"bench": "e8p_cuts", "kernels": args.kernels, "k": k, "n": n, "bits": bits}
+                        row |= {"us": round(us, 2), "error": float(f"{error:.2g}"), "cost": round(cost, 1)}
+                        emit(row | {"chosen": plan == chosen} | asdict(plan) | {"tokens": tokens} | about)
     return 0
 
 

@@ -192,7 +192,7 @@ def test_a_sequence_begins_with_what_prefill_reads(make):
     """The whole answer so far where it resumes; another slot's counts stay."""
     engine = make(max_batch=4)
     engine.runner("decode", shaping=True)
-    state = engine._choices
+    state = engine._steps.choices
     state.begin(1, [9, 9, 100, 3])
     state.begin(3, [7, 7, 5], [5, 6, 6, 6])
     state.begin(3, [7, 7, 5], [5, 6, 6])
@@ -203,7 +203,7 @@ def test_a_sequence_begins_with_what_prefill_reads(make):
 def test_without_such_rows_there_is_no_state_and_no_other_step(make):
     engine = make()
     engine.generate(PROMPTS, SamplingParams(max_tokens=3, temperature=0.9, top_k=5, seed=1))
-    assert engine._choices is None
+    assert engine._steps.choices is None
     assert {choice for _, choice in engine._runners} == {Choice(sampling=True)}
     assert "repetition" not in engine.runner("decode", sampling=True).stages[0].inputs
 
@@ -258,7 +258,7 @@ ROWS = test_engine_contract.ROWS | {
 
 
 def masks(engine):
-    engine._choices.constrain({3: Parity(SamplingParams(regex="99"))})
+    engine._steps.choices.constrain({3: Parity(SamplingParams(regex="99"))})
 
 
 @pytest.mark.parametrize(

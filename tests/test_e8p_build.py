@@ -16,7 +16,8 @@ import torch
 
 from h200 import H200
 from onegraph.formats.e8p import codebook
-from onegraph.ops.cuda import build, e8p_batch, e8p_common, e8p_decode, e8p_dequantize, e8p_prefill
+from onegraph.ops import family
+from onegraph.ops.cuda import build, e8p_batch, e8p_common, e8p_decode, e8p_dequantize, e8p_portable, e8p_prefill
 from onegraph.ops.cuda import e8p as cuda_e8p
 from onegraph.ops.e8p import e8p_decode as decode_op
 
@@ -90,10 +91,12 @@ def test_tables_stay_on_the_gpu_that_asked_first(monkeypatch: pytest.MonkeyPatch
 
 
 KERNELS = {"decode": e8p_decode, "batch": e8p_batch, "prefill": e8p_prefill, "dequantize": e8p_dequantize}
+KERNELS |= {"portable": e8p_portable}
 
 
 @pytest.fixture
-def forget() -> Any:
+def forget(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for module in KERNELS.values():
         module.available.cache_clear()
     yield
@@ -107,13 +110,15 @@ def test_without_a_compiler_triton_runs_after_one_warning(monkeypatch: pytest.Mo
         raise build.BuildError("no NVRTC here")
 
     monkeypatch.setattr(build, "load", refuse)
-    with pytest.warns(UserWarning, match=r"e8p_decode\.cu cannot be built .* Triton's runs .*: no NVRTC here"):
-        assert cuda_e8p.launcher(1, 4096, 2, 0) is None
+    with pytest.warns(UserWarning, match="no NVRTC here") as told:
+        assert cuda_e8p.launcher(1, 4096, 4096, 2, 0) is None
+    assert [str(each.message).split()[0] for each in told] == ["e8p_decode.cu", "e8p_portable.cu"]
+    assert "another kernel runs 1 to 64 tokens" in str(told[1].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert cuda_e8p.launcher(4, 4096, 2, 0) is None
+        assert cuda_e8p.launcher(4, 4096, 4096, 2, 0) is None
     with pytest.warns(UserWarning, match="no NVRTC here") as told:
-        assert cuda_e8p.launcher(64, 4096, 2, 0) is None
+        assert cuda_e8p.launcher(64, 4096, 4096, 2, 0) is None
     assert [str(each.message).split()[0] for each in told] == ["e8p_batch.cu", "e8p_prefill.cu", "e8p_dequantize.cu"]
 
 
@@ -121,32 +126,73 @@ def test_without_a_compiler_triton_runs_after_one_warning(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("missing", "ran"),
     [
-        ("", "decode decode batch batch prefill prefill dequantize prefill"),
-        ("batch", "decode decode prefill prefill prefill prefill dequantize prefill"),
-        ("batch prefill", "decode decode dequantize dequantize dequantize dequantize dequantize dequantize"),
-        ("decode", "- - batch batch prefill prefill dequantize prefill"),
-        ("prefill dequantize", "decode decode batch batch - - - -"),
+        ("", "decode decode batch batch batch prefill prefill dequantize portable"),
+        ("batch", "decode decode portable portable portable prefill prefill dequantize portable"),
+        ("batch portable", "decode decode prefill prefill prefill prefill prefill dequantize prefill"),
+        ("batch prefill portable", f"decode decode{' dequantize' * 7}"),
+        ("decode", "portable portable batch batch batch prefill prefill dequantize portable"),
+        ("decode portable", "- - batch batch batch prefill prefill dequantize prefill"),
+        ("prefill dequantize", "decode decode batch batch batch - - - portable"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*cannot be built")
 def test_what_cannot_be_built_falls_to_the_next(missing: str, ran: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At 1, 4, 5, 64, 65, 1279 and 1280 tokens, and at 5 of 3 bits where rows of the residual are not whole pieces."""
+    """At 1, 4, 5, 16, 17, 65, 1279 and 1280 tokens; and at 5 of 3 bits with odd rows of the residual."""
 
     def load(source: build.Source, *_: object) -> None:
         if source.path.stem.removeprefix("e8p_") in missing.split():
             raise build.BuildError("not here")
 
     monkeypatch.setattr(build, "load", load)
+    assert _chosen() == ran
+
+
+def _chosen() -> str:
     names = {module.launch: name for name, module in KERNELS.items()} | {None: "-"}
-    found = [cuda_e8p.launcher(tokens, 4096, 2, 0) for tokens in (1, 4, 5, 64, 65, 1279, 1280)]
-    found.append(cuda_e8p.launcher(5, 576, 3, 0))
-    assert " ".join(names[launch] for launch in found) == ran
+    found = [cuda_e8p.launcher(tokens, 4096, 4096, 2, 0) for tokens in (1, 4, 5, 16, 17, 65, 1279, 1280)]
+    found.append(cuda_e8p.launcher(5, 576, 576, 3, 0))
+    return " ".join(names[launch] for launch in found)
+
+
+@pytest.mark.usefixtures("forget")
+@pytest.mark.parametrize(
+    ("forced", "capability", "ran"),
+    [
+        (None, (8, 9), "portable portable portable portable portable - - - portable"),
+        (None, (12, 0), "portable portable portable portable portable - - - portable"),
+        (None, (10, 0), "decode decode portable portable portable dequantize dequantize dequantize portable"),
+        ("portable", (9, 0), "portable portable portable portable portable - - - portable"),
+        ("hopper", (9, 0), "decode decode batch batch batch prefill prefill dequantize prefill"),
+        ("hopper", (8, 9), "- - - - - - - - -"),
+        ("triton", (9, 0), "- - - - - - - - -"),
+    ],
+)
+def test_a_family_is_what_the_gpu_has_or_what_is_forced(
+    forced: str | None, capability: tuple[int, int], ran: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without Hopper's kernels a GPU warns from 65 tokens on; where the portable one is in their place none does."""
+    monkeypatch.setattr(family, "FORCED", forced)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+    def load(source: build.Source, *_: object) -> None:
+        if why := source.refusal(capability):
+            raise build.BuildError(why)
+
+    monkeypatch.setattr(build, "load", load)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert _chosen() == ran
+    kept_back = {str(each.message).split()[0] for each in told}
+    hopper = {None: {"e8p_prefill.cu"} | ({"e8p_dequantize.cu"} if capability != (10, 0) else set())}
+    if forced == "hopper" and capability != (9, 0):
+        hopper["hopper"] = {f"e8p_{name}.cu" for name in KERNELS if name != "portable"}
+    assert kept_back == hopper.get(forced, set())
 
 
 def test_a_gpu_without_wgmma_keeps_what_it_can_have() -> None:
     """Compute capability 10.0: the sources say it, tests/test_kernel_sources.py that they are right."""
     had = {name for name, module in KERNELS.items() for each in [vars(module)] if (10, 0) in _source(each).capabilities}
-    assert had == {"decode", "dequantize"}
+    assert had == {"decode", "dequantize", "portable"}
 
 
 def _source(module: dict[str, Any]) -> build.Source:
@@ -266,8 +312,11 @@ def test_constants_agree_with_the_source() -> None:
     text = e8p_decode.KERNEL.path.with_name("e8p_common.cuh").read_text()
     for name in ("SLICE", "ROWS"):
         assert int(re.search(rf"constexpr int {name} = (\d+);", text)[1]) == getattr(e8p_common, name)
-    tables = re.search(r"TABLE_BYTES = BITS == 3 \? (\d+) : (\d+);", text)
-    assert [e8p_common.TABLES[bits] for bits in (3, 2)] == list(map(int, tables.groups()))
+    tables = re.search(r"TABLE_BYTES = (\d+) \+ \(BITS == 3 \? (\d+) \* E81B_RUN : 0\);", text)
+    first, words = map(int, tables.groups())
+    for module, source in ((e8p_common, text), (e8p_portable, e8p_portable.KERNELS.path.read_text())):
+        run = int(re.search(r"#define E81B_RUN (\d+)", source)[1])
+        assert {2: first, 3: first + words * run, 4: first} == module.TABLES
     codes = e8p_decode.KERNEL.path.with_name("e8p_codes.cuh").read_text()
     slot = re.search(
         r"constexpr int RESIDUAL = BITS == 2 \? (\d+) : BITS == 3 \? (\d+) : (\d+), SLOT = (\d+) \+ RESIDUAL;", codes
@@ -294,7 +343,7 @@ def test_a_source_is_given_what_it_sets_when_compiled(name: str) -> None:
     assert set(re.findall(r"\b[A-Z]{2,}\b(?= \(|,)", told)) == set(source.example) - shape
 
 
-@pytest.mark.parametrize("module", [e8p_decode, e8p_batch])
+@pytest.mark.parametrize("module", [e8p_decode, e8p_batch, e8p_portable])
 def test_a_source_makes_its_shape_of_what_it_is_given(module: Any) -> None:
     source = _source(vars(module))
     shape = re.search(r"\nstruct Shape[^{]*\{\n  static(.*?)\n\};", source.path.read_text(), re.DOTALL)[1]

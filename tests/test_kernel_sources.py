@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import kernel_table
 from onegraph.ops.cuda import build, nvfp4, nvfp4_one
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVRTC is installed on Linux alone")
@@ -38,10 +39,29 @@ def test_every_file_is_declared() -> None:
 
 @pytest.mark.parametrize(("name", "capability"), CLAIMS)
 def test_a_source_compiles_for_what_it_is_for(name: str, capability: tuple[int, int]) -> None:
+    """Within what the card has, as docs/cards.md says: `python -m tests.kernel_table` writes the page anew."""
     source = SOURCES[name]
-    cubin = source.cubin(source.example, capability, source.arguments.checks if source.arguments else "")
-    assert cubin.startswith(b"\x7fELF")
-    assert all(function.encode() in cubin for function in source.functions)
+    found = kernel_table.usage(source, capability)
+    assert found.registers <= kernel_table.REGISTERS
+    assert source.shared + found.shared <= kernel_table.room(capability)
+    if source.family == "portable":
+        assert not found.spilled
+        assert source.shared + found.shared <= build.PORTABLE_SHARED
+    version, cells = kernel_table.written()
+    if version == kernel_table.version() and source.ops:
+        assert cells[source.path.name, capability] == kernel_table.cell(found)
+
+
+@pytest.mark.skipif(not (kernel_table.TOOLS / "cuobjdump").exists(), reason="this Triton brings no cuobjdump")
+def test_the_page_counts_the_loop_of_the_portable_linear() -> None:
+    if kernel_table.written()[0] != kernel_table.version():
+        pytest.skip("the page is of another NVRTC")
+    assert kernel_table.between(kernel_table.PAGE.read_text(), kernel_table.LOOP) == kernel_table.loops()
+
+
+def test_the_page_has_every_source_and_card() -> None:
+    claimed = {(SOURCES[name].path.name, capability) for name, capability in CLAIMS if SOURCES[name].ops}
+    assert set(kernel_table.written()[1]) == claimed
 
 
 @pytest.mark.parametrize(("name", "capability"), REFUSED)

@@ -9,12 +9,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from onegraph.engine.choice import Choice
+from onegraph.engine.draft import ModelDrafter, NgramDrafter
 from onegraph.engine.generate import Engine
 from tiny_decoder import TinyDecoder
 
 
-def _factory(*, sampling: bool):
-    engine = Engine(TinyDecoder(device="cuda"), max_batch=3, max_context=64, page_size=8, capture=False)
+def _factory(*, sampling: bool, draft=None, drafts: int = 0):
+    options = {"max_batch": 3, "max_context": 64, "page_size": 8, "draft": draft, "draft_tokens": 3}
+    engine = Engine(TinyDecoder(device="cuda"), **options, capture=False)
     choice = Choice(sampling=sampling)
     rows = engine._inputs(0, True, choice)
     rows["drawn"].copy_(torch.tensor([5, 9, 2]))
@@ -23,7 +25,7 @@ def _factory(*, sampling: bool):
     rows["temperature"].fill_(0.8)
     rows["top_p"].fill_(0.9)
     rows["seed"].copy_(torch.tensor([1, 2, 3]))
-    decode = partial(engine._step, 0, choice)
+    decode = engine._step(0, True, choice, drafts)
 
     @torch.no_grad()
     def step():
@@ -38,3 +40,11 @@ def greedy():
 
 def sampling():
     return _factory(sampling=True)
+
+
+def ngram():
+    return _factory(sampling=False, draft=NgramDrafter, drafts=3)
+
+
+def drafted():
+    return _factory(sampling=True, draft=partial(ModelDrafter, TinyDecoder(device="cuda", seed=1)), drafts=3)

@@ -9,8 +9,10 @@ import pytest
 from onegraph.check import Verdict, check_step, declared
 from onegraph.check.declared import _of_libraries, capturable
 
+FACTORIES = [own_step.greedy, own_step.sampling, own_step.ngram, own_step.drafted]
 
-@pytest.mark.parametrize("factory", [own_step.greedy, own_step.sampling], ids=lambda f: f.__name__)
+
+@pytest.mark.parametrize("factory", FACTORIES, ids=lambda f: f.__name__)
 def test_decode_step_is_clean_in_simulation(factory):
     report = check_step(factory, steps=5)
     assert report.verdict is Verdict.CAPTURABLE, [(f.code, f.path, f.line, f.message) for f in report.findings]
@@ -40,7 +42,7 @@ def test_a_library_speaks_for_its_own_namespace_and_no_other(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("factory", [own_step.greedy, own_step.sampling], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("factory", FACTORIES, ids=lambda f: f.__name__)
 def test_decode_step_is_clean_live(factory):
     report = check_step(factory, simulate=False, live=True, steps=5)
     assert report.verdict is Verdict.CAPTURABLE, [(f.code, f.path, f.line, f.message) for f in report.findings]

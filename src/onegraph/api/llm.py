@@ -17,11 +17,13 @@ from onegraph.api import Progress
 from onegraph.api.completion import AnswerText, Completion, copies, for_engine
 from onegraph.api.constraint import Constraints
 from onegraph.api.device import pick_device, pick_precision
+from onegraph.api.drafting import drafter
 from onegraph.api.hub import locate
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams, Stats
 from onegraph.engine.sequence import Sequence as EngineSequence
+from onegraph.engine.speculate import DraftTokens
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import parse_kv
 from onegraph.models.config import LlamaConfig
@@ -50,6 +52,10 @@ class LLM:
         device: "cpu", "cuda", "cuda:N", or "auto" for the GPU where there is one.
         cache_tokens: that the KV cache holds, of all sequences together (default: max_batch x max_context). With fewer,
             the youngest sequence makes room where they run short, and goes on later.
+        draft: who drafts tokens that the model then checks several at once: "ngram" looks them up in the text itself,
+            the path of a smaller checkpoint of the same tokens lets that one write them. The text is what it would be
+            without, but for near-ties of rounding (docs/speculation.md). draft_tokens: drafts to check at once, 1 to 7,
+            or "auto" for as many as pay.
         capture: True runs the decode step as one CUDA graph, False eagerly, "split" breaks the graph around attention;
             None captures where there is a GPU.
         tokenizer: the checkpoint's own, where it was read already.
@@ -76,6 +82,8 @@ class LLM:
         cache_tokens: int | None = None,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
+        draft: str | PathLike[str] | None = None,
+        draft_tokens: DraftTokens = "auto",
         capture: bool | Literal["split"] | None = None,
         tokenizer: Tokenizer | None = None,
         progress: Progress | None = None,
@@ -108,9 +116,22 @@ class LLM:
                 f"cache_tokens: got {cache_tokens}; a sequence may have max_context {max_context} tokens: allowed is "
                 "that and more, or a smaller max_context"
             )
+        drafting = None
+        if draft is not None:
+            drafting = drafter(
+                str(draft), self.tokenizer, model.config.vocab_size, device=self.device, dtype=self.dtype, int8=int8,
+                max_context=max_context, progress=progress,
+            )  # fmt: skip
         pages = None if cache_tokens is None else 1 + -(-cache_tokens // model.page_size)
         self._engine: Engine | None = Engine(
-            model, max_batch=max_batch, max_context=max_context, pages=pages, kv=setting, capture=capture
+            model,
+            max_batch=max_batch,
+            max_context=max_context,
+            pages=pages,
+            kv=setting,
+            draft=drafting,
+            draft_tokens=draft_tokens,
+            capture=capture,
         )
         self._engine.constrain = Constraints(self.tokenizer, model.config.vocab_size)
         self.max_context = self._engine.max_context

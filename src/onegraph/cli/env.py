@@ -18,15 +18,18 @@ example:
   onegraph env
   onegraph env --json > env.json      # to attach to a bug report
 """
+# Families of kernels; "only": of ops that have no kernel of another.
+ORDER = ("hopper", "portable", "triton", "reference", "triton only", "reference only")
 PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "jinja2", "gguf", "transformers", "vllm")
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "env",
-        help="versions, GPU, driver, and whether a CUDA graph can be captured here",
-        description="Prints what this machine has, one line each, and captures and replays a small CUDA graph where "
-        "there is a GPU.",
+        help="versions, GPU, driver, which kernels run, and whether a CUDA graph can be captured here",
+        description="Prints what this machine has, one line each. Where there is a GPU, also which family of kernels "
+        "each op runs on it and why no better one (ONEGRAPH_KERNELS forces one: hopper, portable, triton or "
+        "reference), and whether a small CUDA graph that it captures and replays is right.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -56,12 +59,16 @@ def collect() -> dict[str, Any]:
             found[package] = None
     import torch
 
+    from onegraph.ops import family
+
     found["platform"] = f"{platform.system()} {platform.release()} {platform.machine()}"
     found["cpu"] = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores, {torch.get_num_threads()} torch threads"
     found["cuda (torch)"] = torch.version.cuda
     found["driver"] = _driver()
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else range(0)
     found["gpu"] = [_gpu(i) for i in gpus] or None
+    found[family.VARIABLE] = family.FORCED
+    found["kernels"] = [line for i in gpus for line in kernels(i)] or "no GPU: every op runs its reference"
     found["capture"] = [try_capture(i) for i in gpus] or "no GPU: steps run eagerly"
     return found
 
@@ -83,6 +90,23 @@ def _gpu(index: int) -> str:
     return (
         f"cuda:{index} {p.name}, sm_{p.major}{p.minor}, {p.multi_processor_count} SMs, {p.total_memory / 2**30:.0f} GiB"
     )
+
+
+def kernels(index: int) -> list[str]:
+    """Lines: the ops of each family of kernels, and why what stands before it does not run."""
+    from onegraph.ops.choices import choices
+
+    found: dict[str, list[str]] = {}
+    reasons: dict[str, dict[str, None]] = {}
+    for choice in choices(index):
+        family = f"{choice.family} only" if choice.only else choice.family
+        name = f"{choice.op} ({', '.join(choice.sources)})" if choice.sources and choice.refused else choice.op
+        found.setdefault(family, []).append(name)
+        for source, why in choice.refused.items():
+            reasons.setdefault(why, {})[source] = None
+    lines = [f"{family}: {', '.join(found[family])}" for family in ORDER if family in found]
+    lines += [f"not {', '.join(sources)}: {why}" for why, sources in reasons.items()]
+    return [f"cuda:{index} {line}" for line in lines]
 
 
 def try_capture(index: int) -> str:

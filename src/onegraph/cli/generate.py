@@ -98,9 +98,37 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         metavar="KV",
         help="the KV cache: exact (default), turboquant:4, turboquant:k3v4, ...; of DeepSeek-V4: exact or fp8",
     )
+    add_draft(parser)
     add_gpus(parser)
     add_device(parser)
     add_dtype(parser, int8=True)
+
+
+def add_draft(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--draft",
+        metavar="WHO",
+        help="who drafts tokens that the model checks several at once: 'ngram' (the text itself), or a smaller model "
+        "directory of the same tokens; the text stays the same",
+    )
+    parser.add_argument(
+        "--draft-tokens",
+        type=draft_tokens,
+        metavar="K",
+        help="drafts to check at once, 1 to 7, or 'auto' (default) for as many as pay",
+    )
+
+
+def draft_tokens(text: str) -> int | str:
+    """An argparse type."""
+    return text if text == "auto" else int(number(int, 1, 7)(text))
+
+
+def drafted(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of LLM that `add_draft`'s options name."""
+    if args.draft is None and args.draft_tokens is not None:
+        raise UsageError("--draft-tokens counts what --draft drafts; say who drafts, e.g. --draft ngram")
+    return {} if args.draft is None else {"draft": args.draft, "draft_tokens": args.draft_tokens or "auto"}
 
 
 def engine(args: argparse.Namespace) -> dict[str, Any]:
@@ -113,7 +141,7 @@ def engine(args: argparse.Namespace) -> dict[str, Any]:
     if args.kv != "fp8":
         parse_kv(args.kv)
     chosen = {"device": device, "dtype": args.dtype, "kv": args.kv}
-    return chosen | {"gpus": args.gpus or 1, "capture": CAPTURE[args.capture]}
+    return chosen | {"gpus": args.gpus or 1, "capture": CAPTURE[args.capture], **drafted(args)}
 
 
 def load(args: argparse.Namespace, **chosen: Any) -> LLM:
@@ -121,7 +149,7 @@ def load(args: argparse.Namespace, **chosen: Any) -> LLM:
     from onegraph.api.llm import LLM
 
     bar = Progress(loading="byte") if sys.stderr.isatty() else contextlib.nullcontext()
-    with options("gpus", "kv"), bar as loading:
+    with options("gpus", "kv", "draft:"), bar as loading:
         return LLM(args.model, progress=loading, **chosen)
 
 
@@ -167,6 +195,9 @@ def run(args: argparse.Namespace) -> int:
                 "mode": stats.mode,
                 "prefill_tokens_per_second": round(stats.prefill_tokens_per_second, 1),
                 "decode_tokens_per_second": round(stats.decode_tokens_per_second, 1),
+                "decode_steps": stats.decode_steps,
+                "drafted_tokens": stats.drafted_tokens,
+                "accepted_tokens": stats.accepted_tokens,
                 "outputs": [
                     row for request, made in zip(requests, completions, strict=True) for row in rows(request, made)
                 ],
@@ -182,9 +213,10 @@ def run(args: argparse.Namespace) -> int:
 def report(stats: Stats, prompts: int, device: torch.device) -> None:
     """The line behind what was generated: tokens read, written, and written per second."""
     sys.stdout.flush()
+    kept = f"{stats.accepted_tokens} of {stats.drafted_tokens} drafts right, " if stats.drafted_tokens else ""
     print(
         f"[{stats.prefill_tokens} prompt tokens, {prompts + stats.decode_tokens} new, "
-        f"{stats.decode_tokens_per_second:.1f} tokens/s, {stats.mode} on {device}]",
+        f"{stats.decode_tokens_per_second:.1f} tokens/s, {kept}{stats.mode} on {device}]",
         file=sys.stderr,
         flush=True,
     )

@@ -20,7 +20,7 @@ from onegraph.cli.common import (
     options,
     pick_device,
 )
-from onegraph.cli.generate import CAPTURE
+from onegraph.cli.generate import CAPTURE, add_draft, drafted
 
 EPILOG = """\
 examples:
@@ -78,6 +78,7 @@ def add_parser(commands: Any) -> None:
         "--grace", type=number(int, 0, 3600), default=5, metavar="S", help="seconds to finish answers in, at the end"
     )
     parser.add_argument("--capture", choices=tuple(CAPTURE), default="auto", help="as `generate` has it")
+    add_draft(parser)
     add_gpus(parser)
     add_device(parser)
     add_dtype(parser, int8=True)
@@ -101,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     socket = bind(args.host, args.port)
     with open_model(args.model) as checkpoint:
         writer = Tokenizer(checkpoint)
-    with options("gpus", "kv"):
+    with options("gpus", "kv", "draft:"):
         llm = LLM(
             args.model,
             gpus=args.gpus or 1,
@@ -112,6 +113,7 @@ def run(args: argparse.Namespace) -> int:
             dtype=args.dtype,
             device=device,
             capture=CAPTURE[args.capture],
+            **drafted(args),
         )
     name = args.name or Path(args.model.rstrip("/")).name
     host, port = socket.getsockname()[:2]

@@ -15,14 +15,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from onegraph.engine.choice import PLAIN, Choice, ChoiceState, Constrain, draw, row_buffers, row_values
-from onegraph.engine.decoder import Breakable, Decoder
+from onegraph.engine.choice import Choice, ChoiceState, Constrain
+from onegraph.engine.decoder import Decoder
+from onegraph.engine.draft import MakeDrafter
+from onegraph.engine.inputs import batch_sizes, block_table, host_rows, row_inputs
 from onegraph.engine.pages import PageAllocator
 from onegraph.engine.params import SamplingParams, Stats
 from onegraph.engine.schedule import Scheduler
 from onegraph.engine.sequence import Sequence, make_sequences
+from onegraph.engine.speculate import DraftTokens, Speculation
+from onegraph.engine.steps import Steps
 from onegraph.formats.turboquant import TurboQuantConfig, parse_kv
-from onegraph.ops.step import begin_step, finish_step
 from onegraph.runtime.graph import GraphPool, Runner
 from onegraph.runtime.pipeline import Pipeline, check_links, running
 from onegraph.runtime.transfer import Download
@@ -47,6 +50,8 @@ class Engine:
         chunk: prompt tokens that one prefill step takes.
         kv: how keys and values are stored: None in the model's dtype, else a setting of
             `onegraph.formats.turboquant` or its text ("turboquant:4").
+        draft: who drafts tokens for rounds that check several at once (`engine/draft.py`), None for nobody. For models
+            in one stage. draft_tokens: how many a round checks, or "auto" for as many as pay.
         capture: True captures, False runs eagerly, "split" captures around attention, None captures where the model is
             on a GPU.
 
@@ -67,6 +72,8 @@ class Engine:
         pages: int | None = None,
         chunk: int = 256,
         kv: TurboQuantConfig | str | None = None,
+        draft: MakeDrafter | None = None,
+        draft_tokens: DraftTokens = "auto",
         capture: bool | Literal["split"] | None = None,
     ):
         self.model = model
@@ -95,18 +102,16 @@ class Engine:
         self._cache = model.new_cache(
             rows=max_batch, pages=total, page_size=page_size, pages_per_row=self._per_row, kv=kv
         )
+        self._speculation = self._drafted_by(draft, draft_tokens, total, page_size, kv)
+        self._steps = Steps(model, self._cache, self._speculation, width=self._per_row, length=chunk)
         self._allocator = PageAllocator(total, page_size)
         self._slots = list(range(max_batch, 0, -1))  # of state that does not grow; slot 0 belongs to nobody
-        self._runners: dict[tuple[str, Choice], Pipeline] = {}
-        self._loaded: tuple[Pipeline, int | None, Choice, list[Sequence]]  # of the decode step
-        self._choices: ChoiceState | None = None  # made when a row first asks for more than temperature, top-k, top-p
+        self._runners: dict[tuple[str, Choice], dict[int, Pipeline]] = {}  # of a step, by count of drafts
+        self._loaded: tuple[int | None, Choice, list[Sequence]]  # of the decode step
         self.constrain: Constrain | None = None  # who makes a row's constraint; that takes a tokenizer
-        self._download = Download(
-            torch.zeros(max_batch, dtype=torch.int64, device=self.devices[-1]), depth=self.ahead + 1
-        )
+        self._downloads: dict[int, Download] = {}  # by how much a step says of a row
         # What a step on a CPU need not look at, where the reference reads all that it may: see `_trim`.
         self._trims = not captured and [device.type for device in self.devices] == ["cpu"]
-        self._width, self._length = self._per_row, chunk
         self._busy = False
         self.stats = Stats(mode=self.mode)
 
@@ -177,72 +182,87 @@ class Engine:
         sampling: bool = False,
         shaping: bool = False,
         logprobs: bool = False,
+        drafts: int = 0,
     ) -> Pipeline:
         """A step, built when first asked for, one graph for each device and bucket: greedy or sampling, with or without
-        what changes logits before, with log-probabilities or without."""
+        what changes logits before, with log-probabilities or without, reading up to so many drafts."""
         choice = Choice(sampling, shaping, logprobs)
-        key = (kind, choice)
-        if key not in self._runners:
+        if (kind, choice) not in self._runners:
             started = perf_counter()
-            decoding = kind == "decode"
             if shaping or logprobs:
                 self.choice_state()
-            # Zeros in all inputs: no row has a sequence, so that warm-up touches nothing but the sentinel page.
-            stages = [
-                Runner(
-                    partial(self._step, stage, choice),
-                    self._inputs(stage, decoding, choice),
-                    _buckets(self.max_batch) if decoding else None,
-                    capture=bool(self._pools),
-                    pool=self._pools[stage] if self._pools else None,
-                    split="attention" if self.mode == "split" else (),
-                )
-                for stage in range(len(self.devices))
-            ]
-            self._runners[key] = Pipeline(stages, carried="stream", shared=("drawn",) if decoding else ())
+            self._runners[kind, choice] = self._build(kind == "decode", choice)
             self.stats.build_seconds += perf_counter() - started
-        return self._runners[key]
+        return self._runners[kind, choice][drafts]
 
-    # The steps: the capture contract holds here.
+    def _build(self, decoding: bool, choice: Choice) -> dict[int, Pipeline]:
+        """By count of drafts; all of them at once, because they share their inputs. These are zeros: no row has a
+        sequence, so that warm-up touches nothing but the sentinel page."""
+        stages = range(len(self.devices))
+        inputs = [self._inputs(stage, decoding, choice) for stage in stages]
+        counts: tuple[int, ...] = (0,)
+        if decoding and self._speculation is not None and not (choice.shaping or choice.logprobs):
+            counts = self._speculation.counts
+        return {
+            count: Pipeline(
+                [
+                    Runner(
+                        self._step(stage, decoding, choice, count),
+                        inputs[stage],
+                        batch_sizes(self.max_batch) if decoding else None,
+                        capture=bool(self._pools),
+                        pool=self._pools[stage] if self._pools else None,
+                        split="attention" if self.mode == "split" else (),
+                    )
+                    for stage in stages
+                ],
+                carried="stream",
+                shared=("drawn",) if decoding else (),
+            )
+            for count in counts
+        }
 
-    def _step(
-        self, stage: int, choice: Choice, positions: Tensor, limits: Tensor, table: Tensor, **inputs: Tensor
-    ) -> Tensor:
-        """One stage's part of a step: what the next stage takes, or from the last what the host reads, int64 [B].
-
-        Decoding reads each row's last token (`drawn`, int64 [B]) and puts the next one in its place; prefill reads up
-        to `chunk` tokens of a prompt (`tokens`, [1, chunk]) and draws the one behind them.
-        """
-        decoding = "drawn" in inputs
-        tokens = inputs["drawn"].unsqueeze(1) if decoding else inputs["tokens"][:, : self._length]
-        # Padding rows and rows at their end have 0 tokens to read, and stay where they are.
-        counts, after = begin_step(positions, limits, tokens.shape[1])
-        cache = self._cache.parts[stage].view()
-        cache.block_table, cache.positions, cache.counts = table[:, : self._width], positions, counts
-        cache.slots = inputs["slots"]
-        stream = inputs["stream"] if stage else self.model.enter(tokens)
-        stream = self.model.run(stage, stream, tokens, Breakable(cache))
-        if stage < len(self.devices) - 1:
-            positions.copy_(after)
-            return stream
-        new, logits = self._draw(self.model.leave(stream), counts, after, inputs, choice)
-        return finish_step(new, logits, after, inputs["drawn"] if decoding else torch.empty_like(new), positions)
-
-    def _draw(
-        self, hidden: Tensor, counts: Tensor, after: Tensor, inputs: dict[str, Tensor], choice: Choice
-    ) -> tuple[Tensor, Tensor]:
-        """From hidden states [B, Q, D]: the token behind each row's last one, and the model's logits there."""
-        if hidden.shape[1] == 1:
-            hidden = hidden.squeeze(1)
-        else:
-            last = (counts.long() - 1).clamp(min=0)
-            hidden = hidden.gather(1, last.view(-1, 1, 1).expand(-1, 1, hidden.shape[2])).squeeze(1)
-        logits = self.model.logits(hidden)
-        if self._choices is None or not (choice.shaping or choice.logprobs):
-            return draw(logits, after, inputs, sampling=choice.sampling), logits
-        return self._choices.choose(logits, counts, after, inputs, choice), logits
+    def _step(self, stage: int, decoding: bool, choice: Choice, drafts: int) -> Callable[..., Tensor]:
+        drafted = decoding and self._speculation is not None
+        return partial(self._steps.round, choice, drafts) if drafted else partial(self._steps.step, stage, choice)
 
     # The host's part.
+
+    def _drafted_by(
+        self, make: MakeDrafter | None, tokens: DraftTokens, pages: int, page_size: int, kv: TurboQuantConfig | None
+    ) -> Speculation | None:
+        if make is None:
+            return None
+        if len(self.devices) > 1:
+            raise ValueError(
+                f"draft: the model lies on {len(self.devices)} devices; drafting takes one on a single one"
+            )
+        return Speculation(
+            make, tokens, rows=self.max_batch, context=self.max_context, pages=pages, page_size=page_size,
+            pages_per_row=self._per_row, kv=kv, device=self.devices[0],
+        )  # fmt: skip
+
+    @property
+    def reach(self) -> int:
+        """Tokens that a decode step brings a row at most."""
+        return 1 if self._speculation is None else 1 + self._speculation.counts[-1]
+
+    @property
+    def span(self) -> int:
+        """Tokens behind where a row stands that a decode step may write: also those drafted behind what it brings."""
+        return 2 * self.reach - 1
+
+    @property
+    def pure_pages(self) -> bool:
+        """As `Cache.pure_pages`, of all that is kept of a text."""
+        drafted = self._speculation
+        return self._cache.pure_pages and (drafted is None or drafted.drafter.pure_pages)
+
+    def clear(self) -> None:
+        """Forget all texts, after a NaN."""
+        self._cache.reset()
+        if self._speculation is not None:
+            self._speculation.reset()
 
     def _sequences(self, prompts: Seq[Seq[int]], params: SamplingParams | Seq[SamplingParams] | None) -> list[Sequence]:
         return make_sequences(
@@ -289,6 +309,8 @@ class Engine:
         if sequence.params.shaping:
             count = sequence.to_prefill - len(sequence.prompt)
             self.choice_state().begin(sequence.slot, sequence.prompt, sequence.output[:count])
+        if self._speculation is not None:
+            self._speculation.begin(sequence)
 
     def prefill(self, sequence: Sequence, end: int) -> Callable[[], Report]:
         """Launch a pass over a sequence's tokens from `read` to `end`; what is returned fetches what it drew."""
@@ -297,7 +319,7 @@ class Engine:
         part = sequence.tokens(sequence.read, end)
         tokens = torch.zeros(1, self.chunk, dtype=torch.int64)
         tokens[0, : len(part)] = torch.tensor(part)
-        runner.load(tokens=tokens, **self._rows([sequence], limits=[end], choice=choice))
+        runner.load(tokens=tokens, **host_rows([sequence], self._per_row, limits=[end], choice=choice))
         self._trim(len(part), end)
         if end == sequence.to_prefill:
             self._constrain([sequence])
@@ -308,20 +330,58 @@ class Engine:
         """From now on decode steps are of these sequences, from where each one's `read` stands."""
         choice = Choice.of(s.params for s in rows)
         runner = self.runner("decode", **choice._asdict())
+        if self._speculation is not None and self._speculation.auto:
+            self._measure(runner, len(rows), choice)
         drawn = torch.tensor([s.tokens(s.read, s.read + 1)[0] for s in rows])
-        _, bucket = runner.load(drawn=drawn, **self._rows(rows, limits=[s.limit for s in rows], choice=choice))
-        self._loaded = runner, bucket, choice, rows
+        limits = [s.limit for s in rows]
+        _, bucket = runner.load(drawn=drawn, **host_rows(rows, self._per_row, limits=limits, choice=choice))
+        if self._speculation is not None:
+            self._speculation.load(runner.stages[0].inputs, len(rows))
+        self._loaded = bucket, choice, rows
 
     def load_tables(self, rows: list[Sequence]) -> None:
         """Pages that loaded rows got since; their tokens and positions stay as the device has them."""
-        self._loaded[0].load(table=self._table(rows))
+        _, choice, _ = self._loaded
+        self.runner("decode", **choice._asdict()).load(table=block_table(rows, self._per_row))
 
     def decode(self, reach: int) -> Report:
-        """Launch a step of the loaded rows, of which the longest then has `reach` tokens, and fetch what it draws."""
-        runner, bucket, choice, rows = self._loaded
+        """Launch a step of the loaded rows, of which the longest then has up to `reach` tokens; what is returned
+        fetches each row's new tokens, int64 [B, W]: NOTHING stands behind them."""
+        bucket, choice, rows = self._loaded
+        drafts = self._drafts(rows, bucket, choice)
         self._trim(1, reach)
         self._constrain(rows)
-        return self._fetch(runner.replay(bucket)[: len(rows)], choice)
+        runner = self.runner("decode", **choice._asdict(), drafts=drafts)
+        report, told = self._fetch(runner.replay(bucket)[: len(rows)], choice)
+        speculation = self._speculation
+        if speculation is None:
+            return lambda: report().unsqueeze(1), told
+        return lambda: speculation.learn(rows, drafts, report(), self.stats), told
+
+    def _drafts(self, rows: list[Sequence], bucket: int | None, choice: Choice) -> int:
+        """How many drafts the next step reads: none where what may follow a token depends on those before it, where
+        the host must know more of a token than its name, or where it knows the token already."""
+        plain = choice.shaping or choice.logprobs or any(s.repeating for s in rows)
+        return 0 if self._speculation is None or plain else self._speculation.choose(rows, bucket)
+
+    def _measure(self, runner: Pipeline, rows: int, choice: Choice) -> None:
+        """What rounds of each count of drafts cost, once for each batch size: on padding, which stands still."""
+        assert self._speculation is not None
+        bucket = runner.stages[0].bucket_for(rows)
+        if choice.shaping or choice.logprobs or self._speculation.measured(bucket):
+            return
+        started = perf_counter()
+        padding = {name: tensor[:bucket] for name, tensor in runner.stages[0].padding.items()}
+        runner.load(**padding)
+        self._trim(1, 1)
+        for count in self._speculation.counts:
+            run = partial(self.runner("decode", **choice._asdict(), drafts=count).replay, bucket)
+            self._speculation.measure(bucket, count, run, self._wait)
+        self.stats.build_seconds += perf_counter() - started
+
+    def _wait(self) -> None:
+        for pool in self._pools:
+            pool.synchronize()
 
     def _constrain(self, rows: list[Sequence]) -> None:
         """Upload what may follow in rows that are constrained; their last tokens must have been taken."""
@@ -330,38 +390,27 @@ class Engine:
 
     def _fetch(self, report: Tensor, choice: Choice) -> Report:
         """Begin to copy what a step tells the host: `ahead` + 1 at once at most."""
-        told = self._choices.fetch(len(report)) if choice.logprobs and self._choices is not None else None
-        return self._download.start(report), told
+        told = self.choice_state().fetch(len(report)) if choice.logprobs else None
+        said = report.numel() // len(report)
+        if said not in self._downloads:
+            like = torch.zeros(self.max_batch * said, dtype=torch.int64, device=report.device)
+            self._downloads[said] = Download(like, depth=self.ahead + 1)
+        fetched = self._downloads[said].start(report.flatten())
+        return lambda: fetched().view(report.shape), told
 
     def choice_state(self) -> ChoiceState:
         """Made when first asked for."""
-        if self._choices is None:
+        if self._steps.choices is None:
             slots, vocabulary = self.max_batch + 1, self.model.config.vocab_size
-            self._choices = ChoiceState(slots, self.max_batch, vocabulary, self.devices[-1], depth=self.ahead + 1)
-        return self._choices
-
-    def _table(self, rows: list[Sequence]) -> Tensor:
-        table = torch.zeros(len(rows), self._per_row, dtype=torch.int32)
-        for row, sequence in zip(table, rows, strict=True):
-            row[: len(sequence.pages)] = torch.tensor(sequence.pages, dtype=torch.int32)
-        return table
-
-    def _rows(self, active: list[Sequence], *, limits: list[int], choice: Choice) -> dict[str, Tensor]:
-        """The host's side of `_row_inputs`."""
-        return {
-            "positions": torch.tensor([s.read for s in active], dtype=torch.int32),
-            "limits": torch.tensor(limits, dtype=torch.int32),
-            "table": self._table(active),
-            "slots": torch.tensor([s.slot for s in active], dtype=torch.int32),
-            "seed": torch.tensor([s.seed for s in active], dtype=torch.int64),
-            **row_values([s.params for s in active], choice),
-        }
+            made = ChoiceState(slots, self.max_batch, vocabulary, self.devices[-1], depth=self.ahead + 1)
+            self._steps.choices = made
+        return self._steps.choices
 
     def _inputs(self, stage: int, decoding: bool, choice: Choice) -> dict[str, Tensor]:
         """The static buffers of one stage's step."""
         device = self.devices[stage]
         rows, length = (self.max_batch, 1) if decoding else (1, self.chunk)
-        inputs = self._row_inputs(rows, device, choice)
+        inputs = row_inputs(rows, self._per_row, choice, device)
         if decoding:
             inputs["drawn"] = torch.zeros(rows, dtype=torch.int64, device=device)
         else:
@@ -369,19 +418,6 @@ class Engine:
         if stage:
             inputs["stream"] = torch.zeros(self.model.stream_shape(rows, length), dtype=self.model.dtype, device=device)
         return inputs
-
-    def _row_inputs(self, rows: int, device: torch.device, choice: Choice = PLAIN) -> dict[str, Tensor]:
-        def tensor(dtype: torch.dtype, *shape: int) -> Tensor:
-            return torch.zeros(rows, *shape, dtype=dtype, device=device)
-
-        return {
-            "positions": tensor(torch.int32),  # where the next token of the row is written
-            "limits": tensor(torch.int32),  # where the row stops: a padding row has 0
-            "table": tensor(torch.int32, self._per_row),
-            "slots": tensor(torch.int32),  # which state of fixed size is the row's: a padding row has 0
-            "seed": tensor(torch.int64),
-            **row_buffers(rows, choice, device),
-        }
 
     def _trim(self, length: int, reach: int) -> None:
         """Before an eager step on a CPU: the tokens of the chunk and the pages of the longest row.
@@ -391,9 +427,4 @@ class Engine:
         between stages, which hand on whole buffers.
         """
         if self._trims:
-            self._length, self._width = length, self._allocator.needed(reach)
-
-
-def _buckets(largest: int) -> list[int]:
-    """1, 2, 4, 8, then every 8: padding costs at most a doubling of small batches and 7 rows of large ones."""
-    return sorted({b for b in (1, 2, 4, *range(8, largest, 8)) if b < largest} | {largest})
+            self._steps.length, self._steps.width = length, self._allocator.needed(reach)

@@ -146,6 +146,7 @@ class Stats:
 
     The first token of a sequence comes out of its prefill, so `decode_tokens` counts the others. `shared_tokens` were
     found in pages of other sequences and not computed again; `preemptions`: times that a sequence gave up its pages.
+    `drafted_tokens` were read as drafts, and `accepted_tokens` of them were right.
     """
 
     mode: str
@@ -157,6 +158,8 @@ class Stats:
     build_seconds: float = 0.0
     shared_tokens: int = 0
     preemptions: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def prefill_tokens_per_second(self) -> float:

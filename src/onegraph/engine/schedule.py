@@ -15,6 +15,7 @@ from torch import Tensor
 
 from onegraph.engine.pages import extend_digests
 from onegraph.engine.sequence import Sequence
+from onegraph.ops.calls import NOTHING
 
 if TYPE_CHECKING:
     from onegraph.engine.generate import Engine, Report
@@ -44,7 +45,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # the oldest first
         self._interleave = interleave
-        self._pure = engine._cache.pure_pages
+        self._pure = engine.pure_pages
         self._share = share and self._pure
         self._allocator, self._slots = engine._allocator, engine._slots
         self._rows: list[Sequence] = []  # that are loaded
@@ -116,14 +117,14 @@ class Scheduler:
             self.engine.begin(sequence)
 
     def _take_pages(self, sequence: Sequence) -> bool:
-        """For all its tokens and the next, if one stays free for each of the others that will need one."""
+        """For all its tokens and the next step, if one stays free for each of the others that will need one."""
         size = self._allocator.page_size
         growing = sum(len(s.pages) < self._allocator.needed(s.limit) for s in self.running)
         shared: list[int] = []
         if self._share:
             self._extend_digests(sequence, sequence.length)
             shared = self._allocator.share(sequence.digests[: (sequence.length - 1) // size])  # one token is read
-        count = self._allocator.needed(min(sequence.length + 1, sequence.limit)) - len(shared)
+        count = self._allocator.needed(min(sequence.length + self.engine.span, sequence.limit)) - len(shared)
         more = self._allocator.take(count) if count + growing <= self._allocator.free else None
         if more is None:
             self._allocator.give_back(shared)
@@ -146,7 +147,7 @@ class Scheduler:
 
     def _clear_cache(self) -> None:
         """The next owner of a page masks what it finds there, and 0 * NaN is NaN."""
-        self.engine._cache.reset()
+        self.engine.clear()
         self._allocator.forget()
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -203,7 +204,8 @@ class Scheduler:
         if not self._rows:
             return
         self._room -= 1
-        reach = max(s.read for s in self._rows) + len(self._under_way) + 1
+        read = max(s.read for s in self._rows)
+        reach = read + len(self._under_way) * self.engine.reach + self.engine.span
         self._under_way.append((self._rows, self.engine.decode(reach)))
         self.stats.decode_steps += 1
         if len(self._under_way) > self._ahead:
@@ -224,8 +226,8 @@ class Scheduler:
         self._stale = False
 
     def _covered(self) -> bool:
-        """Whether every loaded row has a page for its next token, or got one from those that are free."""
-        if not self._missing(1):
+        """Whether every loaded row has pages for its next tokens, or got them from those that are free."""
+        if not self._missing(self.engine.span):
             return True
         if not self._grow():
             return False
@@ -233,8 +235,8 @@ class Scheduler:
         return True
 
     def _grow(self) -> bool:
-        """Pages for the next GROWTH tokens of all rows that decode, or for the next one; False where there are none."""
-        for tokens in (GROWTH, 1):
+        """Pages for the next GROWTH tokens of all rows that decode, or for the next step; False where none are left."""
+        for tokens in (max(GROWTH, self.engine.span), self.engine.span):
             missing = self._missing(tokens)
             if sum(count for _, count in missing) <= self._allocator.free:
                 for sequence, count in missing:
@@ -244,7 +246,7 @@ class Scheduler:
 
     def _missing(self, tokens: int) -> list[tuple[Sequence, int]]:
         """Rows that decode and how many pages each lacks for its next `tokens` tokens, behind the steps under way."""
-        ahead = len(self._under_way) + tokens
+        ahead = len(self._under_way) * self.engine.reach + tokens
         lacking = [
             (s, self._allocator.needed(min(s.limit, s.read + ahead)) - len(s.pages)) for s in self.running if s.decoding
         ]
@@ -260,8 +262,10 @@ class Scheduler:
         """Wait for the oldest step under way. A row that was done before has run one too many, in its own pages."""
         rows, (tokens, told) = self._under_way.popleft()
         drawn, known = tokens().tolist(), None if told is None else told()
-        for row, (sequence, token) in enumerate(zip(rows, drawn, strict=True)):
-            if not sequence.done:
+        for row, (sequence, new) in enumerate(zip(rows, drawn, strict=True)):
+            for token in new:
+                if token == NOTHING or sequence.done:
+                    break
                 sequence.read += 1
                 self.stats.decode_tokens += self._hand_out(sequence, token, None if known is None else known[row])
 

@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from onegraph.engine.acceptance import Acceptance
 from onegraph.engine.choice import Constrain, Constraint
 from onegraph.engine.pages import PageAllocator
 from onegraph.engine.params import SamplingParams, TokenLogprob
@@ -16,8 +17,8 @@ class Sequence:
 
     read: tokens of prompt and output that are in the cache. to_prefill: how many of them prefill reads, set when the
     sequence is admitted. digests: of its full pages, as far as they were needed. constraint: what may follow. logprobs:
-    of each token of the output, where they are asked for. cancelled: it ends before the next token. error: why it ended
-    before its time.
+    of each token of the output, where they are asked for. drafts: how they fare, where somebody drafts. cancelled: it
+    ends before the next token. error: why it ended before its time.
     """
 
     index: int
@@ -32,6 +33,7 @@ class Sequence:
     digests: list[bytes] = field(default_factory=list)
     constraint: Constraint | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    drafts: Acceptance = field(default_factory=Acceptance)
     cancelled: bool = False
     error: FloatingPointError | None = None
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onegraph.ops import family
 from onegraph.ops.calls import Call
 
 _LIBRARY = torch.library.Library("onegraph", "DEF")
@@ -48,7 +49,7 @@ class Op:
         reference: pure torch, right on any device, obeys the capture contract.
         fake: shapes and dtypes of the results from those of the arguments.
         kernel: "module:function" with the reference's signature, imported on the first CUDA call; None where the
-            reference is the CUDA implementation too.
+            reference is the CUDA implementation too, as it is of every op under `ONEGRAPH_KERNELS=reference`.
         cpu: likewise for a CPU, where values are at hand and each of torch's calls costs more than what it does.
         check: raises ValueError (got / allowed / what to do) before anything is launched; None for ops that accept
             whatever torch itself accepts.
@@ -97,7 +98,8 @@ def register(op: Op) -> Op:
         functions = {name: op.unpacked(function) for name, function in functions.items() if function is not None}
         op = replace(op, schema=f"({op.call.schema()}) {op.schema}", **functions)
     _LIBRARY.define(op.name + op.schema, tags=(torch.Tag.pt2_compliant_tag,))
-    for key, target in (("CPU", op.cpu), ("CUDA", op.kernel)):
+    kernel = None if family.FORCED == "reference" else op.kernel
+    for key, target in (("CPU", op.cpu), ("CUDA", kernel)):
         _LIBRARY.impl(op.name, op.reference if target is None else op.unpacked(_lazy(target)), key)
     torch.library.register_fake(f"onegraph::{op.name}", op.fake, lib=_LIBRARY)
     OPS[op.name] = op

@@ -8,18 +8,22 @@ variant). Nothing here may run for the first time inside a capture: loading a mo
 import ctypes
 import hashlib
 import os
-import struct
 import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
+
+from onegraph.ops import family
+from onegraph.ops.cuda.arguments import Arguments as Arguments
+from onegraph.ops.cuda.arguments import addresses as addresses
+from onegraph.ops.cuda.arguments import pointer as pointer
+from onegraph.ops.family import Family
 
 
 class BuildError(RuntimeError):
@@ -48,66 +52,17 @@ def check(result: tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-class Arguments:
-    """The one parameter of a kernel, `struct Arguments` of its source: names of its fields, in their order.
-
-    CI compiles every source with `checks` behind it: the struct has these fields at these places, of these types.
-    """
-
-    _KINDS: ClassVar = {"maps": ("128s", 128, ""), "pointers": ("Q", 8, ""), "ints": ("i", 4, "int")}
-    _KINDS |= {"floats": ("f", 4, "float")}
-
-    def __init__(self, **fields: tuple[str, ...]) -> None:
-        """`fields`: of maps, pointers, ints and floats; what is 4 bytes long comes last."""
-        named = [(name, *self._KINDS[kind]) for kind, names in fields.items() for name in names]
-        self.names = tuple(name for name, *_ in named)
-        self._in_order = itemgetter(*self.names)
-        self._sizes = [size for _, _, size, _ in named]
-        self._scalars = {name: scalar for name, _, _, scalar in named if scalar}
-        alignment = 64 if "maps" in fields else 8
-        padding = -sum(self._sizes) % alignment
-        self._struct = struct.Struct("=" + "".join(letter for _, letter, _, _ in named) + f"{padding}x")
-
-    def pack(self, **values: Any) -> bytes:
-        """The parameter's bytes: of every field its value, a map's as `tensor_map` gives it, a pointer's an address."""
-        assert len(values) == len(self.names), f"fields are {self.names}, got {tuple(values)}"
-        return self._struct.pack(*self._in_order(values))
-
-    @property
-    def checks(self) -> str:
-        """C++ that compiles where `struct Arguments` is what this is."""
-        same = (
-            "template <class, class> constexpr bool same = false; template <class T> constexpr bool same<T, T> = true;"
-        )
-        lines, at = [], 0
-        for name, size in zip(self.names, self._sizes, strict=True):
-            # NVRTC's own way to say offsetof, which it has no header for.
-            lines.append(f"__INTADDR__(&((Arguments*)0)->{name}) == {at} && sizeof(((Arguments*)0)->{name}) == {size}")
-            at += size
-        lines += [f"same<decltype(Arguments::{name}), {kind}>" for name, kind in self._scalars.items()]
-        lines.append(f"sizeof(Arguments) == {self._struct.size}")
-        checks = (f'static_assert({line}, "Arguments and its launcher differ");\n' for line in lines)
-        return f"{same}\n{''.join(checks)}"
-
-
-def pointer(tensor: torch.Tensor | None) -> int:
-    """Its address, 0 of None."""
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def addresses(**tensors: torch.Tensor | None) -> dict[str, int]:
-    """`pointer` of each."""
-    return {name: pointer(tensor) for name, tensor in tensors.items()}
-
-
-def compile_cubin(source: Path, defines: Mapping[str, int], capability: tuple[int, int], checks: str = "") -> bytes:
+def compile_cubin(
+    source: Path, defines: Mapping[str, int], capability: tuple[int, int], checks: str = "", arch: str = ""
+) -> bytes:
     """The cubin of `source` for compute capability `capability`, from the cache or from NVRTC.
 
-    `source` may include the .cuh files beside it. `checks`: C++ that must compile behind it.
+    `source` may include the .cuh files beside it. `checks`: C++ that must compile behind it. `arch`: another one than
+    what is of this capability alone; of a virtual one ("compute_80") it is PTX, for the driver to compile.
     Raises BuildError where there is no NVRTC or it refuses; its log is in the message.
     """
     _, nvrtc = bindings()
-    arch = f"sm_{capability[0]}{capability[1]}" + ("a" if capability[0] >= 9 else "")
+    arch = arch or f"sm_{capability[0]}{capability[1]}" + ("a" if capability[0] >= 9 else "")
     options = [f"--gpu-architecture={arch}", "--std=c++17", "--device-as-default-execution-space"]
     options += [f"-D{name}={value}" for name, value in sorted(defines.items())]
     text = source.read_bytes() + checks.encode()
@@ -119,12 +74,12 @@ def compile_cubin(source: Path, defines: Mapping[str, int], capability: tuple[in
     key = hashlib.sha256(
         "\0".join([*options, repr(version)]).encode() + b"\0".join([text, *headers.values()])
     ).hexdigest()[:32]
-    cached = cache_dir() / f"{source.stem}-{key}.cubin"
+    cached = cache_dir() / f"{source.stem}-{key}.{'ptx' if arch.startswith('compute') else 'cubin'}"
     try:
         return cached.read_bytes()
     except OSError:
         pass
-    cubin = _compile(nvrtc, text, source.name, [option.encode() for option in options], headers)
+    cubin, _ = _compile(nvrtc, text, source.name, [option.encode() for option in options], headers)
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=cached.parent, delete=False) as file:
@@ -135,48 +90,55 @@ def compile_cubin(source: Path, defines: Mapping[str, int], capability: tuple[in
     return cubin
 
 
-def _compile(nvrtc: Any, text: bytes, name: str, options: list[bytes], headers: Mapping[str, bytes]) -> bytes:
+def _compile(
+    nvrtc: Any, text: bytes, name: str, options: list[bytes], headers: Mapping[str, bytes]
+) -> tuple[bytes, str]:
+    """What is made of it, and the compiler's log."""
     names = [header.encode() for header in headers]
     program = check(nvrtc.nvrtcCreateProgram(text, name.encode(), len(names), list(headers.values()), names))
     try:
         (code,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        log = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))
+        check(nvrtc.nvrtcGetProgramLog(program, log))
+        told = log.decode(errors="replace").strip("\0 \n")
         if int(code):
-            log = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))
-            check(nvrtc.nvrtcGetProgramLog(program, log))
-            raise BuildError(f"NVRTC refused {name}: {log.decode(errors='replace').strip()}")
-        cubin = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
-        check(nvrtc.nvrtcGetCUBIN(program, cubin))
-        return cubin
+            raise BuildError(f"NVRTC refused {name}: {told}")
+        kind = "PTX" if b"=compute_" in options[0] else "CUBIN"
+        made = b" " * check(getattr(nvrtc, f"nvrtcGet{kind}Size")(program))
+        check(getattr(nvrtc, f"nvrtcGet{kind}")(program, made))
+        return made, told
     finally:
         check(nvrtc.nvrtcDestroyProgram(program))
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A function of a loaded module."""
+    """A function of a loaded module. `overlaps`: it waits for the launch before it by itself, and may begin earlier."""
 
     function: Any
     device: int
+    overlaps: bool = True
 
     def launch(
         self, grid: tuple[int, int, int], threads: int, shared: int, cluster: int, stream: int, arguments: bytes
     ) -> None:
-        """Launches with programmatic dependent launch. `arguments`: the bytes of the kernel's one parameter."""
+        """Launches, with programmatic dependent launch if it `overlaps`. `arguments`: the bytes of the kernel's one
+        parameter."""
         driver = bindings()[0]
-        config = _config(grid, threads, shared, cluster, stream)
+        config = _config(grid, threads, shared, cluster, stream, self.overlaps)
         pointer = ctypes.c_char_p(arguments)  # the launch copies the bytes before it returns
         check(driver.cuLaunchKernelEx(config, self.function, ctypes.addressof(pointer), 0))
 
 
 def clusters(kernel: Kernel, threads: int, shared: int, size: int) -> int:
     """How many clusters of `size` blocks the kernel's GPU holds at a time; 0 where it holds none so large."""
-    config = _config((size, 1, 1), threads, shared, size, 0)
+    config = _config((size, 1, 1), threads, shared, size, 0, True)
     code, value = bindings()[0].cuOccupancyMaxActiveClusters(kernel.function, config)
     return 0 if int(code) else int(value)
 
 
 @lru_cache(maxsize=4096)
-def _config(grid: tuple[int, int, int], threads: int, shared: int, cluster: int, stream: int) -> Any:
+def _config(grid: tuple[int, int, int], threads: int, shared: int, cluster: int, stream: int, overlaps: bool) -> Any:
     driver = bindings()[0]
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
@@ -184,10 +146,11 @@ def _config(grid: tuple[int, int, int], threads: int, shared: int, cluster: int,
     config.sharedMemBytes = shared
     config.hStream = stream
     attributes = []
-    follow = driver.CUlaunchAttribute()
-    follow.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    follow.value.programmaticStreamSerializationAllowed = 1
-    attributes.append(follow)
+    if overlaps:
+        follow = driver.CUlaunchAttribute()
+        follow.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        follow.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(follow)
     if cluster > 1:
         together = driver.CUlaunchAttribute()
         together.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
@@ -199,16 +162,22 @@ def _config(grid: tuple[int, int, int], threads: int, shared: int, cluster: int,
 
 
 HOPPER = ((9, 0),)  # wgmma
-CLUSTERS = ((9, 0), (10, 0))  # clusters of 16 blocks, 227 KB of shared memory a block
-EVERY = ((9, 0), (10, 0), (12, 0))
+CLUSTERS = ((9, 0), (10, 0), (10, 3))  # clusters of 16 blocks, 227 KB of shared memory a block
+EVERY = (*CLUSTERS, (12, 0), (12, 1))
+PORTABLE = ((8, 0), (8, 6), (8, 9), *EVERY)  # no clusters, 99 KB of shared memory a block
+PORTABLE_SHARED = 99 << 10
+VIRTUAL = "compute_80"  # what portable kernels are compiled for where they stand in for a newer card's own
 
 
 class Source:
     """A file of kernels, `name`.cu beside this one: what it defines, what its kernels are given, which GPUs it is for.
 
     Attributes:
+        ops: names of the ops that run it.
         functions: names of its kernels, which share one parameter, `arguments`; None of kernels without one.
         capabilities: compute capabilities that it is for; CI compiles the variant that `example` defines for each.
+        family: "portable" of those that every one of `PORTABLE` runs; None of what is no kernel of an op.
+        shared: bytes of shared memory that a block takes of the launch whatever its plan; 0 where plans fit any card.
     """
 
     every: ClassVar[list["Source"]] = []
@@ -218,21 +187,51 @@ class Source:
         name: str,
         *,
         functions: tuple[str, ...],
+        ops: tuple[str, ...] = (),
         arguments: Arguments | None = None,
         capabilities: tuple[tuple[int, int], ...],
         example: Mapping[str, int] = MappingProxyType({}),
+        family: Family | None = "hopper",
+        shared: int = 0,
     ) -> None:
         self.path = Path(__file__).with_name(f"{name}.cu")
         self.functions, self.arguments, self.capabilities, self.example = functions, arguments, capabilities, example
+        self.ops, self.family, self.shared = ops, family, shared
         Source.every.append(self)
 
-    def cubin(self, defines: Mapping[str, int], capability: tuple[int, int], checks: str = "") -> bytes:
-        """See `compile_cubin`. BuildError for a GPU that the source is not for."""
+    def refusal(self, capability: tuple[int, int]) -> str:
+        """Why a GPU of this compute capability is not to run it, before anything is compiled; empty where it may."""
+        if self.family and not family.allowed(self.family):
+            return f"{family.VARIABLE} is {family.FORCED}"
         if capability[0] not in {major for major, _ in self.capabilities}:
             known = ", ".join(f"{major}.{minor}" for major, minor in self.capabilities)
             got = "{}.{}".format(*capability)
-            raise BuildError(f"{self.path.name} is written for compute capability {known}; this GPU has {got}")
-        return compile_cubin(self.path, defines, capability, checks)
+            return f"it is written for compute capability {known}; this GPU has {got}"
+        return ""
+
+    def obstacle(self, index: int) -> str:
+        """Why GPU number `index` does not run it, as far as that is known without building it; empty where it does."""
+        if why := self.refusal(torch.cuda.get_device_capability(index)):
+            return why
+        try:
+            device(index)
+        except BuildError as error:
+            return str(error)
+        return ""
+
+    def virtual(self, capability: tuple[int, int]) -> bool:
+        """Whether it is compiled for 8.0 and stands in for a newer card's own: the portable kernels, where forced."""
+        return self.family == family.FORCED == "portable" and capability >= (9, 0)
+
+    def cubin(self, defines: Mapping[str, int], capability: tuple[int, int], checks: str = "") -> bytes:
+        """See `compile_cubin`. BuildError for a GPU that the source is not for."""
+        if why := self.refusal(capability):
+            raise BuildError(f"{self.path.name} is not for this GPU: {why}")
+        if self.family != "portable":
+            return compile_cubin(self.path, defines, capability, checks)
+        arch = VIRTUAL if self.virtual(capability) else "sm_{}{}".format(*capability)
+        start = 1024 if capability >= (9, 0) else 0  # of a block's shared memory, which the source cannot ask for
+        return compile_cubin(self.path, {**defines, "START": start}, capability, checks, arch)
 
     def load(
         self, defines: Mapping[str, int], device: int, shared: int = 0, functions: tuple[str, ...] = ()
@@ -244,10 +243,17 @@ class Source:
         """
         return load(self, defines, device, shared, functions or self.functions)
 
-    def usable(self, device: int, otherwise: str, shared: int = 0) -> bool:
-        """Whether `device` can have them. Where it cannot, warns of what happens `otherwise`."""
+    def usable(self, device: int, otherwise: str, instead: "Source | None" = None) -> bool:
+        """Whether `device` can have them. Where it cannot, warns of what happens `otherwise`: but where that was asked
+        for, or the GPU is one that they are not written for and `instead` is."""
+        if self.family and not family.allowed(self.family):
+            return False
+        if instead is not None:
+            capability = torch.cuda.get_device_capability(device)
+            if self.refusal(capability) and not instead.refusal(capability):
+                return False
         try:
-            self.load(self.example, device, shared)
+            self.load(self.example, device, self.shared)
         except BuildError as error:
             message = f"{self.path.name} cannot be built for GPU {device}, {otherwise}: {error}"
             warnings.warn(message, stacklevel=3)
@@ -265,7 +271,9 @@ def load(
             f"{name} {dict(defines)} would be compiled inside a CUDA-graph capture; run the step once before"
         )
     driver, _ = bindings()
-    cubin = source.cubin(defines, torch.cuda.get_device_capability(device))
+    capability = torch.cuda.get_device_capability(device)
+    cubin = source.cubin(defines, capability)
+    overlaps = capability >= (9, 0) and not source.virtual(capability)
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # makes the device's context current
         optin = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
@@ -274,7 +282,10 @@ def load(
             raise BuildError(
                 f"a block has {most} bytes of shared memory on this GPU; {source.path.name} takes {shared}"
             )
-        module = check(driver.cuModuleLoadData(cubin))
+        try:
+            module = check(driver.cuModuleLoadData(cubin))
+        except RuntimeError as error:  # of PTX, where the driver is older than NVRTC
+            raise BuildError(f"the driver does not take what NVRTC made of {source.path.name}: {error}") from error
         kernels = []
         for name in functions:
             function = check(driver.cuModuleGetFunction(module, name.encode()))
@@ -282,8 +293,9 @@ def load(
             static = check(driver.cuFuncGetAttribute(about.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function))
             limit = about.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             check(driver.cuFuncSetAttribute(function, limit, most - static))
-            check(driver.cuFuncSetAttribute(function, about.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
-            kernels.append(Kernel(function, device))
+            if capability >= (9, 0):
+                check(driver.cuFuncSetAttribute(function, about.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
+            kernels.append(Kernel(function, device, overlaps))
     return tuple(kernels)
 
 
@@ -315,12 +327,12 @@ class Device:
 RESERVED = 1024  # bytes of an SM's shared memory that the driver takes of each block
 
 
-OCCUPANCY = Source("occupancy", functions=("occupancy",), capabilities=EVERY)
+OCCUPANCY = Source("occupancy", functions=("occupancy",), capabilities=PORTABLE, family=None)
 
 
 @cache
 def device(index: int) -> Device:
-    """The GPU of this number. Not for the first time inside a capture; BuildError where it has no clusters."""
+    """The GPU of this number. Not for the first time inside a capture. BuildError where nothing can be built for it."""
     (probe,) = OCCUPANCY.load({}, index)
     driver, about = bindings()[0], bindings()[0].CUdevice_attribute
     sms, shared, sm_shared = (
@@ -329,7 +341,15 @@ def device(index: int) -> Device:
             "MULTIPROCESSOR_COUNT", "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR",
         )
     )  # fmt: skip
+    if torch.cuda.get_device_capability(index) < (9, 0):
+        return Device(sms, shared, sm_shared, (sms,) + (0,) * 15)
     return Device(sms, shared, sm_shared, (sms, *(clusters(probe, 32, shared, size) for size in range(2, 17))))
+
+
+def capture_id(stream: int) -> int:
+    """What tells the capture of a stream, which is being captured, from all others of the process."""
+    _, number, *_ = check(bindings()[0].cuStreamGetCaptureInfo(stream))
+    return int(number)
 
 
 def resident(data: torch.Tensor, device: int) -> int:

@@ -22,6 +22,7 @@ ARGUMENTS = build.Arguments(
 )  # fmt: skip
 KERNEL = build.Source(
     "deepseek_hyper",
+    ops=("hyper_update_mix",),
     functions=("hyper_update_mix",),
     arguments=ARGUMENTS,
     capabilities=build.CLUSTERS,

@@ -16,6 +16,7 @@ ARGUMENTS = build.Arguments(
 )
 KERNEL = build.Source(
     "deepseek_index",
+    ops=("deepseek_index",),
     functions=("select_places",),
     arguments=ARGUMENTS,
     capabilities=build.EVERY,

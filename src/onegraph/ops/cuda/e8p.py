@@ -1,10 +1,10 @@
 """E8P linear on a GPU: which kernel a call runs.
 
-That follows from its shape and dtype and from what can be built for its GPU. In front stands what measured best, behind
-it what takes its place where it cannot be built:
+That follows from its shape and dtype and from what can be built for its GPU (`ops/family.py`: hopper or portable). In
+front stands what measured best, behind it what takes its place where it cannot be built:
 
-    1 to 4 tokens       e8p_decode
-    5 to 64             e8p_batch, e8p_prefill, e8p_dequantize
+    1 to 4 tokens       e8p_decode, e8p_portable
+    5 to 64             e8p_batch, e8p_portable, e8p_prefill, e8p_dequantize
     65 to 1279          e8p_prefill, e8p_dequantize
     1280 and more       e8p_dequantize
 
@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from onegraph.ops.cuda import e8p_batch, e8p_decode, e8p_dequantize, e8p_prefill
+from onegraph.ops.cuda import e8p_batch, e8p_decode, e8p_dequantize, e8p_portable, e8p_prefill
 from onegraph.ops.cuda.e8p_common import MAX_K, Linear
 
 ALIGNMENT = 16  # bytes, of every pointer
@@ -30,12 +30,16 @@ def takes(tokens: int, n: int, k: int, dtype: torch.dtype) -> bool:
     return tokens <= e8p_decode.MAX_TOKENS or k <= MAX_K
 
 
-def launcher(tokens: int, k: int, bits: int, device: int) -> Callable[[Linear], None] | None:
+def launcher(tokens: int, n: int, k: int, bits: int, device: int) -> Callable[[Linear], None] | None:
     """What computes a shape that `takes` allows: the first kernel of its row that can be built, None where none can."""
-    if tokens <= e8p_decode.MAX_TOKENS:
-        return e8p_decode.launch if e8p_decode.available(device) else None
-    if e8p_batch.takes(tokens, k, bits) and e8p_batch.available(device):
+    if tokens <= e8p_decode.MAX_TOKENS and e8p_decode.available(device):
+        return e8p_decode.launch
+    if tokens > e8p_decode.MAX_TOKENS and e8p_batch.takes(tokens, k, bits) and e8p_batch.available(device):
         return e8p_batch.launch
+    if e8p_portable.takes(tokens, n) and e8p_portable.available(device):
+        return e8p_portable.launch
+    if tokens <= e8p_decode.MAX_TOKENS:
+        return None
     if tokens < e8p_dequantize.LEAST_TOKENS and e8p_prefill.available(device):
         return e8p_prefill.launch
     return e8p_dequantize.launch if e8p_dequantize.available(device) else None
@@ -59,7 +63,7 @@ def linear(
     n, k = codes.shape[0], codes.shape[1] * 8
     tokens = x.numel() // (2 * k if silu else k)
     taken = x.is_cuda and takes(tokens, n, k, x.dtype)
-    launch = launcher(tokens, k, bits, x.device.index) if taken else None
+    launch = launcher(tokens, n, k, bits, x.device.index) if taken else None
     if launch is None:
         from onegraph.ops.triton.e8p import linear as fallback  # kernels are compiled or interpreted as of their import
 

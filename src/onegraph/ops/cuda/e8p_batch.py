@@ -9,7 +9,7 @@ from functools import cache, lru_cache
 
 import torch
 
-from onegraph.ops.cuda import build
+from onegraph.ops.cuda import build, e8p_portable
 from onegraph.ops.cuda.e8p_common import MAX_K, SLICE, SLOT, TABLES, Linear
 from onegraph.ops.cuda.tensor_map import tensor_map
 
@@ -95,6 +95,7 @@ def defines(plan: Plan, n: int, k: int, bits: int, half: bool, silu: bool, wide:
 
 KERNELS = build.Source(
     "e8p_batch",
+    ops=("e8p_linear",),
     functions=("e8p_batch", "e8p_rotate"),
     arguments=ARGUMENTS,
     capabilities=build.HOPPER,
@@ -105,7 +106,7 @@ KERNELS = build.Source(
 @cache
 def available(device: int) -> bool:
     """Whether the kernels can be built for this GPU; warns once where not."""
-    return KERNELS.usable(device, "another kernel runs 5 to 64 tokens of an E8P linear")
+    return KERNELS.usable(device, "another kernel runs 5 to 64 tokens of an E8P linear", instead=e8p_portable.KERNELS)
 
 
 @lru_cache(maxsize=4096)

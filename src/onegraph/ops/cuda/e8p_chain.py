@@ -58,17 +58,19 @@ def defines(sizes: Sizes, bits: int, half: bool) -> dict[str, int]:
 
 KERNEL = build.Source(
     "e8p_chain",
+    ops=("e8p_chain",),
     functions=("e8p_chain",),
     arguments=ARGUMENTS,
     capabilities=build.CLUSTERS,
     example=defines((256, 256, 128, 384), 2, False),
+    shared=MAX_SHARED,
 )
 
 
 @cache
 def available(device: int) -> bool:
     """Whether the kernel can be built for this GPU; warns once where not."""
-    return KERNEL.usable(device, "each linear between two attentions is a launch of its own", MAX_SHARED)
+    return KERNEL.usable(device, "each linear between two attentions is a launch of its own")
 
 
 @cache

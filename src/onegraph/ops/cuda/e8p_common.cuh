@@ -6,8 +6,14 @@ constexpr int SLICE = 256;       // columns that four lanes' 16-byte loads of co
 constexpr int ROWS = 128;        // rows that the output's rotation mixes at most
 constexpr float SUBNORMAL = 16777216.f;            // 2^24, what a subnormal float16 counts in
 constexpr int STAGES = BITS == 2 ? 1 : 2;
-constexpr int TABLE_BYTES = BITS == 3 ? 98304 : 65536;
-constexpr int SMEM_START = 1024;  // what the hardware reserves of a block's shared memory; checked at the start
+#ifndef E81B_RUN
+#define E81B_RUN 128  // bytes that a word of E81B's table is repeated in
+#endif
+constexpr int TABLE_BYTES = 65536 + (BITS == 3 ? 256 * E81B_RUN : 0);
+#ifndef START
+#define START 1024  // from compute capability 9.0 on, where the first KB is the system's; before, 0
+#endif
+constexpr int SMEM_START = START;  // where a block's own shared memory begins; checked at the start
 
 extern __shared__ __align__(1024) u8 smem[];
 
@@ -89,6 +95,15 @@ __device__ __forceinline__ void rotate(float (&v)[8], const float (&in_scale)[8]
     for (int e = 0; e < 8; e++) v[e] = butterfly(v[e], lane, 8);
 }
 
+// The rotation of rows, of which a lane has four: in blocks of 128, or 64.
+__device__ __forceinline__ void rotate_rows(float4& v, int block, int lane) {
+  pair(v.x, v.y), pair(v.z, v.w), pair(v.x, v.z), pair(v.y, v.w);
+#pragma unroll
+  for (int o = 1; o < 16; o <<= 1) across_lanes(v, lane, o);
+  if (block == 128) across_lanes(v, lane, 16);
+}
+__device__ __forceinline__ void add_to(float4& v, const float4& u) { v.x += u.x, v.y += u.y, v.z += u.z, v.w += u.w; }
+
 // Four results of a row: what is added to them, beside `c`, and their place in y.
 template <class A> __device__ __forceinline__ uint4 ask_add(const A& p, size_t at) {
   if (p.wide) return *(const uint4*)((const float*)p.add + at);
@@ -118,9 +133,10 @@ __device__ __forceinline__ void load8(float (&to)[8], const float* from, bool in
   to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w, to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
 }
 
-// The tables are runs of 128 bytes, one word 32 times: T1's at even and T2's at odd places, E81B's behind them. A warp
-// builds 32 runs at a time, in two parts: the codebook is asked for, then used. T2 does not need it, and is built first.
-constexpr int TABLE_BLOCKS = TABLE_BYTES / 4096, PAIRED = 16;  // PAIRED: those of T1 and T2
+// The tables are runs of 128 bytes, one word 32 times: T1's at even and T2's at odd places, E81B's behind them, in runs of
+// E81B_RUN. A warp builds 32 runs at a time, in two parts: the codebook is asked for, then used. T2 does not need it, and
+// is built first.
+constexpr int PAIRED = 16, TABLE_BLOCKS = PAIRED + (BITS == 3 ? 8 : 0);  // PAIRED: those of T1 and T2
 struct TableWords {
   uint2 row[(TABLE_BLOCKS + 7) / 8];  // for 8 warps and more; fewer load the rest late
 };
@@ -151,19 +167,21 @@ __device__ __forceinline__ u32 table_word(uint2 row, int q) {
   }
   return ((row.x >> 1 & 0x0F0F0F0Fu) | ((row.y >> 1 & 0x0F0F0F0Fu) << 4)) ^ 0x88888888u;
 }
-// Four runs a turn, STEP bytes apart, of the words of lanes 0, 1, 2 ..
-template <int RUNS, int STEP> __device__ __forceinline__ void build_runs(u32 word, u8* to, int lane) {
+// RUNS runs of RUN bytes, STEP bytes apart, of the words of lanes 0, 1, 2 ..
+template <int RUNS, int STEP, int RUN = 128> __device__ __forceinline__ void build_runs(u32 word, u8* to, int lane) {
+  constexpr int LANES = RUN / 16, AT_ONCE = 32 / LANES;
 #pragma unroll
-  for (int i = 0; i < RUNS / 4; i++) {
-    const u32 v = __shfl_sync(~0u, word, i * 4 + lane / 8);
-    *(uint4*)(to + (i * 4 + lane / 8) * STEP + lane % 8 * 16) = make_uint4(v, v, v, v);
+  for (int i = 0; i < RUNS / AT_ONCE; i++) {
+    const int run = i * AT_ONCE + lane / LANES;
+    const u32 v = __shfl_sync(~0u, word, run);
+    *(uint4*)(to + run * STEP + lane % LANES * 16) = make_uint4(v, v, v, v);
   }
 }
 __device__ __forceinline__ void build_block(uint2 row, int block, int lane) {  // but for T2
   const u32 word = table_word(row, place_of(block, lane));
   u8* const to = smem + block * 4096;
   if (block < PAIRED) build_runs<16, 256>(word, to, lane);
-  else build_runs<32, 128>(word, to, lane);
+  else build_runs<32, E81B_RUN, E81B_RUN>(word, to - (block - PAIRED) * (4096 - 32 * E81B_RUN), lane);
 }
 __device__ __forceinline__ void build_tables(const uint2* codebook, const TableWords& words, int warp, int warps,
                                              int lane) {
@@ -189,8 +207,9 @@ template <int I> __device__ __forceinline__ u32 decode(u32 codes, u32 bank) {
   return lookup<0>(prmt(codes, bank, I ? 0x7634 : 0x7614)) ^ lookup<128>(prmt(codes, bank, I ? 0x7624 : 0x7604));
 }
 template <int I> __device__ __forceinline__ u32 decode_e81b(u32 codes, u32 bank) {
-  const u32 index = I == 0 ? codes << 7 : I == 1 ? codes >> 1 : I == 2 ? codes >> 9 : codes >> 17;
-  return lookup<65536>((index & 0x7F80u) | bank);
+  constexpr int LEFT = E81B_RUN == 128 ? 7 : 6;  // its place in the table, of 128 or 64 bytes a word
+  static_assert(E81B_RUN == 1 << LEFT, "128 or 64");
+  const u32 index = I * 8 < LEFT ? codes << (LEFT - I * 8) : codes >> (I * 8 - LEFT);
+  return lookup<65536>((index & 255 << LEFT) | (bank & ~(128u - E81B_RUN)));
 }
 __device__ __forceinline__ u32 part(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
-

@@ -128,10 +128,7 @@ __device__ __forceinline__ void gather(Product& to, const Arguments& p, int slic
 #pragma unroll
       for (int i = 0; i < 8; i++) to.b[i] = *(const uint2*)((const u8*)(exchange + t * 8 + i) + g % 2 * 8);
     }
-    if (t == token) {
-      to.offset = (BITS == 2 ? -15.f : BITS == 3 ? -23.f : -75.f) * scale.y * scale.x;
-      to.scale = scale.x * (BITS == 3 ? 1.f : 2.f);
-    }
+    if (t == token) set_scale(to, scale);
     if (DOWN == 1 || token + 1 < tokens || !one_slice(p)) meet(column_warp);  // before it is overwritten
   }
 }
@@ -282,7 +279,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_decode(const __grid
 
   const bool once = TOKENS == 1 && p.blocks <= p.across * DOWN;  // no warp has a second job
   const int used = min(p.across, end - begin);  // columns of warps that had a slice
-  const int block = p.n % 128 ? 64 : 128;
   auto squares_here = [&](int b) { return over_lanes(lane < used ? shared.squares[lane][b] : 0.f); };
   auto finish = [&](int job, float4 v) {
     const int b = token_of(job), row = tile_row + (job - b * p.blocks) * ROWS + lane * 4;
@@ -301,10 +297,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_decode(const __grid
       const float of_blocks = lane < cluster ? shared.received[lane][b] : 0.f;
       norm *= inverse_rms(cluster == 1 ? squares_here(b) : over_lanes(of_blocks), p);
     }
-    pair(v.x, v.y), pair(v.z, v.w), pair(v.x, v.z), pair(v.y, v.w);
-#pragma unroll
-    for (int o = 1; o < 16; o <<= 1) across_lanes(v, lane, o);
-    if (block == 128) across_lanes(v, lane, 16);
+    rotate_rows(v, p.n % 128 ? 64 : 128, lane);
     if (!own) return;
     v.x = fmaf(v.x * norm, s.x, c.x), v.y = fmaf(v.y * norm, s.y, c.y);
     v.z = fmaf(v.z * norm, s.z, c.z), v.w = fmaf(v.w * norm, s.w, c.w);
@@ -315,10 +308,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_decode(const __grid
     const float* from = partial + b * pitch + (job - b * p.blocks) * ROWS + lane * 4;
     float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 8
-    for (int w = 0; w < used; w++) {
-      const float4 u = *(const float4*)(from + w * tokens * pitch);
-      v.x += u.x, v.y += u.y, v.z += u.z, v.w += u.w;
-    }
+    for (int w = 0; w < used; w++) add_to(v, *(const float4*)(from + w * tokens * pitch));
     return v;
   };
   if (cluster == 1) {
@@ -353,10 +343,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_decode(const __grid
   for (int job = rank + warp * cluster; job < jobs; job += warps * cluster) {
     float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 4
-    for (int r = 0; r < cluster; r++) {
-      const float4 u = *(const float4*)(received + ((int)(job * p.per_cluster >> 16) * cluster + r) * ROWS + lane * 4);
-      v.x += u.x, v.y += u.y, v.z += u.z, v.w += u.w;
-    }
+    for (int r = 0; r < cluster; r++)
+      add_to(v, *(const float4*)(received + ((int)(job * p.per_cluster >> 16) * cluster + r) * ROWS + lane * 4));
     finish(job, v);
     if (once) break;
   }

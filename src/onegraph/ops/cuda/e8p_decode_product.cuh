@@ -58,3 +58,45 @@ struct Product {  // int8: acc in units of the slice's scale, a stage each; chai
   }
 };
 
+
+constexpr float OFFSET = BITS == 2 ? -15.f : BITS == 3 ? -23.f : -75.f;
+__device__ __forceinline__ void set_scale(Product& to, float2 scale) {  // as to_bytes gives it
+  to.offset = OFFSET * scale.y * scale.x;
+  to.scale = scale.x * (BITS == 3 ? 1.f : 2.f);
+}
+
+// A slice of a token as it is kept for other warps: what to_bytes gives of 32 groups, by four lanes of a product and byte.
+constexpr int KEPT = 512;
+__device__ __forceinline__ void keep(u8* at, const uint4& w, int lane) {
+  uint2* const to = (uint2*)at + lane / 8 * 16 + lane % 8;
+  to[0] = make_uint2(w.x, w.y), to[8] = make_uint2(w.z, w.w);
+}
+// Column g of the product: zeros where there is no token.
+__device__ __forceinline__ void load_kept(Product& to, const u8* at, bool there, int g, int t) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const uint4 v = there ? ((const uint4*)at)[(t * 2 + g % 2) * 4 + i] : make_uint4(0, 0, 0, 0);
+    to.b[2 * i] = make_uint2(v.x, v.y), to.b[2 * i + 1] = make_uint2(v.z, v.w);
+  }
+}
+
+// Groups of four tokens share what is decoded.
+template <int I, int COUNT>
+__device__ __forceinline__ void multiply(Product::Sums (&acc)[COUNT], const Product (&p)[COUNT], const Codes& c, u32 bank) {
+  u32 top = first<I, 0>(c, bank), low = first<I, 1>(c, bank);
+#pragma unroll
+  for (int j = 0; j < COUNT; j++) mma_u8s8(acc[j][STAGES == 2 ? 0 : I % 2], top, low, top << 4, low << 4, p[j].b[I]);
+  if (STAGES == 2) {
+    top = second<I, 0>(c, bank), low = second<I, 1>(c, bank);
+#pragma unroll
+    for (int j = 0; j < COUNT; j++) mma_u8s8(acc[j][1], top, low, top << 4, low << 4, p[j].b[I]);
+  }
+}
+template <int COUNT>
+__device__ __forceinline__ void multiply_all(Product::Sums (&acc)[COUNT], const Product (&p)[COUNT], const Codes& c,
+                                             u32 bank) {
+#pragma unroll
+  for (int j = 0; j < COUNT; j++) Product::clear(acc[j]);
+  multiply<0>(acc, p, c, bank), multiply<1>(acc, p, c, bank), multiply<2>(acc, p, c, bank), multiply<3>(acc, p, c, bank);
+  multiply<4>(acc, p, c, bank), multiply<5>(acc, p, c, bank), multiply<6>(acc, p, c, bank), multiply<7>(acc, p, c, bank);
+}

@@ -28,10 +28,12 @@ ARGUMENTS = build.Arguments(
 )
 KERNEL = build.Source(
     "e8p_dequantize",
+    ops=("e8p_linear",),
     functions=("e8p_dequantize",),
     arguments=ARGUMENTS,
     capabilities=build.CLUSTERS,
     example={"BITS": 2, "HALF": 0},
+    shared=SHARED,
 )
 
 
@@ -43,7 +45,7 @@ def _kernel(bits: int, half: bool, device: int) -> build.Kernel:
 @cache
 def available(device: int) -> bool:
     """Whether the kernel can be built for this GPU; warns once where not."""
-    return KERNEL.usable(device, "another kernel runs many tokens of an E8P linear", SHARED)
+    return KERNEL.usable(device, "another kernel runs many tokens of an E8P linear")
 
 
 def weight(

@@ -186,24 +186,14 @@ __device__ __forceinline__ void as_floats(float (&v)[8], const uint4& low, const
   v[6] = __uint_as_float(high.z), v[7] = __uint_as_float(high.w);
 }
 
-constexpr float OFFSET = BITS == 2 ? -15.f : BITS == 3 ? -23.f : -75.f;
-__device__ __forceinline__ void set_scale(Product& to, float2 scale) {
-  to.offset = OFFSET * scale.y * scale.x;
-  to.scale = scale.x * (BITS == 3 ? 1.f : 2.f);
-}
 // A slice of the pairs of a chunk, as they were prepared.
 __device__ __forceinline__ void load(Product (&to)[GROUPS], const Arguments& a, const Item& item, int slice, bool real,
                                      int g, int t) {
 #pragma unroll
   for (int j = 0; j < GROUPS; j++) {
-    const bool there = real && j * 4 + g / 2 < item.size;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      uint4 v = make_uint4(0, 0, 0, 0);
-      if (there)
-        v = ((const uint4*)(a.bytes + ((size_t)item.pair(j * 4 + g / 2) * SLICES + slice) * 512))[(t * 2 + g % 2) * 4 + i];
-      to[j].b[2 * i] = make_uint2(v.x, v.y), to[j].b[2 * i + 1] = make_uint2(v.z, v.w);
-    }
+    const int token = j * 4 + g / 2;
+    const bool there = real && token < item.size;
+    load_kept(to[j], a.bytes + ((size_t)(there ? item.pair(token) : 0) * SLICES + slice) * KEPT, there, g, t);
     set_scale(to[j], real && j * 4 + t < item.size ? a.scales[(size_t)item.pair(j * 4 + t) * SLICES + slice]
                                                    : make_float2(0.f, 0.f));
   }
@@ -264,9 +254,7 @@ extern "C" __global__ void e8p_experts_prepare(const __grid_constant__ Arguments
   }
   rotate(v, in_scale, IN_BLOCK, lane);
   float2 scale;
-  const uint4 w = to_bytes(v, scale);
-  uint2* const to = (uint2*)(a.bytes + (size_t)at * 512) + lane / 8 * 16 + lane % 8;
-  to[0] = make_uint2(w.x, w.y), to[8] = make_uint2(w.z, w.w);
+  keep(a.bytes + (size_t)at * KEPT, to_bytes(v, scale), lane);
   if (lane == 0) a.scales[at] = scale;
 }
 
@@ -289,26 +277,6 @@ extern "C" __global__ void e8p_experts_combine(const __grid_constant__ Arguments
 
 // -------------------------------------------------------------------------------------------------------------- product
 
-template <int I>
-__device__ __forceinline__ void multiply(Product::Sums (&acc)[GROUPS], const Product (&p)[GROUPS], const Codes& c, u32 bank) {
-  u32 top = first<I, 0>(c, bank), low = first<I, 1>(c, bank);
-#pragma unroll
-  for (int j = 0; j < GROUPS; j++) mma_u8s8(acc[j][STAGES == 2 ? 0 : I % 2], top, low, top << 4, low << 4, p[j].b[I]);
-  if (STAGES == 2) {
-    top = second<I, 0>(c, bank), low = second<I, 1>(c, bank);
-#pragma unroll
-    for (int j = 0; j < GROUPS; j++) mma_u8s8(acc[j][1], top, low, top << 4, low << 4, p[j].b[I]);
-  }
-}
-
-// Four rows a lane, of 128.
-__device__ __forceinline__ void rotate_rows(float4& v, int block, int lane) {
-  pair(v.x, v.y), pair(v.z, v.w), pair(v.x, v.z), pair(v.y, v.w);
-#pragma unroll
-  for (int o = 1; o < 16; o <<= 1) across_lanes(v, lane, o);
-  if (block == 128) across_lanes(v, lane, 16);
-}
-__device__ __forceinline__ void add_to(float4& v, const float4& u) { v.x += u.x, v.y += u.y, v.z += u.z, v.w += u.w; }
 // Sums of rows `row` and on of an expert -> its outputs, times `weight`; `biased`: with its bias.
 __device__ __forceinline__ float4 outputs(float4 v, const Arguments& a, int expert, int row, float weight, bool biased,
                                           int lane) {
@@ -427,12 +395,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) e8p_experts(con
         wait_but<DEPTH - 1>();
         const Codes c = codes_at(ring + place * SLOT + lane * 16, 1024, 0, lane);
         Product::Sums acc[GROUPS];
-#pragma unroll
-        for (int j = 0; j < GROUPS; j++) Product::clear(acc[j]);
-        multiply<0>(acc, product, c, bank), multiply<1>(acc, product, c, bank);
-        multiply<2>(acc, product, c, bank), multiply<3>(acc, product, c, bank);
-        multiply<4>(acc, product, c, bank), multiply<5>(acc, product, c, bank);
-        multiply<6>(acc, product, c, bank), multiply<7>(acc, product, c, bank);
+        multiply_all(acc, product, c, bank);
         fetch(place);  // no earlier: nothing but their use orders a lane's reads before its copies
         place = place == DEPTH - 1 ? 0 : place + 1;
 #pragma unroll

@@ -167,6 +167,7 @@ def choose(bits: int, device: build.Device, top_k: int, options: tuple[Cut, ...]
 
 KERNELS = build.Source(
     "e8p_experts",
+    ops=("e8p_experts",),
     functions=("e8p_experts", "e8p_experts_prepare", "e8p_experts_combine"),
     arguments=ARGUMENTS,
     capabilities=build.CLUSTERS,

@@ -77,6 +77,7 @@ def defines(plan: Plan, k: int, bits: int, half: bool) -> dict[str, int]:
 
 KERNELS = build.Source(
     "e8p_prefill",
+    ops=("e8p_linear",),
     functions=("e8p_rotate", "e8p_prefill", "e8p_add_parts"),
     arguments=ARGUMENTS,
     capabilities=build.HOPPER,

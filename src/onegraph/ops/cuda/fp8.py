@@ -36,6 +36,7 @@ DEQUANTIZE_ARGUMENTS = build.Arguments(
 )
 DEQUANTIZE = build.Source(
     "fp8_dequantize",
+    ops=("fp8_dequantize",),
     functions=("fp8_dequantize",),
     arguments=DEQUANTIZE_ARGUMENTS,
     capabilities=build.EVERY,
@@ -104,6 +105,7 @@ class Variant:
 
 KERNEL = build.Source(
     "fp8",
+    ops=("fp8_linear", "fp8_grouped_linear", "fp8_experts"),
     functions=("fp8_linear",),
     arguments=ARGUMENTS,
     capabilities=build.EVERY,

@@ -41,6 +41,7 @@ DEQUANTIZE_ARGUMENTS = build.Arguments(pointers=("codes", *WEIGHT, "y"), ints=("
 KIND = {"HALF": 0, "SCALE_BF16": 0, "GROUP": 128}
 ONE = build.Source(
     "int4_one",
+    ops=("int4_linear",),
     functions=("int4_one",),
     arguments=ONE_ARGUMENTS,
     capabilities=build.CLUSTERS,
@@ -48,6 +49,7 @@ ONE = build.Source(
 )
 BATCH = build.Source(
     "int4_batch",
+    ops=("int4_linear",),
     functions=("int4_batch",),
     arguments=BATCH_ARGUMENTS,
     capabilities=build.CLUSTERS,
@@ -55,6 +57,7 @@ BATCH = build.Source(
 )
 DEQUANTIZE = build.Source(
     "int4_dequantize",
+    ops=("int4_linear",),
     functions=("int4_dequantize",),
     arguments=DEQUANTIZE_ARGUMENTS,
     capabilities=build.EVERY,

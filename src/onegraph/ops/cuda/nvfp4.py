@@ -45,6 +45,14 @@ def _defines(
 
 KERNEL = build.Source(
     "nvfp4",
+    ops=(
+        "nvfp4_linear",
+        "nvfp4_grouped_linear",
+        "nvfp4_experts",
+        "mxfp4_linear",
+        "mxfp4_grouped_linear",
+        "mxfp4_experts",
+    ),
     functions=("nvfp4_linear",),
     arguments=ARGUMENTS,
     capabilities=build.CLUSTERS,
@@ -53,6 +61,7 @@ KERNEL = build.Source(
 SHORT_ARGUMENTS = build.Arguments(pointers=(*LAYER, "y"), ints=("tokens", "n", "k", "matrices"))
 SHORT = build.Source(
     "nvfp4_short",
+    ops=("nvfp4_linear", "mxfp4_linear"),
     functions=("nvfp4_short",),
     arguments=SHORT_ARGUMENTS,
     capabilities=build.EVERY,
@@ -61,6 +70,7 @@ SHORT = build.Source(
 DEQUANTIZE_ARGUMENTS = build.Arguments(pointers=("codes", "scale", "global_scale", "y"), ints=("n", "k"))
 DEQUANTIZE = build.Source(
     "nvfp4_dequantize",
+    ops=("nvfp4_linear", "mxfp4_linear"),
     functions=("nvfp4_dequantize",),
     arguments=DEQUANTIZE_ARGUMENTS,
     capabilities=build.EVERY,

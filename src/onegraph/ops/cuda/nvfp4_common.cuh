@@ -29,12 +29,6 @@ __device__ __forceinline__ u32 e4m3_to_half(u32 two) {  // two E4M3 in the low h
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(v) : "h"((u16)two));
   return v;
 }
-__device__ __forceinline__ uint4 stream(const u8* p) {  // read once: past the L1
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
-}
 __device__ __forceinline__ u32 load_pair(const u8* p) { return __ldg((const u16*)p); }  // two bytes, at an even address
 // Asynchronous copies global -> shared; zeros where not `inside`, without a read.
 __device__ __forceinline__ void copy16(u8* to, const u8* from, bool inside) { copy16<TWO_LINES>(address(to), from, inside); }

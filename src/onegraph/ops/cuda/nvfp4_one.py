@@ -39,6 +39,7 @@ def _defines(mode: int, half: bool, depth: int, group: int, *, edge: bool, wide:
 
 KERNEL = build.Source(
     "nvfp4_one",
+    ops=("nvfp4_linear", "mxfp4_linear", "nvfp4_experts", "mxfp4_experts"),
     functions=("nvfp4_one",),
     arguments=ARGUMENTS,
     capabilities=build.CLUSTERS,

@@ -10,9 +10,17 @@ struct __align__(64) TensorMap { u64 words[16]; };  // what the copy engine know
 
 #define PTX __device__ __forceinline__
 
-// One launch after the other: what stands before the wait runs while the launch before it ends.
+// One launch after the other: what stands before the wait runs while the launch before it ends. Cards before compute
+// capability 9.0 have none of it: there a launch begins when the one before has ended.
+#if __CUDA_ARCH__ >= 900
+constexpr bool OVERLAPS = true;
 PTX void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 PTX void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+#else
+constexpr bool OVERLAPS = false;
+PTX void wait_for_previous() {}
+PTX void let_next_start() {}
+#endif
 
 PTX u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -118,6 +126,19 @@ PTX uint4 load_transposed(const uint4* row) {  // four matrices, a row's address
 PTX void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 PTX void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int LEFT> PTX void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LEFT) : "memory"); }
+
+// What is read once: past the L1, with 256 bytes around it to the L2.
+PTX uint4 stream(const u8* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+PTX uint2 stream8(const u8* p) {
+  uint2 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
 
 // Copies from memory that a lane asks for itself. With `there`: zeros where it is false, without a read.
 enum Fetch { ALONE, LINE, TWO_LINES };  // what comes to the L2 with it: 128 bytes, 256 bytes

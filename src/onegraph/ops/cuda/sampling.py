@@ -18,9 +18,11 @@ ARGUMENTS = build.Arguments(
 )
 KERNEL = build.Source(
     "sampling",
+    ops=("sample",),
     functions=("sample",),
     arguments=ARGUMENTS,
     capabilities=build.CLUSTERS,
+    shared=SHARED_STRUCT + 4 * MAX_WIDTH // CLUSTERS[-1],
 )
 
 
@@ -34,13 +36,13 @@ class Plan(NamedTuple):
 
 @cache
 def _kernel(device: int) -> build.Kernel:
-    return KERNEL.load({}, device, SHARED_STRUCT + 4 * MAX_WIDTH // CLUSTERS[-1])[0]
+    return KERNEL.load({}, device, KERNEL.shared)[0]
 
 
 @cache
 def available(device: int) -> bool:
     """Whether the kernel can be built for this GPU; warns once where not."""
-    return KERNEL.usable(device, "Triton's sample", SHARED_STRUCT + 4 * MAX_WIDTH // CLUSTERS[-1])
+    return KERNEL.usable(device, "Triton's sample")
 
 
 def plan(rows: int, width: int, device: build.Device) -> Plan:

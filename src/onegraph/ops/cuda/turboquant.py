@@ -26,6 +26,7 @@ ARGUMENTS = build.Arguments(
 )  # fmt: skip
 KERNEL = build.Source(
     "turboquant_write",
+    ops=("turboquant_write",),
     functions=("turboquant_write",),
     arguments=ARGUMENTS,
     capabilities=build.EVERY,

@@ -107,6 +107,7 @@ class Plan:
 
 KERNELS = build.Source(
     "turboquant_attention",
+    ops=("turboquant_attention", "turboquant_hybrid", "turboquant_decode"),
     functions=("attend_and_merge", "attend", "merge_1", "merge_4"),
     arguments=ARGUMENTS,
     capabilities=build.CLUSTERS,

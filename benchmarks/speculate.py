@@ -1,0 +1,128 @@
+"""Tokens per second of rounds that check drafts, beside the step of one token, on one model shape, in one run.
+
+    PYTHONPATH=src python3 benchmarks/speculate.py --shape llama-3-8b --bits 2 --lm-head 4 --context 1024 --batch 1
+
+Weights are random. The oracle knows the text and is right with a set chance for each token, each on its own: figures
+of its lines are synthetic. What it knows is what the model writes in rounds of the same count, of which no draft is
+right; `same_text` says that the timed run gave that very text. The n-gram drafter, which finds little in such a text,
+shows what looking costs. `round_us` is a replay of the round; prints JSON lines, --out appends them.
+"""
+
+import argparse
+import statistics
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from step import SHAPES, random_model
+
+from onegraph.engine.draft import ModelDrafter, NgramDrafter, OracleDrafter
+from onegraph.engine.generate import Engine
+from onegraph.engine.params import SamplingParams
+from onegraph.engine.record import emit, machine
+
+
+def timed(engine: Engine, prompts: list[list[int]], params: list[SamplingParams], repeats: int) -> tuple[float, Any]:
+    """Median tokens per second of `repeats` runs, and what the last one wrote."""
+    rates, out = [], None
+    for _ in range(repeats):
+        out = engine.generate(prompts, params)
+        rates.append(engine.stats.decode_tokens_per_second)
+    return statistics.median(rates), out
+
+
+def round_us(engine: Engine, batch: int, drafts: int, sampling: bool) -> float:
+    """Median microseconds of a replay, one after the other, on the state of the last `generate`."""
+    runner = engine.runner("decode", sampling=sampling, drafts=drafts)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times = []
+    with runner.running():
+        for _ in range(10):
+            begin.record()
+            for _ in range(10):
+                runner.replay(batch)
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 100)
+    return round(statistics.median(times), 1)
+
+
+def rows(args: argparse.Namespace, model: Any, drafting: Any) -> Iterator[dict[str, Any]]:
+    batch, vocabulary = args.batch, model.config.vocab_size
+    g = torch.Generator().manual_seed(0)
+    prompts = torch.randint(0, vocabulary, (batch, args.context), generator=g).tolist()
+    warm = {"temperature": 0.8, "top_k": 50, "top_p": 0.95} if args.sampling else {}
+    params = [SamplingParams(max_tokens=args.tokens + 1, seed=i, **warm) for i in range(batch)]
+    short = [SamplingParams(max_tokens=8, seed=i, **warm) for i in range(batch)]
+    sizes = {"max_batch": batch, "max_context": args.context + args.tokens + 16, "kv": args.kv}
+
+    def row(engine: Engine, name: str, drafts: int, **more: Any) -> dict[str, Any]:
+        rate, out = timed(engine, prompts, params, args.repeats)
+        stats = engine.stats
+        steps = stats.decode_steps
+        found = {
+            "bench": "speculate", "name": name, "batch": batch, "context": args.context, "tokens": args.tokens,
+            "drafts": drafts, "temperature": params[0].temperature, "tokens_per_second": round(rate, 1),
+            "tokens_per_round": round(stats.decode_tokens / steps / batch, 3), "rounds": steps,
+            "us_per_round": round(1e6 * stats.decode_seconds / steps, 1),
+            "round_us": round_us(engine, batch, drafts, args.sampling),
+        } | more  # fmt: skip
+        return {"row": found, "out": out}
+
+    engine = Engine(model, **sizes)
+    engine.generate(prompts, short)
+    plain = row(engine, "no drafts", 0)
+    yield plain["row"]
+    engine = Engine(model, **sizes, draft=NgramDrafter, draft_tokens=3)
+    engine.generate(prompts, short)
+    looked = row(engine, "n-gram", 0)
+    yield looked["row"] | {"same_text": looked["out"] == plain["out"]}
+    for count in args.drafts:
+        never = Engine(model, **sizes, draft=partial(OracleDrafter, [[0]] * batch, 0.0, vocabulary), draft_tokens=count)
+        answers = never.generate(prompts, params)
+        texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+        for chance in args.chance:
+            oracle = partial(OracleDrafter, texts, chance, vocabulary)
+            engine = Engine(model, **sizes, draft=oracle, draft_tokens=count)
+            engine.generate(prompts, short)
+            found = row(engine, f"oracle {chance:g}, synthetic", count)
+            same = sum(a == b for a, b in zip(found["out"], plain["out"], strict=True))
+            yield found["row"] | {"same_text": found["out"] == answers, "equal_to_plain": same}
+    if drafting is not None:
+        for count in args.drafts:
+            engine = Engine(model, **sizes, draft=partial(ModelDrafter, drafting), draft_tokens=count)
+            engine.generate(prompts, short)
+            found = row(engine, "itself", count)
+            yield found["row"]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3-8b")
+    parser.add_argument("--bits", type=int, default=2)
+    parser.add_argument("--lm-head", type=int, default=None)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--drafts", type=int, nargs="+", default=[1, 3, 5, 7])
+    parser.add_argument("--chance", type=float, nargs="+", default=[0.8])
+    parser.add_argument("--sampling", action="store_true")
+    parser.add_argument("--itself", action="store_true", help="also let the model draft for itself")
+    parser.add_argument("--kv", default=None, help="as of `onegraph generate`")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    reach = args.context + args.tokens + 16
+    model = random_model(SHAPES[args.shape], args.bits, args.lm_head, reach, device=args.device)
+    about = {"shape": args.shape, "bits": args.bits, "lm_head": args.lm_head, "kv": args.kv}
+    for row in rows(args, model, model if args.itself else None):
+        emit(row | about | machine(torch.device(args.device)), args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""Who drafts: what a drafter is asked, and drafters that need no training.
+
+A drafter names tokens that may follow a row's newest one. Whether they do is the target's to say
+(`engine/speculate.py`), so a drafter's mistake costs time and never changes a text. Its part of a round stands in the
+same graph as the target's, and obeys the same contract.
+"""
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from onegraph.engine.choice import draw
+from onegraph.engine.decoder import Breakable, Decoder
+from onegraph.formats.turboquant import DRAFTS, TurboQuantConfig
+from onegraph.ops.draft import ngram_drafts
+from onegraph.ops.step import begin_step
+
+LONGEST, SHORTEST = 4, 2  # tokens at a text's end that n-gram drafts look for: at most and at least
+MOST = DRAFTS - 1  # drafts of a round: a cache in codes takes them with the newest token as one decode step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a drafter works, of one engine: sizes as `Decoder.new_cache` takes them, and the state of all slots.
+
+    history: int64 [slots, max_context], tokens by position. drafts: int64 [slots, count], found: int32 [slots]: what a
+    drafter writes, and how many of them count. Slot 0 belongs to nobody.
+    """
+
+    rows: int
+    pages: int
+    page_size: int
+    pages_per_row: int
+    kv: TurboQuantConfig | None
+    device: torch.device
+    history: Tensor
+    drafts: Tensor
+    found: Tensor
+
+    @property
+    def count(self) -> int:
+        """Drafts of a round at most."""
+        return self.drafts.shape[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """What a drafter sees of a round's rows [B] once their new tokens are taken, all on the device.
+
+    positions: where each row's newest token, `drawn`, stands: nothing has read it yet. inputs: the step's, with
+    `limits`, `slots`, `seed` and what sampling needs. table: their pages. count: drafts that the next round may check.
+    """
+
+    positions: Tensor
+    drawn: Tensor
+    table: Tensor
+    inputs: Mapping[str, Tensor]
+    sampling: bool
+    count: int
+
+
+class Drafter(Protocol):
+    """Made by a call with a `Place`. `pure_pages` as a cache's: True where it keeps nothing of its own."""
+
+    @property
+    def pure_pages(self) -> bool: ...
+
+    def read(self, tokens: Tensor, positions: Tensor, counts: Tensor, table: Tensor, slots: Tensor) -> None:
+        """The target reads a part of a prompt: tokens int64 [B, Q], of which `counts` are real, from `positions` on."""
+
+    def draft(self, rows: Rows) -> Tensor:
+        """Write drafts and found of the rows' slots; returns how many were found of each row, int64 [B]."""
+
+    def reset(self) -> None:
+        """Forget everything, after a NaN."""
+
+
+MakeDrafter = Callable[[Place], Drafter]
+
+
+class NgramDrafter:
+    """Drafts from the text itself: see `onegraph.ops.draft.ngram_drafts`. Keeps nothing of its own."""
+
+    pure_pages = True
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    def read(self, tokens: Tensor, positions: Tensor, counts: Tensor, table: Tensor, slots: Tensor) -> None:
+        """The host has written all of the prompt into the history."""
+
+    def draft(self, rows: Rows) -> Tensor:
+        at, slots, limits = self._place, rows.inputs["slots"], rows.inputs["limits"]
+        found: Tensor = ngram_drafts(at.history, slots, rows.positions, limits, at.drafts, at.found, LONGEST, SHORTEST)
+        return found
+
+    def reset(self) -> None:
+        pass
+
+
+class ModelDrafter:
+    """A second model of the same vocabulary, whose cache has the target's pages: one block table serves both.
+
+    Where tokens are drawn, it draws with the same random numbers as the target: the closer its probabilities, the more
+    often both draw the same token.
+
+    Args:
+        model: as the engine's, in one stage on the same device.
+
+    Raises ValueError where the two do not go together.
+    """
+
+    def __init__(self, model: Decoder, place: Place) -> None:
+        if model.devices != [place.device]:
+            raise ValueError(f"draft: the drafting model is on {model.devices}; allowed is the target's {place.device}")
+        context = place.history.shape[1]
+        if model.max_context < context:
+            raise ValueError(
+                f"draft: the drafting model was loaded for {model.max_context} tokens; the engine's max_context is "
+                f"{context}: load it for as many"
+            )
+        self.model, self._place = model, place
+        self._cache = model.new_cache(
+            rows=place.rows, pages=place.pages, page_size=place.page_size, pages_per_row=place.pages_per_row,
+            kv=place.kv,
+        )  # fmt: skip
+
+    @property
+    def pure_pages(self) -> bool:
+        return self._cache.pure_pages
+
+    def read(self, tokens: Tensor, positions: Tensor, counts: Tensor, table: Tensor, slots: Tensor) -> None:
+        self._pass(tokens, positions, counts, table, slots)
+
+    def draft(self, rows: Rows) -> Tensor:
+        at, inputs = self._place, rows.inputs
+        own, limits = inputs["slots"].long(), inputs["limits"]
+        # The token before the newest is read with it: where all drafts were right, nobody has read the last of them.
+        before = at.history[own, (rows.positions.long() - 1).clamp(min=0)]
+        tokens, places = torch.stack((before, rows.drawn), dim=1), (rows.positions - 1).clamp(min=0)
+        drafts: list[Tensor] = []
+        for _ in range(max(1, rows.count)):
+            counts, after = begin_step(places, limits, tokens.shape[1])
+            hidden = self._pass(tokens, places, counts, rows.table, inputs["slots"])
+            if not rows.count:
+                break
+            token = draw(self.model.logits(hidden[:, -1]), after, inputs, sampling=rows.sampling)
+            drafts.append(token)
+            tokens, places = token.unsqueeze(1), after
+        found = (limits > rows.positions).int() * rows.count
+        if drafts:
+            at.drafts[own, : rows.count] = torch.stack(drafts, dim=1)
+        at.found[own] = found
+        return found.long()
+
+    def reset(self) -> None:
+        self._cache.reset()
+
+    def _pass(self, tokens: Tensor, positions: Tensor, counts: Tensor, table: Tensor, slots: Tensor) -> Tensor:
+        cache: Any = self._cache.parts[0].view()
+        cache.block_table, cache.positions, cache.counts, cache.slots = table, positions, counts, slots
+        return self.model(tokens, Breakable(cache))
+
+
+class OracleDrafter:
+    """Knows texts beforehand and names the right token with a set chance: what rounds give at a known acceptance.
+
+    For benchmarks and tests. It tells the text of a row by the row's seed: the text of number seed mod len(texts).
+
+    Args:
+        texts: prompt and answer, token ids of each. chance: of a draft to be right, each on its own.
+        vocabulary: tokens of the model.
+    """
+
+    pure_pages = True
+
+    def __init__(self, texts: Seq[Seq[int]], chance: float, vocabulary: int, place: Place) -> None:
+        self._place = place
+        known = torch.zeros(len(texts), place.history.shape[1] + 2 * MOST, dtype=torch.int64)
+        for row, text in zip(known, texts, strict=True):
+            row[: len(text)] = torch.tensor(text)
+        right = torch.rand(known.shape, generator=torch.Generator().manual_seed(0)) < chance
+        self._names = torch.where(right, known, (known + 1) % vocabulary).to(place.device)
+
+    def read(self, tokens: Tensor, positions: Tensor, counts: Tensor, table: Tensor, slots: Tensor) -> None:
+        """It has read everything."""
+
+    def draft(self, rows: Rows) -> Tensor:
+        at, own = self._place, rows.inputs["slots"].long()
+        text = rows.inputs["seed"] % len(self._names)
+        step = torch.arange(1, rows.count + 1, device=own.device)
+        found = (rows.inputs["limits"] > rows.positions).int() * rows.count
+        at.drafts[own, : rows.count] = self._names[text.unsqueeze(1), rows.positions.unsqueeze(1) + step]
+        at.found[own] = found
+        return found.long()
+
+    def reset(self) -> None:
+        pass

@@ -1,0 +1,101 @@
+"""The steps that an engine runs, as graphs take them: the capture contract holds here.
+
+Everything that a step changes lies on the device and is advanced inside the step. Each is a function of its input
+buffers (`engine/inputs.py`) and of what outlives it: the cache, what changes logits, and what drafts.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onegraph.engine.choice import Choice, ChoiceState, draw
+from onegraph.engine.decoder import Breakable, Cache, Decoder
+from onegraph.engine.draft import Rows
+from onegraph.engine.speculate import Speculation
+from onegraph.ops.draft import accept_drafts, begin_round
+from onegraph.ops.step import begin_step, finish_step
+
+
+class Steps:
+    """Of one engine.
+
+    Attributes:
+        choices: made when a row first asks for more than temperature, top-k and top-p.
+        width: pages of a row that attention looks at; length: tokens of a prefill step. Fixed where steps are captured.
+    """
+
+    def __init__(
+        self, model: Decoder, cache: Cache, speculation: Speculation | None, *, width: int, length: int
+    ) -> None:
+        self.model, self.cache, self.speculation = model, cache, speculation
+        self.choices: ChoiceState | None = None
+        self.width, self.length = width, length
+
+    def step(
+        self, stage: int, choice: Choice, positions: Tensor, limits: Tensor, table: Tensor, **inputs: Tensor
+    ) -> Tensor:
+        """One stage's part of a step: what the next stage takes, or from the last what the host reads, int64 [B].
+
+        Decoding reads each row's last token (`drawn`, int64 [B]) and puts the next one in its place; prefill reads up
+        to `chunk` tokens of a prompt (`tokens`, [1, chunk]) and draws the one behind them.
+        """
+        decoding = "drawn" in inputs
+        tokens = inputs["drawn"].unsqueeze(1) if decoding else inputs["tokens"][:, : self.length]
+        # Padding rows and rows at their end have 0 tokens to read, and stay where they are.
+        counts, after = begin_step(positions, limits, tokens.shape[1])
+        table, slots = table[:, : self.width], inputs["slots"]
+        stream = inputs["stream"] if stage else self.model.enter(tokens)
+        stream = self._run(stage, stream, tokens, table, positions, counts, slots)
+        if self.speculation is not None:
+            self.speculation.drafter.read(tokens, positions, counts, table, slots)
+        if stage < len(self.model.devices) - 1:
+            positions.copy_(after)
+            return stream
+        new, logits = self._draw(self.model.leave(stream), counts, after, inputs, choice)
+        return finish_step(new, logits, after, inputs["drawn"] if decoding else torch.empty_like(new), positions)
+
+    def round(
+        self, choice: Choice, drafts: int, positions: Tensor, limits: Tensor, table: Tensor, **inputs: Tensor
+    ) -> Tensor:
+        """A decode step that reads each row's last token and up to `drafts` drafts behind it, keeps those that are
+        right, and drafts anew. What the host reads, int64 [B, drafts + 2]: new tokens, then how many drafts wait."""
+        assert self.speculation is not None
+        speculation, place = self.speculation, self.speculation.place
+        drawn, slots, table = inputs["drawn"], inputs["slots"], table[:, : self.width]
+        tokens, counts, places = begin_round(positions, limits, slots, drawn, place.drafts, place.found, drafts + 1)
+        stream = self._run(0, self.model.enter(tokens), tokens, table, positions, counts, slots)
+        hidden = self.model.leave(stream)
+        if drafts:
+            logits = self.model.logits(hidden.flatten(0, 1))
+            new = speculation.draw(logits, places, inputs, sampling=choice.sampling)
+        else:
+            first, logits = self._draw(hidden, counts, places.view(-1), inputs, choice)
+            new = first.unsqueeze(1)
+        report, _ = accept_drafts(new, logits, tokens, counts, slots, drawn, positions, place.history)
+        rows = Rows(
+            positions=positions, drawn=drawn, table=table, inputs=inputs | {"limits": limits},
+            sampling=choice.sampling, count=place.count,
+        )  # fmt: skip
+        return torch.cat((report, speculation.drafter.draft(rows).unsqueeze(1)), dim=1)
+
+    def _run(
+        self, stage: int, stream: Any, tokens: Tensor, table: Tensor, positions: Tensor, counts: Tensor, slots: Tensor
+    ) -> Any:
+        cache = self.cache.parts[stage].view()
+        cache.block_table, cache.positions, cache.counts, cache.slots = table, positions, counts, slots
+        return self.model.run(stage, stream, tokens, Breakable(cache))
+
+    def _draw(
+        self, hidden: Tensor, counts: Tensor, after: Tensor, inputs: dict[str, Tensor], choice: Choice
+    ) -> tuple[Tensor, Tensor]:
+        """From hidden states [B, Q, D]: the token behind each row's last one, and the model's logits there."""
+        if hidden.shape[1] == 1:
+            hidden = hidden.squeeze(1)
+        else:
+            last = (counts.long() - 1).clamp(min=0)
+            hidden = hidden.gather(1, last.view(-1, 1, 1).expand(-1, 1, hidden.shape[2])).squeeze(1)
+        logits = self.model.logits(hidden)
+        if self.choices is None or not (choice.shaping or choice.logprobs):
+            return draw(logits, after, inputs, sampling=choice.sampling), logits
+        return self.choices.choose(logits, counts, after, inputs, choice), logits

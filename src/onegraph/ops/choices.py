@@ -1,0 +1,77 @@
+"""Which family of kernels each op runs on a GPU, and why: what `onegraph env` prints."""
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+
+import onegraph.ops
+from onegraph.ops import cuda, family
+from onegraph.ops.cuda import build
+from onegraph.ops.family import Family
+from onegraph.ops.registry import OPS, Op
+
+KERNELS = "cuda", "triton", "cpu"  # rooms of kernels, which register no op
+CUDA: tuple[Family, ...] = "hopper", "portable"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What an op runs.
+
+    Attributes:
+        family: of what it runs first; where that takes some calls alone, others may run another's.
+        sources: CUDA sources that run.
+        refused: why others, which stand before these or beside them, do not: reason by source.
+    """
+
+    op: str
+    family: Family
+    sources: tuple[str, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def only(self) -> bool:
+        """Whether there is nothing that it could run instead."""
+        return not self.sources and not self.refused
+
+
+@cache
+def registered() -> dict[str, Op]:
+    """Every op, by name."""
+    for module in pkgutil.iter_modules(onegraph.ops.__path__):
+        if module.name not in KERNELS:
+            importlib.import_module(f"onegraph.ops.{module.name}")
+    return dict(sorted(OPS.items()))
+
+
+def choices(device: int) -> list[Choice]:
+    """Of every op, on this GPU. Looks at what sources are written for and whether NVRTC is there; builds none."""
+    return [_choice(op, device) for op in registered().values()]
+
+
+def sources() -> "list[build.Source]":
+    """Every `cuda.build.Source`, which are declared where their launchers are imported."""
+    for module in pkgutil.iter_modules(cuda.__path__):
+        importlib.import_module(f"onegraph.ops.cuda.{module.name}")
+    return build.Source.every
+
+
+def _choice(op: Op, device: int) -> Choice:
+    if family.FORCED == "reference" or op.kernel is None:
+        return Choice(op.name, "reference")
+    # What a module of CUDA kernels cannot have, Triton's run; elsewhere the op itself goes on in torch.
+    mine = [source for source in sources() if op.name in source.ops]
+    rest: Family = "triton" if not mine or op.kernel.startswith("onegraph.ops.cuda.") else "reference"
+    found, runs, refused = rest, list[str](), dict[str, str]()
+    for each in CUDA:
+        for source in (source for source in mine if source.family == each):
+            if why := source.obstacle(device):
+                refused[source.path.name] = why
+            else:
+                runs.append(source.path.name)
+                found = each if len(runs) == 1 else found
+        if runs and not refused:
+            break  # nothing is left for the next family
+    return Choice(op.name, found, tuple(runs), refused)

@@ -1,0 +1,209 @@
+"""E8P linear for 1 to 64 tokens, 16 at once, on every card since Ampere: how `e8p_portable.cu` is cut over the GPU."""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+
+import torch
+
+from onegraph.ops.cuda import build
+from onegraph.ops.cuda.e8p_common import ROWS, SLICE, SLOT, Linear
+from onegraph.ops.cuda.workspace import Counters
+
+MAX_TOKENS = 64  # in passes over the codes
+AT_ONCE = 16  # tokens of a pass
+TURNS = 4  # tokens that the kernel rotates itself; for more, a launch before it does
+CLASSES = (1, 4, 8, 16)  # tokens that it is compiled for
+PARTS = ROWS // 16  # row tiles of 16 in ROWS
+TABLES = {2: 65536, 3: 65536 + 16384, 4: 65536}  # bytes that codes are decoded with, in shared memory
+KEPT = 512  # bytes of a slice of a token, rotated
+MAX_N = 4096 * ROWS  # rows whose arrivals are counted
+# Row tiles of codes that a warp has under way, by bits, and warps of a block at most, by tokens: what registers hold.
+AHEAD = {2: 4, 3: 3, 4: 2}
+WARPS = {1: 16, 4: 16, 8: 16, 16: 8}
+# What `Shape` of e8p_portable.cu is made of.
+SHAPE = "N", "K", "NORMED", "SILU", "BIASED", "ADDED", "WIDE"
+
+ARGUMENTS = build.Arguments(
+    pointers=("x", "codes", "residual", "codebook", "in_scale", "out_scale", "bias", "add", "y", "kept", "scales",
+              "squares", "sums", "arrived"),
+    floats=("norm", "eps", "inverse_k"),
+    ints=("tokens",),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, order=True)
+class Plan:
+    """How one shape is cut: `strips` of rows, which begin at multiples of `unit` row tiles, by `parts` of k. A block
+    has `across` slices side by side and `down` such rows of warps, `ahead` row tiles of codes a warp under way, and
+    room for the sums of `hold` row tiles and `tokens`."""
+
+    ahead: int
+    tokens: int
+    strips: int
+    parts: int
+    unit: int
+    across: int
+    down: int
+    hold: int
+
+    @property
+    def warps(self) -> int:
+        return self.across * self.down
+
+    @property
+    def whole(self) -> bool:
+        """Whether a block ends its rows by itself."""
+        return self.parts == 1 and self.unit % PARTS == 0
+
+    def most(self, n: int) -> int:
+        """Row tiles of a strip at most."""
+        units = -(-(n // 16) // self.unit)
+        return -(-units // self.strips) * self.unit
+
+    def shared(self, bits: int) -> int:
+        """Bytes of shared memory of a block."""
+        struct = -(-(self.tokens * self.across * 8 + 4) // 128) * 128
+        kept = KEPT if self.tokens <= TURNS else 0
+        return TABLES[bits] + struct + self.across * self.tokens * max(kept, (self.hold * 16 + 8) * 4)
+
+    def cost(self, n: int, bits: int, device: build.Device) -> float:
+        """Estimated cycles, up to what all plans have in common."""
+        waves = -(-self.strips * self.parts // device.sms)
+        tiles = self.most(n)
+        issue = {2: 127, 3: 224, 4: 236}[bits] + 8 * (1 if bits == 2 else 2) * (self.tokens // 4)  # of a row tile
+        alone = -(-tiles // self.down) * issue * 1.5  # a warp
+        memory = tiles * self.across * SLOT[bits] / min(12, self.warps * self.ahead * SLOT[bits] / 1000)
+        turns = -(-self.tokens // self.down) * 400 if self.tokens <= TURNS else 300
+        rounds = -(-tiles // self.hold) * 150
+        end = 600 * -(-tiles * self.tokens // (PARTS * self.warps)) if self.whole else 2500 + 25 * self.parts
+        return waves * (max(tiles * self.across * issue / 4, alone, memory) + turns + rounds + end)
+
+
+def plans(n: int, k: int, bits: int, tokens: int, device: build.Device) -> list[Plan]:
+    """Every plan that fits into 99 KB."""
+    count = next(size for size in CLASSES if size >= tokens)
+    slices, tiles, found = -(-k // SLICE), n // 16, []
+    for across in range(1, min(WARPS[count], slices) + 1):
+        parts = -(-slices // across)
+        if -(-slices // parts) < across:
+            continue  # warps would have nothing to do
+        for unit in (1, 2, 4, PARTS):
+            units = -(-tiles // unit)
+            most = -(-units // min(units, max(1, device.sms // parts)))  # units of a strip
+            strips, down = -(-units // most), WARPS[count] // across
+            for ahead in range(AHEAD[bits], 0, -1):
+                all_at_once = Plan(ahead, count, strips, parts, unit, across, down, most * unit)
+                plan = _fitting(all_at_once, bits, min(device.shared, build.PORTABLE_SHARED))
+                if plan:
+                    found.append(plan)
+                    break
+    return found
+
+
+def _fitting(plan: Plan, bits: int, shared: int) -> Plan | None:
+    """`plan`, which holds the sums of a strip, or what holds as many as fit and a round may have; None if none do."""
+    if plan.shared(bits) <= shared:
+        return plan
+    step = math.lcm(plan.ahead * plan.down, PARTS if plan.whole else 1)
+    room = (shared - replace(plan, hold=0).shared(bits)) // (plan.across * plan.tokens * 64)
+    fewer = replace(plan, hold=room // step * step)
+    return fewer if fewer.hold > 0 and fewer.shared(bits) <= shared else None
+
+
+@lru_cache(maxsize=1024)
+def plan(n: int, k: int, bits: int, tokens: int, device: build.Device) -> Plan:
+    """The plan that costs least."""
+    return min(plans(n, k, bits, tokens, device), key=lambda plan: (plan.cost(n, bits, device), plan))
+
+
+def takes(tokens: int, n: int) -> bool:
+    """Whether this kernel computes a shape that `e8p.takes` allows."""
+    return tokens <= MAX_TOKENS and n <= MAX_N
+
+
+def defines(plan: Plan, n: int, k: int, bits: int, half: bool, around: tuple[bool, ...]) -> dict[str, int]:
+    """What e8p_portable.cu is compiled with, but for START. `around`: normed, silu, biased, added, wide."""
+    made = {"BITS": bits, "TOKENS": plan.tokens, "HALF": int(half), "AHEAD": plan.ahead, "HOLD": plan.hold}
+    made |= {"ACROSS": plan.across, "DOWN": plan.down, "PARTS": plan.parts, "STRIPS": plan.strips, "UNIT": plan.unit}
+    return made | dict(zip(SHAPE, (n, k, *map(int, around)), strict=True))
+
+
+KERNELS = build.Source(
+    "e8p_portable",
+    ops=("e8p_linear", "e8p_chain"),  # whose linears are launches of their own without clusters
+    functions=("e8p_portable", "e8p_portable_turn"),
+    arguments=ARGUMENTS,
+    capabilities=build.PORTABLE,
+    example=defines(Plan(4, 4, 33, 2, 1, 8, 2, 8), 4096, 4096, 2, False, (True, False, True, True, False))
+    | {"START": 0},
+    family="portable",
+    shared=build.PORTABLE_SHARED,
+)
+ARRIVED = Counters(MAX_N // ROWS)
+
+
+@cache
+def available(device: int) -> bool:
+    """Whether the kernels can be built for this GPU; warns once where not."""
+    return KERNELS.usable(device, "another kernel runs 1 to 64 tokens of an E8P linear")
+
+
+@lru_cache(maxsize=4096)
+def _kernels(
+    n: int, k: int, bits: int, tokens: int, half: bool, around: tuple[bool, ...], device: int
+) -> tuple[build.Kernel, build.Kernel, Plan]:
+    """The kernels of a shape, and their plan."""
+    chosen = plan(n, k, bits, tokens, build.device(device))
+    product, turn = KERNELS.load(defines(chosen, n, k, bits, half, around), device, chosen.shared(bits))
+    ARRIVED.have(device)
+    return product, turn, chosen
+
+
+def launch(call: Linear) -> None:
+    """`call`, which `takes` allows, on the current device."""
+    if call.tokens <= AT_ONCE:
+        return _launch(call)
+    tokens, count = call.tokens, -(-call.tokens // AT_ONCE)
+    x, out, add = call.x.view(tokens, -1), call.out.view(tokens, -1), call.add
+    for i in range(count):
+        part = slice(tokens * i // count, tokens * (i + 1) // count)
+        more = None if add is None else add.view(tokens, -1)[part]
+        _launch(call._replace(x=x[part], add=more, out=out[part], tokens=part.stop - part.start))
+
+
+def _launch(call: Linear) -> None:
+    """`call`, of up to AT_ONCE tokens."""
+    n, k, bits, tokens, device = call.n, call.k, call.bits, call.tokens, call.out.device.index
+    around = call.eps >= 0, call.silu, call.bias is not None, call.add is not None, call.wide
+    product, turn, plan = _kernels(n, k, bits, tokens, call.half, around, device)
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    pieces, turned = -(-k // SLICE) * tokens, tokens > TURNS
+    kept = KEPT * pieces if turned else 0
+    sums = 0 if plan.whole else 4 * plan.parts * tokens * n
+    space = torch.empty(sums + kept + 12 * pieces, dtype=torch.uint8, device=call.out.device)
+    at = space.data_ptr()
+    arguments = ARGUMENTS.pack(
+        x=call.x.data_ptr(),
+        codes=call.codes.data_ptr(),
+        residual=build.pointer(call.residual) or call.codes.data_ptr(),
+        codebook=call.codebook.data_ptr(),
+        in_scale=call.in_scale.data_ptr(),
+        out_scale=call.out_scale.data_ptr(),
+        bias=build.pointer(call.bias),
+        add=build.pointer(call.add),
+        y=call.out.data_ptr(),
+        sums=at,
+        kept=at + sums,
+        scales=at + sums + kept,
+        squares=at + sums + kept + 8 * pieces,
+        arrived=0 if plan.whole else ARRIVED.of(device, stream),
+        tokens=tokens,
+        norm=call.norm,
+        eps=call.eps,
+        inverse_k=1 / k,
+    )
+    if turned:
+        turn.launch((-(-pieces // 4), 1, 1), 128, 0, 1, stream, arguments)
+    grid = plan.strips * plan.parts, 1, 1
+    product.launch(grid, 32 * plan.warps, plan.shared(bits), 1, stream, arguments)

@@ -1,0 +1,160 @@
+"""The portable E8P linear as a GPU runs it, from the op's kernel down to every launch, which runs on this CPU: `host.py
+FOLDER`, which holds the sources. Prints a line for each case; fails where a result is wrong."""
+
+import ctypes
+import math
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from h200 import H200
+from on_cpu import compile_run
+from onegraph.formats.e8p import codebook
+from onegraph.ops import e8p as ops
+from onegraph.ops.cuda import build, e8p_portable
+from onegraph.ops.cuda.e8p_common import Linear
+
+FOLDER = Path(sys.argv[1])
+SMALL = replace(H200, sms=6, shared=build.PORTABLE_SHARED, clusters=(6,) + (0,) * 15)  # as sums meet there
+counters = torch.zeros(4096, dtype=torch.int32)
+step = 1  # in which blocks come
+
+
+@dataclass(frozen=True)
+class Case:
+    """A shape, what stands around it, and a plan where the shape's own would be another."""
+
+    tokens: int
+    n: int
+    k: int
+    bits: int
+    with_: str = ""
+    plan: e8p_portable.Plan | None = None
+    half: bool = False
+
+    @property
+    def around(self) -> tuple[bool, ...]:
+        return tuple(name in self.with_ for name in ("norm", "silu", "bias", "add", "wide"))
+
+    @property
+    def passes(self) -> list[int]:
+        """Tokens of each."""
+        count = -(-self.tokens // e8p_portable.AT_ONCE)
+        return [self.tokens * (i + 1) // count - self.tokens * i // count for i in range(count)]
+
+    def chosen(self, tokens: int) -> e8p_portable.Plan:
+        return self.plan or e8p_portable.plan(self.n, self.k, self.bits, tokens, SMALL)
+
+    def defines(self, tokens: int) -> tuple[str, ...]:
+        made = e8p_portable.defines(self.chosen(tokens), self.n, self.k, self.bits, self.half, self.around)
+        made |= {"START": 1024, "FOLLOWS": tokens % 2}
+        return tuple(f"-D{name}={value}" for name, value in made.items())
+
+
+PLAN = e8p_portable.Plan  # ahead, tokens, strips, parts, unit, across, down, hold
+CASES = [
+    # as planned for 6 SMs: every rate, both dtypes, odd numbers of tokens, blocks of 64 rows and columns, all fusions
+    Case(1, 192, 576, 2, "norm"),
+    Case(1, 320, 512, 3, "add silu", half=True),
+    Case(1, 128, 1600, 4, "bias wide norm add"),
+    Case(3, 64, 64, 3, "norm bias"),
+    Case(4, 192, 768, 4, "silu wide", half=True),
+    Case(5, 320, 576, 2, "norm add"),
+    Case(8, 192, 512, 3, "silu bias"),
+    Case(11, 128, 832, 4, "norm add wide"),
+    Case(16, 576, 320, 3, "add", half=True),
+    # two passes
+    Case(17, 64, 320, 2, "add norm"),
+    # several rounds of sums in blocks that end their rows by themselves; the last round is short
+    Case(1, 640, 512, 2, "norm", PLAN(4, 1, 2, 1, 8, 2, 2, 8)),
+    # the same between blocks, where strips cut blocks of rows; a warp that has no slice
+    Case(3, 704, 576, 4, "add norm", PLAN(2, 4, 5, 2, 1, 2, 2, 4)),
+    # more than 32 blocks of rows a block
+    Case(1, 4416, 128, 3, "bias", PLAN(2, 1, 1, 1, 1, 1, 8, 32)),
+]
+
+
+@cache
+def library(defines: tuple[str, ...]) -> ctypes.CDLL:
+    path = FOLDER / f"host-{abs(hash(defines))}.so"
+    compile_run(FOLDER, defines, path, "-shared")
+    return ctypes.CDLL(str(path))
+
+
+class Kernel:
+    def __init__(self, run: object, turns: int) -> None:
+        self.run, self.turns = run, turns
+
+    def launch(
+        self, grid: tuple[int, int, int], threads: int, shared: int, cluster: int, stream: int, arguments: bytes
+    ) -> None:
+        assert shared <= build.PORTABLE_SHARED
+        assert threads <= 512
+        assert cluster == 1
+        self.run(ctypes.c_char_p(arguments), self.turns, grid[0], threads, shared, step)
+
+
+class Counters:
+    @staticmethod
+    def of(device: int, stream: int) -> int:
+        return counters.data_ptr()
+
+
+torch._C._cuda_getCurrentRawStream = lambda device: 0
+e8p_portable.ARRIVED = Counters
+
+
+def check(case: Case) -> None:
+    global step
+    norm, silu, bias, add, wide = case.around
+    dtype, bits = torch.float16 if case.half else torch.bfloat16, case.bits
+    tokens, n, k = case.tokens, case.n, case.k
+    g = torch.Generator().manual_seed(0)
+    codes, residual = ops.random_codes(n, k, bits, torch.device("cpu"), g)
+    scales = ops.random_scales(n, k, torch.device("cpu"), g)
+    # Each token of another size.
+    x = (torch.randn(tokens, 2 * k if silu else k, generator=g) * (1 + torch.arange(tokens)[:, None])).to(dtype)
+    given = torch.randn(n, generator=g) if bias else None
+    more = torch.randn(tokens, n, generator=g).to(torch.float32 if wide else dtype) if add else None
+    eps = 1e-5 if norm else None
+    truth = ops.e8p_linear.reference(
+        x.float(), codes, residual, codebook(), *scales, given, bits, more, eps, silu, True
+    )
+
+    def kernels(n: int, k: int, bits: int, tokens: int, *_: object) -> tuple[Kernel, Kernel, e8p_portable.Plan]:
+        run = library(case.defines(tokens)).run
+        return Kernel(run, 0), Kernel(run, 1), case.chosen(tokens)
+
+    e8p_portable._kernels = kernels
+    results = []
+    for order in (1, 7919):  # a prime, so that all come
+        step = order
+        out = torch.full((tokens, n), float("nan"), dtype=torch.float32 if wide else dtype)
+        e8p_portable.launch(
+            Linear(
+                x, codes, residual, codebook(), *scales, given, more, out, bits, tokens, n, k, case.half,
+                -1.0 if eps is None else eps, silu, wide,
+            )
+        )  # fmt: skip
+        assert not counters.any(), case
+        results.append(out)
+    assert torch.equal(*results), case  # whoever came last
+    rounding = float((truth.to(dtype).float() - truth).norm() / truth.norm()) if not wide else 0.0
+    error = float((results[0].float() - truth).norm() / truth.norm())
+    assert error < math.hypot(rounding, 1e-4), (case, error)
+    plan = case.chosen(case.passes[0])
+    rounds = -(-plan.most(n) // plan.hold)
+    who = "alone" if plan.whole else f"{plan.strips * plan.parts} blocks"
+    print(f"{bits} bits, {tokens} tokens, {who}, {rounds} rounds, {len(case.passes)} passes", flush=True)
+
+
+with ThreadPoolExecutor(2) as pool:
+    first, *others = (case.defines(tokens) for case in CASES for tokens in case.passes)
+    library(first)  # which compiles the header of all
+    list(pool.map(library, others))
+for each in CASES:
+    check(each)

@@ -1,0 +1,109 @@
+"""The portable E8P linear on a CPU: its own source, each thread a fiber (`nvfp4_on_cpu`), and how it is cut.
+
+What this proves: every index, mask and shuffle, the bits of decoding, and that the order of blocks changes no bit. What
+it cannot: that the GPU's instructions do what `ptx.cuh` says, and that blocks which run at once see each other's sums;
+the tests marked gpu do.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import kernel_table
+from h200 import H200
+from onegraph.ops.cuda import build, e8p_portable, workspace
+from test_e8p_build import SHAPES
+
+HERE = Path(__file__).parent
+SOURCES = "e8p_portable.cu", "e8p_common.cuh", "e8p_codes.cuh", "e8p_decode_product.cuh", "e8p_activations.cuh"
+CARDS = [H200, *(replace(H200, sms=sms, shared=99 << 10, clusters=(sms,) + (0,) * 15) for sms in (20, 82, 108, 128))]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_every_case_is_right_in_any_order_of_blocks(tmp_path: Path) -> None:
+    cuda, own = e8p_portable.KERNELS.path.parent, HERE / "e8p_portable_on_cpu"
+    for file in (*(cuda / name for name in SOURCES), own / "ptx.cuh", own / "run.cpp"):
+        shutil.copy(file, tmp_path)
+    shutil.copy(HERE / "e8p_experts_on_cpu" / "ptx.cuh", tmp_path / "experts.cuh")
+    shutil.copy(HERE / "nvfp4_on_cpu" / "nvfp4_common.cuh", tmp_path / "cpu.cuh")
+    shutil.copy(HERE / "int4_on_cpu" / "nvfp4_common.cuh", tmp_path / "int4.cuh")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+    command = [sys.executable, own / "host.py", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert {line.split()[0] for line in lines} == {"2", "3", "4"}
+    assert any("alone" in line for line in lines)
+    assert any("2 passes" in line for line in lines)
+    assert any("blocks" in line and " 1 rounds" not in line for line in lines)
+
+
+@pytest.mark.parametrize("device", CARDS, ids=lambda device: f"{device.sms}")
+def test_every_plan_fits_and_covers_its_matrix(device: build.Device) -> None:
+    for n, k in SHAPES:
+        for bits in (2, 3, 4):
+            for tokens in range(1, 17):
+                plan = e8p_portable.plan(n, k, bits, tokens, device)
+                assert plan.tokens >= tokens
+                assert plan.shared(bits) <= build.PORTABLE_SHARED
+                assert plan.warps <= e8p_portable.WARPS[plan.tokens]
+                assert (plan.parts - 1) * plan.across < -(-k // 256) <= plan.parts * plan.across
+                assert plan.most(n) * plan.strips >= n // 16
+                # Unless all sums of a strip are held at a time, a round ends where the registers begin again.
+                step = plan.ahead * plan.down
+                assert plan.hold >= plan.most(n) or plan.hold % step == 0 < plan.hold
+                assert not plan.whole or plan.hold >= plan.most(n) or plan.hold % 8 == 0
+
+
+@pytest.mark.parametrize(("n", "k"), [(14336, 4096), (4096, 14336), (4096, 4096)])
+def test_the_work_of_a_layer_is_even(n: int, k: int) -> None:
+    """One wave, in which no SM has more than a sixth above its share."""
+    for device in CARDS[1:]:
+        for bits in (2, 3, 4):
+            plan = e8p_portable.plan(n, k, bits, 1, device)
+            assert plan.strips * plan.parts <= device.sms
+            share = n // 16 * (k // 256) / device.sms
+            assert plan.most(n) * plan.across <= share * 7 / 6
+
+
+@pytest.mark.parametrize("tokens", e8p_portable.CLASSES)
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_nothing_spills(bits: int, tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every rate and number of tokens, with all that stands around a linear but its bias."""
+    monkeypatch.setattr(build, "cache_dir", lambda: tmp_path)
+    plan = e8p_portable.plan(14336, 4096, bits, tokens, CARDS[2])
+    made = e8p_portable.defines(plan, 14336, 4096, bits, False, (True, False, False, True, False))
+    for capability in ((8, 6), (12, 0)):
+        found = kernel_table.usage(e8p_portable.KERNELS, capability, made)
+        assert (found.spilled, found.shared) == (0, 0)
+        assert found.registers * 32 * plan.warps <= 65536
+
+
+def test_streams_and_captures_have_counters_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.Tensor] = []
+    monkeypatch.setattr(build, "resident", lambda data, device: made.append(data) or 4096)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capture))
+    monkeypatch.setattr(build, "capture_id", lambda stream: capture)
+    counters, capture = workspace.Counters(100), 0
+    counters.have(0)
+    counters.have(0)
+    assert [each.numel() for each in made] == [workspace.SETS * 100]
+    assert not made[0].any()
+    eager = counters.of(0, 7)
+    capture = 1
+    first = counters.of(0, 7)
+    capture = 2
+    second = counters.of(0, 7)
+    beside = counters.of(0, 8)
+    assert len({eager, first, second, beside}) == 4
+    assert counters.of(0, 7) == second
+    capture = 0
+    assert counters.of(0, 7) == eager
+    places = {(counters.of(0, 100 + i) - 4096) // 400 for i in range(1000)}
+    assert places == set(range(workspace.SETS))

@@ -1,0 +1,123 @@
+"""`ONEGRAPH_KERNELS`, and what `onegraph env` says of it: which family of kernels an op runs on a GPU, and why."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from onegraph.cli import env
+from onegraph.ops import choices, family
+from onegraph.ops.cuda import build
+
+
+def _python(code: str, kernels: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {family.VARIABLE: kernels, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An RTX 4090, whose driver says nothing."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 9))
+    monkeypatch.setattr(build, "device", lambda index: None)
+    monkeypatch.setattr(family, "FORCED", None)
+
+
+def _chosen() -> dict[str, choices.Choice]:
+    return {choice.op: choice for choice in choices.choices(0)}
+
+
+def test_every_source_says_which_ops_run_it() -> None:
+    ops = set(choices.registered())
+    for source in choices.sources():
+        assert set(source.ops) <= ops, source.path.name
+        assert bool(source.ops) == (source.family is not None), source.path.name
+    cuda = {name for name, op in choices.registered().items() if (op.kernel or "").startswith("onegraph.ops.cuda.")}
+    assert cuda <= {op for source in choices.sources() for op in source.ops}
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_card_without_clusters_gets_portable_kernels_where_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _chosen()
+    linear = found["e8p_linear"]
+    assert (linear.family, linear.sources) == ("portable", ("e8p_portable.cu",))
+    assert linear.refused["e8p_decode.cu"].startswith("it is written for compute capability 9.0")
+    assert linear.refused["e8p_decode.cu"].endswith("this GPU has 8.9")
+    assert (found["paged_decode"].family, found["fp8_linear"].family) == ("triton", "reference")
+    assert found["rms_norm"] == choices.Choice("rms_norm", "triton")
+    assert found["routed_experts"] == choices.Choice("routed_experts", "reference")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (10, 0))
+    blackwell = _chosen()["e8p_linear"]  # wgmma's kernels are not for it
+    assert (blackwell.family, blackwell.sources) == (
+        "hopper",
+        ("e8p_decode.cu", "e8p_dequantize.cu", "e8p_portable.cu"),
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    hopper = _chosen()["e8p_linear"]
+    assert (hopper.family, len(hopper.sources), hopper.refused) == ("hopper", 4, {})
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("forced", "linear", "attention", "norm"),
+    [
+        ("portable", "portable", "triton", "triton"),
+        ("hopper", "triton", "triton", "triton"),
+        ("triton", "triton", "triton", "triton"),
+        ("reference", "reference", "reference", "reference"),
+    ],
+)
+def test_what_is_forced_is_what_ops_run(
+    forced: str, linear: str, attention: str, norm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(family, "FORCED", forced)
+    found = _chosen()
+    assert [found[op].family for op in ("e8p_linear", "paged_decode", "rms_norm")] == [linear, attention, norm]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_without_a_compiler_nothing_of_cuda_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(index: int) -> None:
+        raise build.BuildError("no NVRTC here")
+
+    monkeypatch.setattr(build, "device", refuse)
+    linear = _chosen()["e8p_linear"]
+    assert (linear.family, linear.refused["e8p_portable.cu"]) == ("triton", "no NVRTC here")
+
+
+@pytest.mark.usefixtures("gpu")
+def test_env_names_families_and_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = env.kernels(3)
+    assert lines[0] == "cuda:3 portable: e8p_chain (e8p_portable.cu), e8p_linear (e8p_portable.cu)"
+    assert [line.split(":")[1].split()[-1] for line in lines[:3]] == ["portable", "triton", "reference"]
+    assert any(
+        line.startswith(
+            "cuda:3 not e8p_batch.cu, e8p_prefill.cu: it is written for compute capability 9.0; this GPU has"
+        )
+        for line in lines
+    )
+    monkeypatch.setattr(family, "FORCED", "reference")
+    only, rest = env.kernels(0)[0], env.kernels(0)[1:]
+    assert only.startswith("cuda:0 reference only: add_rms_norm, ")
+    assert not rest
+
+
+def test_the_variable_is_read_at_import_and_reference_registers_references() -> None:
+    code = (
+        "from onegraph.ops import registry\n"
+        "targets = []\n"
+        "registry._lazy = lambda target: targets.append(target) or (lambda *a: None)\n"
+        "import onegraph.ops.norm, onegraph.ops.e8p\n"
+        "print(registry.family.FORCED, [target for target in targets if '.cpu' not in target])"
+    )
+    assert _python(code, "reference").stdout.strip() == "reference []"
+    assert family.FORCED is None
+
+
+def test_a_family_that_there_is_not_is_an_error_in_one_line() -> None:
+    done = _python("from onegraph.cli import main; raise SystemExit(main(['env']))", "fast")
+    assert done.returncode == 2
+    told = "allowed: hopper, portable, triton, reference, or unset for the best there is"
+    assert done.stderr.strip() == f"onegraph: error: ONEGRAPH_KERNELS is 'fast'; {told}"

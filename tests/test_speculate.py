@@ -1,0 +1,306 @@
+"""Rounds that check drafts: whoever drafts, the text is the one without drafts; eager and over recorded graphs."""
+
+import random
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+
+from onegraph.engine import generate
+from onegraph.engine.acceptance import Acceptance
+from onegraph.engine.draft import ModelDrafter, NgramDrafter, OracleDrafter
+from onegraph.engine.generate import Engine
+from onegraph.engine.params import SamplingParams
+from onegraph.engine.schedule import Scheduler
+from onegraph.runtime.prove import prove
+from test_engine import GREEDY, PROMPTS, WARM, dense
+from test_graph import RecordedPool
+from tiny_decoder import TinyDecoder
+
+KINDS = ["ngram", "same", "other", "oracle"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return TinyDecoder()
+
+
+@pytest.fixture(params=["eager", "captured", "split"])
+def make(request, model, monkeypatch):
+    monkeypatch.setattr(generate, "GraphPool", lambda device: RecordedPool())
+    capture = {"eager": False, "captured": True, "split": "split"}[request.param]
+
+    def make(draft, **options):
+        options = {"max_batch": 4, "max_context": 64, "page_size": 4, "chunk": 8, "capture": capture} | options
+        return Engine(options.pop("model", model), draft=draft, **options)
+
+    return make
+
+
+def drafter(kind, model, texts=((0,),)):
+    return {
+        "ngram": NgramDrafter,
+        "same": partial(ModelDrafter, model),
+        "other": partial(ModelDrafter, TinyDecoder(seed=5)),
+        "oracle": partial(OracleDrafter, texts, 0.8, 101),
+    }[kind]
+
+
+def seeded(params, prompts=PROMPTS):
+    """A seed for each that tells `OracleDrafter` which text it is."""
+    fields = {name: getattr(params, name) for name in ("max_tokens", "temperature", "top_k", "top_p")}
+    return [SamplingParams(**fields, seed=len(prompts) * 7 + i) for i in range(len(prompts))]
+
+
+@pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "sampling"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_text_is_that_without_drafts(make, model, kind, params):
+    params = seeded(params)
+    expected = [dense(model, prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
+    texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, expected, strict=True)]
+    for tokens in (1, 3, 7):
+        engine = make(drafter(kind, model, texts), draft_tokens=tokens)
+        assert engine.generate(PROMPTS, params) == expected
+        assert [engine.generate([p], q)[0] for p, q in zip(PROMPTS, params, strict=True)] == expected
+        assert engine._allocator.free == engine._allocator.capacity
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_mixture_gives_each_prompt_its_own_tokens(make, model, kind, seed):
+    """Rows, pages, chunks, lengths, stop tokens within what is accepted, penalties and preemptions."""
+    rng = random.Random(seed)
+    prompts, params = [], []
+    count = rng.randint(2, 7)
+    for i in range(count):
+        prompts.append([rng.randrange(101) for _ in range(rng.choice([1, 2, 7, 16, 30]))])
+        warmth = {"temperature": rng.choice([0.3, 1.5]), "top_k": rng.choice([0, 9]), "top_p": rng.choice([0.7, 1.0])}
+        params.append(
+            SamplingParams(
+                max_tokens=rng.randint(1, 25), seed=count * rng.randrange(2**40) + i,
+                stop=rng.sample(range(101), 5), **(warmth if rng.random() < 0.5 else {}),
+            )
+        )  # fmt: skip
+    expected = [dense(model, prompt, wanted) for prompt, wanted in zip(prompts, params, strict=True)]
+    texts = [[*prompt, *answer] for prompt, answer in zip(prompts, expected, strict=True)]
+    engine = make(
+        drafter(kind, model, texts),
+        max_batch=rng.randint(1, 5),
+        page_size=rng.choice([1, 3, 8]),
+        chunk=rng.randint(1, 20),
+        pages=rng.choice([None, 65]),
+        draft_tokens=rng.choice([1, 4, 7, "auto"]),
+    )
+    assert engine.generate(prompts, params) == expected
+    assert engine._allocator.free == engine._allocator.capacity
+
+
+def test_a_drafter_that_is_right_saves_steps(make, model):
+    """A model that drafts for itself is always right, greedily and with the same random numbers."""
+    for params in (GREEDY, WARM):
+        engine = make(partial(ModelDrafter, model), draft_tokens=3)
+        engine.generate(PROMPTS[:1], params)
+        plain = params.max_tokens - 1
+        rounds = -(-plain // 4)
+        # A round before anything is drafted, one that the host launched meanwhile, and one launched past the end.
+        assert rounds <= engine.stats.decode_steps <= rounds + 2 + engine.ahead
+        assert engine.stats.decode_tokens == plain
+
+
+def test_ngrams_draft_what_stood_there_before(make, model):
+    """A text that repeats itself is accepted in whole rounds; the model is made to repeat by what it says next."""
+
+    class Parrot(TinyDecoder):
+        def run(self, stage, stream, tokens, cache):
+            out = super().run(stage, stream, tokens, cache)
+            return out * 0 + self.embed((tokens + 1) % 5)
+
+        def leave(self, stream):
+            return stream
+
+    parrot = Parrot()
+    table = parrot.embed(torch.arange(101))
+    parrot.logits = lambda hidden: hidden.float() @ torch.nn.functional.normalize(table).T
+    engine = make(NgramDrafter, model=parrot, draft_tokens=4)
+    (text,) = engine.generate([[0, 1, 2, 3, 4, 0, 1]], SamplingParams(max_tokens=40))
+    assert text == [(2 + i) % 5 for i in range(40)]
+    assert engine.stats.decode_steps < 40 / 3
+
+
+@pytest.mark.parametrize("kind", ["ngram", "same"])
+def test_what_was_rejected_is_never_read(model, kind):
+    """Between rounds, all that lies behind each row's tokens is poisoned: keys, values, drafts' included."""
+    params = seeded(GREEDY)
+    expected = [dense(model, prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
+    chosen = drafter(
+        "other" if kind == "same" else "oracle", model, [[*p, *e] for p, e in zip(PROMPTS, expected, strict=True)]
+    )
+    engine = Engine(model, draft=chosen, draft_tokens=5, max_batch=4, max_context=64, page_size=4, chunk=8)
+    caches = [engine._cache]
+    if kind == "same":
+        caches.append(engine._speculation.drafter._cache)
+    with engine.running():
+        scheduler = Scheduler(engine)
+        sequences = [engine.request(prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
+        for sequence in sequences:
+            scheduler.add(sequence)
+        while not scheduler.idle:
+            scheduler.step()
+            for sequence in scheduler.running:
+                for at in range(sequence.read, len(sequence.pages) * 4):
+                    page, offset = sequence.pages[at // 4], at % 4
+                    # The drafter reads the token before the newest one anew, and writes it first.
+                    for tensor in [t for cache in caches for t in (*cache.keys, *cache.values)]:
+                        tensor[page, offset] = 1e6
+        scheduler.close()
+    assert [s.output for s in sequences] == expected
+
+
+def test_rows_come_and_go_and_are_preempted(make, model):
+    """Requests that join later, few pages, one cancelled: who stays gets his own text."""
+    params = seeded(SamplingParams(max_tokens=20, temperature=0.8))
+    expected = [dense(model, prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
+    for kind in ("ngram", "same"):
+        engine = make(drafter(kind, model), pages=1 + 14, draft_tokens=3, max_batch=3, page_size=4)
+        with engine.running():
+            scheduler = Scheduler(engine)
+            sequences = [engine.request(prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
+            scheduler.add(sequences[0])
+            for step in range(1000):
+                if scheduler.idle and step > 10:
+                    break
+                if step in (2, 4, 5):
+                    scheduler.add(sequences[{2: 1, 4: 2, 5: 3}[step]])
+                if step == 7:
+                    scheduler.cancel(sequences[1])
+                scheduler.step()
+            scheduler.close()
+        for i in (0, 2, 3):
+            assert sequences[i].output == expected[i]
+        assert engine.stats.preemptions > 0, kind
+
+
+def test_rows_with_penalties_and_logprobs_take_one_token_a_round(make, model):
+    params = [
+        SamplingParams(max_tokens=12, repetition_penalty=1.5),
+        SamplingParams(max_tokens=12, temperature=0.8, seed=3, logprobs=2),
+        GREEDY,
+        SamplingParams(max_tokens=6),
+    ]
+    expected = make(None).complete(PROMPTS, params)
+    engine = make(partial(ModelDrafter, model), draft_tokens=3)
+    found = engine.complete(PROMPTS, params)
+    assert [s.output for s in found] == [s.output for s in expected]
+    assert [s.logprobs for s in found] == [s.logprobs for s in expected]
+
+
+def test_draws_with_drafts_follow_the_target(model):
+    """Chi-square of the first tokens behind a prompt over many seeds: drafts by another model, and none."""
+    prompt, draws = [3, 1, 4], 1500
+    engine = Engine(
+        model, draft=partial(ModelDrafter, TinyDecoder(seed=5)), draft_tokens=2, max_batch=50, max_context=16,
+        page_size=4, chunk=8,
+    )  # fmt: skip
+    params = [SamplingParams(max_tokens=4, temperature=1.0, top_k=4, seed=seed) for seed in range(draws)]
+    texts = engine.generate([prompt] * draws, params)
+    seen = Counter((text[1], text[2]) for text in texts)  # the first comes from prefill, these from rounds
+    expected: Counter[tuple[int, int]] = Counter()
+    for first, share in Counter(text[0] for text in texts).items():
+        for second, p in chances(model, [*prompt, first]):
+            for third, q in chances(model, [*prompt, first, second]):
+                expected[second, third] += share * p * q
+    assert set(seen) <= set(expected)
+    common = [pair for pair, count in expected.items() if count >= 5]
+    rest = sum(expected[p] for p in expected if p not in common), sum(seen[p] for p in seen if p not in common)
+    groups = [(expected[pair], seen[pair]) for pair in common] + [rest]
+    square = sum((n - e) ** 2 / e for e, n in groups if e)
+    freedom = len(groups) - 1
+    assert freedom > 8
+    assert square < freedom + 4 * (2 * freedom) ** 0.5, "4 standard deviations of the chi-square distribution"
+
+
+def chances(model, text):
+    values, tokens = model.dense_logits(text)[0].topk(4)
+    return list(zip(tokens.tolist(), values.softmax(0).tolist(), strict=True))
+
+
+@pytest.mark.parametrize("sampling", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_rounds_are_proven(make, model, kind, sampling):
+    """Replay equals eager on outputs, buffers, caches and the drafter's state."""
+    engine = make(drafter(kind, model, PROMPTS), draft_tokens=3)
+    if engine.mode == "eager":
+        pytest.skip("nothing is replayed")
+    g = torch.Generator().manual_seed(0)
+    place = engine._speculation.place
+    state = {"history": place.history, "drafts": place.drafts, "found": place.found}
+    caches = [engine._cache, getattr(engine._speculation.drafter, "_cache", engine._cache)]
+    state |= {f"{i} {j}": t for i, cache in enumerate(caches) for j, t in enumerate([*cache.keys, *cache.values])}
+
+    def reset():
+        g = torch.Generator().manual_seed(1)
+        for name, tensor in state.items():
+            high = 4 if name == "found" else 3
+            fresh = torch.randn(tensor.shape, generator=g) if tensor.is_floating_point() else torch.randint(
+                0, high, tensor.shape, generator=g
+            )  # fmt: skip
+            tensor.copy_(fresh)
+
+    def case(n):
+        positions = torch.randint(1, 20, (n,), generator=g).int()
+        return {
+            "positions": positions,
+            "limits": positions + torch.randint(0, 30, (n,), generator=g).int(),
+            "table": torch.randint(1, 64, (n, 16), generator=g).int(),
+            "slots": torch.arange(1, n + 1).int(),
+            "temperature": torch.rand(n, generator=g) + 0.1,
+            "top_k": torch.randint(0, 50, (n,), generator=g).int(),
+            "top_p": torch.rand(n, generator=g),
+            "seed": torch.randint(0, 2**60, (n,), generator=g),
+            "drawn": torch.randint(0, 101, (n,), generator=g),
+        }
+
+    for drafts in (0, 3):
+        (runner,) = engine.runner("decode", sampling=sampling, drafts=drafts).stages
+        assert prove(runner, [case(n) for n in (4, 1, 3)], reset=reset, state=state) == []
+
+
+def test_codes_roll_back_too(model):
+    """A TurboQuant cache, window crossed with wrong drafts under way: the text of rounds is that of single steps."""
+    model = TinyDecoder(head_dim=64)
+    options = {"max_batch": 4, "max_context": 96, "page_size": 16, "chunk": 8, "kv": "turboquant:4,window=16"}
+    params = seeded(SamplingParams(max_tokens=60))
+    expected = Engine(model, **options).generate(PROMPTS, params)
+    texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, expected, strict=True)]
+    for tokens in (1, 7):
+        for make_drafter in (
+            partial(OracleDrafter, texts, 0.7, 101),
+            partial(ModelDrafter, TinyDecoder(seed=5, head_dim=64)),
+        ):
+            engine = Engine(model, draft=make_drafter, draft_tokens=tokens, **options)
+            assert engine.generate(PROMPTS, params) == expected
+
+
+def test_auto_reads_as_many_as_pay():
+    sure, unsure, nothing = Acceptance(waiting=7), Acceptance(waiting=7), Acceptance()
+    for _ in range(20):
+        sure.learn(7, 7)
+        unsure.learn(7, 0)
+    assert nothing.tokens(7) == 1
+    assert sure.tokens(7) > 6
+    assert unsure.tokens(7) < 1.2
+    for _ in range(200):
+        unsure.learn(0, 0)
+    assert unsure.tokens(7) == pytest.approx(Acceptance(waiting=7).tokens(7), rel=0.01), "doubt fades"
+
+
+@pytest.mark.parametrize("tokens", [0, 8, "three", 2.5, True])
+def test_wrong_counts_say_what_is_allowed(model, tokens):
+    with pytest.raises(ValueError, match=r"draft_tokens: got .*; allowed are 1 to 7, and 'auto'"):
+        Engine(model, draft=NgramDrafter, draft_tokens=tokens)
+
+
+def test_a_drafting_model_must_reach_as_far(model):
+    with pytest.raises(ValueError, match="loaded for 32 tokens; the engine's max_context is 64"):
+        Engine(model, draft=partial(ModelDrafter, TinyDecoder(max_context=32)), max_context=64)

@@ -1,0 +1,81 @@
+"""Rounds that check drafts, on a GPU: the text is that without drafts, and replays equal eager rounds."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from onegraph.engine.draft import ModelDrafter, NgramDrafter, OracleDrafter
+from onegraph.engine.params import SamplingParams
+from onegraph.runtime.prove import prove
+from test_engine import dense
+from test_engine_gpu import PROMPTS, engine
+from tiny_decoder import TinyDecoder
+
+pytestmark = pytest.mark.gpu
+
+KINDS = ["ngram", "same", "other", "oracle"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return TinyDecoder(device="cuda:0")
+
+
+def drafter(kind, model, texts=((0,),)):
+    return {
+        "ngram": NgramDrafter,
+        "same": partial(ModelDrafter, model),
+        "other": partial(ModelDrafter, TinyDecoder(device="cuda:0", seed=5)),
+        "oracle": partial(OracleDrafter, texts, 0.8, 101),
+    }[kind]
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["greedy", "sampling"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_text_is_that_without_drafts(model, kind, warm):
+    fields = {"temperature": 0.8, "top_k": 50, "top_p": 0.95} if warm else {}
+    params = [SamplingParams(max_tokens=40, seed=len(PROMPTS) * 5 + i, **fields) for i in range(len(PROMPTS))]
+    expected = [dense(model, prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
+    texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, expected, strict=True)]
+    for capture, tokens in ((None, 3), (None, "auto"), ("split", 7), (False, 1)):
+        e = engine(model, draft=drafter(kind, model, texts), draft_tokens=tokens, capture=capture)
+        assert e.generate(PROMPTS, params) == expected, (capture, tokens)
+    if kind in ("same", "oracle"):
+        assert e.stats.decode_steps < e.stats.decode_tokens
+
+
+@pytest.mark.parametrize("sampling", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_rounds_are_proven(model, kind, sampling):
+    e = engine(model, draft=drafter(kind, model), draft_tokens=3)
+    place = e._speculation.place
+    caches = [e._cache, getattr(e._speculation.drafter, "_cache", e._cache)]
+    state = {f"{i} {j}": t for i, cache in enumerate(caches) for j, t in enumerate([*cache.keys, *cache.values])}
+    g = torch.Generator().manual_seed(0)
+    start = {name: torch.randn(t.shape, generator=g).to(t) for name, t in state.items()}
+    for name, high in (("history", 3), ("drafts", 3), ("found", 4)):
+        state[name] = getattr(place, name)
+        start[name] = torch.randint(0, high, state[name].shape, generator=g).to(state[name])
+
+    def reset():
+        for name, tensor in state.items():
+            tensor.copy_(start[name])
+
+    def case(n):
+        positions = torch.randint(1, 100, (n,), generator=g).int()
+        return {
+            "positions": positions,
+            "limits": positions + torch.randint(0, 30, (n,), generator=g).int(),
+            "table": 1 + torch.randperm(50, generator=g)[: n * 10].view(n, 10).int(),
+            "slots": torch.arange(1, n + 1).int(),
+            "temperature": torch.rand(n, generator=g) + 0.1,
+            "top_k": torch.randint(0, 50, (n,), generator=g).int(),
+            "top_p": torch.rand(n, generator=g),
+            "seed": torch.randint(0, 2**60, (n,), generator=g),
+            "drawn": torch.randint(0, 101, (n,), generator=g),
+        }
+
+    for drafts in (0, 3):
+        (runner,) = e.runner("decode", sampling=sampling, drafts=drafts).stages
+        assert prove(runner, [case(n) for n in (5, 1, 3)], reset=reset, state=state) == []
