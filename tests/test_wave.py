@@ -94,9 +94,10 @@ def test_factors_are_the_fisher_information_of_the_models_own_predictions() -> N
     weights = torch.stack(power).view(2, 16)
     tokens_of = found[1].tokens["blocks.1.down"] / 100
     assert torch.allclose(tokens_of, weights, rtol=0.35)
-    pair = found[1].of_group(["blocks.1.k", "blocks.1.down"])
-    assert pair is not None
-    assert torch.allclose(pair[1], tokens_of.sqrt() / tokens_of.sqrt().mean())
+    both = found[1].of_group(["blocks.1.k", "blocks.1.v"])
+    exact_both = (found[1].tokens["blocks.1.k"] + found[1].tokens["blocks.1.v"]).sqrt()
+    assert both is not None
+    assert torch.allclose(both, exact_both / exact_both.mean())
     assert found[1].of_group(["blocks.1.k", "experts"]) is None
     assert all(torch.equal(h, h.T) for factors in found.values() for h in factors.outputs.values())
 
@@ -105,22 +106,23 @@ def test_tokens_weigh_in_the_moments_behind_quantized_blocks() -> None:
     model, tokens = Tiny(), torch.randint(0, VOCAB, (4, 16), generator=torch.Generator().manual_seed(1))
     hidden = list(model.embed(tokens).split(2))
     weights = torch.rand(4, 16, generator=torch.Generator().manual_seed(2))
-    parts = {2: [part.reshape(1, -1, 1) for part in weights.split(2)]}
+    parts = {2: [part.reshape(-1, 1) for part in weights.split(2)]}
     block = model.load_block(0)
     found = gather(model, block, hidden, [0, 2], (block, Spill().batches(hidden)), weights=parts).moments
     plain = gather(model, block, hidden, [0, 2]).moments
     assert torch.equal(found[0].h, plain[0].h)
     assert torch.equal(found[2].h, plain[2].h)
-    assert found[0].weighed == ()
+    assert found[0].weighed is None
     seen: list[Tensor] = []
     block.up.register_forward_pre_hook(lambda module, args: seen.append(args[0].reshape(-1, 64)))
     model.run_block(block, torch.cat(hidden))
     exact = (seen[0] * weights.reshape(-1, 1)).T @ seen[0] / 64
-    assert torch.allclose(found[2].weighed[0], exact, atol=1e-5)
-    half = found[2].under(0.5)[0]
+    assert found[2].weighed is not None
+    assert torch.allclose(found[2].weighed, exact, atol=1e-5)
+    half = found[2].under(0.5)
     same_trace = exact * (plain[2].h.trace() / exact.trace())
     assert torch.allclose(half, (plain[2].h + same_trace) / 2, atol=1e-5)
-    assert found[0].under(0.5) is found[0].h
+    assert torch.equal(found[0].under(0.5), plain[0].h)
 
 
 def test_a_job_with_factors_is_resumed_to_the_same_bytes(tmp_path: object) -> None:

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -41,27 +40,27 @@ def _spread(power: Tensor, exponent: float) -> Tensor:
 
 def quantize_group(
     weights: Sequence[Tensor],
-    h: Tensor | Sequence[Tensor],
+    h: Tensor,
     bits: Sequence[int],
     recipe: Recipe,
     source: torch.Generator,
     outputs: Sequence[Tensor] | None = None,
 ) -> list[Tensors]:
-    """Round linears [n_i, k] that share their input. Returns the checkpoint tensors of each.
+    """Round linears [n_i, k] that share the input second moment `h` [k, k]. Returns the checkpoint tensors of each.
 
-    h: its second moment [k, k], or one for each of them. All get the same in_scale. Those of one rate under one moment
-    are rounded side by side: rows do not interact, and a sweep's cost is in its number of steps. With `outputs`, the
-    second factors [n_i, n_i] of their Hessians (`quant/fisher.py`), rows do interact, and each is rounded by itself
-    (`quant/wave.py`). float32 throughout; deterministic.
+    All get the same in_scale. Those of one rate are rounded side by side: rows do not interact, and a sweep's cost is
+    in its number of steps. With `outputs`, the second factors [n_i, n_i] of their Hessians (`quant/fisher.py`), rows do
+    interact, and each is rounded by itself (`quant/wave.py`). float32 throughout; deterministic.
     """
-    own = [h] * len(weights) if isinstance(h, Tensor) else list(h)
-    device, k = own[0].device, own[0].shape[0]
+    device, k = h.device, h.shape[0]
     weights = [w.to(device, torch.float32) for w in weights]
     power = torch.cat(weights).square().mean(0)
     in_scale = _spread(power, recipe.channel_scale) * _signs(k, source, device)
     block = hadamard_block(k)
-    metrics = {id(each): _metric(each, in_scale, recipe.damping) for each in own}
-    under = [metrics[id(each)] for each in own]
+    rotated_h = hadamard(in_scale.unsqueeze(1) * h * in_scale, block)
+    rotated_h = hadamard(rotated_h.T.contiguous(), block)
+    damped_h, factor = damped((rotated_h + rotated_h.T) / 2, recipe.damping)
+    ldlq, descent = couplings(damped_h, factor)
 
     inputs, targets, outs, scales = [], [], [], []
     for w, rate in zip(weights, bits, strict=True):
@@ -79,15 +78,12 @@ def quantize_group(
     rounded: dict[int, Rounded] = {}
     beside: list[Tensor] = []  # H_O of each, damped
     for i, factor in enumerate(outputs or ()):
-        found, damped_o = _round_both(targets[i], bits[i], under[i].ldlq, outs[i], factor.to(device), recipe)
+        found, damped_o = _round_both(targets[i], bits[i], ldlq, outs[i], factor.to(device), recipe)
         rounded[i] = found
         beside.append(damped_o)
-    together: dict[tuple[int, int], list[int]] = {}
-    for i, rate in enumerate(bits) if outputs is None else ():
-        together.setdefault((rate, id(own[i])), []).append(i)
-    for (rate, _), at in together.items():
-        metric = under[at[0]]
-        whole = _round(torch.cat([targets[i] for i in at], dim=1), rate, metric.ldlq, metric.descent, recipe)
+    for rate in sorted(set(bits)) if outputs is None else ():
+        at = [i for i, b in enumerate(bits) if b == rate]
+        whole = _round(torch.cat([targets[i] for i in at], dim=1), rate, ldlq, descent, recipe)
         start = 0
         for i in at:
             stop = start + targets[i].shape[1]
@@ -101,7 +97,7 @@ def quantize_group(
     if recipe.fit_scales:
         for i, inside in enumerate(inputs):
             v = values[i] * outs[i].unsqueeze(1)
-            vh = v @ under[i].h
+            vh = v @ damped_h
             if beside:
                 gain = _joint_gain(vh @ v.T, inside @ vh.T, beside[i])
             else:
@@ -115,23 +111,6 @@ def quantize_group(
         tensors |= {"in_scale": in_scale.half(), "out_scale": outs[i].half(), "scale": (scales[i] / UNIT[rate]).float()}
         results.append(tensors)
     return results
-
-
-@dataclass(frozen=True)
-class _Metric:
-    """Second moment of the rotated input [k, k], damped, and what sweeps make of it."""
-
-    h: Tensor
-    ldlq: Coupling
-    descent: Coupling
-
-
-def _metric(h: Tensor, in_scale: Tensor, damping: float) -> _Metric:
-    block = hadamard_block(h.shape[0])
-    rotated = hadamard(in_scale.unsqueeze(1) * h * in_scale, block)
-    rotated = hadamard(rotated.T.contiguous(), block)
-    damped_h, factor = damped((rotated + rotated.T) / 2, damping)
-    return _Metric(damped_h, *couplings(damped_h, factor))
 
 
 def _round_both(

@@ -257,9 +257,9 @@ class _Job:
         """Weights of the tokens of each batch, by the group whose inputs they are of."""
         found = {}
         for at, group in enumerate(groups):
-            whole = factors.of_group([prefix + name for name, _ in group if self.config.bits_of(prefix + name) != KEEP])
+            whole = factors.of_group([prefix + name for name, _ in group])
             if whole is not None:
-                found[at] = [part.flatten(1).unsqueeze(-1) for part in whole.split(self.batch, dim=1)]
+                found[at] = [part.reshape(-1, 1) for part in whole.split(self.batch)]
         return found
 
     def factors_of(self, i: int) -> Factors:

@@ -35,11 +35,11 @@ class Recipe:
     bits: rate of every linear in a block; layers: exceptions, by name or shell pattern, 16 keeps a layer.
     lm_head, embed_tokens: their rates; None leaves them alone.
     seed: of the random signs and the order of tuning.
-    damping: added to the Hessian's diagonal, relative to its mean.
-    fisher: random directions a calibration token along which the model's KL is differentiated (`quant/fisher.py`), so
-        that tokens weigh in Hessians by their gradient; 0: all alike, as always in those of routed experts.
-    fisher_tokens: share of the weighed moments in a Hessian, 0 to 1; the rest is plain.
-    fisher_outputs: whether Hessians have a second factor, of outputs; output_damping: added to that.
+    damping: added to the Hessian's diagonal, relative to its mean; output_damping: to that of its second factor.
+    fisher: random directions a calibration token along which the model's KL is differentiated for the Hessians' second
+        factors (`quant/fisher.py`); 0: rows of a linear are rounded apart. Routed experts always are. fisher_tokens:
+        share of the moments of inputs under tokens' gradients in the first factors, 0 to 1, the rest is plain; what
+        earlier layers' error is corrected under is plain. fisher_outputs: whether there are second factors.
     descent: passes of coordinate descent after LDLQ.
     wide: choose among eight first stages rather than two; a GPU hardly notices, a CPU takes three times as long.
     channel_scale: exponent of the input channels' RMS weight in in_scale; row_scale: the same for rows. 0 is off.
