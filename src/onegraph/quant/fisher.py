@@ -11,7 +11,7 @@ KL is predicted by that within a few per cent (docs/log.md). As a product of two
 (one step of power iteration for either from the identity; YAQA, arXiv 2505.22988, goes on from there). Kept of H_I is
 |d|^2 of each token alone: moments of inputs are gathered under weights behind the quantized blocks, as others are, so
 that the correction for earlier layers' error goes on working. The weights are |d|, summed in squares over linears that
-share an input: |d|^2 itself is so heavy-tailed (first tokens, which all others attend to) that one to forty per cent
+share an input: |d|^2 itself is so heavy-tailed (first tokens, which all others attend to) that a hundredth to a third
 of a text would count, and rounding fits those (docs/log.md).
 
 The unquantized model runs forward once, its residual stream before each block put aside (`quant/spill.py`), and
@@ -53,7 +53,7 @@ class Factors:
 
     def of_group(self, names: Sequence[str]) -> Tensor | None:
         """Weights [N, T] of mean 1 for linears that share an input; None where nothing is known of one."""
-        if any(name not in self.tokens for name in names):
+        if not names or any(name not in self.tokens for name in names):
             return None
         weights = torch.stack([self.tokens[name] for name in names]).sum(0).sqrt()
         return weights / weights.mean().clamp_min(1e-30)

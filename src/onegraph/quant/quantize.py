@@ -257,7 +257,7 @@ class _Job:
         """Weights of the tokens of each batch, by the group whose inputs they are of."""
         found = {}
         for at, group in enumerate(groups):
-            whole = factors.of_group([prefix + name for name, _ in group])
+            whole = factors.of_group([prefix + name for name, _ in group if self.config.bits_of(prefix + name) != KEEP])
             if whole is not None:
                 found[at] = [part.reshape(-1, 1) for part in whole.split(self.batch)]
         return found
