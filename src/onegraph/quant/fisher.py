@@ -3,8 +3,8 @@
 For a linear of inputs x and outputs y the KL of the rounded model is, to second order, E[(d^T E x)^2] / 2 with d the
 gradient at y of the logits along a random direction whose covariance is that of softmax, diag(p) - p p^T: the true
 Fisher information of the model's own predictions (labels of the text are not asked). A Gaussian direction has the
-covariance of a sampled label's gradient and lighter tails. Tokens count as independent: what one layer's error makes of
-KL is predicted by that within a few per cent (docs/log.md). As a product of two factors it is tr(H_O E H_I E^T), with
+covariance of a sampled label's gradient and lighter tails. Tokens count as independent. As a product of two factors it
+is tr(H_O E H_I E^T), with
 
     H_O = E[d d^T] ,     H_I = E[|d|^2 x x^T] / E[|d|^2]
 
