@@ -51,10 +51,12 @@ def test_both_factors_take_a_third_of_the_loss_that_ldlq_leaves() -> None:
     assert set(both.value.unique().tolist()) <= set(decoded.unique().tolist()) | {v / 4 for v in range(-11, 12)}
 
 
-def test_scales_are_fitted_to_all_rows_together() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_scales_are_fitted_to_all_rows_together(device: str) -> None:
     """The layer as it is stored loses less under both factors; scaling any row by itself would lose more."""
     source = torch.Generator().manual_seed(3)
     w, h_i, h_o = torch.randn(64, 96, generator=source), spectrum(96, 4, source), spectrum(64, 6, source)
+    w, h_i, h_o = w.to(device), h_i.to(device), h_o.to(device)
 
     def loss(value: Tensor) -> float:
         e = value - w
