@@ -41,6 +41,7 @@ def test_every_case_is_right_in_any_order_of_blocks(tmp_path: Path) -> None:
     assert {line.split()[0] for line in lines} == {"2", "3", "4"}
     assert any("alone" in line for line in lines)
     assert any("2 passes" in line for line in lines)
+    assert any("turned in front" in line for line in lines)
     assert any("blocks" in line and " 1 rounds" not in line for line in lines)
 
 
