@@ -106,10 +106,15 @@ def plans(n: int, k: int, bits: int, tokens: int, device: build.Device) -> list[
         parts = -(-slices // across)
         if -(-slices // parts) < across:
             continue  # warps would have nothing to do
-        for unit in (1, 2, 4, PARTS):
+        cuts = set[tuple[int, ...]]()
+        for unit in (PARTS, 4, 2, 1):
             units = -(-tiles // unit)
             most = -(-units // min(units, max(1, device.sms // parts)))  # units of a strip
             strips, down = -(-units // most), WARPS[count] // across
+            cut = tuple(units * strip // strips * unit for strip in range(strips))
+            if cut in cuts:
+                continue
+            cuts.add(cut)
             for turns in (True, False) if count > MUST_TURN else (True,):
                 for ahead in range(AHEAD[bits], 0, -1):
                     whole = Plan(ahead, count, turns, strips, parts, unit, across, down, most * unit)
