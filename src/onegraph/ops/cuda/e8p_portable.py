@@ -151,7 +151,7 @@ KERNELS = build.Source(
     capabilities=build.PORTABLE,
     example=defines(Plan(4, 4, True, 33, 2, 1, 8, 2, 8), 4096, 4096, 2, False, (True, False, True, True, False))
     | {"START": 0},
-    family="portable",
+    families=("portable",),
     shared=build.PORTABLE_SHARED,
 )
 ARRIVED = Counters(MAX_N // ROWS)
