@@ -99,6 +99,7 @@ def test_env_names_families_and_reasons(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(family, "FORCED", "reference")
     only, rest = env.kernels(0)[0], env.kernels(0)[1:]
     assert only.startswith("cuda:0 reference only: ")
+    assert set(only.split(": ")[1].split(", ")) >= {"add_rms_norm", "e8p_linear", "sample"}
     assert not rest
 
 

@@ -9,6 +9,8 @@ from onegraph.check.places import users
 from onegraph.check.reconcile import VARYING
 from onegraph.check.report import CheckError, Report, merge
 
+LIVE_STEPS = 8
+
 
 def check_step(
     factory: Callable[[], Any],
@@ -28,7 +30,8 @@ def check_step(
         simulate: run it on the CPU against a simulated GPU.
         source: read the code that the step reaches.
         live: capture and replay it on the GPU of this machine.
-        steps: how many steps to simulate (3 or more) and to replay live.
+        steps: how many steps to simulate (3 or more) and to replay live, LIVE_STEPS of them at least: what a replay
+            feeds on may be right for some steps by chance.
         gpus: how many GPUs the simulated machine has (`torch.cuda.device_count()`).
         target: what the report calls it.
 
@@ -50,7 +53,7 @@ def check_step(
     if live:
         from onegraph.check.live import live_step
 
-        reports.append(live_step(factory, steps=steps, target=target))
+        reports.append(live_step(factory, steps=steps if steps < 3 else max(steps, LIVE_STEPS), target=target))
     return users(fold(reports[0] if len(reports) == 1 else merge(target, reports)))
 
 

@@ -121,6 +121,9 @@ def run(args: argparse.Namespace) -> int:
     def ready() -> None:
         print(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1", file=sys.stderr, flush=True)
 
+    # The engine's thread asks for the interpreter once a step, every 1 to 3 ms: by default it would wait up to 5 for
+    # the thread that writes the streams.
+    sys.setswitchinterval(0.0002)
     with llm:
         worker = Worker(llm, writer, queue=args.queue)
         settings = Settings(name=name, api_key=key, max_body=args.max_body)

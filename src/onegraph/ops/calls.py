@@ -4,17 +4,15 @@ An op of such a record is called as any other, its reference, checks and kernel 
 records too, so this file imports nothing of ours.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import NoneType
 from typing import Annotated, Any, get_args, get_type_hints
 
-import torch
 from torch import Tensor
 
 Written = Annotated[Tensor, "written"]  # an argument that the op writes
 
-MAX_TOKENS = 8  # that a decode step brings a row: the newest and its drafts
 NOTHING = -2  # in a round's report: no token; -1 says that the model gave NaN there
 
 
@@ -142,22 +140,6 @@ class PagedDecode(Tokens):
     early: bool = False
     sinks: Tensor | None = None
     softcap: float = 0.0
-
-    def parts(self, q: Tensor | None = None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Arguments of `rope_cache_write`, and of `paged_attention` for the queries that it returns."""
-        *tokens, _, heads, scale, window, _, sinks, softcap = self
-        if q is None:
-            q = self.qkv.new_empty(*self.qkv.shape[:2], heads, self.k_cache.shape[3])  # never filled, for the check
-        cache = self.k_cache, self.v_cache, self.block_table, self.positions
-        return (*tokens, heads), (q, *cache, scale, window, sinks, softcap)
-
-    def composed(self, write: Callable[..., Tensor], attend: Callable[..., Tensor]) -> Tensor:
-        """The op by the two that it stands for, with zeros for tokens that are none."""
-        out = attend(*self.parts(write(*self.parts()[0]))[1])
-        step = torch.arange(self.qkv.shape[1], dtype=torch.int32, device=out.device)
-        places, reach = self.positions.unsqueeze(1) + step, self.block_table.shape[1] * self.k_cache.shape[1]
-        real = (self.counts.unsqueeze(1) > step) & (places >= 0) & (places < reach)
-        return out.masked_fill_(~real[..., None, None], 0.0)
 
 
 @dataclass(eq=False)

@@ -110,9 +110,14 @@ class Findings:
         parted: dict[frames.Place, set[int]] = {}
         for place, sighting in branches:
             parted.setdefault(place, set()).add(sighting.step)
-        # Where a step that is not captured takes the captured path, the capture does not decide; what does comes first.
-        for place, sighting in sorted(branches, key=lambda b: parted[b[0]] == later):
-            if asked and parted[place] == later:
+
+        def capture_decides(place: frames.Place) -> bool:
+            """Whether all steps that are not captured part from the captured one; live, it from its own eager run."""
+            return bool(asked) and parted[place] in (later, {self.world.captured_step})
+
+        # Where a step that is not captured takes the captured path, what does decide comes first.
+        for place, sighting in sorted(branches, key=lambda b: capture_decides(b[0])):
+            if capture_decides(place):
                 sighting.code, sighting.message = "CG211", "the step takes another path while it is captured"
                 sighting.values = ()  # what it did in other steps is no part of it
                 if any(f.severity is Severity.ERROR for f in self.found.values()):

@@ -12,11 +12,7 @@
 // Instructions are run once and come from far each time, so what a model fixes is known when compiled: 1950 of them for
 // 3200 (16 warps). With that, and the rest of this order, a launch adds 4.2 us to a layer of 8B at 1k keys (B = 1), not 5.8.
 //
-// With TOKENS > 1, of a row's tokens each has a cluster. The keys and values of those before it in the same launch are
-// taken from qkv as the own one is, since nothing orders their clusters: a lane group turns the key of one of them.
-//
 // Set when compiled: HALF (1: float16, 0: bfloat16), DIM (64 or 128), GROUP (1 to 8 heads a kv head), PAGE (tokens),
-// TOKENS (1 to 8 that a launch brings a row, one behind another),
 // NORM, ROPE, EARLY, WARPS (of a block), SIZE (blocks of a cluster), KV_HEADS, WINDOW (0: none), and strides of the cache
 // and of the angles: PAGE_STRIDE, PLACE_STRIDE, HEAD_STRIDE (units of DIM), TURN_STRIDE.
 //
@@ -40,17 +36,17 @@ constexpr int LANES = THREADS >= 2 * OUTPUTS ? 4 : THREADS >= OUTPUTS ? 2 : 1;  
 constexpr float NONE = -1e30f;                     // below every score; finite, so that a difference is never NaN
 
 struct Arguments {
-  const u16* qkv;           // [rows, TOKENS, (GROUP + 2) kv_heads, DIM]
+  const u16* qkv;           // [rows, (GROUP + 2) kv_heads, DIM]
   const u16* q_norm;        // [DIM] if NORM
   const u16* k_norm;
   const float* cos;         // [max_position + 1, DIM / 2] if ROPE, rows turn_stride apart
   const float* sin;
-  const int* positions;     // [rows] of the first token, too large by `ahead`
-  const int* counts;        // [rows], of the tokens that are real
+  const int* positions;     // [rows], too large by `ahead`
+  const int* counts;        // [rows]
   const int* table;         // [rows, reach / PAGE], rows table_stride apart
   u16* keys;                // [pages, PAGE, kv_heads, DIM], strides in units of DIM
   u16* values;              // the same strides
-  u16* out;                 // [rows, TOKENS, kv_heads, GROUP, DIM]
+  u16* out;                 // [rows, kv_heads, GROUP, DIM]
   int pages, table_stride, reach, max_position, ahead;
   float eps, scale;
 };
@@ -138,8 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) decode_atte
   Shared& s = *(Shared*)memory;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const u32 rank = cluster_rank(), sent = (u32)__cvta_generic_to_shared(&s.sent);
-  const int group = blockIdx.x / SIZE, kv_head = group % KV_HEADS;
-  const int token = group / KV_HEADS, row = token / TOKENS, step = token % TOKENS;
+  const int group = blockIdx.x / SIZE, row = group / KV_HEADS, kv_head = group % KV_HEADS;
   if (EARLY) let_next_start();
   if (threadIdx.x == 0) make_barrier(sent, 1), expect(sent, OUTPUTS * 4 + SIZE * GROUP * 8), barriers_visible();
   __syncwarp();
@@ -157,9 +152,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) decode_atte
   int start = (warp * SIZE + rank) * TILE;
   int page = 0, page_alone = 0;
   if (WINDOW == 0) page = page_of(start), page_alone = page_of(start_alone);
-  const int position = p.positions[row] - p.ahead + step;
+  const int position = p.positions[row] - p.ahead;
   const int last = min(max(position, 0), p.reach - 1);             // where the own token stands
-  const int fresh = TOKENS == 1 ? last : max(last - step, 0);                           // the first place that this launch writes
   const int seen = WINDOW > 0 ? max(last - WINDOW + 1, 0) : 0;     // the first key
   const int first = seen / TILE * TILE;
   const bool alone = last - first < WARPS * TILE;                  // the first block, with a tile for each warp at most
@@ -171,46 +165,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) decode_atte
   auto spot = [&](bool values, int key, int chunk) -> uint4& {
     return values ? tile.values[key][chunk ^ key % 8] : tile.keys[key][chunk ^ key % 2 * 4];
   };
-  auto issue = [&](bool values, int place, int start) {            // all but what this launch writes
+  auto issue = [&](bool values, int place, int start) {            // all but the own token
     const int chunk = lane % CHUNKS;
     const u16* from = (values ? p.values : p.keys) + (size_t)place * DIM + lane / CHUNKS * (PLACE_STRIDE * DIM) + chunk * 8;
 #pragma unroll
     for (int i = 0; i < TILE / KEYS; i++) {
       const int key = i * KEYS + lane / CHUNKS;
-      if (start + key < fresh || start + key > last)
-        fetch(&spot(values, key, chunk), from + i * (KEYS * PLACE_STRIDE * DIM), start + key < fresh);
+      if (start + key != last) fetch(&spot(values, key, chunk), from + i * (KEYS * PLACE_STRIDE * DIM), start + key < last);
     }
   };
-  constexpr int WIDTH = (GROUP + 2) * KV_HEADS * DIM;
-  const u16* qkv = p.qkv + (size_t)token * WIDTH;
-  auto brought = [&](int at) { return qkv - (last - at) * WIDTH; };  // q, k and v of the token that stands at `at`
-  auto issue_own = [&](int start) {                                // values that this launch writes, if the tile holds them
-    if (start + TILE <= fresh) return;
-    if (TOKENS == 1) {
-      if (lane < CHUNKS) fetch(&spot(true, last - start, lane), qkv + (KV_HEADS * (GROUP + 1) + kv_head) * DIM + lane * 8, true);
-    } else {
-#pragma unroll 1
-      for (int at = max(start, fresh); at <= min(last, start + TILE - 1); at++)
-        if (lane < CHUNKS)
-          fetch(&spot(true, at - start, lane), brought(at) + (KV_HEADS * (GROUP + 1) + kv_head) * DIM + lane * 8, true);
-    }
+  const u16* qkv = p.qkv + (size_t)row * (GROUP + 2) * KV_HEADS * DIM;
+  auto issue_own = [&](int start) {                                // the value of the own token, if the tile holds it
+    if (start + TILE > last && lane < CHUNKS)
+      fetch(&spot(true, last - start, lane), qkv + (KV_HEADS * (GROUP + 1) + kv_head) * DIM + lane * 8, true);
   };
+  const size_t turned = (size_t)min(max(position, 0), p.max_position) * TURN_STRIDE;
   auto angle = [&](const float* from, int chunk, float4& lower, float4& upper) {
     lower = upper = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (ROPE) lower = *(const float4*)(from + chunk * 8), upper = *(const float4*)(from + chunk * 8 + 4);
+    if (ROPE) lower = *(const float4*)(from + turned + chunk * 8), upper = *(const float4*)(from + turned + chunk * 8 + 4);
   };
-  auto angles = [&](int at, float4 (&cosine)[STEPS], float4 (&sine)[STEPS]) {
-    const size_t turned = (size_t)min(max(at, 0), p.max_position) * TURN_STRIDE;
+  auto angles = [&](float4 (&cosine)[STEPS], float4 (&sine)[STEPS]) {
 #pragma unroll
     for (int i = 0; i < STEPS / 2; i++) {
-      angle(p.cos + turned, 4 * i + t, cosine[2 * i], cosine[2 * i + 1]);
-      angle(p.sin + turned, 4 * i + t, sine[2 * i], sine[2 * i + 1]);
+      angle(p.cos, 4 * i + t, cosine[2 * i], cosine[2 * i + 1]);
+      angle(p.sin, 4 * i + t, sine[2 * i], sine[2 * i + 1]);
     }
   };
   float4 cosine[STEPS], sine[STEPS];
   int place = place_of(page, start);
   if (start <= last) {
-    angles(position, cosine, sine);
+    angles(cosine, sine);
     issue(false, place, start);
     commit();
     if (EARLY) {
@@ -223,15 +207,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) decode_atte
   wait_for_previous();
   if (!EARLY) let_next_start();
   if (alone && rank > 0) return;
-  const bool real = p.counts[row] > step && position == last;
+  const bool real = p.counts[row] > 0 && position == last;
   float acc[DIM / 16][4], best[2] = {NONE, NONE}, sum[2] = {0.f, 0.f};  // [dims 16 m + g and + 8][heads 2 t and 2 t + 1]
 #pragma unroll
   for (int m = 0; m < DIM / 16; m++) acc[m][0] = acc[m][1] = acc[m][2] = acc[m][3] = 0.f;
   if (start <= last) {
-    // The own key is turned in a column that the heads leave free; eight heads leave none, nor do several tokens.
-    constexpr bool FREE = GROUP < 8 && TOKENS == 1;
-    const bool with_key = FREE && g == GROUP;
+    // The own key is turned in a column that the heads leave free; eight heads leave none.
+    const bool with_key = GROUP < 8 && g == GROUP;
     const uint4* from = (const uint4*)qkv + (with_key ? KV_HEADS * GROUP + kv_head : kv_head * GROUP + g) * CHUNKS + t;
+    const uint4* own_key = (const uint4*)qkv + (KV_HEADS * GROUP + kv_head) * CHUNKS + t;
     uint4 q[STEPS];
 #pragma unroll
     for (int i = 0; i < STEPS; i++) q[i] = g < GROUP || with_key ? from[i * 4] : make_uint4(0, 0, 0, 0);
@@ -244,29 +228,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) decode_atte
 #pragma unroll 1
     for (;;) {
       const int after = start + stride, at = last - start;
-      const bool more = after <= last, own = start + TILE > fresh;
+      const bool more = after <= last, own = at < TILE;
       const size_t to = (size_t)(place + at * PLACE_STRIDE) * CHUNKS;  // the own token's place
       arrived_before_last();
       if (own) {
         uint4 key[STEPS];
-        const int mine = fresh + g;                                // the place of this lane group's key, if it has one
-        if (FREE) {
 #pragma unroll
-          for (int i = 0; i < STEPS; i++) key[i] = q[i];
-        } else {
-          const uint4* from = (const uint4*)brought(min(mine, last)) + (KV_HEADS * GROUP + kv_head) * CHUNKS + t;
+        for (int i = 0; i < STEPS; i++) key[i] = GROUP < 8 ? q[i] : own_key[i * 4];
+        if (GROUP == 8) {
           float4 c[STEPS], d[STEPS];
-#pragma unroll
-          for (int i = 0; i < STEPS; i++) key[i] = from[i * 4];
-          angles(mine, c, d);
+          angles(c, d);
           turn(key, (const uint4*)p.k_norm + t, p.eps, c, d);
         }
-        if (FREE ? g == GROUP : mine <= last && mine >= start && mine < start + TILE) {
-          const int key_at = FREE ? at : mine - start;
+        if (g == GROUP % 8) {
 #pragma unroll
           for (int i = 0; i < STEPS; i++) {
-            spot(false, key_at, i * 4 + t) = key[i];
-            if (real && key_at == at) ((uint4*)p.keys)[to + i * 4 + t] = key[i];
+            spot(false, at, i * 4 + t) = key[i];
+            if (real) ((uint4*)p.keys)[to + i * 4 + t] = key[i];
           }
         }
         __syncwarp();
@@ -316,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) decode_atte
 #pragma unroll
         for (int j = 0; j < 4; j++) acc[m][j] *= fade[j % 2];
       arrived_before_last();
-      if (at < TILE && real && lane < CHUNKS) ((uint4*)p.values)[to + lane] = spot(true, at, lane);
+      if (own && real && lane < CHUNKS) ((uint4*)p.values)[to + lane] = spot(true, at, lane);
 #pragma unroll
       for (int m = 0; m < DIM / 16; m++) {                         // matrices: keys 0-7 and chunks 2 m, 2 m + 1; keys 8-15
         const int key = lane / 16 * 8 + lane % 8;

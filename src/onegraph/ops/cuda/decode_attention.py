@@ -36,14 +36,13 @@ def takes(dtype: torch.dtype, dim: int, group: int, page: int, *read: Tensor) ->
 
 @dataclass(frozen=True)
 class Plan:
-    """What the kernel is compiled for: its defines, in lower case. A launch brings a row `tokens`. Blocks have `warps`
-    warps, and `size` of them share the keys of a (token, kv head) pair. `early`: the next launch is let go in the first
-    line. Strides of the cache are in units of `dim`."""
+    """What the kernel is compiled for: its defines, in lower case. Blocks have `warps` warps, and `size` of them share
+    the keys of a (row, kv head) pair. `early`: the next launch is let go in the first line. Strides of the cache are in
+    units of `dim`."""
 
     half: bool
     dim: int
     group: int
-    tokens: int
     page: int
     norm: bool
     rope: bool
@@ -68,7 +67,7 @@ class Plan:
         return {name.upper(): int(value) for name, value in asdict(self).items()}
 
 
-EXAMPLE = Plan(False, 128, 4, 1, 16, False, True, False, 16, 8, 8, 0, 128, 8, 1, 64)
+EXAMPLE = Plan(False, 128, 4, 16, False, True, False, 16, 8, 8, 0, 128, 8, 1, 64)
 KERNEL = build.Source(
     "decode_attention",
     ops=("paged_decode", "strided_decode"),
@@ -92,7 +91,7 @@ def available(device: int) -> bool:
 
 
 def share(groups: int, device: build.Device) -> tuple[int, int]:
-    """(warps of a block, blocks that share the keys of one of `groups` (token, kv head) pairs).
+    """(warps of a block, blocks that share the keys of one of `groups` (row, kv head) pairs).
 
     As many blocks as run at once, one an SM; two an SM where there are more groups than that.
     """
@@ -112,17 +111,16 @@ def paged_decode(call: PagedDecode) -> Tensor:
     norms = [t for t in (q_norm, k_norm) if t is not None]
     read = [t for t in (qkv, *norms, cos, sin, k_cache, v_cache) if t is not None]
     # The kernel knows neither sinks nor bounds of scores, and turns whole heads: the others are for Triton's.
-    tokens = qkv.shape[1]
     plain = sinks is None and softcap == 0 and (cos is None or 2 * cos.shape[1] == dim)
     usable = qkv.is_cuda and rows > 0 and plain and takes(qkv.dtype, dim, group, k_cache.shape[1], *read)
     if not usable or any(t.dtype != qkv.dtype for t in norms) or not available(qkv.device.index):
         from onegraph.ops.triton.decode_attention import paged_decode as fallback  # compiled as of its import
 
         return fallback(call)
-    out = torch.empty((rows, tokens, heads, dim), dtype=qkv.dtype, device=qkv.device)
+    out = torch.empty((rows, 1, heads, dim), dtype=qkv.dtype, device=qkv.device)
     _launch(
         qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table, k_cache, v_cache, out, scale, window,
-        tokens=tokens, ahead=0, early=early,
+        ahead=0, early=early,
     )  # fmt: skip
     return out
 
@@ -154,7 +152,6 @@ def strided_decode(call: StridedDecode) -> None:
             out,
             scale,
             window=0,
-            tokens=1,
             ahead=1,
             early=False,
         )
@@ -175,19 +172,18 @@ def _launch(
     out: Tensor,
     scale: float,
     window: int,
-    tokens: int,
     ahead: int,
     early: bool,
 ) -> None:
     """As the kernel's `Arguments` say."""
-    device, groups = qkv.device.index, qkv.shape[0] * tokens * k_cache.shape[2]
+    device, rows = qkv.device.index, qkv.shape[0]
     pages, page_size, kv_heads, dim = k_cache.shape
-    group = out.numel() // (groups * dim)
-    warps, size = share(groups, build.device(device))
+    group = out.numel() // (rows * kv_heads * dim)
+    warps, size = share(rows * kv_heads, build.device(device))
     page_stride, place_stride, head_stride = (stride // dim for stride in k_cache.stride()[:3])
     plan = Plan(
-        qkv.dtype == torch.float16, dim, group, tokens, page_size, q_norm is not None, cos is not None, early, warps,
-        size, kv_heads, window, page_stride, place_stride, head_stride, 0 if cos is None else cos.stride(0),
+        qkv.dtype == torch.float16, dim, group, page_size, q_norm is not None, cos is not None, early, warps, size,
+        kv_heads, window, page_stride, place_stride, head_stride, 0 if cos is None else cos.stride(0),
     )  # fmt: skip
     kernel = _kernel(plan, device)
     arguments = ARGUMENTS.pack(
@@ -203,7 +199,7 @@ def _launch(
         eps=eps,
         scale=scale,
     )  # fmt: skip
-    launch = (groups * size, 1, 1), 32 * warps, plan.shared, size
+    launch = (rows * kv_heads * size, 1, 1), 32 * warps, plan.shared, size
     stream = torch._C._cuda_getCurrentRawStream(device)
     if torch.cuda.current_device() == device:
         kernel.launch(*launch, stream, arguments)
