@@ -11,12 +11,15 @@ import argparse
 import json
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from onegraph.api.budget import Budget, Layers
+from onegraph.api.outline import outline
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.record import machine, with_id
 from onegraph.formats.checkpoint import Checkpoint
@@ -26,6 +29,7 @@ from onegraph.quant.partial import Partial
 from onegraph.quant.quantize import quantize
 from onegraph.quant.recipe import Recipe, Tune
 from onegraph.quant.result import Quantized
+from onegraph.quant.sensitivity import Costs, measure, quick
 
 # The ladder: each rung has the levers of the one before and one more.
 PLAIN: dict[str, Any] = {
@@ -120,20 +124,52 @@ def bits_per_weight(model: LlamaSource, made: Quantized) -> float:
 
 
 def runs(wanted: list[str], changes: dict[str, Any]) -> list[tuple[str, Recipe]]:
-    """NAME is a preset or a rung of the ladder, with @BITS: "+descent@3", "good@4", "ladder@2", "ladder"."""
+    """NAME is a preset or a rung of the ladder, with @BITS: "+descent@3", "good@4", "ladder@2", "ladder"; of a preset
+    "best@2.5" too, for rates that are chosen by what layers cost. Levers may follow: 'best@2:{"fisher": 4}'."""
     found = []
     for name in wanted:
-        rung, _, rate = name.partition("@")
-        for bits in [int(rate)] if rate else [4, 3, 2]:
-            levers: dict[str, Any] = {}
-            names = [rung_name for rung_name, _ in LADDER]
-            for key, change in LADDER:
-                levers = levers | change
-                if rung in ("ladder", key):
-                    found.append((f"{key}@{bits}", Recipe(bits=bits, **(levers | changes))))
-            if rung not in ("ladder", *names):
-                found.append((f"{rung}@{bits}", Recipe.preset(rung, bits=bits, **changes)))
+        plain, _, more = name.partition(":")
+        own = changes | json.loads(more or "{}")
+        found += [(f"{run}{more and ':'}{more}", recipe) for run, recipe in rungs(plain, own)]
     return found
+
+
+def rungs(name: str, changes: dict[str, Any]) -> list[tuple[str, Recipe]]:
+    """Of one name of `runs`, without levers of its own."""
+    found = []
+    rung, _, rate = name.partition("@")
+    for bits in [float(rate)] if rate else [4, 3, 2]:
+        if bits != int(bits):
+            found.append((f"{rung}@{rate}", Recipe.preset(rung, bits=int(bits), **changes)))
+            continue
+        bits, levers = int(bits), dict[str, Any]()
+        names = [rung_name for rung_name, _ in LADDER]
+        for key, change in LADDER:
+            levers = levers | change
+            if rung in ("ladder", key):
+                found.append((f"{key}@{bits}", Recipe(bits=bits, **(levers | changes))))
+        if rung not in ("ladder", *names):
+            found.append((f"{rung}@{bits}", Recipe.preset(rung, bits=bits, **changes)))
+    return found
+
+
+class Chooser:
+    """Rates for an average, by what each layer costs on the calibration text: measured once, when first asked."""
+
+    def __init__(self, checkpoint: Checkpoint, model: LlamaSource, calibration: Tensor, probed: int) -> None:
+        self.checkpoint, self.model, self.calibration, self.probed = checkpoint, model, calibration, probed
+        self.costs: Costs | None = None
+
+    def recipe(self, recipe: Recipe, bits: float) -> Recipe:
+        layers = Layers.of(outline(self.checkpoint), self.checkpoint, Budget(bits=bits), {}, {})
+        if self.costs is None:
+            begun = time.time()
+            rows = self.probed // self.calibration.shape[1]
+            self.costs = measure(self.model, self.calibration, quick(recipe), layers.free, probed=rows)
+            print(f"costs of {len(self.costs)} parts on {self.probed} tokens: {time.time() - begun:.1f} s", flush=True)
+        found = layers.choose(self.costs, 0)
+        print(*found.lines, sep="\n")
+        return replace(recipe, bits=layers.common(found.rates), layers=found.rates)
 
 
 def main() -> None:
@@ -148,6 +184,7 @@ def main() -> None:
         "--run", nargs="*", default=["ladder"], help="presets or rungs, e.g. good@4 +descent@3 ladder@2"
     )
     parser.add_argument("--set", default="{}", help="JSON of recipe fields to change in every run")
+    parser.add_argument("--probed", type=int, default=4096, help="tokens that costs of layers are measured on")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no further run is begun")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -194,10 +231,14 @@ def main() -> None:
         report(f"rtn@{bits}", {**result, "bpw": bits + 0.5, "seconds": 0.0})
     scratch = tempfile.mkdtemp(prefix="onegraph-quality-")
     partial = Partial(scratch, args.model, keep_inputs=False)  # each run gathers its own, so that its time counts that
+    chooser = Chooser(checkpoint, model, calibration, args.probed)
     for name, recipe in runs(args.run, changes):
         if time.time() - begun > args.limit:
             print(f"{name}: not begun, {args.limit:.0f} s are over")
             continue
+        bits = float(name.partition(":")[0].rpartition("@")[2])
+        if bits != int(bits):
+            recipe = chooser.recipe(recipe, bits)
         start = time.time()
         # Tuning starts from the blocks that the rung before it left, so its time is what it adds.
         made = quantize(model, calibration, recipe, partial)

@@ -65,8 +65,8 @@ class Tiny:
         self.out = torch.randn(VOCAB, DIM, generator=source)
         self.kill_at, self.calls = kill_at, 0
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        return self.table[tokens]
+    def embed(self, tokens: Tensor, table: Tensor | None = None) -> Tensor:
+        return (self.table if table is None else table)[tokens]
 
     def load_block(self, i: int) -> Mix:
         return copy.deepcopy(self.blocks[i])
@@ -95,8 +95,8 @@ class Tiny:
     def final_norm(self, hidden: Tensor) -> Tensor:
         return nn.functional.rms_norm(hidden, (DIM,))
 
-    def head(self, hidden: Tensor) -> Tensor:
-        return self.final_norm(hidden) @ self.out.T
+    def head(self, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
+        return self.final_norm(hidden) @ (self.out if weight is None else weight).T
 
     def outer(self, name: str) -> Tensor:
         return {"model.embed_tokens.weight": self.table, "lm_head.weight": self.out}[name]

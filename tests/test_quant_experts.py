@@ -20,8 +20,10 @@ from onegraph.models.llama import Llama
 from onegraph.models.source import LlamaSource
 from onegraph.ops.weight import weight_ops
 from onegraph.quant.experts import shrunk
+from onegraph.quant.fisher import kl_factors
 from onegraph.quant.hessian import gather
 from onegraph.quant.layer import dequantize
+from onegraph.quant.quantize import quantize as quantize_blocks
 from onegraph.quant.recipe import Recipe
 
 VARIANTS = ("qwen3_moe", "mixtral", "gpt_oss", "qwen2_moe", "glm4_moe", "olmoe")
@@ -325,3 +327,31 @@ def test_the_memory_that_was_said_is_kept(tmp_path: Path) -> None:
     assert less_taken <= less_planned + (32 << 20)
     assert planned - less_planned == 4 * 256 * (3 * 16384 - 4 * 8192)  # three streams, less four batches of 8192
     assert taken - less_taken > 10 << 20
+
+
+def test_rates_that_are_chosen_are_one_for_both_matrices_of_a_layers_experts(tmp_path: Path) -> None:
+    source("qwen3_moe", tmp_path / "model")
+    told = made(tmp_path, bits=2.5)
+    costs = json.loads((tmp_path / "out" / "onegraph.json").read_text())["allocation"]["costs"]
+    pairs = [names.split(" ") for names in costs if "experts" in names]
+    assert sorted(first for first, _ in pairs) == sorted(told.experts)
+    for first, second in pairs:
+        assert second == first.replace("gate_up_proj", "down_proj")
+        assert told.config["layers"].get(first) == told.config["layers"].get(second)
+    assert len(set(told.config["layers"].values()) | {told.config["bits"]}) > 1
+    assert verify(tmp_path / "out").ok
+
+
+def test_tokens_weigh_in_linears_beside_routed_experts(tmp_path: Path) -> None:
+    source("qwen2_moe", tmp_path / "model")
+    text = torch.randint(0, WORDS, (4, 32), generator=torch.Generator().manual_seed(0))
+    with Checkpoint.open(tmp_path / "model") as checkpoint:
+        model = LlamaSource(checkpoint, "cpu", torch.float32)
+        found = dict(kl_factors(model, text, seed=0, outputs=True))
+        rounded = quantize_blocks(model, text, Recipe(bits=3, descent=0, correct=0.5, fisher=1, fisher_outputs=True))
+    linears = {name for i in range(2) for name, shape in model.shapes(i).items() if len(shape) == 2}
+    known = {name.split(".", 3)[3] for factors in found.values() for name in factors.tokens}
+    assert linears == known
+    assert any("shared_expert" in name for name in known)
+    assert all(weights.shape == text.shape for factors in found.values() for weights in factors.tokens.values())
+    assert any("experts.gate_up_proj" in name for name in rounded.layers)

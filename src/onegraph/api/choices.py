@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from onegraph.api.budget import Budget
 from onegraph.api.cost import spill_bound
 from onegraph.api.device import pick_device
 from onegraph.formats.e8p import BITS, KEEP
 from onegraph.quant.recipe import Recipe
+from onegraph.quant.result import EMBED, HEAD
 
 RECIPES = {"cpu": "quick", "cuda": "good"}  # where none is asked for
 TOKENS = {"cpu": 8192, "cuda": 16384}  # likewise; of a text, as many as it has
+PROBED = {"cpu": 1024, "cuda": 4096}  # tokens that a layer's cost is measured on, where rates are chosen
+
+End = int | Literal["auto"] | None  # rate of the head or the embedding: "auto" is to be chosen, 16 and None keep it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """The options of `quantize`, checked, with what was left open filled in for the device."""
+    """The options of `quantize`, checked, with what was left open filled in for the device.
+
+    budget: what rates are to be chosen within, None where each is given. allotted: rates by layer that were chosen so.
+    """
 
     device: torch.device
     format: str
@@ -31,6 +40,13 @@ class Choices:
     sequence: int
     experts: int | None
     activations: int | None
+    budget: Budget | None = None
+    allotted: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def probed(self) -> int:
+        """Tokens that KL is taken on where rates are chosen."""
+        return min(PROBED[self.device.type], self.tokens)
 
     @property
     def held(self) -> int:
@@ -39,20 +55,27 @@ class Choices:
 
     @property
     def layers(self) -> Mapping[str, int]:
+        """Rates by pattern, as the user gave them."""
         return self.levers.layers
+
+    @property
+    def rates(self) -> dict[str, int]:
+        """Rates by name and pattern, in the order that they are gone by: the last match wins."""
+        return dict(self.allotted) | dict(self.layers)
 
 
 def choose(
     *,
-    bits: int = 4,
+    bits: float = 4,
+    size: int | None = None,
     format: str = "e8p",
     recipe: str | None = None,
     calibration: str | Path = "bundled",
     tokens: int | None = None,
     sequence: int = 512,
     layers: Mapping[str, int] | None = None,
-    lm_head: int | None = None,
-    embed_tokens: int | None = None,
+    lm_head: End = None,
+    embed_tokens: End = None,
     experts: int | None = None,
     expert_prior: float | None = None,
     seed: int = 0,
@@ -62,10 +85,10 @@ def choose(
     """Raises ValueError for an option that is not allowed; the rest is in `quantize`."""
     target = pick_device(device)
     ends = lm_head or embed_tokens or experts
-    if format == "nvfp4" and (bits != 4 or ends or any(r != KEEP for r in (layers or {}).values())):
+    if format == "nvfp4" and (bits != 4 or size is not None or ends or any(r != KEEP for r in (layers or {}).values())):
         raise ValueError(
-            "nvfp4 has one rate and keeps both ends: it takes no other bits, no lm_head, embed_tokens or experts, and "
-            "layers may only keep a linear ({pattern: 16})"
+            "nvfp4 has one rate and keeps both ends: it takes no other bits, no size, lm_head, embed_tokens or "
+            "experts, and layers may only keep a linear ({pattern: 16})"
         )
     if experts not in (None, *BITS, KEEP):
         raise ValueError(f"experts: got {experts!r}; allowed are 2, 3, 4, and 16 to keep them as they are")
@@ -77,7 +100,9 @@ def choose(
         if not (type(value) is int and value >= 1) and not (name == "tokens" and value is None):
             raise ValueError(f"{name}: got {value!r}; allowed is a count of 1 and more")
     recipe = recipe or (RECIPES[target.type] if format == "e8p" else "good")
-    rates: dict[str, Any] = {"bits": bits, "lm_head": lm_head, "embed_tokens": embed_tokens, "seed": seed}
+    budget = _budget(bits, size, {HEAD: lm_head, EMBED: embed_tokens})
+    rates: dict[str, Any] = {"bits": bits if budget is None else int(bits), "seed": seed}
+    rates |= {"lm_head": _kept(lm_head), "embed_tokens": _kept(embed_tokens)}
     rates |= {} if expert_prior is None else {"expert_prior": expert_prior}
     return Choices(
         device=target,
@@ -89,7 +114,28 @@ def choose(
         sequence=sequence,
         experts=experts,
         activations=activations,
+        budget=budget,
     )
+
+
+def _budget(bits: float, size: int | None, ends: Mapping[str, End]) -> Budget | None:
+    """What rates are to be chosen within; None where `bits` is a rate. Of a size both ends are part, unless the user
+    has set their rates."""
+    if isinstance(bits, bool) or not isinstance(bits, int | float) or not (math.isfinite(bits) and 2 <= bits <= 4):
+        raise ValueError(f"bits: got {bits!r}; allowed is a number from 2 to 4")
+    auto = frozenset(end for end, rate in ends.items() if rate == "auto")
+    if size is None:
+        return Budget(bits=bits, ends=auto) if auto or bits != int(bits) else None
+    if type(size) is not int or size < 1:
+        raise ValueError(f"size: got {size!r}; it is a number of bytes")
+    if bits != 4:
+        raise ValueError(f"size and bits {bits:g} are two budgets; give one of them")
+    return Budget(size=size, ends=auto | {end for end, rate in ends.items() if rate is None})
+
+
+def _kept(rate: End) -> int | None:
+    """The rate of an end as a recipe has it."""
+    return None if rate in ("auto", KEEP) else rate  # type: ignore[return-value]  # "auto" is gone
 
 
 def kind_of(calibration: str | Path) -> str:

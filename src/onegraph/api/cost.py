@@ -9,7 +9,7 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -36,6 +36,7 @@ class Work:
         block: weights of a block, of `blocks`. tokens: of calibration, in rows of `sequence`; sampled: by the model
             first, which has `parameters` and keeps `cached` numbers a token.
         experts: matrices that are rounded one by one, as `groups`; routed: layers that have some.
+        parts: whose cost is measured before, alone and at 2 bits, on `probed` tokens.
         written: bytes of the result. activations: bytes of residual streams that may lie in memory.
     """
 
@@ -54,6 +55,8 @@ class Work:
     cached: int = 0
     experts: Sequence[tuple[int, int, int]] = ()
     routed: int = 0
+    parts: int = 0
+    probed: int = 0
     written: int = 0
     activations: int = 1 << 62
 
@@ -61,6 +64,11 @@ class Work:
     def hessians(self) -> int:
         """Bytes of the Hessians of all groups, and of what layers of experts keep in their place."""
         return sum(4 * k * k for _, k, _ in self.groups) + self.routed * self.stream
+
+    @property
+    def factors(self) -> int:
+        """Bytes of the Hessians' second factors: of siblings together, at the most."""
+        return 0 if self.levers is None or not self.levers.fisher else sum(4 * n * n for n, _, _ in self.groups)
 
     @property
     def stream(self) -> int:
@@ -74,6 +82,8 @@ class Work:
         if self.levers is None:
             return 0
         kept = 2 if self.levers.correct or self.levers.tune else 1
+        if self.levers.fisher:  # before each block, and the gradients behind it
+            return self.stream * (self.blocks + 1 + self.levers.fisher)
         return self.stream * (kept + 1 + (2 if self.levers.correct else 1) * (self.routed > 0))
 
     @property
@@ -107,6 +117,9 @@ def _seconds(work: Work, levers: Recipe, device: torch.device) -> float:
     shared = min(work.tokens, SHARED_ROWS) * (2 if levers.correct else 1)  # each expert on all of the layer's tokens
     work_done += sum(2 * k * (n + k) * shared for n, k, _ in work.experts)
     work_done += sum(n * k * k * (1 + 2 * levers.descent) + 6 * k**3 for n, k, _ in rounded)
+    if levers.fisher:  # forward twice, and backwards for each direction with the factors' products
+        work_done += 2.0 * work.tokens * (2 + levers.fisher) * (work.block * work.blocks + work.vocab * work.hidden)
+        work_done += 2.0 * work.tokens * levers.fisher * sum(n * n for n, _, _ in work.groups)
     if levers.tune is not None:  # forward, again for its gradients, and twice as much backwards; the head likewise
         work_done += 8.0 * levers.tune.epochs * work.tokens * (work.block * work.blocks + work.vocab * work.hidden)
     seconds = work_done / rate
@@ -121,11 +134,22 @@ def _seconds(work: Work, levers: Recipe, device: torch.device) -> float:
         seconds += sum(n * k / 8 * passes * each[bits] for n, k, bits in rounded)
     else:
         seconds += sum(k / 8 * passes * STEP[bits] for _, k, bits in rounded) * (WIDE_STEP if levers.wide else 1)
+    if work.parts:
+        seconds += _measuring(work, rate, device)
     if work.sampled:  # a step reads every weight once, whatever the rows beside it
         steps = work.sequence * -(-work.tokens // (64 * work.sequence))
         seconds += steps * work.parameters * 4 / 1e10 if device.type == "cpu" else steps * (2e-3 * work.blocks)
         seconds += 2 * work.parameters * work.tokens / rate
     return seconds
+
+
+def _measuring(work: Work, rate: float, device: torch.device) -> float:
+    """Hessians of the unquantized model, one quick pass of rounding at 2 bits, and for each part half of the blocks and
+    the head, which all parts' streams go through."""
+    each = 2.0 * work.probed * (work.block * work.blocks / 2 + work.vocab * work.hidden)
+    rounded = [(n, k, 2) for n, k, _ in (*work.groups, *work.experts)]
+    once = replace(work, groups=rounded, experts=(), parts=0, sampled=False)
+    return work.parts * each / rate + _seconds(once, Recipe.preset("quick"), device)
 
 
 def _normal(rows: int, columns: int, device: torch.device) -> torch.Tensor:

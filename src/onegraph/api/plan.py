@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from onegraph.api.budget import Chosen, Layers
 from onegraph.api.choices import Choices, choose, kind_of
 from onegraph.api.cost import Work, estimate
 from onegraph.api.hub import locate
@@ -24,6 +25,7 @@ from onegraph.formats.weight import WeightFormat
 from onegraph.models.load import parse_config
 from onegraph.models.loader import Loader
 from onegraph.quant.result import EMBED, HEAD
+from onegraph.quant.sensitivity import Costs
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a block or an expert
 
@@ -34,8 +36,8 @@ class Plan:
 
     Args:
         source: the path, or org/name@commit of the hub. matched: the linears of each pattern of `layers`. rates: the
-            patterns that `quantize` goes by, those for `experts` among them. own: whether our own decoder runs it,
-            `why` not; positions: that it has; expert_inputs: of each stack of experts.
+            patterns that `quantize` goes by, those for `experts` among them, and rates that were chosen. own: whether
+            our own decoder runs it, `why` not; positions: that it has; expert_inputs: of each stack of experts.
         linears: how many linears are quantized, each expert's two counted. left: layers that stay as they are, and why.
         before, after: sizes on disk, `after` exact.
         seconds: an estimate, on a CPU right within a factor of two or so. memory: bytes on the device, at the least.
@@ -47,7 +49,7 @@ class Plan:
     source: str
     device: str
     format: str
-    bits: int
+    bits: float
     recipe: str | None
     calibration: str | None
     tokens: int | None
@@ -78,7 +80,7 @@ class Plan:
     def __str__(self) -> str:
         """In a line: what is done, and what it costs."""
         weights = f"{human_count(self.before.linear_parameters)} weights in {self.linears} linears"
-        how = f"{self.format}, {self.bits} bits"
+        how = f"{self.format}, {self.bits:.3g} bits{'' if float(self.bits).is_integer() else ' on average'}"
         if self.recipe is not None:
             text = {"self": "text that the model samples", "bundled": "the bundled text", "text": "the text"}
             how += f", recipe {self.recipe}, at most {self.tokens} tokens of {text[str(self.calibration)]}"
@@ -126,16 +128,67 @@ def plan(source: str | PathLike[str], out: str | PathLike[str] | None = None, **
 
 
 def survey(checkpoint: Checkpoint, name: str, choices: Choices) -> Plan:
-    """The plan for an open checkpoint. Raises ValueError for what cannot be quantized as asked."""
+    """The plan for an open checkpoint; where rates are to be chosen, as if all weights mattered alike, which is right
+    in size. Raises ValueError for what cannot be quantized as asked."""
     if choices.format == "nvfp4":
         return _survey_nvfp4(checkpoint, name, choices)
+    if choices.budget is not None:
+        return allotted(checkpoint, name, choices, None)[0]
+    return _survey_e8p(checkpoint, name, choices, outline(checkpoint))
+
+
+def allotted(checkpoint: Checkpoint, name: str, choices: Choices, costs: Costs | None) -> tuple[Plan, Choices, Chosen]:
+    """The plan with the rates that the budget of `choices` buys, the choices with these in place, and what is known of
+    them. costs: measured; None: as if all weights mattered alike. Raises ValueError, as `survey` does."""
     found = outline(checkpoint)
+    layers = budget_layers(checkpoint, choices, found)
+    measured, rest = costs is not None, 0
+    costs = layers.alike() if costs is None else costs
+    if layers.budget.size is not None:  # what is stored besides the parts, exactly: of the smallest model there is
+        least = layers.least(costs)
+        whole = _survey_e8p(checkpoint, name, with_rates(choices, layers, least.rates), found)
+        rest = 8 * whole.after.total_bytes - least.cost
+    chosen = layers.choose(costs, rest)
+    decided = with_rates(choices, layers, chosen.rates)
+    plan = _survey_e8p(checkpoint, name, decided, found, 0 if measured else len(costs))
+    bits = chosen.bits if layers.budget.bits is None else layers.budget.bits
+    return replace(plan, bits=round(bits, 3)), decided, chosen
+
+
+def budget_layers(checkpoint: Checkpoint, choices: Choices, found: Outline | None = None) -> Layers:
+    """The layers of a checkpoint as the budget of `choices` sees them."""
+    found = outline(checkpoint) if found is None else found
+    assert choices.budget is not None
+    budget, levers = choices.budget, choices.levers
+    if not found.own:
+        _refuse_foreign(choices, found.why)
+        budget = replace(budget, ends=frozenset())
+    patterns = with_experts(choices, found).layers
+    return Layers.of(found, checkpoint, budget, patterns, {HEAD: levers.lm_head, EMBED: levers.embed_tokens})
+
+
+def with_rates(choices: Choices, layers: Layers, rates: Mapping[str, int]) -> Choices:
+    """The choices with a rate for each layer and end that the budget left open, the most common one as the model's."""
+    inside = {name: rate for name, rate in rates.items() if name not in (HEAD, EMBED)}
+    common = layers.common(inside)
+    ends = {name: None if rate == KEEP else rate for name, rate in rates.items() if name not in inside}
+    levers = replace(
+        choices.levers,
+        bits=common or choices.levers.bits,
+        lm_head=ends.get(HEAD, choices.levers.lm_head),
+        embed_tokens=ends.get(EMBED, choices.levers.embed_tokens),
+    )
+    return replace(choices, levers=levers, allotted=inside, budget=None)
+
+
+def _survey_e8p(checkpoint: Checkpoint, name: str, choices: Choices, found: Outline, parts: int = 0) -> Plan:
+    """parts: how many will be measured before."""
     if not found.own:
         _refuse_foreign(choices, found.why)
     found.check(checkpoint)
     choices = with_experts(choices, found)
     shapes = found.shapes
-    rates = resolve_rates(choices.layers, shapes, choices.levers.bits)
+    rates = resolve_rates(choices.rates, shapes, choices.levers.bits)
     formats = {layer: E8P[rate] for layer in shapes if (rate := rates.get(layer, choices.levers.bits)) != KEEP}
     if not formats:
         raise ValueError(f"{checkpoint.path}: no layer is left to be rounded; {_why_none(found)}")
@@ -144,14 +197,18 @@ def survey(checkpoint: Checkpoint, name: str, choices: Choices) -> Plan:
     before, after = (
         (size_of(checkpoint), size_of(made)) if found.own else size_with(checkpoint, made, shapes, found.layer_of)
     )
-    work = _work(found, formats, before, after, choices)
+    work = replace(_work(found, formats, before, after, choices), parts=parts, probed=choices.probed)
     return _plan(name, choices, formats, shapes, before, after, work, found)
 
 
 def _refuse_foreign(choices: Choices, why: str) -> None:
     """Raises ValueError for options that only models of our own decoder have."""
     told = f"this model runs in transformers only ({why})"
-    ends = {"lm_head": choices.levers.lm_head, "embed_tokens": choices.levers.embed_tokens}
+    ends: dict[str, int | str | None] = {
+        "lm_head": choices.levers.lm_head, "embed_tokens": choices.levers.embed_tokens
+    }  # fmt: skip
+    if choices.budget is not None and choices.budget.size is None:
+        ends |= {end.rpartition(".")[2]: "auto" for end in choices.budget.ends}
     for name, bits in ends.items():
         if bits is not None:
             raise ValueError(f"{name}: got {bits}, and {told}, where it stays as it is; leave the option out")
@@ -194,7 +251,7 @@ def _plan(
         matched={pattern: [layer for layer in shapes if fits(layer, pattern)] for pattern in choices.layers},
         linears=sum(shapes[layer][0] if len(shapes[layer]) == 3 else 1 for layer in formats),
         left=kept | dict(found.left if found is not None else {}),
-        rates=dict(choices.layers),
+        rates=choices.rates,
         own=found is None or found.own,
         why="" if found is None else found.why,
         positions=0 if found is None else found.positions,
@@ -203,7 +260,7 @@ def _plan(
         after=after,
         seconds=seconds,
         memory=memory,
-        disk=after.total_bytes + (after.linear_bytes + work.spilled if calibrated else 0),
+        disk=after.total_bytes + (after.linear_bytes + work.spilled + work.factors if calibrated else 0),
         hessians=work.hessians if calibrated and choices.levers.inputs == "reference" else 0,
     )
 

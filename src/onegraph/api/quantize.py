@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -16,11 +14,12 @@ import torch
 
 from onegraph.api import Progress
 from onegraph.api.card import Card, license_of
-from onegraph.api.choices import Choices, choose
+from onegraph.api.choices import Choices, End, choose
 from onegraph.api.device import pick_dtype
 from onegraph.api.hub import locate
+from onegraph.api.measured import identity, measured
 from onegraph.api.outline import model_of
-from onegraph.api.plan import Plan, nvfp4_config, rounded_layers, survey
+from onegraph.api.plan import Plan, allotted, nvfp4_config, rounded_layers, survey
 from onegraph.api.provenance import digest_of, source_of, versions
 from onegraph.api.room import SPILLED, check_room, existing, refuse_existing, unfinished
 from onegraph.api.size import Size
@@ -47,8 +46,9 @@ BUNDLED = Path(__file__).parents[1] / "data" / "calibration.txt"
 class Quantization:
     """What `quantize` made. `source` is the path, or org/name@commit of the hub; sizes are of the checkpoints on disk;
     `config` is the quantization_config that was written; `recipe`, `seed` and `calibration_tokens` are None for a
-    format that is not calibrated. `left` are the layers that stay as they were, and why; `experts` the calibration
-    tokens that chose each expert, by layer."""
+    format that is not calibrated. `bits` is the rate, or the average of rates that were chosen; `curve` then the KL
+    (nats a token, what layers cost alone added up) that other averages would have. `left` are the layers that stay as
+    they were, and why; `experts` the calibration tokens that chose each expert, by layer."""
 
     source: str
     output: str
@@ -57,7 +57,8 @@ class Quantization:
     before: Size
     after: Size
     config: dict[str, Any]
-    bits: int
+    bits: float
+    curve: list[tuple[float, float]] = field(default_factory=list)
     recipe: str | None = None
     seed: int | None = None
     calibration_tokens: int | None = None
@@ -69,15 +70,16 @@ def quantize(
     source: str | PathLike[str],
     out: str | PathLike[str],
     *,
-    bits: int = 4,
+    bits: float = 4,
+    size: int | None = None,
     format: str = "e8p",
     recipe: str | None = None,
     calibration: str | Path = "bundled",
     tokens: int | None = None,
     sequence: int = 512,
     layers: Mapping[str, int] | None = None,
-    lm_head: int | None = None,
-    embed_tokens: int | None = None,
+    lm_head: End = None,
+    embed_tokens: End = None,
     experts: int | None = None,
     expert_prior: float | None = None,
     seed: int = 0,
@@ -94,7 +96,9 @@ def quantize(
 
     Args:
         source: a directory, a .gguf file, or a name on the Hugging Face hub: "org/name" or "org/name@revision".
-        bits: 2, 3 or 4, of every linear inside the blocks.
+        bits: 2, 3 or 4, of every linear inside the blocks; or any number between: what each layer's rounding costs is
+            measured, and each gets the rate with which they cost least and are so many bits a weight on average.
+        size: bytes of all tensors that are written, instead of `bits`: rates are chosen likewise, of both ends too.
         format: "e8p", or "nvfp4": 4.5 bits a weight, no calibration, also of DeepSeek-V4.
         recipe: "quick" (one pass; the default on a CPU), "good" (the default on a GPU), or "best" (also tunes scales;
             holds the whole model).
@@ -102,7 +106,8 @@ def quantize(
             with onegraph, or "self" for text that the model samples (holds the whole model). tokens: of it to use, at
             most (default: 8192 on a CPU, 16384 on a GPU). sequence: tokens of a row of it.
         layers: {pattern: bits} of linears that differ, {"*.down_proj": 4}; 16 keeps a layer; the last match wins.
-        lm_head, embed_tokens: bits of the output head and of the embedding; None leaves them as they are. Of a model
+        lm_head, embed_tokens: bits of the output head and of the embedding; None leaves them as they are (with `size`
+            their rates are chosen; 16 leaves them), "auto": its rate is chosen, and it counts in `bits`. Of a model
             that only transformers runs neither can be quantized, nor can it sample its own text.
         experts: bits of routed experts, 16 to keep them; None is `bits`, but experts that are published in MXFP4
             (gpt-oss) stay so. expert_prior: see `quant/experts.py`; None for the recipe's.
@@ -119,6 +124,7 @@ def quantize(
     run = _Run(Path(out), progress or (lambda what, done, total: None), tell, time.perf_counter())
     choices = choose(
         bits=bits,
+        size=size,
         format=format,
         recipe=recipe,
         calibration=calibration,
@@ -151,10 +157,11 @@ def quantize(
             refuse_existing(run.out)  # by a process that held the directory until now
             shutil.rmtree(partial.path / SPILLED, ignore_errors=True)
             if format == "nvfp4":
-                config, count, routed = run.nvfp4(checkpoint, choices, found), None, dict[str, list[int]]()
+                made = _Made(found, run.nvfp4(checkpoint, choices, found))
             else:
-                config, count, routed = run.e8p(checkpoint, choices, found, text, partial)
+                made = run.e8p(checkpoint, choices, found, text, partial)
             partial.remove()
+    found = made.plan
     calibrated = format == "e8p"
     return Quantization(
         source=found.source,
@@ -163,14 +170,27 @@ def quantize(
         seconds=round(time.perf_counter() - run.started, 1),
         before=found.before,
         after=found.after,
-        config=config,
-        bits=bits,
+        config=made.config,
+        bits=found.bits,
+        curve=made.curve,
         recipe=choices.recipe if calibrated else None,
         seed=seed if calibrated else None,
-        calibration_tokens=count,
+        calibration_tokens=made.tokens,
         left=dict(found.left),
-        experts=routed,
+        experts=made.routed,
     )
+
+
+@dataclass(frozen=True)
+class _Made:
+    """The plan as it was carried out, the quantization_config, calibration tokens, those of each expert, and the curve
+    where rates were chosen."""
+
+    plan: Plan
+    config: dict[str, Any]
+    tokens: int | None = None
+    routed: dict[str, list[int]] = field(default_factory=dict)
+    curve: list[tuple[float, float]] = field(default_factory=list)
 
 
 def few_lines(routed: Mapping[str, list[int]], found: Plan, recipe: Recipe) -> list[str]:
@@ -206,30 +226,28 @@ class _Run:
     tell: Callable[[str], None]
     started: float
 
-    def e8p(
-        self, checkpoint: Checkpoint, choices: Choices, found: Plan, text: str | None, partial: Partial
-    ) -> tuple[dict[str, Any], int, dict[str, list[int]]]:
-        """Writes `out`; returns its quantization_config, how many tokens it was calibrated on, and how many of them
-        chose each expert."""
-        recipe, tokens = replace(choices.levers, layers=found.rates), choices.tokens
-        sequence = min(choices.sequence, found.positions, tokens)
+    def e8p(self, checkpoint: Checkpoint, choices: Choices, found: Plan, text: str | None, partial: Partial) -> _Made:
+        """Writes `out`."""
+        sequence = min(choices.sequence, found.positions, choices.tokens)
         model = model_of(checkpoint, choices.device, sequence, own=found.own)
         tokenizer = Tokenizer(checkpoint)
-        if text is None:
-            count = -(-tokens // sequence)
-            key = key_of(identity(checkpoint), count, sequence, recipe.seed, choices.device.type)
-            kept = partial.load("text", key)
-            if kept is None:
-                rows = sample_text(checkpoint, tokenizer, choices.device, count, sequence, recipe.seed, self.say)
-                partial.save("text", key, {"tokens": rows})
-            else:
-                rows = kept["tokens"]
-        else:
-            rows = packed_tokens(tokenizer.encode(text), length=sequence, limit=tokens)
+        rows = self.rows(checkpoint, choices, tokenizer, text, sequence, partial)
 
         def outer(name: str) -> torch.Tensor:  # a tied head is the embedding
             return checkpoint.tensor(model.end_name(name))
 
+        told: dict[str, Any] = {}
+        curve: list[tuple[float, float]] = []
+        if choices.budget is not None:
+            costs = measured(checkpoint, choices, model, rows, outer, partial, self.say)
+            asked = {"bits": choices.budget.bits, "size": choices.budget.size}
+            found, choices, chosen = allotted(checkpoint, found.source, choices, costs)
+            for line in chosen.lines:
+                self.tell(line)
+            self.tell(f"quantizing {found}")
+            alone = {" ".join(parts): round(cost, 6) for parts, cost in costs.items()}
+            told, curve = {"allocation": asked | {"costs": alone}}, chosen.curve
+        recipe = replace(choices.levers, layers=found.rates)
         self.say("quantizing", 0, 0)
         quantized = quantize_blocks(
             model,
@@ -254,12 +272,34 @@ class _Run:
                 "sequence": sequence,
                 "sha256": digest_of(rows),
             },
-        }
+        } | told
         if routed:
             about["experts"] = {"calibration_tokens": routed}
         tensors = quantized.tensors(checkpoint.names, checkpoint.tensor, model.layer_of)
         self.write(checkpoint, config, tensors, found, about)
-        return config, rows.numel(), routed
+        return _Made(found, config, rows.numel(), routed, curve)
+
+    def rows(
+        self,
+        checkpoint: Checkpoint,
+        choices: Choices,
+        tokenizer: Tokenizer,
+        text: str | None,
+        sequence: int,
+        partial: Partial,
+    ) -> torch.Tensor:
+        """The calibration tokens int64 [N, sequence]: of `text`, or where there is none, that the model samples."""
+        tokens, seed = choices.tokens, choices.levers.seed
+        if text is not None:
+            return packed_tokens(tokenizer.encode(text), length=sequence, limit=tokens)
+        count = -(-tokens // sequence)
+        key = key_of(identity(checkpoint), count, sequence, seed, choices.device.type)
+        kept = partial.load("text", key)
+        if kept is not None:
+            return kept["tokens"]
+        rows = sample_text(checkpoint, tokenizer, choices.device, count, sequence, seed, self.say)
+        partial.save("text", key, {"tokens": rows})
+        return rows
 
     def nvfp4(self, checkpoint: Checkpoint, choices: Choices, found: Plan) -> dict[str, Any]:
         """Writes `out`; returns its quantization_config."""
@@ -316,19 +356,6 @@ class _Run:
             card=str(card),
         )
         self.tell(f"{CARD} is a model card of its own ({card.licensed}); the base model's is not copied")
-
-
-def identity(checkpoint: Checkpoint) -> str:
-    """Names a checkpoint for resuming: its config and tensor table, and size and time of its files. Reading hundreds
-    of GB to hash them would take longer than the blocks it saves."""
-    infos = {name: checkpoint.info(name) for name in checkpoint.names}
-    files = {str(info.file.resolve()): info.file.stat() for info in infos.values()}
-    parts = [
-        checkpoint.config,
-        {name: (info.shape, str(info.dtype), info.nbytes) for name, info in infos.items()},
-        {name: (stat.st_size, stat.st_mtime_ns) for name, stat in sorted(files.items())},
-    ]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def sample_text(

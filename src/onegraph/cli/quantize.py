@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,8 @@ examples:
   onegraph quantize models/Llama-3-8B out/4bit --dry-run --layer '*.down_proj=3'
   onegraph quantize models/SmolLM2-135M-Instruct out/4bit --bits 4 --calibration text.txt
   onegraph quantize models/SmolLM2-135M-Instruct out/mixed --bits 2 --layer '*.down_proj=4' --layer '*.v_proj=3'
+  onegraph quantize models/Llama-3-8B out/mixed --bits 2.5 --recipe good
+  onegraph quantize models/Llama-3-8B out/fits --size 3.2GB
   onegraph quantize SmolLM2.gguf out/3bit --bits 3 --calibration self --recipe good --device cuda
   onegraph quantize models/gpt-oss-20b out/gpt-oss-3bit --bits 3 --experts 3
   onegraph quantize models/SmolLM2-135M-Instruct out/nvfp4 --format nvfp4
@@ -36,6 +39,11 @@ examples:
 A linear stores codes of 2, 3 or 4 bits a weight and a float16 scale for each row and column: 4.01 bits in all for
 4096 x 4096. --map reads the same patterns as --layer from a JSON object, {"*.down_proj": 4}; 16 keeps a layer
 unquantized; the last pattern that matches wins.
+
+--bits may be any number from 2 to 4, or --size says what all tensors may take. Then what rounding each layer alone
+costs is measured, as KL of the whole model, and the rates 2, 3 and 4 are given out so that these add up to the least;
+linears that share an input get one rate. A plot says what other averages would cost. --size gives the head and the
+embedding rates too, as 'auto' does beside --bits; 16 leaves them. What --layer names keeps the rate it is given.
 
 Models that onegraph's own decoder runs (docs/models.md) need nothing else; any other causal language model is taken
 through transformers' modules, where that is installed, and OUT then runs in transformers. Routed experts are rounded
@@ -78,8 +86,16 @@ def add_parser(commands: Any) -> None:
         default="e8p",
         help="e8p (default), or nvfp4: 4.5 bits a weight, no calibration, in NVIDIA ModelOpt's form",
     )
-    bits = {"type": int, "choices": (2, 3, 4)}
-    parser.add_argument("--bits", default=4, help="of every linear inside the blocks (default: 4)", **bits)
+    amount = parser.add_mutually_exclusive_group()
+    amount.add_argument(
+        "--bits",
+        type=average,
+        default=4,
+        help="of every linear inside the blocks: 2, 3 or 4 (default), or a number between for rates that are chosen",
+    )
+    amount.add_argument(
+        "--size", type=byte_count, metavar="SIZE", help="choose rates so that all tensors take so much, e.g. 3.2GB"
+    )
     parser.add_argument(
         "--layer",
         action="append",
@@ -89,8 +105,9 @@ def add_parser(commands: Any) -> None:
         help="another rate for the linears that match, e.g. '*.down_proj=4'; may be given again",
     )
     parser.add_argument("--map", metavar="FILE", help="JSON object of pattern to bits, read before any --layer")
-    parser.add_argument("--lm-head", help="quantize the output head as well", **bits)
-    parser.add_argument("--embed-tokens", help="quantize the embedding as well", **bits)
+    end = {"type": end_rate, "metavar": "{2,3,4,16,auto}"}
+    parser.add_argument("--lm-head", help="quantize the output head as well; auto: its rate is chosen", **end)
+    parser.add_argument("--embed-tokens", help="quantize the embedding as well, likewise", **end)
     parser.add_argument(
         "--experts",
         type=int,
@@ -134,6 +151,29 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
+def average(text: str) -> float:
+    """--bits: a rate as an int, what lies between rates as it is."""
+    bits = number(float, 2, 4)(text)
+    return int(bits) if bits == int(bits) else bits
+
+
+def byte_count(text: str) -> int:
+    """--size: 3.2GB, 800 MB, 98000000."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]?)B?\s*", text, re.ASCII)
+    if found is None or not (size := round(float(found[1]) * 1000 ** " kMGT".index(found[2] or " "))):
+        raise argparse.ArgumentTypeError(f"{one_line(repr(text), 40)} is no size; give e.g. 3.2GB, 800MB or 98000000")
+    return size
+
+
+def end_rate(text: str) -> int | str:
+    """--lm-head and --embed-tokens."""
+    if text not in ("2", "3", "4", "16", "auto"):
+        raise argparse.ArgumentTypeError(
+            f"{one_line(repr(text), 40)} is no rate of an end; allowed are 2, 3, 4, 16 to keep it, and auto"
+        )
+    return text if text == "auto" else int(text)
+
+
 def layer_rate(text: str) -> tuple[str, int]:
     """PATTERN=BITS of the command line."""
     pattern, _, bits = text.rpartition("=")
@@ -166,6 +206,7 @@ def run(args: argparse.Namespace) -> int:
 
     options = {
         "bits": args.bits,
+        "size": args.size,
         "format": args.format,
         "recipe": args.recipe,
         "calibration": args.calibration,
@@ -183,7 +224,9 @@ def run(args: argparse.Namespace) -> int:
         return tell(plan(args.source, args.output, **options), args.json)
     if args.calibration not in ("self", "bundled"):
         options["calibration"] = read_text(args.calibration)
-    with Progress(sampling_text="token", quantizing="linear" if args.format == "nvfp4" else "layer") as shown:
+    with Progress(
+        sampling_text="token", measuring="block", quantizing="linear" if args.format == "nvfp4" else "layer"
+    ) as shown:
         made = quantize(args.source, args.output, progress=shown, remark=remark, **options)
     if args.json:
         told: dict[str, Any] = {"source": made.source, "output": args.output}
@@ -193,6 +236,7 @@ def run(args: argparse.Namespace) -> int:
             told |= {"bits": made.bits, "recipe": made.recipe, "seed": made.seed}
             told |= {"calibration_tokens": made.calibration_tokens, "left": dict(made.left)}
             told |= {"experts": dict(made.experts)} if made.experts else {}
+            told |= {"curve": [{"bits": round(b, 3), "kl": kl} for b, kl in made.curve]} if made.curve else {}
         print_json(told | {"seconds": made.seconds, "before": made.before.as_dict(), "after": made.after.as_dict()})
     else:
         print(

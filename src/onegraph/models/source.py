@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from onegraph.formats.checkpoint import Checkpoint
+from onegraph.formats.dense import DENSE
 from onegraph.formats.fused import BlocksConfig
 from onegraph.models.blocks import DOWN, OUT, Block, build_block, norm_weight, rotary_tables
 from onegraph.models.config import EMBED, NORM, LlamaConfig
@@ -17,7 +18,7 @@ from onegraph.nn.attention import CausalAttention
 from onegraph.nn.block import Stream
 from onegraph.nn.embedding import Embedding
 from onegraph.nn.experts import Experts
-from onegraph.nn.linear import Linear, Siblings
+from onegraph.nn.linear import Linear, Siblings, dense
 from onegraph.nn.moe import MoE
 
 Groups = list[list[tuple[str, nn.Module]]]
@@ -79,9 +80,12 @@ class LlamaSource:
         return f"model.layers.{i}."
 
     @torch.no_grad()
-    def embed(self, tokens: Tensor) -> Tensor:
-        """tokens int [B, T] -> [B, T, D]."""
-        return self._embedding(tokens.to(self.device))
+    def embed(self, tokens: Tensor, table: Tensor | None = None) -> Tensor:
+        """tokens int [B, T] -> [B, T, D]; table [V, D]: to look up in instead of the embedding."""
+        if table is None:
+            return self._embedding(tokens.to(self.device))
+        given = {"weight": table.to(self.device, self.dtype)}
+        return Embedding(DENSE, given, self.dtype, scale=self._embedding.factor)(tokens.to(self.device))
 
     def load_block(self, i: int) -> Block:
         """Block `i`, read from disk now, its linears apart and dense; the pages of blocks before it are given back."""
@@ -115,9 +119,10 @@ class LlamaSource:
         """Residual stream after the last block [..., D] -> input of the head."""
         return Stream(hidden.contiguous()).normed(self._norm, self.parsed.eps)[0]
 
-    def head(self, hidden: Tensor) -> Tensor:
-        """Residual stream after the last block [..., D] -> logits float32 [..., V]."""
-        return bounded(self.parsed, self._head(self.final_norm(hidden), float32=True))
+    def head(self, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Residual stream after the last block [..., D] -> logits float32 [..., V]; weight [V, D]: the head's."""
+        head = self._head if weight is None else dense(weight.to(self.device, self.dtype), self._head.bias)
+        return bounded(self.parsed, head(self.final_norm(hidden), float32=True))
 
     @cached_property
     def _norm(self) -> Tensor:

@@ -50,8 +50,8 @@ class QuantizableModel(Protocol):
         """What of block `i` may be rounded, by its name within the block: linears [n, k], then stacks of experts
         [E, n, k], those of a layer's gate-up and down one after the other."""
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """int [B, T] -> [B, T, D]."""
+    def embed(self, tokens: Tensor, table: Tensor | None = None) -> Tensor:
+        """int [B, T] -> [B, T, D]; table [V, D] stands for the embedding, where the model lets its ends be rounded."""
 
     def load_block(self, i: int) -> nn.Module:
         """Block `i`, dense, on the device; its weights are read from disk now."""
@@ -72,8 +72,8 @@ class QuantizableModel(Protocol):
     def final_norm(self, hidden: Tensor) -> Tensor:
         """Residual stream after the last block -> input of the head."""
 
-    def head(self, hidden: Tensor) -> Tensor:
-        """Residual stream after the last block -> logits [..., V]."""
+    def head(self, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Residual stream after the last block -> logits [..., V]; weight [V, D] stands for the head's, likewise."""
 
 
 Generate = Callable[[list[list[int]], int], list[list[int]]]

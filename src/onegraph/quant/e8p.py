@@ -204,8 +204,9 @@ def encode(x: Tensor, bits: int, metric: Tensor | None = None, *, wide: bool = F
     Candidates are the nearest vector of each shift, and with `wide` three of their neighbours each. At 4 bits a greedy
     first stage has 4 per cent more MSE than two candidates, and these 1.6 per cent more than eight.
 
-    `metric` [8, 8] is a factor C of the quadratic form that says what better means, |C (x - value)|^2; None is the
-    Euclidean one. Returns codes int32 [N], residual int32 [N] (zeros at 2 bits), and the decoded vectors [8, N].
+    `metric` [8, 8] is a factor C of the quadratic form that says what better means, |C (x - value)|^2; [B, 8, 8] has
+    one for each of B equal parts of the columns; None is the Euclidean one. Returns codes int32 [N], residual int32 [N]
+    (zeros at 2 bits), and the decoded vectors [8, N].
     """
     codes, value = nearest_per_shift(x)  # [C, N], [8, C, N]
     if wide:
@@ -219,7 +220,7 @@ def encode(x: Tensor, bits: int, metric: Tensor | None = None, *, wide: bool = F
         residual = found.view_as(codes)
     error = x.unsqueeze(1) - value
     if metric is not None:
-        error = (metric @ error.view(8, -1)).view_as(error)
+        error = _under(metric, error)
     distance = error.square_().sum(0)
     while distance.shape[0] > 1:  # C is 2 or 8: halves against halves
         half = distance.shape[0] // 2
@@ -227,6 +228,14 @@ def encode(x: Tensor, bits: int, metric: Tensor | None = None, *, wide: bool = F
         distance, codes, residual = (torch.where(pick, a[:half], a[half:]) for a in (distance, codes, residual))
         value = torch.where(pick, value[:, :half], value[:, half:])
     return codes[0], residual[0], value[:, 0]
+
+
+def _under(metric: Tensor, error: Tensor) -> Tensor:
+    """C times each column of error [8, candidates, N]; see `encode`."""
+    if metric.dim() == 2:
+        return (metric @ error.view(8, -1)).view_as(error)
+    parts = error.view(8, error.shape[1], len(metric), -1).permute(2, 0, 1, 3)
+    return (metric @ parts.reshape(len(metric), 8, -1)).view_as(parts).permute(1, 2, 0, 3).reshape(error.shape)
 
 
 def _neighbours(x: Tensor, codes: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,15 +11,20 @@ from onegraph.quant.e8p import encode
 Encode = Callable[[Tensor, int, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
-def encoder(device: torch.device, n: int, bits: int, wide: bool = False) -> Encode:
-    """`encode` for targets [8, n]: itself on a CPU, a replayed graph on a GPU (results valid until the next call)."""
-    return _captured(device, n, bits, wide) if device.type == "cuda" else partial(encode, wide=wide)
+def encoder(device: torch.device, n: int, bits: int, wide: bool = False, metrics: int = 0) -> Encode:
+    """`encode` for targets [8, n]: itself on a CPU, a replayed graph on a GPU (results valid until the next call).
+
+    metrics: parts of the columns that have one each, [metrics, 8, 8]; 0: all have one, [8, 8].
+    """
+    return _captured(device, n, bits, wide, metrics) if device.type == "cuda" else partial(encode, wide=wide)
 
 
 @lru_cache(maxsize=16)
-def _captured(device: torch.device, n: int, bits: int, wide: bool) -> Encode:
+def _captured(device: torch.device, n: int, bits: int, wide: bool, metrics: int) -> Encode:
     x = torch.randn(8, n, device=device)
     metric = torch.eye(8, device=device)
+    if metrics:
+        metric = metric.repeat(metrics, 1, 1)
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):

@@ -1,6 +1,6 @@
 """Second moments of the inputs of linears, gathered over calibration text."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +17,20 @@ Groups = list[list[tuple[str, Any]]]
 @dataclass
 class Moments:
     """Of the inputs of one group: `h` = X^T X / T of what the quantized model feeds it, `cross` = X_ref^T X / T against
-    what the unquantized model would (None where that is not tracked). float32 [k, k]; sums over T are float64.
+    what the unquantized model would, `weighed` = X^T diag(w) X / T under weights of tokens (None where those are not
+    tracked). float32 [k, k]; sums over T are float64.
     """
 
     h: Tensor
     cross: Tensor | None
+    weighed: Tensor | None = None
+
+    def under(self, share: float) -> Tensor:
+        """What to round under: `share` of the weighed moments and the rest plain, both as if of one trace."""
+        if self.weighed is None:
+            return self.h
+        scale = self.h.diagonal().mean() / self.weighed.diagonal().mean().clamp_min(1e-30)
+        return (1 - share) * self.h + share * scale * self.weighed
 
 
 @dataclass
@@ -116,17 +125,19 @@ def gather(
     wanted: Sequence[int],
     reference: tuple[nn.Module, Batches] | None = None,
     *,
+    weights: Mapping[int, Sequence[Tensor]] | None = None,
     experts: Sequence[int] = (),
     spill: Spill | None = None,
 ) -> Gathered:
     """Moments of the groups `wanted` (indices into `linear_groups`) and what `experts` (indices into `expert_layers`)
     saw while `block` ran over the batches of `hidden`, and what the block made of them.
 
-    `reference` is the unquantized block and its own stream; with it the cross moments are gathered too.
+    `reference` is the unquantized block and its own stream; with it the cross moments are gathered too. `weights`: of
+    the tokens of each batch [B * T, 1], by group; with them the weighed moments are too.
     """
     spill = spill or Spill()
     groups, layers = model.linear_groups(block), [model.expert_layers(block)[i] for i in experts]
-    sums: dict[int, tuple[Tensor, Tensor | None]] = {}
+    sums: dict[int, tuple[Tensor | None, ...]] = {}  # of h, cross, weighed
     rows, outputs = 0, spill.batches()
     seen_by = {i: Seen(spill.batches(), [], None if reference is None else spill.batches()) for i in experts}
     with _inputs(groups) as seen, _choices(layers) as routed:
@@ -154,18 +165,18 @@ def gather(
                 x, other = seen[i], others[i]
                 if x is None or (reference is not None and other is None):
                     continue
-                h = (x.T @ x).double()
-                cross = None if other is None else (other.T @ x).double()
-                before = sums.get(i, (None, None))
-                sums[i] = (
-                    h if before[0] is None else h + before[0],
-                    cross if cross is None or before[1] is None else cross + before[1],
+                heavy = None if weights is None or i not in weights else x * weights[i][at].to(x.device)
+                found = [None if left is None else (left.T @ x).double() for left in (x, other, heavy)]
+                before = sums.get(i, (None,) * 3)
+                sums[i] = tuple(
+                    now if now is None or past is None else now + past for now, past in zip(found, before, strict=True)
                 )
             rows += batch.shape[0] * batch.shape[1]
-    moments = {
-        i: Moments((h / rows).float(), None if cross is None else (cross / rows).float())
-        for i, (h, cross) in sums.items()
-    }
+    moments = {}
+    for i, whole in sums.items():
+        h, cross, weighed = (None if each is None else (each / rows).float() for each in whole)
+        assert h is not None
+        moments[i] = Moments(h, cross, weighed)
     return Gathered(moments, seen_by, outputs)
 
 

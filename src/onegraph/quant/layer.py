@@ -10,6 +10,7 @@ from onegraph.formats.e8p import E8P, UNIT, hadamard_block, residual_dtype
 from onegraph.formats.weight import Tensors
 from onegraph.ops.hadamard import hadamard
 from onegraph.ops.weight import weight_ops
+from onegraph.quant import wave
 from onegraph.quant.e8p import encode
 from onegraph.quant.graphs import encoder
 from onegraph.quant.ldlq import Coupling, Rounded, couplings, damped, sweep
@@ -38,12 +39,18 @@ def _spread(power: Tensor, exponent: float) -> Tensor:
 
 
 def quantize_group(
-    weights: Sequence[Tensor], h: Tensor, bits: Sequence[int], recipe: Recipe, source: torch.Generator
+    weights: Sequence[Tensor],
+    h: Tensor,
+    bits: Sequence[int],
+    recipe: Recipe,
+    source: torch.Generator,
+    outputs: Sequence[Tensor] | None = None,
 ) -> list[Tensors]:
     """Round linears [n_i, k] that share the input second moment `h` [k, k]. Returns the checkpoint tensors of each.
 
     All get the same in_scale. Those of one rate are rounded side by side: rows do not interact, and a sweep's cost is
-    in its number of steps. float32 throughout; deterministic.
+    in its number of steps. With `outputs`, the second factors [n_i, n_i] of their Hessians (`quant/fisher.py`), rows do
+    interact, and each is rounded by itself (`quant/wave.py`). float32 throughout; deterministic.
     """
     device, k = h.device, h.shape[0]
     weights = [w.to(device, torch.float32) for w in weights]
@@ -69,7 +76,12 @@ def quantize_group(
         scales.append(scale)
 
     rounded: dict[int, Rounded] = {}
-    for rate in sorted(set(bits)):
+    beside: list[Tensor] = []  # H_O of each, damped
+    for i, factor in enumerate(outputs or ()):
+        found, damped_o = _round_both(targets[i], bits[i], ldlq, outs[i], factor.to(device), recipe)
+        rounded[i] = found
+        beside.append(damped_o)
+    for rate in sorted(set(bits)) if outputs is None else ():
         at = [i for i, b in enumerate(bits) if b == rate]
         whole = _round(torch.cat([targets[i] for i in at], dim=1), rate, ldlq, descent, recipe)
         start = 0
@@ -86,7 +98,10 @@ def quantize_group(
         for i, inside in enumerate(inputs):
             v = values[i] * outs[i].unsqueeze(1)
             vh = v @ damped_h
-            gain = (vh * inside).sum(1) / (vh * v).sum(1).clamp_min(1e-30)
+            if beside:
+                gain = _joint_gain(vh @ v.T, inside @ vh.T, beside[i])
+            else:
+                gain = (vh * inside).sum(1) / (vh * v).sum(1).clamp_min(1e-30)
             outs[i] = outs[i] * gain.clamp(0.5, 2.0)
     results = []
     for i, rate in enumerate(bits):
@@ -96,6 +111,31 @@ def quantize_group(
         tensors |= {"in_scale": in_scale.half(), "out_scale": outs[i].half(), "scale": (scales[i] / UNIT[rate]).float()}
         results.append(tensors)
     return results
+
+
+def _round_both(
+    target: Tensor, bits: int, ldlq: Coupling, out: Tensor, factor: Tensor, recipe: Recipe
+) -> tuple[Rounded, Tensor]:
+    """Round target [k, n] under both factors; and H_O [n, n] with its damping, for weights as they are."""
+    n = target.shape[1]
+    block = hadamard_block(n)
+    rotated = hadamard(out.unsqueeze(1) * factor * out, block)
+    rotated = hadamard(rotated.T.contiguous(), block)
+    damped_o, lower = damped((rotated + rotated.T) / 2, recipe.output_damping)
+    coupling = wave.output_coupling(lower)
+    parts = wave.parts(*target.shape)
+    run = encoder(target.device, parts * wave.ROWS, bits, recipe.wide, parts)
+    rounded = wave.sweep(target, bits, ldlq, coupling, run)
+    back = hadamard(hadamard(damped_o, block).T.contiguous(), block)
+    return rounded, back / out.unsqueeze(1) / out
+
+
+def _joint_gain(vhv: Tensor, whv: Tensor, h_o: Tensor) -> Tensor:
+    """Gains g [n] of the rows that minimize tr(H_O E H E^T), E = diag(g) V - W; vhv = V H V^T, whv = W H V^T [n, n]."""
+    a = (h_o * vhv).double()
+    b = (h_o * whv).sum(0).double()  # H_O is symmetric: sum over j of H_O,ij (W H V^T)_ji
+    factor, failed = torch.linalg.cholesky_ex(a)
+    return torch.ones_like(b).float() if failed else torch.cholesky_solve(b.unsqueeze(1), factor)[:, 0].float()
 
 
 def _round(target: Tensor, bits: int, ldlq: Coupling, descent: Coupling, recipe: Recipe) -> Rounded:

@@ -177,7 +177,8 @@ class Partial:
 
 def _counted(names: list[str]) -> str:
     """Pieces by kind: "the sampled text, the Hessians of 3 blocks, 3 blocks"."""
-    kinds = {"text": "the sampled text", "tuned": "the tuned scales", "embed": "the embedding", "head": "the head"}
+    kinds = {"text": "the sampled text", "costs": "what layers cost", "tuned": "the tuned scales"}
+    kinds |= {"embed": "the embedding", "head": "the head"}
     counts = {kind: sum(name.startswith(f"{kind}-") for name in names) for kind in ("inputs", "block")}
     some = {kind: f"{count} block{'s' if count > 1 else ''}" for kind, count in counts.items() if count}
     found = [text for kind, text in kinds.items() if kind in names]

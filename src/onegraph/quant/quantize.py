@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from onegraph.formats.e8p import KEEP, E8PConfig, resolve_rates
 from onegraph.quant.calibrate import QuantizableModel
 from onegraph.quant.experts import put_stacks, quantize_experts
+from onegraph.quant.fisher import Factors, kl_factors
 from onegraph.quant.hessian import Moments, Seen, corrected, gather
 from onegraph.quant.layer import Tensors, dequantize, generator, quantize_embedding, quantize_group
 from onegraph.quant.partial import Partial, key_of
@@ -65,6 +66,7 @@ class _Job:
         progress: Progress | None,
         spill: Spill,
     ) -> None:
+        self.factors: dict[int, Factors] = {}  # of blocks, where they are not kept on disk
         self.spill, self.counts = spill, dict[tuple[str, str], list[int]]()
         self.model, self.recipe, self.partial, self.outer, self.progress = model, recipe, partial, outer, progress
         if (recipe.lm_head or recipe.embed_tokens) and outer is None:
@@ -117,6 +119,8 @@ class _Job:
             else:
                 chain = made
             keys[f"block-{i:05d}"] = keys[f"counts-{i:05d}"] = made
+            if recipe.fisher:
+                keys[f"fisher-{i:05d}"] = key_of(text, "fisher", i, recipe.fisher, recipe.seed, recipe.fisher_outputs)
         keys["tuned"] = key_of([keys[f"block-{i:05d}"] for i in range(model.num_blocks)], recipe.to_dict())
         keys["embed"] = key_of(levers, recipe.embed_tokens)
         keys["head"] = key_of(chain, recipe.lm_head)
@@ -133,6 +137,8 @@ class _Job:
     def blocks(self) -> None:
         """All that the recipe asks for, into `layers` and `counts`."""
         model, recipe = self.model, self.recipe
+        if recipe.fisher:
+            self.gather_factors()
         stream = self.spill.batches(model.embed(part) for part in self.tokens.split(self.batch))
         reference = self.spill.batches(stream) if recipe.correct or recipe.tune else None
         for i in range(model.num_blocks):
@@ -173,21 +179,30 @@ class _Job:
         def make() -> dict[str, Tensors]:
             nonlocal outputs
             made: dict[str, Tensors] = {}
+            factors = self.factors_of(i) if self.recipe.fisher else Factors()
+            weights = self.weights(prefix, groups, factors)
             pair = None if plain is None or reference is None or not self.recipe.correct else (plain, reference)
             moments: dict[int, Moments] = {}
             seen: dict[int, Seen] = {}
             if inputs == "reference":
                 moments, seen, outputs = self.inputs(i, block, stream, wanted)
             elif inputs == "block":
-                gathered = gather(model, block, stream, range(len(groups)), pair, experts=wanted, spill=self.spill)
+                rounded = [
+                    at
+                    for at, group in enumerate(groups)
+                    if any(self.config.bits_of(prefix + name) != KEEP for name, _ in group)
+                ]
+                gathered = gather(
+                    model, block, stream, rounded, pair, weights=weights, experts=wanted, spill=self.spill
+                )
                 moments, seen = gathered.moments, gathered.experts
                 gathered.outputs.clear()
             for at, group in enumerate(groups):
                 if inputs == "group":
-                    gathered = gather(model, block, stream, [at], pair, spill=self.spill)
+                    gathered = gather(model, block, stream, [at], pair, weights=weights, spill=self.spill)
                     moments = gathered.moments
                     gathered.outputs.clear()
-                made |= self.group(prefix, group, moments.get(at))
+                made |= self.group(prefix, group, moments.get(at), factors)
                 self.step(f"{prefix}{group[0][0]}", len(group))
             for at in wanted:
                 if inputs == "group":
@@ -211,6 +226,46 @@ class _Job:
             _advance(model, block, stream)
         if plain is not None and reference is not None:
             _advance(model, plain, reference)
+
+    def gather_factors(self) -> None:
+        """The output factors of all blocks, on disk or in memory; not where they are there, or all is rounded."""
+        there, names = self.partial, range(self.model.num_blocks)
+
+        def missing(kind: str) -> bool:
+            return there is None or any(
+                there.load(f"{kind}-{i:05d}", self.keys[f"{kind}-{i:05d}"]) is None for i in names
+            )
+
+        if not missing("block") or not missing("fisher"):
+            return
+        recipe = self.recipe
+        found = kl_factors(
+            self.model,
+            self.tokens,
+            seed=recipe.seed,
+            draws=recipe.fisher,
+            outputs=recipe.fisher_outputs,
+            spill=self.spill,
+        )
+        for i, factors in found:
+            if there is None:
+                self.factors[i] = factors
+            else:
+                there.save(f"fisher-{i:05d}", self.keys[f"fisher-{i:05d}"], factors.flat())
+
+    def weights(self, prefix: str, groups: list[list[tuple[str, Any]]], factors: Factors) -> dict[int, list[Tensor]]:
+        """Weights of the tokens of each batch, by the group whose inputs they are of."""
+        found = {}
+        for at, group in enumerate(groups):
+            whole = factors.of_group([prefix + name for name, _ in group if self.config.bits_of(prefix + name) != KEEP])
+            if whole is not None:
+                found[at] = [part.reshape(-1, 1) for part in whole.split(self.batch)]
+        return found
+
+    def factors_of(self, i: int) -> Factors:
+        if self.partial is None:
+            return self.factors.pop(i)
+        return Factors.of(self.partial.load(f"fisher-{i:05d}", self.keys[f"fisher-{i:05d}"]) or {})
 
     def wanted(self, prefix: str, block: nn.Module) -> list[int]:
         """The expert layers that are rounded. Raises ValueError for one whose two matrices have two rates."""
@@ -268,7 +323,9 @@ class _Job:
             self.partial.save(name, self.keys[name], kept)
         return gathered.moments, gathered.experts, gathered.outputs
 
-    def group(self, prefix: str, group: list[tuple[str, Any]], moments: Moments | None) -> dict[str, Tensors]:
+    def group(
+        self, prefix: str, group: list[tuple[str, Any]], moments: Moments | None, factors: Factors
+    ) -> dict[str, Tensors]:
         chosen = [(prefix + name, module, self.config.bits_of(prefix + name)) for name, module in group]
         chosen = [item for item in chosen if item[2] != KEEP]
         if not chosen:
@@ -286,7 +343,12 @@ class _Job:
         weights = [corrected(module.weight.float(), moments, recipe.damping, recipe.correct) for _, module, _ in chosen]
         rates = [bits for _, _, bits in chosen]
         try:
-            made = quantize_group(weights, moments.h, rates, recipe, generator(recipe.seed, chosen[0][0]))
+            source, h = generator(recipe.seed, chosen[0][0]), moments.under(recipe.fisher_tokens)
+            if all(name in factors.outputs for name, _, _ in chosen):
+                outputs = [factors.outputs[name] for name, _, _ in chosen]
+                made = quantize_group(weights, h, rates, recipe, source, outputs)
+            else:
+                made = quantize_group(weights, h, rates, recipe, source)
         except ValueError as error:
             raise ValueError(f"{chosen[0][0]}: {error}") from None
         for (_, module, bits), tensors in zip(chosen, made, strict=True):

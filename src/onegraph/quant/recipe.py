@@ -35,7 +35,11 @@ class Recipe:
     bits: rate of every linear in a block; layers: exceptions, by name or shell pattern, 16 keeps a layer.
     lm_head, embed_tokens: their rates; None leaves them alone.
     seed: of the random signs and the order of tuning.
-    damping: added to the Hessian's diagonal, relative to its mean.
+    damping: added to the Hessian's diagonal, relative to its mean; output_damping: to that of its second factor.
+    fisher: random directions a calibration token along which the model's KL is differentiated for the Hessians' second
+        factors (`quant/fisher.py`); 0: rows of a linear are rounded apart. Routed experts always are. fisher_tokens:
+        share of the moments of inputs under tokens' gradients in the first factors, 0 to 1, the rest is plain; what
+        earlier layers' error is corrected under is plain. fisher_outputs: whether there are second factors.
     descent: passes of coordinate descent after LDLQ.
     wide: choose among eight first stages rather than two; a GPU hardly notices, a CPU takes three times as long.
     channel_scale: exponent of the input channels' RMS weight in in_scale; row_scale: the same for rows. 0 is off.
@@ -56,6 +60,10 @@ class Recipe:
     embed_tokens: int | None = None
     seed: int = 0
     damping: float = 0.01
+    output_damping: float = 0.3
+    fisher: int = 0
+    fisher_tokens: float = 1.0
+    fisher_outputs: bool = False
     descent: int = 2
     wide: bool = False
     channel_scale: float = 0.5
@@ -76,17 +84,27 @@ class Recipe:
         for pattern, rate in self.layers.items():
             if rate not in (*BITS, KEEP):
                 raise ValueError(f"layers has {rate!r} for {pattern!r}; allowed: 2, 3, 4, or 16 to keep it")
-        bounds = {"damping": (1e-8, 10), "correct": (0, 1), "channel_scale": (0, 2), "row_scale": (0, 2)}
-        bounds |= {"expert_prior": (0, 1000)}
+        bounds = {
+            "damping": (1e-8, 10),
+            "output_damping": (1e-8, 10),
+            "correct": (0, 1),
+            "channel_scale": (0, 2),
+            "row_scale": (0, 2),
+        }
+        bounds |= {"expert_prior": (0, 1000), "fisher_tokens": (0, 1)}
         for name, (low, high) in bounds.items():
             if not (math.isfinite(getattr(self, name)) and low <= getattr(self, name) <= high):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be from {low} to {high}")
+        if not 0 <= self.fisher <= 100:
+            raise ValueError(f"fisher is {self.fisher!r} directions; it must be from 0 to 100")
         if not 0 <= self.descent <= 100:
             raise ValueError(f"descent is {self.descent!r} passes; it must be from 0 to 100")
         if self.inputs not in ("reference", "block", "group"):
             raise ValueError(f"inputs is {self.inputs!r}; allowed: reference, block, group")
         if self.correct and self.inputs == "reference":
             raise ValueError("correct asks for the quantized model's inputs; set inputs to block or group")
+        if self.fisher and self.inputs == "reference":
+            raise ValueError("fisher weighs the quantized model's inputs; set inputs to block or group")
         if self.batch_tokens < 1:
             raise ValueError(f"batch_tokens is {self.batch_tokens}; it must be at least 1")
 

@@ -74,7 +74,8 @@ class ModulesSource:
         return found.get(name) or found[embedding]
 
     @torch.no_grad()
-    def embed(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor, table: Tensor | None = None) -> Tensor:
+        assert table is None  # both ends stay as they are
         given: Tensor = self._around(tokens.to(self.device))[0]
         return given
 
@@ -115,7 +116,8 @@ class ModulesSource:
             handle.remove()
         return seen[0]
 
-    def head(self, hidden: Tensor) -> Tensor:
+    def head(self, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
+        assert weight is None
         logits: Tensor = self._around(self._blank(hidden), hidden)[1]
         return logits.float()
 

@@ -1,0 +1,182 @@
+"""Hessians of the model's KL, not of a layer's output: which tokens and which outputs matter, by a backward pass.
+
+For a linear of inputs x and outputs y the KL of the rounded model is, to second order, E[(d^T E x)^2] / 2 with d the
+gradient at y of the logits along a random direction whose covariance is that of softmax, diag(p) - p p^T: the true
+Fisher information of the model's own predictions (labels of the text are not asked). A Gaussian direction has the
+covariance of a sampled label's gradient and lighter tails. Tokens count as independent. As a product of two factors it
+is tr(H_O E H_I E^T), with
+
+    H_O = E[d d^T] ,     H_I = E[|d|^2 x x^T] / E[|d|^2]
+
+(one step of power iteration for either from the identity; YAQA, arXiv 2505.22988, goes on from there). Kept of H_I is
+|d|^2 of each token alone: moments of inputs are gathered under weights behind the quantized blocks, as others are, so
+that the correction for earlier layers' error goes on working. The weights are |d|, summed in squares over linears that
+share an input: |d|^2 itself is so heavy-tailed (first tokens, which all others attend to) that a hundredth to a third
+of a text would count, and rounding fits those (docs/log.md).
+
+The unquantized model runs forward once, its residual stream before each block put aside (`quant/spill.py`), and
+backward block by block: memory holds one block, its activations for `BATCH_TOKENS` tokens, and its factors.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from onegraph.ops.registry import reference_ops
+from onegraph.quant.calibrate import QuantizableModel
+from onegraph.quant.layer import generator
+from onegraph.quant.spill import Batches, Spill
+
+BATCH_TOKENS = 2048
+
+
+@dataclass
+class Factors:
+    """By full name of a linear: H_O [n, n] float32 of mean diagonal 1, and |d|^2 of tokens, float32 [N, T]."""
+
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    tokens: dict[str, Tensor] = field(default_factory=dict)
+
+    def flat(self) -> dict[str, Tensor]:
+        """As a piece on disk has it."""
+        return {f"o.{k}": v for k, v in self.outputs.items()} | {f"t.{k}": v for k, v in self.tokens.items()}
+
+    @classmethod
+    def of(cls, flat: Mapping[str, Tensor]) -> "Factors":
+        outputs, tokens = ({k[2:]: v for k, v in flat.items() if k.startswith(kind)} for kind in ("o.", "t."))
+        return cls(outputs, tokens)
+
+    def of_group(self, names: Sequence[str]) -> Tensor | None:
+        """Weights [N, T] of mean 1 for linears that share an input; None where nothing is known of one."""
+        if not names or any(name not in self.tokens for name in names):
+            return None
+        weights = torch.stack([self.tokens[name] for name in names]).sum(0).sqrt()
+        return weights / weights.mean().clamp_min(1e-30)
+
+
+def kl_factors(
+    model: QuantizableModel,
+    tokens: Tensor,
+    *,
+    seed: int,
+    draws: int = 1,
+    outputs: bool = True,
+    spill: Spill | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Iterator[tuple[int, Factors]]:
+    """The factors of each block's linears, last block first; a linear that no token reaches has none.
+
+    Args:
+        tokens: int [N, T]. draws: random directions a token; each is a backward pass. outputs: False for weights of
+            tokens alone, which take next to no room.
+        progress: called with the number of blocks that are done.
+
+    Routed experts have none: they are rounded as without. Deterministic on one machine.
+    """
+    spill = spill or Spill()
+    rows = max(1, BATCH_TOKENS // tokens.shape[1])
+    before: list[Batches] = []
+    with torch.no_grad():
+        stream = spill.batches(model.embed(part) for part in tokens.split(rows))
+        for i in range(model.num_blocks):
+            before.append(stream)
+            block = model.load_block(i)
+            stream = spill.batches(model.run_block(block, batch) for batch in stream)
+    source = generator(seed, "fisher")
+    gradients = [spill.batches(_at_the_end(model, batch, source) for batch in stream) for _ in range(draws)]
+    stream.clear()
+    for i in reversed(range(model.num_blocks)):
+        yield i, _block(model, i, before.pop(), gradients, outputs)
+        if progress is not None:
+            progress(model.num_blocks - i)
+    spill.close()
+
+
+def _at_the_end(model: QuantizableModel, hidden: Tensor, source: torch.Generator) -> Tensor:
+    """Gradient [B, T, D] at the residual stream behind the last block, along one random direction a token."""
+    found = torch.empty_like(hidden)
+    for row in range(len(hidden)):
+        with torch.enable_grad(), reference_ops():
+            x = hidden[row].detach().clone().requires_grad_()
+            logits = model.head(x).float()
+            p = logits.detach().softmax(-1)
+            noise = torch.randn(len(p), generator=source)  # seeds: a draw of all logits on the CPU would take longest
+            part = torch.Generator(p.device).manual_seed(int(noise.view(torch.int32)[0]) & 0x7FFFFFFF)
+            spread = p.sqrt() * torch.randn(p.shape, generator=part, device=p.device)
+            (found[row],) = torch.autograd.grad(logits, x, spread - p * spread.sum(-1, keepdim=True))
+    return found
+
+
+class _Sums:
+    """What gradients at the outputs of a block's linears add up to: by name, d^T d and, batch by batch, |d|^2."""
+
+    def __init__(self, outputs: bool) -> None:
+        self.outputs = outputs
+        self.outer: dict[str, Tensor] = {}
+        self.power: dict[str, list[Tensor]] = {}
+        self.fresh = True  # the next gradients are the first ones of a batch
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        d = gradient.detach().float()
+        flat = d.reshape(-1, d.shape[-1])
+        if self.outputs:
+            outer = (flat.T @ flat).double()
+            self.outer[name] = self.outer[name] + outer if name in self.outer else outer
+        power, found = flat.square().sum(-1), self.power.setdefault(name, [])
+        if self.fresh:
+            found.append(power)
+        else:
+            found[-1] = found[-1] + power
+
+    def factors(self, rows: int, length: int) -> Factors:
+        """Of a text [rows, length]; a linear that not every token reaches has no weights of tokens."""
+        made = Factors()
+        for name, outer in self.outer.items():
+            made.outputs[name] = (outer / outer.diagonal().mean().clamp_min(1e-30)).float()
+        for name, found in self.power.items():
+            power = torch.cat(found)
+            if power.numel() == rows * length:
+                made.tokens[name] = power.view(rows, length)
+        return made
+
+
+def _block(model: QuantizableModel, i: int, before: Batches, gradients: list[Batches], outputs: bool) -> Factors:
+    """The factors of block `i`; `gradients`, behind the block, become those before it. `before` is used up."""
+    block, prefix = model.load_block(i), model.block_prefix(i)
+    linears = [(prefix + name, module) for group in model.linear_groups(block) for name, module in group]
+    sums = _Sums(outputs)
+    with _outputs(linears, sums.add):
+        for at in range(len(before)):
+            with torch.enable_grad(), reference_ops(), sdpa_kernel(SDPBackend.MATH):
+                x = before[at].detach().clone().requires_grad_()
+                made = model.run_block(block, x)
+                for draw, behind in enumerate(gradients):
+                    sums.fresh, last = draw == 0, draw == len(gradients) - 1
+                    (behind[at],) = torch.autograd.grad(made, x, behind[at], retain_graph=not last)
+    rows, length = sum(len(batch) for batch in before), before[0].shape[1]
+    before.clear()
+    return sums.factors(rows, length)
+
+
+@contextmanager
+def _outputs(linears: list[tuple[str, Any]], seen: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """While open, `seen` is called with the name of a linear and each gradient at its outputs."""
+
+    def watch(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(lambda gradient: seen(name, gradient))
+
+        return hook
+
+    handles = [module.register_forward_hook(watch(name)) for name, module in linears]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,79 @@
+"""Rounding under a Hessian with two factors, of inputs and of outputs: LDLQ along both.
+
+The loss of an error E [k, n] (transposed, as everything in `ldlq.py`) is tr(H_I E H_O E^T). With H_I = L_I D_I L_I^T
+and H_O = L_O D_O L_O^T, L unit block-lower, it is the sum of squares of L_I^T E L_O under D_I and D_O, whose blocks are
+
+    (L_I^T E L_O)_kr = E_kr + sum over k' >= k, r' >= r, not both equal, of L_I,k'k^T E_k'r' L_O,r'r
+
+so that a block of 8 inputs and some outputs is encoded at W_kr less that sum, when all blocks behind it in both
+directions are done (YAQA, arXiv 2505.22988, section 3.2, finds the same point by iterating over whole columns). Blocks
+of one antidiagonal do not ask each other: a wave encodes them together, and there are k/8 + n/ROWS - 1 waves, hardly
+more than LDLQ has steps. Where H_O is the identity this is LDLQ.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from onegraph.quant.ldlq import Coupling, Rounded
+
+ROWS = 16  # outputs that are encoded without regard to each other: 1 gains a hundredth, 64 loses a fifth (docs/log.md)
+Encode = Callable[[Tensor, int, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+def parts(k: int, n: int) -> int:
+    """Blocks of a wave of [k, n], each of `ROWS` vectors; what is missing of shorter ones is encoded as zeros."""
+    return min(k // 8, -(-n // ROWS))
+
+
+def output_coupling(factor: Tensor) -> Tensor:
+    """L_O [n, n] float32, unit block-lower in blocks of `ROWS`, from the lower Cholesky factor of H_O (float64)."""
+    n = factor.shape[0]
+    blocks = -(-n // ROWS)
+    whole = torch.eye(blocks * ROWS, dtype=factor.dtype, device=factor.device)
+    whole[:n, :n] = factor
+    at = torch.arange(blocks)
+    diagonal = whole.view(blocks, ROWS, blocks, ROWS)[at, :, at]
+    unit = torch.linalg.solve_triangular(
+        diagonal, whole.view(blocks * ROWS, blocks, ROWS).permute(1, 0, 2), upper=False, left=False
+    )
+    return unit.permute(1, 0, 2).reshape(blocks * ROWS, blocks * ROWS).float()
+
+
+def sweep(w: Tensor, bits: int, inputs: Coupling, outputs: Tensor, encode: Encode) -> Rounded:
+    """Codes of w [k, n]. inputs: LDLQ's coupling (`couplings`); outputs: `output_coupling`, of n rounded up.
+
+    encode: takes targets [8, N] with a metric a column block [N / ROWS, 8, 8].
+    """
+    k, n = w.shape
+    device = w.device
+    deep, wide = k // 8, outputs.shape[0] // ROWS
+    padded = torch.nn.functional.pad(w, (0, wide * ROWS - n))
+    target = padded.view(deep, 8, wide, ROWS)
+    along = inputs.matrix.T.reshape(deep, 8, k)  # rows k of L_I - I
+    across = outputs.view(wide, ROWS, wide * ROWS)
+    deeper = torch.zeros(wide, k, ROWS, device=device)  # L_I^T E, of what is done, by block of outputs
+    beside = torch.zeros(deep, 8, wide * ROWS, device=device)  # (L_I^T E) (L_O - I), likewise, by block of inputs
+    codes = torch.zeros(deep, wide, ROWS, dtype=torch.int32, device=device)
+    residual, value = torch.zeros_like(codes), torch.zeros(deep, wide, 8, ROWS, device=device)
+    most = parts(k, n)
+    x, metric = torch.zeros(8, most, ROWS, device=device), inputs.metric[:1].repeat(most, 1, 1)
+    for wave in range(deep + wide - 1):
+        first = max(0, wave - deep + 1)
+        b = wide - 1 - torch.arange(first, min(wave, wide - 1) + 1, device=device)
+        a = deep - 1 - (wave - (wide - 1 - b))
+        count = len(b)
+        blocks = deeper.view(wide, deep, 8, ROWS)[b, a]
+        want = target[a, :, b] - blocks - beside.view(deep, 8, wide, ROWS)[a, :, b]
+        x[:, :count] = want.transpose(0, 1)
+        metric[:count] = inputs.metric[a]
+        found, rest, got = encode(x.view(8, -1), bits, metric)
+        got = got.view(8, most, ROWS)[:, :count].transpose(0, 1)
+        codes[a, b], residual[a, b] = found.view(most, ROWS)[:count], rest.view(most, ROWS)[:count]
+        value[a, b] = got
+        error = got - target[a, :, b]
+        deeper[b] += along[a].transpose(1, 2) @ error
+        beside[a] += (blocks + error) @ across[b]
+    flat = value.permute(0, 2, 1, 3).reshape(k, wide * ROWS)[:, :n]
+    return Rounded(codes.view(deep, -1)[:, :n], residual.view(deep, -1)[:, :n], flat)

@@ -1,0 +1,149 @@
+"""Rates within a budget: the knapsack against every choice there is, costs against the whole job, and the command."""
+
+import json
+import random
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fuzz import tiny
+from fuzz.run import invoke
+from onegraph import plan, quantize
+from onegraph.api import measured
+from onegraph.api import quantize as api
+from onegraph.quant import allocate
+from onegraph.quant.allocate import Knapsack, Option
+from onegraph.quant.quantize import quantize as quantize_blocks
+from onegraph.quant.recipe import Recipe
+from onegraph.quant.sensitivity import measure, quick
+from test_quant import VOCAB, Tiny, divergence
+
+TEXT = "the thing in the inn, and a hat. " * 200
+SMALL: dict[str, Any] = {"calibration": TEXT, "tokens": 512, "sequence": 64, "recipe": "quick", "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_model(tmp_path_factory.mktemp("allocate") / "plain")
+
+
+# ------------------------------------------------------------------------------------------------------ allocation
+
+
+@pytest.mark.parametrize("steps", [1 << 14, 40])
+def test_no_other_choice_within_a_budget_loses_less(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocate, "STEPS", steps)
+    draw = random.Random(0)
+    parts = [[Option({f"{i}": r}, r * (i + 3), draw.random() / r) for r in (2, 3, 4, 16)] for i in range(5)]
+    whole = Knapsack(parts, 1 << 40)
+    for budget in range(whole.floor, whole.ceiling + 9, 7):
+        found = whole.within(budget)
+        every = [sum(o.loss for o in each) for each in product(*parts) if sum(o.cost for o in each) <= budget]
+        assert found.cost <= budget
+        assert sum(rate * (int(i) + 3) for i, rate in found.rates.items()) == found.cost
+        if steps > whole.ceiling:
+            assert found.loss == pytest.approx(min(every))
+        elif budget > 1.2 * whole.floor:  # costs are rounded up to a coarse unit: close to the best, never beyond
+            assert found.loss <= 1.35 * min(every)
+    with pytest.raises(ValueError, match="under the least that there is"):
+        whole.within(whole.floor - 1)
+
+
+def test_the_cost_of_a_part_is_the_kl_of_the_model_with_that_part_alone_rounded() -> None:
+    tiny_model, tokens = Tiny(), torch.randint(0, VOCAB, (12, 32), generator=torch.Generator().manual_seed(1))
+    names = [tiny_model.block_prefix(i) + name for i in range(2) for name in tiny_model.shapes(i)]
+    ends = {"lm_head": True, "model.embed_tokens": True}
+    recipe = quick(Recipe(bits=4, descent=2))
+    free = {name: name != "blocks.0.o" for name in names} | ends
+    costs = measure(tiny_model, tokens, recipe, free, probed=3, outer=tiny_model.outer)
+    parts = {names for names in costs if names[0].startswith("blocks")}
+    assert parts == {(f"blocks.{i}.{n}",) for i in range(2) for n in ("o", "up", "down")} - {("blocks.0.o",)} | {
+        ("blocks.0.k", "blocks.0.v"), ("blocks.1.k", "blocks.1.v")
+    }  # fmt: skip
+    for part in [("blocks.0.k", "blocks.0.v"), ("blocks.1.down",)]:
+        others = dict.fromkeys((name for name in names if name not in part), 16)
+        alone = quantize_blocks(tiny_model, tokens, Recipe(**recipe.to_dict() | {"layers": others}))
+        assert costs[part] == pytest.approx(divergence(tiny_model, alone, tokens[:3]), rel=1e-3)
+    assert costs["lm_head",] > 0 < costs["model.embed_tokens",]
+
+
+# -------------------------------------------------------------------------------------------------------- commands
+
+
+def average(config: dict[str, Any]) -> float:
+    sizes = {name.removesuffix(".weight"): t.numel() for name, t in tiny.tensors().items() if "_proj" in name}
+    return sum(config["layers"].get(name, config["bits"]) * size for name, size in sizes.items()) / sum(sizes.values())
+
+
+def test_bits_between_rates_are_met_by_siblings_of_one_rate_and_a_killed_job_does_not_measure_again(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(api, "quantize_blocks", killed)
+        with pytest.raises(KeyboardInterrupt):
+            quantize(model, tmp_path / "out", bits=2.6, **SMALL)
+    monkeypatch.setattr(measured, "measure", lambda *_, **__: pytest.fail("it measured again"))
+    said: list[str] = []
+    made = quantize(model, tmp_path / "out", bits=2.6, remark=said.append, **SMALL)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config == made.config
+    assert 2.5 < average(config) <= 2.6
+    rates = [config["layers"].get(name.removesuffix(".weight"), config["bits"]) for name in tiny.tensors()]
+    assert len(set(rates)) > 1
+    for i in range(2):
+        for siblings in (
+            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            ("mlp.gate_proj", "mlp.up_proj"),
+        ):
+            assert len({config["layers"].get(f"model.layers.{i}.{n}", config["bits"]) for n in siblings}) == 1
+    assert sum("<- chosen" in line for line in said) == 1
+    bits, losses = zip(*made.curve, strict=True)
+    assert (bits[0], bits[-1]) == (2, 4)
+    assert sorted(losses, reverse=True) == list(losses)
+    told = json.loads((tmp_path / "out" / "onegraph.json").read_text())["allocation"]
+    assert all(cost >= 0 for cost in told["costs"].values())
+    assert plan(model, bits=2.6, **SMALL).after.total_bytes == pytest.approx(made.after.total_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("more", [{}, {"lm_head": 16, "embed_tokens": 16}, {"layers": {"*.o_proj": 16}}], ids=str)
+def test_a_size_is_met_with_both_ends_in_it(model: Path, tmp_path: Path, more: dict[str, Any]) -> None:
+    least = plan(model, size=10**9, **SMALL | more).after.total_bytes  # all at 4 bits, ends as they are
+    size = round(least * 0.85)
+    made = quantize(model, tmp_path / "out", size=size, **SMALL | more)
+    assert 0.93 * size < made.after.total_bytes <= size
+    stored = sum(t.stat().st_size for t in (tmp_path / "out").glob("*.safetensors"))
+    assert made.after.total_bytes <= stored < made.after.total_bytes + 8192  # the header
+    if more.get("lm_head") == 16:
+        assert (made.config["lm_head"], made.config["embed_tokens"]) == (None, None)
+    with pytest.raises(ValueError, match=r"size: got 1\.0 kB; this model takes .* at the least"):
+        plan(model, size=1000, **SMALL | more)
+
+
+def test_the_command_line_tells_the_curve_and_refuses_in_a_line(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text(TEXT)
+    command = ["quantize", model, tmp_path / "out", "--calibration", tmp_path / "text", "--tokens", 256]
+    command += ["--sequence", 64, "--recipe", "quick", "--device", "cpu"]
+    for more, says in (
+        (["--bits", "4.5"], "'4.5' is not a number from 2 to 4"),
+        (["--size", "3.2 GiB"], "'3.2 GiB' is no size; give e.g. 3.2GB"),
+        (["--size", "3GB", "--bits", "3"], "not allowed with argument"),
+        (["--lm-head", "5"], "'5' is no rate of an end"),
+        (["--bits", "2", "--lm-head", "auto", "--layer", "*=3"], "bits: got 2; this model takes 2.81 at the least"),
+        (["--size", "1GB", "--format", "nvfp4"], "it takes no other bits, no size"),
+    ):
+        status, out, errors = invoke([*command, *more])
+        assert (status, out) == (2, ""), errors
+        assert says in errors.splitlines()[-1]
+        assert errors.splitlines()[-1].startswith("onegraph: error: ")
+    status, out, errors = invoke([*command, "--bits", "3", "--lm-head", "auto", "--json"])
+    assert status == 0, errors
+    found = json.loads(out)
+    assert found["bits"] == 3
+    assert [sorted(point) for point in found["curve"]] == [["bits", "kl"]] * 21
+    assert "<- chosen" in errors

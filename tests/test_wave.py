@@ -1,0 +1,142 @@
+"""Rounding under both factors of a Hessian of the model's KL, and the factors themselves."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from onegraph.quant import wave
+from onegraph.quant.e8p import encode
+from onegraph.quant.fisher import kl_factors
+from onegraph.quant.hessian import gather
+from onegraph.quant.layer import dequantize, generator, quantize_group
+from onegraph.quant.ldlq import couplings, damped, sweep
+from onegraph.quant.partial import Partial
+from onegraph.quant.quantize import quantize
+from onegraph.quant.recipe import Recipe
+from onegraph.quant.spill import Spill
+from test_quant import VOCAB, Tiny, same
+
+
+def spectrum(size: int, decay: float, source: torch.Generator) -> Tensor:
+    """A second moment whose eigenvalues fall from 1 to exp(-decay)."""
+    q, _ = torch.linalg.qr(torch.randn(size, size, dtype=torch.float64, generator=source))
+    return ((q * torch.exp(-decay * torch.arange(size) / size)) @ q.T).float()
+
+
+@pytest.mark.parametrize(("k", "n"), [(64, 48), (32, 200), (128, 21)])
+def test_a_flat_output_factor_is_ldlq(k: int, n: int) -> None:
+    source = torch.Generator().manual_seed(k)
+    w = torch.randn(k, n, generator=source)
+    ldlq, _ = couplings(*damped(spectrum(k, 5, source), 0.01))
+    flat = wave.output_coupling(torch.eye(n, dtype=torch.float64))
+    one, two = sweep(w, 3, ldlq), wave.sweep(w, 3, ldlq, flat, encode)
+    same_codes = (one.codes == two.codes) & (one.residual == two.residual)
+    assert same_codes.float().mean() > 0.95  # sums in another order decide a tie otherwise, and what follows it
+
+
+def test_both_factors_take_a_third_of_the_loss_that_ldlq_leaves() -> None:
+    source = torch.Generator().manual_seed(0)
+    k, n = 128, 104  # n is no multiple of what is encoded together
+    w, (h_i, lower_i) = torch.randn(k, n, generator=source), damped(spectrum(k, 5, source), 1e-3)
+    h_o, lower_o = damped(spectrum(n, 5, source), 1e-3)
+    ldlq, _ = couplings(h_i, lower_i)
+
+    def loss(value: Tensor) -> float:
+        e = value - w
+        return ((h_i @ e @ h_o) * e).sum().item()
+
+    both = wave.sweep(w, 2, ldlq, wave.output_coupling(lower_o), encode)
+    assert loss(both.value) < 0.67 * loss(sweep(w, 2, ldlq).value)
+    decoded = sweep(w, 2, ldlq).value  # values are what codes stand for, as LDLQ's are
+    assert set(both.value.unique().tolist()) <= set(decoded.unique().tolist()) | {v / 4 for v in range(-11, 12)}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_scales_are_fitted_to_all_rows_together(device: str) -> None:
+    """The layer as it is stored loses less under both factors; scaling any row by itself would lose more."""
+    source = torch.Generator().manual_seed(3)
+    w, h_i, h_o = torch.randn(64, 96, generator=source), spectrum(96, 4, source), spectrum(64, 6, source)
+    w, h_i, h_o = w.to(device), h_i.to(device), h_o.to(device)
+
+    def loss(value: Tensor) -> float:
+        e = value - w
+        return ((h_o @ e @ h_i) * e).sum().item()
+
+    def made(outputs: list[Tensor] | None, **levers: object) -> Tensor:
+        recipe = Recipe(bits=2, descent=0, output_damping=0.01, **levers)  # type: ignore[arg-type]  # one bool
+        return dequantize(quantize_group([w], h_i, [2], recipe, generator(0, "w"), outputs)[0], 2)
+
+    apart, unfitted, fitted = made(None), made([h_o], fit_scales=False), made([h_o])
+    assert loss(fitted) < loss(unfitted) < 0.8 * loss(apart)
+    for row in (0, 17, 63):
+        for factor in (0.98, 1.02):
+            moved = fitted.clone()
+            moved[row] *= factor
+            assert loss(moved) > loss(fitted)
+
+
+def test_factors_are_the_fisher_information_of_the_models_own_predictions() -> None:
+    """Behind the last block, where `down` writes, the exact one is J^T (diag p - p p^T) J with J of norm and head."""
+    model, tokens = Tiny(), torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(1))
+    found = dict(kl_factors(model, tokens, seed=0, draws=100))
+    assert sorted(found) == [0, 1]
+    assert set(found[0].outputs) == {f"blocks.0.{name}" for name in ("k", "v", "o", "up", "down")}
+    hidden = model.embed(tokens)
+    for i in range(2):
+        hidden = model.run_block(model.load_block(i), hidden).detach()
+    exact, power = torch.zeros(64, 64), []
+    for x in hidden.flatten(0, 1):
+        jacobian = torch.autograd.functional.jacobian(model.head, x)
+        p = model.head(x).softmax(-1)
+        own = jacobian.T @ (p.diag() - torch.outer(p, p)) @ jacobian
+        exact += own
+        power.append(own.diagonal().sum())
+    exact /= exact.diagonal().mean()
+    assert (found[1].outputs["blocks.1.down"] - exact).norm() < 0.1 * exact.norm()
+    weights = torch.stack(power).view(2, 16)
+    tokens_of = found[1].tokens["blocks.1.down"] / 100
+    assert torch.allclose(tokens_of, weights, rtol=0.35)
+    both = found[1].of_group(["blocks.1.k", "blocks.1.v"])
+    exact_both = (found[1].tokens["blocks.1.k"] + found[1].tokens["blocks.1.v"]).sqrt()
+    assert both is not None
+    assert torch.allclose(both, exact_both / exact_both.mean())
+    assert found[1].of_group(["blocks.1.k", "experts"]) is None
+    assert all(torch.equal(h, h.T) for factors in found.values() for h in factors.outputs.values())
+
+
+def test_tokens_weigh_in_the_moments_behind_quantized_blocks() -> None:
+    model, tokens = Tiny(), torch.randint(0, VOCAB, (4, 16), generator=torch.Generator().manual_seed(1))
+    hidden = list(model.embed(tokens).split(2))
+    weights = torch.rand(4, 16, generator=torch.Generator().manual_seed(2))
+    parts = {2: [part.reshape(-1, 1) for part in weights.split(2)]}
+    block = model.load_block(0)
+    found = gather(model, block, hidden, [0, 2], (block, Spill().batches(hidden)), weights=parts).moments
+    plain = gather(model, block, hidden, [0, 2]).moments
+    assert torch.equal(found[0].h, plain[0].h)
+    assert torch.equal(found[2].h, plain[2].h)
+    assert found[0].weighed is None
+    seen: list[Tensor] = []
+    block.up.register_forward_pre_hook(lambda module, args: seen.append(args[0].reshape(-1, 64)))
+    model.run_block(block, torch.cat(hidden))
+    exact = (seen[0] * weights.reshape(-1, 1)).T @ seen[0] / 64
+    assert found[2].weighed is not None
+    assert torch.allclose(found[2].weighed, exact, atol=1e-5)
+    half = found[2].under(0.5)
+    same_trace = exact * (plain[2].h.trace() / exact.trace())
+    assert torch.allclose(half, (plain[2].h + same_trace) / 2, atol=1e-5)
+    assert torch.equal(found[0].under(0.5), plain[0].h)
+
+
+def test_a_job_with_factors_is_resumed_to_the_same_bytes(tmp_path: object) -> None:
+    tokens = torch.randint(0, VOCAB, (8, 32), generator=torch.Generator().manual_seed(1))
+    recipe = Recipe(bits=2, descent=0, inputs="block", correct=0.5, fisher=2, fisher_outputs=True)
+    whole = quantize(Tiny(), tokens, recipe)
+    calls = Tiny()
+    quantize(calls, tokens, recipe)
+    for at in (5, calls.calls // 2, calls.calls - 1):
+        partial = Partial(f"{tmp_path}/{at}", "x")
+        with pytest.raises(KeyboardInterrupt):
+            quantize(Tiny(kill_at=at), tokens, recipe, partial)
+        assert same(quantize(Tiny(), tokens, recipe, partial), whole)
+        partial.close()
+    assert not same(quantize(Tiny(), tokens, Recipe(bits=2, descent=0, inputs="block", correct=0.5)), whole)
