@@ -3,11 +3,11 @@
     PYTHONPATH=src python3 benchmarks/serve.py --shape llama-3-8b --bits 2 --lm-head 4
 
 Writes a checkpoint of random weights (4 GB for 8B at 2 bits) unless --model names one, starts `onegraph serve` on it
-(or, with --server vllm, `vllm serve`), and asks as clients do: streams of token ids over connections of their own. A
-stream's tokens are counted by the server's `usage` and timed from its first piece to its last; streams of a row begin
-together, and their rates are added up (`all_tokens_per_second` is over everything, prompts too). `first_token_ms` is
-from the request to the first piece, of prompts that no page holds. Then the server ends and the same model generates in
-this process: `engine` rows, the rate that the server is held to. Prints JSON lines; --out appends them.
+(or, with --server vllm, `vllm serve`), and asks as clients do: streams of token ids over connections of their own.
+Streams of a row begin together; `tokens_per_second` is of the time in which all of them write, none waits and none has
+ended, `all_tokens_per_second` is over everything, prompts too. `first_token_ms` is from the request to the first piece,
+of prompts that no page holds. Then the server ends and the same model generates in this process: `engine` rows, the
+rate that the server is held to. Prints JSON lines; --out appends them.
 """
 
 import argparse
@@ -82,13 +82,12 @@ def started(args: argparse.Namespace, path: Path, context: int) -> subprocess.Po
 
 async def stream(
     client: Any, prompt: list[int], tokens: int, warm: dict[str, Any]
-) -> tuple[float, float, float, int, int]:
-    """Seconds of the request, its first piece and its last, how many tokens it brought, and the first piece of them."""
+) -> tuple[float, list[tuple[float, int]]]:
+    """When it was asked for, and when each piece came with how many tokens: a word is one."""
     body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "stream": True, **warm}
     body |= {"stream_options": {"include_usage": True}}
     asked = time.perf_counter()
-    first = last = count = 0.0
-    begun = 0  # a word is a token
+    pieces, count = [], 0
     async with client.post(f"http://127.0.0.1:{PORT}/v1/completions", json=body) as response:
         if response.status != 200:
             raise SystemExit((await response.text())[:500])
@@ -99,10 +98,9 @@ async def stream(
             if piece.get("usage"):
                 count = piece["usage"]["completion_tokens"]
             if piece.get("choices"):
-                last = time.perf_counter()
-                first = first or last
-                begun = begun or len(piece["choices"][0]["text"].split())
-    return asked, first, last, int(count), begun
+                pieces.append((time.perf_counter(), len(piece["choices"][0]["text"].split())))
+    assert sum(words for _, words in pieces) == count, "the tokenizer's words are tokens"
+    return asked, pieces
 
 
 async def load(batch: int, context: int, tokens: int, warm: dict[str, Any], vocabulary: int) -> dict[str, float]:
@@ -112,11 +110,13 @@ async def load(batch: int, context: int, tokens: int, warm: dict[str, Any], voca
     prompts = [[random.randrange(vocabulary) for _ in range(context)] for _ in range(batch)]
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as client:
         done = await asyncio.gather(*(stream(client, prompt, tokens, warm) for prompt in prompts))
-    each = [(count - begun) / (last - first) for _, first, last, count, begun in done]
+    begin, end = max(pieces[0][0] for _, pieces in done), min(pieces[-1][0] for _, pieces in done)
+    together = sum(words for _, pieces in done for at, words in pieces if begin < at <= end)
+    seconds = max(pieces[-1][0] for _, pieces in done) - min(asked for asked, _ in done)
     return {
-        "tokens_per_second": sum(each),
-        "first_token_ms": 1e3 * statistics.median(first - asked for asked, first, *_ in done),
-        "all_tokens_per_second": sum(d[3] for d in done) / (max(d[2] for d in done) - min(d[0] for d in done)),
+        "tokens_per_second": together / (end - begin) if end > begin else 0.0,
+        "first_token_ms": 1e3 * statistics.median(pieces[0][0] - asked for asked, pieces in done),
+        "all_tokens_per_second": len(done) * tokens / seconds,
     }
 
 

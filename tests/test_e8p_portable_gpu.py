@@ -213,4 +213,5 @@ def test_the_op_runs_it() -> None:
         x, n = args[0], args[1].shape[0]
         if not 0 < x.shape[:-1].numel() <= 16 or n % 64 or args[1].shape[1] % 8:
             continue
-        assert _error(op(*args), _truth(*args)) < 2e-3, case.name
+        wide = [a.float() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+        assert _error(op(*args), op.reference(*wide)) < 2e-3, case.name

@@ -11,6 +11,7 @@ from onegraph.check import Verdict
 from onegraph.check.api import check_step
 from onegraph.engine.choice import PLAIN
 from onegraph.engine.generate import Engine
+from onegraph.engine.inputs import row_inputs
 from onegraph.engine.params import SamplingParams
 from onegraph.ops.registry import reference_ops
 from onegraph.runtime.prove import prove
@@ -75,7 +76,11 @@ def test_the_step_may_be_captured(text: str, kind: str) -> None:
             "table": torch.arange(1, 25, dtype=torch.int32).view(3, 8),
             "slots": torch.tensor([2, 3, 1], dtype=torch.int32),
         }
-        rows |= {n: t.cpu()[:3] * 0 for n, t in e._row_inputs(3, "cpu").items() if n not in rows}
+        rows |= {
+            n: t.cpu()[:3] * 0
+            for n, t in row_inputs(3, e._per_row, PLAIN, torch.device("cpu")).items()
+            if n not in rows
+        }
         g = torch.Generator().manual_seed(0)
         if kind == "decode":
             runner.load(drawn=torch.tensor([5, 6, 7]), **rows)
@@ -116,7 +121,7 @@ def test_replay_is_proven_on_a_gpu(text: str) -> None:
     g = torch.Generator().manual_seed(0)
 
     def rows(n: int) -> dict[str, Tensor]:
-        found = {name: t.cpu()[:n] * 0 for name, t in e._row_inputs(n, "cpu").items()}
+        found = {name: t.cpu()[:n] * 0 for name, t in row_inputs(n, e._per_row, PLAIN, torch.device("cpu")).items()}
         return found | {
             "positions": torch.randint(0, 110, (n,), generator=g).int(),
             "limits": torch.randint(100, 128, (n,), generator=g).int(),
@@ -145,7 +150,7 @@ def test_captured_generation_is_the_eager_one_on_a_gpu(text: str) -> None:
 def test_the_step_is_clean_live(text: str) -> None:
     def factory():
         e = engine(text, model={"device": "cuda"}, max_context=64)
-        rows = e._inputs(0, True, PLAIN)
+        rows = e._steps.inputs(0, True, PLAIN)
         rows["drawn"].copy_(torch.tensor([5, 9, 2]))
         rows["limits"].copy_(torch.tensor([60, 40, 3]))
         rows["table"].copy_(torch.arange(1, 1 + rows["table"].numel()).view_as(rows["table"]))
@@ -153,7 +158,7 @@ def test_the_step_is_clean_live(text: str) -> None:
 
         @torch.no_grad()
         def one():
-            return e._step(0, PLAIN, **rows)
+            return e._steps.step(0, PLAIN, **rows)
 
         return one, lambda index: ()
 

@@ -18,14 +18,14 @@ def _factory(*, sampling: bool, draft=None, drafts: int = 0):
     options = {"max_batch": 3, "max_context": 64, "page_size": 8, "draft": draft, "draft_tokens": 3}
     engine = Engine(TinyDecoder(device="cuda"), **options, capture=False)
     choice = Choice(sampling=sampling)
-    rows = engine._inputs(0, True, choice)
+    rows = engine._steps.inputs(0, True, choice)
     rows["drawn"].copy_(torch.tensor([5, 9, 2]))
     rows["limits"].copy_(torch.tensor([60, 40, 3]))  # the last row meets its end on the way
     rows["table"].copy_(torch.arange(1, 1 + rows["table"].numel()).view_as(rows["table"]))
     rows["temperature"].fill_(0.8)
     rows["top_p"].fill_(0.9)
     rows["seed"].copy_(torch.tensor([1, 2, 3]))
-    decode = engine._step(0, True, choice, drafts)
+    decode = engine._steps.of(0, True, choice, drafts)
 
     @torch.no_grad()
     def step():

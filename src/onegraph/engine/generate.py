@@ -18,7 +18,7 @@ from torch import Tensor
 from onegraph.engine.choice import Choice, ChoiceState, Constrain
 from onegraph.engine.decoder import Decoder
 from onegraph.engine.draft import MakeDrafter
-from onegraph.engine.inputs import batch_sizes, block_table, host_rows, row_inputs
+from onegraph.engine.inputs import block_table, host_rows
 from onegraph.engine.pages import PageAllocator
 from onegraph.engine.params import SamplingParams, Stats
 from onegraph.engine.schedule import Scheduler
@@ -26,7 +26,7 @@ from onegraph.engine.sequence import Sequence, make_sequences
 from onegraph.engine.speculate import DraftTokens, Speculation
 from onegraph.engine.steps import Steps
 from onegraph.formats.turboquant import TurboQuantConfig, parse_kv
-from onegraph.runtime.graph import GraphPool, Runner
+from onegraph.runtime.graph import GraphPool
 from onegraph.runtime.pipeline import Pipeline, check_links, running
 from onegraph.runtime.transfer import Download
 
@@ -103,7 +103,10 @@ class Engine:
             rows=max_batch, pages=total, page_size=page_size, pages_per_row=self._per_row, kv=kv
         )
         self._speculation = self._drafted_by(draft, draft_tokens, total, page_size, kv)
-        self._steps = Steps(model, self._cache, self._speculation, width=self._per_row, length=chunk)
+        self._steps = Steps(
+            model, self._cache, self._speculation, rows=max_batch, per_row=self._per_row, chunk=chunk,
+            split=self.mode == "split",
+        )  # fmt: skip
         self._allocator = PageAllocator(total, page_size)
         self._slots = list(range(max_batch, 0, -1))  # of state that does not grow; slot 0 belongs to nobody
         self._runners: dict[tuple[str, Choice], dict[int, Pipeline]] = {}  # of a step, by count of drafts
@@ -191,40 +194,9 @@ class Engine:
             started = perf_counter()
             if shaping or logprobs:
                 self.choice_state()
-            self._runners[kind, choice] = self._build(kind == "decode", choice)
+            self._runners[kind, choice] = self._steps.build(kind == "decode", choice, self._pools)
             self.stats.build_seconds += perf_counter() - started
         return self._runners[kind, choice][drafts]
-
-    def _build(self, decoding: bool, choice: Choice) -> dict[int, Pipeline]:
-        """By count of drafts; all of them at once, because they share their inputs. These are zeros: no row has a
-        sequence, so that warm-up touches nothing but the sentinel page."""
-        stages = range(len(self.devices))
-        inputs = [self._inputs(stage, decoding, choice) for stage in stages]
-        counts: tuple[int, ...] = (0,)
-        if decoding and self._speculation is not None and not (choice.shaping or choice.logprobs):
-            counts = self._speculation.counts
-        return {
-            count: Pipeline(
-                [
-                    Runner(
-                        self._step(stage, decoding, choice, count),
-                        inputs[stage],
-                        batch_sizes(self.max_batch) if decoding else None,
-                        capture=bool(self._pools),
-                        pool=self._pools[stage] if self._pools else None,
-                        split="attention" if self.mode == "split" else (),
-                    )
-                    for stage in stages
-                ],
-                carried="stream",
-                shared=("drawn",) if decoding else (),
-            )
-            for count in counts
-        }
-
-    def _step(self, stage: int, decoding: bool, choice: Choice, drafts: int) -> Callable[..., Tensor]:
-        drafted = decoding and self._speculation is not None
-        return partial(self._steps.round, choice, drafts) if drafted else partial(self._steps.step, stage, choice)
 
     # The host's part.
 
@@ -405,19 +377,6 @@ class Engine:
             made = ChoiceState(slots, self.max_batch, vocabulary, self.devices[-1], depth=self.ahead + 1)
             self._steps.choices = made
         return self._steps.choices
-
-    def _inputs(self, stage: int, decoding: bool, choice: Choice) -> dict[str, Tensor]:
-        """The static buffers of one stage's step."""
-        device = self.devices[stage]
-        rows, length = (self.max_batch, 1) if decoding else (1, self.chunk)
-        inputs = row_inputs(rows, self._per_row, choice, device)
-        if decoding:
-            inputs["drawn"] = torch.zeros(rows, dtype=torch.int64, device=device)
-        else:
-            inputs["tokens"] = torch.zeros(rows, length, dtype=torch.int64, device=device)
-        if stage:
-            inputs["stream"] = torch.zeros(self.model.stream_shape(rows, length), dtype=self.model.dtype, device=device)
-        return inputs
 
     def _trim(self, length: int, reach: int) -> None:
         """Before an eager step on a CPU: the tokens of the chunk and the pages of the longest row.

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from onegraph import __version__
+from onegraph.ops import family
 
 Row = dict[str, Any]
 
@@ -47,11 +48,12 @@ def machine(device: torch.device | str) -> Row:
 def command_line() -> str:
     """This process's command as a person would type it, without where its rows were written."""
     script, words, root = Path(sys.argv[0]).absolute(), sys.argv[1:], Path(__file__).parents[3]
+    forced = f"{family.VARIABLE}={family.FORCED} " if family.FORCED else ""
     kept = [w for i, w in enumerate(words) if "--out" not in (w, words[i - 1] if i else "") and w[:6] != "--out="]
     if script.suffix != ".py":
-        return shlex.join([script.name, *kept])
+        return forced + shlex.join([script.name, *kept])
     shown = script.relative_to(root) if root in script.parents else script
-    return "PYTHONPATH=src python3 " + shlex.join([str(shown), *kept])
+    return f"{forced}PYTHONPATH=src python3 " + shlex.join([str(shown), *kept])
 
 
 @lru_cache(maxsize=1)

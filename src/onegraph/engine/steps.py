@@ -1,9 +1,12 @@
-"""The steps that an engine runs, as graphs take them: the capture contract holds here.
+"""The steps that an engine runs, and the graphs that are made of them.
 
-Everything that a step changes lies on the device and is advanced inside the step. Each is a function of its input
-buffers (`engine/inputs.py`) and of what outlives it: the cache, what changes logits, and what drafts.
+The capture contract holds for `Steps.step` and `Steps.round`: everything that they change lies on the device and is
+advanced there. Each is a function of its input buffers (`engine/inputs.py`) and of what outlives it: the cache, what
+changes logits, and what drafts.
 """
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +15,12 @@ from torch import Tensor
 from onegraph.engine.choice import Choice, ChoiceState, draw
 from onegraph.engine.decoder import Breakable, Cache, Decoder
 from onegraph.engine.draft import Rows
+from onegraph.engine.inputs import batch_sizes, row_inputs
 from onegraph.engine.speculate import Speculation
 from onegraph.ops.draft import accept_drafts, begin_round
 from onegraph.ops.step import begin_step, finish_step
+from onegraph.runtime.graph import GraphPool, Runner
+from onegraph.runtime.pipeline import Pipeline
 
 
 class Steps:
@@ -23,14 +29,74 @@ class Steps:
     Attributes:
         choices: made when a row first asks for more than temperature, top-k and top-p.
         width: pages of a row that attention looks at; length: tokens of a prefill step. Fixed where steps are captured.
+
+    Args:
+        rows: of a decode step at most. per_row: pages of each. chunk: tokens of a prefill step. split: capture around
+            attention.
     """
 
     def __init__(
-        self, model: Decoder, cache: Cache, speculation: Speculation | None, *, width: int, length: int
+        self,
+        model: Decoder,
+        cache: Cache,
+        speculation: Speculation | None,
+        *,
+        rows: int,
+        per_row: int,
+        chunk: int,
+        split: bool,
     ) -> None:
         self.model, self.cache, self.speculation = model, cache, speculation
+        self.rows, self.per_row, self.chunk, self.split = rows, per_row, chunk, split
         self.choices: ChoiceState | None = None
-        self.width, self.length = width, length
+        self.width, self.length = per_row, chunk
+
+    def build(self, decoding: bool, choice: Choice, pools: Sequence[GraphPool]) -> dict[int, Pipeline]:
+        """By count of drafts; all of them at once, because they share their inputs. These are zeros: no row has a
+        sequence, so that warm-up touches nothing but the sentinel page."""
+        stages = range(len(self.model.devices))
+        inputs = [self.inputs(stage, decoding, choice) for stage in stages]
+        counts: tuple[int, ...] = (0,)
+        if decoding and self.speculation is not None and not (choice.shaping or choice.logprobs):
+            counts = self.speculation.counts
+        return {
+            count: Pipeline(
+                [
+                    Runner(
+                        self.of(stage, decoding, choice, count),
+                        inputs[stage],
+                        batch_sizes(self.rows) if decoding else None,
+                        capture=bool(pools),
+                        pool=pools[stage] if pools else None,
+                        split="attention" if self.split else (),
+                    )
+                    for stage in stages
+                ],
+                carried="stream",
+                shared=("drawn",) if decoding else (),
+            )
+            for count in counts
+        }
+
+    def of(self, stage: int, decoding: bool, choice: Choice, drafts: int) -> Callable[..., Tensor]:
+        """A step as a function of its inputs."""
+        drafted = decoding and self.speculation is not None
+        return partial(self.round, choice, drafts) if drafted else partial(self.step, stage, choice)
+
+    def inputs(self, stage: int, decoding: bool, choice: Choice) -> dict[str, Tensor]:
+        """The static buffers of one stage's step."""
+        device = self.model.devices[stage]
+        rows, length = (self.rows, 1) if decoding else (1, self.chunk)
+        inputs = row_inputs(rows, self.per_row, choice, device)
+        if decoding:
+            inputs["drawn"] = torch.zeros(rows, dtype=torch.int64, device=device)
+        else:
+            inputs["tokens"] = torch.zeros(rows, length, dtype=torch.int64, device=device)
+        if stage:
+            inputs["stream"] = torch.zeros(self.model.stream_shape(rows, length), dtype=self.model.dtype, device=device)
+        return inputs
+
+    # What graphs hold.
 
     def step(
         self, stage: int, choice: Choice, positions: Tensor, limits: Tensor, table: Tensor, **inputs: Tensor

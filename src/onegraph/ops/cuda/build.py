@@ -232,7 +232,8 @@ class Source:
         """See `compile_cubin`. BuildError for a GPU that the source is not for."""
         if why := self.refusal(capability):
             raise BuildError(f"{self.path.name} is not for this GPU: {why}")
-        if "portable" not in self.families:
+        newer = capability >= (9, 0) and "hopper" in self.families and not self.virtual(capability)
+        if "portable" not in self.families or newer:
             return compile_cubin(self.path, defines, capability, checks)
         arch = VIRTUAL if self.virtual(capability) else "sm_{}{}".format(*capability)
         start = 1024 if capability >= (9, 0) else 0  # of a block's shared memory, which the source cannot ask for
