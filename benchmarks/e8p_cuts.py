@@ -4,14 +4,15 @@
     PYTHONPATH=src python3 benchmarks/e8p_cuts.py --kernels portable --most 16 --shapes 4096x14336 14336x4096 --tokens 1
 
 One JSON line a plan, the quickest first; `chosen` marks the one that the shape gets, `error` is ||y - y64|| / ||y64||
-against float64. `--kernels portable` cuts e8p_portable.cu, compiled for compute capability 8.0 in 99 KB, with fewer
-and more row tiles of codes under way than its plans have (`ahead`); `--most` takes so many plans, which should be best.
+against float64. `--kernels portable` cuts e8p_portable.cu, compiled for compute capability 8.0 in 99 KB, the two
+quickest also with fewer and more row tiles of codes under way (`ahead`); `--most` takes so many plans, which should be
+best.
 """
 
 import argparse
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -56,18 +57,29 @@ def timed(layers: list[tuple], x: Tensor) -> float:
     return replay_us(lambda: [e8p.linear(x, *layer) for layer in layers], DEVICE, len(layers), budget_ms=20)
 
 
-def hopper_plans(n: int, k: int, bits: int, tokens: int, device: build.Device) -> Iterator[tuple[float, Any]]:
+def hopper_plans(
+    n: int, k: int, bits: int, tokens: int, device: build.Device, warps: list[int]
+) -> Iterator[tuple[float, Any]]:
     for plan in e8p_decode.plans(n, k, bits, tokens, device):
         yield plan.cost(bits, tokens, device), plan
 
 
-def portable_plans(n: int, k: int, bits: int, tokens: int, device: build.Device) -> Iterator[tuple[float, Any]]:
-    for ahead in range(1, e8p_portable.AHEAD[bits] + 2):
-        with mock.patch.object(e8p_portable, "AHEAD", {bits: ahead}):
+def portable_plans(
+    n: int, k: int, bits: int, tokens: int, device: build.Device, warps: list[int]
+) -> Iterator[tuple[float, Any]]:
+    for own in [dict.fromkeys(e8p_portable.CLASSES, count) for count in warps] or [e8p_portable.WARPS]:
+        with mock.patch.object(e8p_portable, "WARPS", own):
             plans = e8p_portable.plans(n, k, bits, tokens, device)
         for plan in plans:
-            if plan.ahead == ahead:
-                yield plan.cost(n, bits, device), plan
+            yield plan.cost(n, bits, device), plan
+
+
+def with_other_rings(plan: e8p_portable.Plan, n: int, bits: int) -> Iterator[e8p_portable.Plan]:
+    """The same cut with fewer and more row tiles of codes under way."""
+    for ahead in range(1, e8p_portable.AHEAD[bits] + 2):
+        other = replace(plan, ahead=ahead, hold=plan.most(n)).fitting(bits, build.PORTABLE_SHARED)
+        if other and ahead != plan.ahead:
+            yield other
 
 
 def measured(module: Any, plan: Any, layers: list[tuple], x: Tensor, expected: Tensor) -> tuple[float, float]:
@@ -98,6 +110,7 @@ def main() -> int:
     parser.add_argument(
         "--within", type=float, default=1.5, help="plans that should cost at most so many times the best"
     )
+    parser.add_argument("--warps", nargs="+", type=int, default=[], help="of a block of the portable kernel, at most")
     parser.add_argument("--most", type=int, default=1000, help="plans of a shape, rate and number of tokens")
     args = parser.parse_args()
     portable = args.kernels == "portable"
@@ -116,11 +129,18 @@ def main() -> int:
                 for tokens in args.tokens:
                     x = torch.randn(tokens, k, device=DEVICE, dtype=torch.bfloat16)
                     expected, chosen = truth(x, *layers[0]), module.plan(n, k, bits, tokens, device)
-                    plans = sorted(set(made(n, k, bits, tokens, device)))
+                    plans = sorted(set(made(n, k, bits, tokens, device, args.warps)))
                     plans = [each for each in plans if each[0] <= args.within * plans[0][0]][: args.most]
                     if portable:
                         list(pool.map(lambda each: compiled(each[1], n, k, bits), plans))  # noqa: B023  # used at once
                     rows = [(*measured(module, plan, layers, x, expected), plan, cost) for cost, plan in plans]
+                    if portable:
+                        best = [plan for _, _, plan, _ in sorted(rows, key=lambda row: row[0])[:2]]
+                        others = [
+                            (each.cost(n, bits, device), each) for p in best for each in with_other_rings(p, n, bits)
+                        ]
+                        list(pool.map(lambda each: compiled(each[1], n, k, bits), others))  # noqa: B023
+                        rows += [(*measured(module, plan, layers, x, expected), plan, cost) for cost, plan in others]
                     for us, error, plan, cost in sorted(rows, key=lambda row: row[0]):
                         row = {"bench": "e8p_cuts", "kernels": args.kernels, "k": k, "n": n, "bits": bits}
                         row |= {"us": round(us, 2), "error": float(f"{error:.2g}"), "cost": round(cost, 1)}

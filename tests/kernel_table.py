@@ -81,7 +81,7 @@ def row(source: build.Source, found: Mapping[tuple[int, int], Usage]) -> str:
     """A line of the table."""
     cells = [cell(found[each]) if each in found else "" for each in CAPABILITIES]
     shared = f"{source.shared / 1024:.0f}" if source.shared else ""
-    return f"| {' | '.join([source.path.name, source.family or '', shared, *cells])} |"
+    return f"| {' | '.join([source.path.name, ', '.join(source.families), shared, *cells])} |"
 
 
 def sources() -> Iterator[build.Source]:

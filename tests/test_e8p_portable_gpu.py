@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from onegraph.ops import family
-from onegraph.ops.cuda import build, e8p_batch, e8p_decode, e8p_portable
+from onegraph.ops.cuda import build, e8p_batch, e8p_decode, e8p_dequantize, e8p_portable, e8p_prefill
 from onegraph.ops.cuda import e8p as cuda_e8p
 from onegraph.ops.registry import OPS
 from test_e8p_cuda import SHAPES, _arguments, _codes, _error, _poison, _truth
@@ -22,20 +22,24 @@ BOUNDS = {torch.bfloat16: 2e-3, torch.float16: 4e-4}
 @pytest.fixture(autouse=True)
 def portable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every call here runs the portable kernel, or fails."""
-    modules = e8p_decode, e8p_batch, e8p_portable
+    modules = e8p_decode, e8p_batch, e8p_portable, e8p_prefill, e8p_dequantize
     monkeypatch.setattr(family, "FORCED", "portable")
     for module in modules:
         module.available.cache_clear()
-    e8p_portable._kernels.cache_clear()
+    caches = e8p_portable._kernels, e8p_dequantize._kernel
+    for each in caches:
+        each.cache_clear()
     yield
     for module in modules:
         module.available.cache_clear()
-    e8p_portable._kernels.cache_clear()
+    for each in caches:
+        each.cache_clear()
 
 
 def test_the_portable_kernel_is_what_runs() -> None:
     for tokens in (1, 4, 5, 16, 64):
         assert cuda_e8p.launcher(tokens, 4096, 4096, 2, 0) is e8p_portable.launch
+    assert cuda_e8p.launcher(65, 4096, 4096, 2, 0) is e8p_dequantize.launch
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
@@ -54,6 +58,15 @@ def test_every_token_count() -> None:
         args = _arguments(tokens, 256, 1024, 4)
         _poison((tokens, 256), torch.bfloat16)
         assert _error(cuda_e8p.linear(*args), _truth(*args)) < 2e-3, tokens
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_many_tokens_through_the_weight(bits: int) -> None:
+    """Which is rounded too: half a unit in the last place each."""
+    for n, k in ((192, 576), (960, 1536)):
+        args = _arguments(70, n, k, bits, bias=True)
+        _poison((70, n), torch.bfloat16)
+        assert _error(cuda_e8p.linear(*args), _truth(*args)) < 3.5e-3, (n, k)
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 7, 16])

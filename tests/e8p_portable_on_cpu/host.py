@@ -55,7 +55,7 @@ class Case:
         return tuple(f"-D{name}={value}" for name, value in made.items())
 
 
-PLAN = e8p_portable.Plan  # ahead, tokens, strips, parts, unit, across, down, hold
+PLAN = e8p_portable.Plan  # ahead, tokens, turns, strips, parts, unit, across, down, hold
 CASES = [
     # as planned for 6 SMs: every rate, both dtypes, odd numbers of tokens, blocks of 64 rows and columns, all fusions
     Case(1, 192, 576, 2, "norm"),
@@ -64,17 +64,18 @@ CASES = [
     Case(3, 64, 64, 3, "norm bias"),
     Case(4, 192, 768, 4, "silu wide", half=True),
     Case(5, 320, 576, 2, "norm add"),
-    Case(8, 192, 512, 3, "silu bias"),
-    Case(11, 128, 832, 4, "norm add wide"),
     Case(16, 576, 320, 3, "add", half=True),
     # two passes
     Case(17, 64, 320, 2, "add norm"),
+    # rotated by a launch in front
+    Case(8, 192, 512, 3, "silu bias", PLAN(2, 8, False, 3, 2, 1, 1, 4, 4)),
+    Case(11, 128, 832, 4, "norm add wide", PLAN(2, 16, False, 2, 4, 1, 1, 4, 4)),
     # several rounds of sums in blocks that end their rows by themselves; the last round is short
-    Case(1, 640, 512, 2, "norm", PLAN(4, 1, 2, 1, 8, 2, 2, 8)),
+    Case(1, 640, 512, 2, "norm", PLAN(4, 1, True, 2, 1, 8, 2, 2, 8)),
     # the same between blocks, where strips cut blocks of rows; a warp that has no slice
-    Case(3, 704, 576, 4, "add norm", PLAN(2, 4, 5, 2, 1, 2, 2, 4)),
+    Case(3, 704, 576, 4, "add norm", PLAN(2, 4, True, 5, 2, 1, 2, 2, 4)),
     # more than 32 blocks of rows a block
-    Case(1, 4416, 128, 3, "bias", PLAN(2, 1, 1, 1, 1, 1, 8, 32)),
+    Case(1, 4416, 128, 3, "bias", PLAN(2, 1, True, 1, 1, 1, 1, 8, 32)),
 ]
 
 
@@ -149,7 +150,8 @@ def check(case: Case) -> None:
     plan = case.chosen(case.passes[0])
     rounds = -(-plan.most(n) // plan.hold)
     who = "alone" if plan.whole else f"{plan.strips * plan.parts} blocks"
-    print(f"{bits} bits, {tokens} tokens, {who}, {rounds} rounds, {len(case.passes)} passes", flush=True)
+    turned = "" if plan.turns else "turned in front, "
+    print(f"{bits} bits, {tokens} tokens, {turned}{who}, {rounds} rounds, {len(case.passes)} passes", flush=True)
 
 
 with ThreadPoolExecutor(2) as pool:

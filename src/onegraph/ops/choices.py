@@ -13,7 +13,6 @@ from onegraph.ops.family import Family
 from onegraph.ops.registry import OPS, Op
 
 KERNELS = "cuda", "triton", "cpu"  # rooms of kernels, which register no op
-CUDA: tuple[Family, ...] = "hopper", "portable"
 
 
 @dataclass(frozen=True)
@@ -52,10 +51,10 @@ def choices(device: int) -> list[Choice]:
 
 
 def sources() -> "list[build.Source]":
-    """Every `cuda.build.Source`, which are declared where their launchers are imported."""
+    """Every `cuda.build.Source` by name; they are declared where their launchers are imported."""
     for module in pkgutil.iter_modules(cuda.__path__):
         importlib.import_module(f"onegraph.ops.cuda.{module.name}")
-    return build.Source.every
+    return sorted(build.Source.every, key=lambda source: source.path.name)
 
 
 def _choice(op: Op, device: int) -> Choice:
@@ -64,14 +63,11 @@ def _choice(op: Op, device: int) -> Choice:
     # What a module of CUDA kernels cannot have, Triton's run; elsewhere the op itself goes on in torch.
     mine = [source for source in sources() if op.name in source.ops]
     rest: Family = "triton" if not mine or op.kernel.startswith("onegraph.ops.cuda.") else "reference"
-    found, runs, refused = rest, list[str](), dict[str, str]()
-    for each in CUDA:
-        for source in (source for source in mine if source.family == each):
-            if why := source.obstacle(device):
-                refused[source.path.name] = why
-            else:
-                runs.append(source.path.name)
-                found = each if len(runs) == 1 else found
-        if runs and not refused:
-            break  # nothing is left for the next family
-    return Choice(op.name, found, tuple(runs), refused)
+    refused = {source.path.name: why for source in mine if (why := source.obstacle(device))}
+    first = [source for source in mine if "hopper" in source.families]
+    if first and not any(source.path.name in refused for source in first):
+        return Choice(op.name, "hopper", tuple(source.path.name for source in first))
+    runs = [source for source in mine if source.path.name not in refused]
+    if runs:
+        rest = family.FORCED or ("portable" if all("portable" in each.families for each in runs) else "hopper")
+    return Choice(op.name, rest, tuple(source.path.name for source in runs), refused)

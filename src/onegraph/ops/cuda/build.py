@@ -176,7 +176,8 @@ class Source:
         ops: names of the ops that run it.
         functions: names of its kernels, which share one parameter, `arguments`; None of kernels without one.
         capabilities: compute capabilities that it is for; CI compiles the variant that `example` defines for each.
-        family: "portable" of those that every one of `PORTABLE` runs; None of what is no kernel of an op.
+        families: that it belongs to: "portable" what every one of `PORTABLE` runs, "hopper" what Hopper runs best; none
+            of what is no kernel of an op.
         shared: bytes of shared memory that a block takes of the launch whatever its plan; 0 where plans fit any card.
     """
 
@@ -191,17 +192,21 @@ class Source:
         arguments: Arguments | None = None,
         capabilities: tuple[tuple[int, int], ...],
         example: Mapping[str, int] = MappingProxyType({}),
-        family: Family | None = "hopper",
+        families: tuple[Family, ...] = ("hopper",),
         shared: int = 0,
     ) -> None:
         self.path = Path(__file__).with_name(f"{name}.cu")
         self.functions, self.arguments, self.capabilities, self.example = functions, arguments, capabilities, example
-        self.ops, self.family, self.shared = ops, family, shared
+        self.ops, self.families, self.shared = ops, families, shared
         Source.every.append(self)
+
+    @property
+    def _kept_back(self) -> bool:
+        return bool(self.families) and not any(map(family.allowed, self.families))
 
     def refusal(self, capability: tuple[int, int]) -> str:
         """Why a GPU of this compute capability is not to run it, before anything is compiled; empty where it may."""
-        if self.family and not family.allowed(self.family):
+        if self._kept_back:
             return f"{family.VARIABLE} is {family.FORCED}"
         if capability[0] not in {major for major, _ in self.capabilities}:
             known = ", ".join(f"{major}.{minor}" for major, minor in self.capabilities)
@@ -221,13 +226,13 @@ class Source:
 
     def virtual(self, capability: tuple[int, int]) -> bool:
         """Whether it is compiled for 8.0 and stands in for a newer card's own: the portable kernels, where forced."""
-        return self.family == family.FORCED == "portable" and capability >= (9, 0)
+        return family.FORCED == "portable" and "portable" in self.families and capability >= (9, 0)
 
     def cubin(self, defines: Mapping[str, int], capability: tuple[int, int], checks: str = "") -> bytes:
         """See `compile_cubin`. BuildError for a GPU that the source is not for."""
         if why := self.refusal(capability):
             raise BuildError(f"{self.path.name} is not for this GPU: {why}")
-        if self.family != "portable":
+        if "portable" not in self.families:
             return compile_cubin(self.path, defines, capability, checks)
         arch = VIRTUAL if self.virtual(capability) else "sm_{}{}".format(*capability)
         start = 1024 if capability >= (9, 0) else 0  # of a block's shared memory, which the source cannot ask for
@@ -246,7 +251,7 @@ class Source:
     def usable(self, device: int, otherwise: str, instead: "Source | None" = None) -> bool:
         """Whether `device` can have them. Where it cannot, warns of what happens `otherwise`: but where that was asked
         for, or the GPU is one that they are not written for and `instead` is."""
-        if self.family and not family.allowed(self.family):
+        if self._kept_back:
             return False
         if instead is not None:
             capability = torch.cuda.get_device_capability(device)
@@ -327,7 +332,7 @@ class Device:
 RESERVED = 1024  # bytes of an SM's shared memory that the driver takes of each block
 
 
-OCCUPANCY = Source("occupancy", functions=("occupancy",), capabilities=PORTABLE, family=None)
+OCCUPANCY = Source("occupancy", functions=("occupancy",), capabilities=PORTABLE, families=())
 
 
 @cache

@@ -12,6 +12,7 @@
 #include "e8p_common.cuh"
 
 constexpr int THREADS = 128;
+constexpr int PER_SM = __CUDA_ARCH__ >= 1200 ? 1 : 3;  // blocks: 100 KB of shared memory hold one
 constexpr int PITCH = SLICE / 2 + 4;  // words of a row of pairs: 16-byte stores of eight rows take all banks
 constexpr int WORDS = BITS == 3 ? 768 : 512;
 constexpr float UNIT = BITS == 4 ? 32.f : 8.f;  // what the sums count in
@@ -65,7 +66,7 @@ __device__ __forceinline__ void code_to_pairs(u32 (&to)[4], u32 v, u32 w) {
 }
 
 // Grid (slices of 256 columns, row blocks of 128). Shared memory: pairs [128][PITCH], the tables' words, scales of rows.
-extern "C" __global__ void __launch_bounds__(THREADS, 3) e8p_dequantize(const __grid_constant__ Arguments p) {
+extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) e8p_dequantize(const __grid_constant__ Arguments p) {
   const int thread = threadIdx.x, slice = blockIdx.x, first_row = blockIdx.y * ROWS, row = first_row + thread;
   u32* pairs = (u32*)smem;
   u32* words = pairs + ROWS * PITCH;

@@ -31,7 +31,8 @@ KERNEL = build.Source(
     ops=("e8p_linear",),
     functions=("e8p_dequantize",),
     arguments=ARGUMENTS,
-    capabilities=build.CLUSTERS,
+    capabilities=build.PORTABLE,
+    families=("hopper", "portable"),
     example={"BITS": 2, "HALF": 0},
     shared=SHARED,
 )

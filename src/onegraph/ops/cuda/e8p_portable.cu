@@ -10,10 +10,10 @@
 // (WHOLE), it ends them there. Elsewhere they go through memory (L2): of 128 rows, the block that comes last adds what all
 // brought, in a fixed order, so that the bits do not depend on who that is. It also sets their counter back to zero.
 //
-// Up to 4 tokens are rotated by the block itself. More come from e8p_portable_turn, a warp a slice and token.
+// Few tokens are rotated by the block itself (TURNS). More come from e8p_portable_turn, a warp a slice and token.
 //
-// Set when compiled: BITS (2, 3, 4), TOKENS (1, 4, 8 or 16 at most), HALF (1: x and y are float16, 0: bfloat16), AHEAD,
-// HOLD, ACROSS, DOWN, PARTS, STRIPS, UNIT (row tiles that stay in one strip), START (where shared memory begins, which is
+// Set when compiled: BITS (2, 3, 4), TOKENS (1, 4, 8 or 16 at most), TURNS, HALF (1: x and y are float16, 0: bfloat16),
+// AHEAD, HOLD, ACROSS, DOWN, PARTS, STRIPS, UNIT (row tiles that stay in one strip), START (where shared memory begins,
 // another place before compute capability 9.0), and what `Shape` is made of.
 
 #define E81B_RUN 64  // its table in half the bytes, and two wavefronts a lookup: 99 KB hold no more
@@ -39,7 +39,7 @@ struct Arguments : Shape {
   const float* bias;      // [n] or null
   const void* add;        // [tokens, n] of y's type, or null
   void* y;                // [tokens, n], x's type, or float if wide
-  u8* kept;               // [slices, tokens, KEPT] of rotated activations, from 5 tokens on
+  u8* kept;               // [slices, tokens, KEPT] of rotated activations, unless TURNS
   float2* scales;         // [slices, tokens], likewise
   float* squares;         // [slices, tokens]: of x, if normed
   float* sums;            // [PARTS, tokens, n], unless WHOLE
@@ -55,7 +55,6 @@ struct Arguments : Shape {
 
 constexpr int WARPS = ACROSS * DOWN, GROUPS = (TOKENS + 3) / 4;
 constexpr int SLICES = (K + SLICE - 1) / SLICE, TILES = N / 16, UNITS = (TILES + UNIT - 1) / UNIT, PER_BLOCK = ROWS / 16;
-constexpr bool TURNS = TOKENS <= 4;  // x here, itself
 constexpr bool WHOLE = PARTS == 1 && UNIT % PER_BLOCK == 0;
 constexpr int PITCH = HOLD * 16 + 8;  // floats of a token's sums: other banks for each t
 constexpr int ROW_BYTES = K / 4, REST_BYTES = K / (BITS == 4 ? 4 : 8);
@@ -224,6 +223,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) e8p_portable(const _
 
   if (TURNS && real) {
     if (OVERLAPS) raw = ask_x(p, p.silu, row_warp, column, mine);
+#pragma unroll 1
     for (int token = row_warp; token < tokens; token += DOWN) {
       float2 scale;
       const uint4 bytes = turn(p, raw, in_scale, slice, token, scale, lane);

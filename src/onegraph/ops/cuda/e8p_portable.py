@@ -12,7 +12,8 @@ from onegraph.ops.cuda.workspace import Counters
 
 MAX_TOKENS = 64  # in passes over the codes
 AT_ONCE = 16  # tokens of a pass
-TURNS = 4  # tokens that the kernel rotates itself; for more, a launch before it does
+MUST_TURN = 4  # tokens that a launch in front would take longer for
+LAUNCH = 3500  # cycles of it
 CLASSES = (1, 4, 8, 16)  # tokens that it is compiled for
 PARTS = ROWS // 16  # row tiles of 16 in ROWS
 TABLES = {2: 65536, 3: 65536 + 16384, 4: 65536}  # bytes that codes are decoded with, in shared memory
@@ -36,10 +37,12 @@ ARGUMENTS = build.Arguments(
 class Plan:
     """How one shape is cut: `strips` of rows, which begin at multiples of `unit` row tiles, by `parts` of k. A block
     has `across` slices side by side and `down` such rows of warps, `ahead` row tiles of codes a warp under way, and
-    room for the sums of `hold` row tiles and `tokens`."""
+    room for the sums of `hold` row tiles and `tokens`. It `turns` the activations of its slices itself, or a launch in
+    front does."""
 
     ahead: int
     tokens: int
+    turns: bool
     strips: int
     parts: int
     unit: int
@@ -63,20 +66,35 @@ class Plan:
 
     def shared(self, bits: int) -> int:
         """Bytes of shared memory of a block."""
-        struct = -(-(self.tokens * self.across * 8 + 4) // 128) * 128
-        kept = KEPT if self.tokens <= TURNS else 0
-        return TABLES[bits] + struct + self.across * self.tokens * max(kept, (self.hold * 16 + 8) * 4)
+        kept = KEPT if self.turns else 0
+        return self._fixed(bits) + self.across * self.tokens * max(kept, (self.hold * 16 + 8) * 4)
+
+    def _fixed(self, bits: int) -> int:
+        return TABLES[bits] + -(-(self.tokens * self.across * 8 + 4) // 128) * 128
+
+    def fitting(self, bits: int, shared: int) -> "Plan | None":
+        """This, which holds the sums of a strip, or with as many as fit and a round may have; None if none do."""
+        if self.shared(bits) <= shared:
+            return self
+        step = math.lcm(self.ahead * self.down, PARTS if self.whole else 1)
+        room = ((shared - self._fixed(bits)) // (self.across * self.tokens * 4) - 8) // 16
+        fewer = replace(self, hold=room // step * step)
+        return fewer if fewer.hold > 0 and fewer.shared(bits) <= shared else None
 
     def cost(self, n: int, bits: int, device: build.Device) -> float:
         """Estimated cycles, up to what all plans have in common."""
         waves = -(-self.strips * self.parts // device.sms)
         tiles = self.most(n)
-        issue = {2: 127, 3: 224, 4: 236}[bits] + 8 * (1 if bits == 2 else 2) * (self.tokens // 4)  # of a row tile
+        issue = {2: 129, 3: 223, 4: 240}[bits] + 8 * (1 if bits == 2 else 2) * (self.tokens // 4)  # of a row tile
         alone = -(-tiles // self.down) * issue * 1.5  # a warp
         memory = tiles * self.across * SLOT[bits] / min(12, self.warps * self.ahead * SLOT[bits] / 1000)
-        turns = -(-self.tokens // self.down) * 400 if self.tokens <= TURNS else 300
+        each = -(-self.tokens // self.down)  # tokens that a warp rotates
+        turns = each * max(400, 220 * self.warps / 4) if self.turns else LAUNCH + 300
         rounds = -(-tiles // self.hold) * 150
-        end = 600 * -(-tiles * self.tokens // (PARTS * self.warps)) if self.whole else 2500 + 25 * self.parts
+        if self.whole:
+            end = 600.0 * -(-tiles * self.tokens // (PARTS * self.warps))
+        else:  # through the L2, there and back
+            end = 2500.0 + 4 * tiles * self.tokens + 600 * (self.parts // 8)
         return waves * (max(tiles * self.across * issue / 4, alone, memory) + turns + rounds + end)
 
 
@@ -88,27 +106,22 @@ def plans(n: int, k: int, bits: int, tokens: int, device: build.Device) -> list[
         parts = -(-slices // across)
         if -(-slices // parts) < across:
             continue  # warps would have nothing to do
-        for unit in (1, 2, 4, PARTS):
+        cuts = set[tuple[int, ...]]()
+        for unit in (PARTS, 4, 2, 1):
             units = -(-tiles // unit)
             most = -(-units // min(units, max(1, device.sms // parts)))  # units of a strip
             strips, down = -(-units // most), WARPS[count] // across
-            for ahead in range(AHEAD[bits], 0, -1):
-                all_at_once = Plan(ahead, count, strips, parts, unit, across, down, most * unit)
-                plan = _fitting(all_at_once, bits, min(device.shared, build.PORTABLE_SHARED))
-                if plan:
-                    found.append(plan)
-                    break
+            cut = tuple(units * strip // strips * unit for strip in range(strips))
+            if cut in cuts:
+                continue
+            cuts.add(cut)
+            for turns in (True, False) if count > MUST_TURN else (True,):
+                for ahead in range(AHEAD[bits], 0, -1):
+                    whole = Plan(ahead, count, turns, strips, parts, unit, across, down, most * unit)
+                    if fitting := whole.fitting(bits, min(device.shared, build.PORTABLE_SHARED)):
+                        found.append(fitting)
+                        break
     return found
-
-
-def _fitting(plan: Plan, bits: int, shared: int) -> Plan | None:
-    """`plan`, which holds the sums of a strip, or what holds as many as fit and a round may have; None if none do."""
-    if plan.shared(bits) <= shared:
-        return plan
-    step = math.lcm(plan.ahead * plan.down, PARTS if plan.whole else 1)
-    room = (shared - replace(plan, hold=0).shared(bits)) // (plan.across * plan.tokens * 64)
-    fewer = replace(plan, hold=room // step * step)
-    return fewer if fewer.hold > 0 and fewer.shared(bits) <= shared else None
 
 
 @lru_cache(maxsize=1024)
@@ -124,7 +137,8 @@ def takes(tokens: int, n: int) -> bool:
 
 def defines(plan: Plan, n: int, k: int, bits: int, half: bool, around: tuple[bool, ...]) -> dict[str, int]:
     """What e8p_portable.cu is compiled with, but for START. `around`: normed, silu, biased, added, wide."""
-    made = {"BITS": bits, "TOKENS": plan.tokens, "HALF": int(half), "AHEAD": plan.ahead, "HOLD": plan.hold}
+    made = {"BITS": bits, "TOKENS": plan.tokens, "TURNS": int(plan.turns), "HALF": int(half)}
+    made |= {"AHEAD": plan.ahead, "HOLD": plan.hold}
     made |= {"ACROSS": plan.across, "DOWN": plan.down, "PARTS": plan.parts, "STRIPS": plan.strips, "UNIT": plan.unit}
     return made | dict(zip(SHAPE, (n, k, *map(int, around)), strict=True))
 
@@ -135,9 +149,9 @@ KERNELS = build.Source(
     functions=("e8p_portable", "e8p_portable_turn"),
     arguments=ARGUMENTS,
     capabilities=build.PORTABLE,
-    example=defines(Plan(4, 4, 33, 2, 1, 8, 2, 8), 4096, 4096, 2, False, (True, False, True, True, False))
+    example=defines(Plan(4, 4, True, 33, 2, 1, 8, 2, 8), 4096, 4096, 2, False, (True, False, True, True, False))
     | {"START": 0},
-    family="portable",
+    families=("portable",),
     shared=build.PORTABLE_SHARED,
 )
 ARRIVED = Counters(MAX_N // ROWS)
@@ -178,8 +192,8 @@ def _launch(call: Linear) -> None:
     around = call.eps >= 0, call.silu, call.bias is not None, call.add is not None, call.wide
     product, turn, plan = _kernels(n, k, bits, tokens, call.half, around, device)
     stream = torch._C._cuda_getCurrentRawStream(device)
-    pieces, turned = -(-k // SLICE) * tokens, tokens > TURNS
-    kept = KEPT * pieces if turned else 0
+    pieces = -(-k // SLICE) * tokens
+    kept = 0 if plan.turns else KEPT * pieces
     sums = 0 if plan.whole else 4 * plan.parts * tokens * n
     space = torch.empty(sums + kept + 12 * pieces, dtype=torch.uint8, device=call.out.device)
     at = space.data_ptr()
@@ -203,7 +217,7 @@ def _launch(call: Linear) -> None:
         eps=call.eps,
         inverse_k=1 / k,
     )
-    if turned:
+    if not plan.turns:
         turn.launch((-(-pieces // 4), 1, 1), 128, 0, 1, stream, arguments)
     grid = plan.strips * plan.parts, 1, 1
     product.launch(grid, 32 * plan.warps, plan.shared(bits), 1, stream, arguments)
