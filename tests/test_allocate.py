@@ -135,6 +135,7 @@ def test_the_command_line_tells_the_curve_and_refuses_in_a_line(model: Path, tmp
         (["--size", "3GB", "--bits", "3"], "not allowed with argument"),
         (["--lm-head", "5"], "'5' is no rate of an end"),
         (["--bits", "2", "--lm-head", "auto", "--layer", "*=3"], "bits: got 2; this model takes 2.81 at the least"),
+        (["--bits", "2.5", "--layer", "*=16"], "2.5 bits on average: no rate is left to be chosen"),
         (["--size", "1GB", "--format", "nvfp4"], "it takes no other bits, no size"),
     ):
         status, out, errors = invoke([*command, *more])

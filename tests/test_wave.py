@@ -1,5 +1,7 @@
 """Rounding under both factors of a Hessian of the model's KL, and the factors themselves."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -127,7 +129,7 @@ def test_tokens_weigh_in_the_moments_behind_quantized_blocks() -> None:
     assert torch.equal(found[0].under(0.5), plain[0].h)
 
 
-def test_a_job_with_factors_is_resumed_to_the_same_bytes(tmp_path: object) -> None:
+def test_a_job_with_factors_is_resumed_to_the_same_bytes(tmp_path: Path) -> None:
     tokens = torch.randint(0, VOCAB, (8, 32), generator=torch.Generator().manual_seed(1))
     recipe = Recipe(bits=2, descent=0, inputs="block", correct=0.5, fisher=2, fisher_outputs=True)
     whole = quantize(Tiny(), tokens, recipe)
@@ -140,3 +142,14 @@ def test_a_job_with_factors_is_resumed_to_the_same_bytes(tmp_path: object) -> No
         assert same(quantize(Tiny(), tokens, recipe, partial), whole)
         partial.close()
     assert not same(quantize(Tiny(), tokens, Recipe(bits=2, descent=0, inputs="block", correct=0.5)), whole)
+
+
+def test_factors_leave_nothing_in_the_room_for_activations(tmp_path: Path) -> None:
+    tokens = torch.randint(0, VOCAB, (4, 16), generator=torch.Generator().manual_seed(1))
+    held = dict(kl_factors(Tiny(), tokens, seed=0, draws=2))
+    spill = Spill(tmp_path / "spilled", 4 * 16 * 64 * 4)  # one residual stream; there are five at once
+    spilled = dict(kl_factors(Tiny(), tokens, seed=0, draws=2, spill=spill))
+    assert spill.used
+    assert spill.held == 0
+    assert not list((tmp_path / "spilled").iterdir())
+    assert all(torch.equal(t, spilled[i].tokens[name]) for i in held for name, t in held[i].tokens.items())

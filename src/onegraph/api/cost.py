@@ -68,7 +68,8 @@ class Work:
     @property
     def factors(self) -> int:
         """Bytes of the Hessians' second factors: of siblings together, at the most."""
-        return 0 if self.levers is None or not self.levers.fisher else sum(4 * n * n for n, _, _ in self.groups)
+        asked = self.levers is not None and self.levers.fisher and self.levers.fisher_outputs
+        return sum(4 * n * n for n, _, _ in self.groups) if asked else 0
 
     @property
     def stream(self) -> int:
@@ -119,7 +120,7 @@ def _seconds(work: Work, levers: Recipe, device: torch.device) -> float:
     work_done += sum(n * k * k * (1 + 2 * levers.descent) + 6 * k**3 for n, k, _ in rounded)
     if levers.fisher:  # forward twice, and backwards for each direction with the factors' products
         work_done += 2.0 * work.tokens * (2 + levers.fisher) * (work.block * work.blocks + work.vocab * work.hidden)
-        work_done += 2.0 * work.tokens * levers.fisher * sum(n * n for n, _, _ in work.groups)
+        work_done += 2.0 * work.tokens * levers.fisher * work.factors / 4
     if levers.tune is not None:  # forward, again for its gradients, and twice as much backwards; the head likewise
         work_done += 8.0 * levers.tune.epochs * work.tokens * (work.block * work.blocks + work.vocab * work.hidden)
     seconds = work_done / rate

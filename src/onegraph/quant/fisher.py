@@ -94,7 +94,8 @@ def kl_factors(
         yield i, _block(model, i, before.pop(), gradients, outputs)
         if progress is not None:
             progress(model.num_blocks - i)
-    spill.close()
+    for each in gradients:
+        each.clear()
 
 
 def _at_the_end(model: QuantizableModel, hidden: Tensor, source: torch.Generator) -> Tensor:
@@ -105,9 +106,11 @@ def _at_the_end(model: QuantizableModel, hidden: Tensor, source: torch.Generator
             x = hidden[row].detach().clone().requires_grad_()
             logits = model.head(x).float()
             p = logits.detach().softmax(-1)
-            noise = torch.randn(len(p), generator=source)  # seeds: a draw of all logits on the CPU would take longest
-            part = torch.Generator(p.device).manual_seed(int(noise.view(torch.int32)[0]) & 0x7FFFFFFF)
-            spread = p.sqrt() * torch.randn(p.shape, generator=part, device=p.device)
+            seed = int(
+                torch.randint(1 << 31, (1,), generator=source)
+            )  # drawing all logits on the CPU would take longest
+            noise = torch.randn(p.shape, generator=torch.Generator(p.device).manual_seed(seed), device=p.device)
+            spread = p.sqrt() * noise
             (found[row],) = torch.autograd.grad(logits, x, spread - p * spread.sum(-1, keepdim=True))
     return found
 
