@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from step import SHAPES, random_model
 
+from onegraph.engine.bench import step_us
 from onegraph.engine.draft import ModelDrafter, NgramDrafter, OracleDrafter
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
@@ -32,22 +33,6 @@ def timed(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]
         out = engine.generate(prompts, params)
         rates.append(engine.stats.decode_tokens_per_second)
     return statistics.median(rates), out
-
-
-def round_us(engine: Engine, batch: int, drafts: int, sampling: bool) -> float:
-    """Median microseconds of a replay, one after the other, on the state of the last `generate`."""
-    runner = engine.runner("decode", sampling=sampling, drafts=drafts)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = []
-    with runner.running():
-        for _ in range(10):
-            begin.record()
-            for _ in range(10):
-                runner.replay(batch)
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 100)
-    return round(statistics.median(times), 1)
 
 
 def rows(args: argparse.Namespace, model: Any, drafting: Any) -> Iterator[dict[str, Any]]:
@@ -68,7 +53,7 @@ def rows(args: argparse.Namespace, model: Any, drafting: Any) -> Iterator[dict[s
             "drafts": drafts, "temperature": params[0].temperature, "tokens_per_second": round(rate, 1),
             "tokens_per_round": round(stats.decode_tokens / steps / batch, 3), "rounds": steps,
             "us_per_round": round(1e6 * stats.decode_seconds / steps, 1),
-            "round_us": round_us(engine, batch, drafts, args.sampling),
+            "round_us": round(step_us(engine, batch, sampling=args.sampling, drafts=drafts), 1),
         } | more  # fmt: skip
         return {"row": found, "out": out}
 

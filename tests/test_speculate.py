@@ -225,6 +225,23 @@ def chances(model, text):
     return list(zip(tokens.tolist(), values.softmax(0).tolist(), strict=True))
 
 
+def round_inputs(g, reach, table):
+    """Inputs of a round for rows with these pages, that stand anywhere before `reach`."""
+    n = len(table)
+    positions = torch.randint(1, reach, (n,), generator=g).int()
+    return {
+        "positions": positions,
+        "limits": positions + torch.randint(0, 30, (n,), generator=g).int(),
+        "table": table.int(),
+        "slots": torch.arange(1, n + 1).int(),
+        "temperature": torch.rand(n, generator=g) + 0.1,
+        "top_k": torch.randint(0, 50, (n,), generator=g).int(),
+        "top_p": torch.rand(n, generator=g),
+        "seed": torch.randint(0, 2**60, (n,), generator=g),
+        "drawn": torch.randint(0, 101, (n,), generator=g),
+    }
+
+
 @pytest.mark.parametrize("sampling", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_rounds_are_proven(make, model, kind, sampling):
@@ -247,23 +264,10 @@ def test_the_rounds_are_proven(make, model, kind, sampling):
             )  # fmt: skip
             tensor.copy_(fresh)
 
-    def case(n):
-        positions = torch.randint(1, 20, (n,), generator=g).int()
-        return {
-            "positions": positions,
-            "limits": positions + torch.randint(0, 30, (n,), generator=g).int(),
-            "table": torch.randint(1, 64, (n, 16), generator=g).int(),
-            "slots": torch.arange(1, n + 1).int(),
-            "temperature": torch.rand(n, generator=g) + 0.1,
-            "top_k": torch.randint(0, 50, (n,), generator=g).int(),
-            "top_p": torch.rand(n, generator=g),
-            "seed": torch.randint(0, 2**60, (n,), generator=g),
-            "drawn": torch.randint(0, 101, (n,), generator=g),
-        }
-
     for drafts in (0, 3):
         (runner,) = engine.runner("decode", sampling=sampling, drafts=drafts).stages
-        assert prove(runner, [case(n) for n in (4, 1, 3)], reset=reset, state=state) == []
+        cases = [round_inputs(g, 20, torch.randint(1, 64, (n, 16), generator=g)) for n in (4, 1, 3)]
+        assert prove(runner, cases, reset=reset, state=state) == []
 
 
 def test_codes_roll_back_too(model):
@@ -283,16 +287,32 @@ def test_codes_roll_back_too(model):
 
 
 def test_auto_reads_as_many_as_pay():
-    sure, unsure, nothing = Acceptance(waiting=7), Acceptance(waiting=7), Acceptance()
+    sure, unsure = Acceptance(), Acceptance()
     for _ in range(20):
         sure.learn(7, 7)
         unsure.learn(7, 0)
-    assert nothing.tokens(7) == 1
+    assert unsure.tokens(0) == 1
     assert sure.tokens(7) > 6
     assert unsure.tokens(7) < 1.2
     for _ in range(200):
         unsure.learn(0, 0)
-    assert unsure.tokens(7) == pytest.approx(Acceptance(waiting=7).tokens(7), rel=0.01), "doubt fades"
+    assert unsure.tokens(7) == pytest.approx(Acceptance().tokens(7), rel=0.01), "doubt fades"
+
+
+def test_auto_weighs_tokens_against_time(model):
+    """None where nothing waits, but of a drafter that writes as many as it is asked for; else what gives most."""
+    for make_drafter, idle in ((NgramDrafter, 0), (partial(ModelDrafter, model), 7)):
+        engine = Engine(model, draft=make_drafter, max_batch=1, max_context=64)
+        speculation, (row,) = engine._speculation, [engine.request([1, 2, 3], GREEDY)]
+        speculation._seconds[1] = {0: 1.0, 1: 1.05, 3: 1.1, 7: 1.2}
+        assert speculation.choose([row], 1) == idle
+        row.drafts.waiting = 7
+        assert speculation.choose([row], 1) == 7
+        speculation._seconds[1] = {0: 1.0, 1: 1.4, 3: 2.5, 7: 5.0}
+        assert speculation.choose([row], 1) == 1
+        for _ in range(30):
+            row.drafts.learn(7, 0)
+        assert speculation.choose([row], 1) == (1 if idle else 0)
 
 
 @pytest.mark.parametrize("tokens", [0, 8, "three", 2.5, True])

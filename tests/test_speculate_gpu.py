@@ -10,6 +10,7 @@ from onegraph.engine.params import SamplingParams
 from onegraph.runtime.prove import prove
 from test_engine import dense
 from test_engine_gpu import PROMPTS, engine
+from test_speculate import round_inputs
 from tiny_decoder import TinyDecoder
 
 pytestmark = pytest.mark.gpu
@@ -62,20 +63,8 @@ def test_the_rounds_are_proven(model, kind, sampling):
         for name, tensor in state.items():
             tensor.copy_(start[name])
 
-    def case(n):
-        positions = torch.randint(1, 100, (n,), generator=g).int()
-        return {
-            "positions": positions,
-            "limits": positions + torch.randint(0, 30, (n,), generator=g).int(),
-            "table": 1 + torch.randperm(50, generator=g)[: n * 10].view(n, 10).int(),
-            "slots": torch.arange(1, n + 1).int(),
-            "temperature": torch.rand(n, generator=g) + 0.1,
-            "top_k": torch.randint(0, 50, (n,), generator=g).int(),
-            "top_p": torch.rand(n, generator=g),
-            "seed": torch.randint(0, 2**60, (n,), generator=g),
-            "drawn": torch.randint(0, 101, (n,), generator=g),
-        }
-
     for drafts in (0, 3):
         (runner,) = e.runner("decode", sampling=sampling, drafts=drafts).stages
-        assert prove(runner, [case(n) for n in (5, 1, 3)], reset=reset, state=state) == []
+        tables = [1 + torch.randperm(50, generator=g)[: n * 10].view(n, 10) for n in (5, 1, 3)]
+        cases = [round_inputs(g, 100, table) for table in tables]
+        assert prove(runner, cases, reset=reset, state=state) == []

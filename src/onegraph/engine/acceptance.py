@@ -23,6 +23,6 @@ class Acceptance:
         self.read = FADE * self.read + (1 - FADE) * WEIGHT + min(accepted + 1, drafted)
 
     def tokens(self, count: int) -> float:
-        """Expected new tokens of a round that reads up to `count` drafts."""
+        """Expected new tokens of a round that reads `count` drafts."""
         rate = self.right / self.read
-        return sum(rate**i for i in range(min(count, self.waiting) + 1))
+        return sum(rate**i for i in range(count + 1))

@@ -245,13 +245,14 @@ def bench_step(
                 "prefill_tokens_per_second": round(engine.stats.prefill_tokens_per_second, 1),
             }
             if capture:
-                row["replay_us"] = round(_step_us(engine, batch, sampling=params.temperature > 0), 1)
+                row["replay_us"] = round(step_us(engine, batch, sampling=params.temperature > 0), 1)
             yield row | about
 
 
-def _step_us(engine: Engine, batch: int, *, sampling: bool) -> float:
-    """Median microseconds of a replay of the decode step, one after the other, on the state of the last `generate`."""
-    runner = engine.runner("decode", sampling=sampling)
+def step_us(engine: Engine, batch: int, *, sampling: bool, drafts: int = 0) -> float:
+    """Median microseconds of a replay of the decode step, or of a round that reads so many drafts, one after the other,
+    on the state of the last `generate`."""
+    runner = engine.runner("decode", sampling=sampling, drafts=drafts)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times = []
     with runner.running():

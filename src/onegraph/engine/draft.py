@@ -52,7 +52,8 @@ class Rows:
     """What a drafter sees of a round's rows [B] once their new tokens are taken, all on the device.
 
     positions: where each row's newest token, `drawn`, stands: nothing has read it yet. inputs: the step's, with
-    `limits`, `slots`, `seed` and what sampling needs. table: their pages. count: drafts that the next round may check.
+    `limits`, `slots`, `seed` and what sampling needs. table: their pages. count: drafts that are asked for; with 0 a
+    drafter only keeps up with the text.
     """
 
     positions: Tensor
@@ -64,10 +65,16 @@ class Rows:
 
 
 class Drafter(Protocol):
-    """Made by a call with a `Place`. `pure_pages` as a cache's: True where it keeps nothing of its own."""
+    """Made by a call with a `Place`.
+
+    pure_pages: as a cache's; True where it keeps nothing of its own. steady: it drafts whatever it is asked for, and
+    each draft costs time, so that no more are asked for than shall be read; else it finds what there is at no price.
+    """
 
     @property
     def pure_pages(self) -> bool: ...
+    @property
+    def steady(self) -> bool: ...
 
     def read(self, tokens: Tensor, positions: Tensor, counts: Tensor, table: Tensor, slots: Tensor) -> None:
         """The target reads a part of a prompt: tokens int64 [B, Q], of which `counts` are real, from `positions` on."""
@@ -85,7 +92,7 @@ MakeDrafter = Callable[[Place], Drafter]
 class NgramDrafter:
     """Drafts from the text itself: see `onegraph.ops.draft.ngram_drafts`. Keeps nothing of its own."""
 
-    pure_pages = True
+    pure_pages, steady = True, False
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -113,6 +120,8 @@ class ModelDrafter:
 
     Raises ValueError where the two do not go together.
     """
+
+    steady = True
 
     def __init__(self, model: Decoder, place: Place) -> None:
         if model.devices != [place.device]:
@@ -176,7 +185,7 @@ class OracleDrafter:
         vocabulary: tokens of the model.
     """
 
-    pure_pages = True
+    pure_pages, steady = True, False
 
     def __init__(self, texts: Seq[Seq[int]], chance: float, vocabulary: int, place: Place) -> None:
         self._place = place

@@ -107,13 +107,20 @@ class Speculation:
         return tokens
 
     def choose(self, rows: list[Sequence], bucket: int | None) -> int:
-        """How many drafts the next round of these rows shall read."""
-        if not any(sequence.drafts.waiting for sequence in rows):
+        """How many drafts the next round of these rows shall read, and a steady drafter write for the one after."""
+        steady = self.drafter.steady
+        if not steady and not any(sequence.drafts.waiting for sequence in rows):
             return 0
         if not self.auto:
             return self.counts[-1]
         seconds = self._seconds[bucket]
-        return max(self.counts, key=lambda k: sum(s.drafts.tokens(k) for s in rows) / seconds[k])
+
+        def gain(count: int) -> float:
+            return (
+                sum(s.drafts.tokens(count if steady else min(count, s.drafts.waiting)) for s in rows) / seconds[count]
+            )
+
+        return max(self.counts[1:] if steady else self.counts, key=gain)
 
     def measured(self, bucket: int | None) -> bool:
         """Whether it is known what rounds cost at this batch size."""

@@ -141,7 +141,7 @@ class Steps:
         report, _ = accept_drafts(new, logits, tokens, counts, slots, drawn, positions, place.history)
         rows = Rows(
             positions=positions, drawn=drawn, table=table, inputs=inputs | {"limits": limits},
-            sampling=choice.sampling, count=place.count,
+            sampling=choice.sampling, count=drafts if speculation.drafter.steady else place.count,
         )  # fmt: skip
         return torch.cat((report, speculation.drafter.draft(rows).unsqueeze(1)), dim=1)
 
