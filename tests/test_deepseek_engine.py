@@ -4,6 +4,7 @@ On a CPU the graphs are recorded ones (test_graph.py), which replay ops and no P
 """
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from deepseek import continuations, prompts, save_hf
 from onegraph.check import check_step
 from onegraph.engine import generate
+from onegraph.engine.draft import OracleDrafter
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
@@ -49,6 +51,19 @@ def test_tokens_are_those_of_transformers(engine):
     assert engine.generate(prompts()[1:2], GREEDY) == expected[1:2]
     assert sorted(engine._slots) == [1, 2, 3]
     assert engine._allocator.free == engine._allocator.capacity
+
+
+@pytest.mark.parametrize("tokens", [2, 7])
+def test_drafts_are_taken_back_from_windows_and_compressors(model, tokens):
+    """Rounds that check drafts, three in ten of them wrong: transformers' tokens."""
+    expected = continuations(60)
+    texts = [[*prompt, *answer] for prompt, answer in zip(prompts(), expected, strict=True)]
+    drafter = partial(OracleDrafter, texts, 0.7, model.config.vocab_size)
+    engine = Engine(model, **SMALL, draft=drafter, draft_tokens=tokens)
+    params = [SamplingParams(max_tokens=60, seed=i) for i in range(len(texts))]
+    assert engine.generate(prompts(), params) == expected
+    assert engine.stats.accepted_tokens > 100
+    assert engine.stats.drafted_tokens > engine.stats.accepted_tokens + 50
 
 
 def rows(n: int, g: torch.Generator) -> dict[str, torch.Tensor]:

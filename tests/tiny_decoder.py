@@ -76,7 +76,7 @@ class TinyDecoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden).float() * 3
 
-    def new_cache(self, *, rows, pages, page_size, pages_per_row, kv=None) -> PagedCache | TurboQuantCache:
+    def new_cache(self, *, rows, pages, page_size, pages_per_row, kv=None, spare=0) -> PagedCache | TurboQuantCache:
         sizes = {
             "layers": len(self.layers),
             "pages": pages,

@@ -66,9 +66,11 @@ class Decoder(Protocol):
     def logits(self, hidden: Tensor) -> Tensor: ...  # [..., D] -> float32 [..., V]
     def stream_shape(self, rows: int, length: int) -> tuple[int, ...]: ...
 
-    def new_cache(self, *, rows: int, pages: int, page_size: int, pages_per_row: int, kv: Any = None) -> Cache:
+    def new_cache(
+        self, *, rows: int, pages: int, page_size: int, pages_per_row: int, kv: Any = None, spare: int = 0
+    ) -> Cache:
         """State for `rows` sequences. kv: how keys and values are stored, None for the model's own way; ValueError
-        where there is no other."""
+        where there is no other. spare: latest tokens of a sequence that may be taken back, DRAFTS - 1 at most."""
         ...
 
 

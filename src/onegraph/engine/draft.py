@@ -135,7 +135,7 @@ class ModelDrafter:
         self.model, self._place = model, place
         self._cache = model.new_cache(
             rows=place.rows, pages=place.pages, page_size=place.page_size, pages_per_row=place.pages_per_row,
-            kv=place.kv,
+            kv=place.kv, spare=MOST,
         )  # fmt: skip
 
     @property

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from onegraph.engine.choice import Choice, ChoiceState, Constrain
 from onegraph.engine.decoder import Decoder
-from onegraph.engine.draft import MakeDrafter
+from onegraph.engine.draft import MOST, MakeDrafter
 from onegraph.engine.inputs import block_table, host_rows
 from onegraph.engine.pages import PageAllocator
 from onegraph.engine.params import SamplingParams, Stats
@@ -100,8 +100,9 @@ class Engine:
         total = 1 + max_batch * self._per_row if pages is None else pages
         kv = parse_kv(kv) if isinstance(kv, str) else kv
         self._cache = model.new_cache(
-            rows=max_batch, pages=total, page_size=page_size, pages_per_row=self._per_row, kv=kv
-        )
+            rows=max_batch, pages=total, page_size=page_size, pages_per_row=self._per_row, kv=kv,
+            spare=0 if draft is None else MOST,
+        )  # fmt: skip
         self._speculation = self._drafted_by(draft, draft_tokens, total, page_size, kv)
         self._steps = Steps(
             model, self._cache, self._speculation, rows=max_batch, per_row=self._per_row, chunk=chunk,

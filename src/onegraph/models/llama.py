@@ -151,9 +151,17 @@ class Llama(nn.Module):
         return bounded(self.config, self.lm_head(hidden, float32=True))
 
     def new_cache(
-        self, *, rows: int, pages: int, page_size: int, pages_per_row: int, kv: TurboQuantConfig | None = None
+        self,
+        *,
+        rows: int,
+        pages: int,
+        page_size: int,
+        pages_per_row: int,
+        kv: TurboQuantConfig | None = None,
+        spare: int = 0,
     ) -> PagedCache | TurboQuantCache:
-        """A paged KV cache of this model's sizes, on its device: in its dtype, or in codes as `kv` says.
+        """A paged KV cache of this model's sizes, on its device: in its dtype, or in codes as `kv` says. `spare` tokens
+        need no room: pages keep what stands before them, and the ring beside codes has it always.
 
         Raises ValueError for codes where attention has what nothing that reads codes knows: `LlamaConfig.exact_cache`.
         """
