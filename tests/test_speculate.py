@@ -304,15 +304,51 @@ def test_auto_weighs_tokens_against_time(model):
     for make_drafter, idle in ((NgramDrafter, 0), (partial(ModelDrafter, model), 7)):
         engine = Engine(model, draft=make_drafter, max_batch=1, max_context=64)
         speculation, (row,) = engine._speculation, [engine.request([1, 2, 3], GREEDY)]
-        speculation._seconds[1] = {0: 1.0, 1: 1.05, 3: 1.1, 7: 1.2}
-        assert speculation.choose([row], 1) == idle
+        at = 1, False
+        speculation._seconds[at] = {0: 1.0, 1: 1.05, 3: 1.1, 7: 1.2}
+        assert speculation.choose([row], at) == idle
         row.drafts.waiting = 7
-        assert speculation.choose([row], 1) == 7
-        speculation._seconds[1] = {0: 1.0, 1: 1.4, 3: 2.5, 7: 5.0}
-        assert speculation.choose([row], 1) == 1
+        assert speculation.choose([row], at) == 7
+        speculation._seconds[at] = {0: 1.0, 1: 1.4, 3: 2.5, 7: 5.0}
+        assert speculation.choose([row], at) == 1
         for _ in range(30):
             row.drafts.learn(7, 0)
-        assert speculation.choose([row], 1) == (1 if idle else 0)
+        assert speculation.choose([row], at) == 0
+        for _ in range(60):
+            row.drafts.learn(0, 0)
+        assert speculation.choose([row], at) == 1, "tried again"
+
+
+def test_who_wants_no_more_gets_no_more(make, model):
+    """Told so within a round, of which further tokens are there already."""
+    (expected,) = make(None).generate(PROMPTS[:1], GREEDY)
+    engine = make(partial(ModelDrafter, model), draft_tokens=7)
+    seen: list[int] = []
+
+    def enough(_: int, token: int) -> bool:
+        seen.append(token)
+        return len(seen) == 4
+
+    assert engine.generate(PROMPTS[:1], GREEDY, enough) == [expected[:4]] == [seen]
+    assert engine.generate(PROMPTS[:1], GREEDY) == [expected]
+    assert engine._allocator.free == engine._allocator.capacity
+
+
+def test_a_draft_that_gives_nan_changes_no_text(make, monkeypatch):
+    """A wrong draft whose keys and values overflow: what it left in the cache is cleared, nobody is told an error."""
+    broken = TinyDecoder()
+    embed = broken.embed.forward
+    poisoned = lambda tokens: embed(tokens).masked_fill((tokens == 100).unsqueeze(-1), torch.nan)  # noqa: E731
+    monkeypatch.setattr(broken.embed, "forward", poisoned)
+    prompts = [prompt for prompt in PROMPTS if 100 not in prompt]
+    expected = make(None, model=broken).generate(prompts, GREEDY)
+    assert not any(100 in answer for answer in expected), "the case would be about the text itself"
+    texts = [[*prompt, *answer] for prompt, answer in zip(prompts, expected, strict=True)]
+    for text, prompt in zip(texts, prompts, strict=True):
+        text[len(prompt) + 5 :: 4] = [99] * len(text[len(prompt) + 5 :: 4])  # named 100 where the oracle errs
+    engine = make(partial(OracleDrafter, texts, 0.5, 101), draft_tokens=7, model=broken)
+    assert engine.generate(prompts, seeded(GREEDY, prompts)) == expected
+    assert engine.stats.preemptions > 0, "the case would show no such draft"
 
 
 @pytest.mark.parametrize("tokens", [0, 8, "three", 2.5, True])

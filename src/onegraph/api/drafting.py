@@ -37,11 +37,17 @@ def drafter(
     if name == NGRAM:
         return NgramDrafter
     with Checkpoint.open(locate(name).path) as checkpoint:
-        found = parse_config(checkpoint.config).vocab_size
+        config = parse_config(checkpoint.config)
+        found = config.vocab_size
         if found != vocabulary:
             raise ValueError(
                 f"draft: {name} has a vocabulary of {found} tokens, the model has {vocabulary}: draft with a model of "
                 f"the same family, or with {NGRAM!r}"
+            )
+        if config.max_positions < max_context:
+            raise ValueError(
+                f"draft: {name} takes texts of {config.max_positions} tokens, the model is run with a max_context of "
+                f"{max_context}: give a max_context of {config.max_positions} or less, or draft with {NGRAM!r}"
             )
         if Tokenizer(checkpoint).token_bytes() != tokenizer.token_bytes():
             raise ValueError(

@@ -23,7 +23,7 @@ from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams, Stats
 from onegraph.engine.sequence import Sequence as EngineSequence
-from onegraph.engine.speculate import DraftTokens
+from onegraph.engine.speculate import DraftTokens, check_draft_tokens
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import parse_kv
 from onegraph.models.config import LlamaConfig
@@ -90,6 +90,11 @@ class LLM:
     ) -> None:
         if type(gpus) is not int or gpus < 1:
             raise ValueError(f"gpus: got {gpus!r}; allowed is a count of 1 and more")
+        check_draft_tokens(draft_tokens)
+        if draft is None and draft_tokens != "auto":
+            raise ValueError(f"draft_tokens: got {draft_tokens} and no draft; say who drafts, e.g. draft='ngram'")
+        if draft is not None and gpus > 1:
+            raise ValueError(f"draft: got one for {gpus} GPUs; drafting takes a model on one")
         located = locate(path)
         self.path = located.name
         self.device = pick_device(device)

@@ -133,10 +133,11 @@ class ModelDrafter:
                 f"{context}: load it for as many"
             )
         self.model, self._place = model, place
-        self._cache = model.new_cache(
-            rows=place.rows, pages=place.pages, page_size=place.page_size, pages_per_row=place.pages_per_row,
-            kv=place.kv, spare=MOST,
-        )  # fmt: skip
+        sizes = {"rows": place.rows, "pages": place.pages, "page_size": place.page_size}
+        try:
+            self._cache = model.new_cache(**sizes, pages_per_row=place.pages_per_row, kv=place.kv, spare=MOST)
+        except ValueError as error:
+            raise ValueError(f"draft: {error}") from None
 
     @property
     def pure_pages(self) -> bool:

@@ -79,6 +79,8 @@ class Engine:
         self.model = model
         self.devices = model.devices
         check_links(self.devices)
+        if draft is not None and len(self.devices) > 1:
+            raise ValueError(f"draft: the model lies on {len(self.devices)} devices; drafting takes a model on one")
         self.max_context = min(model.max_context, 4096) if max_context is None else max_context
         page_size = model.page_size if page_size is None else page_size
         for name, value in (("max_batch", max_batch), ("page_size", page_size), ("chunk", chunk)):
@@ -143,12 +145,16 @@ class Engine:
     ) -> list[Sequence]:
         """`generate`, but all that is known of each: output, seed, log-probabilities."""
         sequences = self._sequences(prompts, params)
+        told = [0] * len(sequences)
         with self.running(), closing(self._run(sequences)) as steps:
             for tokens in steps:
-                if on_token is not None:
-                    for index, token in tokens:
+                if on_token is None:
+                    continue
+                for index, token in tokens:
+                    if not sequences[index].cancelled:
+                        told[index] += 1
                         if on_token(index, token) is True:
-                            sequences[index].cancelled = True
+                            sequences[index].end(told[index])
         return sequences
 
     def stream(
@@ -206,10 +212,6 @@ class Engine:
     ) -> Speculation | None:
         if make is None:
             return None
-        if len(self.devices) > 1:
-            raise ValueError(
-                f"draft: the model lies on {len(self.devices)} devices; drafting takes one on a single one"
-            )
         return Speculation(
             make, tokens, rows=self.max_batch, context=self.max_context, pages=pages, page_size=page_size,
             pages_per_row=self._per_row, kv=kv, device=self.devices[0],
@@ -267,13 +269,12 @@ class Engine:
                 scheduler.add(sequence)
             while not scheduler.idle:
                 new = scheduler.step()
-                for sequence, _ in new:
-                    if sequence.error is not None:
-                        raise sequence.error
-                yield [(sequence.index, token) for sequence, token in new]
+                yield [(sequence.index, token) for sequence, token in new if token >= 0]
                 for sequence, _ in new:
                     if sequence.cancelled:  # by who took the tokens
                         scheduler.cancel(sequence)
+                    elif sequence.error is not None:
+                        raise sequence.error
 
     # What the scheduler has done on the devices. It works inside of `running()`.
 
@@ -335,13 +336,14 @@ class Engine:
         """How many drafts the next step reads: none where what may follow a token depends on those before it, where
         the host must know more of a token than its name, or where it knows the token already."""
         plain = choice.shaping or choice.logprobs or any(s.repeating for s in rows)
-        return 0 if self._speculation is None or plain else self._speculation.choose(rows, bucket)
+        return 0 if self._speculation is None or plain else self._speculation.choose(rows, (bucket, choice.sampling))
 
     def _measure(self, runner: Pipeline, rows: int, choice: Choice) -> None:
         """What rounds of each count of drafts cost, once for each batch size: on padding, which stands still."""
         assert self._speculation is not None
         bucket = runner.stages[0].bucket_for(rows)
-        if choice.shaping or choice.logprobs or self._speculation.measured(bucket):
+        at = bucket, choice.sampling
+        if choice.shaping or choice.logprobs or self._speculation.measured(at):
             return
         started = perf_counter()
         padding = {name: tensor[:bucket] for name, tensor in runner.stages[0].padding.items()}
@@ -349,12 +351,14 @@ class Engine:
         self._trim(1, 1)
         for count in self._speculation.counts:
             run = partial(self.runner("decode", **choice._asdict(), drafts=count).replay, bucket)
-            self._speculation.measure(bucket, count, run, self._wait)
+            self._speculation.measure(at, count, run, self._wait)
         self.stats.build_seconds += perf_counter() - started
 
     def _wait(self) -> None:
         for pool in self._pools:
             pool.synchronize()
+        if not self._pools and self.devices[0].type == "cuda":
+            torch.cuda.synchronize(self.devices[0])
 
     def _constrain(self, rows: list[Sequence]) -> None:
         """Upload what may follow in rows that are constrained; their last tokens must have been taken."""

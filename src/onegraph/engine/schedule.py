@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onegraph.engine.pages import extend_digests
 from onegraph.engine.sequence import Sequence
-from onegraph.ops.calls import NOTHING
+from onegraph.ops.calls import DIRTY, NOTHING
 
 if TYPE_CHECKING:
     from onegraph.engine.generate import Engine, Report
@@ -52,6 +52,7 @@ class Scheduler:
         self._under_way: deque[tuple[list[Sequence], Report]] = deque()
         self._stale = True  # the loaded rows are not those that should run
         self._ended = self._poisoned = False  # a sequence is done; one gave NaN
+        self._dirty: set[Sequence] = set()  # NaN beside drafts, which rounds under way may meet too
         self._room = 0  # steps until a row's budget is used up
         self._ahead = 0  # steps that may be under way when another is launched
         self._decoded = True  # whether the last step was a decode step
@@ -117,9 +118,9 @@ class Scheduler:
             self.engine.begin(sequence)
 
     def _take_pages(self, sequence: Sequence) -> bool:
-        """For all its tokens and the next step, if one stays free for each of the others that will need one."""
+        """For all its tokens and the next step, if enough stay free for a step of each of the others that grow."""
         size = self._allocator.page_size
-        growing = sum(len(s.pages) < self._allocator.needed(s.limit) for s in self.running)
+        growing = sum(max(1, self._lacks(s, self.engine.span)) for s in self.running if self._lacks(s, s.limit) > 0)
         shared: list[int] = []
         if self._share:
             self._extend_digests(sequence, sequence.length)
@@ -143,6 +144,7 @@ class Scheduler:
                 self._preempt(sequence)
             self._clear_cache()
         self._ended = self._poisoned = False
+        self._dirty.clear()
         self._stale = True
 
     def _clear_cache(self) -> None:
@@ -247,10 +249,11 @@ class Scheduler:
     def _missing(self, tokens: int) -> list[tuple[Sequence, int]]:
         """Rows that decode and how many pages each lacks for its next `tokens` tokens, behind the steps under way."""
         ahead = len(self._under_way) * self.engine.reach + tokens
-        lacking = [
-            (s, self._allocator.needed(min(s.limit, s.read + ahead)) - len(s.pages)) for s in self.running if s.decoding
-        ]
-        return [(s, count) for s, count in lacking if count > 0]
+        return [(s, count) for s in self.running if s.decoding and (count := self._lacks(s, ahead)) > 0]
+
+    def _lacks(self, sequence: Sequence, tokens: int) -> int:
+        """Pages that it needs for so many tokens behind what is read, less those that it has."""
+        return self._allocator.needed(min(sequence.limit, sequence.read + tokens)) - len(sequence.pages)
 
     # What came out.
 
@@ -263,8 +266,13 @@ class Scheduler:
         rows, (tokens, told) = self._under_way.popleft()
         drawn, known = tokens().tolist(), None if told is None else told()
         for row, (sequence, new) in enumerate(zip(rows, drawn, strict=True)):
+            if sequence in self._dirty:  # it starts over from what it had
+                continue
+            if DIRTY in new:
+                self._dirty.add(sequence)
+                self._poisoned = True
             for token in new:
-                if token == NOTHING or sequence.done:
+                if token <= NOTHING or sequence.done:
                     break
                 sequence.read += 1
                 self.stats.decode_tokens += self._hand_out(sequence, token, None if known is None else known[row])

@@ -74,6 +74,12 @@ class Sequence:
         split = len(self.prompt)
         return self.prompt[start:end] + self.output[max(0, start - split) : max(0, end - split)]
 
+    def end(self, count: int) -> None:
+        """Whoever takes its tokens wants no more than the first `count` of its output."""
+        self.cancelled = True
+        del self.output[count:], self.logprobs[count:]
+        self.read = min(self.read, self.length)
+
     def take(self, token: int) -> None:
         """A token was drawn for it."""
         self.output.append(token)

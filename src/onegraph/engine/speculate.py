@@ -25,7 +25,16 @@ from onegraph.runtime.transfer import Upload
 
 AUTO = (0, 1, 3, 7)  # drafts of a round that `auto` chooses among: a graph each
 
+RUNS = 3  # of a round that is timed
+
 DraftTokens = int | Literal["auto"]
+At = tuple[int | None, bool]  # a batch size, and whether tokens are drawn
+
+
+def check_draft_tokens(tokens: object) -> None:
+    """Raises ValueError for a count that no round takes."""
+    if tokens != "auto" and (type(tokens) is not int or not 1 <= tokens <= MOST):
+        raise ValueError(f"draft_tokens: got {tokens!r}; allowed are 1 to {MOST}, and 'auto'")
 
 
 class Speculation:
@@ -51,8 +60,7 @@ class Speculation:
         kv: TurboQuantConfig | None,
         device: torch.device,
     ) -> None:
-        if tokens != "auto" and (type(tokens) is not int or not 1 <= tokens <= MOST):
-            raise ValueError(f"draft_tokens: got {tokens!r}; allowed are 1 to {MOST}, and 'auto'")
+        check_draft_tokens(tokens)
         self.auto = tokens == "auto"
         self.counts = AUTO if tokens == "auto" else (0, tokens)
         slots, most = rows + 1, self.counts[-1]
@@ -64,7 +72,7 @@ class Speculation:
         )  # fmt: skip
         self.drafter: Drafter = make(self.place)
         self._text = Upload(torch.zeros(context, dtype=torch.int64, device=device))
-        self._seconds: dict[int | None, dict[int, float]] = {}  # of a round, by bucket and count
+        self._seconds: dict[At, dict[int, float]] = {}  # of a round, by count
 
     # Within a step: the capture contract holds here.
 
@@ -106,34 +114,38 @@ class Speculation:
             sequence.drafts.waiting = found
         return tokens
 
-    def choose(self, rows: list[Sequence], bucket: int | None) -> int:
+    def choose(self, rows: list[Sequence], at: At) -> int:
         """How many drafts the next round of these rows shall read, and a steady drafter write for the one after."""
         steady = self.drafter.steady
         if not steady and not any(sequence.drafts.waiting for sequence in rows):
             return 0
         if not self.auto:
             return self.counts[-1]
-        seconds = self._seconds[bucket]
+        seconds = self._seconds[at]
 
         def gain(count: int) -> float:
             return (
                 sum(s.drafts.tokens(count if steady else min(count, s.drafts.waiting)) for s in rows) / seconds[count]
             )
 
-        return max(self.counts[1:] if steady else self.counts, key=gain)
+        return max(self.counts, key=gain)
 
-    def measured(self, bucket: int | None) -> bool:
-        """Whether it is known what rounds cost at this batch size."""
-        return len(self._seconds.get(bucket, ())) == len(self.counts)
+    def measured(self, at: At) -> bool:
+        """Whether it is known what rounds cost there."""
+        return len(self._seconds.get(at, ())) == len(self.counts)
 
-    def measure(self, bucket: int | None, count: int, run: Callable[[], object], wait: Callable[[], object]) -> None:
-        """What a round of so many drafts costs: `run` runs one on rows that stand still."""
+    def measure(self, at: At, count: int, run: Callable[[], object], wait: Callable[[], object]) -> None:
+        """What a round of so many drafts costs: `run` runs one on rows that stand still. Attention to long contexts and
+        experts that other tokens choose are not in it."""
         run()
         wait()
-        started = perf_counter()
-        run()
-        wait()
-        self._seconds.setdefault(bucket, {})[count] = perf_counter() - started
+        found = []
+        for _ in range(RUNS):
+            started = perf_counter()
+            run()
+            wait()
+            found.append(perf_counter() - started)
+        self._seconds.setdefault(at, {})[count] = min(found)
 
     def reset(self) -> None:
         """After a NaN."""

@@ -75,7 +75,7 @@ class Steps:
                 carried="stream",
                 shared=("drawn",) if decoding else (),
             )
-            for count in counts
+            for count in reversed(counts)  # the others fit into the memory of the largest
         }
 
     def of(self, stage: int, decoding: bool, choice: Choice, drafts: int) -> Callable[..., Tensor]:

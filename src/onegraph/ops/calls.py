@@ -13,7 +13,9 @@ from torch import Tensor
 
 Written = Annotated[Tensor, "written"]  # an argument that the op writes
 
-NOTHING = -2  # in a round's report: no token; -1 says that the model gave NaN there
+# What a round's report says in place of a token, where -1 says that the model gave NaN:
+NOTHING = -2  # none
+DIRTY = -3  # none, since the model gave NaN beside drafts, which lies in the cache now
 
 
 @dataclass(eq=False)

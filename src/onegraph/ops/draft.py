@@ -10,7 +10,7 @@ decoding", arXiv 2408.07978).
 import torch
 from torch import Tensor
 
-from onegraph.ops.calls import NOTHING
+from onegraph.ops.calls import DIRTY, NOTHING
 from onegraph.ops.checks import check_tensors
 from onegraph.ops.registry import Case, Op, nbytes, register
 
@@ -33,9 +33,13 @@ def _accept(
     step = torch.arange(width, device=tokens.device)
     best = logits.gather(1, tokens.view(-1, 1)).view(rows, width)
     broken = best.isnan() | best.isposinf()
-    # The token drawn at place i is the row's next one if all drafts before it were right, and nothing was NaN there.
-    right = (read[:, 1:] == tokens[:, :-1]) & ~broken[:, :-1] & (step[1:] < counts.unsqueeze(1))
-    taken = (1 + right.int().cumprod(dim=1).sum(dim=1, dtype=torch.int32)).masked_fill(counts == 0, 0)
+    real = step < counts.unsqueeze(1)
+    # NaN of one token reaches those beside it through attention: with drafts nobody knows whose it was.
+    spoiled = (broken & real).any(dim=1) & (counts > 1)
+    # The token drawn at a place is the row's next one if all drafts before it were right.
+    right = (read[:, 1:] == tokens[:, :-1]) & real[:, 1:]
+    taken = 1 + right.int().cumprod(dim=1).sum(dim=1, dtype=torch.int32)
+    taken = taken.masked_fill((counts == 0) | spoiled, 0)
     kept = step < taken.unsqueeze(1)
     last = tokens.gather(1, (taken.long() - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
     drawn.copy_(torch.where(taken > 0, last, drawn))
@@ -46,7 +50,9 @@ def _accept(
     at = torch.where(fits, own, 0), torch.where(fits, place, 0)
     history.index_put_(at, torch.where(fits, tokens, history[0, 0]))
     positions.add_(taken)
-    return tokens.masked_fill(broken, -1).masked_fill(~kept, NOTHING), taken
+    report = tokens.masked_fill(broken, -1).masked_fill(~kept, NOTHING)
+    report[:, 0].masked_fill_(spoiled, DIRTY)
+    return report, taken
 
 
 def _ngram(
@@ -230,9 +236,10 @@ accept_drafts = register(
 )  # fmt: skip
 """What a round keeps. tokens int64 [B, W], drawn from logits [B * W, V] behind each of the tokens read int64 [B, W], of
 which counts int32 [B] are real -> (report int64 [B, W], taken int32 [B]): the row's new tokens, one more than drafts
-were right, NOTHING behind them, and how many they are; -1 where a token's own logit is NaN or infinite, which ends what
-is taken. A row of count 0 takes none and stays as it is. drawn int64 [B] <- the newest token; positions int32 [B] += as
-many as were taken; history int64 [S, L], the tokens of each slot's text by position, gets them. Slot 0 is nobody's.
+were right, NOTHING behind them, and how many they are. A row of count 0 takes none and stays as it is. Where a real
+token's own logit is NaN or infinite, a row of one token reports -1, a row with drafts takes none and reports DIRTY: its
+cache holds NaN. drawn int64 [B] <- the newest token; positions int32 [B] += as many as were taken; history int64
+[S, L], the tokens of each slot's text by position, gets them. Slot 0 is nobody's.
 """
 
 ngram_drafts = register(

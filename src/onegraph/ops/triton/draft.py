@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onegraph.ops.calls import NOTHING
+from onegraph.ops.calls import DIRTY, NOTHING
 from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
 
 
@@ -14,8 +14,7 @@ def _begin(
     positions, limits, slots, drawn, drafts, found, tokens, counts, places, width, pitch,
     WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    let_next_start(PDL)
-    wait_for_previous(PDL)
+    wait_for_previous(PDL)  # and the next starts when this has ended: attention may read counts before its own wait
     row = tl.program_id(0)
     step = tl.arange(0, WIDTH)
     position, slot = tl.load(positions + row), tl.load(slots + row).to(tl.int64)
@@ -32,7 +31,7 @@ def _begin(
 @triton.jit(do_not_specialize=["width", "length"])
 def _accept(
     tokens, logits, read, counts, slots, drawn, positions, history, report, taken, width, vocabulary, length,
-    WIDTH: tl.constexpr, NONE: tl.constexpr, PDL: tl.constexpr,
+    WIDTH: tl.constexpr, NONE: tl.constexpr, DIRT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     wait_for_previous(PDL)
@@ -44,13 +43,16 @@ def _accept(
     best = tl.load(logits + at.to(tl.int64) * vocabulary + token, mask=inside, other=0.0).to(tl.float32)
     fine = best < float("inf")  # false for NaN as well
     count = tl.load(counts + row)
+    # NaN of one token reaches those beside it through attention: with drafts nobody knows whose it was.
+    spoiled = (tl.max(tl.where((step < count) & (fine == 0), 1, 0), axis=0) > 0) & (count > 1)
     # A draft is wrong where it is not what was drawn before it; the first wrong one ends what is taken.
     draft = tl.load(read + at + 1, mask=step + 1 < width, other=0)
-    wrong = (draft != token) | (fine == 0) | (step + 1 >= count) | (step + 1 >= width)
+    wrong = (draft != token) | (step + 1 >= count) | (step + 1 >= width)
     first = tl.min(tl.where(wrong & inside, step, WIDTH), axis=0)
-    many = tl.where(count > 0, first + 1, 0)
+    many = tl.where((count > 0) & (spoiled == 0), first + 1, 0)
     kept = inside & (step < many)
-    tl.store(report + at, tl.where(kept, tl.where(fine, token, -1), NONE), mask=inside)
+    empty = tl.where(spoiled & (step == 0), DIRT, NONE)
+    tl.store(report + at, tl.where(kept, tl.where(fine, token, -1), empty), mask=inside)
     tl.store(taken + row, many)
     position, slot = tl.load(positions + row), tl.load(slots + row).to(tl.int64)
     tl.store(history + slot * length + position + 1 + step, token, mask=kept & (position + 1 + step < length))
@@ -121,7 +123,8 @@ def accept_drafts(
         with on_device(logits):
             _accept[(rows,)](
                 tokens, logits, read, counts, slots, drawn, positions, history, report, taken, width,
-                logits.shape[1], history.shape[1], WIDTH=triton.next_power_of_2(width), NONE=NOTHING, num_warps=1,
+                logits.shape[1], history.shape[1], WIDTH=triton.next_power_of_2(width), NONE=NOTHING, DIRT=DIRTY,
+                num_warps=1,
                 **options(logits),
             )  # fmt: skip
     return report, taken
