@@ -51,7 +51,7 @@ def test_the_command_line(model: Path) -> None:
     drafted = json.loads(out)
     assert drafted["outputs"] == plain["outputs"]
     assert drafted["drafted_tokens"] >= drafted["accepted_tokens"] > 0
-    status, _, errors = invoke([*command, "--draft", model])
+    status, _, errors = invoke([*command, "--draft", model, "--draft-tokens", 1])
     assert status == 0
     assert "drafts right" in errors
 
@@ -107,8 +107,8 @@ def test_a_text_that_repeats_itself_takes_fewer_steps() -> None:
     prompt = "def f(a):\n    return a + 1\n\n\ndef g(a):\n    return a + 2\n\n\ndef h(a):"
     params = SamplingParams(max_tokens=24)
     answers, steps = [], []
-    for draft in (None, "ngram"):
-        with LLM(smollm2_gguf(), device="cpu", max_context=64, draft=draft, draft_tokens=5) as llm:
+    for chosen in ({}, {"draft": "ngram", "draft_tokens": 5}):
+        with LLM(smollm2_gguf(), device="cpu", max_context=64, **chosen) as llm:
             answers.append(llm.generate(prompt, params).tokens)
             steps.append(llm.stats.decode_steps)
     assert answers[0] == answers[1]
