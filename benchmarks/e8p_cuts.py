@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -132,14 +132,14 @@ def main() -> int:
                     plans = sorted(set(made(n, k, bits, tokens, device, args.warps)))
                     plans = [each for each in plans if each[0] <= args.within * plans[0][0]][: args.most]
                     if portable:
-                        list(pool.map(lambda each: compiled(each[1], n, k, bits), plans))  # noqa: B023  # used at once
+                        list(pool.map(partial(compiled, n=n, k=k, bits=bits), [plan for _, plan in plans]))
                     rows = [(*measured(module, plan, layers, x, expected), plan, cost) for cost, plan in plans]
                     if portable:
                         best = [plan for _, _, plan, _ in sorted(rows, key=lambda row: row[0])[:2]]
                         others = [
                             (each.cost(n, bits, device), each) for p in best for each in with_other_rings(p, n, bits)
                         ]
-                        list(pool.map(lambda each: compiled(each[1], n, k, bits), others))  # noqa: B023
+                        list(pool.map(partial(compiled, n=n, k=k, bits=bits), [plan for _, plan in others]))
                         rows += [(*measured(module, plan, layers, x, expected), plan, cost) for cost, plan in others]
                     for us, error, plan, cost in sorted(rows, key=lambda row: row[0]):
                         row = {"bench": "e8p_cuts", "kernels": args.kernels, "k": k, "n": n, "bits": bits}

@@ -14,15 +14,14 @@ from transformers import (
 )
 
 import test_engine_contract
+from engines import MODES, maker
 from onegraph.check.api import check_step
-from onegraph.engine import generate
 from onegraph.engine.choice import Choice
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.ops.sampling import greedy, sample
 from onegraph.ops.shaping import OUTPUT, PROMPT, adjust_logits, mask_words, min_p
 from test_engine import PROMPTS
-from test_graph import RecordedPool
 from test_sampling import filtered
 from tiny_decoder import TinyDecoder
 
@@ -35,14 +34,9 @@ def model():
     return TinyDecoder()
 
 
-@pytest.fixture(params=["eager", "captured", "split"])
+@pytest.fixture(params=MODES)
 def make(request, model, monkeypatch):
-    """Engines of each mode; the graphs are recorded ones, which replay ops and no Python (test_graph.py)."""
-    monkeypatch.setattr(generate, "GraphPool", lambda device: RecordedPool())
-    capture = {"eager": False, "captured": True, "split": "split"}[request.param]
-    return lambda **options: Engine(
-        model, **({"max_batch": 2, "max_context": 64, "page_size": 4, "chunk": 8, "capture": capture} | options)
-    )
+    return maker(request.param, model, monkeypatch, max_batch=2)
 
 
 class Parity:

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from engines import MODES, maker
 from onegraph.engine import generate
 from onegraph.engine.generate import Engine
 from onegraph.engine.pages import PageAllocator
@@ -32,19 +33,9 @@ def model():
     return TinyDecoder()
 
 
-@pytest.fixture(params=["eager", "captured", "split"])
+@pytest.fixture(params=MODES)
 def make(request, model, monkeypatch):
-    """Engines of each mode; the graphs are recorded ones, which replay ops and no Python (test_graph.py)."""
-    monkeypatch.setattr(generate, "GraphPool", lambda device: RecordedPool())
-    capture = {"eager": False, "captured": True, "split": "split"}[request.param]
-
-    def make(**options):
-        options = {"max_batch": 4, "max_context": 64, "page_size": 4, "chunk": 8, "capture": capture} | options
-        engine = Engine(options.pop("model", model), **options)
-        assert engine.mode == request.param
-        return engine
-
-    return make
+    return maker(request.param, model, monkeypatch)
 
 
 def dense(model, prompt, params):

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from onegraph.engine import generate
+from engines import MODES, maker
 from onegraph.engine.acceptance import Acceptance
 from onegraph.engine.draft import ModelDrafter, NgramDrafter, OracleDrafter
 from onegraph.engine.generate import Engine
@@ -15,7 +15,6 @@ from onegraph.engine.params import SamplingParams
 from onegraph.engine.schedule import Scheduler
 from onegraph.runtime.prove import prove
 from test_engine import GREEDY, PROMPTS, WARM, dense
-from test_graph import RecordedPool
 from tiny_decoder import TinyDecoder
 
 KINDS = ["ngram", "same", "other", "oracle"]
@@ -26,16 +25,9 @@ def model():
     return TinyDecoder()
 
 
-@pytest.fixture(params=["eager", "captured", "split"])
+@pytest.fixture(params=MODES)
 def make(request, model, monkeypatch):
-    monkeypatch.setattr(generate, "GraphPool", lambda device: RecordedPool())
-    capture = {"eager": False, "captured": True, "split": "split"}[request.param]
-
-    def make(draft, **options):
-        options = {"max_batch": 4, "max_context": 64, "page_size": 4, "chunk": 8, "capture": capture} | options
-        return Engine(options.pop("model", model), draft=draft, **options)
-
-    return make
+    return maker(request.param, model, monkeypatch)
 
 
 def drafter(kind, model, texts=((0,),)):
@@ -60,7 +52,7 @@ def test_the_text_is_that_without_drafts(make, model, kind, params):
     expected = [dense(model, prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
     texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, expected, strict=True)]
     for tokens in (1, 3, 7):
-        engine = make(drafter(kind, model, texts), draft_tokens=tokens)
+        engine = make(draft=drafter(kind, model, texts), draft_tokens=tokens)
         assert engine.generate(PROMPTS, params) == expected
         assert [engine.generate([p], q)[0] for p, q in zip(PROMPTS, params, strict=True)] == expected
         assert engine._allocator.free == engine._allocator.capacity
@@ -85,7 +77,7 @@ def test_any_mixture_gives_each_prompt_its_own_tokens(make, model, kind, seed):
     expected = [dense(model, prompt, wanted) for prompt, wanted in zip(prompts, params, strict=True)]
     texts = [[*prompt, *answer] for prompt, answer in zip(prompts, expected, strict=True)]
     engine = make(
-        drafter(kind, model, texts),
+        draft=drafter(kind, model, texts),
         max_batch=rng.randint(1, 5),
         page_size=rng.choice([1, 3, 8]),
         chunk=rng.randint(1, 20),
@@ -99,7 +91,7 @@ def test_any_mixture_gives_each_prompt_its_own_tokens(make, model, kind, seed):
 def test_a_drafter_that_is_right_saves_steps(make, model):
     """A model that drafts for itself is always right, greedily and with the same random numbers."""
     for params in (GREEDY, WARM):
-        engine = make(partial(ModelDrafter, model), draft_tokens=3)
+        engine = make(draft=partial(ModelDrafter, model), draft_tokens=3)
         engine.generate(PROMPTS[:1], params)
         plain = params.max_tokens - 1
         rounds = -(-plain // 4)
@@ -122,7 +114,7 @@ def test_ngrams_draft_what_stood_there_before(make, model):
     parrot = Parrot()
     table = parrot.embed(torch.arange(101))
     parrot.logits = lambda hidden: hidden.float() @ torch.nn.functional.normalize(table).T
-    engine = make(NgramDrafter, model=parrot, draft_tokens=4)
+    engine = make(draft=NgramDrafter, model=parrot, draft_tokens=4)
     (text,) = engine.generate([[0, 1, 2, 3, 4, 0, 1]], SamplingParams(max_tokens=40))
     assert text == [(2 + i) % 5 for i in range(40)]
     assert engine.stats.decode_steps < 40 / 3
@@ -162,7 +154,7 @@ def test_rows_come_and_go_and_are_preempted(make, model):
     params = seeded(SamplingParams(max_tokens=20, temperature=0.8))
     expected = [dense(model, prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
     for kind in ("ngram", "same"):
-        engine = make(drafter(kind, model), pages=1 + 14, draft_tokens=3, max_batch=3, page_size=4)
+        engine = make(draft=drafter(kind, model), pages=1 + 14, draft_tokens=3, max_batch=3, page_size=4)
         with engine.running():
             scheduler = Scheduler(engine)
             sequences = [engine.request(prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
@@ -188,8 +180,8 @@ def test_rows_with_penalties_and_logprobs_take_one_token_a_round(make, model):
         GREEDY,
         SamplingParams(max_tokens=6),
     ]
-    expected = make(None).complete(PROMPTS, params)
-    engine = make(partial(ModelDrafter, model), draft_tokens=3)
+    expected = make(draft=None).complete(PROMPTS, params)
+    engine = make(draft=partial(ModelDrafter, model), draft_tokens=3)
     found = engine.complete(PROMPTS, params)
     assert [s.output for s in found] == [s.output for s in expected]
     assert [s.logprobs for s in found] == [s.logprobs for s in expected]
@@ -246,7 +238,7 @@ def round_inputs(g, reach, table):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_rounds_are_proven(make, model, kind, sampling):
     """Replay equals eager on outputs, buffers, caches and the drafter's state."""
-    engine = make(drafter(kind, model, PROMPTS), draft_tokens=3)
+    engine = make(draft=drafter(kind, model, PROMPTS), draft_tokens=3)
     if engine.mode == "eager":
         pytest.skip("nothing is replayed")
     g = torch.Generator().manual_seed(0)
@@ -321,8 +313,8 @@ def test_auto_weighs_tokens_against_time(model):
 
 def test_who_wants_no_more_gets_no_more(make, model):
     """Told so within a round, of which further tokens are there already."""
-    (expected,) = make(None).generate(PROMPTS[:1], GREEDY)
-    engine = make(partial(ModelDrafter, model), draft_tokens=7)
+    (expected,) = make(draft=None).generate(PROMPTS[:1], GREEDY)
+    engine = make(draft=partial(ModelDrafter, model), draft_tokens=7)
     seen: list[int] = []
 
     def enough(_: int, token: int) -> bool:
@@ -341,12 +333,12 @@ def test_a_draft_that_gives_nan_changes_no_text(make, monkeypatch):
     poisoned = lambda tokens: embed(tokens).masked_fill((tokens == 100).unsqueeze(-1), torch.nan)  # noqa: E731
     monkeypatch.setattr(broken.embed, "forward", poisoned)
     prompts = [prompt for prompt in PROMPTS if 100 not in prompt]
-    expected = make(None, model=broken).generate(prompts, GREEDY)
+    expected = make(draft=None, model=broken).generate(prompts, GREEDY)
     assert not any(100 in answer for answer in expected), "the case would be about the text itself"
     texts = [[*prompt, *answer] for prompt, answer in zip(prompts, expected, strict=True)]
     for text, prompt in zip(texts, prompts, strict=True):
         text[len(prompt) + 5 :: 4] = [99] * len(text[len(prompt) + 5 :: 4])  # named 100 where the oracle errs
-    engine = make(partial(OracleDrafter, texts, 0.5, 101), draft_tokens=7, model=broken)
+    engine = make(draft=partial(OracleDrafter, texts, 0.5, 101), draft_tokens=7, model=broken)
     assert engine.generate(prompts, seeded(GREEDY, prompts)) == expected
     assert engine.stats.preemptions > 0, "the case would show no such draft"
 

@@ -135,7 +135,7 @@ def _budget(bits: float, size: int | None, ends: Mapping[str, End]) -> Budget | 
 
 def _kept(rate: End) -> int | None:
     """The rate of an end as a recipe has it."""
-    return None if rate in ("auto", KEEP) else rate  # type: ignore[return-value]  # "auto" is gone
+    return rate if isinstance(rate, int) and rate != KEEP else None
 
 
 def kind_of(calibration: str | Path) -> str:

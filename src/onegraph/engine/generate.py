@@ -113,7 +113,7 @@ class Engine:
         self._allocator = PageAllocator(total, page_size)
         self._slots = list(range(max_batch, 0, -1))  # of state that does not grow; slot 0 belongs to nobody
         self._runners: dict[tuple[str, Choice], dict[int, Pipeline]] = {}  # of a step, by count of drafts
-        self._loaded: tuple[int | None, Choice, list[Sequence]]  # of the decode step
+        self._loaded: tuple[dict[int, Pipeline], int | None, Choice, list[Sequence]]  # of the decode step
         self.constrain: Constrain | None = None  # who makes a row's constraint; that takes a tokenizer
         self._downloads: dict[int, Download] = {}  # by how much a step says of a row
         # What a step on a CPU need not look at, where the reference reads all that it may: see `_trim`.
@@ -311,22 +311,20 @@ class Engine:
         _, bucket = runner.load(drawn=drawn, **host_rows(rows, self._per_row, limits=limits, choice=choice))
         if self._speculation is not None:
             self._speculation.load(runner.stages[0].inputs, len(rows))
-        self._loaded = bucket, choice, rows
+        self._loaded = self._runners["decode", choice], bucket, choice, rows
 
     def load_tables(self, rows: list[Sequence]) -> None:
         """Pages that loaded rows got since; their tokens and positions stay as the device has them."""
-        _, choice, _ = self._loaded
-        self.runner("decode", **choice._asdict()).load(table=block_table(rows, self._per_row))
+        self._loaded[0][0].load(table=block_table(rows, self._per_row))
 
     def decode(self, reach: int) -> Report:
         """Launch a step of the loaded rows, of which the longest then has up to `reach` tokens; what is returned
         fetches each row's new tokens, int64 [B, W]: NOTHING stands behind them."""
-        bucket, choice, rows = self._loaded
+        runners, bucket, choice, rows = self._loaded
         drafts = self._drafts(rows, bucket, choice)
         self._trim(1, reach)
         self._constrain(rows)
-        runner = self.runner("decode", **choice._asdict(), drafts=drafts)
-        report, told = self._fetch(runner.replay(bucket)[: len(rows)], choice)
+        report, told = self._fetch(runners[drafts].replay(bucket)[: len(rows)], choice)
         speculation = self._speculation
         if speculation is None:
             return lambda: report().unsqueeze(1), told
