@@ -161,9 +161,9 @@ def test_codes_without_an_instruction_for_them(folder: Path, tmp_path: Path) -> 
     for file in (folder / "nvfp4_common.cuh", fp8.KERNEL.path.with_name("e4m3.cuh")):
         shutil.copy(file, tmp_path)
     (tmp_path / "run.cpp").write_text(
-        "#define e4m3_to_half theirs\n#include \"nvfp4_common.cuh\"\n#undef e4m3_to_half\n"
-        "#define multiply_f16 multiply\nstatic void thread() {}\n#include \"e4m3.cuh\"\n"
-        "int main() { for (u32 i = 0; i < 256; i += 2) printf(\"%u\\n\", e4m3_to_half((i + 1) << 8 | i)); }\n"
+        '#define e4m3_to_half theirs\n#include "nvfp4_common.cuh"\n#undef e4m3_to_half\n'
+        '#define multiply_f16 multiply\nstatic void thread() {}\n#include "e4m3.cuh"\n'
+        'int main() { for (u32 i = 0; i < 256; i += 2) printf("%u\\n", e4m3_to_half((i + 1) << 8 | i)); }\n'
     )
     compile_run(tmp_path, ["-DHALF=1"], tmp_path / "run")
     words = subprocess.run([tmp_path / "run"], capture_output=True, text=True, check=True).stdout.split()

@@ -45,10 +45,18 @@ def test_a_card_without_clusters_gets_portable_kernels_where_there_are(monkeypat
     assert (linear.family, set(linear.sources)) == ("portable", {"e8p_dequantize.cu", "e8p_portable.cu"})
     assert linear.refused["e8p_decode.cu"].startswith("it is written for compute capability 9.0")
     assert linear.refused["e8p_decode.cu"].endswith("this GPU has 8.9")
-    assert (found["paged_decode"].family, found["fp8_linear"].family) == ("triton", "portable")
+    assert found["paged_decode"].sources == ("decode_portable.cu",)
     assert found["nvfp4_linear"].sources == ("nvfp4.cu", "nvfp4_dequantize.cu", "nvfp4_short.cu")
     assert set(found["nvfp4_linear"].refused) == {"nvfp4_one.cu"}
-    for op in ("turboquant_attention", "turboquant_hybrid", "turboquant_write", "int4_linear", "mxfp4_experts"):
+    for op in (
+        "sample",
+        "fp8_linear",
+        "turboquant_attention",
+        "turboquant_hybrid",
+        "turboquant_write",
+        "int4_linear",
+        "mxfp4_experts",
+    ):
         assert found[op].family == "portable", op
     assert found["rms_norm"] == choices.Choice("rms_norm", "triton")
     assert found["routed_experts"] == choices.Choice("routed_experts", "reference")
@@ -65,7 +73,7 @@ def test_a_card_without_clusters_gets_portable_kernels_where_there_are(monkeypat
 @pytest.mark.parametrize(
     ("forced", "linear", "attention", "norm"),
     [
-        ("portable", "portable", "triton", "triton"),
+        ("portable", "portable", "portable", "triton"),
         ("hopper", "triton", "triton", "triton"),  # which has none for such a card
         ("triton", "triton", "triton", "triton"),
         ("reference", "reference", "reference", "reference"),

@@ -86,7 +86,15 @@ def test_every_case_of_the_op(drawn, case) -> None:
 @pytest.mark.parametrize("kind", ["flat", "peaked", "equal", "odd"])
 def test_every_filter_on_every_kind_of_row(drawn, kind: str) -> None:
     """A row a filter; also where the list has no room for what top-k and top-p keep, which is searched for."""
-    params = [(0.8, 0, 0.95), (0.8, 1000, 1.0), (2.0, 1000, 0.5), (0.8, 50, 0.0), (0.8, 0, 1.0), (0.0, 5, 0.5), (1, 9, 0.9)]
+    params = [
+        (0.8, 0, 0.95),
+        (0.8, 1000, 1.0),
+        (2.0, 1000, 0.5),
+        (0.8, 50, 0.0),
+        (0.8, 0, 1.0),
+        (0.0, 5, 0.5),
+        (1, 9, 0.9),
+    ]
     rows = len(params)
     logits = torch.randn(rows, 4000, generator=torch.Generator().manual_seed(3))
     logits = {"flat": logits, "peaked": 9 * logits, "equal": torch.zeros_like(logits), "odd": logits.round()}[kind]
