@@ -115,8 +115,8 @@ def test_cases_of_the_op_in_any_order_of_blocks(attend, name: str, sms: int, dty
     for Kernel.step in (1, 7919):  # a prime, so that all come
         call = made()
         got = attend(call, sms)
-        for cache, theirs in ((call.k_cache, truth.k_cache), (call.v_cache, truth.v_cache)):
-            assert float((cache.float() - theirs.float()).abs().max()) <= 0.04  # the last bit of numbers up to 5
+        for ours, theirs in ((call.k_cache, truth.k_cache), (call.v_cache, truth.v_cache)):
+            assert float((ours.float() - theirs.float()).abs().max()) <= 0.04  # the last bit of numbers up to 5
         results.append(got)
     assert torch.equal(*results)
     assert float((got.float() - wanted.float()).norm() / wanted.float().norm()) < TOLERANCE[dtype]

@@ -203,8 +203,8 @@ class Source:
         Source.every.append(self)
 
     def portable(self, capability: tuple[int, int]) -> bool:
-        """Whether a GPU of this compute capability runs the portable form: PORTABLE and START are set when compiled, and
-        nothing is used that 8.0 lacks. Hopper's, where there is one, is for 9.0 and newer, or for `CLUSTERS` alone."""
+        """Whether a GPU of this compute capability runs the portable form: PORTABLE and START are set when compiled,
+        and nothing is used that 8.0 lacks. Hopper's, if there is one, is for 9.0 and newer, or for `CLUSTERS` alone."""
         own = "hopper" in self.families and capability in (CLUSTERS if self.clustered else EVERY)
         return "portable" in self.families and (family.FORCED == "portable" or not own)
 

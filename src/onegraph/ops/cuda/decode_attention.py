@@ -171,7 +171,7 @@ def _launch(
         keys=k_cache,
         values=v_cache,
         out=out,
-    ) | {  # fmt: skip
+    ) | {
         "pages": pages,
         "table_stride": block_table.stride(0),
         "reach": block_table.shape[1] * page_size,

@@ -54,7 +54,7 @@ def available(device: int) -> bool:
 
 
 def share(groups: int, dim: int, device: build.Device) -> tuple[int, int]:
-    """(warps of a block, blocks that share the keys of one of `groups` (row, kv head) pairs): as many as run at once."""
+    """(warps of a block, blocks that share the keys of a (row, kv head) pair), of which there are `groups`."""
     at_once = device.sms * (2 if dim <= 64 else 1)
     return WARPS, next((size for size in SIZES if groups <= MAX_GROUPS and groups * size <= at_once), 1)
 

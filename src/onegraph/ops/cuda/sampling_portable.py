@@ -57,7 +57,7 @@ def blocks(rows: int, device: build.Device) -> int:
 
 
 def launch(read: dict[str, Tensor], out: Tensor) -> None:
-    """`read`: the arguments of `onegraph.ops.sampling.sample`, contiguous, which `takes` allows; on the current device."""
+    """`read`: the arguments of `onegraph.ops.sampling.sample`, contiguous, which `takes` allows."""
     rows, width = read["logits"].shape
     device = out.device.index
     shared_by = blocks(rows, build.device(device))
