@@ -55,10 +55,10 @@ def rng() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-def copies(one: tuple[Tensor | None, ...]) -> list[tuple[Tensor | None, ...]]:
+def copies(one: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
     """The weight and as many copies of it as the L2 forgets."""
     count = -(-WORKING_SET // nbytes(*one))
-    return [one, *(tuple(t if t is None else t.clone() for t in one) for _ in range(count - 1))]
+    return [one, *(tuple(t.clone() for t in one) for _ in range(count - 1))]
 
 
 def timed(calls: list[Callable[[], Any]]) -> float:
@@ -73,11 +73,11 @@ def linears() -> Iterator[Row]:
         yield {"op": "bf16", "tokens": tokens, "us": timed([partial(torch.nn.functional.linear, x, *w) for w in dense])}
     del dense
     for bits in (2, 4):
-        layers = [Coded(k, n, bits, DEVICE) for _ in range(-(-WORKING_SET * 8 // (n * k * bits)))]
+        coded = [Coded(k, n, bits, DEVICE) for _ in range(-(-WORKING_SET * 8 // (n * k * bits)))]
         for tokens in TOKENS:
             x = torch.randn(tokens, k, device=DEVICE, dtype=torch.bfloat16)
-            yield {"op": f"e8p_linear {bits} bits", "tokens": tokens, "us": timed([partial(w, x) for w in layers])}
-        del layers
+            yield {"op": f"e8p_linear {bits} bits", "tokens": tokens, "us": timed([partial(w, x) for w in coded])}
+        del coded
     made: dict[str, tuple[tuple[Tensor, ...], Callable[..., Any], tuple[Any, ...]]] = {
         "nvfp4_linear": (nvfp4_weight((n, k), DEVICE, rng()), nvfp4_linear, (None,)),
         "mxfp4_linear": (mxfp4_weight((n, k), DEVICE, rng()), mxfp4_linear, (None, False)),
@@ -133,7 +133,7 @@ def others() -> Iterator[Row]:
             yield {"op": f"sample {name}", "batch": rows, "us": timed([call] * 20)}
     for name in ("turboquant_write", "turboquant_decode"):
         for case in choices.registered()[name].cases:
-            if case.name in ("llama", "smollm2"):
+            if case.name in ("llama", "smollm2", "llama_k4v3", "smollm2_4"):
                 args = case.make(DEVICE, torch.bfloat16, rng())
                 yield {"op": name, "case": case.name, "us": timed([partial(choices.registered()[name], *args)] * 20)}
 
