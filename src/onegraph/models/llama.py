@@ -27,7 +27,7 @@ from onegraph.nn.linear import Linear
 from onegraph.nn.peers import Peer
 from onegraph.nn.turboquant import TurboQuantCache
 from onegraph.ops.attention import capped
-from onegraph.ops.exchange import part_of
+from onegraph.ops.ranks import part_of
 
 MAX_TABLE = 131072  # positions; the rotary tables of more (64 MB at head_dim 128) are made only when asked for
 
@@ -139,6 +139,11 @@ class Llama(nn.Module):
                 peer=peer,
                 head_unit=unit,
             )
+
+    @property
+    def beside(self) -> list["Llama"]:
+        """Itself: see `engine.decoder.Decoder`."""
+        return [self]
 
     @property
     def devices(self) -> list[torch.device]:

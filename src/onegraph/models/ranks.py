@@ -1,8 +1,8 @@
 """A model of the Llama kind on several devices beside one another: each runs every layer on its share of the weights.
 
-Heads, hidden units and the vocabulary are cut (`models/shares.py`); the residual stream, norms, routers and the embedding
-are on every rank, and so is what a rank draws, from the same bits. Two sums a layer and one gathering of logits cross
-devices, inside of the ranks' steps (`nn/peers.py`).
+Heads, hidden units and the vocabulary are cut (`models/shares.py`); the residual stream, norms, routers and the
+embedding are on every rank, and so is what a rank draws, from the same bits. Two sums a layer and one gathering of
+logits cross devices, inside of the ranks' steps (`nn/peers.py`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -52,12 +52,21 @@ class Ranks:
         config = LlamaConfig.from_dict(checkpoint.config)
         stream = TOKENS * config.hidden_size * dtype.itemsize // 4
         peers = Peers(places, max(stream, ROWS * -(-config.vocab_size // len(places)) + 128))
-        told = None if progress is None else _Told(progress, len(places))
         beside = [
-            Llama.load(checkpoint, place, dtype, peer=peers.rank(i), progress=told and told.of(i), **options)
+            Llama.load(
+                checkpoint, place, dtype, peer=peers.rank(i), progress=_told(progress, i, len(places)), **options
+            )
             for i, place in enumerate(places)
         ]
         return cls(beside, peers)
+
+    def arm(self, on: bool) -> None:
+        """See `nn.peers.Peers.arm`."""
+        self.peers.arm(on)
+
+    def check(self) -> None:
+        """See `nn.peers.Peers.check`."""
+        self.peers.check()
 
     @property
     def devices(self) -> list[torch.device]:
@@ -73,11 +82,8 @@ class Ranks:
                 yield f"rank {i}: {name}", tensor
 
 
-class _Told:
+def _told(progress: Callable[[int, int], None] | None, rank: int, ranks: int) -> Callable[[int, int], None] | None:
     """One progress over the ranks, which are read one after the other."""
-
-    def __init__(self, progress: Callable[[int, int], None], ranks: int) -> None:
-        self._progress, self._ranks = progress, ranks
-
-    def of(self, rank: int) -> Callable[[int, int], None]:
-        return lambda done, total: self._progress(rank * total + done, self._ranks * total)
+    if progress is None:
+        return None
+    return lambda done, total: progress(rank * total + done, ranks * total)

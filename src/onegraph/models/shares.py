@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from onegraph.formats.weight import Part, WeightFormat
 from onegraph.models.config import LlamaConfig
 from onegraph.models.loader import Loader
-from onegraph.ops.exchange import MAX_RANKS, part_of
+from onegraph.ops.ranks import MAX_RANKS, part_of
 
 Span = tuple[int, int]
 UNITS = (128, 64, 32, 16, 8, 1)  # rows of the head that stay together: what a format rotates, and whole cache lines

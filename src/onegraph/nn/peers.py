@@ -7,17 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from onegraph.ops.exchange import (
-    ALARM,
-    ARMED,
-    MAX_RANKS,
-    RAISED,
-    RECORDS,
-    all_gather,
-    all_reduce,
-    new_state,
-    part_of,
-)
+from onegraph.ops.exchange import all_gather, all_reduce
+from onegraph.ops.ranks import ALARM, ARMED, MAX_RANKS, RAISED, RECORDS, new_state, part_of
 
 PATIENCE = 5.0  # seconds that a rank waits for another: the host launches all of them within some milliseconds
 
@@ -59,8 +50,8 @@ class Peers:
                         raise ValueError(f"gpus: {a.device} stands twice; ranks are on GPUs of their own")
                 elif not torch.cuda.can_device_access_peer(a.device, b.device):
                     raise ValueError(
-                        f"{a.device} has no peer link to {b.device} (nvidia-smi topo -p2p r shows them); ranks need one "
-                        "to each other: use fewer GPUs"
+                        f"{a.device} has no peer link to {b.device} (nvidia-smi topo -p2p r shows them); ranks need "
+                        "one to each other: use fewer GPUs"
                     )
                 else:
                     a[:1, :1, :1].copy_(b[:1, :1, :1])

@@ -17,30 +17,26 @@ import torch
 from torch import Tensor
 
 from onegraph.ops.checks import FLOATS
+from onegraph.ops.ranks import (
+    ALARM,
+    ARMED,
+    EXPIRED,
+    LAST_ROUND,
+    LIMIT,
+    MAX_RANKS,
+    RAISED,
+    RECORDS,
+    ROUND,
+    STATE,
+    new_state,
+    part_of,
+)
 from onegraph.ops.registry import Case, Op, nbytes, register
 
-MAX_RANKS = 8
-ROUND, TICKET, ARMED, EXPIRED, LIMIT = range(5)  # words of a rank's state; LIMIT in nanoseconds
-STATE = 8
-RAISED, RECORDS = 0, 1  # words of the alarm: whether it is raised; of each rank the peer it missed + 1, and the round
-ALARM = RECORDS + 2 * MAX_RANKS
-LAST_ROUND = 0x7FFFFFFE  # then 1: parity goes on alternating, and no round is 0
 
-
-def new_state(device: torch.device, limit: float) -> Tensor:
-    """A rank's state before its first round: it is not armed. limit: seconds that it waits for a peer."""
-    state = torch.zeros(STATE, dtype=torch.int64)
-    state[ROUND], state[LIMIT] = 1, int(limit * 1e9)
-    return state.to(device)
-
-
-def part_of(size: int, unit: int, ranks: int, rank: int) -> tuple[int, int]:
-    """The first and last of `size` that a rank has, in whole units: equal parts, what is left for the last."""
-    part = -(-size // unit // ranks) * unit
-    return min(rank * part, size), min((rank + 1) * part, size)
-
-
-def _swap(payload: Tensor, sizes: Sequence[int], inboxes: list[Tensor], state: Tensor, alarm: Tensor, rank: int) -> list[Tensor]:  # fmt: skip
+def _swap(
+    payload: Tensor, sizes: Sequence[int], inboxes: list[Tensor], state: Tensor, alarm: Tensor, rank: int
+) -> list[Tensor]:
     """Send the words int32 [W] to all peers and take theirs, `sizes` of each; zeros of a peer that did not come."""
     told = state.tolist()
     number, buffer = told[ROUND], told[ROUND] & 1
@@ -83,9 +79,7 @@ def _low(words: Tensor) -> Tensor:
     return words.view(torch.int32)[::2].contiguous()
 
 
-def _reduce(
-    x: Tensor, add: Tensor | None, inboxes: list[Tensor], state: Tensor, alarm: Tensor, rank: int
-) -> Tensor:  # fmt: skip
+def _reduce(x: Tensor, add: Tensor | None, inboxes: list[Tensor], state: Tensor, alarm: Tensor, rank: int) -> Tensor:
     payload = x.flatten().view(torch.int32)
     parts = _swap(payload, [len(payload)] * len(inboxes), inboxes, state, alarm, rank)
     total = torch.zeros(x.numel(), dtype=torch.float32, device=x.device)
@@ -129,8 +123,8 @@ def _check_reduce(
 ) -> None:  # fmt: skip
     if x.dtype not in FLOATS or not x.is_contiguous() or x.numel() * x.element_size() % 4:
         raise ValueError(
-            f"all_reduce: x is {x.dtype} {tuple(x.shape)}; it must be contiguous float32, bfloat16 or float16, in whole "
-            "words of 4 bytes"
+            f"all_reduce: x is {x.dtype} {tuple(x.shape)}; it must be contiguous float32, bfloat16 or float16, in "
+            "whole words of 4 bytes"
         )
     if add is not None and (add.dtype != x.dtype or add.shape != x.shape or not add.is_contiguous()):
         raise ValueError(f"all_reduce: add is {add.dtype} {tuple(add.shape)}; it must be as x, {tuple(x.shape)}")
@@ -189,8 +183,8 @@ all_reduce = register(
     )
 )
 """The sum of all ranks' x [...], of one shape, plus `add` of that shape (the residual stream, the same on all ranks),
-rounded once, as x. inboxes: of each rank int64 [2, ranks, words]; state: this rank's, int64 [8]; alarm int64 [17], in the
-host's memory; rank: this one."""
+rounded once, as x. inboxes: of each rank int64 [2, ranks, words]; state: this rank's, int64 [8]; alarm int64 [17], in
+the host's memory; rank: this one."""
 
 all_gather = register(
     Op(

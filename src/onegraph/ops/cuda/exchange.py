@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from onegraph.ops.cuda import build
-from onegraph.ops.exchange import MAX_RANKS, part_of
+from onegraph.ops.ranks import MAX_RANKS, part_of
 
 THREADS = 256
 ITEMS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -31,9 +31,7 @@ def _kernels(world: int, item: int, device: int) -> tuple[build.Kernel, ...]:
     return KERNEL.load({"WORLD": world, "ITEM": item}, device)
 
 
-def all_reduce(
-    x: Tensor, add: Tensor | None, inboxes: list[Tensor], state: Tensor, alarm: Tensor, rank: int
-) -> Tensor:  # fmt: skip
+def all_reduce(x: Tensor, add: Tensor | None, inboxes: list[Tensor], state: Tensor, alarm: Tensor, rank: int) -> Tensor:
     """See `onegraph.ops.exchange.all_reduce`."""
     out = torch.empty_like(x)
     words = x.numel() * x.element_size() // 4
@@ -41,7 +39,9 @@ def all_reduce(
     return out
 
 
-def all_gather(x: Tensor, width: int, unit: int, inboxes: list[Tensor], state: Tensor, alarm: Tensor, rank: int) -> Tensor:  # fmt: skip
+def all_gather(
+    x: Tensor, width: int, unit: int, inboxes: list[Tensor], state: Tensor, alarm: Tensor, rank: int
+) -> Tensor:
     """See `onegraph.ops.exchange.all_gather`."""
     out = x.new_empty(x.shape[0], width)
     part = part_of(width, unit, len(inboxes), 0)[1]
