@@ -14,6 +14,7 @@ from torch import Tensor
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.config import LlamaConfig
 from onegraph.models.llama import Llama
+from onegraph.models.shares import UNITS
 from onegraph.nn.peers import Peers
 
 TOKENS, ROWS = 64, 16  # that an inbox takes at once: of a layer's sum, and of logits; more go in parts
@@ -50,8 +51,7 @@ class Ranks:
         """
         places = [torch.device(device) for device in devices]
         config = LlamaConfig.from_dict(checkpoint.config)
-        stream = TOKENS * config.hidden_size * dtype.itemsize // 4
-        peers = Peers(places, max(stream, ROWS * -(-config.vocab_size // len(places)) + 128))
+        peers = peers_for(config, places, dtype)
         beside = [
             Llama.load(
                 checkpoint, place, dtype, peer=peers.rank(i), progress=_told(progress, i, len(places)), **options
@@ -80,6 +80,12 @@ class Ranks:
         for i, rank in enumerate(self.beside):
             for name, tensor in rank.named_buffers():
                 yield f"rank {i}: {name}", tensor
+
+
+def peers_for(config: LlamaConfig, devices: Sequence[torch.device], dtype: torch.dtype) -> Peers:
+    """What ranks of such a model exchange through."""
+    stream, logits = TOKENS * config.hidden_size * dtype.itemsize // 4, ROWS * -(-config.vocab_size // len(devices))
+    return Peers(devices, max(stream, logits + ROWS * UNITS[0]))
 
 
 def _told(progress: Callable[[int, int], None] | None, rank: int, ranks: int) -> Callable[[int, int], None] | None:

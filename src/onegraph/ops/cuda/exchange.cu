@@ -114,6 +114,7 @@ extern "C" __global__ void all_reduce(const __grid_constant__ Arguments a) {
   const int first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
   if (!round.alone)
     for (int i = first; i < a.words; i += step) round.send(i, a.x[i]);
+  let_next_start();  // every block runs by then: what follows may fetch its weights meanwhile
   const Inboxes all = inboxes(a);
   const u64* own = all.of[0];
 #pragma unroll
@@ -146,6 +147,7 @@ extern "C" __global__ void all_gather(const __grid_constant__ Arguments a) {
     if (!round.alone) round.send(i, a.x[i]);
     out[(size_t)(i / width) * a.words + before + i % width] = a.x[i];
   }
+  let_next_start();
   const Inboxes all = inboxes(a);
   const u64* own = all.of[0];
 #pragma unroll
