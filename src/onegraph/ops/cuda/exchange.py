@@ -22,7 +22,7 @@ KERNEL = build.Source(
     arguments=ARGUMENTS,
     capabilities=build.PORTABLE,
     example={"WORLD": 8, "ITEM": 1},
-    families=("portable", "hopper"),
+    families=("hopper", "portable"),
 )
 
 
