@@ -41,7 +41,7 @@ class LLM:
     Args:
         path: a model directory with config.json, safetensors and tokenizer.json, a .gguf file, or a name on the Hugging
             Face hub ("org/name", "org/name@revision"); quantized or not.
-        gpus: place the layers over so many GPUs, for DeepSeek-V4; 1 for every other model.
+        gpus: use so many: each has its share of every layer, or of DeepSeek-V4 some of the layers.
         kv: how keys and values are stored: "exact", "turboquant:4", "turboquant:k3v4", ... (docs/turboquant.md), or
             "fp8" for DeepSeek-V4.
         max_batch: prompts that are computed at once; more of them wait their turn.
