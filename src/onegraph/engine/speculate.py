@@ -120,6 +120,8 @@ class Speculation:
                 sequence.drafts.learn(drafted, new - 1)
                 stats.drafted_tokens += drafted
                 stats.accepted_tokens += new - 1
+                stats.drafted_at.update(range(drafted))
+                stats.accepted_at.update(range(new - 1))
             sequence.drafts.waiting = found
         return tokens
 
