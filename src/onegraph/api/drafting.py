@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING
@@ -59,7 +61,7 @@ def own_layers(model: Model, path: str | PathLike[str]) -> MakeDrafter:
         )
     if not model.config.drafts:
         raise ValueError(f"draft: {path} has no draft layers (num_nextn_predict_layers is 0): draft with {NGRAM!r}")
-    with Checkpoint.open(path) as checkpoint:
+    with Checkpoint.open(path) as checkpoint, _told():
         if model.config.dspark is not None:
             return partial(BlockDrafter, DSparkDraft.load(checkpoint, model))
         return partial(HeadDrafter, DeepseekDraft.load(checkpoint, model))
@@ -72,11 +74,17 @@ def eagle(name: str, model: Model) -> MakeDrafter:
     where = name.removeprefix(EAGLE)
     if not where:
         raise ValueError(f"draft: {name!r} names no head; give its directory, '{EAGLE}PATH'")
-    with Checkpoint.open(locate(where).path) as checkpoint:
-        try:
-            return partial(HeadDrafter, EagleHead.load(checkpoint, model))
-        except ValueError as error:
-            raise ValueError(f"draft: {error}") from None
+    with Checkpoint.open(locate(where).path) as checkpoint, _told():
+        return partial(HeadDrafter, EagleHead.load(checkpoint, model))
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """What is wrong with a drafter, as such: the model's own files are fine."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"draft: {error}") from None
 
 
 def second(
