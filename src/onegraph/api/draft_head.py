@@ -27,7 +27,7 @@ from onegraph.api.text import read_text
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.draft_heads import HeadDrafter
 from onegraph.engine.generate import Engine
-from onegraph.engine.params import SamplingParams
+from onegraph.engine.params import SamplingParams, Stats
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
 from onegraph.models.chain import ChainedLlama
 from onegraph.models.eagle import EagleConfig, EagleHead
@@ -46,9 +46,10 @@ from onegraph.models.llama import Llama
 PIECE = 160  # characters of the text that a prompt is made of
 PROMPT = 96  # tokens of a prompt at most, what a chat template adds included
 HELD = 12  # one prompt of so many is held out
-SAMPLING = 0.35  # of the time, for texts; training then has what is left but REPORT
-REPORT = 0.1
-ANSWER = 96  # tokens of each text that the report has written
+SAMPLING = 0.35  # of the time, for texts; training then has what is left but the report's
+REPORT = 0.2  # of the time, for the report at most
+ANSWER = 96  # tokens of each text that the report has written, or fewer, LEAST, where that would take longer
+LEAST = 16
 
 UNSEEN = {
     "code": (
@@ -95,6 +96,39 @@ class DraftHead:
     unseen: dict[str, Figures] = field(default_factory=dict)
 
 
+@dataclass
+class _Clock:
+    """What is left of `seconds`, and how fast the model writes: seconds of a decode step and of building its graphs."""
+
+    seconds: float
+    started: float = field(default_factory=time.monotonic)
+    step: float = 0.0
+    build: float = 0.0
+
+    @property
+    def spent(self) -> float:
+        return time.monotonic() - self.started
+
+    def learn(self, stats: Stats) -> None:
+        self.step = stats.decode_seconds / max(1, stats.decode_steps)
+        self.build += stats.build_seconds
+
+    @property
+    def answer(self) -> int:
+        """Tokens of each text of the report."""
+        return max(LEAST, min(ANSWER, int(REPORT * self.seconds / max(1e-9, self._token))))
+
+    @property
+    def training(self) -> float:
+        """Seconds that training may take from now on."""
+        return max(1.0, self.seconds - self.spent - self.answer * self._token - 2 * self.build)
+
+    @property
+    def _token(self) -> float:
+        """Seconds of one more token of all texts of the report: three kinds, without drafts and, dearer, with them."""
+        return 3 * 3 * self.step
+
+
 def train_head(
     path: str | PathLike[str],
     output: str | PathLike[str],
@@ -130,19 +164,18 @@ def train_head(
 
     Raises ValueError for a model that heads cannot go on from, too little text, and an output that exists.
     """
-    started, target = time.monotonic(), Path(output)
+    clock, target = _Clock(60 * minutes), Path(output)
     refuse_existing(target)
     if not 1 <= ahead <= 7:
         raise ValueError(f"ahead: got {ahead}; allowed is 1 to 7")
     pieces = _pieces(text, texts, seed)
     place = pick_device(device)
-    rows, context = 32 if place.type == "cuda" else 8, PROMPT + length
+    rows, context = 32 if place.type == "cuda" else 8, PROMPT + max(length, ANSWER)
     with LLM(path, device=place, dtype=dtype, max_batch=rows, max_context=context) as llm:
         model, tokenizer = llm.engine.model, llm.tokenizer
         if not isinstance(model, Llama | ChainedLlama):
             raise ValueError("draft-head: EAGLE heads go on from models of the Llama kind; DeepSeek-V4 has its own")
-        spent = partial(_spent, started, 60 * minutes)
-        written = list(_written(llm, pieces, texts, length, seed, lambda: spent() > SAMPLING, progress))
+        written = list(_written(llm, pieces, texts, length, seed, clock, progress))
         seen = [each for i, each in enumerate(written) if i % HELD and len(each) > ahead + 2]
         kept = [each for i, each in enumerate(written) if not i % HELD and len(each) > ahead + 2]
         if not seen or not kept:
@@ -164,16 +197,16 @@ def train_head(
 
         after = train(
             teacher, Texts(model, seen, layers, memory - memory // 8), held, batch=min(batch, len(seen)), rate=rate,
-            steps=steps, seconds=60 * minutes * (1 - REPORT) - (time.monotonic() - started), seed=seed, told=told,
+            steps=steps, seconds=clock.training, seed=seed, told=told,
         )  # fmt: skip
         tensors = head_tensors(net, names, torch.bfloat16)
         about = {"trained for": str(path), "seed": seed, "texts": len(seen), "versions": versions()}
         write_checkpoint(target, config, tensors.items(), about=about)
         with Checkpoint.open(target) as checkpoint:
             head, nbytes = EagleHead.load(checkpoint, model), checkpoint.nbytes
-        unseen = {kind: _figures(llm, head, prompts, ahead) for kind, prompts in _unseen(tokenizer, pieces[0]).items()}
+        unseen = _report(llm, head, _unseen(tokenizer, pieces[0]), ahead, clock.answer)
         return DraftHead(
-            source=str(path), output=str(target), seconds=time.monotonic() - started, texts=len(written),
+            source=str(path), output=str(target), seconds=clock.spent, texts=len(written),
             tokens=sum(map(len, written)), vocabulary=len(names), coverage=coverage, nbytes=nbytes, before=before,
             after=after, unseen=unseen,
         )  # fmt: skip
@@ -182,10 +215,6 @@ def train_head(
 def tapped(depth: int) -> tuple[int, ...]:
     """Low, middle and high: the layers of a model of so many behind which a new head takes hidden states."""
     return (1, depth // 2 - 1, depth - 4) if depth >= 8 else (0, (depth - 1) // 2, depth - 1)
-
-
-def _spent(started: float, seconds: float) -> float:
-    return (time.monotonic() - started) / seconds
 
 
 def _pieces(files: Sequence[str | PathLike[str]], count: int, seed: int) -> list[str]:
@@ -211,10 +240,9 @@ def _prompts(tokenizer: Tokenizer, pieces: Sequence[str]) -> Iterator[list[int]]
 
 
 def _written(
-    llm: LLM, pieces: Sequence[str], count: int, length: int, seed: int, over: Callable[[], bool],
-    progress: Progress | None,
+    llm: LLM, pieces: Sequence[str], count: int, length: int, seed: int, clock: _Clock, progress: Progress | None
 ) -> Iterator[list[int]]:  # fmt: skip
-    """Prompts with the model's own answers, token ids; at least one batch of them, then until time is `over`."""
+    """Prompts with the model's own answers, token ids; a few batches at least, then until the time is over."""
     prompts = list(_prompts(llm.tokenizer, pieces[1:]))
     random.Random(seed + 1).shuffle(prompts)
     prompts, wave = prompts[:count], llm.engine.max_batch
@@ -226,9 +254,10 @@ def _written(
         ]
         for prompt, answer in zip(some, llm.engine.generate(some, params), strict=True):
             yield [*prompt, *answer]
+        clock.learn(llm.stats)
         if progress is not None:
             progress("sampling", first + len(some), len(prompts))
-        if over() and first + wave >= 2 * HELD:
+        if clock.spent > SAMPLING * clock.seconds and first + wave >= 2 * HELD:
             return
 
 
@@ -252,24 +281,26 @@ def _unseen(tokenizer: Tokenizer, piece: str) -> dict[str, list[list[int]]]:
     return {"code": code, "chat": talk, "repetition": [repeat]}
 
 
-def _figures(llm: LLM, head: EagleHead, prompts: list[list[int]], drafts: int) -> Figures:
-    """Greedily, each prompt alone in its row."""
-    model = llm.engine.model
-    prompts = [prompt[: model.max_context // 2] for prompt in prompts]
-    longest = max(map(len, prompts))
-    context = min(longest + ANSWER, model.max_context)
-    params = SamplingParams(max_tokens=context - longest, stop=tuple(llm.tokenizer.stops))
-    plain = Engine(model, max_batch=len(prompts), max_context=context).generate(prompts, params)
+def _report(
+    llm: LLM, head: EagleHead, unseen: dict[str, list[list[int]]], drafts: int, answer: int
+) -> dict[str, Figures]:
+    """Greedily, the prompts of a kind beside each other, `answer` tokens behind each."""
+    model, plain, longest = llm.engine.model, llm.engine, llm.max_context - answer
     engine = Engine(
-        model, max_batch=len(prompts), max_context=context, draft=partial(HeadDrafter, head), draft_tokens=drafts
-    )
-    texts, stats = engine.generate(prompts, params), engine.stats
-    rates = [stats.accepted_at[0] / max(1, stats.drafted_at[0])]
-    rates += [stats.accepted_at[i] / max(1, stats.accepted_at[i - 1]) for i in range(1, drafts)]
-    rounds = stats.drafted_at[0]
-    return Figures(
-        accepted=tuple(rates),
-        tokens_per_round=1 + stats.accepted_tokens / max(1, rounds),
-        same_texts=sum(a == b for a, b in zip(plain, texts, strict=True)),
-        texts=len(texts),
-    )
+        model, max_batch=max(map(len, unseen.values())), max_context=llm.max_context,
+        draft=partial(HeadDrafter, head), draft_tokens=drafts,
+    )  # fmt: skip
+    params, found = SamplingParams(max_tokens=answer, stop=tuple(llm.tokenizer.stops)), {}
+    for kind, prompts in unseen.items():
+        some = [prompt[:longest] for prompt in prompts]
+        texts = engine.generate(some, params)
+        same = sum(a == b for a, b in zip(plain.generate(some, params), texts, strict=True))
+        stats = engine.stats
+        rounds, right = stats.drafted_at[0], [stats.accepted_at[i] for i in range(drafts)]
+        found[kind] = Figures(
+            accepted=tuple(k / max(1, n) for k, n in zip(right, [rounds, *right[:-1]], strict=True)),
+            tokens_per_round=1 + sum(right) / max(1, rounds),
+            same_texts=same,
+            texts=len(texts),
+        )
+    return found
