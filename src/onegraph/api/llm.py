@@ -53,9 +53,10 @@ class LLM:
         cache_tokens: that the KV cache holds, of all sequences together (default: max_batch x max_context). With fewer,
             the youngest sequence makes room where they run short, and goes on later.
         draft: who drafts tokens that the model then checks several at once: "ngram" looks them up in the text itself,
-            the path of a smaller checkpoint of the same tokens lets that one write them. The text is what it would be
-            without, but for near-ties of rounding (docs/speculation.md). draft_tokens: drafts to check at once, 1 to 7,
-            or "auto" for as many as pay.
+            "eagle:PATH" is an EAGLE-3 head of the model, "mtp" are DeepSeek-V4's own draft layers, the path of a
+            smaller checkpoint of the same tokens lets that one write them. The text is what it would be without, but
+            for near-ties of rounding (docs/speculation.md). draft_tokens: drafts to check at once, 1 to 7, or "auto"
+            for as many as pay.
         capture: True runs the decode step as one CUDA graph, False eagerly, "split" breaks the graph around attention;
             None captures where there is a GPU.
         tokenizer: the checkpoint's own, where it was read already.
@@ -124,9 +125,8 @@ class LLM:
         drafting = None
         if draft is not None:
             drafting = drafter(
-                str(draft), self.tokenizer, model.config.vocab_size, device=self.device, dtype=self.dtype, int8=int8,
-                max_context=max_context, progress=progress,
-            )  # fmt: skip
+                str(draft), self.tokenizer, model, located.path, int8=int8, max_context=max_context, progress=progress
+            )
         pages = None if cache_tokens is None else 1 + -(-cache_tokens // model.page_size)
         self._engine: Engine | None = Engine(
             model,

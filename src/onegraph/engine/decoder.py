@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from onegraph.runtime.graph import split_point
 
+Taps = dict[int, Tensor | None]  # by layer: `Decoder.run` puts the hidden states behind those that are keys here
+
 
 class Cache(Protocol):
     """The state of all sequences: what `Decoder.new_cache` makes. Each of `parts` lies on one stage's device, and a
@@ -64,7 +66,8 @@ class Decoder(Protocol):
     # The stream is what one layer hands to the next. Between stages it is a tensor of `stream_shape` in `dtype`; within
     # the only stage it may be anything.
     def enter(self, tokens: Tensor) -> Any: ...  # int64 [B, Q] -> stream
-    def run(self, stage: int, stream: Any, tokens: Tensor, cache: Any) -> Any: ...  # -> stream, perhaps in place
+    # -> stream, perhaps in place. taps: of this stage's layers, those that are keys get what is behind them [B, Q, D].
+    def run(self, stage: int, stream: Any, tokens: Tensor, cache: Any, taps: Taps | None = None) -> Any: ...
     def leave(self, stream: Any) -> Tensor: ...  # -> hidden after the final norm [B, Q, D]
     def logits(self, hidden: Tensor) -> Tensor: ...  # [..., D] -> float32 [..., V]
     def stream_shape(self, rows: int, length: int) -> tuple[int, ...]: ...

@@ -266,6 +266,12 @@ class Engine:
         drafted = self._speculation
         return self._cache.pure_pages and (drafted is None or drafted.drafter.pure_pages)
 
+    @property
+    def ahead_of_pages(self) -> bool:
+        """Whether something kept of a token depends on the token behind it, so that equal pages have equal tokens up
+        to the one behind their end."""
+        return self._speculation is not None and self._speculation.drafter.ahead
+
     def clear(self) -> None:
         """Forget all texts, after a NaN."""
         for steps in self._beside:

@@ -158,10 +158,15 @@ class Llama(nn.Module):
         """tokens int [B, Q] -> the residual stream before the first block."""
         return Stream(self.embed(tokens))
 
-    def run(self, stage: int, stream: Stream, tokens: Tensor, cache: Attend) -> Stream:
-        """All blocks, which are the only stage."""
-        for block in self.blocks:
+    def run(
+        self, stage: int, stream: Stream, tokens: Tensor, cache: Attend, taps: dict[int, Tensor | None] | None = None
+    ) -> Stream:
+        """All blocks, which are the only stage. taps: those blocks that are keys get the residual stream behind them
+        [B, Q, D]; what is computed besides is the same."""
+        for i, block in enumerate(self.blocks):
             stream = block(stream, cache)
+            if taps is not None and i in taps:
+                taps[i] = stream.total()
         return stream
 
     def leave(self, stream: Stream) -> Tensor:

@@ -85,9 +85,9 @@ class Loader:
     def layers(self) -> dict[str, tuple[int, int, bool]]:
         """Every layer that may be quantized and is in the file: the linears and the embedding."""
         name, (rows, columns) = self.parts.embedding
-        absent = self.parts.head if self.tied else None
-        linears = {layer: size for layer, size in self.parts.linears.items() if layer != absent}
-        return linears | {name: (rows, columns, False)}
+        absent = {*self.parts.shared, *([self.parts.head] if self.tied else [])}
+        found = self.parts.linears | {name: (rows, columns, False)}
+        return {layer: size for layer, size in found.items() if layer not in absent}
 
     def expected(self) -> Expected:
         """Every tensor that the config asks for, by the family's name: (shape, dtypes allowed)."""
