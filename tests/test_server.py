@@ -11,8 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
@@ -272,6 +273,24 @@ def test_who_does_not_read_holds_up_nobody(model: Path) -> None:
         worker.close()
         assert not any(thread.is_alive() for thread in worker._threads)
         assert worker.pages[0] == 0
+
+
+@pytest.mark.parametrize(("prepare", "later"), [("plain", 12), ("all", 0)])
+def test_no_request_waits_for_a_step_to_be_built(model: Path, prepare: Literal["all", "plain"], later: int) -> None:
+    with LLM(model, max_batch=2, max_context=64, device="cpu") as llm, Checkpoint.open(model) as checkpoint:
+        worker = Worker(llm, Tokenizer(checkpoint), queue=8, prepare=prepare)
+        worker.start()
+        prompt, built = llm.tokenizer.encode("the"), len(llm.engine._runners)
+
+        async def ask(**how: Any) -> None:
+            _, pieces = worker.submit([llm.engine.request(prompt, SamplingParams(max_tokens=3, **how))], ())
+            while not (await pieces.get()).last:
+                pass
+
+        for temperature, penalty, top in product((0, 1), (0, 1), (None, 2)):
+            asyncio.run(ask(temperature=temperature, frequency_penalty=penalty, logprobs=top))
+        worker.close()
+        assert len(llm.engine._runners) - built == later
 
 
 # ----------------------------------------------------------------------------------------------------------- refusals

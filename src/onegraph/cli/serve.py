@@ -77,6 +77,13 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--grace", type=number(int, 0, 3600), default=5, metavar="S", help="seconds to finish answers in, at the end"
     )
+    parser.add_argument(
+        "--prepare",
+        choices=("all", "plain"),
+        default="all",
+        help="steps to capture before it serves: all that requests may ask for (default), or plain ones: those with "
+        "penalties, constraints or log-probabilities when a first request asks, which everybody waits for",
+    )
     parser.add_argument("--capture", choices=tuple(CAPTURE), default="auto", help="as `generate` has it")
     add_draft(parser)
     add_gpus(parser)
@@ -125,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
     # the thread that writes the streams.
     sys.setswitchinterval(0.0002)
     with llm:
-        worker = Worker(llm, writer, queue=args.queue)
+        worker = Worker(llm, writer, queue=args.queue, prepare=args.prepare)
         settings = Settings(name=name, api_key=key, max_body=args.max_body)
         listen(socket, worker, settings, grace=args.grace, ready=ready)
     return 0

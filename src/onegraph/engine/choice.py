@@ -7,6 +7,7 @@ from there.
 
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
+from itertools import product
 from typing import NamedTuple, Protocol
 
 import torch
@@ -53,6 +54,7 @@ class Choice(NamedTuple):
 
 
 PLAIN = Choice()
+CHOICES = tuple(Choice(*parts) for parts in product((False, True), repeat=3))
 
 
 def row_values(params: Seq[SamplingParams], choice: Choice) -> dict[str, Tensor]:
