@@ -52,6 +52,13 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--api-key", metavar="KEY", help="clients must send it (default: $ONEGRAPH_API_KEY, which `ps` does not show)"
     )
+    parser.add_argument(
+        "--allow-origin",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="web pages of this origin may ask from a browser (CORS); may be repeated, '*': all (default: none)",
+    )
     parser.add_argument("--name", help="the model's name for clients (default: the last part of MODEL)")
     parser.add_argument("--max-batch", type=BATCH, default=16, metavar="N", help="answers at once (default 16)")
     parser.add_argument(
@@ -133,6 +140,6 @@ def run(args: argparse.Namespace) -> int:
     sys.setswitchinterval(0.0002)
     with llm:
         worker = Worker(llm, writer, queue=args.queue, prepare=args.prepare)
-        settings = Settings(name=name, api_key=key, max_body=args.max_body)
+        settings = Settings(name=name, api_key=key, max_body=args.max_body, origins=tuple(args.allow_origin))
         listen(socket, worker, settings, grace=args.grace, ready=ready)
     return 0
