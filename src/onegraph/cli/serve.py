@@ -36,6 +36,11 @@ run. It needs the extra 'serve': pip install 'onegraph[serve]'.
 """
 
 
+# Seconds after which a thread gives the interpreter up: the engine's asks for it once a step, every 1 to 3 ms, and by
+# default would wait up to 5 for the thread that writes the streams.
+SWITCH = 0.0002
+
+
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "serve",
@@ -135,9 +140,7 @@ def run(args: argparse.Namespace) -> int:
     def ready() -> None:
         print(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1", file=sys.stderr, flush=True)
 
-    # The engine's thread asks for the interpreter once a step, every 1 to 3 ms: by default it would wait up to 5 for
-    # the thread that writes the streams.
-    sys.setswitchinterval(0.0002)
+    sys.setswitchinterval(SWITCH)
     with llm:
         worker = Worker(llm, writer, queue=args.queue, prepare=args.prepare)
         settings = Settings(name=name, api_key=key, max_body=args.max_body, origins=tuple(args.allow_origin))
