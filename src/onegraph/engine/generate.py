@@ -122,11 +122,12 @@ class Engine:
         self._runners: dict[tuple[str, Choice], Runners] = {}  # of a step, by count of drafts
         self._loaded: tuple[Runners, int | None, Choice, list[Sequence]]  # of the decode step
         self.constrain: Constrain | None = None  # who makes a row's constraint; that takes a tokenizer
-        self._downloads: dict[int, Download] = {}  # by how much a step says of a row
+        self._downloads: dict[tuple[str, int], Download] = {}  # by the kind of a step, and how much it says of a row
         # What a step on a CPU need not look at, where the reference reads all that it may: see `_trim`.
         whole = all(len(rank.devices) == 1 for rank in model.beside)
         self._trims = not captured and whole and self.devices[0].type == "cpu"
         self._busy = False
+        self.soiled = False  # a NaN may lie in the cache: the next Scheduler clears it
         self.stats = Stats(mode=self.mode)
 
     def generate(
@@ -327,8 +328,9 @@ class Engine:
         if self._speculation is not None:
             self._speculation.begin(sequence)
 
-    def prefill(self, sequence: Sequence, end: int) -> Callable[[], Report]:
-        """Launch a pass over a sequence's tokens from `read` to `end`; what is returned fetches what it drew."""
+    def prefill(self, sequence: Sequence, end: int) -> Report:
+        """Launch a pass over a sequence's tokens from `read` to `end`; what is returned fetches what it drew, BROKEN
+        where any of these tokens met a NaN."""
         choice = Choice.of([sequence.params])
         runner = self.runner("prefill", **choice._asdict())
         part = sequence.tokens(sequence.read, end)
@@ -336,10 +338,10 @@ class Engine:
         tokens[0, : len(part)] = torch.tensor(part)
         runner.load(tokens=tokens, **host_rows([sequence], self._per_row, limits=[end], choice=choice))
         self._trim(len(part), end)
-        if end == sequence.to_prefill:
+        last = end == sequence.to_prefill
+        if last:
             self._constrain([sequence])
-        report: Tensor = runner.replay()
-        return lambda: self._fetch(report, choice)
+        return self._fetch("prefill", runner.replay(), choice._replace(logprobs=last and choice.logprobs))
 
     def load(self, rows: list[Sequence]) -> None:
         """From now on decode steps are of these sequences, from where each one's `read` stands."""
@@ -365,7 +367,7 @@ class Engine:
         drafts = self._drafts(rows, bucket, choice)
         self._trim(1, reach)
         self._constrain(rows)
-        report, told = self._fetch(runners[drafts].replay(bucket)[: len(rows)], choice)
+        report, told = self._fetch("decode", runners[drafts].replay(bucket)[: len(rows)], choice)
         speculation = self._speculation
         if speculation is None:
             return lambda: report().unsqueeze(1), told
@@ -404,14 +406,14 @@ class Engine:
             for state in self.choice_states():
                 state.constrain(found)
 
-    def _fetch(self, report: Tensor, choice: Choice) -> Report:
-        """Begin to copy what a step tells the host: `ahead` + 1 at once at most."""
-        told = self.choice_state().fetch(len(report)) if choice.logprobs else None
+    def _fetch(self, kind: Literal["decode", "prefill"], report: Tensor, choice: Choice) -> Report:
+        """Begin to copy what a step tells the host: `ahead` + 1 of a kind at once at most."""
+        told = self.choice_state().fetch(kind, len(report)) if choice.logprobs else None
         said = report.numel() // len(report)
-        if said not in self._downloads:
+        if (kind, said) not in self._downloads:
             like = torch.zeros(self.max_batch * said, dtype=torch.int64, device=report.device)
-            self._downloads[said] = Download(like, depth=self.ahead + 1)
-        fetched = self._downloads[said].start(report.flatten())
+            self._downloads[kind, said] = Download(like, depth=self.ahead + 1)
+        fetched = self._downloads[kind, said].start(report.flatten())
         return lambda: self._met(fetched()).view(report.shape), told
 
     def _met(self, told: Tensor) -> Tensor:
