@@ -28,6 +28,7 @@ from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import parse_kv
 from onegraph.models.config import LlamaConfig
 from onegraph.models.load import load_decoder, parse_config
+from onegraph.models.ranks import Ranks
 
 MAX_CONTEXT = 4096  # unless the caller asks for more
 Prompt = str | Sequence[int]  # a text, or its token ids
@@ -123,7 +124,7 @@ class LLM:
                 "that and more, or a smaller max_context"
             )
         drafting = None
-        if draft is not None:
+        if draft is not None and not isinstance(model, Ranks):  # several GPUs take no drafts, see above
             drafting = drafter(
                 str(draft), self.tokenizer, model, located.path, int8=int8, max_context=max_context, progress=progress
             )
