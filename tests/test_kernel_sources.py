@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import kernel_table
-from onegraph.ops.cuda import build, decode_portable, fp8, int4, nvfp4, nvfp4_one, turboquant_attention
+from h200 import H200, PLAIN
+from onegraph.ops.cuda import build, decode_portable, e8p_experts, fp8, int4, nvfp4, nvfp4_one, turboquant_attention
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVRTC is installed on Linux alone")
 FOLDER = Path(build.__file__).parent
@@ -53,6 +54,20 @@ def test_a_source_compiles_for_what_it_is_for(name: str, capability: tuple[int, 
         assert cells[source.path.name, capability] == kernel_table.cell(found)
 
 
+def experts(tokens: int, bits: int) -> e8p_experts.Way:
+    found = e8p_experts.way(tokens, 8, 128, 2048, 768, bits, PLAIN, portable=True)
+    assert found is not None
+    return found
+
+
+def test_experts_in_clusters_compile() -> None:
+    way = e8p_experts.way(1, 8, 128, 2048, 768, 2, H200)
+    assert way is not None
+    for cut in way:
+        assert cut.cluster > 1
+        assert e8p_experts.KERNELS.cubin(cut.defines(2, False), (9, 0)).startswith(b"\x7fELF")
+
+
 def tight() -> list[tuple[build.Source, dict[str, int]]]:
     """Forms of the portable kernels that hold the most in registers."""
     four = {"SCALE_BF16": 1, "FLOAT32": 1, "DEPTH": 2}
@@ -66,6 +81,7 @@ def tight() -> list[tuple[build.Source, dict[str, int]]]:
         (turboquant_attention.KERNELS, turboquant_attention.Plan(256, 4, 4, 8, 0, 1).defines(1)),
         (turboquant_attention.KERNELS, turboquant_attention.Plan(128, 3, 3, 8, 1, 1).defines(1)),
         (decode_portable.KERNEL, heads.defines),
+        *((e8p_experts.KERNELS, cut.defines(bits, False)) for bits in (2, 3) for cut in experts(64, bits)),
     ]
 
 
