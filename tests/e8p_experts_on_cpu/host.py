@@ -1,5 +1,5 @@
 """Experts in E8P as a GPU runs them, from the op down to every launch, whose kernel runs on this CPU: `host.py FOLDER
-hopper|portable`, the folder of the sources and their form. Prints a line for each case; fails where a result is wrong."""
+hopper|portable`, the folder of the sources and their form. Prints a line for each case; fails where one is wrong."""
 
 import ctypes
 import sys

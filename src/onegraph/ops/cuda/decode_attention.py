@@ -52,7 +52,7 @@ def _kernel(plan: Plan, device: int) -> build.Kernel:
 
 @cache
 def clustered(device: int) -> bool:
-    """Whether this GPU has the one that runs in clusters."""
+    """Whether this GPU has the one that runs in clusters, which alone was measured beside another engine's."""
     return KERNEL.usable(device, "another kernel computes the attention of decode steps")
 
 

@@ -203,6 +203,7 @@ def available(device: int) -> bool:
     return KERNELS.usable(device, "Triton's run experts in E8P")
 
 
+@cache
 def portable(device: int) -> bool:
     """Whether this GPU runs the portable form."""
     return KERNELS.portable(torch.cuda.get_device_capability(device))

@@ -168,6 +168,12 @@ def one_available(device: int) -> bool:
     return ONE.usable(device, "int4_batch.cu computes few tokens, too")
 
 
+@cache
+def _portable(device: int) -> bool:
+    """Whether this GPU runs the portable form of `int4_batch.cu`."""
+    return BATCH.portable(torch.cuda.get_device_capability(device))
+
+
 def _kind(dtype: torch.dtype, scale: Tensor, shift: int = ALL) -> dict[str, int]:
     half, wide_range = int(dtype == torch.float16), int(scale.dtype == torch.bfloat16)
     return {"HALF": half, "SCALE_BF16": wide_range, "GROUP": group_of(shift)}
@@ -197,8 +203,7 @@ def linear(
             aligned = None if order is None else _aligned(order)
             _one(_aligned(x), _aligned(codes), scale, zero, aligned, wide_bias, y, one)
             return y
-        portable = BATCH.portable(torch.cuda.get_device_capability(x.device.index))
-        if batch := batch_plan(1 if tokens <= 8 else 2, n, k, groups, device, portable):
+        if batch := batch_plan(1 if tokens <= 8 else 2, n, k, groups, device, _portable(x.device.index)):
             x = _aligned(x) if order is None else x.index_select(-1, order)
             _batch(x, _aligned(codes), scale, zero, wide_bias, y, batch)
             return y

@@ -167,6 +167,7 @@ def _group(global_scale: Tensor | None) -> int:
     return 32 if global_scale is None else 16
 
 
+@cache
 def _most(device: int) -> tuple[int, int]:
     """Bytes of shared memory that a plan may take, and warps of a block."""
     portable = KERNEL.portable(torch.cuda.get_device_capability(device))

@@ -132,6 +132,7 @@ def kernels(plan: Plan, stages: int, device: int) -> tuple[build.Kernel, ...]:
     return KERNELS.load(plan.defines(stages), device, plan.shared(stages, 1), (*functions, *together))
 
 
+@cache
 def clusters(device: int) -> bool:
     """Whether the GPU's form of the kernels has one that runs in clusters."""
     return not KERNELS.portable(torch.cuda.get_device_capability(device))
