@@ -139,7 +139,7 @@ def train_head(
     length: int = 192,
     vocabulary: int = 8192,
     ahead: int = 5,
-    steps: int = 20000,
+    steps: int | None = None,
     batch: int = 16,
     rate: float = 1e-3,
     memory: int = 4 << 30,
@@ -157,9 +157,9 @@ def train_head(
         texts: that the model writes at most, of `length` tokens each; every second one greedily.
         vocabulary: tokens that the head may name: those that the texts have most often.
         ahead: outputs of its own that the head learns to go on from; 1 to 7.
-        steps, batch, rate: of AdamW, at most; texts a step; its highest rate.
+        steps: of training, at most; None for as many as the time allows. batch: texts a step. rate: AdamW's highest.
         memory: bytes of hidden states to keep on the host; those of further texts are computed again each time.
-        seed: of everything; the same seed gives the same head where the clock has ended neither sampling nor training.
+        seed: of everything; the same seed gives the same head with `steps`, unless the clock ended sampling or them.
         progress: called as progress("sampling", texts, texts in all). log: takes a line now and then.
 
     Raises ValueError for a model that heads cannot go on from, too little text, and an output that exists.
