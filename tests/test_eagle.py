@@ -7,13 +7,14 @@ import torch
 
 from eagle import load_head, net_of, overfit, write_head
 from engines import MODES, maker
-from models import save_hf
+from models import save_e8p, save_hf
 from onegraph.engine.draft import NgramDrafter
 from onegraph.engine.draft_heads import HeadDrafter
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.engine.schedule import Scheduler
 from onegraph.formats.checkpoint import Checkpoint, CheckpointError, write_checkpoint
+from onegraph.models.chain import ChainedLlama, chained
 from onegraph.models.eagle import EagleConfig, EagleHead
 from onegraph.models.eagle_training import Teacher, Texts, train
 from onegraph.models.llama import Llama
@@ -244,6 +245,30 @@ def test_the_rounds_are_proven(make, model, reduced, sampling):
         (runner,) = engine.runner("decode", sampling=sampling, drafts=drafts).stages
         cases = [round_inputs(g, 20, torch.randint(1, 64, (n, 16), generator=g)) for n in (4, 1, 3)]
         assert prove(runner, cases, reset=reset, state=state) == []
+
+
+def test_taps_are_in_the_models_own_basis(tmp_path):
+    """Of E8P linears, which rotate what they read and turn back what they give, fused or chained: what the same model
+    has with its weights decoded."""
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
+    save_e8p("llama", tmp_path / "m", rates={"bits": 4}, head_dim=64, **sizes)
+    with Checkpoint.open(tmp_path / "m") as checkpoint:
+        dense, coded = (Llama.load(checkpoint, decode=decode, max_context=64) for decode in (True, False))
+    chain, found = chained(coded), []
+    assert isinstance(chain, ChainedLlama)
+    for model in (dense, coded, chain):
+        cache = model.new_cache(rows=1, pages=2, page_size=16, pages_per_row=1)
+        cache.block_table.fill_(1)
+        cache.counts.fill_(1)
+        for position, token in enumerate((5, 9)):
+            taps, tokens = dict.fromkeys(LAYERS), torch.tensor([[token]])
+            cache.positions.fill_(position)
+            with torch.inference_mode():
+                model.run(0, model.enter(tokens), tokens, cache, taps)
+        found.append(torch.stack([taps[i] for i in LAYERS]))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], atol=2e-3, rtol=2e-3)
+    assert (found[0][0] - found[0][1]).abs().max() > 0.1
 
 
 def test_who_asks_for_nothing_pays_nothing(model, monkeypatch):
