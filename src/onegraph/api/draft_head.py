@@ -64,6 +64,10 @@ UNSEEN = {
     ),
 }
 REPEAT = "Repeat this text word for word:\n\n"
+KEEPER = (
+    "The lighthouse keeper counts eleven ships before noon, writes their names into a green ledger, and feeds the "
+    "seventh gull twice because it limps."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +176,7 @@ def train_head(
     place = pick_device(device)
     rows, context = 32 if place.type == "cuda" else 8, PROMPT + max(length, ANSWER)
     with LLM(path, device=place, dtype=dtype, max_batch=rows, max_context=context) as llm:
-        model, tokenizer = llm.engine.model, llm.tokenizer
+        model = llm.engine.model
         if not isinstance(model, Llama | ChainedLlama):
             raise ValueError("draft-head: EAGLE heads go on from models of the Llama kind; DeepSeek-V4 has its own")
         written = list(_written(llm, pieces, texts, length, seed, clock, progress))
@@ -204,11 +208,11 @@ def train_head(
         write_checkpoint(target, config, tensors.items(), about=about)
         with Checkpoint.open(target) as checkpoint:
             head, nbytes = EagleHead.load(checkpoint, model), checkpoint.nbytes
-        unseen = _report(llm, head, _unseen(tokenizer, pieces[0]), ahead, clock.answer)
+        found = _report(llm, head, ahead, clock.answer)
         return DraftHead(
             source=str(path), output=str(target), seconds=clock.spent, texts=len(written),
             tokens=sum(map(len, written)), vocabulary=len(names), coverage=coverage, nbytes=nbytes, before=before,
-            after=after, unseen=unseen,
+            after=after, unseen=found,
         )  # fmt: skip
 
 
@@ -218,13 +222,13 @@ def tapped(depth: int) -> tuple[int, ...]:
 
 
 def _pieces(files: Sequence[str | PathLike[str]], count: int, seed: int) -> list[str]:
-    """Parts of the text that share nothing, in an order of the seed. The first is for the report alone."""
+    """Parts of the text that share nothing, in an order of the seed."""
     whole = "\n\n".join(read_text(Path(file)) for file in files or [BUNDLED])
     starts = list(range(0, len(whole) - PIECE, PIECE))
     if len(starts) < HELD:
         raise ValueError(f"text: got {len(whole)} characters; allowed is {(HELD + 1) * PIECE} and more")
     random.Random(seed).shuffle(starts)
-    parts = (whole[start : start + PIECE] for start in starts[: 1 + count])
+    parts = (whole[start : start + PIECE] for start in starts[:count])
     return [part.partition(" ")[2] or part for part in parts]
 
 
@@ -243,7 +247,7 @@ def _written(
     llm: LLM, pieces: Sequence[str], count: int, length: int, seed: int, clock: _Clock, progress: Progress | None
 ) -> Iterator[list[int]]:  # fmt: skip
     """Prompts with the model's own answers, token ids; a few batches at least, then until the time is over."""
-    prompts = list(_prompts(llm.tokenizer, pieces[1:]))
+    prompts = list(_prompts(llm.tokenizer, pieces))
     random.Random(seed + 1).shuffle(prompts)
     prompts, wave = prompts[:count], llm.engine.max_batch
     for first in range(0, len(prompts), wave):
@@ -268,8 +272,8 @@ def _vocabulary(texts: Sequence[Sequence[int]], size: int, count: int) -> tuple[
     return torch.tensor(sorted(order)), sum(counts[token] for token in order) / max(1, counts.total())
 
 
-def _unseen(tokenizer: Tokenizer, piece: str) -> dict[str, list[list[int]]]:
-    """Prompts that no head was trained on, by kind."""
+def unseen(tokenizer: Tokenizer) -> dict[str, list[list[int]]]:
+    """Prompts that no head was trained on, token ids by kind."""
 
     def asked(question: str) -> list[int]:
         return tokenizer.chat([{"role": "user", "content": question}])
@@ -277,21 +281,20 @@ def _unseen(tokenizer: Tokenizer, piece: str) -> dict[str, list[list[int]]]:
     chat = tokenizer.template is not None
     code = [tokenizer.encode(prompt) for prompt in UNSEEN["code"]]
     talk = [asked(prompt) if chat else tokenizer.encode(prompt) for prompt in UNSEEN["chat"]]
-    repeat = asked(REPEAT + piece) if chat else tokenizer.encode(f"{piece}\n\n{piece}\n\n{piece[:40]}")
+    repeat = asked(REPEAT + KEEPER) if chat else tokenizer.encode(f"{KEEPER}\n\n{KEEPER}\n\n{KEEPER[:40]}")
     return {"code": code, "chat": talk, "repetition": [repeat]}
 
 
-def _report(
-    llm: LLM, head: EagleHead, unseen: dict[str, list[list[int]]], drafts: int, answer: int
-) -> dict[str, Figures]:
+def _report(llm: LLM, head: EagleHead, drafts: int, answer: int) -> dict[str, Figures]:
     """Greedily, the prompts of a kind beside each other, `answer` tokens behind each."""
     model, plain, longest = llm.engine.model, llm.engine, llm.max_context - answer
+    asked = unseen(llm.tokenizer)
     engine = Engine(
-        model, max_batch=max(map(len, unseen.values())), max_context=llm.max_context,
+        model, max_batch=max(map(len, asked.values())), max_context=llm.max_context,
         draft=partial(HeadDrafter, head), draft_tokens=drafts,
     )  # fmt: skip
     params, found = SamplingParams(max_tokens=answer, stop=tuple(llm.tokenizer.stops)), {}
-    for kind, prompts in unseen.items():
+    for kind, prompts in asked.items():
         some = [prompt[:longest] for prompt in prompts]
         texts = engine.generate(some, params)
         same = sum(a == b for a, b in zip(plain.generate(some, params), texts, strict=True))
