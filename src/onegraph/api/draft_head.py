@@ -180,19 +180,18 @@ def train_head(
         if not isinstance(model, Llama | ChainedLlama):
             raise ValueError("draft-head: EAGLE heads go on from models of the Llama kind; DeepSeek-V4 has its own")
         written = list(_written(llm, pieces, texts, length, seed, clock, progress))
-        seen = [each for i, each in enumerate(written) if i % HELD and len(each) > ahead + 2]
-        kept = [each for i, each in enumerate(written) if not i % HELD and len(each) > ahead + 2]
+        seen, kept = (
+            [text for held, text in written if held is part and len(text) > ahead + 2] for part in (False, True)
+        )
         if not seen or not kept:
             raise ValueError(f"draft-head: the model wrote {len(written)} texts; give more text, or more minutes")
         names, coverage = _vocabulary(seen, model.config.vocab_size, vocabulary)
-        log(f"{len(written)} texts, {sum(map(len, written))} tokens; the head names {100 * coverage:.1f} % of them")
+        tokens = sum(map(len, seen)) + sum(map(len, kept))
+        log(f"{len(written)} texts, {tokens} tokens; the head names {100 * coverage:.1f} % of them")
         layers = tapped(model.config.layers)
         config = head_config(model.config, layers, len(names), str(path))
-        torch.manual_seed(seed)
-        chosen = names.to(model.device)
-        net = EagleNet(EagleConfig.from_dict(config), len(layers), max(map(len, written)) + ahead).to(model.device)
-        net.start_from(model.norm.float(), head_rows(model, chosen))
-        teacher = Teacher(model, net, chosen, ahead)
+        net = _new(model, config, names, max(map(len, [*seen, *kept])), seed)
+        teacher = Teacher(model, net, names.to(model.device), ahead)
         held = Texts(model, kept[: 4 * batch], layers, memory // 8)
         before = teacher.score([held.batch(range(i, min(i + batch, len(held)))) for i in range(0, len(held), batch)])
 
@@ -203,17 +202,27 @@ def train_head(
             teacher, Texts(model, seen, layers, memory - memory // 8), held, batch=min(batch, len(seen)), rate=rate,
             steps=steps, seconds=clock.training, seed=seed, told=told,
         )  # fmt: skip
-        tensors = head_tensors(net, names, torch.bfloat16)
         about = {"trained for": str(path), "seed": seed, "texts": len(seen), "versions": versions()}
-        write_checkpoint(target, config, tensors.items(), about=about)
+        write_checkpoint(target, config, head_tensors(net, names, torch.bfloat16).items(), about=about)
         with Checkpoint.open(target) as checkpoint:
             head, nbytes = EagleHead.load(checkpoint, model), checkpoint.nbytes
         found = _report(llm, head, ahead, clock.answer)
         return DraftHead(
-            source=str(path), output=str(target), seconds=clock.spent, texts=len(written),
-            tokens=sum(map(len, written)), vocabulary=len(names), coverage=coverage, nbytes=nbytes, before=before,
-            after=after, unseen=found,
+            source=str(path), output=str(target), seconds=clock.spent, texts=len(written), tokens=tokens,
+            vocabulary=len(names), coverage=coverage, nbytes=nbytes, before=before, after=after, unseen=found,
         )  # fmt: skip
+
+
+def _new(
+    model: Llama | ChainedLlama, config: dict[str, object], names: torch.Tensor, longest: int, seed: int
+) -> EagleNet:
+    """A head that names `names`, untrained, for texts of so many tokens."""
+    torch.manual_seed(seed)
+    parsed = EagleConfig.from_dict(config)
+    assert parsed.layers is not None
+    net = EagleNet(parsed, len(parsed.layers), longest).to(model.device)
+    net.start_from(model.norm.float(), head_rows(model, names.to(model.device)))
+    return net
 
 
 def tapped(depth: int) -> tuple[int, ...]:
@@ -245,22 +254,25 @@ def _prompts(tokenizer: Tokenizer, pieces: Sequence[str]) -> Iterator[list[int]]
 
 def _written(
     llm: LLM, pieces: Sequence[str], count: int, length: int, seed: int, clock: _Clock, progress: Progress | None
-) -> Iterator[list[int]]:  # fmt: skip
-    """Prompts with the model's own answers, token ids; a few batches at least, then until the time is over."""
+) -> Iterator[tuple[bool, list[int]]]:  # fmt: skip
+    """Prompts with the model's own answers, token ids, and whether the prompt is held out: a few batches at least, then
+    until their part of the time is over. Every second prompt is answered greedily first; when all prompts were answered
+    they are answered again with other random numbers."""
     prompts = list(_prompts(llm.tokenizer, pieces))
     random.Random(seed + 1).shuffle(prompts)
-    prompts, wave = prompts[:count], llm.engine.max_batch
-    for first in range(0, len(prompts), wave):
-        some = prompts[first : first + wave]
+    wave, stops = llm.engine.max_batch, tuple(llm.tokenizer.stops)
+    for first in range(0, count, wave):
+        numbers = range(first, min(first + wave, count))
+        some = [prompts[i % len(prompts)] for i in numbers]
         params = [
-            SamplingParams(max_tokens=length, temperature=0.8 * (i % 2), seed=seed + i, stop=tuple(llm.tokenizer.stops))
-            for i in range(first, first + len(some))
+            SamplingParams(max_tokens=length, temperature=0.8 * (i % 2 or i >= len(prompts)), seed=seed + i, stop=stops)
+            for i in numbers
         ]
-        for prompt, answer in zip(some, llm.engine.generate(some, params), strict=True):
-            yield [*prompt, *answer]
+        for i, prompt, answer in zip(numbers, some, llm.engine.generate(some, params), strict=True):
+            yield i % len(prompts) % HELD == 0, [*prompt, *answer]
         clock.learn(llm.stats)
         if progress is not None:
-            progress("sampling", first + len(some), len(prompts))
+            progress("sampling", numbers[-1] + 1, count)
         if clock.spent > SAMPLING * clock.seconds and first + wave >= 2 * HELD:
             return
 
