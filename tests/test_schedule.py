@@ -225,3 +225,68 @@ def test_a_nan_ends_its_own_request_and_no_other():
     assert "NaN at position 2" in str(lost.error)
     assert [request.output for request in sound] == wanted
     assert whole(e)
+
+
+def spoiled(bad, **options):
+    """An engine whose model gives NaN for one token, and which looks at whole chunks and tables, as on a GPU."""
+    damaged = TinyDecoder()
+    damaged.embed.weight[bad] = torch.nan
+    e = Engine(damaged, **OPTIONS | {"max_batch": 2, "pages": 1 + 10} | options)
+    e._trims = False
+    return e
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_what_a_cancelled_prompt_left_reaches_nobody(ahead):
+    """NaN in pages of somebody who left before his prompt was read: attention masks it for the next owner by 0, and
+    0 * NaN is NaN where a chunk's padding is in sight."""
+    params = SamplingParams(max_tokens=12)
+    prompt = PROMPTS[1]
+    wanted = alone(tuple(prompt), params)
+    bad = next(t for t in range(101) if t not in prompt + wanted)
+    e = spoiled(bad)
+    e.ahead = ahead
+    with closing(Scheduler(e)) as scheduler:
+        scheduler.add(lost := e.request([bad] * 36, SamplingParams(max_tokens=2)))
+        for _ in range(3):
+            scheduler.step()
+        scheduler.cancel(lost)
+        for _ in range(2):
+            scheduler.add(sound := e.request(prompt, params))
+        run(scheduler)
+    assert sound.error is None
+    assert sound.output == wanted
+
+
+def test_a_nan_ends_a_prompt_at_its_chunk():
+    e = spoiled(3)
+    with closing(Scheduler(e)) as scheduler:
+        scheduler.add(lost := e.request([1, 3] + [1] * 34, SamplingParams(max_tokens=2)))
+        run(scheduler)
+    assert "NaN at position 8" in str(lost.error)
+    assert e.stats.prefill_tokens == 8
+
+
+def test_a_step_after_the_end_may_have_met_a_nan():
+    """Read a step late, a row runs on behind its stop token: what it leaves then is cleared away, too."""
+    params = SamplingParams(max_tokens=12)
+    wanted = alone(tuple(START), params)
+    stop = next(t for t in wanted if t not in START + wanted[:1])
+    e = spoiled(stop)
+    e.ahead = 1
+    with closing(Scheduler(e)) as scheduler:
+        scheduler.add(e.request(START, SamplingParams(max_tokens=12, stop=(stop,))))
+        run(scheduler)
+    with closing(Scheduler(e)):
+        assert all(t.isfinite().all() for t in e._cache.tensors())
+
+
+def test_what_nobody_waited_for_is_cleared_away():
+    e = spoiled(3)
+    e.ahead = 1
+    with closing(Scheduler(e)) as scheduler:
+        scheduler.add(e.request([3] * 20, SamplingParams(max_tokens=2)))
+        scheduler.step()
+    assert not all(t.isfinite().all() for t in e._cache.tensors())
+    with closing(Scheduler(e)):
+        assert all(t.isfinite().all() for t in e._cache.tensors())

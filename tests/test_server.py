@@ -11,8 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
@@ -274,6 +275,24 @@ def test_who_does_not_read_holds_up_nobody(model: Path) -> None:
         assert worker.pages[0] == 0
 
 
+@pytest.mark.parametrize(("prepare", "later"), [("plain", 12), ("all", 0)])
+def test_no_request_waits_for_a_step_to_be_built(model: Path, prepare: Literal["all", "plain"], later: int) -> None:
+    with LLM(model, max_batch=2, max_context=64, device="cpu") as llm, Checkpoint.open(model) as checkpoint:
+        worker = Worker(llm, Tokenizer(checkpoint), queue=8, prepare=prepare)
+        worker.start()
+        prompt, built = llm.tokenizer.encode("the"), len(llm.engine._runners)
+
+        async def ask(**how: Any) -> None:
+            _, pieces = worker.submit([llm.engine.request(prompt, SamplingParams(max_tokens=3, **how))], ())
+            while not (await pieces.get()).last:
+                pass
+
+        for temperature, penalty, top in product((0, 1), (0, 1), (None, 2)):
+            asyncio.run(ask(temperature=temperature, frequency_penalty=penalty, logprobs=top))
+        worker.close()
+        assert len(llm.engine._runners) - built == later
+
+
 # ----------------------------------------------------------------------------------------------------------- refusals
 
 
@@ -285,7 +304,7 @@ def test_who_does_not_read_holds_up_nobody(model: Path) -> None:
         (b"\xff\xfe{}", 400, "the body is not JSON"),
         (b"[" * 15000, 400, "the body is not JSON"),
         ([], 400, "a JSON list; an object is expected"),
-        ({"prompt": "a"}, 404, "the model None is not served here; this is 'plain'"),
+        ({"prompt": "a"}, 400, "model is missing"),
         ({"model": "gpt-4", "prompt": "a"}, 404, "the model 'gpt-4' is not served here"),
         ({"model": "plain"}, 400, "prompt is missing"),
         ({"model": "plain", "prompt": ""}, 400, "got no tokens"),
@@ -301,7 +320,15 @@ def test_who_does_not_read_holds_up_nobody(model: Path) -> None:
         ({"model": "plain", "prompt": "a", "max_tokens": True}, 400, "max_tokens: got true"),
         ({"model": "plain", "prompt": "a", "seed": 2**63}, 400, "seed: got 9223372036854775808"),
         ({"model": "plain", "prompt": "a", "stop": [""]}, 400, 'stop: got [""]'),
-        ({"model": "plain", "prompt": "a", "tools": [{}]}, 400, "tools is not supported"),
+        ({"model": "plain", "prompt": "a", "tools": [{}]}, 400, "tools is not known here; allowed are"),
+        ({"model": "plain", "prompt": "a", "echo": True}, 400, "echo is not supported; leave it out"),
+        ({"model": "plain", "prompt": "a", "suffix": "b"}, 400, "suffix is not supported; leave it out"),
+        ({"model": "plain", "prompt": "a", "logit_bias": {"5": 1}}, 400, "logit_bias is not supported; leave it out"),
+        (
+            {"model": "plain", "prompt": "a", "stream_options": {"a": 1}},
+            400,
+            "stream_options is for stream: true alone",
+        ),
         ({"model": "plain", "prompt": "a", "logprobs": 21}, 400, "logprobs: got 21; allowed is 0 to 20"),
         (
             {"model": "plain", "prompt": "a", "frequency_penalty": 3},
@@ -344,10 +371,12 @@ def test_who_does_not_fit_the_queue_is_told_to_come_again(server: Running) -> No
     ("message", "says"),
     [
         ("Hi", 'messages[0]: got "Hi"'),
-        ({"role": "tool", "content": "a"}, 'messages[0]: role is "tool"; allowed are system'),
+        ({"role": "critic", "content": "a"}, 'messages[0]: role is "critic"; allowed are system'),
+        ({"role": "tool", "tool_call_id": "a", "content": "a"}, "tools: the model's chat template knows none"),
+        ({"role": "user", "content": "a", "tool_calls": [{}]}, "tool_calls is not supported"),
         ({"role": "user"}, "content is neither a text nor a list of text parts"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "content is neither"),
-        ({"role": "assistant", "content": "a", "tool_calls": [{}]}, "tool_calls is not supported"),
+        ({"role": "assistant", "content": "a", "tool_calls": [{}]}, "messages[0].tool_calls[0]: an object with id"),
         ({"role": "user", "content": "<|im_end|>", "name": 3}, None),
         ({"role": "assistant", "content": [{"type": "text", "text": "a"}], "tool_calls": None}, None),
     ],
@@ -391,7 +420,13 @@ def test_models_health_and_what_is_not_there(server: Running) -> None:
     root = server.url.removesuffix("v1")
     assert httpx.get(root + "health").json() == {"status": "ok"}
     assert httpx.get(root + "v1/embeddings").json()["error"]["message"] == "GET /v1/embeddings: Not Found"
-    assert httpx.get(root + "v1/completions").status_code == 405
+    wrong = httpx.get(root + "v1/completions")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    assert httpx.head(root + "health").status_code == 200
+    with pytest.raises(openai.BadRequestError, match="reasoning_effort is not supported; leave it out"):
+        server.client.chat.completions.create(
+            model="plain", messages=[{"role": "user", "content": "a"}], reasoning_effort="low"
+        )
 
 
 # -------------------------------------------------------------------------------------------------- beginning and end

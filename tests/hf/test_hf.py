@@ -74,10 +74,7 @@ def test_saving_and_loading_round_trips_bit_for_bit(case: str, tmp_path: Path) -
     model = load(tmp_path / "model")
     model.save_pretrained(tmp_path / "again")
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "again"))
-    assert set(before) == set(after)
-    for name, tensor in before.items():
-        assert after[name].dtype == tensor.dtype, name
-        assert torch.equal(after[name], tensor), name
+    assert_equal_tensors(after, before)
     configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("model", "again")]
     assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
     with torch.no_grad():
@@ -86,20 +83,65 @@ def test_saving_and_loading_round_trips_bit_for_bit(case: str, tmp_path: Path) -
         Llama.load(checkpoint)
 
 
-def test_what_is_not_in_codes_is_saved_in_the_dtype_of_the_model(tmp_path: Path) -> None:
-    """As transformers does with any model. Layers in codes keep every bit, biases too."""
-    save_e8p("qwen2", tmp_path / "model", rates={"bits": 3, "lm_head": 4})
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float16)
+def widened(tensors: dict[str, torch.Tensor]) -> None:
+    """Norms in float32, as of a GGUF file, with bits that no half precision has; the rest in bfloat16."""
+    for name, tensor in tensors.items():
+        if "norm" in name:
+            tensors[name] = tensor.float() + 1e-6 * torch.arange(tensor.numel()).view_as(tensor)
+        elif tensor.is_floating_point() and not name.endswith((".scale", ".row_scale", ".column_scale")):
+            tensors[name] = tensor.bfloat16() if name.endswith("embed_tokens.weight") else tensor
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("variant", ["qwen2", "smollm2"])  # with biases; with a tied head
+def test_saving_gives_every_tensor_back_in_any_dtype(variant: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Also over the files themselves, and from the model without its head."""
+    save_e8p(variant, tmp_path / "model", rates={"bits": 3})
+    damage(tmp_path / "model", widened)
+    before = load_file(tmp_path / "model" / "model.safetensors")
+    assert {t.dtype for n, t in before.items() if "norm" in n} == {torch.float32}
+    model = load(tmp_path / "model", dtype)
+    bare = AutoModel.from_pretrained(tmp_path / "model", dtype=dtype)
+    bare.save_pretrained(tmp_path / "bare")
+    for place in ("again", "model", "model"):
+        model.save_pretrained(tmp_path / place)
+    for place in ("again", "model"):
+        assert_equal_tensors(load_file(tmp_path / place / "model.safetensors"), before)
+    found = {f"model.{n.removeprefix('model.')}": t for n, t in load_file(tmp_path / "bare/model.safetensors").items()}
+    assert_equal_tensors(found, {name: t for name, t in before.items() if not name.startswith("lm_head")})
+
+
+def test_a_tensor_that_was_changed_is_saved_as_it_is(tmp_path: Path) -> None:
+    save_e8p("smollm2", tmp_path / "model", rates={"bits": 3})
+    damage(tmp_path / "model", widened)
+    model = load(tmp_path / "model", torch.bfloat16)
+    with torch.no_grad():
+        model.model.norm.weight[3] = 0.3
     model.save_pretrained(tmp_path / "again")
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "again"))
-    assert set(before) == set(after)
-    coded = {name.removesuffix("codes") for name in before if name.endswith(".codes")}
-    kept = {name for name in before if name.startswith(tuple(coded))}
-    assert {name for name in kept if name.endswith(".bias")}
-    for name, tensor in before.items():
-        wanted = tensor if name in kept else tensor.half()
-        assert after[name].dtype == wanted.dtype, name
-        assert torch.equal(after[name], wanted), name
+    assert torch.equal(after.pop("model.norm.weight"), model.model.norm.weight.float())
+    del before["model.norm.weight"]
+    assert_equal_tensors(after, before)
+
+
+def test_without_its_files_a_model_is_saved_as_it_was_rounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_e8p("smollm2", tmp_path / "model", rates={"bits": 3})
+    damage(tmp_path / "model", widened)
+    model = load(tmp_path / "model", torch.bfloat16)
+    before = load_file(tmp_path / "model" / "model.safetensors")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    model.save_pretrained(tmp_path / "again")
+    rounded = {name: t.bfloat16().to(t.dtype) if "norm" in name else t for name, t in before.items()}
+    assert_equal_tensors(load_file(tmp_path / "again" / "model.safetensors"), rounded)
+    norms = sum("norm" in name for name in before)
+    assert re.search(f"^{norms} tensors that are not in codes, .*as the model rounded them", caplog.messages[-1])
+
+
+def assert_equal_tensors(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert set(found) == set(wanted)
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
 
 
 @pytest.mark.parametrize("cache", [None, "static"])

@@ -14,6 +14,8 @@ SECONDS = 3  # of CPU time, a rendering
 MEMORY = 1 << 30  # bytes of address space
 THINKING = ("enable_thinking", "thinking")  # what templates call the switch: Qwen, SmolLM and GLM; DeepSeek and Granite
 
+Tools = Sequence[Mapping[str, Any]]  # functions that a model may call, as OpenAI's API describes them
+
 # DeepSeek-V4's checkpoints bring a Python file instead of a template: this is what it writes for text without tools,
 # in chat mode (the block of thoughts is closed at once). Users' messages in a row are one.
 DEEPSEEK_V4 = """\
@@ -56,18 +58,22 @@ class ChatTemplate:
 
         return next(filter(differs, THINKING), None)
 
-    def render(self, messages: Sequence[Mapping[str, str]], thinking: bool | None = None) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], thinking: bool | None = None, tools: Tools | None = None
+    ) -> str:
         """The conversation, ready for the answer. `thinking` turns the model's thoughts on or off, None leaves it to
-        the template. Raises TemplateError where it does not render, or has no such switch."""
+        the template; `tools` are what the model may call. Raises TemplateError where it does not render, or has no
+        such switch."""
+        given = {} if tools is None else {"tools": list(tools)}
         if thinking is None:
-            return self._render(messages, {})
+            return self._render(messages, given)
         if self.switch is None:
             raise TemplateError(
                 f"thinking: got {thinking}; the checkpoint's chat template has no switch for it, leave it out"
             )
-        return self._render(messages, {self.switch: thinking})
+        return self._render(messages, {self.switch: thinking} | given)
 
-    def _render(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, bool]) -> str:
+    def _render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         plain = list(map(dict, messages))
         try:
             text: str = self._cage.call(
@@ -83,7 +89,9 @@ class ChatTemplate:
             raise TemplateError(f"the checkpoint's chat template failed: {error}") from None
         return text
 
-    def parts(self, messages: Sequence[Mapping[str, str]], thinking: bool | None = None) -> list[str] | None:
+    def parts(
+        self, messages: Sequence[Mapping[str, Any]], thinking: bool | None = None, tools: Tools | None = None
+    ) -> list[str] | None:
         """The rendered text as [template's, message's, template's, ..., template's].
 
         None where the template does more with a message than to put it somewhere, or to strip blanks from its ends.
@@ -96,7 +104,7 @@ class ChatTemplate:
                 texts[mark] = text
                 content = content.replace(text, mark)  # its blanks stay, for templates that strip them
             marked.append({**message, "content": content})
-        rendered = self.render(marked, thinking)
+        rendered = self.render(marked, thinking, tools)
         pieces = re.split(f"({'|'.join(texts)})", rendered) if texts else [rendered]
         found = [texts[piece] if i % 2 else piece for i, piece in enumerate(pieces)]
-        return found if "".join(found) == self.render(messages, thinking) else None
+        return found if "".join(found) == self.render(messages, thinking, tools) else None

@@ -65,12 +65,12 @@ class StopTexts:
         text = self._held + text
         if found := [(at + len(stop), at) for stop in self.stops if (at := text.find(stop)) >= 0]:
             return text[: min(found)[1]], True
-        keep = 0 if final else max((_overlap(text, stop) for stop in self.stops), default=0)
+        keep = 0 if final else max((overlap(text, stop) for stop in self.stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Characters at the end of `text` that may be the beginning of `stop`."""
     sizes = range(min(len(text), len(stop) - 1), 0, -1)
     return next((size for size in sizes if text.endswith(stop[:size])), 0)

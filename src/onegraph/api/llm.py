@@ -28,6 +28,7 @@ from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import parse_kv
 from onegraph.models.config import LlamaConfig
 from onegraph.models.load import load_decoder, parse_config
+from onegraph.models.ranks import Ranks
 
 MAX_CONTEXT = 4096  # unless the caller asks for more
 Prompt = str | Sequence[int]  # a text, or its token ids
@@ -41,7 +42,7 @@ class LLM:
     Args:
         path: a model directory with config.json, safetensors and tokenizer.json, a .gguf file, or a name on the Hugging
             Face hub ("org/name", "org/name@revision"); quantized or not.
-        gpus: place the layers over so many GPUs, for DeepSeek-V4; 1 for every other model.
+        gpus: use so many: each has its share of every layer, or of DeepSeek-V4 some of the layers.
         kv: how keys and values are stored: "exact", "turboquant:4", "turboquant:k3v4", ... (docs/turboquant.md), or
             "fp8" for DeepSeek-V4.
         max_batch: prompts that are computed at once; more of them wait their turn.
@@ -123,7 +124,7 @@ class LLM:
                 "that and more, or a smaller max_context"
             )
         drafting = None
-        if draft is not None:
+        if draft is not None and not isinstance(model, Ranks):  # several GPUs take no drafts, see above
             drafting = drafter(
                 str(draft), self.tokenizer, model, located.path, int8=int8, max_context=max_context, progress=progress
             )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from onegraph.api.cage import Cage, CageError
-from onegraph.api.chat import DEEPSEEK_V4, ChatTemplate, TemplateError
+from onegraph.api.chat import DEEPSEEK_V4, ChatTemplate, TemplateError, Tools
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.files import CheckpointError, parse_json, quote
 
@@ -77,27 +78,37 @@ class Tokenizer:
         found = self._call("token_bytes", "has no bytes for its tokens", self._size)
         return {i: bytes.fromhex(data) for i, data, _ in found}, sorted(i for i, _, special in found if special)
 
-    def chat(self, messages: Sequence[Mapping[str, str]], thinking: bool | None = None) -> list[int]:
-        """Ids of a conversation, ready for the assistant's answer; `thinking` as `ChatTemplate.render` takes it.
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], thinking: bool | None = None, tools: Tools | None = None
+    ) -> list[int]:
+        """Ids of a conversation, ready for the assistant's answer; `thinking` and `tools` as `ChatTemplate.render`
+        takes them.
 
         Control tokens are those that the template writes: the name of one in a message is text like any other. Raises
         TemplateError without a chat template, ValueError where a message holds such a name and the template or the
-        tokenizer leaves no way to tell it from a control token.
+        tokenizer leaves no way to tell it from a control token, or a tool or a call of one does.
         """
         if self.template is None:
             raise TemplateError(f"{self.path}: has no chat template")
+        beside = [*(tools or ()), *(m["tool_calls"] for m in messages if "tool_calls" in m)]
+        if beside and (names := self._controls(json.dumps(beside, ensure_ascii=False))):
+            raise ValueError(f"a tool or a call of one holds {quote(names[0])}, a control token of this model")
         # Joined: a name may lie in two messages that the template puts side by side
-        found = set(self.encode("".join(message["content"] for message in messages), special=False))
-        names = [name for name, i in self._special.items() if i in found]
+        names = self._controls("".join(message["content"] for message in messages))
         if not names:
-            return self.encode(self.template.render(messages, thinking), special=False)
-        parts = self.template.parts(messages, thinking)
+            return self.encode(self.template.render(messages, thinking, tools), special=False)
+        parts = self.template.parts(messages, thinking, tools)
         if parts is None:
             raise ValueError(
                 f"a message holds {quote(names[0])}, a control token of this model, and the chat template rewrites "
                 "messages, so that it would act as one; take it out of the message"
             )
         return self._encode("encode_parts", "".join(parts), parts=parts)
+
+    def _controls(self, text: str) -> list[str]:
+        """The control tokens whose names a text holds."""
+        found = set(self.encode(text, special=False))
+        return [name for name, i in self._special.items() if i in found]
 
     def stream(self) -> TextStream:
         return TextStream(self)

@@ -36,6 +36,11 @@ run. It needs the extra 'serve': pip install 'onegraph[serve]'.
 """
 
 
+# Seconds after which a thread gives the interpreter up: the engine's asks for it once a step, every 1 to 3 ms, and by
+# default would wait up to 5 for the thread that writes the streams.
+SWITCH = 0.0002
+
+
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "serve",
@@ -51,6 +56,13 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--port", type=number(int, 0, 65535), default=8000, metavar="N", help="default 8000, 0: any")
     parser.add_argument(
         "--api-key", metavar="KEY", help="clients must send it (default: $ONEGRAPH_API_KEY, which `ps` does not show)"
+    )
+    parser.add_argument(
+        "--allow-origin",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="web pages of this origin may ask from a browser (CORS); may be repeated, '*': all (default: none)",
     )
     parser.add_argument("--name", help="the model's name for clients (default: the last part of MODEL)")
     parser.add_argument("--max-batch", type=BATCH, default=16, metavar="N", help="answers at once (default 16)")
@@ -76,6 +88,13 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--grace", type=number(int, 0, 3600), default=5, metavar="S", help="seconds to finish answers in, at the end"
+    )
+    parser.add_argument(
+        "--prepare",
+        choices=("all", "plain"),
+        default="all",
+        help="steps to capture before it serves: all that requests may ask for (default), or plain ones: those with "
+        "penalties, constraints or log-probabilities when a first request asks, which everybody waits for",
     )
     parser.add_argument("--capture", choices=tuple(CAPTURE), default="auto", help="as `generate` has it")
     add_draft(parser)
@@ -121,11 +140,9 @@ def run(args: argparse.Namespace) -> int:
     def ready() -> None:
         print(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1", file=sys.stderr, flush=True)
 
-    # The engine's thread asks for the interpreter once a step, every 1 to 3 ms: by default it would wait up to 5 for
-    # the thread that writes the streams.
-    sys.setswitchinterval(0.0002)
+    sys.setswitchinterval(SWITCH)
     with llm:
-        worker = Worker(llm, writer, queue=args.queue)
-        settings = Settings(name=name, api_key=key, max_body=args.max_body)
+        worker = Worker(llm, writer, queue=args.queue, prepare=args.prepare)
+        settings = Settings(name=name, api_key=key, max_body=args.max_body, origins=tuple(args.allow_origin))
         listen(socket, worker, settings, grace=args.grace, ready=ready)
     return 0

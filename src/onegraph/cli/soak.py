@@ -66,7 +66,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from onegraph.engine.generate import Engine
     from onegraph.engine.soak import read_rounds, soak
-    from onegraph.models.load import load_decoder, parse_config
+    from onegraph.models.load import CONFIGS, load_decoder, parse_config
 
     if args.context < 32:
         raise UsageError(f"--context: got {args.context}, a round takes 32 tokens and more")
@@ -76,6 +76,10 @@ def run(args: argparse.Namespace) -> int:
     with open_model(args.model) as checkpoint:
         context = min(args.context, parse_config(checkpoint.config).max_positions)
         with options("gpus"):
+            if (args.gpus or 1) > 1 and checkpoint.config.get("model_type") not in CONFIGS:
+                raise ValueError(
+                    f"gpus is {args.gpus}; soak takes several for DeepSeek-V4 alone, whose layers it places"
+                )
             model = load_decoder(checkpoint, device, dtype, max_context=context, gpus=args.gpus)
 
     def make(tested: bool) -> Engine:

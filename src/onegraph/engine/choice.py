@@ -7,6 +7,7 @@ from there.
 
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
+from itertools import product
 from typing import NamedTuple, Protocol
 
 import torch
@@ -53,6 +54,7 @@ class Choice(NamedTuple):
 
 
 PLAIN = Choice()
+CHOICES = tuple(Choice(*parts) for parts in product((False, True), repeat=3))
 
 
 def row_values(params: Seq[SamplingParams], choice: Choice) -> dict[str, Tensor]:
@@ -92,7 +94,7 @@ class ChoiceState:
     Args:
         slots: of sequences, the one of padding rows included.
         rows: of a step at most.
-        depth: steps under way whose log-probabilities the host has not read.
+        depth: steps of a kind under way whose log-probabilities the host has not read.
     """
 
     def __init__(self, slots: int, rows: int, vocabulary: int, device: torch.device, *, depth: int) -> None:
@@ -103,7 +105,7 @@ class ChoiceState:
         self._masks = torch.zeros(self.allowed.shape, dtype=torch.int32)  # the host's copy of `allowed`
         self._counts = Upload(torch.zeros(vocabulary, dtype=torch.int32, device=device))
         self._upload = Upload(self.allowed)
-        self._download = Download(self.told, depth)
+        self._downloads = {kind: Download(self.told, depth) for kind in ("decode", "prefill")}
 
     # Within a step: the capture contract holds here.
 
@@ -156,9 +158,10 @@ class ChoiceState:
         if constraints:
             self._upload(self._masks[: max(constraints) + 1])
 
-    def fetch(self, rows: int) -> Callable[[], Tensor]:
-        """Begin to copy the step's log-probabilities of the first rows; what it returns waits for them."""
-        return self._download.start(self.told[:rows])
+    def fetch(self, kind: str, rows: int) -> Callable[[], Tensor]:
+        """Begin to copy the log-probabilities that a step of this kind told of its first rows; what it returns waits
+        for them."""
+        return self._downloads[kind].start(self.told[:rows])
 
     def logprob(self, told: Tensor, token: int, wanted: int) -> TokenLogprob:
         """A row of what `fetch` gave, with `wanted` of the likeliest."""

@@ -1,6 +1,6 @@
 """What the engine asks of a model (`models.llama.Llama` and `models.deepseek_v4.DeepseekV4` give it)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,6 +34,7 @@ class Decoder(Protocol):
     model makes a whole one.
 
     Attributes:
+        beside: the ranks that run every step together, each a decoder of its own; of most models itself alone.
         config: with `vocab_size`.
         dtype: of activations. devices: of each stage; tokens enter on the first, logits come out on the last.
         max_context: positions that it has tables for. page_size: tokens of a page, unless the caller asks otherwise.
@@ -42,6 +43,8 @@ class Decoder(Protocol):
             state that it keeps.
     """
 
+    @property
+    def beside(self) -> Sequence["Decoder"]: ...
     @property
     def config(self) -> Any: ...
     @property

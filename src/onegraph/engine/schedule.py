@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onegraph.engine.pages import extend_digests
 from onegraph.engine.sequence import Sequence
-from onegraph.ops.calls import DIRTY, NOTHING
+from onegraph.ops.calls import BROKEN, DIRTY, NOTHING
 
 if TYPE_CHECKING:
     from onegraph.engine.generate import Engine, Report
@@ -42,14 +42,17 @@ class Scheduler:
     def __init__(self, engine: Engine, *, interleave: bool = True, share: bool = True) -> None:
         engine.claim()
         self.engine, self.stats = engine, engine.stats
+        self._allocator, self._slots = engine._allocator, engine._slots
+        if engine.soiled:
+            self._clear_cache()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # the oldest first
         self._interleave = interleave
         self._pure = engine.pure_pages
         self._share = share and self._pure
-        self._allocator, self._slots = engine._allocator, engine._slots
         self._rows: list[Sequence] = []  # that are loaded
         self._under_way: deque[tuple[list[Sequence], Report]] = deque()
+        self._chunks: deque[tuple[Sequence, bool, Report]] = deque()  # of prompts; whether the next token is new
         self._stale = True  # the loaded rows are not those that should run
         self._ended = self._poisoned = False  # a sequence is done; one gave NaN
         self._dirty: set[Sequence] = set()  # NaN beside drafts, which rounds under way may meet too
@@ -102,9 +105,10 @@ class Scheduler:
             self._give_back(sequence)
         self.running.clear()
         self.waiting.clear()
+        # Nobody will learn whether what is under way gives NaN. Cleared when next used: a device may have failed.
+        self.engine.soiled = bool(self._poisoned or self._under_way or self._chunks)
         self._under_way.clear()
-        if self._poisoned:
-            self._clear_cache()
+        self._chunks.clear()
         self.engine.release()
 
     # Who runs.
@@ -150,6 +154,7 @@ class Scheduler:
     def _clear_cache(self) -> None:
         """The next owner of a page masks what it finds there, and 0 * NaN is NaN."""
         self.engine.clear()
+        self.engine.soiled = False
         self._allocator.forget()
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -190,16 +195,16 @@ class Scheduler:
 
     def _prefill(self, sequence: Sequence) -> None:
         end = min(sequence.read + self.engine.chunk, sequence.to_prefill)
-        fetch = self.engine.prefill(sequence, end)
+        self._chunks.append((sequence, end == sequence.length, self.engine.prefill(sequence, end)))
         self.stats.prefill_tokens += end - sequence.read
         sequence.read = end
         self._remember(sequence)
         if sequence.decoding:
             self._stale = True
-            if end == sequence.length:
-                tokens, told = fetch()
-                self._read_all()
-                self._hand_out(sequence, int(tokens()), None if told is None else told()[0])
+        if end == sequence.length:
+            self._read_all()
+        while len(self._chunks) > self.engine.ahead:
+            self._read_chunk()
 
     def _decode(self) -> None:
         if self._stale or not self._room or not self._covered():
@@ -261,9 +266,21 @@ class Scheduler:
     def _read_all(self) -> None:
         while self._under_way:
             self._read()
+        while self._chunks:
+            self._read_chunk()
+
+    def _read_chunk(self) -> None:
+        """The oldest chunk of a prompt: whether it gave NaN, and behind the last the first token."""
+        sequence, new, (tokens, told) = self._chunks.popleft()
+        token = int(tokens())
+        if sequence.done:
+            self._poisoned |= token < 0
+        elif new or token < 0:
+            self._hand_out(sequence, token, None if told is None else told()[0])
 
     def _read(self) -> None:
-        """Wait for the oldest step under way. A row that was done before has run one too many, in its own pages."""
+        """Wait for the oldest step under way. A row that was done before has run one too many, in its own pages: all
+        that it tells is whether a NaN lies there."""
         rows, (tokens, told) = self._under_way.popleft()
         drawn, known = tokens().tolist(), None if told is None else told()
         for row, (sequence, new) in enumerate(zip(rows, drawn, strict=True)):
@@ -272,6 +289,9 @@ class Scheduler:
             if DIRTY in new:
                 self._dirty.add(sequence)
                 self._poisoned = True
+            if sequence.done:
+                self._poisoned |= BROKEN in new
+                continue
             for token in new:
                 if token <= NOTHING or sequence.done:
                     break

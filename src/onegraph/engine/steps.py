@@ -17,6 +17,7 @@ from onegraph.engine.decoder import Breakable, Cache, Decoder, Taps
 from onegraph.engine.draft import Made, Pass, Rows, view
 from onegraph.engine.inputs import batch_sizes, row_inputs
 from onegraph.engine.speculate import Speculation
+from onegraph.ops.calls import BROKEN
 from onegraph.ops.draft import accept_drafts, begin_round
 from onegraph.ops.step import begin_step, finish_step
 from onegraph.runtime.graph import GraphPool, Runner
@@ -104,7 +105,8 @@ class Steps:
         """One stage's part of a step: what the next stage takes, or from the last what the host reads, int64 [B].
 
         Decoding reads each row's last token (`drawn`, int64 [B]) and puts the next one in its place; prefill reads up
-        to `chunk` tokens of a prompt (`tokens`, [1, chunk]) and draws the one behind them.
+        to `chunk` tokens of a prompt (`tokens`, [1, chunk]) and draws the one behind them, BROKEN where any of them
+        met a NaN: the last one's logits need not, which a window may keep from seeing it.
         """
         decoding = "drawn" in inputs
         tokens = inputs["drawn"].unsqueeze(1) if decoding else inputs["tokens"][:, : self.length]
@@ -117,7 +119,8 @@ class Steps:
         if stage < len(self.model.devices) - 1:
             positions.copy_(after)
             return stream
-        new, logits = self._draw(self.model.leave(stream), counts, after, inputs, choice)
+        hidden = self.model.leave(stream)
+        new, logits = self._draw(hidden, counts, after, inputs, choice)
         if self.speculation is not None:
             made = None
             if taps is not None:
@@ -126,7 +129,8 @@ class Steps:
             self.speculation.drafter.read(
                 Pass(tokens=tokens, positions=positions, counts=counts, table=table, slots=slots, made=made)
             )
-        return finish_step(new, logits, after, inputs["drawn"] if decoding else torch.empty_like(new), positions)
+        report = finish_step(new, logits, after, inputs["drawn"] if decoding else torch.empty_like(new), positions)
+        return report if decoding else report.masked_fill(_broken(hidden, counts), BROKEN)
 
     def round(
         self, choice: Choice, drafts: int, positions: Tensor, limits: Tensor, table: Tensor, **inputs: Tensor
@@ -186,3 +190,10 @@ class Steps:
         if self.choices is None or not (choice.shaping or choice.logprobs):
             return draw(logits, after, inputs, sampling=choice.sampling), logits
         return self.choices.choose(logits, counts, after, inputs, choice), logits
+
+
+def _broken(hidden: Tensor, counts: Tensor) -> Tensor:
+    """Of hidden states [B, Q, D]: rows in which one of the first `counts` tokens has a NaN, bool [B]. What a layer
+    writes to the cache comes from a token's own residual stream, which never loses a NaN."""
+    real = torch.arange(hidden.shape[1], dtype=counts.dtype, device=hidden.device) < counts.unsqueeze(1)
+    return (hidden.isnan().any(dim=2) & real).any(dim=1)

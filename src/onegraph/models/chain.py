@@ -60,6 +60,11 @@ class ChainedLlama(nn.Module):
         except AttributeError:
             return getattr(super().__getattr__("model"), name)
 
+    @property
+    def beside(self) -> list[ChainedLlama]:
+        """Itself."""
+        return [self]
+
     def forward(self, tokens: Tensor, cache: Attend) -> Tensor:
         """As `Llama.forward`."""
         return self.model.leave(self.run(0, self.model.enter(tokens), tokens, cache))

@@ -13,7 +13,8 @@ from torch import Tensor
 
 Written = Annotated[Tensor, "written"]  # an argument that the op writes
 
-# What a round's report says in place of a token, where -1 says that the model gave NaN:
+# What a step's report says in place of a token:
+BROKEN = -1  # the model gave NaN
 NOTHING = -2  # none
 DIRTY = -3  # none, since the model gave NaN beside drafts, which lies in the cache now
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -24,8 +25,10 @@ from onegraph.api.completion import copies
 from onegraph.engine.params import SamplingParams
 from onegraph.engine.sequence import Sequence as EngineSequence
 from onegraph.serve.metrics import Metrics
-from onegraph.serve.protocol import Asked, Refused, chat_logprobs, completion_logprobs, parse
+from onegraph.serve.protocol import Asked, Refused, parse
+from onegraph.serve.reply import Reply, dumps
 from onegraph.serve.text import Answer, Piece
+from onegraph.serve.tools import CallForm, find_form
 from onegraph.serve.worker import Full, Stopped, Worker
 
 BODY_SECONDS = 60  # in which a body must be there
@@ -35,11 +38,13 @@ STALLED = 60  # seconds that a client may take to read what the sockets' buffers
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """name: of the model, as clients call it. api_key: None for none. max_body: bytes."""
+    """name: of the model, as clients call it. api_key: None for none. max_body: bytes. origins: of web pages whose
+    scripts may ask, as browsers tell them, "*" for all."""
 
     name: str
     api_key: str | None = None
     max_body: int = 4 << 20
+    origins: tuple[str, ...] = ()
 
 
 class Server:
@@ -49,6 +54,11 @@ class Server:
         self.worker, self.settings = worker, settings
         self.metrics = Metrics(worker)
         self.created = int(time.time())
+
+    @cached_property
+    def form(self) -> CallForm | None:
+        """How the model calls functions, None where it does not."""
+        return find_form(self.worker.llm.tokenizer.template)
 
     def app(self) -> Starlette:
         routes = [
@@ -60,7 +70,11 @@ class Server:
             Route("/metrics", self.report),
         ]
         handlers: dict[Any, Any] = {HTTPException: _http_error, Exception: _internal_error}
-        return Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan)
+        pages = Middleware(
+            CORSMiddleware, allow_origins=self.settings.origins, allow_methods=["*"], allow_headers=["*"]
+        )
+        middleware = [pages] if self.settings.origins else []
+        return Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan, middleware=middleware)
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -78,7 +92,7 @@ class Server:
                 response: Response = await endpoint(request)
             except Refused as refused:
                 headers = {"Retry-After": "1"} if refused.status in (429, 503) else None
-                response = _json(refused.body(), refused.status, headers)
+                response = json_response(refused.body(), refused.status, headers)
             except ClientDisconnect:
                 response = Response(status_code=400)
             self.metrics.responses.labels(request.scope["route"].path, str(response.status_code)).inc()
@@ -97,17 +111,17 @@ class Server:
 
     async def health(self, request: Request) -> Response:
         failure = self.worker.failure
-        return _json({"status": "ok" if failure is None else failure}, 200 if failure is None else 503)
+        return json_response({"status": "ok" if failure is None else failure}, 200 if failure is None else 503)
 
     async def report(self, request: Request) -> Response:
         return Response(generate_latest(self.metrics.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self, request: Request) -> Response:
-        return _json({"object": "list", "data": [self._card()]})
+        return json_response({"object": "list", "data": [self._card()]})
 
     async def model(self, request: Request) -> Response:
         self._check_name(request.path_params["name"])
-        return _json(self._card())
+        return json_response(self._card())
 
     async def completions(self, request: Request) -> Response:
         return await self._answer(request, chat=False)
@@ -139,7 +153,7 @@ class Server:
             raise _overloaded() from None
         except Stopped as stopped:
             raise Refused(str(stopped), status=503) from None
-        reply = _Reply(asked, chat, self.settings.name, prompt_tokens)
+        reply = Reply(asked, self.settings.name, prompt_tokens, self.form)
         timed = self.metrics.timed(_until_over(pieces, len(answers)), started)
         if asked.stream:
             return _EventStream(reply.events(timed), lambda: self.worker.cancel(answers))
@@ -167,7 +181,13 @@ class Server:
         name = "prompt" if asked.messages is None else "messages"
         try:
             if asked.messages is not None:
-                prompts = [llm.tokenizer.chat(asked.messages)]
+                if asked.speaks_of_tools and self.form is None:
+                    raise Refused(
+                        "tools: the model's chat template knows none, or writes calls in a form that is not known here",
+                        param="tools" if asked.tools else "messages", code="unsupported_parameter",
+                    )  # fmt: skip
+                tools = None if asked.tools is None else asked.tools.defined
+                prompts = [llm.tokenizer.chat(asked.messages, asked.thinking, tools)]
             else:
                 prompts = [llm.tokenizer.encode(p) if isinstance(p, str) else p for p in asked.prompts]
             name, most = "", self.worker.limit
@@ -196,7 +216,7 @@ class Server:
         return wanted
 
     async def _whole(
-        self, request: Request, reply: _Reply, pieces: AsyncIterator[Piece], answers: Sequence[Answer]
+        self, request: Request, reply: Reply, pieces: AsyncIterator[Piece], answers: Sequence[Answer]
     ) -> Response:
         gone = asyncio.create_task(_disconnected(request.receive))
         work = asyncio.create_task(reply.whole(pieces))
@@ -204,67 +224,11 @@ class Server:
             await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 raise ClientDisconnect
-            return _json(work.result())
+            return json_response(work.result())
         finally:
             gone.cancel()
             work.cancel()
             self.worker.cancel(answers)
-
-
-class _Reply:
-    """Pieces -> the JSON of a whole answer, or of a stream's events."""
-
-    def __init__(self, asked: Asked, chat: bool, model: str, prompt_tokens: int) -> None:
-        self.asked, self.chat, self.prompt_tokens, self.tokens = asked, chat, prompt_tokens, 0
-        self.head = {
-            "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
-            "object": "chat.completion" if chat else "text_completion",
-            "created": int(time.time()),
-            "model": model,
-        }
-
-    async def whole(self, pieces: AsyncIterator[Piece]) -> dict[str, Any]:
-        """Raises Refused where an answer failed."""
-        found: dict[int, list[Piece]] = {}
-        async for piece in pieces:
-            if piece.error is not None:
-                raise Refused(piece.error, status=500)
-            self.tokens += piece.tokens
-            found.setdefault(piece.index, []).append(piece)
-        choices = [self._choice(found[i], "message") for i in sorted(found)]
-        return self.head | {"choices": choices, "usage": self._usage()}
-
-    async def events(self, pieces: AsyncIterator[Piece]) -> AsyncIterator[bytes]:
-        """Server-sent events: of each choice its role (in a chat), text as it is written, and why it ended."""
-        if self.chat:
-            self.head["object"] = "chat.completion.chunk"
-            for i in range(self.asked.sampling.get("n", 1)):
-                yield self._event([self._choice([Piece(i)], "delta")])
-        async for piece in pieces:
-            if piece.error is not None:
-                yield _event(Refused(piece.error, status=500).body())
-                return
-            self.tokens += piece.tokens
-            if piece.text or piece.logprobs or piece.last:
-                yield self._event([self._choice([piece], "delta", role=False)])
-        if self.asked.usage:
-            yield self._event([], usage=self._usage())
-        yield b"data: [DONE]\n\n"
-
-    def _choice(self, pieces: list[Piece], key: str, role: bool = True) -> dict[str, Any]:
-        text = "".join(piece.text for piece in pieces)
-        said = {"role": "assistant"} if role else {}
-        content = {key: said | {"content": text}} if self.chat else {"text": text}
-        tokens = [token for piece in pieces for token in piece.logprobs]
-        told = (chat_logprobs if self.chat else completion_logprobs)(tokens) if tokens else None
-        return {"index": pieces[0].index, **content, "logprobs": told, "finish_reason": pieces[-1].finish}
-
-    def _event(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> bytes:
-        return _event(self.head | {"choices": choices} | ({"usage": usage} if self.asked.usage else {}))
-
-    def _usage(self) -> dict[str, int]:
-        used = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.tokens}
-        return used | {"total_tokens": self.prompt_tokens + self.tokens}
 
 
 class _EventStream(Response):
@@ -316,23 +280,15 @@ def _overloaded() -> Refused:
     return Refused("too many requests wait already; try again in a second", status=429, code="rate_limit_exceeded")
 
 
-def _dumps(value: Any) -> bytes:
-    """A lone surrogate, which a client may send as an escape, has no UTF-8: it comes back as '?'."""
-    return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
-
-
-def _event(value: Any) -> bytes:
-    return b"data: " + _dumps(value) + b"\n\n"
-
-
-def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(_dumps(value), status, headers, media_type="application/json")
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(dumps(value), status, headers, media_type="application/json")
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     message = f"{request.method} {request.url.path}: {error.detail}"
-    return _json(Refused(message, status=error.status_code).body(), error.status_code)
+    headers = dict(error.headers or {})  # which methods a path has
+    return json_response(Refused(message, status=error.status_code).body(), error.status_code, headers)
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
-    return _json(Refused(f"a bug: {type(error).__name__}; the server's log has more", status=500).body(), 500)
+    return json_response(Refused(f"a bug: {type(error).__name__}; the server's log has more", status=500).body(), 500)

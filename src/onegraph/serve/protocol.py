@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from onegraph.api.chat import THINKING
 from onegraph.engine.params import MAX_LOGPROBS
 from onegraph.serve.text import TokenText
+from onegraph.serve.tools import Tools, parse_call, parse_tools
 
 Json = Any  # what json.loads gives
 MAX_CHOICES, MAX_STOPS, MAX_STOP = 128, 16, 1024  # answers and stop strings of a request, characters of one
@@ -32,17 +35,26 @@ class Refused(Exception):
 class Asked:
     """A request: `prompts` of /v1/completions, texts or token ids, or the `messages` of a chat.
 
-    sampling: fields of SamplingParams. usage: whether a stream ends with token counts.
+    sampling: fields of SamplingParams. usage: whether a stream ends with token counts. tools: that the answer may call.
+    thinking: as `ChatTemplate.render` takes it.
     """
 
-    model: str | None
+    model: str
     prompts: list[str | list[int]]
-    messages: list[dict[str, str]] | None
+    messages: list[dict[str, Any]] | None
     sampling: dict[str, Any]
     max_tokens: int | None
     stops: tuple[str, ...]
     stream: bool
     usage: bool
+    tools: Tools | None = None
+    thinking: bool | None = None
+
+    @property
+    def speaks_of_tools(self) -> bool:
+        """Whether the chat template must know tools."""
+        said = [m for m in self.messages or () if m["role"] == "tool" or "tool_calls" in m]
+        return bool(said) or self.tools is not None
 
 
 def parse(body: bytes, *, chat: bool) -> Asked:
@@ -91,8 +103,9 @@ def completion_logprobs(tokens: Sequence[TokenText]) -> Json:
 
 
 def _asked(fields: dict[str, Json], chat: bool) -> Asked:
-    if (name := "messages" if chat else "prompt") not in fields:
-        raise Refused(f"{name} is missing", param=name)
+    for name in ("model", "messages" if chat else "prompt"):
+        if name not in fields:
+            raise Refused(f"{name} is missing", param=name)
     options = fields.get("stream_options", {})
     if options and not fields.get("stream"):
         raise Refused("stream_options is for stream: true alone", param="stream_options")
@@ -101,34 +114,69 @@ def _asked(fields: dict[str, Json], chat: bool) -> Asked:
     stop = fields.get("stop", [])
     length = fields.get("max_completion_tokens", fields.get("max_tokens"))
     prompt: Json = [] if chat else fields["prompt"]
+    tools, sampling = _tools(fields) if chat else None, _sampling(fields, chat)
+    if tools is not None and tools.schema is not None:
+        if "json_schema" in sampling or "regex" in sampling:
+            raise Refused(
+                "tool_choice: it forces a call, and response_format or regex another form", param="tool_choice"
+            )
+        sampling["json_schema"] = tools.schema
     return Asked(
-        model=fields.get("model"),
+        model=fields["model"],
         prompts=prompt if prompt and isinstance(prompt, list) and not _is_int(prompt[0]) else [prompt],
         messages=[_message(i, message) for i, message in enumerate(fields["messages"])] if chat else None,
-        sampling=_sampling(fields, chat),
+        sampling=sampling,
         max_tokens=length if chat or length is not None else DEFAULT_TOKENS,
         stops=(stop,) if isinstance(stop, str) else tuple(stop),
         stream=fields.get("stream", False),
         usage=bool(options.get("include_usage")),
+        tools=tools,
+        thinking=next(iter(fields.get("chat_template_kwargs", {}).values()), None),
     )
 
 
-def _message(at: int, message: Json) -> dict[str, str]:
-    """Role and text; what an SDK's own message objects bring along is null and left out."""
+def _tools(fields: dict[str, Json]) -> Tools | None:
+    try:
+        return parse_tools(fields)
+    except ValueError as error:
+        raise Refused(str(error), param=re.split(r"\W", str(error))[0]) from None
+
+
+def _message(at: int, message: Json) -> dict[str, Any]:
+    """Role and text, and what belongs to tools; what an SDK's own message objects bring along is null and left out."""
     where = f"messages[{at}]"
     if not isinstance(message, dict):
         raise Refused(f"{where}: got {_shown(message)}; an object with role and content is expected", param="messages")
-    if unknown := sorted(k for k, v in message.items() if v is not None and k not in ("role", "content", "name")):
-        raise Refused(f"{where}: {unknown[0]} is not supported; leave it out", param="messages")
+    message = {name: value for name, value in message.items() if value is not None}
     role, content = message.get("role"), message.get("content")
     if role not in _ROLES:
         raise Refused(f"{where}: role is {_shown(role)}; allowed are {', '.join(_ROLES)}", param="messages")
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    calls = message.get("tool_calls", []) if role == "assistant" else []
+    if unknown := sorted(message.keys() - {"role", "content", "name", *_ROLES[role]}):
+        raise Refused(f"{where}: {unknown[0]} is not supported; leave it out", param="messages")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else [] if calls else content
     if not isinstance(parts, list) or not all(
         isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in parts
     ):
         raise Refused(f"{where}: content is neither a text nor a list of text parts", param="messages")
-    return {"role": "system" if role == "developer" else role, "content": "".join(part["text"] for part in parts)}
+    found: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    found["content"] = "".join(part["text"] for part in parts)
+    if calls:
+        found["tool_calls"] = _calls(where, calls)
+    if role == "tool":
+        if not isinstance(message.get("tool_call_id"), str):
+            raise Refused(f"{where}: tool_call_id is missing", param="messages")
+        found["tool_call_id"] = message["tool_call_id"]
+    return found
+
+
+def _calls(where: str, calls: Json) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise Refused(f"{where}: tool_calls is {_shown(calls)}; a list of calls is expected", param="messages")
+    try:
+        return [parse_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(calls)]
+    except ValueError as error:
+        raise Refused(str(error), param="messages") from None
 
 
 def _equal(a: Json, b: Json) -> bool:
@@ -172,6 +220,14 @@ def _is_format(value: Json) -> bool:
     return isinstance(value.get("json_schema"), dict) and isinstance(value["json_schema"].get("schema"), dict)
 
 
+def _is_thinking(value: Json) -> bool:
+    return isinstance(value, dict) and len(value) == 1 and value.keys() <= {*THINKING} and _is_flag(*value.values())
+
+
+def _is_flag(value: Json) -> bool:
+    return isinstance(value, bool)
+
+
 def _sampling(fields: dict[str, Json], chat: bool) -> dict[str, Json]:
     """Fields of SamplingParams."""
     found = {"temperature": 1.0} | {name: fields[name] for name in _SAMPLING if name in fields}
@@ -195,7 +251,7 @@ def _shown(value: Json) -> str:
 _Check = tuple[Callable[[Json], bool], str]
 _COUNT: _Check = (lambda v: _is_int(v) and 1 <= v < 1 << 31, "a whole number of 1 and more")
 _NUMBER: _Check = (_is_number, "a number")
-_FLAG: _Check = (lambda v: isinstance(v, bool), "true or false")
+_FLAG: _Check = (_is_flag, "true or false")
 _FIELDS: Mapping[str, _Check] = {
     "model": (lambda v: isinstance(v, str), "a text"),
     "max_tokens": _COUNT,
@@ -216,7 +272,7 @@ _FIELDS: Mapping[str, _Check] = {
 }
 _TOP: _Check = (lambda v: _is_int(v) and 0 <= v <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}")
 _COMPLETION: Mapping[str, _Check] = {
-    "prompt": (_is_prompt, "a text or a list of token ids, or a list of those"),
+    "prompt": (_is_prompt, f"a text or a list of token ids, or a list of up to {MAX_CHOICES} of those"),
     "logprobs": _TOP,
 }
 _CHAT: Mapping[str, _Check] = {
@@ -224,20 +280,28 @@ _CHAT: Mapping[str, _Check] = {
     "max_completion_tokens": _COUNT,
     "logprobs": _FLAG,
     "top_logprobs": _TOP,
+    "chat_template_kwargs": (_is_thinking, "an object with enable_thinking or thinking, true or false"),
+    "tools": (lambda v: isinstance(v, list), "a list of tools"),
+    "tool_choice": (lambda v: isinstance(v, str | dict), "none, auto, required, or an object that names a function"),
+    "parallel_tool_calls": _FLAG,
 }
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", *_PENALTIES, "seed", "n", "regex")
-_ROLES = ("system", "developer", "user", "assistant")
+# Besides content and name
+_ROLES: Mapping[str, tuple[str, ...]] = {
+    "system": (), "developer": (), "user": (), "assistant": ("tool_calls",), "tool": ("tool_call_id",),
+}  # fmt: skip
 # What we do not do, and the values that ask for nothing; clients send those of their own accord.
 _OFF: Mapping[str, tuple[Json, ...]] = {
     "logit_bias": ({},),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
+    "function_call": ("none", "auto"),
+    "reasoning_effort": (),
+    "prediction": (),
     "modalities": (["text"],),
     "store": (False,),
 }
-_IGNORED = {"user", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key"}
+_IGNORED = {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}

@@ -11,10 +11,12 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
+from typing import Literal
 
 from onegraph.api.completion import StopTexts
 from onegraph.api.llm import LLM
 from onegraph.api.tokenizer import Tokenizer
+from onegraph.engine.choice import CHOICES
 from onegraph.engine.params import Stats
 from onegraph.engine.schedule import Scheduler
 from onegraph.engine.sequence import Sequence as EngineSequence
@@ -35,13 +37,16 @@ class Worker:
     Args:
         tokenizer: beside the LLM's own, for what is generated: reading a long prompt holds up nobody's text.
         queue: answers that may wait besides the `max_batch` that are computed.
+        prepare: what steps `start` builds, that on a GPU are captured and everybody waits for: "all" that requests may
+            ask for, or "plain" ones for greedy and drawn tokens, the others when the first request asks for them.
 
     counts: of answers "submitted", "finished", "cancelled" and "failed", and of generated "tokens".
     failure: why the engine's thread is not running.
     """
 
-    def __init__(self, llm: LLM, tokenizer: Tokenizer, *, queue: int) -> None:
+    def __init__(self, llm: LLM, tokenizer: Tokenizer, *, queue: int, prepare: Literal["all", "plain"] = "all") -> None:
         self.llm, self.limit = llm, llm.engine.max_batch + queue
+        self._choices = [choice for choice in CHOICES if prepare == "all" or not (choice.shaping or choice.logprobs)]
         self.counts: Counter[str] = Counter()
         self.failure: str | None = None
         self._scheduler: Scheduler | None = None
@@ -55,7 +60,7 @@ class Worker:
     # Called from other threads.
 
     def start(self) -> None:
-        """Returns when every graph is built. Raises Stopped where one cannot be."""
+        """Returns when the graphs are built. Raises Stopped where one cannot be."""
         for thread in self._threads:
             thread.start()
         self._ready.wait()
@@ -130,9 +135,9 @@ class Worker:
         why = "the server is shutting down"
         try:
             with engine.running(), closing(Scheduler(engine)) as scheduler:
-                for sampling in (False, True):  # captured before anybody waits for it
-                    engine.runner("decode", sampling=sampling)
-                    engine.runner("prefill", sampling=sampling)
+                for choice in self._choices:
+                    engine.runner("decode", **choice._asdict())
+                    engine.runner("prefill", **choice._asdict())
                 self._scheduler = scheduler
                 self._ready.set()
                 while self._obey(scheduler):

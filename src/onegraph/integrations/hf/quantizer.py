@@ -19,6 +19,7 @@ from onegraph.formats.weight import Expected, Quantization
 from onegraph.integrations.hf.experts import IMPLEMENTATION, CodedStack, holds_experts, stack_names, swiglu_of
 from onegraph.integrations.hf.kinds import plain_linear, size_of
 from onegraph.integrations.hf.modules import CodedEmbedding, CodedLinear
+from onegraph.integrations.hf.saving import Originals
 
 METHOD = "onegraph"
 
@@ -44,6 +45,7 @@ class OnegraphQuantizer(HfQuantizer):
 
     requires_calibration = True  # transformers' word for: only models that are quantized already
     quantization_config: OnegraphConfig
+    _originals: Originals
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         places = {str(place) for place in device_map.values()} if isinstance(device_map, dict) else {str(device_map)}
@@ -63,9 +65,11 @@ class OnegraphQuantizer(HfQuantizer):
         files = [Path(file) for file in checkpoint_files or ()]
         if not files or any(file.suffix != ".safetensors" for file in files):
             raise CheckpointError(f"{model.config.name_or_path}: a checkpoint of onegraph is model.safetensors files")
-        tensors, renamed = _Headers(), _renaming(model)
-        for file in files:
-            tensors |= {renamed(name): info for name, info in read_header(file).items()}
+        found = {name: info for file in files for name, info in read_header(file).items()}
+        renamed = _renaming(model)
+        tensors = _Headers({renamed(name): info for name, info in found.items()})
+        inner = _inner(model)
+        self._originals = Originals({renamed(n).removeprefix(inner): (n, info) for n, info in found.items()})
         quantization = self.quantization_config.quantization.renamed(
             lambda layers: {renamed(name): rate for name, rate in layers.items()}
         )
@@ -94,6 +98,10 @@ class OnegraphQuantizer(HfQuantizer):
     def is_serializable(self) -> bool:
         return True
 
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """What `save_pretrained` writes: each tensor as the files have it that the model was loaded from."""
+        return self._originals.restored(model.state_dict()), {}
+
     @property
     def is_trainable(self) -> bool:
         return False
@@ -109,6 +117,12 @@ def _renaming(model: Any) -> Callable[[str], str]:
     return lambda name: str(rename_source_key(name, renamings, [])[0])
 
 
+def _inner(model: Any) -> str:
+    """The prefix that names in a checkpoint have and this model's modules do not: AutoModel without a head drops it."""
+    bare = model.get_output_embeddings() is None and not hasattr(model, model.base_model_prefix)
+    return f"{model.base_model_prefix}." if bare else ""
+
+
 class _Headers(dict[str, TensorInfo]):
     """What the checkpoint's files say of their tensors, as formats ask for it."""
 
@@ -121,10 +135,8 @@ def _swap_layers(model: Any, config: Quantization, tensors: _Headers, dtype: tor
 
     Returns the names of all linears. Raises CheckpointError that names a tensor missing or wrong.
     """
-    # AutoModel without a head drops the prefix that the checkpoint's names carry
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    bare = head is None and not hasattr(model, model.base_model_prefix)
-    inner = f"{model.base_model_prefix}." if bare else ""
+    inner = _inner(model)
     seen: set[str] = set()
     taken: set[str] = set()
     ends_coded = False

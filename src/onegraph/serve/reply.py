@@ -1,0 +1,91 @@
+"""Pieces of answers -> OpenAI's JSON: a whole answer, or the events of a stream."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from onegraph.serve.protocol import Asked, Refused, chat_logprobs, completion_logprobs
+from onegraph.serve.text import Piece
+from onegraph.serve.tools import FORCED, CallForm, CallText
+
+
+class Reply:
+    """Pieces -> the JSON of a whole answer, or of a stream's events."""
+
+    def __init__(self, asked: Asked, model: str, prompt_tokens: int, form: CallForm | None) -> None:
+        self.asked, self.prompt_tokens, self.tokens = asked, prompt_tokens, 0
+        self.chat = chat = asked.messages is not None
+        self._calls: dict[int, CallText] = {}  # of each answer, where it may call tools
+        if asked.tools is not None and form is not None:
+            form = form if asked.tools.schema is None else FORCED
+            self._calls = {i: CallText(form, asked.tools) for i in range(asked.sampling.get("n", 1))}
+        self.head = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "object": "chat.completion" if chat else "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    async def whole(self, pieces: AsyncIterator[Piece]) -> dict[str, Any]:
+        """Raises Refused where an answer failed."""
+        found: dict[int, list[Piece]] = {}
+        async for piece in pieces:
+            if piece.error is not None:
+                raise Refused(piece.error, status=500)
+            self.tokens += piece.tokens
+            found.setdefault(piece.index, []).append(piece)
+        choices = [self._choice(found[i], "message") for i in sorted(found)]
+        return self.head | {"choices": choices, "usage": self._usage()}
+
+    async def events(self, pieces: AsyncIterator[Piece]) -> AsyncIterator[bytes]:
+        """Server-sent events: of each choice its role (in a chat), text as it is written, and why it ended."""
+        if self.chat:
+            self.head["object"] = "chat.completion.chunk"
+            for i in range(self.asked.sampling.get("n", 1)):
+                yield self._event([self._choice([Piece(i)], "delta")])
+        async for piece in pieces:
+            if piece.error is not None:
+                yield event(Refused(piece.error, status=500).body())
+                return
+            self.tokens += piece.tokens
+            choice = self._choice([piece], "delta", role=False)
+            if piece.logprobs or piece.last or choice.get("text") or choice.get("delta", {}).get("content"):
+                yield self._event([choice])
+        if self.asked.usage:
+            yield self._event([], usage=self._usage())
+        yield b"data: [DONE]\n\n"
+
+    def _choice(self, pieces: list[Piece], key: str, role: bool = True) -> dict[str, Any]:
+        index, last, text = pieces[0].index, pieces[-1], "".join(piece.text for piece in pieces)
+        finish: str | None = last.finish
+        said: dict[str, Any] = {"role": "assistant"} if role else {}
+        if index in self._calls:
+            text, calls = self._calls[index].push(text, last.last)
+            if calls:
+                finish = "tool_calls"
+                numbers = ({"index": i} if key == "delta" else {} for i in range(len(calls)))
+                said["tool_calls"] = [number | call for number, call in zip(numbers, calls, strict=True)]
+        content = {key: said | {"content": text if text or "tool_calls" not in said else None}}
+        tokens = [token for piece in pieces for token in piece.logprobs]
+        told = (chat_logprobs if self.chat else completion_logprobs)(tokens) if tokens else None
+        return {"index": index, **(content if self.chat else {"text": text}), "logprobs": told, "finish_reason": finish}
+
+    def _event(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> bytes:
+        return event(self.head | {"choices": choices} | ({"usage": usage} if self.asked.usage else {}))
+
+    def _usage(self) -> dict[str, int]:
+        used = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.tokens}
+        return used | {"total_tokens": self.prompt_tokens + self.tokens}
+
+
+def dumps(value: Any) -> bytes:
+    """A lone surrogate, which a client may send as an escape, has no UTF-8: it comes back as '?'."""
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
+
+
+def event(value: Any) -> bytes:
+    return b"data: " + dumps(value) + b"\n\n"
