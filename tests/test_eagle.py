@@ -247,6 +247,20 @@ def test_the_rounds_are_proven(make, model, reduced, sampling):
         assert prove(runner, cases, reset=reset, state=state) == []
 
 
+def test_drafts_that_give_nan_change_no_text(make, model, plain, monkeypatch, tmp_path):
+    """A head that names nothing but a token whose vector is NaN: what it left, in either cache, is cleared."""
+    unused = min({*range(131)}.difference(*PROMPTS, *plain[0]))
+    only = torch.tensor([unused])
+    head = load_head(write_head(tmp_path / "h", net_of(model, LAYERS, only), LAYERS, only), model)
+    embed = model.embed.forward
+    poisoned = lambda tokens: embed(tokens).masked_fill((tokens == unused).unsqueeze(-1), torch.nan)  # noqa: E731
+    monkeypatch.setattr(model.embed, "forward", poisoned)
+    engine = make(draft=partial(HeadDrafter, head), draft_tokens=2, max_batch=2)
+    params = [SamplingParams(max_tokens=5)] * 4
+    assert engine.generate(PROMPTS, params) == [text[:5] for text in plain[0]]
+    assert engine.stats.preemptions > 0, "no such draft was read"
+
+
 def test_taps_are_in_the_models_own_basis(tmp_path):
     """Of E8P linears, which rotate what they read and turn back what they give, fused or chained: what the same model
     has with its weights decoded."""
