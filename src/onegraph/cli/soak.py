@@ -55,7 +55,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--batch", type=BATCH, default=2, metavar="B", help="rows (default: 2)")
     parser.add_argument("--context", type=CONTEXT, default=1024, metavar="N", help="tokens of a round (default: 1024)")
     parser.add_argument("--seed", type=SEED, default=0, metavar="N", help="of the texts")
-    add_gpus(parser)
+    add_gpus(parser, split=False)
     parser.add_argument("--eager", action="store_true", help="watch the eager step instead of the captured one")
     add_device(parser)
     add_dtype(parser)
