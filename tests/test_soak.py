@@ -21,7 +21,7 @@ from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.engine.schedule import Scheduler
 from onegraph.engine.soak import GROWTH, SHAKEN, Round, judge, looped, read_rounds, soak
-from onegraph.engine.traffic import crowded, soak_traffic
+from onegraph.engine.traffic import _judged, crowded, soak_traffic
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.deepseek_v4 import DeepseekV4
 from tiny_decoder import TinyDecoder
@@ -400,7 +400,17 @@ def test_traffic_finds_what_another_wrote_into_a_page(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Scheduler, "settle", write)
     verdict = soak_traffic(crowd(TinyDecoder()), kvs=["exact"], per_round=150, steps=150, path=tmp_path / "r.jsonl")
-    assert "logits drifted" in verdict.problems[0]
+    assert verdict.problems[0].startswith("exact: logits drifted")
+
+
+def test_caches_are_judged_each_by_itself():
+    """Near-ties of codes make passes differ by what would be a fault without codes."""
+    round_ = Round(number=0, steps=9, run=0, memory=[0], moved=[], drift=2e-3, noise=1e-2, looped=0, tokens=[])
+    rounds = [replace(round_, kv="exact", drift=1e-6, noise=1e-6), replace(round_, kv="turboquant:4")] * 2
+    verdict = _judged(rounds, 0, 2.0**-23)
+    assert (verdict.passed, verdict.steps, verdict.drift) == (True, 36, 2e-3)
+    assert not _judged([*rounds, replace(round_, kv="exact")], 0, 2.0**-23).passed
+    assert not _judged([*rounds, replace(round_, kv="turboquant:4", drift=0.1)], 0, 2.0**-23).passed
 
 
 def test_traffic_on_the_command_line(tmp_path, capsys):
