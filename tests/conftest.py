@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="module", params=["own", "portable"])
+def kernel_family(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs a test marked gpu with the GPU's own kernels, then with the portable ones in their place."""
+    from kernel_family import forced
+
+    yield from forced(request.param)
 
 
 @pytest.fixture(scope="session")

@@ -184,7 +184,7 @@ def test_what_is_wrong_is_named(llm: LLM, call: Any, says: str) -> None:
     ("options", "says"),
     [
         ({"gpus": 0}, "gpus: got 0"),
-        ({"gpus": 2}, "gpus places layers over GPUs for DeepSeek-V4; this model is 'llama'"),
+        ({"gpus": 64}, "gpus is 64; torch sees"),
         ({"kv": "fp8"}, "kv fp8 is a way to keep keys for DeepSeek-V4"),
         ({"kv": "turbo"}, "turbo"),
         ({"dtype": "int4"}, "dtype: got 'int4'; allowed are auto, float32"),

@@ -124,8 +124,17 @@ def test_the_next_launch_is_let_go_early_in_front_of_a_chain(
     assert said == [early]
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_cache_that_lies_as_vllms(device: str) -> None:
+@pytest.mark.gpu
+@pytest.mark.usefixtures("kernel_family")
+def test_a_cache_that_lies_as_vllms_on_a_gpu() -> None:
+    _as_vllms("cuda")
+
+
+def test_a_cache_that_lies_as_vllms() -> None:
+    _as_vllms("cpu")
+
+
+def _as_vllms(device: str) -> None:
     """Values beside keys, heads before tokens: as `paged_decode` on a copy, and one place of each row is written."""
     args = strided_decode.cases[1].make(torch.device(device), torch.bfloat16, torch.Generator().manual_seed(0))
     qkv, turns, lengths, table, keys, values, out, scale = args

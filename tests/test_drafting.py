@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-import torch
 
 from fuzz import tiny
 from fuzz.run import invoke
@@ -15,7 +15,6 @@ from onegraph import LLM, SamplingParams
 from onegraph.api.drafting import drafter
 from onegraph.formats.checkpoint import write_checkpoint
 
-CPU = torch.device("cpu")
 PROMPTS = ["the thing the thing the thing", "a"]
 
 
@@ -80,10 +79,9 @@ def test_a_drafting_model_of_other_tokens_is_refused(model: Path, tmp_path: Path
     (words / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ValueError, match=r"draft: the tokens of .*words are not the model's"):
         LLM(model, device="cpu", draft=words)
+    target = SimpleNamespace(config=SimpleNamespace(vocab_size=tiny.CONFIG["vocab_size"]))
     with pytest.raises(ValueError, match=r"draft: .*plain takes texts of 256 tokens, the model is run with .* of 300"):
-        drafter(
-            str(model), None, tiny.CONFIG["vocab_size"], device=CPU, dtype=torch.float32, int8=False, max_context=300
-        )
+        drafter(str(model), None, target, model, int8=False, max_context=300)
     for wrong, said in (
         ({"draft_tokens": 3}, "draft_tokens: got 3 and no draft"),
         ({"draft": "ngram", "draft_tokens": 9}, "draft_tokens: got 9; allowed are 1 to 7"),

@@ -9,7 +9,7 @@ from onegraph.ops.cuda import e8p_experts as kernels
 from onegraph.ops.e8p_experts import GPT_OSS, e8p_experts, random_weight
 from onegraph.ops.registry import reference_ops
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernel_family")]
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 1e-5}  # mostly the result's own rounding
 PLAIN = (float("inf"), 1.0, 0.0)
 # experts, chosen, hidden, width, gate, biases

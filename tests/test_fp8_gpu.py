@@ -8,7 +8,7 @@ from onegraph.ops.cuda import fp8
 from onegraph.ops.fp8 import fp8_dequantize, fp8_experts, fp8_grouped_linear, fp8_linear, random_weight
 from onegraph.ops.registry import reference_ops
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernel_family")]
 BLOCKS = {"128": (128, 128), "32": (32, 32), "mx": (1, 32), "rows": (1, 0)}
 TOLERANCE = {torch.bfloat16: 3e-3, torch.float16: 4e-4}  # a result's own rounding, and a decoded weight's
 DTYPES = torch.bfloat16, torch.float16

@@ -156,6 +156,23 @@ def test_every_code_and_its_place(build, dtype: torch.dtype) -> None:
     assert torch.equal(got.view(k, n).T, fp8_dequantize(codes, scale, 1, 0)[0])
 
 
+def test_codes_without_an_instruction_for_them(folder: Path, tmp_path: Path) -> None:
+    """`e4m3.cuh`, of cards before 8.9: every code, bit for bit, what is not a number too."""
+    for file in (folder / "nvfp4_common.cuh", fp8.KERNEL.path.with_name("e4m3.cuh")):
+        shutil.copy(file, tmp_path)
+    (tmp_path / "run.cpp").write_text(
+        '#define e4m3_to_half theirs\n#include "nvfp4_common.cuh"\n#undef e4m3_to_half\n'
+        '#define multiply_f16 multiply\nstatic void thread() {}\n#include "e4m3.cuh"\n'
+        'int main() { for (u32 i = 0; i < 256; i += 2) printf("%u\\n", e4m3_to_half((i + 1) << 8 | i)); }\n'
+    )
+    compile_run(tmp_path, ["-DHALF=1"], tmp_path / "run")
+    words = subprocess.run([tmp_path / "run"], capture_output=True, text=True, check=True).stdout.split()
+    got = torch.tensor([int(word) for word in words]).to(torch.uint32).view(torch.float16)
+    wanted = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).half()
+    assert torch.equal(got.isnan(), wanted.isnan())
+    assert torch.equal(got.nan_to_num().view(torch.int16), wanted.nan_to_num().view(torch.int16))
+
+
 @pytest.mark.parametrize(
     ("kind", "tokens", "top_k", "experts", "dim", "wide", "gate", "twice", "cuts"),
     [

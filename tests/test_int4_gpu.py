@@ -15,7 +15,7 @@ from onegraph.ops.int4 import int4_linear, random_order, random_weight
 from onegraph.ops.registry import reference_ops
 from test_int4 import config, packed, truth
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernel_family")]
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
 
 

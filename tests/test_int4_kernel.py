@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from h200 import H200
+from h200 import H200, PLAIN
 from on_cpu import compile_run
 from onegraph.ops.cuda import int4
+from onegraph.ops.cuda.build import Device
 from onegraph.ops.int4 import int4_linear, random_order, random_weight
 
 HERE = Path(__file__).parent
@@ -181,11 +182,14 @@ def test_a_cut_for_few_tokens_covers_its_shape_and_fits(n: int, k: int, tokens: 
 @pytest.mark.parametrize("columns", [32, 64, 128, -1])
 @pytest.mark.parametrize("tiles", [1, 2])
 @pytest.mark.parametrize(("n", "k"), [*SHAPES, (96, 64), (129280, 7168)])
-def test_a_cut_for_more_tokens_covers_its_shape_and_fits(n: int, k: int, tiles: int, columns: int) -> None:
+@pytest.mark.parametrize("device", [H200, PLAIN], ids=["H200", "99 KB"])
+def test_a_cut_for_more_tokens_covers_its_shape_and_fits(
+    n: int, k: int, tiles: int, columns: int, device: Device
+) -> None:
     groups = 1 if columns == -1 or k < columns else k // columns
-    cut = int4.batch_plan(tiles, n, k, groups, H200)
+    cut = int4.batch_plan(tiles, n, k, groups, device)
     assert cut is not None
-    assert cut.shared <= H200.shared
+    assert cut.shared <= device.shared
     assert cut.blocks <= -(-n // int4.ROWS)
     assert cut.across <= -(-k // int4.SLICE)
     assert 1 <= cut.down <= cut.hold

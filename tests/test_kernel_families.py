@@ -45,7 +45,19 @@ def test_a_card_without_clusters_gets_portable_kernels_where_there_are(monkeypat
     assert (linear.family, set(linear.sources)) == ("portable", {"e8p_dequantize.cu", "e8p_portable.cu"})
     assert linear.refused["e8p_decode.cu"].startswith("it is written for compute capability 9.0")
     assert linear.refused["e8p_decode.cu"].endswith("this GPU has 8.9")
-    assert (found["paged_decode"].family, found["fp8_linear"].family) == ("triton", "reference")
+    assert found["paged_decode"].sources == ("decode_portable.cu",)
+    assert found["nvfp4_linear"].sources == ("nvfp4.cu", "nvfp4_dequantize.cu", "nvfp4_short.cu")
+    assert set(found["nvfp4_linear"].refused) == {"nvfp4_one.cu"}
+    for op in (
+        "sample",
+        "fp8_linear",
+        "turboquant_attention",
+        "turboquant_hybrid",
+        "turboquant_write",
+        "int4_linear",
+        "mxfp4_experts",
+    ):
+        assert found[op].family == "portable", op
     assert found["rms_norm"] == choices.Choice("rms_norm", "triton")
     assert found["routed_experts"] == choices.Choice("routed_experts", "reference")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (10, 0))
@@ -61,8 +73,8 @@ def test_a_card_without_clusters_gets_portable_kernels_where_there_are(monkeypat
 @pytest.mark.parametrize(
     ("forced", "linear", "attention", "norm"),
     [
-        ("portable", "portable", "triton", "triton"),
-        ("hopper", "hopper", "triton", "triton"),
+        ("portable", "portable", "portable", "triton"),
+        ("hopper", "triton", "triton", "triton"),  # which has none for such a card
         ("triton", "triton", "triton", "triton"),
         ("reference", "reference", "reference", "reference"),
     ],
@@ -88,8 +100,9 @@ def test_without_a_compiler_nothing_of_cuda_runs(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.usefixtures("gpu")
 def test_env_names_families_and_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = env.kernels(3)
-    assert lines[0] == "cuda:3 portable: e8p_chain (e8p_portable.cu), e8p_linear (e8p_dequantize.cu, e8p_portable.cu)"
-    assert [line.split(":")[1].split()[-1] for line in lines[:3]] == ["portable", "triton", "reference"]
+    assert lines[0].startswith("cuda:3 portable: ")
+    assert "e8p_chain (e8p_portable.cu), e8p_linear (e8p_dequantize.cu, e8p_portable.cu), fp8_deq" in lines[0]
+    assert [line.split(":")[1].split()[-1] for line in lines[:3]] == ["portable", "triton", "only"]
     assert any(
         line.startswith(
             "cuda:3 not e8p_batch.cu, e8p_prefill.cu: it is written for compute capability 9.0; this GPU has"

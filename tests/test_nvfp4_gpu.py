@@ -9,6 +9,7 @@ from onegraph.ops.nvfp4_linear import nvfp4_experts, nvfp4_linear
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("kernel_family")
 @pytest.mark.parametrize("tokens", [1, 2, 16])
 def test_launches_that_overlap_wait_for_one_another(tokens: int) -> None:
     """Linears and experts behind one another in a graph, as each lets the next begin before it ends, give the bits that

@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from h200 import H200
+from h200 import H200, PLAIN
 from on_cpu import compile_run
 from onegraph.ops import mxfp4
 from onegraph.ops.cuda import nvfp4, nvfp4_one
+from onegraph.ops.cuda.build import Device
 from onegraph.ops.nvfp4 import random_weight
 from onegraph.ops.nvfp4_linear import nvfp4_experts, nvfp4_grouped_linear
 
@@ -389,10 +390,11 @@ def test_experts_of_gpt_oss_fit() -> None:
 @pytest.mark.parametrize("depths", [nvfp4.DEPTHS, nvfp4.LINEAR_DEPTHS])
 @pytest.mark.parametrize(("n", "k"), [(4096, 14336), (14336, 4096), (16, 64), (129280, 7168), (1536, 576)])
 @pytest.mark.parametrize("sums", [512, 1024, nvfp4.sums(nvfp4.DOWN, together=True)])
-def test_a_cut_covers_its_shape_and_fits(n: int, k: int, depths: tuple[int, ...], sums: int) -> None:
+@pytest.mark.parametrize("device", [H200, PLAIN], ids=["H200", "99 KB"])
+def test_a_cut_covers_its_shape_and_fits(n: int, k: int, depths: tuple[int, ...], sums: int, device: Device) -> None:
     row_tiles, slices = -(-n // nvfp4.ROWS), -(-k // nvfp4.SLICE)
-    cut = nvfp4.plan(row_tiles, slices, sums, 132, depths, H200.shared - nvfp4.ROUTES)
-    assert cut.shared(sums) <= H200.shared - nvfp4.ROUTES
+    cut = nvfp4.plan(row_tiles, slices, sums, 132, depths, device.shared - nvfp4.ROUTES)
+    assert cut.shared(sums) <= device.shared - nvfp4.ROUTES
     assert cut.blocks <= row_tiles
     assert cut.across <= slices
     assert 1 <= cut.down <= cut.hold

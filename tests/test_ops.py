@@ -174,6 +174,7 @@ def widen(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("kernel_family")
 @pytest.mark.parametrize(("op", "case", "dtype"), GPU_CASES)
 def test_on_a_gpu_against_float32_truth(op: Op, case: Case, dtype: torch.dtype) -> None:
     args = make(case, dtype, "cuda")

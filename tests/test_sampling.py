@@ -197,6 +197,7 @@ def test_a_row_is_shared_by_as_many_blocks_as_run_at_once_and_hold_it(rows, widt
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("kernel_family")
 @pytest.mark.parametrize("params", [(0.8, 0, 0.95), (0.8, 1000, 1.0), (2.0, 1000, 0.5), (0.8, 50, 0.0), (0.8, 0, 1.0)])
 @pytest.mark.parametrize("rows", [1, 8, 16])
 @pytest.mark.parametrize("kind", ["flat", "peaked", "equal", "odd"])

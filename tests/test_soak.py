@@ -320,7 +320,7 @@ def test_the_plot_shows_every_round():
 def test_gpus_are_for_deepseek(tmp_path, capsys):
     tiny.write_model(tmp_path / "m")
     assert main([*command(tmp_path / "m", tmp_path / "out"), "--gpus", "2"]) == 2
-    assert "--gpus places layers over GPUs for DeepSeek-V4; this model is" in capsys.readouterr().err
+    assert "--gpus is 2; soak takes several for DeepSeek-V4 alone" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

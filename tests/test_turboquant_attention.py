@@ -155,6 +155,7 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> 
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("kernel_family")
 @pytest.mark.parametrize("launches", [1, 2])
 @pytest.mark.parametrize("case", ["llama_4", "llama_k4v2_drafts", "window_sinks"])
 def test_one_graph_serves_all_lengths(case: str, launches: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,6 +188,7 @@ def test_one_graph_serves_all_lengths(case: str, launches: int, monkeypatch: pyt
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("kernel_family")
 @pytest.mark.parametrize("launches", [1, 2])
 @pytest.mark.parametrize("case", ["llama", "drafts", "limit", "mqa_256"])
 def test_one_graph_serves_rings_and_codes(case: str, launches: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,6 +224,7 @@ def test_one_graph_serves_rings_and_codes(case: str, launches: int, monkeypatch:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("kernel_family")
 def test_a_heavy_first_token_does_not_drown_the_rest() -> None:
     """Thousands of keys with 1e-5 of the first one's weight each keep their share."""
     args = arguments("llama_4", torch.float32, "cuda")

@@ -76,6 +76,10 @@ class TinyDecoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden).float() * 3
 
+    @property
+    def beside(self):
+        return [self]
+
     def new_cache(self, *, rows, pages, page_size, pages_per_row, kv=None, spare=0) -> PagedCache | TurboQuantCache:
         sizes = {
             "layers": len(self.layers),

@@ -117,3 +117,27 @@ def test_an_op_of_cuda_alone_with_a_fake_is_unverified():
     report = check_step(lambda: (step, lambda i: (x.to("cuda") * i,)))
     assert report.codes == {"CG401"}, [(f.code, f.message) for f in report.findings]
     assert "what it gives is unknown" in report.findings[0].message
+
+
+@torch.library.custom_op("checktests::splits", mutates_args=())
+def splits(x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    return x * float(sizes[0])
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_an_op_of_ones_own_may_take_a_tensor_of_the_host_whose_values_are_frozen(changes):
+    """Torch looks at the devices of its own ops' tensors alone; what the host holds is read when the op is captured."""
+
+    def factory():
+        sizes = torch.tensor([2, 3])
+
+        def step(x):
+            if changes:
+                sizes.add_(1)
+            return torch.ops.checktests.splits(x, sizes)
+
+        return step, lambda i: (torch.full((2,), float(i), device="cuda"),)
+
+    with declared("checktests::splits"):
+        report = check_step(factory)
+    assert (report.verdict is Verdict.CAPTURABLE) is not changes, [(f.code, f.message) for f in report.findings]

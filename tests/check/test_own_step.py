@@ -20,6 +20,12 @@ def test_decode_step_is_clean_in_simulation(factory):
     assert len(report.timeline) > 20
 
 
+def test_a_ranks_step_is_clean_in_simulation():
+    report = check_step(own_step.rank, steps=5, gpus=2)
+    assert report.verdict is Verdict.CAPTURABLE, [(f.code, f.path, f.line, f.message) for f in report.findings]
+    assert report.facts["replay equals eager"]
+
+
 def test_a_kernel_that_nobody_vouches_for_is_never_called_safe(monkeypatch):
     monkeypatch.delattr("onegraph.ops.__capturable__")
     _of_libraries.cache_clear()

@@ -1,41 +1,97 @@
-"""Who drafts, by the name that a user gives: "ngram", or a second checkpoint."""
+"""Who drafts, by the name that a user gives: "ngram", "mtp", "eagle:PATH", or a second checkpoint."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from os import PathLike
 from typing import TYPE_CHECKING
 
 from onegraph.api.hub import locate
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.draft import MakeDrafter, ModelDrafter, NgramDrafter
+from onegraph.engine.draft_heads import BlockDrafter, HeadDrafter
 from onegraph.formats.checkpoint import Checkpoint
+from onegraph.models.chain import ChainedLlama
+from onegraph.models.deepseek_v4 import DeepseekV4
+from onegraph.models.deepseek_v4_dspark import DSparkDraft
+from onegraph.models.deepseek_v4_mtp import DeepseekDraft
+from onegraph.models.eagle import EagleHead
+from onegraph.models.llama import Llama
 from onegraph.models.load import load_decoder, parse_config
 
 if TYPE_CHECKING:
-    import torch
-
     from onegraph.api import Progress
 
-NGRAM = "ngram"
+NGRAM, MTP, EAGLE = "ngram", "mtp", "eagle:"
+Model = Llama | ChainedLlama | DeepseekV4
 
 
 def drafter(
     name: str,
     tokenizer: Tokenizer,
-    vocabulary: int,
+    model: Model,
+    path: str | PathLike[str],
     *,
-    device: torch.device,
-    dtype: torch.dtype,
     int8: bool,
     max_context: int,
     progress: Progress | None = None,
 ) -> MakeDrafter:
-    """The drafter of this name, for a target with this tokenizer and vocabulary; a model is loaded as the target is.
+    """The drafter of this name for `model`, which was loaded from `path` and has this tokenizer. What it needs is
+    loaded as the model is.
 
-    Raises ValueError where a model's tokens are not the target's, CheckpointError where it cannot be read.
+    Raises ValueError where the two do not go together, CheckpointError where it cannot be read.
     """
     if name == NGRAM:
         return NgramDrafter
+    if name == MTP:
+        return own_layers(model, path)
+    if name.startswith(EAGLE):
+        return eagle(name, model)
+    return second(name, tokenizer, model, int8=int8, max_context=max_context, progress=progress)
+
+
+def own_layers(model: Model, path: str | PathLike[str]) -> MakeDrafter:
+    """The draft layers that DeepSeek-V4's checkpoints carry: one (`mtp.0`), or DSpark's stages."""
+    if not isinstance(model, DeepseekV4):
+        raise ValueError(
+            f"draft: {MTP!r} are the draft layers of DeepSeek-V4; a {model.config.model_type!r} has none that run "
+            f"here: draft with {NGRAM!r}, '{EAGLE}PATH' or a smaller model"
+        )
+    if not model.config.drafts:
+        raise ValueError(f"draft: {path} has no draft layers (num_nextn_predict_layers is 0): draft with {NGRAM!r}")
+    with Checkpoint.open(path) as checkpoint, _told():
+        if model.config.dspark is not None:
+            return partial(BlockDrafter, DSparkDraft.load(checkpoint, model))
+        return partial(HeadDrafter, DeepseekDraft.load(checkpoint, model))
+
+
+def eagle(name: str, model: Model) -> MakeDrafter:
+    """The EAGLE-3 head whose place stands behind "eagle:"."""
+    if isinstance(model, DeepseekV4):
+        raise ValueError(f"draft: EAGLE heads go on from models of the Llama kind; DeepSeek-V4 has its own, {MTP!r}")
+    where = name.removeprefix(EAGLE)
+    if not where:
+        raise ValueError(f"draft: {name!r} names no head; give its directory, '{EAGLE}PATH'")
+    with Checkpoint.open(locate(where).path) as checkpoint, _told():
+        return partial(HeadDrafter, EagleHead.load(checkpoint, model))
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """What is wrong with a drafter, as such: the model's own files are fine."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"draft: {error}") from None
+
+
+def second(
+    name: str, tokenizer: Tokenizer, model: Model, *, int8: bool, max_context: int, progress: Progress | None
+) -> MakeDrafter:
+    """Another, smaller model of the same tokens."""
+    vocabulary = model.config.vocab_size
     with Checkpoint.open(locate(name).path) as checkpoint:
         config = parse_config(checkpoint.config)
         found = config.vocab_size
@@ -54,6 +110,12 @@ def drafter(
                 f"draft: the tokens of {name} are not the model's: draft with a model of the same family, or with "
                 f"{NGRAM!r}"
             )
-        report = None if progress is None else partial(progress, "loading")
-        model = load_decoder(checkpoint, device, dtype, max_context=max_context, int8=int8, progress=report)
-    return partial(ModelDrafter, model)
+        drafting = load_decoder(
+            checkpoint,
+            model.devices[0],
+            model.dtype,
+            max_context=max_context,
+            int8=int8,
+            progress=None if progress is None else partial(progress, "loading"),
+        )
+    return partial(ModelDrafter, drafting)

@@ -28,6 +28,7 @@ from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import parse_kv
 from onegraph.models.config import LlamaConfig
 from onegraph.models.load import load_decoder, parse_config
+from onegraph.models.ranks import Ranks
 
 MAX_CONTEXT = 4096  # unless the caller asks for more
 Prompt = str | Sequence[int]  # a text, or its token ids
@@ -41,7 +42,7 @@ class LLM:
     Args:
         path: a model directory with config.json, safetensors and tokenizer.json, a .gguf file, or a name on the Hugging
             Face hub ("org/name", "org/name@revision"); quantized or not.
-        gpus: place the layers over so many GPUs, for DeepSeek-V4; 1 for every other model.
+        gpus: use so many: each has its share of every layer, or of DeepSeek-V4 some of the layers.
         kv: how keys and values are stored: "exact", "turboquant:4", "turboquant:k3v4", ... (docs/turboquant.md), or
             "fp8" for DeepSeek-V4.
         max_batch: prompts that are computed at once; more of them wait their turn.
@@ -53,9 +54,10 @@ class LLM:
         cache_tokens: that the KV cache holds, of all sequences together (default: max_batch x max_context). With fewer,
             the youngest sequence makes room where they run short, and goes on later.
         draft: who drafts tokens that the model then checks several at once: "ngram" looks them up in the text itself,
-            the path of a smaller checkpoint of the same tokens lets that one write them. The text is what it would be
-            without, but for near-ties of rounding (docs/speculation.md). draft_tokens: drafts to check at once, 1 to 7,
-            or "auto" for as many as pay.
+            "eagle:PATH" is an EAGLE-3 head of the model, "mtp" are DeepSeek-V4's own draft layers, the path of a
+            smaller checkpoint of the same tokens lets that one write them. The text is what it would be without, but
+            for near-ties of rounding (docs/speculation.md). draft_tokens: drafts to check at once, 1 to 7, or "auto"
+            for as many as pay.
         capture: True runs the decode step as one CUDA graph, False eagerly, "split" breaks the graph around attention;
             None captures where there is a GPU.
         tokenizer: the checkpoint's own, where it was read already.
@@ -122,11 +124,10 @@ class LLM:
                 "that and more, or a smaller max_context"
             )
         drafting = None
-        if draft is not None:
+        if draft is not None and not isinstance(model, Ranks):  # several GPUs take no drafts, see above
             drafting = drafter(
-                str(draft), self.tokenizer, model.config.vocab_size, device=self.device, dtype=self.dtype, int8=int8,
-                max_context=max_context, progress=progress,
-            )  # fmt: skip
+                str(draft), self.tokenizer, model, located.path, int8=int8, max_context=max_context, progress=progress
+            )
         pages = None if cache_tokens is None else 1 + -(-cache_tokens // model.page_size)
         self._engine: Engine | None = Engine(
             model,

@@ -16,7 +16,7 @@ from onegraph.cli.common import Parser, UsageError, human_bytes, one_line
 from onegraph.cli.streams import STDOUT, abandon_stdout, as_utf8, checked
 from onegraph.formats.files import out_of_memory
 
-COMMANDS = ("quantize", "verify", "generate", "chat", "serve", "eval", "bench", "soak", "env", "demo")
+COMMANDS = ("quantize", "verify", "generate", "chat", "serve", "eval", "draft-head", "bench", "soak", "env", "demo")
 USER_ERROR, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 70, 130, 141
 
 DESCRIPTION = "Run the whole decode step of a low-bit LLM as one CUDA graph, and prove that it may."
@@ -51,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
         importlib.import_module("onegraph.check.cli").add_parsers(commands)
         importlib.import_module("onegraph.cli.check_vllm").add_option(commands.choices["check"])
     for name in COMMANDS:
-        importlib.import_module(f"onegraph.cli.{name}").add_parser(commands)
+        importlib.import_module(f"onegraph.cli.{name.replace('-', '_')}").add_parser(commands)
     return parser
 
 

@@ -120,7 +120,10 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 def add_gpus(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--gpus", type=number(int, 1, 8), metavar="N", help="place the layers over so many GPUs (DeepSeek-V4)"
+        "--gpus",
+        type=number(int, 1, 8),
+        metavar="N",
+        help="use so many GPUs: each has a share of every layer (DeepSeek-V4: some of the layers)",
     )
 
 

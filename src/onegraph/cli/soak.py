@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     from onegraph.engine.generate import Engine
     from onegraph.engine.soak import read_rounds, soak
     from onegraph.engine.traffic import crowded, soak_traffic
-    from onegraph.models.load import load_decoder, parse_config
+    from onegraph.models.load import CONFIGS, load_decoder, parse_config
 
     if not args.traffic and (args.kv or args.minutes):
         raise UsageError(f"--{'kv' if args.kv else 'minutes'} is for --traffic alone")
@@ -92,6 +92,10 @@ def run(args: argparse.Namespace) -> int:
     with open_model(args.model) as checkpoint:
         context = min(args.context, parse_config(checkpoint.config).max_positions)
         with options("gpus"):
+            if (args.gpus or 1) > 1 and checkpoint.config.get("model_type") not in CONFIGS:
+                raise ValueError(
+                    f"gpus is {args.gpus}; soak takes several for DeepSeek-V4 alone, whose layers it places"
+                )
             model = load_decoder(checkpoint, device, dtype, max_context=context, gpus=args.gpus)
 
     def make(tested: bool, kv: str | None = None) -> Engine:

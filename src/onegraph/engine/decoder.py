@@ -1,6 +1,6 @@
 """What the engine asks of a model (`models.llama.Llama` and `models.deepseek_v4.DeepseekV4` give it)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from onegraph.runtime.graph import split_point
+
+Taps = dict[int, Tensor | None]  # by layer: `Decoder.run` puts the hidden states behind those that are keys here
 
 
 class Cache(Protocol):
@@ -32,6 +34,7 @@ class Decoder(Protocol):
     model makes a whole one.
 
     Attributes:
+        beside: the ranks that run every step together, each a decoder of its own; of most models itself alone.
         config: with `vocab_size`.
         dtype: of activations. devices: of each stage; tokens enter on the first, logits come out on the last.
         max_context: positions that it has tables for. page_size: tokens of a page, unless the caller asks otherwise.
@@ -40,6 +43,8 @@ class Decoder(Protocol):
             state that it keeps.
     """
 
+    @property
+    def beside(self) -> Sequence["Decoder"]: ...
     @property
     def config(self) -> Any: ...
     @property
@@ -61,7 +66,8 @@ class Decoder(Protocol):
     # The stream is what one layer hands to the next. Between stages it is a tensor of `stream_shape` in `dtype`; within
     # the only stage it may be anything.
     def enter(self, tokens: Tensor) -> Any: ...  # int64 [B, Q] -> stream
-    def run(self, stage: int, stream: Any, tokens: Tensor, cache: Any) -> Any: ...  # -> stream, perhaps in place
+    # -> stream, perhaps in place. taps: of this stage's layers, those that are keys get what is behind them [B, Q, D].
+    def run(self, stage: int, stream: Any, tokens: Tensor, cache: Any, taps: Taps | None = None) -> Any: ...
     def leave(self, stream: Any) -> Tensor: ...  # -> hidden after the final norm [B, Q, D]
     def logits(self, hidden: Tensor) -> Tensor: ...  # [..., D] -> float32 [..., V]
     def stream_shape(self, rows: int, length: int) -> tuple[int, ...]: ...

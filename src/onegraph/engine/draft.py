@@ -20,6 +20,7 @@ from onegraph.ops.draft import ngram_drafts
 from onegraph.ops.step import begin_step
 
 LONGEST, SHORTEST = 4, 2  # tokens at a text's end that n-gram drafts look for: at most and at least
+UNKNOWN = -1  # in a history: no token yet
 MOST = DRAFTS - 1  # drafts of a round: a cache in codes takes them with the newest token as one decode step
 
 
@@ -27,8 +28,8 @@ MOST = DRAFTS - 1  # drafts of a round: a cache in codes takes them with the new
 class Place:
     """Where a drafter works, of one engine: sizes as `Decoder.new_cache` takes them, and the state of all slots.
 
-    history: int64 [slots, max_context], tokens by position. drafts: int64 [slots, count], found: int32 [slots]: what a
-    drafter writes, and how many of them count. Slot 0 belongs to nobody.
+    history: int64 [slots, max_context], tokens by position, UNKNOWN behind the newest. drafts: int64 [slots, count],
+    found: int32 [slots]: what a drafter writes, and how many of them count. Slot 0 belongs to nobody.
     """
 
     rows: int
@@ -46,6 +47,51 @@ class Place:
         """Drafts of a round at most."""
         return self.drafts.shape[1]
 
+    def write(self, slots: Tensor, drafts: Seq[Tensor], found: Tensor) -> Tensor:
+        """The drafts, int64 [B] each in their order, are those of the rows' slots int64 [B], and found int32 [B] of
+        them count, which are returned as int64 [B]."""
+        if drafts:
+            self.drafts[slots, : len(drafts)] = torch.stack(list(drafts), dim=1)
+        self.found[slots] = found
+        return found.long()
+
+
+def view(cache: Any, positions: Tensor, counts: Tensor, table: Tensor, slots: Tensor) -> Any:
+    """A part of a cache as some rows see it."""
+    seen = cache.view()
+    seen.block_table, seen.positions, seen.counts, seen.slots = table, positions, counts, slots
+    return seen
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """What the target made of the tokens that it read, in the basis in which the model itself computes.
+
+    stream: behind its last layer, as `Decoder.run` returns it. hidden: [B, Q, D] behind each layer that was asked for.
+    following: int64 [B, Q], the token behind each; behind the last real one, that is the one drawn.
+    """
+
+    stream: Any
+    hidden: Mapping[int, Tensor | None]
+    following: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """Tokens int64 [B, Q] that the target has read, of which counts int32 [B] are real (of a round: were kept), from
+    positions int32 [B] on, with the rows' pages and slots. made: for a drafter that asks for it."""
+
+    tokens: Tensor
+    positions: Tensor
+    counts: Tensor
+    table: Tensor
+    slots: Tensor
+    made: Made | None = None
+
+    def seen(self, cache: Any) -> Any:
+        """A part of a cache as these rows see it."""
+        return view(cache, self.positions, self.counts, self.table, self.slots)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
@@ -53,7 +99,8 @@ class Rows:
 
     positions: where each row's newest token, `drawn`, stands: nothing has read it yet. inputs: the step's, with
     `limits`, `slots`, `seed` and what sampling needs. table: their pages. count: drafts that are asked for; with 0 a
-    drafter only keeps up with the text.
+    drafter only keeps up with the text. read: what the round read and kept, for a drafter that asks for what the
+    target made of it.
     """
 
     positions: Tensor
@@ -62,22 +109,34 @@ class Rows:
     inputs: Mapping[str, Tensor]
     sampling: bool
     count: int
+    read: Pass | None = None
+
+    @property
+    def found(self) -> Tensor:
+        """Drafts of each row where all that are asked for can be had, int32 [B]: none for a row at its limit."""
+        return (self.inputs["limits"] > self.positions).int() * self.count
 
 
 class Drafter(Protocol):
     """Made by a call with a `Place`.
 
-    pure_pages: as a cache's; True where it keeps nothing of its own. steady: it drafts whatever it is asked for, and
-    each draft costs time, so that no more are asked for than shall be read; else it finds what there is at no price.
+    pure_pages: as a cache's; True where it keeps nothing of its own. ahead: what it keeps of a token depends on the
+    token behind that, too. steady: it drafts whatever it is asked for, and each draft costs time, so that no more are
+    asked for than shall be read; else it finds what there is at no price. layers: of the target, behind which it asks
+    for hidden states, with each `Pass`; None where it asks for nothing, and nothing is computed.
     """
 
     @property
     def pure_pages(self) -> bool: ...
     @property
+    def ahead(self) -> bool: ...
+    @property
     def steady(self) -> bool: ...
+    @property
+    def layers(self) -> Seq[int] | None: ...
 
-    def read(self, tokens: Tensor, positions: Tensor, counts: Tensor, table: Tensor, slots: Tensor) -> None:
-        """The target reads a part of a prompt: tokens int64 [B, Q], of which `counts` are real, from `positions` on."""
+    def read(self, passed: Pass) -> None:
+        """The target has read a part of a prompt."""
 
     def draft(self, rows: Rows) -> Tensor:
         """Write drafts and found of the rows' slots; returns how many were found of each row, int64 [B]."""
@@ -92,12 +151,12 @@ MakeDrafter = Callable[[Place], Drafter]
 class NgramDrafter:
     """Drafts from the text itself: see `onegraph.ops.draft.ngram_drafts`. Keeps nothing of its own."""
 
-    pure_pages, steady = True, False
+    pure_pages, ahead, steady, layers = True, False, False, None
 
     def __init__(self, place: Place) -> None:
         self._place = place
 
-    def read(self, tokens: Tensor, positions: Tensor, counts: Tensor, table: Tensor, slots: Tensor) -> None:
+    def read(self, passed: Pass) -> None:
         """The host has written all of the prompt into the history."""
 
     def draft(self, rows: Rows) -> Tensor:
@@ -121,7 +180,7 @@ class ModelDrafter:
     Raises ValueError where the two do not go together.
     """
 
-    steady = True
+    ahead, steady, layers = False, True, None
 
     def __init__(self, model: Decoder, place: Place) -> None:
         if model.devices != [place.device]:
@@ -143,8 +202,8 @@ class ModelDrafter:
     def pure_pages(self) -> bool:
         return self._cache.pure_pages
 
-    def read(self, tokens: Tensor, positions: Tensor, counts: Tensor, table: Tensor, slots: Tensor) -> None:
-        self._pass(tokens, positions, counts, table, slots)
+    def read(self, passed: Pass) -> None:
+        self._pass(passed)
 
     def draft(self, rows: Rows) -> Tensor:
         at, inputs = self._place, rows.inputs
@@ -155,25 +214,21 @@ class ModelDrafter:
         drafts: list[Tensor] = []
         for _ in range(max(1, rows.count)):
             counts, after = begin_step(places, limits, tokens.shape[1])
-            hidden = self._pass(tokens, places, counts, rows.table, inputs["slots"])
+            hidden = self._pass(
+                Pass(tokens=tokens, positions=places, counts=counts, table=rows.table, slots=inputs["slots"])
+            )
             if not rows.count:
                 break
             token = draw(self.model.logits(hidden[:, -1]), after, inputs, sampling=rows.sampling)
             drafts.append(token)
             tokens, places = token.unsqueeze(1), after
-        found = (limits > rows.positions).int() * rows.count
-        if drafts:
-            at.drafts[own, : rows.count] = torch.stack(drafts, dim=1)
-        at.found[own] = found
-        return found.long()
+        return at.write(own, drafts, rows.found)
 
     def reset(self) -> None:
         self._cache.reset()
 
-    def _pass(self, tokens: Tensor, positions: Tensor, counts: Tensor, table: Tensor, slots: Tensor) -> Tensor:
-        cache: Any = self._cache.parts[0].view()
-        cache.block_table, cache.positions, cache.counts, cache.slots = table, positions, counts, slots
-        return self.model(tokens, Breakable(cache))
+    def _pass(self, passed: Pass) -> Tensor:
+        return self.model(passed.tokens, Breakable(passed.seen(self._cache.parts[0])))
 
 
 class OracleDrafter:
@@ -186,7 +241,7 @@ class OracleDrafter:
         vocabulary: tokens of the model.
     """
 
-    pure_pages, steady = True, False
+    pure_pages, ahead, steady, layers = True, False, False, None
 
     def __init__(self, texts: Seq[Seq[int]], chance: float, vocabulary: int, place: Place) -> None:
         self._place = place
@@ -196,17 +251,15 @@ class OracleDrafter:
         right = torch.rand(known.shape, generator=torch.Generator().manual_seed(0)) < chance
         self._names = torch.where(right, known, (known + 1) % vocabulary).to(place.device)
 
-    def read(self, tokens: Tensor, positions: Tensor, counts: Tensor, table: Tensor, slots: Tensor) -> None:
+    def read(self, passed: Pass) -> None:
         """It has read everything."""
 
     def draft(self, rows: Rows) -> Tensor:
         at, own = self._place, rows.inputs["slots"].long()
         text = rows.inputs["seed"] % len(self._names)
         step = torch.arange(1, rows.count + 1, device=own.device)
-        found = (rows.inputs["limits"] > rows.positions).int() * rows.count
-        at.drafts[own, : rows.count] = self._names[text.unsqueeze(1), rows.positions.unsqueeze(1) + step]
-        at.found[own] = found
-        return found.long()
+        names = self._names[text.unsqueeze(1), rows.positions.unsqueeze(1) + step]
+        return at.write(own, names.unbind(1), rows.found)
 
     def reset(self) -> None:
         pass

@@ -10,13 +10,13 @@ from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, closing
 from functools import partial
 from time import perf_counter
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from onegraph.engine.choice import Choice, ChoiceState, Constrain
-from onegraph.engine.decoder import Decoder
+from onegraph.engine.decoder import Cache, Decoder
 from onegraph.engine.draft import MOST, MakeDrafter
 from onegraph.engine.inputs import block_table, host_rows
 from onegraph.engine.pages import PageAllocator
@@ -26,11 +26,13 @@ from onegraph.engine.sequence import Sequence, make_sequences
 from onegraph.engine.speculate import DraftTokens, Speculation
 from onegraph.engine.steps import Steps
 from onegraph.formats.turboquant import TurboQuantConfig, parse_kv
+from onegraph.runtime.beside import Beside
 from onegraph.runtime.graph import GraphPool
 from onegraph.runtime.pipeline import Pipeline, check_links, running
 from onegraph.runtime.transfer import Download
 
 Tokens = list[tuple[int, int]]  # (prompt's number, token), of a step
+Runners = dict[int, Pipeline | Beside]  # of a step, by count of drafts
 Report = tuple[Callable[[], Tensor], Callable[[], Tensor] | None]  # what waits for a step's tokens, log-probabilities
 
 
@@ -39,7 +41,8 @@ class Engine:
 
     A step is a pipeline of the model's stages. Every device keeps its own positions, limits and block tables and
     advances them itself; what travels is the stream from each stage to the next, and the drawn tokens from the last to
-    all others.
+    all others. Of a model on ranks beside one another each runs every step on its share, and draws the same tokens from
+    the same bits; the first one's are read.
 
     Args:
         model: see `Decoder`.
@@ -51,15 +54,16 @@ class Engine:
         kv: how keys and values are stored: None in the model's dtype, else a setting of
             `onegraph.formats.turboquant` or its text ("turboquant:4").
         draft: who drafts tokens for rounds that check several at once (`engine/draft.py`), None for nobody. For models
-            in one stage. draft_tokens: how many a round checks, or "auto" for as many as pay.
-        capture: True captures, False runs eagerly, "split" captures around attention, None captures where the model is
-            on a GPU.
+            on one device. draft_tokens: how many a round checks, or "auto" for as many as pay.
+        capture: True captures, False runs eagerly, "split" captures around attention (not of ranks), None captures
+            where the model is on a GPU.
 
     A batch gives each prompt the tokens that it would get alone, up to the last bit of the matrix products (a GEMM
     of another batch size may round a near-tie the other way); draws never depend on the batch.
 
     Not thread-safe: one `generate`, `stream` or `Scheduler` at a time. Raises ValueError where a peer link between
-    devices is missing; a device that fails while running comes out as a DeviceError that names it.
+    devices is missing; a device that fails while running comes out as a DeviceError that names it, a rank that waits
+    for another in vain as a PeerError.
     """
 
     def __init__(
@@ -78,7 +82,8 @@ class Engine:
     ):
         self.model = model
         self.devices = model.devices
-        check_links(self.devices)
+        for rank in model.beside:
+            check_links(rank.devices)
         if draft is not None and len(self.devices) > 1:
             raise ValueError(f"draft: the model lies on {len(self.devices)} devices; drafting takes a model on one")
         self.max_context = min(model.max_context, 4096) if max_context is None else max_context
@@ -92,32 +97,35 @@ class Engine:
             )
         if capture not in (None, True, False, "split"):
             raise ValueError(f"capture: got {capture!r}; allowed are True, False, 'split' and None for automatic")
+        if capture == "split" and len(model.beside) > 1:
+            raise ValueError("capture: got 'split' for a model on several ranks; allowed are True, False and None")
         self.max_batch, self.chunk = max_batch, chunk
         captured = self.devices[0].type == "cuda" if capture is None else bool(capture)
         self.mode = "split" if capture == "split" else "captured" if captured else "eager"
-        self._pools = [GraphPool(device) for device in self.devices] if captured else []
+        self._pools = [[GraphPool(device) for device in rank.devices] for rank in model.beside] if captured else []
         self.ahead = 1 if captured else 0  # steps launched before the tokens of one are read
 
         self._per_row = -(-self.max_context // page_size)
         total = 1 + max_batch * self._per_row if pages is None else pages
         kv = parse_kv(kv) if isinstance(kv, str) else kv
-        self._cache = model.new_cache(
-            rows=max_batch, pages=total, page_size=page_size, pages_per_row=self._per_row, kv=kv,
-            spare=0 if draft is None else MOST,
-        )  # fmt: skip
         self._speculation = self._drafted_by(draft, draft_tokens, total, page_size, kv)
-        self._steps = Steps(
-            model, self._cache, self._speculation, rows=max_batch, per_row=self._per_row, chunk=chunk,
-            split=self.mode == "split",
-        )  # fmt: skip
+        self._beside: list[Steps] = []  # of each rank
+        for rank in model.beside:
+            cache = rank.new_cache(
+                rows=max_batch, pages=total, page_size=page_size, pages_per_row=self._per_row, kv=kv,
+                spare=0 if draft is None else MOST,
+            )  # fmt: skip
+            sizes = {"rows": max_batch, "per_row": self._per_row, "chunk": chunk}
+            self._beside.append(Steps(rank, cache, self._speculation, **sizes, split=self.mode == "split"))
         self._allocator = PageAllocator(total, page_size)
         self._slots = list(range(max_batch, 0, -1))  # of state that does not grow; slot 0 belongs to nobody
-        self._runners: dict[tuple[str, Choice], dict[int, Pipeline]] = {}  # of a step, by count of drafts
-        self._loaded: tuple[dict[int, Pipeline], int | None, Choice, list[Sequence]]  # of the decode step
+        self._runners: dict[tuple[str, Choice], Runners] = {}  # of a step, by count of drafts
+        self._loaded: tuple[Runners, int | None, Choice, list[Sequence]]  # of the decode step
         self.constrain: Constrain | None = None  # who makes a row's constraint; that takes a tokenizer
         self._downloads: dict[tuple[str, int], Download] = {}  # by the kind of a step, and how much it says of a row
         # What a step on a CPU need not look at, where the reference reads all that it may: see `_trim`.
-        self._trims = not captured and [device.type for device in self.devices] == ["cpu"]
+        whole = all(len(rank.devices) == 1 for rank in model.beside)
+        self._trims = not captured and whole and self.devices[0].type == "cpu"
         self._busy = False
         self.soiled = False  # a NaN may lie in the cache: the next Scheduler clears it
         self.stats = Stats(mode=self.mode)
@@ -184,7 +192,7 @@ class Engine:
 
     def running(self) -> AbstractContextManager[None]:
         """The devices' streams; wrap a loop over a step's `replay` in it once."""
-        return running(self._pools)
+        return running([pool for pools in self._pools for pool in pools])
 
     def runner(
         self,
@@ -194,19 +202,44 @@ class Engine:
         shaping: bool = False,
         logprobs: bool = False,
         drafts: int = 0,
-    ) -> Pipeline:
+    ) -> Pipeline | Beside:
         """A step, built when first asked for, one graph for each device and bucket: greedy or sampling, with or without
         what changes logits before, with log-probabilities or without, reading up to so many drafts."""
         choice = Choice(sampling, shaping, logprobs)
         if (kind, choice) not in self._runners:
             started = perf_counter()
             if shaping or logprobs:
-                self.choice_state()
-            self._runners[kind, choice] = self._steps.build(kind == "decode", choice, self._pools)
+                self.choice_states()
+            self._runners[kind, choice] = self._build(kind == "decode", choice)
             self.stats.build_seconds += perf_counter() - started
         return self._runners[kind, choice][drafts]
 
     # The host's part.
+
+    def _build(self, decoding: bool, choice: Choice) -> Runners:
+        """Ranks are warmed up and captured one by one, each alone: nothing else may be under way."""
+        pools = self._pools or [[]] * len(self._beside)
+        if len(self._beside) == 1:
+            return dict(self._steps.build(decoding, choice, pools[0]))
+        peers: Any = self.model
+        self._wait()
+        peers.arm(False)
+        try:
+            built = [steps.build(decoding, choice, own) for steps, own in zip(self._beside, pools, strict=True)]
+            self._wait()
+        finally:
+            peers.arm(True)
+        return {count: Beside([rank[count] for rank in built]) for count in built[0]}
+
+    @property
+    def _steps(self) -> Steps:
+        """The first rank's."""
+        return self._beside[0]
+
+    @property
+    def _cache(self) -> Cache:
+        """The first rank's."""
+        return self._steps.cache
 
     def _drafted_by(
         self, make: MakeDrafter | None, tokens: DraftTokens, pages: int, page_size: int, kv: TurboQuantConfig | None
@@ -234,9 +267,16 @@ class Engine:
         drafted = self._speculation
         return self._cache.pure_pages and (drafted is None or drafted.drafter.pure_pages)
 
+    @property
+    def ahead_of_pages(self) -> bool:
+        """Whether something kept of a token depends on the token behind it, so that equal pages have equal tokens up
+        to the one behind their end."""
+        return self._speculation is not None and self._speculation.drafter.ahead
+
     def clear(self) -> None:
         """Forget all texts, after a NaN."""
-        self._cache.reset()
+        for steps in self._beside:
+            steps.cache.reset()
         if self._speculation is not None:
             self._speculation.reset()
 
@@ -283,7 +323,8 @@ class Engine:
         """Before the first pass over a sequence in its slot: what penalties count and no decode step reads."""
         if sequence.params.shaping:
             count = sequence.to_prefill - len(sequence.prompt)
-            self.choice_state().begin(sequence.slot, sequence.prompt, sequence.output[:count])
+            for state in self.choice_states():
+                state.begin(sequence.slot, sequence.prompt, sequence.output[:count])
         if self._speculation is not None:
             self._speculation.begin(sequence)
 
@@ -338,7 +379,7 @@ class Engine:
         plain = choice.shaping or choice.logprobs or any(s.repeating for s in rows)
         return 0 if self._speculation is None or plain else self._speculation.choose(rows, (bucket, choice.sampling))
 
-    def _measure(self, runner: Pipeline, rows: int, choice: Choice) -> None:
+    def _measure(self, runner: Pipeline | Beside, rows: int, choice: Choice) -> None:
         """What rounds of each count of drafts cost, once for each batch size: on padding, which stands still."""
         assert self._speculation is not None
         bucket = runner.stages[0].bucket_for(rows)
@@ -355,15 +396,15 @@ class Engine:
         self.stats.build_seconds += perf_counter() - started
 
     def _wait(self) -> None:
-        for pool in self._pools:
-            pool.synchronize()
-        if not self._pools and self.devices[0].type == "cuda":
-            torch.cuda.synchronize(self.devices[0])
+        for device in self.devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
 
     def _constrain(self, rows: list[Sequence]) -> None:
         """Upload what may follow in rows that are constrained; their last tokens must have been taken."""
         if found := {s.slot: s.constraint for s in rows if s.constraint is not None}:
-            self.choice_state().constrain(found)
+            for state in self.choice_states():
+                state.constrain(found)
 
     def _fetch(self, kind: Literal["decode", "prefill"], report: Tensor, choice: Choice) -> Report:
         """Begin to copy what a step tells the host: `ahead` + 1 of a kind at once at most."""
@@ -373,15 +414,28 @@ class Engine:
             like = torch.zeros(self.max_batch * said, dtype=torch.int64, device=report.device)
             self._downloads[kind, said] = Download(like, depth=self.ahead + 1)
         fetched = self._downloads[kind, said].start(report.flatten())
-        return lambda: fetched().view(report.shape), told
+        return lambda: self._met(fetched()).view(report.shape), told
+
+    def _met(self, told: Tensor) -> Tensor:
+        """What a step told the host, if no rank waited in vain. Raises PeerError, see `nn.peers.Peers.check`."""
+        if len(self._beside) > 1:
+            peers: Any = self.model
+            peers.check()
+        return told
 
     def choice_state(self) -> ChoiceState:
-        """Made when first asked for."""
-        if self._steps.choices is None:
-            slots, vocabulary = self.max_batch + 1, self.model.config.vocab_size
-            made = ChoiceState(slots, self.max_batch, vocabulary, self.devices[-1], depth=self.ahead + 1)
-            self._steps.choices = made
-        return self._steps.choices
+        """The first rank's."""
+        return self.choice_states()[0]
+
+    def choice_states(self) -> list[ChoiceState]:
+        """Of each rank, made when first asked for."""
+        found = []
+        for steps in self._beside:
+            if steps.choices is None:
+                slots, vocabulary, device = self.max_batch + 1, self.model.config.vocab_size, steps.model.devices[-1]
+                steps.choices = ChoiceState(slots, self.max_batch, vocabulary, device, depth=self.ahead + 1)
+            found.append(steps.choices)
+        return found
 
     def _trim(self, length: int, reach: int) -> None:
         """Before an eager step on a CPU: the tokens of the chunk and the pages of the longest row.
@@ -390,5 +444,5 @@ class Engine:
         and an eager step would then draw other tokens at near-ties than the captured one that it is compared with. Nor
         between stages, which hand on whole buffers.
         """
-        if self._trims:
-            self._steps.length, self._steps.width = length, self._allocator.needed(reach)
+        for steps in self._beside if self._trims else ():
+            steps.length, steps.width = length, self._allocator.needed(reach)

@@ -3,8 +3,9 @@
 import json
 import math
 import operator
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 MAX_LOGPROBS = 20  # likeliest tokens that may be asked for, as OpenAI's API has it
 
@@ -146,7 +147,8 @@ class Stats:
 
     The first token of a sequence comes out of its prefill, so `decode_tokens` counts the others. `shared_tokens` were
     found in pages of other sequences and not computed again; `preemptions`: times that a sequence gave up its pages.
-    `drafted_tokens` were read as drafts, and `accepted_tokens` of them were right.
+    `drafted_tokens` were read as drafts, and `accepted_tokens` of them were right; `drafted_at` and `accepted_at` count
+    them by their place in the round, the first first.
     """
 
     mode: str
@@ -160,6 +162,8 @@ class Stats:
     preemptions: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    drafted_at: Counter[int] = field(default_factory=Counter)
+    accepted_at: Counter[int] = field(default_factory=Counter)
 
     @property
     def prefill_tokens_per_second(self) -> float:

@@ -183,7 +183,8 @@ class Scheduler:
 
     def _extend_digests(self, sequence: Sequence, length: int) -> None:
         if len(sequence.digests) < length // self._allocator.page_size:
-            extend_digests(sequence.digests, sequence.tokens(0, length), self._allocator.page_size)
+            known, ahead = sequence.tokens(0, length), self.engine.ahead_of_pages
+            extend_digests(sequence.digests, known, self._allocator.page_size, ahead=int(ahead))
 
     # What runs.
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from onegraph.engine.choice import draw
-from onegraph.engine.draft import MOST, Drafter, MakeDrafter, Place
+from onegraph.engine.draft import MOST, UNKNOWN, Drafter, MakeDrafter, Place
 from onegraph.engine.params import Stats
 from onegraph.engine.sequence import Sequence
 from onegraph.formats.turboquant import TurboQuantConfig
@@ -84,12 +84,21 @@ class Speculation:
             wide = {name: inputs[name].repeat_interleave(places.shape[1]) for name in names}
         return draw(logits, places.view(-1), wide, sampling=sampling).view(places.shape)
 
+    def following(self, slots: Tensor, positions: Tensor, length: int, new: Tensor) -> Tensor:
+        """The tokens int64 [B, length] behind those of a prompt that rows read from positions int32 [B] on: as the text
+        knows them, and where it ends the one drawn, new int64 [B]."""
+        history = self.place.history
+        step = torch.arange(1, length + 1, device=positions.device)
+        at = (positions.unsqueeze(1) + step).clamp(max=history.shape[1] - 1)
+        known = history[slots.long().unsqueeze(1), at]
+        return torch.where(known == UNKNOWN, new.unsqueeze(1), known)
+
     # The host's part, between steps.
 
     def begin(self, sequence: Sequence) -> None:
         """All that is known of a text, before the first pass over it in its slot."""
         known = sequence.tokens(0, sequence.length)
-        text = torch.zeros(self.place.history.shape[1], dtype=torch.int64)
+        text = torch.full((self.place.history.shape[1],), UNKNOWN)
         text[: len(known)] = torch.tensor(known)
         self._text(text)
         self.place.history[sequence.slot].copy_(self._text.target)
@@ -111,6 +120,8 @@ class Speculation:
                 sequence.drafts.learn(drafted, new - 1)
                 stats.drafted_tokens += drafted
                 stats.accepted_tokens += new - 1
+                stats.drafted_at.update(range(drafted))
+                stats.accepted_at.update(range(new - 1))
             sequence.drafts.waiting = found
         return tokens
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from onegraph.engine.choice import Choice, ChoiceState, draw
-from onegraph.engine.decoder import Breakable, Cache, Decoder
-from onegraph.engine.draft import Rows
+from onegraph.engine.decoder import Breakable, Cache, Decoder, Taps
+from onegraph.engine.draft import Made, Pass, Rows, view
 from onegraph.engine.inputs import batch_sizes, row_inputs
 from onegraph.engine.speculate import Speculation
 from onegraph.ops.calls import BROKEN
@@ -114,14 +114,21 @@ class Steps:
         counts, after = begin_step(positions, limits, tokens.shape[1])
         table, slots = table[:, : self.width], inputs["slots"]
         stream = inputs["stream"] if stage else self.model.enter(tokens)
-        stream = self._run(stage, stream, tokens, table, positions, counts, slots)
-        if self.speculation is not None:
-            self.speculation.drafter.read(tokens, positions, counts, table, slots)
+        taps = self._taps()
+        stream = self._run(stage, stream, tokens, table, positions, counts, slots, taps)
         if stage < len(self.model.devices) - 1:
             positions.copy_(after)
             return stream
         hidden = self.model.leave(stream)
         new, logits = self._draw(hidden, counts, after, inputs, choice)
+        if self.speculation is not None:
+            made = None
+            if taps is not None:
+                following = self.speculation.following(slots, positions, tokens.shape[1], new)
+                made = Made(stream=stream, hidden=taps, following=following)
+            self.speculation.drafter.read(
+                Pass(tokens=tokens, positions=positions, counts=counts, table=table, slots=slots, made=made)
+            )
         report = finish_step(new, logits, after, inputs["drawn"] if decoding else torch.empty_like(new), positions)
         return report if decoding else report.masked_fill(_broken(hidden, counts), BROKEN)
 
@@ -134,7 +141,8 @@ class Steps:
         speculation, place = self.speculation, self.speculation.place
         drawn, slots, table = inputs["drawn"], inputs["slots"], table[:, : self.width]
         tokens, counts, places = begin_round(positions, limits, slots, drawn, place.drafts, place.found, drafts + 1)
-        stream = self._run(0, self.model.enter(tokens), tokens, table, positions, counts, slots)
+        taps = self._taps()
+        stream = self._run(0, self.model.enter(tokens), tokens, table, positions, counts, slots, taps)
         hidden = self.model.leave(stream)
         if drafts:
             logits = self.model.logits(hidden.flatten(0, 1))
@@ -142,19 +150,32 @@ class Steps:
         else:
             first, logits = self._draw(hidden, counts, places.view(-1), inputs, choice)
             new = first.unsqueeze(1)
-        report, _ = accept_drafts(new, logits, tokens, counts, slots, drawn, positions, place.history)
+        report, taken = accept_drafts(new, logits, tokens, counts, slots, drawn, positions, place.history)
+        read = None
+        if taps is not None:
+            made = Made(stream=stream, hidden=taps, following=new)
+            read = Pass(
+                tokens=tokens, positions=positions - taken, counts=taken, table=table, slots=slots, made=made
+            )  # fmt: skip
         rows = Rows(
             positions=positions, drawn=drawn, table=table, inputs=inputs | {"limits": limits},
-            sampling=choice.sampling, count=drafts if speculation.drafter.steady else place.count,
+            sampling=choice.sampling, count=drafts if speculation.drafter.steady else place.count, read=read,
         )  # fmt: skip
         return torch.cat((report, speculation.drafter.draft(rows).unsqueeze(1)), dim=1)
 
+    def _taps(self) -> Taps | None:
+        """Where the model puts the hidden states that the drafter asks for; None where nobody asks for any."""
+        layers = None if self.speculation is None else self.speculation.drafter.layers
+        return None if layers is None else dict.fromkeys(layers)
+
     def _run(
-        self, stage: int, stream: Any, tokens: Tensor, table: Tensor, positions: Tensor, counts: Tensor, slots: Tensor
-    ) -> Any:
-        cache = self.cache.parts[stage].view()
-        cache.block_table, cache.positions, cache.counts, cache.slots = table, positions, counts, slots
-        return self.model.run(stage, stream, tokens, Breakable(cache))
+        self, stage: int, stream: Any, tokens: Tensor, table: Tensor, positions: Tensor, counts: Tensor, slots: Tensor,
+        taps: Taps | None,
+    ) -> Any:  # fmt: skip
+        cache = Breakable(view(self.cache.parts[stage], positions, counts, table, slots))
+        if not taps:
+            return self.model.run(stage, stream, tokens, cache)
+        return self.model.run(stage, stream, tokens, cache, taps)
 
     def _draw(
         self, hidden: Tensor, counts: Tensor, after: Tensor, inputs: dict[str, Tensor], choice: Choice

@@ -3,14 +3,17 @@
 import torch
 from torch import Tensor, nn
 
+from onegraph.formats.weight import Part
 from onegraph.models.config import LlamaConfig
 from onegraph.models.experts import read_experts, read_stacks
 from onegraph.models.loader import Loader
 from onegraph.models.rope import Rope
 from onegraph.models.routed import CORRECTION, Routed
+from onegraph.models.shares import ALL, Share, columns, gate_up_parts, qkv_parts
 from onegraph.nn.attention import Attend, Attention
 from onegraph.nn.block import MLP, Bare, Norm, Normed, Scaled, Stream, Summed, WholeNorms
 from onegraph.nn.moe import GatedExpert, MoE
+from onegraph.nn.peers import Peer
 from onegraph.nn.shared_expert import SharedExpert
 from onegraph.ops.activation import GeGLU, SwiGLU
 
@@ -48,19 +51,23 @@ def build_block(
     *,
     joined: bool = True,
     fused: bool = True,
+    peer: Peer | None = None,
 ) -> Block:
     """Block `i` from its checkpoint tensors.
 
     joined: siblings become one linear where that is exact. fused: norms, SwiGLU and sums run inside the linears that
-    can.
+    can. peer: make the part of this rank, whose results the ranks add up.
     """
     prefix, names, routed = f"model.layers.{i}.", config.norms, config.routed_at(i)
+    share = ALL if peer is None else Share(peer.index, peer.count)
+    heads, kv_heads = share.span(config.heads), share.span(config.kv_heads)
 
     def norm(name: str) -> Tensor:
         return norm_weight(loader, config, f"{prefix}{name}.weight", device)
 
-    def front(name: str | None, linears: tuple[str, ...], after: nn.Module | None = None) -> Normed | Bare:
-        joint = loader.siblings([prefix + each for each in linears], device, joined=joined)
+    def front(name: str | None, linears: list[tuple[str, Part]], after: nn.Module | None = None) -> Normed | Bare:
+        layers, parts = [prefix + each for each, _ in linears], [part for _, part in linears]
+        joint = loader.siblings(layers, device, joined=joined, parts=parts)
         if name is None:
             return Bare(joint, after=after)
         return Normed(norm(name), joint, config.eps, after=after, fused=fused)
@@ -72,8 +79,9 @@ def build_block(
 
     def mlp() -> MLP:
         gate = GeGLU() if config.traits.gelu else SwiGLU()
-        down = Summed(loader.linear(prefix + DOWN, device), gate=gate, after=behind(names.mlp_out), fused=fused)
-        return MLP(front(names.mlp_in, config.gate_up), down)
+        linear = loader.linear(prefix + DOWN, device, columns(share, config.intermediate_size))
+        down = Summed(linear, gate=gate, after=behind(names.mlp_out), fused=fused, peer=peer)
+        return MLP(front(names.mlp_in, gate_up_parts(config, share)), down)
 
     norms = None
     if config.head_norm or config.traits.whole_norm:
@@ -83,8 +91,8 @@ def build_block(
     cos, sin = tables[config.ropes[i]]
     attention = Attention(
         index=i,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
+        heads=heads[1] - heads[0],
+        kv_heads=kv_heads[1] - kv_heads[0],
         head_dim=config.head_dim,
         q_norm=q_norm,
         k_norm=k_norm,
@@ -92,15 +100,16 @@ def build_block(
         cos=cos,
         sin=sin,
         window=config.windows[i],
-        sinks=loader.float32(f"{prefix}self_attn.sinks", device) if config.traits.sinks else None,
+        sinks=loader.float32(f"{prefix}self_attn.sinks", device)[slice(*heads)] if config.traits.sinks else None,
         scale=config.scale,
         softcap=config.softcap,
     )
+    out = loader.linear(prefix + OUT, device, columns(share, config.heads, config.head_dim))
     return Block(
-        qkv=front(names.attention_in, config.qkv, whole),
+        qkv=front(names.attention_in, qkv_parts(config, share), whole),
         attention=attention,
-        out=Summed(loader.linear(prefix + OUT, device), after=behind(names.attention_out), fused=fused),
-        mlp=mlp() if routed is None else build_experts(loader, config, routed, prefix, device, joined),
+        out=Summed(out, after=behind(names.attention_out), fused=fused, peer=peer),
+        mlp=mlp() if routed is None else build_experts(loader, config, routed, prefix, device, joined, peer),
     )
 
 
@@ -111,19 +120,25 @@ def norm_weight(loader: Loader, config: LlamaConfig, name: str, device: torch.de
 
 
 def build_experts(
-    loader: Loader, config: LlamaConfig, routed: Routed, prefix: str, device: torch.device, joined: bool
+    loader: Loader,
+    config: LlamaConfig,
+    routed: Routed,
+    prefix: str,
+    device: torch.device,
+    joined: bool,
+    peer: Peer | None = None,
 ) -> MoE:
-    """The feed-forward half of the block of `prefix`, of routed experts; `joined` as for `build_block`."""
-    router = prefix + routed.router
+    """The feed-forward half of the block of `prefix`, of routed experts; `joined` and `peer` as for `build_block`."""
+    router, share = prefix + routed.router, ALL if peer is None else Share(peer.index, peer.count)
     stored = loader.info(f"{router}.weight").dtype
     if routed.stacked(prefix, loader.quantization):
         gate_up, down = (prefix + name for name in routed.whole)
         lie = {"interleaved": routed.fused, "transposed": routed.fused}
-        experts = read_stacks(loader, gate_up, down, routed.gate, device, **lie)
+        experts = read_stacks(loader, gate_up, down, routed.gate, device, **lie, share=share)
     else:
         pairs, downs = routed.each
         names = [(prefix + gate, prefix + up) for gate, up in pairs]
-        experts = read_experts(loader, names, [prefix + name for name in downs], routed.gate, device)
+        experts = read_experts(loader, names, [prefix + name for name in downs], routed.gate, device, share)
     bias = f"{router}.bias" if routed.fused else f"{router}.{CORRECTION}" if routed.sigmoid else None
     return MoE(
         norm=norm_weight(loader, config, f"{prefix}{config.norms.mlp_in}.weight", device),
@@ -134,18 +149,21 @@ def build_experts(
         top_k=routed.top_k,
         normalise=routed.normalise,
         groups=routed.sigmoid,
-        shared=build_shared(loader, routed, prefix, device, joined),
+        shared=build_shared(loader, routed, prefix, device, joined, share),
+        peer=peer,
     )
 
 
 def build_shared(
-    loader: Loader, routed: Routed, prefix: str, device: torch.device, joined: bool
+    loader: Loader, routed: Routed, prefix: str, device: torch.device, joined: bool, share: Share
 ) -> SharedExpert | None:
-    """The expert of the block of `prefix` that every token uses, if there is one."""
+    """The expert of the block of `prefix` that every token uses, if there is one; of its hidden units a share."""
     if routed.shared is None:
         return None
     *pair, down = (prefix + name for name in routed.shared.linears)
-    sides = loader.siblings(pair, device, joined=joined), loader.linear(down, device)
+    parts = None if share.whole else [Part(rows=share.span(routed.shared.size))] * 2
+    half = loader.linear(down, device, columns(share, routed.shared.size))
+    sides = loader.siblings(pair, device, joined=joined, parts=parts), half
     if not routed.shared.gated:
         return SharedExpert(*sides, routed.gate)
     name = f"{prefix}{routed.shared.name}_gate.weight"

@@ -60,19 +60,28 @@ class ChainedLlama(nn.Module):
         except AttributeError:
             return getattr(super().__getattr__("model"), name)
 
+    @property
+    def beside(self) -> list[ChainedLlama]:
+        """Itself."""
+        return [self]
+
     def forward(self, tokens: Tensor, cache: Attend) -> Tensor:
         """As `Llama.forward`."""
         return self.model.leave(self.run(0, self.model.enter(tokens), tokens, cache))
 
-    def run(self, stage: int, stream: Stream, tokens: Tensor, cache: Attend) -> Stream:
+    def run(
+        self, stage: int, stream: Stream, tokens: Tensor, cache: Attend, taps: dict[int, Tensor | None] | None = None
+    ) -> Stream:
         """As `Llama.run`; two ops a layer where there is one token."""
         if tokens.numel() != 1:
-            return self.model.run(stage, stream, tokens, cache)
+            return self.model.run(stage, stream, tokens, cache, taps)
         first = self.model.blocks[0]
         assert isinstance(first, Block)
         qkv, residual = first.qkv(stream)
-        for chain in self.chains:
+        for i, chain in enumerate(self.chains):
             residual, qkv = chain(cache.attend(chain.attention, qkv), residual)
+            if taps is not None and i in taps:
+                taps[i] = residual
         return Stream(residual)
 
 

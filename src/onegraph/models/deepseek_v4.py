@@ -106,6 +106,11 @@ class DeepseekV4(nn.Module):
         self.eval()
 
     @property
+    def beside(self) -> list["DeepseekV4"]:
+        """Itself: its stages stand one behind the other."""
+        return [self]
+
+    @property
     def devices(self) -> list[torch.device]:
         """The device of each stage."""
         return [self.blocks[stage[0]].get_buffer("attention_hyper.fn").device for stage in self.stages]

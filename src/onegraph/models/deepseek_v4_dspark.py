@@ -5,11 +5,12 @@ that each stage makes the keys of its window (`read`). A block is the token that
 passes through the stages at once and sees the window and all of itself (`forward`). Then, one after the other, a
 Markov head adds to the logits of each place what the token in front of it makes likely.
 
-The windows lie in the decoder's cache (`DeepseekV4.new_cache(drafts=draft.attentions, spare=k)`): token t stands for
-the decoder's token t, so `truncate` takes back both.
+The windows lie in a cache of their own (`new_cache`) or in the decoder's (`DeepseekV4.new_cache(drafts=
+draft.attentions, spare=k)`): token t stands for the decoder's token t, so `truncate` takes back both.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.dense import DENSE
 from onegraph.models.deepseek_v4 import DeepseekBlock, DeepseekV4, Hyper, build_block, build_hyper
 from onegraph.models.deepseek_v4_config import DeepseekV4Config, DSpark
-from onegraph.models.deepseek_v4_mtp import DraftFamily, shared_embedding
+from onegraph.models.deepseek_v4_mtp import DraftFamily, MakeCache, shared_embedding, window_cache
 from onegraph.models.loader import Loader
 from onegraph.nn.deepseek_attention import DeepseekAttention
 from onegraph.nn.deepseek_cache import DeepseekCache
@@ -26,6 +27,12 @@ from onegraph.nn.embedding import Embedding
 from onegraph.nn.linear import Linear, dense
 from onegraph.ops.deepseek_hyper import hyper_sum, hyper_update
 from onegraph.ops.norm import rms_norm
+
+Draw = Callable[[Tensor, int], Tensor]
+
+
+def _likeliest(logits: Tensor, i: int) -> Tensor:
+    return logits.argmax(1)
 
 
 class DSparkDraft(nn.Module):
@@ -51,8 +58,10 @@ class DSparkDraft(nn.Module):
         markov: tuple[Embedding, Linear],
         confidence: Linear,
         dtype: torch.dtype,
+        make_cache: MakeCache,
     ) -> None:
         super().__init__()
+        self._make_cache = make_cache
         self.config, self.dtype, self.layers, self.block = config, dtype, dspark.layers, dspark.block
         self.embed, self.lm_head, self.blocks, self.head = embed, lm_head, nn.ModuleList(blocks), head
         self.main_projection, (self.markov_in, self.markov_out), self.confidence = main[0], markov, confidence
@@ -94,7 +103,13 @@ class DSparkDraft(nn.Module):
                 markov=(Embedding(DENSE, {"weight": markov[0]}, model.dtype), dense(markov[1])),
                 confidence=dense(loader.float32(f"{last}confidence_head.proj.weight", device)),
                 dtype=model.dtype,
+                make_cache=partial(window_cache, model),
             )
+
+    def new_cache(self, *, rows: int, pages: int, page_size: int, pages_per_row: int, spare: int) -> DeepseekCache:
+        """Of these stages alone, of the decoder's slots, from which `spare` latest tokens may be taken back."""
+        sizes = {"rows": rows, "pages": pages, "page_size": page_size, "pages_per_row": pages_per_row, "spare": spare}
+        return self._make_cache(self.attentions, **sizes)
 
     @property
     def attentions(self) -> list[DeepseekAttention]:
@@ -122,13 +137,18 @@ class DSparkDraft(nn.Module):
         for attention in self.attentions:
             cache.remember(attention, attention.keys(x))
 
-    def forward(self, known: Tensor, cache: DeepseekCache) -> tuple[Tensor, Tensor, Tensor]:
+    def draft(self, known: Tensor, cache: DeepseekCache, draw: Draw) -> list[Tensor]:
+        """The tokens int64 [B] of `forward`, one after the other."""
+        return list(self(known, cache, draw)[0].unbind(1))
+
+    def forward(self, known: Tensor, cache: DeepseekCache, draw: Draw = _likeliest) -> tuple[Tensor, Tensor, Tensor]:
         """Drafts behind a token; nothing is written.
 
         Args:
             known: int64 [B], the token at the cache's position, which no layer has read yet.
+            draw: logits float32 [B, V] and the token's place in the block, 0 the first -> tokens int64 [B].
 
-        Returns tokens int64 [B, block] that follow it, each the likeliest; their logits float32 [B, block, V]; and for
+        Returns tokens int64 [B, block] that follow it, as they were drawn; their logits float32 [B, block, V]; and for
         each float32 [B, block] whose sigmoid says how likely the decoder agrees.
         """
         tokens = torch.cat((known.unsqueeze(1), self.noise.expand(known.shape[0], -1)), dim=1)
@@ -145,7 +165,7 @@ class DSparkDraft(nn.Module):
         for i in range(self.block):
             seen.append(self.markov_in(found[-1]))
             rows.append(logits[:, i] + self.markov_out(seen[-1], float32=True))
-            found.append(rows[-1].argmax(1))
+            found.append(draw(rows[-1], i))
         both = torch.cat((x.float(), torch.stack(seen, 1).float()), dim=2)
         return torch.stack(found[1:], 1), torch.stack(rows, 1), self.confidence(both).squeeze(2)
 

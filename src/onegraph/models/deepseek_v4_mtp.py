@@ -5,13 +5,16 @@
 
 X are the decoder's streams behind its last layer, in front of its own head; embedding and head are the decoder's. The
 block attends to its window only and routes by scores. Its streams stand for the decoder's when another token is drafted
-behind. What drives it, and says which drafts are kept, is not here.
+behind. What drives it, and says which drafts are kept, is `engine/draft_heads.py`.
 
-The state lies in the decoder's cache (`DeepseekV4.new_cache(drafts=draft.attentions, spare=k)`): token t of the draft's
-window stands for X of position t and the token at t + 1, so draft and decoder share positions, slots and `truncate`.
+The state lies in a cache of its own (`new_cache`) or in the decoder's (`DeepseekV4.new_cache(drafts=draft.attentions,
+spare=k)`): token t of the draft's window stands for X of position t and the token at t + 1, so draft and decoder share
+positions, slots and `truncate`.
 """
 
 import copy
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +28,7 @@ from onegraph.models.deepseek_v4_parts import draft_parts
 from onegraph.models.loader import Loader
 from onegraph.models.parts import Parts
 from onegraph.nn.deepseek_attention import Attend, DeepseekAttention
+from onegraph.nn.deepseek_cache import DeepseekCache
 from onegraph.nn.embedding import Embedding
 from onegraph.nn.linear import Linear
 from onegraph.ops.deepseek_hyper import hyper_head, hyper_update
@@ -55,13 +59,36 @@ def shared_embedding(model: DeepseekV4) -> Embedding:
     return model.embed if first == last else copy.deepcopy(model.embed).to(last)
 
 
+def window_cache(
+    model: DeepseekV4,
+    layers: list[DeepseekAttention],
+    *,
+    rows: int,
+    pages: int,
+    page_size: int,
+    pages_per_row: int,
+    spare: int,
+) -> DeepseekCache:
+    """State of draft layers alone, under the decoder's slots and positions, as the decoder keeps its own."""
+    return DeepseekCache(
+        layers, rows=rows, pages=pages, page_size=page_size, pages_per_row=pages_per_row, spare=spare,
+        device=model.devices[-1], dtype=model.dtype, fp8=model.fp8_kv,
+    )  # fmt: skip
+
+
+MakeCache = Callable[..., DeepseekCache]  # as `window_cache`, of one decoder
+
+
 class DeepseekDraft(nn.Module):
     """The draft layer of a loaded decoder, on the device of its last stage. Build it with `load`.
 
     Attributes:
-        config, dtype: the decoder's.
+        config, dtype: the decoder's. layers, vocabulary: no hidden states are needed but the last streams, and every
+            token may be named (`engine.draft_heads.Head`).
     """
 
+    layers: tuple[int, ...] = ()
+    vocabulary = None
     embedding_norm: Tensor
     stream_norm: Tensor
 
@@ -76,9 +103,10 @@ class DeepseekDraft(nn.Module):
         projections: tuple[Linear, Linear],
         head: Hyper,
         dtype: torch.dtype,
+        make_cache: MakeCache,
     ) -> None:
         super().__init__()
-        self.config, self.dtype = config, dtype
+        self.config, self.dtype, self.vocab_size, self._make_cache = config, dtype, config.vocab_size, make_cache
         self.embed, self.lm_head, self.block, self.head = embed, lm_head, block, head
         self.embedding_projection, self.stream_projection = projections
         for name, norm in zip(("embedding_norm", "stream_norm"), norms, strict=True):
@@ -117,12 +145,22 @@ class DeepseekDraft(nn.Module):
                 projections=(e_proj, h_proj),
                 head=build_hyper(loader, f"{prefix}hc_head_", f"{prefix}norm.weight", device),
                 dtype=model.dtype,
+                make_cache=partial(window_cache, model),
             )
 
     @property
     def attentions(self) -> list[DeepseekAttention]:
         """The layers whose state a cache of the decoder must hold besides its own."""
         return [self.block.attention]
+
+    def new_cache(self, *, rows: int, pages: int, page_size: int, pages_per_row: int, spare: int) -> DeepseekCache:
+        """Of this layer alone, of the decoder's slots, from which `spare` latest tokens may be taken back."""
+        sizes = {"rows": rows, "pages": pages, "page_size": page_size, "pages_per_row": pages_per_row, "spare": spare}
+        return self._make_cache(self.attentions, **sizes)
+
+    def features(self, stream: Tensor, hidden: object) -> Tensor:
+        """What this goes on from: the decoder's streams behind its last layer [B, Q, H, D]."""
+        return stream
 
     def forward(self, tokens: Tensor, streams: Tensor, cache: Attend) -> Tensor:
         """One call over tokens that follow each other, at the cache's positions.

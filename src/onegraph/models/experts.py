@@ -9,8 +9,9 @@ from onegraph.formats.dense import DENSE
 from onegraph.formats.files import CheckpointError
 from onegraph.formats.fused import stack_names
 from onegraph.formats.int8 import INT8
-from onegraph.formats.weight import Tensors, WeightFormat
+from onegraph.formats.weight import WHOLE, Part, Tensors, WeightFormat
 from onegraph.models.loader import Loader
+from onegraph.models.shares import ALL, Share
 from onegraph.nn.experts import Experts
 from onegraph.nn.linear import Weight
 from onegraph.ops.activation import SwiGLU
@@ -18,11 +19,17 @@ from onegraph.ops.weight import weight_ops
 
 
 def read_experts(
-    loader: Loader, gate_up: Sequence[tuple[str, str]], down: Sequence[str], gate: SwiGLU, device: torch.device
+    loader: Loader,
+    gate_up: Sequence[tuple[str, str]],
+    down: Sequence[str],
+    gate: SwiGLU,
+    device: torch.device,
+    share: Share = ALL,
 ) -> Experts:
     """Routed experts from the names of each one's gate, up and down; of one format, each put in place as it comes.
 
-    Raises CheckpointError that names the first expert of another format.
+    share: of each expert's hidden units, those of a rank. Raises CheckpointError that names the first expert of another
+    format.
     """
     format = loader.format_of(down[0])
     if weight_ops(format).experts is None:
@@ -33,9 +40,11 @@ def read_experts(
                 f"{layer} is {loader.format_of(layer)} and other experts of its layer are {format}; they must be of "
                 "one kind"
             )
+    part = WHOLE if share.whole else Part(rows=share.span(loader.layers()[gate_up[0][0]][0]))
+    columns = WHOLE if share.whole else Part(columns=part.rows)
     return Experts(
-        _stacked(loader, format, [list(names) for names in gate_up], device),
-        _stacked(loader, format, [[name] for name in down], device),
+        _stacked(loader, format, [list(names) for names in gate_up], device, part),
+        _stacked(loader, format, [[name] for name in down], device, columns),
         gate,
     )
 
@@ -49,13 +58,14 @@ def read_stacks(
     *,
     interleaved: bool = False,
     transposed: bool = False,
+    share: Share = ALL,
 ) -> Experts:
     """Routed experts that a file holds in one tensor each (`formats/fused.py`), read expert by expert.
 
     gate_up, down: names without `_blocks`; biases are beside both or neither. interleaved: rows of gate_up are
     gate, up, gate, up and so on, as gpt-oss has them, unless the format mixes rows; otherwise all gate rows come
-    first. transposed: dense ones lie [E, k, n]. Raises CheckpointError that names what is missing, or stored in
-    another way than its partner.
+    first. transposed: dense ones lie [E, k, n]. share: of each expert's hidden units, those of a rank. Raises
+    CheckpointError that names what is missing, or stored in another way than its partner.
     """
     kinds = {name: stack_names(loader, name)[0] for name in (gate_up, down)}
     biased = [f"{name}_bias" in loader for name in kinds]
@@ -66,17 +76,32 @@ def read_stacks(
     if all(biased):
         first, second = (loader.float32(f"{name}_bias", device) for name in kinds)
         biases = _gate_first(first, 1) if interleaved else first, second
-    both = _fused(loader, gate_up, device, interleaved, transposed), _fused(loader, down, device, False, transposed)
+    size = loader.parts.stacks[down].k
+    rows = [Part(rows=span) for span in share.pieces(size, size)]
+    if biases is not None and not share.whole:
+        first, second = biases
+        first = torch.cat([first[:, slice(*part.rows)] for part in rows if part.rows is not None], dim=1)
+        biases = first, second if share.rank == 0 else torch.zeros_like(second)  # which is added once
+    columns = [Part(columns=share.span(size))]
+    both = (
+        _fused(loader, gate_up, device, interleaved, transposed, [] if share.whole else rows),
+        _fused(loader, down, device, False, transposed, [] if share.whole else columns),
+    )
     return Experts(*both, gate, biases)
 
 
-def _fused(loader: Loader, name: str, device: torch.device, interleaved: bool, transposed: bool) -> Weight:
+def _fused(
+    loader: Loader, name: str, device: torch.device, interleaved: bool, transposed: bool, parts: Sequence[Part]
+) -> Weight:
+    """One weight [E, n, k]; of each matrix these parts, one behind the other, or all of it."""
     format, names = stack_names(loader, name)
     matrices = loader.matrices(name, device, transposed)
     made = _held(loader, format)
-    matrices = (_as(made, loader, format, one) for one in matrices)
     if interleaved and not format.mixes_rows:
         matrices = ({key: _gate_first(tensor, 0) for key, tensor in one.items()} for one in matrices)
+    if parts:
+        matrices = (_joined(format, name, [format.part(one, part) for part in parts]) for one in matrices)
+    matrices = (_as(made, loader, format, one) for one in matrices)
     return _stack(made, min(loader.info(stored).shape[0] for stored in names.values()), matrices)
 
 
@@ -94,21 +119,28 @@ def _as(made: WeightFormat, loader: Loader, format: WeightFormat, tensors: Tenso
     return INT8.encode(weight) if made is INT8 else {"weight": weight.to(loader.dtype)}
 
 
-def _stacked(loader: Loader, format: WeightFormat, layers: Sequence[Sequence[str]], device: torch.device) -> Weight:
-    """One weight [E, n, k] whose matrices are the joined `layers` of each expert."""
+def _stacked(
+    loader: Loader, format: WeightFormat, layers: Sequence[Sequence[str]], device: torch.device, part: Part
+) -> Weight:
+    """One weight [E, n, k] whose matrices are the joined `layers` of each expert, a part of each."""
 
     def matrices() -> Iterator[Tensors]:
         for names in layers:
-            one = format.join([loader.weight(name, device)[1] for name in names])
-            if one is None:
-                raise CheckpointError(
-                    f"{names[0]} and {names[-1]} cannot be one layer of {format}: they differ in what its rows "
-                    "share, or the first ends within a block"
-                )
-            yield _as(made, loader, format, one)
+            each = [loader.weight(name, device, part)[1] for name in names]
+            yield _as(made, loader, format, _joined(format, " and ".join(names), each))
 
     made = INT8 if loader.int8 else format
     return _stack(made, len(layers), matrices())
+
+
+def _joined(format: WeightFormat, name: str, parts: Sequence[Tensors]) -> Tensors:
+    one = format.join(parts)
+    if one is None:
+        raise CheckpointError(
+            f"{name} cannot be one layer of {format}: the parts differ in what its rows share, or one ends within a "
+            "block"
+        )
+    return one
 
 
 def _stack(format: WeightFormat, count: int, matrices: Iterator[Tensors]) -> Weight:

@@ -15,15 +15,19 @@ from torch import Tensor, nn
 
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import TurboQuantConfig
+from onegraph.formats.weight import Part
 from onegraph.models.blocks import Block, build_block, norm_weight, rotary_tables
 from onegraph.models.config import NORM, LlamaConfig
 from onegraph.models.loader import Loader
+from onegraph.models.shares import Share, check_shares, head_unit
 from onegraph.nn.attention import Attend, CausalAttention, PagedCache
 from onegraph.nn.block import Stream
 from onegraph.nn.embedding import Embedding
 from onegraph.nn.linear import Linear
+from onegraph.nn.peers import Peer
 from onegraph.nn.turboquant import TurboQuantCache
 from onegraph.ops.attention import capped
+from onegraph.ops.ranks import part_of
 
 MAX_TABLE = 131072  # positions; the rotary tables of more (64 MB at head_dim 128) are made only when asked for
 
@@ -38,6 +42,8 @@ class Llama(nn.Module):
         max_context: positions that the rotary tables cover; an engine must not go beyond.
         page_size: tokens of a page of the KV cache, unless the caller asks otherwise.
         dense_attention: attends over whole sequences without a cache.
+        peer: what this rank exchanges through where it has a share of every layer (`models/ranks.py`); None of a whole
+            model. head_unit: rows of the head that stay together where ranks share it, None where each has all.
     """
 
     norm: Tensor
@@ -55,8 +61,11 @@ class Llama(nn.Module):
         dtype: torch.dtype,
         max_context: int,
         fused: bool = True,
+        peer: Peer | None = None,
+        head_unit: int | None = None,
     ) -> None:
         super().__init__()
+        self.peer, self.head_unit = peer, head_unit
         self.config, self.dtype, self.max_context, self.fused = config, dtype, max_context, fused
         self.embed = embed
         self.blocks = nn.ModuleList(blocks)
@@ -79,6 +88,7 @@ class Llama(nn.Module):
         decode: bool | None = None,
         int8: bool = False,
         fused: bool = True,
+        peer: Peer | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> "Llama":
         """Reads a checkpoint onto `device`; presence, shape and dtype of each tensor is checked first.
@@ -92,6 +102,7 @@ class Llama(nn.Module):
                 reading codes.
             int8: hold the blocks' linears in int8 by row instead, a quarter of float32; for a CPU.
             fused: False runs every op of a layer alone: the other side of an A/B comparison.
+            peer: load this rank's share of every layer.
             progress: called as progress(bytes read, bytes in all).
 
         Raises ValueError (CheckpointError among them) that names the field or tensor that is wrong.
@@ -99,25 +110,40 @@ class Llama(nn.Module):
         device = torch.device(device)
         config = LlamaConfig.from_dict(checkpoint.config)
         positions = table_positions(config, max_context)
-        loader = Loader(checkpoint, config, dtype, decode=device.type == "cpu" if decode is None else decode, int8=int8)
+        decode = device.type == "cpu" if decode is None else decode
+        loader = Loader(checkpoint, config, dtype, decode=decode, int8=int8, ahead=peer is None)
         loader.check()
+        unit, part = None, Part()
+        if peer is not None:
+            check_shares(config, loader, peer.count)
+            head = loader.format_of(config.parts.embedding[0] if loader.tied else config.parts.head)
+            unit = head_unit(head, config.vocab_size, config.hidden_size, peer.count)
+        if peer is not None and unit is not None:
+            part = Part(rows=part_of(config.vocab_size, unit, peer.count, peer.index))
         tables = rotary_tables(config, positions, device)
         with loader.reading(progress):
             embed = loader.embedding(device, embed_scale(config, dtype))
             blocks = []
             for i in range(config.layers):
-                blocks.append(build_block(loader, config, i, tables, device, fused=fused))
+                blocks.append(build_block(loader, config, i, tables, device, fused=fused, peer=peer))
                 loader.forget()
             return cls(
                 config=config,
                 embed=embed,
                 blocks=blocks,
                 norm=norm_weight(loader, config, NORM, device),
-                lm_head=loader.head(embed, device),
+                lm_head=loader.head(embed, device, part),
                 dtype=dtype,
                 max_context=positions,
                 fused=fused,
+                peer=peer,
+                head_unit=unit,
             )
+
+    @property
+    def beside(self) -> list["Llama"]:
+        """Itself: see `engine.decoder.Decoder`."""
+        return [self]
 
     @property
     def devices(self) -> list[torch.device]:
@@ -132,10 +158,15 @@ class Llama(nn.Module):
         """tokens int [B, Q] -> the residual stream before the first block."""
         return Stream(self.embed(tokens))
 
-    def run(self, stage: int, stream: Stream, tokens: Tensor, cache: Attend) -> Stream:
-        """All blocks, which are the only stage."""
-        for block in self.blocks:
+    def run(
+        self, stage: int, stream: Stream, tokens: Tensor, cache: Attend, taps: dict[int, Tensor | None] | None = None
+    ) -> Stream:
+        """All blocks, which are the only stage. taps: those blocks that are keys get the residual stream behind them
+        [B, Q, D]; what is computed besides is the same."""
+        for i, block in enumerate(self.blocks):
             stream = block(stream, cache)
+            if taps is not None and i in taps:
+                taps[i] = stream.total()
         return stream
 
     def leave(self, stream: Stream) -> Tensor:
@@ -148,7 +179,10 @@ class Llama(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """What `forward` returned [..., D], or rows of it -> float32 [..., V]."""
-        return bounded(self.config, self.lm_head(hidden, float32=True))
+        logits = self.lm_head(hidden, float32=True)
+        if self.peer is not None and self.head_unit is not None:
+            logits = self.peer.all_gather(logits, self.config.vocab_size, self.head_unit)
+        return bounded(self.config, logits)
 
     def new_cache(
         self,
@@ -170,11 +204,13 @@ class Llama(nn.Module):
                 f"turboquant: {self.config.model_type} has {what}, which a cache in codes does not know; leave the "
                 "cache in the model's dtype"
             )
+        share = Share() if self.peer is None else Share(self.peer.index, self.peer.count)
+        first, last = share.span(self.config.kv_heads)
         sizes: dict[str, Any] = {
             "layers": self.config.layers,
             "pages": pages,
             "page_size": page_size,
-            "kv_heads": self.config.kv_heads,
+            "kv_heads": last - first,
             "head_dim": self.config.head_dim,
             "rows": rows,
             "pages_per_row": pages_per_row,

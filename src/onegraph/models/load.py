@@ -11,6 +11,7 @@ from onegraph.models.config import LlamaConfig
 from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.models.deepseek_v4_config import DeepseekV4Config
 from onegraph.models.llama import Llama
+from onegraph.models.ranks import Ranks
 
 # By model_type; else Llama's relatives. V4.1 is read as V4 to be refused with the reason.
 CONFIGS: dict[str, type[DeepseekV4Config]] = dict.fromkeys(("deepseek_v4", "deepseek_v41"), DeepseekV4Config)
@@ -33,27 +34,28 @@ def load_decoder(
     int8: bool = False,
     fused: bool = True,
     progress: Callable[[int, int], None] | None = None,
-) -> Llama | ChainedLlama | DeepseekV4:
+) -> Llama | ChainedLlama | Ranks | DeepseekV4:
     """`load` of the family's own class: see `Llama.load` and `DeepseekV4.load`.
 
     Args:
-        gpus: place the layers over so many GPUs, from cuda:0 on. fp8_kv: keys in FP8. Both are for DeepSeek-V4; for
-            another model they are a ValueError, as are more GPUs than there are.
+        gpus: use so many GPUs, from cuda:0 on: of DeepSeek-V4 each has some of the layers, of others its share of every
+            layer (`models/ranks.py`). More than there are are a ValueError. fp8_kv: keys in FP8, for DeepSeek-V4 alone.
         int8, fused: of the Llama family, see there.
         progress: called as progress(bytes read, bytes in all).
     """
+    if gpus is not None and gpus > (found := torch.cuda.device_count()):
+        raise ValueError(f"gpus is {gpus}; torch sees {found} GPUs here")
+    devices: Sequence[torch.device | str] = [device] if gpus is None else [f"cuda:{i}" for i in range(gpus)]
     if checkpoint.config.get("model_type") in CONFIGS:
-        if gpus is not None and gpus > (found := torch.cuda.device_count()):
-            raise ValueError(f"gpus is {gpus}; torch sees {found} GPUs here")
-        devices: Sequence[torch.device | str] = [device] if gpus is None else [f"cuda:{i}" for i in range(gpus)]
         if int8:
             raise ValueError("int8 holds weights of the Llama kind; DeepSeek-V4 is loaded as it is stored")
         model = DeepseekV4.load(checkpoint, devices, dtype, max_context=max_context, progress=progress)
         model.fp8_kv = fp8_kv
         return model
-    if gpus is not None or fp8_kv:
-        what = "gpus places layers over GPUs" if gpus is not None else "kv fp8 is a way to keep keys"
-        raise ValueError(f"{what} for DeepSeek-V4; this model is {checkpoint.config.get('model_type')!r}")
-    return chained(
-        Llama.load(checkpoint, device, dtype, max_context=max_context, int8=int8, fused=fused, progress=progress)
-    )
+    if fp8_kv:
+        kind = checkpoint.config.get("model_type")
+        raise ValueError(f"kv fp8 is a way to keep keys for DeepSeek-V4; this model is {kind!r}")
+    options: dict[str, Any] = {"max_context": max_context, "int8": int8, "fused": fused, "progress": progress}
+    if len(devices) > 1:
+        return Ranks.load(checkpoint, devices, dtype, **options)
+    return chained(Llama.load(checkpoint, devices[0], dtype, **options))

@@ -37,6 +37,7 @@ class Loader:
         decode: make dense layers of quantized ones, for a device whose time would go into reading codes.
         int8: hold the linears of blocks in int8 by row, whatever they are stored as; for a CPU.
         decode_experts: likewise of experts in one tensor, to quantize them anew.
+        ahead: read what goes to a GPU ahead of who asks; not where parts of layers are asked for.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Loader:
         decode: bool = False,
         int8: bool = False,
         decode_experts: bool = False,
+        ahead: bool = True,
     ) -> None:
         if dtype not in FLOATS:
             raise ValueError(f"dtype is {dtype}; allowed are float32, bfloat16 and float16")
@@ -56,7 +58,7 @@ class Loader:
         self.parts, self.quantization = config.parts, config.quantization
         self.stored = {config.family_name(name): name for name in checkpoint.names}
         self._streams: dict[torch.device, Stream] = {}
-        self._reading = False
+        self._reading, self._allowed = False, ahead
         self._ahead: Prefetch | None = None
         self._claims: list[tuple[Tensor, Callable[[], str]]] = []
         self._told: _Told | None = None
@@ -83,9 +85,9 @@ class Loader:
     def layers(self) -> dict[str, tuple[int, int, bool]]:
         """Every layer that may be quantized and is in the file: the linears and the embedding."""
         name, (rows, columns) = self.parts.embedding
-        absent = self.parts.head if self.tied else None
-        linears = {layer: size for layer, size in self.parts.linears.items() if layer != absent}
-        return linears | {name: (rows, columns, False)}
+        absent = {*self.parts.shared, *([self.parts.head] if self.tied else [])}
+        found = self.parts.linears | {name: (rows, columns, False)}
+        return {layer: size for layer, size in found.items() if layer not in absent}
 
     def expected(self) -> Expected:
         """Every tensor that the config asks for, by the family's name: (shape, dtypes allowed)."""
@@ -205,7 +207,7 @@ class Loader:
 
     def _sent(self, device: torch.device) -> bool:
         """Whether tensors are copied there while others are asked for; on a CPU they are mapped."""
-        return self._reading and device.type != "cpu"
+        return self._reading and self._allowed and device.type != "cpu"
 
     def _settle(self) -> None:
         claims, self._claims = self._claims, []
@@ -257,9 +259,17 @@ class Loader:
             return made.int8()
         return made.dense(self.dtype) if (self.decode or self.int8) and format.coded else made
 
-    def siblings(self, layers: Sequence[str], device: torch.device, *, joined: bool = True) -> Linear | Siblings:
-        """Linears that read the same input: as one where that is exact, unless `joined` is False."""
-        linears = [self.linear(layer, device) for layer in layers]
+    def siblings(
+        self,
+        layers: Sequence[str],
+        device: torch.device,
+        *,
+        joined: bool = True,
+        parts: Sequence[Part] | None = None,
+    ) -> Linear | Siblings:
+        """Linears that read the same input, or of each a part: as one where that is exact, unless `joined` is False."""
+        each = [WHOLE] * len(layers) if parts is None else parts
+        linears = [self.linear(layer, device, part) for layer, part in zip(layers, each, strict=True)]
         return join(linears) if joined else Siblings(linears)
 
     def grouped(self, layer: str, groups: int, device: torch.device) -> GroupedLinear:
@@ -291,9 +301,12 @@ class Loader:
         format, tensors = self.weight(name, device)
         return Embedding(format, tensors, self.dtype, scale=scale)
 
-    def head(self, embedding: Embedding, device: torch.device) -> Linear:
-        """The linear to logits; shares the embedding's weight where the two are tied."""
-        return Linear(embedding.format, embedding.tensors) if self.tied else self.linear(self.parts.head, device)
+    def head(self, embedding: Embedding, device: torch.device, part: Part = WHOLE) -> Linear:
+        """The linear to logits, or a part of it; shares the embedding's weight where the two are tied."""
+        if not self.tied:
+            return self.linear(self.parts.head, device, part)
+        whole = Linear(embedding.format, embedding.tensors)
+        return whole if part == WHOLE else whole.part(rows=part.rows)
 
 
 def _ungrouped(tensor: Tensor, field: Field, groups: int) -> Tensor:

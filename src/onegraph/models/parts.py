@@ -43,6 +43,7 @@ class Parts:
         embedding: name and size (rows, columns) of the token embedding.
         tensors: everything else: shape and the dtypes allowed. A linear that must stay dense stands here.
         head: the linear to logits; tied: whether it may be the embedding's own weight.
+        shared: linears and the embedding that this file does not have, because another model's stand for them.
         components: by name, for `eval --ab`.
         ignored: whether a file may hold a tensor of this name although nothing reads it.
     """
@@ -54,6 +55,7 @@ class Parts:
     stacks: Mapping[str, Stack] = field(default_factory=dict)
     single: tuple[str, ...] = ()
     tied: bool = False
+    shared: tuple[str, ...] = ()
     components: Mapping[str, Component] = field(default_factory=dict)
     ignored: Callable[[str], bool] = field(default=lambda name: False)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from onegraph.formats.weight import WeightFormat
 from onegraph.nn.linear import Linear, Siblings
+from onegraph.nn.peers import Peer
 from onegraph.ops.activation import GeGLU, SwiGLU
 from onegraph.ops.norm import add_rms_norm, rms_norm
 
@@ -137,7 +138,7 @@ class Summed(nn.Module):
     """A linear whose result joins the stream.
 
     gate: what is in front of the linear, of x [..., 2k] = gate | up. after: what its result goes through before it
-    joins, a norm or a factor.
+    joins, a norm or a factor. peer: where the linear is one rank's part of the inputs, whose results add up.
     """
 
     def __init__(
@@ -147,17 +148,25 @@ class Summed(nn.Module):
         gate: SwiGLU | GeGLU | None = None,
         after: nn.Module | None = None,
         fused: bool = True,
+        peer: Peer | None = None,
     ) -> None:
         super().__init__()
         self.silu = isinstance(gate, SwiGLU) and gate.plain
-        self.linear, self.gate, self.after = linear, gate or nn.Identity(), after or nn.Identity()
-        known = (gate is None or self.silu) and after is None
+        self.linear, self.gate, self.after = linear, gate or nn.Identity(), after
+        self.peer = peer
+        known = (gate is None or self.silu) and after is None and peer is None
         self.fused = fused and known and sum_inside(linear.format, self.silu)
+        self._gated = peer is not None and fused and self.silu and "silu" in linear.format.fuses
 
     def forward(self, x: Tensor, total: Tensor) -> Stream:
         if self.fused:
             return Stream(self.linear(x, add=total, silu=self.silu))
-        return Stream(total, self.after(self.linear(self.gate(x))))
+        out = self.linear(x, silu=True) if self._gated else self.linear(self.gate(x))
+        if self.peer is not None:
+            if self.after is None:
+                return Stream(self.peer.all_reduce(out, total))
+            out = self.peer.all_reduce(out)
+        return Stream(total, out if self.after is None else self.after(out))
 
 
 class MLP(nn.Module):

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from onegraph.nn.block import Stream
 from onegraph.nn.experts import Experts
 from onegraph.nn.linear import Linear, Siblings
+from onegraph.nn.peers import Peer
 from onegraph.nn.shared_expert import SharedExpert
 from onegraph.ops.activation import SwiGLU
 from onegraph.ops.linear import linear
@@ -37,6 +38,7 @@ class MoE(nn.Module):
         groups: (of how many, how many are chosen, sum of weights) where scores are by sigmoid and `bias` is for the
             choice alone: see `ops.route.sigmoid_route`. None: by softmax.
         shared: an expert that every token uses besides.
+        peer: where all experts are one rank's part of their hidden units, whose results add up.
 
     Attributes:
         fused: False: norm and sum are ops of their own, whatever the experts are stored in.
@@ -59,6 +61,7 @@ class MoE(nn.Module):
         normalise: bool,
         groups: tuple[int, int, float] | None = None,
         shared: SharedExpert | None = None,
+        peer: Peer | None = None,
     ) -> None:
         super().__init__()
         if groups is not None:
@@ -71,7 +74,7 @@ class MoE(nn.Module):
                 "with a row for each, and choose at least one and no more than there are"
             )
         self.eps, self.experts, self.top_k, self.normalise = eps, experts, top_k, normalise
-        self.groups, self.shared = groups, shared
+        self.groups, self.shared, self.peer = groups, shared, peer
         self.register_buffer("norm", norm)
         self.register_buffer("gate", gate)
         self.register_buffer("bias", None if bias is None else bias.to(torch.float32))
@@ -81,7 +84,8 @@ class MoE(nn.Module):
         flat = x.flatten(0, -2)
         logits = linear(flat.to(self.gate.dtype), self.gate, True)
         out = self.experts(flat, *self.choose(logits)).view_as(x)
-        return Stream(total, out if self.shared is None else out + self.shared(x))
+        out = out if self.shared is None else out + self.shared(x)
+        return Stream(total, out) if self.peer is None else Stream(self.peer.all_reduce(out, total))
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """float32 [T, E] -> which experts each token uses, int32 [T, k], and their weights, float32 [T, k]."""

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
+import torch
+
 import onegraph.ops
 from onegraph.ops import cuda, family
 from onegraph.ops.cuda import build
@@ -65,9 +67,10 @@ def _choice(op: Op, device: int) -> Choice:
     rest: Family = "triton" if not mine or op.kernel.startswith("onegraph.ops.cuda.") else "reference"
     refused = {source.path.name: why for source in mine if (why := source.obstacle(device))}
     first = [source for source in mine if "hopper" in source.families]
-    if first and not any(source.path.name in refused for source in first):
+    capability = torch.cuda.get_device_capability(device)
+    if first and not any(source.path.name in refused or source.portable(capability) for source in first):
         return Choice(op.name, "hopper", tuple(source.path.name for source in first))
     runs = [source for source in mine if source.path.name not in refused]
     if runs:
-        rest = family.FORCED or ("portable" if all("portable" in each.families for each in runs) else "hopper")
+        rest = "portable" if all(source.portable(capability) for source in runs) else "hopper"
     return Choice(op.name, rest, tuple(source.path.name for source in runs), refused)

@@ -320,14 +320,15 @@ class World:
             kind, hazard = self._copy(name, args, kwargs, device, virtual, hosts, chain)
         elif virtual:  # without one a tensor of the host lends its shape, as in zeros_like(host, device="cuda")
             for host in hosts:
-                if host.dim() and name not in _MIXED and kind == "op" and not name.startswith("aten::_foreach"):
+                own = not name.startswith("aten::")  # an op of somebody's own, who may give it tensors of the host
+                if host.dim() and not (own or name in _MIXED or kind != "op" or name.startswith("aten::_foreach")):
                     refuse(
                         "Expected all tensors to be on the same device, but found at least two devices, "
                         f"{virtual[0].device if virtual else device} and cpu! (in {name})"
                     )
                 if live and not host.dim():
                     scalars.append(("cpu", host.item()))
-                elif live and name in _PACKED:
+                elif live and (name in _PACKED or (own and not self.is_pinned(host))):
                     scalars.append(host.tolist())
         if live and hazard is None:
             hazard = hazards.of_op(func, name, args, kwargs, hosts)

@@ -165,7 +165,7 @@ HOPPER = ((9, 0),)  # wgmma
 CLUSTERS = ((9, 0), (10, 0), (10, 3))  # clusters of 16 blocks, 227 KB of shared memory a block
 EVERY = (*CLUSTERS, (12, 0), (12, 1))
 PORTABLE = ((8, 0), (8, 6), (8, 9), *EVERY)  # no clusters, 99 KB of shared memory a block
-PORTABLE_SHARED = 99 << 10
+PORTABLE_SHARED, PORTABLE_SM = 99 << 10, 100 << 10  # of a block, of an SM
 VIRTUAL = "compute_80"  # what portable kernels are compiled for where they stand in for a newer card's own
 
 
@@ -177,7 +177,8 @@ class Source:
         functions: names of its kernels, which share one parameter, `arguments`; None of kernels without one.
         capabilities: compute capabilities that it is for; CI compiles the variant that `example` defines for each.
         families: that it belongs to: "portable" what every one of `PORTABLE` runs, "hopper" what Hopper runs best; none
-            of what is no kernel of an op.
+            of what is no kernel of an op. Of both: which form of it a GPU runs `portable` tells.
+        clustered: those of `functions` that the portable form lacks, since they run in clusters.
         shared: bytes of shared memory that a block takes of the launch whatever its plan; 0 where plans fit any card.
     """
 
@@ -193,20 +194,31 @@ class Source:
         capabilities: tuple[tuple[int, int], ...],
         example: Mapping[str, int] = MappingProxyType({}),
         families: tuple[Family, ...] = ("hopper",),
+        clustered: tuple[str, ...] = (),
         shared: int = 0,
     ) -> None:
         self.path = Path(__file__).with_name(f"{name}.cu")
         self.functions, self.arguments, self.capabilities, self.example = functions, arguments, capabilities, example
-        self.ops, self.families, self.shared = ops, families, shared
+        self.ops, self.families, self.clustered, self.shared = ops, families, clustered, shared
         Source.every.append(self)
 
-    @property
-    def _kept_back(self) -> bool:
-        return bool(self.families) and not any(map(family.allowed, self.families))
+    def portable(self, capability: tuple[int, int]) -> bool:
+        """Whether a GPU of this compute capability runs the portable form: PORTABLE and START are set when compiled,
+        and nothing is used that 8.0 lacks. Hopper's, if there is one, is for 9.0 and newer, or for `CLUSTERS` alone."""
+        own = "hopper" in self.families and capability in (CLUSTERS if self.clustered else EVERY)
+        return "portable" in self.families and (family.FORCED == "portable" or not own)
+
+    def runs(self, capability: tuple[int, int]) -> tuple[str, ...]:
+        """Names of the kernels of the form that such a GPU runs."""
+        left_out = self.clustered if self.portable(capability) else ()
+        return tuple(name for name in self.functions if name not in left_out)
+
+    def _kept_back(self, capability: tuple[int, int]) -> bool:
+        return bool(self.families) and not family.allowed("portable" if self.portable(capability) else "hopper")
 
     def refusal(self, capability: tuple[int, int]) -> str:
         """Why a GPU of this compute capability is not to run it, before anything is compiled; empty where it may."""
-        if self._kept_back:
+        if self._kept_back(capability):
             return f"{family.VARIABLE} is {family.FORCED}"
         if capability[0] not in {major for major, _ in self.capabilities}:
             known = ", ".join(f"{major}.{minor}" for major, minor in self.capabilities)
@@ -226,18 +238,17 @@ class Source:
 
     def virtual(self, capability: tuple[int, int]) -> bool:
         """Whether it is compiled for 8.0 and stands in for a newer card's own: the portable kernels, where forced."""
-        return family.FORCED == "portable" and "portable" in self.families and capability >= (9, 0)
+        return family.FORCED == "portable" and self.portable(capability) and capability >= (9, 0)
 
     def cubin(self, defines: Mapping[str, int], capability: tuple[int, int], checks: str = "") -> bytes:
         """See `compile_cubin`. BuildError for a GPU that the source is not for."""
         if why := self.refusal(capability):
             raise BuildError(f"{self.path.name} is not for this GPU: {why}")
-        newer = capability >= (9, 0) and "hopper" in self.families and not self.virtual(capability)
-        if "portable" not in self.families or newer:
+        if not self.portable(capability):
             return compile_cubin(self.path, defines, capability, checks)
         arch = VIRTUAL if self.virtual(capability) else "sm_{}{}".format(*capability)
         start = 1024 if capability >= (9, 0) else 0  # of a block's shared memory, which the source cannot ask for
-        return compile_cubin(self.path, {**defines, "START": start}, capability, checks, arch)
+        return compile_cubin(self.path, {**defines, "START": start, "PORTABLE": 1}, capability, checks, arch)
 
     def load(
         self, defines: Mapping[str, int], device: int, shared: int = 0, functions: tuple[str, ...] = ()
@@ -247,17 +258,17 @@ class Source:
 
         Raises BuildError where they cannot be had, RuntimeError inside a capture.
         """
-        return load(self, defines, device, shared, functions or self.functions)
+        return load(self, defines, device, shared, functions or self.runs(torch.cuda.get_device_capability(device)))
 
-    def usable(self, device: int, otherwise: str, instead: "Source | None" = None) -> bool:
+    def usable(self, device: int, otherwise: str) -> bool:
         """Whether `device` can have them. Where it cannot, warns of what happens `otherwise`: but where that was asked
-        for, or the GPU is one that they are not written for and `instead` is."""
-        if self._kept_back:
+        for, or the GPU is one that they are not written for and another source of the same ops is."""
+        capability = torch.cuda.get_device_capability(device)
+        others = (each for each in Source.every if each is not self and set(each.ops) & set(self.ops))
+        if self._kept_back(capability) or (
+            self.refusal(capability) and any(not each.refusal(capability) for each in others)
+        ):
             return False
-        if instead is not None:
-            capability = torch.cuda.get_device_capability(device)
-            if self.refusal(capability) and not instead.refusal(capability):
-                return False
         try:
             self.load(self.example, device, self.shared)
         except BuildError as error:
@@ -347,7 +358,9 @@ def device(index: int) -> Device:
             "MULTIPROCESSOR_COUNT", "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR",
         )
     )  # fmt: skip
-    if torch.cuda.get_device_capability(index) < (9, 0):
+    if family.FORCED == "portable":  # as cards have it that its kernels are for
+        shared, sm_shared = min(shared, PORTABLE_SHARED), min(sm_shared, PORTABLE_SM)
+    if torch.cuda.get_device_capability(index) < (9, 0) or family.FORCED == "portable":
         return Device(sms, shared, sm_shared, (sms,) + (0,) * 15)
     return Device(sms, shared, sm_shared, (sms, *(clusters(probe, 32, shared, size) for size in range(2, 17))))
 

@@ -1,26 +1,25 @@
-"""Launches `decode_attention.cu`; what it does not take goes to Triton's kernel."""
+"""Launches `decode_attention.cu`, or where there are no clusters `decode_portable.cu`; what they do not take goes to
+Triton's kernel."""
 
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from onegraph.ops.calls import PagedDecode, StridedDecode
-from onegraph.ops.cuda import build
+from onegraph.ops.cuda import build, decode_portable
+from onegraph.ops.cuda.decode_plan import POINTERS, TILE, Plan
 
 DIMS = (64, 128)
 MAX_GROUP = 8  # heads that share a kv head: columns of the kernel's products
-TILE = 16  # keys that a warp takes at a time, all in one page
 ALIGNMENT = 16  # bytes, of what is read as 16 bytes at once
 
 ARGUMENTS = build.Arguments(
-    pointers=(
-        "qkv", "q_norm", "k_norm", "cos", "sin", "positions", "counts", "table", "keys", "values", "out",
-    ),
+    pointers=POINTERS,
     ints=("pages", "table_stride", "reach", "max_position", "ahead"),
     floats=("eps", "scale"),
-)  # fmt: skip
+)
 
 
 def takes(dtype: torch.dtype, dim: int, group: int, page: int, *read: Tensor) -> bool:
@@ -32,39 +31,6 @@ def takes(dtype: torch.dtype, dim: int, group: int, page: int, *read: Tensor) ->
         and page % TILE == 0
         and all(t.data_ptr() % ALIGNMENT == 0 for t in read)
     )
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What the kernel is compiled for: its defines, in lower case. Blocks have `warps` warps, and `size` of them share
-    the keys of a (row, kv head) pair. `early`: the next launch is let go in the first line. Strides of the cache are in
-    units of `dim`."""
-
-    half: bool
-    dim: int
-    group: int
-    page: int
-    norm: bool
-    rope: bool
-    early: bool
-    warps: int
-    size: int
-    kv_heads: int
-    window: int
-    page_stride: int
-    place_stride: int
-    head_stride: int
-    turn_stride: int
-
-    @property
-    def shared(self) -> int:
-        """Bytes of `Shared` in the kernel."""
-        sums, outputs = 2 * 4 * 8 * (self.warps + self.size), 4 * self.group * self.dim + 8
-        return -(-(sums + outputs) // 128) * 128 + self.warps * 2 * TILE * 2 * self.dim
-
-    @property
-    def defines(self) -> dict[str, int]:
-        return {name.upper(): int(value) for name, value in asdict(self).items()}
 
 
 EXAMPLE = Plan(False, 128, 4, 16, False, True, False, 16, 8, 8, 0, 128, 8, 1, 64)
@@ -85,9 +51,14 @@ def _kernel(plan: Plan, device: int) -> build.Kernel:
 
 
 @cache
+def clustered(device: int) -> bool:
+    """Whether this GPU has the one that runs in clusters."""
+    return KERNEL.usable(device, "another kernel computes the attention of decode steps")
+
+
 def available(device: int) -> bool:
-    """Whether the kernel can be built for this GPU; warns once where not."""
-    return KERNEL.usable(device, "Triton's computes the attention of decode steps")
+    """Whether a kernel can be built for this GPU; warns once where not."""
+    return clustered(device) or decode_portable.available(device)
 
 
 def share(groups: int, device: build.Device) -> tuple[int, int]:
@@ -178,31 +149,45 @@ def _launch(
     """As the kernel's `Arguments` say."""
     device, rows = qkv.device.index, qkv.shape[0]
     pages, page_size, kv_heads, dim = k_cache.shape
-    group = out.numel() // (rows * kv_heads * dim)
-    warps, size = share(rows * kv_heads, build.device(device))
+    group, pairs, in_clusters = out.numel() // (rows * kv_heads * dim), rows * kv_heads, clustered(device)
+    if in_clusters:
+        warps, size = share(pairs, build.device(device))
+    else:
+        warps, size = decode_portable.share(pairs, dim, build.device(device))
     page_stride, place_stride, head_stride = (stride // dim for stride in k_cache.stride()[:3])
     plan = Plan(
         qkv.dtype == torch.float16, dim, group, page_size, q_norm is not None, cos is not None, early, warps, size,
         kv_heads, window, page_stride, place_stride, head_stride, 0 if cos is None else cos.stride(0),
     )  # fmt: skip
-    kernel = _kernel(plan, device)
-    arguments = ARGUMENTS.pack(
-        **build.addresses(
-            qkv=qkv, q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin, positions=positions, counts=counts,
-            table=block_table, keys=k_cache, values=v_cache, out=out,
-        ),
-        pages=pages,
-        table_stride=block_table.stride(0),
-        reach=block_table.shape[1] * page_size,
-        max_position=0 if cos is None else cos.shape[0] - 1,
-        ahead=ahead,
-        eps=eps,
-        scale=scale,
-    )  # fmt: skip
-    launch = (rows * kv_heads * size, 1, 1), 32 * warps, plan.shared, size
+    given = build.addresses(
+        qkv=qkv,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        cos=cos,
+        sin=sin,
+        positions=positions,
+        counts=counts,
+        table=block_table,
+        keys=k_cache,
+        values=v_cache,
+        out=out,
+    ) | {
+        "pages": pages,
+        "table_stride": block_table.stride(0),
+        "reach": block_table.shape[1] * page_size,
+        "max_position": 0 if cos is None else cos.shape[0] - 1,
+        "ahead": ahead,
+    }
     stream = torch._C._cuda_getCurrentRawStream(device)
-    if torch.cuda.current_device() == device:
-        kernel.launch(*launch, stream, arguments)
-    else:
-        with torch.cuda.device(qkv.device):  # the driver launches in the current context
-            kernel.launch(*launch, stream, arguments)
+    here = torch.cuda.current_device() == device
+    with nullcontext() if here else torch.cuda.device(qkv.device):  # the driver launches in the current context
+        grid, threads = (pairs * size, 1, 1), 32 * warps
+        if in_clusters:
+            arguments = ARGUMENTS.pack(**given, eps=eps, scale=scale)
+            _kernel(plan, device).launch(grid, threads, plan.shared, size, stream, arguments)
+            return
+        kernel = decode_portable.kernel(plan, device)
+        space = decode_portable.workspace(plan, pairs, out.device)
+        given |= build.addresses(**space) | {"arrived": decode_portable.ARRIVED.of(device, stream)}
+        arguments = decode_portable.ARGUMENTS.pack(**given, eps=eps, scale=scale)
+        kernel.launch(grid, threads, decode_portable.shared(plan), 1, stream, arguments)

@@ -19,7 +19,8 @@ KERNEL = build.Source(
     ops=("deepseek_index",),
     functions=("select_places",),
     arguments=ARGUMENTS,
-    capabilities=build.EVERY,
+    capabilities=build.PORTABLE,
+    families=("hopper", "portable"),
     example={"PER_PAGE": 32},
 )
 

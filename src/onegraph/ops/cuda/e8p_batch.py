@@ -9,7 +9,7 @@ from functools import cache, lru_cache
 
 import torch
 
-from onegraph.ops.cuda import build, e8p_portable
+from onegraph.ops.cuda import build
 from onegraph.ops.cuda.e8p_common import MAX_K, SLICE, SLOT, TABLES, Linear
 from onegraph.ops.cuda.tensor_map import tensor_map
 
@@ -106,7 +106,7 @@ KERNELS = build.Source(
 @cache
 def available(device: int) -> bool:
     """Whether the kernels can be built for this GPU; warns once where not."""
-    return KERNELS.usable(device, "another kernel runs 5 to 64 tokens of an E8P linear", instead=e8p_portable.KERNELS)
+    return KERNELS.usable(device, "another kernel runs 5 to 64 tokens of an E8P linear")
 
 
 @lru_cache(maxsize=4096)

@@ -6,7 +6,7 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
-from onegraph.ops.cuda import build, e8p_portable
+from onegraph.ops.cuda import build
 from onegraph.ops.cuda.e8p_common import ROWS, SLICE, SLOT, TABLES, Linear
 from onegraph.ops.cuda.tensor_map import sliced_tensor_map, tensor_map
 
@@ -140,7 +140,7 @@ KERNEL = build.Source(
 @cache
 def available(device: int) -> bool:
     """Whether the kernel can be built for this GPU; warns once where not."""
-    return KERNEL.usable(device, "another kernel runs 1 to 4 tokens of an E8P linear", instead=e8p_portable.KERNELS)
+    return KERNEL.usable(device, "another kernel runs 1 to 4 tokens of an E8P linear")
 
 
 @lru_cache(maxsize=4096)

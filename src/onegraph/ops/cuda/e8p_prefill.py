@@ -9,7 +9,7 @@ from functools import cache, lru_cache
 
 import torch
 
-from onegraph.ops.cuda import build, e8p_dequantize
+from onegraph.ops.cuda import build
 from onegraph.ops.cuda.e8p_common import MAX_K, SLICE, TABLES, Linear
 
 THREADS = 384
@@ -89,7 +89,7 @@ KERNELS = build.Source(
 def available(device: int) -> bool:
     """Whether the kernels can be built for this GPU; warns once where not."""
     otherwise = "the weight of an E8P linear is written out from 5 tokens on"
-    return KERNELS.usable(device, otherwise, instead=e8p_dequantize.KERNEL)
+    return KERNELS.usable(device, otherwise)
 
 
 @cache

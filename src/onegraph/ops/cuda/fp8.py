@@ -39,7 +39,8 @@ DEQUANTIZE = build.Source(
     ops=("fp8_dequantize",),
     functions=("fp8_dequantize",),
     arguments=DEQUANTIZE_ARGUMENTS,
-    capabilities=build.EVERY,
+    capabilities=build.PORTABLE,
+    families=("hopper", "portable"),
     example={"OUT": 0},
 )
 OUT = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -108,7 +109,8 @@ KERNEL = build.Source(
     ops=("fp8_linear", "fp8_grouped_linear", "fp8_experts"),
     functions=("fp8_linear",),
     arguments=ARGUMENTS,
-    capabilities=build.EVERY,
+    capabilities=build.PORTABLE,
+    families=("hopper", "portable"),
     example=Variant(LINEAR).defines(half=False, grain=128, depth=3),
 )
 

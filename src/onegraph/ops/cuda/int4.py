@@ -1,13 +1,14 @@
 """INT4 linears on a GPU: how the kernels are cut, and which calls each takes.
 
 Few tokens run straight from the codes: up to four on `int4_one.cu`, whose codes come through the copy engine, which
-asks for k in multiples of 256; more, and other k, on `int4_batch.cu`, 16 to a pass. Above `MAX_TOKENS`, for k that is
-no multiple of 64 and for groups that are no power of two, the weight is decoded once and multiplied through cuBLAS, two
-launches. What runs how follows from shape, dtype and device alone.
+asks for k in multiples of 256; more, other k, and all on cards without that engine on `int4_batch.cu`, 16 to a pass.
+Above `MAX_TOKENS`, for k that is no multiple of 64 and for groups that are no power of two, the weight is decoded once
+and multiplied through cuBLAS, two launches. What runs how follows from shape, dtype and device alone.
 """
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from math import gcd
 
 import torch
@@ -52,7 +53,8 @@ BATCH = build.Source(
     ops=("int4_linear",),
     functions=("int4_batch",),
     arguments=BATCH_ARGUMENTS,
-    capabilities=build.CLUSTERS,
+    capabilities=build.PORTABLE,
+    families=("hopper", "portable"),
     example=KIND | {"FLOAT32": 0, "TILES": 2, "DEPTH": BATCH_DEPTHS[0]},
 )
 DEQUANTIZE = build.Source(
@@ -60,7 +62,8 @@ DEQUANTIZE = build.Source(
     ops=("int4_linear",),
     functions=("int4_dequantize",),
     arguments=DEQUANTIZE_ARGUMENTS,
-    capabilities=build.EVERY,
+    capabilities=build.PORTABLE,
+    families=("hopper", "portable"),
     example=KIND,
 )
 
@@ -130,10 +133,10 @@ def batch_plan(tiles: int, n: int, k: int, groups: int, device: build.Device) ->
     row_tiles, slices = -(-n // ROWS), -(-k // SLICE)
     blocks = min(row_tiles, device.sms)
     each = -(-row_tiles // blocks)
-    across = -(-slices // -(-slices // WARPS))
-    down = min(WARPS // across, each)
-    held = groups * 64 + across * tiles * 512  # bytes of a row tile
-    for depth in BATCH_DEPTHS:
+    for depth, warps in product(BATCH_DEPTHS, (WARPS, WARPS // 2, WARPS // 4)):
+        across = -(-slices // -(-slices // warps))
+        down = min(warps // across, each)
+        held = groups * 64 + across * tiles * 512  # bytes of a row tile
         rings = across * down * depth * UNIT
         fit = (device.shared - rings) // held
         if fit < down:
@@ -152,7 +155,13 @@ def takes(x: Tensor, scale: Tensor) -> bool:
 @cache
 def available(device: int) -> bool:
     """Whether the kernels can be built for this GPU; warns once where not."""
-    return ONE.usable(device, "torch computes INT4 linears")
+    return BATCH.usable(device, "torch computes INT4 linears")
+
+
+@cache
+def one_available(device: int) -> bool:
+    """Whether few tokens have a kernel of their own on this GPU."""
+    return ONE.usable(device, "int4_batch.cu computes few tokens, too")
 
 
 def _kind(dtype: torch.dtype, scale: Tensor, shift: int = ALL) -> dict[str, int]:
@@ -179,7 +188,8 @@ def linear(
         y = torch.empty(*x.shape[:-1], n, dtype=torch.float32 if float32 else x.dtype, device=x.device)
         scale, zero = _aligned(scale), _aligned(zero)
         wide_bias = None if bias is None else bias.float()
-        if tokens <= FEW and (one := one_plan(tokens, n, k, groups, device)):
+        few = tokens <= FEW and one_available(x.device.index)
+        if few and (one := one_plan(tokens, n, k, groups, device)):
             aligned = None if order is None else _aligned(order)
             _one(_aligned(x), _aligned(codes), scale, zero, aligned, wide_bias, y, one)
             return y

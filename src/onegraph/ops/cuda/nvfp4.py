@@ -55,7 +55,8 @@ KERNEL = build.Source(
     ),
     functions=("nvfp4_linear",),
     arguments=ARGUMENTS,
-    capabilities=build.CLUSTERS,
+    capabilities=build.PORTABLE,
+    families=("hopper", "portable"),
     example=_defines(LINEAR, False, 1, False, LINEAR_DEPTHS[0], 16, wide=False),
 )
 SHORT_ARGUMENTS = build.Arguments(pointers=(*LAYER, "y"), ints=("tokens", "n", "k", "matrices"))
@@ -64,7 +65,8 @@ SHORT = build.Source(
     ops=("nvfp4_linear", "mxfp4_linear"),
     functions=("nvfp4_short",),
     arguments=SHORT_ARGUMENTS,
-    capabilities=build.EVERY,
+    capabilities=build.PORTABLE,
+    families=("hopper", "portable"),
     example={"HALF": 0, "TILES": 2, "WARPS": 8, "GROUP": 16, "FLOAT": 0},
 )
 DEQUANTIZE_ARGUMENTS = build.Arguments(pointers=("codes", "scale", "global_scale", "y"), ints=("n", "k"))
@@ -73,7 +75,8 @@ DEQUANTIZE = build.Source(
     ops=("nvfp4_linear", "mxfp4_linear"),
     functions=("nvfp4_dequantize",),
     arguments=DEQUANTIZE_ARGUMENTS,
-    capabilities=build.EVERY,
+    capabilities=build.PORTABLE,
+    families=("hopper", "portable"),
     example={"HALF": 0, "GROUP": 16},
 )
 
@@ -113,6 +116,8 @@ def plan(row_tiles: int, slices: int, sums: int, blocks: int, depths: tuple[int,
     for depth in depths:
         empty = Plan(blocks, across, down, 0, depth)
         fit = (room - empty.shared(sums)) // (across * sums + ROWS * 4)
+        if fit < down:  # of 99 KB; the shortest ring leaves room
+            continue
         rounds = -(-each // fit)
         if found is None or (rounds == 1 and found.hold < each):
             found = Plan(blocks, across, down, max(down, -(-each // rounds)), depth)

@@ -6,13 +6,7 @@
 extern __shared__ __align__(1024) u8 shared[];
 
 __device__ __forceinline__ u32 multiply(u32 a, u32 b) {  // two 16-bit floats at a time
-  u32 d;
-#if HALF
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-#else
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-#endif
-  return d;
+  return HALF ? multiply_f16(a, b) : multiply_bf16(a, b);
 }
 __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   if (HALF) mma_f16(c, a0, a1, a2, a3, b0, b1);
@@ -23,11 +17,6 @@ __device__ __forceinline__ u16 narrow(float v) { return HALF ? float_to_half(v) 
 template <bool WIDE> __device__ __forceinline__ void write(u16* y, long long at, float v) {  // WIDE: y is float32
   if (WIDE) ((float*)y)[at] = v;
   else y[at] = narrow(v);
-}
-__device__ __forceinline__ u32 e4m3_to_half(u32 two) {  // two E4M3 in the low half -> two float16
-  u32 v;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(v) : "h"((u16)two));
-  return v;
 }
 __device__ __forceinline__ u32 load_pair(const u8* p) { return __ldg((const u16*)p); }  // two bytes, at an even address
 // Asynchronous copies global -> shared; zeros where not `inside`, without a read.

@@ -90,11 +90,40 @@ PTX u32 subtract_f16(u32 a, u32 b) {  // two at a time
   asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
+PTX u32 multiply_f16(u32 a, u32 b) {
+  u32 d;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+#if __CUDA_ARCH__ >= 900
 PTX u32 subtract_bf16(u32 a, u32 b) {
   u32 d;
   asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
+PTX u32 multiply_bf16(u32 a, u32 b) {
+  u32 d;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+#else  // the same numbers: rounded once, and -0 added changes none
+PTX u32 fma_bf16(u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+PTX u32 subtract_bf16(u32 a, u32 b) { return fma_bf16(b, 0xBF80BF80u, a); }
+PTX u32 multiply_bf16(u32 a, u32 b) { return fma_bf16(a, b, 0x80008000u); }
+#endif
+#if __CUDA_ARCH__ >= 890
+PTX u32 e4m3_to_half(u32 two) {  // two E4M3 in the low half -> two float16
+  u32 v;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(v) : "h"((u16)two));
+  return v;
+}
+#else
+#include "e4m3.cuh"
+#endif
 
 // Tensor cores: c [16, 8] += a [16, 16] b [16, 8], of bytes [16, 32] and [32, 8].
 PTX void mma_f16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {

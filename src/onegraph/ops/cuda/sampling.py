@@ -1,4 +1,4 @@
-"""Launches `sampling.cu`; what it does not take goes to Triton's kernels."""
+"""Launches `sampling.cu`, or where there are no clusters `sampling_portable.cu`; the rest goes to Triton's kernels."""
 
 from functools import cache
 from typing import NamedTuple
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from onegraph.ops.cuda import build
+from onegraph.ops.cuda import sampling_portable as kernels
 
 THREADS = 1024  # of a block, as in the kernel
 CLUSTERS = (4, 8, 16)  # blocks that share a row; 16 has to be asked for
@@ -59,12 +60,17 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, se
     device = logits.device.index
     usable = logits.is_cuda and logits.dtype == torch.float32 and rows > 0 and width <= MAX_WIDTH
     asked = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "position": position}
-    if not usable or not available(device):
+    plain = usable and not available(device) and kernels.takes(rows, width) and kernels.available(device)
+    if not usable or not (plain or available(device)):
         from onegraph.ops.triton.sampling import sample as fallback  # compiled as of its import
 
         return fallback(logits, *asked.values())
     read = {name: t.contiguous() for name, t in {"logits": logits, **asked}.items()}  # alive until the launch
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if plain:
+        with torch.cuda.device(logits.device):
+            kernels.launch(read, out)
+        return out
     size, part, shared = plan(rows, width, build.device(device))
     arguments = ARGUMENTS.pack(**build.addresses(**read, out=out), width=width, part=part)
     kernel, grid = _kernel(device), (rows * size, 1, 1)

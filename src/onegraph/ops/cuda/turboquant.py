@@ -29,7 +29,8 @@ KERNEL = build.Source(
     ops=("turboquant_write",),
     functions=("turboquant_write",),
     arguments=ARGUMENTS,
-    capabilities=build.EVERY,
+    capabilities=build.PORTABLE,
+    families=("hopper", "portable"),
     example={"DIM": 128, "KBITS": 4, "VBITS": 4, "GROUP": 4, "SCALE": 1, "DTYPE": 0},
 )
 

@@ -563,11 +563,13 @@ template <bool CLUSTERED> __device__ __forceinline__ void attend_splits(const Ar
   }
 }
 
+#if !PORTABLE
 // Both in one launch: the blocks of a cluster are the splits of a pair, and then each merges some of its queries.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) attend_and_merge(const __grid_constant__ Arguments p) {
   attend_splits<true>(p);
   merge_cluster(p);
 }
+#endif
 #if !WRITES
 extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) attend(const __grid_constant__ Arguments p) {
   attend_splits<false>(p);

@@ -7,7 +7,7 @@ that with a decode step's write in it.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -18,6 +18,7 @@ from onegraph.ops.cuda import build
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 MAX_DIM, MAX_BATCH = 256, 1024
 TILE, LEAST = 32, 4  # tokens; tiles that a split has at least
+WARPS = 8  # of a block: as many as merge, and half of them where shared memory is short
 MAX_STAGES = 4
 SHORT = 4096  # tokens of a row at most, for which the splits of a sequence are the blocks of a cluster, in one launch
 CLUSTERS = (2, 4, 8)
@@ -37,6 +38,9 @@ ARGUMENTS = build.Arguments(
     ),
     floats=("scale", "back", "eps"),
 )  # fmt: skip
+
+
+CLUSTERED, FUNCTIONS = ("attend_and_merge",), ("attend", "merge_1", "merge_4")
 
 
 @dataclass(frozen=True)
@@ -62,10 +66,7 @@ class Plan:
     page_blocks: int
     group: int = 0
     scale: int = 0
-
-    @property
-    def warps(self) -> int:
-        return 8
+    warps: int = WARPS
 
     @property
     def per_sm(self) -> int:
@@ -94,6 +95,10 @@ class Plan:
         room = device.sm_shared // self.per_sm - build.RESERVED
         return max([1, *(s for s in range(1, MAX_STAGES + 1) if self.shared(s, batch) <= room)])
 
+    def fitting(self, batch: int, device: build.Device) -> "Plan":
+        """This, with half the warps where a block's shared memory does not hold the sums of all."""
+        return self if self.shared(1, batch) <= device.shared else replace(self, warps=WARPS // 2)
+
     def defines(self, stages: int) -> dict[str, int]:
         """What turboquant_attention.cu is compiled with."""
         made = {"DIM": self.dim, "KBITS": self.k_bits, "VBITS": self.v_bits, "ROWS": self.rows, "DTYPE": self.dtype}
@@ -108,18 +113,27 @@ class Plan:
 KERNELS = build.Source(
     "turboquant_attention",
     ops=("turboquant_attention", "turboquant_hybrid", "turboquant_decode"),
-    functions=("attend_and_merge", "attend", "merge_1", "merge_4"),
+    functions=(*CLUSTERED, *FUNCTIONS),
     arguments=ARGUMENTS,
-    capabilities=build.CLUSTERS,
+    capabilities=build.PORTABLE,
+    families=("hopper", "portable"),
+    clustered=CLUSTERED,
     example=Plan(64, 4, 4, 4, 0, 1).defines(2),
 )
 
 
 @cache
 def kernels(plan: Plan, stages: int, device: int) -> tuple[build.Kernel, ...]:
-    """`attend_and_merge` and, where it does not write, `attend` and the merging of one and of four queries a block."""
-    functions = KERNELS.functions[: 1 if plan.group else 4]
-    return KERNELS.load(plan.defines(stages), device, plan.shared(stages, 1), functions)
+    """`attend` and the merging of one and of four queries a block; where it writes, and in the end where there are
+    clusters, `attend_and_merge`."""
+    functions = () if plan.group else FUNCTIONS
+    together = CLUSTERED if clusters(device) else ()
+    return KERNELS.load(plan.defines(stages), device, plan.shared(stages, 1), (*functions, *together))
+
+
+def clusters(device: int) -> bool:
+    """Whether the GPU's form of the kernels has one that runs in clusters."""
+    return not KERNELS.portable(torch.cuda.get_device_capability(device))
 
 
 @cache
@@ -177,13 +191,13 @@ def attend(
     device, group = build.device(q.device.index), heads // kv_heads
     rows = 4 if length * group <= 4 else 8 if length * group <= 8 else 16
     bits = [c.numel().bit_length() - 1 for c in (k_codebook, v_codebook)]
-    plan = Plan(dim, bits[0], bits[1], rows, DTYPES[q.dtype], page_size // 16)
+    plan = Plan(dim, bits[0], bits[1], rows, DTYPES[q.dtype], page_size // 16).fitting(batch, device)
     stages = plan.stages(batch, device)
-    together, kernel, *mergers = kernels(plan, stages, q.device.index)
+    kernel, *mergers = kernels(plan, stages, q.device.index)
 
     row_tiles = -(-length * group // rows)
     blocks, pairs, reach = device.sms * plan.per_sm, batch * kv_heads * row_tiles, block_table.shape[1] * page_size
-    cluster = _cluster(pairs, plan.per_sm, device) if reach <= SHORT else 0
+    cluster = _cluster(pairs, plan.per_sm, device) if reach <= SHORT and clusters(q.device.index) else 0
     if cluster < min(rows, length * group):  # else a block would merge several queries
         cluster = 0
     limit = pairs * cluster or min(_limit(pairs, blocks), pairs * -(-reach // (TILE * LEAST)))
@@ -210,7 +224,7 @@ def attend(
     with torch.cuda.device(q.device):
         threads, shared = plan.warps * 32, plan.shared(stages, batch)
         if cluster:
-            together.launch((kv_heads * cluster, batch * row_tiles, 1), threads, shared, cluster, stream, arguments)
+            mergers[2].launch((kv_heads * cluster, batch * row_tiles, 1), threads, shared, cluster, stream, arguments)
             return out, lse
         kernel.launch((min(blocks, items), 1, 1), threads, shared, 1, stream, arguments)
         queries = batch * length * heads

@@ -21,6 +21,7 @@ from onegraph.ops.cuda.turboquant_attention import (
     TILE,
     Plan,
     available,
+    clusters,
     kernels,
 )
 
@@ -63,6 +64,7 @@ def plan_of(call: TurboQuantDecode) -> tuple[Plan, int] | None:
         and reach <= SHORT
         and all(t.data_ptr() % ALIGNMENT == 0 for t in read)
         and available(qkv.device.index)
+        and clusters(qkv.device.index)
     ):
         return None
     bits = [book.numel().bit_length() - 1 for book in (call.k_codebook, call.v_codebook)]

@@ -1,0 +1,306 @@
+"""A draft head for one's own model: the model writes texts, a head learns from them, unseen texts say how it does.
+
+The text is the model's own as it is served, quantized or not: heads that are trained on others' text name what the
+model does not write.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from os import PathLike
+from pathlib import Path
+
+import torch
+
+from onegraph.api import Progress
+from onegraph.api.device import pick_device
+from onegraph.api.llm import LLM
+from onegraph.api.provenance import versions
+from onegraph.api.quantize import BUNDLED
+from onegraph.api.room import refuse_existing
+from onegraph.api.text import read_text
+from onegraph.api.tokenizer import Tokenizer
+from onegraph.engine.draft_heads import HeadDrafter
+from onegraph.engine.generate import Engine
+from onegraph.engine.params import SamplingParams, Stats
+from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
+from onegraph.models.chain import ChainedLlama
+from onegraph.models.eagle import EagleConfig, EagleHead
+from onegraph.models.eagle_training import (
+    EagleNet,
+    Score,
+    Teacher,
+    Texts,
+    head_config,
+    head_rows,
+    head_tensors,
+    train,
+)
+from onegraph.models.llama import Llama
+
+PIECE = 160  # characters of the text that a prompt is made of
+PROMPT = 96  # tokens of a prompt at most, what a chat template adds included
+HELD = 12  # one prompt of so many is held out
+SAMPLING = 0.35  # of the time, for texts; training then has what is left but the report's
+REPORT = 0.2  # of the time, for the report at most
+ANSWER = 96  # tokens of each text that the report has written, or fewer, LEAST, where that would take longer
+LEAST = 16
+
+UNSEEN = {
+    "code": (
+        "def fibonacci(n):\n    ",
+        "import csv\n\n\ndef read_rows(path):\n    ",
+        "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
+    ),
+    "chat": (
+        "What is the capital of Japan, and what is it known for?",
+        "Explain in a few sentences why the sky is blue.",
+        "Give me three tips for sleeping better.",
+    ),
+}
+REPEAT = "Repeat this text word for word:\n\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """Of drafts on some unseen texts: how often the first, second, ... was right where it was read, tokens that a
+    round gave on average, and how many of the texts are those without drafts."""
+
+    accepted: tuple[float, ...]
+    tokens_per_round: float
+    same_texts: int
+    texts: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftHead:
+    """What `train_head` made: `before` and `after` are an untrained head and the trained one on held-out texts;
+    `unseen` is measured in the engine, by kind of text; `coverage` the part of the texts' tokens that the head can
+    name."""
+
+    source: str
+    output: str
+    seconds: float
+    texts: int
+    tokens: int
+    vocabulary: int
+    coverage: float
+    nbytes: int
+    before: Score
+    after: Score
+    unseen: dict[str, Figures] = field(default_factory=dict)
+
+
+@dataclass
+class _Clock:
+    """What is left of `seconds`, and how fast the model writes: seconds of a decode step and of building its graphs."""
+
+    seconds: float
+    started: float = field(default_factory=time.monotonic)
+    step: float = 0.0
+    build: float = 0.0
+
+    @property
+    def spent(self) -> float:
+        return time.monotonic() - self.started
+
+    def learn(self, stats: Stats) -> None:
+        self.step = stats.decode_seconds / max(1, stats.decode_steps)
+        self.build += stats.build_seconds
+
+    @property
+    def answer(self) -> int:
+        """Tokens of each text of the report."""
+        return max(LEAST, min(ANSWER, int(REPORT * self.seconds / max(1e-9, self._token))))
+
+    @property
+    def training(self) -> float:
+        """Seconds that training may take from now on."""
+        return max(1.0, self.seconds - self.spent - self.answer * self._token - 2 * self.build)
+
+    @property
+    def _token(self) -> float:
+        """Seconds of one more token of all texts of the report: three kinds, without drafts and, dearer, with them."""
+        return 3 * 3 * self.step
+
+
+def train_head(
+    path: str | PathLike[str],
+    output: str | PathLike[str],
+    *,
+    text: Sequence[str | PathLike[str]] = (),
+    minutes: float = 10.0,
+    texts: int = 4096,
+    length: int = 192,
+    vocabulary: int = 8192,
+    ahead: int = 5,
+    steps: int = 20000,
+    batch: int = 16,
+    rate: float = 1e-3,
+    memory: int = 4 << 30,
+    seed: int = 0,
+    device: str | torch.device = "auto",
+    dtype: str = "auto",
+    progress: Progress | None = None,
+    log: Callable[[str], object] = lambda line: None,
+) -> DraftHead:
+    """Trains an EAGLE-3 head for the model at `path`, and writes it to the directory `output`, for `draft="eagle:..."`.
+
+    Args:
+        text: UTF-8 files, of which pieces become prompts (default: the bundled text that quantizing calibrates on).
+        minutes: that all of it takes: sampling, training and report share them.
+        texts: that the model writes at most, of `length` tokens each; every second one greedily.
+        vocabulary: tokens that the head may name: those that the texts have most often.
+        ahead: outputs of its own that the head learns to go on from; 1 to 7.
+        steps, batch, rate: of AdamW, at most; texts a step; its highest rate.
+        memory: bytes of hidden states to keep on the host; those of further texts are computed again each time.
+        seed: of everything; the same seed gives the same head where the clock has ended neither sampling nor training.
+        progress: called as progress("sampling", texts, texts in all). log: takes a line now and then.
+
+    Raises ValueError for a model that heads cannot go on from, too little text, and an output that exists.
+    """
+    clock, target = _Clock(60 * minutes), Path(output)
+    refuse_existing(target)
+    if not 1 <= ahead <= 7:
+        raise ValueError(f"ahead: got {ahead}; allowed is 1 to 7")
+    pieces = _pieces(text, texts, seed)
+    place = pick_device(device)
+    rows, context = 32 if place.type == "cuda" else 8, PROMPT + max(length, ANSWER)
+    with LLM(path, device=place, dtype=dtype, max_batch=rows, max_context=context) as llm:
+        model, tokenizer = llm.engine.model, llm.tokenizer
+        if not isinstance(model, Llama | ChainedLlama):
+            raise ValueError("draft-head: EAGLE heads go on from models of the Llama kind; DeepSeek-V4 has its own")
+        written = list(_written(llm, pieces, texts, length, seed, clock, progress))
+        seen = [each for i, each in enumerate(written) if i % HELD and len(each) > ahead + 2]
+        kept = [each for i, each in enumerate(written) if not i % HELD and len(each) > ahead + 2]
+        if not seen or not kept:
+            raise ValueError(f"draft-head: the model wrote {len(written)} texts; give more text, or more minutes")
+        names, coverage = _vocabulary(seen, model.config.vocab_size, vocabulary)
+        log(f"{len(written)} texts, {sum(map(len, written))} tokens; the head names {100 * coverage:.1f} % of them")
+        layers = tapped(model.config.layers)
+        config = head_config(model.config, layers, len(names), str(path))
+        torch.manual_seed(seed)
+        chosen = names.to(model.device)
+        net = EagleNet(EagleConfig.from_dict(config), len(layers), max(map(len, written)) + ahead).to(model.device)
+        net.start_from(model.norm.float(), head_rows(model, chosen))
+        teacher = Teacher(model, net, chosen, ahead)
+        held = Texts(model, kept[: 4 * batch], layers, memory // 8)
+        before = teacher.score([held.batch(range(i, min(i + batch, len(held)))) for i in range(0, len(held), batch)])
+
+        def told(step: int, loss: float, score: Score) -> None:
+            log(f"step {step}: loss {loss:.3f}; held out {score.loss:.3f}, {score.tokens:.2f} tokens a round")
+
+        after = train(
+            teacher, Texts(model, seen, layers, memory - memory // 8), held, batch=min(batch, len(seen)), rate=rate,
+            steps=steps, seconds=clock.training, seed=seed, told=told,
+        )  # fmt: skip
+        tensors = head_tensors(net, names, torch.bfloat16)
+        about = {"trained for": str(path), "seed": seed, "texts": len(seen), "versions": versions()}
+        write_checkpoint(target, config, tensors.items(), about=about)
+        with Checkpoint.open(target) as checkpoint:
+            head, nbytes = EagleHead.load(checkpoint, model), checkpoint.nbytes
+        unseen = _report(llm, head, _unseen(tokenizer, pieces[0]), ahead, clock.answer)
+        return DraftHead(
+            source=str(path), output=str(target), seconds=clock.spent, texts=len(written),
+            tokens=sum(map(len, written)), vocabulary=len(names), coverage=coverage, nbytes=nbytes, before=before,
+            after=after, unseen=unseen,
+        )  # fmt: skip
+
+
+def tapped(depth: int) -> tuple[int, ...]:
+    """Low, middle and high: the layers of a model of so many behind which a new head takes hidden states."""
+    return (1, depth // 2 - 1, depth - 4) if depth >= 8 else (0, (depth - 1) // 2, depth - 1)
+
+
+def _pieces(files: Sequence[str | PathLike[str]], count: int, seed: int) -> list[str]:
+    """Parts of the text that share nothing, in an order of the seed. The first is for the report alone."""
+    whole = "\n\n".join(read_text(Path(file)) for file in files or [BUNDLED])
+    starts = list(range(0, len(whole) - PIECE, PIECE))
+    if len(starts) < HELD:
+        raise ValueError(f"text: got {len(whole)} characters; allowed is {(HELD + 1) * PIECE} and more")
+    random.Random(seed).shuffle(starts)
+    parts = (whole[start : start + PIECE] for start in starts[: 1 + count])
+    return [part.partition(" ")[2] or part for part in parts]
+
+
+def _prompts(tokenizer: Tokenizer, pieces: Sequence[str]) -> Iterator[list[int]]:
+    """Each piece as it stands; then, where the model has a chat template, each as what a user says."""
+    for piece in pieces:
+        yield tokenizer.encode(piece)[:PROMPT]
+    if tokenizer.template is not None:
+        for piece in pieces:
+            ids = tokenizer.chat([{"role": "user", "content": piece}])
+            if len(ids) <= PROMPT:
+                yield ids
+
+
+def _written(
+    llm: LLM, pieces: Sequence[str], count: int, length: int, seed: int, clock: _Clock, progress: Progress | None
+) -> Iterator[list[int]]:  # fmt: skip
+    """Prompts with the model's own answers, token ids; a few batches at least, then until the time is over."""
+    prompts = list(_prompts(llm.tokenizer, pieces[1:]))
+    random.Random(seed + 1).shuffle(prompts)
+    prompts, wave = prompts[:count], llm.engine.max_batch
+    for first in range(0, len(prompts), wave):
+        some = prompts[first : first + wave]
+        params = [
+            SamplingParams(max_tokens=length, temperature=0.8 * (i % 2), seed=seed + i, stop=tuple(llm.tokenizer.stops))
+            for i in range(first, first + len(some))
+        ]
+        for prompt, answer in zip(some, llm.engine.generate(some, params), strict=True):
+            yield [*prompt, *answer]
+        clock.learn(llm.stats)
+        if progress is not None:
+            progress("sampling", first + len(some), len(prompts))
+        if clock.spent > SAMPLING * clock.seconds and first + wave >= 2 * HELD:
+            return
+
+
+def _vocabulary(texts: Sequence[Sequence[int]], size: int, count: int) -> tuple[torch.Tensor, float]:
+    """The tokens int64 [V'] that texts have most often, in their own order, and the part of the texts that they are."""
+    counts = Counter(token for text in texts for token in text)
+    order = sorted(range(size), key=lambda token: (-counts[token], token))[:count]
+    return torch.tensor(sorted(order)), sum(counts[token] for token in order) / max(1, counts.total())
+
+
+def _unseen(tokenizer: Tokenizer, piece: str) -> dict[str, list[list[int]]]:
+    """Prompts that no head was trained on, by kind."""
+
+    def asked(question: str) -> list[int]:
+        return tokenizer.chat([{"role": "user", "content": question}])
+
+    chat = tokenizer.template is not None
+    code = [tokenizer.encode(prompt) for prompt in UNSEEN["code"]]
+    talk = [asked(prompt) if chat else tokenizer.encode(prompt) for prompt in UNSEEN["chat"]]
+    repeat = asked(REPEAT + piece) if chat else tokenizer.encode(f"{piece}\n\n{piece}\n\n{piece[:40]}")
+    return {"code": code, "chat": talk, "repetition": [repeat]}
+
+
+def _report(
+    llm: LLM, head: EagleHead, unseen: dict[str, list[list[int]]], drafts: int, answer: int
+) -> dict[str, Figures]:
+    """Greedily, the prompts of a kind beside each other, `answer` tokens behind each."""
+    model, plain, longest = llm.engine.model, llm.engine, llm.max_context - answer
+    engine = Engine(
+        model, max_batch=max(map(len, unseen.values())), max_context=llm.max_context,
+        draft=partial(HeadDrafter, head), draft_tokens=drafts,
+    )  # fmt: skip
+    params, found = SamplingParams(max_tokens=answer, stop=tuple(llm.tokenizer.stops)), {}
+    for kind, prompts in unseen.items():
+        some = [prompt[:longest] for prompt in prompts]
+        texts = engine.generate(some, params)
+        same = sum(a == b for a, b in zip(plain.generate(some, params), texts, strict=True))
+        stats = engine.stats
+        rounds, right = stats.drafted_at[0], [stats.accepted_at[i] for i in range(drafts)]
+        found[kind] = Figures(
+            accepted=tuple(k / max(1, n) for k, n in zip(right, [rounds, *right[:-1]], strict=True)),
+            tokens_per_round=1 + sum(right) / max(1, rounds),
+            same_texts=same,
+            texts=len(texts),
+        )
+    return found

@@ -1,0 +1,95 @@
+"""A model of the Llama kind on several devices beside one another: each runs every layer on its share of the weights.
+
+Heads, hidden units and the vocabulary are cut (`models/shares.py`); the residual stream, norms, routers and the
+embedding are on every rank, and so is what a rank draws, from the same bits. Two sums a layer and one gathering of
+logits cross devices, inside of the ranks' steps (`nn/peers.py`).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onegraph.formats.checkpoint import Checkpoint
+from onegraph.models.config import LlamaConfig
+from onegraph.models.llama import Llama
+from onegraph.models.shares import UNITS
+from onegraph.nn.peers import Peers
+
+TOKENS, ROWS = 64, 16  # that an inbox takes at once: of a layer's sum, and of logits; more go in parts
+
+
+class Ranks:
+    """Build it with `Ranks.load`. It generates through an engine alone, which runs all ranks at once.
+
+    Attributes:
+        beside: the ranks, each a `Llama` on a device of its own.
+    """
+
+    def __init__(self, beside: Sequence[Llama], peers: Peers) -> None:
+        self.beside, self.peers = list(beside), peers
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.beside[0], name)  # what is the same on all ranks
+
+    @classmethod
+    def load(
+        cls,
+        checkpoint: Checkpoint,
+        devices: Sequence[torch.device | str],
+        dtype: torch.dtype = torch.float32,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        **options: Any,
+    ) -> "Ranks":
+        """Reads a checkpoint onto `devices`, one rank each; `options` as `Llama.load` takes them.
+
+        Raises ValueError where so many ranks cannot share it, with the counts that can.
+        """
+        places = [torch.device(device) for device in devices]
+        config = LlamaConfig.from_dict(checkpoint.config)
+        peers = peers_for(config, places, dtype)
+        beside = [
+            Llama.load(
+                checkpoint, place, dtype, peer=peers.rank(i), progress=_told(progress, i, len(places)), **options
+            )
+            for i, place in enumerate(places)
+        ]
+        return cls(beside, peers)
+
+    def arm(self, on: bool) -> None:
+        """See `nn.peers.Peers.arm`."""
+        self.peers.arm(on)
+
+    def check(self) -> None:
+        """See `nn.peers.Peers.check`."""
+        self.peers.check()
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """Of each rank."""
+        return [rank.device for rank in self.beside]
+
+    dense_attention = None  # all ranks at once, through an engine, or not at all
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """All ranks' weights."""
+        for i, rank in enumerate(self.beside):
+            for name, tensor in rank.named_buffers():
+                yield f"rank {i}: {name}", tensor
+
+
+def peers_for(config: LlamaConfig, devices: Sequence[torch.device], dtype: torch.dtype) -> Peers:
+    """What ranks of such a model exchange through."""
+    stream, logits = TOKENS * config.hidden_size * dtype.itemsize // 4, ROWS * -(-config.vocab_size // len(devices))
+    return Peers(devices, max(stream, logits + ROWS * UNITS[0]))
+
+
+def _told(progress: Callable[[int, int], None] | None, rank: int, ranks: int) -> Callable[[int, int], None] | None:
+    """One progress over the ranks, which are read one after the other."""
+    if progress is None:
+        return None
+    return lambda done, total: progress(rank * total + done, ranks * total)

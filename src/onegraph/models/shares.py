@@ -1,0 +1,158 @@
+"""Which part of each layer a rank has, where several devices run every layer together.
+
+Heads and hidden units are cut, so that a rank computes its queries, keys, values and hidden units alone, and two sums
+over all ranks a layer bring the results together (Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3). What a
+format cannot cut there is refused with the counts that it can.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from onegraph.formats.weight import Part, WeightFormat
+from onegraph.models.config import LlamaConfig
+from onegraph.models.loader import Loader
+from onegraph.ops.ranks import MAX_RANKS, part_of
+
+Span = tuple[int, int]
+UNITS = (128, 64, 32, 16, 8, 1)  # rows of the head that stay together: what a format rotates, and whole cache lines
+
+
+@dataclass(frozen=True)
+class Share:
+    """One of `ranks` equal parts."""
+
+    rank: int = 0
+    ranks: int = 1
+
+    @property
+    def whole(self) -> bool:
+        return self.ranks == 1
+
+    def span(self, size: int) -> Span:
+        """First and last of `size`, which the ranks divide, or which divides them: then several have the same one."""
+        if size < self.ranks:
+            one = self.rank * size // self.ranks
+            return one, one + 1
+        return size * self.rank // self.ranks, size * (self.rank + 1) // self.ranks
+
+    def pieces(self, *sizes: int, unit: int = 1) -> list[Span]:
+        """Of pieces that lie one behind the other, in units, each one's part: where it lies among all of them."""
+        found, start = list[Span](), 0
+        for size in sizes:
+            first, last = self.span(size)
+            found.append((start + first * unit, start + last * unit))
+            start += size * unit
+        return found
+
+
+ALL = Share()
+
+
+def qkv_parts(config: LlamaConfig, share: Share) -> list[tuple[str, Part]]:
+    """Within a block: the linears of `config.qkv`, by name, and of each the rows of a rank's heads."""
+    return _rows(config.qkv, (config.heads, config.kv_heads, config.kv_heads), share, config.head_dim)
+
+
+def gate_up_parts(config: LlamaConfig, share: Share) -> list[tuple[str, Part]]:
+    """The same of `config.gate_up` and hidden units."""
+    return _rows(config.gate_up, (config.intermediate_size,) * 2, share)
+
+
+def _rows(names: tuple[str, ...], sizes: tuple[int, ...], share: Share, unit: int = 1) -> list[tuple[str, Part]]:
+    if share.whole:
+        return [(name, Part()) for name in names]
+    if len(names) == 1:  # files hold them as one
+        return [(names[0], Part(rows=span)) for span in share.pieces(*sizes, unit=unit)]
+    spans = [share.pieces(size, unit=unit)[0] for size in sizes]
+    return [(name, Part(rows=span)) for name, span in zip(names, spans, strict=True)]
+
+
+def columns(share: Share, size: int, unit: int = 1) -> Part:
+    """The inputs that a rank has, of `size` units."""
+    first, last = share.span(size)
+    return Part() if share.whole else Part(columns=(first * unit, last * unit))
+
+
+def head_unit(format: WeightFormat, vocabulary: int, hidden: int, ranks: int) -> int | None:
+    """Rows of the head that stay together where ranks share it; None where it cannot be cut: then each has all."""
+    for unit in UNITS if ranks > 1 else ():
+        spans = [part_of(vocabulary, unit, ranks, rank) for rank in range(ranks)]
+        if all(
+            first < last and not _refusal(format, vocabulary, hidden, Part(rows=(first, last))) for first, last in spans
+        ):
+            return unit
+    return None
+
+
+def check_shares(config: LlamaConfig, loader: Loader, ranks: int) -> None:
+    """Raises ValueError where so many ranks cannot share the model, with the counts that can."""
+    if why := _obstacle(config, loader, ranks):
+        able = [str(count) for count in range(2, MAX_RANKS + 1) if not _obstacle(config, loader, count)]
+        raise ValueError(f"gpus is {ranks}: {why}; this model runs on {' or '.join(['1', *able])}")
+
+
+def _obstacle(config: LlamaConfig, loader: Loader, ranks: int) -> str:
+    if config.traits.whole_norm:
+        return f"{config.model_type} norms all queries of a token together, which ranks would share"
+    if config.heads % ranks:
+        return f"{config.heads} heads cannot be shared evenly"
+    if config.kv_heads % ranks and ranks % config.kv_heads:
+        return f"{config.kv_heads} heads of keys cannot be shared evenly, nor each by as many ranks"
+    routed = config.routed
+    widths = {"hidden units": config.intermediate_size} if routed is None or not all(routed.layers) else {}
+    widths |= {} if routed is None else {"hidden units of an expert": routed.size}
+    widths |= (
+        {} if routed is None or routed.shared is None else {"hidden units of the shared expert": routed.shared.size}
+    )
+    for what, size in widths.items():
+        if size % ranks:
+            return f"{size} {what} cannot be shared evenly"
+    for name, format, n, k, part in _cuts(config, loader, Share(1, ranks)):
+        if why := _refusal(format, n, k, part):
+            return f"{name} in {format}: {why}"
+    return ""
+
+
+def _cuts(config: LlamaConfig, loader: Loader, share: Share) -> Iterator[tuple[str, WeightFormat, int, int, Part]]:
+    """Every layer that a rank has a part of: name, format, outputs, inputs, part."""
+    sizes = loader.layers()
+    for i in range(config.layers):
+        prefix, routed = f"model.layers.{i}.", config.routed_at(i)
+        parts = [*qkv_parts(config, share), ("self_attn.o_proj", columns(share, config.heads, config.head_dim))]
+        if routed is None:
+            parts += [*gate_up_parts(config, share), ("mlp.down_proj", columns(share, config.intermediate_size))]
+        elif routed.shared is not None:
+            rows = Part(rows=share.span(routed.shared.size))
+            *pair, down = routed.shared.linears
+            parts += [*((name, rows) for name in pair), (down, Part(columns=rows.rows))]
+        for name, part in parts:
+            yield prefix + name, loader.format_of(prefix + name), *sizes[prefix + name][:2], part
+        if routed is not None:
+            yield from _expert_cuts(config, loader, share, prefix)
+
+
+def _expert_cuts(
+    config: LlamaConfig, loader: Loader, share: Share, prefix: str
+) -> Iterator[tuple[str, WeightFormat, int, int, Part]]:
+    from onegraph.formats.fused import stack_names
+
+    routed, size = config.routed, config.hidden_size
+    assert routed is not None
+    if routed.stacked(prefix, loader.quantization):
+        gate_up, down = (prefix + name for name in routed.whole)
+        for span in share.pieces(routed.size, routed.size):
+            yield gate_up, stack_names(loader, gate_up)[0], 2 * routed.size, size, Part(rows=span)
+        yield down, stack_names(loader, down)[0], size, routed.size, columns(share, routed.size)
+        return
+    (gate, up), down = routed.each[0][0], routed.each[1][0]
+    for name in (gate, up):
+        yield prefix + name, loader.format_of(prefix + name), routed.size, size, Part(rows=share.span(routed.size))
+    yield prefix + down, loader.format_of(prefix + down), size, routed.size, columns(share, routed.size)
+
+
+def _refusal(format: WeightFormat, n: int, k: int, part: Part) -> str:
+    try:
+        format.check_part(n, k, part)
+    except ValueError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,117 @@
+"""Ranks beside one another in one process, and what they exchange through: see `onegraph.ops.exchange`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from onegraph.ops.exchange import all_gather, all_reduce
+from onegraph.ops.ranks import ALARM, ARMED, MAX_RANKS, RAISED, RECORDS, new_state, part_of
+
+PATIENCE = 5.0  # seconds that a rank waits for another: the host launches all of them within some milliseconds
+
+
+class PeerError(RuntimeError):
+    """A rank waited too long for another; the message says which for which."""
+
+
+class Peers:
+    """The inboxes and states of all ranks, at addresses that stay.
+
+    Args:
+        devices: of each rank; several may share the CPU. words: of 4 bytes, that a rank may send at once.
+        patience: seconds that a rank waits for another.
+
+    Ranks begin unarmed: each then runs alone, on its own part of every sum, so that its step can be warmed up and
+    captured; `arm` them before they run beside one another. Raises ValueError where two devices cannot reach each
+    other's memory.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], words: int, patience: float = PATIENCE) -> None:
+        if not 1 <= len(devices) <= MAX_RANKS:
+            raise ValueError(f"gpus: got {len(devices)}; allowed are 1 to {MAX_RANKS}")
+        self.devices = list(devices)
+        shape = (2, len(devices), words)
+        self.inboxes = [torch.zeros(shape, dtype=torch.int64, device=device) for device in devices]
+        self.states = [new_state(device, patience) for device in devices]
+        cuda = devices[0].type == "cuda"
+        self.alarm = torch.zeros(ALARM, dtype=torch.int64, pin_memory=cuda)
+        if cuda:
+            self._reach()
+
+    def _reach(self) -> None:
+        """Copies between two devices have torch open each one's memory to the other."""
+        for a in self.inboxes:
+            for b in self.inboxes:
+                if a.device == b.device:
+                    if a is not b:
+                        raise ValueError(f"gpus: {a.device} stands twice; ranks are on GPUs of their own")
+                elif not torch.cuda.can_device_access_peer(a.device, b.device):
+                    raise ValueError(
+                        f"{a.device} has no peer link to {b.device} (nvidia-smi topo -p2p r shows them); ranks need "
+                        "one to each other: use fewer GPUs"
+                    )
+                else:
+                    a[:1, :1, :1].copy_(b[:1, :1, :1])
+        for device in self.devices:
+            torch.cuda.synchronize(device)
+
+    def rank(self, index: int) -> Peer:
+        """What the layers of a rank exchange through."""
+        return Peer(self, index)
+
+    def arm(self, on: bool = True) -> None:
+        """From now on ranks exchange; with False each runs alone. Nothing may be under way."""
+        for state in self.states:
+            state[ARMED] = int(on)
+
+    def check(self) -> None:
+        """Raises PeerError where a rank waited in vain. It asks no device."""
+        if not int(self.alarm[RAISED]):
+            return
+        told = self.alarm[RECORDS:].view(MAX_RANKS, 2).tolist()
+        waits = [
+            f"rank {rank} ({self.devices[rank]}) waited for rank {missing - 1} ({self.devices[missing - 1]}) at "
+            f"exchange {number}"
+            for rank, (missing, number) in enumerate(told)
+            if missing
+        ]
+        raise PeerError(
+            f"{'; '.join(waits)}: the other GPU stopped or the host launched nothing on it; what the sequences had "
+            "computed is lost: restart the process"
+        )
+
+
+class Peer:
+    """One of the ranks, as its layers see it. What does not fit into an inbox at once goes in parts.
+
+    Attributes:
+        index: the rank; count: how many there are.
+    """
+
+    def __init__(self, peers: Peers, index: int) -> None:
+        self.peers, self.index, self.count = peers, index, len(peers.devices)
+        self._group = peers.inboxes, peers.states[index], peers.alarm, index
+        self._room = peers.inboxes[index].shape[2]
+
+    def all_reduce(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        """The sum of all ranks' x [..., D], plus `add`, which is the same on all of them."""
+        rows, others = x.flatten(0, -2), None if add is None else add.flatten(0, -2)
+        most = max(1, self._room * 4 // (rows.shape[1] * x.element_size()))
+        if len(rows) <= most:
+            return all_reduce(x, add, *self._group)
+        parts = [
+            all_reduce(part, None if others is None else others[first : first + most], *self._group)
+            for first, part in zip(range(0, len(rows), most), rows.split(most), strict=True)
+        ]
+        return torch.cat(parts).view_as(x)
+
+    def all_gather(self, x: Tensor, width: int, unit: int = 1) -> Tensor:
+        """The ranks' parts float32 [..., part] side by side, [..., width]; parts are in whole units (`part_of`)."""
+        rows = x.flatten(0, -2)
+        most = max(1, self._room // part_of(width, unit, self.count, 0)[1])
+        parts = [all_gather(part, width, unit, *self._group) for part in rows.split(most)]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out.view(*x.shape[:-1], width)

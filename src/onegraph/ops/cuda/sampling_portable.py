@@ -1,0 +1,81 @@
+"""Sampling in two launches on every card since Ampere: how `sampling_portable.cu` is cut over the GPU."""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from onegraph.ops.cuda import build
+from onegraph.ops.cuda.workspace import Counters
+
+WARPS = 32  # of a block, as in the kernels
+LIST = 1024  # keys that a block sorts
+BLOCKS = 8, LIST // WARPS  # that share a row: fewer would bound the list badly, more bring too many maxima
+WAVES = 4  # of blocks at most, before a row has fewer
+ROW, ENTRY, KEY = 32, 16, 8  # bytes of `Row`, of `Entry`, of a key
+MAX_ROWS, MAX_WIDTH = 4096, 1 << 24  # rows have counters; a key has 24 bits of the index
+
+ARGUMENTS = build.Arguments(
+    pointers=(
+        "logits", "temperature", "top_k", "top_p", "seed", "position", "out", "maxima", "found", "list", "best",
+        "arrived",
+    ),
+    ints=("width", "part", "blocks"),
+)  # fmt: skip
+KERNELS = build.Source(
+    "sampling_portable",
+    ops=("sample",),
+    functions=("sample_bounds", "sample_draw"),
+    arguments=ARGUMENTS,
+    capabilities=build.PORTABLE,
+    families=("portable",),
+)
+ARRIVED = Counters(MAX_ROWS)
+
+
+@cache
+def available(device: int) -> bool:
+    """Whether the kernels can be built for this GPU; warns once where not."""
+    return KERNELS.usable(device, "Triton's sample")
+
+
+@cache
+def _kernels(device: int) -> tuple[build.Kernel, ...]:
+    ARRIVED.have(device)
+    return KERNELS.load({}, device)
+
+
+def takes(rows: int, width: int) -> bool:
+    """Whether the kernels here draw from so many rows of logits."""
+    return rows <= MAX_ROWS and width <= MAX_WIDTH
+
+
+def blocks(rows: int, device: build.Device) -> int:
+    """That share a row."""
+    least, most = BLOCKS
+    return max(least, min(most, WAVES * device.sms // rows))
+
+
+def launch(read: dict[str, Tensor], out: Tensor) -> None:
+    """`read`: the arguments of `onegraph.ops.sampling.sample`, contiguous, which `takes` allows."""
+    rows, width = read["logits"].shape
+    device = out.device.index
+    shared_by = blocks(rows, build.device(device))
+    sizes = {"maxima": shared_by * WARPS * KEY, "found": ROW, "list": LIST * KEY, "best": shared_by * ENTRY}
+    bounds, draw = _kernels(device)
+    space = torch.empty(rows * sum(sizes.values()), dtype=torch.uint8, device=out.device)
+    at, places = space.data_ptr(), {}
+    for name, size in sizes.items():
+        places[name] = at
+        at += rows * size
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    arguments = ARGUMENTS.pack(
+        **build.addresses(**read, out=out),
+        **places,
+        arrived=ARRIVED.of(device, stream),
+        width=width,
+        part=-(-width // (32 * shared_by)) * 32,
+        blocks=shared_by,
+    )
+    for kernel in (bounds, draw):
+        kernel.launch((rows * shared_by, 1, 1), WARPS * 32, 0, 1, stream, arguments)

@@ -1,0 +1,19 @@
+// Memory that other GPUs and the host see while a kernel runs: loads and stores of 8 bytes, whole or not at all, that no
+// cache of this GPU keeps back; and a clock. They order nothing else: what belongs together stands in one word.
+#pragma once
+
+#include "ptx.cuh"
+
+__device__ __forceinline__ void store_system(u64* to, u64 v) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" :: "l"(to), "l"(v) : "memory");
+}
+__device__ __forceinline__ u64 load_system(const u64* from) {
+  u64 v;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
+  return v;
+}
+__device__ __forceinline__ u64 nanoseconds() {
+  u64 v;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(v));
+  return v;
+}

@@ -1,0 +1,217 @@
+"""Ranks beside one another on a CPU: the model's numbers, and the engine's tokens, are those of one device."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engines import maker
+from models import Decoder, save_e8p, save_hf, smollm2_gguf
+from onegraph.engine.draft import NgramDrafter
+from onegraph.engine.generate import Engine
+from onegraph.engine.params import SamplingParams
+from onegraph.formats.checkpoint import Checkpoint
+from onegraph.models.llama import Llama
+from onegraph.models.load import load_decoder
+from onegraph.models.ranks import Ranks
+from onegraph.nn.peers import PeerError
+from test_e8p_experts import checkpoint_of
+
+BIG: dict[str, Any] = {  # E8P cuts at whole blocks of 128
+    "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "intermediate_size": 512,
+    "num_hidden_layers": 2, "vocab_size": 384,
+}  # fmt: skip
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(3, 131, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def logits_of(model: Any, rows: list[list[int]]) -> list[Tensor]:
+    """Prefill of half of each row, then token by token."""
+    decoder = Decoder(model, rows=len(rows), max_context=max(map(len, rows)))
+    halves = [len(row) // 2 for row in rows]
+    spans = [[(0, half), *((at, at + 1) for at in range(half, max(map(len, rows))))] for half in halves]
+    steps = [
+        decoder.feed([row[slice(*span)] for row, span in zip(rows, step, strict=True)])
+        for step in zip(*[each[: min(map(len, spans))] for each in spans], strict=True)
+    ]
+    return [torch.cat([step[i] for step in steps]) for i in range(len(rows))]
+
+
+def of_ranks(model: Ranks, rows: list[list[int]]) -> list[Tensor]:
+    """The same of all ranks at once, which must agree in all bits."""
+    found: list[Any] = [None] * len(model.beside)
+
+    def run(rank: int) -> None:
+        found[rank] = logits_of(model.beside[rank], rows)
+
+    model.arm(True)
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(found))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    model.check()
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True)), "ranks differ"
+    first: list[Tensor] = found[0]
+    return first
+
+
+CASES = [
+    ("llama_bias_mha", 2, {}),
+    ("llama", 2, {"num_key_value_heads": 1}),  # both ranks have the one head of keys
+    ("llama", 6, {"intermediate_size": 96}),  # three ranks share each
+    ("smollm2", 2, {}),
+    ("qwen3_window_bias", 2, {}),
+    ("phi3", 2, {}),
+    ("gemma2", 2, {}),
+    ("granite", 2, {}),
+    ("mixtral", 2, {}),
+    ("qwen2_moe", 2, {}),
+    ("gpt_oss", 2, {}),
+    ("glm4_moe", 2, {}),
+]
+
+
+@pytest.mark.parametrize(("variant", "ranks", "changes"), CASES, ids=lambda v: v if isinstance(v, str) else None)
+def test_ranks_together_are_the_model_of_transformers(
+    variant: str, ranks: int, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    hf = save_hf(variant, tmp_path, **changes)
+    rows = [text(13), text(6, 1)]
+    with Checkpoint.open(tmp_path) as checkpoint:
+        got = of_ranks(Ranks.load(checkpoint, ["cpu"] * ranks), rows)
+    with torch.inference_mode():
+        for row, mine in zip(rows, got, strict=True):
+            want = hf(torch.tensor([row]), use_cache=False).logits[0].float()
+            assert (mine - want).abs().max() < 1e-4 * max(1.0, float(want.abs().max()))
+
+
+@pytest.mark.parametrize("head", [None, 4])
+def test_codes_are_cut_and_not_decoded(head: int | None, tmp_path: Path) -> None:
+    hf = save_e8p("llama", tmp_path / "m", rates={"bits": 3, "lm_head": head}, **BIG)
+    row = text(9)
+    with Checkpoint.open(tmp_path / "m") as checkpoint:
+        model = Ranks.load(checkpoint, ["cpu"] * 2, decode=False)
+        assert model.beside[0].blocks[0].out.linear.codes.shape == (256, 256 // 8)  # type: ignore[union-attr, operator]
+        assert len(model.beside[1].lm_head.tensors) == (1 if head is None else 4)
+        (got,) = of_ranks(model, [row])
+    with torch.inference_mode():
+        want = hf(torch.tensor([row])).logits[0]
+    assert (got - want).abs().max() < 1e-4 * want.abs().max()
+
+
+def test_stacks_of_experts_in_codes_are_cut(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 256, "intermediate_size": 256, "head_dim": 128}
+    hf = checkpoint_of("qwen3_moe", tmp_path / "m", 2, **sizes, num_attention_heads=2)
+    row = text(9)
+    with Checkpoint.open(tmp_path / "m") as checkpoint:
+        model = Ranks.load(checkpoint, ["cpu"] * 2, decode=False)
+        (got,) = of_ranks(model, [row])
+    experts = model.beside[0].blocks[0].mlp.experts
+    assert (experts.gate_up.out_features, experts.down.in_features) == (256, 128)  # type: ignore[union-attr]
+    with torch.inference_mode():
+        want = hf(torch.tensor([row])).logits[0]
+    assert (got - want).abs().max() < 1e-4 * want.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("variant", "ranks", "changes", "words"),
+    [
+        ("llama", 4, {}, "gpus is 4: 6 heads cannot be shared evenly; this model runs on 1 or 2$"),
+        ("llama", 3, {}, "gpus is 3: 2 heads of keys cannot be shared evenly, nor each by as many ranks; this"),
+        ("llama", 6, {}, "104 hidden units cannot be shared evenly"),
+        ("mixtral", 2, {"intermediate_size": 41}, "41 hidden units of an expert cannot be shared evenly"),
+        ("olmo2", 2, {}, "olmo2 norms all queries of a token together, which ranks would share; this model runs on 1$"),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused_with_what_they_can(
+    variant: str, ranks: int, changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    save_hf(variant, tmp_path, **changes)
+    with Checkpoint.open(tmp_path) as checkpoint, pytest.raises(ValueError, match=words):
+        Ranks.load(checkpoint, ["cpu"] * ranks)
+
+
+def test_codes_that_would_be_cut_within_a_block_are_refused(tmp_path: Path) -> None:
+    save_e8p("llama", tmp_path / "m", rates={"bits": 2}, **BIG | {"head_dim": 64})
+    words = r"model.layers.0.self_attn.k_proj in e8p at 2 bits: rows 64:128 of 128 cut a rotation block.*runs on 1$"
+    with Checkpoint.open(tmp_path / "m") as checkpoint, pytest.raises(ValueError, match=words):
+        Ranks.load(checkpoint, ["cpu"] * 2)
+
+
+def test_more_gpus_than_there_are_is_refused(tmp_path: Path) -> None:
+    save_hf("llama", tmp_path)
+    with Checkpoint.open(tmp_path) as checkpoint, pytest.raises(ValueError, match="gpus is 9; torch sees"):
+        load_decoder(checkpoint, "cpu", torch.float32, gpus=9)
+
+
+# -------------------------------------------------------------------------------------------------------- the engine
+
+PARAMS = [
+    SamplingParams(max_tokens=14),
+    SamplingParams(max_tokens=9, temperature=1.0, seed=3, top_p=0.9),
+    SamplingParams(max_tokens=11, temperature=0.8, seed=5, repetition_penalty=1.3, logprobs=2),
+    SamplingParams(max_tokens=6, min_p=0.1, temperature=1.2, seed=1),
+]
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Llama, Ranks]:
+    path = tmp_path_factory.mktemp("model")
+    save_hf("qwen3_moe", path, head_dim=64)
+    with Checkpoint.open(path) as checkpoint:
+        return Llama.load(checkpoint), Ranks.load(checkpoint, ["cpu"] * 2)
+
+
+@pytest.mark.parametrize("kv", [None, "turboquant:4"])
+@pytest.mark.parametrize("mode", ["eager", "captured"])
+def test_the_engine_draws_the_tokens_of_one_device(
+    both: tuple[Llama, Ranks], mode: str, kv: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four prompts on three rows, in chunks; greedy, sampled, with penalties and log-probabilities."""
+    prompts = [text(19), text(3, 1), text(8, 2), text(1, 3)]
+    one, more = (maker(mode, model, monkeypatch, max_batch=3, page_size=16, kv=kv)() for model in both)
+    want, got = one.complete(prompts, PARAMS), more.complete(prompts, PARAMS)
+    assert [s.output for s in got] == [s.output for s in want]
+    for mine, other in zip(got[2].logprobs, want[2].logprobs, strict=True):
+        assert mine.logprob == pytest.approx(other.logprob, abs=1e-4)
+    assert more.complete(prompts, PARAMS)[3].output == want[3].output, "a second time, on the same ranks"
+
+
+def test_a_rank_that_stops_ends_the_run_with_one_error(both: tuple[Llama, Ranks], tmp_path: Path) -> None:
+    save_hf("llama", tmp_path)
+    with Checkpoint.open(tmp_path) as checkpoint:
+        model = Ranks.load(checkpoint, ["cpu"] * 2)
+    for state in model.peers.states:
+        state[4] = 50_000_000  # nanoseconds
+    engine = Engine(model, max_batch=2, max_context=64, chunk=8)
+    assert len(engine.generate([text(5)], SamplingParams(max_tokens=3))[0]) == 3
+    model.peers.states[1][3] = 1  # as if it had given up: it sends no more
+    with pytest.raises(
+        PeerError, match=r"rank 0 \(cpu\) waited for rank 1 \(cpu\) at exchange \d+.*restart the process"
+    ):
+        engine.generate([text(5)], SamplingParams(max_tokens=3))
+
+
+def test_what_ranks_do_not_do_is_refused(both: tuple[Llama, Ranks]) -> None:
+    with pytest.raises(ValueError, match="capture: got 'split' for a model on several ranks"):
+        Engine(both[1], capture="split")
+    with pytest.raises(ValueError, match="draft: the model lies on 2 devices"):
+        Engine(both[1], draft=NgramDrafter)
+
+
+@pytest.mark.skipif(smollm2_gguf() is None, reason="needs SmolLM2: see CONTRIBUTING.md")
+def test_smollm2_on_three_ranks_writes_what_it_writes_alone() -> None:
+    path = smollm2_gguf()
+    assert path is not None
+    with Checkpoint.open(path) as checkpoint:
+        models = Llama.load(checkpoint, max_context=64), Ranks.load(checkpoint, ["cpu"] * 3, max_context=64)
+    prompts = [[1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47], [504, 3575, 282, 4649, 314]]
+    texts = [Engine(m, max_context=64, chunk=16).generate(prompts, SamplingParams(max_tokens=6)) for m in models]
+    assert texts[0] == texts[1]
