@@ -68,7 +68,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--minutes", type=number(float, 0.001, 1e6), metavar="M", help="with --traffic: no longer than this"
     )
-    add_gpus(parser)
+    add_gpus(parser, split=False)
     parser.add_argument("--eager", action="store_true", help="watch the eager step instead of the captured one")
     add_device(parser)
     add_dtype(parser)
