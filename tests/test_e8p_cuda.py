@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from onegraph.formats.e8p import codebook, hadamard_block, residual_dtype
-from onegraph.ops.cuda import build, e8p_decode, e8p_dequantize
+from onegraph.ops.cuda import build, e8p_decode, e8p_dequantize, e8p_portable
 from onegraph.ops.cuda import e8p as cuda_e8p
 from onegraph.ops.e8p import e8p_decode as decode_op
 
 gpu = pytest.mark.gpu
+both = pytest.mark.usefixtures("kernel_family")  # the GPU's own kernels, then the portable ones
 # (n, k): whole tiles and slices; blocks of 64 on either side; half a slice, half a tile; clusters of every kind
 SHAPES = [
     (128, 256),
@@ -84,6 +85,7 @@ def _error(y: torch.Tensor, truth: torch.Tensor) -> float:
 
 
 @gpu
+@both
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_matches_float64(bits: int, n: int, k: int) -> None:
@@ -95,7 +97,8 @@ def test_matches_float64(bits: int, n: int, k: int) -> None:
         assert cuda_e8p.takes(tokens, n, k, dtype)
         _poison((tokens, n), dtype)
         y = cuda_e8p.linear(*args)
-        assert _error(y, _truth(*args)) < bound, (tokens, dtype)
+        through_weight = cuda_e8p.launcher(tokens, n, k, bits, 0) is e8p_dequantize.launch  # which is rounded, too
+        assert _error(y, _truth(*args)) < bound * (1.75 if through_weight else 1), (tokens, dtype)
 
 
 @gpu
@@ -116,18 +119,20 @@ def test_more_than_16_warps(k: int, across: int, down: int, bits: int, monkeypat
 
 
 @gpu
-@pytest.mark.parametrize("tokens", [1, 2, 4, 5, 8, 9, 16, 17, 33, 64, 65, 129, 300])
-def test_every_token_count(tokens: int) -> None:
-    args = _arguments(tokens, 256, 1024, 4)
-    _poison((tokens, 256), torch.bfloat16)
-    assert _error(cuda_e8p.linear(*args), _truth(*args)) < 2e-3
+@both
+def test_every_token_count() -> None:
+    for tokens in (*range(1, 19), 33, 50, 64, 65, 129, 300):
+        args = _arguments(tokens, 256, 1024, 4)
+        _poison((tokens, 256), torch.bfloat16)
+        through_weight = cuda_e8p.launcher(tokens, 256, 1024, 4, 0) is e8p_dequantize.launch
+        assert _error(cuda_e8p.linear(*args), _truth(*args)) < (3.5e-3 if through_weight else 2e-3), tokens
 
 
 @gpu
 @pytest.mark.parametrize("tokens", [1, 4, 16, 20, 50, 200])
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize(("n", "k"), [(192, 1536), (1536, 576), (4096, 4096)])
-def test_what_stands_around_the_linear(n: int, k: int, bits: int, tokens: int) -> None:
+def test_what_stands_around_the_linear(n: int, k: int, bits: int, tokens: int, kernel_family: str) -> None:
     """RMSNorm, SwiGLU, residual, float32 out: over clusters, tails and several passes."""
     x, *rest = _arguments(tokens, n, k, bits, bias=True)
     # Another norm for each token; at most 16, whose square, that of gate times up, leaves room in float16.
@@ -148,11 +153,18 @@ def test_what_stands_around_the_linear(n: int, k: int, bits: int, tokens: int) -
             truth = _truth(*args, *options)
             # Of 192 results bfloat16's own rounding may be a fifth above its 1.66e-3.
             rounding = 0.0 if options[3] else _error(truth.to(dtype), truth)
-            limit = math.hypot(rounding, 1e-4 if tokens <= 4 else 5e-4 if options[3] else 3.4e-4)
+            exact = e8p_portable.MAX_TOKENS if kernel_family == "portable" else e8p_decode.MAX_TOKENS
+            if (
+                tokens > exact and kernel_family == "portable"
+            ):  # through the weight, which is rounded as what is in front
+                limit = 3.5e-3 if dtype == torch.bfloat16 else 6e-4
+            else:
+                limit = math.hypot(rounding, 1e-4 if tokens <= exact else 5e-4 if options[3] else 3.4e-4)
             assert _error(y, truth) < limit, (dtype, options[1:])
 
 
 @gpu
+@both
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize(("n", "k"), [(192, 576), (960, 1536), (320, 4160), (4096, 1024)])
 def test_many_tokens_through_the_weight(bits: int, n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,6 +186,7 @@ def test_many_tokens_through_the_weight(bits: int, n: int, k: int, monkeypatch: 
 
 
 @gpu
+@both
 def test_the_weight_is_what_the_codes_stand_for() -> None:
     for (n, k), bits, (dtype, bound) in product(
         ((128, 256), (320, 576), (192, 4160)), (2, 3, 4), ((torch.bfloat16, 1.75e-3), (torch.float16, 2.3e-4))
@@ -189,6 +202,7 @@ def test_the_weight_is_what_the_codes_stand_for() -> None:
 
 
 @gpu
+@both
 @pytest.mark.parametrize("tokens", [1, 16, 40, 150, 800])
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_same_bits_each_time_and_in_a_graph(bits: int, tokens: int) -> None:
@@ -216,11 +230,13 @@ def test_same_bits_each_time_and_in_a_graph(bits: int, tokens: int) -> None:
 
 
 @gpu
+@both
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize(("n", "k"), [(4096, 14336), (28672, 4096)])
-@pytest.mark.parametrize("tokens", [1, 3])
-def test_same_bits_where_codes_come_while_others_are_read(tokens: int, n: int, k: int, bits: int) -> None:
-    """Codes that overwrite those that a warp still reads show here: all SMs busy, layers whose codes are in the L2."""
+@pytest.mark.parametrize("tokens", [1, 3, 16])
+def test_same_bits_under_load(tokens: int, n: int, k: int, bits: int) -> None:
+    """All SMs busy, layers whose codes are in the L2 alternate: codes that overwrite those that a warp still reads show
+    here, and a block that reads sums before all are there."""
     x, *first = _arguments(tokens, n, k, bits)
     layers = [first, [*_codes(n, k, bits, seed=7), *first[2:]]]
     x2, add = torch.cat([x, x], 1), x[:, :1].expand(tokens, n).contiguous()
@@ -236,16 +252,18 @@ def test_same_bits_where_codes_come_while_others_are_read(tokens: int, n: int, k
 
 
 @gpu
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
-    """Within one kernel, that is for 1 to 4, 5 to 8, 9 to 16, 17 to 32 and 33 to 64 tokens."""
+def test_a_row_does_not_depend_on_its_neighbours(kernel_family: str) -> None:
+    """Within one kernel, that is for 1 to 4 (portable: 2 to 4), 5 to 8, 9 to 16, 17 to 32 and 33 to 64 tokens."""
     x, *rest = _arguments(16, 1536, 576, 3)
     whole = cuda_e8p.linear(x, *rest)
     assert torch.equal(cuda_e8p.linear(x[:9], *rest), whole[:9])
     four = cuda_e8p.linear(x[:4], *rest)
-    assert torch.equal(cuda_e8p.linear(x[2:3], *rest), four[2:3])
+    some = slice(1, 3) if kernel_family == "portable" else slice(2, 3)
+    assert torch.equal(cuda_e8p.linear(x[some], *rest), four[some])
 
 
 @gpu
+@both
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("tokens", [2, 9])
 def test_nan_and_infinity_come_out(bad: float, tokens: int) -> None:
@@ -257,6 +275,7 @@ def test_nan_and_infinity_come_out(bad: float, tokens: int) -> None:
 
 
 @gpu
+@both
 def test_zeros_and_offsets_in_memory() -> None:
     x, codes, *rest = _arguments(1, 128, 512, 2)
     assert cuda_e8p.linear(torch.zeros_like(x), codes, *rest).eq(0).all()
@@ -266,6 +285,7 @@ def test_zeros_and_offsets_in_memory() -> None:
 
 
 @gpu
+@both
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_runs_where_its_tensors_are() -> None:
     args = _arguments(3, 256, 512, 3)
@@ -274,6 +294,7 @@ def test_runs_where_its_tensors_are() -> None:
 
 
 @gpu
+@both
 def test_other_shapes_go_to_triton() -> None:
     for tokens, n, k, dtype in (
         (1, 49, 200, torch.bfloat16),

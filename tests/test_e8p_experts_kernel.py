@@ -16,29 +16,30 @@ from pathlib import Path
 
 import pytest
 
-from h200 import H200
+from h200 import H200, PLAIN
 from onegraph.ops.cuda import e8p_experts as kernels
+from onegraph.ops.cuda.build import Device
 
 HERE = Path(__file__).parent
 SOURCES = "e8p_experts.cu", "e8p_common.cuh", "e8p_codes.cuh", "e8p_decode_product.cuh", "e8p_activations.cuh"
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-def test_every_case_is_right_through_all_its_launches(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["hopper", "portable"])
+def test_every_case_is_right_through_all_its_launches(form: str, tmp_path: Path) -> None:
     cuda, own = kernels.KERNELS.path.parent, HERE / "e8p_experts_on_cpu"
     for file in (*(cuda / name for name in SOURCES), own / "ptx.cuh", own / "run.cpp"):
         shutil.copy(file, tmp_path)
     shutil.copy(HERE / "nvfp4_on_cpu" / "nvfp4_common.cuh", tmp_path / "cpu.cuh")
     shutil.copy(HERE / "int4_on_cpu" / "nvfp4_common.cuh", tmp_path / "int4.cuh")
-    command = [sys.executable, own / "host.py", tmp_path]
+    command = [sys.executable, own / "host.py", tmp_path, form]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 11
     launched = {re.sub(r".*16 ", "", line) for line in lines}
-    assert launched == {
-        "product product",
+    assert launched == ({"product product"} if form == "hopper" else set()) | {
         "product product combine",
         "prepare product product combine",
         "prepare product prepare product combine",
@@ -50,20 +51,23 @@ MODELS = {"qwen3": (8, 128, 2048, 768), "mixtral": (2, 8, 4096, 14336), "gpt-oss
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("model", MODELS)
-def test_every_way_fits_and_covers_its_matrix(model: str, bits: int) -> None:
+@pytest.mark.parametrize("device", [H200, PLAIN], ids=["H200", "99 KB"])
+def test_every_way_fits_and_covers_its_matrix(device: Device, model: str, bits: int) -> None:
     top_k, experts, dim, wide = MODELS[model]
+    portable = device is PLAIN
     for tokens in range(1, kernels.MAX_TOKENS + 1):
-        way = kernels.way(tokens, top_k, experts, dim, wide, bits, H200)
+        way = kernels.way(tokens, top_k, experts, dim, wide, bits, device, portable)
         assert way is not None
         for cut in (way.gate_up, way.down):
-            assert cut.shared(bits) <= H200.shared
+            assert cut.shared(bits, portable) <= device.shared
+            assert not portable or cut.cluster == 1
             assert cut.warps <= kernels.WARPS
             assert cut.blocks * 8 % cut.down == 0
             assert cut.cluster <= kernels.CLUSTER
             assert cut.parts * cut.slices * kernels.SLICE >= cut.k > (cut.parts - 1) * cut.slices * kernels.SLICE
             rows = cut.tiles * kernels.ROWS * (2 if cut.mode == kernels.GATED else cut.blocks)
             assert cut.n <= rows < cut.n + 256
-        assert (way.down.mode == kernels.SUMMED) == (tokens == 1 and wide % 128 == 0)
+        assert (way.down.mode == kernels.SUMMED) == (tokens == 1 and wide % 128 == 0 and not portable)
         assert way.gate_up.early == (way.gate_up.source == kernels.PREPARED)
 
 

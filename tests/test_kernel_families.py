@@ -50,6 +50,7 @@ def test_a_card_without_clusters_gets_portable_kernels_where_there_are(monkeypat
     assert set(found["nvfp4_linear"].refused) == {"nvfp4_one.cu"}
     for op in (
         "sample",
+        "e8p_experts",
         "fp8_linear",
         "turboquant_attention",
         "turboquant_hybrid",
@@ -101,7 +102,7 @@ def test_without_a_compiler_nothing_of_cuda_runs(monkeypatch: pytest.MonkeyPatch
 def test_env_names_families_and_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = env.kernels(3)
     assert lines[0].startswith("cuda:3 portable: ")
-    assert "e8p_chain (e8p_portable.cu), e8p_linear (e8p_dequantize.cu, e8p_portable.cu), fp8_deq" in lines[0]
+    assert "e8p_chain (e8p_portable.cu), e8p_experts, e8p_linear (e8p_dequantize.cu, e8p_portable.cu), fp8_" in lines[0]
     assert [line.split(":")[1].split()[-1] for line in lines[:3]] == ["portable", "triton", "only"]
     assert any(
         line.startswith(

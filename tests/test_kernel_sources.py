@@ -5,13 +5,15 @@ What compiles has the launcher's parameter too: `build.Arguments` is compared wi
 
 import re
 import sys
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import kernel_table
-from onegraph.ops.cuda import build, nvfp4, nvfp4_one
+from h200 import H200, PLAIN
+from onegraph.ops.cuda import build, decode_portable, e8p_experts, fp8, int4, nvfp4, nvfp4_one, turboquant_attention
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVRTC is installed on Linux alone")
 FOLDER = Path(build.__file__).parent
@@ -50,6 +52,47 @@ def test_a_source_compiles_for_what_it_is_for(name: str, capability: tuple[int, 
     version, cells = kernel_table.written()
     if version == kernel_table.version() and source.ops:
         assert cells[source.path.name, capability] == kernel_table.cell(found)
+
+
+def experts(tokens: int, bits: int) -> e8p_experts.Way:
+    found = e8p_experts.way(tokens, 8, 128, 2048, 768, bits, PLAIN, portable=True)
+    assert found is not None
+    return found
+
+
+def test_experts_in_clusters_compile() -> None:
+    way = e8p_experts.way(1, 8, 128, 2048, 768, 2, H200)
+    assert way is not None
+    for cut in way:
+        assert cut.cluster > 1
+        assert e8p_experts.KERNELS.cubin(cut.defines(2, False), (9, 0)).startswith(b"\x7fELF")
+
+
+def tight() -> list[tuple[build.Source, dict[str, int]]]:
+    """Forms of the portable kernels that hold the most in registers."""
+    four = {"SCALE_BF16": 1, "FLOAT32": 1, "DEPTH": 2}
+    heads = replace(decode_portable.EXAMPLE, half=True, group=8, norm=True, size=16, window=64)
+    return [
+        (nvfp4.KERNEL, nvfp4._defines(nvfp4.LINEAR, True, 2, False, 2, 16, wide=False)),
+        (nvfp4.KERNEL, nvfp4._defines(nvfp4.DOWN, False, 1, True, 2, 32, wide=False)),
+        (nvfp4.SHORT, {"HALF": 0, "TILES": 2, "WARPS": 2, "GROUP": 32, "FLOAT": 1}),
+        (int4.BATCH, four | {"HALF": 0, "GROUP": 32, "TILES": 2}),
+        (fp8.KERNEL, fp8.LINEARS[fp8.MAX_TOKENS][1][0].defines(half=True, grain=32, depth=2)),
+        (turboquant_attention.KERNELS, turboquant_attention.Plan(256, 4, 4, 8, 0, 1).defines(1)),
+        (turboquant_attention.KERNELS, turboquant_attention.Plan(128, 3, 3, 8, 1, 1).defines(1)),
+        (decode_portable.KERNEL, heads.defines),
+        *((e8p_experts.KERNELS, cut.defines(bits, False)) for bits in (2, 3) for cut in experts(64, bits)),
+    ]
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (12, 0)])
+@pytest.mark.parametrize(
+    ("source", "defines"), tight(), ids=lambda value: getattr(value, "path", None) and value.path.stem
+)
+def test_no_form_of_a_portable_kernel_spills(
+    source: build.Source, defines: dict[str, int], capability: tuple[int, int]
+) -> None:
+    assert kernel_table.usage(source, capability, defines).spilled == 0
 
 
 @pytest.mark.skipif(not (kernel_table.TOOLS / "cuobjdump").exists(), reason="this Triton brings no cuobjdump")

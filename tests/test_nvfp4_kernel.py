@@ -390,12 +390,14 @@ def test_experts_of_gpt_oss_fit() -> None:
 @pytest.mark.parametrize("depths", [nvfp4.DEPTHS, nvfp4.LINEAR_DEPTHS])
 @pytest.mark.parametrize(("n", "k"), [(4096, 14336), (14336, 4096), (16, 64), (129280, 7168), (1536, 576)])
 @pytest.mark.parametrize("sums", [512, 1024, nvfp4.sums(nvfp4.DOWN, together=True)])
-@pytest.mark.parametrize("device", [H200, PLAIN], ids=["H200", "99 KB"])
-def test_a_cut_covers_its_shape_and_fits(n: int, k: int, depths: tuple[int, ...], sums: int, device: Device) -> None:
+@pytest.mark.parametrize(("device", "warps"), [(H200, nvfp4.WARPS), (PLAIN, nvfp4.PLAIN_WARPS)], ids=["H200", "99 KB"])
+def test_a_cut_covers_its_shape_and_fits(
+    n: int, k: int, depths: tuple[int, ...], sums: int, device: Device, warps: int
+) -> None:
     row_tiles, slices = -(-n // nvfp4.ROWS), -(-k // nvfp4.SLICE)
-    cut = nvfp4.plan(row_tiles, slices, sums, 132, depths, device.shared - nvfp4.ROUTES)
+    cut = nvfp4.plan(row_tiles, slices, sums, 132, depths, device.shared - nvfp4.ROUTES, warps)
     assert cut.shared(sums) <= device.shared - nvfp4.ROUTES
     assert cut.blocks <= row_tiles
     assert cut.across <= slices
     assert 1 <= cut.down <= cut.hold
-    assert cut.across * cut.down <= nvfp4.WARPS
+    assert cut.across * cut.down <= warps

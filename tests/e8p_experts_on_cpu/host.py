@@ -1,5 +1,5 @@
-"""Experts in E8P as a GPU runs them, from the op down to every launch, whose kernel runs on this CPU: `host.py FOLDER`,
-which holds the sources. Prints a line for each case; fails where a result is wrong."""
+"""Experts in E8P as a GPU runs them, from the op down to every launch, whose kernel runs on this CPU: `host.py FOLDER
+hopper|portable`, the folder of the sources and their form. Prints a line for each case; fails where a result is wrong."""
 
 import ctypes
 import sys
@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from h200 import H200
+from h200 import H200, PLAIN
 from on_cpu import compile_run
 from onegraph.formats.e8p import codebook
 from onegraph.ops import e8p_experts as ops
 from onegraph.ops.cuda import build, e8p_decode, e8p_experts
 
-FOLDER = Path(sys.argv[1])
+FOLDER, PORTABLE = Path(sys.argv[1]), "portable" in sys.argv
+DEVICE = PLAIN if PORTABLE else H200
 launches: list[str] = []
 
 
@@ -35,19 +36,20 @@ class Kernel:
         self, grid: tuple[int, int, int], threads: int, shared: int, cluster: int, stream: int, arguments: bytes
     ) -> None:
         launches.append(("product", "prepare", "combine")[self.function])
-        assert shared <= H200.shared
+        assert shared <= DEVICE.shared
         assert threads <= 512
         assert grid[0] % cluster == 0
         self.run(ctypes.c_char_p(arguments), self.function, grid[0], grid[1], threads, cluster)
 
 
 def kernels(cut: e8p_experts.Cut, bits: int, half: bool, device: int) -> tuple[Kernel, ...]:
-    return tuple(Kernel(i, **cut.defines(bits, half)) for i in range(3))
+    return tuple(Kernel(i, **cut.defines(bits, half), PORTABLE=int(PORTABLE)) for i in range(3))
 
 
 torch.cuda.device = lambda device: nullcontext()
 torch._C._cuda_getCurrentRawStream = lambda device: 0
-build.device = lambda index: H200
+build.device = lambda index: DEVICE
+e8p_experts.portable = lambda device: PORTABLE
 e8p_experts._kernels = kernels
 e8p_experts.available = lambda device: True
 TABLES = e8p_decode.tables(codebook())

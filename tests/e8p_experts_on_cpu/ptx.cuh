@@ -59,6 +59,13 @@ template <int BYTES> static void copy_few(u32 to, const void* from, bool real) {
   copy(shared_at(to, BYTES), (const u8*)from, BYTES, real);
 }
 
+static void copies_there() { wait_but<0>(); }
+static uint2 stream8(const u8* p) {
+  if ((uintptr_t)p % 8) fail("a load that is not aligned");
+  check_read(p, 8);
+  return *(const uint2*)p;
+}
+
 static int rank_now, expected_mail;
 static std::vector<std::pair<u32, float4>> mail;
 static void make_barrier(u32, int) {}

@@ -9,11 +9,6 @@
 
 constexpr bool OVERLAPS = FOLLOWS;  // both ways of asking for x
 
-static uint2 stream8(const u8* p) {
-  if ((uintptr_t)p % 8) fail("a load that is not aligned");
-  check_read(p, 8);
-  return *(const uint2*)p;
-}
 template <class T> static T __ldcg(const T* p) { return *p; }
 template <class T> static void __stcg(T* p, const T& v) { *p = v; }
 static void __threadfence() {}

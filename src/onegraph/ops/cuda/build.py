@@ -178,6 +178,7 @@ class Source:
         capabilities: compute capabilities that it is for; CI compiles the variant that `example` defines for each.
         families: that it belongs to: "portable" what every one of `PORTABLE` runs, "hopper" what Hopper runs best; none
             of what is no kernel of an op. Of both: which form of it a GPU runs `portable` tells.
+        own: of a source of both, which compute capabilities run Hopper's form.
         clustered: those of `functions` that the portable form lacks, since they run in clusters.
         shared: bytes of shared memory that a block takes of the launch whatever its plan; 0 where plans fit any card.
     """
@@ -194,18 +195,19 @@ class Source:
         capabilities: tuple[tuple[int, int], ...],
         example: Mapping[str, int] = MappingProxyType({}),
         families: tuple[Family, ...] = ("hopper",),
+        own: tuple[tuple[int, int], ...] = EVERY,
         clustered: tuple[str, ...] = (),
         shared: int = 0,
     ) -> None:
         self.path = Path(__file__).with_name(f"{name}.cu")
         self.functions, self.arguments, self.capabilities, self.example = functions, arguments, capabilities, example
-        self.ops, self.families, self.clustered, self.shared = ops, families, clustered, shared
+        self.ops, self.families, self.own, self.clustered, self.shared = ops, families, own, clustered, shared
         Source.every.append(self)
 
     def portable(self, capability: tuple[int, int]) -> bool:
         """Whether a GPU of this compute capability runs the portable form: PORTABLE and START are set when compiled,
-        and nothing is used that 8.0 lacks. Hopper's, if there is one, is for 9.0 and newer, or for `CLUSTERS` alone."""
-        own = "hopper" in self.families and capability in (CLUSTERS if self.clustered else EVERY)
+        and nothing is used that 8.0 lacks."""
+        own = "hopper" in self.families and capability in self.own
         return "portable" in self.families and (family.FORCED == "portable" or not own)
 
     def runs(self, capability: tuple[int, int]) -> tuple[str, ...]:

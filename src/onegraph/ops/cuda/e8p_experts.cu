@@ -23,6 +23,9 @@
 // tile), PARTS (of k), SLOTS (experts of a cluster), PER_SM (blocks
 // that an SM is to hold), EARLY (experts were there before the launch in front), and N, K.
 
+#if PORTABLE
+#define E81B_RUN 64  // its table in half the bytes: 99 KB hold no more
+#endif
 #include "e8p_common.cuh"
 #include "e8p_codes.cuh"
 
@@ -301,19 +304,47 @@ __device__ __forceinline__ void store_gated(const float4& gate_sum, const float4
   *(float4*)((float*)a.y + (size_t)pair * (N / 2) + row) = v;
 }
 
+#if PORTABLE
+// The tables as they stand in memory, but for E81B's: the first half of each of its runs.
+__device__ __forceinline__ void copy_tables(u32 to, const u8* tables) {
+  for (int i = threadIdx.x; i < TABLE_BYTES / 16; i += WARPS * 32) {
+    const int rest = i - 4096, run = rest / (E81B_RUN / 16);
+    copy16(to + i * 16, tables + (rest < 0 ? i * 16 : 65536 + run * 128 + rest % (E81B_RUN / 16) * 16), true);
+  }
+  commit();
+}
+// A lane's codes of a row tile, straight into registers, in which 99 KB hold more than a ring of theirs would.
+__device__ __forceinline__ Codes codes_from(const u8* from, const u8* more, u32 row_bytes, u32 rest_bytes, bool real) {
+  Codes c = {};
+  if (!real) return c;
+  c.first[0] = stream(from), c.first[1] = stream(from + 8 * row_bytes);
+  if (BITS == 4) c.second[0] = stream(more), c.second[BITS == 4] = stream(more + 8 * rest_bytes);
+  if (BITS == 3) c.small[0] = stream8(more), c.small[BITS == 3] = stream8(more + 8 * rest_bytes);
+  return c;
+}
+constexpr int RINGS = 0;
+#else
+constexpr int RINGS = WARPS * DEPTH * SLOT;
+#endif
+
 // Shared memory: tables, barriers, chunks, ring [WARPS][DEPTH][SLOT], sums [ACROSS][CHUNK][PITCH], what the cluster sends
-// [CLUSTER][SENT][128], and where nothing was prepared 512 bytes a warp.
+// [CLUSTER][SENT][128], and where nothing was prepared 512 bytes a warp. The portable form has no ring: a warp has DEPTH
+// row tiles of codes in registers, and clusters are of one block.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) e8p_experts(const __grid_constant__ Arguments a) {
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int row_warp = warp / ACROSS, column_warp = warp % ACROSS;
   const int rank = CLUSTER > 1 ? cluster_rank() : 0, slot = rank / PARTS, part = rank % PARTS;
   const int begin = part * PER_PART, end = min(begin + PER_PART, SLICES);
-  const u32 base = address(smem), tables = base + TABLE_BYTES, sent = tables + 8;
-  u8* const ring = smem + TABLE_BYTES + BESIDE + warp * (DEPTH * SLOT);
-  float* const partial = (float*)(smem + TABLE_BYTES + BESIDE + WARPS * DEPTH * SLOT);
+  const u32 base = address(smem);
+  float* const partial = (float*)(smem + TABLE_BYTES + BESIDE + RINGS);
   float* const received = partial + ACROSS * CHUNK * PITCH;
   uint4* const exchange = (uint4*)(received + (CLUSTER > 1 ? CLUSTER * SENT * ROWS : 0)) + warp * 32;
 
+#if PORTABLE
+  copy_tables(base, a.tables);
+#else
+  const u32 tables = base + TABLE_BYTES, sent = tables + 8;
+  u8* const ring = smem + TABLE_BYTES + BESIDE + warp * (DEPTH * SLOT);
   if (threadIdx.x == 0) {
     make_barrier(tables, 1);
     if (CLUSTER > 1) make_barrier(sent, 1);
@@ -324,6 +355,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) e8p_experts(con
   }
   __syncwarp();
   if (CLUSTER > 1) cluster_begun();
+#endif
   if (!EARLY) {
     wait_for_previous();
     let_next_start();
@@ -334,7 +366,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) e8p_experts(con
 
   // The ring: what a lane copies it reads itself.
   constexpr u32 ROW_BYTES = K / 4, REST_BYTES = BITS == 4 ? K / 4 : K / 8;
+#if PORTABLE
+  static_assert(MINE % DEPTH == 0, "an item begins where the registers ahead do");
+  Codes upcoming[DEPTH];
+#else
   const u32 to = address(ring) + lane * 16;
+#endif
   int ahead = first_item, ahead_turn = 0, ahead_mine = 0, ahead_tile = 0;
   const u8 *codes = a.codes, *rest = a.residual;  // the lane's of row tile 0 and slice 0 of the expert
   auto enter = [&]() {
@@ -349,11 +386,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) e8p_experts(con
       const int slice = begin + column_warp + ahead_turn * ACROSS;
       const int row = first_row(ahead_tile, row_warp + ahead_mine * DOWN);
       const bool real = slice < end && slice * SLICE + t * 64 < K && row < N;
-      const u32 at = to + place * SLOT;
       const u8* from = codes + (size_t)row * ROW_BYTES + slice * 64;
+      const u8* more = rest + (size_t)row * REST_BYTES + slice * (BITS == 4 ? 64 : 32);
+#if PORTABLE
+      upcoming[place] = codes_from(from, more, ROW_BYTES, REST_BYTES, real);
+#else
+      const u32 at = to + place * SLOT;
       copy16(at, from, real);
       copy16(at + 512, from + 8 * ROW_BYTES, real);
-      const u8* more = rest + (size_t)row * REST_BYTES + slice * (BITS == 4 ? 64 : 32);
       if (BITS == 4) {
         copy16(at + 1024, more, real);
         copy16(at + 1536, more + 8 * REST_BYTES, real);
@@ -361,12 +401,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) e8p_experts(con
         copy_few<8>(at + 1024 - lane * 8, more, real);
         copy_few<8>(at + 1280 - lane * 8, more + 8 * REST_BYTES, real);
       }
+#endif
       if (++ahead_mine == MINE) {
         ahead_mine = 0;
         if (++ahead_turn == TURNS) ahead_turn = 0, ahead += step, enter();
       }
     }
+#if !PORTABLE
     commit();
+#endif
   };
   enter();
 #pragma unroll
@@ -376,11 +419,17 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) e8p_experts(con
     let_next_start();
   }
 
+#if PORTABLE
+  copies_there();
+  __syncthreads();  // the tables are there
+  check_start(base);
+#else
   __syncthreads();  // the barriers are made
   check_start(base);
   wait_barrier(tables, 0);
-  const u32 bank = bank_of(base, lane);
   int place = 0;
+#endif
+  const u32 bank = bank_of(base, lane);
 #pragma unroll 1
   for (int at = first_item; at < items; at += step) {
     const Item item = item_at(a, at, slot);
@@ -390,14 +439,25 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) e8p_experts(con
       Product product[GROUPS];
       if (SOURCE == PREPARED) load(product, a, item, slice, slice < end, g, t);
       else gather(product, a, item, slice, slice < end, exchange, lane, g, t);
+#if PORTABLE
+#pragma unroll 1
+      for (int round = 0; round < MINE; round += DEPTH)
+#pragma unroll
+      for (int place = 0; place < DEPTH; place++) {
+        const int mine = round + place;
+        const Codes c = upcoming[place];
+#else
 #pragma unroll 1
       for (int mine = 0; mine < MINE; mine++) {
         wait_but<DEPTH - 1>();
         const Codes c = codes_at(ring + place * SLOT + lane * 16, 1024, 0, lane);
+#endif
         Product::Sums acc[GROUPS];
         multiply_all(acc, product, c, bank);
         fetch(place);  // no earlier: nothing but their use orders a lane's reads before its copies
+#if !PORTABLE
         place = place == DEPTH - 1 ? 0 : place + 1;
+#endif
 #pragma unroll
         for (int j = 0; j < GROUPS; j++) {
           if (j * 4 + t >= item.size) continue;
@@ -415,6 +475,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) e8p_experts(con
       for (int w = 0; w < ACROSS; w++) add_to(v, *(const float4*)(partial + (w * CHUNK + i) * PITCH + block * ROWS + lane * 4));
       return v;
     };
+#if !PORTABLE
     if (CLUSTER > 1) {  // one token: the parts go to the first block, summed ones as outputs
       all_begun();
       if (warp < SENT) {
@@ -437,6 +498,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) e8p_experts(con
         *(uint2*)((u16*)a.y + row) = make_uint2(narrow<HALF>(sums[0].x, sums[0].y), narrow<HALF>(sums[0].z, sums[0].w));
       return;
     }
+#endif
     for (int job = warp; job < item.size * (MODE == GATED ? 1 : BLOCKS); job += WARPS) {
       if (MODE == GATED) {
         store_gated(total(job, 0), total(job, 1), a, item, item.pair(job), lane);

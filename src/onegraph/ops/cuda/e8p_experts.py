@@ -1,6 +1,7 @@
 """Routed experts in E8P for 1 to 64 tokens on a GPU: how `e8p_experts.cu` is cut, and which launches a call takes.
 
-    one token                    gate-up, down: two launches, whose clusters hold all that is added up
+    one token                    gate-up, down: two launches, whose clusters hold all that is added up; and combine,
+                                 where the portable form runs, which has no clusters
     2 to `FRESH` tokens          gate-up, down, combine
     more                         prepare, gate-up, down, combine
     F no multiple of 128         prepare, gate-up, prepare (SwiGLU), down, combine, for any number of tokens
@@ -30,6 +31,9 @@ BARRIERS = 128
 WARPS, ACROSS = 16, 8  # of a block at most; side by side in k
 CLUSTER = 8  # blocks at most
 DEPTHS = {2: (4, 3, 2), 3: (3, 2), 4: (3, 2)}  # row tiles of codes that a warp has under way, by bits: what fits first
+# The same of the portable form, which has them in registers; and warps of a block at most, by groups of tokens.
+PLAIN_DEPTHS, PLAIN_WARPS = {2: (4, 2, 1), 3: (2, 1), 4: (2, 1)}, {1: 16, 2: 8}
+PLAIN_TABLES = {2: TABLES[2], 3: 65536 + 16384, 4: TABLES[4]}
 FRESH = 4  # tokens up to which every block rotates them for itself
 CROWDED = 2  # pairs of an expert on average, above which chunks are of 8 in place of 4
 
@@ -94,16 +98,19 @@ class Cut:
     def tiles(self) -> int:
         return self.n // 2 // ROWS if self.mode == GATED else -(-self.n // (self.blocks * ROWS))
 
-    def shared(self, bits: int) -> int:
+    def shared(self, bits: int, portable: bool = False) -> int:
         """Bytes of shared memory of a block."""
-        ring = self.warps * self.depth * SLOT[bits]
+        ring = 0 if portable else self.warps * self.depth * SLOT[bits]
         sums = self.across * (1 if self.one else 4 * self.groups) * (self.blocks * ROWS + 8) * 4
         sent = self.cluster * (2 if self.mode == GATED else 1) * ROWS * 4 if self.cluster > 1 else 0
         exchange = 0 if self.source == PREPARED else self.warps * 512
-        return TABLES[bits] + BARRIERS + (0 if self.one else CHUNKS) + ring + sums + sent + exchange
+        tables = PLAIN_TABLES[bits] if portable else TABLES[bits]
+        return tables + BARRIERS + (0 if self.one else CHUNKS) + ring + sums + sent + exchange
 
-    def fits(self, bits: int, device: build.Device) -> bool:
-        shared = self.shared(bits)
+    def fits(self, bits: int, device: build.Device, portable: bool = False) -> bool:
+        shared = self.shared(bits, portable)
+        if portable and shared > build.PORTABLE_SHARED:
+            return False
         return shared <= device.shared and self.per_sm * (shared + build.RESERVED) <= device.sm_shared
 
     def cost(self, bits: int, device: build.Device, experts: int) -> float:
@@ -159,9 +166,22 @@ def cuts(
 
 
 @lru_cache(maxsize=1024)
-def choose(bits: int, device: build.Device, top_k: int, options: tuple[Cut, ...]) -> Cut | None:
+def plain_cuts(
+    n: int, k: int, bits: int, mode: int, source: int, *, one: bool, silu: bool, groups: int, top_k: int, early: bool
+) -> list[Cut]:
+    """The same of the portable form: no clusters, and a warp's row tiles are a multiple of those under way."""
+    found, most, blocks = [], PLAIN_WARPS[groups], 1 if n <= ROWS else 2
+    for across, depth, warps in product((8, 4, 2, 1), PLAIN_DEPTHS[bits], (most, most // 2, most // 4)):
+        side, down = _warps(_slices(k), blocks * ROWS // 16, min(across, warps), warps)
+        if blocks * ROWS // 16 // down % depth == 0:
+            found.append(Cut(mode, one, source, silu, groups, blocks, 1, 1, 1, early, side, down, depth, n, k))
+    return found
+
+
+@lru_cache(maxsize=1024)
+def choose(bits: int, device: build.Device, top_k: int, options: tuple[Cut, ...], portable: bool = False) -> Cut | None:
     """The cut that costs least, None where none fits."""
-    fitting = [cut for cut in options if cut.fits(bits, device)]
+    fitting = [cut for cut in options if cut.fits(bits, device, portable)]
     return min(fitting, key=lambda cut: (cut.cost(bits, device, top_k), cut.passes, -cut.depth, cut), default=None)
 
 
@@ -170,8 +190,10 @@ KERNELS = build.Source(
     ops=("e8p_experts",),
     functions=("e8p_experts", "e8p_experts_prepare", "e8p_experts_combine"),
     arguments=ARGUMENTS,
-    capabilities=build.CLUSTERS,
-    example=Cut(GATED, True, FROM_X, False, 1, 2, 2, 1, 1, False, 4, 4, 4, 1536, 2048).defines(2, False),
+    capabilities=build.PORTABLE,
+    families=("hopper", "portable"),
+    own=build.CLUSTERS,
+    example=Cut(GATED, True, FROM_X, False, 1, 2, 1, 1, 1, False, 4, 4, 4, 1536, 2048).defines(2, False),
 )
 
 
@@ -181,9 +203,14 @@ def available(device: int) -> bool:
     return KERNELS.usable(device, "Triton's run experts in E8P")
 
 
+def portable(device: int) -> bool:
+    """Whether this GPU runs the portable form."""
+    return KERNELS.portable(torch.cuda.get_device_capability(device))
+
+
 @cache
 def _kernels(cut: Cut, bits: int, half: bool, device: int) -> tuple[build.Kernel, ...]:
-    return KERNELS.load(cut.defines(bits, half), device, cut.shared(bits))
+    return KERNELS.load(cut.defines(bits, half), device, cut.shared(bits, portable(device)))
 
 
 def takes(call: E8PExperts) -> bool:
@@ -203,17 +230,20 @@ class Way(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def way(tokens: int, top_k: int, experts: int, dim: int, wide: int, bits: int, device: build.Device) -> Way | None:
-    """None where no cut fits into shared memory."""
+def way(
+    tokens: int, top_k: int, experts: int, dim: int, wide: int, bits: int, device: build.Device, portable: bool = False
+) -> Way | None:
+    """None where no cut fits into shared memory. `portable`: of the portable form."""
     gated = wide % ROWS == 0
-    one = tokens == 1 and gated and top_k <= CLUSTER
+    one = tokens == 1 and gated and (portable or top_k <= CLUSTER)
+    every = plain_cuts if portable else cuts
     groups = 2 if tokens * top_k > CROWDED * experts and tokens > 4 else 1
     first = FROM_X if gated and tokens <= FRESH else PREPARED
     more = {"one": one, "groups": groups, "top_k": top_k}
-    gate_up = cuts(2 * wide, dim, bits, GATED if gated else PLAIN, first, silu=False, early=first == PREPARED, **more)
+    gate_up = every(2 * wide, dim, bits, GATED if gated else PLAIN, first, silu=False, early=first == PREPARED, **more)
     second = FROM_GATED if gated else PREPARED
-    down = cuts(dim, wide, bits, SUMMED if one else PLAIN, second, silu=not gated, early=True, **more)
-    both = [choose(bits, device, top_k, tuple(options)) for options in (gate_up, down)]
+    down = every(dim, wide, bits, SUMMED if one and not portable else PLAIN, second, silu=not gated, early=True, **more)
+    both = [choose(bits, device, top_k, tuple(options), portable) for options in (gate_up, down)]
     return None if both[0] is None or both[1] is None else Way(both[0], both[1])
 
 
@@ -242,7 +272,8 @@ class _Call:
             shift=call.shift,
         )  # fmt: skip
         kernel = _kernels(cut, call.bits, self.half, self.device)[function]
-        threads, shared = (cut.warps * 32, cut.shared(call.bits)) if whole else (256, 0)
+        shared = cut.shared(call.bits, portable(self.device)) if whole else 0
+        threads = cut.warps * 32 if whole else 256
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         kernel.launch(grid, threads, shared, cut.cluster if whole else 1, stream, arguments)
 
@@ -259,7 +290,7 @@ class _Call:
     def product(self, cut: Cut, x: Tensor, in_scale: Tensor, y: Tensor, **weight: Tensor | None) -> Tensor:
         given = {"x": x} if cut.source != PREPARED else self.prepared(cut, x, in_scale)
         if cut.one:
-            blocks = cut.tiles * cut.cluster * (self.top_k if cut.mode == GATED else 1)
+            blocks = cut.tiles * cut.cluster * (1 if cut.mode == SUMMED else self.top_k)
         else:
             blocks = min(self.pairs * cut.tiles, build.device(self.device).sms)
         self.launch(0, cut, (blocks, 1, 1), in_scale=in_scale, y=y, **given, **weight)
@@ -279,7 +310,8 @@ def experts(call: E8PExperts) -> Tensor:
 def compute(call: E8PExperts) -> Tensor | None:
     """`call`, which is taken. None where no cut fits into shared memory."""
     sizes = *call.experts.shape, call.gate_up.shape[0], call.x.shape[1], call.gate_up.shape[1] // 2
-    found = way(*sizes, call.bits, build.device(call.x.device.index))
+    index = call.x.device.index
+    found = way(*sizes, call.bits, build.device(index), portable(index))
     if found is None:
         return None
     e8p_decode.have_tables(call.codebook)
@@ -300,12 +332,13 @@ def _run(run: _Call, way: Way) -> Tensor:
         out_scale=call.gate_up_out_scale, bias=call.gate_up_bias, next_scale=call.down_in_scale,
     )  # fmt: skip
     out = torch.empty_like(call.x)
-    y = out if last.one else torch.empty(run.pairs, dim, dtype=torch.float32, device=call.x.device)
+    summed = last.mode == SUMMED
+    y = out if summed else torch.empty(run.pairs, dim, dtype=torch.float32, device=call.x.device)
     run.product(
         last, hidden, call.down_in_scale, y, codes=call.down, residual=call.down_residual,
         out_scale=call.down_out_scale, bias=call.down_bias,
     )  # fmt: skip
-    if not last.one:
+    if not summed:
         run.launch(2, last, (-(-dim // 1024), tokens, 1), x=y, y=out)
     return out
 

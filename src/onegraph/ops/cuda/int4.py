@@ -55,6 +55,7 @@ BATCH = build.Source(
     arguments=BATCH_ARGUMENTS,
     capabilities=build.PORTABLE,
     families=("hopper", "portable"),
+    own=build.CLUSTERS,
     example=KIND | {"FLOAT32": 0, "TILES": 2, "DEPTH": BATCH_DEPTHS[0]},
 )
 DEQUANTIZE = build.Source(
@@ -126,14 +127,17 @@ def one_plan(tokens: int, n: int, k: int, groups: int, device: build.Device) -> 
 
 
 @cache
-def batch_plan(tiles: int, n: int, k: int, groups: int, device: build.Device) -> Batch | None:
-    """For `tiles` column tiles of 8 tokens; None where k is not for it, or a row tile does not fit."""
-    if shift_of(k, groups) is None or k % COLUMNS:
+def batch_plan(tiles: int, n: int, k: int, groups: int, device: build.Device, portable: bool = False) -> Batch | None:
+    """For `tiles` column tiles of 8 tokens; None where k is not for it, or a row tile does not fit. `portable`: of the
+    portable form, whose blocks have fewer warps."""
+    shift = shift_of(k, groups)
+    if shift is None or k % COLUMNS:
         return None
+    most = WARPS if not portable else 8 if group_of(shift) == 32 else 12
     row_tiles, slices = -(-n // ROWS), -(-k // SLICE)
     blocks = min(row_tiles, device.sms)
     each = -(-row_tiles // blocks)
-    for depth, warps in product(BATCH_DEPTHS, (WARPS, WARPS // 2, WARPS // 4)):
+    for depth, warps in product(BATCH_DEPTHS, (most, most // 2, most // 4)):
         across = -(-slices // -(-slices // warps))
         down = min(warps // across, each)
         held = groups * 64 + across * tiles * 512  # bytes of a row tile
@@ -193,7 +197,8 @@ def linear(
             aligned = None if order is None else _aligned(order)
             _one(_aligned(x), _aligned(codes), scale, zero, aligned, wide_bias, y, one)
             return y
-        if batch := batch_plan(1 if tokens <= 8 else 2, n, k, groups, device):
+        portable = BATCH.portable(torch.cuda.get_device_capability(x.device.index))
+        if batch := batch_plan(1 if tokens <= 8 else 2, n, k, groups, device, portable):
             x = _aligned(x) if order is None else x.index_select(-1, order)
             _batch(x, _aligned(codes), scale, zero, wide_bias, y, batch)
             return y

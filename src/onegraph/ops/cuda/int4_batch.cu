@@ -29,7 +29,12 @@ struct Arguments {
   int hold;    // row tiles of a round
 };
 
-extern "C" __global__ void __launch_bounds__(512, 1) int4_batch(const Arguments a) {
+#if PORTABLE
+constexpr int MOST = GROUP == 32 ? 256 : 384;  // threads of a block: with more some forms spill
+#else
+constexpr int MOST = 512;
+#endif
+extern "C" __global__ void __launch_bounds__(MOST, 1) int4_batch(const Arguments a) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4, row = row_of_lane(g);
   const int across = a.across, down = blockDim.x / 32 / across, own_slice = warp % across, own_tile = warp / across;
   const int first_token = blockIdx.z * TOKENS, count = min(a.tokens - first_token, TOKENS);

@@ -153,7 +153,12 @@ __device__ __forceinline__ void product(float (&acc)[TILES][4], const uint4 (&co
   }
 }
 
-extern "C" __global__ void __launch_bounds__(512, 1) nvfp4_linear(const Arguments a) {
+#if PORTABLE
+constexpr int MOST = 384;  // threads of a block: with more some forms spill
+#else
+constexpr int MOST = 512;
+#endif
+extern "C" __global__ void __launch_bounds__(MOST, 1) nvfp4_linear(const Arguments a) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int across = a.across, down = blockDim.x / 32 / across, own_slice = warp % across, own_tile = warp / across;
   const int first_token = blockIdx.z * TOKENS, count = min(a.tokens - first_token, TOKENS);

@@ -17,7 +17,7 @@ from onegraph.ops.cuda import build, nvfp4_one
 from onegraph.ops.cuda.nvfp4_one import GATE, NO_GATE
 
 ROWS, SLICE, SLOT, PAIRS = 16, 256, 2304, 255  # as in nvfp4.cu
-WARPS = 16  # of a block at most
+WARPS, PLAIN_WARPS = 16, 12  # of a block at most, and where the portable form runs
 PASS, FEW_PASS = 16, 8  # tokens of experts that share a reading: where those of an expert are moved together, and not
 DEPTHS = (4, 3, 2)  # steps that a warp has under way: of experts the most that fit,
 LINEAR_DEPTHS = (2,)  # of a linear what measured best
@@ -57,6 +57,7 @@ KERNEL = build.Source(
     arguments=ARGUMENTS,
     capabilities=build.PORTABLE,
     families=("hopper", "portable"),
+    own=build.CLUSTERS,
     example=_defines(LINEAR, False, 1, False, LINEAR_DEPTHS[0], 16, wide=False),
 )
 SHORT_ARGUMENTS = build.Arguments(pointers=(*LAYER, "y"), ints=("tokens", "n", "k", "matrices"))
@@ -105,13 +106,15 @@ def sums(mode: int, column_tiles: int = 1, *, together: bool = False) -> int:
 
 
 @cache
-def plan(row_tiles: int, slices: int, sums: int, blocks: int, depths: tuple[int, ...], room: int) -> Plan:
-    """`row_tiles` tiles of 16 rows with `slices` slices of k over at most `blocks` blocks: the first of `depths` beside
-    which all sums, `sums` bytes a warp and tile, fit into `room` bytes of shared memory."""
+def plan(
+    row_tiles: int, slices: int, sums: int, blocks: int, depths: tuple[int, ...], room: int, warps: int = WARPS
+) -> Plan:
+    """`row_tiles` tiles of 16 rows with `slices` slices of k over at most `blocks` blocks of `warps` warps at most: the
+    first of `depths` beside which all sums, `sums` bytes a warp and tile, fit into `room` bytes of shared memory."""
     blocks = min(row_tiles, blocks)
     each = -(-row_tiles // blocks)
-    across = -(-slices // -(-slices // WARPS))
-    down = min(WARPS // across, each)
+    across = -(-slices // -(-slices // warps))
+    down = min(warps // across, each)
     found = None
     for depth in depths:
         empty = Plan(blocks, across, down, 0, depth)
@@ -164,8 +167,10 @@ def _group(global_scale: Tensor | None) -> int:
     return 32 if global_scale is None else 16
 
 
-def _room(device: int) -> int:
-    return build.device(device).shared - ROUTES
+def _most(device: int) -> tuple[int, int]:
+    """Bytes of shared memory that a plan may take, and warps of a block."""
+    portable = KERNEL.portable(torch.cuda.get_device_capability(device))
+    return build.device(device).shared - ROUTES, PLAIN_WARPS if portable else WARPS
 
 
 def _aligned(tensor: Tensor) -> Tensor:
@@ -219,8 +224,8 @@ def _linear(
         x, codes, scale, *rest = inputs
         nvfp4_one.run(LINEAR, codes, scale, (x, *rest, None, None), y, (1, n, k, groups, 1), one)
         return
-    room, blocks = _room(x.device.index), max(1, sms // groups)
-    chosen = plan(-(-n // ROWS), -(-k // SLICE), sums(LINEAR, tiles), blocks, LINEAR_DEPTHS, room)
+    blocks = max(1, sms // groups)
+    chosen = plan(-(-n // ROWS), -(-k // SLICE), sums(LINEAR, tiles), blocks, LINEAR_DEPTHS, *_most(x.device.index))
     if tiles == 1 or -(-n // ROWS) >= FEW_TILES * chosen.blocks:
         _run(LINEAR, (*inputs, None, None), y, (tokens, n, k, groups, 1), chosen, column_tiles=tiles)
         return
@@ -290,7 +295,7 @@ def experts(
     x, gate_up, gate_up_scale, down, down_scale = map(_aligned, (x, gate_up, gate_up_scale, down, down_scale))
     together = tokens > FEW_PASS and top_k * PASS <= PAIRS
     most = min(min(tokens, PASS if together else FEW_PASS) * top_k, matrices * (1 + together))  # readings of a pass
-    sms, room, group = build.device(x.device.index).sms, _room(x.device.index), _group(gate_up_global)
+    sms, most_of, group = build.device(x.device.index).sms, _most(x.device.index), _group(gate_up_global)
     hidden, y = x.new_empty(tokens * top_k, wide), torch.empty_like(x)
     if (
         tokens == 1
@@ -304,10 +309,10 @@ def experts(
         nvfp4_one.run(DOWN, down, down_scale, second, y, sizes[1], plans[1])
         return y
     inputs = (x, gate_up, gate_up_scale, gate_up_global, biases[0], experts, weights)
-    chosen = plan(most * (wide // 8), -(-dim // SLICE), sums(GATE_UP), sms, DEPTHS, room)
+    chosen = plan(most * (wide // 8), -(-dim // SLICE), sums(GATE_UP), sms, DEPTHS, *most_of)
     _run(GATE_UP, inputs, hidden, (tokens, 2 * wide, dim, matrices, top_k), chosen, together=together, gate=gate)
     inputs = (hidden, down, down_scale, down_global, biases[1], experts, weights)
-    chosen = plan(-(-dim // ROWS), most * -(-wide // SLICE), sums(DOWN, together=together), sms, DEPTHS, room)
+    chosen = plan(-(-dim // ROWS), most * -(-wide // SLICE), sums(DOWN, together=together), sms, DEPTHS, *most_of)
     _run(DOWN, inputs, y, (tokens, dim, wide, matrices, top_k), chosen, together=together)
     return y
 

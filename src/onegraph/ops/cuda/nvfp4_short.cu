@@ -81,7 +81,12 @@ template <bool BEYOND> __device__ __forceinline__ void product(float (&acc)[TILE
   }
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, 16 / WARPS) nvfp4_short(const Arguments a) {
+#if PORTABLE
+constexpr int WARPS_OF_SM = 12;  // with 16 some forms spill
+#else
+constexpr int WARPS_OF_SM = 16;
+#endif
+extern "C" __global__ void __launch_bounds__(WARPS * 32, WARPS_OF_SM / WARPS) nvfp4_short(const Arguments a) {
   float4* const partial = (float4*)shared;  // [WARPS][TILES][32]
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int slices = (a.k + SLICE - 1) / SLICE, each = (slices + WARPS - 1) / WARPS;

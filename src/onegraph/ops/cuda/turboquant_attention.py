@@ -117,6 +117,7 @@ KERNELS = build.Source(
     arguments=ARGUMENTS,
     capabilities=build.PORTABLE,
     families=("hopper", "portable"),
+    own=build.CLUSTERS,
     clustered=CLUSTERED,
     example=Plan(64, 4, 4, 4, 0, 1).defines(2),
 )
@@ -140,6 +141,12 @@ def clusters(device: int) -> bool:
 def available(device: int) -> bool:
     """Whether the kernels can be built for this GPU; warns once where not."""
     return KERNELS.usable(device, "attention from TurboQuant codes runs unfused")
+
+
+def most_rows(dim: int, clusters: bool) -> int:
+    """Queries of a kv head that a warp has at a time, at most: sums of 16 do not stay in registers of the portable form
+    where heads are large."""
+    return 16 if clusters or dim <= 128 else 8
 
 
 def takes(q: Tensor) -> bool:
@@ -189,7 +196,7 @@ def attend(
         return out, lse
     pages, kv_heads, _ = cache.shape
     device, group = build.device(q.device.index), heads // kv_heads
-    rows = 4 if length * group <= 4 else 8 if length * group <= 8 else 16
+    rows = next((n for n in (4, 8) if length * group <= n), most_rows(dim, clusters(q.device.index)))
     bits = [c.numel().bit_length() - 1 for c in (k_codebook, v_codebook)]
     plan = Plan(dim, bits[0], bits[1], rows, DTYPES[q.dtype], page_size // 16).fitting(batch, device)
     stages = plan.stages(batch, device)
