@@ -1,6 +1,7 @@
 """The decode step of DeepSeek-V4 with random weights of the true shapes, captured and eager, over some GPUs.
 
     python benchmarks/deepseek.py --model flash --gpus 2 --context 8192 --batch 1 16 --profile --soak 1000
+    python benchmarks/deepseek.py --model flash --gpus 2 --split-mode tensor --batch 1 16 --eager-steps 0
 
 `--form` says how the weights are stored: as DeepSeek publishes them (FP8 in blocks of 128, experts in MXFP4), as NVIDIA
 does (routed experts in NVFP4, the rest DeepSeek's), or all of them in NVFP4.
@@ -17,6 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
+import zlib
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict
@@ -28,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from onegraph.engine import generate
+from onegraph.engine import steps as engine_steps
 from onegraph.engine.bench import copy_bandwidth
 from onegraph.engine.generate import Engine
 from onegraph.engine.record import emit, machine
@@ -42,6 +44,7 @@ from onegraph.formats.weight import WHOLE, Part, Tensors, WeightFormat
 from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.models.deepseek_v4_config import DeepseekV4Config
 from onegraph.models.loader import Loader
+from onegraph.models.ranks import Ranks, peers_for
 from onegraph.nn.experts import Experts
 
 YARN = {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536, "beta_fast": 32, "beta_slow": 1}
@@ -64,7 +67,6 @@ class RandomLoader(Loader):
     def __init__(self, config: DeepseekV4Config, dtype: torch.dtype, form: str) -> None:
         super().__init__(Checkpoint(Path("random"), {}, {}), config, dtype)
         self.experts_held, self.form = config.experts, FORMS[form]
-        self._generators: dict[torch.device, torch.Generator] = {}
 
     def format_of(self, layer: str) -> WeightFormat:
         if layer in (self.parts.head, self.parts.embedding[0]):
@@ -77,10 +79,11 @@ class RandomLoader(Loader):
 
     def tensor(self, name: str, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
         shape, kinds = self.parts.tensors[name]
+        generator = _of_name(name, device)
         if not kinds[0].is_floating_point:
-            order = torch.rand(shape[0], self.experts_held, device=device).argsort(1)
+            order = torch.rand(shape[0], self.experts_held, device=device, generator=generator).argsort(1)
             return order[:, : shape[1]].to(torch.int32)
-        value = torch.randn(shape, device=device, dtype=torch.float32)
+        value = torch.randn(shape, device=device, dtype=torch.float32, generator=generator)
         if name.endswith("norm.weight"):
             value = 1 + 0.1 * value
         elif len(shape) == 2:
@@ -91,14 +94,18 @@ class RandomLoader(Loader):
         """Made up by the format itself."""
         name, size = self.parts.embedding
         (n, k), format = size if layer == name else self.parts.linears[layer][:2], self.format_of(layer)
+        n, k = (whole if span is None else span[1] - span[0] for whole, span in ((n, part.rows), (k, part.columns)))
         made = {
             key: torch.empty(field.shape(n, k), dtype=field.dtype or self.dtype, device=device)
             for key, field in format.fields.items()
         }
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device).manual_seed(0)
-        format.fill(made, k, self._generators[device])
+        format.fill(made, k, _of_name(f"{layer} {part}", device))
         return format, made
+
+
+def _of_name(name: str, device: torch.device) -> torch.Generator:
+    """The same numbers on every rank that has all of a tensor."""
+    return torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
 
 
 def active_bytes(model: DeepseekV4, batch: int, met: float | None = None) -> int:
@@ -117,10 +124,11 @@ class Decode:
     """The decode step of `batch` rows that stand at `context`, over state of random content."""
 
     def __init__(self, engine: Engine, batch: int, context: int) -> None:
-        with mock.patch.object(generate, "_buckets", lambda largest: [largest]):  # no other is timed
+        with mock.patch.object(engine_steps, "batch_sizes", lambda largest: [largest]):  # no other is timed
             self.engine, self.pipeline = engine, engine.runner("decode")
-        for tensor in engine._cache.tensors():
-            tensor.normal_()
+        for rank in engine._beside:
+            for tensor in rank.cache.tensors():
+                tensor.normal_()
         per_row = engine._cache.parts[0].block_table.shape[1]
         zeros = torch.zeros(batch, dtype=torch.int32)
         rows = {
@@ -234,6 +242,7 @@ def main() -> None:
     parser.add_argument("--model", choices=("flash", "pro"), default="flash")
     parser.add_argument("--form", choices=FORMS, default="nvfp4")
     parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--split-mode", choices=("layer", "tensor"), default="layer", help="as `onegraph generate`")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--hash-layers", type=int, default=3)
     parser.add_argument("--context", type=int, default=8192)
@@ -249,11 +258,21 @@ def main() -> None:
     devices = [torch.device("cuda", i) for i in range(args.gpus)]
     reach = args.context + 4352
     began = time.perf_counter()
-    model = DeepseekV4.assemble(RandomLoader(config, torch.bfloat16, args.form), config, devices, reach)
+    model: Any = None
+    if args.split_mode == "layer":
+        model = DeepseekV4.assemble(RandomLoader(config, torch.bfloat16, args.form), config, devices, reach)
+    else:
+        peers = peers_for(config, devices, torch.bfloat16)
+        beside = [
+            DeepseekV4.assemble(RandomLoader(config, torch.bfloat16, args.form), config, [device], reach, peers.rank(i))
+            for i, device in enumerate(devices)
+        ]
+        model = Ranks(beside, peers)
+    first = model.beside[0]  # of ranks, which read at the same time, each reads as much
     bandwidth = copy_bandwidth(devices[0])
     about = {
         "bench": "deepseek", "model": args.model, "form": args.form, "layers": config.layers, "gpus": args.gpus,
-        "context": args.context, **machine(devices[0]),
+        "split": args.split_mode, "context": args.context, **machine(devices[0]),
     }  # fmt: skip
 
     def note(text: str) -> None:
@@ -264,8 +283,8 @@ def main() -> None:
 
     note(f"made, layers {[len(s) for s in model.stages]}, {bandwidth / 1e12:.2f} TB/s")
     for batch in args.batch:
-        floor = {"active_gb": round(active_bytes(model, batch) / 1e9, 3)}
-        floor["floor_ms"] = round(active_bytes(model, batch) / bandwidth * 1e3, 3)
+        floor = {"active_gb": round(active_bytes(first, batch) / 1e9, 3)}
+        floor["floor_ms"] = round(active_bytes(first, batch) / bandwidth * 1e3, 3)
         for mode, steps in (("captured", args.steps), ("eager", args.eager_steps)):
             if not steps:
                 continue
@@ -276,7 +295,7 @@ def main() -> None:
             if mode == "eager":
                 with step.running():
                     met = experts_met(step)
-                read = active_bytes(model, batch, met)
+                read = active_bytes(first, batch, met)
                 say(batch=batch, experts_met=round(met, 1), read_ms=round(read / bandwidth * 1e3, 3), **floor)
             if mode == "captured" and args.profile:
                 say(batch=batch, profile=charges(step))

@@ -5,7 +5,13 @@
 Weights are random. The oracle knows the text and is right with a set chance for each token, each on its own: figures
 of its lines are synthetic. What it knows is what the model writes in rounds of the same count, of which no draft is
 right; `same_text` says that the timed run gave that very text. The n-gram drafter, which finds little in such a text,
-shows what looking costs. `round_us` is a replay of the round; prints JSON lines, --out appends them.
+shows what looking costs. --eagle adds a random EAGLE-3 head of the shape, which shows what such a head costs a round.
+`round_us` is a replay of the round; prints JSON lines, --out appends them.
+
+    PYTHONPATH=src python3 benchmarks/speculate.py --model out/smollm2-4bit --head out/smollm2-head
+
+measures a real model with a head that `onegraph draft-head` trained for it, on texts that the head never saw: code,
+chat and a text to repeat; beside it no drafts and n-grams.
 """
 
 import argparse
@@ -14,16 +20,23 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from step import SHAPES, random_model
 
+from onegraph.api.draft_head import tapped, unseen
+from onegraph.api.llm import LLM
 from onegraph.engine.bench import step_us
 from onegraph.engine.draft import ModelDrafter, NgramDrafter, OracleDrafter
+from onegraph.engine.draft_heads import HeadDrafter
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.engine.record import emit, machine
+from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
+from onegraph.models.eagle import EagleConfig, EagleHead
+from onegraph.models.eagle_training import EagleNet, head_config, head_tensors
 
 
 def timed(engine: Engine, prompts: list[list[int]], params: list[SamplingParams], repeats: int) -> tuple[float, Any]:
@@ -82,6 +95,52 @@ def rows(args: argparse.Namespace, model: Any, drafting: Any) -> Iterator[dict[s
             engine.generate(prompts, short)
             found = row(engine, "itself", count)
             yield found["row"]
+    if args.eagle is not None:
+        with TemporaryDirectory() as folder:
+            head = random_head(model, args.eagle, Path(folder))
+        for count in args.drafts:
+            engine = Engine(model, **sizes, draft=partial(HeadDrafter, head), draft_tokens=count)
+            engine.generate(prompts, short)
+            yield row(engine, f"eagle, random, names {args.eagle}", count)["row"]
+
+
+def random_head(model: Any, size: int, folder: Path) -> EagleHead:
+    """Of the model's own width, with `size` tokens to name: through a file, as heads come."""
+    layers = tapped(model.config.layers)
+    config = head_config(model.config, layers, size, "random")
+    with torch.device(model.device):
+        net = EagleNet(EagleConfig.from_dict(config), len(layers), 16)
+    write_checkpoint(folder / "head", config, head_tensors(net, torch.arange(size), torch.bfloat16).items())
+    with Checkpoint.open(folder / "head") as checkpoint:
+        return EagleHead.load(checkpoint, model)
+
+
+def real_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Of --model and --head: greedy texts of each kind, one row at a time as `--batch 1` would be."""
+    runs: list[tuple[str, dict[str, Any]]] = [("no drafts", {}), ("n-gram", {"draft": "ngram", "draft_tokens": 7})]
+    runs += [(f"eagle, {k}", {"draft": f"eagle:{args.head}", "draft_tokens": k}) for k in args.drafts]
+    runs += [("eagle, auto", {"draft": f"eagle:{args.head}"})]
+    known: dict[str, list[list[int]]] = {}
+    for name, drafted in runs:
+        sizes = {"max_batch": 1, "max_context": 1024, "kv": args.kv or "exact"}
+        with LLM(args.model, device=args.device, **sizes, **drafted) as llm:
+            asked = unseen(llm.tokenizer)
+            params = SamplingParams(max_tokens=args.tokens, stop=tuple(llm.tokenizer.stops))
+            llm.engine.generate(asked["chat"][:1], SamplingParams(max_tokens=8))
+            for kind, prompts in asked.items():
+                texts, tokens, steps, seconds = [], 0, 0, 0.0
+                for prompt in prompts:
+                    texts += llm.engine.generate([prompt], params)
+                    stats = llm.engine.stats
+                    tokens, steps = tokens + stats.decode_tokens, steps + stats.decode_steps
+                    seconds += stats.decode_seconds
+                same = sum(a == b for a, b in zip(texts, known.setdefault(kind, texts), strict=True))
+                yield {
+                    "bench": "speculate-head", "name": name, "text": kind, "model": Path(args.model).name, "batch": 1,
+                    "tokens": tokens, "tokens_per_second": round(tokens / seconds, 1),
+                    "tokens_per_round": round(tokens / steps, 3), "us_per_round": round(1e6 * seconds / steps, 1),
+                    "same_texts": same, "texts": len(texts),
+                }  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -97,10 +156,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--chance", type=float, nargs="+", default=[0.8])
     parser.add_argument("--sampling", action="store_true")
     parser.add_argument("--itself", action="store_true", help="also let the model draft for itself")
+    parser.add_argument("--eagle", type=int, default=None, metavar="V", help="a random head that names V tokens")
+    parser.add_argument("--model", default=None, help="a real checkpoint; needs --head, and is measured instead")
+    parser.add_argument("--head", default=None, help="its EAGLE-3 head")
     parser.add_argument("--kv", default=None, help="as of `onegraph generate`")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
+    if (args.model is None) != (args.head is None):
+        parser.error("--model and --head go together")
+    if args.model is not None:
+        for row in real_rows(args):
+            emit(row | {"kv": args.kv} | machine(torch.device(args.device)), args.out)
+        return 0
     reach = args.context + args.tokens + 16
     model = random_model(SHAPES[args.shape], args.bits, args.lm_head, reach, device=args.device)
     about = {"shape": args.shape, "bits": args.bits, "lm_head": args.lm_head, "kv": args.kv}

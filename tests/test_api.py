@@ -185,6 +185,8 @@ def test_what_is_wrong_is_named(llm: LLM, call: Any, says: str) -> None:
     [
         ({"gpus": 0}, "gpus: got 0"),
         ({"gpus": 64}, "gpus is 64; torch sees"),
+        ({"split": "layer"}, "split: layers are placed for DeepSeek-V4 alone; this model is 'llama'"),
+        ({"split": "row"}, "split: got 'row'; allowed are 'tensor', 'layer'"),
         ({"kv": "fp8"}, "kv fp8 is a way to keep keys for DeepSeek-V4"),
         ({"kv": "turbo"}, "turbo"),
         ({"dtype": "int4"}, "dtype: got 'int4'; allowed are auto, float32"),

@@ -44,14 +44,15 @@ def texts(loaded):
     return engine.generate(PROMPTS, GREEDY), engine.generate(PROMPTS, WARM)
 
 
-@pytest.mark.parametrize(("mode", "tokens", "kinds"), [("eager", 6, 2), ("captured", 2, 1)])
+@pytest.mark.parametrize(("mode", "tokens", "kinds"), [("eager", 7, 2), ("captured", 2, 1)])
 def test_the_text_is_that_without_drafts(loaded, texts, mode, tokens, kinds, monkeypatch):
     """Three texts through two slots; rounds wider than DSpark's block, windows of 16 that wrap."""
-    _, model, drafter, _ = loaded
+    kind, model, drafter, _ = loaded
     engine = maker(mode, model, monkeypatch, **SIZES)(draft=drafter, draft_tokens=tokens)
     for params, expected in zip((GREEDY, WARM)[:kinds], texts[:kinds], strict=True):
         assert engine.generate(PROMPTS, params) == expected
     assert engine.stats.drafted_tokens > 0
+    assert engine._speculation.counts == (0, min(tokens, 5) if kind == "dspark" else tokens), "a block is five tokens"
     assert engine._allocator.free == engine._allocator.capacity
 
 

@@ -7,14 +7,16 @@ import torch
 
 from eagle import load_head, net_of, overfit, write_head
 from engines import MODES, maker
-from models import save_hf
+from models import save_e8p, save_hf
 from onegraph.engine.draft import NgramDrafter
 from onegraph.engine.draft_heads import HeadDrafter
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.engine.schedule import Scheduler
 from onegraph.formats.checkpoint import Checkpoint, CheckpointError, write_checkpoint
+from onegraph.models.chain import ChainedLlama, chained
 from onegraph.models.eagle import EagleConfig, EagleHead
+from onegraph.models.eagle_training import Teacher, Texts, train
 from onegraph.models.llama import Llama
 from onegraph.runtime.prove import prove
 from test_speculate import round_inputs
@@ -39,15 +41,21 @@ def model(path):
 
 
 @pytest.fixture(scope="module")
-def whole(model, path):
-    """A head that may name every token."""
-    vocabulary = torch.arange(131)
-    return load_head(write_head(path / "whole", net_of(model, LAYERS, vocabulary), LAYERS, vocabulary), model)
+def heads(model, path):
+    """A directory with two random heads: `whole` may name every token, `reduced` half of them."""
+    for name, vocabulary in (("whole", torch.arange(131)), ("reduced", REDUCED)):
+        write_head(path / name, net_of(model, LAYERS, vocabulary), LAYERS, vocabulary)
+    return path
 
 
 @pytest.fixture(scope="module")
-def reduced(model, path):
-    return load_head(write_head(path / "reduced", net_of(model, LAYERS, REDUCED), LAYERS, REDUCED), model)
+def whole(model, heads):
+    return load_head(heads / "whole", model)
+
+
+@pytest.fixture(scope="module")
+def reduced(model, heads):
+    return load_head(heads / "reduced", model)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +74,7 @@ def make(request, model, monkeypatch):
 def test_the_text_is_that_without_drafts(make, plain, kind, request):
     """Batches and single rows, prompts in chunks, greedy and sampled; none of the drafts is likely to be right."""
     head = request.getfixturevalue(kind)
-    for tokens in (1, 5):
+    for tokens in (1, 5) if kind == "whole" else (3,):
         engine = make(draft=partial(HeadDrafter, head), draft_tokens=tokens)
         for params, expected in zip((GREEDY, WARM), plain, strict=True):
             assert engine.generate(PROMPTS, params) == expected
@@ -93,13 +101,13 @@ def test_a_head_that_knows_the_text_is_nearly_always_right(model, plain, trained
     """Taps, positions, tokens and feedback are those that it was trained with; one place off, and it knows nothing."""
     _, head = trained
     options = {"max_batch": 4, "max_context": 64, "page_size": 4, "chunk": 8, "draft_tokens": 3}
-    for params, expected, least in zip((GREEDY, WARM), plain, (0.8, 0.4), strict=True):
+    for params, expected, least in zip((GREEDY, WARM), plain, (0.7, 0.35), strict=True):
         engine = Engine(model, draft=partial(HeadDrafter, head), **options)
         assert engine.generate(PROMPTS, params) == expected
         assert rate(engine) > least, (
             "what was drafted behind a text's end counts too; draws need the same probabilities"
         )
-        assert engine.stats.decode_steps < 29 * (2 - least) / 2
+        assert engine.stats.decode_steps < (18 if params is WARM else 14)
 
 
 class Late(HeadDrafter):
@@ -133,6 +141,18 @@ def test_a_place_off_would_be_seen(model, plain, trained, wrong, kind, most):
     engine = Engine(model, draft=partial(wrong, trained[1]), **options)
     assert engine.generate(PROMPTS, (GREEDY, WARM)[kind]) == plain[kind]
     assert rate(engine) < most
+
+
+def test_the_same_seed_gives_the_same_head(model):
+    """Initial weights, order of texts and sums: bit for bit."""
+    vocabulary, texts = torch.arange(131), [[*range(i, i + 20)] for i in range(6)]
+    nets = [net_of(model, LAYERS, vocabulary, seed) for seed in (3, 3, 4)]
+    for net in nets:
+        read = Texts(model, texts, LAYERS, 3000)  # of which the first are kept, the rest computed anew
+        train(Teacher(model, net, vocabulary, 2), read, read, batch=4, rate=1e-3, steps=4, seconds=60.0, seed=5)
+    first, same, other = ([tensor for _, tensor in sorted(net.state_dict().items())] for net in nets)
+    assert all(a.equal(b) for a, b in zip(first, same, strict=True))
+    assert not all(a.equal(b) for a, b in zip(first, other, strict=True))
 
 
 def test_served_features_are_those_of_training(model, trained, plain):
@@ -177,7 +197,7 @@ def test_rows_share_beginnings_and_are_preempted(make, model, plain, trained):
                 scheduler.step()
             scheduler.close()
         assert [s.output for s in sequences[:4]] == [plain[0][i] for i in order[:4]]
-        assert rate(engine) > 0.8
+        assert rate(engine) > 0.7
     assert engine.stats.preemptions > 0
     assert engine.stats.shared_tokens > 0
 
@@ -227,6 +247,44 @@ def test_the_rounds_are_proven(make, model, reduced, sampling):
         assert prove(runner, cases, reset=reset, state=state) == []
 
 
+def test_drafts_that_give_nan_change_no_text(make, model, plain, monkeypatch, tmp_path):
+    """A head that names nothing but a token whose vector is NaN: what it left, in either cache, is cleared."""
+    unused = min({*range(131)}.difference(*PROMPTS, *plain[0]))
+    only = torch.tensor([unused])
+    head = load_head(write_head(tmp_path / "h", net_of(model, LAYERS, only), LAYERS, only), model)
+    embed = model.embed.forward
+    poisoned = lambda tokens: embed(tokens).masked_fill((tokens == unused).unsqueeze(-1), torch.nan)  # noqa: E731
+    monkeypatch.setattr(model.embed, "forward", poisoned)
+    engine = make(draft=partial(HeadDrafter, head), draft_tokens=2, max_batch=2)
+    params = [SamplingParams(max_tokens=5)] * 4
+    assert engine.generate(PROMPTS, params) == [text[:5] for text in plain[0]]
+    assert engine.stats.preemptions > 0, "no such draft was read"
+
+
+def test_taps_are_in_the_models_own_basis(tmp_path):
+    """Of E8P linears, which rotate what they read and turn back what they give, fused or chained: what the same model
+    has with its weights decoded."""
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
+    save_e8p("llama", tmp_path / "m", rates={"bits": 4}, head_dim=64, **sizes)
+    with Checkpoint.open(tmp_path / "m") as checkpoint:
+        dense, coded = (Llama.load(checkpoint, decode=decode, max_context=64) for decode in (True, False))
+    chain, found = chained(coded), []
+    assert isinstance(chain, ChainedLlama)
+    for model in (dense, coded, chain):
+        cache = model.new_cache(rows=1, pages=2, page_size=16, pages_per_row=1)
+        cache.block_table.fill_(1)
+        cache.counts.fill_(1)
+        for position, token in enumerate((5, 9)):
+            taps, tokens = dict.fromkeys(LAYERS), torch.tensor([[token]])
+            cache.positions.fill_(position)
+            with torch.inference_mode():
+                model.run(0, model.enter(tokens), tokens, cache, taps)
+        found.append(torch.stack([taps[i] for i in LAYERS]))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], atol=2e-3, rtol=2e-3)
+    assert (found[0][0] - found[0][1]).abs().max() > 0.1
+
+
 def test_who_asks_for_nothing_pays_nothing(model, monkeypatch):
     """No hidden states are kept aside where the drafter wants none."""
     seen = []
@@ -254,18 +312,18 @@ def specforge(config, **more):
     return layer | own | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": list(LAYERS)}} | more
 
 
-def test_both_layouts_are_read(model, path, reduced, plain, tmp_path):
-    midlayer = rewritten(path / "reduced", tmp_path / "m", lambda n: n.replace("layers.0.", "midlayer."), specforge)
+def test_both_layouts_are_read(model, heads, reduced, plain, tmp_path):
+    midlayer = rewritten(heads / "reduced", tmp_path / "m", lambda n: n.replace("layers.0.", "midlayer."), specforge)
     other = load_head(midlayer, model)
     assert other.layers == reduced.layers
     for (name, a), (_, b) in zip(reduced.named_buffers(), other.named_buffers(), strict=True):
         torch.testing.assert_close(a, b, atol=0, rtol=0, msg=name)
 
 
-def test_a_head_without_ends_has_those_of_the_model(model, path, tmp_path):
+def test_a_head_without_ends_has_those_of_the_model(model, heads, tmp_path):
     """No embedding and no output head: the target's. With an embedding of its own: that one."""
     bare = rewritten(
-        path / "whole", tmp_path / "bare", lambda n: None if n in ("lm_head.weight", "d2t", "t2d") else n, dict
+        heads / "whole", tmp_path / "bare", lambda n: None if n in ("lm_head.weight", "d2t", "t2d") else n, dict
     )
     head, x = load_head(bare, model), torch.randn(2, 72)
     assert head.vocabulary is None
@@ -278,8 +336,8 @@ def test_a_head_without_ends_has_those_of_the_model(model, path, tmp_path):
     torch.testing.assert_close(head._embed[0](torch.tensor([7]))[0], own[7])
 
 
-def test_layers_that_a_config_does_not_name_are_those_of_the_paper(model, path):
-    with Checkpoint.open(path / "whole") as checkpoint:
+def test_layers_that_a_config_does_not_name_are_those_of_the_paper(model, heads):
+    with Checkpoint.open(heads / "whole") as checkpoint:
         config = checkpoint.config | {"eagle_aux_hidden_state_layer_ids": None}
     assert EagleConfig.from_dict(config).behind(32) == (1, 15, 28)  # what goes into layers 2, 16 and 29
 
@@ -295,8 +353,8 @@ def test_layers_that_a_config_does_not_name_are_those_of_the_paper(model, path):
         ({"transformer_layer_config": None}, "transformer_layer_config is None; it must be an object"),
     ],
 )
-def test_what_is_not_supported_is_said(model, path, tmp_path, changes, said):
-    other = rewritten(path / "whole", tmp_path / "h", lambda n: n, lambda config: config | changes)
+def test_what_is_not_supported_is_said(model, heads, tmp_path, changes, said):
+    other = rewritten(heads / "whole", tmp_path / "h", lambda n: n, lambda config: config | changes)
     with pytest.raises(ValueError, match=said):
         load_head(other, model)
 
@@ -309,27 +367,27 @@ def test_what_is_not_supported_is_said(model, path, tmp_path, changes, said):
         ({"vocab_size": 140}, "vocab_size is 140, the model's is 131"),
     ],
 )
-def test_layers_that_are_not_supported_are_said(model, path, tmp_path, inside, said):
+def test_layers_that_are_not_supported_are_said(model, heads, tmp_path, inside, said):
     def config(given):
         return given | {"transformer_layer_config": given["transformer_layer_config"] | inside}
 
-    other = rewritten(path / "whole", tmp_path / "h", lambda n: n, config)
+    other = rewritten(heads / "whole", tmp_path / "h", lambda n: n, config)
     with pytest.raises(ValueError, match=said):
         load_head(other, model)
 
 
-def test_damaged_files_are_said(model, path, tmp_path):
+def test_damaged_files_are_said(model, heads, tmp_path):
     def without(*names):
         return lambda n: None if n in names else n
 
     with pytest.raises(CheckpointError, match=r"1 missing: 'fc.weight'"):
-        load_head(rewritten(path / "whole", tmp_path / "a", without("fc.weight"), dict), model)
+        load_head(rewritten(heads / "whole", tmp_path / "a", without("fc.weight"), dict), model)
     with pytest.raises(CheckpointError, match=r"1 missing: 'd2t'"):
-        load_head(rewritten(path / "reduced", tmp_path / "b", without("d2t"), dict), model)
-    with Checkpoint.open(path / "reduced") as checkpoint:
+        load_head(rewritten(heads / "reduced", tmp_path / "b", without("d2t"), dict), model)
+    with Checkpoint.open(heads / "reduced") as checkpoint:
         tensors = {name: checkpoint.tensor(name) for name in checkpoint.names}
         tensors["d2t"][-1] = 100
         write_checkpoint(tmp_path / "c", checkpoint.config, tensors.items())
     with pytest.raises(CheckpointError, match="d2t names tokens outside of 0 to 130"):
         load_head(tmp_path / "c", model)
-    assert isinstance(load_head(path / "reduced", model), EagleHead)
+    assert isinstance(load_head(heads / "reduced", model), EagleHead)

@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+import deepseek
 from engines import maker
 from models import Decoder, save_e8p, save_hf, smollm2_gguf
 from onegraph.engine.draft import NgramDrafter
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
+from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.models.llama import Llama
 from onegraph.models.load import load_decoder
 from onegraph.models.ranks import Ranks
@@ -197,6 +199,29 @@ def test_a_rank_that_stops_ends_the_run_with_one_error(both: tuple[Llama, Ranks]
         PeerError, match=r"rank 0 \(cpu\) waited for rank 1 \(cpu\) at exchange \d+.*restart the process"
     ):
         engine.generate([text(5)], SamplingParams(max_tokens=3))
+
+
+@pytest.mark.parametrize(("variant", "ranks"), [("flash", 2), ("pro", 3)])
+def test_deepseek_on_ranks_gives_the_tokens_of_one_device(variant: str, ranks: int, tmp_path: Path) -> None:
+    """Groups of heads, experts and the head are cut; windows, entries and the indexer are on every rank."""
+    deepseek.save_hf(variant, tmp_path)
+    with Checkpoint.open(tmp_path) as checkpoint:
+        one = DeepseekV4.load(checkpoint)
+        model = Ranks.load(checkpoint, ["cpu"] * ranks, kind=DeepseekV4)
+    groups = one.config.out_groups // ranks
+    assert [each.blocks[0].attention.groups for each in model.beside] == [groups] * ranks
+    assert model.beside[0].blocks[0].moe.experts.down.in_features == 24 // ranks
+    sizes: dict[str, Any] = {"max_batch": 2, "max_context": 160, "chunk": 32}
+    engine = Engine(model, **sizes)
+    prompts, params = deepseek.prompts()[1:3], PARAMS[:2]
+    assert engine.generate(prompts, params) == Engine(one, **sizes).generate(prompts, params)
+
+
+def test_deepseek_that_ranks_cannot_share_is_refused(tmp_path: Path) -> None:
+    deepseek.save_hf("pro", tmp_path)
+    words = "gpus is 2: 3 groups of heads cannot be shared evenly; this model runs on 1 or 3$"
+    with Checkpoint.open(tmp_path) as checkpoint, pytest.raises(ValueError, match=words):
+        Ranks.load(checkpoint, ["cpu"] * 2, kind=DeepseekV4)
 
 
 def test_what_ranks_do_not_do_is_refused(both: tuple[Llama, Ranks]) -> None:

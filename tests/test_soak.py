@@ -19,7 +19,9 @@ from onegraph.cli import main
 from onegraph.cli.soak import plot
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
+from onegraph.engine.schedule import Scheduler
 from onegraph.engine.soak import GROWTH, SHAKEN, Round, judge, looped, read_rounds, soak
+from onegraph.engine.traffic import _judged, crowded, soak_traffic
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.deepseek_v4 import DeepseekV4
 from tiny_decoder import TinyDecoder
@@ -346,3 +348,78 @@ def test_on_a_gpu_captured(deepseek, tmp_path):
     verdict = soak(maker(model, capture=True), steps=2000, path=tmp_path / "rounds.jsonl")
     assert verdict.passed, verdict.problems
     assert torch.cuda.memory_allocated() > 0
+
+
+def crowd(model, kvs=("exact",)):
+    return lambda tested, kv: Engine(
+        model, max_batch=3 if tested else 1, max_context=96, capture=False, chunk=32,
+        **crowded(model, 3, 96, kv, tested),
+    )  # fmt: skip
+
+
+def test_traffic_is_held_to_passes_from_nothing_and_goes_on(tmp_path):
+    """Caches take turns; begun anew in the middle, it has the rounds of one that was never stopped."""
+    model = TinyDecoder(dim=16, layers=1, head_dim=64)
+    how = {"kvs": ["exact", "turboquant:4,window=16"], "per_round": 150}
+    verdict = soak_traffic(crowd(model), steps=600, path=tmp_path / "whole.jsonl", **how)
+    assert verdict.passed, verdict.problems
+    assert (verdict.steps, verdict.rounds) == (600, 4)
+    soak_traffic(crowd(model), steps=600, path=tmp_path / "cut.jsonl", seconds=1e-9, **how)
+    assert len(read_rounds(tmp_path / "cut.jsonl")) == 1
+    soak_traffic(crowd(model), steps=600, path=tmp_path / "cut.jsonl", **how)
+    whole, cut = (read_rounds(tmp_path / f"{name}.jsonl") for name in ("whole", "cut"))
+    assert [replace(r, memory=[], run=0) for r in cut] == [replace(r, memory=[], run=0) for r in whole]
+    assert [r.kv for r in whole] == how["kvs"] * 2
+    for r in whole:
+        assert min(r.joined, r.cancelled, r.preempted, r.drift) > 0, r
+    with pytest.raises(ValueError, match="is of a soak with"):
+        soak_traffic(crowd(model), steps=600, path=tmp_path / "cut.jsonl", seed=1, **how)
+
+
+def test_traffic_finds_what_is_lost(tmp_path, monkeypatch):
+    give_back, lost = Scheduler._give_back, []
+
+    def lose(self, sequence):
+        if not lost:
+            lost.append(sequence.pages.pop())
+        give_back(self, sequence)
+
+    monkeypatch.setattr(Scheduler, "_give_back", lose)
+    with pytest.raises(RuntimeError, match="8 of 9 pages and 3 of 3 slots are free: the scheduler loses some"):
+        soak_traffic(crowd(TinyDecoder()), kvs=["exact"], per_round=150, steps=150, path=tmp_path / "r.jsonl")
+
+
+def test_traffic_finds_what_another_wrote_into_a_page(tmp_path, monkeypatch):
+    settle = Scheduler.settle
+
+    def write(self):
+        settle(self)
+        for sequence in self.running:
+            for tensor in self.engine._cache.tensors():
+                tensor[sequence.pages[0], 1] = 0.5
+
+    monkeypatch.setattr(Scheduler, "settle", write)
+    verdict = soak_traffic(crowd(TinyDecoder()), kvs=["exact"], per_round=150, steps=150, path=tmp_path / "r.jsonl")
+    assert verdict.problems[0].startswith("exact: logits drifted")
+
+
+def test_caches_are_judged_each_by_itself():
+    """Near-ties of codes make passes differ by what would be a fault without codes."""
+    round_ = Round(number=0, steps=9, run=0, memory=[0], moved=[], drift=2e-3, noise=1e-2, looped=0, tokens=[])
+    rounds = [replace(round_, kv="exact", drift=1e-6, noise=1e-6), replace(round_, kv="turboquant:4")] * 2
+    verdict = _judged(rounds, 0, 2.0**-23)
+    assert (verdict.passed, verdict.steps, verdict.drift) == (True, 36, 2e-3)
+    assert not _judged([*rounds, replace(round_, kv="exact")], 0, 2.0**-23).passed
+    assert not _judged([*rounds, replace(round_, kv="turboquant:4", drift=0.1)], 0, 2.0**-23).passed
+
+
+def test_traffic_on_the_command_line(tmp_path, capsys):
+    model = tiny.write_model(tmp_path / "m")
+    words = ["soak", str(model), "--device=cpu", "--traffic", "--kv=exact", "--context=64", "--steps=128"]
+    assert main([*words, "--minutes=5", "--out", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr()
+    assert "128 steps in 2 rounds" in said.out
+    assert "joined" in said.err
+    assert ET.parse(tmp_path / "out" / "plot.svg")
+    assert main(["soak", str(model), "--device=cpu", "--minutes=1", "--out", str(tmp_path / "o")]) == 2
+    assert "--minutes is for --traffic alone" in capsys.readouterr().err

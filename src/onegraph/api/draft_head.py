@@ -64,6 +64,10 @@ UNSEEN = {
     ),
 }
 REPEAT = "Repeat this text word for word:\n\n"
+KEEPER = (
+    "The lighthouse keeper counts eleven ships before noon, writes their names into a green ledger, and feeds the "
+    "seventh gull twice because it limps."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +143,7 @@ def train_head(
     length: int = 192,
     vocabulary: int = 8192,
     ahead: int = 5,
-    steps: int = 20000,
+    steps: int | None = None,
     batch: int = 16,
     rate: float = 1e-3,
     memory: int = 4 << 30,
@@ -157,9 +161,9 @@ def train_head(
         texts: that the model writes at most, of `length` tokens each; every second one greedily.
         vocabulary: tokens that the head may name: those that the texts have most often.
         ahead: outputs of its own that the head learns to go on from; 1 to 7.
-        steps, batch, rate: of AdamW, at most; texts a step; its highest rate.
+        steps: of training, at most; None for as many as the time allows. batch: texts a step. rate: AdamW's highest.
         memory: bytes of hidden states to keep on the host; those of further texts are computed again each time.
-        seed: of everything; the same seed gives the same head where the clock has ended neither sampling nor training.
+        seed: of everything; the same seed gives the same head with `steps`, unless the clock ended sampling or them.
         progress: called as progress("sampling", texts, texts in all). log: takes a line now and then.
 
     Raises ValueError for a model that heads cannot go on from, too little text, and an output that exists.
@@ -172,23 +176,22 @@ def train_head(
     place = pick_device(device)
     rows, context = 32 if place.type == "cuda" else 8, PROMPT + max(length, ANSWER)
     with LLM(path, device=place, dtype=dtype, max_batch=rows, max_context=context) as llm:
-        model, tokenizer = llm.engine.model, llm.tokenizer
+        model = llm.engine.model
         if not isinstance(model, Llama | ChainedLlama):
             raise ValueError("draft-head: EAGLE heads go on from models of the Llama kind; DeepSeek-V4 has its own")
         written = list(_written(llm, pieces, texts, length, seed, clock, progress))
-        seen = [each for i, each in enumerate(written) if i % HELD and len(each) > ahead + 2]
-        kept = [each for i, each in enumerate(written) if not i % HELD and len(each) > ahead + 2]
+        seen, kept = (
+            [text for held, text in written if held is part and len(text) > ahead + 2] for part in (False, True)
+        )
         if not seen or not kept:
             raise ValueError(f"draft-head: the model wrote {len(written)} texts; give more text, or more minutes")
         names, coverage = _vocabulary(seen, model.config.vocab_size, vocabulary)
-        log(f"{len(written)} texts, {sum(map(len, written))} tokens; the head names {100 * coverage:.1f} % of them")
+        tokens = sum(map(len, seen)) + sum(map(len, kept))
+        log(f"{len(written)} texts, {tokens} tokens; the head names {100 * coverage:.1f} % of them")
         layers = tapped(model.config.layers)
         config = head_config(model.config, layers, len(names), str(path))
-        torch.manual_seed(seed)
-        chosen = names.to(model.device)
-        net = EagleNet(EagleConfig.from_dict(config), len(layers), max(map(len, written)) + ahead).to(model.device)
-        net.start_from(model.norm.float(), head_rows(model, chosen))
-        teacher = Teacher(model, net, chosen, ahead)
+        net = _new(model, config, names, max(map(len, [*seen, *kept])), seed)
+        teacher = Teacher(model, net, names.to(model.device), ahead)
         held = Texts(model, kept[: 4 * batch], layers, memory // 8)
         before = teacher.score([held.batch(range(i, min(i + batch, len(held)))) for i in range(0, len(held), batch)])
 
@@ -199,17 +202,27 @@ def train_head(
             teacher, Texts(model, seen, layers, memory - memory // 8), held, batch=min(batch, len(seen)), rate=rate,
             steps=steps, seconds=clock.training, seed=seed, told=told,
         )  # fmt: skip
-        tensors = head_tensors(net, names, torch.bfloat16)
         about = {"trained for": str(path), "seed": seed, "texts": len(seen), "versions": versions()}
-        write_checkpoint(target, config, tensors.items(), about=about)
+        write_checkpoint(target, config, head_tensors(net, names, torch.bfloat16).items(), about=about)
         with Checkpoint.open(target) as checkpoint:
             head, nbytes = EagleHead.load(checkpoint, model), checkpoint.nbytes
-        unseen = _report(llm, head, _unseen(tokenizer, pieces[0]), ahead, clock.answer)
+        found = _report(llm, head, ahead, clock.answer)
         return DraftHead(
-            source=str(path), output=str(target), seconds=clock.spent, texts=len(written),
-            tokens=sum(map(len, written)), vocabulary=len(names), coverage=coverage, nbytes=nbytes, before=before,
-            after=after, unseen=unseen,
+            source=str(path), output=str(target), seconds=clock.spent, texts=len(written), tokens=tokens,
+            vocabulary=len(names), coverage=coverage, nbytes=nbytes, before=before, after=after, unseen=found,
         )  # fmt: skip
+
+
+def _new(
+    model: Llama | ChainedLlama, config: dict[str, object], names: torch.Tensor, longest: int, seed: int
+) -> EagleNet:
+    """A head that names `names`, untrained, for texts of so many tokens."""
+    torch.manual_seed(seed)
+    parsed = EagleConfig.from_dict(config)
+    assert parsed.layers is not None
+    net = EagleNet(parsed, len(parsed.layers), longest).to(model.device)
+    net.start_from(model.norm.float(), head_rows(model, names.to(model.device)))
+    return net
 
 
 def tapped(depth: int) -> tuple[int, ...]:
@@ -218,13 +231,13 @@ def tapped(depth: int) -> tuple[int, ...]:
 
 
 def _pieces(files: Sequence[str | PathLike[str]], count: int, seed: int) -> list[str]:
-    """Parts of the text that share nothing, in an order of the seed. The first is for the report alone."""
+    """Parts of the text that share nothing, in an order of the seed."""
     whole = "\n\n".join(read_text(Path(file)) for file in files or [BUNDLED])
     starts = list(range(0, len(whole) - PIECE, PIECE))
     if len(starts) < HELD:
         raise ValueError(f"text: got {len(whole)} characters; allowed is {(HELD + 1) * PIECE} and more")
     random.Random(seed).shuffle(starts)
-    parts = (whole[start : start + PIECE] for start in starts[: 1 + count])
+    parts = (whole[start : start + PIECE] for start in starts[:count])
     return [part.partition(" ")[2] or part for part in parts]
 
 
@@ -241,22 +254,25 @@ def _prompts(tokenizer: Tokenizer, pieces: Sequence[str]) -> Iterator[list[int]]
 
 def _written(
     llm: LLM, pieces: Sequence[str], count: int, length: int, seed: int, clock: _Clock, progress: Progress | None
-) -> Iterator[list[int]]:  # fmt: skip
-    """Prompts with the model's own answers, token ids; a few batches at least, then until the time is over."""
-    prompts = list(_prompts(llm.tokenizer, pieces[1:]))
+) -> Iterator[tuple[bool, list[int]]]:  # fmt: skip
+    """Prompts with the model's own answers, token ids, and whether the prompt is held out: a few batches at least, then
+    until their part of the time is over. Every second prompt is answered greedily first; when all prompts were answered
+    they are answered again with other random numbers."""
+    prompts = list(_prompts(llm.tokenizer, pieces))
     random.Random(seed + 1).shuffle(prompts)
-    prompts, wave = prompts[:count], llm.engine.max_batch
-    for first in range(0, len(prompts), wave):
-        some = prompts[first : first + wave]
+    wave, stops = llm.engine.max_batch, tuple(llm.tokenizer.stops)
+    for first in range(0, count, wave):
+        numbers = range(first, min(first + wave, count))
+        some = [prompts[i % len(prompts)] for i in numbers]
         params = [
-            SamplingParams(max_tokens=length, temperature=0.8 * (i % 2), seed=seed + i, stop=tuple(llm.tokenizer.stops))
-            for i in range(first, first + len(some))
+            SamplingParams(max_tokens=length, temperature=0.8 * (i % 2 or i >= len(prompts)), seed=seed + i, stop=stops)
+            for i in numbers
         ]
-        for prompt, answer in zip(some, llm.engine.generate(some, params), strict=True):
-            yield [*prompt, *answer]
+        for i, prompt, answer in zip(numbers, some, llm.engine.generate(some, params), strict=True):
+            yield i % len(prompts) % HELD == 0, [*prompt, *answer]
         clock.learn(llm.stats)
         if progress is not None:
-            progress("sampling", first + len(some), len(prompts))
+            progress("sampling", numbers[-1] + 1, count)
         if clock.spent > SAMPLING * clock.seconds and first + wave >= 2 * HELD:
             return
 
@@ -268,8 +284,8 @@ def _vocabulary(texts: Sequence[Sequence[int]], size: int, count: int) -> tuple[
     return torch.tensor(sorted(order)), sum(counts[token] for token in order) / max(1, counts.total())
 
 
-def _unseen(tokenizer: Tokenizer, piece: str) -> dict[str, list[list[int]]]:
-    """Prompts that no head was trained on, by kind."""
+def unseen(tokenizer: Tokenizer) -> dict[str, list[list[int]]]:
+    """Prompts that no head was trained on, token ids by kind."""
 
     def asked(question: str) -> list[int]:
         return tokenizer.chat([{"role": "user", "content": question}])
@@ -277,21 +293,20 @@ def _unseen(tokenizer: Tokenizer, piece: str) -> dict[str, list[list[int]]]:
     chat = tokenizer.template is not None
     code = [tokenizer.encode(prompt) for prompt in UNSEEN["code"]]
     talk = [asked(prompt) if chat else tokenizer.encode(prompt) for prompt in UNSEEN["chat"]]
-    repeat = asked(REPEAT + piece) if chat else tokenizer.encode(f"{piece}\n\n{piece}\n\n{piece[:40]}")
+    repeat = asked(REPEAT + KEEPER) if chat else tokenizer.encode(f"{KEEPER}\n\n{KEEPER}\n\n{KEEPER[:40]}")
     return {"code": code, "chat": talk, "repetition": [repeat]}
 
 
-def _report(
-    llm: LLM, head: EagleHead, unseen: dict[str, list[list[int]]], drafts: int, answer: int
-) -> dict[str, Figures]:
+def _report(llm: LLM, head: EagleHead, drafts: int, answer: int) -> dict[str, Figures]:
     """Greedily, the prompts of a kind beside each other, `answer` tokens behind each."""
     model, plain, longest = llm.engine.model, llm.engine, llm.max_context - answer
+    asked = unseen(llm.tokenizer)
     engine = Engine(
-        model, max_batch=max(map(len, unseen.values())), max_context=llm.max_context,
+        model, max_batch=max(map(len, asked.values())), max_context=llm.max_context,
         draft=partial(HeadDrafter, head), draft_tokens=drafts,
     )  # fmt: skip
     params, found = SamplingParams(max_tokens=answer, stop=tuple(llm.tokenizer.stops)), {}
-    for kind, prompts in unseen.items():
+    for kind, prompts in asked.items():
         some = [prompt[:longest] for prompt in prompts]
         texts = engine.generate(some, params)
         same = sum(a == b for a, b in zip(plain.generate(some, params), texts, strict=True))

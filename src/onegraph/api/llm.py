@@ -27,7 +27,7 @@ from onegraph.engine.speculate import DraftTokens, check_draft_tokens
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import parse_kv
 from onegraph.models.config import LlamaConfig
-from onegraph.models.load import load_decoder, parse_config
+from onegraph.models.load import Split, load_decoder, parse_config
 from onegraph.models.ranks import Ranks
 
 MAX_CONTEXT = 4096  # unless the caller asks for more
@@ -42,7 +42,8 @@ class LLM:
     Args:
         path: a model directory with config.json, safetensors and tokenizer.json, a .gguf file, or a name on the Hugging
             Face hub ("org/name", "org/name@revision"); quantized or not.
-        gpus: use so many: each has its share of every layer, or of DeepSeek-V4 some of the layers.
+        gpus: use so many. split: "tensor" gives each its share of every layer, "layer" some of the layers, which
+            DeepSeek-V4 alone does and does by default (docs/gpus.md).
         kv: how keys and values are stored: "exact", "turboquant:4", "turboquant:k3v4", ... (docs/turboquant.md), or
             "fp8" for DeepSeek-V4.
         max_batch: prompts that are computed at once; more of them wait their turn.
@@ -78,6 +79,7 @@ class LLM:
         path: str | PathLike[str],
         *,
         gpus: int = 1,
+        split: Split | None = None,
         kv: str = "exact",
         max_batch: int = 8,
         max_context: int | None = None,
@@ -114,6 +116,7 @@ class LLM:
                 self.dtype,
                 max_context=max_context,
                 gpus=gpus if gpus > 1 else None,
+                split=split,
                 fp8_kv=kv == "fp8",
                 int8=int8,
                 progress=None if progress is None else partial(progress, "loading"),

@@ -109,6 +109,7 @@ SEED = number(int, 0, 2**31 - 1)
 STEPS = number(int, 1, 1 << 30)
 CONTEXT = number(int, 1, 1 << 20)
 BATCH = number(int, 1, 1 << 12)
+SPLITS = "tensor", "layer"
 TEXT_TOKENS = number(int, 64, 1 << 24)
 
 
@@ -118,13 +119,16 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_gpus(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--gpus",
-        type=number(int, 1, 8),
-        metavar="N",
-        help="use so many GPUs: each has a share of every layer (DeepSeek-V4: some of the layers)",
-    )
+def add_gpus(parser: argparse.ArgumentParser, *, split: bool = True) -> None:
+    """split: whether the command runs either way."""
+    parser.add_argument("--gpus", type=number(int, 1, 8), metavar="N", help="use so many GPUs")
+    if split:
+        parser.add_argument(
+            "--split-mode",
+            choices=SPLITS,
+            help="tensor: each GPU has its share of every layer; layer: some of the layers (DeepSeek-V4, where it is "
+            "the default)",
+        )
 
 
 def add_dtype(parser: argparse.ArgumentParser, *, int8: bool = False) -> None:

@@ -74,7 +74,7 @@ def add_parser(commands: Any) -> None:
         metavar="K",
         help="drafts in a row that it learns to make (default: 5)",
     )
-    parser.add_argument("--steps", type=STEPS, default=20000, metavar="N", help="training steps at most (20000)")
+    parser.add_argument("--steps", type=STEPS, metavar="N", help="training steps (default: what the time allows)")
     parser.add_argument(
         "--batch", type=number(int, 1, 1024), default=16, metavar="B", help="texts a step (default: 16)"
     )

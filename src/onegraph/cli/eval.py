@@ -26,6 +26,7 @@ examples:
   onegraph eval out/4bit --reference models/SmolLM2-135M-Instruct --text wiki.txt --tokens 8192 --json
   onegraph eval out/4bit --reference models/SmolLM2-135M-Instruct --ab --text wiki.txt
   onegraph eval models/SmolLM2-135M-Instruct --ab --text wiki.txt
+  onegraph eval out/4bit --reference models/SmolLM2-135M-Instruct --generation --text wiki.txt
   onegraph eval out/4bit --kv turboquant:k3v4 --text wiki.txt --window 2048 --needle 2048
 
 Use text that calibration never saw. Perplexity is exp of the mean loss over windows that share nothing, so figures
@@ -34,6 +35,10 @@ often both models' likeliest token is the same. bits a weight counts all scales.
 
 --kv reads the model through a quantized KV cache as decoding does, and compares it with the same model and exact
 attention (or with --reference). --needle hides sentences at five depths of so many tokens and asks for them.
+
+--generation measures what the model writes, greedily: how long its continuations of pieces of the text are those of
+the reference (or of the exact cache), how much of them repeats itself, and how many of some short instructions it
+follows, judged by rule.
 
 --ab flips one component at a time (attention's projections, lm_head, a router's gate, ...), then all, and prints what
 each costs: MODEL's put into REF, or without --reference those of the unquantized MODEL as NVFP4 would have them.
@@ -57,6 +62,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--window", type=number(int, 2, 1 << 17), default=512, metavar="W", help="tokens of context (default: 512)"
     )
+    parser.add_argument("--generation", action="store_true", help="what it writes, in place of how likely the text is")
     parser.add_argument("--ab", action="store_true", help="what each component costs by itself, quantized")
     parser.add_argument(
         "--kv",
@@ -82,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
     device = pick_device(args.device)
     if args.ab:
         return run_ab(args, device)
+    if args.generation:
+        return run_generation(args, device)
     with Progress(evaluating="window") as shown, options("needle"):
         result = evaluate_checkpoint(
             args.model,
@@ -119,11 +127,44 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_generation(args: argparse.Namespace, device: Any) -> int:
+    from onegraph.api.generation import ANSWER, evaluate_generation
+
+    if args.needle is not None:
+        raise UsageError("--generation measures what is written; --needle is a measurement of its own")
+    with Progress(writing="text") as shown, options("kv"):
+        result = evaluate_generation(
+            args.model,
+            read_text(args.text),
+            reference=args.reference,
+            kv=args.kv,
+            device=device,
+            dtype=pick_dtype(args.dtype, device),
+            progress=shown,
+        )
+    if args.json:
+        print_json({"model": args.model, "reference": args.reference, "device": str(device), **result})
+        return 0
+    for name in ("model", "reference"):
+        if name not in result:
+            continue
+        row = result[name]
+        done = (
+            "no chat template" if row["done"] is None else f"{row['done']} of {result['tasks']} instructions followed"
+        )
+        repeated, loops = (f"{100 * row[key]:.1f} %" for key in ("repetition", "loops"))
+        print(f"{name:16s}{repeated} repeated, {loops} of texts end in a loop, {done}")
+    if "same" in result:
+        print(f"same text       {100 * result['same']:.1f} % of {result['pieces']} continuations of {ANSWER} tokens")
+        print(f"  agreeing      {result['agreeing']:.1f} tokens until the first other one")
+    return 0
+
+
 def run_ab(args: argparse.Namespace, device: Any) -> int:
     from onegraph.api.evaluate import compare_components
 
-    if args.kv != "exact" or args.needle is not None:
-        raise UsageError("--ab compares components of weights; it takes neither --kv nor --needle")
+    if args.kv != "exact" or args.needle is not None or args.generation:
+        raise UsageError("--ab compares components of weights; it takes no --kv, --needle or --generation")
     with Progress(comparing="component") as shown:
         rows = compare_components(
             args.model,

@@ -142,7 +142,12 @@ def engine(args: argparse.Namespace) -> dict[str, Any]:
     if args.kv != "fp8":
         parse_kv(args.kv)
     chosen = {"device": device, "dtype": args.dtype, "kv": args.kv}
-    return chosen | {"gpus": args.gpus or 1, "capture": CAPTURE[args.capture], **drafted(args)}
+    return chosen | {
+        "gpus": args.gpus or 1,
+        "split": args.split_mode,
+        "capture": CAPTURE[args.capture],
+        **drafted(args),
+    }
 
 
 def load(args: argparse.Namespace, **chosen: Any) -> LLM:
@@ -150,7 +155,7 @@ def load(args: argparse.Namespace, **chosen: Any) -> LLM:
     from onegraph.api.llm import LLM
 
     bar = Progress(loading="byte") if sys.stderr.isatty() else contextlib.nullcontext()
-    with options("gpus", "kv", "draft:"), bar as loading:
+    with options("gpus", "split", "kv", "draft:"), bar as loading:
         return LLM(args.model, progress=loading, **chosen)
 
 

@@ -121,10 +121,11 @@ def run(args: argparse.Namespace) -> int:
     socket = bind(args.host, args.port)
     with open_model(args.model) as checkpoint:
         writer = Tokenizer(checkpoint)
-    with options("gpus", "kv", "draft:"):
+    with options("gpus", "split", "kv", "draft:"):
         llm = LLM(
             args.model,
             gpus=args.gpus or 1,
+            split=args.split_mode,
             kv=args.kv,
             max_batch=args.max_batch,
             max_context=args.max_context,

@@ -18,6 +18,7 @@ from onegraph.cli.common import (
     add_dtype,
     add_gpus,
     add_json,
+    number,
     open_model,
     options,
     pick_device,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 EPILOG = """\
 examples:
   onegraph soak out/smollm2-4bit --steps 5000 --out out/soak
+  onegraph soak out/smollm2-4bit --traffic --kv exact --kv turboquant:4 --steps 1000000 --minutes 25 --out out/soak
   onegraph soak models/DeepSeek-V4-Flash-NVFP4 --gpus 2 --steps 1000 --context 2048 --out out/soak
 
 Each round draws a text until the context is full, and then asks whether the state that all these steps left gives the
@@ -38,6 +40,10 @@ logits that eager passes over the same text give from nothing; one of them may h
 falls where the state fell in a tie of a router or an indexer. Memory and the addresses of all storages are watched,
 and texts that go round in circles. --out receives rounds.jsonl, a line a round, and plot.svg; a soak that was stopped,
 by whatever, goes on from there with the same command. Exit status 1: a problem was found.
+
+With --traffic requests of all lengths join, leave, are cancelled and make room for each other, --batch of them at once
+in a cache that holds half of that; a round has --context decode steps, and its longest rows are compared at its end.
+Several --kv take turns. --minutes ends it after the round that is running then, well where nothing was found so far.
 """
 
 
@@ -55,7 +61,14 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--batch", type=BATCH, default=2, metavar="B", help="rows (default: 2)")
     parser.add_argument("--context", type=CONTEXT, default=1024, metavar="N", help="tokens of a round (default: 1024)")
     parser.add_argument("--seed", type=SEED, default=0, metavar="N", help="of the texts")
-    add_gpus(parser)
+    parser.add_argument("--traffic", action="store_true", help="requests join, leave and are preempted all the time")
+    parser.add_argument(
+        "--kv", action="append", metavar="KV", help="with --traffic, may be repeated: exact, turboquant:4"
+    )
+    parser.add_argument(
+        "--minutes", type=number(float, 0.001, 1e6), metavar="M", help="with --traffic: no longer than this"
+    )
+    add_gpus(parser, split=False)
     parser.add_argument("--eager", action="store_true", help="watch the eager step instead of the captured one")
     add_device(parser)
     add_dtype(parser)
@@ -66,8 +79,11 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from onegraph.engine.generate import Engine
     from onegraph.engine.soak import read_rounds, soak
+    from onegraph.engine.traffic import crowded, soak_traffic
     from onegraph.models.load import CONFIGS, load_decoder, parse_config
 
+    if not args.traffic and (args.kv or args.minutes):
+        raise UsageError(f"--{'kv' if args.kv else 'minutes'} is for --traffic alone")
     if args.context < 32:
         raise UsageError(f"--context: got {args.context}, a round takes 32 tokens and more")
     device = pick_device(args.device)
@@ -82,22 +98,31 @@ def run(args: argparse.Namespace) -> int:
                 )
             model = load_decoder(checkpoint, device, dtype, max_context=context, gpus=args.gpus)
 
-    def make(tested: bool) -> Engine:
+    def make(tested: bool, kv: str | None = None) -> Engine:
         captured = None if tested and not args.eager else False
-        return Engine(model, max_batch=args.batch if tested else 1, max_context=context, capture=captured)
+        batch = args.batch if tested else 1
+        how = {} if kv is None else crowded(model, batch, context, kv, tested)
+        return Engine(model, max_batch=batch, max_context=context, capture=captured, **how)
 
     def say(this: Round, done: int) -> None:
         print(
             f"round {this.number}: {done} of {args.steps} steps, {max(this.memory) / 1e6:.0f} MB, drift "
             f"{this.drift:.1e} (noise {this.noise:.1e})"
-            + (f", {this.plain:.1e} from the first pass, {this.shaken} shaken ones" if this.shaken else ""),
+            + (f", {this.plain:.1e} from the first pass, {this.shaken} shaken ones" if this.shaken else "")
+            + (f"; {this.kv}: {this.joined} joined, {this.preempted} preempted" if this.kv else ""),
             file=sys.stderr,
         )
 
     path = out / "rounds.jsonl"
-    verdict = soak(make, steps=args.steps, path=path, batch=args.batch, seed=args.seed, on_round=say)
-    settings = {"seed": args.seed, "batch": args.batch, "prompt": 16, "context": context}
-    write_whole(out / "plot.svg", plot(read_rounds(path, settings)))
+    if args.traffic:
+        with options("kv"):
+            verdict = soak_traffic(
+                make, kvs=args.kv or ["exact"], steps=args.steps, path=path, per_round=context, seed=args.seed,
+                seconds=60 * args.minutes if args.minutes else None, on_round=say,
+            )  # fmt: skip
+    else:
+        verdict = soak(make, steps=args.steps, path=path, batch=args.batch, seed=args.seed, on_round=say)
+    write_whole(out / "plot.svg", plot(read_rounds(path)))
     if args.json:
         print_json(
             {

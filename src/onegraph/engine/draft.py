@@ -122,8 +122,9 @@ class Drafter(Protocol):
 
     pure_pages: as a cache's; True where it keeps nothing of its own. ahead: what it keeps of a token depends on the
     token behind that, too. steady: it drafts whatever it is asked for, and each draft costs time, so that no more are
-    asked for than shall be read; else it finds what there is at no price. layers: of the target, behind which it asks
-    for hidden states, with each `Pass`; None where it asks for nothing, and nothing is computed.
+    asked for than shall be read; else it finds what there is at no price. most: drafts of a round that it can name.
+    layers: of the target, behind which it asks for hidden states, with each `Pass`; None where it asks for nothing, and
+    nothing is computed.
     """
 
     @property
@@ -132,6 +133,8 @@ class Drafter(Protocol):
     def ahead(self) -> bool: ...
     @property
     def steady(self) -> bool: ...
+    @property
+    def most(self) -> int: ...
     @property
     def layers(self) -> Seq[int] | None: ...
 
@@ -151,7 +154,7 @@ MakeDrafter = Callable[[Place], Drafter]
 class NgramDrafter:
     """Drafts from the text itself: see `onegraph.ops.draft.ngram_drafts`. Keeps nothing of its own."""
 
-    pure_pages, ahead, steady, layers = True, False, False, None
+    pure_pages, ahead, steady, most, layers = True, False, False, MOST, None
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -180,7 +183,7 @@ class ModelDrafter:
     Raises ValueError where the two do not go together.
     """
 
-    ahead, steady, layers = False, True, None
+    ahead, steady, most, layers = False, True, MOST, None
 
     def __init__(self, model: Decoder, place: Place) -> None:
         if model.devices != [place.device]:
@@ -241,7 +244,7 @@ class OracleDrafter:
         vocabulary: tokens of the model.
     """
 
-    pure_pages, ahead, steady, layers = True, False, False, None
+    pure_pages, ahead, steady, most, layers = True, False, False, MOST, None
 
     def __init__(self, texts: Seq[Seq[int]], chance: float, vocabulary: int, place: Place) -> None:
         self._place = place

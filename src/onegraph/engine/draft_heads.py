@@ -72,7 +72,7 @@ def _cache(keeper: Keeper, place: Place) -> Cache:
 class HeadDrafter:
     """Drafts one token after the other with a `Head`, with the target's random numbers where tokens are drawn."""
 
-    ahead, steady = True, True
+    ahead, steady, most = True, True, MOST
 
     def __init__(self, head: Head, place: Place) -> None:
         self.head, self._place, self._cache = head, place, _cache(head, place)
@@ -141,6 +141,11 @@ class BlockDrafter:
     def layers(self) -> Sequence[int]:
         return self.block.layers
 
+    @property
+    def most(self) -> int:
+        """More than a block was trained for would spoil all of it."""
+        return self.block.block
+
     def read(self, passed: Pass) -> None:
         assert passed.made is not None
         self.block.read(passed.made.hidden, passed.seen(self._cache.parts[0]))
@@ -158,7 +163,7 @@ class BlockDrafter:
                 return draw(logits, rows.positions + 1 + i, inputs, sampling=rows.sampling)
 
             drafts = self.block.draft(rows.drawn, seen, name)[: rows.count]
-        return self._place.write(slots.long(), drafts, rows.found.clamp(max=self.block.block))
+        return self._place.write(slots.long(), drafts, rows.found)
 
     def reset(self) -> None:
         self._cache.reset()

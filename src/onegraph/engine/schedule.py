@@ -84,7 +84,7 @@ class Scheduler:
         started, built = perf_counter(), self.stats.build_seconds
         self._new = []
         if self._ended or self._poisoned:
-            self._settle()
+            self.settle()
         self._admit()
         sequence = self._next_to_prefill()
         if sequence is None:
@@ -138,7 +138,7 @@ class Scheduler:
         self.stats.shared_tokens += sequence.read
         return True
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Read what was launched; who is done leaves. After a NaN everybody starts over in a clean cache."""
         self._read_all()
         for sequence in [s for s in self.running if s.done]:
@@ -221,7 +221,7 @@ class Scheduler:
 
     def _reload(self) -> None:
         """The rows that decode, each with a page for its next token; the youngest make room where pages run short."""
-        self._settle()
+        self.settle()
         while not self._grow():
             self._preempt(self.running[-1])
         self._rows = [s for s in self.running if s.decoding]

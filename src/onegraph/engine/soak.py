@@ -76,6 +76,10 @@ class Round:
     tokens: list[int]
     plain: float = 0.0
     shaken: int = 0
+    kv: str = ""
+    joined: int = 0
+    cancelled: int = 0
+    preempted: int = 0
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,7 @@ def soak(
     settings = {"seed": seed, "batch": batch, "prompt": prompt, "context": engine.max_context}
     rounds = read_rounds(path, settings)
     run = 1 + max((r.run for r in rounds), default=-1)
-    addresses = _addresses(engine)
+    before = addresses(engine)
     done = sum(r.steps for r in rounds)
     while done < steps:
         number, count = len(rounds), min(room, max(2, steps - done))
@@ -137,15 +141,19 @@ def soak(
             for i in range(batch)
         ]
         texts = [a + b for a, b in zip(prompts, engine.generate(prompts, params), strict=True)]
-        rows = [_row(engine, other, i, text[:-1]) for i, text in enumerate(texts)]  # what was drawn last was never read
+        inputs = _inputs(engine)[0]
+        rows = [  # what was drawn last was never read
+            row_drift(engine, other, text[:-1], pages, int(slot))
+            for text, pages, slot in zip(texts, inputs["table"], inputs["slots"], strict=False)
+        ]
         drift, noise, plain, tried = (max(each) for each in zip(*rows, strict=True))
-        now = _addresses(engine)
+        now = addresses(engine)
         this = Round(
             number=number,
             steps=count,
             run=run,
-            memory=_memory(engine),
-            moved=sorted(name for name, at in addresses.items() if now.get(name) != at),
+            memory=memory(engine),
+            moved=sorted(name for name, at in before.items() if now.get(name) != at),
             drift=drift,
             noise=noise,
             looped=sum(looped(text[prompt:]) for text in texts) / (batch * count),
@@ -158,16 +166,21 @@ def soak(
         done += count
         if on_round is not None:
             on_round(this, done)
-    allowed = GROWTH if engine.devices[0].type == "cpu" else GPU_GROWTH
-    return judge(rounds, allowed, torch.finfo(engine.model.dtype).eps)
+    return judge(rounds, *allowed(engine))
+
+
+def allowed(engine: Engine) -> tuple[int, float]:
+    """For `judge`: the bytes that an engine's process or device may gain, and its dtype's rounding."""
+    growth = GROWTH if engine.devices[0].type == "cpu" else GPU_GROWTH
+    return growth, torch.finfo(engine.model.dtype).eps
 
 
 def judge(rounds: Sequence[Round], allowed_growth: int = GROWTH, eps: float = 2.0**-23) -> Verdict:
     """What the rounds say together. Memory is compared within a process, after its first round; `eps` is the rounding
     of the model's dtype."""
     growth = 0
-    for run in {r.run for r in rounds}:
-        mine = [r.memory for r in rounds if r.run == run]
+    for alike in {(r.run, r.kv) for r in rounds}:
+        mine = [r.memory for r in rounds if (r.run, r.kv) == alike]
         growth = max([growth, *(max(b - a for a, b in zip(mine[0], each, strict=True)) for each in mine[1:])])
     drifts = [r.drift if math.isfinite(r.drift) else math.inf for r in rounds]
     worst = rounds[drifts.index(max(drifts))]
@@ -219,12 +232,13 @@ def looped(tokens: Sequence[int]) -> int:
     return sum(inside)
 
 
-def read_rounds(path: Path, settings: dict[str, Any]) -> list[Round]:
+def read_rounds(path: Path, settings: dict[str, Any] | None = None) -> list[Round]:
     """The rounds of an earlier run; a last line that was cut off by a kill is dropped from the file.
 
-    A file that is not there is begun with its settings. Raises ValueError where it is of other settings.
+    A file that is not there is begun with its settings. Raises ValueError where it is of other settings; None: of any,
+    and it must be there.
     """
-    if not path.exists():
+    if settings is not None and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         append(path, settings)
         return []
@@ -233,14 +247,14 @@ def read_rounds(path: Path, settings: dict[str, Any]) -> list[Round]:
     if len(kept) < len(whole):
         os.truncate(path, len(kept))
     lines = kept.decode().splitlines()
-    if not lines:
+    if settings is not None and not lines:
         append(path, settings)
         return []
     try:
         first, rounds = json.loads(lines[0]), [Round(**json.loads(line)) for line in lines[1:]]
     except (ValueError, TypeError):
         raise ValueError(f"{path}: is not a file of a soak; give another directory") from None
-    if first != settings:
+    if settings is not None and first != settings:
         raise ValueError(f"{path}: is of a soak with {first}, this one has {settings}; give another directory")
     return rounds
 
@@ -254,10 +268,12 @@ def append(path: Path, value: dict[str, Any]) -> None:
 
 
 @torch.no_grad()
-def _row(engine: Engine, other: Engine, row: int, read: list[int]) -> tuple[float, float, float, int]:
-    """Of one row, whose tokens `read` the engine has read: drift, noise, plain and shaken, as of `Round`."""
-    inputs = _inputs(engine)[0]
-    mine = _logits(engine, read[-1:], len(read) - 1, inputs["table"][row], int(inputs["slots"][row]))
+def row_drift(
+    engine: Engine, other: Engine, read: list[int], pages: Tensor, slot: int
+) -> tuple[float, float, float, int]:
+    """Of one row, whose tokens `read` the engine has read into these pages and this slot: drift, noise, plain and
+    shaken, as of `Round`."""
+    mine = _logits(engine, read[-1:], len(read) - 1, pages, slot)
     passes = [_from_nothing(other, read, CHUNK), *(_from_nothing(other, read, *order) for order in ORDERS)]
     noise = [min(_error(one, two) for two in passes if two is not one) for one in passes]
     least = min((n for n in noise if n), default=0.0)  # two passes of the same kernels may have the same bits
@@ -327,7 +343,7 @@ def _error(got: Tensor, want: Tensor) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def _addresses(engine: Engine) -> dict[str, int]:
+def addresses(engine: Engine) -> dict[str, int]:
     """Where every tensor lies that a graph may hold."""
     found = {f"state {i}": t.data_ptr() for i, t in enumerate(engine._cache.tensors())}
     found |= {f"model's {name}": t.data_ptr() for name, t in engine.model.named_buffers()}
@@ -336,7 +352,7 @@ def _addresses(engine: Engine) -> dict[str, int]:
     return found
 
 
-def _memory(engine: Engine) -> list[int]:
+def memory(engine: Engine) -> list[int]:
     devices = {t.device for t in engine._cache.tensors()}
     if all(device.type == "cuda" for device in devices):
         for device in devices:

@@ -62,7 +62,7 @@ class Speculation:
     ) -> None:
         check_draft_tokens(tokens)
         self.auto = tokens == "auto"
-        self.counts = AUTO if tokens == "auto" else (0, tokens)
+        self.counts: tuple[int, ...] = AUTO if tokens == "auto" else (0, int(tokens))
         slots, most = rows + 1, self.counts[-1]
         self.place = Place(
             rows=rows, pages=pages, page_size=page_size, pages_per_row=pages_per_row, kv=kv, device=device,
@@ -71,6 +71,7 @@ class Speculation:
             found=torch.zeros(slots, dtype=torch.int32, device=device),
         )  # fmt: skip
         self.drafter: Drafter = make(self.place)
+        self.counts = tuple(sorted({min(count, self.drafter.most) for count in self.counts}))
         self._text = Upload(torch.zeros(context, dtype=torch.int64, device=device))
         self._seconds: dict[At, dict[int, float]] = {}  # of a round, by count
 

@@ -9,7 +9,7 @@ from onegraph.models.experts import read_experts, read_stacks
 from onegraph.models.loader import Loader
 from onegraph.models.rope import Rope
 from onegraph.models.routed import CORRECTION, Routed
-from onegraph.models.shares import ALL, Share, columns, gate_up_parts, qkv_parts
+from onegraph.models.shares import Share, columns, gate_up_parts, qkv_parts, share_of
 from onegraph.nn.attention import Attend, Attention
 from onegraph.nn.block import MLP, Bare, Norm, Normed, Scaled, Stream, Summed, WholeNorms
 from onegraph.nn.moe import GatedExpert, MoE
@@ -59,7 +59,7 @@ def build_block(
     can. peer: make the part of this rank, whose results the ranks add up.
     """
     prefix, names, routed = f"model.layers.{i}.", config.norms, config.routed_at(i)
-    share = ALL if peer is None else Share(peer.index, peer.count)
+    share = share_of(peer)
     heads, kv_heads = share.span(config.heads), share.span(config.kv_heads)
 
     def norm(name: str) -> Tensor:
@@ -129,7 +129,7 @@ def build_experts(
     peer: Peer | None = None,
 ) -> MoE:
     """The feed-forward half of the block of `prefix`, of routed experts; `joined` and `peer` as for `build_block`."""
-    router, share = prefix + routed.router, ALL if peer is None else Share(peer.index, peer.count)
+    router, share = prefix + routed.router, share_of(peer)
     stored = loader.info(f"{router}.weight").dtype
     if routed.stacked(prefix, loader.quantization):
         gate_up, down = (prefix + name for name in routed.whole)

@@ -15,13 +15,15 @@ from torch import Tensor, nn
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.deepseek_v4_config import DeepseekV4Config, Layer
 from onegraph.models.deepseek_v4_place import RESERVE, free_memory, place
-from onegraph.models.deepseek_v4_weights import build_attention, build_moe
+from onegraph.models.deepseek_v4_weights import build_attention, build_moe, check_ranks
 from onegraph.models.loader import Loader
+from onegraph.models.shares import head_part
 from onegraph.nn.deepseek_attention import Attend, DeepseekAttention
 from onegraph.nn.deepseek_cache import DeepseekCache, PlacedCache
 from onegraph.nn.deepseek_moe import DeepseekMoE
 from onegraph.nn.embedding import Embedding
 from onegraph.nn.linear import Linear
+from onegraph.nn.peers import Peer
 from onegraph.ops.deepseek_hyper import hyper_head, hyper_mix, hyper_update, hyper_update_mix
 
 MAX_TABLE = 131072  # positions of the rotary tables unless more are asked for
@@ -77,6 +79,7 @@ class DeepseekV4(nn.Module):
         page_size: tokens that a page of the cache stands for, unless the caller asks otherwise.
         fp8_kv: whether caches made from now on keep keys in FP8 with a bfloat16 rotary part.
         dense_attention: None: it attends through its own state only.
+        peer, head_unit: of a rank that has a share of every layer, see `Llama`.
     """
 
     dense_attention = None
@@ -92,8 +95,11 @@ class DeepseekV4(nn.Module):
         dtype: torch.dtype,
         max_context: int,
         counts: Sequence[int] | None = None,
+        peer: Peer | None = None,
+        head_unit: int | None = None,
     ) -> None:
         super().__init__()
+        self.peer, self.head_unit = peer, head_unit
         self.config, self.dtype, self.max_context = config, dtype, max_context
         ends = list(accumulate(counts or [len(blocks)]))
         if ends[-1] != len(blocks) or min(counts or [1]) < 1:
@@ -123,6 +129,7 @@ class DeepseekV4(nn.Module):
         dtype: torch.dtype = torch.float32,
         *,
         max_context: int | None = None,
+        peer: Peer | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> "DeepseekV4":
         """Reads a checkpoint, each tensor straight onto its device; presence, shape and dtype of each is checked first.
@@ -130,6 +137,7 @@ class DeepseekV4(nn.Module):
         Args:
             device: one, or several to place the layers over in this order, by the bytes that they have free.
             dtype: of activations and dense weights. max_context: positions to make rotary tables for.
+            peer: load this rank's share of every layer; keys, what compresses them and the indexer are on all ranks.
             progress: called as progress(bytes read, bytes in all).
 
         Raises ValueError (CheckpointError among them) that names the field or tensor that is wrong, or says by how much
@@ -139,18 +147,29 @@ class DeepseekV4(nn.Module):
         positions = min(config.max_positions, MAX_TABLE) if max_context is None else max_context
         if not 1 <= positions <= config.max_positions:
             raise ValueError(f"max_context is {max_context}; the model allows 1 to {config.max_positions}")
-        loader = Loader(checkpoint, config, dtype)
+        loader = Loader(checkpoint, config, dtype, ahead=peer is None)
         loader.check()
+        if peer is not None:
+            check_ranks(loader, config, peer.count)
         devices = [torch.device(d) for d in ([device] if isinstance(device, str | torch.device) else device)]
         with loader.reading(progress):
-            return cls.assemble(loader, config, devices, positions)
+            return cls.assemble(loader, config, devices, positions, peer)
 
     @classmethod
     def assemble(
-        cls, loader: Loader, config: DeepseekV4Config, devices: Sequence[torch.device], positions: int
+        cls,
+        loader: Loader,
+        config: DeepseekV4Config,
+        devices: Sequence[torch.device],
+        positions: int,
+        peer: Peer | None = None,
     ) -> "DeepseekV4":
-        """The model from whatever `loader` gives for each part, with rotary tables for so many positions."""
+        """The model, or a rank's share of it, from whatever `loader` gives for each part, with rotary tables for so
+        many positions."""
         layers, ends = _bytes(loader, config)
+        if peer is not None:  # at least; what every rank has whole comes besides
+            layers = [size // peer.count for size in layers]
+        unit, part = head_part(loader, config.vocab_size, config.hidden_size, peer)
         counts = place(layers, ends, [free_memory(d, RESERVE + loader.landing_bytes) for d in devices])
         blocks: list[DeepseekBlock] = []
         embed = loader.embedding(devices[0])
@@ -158,19 +177,20 @@ class DeepseekV4(nn.Module):
             plain = config.main.tables(config.rope_dim, positions, each)
             compressed = config.compress.tables(config.rope_dim, positions, each)
             for i in range(len(blocks), len(blocks) + count):
-                blocks.append(
-                    build_block(loader, config, config.layer(i), compressed if config.ratios[i] else plain, each)
-                )
+                tables = compressed if config.ratios[i] else plain
+                blocks.append(build_block(loader, config, config.layer(i), tables, each, peer))
                 loader.forget()
         return cls(
             config=config,
             embed=embed,
             blocks=blocks,
             head=build_hyper(loader, "hc_head_", "norm.weight", devices[-1]),
-            lm_head=loader.head(embed, devices[-1]),
+            lm_head=loader.head(embed, devices[-1], part),
             dtype=loader.dtype,
             max_context=positions,
             counts=counts,
+            peer=peer,
+            head_unit=unit,
         )
 
     def forward(self, tokens: Tensor, cache: DeepseekCache | PlacedCache) -> Tensor:
@@ -208,7 +228,10 @@ class DeepseekV4(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """What `forward` returned [..., D], or rows of it -> float32 [..., V]."""
-        return self.lm_head(hidden, float32=True)
+        logits: Tensor = self.lm_head(hidden, float32=True)
+        if self.peer is not None and self.head_unit is not None:
+            logits = self.peer.all_gather(logits, self.config.vocab_size, self.head_unit)
+        return logits
 
     def stream_shape(self, rows: int, length: int) -> tuple[int, ...]:
         return rows, length, self.config.streams, self.config.hidden_size
@@ -254,14 +277,19 @@ class DeepseekV4(nn.Module):
 
 
 def build_block(
-    loader: Loader, config: DeepseekV4Config, layer: Layer, tables: tuple[Tensor, Tensor], device: torch.device
+    loader: Loader,
+    config: DeepseekV4Config,
+    layer: Layer,
+    tables: tuple[Tensor, Tensor],
+    device: torch.device,
+    peer: Peer | None = None,
 ) -> DeepseekBlock:
     attention, moe = (
         build_hyper(loader, f"{layer.prefix}hc_{p}_", f"{layer.prefix}{p}_norm.weight", device) for p in ("attn", "ffn")
     )
     return DeepseekBlock(
-        attention=build_attention(loader, config, layer, tables, device),
-        moe=build_moe(loader, config, layer, device),
+        attention=build_attention(loader, config, layer, tables, device, peer),
+        moe=build_moe(loader, config, layer, device, peer),
         hypers=(attention, moe),
         config=config,
     )

@@ -9,6 +9,7 @@ The text is given: what comes back is features, not tokens.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from time import monotonic
 from typing import Any
 
@@ -167,13 +168,13 @@ class EagleNet(nn.Module):
 
         embedded: [B, T, d] of the text's tokens. hidden: [B, T, L D] behind the tapped layers.
         """
-        layer, count = self.layers[0], embedded.shape[1] - steps
+        layer, places = self.layers[0], embedded.shape[1] - steps
         assert isinstance(layer, _Layer)
-        features = self.fc(hidden[:, :count])
+        features = self.fc(hidden[:, :places])
         keys: list[Tensor] = []
         values: list[Tensor] = []
         for step in range(steps):
-            token = layer.input_layernorm(embedded[:, 1 + step : 1 + step + count])
+            token = layer.input_layernorm(embedded[:, 1 + step : 1 + step + places])
             normed = layer.hidden_norm(features)
             attended = self._attend(layer.self_attn, torch.cat((token, normed), dim=-1), step, keys, values)
             total = (normed if self.config.norm_first else features) + attended
@@ -231,10 +232,10 @@ class Teacher:
             names = bounded(self.model.config, (batch.final @ self.rows.t()).float())
             truth = names.log_softmax(-1)
         loss, told = embedded.new_zeros(()), []
-        count = embedded.shape[1] - self.steps
-        at = torch.arange(count, device=embedded.device)
+        places = embedded.shape[1] - self.steps
+        at = torch.arange(places, device=embedded.device)
         for step, logits in enumerate(self.net.unroll(embedded, batch.hidden, self.steps)):
-            here = slice(1 + step, 1 + step + count)
+            here = slice(1 + step, 1 + step + places)
             real = at + 1 + step < batch.lengths.unsqueeze(1)
             wrong = functional.kl_div(
                 logits.float().log_softmax(-1), truth[:, here], log_target=True, reduction="none"
@@ -272,16 +273,17 @@ def train(
     *,
     batch: int,
     rate: float,
-    steps: int,
+    steps: int | None,
     seconds: float,
     seed: int,
     every: int = 50,
     patience: int = 6,
     told: Callable[[int, float, Score], object] | None = None,
 ) -> Score:
-    """Trains `teacher.net` until `steps` are done, `seconds` are over, or its promise on `held` texts has not grown for
-    `patience` looks, one `every` so many steps; the best of these stays. AdamW, whose rate falls to nothing by then;
-    matrix products in bfloat16 on a GPU. The same seed gives the same head unless the clock ended it.
+    """Trains `teacher.net` until `steps` are done, `seconds` are over, or its loss on `held` texts has not fallen for
+    `patience` looks, one `every` so many steps; the best of these stays. AdamW, whose rate falls to nothing by the last
+    step, or where `steps` is None by the clock; matrix products in bfloat16 on a GPU. With `steps`, the same seed gives
+    the same head unless the clock ended it.
 
     told: called as told(step, loss, score on held texts) at each look. Returns the score of what stays.
     """
@@ -299,11 +301,11 @@ def train(
     if told is not None:
         told(0, best.loss, best)
     queue: list[int] = []
-    for step in range(1, steps + 1):
+    for step in count(1):
         if len(queue) < batch:
             queue += torch.randperm(len(texts), generator=order).tolist()
         rows, queue = queue[:batch], queue[batch:]
-        done = max((step - 1) / steps, (monotonic() - started) / seconds)
+        done = (monotonic() - started) / seconds if steps is None else (step - 1) / steps
         for group in optimizer.param_groups:
             group["lr"] = rate * min(1.0, step / 20) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
         with torch.autocast(texts.model.device.type, torch.bfloat16, enabled=on_gpu):
@@ -319,9 +321,9 @@ def train(
             if told is not None:
                 told(step, float(torch.stack(losses).mean()), now)
             losses, stale = [], stale + 1
-            if now.tokens > best.tokens:
+            if now.loss < best.loss:
                 best, kept, stale = now, _copy(net), 0
-            if over or stale >= patience:
+            if over or stale >= patience or step == steps:
                 break
     net.load_state_dict(kept)
     return best

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import TurboQuantConfig
-from onegraph.formats.weight import Part
 from onegraph.models.blocks import Block, build_block, norm_weight, rotary_tables
 from onegraph.models.config import NORM, LlamaConfig
 from onegraph.models.loader import Loader
-from onegraph.models.shares import Share, check_shares, head_unit
+from onegraph.models.shares import check_ranks, head_part, share_of
 from onegraph.nn.attention import Attend, CausalAttention, PagedCache
 from onegraph.nn.block import Stream
 from onegraph.nn.embedding import Embedding
@@ -27,7 +26,6 @@ from onegraph.nn.linear import Linear
 from onegraph.nn.peers import Peer
 from onegraph.nn.turboquant import TurboQuantCache
 from onegraph.ops.attention import capped
-from onegraph.ops.ranks import part_of
 
 MAX_TABLE = 131072  # positions; the rotary tables of more (64 MB at head_dim 128) are made only when asked for
 
@@ -113,13 +111,9 @@ class Llama(nn.Module):
         decode = device.type == "cpu" if decode is None else decode
         loader = Loader(checkpoint, config, dtype, decode=decode, int8=int8, ahead=peer is None)
         loader.check()
-        unit, part = None, Part()
         if peer is not None:
-            check_shares(config, loader, peer.count)
-            head = loader.format_of(config.parts.embedding[0] if loader.tied else config.parts.head)
-            unit = head_unit(head, config.vocab_size, config.hidden_size, peer.count)
-        if peer is not None and unit is not None:
-            part = Part(rows=part_of(config.vocab_size, unit, peer.count, peer.index))
+            check_ranks(loader, config, peer.count)
+        unit, part = head_part(loader, config.vocab_size, config.hidden_size, peer)
         tables = rotary_tables(config, positions, device)
         with loader.reading(progress):
             embed = loader.embedding(device, embed_scale(config, dtype))
@@ -204,8 +198,7 @@ class Llama(nn.Module):
                 f"turboquant: {self.config.model_type} has {what}, which a cache in codes does not know; leave the "
                 "cache in the model's dtype"
             )
-        share = Share() if self.peer is None else Share(self.peer.index, self.peer.count)
-        first, last = share.span(self.config.kv_heads)
+        first, last = share_of(self.peer).span(self.config.kv_heads)
         sizes: dict[str, Any] = {
             "layers": self.config.layers,
             "pages": pages,

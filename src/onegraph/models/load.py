@@ -1,7 +1,7 @@
 """A checkpoint's decoder, whichever family it is of."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -12,6 +12,8 @@ from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.models.deepseek_v4_config import DeepseekV4Config
 from onegraph.models.llama import Llama
 from onegraph.models.ranks import Ranks
+
+Split = Literal["tensor", "layer"]
 
 # By model_type; else Llama's relatives. V4.1 is read as V4 to be refused with the reason.
 CONFIGS: dict[str, type[DeepseekV4Config]] = dict.fromkeys(("deepseek_v4", "deepseek_v41"), DeepseekV4Config)
@@ -30,6 +32,7 @@ def load_decoder(
     *,
     max_context: int | None = None,
     gpus: int | None = None,
+    split: Split | None = None,
     fp8_kv: bool = False,
     int8: bool = False,
     fused: bool = True,
@@ -38,23 +41,36 @@ def load_decoder(
     """`load` of the family's own class: see `Llama.load` and `DeepseekV4.load`.
 
     Args:
-        gpus: use so many GPUs, from cuda:0 on: of DeepSeek-V4 each has some of the layers, of others its share of every
-            layer (`models/ranks.py`). More than there are are a ValueError. fp8_kv: keys in FP8, for DeepSeek-V4 alone.
+        gpus: use so many GPUs, from cuda:0 on; more than there are are a ValueError.
+        split: "tensor": each GPU has its share of every layer (`models/ranks.py`); "layer": some of the layers, for
+            DeepSeek-V4 alone, where it is the default.
+        fp8_kv: keys in FP8, for DeepSeek-V4 alone.
         int8, fused: of the Llama family, see there.
         progress: called as progress(bytes read, bytes in all).
     """
     if gpus is not None and gpus > (found := torch.cuda.device_count()):
         raise ValueError(f"gpus is {gpus}; torch sees {found} GPUs here")
     devices: Sequence[torch.device | str] = [device] if gpus is None else [f"cuda:{i}" for i in range(gpus)]
+    if split not in (None, "tensor", "layer"):
+        raise ValueError(f"split: got {split!r}; allowed are 'tensor', 'layer' and None for the model's own")
     if checkpoint.config.get("model_type") in CONFIGS:
         if int8:
             raise ValueError("int8 holds weights of the Llama kind; DeepSeek-V4 is loaded as it is stored")
+        if split == "tensor" and len(devices) > 1:
+            ranks = Ranks.load(
+                checkpoint, devices, dtype, kind=DeepseekV4, max_context=max_context, progress=progress
+            )  # fmt: skip
+            for rank in ranks.beside:
+                rank.fp8_kv = fp8_kv
+            return ranks
         model = DeepseekV4.load(checkpoint, devices, dtype, max_context=max_context, progress=progress)
         model.fp8_kv = fp8_kv
         return model
+    kind = checkpoint.config.get("model_type")
     if fp8_kv:
-        kind = checkpoint.config.get("model_type")
         raise ValueError(f"kv fp8 is a way to keep keys for DeepSeek-V4; this model is {kind!r}")
+    if split == "layer":
+        raise ValueError(f"split: layers are placed for DeepSeek-V4 alone; this model is {kind!r}: leave it out")
     options: dict[str, Any] = {"max_context": max_context, "int8": int8, "fused": fused, "progress": progress}
     if len(devices) > 1:
         return Ranks.load(checkpoint, devices, dtype, **options)

@@ -272,13 +272,19 @@ class Loader:
         linears = [self.linear(layer, device, part) for layer, part in zip(layers, each, strict=True)]
         return join(linears) if joined else Siblings(linears)
 
-    def grouped(self, layer: str, groups: int, device: torch.device) -> GroupedLinear:
-        """`groups` linears whose rows are stored one group after the other. Raises ValueError where one is no layer."""
-        format, tensors = self.weight(layer, device)
+    def grouped(
+        self, layer: str, groups: int, device: torch.device, some: tuple[int, int] | None = None
+    ) -> GroupedLinear:
+        """`groups` linears whose rows are stored one group after the other, or `some` of them, first and last. Raises
+        ValueError where one is no layer."""
         n, k, _ = self.layers()[layer]
-        for first in range(0, n, n // groups):
-            format.check_part(n, k, Part(rows=(first, first + n // groups)))
-        split = {key: _ungrouped(tensors[key], field, groups) for key, field in format.fields.items()}
+        first, last = some or (0, groups)
+        rows = n // groups
+        part = WHOLE if some is None else Part(rows=(first * rows, last * rows))
+        format, tensors = self.weight(layer, device, part)
+        for start in range(0, n, rows):
+            format.check_part(n, k, Part(rows=(start, start + rows)))
+        split = {key: _ungrouped(tensors[key], field, last - first) for key, field in format.fields.items()}
         return GroupedLinear(format, split)
 
     def matrices(self, name: str, device: torch.device, transposed: bool) -> Iterator[Tensors]:

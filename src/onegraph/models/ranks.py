@@ -1,8 +1,9 @@
-"""A model of the Llama kind on several devices beside one another: each runs every layer on its share of the weights.
+"""A model on several devices beside one another: each runs every layer on its share of the weights.
 
 Heads, hidden units and the vocabulary are cut (`models/shares.py`); the residual stream, norms, routers and the
-embedding are on every rank, and so is what a rank draws, from the same bits. Two sums a layer and one gathering of
-logits cross devices, inside of the ranks' steps (`nn/peers.py`).
+embedding are on every rank, and so is what a rank draws, from the same bits. Of DeepSeek-V4, so are the latent keys,
+what compresses them, and the indexer. Two sums a layer and one gathering of logits cross devices, inside of the ranks'
+steps (`nn/peers.py`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,10 +14,13 @@ from torch import Tensor
 
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.config import LlamaConfig
+from onegraph.models.deepseek_v4 import DeepseekV4
+from onegraph.models.deepseek_v4_config import DeepseekV4Config
 from onegraph.models.llama import Llama
 from onegraph.models.shares import UNITS
 from onegraph.nn.peers import Peers
 
+CONFIGS: dict[Any, Any] = {Llama: LlamaConfig, DeepseekV4: DeepseekV4Config}
 TOKENS, ROWS = 64, 16  # that an inbox takes at once: of a layer's sum, and of logits; more go in parts
 
 
@@ -24,10 +28,10 @@ class Ranks:
     """Build it with `Ranks.load`. It generates through an engine alone, which runs all ranks at once.
 
     Attributes:
-        beside: the ranks, each a `Llama` on a device of its own.
+        beside: the ranks, each a model of one stage on a device of its own.
     """
 
-    def __init__(self, beside: Sequence[Llama], peers: Peers) -> None:
+    def __init__(self, beside: Sequence[Any], peers: Peers) -> None:
         self.beside, self.peers = list(beside), peers
 
     def __getattr__(self, name: str) -> Any:
@@ -42,20 +46,19 @@ class Ranks:
         devices: Sequence[torch.device | str],
         dtype: torch.dtype = torch.float32,
         *,
+        kind: type[Llama] | type[DeepseekV4] = Llama,
         progress: Callable[[int, int], None] | None = None,
         **options: Any,
     ) -> "Ranks":
-        """Reads a checkpoint onto `devices`, one rank each; `options` as `Llama.load` takes them.
+        """Reads a checkpoint of this kind onto `devices`, one rank each; `options` as its `load` takes them.
 
         Raises ValueError where so many ranks cannot share it, with the counts that can.
         """
         places = [torch.device(device) for device in devices]
-        config = LlamaConfig.from_dict(checkpoint.config)
+        config = CONFIGS[kind].from_dict(checkpoint.config)
         peers = peers_for(config, places, dtype)
         beside = [
-            Llama.load(
-                checkpoint, place, dtype, peer=peers.rank(i), progress=_told(progress, i, len(places)), **options
-            )
+            kind.load(checkpoint, place, dtype, peer=peers.rank(i), progress=_told(progress, i, len(places)), **options)
             for i, place in enumerate(places)
         ]
         return cls(beside, peers)
@@ -82,7 +85,7 @@ class Ranks:
                 yield f"rank {i}: {name}", tensor
 
 
-def peers_for(config: LlamaConfig, devices: Sequence[torch.device], dtype: torch.dtype) -> Peers:
+def peers_for(config: LlamaConfig | DeepseekV4Config, devices: Sequence[torch.device], dtype: torch.dtype) -> Peers:
     """What ranks of such a model exchange through."""
     stream, logits = TOKENS * config.hidden_size * dtype.itemsize // 4, ROWS * -(-config.vocab_size // len(devices))
     return Peers(devices, max(stream, logits + ROWS * UNITS[0]))

@@ -5,12 +5,13 @@ over all ranks a layer bring the results together (Shoeybi et al., "Megatron-LM"
 format cannot cut there is refused with the counts that it can.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from onegraph.formats.weight import Part, WeightFormat
 from onegraph.models.config import LlamaConfig
 from onegraph.models.loader import Loader
+from onegraph.nn.peers import Peer
 from onegraph.ops.ranks import MAX_RANKS, part_of
 
 Span = tuple[int, int]
@@ -67,6 +68,17 @@ def _rows(names: tuple[str, ...], sizes: tuple[int, ...], share: Share, unit: in
     return [(name, Part(rows=span)) for name, span in zip(names, spans, strict=True)]
 
 
+def share_of(peer: Peer | None) -> Share:
+    """What of every layer a rank has; all of it where there is one."""
+    return ALL if peer is None else Share(peer.index, peer.count)
+
+
+def rows(share: Share, size: int, unit: int = 1) -> Part:
+    """The outputs that a rank has, of `size` units."""
+    first, last = share.span(size)
+    return Part() if share.whole else Part(rows=(first * unit, last * unit))
+
+
 def columns(share: Share, size: int, unit: int = 1) -> Part:
     """The inputs that a rank has, of `size` units."""
     first, last = share.span(size)
@@ -78,17 +90,34 @@ def head_unit(format: WeightFormat, vocabulary: int, hidden: int, ranks: int) ->
     for unit in UNITS if ranks > 1 else ():
         spans = [part_of(vocabulary, unit, ranks, rank) for rank in range(ranks)]
         if all(
-            first < last and not _refusal(format, vocabulary, hidden, Part(rows=(first, last))) for first, last in spans
+            first < last and not refusal(format, vocabulary, hidden, Part(rows=(first, last))) for first, last in spans
         ):
             return unit
     return None
 
 
-def check_shares(config: LlamaConfig, loader: Loader, ranks: int) -> None:
-    """Raises ValueError where so many ranks cannot share the model, with the counts that can."""
-    if why := _obstacle(config, loader, ranks):
-        able = [str(count) for count in range(2, MAX_RANKS + 1) if not _obstacle(config, loader, count)]
+def head_part(loader: Loader, vocabulary: int, hidden: int, peer: Peer | None) -> tuple[int | None, Part]:
+    """`head_unit` of a model, and the rank's part of its head."""
+    if peer is None:
+        return None, Part()
+    name = loader.parts.embedding[0] if loader.tied else loader.parts.head
+    unit = head_unit(loader.format_of(name), vocabulary, hidden, peer.count)
+    return unit, Part() if unit is None else Part(rows=part_of(vocabulary, unit, peer.count, peer.index))
+
+
+def check_shares(obstacle: Callable[[int], str], ranks: int) -> None:
+    """Raises ValueError where so many ranks cannot share a model, with the counts that can.
+
+    obstacle: why a count cannot, empty where it can.
+    """
+    if why := obstacle(ranks):
+        able = [str(count) for count in range(2, MAX_RANKS + 1) if not obstacle(count)]
         raise ValueError(f"gpus is {ranks}: {why}; this model runs on {' or '.join(['1', *able])}")
+
+
+def check_ranks(loader: Loader, config: LlamaConfig, ranks: int) -> None:
+    """`check_shares` of a model of the Llama kind."""
+    check_shares(lambda count: _obstacle(config, loader, count), ranks)
 
 
 def _obstacle(config: LlamaConfig, loader: Loader, ranks: int) -> str:
@@ -108,7 +137,7 @@ def _obstacle(config: LlamaConfig, loader: Loader, ranks: int) -> str:
         if size % ranks:
             return f"{size} {what} cannot be shared evenly"
     for name, format, n, k, part in _cuts(config, loader, Share(1, ranks)):
-        if why := _refusal(format, n, k, part):
+        if why := refusal(format, n, k, part):
             return f"{name} in {format}: {why}"
     return ""
 
@@ -150,7 +179,8 @@ def _expert_cuts(
     yield prefix + down, loader.format_of(prefix + down), size, routed.size, columns(share, routed.size)
 
 
-def _refusal(format: WeightFormat, n: int, k: int, part: Part) -> str:
+def refusal(format: WeightFormat, n: int, k: int, part: Part) -> str:
+    """Why the part of a layer of n x k is no layer of this format; empty where it is one."""
     try:
         format.check_part(n, k, part)
     except ValueError as error:

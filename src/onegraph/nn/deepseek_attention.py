@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from onegraph.nn.linear import Linear
+from onegraph.nn.peers import Peer
 from onegraph.ops.linear import linear
 from onegraph.ops.norm import rms_norm
 
@@ -69,6 +70,7 @@ class DeepseekAttention(nn.Module):
         out_a, out_b: the grouped projection [.., groups, k] and the one behind it.
         sinks: float32 [heads]. cos, sin: float32 [positions, rope dimensions / 2], shared by layers of a kind.
         window: latest tokens that a query sees. top_k: entries that the indexer selects.
+        peer: where heads and groups are one rank's, whose results add up.
     """
 
     q_norm: Tensor
@@ -98,8 +100,10 @@ class DeepseekAttention(nn.Module):
         eps: float,
         window: int,
         top_k: int,
+        peer: Peer | None = None,
     ) -> None:
         super().__init__()
+        self.peer = peer
         self.index, self.groups, self.eps, self.window, self.top_k = index, groups, eps, window, top_k
         self.heads, self.head_dim, self.scale = sinks.shape[0], kv_norm.shape[0], kv_norm.shape[0] ** -0.5
         self.qkv_a, self.q_b, self.out_a, self.out_b = qkv_a, q_b, out_a, out_b
@@ -117,7 +121,8 @@ class DeepseekAttention(nn.Module):
         states = None if self.states is None else linear(x, self.states.weight, False)
         index_q = None if self.index_q is None else self.index_q(low)
         out = cache.attend(self, self.q_b(low), kv, states, index_q)
-        return self.out_b(self.out_a(out.unflatten(2, (self.groups, -1)).flatten(3)).flatten(2))
+        result: Tensor = self.out_b(self.out_a(out.unflatten(2, (self.groups, -1)).flatten(3)).flatten(2))
+        return result if self.peer is None else self.peer.all_reduce(result)
 
     def keys(self, x: Tensor) -> Tensor:
         """x [B, Q, D] -> kv [B, Q, head_dim] as its linear gives it, of tokens that are attended to and do not ask."""

@@ -6,6 +6,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator
+from functools import cached_property
 from typing import Any
 
 from onegraph.serve.protocol import Asked, Refused, chat_logprobs, completion_logprobs
@@ -75,7 +76,13 @@ class Reply:
         return {"index": index, **(content if self.chat else {"text": text}), "logprobs": told, "finish_reason": finish}
 
     def _event(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> bytes:
-        return event(self.head | {"choices": choices} | ({"usage": usage} if self.asked.usage else {}))
+        about = b', "usage": ' + dumps(usage) if self.asked.usage else b""
+        return b"data: " + self._begin + dumps(choices) + about + b"}\n\n"
+
+    @cached_property
+    def _begin(self) -> bytes:
+        """What all events of a stream begin with."""
+        return dumps(self.head)[:-1] + b', "choices": '
 
     def _usage(self) -> dict[str, int]:
         used = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.tokens}

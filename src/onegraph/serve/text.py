@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -63,10 +63,25 @@ class Answer:
 
     def deliver(self, piece: Piece) -> None:
         """From any thread; nothing behind the last piece."""
-        if not self.ended:
-            self.ended = piece.last
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                self.loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
+        deliver([(self, piece)])
+
+
+def deliver(pieces: Sequence[tuple[Answer, Piece]]) -> None:
+    """From any thread, to each answer its piece: an event loop is woken once for all of them, which costs a system call
+    and, in a step of many rows, most of what a piece costs its writer."""
+    bound: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[Piece], Piece]]] = {}
+    for answer, piece in pieces:
+        if not answer.ended:
+            answer.ended = piece.last
+            bound.setdefault(answer.loop, []).append((answer.pieces, piece))
+    for loop, found in bound.items():
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(_put, found)
+
+
+def _put(found: Sequence[tuple[asyncio.Queue[Piece], Piece]]) -> None:
+    for queue_, piece in found:
+        queue_.put_nowait(piece)
 
 
 class Writer:
@@ -111,21 +126,26 @@ class Writer:
             texts: list[str | None] = [*advance(self.tokenizer, moves)]
         except (CheckpointError, OSError):  # one of them cannot be decoded in bounded time and memory: which?
             texts = [None] * len(moves)
+        told: list[tuple[Answer, Piece]] = []
+        stopped: list[Answer] = []
         for answer, text, move in zip(answers, texts, moves, strict=True):
             try:
                 shown, met = answer.stops.push(advance(self.tokenizer, [move])[0] if text is None else text, move[2])
                 logprobs = self._logprobs(answer, len(move[1]))
             except (CheckpointError, OSError) as error:
-                answer.deliver(Piece(answer.index, error=str(error)))
-                self._on_stop(answer)
+                told.append((answer, Piece(answer.index, error=str(error))))
+                stopped.append(answer)
                 continue
             _, tokens, final = move
             finish: Literal["stop", "length"] | None = "stop" if met else None
             if final and finish is None:
                 finish = "stop" if _stopped(answer.sequence, tokens[-1]) else "length"
-            answer.deliver(Piece(answer.index, shown, len(tokens), finish, logprobs=logprobs))
+            told.append((answer, Piece(answer.index, shown, len(tokens), finish, logprobs=logprobs)))
             if met and not final:
-                self._on_stop(answer)
+                stopped.append(answer)
+        deliver(told)
+        for answer in stopped:
+            self._on_stop(answer)
 
     def _logprobs(self, answer: Answer, count: int) -> tuple[TokenText, ...]:
         if answer.sequence.params.logprobs is None:

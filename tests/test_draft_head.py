@@ -1,0 +1,112 @@
+"""`onegraph draft-head`: a head that is trained on a model's own text, and what is said where it cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fuzz import tiny
+from fuzz.run import invoke
+from models import smollm2_gguf
+from onegraph import LLM, SamplingParams
+from onegraph.api.draft_head import DraftHead, tapped, train_head
+
+OPTIONS: dict[str, Any] = {"texts": 32, "length": 24, "ahead": 3, "batch": 8, "device": "cpu", "vocabulary": 200}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_model(tmp_path_factory.mktemp("draft_head") / "model")
+
+
+@pytest.fixture(scope="module")
+def made(model: Path) -> DraftHead:
+    return train_head(model, model.parent / "head", minutes=5, steps=60, rate=3e-3, **OPTIONS)
+
+
+def test_training_helps(made: DraftHead) -> None:
+    """A random model's next tokens can hardly be known (test_eagle.py has one known by heart); some of it can."""
+    assert made.after.loss < 0.95 * made.before.loss
+    assert 0.5 < made.coverage <= 1
+    assert made.texts == 32
+    for found in made.unseen.values():
+        assert len(found.accepted) == 3
+        assert found.same_texts == found.texts
+
+
+def test_the_head_drafts(model: Path, made: DraftHead) -> None:
+    """As users ask for it; it may name fewer tokens than the model has, and the text is the one without."""
+    asked = [SamplingParams(max_tokens=20), SamplingParams(max_tokens=20, temperature=1.0, seed=4)]
+    for params in asked:
+        with LLM(model, device="cpu", max_context=128) as llm:
+            expected = llm.generate("the thing", params).tokens
+        for tokens in ("auto", 3):
+            with LLM(model, device="cpu", max_context=128, draft=f"eagle:{made.output}", draft_tokens=tokens) as llm:
+                assert llm.generate("the thing", params).tokens == expected
+                assert llm.stats.drafted_tokens > 0 or tokens == "auto", "for so small a model drafts need not pay"
+
+
+def test_the_command_line(model: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick thing in the hat, and another thing; " * 200)
+    words = ["draft-head", model, tmp_path / "head", "--text", text, "--minutes", 1, "--texts", 24, "--length", 16]
+    words += ["--steps", 2, "--device", "cpu", "--ahead", 2]
+    status, out, errors = invoke([*words, "--json"])
+    assert (status, "step 2: loss" in errors) == (0, True)
+    found = json.loads(out)
+    assert set(found["unseen"]) == {"code", "chat", "repetition"}
+    assert found["seconds"] < 60
+    status, out, errors = invoke(words)
+    assert (status, out) == (2, "")
+    assert "head: exists already" in errors
+    command = ["generate", model, "--raw", "--prompt", "the", "--max-tokens", 9, "--device", "cpu", "--json"]
+    drafted = json.loads(invoke([*command, "--draft", f"eagle:{tmp_path / 'head'}", "--draft-tokens", 2])[1])
+    assert drafted["outputs"] == json.loads(invoke(command)[1])["outputs"]
+    assert drafted["drafted_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("draft", "said"),
+    [
+        ("eagle:", "--draft: 'eagle:' names no head; give its directory, 'eagle:PATH'"),
+        ("eagle:{model}", "--draft: config.json: has neither speculators_model_type nor draft_vocab_size"),
+        ("eagle:{model}/nowhere", "nowhere: no such model"),
+        ("mtp", "--draft: 'mtp' are the draft layers of DeepSeek-V4; a 'llama' has none that run here: draft with"),
+    ],
+)
+def test_what_cannot_draft_is_said_in_a_line(model: Path, draft: str, said: str) -> None:
+    words = ["generate", model, "--raw", "--prompt", "the", "--device", "cpu", "--draft", draft.format(model=model)]
+    status, out, errors = invoke(words)
+    assert (status, out) == (2, "")
+    assert said in errors
+    assert errors.count("\n") == 1
+
+
+def test_too_little_text_is_said(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("the thing")
+    with pytest.raises(ValueError, match=r"text: got 9 characters; allowed is 2080 and more"):
+        train_head(model, tmp_path / "head", text=[tmp_path / "short.txt"], **OPTIONS)
+    assert not (tmp_path / "head").exists()
+
+
+def test_layers_that_are_tapped() -> None:
+    assert tapped(30) == (1, 14, 26)
+    assert tapped(2) == (0, 0, 1)
+    for depth in range(1, 100):
+        assert all(0 <= i < depth for i in tapped(depth))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(smollm2_gguf() is None, reason="SmolLM2 is not here")
+def test_a_head_of_the_real_model_on_a_gpu(tmp_path: Path) -> None:
+    """A minute on a GPU: more tokens a round than before, and texts that stay but for near-ties."""
+    gguf = smollm2_gguf()
+    assert gguf is not None
+    made = train_head(gguf, tmp_path / "head", minutes=1, device="cuda")
+    assert made.seconds < 90
+    assert made.nbytes < 20e6
+    assert made.after.tokens > 1.3 > made.before.tokens
+    assert sum(f.same_texts for f in made.unseen.values()) >= 3

@@ -1,0 +1,121 @@
+"""Heads that go on from the target's hidden states, on a GPU: captured, split and eager rounds, the text as without."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import deepseek_published as published
+from eagle import load_head, net_of, overfit, write_head
+from models import save_e8p, save_hf
+from onegraph.api.drafting import own_layers
+from onegraph.engine.draft_heads import HeadDrafter
+from onegraph.engine.generate import Engine
+from onegraph.formats.checkpoint import Checkpoint
+from onegraph.models.chain import ChainedLlama, chained
+from onegraph.models.deepseek_v4 import DeepseekV4
+from onegraph.models.llama import Llama
+from onegraph.runtime.prove import prove
+from test_eagle import GREEDY, LAYERS, PROMPTS, WARM, rate
+from test_speculate import round_inputs
+
+pytestmark = pytest.mark.gpu
+SIZES = {"max_batch": 4, "max_context": 64, "page_size": 16, "chunk": 16}
+
+
+@pytest.fixture(scope="module")
+def eagle(tmp_path_factory):
+    """(model, head) in float32, the head trained on the model's texts."""
+    path = tmp_path_factory.mktemp("eagle")
+    save_hf("llama", path / "model", head_dim=64)
+    with Checkpoint.open(path / "model") as checkpoint:
+        model = Llama.load(checkpoint, "cuda:0", max_context=256)
+    engine, vocabulary = Engine(model, **SIZES), torch.arange(131, device="cuda:0")
+    answers = [engine.generate(PROMPTS, params) for params in (GREEDY, WARM)]
+    texts = [[*prompt, *answer] for each in answers for prompt, answer in zip(PROMPTS, each, strict=True)]
+    net = net_of(model, LAYERS, vocabulary)
+    overfit(model, net, texts, LAYERS, vocabulary)
+    return model, load_head(write_head(path / "head", net, LAYERS, vocabulary), model)
+
+
+@pytest.fixture(scope="module", params=["mtp", "dspark"])
+def deepseek(request, tmp_path_factory):
+    config = {"mtp": published.TINY, "dspark": published.TINY_DSPARK}[request.param]
+    path = tmp_path_factory.mktemp(request.param) / "m"
+    published.write(path, published.plain(config), published.make(config)[1])
+    with Checkpoint.open(path) as checkpoint:
+        model = DeepseekV4.load(checkpoint, "cuda:0", max_context=256)
+    return model, own_layers(model, path)
+
+
+@pytest.mark.parametrize("capture", [None, "split", False])
+def test_the_text_with_a_head_is_that_without(eagle, capture):
+    model, head = eagle
+    for params in (GREEDY, WARM):
+        expected = Engine(model, **SIZES, capture=capture).generate(PROMPTS, params)
+        for tokens in (3, "auto"):
+            engine = Engine(model, **SIZES, capture=capture, draft=partial(HeadDrafter, head), draft_tokens=tokens)
+            assert engine.generate(PROMPTS, params) == expected
+    engine = Engine(model, **SIZES, capture=capture, draft=partial(HeadDrafter, head), draft_tokens=3)
+    engine.generate(PROMPTS, GREEDY)
+    assert rate(engine) > 0.6
+
+
+@pytest.mark.parametrize("capture", [None, "split", False])
+def test_the_text_with_draft_layers_is_that_without(deepseek, capture):
+    model, drafter = deepseek
+    sizes = SIZES | {"page_size": 128}
+    for params in (GREEDY, WARM):
+        expected = Engine(model, **sizes, capture=capture).generate(PROMPTS, params)
+        engine = Engine(model, **sizes, capture=capture, draft=drafter, draft_tokens=3)
+        assert engine.generate(PROMPTS, params) == expected
+        assert engine.stats.drafted_tokens > 0
+
+
+def proven(engine, vocabulary, pages, sampling):
+    g, place = torch.Generator().manual_seed(0), engine._speculation.place
+    state = {"history": place.history, "drafts": place.drafts, "found": place.found}
+    caches = engine._cache, engine._speculation.drafter._cache
+    state |= {f"{i} {j}": t for i, cache in enumerate(caches) for j, t in enumerate(cache.tensors())}
+
+    def reset():
+        g = torch.Generator().manual_seed(1)
+        for tensor in state.values():
+            whole = torch.randint(0, 3, tensor.shape, generator=g)
+            tensor.copy_(torch.randn(tensor.shape, generator=g) if tensor.is_floating_point() else whole)
+
+    for drafts in (0, 3):
+        (runner,) = engine.runner("decode", sampling=sampling, drafts=drafts).stages
+        cases = [round_inputs(g, 20, torch.arange(1, 1 + n * pages).view(n, pages)) for n in (4, 1, 3)]
+        for case in cases:
+            case["drawn"] %= vocabulary
+        assert prove(runner, cases, reset=reset, state=state) == []
+
+
+@pytest.mark.parametrize("sampling", [False, True])
+def test_rounds_with_a_head_are_proven(eagle, sampling):
+    model, head = eagle
+    proven(Engine(model, **SIZES, draft=partial(HeadDrafter, head), draft_tokens=3), 131, 4, sampling)
+
+
+@pytest.mark.parametrize("sampling", [False, True])
+def test_rounds_with_draft_layers_are_proven(deepseek, sampling):
+    model, drafter = deepseek
+    engine = Engine(model, **SIZES | {"page_size": 128}, draft=drafter, draft_tokens=3)
+    proven(engine, model.config.vocab_size, 1, sampling)
+
+
+def test_a_quantized_model_that_runs_in_chains_drafts_too(tmp_path):
+    """Fused E8P linears in bfloat16, one launch between attentions for a single token: taps are taken there too."""
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
+    save_e8p("llama", tmp_path / "model", rates={"bits": 4}, head_dim=64, **sizes)
+    with Checkpoint.open(tmp_path / "model") as checkpoint:
+        model = chained(Llama.load(checkpoint, "cuda:0", torch.bfloat16, max_context=256))
+    assert isinstance(model, ChainedLlama)
+    vocabulary = torch.arange(131, device="cuda:0")
+    head = load_head(write_head(tmp_path / "head", net_of(model, LAYERS, vocabulary), LAYERS, vocabulary), model)
+    engine = Engine(model, **SIZES, draft=partial(HeadDrafter, head), draft_tokens=3)
+    for prompt, params in zip(PROMPTS, GREEDY, strict=True):
+        assert len(engine.generate([prompt], params)[0]) == 30
+        assert engine.stats.drafted_tokens > 0
+    proven(engine, 131, 4, False)
