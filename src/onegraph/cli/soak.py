@@ -66,7 +66,7 @@ def add_parser(commands: Any) -> None:
         "--kv", action="append", metavar="KV", help="with --traffic, may be repeated: exact, turboquant:4"
     )
     parser.add_argument(
-        "--minutes", type=number(float, 0.001, 1e6), metavar="M", help="with --traffic: no longer than this"
+        "--minutes", type=number(float, 0, 10000, True), metavar="M", help="with --traffic: no longer than this"
     )
     add_gpus(parser, split=False)
     parser.add_argument("--eager", action="store_true", help="watch the eager step instead of the captured one")
