@@ -150,6 +150,7 @@ class Decode:
             self.pipeline.replay(self.bucket)
         for device in self.engine.devices:
             torch.cuda.synchronize(device)
+        self.engine.check()
 
     def milliseconds(self, steps: int) -> float:
         """Median of a step."""
@@ -252,6 +253,8 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="by kernel")
     parser.add_argument("--soak", type=int, default=0, metavar="STEPS")
     args = parser.parse_args()
+    if args.soak and args.split_mode == "tensor":
+        parser.error("--soak looks into one device's state; it takes --split-mode layer")
     wanted = {"model_type": "deepseek_v4", "rope_scaling": YARN, **(FLASH if args.model == "flash" else PRO)}
     layers = {"num_hidden_layers": args.layers or wanted["num_hidden_layers"], "num_hash_layers": args.hash_layers}
     config = DeepseekV4Config.from_dict({**wanted, **layers})

@@ -104,6 +104,9 @@ def test_a_rank_that_stays_away_is_named_and_nobody_hangs() -> None:
     assert len(got) == 2, "both ended, and did not wait in each of the rounds"
     with pytest.raises(PeerError, match=r"rank [02] \(cpu\) waited for rank 1 \(cpu\) at exchange 1"):
         group.check()
+    group.reset()
+    group.check()
+    assert all(torch.equal(out, summed(x)) for out in together(group, lambda peer: peer.all_reduce(x[peer.index])))
 
 
 def test_a_rank_that_is_not_armed_goes_on_alone() -> None:
@@ -132,6 +135,13 @@ def test_what_cannot_be_exchanged_is_refused(change: dict[str, Any], words: str)
     given = {"x": torch.zeros(4), "add": torch.zeros(4), "inboxes": group.inboxes, "state": group.states[0]}
     with pytest.raises(ValueError, match=words):
         all_reduce(**given | {"alarm": group.alarm, "rank": 0} | change)
+
+
+def test_nobody_may_have_nothing_to_send() -> None:
+    """Others would not wait for such a rank, and write over what it has not read."""
+    group = peers(3)
+    with pytest.raises(ValueError, match="9 in units of 8 leave nothing for the last of 3 ranks; take a smaller unit"):
+        all_gather(torch.zeros(2, 8), 9, 8, group.inboxes, group.states[0], group.alarm, 0)
 
 
 def test_parts_of_another_size_are_refused() -> None:

@@ -20,6 +20,7 @@ from onegraph.models.llama import Llama
 from onegraph.models.load import load_decoder
 from onegraph.models.ranks import Ranks
 from onegraph.nn.peers import PeerError
+from onegraph.ops.ranks import EXPIRED, LIMIT
 from test_e8p_experts import checkpoint_of
 
 BIG: dict[str, Any] = {  # E8P cuts at whole blocks of 128
@@ -51,13 +52,13 @@ def of_ranks(model: Ranks, rows: list[list[int]]) -> list[Tensor]:
     def run(rank: int) -> None:
         found[rank] = logits_of(model.beside[rank], rows)
 
-    model.arm(True)
+    model.peers.arm()
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(found))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(120)
-    model.check()
+    model.peers.check()
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True)), "ranks differ"
     first: list[Tensor] = found[0]
@@ -186,19 +187,47 @@ def test_the_engine_draws_the_tokens_of_one_device(
     assert more.complete(prompts, PARAMS)[3].output == want[3].output, "a second time, on the same ranks"
 
 
-def test_a_rank_that_stops_ends_the_run_with_one_error(both: tuple[Llama, Ranks], tmp_path: Path) -> None:
-    save_hf("llama", tmp_path)
-    with Checkpoint.open(tmp_path) as checkpoint:
+def hasty(path: Path) -> Ranks:
+    """Two ranks that wait for each other for a twentieth of a second."""
+    save_hf("llama", path)
+    with Checkpoint.open(path) as checkpoint:
         model = Ranks.load(checkpoint, ["cpu"] * 2)
     for state in model.peers.states:
-        state[4] = 50_000_000  # nanoseconds
+        state[LIMIT] = 50_000_000  # nanoseconds
+    return model
+
+
+def test_a_rank_that_stops_ends_the_run_with_one_error_and_the_next_one_is_right(tmp_path: Path) -> None:
+    model = hasty(tmp_path)
     engine = Engine(model, max_batch=2, max_context=64, chunk=8)
-    assert len(engine.generate([text(5)], SamplingParams(max_tokens=3))[0]) == 3
-    model.peers.states[1][3] = 1  # as if it had given up: it sends no more
-    with pytest.raises(
-        PeerError, match=r"rank 0 \(cpu\) waited for rank 1 \(cpu\) at exchange \d+.*restart the process"
-    ):
-        engine.generate([text(5)], SamplingParams(max_tokens=3))
+    want = engine.generate([text(5)], SamplingParams(max_tokens=6))
+    model.peers.states[1][EXPIRED] = 1  # as if it had given up: it sends no more
+    with pytest.raises(PeerError, match=r"rank 0 \(cpu\) waited for rank 1 \(cpu\) at exchange \d+.*: try again"):
+        engine.generate([text(5)], SamplingParams(max_tokens=6))
+    assert engine.generate([text(5)], SamplingParams(max_tokens=6)) == want
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_after_a_step_that_not_all_ranks_ran_the_next_run_is_right(error: type[BaseException], tmp_path: Path) -> None:
+    engine = Engine(hasty(tmp_path), max_batch=2, max_context=64, chunk=8)
+    want = engine.generate([text(9)], SamplingParams(max_tokens=8))
+    runner: Any = engine.runner("decode")
+    second, ran = runner.ranks[1], runner.ranks[1].replay
+
+    def fails(bucket: int | None = None) -> Any:
+        second.replay = ran
+        raise error("between the ranks")
+
+    second.replay = fails
+    with pytest.raises(error, match="between the ranks"):
+        engine.generate([text(9)], SamplingParams(max_tokens=8))
+    assert engine.generate([text(9)], SamplingParams(max_tokens=8)) == want
+
+
+def test_ranks_run_in_the_mode_of_who_calls(both: tuple[Llama, Ranks]) -> None:
+    with torch.inference_mode():
+        engine = Engine(both[1], max_batch=1, max_context=64, chunk=8)
+        assert len(engine.generate([text(5)], SamplingParams(max_tokens=3))[0]) == 3
 
 
 @pytest.mark.parametrize(("variant", "ranks"), [("flash", 2), ("pro", 3)])

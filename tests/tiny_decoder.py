@@ -14,6 +14,7 @@ from onegraph.nn.turboquant import TurboQuantCache
 
 class TinyDecoder(nn.Module):
     page_size = 16
+    peers = None
     dense_attention = CausalAttention()
 
     def __init__(

@@ -118,4 +118,4 @@ def second(
             int8=int8,
             progress=None if progress is None else partial(progress, "loading"),
         )
-    return partial(ModelDrafter, drafting)
+    return partial(ModelDrafter, drafting.beside[0])  # itself

@@ -99,6 +99,8 @@ class LLM:
             raise ValueError(f"draft_tokens: got {draft_tokens} and no draft; say who drafts, e.g. draft='ngram'")
         if draft is not None and gpus > 1:
             raise ValueError(f"draft: got one for {gpus} GPUs; drafting takes a model on one")
+        if gpus > 1 and str(device) not in ("auto", "cuda"):
+            raise ValueError(f"gpus: got {gpus} on the device {device}; allowed is auto or cuda: GPUs from cuda:0 on")
         located = locate(path)
         self.path = located.name
         self.device = pick_device(device)

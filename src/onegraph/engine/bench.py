@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.engine.decoder import Decoder
+from onegraph.engine.decoder import Model
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.engine.record import Row, machine
@@ -195,7 +195,7 @@ def bench_attention(
 
 
 def bench_step(
-    model: Decoder,
+    model: Model,
     *,
     batches: Sequence[int] = (1,),
     context: int = 128,
@@ -263,6 +263,7 @@ def step_us(engine: Engine, batch: int, *, sampling: bool, drafts: int = 0) -> f
             end.record()
             end.synchronize()
             times.append(begin.elapsed_time(end) * 100)
+    engine.check()
     return statistics.median(times)
 
 

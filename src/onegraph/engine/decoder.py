@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from onegraph.nn.peers import Peers
 from onegraph.runtime.graph import split_point
 
 Taps = dict[int, Tensor | None]  # by layer: `Decoder.run` puts the hidden states behind those that are keys here
@@ -29,22 +30,22 @@ class Cache(Protocol):
     def reset(self) -> None: ...
 
 
-class Decoder(Protocol):
-    """A model in stages, one for each device. A pass is `enter`, `run` of each stage in order, `leave`; called, the
-    model makes a whole one.
+class Model(Protocol):
+    """What an engine runs.
 
     Attributes:
-        beside: the ranks that run every step together, each a decoder of its own; of most models itself alone.
+        beside: the ranks that run every step together, each a decoder with its share of every layer; of most models the
+            model itself, alone. peers: what several exchange through, None of one.
         config: with `vocab_size`.
-        dtype: of activations. devices: of each stage; tokens enter on the first, logits come out on the last.
+        dtype: of activations. devices: of each rank's stages.
         max_context: positions that it has tables for. page_size: tokens of a page, unless the caller asks otherwise.
         embed: the module that gives tokens their vectors.
-        dense_attention: attends over whole sequences without a cache; None where a model attends only through the
-            state that it keeps.
     """
 
     @property
     def beside(self) -> Sequence["Decoder"]: ...
+    @property
+    def peers(self) -> Peers | None: ...
     @property
     def config(self) -> Any: ...
     @property
@@ -57,9 +58,20 @@ class Decoder(Protocol):
     def page_size(self) -> int: ...
     @property
     def embed(self) -> nn.Module: ...
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]: ...  # the weights, as of a Module
+
+
+class Decoder(Model, Protocol):
+    """A model in stages, one for each device; tokens enter on the first, logits come out on the last. A pass is
+    `enter`, `run` of each stage in order, `leave`; called, the model makes a whole one.
+
+    Attributes:
+        dense_attention: attends over whole sequences without a cache; None where a model attends only through the
+            state that it keeps.
+    """
+
     @property
     def dense_attention(self) -> Any: ...
-    def named_buffers(self) -> Iterator[tuple[str, Tensor]]: ...  # the weights, as of a Module
 
     def __call__(self, tokens: Tensor, cache: Any) -> Tensor: ...  # int64 [B, Q] -> hidden [B, Q, D]
 

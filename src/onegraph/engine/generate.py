@@ -10,13 +10,13 @@ from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, closing
 from functools import partial
 from time import perf_counter
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from onegraph.engine.choice import Choice, ChoiceState, Constrain
-from onegraph.engine.decoder import Cache, Decoder
+from onegraph.engine.decoder import Cache, Model
 from onegraph.engine.draft import MOST, MakeDrafter
 from onegraph.engine.inputs import block_table, host_rows
 from onegraph.engine.pages import PageAllocator
@@ -26,6 +26,7 @@ from onegraph.engine.sequence import Sequence, make_sequences
 from onegraph.engine.speculate import DraftTokens, Speculation
 from onegraph.engine.steps import Steps
 from onegraph.formats.turboquant import TurboQuantConfig, parse_kv
+from onegraph.nn.peers import PeerError
 from onegraph.runtime.beside import Beside
 from onegraph.runtime.graph import GraphPool
 from onegraph.runtime.pipeline import Pipeline, check_links, running
@@ -45,7 +46,7 @@ class Engine:
     the same bits; the first one's are read.
 
     Args:
-        model: see `Decoder`.
+        model: see `Model`.
         max_batch: sequences that decode at once; further prompts wait for a free row.
         max_context: tokens of a sequence, prompt and continuation (default: the model's, at most 4096).
         page_size: tokens in a page of the cache (default: the model's `page_size`).
@@ -68,7 +69,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         *,
         max_batch: int = 8,
         max_context: int | None = None,
@@ -127,7 +128,7 @@ class Engine:
         whole = all(len(rank.devices) == 1 for rank in model.beside)
         self._trims = not captured and whole and self.devices[0].type == "cpu"
         self._busy = False
-        self.soiled = False  # a NaN may lie in the cache: the next Scheduler clears it
+        self.soiled = False  # a NaN may lie in the cache, or ranks have parted: the next Scheduler clears it
         self.stats = Stats(mode=self.mode)
 
     def generate(
@@ -221,15 +222,38 @@ class Engine:
         pools = self._pools or [[]] * len(self._beside)
         if len(self._beside) == 1:
             return dict(self._steps.build(decoding, choice, pools[0]))
-        peers: Any = self.model
+        peers = self.model.peers
+        assert peers is not None
         self._wait()
         peers.arm(False)
         try:
             built = [steps.build(decoding, choice, own) for steps, own in zip(self._beside, pools, strict=True)]
+            if self.devices[0].type == "cuda":
+                self._upload([pipeline for rank in built for pipeline in rank.values()])
             self._wait()
         finally:
             peers.arm(True)
-        return {count: Beside([rank[count] for rank in built]) for count in built[0]}
+        return {count: Beside([rank[count] for rank in built], self._soil) for count in built[0]}
+
+    def _upload(self, built: Seq[Pipeline]) -> None:
+        """Run every graph once on its padding, whose rows stand still: a first launch may wait for the whole GPU, which
+        it must not while a peer spins."""
+        with self.running():
+            for pipeline in built:
+                for bucket in pipeline.stages[0].buckets or (None,):
+                    pipeline.replay(bucket)
+
+    def _soil(self) -> None:
+        self.soiled = True
+
+    def check(self) -> None:
+        """Raises PeerError where a rank waited for another in vain since the last run began. It asks no device."""
+        if self.model.peers is not None:
+            try:
+                self.model.peers.check()
+            except PeerError:
+                self._soil()
+                raise
 
     @property
     def _steps(self) -> Steps:
@@ -274,7 +298,9 @@ class Engine:
         return self._speculation is not None and self._speculation.drafter.ahead
 
     def clear(self) -> None:
-        """Forget all texts, after a NaN."""
+        """Forget all texts, after a NaN, or where ranks parted."""
+        if self.model.peers is not None:
+            self.model.peers.reset()
         for steps in self._beside:
             steps.cache.reset()
         if self._speculation is not None:
@@ -417,10 +443,8 @@ class Engine:
         return lambda: self._met(fetched()).view(report.shape), told
 
     def _met(self, told: Tensor) -> Tensor:
-        """What a step told the host, if no rank waited in vain. Raises PeerError, see `nn.peers.Peers.check`."""
-        if len(self._beside) > 1:
-            peers: Any = self.model
-            peers.check()
+        """What a step told the host, if no rank waited in vain."""
+        self.check()
         return told
 
     def choice_state(self) -> ChoiceState:

@@ -106,7 +106,7 @@ class Scheduler:
         self.running.clear()
         self.waiting.clear()
         # Nobody will learn whether what is under way gives NaN. Cleared when next used: a device may have failed.
-        self.engine.soiled = bool(self._poisoned or self._under_way or self._chunks)
+        self.engine.soiled |= bool(self._poisoned or self._under_way or self._chunks)
         self._under_way.clear()
         self._chunks.clear()
         self.engine.release()

@@ -121,6 +121,8 @@ def soak(
     Raises ValueError where the file is of another soak, FloatingPointError where the model gives NaN.
     """
     engine, other = make(True), make(False)
+    if len(engine.model.beside) > 1:
+        raise ValueError("soak: got a model on several ranks; it looks into the state of one")
     room = engine.max_context - prompt
     if room < 2 or steps < 1 or batch < 1:
         raise ValueError(
@@ -313,7 +315,7 @@ def _from_nothing(engine: Engine, tokens: list[int], chunk: int, single: int = 0
 
 def _logits(engine: Engine, tokens: list[int], position: int, pages: Tensor, slot: int) -> Tensor:
     """An eager pass over tokens that stand from `position` on, in these pages and this slot: the last logits [V]."""
-    model = engine.model
+    (model,) = engine.model.beside
     ids = torch.tensor([tokens])
     rows = {
         "block_table": pages.view(1, -1),

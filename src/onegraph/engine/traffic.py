@@ -15,7 +15,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from onegraph.engine.decoder import Decoder
+from onegraph.engine.decoder import Model
 from onegraph.engine.generate import Engine
 from onegraph.engine.inputs import block_table
 from onegraph.engine.params import SamplingParams
@@ -103,7 +103,7 @@ def soak_traffic(
     return _judged(rounds, *allowed(one))
 
 
-def crowded(model: Decoder, rows: int, context: int, kv: str, tested: bool) -> dict[str, Any]:
+def crowded(model: Model, rows: int, context: int, kv: str, tested: bool) -> dict[str, Any]:
     """What an `Engine` of a soak is made with: a cache of this kind, under test of half the pages that its rows may
     fill and enough for one of them."""
     per_row = -(-context // model.page_size)

@@ -83,6 +83,7 @@ class DeepseekV4(nn.Module):
     """
 
     dense_attention = None
+    peers = None  # see `engine.decoder.Decoder`
 
     def __init__(
         self,

@@ -46,6 +46,7 @@ class Llama(nn.Module):
 
     norm: Tensor
     page_size = 16
+    peers = None  # see `engine.decoder.Decoder`
     dense_attention = CausalAttention()
 
     def __init__(

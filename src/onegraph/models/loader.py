@@ -141,6 +141,8 @@ class Loader:
         try:
             yield
             self._settle()
+            if self._told is not None:
+                self._told(self._told.total)  # where parts are asked for, some is nobody's
         finally:
             self._reading, self._told = False, None
             self._claims.clear()
@@ -339,6 +341,8 @@ class _Reader:
         if part == WHOLE:
             return self.loader._whole(name, self.device, dtype)
         value = field.cut(self.loader.checkpoint.unrounded(self.loader.stored.get(name, name)), part)
+        if self.loader._told is not None:
+            self.loader._told(value.nbytes)
         return self.loader._stream(self.device)(value, dtype, name)
 
     def require(self, ok: Tensor, message: Callable[[], str]) -> None:

@@ -33,11 +33,9 @@ class Ranks:
 
     def __init__(self, beside: Sequence[Any], peers: Peers) -> None:
         self.beside, self.peers = list(beside), peers
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self.beside[0], name)  # what is the same on all ranks
+        first = self.beside[0]  # what is the same on all ranks
+        self.config, self.dtype, self.embed = first.config, first.dtype, first.embed
+        self.max_context, self.page_size = first.max_context, first.page_size
 
     @classmethod
     def load(
@@ -63,20 +61,10 @@ class Ranks:
         ]
         return cls(beside, peers)
 
-    def arm(self, on: bool) -> None:
-        """See `nn.peers.Peers.arm`."""
-        self.peers.arm(on)
-
-    def check(self) -> None:
-        """See `nn.peers.Peers.check`."""
-        self.peers.check()
-
     @property
     def devices(self) -> list[torch.device]:
         """Of each rank."""
-        return [rank.device for rank in self.beside]
-
-    dense_attention = None  # all ranks at once, through an engine, or not at all
+        return [device for rank in self.beside for device in rank.devices]
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """All ranks' weights."""

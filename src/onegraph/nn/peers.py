@@ -8,7 +8,18 @@ import torch
 from torch import Tensor
 
 from onegraph.ops.exchange import all_gather, all_reduce
-from onegraph.ops.ranks import ALARM, ARMED, MAX_RANKS, RAISED, RECORDS, new_state, part_of
+from onegraph.ops.ranks import (
+    ALARM,
+    ARMED,
+    EXPIRED,
+    MAX_RANKS,
+    RAISED,
+    RECORDS,
+    ROUND,
+    TICKET,
+    new_state,
+    part_of,
+)
 
 PATIENCE = 5.0  # seconds that a rank waits for another: the host launches all of them within some milliseconds
 
@@ -55,8 +66,7 @@ class Peers:
                     )
                 else:
                     a[:1, :1, :1].copy_(b[:1, :1, :1])
-        for device in self.devices:
-            torch.cuda.synchronize(device)
+        self._wait()
 
     def rank(self, index: int) -> Peer:
         """What the layers of a rank exchange through."""
@@ -66,6 +76,22 @@ class Peers:
         """From now on ranks exchange; with False each runs alone. Nothing may be under way."""
         for state in self.states:
             state[ARMED] = int(on)
+        self._wait()
+
+    def reset(self) -> None:
+        """Begin anew, on all ranks at once: after a rank waited in vain, or was launched without the others. Waits for
+        what is under way, which ends by itself."""
+        self._wait()
+        for inbox, state in zip(self.inboxes, self.states, strict=True):
+            inbox.zero_()
+            state[ROUND], state[TICKET], state[EXPIRED] = 1, 0, 0
+        self.alarm.zero_()
+        self._wait()
+
+    def _wait(self) -> None:
+        for device in self.devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
 
     def check(self) -> None:
         """Raises PeerError where a rank waited in vain. It asks no device."""
@@ -79,8 +105,9 @@ class Peers:
             if missing
         ]
         raise PeerError(
-            f"{'; '.join(waits)}: the other GPU stopped or the host launched nothing on it; what the sequences had "
-            "computed is lost: restart the process"
+            f"{'; '.join(waits)}: the other GPU stopped, or the host launched nothing on it meanwhile (a debugger, "
+            "CUDA_LAUNCH_BLOCKING); what the sequences had computed is lost: try again, and restart the process if it "
+            "happens again"
         )
 
 
@@ -99,7 +126,7 @@ class Peer:
     def all_reduce(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         """The sum of all ranks' x [..., D], plus `add`, which is the same on all of them."""
         rows, others = x.flatten(0, -2), None if add is None else add.flatten(0, -2)
-        most = max(1, self._room * 4 // (rows.shape[1] * x.element_size()))
+        most = _most(len(rows), self._room * 4 // (rows.shape[1] * x.element_size()))
         if len(rows) <= most:
             return all_reduce(x, add, *self._group)
         parts = [
@@ -111,7 +138,13 @@ class Peer:
     def all_gather(self, x: Tensor, width: int, unit: int = 1) -> Tensor:
         """The ranks' parts float32 [..., part] side by side, [..., width]; parts are in whole units (`part_of`)."""
         rows = x.flatten(0, -2)
-        most = max(1, self._room // part_of(width, unit, self.count, 0)[1])
+        most = _most(len(rows), self._room // part_of(width, unit, self.count, 0)[1])
         parts = [all_gather(part, width, unit, *self._group) for part in rows.split(most)]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out.view(*x.shape[:-1], width)
+
+
+def _most(rows: int, room: int) -> int:
+    """Rows of a part, where at most `room` go at once: parts as equal as they can be."""
+    count = -(-rows // max(1, room))
+    return -(-rows // max(1, count))

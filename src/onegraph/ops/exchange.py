@@ -136,6 +136,12 @@ def _check_gather(
 ) -> None:
     _check_group("all_gather", 0, inboxes, state, alarm, rank)
     first, last = part_of(width, unit, len(inboxes), rank)
+    start, end = part_of(width, unit, len(inboxes), len(inboxes) - 1)
+    if start == end:  # who sends nothing is not waited for, and what it has not read yet would be written over
+        raise ValueError(
+            f"all_gather: {width} in units of {unit} leave nothing for the last of {len(inboxes)} ranks; take a "
+            "smaller unit"
+        )
     if x.dtype != torch.float32 or x.dim() != 2 or x.shape[1] != last - first or not x.is_contiguous():
         raise ValueError(
             f"all_gather: x is {x.dtype} {tuple(x.shape)}; rank {rank} must give contiguous float32 [rows, "
