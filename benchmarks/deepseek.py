@@ -126,7 +126,7 @@ class Decode:
     def __init__(self, engine: Engine, batch: int, context: int) -> None:
         with mock.patch.object(engine_steps, "batch_sizes", lambda largest: [largest]):  # no other is timed
             self.engine, self.pipeline = engine, engine.runner("decode")
-        for rank in engine._beside:
+        for rank in engine._together.steps:
             for tensor in rank.cache.tensors():
                 tensor.normal_()
         per_row = engine._cache.parts[0].block_table.shape[1]

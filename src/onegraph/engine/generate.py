@@ -25,15 +25,14 @@ from onegraph.engine.schedule import Scheduler
 from onegraph.engine.sequence import Sequence, make_sequences
 from onegraph.engine.speculate import DraftTokens, Speculation
 from onegraph.engine.steps import Steps
+from onegraph.engine.together import Runners, Together
 from onegraph.formats.turboquant import TurboQuantConfig, parse_kv
-from onegraph.nn.peers import PeerError
 from onegraph.runtime.beside import Beside
 from onegraph.runtime.graph import GraphPool
-from onegraph.runtime.pipeline import Pipeline, check_links, running
+from onegraph.runtime.pipeline import Pipeline, check_links
 from onegraph.runtime.transfer import Download
 
 Tokens = list[tuple[int, int]]  # (prompt's number, token), of a step
-Runners = dict[int, Pipeline | Beside]  # of a step, by count of drafts
 Report = tuple[Callable[[], Tensor], Callable[[], Tensor] | None]  # what waits for a step's tokens, log-probabilities
 
 
@@ -103,21 +102,22 @@ class Engine:
         self.max_batch, self.chunk = max_batch, chunk
         captured = self.devices[0].type == "cuda" if capture is None else bool(capture)
         self.mode = "split" if capture == "split" else "captured" if captured else "eager"
-        self._pools = [[GraphPool(device) for device in rank.devices] for rank in model.beside] if captured else []
+        pools = [[GraphPool(device) for device in rank.devices] for rank in model.beside] if captured else []
         self.ahead = 1 if captured else 0  # steps launched before the tokens of one are read
 
         self._per_row = -(-self.max_context // page_size)
         total = 1 + max_batch * self._per_row if pages is None else pages
         kv = parse_kv(kv) if isinstance(kv, str) else kv
         self._speculation = self._drafted_by(draft, draft_tokens, total, page_size, kv)
-        self._beside: list[Steps] = []  # of each rank
+        ranks = []
         for rank in model.beside:
             cache = rank.new_cache(
                 rows=max_batch, pages=total, page_size=page_size, pages_per_row=self._per_row, kv=kv,
                 spare=0 if draft is None else MOST,
             )  # fmt: skip
             sizes = {"rows": max_batch, "per_row": self._per_row, "chunk": chunk}
-            self._beside.append(Steps(rank, cache, self._speculation, **sizes, split=self.mode == "split"))
+            ranks.append(Steps(rank, cache, self._speculation, **sizes, split=self.mode == "split"))
+        self._together = Together(ranks, pools, model.peers, self._soil)
         self._allocator = PageAllocator(total, page_size)
         self._slots = list(range(max_batch, 0, -1))  # of state that does not grow; slot 0 belongs to nobody
         self._runners: dict[tuple[str, Choice], Runners] = {}  # of a step, by count of drafts
@@ -193,7 +193,7 @@ class Engine:
 
     def running(self) -> AbstractContextManager[None]:
         """The devices' streams; wrap a loop over a step's `replay` in it once."""
-        return running([pool for pools in self._pools for pool in pools])
+        return self._together.running()
 
     def runner(
         self,
@@ -211,54 +211,23 @@ class Engine:
             started = perf_counter()
             if shaping or logprobs:
                 self.choice_states()
-            self._runners[kind, choice] = self._build(kind == "decode", choice)
+            self._runners[kind, choice] = self._together.build(kind == "decode", choice)
             self.stats.build_seconds += perf_counter() - started
         return self._runners[kind, choice][drafts]
 
     # The host's part.
 
-    def _build(self, decoding: bool, choice: Choice) -> Runners:
-        """Ranks are warmed up and captured one by one, each alone: nothing else may be under way."""
-        pools = self._pools or [[]] * len(self._beside)
-        if len(self._beside) == 1:
-            return dict(self._steps.build(decoding, choice, pools[0]))
-        peers = self.model.peers
-        assert peers is not None
-        self._wait()
-        peers.arm(False)
-        try:
-            built = [steps.build(decoding, choice, own) for steps, own in zip(self._beside, pools, strict=True)]
-            if self.devices[0].type == "cuda":
-                self._upload([pipeline for rank in built for pipeline in rank.values()])
-            self._wait()
-        finally:
-            peers.arm(True)
-        return {count: Beside([rank[count] for rank in built], self._soil) for count in built[0]}
-
-    def _upload(self, built: Seq[Pipeline]) -> None:
-        """Run every graph once on its padding, whose rows stand still: a first launch may wait for the whole GPU, which
-        it must not while a peer spins."""
-        with self.running():
-            for pipeline in built:
-                for bucket in pipeline.stages[0].buckets or (None,):
-                    pipeline.replay(bucket)
+    def check(self) -> None:
+        """Raises PeerError where a rank waited for another in vain since the last run began. It asks no device."""
+        self._together.check()
 
     def _soil(self) -> None:
         self.soiled = True
 
-    def check(self) -> None:
-        """Raises PeerError where a rank waited for another in vain since the last run began. It asks no device."""
-        if self.model.peers is not None:
-            try:
-                self.model.peers.check()
-            except PeerError:
-                self._soil()
-                raise
-
     @property
     def _steps(self) -> Steps:
         """The first rank's."""
-        return self._beside[0]
+        return self._together.first
 
     @property
     def _cache(self) -> Cache:
@@ -299,10 +268,7 @@ class Engine:
 
     def clear(self) -> None:
         """Forget all texts, after a NaN, or where ranks parted."""
-        if self.model.peers is not None:
-            self.model.peers.reset()
-        for steps in self._beside:
-            steps.cache.reset()
+        self._together.reset()
         if self._speculation is not None:
             self._speculation.reset()
 
@@ -418,13 +384,8 @@ class Engine:
         self._trim(1, 1)
         for count in self._speculation.counts:
             run = partial(self.runner("decode", **choice._asdict(), drafts=count).replay, bucket)
-            self._speculation.measure(at, count, run, self._wait)
+            self._speculation.measure(at, count, run, self._together.wait)
         self.stats.build_seconds += perf_counter() - started
-
-    def _wait(self) -> None:
-        for device in self.devices:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
 
     def _constrain(self, rows: list[Sequence]) -> None:
         """Upload what may follow in rows that are constrained; their last tokens must have been taken."""
@@ -440,12 +401,13 @@ class Engine:
             like = torch.zeros(self.max_batch * said, dtype=torch.int64, device=report.device)
             self._downloads[kind, said] = Download(like, depth=self.ahead + 1)
         fetched = self._downloads[kind, said].start(report.flatten())
-        return lambda: self._met(fetched()).view(report.shape), told
 
-    def _met(self, told: Tensor) -> Tensor:
-        """What a step told the host, if no rank waited in vain."""
-        self.check()
-        return told
+        def read() -> Tensor:
+            found = fetched()
+            self.check()
+            return found.view(report.shape)
+
+        return read, told
 
     def choice_state(self) -> ChoiceState:
         """The first rank's."""
@@ -453,13 +415,10 @@ class Engine:
 
     def choice_states(self) -> list[ChoiceState]:
         """Of each rank, made when first asked for."""
-        found = []
-        for steps in self._beside:
-            if steps.choices is None:
-                slots, vocabulary, device = self.max_batch + 1, self.model.config.vocab_size, steps.model.devices[-1]
-                steps.choices = ChoiceState(slots, self.max_batch, vocabulary, device, depth=self.ahead + 1)
-            found.append(steps.choices)
-        return found
+        slots, vocabulary = self.max_batch + 1, self.model.config.vocab_size
+        return self._together.choices(
+            lambda device: ChoiceState(slots, self.max_batch, vocabulary, device, depth=self.ahead + 1)
+        )
 
     def _trim(self, length: int, reach: int) -> None:
         """Before an eager step on a CPU: the tokens of the chunk and the pages of the longest row.
@@ -468,5 +427,5 @@ class Engine:
         and an eager step would then draw other tokens at near-ties than the captured one that it is compared with. Nor
         between stages, which hand on whole buffers.
         """
-        for steps in self._beside if self._trims else ():
-            steps.length, steps.width = length, self._allocator.needed(reach)
+        if self._trims:
+            self._together.trim(length, self._allocator.needed(reach))
