@@ -155,7 +155,7 @@ def test_the_table(llama: Path, tmp_path: Path) -> None:
         "embedding", "attention qkv", "attention out", "mlp gate up", "mlp down", "lm_head", "all",
     ]  # fmt: skip
     for words, says in (
-        (["--kv", "turboquant:4"], "neither --kv nor --needle"),
+        (["--kv", "turboquant:4"], "it takes no --kv, --needle or --generation"),
         (["--reference", model], "same weights in every component"),
     ):
         status, _, errors = invoke(["eval", model, "--ab", *more, *words])

@@ -37,11 +37,12 @@ def clone(args: Any, change: Callable[[Tensor], Tensor] = Tensor.clone) -> Any:
 
 
 def mutated(op: Op, args: tuple[Any, ...]) -> list[Tensor]:
-    """The arguments that the schema says are written."""
+    """The arguments that the schema says are written; of a list each."""
     return [
-        a
+        tensor
         for a, s in zip(args, op.overload._schema.arguments, strict=True)
         if a is not None and s.alias_info and s.alias_info.is_write
+        for tensor in _tensors(a)
     ]
 
 

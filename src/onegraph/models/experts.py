@@ -76,16 +76,18 @@ def read_stacks(
     if all(biased):
         first, second = (loader.float32(f"{name}_bias", device) for name in kinds)
         biases = _gate_first(first, 1) if interleaved else first, second
-    size = loader.parts.stacks[down].k
-    rows = [Part(rows=span) for span in share.pieces(size, size)]
-    if biases is not None and not share.whole:
+    rows, columns = list[Part](), list[Part]()
+    if not share.whole:
+        size = loader.parts.stacks[down].k
+        rows = [Part(rows=span) for span in share.pieces(size, size)]
+        columns = [Part(columns=share.span(size))]
+    if biases is not None and rows:
         first, second = biases
         first = torch.cat([first[:, slice(*part.rows)] for part in rows if part.rows is not None], dim=1)
         biases = first, second if share.rank == 0 else torch.zeros_like(second)  # which is added once
-    columns = [Part(columns=share.span(size))]
     both = (
-        _fused(loader, gate_up, device, interleaved, transposed, [] if share.whole else rows),
-        _fused(loader, down, device, False, transposed, [] if share.whole else columns),
+        _fused(loader, gate_up, device, interleaved, transposed, rows),
+        _fused(loader, down, device, False, transposed, columns),
     )
     return Experts(*both, gate, biases)
 

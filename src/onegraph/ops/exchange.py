@@ -183,7 +183,7 @@ all_reduce = register(
         kernel="onegraph.ops.cuda.exchange:all_reduce",
         check=_check_reduce,
         cases=(_reduce_case(1, 64, False), _reduce_case(5, 34, True)),
-        tolerance=_EXACT,
+        tolerance={torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3},
         bytes_moved=lambda x, add, inboxes, *rest: (2 + 4 * (len(inboxes) - 1)) * nbytes(x) + nbytes(add),
         flops=lambda x, add, inboxes, *rest: len(inboxes) * x.numel(),
     )
