@@ -184,7 +184,7 @@ def test_what_is_wrong_is_named(llm: LLM, call: Any, says: str) -> None:
     ("options", "says"),
     [
         ({"gpus": 0}, "gpus: got 0"),
-        ({"gpus": 64}, "gpus is 64; torch sees"),
+        ({"gpus": 64}, "gpus: got 64 on the device cpu; allowed is auto or cuda"),
         ({"split": "layer"}, "split: layers are placed for DeepSeek-V4 alone; this model is 'llama'"),
         ({"split": "row"}, "split: got 'row'; allowed are 'tensor', 'layer'"),
         ({"kv": "fp8"}, "kv fp8 is a way to keep keys for DeepSeek-V4"),

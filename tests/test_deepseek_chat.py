@@ -64,7 +64,7 @@ def test_generate_from_a_checkpoint(tmp_path, capsys, monkeypatch):
     assert json.loads(capsys.readouterr().out)["kv"] == "fp8"
     assert [cache.windows[0].dtype for cache in caches] == [torch.uint8]
     assert main([*command, "--gpus", "8"]) == 2
-    assert "--gpus is 8; torch sees" in capsys.readouterr().err
+    assert "gpus: got 8 on the device cpu; allowed is auto or cuda" in capsys.readouterr().err
     assert main([*command, "--kv", "turboquant:4"]) == 2
     assert "a cache of its own kind" in capsys.readouterr().err
     assert main(["generate", str(tmp_path / "other"), "--prompt", "Hi", "--device", "cpu", "--kv", "fp8"]) == 2
