@@ -19,6 +19,7 @@ from onegraph.models.deepseek_v4_dspark import DSparkDraft
 from onegraph.models.deepseek_v4_mtp import DeepseekDraft
 from onegraph.models.eagle import EagleHead
 from onegraph.models.llama import Llama
+from onegraph.models.loader import Held
 from onegraph.models.load import load_decoder, parse_config
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def drafter(
     model: Model,
     path: str | PathLike[str],
     *,
-    int8: bool,
+    held: Held | None,
     max_context: int,
     progress: Progress | None = None,
 ) -> MakeDrafter:
@@ -49,7 +50,7 @@ def drafter(
         return own_layers(model, path)
     if name.startswith(EAGLE):
         return eagle(name, model)
-    return second(name, tokenizer, model, int8=int8, max_context=max_context, progress=progress)
+    return second(name, tokenizer, model, held=held, max_context=max_context, progress=progress)
 
 
 def own_layers(model: Model, path: str | PathLike[str]) -> MakeDrafter:
@@ -88,7 +89,7 @@ def _told() -> Iterator[None]:
 
 
 def second(
-    name: str, tokenizer: Tokenizer, model: Model, *, int8: bool, max_context: int, progress: Progress | None
+    name: str, tokenizer: Tokenizer, model: Model, *, held: Held | None, max_context: int, progress: Progress | None
 ) -> MakeDrafter:
     """Another, smaller model of the same tokens."""
     vocabulary = model.config.vocab_size
@@ -115,7 +116,7 @@ def second(
             model.devices[0],
             model.dtype,
             max_context=max_context,
-            int8=int8,
+            held=held,
             progress=None if progress is None else partial(progress, "loading"),
         )
     return partial(ModelDrafter, drafting.beside[0])  # itself

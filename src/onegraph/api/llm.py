@@ -27,7 +27,7 @@ from onegraph.engine.speculate import DraftTokens, check_draft_tokens
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import parse_kv
 from onegraph.models.config import LlamaConfig
-from onegraph.models.load import Split, load_decoder, parse_config
+from onegraph.models.load import Split, load_decoder, narrow, parse_config
 from onegraph.models.ranks import Ranks
 
 MAX_CONTEXT = 4096  # unless the caller asks for more
@@ -107,8 +107,10 @@ class LLM:
         setting = None if kv == "fp8" else parse_kv(kv)
         with Checkpoint.open(located.path) as checkpoint:
             config = parse_config(checkpoint.config)
-            self.dtype, int8 = pick_precision(dtype, self.device, int8=isinstance(config, LlamaConfig))
-            self.weights = "int8" if int8 else str(self.dtype).removeprefix("torch.")
+            self.dtype, held = pick_precision(
+                dtype, self.device, holds=isinstance(config, LlamaConfig), narrow=partial(narrow, checkpoint)
+            )
+            self.weights = held or str(self.dtype).removeprefix("torch.")
             if max_context is None:
                 max_context = min(config.max_positions, MAX_CONTEXT)
             self.tokenizer = Tokenizer(checkpoint) if tokenizer is None else tokenizer
@@ -120,7 +122,7 @@ class LLM:
                 gpus=gpus if gpus > 1 else None,
                 split=split,
                 fp8_kv=kv == "fp8",
-                int8=int8,
+                held=held,
                 progress=None if progress is None else partial(progress, "loading"),
             )
         if cache_tokens is not None and cache_tokens < max_context:
@@ -131,7 +133,7 @@ class LLM:
         drafting = None
         if draft is not None and not isinstance(model, Ranks):  # several GPUs take no drafts, see above
             drafting = drafter(
-                str(draft), self.tokenizer, model, located.path, int8=int8, max_context=max_context, progress=progress
+                str(draft), self.tokenizer, model, located.path, held=held, max_context=max_context, progress=progress
             )
         pages = None if cache_tokens is None else 1 + -(-cache_tokens // model.page_size)
         self._engine: Engine | None = Engine(
