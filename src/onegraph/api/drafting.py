@@ -19,8 +19,8 @@ from onegraph.models.deepseek_v4_dspark import DSparkDraft
 from onegraph.models.deepseek_v4_mtp import DeepseekDraft
 from onegraph.models.eagle import EagleHead
 from onegraph.models.llama import Llama
-from onegraph.models.loader import Held
 from onegraph.models.load import load_decoder, parse_config
+from onegraph.models.loader import Held
 
 if TYPE_CHECKING:
     from onegraph.api import Progress

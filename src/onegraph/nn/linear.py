@@ -103,8 +103,8 @@ class Linear(Weight):
         return Linear(INT8, INT8.encode(weight), self.bias)
 
     def float16(self) -> "Linear":
-        """The layer dense in float16, activations and sums float32: for CPUs whose torch has that (`ops.cpu.packed`). In
-        float32 where float16 does not hold the weight: it is too large for it, or too small."""
+        """The layer dense in float16, activations and sums float32: for CPUs whose torch has that (`ops.cpu.packed`).
+        In float32 where float16 does not hold the weight: it is too large for it, or too small."""
         whole = self.dense()
         weight = whole.tensors["weight"]
         return PackedLinear(weight, whole.bias) if packed.holds(weight) else whole

@@ -5,7 +5,7 @@ is left but the weight's own: sums are float32. An output depends on its row alo
 and the number of threads are.
 """
 
-from typing import Any, NewType
+from typing import NewType
 
 import torch
 from torch import Tensor

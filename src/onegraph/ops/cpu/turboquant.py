@@ -8,9 +8,8 @@ from torch import Tensor
 
 from onegraph.formats.turboquant import DRAFTS
 from onegraph.formats.turboquant_layout import Coded, TurboQuantLayout, pack_tokens, unpack_pages
-from onegraph.ops.attention import turned
 from onegraph.ops.calls import TurboQuantDecode
-from onegraph.ops.cpu.attention import attended
+from onegraph.ops.cpu.attention import attended, turned
 from onegraph.ops.turboquant import dequantize, layout_in, quantize
 from onegraph.ops.turboquant_attention import eight_bit_levels
 
@@ -30,9 +29,8 @@ def turboquant_decode(call: TurboQuantDecode) -> Tensor:
     out = torch.zeros(batch, heads, dim)
     if not real:
         return out.to(dtype).unsqueeze(1)
-    both, brought, _ = turned(call, heads, kv_heads, dim)
-    whole = torch.cat((both.to(dtype).float(), brought.float()), dim=2)
-    rotated = ((whole @ call.turn.float()) * dim**-0.5).squeeze(1)
+    whole = torch.cat([vectors.to(dtype).float() for vectors in turned(call, positions, heads, kv_heads, dim)], dim=1)
+    rotated = (whole @ call.turn.float()).mul_(dim**-0.5)
     kept = rotated[:, heads:].to(dtype)
     bytes_of = _coded(call, layout, rotated[:, heads:])
     queries = rotated[:, :heads].to(dtype).float()
