@@ -55,10 +55,10 @@ def _rows(table: Tensor, rows: list[int]) -> Tensor:
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`ops.attention.rotate_half` in fewer calls."""
+    """`ops.attention.rotate_half`, bit for bit."""
     half = cos.shape[-1]
     first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
-    turned = torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)
+    turned = (first * cos).sub_(second * sin), (second * cos).add_(first * sin)
     return torch.cat((*turned, rest) if rest.shape[-1] else turned, dim=-1)
 
 
