@@ -6,10 +6,12 @@ from torch import Tensor
 
 from onegraph.formats import turboquant as formats
 from onegraph.formats.turboquant_layout import BLOCK, Coded, TurboQuantLayout, pack_pages, pack_tokens
+from onegraph.ops.cpu import sampling as cpu_sampling
 from onegraph.ops.cpu import turboquant as cpu
 from onegraph.ops.cpu.norm import rms_norm as cpu_norm
 from onegraph.ops.norm import rms_norm
 from onegraph.ops.registry import seen_before
+from onegraph.ops.sampling import sample_sorted
 from onegraph.ops.turboquant import dequantize, quantize
 from onegraph.ops.turboquant_attention import eight_bit_levels
 
@@ -72,6 +74,31 @@ def test_pages_are_read_as_they_are_written(bits: tuple[int, int], page_size: in
     for far, coded, codebook in zip(found, both, books, strict=True):
         want = dequantize(coded, eight_bit_levels(codebook)).transpose(0, 1).flatten(1, 2)
         assert torch.equal(far.levels * far.norms.unsqueeze(-1), want)
+
+
+@pytest.mark.parametrize("spread", [0.3, 3.0, 12.0], ids=["flat", "usual", "sharp"])
+@pytest.mark.parametrize("rounded", [False, True])
+def test_a_draw_is_the_references(spread: float, rounded: bool) -> None:
+    """Whatever is kept: all, the few that are sorted, more of them, ties on the border, what a mask leaves over."""
+    rows = [(t, k, p) for t in (0.0, 0.7, 1.5) for k in (0, 1, 40, 3000) for p in (0.05, 0.9, 0.999, 1.0)]
+    logits = spread * randn(len(rows), 5000, seed=4)
+    logits = logits.round() if rounded else logits
+    logits[1::3, 300:] = -torch.inf
+    heat, most, mass = (torch.tensor(column) for column in zip(*rows, strict=True))
+    seed = torch.arange(len(rows)) * 977
+    given = logits, heat, most.int(), mass, seed, seed.int() // 7
+    assert torch.equal(cpu_sampling.sample(*given), sample_sorted(*given))
+    one = tuple(tensor[7:8] for tensor in given)
+    assert torch.equal(cpu_sampling.sample(*one), sample_sorted(*given)[7:8])
+
+
+@pytest.mark.parametrize("damage", [torch.nan, torch.inf])
+def test_a_broken_row_draws_its_broken_token(damage: float) -> None:
+    logits = randn(2, 300)
+    logits[1, 77] = damage
+    ones = torch.ones(2)
+    drawn = cpu_sampling.sample(logits, ones, ones.int(), ones, ones.long(), ones.int())
+    assert drawn[1] == 77
 
 
 def test_a_step_seen_before_runs_the_same_unchecked() -> None:

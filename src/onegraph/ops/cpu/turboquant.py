@@ -32,7 +32,7 @@ class Book(NamedTuple):
 
 
 class Far(NamedTuple):
-    """Keys or values from codes: levels [kv_heads, tokens, D], each vector times its norm [kv_heads, tokens]; float32."""
+    """Keys or values from codes, float32: levels [kv_heads, tokens, D], and norms [kv_heads, tokens] to multiply by."""
 
     levels: Tensor
     norms: Tensor
