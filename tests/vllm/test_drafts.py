@@ -144,11 +144,12 @@ def test_what_is_declared() -> None:
 
     support = TurboQuantBuilder.get_cudagraph_support(config(), SimpleNamespace())
     assert support == AttentionCGSupport.UNIFORM_BATCH
-    for mode in ("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"):
+    both, decode = "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"
+    for mode, want in ((both, both), (decode, decode), ("FULL", both)):
         compilation = CompilationConfig(mode=CompilationMode.VLLM_COMPILE, cudagraph_mode=mode)
         compilation.set_splitting_ops_for_v1("none")
-        kept = compilation.resolve_cudagraph_mode_and_sizes(support, "CUSTOM", 1 + K, use_v2_model_runner=True)
-        assert kept == CUDAGraphMode[mode]
+        taken = compilation.resolve_cudagraph_mode_and_sizes(support, "CUSTOM", 1 + K, use_v2_model_runner=True)
+        assert taken == CUDAGraphMode[want]
     assert not TurboQuantBackend.supports_device_cpu_query_lens_mismatch()
     assert TurboQuantBuilder.get_varlen_cudagraph_max_query_len(config(), SimpleNamespace()) is None
     layer = Layer(1, rope=False)
