@@ -21,6 +21,8 @@ from test_kv_cache import TEXT, turboquant
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
+from onegraph.check import check_step
+from onegraph.check.report import Verdict
 from onegraph.formats.turboquant_layout import TurboQuantLayout
 
 DIM, HEADS, KV_HEADS, SIZE, PAGES = 64, 4, 2, 16, 4  # pages of a request
@@ -29,13 +31,13 @@ LAYOUT = TurboQuantLayout(DIM, 4, 4, page_size=SIZE)
 POISON = 255  # norms of these bytes are NaN
 
 
-def config(drafts: int = K, method: str = "ngram") -> Any:
+def config(method: str = "ngram") -> Any:
     """What the builder reads of vLLM's configuration."""
     speculative = SimpleNamespace(
-        num_speculative_tokens=drafts, parallel_drafting=False, uses_draft_model=lambda: method == "draft_model"
+        num_speculative_tokens=K, parallel_drafting=False, uses_draft_model=lambda: method == "draft_model"
     )
     return SimpleNamespace(
-        speculative_config=speculative if drafts else None,
+        speculative_config=speculative,
         use_v2_model_runner=True,
         compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2, 4]),
         scheduler_config=SimpleNamespace(max_num_seqs=8),
@@ -47,16 +49,17 @@ def config(drafts: int = K, method: str = "ngram") -> Any:
 class Layer:
     """One layer of the backend with requests of `PAGES` pages each; its tensors stay where they are, as vLLM's do."""
 
-    def __init__(self, requests: int, *, rope: bool, drafts: int = K, method: str = "ngram") -> None:
+    def __init__(self, requests: int, *, rope: bool, method: str = "ngram", device: str = "cpu") -> None:
         from onegraph.integrations.vllm.turboquant import TurboQuantBuilder, TurboQuantImpl
 
         spec = SimpleNamespace(head_size=DIM, block_size=SIZE)
-        self.builder = TurboQuantBuilder(spec, ["layer"], config(drafts, method), torch.device("cpu"))
+        self.builder = TurboQuantBuilder(spec, ["layer"], config(method), torch.device(device))
         self.impl = TurboQuantImpl(HEADS, DIM, DIM**-0.5, KV_HEADS, kv_cache_dtype="turboquant:4")
         if rope:
             angle = torch.outer(torch.arange(PAGES * SIZE), 100.0 ** -(torch.arange(DIM // 2) / DIM))
-            self.impl.rope = angle.cos(), angle.sin()
-        self.cache = torch.full((1 + requests * PAGES, KV_HEADS, LAYOUT.page_bytes), POISON, dtype=torch.uint8)
+            self.impl.rope = angle.cos().to(device), angle.sin().to(device)
+        shape = 1 + requests * PAGES, KV_HEADS, LAYOUT.page_bytes
+        self.cache = torch.full(shape, POISON, dtype=torch.uint8, device=device)
         self.pages = torch.randperm(requests * PAGES, generator=torch.Generator().manual_seed(1)).int().view(-1, PAGES)
         self.pages += 1
         self.table = torch.zeros(8, PAGES, dtype=torch.int32)
@@ -92,7 +95,7 @@ class Layer:
 
     def forward(self, metadata: Any, qkv: Tensor) -> Tensor:
         """qkv [T, heads + 2 kv_heads, D] -> [T, heads, D]."""
-        out = torch.full((len(qkv), HEADS, DIM), torch.nan)
+        out = qkv.new_full((len(qkv), HEADS, DIM), torch.inf)
         parts = (qkv, qkv, qkv) if self.impl.rope else qkv.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
         return self.impl.forward(None, *parts, self.cache, metadata, out)
 
@@ -184,6 +187,46 @@ def test_a_graph_of_drafts_replays_for_other_requests(rope: bool) -> None:
         held = [h + n for h, n in zip(held, kept, strict=True)]
         for one in (layer, other):
             one.cache = one.without(requests, held)
+
+
+def test_a_round_may_be_captured() -> None:
+    """Metadata and layer on the simulated GPU: nothing is read by the host, replays of other requests are eager."""
+    from onegraph.integrations.vllm import turboquant as backend
+
+    def factory() -> tuple[Any, Any]:
+        layer, new = Layer(3, rope=True, device="cuda"), torch.tensor([0, 1 + K, 2 + 2 * K, 2 + 2 * K])
+
+        def step(qkv: Tensor, starts: Tensor, lengths: Tensor, table: Tensor) -> Tensor:
+            batch = CommonAttentionMetadata(
+                query_start_loc=starts,
+                query_start_loc_cpu=new,
+                seq_lens=lengths,
+                num_reqs=3,
+                num_actual_tokens=3 + 3 * K,
+                max_query_len=1 + K,
+                max_seq_len=PAGES * SIZE,
+                block_table_tensor=table,
+                slot_mapping=table,  # not looked at
+            )
+            return layer.forward(layer.builder.build(0, batch), qkv)
+
+        def inputs(i: int) -> tuple[Tensor, ...]:
+            given = (
+                torch.randn(3 + 3 * K, HEADS + 2 * KV_HEADS, DIM, generator=torch.Generator().manual_seed(i)),
+                new.int() if i % 2 else torch.tensor([0, 1 + K, 2 + 2 * K, 3 + 3 * K]).int(),
+                torch.tensor([1 + K + i, 30 - 2 * i, 0 if i % 2 else 1 + K]).int(),
+                layer.pages.roll(i, dims=0),
+            )
+            return tuple(tensor.cuda() for tensor in given)
+
+        return step, inputs
+
+    backend._constants.cache_clear()
+    try:
+        report = check_step(factory)
+    finally:
+        backend._constants.cache_clear()  # whose tensors are the simulated GPU's
+    assert report.verdict == Verdict.CAPTURABLE, report.to_json()
 
 
 @pytest.mark.parametrize("rope", [False, True], ids=["turned", "rope"])
