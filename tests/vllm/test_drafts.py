@@ -95,7 +95,7 @@ class Layer:
 
     def forward(self, metadata: Any, qkv: Tensor) -> Tensor:
         """qkv [T, heads + 2 kv_heads, D] -> [T, heads, D]."""
-        out = qkv.new_full((len(qkv), HEADS, DIM), torch.inf)
+        out = qkv.new_full((len(qkv), HEADS, DIM), torch.nan)
         parts = (qkv, qkv, qkv) if self.impl.rope else qkv.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
         return self.impl.forward(None, *parts, self.cache, metadata, out)
 
