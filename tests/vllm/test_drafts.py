@@ -278,14 +278,17 @@ def test_what_is_drafted_past_the_longest_text_is_written_nowhere() -> None:
 
 
 def test_a_drafting_model_reads_one_token_more() -> None:
-    """Its first pass behind a request of one token is no prompt, though vLLM knows of no more tokens than it has."""
-    layer, other = (Layer(1, rope=True, method="draft_model") for _ in range(2))
+    """Than vLLM says on the host. Behind a prompt of one token its first pass is no prompt; what a prompt and the token
+    behind it are is one, and attends to itself exactly, as the verifying model's does."""
+    layer, other = (Layer(2, rope=True, method="draft_model") for _ in range(2))
     for one in (layer, other):
         one.step([0], [0], [1])
-    batch = layer.batch([0], [1], [2 + K])
+    new = [2 + K, 20]
+    batch = layer.batch([0, 1], [1, 0], new)
     batch.seq_lens_cpu_upper_bound -= 1
-    out = layer.forward(layer.builder.build(0, batch), vectors([0], [1], [2 + K]))
-    torch.testing.assert_close(out, one_by_one(other, 0, 1, 2 + K), atol=1e-4, rtol=1e-4)
+    first, prompt = layer.forward(layer.builder.build(0, batch), vectors([0, 1], [1, 0], new)).split(new)
+    torch.testing.assert_close(first, one_by_one(other, 0, 1, 2 + K), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(prompt, other.step([1], [0], [20]))
 
 
 class Chosen:

@@ -194,11 +194,12 @@ class TurboQuantBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
 
 def _divided(bounds: list[int], known: list[int], short: int) -> tuple[list[Span], list[tuple[int, int]]]:
     """Requests between `bounds`, as spans and as prompts that begin: more than `short` tokens, which are all that the
-    request has (`known`)."""
+    request has. `known` is no less than what it has, but for a drafting model, which reads one more: vLLM leaves that
+    out."""
     spans, prompts = list[Span](), list[tuple[int, int]]()
     for row, (first, last) in enumerate(pairwise(bounds)):
         length, before = last - first, spans[-1] if spans else None
-        if length > short and length == known[row]:
+        if length > short and length >= known[row]:
             prompts.append((first, last))
         elif before and before.length == length and before.row + before.rows == row:
             spans[-1] = replace(before, rows=before.rows + 1)
@@ -304,7 +305,7 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
     def _turned(self, qkv: Tensor, token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v after RoPE, of tokens that stand at `token` in their requests."""
         assert self.rope is not None
-        token = token.clamp(max=len(self.rope[0]) - 1)  # a draft may stand behind the longest text
+        token = token.clamp(0, len(self.rope[0]) - 1)  # a draft may stand behind the longest text
         cos, sin = (half.index_select(0, token).unsqueeze(1) for half in self.rope)
         q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         both = rotate_half(torch.cat((q, k), dim=1).float(), cos, sin).to(qkv.dtype)
