@@ -1,5 +1,5 @@
 // What ops/cuda/nvfp4_common.cuh gives, for a CPU: a thread of the kernel is a fiber that runs until it must meet others.
-// Asynchronous copies arrive only where the kernel waits for them, and every address that it reads is checked.
+// Asynchronous copies arrive where the kernel waits for them or at once (`apart`), and every address that it reads is checked.
 
 #include "standard.h"
 
@@ -28,7 +28,7 @@ struct Index { int x = 0, y = 0, z = 0; };
 static Index blockIdx, blockDim, gridDim;
 static u8 shared[232448] __attribute__((aligned(1024)));
 
-enum Wait { NONE, WARP, BLOCK, SOME };  // SOME: all threads but those of the last warp
+enum Wait { NONE, WARP, POLL, BLOCK, SOME };  // POLL: the copy engine; SOME: all threads but those of the last warp
 struct Place {  // where a fiber, or the scheduler, goes on; a ucontext begins it, since each switch of one is a system call
   ucontext_t begin;
   jmp_buf at;
@@ -65,6 +65,12 @@ static void check_read(const void* p, size_t bytes) {
   fail("reads past a tensor");
 }
 
+// Two blocks of three have all in an order that is likely to show what does not wait: each warp goes as far as it comes
+// without the others, the last one first or the first; copies arrive at once; shared memory is zeros. In the third warps go
+// side by side, copies arrive as late as they may, and shared memory is NaN.
+static bool apart, backwards;
+static u8 blank;  // what shared memory is filled with
+
 static void meet(Wait wait) {
   fibers[current].wait = wait;
   go(fibers[current].place, scheduler);
@@ -89,7 +95,9 @@ static u32 load_pair(const u8* p) {
 static void copy(u8* to, const u8* from, size_t bytes, bool inside) {
   if ((uintptr_t)to % bytes || (inside && (uintptr_t)from % bytes)) fail("a copy that is not aligned");
   if (inside) check_read(from, bytes);
-  fibers[current].open.push_back([=] { inside ? memcpy(to, from, bytes) : memset(to, 0, bytes); });
+  const auto arrive = [=] { inside ? memcpy(to, from, bytes) : memset(to, 0, bytes); };
+  if (apart) arrive();
+  else fibers[current].open.push_back(arrive);
 }
 static void copy16(u8* to, const u8* from, bool inside) { copy(to, from, 16, inside); }
 static void copy4(u8* to, const u8* from, bool inside) { copy(to, from, 4, inside); }
@@ -209,7 +217,7 @@ static void wait_barrier(Barrier* b, u32 parity) {
       p = {p.all, p.all, p.opened + 1, 0, 0, {}};
     } else {
       if (turn > 100000) fail("a barrier that never opens");
-      meet(WARP);
+      meet(POLL);
     }
   }
   meet(WARP);
@@ -269,7 +277,9 @@ static void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 static void thread();  // the kernel, and what comes behind it
 
 static void run_block(int threads) {
-  memset(shared, 0xFF, sizeof shared);
+  static int block;
+  apart = block % 3 != 1, backwards = block++ % 3 == 0, blank = apart ? 0 : 0xFF;
+  memset(shared, blank, sizeof shared);
   fibers.clear();
   fibers.resize(threads);
   while ((int)stacks.size() < threads) stacks.emplace_back(32768);
@@ -282,20 +292,24 @@ static void run_block(int threads) {
   }
   for (int left = threads; left;) {
     bool moved = false;
-    for (int warp = 0; warp < threads; warp += 32) {
-      int at[5] = {};
-      for (int i = warp; i < warp + 32; ++i) ++at[fibers[i].done ? 4 : fibers[i].wait];
-      if (at[BLOCK] || at[SOME] || at[4] == 32) continue;
-      moved = true;
-      for (int i = 0; i < 32; ++i) {  // lanes in an order of the warp's own
-        current = warp + (i * 7 + warp / 32) % 32;
-        fibers[current].wait = NONE;
-        go(scheduler, fibers[current].place);
-        left -= fibers[current].done;
-      }
+    for (int w = 0; w < threads; w += 32) {
+      const int warp = backwards ? threads - 32 - w : w;
       const Fiber& first = fibers[warp];
-      for (int i = warp; i < warp + 32; ++i)
-        if (fibers[i].done != first.done || fibers[i].wait != first.wait) fail("lanes of a warp wait for different things");
+      for (bool again = true; again;) {
+        int at[6] = {};
+        for (int i = warp; i < warp + 32; ++i) ++at[fibers[i].done ? 5 : fibers[i].wait];
+        if (at[BLOCK] || at[SOME] || at[5] == 32) break;
+        moved = true;
+        for (int i = 0; i < 32; ++i) {  // lanes in an order of the warp's own
+          current = warp + (i * 7 + warp / 32) % 32;
+          fibers[current].wait = NONE;
+          go(scheduler, fibers[current].place);
+          left -= fibers[current].done;
+        }
+        for (int i = warp; i < warp + 32; ++i)
+          if (fibers[i].done != first.done || fibers[i].wait != first.wait) fail("lanes of a warp wait for different things");
+        again = apart && first.wait == WARP;
+      }
     }
     const auto some_wait = [](const Fiber& f) { return !f.done && f.wait == SOME; };
     if (threads > 32 && std::all_of(fibers.begin(), fibers.end() - 32, some_wait)) {
