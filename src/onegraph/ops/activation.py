@@ -15,7 +15,7 @@ def _swiglu(gate_up: Tensor, limit: float | None = None, alpha: float = 1.0, shi
     if limit is not None and limit < math.inf:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     if alpha == 1 and shift == 0:
-        return torch.nn.functional.silu(gate).mul_(up).to(gate_up.dtype)
+        return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
     return (torch.nn.functional.silu(alpha * gate) / alpha * (up + shift)).to(gate_up.dtype)
 
 
