@@ -51,7 +51,7 @@ class LLM:
             is made now.
         dtype: of activations and unquantized weights: "bfloat16", "float16", "float32", or "auto" for bfloat16 on a GPU
             and float32 on a CPU, whose linears are then held in float16 where files have them in 16 bits or in codes
-            and torch has the kernel. On a CPU "float16" holds all of them so, and "int8" those of blocks in int8 by row.
+            and torch has the kernel. On a CPU "float16" holds all of them so, "int8" those of blocks in int8 by row.
         device: "cpu", "cuda", "cuda:N", or "auto" for the GPU where there is one.
         cache_tokens: that the KV cache holds, of all sequences together (default: max_batch x max_context). With fewer,
             the youngest sequence makes room where they run short, and goes on later.
