@@ -60,18 +60,18 @@ def same_everywhere(engine: Engine) -> None:
     first, *others = engine._speculation.ranks  # type: ignore[union-attr]
     for other in others:
         for name in ("history", "drafts", "found"):
-            assert torch.equal(getattr(first.place, name), getattr(other.place, name)), name
+            assert torch.equal(getattr(first.place, name).cpu(), getattr(other.place, name).cpu()), name
     for rank in (first, *others):
         for drafts, found in rank.waiting[:-1]:
-            assert torch.equal(drafts, rank.place.drafts)
-            assert torch.equal(found, rank.place.found)
+            assert torch.equal(drafts.cpu(), rank.place.drafts.cpu())
+            assert torch.equal(found.cpu(), rank.place.found.cpu())
 
 
 def drafts_like(engine: Engine, other: Engine) -> None:
     same_everywhere(engine)
     assert engine._speculation is not None
     assert other._speculation is not None
-    assert torch.equal(engine._speculation.place.drafts, other._speculation.place.drafts)
+    assert torch.equal(engine._speculation.place.drafts.cpu(), other._speculation.place.drafts.cpu())
     assert engine.stats.drafted_tokens == other.stats.drafted_tokens > 0
 
 
@@ -199,30 +199,24 @@ def test_draft_layers_are_shared_among_ranks(folder: tuple[str, Path], alone: An
     drafts_like(engine, alone[1])
 
 
+@pytest.mark.parametrize("folder", ["mtp"], indirect=True)
 @pytest.mark.parametrize("mode", ["eager", "split"])
 def test_stages_read_what_the_last_one_drafted(
     folder: tuple[str, Path], alone: Any, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layers one behind the other, the draft layer with the last ones."""
-    kind, path = folder
-    model = deepseek(path, partial(DeepseekV4.load, device=["cpu"] * 2, max_context=256))
-    if kind == "dspark":
-        words = r"draft: 'mtp' goes on from what is behind layer 1, which 2 GPUs in the split by layers .*, 2 to 3: use"
-        with pytest.raises(ValueError, match=words):
-            own_layers(model, path)
-        return
-    engine = maker(mode, model, monkeypatch, **WIDE)(draft=own_layers(model, path), draft_tokens=3)
+    model = deepseek(folder[1], partial(DeepseekV4.load, device=["cpu"] * 2, max_context=256))
+    engine = maker(mode, model, monkeypatch, **WIDE)(draft=own_layers(model, folder[1]), draft_tokens=3)
     assert engine.generate(LONG, MIXED) == alone[0]
     if mode == "eager":  # else a round was launched ahead
         drafts_like(engine, alone[1])
     same_everywhere(engine)
 
 
+@pytest.mark.parametrize("folder", ["mtp"], indirect=True)
 def test_stages_check_drafts_of_others_too(
     folder: tuple[str, Path], alone: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if folder[0] != "mtp":
-        pytest.skip("the decoder is the same")
     model = deepseek(folder[1], partial(DeepseekV4.load, device=["cpu"] * 3, max_context=256))
     known = [[*prompt, *answer] for prompt, answer in zip(LONG, alone[0], strict=True)]
     draft = partial(OracleDrafter, known, 0.7, model.config.vocab_size)
@@ -230,6 +224,16 @@ def test_stages_check_drafts_of_others_too(
     assert engine.generate(LONG, MIXED) == alone[0]
     assert engine.stats.accepted_tokens > 12
     same_everywhere(engine)
+
+
+@pytest.mark.parametrize("folder", ["dspark"], indirect=True)
+def test_stages_that_do_not_have_what_drafts_go_on_from_are_refused(folder: tuple[str, Path]) -> None:
+    model = deepseek(folder[1], partial(DeepseekV4.load, device=["cpu"] * 2, max_context=256))
+    words = (
+        r"draft: 'mtp' goes on from what is behind layer 1, which 2 GPUs in the split by layers .*, 2 to 3: use fewer"
+    )
+    with pytest.raises(ValueError, match=words):
+        own_layers(model, folder[1])
 
 
 # ----------------------------------------------------------------------------------------------- what goes wrong

@@ -17,7 +17,7 @@ from onegraph.api import Progress
 from onegraph.api.completion import AnswerText, Completion, copies, for_engine
 from onegraph.api.constraint import Constraints
 from onegraph.api.device import pick_device, pick_precision
-from onegraph.api.drafting import drafters
+from onegraph.api.drafting import MTP, drafters
 from onegraph.api.hub import locate
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.generate import Engine
@@ -117,6 +117,7 @@ class LLM:
                 gpus=gpus if gpus > 1 else None,
                 split=split,
                 fp8_kv=kv == "fp8",
+                drafts=draft == MTP,
                 int8=int8,
                 progress=None if progress is None else partial(progress, "loading"),
             )

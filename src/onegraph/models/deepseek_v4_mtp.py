@@ -54,6 +54,19 @@ class DraftFamily:
         return official(name)
 
 
+def draft_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    """What the draft stages of a checkpoint take on a device besides what is the decoder's; 0 where it has none.
+
+    Raises ValueError (CheckpointError among them) that names what is missing or wrong.
+    """
+    config = DeepseekV4Config.from_dict(checkpoint.config)
+    if not config.drafts:
+        return 0
+    loader = Loader(checkpoint, DraftFamily(config), dtype)
+    loader.check()
+    return sum(size for name, size in loader.device_bytes().items() if name.startswith("mtp."))
+
+
 def draft_loader(checkpoint: Checkpoint, config: DeepseekV4Config, model: DeepseekV4) -> Loader:
     """Of the draft stages that belong to `model`, checked; a rank has its share of them as of the decoder's layers."""
     loader = Loader(checkpoint, DraftFamily(config), model.dtype, ahead=model.peer is None)
