@@ -13,6 +13,7 @@ from eagle import load_head, net_of, write_head
 from engines import maker
 from models import save_hf
 from onegraph.api.drafting import own_layers
+from onegraph.check import check_step
 from onegraph.engine.draft import ModelDrafter, NgramDrafter, OracleDrafter
 from onegraph.engine.draft_heads import HeadDrafter
 from onegraph.engine.generate import Engine
@@ -24,8 +25,10 @@ from onegraph.models.llama import Llama
 from onegraph.models.ranks import Ranks
 from onegraph.nn.peers import PeerError
 from onegraph.ops.ranks import EXPIRED, ROUND
+from onegraph.ops.registry import reference_ops
 from test_eagle import rewritten
 from test_ranks import PARAMS, hasty, text
+from test_speculate import round_inputs
 
 PROMPTS = [text(19), text(3, 1), [7, 8, 9, 7, 8, 9, 7, 8]]
 GREEDY = [SamplingParams(max_tokens=14, seed=3 + i) for i in range(3)]
@@ -224,6 +227,31 @@ def test_stages_check_drafts_of_others_too(
     assert engine.generate(LONG, MIXED) == alone[0]
     assert engine.stats.accepted_tokens > 12
     same_everywhere(engine)
+
+
+@pytest.mark.parametrize("folder", ["mtp"], indirect=True)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_the_round_of_a_stage_may_be_captured(folder: tuple[str, Path], stage: int) -> None:
+    """`onegraph check`, in simulation: nothing of it is on another GPU than its own, cuda:0."""
+
+    def factory() -> tuple[Callable[[], Any], Callable[[int], tuple[()]]]:
+        devices = ["cuda:1", "cuda:0"] if stage else ["cuda:0", "cuda:1"]
+        model = deepseek(folder[1], partial(DeepseekV4.load, device=devices, max_context=256))
+        engine = Engine(model, **WIDE, draft=own_layers(model, folder[1]), draft_tokens=2, capture=False)
+        runner = engine.runner("decode", drafts=2)
+        rows = round_inputs(torch.Generator().manual_seed(1), 60, torch.arange(1, 5).view(2, 2))
+        rows |= {"limits": rows["positions"] + 60, "drawn": rows["drawn"] % model.config.vocab_size}
+        runner.load(**rows)
+
+        def step() -> Any:
+            with reference_ops():
+                return runner.stages[stage].replay(2)
+
+        return step, lambda index: ()
+
+    report = check_step(factory, steps=4, gpus=2)
+    assert [f"{f.code} {f.path}:{f.line} {f.message}" for f in report.findings] == []
+    assert report.facts["replay equals eager"]
 
 
 @pytest.mark.parametrize("folder", ["dspark"], indirect=True)
