@@ -54,6 +54,14 @@ def test_a_source_compiles_for_what_it_is_for(name: str, capability: tuple[int, 
         assert cells[source.path.name, capability] == kernel_table.cell(found)
 
 
+def test_a_compiler_that_has_nothing_to_say_leaves_bytes_alone(tmp_path: Path) -> None:
+    """Its log is one byte then, the end of the text, and Python has each bytes object of length one but once."""
+    source = tmp_path / "silent.cu"
+    source.write_text('extern "C" __global__ void nothing() {}\n')
+    assert build.compile_cubin(source, {}, (8, 0))
+    assert [bytes.fromhex(f"{value:02x}")[0] for value in range(256)] == list(range(256))
+
+
 def experts(tokens: int, bits: int) -> e8p_experts.Way:
     found = e8p_experts.way(tokens, 8, 128, 2048, 768, bits, PLAIN, portable=True)
     assert found is not None

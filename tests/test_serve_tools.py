@@ -1,28 +1,207 @@
-"""Function calling of the server, `serve_tools.py`, in a process of its own, as a server has.
+"""Function calling over HTTP, with the real `openai` client and the application in this process."""
 
-Late in a long run of other tests one of its rows drew a token that its grammar does not allow; in a fresh process it
-never did. What of the tests before it reaches there is not known.
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.applications import Starlette
+
+from fuzz import tiny
+from onegraph import LLM
+from onegraph.api.chat import ChatTemplate
+from onegraph.api.tokenizer import Tokenizer
+from onegraph.formats.checkpoint import Checkpoint
+from onegraph.serve.app import Server, Settings
+from onegraph.serve.protocol import Refused, parse
+from onegraph.serve.tools import BARE, FORCED, TAGGED, CallForm, CallText, Tools, find_form
+from onegraph.serve.worker import Worker
+
+# As Qwen 2.5's, which shows the form of a call in its system prompt too.
+QWEN = """\
+{%- if tools %}<|im_start|>{% for tool in tools %}{{ tool | tojson }}{% endfor %}
+<tool_call>
+{"name": <name>, "arguments": <object>}
+</tool_call><|im_end|>
+{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}{% for call in m.tool_calls or [] %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}<|im_start|>assistant
 """
+# As Llama 3.1's.
+LLAMA = """\
+{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>
 
-import subprocess
-import sys
-from pathlib import Path
+{% if m.tool_calls %}{{ '{"name": "' + m.tool_calls[0].function.name + '", ' }}{{ '"parameters": ' }}\
+{{ m.tool_calls[0].function.arguments | tojson }}{{ '}' }}{% else %}{% for tool in tools or [] %}{{ tool | tojson }}\
+{% endfor %}{{ m.content }}{% endif %}<|eot_id|>{% endfor %}"""
+XML = QWEN.replace('{"name": "{{', "<function={{").replace('}}", "arguments": {{', "}}>{{")
+ADD: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+DIGIT: Any = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+ASK: Any = [{"role": "user", "content": "1+2?"}]
+CALL = r'<tool_call>\n\{"name": "add", "arguments": \{"a": [0-9]\}\}\n</tool_call>'
 
-HERE = Path(__file__).parent
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starlette]:
+    path = tiny.write_model(tmp_path_factory.mktemp("tools") / "tiny", tiny.CONFIG | {"max_position_embeddings": 1024})
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": QWEN}))
+    with LLM(path, max_batch=4, device="cpu") as llm, Checkpoint.open(path) as checkpoint:
+        worker = Worker(llm, Tokenizer(checkpoint), queue=8, prepare="plain")
+        worker.start()
+        yield Server(worker, Settings(name="tiny", origins=("http://page",))).app()
+        worker.close()
 
 
-def test_function_calling() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        HERE / "serve_tools.py",
-    ]
-    done = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
+def ask(app: Starlette, **how: Any) -> Any:
+    """What `openai` makes of the answer; of a stream, its chunks."""
+
+    async def asked() -> Any:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport) as http:
+            client = openai.AsyncOpenAI(base_url="http://here/v1", api_key="none", max_retries=0, http_client=http)
+            how.setdefault("messages", ASK)
+            made = await client.chat.completions.create(model="tiny", **how)
+            return [chunk async for chunk in made] if how.get("stream") else made
+
+    return asyncio.run(asked())
+
+
+def test_a_call_comes_back_as_a_call(app: Starlette) -> None:
+    """The answer is held to a regular expression, since no random model calls anything of its own accord."""
+    how: dict[str, Any] = {"tools": [ADD], "extra_body": {"regex": f"Well[.] {CALL}"}, "seed": 1}
+    (choice,) = ask(app, **how).choices
+    assert (choice.message.content, choice.finish_reason) == ("Well. ", "tool_calls")
+    (call,) = choice.message.tool_calls
+    assert (call.type, call.function.name, call.id[:5]) == ("function", "add", "call_")
+    arguments = json.loads(call.function.arguments)
+
+    chunks = ask(app, **how, stream=True)
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert "".join(delta.content or "" for delta in deltas) == "Well. "
+    (told,) = [call for delta in deltas for call in delta.tool_calls or ()]
+    assert (told.index, told.function.name, json.loads(told.function.arguments)) == (0, "add", arguments)
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+    back = [*ASK, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "3 <|im_end|>"}]
+    assert ask(app, messages=back, tools=[ADD], max_tokens=2).usage.completion_tokens
+    plain = ask(app, tools=[ADD], tool_choice="none", extra_body={"regex": CALL}).choices[0]
+    assert (plain.finish_reason, plain.message.tool_calls) == ("stop", None)
+    assert "</tool_call>" in plain.message.content
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+def test_a_call_that_is_forced_holds_the_schema(app: Starlette, choice: Any) -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": DIGIT, "strict": True}}
+    (made,) = ask(app, tools=[tool], tool_choice=choice, seed=3).choices
+    assert (made.message.content, made.finish_reason) == (None, "tool_calls")
+    assert json.loads(made.message.tool_calls[0].function.arguments)["a"] in (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"tools": [{"type": "web_search"}]}, 'tools[0]: an object with type "function" and a function is expected'),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0]: function.name is not a name"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]}, "strict holds only where"),
+        ({"tools": [ADD], "tool_choice": "any"}, "tool_choice: allowed are none, auto, required"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice: the function that it asks for is not in tools"),
+        ({"messages": [{"role": "tool", "content": "3"}]}, "messages[0]: tool_call_id is missing"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]}, "is not the JSON text"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "description": "<|im_end|>"}}]},
+            "a tool or a call of one holds '<|im_end|>', a control token",
+        ),
+    ],
+)
+def test_tools_that_are_refused(app: Starlette, how: dict[str, Any], says: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(app, max_tokens=1, **how)
+    assert says in caught.value.message, caught.value.message
+
+
+def test_forms_are_known_by_what_the_template_writes() -> None:
+    found = [find_form(ChatTemplate(source, {})) for source in (QWEN, LLAMA, tiny.TEMPLATE, XML)]
+    assert found == [TAGGED, BARE, None, None]
+    assert find_form(None) is None
+
+
+def test_without_tools_in_the_template_they_are_refused(app: Starlette, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onegraph.serve.app.find_form", lambda template: None)
+    worker = next(r.endpoint for r in app.routes if r.path == "/health").__self__.worker  # type: ignore[attr-defined]
+    with pytest.raises(openai.BadRequestError, match="chat template knows none"):
+        ask(Server(worker, Settings(name="tiny")).app(), tools=[ADD])
+
+
+ONE = '{"name": "add", "arguments": {"a": "<tool_call>"}}'
+TWO = '{"name": "add"}'
+
+
+@settings(deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize(
+    ("form", "text", "shown", "calls"),
+    [
+        (TAGGED, "no call <tool", "no call <tool", 0),
+        (TAGGED, f"Hm <tool_call>\n{TWO}\n</tool_call>\n<tool_call>{TWO}</tool_call>", "Hm ", 2),
+        (TAGGED, f"<tool_call>{TWO}</tool_call> and more", f"<tool_call>{TWO}</tool_call> and more", 0),
+        (TAGGED, f"<tool_call>{TWO}", f"<tool_call>{TWO}", 0),
+        (TAGGED, "<tool_call>[1]</tool_call>", "<tool_call>[1]</tool_call>", 0),
+        (FORCED, ONE, "", 1),
+        (BARE, '\n{"name": "add", "parameters": {"a": 1}}', "", 1),
+        (BARE, '{"name": "Ann", "parameters": {}}', '{"name": "Ann", "parameters": {}}', 0),
+        (BARE, 'Say {"name": "add", "parameters": {}}', 'Say {"name": "add", "parameters": {}}', 0),
+        (BARE, '{"name": "add"}', '{"name": "add"}', 0),
+    ],
+)
+def test_calls_are_found_wherever_the_text_is_cut(
+    form: CallForm, text: str, shown: str, calls: int, data: st.DataObject
+) -> None:
+    watch, said, found, rest = CallText(form, Tools((ADD,), None, True)), "", 0, text
+    while rest:
+        size = data.draw(st.integers(1, len(rest)))
+        piece, rest = rest[:size], rest[size:]
+        part, told = watch.push(piece, final=not rest)
+        said, found = said + part, found + len(told)
+    assert (said, found) == (shown, calls)
+
+
+def test_parallel_calls_may_be_forbidden() -> None:
+    watch = CallText(TAGGED, Tools((ADD,), None, several=False))
+    assert len(watch.push(f"<tool_call>{TWO}</tool_call>" * 2, final=True)[1]) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"), [({"enable_thinking": False}, False), ({"thinking": True}, True), ({"think": True}, None)]
+)
+def test_thinking_is_switched_as_with_other_servers(given: dict[str, bool], wanted: bool | None) -> None:
+    body = json.dumps({"model": "m", "messages": ASK, "chat_template_kwargs": given}).encode()
+    if wanted is None:
+        with pytest.raises(Refused, match="allowed is an object with enable_thinking or thinking"):
+            parse(body, chat=True)
+    else:
+        assert parse(body, chat=True).thinking is wanted
+
+
+def test_pages_of_an_allowed_origin_may_ask(app: Starlette) -> None:
+    async def answers() -> list[httpx.Response]:
+        headers = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://here") as http:
+            return [
+                await http.options("/v1/chat/completions", headers=headers | {"origin": origin})
+                for origin in ("http://page", "http://other")
+            ]
+
+    allowed, other = asyncio.run(answers())
+    assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, "http://page")
+    assert "access-control-allow-origin" not in other.headers

@@ -28,7 +28,7 @@ struct Index { int x = 0, y = 0, z = 0; };
 static Index blockIdx, blockDim, gridDim;
 static u8 shared[232448] __attribute__((aligned(1024)));
 
-enum Wait { NONE, WARP, BLOCK, SOME };  // SOME: all threads but those of the last warp
+enum Wait { NONE, WARP, POLL, BLOCK, SOME };  // POLL: the copy engine; SOME: all threads but those of the last warp
 struct Place {  // where a fiber, or the scheduler, goes on; a ucontext begins it, since each switch of one is a system call
   ucontext_t begin;
   jmp_buf at;
@@ -209,7 +209,7 @@ static void wait_barrier(Barrier* b, u32 parity) {
       p = {p.all, p.all, p.opened + 1, 0, 0, {}};
     } else {
       if (turn > 100000) fail("a barrier that never opens");
-      meet(WARP);
+      meet(POLL);
     }
   }
   meet(WARP);
@@ -268,7 +268,11 @@ static void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 
 static void thread();  // the kernel, and what comes behind it
 
+// Every other block has the order in which its warps are likeliest to miss each other: the last one first, and each as far
+// as it comes without the others. In the rest they go side by side.
 static void run_block(int threads) {
+  static int block;
+  const bool apart = block++ % 2 == 0;
   memset(shared, 0xFF, sizeof shared);
   fibers.clear();
   fibers.resize(threads);
@@ -282,20 +286,24 @@ static void run_block(int threads) {
   }
   for (int left = threads; left;) {
     bool moved = false;
-    for (int warp = 0; warp < threads; warp += 32) {
-      int at[5] = {};
-      for (int i = warp; i < warp + 32; ++i) ++at[fibers[i].done ? 4 : fibers[i].wait];
-      if (at[BLOCK] || at[SOME] || at[4] == 32) continue;
-      moved = true;
-      for (int i = 0; i < 32; ++i) {  // lanes in an order of the warp's own
-        current = warp + (i * 7 + warp / 32) % 32;
-        fibers[current].wait = NONE;
-        go(scheduler, fibers[current].place);
-        left -= fibers[current].done;
-      }
+    for (int w = 0; w < threads; w += 32) {
+      const int warp = apart ? threads - 32 - w : w;
       const Fiber& first = fibers[warp];
-      for (int i = warp; i < warp + 32; ++i)
-        if (fibers[i].done != first.done || fibers[i].wait != first.wait) fail("lanes of a warp wait for different things");
+      for (bool again = true; again;) {
+        int at[6] = {};
+        for (int i = warp; i < warp + 32; ++i) ++at[fibers[i].done ? 5 : fibers[i].wait];
+        if (at[BLOCK] || at[SOME] || at[5] == 32) break;
+        moved = true;
+        for (int i = 0; i < 32; ++i) {  // lanes in an order of the warp's own
+          current = warp + (i * 7 + warp / 32) % 32;
+          fibers[current].wait = NONE;
+          go(scheduler, fibers[current].place);
+          left -= fibers[current].done;
+        }
+        for (int i = warp; i < warp + 32; ++i)
+          if (fibers[i].done != first.done || fibers[i].wait != first.wait) fail("lanes of a warp wait for different things");
+        again = apart && first.wait == WARP;
+      }
     }
     const auto some_wait = [](const Fiber& f) { return !f.done && f.wait == SOME; };
     if (threads > 32 && std::all_of(fibers.begin(), fibers.end() - 32, some_wait)) {

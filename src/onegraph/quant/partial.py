@@ -157,6 +157,10 @@ class Partial:
         label = {"digest": _digest(kept), "key": key}
         self._place(self._file(name), lambda file: save_file(kept, file, metadata=label))
 
+    def discard(self, name: str) -> None:
+        """Remove a piece that another one has made useless."""
+        self._file(name).unlink(missing_ok=True)
+
     def remove(self) -> None:
         """Forget the work: what it led to is written."""
         shutil.rmtree(self.path, ignore_errors=True)
@@ -175,10 +179,23 @@ class Partial:
         sync(file.parent)
 
 
+class Piece:
+    """One piece of a `Partial`, for who works on no other."""
+
+    def __init__(self, partial: Partial, name: str, key: str) -> None:
+        self._partial, self._name, self._key = partial, name, key
+
+    def load(self) -> dict[str, Tensor] | None:
+        return self._partial.load(self._name, self._key)
+
+    def save(self, tensors: Mapping[str, Tensor]) -> None:
+        self._partial.save(self._name, self._key, tensors)
+
+
 def _counted(names: list[str]) -> str:
     """Pieces by kind: "the sampled text, the Hessians of 3 blocks, 3 blocks"."""
     kinds = {"text": "the sampled text", "costs": "what layers cost", "tuned": "the tuned scales"}
-    kinds |= {"embed": "the embedding", "head": "the head"}
+    kinds |= {"tuning": "half of the tuning", "embed": "the embedding", "head": "the head"}
     counts = {kind: sum(name.startswith(f"{kind}-") for name in names) for kind in ("inputs", "block")}
     some = {kind: f"{count} block{'s' if count > 1 else ''}" for kind, count in counts.items() if count}
     found = [text for kind, text in kinds.items() if kind in names]

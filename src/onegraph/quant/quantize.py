@@ -20,7 +20,7 @@ from onegraph.quant.experts import put_stacks, quantize_experts
 from onegraph.quant.fisher import Factors, kl_factors
 from onegraph.quant.hessian import Moments, Seen, corrected, gather
 from onegraph.quant.layer import Tensors, dequantize, generator, quantize_embedding, quantize_group
-from onegraph.quant.partial import Partial, key_of
+from onegraph.quant.partial import Partial, Piece, key_of
 from onegraph.quant.recipe import Recipe
 from onegraph.quant.result import EMBED, HEAD, Layers, Quantized, load_piece
 from onegraph.quant.spill import Batches, Spill
@@ -122,6 +122,7 @@ class _Job:
             if recipe.fisher:
                 keys[f"fisher-{i:05d}"] = key_of(text, "fisher", i, recipe.fisher, recipe.seed, recipe.fisher_outputs)
         keys["tuned"] = key_of([keys[f"block-{i:05d}"] for i in range(model.num_blocks)], recipe.to_dict())
+        keys["tuning"] = keys["tuned"]
         keys["embed"] = key_of(levers, recipe.embed_tokens)
         keys["head"] = key_of(chain, recipe.lm_head)
         return keys
@@ -146,15 +147,17 @@ class _Job:
         if recipe.tune is not None:
             assert reference is not None
             self.kept("tuned", lambda: self.tuned(reference))
+            if self.partial is not None:
+                self.partial.discard("tuning")
         self.ends(stream)
 
     def tuned(self, reference: Batches) -> dict[str, Tensors]:
         def show(step: int, steps: int, loss: float) -> None:
-            self.total = blocks + steps
+            self.done, self.total = blocks + step - 1, blocks + steps
             self.step(f"tuning, KL {loss:.4f}")
 
-        blocks = self.done
-        return tune(self.model, self.tokens, list(reference), self.layers, self.config, self.recipe, show)
+        blocks, piece = self.done, None if self.partial is None else Piece(self.partial, "tuning", self.keys["tuning"])
+        return tune(self.model, self.tokens, list(reference), self.layers, self.config, self.recipe, show, piece)
 
     def kept(self, name: str, make: Callable[[], dict[str, Tensors]]) -> dict[str, Tensors] | None:
         """The piece `name` from disk; or made now and put there, and None."""

@@ -21,12 +21,20 @@ class Tune:
     """Fine-tune in_scale and out_scale of all layers by distillation: KL to the unquantized model's logits.
 
     Needs the whole model in memory (float32), and gradients. Adam with a cosine schedule; `rate` None is `TUNE_RATE`,
-    `batch` is in sequences.
+    `batch` is in sequences. held_out: share of the calibration sequences that judge the epochs instead of being learnt
+    from (of fewer than eight, none): the best epoch counts.
     """
 
     epochs: int = 4
     rate: float | None = None
     batch: int = 4
+    held_out: float = 1 / 16
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1 or self.batch < 1:
+            raise ValueError(f"tune: epochs is {self.epochs}, batch {self.batch}; each must be at least 1")
+        if not 0 <= self.held_out <= 0.5:
+            raise ValueError(f"tune: held_out is {self.held_out!r}; it must be from 0 to 0.5")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,8 @@
 
 Every linear is y = (x * in_scale) B^T * out_scale with B = H_n Q H_k fixed; what learns are two vectors a linear, the
 input one shared by siblings as the format asks. That is some 0.2 per cent of the parameters, so a few ten thousand
-tokens do not overfit, and what they take over is what a layer-wise Hessian cannot see: how errors of layers add up.
+tokens hardly overfit, and what they take over is what a layer-wise Hessian cannot see: how errors of layers add up. A
+norm in front of linears is tuned with them: its weight multiplies the inputs that in_scale multiplies.
 """
 
 import math
@@ -19,7 +20,10 @@ from onegraph.ops.registry import reference_ops
 from onegraph.quant.calibrate import QuantizableModel
 from onegraph.quant.experts import put_stacks
 from onegraph.quant.layer import Tensors, dequantize, generator
-from onegraph.quant.recipe import TUNE_RATE, Recipe
+from onegraph.quant.partial import Piece
+from onegraph.quant.recipe import TUNE_RATE, Recipe, Tune
+
+PATIENCE = 2  # epochs that may pass without a lower KL on the sequences held out
 
 
 def tune(
@@ -30,41 +34,116 @@ def tune(
     config: E8PConfig,
     recipe: Recipe,
     progress: Any = None,
+    piece: Piece | None = None,
 ) -> dict[str, Tensors]:
     """`layers` with in_scale and out_scale tuned.
+
+    Sequences that are held out judge each epoch: the scales of the best one are kept, those before the first included,
+    and tuning ends where `PATIENCE` epochs bring nothing.
 
     Args:
         tokens: int [N, T]; reference: the unquantized model's residual stream after the last block, in batches of rows.
         progress: called as progress(step, steps, loss in nats a token).
+        piece: where the state behind each epoch is kept, so that a killed job goes on with the next one.
 
-    The whole model is in memory, and activations of one batch at block boundaries. Deterministic.
+    The whole model is in memory, and activations of one batch at block boundaries. Deterministic, killed or not.
     """
     assert recipe.tune is not None
     settings = recipe.tune
     blocks = [model.load_block(i) for i in range(model.num_blocks)]
     student = _Student(model, blocks, layers, config)
     target = torch.cat(list(reference))
+    held, learnt = held_out(len(tokens), settings, recipe.seed)
+    each = math.ceil(len(learnt) / settings.batch)
+    steps = settings.epochs * each
     rate = settings.rate or TUNE_RATE[recipe.bits]
     optimizer = torch.optim.Adam(student.deltas, lr=rate, betas=(0.9, 0.99))
-    order = generator(recipe.seed, "tune")
-    count = tokens.shape[0]
-    steps = settings.epochs * math.ceil(count / settings.batch)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / 10) * 0.5 * (1 + math.cos(math.pi * step / steps))
-    )
-    step = 0
-    with torch.enable_grad():
-        for _ in range(settings.epochs):
-            for rows in torch.randperm(count, generator=order).split(settings.batch):
+
+    def judged() -> float:
+        parts = held.split(settings.batch)
+        return sum(student.loss(tokens[r], target[r.to(target.device)]).item() * len(r) for r in parts) / len(held)
+
+    found = None if piece is None else piece.load()
+    best = _Best(student.deltas) if found is None else _restore(found, student.deltas, optimizer)
+    if found is None and len(held):
+        best.look(judged())
+    for epoch in range(best.epochs, settings.epochs):
+        if best.idle >= PATIENCE:
+            break
+        order = learnt[torch.randperm(len(learnt), generator=generator(recipe.seed, f"tune-{epoch}"))]
+        for i, rows in enumerate(order.split(settings.batch), epoch * each):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * min(1.0, (i + 1) / 10) * 0.5 * (1 + math.cos(math.pi * i / steps))
+            with torch.enable_grad():
                 loss = student.loss(tokens[rows], target[rows.to(target.device)])
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
                 optimizer.step()
-                schedule.step()
-                step += 1
-                if progress is not None:
-                    progress(step, steps, loss.item())
+            if progress is not None:
+                progress(i + 1, steps, loss.item())
+        best.epochs += 1
+        best.look(judged() if len(held) else -math.inf)
+        if piece is not None:
+            piece.save(_state(best, student.deltas, optimizer))
+    if progress is not None and best.epochs < settings.epochs:
+        progress(best.epochs * each, best.epochs * each, best.kl)
+    best.put_back()
     return student.layers()
+
+
+def held_out(count: int, settings: Tune, seed: int) -> tuple[Tensor, Tensor]:
+    """Of `count` sequences those that judge, and those that are learnt from, each int64 in order.
+
+    None judge where one of them would be more than twice the share that is asked for.
+    """
+    order = torch.randperm(count, generator=generator(seed, "tune"))
+    most = count * settings.held_out
+    kept = max(1, round(most)) if most >= 0.5 else 0
+    return order[:kept].sort().values, order[kept:].sort().values
+
+
+class _Best:
+    """The deltas of the epoch with the lowest KL so far; without sequences held out, of the last."""
+
+    def __init__(self, deltas: list[Tensor]) -> None:
+        self.now, self.kept = deltas, [delta.detach().clone() for delta in deltas]
+        self.kl, self.idle, self.epochs = math.inf, 0, 0
+
+    def look(self, kl: float) -> None:
+        if kl < self.kl or kl == -math.inf:
+            self.kl, self.idle = kl, 0
+            self.kept = [delta.detach().clone() for delta in self.now]
+        else:
+            self.idle += 1
+
+    def put_back(self) -> None:
+        with torch.no_grad():
+            for delta, kept in zip(self.now, self.kept, strict=True):
+                delta.copy_(kept)
+
+
+def _state(best: _Best, deltas: list[Tensor], optimizer: torch.optim.Adam) -> dict[str, Tensor]:
+    """All that the next epoch depends on."""
+    made = {"best": torch.tensor([best.kl, best.idle, best.epochs], dtype=torch.float64)}
+    for i, (delta, kept) in enumerate(zip(deltas, best.kept, strict=True)):
+        made |= {f"{i}.delta": delta, f"{i}.kept": kept}
+        made |= {f"{i}.{name}": value for name, value in optimizer.state[delta].items()}
+    return made
+
+
+@torch.no_grad()
+def _restore(found: Mapping[str, Tensor], deltas: list[Tensor], optimizer: torch.optim.Adam) -> _Best:
+    best = _Best(deltas)
+    kl, idle, epochs = found["best"].tolist()
+    best.kl, best.idle, best.epochs = kl, int(idle), int(epochs)
+    for i, delta in enumerate(deltas):
+        delta.copy_(found[f"{i}.delta"])
+        best.kept[i].copy_(found[f"{i}.kept"])
+        optimizer.state[delta] = {
+            name: found[f"{i}.{name}"].to("cpu" if name == "step" else delta.device)
+            for name in ("step", "exp_avg", "exp_avg_sq")
+        }
+    return best
 
 
 class _Student:

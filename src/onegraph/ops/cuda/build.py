@@ -98,15 +98,15 @@ def _compile(
     program = check(nvrtc.nvrtcCreateProgram(text, name.encode(), len(names), list(headers.values()), names))
     try:
         (code,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-        log = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))
+        log = bytearray(check(nvrtc.nvrtcGetProgramLogSize(program)))
         check(nvrtc.nvrtcGetProgramLog(program, log))
         told = log.decode(errors="replace").strip("\0 \n")
         if int(code):
             raise BuildError(f"NVRTC refused {name}: {told}")
         kind = "PTX" if b"=compute_" in options[0] else "CUBIN"
-        made = b" " * check(getattr(nvrtc, f"nvrtcGet{kind}Size")(program))
+        made = bytearray(check(getattr(nvrtc, f"nvrtcGet{kind}Size")(program)))
         check(getattr(nvrtc, f"nvrtcGet{kind}")(program, made))
-        return made, told
+        return bytes(made), told
     finally:
         check(nvrtc.nvrtcDestroyProgram(program))
 
