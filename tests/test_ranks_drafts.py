@@ -1,6 +1,7 @@
 """Drafts over several devices: on ranks beside one another and in stages the text is the one of one device."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,12 +90,7 @@ def drafter(kind: str, model: Llama, answers: list[list[int]]) -> Any:
 
 @pytest.mark.parametrize(
     ("kind", "mode", "kv"),
-    [
-        ("ngram", "eager", None),
-        ("same", "eager", None),
-        ("same", "captured", "turboquant:4"),
-        ("oracle", "captured", None),
-    ],
+    [("ngram", "eager", None), ("same", "eager", "turboquant:4"), ("oracle", "captured", None)],
 )
 def test_the_text_is_that_of_one_device_without_drafts(
     both: tuple[Llama, Ranks], texts: Any, kind: str, mode: str, kv: str | None, monkeypatch: pytest.MonkeyPatch
@@ -162,7 +158,7 @@ def test_a_head_drafts_on_every_rank_what_it_drafts_on_one(both: tuple[Llama, Ra
 
 CONFIGS = {"mtp": published.TINY, "dspark": published.TINY_DSPARK}
 LONG = [[5, 9, 3], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], list(range(30, 56))]
-MIXED = [GREEDY[0], WARM[1], GREEDY[2]]
+MIXED = [replace(params, max_tokens=9) for params in (GREEDY[0], WARM[1], GREEDY[2])]
 WIDE: dict[str, Any] = {"max_batch": 2, "max_context": 256, "page_size": 128, "chunk": 16}
 
 
@@ -225,7 +221,7 @@ def test_stages_check_drafts_of_others_too(
     draft = partial(OracleDrafter, known, 0.7, model.config.vocab_size)
     engine = maker("captured", model, monkeypatch, **WIDE)(draft=draft, draft_tokens=5)
     assert engine.generate(LONG, MIXED) == alone[0]
-    assert engine.stats.accepted_tokens > 12
+    assert engine.stats.accepted_tokens > 8
     same_everywhere(engine)
 
 
