@@ -6,8 +6,11 @@ Each variant is a process of its own with vLLM's default graphs (FULL_AND_PIECEW
 step does not depend on them. All load and compile at once, then they are timed one at a time, while the others wait.
 The time of a step is the slope between two output lengths, medians of several, so that prefill and start-up drop out.
 Variants: bf16, or e8p-BITS[-head-BITS], each with [+kv=DTYPE], [+layers=vllm], which leaves norms and sums outside of
-the linears, and [+attention=vllm], which leaves steps of single tokens to FlashAttention. --context is the length of
-the prompts; long ones are computed once and found in the prefix cache.
+the linears, [+attention=vllm], which leaves steps of single tokens to FlashAttention, and [+draft=ngram:K] or
+[+draft=SHAPE/WEIGHTS:K], K drafts a round by vLLM's drafters; a step is then one token's share of a round, and
+`tokens_per_round` says how many a round gave. With --accept A each draft is taken with probability A if those before it
+were, whatever it is (vLLM's synthetic acceptance), since random weights agree with nobody.
+--context is the length of the prompts; long ones are computed once and found in the prefix cache.
 --profile adds a line that names the launches of a step: how many, and the microseconds of each. A launch that may start
 before the one in front of it has ended (PDL) counts the time that it waits there, so they add up to more than the step.
 """
@@ -49,6 +52,34 @@ def config_of(variant: str, shape: dict[str, Any], length: int) -> dict[str, Any
         e8p = E8PConfig(bits=int(bits), lm_head=int(head[0]) if head else None)
         config["quantization_config"] = e8p.to_dict()
     return config
+
+
+def drafts_of(variant: str, args: argparse.Namespace, folder: Path, length: int) -> dict[str, Any] | None:
+    """vLLM's `speculative_config` of a variant that drafts; a drafting model is written below `folder`."""
+    option = next((o.removeprefix("draft=") for o in variant.split("+") if o.startswith("draft=")), None)
+    if option is None:
+        return None
+    drafter, count = option.rsplit(":", 1)
+    settings: dict[str, Any] = {"num_speculative_tokens": int(count)}
+    if drafter == "ngram":
+        settings |= {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    else:
+        shape, weights = drafter.split("/")
+        path = folder / "draft"
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps(config_of(weights, SHAPES[shape], length)))
+        settings |= {"method": "draft_model", "model": str(path)}
+    if args.accept is not None:
+        rates = [args.accept ** (i + 1) for i in range(int(count))]
+        settings |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
+    return settings
+
+
+def rounds(llm: Any) -> tuple[float, float]:
+    """Rounds with drafts so far, and drafts that they kept, as vLLM counts them."""
+    counted = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+    names = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens"
+    return counted[names[0]], counted[names[1]]
 
 
 def launches(folder: Path) -> dict[str, Any]:
@@ -95,6 +126,8 @@ def measure(variant: str, args: argparse.Namespace, turn: Path) -> Iterator[dict
     profiler: dict[str, Any] = {"profiler": "torch", "torch_profiler_dir": traces}
     profiler |= {"torch_profiler_activities": ["CUDA"], "torch_profiler_dump_cuda_time_total": False}
     with tempfile.TemporaryDirectory() as folder:
+        drafts = drafts_of(variant, args, Path(folder), length)
+        sizes = [count * (1 + drafts["num_speculative_tokens"] if drafts else 1) for count in sorted(args.batch)]
         (Path(folder) / "config.json").write_text(json.dumps(config_of(variant, SHAPES[args.shape], length)))
         started = time.perf_counter()
         llm = LLM(
@@ -107,11 +140,12 @@ def measure(variant: str, args: argparse.Namespace, turn: Path) -> Iterator[dict
             gpu_memory_utilization=0.05,  # only checked: the line below says how much
             kv_cache_memory_bytes=int(args.kv_gib * 2**30),
             enable_prefix_caching=args.context >= LONG,
-            compilation_config={"cudagraph_capture_sizes": sorted(args.batch)},
+            compilation_config={"cudagraph_capture_sizes": sizes},
             tensor_parallel_size=args.ranks,
             kv_cache_dtype=kv,
             **({"attention_config": {"backend": "CUSTOM"}} if kv.startswith("turboquant") else {}),
             **({"profiler_config": profiler} if args.profile else {}),
+            **({"speculative_config": drafts, "disable_log_stats": False} if drafts else {}),
         )
     print(f"{variant}: ready after {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
     (turn / variant).touch()
@@ -135,9 +169,13 @@ def measure(variant: str, args: argparse.Namespace, turn: Path) -> Iterator[dict
 
         for batch in args.batch:
             seconds(batch, OUTPUTS[0])
+            before = rounds(llm) if drafts else (0, 0)
             short, long = ([seconds(batch, tokens) for _ in range(args.repeats)] for tokens in OUTPUTS)
             step = (statistics.median(long) - statistics.median(short)) / (OUTPUTS[1] - OUTPUTS[0])
             timed = {"ms_per_step": round(step * 1e3, 4), "tokens_per_second": round(batch / step, 1)}
+            if drafts:
+                made, kept = (after - b for after, b in zip(rounds(llm), before, strict=True))
+                timed |= {"accept": args.accept, "tokens_per_round": round(1 + kept / made, 3)}
             yield {"bench": "vllm_decode", "batch": batch} | timed | about
         for batch in args.batch if args.profile else ():  # last, since what traces may stay attached
             llm.start_profile()
@@ -154,6 +192,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--accept", type=float, help="probability that a draft is kept (default: as the models agree)")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kv-gib", type=float, default=4.0, help="size of each variant's KV cache")
     parser.add_argument("--profile", action="store_true", help="also name the launches of each step")

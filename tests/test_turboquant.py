@@ -216,6 +216,7 @@ def test_rotations_are_orthogonal_seeded_and_apart(kind: str) -> None:
         ("turboquant:k3v4", {"k_bits": 3, "v_bits": 4}),
         ("turboquant:2,window=32", {"k_bits": 2, "mode": "hybrid", "window": 32}),
         ("turboquant:k3v2,first=1,last=2,edge=k4v4,rotation=qr,seed=7", {"first": 1, "last": 2, "seed": 7}),
+        ("turboquant:4,exact=0+27,biased=coded", {"exact": (0, 27), "biased": "coded"}),
         ("turboquant:3,mode=shadow,keys=prod", {"mode": "shadow", "keys": "prod", "values": "mse"}),
     ],
 )
@@ -262,6 +263,10 @@ BAD = {
     "turboquant:4,rotation=dct": "allowed are hadamard and qr",
     "turboquant:4,keys=qjl": "allowed are mse and prod",
     "turboquant:4,first=1,edge=17": "17 bits for keys",
+    "turboquant:4,exact=2+1": "each once and in order",
+    "turboquant:4,exact=1+": "exact is '1+'; it must be numbers with + between them",
+    "turboquant:4,exact=5000": "it must be numbers of layers from 0 on",
+    "turboquant:4,biased=kept": "allowed are exact and coded",
     "turboquant:4,k_bits=3": "is not understood",
     "turboquant:4," + "x" * 5000: "is not understood",
 }

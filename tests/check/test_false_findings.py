@@ -82,6 +82,16 @@ def test_a_loop_over_the_devices_sees_as_many_as_were_asked_for() -> None:
     assert counts == [1, 5]
 
 
+def test_nan_is_a_constant() -> None:
+    def factory() -> Any:
+        def step(given: torch.Tensor) -> torch.Tensor:
+            return torch.where(given > 2, given.new_full((4, 8), torch.nan), given)
+
+        return step, lambda i: (x(i),)
+
+    assert codes(factory) == set()
+
+
 def test_gpus_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import argparse
 

@@ -18,6 +18,6 @@ extern "C" void run(const Arguments* given, int blocks, int threads, int bytes, 
     blockIdx.x = (long long)i * step % blocks;
     run_block(threads);
     for (int at = bytes; at < (int)sizeof shared; ++at)
-      if (shared[at] != 0xFF) fail("more shared memory than the launch has");
+      if (shared[at] != blank) fail("more shared memory than the launch has");
   }
 }

@@ -23,6 +23,6 @@ extern "C" void run(const Arguments* given, int turn, int blocks, int threads, i
     blockIdx.x = (long long)i * step % blocks;
     run_block(threads);
     for (int at = bytes; at < (int)sizeof shared; ++at)
-      if (shared[at] != 0xFF) fail("more shared memory than the launch has");
+      if (shared[at] != blank) fail("more shared memory than the launch has");
   }
 }

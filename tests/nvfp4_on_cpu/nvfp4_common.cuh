@@ -1,5 +1,5 @@
 // What ops/cuda/nvfp4_common.cuh gives, for a CPU: a thread of the kernel is a fiber that runs until it must meet others.
-// Asynchronous copies arrive only where the kernel waits for them, and every address that it reads is checked.
+// Asynchronous copies arrive where the kernel waits for them or at once (`apart`), and every address that it reads is checked.
 
 #include "standard.h"
 
@@ -65,6 +65,12 @@ static void check_read(const void* p, size_t bytes) {
   fail("reads past a tensor");
 }
 
+// Two blocks of three have all in an order that is likely to show what does not wait: each warp goes as far as it comes
+// without the others, the last one first or the first; copies arrive at once; shared memory is zeros. In the third warps go
+// side by side, copies arrive as late as they may, and shared memory is NaN.
+static bool apart, backwards;
+static u8 blank;  // what shared memory is filled with
+
 static void meet(Wait wait) {
   fibers[current].wait = wait;
   go(fibers[current].place, scheduler);
@@ -89,7 +95,9 @@ static u32 load_pair(const u8* p) {
 static void copy(u8* to, const u8* from, size_t bytes, bool inside) {
   if ((uintptr_t)to % bytes || (inside && (uintptr_t)from % bytes)) fail("a copy that is not aligned");
   if (inside) check_read(from, bytes);
-  fibers[current].open.push_back([=] { inside ? memcpy(to, from, bytes) : memset(to, 0, bytes); });
+  const auto arrive = [=] { inside ? memcpy(to, from, bytes) : memset(to, 0, bytes); };
+  if (apart) arrive();
+  else fibers[current].open.push_back(arrive);
 }
 static void copy16(u8* to, const u8* from, bool inside) { copy(to, from, 16, inside); }
 static void copy4(u8* to, const u8* from, bool inside) { copy(to, from, 4, inside); }
@@ -268,12 +276,10 @@ static void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 
 static void thread();  // the kernel, and what comes behind it
 
-// Every other block has the order in which its warps are likeliest to miss each other: the last one first, and each as far
-// as it comes without the others. In the rest they go side by side.
 static void run_block(int threads) {
   static int block;
-  const bool apart = block++ % 2 == 0;
-  memset(shared, 0xFF, sizeof shared);
+  apart = block % 3 != 1, backwards = block++ % 3 == 0, blank = apart ? 0 : 0xFF;
+  memset(shared, blank, sizeof shared);
   fibers.clear();
   fibers.resize(threads);
   while ((int)stacks.size() < threads) stacks.emplace_back(32768);
@@ -287,7 +293,7 @@ static void run_block(int threads) {
   for (int left = threads; left;) {
     bool moved = false;
     for (int w = 0; w < threads; w += 32) {
-      const int warp = apart ? threads - 32 - w : w;
+      const int warp = backwards ? threads - 32 - w : w;
       const Fiber& first = fibers[warp];
       for (bool again = true; again;) {
         int at[6] = {};

@@ -34,6 +34,6 @@ extern "C" void run(const Arguments* given, int function, int x, int y, int thre
     blockIdx.x = at % x, blockIdx.y = at / x;
     run_block(threads);
     for (int at = bytes; at < (int)sizeof shared; ++at)
-      if (shared[at] != 0xFF) fail("more shared memory than the launch has");
+      if (shared[at] != blank) fail("more shared memory than the launch has");
   }
 }

@@ -35,6 +35,15 @@ if __name__ == "__main__":
     if settings.pop("their attention", False):
         from onegraph.integrations.vllm import flash
         flash.take_over = lambda *_: None
+    replays = []
+    if "speculative_config" in settings:
+        from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+        def counted(self, desc, run=CudaGraphManager.run_fullgraph):
+            replays.append(desc.uniform_token_count)
+            return run(self, desc)
+
+        CudaGraphManager.run_fullgraph = counted
     llm = LLM(skip_tokenizer_init=True, max_model_len=512, max_num_seqs=8, dtype="bfloat16",
               gpu_memory_utilization=0.05, kv_cache_memory_bytes=1 << 29, **settings)
     common = dict(ignore_eos=True, detokenize=False, prompt_logprobs=0)
@@ -58,8 +67,9 @@ if __name__ == "__main__":
                 "decoded": score(decoded.token_ids, decoded.logprobs),
                 "again": score(again.prompt_token_ids, again.prompt_logprobs)[-24:],
             })
-    with open(sys.argv[3], "w") as file:
-        json.dump(found, file)
+    for path, what in ((sys.argv[3], found), (sys.argv[3] + ".replays", replays)):
+        with open(path, "w") as file:
+            json.dump(what, file)
     llm.llm_engine.engine_core.shutdown()
     os._exit(0)  # threads that vLLM leaves behind with two ranks abort the interpreter's end ("terminate called")
 """
@@ -67,8 +77,12 @@ BATCHES = [[TEXT[:9]], [TEXT[:30], TEXT[5:12], [TEXT[0]]], [TEXT[i : i + 10 + 3 
 TURBOQUANT = {"kv_cache_dtype": "turboquant:4", "attention_config": {"backend": "CUSTOM"}}
 
 
-def graphs(mode: str, compiled: bool = True) -> dict[str, Any]:
-    sizes = {"cudagraph_mode": mode, "cudagraph_capture_sizes": [1, 2, 4, 8]}
+K = 3  # drafts
+ROUNDS = [(1 + K) * rows for rows in range(1, 9)]  # tokens of a round of each batch that BATCHES become, unpadded
+
+
+def graphs(mode: str, compiled: bool = True, tokens: list[int] | None = None) -> dict[str, Any]:
+    sizes = {"cudagraph_mode": mode, "cudagraph_capture_sizes": tokens or [1, 2, 4, 8]}
     return {"compilation_config": sizes if compiled else sizes | {"mode": 0}}
 
 
@@ -124,6 +138,50 @@ def test_graphs_give_what_eager_gives(tiny_chat: Path, tmp_path: Path) -> None:
     for name in ("eager", "default", "piecewise"):
         for row in found[name]:
             near(row["decoded"], row["again"])
+
+
+@pytest.mark.parametrize("cache", ["exact", "codes"])
+def test_rounds_with_drafts_in_full_graphs_give_what_eager_gives(cache: str, tiny_chat: Path, tmp_path: Path) -> None:
+    """n-grams and a drafting model, whose rounds are full graphs of 1 + K tokens a request; with graphs of batches of
+    eight, so that most requests are padding, too. A padded round's products may round otherwise: its log-probabilities
+    are compared as far as the texts are one."""
+    more = TURBOQUANT if cache == "codes" else {}
+    found, full = {}, {}
+    for name, drafter in {
+        "ngram": {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1},
+        "model": {"method": "draft_model", "model": str(tiny_chat)},
+    }.items():
+        settings = more | {"speculative_config": drafter | {"num_speculative_tokens": K}}
+        variants = {
+            f"{name} eager": {"enforce_eager": True},
+            f"{name} captured": graphs("FULL_DECODE_ONLY", compiled=False, tokens=ROUNDS),
+            f"{name} compiled": graphs("NONE"),
+            f"{name} default": graphs("FULL_AND_PIECEWISE", tokens=ROUNDS),
+            f"{name} padded": graphs("FULL_DECODE_ONLY", compiled=False, tokens=ROUNDS[-1:]),
+        }
+        found |= served(tiny_chat, {key: value | settings for key, value in variants.items()}, tmp_path)
+        full |= {key: json.loads((tmp_path / f"{key}.replays").read_text()) for key in variants}
+        tokens = {key: [row["tokens"] for row in found[key]] for key in variants}
+        assert tokens[f"{name} captured"] == tokens[f"{name} eager"]
+        assert tokens[f"{name} default"] == tokens[f"{name} compiled"]
+        alike(found[f"{name} padded"], found[f"{name} eager"])
+        for key in ("captured", "default", "padded"):
+            assert full[f"{name} {key}"].count(1 + K) > 12, "rounds with drafts were not replayed whole"
+    assert not full["ngram eager"]
+    if cache == "exact":
+        for row in found["ngram captured"]:
+            near(row["decoded"], row["again"])
+
+
+def alike(got: list[dict[str, Any]], want: list[dict[str, Any]]) -> None:
+    """Texts and their log-probabilities up to the first token in which near-ties part them."""
+    off = []
+    for one, other in zip(got, want, strict=True):
+        pairs = zip(one["tokens"], other["tokens"], strict=True)
+        shared = next((i for i, (a, b) in enumerate(pairs) if a != b), len(one["tokens"]))
+        off += [abs(a - b) for a, b in zip(one["decoded"][:shared], other["decoded"][:shared], strict=True)]
+    assert len(off) > sum(len(row["tokens"]) for row in want) / 2
+    assert statistics.median(off) < 0.05
 
 
 def test_fused_layers_give_what_vllms_own_give(tiny_chat: Path, tmp_path: Path) -> None:

@@ -156,7 +156,19 @@ def load(args: argparse.Namespace, **chosen: Any) -> LLM:
 
     bar = Progress(loading="byte") if sys.stderr.isatty() else contextlib.nullcontext()
     with options("gpus", "split", "kv", "draft:"), bar as loading:
-        return LLM(args.model, progress=loading, **chosen)
+        llm = LLM(args.model, progress=loading, **chosen)
+    tell_exact_layers(llm, args.kv)
+    return llm
+
+
+def tell_exact_layers(llm: LLM, asked: str) -> None:
+    """Say where the cache stores some layers otherwise than `asked`."""
+    from onegraph.formats.turboquant import parse_kv
+
+    wanted, found = (None if kv == "fp8" else parse_kv(kv) for kv in (asked, llm.engine.kv))
+    if wanted is not None and found is not None and (kept := set(found.exact) - set(wanted.exact)):
+        named = f"layer{'s' if len(kept) > 1 else ''} {', '.join(map(str, sorted(kept)))} kept exact"
+        print(f"kv: {named}, keys are mostly a bias there (docs/turboquant.md)", file=sys.stderr)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -190,14 +202,14 @@ def run(args: argparse.Namespace) -> int:
             show(llm.stream(prompts[0], params[0]))
         else:
             completions = llm.generate(prompts, params)
-        stats = llm.stats
+        stats, stored = llm.stats, llm.engine.kv
     if args.json:
         print_json(
             {
                 "model": args.model,
                 "device": str(place["device"]),
                 "dtype": llm.weights,
-                "kv": args.kv if kv is None else str(kv),
+                "kv": stored,
                 "mode": stats.mode,
                 "prefill_tokens_per_second": round(stats.prefill_tokens_per_second, 1),
                 "decode_tokens_per_second": round(stats.decode_tokens_per_second, 1),

@@ -20,7 +20,7 @@ from onegraph.cli.common import (
     options,
     pick_device,
 )
-from onegraph.cli.generate import CAPTURE, add_draft, drafted
+from onegraph.cli.generate import CAPTURE, add_draft, drafted, tell_exact_layers
 
 EPILOG = """\
 examples:
@@ -135,6 +135,7 @@ def run(args: argparse.Namespace) -> int:
             capture=CAPTURE[args.capture],
             **drafted(args),
         )
+    tell_exact_layers(llm, args.kv)
     name = args.name or Path(args.model.rstrip("/")).name
     host, port = socket.getsockname()[:2]
 

@@ -19,7 +19,11 @@ class Cache(Protocol):
 
     pure_pages: whether all state is in pages, and a page's content a function of the tokens up to its end alone,
     whichever sequence and pass wrote it. Such pages may be shared, and a prefill writes what decoding would have.
+    setting: how keys and values are stored, as `--kv` says it.
     """
+
+    @property
+    def setting(self) -> str: ...
 
     @property
     def pure_pages(self) -> bool: ...

@@ -62,6 +62,9 @@ class Engine:
     A batch gives each prompt the tokens that it would get alone, up to the last bit of the matrix products (a GEMM
     of another batch size may round a near-tie the other way); draws never depend on the batch.
 
+    Attributes:
+        kv: how keys and values are stored, with the layers that the model keeps exact of its own accord.
+
     Not thread-safe: one `generate`, `stream` or `Scheduler` at a time. Raises ValueError where a peer link between
     devices is missing; a device that fails while running comes out as a DeviceError that names it, a rank that waits
     for another in vain as a PeerError.
@@ -127,6 +130,7 @@ class Engine:
                     split=self.mode == "split",
                 )
             )  # fmt: skip
+        self.kv = cache.setting
         self._together = Together(ranks, pools, model.peers, self._soil)
         self._allocator = PageAllocator(total, page_size)
         self._slots = list(range(max_batch, 0, -1))  # of state that does not grow; slot 0 belongs to nobody

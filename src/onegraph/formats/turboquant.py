@@ -167,6 +167,8 @@ class TurboQuantConfig:
         window: exact tokens of `hybrid`.
         first, last: how many layers at either end take the rate `edge` in place of k_bits and v_bits.
         edge: `16` (the model's dtype), `4`, `k4v4`, ...
+        exact: numbers of further layers that stay in the model's dtype.
+        biased: `exact` or `coded`: layers whose keys are mostly a bias (`models.llama.biased_layers`); shadow: coded.
         keys, values: `mse` or `prod`.
         scale: `norm`, `matched` or `unbiased` (see above); for `mse`.
         rotation, seed: the random rotation; one for all layers.
@@ -179,6 +181,8 @@ class TurboQuantConfig:
     first: int = 0
     last: int = 0
     edge: str = "16"
+    exact: tuple[int, ...] = ()
+    biased: str = "exact"
     keys: str = "mse"
     values: str = "mse"
     scale: str = "matched"
@@ -193,6 +197,11 @@ class TurboQuantConfig:
         for name, most in (("window", 1 << 20), ("first", 1 << 10), ("last", 1 << 10), ("seed", 1 << 31)):
             if not 0 <= (number := getattr(self, name)) <= most:
                 raise ValueError(f"turboquant: {name} is {number}; allowed is 0 to {most}")
+        if list(self.exact) != sorted(set(self.exact)) or any(not 0 <= i < 1 << 10 for i in self.exact):
+            raise ValueError(
+                f"turboquant: exact is {'+'.join(map(str, self.exact))}; it must be numbers of layers from 0 on, "
+                "each once and in order"
+            )
         if (self.mode == "hybrid") != (self.window > 0):
             raise ValueError(
                 f"turboquant: mode is {self.mode} and window {self.window}; mode=hybrid needs a window of exact tokens "
@@ -202,6 +211,8 @@ class TurboQuantConfig:
 
     def rate(self, layer: int, layers: int) -> tuple[int, int]:
         """(bits of keys, bits of values) of a layer; (16, 16) where it stays in the model's dtype."""
+        if layer in self.exact:
+            return EXACT, EXACT
         inner = self.first <= layer < layers - self.last
         return (self.k_bits, self.v_bits) if inner else self._edge_rate()
 
@@ -232,13 +243,18 @@ class TurboQuantConfig:
 
     def __str__(self) -> str:
         rate = str(self.k_bits) if self.k_bits == self.v_bits else f"k{self.k_bits}v{self.v_bits}"
-        told = [f"{f.name}={getattr(self, f.name)}" for f in _OPTIONS.values() if getattr(self, f.name) != f.default]
-        return ",".join([f"turboquant:{rate}", *told])
+        given = {f.name: getattr(self, f.name) for f in _OPTIONS.values() if getattr(self, f.name) != f.default}
+        text = {name: "+".join(map(str, value)) if name == "exact" else value for name, value in given.items()}
+        return ",".join([f"turboquant:{rate}", *(f"{name}={value}" for name, value in text.items())])
 
 
-_CHOICES = {"mode": MODES, "keys": VARIANTS, "values": VARIANTS, "scale": SCALES, "rotation": ROTATIONS}
+_CHOICES = {"mode": MODES, "biased": ("exact", "coded"), "keys": VARIANTS, "values": VARIANTS, "scale": SCALES}
+_CHOICES |= {"rotation": ROTATIONS}
 _OPTIONS = {f.name: f for f in fields(TurboQuantConfig) if f.name not in ("k_bits", "v_bits")}
-_KINDS: dict[str, Callable[[str], Any]] = dict.fromkeys(("window", "first", "last", "seed"), int)
+_NUMBERS: dict[str, Callable[[str], Any]] = {
+    **dict.fromkeys(("window", "first", "last", "seed"), int),
+    "exact": lambda text: tuple(map(int, text.split("+"))),
+}
 
 
 def parse_kv(text: str) -> TurboQuantConfig | None:
@@ -262,9 +278,11 @@ def parse_kv(text: str) -> TurboQuantConfig | None:
             )
         if name in found:
             raise ValueError(f"turboquant: option {name} is given twice")
-        if name in _KINDS and not (value.isascii() and value.isdigit() and len(value) < 12):
-            raise ValueError(f"turboquant: {name} is {_short(value)}; it must be a number")
-        found[name] = _KINDS.get(name, str)(value)
+        numbers = value.split("+") if name == "exact" else [value]
+        if name in _NUMBERS and not all(n.isascii() and n.isdigit() and len(n) < 12 for n in numbers):
+            wanted = "numbers with + between them" if name == "exact" else "a number"
+            raise ValueError(f"turboquant: {name} is {_short(value)}; it must be {wanted}")
+        found[name] = _NUMBERS.get(name, str)(value)
     if found.get("mode", "hybrid") != "hybrid":
         found.setdefault("window", 0)
     return TurboQuantConfig(k_bits=k_bits, v_bits=v_bits, **found)

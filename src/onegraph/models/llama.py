@@ -8,6 +8,7 @@ residual, gate-up behind its norm, down behind SwiGLU onto the residual.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from onegraph.nn.peers import Peer
 from onegraph.nn.turboquant import TurboQuantCache
 from onegraph.ops.attention import capped
 
+BIAS = 3  # a bit of a key's codes takes three quarters off the power of their error
+SAMPLES = 64
 MAX_TABLE = 131072  # positions; the rotary tables of more (64 MB at head_dim 128) are made only when asked for
 
 
@@ -192,6 +195,8 @@ class Llama(nn.Module):
         """A paged KV cache of this model's sizes, on its device: in its dtype, or in codes as `kv` says. `spare` tokens
         need no room: pages keep what stands before them, and the ring beside codes has it always.
 
+        Layers whose keys are mostly a bias stay in the dtype (`biased_layers`), unless `kv` asks for codes there too.
+
         Raises ValueError for codes where attention has what nothing that reads codes knows: `LlamaConfig.exact_cache`.
         """
         if kv is not None and (what := self.config.exact_cache) is not None:
@@ -199,6 +204,8 @@ class Llama(nn.Module):
                 f"turboquant: {self.config.model_type} has {what}, which a cache in codes does not know; leave the "
                 "cache in the model's dtype"
             )
+        if kv is not None and kv.biased == "exact" and kv.mode != "shadow":
+            kv = replace(kv, exact=tuple(sorted({*kv.exact, *biased_layers(self)})))
         first, last = share_of(self.peer).span(self.config.kv_heads)
         sizes: dict[str, Any] = {
             "layers": self.config.layers,
@@ -212,6 +219,31 @@ class Llama(nn.Module):
             "dtype": self.dtype,
         }
         return PagedCache(**sizes, fused=self.fused) if kv is None else TurboQuantCache(kv, **sizes)
+
+
+@torch.no_grad()
+def biased_layers(model: Llama) -> list[int]:
+    """Layers with a head whose keys are mostly a bias, which codes would be spent on.
+
+    The error of a code is a share of the whole key's power, and a quarter of it with one bit more: where the bias has
+    `BIAS` times the power of what depends on the token, a code of n bits does what one of n - 1 does elsewhere. Both
+    are estimated from inputs of random directions. Layers of Qwen2 and Qwen2.5 have biases of hundreds.
+    """
+    config = model.config
+    if not config.qkv_bias:
+        return []
+    first, last = share_of(model.peer).span(config.kv_heads)
+    heads, d = last - first, config.head_dim
+    source = torch.Generator().manual_seed(0)
+    x = torch.randn(SAMPLES, 1, config.hidden_size, generator=source).to(model.device, model.dtype)
+    found = []
+    for i, block in enumerate(model.blocks):
+        qkv: Tensor = block.get_submodule("qkv")(Stream(x))[0]
+        keys = qkv.float()[:, 0, -2 * heads * d : -heads * d].unflatten(1, (heads, d))
+        bias = keys.mean(0)
+        if (bias.square().sum(1) > BIAS * (keys - bias).square().sum(2).mean(0)).any():
+            found.append(i)
+    return found
 
 
 def embed_scale(config: LlamaConfig, dtype: torch.dtype) -> float:

@@ -94,7 +94,7 @@ class PagedCache:
         fused: attend to a decode step's single token in one launch; False is the other side of an A/B comparison.
     """
 
-    pure_pages = True  # see `engine.decoder.Cache`
+    pure_pages, setting = True, "exact"  # see `engine.decoder.Cache`
 
     def __init__(
         self,

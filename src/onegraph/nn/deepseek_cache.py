@@ -101,6 +101,10 @@ class DeepseekCache:
         return (rows + 1) * per_slot + pages * per_page
 
     @property
+    def setting(self) -> str:
+        return "fp8" if self.fp8 else "exact"
+
+    @property
     def parts(self) -> list[DeepseekCache]:
         """The face of a `PlacedCache` of one stage."""
         return [self]
@@ -199,6 +203,10 @@ class PlacedCache:
 
     def __init__(self, parts: list[DeepseekCache]) -> None:
         self.parts = parts
+
+    @property
+    def setting(self) -> str:
+        return self.parts[0].setting
 
     def tensors(self) -> list[Tensor]:
         return [tensor for part in self.parts for tensor in part.tensors()]

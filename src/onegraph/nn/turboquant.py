@@ -171,6 +171,11 @@ class TurboQuantCache:
         self.pages = pages
 
     @property
+    def setting(self) -> str:
+        """As `parse_kv` reads it."""
+        return str(self.config)
+
+    @property
     def max_context(self) -> int:
         """Tokens that a row's part of the block table can address."""
         return self.block_table.shape[1] * self.page_size

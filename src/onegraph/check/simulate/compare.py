@@ -216,8 +216,9 @@ def _op(
             yield (*shape, _sequence(ours, theirs))
         yield from _beside(ours, theirs, at, shape is None)
         return
-    if ours.scalars != theirs.scalars:
-        mine, other = next(_changed(ours, theirs), (ours.scalars, theirs.scalars))
+    changed = next(_changed(ours, theirs), None)
+    if changed or len(ours.scalars) != len(theirs.scalars):
+        mine, other = changed or (ours.scalars, theirs.scalars)
         yield (*_number(ours, mine, other, at), _sequence(ours, theirs))
         return
     found = _contents(position, ours, theirs, at, refreshed) if ours.kind == "h2d" else None
@@ -245,7 +246,9 @@ def _shape(ours: OpRecord, theirs: OpRecord, at: tuple[str, str], books: Books) 
 
 
 def _changed(ours: OpRecord, theirs: OpRecord) -> Iterator[tuple[Any, Any]]:
-    return ((a, b) for a, b in zip(ours.scalars, theirs.scalars, strict=False) if a != b)
+    """NaN is NaN, though it differs from itself."""
+    pairs = zip(ours.scalars, theirs.scalars, strict=False)
+    return ((a, b) for a, b in pairs if a != b and not (a != a and b != b))
 
 
 def _number(ours: OpRecord, mine: Any, other: Any, at: tuple[str, str]) -> tuple[str, str, Values]:

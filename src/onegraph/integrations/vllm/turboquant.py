@@ -5,11 +5,14 @@ counts true bytes. Tokens are written in one launch and decoded straight from co
 step's metadata is computed in `build`, outside the graph, into buffers at fixed addresses: our kernels read positions
 and block tables before the kernels in front of them have ended (`ops/triton/launch.py`).
 
-A prompt's first chunk attends to its own exact keys and values; everything later, to codes alone (`mode=full`).
+A prompt's first chunk attends to its own exact keys and values; everything later, to codes alone (`mode=full`). So
+there is no ring of exact tokens, and a rejected draft needs no undoing: vLLM sets the request back, its next token is
+written over the rejected one, and no query reads past its own position.
 """
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +25,6 @@ from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
     MultipleOf,
 )
-from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from onegraph.formats import turboquant as formats
@@ -74,6 +76,10 @@ class TurboQuantBackend(AttentionBackend):
         return False  # not tried
 
     @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return False  # `build` divides a batch by the lengths that the host knows; adaptive verification cuts others
+
+    @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """A token and head take `bytes_per_token_head` bytes: this is what the block manager allots."""
         if cls.rate is None or spec.state_content_bytes is not None:
@@ -82,75 +88,124 @@ class TurboQuantBackend(AttentionBackend):
         return replace(spec, dtype=torch.uint8, state_content_bytes=layout.bytes_per_token_head)
 
 
-@dataclass
-class TurboQuantMetadata(AttentionMetadata):
-    """A step's batch: `decodes` requests of one token come first, then `prefills`.
+@dataclass(frozen=True)
+class Span:
+    """Neighbouring requests of `length` new tokens each, which attend to codes alone: `rows` of them from request `row`
+    on, whose tokens begin at `token`."""
 
-    page [T, 1], place [T], real [T]: where each token is written, and whether it is (int32). Not set for decodes alone
-    whose qkv comes as it is: block_table and positions say it too.
-    block_table [B, P], positions [B], counts [B]: which keys each request sees (int32).
-    prefills: (request, first token, last token, tokens that the request holds afterwards at most) of each.
-    """
+    row: int
+    rows: int
+    token: int
+    length: int
 
-    tokens: int
-    decodes: int
-    prefills: list[tuple[int, int, int, int]]
+
+@dataclass(frozen=True)
+class Places:
+    """Where each token of a batch of several lengths stands in its request (`token` [T]) and is written: page [T, 1],
+    place [T], and whether it is at all, real [T]. All int32."""
+
+    token: Tensor
     page: Tensor
     place: Tensor
     real: Tensor
+
+
+@dataclass
+class TurboQuantMetadata(AttentionMetadata):
+    """A step's batch of `tokens` tokens, the padding of a graph included.
+
+    spans: the requests that attend to codes. prompts: (first, last) token of each request that begins, exactly.
+    block_table [B, P], positions [B], counts [B]: which keys each request sees (int32). Requests that are padding have
+    a count of 0.
+    places: None where the batch is one span, so that block_table, positions and counts say it all. Only such a batch is
+    captured, and what it then reads lies at addresses that stay.
+    """
+
+    tokens: int
+    spans: list[Span]
+    prompts: list[tuple[int, int]]
     block_table: Tensor
     positions: Tensor
     counts: Tensor
+    places: Places | None
 
 
 class TurboQuantBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
-    """Graph support: one token a request. Longer queries (drafts) run between the pieces of a piecewise graph."""
+    """Graph support: requests of one length, which is one token or one and all drafts.
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    A request with no more tokens than that attends to codes whatever it is, so that a batch gives the same in a graph
+    and without one. A drafting model reads one more, the token that the round drew.
+    """
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    reorder_batch_threshold: int
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._init_reorder_batch_threshold(1)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        drafts = vllm_config.speculative_config
+        self._short = self.reorder_batch_threshold + (drafts is not None and drafts.uses_draft_model())
         most = max(vllm_config.compilation_config.cudagraph_capture_sizes or [0])
-        tokens = max(most, vllm_config.scheduler_config.max_num_batched_tokens)
         rows = max(most, vllm_config.scheduler_config.max_num_seqs)
-        self._page = torch.zeros(tokens, 1, dtype=torch.int32, device=device)
-        self._place = torch.zeros(tokens, dtype=torch.int32, device=device)
-        self._real = torch.zeros(tokens, dtype=torch.int32, device=device)
         self._positions = torch.zeros(rows, dtype=torch.int32, device=device)
         self._counts = torch.zeros(rows, dtype=torch.int32, device=device)
         _constants(kv_cache_spec.head_size, _rate(), vllm_config.model_config.dtype, device)
-        layers = vllm_config.compilation_config.static_forward_context
-        self._turns = all(layers[name].impl.rope is not None for name in layer_names)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> TurboQuantMetadata:
         batch = common_attn_metadata
-        tokens, rows, size = batch.num_actual_tokens, batch.num_reqs, self.kv_cache_spec.block_size
-        starts = batch.query_start_loc[: rows + 1]
-        torch.sub(starts[1:], starts[:-1], out=self._counts[:rows])
-        torch.sub(batch.seq_lens[:rows], self._counts[:rows], out=self._positions[:rows])
+        tokens, rows, longest = batch.num_actual_tokens, batch.num_reqs, int(batch.max_query_len)
+        starts, counts, positions = batch.query_start_loc[: rows + 1], self._counts[:rows], self._positions[:rows]
+        torch.sub(starts[1:], starts[:-1], out=counts)
+        torch.sub(batch.seq_lens[:rows], counts, out=positions)
 
-        decodes, prefills, _, _ = split_decodes_and_prefills(batch, decode_threshold=1)
-        if prefills or not self._turns:
-            slots = batch.slot_mapping[:tokens]  # page * size + place, -1 for padding
-            self._page[:tokens, 0].copy_(slots // size)
-            self._place[:tokens].copy_(slots % size)
-            self._real[:tokens].copy_(slots >= 0)
-        found = []
-        if prefills:
-            bounds, lengths = batch.query_start_loc_cpu.tolist(), batch.seq_lens_cpu_upper_bound.tolist()
-            found = [(i, bounds[i], bounds[i + 1], lengths[i]) for i in range(decodes, rows)]
+        spans, prompts = [Span(0, rows, 0, longest)], list[tuple[int, int]]()
+        short = longest <= self._short
+        if not short or tokens != rows * longest:  # else all have one length, or are a graph's padding and have none
+            bounds = batch.query_start_loc_cpu[: rows + 1].tolist()
+            known = [0] * rows if short else batch.seq_lens_cpu_upper_bound.tolist()
+            spans, prompts = _divided(bounds, known, self._short)
+        whole = not prompts and len(spans) == 1 and spans[0].rows == rows
         return TurboQuantMetadata(
             tokens=tokens,
-            decodes=decodes,
-            prefills=[row for row in found if row[2] > row[1]],
-            page=self._page[:tokens],
-            place=self._place[:tokens],
-            real=self._real[:tokens],
+            spans=spans,
+            prompts=prompts,
             block_table=batch.block_table_tensor[:rows],
-            positions=self._positions[:rows],
-            counts=self._counts[:rows],
+            positions=positions,
+            counts=counts,
+            places=None if whole else self._places(batch.slot_mapping[:tokens], starts, tokens),
         )
+
+    def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> TurboQuantMetadata:
+        """As `build`. What vLLM drafts past the longest text it moves to position 0, without a slot (-1): a page that
+        others may share is not written for it."""
+        made = self.build(0, common_attn_metadata, fast_build=True)
+        if made.places is None:
+            made.counts.mul_(common_attn_metadata.slot_mapping[: made.tokens : made.spans[0].length] >= 0)
+        return made
+
+    def _places(self, slots: Tensor, starts: Tensor, tokens: int) -> Places:
+        """slots [T]: page * size + place, -1 for padding."""
+        size, rows = self.kv_cache_spec.block_size, len(starts) - 1
+        offsets = (self._positions[:rows] - starts[:-1]).repeat_interleave(self._counts[:rows], output_size=tokens)
+        token = torch.arange(tokens, dtype=torch.int32, device=slots.device) + offsets
+        page, place, real = (t.to(torch.int32) for t in (slots // size, slots % size, slots >= 0))
+        return Places(token, page.unsqueeze(1), place, real)
+
+
+def _divided(bounds: list[int], known: list[int], short: int) -> tuple[list[Span], list[tuple[int, int]]]:
+    """Requests between `bounds`, as spans and as prompts that begin: more than `short` tokens, which are all that the
+    request has. `known` is no less than what it has, but for a drafting model, which reads one more: vLLM leaves that
+    out."""
+    spans, prompts = list[Span](), list[tuple[int, int]]()
+    for row, (first, last) in enumerate(pairwise(bounds)):
+        length, before = last - first, spans[-1] if spans else None
+        if length > short and length >= known[row]:
+            prompts.append((first, last))
+        elif before and before.length == length and before.row + before.rows == row:
+            spans[-1] = replace(before, rows=before.rows + 1)
+        elif length:
+            spans.append(Span(row, 1, first, length))
+    return spans, prompts
 
 
 class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
@@ -214,48 +269,45 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         cache = kv_cache.view(kv_cache.shape[0], kv_heads, -1)
         codebooks = tables.k_codebook, tables.v_codebook
 
-        rope, places = self.rope, (m.place, m.real, m.page)
-        if rope is not None and not m.prefills:
-            qkv = query[: m.tokens]
-            places = m.positions[: m.tokens], m.counts[: m.tokens], m.block_table[: m.tokens]
-        else:
-            q, k, v = self._turned(query, m) if rope is not None else (query, key, value)
+        rope, q, k, v = None, query, key, value
+        if m.places is None:
+            shape, places = (m.spans[0].rows, m.spans[0].length), (m.positions, m.counts, m.block_table)
+            rope = self.rope
+        else:  # each token is a row of one token, whose page is all that it knows
+            shape, places = (m.tokens, 1), (m.places.place, m.places.real, m.places.page)
+            if self.rope is not None:
+                q, k, v = self._turned(query[: m.tokens], m.places.token)
+        qkv = q[: m.tokens]
+        if rope is None:
             q, k, v = (t[: m.tokens].view(m.tokens, -1, dim) for t in (q, k, v))
-            qkv, rope = torch.cat((q, k, v), dim=1), None
+            qkv = torch.cat((q, k, v), dim=1)
         turned, _ = turboquant_write.overload(
-            qkv.view(m.tokens, 1, -1), None, None, 0.0, *(rope or (None, None)), *places, tables.turn, *codebooks,
+            qkv.view(*shape, -1), None, None, 0.0, *(rope or (None, None)), *places, tables.turn, *codebooks,
             cache, None, None, heads, SCALE, False,
         )  # fmt: skip
+        turned = turned.view(m.tokens, heads, dim)
 
-        def read(queries: Tensor, rows: slice) -> Tensor:
-            """Rotated queries [B, Q, heads, D] of some requests against all that their pages hold."""
+        for span in m.spans:
+            rows, its = slice(span.row, span.row + span.rows), slice(span.token, span.token + span.rows * span.length)
             result, _ = turboquant_attention.overload(
-                queries, cache, m.block_table[rows], m.positions[rows], m.counts[rows], None, tables.rotation,
-                *codebooks, None, self.scale, 0,
+                turned[its].view(span.rows, span.length, heads, dim), cache, m.block_table[rows], m.positions[rows],
+                m.counts[rows], None, tables.rotation, *codebooks, None, self.scale, 0,
             )  # fmt: skip
-            return result
-
-        if m.decodes:
-            out[: m.decodes].copy_(read(turned[: m.decodes], slice(0, m.decodes)).squeeze(1))
-        for row, first, last, length in m.prefills:
-            if last - first == length:
-                exact_q, exact_k, exact_v = (t[first:last].transpose(0, 1).unsqueeze(0) for t in (q, k, v))
-                exact = nn.functional.scaled_dot_product_attention(
-                    exact_q, exact_k, exact_v, is_causal=True, scale=self.scale, enable_gqa=heads != kv_heads
-                )
-                out[first:last].copy_(exact[0].transpose(0, 1))
-            else:
-                chunk = turned[first:last].transpose(0, 1)
-                out[first:last].copy_(read(chunk, slice(row, row + 1))[0])
+            out[its].copy_(result.view(-1, heads, dim))
+        for first, last in m.prompts:
+            exact_q, exact_k, exact_v = (t[first:last].transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+            exact = nn.functional.scaled_dot_product_attention(
+                exact_q, exact_k, exact_v, is_causal=True, scale=self.scale, enable_gqa=heads != kv_heads
+            )
+            out[first:last].copy_(exact[0].transpose(0, 1))
         return output
 
-    def _turned(self, qkv: Tensor, m: TurboQuantMetadata) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v after RoPE, of a batch with a prompt in it, which no full graph holds."""
+    def _turned(self, qkv: Tensor, token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v after RoPE, of tokens that stand at `token` in their requests."""
         assert self.rope is not None
-        steps = [(row, torch.arange(last - first, device=qkv.device)) for row, first, last, _ in m.prefills]
-        token = torch.cat([m.positions[: m.decodes], *(m.positions[row] + step for row, step in steps)])
+        token = token.clamp(0, len(self.rope[0]) - 1)  # a draft may stand behind the longest text
         cos, sin = (half.index_select(0, token).unsqueeze(1) for half in self.rope)
-        q, k, v = qkv[: m.tokens].split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         both = rotate_half(torch.cat((q, k), dim=1).float(), cos, sin).to(qkv.dtype)
         return both[:, : self.num_heads], both[:, self.num_heads :], v
 
