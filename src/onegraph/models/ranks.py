@@ -56,7 +56,9 @@ class Ranks:
         config = CONFIGS[kind].from_dict(checkpoint.config)
         peers = peers_for(config, places, dtype)
         beside = [
-            kind.load(checkpoint, place, dtype, peer=peers.rank(i), progress=_told(progress, i, len(places)), **options)
+            kind.load(
+                checkpoint, place, dtype, peer=peers.rank(i), progress=one_progress(progress, i, len(places)), **options
+            )
             for i, place in enumerate(places)
         ]
         return cls(beside, peers)
@@ -79,8 +81,10 @@ def peers_for(config: LlamaConfig | DeepseekV4Config, devices: Sequence[torch.de
     return Peers(devices, max(stream, logits + ROWS * UNITS[0]))
 
 
-def _told(progress: Callable[[int, int], None] | None, rank: int, ranks: int) -> Callable[[int, int], None] | None:
-    """One progress over the ranks, which are read one after the other."""
+def one_progress(
+    progress: Callable[[int, int], None] | None, rank: int, ranks: int
+) -> Callable[[int, int], None] | None:
+    """One progress over ranks that are read one after the other."""
     if progress is None:
         return None
     return lambda done, total: progress(rank * total + done, ranks * total)
