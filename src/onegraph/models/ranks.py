@@ -36,6 +36,10 @@ class Ranks:
         first = self.beside[0]  # what is the same on all ranks
         self.config, self.dtype, self.embed = first.config, first.dtype, first.embed
         self.max_context, self.page_size = first.max_context, first.page_size
+        if isinstance(first, Llama):  # each has looked at its own heads
+            biased = sorted({i for rank in self.beside for i in rank.biased})
+            for rank in self.beside:
+                rank.biased = biased
 
     @classmethod
     def load(
