@@ -3,7 +3,9 @@
     PYTHONPATH=src python3 benchmarks/ranks.py --shape llama-3-8b --bits 2 4 --lm-head 4 --gpus 1 2 --context 1024
 
 Weights are random, the same whoever reads them. The exchange is timed as a graph of many of them on each GPU, all
-replaying at once. Before a step is timed, all ranks are held to each other's tokens. Prints JSON lines; --out appends.
+replaying at once. Before a step is timed, all ranks are held to each other's tokens. --draft adds rounds that read so
+many drafts, of an oracle that is right with a chance of .8, beside n-grams and no drafts, as `speculate.py` has them.
+Prints JSON lines; --out appends.
 """
 
 import argparse
@@ -15,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import speculate
 import torch
 from step import SHAPES, RandomCheckpoint, random_model
 from torch import Tensor
@@ -114,6 +117,17 @@ def agree(model: Ranks, context: int) -> bool:
     return all(torch.equal(each, drawn[0]) for each in drawn)
 
 
+def round_rows(model: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Rounds that check drafts, of each batch size."""
+    for batch in args.batch:
+        wanted = argparse.Namespace(
+            batch=batch, context=args.context, tokens=args.steps, drafts=args.draft, chance=[0.8], repeats=3, kv=None,
+            sampling=False, eagle=None,
+        )  # fmt: skip
+        for row in speculate.rows(wanted, model, None):
+            yield row | machine(torch.device("cuda", 0))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3-8b")
@@ -123,13 +137,14 @@ def main() -> int:
     parser.add_argument("--batch", type=int, nargs="*", default=[1])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=256)
+    parser.add_argument("--draft", type=int, nargs="*", default=[], metavar="K", help="also rounds of K drafts")
     parser.add_argument("--exchange", type=int, nargs="*", default=[], metavar="GPUS", help="time the exchange alone")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     for gpus in args.exchange:
         for row in exchange_rows(gpus, [(1, 4096), (1, 7168), (1, 8192), (4, 4096), (16, 4096), (64, 4096)]):
             emit(row, args.out)
-    reach = max(args.context + args.steps + 1, 2048)
+    reach = max(args.context + args.steps + 16, 2048)
     for bits in args.bits:
         for gpus in args.gpus:
             started = time.perf_counter()
@@ -143,6 +158,8 @@ def main() -> int:
             name = f"onegraph e8p {bits} bit" if bits != 16 else "onegraph bf16"
             options = {"batches": args.batch, "context": args.context, "steps": args.steps, "modes": (True,)}
             for row in bench_step(model, **options, name=f"{name}, {gpus} GPUs" if gpus > 1 else name):
+                emit(row | about, args.out)
+            for row in round_rows(model, args) if args.draft else ():
                 emit(row | about, args.out)
             del model
             torch.cuda.empty_cache()

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import deepseek_published as published
 from deepseek import continuations, prompts, save_hf
 from onegraph.engine import generate
 from onegraph.engine.evaluate import evaluate
@@ -14,6 +15,7 @@ from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models import deepseek_v4, deepseek_v4_place
 from onegraph.models.deepseek_v4 import DeepseekV4
+from onegraph.models.deepseek_v4_mtp import DeepseekDraft, draft_bytes
 from onegraph.models.deepseek_v4_place import place
 from onegraph.models.prefetch import Prefetch
 from onegraph.runtime.graph import Runner
@@ -129,6 +131,22 @@ def test_place_balances_bytes():
     assert place([10, 1, 1, 1, 1], (0, 0), [20, 20]) == [1, 4]
     assert place([1] * 43, (3, 3), [30] * 2) in ([21, 22], [22, 21])
     assert sum(place([3, 5] * 30, (2, 9), [70] * 8)) == 60
+
+
+def test_draft_layers_have_room_beside_the_last_ones(tmp_path):
+    """A block more, and an embedding, on the last of two equal devices."""
+    published.write(tmp_path / "m", published.plain(published.TINY), published.make(published.TINY)[1])
+    with Checkpoint.open(tmp_path / "m") as checkpoint:
+        drafts = draft_bytes(checkpoint, torch.float32)
+        counts = [
+            [len(stage) for stage in DeepseekV4.load(checkpoint, ["cpu"] * 2, drafts=size).stages]
+            for size in (0, drafts)
+        ]
+        model = DeepseekV4.load(checkpoint)
+        draft = DeepseekDraft.load(checkpoint, model)
+    assert counts == [[2, 2], [3, 1]]
+    shared = "embed.weight", "block.attention.cos", "block.attention.sin"
+    assert drafts == pytest.approx(sum(t.nbytes for name, t in draft.named_buffers() if name not in shared), rel=1e-3)
 
 
 def test_place_is_never_worse_than_any_other_cut():

@@ -7,13 +7,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+import onegraph.api.llm as llm_module
+from eagle import net_of, write_head
 from fuzz import tiny
 from fuzz.run import invoke
 from models import smollm2_gguf
 from onegraph import LLM, SamplingParams
-from onegraph.api.drafting import drafter
-from onegraph.formats.checkpoint import write_checkpoint
+from onegraph.api.drafting import drafters
+from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
+from onegraph.models.llama import Llama
+from onegraph.models.ranks import Ranks
 
 PROMPTS = ["the thing the thing the thing", "a"]
 
@@ -39,6 +44,32 @@ def test_the_text_is_that_without_drafts(model: Path, other: Path) -> None:
                 stats = llm.stats
         assert stats.drafted_tokens >= stats.accepted_tokens > 0  # the model, which drafts for itself
         assert stats.decode_steps < 19
+
+
+def test_every_rank_of_a_model_has_its_drafter(
+    model: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks on a CPU: text, drafts and what is told while a drafting model is read."""
+    with Checkpoint.open(model) as checkpoint:
+        whole = Llama.load(checkpoint, max_context=128)
+        ranks = Ranks.load(checkpoint, ["cpu"] * 2, max_context=128)
+    layers, vocabulary = (0, 0, 1), torch.arange(whole.config.vocab_size)
+    head = write_head(tmp_path / "head", net_of(whole, layers, vocabulary), layers, vocabulary)
+    chosen = ("ngram", str(model), str(other), f"eagle:{head}")
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=4)
+    found: list[tuple[list[int], int]] = []
+    read: list[tuple[int, int]] = []
+    for loaded in (whole, ranks):
+        monkeypatch.setattr(llm_module, "load_decoder", lambda *_, loaded=loaded, **options: loaded)
+        for draft in chosen:
+            told = lambda _, done, total: read.append((done, total))  # noqa: E731
+            with LLM(model, device="cpu", max_context=128, draft=draft, draft_tokens=2, progress=told) as llm:
+                found.append((llm.generate(PROMPTS, params)[0].tokens, llm.stats.accepted_tokens))
+    assert found[:4] == found[4:]
+    assert all(done <= total for done, total in read)
+    assert read[-1][0] == read[-1][1] > read[0][1], "two ranks read twice as much"
+    assert {tokens == found[0][0] for tokens, _ in found} == {True}
+    assert found[1][1] > 5
 
 
 def test_the_command_line(model: Path) -> None:
@@ -80,12 +111,12 @@ def test_a_drafting_model_of_other_tokens_is_refused(model: Path, tmp_path: Path
     with pytest.raises(ValueError, match=r"draft: the tokens of .*words are not the model's"):
         LLM(model, device="cpu", draft=words)
     target = SimpleNamespace(config=SimpleNamespace(vocab_size=tiny.CONFIG["vocab_size"]))
+    target.beside = [target]
     with pytest.raises(ValueError, match=r"draft: .*plain takes texts of 256 tokens, the model is run with .* of 300"):
-        drafter(str(model), None, target, model, held=None, max_context=300)
+        drafters(str(model), None, target, model, held=None, max_context=300)
     for wrong, said in (
         ({"draft_tokens": 3}, "draft_tokens: got 3 and no draft"),
         ({"draft": "ngram", "draft_tokens": 9}, "draft_tokens: got 9; allowed are 1 to 7"),
-        ({"draft": "ngram", "gpus": 2}, "draft: got one for 2 GPUs"),
     ):
         with pytest.raises(ValueError, match=said):
             LLM(model, device="cpu", **wrong)

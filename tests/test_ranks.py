@@ -11,7 +11,6 @@ from torch import Tensor
 import deepseek
 from engines import maker
 from models import Decoder, save_e8p, save_hf, smollm2_gguf
-from onegraph.engine.draft import NgramDrafter
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
@@ -256,8 +255,6 @@ def test_deepseek_that_ranks_cannot_share_is_refused(tmp_path: Path) -> None:
 def test_what_ranks_do_not_do_is_refused(both: tuple[Llama, Ranks]) -> None:
     with pytest.raises(ValueError, match="capture: got 'split' for a model on several ranks"):
         Engine(both[1], capture="split")
-    with pytest.raises(ValueError, match="draft: the model lies on 2 devices"):
-        Engine(both[1], draft=NgramDrafter)
 
 
 @pytest.mark.skipif(smollm2_gguf() is None, reason="needs SmolLM2: see CONTRIBUTING.md")

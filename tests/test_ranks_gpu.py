@@ -1,6 +1,7 @@
 """Ranks on real GPUs: the exchange within graphs, the engine's tokens, a rank that is late and one that never comes."""
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,16 +9,23 @@ import pytest
 import torch
 from torch import Tensor
 
+import deepseek_published as published
+from eagle import load_head, net_of, write_head
 from models import save_hf
+from onegraph.api.drafting import own_layers
+from onegraph.engine.draft import ModelDrafter, NgramDrafter, OracleDrafter
+from onegraph.engine.draft_heads import HeadDrafter
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
+from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.models.llama import Llama
 from onegraph.models.ranks import Ranks
 from onegraph.nn.peers import PeerError, Peers
 from onegraph.ops.ranks import part_of
 from test_exchange import summed
 from test_ranks import PARAMS, text
+from test_ranks_drafts import GREEDY, LONG, MIXED, PROMPTS, WARM, WIDE, drafts_like, same_everywhere
 
 pytestmark = pytest.mark.gpu
 SIZES = {
@@ -146,3 +154,69 @@ def test_many_steps_end_and_ranks_agree(folder: Path) -> None:
     runner: Any = engine.runner("decode", sampling=True)
     drawn = [rank.stages[0].inputs["drawn"].cpu() for rank in runner.ranks]
     assert torch.equal(drawn[0], drawn[1])
+
+
+@pytest.mark.parametrize("kv", [None, "turboquant:4"])
+@pytest.mark.parametrize("kind", ["ngram", "model", "oracle", "eagle"])
+def test_the_text_with_drafts_is_that_of_one_gpu_without(
+    folder: Path, kind: str, kv: str | None, tmp_path: Path
+) -> None:
+    """In float32, captured and eagerly; what waits for the next round is the same on all ranks."""
+    with Checkpoint.open(folder) as checkpoint:
+        one = Llama.load(checkpoint, "cuda:0", torch.float32)
+        model = Ranks.load(checkpoint, devices(2), torch.float32)
+        drafting = [Llama.load(checkpoint, device, torch.float32) for device in model.devices]
+    sizes: dict[str, Any] = {"max_batch": 2, "max_context": 64, "chunk": 8, "page_size": 16, "kv": kv}
+    draft: Any = NgramDrafter
+    if kind == "model":
+        draft = [partial(ModelDrafter, each) for each in drafting]
+    if kind == "eagle":
+        layers, vocabulary = (0, 0, 1), torch.arange(one.config.vocab_size, device="cuda:0")
+        head = write_head(tmp_path / "head", net_of(one, layers, vocabulary), layers, vocabulary)
+        draft = [partial(HeadDrafter, load_head(head, rank)) for rank in model.beside]
+    for params in (GREEDY, WARM):
+        want = Engine(one, **sizes).generate(PROMPTS, params)
+        if kind == "oracle":
+            texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, want, strict=True)]
+            draft = partial(OracleDrafter, texts, 0.7, one.config.vocab_size)
+        for capture, tokens in ((True, 3), (True, "auto"), (False, 7)):
+            engine = Engine(model, **sizes, capture=capture, draft=draft, draft_tokens=tokens)
+            assert engine.generate(PROMPTS, params) == want, (capture, tokens)
+            same_everywhere(engine)
+    if kind in ("model", "oracle"):
+        assert engine.stats.accepted_tokens > 12
+
+
+@pytest.mark.parametrize(("kind", "split"), [("mtp", "tensor"), ("mtp", "layer"), ("dspark", "tensor")])
+def test_draft_layers_draft_over_two_gpus(kind: str, split: str, tmp_path: Path) -> None:
+    """DeepSeek-V4's, cut like its decoder or beside its last layers."""
+    config = {"mtp": published.TINY, "dspark": published.TINY_DSPARK}[kind]
+    published.write(tmp_path / "m", published.plain(config), published.make(config)[1])
+    with Checkpoint.open(tmp_path / "m") as checkpoint:
+        one = DeepseekV4.load(checkpoint, "cuda:0", max_context=256)
+        if split == "tensor":
+            model: Any = Ranks.load(checkpoint, devices(2), kind=DeepseekV4, max_context=256)
+        else:
+            model = DeepseekV4.load(checkpoint, devices(2), max_context=256)
+    alone = Engine(one, **WIDE, capture=False, draft=own_layers(one, tmp_path / "m"), draft_tokens=3)
+    want = Engine(one, **WIDE).generate(LONG, MIXED)
+    assert alone.generate(LONG, MIXED) == want
+    for capture in (True, False):
+        draft = [own_layers(rank, tmp_path / "m") for rank in model.beside]
+        engine = Engine(model, **WIDE, capture=capture, draft=draft, draft_tokens=3)
+        assert engine.generate(LONG, MIXED) == want
+        same_everywhere(engine)
+    drafts_like(engine, alone)
+
+
+def test_many_rounds_end_and_ranks_agree(folder: Path) -> None:
+    """Thousands of rounds of changing sizes, in bfloat16, with joins and leaves: who accepted otherwise would hang."""
+    with Checkpoint.open(folder) as checkpoint:
+        model = Ranks.load(checkpoint, devices(2), torch.bfloat16)
+        drafting = [partial(ModelDrafter, Llama.load(checkpoint, each, torch.bfloat16)) for each in model.devices]
+    engine = Engine(model, max_batch=8, max_context=256, chunk=32, draft=drafting)
+    params = [SamplingParams(max_tokens=40 + 17 * (i % 9), temperature=1.0, seed=i) for i in range(600)]
+    texts = engine.generate([text(1 + i % 30, i) for i in range(600)], params)
+    assert [len(each) for each in texts] == [p.max_tokens for p in params]
+    assert engine.stats.accepted_tokens > 1000
+    same_everywhere(engine)

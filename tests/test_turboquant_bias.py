@@ -55,6 +55,7 @@ def test_layers_whose_keys_are_mostly_a_bias_stay_exact(tmp_path: Path) -> None:
     with Checkpoint.open(tmp_path / "m") as checkpoint:
         ranks = Ranks.load(checkpoint, ["cpu", "cpu"]).beside
     assert [biased_layers(rank) for rank in ranks] == [[], [1, 2]], "each looks at its own heads"
+    assert [rank.biased for rank in ranks] == [[1, 2], [1, 2]], "and all keep the same layers"
 
 
 def test_codes_of_a_bias_cost_what_exact_layers_save(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from os import PathLike
@@ -21,15 +21,17 @@ from onegraph.models.eagle import EagleHead
 from onegraph.models.llama import Llama
 from onegraph.models.load import load_decoder, parse_config
 from onegraph.models.loader import Held
+from onegraph.models.ranks import Ranks, one_progress
 
 if TYPE_CHECKING:
     from onegraph.api import Progress
 
 NGRAM, MTP, EAGLE = "ngram", "mtp", "eagle:"
-Model = Llama | ChainedLlama | DeepseekV4
+Rank = Llama | ChainedLlama | DeepseekV4
+Model = Rank | Ranks
 
 
-def drafter(
+def drafters(
     name: str,
     tokenizer: Tokenizer,
     model: Model,
@@ -38,22 +40,23 @@ def drafter(
     held: Held | None,
     max_context: int,
     progress: Progress | None = None,
-) -> MakeDrafter:
-    """The drafter of this name for `model`, which was loaded from `path` and has this tokenizer. What it needs is
-    loaded as the model is.
+) -> list[MakeDrafter]:
+    """The drafters of this name for the ranks of `model`, which was loaded from `path` and has this tokenizer. What
+    they need is loaded as the model is, by each rank.
 
     Raises ValueError where the two do not go together, CheckpointError where it cannot be read.
     """
+    ranks: list[Rank] = list(model.beside)
     if name == NGRAM:
-        return NgramDrafter
+        return [NgramDrafter for _ in ranks]
     if name == MTP:
-        return own_layers(model, path)
+        return [own_layers(rank, path) for rank in ranks]
     if name.startswith(EAGLE):
-        return eagle(name, model)
-    return second(name, tokenizer, model, held=held, max_context=max_context, progress=progress)
+        return [eagle(name, rank) for rank in ranks]
+    return second(name, tokenizer, ranks, held=held, max_context=max_context, progress=progress)
 
 
-def own_layers(model: Model, path: str | PathLike[str]) -> MakeDrafter:
+def own_layers(model: Rank, path: str | PathLike[str]) -> MakeDrafter:
     """The draft layers that DeepSeek-V4's checkpoints carry: one (`mtp.0`), or DSpark's stages."""
     if not isinstance(model, DeepseekV4):
         raise ValueError(
@@ -62,13 +65,19 @@ def own_layers(model: Model, path: str | PathLike[str]) -> MakeDrafter:
         )
     if not model.config.drafts:
         raise ValueError(f"draft: {path} has no draft layers (num_nextn_predict_layers is 0): draft with {NGRAM!r}")
+    spark, last = model.config.dspark, model.stages[-1]
+    if spark is not None and (early := [layer for layer in spark.layers if layer not in last]):
+        raise ValueError(
+            f"draft: {MTP!r} goes on from what is behind layer {early[0]}, which {len(model.stages)} GPUs in the split "
+            f"by layers leave in front of the last one's, {last[0]} to {last[-1]}: use fewer GPUs or the tensor split"
+        )
     with Checkpoint.open(path) as checkpoint, _told():
-        if model.config.dspark is not None:
+        if spark is not None:
             return partial(BlockDrafter, DSparkDraft.load(checkpoint, model))
         return partial(HeadDrafter, DeepseekDraft.load(checkpoint, model))
 
 
-def eagle(name: str, model: Model) -> MakeDrafter:
+def eagle(name: str, model: Rank) -> MakeDrafter:
     """The EAGLE-3 head whose place stands behind "eagle:"."""
     if isinstance(model, DeepseekV4):
         raise ValueError(f"draft: EAGLE heads go on from models of the Llama kind; DeepSeek-V4 has its own, {MTP!r}")
@@ -89,10 +98,16 @@ def _told() -> Iterator[None]:
 
 
 def second(
-    name: str, tokenizer: Tokenizer, model: Model, *, held: Held | None, max_context: int, progress: Progress | None
-) -> MakeDrafter:
-    """Another, smaller model of the same tokens."""
-    vocabulary = model.config.vocab_size
+    name: str,
+    tokenizer: Tokenizer,
+    ranks: Sequence[Rank],
+    *,
+    held: Held | None,
+    max_context: int,
+    progress: Progress | None,
+) -> list[MakeDrafter]:
+    """Another, smaller model of the same tokens, whole on each rank."""
+    vocabulary = ranks[0].config.vocab_size
     with Checkpoint.open(locate(name).path) as checkpoint:
         config = parse_config(checkpoint.config)
         found = config.vocab_size
@@ -111,12 +126,16 @@ def second(
                 f"draft: the tokens of {name} are not the model's: draft with a model of the same family, or with "
                 f"{NGRAM!r}"
             )
-        drafting = load_decoder(
-            checkpoint,
-            model.devices[0],
-            model.dtype,
-            max_context=max_context,
-            held=held,
-            progress=None if progress is None else partial(progress, "loading"),
-        )
-    return partial(ModelDrafter, drafting.beside[0])  # itself
+        told = None if progress is None else partial(progress, "loading")
+        drafting = [
+            load_decoder(
+                checkpoint,
+                rank.devices[-1],
+                rank.dtype,
+                max_context=max_context,
+                held=held,
+                progress=one_progress(told, i, len(ranks)),
+            )
+            for i, rank in enumerate(ranks)
+        ]
+    return [partial(ModelDrafter, model.beside[0]) for model in drafting]  # each itself

@@ -17,7 +17,7 @@ from onegraph.api import Progress
 from onegraph.api.completion import AnswerText, Completion, copies, for_engine
 from onegraph.api.constraint import Constraints
 from onegraph.api.device import pick_device, pick_precision
-from onegraph.api.drafting import drafter
+from onegraph.api.drafting import MTP, drafters
 from onegraph.api.hub import locate
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.generate import Engine
@@ -28,7 +28,6 @@ from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import parse_kv
 from onegraph.models.config import LlamaConfig
 from onegraph.models.load import Split, load_decoder, narrow, parse_config
-from onegraph.models.ranks import Ranks
 
 MAX_CONTEXT = 4096  # unless the caller asks for more
 Prompt = str | Sequence[int]  # a text, or its token ids
@@ -98,8 +97,6 @@ class LLM:
         check_draft_tokens(draft_tokens)
         if draft is None and draft_tokens != "auto":
             raise ValueError(f"draft_tokens: got {draft_tokens} and no draft; say who drafts, e.g. draft='ngram'")
-        if draft is not None and gpus > 1:
-            raise ValueError(f"draft: got one for {gpus} GPUs; drafting takes a model on one")
         if gpus > 1 and str(device) not in ("auto", "cuda"):
             raise ValueError(f"gpus: got {gpus} on the device {device}; allowed is auto or cuda: GPUs from cuda:0 on")
         located = locate(path)
@@ -123,6 +120,7 @@ class LLM:
                 gpus=gpus if gpus > 1 else None,
                 split=split,
                 fp8_kv=kv == "fp8",
+                drafts=draft == MTP,
                 held=held,
                 progress=None if progress is None else partial(progress, "loading"),
             )
@@ -132,8 +130,8 @@ class LLM:
                 "that and more, or a smaller max_context"
             )
         drafting = None
-        if draft is not None and not isinstance(model, Ranks):  # several GPUs take no drafts, see above
-            drafting = drafter(
+        if draft is not None:
+            drafting = drafters(
                 str(draft), self.tokenizer, model, located.path, held=held, max_context=max_context, progress=progress
             )
         pages = None if cache_tokens is None else 1 + -(-cache_tokens // model.page_size)

@@ -53,8 +53,9 @@ class Engine:
         chunk: prompt tokens that one prefill step takes.
         kv: how keys and values are stored: None in the model's dtype, else a setting of
             `onegraph.formats.turboquant` or its text ("turboquant:4").
-        draft: who drafts tokens for rounds that check several at once (`engine/draft.py`), None for nobody. For models
-            on one device. draft_tokens: how many a round checks, or "auto" for as many as pay.
+        draft: who drafts tokens for rounds that check several at once (`engine/draft.py`): what makes the drafter of
+            each rank, or one that makes all of them; None for nobody. draft_tokens: how many a round checks, or "auto"
+            for as many as pay.
         capture: True captures, False runs eagerly, "split" captures around attention (not of ranks), None captures
             where the model is on a GPU.
 
@@ -79,7 +80,7 @@ class Engine:
         pages: int | None = None,
         chunk: int = 256,
         kv: TurboQuantConfig | str | None = None,
-        draft: MakeDrafter | None = None,
+        draft: MakeDrafter | Seq[MakeDrafter] | None = None,
         draft_tokens: DraftTokens = "auto",
         capture: bool | Literal["split"] | None = None,
     ):
@@ -87,8 +88,6 @@ class Engine:
         self.devices = model.devices
         for rank in model.beside:
             check_links(rank.devices)
-        if draft is not None and len(self.devices) > 1:
-            raise ValueError(f"draft: the model lies on {len(self.devices)} devices; drafting takes a model on one")
         self.max_context = min(model.max_context, 4096) if max_context is None else max_context
         page_size = model.page_size if page_size is None else page_size
         for name, value in (("max_batch", max_batch), ("page_size", page_size), ("chunk", chunk)):
@@ -111,15 +110,26 @@ class Engine:
         self._per_row = -(-self.max_context // page_size)
         total = 1 + max_batch * self._per_row if pages is None else pages
         kv = parse_kv(kv) if isinstance(kv, str) else kv
-        self._speculation = self._drafted_by(draft, draft_tokens, total, page_size, kv)
+        self._speculation = None
+        if draft is not None:
+            self._speculation = Speculation.of(
+                model.beside, draft, draft_tokens, context=self.max_context, rows=max_batch, pages=total,
+                page_size=page_size, pages_per_row=self._per_row, kv=kv,
+            )  # fmt: skip
         ranks = []
-        for rank in model.beside:
+        for i, rank in enumerate(model.beside):
             cache = rank.new_cache(
                 rows=max_batch, pages=total, page_size=page_size, pages_per_row=self._per_row, kv=kv,
                 spare=0 if draft is None else MOST,
             )  # fmt: skip
-            sizes = {"rows": max_batch, "per_row": self._per_row, "chunk": chunk}
-            ranks.append(Steps(rank, cache, self._speculation, **sizes, split=self.mode == "split"))
+            rounds = None if self._speculation is None else self._speculation.ranks[i]
+            counts = (0,) if self._speculation is None else self._speculation.counts
+            ranks.append(
+                Steps(
+                    rank, cache, rounds, counts, rows=max_batch, per_row=self._per_row, chunk=chunk,
+                    split=self.mode == "split",
+                )
+            )  # fmt: skip
         self.kv = cache.setting
         self._together = Together(ranks, pools, model.peers, self._soil)
         self._allocator = PageAllocator(total, page_size)
@@ -238,16 +248,6 @@ class Engine:
         """The first rank's."""
         return self._steps.cache
 
-    def _drafted_by(
-        self, make: MakeDrafter | None, tokens: DraftTokens, pages: int, page_size: int, kv: TurboQuantConfig | None
-    ) -> Speculation | None:
-        if make is None:
-            return None
-        return Speculation(
-            make, tokens, rows=self.max_batch, context=self.max_context, pages=pages, page_size=page_size,
-            pages_per_row=self._per_row, kv=kv, device=self.devices[0],
-        )  # fmt: skip
-
     @property
     def reach(self) -> int:
         """Tokens that a decode step brings a row at most."""
@@ -349,7 +349,7 @@ class Engine:
         limits = [s.limit for s in rows]
         _, bucket = runner.load(drawn=drawn, **host_rows(rows, self._per_row, limits=limits, choice=choice))
         if self._speculation is not None:
-            self._speculation.load(runner.stages[0].inputs, len(rows))
+            self._speculation.load(runner, len(rows))
         self._loaded = self._runners["decode", choice], bucket, choice, rows
 
     def load_tables(self, rows: list[Sequence]) -> None:

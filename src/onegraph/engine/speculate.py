@@ -1,27 +1,29 @@
-"""Rounds that read drafts: their state on the device, their end, and how many drafts the next one shall read.
+"""Rounds that read drafts, as the host sees them: what they told, and how many drafts the next one shall read.
 
 A round reads each row's newest token and up to `count` drafts behind it in one pass of the target, keeps the drafts
 that the target draws too (`ops/draft.py`), and has the drafter write those for the next round: one graph, launched as a
 plain step is, one ahead of what the host has read. Nothing is undone: positions go back to the first token that was not
 kept, and caches write over what stands there.
 
-The drafter's tokens wait in its slots' state, so a round of any count may follow any other. That lets the host choose a
-count for each launch, from what it has read: none where nothing was found, and with `auto` as many as pay.
+A round of any count may follow any other (`engine/rounds.py`). That lets the host choose a count for each launch, from
+what it has read: none where nothing was found, and with `auto` as many as pay.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from time import perf_counter
-from typing import Literal
+from typing import Literal, Unpack
 
 import torch
 from torch import Tensor
 
-from onegraph.engine.choice import draw
+from onegraph.engine.decoder import Decoder
 from onegraph.engine.draft import MOST, UNKNOWN, Drafter, MakeDrafter, Place
 from onegraph.engine.params import Stats
+from onegraph.engine.rounds import RoundState, Sizes
 from onegraph.engine.sequence import Sequence
-from onegraph.formats.turboquant import TurboQuantConfig
-from onegraph.runtime.transfer import Upload
+from onegraph.runtime.beside import Beside
+from onegraph.runtime.pipeline import Pipeline
 
 AUTO = (0, 1, 3, 7)  # drafts of a round that `auto` chooses among: a graph each
 
@@ -37,79 +39,68 @@ def check_draft_tokens(tokens: object) -> None:
         raise ValueError(f"draft_tokens: got {tokens!r}; allowed are 1 to {MOST}, and 'auto'")
 
 
+def draft_counts(tokens: DraftTokens) -> tuple[int, ...]:
+    """Drafts that a round may read, ascending from none. Raises ValueError for a count that no round takes."""
+    check_draft_tokens(tokens)
+    return AUTO if tokens == "auto" else (0, int(tokens))
+
+
 class Speculation:
     """Of one engine.
 
     Args:
-        make: the drafter. tokens: drafts of a round, or "auto".
-        context: tokens of a sequence. The rest as `Place`.
+        ranks: what each keeps on its devices, for as many drafts as `draft_counts(tokens)` has at most.
+        tokens: drafts of a round, or "auto".
 
-    Raises ValueError for a count that no round takes.
+    Attributes:
+        counts: `draft_counts`, as far as the drafter goes.
     """
 
-    def __init__(
-        self,
-        make: MakeDrafter,
-        tokens: DraftTokens,
-        *,
-        rows: int,
-        context: int,
-        pages: int,
-        page_size: int,
-        pages_per_row: int,
-        kv: TurboQuantConfig | None,
-        device: torch.device,
-    ) -> None:
-        check_draft_tokens(tokens)
-        self.auto = tokens == "auto"
-        self.counts: tuple[int, ...] = AUTO if tokens == "auto" else (0, int(tokens))
-        slots, most = rows + 1, self.counts[-1]
-        self.place = Place(
-            rows=rows, pages=pages, page_size=page_size, pages_per_row=pages_per_row, kv=kv, device=device,
-            history=torch.zeros(slots, context, dtype=torch.int64, device=device),
-            drafts=torch.zeros(slots, most, dtype=torch.int64, device=device),
-            found=torch.zeros(slots, dtype=torch.int32, device=device),
-        )  # fmt: skip
-        self.drafter: Drafter = make(self.place)
-        self.counts = tuple(sorted({min(count, self.drafter.most) for count in self.counts}))
-        self._text = Upload(torch.zeros(context, dtype=torch.int64, device=device))
+    def __init__(self, ranks: Seq[RoundState], tokens: DraftTokens) -> None:
+        self.ranks, self.auto = list(ranks), tokens == "auto"
+        self.counts = tuple(sorted({min(count, self.drafter.most) for count in draft_counts(tokens)}))
         self._seconds: dict[At, dict[int, float]] = {}  # of a round, by count
 
-    # Within a step: the capture contract holds here.
+    @classmethod
+    def of(
+        cls, beside: Seq[Decoder], draft: MakeDrafter | Seq[MakeDrafter], tokens: DraftTokens, **sizes: Unpack[Sizes]
+    ) -> "Speculation":
+        """Of a model's ranks. draft: what makes each one's drafter, or one that makes all of them.
 
-    def draw(self, logits: Tensor, places: Tensor, inputs: Mapping[str, Tensor], *, sampling: bool) -> Tensor:
-        """The target's own token at each of places int32 [B, W], from logits [B * W, V] -> int64 [B, W]."""
-        wide = {}
-        if sampling:
-            names = "temperature", "top_k", "top_p", "seed"
-            wide = {name: inputs[name].repeat_interleave(places.shape[1]) for name in names}
-        return draw(logits, places.view(-1), wide, sampling=sampling).view(places.shape)
+        Raises ValueError for a count of drafters or of drafts that cannot be.
+        """
+        makes = [draft] * len(beside) if callable(draft) else list(draft)
+        if len(makes) != len(beside):
+            raise ValueError(
+                f"draft: got {len(makes)} drafters for {len(beside)} ranks; give one for each, or one for all of them"
+            )
+        count = draft_counts(tokens)[-1]
+        ranks = zip(makes, beside, strict=True)
+        return cls([RoundState(make, rank.devices, count=count, **sizes) for make, rank in ranks], tokens)
 
-    def following(self, slots: Tensor, positions: Tensor, length: int, new: Tensor) -> Tensor:
-        """The tokens int64 [B, length] behind those of a prompt that rows read from positions int32 [B] on: as the text
-        knows them, and where it ends the one drawn, new int64 [B]."""
-        history = self.place.history
-        step = torch.arange(1, length + 1, device=positions.device)
-        at = (positions.unsqueeze(1) + step).clamp(max=history.shape[1] - 1)
-        known = history[slots.long().unsqueeze(1), at]
-        return torch.where(known == UNKNOWN, new.unsqueeze(1), known)
+    @property
+    def place(self) -> Place:
+        """The first rank's."""
+        return self.ranks[0].place
 
-    # The host's part, between steps.
+    @property
+    def drafter(self) -> Drafter:
+        """The first rank's."""
+        return self.ranks[0].drafter
 
     def begin(self, sequence: Sequence) -> None:
         """All that is known of a text, before the first pass over it in its slot."""
         known = sequence.tokens(0, sequence.length)
-        text = torch.full((self.place.history.shape[1],), UNKNOWN)
+        text = torch.full(self.place.history.shape[1:], UNKNOWN)
         text[: len(known)] = torch.tensor(known)
-        self._text(text)
-        self.place.history[sequence.slot].copy_(self._text.target)
-        self.place.found[sequence.slot].zero_()
+        for rank in self.ranks:
+            rank.begin(sequence.slot, text)
         sequence.drafts.waiting = 0
 
-    def load(self, inputs: Mapping[str, Tensor], rows: int) -> None:
+    def load(self, runner: Pipeline | Beside, rows: int) -> None:
         """The rows' newest tokens, which the host has just loaded into a step's inputs, are part of their texts."""
-        slots, positions = inputs["slots"][:rows].long(), inputs["positions"][:rows].long()
-        self.place.history.index_put_((slots, positions), inputs["drawn"][:rows])
+        for rank, pipeline in zip(self.ranks, runner.ranks, strict=True):
+            rank.load(pipeline.stages[-1].inputs, rows)
 
     def learn(self, rows: list[Sequence], count: int, report: Tensor, stats: Stats) -> Tensor:
         """From a round's report on the host, int64 [B, W + 1]: its tokens [B, W]; what else it says is remembered."""
@@ -160,5 +151,6 @@ class Speculation:
         self._seconds.setdefault(at, {})[count] = min(found)
 
     def reset(self) -> None:
-        """After a NaN."""
-        self.drafter.reset()
+        """After a NaN, or where ranks parted."""
+        for rank in self.ranks:
+            rank.drafter.reset()

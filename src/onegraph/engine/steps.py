@@ -16,7 +16,7 @@ from onegraph.engine.choice import Choice, ChoiceState, draw
 from onegraph.engine.decoder import Breakable, Cache, Decoder, Taps
 from onegraph.engine.draft import Made, Pass, Rows, view
 from onegraph.engine.inputs import batch_sizes, row_inputs
-from onegraph.engine.speculate import Speculation
+from onegraph.engine.rounds import RoundState, draw_each
 from onegraph.ops.calls import BROKEN
 from onegraph.ops.draft import accept_drafts, begin_round
 from onegraph.ops.step import begin_step, finish_step
@@ -32,22 +32,24 @@ class Steps:
         width: pages of a row that attention looks at; length: tokens of a prefill step. Fixed where steps are captured.
 
     Args:
-        rows: of a decode step at most. per_row: pages of each. chunk: tokens of a prefill step. split: capture around
-            attention.
+        rounds: what decode steps that check drafts keep; None where they read a token of each row. counts: drafts that
+            they may read. rows: of a decode step at most. per_row: pages of each. chunk: tokens of a prefill step.
+            split: capture around attention.
     """
 
     def __init__(
         self,
         model: Decoder,
         cache: Cache,
-        speculation: Speculation | None,
+        rounds: RoundState | None = None,
+        counts: Sequence[int] = (0,),
         *,
         rows: int,
         per_row: int,
         chunk: int,
         split: bool,
     ) -> None:
-        self.model, self.cache, self.speculation = model, cache, speculation
+        self.model, self.cache, self.rounds, self.counts = model, cache, rounds, counts
         self.rows, self.per_row, self.chunk, self.split = rows, per_row, chunk, split
         self.choices: ChoiceState | None = None
         self.width, self.length = per_row, chunk
@@ -57,15 +59,19 @@ class Steps:
         sequence, so that warm-up touches nothing but the sentinel page."""
         stages = range(len(self.model.devices))
         inputs = [self.inputs(stage, decoding, choice) for stage in stages]
-        counts: tuple[int, ...] = (0,)
-        if decoding and self.speculation is not None and not (choice.shaping or choice.logprobs):
-            counts = self.speculation.counts
+        counts: Sequence[int] = (0,)
+        shared: tuple[str, ...] = ("drawn",) if decoding else ()
+        state: Sequence[Sequence[Tensor]] = ()
+        if decoding and self.rounds is not None:
+            # Where the last stage alone knows how far a row has come, it tells the others.
+            shared, state = ("drawn", "positions"), self.rounds.waiting
+            counts = (0,) if choice.shaping or choice.logprobs else self.counts
         return {
             count: Pipeline(
                 [
                     Runner(
                         self.of(stage, decoding, choice, count),
-                        inputs[stage],
+                        inputs[stage] | self._carried(stage, decoding, count),
                         batch_sizes(self.rows) if decoding else None,
                         capture=bool(pools),
                         pool=pools[stage] if pools else None,
@@ -74,28 +80,34 @@ class Steps:
                     for stage in stages
                 ],
                 carried="stream",
-                shared=("drawn",) if decoding else (),
+                shared=shared,
+                state=state,
             )
             for count in reversed(counts)  # the others fit into the memory of the largest
         }
 
     def of(self, stage: int, decoding: bool, choice: Choice, drafts: int) -> Callable[..., Tensor]:
         """A step as a function of its inputs."""
-        drafted = decoding and self.speculation is not None
-        return partial(self.round, choice, drafts) if drafted else partial(self.step, stage, choice)
+        drafted = decoding and self.rounds is not None
+        return partial(self.round, stage, choice, drafts) if drafted else partial(self.step, stage, choice)
 
     def inputs(self, stage: int, decoding: bool, choice: Choice) -> dict[str, Tensor]:
-        """The static buffers of one stage's step."""
+        """The static buffers of one stage's step, but for what the stage before hands on."""
         device = self.model.devices[stage]
-        rows, length = (self.rows, 1) if decoding else (1, self.chunk)
-        inputs = row_inputs(rows, self.per_row, choice, device)
+        inputs = row_inputs(self.rows if decoding else 1, self.per_row, choice, device)
         if decoding:
-            inputs["drawn"] = torch.zeros(rows, dtype=torch.int64, device=device)
+            inputs["drawn"] = torch.zeros(self.rows, dtype=torch.int64, device=device)
         else:
-            inputs["tokens"] = torch.zeros(rows, length, dtype=torch.int64, device=device)
-        if stage:
-            inputs["stream"] = torch.zeros(self.model.stream_shape(rows, length), dtype=self.model.dtype, device=device)
+            inputs["tokens"] = torch.zeros(1, self.chunk, dtype=torch.int64, device=device)
         return inputs
+
+    def _carried(self, stage: int, decoding: bool, drafts: int) -> dict[str, Tensor]:
+        """What the stage before hands on, of all tokens of a step."""
+        if not stage:
+            return {}
+        rows, length = (self.rows, 1 + drafts) if decoding else (1, self.chunk)
+        shape, device = self.model.stream_shape(rows, length), self.model.devices[stage]
+        return {"stream": torch.zeros(shape, dtype=self.model.dtype, device=device)}
 
     # What graphs hold.
 
@@ -121,35 +133,41 @@ class Steps:
             return stream
         hidden = self.model.leave(stream)
         new, logits = self._draw(hidden, counts, after, inputs, choice)
-        if self.speculation is not None:
+        if self.rounds is not None:
             made = None
             if taps is not None:
-                following = self.speculation.following(slots, positions, tokens.shape[1], new)
+                following = self.rounds.following(slots, positions, tokens.shape[1], new)
                 made = Made(stream=stream, hidden=taps, following=following)
-            self.speculation.drafter.read(
+            self.rounds.drafter.read(
                 Pass(tokens=tokens, positions=positions, counts=counts, table=table, slots=slots, made=made)
             )
         report = finish_step(new, logits, after, inputs["drawn"] if decoding else torch.empty_like(new), positions)
         return report if decoding else report.masked_fill(_broken(hidden, counts), BROKEN)
 
     def round(
-        self, choice: Choice, drafts: int, positions: Tensor, limits: Tensor, table: Tensor, **inputs: Tensor
-    ) -> Tensor:
-        """A decode step that reads each row's last token and up to `drafts` drafts behind it, keeps those that are
-        right, and drafts anew. What the host reads, int64 [B, drafts + 2]: new tokens, then how many drafts wait."""
-        assert self.speculation is not None
-        speculation, place = self.speculation, self.speculation.place
+        self, stage: int, choice: Choice, drafts: int, positions: Tensor, limits: Tensor, table: Tensor,
+        **inputs: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """One stage's part of a decode step that reads each row's last token and up to `drafts` drafts behind it, keeps
+        those that are right, and drafts anew: what the next stage takes, or from the last what the host reads, int64
+        [B, drafts + 2]: new tokens, then how many drafts wait."""
+        assert self.rounds is not None
         drawn, slots, table = inputs["drawn"], inputs["slots"], table[:, : self.width]
-        tokens, counts, places = begin_round(positions, limits, slots, drawn, place.drafts, place.found, drafts + 1)
+        waiting = self.rounds.waiting[stage]
+        tokens, counts, places = begin_round(positions, limits, slots, drawn, *waiting, drafts + 1)
         taps = self._taps()
-        stream = self._run(0, self.model.enter(tokens), tokens, table, positions, counts, slots, taps)
+        stream = inputs["stream"] if stage else self.model.enter(tokens)
+        stream = self._run(stage, stream, tokens, table, positions, counts, slots, taps)
+        if stage < len(self.model.devices) - 1:
+            return stream
         hidden = self.model.leave(stream)
         if drafts:
             logits = self.model.logits(hidden.flatten(0, 1))
-            new = speculation.draw(logits, places, inputs, sampling=choice.sampling)
+            new = draw_each(logits, places, inputs, sampling=choice.sampling)
         else:
             first, logits = self._draw(hidden, counts, places.view(-1), inputs, choice)
             new = first.unsqueeze(1)
+        place, drafter = self.rounds.place, self.rounds.drafter
         report, taken = accept_drafts(new, logits, tokens, counts, slots, drawn, positions, place.history)
         read = None
         if taps is not None:
@@ -159,13 +177,13 @@ class Steps:
             )  # fmt: skip
         rows = Rows(
             positions=positions, drawn=drawn, table=table, inputs=inputs | {"limits": limits},
-            sampling=choice.sampling, count=drafts if speculation.drafter.steady else place.count, read=read,
+            sampling=choice.sampling, count=drafts if drafter.steady else place.count, read=read,
         )  # fmt: skip
-        return torch.cat((report, speculation.drafter.draft(rows).unsqueeze(1)), dim=1)
+        return torch.cat((report, drafter.draft(rows).unsqueeze(1)), dim=1)
 
     def _taps(self) -> Taps | None:
         """Where the model puts the hidden states that the drafter asks for; None where nobody asks for any."""
-        layers = None if self.speculation is None else self.speculation.drafter.layers
+        layers = None if self.rounds is None else self.rounds.drafter.layers
         return None if layers is None else dict.fromkeys(layers)
 
     def _run(

@@ -131,6 +131,7 @@ class DeepseekV4(nn.Module):
         *,
         max_context: int | None = None,
         peer: Peer | None = None,
+        drafts: int = 0,
         progress: Callable[[int, int], None] | None = None,
     ) -> "DeepseekV4":
         """Reads a checkpoint, each tensor straight onto its device; presence, shape and dtype of each is checked first.
@@ -139,6 +140,7 @@ class DeepseekV4(nn.Module):
             device: one, or several to place the layers over in this order, by the bytes that they have free.
             dtype: of activations and dense weights. max_context: positions to make rotary tables for.
             peer: load this rank's share of every layer; keys, what compresses them and the indexer are on all ranks.
+            drafts: bytes of draft layers, for which the last device keeps room.
             progress: called as progress(bytes read, bytes in all).
 
         Raises ValueError (CheckpointError among them) that names the field or tensor that is wrong, or says by how much
@@ -151,10 +153,10 @@ class DeepseekV4(nn.Module):
         loader = Loader(checkpoint, config, dtype, ahead=peer is None)
         loader.check()
         if peer is not None:
-            check_ranks(loader, config, peer.count)
+            check_ranks(loader, config, peer.count, range(config.layers))
         devices = [torch.device(d) for d in ([device] if isinstance(device, str | torch.device) else device)]
         with loader.reading(progress):
-            return cls.assemble(loader, config, devices, positions, peer)
+            return cls.assemble(loader, config, devices, positions, peer, drafts)
 
     @classmethod
     def assemble(
@@ -164,12 +166,16 @@ class DeepseekV4(nn.Module):
         devices: Sequence[torch.device],
         positions: int,
         peer: Peer | None = None,
+        drafts: int = 0,
     ) -> "DeepseekV4":
         """The model, or a rank's share of it, from whatever `loader` gives for each part, with rotary tables for so
-        many positions."""
-        layers, ends = _bytes(loader, config)
+        many positions and room for draft layers."""
+        layers, (first, last) = _bytes(loader, config)
+        if drafts and len(devices) > 1:  # which read an embedding there, too
+            drafts += first
         if peer is not None:  # at least; what every rank has whole comes besides
-            layers = [size // peer.count for size in layers]
+            layers, drafts = [size // peer.count for size in layers], drafts // peer.count
+        ends = first, last + drafts
         unit, part = head_part(loader, config.vocab_size, config.hidden_size, peer)
         counts = place(layers, ends, [free_memory(d, RESERVE + loader.landing_bytes) for d in devices])
         blocks: list[DeepseekBlock] = []

@@ -19,8 +19,7 @@ from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.dense import DENSE
 from onegraph.models.deepseek_v4 import DeepseekBlock, DeepseekV4, Hyper, build_block, build_hyper
 from onegraph.models.deepseek_v4_config import DeepseekV4Config, DSpark
-from onegraph.models.deepseek_v4_mtp import DraftFamily, MakeCache, shared_embedding, window_cache
-from onegraph.models.loader import Loader
+from onegraph.models.deepseek_v4_mtp import Logits, MakeCache, draft_loader, shared_embedding, window_cache
 from onegraph.nn.deepseek_attention import DeepseekAttention
 from onegraph.nn.deepseek_cache import DeepseekCache
 from onegraph.nn.embedding import Embedding
@@ -51,7 +50,7 @@ class DSparkDraft(nn.Module):
         config: DeepseekV4Config,
         dspark: DSpark,
         embed: Embedding,
-        lm_head: Linear,
+        logits: Logits,
         blocks: Sequence[DeepseekBlock],
         main: tuple[Linear, Tensor],
         head: Hyper,
@@ -63,7 +62,7 @@ class DSparkDraft(nn.Module):
         super().__init__()
         self._make_cache = make_cache
         self.config, self.dtype, self.layers, self.block = config, dtype, dspark.layers, dspark.block
-        self.embed, self.lm_head, self.blocks, self.head = embed, lm_head, nn.ModuleList(blocks), head
+        self.embed, self.blocks, self.head, self._logits = embed, nn.ModuleList(blocks), head, logits
         self.main_projection, (self.markov_in, self.markov_out), self.confidence = main[0], markov, confidence
         self.register_buffer("main_norm", main[1])
         noise = torch.full((1, dspark.block - 1), dspark.noise, device=main[1].device)
@@ -80,8 +79,7 @@ class DSparkDraft(nn.Module):
         config = DeepseekV4Config.from_dict(checkpoint.config)
         if config.dspark is None:
             raise ValueError(f"{checkpoint.path}: config.json has no dspark_block_size; its draft layer is no DSpark")
-        loader = Loader(checkpoint, DraftFamily(config), model.dtype)
-        loader.check()
+        loader = draft_loader(checkpoint, config, model)
         device = model.devices[-1]
         tables = config.main.tables(config.rope_dim, model.max_context, device)
         stages = [config.layer(config.layers + i) for i in range(config.drafts)]
@@ -89,14 +87,14 @@ class DSparkDraft(nn.Module):
         with loader.reading():
             blocks = []
             for stage in stages:
-                blocks.append(build_block(loader, config, stage, tables, device))
+                blocks.append(build_block(loader, config, stage, tables, device, model.peer))
                 loader.forget()
             markov = [loader.tensor(f"{last}markov_head.markov_w{i}.weight", device) for i in (1, 2)]
             return cls(
                 config=config,
                 dspark=config.dspark,
                 embed=shared_embedding(model),
-                lm_head=model.lm_head,
+                logits=model.logits,
                 blocks=blocks,
                 main=(loader.linear(f"{first}main_proj", device), loader.float32(f"{first}main_norm.weight", device)),
                 head=build_hyper(loader, f"{last}hc_head_", f"{last}norm.weight", device),
@@ -160,7 +158,7 @@ class DSparkDraft(nn.Module):
         hyper_update(streams, *update)
         h, c = self.head, self.config
         x = hyper_sum(streams, h.fn, h.base, h.scale, c.eps, c.hyper_eps)
-        logits = self.lm_head(rms_norm(x, h.norm, c.eps), float32=True)
+        logits = self._logits(rms_norm(x, h.norm, c.eps))
         found, seen, rows = [known], [], []
         for i in range(self.block):
             seen.append(self.markov_in(found[-1]))

@@ -25,6 +25,7 @@ from onegraph.models.deepseek_v4 import DeepseekBlock, DeepseekV4, Hyper, build_
 from onegraph.models.deepseek_v4_config import DeepseekV4Config
 from onegraph.models.deepseek_v4_names import official
 from onegraph.models.deepseek_v4_parts import draft_parts
+from onegraph.models.deepseek_v4_weights import check_ranks
 from onegraph.models.loader import Loader
 from onegraph.models.parts import Parts
 from onegraph.nn.deepseek_attention import Attend, DeepseekAttention
@@ -53,6 +54,28 @@ class DraftFamily:
         return official(name)
 
 
+def draft_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    """What the draft stages of a checkpoint take on a device besides what is the decoder's; 0 where it has none.
+
+    Raises ValueError (CheckpointError among them) that names what is missing or wrong.
+    """
+    config = DeepseekV4Config.from_dict(checkpoint.config)
+    if not config.drafts:
+        return 0
+    loader = Loader(checkpoint, DraftFamily(config), dtype)
+    loader.check()
+    return sum(size for name, size in loader.device_bytes().items() if name.startswith("mtp."))
+
+
+def draft_loader(checkpoint: Checkpoint, config: DeepseekV4Config, model: DeepseekV4) -> Loader:
+    """Of the draft stages that belong to `model`, checked; a rank has its share of them as of the decoder's layers."""
+    loader = Loader(checkpoint, DraftFamily(config), model.dtype, ahead=model.peer is None)
+    loader.check()
+    if model.peer is not None:
+        check_ranks(loader, config, model.peer.count, range(config.layers, config.layers + config.drafts))
+    return loader
+
+
 def shared_embedding(model: DeepseekV4) -> Embedding:
     """The decoder's embedding on its last device: a step's graph is one device's."""
     first, last = model.devices[0], model.devices[-1]
@@ -77,14 +100,16 @@ def window_cache(
 
 
 MakeCache = Callable[..., DeepseekCache]  # as `window_cache`, of one decoder
+Logits = Callable[[Tensor], Tensor]  # hidden states [..., D] -> float32 [..., V], of one decoder
 
 
 class DeepseekDraft(nn.Module):
-    """The draft layer of a loaded decoder, on the device of its last stage. Build it with `load`.
+    """The draft layer of a loaded decoder, on the device of its last stage, or a rank's share of it. Build it with
+    `load`.
 
     Attributes:
-        config, dtype: the decoder's. layers, vocabulary: no hidden states are needed but the last streams, and every
-            token may be named (`engine.draft_heads.Head`).
+        config, dtype, logits: the decoder's; `logits` takes what `leave` gives. layers, vocabulary: no hidden states
+            are needed but the last streams, and every token may be named (`engine.draft_heads.Head`).
     """
 
     layers: tuple[int, ...] = ()
@@ -97,7 +122,7 @@ class DeepseekDraft(nn.Module):
         *,
         config: DeepseekV4Config,
         embed: Embedding,
-        lm_head: Linear,
+        logits: Logits,
         block: DeepseekBlock,
         norms: tuple[Tensor, Tensor],
         projections: tuple[Linear, Linear],
@@ -107,7 +132,7 @@ class DeepseekDraft(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.dtype, self.vocab_size, self._make_cache = config, dtype, config.vocab_size, make_cache
-        self.embed, self.lm_head, self.block, self.head = embed, lm_head, block, head
+        self.embed, self.block, self.head, self.logits = embed, block, head, logits
         self.embedding_projection, self.stream_projection = projections
         for name, norm in zip(("embedding_norm", "stream_norm"), norms, strict=True):
             self.register_buffer(name, norm)
@@ -128,8 +153,7 @@ class DeepseekDraft(nn.Module):
             )
         if config.drafts != 1:
             raise ValueError(f"{checkpoint.path}: config.json tells of {config.drafts} draft layers; supported is 1")
-        loader = Loader(checkpoint, DraftFamily(config), model.dtype)
-        loader.check()
+        loader = draft_loader(checkpoint, config, model)
         device, layer = model.devices[-1], config.layer(config.layers)
         tables = config.main.tables(config.rope_dim, model.max_context, device)
         prefix = layer.prefix
@@ -139,8 +163,8 @@ class DeepseekDraft(nn.Module):
             return cls(
                 config=config,
                 embed=shared_embedding(model),
-                lm_head=model.lm_head,
-                block=build_block(loader, config, layer, tables, device),
+                logits=model.logits,
+                block=build_block(loader, config, layer, tables, device, model.peer),
                 norms=(enorm, hnorm),
                 projections=(e_proj, h_proj),
                 head=build_hyper(loader, f"{prefix}hc_head_", f"{prefix}norm.weight", device),
@@ -180,7 +204,3 @@ class DeepseekDraft(nn.Module):
         """What `forward` returned -> hidden states after the draft's own norm [B, Q, D]."""
         h, c = self.head, self.config
         return hyper_head(streams, h.fn, h.base, h.scale, h.norm, c.eps, c.hyper_eps)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [..., D] -> float32 [..., V] of the token behind `tokens`."""
-        return self.lm_head(hidden, float32=True)

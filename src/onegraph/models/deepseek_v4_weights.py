@@ -1,5 +1,7 @@
 """From the tensors of a DeepSeek-V4 checkpoint to its layers."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -93,18 +95,18 @@ def build_moe(
     )
 
 
-def check_ranks(loader: Loader, c: DeepseekV4Config, ranks: int) -> None:
-    """Raises ValueError where so many ranks cannot share the model, with the counts that can."""
-    check_shares(lambda count: _obstacle(loader, c, count), ranks)
+def check_ranks(loader: Loader, c: DeepseekV4Config, ranks: int, layers: Iterable[int]) -> None:
+    """Raises ValueError where so many ranks cannot share these layers, with the counts that can."""
+    check_shares(lambda count: _obstacle(loader, c, count, layers), ranks)
 
 
-def _obstacle(loader: Loader, c: DeepseekV4Config, ranks: int) -> str:
+def _obstacle(loader: Loader, c: DeepseekV4Config, ranks: int, layers: Iterable[int]) -> str:
     if c.out_groups % ranks:
         return f"{c.out_groups} groups of heads cannot be shared evenly"
     if c.expert_size % ranks:
         return f"{c.expert_size} hidden units of an expert cannot be shared evenly"
     share, sizes = Share(1, ranks), loader.layers()
-    for i in range(c.layers):
+    for i in layers:
         prefix = c.layer(i).prefix
         up, down = rows(share, c.expert_size), columns(share, c.expert_size)
         parts = {f"{prefix}ffn.{e}.{w}": part for e in ("shared_experts", "experts.0") for w, part in

@@ -9,6 +9,7 @@ residual, gate-up behind its norm, down behind SwiGLU onto the residual.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -138,6 +139,11 @@ class Llama(nn.Module):
                 head_unit=unit,
             )
 
+    @cached_property
+    def biased(self) -> list[int]:
+        """See `biased_layers`; of ranks, those of all."""
+        return biased_layers(self)
+
     @property
     def beside(self) -> list["Llama"]:
         """Itself: see `engine.decoder.Decoder`."""
@@ -205,7 +211,7 @@ class Llama(nn.Module):
                 "cache in the model's dtype"
             )
         if kv is not None and kv.biased == "exact" and kv.mode != "shadow":
-            kv = replace(kv, exact=tuple(sorted({*kv.exact, *biased_layers(self)})))
+            kv = replace(kv, exact=tuple(sorted({*kv.exact, *self.biased})))
         first, last = share_of(self.peer).span(self.config.kv_heads)
         sizes: dict[str, Any] = {
             "layers": self.config.layers,

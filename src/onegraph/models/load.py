@@ -11,6 +11,7 @@ from onegraph.models.chain import ChainedLlama, chained
 from onegraph.models.config import LlamaConfig
 from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.models.deepseek_v4_config import DeepseekV4Config
+from onegraph.models.deepseek_v4_mtp import draft_bytes
 from onegraph.models.llama import Llama
 from onegraph.models.loader import Held, Loader
 from onegraph.models.ranks import Ranks
@@ -43,6 +44,7 @@ def load_decoder(
     gpus: int | None = None,
     split: Split | None = None,
     fp8_kv: bool = False,
+    drafts: bool = False,
     held: Held | None = None,
     fused: bool = True,
     progress: Callable[[int, int], None] | None = None,
@@ -53,7 +55,7 @@ def load_decoder(
         gpus: use so many GPUs, from cuda:0 on; more than there are are a ValueError.
         split: "tensor": each GPU has its share of every layer (`models/ranks.py`); "layer": some of the layers, for
             DeepSeek-V4 alone, where it is the default.
-        fp8_kv: keys in FP8, for DeepSeek-V4 alone.
+        fp8_kv: keys in FP8, for DeepSeek-V4 alone. drafts: leave room for the draft layers that its checkpoint carries.
         held, fused: of the Llama family, see there.
         progress: called as progress(bytes read, bytes in all).
     """
@@ -65,14 +67,14 @@ def load_decoder(
     if checkpoint.config.get("model_type") in CONFIGS:
         if held is not None:
             raise ValueError(f"{held} holds weights of the Llama kind; DeepSeek-V4 is loaded as it is stored")
+        own: dict[str, Any] = {"max_context": max_context, "progress": progress}
+        own["drafts"] = draft_bytes(checkpoint, dtype) if drafts else 0
         if split == "tensor" and len(devices) > 1:
-            ranks = Ranks.load(
-                checkpoint, devices, dtype, kind=DeepseekV4, max_context=max_context, progress=progress
-            )  # fmt: skip
+            ranks = Ranks.load(checkpoint, devices, dtype, kind=DeepseekV4, **own)
             for rank in ranks.beside:
                 rank.fp8_kv = fp8_kv
             return ranks
-        model = DeepseekV4.load(checkpoint, devices, dtype, max_context=max_context, progress=progress)
+        model = DeepseekV4.load(checkpoint, devices, dtype, **own)
         model.fp8_kv = fp8_kv
         return model
     kind = checkpoint.config.get("model_type")

@@ -36,6 +36,10 @@ class Ranks:
         first = self.beside[0]  # what is the same on all ranks
         self.config, self.dtype, self.embed = first.config, first.dtype, first.embed
         self.max_context, self.page_size = first.max_context, first.page_size
+        if isinstance(first, Llama):  # each has looked at its own heads
+            biased = sorted({i for rank in self.beside for i in rank.biased})
+            for rank in self.beside:
+                rank.biased = biased
 
     @classmethod
     def load(
@@ -56,7 +60,9 @@ class Ranks:
         config = CONFIGS[kind].from_dict(checkpoint.config)
         peers = peers_for(config, places, dtype)
         beside = [
-            kind.load(checkpoint, place, dtype, peer=peers.rank(i), progress=_told(progress, i, len(places)), **options)
+            kind.load(
+                checkpoint, place, dtype, peer=peers.rank(i), progress=one_progress(progress, i, len(places)), **options
+            )
             for i, place in enumerate(places)
         ]
         return cls(beside, peers)
@@ -79,8 +85,10 @@ def peers_for(config: LlamaConfig | DeepseekV4Config, devices: Sequence[torch.de
     return Peers(devices, max(stream, logits + ROWS * UNITS[0]))
 
 
-def _told(progress: Callable[[int, int], None] | None, rank: int, ranks: int) -> Callable[[int, int], None] | None:
-    """One progress over the ranks, which are read one after the other."""
+def one_progress(
+    progress: Callable[[int, int], None] | None, rank: int, ranks: int
+) -> Callable[[int, int], None] | None:
+    """One progress over ranks that are read one after the other."""
     if progress is None:
         return None
     return lambda done, total: progress(rank * total + done, ranks * total)

@@ -62,9 +62,17 @@ class Pipeline:
         carried: the input of each stage but the first that takes what the stage before it returns, a tensor.
         shared: inputs of all stages that the last one writes in place; the others get copies when it is done, which is
             how a step's result enters the next step.
+        state: of each stage, tensors that its step reads beside its inputs, shared in the same way.
     """
 
-    def __init__(self, stages: Sequence[Runner], *, carried: str = "stream", shared: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        stages: Sequence[Runner],
+        *,
+        carried: str = "stream",
+        shared: Sequence[str] = (),
+        state: Sequence[Sequence[Tensor]] = (),
+    ) -> None:
         if not stages:
             raise ValueError("stages: got none; a pipeline has one or more")
         self.stages = list(stages)
@@ -72,7 +80,14 @@ class Pipeline:
             if missing := sorted({*shared, *([carried] if i else [])} - stage.inputs.keys()):
                 raise ValueError(f"stage {i} takes {sorted(stage.inputs)}; {missing} must be among them")
         self._carried, self._shared = carried, tuple(shared)
+        last = state[-1] if state else ()
+        self._state = [pair for own in state[:-1] for pair in zip(last, own, strict=True)]
         self._links: dict[int | None, _Links] = {}
+
+    @property
+    def ranks(self) -> "list[Pipeline]":
+        """Itself, alone: see `runtime.beside.Beside`."""
+        return [self]
 
     @property
     def mode(self) -> str:
@@ -114,6 +129,7 @@ class Pipeline:
         *before, last = [stage.views(bucket) for stage in self.stages]
         targets = [*(views[self._carried] for views in (*before, last)[1:]), None]
         copies = [(last[name], views[name]) for name in self._shared for views in before]
+        copies += self._state
         return self._links.setdefault(bucket, (list(zip(self.stages, targets, strict=True)), copies))
 
 

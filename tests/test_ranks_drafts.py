@@ -1,0 +1,297 @@
+"""Drafts over several devices: on ranks beside one another and in stages the text is the one of one device."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import deepseek_published as published
+from eagle import load_head, net_of, write_head
+from engines import maker
+from models import save_hf
+from onegraph.api.drafting import own_layers
+from onegraph.check import check_step
+from onegraph.engine.draft import ModelDrafter, NgramDrafter, OracleDrafter
+from onegraph.engine.draft_heads import HeadDrafter
+from onegraph.engine.generate import Engine
+from onegraph.engine.params import SamplingParams
+from onegraph.formats.checkpoint import Checkpoint
+from onegraph.models import ranks
+from onegraph.models.deepseek_v4 import DeepseekV4
+from onegraph.models.llama import Llama
+from onegraph.models.ranks import Ranks
+from onegraph.nn.peers import PeerError
+from onegraph.ops.ranks import EXPIRED, ROUND
+from onegraph.ops.registry import reference_ops
+from test_eagle import rewritten
+from test_ranks import PARAMS, hasty, text
+from test_speculate import round_inputs
+
+PROMPTS = [text(19), text(3, 1), [7, 8, 9, 7, 8, 9, 7, 8]]
+GREEDY = [SamplingParams(max_tokens=14, seed=3 + i) for i in range(3)]
+WARM = [SamplingParams(max_tokens=14, temperature=0.9, top_k=20, top_p=0.95, seed=6 + i) for i in range(3)]
+SIZES: dict[str, Any] = {"max_batch": 2, "max_context": 64, "page_size": 16, "chunk": 8}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save_hf("llama", path, head_dim=64)
+    return path
+
+
+@pytest.fixture(scope="module")
+def both(path: Path) -> tuple[Llama, Ranks]:
+    with Checkpoint.open(path) as checkpoint:
+        return Llama.load(checkpoint), Ranks.load(checkpoint, ["cpu"] * 2)
+
+
+@pytest.fixture(scope="module")
+def texts(both: tuple[Llama, Ranks]) -> dict[str | None, list[list[list[int]]]]:
+    """By cache: greedy and sampled ones of one device, without drafts."""
+    return {
+        kv: [Engine(both[0], kv=kv, **SIZES).generate(PROMPTS, params) for params in (GREEDY, WARM)]
+        for kv in (None, "turboquant:4")
+    }
+
+
+def same_everywhere(engine: Engine) -> None:
+    """All that rounds keep is the same on every rank, and of every stage what the last one knows."""
+    first, *others = engine._speculation.ranks  # type: ignore[union-attr]
+    for other in others:
+        for name in ("history", "drafts", "found"):
+            assert torch.equal(getattr(first.place, name).cpu(), getattr(other.place, name).cpu()), name
+    for rank in (first, *others):
+        for drafts, found in rank.waiting[:-1]:
+            assert torch.equal(drafts.cpu(), rank.place.drafts.cpu())
+            assert torch.equal(found.cpu(), rank.place.found.cpu())
+
+
+def drafts_like(engine: Engine, other: Engine) -> None:
+    same_everywhere(engine)
+    assert engine._speculation is not None
+    assert other._speculation is not None
+    assert torch.equal(engine._speculation.place.drafts.cpu(), other._speculation.place.drafts.cpu())
+    assert engine.stats.drafted_tokens == other.stats.drafted_tokens > 0
+
+
+def drafter(kind: str, model: Llama, answers: list[list[int]]) -> Any:
+    known = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, answers, strict=True)]
+    return {
+        "ngram": NgramDrafter,
+        "same": [partial(ModelDrafter, model), partial(ModelDrafter, model)],
+        "oracle": partial(OracleDrafter, known, 0.7, model.config.vocab_size),
+    }[kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "kv"),
+    [("ngram", "eager", None), ("same", "eager", "turboquant:4"), ("oracle", "captured", None)],
+)
+def test_the_text_is_that_of_one_device_without_drafts(
+    both: tuple[Llama, Ranks], texts: Any, kind: str, mode: str, kv: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, model = both
+    make = maker(mode, model, monkeypatch, **SIZES, kv=kv)
+    for answers, params in zip(texts[kv], (GREEDY, WARM), strict=True):
+        engine = make(draft=drafter(kind, one, answers), draft_tokens=3)
+        assert engine.generate(PROMPTS, params) == answers
+        same_everywhere(engine)
+        if kind != "ngram":
+            assert engine.stats.accepted_tokens > 12, "the case would show little"
+
+
+def test_rows_that_take_one_token_a_round_do_so_on_all_ranks(both: tuple[Llama, Ranks]) -> None:
+    params = PARAMS[:3]
+    engines = [Engine(both[0], **SIZES), Engine(both[1], **SIZES, draft=drafter("same", both[0], [[]] * 3))]
+    texts = [[s.output for s in engine.complete(PROMPTS, params)] for engine in engines]
+    assert texts[0] == texts[1]
+
+
+def test_auto_chooses_for_all_ranks(both: tuple[Llama, Ranks], texts: Any) -> None:
+    """Rounds are timed on all of them together."""
+    engine = Engine(both[1], **SIZES, draft=drafter("oracle", both[0], texts[None][0]))
+    assert engine.generate(PROMPTS, GREEDY) == texts[None][0]
+    assert engine._speculation is not None
+    assert engine._speculation.measured((2, False))
+
+
+def test_rounds_of_more_tokens_than_an_inbox_takes_go_in_parts(
+    both: tuple[Llama, Ranks], path: Path, texts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rows of eight tokens: two sums a layer, of up to five tokens at once, and one gathering, of up to two."""
+    monkeypatch.setattr(ranks, "TOKENS", 5)
+    monkeypatch.setattr(ranks, "ROWS", 1)
+    with Checkpoint.open(path) as checkpoint:
+        model = Ranks.load(checkpoint, ["cpu"] * 2)
+    engine = Engine(model, **SIZES, draft=drafter("oracle", both[0], texts[None][0]), draft_tokens=7)
+    assert engine.generate(PROMPTS, GREEDY) == texts[None][0]
+    same_everywhere(engine)
+    before = int(model.peers.states[0][ROUND])
+    engine.runner("decode", drafts=7).replay(2)
+    assert int(model.peers.states[0][ROUND]) - before == 4 * 2 * both[0].config.layers + 8
+
+
+def test_a_head_drafts_on_every_rank_what_it_drafts_on_one(both: tuple[Llama, Ranks], tmp_path: Path) -> None:
+    """It reads what is behind layers of all ranks, and names tokens with the model's own head, which they share."""
+    one, model = both
+    layers, vocabulary = (0, 1, 2), torch.arange(one.config.vocab_size)
+    write_head(tmp_path / "head", net_of(one, layers, vocabulary), layers, vocabulary)
+    rewritten(tmp_path / "head", tmp_path / "bare", lambda name: None if name.startswith("lm_head") else name, dict)
+    heads = [load_head(tmp_path / "bare", target) for target in (one, *model.beside)]
+    assert heads[1].lm_head is None
+    engines = [
+        Engine(one, **SIZES, draft=partial(HeadDrafter, heads[0]), draft_tokens=3),
+        Engine(model, **SIZES, draft=[partial(HeadDrafter, head) for head in heads[1:]], draft_tokens=3),
+    ]
+    for params in (GREEDY, WARM):
+        texts = [engine.generate(PROMPTS, params) for engine in engines]
+        assert texts[0] == texts[1]
+        drafts_like(engines[1], engines[0])
+
+
+# --------------------------------------------------------------------------------------------------------- DeepSeek-V4
+
+CONFIGS = {"mtp": published.TINY, "dspark": published.TINY_DSPARK}
+LONG = [[5, 9, 3], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], list(range(30, 56))]
+MIXED = [replace(params, max_tokens=9) for params in (GREEDY[0], WARM[1], GREEDY[2])]
+WIDE: dict[str, Any] = {"max_batch": 2, "max_context": 256, "page_size": 128, "chunk": 16}
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    config, path = CONFIGS[request.param], tmp_path_factory.mktemp(request.param) / "m"
+    published.write(path, published.plain(config), published.make(config)[1])
+    return request.param, path
+
+
+def deepseek(path: Path, load: Callable[[Checkpoint], Any]) -> Any:
+    with Checkpoint.open(path) as checkpoint:
+        return load(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: tuple[str, Path]) -> tuple[list[list[int]], Engine]:
+    """Texts without drafts, and an engine with them, of one device."""
+    model = deepseek(folder[1], partial(DeepseekV4.load, max_context=256))
+    drafted = Engine(model, **WIDE, draft=own_layers(model, folder[1]), draft_tokens=3)
+    found = Engine(model, **WIDE).generate(LONG, MIXED)
+    assert drafted.generate(LONG, MIXED) == found
+    return found, drafted
+
+
+def test_draft_layers_are_shared_among_ranks(folder: tuple[str, Path], alone: Any) -> None:
+    """Groups of heads and experts of the draft layers are cut like the decoder's; drafts are those of one device."""
+    load = partial(Ranks.load, devices=["cpu"] * 2, kind=DeepseekV4, max_context=256)
+    model = deepseek(folder[1], load)
+    makes = [own_layers(rank, folder[1]) for rank in model.beside]
+    engine = Engine(model, **WIDE, draft=makes, draft_tokens=3)
+    drafter: Any = engine._speculation.ranks[1].drafter  # type: ignore[union-attr]
+    block = drafter.head.block if folder[0] == "mtp" else drafter.block.blocks[2]
+    assert block.attention.groups == model.config.out_groups // 2
+    assert block.moe.experts.down.in_features == model.config.expert_size // 2
+    assert engine.generate(LONG, MIXED) == alone[0]
+    drafts_like(engine, alone[1])
+
+
+@pytest.mark.parametrize("folder", ["mtp"], indirect=True)
+@pytest.mark.parametrize("mode", ["eager", "split"])
+def test_stages_read_what_the_last_one_drafted(
+    folder: tuple[str, Path], alone: Any, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers one behind the other, the draft layer with the last ones."""
+    model = deepseek(folder[1], partial(DeepseekV4.load, device=["cpu"] * 2, max_context=256))
+    engine = maker(mode, model, monkeypatch, **WIDE)(draft=own_layers(model, folder[1]), draft_tokens=3)
+    assert engine.generate(LONG, MIXED) == alone[0]
+    if mode == "eager":  # else a round was launched ahead
+        drafts_like(engine, alone[1])
+    same_everywhere(engine)
+
+
+@pytest.mark.parametrize("folder", ["mtp"], indirect=True)
+def test_stages_check_drafts_of_others_too(
+    folder: tuple[str, Path], alone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = deepseek(folder[1], partial(DeepseekV4.load, device=["cpu"] * 3, max_context=256))
+    known = [[*prompt, *answer] for prompt, answer in zip(LONG, alone[0], strict=True)]
+    draft = partial(OracleDrafter, known, 0.7, model.config.vocab_size)
+    engine = maker("captured", model, monkeypatch, **WIDE)(draft=draft, draft_tokens=5)
+    assert engine.generate(LONG, MIXED) == alone[0]
+    assert engine.stats.accepted_tokens > 8
+    same_everywhere(engine)
+
+
+@pytest.mark.parametrize("folder", ["mtp"], indirect=True)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_the_round_of_a_stage_may_be_captured(folder: tuple[str, Path], stage: int) -> None:
+    """`onegraph check`, in simulation: nothing of it is on another GPU than its own, cuda:0."""
+
+    def factory() -> tuple[Callable[[], Any], Callable[[int], tuple[()]]]:
+        devices = ["cuda:1", "cuda:0"] if stage else ["cuda:0", "cuda:1"]
+        model = deepseek(folder[1], partial(DeepseekV4.load, device=devices, max_context=256))
+        engine = Engine(model, **WIDE, draft=own_layers(model, folder[1]), draft_tokens=2, capture=False)
+        runner = engine.runner("decode", drafts=2)
+        rows = round_inputs(torch.Generator().manual_seed(1), 60, torch.arange(1, 5).view(2, 2))
+        rows |= {"limits": rows["positions"] + 60, "drawn": rows["drawn"] % model.config.vocab_size}
+        runner.load(**rows)
+
+        def step() -> Any:
+            with reference_ops():
+                return runner.stages[stage].replay(2)
+
+        return step, lambda index: ()
+
+    report = check_step(factory, steps=4, gpus=2)
+    assert [f"{f.code} {f.path}:{f.line} {f.message}" for f in report.findings] == []
+    assert report.facts["replay equals eager"]
+
+
+@pytest.mark.parametrize("folder", ["dspark"], indirect=True)
+def test_stages_that_do_not_have_what_drafts_go_on_from_are_refused(folder: tuple[str, Path]) -> None:
+    model = deepseek(folder[1], partial(DeepseekV4.load, device=["cpu"] * 2, max_context=256))
+    words = (
+        r"draft: 'mtp' goes on from what is behind layer 1, which 2 GPUs in the split by layers .*, 2 to 3: use fewer"
+    )
+    with pytest.raises(ValueError, match=words):
+        own_layers(model, folder[1])
+
+
+# ----------------------------------------------------------------------------------------------- what goes wrong
+
+
+def test_after_a_round_that_not_all_ranks_ran_the_next_run_is_right(tmp_path: Path) -> None:
+    """A rank that gives up, then an error between two ranks: what one of them drafted and the other did not is gone."""
+    model = hasty(tmp_path)
+    params = SamplingParams(max_tokens=10)
+    want = Engine(model, **SIZES).generate(PROMPTS[:1], params)
+    oracle = partial(OracleDrafter, [[*PROMPTS[0], *want[0]]], 0.7, model.config.vocab_size)
+    engine = Engine(model, **SIZES, draft=oracle, draft_tokens=3)
+    assert engine.generate(PROMPTS[:1], params) == want
+    model.peers.states[1][EXPIRED] = 1
+    with pytest.raises(PeerError, match=r"rank 0 \(cpu\) waited for rank 1 \(cpu\) at exchange \d+.*: try again"):
+        engine.generate(PROMPTS[:1], params)
+    assert engine.generate(PROMPTS[:1], params) == want
+    second: Any = engine.runner("decode", drafts=3)
+    second = second.ranks[1]
+    ran, times = second.replay, iter(range(9))
+
+    def fails(bucket: int | None = None) -> Any:
+        if next(times) < 1:
+            return ran(bucket)
+        second.replay = ran
+        raise RuntimeError("between the ranks")
+
+    second.replay = fails
+    with pytest.raises(RuntimeError, match="between the ranks"):
+        engine.generate(PROMPTS[:1], params)
+    assert engine.generate(PROMPTS[:1], params) == want
+    same_everywhere(engine)
+
+
+def test_each_rank_needs_its_drafter(both: tuple[Llama, Ranks]) -> None:
+    with pytest.raises(ValueError, match="draft: got 3 drafters for 2 ranks; give one for each, or one for all of"):
+        Engine(both[1], draft=[NgramDrafter] * 3)
