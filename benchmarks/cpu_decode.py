@@ -20,8 +20,8 @@ from onegraph.api.llm import LLM
 from onegraph.engine.record import emit, machine
 from onegraph.nn.attention import CausalAttention
 
-SETTINGS = [(dtype, "exact") for dtype in ("float32", "int8", "bfloat16")]
-SETTINGS += [(dtype, "turboquant:4") for dtype in ("float32", "int8")]
+SETTINGS = [(dtype, "exact") for dtype in ("float32", "float16", "int8", "bfloat16")]
+SETTINGS += [(dtype, "turboquant:4") for dtype in ("float32", "float16", "int8")]
 TEXT = Path(__file__).parents[1] / "src/onegraph/data/calibration.txt"
 
 

@@ -113,7 +113,7 @@ def test_a_drafting_model_of_other_tokens_is_refused(model: Path, tmp_path: Path
     target = SimpleNamespace(config=SimpleNamespace(vocab_size=tiny.CONFIG["vocab_size"]))
     target.beside = [target]
     with pytest.raises(ValueError, match=r"draft: .*plain takes texts of 256 tokens, the model is run with .* of 300"):
-        drafters(str(model), None, target, model, int8=False, max_context=300)
+        drafters(str(model), None, target, model, held=None, max_context=300)
     for wrong, said in (
         ({"draft_tokens": 3}, "draft_tokens: got 3 and no draft"),
         ({"draft": "ngram", "draft_tokens": 9}, "draft_tokens: got 9; allowed are 1 to 7"),

@@ -15,9 +15,10 @@ from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
 from onegraph.formats.int8 import INT8, turned, turned_back
 from onegraph.models.config import LlamaConfig
 from onegraph.models.llama import Llama
-from onegraph.nn.linear import dense
+from onegraph.nn.linear import PackedLinear, dense
 from onegraph.ops import int8
 from onegraph.ops.activation import SwiGLU
+from onegraph.ops.cpu.packed import packs
 from onegraph.ops.weight import weight_ops
 
 ROW = torch.randint(0, 131, (40,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -131,7 +132,7 @@ def test_models_are_those_of_their_rounded_weights(
 ) -> None:
     hf = save_hf(variant, tmp_path / "m")
     with Checkpoint.open(tmp_path / "m") as checkpoint:
-        model = Llama.load(checkpoint, int8=True)
+        model = Llama.load(checkpoint, held="int8")
         rounded(hf, LlamaConfig.from_dict(checkpoint.config))
     with torch.inference_mode():
         want = hf(torch.tensor([ROW])).logits[0]
@@ -144,22 +145,25 @@ def test_models_are_those_of_their_rounded_weights(
 
 
 def test_what_is_held_in_what(tmp_path: Path) -> None:
-    """Blocks take a byte a weight. The head's logits are float32, so its weight is; an embedding that it does not share
-    stays as it is stored."""
+    """Blocks take a byte a weight, the head two where torch packs it; an embedding stays as it is stored, unless it is
+    also the head."""
     save_e8p("qwen3", tmp_path / "tied", rates={"bits": 4})
     save_hf("llama", tmp_path / "wide")
     wide = Checkpoint.open(tmp_path / "wide")
     write_checkpoint(tmp_path / "apart", wide.config, ((name, wide.tensor(name).bfloat16()) for name in wide.names))
     for name, embedding in (("tied", torch.float32), ("apart", torch.bfloat16)):
         with Checkpoint.open(tmp_path / name) as checkpoint:
-            model = Llama.load(checkpoint, int8=True)
+            model = Llama.load(checkpoint, held="int8")
         assert {m.format for m in model.blocks.modules() if hasattr(m, "format")} == {INT8}
+        assert isinstance(model.lm_head, PackedLinear) == packs()
         assert model.lm_head.tensors["weight"].dtype == torch.float32
         assert model.embed.tensors["weight"].dtype == embedding
         assert model.embed(torch.tensor([3])).dtype == torch.float32
 
 
-@pytest.mark.parametrize(("asked", "weights"), [("auto", "float32"), ("int8", "int8"), ("float32", "float32")])
+@pytest.mark.parametrize(
+    ("asked", "weights"), [("auto", "float16" if packs() else "float32"), ("int8", "int8"), ("float32", "float32")]
+)
 def test_int8_is_asked_for(asked: str, weights: str, tmp_path: Path) -> None:
     with LLM(tiny.write_model(tmp_path / "m"), device="cpu", dtype=asked, max_context=64) as llm:
         assert (llm.weights, llm.dtype) == (weights, torch.float32)
@@ -169,11 +173,9 @@ def test_int8_is_asked_for(asked: str, weights: str, tmp_path: Path) -> None:
 def test_int8_is_refused_where_nothing_has_it() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     with pytest.raises(ValueError, match="dtype: got int8, in which a CPU holds weights; on cuda float32"):
-        pick_precision("int8", gpu, int8=True)
+        pick_precision("int8", gpu, holds=True, narrow=bool)
     with pytest.raises(ValueError, match="dtype: got int8, which this family does not have"):
-        pick_precision("int8", cpu, int8=False)
-    assert pick_precision("auto", cpu, int8=True) == (torch.float32, False)
-    assert pick_precision("auto", gpu, int8=True) == (torch.bfloat16, False)
+        pick_precision("int8", cpu, holds=False, narrow=bool)
 
 
 @pytest.mark.skipif(smollm2_gguf() is None, reason="needs the weights of SmolLM2")

@@ -103,7 +103,7 @@ def test_replacing_a_weight_in_place_changes_the_block(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("variant", ["qwen3", "gemma3", "olmo2"])
 def test_a_block_can_be_tuned(variant: str, tmp_path: Path) -> None:
-    """Under the references autograd follows a block down to a linear's weight, and the values are the same."""
+    """Under the references autograd follows a block down to a linear's weight, and the values are those of the ops."""
     save_hf(variant, tmp_path)
     source = LlamaSource(Checkpoint.open(tmp_path))
     hidden = source.embed(tokens(1, 9))
@@ -117,7 +117,7 @@ def test_a_block_can_be_tuned(variant: str, tmp_path: Path) -> None:
                 got = source.run_block(block, hidden)
                 got.square().sum().backward()
             module.weight.requires_grad_(False)
-            assert torch.equal(got, want), name
+            torch.testing.assert_close(got, want, msg=name)  # a CPU sums a norm in another order
             assert module.weight.grad is not None, name
             assert module.weight.grad.abs().sum() > 0, name
             module.weight.grad = None

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+
+from onegraph.models.loader import Held
+from onegraph.ops.cpu.packed import packs
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -27,21 +32,29 @@ def pick_device(name: str | torch.device, option: str = "device") -> torch.devic
     return torch.device(kind, int(index)) if index and kind == "cuda" else torch.device(kind)
 
 
-def pick_precision(name: str | torch.dtype, device: torch.device, *, int8: bool) -> tuple[torch.dtype, bool]:
-    """(dtype of activations, whether weights are held in int8 by row) for `name`, which may be "int8" too, on a CPU.
+def pick_precision(
+    name: str | torch.dtype, device: torch.device, *, holds: bool, narrow: Callable[[], bool]
+) -> tuple[torch.dtype, Held | None]:
+    """(dtype of activations, what a CPU holds linears in where that is another) for `name`, which may be "int8" too,
+    on a CPU. Where torch has packed products of float16, `auto` holds in them what a file has in 16 bits or in codes.
 
-    int8: whether the model has that form. Raises ValueError for another name.
+    holds: whether the model's family knows `Held`. narrow: whether its files have no linear in float32. Raises
+    ValueError for another name.
     """
     short = str(name).removeprefix("torch.")
     if short == "int8" and device.type != "cpu":
         raise ValueError(f"dtype: got int8, in which a CPU holds weights; on {device} {', '.join(DTYPES)} are allowed")
-    if short == "int8" and not int8:
+    if short == "int8" and not holds:
         raise ValueError(f"dtype: got int8, which this family does not have; allowed are auto, {', '.join(DTYPES)}")
-    return (torch.float32, True) if short == "int8" else (pick_dtype(name, device), False)
+    if short == "int8":
+        return torch.float32, "int8"
+    if device.type == "cpu" and holds and packs() and (short == "float16" or (short == "auto" and narrow())):
+        return torch.float32, "float16"
+    return pick_dtype(name, device), None
 
 
 def pick_dtype(name: str | torch.dtype, device: torch.device) -> torch.dtype:
-    """By name or as it is; `auto` is bfloat16 on a GPU, float32 on a CPU (faster there, and exact).
+    """By name or as it is; `auto` is bfloat16 on a GPU, float32 on a CPU.
 
     Raises ValueError for another one.
     """

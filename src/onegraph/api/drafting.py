@@ -20,6 +20,7 @@ from onegraph.models.deepseek_v4_mtp import DeepseekDraft
 from onegraph.models.eagle import EagleHead
 from onegraph.models.llama import Llama
 from onegraph.models.load import load_decoder, parse_config
+from onegraph.models.loader import Held
 from onegraph.models.ranks import Ranks, one_progress
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def drafters(
     model: Model,
     path: str | PathLike[str],
     *,
-    int8: bool,
+    held: Held | None,
     max_context: int,
     progress: Progress | None = None,
 ) -> list[MakeDrafter]:
@@ -52,7 +53,7 @@ def drafters(
         return [own_layers(rank, path) for rank in ranks]
     if name.startswith(EAGLE):
         return [eagle(name, rank) for rank in ranks]
-    return second(name, tokenizer, ranks, int8=int8, max_context=max_context, progress=progress)
+    return second(name, tokenizer, ranks, held=held, max_context=max_context, progress=progress)
 
 
 def own_layers(model: Rank, path: str | PathLike[str]) -> MakeDrafter:
@@ -97,7 +98,13 @@ def _told() -> Iterator[None]:
 
 
 def second(
-    name: str, tokenizer: Tokenizer, ranks: Sequence[Rank], *, int8: bool, max_context: int, progress: Progress | None
+    name: str,
+    tokenizer: Tokenizer,
+    ranks: Sequence[Rank],
+    *,
+    held: Held | None,
+    max_context: int,
+    progress: Progress | None,
 ) -> list[MakeDrafter]:
     """Another, smaller model of the same tokens, whole on each rank."""
     vocabulary = ranks[0].config.vocab_size
@@ -126,7 +133,7 @@ def second(
                 rank.devices[-1],
                 rank.dtype,
                 max_context=max_context,
-                int8=int8,
+                held=held,
                 progress=one_progress(told, i, len(ranks)),
             )
             for i, rank in enumerate(ranks)

@@ -27,7 +27,7 @@ from onegraph.engine.speculate import DraftTokens, check_draft_tokens
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import parse_kv
 from onegraph.models.config import LlamaConfig
-from onegraph.models.load import Split, load_decoder, parse_config
+from onegraph.models.load import Split, load_decoder, narrow, parse_config
 
 MAX_CONTEXT = 4096  # unless the caller asks for more
 Prompt = str | Sequence[int]  # a text, or its token ids
@@ -49,7 +49,8 @@ class LLM:
         max_context: tokens of a prompt and its continuation together (default: the model's, at most 4096). The KV cache
             is made now.
         dtype: of activations and unquantized weights: "bfloat16", "float16", "float32", or "auto" for bfloat16 on a GPU
-            and float32 on a CPU. "int8", on a CPU, holds the linears of blocks in int8 by row, a quarter of float32.
+            and float32 on a CPU, whose linears are then held in float16 where files have them in 16 bits or in codes
+            and torch has the kernel. On a CPU "float16" holds all of them so, "int8" those of blocks in int8 by row.
         device: "cpu", "cuda", "cuda:N", or "auto" for the GPU where there is one.
         cache_tokens: that the KV cache holds, of all sequences together (default: max_batch x max_context). With fewer,
             the youngest sequence makes room where they run short, and goes on later.
@@ -104,8 +105,10 @@ class LLM:
         setting = None if kv == "fp8" else parse_kv(kv)
         with Checkpoint.open(located.path) as checkpoint:
             config = parse_config(checkpoint.config)
-            self.dtype, int8 = pick_precision(dtype, self.device, int8=isinstance(config, LlamaConfig))
-            self.weights = "int8" if int8 else str(self.dtype).removeprefix("torch.")
+            self.dtype, held = pick_precision(
+                dtype, self.device, holds=isinstance(config, LlamaConfig), narrow=partial(narrow, checkpoint)
+            )
+            self.weights = held or str(self.dtype).removeprefix("torch.")
             if max_context is None:
                 max_context = min(config.max_positions, MAX_CONTEXT)
             self.tokenizer = Tokenizer(checkpoint) if tokenizer is None else tokenizer
@@ -118,7 +121,7 @@ class LLM:
                 split=split,
                 fp8_kv=kv == "fp8",
                 drafts=draft == MTP,
-                int8=int8,
+                held=held,
                 progress=None if progress is None else partial(progress, "loading"),
             )
         if cache_tokens is not None and cache_tokens < max_context:
@@ -129,7 +132,7 @@ class LLM:
         drafting = None
         if draft is not None:
             drafting = drafters(
-                str(draft), self.tokenizer, model, located.path, int8=int8, max_context=max_context, progress=progress
+                str(draft), self.tokenizer, model, located.path, held=held, max_context=max_context, progress=progress
             )
         pages = None if cache_tokens is None else 1 + -(-cache_tokens // model.page_size)
         self._engine: Engine | None = Engine(

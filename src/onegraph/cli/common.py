@@ -138,7 +138,7 @@ def add_dtype(parser: argparse.ArgumentParser, *, int8: bool = False) -> None:
         default="auto",
         choices=("auto", "float32", "bfloat16", "float16", *(("int8",) if int8 else ())),
         help="what activations are computed in (default: bfloat16 on a GPU, float32 on a CPU)"
-        + ("; int8, on a CPU: the weights of blocks in a byte each" if int8 else ""),
+        + ("; on a CPU float16 and int8 are what weights are held in" if int8 else ""),
     )
 
 

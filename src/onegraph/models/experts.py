@@ -109,7 +109,7 @@ def _fused(
 
 def _held(loader: Loader, format: WeightFormat) -> WeightFormat:
     """What experts are held in that are stored as `format`."""
-    return INT8 if loader.int8 else DENSE if loader.decode_experts else format
+    return INT8 if loader.held == "int8" else DENSE if loader.decode_experts else format
 
 
 def _as(made: WeightFormat, loader: Loader, format: WeightFormat, tensors: Tensors) -> Tensors:
@@ -131,7 +131,7 @@ def _stacked(
             each = [loader.weight(name, device, part)[1] for name in names]
             yield _as(made, loader, format, _joined(format, " and ".join(names), each))
 
-    made = INT8 if loader.int8 else format
+    made = INT8 if loader.held == "int8" else format
     return _stack(made, len(layers), matrices())
 
 

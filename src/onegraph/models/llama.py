@@ -19,7 +19,7 @@ from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import TurboQuantConfig
 from onegraph.models.blocks import Block, build_block, norm_weight, rotary_tables
 from onegraph.models.config import NORM, LlamaConfig
-from onegraph.models.loader import Loader
+from onegraph.models.loader import Held, Loader
 from onegraph.models.shares import check_ranks, head_part, share_of
 from onegraph.nn.attention import Attend, CausalAttention, PagedCache
 from onegraph.nn.block import Stream
@@ -89,7 +89,7 @@ class Llama(nn.Module):
         *,
         max_context: int | None = None,
         decode: bool | None = None,
-        int8: bool = False,
+        held: Held | None = None,
         fused: bool = True,
         peer: Peer | None = None,
         progress: Callable[[int, int], None] | None = None,
@@ -103,7 +103,7 @@ class Llama(nn.Module):
             max_context: positions to make rotary tables for; None: what the config allows, at most 131072.
             decode: turn E8P layers into dense ones of `dtype` at load. None: on a CPU, whose time would go into
                 reading codes.
-            int8: hold the blocks' linears in int8 by row instead, a quarter of float32; for a CPU.
+            held: what a CPU holds linears in instead, with activations in float32: see `Loader`.
             fused: False runs every op of a layer alone: the other side of an A/B comparison.
             peer: load this rank's share of every layer.
             progress: called as progress(bytes read, bytes in all).
@@ -114,7 +114,7 @@ class Llama(nn.Module):
         config = LlamaConfig.from_dict(checkpoint.config)
         positions = table_positions(config, max_context)
         decode = device.type == "cpu" if decode is None else decode
-        loader = Loader(checkpoint, config, dtype, decode=decode, int8=int8, ahead=peer is None)
+        loader = Loader(checkpoint, config, dtype, decode=decode, held=held, ahead=peer is None)
         loader.check()
         if peer is not None:
             check_ranks(loader, config, peer.count)

@@ -6,12 +6,14 @@ from typing import Any, Literal
 import torch
 
 from onegraph.formats.checkpoint import Checkpoint
+from onegraph.formats.dense import DENSE
 from onegraph.models.chain import ChainedLlama, chained
 from onegraph.models.config import LlamaConfig
 from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.models.deepseek_v4_config import DeepseekV4Config
 from onegraph.models.deepseek_v4_mtp import draft_bytes
 from onegraph.models.llama import Llama
+from onegraph.models.loader import Held, Loader
 from onegraph.models.ranks import Ranks
 
 Split = Literal["tensor", "layer"]
@@ -26,6 +28,13 @@ def parse_config(config: Mapping[str, Any]) -> LlamaConfig | DeepseekV4Config:
     return CONFIGS.get(str(kind), LlamaConfig).from_dict(config)
 
 
+def narrow(checkpoint: Checkpoint) -> bool:
+    """Whether the files of a model of the Llama kind have all its linears in 16 bits or in codes."""
+    loader = Loader(checkpoint, LlamaConfig.from_dict(checkpoint.config), torch.float32)
+    dense = [f"{layer}.weight" for layer in loader.layers() if loader.format_of(layer) is DENSE]
+    return all(name not in loader or loader.info(name).dtype.itemsize < 4 for name in dense)
+
+
 def load_decoder(
     checkpoint: Checkpoint,
     device: torch.device | str,
@@ -36,7 +45,7 @@ def load_decoder(
     split: Split | None = None,
     fp8_kv: bool = False,
     drafts: bool = False,
-    int8: bool = False,
+    held: Held | None = None,
     fused: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Llama | ChainedLlama | Ranks | DeepseekV4:
@@ -47,7 +56,7 @@ def load_decoder(
         split: "tensor": each GPU has its share of every layer (`models/ranks.py`); "layer": some of the layers, for
             DeepSeek-V4 alone, where it is the default.
         fp8_kv: keys in FP8, for DeepSeek-V4 alone. drafts: leave room for the draft layers that its checkpoint carries.
-        int8, fused: of the Llama family, see there.
+        held, fused: of the Llama family, see there.
         progress: called as progress(bytes read, bytes in all).
     """
     if gpus is not None and gpus > (found := torch.cuda.device_count()):
@@ -56,8 +65,8 @@ def load_decoder(
     if split not in (None, "tensor", "layer"):
         raise ValueError(f"split: got {split!r}; allowed are 'tensor', 'layer' and None for the model's own")
     if checkpoint.config.get("model_type") in CONFIGS:
-        if int8:
-            raise ValueError("int8 holds weights of the Llama kind; DeepSeek-V4 is loaded as it is stored")
+        if held is not None:
+            raise ValueError(f"{held} holds weights of the Llama kind; DeepSeek-V4 is loaded as it is stored")
         own: dict[str, Any] = {"max_context": max_context, "progress": progress}
         own["drafts"] = draft_bytes(checkpoint, dtype) if drafts else 0
         if split == "tensor" and len(devices) > 1:
@@ -73,7 +82,7 @@ def load_decoder(
         raise ValueError(f"kv fp8 is a way to keep keys for DeepSeek-V4; this model is {kind!r}")
     if split == "layer":
         raise ValueError(f"split: layers are placed for DeepSeek-V4 alone; this model is {kind!r}: leave it out")
-    options: dict[str, Any] = {"max_context": max_context, "int8": int8, "fused": fused, "progress": progress}
+    options: dict[str, Any] = {"max_context": max_context, "held": held, "fused": fused, "progress": progress}
     if len(devices) > 1:
         return Ranks.load(checkpoint, devices, dtype, **options)
     return chained(Llama.load(checkpoint, devices[0], dtype, **options))

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +24,10 @@ from onegraph.models.prefetch import AHEAD_BYTES, Prefetch
 from onegraph.models.stream import Stream
 from onegraph.nn.embedding import Embedding
 from onegraph.nn.linear import GroupedLinear, Linear, Siblings, join
+from onegraph.ops.cpu.packed import packs
+
+Held = Literal["int8", "float16"]
+"""How a CPU may hold the weights of linears: see `Loader`."""
 
 _BLOCK = re.compile(r"(.*?)\b(\d+)\.")  # of the decoder: what stands before its number, and the number
 
@@ -35,7 +39,9 @@ class Loader:
         config: see `Family`.
         dtype: of activations and dense weights.
         decode: make dense layers of quantized ones, for a device whose time would go into reading codes.
-        int8: hold the linears of blocks in int8 by row, whatever they are stored as; for a CPU.
+        held: what a CPU holds linears in, whatever they are stored as: "int8" those of blocks by row, experts too, and
+            the head in float16 where `ops.cpu.packed.packs`, "float16" all of them, experts not. Activations are
+            float32 then.
         decode_experts: likewise of experts in one tensor, to quantize them anew.
         ahead: read what goes to a GPU ahead of who asks; not where parts of layers are asked for.
     """
@@ -47,14 +53,14 @@ class Loader:
         dtype: torch.dtype,
         *,
         decode: bool = False,
-        int8: bool = False,
+        held: Held | None = None,
         decode_experts: bool = False,
         ahead: bool = True,
     ) -> None:
         if dtype not in FLOATS:
             raise ValueError(f"dtype is {dtype}; allowed are float32, bfloat16 and float16")
         self.checkpoint, self.dtype = checkpoint, dtype
-        self.decode, self.int8, self.decode_experts = decode, int8, decode_experts
+        self.decode, self.held, self.decode_experts = decode, held, decode_experts
         self.parts, self.quantization = config.parts, config.quantization
         self.stored = {config.family_name(name): name for name in checkpoint.names}
         self._streams: dict[torch.device, Stream] = {}
@@ -251,15 +257,27 @@ class Loader:
 
     def linear(self, layer: str, device: torch.device, part: Part = WHOLE) -> Linear:
         """A linear, or a part of it; the first part of its inputs has the bias."""
+        return self._packed(self._linear(layer, device, part))
+
+    def _linear(self, layer: str, device: torch.device, part: Part) -> Linear:
+        """`linear` as it may be joined to others."""
         format, tensors = self.weight(layer, device, part)
         bias = None
         if self.parts.linears[layer][2] and (part.columns is None or part.columns[0] == 0):
             dtype = torch.float32 if format.coded else self.dtype
             bias = Field(dtype, rows=1).cut(self.tensor(f"{layer}.bias", device, dtype), part)
         made = Linear(format, tensors, bias)
-        if self.int8 and layer != self.parts.head:
+        if self.held == "int8" and layer != self.parts.head:
             return made.int8()
-        return made.dense(self.dtype) if (self.decode or self.int8) and format.coded else made
+        return made.dense(self.dtype) if (self.decode or self.held) and format.coded else made
+
+    @property
+    def _packs(self) -> bool:
+        """Whether dense linears are packed in float16."""
+        return self.held is not None and packs()
+
+    def _packed(self, linear: Linear) -> Linear:
+        return linear.float16() if self._packs and linear.format is DENSE else linear
 
     def siblings(
         self,
@@ -271,8 +289,9 @@ class Loader:
     ) -> Linear | Siblings:
         """Linears that read the same input, or of each a part: as one where that is exact, unless `joined` is False."""
         each = [WHOLE] * len(layers) if parts is None else parts
-        linears = [self.linear(layer, device, part) for layer, part in zip(layers, each, strict=True)]
-        return join(linears) if joined else Siblings(linears)
+        linears = [self._linear(layer, device, part) for layer, part in zip(layers, each, strict=True)]
+        made = join(linears) if joined else Siblings(linears)
+        return self._packed(made) if isinstance(made, Linear) else Siblings([self._packed(one) for one in linears])
 
     def grouped(
         self, layer: str, groups: int, device: torch.device, some: tuple[int, int] | None = None
@@ -303,18 +322,20 @@ class Loader:
 
     def embedding(self, device: torch.device, scale: float = 1.0) -> Embedding:
         name = self.parts.embedding[0]
-        if self.int8 and not self.tied and self.format_of(name) is DENSE:  # of which a step looks up some rows
+        shared = self.tied and not self._packs
+        if self.held and not shared and self.format_of(name) is DENSE:  # of which a step looks up some rows
             stored = self._whole(f"{name}.weight", device, None)
             return Embedding(DENSE, {"weight": stored}, self.dtype, scale=scale)
         format, tensors = self.weight(name, device)
         return Embedding(format, tensors, self.dtype, scale=scale)
 
     def head(self, embedding: Embedding, device: torch.device, part: Part = WHOLE) -> Linear:
-        """The linear to logits, or a part of it; shares the embedding's weight where the two are tied."""
+        """The linear to logits, or a part of it; shares the embedding's weight where the two are tied, unless it is
+        packed."""
         if not self.tied:
             return self.linear(self.parts.head, device, part)
         whole = Linear(embedding.format, embedding.tensors)
-        return whole if part == WHOLE else whole.part(rows=part.rows)
+        return self._packed(whole if part == WHOLE else whole.part(rows=part.rows))
 
 
 def _ungrouped(tensor: Tensor, field: Field, groups: int) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from onegraph.formats.dense import DENSE
 from onegraph.formats.int8 import INT8
 from onegraph.formats.weight import Part, Tensors, WeightFormat
+from onegraph.ops.cpu import packed
 from onegraph.ops.weight import weight_ops
 
 
@@ -101,6 +102,13 @@ class Linear(Weight):
         weight = weight_ops(self.format).decode(self.format, self.given)
         return Linear(INT8, INT8.encode(weight), self.bias)
 
+    def float16(self) -> "Linear":
+        """The layer dense in float16, activations and sums float32: for CPUs whose torch has that (`ops.cpu.packed`).
+        In float32 where float16 does not hold the weight: it is too large for it, or too small."""
+        whole = self.dense()
+        weight = whole.tensors["weight"]
+        return PackedLinear(weight, whole.bias) if packed.holds(weight) else whole
+
     def part(
         self, *, rows: tuple[int, int] | None = None, columns: tuple[int, int] | None = None, keep_bias: bool = True
     ) -> "Linear":
@@ -112,6 +120,37 @@ class Linear(Weight):
         tensors = self.format.part(self.tensors, Part(rows, columns))
         bias = self.bias if self.bias is None or rows is None else self.bias[slice(*rows)].clone()
         return Linear(self.format, tensors, bias if keep_bias else None)
+
+
+class PackedLinear(Linear):
+    """A dense linear on a CPU whose weight [n, k], given in float32, is kept in float16 and in the order in which
+    torch's kernel reads it; x may have any float dtype. `tensors` unpacks it."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        nn.Module.__init__(self)
+        self.format, (self.out_features, self.in_features) = DENSE, weight.shape
+        self._packed = packed.pack(weight, bias)
+        self.register_buffer("bias", bias)
+
+    @property
+    def tensors(self) -> Tensors:
+        return {"weight": packed.unpack(self._packed)}
+
+    @property
+    def given(self) -> Tensors:
+        return self.tensors
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        add: Tensor | None = None,
+        eps: float | None = None,
+        silu: bool = False,
+        float32: bool = False,
+    ) -> Tensor:
+        y = packed.linear(x.float(), self._packed)
+        return y if float32 else y.to(x.dtype)
 
 
 def dense(weight: Tensor, bias: Tensor | None = None) -> Linear:

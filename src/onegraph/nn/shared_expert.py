@@ -20,7 +20,7 @@ class SharedExpert(nn.Module):
     def __init__(self, gate_up: nn.Module, down: nn.Module, gate: SwiGLU) -> None:
         super().__init__()
         self.gate_up, self.down, self.gate = gate_up, down, gate
-        device = next(down.buffers()).device
+        device = next((b.device for b in down.buffers()), None)  # on a CPU it may have none
         self.register_buffer("first", torch.zeros(FEW, 1, dtype=torch.int32, device=device), persistent=False)
         self.register_buffer("ones", torch.ones(FEW, 1, device=device), persistent=False)
 

@@ -32,7 +32,7 @@ def capped(scores: Tensor, softcap: float) -> Tensor:
     return scores if softcap == 0 else softcap * torch.tanh(scores / softcap)
 
 
-def _head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
 
 
@@ -44,7 +44,7 @@ def turned(call: Heads, heads: int, kv_heads: int, dim: int) -> tuple[Tensor, Te
     both, values = vectors[:, :, : heads + kv_heads].float(), vectors[:, :, heads + kv_heads :]
     if call.q_norm is not None and call.k_norm is not None:
         q, k = both.split((heads, kv_heads), dim=2)
-        both = torch.cat((_head_norm(q, call.q_norm, call.eps), _head_norm(k, call.k_norm, call.eps)), dim=2)
+        both = torch.cat((head_norm(q, call.q_norm, call.eps), head_norm(k, call.k_norm, call.eps)), dim=2)
     token = call.positions.unsqueeze(1) + torch.arange(length, dtype=call.positions.dtype, device=call.qkv.device)
     if call.cos is not None and call.sin is not None:
         row, shape = token.flatten().clamp(0, call.cos.shape[0] - 1), (batch, length, 1, call.cos.shape[1])

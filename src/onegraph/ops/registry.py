@@ -20,7 +20,7 @@ from onegraph.ops.calls import Call
 
 _LIBRARY = torch.library.Library("onegraph", "DEF")
 _USE_REFERENCE: ContextVar[bool] = ContextVar("onegraph_use_reference", default=False)
-_CHECKED: ContextVar[bool] = ContextVar("onegraph_checked", default=False)
+_SEEN: ContextVar[str | None] = ContextVar("onegraph_seen", default=None)  # the device of a step that ran before
 
 OPS: dict[str, "Op"] = {}
 
@@ -55,6 +55,7 @@ class Op:
             whatever torch itself accepts.
         tolerance: largest allowed relative error ‖out − ref‖ / ‖ref‖ per dtype, against the float32 truth.
         bytes_moved, flops: from the arguments; what a roofline counts (each input read once, each output written once).
+        on_cpu: what a CPU runs; `register` sets it.
     """
 
     name: str
@@ -69,14 +70,18 @@ class Op:
     tolerance: Mapping[torch.dtype, float] = field(default_factory=dict)
     bytes_moved: Callable[..., int] | None = None
     flops: Callable[..., int] | None = None
+    on_cpu: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         if torch.compiler.is_compiling():  # a tracer follows neither context variables nor messages made of shapes
             return self.overload(*args, **named)
-        if self.check is not None and not _CHECKED.get():
+        seen = _SEEN.get()
+        if self.check is not None and seen is None:
             self.check(*args, **named)
         if _USE_REFERENCE.get():
             return self.reference(*args, **named)
+        if seen == "cpu" and self.on_cpu is not None:
+            return self.on_cpu(*args, **named)
         return self.overload(*args, **named)
 
     def unpacked(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,8 +104,10 @@ def register(op: Op) -> Op:
         op = replace(op, schema=f"({op.call.schema()}) {op.schema}", **functions)
     _LIBRARY.define(op.name + op.schema, tags=(torch.Tag.pt2_compliant_tag,))
     kernel = None if family.FORCED == "reference" else op.kernel
-    for key, target in (("CPU", op.cpu), ("CUDA", kernel)):
-        _LIBRARY.impl(op.name, op.reference if target is None else op.unpacked(_lazy(target)), key)
+    cpu, cuda = (op.reference if each is None else op.unpacked(_lazy(each)) for each in (op.cpu, kernel))
+    op = replace(op, on_cpu=cpu)
+    for key, function in (("CPU", cpu), ("CUDA", cuda)):
+        _LIBRARY.impl(op.name, function, key)
     torch.library.register_fake(f"onegraph::{op.name}", op.fake, lib=_LIBRARY)
     OPS[op.name] = op
     return op
@@ -130,14 +137,14 @@ def reference_ops() -> Iterator[None]:
 
 
 @contextmanager
-def checked_before() -> Iterator[None]:
-    """Inside this context no op checks its arguments: those of a step whose first call, on the same buffers, did. On a
-    CPU the checks of a decode step take as long as its attention."""
-    token = _CHECKED.set(True)
+def seen_before(device: torch.device) -> Iterator[None]:
+    """Inside this context, of a step that has run on the same buffers of `device`, no op checks its arguments, and on a
+    CPU none goes through torch's dispatcher: either takes as long there as the arithmetic of a norm."""
+    token = _SEEN.set(device.type)
     try:
         yield
     finally:
-        _CHECKED.reset(token)
+        _SEEN.reset(token)
 
 
 def nbytes(*tensors: Tensor | None) -> int:

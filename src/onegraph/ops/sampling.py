@@ -17,6 +17,8 @@ _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 
+UNIT = 2.0**40  # of the likeliest token's weight: what top-p counts in
+
 
 def _mix(z: Tensor) -> Tensor:
     """SplitMix64's finalizer on int64; `>>` is arithmetic in torch, so the copied sign bits are masked off."""
@@ -40,7 +42,7 @@ def _greedy(logits: Tensor) -> Tensor:
     return logits.argmax(dim=-1)
 
 
-def _sample(
+def sample_sorted(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seed: Tensor, position: Tensor
 ) -> Tensor:
     """Filters in the order temperature, top-k, top-p (as transformers does), then draws by an exponential race.
@@ -56,9 +58,9 @@ def _sample(
     weights = ((values - values[:, :1]) / temperature.masked_fill(cold, 1.0).double()[:, None]).exp()
     limit = top_k.masked_fill(top_k <= 0, logits.shape[-1]).masked_fill(cold, 1)
     weights = weights.masked_fill(rank >= limit[:, None], 0.0)
-    # The cumulative sum is taken over integers (units of 2^-40 of the likeliest token's weight): exact in any order,
+    # The cumulative sum is taken over integers (in UNITs of the likeliest token's weight): exact in any order,
     # where a float scan may round differently with the batch size. 2^40 * 2^22 tokens still fit an int64.
-    units = (weights * 2.0**40).long()
+    units = (weights * UNIT).long()
     mass = units.cumsum(dim=-1)
     kept = mass - units < top_p.double()[:, None] * mass[:, -1:]
     kept = kept | (top_p >= 1)[:, None] | (rank == 0)
@@ -148,9 +150,10 @@ sample = register(
         name="sample",
         schema="(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor seed, Tensor position)"
         " -> Tensor",
-        reference=_sample,
+        reference=sample_sorted,
         fake=_tokens_like,
         kernel="onegraph.ops.cuda.sampling:sample",
+        cpu="onegraph.ops.cpu.sampling:sample",
         check=_check_sample,
         cases=(
             _sample_case("one-row", 1, 49152),

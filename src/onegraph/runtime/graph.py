@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-from onegraph.ops.registry import checked_before
+from onegraph.ops.registry import seen_before
 from onegraph.runtime.transfer import Upload
 
 Step = Callable[..., Any]
@@ -251,7 +251,7 @@ class Runner:
     def replay(self, bucket: int | None = None) -> Any:
         """Run the step on what the buffers hold, on the current stream, and return its outputs at the bucket's size."""
         if not self._programs:
-            with torch.no_grad(), checked_before() if bucket in self._ran else nullcontext():
+            with torch.no_grad(), seen_before(self.device) if bucket in self._ran else nullcontext():
                 outputs = self.step(**self.views(bucket))
             self._ran.add(bucket)
             return outputs

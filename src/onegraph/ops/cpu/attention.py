@@ -5,8 +5,8 @@ import itertools
 import torch
 from torch import Tensor
 
-from onegraph.ops.attention import turned
-from onegraph.ops.calls import PagedDecode
+from onegraph.ops.attention import head_norm
+from onegraph.ops.calls import Heads, PagedDecode
 
 
 def paged_decode(call: PagedDecode) -> Tensor:
@@ -16,21 +16,50 @@ def paged_decode(call: PagedDecode) -> Tensor:
     reach = call.block_table.shape[1] * page_size
     counts, positions = call.counts.tolist(), call.positions.tolist()
     real = [row for row in range(batch) if counts[row] > 0 and 0 <= positions[row] < reach]
-    out = call.qkv.new_zeros(batch, 1, heads, dim)
     if not real:
-        return out
-    both, brought = (t.squeeze(1) for t in turned(call, heads, kv_heads, dim)[:2])
-    new = both[:, heads:].to(call.k_cache.dtype), brought
+        return call.qkv.new_zeros(batch, 1, heads, dim)
+    queries, *new = turned(call, positions, heads, kv_heads, dim)
     pages = call.block_table.tolist()
+    found = {}
     for row in real:
         at, own = positions[row], pages[row]
         page, place = own[at // page_size], at % page_size
-        for cache, vector in zip((call.k_cache, call.v_cache), new, strict=True):
-            cache[page, place] = vector[row]
+        for cache, vectors in zip((call.k_cache, call.v_cache), new, strict=True):
+            cache[page, place].copy_(vectors[row])
         first = max(0, at + 1 - call.window) if call.window > 0 else 0
         keys, values = (_seen(cache, own, first, at + 1) for cache in (call.k_cache, call.v_cache))
-        out[row, 0] = attended(both[row, :heads], call.scale, keys, values, call.softcap, call.sinks)
-    return out
+        found[row] = attended(queries[row], call.scale, keys, values, call.softcap, call.sinks)
+    return by_row(found, batch, heads, dim).to(call.qkv.dtype)
+
+
+def turned(call: Heads, positions: list[int], heads: int, kv_heads: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`ops.attention.turned` of one token a row, whose positions are known: queries and keys float32 [B, heads, D] and
+    [B, kv_heads, D], values [B, kv_heads, D] as they came."""
+    vectors = call.qkv.squeeze(1).unflatten(1, (-1, dim))
+    both, values = vectors.split((heads + kv_heads, kv_heads), dim=1)
+    both = both.float()
+    if call.q_norm is not None and call.k_norm is not None:
+        q, k = both.split((heads, kv_heads), dim=1)
+        both = torch.cat((head_norm(q, call.q_norm, call.eps), head_norm(k, call.k_norm, call.eps)), dim=1)
+    if call.cos is not None and call.sin is not None:
+        last = call.cos.shape[0] - 1
+        rows = [min(max(at, 0), last) for at in positions]
+        both = _rotated(both, *(_rows(table, rows) for table in (call.cos, call.sin)))
+    queries, keys = both.split((heads, kv_heads), dim=1)
+    return queries, keys, values
+
+
+def _rows(table: Tensor, rows: list[int]) -> Tensor:
+    """[..., 1, R/2] of a table of angles; of one row a view."""
+    return table[rows[0]] if len(rows) == 1 else table.index_select(0, torch.tensor(rows)).unsqueeze(1)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`ops.attention.rotate_half`, bit for bit."""
+    half = cos.shape[-1]
+    first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
+    turned = (first * cos).sub_(second * sin), (second * cos).add_(first * sin)
+    return torch.cat((*turned, rest) if rest.shape[-1] else turned, dim=-1)
 
 
 def _seen(cache: Tensor, pages: list[int], first: int, last: int) -> Tensor:
@@ -51,10 +80,23 @@ def attended(
     """q float32 [heads, D], keys and values [kv_heads, tokens, D] -> float32 [heads, D]."""
     heads, dim = q.shape
     kv_heads = keys.shape[0]
-    scores = torch.bmm((q * scale).view(kv_heads, -1, dim), keys.float().transpose(1, 2))
+    grouped, keys, values = q.view(kv_heads, -1, dim), keys.float(), values.float()
+    if not softcap and sinks is None:
+        return torch.nn.functional.scaled_dot_product_attention(
+            grouped.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0), scale=scale
+        ).view(heads, dim)
+    scores = torch.bmm(grouped * scale, keys.transpose(1, 2))
     if softcap:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     if sinks is not None:
         scores = torch.cat((scores, sinks.view(kv_heads, -1, 1)), dim=-1)
     weights = scores.softmax(-1)[..., : keys.shape[1]]
-    return torch.bmm(weights, values.float()).view(heads, dim)
+    return torch.bmm(weights, values).view(heads, dim)
+
+
+def by_row(found: dict[int, Tensor], batch: int, heads: int, dim: int) -> Tensor:
+    """What rows have [heads, D] as [B, 1, heads, D], zeros of those that have nothing."""
+    if batch == 1:
+        return found[0].view(1, 1, heads, dim)
+    nothing = torch.zeros(heads, dim)
+    return torch.stack([found.get(row, nothing) for row in range(batch)]).unsqueeze(1)

@@ -1,18 +1,41 @@
 """A decode step from TurboQuant codes on a CPU: each row looks at its own tokens alone, and decodes none that its ring
 still holds."""
 
-from functools import cache
+import itertools
+from functools import cache, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from onegraph.formats.turboquant import DRAFTS
-from onegraph.formats.turboquant_layout import Coded, TurboQuantLayout, pack_tokens, unpack_pages
-from onegraph.ops.attention import turned
+from onegraph.formats.turboquant_layout import BLOCK, Coded, TurboQuantLayout, pack_tokens, unpack_pages
 from onegraph.ops.calls import TurboQuantDecode
-from onegraph.ops.cpu.attention import attended
-from onegraph.ops.turboquant import dequantize, layout_in, quantize
+from onegraph.ops.cpu.attention import by_row, turned
+from onegraph.ops.turboquant import LARGEST_NORM, layout_in
 from onegraph.ops.turboquant_attention import eight_bit_levels
+
+
+class Book(NamedTuple):
+    """What a codebook says of a coordinate: between which `edges` it lies is its rank, and `codes` uint8 and `levels`
+    are what a rank has.
+
+    eight_bit: levels by code, as attention reads them. pairs: int64 [256], of codebooks of 16 levels, what a byte's two
+    nibbles stand for: two such levels, float32.
+    """
+
+    edges: Tensor
+    codes: Tensor
+    levels: Tensor
+    eight_bit: Tensor
+    pairs: Tensor | None
+
+
+class Far(NamedTuple):
+    """Keys or values from codes, float32: levels [kv_heads, tokens, D], and norms [kv_heads, tokens] to multiply by."""
+
+    levels: Tensor
+    norms: Tensor
 
 
 def turboquant_decode(call: TurboQuantDecode) -> Tensor:
@@ -27,60 +50,141 @@ def turboquant_decode(call: TurboQuantDecode) -> Tensor:
     positions, counts, slots = call.positions.tolist(), call.counts.tolist(), call.slots.tolist()
     reach = call.block_table.shape[1] * layout.page_size
     real = [row for row in range(batch) if counts[row] > 0 and 0 <= positions[row] < reach]
-    out = torch.zeros(batch, heads, dim)
     if not real:
-        return out.to(dtype).unsqueeze(1)
-    both, brought, _ = turned(call, heads, kv_heads, dim)
-    whole = torch.cat((both.to(dtype).float(), brought.float()), dim=2)
-    rotated = ((whole @ call.turn.float()) * dim**-0.5).squeeze(1)
-    kept = rotated[:, heads:].to(dtype)
-    bytes_of = _coded(call, layout, rotated[:, heads:])
-    queries = rotated[:, :heads].to(dtype).float()
-    pages = call.block_table.tolist()
+        return call.qkv.new_zeros(batch, 1, heads, dim)
+    whole = torch.cat([vectors.to(dtype).float() for vectors in turned(call, positions, heads, kv_heads, dim)], dim=1)
+    rotated = torch.mm(whole.view(-1, dim), call.turn.float()).mul_(dim**-0.5).view_as(whole)
+    queries, new = rotated.split((heads, 2 * kv_heads), dim=1)
+    queries, kept = queries.to(dtype).float(), new.to(dtype).unflatten(1, (2, kv_heads))
+    books = book(tuple(call.k_codebook.tolist())), book(tuple(call.v_codebook.tolist()))
+    bytes_of = _bytes(layout, new, books, call.kind)
+    pages, offsets, found = call.block_table.tolist(), _offsets(layout), {}
     for row in real:
         at, own, ring = positions[row], pages[row], call.ring[slots[row]]
         page, place = own[at // layout.page_size], at % layout.page_size
-        call.cache[page][:, _offsets(layout)[place]] = bytes_of[row]
-        ring[at % len(ring)] = kept[row].view(2, kv_heads, dim)
-        out[row] = attended(queries[row], call.scale, *_seen(call, layout, ring, own, at))
-    return ((out @ call.rotation.float()) * dim**-0.5).to(dtype).unsqueeze(1)
+        call.cache[page].index_copy_(1, offsets[place], bytes_of[row])
+        ring[at % len(ring)].copy_(kept[row])
+        far, near = _seen(call, layout, books, ring, own, at)
+        found[row] = _attended(queries[row].view(kv_heads, -1, dim) * call.scale, far, near).view(heads, dim)
+    out = by_row(found, batch, heads, dim)
+    return torch.mm(out.view(-1, dim), call.rotation.float()).mul_(dim**-0.5).view_as(out).to(dtype)
 
 
-@cache
-def _offsets(layout: TurboQuantLayout) -> Tensor:
-    """Where in a page the bytes of the token at each place stand, int64 [page_size, bytes]."""
-    return layout.offsets(torch.arange(layout.page_size))
+@lru_cache(maxsize=64)
+def book(codebook: tuple[float, ...]) -> Book:
+    """Of a codebook in the layout's order: sizes upwards, each of them positive and negative."""
+    with torch.inference_mode(False):  # it outlives the caller's mode
+        given = torch.tensor(codebook)
+        levels, codes = given.sort()
+        sizes = given[::2]
+        edges = (sizes[1:] + sizes[:-1]) / 2
+        # What is on an edge is of the smaller size: an edge is the last coordinate of the interval below it.
+        zero = torch.zeros(min(1, len(codebook) - 1))
+        below = torch.nextafter(torch.cat((-edges.flip(0), zero)), torch.tensor(-torch.inf))
+        eight_bit, pairs = eight_bit_levels(given), None
+        if len(codebook) == 16:
+            byte = torch.arange(256)
+            pairs = torch.stack((eight_bit[byte & 15], eight_bit[byte >> 4]), dim=1).view(torch.int64).flatten()
+        return Book(torch.cat((below, edges)), codes.to(torch.uint8), levels, eight_bit, pairs)
 
 
-def _coded(call: TurboQuantDecode, layout: TurboQuantLayout, both: Tensor) -> Tensor:
+def coded(y: Tensor, book: Book, kind: str) -> Coded:
+    """`ops.turboquant.quantize` of float32 [..., D] in fewer calls, bit for bit."""
+    norm = torch.linalg.vector_norm(y, 2, -1, True)
+    unit = y / norm.clamp_min(1e-30)
+    rank = torch.bucketize(unit, book.edges)
+    if kind != "norm":
+        level = book.levels.take(rank)
+        if kind == "matched":
+            norm = norm.div_(torch.linalg.vector_norm(level, 2, -1, True))
+        else:
+            norm = norm.div_((unit * level).sum(-1, keepdim=True).clamp_min(1e-3))
+    return Coded(book.codes.take(rank), norm.squeeze(-1).clamp_(max=LARGEST_NORM).half())
+
+
+def _bytes(layout: TurboQuantLayout, new: Tensor, books: tuple[Book, Book], kind: str) -> Tensor:
     """Rotated keys and then values, float32 [B, 2 kv_heads, D] -> their bytes, uint8 [B, kv_heads, bytes]."""
-    kv_heads = both.shape[1] // 2
-    if layout.k_bits == layout.v_bits:
-        coded = quantize(both, call.k_codebook, None, call.kind)
-        halves = zip(coded.codes.split(kv_heads, 1), coded.norms.split(kv_heads, 1), strict=True)
+    kv_heads = new.shape[1] // 2
+    if books[0] is books[1]:
+        both = coded(new, books[0], kind)
+        if books[0].pairs is not None:
+            pairs = both.codes.view(torch.int16)  # little-endian: the code of an odd coordinate in the upper byte
+            nibbles = (pairs | pairs >> 4).to(torch.uint8)
+            norms = both.norms.unsqueeze(-1).view(torch.uint8)
+            return torch.cat(
+                [part[:, half] for part in (nibbles, norms) for half in (slice(kv_heads), slice(kv_heads, None))], dim=2
+            )
+        halves = zip(both.codes.split(kv_heads, 1), both.norms.split(kv_heads, 1), strict=True)
         keys, values = (Coded(codes, norms) for codes, norms in halves)
     else:
-        k, v = both.split(kv_heads, 1)
-        keys, values = quantize(k, call.k_codebook, None, call.kind), quantize(v, call.v_codebook, None, call.kind)
+        keys, values = (coded(y, own, kind) for y, own in zip(new.split(kv_heads, 1), books, strict=True))
     return pack_tokens(layout, keys, values)
 
 
+@cache
+def _offsets(layout: TurboQuantLayout) -> list[Tensor]:
+    """Where in a page the bytes of the token at each place stand, int64 [bytes]."""
+    with torch.inference_mode(False):
+        return list(layout.offsets(torch.arange(layout.page_size)))
+
+
 def _seen(
-    call: TurboQuantDecode, layout: TurboQuantLayout, ring: Tensor, pages: list[int], at: int
-) -> tuple[Tensor, Tensor]:
-    """Keys and values that the token at `at` sees, float32 [kv_heads, tokens, D]: from codes, then from the ring."""
+    call: TurboQuantDecode, layout: TurboQuantLayout, books: tuple[Book, Book], ring: Tensor, pages: list[int], at: int
+) -> tuple[tuple[Far, Far] | None, tuple[Tensor, Tensor]]:
+    """Keys and values that the token at `at` sees: from codes, if any, and from the ring, float32 [kv_heads, tokens,
+    D]."""
     first = max(0, at + 1 - call.limit) if call.limit else 0
     older = at + 1 - call.window if at >= call.window + DRAFTS else 0  # tokens before this one are in codes alone
     begin, end = max(first, older) % len(ring), at % len(ring)
     held = ring[begin : end + 1] if begin <= end else torch.cat((ring[begin:], ring[: end + 1]))
     keys, values = held.float().permute(1, 2, 0, 3).unbind(0)
     if older <= first:
-        return keys, values
+        return None, (keys, values)
     size = layout.page_size
     begin = first // size
-    held = call.cache.index_select(0, torch.tensor(pages[begin : -(-older // size)]))
-    both, books = [], (call.k_codebook, call.v_codebook)
-    for coded, book, recent in zip(unpack_pages(layout, held), books, (keys, values), strict=True):
-        far = dequantize(coded, eight_bit_levels(book)).transpose(0, 1).flatten(1, 2)
-        both.append(torch.cat((far[:, first - begin * size : older - begin * size], recent), dim=1))
-    return both[0], both[1]
+    own = pages[begin : -(-older // size)]
+    if all(b == a + 1 for a, b in itertools.pairwise(own)):
+        stored = call.cache[own[0] : own[0] + len(own)]
+    else:
+        stored = call.cache.index_select(0, torch.tensor(own))
+    span = slice(first - begin * size, older - begin * size)
+    far = [Far(each.levels[:, span], each.norms[:, span]) for each in _decoded(layout, stored, books)]
+    return (far[0], far[1]), (keys, values)
+
+
+def _decoded(layout: TurboQuantLayout, pages: Tensor, books: tuple[Book, Book]) -> list[Far]:
+    """Keys and values of all tokens of pages [P, kv_heads, page_bytes]."""
+    if books[0].pairs is None or books[1].pairs is None:
+        both = unpack_pages(layout, pages)
+        return [
+            Far(
+                own.eight_bit.take(each.codes.long()).transpose(0, 1).flatten(1, 2),
+                each.norms.float().transpose(0, 1).flatten(1),
+            )
+            for own, each in zip(books, both, strict=True)
+        ]
+    blocks = pages.unflatten(2, (-1, layout.block_bytes)).transpose(0, 1).flatten(1, 2)  # [kv_heads, blocks, bytes]
+    nibbles, norms = layout.sections[:2], layout.sections[2:]
+    found = []
+    for own, codes, norm in zip(books, nibbles, norms, strict=True):
+        assert own.pairs is not None
+        part = blocks[..., codes.offset : codes.offset + BLOCK * codes.row]
+        if codes.paired:
+            part = part.unflatten(2, (BLOCK // 2, codes.row, 2)).transpose(3, 4)
+        levels = own.pairs.index_select(0, part.int().flatten()).view(torch.float32)
+        sizes = blocks[..., norm.offset : norm.offset + BLOCK * norm.row].contiguous().view(torch.float16)
+        found.append(Far(levels.view(len(blocks), -1, layout.head_dim), sizes.float().flatten(1)))
+    return found
+
+
+def _attended(q: Tensor, far: tuple[Far, Far] | None, near: tuple[Tensor, Tensor]) -> Tensor:
+    """q float32 [kv_heads, group, D], scaled -> float32 [kv_heads, group, D]: one softmax over both."""
+    scores = torch.bmm(q, near[0].transpose(1, 2))
+    if far is None:
+        return torch.bmm(scores.softmax(-1), near[1])
+    keys, values = far
+    older = torch.bmm(q, keys.levels.transpose(1, 2)).mul_(keys.norms.unsqueeze(1))
+    count = older.shape[2]
+    weights = torch.cat((older, scores), dim=-1).softmax(-1)
+    past = torch.bmm(weights[..., :count] * values.norms.unsqueeze(1), values.levels)
+    return past.baddbmm_(weights[..., count:], near[1])
