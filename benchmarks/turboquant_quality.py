@@ -64,7 +64,7 @@ def main() -> None:
     about = machine(device) | {"model": args.model.rsplit("/", 1)[-1]}
     for text_of_setting in args.settings:
         started = time.monotonic()
-        kv = parse_kv(text_of_setting)
+        kv = model.settled(parse_kv(text_of_setting))
         row = {"bench": "turboquant quality", "kv": text_of_setting, "full_kv": str(kv)}
         if kv is not None:
             row |= {"token_bytes": kv.token_bytes(**sizes), "sequence_bytes": kv.sequence_bytes(**sizes)}

@@ -173,9 +173,9 @@ def test_int8_is_asked_for(asked: str, weights: str, tmp_path: Path) -> None:
 def test_int8_is_refused_where_nothing_has_it() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     with pytest.raises(ValueError, match="dtype: got int8, in which a CPU holds weights; on cuda float32"):
-        pick_precision("int8", gpu, holds=True, narrow=bool)
+        pick_precision("int8", gpu, holds=True, packable=bool)
     with pytest.raises(ValueError, match="dtype: got int8, which this family does not have"):
-        pick_precision("int8", cpu, holds=False, narrow=bool)
+        pick_precision("int8", cpu, holds=False, packable=bool)
 
 
 @pytest.mark.skipif(smollm2_gguf() is None, reason="needs the weights of SmolLM2")

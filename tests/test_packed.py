@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import Decoder, save_e8p, save_hf, smollm2_gguf
+from models import Decoder, hf_model, save_e8p, save_hf, smollm2_gguf
 from onegraph.api.device import pick_precision
 from onegraph.api.llm import LLM
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
 from onegraph.models.llama import Llama
-from onegraph.models.load import narrow
+from onegraph.models.load import packable
 from onegraph.nn.linear import Linear, PackedLinear, dense
 from onegraph.ops.cpu.packed import holds, packs
 
@@ -96,12 +96,12 @@ def save_narrow(path: Path, variant: str, dtype: torch.dtype) -> Path:
     return path / "narrow"
 
 
-@pytest.mark.parametrize("variant", ["smollm2", "qwen2", "gemma3", "olmo2", "glm4_moe"])
+@pytest.mark.parametrize("variant", ["smollm2", "qwen2", "gemma3", "olmo2", "phi3"])
 def test_models_are_those_of_their_weights(variant: str, tmp_path: Path) -> None:
     """In prefill and in decoding; bfloat16's eight bits are among float16's eleven, so nothing is lost."""
     path = save_narrow(tmp_path, variant, torch.bfloat16)
     with Checkpoint.open(path) as checkpoint:
-        assert narrow(checkpoint)
+        assert packable(checkpoint, rounded=False)
         plain, packed = Llama.load(checkpoint), Llama.load(checkpoint, held="float16")
     assert not any(isinstance(one, PackedLinear) for one in linears(plain))
     assert all(isinstance(one, PackedLinear) for one in linears(packed))
@@ -114,24 +114,36 @@ def test_models_are_those_of_their_weights(variant: str, tmp_path: Path) -> None
 def test_codes_are_rounded_to_float16(tmp_path: Path) -> None:
     save_e8p("qwen3", tmp_path / "m", rates={"bits": 4})
     with Checkpoint.open(tmp_path / "m") as checkpoint:
-        assert not narrow(checkpoint)  # its head is float32
+        assert not packable(checkpoint, rounded=False)  # its head is float32
         plain, packed = Llama.load(checkpoint), Llama.load(checkpoint, held="float16")
     for one, other in zip(linears(plain), linears(packed), strict=True):
         assert isinstance(other, PackedLinear)
         assert torch.equal(other.tensors["weight"], one.tensors["weight"].half().float())
 
 
+def test_a_model_with_dense_experts_is_not_packed(tmp_path: Path) -> None:
+    """Its experts would take the float32 of the activations: twice the memory that was asked for."""
+    hf_model("qwen3_moe").to(torch.bfloat16).save_pretrained(tmp_path / "m")
+    with Checkpoint.open(tmp_path / "m") as checkpoint:
+        assert not packable(checkpoint, rounded=False)
+        assert not packable(checkpoint, rounded=True)
+    assert pick_precision("float16", torch.device("cpu"), holds=True, packable=lambda rounded: False) == (
+        torch.float16,
+        None,
+    )
+
+
 def test_what_is_asked_for(tmp_path: Path) -> None:
     """`auto` never rounds what a file has in float32, and never what a GPU runs."""
-    cpu, gpu, never = torch.device("cpu"), torch.device("cuda"), lambda: pytest.fail("was asked")
-    assert pick_precision("auto", cpu, holds=True, narrow=lambda: True) == (torch.float32, "float16")
-    assert pick_precision("auto", cpu, holds=True, narrow=lambda: False) == (torch.float32, None)
-    assert pick_precision("float16", cpu, holds=True, narrow=never) == (torch.float32, "float16")
-    assert pick_precision(torch.float16, cpu, holds=False, narrow=never) == (torch.float16, None)
-    assert pick_precision("auto", cpu, holds=False, narrow=never) == (torch.float32, None)
-    assert pick_precision("bfloat16", cpu, holds=True, narrow=never) == (torch.bfloat16, None)
-    assert pick_precision("auto", gpu, holds=True, narrow=never) == (torch.bfloat16, None)
-    assert pick_precision("float16", gpu, holds=True, narrow=never) == (torch.float16, None)
+    cpu, gpu, never = torch.device("cpu"), torch.device("cuda"), lambda rounded: pytest.fail("was asked")
+    assert pick_precision("auto", cpu, holds=True, packable=lambda rounded: True) == (torch.float32, "float16")
+    assert pick_precision("auto", cpu, holds=True, packable=lambda rounded: rounded) == (torch.float32, None)
+    assert pick_precision("float16", cpu, holds=True, packable=lambda rounded: rounded) == (torch.float32, "float16")
+    assert pick_precision(torch.float16, cpu, holds=False, packable=never) == (torch.float16, None)
+    assert pick_precision("auto", cpu, holds=False, packable=never) == (torch.float32, None)
+    assert pick_precision("bfloat16", cpu, holds=True, packable=never) == (torch.bfloat16, None)
+    assert pick_precision("auto", gpu, holds=True, packable=never) == (torch.bfloat16, None)
+    assert pick_precision("float16", gpu, holds=True, packable=never) == (torch.float16, None)
 
 
 @pytest.mark.skipif(smollm2_gguf() is None, reason="needs the weights of SmolLM2")

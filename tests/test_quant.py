@@ -510,7 +510,9 @@ def test_a_killed_tuning_repeats_no_epoch(tokens: Tensor, tmp_path: Any) -> None
         assert not (tmp_path / "work" / "tuning.safetensors").exists()
 
 
-@pytest.mark.parametrize(("count", "share", "held"), [(24, 1 / 16, 2), (8, 1 / 16, 1), (7, 1 / 16, 0), (24, 0.0, 0)])
+@pytest.mark.parametrize(
+    ("count", "share", "held"), [(24, 1 / 16, 2), (8, 1 / 16, 1), (7, 1 / 16, 0), (24, 0.0, 0), (1, 0.5, 0)]
+)
 def test_sequences_held_out(count: int, share: float, held: int) -> None:
     judges, learnt = held_out(count, Tune(held_out=share), seed=3)
     assert len(judges) == held

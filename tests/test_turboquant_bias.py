@@ -68,6 +68,12 @@ def test_codes_of_a_bias_cost_what_exact_layers_save(tmp_path: Path) -> None:
     assert coded > 3 * kept > 0
 
 
+def test_a_layer_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    save_hf("llama", tmp_path / "m", head_dim=64)
+    with pytest.raises(ValueError, match="exact names layer 99; the model has layers 0 to "):
+        Engine(load(tmp_path / "m"), max_batch=1, max_context=64, kv="turboquant:4,window=16,exact=99")
+
+
 def test_models_without_biases_have_no_such_layers(tmp_path: Path) -> None:
     save_hf("llama", tmp_path / "m")
     assert biased_layers(load(tmp_path / "m")) == []
@@ -81,4 +87,15 @@ def test_the_command_says_which_layers_stay_exact(tmp_path: Path, capsys: pytest
     assert main(command) == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["kv"] == "turboquant:4,window=16,exact=2"
+    (tmp_path / "text").write_text("the quick brown fox " * 20)
+    assert (
+        main(["eval", str(path), "--kv", "turboquant:4,window=16", "--text", str(tmp_path / "text"), "--window", "64"])
+        == 0
+    )
+    told = capsys.readouterr()
+    assert "kv: layer 2 kept exact" in told.err
+    bytes_of = float(told.out.split("KV cache")[1].split()[0])
+    assert bytes_of == parse_kv("turboquant:4,window=16,exact=2").token_bytes(layers=3, kv_heads=2, head_dim=64) + (
+        2 * 32 * 2 * 2 * 64 * 2 / 64
+    ), "two layers in codes, each with a ring of 32 tokens"
     assert "kv: layer 2 kept exact, keys are mostly a bias there (docs/turboquant.md)" in said.err

@@ -28,7 +28,7 @@ struct Index { int x = 0, y = 0, z = 0; };
 static Index blockIdx, blockDim, gridDim;
 static u8 shared[232448] __attribute__((aligned(1024)));
 
-enum Wait { NONE, WARP, POLL, BLOCK, SOME };  // POLL: the copy engine; SOME: all threads but those of the last warp
+enum Wait { NONE, WARP, POLL, BLOCK, SOME };  // POLL: others' work; SOME: all threads but those of the last warp
 struct Place {  // where a fiber, or the scheduler, goes on; a ucontext begins it, since each switch of one is a system call
   ucontext_t begin;
   jmp_buf at;
@@ -65,9 +65,9 @@ static void check_read(const void* p, size_t bytes) {
   fail("reads past a tensor");
 }
 
-// Two blocks of three have all in an order that is likely to show what does not wait: each warp goes as far as it comes
-// without the others, the last one first or the first; copies arrive at once; shared memory is zeros. In the third warps go
-// side by side, copies arrive as late as they may, and shared memory is NaN.
+// Some blocks, drawn anew in every launch, have all in an order that is likely to show what does not wait: each warp goes as
+// far as it comes without the others, the last one first or the first; copies arrive at once; shared memory is zeros. In the
+// others warps go side by side, copies arrive as late as they may, and shared memory is NaN.
 static bool apart, backwards;
 static u8 blank;  // what shared memory is filled with
 
@@ -277,8 +277,9 @@ static void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 static void thread();  // the kernel, and what comes behind it
 
 static void run_block(int threads) {
-  static int block;
-  apart = block % 3 != 1, backwards = block++ % 3 == 0, blank = apart ? 0 : 0xFF;
+  static u32 drawn;
+  apart = drawn >> 31, backwards = drawn >> 30 & 1, blank = apart ? 0 : 0xFF;
+  drawn = drawn * 1664525 + 1013904223;
   memset(shared, blank, sizeof shared);
   fibers.clear();
   fibers.resize(threads);

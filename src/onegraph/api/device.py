@@ -33,13 +33,13 @@ def pick_device(name: str | torch.device, option: str = "device") -> torch.devic
 
 
 def pick_precision(
-    name: str | torch.dtype, device: torch.device, *, holds: bool, narrow: Callable[[], bool]
+    name: str | torch.dtype, device: torch.device, *, holds: bool, packable: Callable[[bool], bool]
 ) -> tuple[torch.dtype, Held | None]:
     """(dtype of activations, what a CPU holds linears in where that is another) for `name`, which may be "int8" too,
     on a CPU. Where torch has packed products of float16, `auto` holds in them what a file has in 16 bits or in codes.
 
-    holds: whether the model's family knows `Held`. narrow: whether its files have no linear in float32. Raises
-    ValueError for another name.
+    holds: whether the model's family knows `Held`. packable: whether it may be packed, told whether float32 may be
+    rounded (`models.load.packable`). Raises ValueError for another name.
     """
     short = str(name).removeprefix("torch.")
     if short == "int8" and device.type != "cpu":
@@ -48,7 +48,7 @@ def pick_precision(
         raise ValueError(f"dtype: got int8, which this family does not have; allowed are auto, {', '.join(DTYPES)}")
     if short == "int8":
         return torch.float32, "int8"
-    if device.type == "cpu" and holds and packs() and (short == "float16" or (short == "auto" and narrow())):
+    if device.type == "cpu" and holds and packs() and short in ("auto", "float16") and packable(short == "float16"):
         return torch.float32, "float16"
     return pick_dtype(name, device), None
 

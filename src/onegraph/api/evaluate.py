@@ -84,6 +84,7 @@ def evaluate_checkpoint(
                 f"{config.max_positions} positions"
             )
         loaded = Llama.load(checkpoint, device, dtype, max_context=max(window, reach))
+        setting = loaded.settled(setting)
         size = size_of(checkpoint)
     other = None
     if reference is not None:

@@ -27,7 +27,7 @@ from onegraph.engine.speculate import DraftTokens, check_draft_tokens
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import parse_kv
 from onegraph.models.config import LlamaConfig
-from onegraph.models.load import Split, load_decoder, narrow, parse_config
+from onegraph.models.load import Split, load_decoder, packable, parse_config
 
 MAX_CONTEXT = 4096  # unless the caller asks for more
 Prompt = str | Sequence[int]  # a text, or its token ids
@@ -106,7 +106,7 @@ class LLM:
         with Checkpoint.open(located.path) as checkpoint:
             config = parse_config(checkpoint.config)
             self.dtype, held = pick_precision(
-                dtype, self.device, holds=isinstance(config, LlamaConfig), narrow=partial(narrow, checkpoint)
+                dtype, self.device, holds=isinstance(config, LlamaConfig), packable=partial(packable, checkpoint)
             )
             self.weights = held or str(self.dtype).removeprefix("torch.")
             if max_context is None:

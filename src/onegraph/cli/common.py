@@ -257,6 +257,16 @@ class PlainBar:
         print(f"{self.what}: {self.n}{of} {self.unit}s, {self.printed - self.started:.0f} s", file=sys.stderr)
 
 
+def tell_exact_layers(asked: str, settled: str) -> None:
+    """Say which layers a cache of the setting `settled` keeps exact of which `asked` says nothing."""
+    from onegraph.formats.turboquant import parse_kv
+
+    wanted, found = (None if kv == "fp8" else parse_kv(kv) for kv in (asked, settled))
+    if wanted is not None and found is not None and (kept := set(found.exact) - set(wanted.exact)):
+        named = f"layer{'s' if len(kept) > 1 else ''} {', '.join(map(str, sorted(kept)))} kept exact"
+        print(f"kv: {named}, keys are mostly a bias there (docs/turboquant.md)", file=sys.stderr)
+
+
 def print_json(value: dict[str, Any]) -> None:
     """One line on stdout. A figure that is not finite (a perplexity may overflow) is null: JSON has no infinity."""
     plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in value.items()}

@@ -18,6 +18,7 @@ from onegraph.cli.common import (
     pick_dtype,
     print_json,
     read_text,
+    tell_exact_layers,
 )
 
 EPILOG = """\
@@ -116,6 +117,7 @@ def run(args: argparse.Namespace) -> int:
     if result["kv_bytes"] is not None:
         times = result["exact_kv_bytes"] / result["kv_bytes"]
         print(f"KV cache        {result['kv_bytes']} bytes a token of a window in all layers, {times:.2f} times less")
+        tell_exact_layers(args.kv, result["kv"])
     if result["shadow_errors"] is not None:
         worst = max(result["shadow_errors"])
         print(f"shadow          codes would move the output of attention by up to {100 * worst:.2f} % in a layer")

@@ -23,6 +23,7 @@ from onegraph.cli.common import (
     print_json,
     read_text,
     shown,
+    tell_exact_layers,
 )
 from onegraph.cli.sampling import add_sampling, sampling_of
 
@@ -157,18 +158,8 @@ def load(args: argparse.Namespace, **chosen: Any) -> LLM:
     bar = Progress(loading="byte") if sys.stderr.isatty() else contextlib.nullcontext()
     with options("gpus", "split", "kv", "draft:"), bar as loading:
         llm = LLM(args.model, progress=loading, **chosen)
-    tell_exact_layers(llm, args.kv)
+    tell_exact_layers(args.kv, llm.engine.kv)
     return llm
-
-
-def tell_exact_layers(llm: LLM, asked: str) -> None:
-    """Say where the cache stores some layers otherwise than `asked`."""
-    from onegraph.formats.turboquant import parse_kv
-
-    wanted, found = (None if kv == "fp8" else parse_kv(kv) for kv in (asked, llm.engine.kv))
-    if wanted is not None and found is not None and (kept := set(found.exact) - set(wanted.exact)):
-        named = f"layer{'s' if len(kept) > 1 else ''} {', '.join(map(str, sorted(kept)))} kept exact"
-        print(f"kv: {named}, keys are mostly a bias there (docs/turboquant.md)", file=sys.stderr)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -19,8 +19,9 @@ from onegraph.cli.common import (
     open_model,
     options,
     pick_device,
+    tell_exact_layers,
 )
-from onegraph.cli.generate import CAPTURE, add_draft, drafted, tell_exact_layers
+from onegraph.cli.generate import CAPTURE, add_draft, drafted
 
 EPILOG = """\
 examples:
@@ -135,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
             capture=CAPTURE[args.capture],
             **drafted(args),
         )
-    tell_exact_layers(llm, args.kv)
+    tell_exact_layers(args.kv, llm.engine.kv)
     name = args.name or Path(args.model.rstrip("/")).name
     host, port = socket.getsockname()[:2]
 

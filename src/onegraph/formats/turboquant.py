@@ -211,6 +211,8 @@ class TurboQuantConfig:
 
     def rate(self, layer: int, layers: int) -> tuple[int, int]:
         """(bits of keys, bits of values) of a layer; (16, 16) where it stays in the model's dtype."""
+        if self.exact and self.exact[-1] >= layers:
+            raise ValueError(f"turboquant: exact names layer {self.exact[-1]}; the model has layers 0 to {layers - 1}")
         if layer in self.exact:
             return EXACT, EXACT
         inner = self.first <= layer < layers - self.last

@@ -139,6 +139,12 @@ class Llama(nn.Module):
                 head_unit=unit,
             )
 
+    def settled(self, kv: TurboQuantConfig | None) -> TurboQuantConfig | None:
+        """The setting of a cache for which `kv` is asked: with the layers that stay exact."""
+        if kv is None or kv.biased == "coded" or kv.mode == "shadow":
+            return kv
+        return replace(kv, exact=tuple(sorted({*kv.exact, *self.biased})))
+
     @cached_property
     def biased(self) -> list[int]:
         """See `biased_layers`; of ranks, those of all."""
@@ -210,8 +216,7 @@ class Llama(nn.Module):
                 f"turboquant: {self.config.model_type} has {what}, which a cache in codes does not know; leave the "
                 "cache in the model's dtype"
             )
-        if kv is not None and kv.biased == "exact" and kv.mode != "shadow":
-            kv = replace(kv, exact=tuple(sorted({*kv.exact, *self.biased})))
+        kv = self.settled(kv)
         first, last = share_of(self.peer).span(self.config.kv_heads)
         sizes: dict[str, Any] = {
             "layers": self.config.layers,

@@ -7,6 +7,7 @@ import torch
 
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.dense import DENSE
+from onegraph.formats.fused import stack_names
 from onegraph.models.chain import ChainedLlama, chained
 from onegraph.models.config import LlamaConfig
 from onegraph.models.deepseek_v4 import DeepseekV4
@@ -28,11 +29,19 @@ def parse_config(config: Mapping[str, Any]) -> LlamaConfig | DeepseekV4Config:
     return CONFIGS.get(str(kind), LlamaConfig).from_dict(config)
 
 
-def narrow(checkpoint: Checkpoint) -> bool:
-    """Whether the files of a model of the Llama kind have all its linears in 16 bits or in codes."""
+def packable(checkpoint: Checkpoint, rounded: bool) -> bool:
+    """Whether a CPU may hold the linears of a model of the Llama kind in float16, with activations in float32.
+
+    Not where experts are dense, which would be of the activations' dtype; nor, unless `rounded`, where its files have a
+    linear in float32.
+    """
     loader = Loader(checkpoint, LlamaConfig.from_dict(checkpoint.config), torch.float32)
-    dense = [f"{layer}.weight" for layer in loader.layers() if loader.format_of(layer) is DENSE]
-    return all(name not in loader or loader.info(name).dtype.itemsize < 4 for name in dense)
+    dense = [layer for layer in loader.layers() if loader.format_of(layer) is DENSE]
+    stacks = [stack_names(loader, name)[0] for name in loader.parts.stacks]
+    if DENSE in stacks or any(".experts." in layer for layer in dense):
+        return False
+    names = [f"{layer}.weight" for layer in dense]
+    return rounded or all(name not in loader or loader.info(name).dtype.itemsize < 4 for name in names)
 
 
 def load_decoder(

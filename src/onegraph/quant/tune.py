@@ -98,7 +98,7 @@ def held_out(count: int, settings: Tune, seed: int) -> tuple[Tensor, Tensor]:
     """
     order = torch.randperm(count, generator=generator(seed, "tune"))
     most = count * settings.held_out
-    kept = max(1, round(most)) if most >= 0.5 else 0
+    kept = min(max(1, round(most)), count - 1) if most >= 0.5 else 0
     return order[:kept].sort().values, order[kept:].sort().values
 
 
@@ -139,6 +139,8 @@ def _restore(found: Mapping[str, Tensor], deltas: list[Tensor], optimizer: torch
     for i, delta in enumerate(deltas):
         delta.copy_(found[f"{i}.delta"])
         best.kept[i].copy_(found[f"{i}.kept"])
+        if f"{i}.step" not in found:  # no token has reached it
+            continue
         optimizer.state[delta] = {
             name: found[f"{i}.{name}"].to("cpu" if name == "step" else delta.device)
             for name in ("step", "exp_avg", "exp_avg_sq")

@@ -164,7 +164,7 @@ class TurboQuantBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
             bounds = batch.query_start_loc_cpu[: rows + 1].tolist()
             known = [0] * rows if short else batch.seq_lens_cpu_upper_bound.tolist()
             spans, prompts = _divided(bounds, known, self._short)
-        whole = not prompts and len(spans) == 1 and spans[0].rows == rows
+        whole = not prompts and len(spans) == 1 and spans[0].rows == rows and tokens == rows * spans[0].length
         return TurboQuantMetadata(
             tokens=tokens,
             spans=spans,
@@ -195,7 +195,8 @@ class TurboQuantBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
 def _divided(bounds: list[int], known: list[int], short: int) -> tuple[list[Span], list[tuple[int, int]]]:
     """Requests between `bounds`, as spans and as prompts that begin: more than `short` tokens, which are all that the
     request has. `known` is no less than what it has, but for a drafting model, which reads one more: vLLM leaves that
-    out."""
+    out, so that there a long chunk behind a single token passes for a prompt, which costs that drafter some of its
+    drafts."""
     spans, prompts = list[Span](), list[tuple[int, int]]()
     for row, (first, last) in enumerate(pairwise(bounds)):
         length, before = last - first, spans[-1] if spans else None

@@ -51,7 +51,7 @@ def turned(call: Heads, positions: list[int], heads: int, kv_heads: int, dim: in
 
 def _rows(table: Tensor, rows: list[int]) -> Tensor:
     """[..., 1, R/2] of a table of angles; of one row a view."""
-    return table[rows[0]] if len(rows) == 1 else table.index_select(0, torch.tensor(rows)).unsqueeze(1)
+    return table[rows[0]] if len(rows) == 1 else table.index_select(0, torch.tensor(rows, device="cpu")).unsqueeze(1)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ def _seen(cache: Tensor, pages: list[int], first: int, last: int) -> Tensor:
     if all(b == a + 1 for a, b in itertools.pairwise(own)):
         held = cache[own[0] : own[0] + len(own)]
     else:
-        held = cache.index_select(0, torch.tensor(own))
+        held = cache.index_select(0, torch.tensor(own, device="cpu"))
     return held.flatten(0, 1)[first - begin * size : last - begin * size].transpose(0, 1)
 
 

@@ -23,4 +23,4 @@ def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> tup
 @cache
 def _tensor(value: float) -> Tensor:
     with torch.inference_mode(False):  # it outlives the caller's mode
-        return torch.tensor(value)
+        return torch.tensor(value, dtype=torch.float32, device="cpu")

@@ -74,16 +74,16 @@ def turboquant_decode(call: TurboQuantDecode) -> Tensor:
 def book(codebook: tuple[float, ...]) -> Book:
     """Of a codebook in the layout's order: sizes upwards, each of them positive and negative."""
     with torch.inference_mode(False):  # it outlives the caller's mode
-        given = torch.tensor(codebook)
+        given = torch.tensor(codebook, dtype=torch.float32, device="cpu")
         levels, codes = given.sort()
         sizes = given[::2]
         edges = (sizes[1:] + sizes[:-1]) / 2
         # What is on an edge is of the smaller size: an edge is the last coordinate of the interval below it.
-        zero = torch.zeros(min(1, len(codebook) - 1))
-        below = torch.nextafter(torch.cat((-edges.flip(0), zero)), torch.tensor(-torch.inf))
+        zero = edges.new_zeros(min(1, len(codebook) - 1))
+        below = torch.nextafter(torch.cat((-edges.flip(0), zero)), edges.new_tensor(-torch.inf))
         eight_bit, pairs = eight_bit_levels(given), None
         if len(codebook) == 16:
-            byte = torch.arange(256)
+            byte = torch.arange(256, device="cpu")
             pairs = torch.stack((eight_bit[byte & 15], eight_bit[byte >> 4]), dim=1).view(torch.int64).flatten()
         return Book(torch.cat((below, edges)), codes.to(torch.uint8), levels, eight_bit, pairs)
 
@@ -125,7 +125,7 @@ def _bytes(layout: TurboQuantLayout, new: Tensor, books: tuple[Book, Book], kind
 def _offsets(layout: TurboQuantLayout) -> list[Tensor]:
     """Where in a page the bytes of the token at each place stand, int64 [bytes]."""
     with torch.inference_mode(False):
-        return list(layout.offsets(torch.arange(layout.page_size)))
+        return list(layout.offsets(torch.arange(layout.page_size, device="cpu")))
 
 
 def _seen(
@@ -146,7 +146,7 @@ def _seen(
     if all(b == a + 1 for a, b in itertools.pairwise(own)):
         stored = call.cache[own[0] : own[0] + len(own)]
     else:
-        stored = call.cache.index_select(0, torch.tensor(own))
+        stored = call.cache.index_select(0, torch.tensor(own, device="cpu"))
     span = slice(first - begin * size, older - begin * size)
     far = [Far(each.levels[:, span], each.norms[:, span]) for each in _decoded(layout, stored, books)]
     return (far[0], far[1]), (keys, values)
