@@ -1,5 +1,6 @@
 """A checkpoint's decoder, whichever family it is of."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -38,7 +39,8 @@ def packable(checkpoint: Checkpoint, rounded: bool) -> bool:
     loader = Loader(checkpoint, LlamaConfig.from_dict(checkpoint.config), torch.float32)
     dense = [layer for layer in loader.layers() if loader.format_of(layer) is DENSE]
     stacks = [stack_names(loader, name)[0] for name in loader.parts.stacks]
-    if DENSE in stacks or any(".experts." in layer for layer in dense):
+    experts = loader.parts.components.get("experts")
+    if DENSE in stacks or (experts is not None and any(re.search(experts.layers, layer) for layer in dense)):
         return False
     names = [f"{layer}.weight" for layer in dense]
     return rounded or all(name not in loader or loader.info(name).dtype.itemsize < 4 for name in names)

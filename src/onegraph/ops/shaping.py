@@ -13,11 +13,11 @@ from torch import Tensor
 from onegraph.ops.calls import AdjustLogits
 from onegraph.ops.checks import check_tensors
 from onegraph.ops.registry import Case, Op, nbytes, register
+from onegraph.ops.sampling import UNIT
 
 PROMPT = 1  # a bit of `seen`
 OUTPUT = 2  # what one more time in the answer adds to `seen`
 WORD = 32  # tokens in a word of `allowed`
-_UNIT = 2.0**40  # of a mass, as in sampling.py: sums of integers are the same in any order
 
 
 def mask_words(vocabulary: int) -> int:
@@ -70,7 +70,7 @@ def _min_p(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
     weights = ((x - x.amax(dim=1, keepdim=True)) / heat).exp()
     dropped = weights < least
     logits.masked_fill_(dropped, float("-inf"))
-    units = (weights * _UNIT).long()
+    units = (weights * UNIT).long()
     mass = units.masked_fill(dropped, 0).sum(dim=1)
     rank = torch.arange(width, device=logits.device)
     limit = top_k.masked_fill(top_k <= 0, width)[:, None]
