@@ -1,4 +1,5 @@
-// What ops/cuda/ptx.cuh gives decode_portable.cu, for a CPU (experts.cuh: e8p_experts_on_cpu/ptx.cuh, with what that includes).
+// What ops/cuda/ptx.cuh gives decode_portable.cu and decode_round.cu, for a CPU (experts.cuh:
+// e8p_experts_on_cpu/ptx.cuh, with what that includes).
 // Blocks run one after the other, so the last of them ends what all brought; `run` is told in which order.
 #pragma once
 

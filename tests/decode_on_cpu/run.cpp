@@ -1,11 +1,14 @@
-// Runs every block of decode_portable.cu, given what a launch is given (test_decode_kernel.py).
+// Runs every block of decode_portable.cu, or of decode_round.cu, given what a launch is given (test_decode_kernel.py,
+// test_decode_round.py). KERNEL: the file's name and its kernel's.
 
-#include "decode_portable.cu"
+#define TEXT(name) #name
+#define FILE_OF(name) TEXT(name.cu)
+#include FILE_OF(KERNEL)
 
 static Arguments arguments;
 
 static void thread() {
-  decode_portable(arguments);
+  KERNEL(arguments);
   fibers[current].done = true;
   go(fibers[current].place, scheduler);
 }
