@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from h200 import PLAIN
+from h200 import H200, PLAIN
 from on_cpu import compile_run
 from onegraph.ops.calls import PagedDecode
 from onegraph.ops.cuda import build, decode_attention, decode_portable, decode_round
@@ -33,14 +33,14 @@ counters = torch.zeros(decode_portable.MAX_GROUPS, dtype=torch.int32)
 class Kernel:
     step = 1
 
-    def __init__(self, run: Callable[..., None]) -> None:
-        self.run = run
+    def __init__(self, run: Callable[..., None], size: int, most: int) -> None:
+        self.run, self.size, self.most = run, size, most
 
     def launch(
         self, grid: tuple[int, int, int], threads: int, shared: int, cluster: int, stream: int, arguments: bytes
     ) -> None:
-        assert shared <= build.PORTABLE_SHARED
-        assert cluster == 1
+        assert shared <= self.most
+        assert cluster == self.size
         self.run(ctypes.c_char_p(arguments), grid[0], threads, shared, Kernel.step)
 
 
@@ -50,8 +50,8 @@ class Arrived:
         return counters.data_ptr()
 
 
-def compiled(folder: Path, source: Path) -> Callable[[Plan | decode_round.Plan, int], Kernel]:
-    """What has the kernel of a plan, in place of a launcher's own."""
+def compiled(folder: Path, source: Path, portable: bool = True) -> Callable[[Plan | decode_round.Plan, int], Kernel]:
+    """What has the kernel of a plan, in place of a launcher's own; without `portable` the form in clusters."""
     for file in (source, *source.parent.glob("decode_*.cuh"), *(HERE / "decode_on_cpu").iterdir()):
         shutil.copy(file, folder)
     for header, name in (("e8p_experts_on_cpu/ptx.cuh", "experts"), ("int4_on_cpu/nvfp4_common.cuh", "int4")):
@@ -61,9 +61,10 @@ def compiled(folder: Path, source: Path) -> Callable[[Plan | decode_round.Plan, 
     @cache
     def made(plan: Plan | decode_round.Plan, device: int) -> Kernel:
         path = folder / f"{abs(hash(plan))}.so"
-        defines = {**plan.defines, "PORTABLE": 1, "KERNEL": source.stem}
+        defines = {**plan.defines, "PORTABLE": int(portable), "KERNEL": source.stem}
         compile_run(folder, [f"-D{name}={value}" for name, value in defines.items()], path, "-shared")
-        return Kernel(ctypes.CDLL(str(path)).run)
+        run = ctypes.CDLL(str(path)).run
+        return Kernel(run, 1, build.PORTABLE_SHARED) if portable else Kernel(run, plan.size, H200.shared)
 
     return made
 

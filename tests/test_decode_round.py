@@ -104,18 +104,19 @@ def held(call: PagedDecode, attend: Callable[[PagedDecode], Tensor]) -> Tensor:
 # ------------------------------------------------------------------------------------------------------- on a CPU
 
 
-@pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory):
-    return test_decode_kernel.compiled(tmp_path_factory.mktemp("round"), decode_round.KERNEL.path)
+@pytest.fixture(scope="module", params=["portable", "clusters"])
+def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    portable, folder = request.param == "portable", tmp_path_factory.mktemp("round")
+    return portable, test_decode_kernel.compiled(folder, decode_round.KERNEL.path, portable)
 
 
-# By one block and by two, four and sixteen that meet; two slices of the tokens; what is not divided evenly.
+# By one block and by two, four and sixteen that meet, in clusters by four and eight; two slices of the tokens, and two
+# sets of columns, the last of each not full.
 CUTS = [
     ("smollm2", 4, 1, torch.bfloat16),
-    ("smollm2", 8, 340, torch.float16),
     ("llama", 2, 60, torch.bfloat16),
     ("eight", 7, 60, torch.bfloat16),
-    ("window", 3, 30, torch.float16),
+    ("window", 3, 340, torch.float16),
 ]
 
 
@@ -125,9 +126,10 @@ def test_rounds_in_any_order_of_blocks(
     kernel, name: str, tokens: int, sms: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     test_decode_kernel.instead(monkeypatch)
-    monkeypatch.setattr(decode_round, "clustered", lambda device: False)
-    monkeypatch.setattr(decode_round, "kernel", kernel)
-    monkeypatch.setattr(build, "device", lambda index: replace(PLAIN, sms=sms))
+    portable, made_of = kernel
+    monkeypatch.setattr(decode_round, "clustered", lambda device: not portable)
+    monkeypatch.setattr(decode_round, "kernel", made_of)
+    monkeypatch.setattr(build, "device", lambda index: replace(PLAIN, sms=sms) if portable else H200)
     made, results = rounds(name, tokens, dtype, "cpu", POSITIONS), []
     for step in (1, 7919):
         monkeypatch.setattr(test_decode_kernel.Kernel, "step", step)
@@ -154,7 +156,17 @@ def test_blocks_fit_and_hold_every_token(dim: int, group: int, tokens: int) -> N
             plan = replace(plan, warps=warps, size=size)
             assert plan.shared(clusters) <= device.shared
             assert plan.columns * dim % (2 * size) == 0  # whole pairs of outputs are a block's share
-            assert size == 1 or groups * size <= device.sms
+
+
+@pytest.mark.parametrize(
+    ("groups", "clusters", "size"),
+    [(3, True, 8), (15, True, 8), (16, True, 4), (64, True, 2), (128, True, 1), (136, True, 4), (3, False, 16),
+     (64, False, 2), (100, False, 1), (5000, False, 1)],
+)  # fmt: skip
+def test_as_many_blocks_share_keys_as_run_at_once(groups: int, clusters: bool, size: int) -> None:
+    """Of more groups than SMs, 136, four share: five rounds of a quarter of the keys, not two of all."""
+    assert decode_round.share(groups, 4, H200 if clusters else PLAIN, clusters) == (decode_round.WARPS, size)
+    assert decode_round.share(groups, 1, H200, True)[0] == decode_round.MOST_WARPS
 
 
 def test_the_source_is_given_what_it_sets_when_compiled() -> None:

@@ -92,7 +92,8 @@ class PagedCache:
         positions: int32 [rows], where the row's next token stands; counts: int32 [rows], how many of the Q tokens that
             a call brings are real. A row that holds no sequence has count 0.
         tickets: int32 [rows, kv_heads] of zeros, which `paged_decode` counts with.
-        fused: attend to a decode step's token, or a round's few, in one launch; False is the other side of an A/B comparison.
+        fused: attend to a decode step's token, or a round's few, in one launch; False is the other side of an A/B
+            comparison.
     """
 
     pure_pages, setting = True, "exact"  # see `engine.decoder.Cache`

@@ -31,8 +31,8 @@ def _check(call: PagedDecode) -> None:
     rope_cache_write.check(*call.write())
     if not 1 <= qkv.shape[1] <= MAX_TOKENS:
         raise ValueError(
-            f"paged_decode: qkv holds {qkv.shape[1]} tokens a row; a decode step has 1, a round up to {MAX_TOKENS}: use "
-            "rope_cache_write and paged_attention"
+            f"paged_decode: qkv holds {qkv.shape[1]} tokens a row; a decode step has 1, a round up to {MAX_TOKENS}: "
+            "use rope_cache_write and paged_attention"
         )
     if not all(t is None or t.is_contiguous() for t in (qkv, call.cos, call.sin)):
         raise ValueError("paged_decode: qkv, cos and sin must be contiguous; call .contiguous() on them first")
@@ -154,8 +154,8 @@ paged_decode = register(
     )
 )  # fmt: skip
 """qkv [B, Q, (heads + 2 kv_heads) D] -> [B, Q, heads, D], Q of 1 to MAX_TOKENS: arguments and meaning of
-`rope_cache_write`, then of `paged_attention`, in one launch where there is a kernel. The bits of a result depend on Q, as
-its keys are added up in other parts; those of what is written do not.
+`rope_cache_write`, then of `paged_attention`, in one launch where there is a kernel. The bits of a result depend on Q,
+since its keys are added up in other parts.
 
 `early`: what follows may start at once, in place of behind q, k and v: right for a launch that reads little before its
 own wait, while one that asks for many codes would take the memory from keys and values. The result is the same.

@@ -15,7 +15,7 @@ from onegraph.ops.cuda import build, decode_portable
 from onegraph.ops.cuda.decode_plan import POINTERS, TILE
 
 SETS = 4  # of eight columns, a (token, head) pair each, that a warp's registers hold
-SIZES = 8, 4, 2  # blocks of a cluster
+SIZES = 8, 4, 2, 1  # blocks of a cluster
 MOST_WARPS, WARPS = 16, 8  # of a block: for one set, whose warps take half of the registers, and for more
 
 ARGUMENTS = build.Arguments(
@@ -101,12 +101,20 @@ def kernel(plan: Plan, device: int) -> build.Kernel:
 
 
 def share(groups: int, sets: int, device: build.Device, clusters: bool) -> tuple[int, int]:
-    """(warps of a block, blocks that share the keys of one of `groups`): as many as run at once, one an SM."""
+    """(warps of a block, blocks that share the keys of one of `groups`), one block an SM.
+
+    As many blocks as run at once; where there are more groups than that, as many as leave the fewest SMs idle in the
+    end.
+    """
     if clusters:
-        size = next((size for size in SIZES if groups <= device.at_once(size)), 1)
-        return MOST_WARPS if sets == 1 else WARPS, size
-    most = groups if groups > decode_portable.MAX_GROUPS else device.sms
-    return WARPS, next((size for size in decode_portable.SIZES if groups * size <= most), 1)
+        at_once = {size: device.clusters[size - 1] for size in SIZES}
+    else:
+        shared = decode_portable.SIZES if groups <= decode_portable.MAX_GROUPS else ()
+        at_once = {size: device.sms // size for size in (*shared, 1)}
+    at_once = {size: many for size, many in at_once.items() if many}
+    size = next((size for size, many in at_once.items() if groups <= many), 0)
+    size = size or min(reversed(at_once), key=lambda size: -(-groups // at_once[size]) / size)
+    return MOST_WARPS if clusters and sets == 1 else WARPS, size
 
 
 def attend(call: PagedDecode) -> Tensor:
