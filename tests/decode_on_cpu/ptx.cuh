@@ -32,6 +32,13 @@ static float exp2_fast(float v) { return exp2f(v); }
 static u32 atomicAdd(u32* to, u32 v) { return (*to += v) - v; }
 static void mma_f16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { mma(c, a0, a1, a2, a3, b0, b1); }
 static void mma_bf16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { mma(c, a0, a1, a2, a3, b0, b1); }
+static bool __any_sync(u32, bool v) {
+  return of_lanes<u32>(v, [](int warp) {
+    u32 some = 0;
+    for (int i = 0; i < 32; ++i) some |= of_lane<u32>(warp + i);
+    return some;
+  });
+}
 static u32 transpose(u32 x) {  // a row of eight in four lanes
   return of_lanes<u32>(x, [](int warp) {
     const int g = current % 32 / 4, t = current % 4;

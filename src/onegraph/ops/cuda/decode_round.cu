@@ -205,15 +205,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_round(const __gr
     }
     commit();                                                      // also an empty one, so that groups count tiles
     u32 b[SETS][2];
+    float fade[SETS][2];
+    bool higher = false;
 #pragma unroll
     for (int n = 0; n < SETS; n++) {
       float(&score)[4] = scores[n];
-      float top[2] = {NONE, NONE}, fade[2];
+      float top[2] = {NONE, NONE};
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        const int key = base + g + j / 2 * 8, last = position + begin + (8 * n + 2 * t + j % 2) / GROUP;  // what it stands at
-        const bool sees = (own ? key >= 0 && key <= last : key < end) && (WINDOW == 0 || key > last - WINDOW);
-        score[j] = sees ? score[j] * factor : NONE;
+        const int key = base + g + j / 2 * 8, column = 8 * n + 2 * t + j % 2;
+        const int last = position + begin + column / GROUP;        // what the column's token stands at
+        score[j] *= factor;
+        score[j] = (u32)key <= (u32)(own ? last : end - 1) ? score[j] : NONE;
+        if (WINDOW > 0) score[j] = key > last - WINDOW ? score[j] : NONE;
         top[j % 2] = fmaxf(top[j % 2], score[j]);
       }
 #pragma unroll
@@ -224,18 +228,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_round(const __gr
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         const float now = fmaxf(best[n][h], top[h]);
-        fade[h] = exp2_fast(best[n][h] - now), best[n][h] = now;
+        fade[n][h] = exp2_fast(best[n][h] - now), best[n][h] = now;
+        higher |= fade[n][h] < 1.f;
       }
 #pragma unroll
       for (int j = 0; j < 4; j++) score[j] = exp2_fast(score[j] - best[n][j % 2]);
       const u32 lower = narrow(score[0], score[1]), upper = narrow(score[2], score[3]);
       const float2 c = widen(lower), d = widen(upper);             // the sum is of what the product sees
-      sum[n][0] = sum[n][0] * fade[0] + (c.x + d.x), sum[n][1] = sum[n][1] * fade[1] + (c.y + d.y);
+      sum[n][0] = sum[n][0] * fade[n][0] + (c.x + d.x);
+      sum[n][1] = sum[n][1] * fade[n][1] + (c.y + d.y);
       b[n][0] = transpose(lower), b[n][1] = transpose(upper);
+    }
+    if (__any_sync(~0u, higher)) {                                 // seldom, once a warp has read many keys
 #pragma unroll
-      for (int m = 0; m < DIM / 16; m++)
+      for (int n = 0; n < SETS; n++)
 #pragma unroll
-        for (int j = 0; j < 4; j++) acc[n][m][j] *= fade[j % 2];
+        for (int m = 0; m < DIM / 16; m++)
+#pragma unroll
+          for (int j = 0; j < 4; j++) acc[n][m][j] *= fade[n][j % 2];
     }
     arrived_before_last();
 #pragma unroll
