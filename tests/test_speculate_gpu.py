@@ -7,6 +7,7 @@ import torch
 
 from onegraph.engine.draft import ModelDrafter, NgramDrafter, OracleDrafter
 from onegraph.engine.params import SamplingParams
+from onegraph.ops.cuda import decode_round
 from onegraph.runtime.prove import prove
 from test_engine import dense
 from test_engine_gpu import PROMPTS, engine
@@ -49,7 +50,21 @@ def test_the_text_is_that_without_drafts(model, kind, warm):
 @pytest.mark.parametrize("sampling", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_rounds_are_proven(model, kind, sampling):
-    e = engine(model, draft=drafter(kind, model), draft_tokens=3)
+    proven(engine(model, draft=drafter(kind, model), draft_tokens=3), 3, sampling)
+
+
+@pytest.mark.usefixtures("kernel_family")
+@pytest.mark.parametrize("drafts", [1, 3, 7])
+def test_rounds_that_attend_in_one_launch_are_proven(drafts, monkeypatch):
+    model, sizes = TinyDecoder(device="cuda:0", head_dim=64, dtype=torch.bfloat16), []
+    attend = decode_round.attend
+    monkeypatch.setattr(decode_round, "attend", lambda call: (sizes.append(call.qkv.shape[1]), attend(call))[1])
+    proven(engine(model, draft=NgramDrafter, draft_tokens=drafts), drafts, sampling=False)
+    assert set(sizes) == {1 + drafts}
+
+
+def proven(e, most, sampling):
+    """Replays of rounds of an engine without drafts, and with `most`, equal eager ones."""
     place = e._speculation.place
     caches = [e._cache, getattr(e._speculation.drafter, "_cache", e._cache)]
     state = {f"{i} {j}": t for i, cache in enumerate(caches) for j, t in enumerate([*cache.keys, *cache.values])}
@@ -63,7 +78,7 @@ def test_the_rounds_are_proven(model, kind, sampling):
         for name, tensor in state.items():
             tensor.copy_(start[name])
 
-    for drafts in (0, 3):
+    for drafts in (0, most):
         (runner,) = e.runner("decode", sampling=sampling, drafts=drafts).stages
         tables = [1 + torch.randperm(50, generator=g)[: n * 10].view(n, 10) for n in (5, 1, 3)]
         cases = [round_inputs(g, 100, table) for table in tables]
