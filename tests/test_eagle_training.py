@@ -174,8 +174,9 @@ def test_on_a_gpu_no_step_waits_and_states_may_lie_anywhere(tmp_path) -> None:
             if step == 2:  # what is set up once, is
                 torch.cuda.set_sync_debug_mode("error")
             try:
+                batch = texts.batch([step % 3, 3, 4])
                 with torch.autocast("cuda", torch.bfloat16):
-                    loss, _ = teacher(texts.batch([step % 3, 3, 4]))
+                    loss, _ = teacher(batch)
                 optimizer.zero_grad()
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(teacher.net.parameters(), 1.0)

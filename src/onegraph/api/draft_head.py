@@ -36,11 +36,11 @@ from onegraph.models.eagle_training import Exam, Score, Teacher, train
 from onegraph.models.llama import Llama
 
 ROWS = {"cuda": 64, "cpu": 8}  # texts that are written side by side
-WAVE = 4  # times as many are asked for at once on a GPU
+WAVE = {"cuda": 256, "cpu": 8}  # between two looks at the clock; of many, rows that end early are filled again
 BATCH = {"cuda": 64, "cpu": 4}  # texts of a training step: a GPU is not busy with less
 EXAM = 48  # texts that are held out for the exam at most
 SAMPLING = 0.35  # of the time, for texts; training then has what is left but the report's
-REPORT = 0.2  # of the time, for the report at most
+REPORT = 0.2  # of the time, for the report's texts at most, and again for its graphs
 ANSWER = 96  # tokens of each text that the report has written, or fewer, LEAST, where that would take longer
 LEAST = 16
 
@@ -121,7 +121,9 @@ class _Clock:
     @property
     def training(self) -> float:
         """Seconds that training may take from now on."""
-        return max(1.0, self.seconds - self.spent - self.answer * self._token - 2 * self.build)
+        return max(
+            1.0, self.seconds - self.spent - self.answer * self._token - min(2 * self.build, REPORT * self.seconds)
+        )
 
     @property
     def _token(self) -> float:
@@ -157,8 +159,8 @@ def train_head(
         texts: that the model writes at most, of `length` tokens each; half of them greedily.
         vocabulary: tokens that the head may name: those that the texts have most often.
         ahead: outputs of its own that the head learns to go on from; 1 to 7.
-        steps: of training, at most; None for as many as the time allows. batch: texts a step, None for 64
-            on a GPU and 4 on a CPU. rate: AdamW's highest.
+        steps: of training, at most; None for as many as the time allows. batch: texts a step; None for as many
+            as keep the device busy, fewer where its memory is small. rate: AdamW's highest.
         memory: bytes of hidden states to keep on the host, beside those for which a GPU has room; those of more texts
             are computed again each time.
         seed: of everything; the same seed gives the same head with `steps`, unless the clock ended sampling or them.
@@ -171,14 +173,15 @@ def train_head(
     if not 1 <= ahead <= 7:
         raise ValueError(f"ahead: got {ahead}; allowed is 1 to 7")
     pieces, place = Pieces(text, seed), pick_device(device)
-    size = batch or BATCH[place.type]
     with LLM(
         path, device=place, dtype=dtype, max_batch=ROWS[place.type], max_context=PROMPT + max(length, ANSWER)
     ) as llm:
         model = llm.engine.model
         if not isinstance(model, Llama | ChainedLlama):
             raise ValueError("draft-head: EAGLE heads go on from models of the Llama kind; DeepSeek-V4 has its own")
-        written = [(held, each) for held, each in _written(llm, pieces, texts, length, seed, clock, progress)]
+        written = [
+            (held, each) for held, each in _written(llm, pieces, texts, WAVE[place.type], length, seed, clock, progress)
+        ]
         seen, kept = (
             [each for held, each in written if held is part and _teaches(each, ahead)] for part in (False, True)
         )
@@ -191,6 +194,7 @@ def train_head(
         layers = tapped(model.config.layers)
         config = head_config(model.config, layers, len(names), str(path))
         longest = max(len(each.tokens) for each in (*seen, *kept))
+        size = batch or _batch(model, longest * ahead)
         net = _new(model, config, names, longest + ahead, seed)
         teacher = Teacher(model, net, names.to(model.device), ahead)
         exam = Exam(teacher, Texts(model, kept[:EXAM], layers), size)
@@ -223,12 +227,22 @@ def _teaches(text: Written, ahead: int) -> bool:
     return len(text.tokens) - 1 > max(text.prompt, ahead)
 
 
+def _batch(model: Llama | ChainedLlama, places: int) -> int:
+    """Texts of a step, each of so many places in all steps of its head: those for whose activations a quarter of the
+    free memory has room, in two or four bytes each."""
+    most, free = BATCH[model.device.type], available_memory(model.device)
+    if model.device.type == "cpu" or free is None:
+        return most
+    each = 3 * places * (16 * model.config.hidden_size + 4 * model.config.intermediate_size)
+    return max(1, min(most, free // 4 // each))
+
+
 def _shelves(device: torch.device, memory: int) -> list[Shelf]:
-    """Where hidden states are kept: on a GPU in half of what is free there, then on the host within `memory` bytes."""
+    """Where hidden states are kept: on a GPU in a quarter of what is free, then on the host within `memory` bytes."""
     host = Shelf(torch.device("cpu"), memory)
     if device.type != "cuda":
         return [host]
-    return [Shelf(device, (available_memory(device) or 0) // 2), host]
+    return [Shelf(device, (available_memory(device) or 0) // 4), host]
 
 
 def _new(
@@ -249,18 +263,15 @@ def tapped(depth: int) -> tuple[int, ...]:
 
 
 def _written(
-    llm: LLM, pieces: Pieces, count: int, length: int, seed: int, clock: _Clock, progress: Progress | None
+    llm: LLM, pieces: Pieces, count: int, wave: int, length: int, seed: int, clock: _Clock, progress: Progress | None
 ) -> Iterator[tuple[bool, Written]]:  # fmt: skip
     """The model's own texts, and which are held out: a few batches at least, then until their part of the time is
     over."""
-    prompts, done = Prompts(llm, pieces, length, seed), 0
-    # Rows that end early are filled again within a wave; the clock is looked at between two.
-    wave = llm.engine.max_batch * (WAVE if llm.engine.model.device.type == "cuda" else 1)
+    prompts, done = Prompts(llm, pieces, length, seed, clock.learn), 0
     while done < count and (clock.spent < SAMPLING * clock.seconds or done < 2 * HELD):
         some = min(wave, count - done)
         yield from prompts.answered(some)
         done += some
-        clock.learn(llm.stats)
         if progress is not None:
             progress("sampling", done, count)
 

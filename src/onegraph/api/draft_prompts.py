@@ -8,7 +8,7 @@ that was trained on conversations writes a question (Xu et al., "Magpie", arXiv 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -18,7 +18,7 @@ from onegraph.api.llm import LLM
 from onegraph.api.quantize import BUNDLED
 from onegraph.api.text import read_text
 from onegraph.api.tokenizer import Tokenizer
-from onegraph.engine.params import SamplingParams
+from onegraph.engine.params import SamplingParams, Stats
 from onegraph.models.eagle_texts import Written
 
 PIECE = 160  # characters of the text that a prompt is made of at most
@@ -74,10 +74,15 @@ class _Asked:
 
 
 class Prompts:
-    """Prompts for a loaded model, drawn by `seed`."""
+    """Prompts for a loaded model, drawn by `seed`, and its answers of `length` tokens at most.
 
-    def __init__(self, llm: LLM, pieces: Pieces, length: int, seed: int) -> None:
-        self._llm, self._pieces, self._length = llm, pieces, length
+    ran: called as ran(stats) whenever the engine ran.
+    """
+
+    def __init__(
+        self, llm: LLM, pieces: Pieces, length: int, seed: int, ran: Callable[[Stats], object] = lambda stats: None
+    ) -> None:
+        self._llm, self._pieces, self._length, self._ran = llm, pieces, length, ran
         self._draw, self._seed, self._count = random.Random(seed + 1), seed, 0
         self._opening, self._stops = _opening(llm.tokenizer), tuple(llm.tokenizer.stops)
 
@@ -87,7 +92,7 @@ class Prompts:
         self._count += count
         questions = self._questions([i for i in numbers if self._opening and self._draw.random() < ASKED])
         some = [self._asked(i, questions.get(i)) for i in numbers]
-        answers = self._llm.engine.generate([each.prompt for each in some], [each.params for each in some])
+        answers = self._written([each.prompt for each in some], [each.params for each in some])
         for each, answer in zip(some, answers, strict=True):
             yield each.held, Written([*each.prompt, *answer], len(each.prompt))
 
@@ -112,9 +117,14 @@ class Prompts:
         if not numbers:
             return {}
         params = [SamplingParams(max_tokens=QUESTION, temperature=1.0, **self._common(i)) for i in numbers]
-        found = self._llm.engine.generate([self._opening] * len(numbers), params)
+        found = self._written([self._opening] * len(numbers), params)
         words = self._llm.tokenizer.decode_all(found)
         return {i: said for i, text in zip(numbers, words, strict=True) if (said := text.strip())}
+
+    def _written(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
+        found = self._llm.engine.generate(prompts, params)
+        self._ran(self._llm.stats)
+        return found
 
     def _common(self, i: int) -> dict[str, Any]:
         return {"seed": self._seed + i, "stop": self._stops}

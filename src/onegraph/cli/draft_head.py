@@ -76,7 +76,9 @@ def add_parser(commands: Any) -> None:
         help="drafts in a row that it learns to make (default: 5)",
     )
     parser.add_argument("--steps", type=STEPS, metavar="N", help="training steps (default: what the time allows)")
-    parser.add_argument("--batch", type=BATCH, metavar="B", help="texts a step (default: 64 on a GPU, 4 on a CPU)")
+    parser.add_argument(
+        "--batch", type=BATCH, metavar="B", help="texts a step (default: 4 on a CPU, up to 64 on a GPU)"
+    )
     parser.add_argument("--rate", type=number(float, 0, 1, True), default=1e-3, help="learning rate (default: 0.001)")
     parser.add_argument("--seed", type=SEED, default=0, metavar="N", help="of texts and training (default: 0)")
     add_device(parser)

@@ -191,8 +191,9 @@ def train(
         done = (monotonic() - started) / seconds if steps is None else (step - 1) / steps
         for group in optimizer.param_groups:
             group["lr"] = rate * min(1.0, step / WARM) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+        some = texts.batch(next(rows))
         with _products(device):
-            loss, learnt = teacher(texts.batch(next(rows)))
+            loss, learnt = teacher(some)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
