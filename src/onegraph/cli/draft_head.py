@@ -31,11 +31,10 @@ examples:
   onegraph draft-head out/llama-2bit out/llama-head --text chats.txt code.txt --vocabulary 32000 --minutes 60
   onegraph generate out/smollm2-4bit --prompt "Why is the sky blue?" --draft eagle:out/smollm2-head
 
-The head is an EAGLE-3 head: one layer that goes on from the model's hidden states (docs/speculation.md). Pieces of the
-text become prompts, as they stand and in the model's chat template; the model answers them, every second time greedily,
-and the head learns the model's own probabilities. So train it for the model that you serve, quantized as you serve it.
-The report is on prompts that were never trained on: code, chat, and a text to repeat. The directory is one that
-speculators and vLLM read.
+The head is an EAGLE-3 head: one layer that goes on from the model's hidden states (docs/speculation.md). The model
+answers pieces of the text, and questions that it asks itself, half of them greedily, and the head learns the model's own
+probabilities. So train it for the model that you serve, quantized as you serve it. The report is on prompts that were
+never trained on: code, chat, and a text to repeat. The directory is one that speculators and vLLM read.
 """
 
 
