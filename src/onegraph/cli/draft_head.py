@@ -32,8 +32,8 @@ examples:
   onegraph generate out/smollm2-4bit --prompt "Why is the sky blue?" --draft eagle:out/smollm2-head
 
 The head is an EAGLE-3 head: one layer that goes on from the model's hidden states (docs/speculation.md). The model
-answers pieces of the text, and questions that it asks itself, half of them greedily, and the head learns its own
-probabilities. So train it for the model that you serve, quantized as you serve it. The report is on prompts that were
+answers pieces of the text and questions that it asks itself, half of them greedily; the head learns its probabilities
+of each token. So train it for the model that you serve, quantized as you serve it. The report is on prompts that were
 never trained on: code, chat, and a text to repeat. The directory is one that speculators and vLLM read.
 """
 
