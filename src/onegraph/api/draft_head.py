@@ -38,6 +38,7 @@ from onegraph.models.llama import Llama
 ROWS = {"cuda": 64, "cpu": 8}  # texts that are written side by side
 WAVE = {"cuda": 256, "cpu": 8}  # between two looks at the clock; of many, rows that end early are filled again
 BATCH = {"cuda": 64, "cpu": 4}  # texts of a training step: a GPU is not busy with less
+RATE = 1.2  # AdamW's over the width of the head: 2e-3 for 576, 3e-4 for 4,096
 EXAM = 48  # texts that are held out for the exam at most
 SAMPLING = 0.35  # of the time, for texts; training then has what is left but the report's
 REPORT = 0.2  # of the time, for the report's texts at most, and again for its graphs
@@ -143,7 +144,7 @@ def train_head(
     ahead: int = 5,
     steps: int | None = None,
     batch: int | None = None,
-    rate: float = 1e-3,
+    rate: float | None = None,
     memory: int = 4 << 30,
     seed: int = 0,
     device: str | torch.device = "auto",
@@ -160,7 +161,8 @@ def train_head(
         vocabulary: tokens that the head may name: those that the texts have most often.
         ahead: outputs of its own that the head learns to go on from; 1 to 7.
         steps: of training, at most; None for as many as the time allows. batch: texts a step; None for as many
-            as keep the device busy, fewer where its memory is small. rate: AdamW's highest.
+            as keep the device busy, fewer where its memory is small. rate: AdamW's highest; None for
+            one by the head's width.
         memory: bytes of hidden states to keep on the host, beside those for which a GPU has room; those of more texts
             are computed again each time.
         seed: of everything; the same seed gives the same head with `steps`, unless the clock ended sampling or them.
@@ -203,7 +205,8 @@ def train_head(
             log(f"step {step}: loss {loss:.3f}; held out {score.loss:.3f}, {score.tokens:.2f} tokens a round")
 
         done = train(
-            teacher, Texts(model, seen, layers, _shelves(model.device, memory)), exam, batch=size, rate=rate,
+            teacher, Texts(model, seen, layers, _shelves(model.device, memory)), exam, batch=size,
+            rate=rate or min(3e-3, RATE / model.config.hidden_size),
             steps=steps, seconds=clock.training, seed=seed, told=told,
         )  # fmt: skip
         log(

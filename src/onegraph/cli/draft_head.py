@@ -78,7 +78,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--batch", type=BATCH, metavar="B", help="texts a step (default: 4 on a CPU, up to 64 on a GPU)"
     )
-    parser.add_argument("--rate", type=number(float, 0, 1, True), default=1e-3, help="learning rate (default: 0.001)")
+    parser.add_argument("--rate", type=number(float, 0, 1, True), help="learning rate (default: by the model's width)")
     parser.add_argument("--seed", type=SEED, default=0, metavar="N", help="of texts and training (default: 0)")
     add_device(parser)
     add_dtype(parser)

@@ -19,6 +19,8 @@ from onegraph.models.llama import Llama
 from onegraph.models.rope import Rope
 from onegraph.ops.attention import rotate_half
 
+SOFT = 0.1  # of the model's final norm, with which a head begins
+
 
 def _linear(outputs: int, inputs: int) -> nn.Linear:
     return nn.Linear(inputs, outputs, bias=False)
@@ -85,11 +87,15 @@ class EagleNet(nn.Module):
 
     def start_from(self, norm: Tensor, rows: Tensor) -> None:
         """Begin where the model itself ends: the last hidden state passes through, to its own final norm [D] and rows
-        [V', D] of its output head. For a head as wide as the model."""
+        [V', D] of its output head. For a head as wide as the model.
+
+        The norm is a tenth: what passes through names the token that is known already, and to be sure of it would have
+        to be unlearnt first.
+        """
         with torch.no_grad():
             d = self.fc.out_features
             self.fc.weight[:, -d:] += torch.eye(d, device=self.fc.weight.device)
-            self.norm.weight.copy_(norm)
+            self.norm.weight.copy_(SOFT * norm)
             self.lm_head.weight.copy_(rows)
 
     def unroll(self, embedded: Tensor, hidden: Tensor, steps: int) -> Iterator[Tensor]:

@@ -22,7 +22,7 @@ from onegraph.models.llama import Llama, bounded
 
 FADE = 0.8  # weight of a step's loss beside that of the step before
 LOGITS = 1 << 26  # numbers of logits at once
-WARM = 20  # steps until the rate is at its highest
+WARM = 20, 0.05  # steps until the rate is at its highest, or this part of all where that is sooner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +190,9 @@ def train(
     for step in count(1):
         done = (monotonic() - started) / seconds if steps is None else (step - 1) / steps
         for group in optimizer.param_groups:
-            group["lr"] = rate * min(1.0, step / WARM) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+            group["lr"] = (
+                rate * min(1.0, max(step / WARM[0], done / WARM[1])) * (1 + math.cos(math.pi * min(1.0, done))) / 2
+            )
         some = texts.batch(next(rows))
         with _products(device):
             loss, learnt = teacher(some)
