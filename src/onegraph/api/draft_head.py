@@ -181,14 +181,8 @@ def train_head(
         model = llm.engine.model
         if not isinstance(model, Llama | ChainedLlama):
             raise ValueError("draft-head: EAGLE heads go on from models of the Llama kind; DeepSeek-V4 has its own")
-        written = [
-            (held, each) for held, each in _written(llm, pieces, texts, WAVE[place.type], length, seed, clock, progress)
-        ]
-        seen, kept = (
-            [each for held, each in written if held is part and _teaches(each, ahead)] for part in (False, True)
-        )
-        if not seen or not kept:
-            raise ValueError(f"draft-head: the model wrote {len(written)} texts; give more text, or more minutes")
+        written = list(_written(llm, pieces, texts, WAVE[place.type], length, seed, clock, progress))
+        seen, kept = _split(written, ahead)
         names, coverage = _vocabulary([each.tokens for each in seen], model.config.vocab_size, vocabulary)
         tokens = sum(len(each.tokens) for each in (*seen, *kept))
         named = f"the head names {100 * coverage:.1f} % of them"
@@ -225,9 +219,13 @@ def train_head(
         )  # fmt: skip
 
 
-def _teaches(text: Written, ahead: int) -> bool:
-    """Whether there is a token in it to learn."""
-    return len(text.tokens) - 1 > max(text.prompt, ahead)
+def _split(written: Sequence[tuple[bool, Written]], ahead: int) -> tuple[list[Written], list[Written]]:
+    """The texts to learn from and those held out, of those that have a token to learn."""
+    told = [(held, text) for held, text in written if len(text.tokens) - 1 > max(text.prompt, ahead)]
+    seen, kept = ([text for held, text in told if held is part] for part in (False, True))
+    if not seen or not kept:
+        raise ValueError(f"draft-head: the model wrote {len(written)} texts; give more text, or more minutes")
+    return seen, kept
 
 
 def _batch(model: Llama | ChainedLlama, places: int) -> int:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 from onegraph.api.llm import LLM
 from onegraph.api.quantize import BUNDLED
@@ -99,8 +98,7 @@ class Prompts:
     def _asked(self, i: int, question: str | None) -> _Asked:
         held = i % HELD == 0
         prompt = self._prompt(self._pieces.piece(held), question)
-        warm = 0.8 * self._draw.randrange(2)
-        return _Asked(prompt, held, SamplingParams(max_tokens=self._length, temperature=warm, **self._common(i)))
+        return _Asked(prompt, held, self._params(i, self._length, 0.8 * self._draw.randrange(2)))
 
     def _prompt(self, piece: str, question: str | None) -> list[int]:
         tokenizer = self._llm.tokenizer
@@ -116,7 +114,7 @@ class Prompts:
         """What the model asks itself, by number."""
         if not numbers:
             return {}
-        params = [SamplingParams(max_tokens=QUESTION, temperature=1.0, **self._common(i)) for i in numbers]
+        params = [self._params(i, QUESTION, 1.0) for i in numbers]
         found = self._written([self._opening] * len(numbers), params)
         words = self._llm.tokenizer.decode_all(found)
         return {i: said for i, text in zip(numbers, words, strict=True) if (said := text.strip())}
@@ -126,13 +124,15 @@ class Prompts:
         self._ran(self._llm.stats)
         return found
 
-    def _common(self, i: int) -> dict[str, Any]:
-        return {"seed": self._seed + i, "stop": self._stops}
+    def _params(self, i: int, most: int, temperature: float) -> SamplingParams:
+        return SamplingParams(max_tokens=most, temperature=temperature, seed=self._seed + i, stop=self._stops)
 
 
 def _opening(tokenizer: Tokenizer) -> list[int]:
-    """What a user's first words stand behind; nothing where there is no chat template, or it rewrites words."""
+    """What a user's first words stand behind; nothing where there is no chat template, it rewrites words, or it leaves
+    no room for any."""
     if tokenizer.template is None:
         return []
     parts = tokenizer.template.parts([{"role": "user", "content": "Hi"}])
-    return [] if parts is None else tokenizer.encode(parts[0], special=False)
+    ids = [] if parts is None else tokenizer.encode(parts[0], special=False)
+    return ids if len(ids) < PROMPT else []

@@ -93,7 +93,7 @@ class Teacher:
 class _Divergence(torch.autograd.Function):
     """The loss of features [S, N, d] through the output head [V', d], final [N, D]."""
 
-    @staticmethod
+    @staticmethod  # torch declares ctx as Any
     def forward(ctx: Any, features: Tensor, weight: Tensor, teacher: Teacher, final: Tensor) -> Tensor:
         cast, loss = weight.to(features.dtype), final.new_zeros((), dtype=torch.float32)
         by_features, by_weight = torch.empty_like(features), torch.zeros_like(weight)
