@@ -45,7 +45,8 @@ class Arrived:
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> tuple[Kernel, Kernel]:
     folder, cuda = tmp_path_factory.mktemp("sampling"), sampling_portable.KERNELS.path.parent
-    for file in (cuda / "sampling_portable.cu", cuda / "sampling_keys.cuh", *(HERE / "sampling_on_cpu").iterdir()):
+    headers = [file for file in cuda.glob("sampling_*.cuh")]
+    for file in (cuda / "sampling_portable.cu", *headers, *(HERE / "sampling_on_cpu").iterdir()):
         shutil.copy(file, folder)
     shutil.copy(HERE / "nvfp4_on_cpu" / "nvfp4_common.cuh", folder / "cpu.cuh")
     compile_run(folder, [], folder / "run.so", "-shared")
