@@ -33,8 +33,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sample_bounds(const __g
   if (tid % 32 == 0) __stcg(p.maxima + own, most), __stcg(p.minima + own, low);
   if (rank == 0) p.bins[(size_t)row * BINS + tid] = 0;
   if (!last_of_row(p, s, row)) return;
-  const Wish wish(p, row);
-  const bool sorts = wish.warm() && wish.filters();
+  Wish wish = wish_of(p, row, 0);
+  const bool sorts = wish.heat > 0.f && wish.filters();
   most = tid < maxima ? __ldcg(p.maxima + (size_t)row * maxima + tid) : 0;
   low = tid < maxima ? __ldcg(p.minima + (size_t)row * maxima + tid) : ~0u;
   if (sorts) {
@@ -46,7 +46,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sample_bounds(const __g
   if (tid) return;
   const u64 bound = sorts ? s.list[min(wish.k, maxima * 3 / 4) - 1] : 0;  // 1.4 times as many keys reach it
   p.found[row] = {most, bound, sorts ? logit_of((u64)low << INDEX_BITS) : -3e38f, 0, 0};
-  if (wish.greedy(most)) p.out[row] = index_of(most);
+  wish.top = most;
+  if (wish.greedy()) p.out[row] = index_of(most);
 }
 
 // What a block of the row is to bring.
@@ -61,37 +62,34 @@ __device__ __forceinline__ void bring(const Task& t, const Part& part, int begin
   Shared& s = t.s;
   Row& found = p.found[t.row];
   const int tid = threadIdx.x;
-  const bool by_mass = t.wish.asked < 1.f;
+  const bool by_mass = t.s.wish.asked < 1.f;
   const float unit = (float)(1u << mass_bits(p));
   s.best[tid] = s.counts[tid] = s.masses[tid] = 0;
   if (tid == 0) s.listed = 0;
-  for (int base = 0; base < count; base += BATCH * THREADS) {
-    u64 keys[BATCH];
-    float races[BATCH];
+  const int end = begin + count;
+  for (int first = begin + tid; first - tid < end; first += BATCH * THREADS) {
+    float x[BATCH], races[BATCH];
     u32 most = 0;
 #pragma unroll
-    for (int j = 0; j < BATCH; j++) {
-      const int i = begin + base + j * THREADS + tid;
-      keys[j] = i < begin + count ? key_of(ordered(__ldcg(t.logits() + i)), i) : 0;
-    }
+    for (int j = 0, i = first; j < BATCH; j++, i += THREADS) x[j] = i < end ? ordered(__ldcg(t.logits() + i)) : 0.f;
     __syncthreads();  // nobody asks for the best of the batch before
 #pragma unroll
-    for (int j = 0; j < BATCH; j++) {
+    for (int j = 0, i = first; j < BATCH; j++, i += THREADS) {
       races[j] = 0.f;
-      if (!keys[j]) continue;
-      if (part.lists && keys[j] >= part.bound) {
+      if (i >= end) continue;
+      if (part.lists && key_of(x[j], i) >= part.bound) {
         const u32 at = atomicAdd(&found.listed, 1u);
-        if (at < LIST) __stcg(p.list + (size_t)t.row * LIST + at, keys[j]);
+        if (at < LIST) __stcg(p.list + (size_t)t.row * LIST + at, key_of(x[j], i));
       }
       if (!part.races) continue;
-      races[j] = t.rough.race(keys[j]);
+      races[j] = t.s.rough.race(x[j], i);
       const u32 race = __float_as_uint(races[j]);
       most = max(most, race);
       if (!part.filters) continue;
-      const int bin = t.rough.bin(keys[j]);
+      const int bin = t.s.rough.bin(x[j]);
       if (race > s.best[bin]) atomicMax(&s.best[bin], race);
-      if (!t.wish.every) atomicAdd(&s.counts[bin], 1u);
-      if (by_mass) atomicAdd(&s.masses[bin], (u32)(t.rough.weight(t.rough.place(keys[j]) - (float)bin) * unit));
+      if (!t.s.wish.every) atomicAdd(&s.counts[bin], 1u);
+      if (by_mass) atomicAdd(&s.masses[bin], (u32)(t.s.rough.weight(t.s.rough.place(x[j]) - (float)bin) * unit));
     }
     if (!part.races) continue;
     if (!part.filters) {
@@ -102,13 +100,13 @@ __device__ __forceinline__ void bring(const Task& t, const Part& part, int begin
     s.ahead[tid] = up_to(__uint_as_float(s.best[tid]), s, Most());
     __syncthreads();
 #pragma unroll
-    for (int j = 0; j < BATCH; j++) {
+    for (int j = 0, i = first; j < BATCH; j++, i += THREADS) {
       if (!(races[j] > 0.f)) continue;
-      const int bin = part.filters ? t.rough.bin(keys[j]) : 1;
+      const int bin = part.filters ? t.s.rough.bin(x[j]) : 1;
       const float ahead = bin ? s.ahead[bin - 1] : 0.f;  // of larger keys; without filters of all
       if (races[j] < ahead - MARGIN) continue;
       const u32 at = atomicAdd(&s.listed, 1u);
-      if (at < LIST) s.list[at] = keys[j];
+      if (at < LIST) s.list[at] = key_of(x[j], i);
     }
   }
   if (!part.races) return;
@@ -128,11 +126,11 @@ __device__ __forceinline__ void open_bins(const Task& t) {
   const Arguments& p = t.p;
   Shared& s = t.s;
   const int tid = threadIdx.x;
-  const Wish& wish = t.wish;
+  const Wish& wish = t.s.wish;
   const u64 bin = __ldcg(p.bins + (size_t)t.row * BINS + tid);
   const u32 count = bin >> COUNT_AT, counts = up_to(count, s, Sum());
   const float units = (float)(bin & ((1ull << COUNT_AT) - 1)) / (float)(1u << mass_bits(p));
-  const float weight = units * t.rough.weight((float)tid), weights = up_to(weight, s, Sum());
+  const float weight = units * t.s.rough.weight((float)tid), weights = up_to(weight, s, Sum());
   const bool in_k = wish.every || (int)(counts - count) < wish.k, all_in_k = wish.every || (int)counts <= wish.k;
   const float most = of_block(in_k ? weights : 0.f, s, Most()), least = of_block(all_in_k ? weights : 0.f, s, Most());
   const float open = doubt(p, most);
@@ -153,21 +151,21 @@ struct Claim {
 // Of the list, which holds all that may be kept.
 __device__ __forceinline__ Claim claim_of_list(const Task& t, int listed) {
   Shared& s = t.s;
-  const Wish& wish = t.wish;
+  const Wish& wish = t.s.wish;
   const int tid = threadIdx.x, some = min(listed, wish.k);
   const u64 key = sort(tid < listed ? __ldcg(t.p.list + (size_t)t.row * LIST + tid) : 0, s, listed);
   const bool in_k = tid < some;
   if (wish.asked >= 1.f) return {key, in_k, in_k};
-  const float weight = in_k ? t.rough.weight(t.rough.place(key)) : 0.f, to_here = up_to(weight, s, Sum());
+  const float weight = in_k ? t.s.rough.weight(t.s.rough.place(logit_of(key))) : 0.f, to_here = up_to(weight, s, Sum());
   const float sum = of_block(to_here, s, Most()), whole = wish.every && listed < t.p.width ? s.whole : sum;
   const float reach = wish.asked * whole, open = doubt(t.p, whole), before = to_here - weight;
-  if (!wish.every && tid == some - 1) s.from = 0, s.until = t.rough.bin(key);
+  if (!wish.every && tid == some - 1) s.from = 0, s.until = t.s.rough.bin(key);
   return {key, in_k && (tid == 0 || before < reach - open), in_k && (tid == 0 || before < reach + open)};
 }
 
 // Draws of the block's claims: the one that is ahead, in float64 where others are near. False where it may not be kept.
 __device__ __forceinline__ bool drawn(const Task& t, const Claim& c) {
-  const float race = c.maybe ? t.rough.race(c.key) : 0.f, best = of_block(race, t.s, Most());
+  const float race = c.maybe ? t.s.rough.race(c.key) : 0.f, best = of_block(race, t.s, Most());
   const bool near = race > 0.f && race >= best - MARGIN;
   if (__syncthreads_or(near && !c.sure)) return false;
   if (__syncthreads_count(near) == 1) {
@@ -183,12 +181,12 @@ __device__ __forceinline__ bool drawn(const Task& t, const Claim& c) {
 __device__ __forceinline__ void draw_of_row(const Task& t, u64 least) {
   float best = 0.f;
   t.for_row([&](u64 key) {
-    if (key >= least) best = max(best, t.rough.race(key));
+    if (key >= least) best = max(best, t.s.rough.race(key));
   });
   best = of_block(best, t.s, Most());
   Entry e{0, 0};
   t.for_row([&](u64 key) {
-    if (key >= least && t.rough.race(key) >= best - MARGIN) e = better(e, t.race(key));
+    if (key >= least && t.s.rough.race(key) >= best - MARGIN) e = better(e, t.race(key));
   });
   e = best_of_block(e, t.s);
   if (threadIdx.x == 0) t.p.out[t.row] = index_of(e.key);
@@ -201,10 +199,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sample_draw(const __gri
   let_next_start();
   wait_for_previous();
   const Row& found = p.found[row];
-  const u64 top = __ldcg(&found.top), bound = __ldcg(&found.bound);
-  const Wish wish(p, row);
-  if (wish.greedy(top)) return;
-  const Task t{p, s, row, top, wish, Rough(wish, top, __ldcg(&found.low), stream_of(p, row))};
+  const u64 bound = __ldcg(&found.bound);
+  if (tid == 0) s.wish = wish_of(p, row, __ldcg(&found.top)), s.rough = rough_of(s.wish, __ldcg(&found.low), stream_of(p, row));
+  __syncthreads();
+  const Wish& wish = s.wish;
+  if (wish.greedy()) return;
+  const Task t{p, s, row};
   const bool filters = wish.filters(), few = wish.k <= ranked && bound;
   const Part part{bound, filters, filters && (few || wish.every || !bound), !few || !filters};
   bring(t, part, begin, count);
@@ -214,19 +214,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sample_draw(const __gri
   if (tid == 0) s.from = 0, s.to = s.until = BINS - 1;
   __syncthreads();
   if (filters && part.races) open_bins(t);
-  const bool within = few || !bound || wish.asked >= 1.f || s.to < t.rough.bin(bound);
+  const bool within = few || !bound || wish.asked >= 1.f || s.to < s.rough.bin(bound);
   Claim c{0, false, false};
   const bool by_list = part.lists && listed <= LIST && within, claims = by_list || (part.races && racers <= LIST);
   if (by_list) {
     c = claim_of_list(t, listed);
   } else if (claims && tid < racers) {
     const u64 key = __ldcg(p.racers + (size_t)row * LIST + tid);
-    const int bin = t.rough.bin(key);
-    c = {key, !filters || key == top || bin < s.from, !filters || bin <= s.to};
+    const int bin = t.s.rough.bin(key);
+    c = {key, !filters || key == wish.top || bin < s.from, !filters || bin <= s.to};
   }
   if (claims && drawn(t, c)) return;
   const u64 least = filters ? least_kept(t, s.from, s.until) : 0;
+  if (!claims) return draw_of_row(t, least);
   c.sure = c.maybe = c.key && c.key >= least;
-  if (claims) drawn(t, c);
-  else draw_of_row(t, least);
+  drawn(t, c);
 }

@@ -14,33 +14,24 @@ constexpr float BASE = 128.f;                      // makes every race positive,
 constexpr float MARGIN = 0x1p-8f;                  // of log2 of two races: four times their errors
 constexpr float DOUBT = 0x1p-15f;                  // of a sum of weights, relative: twice its error, less the bins' units
 
-struct Rough {
-  float half, high, by, fall;                      // by: bins a unit of logit; fall: log2 of what a weight loses in a bin
-  u64 stream;
-
-  __device__ __forceinline__ Rough(const Wish& wish, u64 top, float low, u64 stream) : stream(stream) {
-    half = wish.heat > 1.f ? .5f : 1.f;            // no difference that counts is infinite
-    high = logit_of(top) * half;
-    const float heat = wish.heat * half;
-    by = min((float)BINS / min(DEPTH * heat, high - low * half), 3e38f);
-    fall = max(LOG2E / (heat * by), 1e-37f);
-  }
-  __device__ __forceinline__ float place(u64 key) const { return (high - logit_of(key) * half) * by; }
-  __device__ __forceinline__ int bin(u64 key) const { return (int)min(place(key), BINS - 1.f); }
-  __device__ __forceinline__ float weight(float place) const { return exp2_fast(-place * fall); }
-  // BASE and log2 of weight / Exp(1) but for a constant; 0 where the weight is too little.
-  __device__ __forceinline__ float race(u64 key) const {
-    const float lost = place(key) * fall;
-    if (!(lost < FAR)) return 0.f;
-    const u64 number = number_of(index_of(key), stream);
-    const u32 upper = number >> 32;
-    float uniform = (float)upper * 0x1p-32f + 0x1p-33f, rest = (float)~upper * 0x1p-32f + 0x1p-33f;  // rest: 1 - uniform
-    if (upper + 1024u < 2048u)                     // near 0 or 1 these bits are too few
-      uniform = ((float)(number >> 12) + .5f) * 0x1p-52f, rest = ((float)(~number >> 12) + .5f) * 0x1p-52f;
-    const float waits = rest < 0x1p-8f ? (rest + .5f * rest * rest) * LOG2E : -log2_fast(uniform);
-    return BASE - lost - log2_fast(waits);
-  }
-};
+__device__ __forceinline__ Rough rough_of(const Wish& wish, float low, u64 stream) {
+  const float half = wish.heat > 1.f ? .5f : 1.f;  // no difference that counts is infinite
+  const float high = logit_of(wish.top) * half, heat = wish.heat * half;
+  const float by = min((float)BINS / min(DEPTH * heat, high - low * half), 3e38f);
+  return {stream, half, high, by, max(LOG2E / (heat * by), 1e-37f)};
+}
+// BASE and log2 of weight / Exp(1) but for a constant; 0 where the weight is too little.
+__device__ __forceinline__ float Rough::race(float x, int index) const {
+  const float lost = place(x) * fall;
+  if (!(lost < FAR)) return 0.f;
+  const u64 number = number_of(index, stream);
+  const u32 upper = number >> 32;
+  float uniform = (float)upper * 0x1p-32f + 0x1p-33f, rest = (float)~upper * 0x1p-32f + 0x1p-33f;  // rest: 1 - uniform
+  if (upper + 1024u < 2048u)                       // near 0 or 1 these bits are too few
+    uniform = ((float)(number >> 12) + .5f) * 0x1p-52f, rest = ((float)(~number >> 12) + .5f) * 0x1p-52f;
+  const float waits = rest < 0x1p-8f ? (rest + .5f * rest * rest) * LOG2E : -log2_fast(uniform);
+  return BASE - lost - log2_fast(waits);
+}
 // Bits behind the point of a bin's masses in a block, whose sum 32 bits hold.
 __device__ __forceinline__ int mass_bits(const Arguments& p) { return __clz(p.part - 1) - 1; }
 // What is added to a sum of weights, or taken from it, where another one is compared with it.

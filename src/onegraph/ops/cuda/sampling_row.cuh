@@ -7,8 +7,9 @@ constexpr int WARPS = 32, THREADS = 32 * WARPS;
 constexpr int LIST = THREADS;                      // keys that a block sorts: of warps' maxima, of lists
 constexpr int BINS = THREADS;                      // of a row's histogram
 constexpr int COUNT_AT = 38;                       // of a bin in the row's workspace: the count, above the mass
+constexpr int AT_ONCE = 4;                         // loads of a thread under way, where one block passes over a row
 constexpr int DIGIT = 2, WAYS = 1 << DIGIT;        // of the search
-constexpr float INFINITE = __builtin_huge_valf();
+__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 
 struct Row {
   u64 top, bound;                                  // the largest key; keys below are not in the list
@@ -34,6 +35,38 @@ struct Arguments {
   int width, part, blocks;  // part: logits of a block; blocks: of a row, at most LIST / WARPS
 };
 
+// What a row is drawn by.
+struct Wish {
+  u64 top;                                         // the largest key
+  float heat, asked;
+  int k;
+  bool every;                                      // top-k leaves every key
+  __device__ __forceinline__ bool greedy() const {
+    const float high = logit_of(top);
+    return !(heat > 0.f) || !(high < infinity() && high > -infinity());
+  }
+  __device__ __forceinline__ bool filters() const { return !every || asked < 1.f; }
+  __device__ __forceinline__ double weigh(u64 key) const {
+    return exp(((double)logit_of(key) - (double)logit_of(top)) / (double)heat);
+  }
+};
+// Weights and races in float32: sampling_rough.cuh.
+struct Rough {
+  u64 stream;
+  float half, high, by, fall;                      // by: bins a unit of logit; fall: log2 of what a weight loses in a bin
+  __device__ __forceinline__ float place(float x) const { return (high - x * half) * by; }
+  __device__ __forceinline__ int bin(float x) const { return (int)min(place(x), BINS - 1.f); }
+  __device__ __forceinline__ int bin(u64 key) const { return bin(logit_of(key)); }
+  __device__ __forceinline__ float weight(float place) const { return exp2_fast(-place * fall); }
+  __device__ __forceinline__ float race(float x, int index) const;
+  __device__ __forceinline__ float race(u64 key) const { return race(logit_of(key), index_of(key)); }
+};
+
+struct Around {  // keys and mass of the bins before those in doubt, mass of these and of those behind them
+  u32 above;
+  u64 above_mass, mass, rest;
+};
+
 struct Shared {
   u64 list[LIST];
   u32 counts[BINS], masses[BINS];                  // masses: in units of the bin's
@@ -42,35 +75,24 @@ struct Shared {
   u64 each[WARPS];                                 // what a warp brings
   u64 ways[WAYS][WARPS];                           // of the search
   Entry entries[WARPS];
+  Wish wish;
+  Rough rough;
+  Around around;
   float whole;                                     // weight of what top-k leaves
   int from, to, until;                             // bins in doubt, which `open_bins` tells
   u32 listed, last;
 };
 
-// What a row is drawn by.
-struct Wish {
-  float heat, asked;
-  int k;
-  bool every;                                      // top-k leaves every key
-  __device__ __forceinline__ Wish(const Arguments& p, int row)
-      : heat(p.temperature[row]), asked(p.top_p[row]), k(p.top_k[row] <= 0 ? p.width : min(p.top_k[row], p.width)),
-        every(k == p.width) {}
-  __device__ __forceinline__ bool warm() const { return heat > 0.f; }
-  __device__ __forceinline__ bool greedy(u64 top) const {
-    const float high = logit_of(top);
-    return !warm() || !(high < INFINITE && high > -INFINITE);
-  }
-  __device__ __forceinline__ bool filters() const { return !every || asked < 1.f; }
-  __device__ __forceinline__ double weigh(u64 key, u64 top) const {
-    return exp(((double)logit_of(key) - (double)logit_of(top)) / (double)heat);
-  }
-};
+__device__ __forceinline__ Wish wish_of(const Arguments& p, int row, u64 top) {
+  const int k = p.top_k[row] <= 0 ? p.width : min(p.top_k[row], p.width);
+  return {top, p.temperature[row], p.top_p[row], k, k == p.width};
+}
 __device__ __forceinline__ u64 stream_of(const Arguments& p, int row) {
   return mix(mix((u64)p.seed[row] + GOLDEN) + (u64)(i64)p.position[row] * GOLDEN);
 }
 
 // NaN is above all; -0 and 0 are equal.
-__device__ __forceinline__ float ordered(float x) { return x != x ? INFINITE : x + 0.f; }
+__device__ __forceinline__ float ordered(float x) { return x != x ? infinity() : x + 0.f; }
 
 // What `use` is to do with every key of the row's logits [begin, begin + count), in any order.
 template <int AHEAD, class Use> __device__ __forceinline__ void for_keys(const float* logits, int begin, int count, Use use) {
