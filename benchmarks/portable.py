@@ -11,7 +11,7 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -138,26 +138,30 @@ def others() -> Iterator[Row]:
                 yield {"op": name, "case": case.name, "us": timed([partial(choices.registered()[name], *args)] * 20)}
 
 
-def measure(out: Path | None) -> None:
-    """Every row, in this process."""
+PARTS = {"linears": linears, "experts": experts, "attention": attentions, "others": others}
+
+
+def measure(parts: Sequence[str], out: Path | None) -> None:
+    """In this process."""
     about = {"bench": "portable", **machine(DEVICE)}
     runs = {choice.op: choice.family for choice in choices.choices(DEVICE.index)}
-    for rows in (linears, experts, attentions, others):
-        for row in rows():
+    for part in parts:
+        for row in PARTS[part]():
             emit(row | {"kernels": runs.get(row["op"].split()[0], "torch"), "forced": family.FORCED or ""} | about, out)
         torch.cuda.empty_cache()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", choices=PARTS, nargs="+", default=list(PARTS))
     parser.add_argument("--here", action="store_true", help="in this process, on what ONEGRAPH_KERNELS says")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.here:
-        measure(args.out)
+        measure(args.parts, args.out)
         return 0
     for name in FAMILIES:
-        more = ["--out", str(args.out)] if args.out else []
+        more = ["--parts", *args.parts, *(["--out", str(args.out)] if args.out else [])]
         environment = os.environ | {family.VARIABLE: name}
         done = subprocess.run([sys.executable, __file__, "--here", *more], env=environment, check=False)
         if done.returncode:

@@ -1,11 +1,14 @@
 """Sampling without clusters on a CPU: its own source, each thread a fiber (`nvfp4_on_cpu`), every launch of it.
 
-What this proves: every index and shuffle, what the filters keep, and that the order of blocks changes no bit. What it
-cannot: that blocks which run at once see each other's keys; the tests of test_sampling.py marked gpu do.
+What this proves: every index and shuffle, what the filters keep, and that neither the order of blocks changes a bit nor
+how far float32 is trusted. What it cannot: that blocks which run at once see each other's keys; the tests of
+test_sampling.py marked gpu do.
 """
 
 import ctypes
+import math
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +26,7 @@ HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 SMALL = replace(PLAIN, sms=2)  # so that a row has few blocks
 counters = torch.zeros(sampling_portable.MAX_ROWS, dtype=torch.int32)
+DISTRUST = {"DOUBT = 0x1p-15f": "DOUBT = .3f", "MARGIN = 0x1p-8f": "MARGIN = 8.f"}  # nearly all is left to float64
 
 
 class Kernel:
@@ -43,35 +47,56 @@ class Arrived:
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> tuple[Kernel, Kernel]:
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what every build of the source includes."""
     folder, cuda = tmp_path_factory.mktemp("sampling"), sampling_portable.KERNELS.path.parent
-    for file in (cuda / "sampling_portable.cu", cuda / "sampling_keys.cuh", *(HERE / "sampling_on_cpu").iterdir()):
+    for file in (cuda / "sampling_portable.cu", *cuda.glob("sampling_*.cuh"), *(HERE / "sampling_on_cpu").iterdir()):
         shutil.copy(file, folder)
     shutil.copy(HERE / "nvfp4_on_cpu" / "nvfp4_common.cuh", folder / "cpu.cuh")
-    compile_run(folder, [], folder / "run.so", "-shared")
-    run = ctypes.CDLL(str(folder / "run.so")).run
+    return folder
+
+
+def built(folder: Path, changes: dict[str, str]) -> tuple[Kernel, Kernel]:
+    rough = folder / "sampling_rough.cuh"
+    text = rough.read_text()
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    rough.write_text(text)
+    compile_run(folder, [], folder / f"run{len(changes)}.so", "-shared")
+    run = ctypes.CDLL(str(folder / f"run{len(changes)}.so")).run
     return Kernel(run, 0), Kernel(run, 1)
 
 
+@pytest.fixture(scope="module")
+def kernels(sources: Path) -> tuple[Kernel, Kernel]:
+    return built(sources, {})
+
+
+@pytest.fixture(scope="module")
+def distrustful(kernels: tuple[Kernel, Kernel], sources: Path) -> tuple[Kernel, Kernel]:
+    return built(sources, DISTRUST)
+
+
 @pytest.fixture
-def drawn(kernels: tuple[Kernel, Kernel], monkeypatch: pytest.MonkeyPatch):
-    """Tokens for the arguments of the op, in one order of blocks and in another."""
-    monkeypatch.setattr(sampling_portable, "_kernels", lambda device: kernels)
+def drawn(kernels: tuple[Kernel, Kernel], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
+    """Tokens for the arguments of the op, in each of these orders of blocks."""
     monkeypatch.setattr(sampling_portable, "ARRIVED", Arrived)
     monkeypatch.setattr(build, "device", lambda index: SMALL)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
 
-    def run(*arguments: Tensor) -> Tensor:
+    def run(*arguments: Tensor, by: tuple[Kernel, Kernel] = kernels, orders: tuple[int, ...] = (1, 7919)) -> Tensor:
+        monkeypatch.setattr(sampling_portable, "_kernels", lambda device: by)
         names = "logits", "temperature", "top_k", "top_p", "seed", "position"
         given, results = dict(zip(names, (t.contiguous() for t in arguments), strict=True)), []
-        for step in (1, 7919):  # a prime, so that all come
+        for step in orders:  # 1 or a large prime, so that all come
             out = torch.full((len(arguments[0]),), -1)
-            for kernel in kernels:
+            for kernel in by:
                 kernel.step = step
             sampling_portable.launch(given, out)
             assert not counters.any()
             results.append(out)
-        assert torch.equal(*results)
+        assert all(torch.equal(results[0], other) for other in results)
         return results[0]
 
     return run
@@ -80,7 +105,7 @@ def drawn(kernels: tuple[Kernel, Kernel], monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("case", OPS["sample"].cases, ids=lambda case: case.name)
 def test_every_case_of_the_op(drawn, case) -> None:
     arguments = case.make(torch.device("cpu"), torch.float32, torch.Generator().manual_seed(0))
-    assert drawn(*arguments).tolist() == sample(*arguments).tolist()
+    assert drawn(*arguments, orders=(7919,)).tolist() == sample(*arguments).tolist()
 
 
 @pytest.mark.parametrize("kind", ["flat", "peaked", "equal", "odd"])
@@ -106,7 +131,55 @@ def test_every_filter_on_every_kind_of_row(drawn, kind: str) -> None:
     assert drawn(*arguments).tolist() == sample(*arguments).tolist()
 
 
-@pytest.mark.parametrize(("rows", "blocks"), [(1, 32), (16, 32), (64, 8), (999, 8)])
+INFINITE, WIDTH = math.inf, 4000
+FLAT = torch.randn(WIDTH, generator=torch.Generator().manual_seed(5))
+EVEN = torch.arange(WIDTH) % 2 == 0
+ZEROS = torch.where(FLAT > 0, -0.0, 0.0)  # equal ones, of either sign
+EDGES: dict[str, tuple[Tensor, float, int, float]] = {
+    "nearly all of a flat row": (FLAT, 0.8, 0, 0.999),
+    "more than the list holds": (FLAT, 0.8, 3000, 1.0),
+    "top-p of more than the list holds": (FLAT, 0.8, 1500, 0.9),
+    "top-p of few": (FLAT, 0.8, 60, 0.9),
+    "top-p of one": (FLAT, 0.8, 1, 0.9),
+    "nothing but the likeliest": (FLAT, 0.8, 0, 0.0),
+    "rounded to bfloat16": (4 * FLAT.bfloat16().float(), 1.0, 0, 0.95),
+    "two values": ((FLAT > 1.5).float(), 0.8, 0, 0.95),
+    "two values, the lower one cut": ((FLAT > 1.5).float(), 0.8, 2500, 0.9),
+    "equal": (torch.ones(WIDTH), 1.0, 0, 0.95),
+    "equal, both filters": (torch.ones(WIDTH), 1.0, 1500, 0.5),
+    "zeros of either sign, cut": (ZEROS, 1.0, 7, 1.0),
+    "zeros of either sign, many": (ZEROS, 1.0, 0, 0.7),
+    "a small step at zero": (torch.where(EVEN, ZEROS, -1e-30), 1.0, 2020, 1.0),
+    "cold": (FLAT, 1e-30, 0, 0.95),
+    "colder than a float's ordinary numbers": (1e-38 * FLAT, 1e-44, 0, 0.95),
+    "hot": (FLAT, 1e4, 0, 0.95),
+    "as hot as can be": (FLAT, 3e38, 1000, 0.5),
+    "large, and hot": (1e37 * FLAT, 1e37, 0, 0.9),
+    "from end to end": (torch.where(EVEN, 3.4e38, -3.4e38) * FLAT.sign(), 3e38, 0, 0.9),
+    "hot and masked": (torch.where(EVEN, FLAT, -1e9), 1e3, 0, 0.9),
+    "one of many masked": (torch.where(torch.arange(WIDTH) == 77, 1.0, -INFINITE), 0.8, 3, 0.9),
+    "most masked": (FLAT.masked_fill(FLAT < 2, -INFINITE), 0.8, 0, 0.9),
+    "all masked": (torch.full((WIDTH,), -INFINITE), 0.8, 0, 0.9),
+    "an infinity": (FLAT.where(FLAT < 3, INFINITE), 0.8, 0, 0.9),
+    "not a number": (FLAT.where(FLAT < 3, math.nan), 0.8, 0, 0.9),
+    "greedy": (FLAT, 0.0, 9, 0.5),
+    "no filter": (FLAT, 0.8, 0, 1.0),
+}
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_rows_at_the_edges_beside_each_other(drawn, kernels, distrustful, trusted: bool) -> None:
+    """In one batch; also with float32 trusted with hardly anything, so that float64 decides by the block that is last."""
+    logits, *params = zip(*EDGES.values(), strict=True)
+    heat, top_k, top_p = (torch.tensor(column) for column in params)
+    rows = torch.arange(len(EDGES))
+    arguments = torch.stack(logits), heat, top_k.int(), top_p, 7 * rows - 2**61, rows.int() + 11
+    tokens = drawn(*arguments, by=kernels if trusted else distrustful, orders=(7919,))
+    expected = sample(*arguments)
+    assert dict(zip(EDGES, tokens.tolist(), strict=True)) == dict(zip(EDGES, expected.tolist(), strict=True))
+
+
+@pytest.mark.parametrize(("rows", "blocks"), [(1, 32), (4, 32), (8, 16), (16, 8), (999, 8)])
 def test_a_row_has_blocks_for_a_list(rows: int, blocks: int) -> None:
     assert sampling_portable.blocks(rows, PLAIN) == blocks
     assert blocks * sampling_portable.WARPS <= sampling_portable.LIST

@@ -30,11 +30,32 @@ template <class T> static T __shfl_xor_sync(u32, T v, int mask) {
 template <class T> static T __shfl_up_sync(u32, T v, int by) {
   return of_place<T>(v, [=](int lane) { return max(lane - by, 0); });
 }
-static u32 __reduce_add_sync(u32, u32 v) {
-  for (int o = 16; o; o /= 2) v += __shfl_xor_sync(~0u, v, o);
+template <class T> static T __shfl_sync(u32, T v, int from) {
+  return of_place<T>(v, [=](int) { return from; });
+}
+static u32 __reduce_max_sync(u32, u32 v) {
+  for (int o = 16; o; o /= 2) v = max(v, __shfl_xor_sync(~0u, v, o));
   return v;
 }
+static u32 __reduce_min_sync(u32, u32 v) { return ~__reduce_max_sync(~0u, ~v); }
+static int __syncthreads_count(int own) {
+  fibers[current].fragments[0] = own != 0;
+  meet(BLOCK);
+  int count = 0;
+  for (const Fiber& f : fibers) count += f.fragments[0];
+  meet(BLOCK);
+  return count;
+}
+static int __syncthreads_or(int own) { return __syncthreads_count(own) != 0; }
+static int __clz(int v) { return v ? __builtin_clz(v) : 32; }
+static float exp2_fast(float x) { return exp2f(x); }
+static float log2_fast(float x) { return log2f(x); }
 template <class T> static T __ldcg(const T* p) { return *p; }
 template <class T> static void __stcg(T* p, const T& v) { *p = v; }
 static void __threadfence() {}
 template <class T> static T atomicAdd(T* to, T v) { return (*to += v) - v; }
+template <class T> static T atomicMax(T* to, T v) {
+  const T was = *to;
+  *to = max(was, v);
+  return was;
+}

@@ -27,9 +27,10 @@ __device__ __forceinline__ u64 mix(u64 z) {
   z = (z ^ z >> 27) * MIX_2;
   return z ^ z >> 31;
 }
+__device__ __forceinline__ u64 number_of(int index, u64 stream) { return mix(stream + (u64)(index + 1) * GOLDEN); }
 // weight / Exp(1), the latter a function of the row's stream and the index: who has the largest is drawn.
 __device__ __forceinline__ u64 race_of(double weight, int index, u64 stream) {
-  const double uniform = ((double)(mix(stream + (u64)(index + 1) * GOLDEN) >> 12) + .5) * 0x1p-52;
+  const double uniform = ((double)(number_of(index, stream) >> 12) + .5) * 0x1p-52;
   return (u64)__double_as_longlong(weight / -log(uniform));
 }
 

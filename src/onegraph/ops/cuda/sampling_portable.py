@@ -11,14 +11,13 @@ from onegraph.ops.cuda.workspace import Counters
 WARPS = 32  # of a block, as in the kernels
 LIST = 1024  # keys that a block sorts
 BLOCKS = 8, LIST // WARPS  # that share a row: fewer would bound the list badly, more bring too many maxima
-WAVES = 4  # of blocks at most, before a row has fewer
-ROW, ENTRY, KEY = 32, 16, 8  # bytes of `Row`, of `Entry`, of a key
+ROW, KEY, BIN, LOGIT = 32, 8, 8, 4  # bytes of `Row`, of a key, of a bin, of a logit
 MAX_ROWS, MAX_WIDTH = 4096, 1 << 24  # rows have counters; a key has 24 bits of the index
 
 ARGUMENTS = build.Arguments(
     pointers=(
-        "logits", "temperature", "top_k", "top_p", "seed", "position", "out", "maxima", "found", "list", "best",
-        "arrived",
+        "logits", "temperature", "top_k", "top_p", "seed", "position", "out", "maxima", "minima", "found",
+        "list", "racers", "bins", "arrived",
     ),
     ints=("width", "part", "blocks"),
 )  # fmt: skip
@@ -51,9 +50,9 @@ def takes(rows: int, width: int) -> bool:
 
 
 def blocks(rows: int, device: build.Device) -> int:
-    """That share a row."""
+    """That share a row: as many as run at once, one an SM."""
     least, most = BLOCKS
-    return max(least, min(most, WAVES * device.sms // rows))
+    return max(least, min(most, device.sms // rows))
 
 
 def launch(read: dict[str, Tensor], out: Tensor) -> None:
@@ -61,7 +60,14 @@ def launch(read: dict[str, Tensor], out: Tensor) -> None:
     rows, width = read["logits"].shape
     device = out.device.index
     shared_by = blocks(rows, build.device(device))
-    sizes = {"maxima": shared_by * WARPS * KEY, "found": ROW, "list": LIST * KEY, "best": shared_by * ENTRY}
+    sizes = {
+        "maxima": shared_by * WARPS * KEY,
+        "found": ROW,
+        "list": LIST * KEY,
+        "racers": LIST * KEY,
+        "bins": LIST * BIN,
+        "minima": shared_by * WARPS * LOGIT,
+    }
     bounds, draw = _kernels(device)
     space = torch.empty(rows * sum(sizes.values()), dtype=torch.uint8, device=out.device)
     at, places = space.data_ptr(), {}
