@@ -3,8 +3,8 @@
     PYTHONPATH=src python3 benchmarks/portable.py --out benchmarks/results/portable-h200.jsonl
 
 From compute capability 9.0 on the portable kernels run as they are compiled for 8.0, in 99 KB, so that one Hopper GPU
-measures what code an older card gets. Weights are rotated past the L2; under graph replay; some two minutes. `--here`
-measures in this process alone, on what `ONEGRAPH_KERNELS` says.
+measures what code an older card gets. Weights are rotated past the L2; under graph replay; some two minutes. `--only`
+measures a part, `--here` in this process alone, on what `ONEGRAPH_KERNELS` says.
 """
 
 import argparse
@@ -123,7 +123,7 @@ def attentions() -> Iterator[Row]:
                 yield {"op": "paged_decode", "batch": batch, "context": context, "us": row["us"]}
 
 
-def others() -> Iterator[Row]:
+def sampling() -> Iterator[Row]:
     for rows in (1, 16):
         logits = 4 * torch.randn(rows, VOCABULARY, device=DEVICE)
         ints = torch.zeros(rows, device=DEVICE, dtype=torch.int32)
@@ -131,6 +131,9 @@ def others() -> Iterator[Row]:
             given = torch.full_like(logits[:, 0], heat), ints + top_k, torch.full_like(logits[:, 0], top_p)
             call = partial(sample, logits, *given, ints.long(), ints)
             yield {"op": f"sample {name}", "batch": rows, "us": timed([call] * 20)}
+
+
+def cache_codes() -> Iterator[Row]:
     for name in ("turboquant_write", "turboquant_decode"):
         for case in choices.registered()[name].cases:
             if case.name in ("llama", "smollm2", "llama_k4v3", "smollm2_4"):
@@ -138,11 +141,14 @@ def others() -> Iterator[Row]:
                 yield {"op": name, "case": case.name, "us": timed([partial(choices.registered()[name], *args)] * 20)}
 
 
-def measure(out: Path | None) -> None:
-    """Every row, in this process."""
+PARTS = {each.__name__: each for each in (linears, experts, attentions, sampling, cache_codes)}
+
+
+def measure(only: str | None, out: Path | None) -> None:
+    """Every row, or those of a part, in this process."""
     about = {"bench": "portable", **machine(DEVICE)}
     runs = {choice.op: choice.family for choice in choices.choices(DEVICE.index)}
-    for rows in (linears, experts, attentions, others):
+    for rows in (PARTS[only],) if only else PARTS.values():
         for row in rows():
             emit(row | {"kernels": runs.get(row["op"].split()[0], "torch"), "forced": family.FORCED or ""} | about, out)
         torch.cuda.empty_cache()
@@ -151,13 +157,15 @@ def measure(out: Path | None) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--here", action="store_true", help="in this process, on what ONEGRAPH_KERNELS says")
+    parser.add_argument("--only", choices=PARTS, help="a part of the ops, some seconds")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.here:
-        measure(args.out)
+        measure(args.only, args.out)
         return 0
     for name in FAMILIES:
-        more = ["--out", str(args.out)] if args.out else []
+        more = ["--only", args.only] if args.only else []
+        more += ["--out", str(args.out)] if args.out else []
         environment = os.environ | {family.VARIABLE: name}
         done = subprocess.run([sys.executable, __file__, "--here", *more], env=environment, check=False)
         if done.returncode:
