@@ -3,15 +3,15 @@
     PYTHONPATH=src python3 benchmarks/portable.py --out benchmarks/results/portable-h200.jsonl
 
 From compute capability 9.0 on the portable kernels run as they are compiled for 8.0, in 99 KB, so that one Hopper GPU
-measures what code an older card gets. Weights are rotated past the L2; under graph replay; some two minutes. `--only`
-measures a part, `--here` in this process alone, on what `ONEGRAPH_KERNELS` says.
+measures what code an older card gets. Weights are rotated past the L2; under graph replay; some two minutes. `--here`
+measures in this process alone, on what `ONEGRAPH_KERNELS` says.
 """
 
 import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -133,7 +133,7 @@ def sampling() -> Iterator[Row]:
             yield {"op": f"sample {name}", "batch": rows, "us": timed([call] * 20)}
 
 
-def cache_codes() -> Iterator[Row]:
+def cache() -> Iterator[Row]:
     for name in ("turboquant_write", "turboquant_decode"):
         for case in choices.registered()[name].cases:
             if case.name in ("llama", "smollm2", "llama_k4v3", "smollm2_4"):
@@ -141,31 +141,30 @@ def cache_codes() -> Iterator[Row]:
                 yield {"op": name, "case": case.name, "us": timed([partial(choices.registered()[name], *args)] * 20)}
 
 
-PARTS = {each.__name__: each for each in (linears, experts, attentions, sampling, cache_codes)}
+PARTS = {"linears": linears, "experts": experts, "attention": attentions, "sampling": sampling, "cache": cache}
 
 
-def measure(only: str | None, out: Path | None) -> None:
-    """Every row, or those of a part, in this process."""
+def measure(parts: Sequence[str], out: Path | None) -> None:
+    """In this process."""
     about = {"bench": "portable", **machine(DEVICE)}
     runs = {choice.op: choice.family for choice in choices.choices(DEVICE.index)}
-    for rows in (PARTS[only],) if only else PARTS.values():
-        for row in rows():
+    for part in parts:
+        for row in PARTS[part]():
             emit(row | {"kernels": runs.get(row["op"].split()[0], "torch"), "forced": family.FORCED or ""} | about, out)
         torch.cuda.empty_cache()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", choices=PARTS, nargs="+", default=list(PARTS))
     parser.add_argument("--here", action="store_true", help="in this process, on what ONEGRAPH_KERNELS says")
-    parser.add_argument("--only", choices=PARTS, help="a part of the ops, some seconds")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.here:
-        measure(args.only, args.out)
+        measure(args.parts, args.out)
         return 0
     for name in FAMILIES:
-        more = ["--only", args.only] if args.only else []
-        more += ["--out", str(args.out)] if args.out else []
+        more = ["--parts", *args.parts, *(["--out", str(args.out)] if args.out else [])]
         environment = os.environ | {family.VARIABLE: name}
         done = subprocess.run([sys.executable, __file__, "--here", *more], env=environment, check=False)
         if done.returncode:

@@ -38,13 +38,16 @@ PORT = 8123
 OWN = "onegraph"
 
 
-def write_random(path: Path, shape: dict[str, Any], bits: int, lm_head: int | None, device: str) -> None:
+def write_random(
+    path: Path, shape: dict[str, Any], bits: int, lm_head: int | None, device: str, embed_tokens: int | None = None
+) -> None:
     """A checkpoint of random weights with a tokenizer of so many words."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
 
-    checkpoint = RandomCheckpoint(shape | {"dtype": "bfloat16", "eos_token_id": None}, bits, lm_head, device)
+    config = shape | {"dtype": "bfloat16", "eos_token_id": None}
+    checkpoint = RandomCheckpoint(config, bits, lm_head, device, embed_tokens)
     Loader(checkpoint, LlamaConfig.from_dict(checkpoint.config), torch.bfloat16).check()
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:

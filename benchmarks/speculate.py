@@ -36,7 +36,7 @@ from onegraph.engine.params import SamplingParams
 from onegraph.engine.record import emit, machine
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
 from onegraph.models.eagle import EagleConfig, EagleHead
-from onegraph.models.eagle_training import EagleNet, head_config, head_tensors
+from onegraph.models.eagle_net import EagleNet, head_config, head_tensors
 
 
 def timed(engine: Engine, prompts: list[list[int]], params: list[SamplingParams], repeats: int) -> tuple[float, Any]:

@@ -69,14 +69,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def _routed(config: dict[str, Any], bits: int) -> dict[str, TensorInfo]:
-    """What a loader looks up before it asks for tensors: routers, and how experts are stored."""
+    """What a loader looks up before it asks for tensors: norms and routers, and how experts are stored."""
     parts = LlamaConfig.from_dict(config).parts
     found = {name: TensorInfo(shape, kinds[1], 0, Path()) for name, (shape, kinds) in parts.tensors.items()}
     for name, stack in parts.stacks.items():
         for key, field in E8P[bits].stored.items():
             shape = (stack.experts, *field.shape(stack.n, stack.k))
             found[f"{name}.{key}"] = TensorInfo(shape, field.dtype or torch.float16, 0, Path())
-    return found if parts.stacks else {}
+    return found
 
 
 class RandomCheckpoint(Checkpoint):
@@ -84,13 +84,21 @@ class RandomCheckpoint(Checkpoint):
 
     Args:
         device: where tensors are made, whatever a reader asks for.
-        bits: rate of the blocks' linears; 16 makes them bfloat16. lm_head: rate of the head, None for bfloat16.
+        bits: rate of the blocks' linears; 16 makes them bfloat16. lm_head, embed_tokens: rates of the head and the
+            embedding, None for bfloat16.
     """
 
-    def __init__(self, shape: dict[str, Any], bits: int, lm_head: int | None = None, device: str = "cuda") -> None:
+    def __init__(
+        self,
+        shape: dict[str, Any],
+        bits: int,
+        lm_head: int | None = None,
+        device: str = "cuda",
+        embed_tokens: int | None = None,
+    ) -> None:
         config = dict(shape)
         if bits != 16:
-            config["quantization_config"] = E8PConfig(bits=bits, lm_head=lm_head).to_dict()
+            config["quantization_config"] = E8PConfig(bits=bits, lm_head=lm_head, embed_tokens=embed_tokens).to_dict()
         super().__init__(Path("random"), config, _routed(config, bits))
         self.device = device
         self._expected: dict[str, tuple[tuple[int, ...], Any]] = {}

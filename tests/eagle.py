@@ -9,7 +9,9 @@ from torch import Tensor
 
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
 from onegraph.models.eagle import EagleConfig, EagleHead
-from onegraph.models.eagle_training import EagleNet, Teacher, Texts, head_config, head_rows, head_tensors, train
+from onegraph.models.eagle_net import EagleNet, head_config, head_rows, head_tensors
+from onegraph.models.eagle_texts import Shelf, Texts, Written
+from onegraph.models.eagle_training import Exam, Teacher, train
 from onegraph.models.llama import Llama
 
 
@@ -36,7 +38,7 @@ def load_head(path: Path, model: Llama) -> EagleHead:
 
 def overfit(model: Llama, net: EagleNet, texts: list[list[int]], layers: tuple[int, ...], vocabulary: Tensor) -> float:
     """Trains `net` on a few texts until it knows them; tokens that a round of three drafts then promises."""
-    read = Texts(model, texts, layers, 1 << 30)
+    read = Texts(model, [Written(text) for text in texts], layers, [Shelf(torch.device("cpu"), 1 << 30)])
     teacher = Teacher(model, net, vocabulary, 3)
-    sizes = {"batch": len(texts), "steps": 240, "every": 80, "patience": 9}
-    return train(teacher, read, read, rate=6e-3, seconds=60.0, seed=0, **sizes).tokens
+    exam, sizes = Exam(teacher, read, len(texts)), {"batch": len(texts), "steps": 240, "looks": 3}
+    return train(teacher, read, exam, rate=6e-3, seconds=60.0, seed=0, **sizes).after.tokens

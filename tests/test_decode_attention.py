@@ -56,7 +56,7 @@ def test_what_the_kernel_does_not_take() -> None:
     assert not kernel.takes(torch.bfloat16, 64, 4, 24, cache)
 
 
-def test_a_decode_step_attends_in_one_op_and_a_chunk_in_two(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_and_a_round_attend_in_one_op_and_a_chunk_in_two(monkeypatch: pytest.MonkeyPatch) -> None:
     """And `fused=False` never in one."""
     from onegraph.nn import attention
 
@@ -67,16 +67,16 @@ def test_a_decode_step_attends_in_one_op_and_a_chunk_in_two(monkeypatch: pytest.
     layer = attention.Attention(index=0, heads=2, kv_heads=1, head_dim=8)
     for fused in (True, False):
         cache = PagedCache(
-            layers=1, pages=3, page_size=4, kv_heads=1, head_dim=8, rows=1, pages_per_row=2, device="cpu",
+            layers=1, pages=6, page_size=4, kv_heads=1, head_dim=8, rows=1, pages_per_row=5, device="cpu",
             dtype=torch.float32, fused=fused,
         )  # fmt: skip
-        cache.block_table.copy_(torch.tensor([[1, 2]]))
-        for length in (3, 1):
+        cache.block_table.copy_(torch.arange(1, 6).view(1, 5))
+        for length in (9, 1, 8):
             cache.counts.fill_(length)
             assert cache.attend(layer, torch.randn(1, length, 32)).shape == (1, length, 16)
             cache.positions.add_(length)
     apart = ["rope_cache_write", "paged_attention"]
-    assert seen == [*apart, "paged_decode", *apart, *apart]
+    assert seen == [*apart, "paged_decode", "paged_decode", *apart * 3]
 
 
 def test_a_row_without_a_sequence_gives_zeros_and_writes_nothing() -> None:
@@ -92,7 +92,7 @@ def test_a_row_without_a_sequence_gives_zeros_and_writes_nothing() -> None:
 @pytest.mark.parametrize(
     ("at", "value", "message"),
     [
-        (0, torch.zeros(1, 2, 960), "holds 2 tokens a row; a decode step has 1"),
+        (0, torch.zeros(1, 9, 960), "holds 9 tokens a row; a decode step has 1, a round up to 8"),
         (11, torch.zeros(2, dtype=torch.int32), "it must be int32 of 3 zeros or more"),
         (11, torch.zeros(3), "it must be int32 of 3 zeros or more"),
     ],

@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from h200 import PLAIN
+from h200 import H200, PLAIN
 from on_cpu import compile_run
 from onegraph.ops.calls import PagedDecode
-from onegraph.ops.cuda import build, decode_attention, decode_portable
+from onegraph.ops.cuda import build, decode_attention, decode_portable, decode_round
 from onegraph.ops.cuda.decode_plan import Plan
 from onegraph.ops.decode_attention import paged_decode
 from onegraph.ops.registry import OPS, reference_ops
@@ -33,14 +33,14 @@ counters = torch.zeros(decode_portable.MAX_GROUPS, dtype=torch.int32)
 class Kernel:
     step = 1
 
-    def __init__(self, run: Callable[..., None]) -> None:
-        self.run = run
+    def __init__(self, run: Callable[..., None], size: int, most: int) -> None:
+        self.run, self.size, self.most = run, size, most
 
     def launch(
         self, grid: tuple[int, int, int], threads: int, shared: int, cluster: int, stream: int, arguments: bytes
     ) -> None:
-        assert shared <= build.PORTABLE_SHARED
-        assert cluster == 1
+        assert shared <= self.most
+        assert cluster == self.size
         self.run(ctypes.c_char_p(arguments), grid[0], threads, shared, Kernel.step)
 
 
@@ -50,24 +50,35 @@ class Arrived:
         return counters.data_ptr()
 
 
-@pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Plan, int], Kernel]:
-    folder, cuda = tmp_path_factory.mktemp("decode"), decode_portable.KERNEL.path.parent
-    for file in (cuda / "decode_portable.cu", cuda / "decode_attention.cuh", *(HERE / "decode_on_cpu").iterdir()):
+def compiled(folder: Path, source: Path, portable: bool = True) -> Callable[[Plan | decode_round.Plan, int], Kernel]:
+    """What has the kernel of a plan, in place of a launcher's own; without `portable` the form in clusters."""
+    for file in (source, *source.parent.glob("decode_*.cuh"), *(HERE / "decode_on_cpu").iterdir()):
         shutil.copy(file, folder)
-    for source, name in (("e8p_experts_on_cpu/ptx.cuh", "experts"), ("int4_on_cpu/nvfp4_common.cuh", "int4")):
-        shutil.copy(HERE / source, folder / f"{name}.cuh")
+    for header, name in (("e8p_experts_on_cpu/ptx.cuh", "experts"), ("int4_on_cpu/nvfp4_common.cuh", "int4")):
+        shutil.copy(HERE / header, folder / f"{name}.cuh")
     shutil.copy(HERE / "nvfp4_on_cpu" / "nvfp4_common.cuh", folder / "cpu.cuh")
 
     @cache
-    def made(plan: Plan, device: int) -> Kernel:
+    def made(plan: Plan | decode_round.Plan, device: int) -> Kernel:
         path = folder / f"{abs(hash(plan))}.so"
-        compile_run(
-            folder, [f"-D{name}={value}" for name, value in plan.defines.items()] + ["-DPORTABLE=1"], path, "-shared"
-        )
-        return Kernel(ctypes.CDLL(str(path)).run)
+        defines = {**plan.defines, "PORTABLE": int(portable), "KERNEL": source.stem}
+        compile_run(folder, [f"-D{name}={value}" for name, value in defines.items()], path, "-shared")
+        run = ctypes.CDLL(str(path)).run
+        return Kernel(run, 1, build.PORTABLE_SHARED) if portable else Kernel(run, plan.size, H200.shared)
 
     return made
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Plan | decode_round.Plan, int], Kernel]:
+    return compiled(tmp_path_factory.mktemp("decode"), decode_portable.KERNEL.path)
+
+
+def instead(patch: pytest.MonkeyPatch) -> None:
+    """Of a GPU, what a launcher asks for."""
+    patch.setattr(decode_portable, "ARRIVED", Arrived)
+    patch.setattr(torch.cuda, "current_device", lambda: None)
+    patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
 
 
 @pytest.fixture
@@ -75,9 +86,7 @@ def attend(kernel: Callable[[Plan, int], Kernel], monkeypatch: pytest.MonkeyPatc
     """Runs a call on the kernel in its place; `sms` of the GPU."""
     monkeypatch.setattr(decode_attention, "clustered", lambda device: False)
     monkeypatch.setattr(decode_portable, "kernel", kernel)
-    monkeypatch.setattr(decode_portable, "ARRIVED", Arrived)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    instead(monkeypatch)
 
     def run(call: PagedDecode, sms: int) -> Tensor:
         monkeypatch.setattr(build, "device", lambda index: replace(PLAIN, sms=sms))

@@ -13,7 +13,7 @@ from onegraph.engine import generate
 from onegraph.engine.evaluate import evaluate
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
-from onegraph.models import deepseek_v4, deepseek_v4_place
+from onegraph.models import deepseek_v4
 from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.models.deepseek_v4_mtp import DeepseekDraft, draft_bytes
 from onegraph.models.deepseek_v4_place import place
@@ -188,7 +188,6 @@ def test_the_size_of_state_is_what_it_takes(folder):
     cache = model.new_cache(rows=3, pages=9, page_size=256, pages_per_row=2)
     sizes = {"rows": 3, "pages": 9, "page_size": 256, "itemsize": 4}
     assert cache.nbytes == sum(type(cache).bytes_of(block.attention, **sizes) for block in model.blocks)
-    assert deepseek_v4_place.free_memory(torch.device("cpu")) > 1 << 40
 
 
 def test_each_weight_goes_to_its_own_device(folder, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from fuzz import tiny
 from fuzz.run import invoke
 from models import smollm2_gguf
 from onegraph import LLM, SamplingParams
-from onegraph.api.draft_head import DraftHead, tapped, train_head
+from onegraph.api.draft_head import KEEPER, REPEAT, DraftHead, tapped, train_head, unseen
+from onegraph.api.draft_prompts import PIECE, PROMPT, TASKS, Pieces, Prompts
+from onegraph.engine.params import Stats
 
 OPTIONS: dict[str, Any] = {"texts": 32, "length": 24, "ahead": 3, "batch": 8, "device": "cpu", "vocabulary": 200}
 
@@ -32,6 +35,8 @@ def test_training_helps(made: DraftHead) -> None:
     assert made.after.loss < 0.95 * made.before.loss
     assert 0.5 < made.coverage <= 1
     assert made.texts == 32
+    assert made.steps == 60
+    assert made.learnt > made.tokens, "of several epochs"
     for found in made.unseen.values():
         assert len(found.accepted) == 3
         assert found.same_texts == found.texts
@@ -56,6 +61,7 @@ def test_the_command_line(model: Path, tmp_path: Path) -> None:
     words += ["--steps", 2, "--device", "cpu", "--ahead", 2]
     status, out, errors = invoke([*words, "--json"])
     assert (status, "step 2: loss" in errors) == (0, True)
+    assert re.search(r"2 steps of 4 texts in \d+ s, [\d.]+ a second; learnt from \d+ tokens", errors)
     found = json.loads(out)
     assert set(found["unseen"]) == {"code", "chat", "repetition"}
     assert found["seconds"] < 60
@@ -92,6 +98,40 @@ def test_too_little_text_is_said(model: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "head").exists()
 
 
+def test_held_out_pieces_are_of_parts_of_their_own(tmp_path: Path) -> None:
+    """No word of a held-out piece is in one that is not; either kind comes from all over the text."""
+    (tmp_path / "text.txt").write_text(" ".join(f"w{i:06d}" for i in range(6000)))
+    pieces = Pieces([tmp_path / "text.txt"], 0)
+    words = {held: {w for _ in range(300) for w in pieces.piece(held).split() if len(w) == 7} for held in (True, False)}
+    assert not words[True] & words[False]
+    assert all(max(found) > "w005000" > "w001000" > min(found) for found in words.values())
+    assert all(PIECE // 2 - 9 <= len(pieces.piece(False)) <= PIECE for _ in range(100))
+
+
+def test_what_a_head_learns_from(model: Path) -> None:
+    """The model's own answers to prompts of ours, half of them greedy; the report's prompts are none of them, and where
+    an answer begins is known."""
+    with LLM(model, device="cpu", max_batch=8, max_context=256) as llm:
+        ran: list[Stats] = []
+        prompts = Prompts(llm, Pieces([], 3), 12, 3, ran.append)
+        found = [*prompts.answered(24), *prompts.answered(24)]
+        same = Prompts(llm, Pieces([], 3), 12, 3)
+        assert found == [*same.answered(24), *same.answered(24)]
+        assert [held for held, _ in found] == [i % 12 == 0 for i in range(48)]
+        assert len({tuple(text.tokens[: text.prompt]) for _, text in found}) > 40
+        assert all(len(text.tokens) - 12 <= text.prompt <= PROMPT for _, text in found)
+        likeliest = llm.engine.generate(
+            [text.tokens[: text.prompt] for _, text in found], SamplingParams(max_tokens=12)
+        )
+        assert (
+            12 < sum(text.tokens[text.prompt :] == best for best, (_, text) in zip(likeliest, found, strict=True)) < 36
+        )
+        assert all(stats.prefill_tokens for stats in ran)
+        asked = {tuple(prompt) for kind in unseen(llm.tokenizer).values() for prompt in kind}
+        assert not asked & {tuple(text.tokens[: text.prompt]) for _, text in found}
+    assert not any(REPEAT.strip() in task or KEEPER in task for task in TASKS)
+
+
 def test_layers_that_are_tapped() -> None:
     assert tapped(30) == (1, 14, 26)
     assert tapped(2) == (0, 0, 1)
@@ -102,10 +142,11 @@ def test_layers_that_are_tapped() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(smollm2_gguf() is None, reason="SmolLM2 is not here")
 def test_a_head_of_the_real_model_on_a_gpu(tmp_path: Path) -> None:
-    """A minute on a GPU: more tokens a round than before, and texts that stay but for near-ties."""
+    """A minute: training does not starve, drafts are right more often, and texts stay but for near-ties."""
     gguf = smollm2_gguf()
     assert gguf is not None
     made = train_head(gguf, tmp_path / "head", minutes=1, device="cuda")
+    assert made.steps / made.training_seconds > 5
     assert made.seconds < 90
     assert made.nbytes < 20e6
     assert made.after.tokens > 1.3 > made.before.tokens

@@ -45,7 +45,7 @@ def test_a_card_without_clusters_gets_portable_kernels_where_there_are(monkeypat
     assert (linear.family, set(linear.sources)) == ("portable", {"e8p_dequantize.cu", "e8p_portable.cu"})
     assert linear.refused["e8p_decode.cu"].startswith("it is written for compute capability 9.0")
     assert linear.refused["e8p_decode.cu"].endswith("this GPU has 8.9")
-    assert found["paged_decode"].sources == ("decode_portable.cu",)
+    assert found["paged_decode"].sources == ("decode_portable.cu", "decode_round.cu")
     assert found["nvfp4_linear"].sources == ("nvfp4.cu", "nvfp4_dequantize.cu", "nvfp4_short.cu")
     assert set(found["nvfp4_linear"].refused) == {"nvfp4_one.cu"}
     for op in (

@@ -13,7 +13,17 @@ import pytest
 
 import kernel_table
 from h200 import H200, PLAIN
-from onegraph.ops.cuda import build, decode_portable, e8p_experts, fp8, int4, nvfp4, nvfp4_one, turboquant_attention
+from onegraph.ops.cuda import (
+    build,
+    decode_portable,
+    decode_round,
+    e8p_experts,
+    fp8,
+    int4,
+    nvfp4,
+    nvfp4_one,
+    turboquant_attention,
+)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVRTC is installed on Linux alone")
 FOLDER = Path(build.__file__).parent
@@ -80,6 +90,7 @@ def tight() -> list[tuple[build.Source, dict[str, int]]]:
     """Forms of the portable kernels that hold the most in registers."""
     four = {"SCALE_BF16": 1, "FLOAT32": 1, "DEPTH": 2}
     heads = replace(decode_portable.EXAMPLE, half=True, group=8, norm=True, size=16, window=64)
+    eight = replace(decode_round.EXAMPLE, half=True, group=8, slices=2, norm=True, size=16, window=64)
     return [
         (nvfp4.KERNEL, nvfp4._defines(nvfp4.LINEAR, True, 2, False, 2, 16, wide=False)),
         (nvfp4.KERNEL, nvfp4._defines(nvfp4.DOWN, False, 1, True, 2, 32, wide=False)),
@@ -89,6 +100,7 @@ def tight() -> list[tuple[build.Source, dict[str, int]]]:
         (turboquant_attention.KERNELS, turboquant_attention.Plan(256, 4, 4, 8, 0, 1).defines(1)),
         (turboquant_attention.KERNELS, turboquant_attention.Plan(128, 3, 3, 8, 1, 1).defines(1)),
         (decode_portable.KERNEL, heads.defines),
+        (decode_round.KERNEL, eight.defines),
         *((e8p_experts.KERNELS, cut.defines(bits, False)) for bits in (2, 3) for cut in experts(64, bits)),
     ]
 

@@ -58,7 +58,9 @@ def results(op: Op, args: tuple[Any, ...]) -> list[Tensor]:
         real = torch.arange(args[0].shape[1], device=counts.device) < counts.unsqueeze(1)
         out = [out[0][real], out[1][1:], out[2][1:]]
     if op.name == "paged_decode":
-        out = [out[0], out[1][1:], out[2][1:], out[3]]
+        length = args[0].shape[1]
+        real = torch.arange(length, device=args[7].device) < args[7].unsqueeze(1)
+        out = [out[0] if length == 1 else out[0][real], out[1][1:], out[2][1:], out[3]]
     if op.name == "strided_decode":
         out = [out[0][1:], out[1][1:], out[2]]
     if op.name == "turboquant_write":

@@ -107,7 +107,7 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 
 
 def real_tokens(op: Op, args: tuple, outputs: list[Tensor]) -> list[Tensor]:
-    """Drops what the op leaves unspecified: q of padding tokens. A TurboQuant cache is read: ties fall either way."""
+    """Drops what the op leaves unspecified: what padding gets. A TurboQuant cache is read: ties fall either way."""
     if op.name == "turboquant_write":
         call = op.call(*args)
         layout = turboquant.layout_in(op.name, call, call.turn.shape[0])
@@ -117,11 +117,11 @@ def real_tokens(op: Op, args: tuple, outputs: list[Tensor]) -> list[Tensor]:
         real = torch.arange(args[0].shape[1]) < args[7].cpu().unsqueeze(1)
         kept = outputs[1][real] if len(outputs[1]) else outputs[1]
         return [outputs[0][real], kept, *vectors, *(ring[1:] for ring in outputs[3:])]
-    if op.name != "rope_cache_write" or args[7] is None:
+    if op.name not in ("rope_cache_write", "paged_decode") or args[7] is None or args[0].shape[1] == 1:
         return outputs
     counts = args[7].cpu()
     rows = [outputs[0][b, :c] for b, c in enumerate(counts.tolist())]
-    assert outputs[0].isfinite().all(), "the padding's q must be finite"
+    assert outputs[0].isfinite().all(), "what padding gets must be finite"
     return [torch.cat(rows), *outputs[1:]]
 
 

@@ -6,7 +6,6 @@ model does not write.
 
 from __future__ import annotations
 
-import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -18,12 +17,12 @@ from pathlib import Path
 import torch
 
 from onegraph.api import Progress
+from onegraph.api.cost import available_memory
 from onegraph.api.device import pick_device
+from onegraph.api.draft_prompts import HELD, PROMPT, Pieces, Prompts
 from onegraph.api.llm import LLM
 from onegraph.api.provenance import versions
-from onegraph.api.quantize import BUNDLED
 from onegraph.api.room import refuse_existing
-from onegraph.api.text import read_text
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.draft_heads import HeadDrafter
 from onegraph.engine.generate import Engine
@@ -31,23 +30,18 @@ from onegraph.engine.params import SamplingParams, Stats
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
 from onegraph.models.chain import ChainedLlama
 from onegraph.models.eagle import EagleConfig, EagleHead
-from onegraph.models.eagle_training import (
-    EagleNet,
-    Score,
-    Teacher,
-    Texts,
-    head_config,
-    head_rows,
-    head_tensors,
-    train,
-)
+from onegraph.models.eagle_net import EagleNet, head_config, head_rows, head_tensors
+from onegraph.models.eagle_texts import Shelf, Texts, Written
+from onegraph.models.eagle_training import Exam, Score, Teacher, train
 from onegraph.models.llama import Llama
 
-PIECE = 160  # characters of the text that a prompt is made of
-PROMPT = 96  # tokens of a prompt at most, what a chat template adds included
-HELD = 12  # one prompt of so many is held out
+ROWS = {"cuda": 64, "cpu": 8}  # texts that are written side by side
+WAVE = {"cuda": 256, "cpu": 8}  # between two looks at the clock; of many, rows that end early are filled again
+BATCH = {"cuda": 64, "cpu": 4}  # texts of a training step: a GPU is not busy with less
+RATE = 1.2  # AdamW's over the width of the head: 2e-3 for 576, 3e-4 for 4,096
+EXAM = 48  # texts that are held out for the exam at most
 SAMPLING = 0.35  # of the time, for texts; training then has what is left but the report's
-REPORT = 0.2  # of the time, for the report at most
+REPORT = 0.2  # of the time, for the report's texts at most, and again for its graphs
 ANSWER = 96  # tokens of each text that the report has written, or fewer, LEAST, where that would take longer
 LEAST = 16
 
@@ -85,7 +79,7 @@ class Figures:
 class DraftHead:
     """What `train_head` made: `before` and `after` are an untrained head and the trained one on held-out texts;
     `unseen` is measured in the engine, by kind of text; `coverage` the part of the texts' tokens that the head can
-    name."""
+    name; `learnt` the tokens that it learnt from in `steps`, those of a second epoch counted again."""
 
     source: str
     output: str
@@ -97,6 +91,9 @@ class DraftHead:
     nbytes: int
     before: Score
     after: Score
+    steps: int
+    training_seconds: float
+    learnt: int
     unseen: dict[str, Figures] = field(default_factory=dict)
 
 
@@ -125,7 +122,9 @@ class _Clock:
     @property
     def training(self) -> float:
         """Seconds that training may take from now on."""
-        return max(1.0, self.seconds - self.spent - self.answer * self._token - 2 * self.build)
+        return max(
+            1.0, self.seconds - self.spent - self.answer * self._token - min(2 * self.build, REPORT * self.seconds)
+        )
 
     @property
     def _token(self) -> float:
@@ -144,8 +143,8 @@ def train_head(
     vocabulary: int = 8192,
     ahead: int = 5,
     steps: int | None = None,
-    batch: int = 16,
-    rate: float = 1e-3,
+    batch: int | None = None,
+    rate: float | None = None,
     memory: int = 4 << 30,
     seed: int = 0,
     device: str | torch.device = "auto",
@@ -158,11 +157,14 @@ def train_head(
     Args:
         text: UTF-8 files, of which pieces become prompts (default: the bundled text that quantizing calibrates on).
         minutes: that all of it takes: sampling, training and report share them.
-        texts: that the model writes at most, of `length` tokens each; every second one greedily.
+        texts: that the model writes at most, of `length` tokens each; half of them greedily.
         vocabulary: tokens that the head may name: those that the texts have most often.
         ahead: outputs of its own that the head learns to go on from; 1 to 7.
-        steps: of training, at most; None for as many as the time allows. batch: texts a step. rate: AdamW's highest.
-        memory: bytes of hidden states to keep on the host; those of further texts are computed again each time.
+        steps: of training, at most; None for as many as the time allows. batch: texts a step; None for as many
+            as keep the device busy, fewer where its memory is small. rate: AdamW's highest; None for
+            one by the head's width.
+        memory: bytes of hidden states to keep on the host, beside those for which a GPU has room; those of more texts
+            are computed again each time.
         seed: of everything; the same seed gives the same head with `steps`, unless the clock ended sampling or them.
         progress: called as progress("sampling", texts, texts in all). log: takes a line now and then.
 
@@ -172,36 +174,39 @@ def train_head(
     refuse_existing(target)
     if not 1 <= ahead <= 7:
         raise ValueError(f"ahead: got {ahead}; allowed is 1 to 7")
-    pieces = _pieces(text, texts, seed)
-    place = pick_device(device)
-    rows, context = 32 if place.type == "cuda" else 8, PROMPT + max(length, ANSWER)
-    with LLM(path, device=place, dtype=dtype, max_batch=rows, max_context=context) as llm:
+    pieces, place = Pieces(text, seed), pick_device(device)
+    with LLM(
+        path, device=place, dtype=dtype, max_batch=ROWS[place.type], max_context=PROMPT + max(length, ANSWER)
+    ) as llm:
         model = llm.engine.model
         if not isinstance(model, Llama | ChainedLlama):
             raise ValueError("draft-head: EAGLE heads go on from models of the Llama kind; DeepSeek-V4 has its own")
-        written = list(_written(llm, pieces, texts, length, seed, clock, progress))
-        seen, kept = (
-            [text for held, text in written if held is part and len(text) > ahead + 2] for part in (False, True)
-        )
-        if not seen or not kept:
-            raise ValueError(f"draft-head: the model wrote {len(written)} texts; give more text, or more minutes")
-        names, coverage = _vocabulary(seen, model.config.vocab_size, vocabulary)
-        tokens = sum(map(len, seen)) + sum(map(len, kept))
-        log(f"{len(written)} texts, {tokens} tokens; the head names {100 * coverage:.1f} % of them")
+        written = list(_written(llm, pieces, texts, WAVE[place.type], length, seed, clock, progress))
+        seen, kept = _split(written, ahead)
+        names, coverage = _vocabulary([each.tokens for each in seen], model.config.vocab_size, vocabulary)
+        tokens = sum(len(each.tokens) for each in (*seen, *kept))
+        named = f"the head names {100 * coverage:.1f} % of them"
+        log(f"{len(written)} texts, {tokens} tokens, after {clock.spent:.0f} s; {named}")
         layers = tapped(model.config.layers)
         config = head_config(model.config, layers, len(names), str(path))
-        net = _new(model, config, names, max(map(len, [*seen, *kept])), seed)
+        longest = max(len(each.tokens) for each in (*seen, *kept))
+        size = batch or _batch(model, longest * ahead)
+        net = _new(model, config, names, longest + ahead, seed)
         teacher = Teacher(model, net, names.to(model.device), ahead)
-        held = Texts(model, kept[: 4 * batch], layers, memory // 8)
-        before = teacher.score([held.batch(range(i, min(i + batch, len(held)))) for i in range(0, len(held), batch)])
+        exam = Exam(teacher, Texts(model, kept[:EXAM], layers), size)
 
         def told(step: int, loss: float, score: Score) -> None:
             log(f"step {step}: loss {loss:.3f}; held out {score.loss:.3f}, {score.tokens:.2f} tokens a round")
 
-        after = train(
-            teacher, Texts(model, seen, layers, memory - memory // 8), held, batch=min(batch, len(seen)), rate=rate,
+        done = train(
+            teacher, Texts(model, seen, layers, _shelves(model.device, memory)), exam, batch=size,
+            rate=rate or min(3e-3, RATE / model.config.hidden_size),
             steps=steps, seconds=clock.training, seed=seed, told=told,
         )  # fmt: skip
+        log(
+            f"{done.steps} steps of {size} texts in {done.seconds:.0f} s, {done.steps / done.seconds:.1f} a second; "
+            f"learnt from {done.tokens} tokens"
+        )
         about = {"trained for": str(path), "seed": seed, "texts": len(seen), "versions": versions()}
         write_checkpoint(target, config, head_tensors(net, names, torch.bfloat16).items(), about=about)
         with Checkpoint.open(target) as checkpoint:
@@ -209,8 +214,36 @@ def train_head(
         found = _report(llm, head, ahead, clock.answer)
         return DraftHead(
             source=str(path), output=str(target), seconds=clock.spent, texts=len(written), tokens=tokens,
-            vocabulary=len(names), coverage=coverage, nbytes=nbytes, before=before, after=after, unseen=found,
+            vocabulary=len(names), coverage=coverage, nbytes=nbytes, before=done.before, after=done.after,
+            steps=done.steps, training_seconds=done.seconds, learnt=done.tokens, unseen=found,
         )  # fmt: skip
+
+
+def _split(written: Sequence[tuple[bool, Written]], ahead: int) -> tuple[list[Written], list[Written]]:
+    """The texts to learn from and those held out, of those that have a token to learn."""
+    told = [(held, text) for held, text in written if len(text.tokens) - 1 > max(text.prompt, ahead)]
+    seen, kept = ([text for held, text in told if held is part] for part in (False, True))
+    if not seen or not kept:
+        raise ValueError(f"draft-head: the model wrote {len(written)} texts; give more text, or more minutes")
+    return seen, kept
+
+
+def _batch(model: Llama | ChainedLlama, places: int) -> int:
+    """Texts of a step, each of so many places in all steps of its head: those for whose activations a quarter of the
+    free memory has room, in two or four bytes each."""
+    most, free = BATCH[model.device.type], available_memory(model.device)
+    if model.device.type == "cpu" or free is None:
+        return most
+    each = 3 * places * (16 * model.config.hidden_size + 4 * model.config.intermediate_size)
+    return max(1, min(most, free // 4 // each))
+
+
+def _shelves(device: torch.device, memory: int) -> list[Shelf]:
+    """Where hidden states are kept: on a GPU in a quarter of what is free, then on the host within `memory` bytes."""
+    host = Shelf(torch.device("cpu"), memory)
+    if device.type != "cuda":
+        return [host]
+    return [Shelf(device, (available_memory(device) or 0) // 4), host]
 
 
 def _new(
@@ -230,51 +263,18 @@ def tapped(depth: int) -> tuple[int, ...]:
     return (1, depth // 2 - 1, depth - 4) if depth >= 8 else (0, (depth - 1) // 2, depth - 1)
 
 
-def _pieces(files: Sequence[str | PathLike[str]], count: int, seed: int) -> list[str]:
-    """Parts of the text that share nothing, in an order of the seed."""
-    whole = "\n\n".join(read_text(Path(file)) for file in files or [BUNDLED])
-    starts = list(range(0, len(whole) - PIECE, PIECE))
-    if len(starts) < HELD:
-        raise ValueError(f"text: got {len(whole)} characters; allowed is {(HELD + 1) * PIECE} and more")
-    random.Random(seed).shuffle(starts)
-    parts = (whole[start : start + PIECE] for start in starts[:count])
-    return [part.partition(" ")[2] or part for part in parts]
-
-
-def _prompts(tokenizer: Tokenizer, pieces: Sequence[str]) -> Iterator[list[int]]:
-    """Each piece as it stands; then, where the model has a chat template, each as what a user says."""
-    for piece in pieces:
-        yield tokenizer.encode(piece)[:PROMPT]
-    if tokenizer.template is not None:
-        for piece in pieces:
-            ids = tokenizer.chat([{"role": "user", "content": piece}])
-            if len(ids) <= PROMPT:
-                yield ids
-
-
 def _written(
-    llm: LLM, pieces: Sequence[str], count: int, length: int, seed: int, clock: _Clock, progress: Progress | None
-) -> Iterator[tuple[bool, list[int]]]:  # fmt: skip
-    """Prompts with the model's own answers, token ids, and whether the prompt is held out: a few batches at least, then
-    until their part of the time is over. Every second prompt is answered greedily first; when all prompts were answered
-    they are answered again with other random numbers."""
-    prompts = list(_prompts(llm.tokenizer, pieces))
-    random.Random(seed + 1).shuffle(prompts)
-    wave, stops = llm.engine.max_batch, tuple(llm.tokenizer.stops)
-    for first in range(0, count, wave):
-        numbers = range(first, min(first + wave, count))
-        some = [prompts[i % len(prompts)] for i in numbers]
-        params = [
-            SamplingParams(max_tokens=length, temperature=0.8 * (i % 2 or i >= len(prompts)), seed=seed + i, stop=stops)
-            for i in numbers
-        ]
-        for i, prompt, answer in zip(numbers, some, llm.engine.generate(some, params), strict=True):
-            yield i % len(prompts) % HELD == 0, [*prompt, *answer]
-        clock.learn(llm.stats)
+    llm: LLM, pieces: Pieces, count: int, wave: int, length: int, seed: int, clock: _Clock, progress: Progress | None
+) -> Iterator[tuple[bool, Written]]:  # fmt: skip
+    """The model's own texts, and which are held out: a few batches at least, then until their part of the time is
+    over."""
+    prompts, done = Prompts(llm, pieces, length, seed, clock.learn), 0
+    while done < count and (clock.spent < SAMPLING * clock.seconds or done < 2 * HELD):
+        some = min(wave, count - done)
+        yield from prompts.answered(some)
+        done += some
         if progress is not None:
-            progress("sampling", numbers[-1] + 1, count)
-        if clock.spent > SAMPLING * clock.seconds and first + wave >= 2 * HELD:
-            return
+            progress("sampling", done, count)
 
 
 def _vocabulary(texts: Sequence[Sequence[int]], size: int, count: int) -> tuple[torch.Tensor, float]:

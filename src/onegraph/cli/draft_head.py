@@ -31,11 +31,10 @@ examples:
   onegraph draft-head out/llama-2bit out/llama-head --text chats.txt code.txt --vocabulary 32000 --minutes 60
   onegraph generate out/smollm2-4bit --prompt "Why is the sky blue?" --draft eagle:out/smollm2-head
 
-The head is an EAGLE-3 head: one layer that goes on from the model's hidden states (docs/speculation.md). Pieces of the
-text become prompts, as they stand and in the model's chat template; the model answers them, every second time greedily,
-and the head learns the model's own probabilities. So train it for the model that you serve, quantized as you serve it.
-The report is on prompts that were never trained on: code, chat, and a text to repeat. The directory is one that
-speculators and vLLM read.
+The head is an EAGLE-3 head: one layer that goes on from the model's hidden states (docs/speculation.md). The model
+answers pieces of the text and questions that it asks itself, half of them greedily; the head learns its probabilities
+of each token. So train it for the model that you serve, quantized as you serve it. The report is on prompts that were
+never trained on: code, chat, and a text to repeat. The directory is one that speculators and vLLM read.
 """
 
 
@@ -76,8 +75,10 @@ def add_parser(commands: Any) -> None:
         help="drafts in a row that it learns to make (default: 5)",
     )
     parser.add_argument("--steps", type=STEPS, metavar="N", help="training steps (default: what the time allows)")
-    parser.add_argument("--batch", type=BATCH, default=16, metavar="B", help="texts a step (default: 16)")
-    parser.add_argument("--rate", type=number(float, 0, 1, True), default=1e-3, help="learning rate (default: 0.001)")
+    parser.add_argument(
+        "--batch", type=BATCH, metavar="B", help="texts a step (default: 4 on a CPU, up to 64 on a GPU)"
+    )
+    parser.add_argument("--rate", type=number(float, 0, 1, True), help="learning rate (default: by the model's width)")
     parser.add_argument("--seed", type=SEED, default=0, metavar="N", help="of texts and training (default: 0)")
     add_device(parser)
     add_dtype(parser)

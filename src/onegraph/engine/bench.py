@@ -120,6 +120,7 @@ def bench_attention(
     contexts: Sequence[int] = (1024, 32768),
     *,
     batches: Sequence[int] = (1,),
+    tokens: int = 1,
     heads: int = 32,
     kv_heads: int = 8,
     head_dim: int = 128,
@@ -127,11 +128,13 @@ def bench_attention(
     device: torch.device | str = "cuda",
     dtype: torch.dtype = torch.bfloat16,
 ) -> Iterator[Row]:
-    """Times a layer's attention in a decode step: RoPE, cache write and attention over `context` keys a row.
+    """Times a layer's attention in a decode step, or a round of `tokens` a row: RoPE, cache write and attention over
+    `context` keys a row.
 
-    Yields rows: "onegraph paged_decode" (one launch), "onegraph unfused" (the same as separate ops) and "torch SDPA"
-    (attention alone, over contiguous keys; the peer that every machine has), each with the roof of the keys and values
-    read once. Caches of several layers are walked, shuffled pages each. Raises ValueError without a CUDA GPU.
+    Yields rows: "onegraph paged_decode" (one launch), "onegraph unfused" (the same as separate ops) and, of one token,
+    "torch SDPA" (attention alone, over contiguous keys; the peer that every machine has), each with the roof of the
+    keys and values read once. Caches of several layers are walked, shuffled pages each. Raises ValueError without a
+    CUDA GPU.
     """
     device = _gpu(device)
     about = machine(device)
@@ -146,10 +149,11 @@ def bench_attention(
             table = torch.randperm(batch * pages, device=device, dtype=torch.int32).view(batch, pages) + 1
             shape = (copies, 2, 1 + batch * pages, page_size, kv_heads, head_dim)
             cache = torch.randn(shape, device=device, dtype=dtype)
-            qkv = torch.randn(batch, 1, (heads + 2 * kv_heads) * head_dim, device=device, dtype=dtype)
-            position = torch.full((batch,), context - 1, device=device, dtype=torch.int32)
-            ones, tickets = torch.ones_like(position), torch.zeros(batch, kv_heads, device=device, dtype=torch.int32)
-            before = (qkv, None, None, 0.0, cos, sin, position, ones, table)
+            qkv = torch.randn(batch, tokens, (heads + 2 * kv_heads) * head_dim, device=device, dtype=dtype)
+            position = torch.full((batch,), context - tokens, device=device, dtype=torch.int32)
+            counts = torch.full_like(position, tokens)
+            tickets = torch.zeros(batch, kv_heads, device=device, dtype=torch.int32)
+            before = (qkv, None, None, 0.0, cos, sin, position, counts, table)
 
             def one_launch(before: Any = before, tickets: Tensor = tickets, cache: Tensor = cache) -> None:
                 for k, v in cache:
@@ -160,26 +164,18 @@ def bench_attention(
                     q = rope_cache_write(*before, k, v, heads)
                     paged_attention(q, k, v, before[8], before[6], head_dim**-0.5, 0)
 
-            # [copies, 2, B, kv_heads, context, D], the sentinel page left out, each row's keys side by side
-            rows = cache[:, :, 1:].reshape(copies, 2, batch, -1, kv_heads, head_dim)[:, :, :, :context].transpose(3, 4)
-            dense, query = rows.contiguous(), qkv[..., : heads * head_dim].view(batch, heads, 1, head_dim)
-
-            def sdpa(dense: Tensor = dense, query: Tensor = query) -> None:
-                for k, v in dense:
-                    torch.nn.functional.scaled_dot_product_attention(query, k, v, enable_gqa=heads != kv_heads)
-
+            steps: dict[str, Callable[[], None]] = {"onegraph paged_decode": one_launch, "onegraph unfused": apart}
+            if tokens == 1:
+                steps["torch SDPA"] = _sdpa(cache, qkv[..., : heads * head_dim], context)
             roof = size / copy_bandwidth(device) * 1e6
-            for name, step in (
-                ("onegraph paged_decode", one_launch),
-                ("onegraph unfused", apart),
-                ("torch SDPA", sdpa),
-            ):
+            for name, step in steps.items():
                 us = replay_us(step, device, copies, budget_ms=40)
                 yield {
                     "bench": "attention",
                     "name": name,
                     "context": context,
                     "batch": batch,
+                    "tokens": tokens,
                     "heads": heads,
                     "kv_heads": kv_heads,
                     "head_dim": head_dim,
@@ -191,7 +187,22 @@ def bench_attention(
                     "copies": copies,
                     **about,
                 }
-            del cache, dense, rows
+            del cache, steps
+
+
+def _sdpa(cache: Tensor, q: Tensor, context: int) -> Callable[[], None]:
+    """torch's attention of q [B, 1, heads * D] to each of the caches [copies, 2, 1 + pages, page_size, kv_heads, D],
+    laid out as [copies, 2, B, kv_heads, context, D]: the sentinel page left out, each row's keys side by side."""
+    copies, _, _, _, kv_heads, dim = cache.shape
+    rows = cache[:, :, 1:].reshape(copies, 2, len(q), -1, kv_heads, dim)[:, :, :, :context].transpose(3, 4)
+    dense, query = rows.contiguous(), q.reshape(len(q), -1, 1, dim)
+    grouped = query.shape[1] != kv_heads
+
+    def step() -> None:
+        for k, v in dense:
+            torch.nn.functional.scaled_dot_product_attention(query, k, v, enable_gqa=grouped)
+
+    return step
 
 
 def bench_step(

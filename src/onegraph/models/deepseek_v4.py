@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.deepseek_v4_config import DeepseekV4Config, Layer
-from onegraph.models.deepseek_v4_place import RESERVE, free_memory, place
+from onegraph.models.deepseek_v4_place import RESERVE, place
 from onegraph.models.deepseek_v4_weights import build_attention, build_moe, check_ranks
 from onegraph.models.loader import Loader
+from onegraph.models.memory import free_memory
 from onegraph.models.shares import head_part
 from onegraph.nn.deepseek_attention import Attend, DeepseekAttention
 from onegraph.nn.deepseek_cache import DeepseekCache, PlacedCache

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-import torch
+from onegraph.models.memory import GB
 
-GB = 1e9
+RESERVE = 2 << 30  # bytes for graphs, workspaces and kernels
 
 
 def place(layers: Sequence[int], ends: tuple[int, int], free: Sequence[int]) -> list[int]:
@@ -53,14 +53,3 @@ def _fill(layers: Sequence[int], room: Sequence[float]) -> list[int] | None:
             return None
         counts.append(count)
     return counts if at == len(layers) else None
-
-
-RESERVE = 2 << 30  # bytes for graphs, workspaces and kernels
-
-
-def free_memory(device: torch.device, reserve: int = RESERVE) -> int:
-    """Bytes that weights and state may take: what is free now, less what others need."""
-    if device.type != "cuda":
-        return 1 << 50
-    free, _ = torch.cuda.mem_get_info(device)
-    return max(0, free - reserve)

@@ -9,7 +9,7 @@ residual, gate-up behind its norm, down behind SwiGLU onto the residual.
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from onegraph.formats.turboquant import TurboQuantConfig
 from onegraph.models.blocks import Block, build_block, norm_weight, rotary_tables
 from onegraph.models.config import NORM, LlamaConfig
 from onegraph.models.loader import Held, Loader
+from onegraph.models.memory import check_cache, check_weights
 from onegraph.models.shares import check_ranks, head_part, share_of
 from onegraph.nn.attention import Attend, CausalAttention, PagedCache
 from onegraph.nn.block import Stream
@@ -116,7 +117,9 @@ class Llama(nn.Module):
         decode = device.type == "cpu" if decode is None else decode
         loader = Loader(checkpoint, config, dtype, decode=decode, held=held, ahead=peer is None)
         loader.check()
-        if peer is not None:
+        if peer is None:
+            check_weights(loader, device)
+        else:
             check_ranks(loader, config, peer.count)
         unit, part = head_part(loader, config.vocab_size, config.hidden_size, peer)
         tables = rotary_tables(config, positions, device)
@@ -229,7 +232,10 @@ class Llama(nn.Module):
             "device": self.device,
             "dtype": self.dtype,
         }
-        return PagedCache(**sizes, fused=self.fused) if kv is None else TurboQuantCache(kv, **sizes)
+        make = partial(PagedCache, fused=self.fused) if kv is None else partial(TurboQuantCache, kv)
+        needed = make(**sizes | {"device": "meta"}).nbytes
+        check_cache(needed, self.device, rows=rows, tokens=(pages - 1) * page_size, exact=kv is None)
+        return make(**sizes)
 
 
 @torch.no_grad()

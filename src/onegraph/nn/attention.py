@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from onegraph.ops.attention import capped, paged_attention, rope_cache_write, rotate_half
+from onegraph.ops.calls import MAX_TOKENS
 from onegraph.ops.decode_attention import paged_decode
 from onegraph.ops.norm import rms_norm
 
@@ -91,7 +92,8 @@ class PagedCache:
         positions: int32 [rows], where the row's next token stands; counts: int32 [rows], how many of the Q tokens that
             a call brings are real. A row that holds no sequence has count 0.
         tickets: int32 [rows, kv_heads] of zeros, which `paged_decode` counts with.
-        fused: attend to a decode step's single token in one launch; False is the other side of an A/B comparison.
+        fused: attend to a decode step's token, or a round's few, in one launch; False is the other side of an A/B
+            comparison.
     """
 
     pure_pages, setting = True, "exact"  # see `engine.decoder.Cache`
@@ -171,11 +173,11 @@ class PagedCache:
 
     def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
         a, keys, values = attention, self.keys[attention.index], self.values[attention.index]
-        if self.fused and qkv.shape[1] == 1:
+        if self.fused and qkv.shape[1] <= MAX_TOKENS:
+            early = a.chained and qkv.shape[:2].numel() == 1
             return paged_decode(
                 qkv, a.q_norm, a.k_norm, a.eps, a.cos, a.sin, self.positions, self.counts, self.block_table,
-                keys, values, self.tickets, a.heads, a.scale, a.window, a.chained and qkv.shape[0] == 1, a.sinks,
-                a.softcap,
+                keys, values, self.tickets, a.heads, a.scale, a.window, early, a.sinks, a.softcap,
             ).flatten(2)  # fmt: skip
         q = rope_cache_write(
             qkv, a.q_norm, a.k_norm, a.eps, a.cos, a.sin,

@@ -4,7 +4,7 @@ An op of such a record is called as any other, its reference, checks and kernel 
 records too, so this file imports nothing of ours.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import NoneType
 from typing import Annotated, Any, get_args, get_type_hints
@@ -12,6 +12,8 @@ from typing import Annotated, Any, get_args, get_type_hints
 from torch import Tensor
 
 Written = Annotated[Tensor, "written"]  # an argument that the op writes
+
+MAX_TOKENS = 8  # that a round brings a row: the newest and its drafts
 
 # What a step's report says in place of a token:
 BROKEN = -1  # the model gave NaN
@@ -143,6 +145,20 @@ class PagedDecode(Tokens):
     early: bool = False
     sinks: Tensor | None = None
     softcap: float = 0.0
+
+    def write(self) -> tuple[Any, ...]:
+        """Arguments of `rope_cache_write`."""
+        *tokens, _, heads, _, _, _, _, _ = self
+        return *tokens, heads
+
+    def attention(self, q: Tensor) -> tuple[Any, ...]:
+        """Arguments of `paged_attention` for the queries that `rope_cache_write` returned."""
+        cache = self.k_cache, self.v_cache, self.block_table, self.positions
+        return q, *cache, self.scale, self.window, self.sinks, self.softcap
+
+    def composed(self, write: Callable[..., Tensor], attend: Callable[..., Tensor]) -> Tensor:
+        """By the two ops that it stands for."""
+        return attend(*self.attention(write(*self.write())))
 
 
 @dataclass(eq=False)

@@ -1,4 +1,5 @@
-"""The attention of a decode step as one op: `rope_cache_write` and `paged_attention` for one token a row."""
+"""The attention of a decode step as one op: `rope_cache_write` and `paged_attention` for one token a row, or a round's
+few."""
 
 from typing import Any
 
@@ -6,42 +7,36 @@ import torch
 from torch import Tensor
 
 from onegraph.ops.attention import _TOLERANCE, _write_case, keys_read, paged_attention, rope_cache_write
-from onegraph.ops.calls import PagedDecode
+from onegraph.ops.calls import MAX_TOKENS, PagedDecode
 from onegraph.ops.cases import Draw
 from onegraph.ops.registry import Case, Op, nbytes, register
 
 
-def _parts(call: PagedDecode, q: Tensor | None = None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Arguments of `rope_cache_write`, and of `paged_attention` for the queries that it returns."""
-    *tokens, _, heads, scale, window, _, sinks, softcap = call
-    if q is None:
-        q = call.qkv.new_empty(call.qkv.shape[0], 1, heads, call.k_cache.shape[3])  # never filled, for the check
-    cache = call.k_cache, call.v_cache, call.block_table, call.positions
-    return (*tokens, heads), (q, *cache, scale, window, sinks, softcap)
-
-
 def _paged_decode(call: PagedDecode) -> Tensor:
-    q = rope_cache_write.reference(*_parts(call)[0])
-    out: Tensor = paged_attention.reference(*_parts(call, q)[1])
-    reach = call.block_table.shape[1] * call.k_cache.shape[1]
-    real = (call.counts > 0) & (call.positions >= 0) & (call.positions < reach)
-    return out.masked_fill_(~real.view(-1, 1, 1, 1), 0.0)
+    out = call.composed(rope_cache_write.reference, paged_attention.reference)
+    step = torch.arange(out.shape[1], dtype=torch.int32, device=out.device)
+    place, reach = call.positions.unsqueeze(1) + step, call.block_table.shape[1] * call.k_cache.shape[1]
+    real = (step < call.counts.unsqueeze(1)) & (place >= 0) & (place < reach)
+    return out.masked_fill_(~real[..., None, None], 0.0)
+
+
+def _empty(call: PagedDecode) -> Tensor:
+    return call.qkv.new_empty((*call.qkv.shape[:2], call.heads, call.k_cache.shape[3]))
 
 
 def _check(call: PagedDecode) -> None:
     assert rope_cache_write.check is not None
     assert paged_attention.check is not None
-    write, attention = _parts(call)
-    rope_cache_write.check(*write)
     qkv, tickets = call.qkv, call.tickets
-    if qkv.shape[1] != 1:
+    rope_cache_write.check(*call.write())
+    if not 1 <= qkv.shape[1] <= MAX_TOKENS:
         raise ValueError(
-            f"paged_decode: qkv holds {qkv.shape[1]} tokens a row; a decode step has 1: use rope_cache_write and "
-            "paged_attention"
+            f"paged_decode: qkv holds {qkv.shape[1]} tokens a row; a decode step has 1, a round up to {MAX_TOKENS}: "
+            "use rope_cache_write and paged_attention"
         )
     if not all(t is None or t.is_contiguous() for t in (qkv, call.cos, call.sin)):
         raise ValueError("paged_decode: qkv, cos and sin must be contiguous; call .contiguous() on them first")
-    paged_attention.check(*attention)
+    paged_attention.check(*call.attention(_empty(call)))  # never filled
     wanted = qkv.shape[0] * call.k_cache.shape[2]
     if tickets.dtype != torch.int32 or tickets.numel() < wanted or tickets.device != qkv.device:
         raise ValueError(
@@ -51,10 +46,11 @@ def _check(call: PagedDecode) -> None:
 
 
 def _case(
-    name: str, window: int = 0, early: bool = False, sinks: bool = False, softcap: float = 0.0, **options: Any
-) -> Case:
+    name: str, window: int = 0, early: bool = False, sinks: bool = False, softcap: float = 0.0, tokens: int = 1,
+    **options: Any,
+) -> Case:  # fmt: skip
     """The write's case, its caches as long as the positions reach, and what attention needs besides."""
-    write = _write_case(name, tokens=1, **options)
+    write = _write_case(name, tokens=tokens, **options)
 
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
         *tensors, heads, _ = write.make(device, dtype, generator)
@@ -74,7 +70,7 @@ paged_decode = register(
         call=PagedDecode,
         schema="-> Tensor",
         reference=_paged_decode,
-        fake=lambda call: call.qkv.new_empty((call.qkv.shape[0], 1, call.heads, call.k_cache.shape[3])),
+        fake=_empty,
         kernel="onegraph.ops.cuda.decode_attention:paged_decode",
         cpu="onegraph.ops.cpu.attention:paged_decode",
         check=_check,
@@ -101,6 +97,31 @@ paged_decode = register(
             _case(
                 "many_rows", positions=[37 * i % 150 for i in range(40)], counts=[1] * 40, heads=4, kv_heads=2, dim=64,
                 page_size=16,
+            ),
+            _case(
+                "round", tokens=4, positions=[63, 200, 14], counts=[4, 3, 2], heads=8, kv_heads=2, dim=128,
+                page_size=16,
+            ),
+            _case("round_smollm2", tokens=8, positions=[12, 0, 700, 61], counts=[8, 8, 5, 0], **_SMOL),
+            _case(
+                "round_window", tokens=5, positions=[5, 64, 126, 3000], counts=[5, 1, 5, 5], heads=4, kv_heads=1,
+                dim=64, page_size=16, window=33,
+            ),
+            _case(
+                "round_narrow_window", tokens=7, positions=[2, 150, 31], counts=[7, 7, 6], heads=6, kv_heads=2, dim=64,
+                page_size=32, window=3, norm=True, rope=False,
+            ),
+            _case(
+                "round_qwen3", tokens=2, positions=[70, 3], counts=[2, 2], heads=4, kv_heads=2, dim=128, page_size=16,
+                norm=True,
+            ),
+            _case(
+                "round_eight", tokens=7, positions=[15, 800], counts=[7, 6], heads=8, kv_heads=1, dim=128,
+                page_size=16, norm=True,
+            ),
+            _case(
+                "round_gpt_oss", tokens=4, positions=[0, 9, 700], counts=[4, 2, 4], heads=16, kv_heads=2, dim=64,
+                page_size=16, window=128, sinks=True,
             ),
             _case("long_context", positions=[4000, 17], counts=[1, 1], heads=8, kv_heads=2, dim=128, page_size=64),
             _case(
@@ -132,12 +153,14 @@ paged_decode = register(
         flops=lambda call: 4 * call.heads * call.k_cache.shape[3] * keys_read(call.qkv, call),
     )
 )  # fmt: skip
-"""qkv [B, 1, (heads + 2 kv_heads) D] -> [B, 1, heads, D]: arguments and meaning of `rope_cache_write`, then of
-`paged_attention`, in one launch where there is a kernel.
+"""qkv [B, Q, (heads + 2 kv_heads) D] -> [B, Q, heads, D], Q of 1 to MAX_TOKENS: arguments and meaning of
+`rope_cache_write`, then of `paged_attention`, in one launch where there is a kernel. The bits of a result depend on Q,
+since its keys are added up in other parts.
 
 `early`: what follows may start at once, in place of behind q, k and v: right for a launch that reads little before its
 own wait, while one that asks for many codes would take the memory from keys and values. The result is the same.
 
-A row with count 0, or that stands beyond the block table's reach, writes nothing and gets zeros. tickets int32
+What is not real, of a row with count 0 or beyond the block table's reach, is not written; where Q is 1 it gets zeros,
+elsewhere what nobody may read. tickets int32
 [>= B * kv_heads] must be zeros and is left as zeros: programs draw from it who merges. May run in a captured graph, or
 after a kernel launched without the programmatic attribute (rule 4 of `ops/triton/launch.py`)."""

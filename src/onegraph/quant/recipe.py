@@ -125,11 +125,12 @@ class Recipe:
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> "Recipe":
-        """`quick`: two CPU cores, one pass. `good`: a GPU, or patience. `best`: with fine-tuning of scales."""
+        """`quick`: two CPU cores, one pass. `good`: a GPU, or patience. `best`: tokens weigh by the model's KL,
+        and scales are tuned."""
         presets: dict[str, dict[str, Any]] = {
             "quick": {"descent": 0, "inputs": "reference"},
             "good": {"descent": 2, "wide": True, "inputs": "group", "correct": 0.5},
-            "best": {"descent": 2, "wide": True, "inputs": "group", "correct": 0.5, "tune": Tune()},
+            "best": {"descent": 2, "wide": True, "inputs": "group", "correct": 0.5, "fisher": 4, "tune": Tune()},
         }
         if name not in presets:
             raise ValueError(f"there is no recipe {name!r}; recipes: {', '.join(presets)}")

@@ -108,6 +108,8 @@ def _stand_ins(world: World) -> dict[str, Any]:
         "memory_allocated": lambda device=None: 0,
         "max_memory_allocated": lambda device=None: 0,
         "memory_reserved": lambda device=None: 0,
+        "get_per_process_memory_fraction": lambda device=None: 1.0,
+        "set_per_process_memory_fraction": lambda fraction, device=None: None,
         "reset_peak_memory_stats": lambda device=None: None,
         "empty_cache": lambda: None,
         "manual_seed": seed,

@@ -5,12 +5,14 @@ import itertools
 import torch
 from torch import Tensor
 
-from onegraph.ops.attention import head_norm
+from onegraph.ops.attention import head_norm, paged_attention, rope_cache_write
 from onegraph.ops.calls import Heads, PagedDecode
 
 
 def paged_decode(call: PagedDecode) -> Tensor:
     """See `ops.decode_attention.paged_decode`."""
+    if call.qkv.shape[1] > 1:
+        return call.composed(rope_cache_write, paged_attention)
     _, page_size, kv_heads, dim = call.k_cache.shape
     batch, heads = call.qkv.shape[0], call.heads
     reach = call.block_table.shape[1] * page_size

@@ -1,14 +1,8 @@
 // The kernel of decode_attention.cu, and with PORTABLE of decode_portable.cu, which tell how it goes and what is set when
 // compiled. One kernel, whose steps share registers and one layout of shared memory: hence past 400 lines.
 
-#include "ptx.cuh"
+#include "decode_common.cuh"
 
-constexpr int THREADS = 32 * WARPS;
-constexpr int TILE = 16;                           // keys
-constexpr int CHUNKS = DIM / 8;                    // of 16 bytes, of a key
-constexpr int STEPS = DIM / 32;                    // chunks 4 i + t of a head are with lane (g, t) = (lane / 4, lane % 4)
-constexpr int KEYS = 32 / CHUNKS;                  // that a warp's fetch of 16 bytes a lane takes
-static_assert(PAGE % TILE == 0, "a tile lies in one page");
 constexpr int OUTPUTS = GROUP * DIM;
 // With EARLY the next launch is let go in the first line, and then values are fetched in time before the wait: what follows
 // holds back its own reading, or reads little. Elsewhere the codes that the next linear asks for would come before keys and
@@ -18,7 +12,6 @@ constexpr int OUTPUTS = GROUP * DIM;
 constexpr int SHARE = OUTPUTS / SIZE;              // outputs that a block of the cluster ends
 #endif
 constexpr int LANES = THREADS >= 2 * OUTPUTS ? 4 : THREADS >= OUTPUTS ? 2 : 1;  // that add up a pair of outputs
-constexpr float NONE = -1e30f;                     // below every score; finite, so that a difference is never NaN
 
 struct Arguments {
   const u16* qkv;           // [rows, (GROUP + 2) kv_heads, DIM]
@@ -41,8 +34,6 @@ struct Arguments {
   float eps, scale;
 };
 
-struct Tile { uint4 keys[TILE][CHUNKS], values[TILE][CHUNKS]; };
-
 struct Shared {
   float best[WARPS][8], sum[WARPS][8];              // of each warp and head
 #if PORTABLE
@@ -58,111 +49,10 @@ struct Shared {
   } warps[WARPS];
 };
 
-__device__ __forceinline__ float2 widen(u32 x) {
-  if (HALF) return halves_to_floats(x);
-  return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
-}
-
-__device__ __forceinline__ u32 narrow(float lower, float upper) {
-  return HALF ? floats_to_halves(lower, upper) : floats_to_bf16s(lower, upper);
-}
-
-__device__ __forceinline__ void fetch(uint4* to, const u16* from, bool there) {  // zeros where not there
-  copy16<ALONE>(address(to), from, there);
-}
-__device__ __forceinline__ void arrived_before_last() {  // all groups but the last, for the whole warp
-  wait_but<1>();
-  __syncwarp();
-}
-
-// c [16, 8] += a [16, 16] b [16, 8]
-__device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  if (HALF) mma_f16(c, a0, a1, a2, a3, b0, b1);
-  else mma_bf16(c, a0, a1, a2, a3, b0, b1);
-}
-
-// A head, of which four lanes hold STEPS chunks each: normed and rotated in float32, rounded as the composition's q and k
-// are. Chunks i and i + STEPS / 2 are half a head apart.
-__device__ __forceinline__ void turn(uint4 (&x)[STEPS], const uint4* weight, float eps, const float4 (&cosine)[STEPS],
-                                     const float4 (&sine)[STEPS]) {
-  if (!NORM && !ROPE) return;
-  float gain = 1.f;
-  if (NORM) {
-    float squares = 0.f;
-#pragma unroll
-    for (int i = 0; i < STEPS; i++) {
-      const float2 a = widen(x[i].x), b = widen(x[i].y), c = widen(x[i].z), d = widen(x[i].w);
-      squares += a.x * a.x + a.y * a.y + (b.x * b.x + b.y * b.y) + (c.x * c.x + c.y * c.y) + (d.x * d.x + d.y * d.y);
-    }
-#pragma unroll
-    for (int o = 1; o < 4; o *= 2) squares += __shfl_xor_sync(~0u, squares, o);
-    gain = rsqrtf(squares / DIM + eps);
-  }
-  auto turn2 = [&](u32& lower, u32& upper, u32 w, u32 w2, float c0, float c1, float s0, float s1) {
-    float2 a = widen(lower), b = widen(upper);
-    if (NORM) {
-      const float2 f = widen(w), f2 = widen(w2);
-      a.x *= gain * f.x, a.y *= gain * f.y, b.x *= gain * f2.x, b.y *= gain * f2.y;
-    }
-    if (ROPE) {
-      lower = narrow(a.x * c0 - b.x * s0, a.y * c1 - b.y * s1);
-      upper = narrow(b.x * c0 + a.x * s0, b.y * c1 + a.y * s1);
-    } else {
-      lower = narrow(a.x, a.y), upper = narrow(b.x, b.y);
-    }
-  };
-#pragma unroll
-  for (int i = 0; i < STEPS / 2; i++) {
-    const float4 c = cosine[2 * i], d = cosine[2 * i + 1], e = sine[2 * i], f = sine[2 * i + 1];
-    uint4 w = x[i], w2 = x[i];
-    if (NORM) w = weight[i * 4], w2 = weight[(i + STEPS / 2) * 4];
-    turn2(x[i].x, x[i + STEPS / 2].x, w.x, w2.x, c.x, c.y, e.x, e.y);
-    turn2(x[i].y, x[i + STEPS / 2].y, w.y, w2.y, c.z, c.w, e.z, e.w);
-    turn2(x[i].z, x[i + STEPS / 2].z, w.z, w2.z, d.x, d.y, f.x, f.y);
-    turn2(x[i].w, x[i + STEPS / 2].w, w.w, w2.w, d.z, d.w, f.z, f.w);
-  }
-}
-
 #if PORTABLE
 // Blocks that an SM is to hold: registers of two do not hold eight heads of 128 with norms.
 constexpr int PER_SM = GROUP == 8 && DIM == 128 && NORM ? 1 : 512 / THREADS;
 
-// A block's part of a pair of outputs, and with the first pairs of a head what it is weighed by.
-__device__ __forceinline__ void leave(const Arguments& p, int place, int pair, int head, bool first, float2 total, float2 sum) {
-  __stcg((float2*)p.partial + (size_t)place * (OUTPUTS / 2) + pair, total);
-  if (first) __stcg(p.sums + (size_t)place * GROUP + head, sum);
-}
-// What the blocks of a row and kv head left, by the last of them.
-__device__ __forceinline__ void add_parts(const Arguments& p, Shared& s, int group, u16* out, bool real) {
-  __threadfence();  // the parts before the count
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    s.last = atomicAdd(p.arrived + group, 1u) + 1 == SIZE;
-    if (s.last) p.arrived[group] = 0;
-    __threadfence();  // the count before the parts
-  }
-  __syncthreads();
-  if (!s.last) return;
-#pragma unroll 1
-  for (int pair = threadIdx.x; pair < OUTPUTS / 2; pair += THREADS) {
-    const int head = pair / (DIM / 2);
-    float2 sum[SIZE], part[SIZE];
-    float top = NONE, whole = 0.f, first = 0.f, second = 0.f;
-#pragma unroll
-    for (int r = 0; r < SIZE; r++) {
-      const size_t place = (size_t)group * SIZE + r;
-      sum[r] = __ldcg(p.sums + place * GROUP + head), part[r] = __ldcg((const float2*)p.partial + place * (OUTPUTS / 2) + pair);
-    }
-#pragma unroll
-    for (int r = 0; r < SIZE; r++) top = fmaxf(top, sum[r].x);
-#pragma unroll
-    for (int r = 0; r < SIZE; r++) {
-      const float f = exp2_fast(sum[r].x - top);
-      whole += f * sum[r].y, first += f * part[r].x, second += f * part[r].y;
-    }
-    ((u32*)out)[pair] = real ? narrow(first / whole, second / whole) : 0;
-  }
-}
 #define decode_attention decode_portable
 #else
 constexpr int PER_SM = 512 / THREADS;
@@ -403,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) decode_attention(c
       continue;
     }
 #if PORTABLE
-    leave(p, group * SIZE + rank, pair, head, d == 0, total, make_float2(top, whole));
+    leave<GROUP>(p, group * SIZE + rank, pair, head, d == 0, total, make_float2(top, whole));
 #else
     const u32 to = 2 * pair / SHARE;
     send(at_rank(&s.received[rank][2 * pair % SHARE], to), total, at_rank(&s.sent, to));
@@ -411,7 +301,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) decode_attention(c
 #endif
   }
 #if PORTABLE
-  if (!alone && SIZE > 1) add_parts(p, s, group, out, real);
+  if (!alone && SIZE > 1)
+    add_parts<GROUP>(p, s.last, group, [&](int pair, int, float first, float second, float whole) {
+      ((u32*)out)[pair] = real ? narrow(first / whole, second / whole) : 0;
+    });
 #else
   if (alone || threadIdx.x >= SHARE) return;
   receive(sent);

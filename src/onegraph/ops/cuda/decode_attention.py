@@ -1,5 +1,5 @@
-"""Launches `decode_attention.cu`, or where there are no clusters `decode_portable.cu`; what they do not take goes to
-Triton's kernel."""
+"""Launches `decode_attention.cu`, where there are no clusters `decode_portable.cu`, and for several tokens a row
+`decode_round.cu`; what they do not take goes to Triton's kernels."""
 
 from contextlib import nullcontext
 from functools import cache
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from onegraph.ops.calls import PagedDecode, StridedDecode
-from onegraph.ops.cuda import build, decode_portable
+from onegraph.ops.cuda import build, decode_portable, decode_round
 from onegraph.ops.cuda.decode_plan import POINTERS, TILE, Plan
 
 DIMS = (64, 128)
@@ -76,7 +76,7 @@ def paged_decode(call: PagedDecode) -> Tensor:
     """See `onegraph.ops.decode_attention.paged_decode`."""
     qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table, k_cache, v_cache, _, *numbers = call
     heads, scale, window, early, sinks, softcap = numbers
-    rows = qkv.shape[0]
+    rows, tokens, _ = qkv.shape
     kv_heads, dim = k_cache.shape[2:]
     group = heads // kv_heads
     norms = [t for t in (q_norm, k_norm) if t is not None]
@@ -84,10 +84,13 @@ def paged_decode(call: PagedDecode) -> Tensor:
     # The kernel knows neither sinks nor bounds of scores, and turns whole heads: the others are for Triton's.
     plain = sinks is None and softcap == 0 and (cos is None or 2 * cos.shape[1] == dim)
     usable = qkv.is_cuda and rows > 0 and plain and takes(qkv.dtype, dim, group, k_cache.shape[1], *read)
-    if not usable or any(t.dtype != qkv.dtype for t in norms) or not available(qkv.device.index):
+    built = available if tokens == 1 else decode_round.available
+    if not usable or any(t.dtype != qkv.dtype for t in norms) or not built(qkv.device.index):
         from onegraph.ops.triton.decode_attention import paged_decode as fallback  # compiled as of its import
 
         return fallback(call)
+    if tokens > 1:
+        return decode_round.attend(call)
     out = torch.empty((rows, 1, heads, dim), dtype=qkv.dtype, device=qkv.device)
     _launch(
         qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table, k_cache, v_cache, out, scale, window,

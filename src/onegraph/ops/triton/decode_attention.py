@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onegraph.ops.calls import PagedDecode
-from onegraph.ops.triton.attention import capped, with_sink
+from onegraph.ops.calls import PagedAttention, PagedDecode, RopeCacheWrite
+from onegraph.ops.triton.attention import capped, paged_attention, rope_cache_write, with_sink
 from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
 
 KEYS = 64  # of a tile; half as many where a key has more than 128 numbers
@@ -192,7 +192,13 @@ def _decode(
 
 
 def paged_decode(call: PagedDecode) -> Tensor:
-    """See `onegraph.ops.decode_attention.paged_decode`. Its launches let the next go where they always do."""
+    """See `onegraph.ops.decode_attention.paged_decode`. Its launches let the next go where they always do. To
+    several tokens a row the kernels of the two ops attend."""
+    if call.qkv.shape[1] > 1:
+        return call.composed(
+            lambda *write: rope_cache_write(RopeCacheWrite(*write)),
+            lambda *attention: paged_attention(PagedAttention(*attention)),
+        )
     qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table, k_cache, v_cache, tickets, *numbers = call
     heads, scale, window, _, sinks, softcap = numbers
     batch = qkv.shape[0]

@@ -1,0 +1,154 @@
+"""The attention of a round of several tokens a row in one launch: how `decode_round.cu` is cut over the GPU.
+
+Which calls it takes: `decode_attention.py`.
+"""
+
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from onegraph.ops.calls import PagedDecode
+from onegraph.ops.cuda import build, decode_portable
+from onegraph.ops.cuda.decode_plan import POINTERS, TILE
+
+SETS = 4  # of eight columns, a (token, head) pair each, that a warp's registers hold
+SIZES = 8, 4, 2, 1  # blocks of a cluster
+MOST_WARPS, WARPS = 16, 8  # of a block: for one set, whose warps take half of the registers, and for more
+
+ARGUMENTS = build.Arguments(
+    pointers=(*POINTERS, "partial", "sums", "arrived"),
+    ints=("pages", "table_stride", "reach", "max_position"),
+    floats=("eps", "scale"),
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the kernel is compiled for: its defines, in lower case. `size` blocks of `warps` warps share the keys of a
+    row and kv head for a slice of its `tokens`, of which there are `slices`. Strides as those of `decode_plan.Plan`."""
+
+    half: bool
+    dim: int
+    group: int
+    tokens: int
+    slices: int
+    page: int
+    norm: bool
+    rope: bool
+    warps: int
+    size: int
+    kv_heads: int
+    window: int
+    page_stride: int
+    place_stride: int
+    head_stride: int
+    turn_stride: int
+
+    @property
+    def columns(self) -> int:
+        """(token, head) pairs of a block."""
+        return -(-self.tokens // self.slices) * self.group
+
+    @property
+    def defines(self) -> dict[str, int]:
+        return {name.upper(): int(value) for name, value in asdict(self).items()}
+
+    def shared(self, clustered: bool) -> int:
+        """Bytes of `Shared` in the kernel's form with clusters, or in that without."""
+        sets = -(-self.columns // 8)
+        sums, head = 2 * 4 * 8 * sets * self.warps, 2 * self.dim
+        met = 8 * self.size * self.columns + 4 * self.columns * self.dim + 8 if clustered else 4
+        return -(-(sums + met) // 128) * 128 + 8 * sets * head + (self.warps + 1) * 2 * TILE * head
+
+
+def slices(tokens: int, group: int) -> int:
+    """How many blocks, at least, share a round's tokens."""
+    return -(-tokens // (8 * SETS // group))
+
+
+EXAMPLE = Plan(False, 128, 4, 8, 1, 16, False, True, WARPS, 8, 8, 0, 128, 8, 1, 64)
+KERNEL = build.Source(
+    "decode_round",
+    ops=("paged_decode",),
+    functions=("decode_round",),
+    arguments=ARGUMENTS,
+    capabilities=build.PORTABLE,
+    families=("hopper", "portable"),
+    own=build.CLUSTERS,
+    example=EXAMPLE.defines,
+    shared=EXAMPLE.shared(False),
+)
+
+
+@cache
+def available(device: int) -> bool:
+    """Whether the kernel can be built for this GPU; warns once where not."""
+    return KERNEL.usable(device, "Triton's compute the attention of rounds that check drafts")
+
+
+@cache
+def clustered(device: int) -> bool:
+    return not KERNEL.portable(torch.cuda.get_device_capability(device))
+
+
+@cache
+def kernel(plan: Plan, device: int) -> build.Kernel:
+    decode_portable.ARRIVED.have(device)
+    return KERNEL.load(plan.defines, device, plan.shared(clustered(device)))[0]
+
+
+def share(groups: int, sets: int, device: build.Device, clusters: bool) -> tuple[int, int]:
+    """(warps of a block, blocks that share the keys of one of `groups`), one block an SM.
+
+    As many blocks as run at once; where there are more groups than that, as many as leave the fewest SMs idle in the
+    end.
+    """
+    if clusters:
+        at_once = {size: device.clusters[size - 1] for size in SIZES}
+    else:
+        shared = decode_portable.SIZES if groups <= decode_portable.MAX_GROUPS else ()
+        at_once = {size: device.sms // size for size in (*shared, 1)}
+    at_once = {size: many for size, many in at_once.items() if many}
+    size = next((size for size, many in at_once.items() if groups <= many), 0)
+    size = size or min(reversed(at_once), key=lambda size: -(-groups // at_once[size]) / size)
+    return MOST_WARPS if clusters and sets == 1 else WARPS, size
+
+
+def attend(call: PagedDecode) -> Tensor:
+    """The op, of a call that `decode_attention.takes`."""
+    qkv, keys, table, cos = call.qkv, call.k_cache, call.block_table, call.cos
+    device, (rows, tokens, _), (pages, page_size, kv_heads, dim) = qkv.device.index, qkv.shape, keys.shape
+    group, in_clusters, found = call.heads // kv_heads, clustered(device), build.device(device)
+    parts = slices(tokens, group)
+    groups, columns = rows * kv_heads * parts, -(-tokens // parts) * group
+    warps, size = share(groups, -(-columns // 8), found, in_clusters)
+    page_stride, place_stride, head_stride = (stride // dim for stride in keys.stride()[:3])
+    plan = Plan(
+        qkv.dtype == torch.float16, dim, group, tokens, parts, page_size, call.q_norm is not None, cos is not None,
+        warps, size, kv_heads, call.window, page_stride, place_stride, head_stride,
+        0 if cos is None else cos.stride(0),
+    )  # fmt: skip
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    out = torch.empty((rows, tokens, call.heads, dim), dtype=qkv.dtype, device=qkv.device)
+    partial = sums = arrived = None
+    if not in_clusters and size > 1:
+        partial = torch.empty(groups * size * columns * dim, dtype=torch.float32, device=qkv.device)
+        sums = torch.empty(groups * size * columns * 2, dtype=torch.float32, device=qkv.device)
+        arrived = decode_portable.ARRIVED.of(device, stream)
+    arguments = ARGUMENTS.pack(
+        **build.addresses(
+            qkv=qkv, q_norm=call.q_norm, k_norm=call.k_norm, cos=cos, sin=call.sin, positions=call.positions,
+            counts=call.counts, table=table, keys=keys, values=call.v_cache, out=out, partial=partial, sums=sums,
+        ),
+        arrived=arrived or 0, pages=pages, table_stride=table.stride(0), reach=table.shape[1] * page_size,
+        max_position=0 if cos is None else cos.shape[0] - 1, eps=call.eps, scale=call.scale,
+    )  # fmt: skip
+    here = torch.cuda.current_device() == device
+    with nullcontext() if here else torch.cuda.device(qkv.device):  # the driver launches in the current context
+        kernel(plan, device).launch(
+            (groups * size, 1, 1), 32 * warps, plan.shared(in_clusters), size if in_clusters else 1, stream, arguments
+        )
+    return out
