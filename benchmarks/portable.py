@@ -123,7 +123,7 @@ def attentions() -> Iterator[Row]:
                 yield {"op": "paged_decode", "batch": batch, "context": context, "us": row["us"]}
 
 
-def others() -> Iterator[Row]:
+def sampling() -> Iterator[Row]:
     for rows in (1, 16):
         logits = 4 * torch.randn(rows, VOCABULARY, device=DEVICE)
         ints = torch.zeros(rows, device=DEVICE, dtype=torch.int32)
@@ -131,6 +131,9 @@ def others() -> Iterator[Row]:
             given = torch.full_like(logits[:, 0], heat), ints + top_k, torch.full_like(logits[:, 0], top_p)
             call = partial(sample, logits, *given, ints.long(), ints)
             yield {"op": f"sample {name}", "batch": rows, "us": timed([call] * 20)}
+
+
+def cache() -> Iterator[Row]:
     for name in ("turboquant_write", "turboquant_decode"):
         for case in choices.registered()[name].cases:
             if case.name in ("llama", "smollm2", "llama_k4v3", "smollm2_4"):
@@ -138,7 +141,7 @@ def others() -> Iterator[Row]:
                 yield {"op": name, "case": case.name, "us": timed([partial(choices.registered()[name], *args)] * 20)}
 
 
-PARTS = {"linears": linears, "experts": experts, "attention": attentions, "others": others}
+PARTS = {"linears": linears, "experts": experts, "attention": attentions, "sampling": sampling, "cache": cache}
 
 
 def measure(parts: Sequence[str], out: Path | None) -> None:

@@ -198,15 +198,46 @@ def test_a_row_is_shared_by_as_many_blocks_as_run_at_once_and_hold_it(rows, widt
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("kernel_family")
-@pytest.mark.parametrize("params", [(0.8, 0, 0.95), (0.8, 1000, 1.0), (2.0, 1000, 0.5), (0.8, 50, 0.0), (0.8, 0, 1.0)])
+@pytest.mark.parametrize(
+    "params",
+    [
+        (0.8, 0, 0.95), (0.8, 1000, 1.0), (2.0, 1000, 0.5), (0.8, 50, 0.0), (0.8, 0, 1.0), (0.8, 0, 0.999),
+        (0.8, 9000, 0.9), (1e4, 0, 0.95), (1e-30, 0, 0.95),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("rows", [1, 8, 16])
-@pytest.mark.parametrize("kind", ["flat", "peaked", "equal", "odd"])
+@pytest.mark.parametrize("kind", ["flat", "peaked", "equal", "odd", "two"])
 def test_draws_of_a_gpu_are_those_of_a_cpu(params, rows, kind):
     """Also where the list of the first block has no room for what top-k and top-p keep."""
     logits = torch.randn(rows, 20000, generator=torch.Generator().manual_seed(rows))
-    logits = {"flat": logits, "peaked": 9 * logits, "equal": torch.zeros_like(logits), "odd": logits.round()}[kind]
+    logits = {
+        "flat": logits, "peaked": 9 * logits, "equal": torch.zeros_like(logits), "odd": logits.round(),
+        "two": (logits > 2).float(),
+    }[kind]  # fmt: skip
     if kind == "odd":
         logits[0, 3], logits[0, 5], logits[-1, 7:] = -0.0, float("inf"), float("-inf")
     row = [torch.full((rows,), value) for value in params]
     arguments = [logits, row[0], row[1].int(), row[2], torch.arange(rows) - 2**61, torch.arange(rows).int() + 7]
     assert sample(*(a.cuda() for a in arguments)).tolist() == sample(*arguments).tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("kernel_family")
+@pytest.mark.parametrize("params", [(0.0, 0, 1.0), (0.8, 0, 0.95), (0.8, 2000, 0.9), (0.8, 0, 1.0)])
+def test_a_captured_draw_of_many_positions_is_that_of_a_cpu(params):
+    """Of bfloat16 logits, as models give them; seeds and positions are new in each replay."""
+    rows, width, replays = 8, 128256, 6
+    logits = (3 * torch.randn(rows, width, generator=torch.Generator().manual_seed(0))).bfloat16().float()
+    heat, top_k, top_p = (torch.full((rows,), value) for value in params)
+    seeds, positions = torch.arange(rows) + 2**40, torch.arange(rows).int()
+    arguments = [t.cuda() for t in (logits, heat, top_k.int(), top_p, seeds, positions)]
+    sample(*arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = sample(*arguments)
+    for i in range(replays):
+        arguments[5].copy_(positions + i)
+        out.fill_(-1)
+        graph.replay()
+        expected = sample(logits, heat, top_k.int(), top_p, seeds, positions + i)
+        assert out.tolist() == expected.tolist(), f"position {i}"

@@ -165,11 +165,21 @@ EDGES: dict[str, tuple[Tensor, float, int, float]] = {
     "greedy": (FLAT, 0.0, 9, 0.5),
     "no filter": (FLAT, 0.8, 0, 1.0),
 }
+PLACES = torch.rand(WIDTH, generator=torch.Generator().manual_seed(6)).argsort()  # 0 to WIDTH - 1, without an order
+FIRST = torch.arange(WIDTH)
+WITHIN_A_BIN = {  # of equal logits some are kept, so that the draw tells which
+    "a part of a block's equal ones": (
+        torch.where(FIRST < 300, 1.0, torch.where(FIRST == 3000, 1.5, -INFINITE)), 1.0, 0, 0.5,
+    ),
+    "top-p in the first of two bins, top-k in the second": ((PLACES < 300).float() + (PLACES < 600), 1.0, 450, 0.3),
+    "more in a bin than a block sorts": ((PLACES < 1500).float() + (PLACES < 3000), 1.0, 0, 0.3),
+}  # fmt: skip
+EDGES |= {f"{name}, draw {i}": row for name, row in WITHIN_A_BIN.items() for i in range(6)}
 
 
 @pytest.mark.parametrize("trusted", [True, False])
 def test_rows_at_the_edges_beside_each_other(drawn, kernels, distrustful, trusted: bool) -> None:
-    """In one batch; also with float32 trusted with hardly anything, so that float64 decides by the block that is last."""
+    """In one batch; also with float32 trusted with hardly anything, so that the last block decides in float64."""
     logits, *params = zip(*EDGES.values(), strict=True)
     heat, top_k, top_p = (torch.tensor(column) for column in params)
     rows = torch.arange(len(EDGES))

@@ -62,7 +62,7 @@ __device__ __forceinline__ void bring(const Task& t, const Part& part, int begin
   Shared& s = t.s;
   Row& found = p.found[t.row];
   const int tid = threadIdx.x;
-  const bool by_mass = t.s.wish.asked < 1.f;
+  const bool by_mass = s.wish.asked < 1.f;
   const float unit = (float)(1u << mass_bits(p));
   s.best[tid] = s.counts[tid] = s.masses[tid] = 0;
   if (tid == 0) s.listed = 0;
@@ -82,14 +82,14 @@ __device__ __forceinline__ void bring(const Task& t, const Part& part, int begin
         if (at < LIST) __stcg(p.list + (size_t)t.row * LIST + at, key_of(x[j], i));
       }
       if (!part.races) continue;
-      races[j] = t.s.rough.race(x[j], i);
+      races[j] = s.rough.race(x[j], i);
       const u32 race = __float_as_uint(races[j]);
       most = max(most, race);
       if (!part.filters) continue;
-      const int bin = t.s.rough.bin(x[j]);
+      const int bin = s.rough.bin(x[j]);
       if (race > s.best[bin]) atomicMax(&s.best[bin], race);
-      if (!t.s.wish.every) atomicAdd(&s.counts[bin], 1u);
-      if (by_mass) atomicAdd(&s.masses[bin], (u32)(t.s.rough.weight(t.s.rough.place(x[j]) - (float)bin) * unit));
+      if (!s.wish.every) atomicAdd(&s.counts[bin], 1u);
+      if (by_mass) atomicAdd(&s.masses[bin], (u32)(s.rough.weight(s.rough.place(x[j]) - (float)bin) * unit));
     }
     if (!part.races) continue;
     if (!part.filters) {
@@ -102,7 +102,7 @@ __device__ __forceinline__ void bring(const Task& t, const Part& part, int begin
 #pragma unroll
     for (int j = 0, i = first; j < BATCH; j++, i += THREADS) {
       if (!(races[j] > 0.f)) continue;
-      const int bin = part.filters ? t.s.rough.bin(x[j]) : 1;
+      const int bin = part.filters ? s.rough.bin(x[j]) : 1;
       const float ahead = bin ? s.ahead[bin - 1] : 0.f;  // of larger keys; without filters of all
       if (races[j] < ahead - MARGIN) continue;
       const u32 at = atomicAdd(&s.listed, 1u);
@@ -126,11 +126,11 @@ __device__ __forceinline__ void open_bins(const Task& t) {
   const Arguments& p = t.p;
   Shared& s = t.s;
   const int tid = threadIdx.x;
-  const Wish& wish = t.s.wish;
+  const Wish& wish = s.wish;
   const u64 bin = __ldcg(p.bins + (size_t)t.row * BINS + tid);
   const u32 count = bin >> COUNT_AT, counts = up_to(count, s, Sum());
   const float units = (float)(bin & ((1ull << COUNT_AT) - 1)) / (float)(1u << mass_bits(p));
-  const float weight = units * t.s.rough.weight((float)tid), weights = up_to(weight, s, Sum());
+  const float weight = units * s.rough.weight((float)tid), weights = up_to(weight, s, Sum());
   const bool in_k = wish.every || (int)(counts - count) < wish.k, all_in_k = wish.every || (int)counts <= wish.k;
   const float most = of_block(in_k ? weights : 0.f, s, Most()), least = of_block(all_in_k ? weights : 0.f, s, Most());
   const float open = doubt(p, most);
@@ -151,15 +151,15 @@ struct Claim {
 // Of the list, which holds all that may be kept.
 __device__ __forceinline__ Claim claim_of_list(const Task& t, int listed) {
   Shared& s = t.s;
-  const Wish& wish = t.s.wish;
+  const Wish& wish = s.wish;
   const int tid = threadIdx.x, some = min(listed, wish.k);
   const u64 key = sort(tid < listed ? __ldcg(t.p.list + (size_t)t.row * LIST + tid) : 0, s, listed);
   const bool in_k = tid < some;
   if (wish.asked >= 1.f) return {key, in_k, in_k};
-  const float weight = in_k ? t.s.rough.weight(t.s.rough.place(logit_of(key))) : 0.f, to_here = up_to(weight, s, Sum());
+  const float weight = in_k ? s.rough.weight(s.rough.place(logit_of(key))) : 0.f, to_here = up_to(weight, s, Sum());
   const float sum = of_block(to_here, s, Most()), whole = wish.every && listed < t.p.width ? s.whole : sum;
   const float reach = wish.asked * whole, open = doubt(t.p, whole), before = to_here - weight;
-  if (!wish.every && tid == some - 1) s.from = 0, s.until = t.s.rough.bin(key);
+  if (!wish.every && tid == some - 1) s.from = 0, s.until = s.rough.bin(key);
   return {key, in_k && (tid == 0 || before < reach - open), in_k && (tid == 0 || before < reach + open)};
 }
 
@@ -221,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sample_draw(const __gri
     c = claim_of_list(t, listed);
   } else if (claims && tid < racers) {
     const u64 key = __ldcg(p.racers + (size_t)row * LIST + tid);
-    const int bin = t.s.rough.bin(key);
+    const int bin = s.rough.bin(key);
     c = {key, !filters || key == wish.top || bin < s.from, !filters || bin <= s.to};
   }
   if (claims && drawn(t, c)) return;
