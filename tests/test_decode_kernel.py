@@ -45,8 +45,13 @@ class Kernel:
 
 
 class Arrived:
-    @staticmethod
-    def of(device: int | None, stream: int) -> int:
+    """Counters, which are there once a kernel was asked for."""
+
+    there = False
+
+    @classmethod
+    def of(cls, device: int | None, stream: int) -> int:
+        assert cls.there
         return counters.data_ptr()
 
 
@@ -66,7 +71,11 @@ def compiled(folder: Path, source: Path, portable: bool = True) -> Callable[[Pla
         run = ctypes.CDLL(str(path)).run
         return Kernel(run, 1, build.PORTABLE_SHARED) if portable else Kernel(run, plan.size, H200.shared)
 
-    return made
+    def asked(plan: Plan | decode_round.Plan, device: int) -> Kernel:
+        Arrived.there = True
+        return made(plan, device)
+
+    return asked
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +86,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Plan | decode_
 def instead(patch: pytest.MonkeyPatch) -> None:
     """Of a GPU, what a launcher asks for."""
     patch.setattr(decode_portable, "ARRIVED", Arrived)
+    patch.setattr(Arrived, "there", False)
     patch.setattr(torch.cuda, "current_device", lambda: None)
     patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
 

@@ -131,6 +131,9 @@ def attend(call: PagedDecode) -> Tensor:
         warps, size, kv_heads, call.window, page_stride, place_stride, head_stride,
         0 if cos is None else cos.stride(0),
     )  # fmt: skip
+    here = torch.cuda.current_device() == device
+    with nullcontext() if here else torch.cuda.device(qkv.device):  # the driver launches in the current context
+        launched = kernel(plan, device)  # which sees to the counters
     stream = torch._C._cuda_getCurrentRawStream(device)
     out = torch.empty((rows, tokens, call.heads, dim), dtype=qkv.dtype, device=qkv.device)
     partial = sums = arrived = None
@@ -146,9 +149,8 @@ def attend(call: PagedDecode) -> Tensor:
         arrived=arrived or 0, pages=pages, table_stride=table.stride(0), reach=table.shape[1] * page_size,
         max_position=0 if cos is None else cos.shape[0] - 1, eps=call.eps, scale=call.scale,
     )  # fmt: skip
-    here = torch.cuda.current_device() == device
-    with nullcontext() if here else torch.cuda.device(qkv.device):  # the driver launches in the current context
-        kernel(plan, device).launch(
+    with nullcontext() if here else torch.cuda.device(qkv.device):
+        launched.launch(
             (groups * size, 1, 1), 32 * warps, plan.shared(in_clusters), size if in_clusters else 1, stream, arguments
         )
     return out
