@@ -1,7 +1,7 @@
 // From logits to a token without clusters, in two launches: what sampling.cu does, which tells how.
 //
-// `sample_bounds`: every warp brings its largest key, and the block of a row that comes last sorts them, which gives the
-// bound that keys of the list have to reach; a greedy row ends there. `sample_draw`: every block lists those keys; where they
+// `sample_bounds`: every warp brings its largest key, and the block of a row that comes last finds a bound that so many of
+// them reach, which keys of the list have to reach too; a greedy row ends there. `sample_draw`: every block lists those keys; where they
 // need not suffice it also brings the row's histogram, and its racers. Its last block draws.
 //
 // Racers: what top-k and top-p keep are the keys from one on, wherever that is. So a key whose race is behind that of a larger
@@ -14,6 +14,19 @@
 #include "sampling_exact.cuh"
 
 constexpr int AHEAD = 8, BATCH = 4;                // loads of a thread under way, in the first launch and in the second
+
+// A bound that so many of the threads' keys reach and hardly more, or 0: a sixteenth more at most, but for equal ones.
+__device__ __forceinline__ u64 bound_of(u64 key, u64 top, int wanted) {
+  const u32 own = key >> INDEX_BITS;
+  u64 low = 0, high = (top >> INDEX_BITS) + 1;
+  while (high - low > 1) {
+    const u64 middle = (low + high) / 2;
+    const int reached = __syncthreads_count(own >= middle);
+    (reached >= wanted ? low : high) = middle;
+    if (reached >= wanted && reached <= wanted + wanted / 16) break;
+  }
+  return low << INDEX_BITS;
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) sample_bounds(const __grid_constant__ Arguments p) {
   __shared__ Shared s;
@@ -34,20 +47,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sample_bounds(const __g
   if (rank == 0) p.bins[(size_t)row * BINS + tid] = 0;
   if (!last_of_row(p, s, row)) return;
   Wish wish = wish_of(p, row, 0);
-  const bool sorts = wish.heat > 0.f && wish.filters();
+  const bool bounds = wish.heat > 0.f && wish.filters();
   most = tid < maxima ? __ldcg(p.maxima + (size_t)row * maxima + tid) : 0;
   low = tid < maxima ? __ldcg(p.minima + (size_t)row * maxima + tid) : ~0u;
-  if (sorts) {
-    sort(most, s, maxima);
-    most = s.list[0], low = of_block(low, s, Least());
-  } else {
-    most = of_block(most, s, Most());
-  }
+  const u64 top = of_block(most, s, Most());
+  u64 bound = 0;
+  if (bounds) bound = bound_of(most, top, min(wish.k, ranked_of(p))), low = of_block(low, s, Least());
   if (tid) return;
-  const u64 bound = sorts ? s.list[min(wish.k, maxima * 3 / 4) - 1] : 0;  // 1.4 times as many keys reach it
-  p.found[row] = {most, bound, sorts ? logit_of((u64)low << INDEX_BITS) : -3e38f, 0, 0};
-  wish.top = most;
-  if (wish.greedy()) p.out[row] = index_of(most);
+  p.found[row] = {top, bound, bounds ? logit_of((u64)low << INDEX_BITS) : -3e38f, 0, 0};
+  wish.top = top;
+  if (wish.greedy()) p.out[row] = index_of(top);
 }
 
 // What a block of the row is to bring.
@@ -195,7 +204,7 @@ __device__ __forceinline__ void draw_of_row(const Task& t, u64 least) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) sample_draw(const __grid_constant__ Arguments p) {
   __shared__ Shared s;
   const int tid = threadIdx.x, row = blockIdx.x / p.blocks, rank = blockIdx.x % p.blocks;
-  const int begin = rank * p.part, count = max(min(p.width - begin, p.part), 0), ranked = p.blocks * WARPS * 3 / 4;
+  const int begin = rank * p.part, count = max(min(p.width - begin, p.part), 0);
   let_next_start();
   wait_for_previous();
   const Row& found = p.found[row];
@@ -205,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sample_draw(const __gri
   const Wish& wish = s.wish;
   if (wish.greedy()) return;
   const Task t{p, s, row};
-  const bool filters = wish.filters(), few = wish.k <= ranked && bound;
+  const bool filters = wish.filters(), few = wish.k <= ranked_of(p) && bound;
   const Part part{bound, filters, filters && (few || wish.every || !bound), !few || !filters};
   bring(t, part, begin, count);
   if (!last_of_row(p, s, row)) return;
