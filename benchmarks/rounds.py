@@ -1,6 +1,6 @@
 """Microseconds of one layer's attention in a round of several tokens a row: one launch beside three, as JSON lines.
 
-PYTHONPATH=src python3 benchmarks/rounds.py --out rounds.jsonl
+    PYTHONPATH=src python3 benchmarks/rounds.py --out rounds.jsonl
 
 RoPE, the cache's write and attention, graph replay, layers' caches walked so that none stays in the L2. One token is a
 decode step's own kernel. `ONEGRAPH_KERNELS=portable` in front measures the form without clusters.
