@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 
 from onegraph.api import Progress
-from onegraph.api.cost import available_memory
 from onegraph.api.device import pick_device
 from onegraph.api.draft_prompts import HELD, PROMPT, Pieces, Prompts
 from onegraph.api.llm import LLM
@@ -34,6 +33,7 @@ from onegraph.models.eagle_net import EagleNet, head_config, head_rows, head_ten
 from onegraph.models.eagle_texts import Shelf, Texts, Written
 from onegraph.models.eagle_training import Exam, Score, Teacher, train
 from onegraph.models.llama import Llama
+from onegraph.models.memory import free_memory
 
 ROWS = {"cuda": 64, "cpu": 8}  # texts that are written side by side
 WAVE = {"cuda": 256, "cpu": 8}  # between two looks at the clock; of many, rows that end early are filled again
@@ -190,8 +190,9 @@ def train_head(
         layers = tapped(model.config.layers)
         config = head_config(model.config, layers, len(names), str(path))
         longest = max(len(each.tokens) for each in (*seen, *kept))
-        size = batch or _batch(model, longest * ahead)
         net = _new(model, config, names, longest + ahead, seed)
+        free = _free(net, model.device)
+        size = batch or _batch(model, longest * ahead, free)
         teacher = Teacher(model, net, names.to(model.device), ahead)
         exam = Exam(teacher, Texts(model, kept[:EXAM], layers), size)
 
@@ -199,7 +200,7 @@ def train_head(
             log(f"step {step}: loss {loss:.3f}; held out {score.loss:.3f}, {score.tokens:.2f} tokens a round")
 
         done = train(
-            teacher, Texts(model, seen, layers, _shelves(model.device, memory)), exam, batch=size,
+            teacher, Texts(model, seen, layers, _shelves(model.device, memory, free)), exam, batch=size,
             rate=rate or min(3e-3, RATE / model.config.hidden_size),
             steps=steps, seconds=clock.training, seed=seed, told=told,
         )  # fmt: skip
@@ -228,22 +229,22 @@ def _split(written: Sequence[tuple[bool, Written]], ahead: int) -> tuple[list[Wr
     return seen, kept
 
 
-def _batch(model: Llama | ChainedLlama, places: int) -> int:
+def _free(net: EagleNet, device: torch.device) -> int:
+    """Bytes of the device that training has besides `net`, its gradients, AdamW's two moments and two copies."""
+    return max(0, free_memory(device) - 5 * sum(p.nbytes for p in net.parameters()))
+
+
+def _batch(model: Llama | ChainedLlama, places: int, free: int) -> int:
     """Texts of a step, each of so many places in all steps of its head: those for whose activations a quarter of the
     free memory has room, in two or four bytes each."""
-    most, free = BATCH[model.device.type], available_memory(model.device)
-    if model.device.type == "cpu" or free is None:
-        return most
     each = 3 * places * (16 * model.config.hidden_size + 4 * model.config.intermediate_size)
-    return max(1, min(most, free // 4 // each))
+    return max(1, min(BATCH[model.device.type], free // 4 // each))
 
 
-def _shelves(device: torch.device, memory: int) -> list[Shelf]:
+def _shelves(device: torch.device, memory: int, free: int) -> list[Shelf]:
     """Where hidden states are kept: on a GPU in a quarter of what is free, then on the host within `memory` bytes."""
     host = Shelf(torch.device("cpu"), memory)
-    if device.type != "cuda":
-        return [host]
-    return [Shelf(device, (available_memory(device) or 0) // 4), host]
+    return [Shelf(device, free // 4), host] if device.type == "cuda" else [host]
 
 
 def _new(

@@ -49,7 +49,8 @@ class Batch:
 
     def told(self, steps: int) -> Tensor:
         """Places int64 [N] in the flattened [B T] behind which a head of so many steps learns to name the token: those
-        where the model wrote it, and each step has a place to begin from."""
+        where the model wrote it (but the first, which no draft ever names), and each step has a place to begin
+        from."""
         width = self.tokens.shape[1]
         places = [
             torch.arange(i * width + max(text.prompt, steps), i * width + len(text.tokens) - 1)

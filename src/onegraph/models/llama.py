@@ -117,10 +117,9 @@ class Llama(nn.Module):
         decode = device.type == "cpu" if decode is None else decode
         loader = Loader(checkpoint, config, dtype, decode=decode, held=held, ahead=peer is None)
         loader.check()
-        if peer is None:
-            check_weights(loader, device)
-        else:
+        if peer is not None:
             check_ranks(loader, config, peer.count)
+        check_weights(loader, device, 1 if peer is None else peer.count)
         unit, part = head_part(loader, config.vocab_size, config.hidden_size, peer)
         tables = rotary_tables(config, positions, device)
         with loader.reading(progress):

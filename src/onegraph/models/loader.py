@@ -170,11 +170,15 @@ class Loader:
                 found.setdefault(key, []).append(stored)
         return [found[key] for key in sorted(found)]
 
+    @cached_property
+    def unit_bytes(self) -> list[int]:
+        """Of `units`, as they are stored."""
+        return [sum(self.info(name).nbytes for name in unit) for unit in self.units]
+
     @property
     def landing_bytes(self) -> int:
-        """What a GPU holds besides the model while it is read, at most: tensors that wait for being asked for."""
-        sizes = [sum(self.info(name).nbytes for name in unit) for unit in self.units]
-        return min(sum(sizes), AHEAD_BYTES + max(sizes, default=0))
+        """What of the file a GPU holds at most that nobody has asked for yet."""
+        return min(sum(self.unit_bytes), AHEAD_BYTES + max(self.unit_bytes, default=0))
 
     def tensor(self, name: str, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor in `dtype`, the model's unless another is given."""

@@ -21,9 +21,15 @@ def free_memory(device: torch.device, reserve: int = 0) -> int:
     return max(0, min(free + held - used, allowed - used) - reserve)
 
 
-def check_weights(loader: Loader, device: torch.device) -> None:
-    """Raises ValueError with the sums where the weights do not fit, read as they are."""
-    weights, beside = sum(loader.device_bytes().values()), loader.landing_bytes
+def check_weights(loader: Loader, device: torch.device, ranks: int = 1) -> None:
+    """Raises ValueError with the sums where the weights, or a rank's share of them, do not fit.
+
+    What is read becomes the model, so that besides there is a layer at most, whose parts are joined, and what the file
+    has in a wider dtype.
+    """
+    weights = sum(loader.device_bytes().values()) // ranks
+    wider = max(0, sum(loader.unit_bytes) // ranks - weights)
+    beside = max(loader.unit_bytes, default=0) // ranks + min(loader.landing_bytes, wider)
     if weights + beside > (free := free_memory(device)):
         raise ValueError(
             f"the weights take {weights / GB:.2f} GB on {device}, and {beside / GB:.2f} more while they are "

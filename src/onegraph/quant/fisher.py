@@ -103,7 +103,7 @@ def _at_the_end(model: QuantizableModel, hidden: Tensor, source: torch.Generator
     found = torch.empty_like(hidden)
     for row in range(len(hidden)):
         with torch.enable_grad(), reference_ops():
-            x = hidden[row].detach().clone().requires_grad_()
+            x = hidden[row : row + 1].detach().clone().requires_grad_()
             logits = model.head(x).float()
             p = logits.detach().softmax(-1)
             seed = int(
@@ -111,7 +111,7 @@ def _at_the_end(model: QuantizableModel, hidden: Tensor, source: torch.Generator
             )  # drawing all logits on the CPU would take longest
             noise = torch.randn(p.shape, generator=torch.Generator(p.device).manual_seed(seed), device=p.device)
             spread = p.sqrt() * noise
-            (found[row],) = torch.autograd.grad(logits, x, spread - p * spread.sum(-1, keepdim=True))
+            (found[row : row + 1],) = torch.autograd.grad(logits, x, spread - p * spread.sum(-1, keepdim=True))
     return found
 
 

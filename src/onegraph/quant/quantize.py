@@ -249,6 +249,7 @@ class _Job:
             draws=recipe.fisher,
             outputs=recipe.fisher_outputs,
             spill=self.spill,
+            progress=lambda count: self.step(f"gradients of {count} of {len(names)} blocks", 0),
         )
         for i, factors in found:
             if there is None:

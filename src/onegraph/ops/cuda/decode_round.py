@@ -109,7 +109,7 @@ def share(groups: int, sets: int, device: build.Device, clusters: bool) -> tuple
     if clusters:
         at_once = {size: device.clusters[size - 1] for size in SIZES}
     else:
-        shared = decode_portable.SIZES if groups <= decode_portable.MAX_GROUPS else ()
+        shared = decode_portable.SIZES if groups <= device.sms else ()  # what they leave goes through memory
         at_once = {size: device.sms // size for size in (*shared, 1)}
     at_once = {size: many for size, many in at_once.items() if many}
     size = next((size for size, many in at_once.items() if groups <= many), 0)
