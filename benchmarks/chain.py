@@ -1,12 +1,13 @@
 """The linears between two attentions: one launch beside one for each linear, with attention between them and without.
 
-    PYTHONPATH=src python3 benchmarks/chain.py --bits 2 3 4 --out benchmarks/results/e8p-chain-h200.jsonl
+    PYTHONPATH=src python3 benchmarks/chain.py --bits 2 3 4 --tokens 1 2 4 8 --out chain.jsonl
 
-Layers of SmolLM2-135M with random codes, one token, each layer behind the other in one graph. A JSON line a form;
-`error` is the last layer's ||qkv - truth|| / ||truth|| against float32.
+Layers of SmolLM2-135M with random codes, tokens of one row, each layer behind the other in one graph. A JSON line a
+form; `error` is the last layer's ||qkv - truth|| / ||truth|| against float32.
 """
 
 import argparse
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from torch import Tensor
 from onegraph.engine.bench import replay_us
 from onegraph.engine.record import emit, machine
 from onegraph.ops.cuda import e8p_chain as cuda
-from onegraph.ops.decode_attention import paged_decode
-from onegraph.ops.e8p_chain import e8p_chain
+from onegraph.ops.decode_attention import _SMOL, paged_decode
+from onegraph.ops.decode_attention import _case as attention_case
+from onegraph.ops.e8p_chain import _case, e8p_chain
 
 DEVICE = torch.device("cuda", 0)
 FORMS = {"one launch": e8p_chain.overload, "four launches": cuda.one_by_one}
@@ -37,14 +39,16 @@ def error(chain: Callable[..., Any], args: list[Any]) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bits", nargs="+", type=int, default=[2, 3, 4])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1])
     parser.add_argument("--out", type=Path, help="append the lines to this file")
     args = parser.parse_args()
-    about = {"layers": LAYERS, "tokens": 1, **machine(DEVICE)}
     generator = torch.Generator().manual_seed(0)
-    for bits in args.bits:
-        made = next(case for case in e8p_chain.cases if case.name == f"1x1x576x1536->960@{bits}")
+    for bits, tokens in itertools.product(args.bits, args.tokens):
+        about = {"layers": LAYERS, "tokens": tokens, **machine(DEVICE)}
+        made = _case((1, tokens), 576, 576, 1536, 960, bits)
         layers = [list(made.make(DEVICE, torch.bfloat16, generator)) for _ in range(LAYERS)]
-        attentions = [list(paged_decode.cases[0].make(DEVICE, torch.bfloat16, generator)) for _ in range(LAYERS)]
+        between = attention_case("", positions=[137], counts=[tokens], tokens=tokens, **_SMOL)
+        attentions = [list(between.make(DEVICE, torch.bfloat16, generator)) for _ in range(LAYERS)]
 
         def step(chain: Callable[..., Any], attend: bool, layers: Any = layers, attentions: Any = attentions) -> None:
             x, residual = layers[0][:2]
@@ -54,7 +58,7 @@ def main() -> int:
 
         for name, chain in FORMS.items():
             for attention in attentions:
-                attention[-1] = name == "one launch"  # whether attention lets it start early
+                attention[-3] = name == "one launch"  # whether attention lets it start early
             for attend in (False, True):
                 us = replay_us(lambda c=chain, a=attend: step(c, a), DEVICE, LAYERS)
                 row = {"bench": "e8p_chain", "shape": "smollm2-135m", "name": name, "bits": bits, "attention": attend}

@@ -104,11 +104,11 @@ def test_wrong_arguments_say_what_is_allowed(at: int, value: torch.Tensor, messa
         paged_decode(*arguments)
 
 
-@pytest.mark.parametrize(("chained", "rows", "early"), [(True, 1, True), (True, 2, False), (False, 1, False)])
+@pytest.mark.parametrize(("chained", "rows", "early"), [(2, 1, True), (2, 2, True), (2, 3, False), (0, 1, False)])
 def test_the_next_launch_is_let_go_early_in_front_of_a_chain(
-    chained: bool, rows: int, early: bool, monkeypatch: pytest.MonkeyPatch
+    chained: int, rows: int, early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And of nothing else: not of narrow q, k and v, nor of several rows, whose linears are launches of their own."""
+    """And of nothing else: not of narrow q, k and v, nor of more rows, whose linears are launches of their own."""
     from onegraph.nn import attention
 
     sizes = {"kv_heads": 1, "head_dim": 16}

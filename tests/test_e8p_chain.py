@@ -28,13 +28,14 @@ SIZES = [SMOL, (576, 576, 1536, 0), (256, 320, 128, 192), (128, 192, 384, 512), 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_small_models_are_taken(sizes: tuple[int, int, int, int], bits: int) -> None:
-    assert cuda_chain.takes(1, sizes, bits, torch.bfloat16)
+    assert all(cuda_chain.takes(tokens, sizes, bits, torch.bfloat16) for tokens in (1, cuda_chain.MAX_TOKENS))
     assert cuda_chain.shared(sizes, bits) <= H200.shared
 
 
 def test_what_is_not_taken() -> None:
     for tokens, sizes, dtype in (
-        (2, SMOL, torch.bfloat16),
+        (0, SMOL, torch.bfloat16),
+        (cuda_chain.MAX_TOKENS + 1, SMOL, torch.bfloat16),
         (1, SMOL, torch.float32),
         (1, (960, 960, 2560, 1600), torch.bfloat16),  # SmolLM2-360M: codes of a layer are more than a cluster holds
         (1, (4096, 4096, 14336, 6144), torch.bfloat16),  # Llama-3-8B
@@ -78,16 +79,17 @@ def test_links_that_do_not_fit_together_are_refused() -> None:
 MODEL = {"hidden_size": 192, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 64}
 
 
-def test_a_token_at_a_time_goes_through_chains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_few_tokens_go_through_chains(tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same logits, on a CPU the same bits, as layer by layer; and a prefill does not ask for them."""
     save_e8p("smollm2", tmp_path / "model", rates={"bits": 3}, **MODEL)
-    row = torch.randint(0, 131, (12,), generator=torch.Generator().manual_seed(1)).tolist()
+    row = torch.randint(0, 131, (21,), generator=torch.Generator().manual_seed(1)).tolist()
     logits = []
     with Checkpoint.open(tmp_path / "model") as checkpoint:
         plain = Llama.load(checkpoint, "cpu", torch.bfloat16, decode=False)
     one = chained(plain)
     assert isinstance(one, ChainedLlama)
-    assert all(block.attention.chained for block in plain.blocks)
+    assert all(block.attention.chained == one.most == cuda_chain.MAX_TOKENS for block in plain.blocks)
     assert [len(chain.links) for chain in one.chains] == [4, 4, 3]
     calls = []
     call = Chain.__call__
@@ -95,10 +97,10 @@ def test_a_token_at_a_time_goes_through_chains(tmp_path: Path, monkeypatch: pyte
     for model in (one, plain):
         calls.clear()
         decoder = Decoder(model, rows=1, max_context=32)
-        decoder.feed([row[:8]])
+        decoder.feed([row[:9]])
         assert not calls
-        logits.append(torch.cat([decoder.feed([[token]])[0] for token in row[8:]]))
-        assert calls == (4 * one.chains if model is one else [])
+        logits.append(torch.cat([decoder.feed([row[at : at + tokens]])[0] for at in range(9, 21, tokens)]))
+        assert calls == (12 // tokens * one.chains if model is one else [])
     assert torch.equal(*logits)
 
 
@@ -152,11 +154,12 @@ def _launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("tokens", [1, 5])
 def test_one_launch_is_as_right_as_four(
-    sizes: tuple[int, ...], bits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    tokens: int, sizes: tuple[int, ...], bits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each link rounds its result, so both are held to what separate launches are off by."""
-    args = _arguments(sizes, bits, dtype)
+    args = _arguments(sizes, bits, dtype, tokens)
     with reference_ops():
         truth = e8p_chain(*[a.float() if isinstance(a, torch.Tensor) and a.dtype == dtype else a for a in args])
     launches = _launches(monkeypatch)
@@ -169,9 +172,10 @@ def test_one_launch_is_as_right_as_four(
 
 
 @gpu
-def test_same_bits_each_time_in_a_graph_and_beside_another() -> None:
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_same_bits_each_time_in_a_graph_and_beside_another(tokens: int) -> None:
     """Chains one behind the other, which start before the one in front ends, on two streams at once."""
-    x, residual, *rest = _arguments(SMOL, 4)
+    x, residual, *rest = _arguments(SMOL, 4, tokens=tokens)
     calls = 12
 
     def chained() -> list[torch.Tensor]:
@@ -203,20 +207,32 @@ def test_same_bits_each_time_in_a_graph_and_beside_another() -> None:
 
 
 @gpu
+@pytest.mark.parametrize("tokens", [2, 8])
+def test_a_token_has_the_same_bits_alone_and_among_others(tokens: int) -> None:
+    x, residual, *rest = _arguments(SMOL, 4, tokens=tokens)
+    together = e8p_chain(x, residual, *rest)
+    for i in range(tokens):
+        alone = e8p_chain(x[i : i + 1], residual[i : i + 1], *rest)
+        assert all(torch.equal(a, b[i : i + 1]) for a, b in zip(alone, together, strict=True))
+
+
+@gpu
+@pytest.mark.parametrize("tokens", [1, 8])
 @pytest.mark.parametrize("at", [0, 1])
-def test_nan_reaches_all(at: int) -> None:
+def test_nan_reaches_all_of_its_token(at: int, tokens: int) -> None:
     """Of x and of the residual stream; infinity of the attention becomes NaN, as it does one by one."""
     for value in (float("nan"), float("inf")):
-        args = _arguments(SMOL, 4)
-        args[at][0, 7] = value
+        args = _arguments(SMOL, 4, tokens=tokens)
+        args[at][-1, 7] = value
         for result in e8p_chain(*args):
-            assert not result.isfinite().any()
+            assert not result[-1].isfinite().any()
+            assert result[:-1].isfinite().all()
 
 
 @gpu
 def test_what_one_launch_does_not_take_runs_as_four(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = _launches(monkeypatch)
-    for tokens, sizes in ((2, SMOL), (1, (960, 960, 2560, 1600))):
+    for tokens, sizes in ((cuda_chain.MAX_TOKENS + 1, SMOL), (1, (960, 960, 2560, 1600))):
         args = _arguments(sizes, 4, tokens=tokens)
         launches.clear()
         got = e8p_chain(*args)

@@ -1,4 +1,4 @@
-"""An optional pass over a loaded Llama: for one token, what lies between two attentions in one launch.
+"""An optional pass over a loaded Llama: for few tokens, what lies between two attentions in one launch.
 
 It is for models so small that the codes of four linears fit one cluster's shared memory (no dimension above 1536) and
 returns every other model as it was. `docs/performance.md` says what it gives.
@@ -29,14 +29,14 @@ class Chain:
             self.links.append(following.qkv.linear)
 
     @property
-    def suits(self) -> bool:
-        """Whether one launch computes it: linears of one format, which has such a launch and takes these sizes."""
+    def most(self) -> int:
+        """Tokens that one launch computes; 0 where linears are not of one format that has such a launch for them."""
         if not all(isinstance(link, Linear) and link.format is self.links[0].format for link in self.links):
-            return False
+            return 0
         format, (out, _, down, *qkv) = self.links[0].format, self.links
         sizes = out.in_features, out.out_features, down.in_features, sum(each.out_features for each in qkv)
         chain = weight_ops(format).chain
-        return chain is not None and chain.takes(format, sizes)
+        return 0 if chain is None else chain.most(format, sizes)
 
     def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """x [..., k] that attention gave, residual [..., D] -> residual [..., D], qkv [..., n] of the next layer."""
@@ -48,11 +48,12 @@ class Chain:
 
 
 class ChainedLlama(nn.Module):
-    """`model`, whose steps of a single token run through chains; everything else is the model's own."""
+    """`model`, whose steps and rounds of few tokens run through chains; everything else is the model's own."""
 
     def __init__(self, model: Llama, chains: list[Chain]) -> None:
         super().__init__()
         self.model, self.chains = model, chains
+        self.most = min(chain.most for chain in chains)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -72,8 +73,8 @@ class ChainedLlama(nn.Module):
     def run(
         self, stage: int, stream: Stream, tokens: Tensor, cache: Attend, taps: dict[int, Tensor | None] | None = None
     ) -> Stream:
-        """As `Llama.run`; two ops a layer where there is one token."""
-        if tokens.numel() != 1:
+        """As `Llama.run`; two ops a layer where tokens are few."""
+        if tokens.numel() > self.most:
             return self.model.run(stage, stream, tokens, cache, taps)
         first = self.model.blocks[0]
         assert isinstance(first, Block)
@@ -91,8 +92,9 @@ def chained(model: Llama) -> Llama | ChainedLlama:
     if not all(block.fused for block in blocks):
         return model
     chains = [Chain(block, following) for block, following in zip(blocks, [*blocks[1:], None], strict=True)]
-    if not all(chain.suits for chain in chains):
+    if not all(chain.most for chain in chains):
         return model
+    made = ChainedLlama(model, chains)
     for block in blocks:
-        block.attention.chained = True
-    return ChainedLlama(model, chains)
+        block.attention.chained = made.most
+    return made

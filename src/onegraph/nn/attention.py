@@ -41,8 +41,9 @@ class Attention(nn.Module):
         scale: of scores, head_dim to the power of -1/2 unless given. softcap: bounds them (Gemma 2), 0 for not.
 
     Attributes:
-        chained: what follows a call of one token is the one launch of a `Chain`, which sets this and gains from being
-            started early. Any other linear would ask for its codes before attention has its keys and values.
+        chained: what follows a call of at most so many tokens is the one launch of a `Chain`, which sets this and
+            gains from being started early. Any other linear would ask for its codes before attention has its keys and
+            values.
     """
 
     q_norm: Tensor | None
@@ -72,7 +73,7 @@ class Attention(nn.Module):
         self.index, self.heads, self.kv_heads, self.head_dim = index, heads, kv_heads, head_dim
         self.eps, self.window, self.softcap = eps, window, softcap
         self.scale = head_dim**-0.5 if scale is None else scale
-        self.chained = False
+        self.chained = 0
         self.register_buffer("q_norm", q_norm)
         self.register_buffer("k_norm", k_norm)
         self.register_buffer("cos", cos, persistent=False)
@@ -174,7 +175,7 @@ class PagedCache:
     def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
         a, keys, values = attention, self.keys[attention.index], self.values[attention.index]
         if self.fused and qkv.shape[1] <= MAX_TOKENS:
-            early = a.chained and qkv.shape[:2].numel() == 1
+            early = qkv.shape[:2].numel() <= a.chained
             return paged_decode(
                 qkv, a.q_norm, a.k_norm, a.eps, a.cos, a.sin, self.positions, self.counts, self.block_table,
                 keys, values, self.tickets, a.heads, a.scale, a.window, early, a.sinks, a.softcap,

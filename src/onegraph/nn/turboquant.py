@@ -256,7 +256,7 @@ class TurboQuantCache:
         if fused and ring is not None and not chunk and not 0 < a.window <= self.config.window:
             state = layer.turn, layer.k_codebook, layer.v_codebook, layer.codes, ring, slots
             how = a.heads, self.config.scale, self._rotation, a.scale, self.config.window, a.window
-            early = a.chained and batch == length == 1
+            early = batch * length <= a.chained
             return turboquant_decode(*tokens, *state, *how, early).flatten(2)
         q, own = layer.write(tokens, slots, a.heads, chunk)
         if not chunk:

@@ -316,10 +316,10 @@ def _run_experts(
     return made
 
 
-def _chain_takes(format: E8PFormat, sizes: tuple[int, int, int, int]) -> bool:
+def _chain_most(format: E8PFormat, sizes: tuple[int, int, int, int]) -> int:
     from onegraph.ops.cuda import e8p_chain as kernel
 
-    return kernel.takes(1, sizes, format.rate, torch.bfloat16)
+    return kernel.MAX_TOKENS if kernel.takes(1, sizes, format.rate, torch.bfloat16) else 0
 
 
 def _chain(
@@ -343,5 +343,5 @@ def _chain(
 
 
 WEIGHT = WeightOps(
-    linear=_run, decode=_dense, embedding=_look_up, experts=_run_experts, chain=ChainOps(_chain_takes, _chain)
+    linear=_run, decode=_dense, embedding=_look_up, experts=_run_experts, chain=ChainOps(_chain_most, _chain)
 )

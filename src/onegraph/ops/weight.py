@@ -15,14 +15,14 @@ Given = Mapping[str, Tensor]  # the tensors of `WeightFormat.fields` and `.const
 
 @dataclass(frozen=True)
 class ChainOps:
-    """Four linears between two attentions as one launch, for one token.
+    """Four linears between two attentions as one launch, for few tokens.
 
     Args:
-        takes: (format, (inputs of out, width, inputs of down, outputs of qkv or 0)) -> whether it does.
+        most: (format, (inputs of out, width, inputs of down, outputs of qkv or 0)) -> tokens that it takes, 0: none.
         run: (format, x, residual, weights and biases of out, gate-up, down and maybe qkv, eps) -> residual, qkv.
     """
 
-    takes: Callable[[Any, tuple[int, int, int, int]], bool]
+    most: Callable[[Any, tuple[int, int, int, int]], int]
     run: Callable[..., tuple[Tensor, Tensor]]
 
 

@@ -1,6 +1,7 @@
-// The E8P linears between two attentions in one launch, for one token of a small model. Decoding is e8p_decode.cu's.
+// The E8P linears between two attentions in one launch, for few tokens of a small model. Decoding is e8p_decode.cu's.
 //
-// The launch is one cluster. Its blocks hold the codes of all links in shared memory, asked for before the attention
+// A token is one cluster's: tokens share nothing but the L2, so a token's bits do not depend on what runs beside it.
+// A cluster's blocks hold the codes of all links in shared memory, asked for before the attention
 // in front has ended: nothing is fetched on the way. A worker, one of WORKERS warps, has one job a link: 16 rows times
 // one of the PARTS of the columns; jobs are dealt out to the blocks in turn. It decodes them into registers while x is
 // not there yet. Sums of rows go, before the output's rotation, to every block of the cluster, where the other warps,
@@ -65,10 +66,10 @@ struct Link {
 struct Arguments {
   Link link[4];
   const uint2* codebook;   // int8 [512, 8]
-  const u16* x;            // [HEADS]
-  const u16* residual;     // [WIDTH]
-  u16* sum;                // [WIDTH], the residual stream behind down
-  u16* y;                  // [QKV]
+  const u16* x;            // [tokens, HEADS]
+  const u16* residual;     // [tokens, WIDTH]
+  u16* sum;                // [tokens, WIDTH], the residual stream behind down
+  u16* y;                  // [tokens, QKV]
   float eps;
 };
 struct __align__(128) Shared {   // after the tables; behind it codes, sums of even links, of odd links, x as fragments
@@ -313,14 +314,14 @@ template <int L> __device__ __forceinline__ void work(const Block& b, int worker
 // What is done to a slice between two links' products: it begins with the attention's result and ends in memory.
 __device__ __forceinline__ void between(const Block& b, int column) {
   const Arguments& p = b.p;
-  const int warp = b.warp;
+  const int warp = b.warp, token = blockIdx.x / CLUSTER;
   float in_scale[8], out_scale[8], up_scale[8], residual[8], v[8], up[8];
   b.in_scales<0>(in_scale, column), b.out_scales<0>(out_scale, column);
 #pragma unroll
   for (int e = 0; e < 8; e++) v[e] = residual[e] = 0.f;
   wait_for_previous();
-  if (column < HEADS) unpack8(v, *(const uint4*)(p.x + column));
-  if (column < WIDTH) unpack8(residual, *(const uint4*)(p.residual + column));
+  if (column < HEADS) unpack8(v, *(const uint4*)(p.x + token * HEADS + column));
+  if (column < WIDTH) unpack8(residual, *(const uint4*)(p.residual + token * WIDTH + column));
   if (warp < Of<0>::UNITS) b.prepare<0>(v, in_scale);
   all_meet();
 
@@ -352,7 +353,7 @@ __device__ __forceinline__ void between(const Block& b, int column) {
 
   if (warp < Of<1>::UNITS && (LINKS == 4 || warp == b.rank)) {
     const uint4 w = b.stream<2>(residual, out_scale, column);
-    if (warp == b.rank && column < WIDTH) *(uint4*)(p.sum + column) = w;
+    if (warp == b.rank && column < WIDTH) *(uint4*)(p.sum + token * WIDTH + column) = w;
     if (LINKS == 4) b.prepare_stream<LINKS - 1>(residual, in_scale);
   }
   if (LINKS == 3) return;
@@ -364,7 +365,7 @@ __device__ __forceinline__ void between(const Block& b, int column) {
     b.results<LINKS - 1>(v, scale, out_scale, column);
     b.add_bias<LINKS - 1>(v, column);
     const uint4 w = b.rounded(v);
-    if (column < QKV) *(uint4*)(p.y + column) = w;
+    if (column < QKV) *(uint4*)(p.y + token * QKV + column) = w;
   }
 }
 

@@ -1,5 +1,5 @@
-"""The linears between two attentions in one launch of one cluster: what `e8p_chain.cu` is built for, and which calls it
-takes. Others run as a launch for each linear."""
+"""The linears between two attentions in one launch, a cluster a token: what `e8p_chain.cu` is built for, and which
+calls it takes. Others run as a launch for each linear."""
 
 from functools import cache, lru_cache
 
@@ -10,6 +10,7 @@ from onegraph.ops.cuda import build, e8p
 from onegraph.ops.cuda.e8p_common import SLICE, TABLES
 
 CLUSTER, WORKERS = 16, 12
+MAX_TOKENS = 8  # clusters of 16 blocks that an H200 runs at once
 MAX_SLICES = 6  # of any dimension, a warp each: more would leave workers too few registers
 SHARED_STRUCT = 896  # bytes of `Shared` in e8p_chain.cu
 MAX_SHARED = 227 * 1024  # bytes of a block on the GPUs that the kernel is for
@@ -42,10 +43,10 @@ def shared(sizes: Sizes, bits: int) -> int:
 
 
 def takes(tokens: int, sizes: Sizes, bits: int, dtype: torch.dtype) -> bool:
-    """Whether the kernel computes these shapes: one token, and codes that a cluster's shared memory holds."""
+    """Whether the kernel computes these shapes: few tokens, and codes that a cluster's shared memory holds."""
     whole = all(size % 64 == 0 for size in sizes) and sizes[2] % 128 == 0  # no rotation mixes gate and up
     fits = max(sizes) <= MAX_SLICES * SLICE  # so that 2 * inner rows are at most a job for each worker
-    if tokens != 1 or dtype not in (torch.bfloat16, torch.float16) or not whole or not fits:
+    if not 0 < tokens <= MAX_TOKENS or dtype not in (torch.bfloat16, torch.float16) or not whole or not fits:
         return False
     return shared(sizes, bits) <= MAX_SHARED
 
@@ -125,7 +126,7 @@ def chain(
         kernel = _kernel(sizes, bits, x.dtype == torch.float16, x.device.index)
         stream = torch._C._cuda_getCurrentRawStream(x.device.index)
         warps = WORKERS + -(-max(sizes) // SLICE)
-        kernel.launch((CLUSTER, 1, 1), 32 * warps, shared(sizes, bits), CLUSTER, stream, arguments)
+        kernel.launch((tokens * CLUSTER, 1, 1), 32 * warps, shared(sizes, bits), CLUSTER, stream, arguments)
     return out, qkv
 
 

@@ -1,4 +1,5 @@
-"""Launches `sampling.cu`, or where there are no clusters `sampling_portable.cu`; the rest goes to Triton's kernels."""
+"""Launches `sampling.cu`, or for many rows and where there are no clusters `sampling_portable.cu`; the rest goes to
+Triton's kernels."""
 
 from functools import cache
 from typing import NamedTuple
@@ -54,13 +55,18 @@ def plan(rows: int, width: int, device: build.Device) -> Plan:
     return Plan(size, parts[size], SHARED_STRUCT + 4 * parts[size])
 
 
+def clustered(rows: int, device: int) -> bool:
+    """Whether a row has a largest cluster to itself: with smaller ones, two launches without clusters are quicker."""
+    return available(device) and rows <= build.device(device).at_once(CLUSTERS[-1])
+
+
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seed: Tensor, position: Tensor) -> Tensor:
     """See `onegraph.ops.sampling.sample`."""
     rows, width = logits.shape
     device = logits.device.index
     usable = logits.is_cuda and logits.dtype == torch.float32 and rows > 0 and width <= MAX_WIDTH
     asked = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "position": position}
-    plain = usable and not available(device) and kernels.takes(rows, width) and kernels.available(device)
+    plain = usable and kernels.takes(rows, width) and not clustered(rows, device) and kernels.available(device)
     if not usable or not (plain or available(device)):
         from onegraph.ops.triton.sampling import sample as fallback  # compiled as of its import
 
