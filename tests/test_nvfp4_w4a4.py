@@ -2,6 +2,7 @@
 published checkpoints."""
 
 import dataclasses
+import json
 import shutil
 import struct
 import subprocess
@@ -12,11 +13,13 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fuzz import tiny
 from models import Decoder
 from on_cpu import compile_run
+from onegraph import LLM, quantize
 from onegraph.check import check_step
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
@@ -28,7 +31,8 @@ from onegraph.models.ranks import Ranks
 from onegraph.nn.linear import Linear
 from onegraph.ops import nvfp4_linear as ops
 from onegraph.ops.cuda import nvfp4_activations
-from onegraph.ops.nvfp4 import decode_e2m1, quantize, random_weight, times_scales
+from onegraph.ops.nvfp4 import decode_e2m1, random_weight, times_scales
+from onegraph.ops.nvfp4 import quantize as to_codes
 from onegraph.ops.registry import reference_ops
 from published import LAYOUTS, save, w4a16
 from test_cli import invoke
@@ -88,7 +92,7 @@ def hard(rows: int, k: int, unit: float) -> Tensor:
 def test_the_kernel_rounds_as_the_reference_does(build, rows: int, k: int, dtype: torch.dtype, unit: float) -> None:
     x = hard(rows, k, unit).to(dtype)
     got = run(build(int(dtype == torch.float16), int(dtype == torch.float32)), x, unit, k)
-    codes, scale = quantize(x, torch.tensor(unit))
+    codes, scale = to_codes(x, torch.tensor(unit))
     split = rows * k // 2
     assert torch.equal(got[:split].view(rows, k // 2), codes)
     assert torch.equal(got[split:], swizzle_scales(scale).flatten())
@@ -256,6 +260,27 @@ def test_the_engine_shares_no_pages_of_such_prompts(tmp_path: Path) -> None:
     together = engines[True].generate(prompts, SamplingParams(max_tokens=6))
     alone = [engines[True].generate([prompt], SamplingParams(max_tokens=6))[0] for prompt in prompts]
     assert together == alone
+
+
+def test_a_user_who_asks_for_it_gets_it(tmp_path: Path) -> None:
+    """Through `LLM` and `eval`, on a CPU: another answer to a prompt than weights alone give, a little worse."""
+    quantize(tiny.write_model(tmp_path / "m"), tmp_path / "q", format="nvfp4", device="cpu")
+    (file,) = (tmp_path / "q").glob("*.safetensors")
+    tensors = load_file(file)
+    scales = [name for name in tensors if name.endswith("weight_scale_2")]
+    tensors |= {name.replace("weight_scale_2", "input_scale"): torch.tensor(0.002) for name in scales}
+    save_file(tensors, file, {"format": "pt"})
+    written, kl = {}, {}
+    (tmp_path / "text").write_text("".join(chr(97 + 7 * i % 26) for i in range(600)))
+    command = ["eval", tmp_path / "q", "--text", tmp_path / "text", "--reference", tmp_path / "m", "--device", "cpu"]
+    for w4a4 in (False, True):
+        with LLM(tmp_path / "q", device="cpu", max_context=160, w4a4=w4a4) as llm:
+            written[w4a4] = llm.generate([list(range(3, 3 + PROMPT))], max_tokens=8)[0].tokens
+        status, out, _ = invoke([*map(str, command), "--json", *(["--w4a4"] if w4a4 else [])])
+        assert status == 0
+        kl[w4a4] = json.loads(out)["kl"]
+    assert written[False] != written[True]
+    assert kl[False] < kl[True] < 4 * kl[False]
 
 
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
