@@ -69,7 +69,7 @@ def evaluate_checkpoint(
     needle: int | None = None,
     w4a4: bool = False,
 ) -> dict[str, Any]:
-    """Figures of `model` on `text`, by name; against `reference` where there is one. `w4a4`: with activations in FP4 too.
+    """Figures of `model` on `text`, by name; against `reference` where there is one; `w4a4`: activations in FP4 too.
     Raises ValueError."""
     setting = parse_kv(kv)
     with Checkpoint.open(locate(model).path) as checkpoint:
