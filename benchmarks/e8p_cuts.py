@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -112,6 +113,7 @@ def main() -> int:
     )
     parser.add_argument("--warps", nargs="+", type=int, default=[], help="of a block of the portable kernel, at most")
     parser.add_argument("--most", type=int, default=1000, help="plans of a shape, rate and number of tokens")
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     portable = args.kernels == "portable"
     module, made = (e8p_portable, portable_plans) if portable else (e8p_decode, hopper_plans)
@@ -144,7 +146,7 @@ def main() -> int:
                     for us, error, plan, cost in sorted(rows, key=lambda row: row[0]):
                         row = {"bench": "e8p_cuts", "kernels": args.kernels, "k": k, "n": n, "bits": bits}
                         row |= {"us": round(us, 2), "error": float(f"{error:.2g}"), "cost": round(cost, 1)}
-                        emit(row | {"chosen": plan == chosen} | asdict(plan) | {"tokens": tokens} | about)
+                        emit(row | {"chosen": plan == chosen} | asdict(plan) | {"tokens": tokens} | about, args.out)
     return 0
 
 

@@ -67,8 +67,10 @@ def evaluate_checkpoint(
     progress: Progress,
     kv: str = "exact",
     needle: int | None = None,
+    w4a4: bool = False,
 ) -> dict[str, Any]:
-    """Figures of `model` on `text`, by name; against `reference` where there is one. Raises ValueError."""
+    """Figures of `model` on `text`, by name; against `reference` where there is one; `w4a4`: activations in FP4 too.
+    Raises ValueError."""
     setting = parse_kv(kv)
     with Checkpoint.open(locate(model).path) as checkpoint:
         tokenizer = Tokenizer(checkpoint)
@@ -83,7 +85,7 @@ def evaluate_checkpoint(
                 f"needle {needle}: with {ROOM} tokens for the answer that is {reach}; the model has "
                 f"{config.max_positions} positions"
             )
-        loaded = Llama.load(checkpoint, device, dtype, max_context=max(window, reach))
+        loaded = Llama.load(checkpoint, device, dtype, max_context=max(window, reach), w4a4=w4a4)
         setting = loaded.settled(setting)
         size = size_of(checkpoint)
     other = None

@@ -61,6 +61,9 @@ class LLM:
             for as many as pay.
         capture: True runs the decode step as one CUDA graph, False eagerly, "split" breaks the graph around attention;
             None captures where there is a GPU.
+        w4a4: read prompts of a published NVFP4 checkpoint with activations in FP4 too, as it was made for, on GPUs with
+            FP4 tensor cores; tokens are still written with weights alone in NVFP4, and prompts share no pages. It has
+            never run on such a GPU (docs/nvfp4.md); a CPU emulates it.
         tokenizer: the checkpoint's own, where it was read already.
         progress: called as progress("loading", bytes read, bytes in all).
 
@@ -89,6 +92,7 @@ class LLM:
         draft: str | PathLike[str] | None = None,
         draft_tokens: DraftTokens = "auto",
         capture: bool | Literal["split"] | None = None,
+        w4a4: bool = False,
         tokenizer: Tokenizer | None = None,
         progress: Progress | None = None,
     ) -> None:
@@ -122,6 +126,7 @@ class LLM:
                 fp8_kv=kv == "fp8",
                 drafts=draft == MTP,
                 held=held,
+                w4a4=w4a4,
                 progress=None if progress is None else partial(progress, "loading"),
             )
         if cache_tokens is not None and cache_tokens < max_context:

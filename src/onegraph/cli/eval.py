@@ -12,6 +12,7 @@ from onegraph.cli.common import (
     add_device,
     add_dtype,
     add_json,
+    add_w4a4,
     number,
     options,
     pick_device,
@@ -79,6 +80,7 @@ def add_parser(commands: Any) -> None:
     )
     add_device(parser)
     add_dtype(parser)
+    add_w4a4(parser)
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -87,11 +89,13 @@ def run(args: argparse.Namespace) -> int:
     from onegraph.api.evaluate import evaluate_checkpoint
 
     device = pick_device(args.device)
+    if args.w4a4 and (args.ab or args.generation):
+        raise UsageError("--w4a4 is measured on the text itself; leave out --ab and --generation")
     if args.ab:
         return run_ab(args, device)
     if args.generation:
         return run_generation(args, device)
-    with Progress(evaluating="window") as shown, options("needle"):
+    with Progress(evaluating="window") as shown, options("needle", "w4a4:"):
         result = evaluate_checkpoint(
             args.model,
             read_text(args.text),
@@ -100,12 +104,15 @@ def run(args: argparse.Namespace) -> int:
             window=args.window,
             kv=args.kv,
             needle=args.needle,
+            w4a4=args.w4a4,
             device=device,
             dtype=pick_dtype(args.dtype, device),
             progress=shown,
         )
     if args.json:
-        print_json({"model": args.model, "reference": args.reference, "device": str(device), **result})
+        print_json(
+            {"model": args.model, "reference": args.reference, "device": str(device), "w4a4": args.w4a4, **result}
+        )
         return 0
     print(f"tokens          {result['tokens']} in {result['windows']} windows of {result['window']}")
     print(f"bits a weight   {result['linear_bits']:.2f} in the linears, {result['bits']:.2f} over the whole model")

@@ -16,6 +16,7 @@ from onegraph.cli.common import (
     add_dtype,
     add_gpus,
     add_json,
+    add_w4a4,
     number,
     open_model,
     options,
@@ -103,6 +104,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     add_gpus(parser)
     add_device(parser)
     add_dtype(parser, int8=True)
+    add_w4a4(parser)
 
 
 def add_draft(parser: argparse.ArgumentParser) -> None:
@@ -147,6 +149,7 @@ def engine(args: argparse.Namespace) -> dict[str, Any]:
         "gpus": args.gpus or 1,
         "split": args.split_mode,
         "capture": CAPTURE[args.capture],
+        "w4a4": args.w4a4,
         **drafted(args),
     }
 
@@ -156,7 +159,7 @@ def load(args: argparse.Namespace, **chosen: Any) -> LLM:
     from onegraph.api.llm import LLM
 
     bar = Progress(loading="byte") if sys.stderr.isatty() else contextlib.nullcontext()
-    with options("gpus", "split", "kv", "draft:"), bar as loading:
+    with options("gpus", "split", "kv", "draft:", "w4a4:"), bar as loading:
         llm = LLM(args.model, progress=loading, **chosen)
     tell_exact_layers(args.kv, llm.engine.kv)
     return llm

@@ -15,6 +15,7 @@ from onegraph.cli.common import (
     add_device,
     add_dtype,
     add_gpus,
+    add_w4a4,
     number,
     open_model,
     options,
@@ -102,6 +103,7 @@ def add_parser(commands: Any) -> None:
     add_gpus(parser)
     add_device(parser)
     add_dtype(parser, int8=True)
+    add_w4a4(parser)
     parser.set_defaults(run=run)
 
 
@@ -122,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     socket = bind(args.host, args.port)
     with open_model(args.model) as checkpoint:
         writer = Tokenizer(checkpoint)
-    with options("gpus", "split", "kv", "draft:"):
+    with options("gpus", "split", "kv", "draft:", "w4a4:"):
         llm = LLM(
             args.model,
             gpus=args.gpus or 1,
@@ -134,6 +136,7 @@ def run(args: argparse.Namespace) -> int:
             dtype=args.dtype,
             device=device,
             capture=CAPTURE[args.capture],
+            w4a4=args.w4a4,
             **drafted(args),
         )
     tell_exact_layers(args.kv, llm.engine.kv)

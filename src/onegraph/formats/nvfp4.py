@@ -62,15 +62,19 @@ class NVFP4Format(WeightFormat):
         activations: None leaves them as they are (weights only). "dynamic" quantizes them too (W4A4), with a global
             scale that the device makes from each call's x. "frozen" takes `input_scale`, float32 []: the file's, or
             what `quant.nvfp4.observing` saw.
+        prompts: only where x is [B, Q, k] with a prompt's Q (`ops.nvfp4_linear.FEW`); routed and grouped linears, and
+            steps of few tokens a row, leave activations as they are.
     """
 
     ops = "onegraph.ops.nvfp4_linear"
     group = GROUP
 
-    def __init__(self, activations: Activations | None = None) -> None:
+    def __init__(self, activations: Activations | None = None, *, prompts: bool = False) -> None:
         if activations not in (None, "dynamic", "frozen"):
             raise ValueError(f"activations is {activations!r}; allowed: None, 'dynamic', 'frozen'")
-        self.activations, self.name = activations, "nvfp4" if activations is None else f"nvfp4, {activations} W4A4"
+        self.activations, self.prompts, self.rounds_inputs = activations, prompts, activations is not None
+        where = " prompts" if prompts else ""
+        self.name = "nvfp4" if activations is None else f"nvfp4, {activations} W4A4{where}"
         coded = {
             "codes": Field(torch.uint8, rows=1, columns=2),
             "scale": Field(torch.uint8, rows=1, columns=GROUP, stored=(E4M3, torch.uint8)),
@@ -90,6 +94,10 @@ class NVFP4Format(WeightFormat):
         names = dict(zip(("codes", "scale", "global_scale", "input_scale"), suffixes, strict=True))
         found = {key: f"{layer}.{suffix}" for key, suffix in names.items()}
         return found if found["input_scale"] in file else {key: found[key] for key in list(found)[:3]}
+
+    def as_published(self, file: File, layer: str) -> WeightFormat:
+        """Without an input_scale it was published with weights alone in NVFP4."""
+        return PROMPTS_TOO if "input_scale" in self.names(file, layer) else self
 
     def expected(self, file: File, layer: str, n: int, k: int, bias: bool = False) -> Expected:
         self.check_size(n, k)
@@ -134,6 +142,7 @@ class NVFP4Format(WeightFormat):
 
 
 NVFP4 = NVFP4Format()
+PROMPTS_TOO = NVFP4Format("frozen", prompts=True)
 
 
 def _factor(source: Source, name: str) -> Tensor:
@@ -162,12 +171,17 @@ def written_config(kept: Iterable[str]) -> dict[str, Any]:
 TILE_ROWS, TILE_COLUMNS = 128, 4
 
 
+def tiled_shape(n: int, g: int) -> tuple[int, int]:
+    """Of scales n x g in that order."""
+    return -(-n // TILE_ROWS) * TILE_ROWS, -(-g // TILE_COLUMNS) * TILE_COLUMNS
+
+
 def swizzle_scales(scale: Tensor) -> Tensor:
     """scale [n, g] -> [n', g'] with n' and g' rounded up to multiples of 128 and 4, zeros in the padding, in the order
     that FP4 tensor cores read: tiles of 128 x 4, row-major; in a tile the scale of row r and column c lies at byte
     (r % 32) * 16 + (r // 32) * 4 + c. (NVIDIA, cuBLAS, "1D block scaling factors layout".)"""
     n, g = scale.shape
-    rows, columns = -(-n // TILE_ROWS) * TILE_ROWS, -(-g // TILE_COLUMNS) * TILE_COLUMNS
+    rows, columns = tiled_shape(n, g)
     padded = torch.zeros(rows, columns, dtype=torch.uint8, device=scale.device)
     padded[:n, :g] = scale.view(torch.uint8)
     tiles = padded.view(rows // TILE_ROWS, 4, 32, columns // TILE_COLUMNS, TILE_COLUMNS)
@@ -176,7 +190,7 @@ def swizzle_scales(scale: Tensor) -> Tensor:
 
 def unswizzle_scales(swizzled: Tensor, n: int, g: int) -> Tensor:
     """The inverse of `swizzle_scales`, without the padding: [n', g'] -> [n, g]. Raises ValueError on another size."""
-    rows, columns = -(-n // TILE_ROWS) * TILE_ROWS, -(-g // TILE_COLUMNS) * TILE_COLUMNS
+    rows, columns = tiled_shape(n, g)
     if swizzled.numel() != rows * columns:
         raise ValueError(
             f"swizzled scales hold {swizzled.numel()} values {list(swizzled.shape)}; scales of {n} x {g} are padded to "

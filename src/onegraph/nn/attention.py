@@ -97,7 +97,7 @@ class PagedCache:
             comparison.
     """
 
-    pure_pages, setting = True, "exact"  # see `engine.decoder.Cache`
+    pure_pages, setting = True, "exact"  # see `engine.decoder.Cache`; a model whose prompts go another way says False
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.formats.nvfp4 import E2M1_MAX, E4M3, E4M3_MAX, GROUP
+from onegraph.formats.nvfp4 import E2M1_MAX, E4M3, E4M3_MAX, GROUP, swizzle_scales, tiled_shape
 from onegraph.ops.norm import FLOATS
 from onegraph.ops.registry import Case, Op, nbytes, register
 
@@ -45,10 +45,33 @@ def decode_e2m1(codes: Tensor) -> Tensor:
 
 def quantize(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
     grouped = x.float().unflatten(-1, (-1, GROUP))
-    scale = grouped.abs().amax(-1) / E2M1_MAX / global_scale
+    # by a tensor: a GPU would multiply by what a number's inverse rounds to
+    scale = grouped.abs().amax(-1) / (global_scale * E2M1_MAX)
     scale = scale.clamp(max=E4M3_MAX).to(E4M3)
     unit = (scale.float() * global_scale).clamp(min=SMALLEST).unsqueeze(-1)
     return encode_e2m1((grouped / unit).flatten(-2)), scale.view(torch.uint8)
+
+
+def _quantize_tiled(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
+    codes, scale = quantize(x, global_scale)
+    return codes, swizzle_scales(scale)
+
+
+def quantize_tiled_on_gpu(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
+    from onegraph.ops.cuda import nvfp4_activations
+
+    if not x.numel() or not nvfp4_activations.available(x.device.index):
+        return _quantize_tiled(x, global_scale)
+    return nvfp4_activations.quantize(x, global_scale, tiled_shape(x.shape[0], x.shape[1] // GROUP))
+
+
+def tiled(scale: Tensor) -> Tensor:
+    """A weight's scales uint8 [n, g] in the order of FP4 tensor cores: `formats.nvfp4.swizzle_scales` in one launch."""
+    from onegraph.ops.cuda import nvfp4_activations
+
+    if not scale.is_cuda or not nvfp4_activations.available(scale.device.index):
+        return swizzle_scales(scale)
+    return nvfp4_activations.tiled(scale, tiled_shape(*scale.shape))
 
 
 def activation_scale(x: Tensor) -> Tensor:
@@ -121,6 +144,12 @@ def _check_quantize(x: Tensor, global_scale: Tensor) -> None:
     check_scalar("global_scale", global_scale)
 
 
+def _check_quantize_tiled(x: Tensor, global_scale: Tensor) -> None:
+    _check_quantize(x, global_scale)
+    if x.dim() != 2:
+        raise ValueError(f"x has shape {tuple(x.shape)}; it must be [T, k]")
+
+
 def _check_rows(rows: Tensor, dim: int) -> None:
     if dim % GROUP or rows.dtype != torch.uint8 or rows.dim() == 0 or rows.shape[-1] != dim // 2 + dim // GROUP:
         raise ValueError(
@@ -191,6 +220,26 @@ nvfp4_quantize = register(
     )
 )
 """`nvfp4_quantize(x [..., k], global_scale []) -> codes uint8 [..., k/2], scale uint8 [..., k/16]`, to nearest."""
+
+nvfp4_quantize_tiled = register(
+    Op(
+        name="nvfp4_quantize_tiled",
+        schema="(Tensor x, Tensor global_scale) -> (Tensor, Tensor)",
+        reference=_quantize_tiled,
+        fake=lambda x, global_scale: (
+            x.new_empty((x.shape[0], x.shape[1] // 2), dtype=torch.uint8),
+            x.new_empty(tiled_shape(x.shape[0], x.shape[1] // GROUP), dtype=torch.uint8),
+        ),
+        kernel="onegraph.ops.nvfp4:quantize_tiled_on_gpu",
+        check=_check_quantize_tiled,
+        cases=(_quantize_case((3, 64)), _quantize_case((130, 80)), _quantize_case((256, 1024))),
+        tolerance=_EXACT,
+        bytes_moved=lambda x, global_scale: nbytes(x) + x.numel() * 9 // 16,
+        flops=lambda x, global_scale: 2 * x.numel(),
+    )
+)
+"""`nvfp4_quantize_tiled(x [T, k], global_scale []) -> codes uint8 [T, k/2], scale uint8 [T', k'/16]`: as
+`nvfp4_quantize`, scales padded and in the order of `formats.nvfp4.swizzle_scales`."""
 
 nvfp4_dequantize_weight = register(
     Op(

@@ -1,7 +1,8 @@
 """Linears on NVFP4 codes: one, one for each group, routed experts; and W4A4 as FP4 tensor cores compute it.
 
-Weights only (W4A16) is what runs on GPUs without FP4 tensor cores, in one launch for few tokens (`ops/cuda/nvfp4.cu`);
-`nvfp4_linear_w4a4` says what a GPU that has them computes, exactly. Arguments of a weight are those of `ops/nvfp4.py`.
+Weights only (W4A16) is what runs unless more is asked for, in one launch for few tokens (`ops/cuda/nvfp4.cu`);
+`nvfp4_linear_w4a4` says what a GPU with FP4 tensor cores computes, exactly. Arguments of a weight are those of
+`ops/nvfp4.py`.
 """
 
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.formats.nvfp4 import E4M3, NVFP4Format, swizzle_scales
+from onegraph.formats.nvfp4 import E4M3, NVFP4Format
 from onegraph.ops.activation import SwiGLU, check_gate, swiglu
 from onegraph.ops.checks import check_routes
 from onegraph.ops.norm import FLOATS
@@ -21,8 +22,10 @@ from onegraph.ops.nvfp4 import (
     decode_e2m1,
     dequantize_weight,
     nvfp4_dequantize_weight,
+    nvfp4_quantize_tiled,
     quantize,
     random_weight,
+    tiled,
     times_scales,
 )
 from onegraph.ops.registry import Case, Op, nbytes, register
@@ -116,20 +119,24 @@ def linear_w4a4_on_gpu(
 ) -> Tensor:
     """FP4 tensor cores where there are any: that branch has never run, for want of such a GPU. What was tested of it is
     the order of the scales. Elsewhere the emulation, on any device."""
-    k = codes.shape[1] * 2
-    if not has_fp4_tensor_cores(x.device) or k % 32 or codes.shape[0] % 8 or not x.numel():
+    n, k = codes.shape[0], codes.shape[1] * 2
+    if not has_fp4_tensor_cores(x.device) or k % 32 or n % 16 or not x.numel():
         return _linear_w4a4(x, codes, scale, global_scale, input_scale, bias)
     input_scale = activation_scale(x) if input_scale is None else input_scale
-    a_codes, a_scale = quantize(x.reshape(-1, k), input_scale)
-    y = torch._scaled_mm(
+    a_codes, a_scale = nvfp4_quantize_tiled(x.reshape(-1, k), input_scale)
+    sums = torch._scaled_mm(
         a_codes.view(torch.float4_e2m1fn_x2),
         codes.view(torch.float4_e2m1fn_x2).t(),
-        swizzle_scales(a_scale.view(E4M3)).flatten(),
-        swizzle_scales(scale.view(E4M3)).flatten(),
+        a_scale.view(E4M3).flatten(),
+        tiled(scale).view(E4M3).flatten(),
         out_dtype=torch.float32,
     )
-    y = y * (input_scale * global_scale)
-    return (y if bias is None else y + bias.float()).to(x.dtype).reshape(*x.shape[:-1], -1)
+    factor, y = input_scale * global_scale, x.new_empty(*x.shape[:-1], n)
+    if bias is None:
+        torch.mul(sums, factor, out=y.view(-1, n))
+    else:
+        torch.addcmul(bias.float(), sums, factor, out=y.view(-1, n))
+    return y
 
 
 def _check_linear(x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None) -> None:
@@ -321,6 +328,8 @@ scale `input_scale` [] frozen, or None: from x, on the device, each call."""
 
 # --------------------------------------------------------------------------------------------------- as a weight format
 
+FEW = 64  # tokens of a row, with which it is no prompt: a decode step's, or a round's that checks drafts
+
 
 def _weight(given: Given) -> tuple[Tensor, Tensor, Tensor]:
     return given["codes"], given["scale"], given["global_scale"]
@@ -330,7 +339,7 @@ def _run(
     format: NVFP4Format, x: Tensor, weight: Given, bias: Tensor | None, add: None, eps: None, silu: bool, float32: bool
 ) -> Tensor:
     x = x.float() if float32 else x
-    if format.activations is None:
+    if format.activations is None or (format.prompts and (x.dim() < 3 or x.shape[-2] <= FEW)):
         return nvfp4_linear(x, *_weight(weight), bias)
     return nvfp4_linear_w4a4(x, *_weight(weight), weight.get("input_scale"), bias)
 
