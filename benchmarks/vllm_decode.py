@@ -148,7 +148,7 @@ def measure(variant: str, args: argparse.Namespace, turn: Path) -> Iterator[dict
             **({"speculative_config": drafts, "disable_log_stats": False} if drafts else {}),
         )
     print(f"{variant}: ready after {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
-    (turn / variant).touch()
+    (turn / variant.replace("/", " ")).touch()
     while len(list(turn.iterdir())) < len(args.variants.split(",")) + 1:
         time.sleep(0.1)
 
@@ -217,7 +217,7 @@ def main() -> int:
         while any(process.poll() is None for process in running.values()):
             for variant, process in running.items():
                 if process.poll() is not None:  # the others need not wait for one that failed
-                    (Path(turn) / variant).touch()
+                    (Path(turn) / variant.replace("/", " ")).touch()
             time.sleep(0.2)
         return max(abs(process.returncode) for process in running.values())
 
