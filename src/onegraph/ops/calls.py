@@ -5,7 +5,7 @@ records too, so this file imports nothing of ours.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -145,6 +145,11 @@ class PagedDecode(Tokens):
     early: bool = False
     sinks: Tensor | None = None
     softcap: float = 0.0
+
+    def token(self, i: int) -> "PagedDecode":
+        """The step of each row's token i alone."""
+        counts = (self.counts > i).to(self.counts.dtype)
+        return replace(self, qkv=self.qkv[:, i : i + 1].contiguous(), positions=self.positions + i, counts=counts)
 
     def write(self) -> tuple[Any, ...]:
         """Arguments of `rope_cache_write`."""
