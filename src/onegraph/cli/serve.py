@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     socket = bind(args.host, args.port)
     with open_model(args.model) as checkpoint:
         writer = Tokenizer(checkpoint)
-    with options("gpus", "split", "kv", "draft:"):
+    with options("gpus", "split", "kv", "draft:", "batch_invariant:"):
         llm = LLM(
             args.model,
             gpus=args.gpus or 1,
