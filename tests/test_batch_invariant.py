@@ -34,7 +34,9 @@ from onegraph.ops.calls import MAX_TOKENS, PagedDecode
 from onegraph.ops.cases import Draw
 from onegraph.ops.cuda import build, decode_attention, decode_round, e8p, e8p_batch, e8p_decode, e8p_portable
 from onegraph.ops.decode_attention import paged_decode
+from onegraph.runtime.graph import Runner
 from test_e8p_build import SHAPES
+from test_graph import RecordedPool
 
 # --------------------------------------------------------------------------------------- attention: the kernel's source
 
@@ -197,6 +199,24 @@ def test_linears_run_in_passes_of_one_shape(steady: bool, shape: tuple[int, ...]
     full, left = divmod(tokens, 16)
     once = [16] * full + [left if steady else 16] * (left > 0)
     assert passes == once * 2
+
+
+def test_what_a_graph_breaks_at_runs_as_it_was_captured() -> None:
+    """A split step's attention runs at each replay, outside of the step."""
+
+    class Cache:
+        def attend(self, attention: object, qkv: Tensor) -> Tensor:
+            return qkv + invariant.on()
+
+    step = Breakable(Cache()).attend
+
+    def run(x: Tensor) -> Tensor:
+        with invariant.batch_invariant():
+            return step(None, x)
+
+    runner = Runner(run, {"x": torch.zeros(2)}, capture=True, pool=RecordedPool(), split="attention")
+    assert runner(x=torch.ones(2)).tolist() == [2.0, 2.0]
+    assert not invariant.on()
 
 
 # -------------------------------------------------------------------------------------------------------------- engines

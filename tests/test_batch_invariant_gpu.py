@@ -189,7 +189,8 @@ def test_the_text_is_that_without_drafts_and_alone(model, warm: bool) -> None:
     oracle = partial(OracleDrafter, whole, 0.8, 512)
     for drafter, tokens, options in (
         (NgramDrafter, 7, {}), (oracle, 1, {}), (oracle, 2, {"max_batch": 3}), (oracle, 3, {}), (oracle, 5, {}),
-        (oracle, 7, {}), (oracle, "auto", {"max_batch": 5}), (oracle, 7, {"max_batch": 2, "capture": False}),
+        (oracle, 7, {}), (oracle, "auto", {"max_batch": 5}), (oracle, 3, {"capture": "split"}),
+        (oracle, 7, {"max_batch": 2, "capture": False}),
     ):  # fmt: skip
         drafting = engine(draft=drafter, draft_tokens=tokens, **options)
         assert write(drafting) == expected, (drafter, tokens)

@@ -148,8 +148,9 @@ class PagedDecode(Tokens):
 
     def token(self, i: int) -> "PagedDecode":
         """The step of each row's token i alone."""
+        positions = self.positions + i  # before the others: a kernel may read it before it waits for the last of them
         counts = (self.counts > i).to(self.counts.dtype)
-        return replace(self, qkv=self.qkv[:, i : i + 1].contiguous(), positions=self.positions + i, counts=counts)
+        return replace(self, qkv=self.qkv[:, i : i + 1].contiguous(), positions=positions, counts=counts)
 
     def write(self) -> tuple[Any, ...]:
         """Arguments of `rope_cache_write`."""

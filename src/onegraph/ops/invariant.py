@@ -15,6 +15,7 @@ Norms, gates, embeddings, logits and draws take each token by itself anyway.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,17 @@ def batch_invariant(wanted: bool = True) -> Iterator[None]:
         yield
     finally:
         _ON.reset(token)
+
+
+def kept(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`run`, for which `on` holds as it does now whenever it is called: of what a graph breaks at, each replay."""
+    wanted = on()
+
+    def call(*args: Any) -> Tensor:
+        with batch_invariant(wanted):
+            return run(*args)
+
+    return call
 
 
 def in_passes(run: Callable[[Tensor, Tensor | None], Tensor], x: Tensor, add: Tensor | None, *, steady: bool) -> Tensor:
