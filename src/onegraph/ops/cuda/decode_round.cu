@@ -14,8 +14,8 @@
 // adds up, in a fixed order.
 //
 // Set when compiled: HALF (1: float16, 0: bfloat16), DIM (64 or 128), GROUP (1 to 8 heads a kv head), TOKENS (1 to 8 that a
-// row brings), SLICES, STEADY, PAGE (tokens), NORM, ROPE, WARPS (of a block), SIZE (blocks that share keys), KV_HEADS, WINDOW (0: none),
-// and strides of the cache and of the angles: PAGE_STRIDE, PLACE_STRIDE, HEAD_STRIDE (units of DIM), TURN_STRIDE.
+// row brings), SLICES, STEADY, PAGE (tokens), NORM, ROPE, WARPS (of a block), SIZE (blocks that share keys), KV_HEADS, WINDOW
+// (0: none), and strides of the cache and of the angles: PAGE_STRIDE, PLACE_STRIDE, HEAD_STRIDE (units of DIM), TURN_STRIDE.
 
 #include "decode_common.cuh"
 
