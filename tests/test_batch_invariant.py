@@ -219,6 +219,13 @@ def test_what_a_graph_breaks_at_runs_as_it_was_captured() -> None:
     assert not invariant.on()
 
 
+def test_a_tracer_sees_nothing_of_it() -> None:
+    """It would follow no context variable: who compiles a model still gets one graph."""
+    compiled = torch.compile(lambda x: x + invariant.on(), backend="eager", fullgraph=True)
+    with invariant.batch_invariant():
+        assert compiled(torch.ones(2)).tolist() == [1.0, 1.0]
+
+
 # -------------------------------------------------------------------------------------------------------------- engines
 
 PROMPTS = [[(7 * n + 3 * k) % 131 for n in range(length)] for k, length in enumerate((1, 20, 7, 16, 33))]

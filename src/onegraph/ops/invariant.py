@@ -26,8 +26,9 @@ _ON: ContextVar[bool] = ContextVar("onegraph_batch_invariant", default=False)
 
 
 def on() -> bool:
-    """Whether results must not depend on what runs beside them. Asked while a step is captured, or run eagerly."""
-    return _ON.get()
+    """Whether results must not depend on what runs beside them. Asked while a step is captured, or run eagerly; who
+    compiles a model, whose tracer follows no context variable, has no such step."""
+    return not torch.compiler.is_compiling() and _ON.get()
 
 
 @contextmanager
