@@ -12,6 +12,9 @@ shows what looking costs. --eagle adds a random EAGLE-3 head of the shape, which
 
 measures a real model with a head that `onegraph draft-head` trained for it, on texts that the head never saw: code,
 chat and a text to repeat; beside it no drafts and n-grams.
+
+--batch-invariant measures everything twice, the second time in that mode, whose lines say so: there `equal_to_plain`
+must be all rows, and `same_texts` all texts.
 """
 
 import argparse
@@ -48,7 +51,8 @@ def timed(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]
     return statistics.median(rates), out
 
 
-def rows(args: argparse.Namespace, model: Any, drafting: Any) -> Iterator[dict[str, Any]]:
+def rows(args: argparse.Namespace, model: Any, drafting: Any, alike: bool) -> Iterator[dict[str, Any]]:
+    """alike: batch-invariant."""
     batch, vocabulary = args.batch, model.config.vocab_size
     g = torch.Generator().manual_seed(0)
     prompts = torch.randint(0, vocabulary, (batch, args.context), generator=g).tolist()
@@ -56,6 +60,7 @@ def rows(args: argparse.Namespace, model: Any, drafting: Any) -> Iterator[dict[s
     params = [SamplingParams(max_tokens=args.tokens + 1, seed=i, **warm) for i in range(batch)]
     short = [SamplingParams(max_tokens=8, seed=i, **warm) for i in range(batch)]
     sizes = {"max_batch": batch, "max_context": args.context + args.tokens + 16, "kv": args.kv}
+    sizes |= {"batch_invariant": alike}
 
     def row(engine: Engine, name: str, drafts: int, **more: Any) -> dict[str, Any]:
         rate, out = timed(engine, prompts, params, args.repeats)
@@ -115,14 +120,14 @@ def random_head(model: Any, size: int, folder: Path) -> EagleHead:
         return EagleHead.load(checkpoint, model)
 
 
-def real_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def real_rows(args: argparse.Namespace, alike: bool) -> Iterator[dict[str, Any]]:
     """Of --model and --head: greedy texts of each kind, one row at a time as `--batch 1` would be."""
     runs: list[tuple[str, dict[str, Any]]] = [("no drafts", {}), ("n-gram", {"draft": "ngram", "draft_tokens": 7})]
     runs += [(f"eagle, {k}", {"draft": f"eagle:{args.head}", "draft_tokens": k}) for k in args.drafts]
     runs += [("eagle, auto", {"draft": f"eagle:{args.head}"})]
     known: dict[str, list[list[int]]] = {}
     for name, drafted in runs:
-        sizes = {"max_batch": 1, "max_context": 1024, "kv": args.kv or "exact"}
+        sizes = {"max_batch": 1, "max_context": 1024, "kv": args.kv or "exact", "batch_invariant": alike}
         with LLM(args.model, device=args.device, **sizes, **drafted) as llm:
             asked = unseen(llm.tokenizer)
             params = SamplingParams(max_tokens=args.tokens, stop=tuple(llm.tokenizer.stops))
@@ -160,20 +165,24 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", default=None, help="a real checkpoint; needs --head, and is measured instead")
     parser.add_argument("--head", default=None, help="its EAGLE-3 head")
     parser.add_argument("--kv", default=None, help="as of `onegraph generate`")
+    parser.add_argument("--batch-invariant", action="store_true", help="all of it again, batch-invariant")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     if (args.model is None) != (args.head is None):
         parser.error("--model and --head go together")
+    modes = [(False, {}), *([(True, {"batch_invariant": True})] if args.batch_invariant else [])]
     if args.model is not None:
-        for row in real_rows(args):
-            emit(row | {"kv": args.kv} | machine(torch.device(args.device)), args.out)
+        for alike, told in modes:
+            for row in real_rows(args, alike):
+                emit(row | told | {"kv": args.kv} | machine(torch.device(args.device)), args.out)
         return 0
     reach = args.context + args.tokens + 16
     model = random_model(SHAPES[args.shape], args.bits, args.lm_head, reach, device=args.device)
     about = {"shape": args.shape, "bits": args.bits, "lm_head": args.lm_head, "kv": args.kv}
-    for row in rows(args, model, model if args.itself else None):
-        emit(row | about | machine(torch.device(args.device)), args.out)
+    for alike, told in modes:
+        for row in rows(args, model, model if args.itself else None, alike):
+            emit(row | told | about | machine(torch.device(args.device)), args.out)
     return 0
 
 

@@ -39,6 +39,7 @@ def test_every_case_is_right_in_any_order_of_blocks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert {line.split()[0] for line in lines} == {"2", "3", "4"}
+    assert sum("alike" in line for line in lines) == 2
     assert any("alone" in line for line in lines)
     assert any("2 passes" in line for line in lines)
     assert any("turned in front" in line for line in lines)
@@ -60,6 +61,19 @@ def test_every_plan_fits_and_covers_its_matrix(device: build.Device) -> None:
                 step = plan.ahead * plan.down
                 assert plan.hold >= plan.most(n) or plan.hold % step == 0 < plan.hold
                 assert not plan.whole or plan.hold >= plan.most(n) or plan.hold % 8 == 0
+
+
+@pytest.mark.parametrize("device", CARDS, ids=lambda device: f"{device.sms}")
+def test_fewer_tokens_can_be_cut_as_16_are(device: build.Device) -> None:
+    for n, k in SHAPES:
+        for bits in (2, 3, 4):
+            most = e8p_portable.plan(n, k, bits, 16, device)
+            for tokens in range(1, 17):
+                plan = e8p_portable.like_most(n, k, bits, tokens, device)
+                assert replace(plan, tokens=16) == most
+                assert tokens <= plan.tokens
+                assert plan.shared(bits) <= build.PORTABLE_SHARED
+                assert plan.warps <= e8p_portable.WARPS[plan.tokens]
 
 
 @pytest.mark.parametrize(("n", "k"), [(14336, 4096), (4096, 14336), (4096, 4096)])

@@ -154,9 +154,47 @@ def check(case: Case) -> None:
     print(f"{bits} bits, {tokens} tokens, {turned}{who}, {rounds} rounds, {len(case.passes)} passes", flush=True)
 
 
+def alike(n: int, k: int, bits: int, most: e8p_portable.Plan | None = None) -> list[Case]:
+    """A case for each number of tokens that a kernel is compiled for, cut as 16 are: as planned, or as `most`."""
+    own = {t: e8p_portable.like_most(n, k, bits, t, SMALL) for t in e8p_portable.CLASSES}
+    plans = {t: plan if most is None else replace(most, tokens=t) for t, plan in own.items()}
+    return [Case(tokens, n, k, bits, "norm add", plan) for tokens, plan in plans.items()]
+
+
+def check_alike(cases: list[Case]) -> None:
+    """A token has the same bits among any others, the last and the first of them."""
+    n, k, bits = cases[0].n, cases[0].k, cases[0].bits
+    g, out = torch.Generator().manual_seed(1), {}
+    codes, residual = ops.random_codes(n, k, bits, torch.device("cpu"), g)
+    scales = ops.random_scales(n, k, torch.device("cpu"), g)
+    x, more = (torch.randn(16, size, generator=g).bfloat16() for size in (k, n))
+    for case in cases:
+        run = library(case.defines(case.tokens)).run
+        e8p_portable._kernels = lambda *_, run=run, plan=case.plan: (Kernel(run, 0), Kernel(run, 1), plan)
+        for first in {0, 16 - case.tokens}:
+            part = slice(first, first + case.tokens)
+            y = torch.full((case.tokens, n), float("nan"), dtype=torch.bfloat16)
+            e8p_portable.launch(
+                Linear(
+                    x[part], codes, residual, codebook(), *scales, None, more[part], y, bits, case.tokens, n, k, False,
+                    1e-5, False, False, True,
+                )
+            )  # fmt: skip
+            out[case.tokens, first] = y
+    for (tokens, first), y in out.items():
+        assert torch.equal(y, out[16, 0][first : first + tokens]), (n, k, bits, tokens)
+    print(f"{bits} bits, alike", flush=True)
+
+
+ALIKE = [
+    alike(320, 1088, 2),
+    alike(192, 576, 4, PLAN(2, 16, False, 3, 2, 1, 2, 2, 4)),
+]
 with ThreadPoolExecutor(2) as pool:
-    first, *others = (case.defines(tokens) for case in CASES for tokens in case.passes)
+    first, *others = (case.defines(tokens) for case in sum(ALIKE, CASES) for tokens in case.passes)
     library(first)  # which compiles the header of all
     list(pool.map(library, others))
 for each in CASES:
     check(each)
+for each in ALIKE:
+    check_alike(each)

@@ -59,6 +59,9 @@ class LLM:
             smaller checkpoint of the same tokens lets that one write them. The text is what it would be without, but
             for near-ties of rounding (docs/speculation.md). draft_tokens: drafts to check at once, 1 to 7, or "auto"
             for as many as pay.
+        batch_invariant: a text is the same, bit by bit, whatever is drafted and whatever prompts are computed beside
+            it; a step takes longer (docs/speculation.md). For dense models of the Llama kind on one device, with an
+            exact cache.
         capture: True runs the decode step as one CUDA graph, False eagerly, "split" breaks the graph around attention;
             None captures where there is a GPU.
         w4a4: read prompts of a published NVFP4 checkpoint with activations in FP4 too, as it was made for, on GPUs with
@@ -91,6 +94,7 @@ class LLM:
         device: str | torch.device = "auto",
         draft: str | PathLike[str] | None = None,
         draft_tokens: DraftTokens = "auto",
+        batch_invariant: bool = False,
         capture: bool | Literal["split"] | None = None,
         w4a4: bool = False,
         tokenizer: Tokenizer | None = None,
@@ -149,6 +153,7 @@ class LLM:
             draft=drafting,
             draft_tokens=draft_tokens,
             capture=capture,
+            batch_invariant=batch_invariant,
         )
         self._engine.constrain = Constraints(self.tokenizer, model.config.vocab_size)
         self.max_context = self._engine.max_context

@@ -175,8 +175,9 @@ def options(*names: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if str(error).split(" ")[0] in names:
-            raise UsageError(f"--{error}") from None
+        name, _, rest = str(error).partition(" ")
+        if name in names:
+            raise UsageError(f"--{name.replace('_', '-')} {rest}") from None
         raise
 
 

@@ -121,6 +121,12 @@ def add_draft(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="drafts to check at once, 1 to 7, or 'auto' (default) for as many as pay",
     )
+    parser.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="a text is the same, bit by bit, whatever is drafted and whatever is computed beside it; steps take "
+        "longer",
+    )
 
 
 def draft_tokens(text: str) -> int | str:
@@ -132,7 +138,8 @@ def drafted(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of LLM that `add_draft`'s options name."""
     if args.draft is None and args.draft_tokens is not None:
         raise UsageError("--draft-tokens counts what --draft drafts; say who drafts, e.g. --draft ngram")
-    return {} if args.draft is None else {"draft": args.draft, "draft_tokens": args.draft_tokens or "auto"}
+    drafts = {} if args.draft is None else {"draft": args.draft, "draft_tokens": args.draft_tokens or "auto"}
+    return {"batch_invariant": args.batch_invariant, **drafts}
 
 
 def engine(args: argparse.Namespace) -> dict[str, Any]:
@@ -159,7 +166,7 @@ def load(args: argparse.Namespace, **chosen: Any) -> LLM:
     from onegraph.api.llm import LLM
 
     bar = Progress(loading="byte") if sys.stderr.isatty() else contextlib.nullcontext()
-    with options("gpus", "split", "kv", "draft:", "w4a4:"), bar as loading:
+    with options("gpus", "split", "kv", "draft:", "w4a4:", "batch_invariant:"), bar as loading:
         llm = LLM(args.model, progress=loading, **chosen)
     tell_exact_layers(args.kv, llm.engine.kv)
     return llm

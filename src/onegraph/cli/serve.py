@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     socket = bind(args.host, args.port)
     with open_model(args.model) as checkpoint:
         writer = Tokenizer(checkpoint)
-    with options("gpus", "split", "kv", "draft:", "w4a4:"):
+    with options("gpus", "split", "kv", "draft:", "w4a4:", "batch_invariant:"):
         llm = LLM(
             args.model,
             gpus=args.gpus or 1,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from onegraph.nn.peers import Peers
+from onegraph.ops.invariant import kept
 from onegraph.runtime.graph import split_point
 
 Taps = dict[int, Tensor | None]  # by layer: `Decoder.run` puts the hidden states behind those that are keys here
@@ -104,4 +105,4 @@ class Breakable:
     cache: Any
 
     def attend(self, attention: Any, *inputs: Tensor | None) -> Tensor:
-        return split_point("attention", self.cache.attend, attention, *inputs)
+        return split_point("attention", kept(self.cache.attend), attention, *inputs)

@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from onegraph.engine.alone import check_invariant
 from onegraph.engine.choice import Choice, ChoiceState, Constrain
 from onegraph.engine.decoder import Cache, Model
 from onegraph.engine.draft import MOST, MakeDrafter
@@ -58,9 +59,12 @@ class Engine:
             for as many as pay.
         capture: True captures, False runs eagerly, "split" captures around attention (not of ranks), None captures
             where the model is on a GPU.
+        batch_invariant: what a decode step computes of a token is the same, bit by bit, whatever rows and drafts are
+            beside it. For dense models of the Llama kind on one device with an exact cache; others are a ValueError.
 
-    A batch gives each prompt the tokens that it would get alone, up to the last bit of the matrix products (a GEMM
-    of another batch size may round a near-tie the other way); draws never depend on the batch.
+    A batch gives each prompt the tokens that it would get alone: with `batch_invariant` exactly, else up to the last
+    bit of the matrix products (a GEMM of another batch size may round a near-tie the other way); draws never depend on
+    the batch.
 
     Attributes:
         kv: how keys and values are stored, with the layers that the model keeps exact of its own accord.
@@ -83,6 +87,7 @@ class Engine:
         draft: MakeDrafter | Seq[MakeDrafter] | None = None,
         draft_tokens: DraftTokens = "auto",
         capture: bool | Literal["split"] | None = None,
+        batch_invariant: bool = False,
     ):
         self.model = model
         self.devices = model.devices
@@ -101,7 +106,7 @@ class Engine:
             raise ValueError(f"capture: got {capture!r}; allowed are True, False, 'split' and None for automatic")
         if capture == "split" and len(model.beside) > 1:
             raise ValueError("capture: got 'split' for a model on several ranks; allowed are True, False and None")
-        self.max_batch, self.chunk = max_batch, chunk
+        self.max_batch, self.chunk, self.batch_invariant = max_batch, chunk, batch_invariant
         captured = self.devices[0].type == "cuda" if capture is None else bool(capture)
         self.mode = "split" if capture == "split" else "captured" if captured else "eager"
         pools = [[GraphPool(device) for device in rank.devices] for rank in model.beside] if captured else []
@@ -122,12 +127,14 @@ class Engine:
                 rows=max_batch, pages=total, page_size=page_size, pages_per_row=self._per_row, kv=kv,
                 spare=0 if draft is None else MOST,
             )  # fmt: skip
+            if batch_invariant:
+                check_invariant(model, cache)
             rounds = None if self._speculation is None else self._speculation.ranks[i]
             counts = (0,) if self._speculation is None else self._speculation.counts
             ranks.append(
                 Steps(
                     rank, cache, rounds, counts, rows=max_batch, per_row=self._per_row, chunk=chunk,
-                    split=self.mode == "split",
+                    split=self.mode == "split", invariant=batch_invariant,
                 )
             )  # fmt: skip
         self.kv = cache.setting
@@ -260,9 +267,10 @@ class Engine:
 
     @property
     def pure_pages(self) -> bool:
-        """As `Cache.pure_pages`, of all that is kept of a text."""
+        """As `Cache.pure_pages`, of all that is kept of a text. Prefill writes other bits than decode steps, which
+        `batch_invariant` makes a difference."""
         drafted = self._speculation
-        return self._cache.pure_pages and (drafted is None or drafted.drafter.pure_pages)
+        return not self.batch_invariant and self._cache.pure_pages and (drafted is None or drafted.drafter.pure_pages)
 
     @property
     def ahead_of_pages(self) -> bool:

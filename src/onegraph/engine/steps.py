@@ -7,11 +7,12 @@ changes logits, and what drafts.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from onegraph.engine.alone import Alone
 from onegraph.engine.choice import Choice, ChoiceState, draw
 from onegraph.engine.decoder import Breakable, Cache, Decoder, Taps
 from onegraph.engine.draft import Made, Pass, Rows, view
@@ -19,6 +20,7 @@ from onegraph.engine.inputs import batch_sizes, row_inputs
 from onegraph.engine.rounds import RoundState, draw_each
 from onegraph.ops.calls import BROKEN
 from onegraph.ops.draft import accept_drafts, begin_round
+from onegraph.ops.invariant import batch_invariant
 from onegraph.ops.step import begin_step, finish_step
 from onegraph.runtime.graph import GraphPool, Runner
 from onegraph.runtime.pipeline import Pipeline
@@ -29,12 +31,14 @@ class Steps:
 
     Attributes:
         choices: made when a row first asks for more than temperature, top-k and top-p.
+        decoder: what decode steps run: the model, or a form of it.
         width: pages of a row that attention looks at; length: tokens of a prefill step. Fixed where steps are captured.
 
     Args:
         rounds: what decode steps that check drafts keep; None where they read a token of each row. counts: drafts that
             they may read. rows: of a decode step at most. per_row: pages of each. chunk: tokens of a prefill step.
-            split: capture around attention.
+            split: capture around attention. invariant: what a decode step computes of a token does not depend on the
+            tokens and rows beside it.
     """
 
     def __init__(
@@ -48,9 +52,13 @@ class Steps:
         per_row: int,
         chunk: int,
         split: bool,
+        invariant: bool = False,
     ) -> None:
         self.model, self.cache, self.rounds, self.counts = model, cache, rounds, counts
         self.rows, self.per_row, self.chunk, self.split = rows, per_row, chunk, split
+        on_cpu = model.devices[0].type == "cpu"
+        self.invariant = invariant and not on_cpu
+        self.decoder = cast(Decoder, Alone(model)) if invariant and on_cpu else model
         self.choices: ChoiceState | None = None
         self.width, self.length = per_row, chunk
 
@@ -125,14 +133,15 @@ class Steps:
         # Padding rows and rows at their end have 0 tokens to read, and stay where they are.
         counts, after = begin_step(positions, limits, tokens.shape[1])
         table, slots = table[:, : self.width], inputs["slots"]
-        stream = inputs["stream"] if stage else self.model.enter(tokens)
-        taps = self._taps()
-        stream = self._run(stage, stream, tokens, table, positions, counts, slots, taps)
-        if stage < len(self.model.devices) - 1:
-            positions.copy_(after)
-            return stream
-        hidden = self.model.leave(stream)
-        new, logits = self._draw(hidden, counts, after, inputs, choice)
+        model, taps = self.decoder if decoding else self.model, self._taps()
+        with batch_invariant(self.invariant and decoding):
+            stream = inputs["stream"] if stage else model.enter(tokens)
+            stream = self._run(model, stage, stream, tokens, table, positions, counts, slots, taps)
+            if stage < len(model.devices) - 1:
+                positions.copy_(after)
+                return stream
+            hidden = model.leave(stream)
+            new, logits = self._draw(model, hidden, counts, after, inputs, choice)
         if self.rounds is not None:
             made = None
             if taps is not None:
@@ -155,18 +164,19 @@ class Steps:
         drawn, slots, table = inputs["drawn"], inputs["slots"], table[:, : self.width]
         waiting = self.rounds.waiting[stage]
         tokens, counts, places = begin_round(positions, limits, slots, drawn, *waiting, drafts + 1)
-        taps = self._taps()
-        stream = inputs["stream"] if stage else self.model.enter(tokens)
-        stream = self._run(stage, stream, tokens, table, positions, counts, slots, taps)
-        if stage < len(self.model.devices) - 1:
-            return stream
-        hidden = self.model.leave(stream)
-        if drafts:
-            logits = self.model.logits(hidden.flatten(0, 1))
-            new = draw_each(logits, places, inputs, sampling=choice.sampling)
-        else:
-            first, logits = self._draw(hidden, counts, places.view(-1), inputs, choice)
-            new = first.unsqueeze(1)
+        model, taps = self.decoder, self._taps()
+        with batch_invariant(self.invariant):
+            stream = inputs["stream"] if stage else model.enter(tokens)
+            stream = self._run(model, stage, stream, tokens, table, positions, counts, slots, taps)
+            if stage < len(model.devices) - 1:
+                return stream
+            hidden = model.leave(stream)
+            if drafts:
+                logits = model.logits(hidden.flatten(0, 1))
+                new = draw_each(logits, places, inputs, sampling=choice.sampling)
+            else:
+                first, logits = self._draw(model, hidden, counts, places.view(-1), inputs, choice)
+                new = first.unsqueeze(1)
         place, drafter = self.rounds.place, self.rounds.drafter
         report, taken = accept_drafts(new, logits, tokens, counts, slots, drawn, positions, place.history)
         read = None
@@ -187,16 +197,16 @@ class Steps:
         return None if layers is None else dict.fromkeys(layers)
 
     def _run(
-        self, stage: int, stream: Any, tokens: Tensor, table: Tensor, positions: Tensor, counts: Tensor, slots: Tensor,
-        taps: Taps | None,
+        self, model: Decoder, stage: int, stream: Any, tokens: Tensor, table: Tensor, positions: Tensor, counts: Tensor,
+        slots: Tensor, taps: Taps | None,
     ) -> Any:  # fmt: skip
         cache = Breakable(view(self.cache.parts[stage], positions, counts, table, slots))
         if not taps:
-            return self.model.run(stage, stream, tokens, cache)
-        return self.model.run(stage, stream, tokens, cache, taps)
+            return model.run(stage, stream, tokens, cache)
+        return model.run(stage, stream, tokens, cache, taps)
 
     def _draw(
-        self, hidden: Tensor, counts: Tensor, after: Tensor, inputs: dict[str, Tensor], choice: Choice
+        self, model: Decoder, hidden: Tensor, counts: Tensor, after: Tensor, inputs: dict[str, Tensor], choice: Choice
     ) -> tuple[Tensor, Tensor]:
         """From hidden states [B, Q, D]: the token behind each row's last one, and the model's logits there."""
         if hidden.shape[1] == 1:
@@ -204,7 +214,7 @@ class Steps:
         else:
             last = (counts.long() - 1).clamp(min=0)
             hidden = hidden.gather(1, last.view(-1, 1, 1).expand(-1, 1, hidden.shape[2])).squeeze(1)
-        logits = self.model.logits(hidden)
+        logits = model.logits(hidden)
         if self.choices is None or not (choice.shaping or choice.logprobs):
             return draw(logits, after, inputs, sampling=choice.sampling), logits
         return self.choices.choose(logits, counts, after, inputs, choice), logits

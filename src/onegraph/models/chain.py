@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from onegraph.models.blocks import Block
@@ -15,6 +16,7 @@ from onegraph.models.llama import Llama
 from onegraph.nn.attention import Attend
 from onegraph.nn.block import MLP, Stream
 from onegraph.nn.linear import Linear
+from onegraph.ops import invariant
 from onegraph.ops.weight import weight_ops
 
 
@@ -73,17 +75,32 @@ class ChainedLlama(nn.Module):
     def run(
         self, stage: int, stream: Stream, tokens: Tensor, cache: Attend, taps: dict[int, Tensor | None] | None = None
     ) -> Stream:
-        """As `Llama.run`; two ops a layer where tokens are few."""
-        if tokens.numel() > self.most:
+        """As `Llama.run`; two ops a layer where tokens are few. A token's sums are its own in a chain, so many tokens go
+        through chains too where their sums must be those of few."""
+        if not (self._steady(stream) if invariant.on() else tokens.numel() <= self.most):
             return self.model.run(stage, stream, tokens, cache, taps)
         first = self.model.blocks[0]
         assert isinstance(first, Block)
         qkv, residual = first.qkv(stream)
         for i, chain in enumerate(self.chains):
-            residual, qkv = chain(cache.attend(chain.attention, qkv), residual)
+            residual, qkv = self._follow(chain, cache.attend(chain.attention, qkv), residual)
             if taps is not None and i in taps:
                 taps[i] = residual
         return Stream(residual)
+
+    def _steady(self, stream: Stream) -> bool:
+        """Whether a link that is a launch of its own has the same bits for one token and for several."""
+        links = (link for chain in self.chains for link in chain.links)
+        ops = ((weight_ops(link.format).steady, link) for link in links)
+        return all(steady is not None and steady(link.format, stream.value, link.given) for steady, link in ops)
+
+    def _follow(self, chain: Chain, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        if x.shape[:-1].numel() <= self.most:
+            return chain(x, residual)
+        passes = zip(*(each.flatten(0, -2).split(self.most) for each in (x, residual)), strict=True)
+        made = zip(*(chain(*each) for each in passes), strict=True)
+        stream, qkv = (torch.cat(each).unflatten(0, x.shape[:-1]) for each in made)
+        return stream, qkv
 
 
 def chained(model: Llama) -> Llama | ChainedLlama:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from onegraph.formats.dense import DENSE
 from onegraph.formats.int8 import INT8
 from onegraph.formats.weight import Part, Tensors, WeightFormat
+from onegraph.ops import invariant
 from onegraph.ops.cpu import packed
 from onegraph.ops.weight import weight_ops
 
@@ -86,6 +87,15 @@ class Linear(Weight):
         The others are for a format that fuses them (`WeightFormat.fuses`): `eps` puts the RMSNorm in front whose weight
         the layer holds (`after_norm`), `silu` SwiGLU, of x [..., 2k] = gate | up; `add` [..., n] is added behind.
         """
+        if not invariant.on():
+            return self._run(x, add, eps, silu, float32)
+        steady = weight_ops(self.format).steady
+        return invariant.in_passes(
+            lambda x, add: self._run(x, add, eps, silu, float32), x, add,
+            steady=steady is not None and steady(self.format, x, self.given),
+        )  # fmt: skip
+
+    def _run(self, x: Tensor, add: Tensor | None, eps: float | None, silu: bool, float32: bool) -> Tensor:
         return weight_ops(self.format).linear(self.format, x, self.given, self.bias, add, eps, silu, float32)
 
     def after_norm(self, weight: Tensor) -> "Linear":
@@ -140,15 +150,7 @@ class PackedLinear(Linear):
     def given(self) -> Tensors:
         return self.tensors
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        add: Tensor | None = None,
-        eps: float | None = None,
-        silu: bool = False,
-        float32: bool = False,
-    ) -> Tensor:
+    def _run(self, x: Tensor, add: Tensor | None, eps: float | None, silu: bool, float32: bool) -> Tensor:
         y = packed.linear(x.float(), self._packed)
         return y if float32 else y.to(x.dtype)
 

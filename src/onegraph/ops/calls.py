@@ -5,7 +5,7 @@ records too, so this file imports nothing of ours.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -145,6 +145,12 @@ class PagedDecode(Tokens):
     early: bool = False
     sinks: Tensor | None = None
     softcap: float = 0.0
+
+    def token(self, i: int) -> "PagedDecode":
+        """The step of each row's token i alone."""
+        positions = self.positions + i  # before the others: a kernel may read it before it waits for the last of them
+        counts = (self.counts > i).to(self.counts.dtype)
+        return replace(self, qkv=self.qkv[:, i : i + 1].contiguous(), positions=positions, counts=counts)
 
     def write(self) -> tuple[Any, ...]:
         """Arguments of `rope_cache_write`."""

@@ -155,7 +155,7 @@ paged_decode = register(
 )  # fmt: skip
 """qkv [B, Q, (heads + 2 kv_heads) D] -> [B, Q, heads, D], Q of 1 to MAX_TOKENS: arguments and meaning of
 `rope_cache_write`, then of `paged_attention`, in one launch where there is a kernel. The bits of a result depend on Q,
-since its keys are added up in other parts.
+since its keys are added up in other parts; not where `ops.invariant.on`.
 
 `early`: what follows may start at once, in place of behind q, k and v: right for a launch that reads little before its
 own wait, while one that asks for many codes would take the memory from keys and values. The result is the same.

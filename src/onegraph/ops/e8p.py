@@ -342,6 +342,18 @@ def _chain(
     return made
 
 
+def _steady(format: E8PFormat, x: Tensor, weight: Given) -> bool:
+    from onegraph.ops.cuda import e8p as kernels
+
+    n, k = weight["codes"].shape[0], weight["codes"].shape[1] * 8
+    return x.is_cuda and kernels.steady(n, k, format.rate, x.dtype, x.device.index)
+
+
 WEIGHT = WeightOps(
-    linear=_run, decode=_dense, embedding=_look_up, experts=_run_experts, chain=ChainOps(_chain_most, _chain)
+    linear=_run,
+    decode=_dense,
+    embedding=_look_up,
+    experts=_run_experts,
+    chain=ChainOps(_chain_most, _chain),
+    steady=_steady,
 )

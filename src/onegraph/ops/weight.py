@@ -41,6 +41,8 @@ class WeightOps:
             given to a format that takes none.
         embedding: (format, ids [...], weight [V, D]) -> float32 [..., D], of a weight whose output side is not rotated.
         chain: for small models.
+        steady: (format, x [..., k], weight) -> whether `linear` of 1 to `invariant.AT_ONCE` such tokens, where
+            `invariant.on`, gives each the same bits.
 
     What a format does not have is None.
     """
@@ -51,6 +53,7 @@ class WeightOps:
     experts: Callable[..., Tensor] | None = None
     embedding: Callable[[Any, Tensor, Given], Tensor] | None = None
     chain: ChainOps | None = None
+    steady: Callable[[Any, Tensor, Given], bool] | None = None
 
 
 @cache

@@ -1,5 +1,6 @@
-"""Launches `decode_attention.cu`, where there are no clusters `decode_portable.cu`, and for several tokens a row
-`decode_round.cu`; what they do not take goes to Triton's kernels."""
+"""Launches `decode_attention.cu`, where there are no clusters `decode_portable.cu`, and for several tokens a row, or
+any number where results must not depend on what runs beside them, `decode_round.cu`; what they do not take goes to
+Triton's kernels."""
 
 from contextlib import nullcontext
 from functools import cache
@@ -7,6 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from onegraph.ops import invariant
 from onegraph.ops.calls import PagedDecode, StridedDecode
 from onegraph.ops.cuda import build, decode_portable, decode_round
 from onegraph.ops.cuda.decode_plan import POINTERS, TILE, Plan
@@ -84,12 +86,13 @@ def paged_decode(call: PagedDecode) -> Tensor:
     # The kernel knows neither sinks nor bounds of scores, and turns whole heads: the others are for Triton's.
     plain = sinks is None and softcap == 0 and (cos is None or 2 * cos.shape[1] == dim)
     usable = qkv.is_cuda and rows > 0 and plain and takes(qkv.dtype, dim, group, k_cache.shape[1], *read)
-    built = available if tokens == 1 else decode_round.available
+    in_rounds = tokens > 1 or invariant.on()
+    built = decode_round.available if in_rounds else available
     if not usable or any(t.dtype != qkv.dtype for t in norms) or not built(qkv.device.index):
         from onegraph.ops.triton.decode_attention import paged_decode as fallback  # compiled as of its import
 
         return fallback(call)
-    if tokens > 1:
+    if in_rounds:
         return decode_round.attend(call)
     out = torch.empty((rows, 1, heads, dim), dtype=qkv.dtype, device=qkv.device)
     _launch(

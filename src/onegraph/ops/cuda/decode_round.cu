@@ -1,4 +1,4 @@
-// The attention of a round that checks drafts: RMSNorm and RoPE of 2 to 8 tokens a row, their write to the cache, attention
+// The attention of a round that checks drafts: RMSNorm and RoPE of 1 to 8 tokens a row, their write to the cache, attention
 // over the pages and over the round's own tokens, one launch. How tiles go: decode_attention.cu.
 //
 // A column of the products is a (token, head of the group) pair, so that the tokens share each load of a key: SETS sets of
@@ -6,12 +6,16 @@
 // The cache's keys are those before the round, in the same bits for each token. The round's own are a last tile behind them:
 // nothing orders the blocks of a launch, so the one that holds this tile makes its keys and values from qkv, and of the first
 // slice's also writes them, each once. Queries are turned once a block, into shared memory.
+// STEADY, where a token's result must not depend on the tokens beside it: tiles are cut by a key's place alone, so that those
+// that hold the round's own tokens, one or two, hold keys of the cache in front of them; which warp takes a tile follows from
+// its number; and no block works alone. What a token does not see adds zeros to its sums.
+//
 // Blocks meet as those of a decode step do: through a cluster's shared memory, with PORTABLE through memory, where the last one
 // adds up, in a fixed order.
 //
-// Set when compiled: HALF (1: float16, 0: bfloat16), DIM (64 or 128), GROUP (1 to 8 heads a kv head), TOKENS (2 to 8 that a
-// row brings), SLICES, PAGE (tokens), NORM, ROPE, WARPS (of a block), SIZE (blocks that share keys), KV_HEADS, WINDOW (0: none),
-// and strides of the cache and of the angles: PAGE_STRIDE, PLACE_STRIDE, HEAD_STRIDE (units of DIM), TURN_STRIDE.
+// Set when compiled: HALF (1: float16, 0: bfloat16), DIM (64 or 128), GROUP (1 to 8 heads a kv head), TOKENS (1 to 8 that a
+// row brings), SLICES, STEADY, PAGE (tokens), NORM, ROPE, WARPS (of a block), SIZE (blocks that share keys), KV_HEADS, WINDOW
+// (0: none), and strides of the cache and of the angles: PAGE_STRIDE, PLACE_STRIDE, HEAD_STRIDE (units of DIM), TURN_STRIDE.
 
 #include "decode_common.cuh"
 
@@ -21,6 +25,7 @@ constexpr int SETS = (COLUMNS + 7) / 8;
 constexpr int OUTPUTS = COLUMNS * DIM;
 constexpr int WIDTH = (GROUP + 2) * KV_HEADS;         // heads of q, k and v
 constexpr int WORKERS = SIZE * WARPS;
+constexpr int OWN_TILES = STEADY ? 2 : 1;             // that the round's own tokens may lie in
 static_assert(TOKENS <= 8 && SETS + 2 <= WARPS, "a warp turns a set, one the keys, one copies the values");
 
 struct Arguments {
@@ -55,7 +60,7 @@ struct Shared {
   union {
     Tile tile;
     float part[8][DIM + 4];                           // the warp's result of a set, when its tiles are done with
-  } warps[WARPS + 1];                                 // behind theirs, the tile of the round's own tokens
+  } warps[WARPS + OWN_TILES];                         // behind theirs, the tiles of the round's own tokens
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_round(const __grid_constant__ Arguments p) {
@@ -87,15 +92,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_round(const __gr
   if (WINDOW == 0) page = page_of(among * TILE), page_alone = page_of(by_itself * TILE);
   const int position = p.positions[row], end = min(max(position, 0), p.reach);  // keys of the cache are those before `end`
   const int seen = WINDOW > 0 ? min(max(position + begin - WINDOW + 1, 0), end) : 0, first = seen / TILE * TILE;
-  const int tiles = (end - first + TILE - 1) / TILE;               // and one more, of the round's own tokens
-  const bool alone = tiles < WARPS;                                // the first block, with a tile for each warp at most
-  const bool holds = rank == (alone ? 0 : tiles % SIZE);           // the own tile
-  int at = alone ? by_itself : among, start = first + at * TILE;
+  const int tiles = STEADY ? end / TILE - first / TILE : (end - first + TILE - 1) / TILE;  // of the cache alone
+  const bool alone = !STEADY && tiles < WARPS;                     // the first block, with a tile for each warp at most
+  const int place_in_own = STEADY ? end % TILE : 0;                // of the round's first token
+  const int own_tiles = (place_in_own + TOKENS + TILE - 1) / TILE;
+  const int own_number = STEADY ? end / TILE : alone ? 0 : tiles;  // of the first of them: whose it is
+  const bool writes = rank == own_number % SIZE, holds = writes || (own_tiles > 1 && rank == (own_number + 1) % SIZE);
+  int at = alone ? by_itself : among;
+  if (STEADY && WINDOW > 0) at = (among + WORKERS - first / TILE % WORKERS) % WORKERS;
+  int start = first + at * TILE;
   if (alone) page = page_alone;
   if (WINDOW > 0 && at < tiles) page = page_of(start);
   auto spot = [&](int of, bool values, int key, int chunk) -> uint4& {  // permuted, so that lanes meet in no bank
     Tile& tile = s.warps[of].tile;
     return values ? tile.values[key][chunk ^ key % 8] : tile.keys[key][chunk ^ key % 2 * 4];
+  };
+  auto own_spot = [&](bool values, int token, int chunk) -> uint4& {  // of the round's own, and of what is behind them
+    const int key = place_in_own + token;
+    return spot(WARPS + key / TILE, values, key % TILE, chunk);
   };
   auto issue = [&](bool values, int place, int start) {
     const int chunk = lane % CHUNKS;
@@ -110,6 +124,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_round(const __gr
   if (at < tiles) issue(false, place, start);
   commit();
   if (at + WORKERS < tiles) page = page_of(start + WORKERS * TILE);  // used a tile later
+  if (STEADY && writes) {                                          // what the cache has of the first own tile
+    const size_t near = place_of(page_of(end - place_in_own), end - place_in_own);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < 2 * TILE * CHUNKS; i += THREADS) {
+      const bool values = i >= TILE * CHUNKS;
+      const int key = i / CHUNKS % TILE, chunk = i % CHUNKS;
+      const uint4* from = (const uint4*)(values ? p.values : p.keys) + (near + key * PLACE_STRIDE) * CHUNKS;
+      if (key < place_in_own) spot(WARPS, values, key, chunk) = from[chunk];
+    }
+  }
 
   // Who turns what: a warp a set of queries, the next one the round's keys; the one behind it copies their values.
   const bool queries = warp < SETS, keys = holds && warp == SETS;
@@ -149,22 +173,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_round(const __gr
   if (queries || keys) {
     turn(x, (const uint4*)(keys ? p.k_norm : p.q_norm) + t, p.eps, cosine, sine);
 #pragma unroll
-    for (int i = 0; i < STEPS; i++) (keys ? spot(WARPS, false, g, i * 4 + t) : s.q[warp][g][(i * 4 + t) ^ g % 2 * 4]) = x[i];
-    if (keys && there && slice == 0 && real(token)) {
+    for (int i = 0; i < STEPS; i++) (keys ? own_spot(false, g, i * 4 + t) : s.q[warp][g][(i * 4 + t) ^ g % 2 * 4]) = x[i];
+    if (keys && there && writes && slice == 0 && real(token)) {
       uint4* to = (uint4*)p.keys + own_place(token) + t;
 #pragma unroll
       for (int i = 0; i < STEPS; i++) to[i * 4] = x[i];
     }
   } else if (holds && warp == SETS + 1) {
 #pragma unroll 1
-    for (int i = lane; i < TILE * CHUNKS; i += 32) {
+    for (int i = lane; i < (own_tiles * TILE - place_in_own) * CHUNKS; i += 32) {
       const int own = i / CHUNKS, chunk = i % CHUNKS;
       uint4 v = make_uint4(0, 0, 0, 0);                            // 0 * NaN would carry what is not real into the sum
       if (real(own)) {
         v = qkv[(own * WIDTH + KV_HEADS * (GROUP + 1) + kv_head) * CHUNKS + chunk];
-        if (slice == 0) ((uint4*)p.values)[own_place(own) + chunk] = v;
+        if (writes && slice == 0) ((uint4*)p.values)[own_place(own) + chunk] = v;
       }
-      spot(WARPS, true, own, chunk) = v;
+      own_spot(true, own, chunk) = v;
     }
   }
   __syncthreads();
@@ -178,9 +202,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_round(const __gr
   }
   const float factor = p.scale * 1.4426950408889634f;
 #pragma unroll 1
-  for (; at <= tiles; at += WORKERS) {
-    const bool own = at == tiles, more = at + WORKERS < tiles;
-    const int of = own ? WARPS : warp, base = own ? position : start;
+  for (; at < tiles + own_tiles; at += WORKERS) {
+    const bool own = at >= tiles, more = at + WORKERS < tiles;
+    const int of = own ? WARPS + at - tiles : warp, base = own && !STEADY ? position : start;
     const Tile& tile = s.warps[of].tile;
     start += WORKERS * TILE;
     arrived_before_last();
@@ -216,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_round(const __gr
         const int key = base + g + j / 2 * 8, column = 8 * n + 2 * t + j % 2;
         const int last = position + begin + column / GROUP;        // what the column's token stands at
         score[j] *= factor;
-        score[j] = (u32)key <= (u32)(own ? last : end - 1) ? score[j] : NONE;
+        score[j] = (u32)key <= (u32)(own || STEADY ? last : end - 1) ? score[j] : NONE;
         if (WINDOW > 0) score[j] = key > last - WINDOW ? score[j] : NONE;
         top[j % 2] = fmaxf(top[j % 2], score[j]);
       }

@@ -1,6 +1,7 @@
 """The attention of a round of several tokens a row in one launch: how `decode_round.cu` is cut over the GPU.
 
-Which calls it takes: `decode_attention.py`.
+One token is such a round too where its bits must not depend on what runs beside it (`ops/invariant.py`). Which calls it
+takes: `decode_attention.py`.
 """
 
 from contextlib import nullcontext
@@ -10,6 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from onegraph.ops import invariant
 from onegraph.ops.calls import PagedDecode
 from onegraph.ops.cuda import build, decode_portable
 from onegraph.ops.cuda.decode_plan import POINTERS, TILE
@@ -28,7 +30,8 @@ ARGUMENTS = build.Arguments(
 @dataclass(frozen=True)
 class Plan:
     """What the kernel is compiled for: its defines, in lower case. `size` blocks of `warps` warps share the keys of a
-    row and kv head for a slice of its `tokens`, of which there are `slices`. Strides as those of `decode_plan.Plan`."""
+    row and kv head for a slice of its `tokens`, of which there are `slices`. Strides as those of `decode_plan.Plan`.
+    `steady`: a token's bits do not depend on the tokens beside it; nor on the rows, if warps and size do not."""
 
     half: bool
     dim: int
@@ -46,6 +49,7 @@ class Plan:
     place_stride: int
     head_stride: int
     turn_stride: int
+    steady: bool = False
 
     @property
     def columns(self) -> int:
@@ -61,7 +65,7 @@ class Plan:
         sets = -(-self.columns // 8)
         sums, head = 2 * 4 * 8 * sets * self.warps, 2 * self.dim
         met = 8 * self.size * self.columns + 4 * self.columns * self.dim + 8 if clustered else 4
-        return -(-(sums + met) // 128) * 128 + 8 * sets * head + (self.warps + 1) * 2 * TILE * head
+        return -(-(sums + met) // 128) * 128 + 8 * sets * head + (self.warps + 1 + self.steady) * 2 * TILE * head
 
 
 def slices(tokens: int, group: int) -> int:
@@ -123,13 +127,20 @@ def attend(call: PagedDecode) -> Tensor:
     device, (rows, tokens, _), (pages, page_size, kv_heads, dim) = qkv.device.index, qkv.shape, keys.shape
     group, in_clusters, found = call.heads // kv_heads, clustered(device), build.device(device)
     parts = slices(tokens, group)
-    groups, columns = rows * kv_heads * parts, -(-tokens // parts) * group
-    warps, size = share(groups, -(-columns // 8), found, in_clusters)
+    groups, columns, steady = rows * kv_heads * parts, -(-tokens // parts) * group, invariant.on()
+    # What must not depend on rows and tokens is cut as for one row of many tokens.
+    cut = (kv_heads, SETS) if steady else (groups, -(-columns // 8))
+    warps, size = share(*cut, found, in_clusters)
+    if steady and not in_clusters and size > 1 and groups > decode_portable.MAX_GROUPS:
+        raise ValueError(
+            f"batch_invariant: {rows} rows of {kv_heads} kv heads are {groups} groups of blocks; allowed without "
+            f"clusters are {decode_portable.MAX_GROUPS}: give a smaller max_batch"
+        )
     page_stride, place_stride, head_stride = (stride // dim for stride in keys.stride()[:3])
     plan = Plan(
         qkv.dtype == torch.float16, dim, group, tokens, parts, page_size, call.q_norm is not None, cos is not None,
         warps, size, kv_heads, call.window, page_stride, place_stride, head_stride,
-        0 if cos is None else cos.stride(0),
+        0 if cos is None else cos.stride(0), steady,
     )  # fmt: skip
     here = torch.cuda.current_device() == device
     with nullcontext() if here else torch.cuda.device(qkv.device):  # the driver launches in the current context

@@ -8,6 +8,8 @@ front stands what measured best, behind it what takes its place where it cannot 
     65 to 1279          e8p_prefill, e8p_dequantize
     1280 and more       e8p_dequantize
 
+Where results must not depend on what runs beside them (`ops/invariant.py`), 1 to 16 tokens are run as 16 are.
+
 Triton's kernels take the rest: float32, dimensions that are no multiples of 64, more than `MAX_K` columns but for 1 to
 4 tokens, and all for which nothing here can be built.
 """
@@ -17,6 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from onegraph.ops import invariant
 from onegraph.ops.cuda import e8p_batch, e8p_decode, e8p_dequantize, e8p_portable, e8p_prefill
 from onegraph.ops.cuda.e8p_common import MAX_K, Linear
 
@@ -45,6 +48,13 @@ def launcher(tokens: int, n: int, k: int, bits: int, device: int) -> Callable[[L
     return e8p_dequantize.launch if e8p_dequantize.available(device) else None
 
 
+def steady(n: int, k: int, bits: int, dtype: torch.dtype, device: int) -> bool:
+    """Whether what runs `invariant.AT_ONCE` tokens of this shape can run fewer in the same order of sums."""
+    tokens = invariant.AT_ONCE
+    chosen = launcher(tokens, n, k, bits, device) if takes(tokens, n, k, dtype) else None
+    return chosen in (e8p_batch.launch, e8p_portable.launch)
+
+
 def linear(
     x: Tensor,
     codes: Tensor,
@@ -62,8 +72,10 @@ def linear(
     """See `onegraph.ops.e8p.e8p_linear`."""
     n, k = codes.shape[0], codes.shape[1] * 8
     tokens = x.numel() // (2 * k if silu else k)
-    taken = x.is_cuda and takes(tokens, n, k, x.dtype)
-    launch = launcher(tokens, n, k, bits, x.device.index) if taken else None
+    alike = invariant.on() and 0 < tokens <= invariant.AT_ONCE
+    class_of = invariant.AT_ONCE if alike else tokens
+    taken = x.is_cuda and takes(class_of, n, k, x.dtype)
+    launch = launcher(class_of, n, k, bits, x.device.index) if taken else None
     if launch is None:
         from onegraph.ops.triton.e8p import linear as fallback  # kernels are compiled or interpreted as of their import
 
@@ -77,7 +89,7 @@ def linear(
     inputs = [_aligned(t) for t in (x, codes, residual, codebook, in_scale, out_scale, bias, add)]
     out = torch.empty((*x.shape[:-1], n), dtype=torch.float32 if wide else x.dtype, device=x.device)
     half, norm_eps = x.dtype == torch.float16, -1.0 if eps is None else eps
-    call = Linear._make((*inputs, out, bits, tokens, n, k, half, norm_eps, silu, wide))
+    call = Linear._make((*inputs, out, bits, tokens, n, k, half, norm_eps, silu, wide, alike))
     if torch.cuda.current_device() == x.device.index:
         launch(call)
     else:

@@ -12,7 +12,8 @@ MAX_K = 32768  # of kernels that hold a token's columns in the registers of one 
 
 class Linear(NamedTuple):
     """One call of `onegraph.ops.e8p.e8p_linear`: inputs at multiples of 16 bytes, `residual` None at 2 bits, `eps`
-    negative where there is no norm, `out` [tokens, n]."""
+    negative where there is no norm, `out` [tokens, n]. `alike`: its sums are made as those of
+    `onegraph.ops.invariant.AT_ONCE` tokens."""
 
     x: Tensor
     codes: Tensor
@@ -31,6 +32,7 @@ class Linear(NamedTuple):
     eps: float
     silu: bool
     wide: bool
+    alike: bool = False
 
     @property
     def norm(self) -> float:

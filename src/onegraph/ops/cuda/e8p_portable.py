@@ -130,6 +130,12 @@ def plan(n: int, k: int, bits: int, tokens: int, device: build.Device) -> Plan:
     return min(plans(n, k, bits, tokens, device), key=lambda plan: (plan.cost(n, bits, device), plan))
 
 
+@lru_cache(maxsize=1024)
+def like_most(n: int, k: int, bits: int, tokens: int, device: build.Device) -> Plan:
+    """The plan of AT_ONCE tokens with room for fewer, whose sums are made in the same order."""
+    return replace(plan(n, k, bits, AT_ONCE, device), tokens=next(size for size in CLASSES if size >= tokens))
+
+
 def takes(tokens: int, n: int) -> bool:
     """Whether this kernel computes a shape that `e8p.takes` allows."""
     return tokens <= MAX_TOKENS and n <= MAX_N
@@ -165,10 +171,10 @@ def available(device: int) -> bool:
 
 @lru_cache(maxsize=4096)
 def _kernels(
-    n: int, k: int, bits: int, tokens: int, half: bool, around: tuple[bool, ...], device: int
+    n: int, k: int, bits: int, tokens: int, half: bool, around: tuple[bool, ...], alike: bool, device: int
 ) -> tuple[build.Kernel, build.Kernel, Plan]:
     """The kernels of a shape, and their plan."""
-    chosen = plan(n, k, bits, tokens, build.device(device))
+    chosen = (like_most if alike else plan)(n, k, bits, tokens, build.device(device))
     product, turn = KERNELS.load(defines(chosen, n, k, bits, half, around), device, chosen.shared(bits))
     ARRIVED.have(device)
     return product, turn, chosen
@@ -190,7 +196,7 @@ def _launch(call: Linear) -> None:
     """`call`, of up to AT_ONCE tokens."""
     n, k, bits, tokens, device = call.n, call.k, call.bits, call.tokens, call.out.device.index
     around = call.eps >= 0, call.silu, call.bias is not None, call.add is not None, call.wide
-    product, turn, plan = _kernels(n, k, bits, tokens, call.half, around, device)
+    product, turn, plan = _kernels(n, k, bits, tokens, call.half, around, call.alike, device)
     stream = torch._C._cuda_getCurrentRawStream(device)
     pieces = -(-k // SLICE) * tokens
     kept = 0 if plan.turns else KEPT * pieces

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from onegraph.ops import invariant
 from onegraph.ops.calls import PagedAttention, PagedDecode, RopeCacheWrite
 from onegraph.ops.triton.attention import capped, paged_attention, rope_cache_write, with_sink
 from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
@@ -193,8 +194,12 @@ def _decode(
 
 def paged_decode(call: PagedDecode) -> Tensor:
     """See `onegraph.ops.decode_attention.paged_decode`. Its launches let the next go where they always do. To
-    several tokens a row the kernels of the two ops attend."""
-    if call.qkv.shape[1] > 1:
+    several tokens a row the kernels of the two ops attend; where results must not depend on what runs beside them, one
+    token after the other, their keys cut as those of one row."""
+    tokens, alike = call.qkv.shape[1], invariant.on()
+    if tokens > 1 and alike:
+        return torch.cat([paged_decode(call.token(i)) for i in range(tokens)], dim=1)
+    if tokens > 1:
         return call.composed(
             lambda *write: rope_cache_write(RopeCacheWrite(*write)),
             lambda *attention: paged_attention(PagedAttention(*attention)),
@@ -212,8 +217,9 @@ def paged_decode(call: PagedDecode) -> Tensor:
     reach = block_table.shape[1] * page_size
     keys = KEYS if width <= 128 else KEYS // 2
     span = reach if window == 0 else min(reach, window + keys)
-    splits = min(max(PROGRAMS // triton.next_power_of_2(batch * kv_heads), SPLITS[0]), SPLITS[1])
-    splits = min(splits, triton.next_power_of_2(triton.cdiv(span, keys)))
+    splits = min(max(PROGRAMS // triton.next_power_of_2((1 if alike else batch) * kv_heads), SPLITS[0]), SPLITS[1])
+    if not alike:  # nor on how long texts may be
+        splits = min(splits, triton.next_power_of_2(triton.cdiv(span, keys)))
     if width > 128:
         splits = min(splits, max(SPLITS[0], MERGED // (triton.next_power_of_2(group) * width)))
     cut = batch * heads * splits
