@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 HEADER = Path(__file__).parent / "nvfp4_on_cpu" / "standard.h"
-GCC = ["g++", "-O1", "-std=c++17", "-w", "-fPIC"]
+GCC = ["g++", "-Og", "-fno-exceptions", "-std=c++17", "-w", "-fPIC"]
 
 
 def compile_run(folder: Path, defines: Iterable[str], out: Path, *flags: str) -> None:

@@ -55,13 +55,20 @@ def assert_same(found: Coded, wanted: Coded) -> None:
     assert torch.equal(found.norms, wanted.norms)
 
 
-@pytest.mark.parametrize("bits", [(4, 4), (4, 3), (2, 2)])
-def test_bytes_are_the_layouts(bits: tuple[int, int]) -> None:
-    layout, books = TurboQuantLayout(64, *bits), [formats.codebook(64, b) for b in bits]
-    new = randn(2, 6, 64)
-    keys, values = (quantize(y, b, None, "matched") for y, b in zip(new.split(3, 1), books, strict=True))
-    found = cpu._bytes(layout, new, (book_of(books[0]), book_of(books[1])), "matched")
-    assert torch.equal(found, pack_tokens(layout, keys, values))
+@pytest.mark.parametrize("books", [(4, 4), (4, 3), (2, 2), (4, -4)], ids=str)
+def test_bytes_go_where_the_layout_says(books: tuple[int, int]) -> None:
+    """-4: of 4 bits with another codebook."""
+    bits = tuple(abs(b) for b in books)
+    layout, levels = TurboQuantLayout(64, *bits, page_size=2 * BLOCK), [formats.codebook(64, b) for b in bits]
+    levels[1] = levels[1] if books[1] > 0 else 2 * levels[1]
+    new, pair = randn(2, 6, 64), (book_of(levels[0]), book_of(levels[1]))
+    keys, values = (quantize(y, b, None, "matched") for y, b in zip(new.split(3, 1), levels, strict=True))
+    found, want = (torch.zeros(2, 3, layout.page_bytes, dtype=torch.uint8) for _ in range(2))
+    place = layout.offsets(torch.tensor(19))
+    want[..., place] = pack_tokens(layout, keys, values)
+    offsets = cpu._offsets(layout, 3, cpu.joint(pair))[19]
+    found.flatten(1).index_copy_(1, offsets, cpu._bytes(layout, new, pair, "matched"))
+    assert torch.equal(found, want)
 
 
 @pytest.mark.parametrize("bits", [(4, 4), (4, 3), (1, 2)])

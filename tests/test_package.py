@@ -74,7 +74,8 @@ class Environment:
         self.site = next((folder / "venv" / "lib").glob("python*/site-packages"))
         (self.site / "main.pth").write_text(sysconfig.get_path("purelib") + "\n")
         pip = [sys.executable, "-m", "pip", "--python", str(self.python), "install", "--quiet", "--no-index"]
-        subprocess.run([*pip, "--no-deps", "--disable-pip-version-check", str(wheel)], check=True)
+        more = "--no-deps", "--ignore-installed", "--disable-pip-version-check"  # this environment may have a wheel too
+        subprocess.run([*pip, *more, str(wheel)], check=True)
         self.folder = folder
 
     def run(self, *command: object, status: int = 0, given: str = "", cwd: Path | None = None, **more: str) -> str:

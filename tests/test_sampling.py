@@ -7,9 +7,10 @@ import torch
 
 from h200 import H200
 from onegraph.ops.cuda import sampling as kernel
+from onegraph.ops.registry import reference_ops
 from onegraph.ops.sampling import greedy, sample, uniform
 
-DRAWS = 20_000
+DRAWS, SOME = 20_000, 20
 
 
 def draw(logits, *, temperature=1.0, top_k=0, top_p=1.0, seed=0, position=0):
@@ -30,8 +31,13 @@ def draw(logits, *, temperature=1.0, top_k=0, top_p=1.0, seed=0, position=0):
 
 
 def many(logits, *, by="position", **params):
-    """DRAWS tokens from one row of logits [V], over consecutive positions or seeds."""
-    return draw(logits.expand(DRAWS, -1).contiguous(), **params, **{by: torch.arange(DRAWS)})
+    """DRAWS tokens from one row of logits [V], over consecutive positions or seeds: the reference's, which draws all at
+    once. A CPU draws row by row: every SOME-th of its tokens must be the same."""
+    rows, numbers = logits.expand(DRAWS, -1).contiguous(), torch.arange(DRAWS)
+    with reference_ops():
+        tokens = draw(rows, **params, **{by: numbers})
+    assert torch.equal(draw(rows[::SOME], **params, **{by: numbers[::SOME]}), tokens[::SOME])
+    return tokens
 
 
 def chi_square(tokens, probabilities):

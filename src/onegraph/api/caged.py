@@ -36,9 +36,18 @@ _CALLS = {
 }  # fmt: skip
 
 
+class _Instruction(ctypes.Structure):  # here, since from Python 3.14 on ctypes imports what lays a structure out
+    _fields_ = (("code", ctypes.c_ushort), ("jt", ctypes.c_ubyte), ("jf", ctypes.c_ubyte), ("k", ctypes.c_uint))
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.POINTER(_Instruction)))
+
+
 def shut() -> bool:
     """Gives up every right but to compute; whether the kernel's filter of system calls stands too (seccomp)."""
     os.chdir("/")
+    os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])  # libffi keeps its own file open
     for name in ("CORE", "FSIZE", "NPROC", "NOFILE"):  # the last: what is open stays so, and no file or socket follows
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (0, 0))
     return _filter_calls()
@@ -55,13 +64,7 @@ def _filter_calls() -> bool:
     program += [(equal, refuse - 1 - i, 0, number) for i, number in enumerate(allowed)]
     program += [(give, 0, 0, 0x00050001), (give, 0, 0, 0x7FFF0000)]  # EPERM, or allow
 
-    class Instruction(ctypes.Structure):
-        _fields_ = (("code", ctypes.c_ushort), ("jt", ctypes.c_ubyte), ("jf", ctypes.c_ubyte), ("k", ctypes.c_uint))
-
-    class Program(ctypes.Structure):
-        _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.POINTER(Instruction)))
-
-    filter_ = Program(len(program), (Instruction * len(program))(*[Instruction(*words) for words in program]))
+    filter_ = _Program(len(program), (_Instruction * len(program))(*[_Instruction(*words) for words in program]))
     prctl = ctypes.CDLL(None).prctl
     prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
     no_new_privileges, set_seccomp, mode_filter = 38, 22, 2

@@ -20,7 +20,7 @@ def paged_decode(call: PagedDecode) -> Tensor:
     real = [row for row in range(batch) if counts[row] > 0 and 0 <= positions[row] < reach]
     if not real:
         return call.qkv.new_zeros(batch, 1, heads, dim)
-    queries, *new = turned(call, positions, heads, kv_heads, dim)
+    queries, *new = turned(call, positions, heads, kv_heads, dim).split((heads, kv_heads, kv_heads), dim=1)
     pages = call.block_table.tolist()
     found = {}
     for row in real:
@@ -34,34 +34,30 @@ def paged_decode(call: PagedDecode) -> Tensor:
     return by_row(found, batch, heads, dim).to(call.qkv.dtype)
 
 
-def turned(call: Heads, positions: list[int], heads: int, kv_heads: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`ops.attention.turned` of one token a row, whose positions are known: queries and keys float32 [B, heads, D] and
-    [B, kv_heads, D], values [B, kv_heads, D] as they came."""
-    vectors = call.qkv.squeeze(1).unflatten(1, (-1, dim))
-    both, values = vectors.split((heads + kv_heads, kv_heads), dim=1)
-    both = both.float()
+def turned(call: Heads, positions: list[int], heads: int, kv_heads: int, dim: int) -> Tensor:
+    """`ops.attention.turned` of one token a row, whose positions are known, bit for bit: queries, keys, and values as
+    they came, float32 [B, heads + 2 kv_heads, D]."""
+    found = call.qkv.view(len(positions), -1, dim).to(torch.float32, copy=True)
     if call.q_norm is not None and call.k_norm is not None:
-        q, k = both.split((heads, kv_heads), dim=1)
-        both = torch.cat((head_norm(q, call.q_norm, call.eps), head_norm(k, call.k_norm, call.eps)), dim=1)
+        q, k, _ = found.split((heads, kv_heads, kv_heads), dim=1)
+        q.copy_(head_norm(q, call.q_norm, call.eps))
+        k.copy_(head_norm(k, call.k_norm, call.eps))
     if call.cos is not None and call.sin is not None:
-        last = call.cos.shape[0] - 1
+        last, half = call.cos.shape[0] - 1, call.cos.shape[1]
         rows = [min(max(at, 0), last) for at in positions]
-        both = _rotated(both, *(_rows(table, rows) for table in (call.cos, call.sin)))
-    queries, keys = both.split((heads, kv_heads), dim=1)
-    return queries, keys, values
+        both = found[:, : heads + kv_heads, : 2 * half].unflatten(2, (2, half))
+        sines = (both * _rows(call.sin, rows)).unbind(2)
+        first, second = both.mul_(_rows(call.cos, rows)).unbind(2)
+        first.sub_(sines[1])
+        second.add_(sines[0])
+    return found
 
 
 def _rows(table: Tensor, rows: list[int]) -> Tensor:
-    """[..., 1, R/2] of a table of angles; of one row a view."""
-    return table[rows[0]] if len(rows) == 1 else table.index_select(0, torch.tensor(rows, device="cpu")).unsqueeze(1)
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`ops.attention.rotate_half`, bit for bit."""
-    half = cos.shape[-1]
-    first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
-    turned = (first * cos).sub_(second * sin), (second * cos).add_(first * sin)
-    return torch.cat((*turned, rest) if rest.shape[-1] else turned, dim=-1)
+    """[..., 1, 1, R/2] of a table of angles; of one row a view."""
+    if len(rows) == 1:
+        return table[rows[0]]
+    return table.index_select(0, torch.tensor(rows, device="cpu"))[:, None, None]
 
 
 def _seen(cache: Tensor, pages: list[int], first: int, last: int) -> Tensor:

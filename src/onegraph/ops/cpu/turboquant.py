@@ -52,17 +52,17 @@ def turboquant_decode(call: TurboQuantDecode) -> Tensor:
     real = [row for row in range(batch) if counts[row] > 0 and 0 <= positions[row] < reach]
     if not real:
         return call.qkv.new_zeros(batch, 1, heads, dim)
-    whole = torch.cat([vectors.to(dtype).float() for vectors in turned(call, positions, heads, kv_heads, dim)], dim=1)
+    whole = turned(call, positions, heads, kv_heads, dim).to(dtype).float()
     rotated = torch.mm(whole.view(-1, dim), call.turn.float()).mul_(dim**-0.5).view_as(whole)
     queries, new = rotated.split((heads, 2 * kv_heads), dim=1)
     queries, kept = queries.to(dtype).float(), new.to(dtype).unflatten(1, (2, kv_heads))
     books = book(tuple(call.k_codebook.tolist())), book(tuple(call.v_codebook.tolist()))
-    bytes_of = _bytes(layout, new, books, call.kind)
-    pages, offsets, found = call.block_table.tolist(), _offsets(layout), {}
+    bytes_of, offsets = _bytes(layout, new, books, call.kind), _offsets(layout, kv_heads, joint(books))
+    pages, found = call.block_table.tolist(), {}
     for row in real:
         at, own, ring = positions[row], pages[row], call.ring[slots[row]]
         page, place = own[at // layout.page_size], at % layout.page_size
-        call.cache[page].index_copy_(1, offsets[place], bytes_of[row])
+        call.cache[page].view(-1).index_copy_(0, offsets[place], bytes_of[row])
         ring[at % len(ring)].copy_(kept[row])
         far, near = _seen(call, layout, books, ring, own, at)
         found[row] = _attended(queries[row].view(kv_heads, -1, dim) * call.scale, far, near).view(heads, dim)
@@ -102,30 +102,35 @@ def coded(y: Tensor, book: Book, kind: str) -> Coded:
     return Coded(book.codes.take(rank), norm.squeeze(-1).clamp_(max=LARGEST_NORM).half())
 
 
+def joint(books: tuple[Book, Book]) -> bool:
+    """Whether keys and values are coded in one go: of the same 16 levels."""
+    return books[0] is books[1] and books[0].pairs is not None
+
+
 def _bytes(layout: TurboQuantLayout, new: Tensor, books: tuple[Book, Book], kind: str) -> Tensor:
-    """Rotated keys and then values, float32 [B, 2 kv_heads, D] -> their bytes, uint8 [B, kv_heads, bytes]."""
-    kv_heads = new.shape[1] // 2
-    if books[0] is books[1]:
+    """Rotated keys and then values, float32 [B, 2 kv_heads, D] -> their bytes, uint8 [B, kv_heads * bytes], in the
+    order of `_offsets`."""
+    if joint(books):
         both = coded(new, books[0], kind)
-        if books[0].pairs is not None:
-            pairs = both.codes.view(torch.int16)  # little-endian: the code of an odd coordinate in the upper byte
-            nibbles = (pairs | pairs >> 4).to(torch.uint8)
-            norms = both.norms.unsqueeze(-1).view(torch.uint8)
-            return torch.cat(
-                [part[:, half] for part in (nibbles, norms) for half in (slice(kv_heads), slice(kv_heads, None))], dim=2
-            )
-        halves = zip(both.codes.split(kv_heads, 1), both.norms.split(kv_heads, 1), strict=True)
-        keys, values = (Coded(codes, norms) for codes, norms in halves)
-    else:
-        keys, values = (coded(y, own, kind) for y, own in zip(new.split(kv_heads, 1), books, strict=True))
-    return pack_tokens(layout, keys, values)
+        even, odd = both.codes.view(*new.shape[:2], -1, 2).unbind(3)
+        norms = both.norms.unsqueeze(2).view(torch.uint8)
+        return torch.cat((torch.add(even, odd, alpha=16), norms), dim=2).flatten(1)
+    keys, values = (coded(y, own, kind) for y, own in zip(new.chunk(2, 1), books, strict=True))
+    return pack_tokens(layout, keys, values).flatten(1)
 
 
 @cache
-def _offsets(layout: TurboQuantLayout) -> list[Tensor]:
-    """Where in a page the bytes of the token at each place stand, int64 [bytes]."""
+def _offsets(layout: TurboQuantLayout, kv_heads: int, together: bool) -> list[Tensor]:
+    """Where in a page the bytes of the token at each place stand, int64 [kv_heads * bytes]: head by head;
+    `together`, as of `joint` books, the keys of all heads, each with its norm, and then the values."""
     with torch.inference_mode(False):
-        return list(layout.offsets(torch.arange(layout.page_size, device="cpu")))
+        places = layout.offsets(torch.arange(layout.page_size, device="cpu"))
+        found = places.unsqueeze(1) + layout.page_bytes * torch.arange(kv_heads, device="cpu").unsqueeze(1)
+        if together:
+            row = layout.head_dim // 2
+            keys, values, *norms = found.split((row, row, 2, 2), dim=2)
+            found = torch.cat((torch.cat((keys, norms[0]), 2), torch.cat((values, norms[1]), 2)), dim=1)
+        return list(found.flatten(1))
 
 
 def _seen(
@@ -163,18 +168,19 @@ def _decoded(layout: TurboQuantLayout, pages: Tensor, books: tuple[Book, Book]) 
             )
             for own, each in zip(books, both, strict=True)
         ]
-    blocks = pages.unflatten(2, (-1, layout.block_bytes)).transpose(0, 1).flatten(1, 2)  # [kv_heads, blocks, bytes]
-    nibbles, norms = layout.sections[:2], layout.sections[2:]
+    rows, dense = len(pages.transpose(0, 1)), torch.contiguous_format
+    blocks = pages.unflatten(2, (-1, layout.block_bytes)).transpose(0, 1)  # [kv_heads, pages, blocks, bytes]
     found = []
-    for own, codes, norm in zip(books, nibbles, norms, strict=True):
+    for own, codes in zip(books, layout.sections[:2], strict=True):
         assert own.pairs is not None
         part = blocks[..., codes.offset : codes.offset + BLOCK * codes.row]
         if codes.paired:
-            part = part.unflatten(2, (BLOCK // 2, codes.row, 2)).transpose(3, 4)
-        levels = own.pairs.index_select(0, part.int().flatten()).view(torch.float32)
-        sizes = blocks[..., norm.offset : norm.offset + BLOCK * norm.row].contiguous().view(torch.float16)
-        found.append(Far(levels.view(len(blocks), -1, layout.head_dim), sizes.float().flatten(1)))
-    return found
+            part = part.unflatten(3, (BLOCK // 2, codes.row, 2)).transpose(4, 5)
+        levels = own.pairs.index_select(0, part.to(torch.int32, memory_format=dense).view(-1)).view(torch.float32)
+        found.append(levels.view(rows, -1, layout.head_dim))
+    norms = blocks[..., layout.sections[2].offset :].view(torch.float16).unflatten(3, (2, BLOCK))
+    sizes = norms.permute(3, 0, 1, 2, 4).to(torch.float32, memory_format=dense).view(2, rows, -1).unbind(0)
+    return [Far(*each) for each in zip(found, sizes, strict=True)]
 
 
 def _attended(q: Tensor, far: tuple[Far, Far] | None, near: tuple[Tensor, Tensor]) -> Tensor:
