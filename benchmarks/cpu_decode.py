@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=2 python benchmarks/cpu_decode.py .demo/SmolLM2-135M-Instruct-4bit
 
 Each setting runs in a process of its own, for its memory: the peak until it is loaded. Tokens per second are those of
-the best of five answers, since other work shares a machine's cores. KL is of the next token, in
-nats, over 512 tokens from the end of the bundled text, computed without a cache: of settings with the exact one alone.
+the best of five answers, since other work shares a machine's cores. KL is of the next token, in nats, over 512 tokens
+from the end of the bundled text, computed without a cache: of settings with the exact one alone.
 """
 
 import argparse
