@@ -10,7 +10,7 @@ from onegraph.ops.cuda import build, e8p
 from onegraph.ops.cuda.e8p_common import SLICE, TABLES
 
 CLUSTER, WORKERS = 16, 12
-MAX_TOKENS = 8  # clusters of 16 blocks that an H200 runs at once
+MAX_TOKENS = 7  # clusters of 16 blocks that an H200 runs at once; an eighth would wait for the others
 MAX_SLICES = 6  # of any dimension, a warp each: more would leave workers too few registers
 SHARED_STRUCT = 896  # bytes of `Shared` in e8p_chain.cu
 MAX_SHARED = 227 * 1024  # bytes of a block on the GPUs that the kernel is for
