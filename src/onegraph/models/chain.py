@@ -75,8 +75,8 @@ class ChainedLlama(nn.Module):
     def run(
         self, stage: int, stream: Stream, tokens: Tensor, cache: Attend, taps: dict[int, Tensor | None] | None = None
     ) -> Stream:
-        """As `Llama.run`; two ops a layer where tokens are few. In a chain a token's sums are its own, so many tokens go
-        through chains too where theirs must be those of few."""
+        """As `Llama.run`; two ops a layer where tokens are few. A chain gives a token the same bits among others, so
+        many tokens go through chains too where they must have those of few."""
         if not (self._steady(stream) if invariant.on() else tokens.numel() <= self.most):
             return self.model.run(stage, stream, tokens, cache, taps)
         first = self.model.blocks[0]
