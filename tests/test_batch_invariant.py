@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -384,3 +385,21 @@ def test_the_api_and_the_command_line(tmp_path: Path) -> None:
     assert (status, out.strip()) == (0, drafted.text.strip()), errors
     with pytest.raises(UsageError, match=r"^--batch-invariant: the model has"), options("batch_invariant:"):
         raise ValueError("batch_invariant: the model has routed experts")
+
+
+@pytest.mark.parametrize("command", [("generate", "--prompt", "a"), ("chat",), ("serve", "--port", 0)])
+def test_commands_hand_their_switches_on(
+    command: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, seen = tiny.write_model(tmp_path / "model"), []
+
+    def refuse(self: LLM, model: str, **options: Any) -> None:
+        seen.append(options)
+        raise ValueError("seen")
+
+    monkeypatch.setattr(LLM, "__init__", refuse)
+    name, *rest = command
+    for switches in ([], ["--batch-invariant", "--w4a4"]):
+        status, _, errors = invoke([name, path, *rest, "--device", "cpu", *switches])
+        assert (status, "seen" in errors) == (2, True), errors
+    assert [(each["batch_invariant"], each["w4a4"]) for each in seen] == [(False, False), (True, True)]

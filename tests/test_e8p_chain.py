@@ -12,6 +12,8 @@ from h200 import H200
 from models import Decoder, save_e8p
 from onegraph.check import declared
 from onegraph.check.simulate.run import simulate_step
+from onegraph.engine.draft import NgramDrafter
+from onegraph.engine.generate import Engine
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.chain import Chain, ChainedLlama, chained
 from onegraph.models.llama import Llama
@@ -102,6 +104,16 @@ def test_few_tokens_go_through_chains(tokens: int, tmp_path: Path, monkeypatch: 
         logits.append(torch.cat([decoder.feed([row[at : at + tokens]])[0] for at in range(9, 21, tokens)]))
         assert calls == (12 // tokens * one.chains if model is one else [])
     assert torch.equal(*logits)
+
+
+def test_auto_reads_no_more_drafts_than_a_chain_takes(tmp_path: Path) -> None:
+    save_e8p("smollm2", tmp_path / "model", rates={"bits": 3}, **MODEL)
+    with Checkpoint.open(tmp_path / "model") as checkpoint:
+        model = Llama.load(checkpoint, "cpu", torch.bfloat16, decode=False)
+    most = cuda_chain.MAX_TOKENS - 1
+    one = chained(model)
+    for of, tokens, counts in ((model, "auto", (0, 1, 3, 7)), (one, "auto", (0, 1, 3, most)), (one, 7, (0, 7))):
+        assert Engine(of, max_context=64, draft=NgramDrafter, draft_tokens=tokens)._speculation.counts == counts
 
 
 def test_the_step_of_chains_replays_as_eager_on_a_simulated_gpu(tmp_path: Path) -> None:

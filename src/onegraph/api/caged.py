@@ -7,6 +7,7 @@ for each request. Each side writes a message as its length in 8 bytes and then J
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
 import functools
@@ -47,7 +48,10 @@ class _Program(ctypes.Structure):
 def shut() -> bool:
     """Gives up every right but to compute; whether the kernel's filter of system calls stands too (seccomp)."""
     os.chdir("/")
-    os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])  # libffi keeps its own file open
+    for number in map(int, os.listdir("/proc/self/fd")):  # libffi keeps its own file open
+        if number > 2:
+            with contextlib.suppress(OSError):  # the listing's own
+                os.close(number)
     for name in ("CORE", "FSIZE", "NPROC", "NOFILE"):  # the last: what is open stays so, and no file or socket follows
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (0, 0))
     return _filter_calls()

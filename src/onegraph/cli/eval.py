@@ -87,10 +87,13 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from onegraph.api.evaluate import evaluate_checkpoint
+    from onegraph.ops.nvfp4_linear import FEW
 
     device = pick_device(args.device)
     if args.w4a4 and (args.ab or args.generation):
         raise UsageError("--w4a4 is measured on the text itself; leave out --ab and --generation")
+    if args.w4a4 and args.window <= FEW:
+        raise UsageError(f"--window {args.window}: --w4a4 is for prompts of more than {FEW} tokens; give more")
     if args.ab:
         return run_ab(args, device)
     if args.generation:

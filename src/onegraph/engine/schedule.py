@@ -30,7 +30,8 @@ class Scheduler:
         interleave: a decode step between two chunks of prompts, so that nobody's text stalls behind a long prompt.
             False: prompts first, for fewer and fuller decode steps.
         share: pages that hold the beginning of a prompt already are used again, where the cache's pages are pure
-            (`Cache.pure_pages`: the exact cache; codes and DeepSeek-V4's windows depend on more than the tokens).
+            (`Cache.pure_pages`: the exact cache, unless a step and a prompt compute otherwise; codes and DeepSeek-V4's
+            windows depend on more than the tokens).
 
     A sequence gets pages for its prompt when it is admitted, in the order of `add`, and more as it grows. Where too few
     are free the youngest sequence gives up its own and waits; what it read is read again later, its output by prefill

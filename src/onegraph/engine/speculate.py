@@ -22,6 +22,7 @@ from onegraph.engine.draft import MOST, UNKNOWN, Drafter, MakeDrafter, Place
 from onegraph.engine.params import Stats
 from onegraph.engine.rounds import RoundState, Sizes
 from onegraph.engine.sequence import Sequence
+from onegraph.models.chain import ChainedLlama
 from onegraph.runtime.beside import Beside
 from onegraph.runtime.pipeline import Pipeline
 
@@ -50,15 +51,16 @@ class Speculation:
 
     Args:
         ranks: what each keeps on its devices, for as many drafts as `draft_counts(tokens)` has at most.
-        tokens: drafts of a round, or "auto".
+        tokens: drafts of a round, or "auto", which reads `most` of them at most.
 
     Attributes:
         counts: `draft_counts`, as far as the drafter goes.
     """
 
-    def __init__(self, ranks: Seq[RoundState], tokens: DraftTokens) -> None:
+    def __init__(self, ranks: Seq[RoundState], tokens: DraftTokens, most: int = MOST) -> None:
         self.ranks, self.auto = list(ranks), tokens == "auto"
-        self.counts = tuple(sorted({min(count, self.drafter.most) for count in draft_counts(tokens)}))
+        most = min(self.drafter.most, most if self.auto else MOST)
+        self.counts = tuple(sorted({min(count, most) for count in draft_counts(tokens)}))
         self._seconds: dict[At, dict[int, float]] = {}  # of a round, by count
 
     @classmethod
@@ -76,7 +78,10 @@ class Speculation:
             )
         count = draft_counts(tokens)[-1]
         ranks = zip(makes, beside, strict=True)
-        return cls([RoundState(make, rank.devices, count=count, **sizes) for make, rank in ranks], tokens)
+        states = [RoundState(make, rank.devices, count=count, **sizes) for make, rank in ranks]
+        # A round's tokens beyond those that a chain takes make each linear a launch of its own again.
+        most = min((rank.most - 1 for rank in beside if isinstance(rank, ChainedLlama)), default=MOST)
+        return cls(states, tokens, most)
 
     @property
     def place(self) -> Place:

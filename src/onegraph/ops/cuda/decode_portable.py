@@ -13,7 +13,7 @@ from onegraph.ops.cuda.workspace import Counters
 
 WARPS = 8  # of a block
 SIZES = 16, 8, 4, 2  # blocks that share the keys of a (row, kv head) pair
-MAX_GROUPS = 4096  # pairs that may be shared, since their blocks are counted
+MAX_GROUPS = 1 << 14  # pairs that may be shared, since their blocks are counted
 
 ARGUMENTS = build.Arguments(
     pointers=(*POINTERS, "partial", "sums", "arrived"),
