@@ -138,7 +138,7 @@ def train_head(
     *,
     text: Sequence[str | PathLike[str]] = (),
     minutes: float = 10.0,
-    texts: int = 4096,
+    texts: int = 32768,
     length: int = 192,
     vocabulary: int = 8192,
     ahead: int = 5,

@@ -55,7 +55,7 @@ def add_parser(commands: Any) -> None:
         "--minutes", type=number(float, 0, 10000, True), default=10.0, metavar="M", help="time in all (default: 10)"
     )
     parser.add_argument(
-        "--texts", type=number(int, 24, 1 << 20), default=4096, metavar="N", help="texts to write at most (4096)"
+        "--texts", type=number(int, 24, 1 << 20), default=32768, metavar="N", help="texts to write at most (32768)"
     )
     parser.add_argument(
         "--length", type=number(int, 16, 4096), default=192, metavar="N", help="tokens of each answer (default: 192)"
