@@ -2,11 +2,12 @@
 of decode steps on a GPU.
 
 A kernel that is quick for one token adds up in another order than one for eight, or cuts k and a row's keys in other
-parts. Inside `batch_invariant` a token's sums are made in one order, however many tokens and rows a pass has. Three
+parts. Inside `batch_invariant` a token's sums are made in one order, however many tokens and rows a pass has. Four
 places ask `on`:
 
     nn.linear            runs tokens in passes of one size: `in_passes`
     ops.cuda.e8p         takes the kernel and the cut of AT_ONCE tokens, whose sums are the same for fewer
+    models.chain         runs any number of tokens through chains, which give each its own sums
     paged_decode         shares a row's keys by their places alone; where a kernel knows no rounds, token by token
 
 Norms, gates, embeddings, logits and draws take each token by itself anyway.
