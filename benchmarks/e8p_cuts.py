@@ -77,7 +77,7 @@ def portable_plans(
 
 def with_other_rings(plan: e8p_portable.Plan, n: int, bits: int) -> Iterator[e8p_portable.Plan]:
     """The same cut with fewer and more row tiles of codes under way."""
-    for ahead in range(1, e8p_portable.AHEAD[bits] + 2):
+    for ahead in range(1, 5):
         other = replace(plan, ahead=ahead, hold=plan.most(n)).fitting(bits, build.PORTABLE_SHARED)
         if other and ahead != plan.ahead:
             yield other

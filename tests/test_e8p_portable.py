@@ -78,13 +78,14 @@ def test_fewer_tokens_can_be_cut_as_16_are(device: build.Device) -> None:
 
 @pytest.mark.parametrize(("n", "k"), [(14336, 4096), (4096, 14336), (4096, 4096)])
 def test_the_work_of_a_layer_is_even(n: int, k: int) -> None:
-    """One wave, in which no SM has more than a sixth above its share."""
+    """One wave, in which no SM has more than a quarter above its share: blocks that end their rows alone are worth
+    some SMs that idle, whose bandwidth the others have."""
     for device in CARDS[1:]:
         for bits in (2, 3, 4):
             plan = e8p_portable.plan(n, k, bits, 1, device)
             assert plan.strips * plan.parts <= device.sms
             share = n // 16 * (k // 256) / device.sms
-            assert plan.most(n) * plan.across <= share * 7 / 6
+            assert plan.most(n) * plan.across <= share * 5 / 4
 
 
 @pytest.mark.parametrize("tokens", e8p_portable.CLASSES)

@@ -13,14 +13,16 @@ from onegraph.ops.cuda.workspace import Counters
 MAX_TOKENS = 64  # in passes over the codes
 AT_ONCE = 16  # tokens of a pass
 MUST_TURN = 4  # tokens that a launch in front would take longer for
-LAUNCH = 3500  # cycles of it
+LAUNCH = 5500  # cycles of it
 CLASSES = (1, 4, 8, 16)  # tokens that it is compiled for
 PARTS = ROWS // 16  # row tiles of 16 in ROWS
 TABLES = {2: 65536, 3: 65536 + 16384, 4: 65536}  # bytes that codes are decoded with, in shared memory
 KEPT = 512  # bytes of a slice of a token, rotated
 MAX_N = 4096 * ROWS  # rows whose arrivals are counted
-# Row tiles of codes that a warp has under way, by bits, and warps of a block at most, by tokens: what registers hold.
-AHEAD = {2: 4, 3: 3, 4: 2}
+# Row tiles of codes that a warp has under way at most (more are slower: each is a copy of the loop, which the first turn
+# has to fetch), of AT_ONCE tokens by bits, and warps of a block at most, by tokens: what registers hold.
+AHEAD = 2
+AHEAD_AT_ONCE = {2: 3, 3: 2, 4: 1}
 WARPS = {1: 16, 4: 16, 8: 16, 16: 8}
 # What `Shape` of e8p_portable.cu is made of.
 SHAPE = "N", "K", "NORMED", "SILU", "BIASED", "ADDED", "WIDE"
@@ -83,18 +85,19 @@ class Plan:
 
     def cost(self, n: int, bits: int, device: build.Device) -> float:
         """Estimated cycles, up to what all plans have in common."""
-        waves = -(-self.strips * self.parts // device.sms)
+        blocks = self.strips * self.parts
+        waves = -(-blocks // device.sms)
         tiles = self.most(n)
-        issue = {2: 129, 3: 223, 4: 240}[bits] + 8 * (1 if bits == 2 else 2) * (self.tokens // 4)  # of a row tile
-        alone = -(-tiles // self.down) * issue * 1.5  # a warp
-        memory = tiles * self.across * SLOT[bits] / min(12, self.warps * self.ahead * SLOT[bits] / 1000)
-        each = -(-self.tokens // self.down)  # tokens that a warp rotates
-        turns = each * max(400, 220 * self.warps / 4) if self.turns else LAUNCH + 300
-        rounds = -(-tiles // self.hold) * 150
+        issue = {2: 129, 3: 223, 4: 240}[bits] + 15 * (1 if bits == 2 else 2) * (self.tokens // 4)  # of a row tile
+        alone = -(-tiles // self.down) * issue * 3.5  # a warp
+        share = min(16, 15 * max(1, device.sms / blocks))  # bytes by clock: idle SMs leave theirs to the others
+        memory = tiles * self.across * SLOT[bits] / min(share, self.warps * self.ahead * SLOT[bits] / 1000)
+        turns = -(-self.tokens // self.down) * 950 if self.turns else LAUNCH
+        rounds = -(-tiles // self.hold) * 350
         if self.whole:
-            end = 600.0 * -(-tiles * self.tokens // (PARTS * self.warps))
+            end = 900 * -(-tiles * self.tokens // (PARTS * self.warps))
         else:  # through the L2, there and back
-            end = 2500.0 + 4 * tiles * self.tokens + 600 * (self.parts // 8)
+            end = 3100 + 20 * tiles * self.tokens + 750 * (self.parts // 8) + 30 * self.across
         return waves * (max(tiles * self.across * issue / 4, alone, memory) + turns + rounds + end)
 
 
@@ -116,7 +119,7 @@ def plans(n: int, k: int, bits: int, tokens: int, device: build.Device) -> list[
                 continue
             cuts.add(cut)
             for turns in (True, False) if count > MUST_TURN else (True,):
-                for ahead in range(AHEAD[bits], 0, -1):
+                for ahead in range(AHEAD_AT_ONCE[bits] if count == AT_ONCE else AHEAD, 0, -1):
                     whole = Plan(ahead, count, turns, strips, parts, unit, across, down, most * unit)
                     if fitting := whole.fitting(bits, min(device.shared, build.PORTABLE_SHARED)):
                         found.append(fitting)
