@@ -19,8 +19,8 @@ PARTS = ROWS // 16  # row tiles of 16 in ROWS
 TABLES = {2: 65536, 3: 65536 + 16384, 4: 65536}  # bytes that codes are decoded with, in shared memory
 KEPT = 512  # bytes of a slice of a token, rotated
 MAX_N = 4096 * ROWS  # rows whose arrivals are counted
-# Row tiles of codes that a warp has under way at most (more are slower: each is a copy of the loop, which the first turn
-# has to fetch), of AT_ONCE tokens by bits, and warps of a block at most, by tokens: what registers hold.
+# Row tiles of codes that a warp has under way (more are slower: each is a copy of the loop, which the first turn has to
+# fetch), of AT_ONCE tokens by bits, and warps of a block at most, by tokens: what registers hold.
 AHEAD = 2
 AHEAD_AT_ONCE = {2: 3, 3: 2, 4: 1}
 WARPS = {1: 16, 4: 16, 8: 16, 16: 8}
