@@ -413,6 +413,17 @@ def test_caches_are_judged_each_by_itself():
     assert not _judged([*rounds, replace(round_, kv="turboquant:4", drift=0.1)], 0, 2.0**-23).passed
 
 
+def test_what_a_second_kind_of_cache_builds_in_its_first_round_is_no_growth():
+    round_ = Round(number=0, steps=9, run=0, memory=[5], moved=[], drift=0, noise=0, looped=0, tokens=[], kv="exact")
+    coded = replace(round_, kv="turboquant:4", memory=[9])
+    rounds = [round_, coded, replace(round_, memory=[9]), coded]
+    assert _judged(rounds, 0, 2.0**-23).growth == 0
+    grown = _judged([*rounds, replace(round_, memory=[10])], 0, 2.0**-23)
+    assert (grown.growth, len(grown.problems), grown.passed) == (1, 1, False)
+    other = [replace(coded, run=1), replace(round_, run=1, memory=[12]), replace(coded, run=1, memory=[13])]
+    assert _judged([*rounds, *other], 0, 2.0**-23).growth == 1, "each process from its own first rounds on"
+
+
 def test_traffic_on_the_command_line(tmp_path, capsys):
     model = tiny.write_model(tmp_path / "m")
     words = ["soak", str(model), "--device=cpu", "--traffic", "--kv=exact", "--context=64", "--steps=128"]

@@ -177,21 +177,30 @@ def allowed(engine: Engine) -> tuple[int, float]:
     return growth, torch.finfo(engine.model.dtype).eps
 
 
-def judge(rounds: Sequence[Round], allowed_growth: int = GROWTH, eps: float = 2.0**-23) -> Verdict:
-    """What the rounds say together. Memory is compared within a process, after its first round; `eps` is the rounding
-    of the model's dtype."""
+def grown(rounds: Sequence[Round]) -> int:
+    """Bytes that a device's memory grew by within a process, once each kind of cache had its first round: what that
+    builds stays."""
     growth = 0
-    for alike in {(r.run, r.kv) for r in rounds}:
-        mine = [r.memory for r in rounds if (r.run, r.kv) == alike]
-        growth = max([growth, *(max(b - a for a, b in zip(mine[0], each, strict=True)) for each in mine[1:])])
+    for run in {r.run for r in rounds}:
+        mine = [r for r in rounds if r.run == run]
+        first, *rest = mine[len({r.kv for r in mine}) - 1 :]
+        growth = max([growth, *(max(b - a for a, b in zip(first.memory, r.memory, strict=True)) for r in rest)])
+    return growth
+
+
+def memory_problems(growth: int, allowed: float) -> list[str]:
+    if growth <= allowed:
+        return []
+    return [f"memory grew by {growth / MEGABYTE:.1f} MB after the first round, {allowed / MEGABYTE:.0f} may be"]
+
+
+def judge(rounds: Sequence[Round], allowed_growth: float = GROWTH, eps: float = 2.0**-23) -> Verdict:
+    """What the rounds say together, with one kind of cache. `eps`: the rounding of the model's dtype."""
+    growth = grown(rounds)
     drifts = [r.drift if math.isfinite(r.drift) else math.inf for r in rounds]
     worst = rounds[drifts.index(max(drifts))]
     looped = max(r.looped for r in rounds)
-    problems = []
-    if growth > allowed_growth:
-        problems.append(
-            f"memory grew by {growth / MEGABYTE:.1f} MB after the first round, {allowed_growth // MEGABYTE} may be"
-        )
+    problems = memory_problems(growth, allowed_growth)
     if moved := sorted({name for r in rounds for name in r.moved}):
         problems.append(f"{len(moved)} storages moved, the first is {moved[0]}: a graph holds the old address")
     # One limit for all rounds: what rounding does where ties are rare, since those are looked for; else, as in

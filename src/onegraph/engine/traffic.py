@@ -27,9 +27,11 @@ from onegraph.engine.soak import (
     addresses,
     allowed,
     append,
+    grown,
     judge,
     looped,
     memory,
+    memory_problems,
     read_rounds,
     row_drift,
 )
@@ -163,20 +165,21 @@ def _all_free(engine: Engine) -> None:
         )
 
 
-def _judged(rounds: Sequence[Round], growth: int, eps: float) -> Verdict:
-    """Each kind of cache by itself. Codes that are a tie but for rounding fall either way, as a router's choices do:
-    how far orders of summation lie apart then says nothing of the dtype."""
+def _judged(rounds: Sequence[Round], allowed_growth: int, eps: float) -> Verdict:
+    """Each kind of cache by itself, but for memory, which is the process's. Codes that are a tie but for rounding fall
+    either way, as a router's choices do: how far orders of summation lie apart then says nothing of the dtype."""
     by_kv = {
-        kv: judge([r for r in rounds if r.kv == kv], growth, eps if kv == EXACT else inf)
+        kv: judge([r for r in rounds if r.kv == kv], inf, eps if kv == EXACT else inf)
         for kv in dict.fromkeys(r.kv for r in rounds)
     }
-    found = list(by_kv.values())
+    found, growth = list(by_kv.values()), grown(rounds)
+    problems = [f"{kv}: {problem}" for kv, each in by_kv.items() for problem in each.problems]
     return Verdict(
         steps=sum(each.steps for each in found),
         rounds=len(rounds),
-        growth=max(each.growth for each in found),
+        growth=growth,
         drift=max(each.drift for each in found),
         noise=max(each.noise for each in found),
         looped=max(each.looped for each in found),
-        problems=tuple(f"{kv}: {problem}" for kv, each in by_kv.items() for problem in each.problems),
+        problems=(*memory_problems(growth, allowed_growth), *problems),
     )
