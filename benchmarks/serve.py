@@ -8,6 +8,10 @@ Streams of a row begin together; `tokens_per_second` is of the time in which all
 ended, `all_tokens_per_second` is over everything, prompts too. `first_token_ms` is from the request to the first piece,
 of prompts that no page holds. Then the server ends and the same model generates in this process: `engine` rows, the
 rate that the server is held to. Prints JSON lines; --out appends them.
+
+With --client vllm the load is that of `vllm bench serve` instead, with its random prompts: as many streams at once,
+each followed by the next until there were --repeats of them; `first_token_ms` is its median, `token_ms` its mean time
+of a token behind the first, `all_tokens_per_second` over everything.
 """
 
 import argparse
@@ -131,6 +135,29 @@ def served(args: argparse.Namespace, path: Path, vocabulary: int, warm: dict[str
         yield {"bench": "serve", "name": args.server, "batch": batch, "context": args.context, **found}
 
 
+def served_to_vllm(args: argparse.Namespace, path: Path, warm: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for batch in args.batch:
+        with tempfile.TemporaryDirectory() as folder:
+            result = Path(folder) / "result.json"
+            command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", "openai"]
+            command += ["--base-url", f"http://127.0.0.1:{PORT}", "--model", "m", "--tokenizer", str(path)]
+            command += ["--dataset-name", "random", "--random-input-len", str(args.context)]
+            command += ["--random-output-len", str(args.tokens), "--max-concurrency", str(batch)]
+            command += ["--num-prompts", str(batch * args.repeats), "--num-warmups", str(batch)]
+            command += [word for name, value in warm.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+            command += ["--save-result", "--result-dir", folder, "--result-filename", result.name]
+            out = None if args.verbose else subprocess.DEVNULL
+            subprocess.run(command, check=True, stdout=out, stderr=out)
+            found = json.loads(result.read_text())
+        if found["failed"]:
+            raise SystemExit(f"{found['failed']} of {batch * args.repeats} requests failed; --verbose shows why")
+        yield {
+            "bench": "serve", "name": args.server, "client": "vllm", "batch": batch, "context": args.context,
+            "token_ms": round(found["mean_tpot_ms"], 4), "first_token_ms": round(found["median_ttft_ms"], 1),
+            "all_tokens_per_second": round(found["output_throughput"], 1),
+        }  # fmt: skip
+
+
 def engine(args: argparse.Namespace, path: Path, vocabulary: int, warm: dict[str, Any]) -> Iterator[dict[str, Any]]:
     from onegraph.api.llm import LLM
     from onegraph.engine.params import SamplingParams
@@ -156,6 +183,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--lm-head", type=int, default=None)
     parser.add_argument("--model", type=Path, help="a checkpoint of that shape, or where to write one")
     parser.add_argument("--server", choices=(OWN, "vllm"), default=OWN)
+    parser.add_argument("--client", choices=(OWN, "vllm"), default=OWN, help="whose load")
     parser.add_argument("--draft", help="as of `onegraph serve`")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--context", type=int, default=1024)
@@ -177,7 +205,8 @@ def main(argv: list[str] | None = None) -> int:
             write_random(path, SHAPES[args.shape], args.bits, args.lm_head, args.device)
         server = started(args, path, args.context + args.tokens)
         try:
-            for row in served(args, path, vocabulary, warm):
+            rows = served(args, path, vocabulary, warm) if args.client == OWN else served_to_vllm(args, path, warm)
+            for row in rows:
                 emit(row | about, args.out)
         finally:
             server.send_signal(signal.SIGINT)
@@ -185,7 +214,7 @@ def main(argv: list[str] | None = None) -> int:
                 server.wait(20)
             except subprocess.TimeoutExpired:
                 server.kill()
-        if args.server == OWN and not args.draft:
+        if args.server == args.client == OWN and not args.draft:
             for row in engine(args, path, vocabulary, warm):
                 emit(row | about, args.out)
     return 0
