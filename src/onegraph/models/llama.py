@@ -20,7 +20,7 @@ from onegraph.formats.turboquant import TurboQuantConfig
 from onegraph.models.blocks import Block, build_block, norm_weight, rotary_tables
 from onegraph.models.config import NORM, LlamaConfig
 from onegraph.models.loader import Held, Loader
-from onegraph.models.memory import check_cache, check_weights
+from onegraph.models.memory import check_cache, check_weights, decode_unread
 from onegraph.models.shares import check_ranks, head_part, share_of
 from onegraph.nn.attention import Attend, CausalAttention, PagedCache
 from onegraph.nn.block import Stream
@@ -104,8 +104,8 @@ class Llama(nn.Module):
         Args:
             dtype: float32, bfloat16 or float16.
             max_context: positions to make rotary tables for; None: what the config allows, at most 131072.
-            decode: turn E8P layers into dense ones of `dtype` at load. None: on a CPU, whose time would go into
-                reading codes.
+            decode: turn layers in codes into dense ones of `dtype` at load. None: on a CPU, whose time would go into
+                reading codes, and on a GPU those linears that none of its kernels reads (`decode_unread`).
             held: what a CPU holds linears in instead, with activations in float32: see `Loader`.
             fused: False runs every op of a layer alone: the other side of an A/B comparison.
             w4a4: read prompts with activations in FP4 too (`Loader`); emulated on a CPU.
@@ -117,14 +117,17 @@ class Llama(nn.Module):
         device = torch.device(device)
         config = LlamaConfig.from_dict(checkpoint.config)
         positions = table_positions(config, max_context)
-        decode = device.type == "cpu" if decode is None else decode
-        loader = Loader(checkpoint, config, dtype, decode=decode, held=held, w4a4=w4a4, ahead=peer is None)
+        everything = device.type == "cpu" if decode is None else decode
+        loader = Loader(checkpoint, config, dtype, decode=everything, held=held, w4a4=w4a4, ahead=peer is None)
         loader.check()
         if w4a4:
             check_w4a4(loader, device)
         if peer is not None:
             check_ranks(loader, config, peer.count)
-        check_weights(loader, device, 1 if peer is None else peer.count)
+        ranks = 1 if peer is None else peer.count
+        if decode is None:
+            decode_unread(loader, device, ranks)
+        check_weights(loader, device, ranks)
         unit, part = head_part(loader, config.vocab_size, config.hidden_size, peer)
         tables = rotary_tables(config, positions, device)
         with loader.reading(progress):

@@ -17,6 +17,7 @@ from onegraph.models.deepseek_v4_mtp import draft_bytes
 from onegraph.models.llama import Llama
 from onegraph.models.loader import Held, Loader
 from onegraph.models.ranks import Ranks
+from onegraph.ops import family
 
 Split = Literal["tensor", "layer"]
 
@@ -44,6 +45,19 @@ def packable(checkpoint: Checkpoint, rounded: bool) -> bool:
         return False
     names = [f"{layer}.weight" for layer in dense]
     return rounded or all(name not in loader or loader.info(name).dtype.itemsize < 4 for name in names)
+
+
+def check_card(device: torch.device) -> None:
+    """Raises ValueError for a GPU that no kernel is written for."""
+    if device.type != "cuda" or family.FORCED == "reference":
+        return
+    if torch.version.hip is not None:
+        raise ValueError("kernels are for NVIDIA GPUs; this torch is built for AMD's: take the device cpu")
+    if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
+        raise ValueError(
+            f"{torch.cuda.get_device_name(device)} is of compute capability {capability[0]}.{capability[1]}; kernels "
+            "are for 8.0 (Ampere) and newer: take the device cpu"
+        )
 
 
 def load_decoder(
@@ -74,6 +88,8 @@ def load_decoder(
     if gpus is not None and gpus > (found := torch.cuda.device_count()):
         raise ValueError(f"gpus is {gpus}; torch sees {found} GPUs here")
     devices: Sequence[torch.device | str] = [device] if gpus is None else [f"cuda:{i}" for i in range(gpus)]
+    for each in map(torch.device, devices):
+        check_card(each)
     if split not in (None, "tensor", "layer"):
         raise ValueError(f"split: got {split!r}; allowed are 'tensor', 'layer' and None for the model's own")
     if checkpoint.config.get("model_type") in CONFIGS:

@@ -25,6 +25,7 @@ from onegraph.models.stream import Stream
 from onegraph.nn.embedding import Embedding
 from onegraph.nn.linear import GroupedLinear, Linear, Siblings, join
 from onegraph.ops.cpu.packed import packs
+from onegraph.ops.weight import weight_ops
 
 Held = Literal["int8", "float16"]
 """How a CPU may hold the weights of linears: see `Loader`."""
@@ -63,6 +64,7 @@ class Loader:
             raise ValueError(f"dtype is {dtype}; allowed are float32, bfloat16 and float16")
         self.checkpoint, self.dtype = checkpoint, dtype
         self.decode, self.held, self.decode_experts, self.w4a4 = decode, held, decode_experts, w4a4
+        self.decoded: frozenset[str] = frozenset()  # linears that become dense for reasons of their own
         self.parts, self.quantization = config.parts, config.quantization
         self.stored = {config.family_name(name): name for name in checkpoint.names}
         self._streams: dict[torch.device, Stream] = {}
@@ -129,10 +131,23 @@ class Loader:
             wide = torch.promote_types(info.dtype, self.dtype) if info.dtype in FLOATS else info.dtype
             found[name] = info.nbytes // info.dtype.itemsize * wide.itemsize
         for layer, (n, k, bias) in self.layers().items():
-            found[layer] = self.format_of(layer).device_bytes(n, k, self.dtype, bias)
+            format = DENSE if layer in self.decoded else self.format_of(layer)
+            found[layer] = format.device_bytes(n, k, self.dtype, bias)
         for name, (experts, n, k, _, bias) in self.parts.stacks.items():
             format = stack_names(self, name)[0]
             found[name] = experts * (format.device_bytes(n, k, self.dtype) + 4 * n * bias)
+        return found
+
+    def unread(self, device: torch.device) -> list[str]:
+        """Linears in codes that no kernel of this GPU multiplies by as they are."""
+        index = torch.cuda.current_device() if device.index is None else device.index
+        found = []
+        for layer, (n, k, _) in self.layers().items():
+            format = self.format_of(layer)
+            if layer in self.parts.linears and format.coded and not format.rounds_inputs:
+                reads = weight_ops(format).reads
+                if reads is not None and not reads(format, n, k, self.dtype, index):
+                    found.append(layer)
         return found
 
     # -------------------------------------------------------------------------------------------------------- reading
@@ -278,7 +293,8 @@ class Loader:
             return made
         if self.held == "int8" and layer != self.parts.head:
             return made.int8()
-        return made.dense(self.dtype) if (self.decode or self.held) and format.coded else made
+        decode = self.decode or self.held or layer in self.decoded
+        return made.dense(self.dtype) if decode and format.coded else made
 
     @property
     def _packs(self) -> bool:

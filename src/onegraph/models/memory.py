@@ -1,8 +1,11 @@
-"""Whether a model and its cache fit into a GPU's memory, told before either is made."""
+"""Whether a model and its cache fit into a GPU's memory, told before either is made, and what of it buys time."""
+
+import warnings
 
 import torch
 
 from onegraph.models.loader import Loader
+from onegraph.ops import family
 
 GB = 1e9
 
@@ -24,18 +27,47 @@ def free_memory(device: torch.device, reserve: int = 0) -> int:
 def check_weights(loader: Loader, device: torch.device, ranks: int = 1) -> None:
     """Raises ValueError with the sums where the weights, or a rank's share of them, do not fit.
 
-    What is read becomes the model, so that besides there is a layer at most, whose parts are joined, and what the file
-    has in a wider dtype.
+    What is read becomes the model, so that besides there is a layer at most, whose parts are joined, what the file has
+    in a wider dtype, and a linear in float32 where some are decoded.
     """
     weights = sum(loader.device_bytes().values()) // ranks
     wider = max(0, sum(loader.unit_bytes) // ranks - weights)
-    beside = max(loader.unit_bytes, default=0) // ranks + min(loader.landing_bytes, wider)
+    sizes = (n * k for layer, (n, k, _) in loader.layers().items() if layer in loader.decoded)
+    beside = max(loader.unit_bytes, default=0) // ranks + min(loader.landing_bytes, wider) + 4 * max(sizes, default=0)
     if weights + beside > (free := free_memory(device)):
         raise ValueError(
             f"the weights take {weights / GB:.2f} GB on {device}, and {beside / GB:.2f} more while they are "
             f"read; {free / GB:.2f} GB are free there: take fewer bits (embedding and head can be quantized too), or "
             "more GPUs"
         )
+
+
+def decode_unread(loader: Loader, device: torch.device, ranks: int = 1) -> None:
+    """Have linears in codes made dense that no kernel of this GPU reads, if memory allows; warns of either in a line.
+
+    A call of theirs runs Triton's kernel or decodes the whole weight, which takes longer than the dense weight would.
+    Nothing is done where a family of kernels is asked for (`ops/family.py`).
+    """
+    if device.type != "cuda" or family.FORCED or not (unread := loader.unread(device)):
+        return
+    coded = loader.device_bytes()
+    loader.decoded = frozenset(unread)
+    dense = loader.device_bytes()
+    more, dtype = sum(dense[layer] - coded[layer] for layer in unread) / ranks, str(loader.dtype).removeprefix("torch.")
+    n, k, _ = loader.layers()[unread[0]]
+    which = f"{unread[0]} ({n} x {k}, {loader.format_of(unread[0])})" + (
+        f" and {len(unread) - 1} others" if unread[1:] else ""
+    )
+    says = f"no kernel of {device} multiplies by the codes of {which} in {dtype}: "
+    try:
+        check_weights(loader, device, ranks)
+    except ValueError:
+        loader.decoded = frozenset()
+        says += f"slower than unquantized, and {more / GB:.2f} GB to decode them are not free"
+    else:
+        says += f"decoded at load, which takes {more / GB:.2f} GB more"
+    hint = "" if loader.dtype in (torch.bfloat16, torch.float16) else "; bfloat16 and float16 have kernels"
+    warnings.warn(says + hint, stacklevel=3)
 
 
 def check_cache(needed: int, device: torch.device, *, rows: int, tokens: int, exact: bool) -> None:

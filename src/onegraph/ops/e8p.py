@@ -349,6 +349,12 @@ def _steady(format: E8PFormat, x: Tensor, weight: Given) -> bool:
     return x.is_cuda and kernels.steady(n, k, format.rate, x.dtype, x.device.index)
 
 
+def _reads(format: E8PFormat, n: int, k: int, dtype: torch.dtype, device: int) -> bool:
+    from onegraph.ops.cuda import e8p as kernels
+
+    return kernels.reads(n, k, format.rate, dtype, device)
+
+
 WEIGHT = WeightOps(
     linear=_run,
     decode=_dense,
@@ -356,4 +362,5 @@ WEIGHT = WeightOps(
     experts=_run_experts,
     chain=ChainOps(_chain_most, _chain),
     steady=_steady,
+    reads=_reads,
 )

@@ -380,9 +380,16 @@ def _run_experts(
     return fp8_experts(x, experts, weights, *both, format.rows, format.columns, *gate.numbers)
 
 
+def _reads(format: Any, n: int, k: int, dtype: torch.dtype, device: int) -> bool:
+    from onegraph.ops.cuda import fp8
+
+    return fp8.reads(format.rows, format.columns, k, dtype, device)
+
+
 WEIGHT = WeightOps(
     linear=_run,
     decode=lambda format, weight: fp8_dequantize(*_weight(weight), format.rows, format.columns),
     grouped=lambda format, x, weight: fp8_grouped_linear(x, *_weight(weight), format.rows, format.columns),
     experts=_run_experts,
+    reads=_reads,
 )

@@ -189,9 +189,16 @@ def _run(
     return int4_linear(x, weight["codes"], weight["scale"], weight["zero"], weight.get("order"), bias, float32)
 
 
+def _reads(format: Any, n: int, k: int, dtype: torch.dtype, device: int) -> bool:
+    from onegraph.ops.cuda import int4
+
+    return int4.reads(n, k, format.columns, dtype, device)
+
+
 WEIGHT = WeightOps(
     linear=_run,
     decode=lambda format, weight: int4_dequantize(
         weight["codes"], weight["scale"], weight["zero"], weight.get("order")
     ),
+    reads=_reads,
 )

@@ -348,9 +348,16 @@ def _run_experts(
     return mxfp4_experts(x, experts, weights, *inner, *outer, *gate.numbers)
 
 
+def _reads(format: Any, n: int, k: int, dtype: torch.dtype, device: int) -> bool:
+    from onegraph.ops.cuda import nvfp4
+
+    return nvfp4.reads(n, k, dtype, device, scaled=False)
+
+
 WEIGHT = WeightOps(
     linear=_run,
     decode=lambda format, weight: mxfp4_dequantize(weight["codes"], weight["scale"]),
     grouped=lambda format, x, weight: mxfp4_grouped_linear(x, weight["codes"], weight["scale"]),
     experts=_run_experts,
+    reads=_reads,
 )

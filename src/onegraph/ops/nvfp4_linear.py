@@ -359,9 +359,16 @@ def _run_experts(
     return nvfp4_experts(x, experts, weights, *_weight(gate_up), *_weight(down), *gate.numbers)
 
 
+def _reads(format: Any, n: int, k: int, dtype: torch.dtype, device: int) -> bool:
+    from onegraph.ops.cuda import nvfp4
+
+    return nvfp4.reads(n, k, dtype, device, scaled=True)
+
+
 WEIGHT = WeightOps(
     linear=_run,
     decode=lambda format, weight: nvfp4_dequantize_weight(*_weight(weight)),
     grouped=lambda format, x, weight: nvfp4_grouped_linear(x, *_weight(weight)),
     experts=_run_experts,
+    reads=_reads,
 )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from onegraph.formats.weight import WeightFormat
@@ -43,6 +44,8 @@ class WeightOps:
         chain: for small models.
         steady: (format, x [..., k], weight) -> whether `linear` of 1 to `invariant.AT_ONCE` such tokens, where
             `invariant.on`, gives each the same bits.
+        reads: (format, n, k, dtype of activations, GPU's number) -> whether a kernel that can be had there multiplies
+            by the codes as they are. Else a call decodes the whole weight or runs Triton's kernel: slower than dense.
 
     What a format does not have is None.
     """
@@ -54,6 +57,7 @@ class WeightOps:
     embedding: Callable[[Any, Tensor, Given], Tensor] | None = None
     chain: ChainOps | None = None
     steady: Callable[[Any, Tensor, Given], bool] | None = None
+    reads: Callable[[Any, int, int, torch.dtype, int], bool] | None = None
 
 
 @cache

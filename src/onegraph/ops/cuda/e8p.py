@@ -8,10 +8,11 @@ front stands what measured best, behind it what takes its place where it cannot 
     65 to 1279          e8p_prefill, e8p_dequantize
     1280 and more       e8p_dequantize
 
+Of more than `MAX_K` columns only e8p_decode, e8p_portable and e8p_dequantize.
 Where results must not depend on what runs beside them (`ops/invariant.py`), 1 to 16 tokens are run as 16 are.
 
-Triton's kernels take the rest: float32, dimensions that are no multiples of 64, more than `MAX_K` columns but for 1 to
-4 tokens, and all for which nothing here can be built.
+Triton's kernels take the rest: float32, dimensions that are no multiples of 64, and all for which nothing here can be
+built.
 """
 
 from collections.abc import Callable
@@ -28,9 +29,7 @@ ALIGNMENT = 16  # bytes, of every pointer
 
 def takes(tokens: int, n: int, k: int, dtype: torch.dtype) -> bool:
     """Whether the kernels here compute this shape."""
-    if tokens == 0 or n % 64 or k % 64 or dtype not in (torch.bfloat16, torch.float16):
-        return False
-    return tokens <= e8p_decode.MAX_TOKENS or k <= MAX_K
+    return tokens > 0 and n % 64 == 0 and k % 64 == 0 and dtype in (torch.bfloat16, torch.float16)
 
 
 def launcher(tokens: int, n: int, k: int, bits: int, device: int) -> Callable[[Linear], None] | None:
@@ -43,9 +42,14 @@ def launcher(tokens: int, n: int, k: int, bits: int, device: int) -> Callable[[L
         return e8p_portable.launch
     if tokens <= e8p_decode.MAX_TOKENS:
         return None
-    if tokens < e8p_dequantize.LEAST_TOKENS and e8p_prefill.available(device):
+    if tokens < e8p_dequantize.LEAST_TOKENS and k <= MAX_K and e8p_prefill.available(device):
         return e8p_prefill.launch
     return e8p_dequantize.launch if e8p_dequantize.available(device) else None
+
+
+def reads(n: int, k: int, bits: int, dtype: torch.dtype, device: int) -> bool:
+    """Whether a kernel here computes one token of this shape."""
+    return takes(1, n, k, dtype) and launcher(1, n, k, bits, device) is not None
 
 
 def steady(n: int, k: int, bits: int, dtype: torch.dtype, device: int) -> bool:

@@ -160,6 +160,11 @@ def takes(x: Tensor) -> bool:
     return x.is_cuda and x.numel() > 0 and x.dtype in (torch.bfloat16, torch.float16) and available(x.device.index)
 
 
+def reads(rows: int, columns: int, k: int, dtype: torch.dtype, device: int) -> bool:
+    """Whether linears with scales of such blocks are computed here from the codes."""
+    return blocks(rows, columns, k) is not None and dtype in (torch.bfloat16, torch.float16) and available(device)
+
+
 def takes_codes(codes: Tensor) -> bool:
     """Whether they are decoded here."""
     return codes.is_cuda and codes.numel() > 0 and available(codes.device.index)

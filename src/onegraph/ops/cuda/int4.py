@@ -156,6 +156,13 @@ def takes(x: Tensor, scale: Tensor) -> bool:
     return x.is_cuda and x.numel() > 0 and x.dtype in kinds and scale.dtype in kinds and available(x.device.index)
 
 
+def reads(n: int, k: int, columns: int, dtype: torch.dtype, device: int) -> bool:
+    """Whether linears with scales by groups of so many columns are computed here from the codes."""
+    if dtype not in (torch.bfloat16, torch.float16) or not available(device):
+        return False
+    return batch_plan(1, n, k, max(1, k // columns), build.device(device), _portable(device)) is not None
+
+
 @cache
 def available(device: int) -> bool:
     """Whether the kernels can be built for this GPU; warns once where not."""

@@ -241,9 +241,15 @@ def _linear(
         kernel.launch(grid, warps * 32, warps * 1024, 1, stream, arguments)
 
 
-def _reads(n: int, k: int, global_scale: Tensor | None) -> bool:
-    """Whether matrices n x k can be read as they are: scales of MXFP4 are copied by the word, also the last ones."""
-    return k % COLUMNS == 0 and (global_scale is not None or n * k % (4 * 32) == 0)
+def _reads(n: int, k: int, scaled: bool) -> bool:
+    """Whether matrices n x k, of NVFP4 where `scaled`, can be read as they are: scales of MXFP4 are copied by the word,
+    also the last ones."""
+    return k % COLUMNS == 0 and (scaled or n * k % (4 * 32) == 0)
+
+
+def reads(n: int, k: int, dtype: torch.dtype, device: int, *, scaled: bool) -> bool:
+    """Whether linears n x k are computed here from the codes; `scaled`: NVFP4's, else MXFP4's."""
+    return _reads(n, k, scaled) and dtype in (torch.bfloat16, torch.float16) and available(device)
 
 
 def linear(
@@ -251,7 +257,7 @@ def linear(
 ) -> Tensor:
     """x [..., k] -> [..., n], in float32 where asked; see `ops.nvfp4_linear.nvfp4_linear`, `ops.mxfp4.mxfp4_linear`."""
     n, k = codes.shape[0], codes.shape[1] * 2
-    if x.numel() > MAX_TOKENS * k or not _reads(n, k, global_scale):
+    if x.numel() > MAX_TOKENS * k or not _reads(n, k, global_scale is not None):
         weight = dequantize(codes, scale, global_scale, x.dtype)
         if not float32:
             return torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
@@ -266,7 +272,7 @@ def grouped_linear(x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor
     """x [..., G, k] -> [..., G, n]; see `ops.nvfp4_linear.nvfp4_grouped_linear`, `ops.mxfp4.mxfp4_grouped_linear`."""
     groups, n, k = codes.shape[0], codes.shape[1], codes.shape[2] * 2
     tokens = x.numel() // (groups * k)
-    if tokens > MAX_TOKENS or not _reads(n, k, global_scale):
+    if tokens > MAX_TOKENS or not _reads(n, k, global_scale is not None):
         weight = dequantize(codes, scale, global_scale, x.dtype)
         y = torch.bmm(x.reshape(tokens, groups, k).transpose(0, 1), weight.transpose(1, 2))
         return y.transpose(0, 1).reshape(*x.shape[:-1], n)
