@@ -71,6 +71,21 @@ def test_a_card_without_clusters_gets_portable_kernels_where_there_are(monkeypat
 
 
 @pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("capability", [(12, 0), (12, 1)])
+def test_a_card_of_12_is_told_the_family_of_what_few_tokens_run(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    found = _chosen()
+    for op in ("e8p_linear", "int4_linear", "nvfp4_linear", "mxfp4_linear", "paged_decode", "e8p_experts", "sample"):
+        assert found[op].family == "portable", op
+    assert found["fp8_linear"].family == "hopper"  # whose one form is Hopper's there
+    for op, choice in found.items():
+        forms = {source.portable(capability) for source in choices.sources() if source.path.name in choice.sources}
+        assert len(forms) < 2, op  # of an op that mixed them, one word would be wrong of some calls
+
+
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
     ("forced", "linear", "attention", "norm"),
     [

@@ -178,7 +178,8 @@ class Source:
         capabilities: compute capabilities that it is for; CI compiles the variant that `example` defines for each.
         families: that it belongs to: "portable" what every one of `PORTABLE` runs, "hopper" what Hopper runs best; none
             of what is no kernel of an op. Of both: which form of it a GPU runs `portable` tells.
-        own: of a source of both, which compute capabilities run Hopper's form.
+        own: of a source of both, which compute capabilities run Hopper's form: those of the source of its ops that few
+            tokens run.
         clustered: those of `functions` that the portable form lacks, since they run in clusters.
         shared: bytes of shared memory that a block takes of the launch whatever its plan; 0 where plans fit any card.
     """
