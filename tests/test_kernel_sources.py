@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import kernel_spills
 import kernel_table
 from h200 import H200, PLAIN
 from onegraph.ops.cuda import (
@@ -56,12 +57,29 @@ def test_a_source_compiles_for_what_it_is_for(name: str, capability: tuple[int, 
     found = kernel_table.usage(source, capability)
     assert found.registers <= kernel_table.REGISTERS
     assert source.shared + found.shared <= kernel_table.room(capability)
-    if source.portable(capability):
+    if not source.portable(capability):
+        assert_spilled(found, kernel_spills.of_example(source, capability))
+    else:
         assert not found.spilled
         assert source.shared + found.shared <= build.PORTABLE_SHARED
     version, cells = kernel_table.written()
     if version == kernel_table.version() and source.ops:
         assert cells[source.path.name, capability] == kernel_table.cell(found)
+
+
+def assert_spilled(found: kernel_table.Usage, bytes: int) -> None:
+    """Exactly so many bytes; of another NVRTC than the page's none where there are none."""
+    same = kernel_table.written()[0] == kernel_table.version()
+    assert found.spilled == bytes if same else bytes or not found.spilled
+
+
+@pytest.mark.parametrize("capability", kernel_spills.CARDS, ids=str)
+@pytest.mark.parametrize("form", kernel_spills.FORMS, ids=lambda form: f"{form.source.path.stem}: {form.name}")
+def test_a_form_of_hoppers_spills_what_is_known(form: kernel_spills.Form, capability: tuple[int, int]) -> None:
+    assert form.source.path.stem in kernel_spills.REASONS
+    assert not form.source.portable(capability)
+    if form.defines != form.source.example:  # which is compiled above
+        assert_spilled(kernel_table.usage(form.source, capability, form.defines), form.cells[capability])
 
 
 def test_a_compiler_that_has_nothing_to_say_leaves_bytes_alone(tmp_path: Path) -> None:
