@@ -14,6 +14,7 @@ import pytest
 import kernel_spills
 import kernel_table
 from h200 import H200, PLAIN
+from onegraph.ops import family
 from onegraph.ops.cuda import (
     build,
     decode_portable,
@@ -33,7 +34,7 @@ for path in FOLDER.glob("*.py"):
 SOURCES = {source.path.stem: source for source in build.Source.every}
 CLAIMS = [(name, capability) for name, source in SOURCES.items() for capability in source.capabilities]
 REFUSED = [(name, capability) for name, source in SOURCES.items() if source.capabilities == build.HOPPER
-           for capability in ((10, 0), (12, 0))]  # fmt: skip
+           for capability in ((10, 0), (10, 3), (12, 0), (12, 1))]  # fmt: skip
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -80,6 +81,17 @@ def test_a_form_of_hoppers_spills_what_is_known(form: kernel_spills.Form, capabi
     assert not form.source.portable(capability)
     if form.defines != form.source.example:  # which is compiled above
         assert_spilled(kernel_table.usage(form.source, capability, form.defines), form.cells[capability])
+
+
+@pytest.mark.parametrize("name", [name for name, source in SOURCES.items() if "portable" in source.families])
+def test_a_portable_source_compiles_to_stand_in_for_hoppers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To PTX of 8.0, which `ONEGRAPH_KERNELS=portable` hands to the driver of a newer card."""
+    monkeypatch.setattr(family, "FORCED", "portable")
+    source = SOURCES[name]
+    ptx = source.cubin(source.example, (9, 0), source.arguments.checks if source.arguments else "").decode()
+    assert re.findall(r"\.target (\w+)", ptx) == ["sm_80"]
+    assert sorted(re.findall(r"\.visible \.entry (\w+)\(", ptx)) == sorted(source.runs((9, 0)))
+    assert "griddepcontrol" not in ptx
 
 
 def test_a_compiler_that_has_nothing_to_say_leaves_bytes_alone(tmp_path: Path) -> None:
