@@ -3,13 +3,14 @@
 import os
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 import torch
 
 from onegraph.cli import env
 from onegraph.ops import choices, family
-from onegraph.ops.cuda import build
+from onegraph.ops.cuda import build, exchange
 
 
 def _python(code: str, kernels: str) -> subprocess.CompletedProcess:
@@ -71,6 +72,21 @@ def test_a_card_without_clusters_gets_portable_kernels_where_there_are(monkeypat
 
 
 @pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("capability", [(12, 0), (12, 1)])
+def test_a_card_of_12_is_told_the_family_of_what_few_tokens_run(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    found = _chosen()
+    for op in ("e8p_linear", "int4_linear", "nvfp4_linear", "mxfp4_linear", "paged_decode", "e8p_experts", "sample"):
+        assert found[op].family == "portable", op
+    assert found["fp8_linear"].family == "hopper"  # whose one form is Hopper's there
+    for op, choice in found.items():
+        forms = {source.portable(capability) for source in choices.sources() if source.path.name in choice.sources}
+        assert len(forms) < 2, op  # of an op that mixed them, one word would be wrong of some calls
+
+
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
     ("forced", "linear", "attention", "norm"),
     [
@@ -89,6 +105,28 @@ def test_what_is_forced_is_what_ops_run(
 
 
 @pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("forced", [None, *get_args(family.Family)])
+@pytest.mark.parametrize(("capability", "form"), [((8, 9), "portable"), ((9, 0), "hopper")])
+def test_gpus_hand_each_other_sums_whatever_is_forced(
+    capability: tuple[int, int], form: str, forced: family.Family | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no other kernel for it, and the reference asks the host, which a graph cannot."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(family, "FORCED", forced)
+    form = "portable" if forced == "portable" else form
+    for op in ("all_gather", "all_reduce"):
+        choice = _chosen()[op]
+        assert (choice.family, choice.sources, choice.refused, choice.only) == (form, ("exchange.cu",), {}, True)
+    assert not exchange.KERNEL.refusal(capability)
+    assert f"cuda:0 {form} only: all_gather, all_reduce" in env.kernels(0)
+
+
+def test_ops_and_sources_agree_on_what_has_no_other_kernel() -> None:
+    of_sources = {op for source in choices.sources() if source.sole for op in source.ops}
+    assert of_sources == {name for name, op in choices.registered().items() if op.sole} == {"all_gather", "all_reduce"}
+
+
+@pytest.mark.usefixtures("gpu")
 def test_without_a_compiler_nothing_of_cuda_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(index: int) -> None:
         raise build.BuildError("no NVRTC here")
@@ -96,6 +134,7 @@ def test_without_a_compiler_nothing_of_cuda_runs(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(build, "device", refuse)
     linear = _chosen()["e8p_linear"]
     assert (linear.family, linear.refused["e8p_portable.cu"]) == ("triton", "no NVRTC here")
+    assert "cuda:0 none: all_gather, all_reduce" in env.kernels(0)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -103,7 +142,9 @@ def test_env_names_families_and_reasons(monkeypatch: pytest.MonkeyPatch) -> None
     lines = env.kernels(3)
     assert lines[0].startswith("cuda:3 portable: ")
     assert "e8p_chain (e8p_portable.cu), e8p_experts, e8p_linear (e8p_dequantize.cu, e8p_portable.cu), fp8_" in lines[0]
-    assert [line.split(":")[1].split()[-1] for line in lines[:3]] == ["portable", "triton", "only"]
+    assert [line.split(":")[1].partition(" ")[2] for line in lines[:4]] == [
+        "portable", "triton", "portable only", "triton only",
+    ]  # fmt: skip
     assert any(
         line.startswith(
             "cuda:3 not e8p_batch.cu, e8p_prefill.cu: it is written for compute capability 9.0; this GPU has"
@@ -111,7 +152,8 @@ def test_env_names_families_and_reasons(monkeypatch: pytest.MonkeyPatch) -> None
         for line in lines
     )
     monkeypatch.setattr(family, "FORCED", "reference")
-    only, rest = env.kernels(0)[0], env.kernels(0)[1:]
+    sole, only, *rest = env.kernels(0)
+    assert sole == "cuda:0 portable only: all_gather, all_reduce"
     assert only.startswith("cuda:0 reference only: ")
     assert set(only.split(": ")[1].split(", ")) >= {"add_rms_norm", "e8p_linear", "sample"}
     assert not rest
@@ -122,10 +164,12 @@ def test_the_variable_is_read_at_import_and_reference_registers_references() -> 
         "from onegraph.ops import registry\n"
         "targets = []\n"
         "registry._lazy = lambda target: targets.append(target) or (lambda *a: None)\n"
-        "import onegraph.ops.norm, onegraph.ops.e8p\n"
+        "import onegraph.ops.norm, onegraph.ops.e8p, onegraph.ops.exchange\n"
         "print(registry.family.FORCED, [target for target in targets if '.cpu' not in target])"
     )
-    assert _python(code, "reference").stdout.strip() == "reference []"
+    assert _python(code, "reference").stdout.strip() == (
+        "reference ['onegraph.ops.cuda.exchange:all_reduce', 'onegraph.ops.cuda.exchange:all_gather']"
+    )
     assert family.FORCED is None
 
 

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+import kernel_spills
 import kernel_table
 from h200 import H200, PLAIN
+from onegraph.ops import family
 from onegraph.ops.cuda import (
     build,
     decode_portable,
@@ -32,7 +34,7 @@ for path in FOLDER.glob("*.py"):
 SOURCES = {source.path.stem: source for source in build.Source.every}
 CLAIMS = [(name, capability) for name, source in SOURCES.items() for capability in source.capabilities]
 REFUSED = [(name, capability) for name, source in SOURCES.items() if source.capabilities == build.HOPPER
-           for capability in ((10, 0), (12, 0))]  # fmt: skip
+           for capability in ((10, 0), (10, 3), (12, 0), (12, 1))]  # fmt: skip
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -56,12 +58,40 @@ def test_a_source_compiles_for_what_it_is_for(name: str, capability: tuple[int, 
     found = kernel_table.usage(source, capability)
     assert found.registers <= kernel_table.REGISTERS
     assert source.shared + found.shared <= kernel_table.room(capability)
-    if source.portable(capability):
+    if not source.portable(capability):
+        assert_spilled(found, kernel_spills.of_example(source, capability))
+    else:
         assert not found.spilled
         assert source.shared + found.shared <= build.PORTABLE_SHARED
     version, cells = kernel_table.written()
     if version == kernel_table.version() and source.ops:
         assert cells[source.path.name, capability] == kernel_table.cell(found)
+
+
+def assert_spilled(found: kernel_table.Usage, bytes: int) -> None:
+    """Exactly so many bytes; of another NVRTC than the page's none where there are none."""
+    same = kernel_table.written()[0] == kernel_table.version()
+    assert found.spilled == bytes if same else bytes or not found.spilled
+
+
+@pytest.mark.parametrize("capability", kernel_spills.CARDS, ids=str)
+@pytest.mark.parametrize("form", kernel_spills.FORMS, ids=lambda form: f"{form.source.path.stem}: {form.name}")
+def test_a_form_of_hoppers_spills_what_is_known(form: kernel_spills.Form, capability: tuple[int, int]) -> None:
+    assert form.source.path.stem in kernel_spills.REASONS
+    assert not form.source.portable(capability)
+    if form.defines != form.source.example:  # which is compiled above
+        assert_spilled(kernel_table.usage(form.source, capability, form.defines), form.cells[capability])
+
+
+@pytest.mark.parametrize("name", [name for name, source in SOURCES.items() if "portable" in source.families])
+def test_a_portable_source_compiles_to_stand_in_for_hoppers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To PTX of 8.0, which `ONEGRAPH_KERNELS=portable` hands to the driver of a newer card."""
+    monkeypatch.setattr(family, "FORCED", "portable")
+    source = SOURCES[name]
+    ptx = source.cubin(source.example, (9, 0), source.arguments.checks if source.arguments else "").decode()
+    assert re.findall(r"\.target (\w+)", ptx) == ["sm_80"]
+    assert sorted(re.findall(r"\.visible \.entry (\w+)\(", ptx)) == sorted(source.runs((9, 0)))
+    assert "griddepcontrol" not in ptx
 
 
 def test_a_compiler_that_has_nothing_to_say_leaves_bytes_alone(tmp_path: Path) -> None:

@@ -136,6 +136,7 @@ def test_replay_is_proven_on_a_gpu(text: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("kernel_family")
 @pytest.mark.parametrize("text", ON_GPU)
 def test_captured_generation_is_the_eager_one_on_a_gpu(text: str) -> None:
     params = [SamplingParams(max_tokens=n) for n in (40, 9, 25, 31, 12)]

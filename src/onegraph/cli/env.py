@@ -18,8 +18,9 @@ example:
   onegraph env
   onegraph env --json > env.json      # to attach to a bug report
 """
-# Families of kernels; "only": of ops that have no kernel of another.
-ORDER = ("hopper", "portable", "triton", "reference", "triton only", "reference only")
+# Families of kernels; "only": of ops that have no kernel of another; "none": whose only one cannot be had.
+FAMILIES = "hopper", "portable", "triton", "reference"
+ORDER = (*FAMILIES, *(f"{family} only" for family in FAMILIES), "none")
 PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "jinja2", "gguf", "transformers", "vllm")
 
 

@@ -5,6 +5,7 @@ import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Literal
 
 import torch
 
@@ -22,20 +23,23 @@ class Choice:
     """What an op runs.
 
     Attributes:
-        family: of what it runs first; where that takes some calls alone, others may run another's.
+        family: of what it runs first; where that takes some calls alone, others may run another's. "none": it has one
+            kernel, and this GPU cannot have that.
         sources: CUDA sources that run.
         refused: why others, which stand before these or beside them, do not: reason by source.
+        sole: no other kernel computes it on a GPU, nor does the reference.
     """
 
     op: str
-    family: Family
+    family: Family | Literal["none"]
     sources: tuple[str, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
+    sole: bool = False
 
     @property
     def only(self) -> bool:
         """Whether there is nothing that it could run instead."""
-        return not self.sources and not self.refused
+        return not self.refused and (self.sole or not self.sources)
 
 
 @cache
@@ -60,17 +64,19 @@ def sources() -> "list[build.Source]":
 
 
 def _choice(op: Op, device: int) -> Choice:
-    if family.FORCED == "reference" or op.kernel is None:
+    if op.kernel is None or (family.FORCED == "reference" and not op.sole):
         return Choice(op.name, "reference")
     # What a module of CUDA kernels cannot have, Triton's run; elsewhere the op itself goes on in torch.
     mine = [source for source in sources() if op.name in source.ops]
-    rest: Family = "triton" if not mine or op.kernel.startswith("onegraph.ops.cuda.") else "reference"
+    rest: Family | Literal["none"] = "triton" if not mine or op.kernel.startswith("onegraph.ops.cuda.") else "reference"
+    if op.sole:
+        rest = "none"
     refused = {source.path.name: why for source in mine if (why := source.obstacle(device))}
     first = [source for source in mine if "hopper" in source.families]
     capability = torch.cuda.get_device_capability(device)
     if first and not any(source.path.name in refused or source.portable(capability) for source in first):
-        return Choice(op.name, "hopper", tuple(source.path.name for source in first))
+        return Choice(op.name, "hopper", tuple(source.path.name for source in first), sole=op.sole)
     runs = [source for source in mine if source.path.name not in refused]
     if runs:
         rest = "portable" if all(source.portable(capability) for source in runs) else "hopper"
-    return Choice(op.name, rest, tuple(source.path.name for source in runs), refused)
+    return Choice(op.name, rest, tuple(source.path.name for source in runs), refused, op.sole)

@@ -6,7 +6,8 @@
     reference   torch's own, op by op
 
 Unset, an op runs the first of hopper, portable and triton that its GPU can have. Set, it runs the one that is named;
-an op that has none of it runs Triton's kernel, or the reference. `onegraph env` prints what that comes to.
+an op that has none of it runs Triton's kernel, or the reference; what GPUs hand each other has one kernel, which runs
+whatever is set. `onegraph env` prints what that comes to.
 """
 
 import os

@@ -50,6 +50,8 @@ class Op:
         fake: shapes and dtypes of the results from those of the arguments.
         kernel: "module:function" with the reference's signature, imported on the first CUDA call; None where the
             reference is the CUDA implementation too, as it is of every op under `ONEGRAPH_KERNELS=reference`.
+        sole: the kernel has nothing beside it on a GPU, whose graphs the reference cannot be captured in: it runs
+            whatever `ONEGRAPH_KERNELS` says.
         cpu: likewise for a CPU, where values are at hand and each of torch's calls costs more than what it does.
         check: raises ValueError (got / allowed / what to do) before anything is launched; None for ops that accept
             whatever torch itself accepts.
@@ -64,6 +66,7 @@ class Op:
     reference: Callable[..., Any]
     fake: Callable[..., Any]
     kernel: str | None = None
+    sole: bool = False
     cpu: str | None = None
     check: Callable[..., None] | None = None
     cases: tuple[Case, ...] = ()
@@ -103,7 +106,7 @@ def register(op: Op) -> Op:
         functions = {name: op.unpacked(function) for name, function in functions.items() if function is not None}
         op = replace(op, schema=f"({op.call.schema()}) {op.schema}", **functions)
     _LIBRARY.define(op.name + op.schema, tags=(torch.Tag.pt2_compliant_tag,))
-    kernel = None if family.FORCED == "reference" else op.kernel
+    kernel = None if family.FORCED == "reference" and not op.sole else op.kernel
     cpu, cuda = (op.reference if each is None else op.unpacked(_lazy(each)) for each in (op.cpu, kernel))
     op = replace(op, on_cpu=cpu)
     for key, function in (("CPU", cpu), ("CUDA", cuda)):

@@ -178,9 +178,11 @@ class Source:
         capabilities: compute capabilities that it is for; CI compiles the variant that `example` defines for each.
         families: that it belongs to: "portable" what every one of `PORTABLE` runs, "hopper" what Hopper runs best; none
             of what is no kernel of an op. Of both: which form of it a GPU runs `portable` tells.
-        own: of a source of both, which compute capabilities run Hopper's form.
+        own: of a source of both, which compute capabilities run Hopper's form: those of the source of its ops that few
+            tokens run.
         clustered: those of `functions` that the portable form lacks, since they run in clusters.
         shared: bytes of shared memory that a block takes of the launch whatever its plan; 0 where plans fit any card.
+        sole: nothing else computes its ops on a GPU (`registry.Op.sole`): it runs whichever family is forced.
     """
 
     every: ClassVar[list["Source"]] = []
@@ -198,10 +200,12 @@ class Source:
         own: tuple[tuple[int, int], ...] = EVERY,
         clustered: tuple[str, ...] = (),
         shared: int = 0,
+        sole: bool = False,
     ) -> None:
         self.path = Path(__file__).with_name(f"{name}.cu")
         self.functions, self.arguments, self.capabilities, self.example = functions, arguments, capabilities, example
         self.ops, self.families, self.own, self.clustered, self.shared = ops, families, own, clustered, shared
+        self.sole = sole
         Source.every.append(self)
 
     def portable(self, capability: tuple[int, int]) -> bool:
@@ -216,7 +220,9 @@ class Source:
         return tuple(name for name in self.functions if name not in left_out)
 
     def _kept_back(self, capability: tuple[int, int]) -> bool:
-        return bool(self.families) and not family.allowed("portable" if self.portable(capability) else "hopper")
+        if self.sole or not self.families:
+            return False
+        return not family.allowed("portable" if self.portable(capability) else "hopper")
 
     def refusal(self, capability: tuple[int, int]) -> str:
         """Why a GPU of this compute capability is not to run it, before anything is compiled; empty where it may."""

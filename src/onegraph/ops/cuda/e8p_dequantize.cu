@@ -12,7 +12,9 @@
 #include "e8p_common.cuh"
 
 constexpr int THREADS = 128;
-constexpr int PER_SM = __CUDA_ARCH__ >= 1200 ? 1 : 3;  // blocks: 100 KB of shared memory hold one
+// Blocks of an SM that registers are kept for; from 10.0 on a thread of three would spill. Of shared memory an SM of 228 KB
+// holds three, of 164 KB two, of 100 KB one.
+constexpr int PER_SM = __CUDA_ARCH__ >= 1000 ? 2 : 3;
 constexpr int PITCH = SLICE / 2 + 4;  // words of a row of pairs: 16-byte stores of eight rows take all banks
 constexpr int WORDS = BITS == 3 ? 768 : 512;
 constexpr float UNIT = BITS == 4 ? 32.f : 8.f;  // what the sums count in

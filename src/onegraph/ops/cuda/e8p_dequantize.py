@@ -33,6 +33,7 @@ KERNEL = build.Source(
     arguments=ARGUMENTS,
     capabilities=build.PORTABLE,
     families=("hopper", "portable"),
+    own=build.CLUSTERS,
     example={"BITS": 2, "HALF": 0},
     shared=SHARED,
 )

@@ -23,6 +23,7 @@ KERNEL = build.Source(
     capabilities=build.PORTABLE,
     example={"WORLD": 8, "ITEM": 1},
     families=("hopper", "portable"),
+    sole=True,
 )
 
 

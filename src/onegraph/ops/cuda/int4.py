@@ -65,6 +65,7 @@ DEQUANTIZE = build.Source(
     arguments=DEQUANTIZE_ARGUMENTS,
     capabilities=build.PORTABLE,
     families=("hopper", "portable"),
+    own=build.CLUSTERS,
     example=KIND,
 )
 

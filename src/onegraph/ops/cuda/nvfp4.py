@@ -68,6 +68,7 @@ SHORT = build.Source(
     arguments=SHORT_ARGUMENTS,
     capabilities=build.PORTABLE,
     families=("hopper", "portable"),
+    own=build.CLUSTERS,
     example={"HALF": 0, "TILES": 2, "WARPS": 8, "GROUP": 16, "FLOAT": 0},
 )
 DEQUANTIZE_ARGUMENTS = build.Arguments(pointers=("codes", "scale", "global_scale", "y"), ints=("n", "k"))
@@ -78,6 +79,7 @@ DEQUANTIZE = build.Source(
     arguments=DEQUANTIZE_ARGUMENTS,
     capabilities=build.PORTABLE,
     families=("hopper", "portable"),
+    own=build.CLUSTERS,
     example={"HALF": 0, "GROUP": 16},
 )
 
