@@ -77,9 +77,7 @@ class Conversation:
     def _tokens(self, turns: list[dict[str, str]]) -> int:
         return len(self._llm.tokenizer.chat([*self._system, *turns], self._thinking))
 
-    def _answer(
-        self, turns: list[dict[str, str]], cancelled: Callable[[], bool] | None
-    ) -> Generator[str, None, None]:
+    def _answer(self, turns: list[dict[str, str]], cancelled: Callable[[], bool] | None) -> Generator[str, None, None]:
         sampling: dict[str, Any] = {"thinking": self._thinking, "max_tokens": self.budget, "cancelled": cancelled}
         answer = ""
         with closing(self._llm.chat_stream([*self._system, *turns], self._params, **sampling)) as pieces:
