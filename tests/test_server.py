@@ -28,7 +28,7 @@ from onegraph.api.tokenizer import Tokenizer
 from onegraph.cli import main
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
-from onegraph.serve.app import Settings
+from onegraph.serve.app import Server, Settings
 from onegraph.serve.http import bind, listen
 from onegraph.serve.protocol import Refused, parse
 from onegraph.serve.worker import Full, Worker
@@ -455,6 +455,39 @@ def test_killed_restarted_and_interrupted(model: Path, capsys: pytest.CaptureFix
         assert "Traceback" not in errors
     finally:
         second.end()
+
+
+def test_the_end_waits_for_no_body(model: Path) -> None:
+    running = Running(model)
+    try:
+        with socket.create_connection(("127.0.0.1", running.port), timeout=DEADLINE) as client:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\n"
+            client.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+            time.sleep(1)
+            running.process.send_signal(signal.SIGINT)
+            started = time.monotonic()
+            assert client.recv(100).startswith(b"HTTP/1.1 503 ")
+            assert time.monotonic() - started < 3.5, "its grace is 1 s"
+            _, errors = running.process.communicate(timeout=20)
+        assert "Traceback" not in errors
+        assert errors.splitlines()[-1] == "onegraph: interrupted"
+    finally:
+        running.end()
+
+
+def test_a_request_that_the_listener_cuts_off_ends_quietly(llm: LLM) -> None:
+    async def never(*_: Any) -> Any:
+        await asyncio.sleep(DEADLINE)
+
+    async def cut() -> None:
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+        task = asyncio.create_task(app(scope, never, never))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        await task
+
+    app = Server(Worker(llm, llm.tokenizer, queue=2), Settings(name="plain")).app()
+    asyncio.run(cut())
 
 
 def test_who_reads_that_it_serves_can_connect(model: Path) -> None:
