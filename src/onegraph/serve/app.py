@@ -113,10 +113,13 @@ class Server:
 
     def _authorize(self, request: Request) -> None:
         key = self.settings.api_key
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if key is not None and not hmac.compare_digest(given.encode(), key.encode()):
-            what = "wrong API key" if given else "no API key: send it as 'Authorization: Bearer KEY'"
-            raise Refused(what, status=401, code="invalid_api_key")
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if key is None:
+            return
+        if scheme.lower() != "bearer" or not given.strip():
+            raise Refused("no API key: send it as 'Authorization: Bearer KEY'", status=401, code="missing_api_key")
+        if not hmac.compare_digest(given.strip().encode(), key.encode()):
+            raise Refused("wrong API key", status=401, code="invalid_api_key")
 
     # ------------------------------------------------------------------------------------------------------- endpoints
 
@@ -216,7 +219,8 @@ class Server:
                 raise Refused(
                     f"the request asks for {count} answers; {most} can be computed or wait at once", param="n"
                 )
-            base = SamplingParams(stop=sorted(llm.tokenizer.stops), **asked.sampling)
+            stops = () if asked.ignore_eos else sorted(llm.tokenizer.stops)
+            base = SamplingParams(stop=stops, **asked.sampling)
             rows = [
                 (prompt, replace(params, max_tokens=self._length(asked, prompt)))
                 for prompt in prompts
