@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fuzz import tiny
+from models import save_hf
 from onegraph import Quantization, quantize, verify
 from onegraph.api.card import license_of
 from onegraph.formats.checkpoint import Checkpoint
@@ -72,6 +74,20 @@ def test_a_local_base_is_not_called_a_model_of_the_hub(tmp_path: Path) -> None:
     assert "quantized by onegraph" in card.text
     assert "`a ?b`" in card.text
     assert "vllm serve" not in card.text, "onegraph's plugin does not read it"
+
+
+@pytest.mark.parametrize(("variant", "runs"), [("qwen3_moe", True), ("gpt_oss", False)])
+def test_of_models_with_experts_vllm_runs_all_but_gpt_oss(variant: str, runs: bool, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    source = tmp_path / variant
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    save_hf(variant, source, **sizes, vocab_size=tiny.CONFIG["vocab_size"])
+    (source / "tokenizer.json").write_text(json.dumps(tiny.tokenizer_json()))
+    _, card, _ = made(source, tmp_path / "out")
+    assert card.data.tags[-1] == variant
+    assert "onegraph chat MODEL" in card.text
+    assert ("vllm serve MODEL" in card.text) is runs
+    assert ("vLLM does not run gpt-oss in E8P" in card.text) is not runs
 
 
 def test_the_license_of_a_gguf_file(tmp_path: Path) -> None:

@@ -167,6 +167,16 @@ def test_an_answer_that_is_left_stays_as_far_as_it_came(llm: LLM) -> None:
     assert untouched.messages == []
 
 
+def test_an_answer_is_cancelled_between_two_chunks_of_its_question(model: Path) -> None:
+    with LLM(model, max_batch=1, max_context=2000, device="cpu") as long:
+        free, asked = long.engine._allocator.free, iter([False, False, True])
+        conversation = Conversation(long, params=WARM)
+        assert list(conversation.ask("x" * 1400, lambda: next(asked))) == []
+        assert long.stats.prefill_tokens == 2 * long.engine.chunk
+        assert (conversation.messages, long.engine._allocator.free) == ([], free)
+        assert ask(Conversation(long, params=WARM, max_tokens=6), "Hi") == long.chat("Hi", WARM, max_tokens=6).text
+
+
 @pytest.mark.parametrize(
     ("written", "kept"),
     [
@@ -264,11 +274,23 @@ def test_a_file_is_not_written_over_and_a_model_without_a_template_is_refused(
 # ------------------------------------------------------------------------------------------------------- at a terminal
 
 
+# The program with a model that takes its time to read.
+SLOW = """
+import sys, time
+from onegraph.cli import main
+from onegraph.engine.generate import Engine
+prefill = Engine.prefill
+Engine.prefill = lambda *args: time.sleep(0.5) or prefill(*args)
+sys.exit(main())
+"""
+
+
 class Terminal:
     """`onegraph chat` at a terminal of its own, whose keys are `type` and whose screen is `screen`."""
 
-    def __init__(self, *command: object) -> None:
-        words = [sys.executable, "-m", "onegraph", "chat", *map(str, command), "--device", "cpu"]
+    def __init__(self, *command: object, slow: bool = False) -> None:
+        begin = ["-c", SLOW] if slow else ["-m", "onegraph"]
+        words = [sys.executable, *begin, "chat", *map(str, command), "--device", "cpu"]
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
             os.execve(sys.executable, words, os.environ | {"TERM": "dumb", "INPUTRC": "/dev/null"})
@@ -319,6 +341,7 @@ def test_ctrl_c_ends_an_answer_and_then_the_program(model: Path) -> None:
     terminal.until("the hat\n", longer=60)  # it writes
     terminal.type("\x03")
     ended = terminal.until("tokens/s, eager on cpu]\n")
+    assert "[stopping ...]" in ended
     assert int(ended.rpartition(" prompt tokens, ")[2].split()[0]) < 59000
     terminal.until("> ")
     terminal.type("/rest\n")
@@ -330,6 +353,30 @@ def test_ctrl_c_ends_an_answer_and_then_the_program(model: Path) -> None:
         terminal.interrupt("another answer")
     assert terminal.end() == 0
     assert "Traceback" not in terminal.screen
+
+
+def test_ctrl_c_while_a_long_question_is_read_twice_keeps_the_conversation(model: Path, tmp_path: Path) -> None:
+    options = ("--max-context", 60000, "--max-tokens", 4, "--temperature", 1, "--seed", 4)
+    terminal = Terminal(model, *options, slow=True)
+    terminal.until("> ")
+    terminal.type("the hat\n")
+    terminal.until("tokens/s, eager on cpu]\n")
+    terminal.until("> ")
+    terminal.type("the hat is in the inn " * 100 + "\n")
+    terminal.until("\n")
+    time.sleep(1)
+    terminal.type("\x03")
+    terminal.until("[stopping ...]")
+    os.write(terminal.fd, b"\x03")
+    ended = terminal.until("[stopped before the answer began: the question is forgotten]")
+    assert 0 < int(ended.partition(" prompt tokens, 0 new")[0].rpartition("[")[2]) < 2000
+    terminal.until("> ")
+    terminal.type(f"/save {tmp_path / 'said.json'}\n")
+    terminal.until("[2 messages in ")
+    terminal.until("> ")
+    terminal.type("\x04")
+    assert terminal.end() == 0
+    assert [m["role"] for m in json.loads((tmp_path / "said.json").read_text())] == ["user", "assistant"]
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from onegraph.api.tokenizer import Tokenizer
 from onegraph.cli import main
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
-from onegraph.serve.app import Settings
+from onegraph.serve.app import Server, Settings
 from onegraph.serve.http import bind, listen
 from onegraph.serve.protocol import Refused, parse
 from onegraph.serve.worker import Full, Worker
@@ -318,7 +318,19 @@ def test_no_request_waits_for_a_step_to_be_built(model: Path, prepare: Literal["
         ({"model": "plain", "prompt": "a", "temperature": -1}, 400, "temperature: got -1; allowed is 0 for greedy"),
         ({"model": "plain", "prompt": "a", "max_tokens": 0}, 400, "max_tokens: got 0"),
         ({"model": "plain", "prompt": "a", "max_tokens": True}, 400, "max_tokens: got true"),
-        ({"model": "plain", "prompt": "a", "seed": 2**63}, 400, "seed: got 9223372036854775808"),
+        (
+            {"model": "plain", "prompt": "a", "seed": 2**63},
+            400,
+            "seed: got 9223372036854775808; allowed is a whole number from -9223372036854775808 to 9223372036854775679",
+        ),
+        (
+            {"model": "plain", "prompt": "a", "max_tokens": 2**40},
+            400,
+            "max_tokens: got 1099511627776; allowed is a whole number from 1 to 2147483647",
+        ),
+        (b'{"n": ' + b"1" * 10_000 + b"}", 400, "the body is not JSON: a number has 10000 digits; allowed are 1000"),
+        ({"model": "plain", "prompt": "a", "regex": "\ud800"}, 400, "regex: it has a lone surrogate"),
+        ({"model": "plain", "prompt": "a", "top_k": -2}, 400, "top_k: got -2; allowed is a whole number up to"),
         ({"model": "plain", "prompt": "a", "stop": [""]}, 400, 'stop: got [""]'),
         ({"model": "plain", "prompt": "a", "tools": [{}]}, 400, "tools is not known here; allowed are"),
         ({"model": "plain", "prompt": "a", "echo": True}, 400, "echo is not supported; leave it out"),
@@ -341,7 +353,7 @@ def test_no_request_waits_for_a_step_to_be_built(model: Path, prepare: Literal["
         (
             {"model": "plain", "prompt": "a", "wat": 1},
             400,
-            "wat is not known here; allowed are frequency_penalty, logprobs,",
+            "wat is not known here; allowed are frequency_penalty, ignore_eos, logprobs,",
         ),
         ({"model": "plain", "prompt": "a" * 200}, 400, "more were asked for; the context is 96"),
         ({"model": "plain", "prompt": "a", "max_tokens": 96}, 400, "96 more were asked for; the context is 96"),
@@ -404,10 +416,13 @@ def test_100_megabytes_are_refused_and_not_kept(server: Running) -> None:
 
 @pytest.mark.parametrize("path", ["models", "completions", "chat/completions"])
 def test_without_the_key_nothing_is_told(server: Running, path: str) -> None:
-    for key in (b"Bearer wrong", b"", "Bearer sésame".encode()):
+    wrong, missing = (b"Bearer wrong", "Bearer sésame".encode()), (b"", KEY.encode(), b"Basic " + KEY.encode())
+    for key in wrong + missing:
         method = "GET" if path == "models" else "POST"
         response = httpx.request(method, f"{server.url}/{path}", headers={b"authorization": key})
-        assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
+        code = "invalid_api_key" if key in wrong else "missing_api_key"
+        assert (response.status_code, response.json()["error"]["code"]) == (401, code)
+    assert httpx.get(f"{server.url}/models", headers={"authorization": f"bearer {KEY}"}).status_code == 200
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(**server.options | {"api_key": "no"}).models.list()
 
@@ -457,6 +472,61 @@ def test_killed_restarted_and_interrupted(model: Path, capsys: pytest.CaptureFix
         second.end()
 
 
+def test_the_end_waits_for_no_body(model: Path) -> None:
+    running = Running(model)
+    try:
+        with socket.create_connection(("127.0.0.1", running.port), timeout=DEADLINE) as client:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\n"
+            client.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+            time.sleep(1)
+            running.process.send_signal(signal.SIGINT)
+            started = time.monotonic()
+            assert client.recv(100).startswith(b"HTTP/1.1 503 ")
+            assert time.monotonic() - started < 3.5, "its grace is 1 s"
+            _, errors = running.process.communicate(timeout=20)
+        assert "Traceback" not in errors
+        assert errors.splitlines()[-1] == "onegraph: interrupted"
+    finally:
+        running.end()
+
+
+def test_what_clients_of_vllm_send(server: Running, llm: LLM) -> None:
+    ask: dict[str, Any] = {"model": "plain", "max_tokens": 60, "temperature": 0.9}
+    stops = sorted(llm.tokenizer.stops)
+    seed = next(s for s in range(200) if len(llm.generate("a", max_tokens=60, temperature=0.9, seed=s).tokens) < 30)
+    assert stops
+    ended, gone_on = (
+        server.post(ask | {"prompt": "a", "seed": seed, "top_k": -1, "ignore_eos": on}).json() for on in (False, True)
+    )
+    assert ended["choices"][0]["finish_reason"] == "stop"
+    assert ended["usage"]["completion_tokens"] < 30
+    assert (gone_on["choices"][0]["finish_reason"], gone_on["usage"]["completion_tokens"]) == ("length", 60)
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}, {"role": "user", "content": "a"}]
+    thought = [said[0], said[1] | {"reasoning_content": "Well"}, said[2]]
+    plain, same = (
+        server.post(ask | {"messages": m, "seed": 1, "max_tokens": 8}, "chat/completions").json()
+        for m in (said, thought)
+    )
+    assert plain["choices"] == same["choices"]
+    wrong = server.post(ask | {"messages": [said[0] | {"reasoning": "Well"}]}, "chat/completions")
+    assert "messages[0]: reasoning is not supported" in wrong.json()["error"]["message"]
+
+
+def test_a_request_that_the_listener_cuts_off_ends_quietly(llm: LLM) -> None:
+    async def never(*_: Any) -> Any:
+        await asyncio.sleep(DEADLINE)
+
+    async def cut() -> None:
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+        task = asyncio.create_task(app(scope, never, never))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        await task
+
+    app = Server(Worker(llm, llm.tokenizer, queue=2), Settings(name="plain")).app()
+    asyncio.run(cut())
+
+
 def test_who_reads_that_it_serves_can_connect(model: Path) -> None:
     class Heard(Exception):
         pass
@@ -484,6 +554,9 @@ def test_mistakes_on_the_command_line(
     ):
         assert main(["serve", str(model), "--port", "0", "--device", "cpu", *words]) == 2
         assert says in capsys.readouterr().err
+    monkeypatch.setenv("ONEGRAPH_API_KEY", "")
+    assert main(["serve", str(model), "--port", "0", "--device", "cpu"]) == 2
+    assert "error: ONEGRAPH_API_KEY: it is empty or not ASCII; unset it" in capsys.readouterr().err
     monkeypatch.delitem(sys.modules, "onegraph.serve.http")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert main(["serve", str(model)]) == 2

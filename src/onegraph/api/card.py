@@ -167,10 +167,12 @@ class Card:
         )
         if not e8p:
             served = "onegraph's plugin does not read NVFP4. vLLM reads ModelOpt's form itself; not tried on this file."
-        elif self.plan.expert_inputs:
-            served = "Not this model: vLLM does not run models with experts that onegraph quantized yet."
+        elif not own:
+            served = "Not this model: onegraph's own decoder does not run it."
+        elif self.model_type == "gpt_oss":
+            served = "Not this model: vLLM does not run gpt-oss in E8P, for the biases of its experts."
         else:
-            served = VLLM if own else "Not this model: onegraph's own decoder does not run it."
+            served = VLLM
         yield "## How to run it"
         yield ""
         yield "`MODEL` is this directory, or the name of this repository; `BASE` the unquantized model."

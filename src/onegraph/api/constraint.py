@@ -37,6 +37,8 @@ class Constraints:
             raise ValueError(
                 "json_schema and regex need llguidance; install it: pip install 'onegraph[constraints]'"
             ) from None
+        if any("\ud800" <= c <= "\udfff" for c in params.regex or ""):
+            raise ValueError("regex: it has a lone surrogate, which no text has; leave it out")
         if (schema := params.json_schema) is not None:
             text = schema if isinstance(schema, str) else json.dumps(schema)
             name, grammar = "json_schema", LLMatcher.grammar_from_json_schema(text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +49,9 @@ class Conversation:
         """Forgets every turn; the system prompt stays."""
         self._turns = []
 
-    def ask(self, text: str) -> Pieces:
-        """The answer, piece by piece; closed early, it stops the model, and what was written stays in the conversation.
+    def ask(self, text: str, cancelled: Callable[[], bool] | None = None) -> Pieces:
+        """The answer, piece by piece; closed early, or `cancelled` as `LLM.stream` has it, it stops the model, and what
+        was written stays in the conversation.
 
         Where question and answer do not fit the context any more, the oldest turns go; `dropped` holds their questions,
         `budget` how many tokens the answer may have. An answer without text (stopped at once, or in its thoughts)
@@ -71,13 +72,13 @@ class Conversation:
         self.dropped = dropped
         left = context - needed
         self.budget = left if self._limit is None else min(self._limit, left)
-        return self._answer(turns)
+        return self._answer(turns, cancelled)
 
     def _tokens(self, turns: list[dict[str, str]]) -> int:
         return len(self._llm.tokenizer.chat([*self._system, *turns], self._thinking))
 
-    def _answer(self, turns: list[dict[str, str]]) -> Generator[str, None, None]:
-        sampling: dict[str, Any] = {"thinking": self._thinking, "max_tokens": self.budget}
+    def _answer(self, turns: list[dict[str, str]], cancelled: Callable[[], bool] | None) -> Generator[str, None, None]:
+        sampling: dict[str, Any] = {"thinking": self._thinking, "max_tokens": self.budget, "cancelled": cancelled}
         answer = ""
         with closing(self._llm.chat_stream([*self._system, *turns], self._params, **sampling)) as pieces:
             try:

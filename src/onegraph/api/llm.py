@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import weakref
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from os import PathLike
@@ -207,13 +207,21 @@ class LLM:
             raise ValueError(f"prompts: got {type(prompts).__name__}; allowed is a text, or a list of texts")
         return self._complete([self._encode(prompt) for prompt in prompts], params, sampling)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **sampling: Any) -> Pieces:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        cancelled: Callable[[], bool] | None = None,
+        **sampling: Any,
+    ) -> Pieces:
         """`generate` for one text, piece by piece while the model writes; text alone, so without `n` and `logprobs`.
 
-        Closed early (`close()` of what is returned, or leaving a loop over it), it stops the model. Until it has ended,
-        no other call may begin.
+        Closed early (`close()` of what is returned, or leaving a loop over it), it stops the model. `cancelled` is
+        asked before each step of the model, also while a long prompt is read and no piece comes: True ends the text
+        there. Until it has ended, no other call may begin.
         """
-        return self._stream(self._encode(prompt), params, sampling)
+        return self._stream(self._encode(prompt), params, sampling, cancelled)
 
     @overload
     def chat(
@@ -259,10 +267,11 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         thinking: bool | None = None,
+        cancelled: Callable[[], bool] | None = None,
         **sampling: Any,
     ) -> Pieces:
         """`chat` for one conversation, piece by piece as `stream`."""
-        return self._stream(self._conversation(messages, thinking), params, sampling)
+        return self._stream(self._conversation(messages, thinking), params, sampling, cancelled)
 
     # ------------------------------------------------------------------------------------------------------- life cycle
 
@@ -351,12 +360,14 @@ class LLM:
         groups = [[next(answers) for _ in several] for several in asked]
         return [dataclasses.replace(first, others=tuple(others)) for first, *others in groups]
 
-    def _stream(self, prompt: list[int], params: Any, sampling: dict[str, Any]) -> Pieces:
+    def _stream(
+        self, prompt: list[int], params: Any, sampling: dict[str, Any], cancelled: Callable[[], bool] | None
+    ) -> Pieces:
         (asked,) = self._params([prompt], params, sampling)
         if asked.n != 1 or asked.logprobs is not None:
             name = "n" if asked.n != 1 else "logprobs"
             raise ValueError(f"{name}: got {getattr(asked, name)}; a stream is one answer's text: use generate or chat")
-        steps = self.engine.stream([prompt], [for_engine(asked)])
+        steps = self.engine.stream([prompt], [for_engine(asked)], cancelled)
         self._streams.add(steps)
         return self._pieces(steps, AnswerText(self.tokenizer.stream(), asked.stop_texts))
 

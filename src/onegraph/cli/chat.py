@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from itertools import takewhile
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -30,10 +30,11 @@ examples:
   onegraph chat Qwen/Qwen3-8B --thinking off
   printf 'My name is Ada.\\nWhat is my name?\\n' | onegraph chat out/smollm2-4bit
 
-Ctrl-C ends an answer, and what was written of it stays in the conversation; at the prompt, Ctrl-C twice or Ctrl-D
-leaves. /help lists the commands. Where question and answer do not fit the context any more, the oldest turns are
-forgotten, and said to be; the system prompt stays. Thoughts (<think> ... </think>) are shown and then forgotten.
-Where stdin is no terminal, each line of it is a turn, and the first error ends the program.
+Ctrl-C ends an answer after the model's next step, also while it reads the question, and what was written of it stays
+in the conversation; at the prompt, Ctrl-C twice or Ctrl-D leaves. /help lists the commands. Where question and answer
+do not fit the context any more, the oldest turns are forgotten, and said to be; the system prompt stays. Thoughts
+(<think> ... </think>) are shown and then forgotten. Where stdin is no terminal, each line of it is a turn, and the
+first error ends the program.
 """
 COMMANDS = """\
 /reset       forget what was said; the system prompt stays
@@ -92,14 +93,15 @@ def run(args: argparse.Namespace) -> int:
         conversation = Conversation(
             llm, system=args.system, params=params, max_tokens=args.max_tokens, thinking=thinking
         )
-        for line in lines:
-            try:
-                if not respond(llm, conversation, line):
-                    break
-            except ValueError as error:
-                if not interactive():
-                    raise
-                say(f"onegraph: error: {one_line(error)}")
+        with handled(lambda: None) if interactive() else contextlib.nullcontext():
+            for line in lines:
+                try:
+                    if not respond(llm, conversation, line):
+                        break
+                except ValueError as error:
+                    if not interactive():
+                        raise
+                    say(f"onegraph: error: {one_line(error)}")
     return 0
 
 
@@ -144,14 +146,17 @@ def respond(llm: LLM, conversation: Conversation, line: str) -> bool:
 
 def answer(llm: LLM, conversation: Conversation, text: str) -> None:
     """Asks, and shows what comes until Ctrl-C."""
-    with stoppable() as stopped, closing(conversation.ask(text)) as pieces:
+    with stoppable() as stopped, closing(conversation.ask(text, stopped)) as pieces:
         if dropped := conversation.dropped:
             turns = f"{len(dropped)} turn{'s' if dropped[1:] else ''}"
             first = one_line(dropped[0], 60)
             say(f"[the context of {llm.max_context} tokens is full: forgot {turns}, from {first!r} on]")
-        show(takewhile(lambda _: not stopped(), pieces))
-    report(llm.stats, 1, llm.device)
-    if 1 + llm.stats.decode_tokens >= conversation.budget:
+        written = show(pieces)
+    report(llm.stats, 1 if written or not stopped() else 0, llm.device)
+    if stopped():
+        if not written:
+            say("[stopped before the answer began: the question is forgotten]")
+    elif 1 + llm.stats.decode_tokens >= conversation.budget:
         say(f"[{conversation.budget} tokens are all that --max-tokens allows or the context leaves]")
 
 
@@ -171,19 +176,32 @@ def save(conversation: Conversation, name: str) -> None:
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[Callable[[], bool]]:
-    """At a terminal, Ctrl-C makes what this gives true; another one, while that is not obeyed yet, ends the program.
-    A pipe's many turns end with the first."""
+    """At a terminal, Ctrl-C makes what this gives true, and says so. A pipe's many turns end with the first."""
     asked = False
 
-    def ask(signum: int, frame: FrameType | None) -> None:
+    def ask() -> None:
         nonlocal asked
-        if asked or not interactive():
+        if not interactive():
             raise KeyboardInterrupt
+        if not asked:
+            with contextlib.suppress(OSError, ValueError):  # not `say`: the streams may be in the middle of a write
+                os.write(sys.stderr.fileno(), b"\n[stopping ...]\n")
         asked = True
 
-    before = signal.signal(signal.SIGINT, ask)
-    try:
+    with handled(ask):
         yield lambda: asked
+
+
+@contextlib.contextmanager
+def handled(act: Callable[[], object]) -> Iterator[None]:
+    """Ctrl-C calls `act`."""
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        act()
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -202,11 +220,12 @@ def typed() -> Iterator[str]:
     pressed = False
     while True:
         try:
-            if sys.stdout.isatty():
-                line = input(PROMPT)
-            else:
-                print(PROMPT, end="", file=sys.stderr, flush=True)
-                line = input()
+            with handled(interrupt):  # elsewhere one that comes late, for an answer that is over, costs nothing
+                if sys.stdout.isatty():
+                    line = input(PROMPT)
+                else:
+                    print(PROMPT, end="", file=sys.stderr, flush=True)
+                    line = input()
         except EOFError:
             say("")
             return
@@ -219,6 +238,10 @@ def typed() -> Iterator[str]:
             continue
         pressed = False
         yield line
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def piped() -> Iterator[str]:

@@ -120,7 +120,8 @@ def run(args: argparse.Namespace) -> int:
     device = pick_device(args.device)
     key = os.environ.get("ONEGRAPH_API_KEY") if args.api_key is None else args.api_key
     if key is not None and not (key and key.isascii()):
-        raise UsageError("--api-key: it is empty or not ASCII; leave it out to let everybody in")
+        told, cure = ("ONEGRAPH_API_KEY", "unset it") if args.api_key is None else ("--api-key", "leave it out")
+        raise UsageError(f"{told}: it is empty or not ASCII; {cure} to let everybody in")
     socket = bind(args.host, args.port)
     with open_model(args.model) as checkpoint:
         writer = Tokenizer(checkpoint)

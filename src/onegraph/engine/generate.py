@@ -189,14 +189,17 @@ class Engine:
         return sequences
 
     def stream(
-        self, prompts: Seq[Seq[int]], params: SamplingParams | Seq[SamplingParams] | None = None
+        self,
+        prompts: Seq[Seq[int]],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        cancelled: Callable[[], bool] | None = None,
     ) -> Generator[tuple[int, int], None, None]:
         """`generate`, but (prompt's number, token) one by one, as soon as the host has it.
 
-        Closed early or dropped, it gives back rows and pages; until it ends, nothing else may run. Raises what
-        `generate` raises.
+        Closed early or dropped, it gives back rows and pages; until it ends, nothing else may run. `cancelled` is asked
+        before each step, of which a long prompt takes several: True ends the stream. Raises what `generate` raises.
         """
-        return self._stream(self._sequences(prompts, params))
+        return self._stream(self._sequences(prompts, params), cancelled)
 
     def request(self, prompt: Seq[int], params: SamplingParams) -> Sequence:
         """What a `Scheduler` of this engine takes. Raises ValueError for what cannot run."""
@@ -294,11 +297,13 @@ class Engine:
             constrain=self.constrain,
         )
 
-    def _stream(self, sequences: list[Sequence]) -> Generator[tuple[int, int], None, None]:
+    def _stream(
+        self, sequences: list[Sequence], cancelled: Callable[[], bool] | None
+    ) -> Generator[tuple[int, int], None, None]:
         """Who takes the tokens works on streams of his own: the engine's are current only while it computes."""
         steps = self._run(sequences)
         try:
-            while True:
+            while cancelled is None or not cancelled():
                 with self.running():
                     tokens = next(steps, None)
                 if tokens is None:

@@ -19,7 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from onegraph.api.completion import copies
 from onegraph.engine.params import SamplingParams
@@ -54,6 +54,8 @@ class Server:
         self.worker, self.settings = worker, settings
         self.metrics = Metrics(worker)
         self.created = int(time.time())
+        self._ended = False
+        self._bodies: set[asyncio.Timeout] = set()  # that have not come yet
 
     @cached_property
     def form(self) -> CallForm | None:
@@ -74,7 +76,16 @@ class Server:
             CORSMiddleware, allow_origins=self.settings.origins, allow_methods=["*"], allow_headers=["*"]
         )
         middleware = [pages] if self.settings.origins else []
+        middleware.insert(0, Middleware(_CutOff))
         return Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan, middleware=middleware)
+
+    def end(self) -> None:
+        """Whoever still waits for an answer, or has not sent all of a request, gets an error. In the event loop."""
+        self._ended = True
+        self.worker.stop()
+        for body in self._bodies:
+            if not body.expired():
+                body.reschedule(0)
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -102,10 +113,13 @@ class Server:
 
     def _authorize(self, request: Request) -> None:
         key = self.settings.api_key
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if key is not None and not hmac.compare_digest(given.encode(), key.encode()):
-            what = "wrong API key" if given else "no API key: send it as 'Authorization: Bearer KEY'"
-            raise Refused(what, status=401, code="invalid_api_key")
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if key is None:
+            return
+        if scheme.lower() != "bearer" or not given.strip():
+            raise Refused("no API key: send it as 'Authorization: Bearer KEY'", status=401, code="missing_api_key")
+        if not hmac.compare_digest(given.strip().encode(), key.encode()):
+            raise Refused("wrong API key", status=401, code="invalid_api_key")
 
     # ------------------------------------------------------------------------------------------------------- endpoints
 
@@ -162,7 +176,7 @@ class Server:
     async def _body(self, request: Request) -> bytes:
         limit, size, parts = self.settings.max_body, 0, []
         try:
-            async with asyncio.timeout(BODY_SECONDS):
+            async with asyncio.timeout(0 if self._ended else BODY_SECONDS) as waiting, self._counted(waiting):
                 async for part in request.stream():
                     size += len(part)
                     if size <= limit:
@@ -170,10 +184,20 @@ class Server:
                     elif size > limit + DISCARDED:
                         break
         except TimeoutError:
+            if self._ended:
+                raise Refused("the server is shutting down", status=503) from None
             raise Refused(f"the body did not come within {BODY_SECONDS} s", status=408) from None
         if size > limit:
             raise Refused(f"the body has more than {limit} bytes (--max-body)", status=413)
         return b"".join(parts)
+
+    @asynccontextmanager
+    async def _counted(self, body: asyncio.Timeout) -> AsyncIterator[None]:
+        self._bodies.add(body)
+        try:
+            yield
+        finally:
+            self._bodies.remove(body)
 
     def _sequences(self, asked: Asked) -> tuple[list[EngineSequence], int]:
         """What the engine is to do, and how many tokens the prompts have."""
@@ -195,7 +219,8 @@ class Server:
                 raise Refused(
                     f"the request asks for {count} answers; {most} can be computed or wait at once", param="n"
                 )
-            base = SamplingParams(stop=sorted(llm.tokenizer.stops), **asked.sampling)
+            stops = () if asked.ignore_eos else sorted(llm.tokenizer.stops)
+            base = SamplingParams(stop=stops, **asked.sampling)
             rows = [
                 (prompt, replace(params, max_tokens=self._length(asked, prompt)))
                 for prompt in prompts
@@ -259,6 +284,20 @@ class _EventStream(Response):
             async with asyncio.timeout(STALLED):
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
+
+
+class _CutOff:
+    """Ends quietly where the listener cancels a request: the time to send the last answers in is over."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        except asyncio.CancelledError:
+            if scope["type"] != "http":
+                raise
 
 
 async def _until_over(pieces: asyncio.Queue[Piece], count: int) -> AsyncIterator[Piece]:

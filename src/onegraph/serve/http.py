@@ -37,22 +37,23 @@ def listen(found: socket.socket, worker: Worker, settings: Settings, *, grace: i
         worker.start()
     except Stopped as error:
         raise ValueError(str(error)) from None
+    server = Server(worker, settings)
     config = uvicorn.Config(
-        Server(worker, settings).app(),
+        server.app(),
         log_level="warning",
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=grace + LATE,
     )
-    _Uvicorn(config, worker, grace, ready).run(sockets=[found])
+    _Uvicorn(config, server, grace, ready).run(sockets=[found])
 
 
 class _Uvicorn(uvicorn.Server):
-    """After `grace` seconds answers that still run end with an error of ours; uvicorn would cut their tasks off."""
+    """After `grace` seconds what still runs ends with an error of ours; uvicorn would cut its tasks off."""
 
-    def __init__(self, config: uvicorn.Config, worker: Worker, grace: int, ready: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, server: Server, grace: int, ready: Callable[[], None]) -> None:
         super().__init__(config)
-        self._worker, self._grace, self._ready = worker, grace, ready
+        self._server, self._grace, self._ready = server, grace, ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -60,7 +61,7 @@ class _Uvicorn(uvicorn.Server):
             self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        ending = asyncio.get_running_loop().call_later(self._grace, self._worker.stop)
+        ending = asyncio.get_running_loop().call_later(self._grace, self._server.end)
         try:
             await super().shutdown(sockets)
         finally:

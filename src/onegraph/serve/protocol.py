@@ -16,6 +16,8 @@ from onegraph.serve.tools import Tools, parse_call, parse_tools
 
 Json = Any  # what json.loads gives
 MAX_CHOICES, MAX_STOPS, MAX_STOP = 128, 16, 1024  # answers and stop strings of a request, characters of one
+MAX_DIGITS = 1000  # of an integer
+MAX_SEED = (1 << 63) - 1 - MAX_CHOICES  # the i-th answer draws with seed + i
 DEFAULT_TOKENS = 16  # of /v1/completions, as OpenAI has it; a chat may fill the context
 
 
@@ -36,7 +38,7 @@ class Asked:
     """A request: `prompts` of /v1/completions, texts or token ids, or the `messages` of a chat.
 
     sampling: fields of SamplingParams. usage: whether a stream ends with token counts. tools: that the answer may call.
-    thinking: as `ChatTemplate.render` takes it.
+    thinking: as `ChatTemplate.render` takes it. ignore_eos: the model's own stop tokens end nothing.
     """
 
     model: str
@@ -49,6 +51,7 @@ class Asked:
     usage: bool
     tools: Tools | None = None
     thinking: bool | None = None
+    ignore_eos: bool = False
 
     @property
     def speaks_of_tools(self) -> bool:
@@ -60,7 +63,7 @@ class Asked:
 def parse(body: bytes, *, chat: bool) -> Asked:
     """Raises Refused for what is malformed, unknown or not supported."""
     try:
-        fields = json.loads(body)
+        fields = json.loads(body, parse_int=_integer)
     except (ValueError, RecursionError) as error:
         what = "nested too deeply" if isinstance(error, RecursionError) else error
         raise Refused(f"the body is not JSON: {what}") from None
@@ -132,6 +135,7 @@ def _asked(fields: dict[str, Json], chat: bool) -> Asked:
         usage=bool(options.get("include_usage")),
         tools=tools,
         thinking=next(iter(fields.get("chat_template_kwargs", {}).values()), None),
+        ignore_eos=fields.get("ignore_eos", False),
     )
 
 
@@ -177,6 +181,12 @@ def _calls(where: str, calls: Json) -> list[dict[str, Any]]:
         return [parse_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(calls)]
     except ValueError as error:
         raise Refused(str(error), param="messages") from None
+
+
+def _integer(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"a number has {len(text)} digits; allowed are {MAX_DIGITS}")
+    return int(text)
 
 
 def _equal(a: Json, b: Json) -> bool:
@@ -231,6 +241,8 @@ def _is_flag(value: Json) -> bool:
 def _sampling(fields: dict[str, Json], chat: bool) -> dict[str, Json]:
     """Fields of SamplingParams."""
     found = {"temperature": 1.0} | {name: fields[name] for name in _SAMPLING if name in fields}
+    if found.get("top_k") == -1:  # vLLM's word for all tokens
+        found["top_k"] = 0
     if chat and fields.get("logprobs"):
         found["logprobs"] = fields.get("top_logprobs", 0)
     elif chat and fields.get("top_logprobs"):
@@ -249,7 +261,7 @@ def _shown(value: Json) -> str:
 
 
 _Check = tuple[Callable[[Json], bool], str]
-_COUNT: _Check = (lambda v: _is_int(v) and 1 <= v < 1 << 31, "a whole number of 1 and more")
+_COUNT: _Check = (lambda v: _is_int(v) and 1 <= v < 1 << 31, "a whole number from 1 to 2147483647")
 _NUMBER: _Check = (_is_number, "a number")
 _FLAG: _Check = (_is_flag, "true or false")
 _FIELDS: Mapping[str, _Check] = {
@@ -263,8 +275,9 @@ _FIELDS: Mapping[str, _Check] = {
     "repetition_penalty": _NUMBER,
     "response_format": (_is_format, "an object with type text, json_object or json_schema (and its schema)"),
     "regex": (lambda v: isinstance(v, str), "a regular expression"),
-    "top_k": (lambda v: _is_int(v) and 0 <= v < 1 << 31, "a whole number, 0 for all tokens"),
-    "seed": (lambda v: _is_int(v) and -(1 << 63) <= v < (1 << 63) - MAX_CHOICES, "a 64-bit integer"),
+    "top_k": (lambda v: _is_int(v) and -1 <= v < 1 << 31, "a whole number up to 2147483647, 0 or -1 for all tokens"),
+    "seed": (lambda v: _is_int(v) and -(1 << 63) <= v <= MAX_SEED, f"a whole number from {-(1 << 63)} to {MAX_SEED}"),
+    "ignore_eos": _FLAG,
     "stop": (_is_stop, f"a text, or up to {MAX_STOPS} texts of at most {MAX_STOP} characters"),
     "n": (lambda v: _is_int(v) and 1 <= v <= MAX_CHOICES, f"1 to {MAX_CHOICES}"),
     "stream": _FLAG,
@@ -287,9 +300,10 @@ _CHAT: Mapping[str, _Check] = {
 }
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", *_PENALTIES, "seed", "n", "regex")
+_THOUGHTS = ("reasoning_content", "reasoning")  # of other servers' answers; models are not shown their old thoughts
 # Besides content and name
 _ROLES: Mapping[str, tuple[str, ...]] = {
-    "system": (), "developer": (), "user": (), "assistant": ("tool_calls",), "tool": ("tool_call_id",),
+    "system": (), "developer": (), "user": (), "assistant": ("tool_calls", *_THOUGHTS), "tool": ("tool_call_id",),
 }  # fmt: skip
 # What we do not do, and the values that ask for nothing; clients send those of their own accord.
 _OFF: Mapping[str, tuple[Json, ...]] = {
