@@ -77,10 +77,21 @@ def test_pages_are_read_as_they_are_written(bits: tuple[int, int], page_size: in
     layout, books = TurboQuantLayout(64, *bits, page_size=page_size), [formats.codebook(64, b) for b in bits]
     vectors = randn(2, 5, 3, page_size, 64)
     both = [quantize(y, b, None, "matched") for y, b in zip(vectors, books, strict=True)]
-    found = cpu._decoded(layout, pack_pages(layout, *both), (book_of(books[0]), book_of(books[1])))
-    for far, coded, codebook in zip(found, both, books, strict=True):
-        want = dequantize(coded, eight_bit_levels(codebook)).transpose(0, 1).flatten(1, 2)
-        assert torch.equal(far.levels * far.norms.unsqueeze(-1), want)
+    stored, pair = pack_pages(layout, *both), (book_of(books[0]), book_of(books[1]))
+    part = cpu._pages(layout, list(range(5)), slice(0, 5 * page_size), torch.empty(3, 1, 5 * page_size))
+    cpu._sizes(layout, part, stored)
+    found = cpu._decoded(layout, stored, pair)
+    wanted = [
+        dequantize(c, eight_bit_levels(b)).transpose(0, 1).flatten(1, 2) for c, b in zip(both, books, strict=True)
+    ]
+    for levels, norms, want in zip(found, part.norms.view(2, 3, -1, 1), wanted, strict=True):
+        assert torch.equal(levels * norms, want)
+    if bits != (4, 4):
+        return
+    keys = cpu._levels(layout, pair[0], part, stored, 0).view(3, -1, 64)
+    assert torch.equal(keys, found[0])
+    pairs = cpu._levels(layout, pair[1], part, stored, 1).view(3, -1, 32, 2, 2)  # of two tokens by turns
+    assert torch.equal(pairs.transpose(2, 3).reshape(3, -1, 64), found[1])
 
 
 @pytest.mark.parametrize("spread", [0.3, 3.0, 12.0], ids=["flat", "usual", "sharp"])

@@ -8,6 +8,7 @@ exactly and to what lies before it from codes, which are stored in the same pass
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -155,12 +156,14 @@ class TurboQuantCache:
         projection = formats.projection(head_dim, config.seed).to(device, dtype) if prod else None
         self.squares = torch.zeros(layers, 2, device=device)
 
+        @cache
+        def book(bits: int) -> Tensor:
+            """One for all layers, by which a CPU sees that they have it in common."""
+            return eight_bit_levels(formats.codebook(head_dim, bits)).to(device)
+
         def layer(rate: tuple[int, int]) -> CodedLayer:
             layout = TurboQuantLayout(head_dim, *rate, config.keys, config.values, page_size)
-            k, v = (
-                eight_bit_levels(formats.codebook(head_dim, bits)).to(device)
-                for bits in (layout.k_code_bits, layout.v_code_bits)
-            )
+            k, v = book(layout.k_code_bits), book(layout.v_code_bits)
             codes = torch.zeros(layout.cache_shape(pages, kv_heads), dtype=torch.uint8, device=device)
             ring = None
             if config.mode == "hybrid":

@@ -46,14 +46,14 @@ def turned(call: Heads, positions: list[int], heads: int, kv_heads: int, dim: in
         last, half = call.cos.shape[0] - 1, call.cos.shape[1]
         rows = [min(max(at, 0), last) for at in positions]
         both = found[:, : heads + kv_heads, : 2 * half].unflatten(2, (2, half))
-        sines = (both * _rows(call.sin, rows)).unbind(2)
-        first, second = both.mul_(_rows(call.cos, rows)).unbind(2)
+        sines = (both * rope_rows(call.sin, rows)).unbind(2)
+        first, second = both.mul_(rope_rows(call.cos, rows)).unbind(2)
         first.sub_(sines[1])
         second.add_(sines[0])
     return found
 
 
-def _rows(table: Tensor, rows: list[int]) -> Tensor:
+def rope_rows(table: Tensor, rows: list[int]) -> Tensor:
     """[..., 1, 1, R/2] of a table of angles; of one row a view."""
     if len(rows) == 1:
         return table[rows[0]]
