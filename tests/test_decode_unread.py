@@ -34,6 +34,7 @@ def loader(tmp_path: Path) -> Loader:
 @pytest.fixture
 def have(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     monkeypatch.setattr(family, "FORCED", None)
+    monkeypatch.setattr(memory, "simulated", lambda device: False)
     return lambda nbytes: monkeypatch.setattr(memory, "free_memory", lambda device, reserve=0: nbytes)
 
 

@@ -42,13 +42,18 @@ def check_weights(loader: Loader, device: torch.device, ranks: int = 1) -> None:
         )
 
 
+def simulated(device: torch.device) -> bool:
+    """Whether `onegraph check` plays this GPU, for which nothing can be built."""
+    return type(torch.empty(0, device=device)) is not torch.Tensor
+
+
 def decode_unread(loader: Loader, device: torch.device, ranks: int = 1) -> None:
     """Have linears in codes made dense that no kernel of this GPU reads, if memory allows; warns of either in a line.
 
     A call of theirs runs Triton's kernel or decodes the whole weight, which takes longer than the dense weight would.
     Nothing is done where a family of kernels is asked for (`ops/family.py`).
     """
-    if device.type != "cuda" or family.FORCED or not (unread := loader.unread(device)):
+    if device.type != "cuda" or family.FORCED or simulated(device) or not (unread := loader.unread(device)):
         return
     coded = loader.device_bytes()
     loader.decoded = frozenset(unread)
