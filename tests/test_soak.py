@@ -430,7 +430,10 @@ def test_traffic_on_the_command_line(tmp_path, capsys):
     assert main([*words, "--minutes=5", "--out", str(tmp_path / "out")]) == 0
     said = capsys.readouterr()
     assert "128 steps in 2 rounds" in said.out
+    assert main([*words, "--round=128", "--out", str(tmp_path / "one")]) == 0
+    assert "128 steps in 1 rounds" in capsys.readouterr().out
     assert "joined" in said.err
     assert ET.parse(tmp_path / "out" / "plot.svg")
-    assert main(["soak", str(model), "--device=cpu", "--minutes=1", "--out", str(tmp_path / "o")]) == 2
-    assert "--minutes is for --traffic alone" in capsys.readouterr().err
+    for word in ("--minutes", "--round"):
+        assert main(["soak", str(model), "--device=cpu", f"{word}=1", "--out", str(tmp_path / "o")]) == 2
+        assert f"{word} is for --traffic alone" in capsys.readouterr().err

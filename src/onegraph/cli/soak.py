@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 EPILOG = """\
 examples:
   onegraph soak out/smollm2-4bit --steps 5000 --out out/soak
-  onegraph soak out/smollm2-4bit --traffic --kv exact --kv turboquant:4 --steps 1000000 --minutes 25 --out out/soak
+  onegraph soak out/smollm2-4bit --traffic --kv exact --kv turboquant:4 --steps 1000000 --round 10000 --out out/soak
   onegraph soak models/DeepSeek-V4-Flash-NVFP4 --gpus 2 --steps 1000 --context 2048 --out out/soak
 
 Each round draws a text until the context is full, and then asks whether the state that all these steps left gives the
@@ -42,7 +42,7 @@ and texts that go round in circles. --out receives rounds.jsonl, a line a round,
 by whatever, goes on from there with the same command. Exit status 1: a problem was found.
 
 With --traffic requests of all lengths join, leave, are cancelled and make room for each other, --batch of them at once
-in a cache that holds half of that; a round has --context decode steps, and its longest rows are compared at its end.
+in a cache that holds half of that; a round has --round decode steps, and its longest rows are compared at its end.
 Several --kv take turns. --minutes ends it after the round that is running then, well where nothing was found so far.
 """
 
@@ -66,6 +66,9 @@ def add_parser(commands: Any) -> None:
         "--kv", action="append", metavar="KV", help="with --traffic, may be repeated: exact, turboquant:4"
     )
     parser.add_argument(
+        "--round", type=STEPS, metavar="N", help="with --traffic: decode steps of a round (default: --context)"
+    )
+    parser.add_argument(
         "--minutes", type=number(float, 0, 10000, True), metavar="M", help="with --traffic: no longer than this"
     )
     add_gpus(parser, split=False)
@@ -82,8 +85,9 @@ def run(args: argparse.Namespace) -> int:
     from onegraph.engine.traffic import crowded, soak_traffic
     from onegraph.models.load import CONFIGS, load_decoder, parse_config
 
-    if not args.traffic and (args.kv or args.minutes):
-        raise UsageError(f"--{'kv' if args.kv else 'minutes'} is for --traffic alone")
+    alone = [f"--{name}" for name in ("kv", "round", "minutes") if getattr(args, name)]
+    if alone and not args.traffic:
+        raise UsageError(f"{alone[0]} is for --traffic alone")
     if args.context < 32:
         raise UsageError(f"--context: got {args.context}, a round takes 32 tokens and more")
     device = pick_device(args.device)
@@ -117,8 +121,8 @@ def run(args: argparse.Namespace) -> int:
     if args.traffic:
         with options("kv"):
             verdict = soak_traffic(
-                make, kvs=args.kv or ["exact"], steps=args.steps, path=path, per_round=context, seed=args.seed,
-                seconds=60 * args.minutes if args.minutes else None, on_round=say,
+                make, kvs=args.kv or ["exact"], steps=args.steps, path=path, per_round=args.round or context,
+                seed=args.seed, seconds=60 * args.minutes if args.minutes else None, on_round=say,
             )  # fmt: skip
     else:
         verdict = soak(make, steps=args.steps, path=path, batch=args.batch, seed=args.seed, on_round=say)
