@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from onegraph.formats.e8p import MAX_BLOCK, hadamard_block
-from onegraph.ops.hadamard import hadamard
+from onegraph.ops.hadamard import hadamard, rotate_integers, rotate_rows
 
 
 def sylvester(block: int) -> torch.Tensor:
@@ -57,3 +57,13 @@ def test_blocks_do_not_mix() -> None:
 def test_arguments_that_are_refused(x: torch.Tensor, block: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         hadamard(x, block)
+
+
+@pytest.mark.parametrize(("n", "k"), [(49, 200), (192, 576), (256, 1024)])
+def test_a_decoded_layer_is_rotated_to_the_same_bits_faster(n: int, k: int) -> None:
+    """Rows as columns of the transpose, and integers by a product with the matrix."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(n, k, generator=generator)
+    assert torch.equal(rotate_rows(x, hadamard_block(n)), hadamard(x.t().contiguous(), hadamard_block(n)).t())
+    q = torch.randint(-128, 128, (n, k), generator=generator).float()
+    assert torch.equal(rotate_integers(q, hadamard_block(k)), hadamard(q, hadamard_block(k)))

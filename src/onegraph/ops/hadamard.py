@@ -9,13 +9,32 @@ from onegraph.ops.registry import Case, Op, nbytes, register
 
 
 def _reference(x: Tensor, block: int) -> Tensor:
-    y = x.float()
-    half = 1
-    while half < block:
+    rows = x.float().reshape(-1, block)
+    return (_butterfly(rows, block) * block**-0.5).reshape(x.shape).to(x.dtype)
+
+
+def _butterfly(y: Tensor, block: int, inner: int = 1) -> Tensor:
+    """H_block times every `block` neighbours of y, each of them `inner` numbers; same order of sums for any `inner`."""
+    half, size = inner, y.shape
+    while half < block * inner:
         pairs = y.reshape(-1, 2, half)
-        y = torch.stack((pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]), dim=1)
+        y = torch.empty_like(pairs)
+        torch.add(pairs[:, 0], pairs[:, 1], out=y[:, 0])
+        torch.sub(pairs[:, 0], pairs[:, 1], out=y[:, 1])
         half *= 2
-    return (y.reshape(x.shape) * block**-0.5).to(x.dtype)
+    return y.reshape(size)
+
+
+def rotate_rows(x: Tensor, block: int) -> Tensor:
+    """`hadamard` along the first dimension of x float32 [n, k], block dividing n: the bits of the transposed call."""
+    return _butterfly(x.contiguous(), block, x.shape[1]) * block**-0.5
+
+
+def rotate_integers(x: Tensor, block: int) -> Tensor:
+    """`hadamard(x, block)` of x float32 [n, k] that holds integers below 2^24 / block: a product with the matrix, whose
+    sums are exact in any order, so the bits are the same."""
+    matrix = _butterfly(torch.eye(block, device=x.device), block)
+    return ((x.reshape(-1, block) @ matrix) * block**-0.5).reshape(x.shape)
 
 
 def _check(x: Tensor, block: int) -> None:
