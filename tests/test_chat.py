@@ -139,15 +139,19 @@ def test_the_oldest_turns_go_where_the_context_is_full(llm: LLM) -> None:
     assert conversation.budget > 100
     ask(conversation, "the second")
     assert conversation.dropped == ["the first"]
-    assert [m["content"] for m in conversation.messages][:2] == ["Be kind.", "the second"]
+    assert [m["content"] for m in conversation.seen][:2] == ["Be kind.", "the second"]
+    assert [m["content"] for m in conversation.messages][:4:3] == ["Be kind.", "the second"], "all is kept to be saved"
+    conversation.reset()
+    assert conversation.messages == conversation.seen == [{"role": "system", "content": "Be kind."}]
     short = Conversation(llm, system="Be kind.", params=WARM, max_tokens=4)
     dropped = []
     for i in range(9):
         ask(short, f"number {i}")
         dropped += short.dropped
-        assert len(llm.tokenizer.chat(short.messages[:-1])) + short.budget <= 200
+        assert len(llm.tokenizer.chat(short.seen[:-1])) + short.budget <= 200
     assert dropped == [f"number {i}" for i in range(len(dropped))] != []
-    assert short.messages[1] == {"role": "user", "content": f"number {len(dropped)}"}
+    assert short.seen[1] == {"role": "user", "content": f"number {len(dropped)}"}
+    assert [m["content"] for m in short.messages[1::2]] == [f"number {i}" for i in range(9)]
     before = short.messages
     with pytest.raises(ValueError, match=r"the question makes \d+ tokens .* the context of 200 takes 196 beside"):
         short.ask("x" * 200)

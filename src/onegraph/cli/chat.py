@@ -38,7 +38,7 @@ first error ends the program.
 """
 COMMANDS = """\
 /reset       forget what was said; the system prompt stays
-/save FILE   write the conversation to FILE, as JSON: a list of messages, which LLM.chat takes
+/save FILE   write all that was said to FILE, as JSON: a list of messages, which LLM.chat takes
 /help        this list
 /exit        leave, as Ctrl-D or Ctrl-C twice
 Ctrl-C ends an answer. A line that begins with / and is no command: put a blank in front."""
