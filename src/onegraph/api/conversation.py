@@ -65,8 +65,9 @@ class Conversation:
         was written stays in the conversation.
 
         Where question and answer do not fit the context any more, the model sees the oldest turns no longer; `dropped`
-        holds their questions, `budget` how many tokens the answer may have. An answer without text (stopped at once, or in its thoughts)
-        leaves no turn. Raises ValueError, and changes nothing, for a question that does not fit alone.
+        holds their questions, `budget` how many tokens the answer may have. An answer without text (stopped at once,
+        or in its thoughts) leaves no turn. Raises ValueError, and changes nothing, for a question that does not fit
+        alone.
         """
         turns = [*self._turns, {"role": "user", "content": text}]
         context = self._llm.max_context
