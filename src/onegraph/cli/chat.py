@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from onegraph.cli.common import CONTEXT, UsageError, number, one_line, open_model, options
-from onegraph.cli.generate import add_engine, engine, load, report, show
+from onegraph.cli.generate import add_engine, add_thinking, engine, load, report, show, thinking_of
 from onegraph.cli.sampling import add_sampling, sampling_of, suggested
 
 if TYPE_CHECKING:
@@ -59,11 +59,7 @@ def add_parser(commands: Any) -> None:
         "model", metavar="MODEL", help="model directory, .gguf file, or ORG/NAME of the Hugging Face hub"
     )
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before everything")
-    parser.add_argument(
-        "--thinking",
-        choices=("on", "off"),
-        help="whether the model thinks before it answers, where its template has a switch (default: the template's)",
-    )
+    add_thinking(parser)
     parser.add_argument(
         "--max-tokens",
         type=number(int, 1, 1 << 24),
@@ -86,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     from onegraph.engine.params import SamplingParams
 
     chosen = engine(args)
-    thinking = None if args.thinking is None else args.thinking == "on"
+    thinking = thinking_of(args)
     sampling = sampling_of(args)
     lines = typed() if interactive() else piped()
     tokenizer, context, suggestion = prepare(args, thinking, sampling)
