@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import select
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -139,15 +140,19 @@ def test_the_oldest_turns_go_where_the_context_is_full(llm: LLM) -> None:
     assert conversation.budget > 100
     ask(conversation, "the second")
     assert conversation.dropped == ["the first"]
-    assert [m["content"] for m in conversation.messages][:2] == ["Be kind.", "the second"]
+    assert [m["content"] for m in conversation.seen][:2] == ["Be kind.", "the second"]
+    assert [m["content"] for m in conversation.messages][:4:3] == ["Be kind.", "the second"], "all is kept to be saved"
+    conversation.reset()
+    assert conversation.messages == conversation.seen == [{"role": "system", "content": "Be kind."}]
     short = Conversation(llm, system="Be kind.", params=WARM, max_tokens=4)
     dropped = []
     for i in range(9):
         ask(short, f"number {i}")
         dropped += short.dropped
-        assert len(llm.tokenizer.chat(short.messages[:-1])) + short.budget <= 200
+        assert len(llm.tokenizer.chat(short.seen[:-1])) + short.budget <= 200
     assert dropped == [f"number {i}" for i in range(len(dropped))] != []
-    assert short.messages[1] == {"role": "user", "content": f"number {len(dropped)}"}
+    assert short.seen[1] == {"role": "user", "content": f"number {len(dropped)}"}
+    assert [m["content"] for m in short.messages[1::2]] == [f"number {i}" for i in range(9)]
     before = short.messages
     with pytest.raises(ValueError, match=r"the question makes \d+ tokens .* the context of 200 takes 196 beside"):
         short.ask("x" * 200)
@@ -234,6 +239,11 @@ def test_each_line_of_a_pipe_is_a_turn(
         ("x" * 300 + "\n", (), "error: the question makes"),
         ("Hi\n", ("--thinking", "on"), "error: --thinking: got True; the checkpoint's chat template has no switch"),
         ("Hi\n", ("--max-context", 1 << 17), "error: --max-context 131072: the model's context is 65536"),
+        (
+            "Hi\n",
+            ("--max-context", 3),
+            "error: the context of 3 tokens takes 2 beside an answer, and the question 'Hi' makes ",
+        ),
         ("Hi\n", ("--capture", "on"), "error: --capture on needs a GPU"),
         ("Hi\n", ("--kv", "turbo"), "error: "),
     ],
@@ -252,6 +262,58 @@ def test_what_is_wrong_is_one_line(
     assert main(list(map(str, command))) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert says in line
+
+
+@pytest.mark.parametrize(
+    ("file", "options", "line"),
+    [
+        ({"temperature": 0.6, "top_p": 0.95, "top_k": 20}, (), "--temperature 0.6, --top-p 0.95, --top-k 20"),
+        ({"do_sample": True, "top_k": 20}, (), "--temperature 1, --top-k 20"),
+        ({"temperature": 0.6, "top_p": 0.95}, ("--temperature", 2), "--top-p 0.95"),
+        ({"temperature": 0.6, "top_p": 0.95}, ("--temperature", 0), None),
+        ({"temperature": 0.6, "do_sample": False}, (), None),
+        ({"temperature": 0, "top_k": 20}, (), None),
+        ({"top_k": 20}, (), None),
+        ({"top_k": 20}, ("--temperature", 2), "--top-k 20"),
+    ],
+)
+def test_it_draws_as_the_model_suggests_and_options_go_over_it(
+    file: dict[str, Any],
+    options: tuple[Any, ...],
+    line: str | None,
+    model: Path,
+    llm: LLM,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "m"
+    shutil.copytree(model, path)
+    (path / "generation_config.json").write_text(json.dumps(file))
+    assert pipe(monkeypatch, "Hi\n", path, "--max-tokens", 6, *options) == 0
+    out, errors = capsys.readouterr()
+    told = [each for each in errors.splitlines() if "generation_config.json" in each]
+    assert told == (
+        [] if line is None else [f"[{line}: as the model's generation_config.json has it; options go over it]"]
+    )
+    words = [*(line or "").replace(",", "").split(), *map(str, options)]
+    fields = {n[2:].replace("-", "_"): float(v) for n, v in zip(words[::2], words[1::2], strict=True)}
+    if "top_k" in fields:
+        fields["top_k"] = int(fields["top_k"])
+    assert out.strip() == llm.chat("Hi", max_tokens=6, seed=4, **fields).text.strip()
+
+
+def test_what_the_model_suggests_and_cannot_be_drawn_with_is_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "m"
+    shutil.copytree(model, path)
+    (path / "generation_config.json").write_text('{"temperature": 1, "top_p": 2}')
+    assert pipe(monkeypatch, "Hi\n", path) == 2
+    assert "generation_config.json: top_p: got 2; allowed is above 0, up to 1 for off; give --top-p" in (
+        capsys.readouterr().err
+    )
+    assert pipe(monkeypatch, "Hi\n", path, "--max-tokens", 1, "--top-p", 1) == 0
 
 
 def test_a_file_is_not_written_over_and_a_model_without_a_template_is_refused(

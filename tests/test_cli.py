@@ -9,6 +9,7 @@ import functools
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from fuzz import tiny
 from fuzz.run import invoke
 from onegraph import __version__
 from onegraph.cli import COMMANDS, main
+from onegraph.cli.batch import Request
 from onegraph.cli.common import (
     PlainBar,
     Progress,
@@ -279,16 +281,77 @@ def test_a_batch_of_json_lines(model: Path, tmp_path: Path) -> None:
         ('{"prompt": "a", "messages": []}', 'line 2: an object with "prompt" or "messages"'),
         ('{"prompt": ""}', "line 2: a text, or a list of"),
         ('{"messages": [{"role": "user"}]}', "line 2: a text, or a list of"),
-        ('{"prompt": "a", "temprature": 1}', "line 2: got temprature; allowed are prompt, messages, id, max_tokens"),
+        (
+            '{"messages": [{"role": "wizard", "content": "Hi"}]}',
+            "line 2: role: got 'wizard'; allowed are system, user, ",
+        ),
+        (
+            '{"prompt": "a", "temprature": 1}',
+            "line 2: got temprature; allowed are prompt, messages, id, thinking, max_tokens",
+        ),
         ('{"prompt": "a", "top_p": 2}', "line 2: top_p: got 2; allowed is"),
-        ('{"prompt": "a", "stop": 5}', "line 2: "),
-        ('{"prompt": "a", "max_tokens": 300}', "prompt 2 has 1 tokens and --max-tokens 300 does not fit"),
+        ('{"prompt": "a", "stop": 5}', "line 2: stop: got 5; allowed is a text, or a list of token ids and texts"),
+        ('{"prompt": "a", "stop": [true]}', "line 2: stop: got [True]; allowed is"),
+        ('{"prompt": "a", "stop": [265, 266]}', "line 2: stop: got token 266; allowed are 0 to 265, and texts"),
+        ('{"prompt": "a", "temperature": true}', "line 2: temperature: got True; allowed is a finite number"),
+        ('{"prompt": "a", "max_tokens": 300}', "line 2: it has 1 tokens, and max_tokens 300 does not fit the model's"),
+        ('{"prompt": "a", "stop": ["\\ud800"]}', r"line 2: got half a character (\ud800 to \udfff alone); write both"),
+        ('{"prompt": "a", "thinking": 1}', "line 2: thinking: got 1; allowed are true and false"),
+        ('{"prompt": "a", "thinking": true}', "line 2: thinking is a switch of the chat template, and the prompt is"),
+        (
+            '{"messages": [{"role": "user", "content": "Hi"}], "thinking": true}',
+            "line 2: thinking: got True; the check",
+        ),
     ],
 )
 def test_a_wrong_line_is_named(model: Path, tmp_path: Path, line: str, says: str) -> None:
     file = tmp_path / "r.jsonl"
     file.write_text('{"prompt": "a"}\n' + line)
     fails("generate", model, "--raw", "--batch", file, says=says)
+
+
+def test_a_line_is_what_json_calls_one(model: Path, tmp_path: Path) -> None:
+    """Behind a byte order mark, and with the separators that Unicode has and JSON may hold."""
+    file = tmp_path / "r.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + '{"prompt": "a\u2028b\x85"}\r\n{"prompt": "c"}'.encode())
+    out = invoke(["generate", model, "--raw", "--max-tokens", 1, "--batch", file])[1]
+    assert [json.loads(line)["prompt"] for line in out.split("\n")[:-1]] == ["a\u2028b\x85", "c"]
+    plain = tmp_path / "p.txt"
+    plain.write_bytes(b"\xef\xbb\xbfthe\r\n")
+    found = json.loads(invoke(["generate", model, "--raw", "--max-tokens", 1, "--json", "--batch", plain])[1])
+    assert found["outputs"][0]["prompt"] == "the"
+
+
+def test_thinking_by_option_and_by_line(model: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(model, tmp_path / "m")
+    (path / "chat_template.jinja").write_text("{{ messages[0].content }}{{ ' thinking' if thinking }}")
+    said = {"messages": [{"role": "user", "content": "Hi"}]}
+    file = tmp_path / "r.jsonl"
+    file.write_text("\n".join(map(json.dumps, [said, said | {"thinking": False}, {"prompt": "Hi", "thinking": True}])))
+
+    def lengths(*more: str) -> list[int]:
+        out = invoke(["generate", path, "--max-tokens", 1, "--batch", file, *more])[1]
+        return [json.loads(line)["prompt_tokens"] for line in out.splitlines()]
+
+    short, off, long = lengths()
+    assert short == off < long
+    assert lengths("--thinking", "on") == [long, short, long]
+    fails("generate", path, "--raw", "--prompt", "a", "--thinking", "on", says="--prompt: thinking is a switch of the")
+    fails("generate", model, "--prompt", "a", "--thinking", "on", says="--prompt: thinking: got True; the checkpoint's")
+
+
+def test_what_only_json_has_room_for_is_not_lost(model: Path, tmp_path: Path) -> None:
+    ask = ["generate", model, "--raw", "--prompt", "a", "--max-tokens", 1, "--logprobs", 2]
+    fails(*ask, says="--logprobs 2: only JSON has room for them; add --json")
+    assert len(json.loads(invoke([*ask, "--json"])[1])["outputs"][0]["logprobs"]) == 1
+    file = tmp_path / "r.jsonl"
+    file.write_text('{"prompt": "a"}')
+    assert len(json.loads(invoke([*ask[:3], "--batch", file, *ask[5:]])[1])["logprobs"]) == 1
+
+
+def test_help_shows_a_line_break_as_a_shell_takes_it() -> None:
+    assert "--stop $'\\n\\n'\n" in invoke(["generate", "--help"])[1]
+    assert "--json tells" not in " ".join(invoke(["chat", "--help"])[1].split())
 
 
 def test_sampling_options_reach_the_model(model: Path, tmp_path: Path) -> None:
@@ -319,12 +382,13 @@ def test_a_prompt_from_stdin(model: Path) -> None:
 
 
 def test_how_many_tokens_fit() -> None:
-    assert budget(0, 10, None, 1000) == 256
-    assert budget(0, 990, None, 1000) == 10
-    assert budget(0, 990, 10, 1000) == 10
+    request = Request("line 1", "a", {})
+    assert budget(request, 10, None, 1000) == 256
+    assert budget(request, 990, None, 1000) == 10
+    assert budget(request, 990, 10, 1000) == 10
     for length, asked in ((1000, None), (990, 11), (0, 5)):
-        with pytest.raises(ValueError, match="prompt 1"):
-            budget(0, length, asked, 1000)
+        with pytest.raises(ValueError, match=r"^line 1: it "):
+            budget(request, length, asked, 1000)
 
 
 # ----------------------------------------------------------------------------------------------- quantize and eval

@@ -1,4 +1,4 @@
-"""Turns with a model: what was said, kept within the context that the model has."""
+"""Turns with a model: all that was said, and how much of it fits the context that the model has."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ if TYPE_CHECKING:
 
 ROOM = 512  # tokens that an answer may have at the least, in a context of four times that and more
 THOUGHT = "</think>"  # what ends a model's thoughts in front of its answer
+
+
+def room_for(limit: int | None, context: int) -> int:
+    """Tokens of a context that are kept for an answer of at most `limit`, however much was said before."""
+    return min(limit or ROOM, ROOM, max(1, context // 4))
 
 
 class Conversation:
@@ -36,62 +41,70 @@ class Conversation:
     ) -> None:
         self._llm, self._params, self._limit, self._thinking = llm, params or SamplingParams(), max_tokens, thinking
         self._system = [] if system is None else [{"role": "system", "content": system}]
-        self._turns: list[dict[str, str]] = []
+        self._turns: list[dict[str, str]] = []  # a question, its answer, the next question, ...
+        self._first = 0  # of the turns that the model still sees
         self.dropped: list[str] = []
         self.budget = 0
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """What the model sees of what was said: the system prompt, and the turns that are kept."""
+        """All that was said, behind the system prompt."""
         return [*self._system, *self._turns]
+
+    @property
+    def seen(self) -> list[dict[str, str]]:
+        """What the model sees of `messages`: the system prompt, and the last turns."""
+        return [*self._system, *self._turns[self._first :]]
 
     def reset(self) -> None:
         """Forgets every turn; the system prompt stays."""
-        self._turns = []
+        self._turns, self._first = [], 0
 
     def ask(self, text: str, cancelled: Callable[[], bool] | None = None) -> Pieces:
         """The answer, piece by piece; closed early, or `cancelled` as `LLM.stream` has it, it stops the model, and what
         was written stays in the conversation.
 
-        Where question and answer do not fit the context any more, the oldest turns go; `dropped` holds their questions,
-        `budget` how many tokens the answer may have. An answer without text (stopped at once, or in its thoughts)
-        leaves no turn. Raises ValueError, and changes nothing, for a question that does not fit alone.
+        Where question and answer do not fit the context any more, the model sees the oldest turns no longer; `dropped`
+        holds their questions, `budget` how many tokens the answer may have. An answer without text (stopped at once,
+        or in its thoughts) leaves no turn. Raises ValueError, and changes nothing, for a question that does not fit
+        alone.
         """
         turns = [*self._turns, {"role": "user", "content": text}]
         context = self._llm.max_context
-        room = min(self._limit or ROOM, ROOM, max(1, context // 4))
-        dropped = []
-        while (needed := self._tokens(turns)) + room > context:
-            if len(turns) == 1:
+        room = room_for(self._limit, context)
+        first = self._first
+        while (needed := self._tokens(turns[first:])) + room > context:
+            if first == len(turns) - 1:
                 raise ValueError(
                     f"the question makes {needed} tokens with all that stands around it, the context of {context} "
                     f"takes {context - room} beside an answer; shorten it, or give more context"
                 )
-            dropped.append(turns[0]["content"])
-            turns = turns[2:]  # a question and its answer
-        self.dropped = dropped
+            first += 2  # a question and its answer
+        self.dropped = [turn["content"] for turn in turns[self._first : first : 2]]
         left = context - needed
         self.budget = left if self._limit is None else min(self._limit, left)
-        return self._answer(turns, cancelled)
+        return self._answer(turns, first, cancelled)
 
     def _tokens(self, turns: list[dict[str, str]]) -> int:
         return len(self._llm.tokenizer.chat([*self._system, *turns], self._thinking))
 
-    def _answer(self, turns: list[dict[str, str]], cancelled: Callable[[], bool] | None) -> Generator[str, None, None]:
+    def _answer(
+        self, turns: list[dict[str, str]], first: int, cancelled: Callable[[], bool] | None
+    ) -> Generator[str, None, None]:
         sampling: dict[str, Any] = {"thinking": self._thinking, "max_tokens": self.budget, "cancelled": cancelled}
         answer = ""
-        with closing(self._llm.chat_stream([*self._system, *turns], self._params, **sampling)) as pieces:
+        with closing(self._llm.chat_stream([*self._system, *turns[first:]], self._params, **sampling)) as pieces:
             try:
                 for piece in pieces:
                     answer += piece
                     yield piece
             except GeneratorExit:
-                self._keep(turns, answer)
+                self._keep(turns, first, answer)
                 raise
-        self._keep(turns, answer)
+        self._keep(turns, first, answer)
 
-    def _keep(self, turns: list[dict[str, str]], answer: str) -> None:
+    def _keep(self, turns: list[dict[str, str]], first: int, answer: str) -> None:
         """Without the thoughts, as those who train such models ask: they would fill the context."""
         said = answer.rpartition(THOUGHT)[2].strip()
         if said and not said.startswith("<think>"):
-            self._turns = [*turns, {"role": "assistant", "content": said}]
+            self._turns, self._first = [*turns, {"role": "assistant", "content": said}], first

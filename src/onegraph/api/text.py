@@ -15,8 +15,9 @@ def read_text(path: Path) -> str:
 
 
 def decode(data: bytes, where: str) -> str:
-    """UTF-8; `where` is what an error calls it. Raises CheckpointError."""
+    """UTF-8, without the byte order mark that some editors put in front; `where` is what an error calls it. Raises
+    CheckpointError."""
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{where}: not UTF-8 text at byte {error.start}") from None

@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from onegraph.cli.common import UsageError, read_text
+from onegraph.cli.common import UsageError, one_line, read_text
+
+ROLES = ("system", "user", "assistant")
 
 
 @dataclass(frozen=True)
 class Request:
-    """A text, or the messages of a conversation. `told`: what its output repeats; `fields`: of SamplingParams."""
+    """A text, or the messages of a conversation. `where` is what errors call it; `told`: what its output repeats;
+    `fields`: of SamplingParams; `thinking`: as `LLM.chat` takes it."""
 
+    where: str
     prompt: str | list[dict[str, str]]
     told: dict[str, Any]
     fields: dict[str, Any] = field(default_factory=dict)
+    thinking: bool | None = None
 
 
 def read_batch(path: str) -> list[Request]:
     """The requests of a file, a .jsonl one or one of texts. Raises UsageError that names the line, CheckpointError."""
-    lines = [(i, line) for i, line in enumerate(read_text(path).splitlines(), 1) if line.strip()]
+    # Not splitlines, which also cuts at characters that may stand in JSON: U+2028, U+0085
+    lines = [(i, line.removesuffix("\r")) for i, line in enumerate(read_text(path).split("\n"), 1) if line.strip()]
     if not lines:
         raise UsageError(f"--batch {path}: holds no prompt; one a line is expected")
+    named = [(line, f"--batch {path}, line {i}") for i, line in lines]
     if not path.endswith(".jsonl"):
-        return [Request(line, {"prompt": line}) for _, line in lines]
-    return [_request(line, f"--batch {path}, line {i}") for i, line in lines]
+        return [Request(where, line, {"prompt": line}) for line, where in named]
+    return [_request(line, where) for line, where in named]
 
 
 def _request(line: str, where: str) -> Request:
@@ -34,21 +42,32 @@ def _request(line: str, where: str) -> Request:
     from onegraph.formats.files import parse_json
 
     found = parse_json(line.encode(), where)
+    try:
+        json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise UsageError(
+            f"{where}: got half a character (\\ud800 to \\udfff alone); write both halves, or the character"
+        ) from None
     names = [each.name for each in dataclasses.fields(SamplingParams)]
     if not isinstance(found, dict) or ("prompt" in found) == ("messages" in found):
         raise UsageError(f'{where}: an object with "prompt" or "messages" is expected')
-    if unknown := sorted(found.keys() - {"prompt", "messages", "id", *names}):
-        raise UsageError(f"{where}: got {', '.join(unknown)}; allowed are prompt, messages, id, {', '.join(names)}")
+    own = ["prompt", "messages", "id", "thinking"]
+    if unknown := sorted(found.keys() - {*own, *names}):
+        raise UsageError(f"{where}: got {', '.join(unknown)}; allowed are {', '.join(own + names)}")
     prompt = found["prompt"] if "prompt" in found else found["messages"]
     if not (isinstance(prompt, str) and prompt if "prompt" in found else _is_conversation(prompt)):
         raise UsageError(f'{where}: a text, or a list of {{"role": ..., "content": ...}}, is expected')
+    if (role := next((m["role"] for m in found.get("messages", ()) if m["role"] not in ROLES), None)) is not None:
+        raise UsageError(f"{where}: role: got {one_line(role, 60)!r}; allowed are {', '.join(ROLES)}")
+    if not isinstance(thinking := found.get("thinking"), bool | None):
+        raise UsageError(f"{where}: thinking: got {one_line(json.dumps(thinking), 60)}; allowed are true and false")
     told = {name: found[name] for name in ("id", "prompt", "messages") if name in found}
     fields = {name: found[name] for name in names if name in found}
     try:
         SamplingParams(**fields)
     except (TypeError, ValueError) as error:
         raise UsageError(f"{where}: {error}") from None
-    return Request(prompt, told, fields)
+    return Request(where, prompt, told, fields, thinking)
 
 
 def _is_conversation(messages: object) -> bool:

@@ -8,15 +8,15 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from onegraph.cli.common import CONTEXT, UsageError, number, one_line, open_model, options
-from onegraph.cli.generate import add_engine, engine, load, report, show
-from onegraph.cli.sampling import add_sampling, sampling_of
+from onegraph.cli.generate import add_engine, add_thinking, engine, load, report, show, thinking_of
+from onegraph.cli.sampling import add_sampling, sampling_of, suggested
 
 if TYPE_CHECKING:
     from onegraph.api.conversation import Conversation
@@ -33,12 +33,13 @@ examples:
 Ctrl-C ends an answer after the model's next step, also while it reads the question, and what was written of it stays
 in the conversation; at the prompt, Ctrl-C twice or Ctrl-D leaves. /help lists the commands. Where question and answer
 do not fit the context any more, the oldest turns are forgotten, and said to be; the system prompt stays. Thoughts
-(<think> ... </think>) are shown and then forgotten. Where stdin is no terminal, each line of it is a turn, and the
-first error ends the program.
+(<think> ... </think>) are shown and then forgotten. Temperature, top-p and top-k are those that the model's
+generation_config.json suggests, where it does, and options go over them. Where stdin is no terminal, each line of it is
+a turn, and the first error ends the program.
 """
 COMMANDS = """\
 /reset       forget what was said; the system prompt stays
-/save FILE   write the conversation to FILE, as JSON: a list of messages, which LLM.chat takes
+/save FILE   write all that was said to FILE, as JSON: a list of messages, which LLM.chat takes
 /help        this list
 /exit        leave, as Ctrl-D or Ctrl-C twice
 Ctrl-C ends an answer. A line that begins with / and is no command: put a blank in front."""
@@ -58,11 +59,7 @@ def add_parser(commands: Any) -> None:
         "model", metavar="MODEL", help="model directory, .gguf file, or ORG/NAME of the Hugging Face hub"
     )
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before everything")
-    parser.add_argument(
-        "--thinking",
-        choices=("on", "off"),
-        help="whether the model thinks before it answers, where its template has a switch (default: the template's)",
-    )
+    add_thinking(parser)
     parser.add_argument(
         "--max-tokens",
         type=number(int, 1, 1 << 24),
@@ -85,14 +82,18 @@ def run(args: argparse.Namespace) -> int:
     from onegraph.engine.params import SamplingParams
 
     chosen = engine(args)
-    thinking = None if args.thinking is None else args.thinking == "on"
-    params = SamplingParams(**sampling_of(args))
+    thinking = thinking_of(args)
+    sampling = sampling_of(args)
     lines = typed() if interactive() else piped()
-    tokenizer, context = prepare(args, thinking)
+    tokenizer, context, suggestion = prepare(args, thinking, sampling)
+    params = SamplingParams(**suggestion | sampling)
     with load(args, max_batch=1, max_context=context, tokenizer=tokenizer, **chosen) as llm:
         conversation = Conversation(
             llm, system=args.system, params=params, max_tokens=args.max_tokens, thinking=thinking
         )
+        if suggestion:
+            named = ", ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in suggestion.items())
+            say(f"[{named}: as the model's generation_config.json has it; options go over it]")
         with handled(lambda: None) if interactive() else contextlib.nullcontext():
             for line in lines:
                 try:
@@ -105,8 +106,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def prepare(args: argparse.Namespace, thinking: bool | None) -> tuple[Tokenizer, int]:
-    """The model's tokenizer, and the context to keep; refused before any weight is read is what no turn could do."""
+def prepare(
+    args: argparse.Namespace, thinking: bool | None, sampling: Mapping[str, Any]
+) -> tuple[Tokenizer, int, dict[str, Any]]:
+    """The model's tokenizer, the context to keep, and how the model suggests to draw, beside `sampling`; refused before
+    any weight is read is what no turn could do."""
+    from onegraph.api.conversation import room_for
     from onegraph.api.llm import MAX_CONTEXT
     from onegraph.api.tokenizer import Tokenizer
     from onegraph.models.load import parse_config
@@ -114,14 +119,22 @@ def prepare(args: argparse.Namespace, thinking: bool | None) -> tuple[Tokenizer,
     with open_model(args.model) as checkpoint:
         largest = parse_config(checkpoint.config).max_positions
         tokenizer = Tokenizer(checkpoint)
+        suggestion = suggested(checkpoint, sampling)
     if args.max_context is not None and args.max_context > largest:
         raise UsageError(f"--max-context {args.max_context}: the model's context is {largest}, which is the most")
     if tokenizer.template is None:
         raise UsageError(f"{args.model}: has no chat template; 'onegraph generate' continues a text as it stands")
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     with options("thinking:"):
-        tokenizer.chat([*system, {"role": "user", "content": "Hi"}], thinking)
-    return tokenizer, args.max_context or min(largest, MAX_CONTEXT)
+        shortest = len(tokenizer.chat([*system, {"role": "user", "content": "Hi"}], thinking))
+    context = args.max_context or min(largest, MAX_CONTEXT)
+    if shortest + (room := room_for(args.max_tokens, context)) > context:
+        raise UsageError(
+            f"the context of {context} tokens takes {context - room} beside an answer, and the question 'Hi' makes "
+            f"{shortest} with all that stands around it; give --max-context more (at most {largest}), or a shorter "
+            "--system"
+        )
+    return tokenizer, context, suggestion
 
 
 def respond(llm: LLM, conversation: Conversation, line: str) -> bool:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from onegraph.api.llm import LLM
+    from onegraph.api.tokenizer import Tokenizer
     from onegraph.engine.params import Stats
 
 EPILOG = """\
@@ -41,12 +42,12 @@ examples:
   onegraph generate out/smollm2-4bit --kv turboquant:k3v4 --prompt "Tell me a long story."
   onegraph generate out/smollm2-4bit --batch questions.txt --json > answers.json
   onegraph generate out/smollm2-4bit --batch requests.jsonl > answers.jsonl
-  onegraph generate out/smollm2-4bit --prompt "Three colours:" --json-schema colours.json --stop "\n\n"
+  onegraph generate out/smollm2-4bit --prompt "Three colours:" --json-schema colours.json --stop $'\\n\\n'
   git diff | onegraph generate out/smollm2-4bit --prompt -
 
 --chat (the default where the model has a chat template) asks a question, --raw continues the text as it stands.
-A line of a .jsonl file is {"prompt": TEXT} or {"messages": [...]}, with an "id" and fields of SamplingParams
-(docs/python.md) that go over the options; answers come as a JSON object a line, in the same order.
+A line of a .jsonl file is {"prompt": TEXT} or {"messages": [...]}, with an "id", "thinking" (true or false) and fields
+of SamplingParams (docs/python.md) that go over the options; answers come as a JSON object a line, in the same order.
 The same seed gives the same text. On a GPU the decode step is one CUDA graph; --capture off runs the same code
 eagerly, --capture split breaks the graph around attention. --kv stores keys and values as TurboQuant codes
 (docs/turboquant.md).
@@ -74,6 +75,7 @@ def add_parser(commands: Any) -> None:
     style = parser.add_mutually_exclusive_group()
     style.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
     style.add_argument("--raw", action="store_true", help="continue the prompt as it stands")
+    add_thinking(parser)
     parser.add_argument(
         "--max-tokens",
         type=number(int, 1, 1 << 24),
@@ -105,6 +107,19 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
     add_dtype(parser, int8=True)
     add_w4a4(parser)
+
+
+def add_thinking(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--thinking",
+        choices=("on", "off"),
+        help="whether the model thinks before it answers, where its template has a switch (default: the template's)",
+    )
+
+
+def thinking_of(args: argparse.Namespace) -> bool | None:
+    """What `add_thinking`'s option says, as `LLM.chat` takes it."""
+    return None if args.thinking is None else args.thinking == "on"
 
 
 def add_draft(parser: argparse.ArgumentParser) -> None:
@@ -178,23 +193,28 @@ def run(args: argparse.Namespace) -> int:
     from onegraph.formats.turboquant import parse_kv
     from onegraph.models.load import parse_config
 
+    lines = args.batch is not None and args.batch.endswith(".jsonl") and not args.json
+    if args.logprobs is not None and not (args.json or lines):
+        raise UsageError(f"--logprobs {args.logprobs}: only JSON has room for them; add --json")
     place = engine(args)
     kv = None if args.kv == "fp8" else parse_kv(args.kv)
     requests, chosen = requests_of(args), sampling_of(args)
     with open_model(args.model) as checkpoint:
-        context = parse_config(checkpoint.config).max_positions
+        config = parse_config(checkpoint.config)
         tokenizer = Tokenizer(checkpoint)
-    prompts = encoded(tokenizer, requests, args.chat or (tokenizer.template is not None and not args.raw))
+    context = config.max_positions
+    chat = args.chat or (tokenizer.template is not None and not args.raw)
+    prompts = [encoded(tokenizer, request, chat, thinking_of(args)) for request in requests]
     asked = [{"max_tokens": args.max_tokens} | chosen | request.fields for request in requests]
+    check_stops(requests, config.vocab_size)
     budgets = [
-        budget(i, len(prompt), fields["max_tokens"], context)
-        for i, (prompt, fields) in enumerate(zip(prompts, asked, strict=True))
+        budget(request, len(prompt), fields["max_tokens"], context)
+        for request, prompt, fields in zip(requests, prompts, asked, strict=True)
     ]
     params = [SamplingParams(**fields | {"max_tokens": tokens}) for fields, tokens in zip(asked, budgets, strict=True)]
     needed = max(len(prompt) + tokens for prompt, tokens in zip(prompts, budgets, strict=True))
     if kv is not None:  # a short answer shall not make the window of exact tokens an error
         needed = max(needed, min(kv.window, context))
-    lines = args.batch is not None and args.batch.endswith(".jsonl") and not args.json
     live = len(prompts) == 1 and params[0].n == 1 and params[0].logprobs is None and not args.json and not lines
     rows_at_once = min(sum(each.n for each in params), 64)
     llm = load(args, max_batch=rows_at_once, max_context=needed, tokenizer=tokenizer, **place)
@@ -251,20 +271,33 @@ def print_answers(requests: list[Request], completions: list[Any], lines: bool) 
                 print(shown(f"> {request.prompt}\n{row['text'].strip()}\n"))
 
 
-def encoded(tokenizer: Any, requests: list[Request], chat: bool) -> list[list[int]]:
-    """Token ids of each prompt, as it stands or as a question in the chat template. Raises ValueError."""
+def encoded(tokenizer: Tokenizer, request: Request, chat: bool, thinking: bool | None) -> list[int]:
+    """Token ids of a prompt, as it stands or as a question in the chat template; what the request says of `thinking`
+    goes over what the command line does. Raises ValueError."""
     from onegraph.api.chat import TemplateError
 
-    def ids(prompt: str | list[dict[str, str]]) -> list[int]:
-        if isinstance(prompt, str) and not chat:
-            return tokenizer.encode(prompt)
-        return tokenizer.chat([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
-
+    prompt, thinking = request.prompt, thinking if request.thinking is None else request.thinking
     try:
-        return [ids(request.prompt) for request in requests]
+        if isinstance(prompt, str) and chat:
+            prompt = [{"role": "user", "content": prompt}]
+        if not isinstance(prompt, str):
+            return tokenizer.chat(prompt, thinking)
+        if thinking is not None:
+            raise UsageError("thinking is a switch of the chat template, and the prompt is continued as it stands")
+        return tokenizer.encode(prompt)
     except TemplateError as error:
         cure = "try --raw" if tokenizer.template else "use --raw to continue the prompt as it stands"
-        raise UsageError(f"{error}; {cure}") from None
+        raise UsageError(f"{request.where}: {error}" + (f"; {cure}" if thinking is None else "")) from None
+    except ValueError as error:
+        raise UsageError(f"{request.where}: {error}") from None
+
+
+def check_stops(requests: list[Request], vocabulary: int) -> None:
+    """Raises UsageError for a stop token that the model cannot write."""
+    for request in requests:
+        stops = request.fields.get("stop", ())
+        if (token := next((s for s in stops if isinstance(s, int) and s >= vocabulary), None)) is not None:
+            raise UsageError(f"{request.where}: stop: got token {token}; allowed are 0 to {vocabulary - 1}, and texts")
 
 
 def requests_of(args: argparse.Namespace) -> list[Request]:
@@ -274,22 +307,23 @@ def requests_of(args: argparse.Namespace) -> list[Request]:
     text = read_text("-") if args.prompt == "-" else args.prompt
     if not text:
         raise UsageError("--prompt: the prompt is empty")
-    return [Request(text, {"prompt": text})]
+    return [Request("--prompt", text, {"prompt": text})]
 
 
-def budget(index: int, length: int, asked: int | None, context: int) -> int:
+def budget(request: Request, length: int, asked: int | None, context: int) -> int:
     """How many tokens to generate behind a prompt of `length` tokens. Raises ValueError where they do not fit."""
     if length >= context:
         raise UsageError(
-            f"prompt {index + 1} has {length} tokens, the model's context is {context}; shorten the prompt"
+            f"{request.where}: it has {length} tokens, the model's context is {context}; shorten the prompt"
         )
     if length == 0:
-        raise UsageError(f"prompt {index + 1} gives no tokens")
+        raise UsageError(f"{request.where}: it gives no tokens")
     if asked is None:
         return min(DEFAULT_TOKENS, context - length)
     if length + asked > context:
+        option = "max_tokens" if "max_tokens" in request.fields else "--max-tokens"
         raise UsageError(
-            f"prompt {index + 1} has {length} tokens and --max-tokens {asked} does not fit the model's context of "
+            f"{request.where}: it has {length} tokens, and {option} {asked} does not fit the model's context of "
             f"{context}; at most {context - length} are possible"
         )
     return asked

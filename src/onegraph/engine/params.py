@@ -4,7 +4,7 @@ import json
 import math
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 MAX_LOGPROBS = 20  # likeliest tokens that may be asked for, as OpenAI's API has it
@@ -60,7 +60,8 @@ class SamplingParams:
         penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
         for name in ("temperature", "top_p", "min_p", *penalties):
             value = getattr(self, name)
-            require(name, isinstance(value, int | float) and math.isfinite(value), "a finite number")
+            fine = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            require(name, fine, "a finite number")
         require("max_tokens", self.max_tokens >= 1, "1 or more")
         require(
             "temperature", self.temperature == 0 or 1e-3 <= self.temperature <= 1e3, "0 for greedy, or 0.001 to 1000"
@@ -74,7 +75,7 @@ class SamplingParams:
         require(
             "seed", self.seed is None or (_is_index(self.seed) and -(2**63) <= self.seed < 2**63), "a 64-bit integer"
         )
-        fine = all(what != "" if isinstance(what, str) else _is_index(what) and what >= 0 for what in self.stop)
+        fine = isinstance(self.stop, Sequence | Set) and all(map(_is_stop, self.stop))
         require("stop", fine, "a text, or a list of token ids and texts")
         require("n", 1 <= self.n <= 1024, "1 to 1024")
         top = self.logprobs
@@ -121,7 +122,13 @@ def _is_schema(value: object) -> bool:
     return value is None or isinstance(value, dict)
 
 
+def _is_stop(value: object) -> bool:
+    return value != "" if isinstance(value, str) else _is_index(value) and value >= 0  # type: ignore[operator]
+
+
 def _is_index(value: object) -> bool:
+    if isinstance(value, bool):
+        return False
     try:
         operator.index(value)  # type: ignore[arg-type]  # whether it is one is asked
     except TypeError:

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 from onegraph.api.chat import THINKING
@@ -17,6 +16,7 @@ from onegraph.serve.tools import Tools, parse_call, parse_tools
 Json = Any  # what json.loads gives
 MAX_CHOICES, MAX_STOPS, MAX_STOP = 128, 16, 1024  # answers and stop strings of a request, characters of one
 MAX_DIGITS = 1000  # of an integer
+PARTIAL = "\ufffd"  # what decoding makes of a part of a character, which has no text of its own
 MAX_SEED = (1 << 63) - 1 - MAX_CHOICES  # the i-th answer draws with seed + i
 DEFAULT_TOKENS = 16  # of /v1/completions, as OpenAI has it; a chat may fill the context
 
@@ -87,22 +87,36 @@ def parse(body: bytes, *, chat: bool) -> Asked:
 def chat_logprobs(tokens: Sequence[TokenText]) -> Json:
     """As a choice of a chat has them."""
 
-    def one(text: str, logprob: float) -> Json:
-        whole = "\ufffd" not in text  # a part of a character has no text of its own
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}
+    def one(told: TokenText) -> Json:
+        bytes_ = None if PARTIAL in told.text else list(told.text.encode())
+        return {"token": told.text, "logprob": told.logprob, "bytes": bytes_}
 
-    return {"content": [one(t.text, t.logprob) | {"top_logprobs": [one(*each) for each in t.top]} for t in tokens]}
+    return {"content": [one(told) | {"top_logprobs": list(map(one, told.top))} for told in tokens]}
 
 
 def completion_logprobs(tokens: Sequence[TokenText]) -> Json:
-    """As a choice of /v1/completions has them."""
-    ends = list(accumulate(len(token.text) for token in tokens))
+    """As a choice of /v1/completions has them: the drawn token is among the likeliest, under the name it has beside."""
+    named = [_named(told) for told in tokens]
     return {
-        "tokens": [token.text for token in tokens],
-        "token_logprobs": [token.logprob for token in tokens],
-        "top_logprobs": [dict(token.top) for token in tokens],
-        "text_offset": [0, *ends[:-1]],
+        "tokens": [names[told.token] for names, told in zip(named, tokens, strict=True)],
+        "token_logprobs": [told.logprob for told in tokens],
+        "top_logprobs": [
+            {names[each.token]: each.logprob for each in (*told.top, told)}
+            for names, told in zip(named, tokens, strict=True)
+        ],
+        "text_offset": [told.offset for told in tokens],
     }
+
+
+def _named(told: TokenText) -> dict[int, str]:
+    """A name of its own for a token and for each of the likeliest in its place: the text, where no other has it and it
+    is no part of a character."""
+    names: dict[int, str] = {}
+    for each in (told, *told.top):
+        if each.token not in names:
+            clear = PARTIAL not in each.text and each.text not in names.values()
+            names[each.token] = each.text if clear else f"token_id:{each.token}"
+    return names
 
 
 def _asked(fields: dict[str, Json], chat: bool) -> Asked:

@@ -19,11 +19,14 @@ TOGETHER = 8  # tokens of one answer that become text in one call
 
 @dataclass(frozen=True)
 class TokenText:
-    """A token's text and log-probability, and those of the likeliest in its place."""
+    """A token, its text alone, its log-probability, and the likeliest in its place. offset: characters of the answer in
+    front of it; parts of one character have the same."""
 
+    token: int
     text: str
     logprob: float
-    top: tuple[tuple[str, float], ...]
+    top: tuple[TokenText, ...] = ()
+    offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Answer:
     complete: bool = False  # no token comes behind those
     ended: bool = False  # its last piece is out
     told: int = 0  # tokens whose log-probabilities are out
+    written: int = 0  # characters that its tokens made, those of a stop string among them
 
     def deliver(self, piece: Piece) -> None:
         """From any thread; nothing behind the last piece."""
@@ -118,8 +122,9 @@ class Writer:
     def _round(self, answers: list[Answer]) -> None:
         moves = []
         for answer in answers:
-            # With stop strings one by one: how many tokens an answer has must not depend on how fast text is made.
-            count = 1 if answer.stops.stops else TOGETHER
+            # With stop strings one by one: how many tokens an answer has must not depend on how fast text is made. And
+            # with log-probabilities: each token has its own place in the text.
+            count = 1 if answer.stops.stops or answer.sequence.params.logprobs is not None else TOGETHER
             tokens, answer.pending = answer.pending[:count], answer.pending[count:]
             moves.append((answer.text, tokens, answer.complete and not answer.pending))
         try:
@@ -130,8 +135,10 @@ class Writer:
         stopped: list[Answer] = []
         for answer, text, move in zip(answers, texts, moves, strict=True):
             try:
-                shown, met = answer.stops.push(advance(self.tokenizer, [move])[0] if text is None else text, move[2])
+                text = advance(self.tokenizer, [move])[0] if text is None else text
+                shown, met = answer.stops.push(text, move[2])
                 logprobs = self._logprobs(answer, len(move[1]))
+                answer.written += len(text)
             except (CheckpointError, OSError) as error:
                 told.append((answer, Piece(answer.index, error=str(error))))
                 stopped.append(answer)
@@ -154,7 +161,16 @@ class Writer:
         answer.told += count
         ids = [i for each in found for i in (each.token, *(token for token, _ in each.top))]
         texts = iter(self.tokenizer.decode_all([[i] for i in ids], special=True))
-        return tuple(TokenText(next(texts), e.logprob, tuple((next(texts), p) for _, p in e.top)) for e in found)
+        return tuple(
+            TokenText(
+                each.token,
+                next(texts),
+                each.logprob,
+                tuple(TokenText(token, next(texts), logprob) for token, logprob in each.top),
+                answer.written,
+            )
+            for each in found
+        )
 
 
 def _stopped(sequence: EngineSequence, last: int) -> bool:
