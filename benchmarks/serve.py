@@ -56,7 +56,10 @@ def write_random(
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for name, (_, kinds) in checkpoint._expected.items():
-            yield name, checkpoint.tensor(name, dtype=kinds[0]).cpu()
+            kind = (
+                torch.bfloat16 if "embed" in name and torch.bfloat16 in kinds else kinds[0]
+            )  # as models are published
+            yield name, checkpoint.tensor(name, dtype=kind).cpu()
 
     write_checkpoint(path, checkpoint.config, tensors())
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(shape["vocab_size"])}, unk_token="w0"))

@@ -181,6 +181,8 @@ class DeepseekV4(nn.Module):
         counts = place(layers, ends, [free_memory(d, RESERVE + loader.landing_bytes) for d in devices])
         blocks: list[DeepseekBlock] = []
         embed = loader.embedding(devices[0])
+        lm_head = loader.head(embed, devices[-1], part)
+        loader.forget()
         for each, count in zip(devices, counts, strict=True):
             plain = config.main.tables(config.rope_dim, positions, each)
             compressed = config.compress.tables(config.rope_dim, positions, each)
@@ -193,7 +195,7 @@ class DeepseekV4(nn.Module):
             embed=embed,
             blocks=blocks,
             head=build_hyper(loader, "hc_head_", "norm.weight", devices[-1]),
-            lm_head=loader.head(embed, devices[-1], part),
+            lm_head=lm_head,
             dtype=loader.dtype,
             max_context=positions,
             counts=counts,

@@ -132,6 +132,8 @@ class Llama(nn.Module):
         tables = rotary_tables(config, positions, device)
         with loader.reading(progress):
             embed = loader.embedding(device, embed_scale(config, dtype))
+            lm_head = loader.head(embed, device, part)  # the largest: what it needs while it is read is free for blocks
+            loader.forget()
             blocks = []
             for i in range(config.layers):
                 blocks.append(build_block(loader, config, i, tables, device, fused=fused, peer=peer))
@@ -141,7 +143,7 @@ class Llama(nn.Module):
                 embed=embed,
                 blocks=blocks,
                 norm=norm_weight(loader, config, NORM, device),
-                lm_head=loader.head(embed, device, part),
+                lm_head=lm_head,
                 dtype=dtype,
                 max_context=positions,
                 fused=fused,

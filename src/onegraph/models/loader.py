@@ -178,8 +178,8 @@ class Loader:
 
     @cached_property
     def units(self) -> list[list[str]]:
-        """What will be asked for, by the file's names and in about that order: the embedding, each block, the rest."""
-        first = self.parts.embedding[0] + "."
+        """What will be asked for, by the file's names and in about that order: embedding and head, each block, the rest."""
+        first = f"{self.parts.embedding[0]}.", f"{self.parts.head}."
         found: dict[tuple[int, str, int], list[str]] = {}
         for name, stored in self.stored.items():
             if not self._ignored(name):
@@ -259,7 +259,10 @@ class Loader:
                 self._ahead = Prefetch(spans, self.units, pinned=device.type == "cuda")
             value = self._ahead.take(stored, device)
         if value is None:
-            value = self._stream(device)(self.checkpoint.unrounded(stored), dtype, name)
+            read = self.checkpoint.unrounded(stored)
+            value = self._stream(device)(read, dtype, name)
+            if value.data_ptr() == read.data_ptr():  # one tensor that stays would keep all of its file's pages
+                value = value.clone()
         else:
             kind = value.dtype
             check_conversion(name, kind, dtype or kind)
