@@ -6,12 +6,13 @@ import re
 import tomllib
 from pathlib import Path
 
-from onegraph.formats.extras import install
+from onegraph.formats.extras import command, install
 
-INSTALLS = re.compile(r"""pip install -e "\.\[([a-z,]+)\]\"|\binstall\(((?:"[a-z]+"|'[a-z]+'|, )+)\)""")
+INSTALLS = re.compile(r"""pip install -e "\.\[([a-z,]+)\]\"|\b(?:command|install)\(((?:"[a-z]+"|'[a-z]+'|, )+)\)""")
 
 
 def test_one_line_names_the_checkout() -> None:
+    assert command("gguf") == 'pip install -e ".[gguf]"'
     assert install("serve", "hub") == 'in a checkout of onegraph: pip install -e ".[serve,hub]"'
 
 

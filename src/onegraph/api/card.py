@@ -14,14 +14,20 @@ from onegraph.api.hub import NAME
 from onegraph.api.plan import NUMBER, Plan
 from onegraph.api.size import human_bytes
 from onegraph.formats.checkpoint import CARD, LICENSE, SIDECARS, Checkpoint
+from onegraph.formats.extras import command
 
 # What may stand in the front matter of a base model that somebody else wrote, and so in ours
 _ENTRY = re.compile(rf"""({"|".join(LICENSE)}):[ \t]*(["']?)((?:https://)?\w[\w.+/-]{{0,200}})\2[ \t]*""", re.ASCII)
 _MAX_FRONT = 64 << 10  # bytes of a card in which the front matter ends
 
+INSTALL = f"""\
+```
+{command("hub", "serve", "constraints")}
+```"""
 ONEGRAPH = """\
 ```
 onegraph chat MODEL
+onegraph serve MODEL    # OpenAI's API at http://127.0.0.1:8000/v1
 onegraph generate MODEL --prompt "The capital of France is"
 onegraph eval MODEL --reference BASE --text some.txt    # what quantizing cost
 ```"""
@@ -127,7 +133,7 @@ class Card:
         before, after = self.plan.before, self.plan.after
         yield "| | base | this model |"
         yield "|---|---|---|"
-        yield f"| size on disk | {human_bytes(before.total_bytes)} | {human_bytes(after.total_bytes)} |"
+        yield f"| weights | {human_bytes(before.total_bytes)} | {human_bytes(after.total_bytes)} |"
         linears = f"{before.linear_bits:.2f} | {after.linear_bits:.2f}"
         yield f"| bits a weight, linears of the blocks, scales counted | {linears} |"
         yield f"| bits a weight, whole model | {before.bits:.2f} | {after.bits:.2f} |"
@@ -174,6 +180,10 @@ class Card:
         else:
             served = VLLM
         yield "## How to run it"
+        yield ""
+        yield "onegraph is on no package index yet; in a checkout of it:"
+        yield ""
+        yield INSTALL
         yield ""
         yield "`MODEL` is this directory, or the name of this repository; `BASE` the unquantized model."
         yield f"\n**onegraph**\n\n{here}"
