@@ -12,6 +12,7 @@ from typing import Any
 
 from onegraph.api.hub import NAME
 from onegraph.api.plan import NUMBER, Plan
+from onegraph.api.quality import plain, section
 from onegraph.api.size import human_bytes
 from onegraph.formats.checkpoint import CARD, LICENSE, SIDECARS, Checkpoint
 from onegraph.formats.extras import command
@@ -29,8 +30,12 @@ ONEGRAPH = """\
 onegraph chat MODEL
 onegraph serve MODEL    # OpenAI's API at http://127.0.0.1:8000/v1
 onegraph generate MODEL --prompt "The capital of France is"
-onegraph eval MODEL --reference BASE --text some.txt    # what quantizing cost
+onegraph eval MODEL --reference BASE --text some.txt --card    # what quantizing cost, written into this card
 ```"""
+UNMEASURED = (
+    "Not measured while quantizing: `onegraph eval MODEL --reference BASE --text some.txt --card` measures it and puts "
+    "the figures here."
+)
 TRANSFORMERS = """\
 ```python
 import onegraph.integrations.hf  # registers the format; without it the weights would be random
@@ -82,8 +87,7 @@ class Card:
 
     @property
     def _base(self) -> str:
-        name = str(self.about["source"]["name"])  # of a directory, say, which may have any characters
-        return "".join(c if c.isprintable() and c != "`" else "?" for c in name)
+        return plain(str(self.about["source"]["name"]))
 
     @property
     def _hub(self) -> bool:
@@ -125,6 +129,8 @@ class Card:
         yield ""
         yield from self._sizes()
         yield ""
+        yield section(UNMEASURED if self.plan.own else "Not measured: onegraph does not run this model.")
+        yield ""
         yield from self._made()
         yield ""
         yield from self._use()
@@ -152,7 +158,6 @@ class Card:
             yield f"- Calibration: {text['tokens']} tokens, {text['text']} (SHA-256 of the tokens `{text['sha256']}`)."
         else:
             yield "- Calibration: none; this format reads no text."
-        yield "- Quality: not measured while quantizing. `onegraph eval` measures it on a text of yours (below)."
         yield "- Every lever, digests of the source, versions: `onegraph.json`. Digests of these files: `SHA256SUMS`."
 
     def _rates(self) -> Iterator[str]:
