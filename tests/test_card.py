@@ -12,6 +12,7 @@ from fuzz import tiny
 from models import save_hf
 from onegraph import Quantization, quantize, verify
 from onegraph.api.card import license_of
+from onegraph.api.size import human_bytes
 from onegraph.formats.checkpoint import Checkpoint
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
@@ -54,7 +55,10 @@ def test_a_card_names_base_license_rates_sizes_and_calibration(tmp_path: Path) -
     rates = "3 bits; `model.layers.*.mlp.down_proj` (2 of them) 4; `model.layers.*.self_attn.v_proj` (2 of them) kept"
     assert f"- Rates: {rates}; `lm_head` 4.\n" in card.text
     assert "128 tokens, bundled with onegraph" in card.text
-    for way in ("onegraph chat MODEL", "import onegraph.integrations.hf", "vllm serve MODEL"):
+    weights = [human_bytes(size.total_bytes) for size in (told.before, told.after)]
+    assert f"| weights | {weights[0]} | {weights[1]} |" in card.text
+    assert 'pip install -e ".[hub,serve,constraints]"' in card.text
+    for way in ("onegraph chat MODEL", "onegraph serve MODEL", "import onegraph.integrations.hf", "vllm serve MODEL"):
         assert way in card.text
     assert "Figures of the base" not in card.content
     assert (snapshot / "README.md").read_text() == FRONT

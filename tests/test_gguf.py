@@ -290,4 +290,4 @@ def test_without_the_gguf_package_the_command_that_installs_it_is_named(
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    refused(file, "pip install 'onegraph[gguf]'")
+    refused(file, 'not installed; in a checkout of onegraph: pip install -e ".[gguf]"')

@@ -122,9 +122,9 @@ def test_without_the_package_one_line_says_how(command: str, tmp_path: Path, mon
     status, _, errors = invoke([command, "org/model@v2", *rest[command]])
     assert status == 2
     assert errors.strip() == (
-        "onegraph: error: org/model: no such file or directory, and names of the Hugging Face hub need a package that "
-        "is not here: pip install 'onegraph[hub]'; or fetch it by hand (hf download org/model --revision v2 "
-        "--local-dir DIR) and give DIR"
+        "onegraph: error: org/model: no such file or directory, and names of the Hugging Face hub need "
+        'huggingface_hub, which is not installed; in a checkout of onegraph: pip install -e ".[hub]"; or fetch it by '
+        "hand (hf download org/model --revision v2 --local-dir DIR) and give DIR"
     )
 
 

@@ -12,19 +12,30 @@ from typing import Any
 
 from onegraph.api.hub import NAME
 from onegraph.api.plan import NUMBER, Plan
+from onegraph.api.quality import plain, section
 from onegraph.api.size import human_bytes
 from onegraph.formats.checkpoint import CARD, LICENSE, SIDECARS, Checkpoint
+from onegraph.formats.extras import command
 
 # What may stand in the front matter of a base model that somebody else wrote, and so in ours
 _ENTRY = re.compile(rf"""({"|".join(LICENSE)}):[ \t]*(["']?)((?:https://)?\w[\w.+/-]{{0,200}})\2[ \t]*""", re.ASCII)
 _MAX_FRONT = 64 << 10  # bytes of a card in which the front matter ends
 
+INSTALL = f"""\
+```
+{command("hub", "serve", "constraints")}
+```"""
 ONEGRAPH = """\
 ```
 onegraph chat MODEL
+onegraph serve MODEL    # OpenAI's API at http://127.0.0.1:8000/v1
 onegraph generate MODEL --prompt "The capital of France is"
-onegraph eval MODEL --reference BASE --text some.txt    # what quantizing cost
+onegraph eval MODEL --reference BASE --text some.txt --card    # what quantizing cost, written into this card
 ```"""
+UNMEASURED = (
+    "Not measured while quantizing: `onegraph eval MODEL --reference BASE --text some.txt --card` measures it and puts "
+    "the figures here."
+)
 TRANSFORMERS = """\
 ```python
 import onegraph.integrations.hf  # registers the format; without it the weights would be random
@@ -76,8 +87,7 @@ class Card:
 
     @property
     def _base(self) -> str:
-        name = str(self.about["source"]["name"])  # of a directory, say, which may have any characters
-        return "".join(c if c.isprintable() and c != "`" else "?" for c in name)
+        return plain(str(self.about["source"]["name"]))
 
     @property
     def _hub(self) -> bool:
@@ -119,6 +129,8 @@ class Card:
         yield ""
         yield from self._sizes()
         yield ""
+        yield section(UNMEASURED if self.plan.own else "Not measured: onegraph does not run this model.")
+        yield ""
         yield from self._made()
         yield ""
         yield from self._use()
@@ -127,7 +139,7 @@ class Card:
         before, after = self.plan.before, self.plan.after
         yield "| | base | this model |"
         yield "|---|---|---|"
-        yield f"| size on disk | {human_bytes(before.total_bytes)} | {human_bytes(after.total_bytes)} |"
+        yield f"| weights | {human_bytes(before.total_bytes)} | {human_bytes(after.total_bytes)} |"
         linears = f"{before.linear_bits:.2f} | {after.linear_bits:.2f}"
         yield f"| bits a weight, linears of the blocks, scales counted | {linears} |"
         yield f"| bits a weight, whole model | {before.bits:.2f} | {after.bits:.2f} |"
@@ -146,7 +158,6 @@ class Card:
             yield f"- Calibration: {text['tokens']} tokens, {text['text']} (SHA-256 of the tokens `{text['sha256']}`)."
         else:
             yield "- Calibration: none; this format reads no text."
-        yield "- Quality: not measured while quantizing. `onegraph eval` measures it on a text of yours (below)."
         yield "- Every lever, digests of the source, versions: `onegraph.json`. Digests of these files: `SHA256SUMS`."
 
     def _rates(self) -> Iterator[str]:
@@ -174,6 +185,10 @@ class Card:
         else:
             served = VLLM
         yield "## How to run it"
+        yield ""
+        yield "onegraph is on no package index yet; in a checkout of it:"
+        yield ""
+        yield INSTALL
         yield ""
         yield "`MODEL` is this directory, or the name of this repository; `BASE` the unquantized model."
         yield f"\n**onegraph**\n\n{here}"

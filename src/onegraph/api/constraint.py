@@ -11,6 +11,7 @@ from torch import Tensor
 
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.params import SamplingParams
+from onegraph.formats.extras import install
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -35,7 +36,7 @@ class Constraints:
             from llguidance import LLMatcher
         except ImportError:
             raise ValueError(
-                "json_schema and regex need llguidance; install it: pip install 'onegraph[constraints]'"
+                f"json_schema and regex need llguidance, which is not installed; {install('constraints')}"
             ) from None
         if any("\ud800" <= c <= "\udfff" for c in params.regex or ""):
             raise ValueError("regex: it has a lone surrogate, which no text has; leave it out")

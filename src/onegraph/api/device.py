@@ -32,6 +32,11 @@ def pick_device(name: str | torch.device, option: str = "device") -> torch.devic
     return torch.device(kind, int(index)) if index and kind == "cuda" else torch.device(kind)
 
 
+def device_name(device: torch.device) -> str:
+    """What a reader knows it by: of a GPU its name."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+
+
 def pick_precision(
     name: str | torch.dtype, device: torch.device, *, holds: bool, packable: Callable[[bool], bool]
 ) -> tuple[torch.dtype, Held | None]:

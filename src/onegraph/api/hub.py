@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from onegraph.formats.checkpoint import CARD, SIDECARS
+from onegraph.formats.extras import install
 from onegraph.formats.files import CheckpointError, reason
 
 NAME = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(?:@(?P<revision>[\w][\w./-]*))?", re.ASCII)
@@ -54,8 +55,8 @@ def _fetch(repo: str, revision: str | None, weights: bool) -> Located:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise CheckpointError(
-            f"{repo}: no such file or directory, and names of the Hugging Face hub need a package that is not here: "
-            f"pip install 'onegraph[hub]'; or fetch it by hand (hf download {told} --local-dir DIR) and give DIR"
+            f"{repo}: no such file or directory, and names of the Hugging Face hub need huggingface_hub, which is not "
+            f"installed; {install('hub')}; or fetch it by hand (hf download {told} --local-dir DIR) and give DIR"
         ) from None
     try:
         # The snapshot's directory is called after the commit that the revision stands for now.

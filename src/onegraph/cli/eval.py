@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import datetime
+import hashlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from onegraph.cli.common import (
@@ -14,6 +19,7 @@ from onegraph.cli.common import (
     add_json,
     add_w4a4,
     number,
+    open_model,
     options,
     pick_device,
     pick_dtype,
@@ -26,6 +32,7 @@ EPILOG = """\
 examples:
   onegraph eval out/4bit --text wiki.txt
   onegraph eval out/4bit --reference models/SmolLM2-135M-Instruct --text wiki.txt --tokens 8192 --json
+  onegraph eval out/4bit --reference models/SmolLM2-135M-Instruct --text wiki.txt --card
   onegraph eval out/4bit --reference models/SmolLM2-135M-Instruct --ab --text wiki.txt
   onegraph eval models/SmolLM2-135M-Instruct --ab --text wiki.txt
   onegraph eval out/4bit --reference models/SmolLM2-135M-Instruct --generation --text wiki.txt
@@ -34,6 +41,9 @@ examples:
 Use text that calibration never saw. Perplexity is exp of the mean loss over windows that share nothing, so figures
 compare only at the same --window. KL is KL(reference || model) in nats a token, with its standard error; top-1 is how
 often both models' likeliest token is the same. bits a weight counts all scales.
+
+--card also writes the figures into README.md of MODEL, a directory: a table for each text, reference, --tokens,
+--window, --kv and --needle, which the next run with the same replaces.
 
 --kv reads the model through a quantized KV cache as decoding does, and compares it with the same model and exact
 attention (or with --reference). --needle hides sentences at five depths of so many tokens and asks for them.
@@ -73,6 +83,11 @@ def add_parser(commands: Any) -> None:
         help="the KV cache: exact (default), turboquant:4, turboquant:k3v4, ...",
     )
     parser.add_argument(
+        "--card",
+        action="store_true",
+        help="write the figures into the model's card too (README.md), replacing older ones",
+    )
+    parser.add_argument(
         "--needle",
         type=number(int, 64, 1 << 17),
         metavar="N",
@@ -86,7 +101,10 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from onegraph.api.device import device_name
     from onegraph.api.evaluate import evaluate_checkpoint
+    from onegraph.api.hub import locate
+    from onegraph.api.quality import Measure, card_of, record
     from onegraph.ops.nvfp4_linear import FEW
 
     device = pick_device(args.device)
@@ -94,14 +112,22 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--w4a4 is measured on the text itself; leave out --ab and --generation")
     if args.w4a4 and args.window <= FEW:
         raise UsageError(f"--window {args.window}: --w4a4 is for prompts of more than {FEW} tokens; give more")
+    if args.card and (args.ab or args.generation):
+        raise UsageError("--card takes the figures of the text itself; leave out --ab and --generation")
     if args.ab:
         return run_ab(args, device)
     if args.generation:
         return run_generation(args, device)
+    card = None
+    if args.card:  # refused now, not after the minutes that measuring takes
+        with open_model(args.model) as checkpoint:
+            card = card_of(checkpoint.path)
+    text, dtype = read_text(args.text), pick_dtype(args.dtype, device)
+    digest = hashlib.sha256(text.encode()).hexdigest()
     with Progress(evaluating="window") as shown, options("needle", "w4a4:"):
         result = evaluate_checkpoint(
             args.model,
-            read_text(args.text),
+            text,
             reference=args.reference,
             tokens=args.tokens,
             window=args.window,
@@ -109,14 +135,32 @@ def run(args: argparse.Namespace) -> int:
             needle=args.needle,
             w4a4=args.w4a4,
             device=device,
-            dtype=pick_dtype(args.dtype, device),
+            dtype=dtype,
             progress=shown,
         )
     if args.json:
-        print_json(
-            {"model": args.model, "reference": args.reference, "device": str(device), "w4a4": args.w4a4, **result}
+        told = {"model": args.model, "reference": args.reference, "text_sha256": digest}
+        print_json({**told, "device": str(device), "w4a4": args.w4a4, **result})
+    else:
+        tell(result, args.kv)
+    if card is not None:
+        measure = Measure(
+            figures=result,
+            text="standard input" if args.text == "-" else Path(args.text).name,
+            sha256=digest,
+            reference=None if args.reference is None else locate(args.reference).path,
+            needle=args.needle,
+            w4a4=args.w4a4,
+            computed=f"in {str(dtype).removeprefix('torch.')} on {device_name(device)}",
+            day=datetime.datetime.now(datetime.UTC).date().isoformat(),
         )
-        return 0
+        record(card, measure)
+        print(f"{card}: has these figures now", file=sys.stderr)
+    return 0
+
+
+def tell(result: Mapping[str, Any], kv: str) -> None:
+    """Prints the figures."""
     print(f"tokens          {result['tokens']} in {result['windows']} windows of {result['window']}")
     print(f"bits a weight   {result['linear_bits']:.2f} in the linears, {result['bits']:.2f} over the whole model")
     print(f"perplexity      {result['perplexity']:.4f}")
@@ -127,7 +171,7 @@ def run(args: argparse.Namespace) -> int:
     if result["kv_bytes"] is not None:
         times = result["exact_kv_bytes"] / result["kv_bytes"]
         print(f"KV cache        {result['kv_bytes']} bytes a token of a window in all layers, {times:.2f} times less")
-        tell_exact_layers(args.kv, result["kv"])
+        tell_exact_layers(kv, result["kv"])
     if result["shadow_errors"] is not None:
         worst = max(result["shadow_errors"])
         print(f"shadow          codes would move the output of attention by up to {100 * worst:.2f} % in a layer")
@@ -136,7 +180,6 @@ def run(args: argparse.Namespace) -> int:
         print(
             f"needles         {sum(rows)} of {sum(map(len, result['needle']))}, from the first depth to the last {rows}"
         )
-    return 0
 
 
 def run_generation(args: argparse.Namespace, device: Any) -> int:

@@ -23,18 +23,19 @@ from onegraph.cli.common import (
     tell_exact_layers,
 )
 from onegraph.cli.generate import CAPTURE, add_draft, drafted
+from onegraph.formats.extras import install
 
-EPILOG = """\
+EPILOG = f"""\
 examples:
   onegraph serve out/smollm2-4bit
   onegraph serve out/smollm2-4bit --host 0.0.0.0 --port 8080 --max-batch 32 --kv turboquant:4
   ONEGRAPH_API_KEY=secret onegraph serve out/smollm2-4bit
 
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
-    -d '{"model": "smollm2-4bit", "messages": [{"role": "user", "content": "What is the capital of Japan?"}]}'
+    -d '{{"model": "smollm2-4bit", "messages": [{{"role": "user", "content": "What is the capital of Japan?"}}]}}'
 
 Any client of OpenAI's API works with base_url http://HOST:PORT/v1 (docs/serve.md). Requests join and leave while others
-run. It needs the extra 'serve': pip install 'onegraph[serve]'.
+run. What it needs, and JSON schemas too, is installed {install("serve", "constraints")}
 """
 
 
@@ -111,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         from onegraph.serve.http import bind, listen
     except ModuleNotFoundError as error:
-        raise UsageError(f"serve needs {error.name}, which is not installed: pip install 'onegraph[serve]'") from None
+        raise UsageError(f"serve needs {error.name}, which is not installed; {install('serve')}") from None
     from onegraph.api.llm import LLM
     from onegraph.api.tokenizer import Tokenizer
     from onegraph.serve.app import Settings

@@ -9,6 +9,8 @@ import json
 import math
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -159,6 +161,23 @@ def write_bytes(file: Path, content: bytes) -> str:
         file.write_bytes(content)
         sync(file)
     return hashlib.sha256(content).hexdigest()
+
+
+def replace_bytes(file: Path, content: bytes) -> None:
+    """Writes a small file in place of the one that is there, whole or not at all, with its permissions."""
+    with writing(file):
+        # A name that nobody can have put there before, as a link to somewhere else
+        descriptor, name = tempfile.mkstemp(prefix=f".{file.name}.", suffix=".tmp", dir=file.parent)
+        os.close(descriptor)
+        temporary = Path(name)
+        try:
+            write_bytes(temporary, content)
+            shutil.copymode(file, temporary)
+            os.replace(temporary, file)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    sync(file.parent)
 
 
 def sync(path: Path) -> None:

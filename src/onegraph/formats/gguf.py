@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from onegraph.formats.checkpoint import CARD, LICENSE, Checkpoint, TensorInfo
+from onegraph.formats.extras import install
 from onegraph.formats.files import CheckpointError, quote
 from onegraph.formats.gguf_header import GGUFHeader, read_header
 
@@ -208,7 +209,7 @@ def _gguf() -> Any:
     try:
         import gguf
     except ImportError:
-        raise CheckpointError("reading a GGUF file needs the gguf package: pip install 'onegraph[gguf]'") from None
+        raise CheckpointError(f"a GGUF file needs gguf, which is not installed; {install('gguf')}") from None
     return gguf
 
 
