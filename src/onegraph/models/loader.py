@@ -178,7 +178,7 @@ class Loader:
 
     @cached_property
     def units(self) -> list[list[str]]:
-        """What will be asked for, by the file's names and in about that order: embedding and head, each block, the rest."""
+        """What will be asked for, by the file's names and in about that order: the ends, each block, the rest."""
         first = f"{self.parts.embedding[0]}.", f"{self.parts.head}."
         found: dict[tuple[int, str, int], list[str]] = {}
         for name, stored in self.stored.items():
