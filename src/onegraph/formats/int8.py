@@ -19,6 +19,8 @@ from onegraph.formats.e8p import hadamard_block
 from onegraph.formats.turboquant import rotation
 from onegraph.formats.weight import Field, Tensors, WeightFormat
 
+ROWS_AT_ONCE = 1024  # that are encoded: a whole layer takes several times its float32 form
+
 
 @cache
 def turn(k: int) -> Tensor:
@@ -51,13 +53,18 @@ class Int8(WeightFormat):
     def encode(self, weight: Tensor) -> Tensors:
         """weight [n, k] of a float dtype -> the fields. The scale is rounded first, so that it costs nothing besides:
         up, since a row's largest number must stay within 127."""
-        weight = turned(weight)
-        scale = weight.abs().amax(1) / 127
-        near = scale.bfloat16()
-        up = torch.nextafter(near, torch.full_like(near, torch.inf))
-        held = torch.where(near.float() < scale, up, near)
-        step = torch.where(held > 0, held, 1).float()
-        return {"weight": (weight / step[:, None]).round_().to(torch.int8), "scale": held}
+        parts = [_encoded(rows) for rows in weight.split(ROWS_AT_ONCE)]
+        return {key: torch.cat([part[key] for part in parts]) for key in self.fields}
+
+
+def _encoded(weight: Tensor) -> Tensors:
+    weight = turned(weight)
+    scale = weight.abs().amax(1) / 127
+    near = scale.bfloat16()
+    up = torch.nextafter(near, torch.full_like(near, torch.inf))
+    held = torch.where(near.float() < scale, up, near)
+    step = torch.where(held > 0, held, 1).float()
+    return {"weight": (weight / step[:, None]).round_().to(torch.int8), "scale": held}
 
 
 INT8 = Int8()
