@@ -24,6 +24,7 @@ from onegraph.models.loader import Loader
 from onegraph.ops.weight import weight_ops
 
 FOLDER = Path(__file__).parent / "fixtures" / "forms"
+HEADS = FOLDER.with_name("heads")  # draft heads, which belong to a model as `fuzz.tiny` writes it
 DECODED = "decoded.json"  # of each weight, the SHA-256 of what it decodes to in float32
 WORDS = 24
 SIZES: dict[str, Any] = {
@@ -61,6 +62,17 @@ def digests(path: Path) -> dict[str, str]:
         name: hashlib.sha256(t.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
         for name, t in decoded(path)
     }
+
+
+def head_digests(path: Path, model: Path) -> dict[str, str]:
+    """Of each tensor of a draft head as it runs beside `model` on a CPU, the SHA-256, by its name in the program."""
+    from onegraph import LLM
+    from onegraph.models.eagle import EagleHead
+
+    with LLM(model, device="cpu", dtype="float32", max_context=64) as llm, Checkpoint.open(path) as checkpoint:
+        head = EagleHead.load(checkpoint, llm.engine.model)
+    own = [*head.named_parameters(), *head.named_buffers()]
+    return {name: hashlib.sha256(t.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest() for name, t in own}
 
 
 # -------------------------------------------------------------------------------------------------------------- writing
@@ -141,6 +153,34 @@ def write(name: str) -> None:
     (out / DECODED).write_text(json.dumps(digests(out), indent=1) + "\n")
 
 
+def write_head(name: str) -> None:
+    from fuzz import tiny
+    from onegraph.api.draft_head import train_head
+
+    out = HEADS / name
+    if out.exists():
+        raise SystemExit(f"{out}: is there already, and stands for the files that people have; give it a new name")
+    with tempfile.TemporaryDirectory() as folder:
+        model = tiny.write_model(Path(folder) / "model")
+        train_head(
+            model,
+            out,
+            texts=32,
+            length=24,
+            ahead=3,
+            batch=8,
+            device="cpu",
+            vocabulary=100,
+            minutes=1,
+            steps=4,
+            rate=3e-3,
+        )
+        for file in out.iterdir():
+            if file.name not in ("config.json", "model.safetensors"):
+                file.unlink()
+        (out / DECODED).write_text(json.dumps(head_digests(out, model), indent=1) + "\n")
+
+
 if __name__ == "__main__":
-    for name in sys.argv[1:] or FORMS:
-        write(name)
+    for name in sys.argv[1:]:
+        (write_head if name.startswith("eagle") else write)(name)

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import forms
-from onegraph import verify
+from fuzz import tiny
+from onegraph import LLM, verify
 from onegraph.cli import main
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.e8p import E8P, FORMAT_VERSION, E8PConfig
@@ -47,6 +48,15 @@ def test_the_files_hold_what_their_names_say() -> None:
     assert found["e8p-1-experts"] == {rates[3], "dense", f"stack of {rates[2]}"}
     assert found["e8p-1-mxfp4-experts"] == {rates[4], "dense", "stack of mxfp4"}
     assert found["nvfp4-1"] == found["nvfp4-1-deepseek"] == {"nvfp4", "dense"}
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in forms.HEADS.iterdir()))
+def test_a_draft_head_loads_to_the_same_bits_and_drafts(name: str, tmp_path: Path) -> None:
+    path, model = forms.HEADS / name, tiny.write_model(tmp_path / "model")
+    assert forms.head_digests(path, model) == json.loads((path / forms.DECODED).read_text())
+    with LLM(model, device="cpu", max_context=64, draft=f"eagle:{path}", draft_tokens=2) as llm:
+        assert len(llm.generate("the thing", max_tokens=8).tokens) == 8
+        assert llm.stats.drafted_tokens > 0
 
 
 def test_a_form_is_written_once() -> None:
