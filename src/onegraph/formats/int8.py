@@ -53,18 +53,17 @@ class Int8(WeightFormat):
     def encode(self, weight: Tensor) -> Tensors:
         """weight [n, k] of a float dtype -> the fields. The scale is rounded first, so that it costs nothing besides:
         up, since a row's largest number must stay within 127."""
-        parts = [_encoded(rows) for rows in weight.split(ROWS_AT_ONCE)]
-        return {key: torch.cat([part[key] for part in parts]) for key in self.fields}
-
-
-def _encoded(weight: Tensor) -> Tensors:
-    weight = turned(weight)
-    scale = weight.abs().amax(1) / 127
-    near = scale.bfloat16()
-    up = torch.nextafter(near, torch.full_like(near, torch.inf))
-    held = torch.where(near.float() < scale, up, near)
-    step = torch.where(held > 0, held, 1).float()
-    return {"weight": (weight / step[:, None]).round_().to(torch.int8), "scale": held}
+        found = torch.empty_like(weight, dtype=torch.int8)
+        scales = torch.empty(len(weight), dtype=torch.bfloat16, device=weight.device)
+        for first in range(0, len(weight), ROWS_AT_ONCE):
+            part = slice(first, first + ROWS_AT_ONCE)
+            rows = turned(weight[part])
+            scale = rows.abs().amax(1) / 127
+            near = scale.bfloat16()
+            up = torch.nextafter(near, torch.full_like(near, torch.inf))
+            held = scales[part] = torch.where(near.float() < scale, up, near)
+            found[part] = rows.div_(torch.where(held > 0, held, 1).float()[:, None]).round_()
+        return {"weight": found, "scale": scales}
 
 
 INT8 = Int8()
