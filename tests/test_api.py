@@ -88,6 +88,20 @@ def test_params_in_every_form(llm: LLM) -> None:
     assert [len(c.tokens) for c in llm.generate(PROMPTS[:2], [WARM, other], max_tokens=2)] == [2, 2]
 
 
+def test_each_answer_is_told_when_it_is_done(llm: LLM) -> None:
+    """Once, in the order in which they end, and with all that the list has: further answers, texts cut at a stop."""
+    whole = llm.generate("a", WARM).text
+    params = [WARM, SamplingParams(max_tokens=2), SamplingParams(max_tokens=3, n=2, temperature=1.0, seed=1)]
+    params.append(SamplingParams(max_tokens=12, temperature=1.0, seed=4, stop=[whole[3:5]]))
+    prompts = ["the thing", "in the inn", "the", "a"]
+    expected, told = llm.generate(prompts, params), list[tuple[int, Completion]]()
+    assert expected[3].text == whole[: whole.find(whole[3:5])]
+    assert llm.generate(prompts, params, on_done=lambda number, made: told.append((number, made))) == expected
+    assert sorted(number for number, _ in told) == [0, 1, 2, 3]
+    assert all(made == expected[number] for number, made in told)
+    assert told[0][0] == 1, "the shortest of the first two, while the other goes on"
+
+
 def test_a_stop_token_ends_the_text_and_says_so(llm: LLM) -> None:
     free = llm.generate(PROMPTS[0], WARM)
     assert free.finish_reason == "length"

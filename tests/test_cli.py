@@ -38,6 +38,7 @@ from onegraph.cli.common import (
 )
 from onegraph.cli.generate import budget
 from onegraph.cli.quantize import layer_rate, rates_of
+from onegraph.engine.schedule import Scheduler
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.llama import Llama
 
@@ -271,6 +272,32 @@ def test_a_batch_of_json_lines(model: Path, tmp_path: Path) -> None:
     alone = ["generate", model, "--raw", "--max-tokens", 5, "--repetition-penalty", 1.2, "--temperature", 1, "--json"]
     again = json.loads(invoke([*alone, "--seed", first["seed"], "--prompt", "the", "--n", 2])[1])["outputs"]
     assert [each["tokens"] for each in again] == [first["tokens"], second["tokens"]]
+
+
+def test_answers_are_out_before_the_last_is_done(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure of a later step leaves those of which all before are done too, as whole lines."""
+    lengths = [2, 3, 30, 1]  # the last is done first, and waits for the third
+    lines = [json.dumps({"prompt": "the", "max_tokens": each}) for each in lengths]
+    file = tmp_path / "r.jsonl"
+    file.write_text("\n".join(lines))
+    command = ["generate", model, "--raw", "--batch", file]
+    expected = invoke(list(command))[1]
+    steps = 0
+    real = Scheduler.step
+
+    def step(self: Scheduler) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps > 12:
+            raise FloatingPointError("the model gave NaN")
+        return real(self)
+
+    monkeypatch.setattr(Scheduler, "step", step)
+    status, out, errors = invoke(list(command))
+    assert status == 2
+    assert "the model gave NaN" in errors
+    assert out.endswith("\n")
+    assert out.splitlines() == expected.splitlines()[:2]
 
 
 @pytest.mark.parametrize(

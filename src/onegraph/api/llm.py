@@ -32,6 +32,7 @@ from onegraph.models.load import Split, load_decoder, packable, parse_config
 MAX_CONTEXT = 4096  # unless the caller asks for more
 Prompt = str | Sequence[int]  # a text, or its token ids
 Pieces = Generator[str, None, None]  # text as it is written; `close()` stops the model
+OnDone = Callable[[int, Completion], object]
 Message = Mapping[str, str]  # {"role": "system" | "user" | "assistant", "content": a text}
 
 
@@ -180,6 +181,8 @@ class LLM:
         self,
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_done: OnDone | None = None,
         **sampling: Any,
     ) -> list[Completion]: ...
 
@@ -187,12 +190,16 @@ class LLM:
         self,
         prompts: str | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_done: OnDone | None = None,
         **sampling: Any,
     ) -> Completion | list[Completion]:
         """Continue a text as it stands, or each text of a list; a list of token ids may stand for a text in a list.
 
         Args:
             params: for all prompts, or one for each.
+            on_done: called as on_done(prompt's number, completion) as soon as that prompt's answers are done, while the
+                others go on: in the order in which they end. It may not call the LLM.
             sampling: fields of SamplingParams by name (max_tokens, temperature, top_p, seed, stop, ...), which go over
                 those of `params`. max_tokens is 128, or what the context leaves, where nobody says otherwise.
 
@@ -201,11 +208,11 @@ class LLM:
         the model gives NaN.
         """
         if isinstance(prompts, str):
-            (completion,) = self._complete([self._encode(prompts)], params, sampling)
+            (completion,) = self._complete([self._encode(prompts)], params, sampling, on_done)
             return completion
         if not isinstance(prompts, Sequence):
             raise ValueError(f"prompts: got {type(prompts).__name__}; allowed is a text, or a list of texts")
-        return self._complete([self._encode(prompt) for prompt in prompts], params, sampling)
+        return self._complete([self._encode(prompt) for prompt in prompts], params, sampling, on_done)
 
     def stream(
         self,
@@ -339,26 +346,49 @@ class LLM:
             found.append(dataclasses.replace(wanted, **changes))
         return found
 
-    def _complete(self, prompts: list[list[int]], params: Any, sampling: dict[str, Any]) -> list[Completion]:
+    def _complete(
+        self, prompts: list[list[int]], params: Any, sampling: dict[str, Any], on_done: OnDone | None = None
+    ) -> list[Completion]:
         asked = [copies(each) for each in self._params(prompts, params, sampling)]
         rows = [(prompt, each) for prompt, several in zip(prompts, asked, strict=True) for each in several]
+        owner = [number for number, several in enumerate(asked) for _ in several]
         watched = {i: AnswerText(self.tokenizer.stream(), each.stop_texts) for i, (_, each) in enumerate(rows)}
         watched = {i: text for i, text in watched.items() if rows[i][1].stop_texts}
         shown = {i: list[str]() for i in watched}
+        ready: list[list[EngineSequence]] = [[] for _ in prompts]
+        found: dict[int, Completion] = {}
 
         def watch(index: int, token: int) -> bool:
             if index in watched:
                 shown[index].append(watched[index].push(token))
             return index in watched and watched[index].ended
 
-        made = self.engine.complete([prompt for prompt, _ in rows], [for_engine(each) for _, each in rows], watch)
-        texts = self.tokenizer.decode_all([[] if i in watched else each.output for i, each in enumerate(made)])
-        for i, text in watched.items():
-            texts[i] = "".join(shown[i]) + text.finish()
-        ended = [i in watched and watched[i].ended for i in range(len(made))]
-        answers = map(_completion, made, texts, ended)
-        groups = [[next(answers) for _ in several] for several in asked]
-        return [dataclasses.replace(first, others=tuple(others)) for first, *others in groups]
+        def answered(made: Sequence[EngineSequence]) -> list[Completion]:
+            texts = self.tokenizer.decode_all([[] if each.index in watched else each.output for each in made])
+            for at, i in enumerate(each.index for each in made):
+                if i in watched:
+                    texts[at] = "".join(shown[i]) + watched[i].finish()
+            ended = [each.index in watched and watched[each.index].ended for each in made]
+            return list(map(_completion, made, texts, ended))
+
+        def done(sequence: EngineSequence) -> None:
+            number = owner[sequence.index]
+            ready[number].append(sequence)
+            if len(ready[number]) == len(asked[number]):
+                found[number] = _joined(answered(sorted(ready[number], key=lambda each: each.index)))
+                assert on_done is not None
+                on_done(number, found[number])
+
+        made = self.engine.complete(
+            [prompt for prompt, _ in rows],
+            [for_engine(each) for _, each in rows],
+            watch,
+            None if on_done is None else done,
+        )
+        if on_done is not None:
+            return [found[number] for number in range(len(prompts))]
+        answers = iter(answered(made))  # in one go: a call of the tokenizer's process takes time
+        return [_joined([next(answers) for _ in several]) for several in asked]
 
     def _stream(
         self, prompt: list[int], params: Any, sampling: dict[str, Any], cancelled: Callable[[], bool] | None
@@ -381,6 +411,11 @@ class LLM:
         _ = self.engine  # raises where it was closed meanwhile: a mere end would look like the end of the text
         if piece := text.finish():
             yield piece
+
+
+def _joined(answers: list[Completion]) -> Completion:
+    """The first, with the rest in `others`."""
+    return dataclasses.replace(answers[0], others=tuple(answers[1:]))
 
 
 def _completion(made: EngineSequence, text: str, ended: bool) -> Completion:

@@ -222,7 +222,8 @@ def run(args: argparse.Namespace) -> int:
         if live:
             show(llm.stream(prompts[0], params[0]))
         else:
-            completions = llm.generate(prompts, params)
+            tell = None if args.json else Answers(requests, lines).take
+            completions = llm.generate(prompts, params, on_done=tell)
         stats, stored = llm.stats, llm.engine.kv
     if args.json:
         print_json(
@@ -243,8 +244,6 @@ def run(args: argparse.Namespace) -> int:
             }
         )
         return 0
-    if not live:
-        print_answers(requests, completions, lines)
     report(stats, sum(each.n for each in params), place["device"])
     return 0
 
@@ -261,14 +260,26 @@ def report(stats: Stats, prompts: int, device: torch.device) -> None:
     )
 
 
-def print_answers(requests: list[Request], completions: list[Any], lines: bool) -> None:
-    """Prompts with their answers, or `lines` of JSON."""
-    for request, made in zip(requests, completions, strict=True):
-        for row in rows(request, made):
-            if lines:
+class Answers:
+    """Prints each answer as soon as it and all before it are done: prompts with their answers, or `lines` of JSON."""
+
+    def __init__(self, requests: list[Request], lines: bool) -> None:
+        self._requests, self._lines = requests, lines
+        self._waiting: dict[int, Any] = {}
+        self._next = 0
+
+    def take(self, number: int, completion: Any) -> None:
+        self._waiting[number] = completion
+        while self._next in self._waiting:
+            self._print(self._requests[self._next], self._waiting.pop(self._next))
+            self._next += 1
+
+    def _print(self, request: Request, completion: Any) -> None:
+        for row in rows(request, completion):
+            if self._lines:
                 print_json(row)
             else:
-                print(shown(f"> {request.prompt}\n{row['text'].strip()}\n"))
+                print(shown(f"> {request.prompt}\n{row['text'].strip()}\n"), flush=True)
 
 
 def encoded(tokenizer: Tokenizer, request: Request, chat: bool, thinking: bool | None) -> list[int]:

@@ -173,19 +173,25 @@ class Engine:
         prompts: Seq[Seq[int]],
         params: SamplingParams | Seq[SamplingParams] | None = None,
         on_token: Callable[[int, int], object] | None = None,
+        on_done: Callable[[Sequence], object] | None = None,
     ) -> list[Sequence]:
-        """`generate`, but all that is known of each: output, seed, log-probabilities."""
+        """`generate`, but all that is known of each: output, seed, log-probabilities.
+
+        on_done: called with each as soon as it is done, behind the step's calls of `on_token`.
+        """
         sequences = self._sequences(prompts, params)
-        told = [0] * len(sequences)
+        told, left = [0] * len(sequences), dict(enumerate(sequences))
         with self.running(), closing(self._run(sequences)) as steps:
             for tokens in steps:
-                if on_token is None:
-                    continue
-                for index, token in tokens:
-                    if not sequences[index].cancelled:
-                        told[index] += 1
-                        if on_token(index, token) is True:
-                            sequences[index].end(told[index])
+                if on_token is not None:
+                    for index, token in tokens:
+                        if not sequences[index].cancelled:
+                            told[index] += 1
+                            if on_token(index, token) is True:
+                                sequences[index].end(told[index])
+                if on_done is not None:
+                    for index in [index for index, each in left.items() if each.done and each.error is None]:
+                        on_done(left.pop(index))
         return sequences
 
     def stream(
