@@ -303,6 +303,8 @@ def test_answers_are_out_before_the_last_is_done(model: Path, tmp_path: Path, mo
 @pytest.mark.parametrize(
     ("line", "says"),
     [
+        ('{"prompt": "a", "regex": "("}', "line 2: regex: "),
+        ('{"prompt": "a", "json_schema": {"type": 5}}', "line 2: json_schema: "),
         ("{", "line 2: "),
         ("5", 'line 2: an object with "prompt" or "messages"'),
         ('{"prompt": "a", "messages": []}', 'line 2: an object with "prompt" or "messages"'),

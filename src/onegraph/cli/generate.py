@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from onegraph.api.llm import LLM
     from onegraph.api.tokenizer import Tokenizer
-    from onegraph.engine.params import Stats
+    from onegraph.engine.params import SamplingParams, Stats
 
 EPILOG = """\
 examples:
@@ -212,6 +212,7 @@ def run(args: argparse.Namespace) -> int:
         for request, prompt, fields in zip(requests, prompts, asked, strict=True)
     ]
     params = [SamplingParams(**fields | {"max_tokens": tokens}) for fields, tokens in zip(asked, budgets, strict=True)]
+    check_constraints(requests, params, tokenizer, config.vocab_size)
     needed = max(len(prompt) + tokens for prompt, tokens in zip(prompts, budgets, strict=True))
     if kv is not None:  # a short answer shall not make the window of exact tokens an error
         needed = max(needed, min(kv.window, context))
@@ -309,6 +310,21 @@ def check_stops(requests: list[Request], vocabulary: int) -> None:
         stops = request.fields.get("stop", ())
         if (token := next((s for s in stops if isinstance(s, int) and s >= vocabulary), None)) is not None:
             raise UsageError(f"{request.where}: stop: got token {token}; allowed are 0 to {vocabulary - 1}, and texts")
+
+
+def check_constraints(
+    requests: list[Request], params: list[SamplingParams], tokenizer: Tokenizer, vocabulary: int
+) -> None:
+    """Raises UsageError for a schema or regex of a line that cannot be read, before the model is."""
+    from onegraph.api.constraint import Constraints
+
+    constraints = Constraints(tokenizer, vocabulary)
+    for request, each in zip(requests, params, strict=True):
+        if each.constrained and request.fields.keys() & {"json_schema", "regex"}:
+            try:
+                constraints(each)
+            except ValueError as error:
+                raise UsageError(f"{request.where}: {error}") from None
 
 
 def requests_of(args: argparse.Namespace) -> list[Request]:
