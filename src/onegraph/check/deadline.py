@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from onegraph.check.report import CheckError
 
@@ -42,6 +43,11 @@ def deadline(seconds: float, what: str) -> Iterator[None]:
             os._exit(2)
         raise Overdue(_overdue(what, seconds, frame))
 
+    def unraisable(about: Any) -> None:  # a finalizer was stopped, which only prints it; it rings again
+        if about.exc_type is not Overdue:
+            hook(about)
+
+    hook, sys.unraisablehook = sys.unraisablehook, unraisable
     before = signal.signal(signal.SIGALRM, ring)
     left, again = signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN)
     try:
@@ -53,6 +59,7 @@ def deadline(seconds: float, what: str) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, left, again)
         signal.signal(signal.SIGALRM, before)
+        sys.unraisablehook = hook
 
 
 def leave(status: int) -> None:
