@@ -13,8 +13,9 @@ from fuzz import tiny
 from fuzz.run import invoke
 from models import smollm2_gguf
 from onegraph import LLM, SamplingParams
+from onegraph.api import draft_prompts
 from onegraph.api.draft_head import KEEPER, REPEAT, DraftHead, tapped, train_head, unseen
-from onegraph.api.draft_prompts import PIECE, PROMPT, TASKS, Pieces, Prompts
+from onegraph.api.draft_prompts import COPIED, PIECE, PROMPT, TASKS, Pieces, Prompts
 from onegraph.engine.params import Stats
 
 OPTIONS: dict[str, Any] = {"texts": 32, "length": 24, "ahead": 3, "batch": 8, "device": "cpu", "vocabulary": 200}
@@ -130,6 +131,17 @@ def test_what_a_head_learns_from(model: Path) -> None:
         asked = {tuple(prompt) for kind in unseen(llm.tokenizer).values() for prompt in kind}
         assert not asked & {tuple(text.tokens[: text.prompt]) for _, text in found}
     assert not any(REPEAT.strip() in task or KEEPER in task for task in TASKS)
+
+
+def test_some_answers_are_the_passage_itself(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which a random model would never write. Where a prompt has no room for it, none is cut."""
+    for room in (240, PROMPT):
+        monkeypatch.setattr(draft_prompts, "PROMPT", room)
+        with LLM(model, device="cpu", max_batch=8, max_context=256) as llm:
+            found = [text for _, text in Prompts(llm, Pieces([], 3), 12, 3).answered(96)]
+            said = [(llm.tokenizer.decode(text.tokens[: text.prompt]), text.tokens[text.prompt :]) for text in found]
+            copied = [len(answer) == 12 and llm.tokenizer.decode(answer) in prompt for prompt, answer in said]
+        assert sum(copied) > 96 * COPIED / 4 if room > PROMPT else not any(copied)
 
 
 def test_layers_that_are_tapped() -> None:

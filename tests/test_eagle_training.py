@@ -11,6 +11,9 @@ from eagle import net_of
 from models import save_hf
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models import eagle_training
+from onegraph.models.eagle import EagleConfig
+from onegraph.models.eagle_net import EagleNet, head_config
+from onegraph.models.eagle_start import start_copying
 from onegraph.models.eagle_texts import Batch, Shelf, Texts, Written
 from onegraph.models.eagle_training import Exam, Teacher, train
 from onegraph.models.llama import Llama
@@ -188,3 +191,28 @@ def test_on_a_gpu_no_step_waits_and_states_may_lie_anywhere(tmp_path) -> None:
     assert losses[0].isfinite().all()
     torch.testing.assert_close(losses[1], losses[0], atol=2e-2, rtol=1e-2)
     torch.testing.assert_close(losses[2], losses[0], atol=2e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("width", [128, 64])
+def test_a_head_begins_as_one_that_copies(model: Llama, width: int) -> None:
+    """Before any training: of random tokens that come twice it knows those of the second time, where one of two hidden
+    states tells what token it is of; also where the layer has more values than the model is wide."""
+    config = head_config(model.config, LAYERS, 131, "tests/tiny")
+    config["transformer_layer_config"] |= {"hidden_size": width, "head_dim": 64}
+    torch.manual_seed(3)
+    net, embedding = EagleNet(EagleConfig.from_dict(config), 2, 81), torch.randn(131, width)
+    net.start_from(torch.ones(width), embedding)
+    tokens = torch.stack([torch.randperm(131)[:40] for _ in range(24)]).repeat(1, 2)
+    embedded = embedding[tokens]
+    hidden = torch.cat((embedded + 0.5 * torch.randn(24, 80, width), 9 * torch.randn(24, 80, width)), dim=-1)
+
+    @torch.no_grad()
+    def known() -> float:
+        """How often the token to come is among the first ten that the head names."""
+        (features,) = net.unroll(functional.pad(embedded[16:], (0, 0, 0, 1)), hidden[16:], 1)
+        first = net.lm_head(features).topk(10).indices[:, 40:78]
+        return (first == tokens[16:, 42:, None]).any(dim=-1).float().mean().item()
+
+    assert known() < 0.15
+    start_copying(net, embedded[:16].flatten(0, 1), hidden[:16].flatten(0, 1), embedding, torch.ones(width))
+    assert known() > 0.5

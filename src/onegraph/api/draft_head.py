@@ -30,6 +30,7 @@ from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
 from onegraph.models.chain import ChainedLlama
 from onegraph.models.eagle import EagleConfig, EagleHead
 from onegraph.models.eagle_net import EagleNet, head_config, head_rows, head_tensors
+from onegraph.models.eagle_start import start_copying
 from onegraph.models.eagle_texts import Shelf, Texts, Written
 from onegraph.models.eagle_training import Exam, Score, Teacher, train
 from onegraph.models.llama import Llama
@@ -39,6 +40,7 @@ ROWS = {"cuda": 64, "cpu": 8}  # texts that are written side by side
 WAVE = {"cuda": 256, "cpu": 8}  # between two looks at the clock; of many, rows that end early are filled again
 BATCH = {"cuda": 64, "cpu": 4}  # texts of a training step: a GPU is not busy with less
 RATE = 1.2  # AdamW's over the width of the head: 2e-3 for 576, 3e-4 for 4,096
+SAMPLE = 64  # texts by which a head's beginning is fitted
 EXAM = 48  # texts that are held out for the exam at most
 SAMPLING = 0.35  # of the time, for texts; training then has what is left but the report's
 REPORT = 0.2  # of the time, for the report's texts at most, and again for its graphs
@@ -193,6 +195,8 @@ def train_head(
         net = _new(model, config, names, longest + ahead, seed)
         free = _free(net, model.device)
         size = batch or _batch(model, longest * ahead, free)
+        read = Texts(model, seen, layers, _shelves(model.device, memory, free))
+        _begin(net, model, read, names.to(model.device))
         teacher = Teacher(model, net, names.to(model.device), ahead)
         exam = Exam(teacher, Texts(model, kept[:EXAM], layers), size)
 
@@ -200,9 +204,8 @@ def train_head(
             log(f"step {step}: loss {loss:.3f}; held out {score.loss:.3f}, {score.tokens:.2f} tokens a round")
 
         done = train(
-            teacher, Texts(model, seen, layers, _shelves(model.device, memory, free)), exam, batch=size,
-            rate=rate or min(3e-3, RATE / model.config.hidden_size),
-            steps=steps, seconds=clock.training, seed=seed, told=told,
+            teacher, read, exam, batch=size, rate=rate or min(3e-3, RATE / model.config.hidden_size), steps=steps,
+            seconds=clock.training, seed=seed, told=told,
         )  # fmt: skip
         log(
             f"{done.steps} steps of {size} texts in {done.seconds:.0f} s, {done.steps / done.seconds:.1f} a second; "
@@ -257,6 +260,16 @@ def _new(
     net = EagleNet(parsed, len(parsed.layers), longest).to(model.device)
     net.start_from(model.norm.float(), head_rows(model, names.to(model.device)))
     return net
+
+
+@torch.no_grad()
+def _begin(net: EagleNet, model: Llama | ChainedLlama, texts: Texts, names: torch.Tensor) -> None:
+    """Has `net` begin as a head that copies, by the first of `texts`."""
+    batch = texts.batch(range(min(SAMPLE, len(texts))))
+    real = torch.zeros_like(batch.tokens, dtype=torch.bool)
+    for row, text in zip(real, batch.texts, strict=True):
+        row[1 : len(text.tokens)] = True  # a text's first token has states like no other's
+    start_copying(net, model.embed(batch.tokens[real]), batch.hidden[real], model.embed(names), model.norm.float())
 
 
 def tapped(depth: int) -> tuple[int, ...]:

@@ -25,7 +25,8 @@ PROMPT = 112  # tokens of a prompt at most, what a chat template adds included
 HELD = 12  # one prompt of so many is held out, and so is one part of the text
 QUESTION = 48  # tokens of a question that the model asks itself
 ASKED = 0.35  # of the prompts, which it does
-PLAIN = 0.3  # of the others that are pieces as they stand
+COPIED = 0.25  # of the others, to which the answer is given: the piece itself
+PLAIN = 0.3  # of what is left, which are pieces as they stand
 COPY = (
     "Copy this passage exactly as it stands:\n\n{}",
     "Write the following once more, without changing anything:\n\n{}",
@@ -70,6 +71,7 @@ class _Asked:
     prompt: list[int]
     held: bool
     params: SamplingParams
+    answer: list[int] | None  # None: the model is to write it
 
 
 class Prompts:
@@ -91,14 +93,28 @@ class Prompts:
         self._count += count
         questions = self._questions([i for i in numbers if self._opening and self._draw.random() < ASKED])
         some = [self._asked(i, questions.get(i)) for i in numbers]
-        answers = self._written([each.prompt for each in some], [each.params for each in some])
-        for each, answer in zip(some, answers, strict=True):
+        asked = [each for each in some if each.answer is None]
+        answers = iter(self._written([each.prompt for each in asked], [each.params for each in asked]))
+        for each in some:
+            answer = next(answers) if each.answer is None else each.answer
             yield each.held, Written([*each.prompt, *answer], len(each.prompt))
 
     def _asked(self, i: int, question: str | None) -> _Asked:
         held = i % HELD == 0
-        prompt = self._prompt(self._pieces.piece(held), question)
-        return _Asked(prompt, held, self._params(i, self._length, 0.8 * self._draw.randrange(2)))
+        piece, params = self._pieces.piece(held), self._params(i, self._length, 0.8 * self._draw.randrange(2))
+        if question is None and self._draw.random() < COPIED and (copied := self._copied(piece)) is not None:
+            return _Asked(copied[0], held, params, copied[1])
+        return _Asked(self._prompt(piece, question), held, params, None)
+
+    def _copied(self, piece: str) -> tuple[list[int], list[int]] | None:
+        """A prompt that asks for the piece again, and the piece, which small models seldom answer with; None where
+        that is too long."""
+        tokenizer = self._llm.tokenizer
+        if tokenizer.template is None:
+            prompt = tokenizer.encode(TWICE.format(piece, piece))
+        else:
+            prompt = tokenizer.chat([{"role": "user", "content": self._draw.choice(COPY).format(piece)}])
+        return (prompt, tokenizer.encode(piece, special=False)[: self._length]) if len(prompt) <= PROMPT else None
 
     def _prompt(self, piece: str, question: str | None) -> list[int]:
         tokenizer = self._llm.tokenizer

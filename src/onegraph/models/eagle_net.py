@@ -85,6 +85,12 @@ class EagleNet(nn.Module):
                 small = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(weight, std=0.02 * (0.5 if small else 1.0))
 
+    @property
+    def layer(self) -> _Layer:
+        layer = self.layers[0]
+        assert isinstance(layer, _Layer)
+        return layer
+
     def start_from(self, norm: Tensor, rows: Tensor) -> None:
         """Begin where the model itself ends: the last hidden state passes through, to its own final norm [D] and rows
         [V', D] of its output head. For a head as wide as the model.
@@ -104,8 +110,7 @@ class EagleNet(nn.Module):
         embedded: [B, T + steps, d] of the text's tokens; those past its end may be any. hidden: [B, T, L D] behind the
         tapped layers. Places stand for themselves: what lies behind a text's end changes nothing in it.
         """
-        layer, places = self.layers[0], hidden.shape[1]
-        assert isinstance(layer, _Layer)
+        layer, places = self.layer, hidden.shape[1]
         features = self.fc(hidden)
         keys: list[Tensor] = []
         values: list[Tensor] = []
