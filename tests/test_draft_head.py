@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fuzz import tiny
 from fuzz.run import invoke
@@ -142,6 +144,23 @@ def test_some_answers_are_the_passage_itself(model: Path, monkeypatch: pytest.Mo
             said = [(llm.tokenizer.decode(text.tokens[: text.prompt]), text.tokens[text.prompt :]) for text in found]
             copied = [len(answer) == 12 and llm.tokenizer.decode(answer) in prompt for prompt, answer in said]
         assert sum(copied) > 96 * COPIED / 4 if room > PROMPT else not any(copied)
+
+
+@pytest.mark.skipif(not os.environ.get("ONEGRAPH_SMOLLM2_4BIT"), reason="ONEGRAPH_SMOLLM2_4BIT is not set")
+def test_the_head_in_this_repository_drafts_for_the_demo() -> None:
+    """More than two tokens a round on code that it never saw; no text changes."""
+    head, params = Path(__file__).parents[1] / "heads/smollm2-135m-instruct-4bit", SamplingParams(max_tokens=96)
+    path, found, rounds = os.environ["ONEGRAPH_SMOLLM2_4BIT"], list[list[list[list[int]]]](), dict[str, float]()
+    for more in (dict[str, Any](), {"draft": f"eagle:{head}", "draft_tokens": 3}):
+        with LLM(path, device="cpu", dtype=torch.float32, max_batch=2, max_context=256, **more) as llm:
+            found.append([])
+            for name, prompts in unseen(llm.tokenizer).items():
+                found[-1].append(llm.engine.generate(prompts[:1], params))
+                stats = llm.engine.stats
+                rounds[name] = stats.decode_tokens / stats.decode_steps
+    assert found[0] == found[1]
+    assert rounds["code"] > 2
+    assert min(rounds.values()) > 1.3
 
 
 def test_layers_that_are_tapped() -> None:
