@@ -15,7 +15,7 @@ from torch import Tensor
 from onegraph.nn.peers import PeerError, Peers
 from onegraph.ops.cuda import exchange as launcher
 from onegraph.ops.exchange import all_gather, all_reduce
-from onegraph.ops.ranks import ARMED, EXPIRED, LAST_ROUND, ROUND, TICKET, part_of
+from onegraph.ops.ranks import CHUNK, EXPIRED, LAST_ROUND, MODE, ROUNDS, UNARMED, part_of
 
 HERE = Path(__file__).parent
 
@@ -66,11 +66,32 @@ def test_rounds_follow_each_other_at_every_ranks_own_pace() -> None:
     """A hundred rounds without a pause between them: two buffers are enough, also where numbers begin anew."""
     group, x = peers(3), parts(3, 100, 2, 8)
     for state in group.states:
-        state[ROUND] = LAST_ROUND - 50
+        state[ROUNDS:] = LAST_ROUND - 50
     got = together(group, lambda peer: [peer.all_reduce(each) for each in x[peer.index]])
     for i in range(100):
         assert all(torch.equal(rank[i], summed([each[i] for each in x])) for rank in got)
-    assert {int(state[ROUND]) for state in group.states} == {50}
+    assert {int(state[ROUNDS]) for state in group.states} == {50}
+
+
+def test_chunks_count_their_own_rounds() -> None:
+    """Sums of one chunk and of three in turns, and parts of rows between them, without a pause."""
+    group, sizes = peers(2, 4 * CHUNK), (CHUNK, 3 * CHUNK, 40, 2 * CHUNK)
+    x = [parts(2, 1, sizes[i % 4]) for i in range(60)]
+
+    def work(peer: Any) -> list[Tensor]:
+        found = []
+        for i, each in enumerate(x):
+            found.append(peer.all_reduce(each[peer.index]))
+            if i % 7 == 0:
+                found.append(peer.all_gather(each[peer.index], 2 * each[0].shape[1]))
+        return found
+
+    first, second = together(group, work)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert torch.equal(first[-1], summed(x[-1]))
+    told = group.states[0][ROUNDS:].tolist()
+    assert len(set(told)) > 2
+    assert told == group.states[1][ROUNDS:].tolist()
 
 
 def test_more_than_an_inbox_takes_goes_in_parts() -> None:
@@ -115,7 +136,7 @@ def test_a_rank_that_is_not_armed_goes_on_alone() -> None:
     assert torch.equal(group.rank(1).all_reduce(x[1]), x[1])
     part = group.rank(1).all_gather(x[1], 16)
     assert torch.equal(part, torch.cat((torch.zeros(2, 8), x[1]), dim=1))
-    assert {int(state[ROUND]) for state in group.states} == {1}, "no round was counted"
+    assert {int(state[ROUNDS]) for state in group.states} == {1}, "no round was counted"
 
 
 @pytest.mark.parametrize(
@@ -126,7 +147,7 @@ def test_a_rank_that_is_not_armed_goes_on_alone() -> None:
         ({"add": torch.zeros(5)}, r"add is .*\(5,\); it must be as x, \(4,\)"),
         ({"rank": 2}, "rank 2 of 2; allowed are 1 to 8 ranks"),
         ({"inboxes": [torch.zeros(2, 2, 8), torch.zeros(2, 2, 8)]}, "an inbox is torch.float32"),
-        ({"state": torch.zeros(4, dtype=torch.int64)}, r"state is torch.int64 \(4,\); it must be int64 \[8\]"),
+        ({"state": torch.zeros(4, dtype=torch.int64)}, r"state is torch.int64 \(4,\); it must be int64 \[6\]"),
         ({"x": torch.zeros(300), "add": None}, "a rank sends 300 words of 4 bytes, an inbox has room for 256"),
     ],
 )
@@ -160,7 +181,8 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Any:
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     path = tmp_path_factory.mktemp("exchange")
-    shutil.copy(launcher.KERNEL.path, path)
+    for source in (launcher.KERNEL.path, launcher.KERNEL.path.with_suffix(".cuh")):
+        shutil.copy(source, path)
     (path / "system.cuh").write_text("")  # what it gives stands in run.cpp
     shutil.copy(HERE / "exchange_on_cpu" / "run.cpp", path)
 
@@ -208,17 +230,19 @@ def launched(
 @pytest.mark.parametrize(("world", "item"), [(2, 1), (3, 0), (2, 2)])
 def test_the_kernel_sums_as_the_reference_does(build, monkeypatch, world: int, item: int) -> None:  # type: ignore[no-untyped-def]
     dtype = [torch.float32, torch.bfloat16, torch.float16][item]
-    group, x, add = peers(world), parts(world, 5, 8, dtype=dtype), parts(1, 5, 8, dtype=dtype)[0]
+    size = 5, CHUNK  # some chunks, the last one not whole
+    group, x, add = peers(world, 1024), parts(world, *size, dtype=dtype), parts(1, *size, dtype=dtype)[0]
     for other in (None, add):
         call = lambda rank, rest, other=other: launcher.all_reduce(x[rank], other, *rest)  # noqa: E731
         launch, out = launched(group, monkeypatch, 0, call, world)
         for _ in range(4):
             for each in out:
                 each.fill_(float("nan"))
-            launch.run(build(world, item), [1] * world, blocks=2, threads=3)
+            launch.run(build(world, item), [1] * world, blocks=2, threads=CHUNK)
             assert all(torch.equal(each, summed(x, other)) for each in out)
-    assert {int(state[ROUND]) for state in group.states} == {9}
-    assert {int(state[TICKET]) for state in group.states} == {0}
+    chunks = -(-5 * dtype.itemsize // 4)
+    for state in group.states:
+        assert state[ROUNDS:].tolist() == [9] * chunks + [1] * (1024 // CHUNK - chunks)
 
 
 def test_the_kernel_gathers_as_the_reference_does(build, monkeypatch) -> None:  # type: ignore[no-untyped-def]
@@ -226,18 +250,18 @@ def test_the_kernel_gathers_as_the_reference_does(build, monkeypatch) -> None:  
     own = [whole[:, slice(*part_of(20, 1, 3, rank))].contiguous() for rank in range(3)]
     call = lambda rank, rest: launcher.all_gather(own[rank], 20, 1, *rest)  # noqa: E731
     launch, out = launched(group, monkeypatch, 1, call, 3)
-    launch.run(build(3, 0), [1, 1, 1], blocks=2, threads=3)
+    launch.run(build(3, 0), [1, 1, 1], blocks=2, threads=CHUNK)
     assert all(torch.equal(each, whole) for each in out)
 
 
 def test_the_kernel_names_who_stays_away_and_waits_no_more(build, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     group, x = peers(3, patience=0.05), parts(3, 2, 8)
     launch, out = launched(group, monkeypatch, 0, lambda rank, rest: launcher.all_reduce(x[rank], None, *rest), 3)
-    launch.run(build(3, 0), [1, 0, 1], blocks=1, threads=4)
+    launch.run(build(3, 0), [1, 0, 1], blocks=1, threads=CHUNK)
     with pytest.raises(PeerError, match=r"rank [02] \(cpu\) waited for rank 1 \(cpu\) at exchange 1"):
         group.check()
-    assert [int(state[EXPIRED]) for state in group.states] == [1, 0, 1]
-    launch.run(build(3, 0), [1, 0, 1], blocks=1, threads=4)
+    assert [int(state[MODE]) == EXPIRED for state in group.states] == [True, False, True]
+    launch.run(build(3, 0), [1, 0, 1], blocks=1, threads=CHUNK)
     assert torch.equal(out[0], x[0]), "from then on each goes on alone"
 
 
@@ -245,7 +269,7 @@ def test_the_kernel_runs_alone_where_it_is_not_armed(build, monkeypatch) -> None
     group, x = peers(2), parts(2, 2, 8)
     group.arm(False)
     launch, out = launched(group, monkeypatch, 0, lambda rank, rest: launcher.all_reduce(x[rank], None, *rest), 2)
-    launch.run(build(2, 0), [0, 1], blocks=1, threads=4)
+    launch.run(build(2, 0), [0, 1], blocks=1, threads=CHUNK)
     assert torch.equal(out[1], x[1])
-    assert [int(state[ROUND]) for state in group.states] == [1, 1]
-    assert not any(int(state[ARMED]) for state in group.states)
+    assert [int(state[ROUNDS]) for state in group.states] == [1, 1]
+    assert all(int(state[MODE]) == UNARMED for state in group.states)

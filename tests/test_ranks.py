@@ -19,7 +19,7 @@ from onegraph.models.llama import Llama
 from onegraph.models.load import load_decoder
 from onegraph.models.ranks import Ranks
 from onegraph.nn.peers import PeerError
-from onegraph.ops.ranks import EXPIRED, LIMIT
+from onegraph.ops.ranks import EXPIRED, LIMIT, MODE
 from test_e8p_experts import checkpoint_of
 
 BIG: dict[str, Any] = {  # E8P cuts at whole blocks of 128
@@ -200,7 +200,7 @@ def test_a_rank_that_stops_ends_the_run_with_one_error_and_the_next_one_is_right
     model = hasty(tmp_path)
     engine = Engine(model, max_batch=2, max_context=64, chunk=8)
     want = engine.generate([text(5)], SamplingParams(max_tokens=6))
-    model.peers.states[1][EXPIRED] = 1  # as if it had given up: it sends no more
+    model.peers.states[1][MODE] = EXPIRED  # as if it had given up: it sends no more
     with pytest.raises(PeerError, match=r"rank 0 \(cpu\) waited for rank 1 \(cpu\) at exchange \d+.*: try again"):
         engine.generate([text(5)], SamplingParams(max_tokens=6))
     assert engine.generate([text(5)], SamplingParams(max_tokens=6)) == want

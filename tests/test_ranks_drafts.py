@@ -25,7 +25,7 @@ from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.models.llama import Llama
 from onegraph.models.ranks import Ranks
 from onegraph.nn.peers import PeerError
-from onegraph.ops.ranks import EXPIRED, ROUND
+from onegraph.ops.ranks import EXPIRED, MODE, ROUNDS
 from onegraph.ops.registry import reference_ops
 from test_eagle import rewritten
 from test_ranks import PARAMS, hasty, text
@@ -131,9 +131,9 @@ def test_rounds_of_more_tokens_than_an_inbox_takes_go_in_parts(
     engine = Engine(model, **SIZES, draft=drafter("oracle", both[0], texts[None][0]), draft_tokens=7)
     assert engine.generate(PROMPTS, GREEDY) == texts[None][0]
     same_everywhere(engine)
-    before = int(model.peers.states[0][ROUND])
+    before = int(model.peers.states[0][ROUNDS])
     engine.runner("decode", drafts=7).replay(2)
-    assert int(model.peers.states[0][ROUND]) - before == 4 * 2 * both[0].config.layers + 8
+    assert int(model.peers.states[0][ROUNDS]) - before == 4 * 2 * both[0].config.layers + 8
 
 
 def test_a_head_drafts_on_every_rank_what_it_drafts_on_one(both: tuple[Llama, Ranks], tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_after_a_round_that_not_all_ranks_ran_the_next_run_is_right(tmp_path: Pa
     oracle = partial(OracleDrafter, [[*PROMPTS[0], *want[0]]], 0.7, model.config.vocab_size)
     engine = Engine(model, **SIZES, draft=oracle, draft_tokens=3)
     assert engine.generate(PROMPTS[:1], params) == want
-    model.peers.states[1][EXPIRED] = 1
+    model.peers.states[1][MODE] = EXPIRED
     with pytest.raises(PeerError, match=r"rank 0 \(cpu\) waited for rank 1 \(cpu\) at exchange \d+.*: try again"):
         engine.generate(PROMPTS[:1], params)
     assert engine.generate(PROMPTS[:1], params) == want

@@ -19,7 +19,9 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
 struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
 static float2 make_float2(float x, float y) { return {x, y}; }
+static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 struct Index { int x; };
 static thread_local Index threadIdx, blockIdx, gridDim, blockDim;
 static thread_local std::barrier<>* block;
@@ -50,6 +52,8 @@ static void store_system(u64* to, u64 v) { std::atomic_ref(*to).store(v, std::me
 static u64 load_system(const u64* from) {
   return std::atomic_ref(*(u64*)from).load(std::memory_order_relaxed);
 }
+static void store_system(u64* to, u64 first, u64 second) { store_system(to, first), store_system(to + 1, second); }
+static void load_system(const u64* from, u64& first, u64& second) { first = load_system(from), second = load_system(from + 1); }
 static u64 nanoseconds() {
   std::this_thread::yield();  // there are more threads than cores, and who waits keeps others from sending
   return std::chrono::steady_clock::now().time_since_epoch().count();

@@ -157,11 +157,15 @@ class Summed(nn.Module):
         known = (gate is None or self.silu) and after is None and peer is None
         self.fused = fused and known and sum_inside(linear.format, self.silu)
         self._gated = peer is not None and fused and self.silu and "silu" in linear.format.fuses
+        self._crosses = peer is not None and fused and after is None
 
     def forward(self, x: Tensor, total: Tensor) -> Stream:
         if self.fused:
             return Stream(self.linear(x, add=total, silu=self.silu))
-        out = self.linear(x, silu=True) if self._gated else self.linear(self.gate(x))
+        x = x if self._gated else self.gate(x)
+        if self.peer is not None and self._crosses:
+            return Stream(self.linear.summed(x, self.peer, total, silu=self._gated))
+        out = self.linear(x, silu=self._gated)
         if self.peer is not None:
             if self.after is None:
                 return Stream(self.peer.all_reduce(out, total))

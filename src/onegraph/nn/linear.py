@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from onegraph.formats.dense import DENSE
 from onegraph.formats.int8 import INT8
 from onegraph.formats.weight import Part, Tensors, WeightFormat
+from onegraph.nn.peers import Peer
 from onegraph.ops import invariant
 from onegraph.ops.cpu import packed
 from onegraph.ops.weight import weight_ops
@@ -97,6 +98,12 @@ class Linear(Weight):
 
     def _run(self, x: Tensor, add: Tensor | None, eps: float | None, silu: bool, float32: bool) -> Tensor:
         return weight_ops(self.format).linear(self.format, x, self.given, self.bias, add, eps, silu, float32)
+
+    def summed(self, x: Tensor, peer: Peer, add: Tensor | None = None, *, silu: bool = False) -> Tensor:
+        """The sum of all ranks' results [..., n], plus `add`, which is the same on all of them; `silu` as in a call."""
+        run = weight_ops(self.format).all_reduce
+        found = None if run is None else run(self.format, x, self.given, self.bias, add, silu, peer.group)
+        return peer.all_reduce(self._run(x, None, None, silu, False), add) if found is None else found
 
     def after_norm(self, weight: Tensor) -> "Linear":
         """The same layer with the weight [k] of the RMSNorm in front in it; to be called with the norm's eps."""

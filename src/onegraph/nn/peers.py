@@ -8,18 +8,7 @@ import torch
 from torch import Tensor
 
 from onegraph.ops.exchange import all_gather, all_reduce
-from onegraph.ops.ranks import (
-    ALARM,
-    ARMED,
-    EXPIRED,
-    MAX_RANKS,
-    RAISED,
-    RECORDS,
-    ROUND,
-    TICKET,
-    new_state,
-    part_of,
-)
+from onegraph.ops.ranks import ALARM, ARMED, MAX_RANKS, MODE, RAISED, RECORDS, ROUNDS, UNARMED, new_state, part_of
 
 PATIENCE = 5.0  # seconds that a rank waits for another: the host launches all of them within some milliseconds
 
@@ -43,10 +32,11 @@ class Peers:
     def __init__(self, devices: Sequence[torch.device], words: int, patience: float = PATIENCE) -> None:
         if not 1 <= len(devices) <= MAX_RANKS:
             raise ValueError(f"gpus: got {len(devices)}; allowed are 1 to {MAX_RANKS}")
-        self.devices = list(devices)
+        self.devices, self._mode = list(devices), UNARMED
+        words = -(-words // 4) * 4  # kernels write four at a time
         shape = (2, len(devices), words)
         self.inboxes = [torch.zeros(shape, dtype=torch.int64, device=device) for device in devices]
-        self.states = [new_state(device, patience) for device in devices]
+        self.states = [new_state(device, patience, words) for device in devices]
         cuda = devices[0].type == "cuda"
         self.alarm = torch.zeros(ALARM, dtype=torch.int64, pin_memory=cuda)
         if cuda:
@@ -74,8 +64,9 @@ class Peers:
 
     def arm(self, on: bool = True) -> None:
         """From now on ranks exchange; with False each runs alone. Nothing may be under way."""
+        self._mode = ARMED if on else UNARMED
         for state in self.states:
-            state[ARMED] = int(on)
+            state[MODE] = self._mode
         self._wait()
 
     def reset(self) -> None:
@@ -84,7 +75,7 @@ class Peers:
         self._wait()
         for inbox, state in zip(self.inboxes, self.states, strict=True):
             inbox.zero_()
-            state[ROUND], state[TICKET], state[EXPIRED] = 1, 0, 0
+            state[MODE], state[ROUNDS:] = self._mode, 1
         self.alarm.zero_()
         self._wait()
 
@@ -115,12 +106,12 @@ class Peer:
     """One of the ranks, as its layers see it. What does not fit into an inbox at once goes in parts.
 
     Attributes:
-        index: the rank; count: how many there are.
+        index: the rank; count: how many there are. group: what ops that exchange are given last.
     """
 
     def __init__(self, peers: Peers, index: int) -> None:
         self.peers, self.index, self.count = peers, index, len(peers.devices)
-        self._group = peers.inboxes, peers.states[index], peers.alarm, index
+        self.group = peers.inboxes, peers.states[index], peers.alarm, index
         self._room = peers.inboxes[index].shape[2]
 
     def all_reduce(self, x: Tensor, add: Tensor | None = None) -> Tensor:
@@ -128,9 +119,9 @@ class Peer:
         rows, others = x.flatten(0, -2), None if add is None else add.flatten(0, -2)
         most = _most(len(rows), self._room * 4 // (rows.shape[1] * x.element_size()))
         if len(rows) <= most:
-            return all_reduce(x, add, *self._group)
+            return all_reduce(x, add, *self.group)
         parts = [
-            all_reduce(part, None if others is None else others[first : first + most], *self._group)
+            all_reduce(part, None if others is None else others[first : first + most], *self.group)
             for first, part in zip(range(0, len(rows), most), rows.split(most), strict=True)
         ]
         return torch.cat(parts).view_as(x)
@@ -139,7 +130,7 @@ class Peer:
         """The ranks' parts float32 [..., part] side by side, [..., width]; parts are in whole units (`part_of`)."""
         rows = x.flatten(0, -2)
         most = _most(len(rows), self._room // part_of(width, unit, self.count, 0)[1])
-        parts = [all_gather(part, width, unit, *self._group) for part in rows.split(most)]
+        parts = [all_gather(part, width, unit, *self.group) for part in rows.split(most)]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out.view(*x.shape[:-1], width)
 

@@ -105,7 +105,7 @@ def check_scales(in_scale: Tensor, out_scale: Tensor, n: int, k: int, device: to
         check_place(name, tensor, device)
 
 
-def _check_linear(
+def check_linear(
     x: Tensor,
     codes: Tensor,
     residual: Tensor | None,
@@ -195,7 +195,7 @@ def _fake_linear(
     return x.new_empty((*x.shape[:-1], codes.shape[0]), dtype=torch.float32 if wide else x.dtype)
 
 
-def _linear_bytes(*args: Any) -> int:
+def linear_bytes(*args: Any) -> int:
     tensors = [a for a in args if isinstance(a, Tensor)]
     wide = len(args) > 11 and args[11]
     x, codes = tensors[:2]
@@ -235,7 +235,7 @@ e8p_linear = register(
         reference=_linear,
         fake=_fake_linear,
         kernel="onegraph.ops.cuda.e8p:linear",
-        check=_check_linear,
+        check=check_linear,
         cases=(
             *(_linear_case((1,), 576, 576, b) for b in BITS),
             *(_linear_case((2,), 192, 1536, b) for b in BITS),
@@ -256,7 +256,7 @@ e8p_linear = register(
             _linear_case((70,), 128, 256, 2, "add", "silu"),
         ),
         tolerance={torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3},
-        bytes_moved=_linear_bytes,
+        bytes_moved=linear_bytes,
         flops=lambda x, codes, *rest: 16 * x.shape[:-1].numel() * codes.numel(),
     )
 )
@@ -283,6 +283,20 @@ def _run(
         x, weight["codes"], weight.get("residual"), weight["codebook"], weight["in_scale"], weight["out_scale"], bias,
         format.rate, add, eps, silu, float32,
     )  # fmt: skip
+
+
+def _all_reduce(
+    format: E8PFormat, x: Tensor, weight: Given, bias: Tensor | None, add: Tensor | None, silu: bool, group: Any
+) -> Tensor | None:
+    from onegraph.ops.e8p_all_reduce import MAX_TOKENS, e8p_all_reduce
+
+    if not 1 <= x.shape[:-1].numel() <= MAX_TOKENS:
+        return None
+    made: Tensor = e8p_all_reduce(
+        x, weight["codes"], weight.get("residual"), weight["codebook"], weight["in_scale"], weight["out_scale"], bias,
+        format.rate, add, silu, *group,
+    )  # fmt: skip
+    return made
 
 
 def _dense(format: E8PFormat, weight: Given) -> Tensor:
@@ -364,6 +378,7 @@ def _reads(format: E8PFormat, n: int, k: int, dtype: torch.dtype, device: int) -
 
 WEIGHT = WeightOps(
     linear=_run,
+    all_reduce=_all_reduce,
     decode=_dense,
     embedding=_look_up,
     experts=_run_experts,

@@ -1,9 +1,9 @@
 """What ranks hand each other inside of a step: sums of partial results, and the parts of a row.
 
 A **rank** is a device that runs all layers on its share of the weights, beside others of the same process. Each has an
-inbox that its peers write into, and a state that counts the rounds of exchange; ops take the inboxes of all ranks and
-their own rank's state, and every rank calls the same ops in the same order. All ranks get the same bits: sums are
-formed in float32 in the order of ranks.
+inbox that its peers write into, and a state that counts the rounds of exchange of each chunk of an inbox; ops take the
+inboxes of all ranks and their own rank's state, and every rank calls the same ops in the same order. All ranks get the
+same bits: sums are formed in float32 in the order of ranks.
 
 A rank whose peer does not come waits for a bounded time, raises the alarm and goes on with what it has; from then on no
 rank waits (`onegraph.nn.peers.Peers` turns the alarm into an error). Ranks that are not armed do not exchange: each
@@ -20,56 +20,63 @@ from onegraph.ops.checks import FLOATS
 from onegraph.ops.ranks import (
     ALARM,
     ARMED,
+    CHUNK,
     EXPIRED,
     LAST_ROUND,
     LIMIT,
     MAX_RANKS,
+    MODE,
     RAISED,
     RECORDS,
-    ROUND,
-    STATE,
+    ROUNDS,
     new_state,
     part_of,
+    state_words,
 )
 from onegraph.ops.registry import Case, Op, nbytes, register
 
 
-def _swap(
+def swap(
     payload: Tensor, sizes: Sequence[int], inboxes: list[Tensor], state: Tensor, alarm: Tensor, rank: int
 ) -> list[Tensor]:
     """Send the words int32 [W] to all peers and take theirs, `sizes` of each; zeros of a peer that did not come."""
-    told = state.tolist()
-    number, buffer = told[ROUND], told[ROUND] & 1
-    ranks = range(len(inboxes))
-    alone = not told[ARMED] or bool(told[EXPIRED])
-    if not alone:
-        packets = payload.long() & 0xFFFFFFFF | number << 32
-        for peer in ranks:
-            if peer != rank:
-                inboxes[peer][buffer, rank, : len(payload)].copy_(packets)
+    rounds = state[ROUNDS : ROUNDS + -(-max(sizes) // CHUNK)]
+    numbers, limit = rounds.repeat_interleave(CHUNK), int(state[LIMIT])
+    armed = int(state[MODE]) == ARMED
+    alone = not armed
+    buffers, places = numbers & 1, torch.arange(len(numbers), device=state.device)
+    for peer in range(len(inboxes)):
+        if peer != rank and armed:
+            own = slice(0, len(payload))
+            packets = payload.long() & 0xFFFFFFFF | numbers[own] << 32
+            inboxes[peer][buffers[own], rank, places[own]] = packets
     found = []
-    for peer in ranks:
+    for peer in range(len(inboxes)):
+        theirs = slice(0, sizes[peer])
+        at = buffers[theirs], peer, places[theirs]
         if peer == rank:
             found.append(payload)
             continue
-        words = inboxes[rank][buffer, peer, : sizes[peer]]
-        alone = alone or not _came(words, number, peer, state, alarm, rank, told[LIMIT])
+        alone = alone or not _came(inboxes[rank], at, numbers[theirs], state, alarm, rank, limit)
+        words = inboxes[rank][at]
         found.append(torch.zeros_like(words, dtype=torch.int32) if alone else _low(words))
-    if told[ARMED]:
-        state[ROUND] = 1 if number == LAST_ROUND else number + 1
+    if armed:
+        rounds.copy_(torch.where(rounds == LAST_ROUND, 1, rounds + 1))
     return found
 
 
-def _came(words: Tensor, number: int, peer: int, state: Tensor, alarm: Tensor, rank: int, limit: int) -> bool:
-    """Wait until all words are of this round; False, and the alarm, where that takes longer than `limit`."""
+def _came(
+    inbox: Tensor, at: tuple[Tensor, int, Tensor], numbers: Tensor, state: Tensor, alarm: Tensor, rank: int, limit: int
+) -> bool:
+    """Wait until all words are of their rounds; False, and the alarm, where that takes longer than `limit`."""
     begun = time.monotonic_ns()
-    while not bool((words >> 32 == number).all()):
+    while not bool((inbox[at] >> 32 == numbers).all()):
         late = time.monotonic_ns() - begun > limit
         if late:
-            alarm[RECORDS + 2 * rank], alarm[RECORDS + 2 * rank + 1] = peer + 1, number
+            alarm[RECORDS + 2 * rank], alarm[RECORDS + 2 * rank + 1] = at[1] + 1, numbers[0]
             alarm[RAISED] = 1
         if late or int(alarm[RAISED]):
-            state[EXPIRED] = 1
+            state[MODE] = EXPIRED
             return False
         time.sleep(0)  # the peer may be another thread of this process
     return True
@@ -81,7 +88,7 @@ def _low(words: Tensor) -> Tensor:
 
 def _reduce(x: Tensor, add: Tensor | None, inboxes: list[Tensor], state: Tensor, alarm: Tensor, rank: int) -> Tensor:
     payload = x.flatten().view(torch.int32)
-    parts = _swap(payload, [len(payload)] * len(inboxes), inboxes, state, alarm, rank)
+    parts = swap(payload, [len(payload)] * len(inboxes), inboxes, state, alarm, rank)
     total = torch.zeros(x.numel(), dtype=torch.float32, device=x.device)
     for part in parts:
         total += part.view(x.dtype).float()
@@ -94,11 +101,11 @@ def _gather(x: Tensor, width: int, unit: int, inboxes: list[Tensor], state: Tens
     rows, ranks = x.shape[0], len(inboxes)
     spans = [part_of(width, unit, ranks, peer) for peer in range(ranks)]
     sizes = [rows * (last - first) for first, last in spans]
-    parts = _swap(x.flatten().view(torch.int32), sizes, inboxes, state, alarm, rank)
+    parts = swap(x.flatten().view(torch.int32), sizes, inboxes, state, alarm, rank)
     return torch.cat([part.view(torch.float32).view(rows, -1) for part in parts], dim=1)
 
 
-def _check_group(op: str, words: int, inboxes: list[Tensor], state: Tensor, alarm: Tensor, rank: int) -> None:
+def check_group(op: str, words: int, inboxes: list[Tensor], state: Tensor, alarm: Tensor, rank: int) -> None:
     if not 1 <= len(inboxes) <= MAX_RANKS or not 0 <= rank < len(inboxes):
         raise ValueError(f"{op}: rank {rank} of {len(inboxes)}; allowed are 1 to {MAX_RANKS} ranks, from 0 on")
     ranks, own = len(inboxes), inboxes[rank]
@@ -109,7 +116,7 @@ def _check_group(op: str, words: int, inboxes: list[Tensor], state: Tensor, alar
             )
         if not inbox.is_contiguous():
             raise ValueError(f"{op}: an inbox has strides {inbox.stride()}; it must be contiguous")
-    for name, tensor, size in (("state", state, STATE), ("alarm", alarm, ALARM)):
+    for name, tensor, size in (("state", state, state_words(own.shape[2])), ("alarm", alarm, ALARM)):
         if tensor.dtype != torch.int64 or tensor.shape != (size,) or not tensor.is_contiguous():
             raise ValueError(f"{op}: {name} is {tensor.dtype} {tuple(tensor.shape)}; it must be int64 [{size}]")
     if words > own.shape[2]:
@@ -128,13 +135,13 @@ def _check_reduce(
         )
     if add is not None and (add.dtype != x.dtype or add.shape != x.shape or not add.is_contiguous()):
         raise ValueError(f"all_reduce: add is {add.dtype} {tuple(add.shape)}; it must be as x, {tuple(x.shape)}")
-    _check_group("all_reduce", x.numel() * x.element_size() // 4, inboxes, state, alarm, rank)
+    check_group("all_reduce", x.numel() * x.element_size() // 4, inboxes, state, alarm, rank)
 
 
 def _check_gather(
     x: Tensor, width: int, unit: int, inboxes: list[Tensor], state: Tensor, alarm: Tensor, rank: int
 ) -> None:
-    _check_group("all_gather", 0, inboxes, state, alarm, rank)
+    check_group("all_gather", 0, inboxes, state, alarm, rank)
     first, last = part_of(width, unit, len(inboxes), rank)
     start, end = part_of(width, unit, len(inboxes), len(inboxes) - 1)
     if start == end:  # who sends nothing is not waited for, and what it has not read yet would be written over
@@ -147,27 +154,27 @@ def _check_gather(
             f"all_gather: x is {x.dtype} {tuple(x.shape)}; rank {rank} must give contiguous float32 [rows, "
             f"{last - first}] of {width} in units of {unit}"
         )
-    _check_group("all_gather", x.shape[0] * part_of(width, unit, len(inboxes), 0)[1], inboxes, state, alarm, rank)
+    check_group("all_gather", x.shape[0] * part_of(width, unit, len(inboxes), 0)[1], inboxes, state, alarm, rank)
 
 
-def _alone(device: torch.device) -> tuple[list[Tensor], Tensor, Tensor]:
+def alone(device: torch.device) -> tuple[list[Tensor], Tensor, Tensor]:
     """Of the only rank there is; several are for tests of their own, since each must run beside the others."""
     alarm = torch.zeros(ALARM, dtype=torch.int64)
     inbox = torch.zeros(2, 1, 4096, dtype=torch.int64, device=device)
-    return [inbox], new_state(device, 1.0), alarm.pin_memory() if device.type == "cuda" else alarm
+    return [inbox], new_state(device, 1.0, 4096), alarm.pin_memory() if device.type == "cuda" else alarm
 
 
 def _reduce_case(rows: int, width: int, add: bool) -> Case:
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
         x, other = (torch.randn(rows, width, generator=generator).to(device, dtype) for _ in range(2))
-        return x, other if add else None, *_alone(device), 0
+        return x, other if add else None, *alone(device), 0
 
     return Case(name=f"{rows}x{width}{'+add' if add else ''}", make=make)
 
 
 def _gather_case(rows: int, width: int) -> Case:
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
-        return torch.randn(rows, width, generator=generator).to(device), width, 1, *_alone(device), 0
+        return torch.randn(rows, width, generator=generator).to(device), width, 1, *alone(device), 0
 
     return Case(name=f"{rows}x{width}", make=make)
 
@@ -190,8 +197,8 @@ all_reduce = register(
     )
 )
 """The sum of all ranks' x [...], of one shape, plus `add` of that shape (the residual stream, the same on all ranks),
-rounded once, as x. inboxes: of each rank int64 [2, ranks, words]; state: this rank's, int64 [8]; alarm int64 [17], in
-the host's memory; rank: this one."""
+rounded once, as x. inboxes: of each rank int64 [2, ranks, words]; state: this rank's, int64 [`state_words`]; alarm:
+int64 [17], in the host's memory; rank: this one."""
 
 all_gather = register(
     Op(

@@ -35,6 +35,9 @@ class WeightOps:
         linear: (format, x [..., k], weight, bias [n] or None, add, eps, silu, float32) -> [..., n] in x's dtype, or in
             float32. `add`, `eps` (an RMSNorm whose weight is in the layer) and `silu` are given only to a format that
             fuses them.
+        all_reduce: (format, x [..., k], weight, bias, add, silu, group) -> the sum of all ranks' results and `add`,
+            [..., n], in the launch of the linear; None where so many tokens are better exchanged in one of their own.
+            group: `nn.peers.Peer.group`.
         decode: (format, weight) -> the dense weight float32 [n, k] that the tensors stand for, exact.
         grouped: (format, x [..., G, k], weight [G, n, k]) -> [..., G, n].
         experts: (format, x [T, D], experts int32 [T, K], weights float32 [T, K], gate_up [E, 2F, D], down [E, D, F],
@@ -52,6 +55,7 @@ class WeightOps:
 
     linear: Callable[..., Tensor]
     decode: Callable[[Any, Given], Tensor]
+    all_reduce: Callable[..., Tensor | None] | None = None
     grouped: Callable[[Any, Tensor, Given], Tensor] | None = None
     experts: Callable[..., Tensor] | None = None
     embedding: Callable[[Any, Tensor, Given], Tensor] | None = None

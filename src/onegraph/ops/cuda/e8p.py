@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from onegraph.ops import invariant
-from onegraph.ops.cuda import e8p_batch, e8p_decode, e8p_dequantize, e8p_portable, e8p_prefill
-from onegraph.ops.cuda.e8p_common import MAX_K, Linear
+from onegraph.ops.cuda import e8p_batch, e8p_decode, e8p_dequantize, e8p_portable, e8p_prefill, exchange
+from onegraph.ops.cuda.e8p_common import MAX_K, ROWS, Linear
 
 ALIGNMENT = 16  # bytes, of every pointer
 
@@ -84,23 +84,56 @@ def linear(
         from onegraph.ops.triton.e8p import linear as fallback  # kernels are compiled or interpreted as of their import
 
         return fallback(x, codes, residual, codebook, in_scale, out_scale, bias, bits, add, eps, silu, wide)
-    x = x.contiguous()
-    if bias is not None:
-        bias = bias.float()
     if e8p_decode.available(x.device.index):
         # Now: 5 tokens and more, which may be all that runs before a capture, do without.
         e8p_decode.have_tables(codebook)
-    inputs = [_aligned(t) for t in (x, codes, residual, codebook, in_scale, out_scale, bias, add)]
     out = torch.empty((*x.shape[:-1], n), dtype=torch.float32 if wide else x.dtype, device=x.device)
+    inputs = _inputs(x, codes, residual, codebook, in_scale, out_scale, bias, add)
     half, norm_eps = x.dtype == torch.float16, -1.0 if eps is None else eps
-    call = Linear._make((*inputs, out, bits, tokens, n, k, half, norm_eps, silu, wide, alike))
-    if torch.cuda.current_device() == x.device.index:
-        launch(call)
-    else:
-        with torch.cuda.device(x.device):  # the driver launches in the current context
-            launch(call)
+    _launched(launch, Linear._make((*inputs, out, bits, tokens, n, k, half, norm_eps, silu, wide, alike)))
     return out
 
 
-def _aligned(tensor: Tensor | None) -> Tensor | None:
-    return tensor.clone() if tensor is not None and tensor.data_ptr() % ALIGNMENT else tensor
+def linear_all_reduce(
+    x: Tensor,
+    codes: Tensor,
+    residual: Tensor | None,
+    codebook: Tensor,
+    in_scale: Tensor,
+    out_scale: Tensor,
+    bias: Tensor | None,
+    bits: int,
+    add: Tensor | None,
+    silu: bool,
+    inboxes: list[Tensor],
+    state: Tensor,
+    alarm: Tensor,
+    rank: int,
+) -> Tensor:
+    """See `onegraph.ops.e8p_all_reduce`."""
+    n, k, tokens = codes.shape[0], codes.shape[1] * 8, x.shape[:-1].numel()
+    weight, group = (codes, residual, codebook, in_scale, out_scale, bias), (inboxes, state, alarm, rank)
+    if not (takes(tokens, n, k, x.dtype) and n % ROWS == 0 and e8p_decode.available(x.device.index)):
+        own = linear(x, *weight, bits, None, None, silu)
+        return exchange.all_reduce(own, add, *group)
+    e8p_decode.have_tables(codebook)
+    out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
+    inputs, half, ranks = _inputs(x, *weight, add), x.dtype == torch.float16, len(inboxes)
+    rest = out, bits, tokens, n, k, half, -1.0, silu, False, False, ranks, exchange.given(*group)
+    _launched(e8p_decode.launch, Linear._make((*inputs, *rest)))
+    return out
+
+
+def _inputs(x: Tensor, *rest: Tensor | None) -> list[Tensor | None]:
+    """As a launch takes them; the last but one is the bias."""
+    *weight, bias, add = rest
+    given = (x.contiguous(), *weight, None if bias is None else bias.float(), add)
+    return [tensor.clone() if tensor is not None and tensor.data_ptr() % ALIGNMENT else tensor for tensor in given]
+
+
+def _launched(launch: Callable[[Linear], None], call: Linear) -> None:
+    if torch.cuda.current_device() == call.x.device.index:
+        launch(call)
+    else:
+        with torch.cuda.device(call.x.device):  # the driver launches in the current context
+            launch(call)

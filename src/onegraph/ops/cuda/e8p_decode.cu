@@ -23,6 +23,7 @@
 // e8p_decode_ring.cuh brings the codes, e8p_decode_product.cuh multiplies by them.
 
 #include "e8p_common.cuh"
+#include "exchange.cuh"
 
 constexpr int PAD = 8;            // floats after a token's partial sums: other banks for each t
 constexpr float LEVELS = 32512.f;  // of the largest activation; 127 * 256: both bytes stay in int8
@@ -40,7 +41,8 @@ struct Shape {
                        normed = NORMED,                           // x is normed in front (RMSNorm)
                        silu = SILU,                               // x is [tokens, 2 k], gate beside up
                        biased = BIASED, added = ADDED,            // there is a bias, something to add
-                       wide = WIDE;                               // y and add are float
+                       wide = WIDE,                               // y and add are float
+                       ranks = WORLD;                             // whose results are summed
   static constexpr u32 cluster = CLUSTER,                                    // blocks that share k
                        per_cluster = (65536 + CLUSTER - 1) / CLUSTER,        // what small numbers are divided with
                        per_blocks = (65536 + BLOCKS - 1) / BLOCKS;
@@ -60,10 +62,15 @@ struct Arguments : Shape {
   const float* bias;        // [n] or null
   const void* add;          // [tokens, n] of y's type, or null
   void* y;                  // [tokens, n], x's type, or float if wide
+  u64* state;               // with ranks, as `Exchange` has it
+  u64* alarm;
+  u64 *inbox0, *inbox1, *inbox2, *inbox3, *inbox4, *inbox5, *inbox6, *inbox7;
   float norm;               // of both Hadamard transforms
   float eps;                // of the RMSNorm in front
   float inverse_k;          // 1 / k
   int tokens;               // 1 to TOKENS
+  int room;
+  int rank;
 };
 
 // Places of the ring in a turn of the loop: all, where that divides the turns.
@@ -144,6 +151,33 @@ __device__ __forceinline__ float inverse_rms(float squares, const Arguments& p) 
   return rsqrtf(fmaf(squares, p.inverse_k, p.eps));
 }
 
+// With ranks, a warp's sums of 128 rows become those of all ranks: float32 crosses, and a chunk of the inboxes is 128 rows
+// of a token, so whoever ends a job begins the chunk's next round.
+struct Sum {
+  Exchange<Arguments, Shape::ranks> peers;
+  const u64* own;
+  __device__ __forceinline__ explicit Sum(const Arguments& p) : peers(p), own(peers.own()) {}
+  __device__ __forceinline__ void operator()(float4& v, int at, int lane) {
+    const int chunk = at / CHUNK;
+    const u64 number = peers.number(chunk);
+    if (peers.armed) peers.send4(number, at, v);
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+    for (int peer = 0; peer < Shape::ranks; ++peer)
+      add_to(sum, peer == peers.a.rank ? v : peers.receive4(own, number, peer, at));
+    __syncwarp();
+    if (lane == 0) peers.next(chunk, number);
+    v = sum;
+  }
+};
+struct NoSum {
+  __device__ __forceinline__ explicit NoSum(const Arguments&) {}
+  __device__ __forceinline__ void operator()(float4&, int, int) {}
+};
+template <bool, class A, class> struct Either { typedef A type; };
+template <class A, class B> struct Either<false, A, B> { typedef B type; };
+typedef Either<(Shape::ranks > 1), Sum, NoSum>::type OverRanks;
+
 // Grid: clusters that own p.blocks * 128 rows. Shared memory: tables, Shared, partial sums
 // [across][tokens][rows + PAD], what the cluster sends [jobs / cluster][cluster][128], where a job is a token's 128 rows,
 // and 512 bytes a slice for the rotation.
@@ -216,6 +250,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_decode(const __grid
     for (int i = threadIdx.x * 4; i < p.across * tokens * pitch; i += blockDim.x * 4) *(float4*)(partial + i) = zeros;
   wait_for_previous();
   let_next_start();
+  OverRanks over_ranks(p);
   Raw asked;
   asked = ask_x(p, p.silu, 0, column, inside);
   uint4 first_add = make_uint4(0, 0, 0, 0);
@@ -284,13 +319,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_decode(const __grid
     const int b = token_of(job), row = tile_row + (job - b * p.blocks) * ROWS + lane * 4;
     const bool own = row < p.n;
     const size_t at = (size_t)b * p.n + row;
-    float4 s = first_scale, c = first_sum;
+    float4 s = first_scale, c = first_sum, beside = zeros;
+    float4& added = p.ranks > 1 ? beside : c;  // `add` is the same on all ranks: it comes last
     if (!once && job != first_job) {
       s = out_scale_of(p, row), c = zeros;
       if (own && p.biased) c = *(const float4*)(p.bias + row);
-      if (own && p.added) take_add(c, p, ask_add(p, at));
+      if (own && p.added) take_add(added, p, ask_add(p, at));
     } else if (p.added) {
-      take_add(c, p, first_add);
+      take_add(added, p, first_add);
     }
     float norm = p.norm;
     if (p.normed) {
@@ -301,6 +337,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_decode(const __grid
     if (!own) return;
     v.x = fmaf(v.x * norm, s.x, c.x), v.y = fmaf(v.y * norm, s.y, c.y);
     v.z = fmaf(v.z * norm, s.z, c.z), v.w = fmaf(v.w * norm, s.w, c.w);
+    if (p.ranks > 1) over_ranks(v, (int)at, lane), add_to(v, beside);
     store4(p, at, v);
   };
   auto total = [&](int job) {

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from onegraph.ops.cuda import build
 from onegraph.ops.cuda.e8p_common import ROWS, SLICE, SLOT, TABLES, Linear
+from onegraph.ops.cuda.exchange import INTS, POINTERS
 from onegraph.ops.cuda.tensor_map import sliced_tensor_map, tensor_map
 
 MAX_TOKENS = 4
@@ -15,7 +16,7 @@ PARTS = ROWS // 16  # row tiles of 16 in ROWS
 SHARED_STRUCT = 1408  # bytes of `Shared` in e8p_decode.cu
 WARPS = 20  # of a block at most
 # What `Shape` of e8p_decode.cu is made of.
-SHAPE = "N", "K", "CLUSTER", "ACROSS", "PER_BLOCK", "BLOCKS", "NORMED", "SILU", "BIASED", "ADDED", "WIDE"
+SHAPE = "N", "K", "CLUSTER", "ACROSS", "PER_BLOCK", "BLOCKS", "NORMED", "SILU", "BIASED", "ADDED", "WIDE", "WORLD"
 NO_MAP = bytes(128)  # in place of a tensor map that is not used
 # Row tiles of codes that a warp has under way, by bits: the most that fit. More of them lose: activations come behind
 # them (benchmarks/results/e8p-layer-h200.jsonl).
@@ -24,9 +25,9 @@ GROUP = {2: 2, 3: 1, 4: 1}  # row tiles that a warp takes at a time, where its n
 
 ARGUMENTS = build.Arguments(
     maps=("codes_map", "residual_map", "first_codes_map", "first_residual_map"),
-    pointers=("x", "codes", "residual", "tables", "in_scale", "out_scale", "bias", "add", "y"),
+    pointers=("x", "codes", "residual", "tables", "in_scale", "out_scale", "bias", "add", "y", *POINTERS),
     floats=("norm", "eps", "inverse_k"),
-    ints=("tokens",),
+    ints=("tokens", *INTS),
 )
 
 
@@ -118,8 +119,8 @@ def copies(k: int, bits: int) -> int:
     return 2 if k % SLICE == 0 else int(bits != 3 or k % 128 == 0)
 
 
-def defines(plan: Plan, n: int, k: int, bits: int, tokens: int, half: bool, around: tuple[bool, ...]) -> dict[str, int]:
-    """What e8p_decode.cu is compiled with. `around`: normed, silu, biased, added, wide."""
+def defines(plan: Plan, n: int, k: int, bits: int, tokens: int, half: bool, around: tuple[int, ...]) -> dict[str, int]:
+    """What e8p_decode.cu is compiled with. `around`: normed, silu, biased, added, wide, ranks."""
     group, copy = plan.group(bits), copies(k, bits)
     made = {"BITS": bits, "TOKENS": 1 if tokens == 1 else MAX_TOKENS, "HALF": int(half), "COPY": copy}
     made |= {"DEPTH": plan.ahead, "GROUP": group, "THREADS": plan.most_threads, "DOWN": plan.down}
@@ -133,7 +134,7 @@ KERNEL = build.Source(
     functions=("e8p_decode",),
     arguments=ARGUMENTS,
     capabilities=build.CLUSTERS,
-    example=defines(Plan(4, 32, 3, 1, 16, 6, 6, 2), 4096, 4096, 2, 4, False, (True, False, True, True, False)),
+    example=defines(Plan(4, 32, 3, 1, 16, 6, 6, 2), 4096, 4096, 2, 4, False, (True, False, True, True, False, 2)),
 )
 
 
@@ -145,7 +146,7 @@ def available(device: int) -> bool:
 
 @lru_cache(maxsize=4096)
 def _kernel(
-    n: int, k: int, bits: int, tokens: int, half: bool, around: tuple[bool, ...], device: int
+    n: int, k: int, bits: int, tokens: int, half: bool, around: tuple[int, ...], device: int
 ) -> tuple[build.Kernel, Plan, int]:
     """The kernel of a shape, its plan, and bytes of shared memory."""
     chosen = plan(n, k, bits, tokens, build.device(device))
@@ -157,7 +158,7 @@ def _kernel(
 def launch(call: Linear) -> None:
     """`call`, of up to 4 tokens, on the current device, whose tables are there."""
     n, k, bits, device = call.n, call.k, call.bits, call.out.device.index
-    around = call.eps >= 0, call.silu, call.bias is not None, call.add is not None, call.wide
+    around = call.eps >= 0, call.silu, call.bias is not None, call.add is not None, call.wide, call.ranks
     kernel, plan, shared = _kernel(n, k, bits, call.tokens, call.half, around, device)
     codes = call.codes.data_ptr()
     residual = codes if call.residual is None else call.residual.data_ptr()
@@ -180,6 +181,7 @@ def launch(call: Linear) -> None:
         norm=call.norm,
         eps=call.eps,
         inverse_k=1 / k,
+        **call.exchange,
     )
     stream = torch._C._cuda_getCurrentRawStream(device)
     kernel.launch((plan.tiles * plan.cluster, 1, 1), 32 * plan.warps, shared, plan.cluster, stream, arguments)

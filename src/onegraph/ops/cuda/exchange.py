@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 from onegraph.ops.cuda import build
-from onegraph.ops.ranks import MAX_RANKS, part_of
+from onegraph.ops.ranks import CHUNK, MAX_RANKS, part_of
 
-THREADS = 256
+THREADS = 2 * CHUNK
 ITEMS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
-ARGUMENTS = build.Arguments(
-    pointers=("x", "add", "out", "state", "alarm", *(f"inbox{i}" for i in range(MAX_RANKS))),
-    ints=("room", "rank", "words", "rows", "part"),
-)
+# What `Exchange` of exchange.cuh asks of a kernel's arguments.
+POINTERS = "state", "alarm", *(f"inbox{i}" for i in range(MAX_RANKS))
+INTS = "room", "rank"
+ARGUMENTS = build.Arguments(pointers=("x", "add", "out", *POINTERS), ints=(*INTS, "words", "rows", "part"))
 KERNEL = build.Source(
     "exchange",
     ops=("all_reduce", "all_gather"),
@@ -51,15 +51,18 @@ def all_gather(
     return out
 
 
+def given(inboxes: list[Tensor], state: Tensor, alarm: Tensor, rank: int) -> dict[str, int]:
+    """POINTERS and INTS of a rank."""
+    boxes = {f"inbox{i}": inboxes[i].data_ptr() if i < len(inboxes) else 0 for i in range(MAX_RANKS)}
+    return build.addresses(state=state, alarm=alarm) | boxes | {"room": inboxes[0].shape[2], "rank": rank}
+
+
 def _launch(
     function: int, x: Tensor, out: Tensor, work: int, inboxes: list[Tensor], state: Tensor, alarm: Tensor, rank: int,
     **rest: int,
 ) -> None:  # fmt: skip
     device, world = x.device.index, len(inboxes)
-    boxes = {f"inbox{i}": inboxes[i].data_ptr() if i < world else 0 for i in range(MAX_RANKS)}
-    arguments = ARGUMENTS.pack(
-        **build.addresses(x=x, out=out, state=state, alarm=alarm), **boxes, room=inboxes[0].shape[2], rank=rank, **rest
-    )
+    arguments = ARGUMENTS.pack(**build.addresses(x=x, out=out), **given(inboxes, state, alarm, rank), **rest)
     # A block an SM at most: all of them run at once, and whoever waits keeps nobody from sending.
     blocks = max(1, min(-(-work // THREADS), build.device(device).sms))
     kernel = _kernels(world, ITEMS[x.dtype], device)[function]

@@ -1,0 +1,86 @@
+"""The E8P linear of a rank's inputs, whose results are summed over ranks: `ops/e8p.py` and `ops/exchange.py` in one."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onegraph.formats.e8p import codebook
+from onegraph.ops.e8p import check_linear, e8p_linear, linear_bytes, random_codes, random_scales
+from onegraph.ops.exchange import alone, check_group, swap
+from onegraph.ops.registry import Case, Op, register
+
+MAX_TOKENS = 4
+
+
+def _run(
+    x: Tensor, codes: Tensor, residual: Tensor | None, codebook: Tensor, in_scale: Tensor, out_scale: Tensor,
+    bias: Tensor | None, bits: int, add: Tensor | None, silu: bool, inboxes: list[Tensor], state: Tensor, alarm: Tensor,
+    rank: int,
+) -> Tensor:  # fmt: skip
+    own = e8p_linear.reference(
+        x, codes, residual, codebook, in_scale, out_scale, bias, bits, None, None, silu, wide=True
+    )
+    words = own.flatten().view(torch.int32)
+    total = torch.zeros_like(own)
+    for part in swap(words, [len(words)] * len(inboxes), inboxes, state, alarm, rank):
+        total += part.view(torch.float32).view_as(own)
+    return (total if add is None else total + add.float()).to(x.dtype)
+
+
+def _check(
+    x: Tensor, codes: Tensor, residual: Tensor | None, codebook: Tensor, in_scale: Tensor, out_scale: Tensor,
+    bias: Tensor | None, bits: int, add: Tensor | None, silu: bool, inboxes: list[Tensor], state: Tensor, alarm: Tensor,
+    rank: int,
+) -> None:  # fmt: skip
+    check_linear(x, codes, residual, codebook, in_scale, out_scale, bias, bits, add, None, silu)
+    tokens = x.shape[:-1].numel()
+    if not 1 <= tokens <= MAX_TOKENS:
+        raise ValueError(
+            f"e8p_all_reduce: x has {tokens} tokens; allowed are 1 to {MAX_TOKENS}: run e8p_linear, then all_reduce"
+        )
+    check_group("e8p_all_reduce", tokens * codes.shape[0], inboxes, state, alarm, rank)
+
+
+def _case(tokens: int, n: int, k: int, bits: int, *with_: str) -> Case:
+    """`with_`: "bias", "add", "silu"."""
+
+    def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[Any, ...]:
+        x = torch.randn(tokens, 2 * k if "silu" in with_ else k, generator=generator).to(device, dtype)
+        codes = random_codes(n, k, bits, device, generator)
+        scales = random_scales(n, k, device, generator)
+        bias = torch.randn(n, generator=generator).to(device, dtype) if "bias" in with_ else None
+        add = torch.randn(tokens, n, generator=generator).to(device, dtype) if "add" in with_ else None
+        return x, *codes, codebook(device), *scales, bias, bits, add, "silu" in with_, *alone(device), 0
+
+    return Case(name="+".join([f"{tokens}x{k}->{n}@{bits}", *with_]), make=make)
+
+
+e8p_all_reduce = register(
+    Op(
+        name="e8p_all_reduce",
+        schema="(Tensor x, Tensor codes, Tensor? residual, Tensor codebook, Tensor in_scale, Tensor out_scale, "
+        "Tensor? bias, int bits, Tensor? add, bool silu, Tensor(a!)[] inboxes, Tensor(b!) state, Tensor(c!) alarm, "
+        "int rank) -> Tensor",
+        reference=_run,
+        fake=lambda x, codes, *rest: x.new_empty(*x.shape[:-1], codes.shape[0]),
+        kernel="onegraph.ops.cuda.e8p:linear_all_reduce",
+        sole=True,
+        check=_check,
+        cases=(
+            _case(1, 256, 1024, 2, "add"),
+            _case(3, 192, 576, 3, "bias", "add"),
+            _case(4, 128, 512, 4, "silu", "add"),
+            _case(2, 49, 200, 2),
+        ),
+        tolerance={torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3},
+        bytes_moved=lambda *args: linear_bytes(*args[:9]) + 16 * (len(args[10]) - 1) * args[0].shape[:-1].numel()
+        * args[1].shape[0],
+        flops=lambda x, codes, *rest: 16 * x.shape[:-1].numel() * codes.numel(),
+    )
+)  # fmt: skip
+"""The sum of all ranks' `e8p_linear(x, ..., bias, bits, silu=silu)`, plus `add`, rounded once: what crosses is float32.
+
+x of 1 to 4 tokens; add [..., n] as x, the same on all ranks; bias is one rank's alone. The rest of a rank as of
+`ops.exchange.all_reduce`. Where the launch of a linear cannot hold the exchange (`ops/cuda/e8p_decode.cu`), results of
+x's dtype are exchanged in one of its own."""
