@@ -284,7 +284,7 @@ def main() -> None:
     def say(**row: Any) -> None:
         emit(row | about)
 
-    note(f"made, layers {[len(s) for s in model.stages]}, {bandwidth / 1e12:.2f} TB/s")
+    note(f"made, layers {[len(s) for s in first.stages]}, {bandwidth / 1e12:.2f} TB/s")
     for batch in args.batch:
         floor = {"active_gb": round(active_bytes(first, batch) / 1e9, 3)}
         floor["floor_ms"] = round(active_bytes(first, batch) / bandwidth * 1e3, 3)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from onegraph.ops import invariant
 from onegraph.ops.cuda import e8p_batch, e8p_decode, e8p_dequantize, e8p_portable, e8p_prefill, exchange
-from onegraph.ops.cuda.e8p_common import MAX_K, ROWS, Linear
+from onegraph.ops.cuda.e8p_common import MAX_K, NO_EXCHANGE, ROWS, Linear
 
 ALIGNMENT = 16  # bytes, of every pointer
 
@@ -90,7 +90,8 @@ def linear(
     out = torch.empty((*x.shape[:-1], n), dtype=torch.float32 if wide else x.dtype, device=x.device)
     inputs = _inputs(x, codes, residual, codebook, in_scale, out_scale, bias, add)
     half, norm_eps = x.dtype == torch.float16, -1.0 if eps is None else eps
-    _launched(launch, Linear._make((*inputs, out, bits, tokens, n, k, half, norm_eps, silu, wide, alike)))
+    rest = out, bits, tokens, n, k, half, norm_eps, silu, wide, alike
+    _launched(launch, Linear._make((*inputs, *rest, 1, NO_EXCHANGE)))
     return out
 
 
@@ -118,9 +119,9 @@ def linear_all_reduce(
         return exchange.all_reduce(own, add, *group)
     e8p_decode.have_tables(codebook)
     out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
-    inputs, half, ranks = _inputs(x, *weight, add), x.dtype == torch.float16, len(inboxes)
-    rest = out, bits, tokens, n, k, half, -1.0, silu, False, False, ranks, exchange.given(*group)
-    _launched(e8p_decode.launch, Linear._make((*inputs, *rest)))
+    rest = out, bits, tokens, n, k, x.dtype == torch.float16, -1.0, silu, False, False
+    call = Linear._make((*_inputs(x, *weight, add), *rest, len(inboxes), exchange.given(*group)))
+    _launched(e8p_decode.launch, call)
     return out
 
 

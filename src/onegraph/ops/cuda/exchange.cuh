@@ -6,16 +6,16 @@
 // A rank begins a launch when it has all of the one before, of which every peer sent something, which every peer began
 // when it had read all of the one before that: two buffers suffice, in the order of a stream. So the wait for the launch
 // before stands in front of the first store. Whoever waits has sent all that it has, and waits for a bounded time: who
-// waits longer writes who was missing into the alarm, which lies in the host's memory, and leaves; others that wait see
-// the alarm and leave too, and from then on no round waits. Sums are formed in the order of ranks, in float32, so that
-// every rank has the same bits.
+// waits longer writes who was missing into the alarm, which lies in the host's memory, unless another rank did, and
+// leaves; so does what else of its rank waits, and from then on none of its rounds waits. Sums are formed in the order of
+// ranks, in float32, so that every rank has the same bits.
 #pragma once
 
 #include "system.cuh"
 
 constexpr int MAX_WORLD = 8;
 constexpr int CHUNK = 128;     // words with a round number of their own
-constexpr int PATIENCE = 256;  // polls between two looks at the clock and the alarm
+constexpr int PATIENCE = 256;  // polls between two looks at the clock
 
 enum State { MODE, LIMIT, ROUNDS = 4 };  // of u64s; LIMIT in nanoseconds; from ROUNDS on the next round of each chunk
 enum Mode { UNARMED, ARMED, EXPIRED };
@@ -92,13 +92,16 @@ template <class A, int COUNT> struct Exchange {
       if (given_up(polls, begun, peer, number)) return make_float4(0.f, 0.f, 0.f, 0.f);
     }
   }
+  // Looks at this GPU's own memory alone until it is late: reads of the host's memory by all that wait would come in
+  // each other's way, for longer than what they wait for.
   __device__ __forceinline__ bool given_up(int polls, u64& begun, int peer, u64 number) {
     if (polls % PATIENCE != PATIENCE - 1) return false;
     const u64 now = nanoseconds();
     if (!begun) begun = now;
     const bool late = now - begun > load_system(a.state + LIMIT);
-    if (!late && !load_system(a.alarm + RAISED)) return false;
-    if (atomicCAS(a.state + MODE, (u64)ARMED, (u64)EXPIRED) == ARMED && late) {
+    if (!late && load_system(a.state + MODE) == ARMED) return false;
+    const bool first = late && atomicCAS(a.state + MODE, (u64)ARMED, (u64)EXPIRED) == ARMED;
+    if (first && !load_system(a.alarm + RAISED)) {
       store_system(a.alarm + RECORDS + 2 * a.rank, peer + 1);
       store_system(a.alarm + RECORDS + 2 * a.rank + 1, number);
       __threadfence_system();
