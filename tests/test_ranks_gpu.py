@@ -142,20 +142,6 @@ def test_the_engine_draws_the_tokens_of_one_gpu(folder: Path, count: int, kv: st
             assert [s.output for s in engine.complete(prompts, PARAMS)] == want, f"capture={capture}"
 
 
-def test_many_steps_end_and_ranks_agree(folder: Path) -> None:
-    """20,000 steps one ahead of the host, with joins and leaves, prefill between them."""
-    with Checkpoint.open(folder) as checkpoint:
-        model = Ranks.load(checkpoint, devices(2), torch.bfloat16)
-    engine = Engine(model, max_batch=8, max_context=256, chunk=32)
-    params = [SamplingParams(max_tokens=40 + 17 * (i % 9), temperature=1.0, seed=i) for i in range(1800)]
-    texts = engine.generate([text(1 + i % 30, i) for i in range(1800)], params)
-    assert [len(each) for each in texts] == [p.max_tokens for p in params]
-    assert engine.stats.decode_steps > 20_000
-    runner: Any = engine.runner("decode", sampling=True)
-    drawn = [rank.stages[0].inputs["drawn"].cpu() for rank in runner.ranks]
-    assert torch.equal(drawn[0], drawn[1])
-
-
 @pytest.mark.parametrize("kv", [None, "turboquant:4"])
 @pytest.mark.parametrize("kind", ["ngram", "model", "oracle", "eagle"])
 def test_the_text_with_drafts_is_that_of_one_gpu_without(
