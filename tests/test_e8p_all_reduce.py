@@ -73,10 +73,10 @@ def test_what_cannot_cross_is_refused() -> None:
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("count", [2, 4])
 def test_sums_within_graphs(count: int, bits: int, dtype: torch.dtype) -> None:
-    """Of 8B's two linears and a small one whose exchange has a launch of its own, one behind the other many times: the
-    same bits on all GPUs, and the sum of what each has alone."""
+    """Of linears whose slices one block has, or several, and a small one whose exchange has a launch of its own, one
+    behind the other many times: the same bits on all GPUs, and the sum of what each has alone."""
     places = devices(count)
-    group = Peers(places, 4 * 4096)
+    group = Peers(places, 8 * 4 * 1024)
     cases: list[tuple[list[Linear], int, bool]] = []
     for n, k, tokens, silu in (
         (4096, 4096, 1, False),

@@ -63,11 +63,9 @@ class Peers:
         return Peer(self, index)
 
     def arm(self, on: bool = True) -> None:
-        """From now on ranks exchange; with False each runs alone. Nothing may be under way."""
+        """From now on ranks exchange, as `reset` begins; with False each runs alone. Nothing may be under way."""
         self._mode = ARMED if on else UNARMED
-        for state in self.states:
-            state[MODE] = self._mode
-        self._wait()
+        self.reset()
 
     def reset(self) -> None:
         """Begin anew, on all ranks at once: after a rank waited in vain, or was launched without the others. Waits for

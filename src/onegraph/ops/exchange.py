@@ -60,8 +60,7 @@ def swap(
         alone = alone or not _came(inboxes[rank], at, numbers[theirs], state, alarm, rank, limit)
         words = inboxes[rank][at]
         found.append(torch.zeros_like(words, dtype=torch.int32) if alone else _low(words))
-    if armed:
-        rounds.copy_(torch.where(rounds == LAST_ROUND, 1, rounds + 1))
+    rounds.copy_(torch.where(rounds == LAST_ROUND, 1, rounds + 1))
     return found
 
 

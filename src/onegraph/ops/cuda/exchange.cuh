@@ -33,9 +33,9 @@ template <class A, int COUNT> struct Exchange {
   __device__ __forceinline__ explicit Exchange(const A& a) : a(a) { armed = load_system(a.state + MODE) == ARMED; }
 
   __device__ __forceinline__ u64 number(int chunk) const { return load_system(a.state + ROUNDS + chunk); }
-  // When all words of the chunk are there, by one thread.
+  // When all words of the chunk are there, by one thread; also of a rank that runs alone, whose blocks count on it.
   __device__ __forceinline__ void next(int chunk, u64 number) const {
-    if (armed) store_system(a.state + ROUNDS + chunk, number == LAST_ROUND ? 1 : number + 1);
+    store_system(a.state + ROUNDS + chunk, number == LAST_ROUND ? 1 : number + 1);
   }
   __device__ __forceinline__ u64* inbox(int peer) const {  // unrolled: `peer` is known
     u64* const all[MAX_WORLD] = {a.inbox0, a.inbox1, a.inbox2, a.inbox3, a.inbox4, a.inbox5, a.inbox6, a.inbox7};
@@ -68,6 +68,13 @@ template <class A, int COUNT> struct Exchange {
       store_system(to, x, y), store_system(to + 2, z, w);
     }
   }
+  // The same to this rank's own inbox, for another block of the launch.
+  __device__ __forceinline__ void keep4(u64 number, int at, const float4& v) const {
+    const u64 top = number << 32;
+    u64* const to = (u64*)own() + place(number, a.rank, at);
+    store_system(to, top | __float_as_uint(v.x), top | __float_as_uint(v.y));
+    store_system(to + 2, top | __float_as_uint(v.z), top | __float_as_uint(v.w));
+  }
   // The peer's word, 0 where it did not come.
   __device__ __forceinline__ u32 receive(const u64* own, u64 number, int peer, int at) {
     if (!armed) return 0;
@@ -79,8 +86,11 @@ template <class A, int COUNT> struct Exchange {
       if (given_up(polls, begun, peer, number)) return 0;
     }
   }
+  // Four words; of its own rank, whose other block is certain to run, however this one stands with its peers.
   __device__ __forceinline__ float4 receive4(const u64* own, u64 number, int peer, int at) {
-    if (!armed) return make_float4(0.f, 0.f, 0.f, 0.f);
+    const bool here = peer == a.rank;
+    const float4 zeros = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (!armed && !here) return zeros;
     const u64* const from = own + place(number, peer, at);
     u64 begun = 0;
     for (int polls = 0;; ++polls) {
@@ -89,7 +99,7 @@ template <class A, int COUNT> struct Exchange {
       if (x >> 32 == number && y >> 32 == number && z >> 32 == number && w >> 32 == number)
         return make_float4(__uint_as_float((u32)x), __uint_as_float((u32)y), __uint_as_float((u32)z),
                            __uint_as_float((u32)w));
-      if (given_up(polls, begun, peer, number)) return make_float4(0.f, 0.f, 0.f, 0.f);
+      if (!here && given_up(polls, begun, peer, number)) return zeros;
     }
   }
   // Looks at this GPU's own memory alone until it is late: reads of the host's memory by all that wait would come in
