@@ -159,40 +159,34 @@ __device__ __forceinline__ float inverse_rms(float squares, const Arguments& p) 
 // is 128 rows of a token of a split. The block that ends a job begins the next round of the job's chunks.
 struct Sum {
   Exchange<Arguments, Shape::ranks> peers;
-  const u64* own;
-  int split, words;  // of a split: tokens * n
-  __device__ __forceinline__ Sum(const Arguments& p, int split, int tokens)
-      : peers(p), own(peers.own()), split(split), words(tokens * Shape::n) {}
+  int split, words, job;  // words of a split: tokens * n
+  u64 number;             // round of this split's chunk of the job
+  __device__ __forceinline__ Sum(const Arguments& p, int split, int tokens, int job, int at)
+      : peers(p), split(split), words(tokens * Shape::n), job(job), number(0) {
+    if (at < words) number = of_chunk(split, at);
+  }
+  __device__ __forceinline__ u64 of_chunk(int split, int at) const { return peers.number((split * words + at) / CHUNK); }
   // Whether the sum is whole, in v: this block ends the job.
-  __device__ __forceinline__ bool operator()(float4& v, int job, int at, int lane) {
-    const bool ends = Shape::splits == 1 || job % Shape::splits == split;
-    const int mine = split * words + at;
-    const u64 number = peers.number(mine / CHUNK);
-    if (peers.armed) peers.send4(number, mine, v);
-    if (!ends) {
-      peers.keep4(number, mine, v);
+  __device__ __forceinline__ bool operator()(float4& v, int of_job, int at, int lane) {
+    if (of_job != job) job = of_job, number = of_chunk(split, at);
+    if (peers.armed) peers.send4(number, split * words + at, v);
+    if (Shape::splits > 1 && job % Shape::splits != split) {
+      peers.keep4(number, split * words + at, v);
       return false;
     }
-    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+    u64 numbers[Shape::splits];
 #pragma unroll
-    for (int peer = 0; peer < Shape::ranks; ++peer)
-#pragma unroll
-      for (int of = 0; of < Shape::splits; ++of) {
-        const int there = of * words + at;
-        if (peer == peers.a.rank && of == split) add_to(sum, v);
-        else add_to(sum, peers.receive4(own, of == split ? number : peers.number(there / CHUNK), peer, there));
-      }
+    for (int of = 0; of < Shape::splits; ++of) numbers[of] = Shape::splits > 1 ? of_chunk(of, at) : number;
+    v = peers.sum4(numbers, at, words, split, v);
     __syncwarp();
-    if (lane < Shape::splits) {
-      const int chunk = (lane * words + at - lane * 4) / CHUNK;
-      peers.next(chunk, peers.number(chunk));
-    }
-    v = sum;
+#pragma unroll
+    for (int of = 0; of < Shape::splits; ++of)
+      if (lane == of) peers.next((of * words + at - lane * 4) / CHUNK, numbers[of]);
     return true;
   }
 };
 struct NoSum {
-  __device__ __forceinline__ NoSum(const Arguments&, int, int) {}
+  __device__ __forceinline__ NoSum(const Arguments&, int, int, int, int) {}
   __device__ __forceinline__ bool operator()(float4&, int, int, int) { return true; }
 };
 template <bool, class A, class> struct Either { typedef A type; };
@@ -272,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_decode(const __grid
     for (int i = threadIdx.x * 4; i < p.across * tokens * pitch; i += blockDim.x * 4) *(float4*)(partial + i) = zeros;
   wait_for_previous();
   let_next_start();
-  OverRanks over_ranks(p, split, tokens);
+  OverRanks over_ranks(p, split, tokens, first_job, first_token * p.n + first_row);
   Raw asked;
   asked = ask_x(p, p.silu, 0, column, inside);
   uint4 first_add = make_uint4(0, 0, 0, 0);

@@ -112,11 +112,9 @@ def plans(n: int, k: int, bits: int, tokens: int, device: build.Device, ranks: i
                     if plan.shared(bits, tokens) <= device.shared:
                         found.append(plan)
                         break
-    # Blocks that wait for others must all run: no second wave.
-    apart = [
-        replace(plan, apart=True) for plan in found if plan.cluster > 1 and plan.tiles * plan.cluster <= device.sms
-    ]
-    return found + apart if ranks > 1 else found
+    # Blocks that wait for others must all run: no second wave. A lane has what all of them sent in registers.
+    fits = (p for p in found if p.cluster > 1 and p.tiles * p.cluster <= device.sms and p.cluster * ranks <= MAX_BLOCKS)
+    return found + [replace(plan, apart=True) for plan in fits] if ranks > 1 else found
 
 
 @lru_cache(maxsize=1024)

@@ -51,10 +51,14 @@ extern "C" __global__ void all_reduce(const __grid_constant__ Arguments a) {
   const u64* const own = peers.own();
   for (int i = first; i < a.words; i += step) {
     const u64 number = peers.number(i / CHUNK);
+    u32 words[WORLD];
+#pragma unroll
+    for (int peer = 0; peer < WORLD; ++peer) words[peer] = a.x[i];
+    peers.receive(own, number, i, words);
     float2 sum = make_float2(0.f, 0.f);
 #pragma unroll
     for (int peer = 0; peer < WORLD; ++peer) {
-      const float2 v = numbers(peer == a.rank ? a.x[i] : peers.receive(own, number, peer, i));
+      const float2 v = numbers(words[peer]);
       sum.x += v.x, sum.y += v.y;
     }
     if (a.add) {

@@ -37,17 +37,8 @@ template <class A, int COUNT> struct Exchange {
   __device__ __forceinline__ void next(int chunk, u64 number) const {
     store_system(a.state + ROUNDS + chunk, number == LAST_ROUND ? 1 : number + 1);
   }
-  __device__ __forceinline__ u64* inbox(int peer) const {  // unrolled: `peer` is known
-    u64* const all[MAX_WORLD] = {a.inbox0, a.inbox1, a.inbox2, a.inbox3, a.inbox4, a.inbox5, a.inbox6, a.inbox7};
-    return all[peer];
-  }
-  __device__ __forceinline__ const u64* own() const {
-    const u64* found = a.inbox0;
-#pragma unroll
-    for (int peer = 1; peer < COUNT; ++peer)
-      if (peer == a.rank) found = inbox(peer);
-    return found;
-  }
+  __device__ __forceinline__ u64* inbox(int peer) const { return (&a.inbox0)[peer]; }  // they stand side by side
+  __device__ __forceinline__ const u64* own() const { return inbox(a.rank); }
   __device__ __forceinline__ size_t place(u64 number, int from, int at) const {
     return ((size_t)(number & 1) * COUNT + from) * a.room + at;
   }
@@ -75,6 +66,25 @@ template <class A, int COUNT> struct Exchange {
     store_system(to, top | __float_as_uint(v.x), top | __float_as_uint(v.y));
     store_system(to + 2, top | __float_as_uint(v.z), top | __float_as_uint(v.w));
   }
+  // The words of all ranks, this one's given; 0 of a peer that did not come. Their packets are asked for at once.
+  __device__ __forceinline__ void receive(const u64* own, u64 number, int at, u32 (&words)[COUNT]) {
+    u64 begun = 0;
+    for (int polls = 0;; ++polls) {
+      u64 packets[COUNT];
+#pragma unroll
+      for (int peer = 0; peer < COUNT; ++peer)
+        packets[peer] = armed && peer != a.rank ? load_system(own + place(number, peer, at)) : 0;
+      int missing = -1;
+#pragma unroll
+      for (int peer = COUNT - 1; peer >= 0; --peer)
+        if (armed && peer != a.rank && packets[peer] >> 32 != number) missing = peer;
+      if (missing >= 0 && !given_up(polls, begun, missing, number)) continue;
+#pragma unroll
+      for (int peer = 0; peer < COUNT; ++peer)
+        if (peer != a.rank) words[peer] = packets[peer] >> 32 == number ? (u32)packets[peer] : 0;
+      return;
+    }
+  }
   // The peer's word, 0 where it did not come.
   __device__ __forceinline__ u32 receive(const u64* own, u64 number, int peer, int at) {
     if (!armed) return 0;
@@ -86,21 +96,48 @@ template <class A, int COUNT> struct Exchange {
       if (given_up(polls, begun, peer, number)) return 0;
     }
   }
-  // Four words; of its own rank, whose other block is certain to run, however this one stands with its peers.
-  __device__ __forceinline__ float4 receive4(const u64* own, u64 number, int peer, int at) {
-    const bool here = peer == a.rank;
-    const float4 zeros = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (!armed && !here) return zeros;
-    const u64* const from = own + place(number, peer, at);
+  // Four words of `words` that each of PER blocks of each rank has sent, added up in this order, with those of this
+  // block, `split`, given. A block of its own rank is waited for however this one stands with its peers: it is certain to
+  // run. Numbers: of the splits' chunks.
+  template <int PER>
+  __device__ __forceinline__ float4 sum4(const u64 (&numbers)[PER], int at, int words, int split, const float4& v) {
+    const u64* const from = own();
     u64 begun = 0;
     for (int polls = 0;; ++polls) {
-      u64 x, y, z, w;
-      load_system(from, x, y), load_system(from + 2, z, w);
-      if (x >> 32 == number && y >> 32 == number && z >> 32 == number && w >> 32 == number)
-        return make_float4(__uint_as_float((u32)x), __uint_as_float((u32)y), __uint_as_float((u32)z),
-                           __uint_as_float((u32)w));
-      if (!here && given_up(polls, begun, peer, number)) return zeros;
+      u64 packets[COUNT * PER][4];
+      int missing = -1;
+#pragma unroll
+      for (int i = 0; i < COUNT * PER; ++i) {
+        const int peer = i / PER, of = i % PER;
+        if (mine(peer, of, split) || !(armed || peer == a.rank)) continue;
+        const u64* const there = from + place(numbers[of], peer, of * words + at);
+        load_system(there, packets[i][0], packets[i][1]), load_system(there + 2, packets[i][2], packets[i][3]);
+      }
+#pragma unroll
+      for (int i = COUNT * PER - 1; i >= 0; --i) {
+        const int peer = i / PER, of = i % PER;
+        if (mine(peer, of, split) || !(armed || peer == a.rank)) continue;
+        if (!whole(packets[i], numbers[of])) missing = peer;
+      }
+      if (missing >= 0 && (missing == a.rank || !given_up(polls, begun, missing, numbers[0]))) continue;
+      float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+      for (int i = 0; i < COUNT * PER; ++i) {
+        const int peer = i / PER, of = i % PER;
+        if (mine(peer, of, split)) {
+          sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+        } else if ((armed || peer == a.rank) && whole(packets[i], numbers[of])) {
+          sum.x += __uint_as_float((u32)packets[i][0]), sum.y += __uint_as_float((u32)packets[i][1]);
+          sum.z += __uint_as_float((u32)packets[i][2]), sum.w += __uint_as_float((u32)packets[i][3]);
+        }
+      }
+      return sum;
     }
+  }
+  __device__ __forceinline__ bool mine(int peer, int of, int split) const { return peer == a.rank && of == split; }
+  __device__ __forceinline__ static bool whole(const u64 (&packets)[4], u64 number) {
+    return packets[0] >> 32 == number && packets[1] >> 32 == number && packets[2] >> 32 == number &&
+           packets[3] >> 32 == number;
   }
   // Looks at this GPU's own memory alone until it is late: reads of the host's memory by all that wait would come in
   // each other's way, for longer than what they wait for.
